@@ -1,0 +1,35 @@
+"""Who holds the accelerator (see core.protocols.Lease)."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Sleeper(Protocol):
+    """Anything that can give its device memory back and take it again."""
+
+    async def sleep(self) -> None: ...
+    async def wake(self) -> None: ...
+
+
+class Disjoint:
+    """Each plane has what it needs for itself: nothing to hand over."""
+
+    async def to_train(self) -> None: ...
+    async def to_rollout(self) -> None: ...
+
+
+class Colocated:
+    """One accelerator, one plane awake. The loop asks only when the other plane has nothing in flight."""
+
+    def __init__(self, *, engine: Sleeper, trainer: Sleeper) -> None:
+        self._engine = engine
+        self._trainer = trainer
+
+    async def to_train(self) -> None:
+        await self._engine.sleep()
+        await self._trainer.wake()
+
+    async def to_rollout(self) -> None:
+        await self._trainer.sleep()
+        await self._engine.wake()

@@ -1,0 +1,281 @@
+"""The loop. One, for every mode.
+
+    source -> gate -> rollout -> filter -> credit -> shelf -> trainer -> publish -> (save) -> (eval)
+               ^                                                           |
+               +------------------------- release -------------------------+
+
+    synchronous          max_staleness = 0
+    one step off         max_staleness = 1
+    fully asynchronous   max_staleness = k
+    colocated            max_staleness = 0, with a lease that makes the planes take turns
+
+Who waits for whom: the producer waits for the gate (a free place) and, group by group, for the
+rollout plane; the consumer waits for the shelf (the next group in ticket order, with a deadline),
+then for the trainer, then for the publication. A continued run enters at the top of ``_consume``
+exactly where a run that was never stopped passes through.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from miles.core.errors import MilesError
+from miles.core.events import (
+    BatchTaken,
+    Evaluated,
+    GroupFinished,
+    Progress,
+    PromptAdmitted,
+    RunEnded,
+    RunStarted,
+    Saved,
+    StepFinished,
+)
+from miles.core.protocols import (
+    Credit,
+    Evaluate,
+    Filter,
+    Journal,
+    Lease,
+    Rollout,
+    Source,
+    Trainer,
+    WeightSync,
+)
+from miles.core.types import Batch, Group, Prompt, Version
+from miles.schedule.cadence import AT_END, NEVER, Cadence
+from miles.schedule.gate import Gate, places
+from miles.schedule.recover import Checkpoints, Cursor, name_of
+from miles.schedule.shelf import Finished, Shelf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planes:
+    """All the loop can see of the world."""
+
+    source: Source
+    rollout: Rollout
+    keep: Filter
+    credit: Credit
+    trainer: Trainer
+    sync: WeightSync
+    lease: Lease
+    evaluate: Evaluate | None
+    checkpoints: Checkpoints
+    journal: Journal
+    measure: Callable[[tuple[Group, ...], Version], Mapping[str, float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tempo:
+    """Every number the loop goes by."""
+
+    steps: int
+    groups_per_step: int
+    max_staleness: int = 0
+    window: int = 1
+    stall_timeout: float = 1800.0
+    save: Cadence = AT_END
+    evaluate: Cadence = NEVER
+
+
+class Loop:
+    """Runs from ``cursor`` (a fresh run's is all zeros) to the last step, or until asked to stop."""
+
+    def __init__(self, planes: Planes, tempo: Tempo, cursor: Cursor | None = None) -> None:
+        cursor = cursor or Cursor(step=0, version=0)
+        self._p, self._tempo, self._cursor = planes, tempo, cursor
+        self._stop = False
+        inside = places(groups_per_step=tempo.groups_per_step, max_staleness=tempo.max_staleness, window=tempo.window)
+        wanted = (tempo.steps - cursor.step) * tempo.groups_per_step
+        self._gate = Gate(places=0, wanted=wanted, first=cursor.ticket, skip=cursor.dealt)
+        self._opening = inside
+        self._shelf = Shelf(window=tempo.window, first=cursor.ticket, skip=cursor.dealt)
+        self._drawn = cursor.ticket
+        self._source_before: dict[int, Mapping[str, object]] = {}
+        self._in_flight: dict[int, Prompt] = {}
+        self._returned = 0
+
+    def stop_soon(self) -> None:
+        """Finish the step under way, save, and return."""
+        self._stop = True
+
+    async def run(self) -> Version:
+        """Train; the first failure of either plane ends both and is the one raised."""
+        producing = asyncio.create_task(self._produce(), name="produce")
+        consuming = asyncio.create_task(self._consume(), name="consume")
+        try:
+            done, _ = await asyncio.wait({producing, consuming}, return_when=asyncio.FIRST_COMPLETED)
+            first = consuming if consuming in done else producing
+            if first is producing:  # it never returns by itself: this raises
+                await producing
+            return await consuming
+        except BaseExceptionGroup as group:
+            raise _first_cause(group) from group
+        finally:
+            for task in (producing, consuming):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await task
+
+    # -- rollout plane: as many prompts in flight as the gate has places --------------------
+
+    async def _produce(self) -> None:
+        async with asyncio.TaskGroup() as groups:
+            while True:
+                ticket = await self._gate.admit()
+                prompt = self._draw(ticket)
+                self._in_flight[ticket] = prompt
+                self._p.journal(PromptAdmitted(ticket=ticket, prompt_id=prompt.id, epoch=prompt.epoch))
+                groups.create_task(self._one(ticket, prompt), name=f"ticket {ticket}")
+
+    def _draw(self, ticket: int) -> Prompt:
+        """The prompt of ``ticket``; those an earlier life has dealt with are passed over."""
+        while True:
+            self._source_before[self._drawn] = self._p.source.state()
+            prompt = self._p.source.next()
+            self._drawn += 1
+            if self._drawn > ticket:
+                return prompt
+
+    async def _one(self, ticket: int, prompt: Prompt) -> None:
+        group = await self._p.rollout.produce(prompt)
+        verdict = self._p.keep(group)
+        rows = self._p.credit(group) if verdict.keep else None
+        del self._in_flight[ticket]
+        self._shelf.put(Finished(ticket=ticket, group=group, rows=rows, reason=verdict.reason))
+        if verdict.keep:
+            self._returned += 1
+        else:
+            self._gate.drop()
+
+    # -- training plane: batch in, version out, places back ---------------------------------
+
+    async def _consume(self) -> Version:
+        p, t, cursor = self._p, self._tempo, self._cursor
+        version = Version(number=cursor.version)
+        p.journal(RunStarted(step=cursor.step, steps=t.steps))
+        await p.sync.publish(version)
+        if cursor.step and t.save.due(cursor.step, last=t.steps):  # the run before may not have come to say so
+            p.journal(Saved(step=cursor.step, name=name_of(cursor.step)))
+        saved, free = cursor.step, self._opening
+        while True:
+            await p.lease.to_rollout()
+            await self._evaluate(cursor.step)
+            if cursor.step == t.steps or self._stop:
+                break
+            self._gate.release(free)
+            version = await self._one_step(cursor.step + 1, version)
+            cursor, free = self._cursor_at(cursor.step + 1, version), t.groups_per_step
+            if t.save.due(cursor.step, last=t.steps):
+                await self._save(cursor, scheduled=True)
+                saved = cursor.step
+        if cursor.step != saved:  # asked to stop between two saves
+            await self._save(cursor, scheduled=False)
+        p.journal(RunEnded(step=cursor.step, finished=cursor.step == t.steps))
+        p.journal.commit()
+        return version
+
+    async def _one_step(self, step: int, version: Version) -> Version:
+        p, clock = self._p, _Clock()
+        batch, groups, dropped = await self._next_batch(step)
+        clock.lap("rollout")
+        await p.lease.to_train()
+        report = await p.trainer.step(batch)
+        clock.lap("train")
+        published = await p.sync.publish(report.version)
+        clock.lap("publish")
+        metrics = {
+            **p.measure(groups, version),
+            **report.metrics,
+            "staleness": float(batch.staleness(version)),
+            "groups_dropped": float(dropped),
+        }
+        seconds = {**clock.laps, **{f"train/{k}": v for k, v in report.seconds.items()}, **published}
+        p.journal(StepFinished(step=step, version=report.version, metrics=metrics, seconds=seconds))
+        self._returned -= len(groups)
+        return report.version
+
+    async def _next_batch(self, step: int) -> tuple[Batch, tuple[Group, ...], int]:
+        """The next kept groups in line; dropped ones are told of as their turn comes."""
+        kept: list[Finished] = []
+        dropped = 0
+        while len(kept) < self._tempo.groups_per_step:
+            finished = await self._take(step)
+            is_kept = finished.rows is not None
+            self._p.journal(
+                GroupFinished(ticket=finished.ticket, kept=is_kept, reason=finished.reason, group=finished.group)
+            )
+            if is_kept:
+                kept.append(finished)
+            else:
+                dropped += 1
+        groups = tuple(f.group for f in kept)
+        rows = tuple(row for f in kept for row in f.rows or ())
+        batch = Batch(step=step, samples=rows, num_groups=len(kept))
+        tickets = tuple(f.ticket for f in kept)
+        self._p.journal(BatchTaken(step=step, tickets=tickets, batch=batch, groups=groups))
+        return batch, groups, dropped
+
+    async def _take(self, step: int) -> Finished:
+        wanted = self._tempo.groups_per_step
+        self._p.journal(Progress(step=step, done=min(self._returned, wanted), wanted=wanted))
+        try:
+            async with asyncio.timeout(self._tempo.stall_timeout):
+                return await self._shelf.take()
+        except TimeoutError:
+            held = ", ".join(f"{ticket} (prompt {p.id})" for ticket, p in list(self._in_flight.items())[:8])
+            raise MilesError(
+                f"step {step} waited {self._tempo.stall_timeout:.0f} s for the next group and none came back; "
+                f"still in the rollout plane: tickets {held or 'none'}; "
+                "look for a reward or generate function that hangs, or raise --stall-timeout"
+            ) from None
+
+    # -- now and then ------------------------------------------------------------------------
+
+    async def _evaluate(self, step: int) -> None:
+        if self._p.evaluate is None or not self._tempo.evaluate.due(step, last=self._tempo.steps):
+            return
+        clock = _Clock()
+        metrics = await self._p.evaluate()
+        clock.lap("evaluate")
+        self._p.journal(Evaluated(step=step, metrics=metrics, seconds=clock.laps))
+
+    def _cursor_at(self, step: int, version: Version) -> Cursor:
+        """Where the run stands now, before anything of the next step has happened."""
+        ticket, dealt = self._shelf.cursor
+        for gone in [t for t in self._source_before if t < ticket]:
+            del self._source_before[gone]
+        source = self._source_before[ticket] if ticket < self._drawn else self._p.source.state()
+        return Cursor(
+            step=step, version=version.number, ticket=ticket, dealt=dealt, source=source, marks=self._p.journal.marks()
+        )
+
+    async def _save(self, cursor: Cursor, *, scheduled: bool) -> None:
+        self._p.journal.commit()
+        name = await self._p.checkpoints.save(cursor, self._p.trainer.save)
+        self._p.journal(Saved(step=cursor.step, name=name, scheduled=scheduled))
+
+
+class _Clock:
+    """Wall-clock laps, for reports only."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self.laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name] = now - self._last
+        self._last = now
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """The first error that is not itself a bundle of errors."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

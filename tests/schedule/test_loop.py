@@ -1,0 +1,250 @@
+"""One loop, every mode. The planes here are the smallest honest ones: they only remember."""
+
+import asyncio
+import random
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from miles.core.errors import MilesError
+from miles.core.events import BatchTaken, Evaluated, GroupFinished, RunEnded, Saved, StepFinished
+from miles.core.protocols import Verdict
+from miles.core.types import Author, Batch, Group, Prompt, Reward, Sample, Span, Status, StepReport, Trajectory, Version
+from miles.schedule.cadence import Cadence
+from miles.schedule.lease import Colocated, Disjoint
+from miles.schedule.loop import Loop, Planes, Tempo
+from miles.schedule.recover import Checkpoints
+
+
+class World:
+    """A source that counts, an engine that answers out of order, a trainer and a journal that remember."""
+
+    def __init__(self, folder: Path, *, seed: int = 0, drop: float = 0.0, colocated: bool = False) -> None:
+        self.chance, self.drop = random.Random(seed), drop
+        self.position, self.version, self.trained = 0, Version(), 0
+        self.batches: list[Batch] = []
+        self.staleness: list[int] = []
+        self.events: list[object] = []
+        self.awake = {"engine": True, "trainer": True}
+        self.busy = 0
+        engine, trainer = _Sleeper(self, "engine"), _Sleeper(self, "trainer")
+        self.planes = Planes(
+            source=self,
+            rollout=self,
+            keep=self.keep,
+            credit=self.credit,
+            trainer=self,
+            sync=self,
+            lease=Colocated(engine=engine, trainer=trainer) if colocated else Disjoint(),
+            evaluate=self.evaluate,
+            checkpoints=Checkpoints(folder),
+            journal=_Journal(self.events),
+            measure=lambda groups, version: {"reward": float(len(groups))},
+        )
+
+    def next(self) -> Prompt:
+        self.position += 1
+        return Prompt(id=self.position - 1, messages=[])
+
+    def state(self):
+        return {"position": self.position}
+
+    async def load(self, folder): ...
+
+    async def produce(self, prompt: Prompt) -> Group:
+        assert self.awake["engine"], "asked to write while asleep"
+        self.busy += 1
+        version = self.version
+        for _ in range(self.chance.randrange(20)):
+            await asyncio.sleep(0)
+        self.busy -= 1
+        span = Span(
+            author=Author.POLICY, tokens=np.zeros(2, np.int32), logprobs=np.zeros(2, np.float32), version=version
+        )
+        asked = Span(author=Author.PROMPT, tokens=np.zeros(1, np.int32))
+        one = Trajectory(branches=((asked, span),), status=Status.COMPLETED, reward=Reward(value=1.0))
+        return Group(prompt=prompt, trajectories=(one,))
+
+    def keep(self, group: Group) -> Verdict:
+        unlucky = random.Random(group.prompt.id).random() < self.drop
+        return Verdict(keep=not unlucky, reason="unlucky" if unlucky else "kept")
+
+    def credit(self, group: Group):
+        number = group.trajectories[0].oldest.number
+        return [
+            Sample(
+                prompt_id=group.prompt.id,
+                trajectory=0,
+                tokens=np.zeros(3, np.int32),
+                mask=np.array([False, True, True]),
+                logprobs=np.zeros(3, np.float32),
+                advantages=np.zeros(3, np.float32),
+                versions=np.array([-1, number, number], np.int32),
+            )
+        ]
+
+    async def step(self, batch: Batch) -> StepReport:
+        assert self.awake["trainer"], "asked to train while asleep"
+        self.batches.append(batch)
+        self.staleness.append(batch.staleness(Version(number=self.trained)))
+        for _ in range(7):
+            await asyncio.sleep(0)
+        self.trained += 1
+        return StepReport(version=Version(number=self.trained))
+
+    async def save(self, folder: Path) -> None:
+        (folder / "trained").write_text(str(self.trained))
+
+    async def publish(self, version: Version) -> Mapping[str, float]:
+        self.version = version
+        return {}
+
+    async def evaluate(self) -> Mapping[str, float]:
+        return {"eval/version": float(self.version.number)}
+
+
+class _Sleeper:
+    def __init__(self, world: World, who: str) -> None:
+        self.world, self.who = world, who
+
+    async def sleep(self) -> None:
+        assert self.who == "trainer" or not self.world.busy, "put to sleep while writing"
+        self.world.awake[self.who] = False
+
+    async def wake(self) -> None:
+        self.world.awake[self.who] = True
+
+
+class _Journal:
+    def __init__(self, events: list[object]) -> None:
+        self.events = events
+        self.hear = lambda event: None
+
+    def __call__(self, event: object) -> None:
+        self.events.append(event)
+        self.hear(event)
+
+    def commit(self) -> None: ...
+
+    def marks(self) -> Mapping[str, int]:
+        return {"events": len(self.events)}
+
+
+def prompts_of(world: World) -> list[int]:
+    return [s.prompt_id for b in world.batches for s in b.samples]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_no_token_is_staler_than_asked_and_the_budget_is_used(tmp_path, k, seed):
+    world = World(tmp_path, seed=seed)
+    version = asyncio.run(Loop(world.planes, Tempo(steps=12, groups_per_step=4, max_staleness=k)).run())
+    assert version.number == 12
+    assert max(world.staleness) == k
+
+
+@pytest.mark.parametrize("k", [0, 2])
+@pytest.mark.parametrize("drop", [0.0, 0.5])
+def test_every_step_trains_on_whole_batches_in_the_order_the_prompts_came(tmp_path, k, drop):
+    world = World(tmp_path, drop=drop)
+    asyncio.run(Loop(world.planes, Tempo(steps=6, groups_per_step=4, max_staleness=k)).run())
+    assert [b.num_groups for b in world.batches] == [4] * 6
+    kept = [i for i in range(world.position) if random.Random(i).random() >= drop]
+    assert prompts_of(world) == kept[:24]
+    assert max(world.staleness) <= k
+
+
+def test_no_prompt_is_drawn_that_no_step_will_eat(tmp_path):
+    world = World(tmp_path)
+    asyncio.run(Loop(world.planes, Tempo(steps=3, groups_per_step=4, max_staleness=2)).run())
+    assert world.position == 12
+
+
+def test_every_drawn_prompt_is_trained_or_dropped_with_a_reason(tmp_path):
+    world = World(tmp_path, drop=0.4)
+    asyncio.run(Loop(world.planes, Tempo(steps=5, groups_per_step=3)).run())
+    told = [e for e in world.events if isinstance(e, GroupFinished)]
+    assert sorted(e.ticket for e in told) == list(range(world.position)) == [e.ticket for e in told]
+    assert {e.reason for e in told if not e.kept} == {"unlucky"}
+    taken = [t for e in world.events if isinstance(e, BatchTaken) for t in e.tickets]
+    assert taken == [e.ticket for e in told if e.kept]
+
+
+def test_colocated_planes_never_overlap(tmp_path):
+    world = World(tmp_path, colocated=True, drop=0.3)
+    asyncio.run(Loop(world.planes, Tempo(steps=5, groups_per_step=4)).run())  # the world asserts who is awake
+    assert world.staleness == [0] * 5
+
+
+def test_a_failing_reward_ends_the_run_and_is_the_error_shown(tmp_path):
+    world = World(tmp_path)
+
+    async def broken(prompt):
+        raise MilesError(f"no reward for {prompt.id}")
+
+    world.produce = broken
+    with pytest.raises(MilesError, match="no reward for 0"):
+        asyncio.run(Loop(world.planes, Tempo(steps=5, groups_per_step=4)).run())
+
+
+def test_a_failing_trainer_ends_the_run(tmp_path):
+    world = World(tmp_path)
+
+    async def broken(batch):
+        raise MilesError("NaN in step 1")
+
+    world.step = broken
+    with pytest.raises(MilesError, match="NaN in step 1"):
+        asyncio.run(Loop(world.planes, Tempo(steps=5, groups_per_step=4, max_staleness=1)).run())
+
+
+def test_a_rollout_that_hangs_is_named_when_its_deadline_passes(tmp_path):
+    world = World(tmp_path)
+
+    async def hangs(prompt):
+        await asyncio.Event().wait()
+
+    world.produce = hangs
+    tempo = Tempo(steps=1, groups_per_step=2, stall_timeout=0.01)
+    with pytest.raises(MilesError, match=r"step 1 waited .* tickets 0 \(prompt 0\), 1 \(prompt 1\)"):
+        asyncio.run(Loop(world.planes, tempo).run())
+
+
+def test_evaluations_and_saves_come_when_they_are_due(tmp_path):
+    world = World(tmp_path)
+    tempo = Tempo(
+        steps=5,
+        groups_per_step=2,
+        evaluate=Cadence(every=2, at_start=True, at_end=True),
+        save=Cadence(every=3, at_end=True),
+    )
+    asyncio.run(Loop(world.planes, tempo).run())
+    assert [(e.step, e.metrics["eval/version"]) for e in world.events if isinstance(e, Evaluated)] == [
+        (0, 0),
+        (2, 2),
+        (4, 4),
+        (5, 5),
+    ]
+    assert [e.step for e in world.events if isinstance(e, Saved)] == [3, 5]
+
+
+@pytest.mark.parametrize(("k", "drop"), [(0, 0.0), (0, 0.4), (2, 0.0), (2, 0.4)])
+def test_a_continued_run_trains_on_what_the_first_life_did_not(tmp_path, k, drop):
+    """Stop early at some step, go on in a new loop with a new source: no prompt twice, none left out."""
+    tempo = Tempo(steps=6, groups_per_step=3, max_staleness=k)
+    first = World(tmp_path, drop=drop)
+    loop = Loop(first.planes, tempo)
+    first.planes.journal.hear = lambda e: loop.stop_soon() if isinstance(e, StepFinished) and e.step == 2 else None
+    asyncio.run(loop.run())
+    assert RunEnded(step=2, finished=False) in first.events
+    folder, cursor = Checkpoints(tmp_path).latest()
+    assert (cursor.step, folder.name) == (2, "step-000002")
+
+    second = World(tmp_path, drop=drop, seed=5)
+    second.position, second.trained = cursor.source["position"], cursor.version
+    asyncio.run(Loop(second.planes, tempo, cursor).run())
+    calm = World(tmp_path / "calm", drop=drop)
+    asyncio.run(Loop(calm.planes, tempo).run())
+    assert prompts_of(first) + prompts_of(second) == prompts_of(calm)
