@@ -212,6 +212,13 @@ def test_a_rollout_that_hangs_is_named_when_its_deadline_passes(tmp_path):
         asyncio.run(Loop(world.planes, tempo).run())
 
 
+def test_a_filter_that_drops_everything_ends_the_run_with_its_reasons(tmp_path):
+    world = World(tmp_path, drop=1.0)
+    tempo = Tempo(steps=1, groups_per_step=2, max_dropped=30)
+    with pytest.raises(MilesError, match=r"30 groups in a row dropped .*\(unlucky 30 times\).*--max-dropped-groups"):
+        asyncio.run(Loop(world.planes, tempo).run())
+
+
 def test_evaluations_and_saves_come_when_they_are_due(tmp_path):
     world = World(tmp_path)
     tempo = Tempo(

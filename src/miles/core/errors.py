@@ -41,3 +41,10 @@ class ResumeError(MilesError):
 
 class EngineError(MilesError):
     """A request the engine cannot serve (too long, empty, unknown token), or an engine that is not serving."""
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The error that happened first, out of the groups it may be wrapped in."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -66,7 +66,8 @@ class Span:
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
-        if (self.author is Author.POLICY) != (self.logprobs is not None and self.version is not None):
+        sampled = self.author is Author.POLICY
+        if (self.logprobs is not None, self.version is not None) != (sampled, sampled):
             raise ValueError("exactly the policy's spans carry logprobs and a version")
         if self.tokens.dtype != np.int32:
             raise ValueError(f"tokens are int32, not {self.tokens.dtype}")

@@ -40,3 +40,6 @@ class ScheduleConfig:
     stall_timeout: float = knob(
         1800.0, "How long a step may wait for its next group before the run ends and names who it waits for.", unit="s"
     )
+    max_dropped_groups: int = knob(
+        1000, "How many groups in a row the dynamic sampling filter may drop before the run ends.", unit="groups"
+    )

@@ -20,10 +20,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from miles.core.errors import MilesError
+from miles.core.errors import MilesError, first_cause
 from miles.core.events import (
     BatchTaken,
     Evaluated,
@@ -79,17 +80,22 @@ class Tempo:
     max_staleness: int = 0
     window: int = 1
     stall_timeout: float = 1800.0
+    max_dropped: int = 1000
     save: Cadence = AT_END
     evaluate: Cadence = NEVER
 
 
 class Loop:
-    """Runs from ``cursor`` (a fresh run's is all zeros) to the last step, or until asked to stop."""
+    """Runs from ``cursor`` (a fresh run's is all zeros) to the last step, or until asked to stop.
+
+    ``finished`` says afterwards which of the two it was.
+    """
 
     def __init__(self, planes: Planes, tempo: Tempo, cursor: Cursor | None = None) -> None:
         cursor = cursor or Cursor(step=0, version=0)
         self._p, self._tempo, self._cursor = planes, tempo, cursor
         self._stop = False
+        self.finished = cursor.step >= tempo.steps
         inside = places(groups_per_step=tempo.groups_per_step, max_staleness=tempo.max_staleness, window=tempo.window)
         wanted = (tempo.steps - cursor.step) * tempo.groups_per_step
         self._gate = Gate(places=0, wanted=wanted, first=cursor.ticket, skip=cursor.dealt)
@@ -115,7 +121,7 @@ class Loop:
                 await producing
             return await consuming
         except BaseExceptionGroup as group:
-            raise _first_cause(group) from group
+            raise first_cause(group) from group
         finally:
             for task in (producing, consuming):
                 task.cancel()
@@ -176,7 +182,8 @@ class Loop:
                 saved = cursor.step
         if cursor.step != saved:  # asked to stop between two saves
             await self._save(cursor, scheduled=False)
-        p.journal(RunEnded(step=cursor.step, finished=cursor.step == t.steps))
+        self.finished = cursor.step == t.steps
+        p.journal(RunEnded(step=cursor.step, finished=self.finished))
         p.journal.commit()
         return version
 
@@ -195,7 +202,8 @@ class Loop:
             "staleness": float(batch.staleness(version)),
             "groups_dropped": float(dropped),
         }
-        seconds = {**clock.laps, **{f"train/{k}": v for k, v in report.seconds.items()}, **published}
+        parts = {f"train/{name}": value for name, value in report.seconds.items()}
+        seconds = {**clock.laps, "step": sum(clock.laps.values()), **parts, **published}
         p.journal(StepFinished(step=step, version=report.version, metrics=metrics, seconds=seconds))
         self._returned -= len(groups)
         return report.version
@@ -203,7 +211,8 @@ class Loop:
     async def _next_batch(self, step: int) -> tuple[Batch, tuple[Group, ...], int]:
         """The next kept groups in line; dropped ones are told of as their turn comes."""
         kept: list[Finished] = []
-        dropped = 0
+        dropped: Counter[str] = Counter()
+        in_a_row = 0
         while len(kept) < self._tempo.groups_per_step:
             finished = await self._take(step)
             is_kept = finished.rows is not None
@@ -212,14 +221,18 @@ class Loop:
             )
             if is_kept:
                 kept.append(finished)
-            else:
-                dropped += 1
+                in_a_row = 0
+                continue
+            dropped[finished.reason] += 1
+            in_a_row += 1
+            if in_a_row >= self._tempo.max_dropped:
+                raise MilesError(_all_dropped(step, in_a_row, dropped))
         groups = tuple(f.group for f in kept)
         rows = tuple(row for f in kept for row in f.rows or ())
         batch = Batch(step=step, samples=rows, num_groups=len(kept))
         tickets = tuple(f.ticket for f in kept)
         self._p.journal(BatchTaken(step=step, tickets=tickets, batch=batch, groups=groups))
-        return batch, groups, dropped
+        return batch, groups, dropped.total()
 
     async def _take(self, step: int) -> Finished:
         wanted = self._tempo.groups_per_step
@@ -274,8 +287,10 @@ class _Clock:
         self._last = now
 
 
-def _first_cause(error: BaseException) -> BaseException:
-    """The first error that is not itself a bundle of errors."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+def _all_dropped(step: int, in_a_row: int, dropped: Counter[str]) -> str:
+    reasons = ", ".join(f"{reason} {count} times" for reason, count in dropped.most_common())
+    return (
+        f"step {step} saw {in_a_row} groups in a row dropped by the dynamic sampling filter ({reasons}); "
+        "the task is too hard or too easy for this policy, or the reward is broken; "
+        "look at the rewards without --dynamic-sampling-filter-path, or raise --max-dropped-groups"
+    )

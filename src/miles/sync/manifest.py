@@ -65,7 +65,7 @@ class Receiver(Protocol):
 
 
 def digest(tensor: Tensor) -> int:
-    """A number that changes when any bit of ``tensor`` does (but for one chance in 2**64)."""
+    """A number that changes with any one element of ``tensor``, and but for one chance in 2**64 with any of its bits."""
     flat = tensor.detach().contiguous().view(-1)
     bits = flat.view(_INTEGER[flat.element_size()])
     plain = torch.zeros((), dtype=torch.int64, device=bits.device)
@@ -74,7 +74,8 @@ def digest(tensor: Tensor) -> int:
         chunk = bits[start : start + _CHUNK].to(torch.int64)
         place = torch.arange(start + 1, start + 1 + chunk.numel(), device=bits.device)
         plain += chunk.sum()
-        placed += (chunk * (place * 0x9E3779B1 + 0x7F4A7C15)).sum()
+        placed += (chunk * (place * 0x9E3779B2)).sum()
+    # each element ends up times an odd number (odd + even), so no single element can change unseen
     return (int(plain) * 0x9E3779B97F4A7C15 + int(placed)) & 0xFFFFFFFFFFFFFFFF
 
 

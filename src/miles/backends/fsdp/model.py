@@ -1,0 +1,96 @@
+"""The one decoder, held whole by this process, as the training plane wants it.
+
+``_T`` packed input tokens, ``L`` layers with experts, ``k`` experts a token, ``D`` hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from miles.core.errors import CheckpointError, MilesError
+from miles.kernels.varlen import PackedAttend
+from miles.models import hub
+from miles.models.decoder import Decoder
+from miles.models.moe import Routing
+from miles.train.roles import Read
+
+
+@dataclass(slots=True, kw_only=True)
+class _Watched(Routing):
+    """A replay that counts the replayed experts the router itself would not have chosen, by layer."""
+
+    flips: dict[int, Tensor] = field(default_factory=dict)
+    replayed: dict[int, Tensor] = field(default_factory=dict)
+
+    def choose(self, slot: int, own_Tk: Tensor) -> Tensor:
+        used_Tk = Routing.choose(self, slot, own_Tk)
+        assert self.replay_TLk is not None
+        told_T = (self.replay_TLk[:, slot] >= 0).all(-1)
+        agreed_Tk = (used_Tk[:, :, None] == own_Tk[:, None, :]).any(-1)
+        self.flips[slot] = (~agreed_Tk & told_T[:, None]).sum()
+        self.replayed[slot] = told_T.sum() * own_Tk.shape[-1]
+        return used_Tk
+
+
+class FsdpModel:
+    """A TrainModel over ``decoder``; a ``frozen`` one takes no gradient.
+
+    Saved weights are accompanied by the tokenizer files of the folder ``like`` and by ``config``, else
+    ``like``'s config, else one made from the decoder's spec.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        config: Mapping[str, Any] | None = None,
+        like: Path | None = None,
+        gradient_checkpointing: bool = False,
+        frozen: bool = False,
+    ) -> None:
+        self._decoder, self._config, self._like = decoder, config, like
+        decoder.requires_grad_(not frozen)
+        decoder.checkpoint_layers = gradient_checkpointing
+        self._parameters: dict[str, Tensor] = dict(decoder.named_parameters())
+
+    @property
+    def device(self) -> torch.device:
+        return self._decoder.head().device
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        return self._parameters
+
+    def head(self) -> Tensor:
+        return self._decoder.head()
+
+    def read(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], replay_TLk: Tensor | None) -> Read:
+        longest, most = max(lengths), self._decoder.spec.max_positions
+        if longest > most:
+            raise MilesError(f"a sample of {longest} tokens is longer than the {most} positions of the model's config.")
+        attend = PackedAttend(lengths, self.device)
+        if replay_TLk is None:
+            return Read(hidden_TD=self._decoder(tokens_T, positions_T, attend))
+        routing = _Watched(replay_TLk=replay_TLk)
+        hidden_TD = self._decoder(tokens_T, positions_T, attend, routing)
+        return Read(
+            hidden_TD=hidden_TD,
+            flips=torch.stack(list(routing.flips.values())).sum(),
+            replayed=torch.stack(list(routing.replayed.values())).sum(),
+        )
+
+    def save(self, folder: Path) -> None:
+        hub.export(self._decoder, folder, like=self._like, config=self._config)
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        found = dict(hub.load(folder, device="cpu", dtype=self._decoder.head().dtype).named_parameters())
+        for name, live in self._parameters.items():
+            if name not in found or found[name].shape != live.shape:
+                raise CheckpointError(f"{folder} holds another model than the one in training (see {name}).")
+            live.copy_(found[name])

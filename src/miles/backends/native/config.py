@@ -1,0 +1,31 @@
+"""Knobs of the embedded engine."""
+
+from dataclasses import dataclass
+
+from miles.config.knob import knob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeConfig:
+    """How much the engine takes on at once, and what it remembers."""
+
+    engine_max_running: int = knob(256, "Requests the embedded engine computes at the same time.", unit="requests")
+    engine_page_size: int = knob(16, "Tokens in one page of the key-value cache.", unit="tokens")
+    engine_kv_tokens: int | None = knob(
+        None,
+        "Tokens the key-value cache holds; without it, all that running requests can need, up to half the free memory.",
+        unit="tokens",
+    )
+    engine_prefill_chunk: int = knob(
+        2048,
+        "Prompt tokens computed in one engine step at most, beside one token of every running request.",
+        unit="tokens",
+    )
+    engine_prefix_cache: bool = knob(
+        True, "Compute a prefix that several requests share only once.", off="--disable-engine-prefix-cache"
+    )
+    engine_record_routing: bool = knob(
+        True,
+        "Return the experts every sampled token went to, which a trainer can replay.",
+        off="--disable-engine-record-routing",
+    )

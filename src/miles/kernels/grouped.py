@@ -1,0 +1,110 @@
+"""Many small matrix products as one: rows sorted by group, each group with its own weight.
+
+Shapes: T tokens, k groups a token, R = T * k rows sorted by group, E groups, N out, K in, D features.
+Every gather's backward is a gather too, so results do not depend on the order in which threads add.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """How rows are sorted: sorted row r is flat row ``order_R[r]``; flat row f went to ``place_R[f]``.
+
+    ``ends_E`` says where each group's rows end.
+    """
+
+    order_R: Tensor
+    place_R: Tensor
+    ends_E: Tensor
+    per_token: int
+
+
+def order_rows(groups_Tk: Tensor, num_groups: int) -> Rows:
+    """Sort the rows (token, choice) by group, tokens in order within a group; no wait for the device."""
+    sorted_R, order_R = groups_Tk.flatten().sort(stable=True)
+    place_R = torch.empty_like(order_R)
+    place_R[order_R] = torch.arange(len(order_R), device=order_R.device)
+    groups_E = torch.arange(num_groups, device=sorted_R.device, dtype=sorted_R.dtype)
+    ends_E = torch.searchsorted(sorted_R, groups_E, right=True, out_int32=True)
+    return Rows(order_R, place_R, ends_E, groups_Tk.shape[-1])
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, rows: Rows) -> Tensor:
+        ctx.rows = rows
+        return x_TD.index_select(0, rows.order_R // rows.per_token)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        rows: Rows = ctx.rows
+        return grad_RD.index_select(0, rows.place_R).unflatten(0, (-1, rows.per_token)).sum(1), None
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_RD: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
+        ctx.inverse_R = inverse_R
+        return x_RD.index_select(0, index_R)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad_RD.index_select(0, ctx.inverse_R), None, None
+
+
+def dispatch(x_TD: Tensor, rows: Rows) -> Tensor:
+    """One copy of a token for each of its groups, sorted by group."""
+    return _Dispatch.apply(x_TD, rows)  # pyright: ignore[reportReturnType]
+
+
+def collect(x_RD: Tensor, weights_Tk: Tensor, rows: Rows) -> Tensor:
+    """The weighted sum of each token's rows, always in the order of its choices."""
+    flat_RD: Tensor = _Permute.apply(x_RD, rows.place_R, rows.order_R)  # pyright: ignore[reportAssignmentType]
+    return torch.bmm(weights_Tk.unsqueeze(1), flat_RD.unflatten(0, weights_Tk.shape)).squeeze(1)
+
+
+class _Loop(torch.autograd.Function):
+    """The reference: one product per group that has rows, straight into its place."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RK: Tensor, weight_ENK: Tensor, sizes: list[int]) -> Tensor:
+        ctx.save_for_backward(x_RK, weight_ENK)
+        ctx.sizes = sizes
+        out_RN = x_RK.new_empty(len(x_RK), weight_ENK.shape[1])
+        for x_K, weight_NK, out_N in zip(x_RK.split(sizes), weight_ENK.unbind(), out_RN.split(sizes), strict=True):
+            if len(x_K):
+                torch.mm(x_K, weight_NK.t(), out=out_N)
+        return out_RN
+
+    @staticmethod
+    def backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x_RK, weight_ENK = ctx.saved_tensors
+        grads = grad_RN.split(ctx.sizes)
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x = torch.empty_like(x_RK)
+            for grad_N, weight_NK, out_K in zip(grads, weight_ENK.unbind(), grad_x.split(ctx.sizes), strict=True):
+                if len(grad_N):
+                    torch.mm(grad_N, weight_NK, out=out_K)
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight_ENK)
+            for grad_N, x_K, out_NK in zip(grads, x_RK.split(ctx.sizes), grad_weight.unbind(), strict=True):
+                if len(grad_N):
+                    torch.mm(grad_N.t(), x_K, out=out_NK)
+        return grad_x, grad_weight, None
+
+
+def grouped_linear(x_RK: Tensor, weight_ENK: Tensor, rows: Rows) -> Tensor:
+    """Each row times the weight of its group. On CUDA in bfloat16 one kernel does all and nothing waits."""
+    if x_RK.is_cuda and x_RK.dtype == torch.bfloat16 and weight_ENK.shape[1] % 8 == 0 and weight_ENK.shape[2] % 8 == 0:
+        return torch._grouped_mm(x_RK, weight_ENK.transpose(1, 2), offs=rows.ends_E)  # pyright: ignore[reportPrivateImportUsage]
+    ends = rows.ends_E.tolist()
+    sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    return _Loop.apply(x_RK, weight_ENK, sizes)  # pyright: ignore[reportReturnType]

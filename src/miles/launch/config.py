@@ -1,0 +1,48 @@
+"""The whole config: one field a room. Importable from this floor only, so no room below can hold it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from miles.algo.config import AlgoConfig
+from miles.backends.native.config import NativeConfig
+from miles.cluster.config import ClusterConfig
+from miles.config.knob import knob
+from miles.models.config import ModelConfig
+from miles.observe.config import ObserveConfig
+from miles.rollout.config import RolloutConfig
+from miles.schedule.config import ScheduleConfig
+from miles.train.config import TrainConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """What the user said, never written to; what follows from it is a Plan."""
+
+    models: ModelConfig
+    rollout: RolloutConfig
+    algo: AlgoConfig
+    train: TrainConfig
+    schedule: ScheduleConfig
+    native: NativeConfig
+    cluster: ClusterConfig
+    observe: ObserveConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoOptions:
+    """How the demo runs."""
+
+    moe: bool = knob(False, "Use a small mixture-of-experts model, with routing replay on.")
+    seed: int = knob(0, "Seed of the model, the data and every sampled token.")
+    steps: int | None = knob(None, "Training steps, instead of the number that is known to be enough.", unit="steps")
+    plain: bool = knob(False, "Print plain lines, for logs, instead of the live view.")
+    device: Literal["auto", "cpu", "cuda"] = knob("auto", "What to compute on.")
+    num_threads: int | None = knob(None, "CPU threads for one operation; without it torch decides.", unit="threads")
+    save: str | None = knob(None, "The run's directory, instead of runs/demo or runs/demo-moe.", path=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoConfig:
+    """The root of the demo's own options."""
+
+    demo: DemoOptions

@@ -1,0 +1,124 @@
+"""The demo's world: words to reverse, a tokenizer of single letters, and a language model of 0.2 M weights.
+
+Everything is made here from a seed and written as what any user brings: JSONL prompts and a Hugging
+Face checkpoint with its tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from string import ascii_lowercase
+
+from miles.models.files import write_json
+from miles.models.spec import DecoderSpec, MoeSpec, RopeSpec
+
+ASK = ">"
+END = "<eos>"
+TEMPLATE = (
+    "{% set ns = namespace(last=0) %}"
+    "{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages[ns.last:] %}"
+    "{% if m['role'] == 'assistant' %}{{ m['content'] }}" + END + "{% else %}{{ m['content'] }}" + ASK + "{% endif %}"
+    "{% endfor %}"
+)
+"""Every question stands alone: a model that reverses words needs no memory of the last one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """How many words of which lengths; no held-out word is ever trained on."""
+
+    shortest: int = 3
+    longest: int = 5
+    warmup_words: int = 6400
+    train_words: int = 4096
+    heldout_words: int = 128
+
+
+def write_task(folder: Path, task: Task, seed: int) -> None:
+    """``heldout.jsonl``, ``warmup.jsonl`` and ``train.jsonl``, rows of ``{"input": "abc", "label": "cba"}``."""
+    chance = random.Random(f"words {seed}")
+
+    def word() -> str:
+        return "".join(chance.choices(ascii_lowercase, k=chance.randint(task.shortest, task.longest)))
+
+    heldout: dict[str, None] = {}
+    while len(heldout) < task.heldout_words:
+        heldout[word()] = None
+    for name, count in (("warmup", task.warmup_words), ("train", task.train_words)):
+        words: list[str] = []
+        while len(words) < count:
+            if (one := word()) not in heldout:
+                words.append(one)
+        _write_rows(folder / f"{name}.jsonl", words)
+    _write_rows(folder / "heldout.jsonl", list(heldout))
+
+
+def _write_rows(path: Path, words: list[str]) -> None:
+    path.write_text("".join(json.dumps({"input": w, "label": w[::-1]}) + "\n" for w in words))
+
+
+def spec(*, moe: bool) -> DecoderSpec:
+    """A Qwen3 (or Qwen3-MoE) small enough to learn on two CPU cores while someone watches."""
+    experts = MoeSpec(num_experts=8, experts_per_token=2, intermediate_size=128, norm_topk_prob=True, layers=(0, 1))
+    return DecoderSpec(
+        family="qwen3_moe" if moe else "qwen3",
+        vocab_size=len(ascii_lowercase) + 2,
+        hidden_size=96,
+        intermediate_size=256,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=24,
+        norm_eps=1e-6,
+        rope=RopeSpec(theta=10000.0),
+        qk_norm=True,
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        tie_embeddings=True,
+        max_positions=64,
+        eos_token_ids=(len(ascii_lowercase) + 1,),
+        moe=experts if moe else None,
+    )
+
+
+def write_checkpoint(folder: Path, *, moe: bool, seed: int) -> None:
+    """A randomly initialised model and its tokenizer, in Hugging Face format."""
+    import torch
+
+    from miles.models import hub
+    from miles.models.families import config_of
+
+    made = spec(moe=moe)
+    folder.mkdir(parents=True, exist_ok=True)
+    decoder = hub.random(made, seed=seed, device="cpu", dtype=torch.float32)
+    hub.export(decoder, folder, like=None, config=config_of(made))
+    write_tokenizer(folder)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A token for each letter, one for the question mark of the task, one for the end."""
+    vocabulary = {token: i for i, token in enumerate([*ascii_lowercase, ASK, END])}
+    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    write_json(
+        folder / "tokenizer.json",
+        {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [{"id": vocabulary[END], "content": END, **special}],
+            "normalizer": None,
+            "pre_tokenizer": {"type": "Split", "pattern": {"Regex": ""}, "behavior": "Isolated", "invert": False},
+            "post_processor": None,
+            "decoder": {"type": "Fuse"},
+            "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": ASK},
+        },
+    )
+    write_json(
+        folder / "tokenizer_config.json",
+        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "chat_template": TEMPLATE},
+    )

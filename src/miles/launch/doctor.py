@@ -1,0 +1,236 @@
+"""``miles doctor``: what this machine can run and what it is missing, with a verdict."""
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from miles.core.errors import MilesError, UsageError
+from miles.launch.found import why_not_a_checkpoint
+from miles.launch.machine import accelerator_nodes, cores, torch_build
+from miles.launch.memory import sized
+from miles.models.families import spec_of
+from miles.models.files import read_config, stored_tensors
+from miles.models.footprint import (
+    active_parameter_count,
+    gradient_bytes,
+    kv_bytes_per_token,
+    optimizer_bytes,
+    parameter_count,
+    weight_bytes,
+)
+from miles.models.names import pieces
+from miles.models.spec import DecoderSpec
+
+if TYPE_CHECKING:
+    from miles.cluster.platform import Platform
+
+PYTHON = (3, 11)
+REQUIRED: Mapping[str, str] = MappingProxyType(
+    {
+        "torch": "2.11",
+        "numpy": "2.0",
+        "safetensors": "0.6",
+        "transformers": "5.0",
+        "pyarrow": "18",
+        "pyyaml": "6.0",
+        "rich": "13.7",
+        "matplotlib": "3.9",
+    }
+)
+OPTIONAL: Mapping[str, str] = MappingProxyType(
+    {
+        "tensorboard": "curves in a browser, with --use-tensorboard",
+        "ray": "many machines, which this version does not use yet",
+        "sglang": "the SGLang engine, which this version does not use yet",
+        "megatron-core": "the Megatron trainer, which this version does not use yet",
+    }
+)
+DEMO_MEMORY = 1 << 30
+DEMO_DISK = 1 << 28
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One line of the report. ``lacks`` says what keeps the demo (or the model) from running, if anything does."""
+
+    name: str
+    text: str
+    lacks: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Matrix products a second, in 1e9 operations."""
+
+    float32: float
+    bfloat16: float
+
+    @property
+    def dtype(self) -> str:
+        """The faster one; float32 when they are near, since it is the more exact."""
+        return "bfloat16" if self.bfloat16 > 1.2 * self.float32 else "float32"
+
+
+def doctor(model: Path | None) -> int:
+    """Print the report; 0 when the demo (and the model, if one is named) can run here, else 1."""
+    if model is not None and (why := why_not_a_checkpoint(model)):
+        raise UsageError(f"{model} {why}")
+    findings = [_python(), *_packages()]
+    for finding in findings:
+        _print(finding)
+    if not any(finding.lacks for finding in findings):
+        for finding in _machine(model):
+            findings.append(finding)
+            _print(finding)
+    lacks = [finding.lacks for finding in findings if finding.lacks]
+    what = "the demo" if model is None else f"the demo, and train {model}"
+    if not lacks:
+        print(f"\nverdict: this machine can run {what}." + ("" if model else " Try: miles demo"))
+        return 0
+    print("\nverdict: not yet.")
+    for lack in lacks:
+        print(f"  - {lack}")
+    return 1
+
+
+def _print(finding: Finding) -> None:
+    print(f"{'!' if finding.lacks else ' '} {finding.name.ljust(13)} {finding.text}", flush=True)
+
+
+def _python() -> Finding:
+    now = ".".join(map(str, sys.version_info[:3]))
+    wanted = ".".join(map(str, PYTHON))
+    lacks = None if sys.version_info[:2] >= PYTHON else f"Python {wanted} or newer is needed, and this is {now}."
+    return Finding(name="python", text=f"{now} ({sys.executable})", lacks=lacks)
+
+
+def _packages() -> Iterator[Finding]:
+    for name, least in REQUIRED.items():
+        found = _version(name)
+        if found is None:
+            yield Finding(name=name, text="absent", lacks=f"{name} is not installed: pip install '{name}>={least}'.")
+        else:
+            lacks = f"{name} {found} is older than {least}: pip install '{name}>={least}'."
+            text = f"{found}, built for {torch_build() or 'the CPU alone'}" if name == "torch" else found
+            yield Finding(name=name, text=text, lacks=None if _numbers(found) >= _numbers(least) else lacks)
+    for name, gives in OPTIONAL.items():
+        yield Finding(name=name, text=f"{_version(name) or 'absent'} (optional: {gives})")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    parts = text.split("+")[0].split(".")
+    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in parts[:3])
+
+
+def _machine(model: Path | None) -> Iterator[Finding]:
+    from miles.cluster import platform
+
+    here = platform.find("auto")
+    free = here.free_bytes()
+    yield _device(here)
+    yield Finding(name="cores", text=f"{cores()} of {os.cpu_count()}")
+    short = f"The demo needs {sized(DEMO_MEMORY)} of memory, and {sized(free)} is free."
+    where = "memory" if here.kind == "cpu" else "device memory"
+    text = f"{sized(free)} free of {sized(here.memory_bytes)}"
+    yield Finding(name=where, text=text, lacks=short if free < DEMO_MEMORY else None)
+    yield _disk()
+    rates = measure(here)
+    yield Finding(
+        name="matmul",
+        text=f"float32 {rates.float32:,.1f}, bfloat16 {rates.bfloat16:,.1f} GFLOP/s; "
+        f"--dtype {rates.dtype} is the one to use here",
+    )
+    if model is not None:
+        yield from _model(model, here, free)
+
+
+def _device(here: "Platform") -> Finding:
+    text = f"{here.kind}: {here.name}"
+    nodes = accelerator_nodes()
+    if here.kind == "cpu" and nodes:
+        mend = "install a CUDA or ROCm build of torch" if torch_build() is None else "check the driver"
+        text += f"; {nodes[0]} is there, but torch cannot use it: {mend}"
+    return Finding(name="device", text=text)
+
+
+def _disk() -> Finding:
+    free = shutil.disk_usage(Path.cwd()).free
+    lacks = f"The demo writes up to {sized(DEMO_DISK)}, and {sized(free)} is free here." if free < DEMO_DISK else None
+    if not os.access(Path.cwd(), os.W_OK):
+        lacks = f"{Path.cwd()} cannot be written to; change to a folder of your own."
+    return Finding(name="disk", text=f"{sized(free)} free in {Path.cwd()}", lacks=lacks)
+
+
+def measure(here: "Platform") -> Rates:
+    """Time small matrix products; a fraction of a second, so orders of magnitude only."""
+    import torch
+
+    def rate(dtype: torch.dtype) -> float:
+        best, size, started = 0.0, 128, time.perf_counter()
+        while time.perf_counter() - started < 0.2:
+            a = torch.randn(size, size, device=here.device).to(dtype)
+            torch.mm(a, a)  # the first of a size may set up threads and kernels
+            here.synchronize()
+            before = time.perf_counter()
+            torch.mm(a, a)
+            here.synchronize()
+            seconds = time.perf_counter() - before
+            best = max(best, 2 * size**3 / seconds / 1e9)
+            if seconds < 2e-3 and size < 4096:
+                size *= 2
+        return best
+
+    return Rates(float32=rate(torch.float32), bfloat16=rate(torch.bfloat16))
+
+
+def _model(folder: Path, here: "Platform", free: int) -> Iterator[Finding]:
+    try:
+        spec = spec_of(read_config(folder))
+        stored = stored_tensors(folder)
+    except MilesError as error:
+        yield Finding(name="model", text=f"{folder} cannot be used", lacks=f"{folder}: {error}")
+        return
+    experts = "" if spec.moe is None else f", {active_parameter_count(spec) / 1e6:,.2f}M for each token"
+    yield Finding(name="model", text=f"{spec.family}, {parameter_count(spec) / 1e6:,.2f}M parameters{experts}")
+    dtypes = ", ".join(sorted({tensor.dtype for tensor in stored.values()}))
+    wrong = _wrong_tensors(spec, {name: tensor.shape for name, tensor in stored.items()})
+    text = f"{len(stored)} in {len({tensor.file for tensor in stored.values()})} files, {dtypes}"
+    yield Finding(name="tensors", text=text, lacks=f"{folder}: {wrong}" if wrong else None)
+    dtype = "float32" if here.kind == "cpu" else "bfloat16"
+    weights = weight_bytes(spec, dtype)
+    training = weights + gradient_bytes(spec, dtype) + optimizer_bytes(spec, dtype)
+    room = max(0, free - weights) // kv_bytes_per_token(spec, dtype)
+    fits = f"and {room:,} tokens of cache beside them" if weights < free else "which do NOT fit"
+    yield Finding(name="to chat", text=f"{sized(weights)} of {dtype} weights, {fits}")
+    lacks = f"Training {folder} takes {sized(training)} and more, and {sized(free)} is free."
+    yield Finding(
+        name="to train",
+        text=f"{sized(training)} of weights, gradients and optimizer; activations come on top",
+        lacks=lacks if training > free else None,
+    )
+
+
+def _wrong_tensors(spec: DecoderSpec, stored: Mapping[str, tuple[int, ...]]) -> str | None:
+    """What of the checkpoint's tensors is not as its config says."""
+    wanted = {piece.hf_name: piece.shape for parts in pieces(spec).values() for piece in parts}
+    missing = [name for name in wanted if name not in stored]
+    if missing:
+        return f"{len(missing)} tensors are missing, such as {missing[0]}."
+    for name, shape in wanted.items():
+        if tuple(stored[name]) != tuple(shape):
+            return f"{name} has shape {list(stored[name])}, but config.json makes it {list(shape)}."
+    return None

@@ -1,0 +1,37 @@
+"""``miles eval``: score a checkpoint on held-out prompts, without training."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from miles.cluster.local import Inline
+from miles.launch.config import Config
+from miles.launch.plan import Plan
+from miles.launch.wire import answering_of, engine_of, evaluator_of, read_policy, serve_checkpoint
+from miles.observe.text import fixed
+from miles.observe.view import make_view
+
+
+def evaluate(config: Config, plan: Plan, origins: Mapping[str, str]) -> int:
+    """Print every held-out metric of ``--hf-checkpoint``, one a line."""
+    metrics = asyncio.run(_evaluate(config))
+    width = max(map(len, metrics))
+    for name, value in metrics.items():
+        print(f"{name.ljust(width)}  {fixed(value, 4)}")
+    return 0
+
+
+async def _evaluate(config: Config) -> Mapping[str, float]:
+    view = make_view(config.observe.view)
+    try:
+        with view.stage("Loading the model and the prompts"):
+            policy = read_policy(config)
+            engine = engine_of(config, policy, Inline())
+            evaluator, _ = evaluator_of(config, answering_of(config, policy), engine)
+            await serve_checkpoint(engine, policy)
+        assert evaluator is not None, "a rule asks for --eval-prompt-data"
+        with view.stage("Answering"):
+            return await evaluator()
+    finally:
+        view.close()

@@ -1,0 +1,238 @@
+"""The ``miles`` command: read what was asked, refuse all that is wrong at once, hand over to the command.
+
+Nothing heavy is imported here: each command imports what it needs when it is called.
+"""
+
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from miles import __version__
+from miles.config.cli import chunks_of, parse
+from miles.config.files import SUFFIXES, read_layers
+from miles.config.help import help_of, screen_width
+from miles.config.origin import Origins
+from miles.core.errors import MilesError, UsageError
+from miles.launch.config import Config, DemoConfig
+from miles.launch.found import newest_checkpoint
+from miles.launch.plan import Plan, plan_of
+from miles.launch.ranges import out_of_range
+from miles.launch.retired import explain
+from miles.launch.rules import Command, broken
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code: 0, 2 for bad input, 1 for another failure, 130 when interrupted."""
+    try:
+        code = _dispatch(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return code
+    except UsageError as error:
+        for problem in error.problems:
+            print(f"miles: {problem}", file=sys.stderr)
+        return 2
+    except MilesError as error:
+        print(f"miles: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("miles: interrupted.", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone, as in `miles plan ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def read(command: Command, argv: Sequence[str]) -> tuple[Config, Plan, Origins]:
+    """What a command is to do, or a UsageError with everything that is wrong."""
+    recipe, rest = _positional(command, argv)
+    problems: list[str] = []
+    layers = ()
+    try:
+        layers = read_layers(recipe) if recipe is not None else ()
+    except UsageError as error:
+        problems += error.problems
+    reading = parse(Config, rest, layers, explain)
+    recipe_was_read = not problems
+    problems += reading.problems
+    if recipe_was_read:
+        problems += broken(reading, command)
+    if problems or reading.config is None:
+        raise UsageError(list(dict.fromkeys(problems)))
+    return reading.config, plan_of(reading.config), reading.origins
+
+
+def _positional(command: Command, argv: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The recipe, if the first word is one, and the rest; eval and chat also take a checkpoint's or a run's folder."""
+    if not argv or not chunks_of(argv[:1])[0]:
+        return None, list(argv)
+    first, rest = argv[0], list(argv[1:])
+    if command in ("eval", "chat") and not first.endswith(SUFFIXES):
+        folder = newest_checkpoint(Path(first)) or first
+        return None, ["--hf-checkpoint", str(folder), *rest]
+    return first, rest
+
+
+def _train(argv: list[str]) -> int:
+    config, plan, origins = read("train", argv)
+    from miles.launch.run import train
+
+    return train(config, plan, origins)
+
+
+def _plan(argv: list[str]) -> int:
+    json = "--json" in argv
+    config, plan, origins = read("plan", [word for word in argv if word != "--json"])
+    from miles.launch.show import as_json, as_text
+
+    print((as_json if json else as_text)(config, plan, origins))
+    return 0
+
+
+def _eval(argv: list[str]) -> int:
+    config, plan, origins = read("eval", argv)
+    from miles.launch.evaluate import evaluate
+
+    return evaluate(config, plan, origins)
+
+
+def _chat(argv: list[str]) -> int:
+    config, plan, origins = read("chat", argv)
+    from miles.launch.chat import chat
+
+    return chat(config, plan, origins)
+
+
+def _demo(argv: list[str]) -> int:
+    reading = parse(DemoConfig, argv)
+    problems = [*reading.problems]
+    if reading.config is not None:
+        problems += [sentence for _, sentence in out_of_range(reading.config, reading.origins)]
+    if problems or reading.config is None:
+        raise UsageError(problems)
+    from miles.launch.demo import demo
+
+    return demo(reading.config.demo)
+
+
+def _doctor(argv: list[str]) -> int:
+    loose, chunks = chunks_of(argv)
+    problems = [f"{chunk.flag} is not a flag of miles doctor, which takes none." for chunk in chunks]
+    if len(loose) > 1:
+        problems.append(f"miles doctor takes one model folder, but was given {len(loose)}: {' '.join(loose)}.")
+    if problems:
+        raise UsageError(problems)
+    from miles.launch.doctor import doctor
+
+    return doctor(Path(loose[0]) if loose else None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Command:
+    usage: str
+    help: str
+    run: Callable[[list[str]], int]
+    root: type[Config] | type[DemoConfig] | None
+    more: str = ""
+
+
+_RECIPE = (
+    "A recipe is a .toml or .yaml file of the same names (lr = 1e-6), flat or in the sections below; "
+    'include = "other.toml" puts another before it. Later wins: default, included file, recipe, flag. '
+    "--no-<flag> turns a switch off or unsets a value."
+)
+_FOLDER = "Instead of a recipe, the folder of a checkpoint or of a run may be given. "
+COMMANDS: dict[str, _Command] = {
+    "train": _Command(usage="[RECIPE] [--flags]", help="Train a model.", run=_train, root=Config, more=_RECIPE),
+    "plan": _Command(
+        usage="[RECIPE] [--flags] [--json]",
+        help="Print every knob with its origin, the batch identity, the memory plan and the placement.",
+        run=_plan,
+        root=Config,
+        more=_RECIPE,
+    ),
+    "demo": _Command(
+        usage="[--flags]", help="Watch a small model learn on this machine, in minutes.", run=_demo, root=DemoConfig
+    ),
+    "doctor": _Command(
+        usage="[MODEL]",
+        help="Say what this machine can run and what it is missing, and whether MODEL fits.",
+        run=_doctor,
+        root=None,
+        more="MODEL is the folder of a Hugging Face checkpoint.",
+    ),
+    "eval": _Command(
+        usage="[RECIPE | FOLDER] [--flags]",
+        help="Score a checkpoint on held-out prompts.",
+        run=_eval,
+        root=Config,
+        more=_FOLDER + _RECIPE,
+    ),
+    "chat": _Command(
+        usage="[RECIPE | FOLDER] [--flags]",
+        help="Talk to a checkpoint.",
+        run=_chat,
+        root=Config,
+        more=_FOLDER + _RECIPE,
+    ),
+}
+
+
+def _dispatch(argv: list[str]) -> int:
+    if not argv:
+        print(_overview(), file=sys.stderr)
+        return 2
+    name, *rest = argv
+    if name in ("--help", "-h", "help") and not (rest and rest[0] in COMMANDS):
+        print(_overview())
+    elif name in ("--version", "-V"):
+        print(f"miles {__version__}")
+    elif name == "help":
+        print(_help(rest[0]))
+    elif name not in COMMANDS:
+        raise UsageError(_no_such_command(name))
+    elif "--help" in rest or "-h" in rest:
+        print(_help(name))
+    else:
+        return COMMANDS[name].run(rest)
+    return 0
+
+
+def _no_such_command(name: str) -> str:
+    if name.endswith(SUFFIXES):
+        return f"{name} is a recipe; write miles train {name}."
+    if name.startswith("-"):
+        return f"{name} comes after a command, as in miles train {name}; the commands are {', '.join(COMMANDS)}."
+    close = get_close_matches(name, COMMANDS, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(COMMANDS)}."
+    return f"{name} is not a command; {hint}"
+
+
+def _overview() -> str:
+    lines = [f"  {name.ljust(8)} {command.help}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "Miles post-trains language models with reinforcement learning.",
+            "",
+            "usage: miles COMMAND ...",
+            "",
+            *lines,
+            "",
+            "miles COMMAND --help tells more of each; miles --version tells which version this is.",
+        ]
+    )
+
+
+def _help(name: str) -> str:
+    command = COMMANDS[name]
+    parts = [f"usage: miles {name} {command.usage}", command.help, textwrap.fill(command.more, screen_width())]
+    if command.root is not None:
+        parts.append(help_of(command.root))
+    return "\n\n".join(part for part in parts if part)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""What follows from a config: sizes, steps, device, precision, folders. Frozen, and found without torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from miles.launch.config import Config
+from miles.launch.found import prompts_in
+from miles.launch.machine import choose_device
+from miles.rollout.files import named_paths
+
+RUNS = Path("runs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything a run needs that the user did not say outright.
+
+    ``steps`` counts epochs by the rows of the file, also those that will be dropped as too long; it
+    is 0 for commands that train nothing. ``reference`` is the folder of the reference model, None
+    when no KL term asks for one.
+    """
+
+    run_dir: Path
+    device: str
+    device_why: str
+    dtype: str
+    steps: int
+    samples_per_step: int
+    global_batch_size: int
+    num_steps_per_rollout: int
+    tickets: int
+    lease: Literal["colocated", "disjoint"]
+    transport: Literal["shared", "copy"]
+    reference: Path | None
+    eval_sets: Mapping[str, str]
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Updates of the weights in the whole run."""
+        return self.steps * self.num_steps_per_rollout
+
+
+def plan_of(config: Config) -> Plan:
+    """The plan of a config that breaks no rule."""
+    device = choose_device(config.cluster.device)
+    samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
+    size, count = config.train.global_batch_size, config.train.num_steps_per_rollout
+    if size is None:
+        size = samples // (count or 1)
+    overlap = config.schedule.max_weight_staleness > 0
+    reference = (config.train.ref_load or config.models.hf_checkpoint) if config.algo.use_kl_loss else None
+    return Plan(
+        run_dir=_run_dir(config),
+        device=device.name,
+        device_why=device.why,
+        dtype=_dtype(config, device.name),
+        steps=_steps(config),
+        samples_per_step=samples,
+        global_batch_size=size,
+        num_steps_per_rollout=count or samples // size,
+        tickets=(config.schedule.max_weight_staleness + 1) * config.rollout.rollout_batch_size,
+        lease="disjoint" if overlap else "colocated",
+        transport="copy" if overlap else "shared",
+        reference=None if reference is None else Path(reference),
+        eval_sets=named_paths(config.rollout.eval_prompt_data),
+    )
+
+
+def _steps(config: Config) -> int:
+    s, r = config.schedule, config.rollout
+    if s.num_rollout is not None:
+        return s.num_rollout
+    if s.num_epoch is None or r.prompt_data is None:
+        return 0
+    return s.num_epoch * prompts_in(r.prompt_data) // r.rollout_batch_size
+
+
+def _run_dir(config: Config) -> Path:
+    if config.schedule.save is not None:
+        return Path(config.schedule.save)
+    kind = "sft" if config.algo.loss_type == "sft_loss" else config.algo.advantage_estimator
+    name = Path(config.models.hf_checkpoint or "model").resolve().name
+    return RUNS / f"{name}-{kind}"
+
+
+def _dtype(config: Config, device: str) -> str:
+    if config.models.dtype != "auto":
+        return config.models.dtype
+    return "float32" if device == "cpu" else "bfloat16"

@@ -1,0 +1,135 @@
+"""In what range each number makes sense: a row for every numeric knob, checked one by one."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from miles.config.help import shown
+from miles.config.origin import DEFAULT, FLAG, Origins
+from miles.config.table import Dataclass, knobs_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """Bounds of a number: ``low`` and ``high`` belong to it, ``above`` and ``below`` do not, ``also`` does."""
+
+    low: float | None = None
+    above: float | None = None
+    high: float | None = None
+    below: float | None = None
+    also: float | None = None
+
+    def holds(self, value: float) -> bool:
+        """Whether the value is inside."""
+        if self.also is not None and value == self.also:
+            return True
+        return (
+            (self.low is None or value >= self.low)
+            and (self.above is None or value > self.above)
+            and (self.high is None or value <= self.high)
+            and (self.below is None or value < self.below)
+        )
+
+    def __str__(self) -> str:
+        parts = [
+            f"{word} {shown(bound)}"
+            for word, bound in (("at least", self.low), ("above", self.above))
+            if bound is not None
+        ] + [
+            f"{word} {shown(bound)}"
+            for word, bound in (("at most", self.high), ("below", self.below))
+            if bound is not None
+        ]
+        return " and ".join(parts) + (f", or {shown(self.also)}" if self.also is not None else "")
+
+
+ANY = Range(low=-(2**63), high=2**63 - 1)
+COUNT = Range(low=1)
+NOT_NEGATIVE = Range(low=0)
+POSITIVE = Range(above=0)
+FRACTION = Range(low=0, high=1)
+PROBABILITY = Range(above=0, high=1)
+DECAY = Range(low=0, below=1)
+TOP_K = Range(low=1, also=-1)
+
+RANGES: Mapping[str, Range] = MappingProxyType(
+    {
+        # rollout
+        "rollout_seed": ANY,
+        "rollout_batch_size": COUNT,
+        "n_samples_per_prompt": COUNT,
+        "rollout_max_response_len": COUNT,
+        "rollout_max_prompt_len": COUNT,
+        "rollout_max_context_len": Range(low=2),
+        "rollout_temperature": NOT_NEGATIVE,
+        "rollout_top_p": PROBABILITY,
+        "rollout_top_k": TOP_K,
+        "rollout_stop_token_ids": NOT_NEGATIVE,
+        "n_samples_per_eval_prompt": COUNT,
+        "eval_temperature": NOT_NEGATIVE,
+        "eval_top_p": PROBABILITY,
+        "eval_top_k": TOP_K,
+        "eval_max_response_len": COUNT,
+        # algo
+        "eps_clip": NOT_NEGATIVE,
+        "eps_clip_high": NOT_NEGATIVE,
+        "eps_clip_c": Range(above=1),
+        "kl_loss_coef": NOT_NEGATIVE,
+        "entropy_coef": NOT_NEGATIVE,
+        # train
+        "global_batch_size": COUNT,
+        "num_steps_per_rollout": COUNT,
+        "seed": ANY,
+        "lr": NOT_NEGATIVE,
+        "min_lr": NOT_NEGATIVE,
+        "lr_decay_iters": COUNT,
+        "lr_warmup_iters": NOT_NEGATIVE,
+        "lr_warmup_fraction": FRACTION,
+        "adam_beta1": DECAY,
+        "adam_beta2": DECAY,
+        "adam_eps": POSITIVE,
+        "weight_decay": NOT_NEGATIVE,
+        "clip_grad": NOT_NEGATIVE,
+        "max_tokens_per_gpu": COUNT,
+        "micro_batch_size": COUNT,
+        "log_probs_chunk_size": COUNT,
+        # schedule
+        "num_rollout": COUNT,
+        "num_epoch": COUNT,
+        "max_weight_staleness": NOT_NEGATIVE,
+        "shelf_window": COUNT,
+        "save_interval": COUNT,
+        "keep_checkpoints": COUNT,
+        "eval_interval": COUNT,
+        "parity_tolerance": POSITIVE,
+        "parity_stop": POSITIVE,
+        "stall_timeout": POSITIVE,
+        # native
+        "engine_max_running": COUNT,
+        "engine_page_size": COUNT,
+        "engine_kv_tokens": COUNT,
+        "engine_prefill_chunk": COUNT,
+        # cluster
+        "num_threads": COUNT,
+        "actor_num_nodes": COUNT,
+        "actor_num_gpus_per_node": COUNT,
+        "rollout_num_gpus": COUNT,
+        "rollout_num_gpus_per_engine": COUNT,
+        # demo
+        "steps": COUNT,
+    }
+)
+
+
+def out_of_range(config: Dataclass, origins: Origins) -> Iterator[tuple[str, str]]:
+    """(knob, sentence) of every number outside its range."""
+    for knob in knobs_of(type(config)).values():
+        if knob.kind.scalar not in (int, float) or knob.name not in RANGES:
+            continue
+        value: Any = getattr(getattr(config, knob.room), knob.name)
+        for number in value if knob.kind.many else () if value is None else (value,):
+            if not RANGES[knob.name].holds(number):
+                origin = origins[knob.name]
+                where = "" if origin in (FLAG, DEFAULT) else f" (from {origin})"
+                yield knob.name, f"{knob.flag} must be {RANGES[knob.name]}, not {shown(number)}{where}."

@@ -1,0 +1,101 @@
+"""A run is a directory: claimed by one process at a time, and continued only by the command that began it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from miles.config.origin import to_toml, values_of
+from miles.core.errors import ResumeError
+from miles.launch.config import Config
+from miles.schedule.recover import Checkpoints, Cursor
+
+MAY_CHANGE = frozenset(
+    {
+        *("num_rollout", "num_epoch", "save", "load", "save_interval", "keep_checkpoints", "eval_interval"),
+        *("stall_timeout", "view", "use_tensorboard", "tb_dir", "save_rollouts", "num_threads"),
+        *("parity_tolerance", "parity_stop", "max_dropped_groups"),
+    }
+)
+"""Knobs a continued run may be given anew: they decide how long, how often and what is shown, not what is learnt."""
+
+
+class RunDirectory:
+    """``runs/<name>/``: config.toml, events.jsonl, metrics.jsonl, rollouts/, checkpoints/, logs/."""
+
+    def __init__(self, path: Path, *, keep_checkpoints: int | None = None) -> None:
+        self.path = path
+        self.checkpoints = Checkpoints(path / "checkpoints", keep=keep_checkpoints)
+        self.rescheduled = False
+        self._lock: IO[str] | None = None
+
+    def claim(self, config: Config, origins: Mapping[str, str]) -> tuple[Path, Cursor] | None:
+        """Take the directory for this process; give the checkpoint to go on from, None for a fresh run.
+
+        ``rescheduled`` then says whether a continued run was given another schedule than it had: it is
+        still exact in what it learns, but its log need not repeat line by line what was undone.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._take_lock()
+        written = self.path / "config.toml"
+        if written.exists():
+            self.rescheduled = self._refuse_another_run(tomllib.loads(written.read_text()), config)
+        elif any(p.name != "lock" for p in self.path.iterdir()):
+            raise ResumeError(f"{self.path} is not empty and holds no run; name another directory with --save")
+        _write_whole(written, to_toml(config, origins))
+        return self.checkpoints.latest()
+
+    def release(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _take_lock(self) -> None:
+        lock = (self.path / "lock").open("a+")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.seek(0)
+            raise ResumeError(
+                f"process {lock.read().strip() or 'unknown'} is running {self.path} now; wait for it, or give this run "
+                "a directory of its own with --save"
+            ) from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        self._lock = lock
+
+    def _refuse_another_run(self, stored: Mapping[str, Any], config: Config) -> bool:
+        """Raise if a knob that decides what is learnt has changed; true if one that may change has."""
+        before = {name: value for section in stored.values() for name, value in section.items()}
+        now = {
+            name: value
+            for section in tomllib.loads(to_toml(config, dict.fromkeys(values_of(config), "now"))).values()
+            for name, value in section.items()
+        }
+        differ = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+        changed = [
+            f"{name} was {before.get(name, 'unset')!r} and is now {now.get(name, 'unset')!r}"
+            for name in differ
+            if name not in MAY_CHANGE
+        ]
+        if changed:
+            raise ResumeError(
+                f"{self.path} holds a run that this command would not continue but change: {'; '.join(changed)}; "
+                "use the values it was started with, or start a new run from its weights with "
+                f"--load {self.path} --save NEW"
+            )
+        return bool(differ)
+
+
+def _write_whole(path: Path, text: str) -> None:
+    draft = path.with_suffix(".part")
+    with draft.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(draft, path)

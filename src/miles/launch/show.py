@@ -1,0 +1,133 @@
+"""A plan as text for people and as JSON for programs."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from miles.config.help import shown
+from miles.config.origin import DEFAULT, Origins, values_of
+from miles.config.table import knobs_of, rooms_of
+from miles.launch.config import Config
+from miles.launch.found import spec_or_none
+from miles.launch.machine import cores, free_memory
+from miles.launch.memory import Share, shares_of, sized
+from miles.launch.plan import Plan
+from miles.models.footprint import active_parameter_count, parameter_count
+from miles.models.spec import DecoderSpec
+
+
+def as_text(config: Config, plan: Plan, origins: Origins) -> str:
+    """Every knob with its value and origin, then what follows from them."""
+    spec = spec_or_none(config.models.hf_checkpoint)
+    assert spec is not None, "a plan is shown of a config that breaks no rule"
+    parts = [
+        *_knobs(config, origins),
+        *_section("batch", [identity(config, plan), *_steps(plan)]),
+        *_section("objective", [objective(config, plan)]),
+        *_section("memory", _memory(config, plan, spec)),
+        *_section("placement", _placement(config, plan, spec)),
+    ]
+    return "\n".join(parts).lstrip("\n")
+
+
+def as_json(config: Config, plan: Plan, origins: Origins) -> str:
+    """The same for programs."""
+    spec = spec_or_none(config.models.hf_checkpoint)
+    assert spec is not None, "a plan is shown of a config that breaks no rule"
+    rooms = {knob.name: knob.room for knob in knobs_of(type(config)).values()}
+    knobs = {
+        name: {"value": value, "origin": origins[name], "room": rooms[name]}
+        for name, value in values_of(config).items()
+    }
+    whole: dict[str, Any] = {
+        "knobs": knobs,
+        "plan": asdict(plan) | {"optimizer_steps": plan.optimizer_steps},
+        "objective": objective(config, plan),
+        "model": asdict(spec) | {"parameters": parameter_count(spec), "active": active_parameter_count(spec)},
+        "memory": [asdict(share) for share in shares_of(config, plan, spec)],
+    }
+    return json.dumps(whole, indent=2, ensure_ascii=False, default=str)
+
+
+def identity(config: Config, plan: Plan) -> str:
+    """The batch identity with its numbers."""
+    r = config.rollout
+    return (
+        f"rollout_batch_size {r.rollout_batch_size} × n_samples_per_prompt {r.n_samples_per_prompt} "
+        f"= {plan.samples_per_step} = "
+        f"global_batch_size {plan.global_batch_size} × num_steps_per_rollout {plan.num_steps_per_rollout}"
+    )
+
+
+def objective(config: Config, plan: Plan) -> str:
+    """What is maximised, as one line with its numbers."""
+    a = config.algo
+    mean = f"mean over {plan.global_batch_size} trajectories of mean over tokens"
+    if a.calculate_per_token_loss:
+        mean = f"mean over all tokens of {plan.global_batch_size} trajectories"
+    if a.loss_type == "sft_loss":
+        return f"maximise {mean} of log π(token)"
+    high = a.eps_clip if a.eps_clip_high is None else a.eps_clip_high
+    clipped = f"min(ρ·A, clip(ρ, {shown(1 - a.eps_clip)}, {shown(1 + high)})·A)"
+    if a.eps_clip_c is not None:
+        clipped = f"max({clipped}, {shown(a.eps_clip_c)}·A where A < 0)"
+    kl = f" − {shown(a.kl_loss_coef)}·KL[{a.kl_loss_type}](π, π_ref)" if a.use_kl_loss else ""
+    entropy = f" + {shown(a.entropy_coef)}·H(π)" if a.entropy_coef else ""
+    over = f"over the {config.rollout.n_samples_per_prompt} attempts at a prompt"
+    credit = "(R − mean R) / std R" if a.grpo_std_normalization else "R − mean R"
+    terms = f"[{clipped}{kl}{entropy}]" if kl or entropy else clipped
+    return f"maximise {mean} of {terms}; ρ = π/π_old, A = {credit} {over}"
+
+
+def _knobs(config: Config, origins: Origins) -> Iterator[str]:
+    values = values_of(config)
+    wide = max(map(len, values))
+    for room in rooms_of(type(config)):
+        yield f"\n[{room}]"
+        for knob in knobs_of(type(config)).values():
+            if knob.room == room:
+                mark = " " if origins[knob.name] == DEFAULT else "*"
+                yield f"{mark} {knob.name.ljust(wide)}  {shown(values[knob.name]).ljust(24)}  {origins[knob.name]}"
+
+
+def _section(name: str, lines: list[str]) -> Iterator[str]:
+    yield f"\n{name}"
+    yield from (f"  {line}" for line in lines)
+
+
+def _steps(plan: Plan) -> list[str]:
+    return [f"{plan.steps:,} training steps, {plan.optimizer_steps:,} updates of the weights"]
+
+
+def _memory(config: Config, plan: Plan, spec: DecoderSpec) -> list[str]:
+    shares = shares_of(config, plan, spec)
+    total = sum(share.bytes for share in shares)
+    lines = [_share(share) for share in shares]
+    lines.append(_share(Share(name="together", bytes=total, note="activations of a micro-batch come on top")))
+    free = free_memory() if plan.device == "cpu" else None
+    if free is not None:
+        verdict = "which fits in" if total < free else "which does NOT fit in"
+        lines.append(f"{verdict} the {sized(free)} of free memory here")
+    return lines
+
+
+def _share(share: Share) -> str:
+    return f"{share.name.ljust(10)} {sized(share.bytes).rjust(10)}  {share.note}"
+
+
+def _placement(config: Config, plan: Plan, spec: DecoderSpec) -> list[str]:
+    size, active = parameter_count(spec), active_parameter_count(spec)
+    experts = "" if spec.moe is None else f", {active / 1e6:,.2f}M of them for a token"
+    k = config.schedule.max_weight_staleness
+    drift = "on-policy" if k == 0 else f"tokens at most {k} version{'s' if k > 1 else ''} old"
+    threads = "" if plan.device != "cpu" else f" ({config.cluster.num_threads or cores()} threads)"
+    moves = "the engine reads the trainer's own" if plan.transport == "shared" else "copied at each publication"
+    return [
+        f"model      {spec.family}, {size / 1e6:,.2f}M parameters{experts}, {plan.dtype}",
+        f"device     {plan.device}{threads}: {plan.device_why}",
+        f"rollout    native engine in this process, {plan.tickets} prompts in flight, {drift}",
+        f"train      {config.train.train_backend} in this process, {config.train.max_tokens_per_gpu:,} tokens at once",
+        f"weights    {plan.transport}: {moves}; lease {plan.lease}",
+        f"run        {plan.run_dir}",
+    ]

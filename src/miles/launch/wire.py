@@ -1,0 +1,335 @@
+"""The composition root: config in, a loop out. The one place that names implementations.
+
+Two ways to stand in one process, and the staleness budget picks one:
+
+    budget 0   planes take turns (Colocated), everything on one thread (Inline), weights shared: zero bytes move,
+               and the run repeats to the bit
+    budget k   planes overlap (Disjoint), a thread each (Threaded), weights copied at publication
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from miles.algo.credit import GroupRelative
+from miles.algo.credit import Supervised as SupervisedCredit
+from miles.backends.fsdp.model import FsdpModel
+from miles.backends.native.engine import NativeEngine
+from miles.cluster import platform
+from miles.cluster.local import Inline, Run, Threaded
+from miles.cluster.platform import Platform
+from miles.core.errors import UsageError
+from miles.core.protocols import Credit, Filter, Generate, GroupRewardFn, Journal, RewardFn, Rollout
+from miles.core.types import Version
+from miles.launch.config import Config
+from miles.launch.plan import Plan
+from miles.models import hub
+from miles.models.families import spec_of
+from miles.models.files import read_config
+from miles.models.spec import DecoderSpec
+from miles.models.tokenizer import HubTokenizer, load_tokenizer
+from miles.observe.metric import group_metrics
+from miles.plug import points
+from miles.rollout.evaluate import Evaluator
+from miles.rollout.filters import keep_all
+from miles.rollout.generate.single_turn import SingleTurn
+from miles.rollout.produce import Producer
+from miles.rollout.render import Renderer
+from miles.rollout.reward.graded import builtin_reward
+from miles.rollout.sampling import context_limit, evaluation_sampling, prompt_limit, training_sampling
+from miles.rollout.seeds import training_seeds
+from miles.rollout.source import Dataset, FileSource, fit, read_dataset
+from miles.rollout.supervise import Supervised
+from miles.schedule.cadence import Cadence
+from miles.schedule.lease import Colocated, Disjoint
+from miles.schedule.loop import Loop, Planes, Tempo
+from miles.schedule.recover import Checkpoints, Cursor
+from miles.sync.publish import Publication
+from miles.train.worker import Worker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """The checkpoint a run starts from, read but not yet on the device."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    spec: DecoderSpec
+    tokenizer: HubTokenizer
+    platform: Platform
+    dtype: torch.dtype
+
+
+def read_policy(config: Config) -> Policy:
+    """Look at the checkpoint, its tokenizer and the device; raises before anything large is read."""
+    assert config.models.hf_checkpoint is not None
+    folder = Path(config.models.hf_checkpoint)
+    found = platform.find(config.cluster.device, threads=config.cluster.num_threads)
+    raw = read_config(folder)
+    return Policy(
+        folder=folder,
+        config=raw,
+        spec=spec_of(raw),
+        tokenizer=load_tokenizer(folder, config.models.trust_remote_code),
+        platform=found,
+        dtype=platform.dtype_of(config.models.dtype, found),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answering:
+    """What both training and evaluation need to answer and score a prompt."""
+
+    generate: Generate
+    reward: RewardFn | None
+    group_reward: GroupRewardFn | None
+    reward_key: str | None
+    render: Renderer
+
+
+def answering_of(config: Config, policy: Policy) -> Answering:
+    """The generate and reward functions the user named, or ours; plugs are checked here, before anything starts."""
+    r = config.rollout
+    render = Renderer(policy.tokenizer, chat=r.apply_chat_template, template=r.apply_chat_template_kwargs)
+    if r.custom_generate_function_path:
+        generate = points.GENERATE.load(r.custom_generate_function_path)
+    else:
+        limit = context_limit(r, policy.spec.max_positions)
+        generate = SingleTurn(render, policy.tokenizer.text, max_context_len=limit)
+    reward: RewardFn | None = None
+    group_reward: GroupRewardFn | None = None
+    if r.custom_rm_path and r.group_rm:
+        group_reward = points.GROUP_REWARD.load(r.custom_rm_path)
+    elif r.custom_rm_path:
+        reward = points.REWARD.load(r.custom_rm_path)
+    elif r.rm_type:
+        reward = builtin_reward(r.rm_type, seed=r.rollout_seed)
+    return Answering(
+        generate=generate, reward=reward, group_reward=group_reward, reward_key=r.reward_key, render=render
+    )
+
+
+def evaluator_of(
+    config: Config, answering: Answering, engine: NativeEngine
+) -> tuple[Evaluator | None, tuple[str, ...]]:
+    """The held-out sets of ``--eval-prompt-data``, if any, and what a user should know of how they were read."""
+    r = config.rollout
+    if not r.eval_prompt_data:
+        return None, ()
+    pairs = zip(r.eval_prompt_data[::2], r.eval_prompt_data[1::2], strict=True)
+    sets = {
+        name: fit(_dataset(path, config, evaluation=True), answering.render, prompt_limit(r)) for name, path in pairs
+    }
+    evaluator = Evaluator(
+        {name: dataset.prompts for name, dataset in sets.items()},
+        engine=engine,
+        generate=answering.generate,
+        sampling=evaluation_sampling(r),
+        attempts=r.n_samples_per_eval_prompt,
+        seed=r.rollout_seed,
+        reward=answering.reward,
+        group_reward=answering.group_reward,
+        reward_key=answering.reward_key,
+        log_passrate=r.log_passrate,
+    )
+    return evaluator, tuple(dataset.note for dataset in sets.values() if dataset.note)
+
+
+def engine_of(config: Config, policy: Policy, run: Run) -> NativeEngine:
+    """An engine that waits for its first weights."""
+    return NativeEngine(
+        policy.spec,
+        device=policy.platform.device,
+        dtype=policy.dtype,
+        config=config.native,
+        run=run,
+        decode=policy.tokenizer.decode,
+    )
+
+
+async def serve_checkpoint(engine: NativeEngine, policy: Policy) -> None:
+    """Give a lone engine the checkpoint's weights, as version 0."""
+    decoder = hub.load(policy.folder, device=policy.platform.device, dtype=policy.dtype)
+    weights = {name: p.detach() for name, p in decoder.named_parameters()}
+    await Publication(weights=lambda: weights, engines=[engine], transport="shared", run=Inline()).publish(Version())
+
+
+def trainer_of(config: Config, plan: Plan, policy: Policy, run: Run, *, steps: int) -> Worker:
+    """The training plane: actor, and reference when the loss asks for one."""
+    actor = FsdpModel(
+        hub.load(policy.folder, device=policy.platform.device, dtype=policy.dtype),
+        config=policy.config,
+        like=policy.folder,
+        gradient_checkpointing=config.train.gradient_checkpointing,
+    )
+    reference = None
+    if config.algo.use_kl_loss:
+        folder = Path(config.train.ref_load or policy.folder)
+        decoder = hub.load(folder, device=policy.platform.device, dtype=policy.dtype)
+        reference = FsdpModel(decoder, config=policy.config, frozen=True)
+    return Worker(
+        actor,
+        algo=config.algo,
+        train=config.train,
+        steps=plan.num_steps_per_rollout,
+        updates=steps * plan.num_steps_per_rollout,
+        temperature=config.rollout.rollout_temperature,
+        run=run,
+        reference=reference,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wired:
+    """A run ready to go. ``notes`` are things a user should know before it does."""
+
+    loop: Loop
+    trainer: Worker
+    engine: NativeEngine | None
+    evaluator: Evaluator | None
+    policy: Policy
+    notes: tuple[str, ...]
+    runs: tuple[Run, ...]
+
+    async def close(self) -> None:
+        if self.engine is not None:
+            await self.engine.close()
+        for run in self.runs:
+            run.close()
+
+
+async def wire(
+    config: Config,
+    plan: Plan,
+    *,
+    checkpoints: Checkpoints,
+    journal: Journal,
+    start: tuple[Path, Cursor] | None,
+) -> Wired:
+    """Build both planes and the loop between them, standing where ``start`` left off."""
+    policy = read_policy(config)
+    answering = answering_of(config, policy)
+    overlap = config.schedule.max_weight_staleness > 0
+    engine_run: Run = Threaded("engine") if overlap else Inline()
+    trainer_run: Run = Threaded("trainer") if overlap else Inline()
+    supervised = config.algo.loss_type == "sft_loss"
+    needs_engine = not supervised or bool(config.rollout.eval_prompt_data)
+    engine = engine_of(config, policy, engine_run) if needs_engine else None
+    rollout, dataset = _rollout_of(config, policy, answering, engine)
+    steps = _steps(config, len(dataset))
+    trainer = trainer_of(config, plan, policy, trainer_run, steps=steps)
+    source = FileSource(dataset, shuffle=config.rollout.rollout_shuffle, seed=config.rollout.rollout_seed)
+    if start is not None:
+        await trainer.load(start[0])
+        source.load(start[1].source)
+    evaluator, notes = evaluator_of(config, answering, engine) if engine else (None, ())
+    planes = Planes(
+        source=source,
+        rollout=rollout,
+        keep=_filter_of(config),
+        credit=_credit_of(config),
+        trainer=trainer,
+        sync=Publication(
+            weights=trainer.weights,
+            engines=[engine] if engine else [],
+            transport="copy" if overlap else "shared",
+            run=engine_run,
+        ),
+        lease=Colocated(engine=engine, trainer=trainer) if engine and not overlap else Disjoint(),
+        evaluate=evaluator,
+        checkpoints=checkpoints,
+        journal=journal,
+        measure=group_metrics,
+    )
+    return Wired(
+        loop=Loop(planes, tempo_of(config, steps), start[1] if start else None),
+        trainer=trainer,
+        engine=engine,
+        evaluator=evaluator,
+        policy=policy,
+        notes=((dataset.note,) if dataset.note else ()) + notes,
+        runs=(engine_run, trainer_run),
+    )
+
+
+def tempo_of(config: Config, steps: int) -> Tempo:
+    """The numbers the loop goes by."""
+    s = config.schedule
+    evaluates = s.eval_interval is not None
+    return Tempo(
+        steps=steps,
+        groups_per_step=config.rollout.rollout_batch_size,
+        max_staleness=s.max_weight_staleness,
+        window=s.shelf_window,
+        stall_timeout=s.stall_timeout,
+        max_dropped=s.max_dropped_groups,
+        save=Cadence(every=s.save_interval, at_end=True),
+        evaluate=Cadence(
+            every=s.eval_interval, at_start=evaluates and not config.rollout.skip_eval_before_train, at_end=evaluates
+        ),
+    )
+
+
+def _steps(config: Config, prompts: int) -> int:
+    """Training steps: as many as asked for, or as the prompts that are left after dropping long ones make."""
+    s = config.schedule
+    if s.num_rollout is not None:
+        return s.num_rollout
+    steps = (s.num_epoch or 0) * prompts // config.rollout.rollout_batch_size
+    if not steps:
+        raise UsageError(
+            f"{prompts} prompts in {s.num_epoch} epochs do not fill one batch of "
+            f"--rollout-batch-size {config.rollout.rollout_batch_size}; lower it, or give --num-rollout"
+        )
+    return steps
+
+
+def _rollout_of(
+    config: Config, policy: Policy, answering: Answering, engine: NativeEngine | None
+) -> tuple[Rollout, Dataset]:
+    r = config.rollout
+    assert r.prompt_data is not None
+    dataset = _dataset(r.prompt_data, config, evaluation=False)
+    if config.algo.loss_type == "sft_loss":
+        shown = Supervised(
+            policy.tokenizer,
+            eos_token_ids=policy.spec.eos_token_ids,
+            chat=r.apply_chat_template,
+            template=r.apply_chat_template_kwargs,
+        )
+        return shown, fit(dataset, shown.tokens, context_limit(r, policy.spec.max_positions))
+    assert engine is not None
+    producer = Producer(
+        engine=engine,
+        generate=answering.generate,
+        sampling=training_sampling(r),
+        attempts=r.n_samples_per_prompt,
+        seed_of=training_seeds(r.rollout_seed),
+        reward=answering.reward,
+        group_reward=answering.group_reward,
+        reward_key=answering.reward_key,
+    )
+    return producer, fit(dataset, answering.render, prompt_limit(r))
+
+
+def _dataset(path: str, config: Config, *, evaluation: bool) -> Dataset:
+    r = config.rollout
+    input_key = (r.eval_input_key if evaluation else None) or r.input_key
+    label_key = (r.eval_label_key if evaluation else None) or r.label_key
+    return read_dataset(path, input_key=input_key, label_key=label_key, metadata_key=r.metadata_key)
+
+
+def _filter_of(config: Config) -> Filter:
+    path = config.rollout.dynamic_sampling_filter_path
+    return points.FILTER.load(path) if path else keep_all
+
+
+def _credit_of(config: Config) -> Credit:
+    if config.algo.loss_type == "sft_loss":
+        return SupervisedCredit()
+    return GroupRelative(normalize_std=config.algo.grpo_std_normalization)

@@ -1,0 +1,21 @@
+"""The knobs of the model itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from miles.config.knob import knob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which model, and in what precision it is held."""
+
+    hf_checkpoint: str | None = knob(
+        None, "The folder of a Hugging Face checkpoint: config.json, safetensors and tokenizer.", path=True
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = knob(
+        "auto", "The precision of the weights; auto is the checkpoint's own on an accelerator and float32 on a CPU."
+    )
+    trust_remote_code: bool = knob(False, "Let a checkpoint's tokenizer run Python code that came with it.")

@@ -1,0 +1,154 @@
+"""A checkpoint folder as files: its config, where each tensor lies, and writing without ever leaving half a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from miles.core.errors import CheckpointError
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+# What a checkpoint carries beside config and weights, and an export takes over from the model it came from.
+COMPANIONS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor as it lies on disk; ``dtype`` is safetensors' name for it, ``end`` its last byte in the file's data."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    end: int
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, or a CheckpointError that names the file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist: a checkpoint folder needs it.") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error}): copy the checkpoint again.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__}, not an object: copy the checkpoint again.")
+    return value
+
+
+def read_config(folder: Path | str) -> dict[str, Any]:
+    """``config.json``, with ``eos_token_id`` from ``generation_config.json`` where that has one (it is the fuller)."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder: a checkpoint is a local folder with config.json in it.")
+    config = read_json(folder / "config.json")
+    generation = folder / "generation_config.json"
+    if generation.exists():
+        ends = read_json(generation).get("eos_token_id")
+        if ends is not None:
+            config["eos_token_id"] = ends
+    return config
+
+
+def dtype_of(config: Mapping[str, Any]) -> str | None:
+    """The dtype a config names (``dtype``, or ``torch_dtype`` in older ones), if any."""
+    named = config.get("dtype") or config.get("torch_dtype")
+    return None if named is None else str(named).removeprefix("torch.")
+
+
+def stored_tensors(folder: Path | str) -> dict[str, Stored]:
+    """Every tensor of a checkpoint by its name; reads headers only, and refuses missing or truncated files."""
+    folder = Path(folder)
+    if (folder / WEIGHTS).exists():
+        return _header(folder / WEIGHTS)
+    if not (folder / INDEX).exists():
+        raise CheckpointError(f"{folder} holds neither {WEIGHTS} nor {INDEX}: save the model as safetensors.")
+    index = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(index, dict):
+        raise CheckpointError(f"{folder / INDEX} has no weight_map: copy the checkpoint again.")
+    headers: dict[str, dict[str, Stored]] = {}
+    for name in sorted(set(index.values())):
+        if not (folder / name).exists():
+            first = min(tensor for tensor, file in index.items() if file == name)
+            raise CheckpointError(f"{folder / name} is missing: {INDEX} says {first} is in it.")
+        headers[name] = _header(folder / name)
+    for tensor, name in index.items():
+        if tensor not in headers[name]:
+            raise CheckpointError(f"{folder / name} does not hold {tensor}, though {INDEX} says so.")
+    found = {tensor: stored for header in headers.values() for tensor, stored in header.items()}
+    return found | {tensor: headers[name][tensor] for tensor, name in index.items()}
+
+
+def _header(path: Path) -> dict[str, Stored]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+        if 8 + length > size:
+            raise CheckpointError(f"{path} is truncated: {size} bytes do not hold its header; copy it again.")
+        try:
+            entries = json.loads(file.read(length))
+            entries.pop("__metadata__", None)
+            table = {
+                name: Stored(path, e["dtype"], tuple(e["shape"]), e["data_offsets"][1]) for name, e in entries.items()
+            }
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise CheckpointError(f"{path} has no safetensors header ({error}); copy it again.") from error
+    for name, stored in sorted(table.items(), key=lambda item: item[1].end):
+        if 8 + length + stored.end > size:
+            raise CheckpointError(
+                f"{path} is truncated: {name} should end at byte {8 + length + stored.end}, but the file has {size}."
+            )
+    return table
+
+
+def write_whole(path: Path, write: Callable[[BinaryIO], None]) -> None:
+    """Write a file so that it is there complete and on disk, or not at all."""
+    temporary = path.with_name(f".{path.name}.partial")
+    with temporary.open("wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON object whole."""
+    text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    write_whole(path, lambda file: void(file.write(text.encode("utf-8"))))
+
+
+def void(_: object) -> None:
+    """Drop a result, where a callback must return nothing."""
+
+
+def copy_companions(source: Path, folder: Path) -> None:
+    """Tokenizer, chat template and generation defaults, as ``source`` has them."""
+    for name in COMPANIONS:
+        if (source / name).is_file() and source.resolve() != folder.resolve():
+            with (source / name).open("rb") as original:
+                write_whole(folder / name, lambda file, original=original: shutil.copyfileobj(original, file))

@@ -1,0 +1,75 @@
+"""A checkpoint's own tokenizer behind core.protocols.Tokenizer; transformers is loaded only when one is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from miles.core.errors import DataError, UsageError
+
+_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+
+
+class HubTokenizer:
+    """Text to tokens and back. Nothing is added to what is encoded: a template writes its own special tokens."""
+
+    def __init__(self, inner: Any, folder: Path) -> None:
+        self._inner = inner
+        self._folder = folder
+
+    def __len__(self) -> int:
+        """Ids it can give, added tokens included; a model's vocabulary may be padded beyond it."""
+        return len(self._inner)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The token that ends a text, if the tokenizer names one."""
+        return self._inner.eos_token_id
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._inner.chat_template)
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._inner.encode(text, add_special_tokens=False))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """All of the text, special tokens written out."""
+        return self._inner.decode([int(t) for t in tokens], skip_special_tokens=False)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """What a person would read: no special tokens."""
+        return self._inner.decode([int(t) for t in tokens], skip_special_tokens=True)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> list[int]:
+        """A conversation as its chat template writes it; ``add_generation_prompt`` opens the assistant's turn."""
+        if not self.has_chat_template:
+            raise UsageError(f"The tokenizer in {self._folder} has no chat template; leave out --apply-chat-template.")
+        import jinja2
+
+        conversation = [dict(message) for message in messages]
+        try:
+            text = self._inner.apply_chat_template(conversation, tokenize=False, **template)
+        except jinja2.TemplateError as error:
+            raise DataError(f"The chat template in {self._folder} refused a conversation: {error}.") from error
+        return self.encode(text)
+
+
+def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> HubTokenizer:
+    """The tokenizer of a checkpoint folder. Code that the folder may hold runs only when it is trusted."""
+    folder = Path(folder)
+    if not any((folder / name).is_file() for name in _FILES):
+        raise UsageError(f"There is no tokenizer in {folder}; copy one there, or check --hf-checkpoint.")
+    from transformers import AutoTokenizer
+
+    try:
+        inner = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except Exception as error:  # whatever a foreign loader raises on a damaged folder
+        if "trust_remote_code" in str(error):
+            raise UsageError(
+                f"The tokenizer in {folder} runs its own code; allow it with --trust-remote-code."
+            ) from error
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UsageError(f"The tokenizer in {folder} cannot be loaded ({reason}).") from error
+    return HubTokenizer(inner, folder)

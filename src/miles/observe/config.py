@@ -1,0 +1,24 @@
+"""The knobs of what a run writes about itself and shows."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from miles.config.knob import knob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObserveConfig:
+    """What a run writes about itself and shows."""
+
+    view: Literal["auto", "live", "plain", "none"] = knob(
+        "auto", "What the terminal shows: live bars, plain lines, nothing, or live exactly when it is a terminal."
+    )
+    use_tensorboard: bool = knob(False, "Also write every metric for TensorBoard.")
+    tb_dir: str | None = knob(
+        None, "Where TensorBoard files go, instead of the folder tensorboard inside the run directory.", path=True
+    )
+    save_rollouts: bool = knob(
+        True,
+        "Write every step's trajectories, with their tokens and log-probs, to rollouts/step-*.parquet.",
+        off="--disable-save-rollouts",
+    )

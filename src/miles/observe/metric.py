@@ -1,0 +1,161 @@
+"""The table of every metric -- its name, unit and meaning -- and those that follow from the groups alone.
+
+``docs/metrics.md`` is this table: ``python -m miles.observe.metric > docs/metrics.md``.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, pstdev
+
+from miles.core.types import Group, Status, Trajectory, Version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """A metric's name (``<set>`` and the like stand for any word), what it counts, and one sentence of meaning."""
+
+    name: str
+    unit: str
+    meaning: str
+
+    def fits(self, name: str) -> bool:
+        """Is ``name`` this metric?"""
+        pattern = "".join(
+            "[^/]+" if part.startswith("<") else re.escape(part) for part in re.split(r"(<\w+>)", self.name)
+        )
+        return re.fullmatch(pattern, name) is not None
+
+
+def _rows(text: str) -> tuple[Metric, ...]:
+    cells = (tuple(cell.strip() for cell in row.split("|")) for row in text.strip().splitlines())
+    return tuple(Metric(name=name, unit=unit, meaning=meaning) for name, unit, meaning in cells)
+
+
+ROLLOUT = _rows(
+    """
+    reward              | reward   | Mean reward of the trajectories trained on.
+    reward_std          | reward   | Standard deviation of the reward over the trajectories trained on.
+    reward_min          | reward   | Smallest reward among the trajectories trained on.
+    reward_max          | reward   | Largest reward among the trajectories trained on.
+    response_length     | tokens   | Mean number of tokens the policy wrote in a trajectory.
+    response_length_max | tokens   | Largest number of tokens the policy wrote in a trajectory.
+    truncated_share     | share    | Share of trajectories that were cut at the length limit.
+    zero_std_share      | share    | Share of groups whose rewards are all equal, so that none is better.
+    staleness           | versions | How many versions behind the trainer's the oldest token of the batch was.
+    staleness_mean      | versions | Mean over trajectories of how many versions behind their oldest token was.
+    rollout_tokens      | tokens   | Tokens the policy wrote in the trajectories trained on.
+    groups_dropped      | groups   | Groups a filter dropped while this batch was filled.
+    """
+)
+
+TRAIN = _rows(
+    """
+    loss                | nats     | The loss the optimizer descends, all terms together.
+    pg_loss             | nats     | The clipped policy-gradient term of the loss.
+    pg_clipfrac         | share    | Share of trained tokens whose ratio a clip held back.
+    ratio               | ratio    | Mean probability ratio of the policy now to the policy that is taken as old.
+    ppo_kl              | nats     | Mean of old minus new log-prob of the trained tokens.
+    kl                  | nats     | Divergence of the policy from the reference model.
+    entropy             | nats     | Mean entropy of the policy's next-token distribution where it is trained.
+    grad_norm           | norm     | Norm of the whole gradient before clipping.
+    lr                  | rate     | Learning rate of the last optimizer step.
+    advantage_mean      | reward   | Mean advantage over the trained tokens.
+    advantage_std       | reward   | Standard deviation of the advantage over the trained tokens.
+    samples             | rows     | Training rows in the batch; a trajectory with several branches gives several.
+    micro_batches       | passes   | Packed forward and backward passes the step took.
+    tokens              | tokens   | Tokens of the batch, prompts included.
+    train_tokens        | tokens   | Tokens the trainer's forward passes read, prompts included.
+    trained_tokens      | tokens   | Tokens of the batch that the policy wrote and is trained on.
+    parity_mean_abs     | nats     | Mean absolute gap between engine's and trainer's log-prob under one version.
+    parity_max_abs      | nats     | Largest absolute gap between engine's and trainer's log-prob under one version.
+    parity_k1           | nats     | Mean of engine's minus trainer's log-prob under one version.
+    parity_tokens       | tokens   | How many tokens the parity figures are taken over.
+    routing_flip_share  | share    | Share of replayed expert choices the trainer's router would not have made.
+    """
+)
+
+EVAL = _rows(
+    """
+    eval/<set>/reward          | reward | Mean reward over the held-out set.
+    eval/<set>/response_length | tokens | Mean number of tokens in an attempt at the held-out set.
+    eval/<set>/truncated       | share  | Share of attempts at the held-out set that were cut at the length limit.
+    eval/<set>/pass@<k>        | share  | Chance that one of k attempts at a held-out prompt earns 1 or more.
+    """
+)
+
+SECONDS = _rows(
+    """
+    rollout             | seconds  | Waiting for the batch's groups.
+    train               | seconds  | The training step, all its optimizer steps together.
+    publish             | seconds  | Giving the new weights to the engines.
+    step                | seconds  | The whole step, from the first wait to the new version being live.
+    evaluate            | seconds  | Answering and scoring every held-out set.
+    train/<part>   | seconds | A part of the training step, by the trainer's own clock.
+    publish/<part> | seconds | A part of the publication, by its own clock.
+    """
+)
+
+SECTIONS = {
+    "Rollout": (ROLLOUT, "In `metrics.jsonl`, `kind` `train`: about the trajectories a step was trained on."),
+    "Training": (TRAIN, "In `metrics.jsonl`, `kind` `train`: about the update, as means over the step."),
+    "Evaluation": (
+        EVAL,
+        "In `metrics.jsonl`, `kind` `eval`; `step` is how many steps the policy had been trained for.",
+    ),
+    "Seconds": (SECONDS, "In `timings.jsonl`, and nowhere else: wall-clock readings never repeat."),
+}
+
+
+def describe(name: str) -> Metric | None:
+    """The table's entry for a metric of ``metrics.jsonl``, or None."""
+    return next((metric for metric in (*ROLLOUT, *TRAIN, *EVAL) if metric.fits(name)), None)
+
+
+def unexplained(names: Iterable[str]) -> list[str]:
+    """Those of the names that no entry of the table explains."""
+    return sorted(name for name in names if describe(name) is None)
+
+
+def group_metrics(groups: Sequence[Group], version: Version) -> dict[str, float]:
+    """What a batch's groups tell by themselves; ``version`` is the trainer's before the step."""
+    tries = [t for group in groups for t in group.trajectories]
+    rewards = [reward for group in groups for reward in group.rewards]
+    ages = [version.number - number for t in tries if (number := _oldest(t)) is not None]
+    measured: dict[str, float] = {}
+    if rewards:
+        measured |= {"reward": fmean(rewards), "reward_std": pstdev(rewards)}
+        measured |= {"reward_min": min(rewards), "reward_max": max(rewards)}
+    if tries:
+        lengths = [t.response_length for t in tries]
+        measured |= {"response_length": fmean(lengths), "response_length_max": float(max(lengths))}
+        measured |= {"rollout_tokens": float(sum(lengths))}
+        measured["truncated_share"] = fmean(t.status is Status.TRUNCATED for t in tries)
+        measured["zero_std_share"] = fmean(len(set(group.rewards)) <= 1 for group in groups)
+    if ages:
+        measured |= {"staleness": float(max(ages)), "staleness_mean": fmean(ages)}
+    return {name: float(value) for name, value in measured.items()}
+
+
+def _oldest(trajectory: Trajectory) -> int | None:
+    return min((span.version.number for span in trajectory.spans if span.version is not None), default=None)
+
+
+def page() -> str:
+    """The text of ``docs/metrics.md``."""
+    parts = [
+        "# Metrics",
+        "Every metric a run writes, what it counts and what it means. This page is made from "
+        "`miles/observe/metric.py` by `python -m miles.observe.metric > docs/metrics.md`.",
+    ]
+    for title, (metrics, where) in SECTIONS.items():
+        rows = [f"| `{m.name}` | {m.unit} | {m.meaning} |" for m in metrics]
+        parts += [f"## {title}", where, "\n".join(["| name | unit | meaning |", "|---|---|---|", *rows])]
+    return "\n\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

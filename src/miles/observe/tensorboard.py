@@ -1,0 +1,77 @@
+"""Every metric for TensorBoard, through the tensorboard package alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from miles.core.errors import UsageError
+from miles.core.events import Evaluated, Event, RunStarted, StepFinished
+
+
+def missing() -> str | None:
+    """A sentence if the tensorboard package is not there; asked before anything expensive starts."""
+    if find_spec("tensorboard") is not None:
+        return None
+    return '--use-tensorboard needs the tensorboard package; install it with: pip install "miles-rl[tensorboard]"'
+
+
+class TensorBoard:
+    """Writes ``train/``, ``eval/`` and ``seconds/`` scalars. A continued run hides the points it repeats.
+
+    ``clock`` gives seconds since the epoch, which TensorBoard shows beside the step.
+    """
+
+    def __init__(self, folder: Path, *, clock: Callable[[], float]) -> None:
+        problem = missing()
+        if problem is not None:
+            raise UsageError(problem)
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        folder.mkdir(parents=True, exist_ok=True)
+        self._writer = EventFileWriter(str(folder))
+        # generated modules: their message classes exist only at run time
+        self._events: Any = import_module("tensorboard.compat.proto.event_pb2")
+        self._summaries: Any = import_module("tensorboard.compat.proto.summary_pb2")
+        self._clock = clock
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case RunStarted() if event.step:
+                self._forget_after(event.step)
+            case StepFinished():
+                self._write(event.step, _tagged(event.metrics, "train") | _tagged(event.seconds, "seconds"))
+            case Evaluated():
+                self._write(event.step, _tagged(event.metrics, "eval") | _tagged(event.seconds, "seconds"))
+            case _:
+                pass
+
+    def commit(self) -> None:
+        """Return when everything written is in the file."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _write(self, step: int, scalars: Mapping[str, float]) -> None:
+        kind = self._summaries.Summary
+        values = [kind.Value(tag=tag, simple_value=value) for tag, value in sorted(scalars.items())]
+        self._add(step, summary=kind(value=values))
+
+    def _forget_after(self, step: int) -> None:
+        """Tell readers that what an earlier life wrote beyond ``step`` is void."""
+        kind = self._events.SessionLog
+        self._add(step + 1, session_log=kind(status=kind.START))
+
+    def _add(self, step: int, **payload: Any) -> None:
+        self._writer.add_event(self._events.Event(wall_time=self._clock(), step=step, **payload))
+
+
+def _tagged(values: Mapping[str, float], section: str) -> dict[str, float]:
+    """Tags of the form section/name, as TensorBoard groups charts by what is before the slash."""
+    return {
+        name if name.startswith(f"{section}/") else f"{section}/{name}": float(value) for name, value in values.items()
+    }

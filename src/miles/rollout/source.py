@@ -1,0 +1,181 @@
+"""Where prompts come from: a file read into a data set, and a cursor over it that resumes exactly."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence, Sized
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, cast
+
+import numpy as np
+
+from miles.core.errors import DataError, ResumeError
+from miles.core.types import EMPTY, Prompt
+from miles.rollout.files import Row, read_rows
+from miles.rollout.seeds import Stream, mix_each
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dataset:
+    """The prompts of one file, in its order; ``dropped`` were longer than ``limit`` tokens."""
+
+    path: str
+    prompts: tuple[Prompt, ...]
+    dropped: int = 0
+    limit: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def note(self) -> str | None:
+        """What a user should know about how the file was read, if anything."""
+        if not self.dropped:
+            return None
+        total = self.dropped + len(self)
+        return f"{self.dropped} of {total} prompts of {self.path} are longer than {self.limit} tokens and were dropped."
+
+
+def read_dataset(path: str, *, input_key: str, label_key: str | None = None, metadata_key: str = "metadata") -> Dataset:
+    """Read a prompt file, or a slice of it written as ``path@[a:b]``."""
+    prompts = [_prompt(row, input_key, label_key, metadata_key) for row in read_rows(path)]
+    return Dataset(path=path, prompts=tuple(prompts))
+
+
+def fit(dataset: Dataset, render: Callable[[Prompt], Sized], limit: int | None) -> Dataset:
+    """The data set without the prompts that ``render`` to more than ``limit`` tokens."""
+    if limit is None:
+        return dataset
+    kept = tuple(p for p in dataset.prompts if len(render(p)) <= limit)
+    if not kept:
+        raise DataError(
+            f"All {len(dataset)} prompts of {dataset.path} are longer than {limit} tokens; "
+            "raise --rollout-max-prompt-len (or --rollout-max-context-len)."
+        )
+    return replace(dataset, prompts=kept, dropped=dataset.dropped + len(dataset) - len(kept), limit=limit)
+
+
+class FileSource:
+    """Reads a data set over and over, each epoch in an order that (seed, epoch) alone decide.
+
+    Prompts given back are handed out again, before any new one. Loading the ``state`` of another
+    source of the same data continues exactly where that one was.
+    """
+
+    def __init__(self, dataset: Dataset, *, shuffle: bool = False, seed: int = 0) -> None:
+        self._dataset = dataset
+        self._shuffle = shuffle
+        self._seed = seed
+        self._by_id = {prompt.id: prompt for prompt in dataset.prompts}
+        self._epoch = 0
+        self._position = 0
+        self._order = self._order_of(0)
+        self._returned: deque[Prompt] = deque()
+
+    def __len__(self) -> int:
+        """Prompts an epoch has."""
+        return len(self._dataset)
+
+    def next(self) -> Prompt:
+        if self._returned:
+            return self._returned.popleft()
+        if self._position == len(self._dataset):
+            self._epoch, self._position = self._epoch + 1, 0
+            self._order = self._order_of(self._epoch)
+        prompt = self._dataset.prompts[self._order[self._position]]
+        self._position += 1
+        return replace(prompt, epoch=self._epoch)
+
+    def give_back(self, prompt: Prompt) -> None:
+        """Hand out ``prompt`` again, after those given back earlier and before any new one."""
+        self._returned.append(prompt)
+
+    def prompt_at(self, prompt_id: int, epoch: int) -> Prompt:
+        """The very prompt that ``next`` gave as (id, epoch)."""
+        if prompt_id not in self._by_id:
+            raise ResumeError(f"{self._dataset.path} has no prompt {prompt_id}; the file or its slice has changed.")
+        return replace(self._by_id[prompt_id], epoch=epoch)
+
+    def state(self) -> dict[str, Any]:
+        """The cursor, as JSON can hold it."""
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "returned": [[prompt.id, prompt.epoch] for prompt in self._returned],
+            "data": self._fingerprint,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        if state["data"] != self._fingerprint:
+            raise ResumeError(
+                f"{self._dataset.path} does not give the prompts this run was started with; restore the file and "
+                "the flags that read it, or begin a new run directory."
+            )
+        self._epoch, self._position = int(state["epoch"]), int(state["position"])
+        self._order = self._order_of(self._epoch)
+        self._returned = deque(self.prompt_at(prompt_id, epoch) for prompt_id, epoch in state["returned"])
+
+    def _order_of(self, epoch: int) -> Sequence[int]:
+        """Sorting by a hash of each row is a permutation, and dropping a row moves no other."""
+        if not self._shuffle:
+            return range(len(self._dataset))
+        ids = np.array([prompt.id for prompt in self._dataset.prompts], np.int64)
+        keys = mix_each((Stream.ORDER, self._seed, epoch), ids)
+        return cast("list[int]", np.argsort(keys, kind="stable").tolist())
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        """A digest of everything that decides which prompt comes when."""
+        digest = hashlib.sha256(f"{self._shuffle} {self._seed if self._shuffle else 0}".encode())
+        for prompt in self._dataset.prompts:
+            row = [prompt.id, list(prompt.messages), prompt.label, dict(prompt.metadata)]
+            digest.update(json.dumps(row, sort_keys=True, default=str).encode())
+        return digest.hexdigest()[:16]
+
+
+def _prompt(row: Row, input_key: str, label_key: str | None, metadata_key: str) -> Prompt:
+    asked = _column(row, input_key, "--input-key")
+    messages = ({"role": "user", "content": asked},) if isinstance(asked, str) else _messages(row, input_key, asked)
+    label = None if label_key is None else _label(_column(row, label_key, "--label-key"))
+    metadata = row.columns.get(metadata_key)
+    if metadata is not None and not isinstance(metadata, dict):
+        raise DataError(f"{row.where}: {metadata_key} must be an object, and is a {type(metadata).__name__}.")
+    return Prompt(id=row.index, messages=messages, label=label, metadata=metadata or EMPTY)
+
+
+def _column(row: Row, key: str, flag: str) -> Any:
+    if key not in row.columns:
+        found = ", ".join(map(str, row.columns)) or "none"
+        raise DataError(f"{row.where}: there is no column {key} (found: {found}); name the right one with {flag}.")
+    return row.columns[key]
+
+
+def _messages(row: Row, key: str, asked: Any) -> tuple[dict[str, Any], ...]:
+    if not isinstance(asked, list) or not asked:
+        raise DataError(f"{row.where}: {key} must be text or a list of messages, and is {_shown(asked)}.")
+    messages: list[dict[str, Any]] = []
+    for message in cast("list[Any]", asked):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not _has_content(message):
+            raise DataError(f"{row.where}: each message of {key} needs a role and a content, unlike {_shown(message)}.")
+        # Parquet gives every message all the fields any message has; those left empty say nothing
+        messages.append({name: value for name, value in message.items() if name == "content" or value is not None})
+    return tuple(messages)
+
+
+def _has_content(message: Mapping[str, Any]) -> bool:
+    """Text or a list of parts; a message that only calls tools may have none."""
+    return isinstance(message.get("content"), str | list) or bool(message.get("tool_calls"))
+
+
+def _label(value: Any) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    return str(value) if isinstance(value, int | float) else json.dumps(value, default=str)
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."

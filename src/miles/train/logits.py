@@ -1,0 +1,123 @@
+"""Log-probabilities and entropies from hidden states, a chunk of tokens at a time.
+
+The logits of all tokens at once would be the largest tensor of a training step. Here only one chunk
+of them exists: the forward keeps two numbers a token, and the backward computes each chunk again.
+When one chunk holds everything its log-probabilities are kept instead, and nothing is computed twice.
+
+``_R`` trained tokens, ``_C`` tokens of a chunk, ``D`` hidden size, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
+
+
+def logprobs(
+    hidden_RD: Tensor, head_VD: Tensor, target_R: Tensor, *, temperature: float = 1.0, chunk: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """The log-probability of each target and the entropy of each distribution, both differentiable.
+
+    Logits are divided by ``temperature`` and reckoned in float32 (float64 for float64 inputs),
+    ``chunk`` tokens at a time.
+    """
+    rows = chunk or chunk_rows(head_VD)
+    return _Chunked.apply(hidden_RD, head_VD, target_R, temperature, rows)  # pyright: ignore[reportReturnType]
+
+
+def chunk_rows(head_VD: Tensor) -> int:
+    """How many tokens' logits fit a scratch space that is small against a training step's activations."""
+    return max(1, _ELEMENTS.get(head_VD.device.type, _ELEMENTS["cpu"]) // head_VD.shape[0])
+
+
+def logits_of(hidden_CD: Tensor, head_VD: Tensor) -> Tensor:
+    """Logits in float32 (float64 for float64 inputs), without rounding them to a low precision on the way."""
+    if hidden_CD.dtype in (torch.float32, torch.float64):
+        return hidden_CD @ head_VD.T
+    if hidden_CD.is_cuda:
+        return torch.mm(hidden_CD, head_VD.T, out_dtype=torch.float32)
+    return hidden_CD.float() @ head_VD.float().T
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_RD: Tensor, head_VD: Tensor, target_R: Tensor, temperature: float, rows: int
+    ) -> tuple[Tensor, Tensor]:
+        ctx.temperature, ctx.rows = temperature, rows
+        ctx.set_materialize_grads(False)
+        parts: list[tuple[Tensor, Tensor]] = []
+        logp_CV = hidden_RD.new_empty(0)
+        for start in range(0, max(len(hidden_RD), 1), rows):
+            part = slice(start, start + rows)
+            logp_CV = _log_softmax(hidden_RD[part], head_VD, temperature)
+            parts.append((logp_CV.gather(1, target_R[part, None]).squeeze(1), _entropy(logp_CV)))
+        logp_R = torch.cat([a for a, _ in parts])
+        entropy_R = torch.cat([b for _, b in parts])
+        kept = logp_CV if len(parts) == 1 else None
+        ctx.save_for_backward(hidden_RD, head_VD, target_R, entropy_R, kept)
+        return logp_R, entropy_R
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad_logp_R: Tensor | None, grad_entropy_R: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        if grad_logp_R is None and grad_entropy_R is None:
+            return None, None, None, None, None
+        hidden_RD, head_VD, target_R, entropy_R, kept = ctx.saved_tensors
+        need_hidden, need_head = ctx.needs_input_grad[:2]
+        chunks = range(0, max(len(hidden_RD), 1), ctx.rows)
+        wide = entropy_R.dtype
+        grad_hidden: list[Tensor] = []
+        grad_head_VD: Tensor | None = None
+        for start in chunks:
+            part = slice(start, start + ctx.rows)
+            hidden_CD = hidden_RD[part]
+            logp_CV = _log_softmax(hidden_CD, head_VD, ctx.temperature) if kept is None else kept
+            grad_C, grad_entropy_C = _cut(grad_logp_R, part), _cut(grad_entropy_R, part)
+            grad_CV = _grad_logits(logp_CV, target_R[part], entropy_R[part], grad_C, grad_entropy_C)
+            grad_CV = grad_CV.div_(ctx.temperature).to(head_VD.dtype)
+            if need_hidden:
+                grad_hidden.append(grad_CV @ head_VD)
+            if need_head:
+                # Summed over chunks in the wide type, rounded to the parameter's own once at the end.
+                part_VD = grad_CV.T @ hidden_CD
+                if grad_head_VD is None:
+                    grad_head_VD = part_VD if len(chunks) == 1 else part_VD.to(wide)
+                else:
+                    grad_head_VD += part_VD
+        grad_head_VD = None if grad_head_VD is None else grad_head_VD.to(head_VD.dtype)
+        return torch.cat(grad_hidden) if need_hidden else None, grad_head_VD, None, None, None
+
+
+def _cut(grad_R: Tensor | None, part: slice) -> Tensor | None:
+    return None if grad_R is None else grad_R[part]
+
+
+def _log_softmax(hidden_CD: Tensor, head_VD: Tensor, temperature: float) -> Tensor:
+    logits_CV = logits_of(hidden_CD, head_VD)
+    return torch.log_softmax(logits_CV if temperature == 1.0 else logits_CV.div_(temperature), dim=-1)
+
+
+def _entropy(logp_CV: Tensor) -> Tensor:
+    return -torch.linalg.vecdot(logp_CV.exp(), logp_CV)
+
+
+def _grad_logits(
+    logp_CV: Tensor, target_C: Tensor, entropy_C: Tensor, grad_logp_C: Tensor | None, grad_entropy_C: Tensor | None
+) -> Tensor:
+    """d logp / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy)."""
+    p_CV = logp_CV.exp()
+    if grad_entropy_C is None:
+        assert grad_logp_C is not None, "a backward pass without a gradient"
+        out_CV = p_CV.mul_(-grad_logp_C[:, None])
+    else:
+        weight_CV = (logp_CV + entropy_C[:, None]).mul_(-grad_entropy_C[:, None])
+        out_CV = p_CV.mul_(weight_CV if grad_logp_C is None else weight_CV.sub_(grad_logp_C[:, None]))
+    return out_CV if grad_logp_C is None else out_CV.scatter_add_(1, target_C[:, None], grad_logp_C[:, None])

@@ -1,0 +1,147 @@
+"""Samples to tensors: a global batch laid end to end, and the packed rows of a micro-batch cut from it.
+
+Only what the loss needs goes in: a sample is cut after the last token that predicts a trained one,
+and a sample without a trained token is left out.
+
+``_S`` samples and ``_N`` tokens of the global batch; ``_T`` packed input tokens and ``_R`` trained
+tokens of the micro-batch; ``L`` layers with experts, ``k`` experts a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from miles.algo.reduce import Reducer
+from miles.core.errors import MilesError
+from miles.core.types import Array, Sample
+
+ROUTED = "routed_experts"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """One micro-batch. ``before_R`` says which input token predicts each trained token ``target_R``.
+
+    ``weight_R`` is what a token weighs in the mean over its global batch. In ``replay_TLk`` -1 leaves
+    the choice to the router.
+    """
+
+    lengths: tuple[int, ...]
+    tokens_T: Tensor
+    positions_T: Tensor
+    before_R: Tensor
+    target_R: Tensor
+    engine_logp_R: Tensor
+    advantage_R: Tensor
+    version_R: Tensor
+    weight_R: Tensor
+    replay_TLk: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flat:
+    """A global batch laid end to end: sample s is ``start_S[s]`` onwards in every array.
+
+    The model reads its first ``length_S[s]`` tokens, none if nothing of it is trained; one of its
+    trained tokens weighs ``weight_S[s]`` in the mean.
+    """
+
+    samples: Sequence[Sample]
+    start_S: NDArray[np.int64]
+    length_S: NDArray[np.int64]
+    weight_S: NDArray[np.float64]
+    tokens_N: NDArray[np.int32]
+    mask_N: NDArray[np.bool_]
+    logprobs_N: NDArray[np.float32]
+    advantages_N: NDArray[np.float32]
+    versions_N: NDArray[np.int32]
+
+
+def trajectories_of(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """The samples of each trajectory, in order; they stand next to each other, ``share`` of them."""
+    out: list[list[Sample]] = []
+    start = 0
+    while start < len(samples):
+        whole = list(samples[start : start + samples[start].share])
+        names = {(s.prompt_id, s.trajectory, s.share) for s in whole}
+        assert len(names) == 1 and len(whole) == whole[0].share, f"a trajectory was torn apart near sample {start}"
+        out.append(whole)
+        start += len(whole)
+    return out
+
+
+def flatten(trajectories: Sequence[Sequence[Sample]], reducer: Reducer) -> Flat:
+    """Lay a global batch end to end; refuses what would poison the weights, by name."""
+    samples = [s for whole in trajectories for s in whole]
+    sizes_S = np.array([len(s) for s in samples], np.int64)
+    start_S = np.cumsum(sizes_S) - sizes_S
+    mask_N = np.concatenate([s.mask for s in samples])
+    trained_R = np.flatnonzero(mask_N)
+    sample_R = np.repeat(np.arange(len(samples)), sizes_S)[trained_R]
+    length_S = np.zeros(len(samples), np.int64)
+    np.maximum.at(length_S, sample_R, trained_R - start_S[sample_R])
+    shares = [len(whole) for whole in trajectories]
+    whole_S = np.repeat(np.arange(len(shares)), shares)
+    counts = np.bincount(whole_S[sample_R], minlength=len(shares)).tolist()
+    flat = Flat(
+        samples=samples,
+        start_S=start_S,
+        length_S=length_S,
+        weight_S=reducer(counts)[whole_S],
+        tokens_N=np.concatenate([s.tokens for s in samples]),
+        mask_N=mask_N,
+        logprobs_N=np.concatenate([s.logprobs for s in samples]),
+        advantages_N=np.concatenate([s.advantages for s in samples]),
+        versions_N=np.concatenate([s.versions for s in samples]),
+    )
+    for what, values_N in (("advantages", flat.advantages_N), ("log-probs", flat.logprobs_N)):
+        finite_R = np.isfinite(values_N[trained_R])
+        if not finite_R.all():
+            bad = samples[sample_R[int(finite_R.argmin())]]
+            raise MilesError(
+                f"the {what} of attempt {bad.trajectory} at prompt {bad.prompt_id} are not all finite; "
+                "nothing was trained. Look at its reward and at the engine's log-probs in the rollout file."
+            )
+    return flat
+
+
+def rows_of(flat: Flat, chosen: Sequence[int], *, device: torch.device, replay: bool) -> Rows:
+    """Pack the ``chosen`` samples; with ``replay``, with the experts the engine said it used."""
+    sizes = flat.length_S[chosen]
+    places_T = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    token_T = places_T + np.repeat(flat.start_S[chosen], sizes)
+    before_R = np.flatnonzero(flat.mask_N[token_T + 1])
+    trained_R = token_T[before_R] + 1
+
+    def put(values: Array, dtype: torch.dtype) -> Tensor:
+        return torch.from_numpy(values).to(device=device, dtype=dtype)
+
+    return Rows(
+        lengths=tuple(sizes.tolist()),
+        tokens_T=put(flat.tokens_N[token_T], torch.int64),
+        positions_T=put(places_T, torch.int64),
+        before_R=put(before_R, torch.int64),
+        target_R=put(flat.tokens_N[trained_R], torch.int64),
+        engine_logp_R=put(flat.logprobs_N[trained_R], torch.float32),
+        advantage_R=put(flat.advantages_N[trained_R], torch.float32),
+        version_R=put(flat.versions_N[trained_R], torch.int32),
+        weight_R=put(np.repeat(flat.weight_S[chosen], sizes)[before_R], torch.float32),
+        replay_TLk=_replay([flat.samples[i] for i in chosen], sizes.tolist(), device) if replay else None,
+    )
+
+
+def _replay(samples: Sequence[Sample], lengths: Sequence[int], device: torch.device) -> Tensor | None:
+    """What the engine recorded, its "none" as -1; None where it recorded nothing of any sample."""
+    pattern = next((s.extras[ROUTED] for s in samples if ROUTED in s.extras), None)
+    if pattern is None:
+        return None
+    none = np.iinfo(pattern.dtype).max
+    missing = np.broadcast_to(np.array(none, pattern.dtype), (max(lengths), *pattern.shape[1:]))
+    joined = np.concatenate([s.extras.get(ROUTED, missing)[:n] for s, n in zip(samples, lengths, strict=True)])
+    return torch.from_numpy(np.where(joined == none, -1, joined.astype(np.int64))).to(device)

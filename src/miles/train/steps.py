@@ -1,0 +1,115 @@
+"""One optimizer step's gradient: micro-batch after micro-batch, read, judged and added up.
+
+``_R`` trained tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from miles.algo.objective import Evidence, Objective
+from miles.algo.reduce import Weighted
+from miles.train.config import TrainConfig
+from miles.train.logits import logprobs
+from miles.train.pack import by_count, by_tokens
+from miles.train.roles import TrainModel
+from miles.train.rows import Flat, Rows, rows_of
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over micro-batches, kept on the device until a step is over. ``most`` holds largest values."""
+
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    most: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, name: str, value: Tensor) -> None:
+        self.sums[name] = self.sums[name] + value if name in self.sums else value
+
+    def rise(self, name: str, value: Tensor) -> None:
+        self.most[name] = torch.maximum(self.most[name], value) if name in self.most else value
+
+    def floats(self) -> dict[str, float]:
+        """Every entry as a number, with one wait for the device."""
+        found = self.sums | self.most
+        if not found:
+            return {}
+        stacked = torch.stack([v.detach().to(torch.float64) for v in found.values()])
+        return dict(zip(found, stacked.tolist(), strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reader:
+    """How log-probs are read off a model: at what temperature, how many tokens' logits at a time."""
+
+    temperature: float
+    chunk: int | None
+
+    def __call__(self, model: TrainModel, rows: Rows, tally: Tally | None = None) -> tuple[Tensor, Tensor]:
+        """The log-probs and entropies of the trained tokens; how often a replay overruled goes to ``tally``."""
+        read = model.read(rows.tokens_T, rows.positions_T, rows.lengths, rows.replay_TLk)
+        if tally is not None and read.flips is not None and read.replayed is not None:
+            tally.add("routing_flips", read.flips)
+            tally.add("routing_replayed", read.replayed)
+        hidden_RD = read.hidden_TD.index_select(0, rows.before_R)
+        return logprobs(hidden_RD, model.head(), rows.target_R, temperature=self.temperature, chunk=self.chunk)
+
+    @torch.no_grad()
+    def frozen(self, model: TrainModel, rows: Rows) -> Tensor:
+        """The log-probs alone, without a gradient."""
+        return self(model, rows)[0]
+
+
+def micro_batches(flat: Flat, config: TrainConfig, *, device: torch.device, replay: bool) -> list[Rows]:
+    """A global batch as packed rows."""
+    kept = np.flatnonzero(flat.length_S)
+    if config.micro_batch_size is not None and not config.use_dynamic_batch_size:
+        bins = by_count(len(kept), config.micro_batch_size)
+    else:
+        bins = by_tokens(flat.length_S[kept].tolist(), config.max_tokens_per_gpu)
+    return [rows_of(flat, kept[chosen].tolist(), device=device, replay=replay) for chosen in bins]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gradient:
+    """Adds up the gradient of one global batch."""
+
+    actor: TrainModel
+    reference: TrainModel | None
+    objective: Objective
+    reader: Reader
+
+    def accumulate(self, rows: Rows, old_logp_R: Tensor | None, tally: Tally) -> Tensor:
+        """One micro-batch: forward, loss, backward; gives the log-probs as they were.
+
+        Without ``old_logp_R`` the policy is its own past: the ratio is 1 and only its gradient counts.
+        """
+        ref_logp_R = None if self.reference is None else self.reader.frozen(self.reference, rows)
+        logp_R, entropy_R = self.reader(self.actor, rows, tally)
+        now_R = logp_R.detach()
+        evidence = Evidence(
+            logp_R=logp_R,
+            old_logp_R=now_R if old_logp_R is None else old_logp_R,
+            advantage_R=rows.advantage_R,
+            entropy_R=entropy_R,
+            ref_logp_R=ref_logp_R,
+        )
+        terms = self.objective(evidence, Weighted(weight_R=rows.weight_R))
+        terms.loss.backward()
+        for name, part in terms.metrics.items():
+            tally.add(name, part)
+        return now_R
+
+
+def parity(logp_R: Tensor, rows: Rows, version: int, tally: Tally) -> None:
+    """Engine against trainer, over the tokens that the trainer's present weights wrote."""
+    fresh_R = rows.version_R == version
+    gap_R = torch.where(fresh_R, rows.engine_logp_R - logp_R, 0.0)
+    tally.add("parity_tokens", fresh_R.sum())
+    tally.add("parity_abs", gap_R.abs().sum())
+    tally.add("parity_sum", gap_R.sum())
+    tally.rise("parity_max_abs", gap_R.abs().max())

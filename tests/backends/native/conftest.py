@@ -1,0 +1,116 @@
+"""Small real engines for the tests of this room."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from miles.backends.native.config import NativeConfig
+from miles.backends.native.engine import NativeEngine
+from miles.cluster.local import Inline
+from miles.core.protocols import Completion, Sampling
+from miles.core.types import Version
+from miles.models import hub
+from miles.models.decoder import Decoder
+from miles.models.spec import DecoderSpec, MoeSpec, RopeSpec
+from miles.sync.manifest import manifest_of
+
+torch.set_num_threads(1)
+
+
+class Tiny:
+    """A tiny model, engines over it, and the verbs tests need."""
+
+    spec = DecoderSpec(
+        family="qwen3",
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        norm_eps=1e-6,
+        rope=RopeSpec(theta=1e4),
+        qk_norm=True,
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        tie_embeddings=True,
+        max_positions=256,
+        eos_token_ids=(1,),
+    )
+    moe_spec = replace(
+        spec,
+        family="qwen3_moe",
+        moe=MoeSpec(num_experts=6, experts_per_token=2, intermediate_size=16, norm_topk_prob=True, layers=(0, 1)),
+    )
+
+    def decoder(self, seed: int = 0, spec: DecoderSpec | None = None, scale: float = 12.0) -> Decoder:
+        """A random decoder with weights large enough that its choices are not all alike."""
+        decoder = hub.random(spec or self.spec, seed=seed, device="cpu", dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in decoder.parameters():
+                if parameter.dim() > 1:
+                    parameter.mul_(scale)
+        return decoder
+
+    def publish(self, engine: NativeEngine, decoder: Decoder, number: int = 0) -> None:
+        tensors = dict(decoder.named_parameters())
+        engine.begin(manifest_of(Version(number=number), tensors))
+        for name, tensor in tensors.items():
+            engine.receive(name, tensor)
+        engine.verify()
+        engine.commit()
+
+    def engine(self, decoder: Decoder | None = None, *, decode=None, run=None, **knobs) -> NativeEngine:
+        decoder = decoder or self.decoder()
+        config = NativeConfig(**{f"engine_{name}": value for name, value in knobs.items()})
+        engine = NativeEngine(
+            decoder.spec, device="cpu", dtype=torch.float32, config=config, run=run or Inline(), decode=decode
+        )
+        self.publish(engine, decoder)
+        return engine
+
+    def prompts(self, count: int, *, seed: int = 0, low: int = 3, high: int = 40) -> list[np.ndarray]:
+        rng = np.random.default_rng(seed)
+        return [rng.integers(2, self.spec.vocab_size, rng.integers(low, high)).astype(np.int32) for _ in range(count)]
+
+    def ask(
+        self, engine: NativeEngine, requests: Sequence[tuple[np.ndarray, Sampling]], *, checked: bool = True
+    ) -> list[Completion]:
+        """All requests submitted in one turn, and their answers."""
+
+        async def everyone() -> list[Completion]:
+            return await asyncio.gather(*(engine.generate(tokens, how) for tokens, how in requests))
+
+        answers = asyncio.run(everyone())
+        if checked:
+            self.check(engine)
+        return answers
+
+    def check(self, engine: NativeEngine) -> None:
+        """Nothing runs, and no page leaked."""
+        scheduler = engine._scheduler
+        assert not scheduler.running
+        assert not scheduler.waiting
+        assert not scheduler._leaders
+        assert scheduler.seats.free == len(scheduler.seats.seed_S)
+        assert scheduler.pages.available == scheduler.pages.total
+        scheduler.pages.check([])
+
+    def tokens(self, completion: Completion) -> list[int]:
+        return [int(token) for span in completion.spans for token in span.tokens]
+
+    def logprobs(self, completion: Completion) -> np.ndarray:
+        return np.concatenate([span.logprobs for span in completion.spans if span.logprobs is not None])
+
+
+@pytest.fixture
+def tiny() -> Tiny:
+    return Tiny()

@@ -1,0 +1,82 @@
+"""Grouped products and the moving of rows, against autograd on the plain formulas."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from miles.kernels.grouped import collect, dispatch, grouped_linear, order_rows
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def groups(tokens, choices, count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.stack([torch.randperm(count, generator=generator)[:choices] for _ in range(tokens)])
+
+
+def made(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+def plain(x_TD, weight_END, groups_Tk, weights_Tk):
+    return torch.einsum("tk,tkn->tn", weights_Tk, torch.einsum("td,tknd->tkn", x_TD, weight_END[groups_Tk]))
+
+
+@settings(max_examples=30, deadline=None)
+@given(tokens=st.integers(1, 12), choices=st.integers(1, 3), more=st.integers(0, 4), seed=st.integers(0, 100))
+def test_dispatch_product_and_collect_are_the_plain_sum_and_so_are_their_gradients(tokens, choices, more, seed):
+    count = choices + more
+    groups_Tk = groups(tokens, choices, count, seed)
+    leaves = [made(tokens, 5, seed=1), made(count, 4, 5, seed=2), made(tokens, choices, seed=3)]
+    rows = order_rows(groups_Tk, count)
+    ours = collect(grouped_linear(dispatch(leaves[0], rows), leaves[1], rows), leaves[2], rows)
+    theirs = plain(leaves[0], leaves[1], groups_Tk, leaves[2])
+    assert torch.allclose(ours, theirs, rtol=0, atol=1e-12)
+    weight = made(tokens, 4, seed=4).detach()
+    for a, b in zip(
+        torch.autograd.grad((ours * weight).sum(), leaves),
+        torch.autograd.grad((theirs * weight).sum(), leaves),
+        strict=True,
+    ):
+        assert torch.allclose(a, b, rtol=0, atol=1e-12)
+
+
+@given(tokens=st.integers(1, 20), choices=st.integers(1, 3), seed=st.integers(0, 100))
+def test_rows_are_sorted_by_group_and_tokens_stay_in_order(tokens, choices, seed):
+    groups_Tk = groups(tokens, choices, 5, seed)
+    rows = order_rows(groups_Tk, 5)
+    flat = groups_Tk.flatten()
+    assert flat[rows.order_R].tolist() == sorted(flat.tolist())
+    assert rows.order_R[rows.place_R].tolist() == list(range(len(flat)))
+    assert rows.ends_E.tolist() == [int((flat <= e).sum()) for e in range(5)]
+    for e in range(5):
+        chosen = rows.order_R[flat[rows.order_R] == e].tolist()
+        assert chosen == sorted(chosen)
+
+
+def test_only_the_gradients_asked_for_are_made():
+    rows = order_rows(groups(6, 2, 4, 0), 4)
+    x, weight = made(12, 5), made(4, 3, 5).detach()
+    grouped_linear(x, weight, rows).sum().backward()
+    assert x.grad is not None and weight.grad is None
+    x, weight = made(12, 5).detach(), made(4, 3, 5)
+    grouped_linear(x, weight, rows).sum().backward()
+    assert x.grad is None and weight.grad is not None
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_cuda_values_and_gradients_are_the_plain_sums(dtype):
+    groups_Tk = groups(200, 4, 16, 0).cuda()
+    exact = [made(200, 64, seed=1), made(16, 48, 64, seed=2), made(200, 4, seed=3)]
+    exact = [x.detach().to("cuda", dtype).double().requires_grad_() for x in exact]
+    leaves = [x.detach().to(dtype).requires_grad_() for x in exact]
+    rows = order_rows(groups_Tk, 16)
+    ours = collect(grouped_linear(dispatch(leaves[0], rows), leaves[1], rows), leaves[2], rows)
+    theirs = plain(exact[0], exact[1], groups_Tk, exact[2])
+    bound = 1e-4 if dtype == torch.float32 else 2e-2
+    assert (ours - theirs).abs().max() < bound * theirs.abs().max()
+    for a, b in zip(torch.autograd.grad(ours.sum(), leaves), torch.autograd.grad(theirs.sum(), exact), strict=True):
+        assert (a - b).abs().max() < bound * b.abs().max()

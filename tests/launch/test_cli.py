@@ -1,0 +1,507 @@
+"""The command as a user types it: what it says, and with which exit code."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import cast
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.launch.house import furnish
+
+from miles import __version__
+from miles.config.cli import known_flags, parse
+from miles.config.table import knobs_of
+from miles.core.errors import MilesError, UsageError
+from miles.launch import main as entry
+from miles.launch.config import Config, DemoConfig
+from miles.launch.main import COMMANDS, main
+from miles.launch.retired import explain, retired
+from miles.launch.rules import Command
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    furnish(tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+
+def complaints(line: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    assert main(shlex.split(line)) == 2, line
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert all(told.startswith("miles: ") for told in captured.err.splitlines())
+    return [told.removeprefix("miles: ") for told in captured.err.splitlines()]
+
+
+# A complete recipe, and what is wrong with a command line that says this as well.
+WRONG: list[tuple[str, list[str]]] = [
+    # words
+    ("--rollout-batch-sise 3", ["--rollout-batch-sise is not a flag; did you mean --rollout-batch-size?"]),
+    ("--rollout_batch_size 16", ["--rollout_batch_size is not a flag; did you mean --rollout-batch-size?"]),
+    ("--bananas", ["--bananas is not a flag; see --help for all of them."]),
+    ("-lr 3", ["-lr is not a flag; did you mean --lr?"]),
+    ("more.toml", ["'more.toml' is not expected here: values follow their flag, as in --lr 1e-6."]),
+    ("--colocate more.toml", ["--colocate takes no value, but was given 'more.toml'."]),
+    ("--lr", ["--lr needs a value: a number."]),
+    ("--lr --colocate", ["--lr needs a value: a number."]),
+    ("--lr abc", ["--lr takes a number, not 'abc'."]),
+    ("--lr 1,5", ["--lr takes a number, not '1,5'."]),
+    ("--lr 1e-6 2e-6", ["--lr takes one value, but was given 2: 1e-6 2e-6."]),
+    ("--lr nan", ["--lr takes a number, not 'nan'."]),
+    ("--lr 1e-6 --lr 1e-5", ["'--lr 1e-6' and '--lr 1e-5' contradict each other; keep one."]),
+    ("--num-rollout 1e3", ["--num-rollout takes a whole number, not '1e3'."]),
+    ("--num-rollout ten", ["--num-rollout takes a whole number, not 'ten'."]),
+    (
+        "--hf-checkpoint ''",
+        ["--hf-checkpoint was given an empty value, but takes text (is a shell variable unset?)."],
+    ),
+    ("--use-kl-loss true", ["--use-kl-loss takes no value, but was given 'true'."]),
+    ("--use-kl-loss --no-use-kl-loss", ["'--use-kl-loss' and '--no-use-kl-loss' contradict each other; keep one."]),
+    (
+        "--kl-loss-type low_var",
+        ["--kl-loss-type takes one of k1, k2, k3, low_var_kl, not 'low_var'; did you mean low_var_kl?"],
+    ),
+    ("--advantage-estimator ppo", ["--advantage-estimator takes one of grpo, not 'ppo'."]),
+    (
+        "--apply-chat-template-kwargs {a:1}",
+        ["--apply-chat-template-kwargs takes a JSON object like '{\"key\": 1}', not '{a:1}'."],
+    ),
+    ("--rollout-stop-token-ids 1 two", ["--rollout-stop-token-ids takes whole numbers, not 'two'."]),
+    # flags of other houses
+    (
+        "--tensor-model-parallel-size 1",
+        [
+            "--tensor-model-parallel-size belongs to the Megatron backend, which this version does not have; "
+            "leave it out."
+        ],
+    ),
+    (
+        "--sglang-mem-fraction-static 0.8",
+        [
+            "--sglang-mem-fraction-static belongs to the SGLang backend, which this version does not have; "
+            "size the cache with --engine-kv-tokens."
+        ],
+    ),
+    (
+        "--sglang-anything-new 1",
+        ["--sglang-anything-new belongs to the SGLang backend, which this version does not have; leave it out."],
+    ),
+    (
+        "--num-layers 28",
+        ["--num-layers describes the model, which the checkpoint's own config.json does here; leave it out."],
+    ),
+    (
+        "--use-wandb",
+        ["--use-wandb is not in this version; use --use-tensorboard, or read metrics.jsonl in the run directory."],
+    ),
+    # ranges
+    ("--lr -1", ["--lr must be at least 0, not -1."]),
+    ("--rollout-top-p 0", ["--rollout-top-p must be above 0 and at most 1, not 0."]),
+    ("--rollout-top-p 1.5", ["--rollout-top-p must be above 0 and at most 1, not 1.5."]),
+    ("--rollout-top-k 0", ["--rollout-top-k must be at least 1, or -1, not 0."]),
+    ("--max-weight-staleness -1", ["--max-weight-staleness must be at least 0, not -1."]),
+    ("--save-interval 0", ["--save-interval must be at least 1, not 0."]),
+    ("--eps-clip-high -0.1", ["--eps-clip-high must be at least 0, not -0.1."]),
+    ("--eps-clip-c 1", ["--eps-clip-c must be above 1, not 1."]),
+    ("--adam-beta2 1", ["--adam-beta2 must be at least 0 and below 1, not 1."]),
+    ("--rollout-stop-token-ids 3 -4", ["--rollout-stop-token-ids must be at least 0, not -4."]),
+    ("--num-rollout 0", ["--num-rollout must be at least 1, not 0."]),
+    # what is on disk
+    (
+        "--hf-checkpoint nowhere",
+        ["--hf-checkpoint nowhere does not exist; name the local folder of a Hugging Face checkpoint."],
+    ),
+    ("--hf-checkpoint good.toml", ["--hf-checkpoint good.toml is a file; name the folder it is in."]),
+    (
+        "--hf-checkpoint weights",
+        [
+            "--hf-checkpoint weights has no config.json, only model.safetensors; name the folder of a Hugging Face "
+            "checkpoint."
+        ],
+    ),
+    (
+        "--hf-checkpoint empty",
+        ["--hf-checkpoint empty has no config.json, nothing; name the folder of a Hugging Face checkpoint."],
+    ),
+    (
+        "--hf-checkpoint odd",
+        [
+            "--hf-checkpoint odd cannot be used: architectures of config.json is OddForCausalLM, which is not "
+            "supported; the supported ones are LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, "
+            "Qwen3MoeForCausalLM."
+        ],
+    ),
+    ("--no-hf-checkpoint", ["--hf-checkpoint is missing: name the folder of the model to start from."]),
+    ("--no-prompt-data", ["--prompt-data is missing: name a .jsonl or .parquet file of prompts."]),
+    (
+        "--prompt-data data/tran.jsonl",
+        ["--prompt-data data/tran.jsonl does not exist; data holds held.jsonl, train.jsonl."],
+    ),
+    ("--prompt-data data/notes.txt", ["--prompt-data data/notes.txt is not a .jsonl or .parquet file."]),
+    ("--prompt-data no/x.jsonl@[0:3]", ["--prompt-data no/x.jsonl does not exist, nor does the folder no."]),
+    (
+        "--prompt-data data/train.jsonl@[a:b]",
+        [
+            "The slice of data/train.jsonl@[a:b] must be two row numbers, either may be absent, "
+            "as in file.jsonl@[0:100]."
+        ],
+    ),
+    ("--ref-load nowhere", ["--ref-load nowhere does not exist; name the local folder of a Hugging Face checkpoint."]),
+    ("--load nowhere", ["--load nowhere is not a folder; name a run or one of its checkpoints."]),
+    ("--save good.toml", ["--save good.toml is a file; name a folder for the run."]),
+    # what does not go together
+    (
+        "--no-num-rollout",
+        ["--num-rollout is missing: say how many steps to train (or --num-epoch, how often to read the prompts)."],
+    ),
+    (
+        "--num-epoch 2",
+        ["--num-rollout and --num-epoch both set the length of the run; keep one (--no-num-epoch drops the other)."],
+    ),
+    (
+        "--no-num-rollout --num-epoch 1 --rollout-batch-size 64",
+        [
+            "The 40 prompts of data/train.jsonl read --num-epoch 1 times do not fill one step of "
+            "--rollout-batch-size 64; lower it, or read them more often."
+        ],
+    ),
+    ("--no-rm-type", ["--rm-type is missing: name a built-in reward, or your own with --custom-rm-path."]),
+    ("--custom-rm-path a.b:c", ["--rm-type and --custom-rm-path both name a reward; keep one."]),
+    ("--group-rm", ["--group-rm needs --custom-rm-path: built-in rewards score one attempt at a time."]),
+    (
+        "--no-rm-type --custom-rm-path reward",
+        ["--custom-rm-path reward is not an address: write package.module:name, or file.py:name."],
+    ),
+    (
+        "--dynamic-sampling-filter-path nonzero",
+        [
+            "--dynamic-sampling-filter-path nonzero is not an address: write package.module:name, or file.py:name; "
+            "built in are nonzero_std, keep_all."
+        ],
+    ),
+    (
+        "--global-batch-size 48",
+        [
+            "--rollout-batch-size 16 × --n-samples-per-prompt 8 = 128, which --global-batch-size 48 does not divide; "
+            "32 or 64 would."
+        ],
+    ),
+    (
+        "--num-steps-per-rollout 3",
+        [
+            "--rollout-batch-size 16 × --n-samples-per-prompt 8 = 128, which --num-steps-per-rollout 3 does not "
+            "divide; 2 or 4 would."
+        ],
+    ),
+    (
+        "--global-batch-size 64 --num-steps-per-rollout 4",
+        [
+            "--rollout-batch-size 16 × --n-samples-per-prompt 8 = 128, but --global-batch-size 64 × "
+            "--num-steps-per-rollout 4 = 256; drop one of the last two."
+        ],
+    ),
+    (
+        "--n-samples-per-prompt 1",
+        ["--advantage-estimator grpo compares attempts, so --n-samples-per-prompt must be at least 2."],
+    ),
+    (
+        "--colocate --max-weight-staleness 2",
+        ["--colocate and --max-weight-staleness 2 contradict each other: planes that take turns cannot run ahead."],
+    ),
+    (
+        "--rollout-temperature 0",
+        ["--rollout-temperature 0 is greedy, and all attempts at a prompt would be the same; use 1."],
+    ),
+    ("--kl-loss-coef 0.1", ["--kl-loss-coef 0.1 does nothing without --use-kl-loss; add that."]),
+    (
+        "--lr-warmup-iters 3 --lr-warmup-fraction 0.1",
+        ["--lr-warmup-iters and --lr-warmup-fraction both set the warm-up; keep one."],
+    ),
+    ("--lr 1e-6 --min-lr 1", ["--min-lr 1 is above --lr 1e-06; a schedule ends at or below its peak."]),
+    (
+        "--lr-warmup-iters 30 --lr-decay-iters 20",
+        ["--lr-warmup-iters 30 is longer than the whole --lr-decay-iters 20."],
+    ),
+    ("--parity-stop 0.001", ["--parity-stop 0.001 is below --parity-tolerance 0.01; the light turns red first."]),
+    (
+        "--eval-interval 5",
+        ["--eval-interval needs --eval-prompt-data: a name and a file for each held-out set."],
+    ),
+    (
+        "--eval-prompt-data held",
+        ["--eval-prompt-data takes pairs of a name and a file, and these do not pair up: held."],
+    ),
+    (
+        "--eval-prompt-data a data/held.jsonl a data/held.jsonl",
+        ["--eval-prompt-data names the set a twice; give each held-out set its own name."],
+    ),
+    (
+        "--eval-prompt-data held data/hold.jsonl",
+        ["--eval-prompt-data held data/hold.jsonl does not exist; data holds held.jsonl, train.jsonl."],
+    ),
+    (
+        "--use-rollout-routing-replay",
+        ["--use-rollout-routing-replay is for mixtures of experts, and --hf-checkpoint is not one; leave it out."],
+    ),
+    (
+        "--hf-checkpoint moe --use-rollout-routing-replay --disable-engine-record-routing",
+        ["--use-rollout-routing-replay needs recorded routing; drop --disable-engine-record-routing."],
+    ),
+    (
+        "--rollout-max-prompt-len 100 --rollout-max-context-len 100",
+        ["--rollout-max-prompt-len 100 leaves no room for a response within --rollout-max-context-len 100."],
+    ),
+    (
+        "--rollout-max-response-len 1024",
+        ["--rollout-max-response-len 1024 is more than the 512 positions of --hf-checkpoint; lower it."],
+    ),
+    (
+        "--actor-num-gpus-per-node 8",
+        ["--actor-num-gpus-per-node 8 asks for more than one device, and this version runs on one; leave it out."],
+    ),
+    (
+        "--loss-type sft_loss",
+        [
+            "--loss-type sft_loss learns from demonstrations, where --rm-type means nothing; leave it out.",
+            "--loss-type sft_loss learns from demonstrations, where --n-samples-per-prompt means nothing; "
+            "leave it out.",
+        ],
+    ),
+    # several at once, and none that follows from another
+    (
+        "--hf-chekpoint x --lr x --group-rm --n-samples-per-prompt",
+        [
+            "--hf-chekpoint is not a flag; did you mean --hf-checkpoint?",
+            "--lr takes a number, not 'x'.",
+            "--n-samples-per-prompt needs a value: a whole number.",
+            "--group-rm needs --custom-rm-path: built-in rewards score one attempt at a time.",
+        ],
+    ),
+    (
+        "--no-rm-type --rm-typ math --num-rolout 3 --no-num-rollout",
+        [
+            "--rm-typ is not a flag; did you mean --rm-type?",
+            "--num-rolout is not a flag; did you mean --num-rollout?",
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "says"), WRONG, ids=[line for line, _ in WRONG])
+def test_a_wrong_command_line_is_told_all_that_is_wrong(line: str, says: list[str], capsys: pytest.CaptureFixture[str]):
+    assert complaints(f"train good.toml {line}", capsys) == says
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("trian", ["trian is not a command; did you mean train?"]),
+        ("zzz", ["zzz is not a command; there are train, plan, demo, doctor, eval, chat."]),
+        ("good.toml", ["good.toml is a recipe; write miles train good.toml."]),
+        (
+            "--lr 3",
+            [
+                "--lr comes after a command, as in miles train --lr; the commands are "
+                "train, plan, demo, doctor, eval, chat."
+            ],
+        ),
+        ("train nowhere.toml", ["nowhere.toml does not exist."]),
+        ("train nowhere.toml --lr x", ["nowhere.toml does not exist.", "--lr takes a number, not 'x'."]),
+        ("train model", ["model is not a recipe: a recipe is a .toml, .yaml or .yml file."]),
+        ("demo --stepz 3", ["--stepz is not a flag; did you mean --steps?"]),
+        ("demo --steps 0", ["--steps must be at least 1, not 0."]),
+        ("demo fast", ["'fast' is not expected here: values follow their flag, as in --lr 1e-6."]),
+        ("doctor --fix", ["--fix is not a flag of miles doctor, which takes none."]),
+        ("doctor a b", ["miles doctor takes one model folder, but was given 2: a b."]),
+        ("doctor nowhere", ["nowhere does not exist; name the local folder of a Hugging Face checkpoint."]),
+        ("chat", ["--hf-checkpoint is missing: name the folder of the model to start from."]),
+        (
+            "chat nowhere",
+            ["--hf-checkpoint nowhere does not exist; name the local folder of a Hugging Face checkpoint."],
+        ),
+        (
+            "chat model --hf-checkpoint moe",
+            ["'--hf-checkpoint model' and '--hf-checkpoint moe' contradict each other; keep one."],
+        ),
+        (
+            "eval model --rollout-max-response-len 64",
+            [
+                "--rm-type is missing: name a built-in reward, or your own with --custom-rm-path.",
+                "--eval-prompt-data is missing: give a name and a file for each held-out set.",
+            ],
+        ),
+        (
+            "train",
+            [
+                "--hf-checkpoint is missing: name the folder of the model to start from.",
+                "--prompt-data is missing: name a .jsonl or .parquet file of prompts.",
+                "--num-rollout is missing: say how many steps to train "
+                "(or --num-epoch, how often to read the prompts).",
+                "--rm-type is missing: name a built-in reward, or your own with --custom-rm-path.",
+                "--advantage-estimator grpo compares attempts, so --n-samples-per-prompt must be at least 2.",
+            ],
+        ),
+    ],
+)
+def test_every_command_tells_what_is_wrong(line: str, says: list[str], capsys: pytest.CaptureFixture[str]):
+    assert complaints(line, capsys) == says
+
+
+def test_a_recipe_is_told_its_own_mistakes_with_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "bad.toml").write_text(
+        'include = "good.toml"\nlr = "1"\nbananas = 1\ntensor_model_parallel_size = 2\n'
+        "[algo]\nlr = 1.0\neps_clip = -1.0\n[shedule]\nsave_interval = 3\n"
+    )
+    assert complaints("train bad.toml", capsys) == [
+        "bad.toml: lr takes a number, not the text '1'.",
+        "bad.toml: bananas is not a key; see miles train --help for all of them.",
+        "bad.toml: tensor_model_parallel_size belongs to the Megatron backend, which this version does not have; "
+        "leave it out.",
+        "bad.toml: lr belongs in [train], not in [algo].",
+        "bad.toml: there is no section [shedule]; did you mean [schedule]?",
+        "--eps-clip must be at least 0, not -1 (from bad.toml).",
+    ]
+
+
+def test_no_arguments_show_the_commands_and_fail(capsys: pytest.CaptureFixture[str]):
+    assert main([]) == 2
+    assert all(name in capsys.readouterr().err for name in ("miles COMMAND",))
+
+
+@pytest.mark.parametrize("line", ["--help", "-h", "help"])
+def test_help_lists_every_command_with_a_line(line: str, capsys: pytest.CaptureFixture[str]):
+    assert main([line]) == 0
+    out = capsys.readouterr().out
+    assert all(f"  {name.ljust(8)} {command.help}" in out for name, command in COMMANDS.items())
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]):
+    assert main([name, "--help"]) == 0
+    first = capsys.readouterr().out
+    assert first.startswith(f"usage: miles {name} ")
+    assert main(["help", name]) == 0
+    assert capsys.readouterr().out == first
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"miles {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (MilesError("The engine is gone."), 1, "miles: The engine is gone.\n"),
+        (KeyboardInterrupt(), 130, "miles: interrupted.\n"),
+    ],
+)
+def test_what_stops_a_command_is_told_in_a_line(
+    error: BaseException, code: int, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def fail(argv: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr(entry, "_dispatch", fail)
+    assert main(["train"]) == code
+    assert capsys.readouterr().err == says
+
+
+def test_train_py_is_miles_train():
+    run = subprocess.run([sys.executable, ROOT / "train.py", "--lr", "x"], capture_output=True, text=True)
+    assert run.returncode == 2
+    assert run.stderr.startswith("miles: --lr takes a number, not 'x'.\n")
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    command = f"{sys.executable} -m miles.launch.main train --help | head -n 1"
+    run = subprocess.run(["bash", "-c", command + "; exit ${PIPESTATUS[0]}"], capture_output=True, text=True)
+    assert run.returncode == 0 and run.stderr == ""
+
+
+@pytest.mark.parametrize("folder", ["model", "run"])
+def test_chat_takes_a_checkpoint_or_a_run(folder: str, tmp_path: Path):
+    for step in (20, 100):
+        checkpoint = tmp_path / "run" / "checkpoints" / f"step-{step:06d}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "config.json").write_text((tmp_path / "model" / "config.json").read_text())
+    draft = tmp_path / "run" / "checkpoints" / ".writing-step-000200"
+    draft.mkdir()
+    (draft / "config.json").write_text("{}")
+    config, _, _ = entry.read("chat", [folder])
+    assert config.models.hf_checkpoint == {"model": "model", "run": "run/checkpoints/step-000100"}[folder]
+
+
+def test_a_run_given_as_a_checkpoint_is_told_its_newest(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000003"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "config.json").write_text("{}")
+    assert complaints("train good.toml --hf-checkpoint run", capsys) == [
+        "--hf-checkpoint run is a run, not a checkpoint; its newest one is run/checkpoints/step-000003."
+    ]
+
+
+def test_an_upstream_command_line_is_answered_flag_by_flag(capsys: pytest.CaptureFixture[str]):
+    line = (
+        "train --hf-checkpoint model --ref-load model --prompt-data data/train.jsonl@[0:32] --input-key input "
+        "--label-key label --apply-chat-template --rollout-shuffle --rm-type math --num-rollout 3000 "
+        "--rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 256 --rollout-temperature 1 "
+        "--global-batch-size 256 --eval-interval 20 --eval-prompt-data aime data/held.jsonl "
+        "--n-samples-per-eval-prompt 16 --eval-max-response-len 256 --eval-top-p 1 --use-dynamic-batch-size "
+        "--max-tokens-per-gpu 9216 --advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.00 "
+        "--kl-loss-type low_var_kl --entropy-coef 0.00 --eps-clip 0.2 --eps-clip-high 0.28 --optimizer adam "
+        "--lr 1e-6 --lr-decay-style constant --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98 "
+        "--actor-num-nodes 1 --actor-num-gpus-per-node 1 --rollout-num-gpus-per-engine 1 --colocate "
+    )
+    assert main(shlex.split(line.replace("train ", "plan ", 1))) == 0
+    capsys.readouterr()
+    foreign = "--sequence-parallel --attention-dropout 0.0 --sglang-ep-size 8 --swiglu --balance-data"
+    assert len(complaints(line + foreign, capsys)) == 5
+
+
+FLAGS = sorted({*known_flags(knobs_of(Config)), *list(retired())[::20]})
+WORDS = st.sampled_from([*FLAGS, "good.toml", "model", "0", "-1", "1e9", "{}", "x=y", "--", "-", "", "--lr=", "none"])
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
+@given(st.sampled_from(["train", "plan", "eval", "chat", "demo"]), st.lists(WORDS | st.text(max_size=5), max_size=8))
+def test_no_words_whatever_bring_the_reading_down(command: str, words: list[str]):
+    try:
+        if command == "demo":
+            parse(DemoConfig, words)
+        else:
+            entry.read(cast(Command, command), words)
+    except UsageError as error:
+        assert error.problems and all(problem.endswith((".", "?")) for problem in error.problems)
+
+
+def test_no_flag_is_both_ours_and_retired():
+    assert not retired().keys() & known_flags(knobs_of(Config)).keys()
+    named = {word for _, mend in retired().values() for word in mend.replace(",", " ").split() if word[:2] == "--"}
+    assert named <= known_flags(knobs_of(Config)).keys()
+
+
+def test_every_retired_flag_is_explained():
+    assert all(explain(flag) for flag in retired())
+    assert explain("--nothing-known") is None
+
+
+def test_the_plan_is_printed_without_loading_what_is_heavy(tmp_path: Path):
+    code = (
+        "import sys; from miles.launch.main import main\n"
+        f"code = main({['plan', 'good.toml', '--json']!r})\n"
+        "heavy = {'torch', 'numpy', 'transformers', 'rich', 'yaml', 'pyarrow'} & set(sys.modules)\n"
+        "sys.exit(code or (str(heavy) if heavy else 0))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=dict(os.environ)
+    )
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout)["knobs"]["num_rollout"] == {"value": 10, "origin": "good.toml", "room": "schedule"}

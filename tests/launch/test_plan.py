@@ -1,0 +1,223 @@
+"""What follows from a config, and how it is shown."""
+
+import json
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+
+import pytest
+from tests.launch.house import furnish
+
+from miles.config.cli import parse
+from miles.config.files import Layer, read_layers
+from miles.config.origin import to_toml
+from miles.config.table import knobs_of
+from miles.launch.config import Config
+from miles.launch.machine import choose_device
+from miles.launch.main import main, read
+from miles.launch.memory import shares_of, sized
+from miles.launch.plan import Plan
+from miles.launch.show import identity, objective
+from miles.models.families import spec_of
+from miles.models.files import read_config
+
+
+@pytest.fixture(autouse=True)
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    furnish(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def planned(line: str = "") -> tuple[Config, Plan]:
+    config, plan, _ = read("plan", ["good.toml", *line.split()])
+    return config, plan
+
+
+@pytest.mark.parametrize(
+    ("line", "size", "steps"),
+    [
+        ("", 128, 1),
+        ("--num-steps-per-rollout 4", 32, 4),
+        ("--global-batch-size 64", 64, 2),
+        ("--global-batch-size 16 --num-steps-per-rollout 8", 16, 8),
+    ],
+)
+def test_the_batch_identity_is_completed(line: str, size: int, steps: int):
+    config, plan = planned(line)
+    assert (plan.samples_per_step, plan.global_batch_size, plan.num_steps_per_rollout) == (128, size, steps)
+    assert plan.optimizer_steps == 10 * steps
+    said = f"16 × n_samples_per_prompt 8 = 128 = global_batch_size {size} × num_steps_per_rollout {steps}"
+    assert said in identity(config, plan)
+
+
+@pytest.mark.parametrize(
+    ("line", "steps"), [("", 10), ("--no-num-rollout --num-epoch 4", 10), ("--no-num-rollout --num-epoch 1", 2)]
+)
+def test_epochs_become_steps(line: str, steps: int):
+    assert planned(line)[1].steps == steps  # 40 prompts, 16 a step
+
+
+def test_epochs_over_a_slice_and_over_parquet(tmp_path: Path):
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"input": ["x"] * 100}), tmp_path / "data" / "p.parquet")
+    for data, steps in (("data/train.jsonl@[0:20]", 2), ("data/p.parquet", 12), ("data/p.parquet@[-32:]", 4)):
+        assert planned(f"--no-num-rollout --num-epoch 2 --prompt-data {data}")[1].steps == steps
+
+
+@pytest.mark.parametrize(
+    ("line", "lease", "transport", "tickets"),
+    [("", "colocated", "shared", 16), ("--max-weight-staleness 2", "disjoint", "copy", 48)],
+)
+def test_the_staleness_budget_decides_who_waits(line: str, lease: str, transport: str, tickets: int):
+    plan = planned(line)[1]
+    assert (plan.lease, plan.transport, plan.tickets) == (lease, transport, tickets)
+
+
+@pytest.mark.parametrize(
+    ("line", "folder"),
+    [("", "runs/model-grpo"), ("--save here", "here"), ("--hf-checkpoint ./moe/", "runs/moe-grpo")],
+)
+def test_a_run_has_a_directory(line: str, folder: str):
+    assert planned(line)[1].run_dir == Path(folder)
+
+
+@pytest.mark.parametrize(
+    ("line", "reference"),
+    [("", None), ("--use-kl-loss", "model"), ("--use-kl-loss --ref-load moe", "moe"), ("--ref-load moe", None)],
+)
+def test_a_reference_is_held_only_for_a_penalty(line: str, reference: str | None):
+    assert planned(line)[1].reference == (None if reference is None else Path(reference))
+
+
+def test_a_plan_is_frozen():
+    with pytest.raises(FrozenInstanceError):
+        planned()[1].steps = 3  # pyright: ignore
+
+
+def test_the_device_is_settled_without_torch(monkeypatch: pytest.MonkeyPatch):
+    assert (planned()[1].device, planned()[1].dtype) == ("cpu", "float32")
+    assert (planned("--device cuda")[1].device, planned("--device cuda")[1].dtype) == ("cuda", "bfloat16")
+    assert planned("--dtype bfloat16")[1].dtype == "bfloat16"
+    monkeypatch.setattr("miles.launch.machine.accelerator_nodes", lambda: ["/dev/nvidia0"])
+    monkeypatch.setattr("miles.launch.machine.torch_build", lambda: None)
+    assert choose_device("auto").name == "cpu"
+    monkeypatch.setattr("miles.launch.machine.torch_build", lambda: "CUDA 13.0")
+    assert choose_device("auto").name == "cuda"
+    assert choose_device("cpu").name == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("line", "formula"),
+    [
+        (
+            "",
+            "maximise mean over 128 trajectories of mean over tokens of min(ρ·A, clip(ρ, 0.8, 1.2)·A); "
+            "ρ = π/π_old, A = (R − mean R) / std R over the 8 attempts at a prompt",
+        ),
+        (
+            "--eps-clip-high 0.28 --eps-clip-c 3 --use-kl-loss --kl-loss-coef 0.001 --kl-loss-type k3 "
+            "--entropy-coef 0.01 --disable-grpo-std-normalization --calculate-per-token-loss",
+            "maximise mean over all tokens of 128 trajectories of [max(min(ρ·A, clip(ρ, 0.8, 1.28)·A), 3·A where "
+            "A < 0) − 0.001·KL[k3](π, π_ref) + 0.01·H(π)]; ρ = π/π_old, A = R − mean R over the 8 attempts at a "
+            "prompt",
+        ),
+        (
+            "--loss-type sft_loss --no-rm-type --n-samples-per-prompt 1",
+            "maximise mean over 16 trajectories of mean over tokens of log π(token)",
+        ),
+    ],
+)
+def test_the_objective_is_one_line_with_its_numbers(line: str, formula: str):
+    assert objective(*planned(line)) == formula
+
+
+def test_the_memory_plan_counts_what_is_known():
+    config, plan = planned("--use-kl-loss --engine-kv-tokens 1000 --max-weight-staleness 1 --dtype bfloat16")
+    spec = spec_of(read_config("model"))
+    # By hand: embedding, then two layers of attention (q, k, v, o and two norms of 24), MLP, two norms; one last norm.
+    layer = (4 + 2 + 2 + 4) * 24 * 96 + 2 * 24 + 3 * 96 * 256 + 2 * 96
+    parameters = 1000 * 96 + 2 * layer + 96
+    sizes = {share.name: share.bytes for share in shares_of(config, plan, spec)}
+    assert sizes == {
+        "weights": 2 * parameters,
+        "engine": 2 * parameters,
+        "gradients": 2 * parameters,
+        "optimizer": 12 * parameters,
+        "reference": 2 * parameters,
+        "kv cache": 1000 * (2 * 2 * 2 * 24) * 2,
+    }
+
+
+def test_the_cache_is_sized_by_what_can_run_at_once():
+    spec = spec_of(read_config("model"))
+    for line, tokens in (
+        ("--rollout-max-prompt-len 30", 128 * 96),
+        ("--rollout-max-context-len 40", 128 * 48),
+        ("--rollout-max-prompt-len 30 --engine-max-running 10 --engine-page-size 1", 10 * 94),
+    ):
+        (share,) = (s for s in shares_of(*planned(line), spec) if s.name == "kv cache")
+        assert f"{tokens:,} tokens" in share.note
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 30, "3.0 GiB"), (1 << 50, "1024.0 TiB")]
+)
+def test_bytes_are_shown_for_people(count: int, text: str):
+    assert sized(count) == text
+
+
+def test_a_plan_shows_every_knob_with_its_origin(capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "good.toml", "--lr", "3e-5"]) == 0
+    out = capsys.readouterr().out
+    rows = {line[2:].split()[0]: line for line in out.splitlines() if line[:2] in ("* ", "  ") and line[2:3].islower()}
+    assert knobs_of(Config).keys() <= rows.keys()
+    assert rows["lr"].split() == ["*", "lr", "3e-05", "flag"]
+    assert rows["num_rollout"].split() == ["*", "num_rollout", "10", "good.toml"]
+    assert rows["eps_clip"].split() == ["eps_clip", "0.2", "default"]
+    for word in (
+        "batch\n",
+        "objective\n",
+        "memory\n",
+        "placement\n",
+        "10 training steps",
+        "run        runs/model-grpo",
+    ):
+        assert word in out
+
+
+def test_a_plan_can_be_read_by_programs(capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "--json", "--lr", "3e-5", *_flags_of_the_recipe()]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["knobs"]["lr"] == {"value": 3e-5, "origin": "flag", "room": "train"}
+    assert told["plan"]["global_batch_size"] == 128 and told["plan"]["run_dir"] == "runs/model-grpo"
+    assert told["model"]["family"] == "qwen3" and len(told["memory"]) == 6
+
+
+def _flags_of_the_recipe() -> list[str]:
+    return [
+        *("--hf-checkpoint", "model", "--prompt-data", "data/train.jsonl", "--rm-type", "math", "--num-rollout", "10"),
+        *("--rollout-batch-size", "16", "--n-samples-per-prompt", "8", "--rollout-max-response-len", "64"),
+    ]
+
+
+def test_the_config_a_run_writes_reads_back_as_itself_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    flags = "--eval-prompt-data held data/held.jsonl --rollout-stop a b --save run --lr 3e-7 --no-use-rollout-logprobs"
+    config, _, origins = read("plan", ["good.toml", *flags.split()])
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").write_text(to_toml(config, origins))
+    monkeypatch.chdir("/")
+    again = parse(Config, [], read_layers(str(tmp_path / "run" / "config.toml"))).config
+    assert again is not None
+    assert again.models.hf_checkpoint == str(tmp_path / "model")
+    assert again.schedule.save == str(tmp_path / "run")
+    assert to_toml(again, origins) == to_toml(parse(Config, [], [_layer(tmp_path)]).config or again, origins)
+    assert (again.algo, again.train, again.cluster) == (config.algo, config.train, config.cluster)
+
+
+def _layer(folder: Path) -> Layer:
+    import tomllib
+
+    text = (folder / "run" / "config.toml").read_text()
+    return Layer(label=str(folder / "run" / "config.toml"), values=tomllib.loads(text))

@@ -1,0 +1,129 @@
+"""Kill a run anywhere, give the same command again: nothing tells it from a run that was never stopped."""
+
+import json
+import signal
+
+import pyarrow.parquet as pq
+import pytest
+from tests.launch.small_run import STEPS, Command, everything, flags, miles, write_world
+
+KILLS = {
+    "before anything was saved": "miles.backends.native.engine:NativeEngine.step:5",
+    "while sampling": "miles.backends.native.engine:NativeEngine.step:28",
+    "between two optimizer steps": "miles.train.optim:Optimizer.step:6",
+    "after the update, before it is published": "miles.sync.publish:Publication._transaction:5",
+    "while the weights of a checkpoint are written": "miles.models.files:write_whole:6",
+    "before a written checkpoint is sealed": "miles.schedule.recover:Checkpoints._seal:2",
+    "before a sealed checkpoint is put in place": "miles.schedule.recover:Checkpoints._put_in_place:2",
+    "after it is in place, before anyone is told": "miles.schedule.recover:Checkpoints._prune:2",
+    "while the event log is written": "miles.observe.log:EventLog.write:40",
+    "while a rollout is dumped": "miles.observe.rollouts:write_step:3",
+    "in the last evaluation": "miles.rollout.evaluate:scores:3",
+}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return write_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="module")
+def calm(world, tmp_path_factory):
+    """The run that was never stopped."""
+    run = tmp_path_factory.mktemp("calm") / "run"
+    done = miles("train", *flags(world, run))
+    assert done.returncode == 0, done.stderr
+    return run
+
+
+@pytest.mark.parametrize("when", KILLS)
+def test_a_killed_run_continues_to_the_bit(world, calm, tmp_path, when):
+    run = tmp_path / "run"
+    killed = miles("train", *flags(world, run), kill_at=KILLS[when])
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    again = miles("train", *flags(world, run))
+    assert again.returncode == 0, again.stderr
+    assert everything(run).keys() == everything(calm).keys()
+    for name, content in everything(calm).items():
+        assert everything(run)[name] == content, f"{name} differs"
+    for step in range(1, STEPS + 1):
+        name = f"rollouts/step-{step:06d}.parquet"
+        assert pq.read_table(run / name).equals(pq.read_table(calm / name))
+
+
+def test_a_run_killed_again_and_again_continues_to_the_bit(world, calm, tmp_path):
+    run = tmp_path / "run"
+    for point in (
+        "train.optim:Optimizer.step:7",
+        "observe.log:EventLog.write:25",
+        "schedule.recover:Checkpoints._seal:1",
+    ):
+        assert miles("train", *flags(world, run), kill_at=f"miles.{point}").returncode == -signal.SIGKILL
+    assert miles("train", *flags(world, run)).returncode == 0
+    assert everything(run) == everything(calm)
+
+
+def test_the_calm_run_did_what_the_flags_said(calm):
+    events = [json.loads(line) for line in (calm / "events.jsonl").read_text().splitlines()]
+    kinds = [event["event"] for event in events]
+    assert kinds.count("StepFinished") == STEPS and kinds.count("Evaluated") == 3  # before, after 3, after 6
+    assert any(not e["kept"] for e in events if e["event"] == "GroupFinished"), "no group was dropped: a weak test"
+    metrics = [json.loads(line) for line in (calm / "metrics.jsonl").read_text().splitlines()]
+    assert all(m["parity_max_abs"] < 1e-4 for m in metrics if m["kind"] == "train")
+    assert all(m["staleness"] == 0 for m in metrics if m["kind"] == "train")
+
+
+def test_the_same_command_on_a_finished_run_changes_nothing(world, calm):
+    before = everything(calm)
+    again = miles("train", *flags(world, calm))
+    assert again.returncode == 0, again.stderr
+    assert everything(calm) == before
+
+
+def test_another_command_is_refused_with_what_changed(world, calm):
+    done = miles("train", *flags(world, calm, lr="3e-2"))
+    assert done.returncode == 1
+    assert "lr was 0.01 and is now 0.03" in done.stderr and "--load" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_changed_prompts_are_refused(world, calm, tmp_path):
+    other = write_world(tmp_path / "other")
+    rows = (other / "train.jsonl").read_text().splitlines()
+    (other / "train.jsonl").write_text("\n".join(reversed(rows)) + "\n")
+    run = tmp_path / "run"
+    killed = miles("train", *flags(other, run), kill_at="miles.train.optim:Optimizer.step:7")
+    assert killed.returncode == -signal.SIGKILL
+    (other / "train.jsonl").write_text("\n".join(rows) + "\n")
+    done = miles("train", *flags(other, run))
+    assert done.returncode == 1 and "does not give the prompts this run was started with" in done.stderr
+
+
+def test_a_longer_run_goes_on_from_a_finished_one(world, tmp_path):
+    run = tmp_path / "run"
+    assert miles("train", *flags(world, run, "--lr-decay-iters", "12", steps=2)).returncode == 0
+    done = miles("train", *flags(world, run, "--lr-decay-iters", "12", steps=4))
+    assert done.returncode == 0, done.stderr
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines() if '"train"' in line]
+    assert steps == [1, 2, 3, 4]
+
+
+def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(world, calm, tmp_path):
+    run = tmp_path / "run"
+    command = Command("train", *flags(world, run))
+    command.wait_to_hear("step 1/")
+    command.interrupt()
+    done = command.done()
+    assert done.returncode == 130, done.stderr
+    assert "Stopping" in done.stdout and f"miles train {run}" in done.stdout
+    assert miles("train", *flags(world, run)).returncode == 0
+    assert everything(run) == everything(calm)
+
+
+def test_two_processes_cannot_run_one_directory(world, tmp_path):
+    run = tmp_path / "run"
+    first = Command("train", *flags(world, run))
+    first.wait_to_hear("step 1/")
+    second = miles("train", *flags(world, run))
+    assert second.returncode == 1 and f"process {first.pid} is running" in second.stderr
+    assert first.done().returncode == 0

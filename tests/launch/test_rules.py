@@ -1,0 +1,152 @@
+"""Rules between rooms, and how they bear with what could not be read."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.launch.house import furnish
+
+from miles.config.cli import parse
+from miles.config.files import read_layers
+from miles.config.table import knobs_of
+from miles.launch import rules
+from miles.launch.config import Config, DemoConfig
+from miles.launch.ranges import RANGES, Range
+from miles.launch.rules import RULES, Command, broken
+
+
+@pytest.fixture(autouse=True)
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    furnish(tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+
+def told(line: str, command: Command = "train") -> list[str]:
+    reading = parse(Config, line.split(), read_layers("good.toml"))
+    return [*reading.problems, *broken(reading, command)]
+
+
+def test_a_complete_recipe_breaks_no_rule():
+    assert told("") == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--prompt-data data/train.jsonl@[3:-2]",
+        "--no-num-rollout --num-epoch 3",
+        "--global-batch-size 128",
+        "--global-batch-size 32",
+        "--num-steps-per-rollout 4",
+        "--num-steps-per-rollout 4 --global-batch-size 32",
+        "--max-weight-staleness 3",
+        "--colocate",
+        "--use-kl-loss",
+        "--use-kl-loss --kl-loss-coef 0.01 --ref-load moe",
+        "--hf-checkpoint moe --use-rollout-routing-replay",
+        "--eval-interval 3 --eval-prompt-data held data/held.jsonl@[0:5]",
+        "--dynamic-sampling-filter-path nonzero_std",
+        "--dynamic-sampling-filter-path mine.py:keep",
+        "--no-rm-type --custom-rm-path a.b:c --group-rm",
+        "--rm-type boxed_f1",
+        "--loss-type sft_loss --n-samples-per-prompt 1 --no-rm-type",
+        "--loss-type sft_loss --n-samples-per-prompt 1 --eval-interval 2 --eval-prompt-data h data/held.jsonl",
+        "--rollout-max-response-len 4096 --rollout-max-context-len 512",
+        "--lr 0 --lr-warmup-fraction 1",
+        "--rollout-top-k -1 --rollout-seed -3",
+        "--actor-num-nodes 1 --rollout-num-gpus 1",
+        "--eps-clip-c 3 --eps-clip 0",
+        "--rollout-temperature 0.7 --eval-temperature 0",
+    ],
+)
+def test_what_goes_together_is_accepted(line: str):
+    assert told(line) == []
+
+
+def test_a_rule_is_silent_about_what_could_not_be_read():
+    assert told("--n-samples-per-prompt one --global-batch-size 7") == [
+        "--n-samples-per-prompt takes a whole number, not 'one'."
+    ]
+
+
+def test_a_number_out_of_range_is_told_once():
+    assert told("--n-samples-per-prompt 0 --global-batch-size 7") == [
+        "--n-samples-per-prompt must be at least 1, not 0."
+    ]
+
+
+def test_talking_and_scoring_need_less_than_training():
+    bare = parse(Config, ["--hf-checkpoint", "model"])
+    assert broken(bare, "chat") == []
+    scored = "--hf-checkpoint model --rm-type math --eval-prompt-data held data/held.jsonl --eval-max-response-len 9"
+    assert broken(parse(Config, [*scored.split(), "--rollout-max-response-len", "9"]), "eval") == []
+
+
+def test_an_accelerator_asked_for_must_be_there_to_train_but_not_to_plan(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert told("--device cuda", "plan") == []
+    assert told("--device cuda", "train") == [
+        "--device cuda cannot be had: this machine shows no accelerator; use --device cpu, or see miles doctor."
+    ]
+
+
+def test_a_config_that_is_not_json_is_told(tmp_path: Path):
+    (tmp_path / "model" / "config.json").write_text("{")
+    (problem,) = told("")
+    assert problem.startswith("--hf-checkpoint model cannot be used: model/config.json is not valid JSON")
+
+
+def test_a_path_that_cannot_be_looked_at_is_told():
+    name = "x" * 300
+    assert told(f"--ref-load {name}") == [f"{name} cannot be read: File name too long."]
+
+
+def test_every_rule_is_in_use_and_named_as_a_sentence():
+    defined = {
+        rule
+        for name, rule in vars(rules).items()
+        if not name.startswith("_")
+        and getattr(rule, "__annotations__", {}).get("return") == Iterator[str]
+        and getattr(rule, "__module__", "") == rules.__name__
+    }
+    used = {rule for group in RULES.values() for rule in group}
+    assert defined == used
+    assert all(rule.__name__.count("_") >= 3 for rule in used)
+
+
+def test_every_number_has_a_range_and_every_default_is_inside():
+    numeric = {
+        knob.name: knob
+        for root in (Config, DemoConfig)
+        for knob in knobs_of(root).values()
+        if knob.kind.scalar in (int, float)
+    }
+    assert numeric.keys() == RANGES.keys()
+    for name, knob in numeric.items():
+        assert knob.default is None or knob.kind.many or RANGES[name].holds(knob.default), name
+
+
+@given(st.floats(-10, 10), st.floats(-10, 10), st.floats(-10, 10))
+def test_a_range_holds_what_its_words_say(a: float, b: float, x: float):
+    low, high = sorted((a, b))
+    assert Range(low=low, high=high).holds(x) == (low <= x <= high)
+    assert Range(above=low, below=high).holds(x) == (low < x < high)
+    assert Range(low=20, also=x).holds(x)
+
+
+@given(st.integers(1, 60), st.integers(1, 12), st.integers(1, 800), st.integers(1, 800))
+def test_the_batch_identity_holds_exactly_when_no_rule_objects(prompts: int, attempts: int, size: int, steps: int):
+    line = f"--rollout-batch-size {prompts} --n-samples-per-prompt {attempts}"
+    rule = rules.a_rollout_batch_is_a_whole_number_of_global_batches
+
+    def objects(more: str) -> bool:
+        config = parse(Config, f"{line} {more}".split()).config
+        assert config is not None
+        return bool(list(rule(config)))
+
+    made = prompts * attempts
+    assert objects(f"--global-batch-size {size}") == (made % size != 0)
+    assert objects(f"--num-steps-per-rollout {steps}") == (made % steps != 0)
+    assert objects(f"--global-batch-size {size} --num-steps-per-rollout {steps}") == (made != size * steps)

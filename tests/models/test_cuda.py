@@ -1,0 +1,60 @@
+"""The same decoder on a CUDA device: close to the CPU's values, never waiting for the device, capturable."""
+
+import pytest
+import torch
+from tests.models.oracle import KINDS, hf_model, our_logits, positions_of, relative, tokens_of, twin
+
+from miles.kernels.varlen import PackedAttend
+from miles.models import hub
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+LENGTHS = [40, 3, 17, 90]
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+
+
+def forward(decoder, tokens):
+    lengths = [len(t) for t in tokens]
+    packed = PackedAttend(lengths, "cuda")
+    return decoder(torch.cat(tokens).cuda(), positions_of(lengths).cuda(), packed) @ decoder.head().T
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_and_gradients_are_close_to_the_cpus(kind, dtype):
+    decoder = twin(hf_model(kind, **SIZES))
+    tokens = tokens_of(LENGTHS)
+    wanted = our_logits(decoder, tokens)
+    wanted.square().mean().backward()
+    there = twin(hf_model(kind, **SIZES)).to("cuda", dtype)
+    found = forward(there, tokens)
+    found.float().square().mean().backward()
+    # A token near the border between two experts may go to the other one in bfloat16: compare the bulk.
+    off = ((found.cpu().float() - wanted).norm(dim=-1) / wanted.norm(dim=-1)).median().item()
+    assert off <= (1e-4 if dtype == torch.float32 else 5e-2)
+    if dtype == torch.float32:
+        for name, parameter in decoder.named_parameters():
+            assert relative(there.get_parameter(name).grad.cpu(), parameter.grad) <= 1e-3, name
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama 3.1", "qwen3 moe normalised"])
+def test_a_forward_in_bfloat16_can_be_captured_and_replayed(kind):
+    decoder = twin(hf_model(kind, **SIZES)).to("cuda", torch.bfloat16)
+    tokens, positions = torch.zeros(8, dtype=torch.long, device="cuda"), torch.arange(8, device="cuda")
+    packed = PackedAttend([8], "cuda")
+    with torch.inference_mode():
+        for _ in range(2):
+            decoder(tokens, positions, packed)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = decoder(tokens, positions, packed)
+        tokens.copy_(torch.arange(8))
+        graph.replay()
+        assert torch.equal(out, decoder(tokens, positions, packed))
+
+
+def test_random_weights_follow_the_seed_on_the_device():
+    spec = twin(hf_model("qwen3 moe")).spec
+    first, same = (hub.random(spec, seed=1, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), same.parameters(), strict=True))

@@ -1,0 +1,91 @@
+"""A checkpoint's tokenizer, against transformers itself."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.rollout.tiny import save_tokenizer
+from transformers import AutoTokenizer
+
+from miles.core.errors import DataError, UsageError
+from miles.models.tokenizer import load_tokenizer
+
+CONVERSATION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is the time in Rome?"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    "template", [{}, {"add_generation_prompt": True}, {"add_generation_prompt": True, "think": False}]
+)
+def test_a_conversation_renders_as_transformers_renders_it(folder, tokenizer, template):
+    oracle = AutoTokenizer.from_pretrained(folder)
+    expected = oracle.apply_chat_template(CONVERSATION, tokenize=True, return_dict=False, **template)
+    assert tokenizer.render(CONVERSATION, **template) == expected
+
+
+@settings(max_examples=50, deadline=None)
+@given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=40))
+def test_text_survives_the_round_trip(tokenizer, text):
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_nothing_is_added_to_text_and_special_tokens_are_single_ids(tokenizer):
+    assert tokenizer.encode("") == []
+    assert tokenizer.encode("<|end|>") == [tokenizer.eos_token_id]
+    assert tokenizer.encode("the") == tokenizer.encode("t" + "he")
+
+
+def test_decode_shows_special_tokens_and_text_hides_them(tokenizer):
+    ids = [*tokenizer.encode("in Rome"), tokenizer.eos_token_id]
+    assert tokenizer.decode(ids) == "in Rome<|end|>"
+    assert tokenizer.text(ids) == "in Rome"
+
+
+def test_the_length_counts_added_tokens(tokenizer):
+    assert len(tokenizer) == max(tokenizer.encode("<|start|><|end|><|pad|>")) + 1
+
+
+@pytest.mark.parametrize("make", [lambda p: p / "absent", lambda p: p])
+def test_a_folder_without_a_tokenizer_is_refused_in_one_sentence(tmp_path, make):
+    with pytest.raises(UsageError, match=r"There is no tokenizer in .*--hf-checkpoint\.$"):
+        load_tokenizer(make(tmp_path))
+
+
+def test_a_damaged_tokenizer_is_refused_in_one_line(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(UsageError, match="cannot be loaded") as caught:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_code_in_a_folder_is_not_run_unless_trusted(tmp_path):
+    save_tokenizer(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config |= {"auto_map": {"AutoTokenizer": ["custom.Own", None]}, "tokenizer_class": "Own"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "custom.py").write_text("raise SystemExit('ran')")
+    with pytest.raises(UsageError, match="--trust-remote-code"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_missing_chat_template_is_named_when_one_is_needed(tmp_path):
+    plain = load_tokenizer(save_tokenizer(tmp_path, template=None))
+    assert not plain.has_chat_template
+    with pytest.raises(UsageError, match="no chat template; leave out --apply-chat-template"):
+        plain.render(CONVERSATION)
+
+
+def test_a_template_that_refuses_a_conversation_says_why(tmp_path):
+    strict = load_tokenizer(save_tokenizer(tmp_path, template="{{ raise_exception('roles must alternate') }}"))
+    with pytest.raises(DataError, match="roles must alternate"):
+        strict.render(CONVERSATION)

@@ -1,0 +1,82 @@
+"""Held-out scores: what is measured, and that measuring again gives the same."""
+
+import asyncio
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.rollout.tiny import Echo
+
+from miles.core.protocols import Sampling
+from miles.core.types import Prompt
+from miles.rollout.evaluate import Evaluator, pass_at
+from miles.rollout.generate.single_turn import SingleTurn
+from miles.rollout.render import Renderer
+from miles.rollout.reward.graded import builtin_reward
+from miles.rollout.seeds import evaluation_seeds
+
+PROMPTS = [Prompt(id=i, messages=({"role": "user", "content": f"{i}+1="},), label="7") for i in range(5)]
+
+
+def evaluator(tokenizer, sets, *, attempts=4, max_new_tokens=9, reward=None, **kw) -> Evaluator:
+    engine = Echo(tokenizer.encode, lambda seed: str(seed % 3 + 6), end=tokenizer.eos_token_id)
+    return Evaluator(
+        sets,
+        engine=engine,
+        generate=SingleTurn(Renderer(tokenizer, chat=False), tokenizer.text),
+        sampling=Sampling(max_new_tokens=max_new_tokens),
+        attempts=attempts,
+        seed=42,
+        reward=reward or builtin_reward("int", seed=0),
+        **kw,
+    )
+
+
+def test_every_set_is_measured_by_name(tokenizer):
+    found = asyncio.run(evaluator(tokenizer, {"easy": PROMPTS, "hard": PROMPTS[:2]})())
+    for name, prompts in (("easy", PROMPTS), ("hard", PROMPTS[:2])):
+        of = evaluation_seeds(42, name)
+        right = [of(p, i) % 3 == 1 for p in prompts for i in range(4)]
+        assert found[f"eval/{name}/reward"] == pytest.approx(sum(right) / len(right))
+        assert found[f"eval/{name}/response_length"] == 2.0
+        assert found[f"eval/{name}/truncated"] == 0.0
+    assert len(found) == 6
+
+
+def test_measuring_again_gives_the_same(tokenizer):
+    measure = evaluator(tokenizer, {"easy": PROMPTS})
+    assert asyncio.run(measure()) == asyncio.run(measure())
+
+
+def test_attempts_cut_at_the_limit_are_counted(tokenizer):
+    assert asyncio.run(evaluator(tokenizer, {"easy": PROMPTS}, max_new_tokens=1)())["eval/easy/truncated"] == 1.0
+
+
+def test_pass_rates_grow_with_the_attempts(tokenizer):
+    found = asyncio.run(evaluator(tokenizer, {"easy": PROMPTS}, attempts=6, log_passrate=True)())
+    rates = [found[f"eval/easy/pass@{k}"] for k in (1, 2, 4)]
+    assert rates == sorted(rates)
+    assert rates[0] == pytest.approx(found["eval/easy/reward"])
+    assert "eval/easy/pass@8" not in found
+
+
+def test_one_attempt_has_no_pass_rate(tokenizer):
+    found = asyncio.run(evaluator(tokenizer, {"easy": PROMPTS}, attempts=1, log_passrate=True)())
+    assert not any("pass@" in name for name in found)
+
+
+def test_an_error_in_evaluation_is_raised_bare(tokenizer):
+    async def reward(prompt, trajectory):
+        raise ZeroDivisionError("no judge")
+
+    with pytest.raises(ZeroDivisionError, match="no judge"):
+        asyncio.run(evaluator(tokenizer, {"easy": PROMPTS}, reward=reward)())
+
+
+@given(data=st.data(), attempts=st.integers(1, 7))
+def test_pass_at_k_is_the_share_of_draws_that_hold_a_pass(data, attempts):
+    passed = data.draw(st.integers(0, attempts))
+    k = data.draw(st.integers(1, attempts))
+    draws = list(combinations([True] * passed + [False] * (attempts - passed), k))
+    assert pass_at(k, attempts, passed) == pytest.approx(sum(map(any, draws)) / len(draws))

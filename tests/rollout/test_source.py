@@ -1,0 +1,177 @@
+"""Data sets and the cursor over them: a run resumed anywhere reads what an unbroken one would have read."""
+
+import json
+from dataclasses import replace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miles.core.errors import DataError, ResumeError
+from miles.core.types import Prompt
+from miles.rollout.source import Dataset, FileSource, fit, read_dataset
+
+
+def dataset(n: int) -> Dataset:
+    prompts = tuple(Prompt(id=i, messages=({"role": "user", "content": "x" * (i + 1)},)) for i in range(n))
+    return Dataset(path="made.jsonl", prompts=prompts)
+
+
+def write(tmp_path, *rows):
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def drawn(source: FileSource, n: int) -> list[tuple[int, int]]:
+    return [(p.id, p.epoch) for p in (source.next() for _ in range(n))]
+
+
+@given(
+    size=st.integers(1, 9),
+    before=st.integers(0, 30),
+    returned=st.integers(0, 5),
+    again=st.integers(0, 7),
+    shuffle=st.booleans(),
+    seed=st.integers(0, 2**40),
+)
+def test_a_source_resumed_at_any_point_equals_one_never_stopped(size, before, returned, again, shuffle, seed):
+    data = dataset(size)
+    unbroken = FileSource(data, shuffle=shuffle, seed=seed)
+    taken = [unbroken.next() for _ in range(before)]
+    for prompt in taken[:returned]:
+        unbroken.give_back(prompt)
+    drawn(unbroken, again)
+    state = json.loads(json.dumps(unbroken.state()))
+    resumed = FileSource(data, shuffle=shuffle, seed=seed)
+    resumed.load(state)
+    assert resumed.state() == state
+    assert drawn(resumed, 3 * size) == drawn(unbroken, 3 * size)
+
+
+@given(size=st.integers(1, 40), epochs=st.integers(1, 4), seed=st.integers(0, 100), shuffle=st.booleans())
+def test_every_epoch_gives_every_prompt_once(size, epochs, seed, shuffle):
+    source = FileSource(dataset(size), shuffle=shuffle, seed=seed)
+    for epoch in range(epochs):
+        order = drawn(source, size)
+        assert sorted(order) == [(i, epoch) for i in range(size)]
+        assert shuffle or order == sorted(order)
+
+
+def test_orders_differ_between_epochs_and_between_seeds():
+    one, other = FileSource(dataset(50), shuffle=True, seed=1), FileSource(dataset(50), shuffle=True, seed=2)
+    first, second = [i for i, _ in drawn(one, 50)], [i for i, _ in drawn(one, 50)]
+    assert first != second
+    assert first != [i for i, _ in drawn(other, 50)]
+    assert first != sorted(first)
+
+
+def test_dropping_a_prompt_moves_no_other():
+    whole = dataset(30)
+    part = replace(whole, prompts=whole.prompts[:10] + whole.prompts[20:])
+    order = [i for i, _ in drawn(FileSource(whole, shuffle=True, seed=3), 30)]
+    assert [i for i in order if not 10 <= i < 20] == [i for i, _ in drawn(FileSource(part, shuffle=True, seed=3), 20)]
+
+
+def test_prompts_given_back_come_again_first_and_in_order():
+    source = FileSource(dataset(4))
+    first, second = source.next(), source.next()
+    source.give_back(first)
+    source.give_back(second)
+    assert drawn(source, 3) == [(0, 0), (1, 0), (2, 0)]
+
+
+def test_a_prompt_can_be_found_again_by_id_and_epoch():
+    source = FileSource(dataset(5), shuffle=True, seed=9)
+    for prompt in [source.next() for _ in range(12)]:
+        assert source.prompt_at(prompt.id, prompt.epoch) == prompt
+    with pytest.raises(ResumeError, match="no prompt 5"):
+        source.prompt_at(5, 0)
+
+
+@pytest.mark.parametrize("other", [{"n": 6}, {"seed": 8}, {"shuffle": False}])
+def test_a_cursor_over_other_data_is_refused(other):
+    state = FileSource(dataset(5), shuffle=True, seed=7).state()
+    changed = {"n": 5, "seed": 7, "shuffle": True} | other
+    with pytest.raises(ResumeError, match="restore the file"):
+        FileSource(dataset(changed.pop("n")), **changed).load(state)
+
+
+def test_the_seed_does_not_matter_to_a_source_that_does_not_shuffle():
+    FileSource(dataset(5), seed=1).load(FileSource(dataset(5), seed=2).state())
+
+
+def test_rows_become_prompts(tmp_path):
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    path = write(
+        tmp_path,
+        {"q": "1+1?", "a": 2, "metadata": {"level": 1}},
+        {"q": chat, "a": "text"},
+        {"q": "x", "a": 0.5, "metadata": None},
+        {"q": "y", "a": None},
+        {"q": "z", "a": ["p", 1]},
+    )
+    prompts = read_dataset(path, input_key="q", label_key="a").prompts
+    assert [p.id for p in prompts] == [0, 1, 2, 3, 4]
+    assert [p.label for p in prompts] == ["2", "text", "0.5", None, '["p", 1]']
+    assert list(prompts[0].messages) == [{"role": "user", "content": "1+1?"}]
+    assert list(prompts[1].messages) == chat
+    assert [dict(p.metadata) for p in prompts] == [{"level": 1}, {}, {}, {}, {}]
+
+
+def test_ids_are_rows_of_the_file_also_in_a_slice(tmp_path):
+    path = write(tmp_path, *({"input": str(i)} for i in range(5)))
+    assert [p.id for p in read_dataset(f"{path}@[-2:]", input_key="input").prompts] == [3, 4]
+
+
+def test_parquet_messages_lose_the_fields_they_do_not_have(tmp_path):
+    chat = [{"role": "user", "content": "Hi"}, {"role": "tool", "content": "7", "name": "calculator"}]
+    pq.write_table(pa.Table.from_pylist([{"input": chat, "label": 3}]), tmp_path / "data.parquet")
+    (prompt,) = read_dataset(str(tmp_path / "data.parquet"), input_key="input", label_key="label").prompts
+    assert list(prompt.messages) == chat
+    assert prompt.label == "3"
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ({"prompt": "a", "id": 1}, r"line 1: there is no column input \(found: prompt, id\); .*--input-key"),
+        ({"input": "a"}, r"no column label \(found: input\); .*--label-key"),
+        ({"input": 5, "label": 1}, "input must be text or a list of messages, and is 5"),
+        ({"input": [], "label": 1}, "input must be text or a list of messages"),
+        ({"input": ["hi"], "label": 1}, "each message of input needs a role and a content"),
+        ({"input": [{"content": "hi"}], "label": 1}, "needs a role and a content"),
+        ({"input": [{"role": "user"}], "label": 1}, "needs a role and a content"),
+        ({"input": [{"role": "user", "content": 7}], "label": 1}, "needs a role and a content"),
+        ({"input": "a", "label": 1, "metadata": "m"}, "metadata must be an object, and is a str"),
+    ],
+)
+def test_a_row_that_is_no_prompt_is_named(tmp_path, row, complaint):
+    with pytest.raises(DataError, match=complaint):
+        read_dataset(write(tmp_path, row), input_key="input", label_key="label")
+
+
+def test_a_message_that_calls_tools_needs_no_content(tmp_path):
+    calls = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    path = write(tmp_path, {"input": [{"role": "user", "content": "go"}, calls]})
+    assert read_dataset(path, input_key="input").prompts[0].messages[1] == calls
+
+
+def test_long_prompts_are_dropped_counted_and_reported():
+    fitted = fit(dataset(10), lambda p: p.messages[0]["content"], 4)
+    assert [p.id for p in fitted.prompts] == [0, 1, 2, 3]
+    assert fitted.dropped == 6
+    assert fitted.note == "6 of 10 prompts of made.jsonl are longer than 4 tokens and were dropped."
+
+
+def test_without_a_limit_nothing_is_rendered_or_dropped():
+    whole = dataset(3)
+    assert fit(whole, lambda p: pytest.fail("rendered"), None) is whole
+    assert whole.note is None
+
+
+def test_a_limit_that_drops_every_prompt_is_an_error():
+    with pytest.raises(DataError, match=r"All 3 prompts of made\.jsonl are longer than 0 tokens"):
+        fit(dataset(3), lambda p: p.messages[0]["content"], 0)

@@ -1,0 +1,118 @@
+"""The rollout plane on the embedded engine: a random small model answers, is scored and is measured."""
+
+import asyncio
+import math
+
+import pytest
+import torch
+
+from miles.backends.native.config import NativeConfig
+from miles.backends.native.engine import NativeEngine
+from miles.cluster.local import Inline
+from miles.core.protocols import Sampling
+from miles.core.types import Author, Prompt, Version
+from miles.models import hub
+from miles.models.families import spec_of
+from miles.rollout.evaluate import Evaluator
+from miles.rollout.generate.single_turn import SingleTurn
+from miles.rollout.produce import Producer
+from miles.rollout.render import Renderer
+from miles.rollout.reward.graded import builtin_reward
+from miles.rollout.seeds import training_seeds
+from miles.sync.publish import Publication
+
+PROMPTS = [Prompt(id=i, messages=({"role": "user", "content": f"Say the number {i}."},)) for i in range(3)]
+SAMPLING = Sampling(max_new_tokens=12)
+VERSION = Version(number=4)
+
+
+@pytest.fixture(scope="module")
+def answering(tokenizer):
+    """A function that makes a fresh engine with the same weights every time, and the way to ask it."""
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": len(tokenizer), "hidden_size": 32,
+        "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 8, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 256,
+        "tie_word_embeddings": True, "eos_token_id": tokenizer.eos_token_id, "hidden_act": "silu",
+    }  # fmt: skip
+    spec = spec_of(config)
+    weights = dict(hub.random(spec, seed=0, device="cpu", dtype=torch.float32).named_parameters())
+
+    async def engine() -> NativeEngine:
+        made = NativeEngine(
+            spec,
+            device="cpu",
+            dtype=torch.float32,
+            config=NativeConfig(engine_kv_tokens=4096),
+            run=Inline(),
+            decode=tokenizer.decode,
+        )
+        publication = Publication(weights=lambda: weights, engines=[made], transport="shared", run=Inline())
+        await publication.publish(VERSION)
+        return made
+
+    return engine, SingleTurn(Renderer(tokenizer, chat=True), tokenizer.text)
+
+
+def producer(engine, generate, attempts=4):
+    return Producer(
+        engine=engine,
+        generate=generate,
+        sampling=SAMPLING,
+        attempts=attempts,
+        seed_of=training_seeds(42),
+        reward=builtin_reward("deterministic_random", seed=0),
+    )
+
+
+def test_groups_from_the_engine_carry_what_a_trainer_needs(answering, tokenizer):
+    make, generate = answering
+
+    async def produce():
+        return await producer(await make(), generate).produce(PROMPTS[1])
+
+    group = asyncio.run(produce())
+    replies = [t.branches[0][1] for t in group.trajectories]
+    assert len({tuple(reply.tokens.tolist()) for reply in replies}) == 4
+    for trajectory, reply in zip(group.trajectories, replies, strict=True):
+        assert (reply.author, reply.version) == (Author.POLICY, VERSION)
+        assert reply.logprobs is not None and (reply.logprobs < 0).all()
+        assert trajectory.metadata["text"] == tokenizer.text(reply.tokens.tolist())
+        assert trajectory.reward is not None and math.isfinite(trajectory.reward.value)
+
+
+def test_attempts_do_not_depend_on_who_else_is_being_answered(answering):
+    make, generate = answering
+
+    async def alone(prompt, attempts):
+        return await producer(await make(), generate, attempts).produce(prompt)
+
+    async def together():
+        maker = producer(await make(), generate)
+        return await asyncio.gather(*map(maker.produce, PROMPTS))
+
+    for group in asyncio.run(together()):
+        fewer = asyncio.run(alone(group.prompt, 2))
+        for mine, theirs in zip(fewer.trajectories, group.trajectories, strict=False):
+            assert mine.branches[0][1].tokens.tolist() == theirs.branches[0][1].tokens.tolist()
+
+
+def test_evaluation_measures_the_policy_the_same_every_time(answering):
+    make, generate = answering
+
+    async def measure():
+        evaluate = Evaluator(
+            {"numbers": PROMPTS},
+            engine=await make(),
+            generate=generate,
+            sampling=SAMPLING,
+            attempts=2,
+            seed=7,
+            reward=builtin_reward("deterministic_random", seed=0),
+            log_passrate=True,
+        )
+        return [await evaluate(), await evaluate()]
+
+    first, second = asyncio.run(measure())
+    assert first == second
+    assert set(first) == {f"eval/numbers/{m}" for m in ("reward", "response_length", "truncated", "pass@1", "pass@2")}
