@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from miles.kernels.paged import PagedAttend, PagedCache, lay_out, split
+from miles.kernels.paged import PagedAttend, PagedCache, _split, lay_out
 
 
 def whole(q_CHd, k_CGd, v_CGd):
@@ -67,6 +67,6 @@ def test_a_page_may_be_copied_while_it_is_overwritten():
 @settings(max_examples=80, deadline=None)
 def test_blocks_are_neighbours_that_cover_everyone_once(rows):
     queries, pages = (np.array(column) for column in zip(*rows, strict=True))
-    blocks = split(queries, pages)
+    blocks = _split(queries, pages)
     assert [row for lo, hi in blocks for row in range(lo, hi)] == list(range(len(rows)))
     assert all(lo < hi for lo, hi in blocks)

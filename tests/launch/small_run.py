@@ -30,7 +30,9 @@ def write_world(folder: Path, *, moe: bool = False) -> Path:
     return folder
 
 
-def flags(world: Path, run: Path, *more: str, steps: int = STEPS, lr: str = "1e-2") -> list[str]:
+def flags(
+    world: Path, run: Path, *more: str, steps: int = STEPS, lr: str = "1e-2", reward: str = "shared_letters"
+) -> list[str]:
     """GRPO with everything that must survive: shuffling, epochs, a filter that drops, evaluation, a schedule."""
     return [
         *("--hf-checkpoint", str(world), "--prompt-data", str(world / "train.jsonl"), "--save", str(run)),
@@ -39,7 +41,7 @@ def flags(world: Path, run: Path, *more: str, steps: int = STEPS, lr: str = "1e-
             "label",
             "--apply-chat-template",
             "--custom-rm-path",
-            "tests.launch.small_run:shared_letters",
+            f"tests.launch.small_run:{reward}",
             "--rollout-shuffle",
         ),
         *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--num-steps-per-rollout", "2"),
@@ -55,6 +57,11 @@ async def shared_letters(prompt: Prompt, trajectory: Trajectory) -> Reward:
     """How many of the wanted letters a reply has: something even a random model earns now and then."""
     wanted = set(prompt.label or "")
     return Reward(value=float(len(wanted & set(trajectory.metadata["text"]))))
+
+
+async def broken(prompt: Prompt, trajectory: Trajectory) -> Reward:
+    """A user's mistake."""
+    raise RuntimeError("this grader is broken")
 
 
 @dataclass(frozen=True)

@@ -84,10 +84,10 @@ def test_a_checkpoint_that_is_not_what_its_config_says_is_told(tmp_path: Path, c
 
 def test_a_model_that_is_too_large_is_told(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
     write_checkpoint(tmp_path / "m", QWEN3)
-    monkeypatch.setattr("miles.cluster.platform.Platform.free_bytes", lambda self: 1 << 20)
+    monkeypatch.setattr("miles.cluster.platform.Platform.free_bytes", lambda self: 1 << 16)
     assert doctor(tmp_path / "m") == 1
     out = capsys.readouterr().out
-    assert "The demo needs 1.0 GiB of memory, and 1.0 MiB is free." in out
+    assert "The demo needs 1.0 GiB of memory, and 64.0 KiB is free." in out
     assert "which do NOT fit" in out and "takes 4." in out
 
 

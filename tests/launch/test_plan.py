@@ -11,6 +11,7 @@ from miles.config.cli import parse
 from miles.config.files import Layer, read_layers
 from miles.config.origin import to_toml
 from miles.config.table import knobs_of
+from miles.core.errors import UsageError
 from miles.launch.config import Config
 from miles.launch.machine import choose_device
 from miles.launch.main import main, read
@@ -98,7 +99,7 @@ def test_a_plan_is_frozen():
 
 def test_the_device_is_settled_without_torch(monkeypatch: pytest.MonkeyPatch):
     assert (planned()[1].device, planned()[1].dtype) == ("cpu", "float32")
-    assert (planned("--device cuda")[1].device, planned("--device cuda")[1].dtype) == ("cuda", "bfloat16")
+    assert (planned("--device cuda")[1].device, planned("--device cuda")[1].dtype) == ("cuda", "float32")
     assert planned("--dtype bfloat16")[1].dtype == "bfloat16"
     monkeypatch.setattr("miles.launch.machine.accelerator_nodes", lambda: ["/dev/nvidia0"])
     monkeypatch.setattr("miles.launch.machine.torch_build", lambda: None)
@@ -106,6 +107,16 @@ def test_the_device_is_settled_without_torch(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("miles.launch.machine.torch_build", lambda: "CUDA 13.0")
     assert choose_device("auto").name == "cuda"
     assert choose_device("cpu").name == "cpu"
+
+
+def test_an_accelerator_holds_weights_as_the_checkpoint_does(tmp_path: Path):
+    file = tmp_path / "model" / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"torch_dtype": "bfloat16"}))
+    assert (planned()[1].dtype, planned("--device cuda")[1].dtype) == ("float32", "bfloat16")
+    file.write_text(json.dumps(config | {"dtype": "float8_e4m3fn"}))
+    with pytest.raises(UsageError, match="--hf-checkpoint model is in float8_e4m3fn; choose a --dtype to hold it in"):
+        planned("--device cuda")
 
 
 @pytest.mark.parametrize(

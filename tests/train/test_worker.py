@@ -7,7 +7,7 @@ import pytest
 import torch
 from tests.train.parts import EPS, MOE, distance, model, named, ragged, sample, step, twin, weights, worker
 
-from miles.core.errors import MilesError, UsageError
+from miles.core.errors import MilesError, ParityError, UsageError
 from miles.core.types import Sample
 
 
@@ -342,3 +342,14 @@ def test_replaying_the_trainers_own_choice_is_no_change():
         results.append((metrics["loss"], weights(trainer)))
     assert metrics["routing_flip_share"] == 0
     assert results[0][0] == pytest.approx(results[1][0], abs=1e-6) and distance(results[0][1], results[1][1]) < 1e-6
+
+
+def test_a_policy_that_drifted_from_its_engine_is_not_trained_on():
+    samples = [sample(np.random.default_rng(0))]  # its log-probs are not this model's
+    trainer = worker(model(), parity_stop=1e-3)
+    before = {name: tensor.clone() for name, tensor in trainer.weights().items()}
+    with pytest.raises(
+        ParityError, match=r"after version 0 .* above --parity-stop 0.001; the weights were not changed"
+    ):
+        step(trainer, samples)
+    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.weights().items())

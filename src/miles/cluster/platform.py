@@ -22,11 +22,6 @@ class Platform:
     name: str
     memory_bytes: int
 
-    @property
-    def default_dtype(self) -> torch.dtype:
-        """What ``--dtype auto`` means here: bf16 matmuls crawl on CPUs without units for them."""
-        return torch.float32 if self.kind == "cpu" else torch.bfloat16
-
     def free_bytes(self) -> int:
         """Memory that could be taken now."""
         if self.kind == "cpu":
@@ -65,11 +60,6 @@ def find(wanted: str = "auto", *, threads: int | None = None) -> Platform:
     properties = torch.cuda.get_device_properties(device)
     kind = "rocm" if torch.version.hip else "cuda"
     return Platform(kind=kind, device=device, name=properties.name, memory_bytes=properties.total_memory)
-
-
-def dtype_of(name: str, platform: Platform) -> torch.dtype:
-    """``auto``, ``float32`` or ``bfloat16`` as torch knows it."""
-    return platform.default_dtype if name == "auto" else {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
 def _host_memory() -> int:

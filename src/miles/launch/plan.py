@@ -5,9 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from miles.core.errors import UsageError
 from miles.launch.config import Config
 from miles.launch.found import prompts_in
 from miles.launch.machine import choose_device
+from miles.models.files import dtype_of, read_config
+from miles.models.footprint import BYTES
 from miles.rollout.files import named_paths
 
 RUNS = Path("runs")
@@ -88,4 +91,9 @@ def _run_dir(config: Config) -> Path:
 def _dtype(config: Config, device: str) -> str:
     if config.models.dtype != "auto":
         return config.models.dtype
-    return "float32" if device == "cpu" else "bfloat16"
+    if device == "cpu" or config.models.hf_checkpoint is None:
+        return "float32"
+    own = dtype_of(read_config(config.models.hf_checkpoint)) or "float32"
+    if own not in BYTES:
+        raise UsageError(f"--hf-checkpoint {config.models.hf_checkpoint} is in {own}; choose a --dtype to hold it in.")
+    return own

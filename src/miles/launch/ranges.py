@@ -105,6 +105,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "parity_tolerance": POSITIVE,
         "parity_stop": POSITIVE,
         "stall_timeout": POSITIVE,
+        "max_dropped_groups": COUNT,
         # native
         "engine_max_running": COUNT,
         "engine_page_size": COUNT,

@@ -77,7 +77,7 @@ def read_policy(config: Config) -> Policy:
         spec=spec_of(raw),
         tokenizer=load_tokenizer(folder, config.models.trust_remote_code),
         platform=found,
-        dtype=platform.dtype_of(config.models.dtype, found),
+        dtype=hub.choose_dtype(config.models.dtype, raw, found.device),
     )
 
 
@@ -160,7 +160,7 @@ async def serve_checkpoint(engine: NativeEngine, policy: Policy) -> None:
 
 
 def trainer_of(config: Config, plan: Plan, policy: Policy, run: Run, *, steps: int) -> Worker:
-    """The training plane: actor, and reference when the loss asks for one."""
+    """The training plane: actor, and a reference when the loss asks for one or one was named."""
     actor = FsdpModel(
         hub.load(policy.folder, device=policy.platform.device, dtype=policy.dtype),
         config=policy.config,
@@ -168,7 +168,7 @@ def trainer_of(config: Config, plan: Plan, policy: Policy, run: Run, *, steps: i
         gradient_checkpointing=config.train.gradient_checkpointing,
     )
     reference = None
-    if config.algo.use_kl_loss:
+    if config.algo.use_kl_loss or config.train.ref_load:
         folder = Path(config.train.ref_load or policy.folder)
         decoder = hub.load(folder, device=policy.platform.device, dtype=policy.dtype)
         reference = FsdpModel(decoder, config=policy.config, frozen=True)
@@ -181,6 +181,7 @@ def trainer_of(config: Config, plan: Plan, policy: Policy, run: Run, *, steps: i
         temperature=config.rollout.rollout_temperature,
         run=run,
         reference=reference,
+        parity_stop=config.schedule.parity_stop,
     )
 
 

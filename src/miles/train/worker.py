@@ -21,7 +21,7 @@ from torch import Tensor
 from miles.algo.config import AlgoConfig
 from miles.algo.table import objective_of, reducer_of
 from miles.cluster.local import Run
-from miles.core.errors import UsageError
+from miles.core.errors import ParityError, UsageError
 from miles.core.types import Batch, Sample, StepReport, Version
 from miles.train import checkpoint
 from miles.train.config import TrainConfig
@@ -52,6 +52,7 @@ class Worker:
         run: Run,
         reference: TrainModel | None = None,
         version: Version | None = None,
+        parity_stop: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if temperature <= 0:
@@ -61,6 +62,7 @@ class Worker:
         self.version = version or Version()
         self._actor, self._algo, self._train, self._run, self._clock = actor, algo, train, run, clock
         self._steps = steps
+        self._parity_stop = parity_stop
         self._reducer = reducer_of(algo)
         self._policy_loss = algo.loss_type == "policy_loss"
         self._reader = Reader(temperature=temperature if self._policy_loss else 1.0, chunk=train.log_probs_chunk_size)
@@ -138,8 +140,20 @@ class Worker:
             logp_R = self._gradient.accumulate(rows, old_logp_R, step)
             if first:
                 parity(logp_R, rows, self.version.number, tally)
+        if first and self._parity_stop is not None:
+            self._refuse_to_drift(_summed(tally.floats()), self._parity_stop)
         grad_norm, lr = self._optimizer.step()
         return step.floats() | {"grad_norm": grad_norm, "lr": lr}
+
+    def _refuse_to_drift(self, seen: Mapping[str, float], limit: float) -> None:
+        """Stop before the weights change when engine and trainer disagree on what was sampled."""
+        gap = seen.get("parity_mean_abs", 0.0)
+        if not gap <= limit:
+            raise ParityError(
+                f"after version {self.version.number} engine and trainer log-probs differ by {gap:.2e} on average "
+                f"(largest {seen['parity_max_abs']:.2e}), above --parity-stop {limit:g}; the weights were not changed; "
+                "compare the two planes in float32, or raise --parity-stop"
+            )
 
 
 def _means(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

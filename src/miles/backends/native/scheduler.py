@@ -95,8 +95,8 @@ class Scheduler:
                 if (sequence.computed + 1) % size == 0:
                     self._enter(sequence, sequence.computed + 1)
         self._admit(plan, budget)
-        # Neighbours of like length are attended to together.
-        plan.singles.sort(key=lambda sequence: sequence.computed)
+        # Those who share a prompt, and chunks of like length, are attended to together.
+        plan.singles.sort(key=self._prompt_page)
         plan.chunks.sort(key=lambda chunk: (chunk[1], chunk[0].computed))
         self._tie(plan)
         plan.copies = self.pages.take_copies()
@@ -228,6 +228,11 @@ class Scheduler:
         for i in range(len(nodes), upto // size):
             tokens = sequence.tokens[i * size : (i + 1) * size]
             nodes.append(pages.enter(nodes[-1] if nodes else ROOT, tokens, sequence.pages[i]))
+
+    def _prompt_page(self, sequence: Sequence) -> int:
+        """The last page that holds nothing but prompt: samples of one prompt have it in common."""
+        whole = sequence.prompt_length // self.pages.size
+        return sequence.pages[whole - 1] if whole else -1
 
     def _tie(self, plan: Plan) -> None:
         """Who draws besides the singles, and who draws along with whom."""
