@@ -27,7 +27,7 @@ def chat(config: Config, plan: Plan, origins: Mapping[str, str]) -> int:
 
 
 async def _chat(config: Config) -> None:
-    view = make_view(config.observe.view)
+    view = make_view(config.observe.view, stream=sys.stderr)  # standard output is the conversation alone
     with view.stage("Loading the model"):
         policy = read_policy(config)
         engine = engine_of(config, policy, Inline())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Mapping
 
 from miles.cluster.local import Inline
@@ -23,7 +24,7 @@ def evaluate(config: Config, plan: Plan, origins: Mapping[str, str]) -> int:
 
 
 async def _evaluate(config: Config) -> Mapping[str, float]:
-    view = make_view(config.observe.view)
+    view = make_view(config.observe.view, stream=sys.stderr)  # standard output is the scores alone
     try:
         with view.stage("Loading the model and the prompts"):
             policy = read_policy(config)

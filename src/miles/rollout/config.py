@@ -58,7 +58,7 @@ class RolloutConfig:
 
     # -- evaluation
     eval_prompt_data: tuple[str, ...] = knob(
-        (), "Held-out sets as pairs of a name and a file, such as easy data.jsonl."
+        (), "Held-out sets as pairs of a name and a file, such as easy data.jsonl.", path="pairs"
     )
     n_samples_per_eval_prompt: int = knob(1, "Attempts at each held-out prompt.", unit="attempts")
     eval_temperature: float | None = knob(None, "Sampling temperature of evaluation; the rollout's when absent.")

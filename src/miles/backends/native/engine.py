@@ -294,19 +294,18 @@ class NativeEngine:
     def _misfit(self, prompt: Array, sampling: Sampling) -> str | None:
         if prompt.ndim != 1 or len(prompt) == 0 or prompt.dtype.kind not in "iu":
             return f"a prompt is a non-empty list of tokens, not {prompt.dtype} of shape {prompt.shape}"
-        if prompt.min() < 0 or prompt.max() >= self.spec.vocab_size:
-            odd = prompt.min() if prompt.min() < 0 else prompt.max()
-            return f"token {odd} is outside the vocabulary of {self.spec.vocab_size}"
+        least, most, longest = int(prompt.min()), int(prompt.max()), len(prompt) + sampling.max_new_tokens
+        if least < 0 or most >= self.spec.vocab_size:
+            return f"token {least if least < 0 else most} is outside the vocabulary of {self.spec.vocab_size}"
         if sampling.max_new_tokens < 1:
             return f"max_new_tokens is {sampling.max_new_tokens}, must be at least 1"
+        capacity = self._pages.total * self._pages.size
+        if longest <= min(self.spec.max_positions, capacity):
+            return None
         asked = f"{len(prompt)} prompt tokens and max_new_tokens {sampling.max_new_tokens}"
-        longest = len(prompt) + sampling.max_new_tokens
         if longest > self.spec.max_positions:
             return f"{asked} exceed the model's {self.spec.max_positions} positions"
-        capacity = self._pages.total * self._pages.size
-        if longest > capacity:
-            return f"{asked} exceed the key-value cache of {capacity} tokens; raise --engine-kv-tokens"
-        return None
+        return f"{asked} exceed the key-value cache of {capacity} tokens; raise --engine-kv-tokens"
 
 
 def _oddity(sampling: Sampling) -> str | None:
