@@ -37,7 +37,7 @@ class DemoOptions:
     steps: int | None = knob(None, "Training steps, instead of the number that is known to be enough.", unit="steps")
     plain: bool = knob(False, "Print plain lines, for logs, instead of the live view.")
     device: Literal["auto", "cpu", "cuda"] = knob("auto", "What to compute on.")
-    num_threads: int | None = knob(None, "CPU threads for one operation; without it torch decides.", unit="threads")
+    num_threads: int | None = knob(None, "CPU threads for one operation, instead of one.", unit="threads")
     save: str | None = knob(None, "The run's directory, instead of runs/demo or runs/demo-moe.", path=True)
 
 

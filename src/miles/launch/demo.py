@@ -33,6 +33,8 @@ GATE = 0.3
 WARMUP_LIMIT = 600
 STEPS = 200
 SHOWN = 6
+THREADS = 1
+"""Operations this small gain little from a second core, and lose much when somebody else uses it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,14 +81,14 @@ def demo(options: DemoOptions) -> int:
 
 def common_flags(places: Places, options: DemoOptions) -> list[str]:
     """What both runs share."""
-    flags = [
+    return [
         *("--input-key", "input", "--label-key", "label", "--apply-chat-template", "--rm-type", "exact"),
         *("--eval-prompt-data", "heldout", str(places.start / "heldout.jsonl")),
         *("--rollout-max-response-len", str(demo_task.Task().longest + 3), "--rollout-shuffle"),
         *("--adam-beta2", "0.95", "--weight-decay", "0"),
         *("--rollout-seed", str(options.seed), "--seed", str(options.seed), "--device", options.device),
+        *("--num-threads", str(options.num_threads or THREADS)),
     ]
-    return flags + (["--num-threads", str(options.num_threads)] if options.num_threads else [])
 
 
 def warmup_flags(places: Places, options: DemoOptions) -> list[str]:

@@ -16,15 +16,14 @@ from typing import Any
 
 import torch
 
-from miles.algo.credit import GroupRelative
-from miles.algo.credit import Supervised as SupervisedCredit
+from miles.algo.table import credit_of
 from miles.backends.fsdp.model import FsdpModel
 from miles.backends.native.engine import NativeEngine
 from miles.cluster import platform
 from miles.cluster.local import Inline, Run, Threaded
 from miles.cluster.platform import Platform
 from miles.core.errors import UsageError
-from miles.core.protocols import Credit, Filter, Generate, GroupRewardFn, Journal, RewardFn, Rollout
+from miles.core.protocols import Filter, Generate, GroupRewardFn, Journal, RewardFn, Rollout
 from miles.core.types import Version
 from miles.launch.config import Config
 from miles.launch.plan import Plan
@@ -233,7 +232,7 @@ async def wire(
         source=source,
         rollout=rollout,
         keep=_filter_of(config),
-        credit=_credit_of(config),
+        credit=credit_of(config.algo),
         trainer=trainer,
         sync=Publication(
             weights=trainer.weights,
@@ -328,9 +327,3 @@ def _dataset(path: str, config: Config, *, evaluation: bool) -> Dataset:
 def _filter_of(config: Config) -> Filter:
     path = config.rollout.dynamic_sampling_filter_path
     return points.FILTER.load(path) if path else keep_all
-
-
-def _credit_of(config: Config) -> Credit:
-    if config.algo.loss_type == "sft_loss":
-        return SupervisedCredit()
-    return GroupRelative(normalize_std=config.algo.grpo_std_normalization)
