@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,9 +56,9 @@ def workload(kind: str) -> tuple[list[np.ndarray], list[int]]:
     return prompts, lengths.tolist()
 
 
-def build(device: torch.device, dtype: torch.dtype) -> tuple[Qwen3ForCausalLM, Decoder]:
+def build(device: torch.device, dtype: torch.dtype) -> tuple[Any, Decoder]:
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(**SIZES)).eval()
+    model: Any = Qwen3ForCausalLM(Qwen3Config(**SIZES)).eval()
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         decoder = hub.load(folder, device=device, dtype=dtype)
@@ -89,7 +90,7 @@ def ours(engine: NativeEngine, decoder: Decoder, prompts: list[np.ndarray], leng
     asyncio.run(everyone())
 
 
-def theirs(model: Qwen3ForCausalLM, prompts: list[np.ndarray], lengths: Sequence[int], device: torch.device) -> None:
+def theirs(model: Any, prompts: list[np.ndarray], lengths: Sequence[int], device: torch.device) -> None:
     """One padded batch, sampled until the longest response is done."""
     width = max(map(len, prompts))
     ids = torch.zeros(len(lengths), width, dtype=torch.long)
@@ -124,46 +125,54 @@ def limit(decoder: Decoder, prompts: list[np.ndarray], lengths: Sequence[int]) -
             torch.nn.functional.linear(inputs[head.shape[1]][:drawn], head)
 
 
-def seconds(work: Callable[[], object], synchronize: Callable[[], None]) -> float:
+def spend(work: Callable[[], object], synchronize: Callable[[], None]) -> tuple[float, float]:
+    """Seconds on the wall, and seconds of processor time, which neighbours on a busy machine disturb less."""
     synchronize()
-    started = time.perf_counter()
+    wall, cpu = time.perf_counter(), time.process_time()
     work()
     synchronize()
-    return time.perf_counter() - started
+    return time.perf_counter() - wall, time.process_time() - cpu
 
 
-def compare(kind: str, model: Qwen3ForCausalLM, decoder: Decoder, rounds: int, device: str) -> None:
+def compare(kind: str, model: Any, decoder: Decoder, rounds: int, device: str) -> None:
     platform = find(device)
     prompts, lengths = workload(kind)
-    dtype = decoder.head().dtype
     engine = NativeEngine(
-        decoder.spec, device=platform.device, dtype=dtype, config=NativeConfig(), run=Inline(), decode=None
+        decoder.spec,
+        device=platform.device,
+        dtype=decoder.head().dtype,
+        config=NativeConfig(),
+        run=Inline(),
+        decode=None,
     )
     contests: dict[str, Callable[[], object]] = {
         "miles": lambda: ours(engine, decoder, prompts, lengths),
         "transformers": lambda: theirs(model, prompts, lengths, platform.device),
         "bare matmuls": lambda: limit(decoder, prompts, lengths),
     }
-    times: dict[str, list[float]] = {name: [] for name in contests}
-    for round_ in range(rounds + 1):  # the first warms up; sides take turns, so a busy machine slows all alike
+    spent: dict[str, list[tuple[float, float]]] = {name: [] for name in contests}
+    for turn in range(rounds + 1):  # the first warms up; sides take turns, so a busy machine slows all alike
         for name, work in contests.items():
-            spent = seconds(work, platform.synchronize)
-            if round_:
-                times[name].append(spent)
-    best = {name: statistics.median(spent) for name, spent in times.items()}
-    total, stats = sum(lengths), engine.stats()
+            pair = spend(work, platform.synchronize)
+            if turn:
+                spent[name].append(pair)
+    wall, cpu = ({name: statistics.median(p[i] for p in pairs) for name, pairs in spent.items()} for i in (0, 1))
+    total = sum(lengths)
     print(f"\n{kind}: {len(prompts)} prompts x {SAMPLES} samples, {total} tokens asked for")
-    for name, spent in best.items():
-        every = ", ".join(f"{one:.2f}" for one in times[name])
-        print(f"  {name:14s} {total / spent:9.0f} tok/s   {spent:6.2f} s   (each round: {every})")
+    for name, pairs in spent.items():
+        every = ", ".join(f"{one:.2f}" for one, _ in pairs)
+        print(
+            f"  {name:13s} {total / wall[name]:7.0f} tok/s {wall[name]:7.2f} s (rounds {every}), CPU {cpu[name]:.2f} s"
+        )
+    print(f"  miles / transformers: {wall['transformers'] / wall['miles']:.2f}x by the wall, ", end="")
+    print(f"{cpu['transformers'] / cpu['miles']:.2f}x by processor time; ", end="")
+    print(f"bare matmuls are {100 * wall['bare matmuls'] / wall['miles']:.0f} % of miles' time")
+    stats = {name: value / (rounds + 1) for name, value in engine.stats().items()}
     print(
-        f"  miles / transformers = {best['transformers'] / best['miles']:.2f}x;  "
-        f"miles reaches {100 * best['bare matmuls'] / best['miles']:.0f} % of the bare-matmul limit"
+        f"  a run: {stats['prefilled_tokens']:.0f} prompt tokens computed, {stats['cached_tokens']:.0f} shared, ",
+        end="",
     )
-    print(
-        f"  each run: prompt tokens computed {stats['prefilled_tokens'] / (rounds + 1):.0f}, "
-        f"shared {stats['cached_tokens'] / (rounds + 1):.0f}; steps {stats['steps'] / (rounds + 1):.0f}"
-    )
+    print(f"{stats['steps']:.0f} steps")
 
 
 def main() -> None:

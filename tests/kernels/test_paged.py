@@ -70,3 +70,47 @@ def test_blocks_are_neighbours_that_cover_everyone_once(rows):
     blocks = _split(queries, pages)
     assert [row for lo, hi in blocks for row in range(lo, hi)] == list(range(len(rows)))
     assert all(lo < hi for lo, hi in blocks)
+
+
+def test_samples_of_one_prompt_share_a_trunk_and_still_see_exactly_their_own_sequence():
+    """The same queries over the same tokens, once with common pages and once with pages of their own."""
+    torch.manual_seed(0)
+    size, heads, kv_heads, dim = 4, 4, 2, 8
+    rng = np.random.default_rng(0)
+    families = [(9, 5), (14, 3), (0, 4), (11, 1), (2, 2)]  # common full pages, samples
+    rows: list[list[int]] = []
+    starts: list[int] = []
+    free = iter(rng.permutation(1000).tolist())
+    for depth, samples in families:
+        trunk = [next(free) for _ in range(depth)]
+        for _ in range(samples):
+            start = depth * size + int(rng.integers(0, 30))
+            rows.append(trunk + [next(free) for _ in range(start // size + 1 - depth)])
+            starts.append(start)
+    pages = np.zeros((len(rows), max(map(len, rows))), np.int64)
+    for row, line in enumerate(rows):
+        pages[row, : len(line)] = line
+    own = np.arange(pages.size).reshape(pages.shape) + 1000
+    cache = PagedCache(
+        layers=1,
+        pages=1000 + pages.size,
+        page_size=size,
+        heads=kv_heads,
+        head_dim=dim,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+    )
+    for stored in cache.pages[0]:
+        stored[:1000] = torch.randn(1000, size * kv_heads * dim)
+        stored[torch.from_numpy(own.ravel())] = stored[torch.from_numpy(pages.ravel())]
+    new = [torch.randn(len(rows), h, dim) for h in (heads, kv_heads, kv_heads)]
+    results = []
+    for table in (pages, own):
+        _, layout = lay_out(
+            np.array(starts), np.ones(len(rows), np.int64), table, size, device=torch.device("cpu"), dtype=torch.float32
+        )
+        results.append((layout, PagedAttend(cache, layout)(0, *new)))
+    assert [len(layout.trunks) > 0 for layout, _ in results] == [True, False]
+    assert results[0][0].trunk_tokens is not None
+    assert len(results[0][0].trunk_tokens) == 10  # families of one, and those with no page in common, have no trunk
+    torch.testing.assert_close(results[0][1], results[1][1], atol=2e-6, rtol=1e-5)

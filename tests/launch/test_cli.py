@@ -259,8 +259,12 @@ WRONG: list[tuple[str, list[str]]] = [
         ["--rollout-max-prompt-len 100 leaves no room for a response within --rollout-max-context-len 100."],
     ),
     (
-        "--rollout-max-response-len 1024",
-        ["--rollout-max-response-len 1024 is more than the 512 positions of --hf-checkpoint; lower it."],
+        "--shelf-window 4",
+        ["--shelf-window 4 lets groups overtake further than --max-weight-staleness 0 allows; at most 1 here."],
+    ),
+    (
+        "--rollout-max-prompt-len 1024",
+        ["--rollout-max-prompt-len 1024 is more than the 512 positions of --hf-checkpoint; lower it."],
     ),
     (
         "--actor-num-gpus-per-node 8",

@@ -164,9 +164,8 @@ def test_the_memory_plan_counts_what_is_known():
 def test_the_cache_is_sized_by_what_can_run_at_once():
     spec = spec_of(read_config("model"))
     for line, tokens in (
-        ("--rollout-max-prompt-len 30", 128 * 96),
-        ("--rollout-max-context-len 40", 128 * 48),
-        ("--rollout-max-prompt-len 30 --engine-max-running 10 --engine-page-size 1", 10 * 94),
+        ("--device cpu", 256 * 512),
+        ("--device cpu --engine-max-running 10 --engine-page-size 100", 10 * 600),
     ):
         (share,) = (s for s in shares_of(*planned(line), spec) if s.name == "kv cache")
         assert f"{tokens:,} tokens" in share.note

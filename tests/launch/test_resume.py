@@ -83,7 +83,7 @@ def test_the_same_command_on_a_finished_run_changes_nothing(world, calm):
 def test_another_command_is_refused_with_what_changed(world, calm):
     done = miles("train", *flags(world, calm, lr="3e-2"))
     assert done.returncode == 1
-    assert "lr was 0.01 and is now 0.03" in done.stderr and "--load" in done.stderr
+    assert "lr was 0.01 and is now 0.03" in done.stderr and "--hf-checkpoint" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -116,3 +116,30 @@ def test_a_label_the_grader_needs_and_the_data_lacks_is_one_sentence(world, tmp_
     assert done.returncode == 1
     assert "has no label to grade by; name its column with --label-key" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_supervised_training_lowers_its_loss_and_needs_no_engine(world, tmp_path):
+    run = tmp_path / "run"
+    done = miles(
+        *("train", "--hf-checkpoint", str(world), "--prompt-data", str(world / "warmup.jsonl"), "--save", str(run)),
+        *("--label-key", "label", "--apply-chat-template", "--loss-type", "sft_loss", "--rollout-batch-size", "16"),
+        *("--num-epoch", "3", "--lr", "1e-2", "--device", "cpu", "--view", "plain", "--num-threads", "1"),
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [row["loss"] for row in rows(run)]
+    assert len(losses) == 12 and losses[-1] < 0.9 * losses[0]
+    assert "loss" in done.stdout and "reward" not in done.stdout
+    assert all(row["staleness"] == 0 for row in rows(run))
+
+
+def test_a_start_that_failed_leaves_the_directory_to_the_corrected_command(world, tmp_path):
+    run = tmp_path / "run"
+    wrong = miles("train", *flags(world, run, reward="not_there"))
+    assert wrong.returncode == 1 and "has no not_there" in wrong.stderr
+    trained(world, run, steps=2)
+
+
+def test_a_run_loaded_at_its_end_is_refused(world, tmp_path):
+    trained(world, tmp_path / "first", steps=2)
+    done = miles("train", *flags(world, tmp_path / "second", "--load", str(tmp_path / "first"), steps=2))
+    assert done.returncode == 1 and "raise --num-rollout" in done.stderr

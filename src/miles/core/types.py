@@ -206,22 +206,27 @@ class Sample:
         return len(self.tokens)
 
     @property
-    def oldest(self) -> int:
-        """The number of the stalest version in it."""
-        return int(self.versions[self.mask].min()) if self.mask.any() else 0
+    def oldest(self) -> int | None:
+        """The number of the stalest version that wrote a trained token; None when no policy wrote any."""
+        written = self.versions[self.mask & (self.versions >= 0)]
+        return int(written.min()) if len(written) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What one training step eats."""
+    """What one training step eats.
+
+    ``probe`` are a few rows that wait for a later step: looked at to compare engine and trainer, not trained on.
+    """
 
     step: int
     samples: tuple[Sample, ...]
     num_groups: int
+    probe: tuple[Sample, ...] = ()
 
     def staleness(self, now: Version) -> int:
         """How many versions behind ``now`` its oldest token is."""
-        return max((now.number - s.oldest for s in self.samples), default=0)
+        return max((now.number - s.oldest for s in self.samples if s.oldest is not None), default=0)
 
     @property
     def tokens(self) -> int:

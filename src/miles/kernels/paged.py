@@ -14,6 +14,7 @@ row of a *trunk*, whose queries are all of theirs; the two results are weighted 
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,11 +22,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Ints = NDArray[np.int64]
 
 # A further block costs about as much as attending to this many pages with one query.
-_BLOCK_COST = 64
+_BLOCK_COST = 160
+_SHAPELESS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class PagedCache:
@@ -280,11 +283,15 @@ class PagedAttend:
         k_slots, v_slots = self._cache.slots[layer]
         k_slots.index_copy_(0, self._layout.slots_T, k_TGd)
         v_slots.index_copy_(0, self._layout.slots_T, v_TGd)
-        heads = k_TGd.shape[1]
+        # Every step has new shapes, and cuDNN would build a plan for each.
+        with sdpa_kernel(_SHAPELESS) if q_THd.is_cuda else nullcontext():
+            return self._attend(layer, q_THd, k_TGd.shape[1])
+
+    def _attend(self, layer: int, q_THd: Tensor, heads: int) -> Tensor:
         outs = [self._chunk(block, layer, q_THd, heads) for block in self._layout.chunks]
         if self._layout.leaves:
             outs.insert(0, self._singles(layer, q_THd, heads))
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+        return _join(outs)
 
     def _singles(self, layer: int, q_THd: Tensor, heads: int) -> Tensor:
         layout = self._layout

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from miles.cluster.local import Inline
+from miles.core.errors import MilesError
 from miles.core.events import Evaluated, Event, StepFinished
 from miles.core.types import Group
 from miles.launch import demo_task
@@ -27,7 +28,7 @@ from miles.observe.summary import Turn, print_summary
 from miles.observe.view import Silent, Stage, View, make_view
 from miles.schedule.recover import Checkpoints
 
-GATE = 0.3
+GATE = 0.45
 """Share of held-out words a warmed-up model must reverse greedily: enough successes for GRPO to reinforce."""
 
 WARMUP_LIMIT = 600
@@ -97,7 +98,7 @@ def warmup_flags(places: Places, options: DemoOptions) -> list[str]:
         *("--hf-checkpoint", str(places.start), "--save", str(places.warmup), "--loss-type", "sft_loss"),
         *("--prompt-data", str(places.start / "warmup.jsonl"), "--rollout-batch-size", "64"),
         *("--num-rollout", str(WARMUP_LIMIT), "--lr", "3e-3", "--lr-warmup-iters", "20", "--calculate-per-token-loss"),
-        *("--eval-temperature", "0", "--eval-interval", "10", "--skip-eval-before-train", "--disable-save-rollouts"),
+        *("--eval-temperature", "0", "--eval-interval", "5", "--skip-eval-before-train", "--disable-save-rollouts"),
         *common_flags(places, options),
     ]
 
@@ -108,7 +109,7 @@ def grpo_flags(places: Places, options: DemoOptions, warm: Path) -> list[str]:
         *("--hf-checkpoint", str(warm), "--save", str(places.grpo), "--advantage-estimator", "grpo"),
         *("--prompt-data", str(places.start / "train.jsonl"), "--rollout-batch-size", "32"),
         *("--n-samples-per-prompt", "8", "--num-rollout", str(options.steps or STEPS)),
-        *("--lr", "5e-4", "--lr-warmup-iters", "10", "--save-interval", "50"),
+        *("--lr", "1e-3", "--lr-decay-style", "cosine", "--lr-warmup-iters", "10", "--save-interval", "50"),
         *("--eval-interval", "20", "--n-samples-per-eval-prompt", "4"),
         *(["--use-rollout-routing-replay"] if options.moe else []),
         *common_flags(places, options),
@@ -160,7 +161,11 @@ def _warm_up(places: Places, options: DemoOptions, view: View) -> Path | None:
         config, plan, origins = read("train", warmup_flags(places, options))
         gate = _Gate()
         with view.stage("Warm-up on demonstrations", total=None) as stage:
-            run(config, plan, origins, view=_WarmUpView(stage), watch=gate)
+            finished = run(config, plan, origins, view=_WarmUpView(stage), watch=gate)
+        if gate.reached is None and finished:
+            raise MilesError(
+                f"{WARMUP_LIMIT} steps of warm-up did not bring greedy answers to {GATE}; try another --seed"
+            )
         if gate.reached is None:
             return None
         passed.write_text(json.dumps({"greedy": gate.reached}))
@@ -234,7 +239,10 @@ def _newest(run_directory: Path) -> Path:
 
 
 def _interrupted(options: DemoOptions, view: View) -> int:
-    again = "miles demo" + (" --moe" if options.moe else "") + (f" --seed {options.seed}" if options.seed else "")
+    given = {"--seed": options.seed or None, "--steps": options.steps, "--save": options.save}
+    given["--device"] = options.device if options.device != "auto" else None
+    flags = [f" {flag} {value}" for flag, value in given.items() if value is not None]
+    again = "miles demo" + (" --moe" if options.moe else "") + "".join(flags)
     view.note(f"Stopped early and saved; the same command goes on from there: {again}")
     return 130
 

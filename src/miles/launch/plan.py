@@ -22,7 +22,7 @@ class Plan:
 
     ``steps`` counts epochs by the rows of the file, also those that will be dropped as too long; it
     is 0 for commands that train nothing. ``reference`` is the folder of the reference model, None
-    when no KL term asks for one.
+    when no KL term asks for one. ``samples`` says whether the run needs an engine.
     """
 
     run_dir: Path
@@ -37,6 +37,7 @@ class Plan:
     lease: Literal["colocated", "disjoint"]
     transport: Literal["shared", "copy"]
     reference: Path | None
+    samples: bool
     eval_sets: Mapping[str, str]
 
     @property
@@ -67,6 +68,7 @@ def plan_of(config: Config) -> Plan:
         lease="disjoint" if overlap else "colocated",
         transport="copy" if overlap else "shared",
         reference=None if reference is None else Path(reference),
+        samples=config.algo.loss_type != "sft_loss" or bool(config.rollout.eval_prompt_data),
         eval_sets=named_paths(config.rollout.eval_prompt_data),
     )
 

@@ -143,6 +143,15 @@ def a_rollout_batch_is_a_whole_number_of_global_batches(c: Config) -> Iterator[s
         yield f"{left}, which --num-steps-per-rollout {steps} does not divide; {_near(made, steps)}."
 
 
+def overtaking_stays_within_the_staleness_budget(c: Config) -> Iterator[str]:
+    window, spare = c.schedule.shelf_window, c.schedule.max_weight_staleness * c.rollout.rollout_batch_size
+    if window - 1 > spare:
+        yield (
+            f"--shelf-window {window} lets groups overtake further than --max-weight-staleness "
+            f"{c.schedule.max_weight_staleness} allows; at most {spare + 1} here."
+        )
+
+
 def a_group_relative_credit_needs_a_group(c: Config) -> Iterator[str]:
     if c.algo.loss_type == "policy_loss" and c.rollout.n_samples_per_prompt < 2:
         name = c.algo.advantage_estimator
@@ -162,10 +171,8 @@ def a_model_reads_as_far_as_its_positions_go(c: Config) -> Iterator[str]:
     if r.rollout_max_context_len is None:
         lengths = {
             "--rollout-max-prompt-len": r.rollout_max_prompt_len,
-            "--rollout-max-response-len": r.rollout_max_response_len,
-            "--eval-max-response-len": r.eval_max_response_len,
         }
-    else:  # attempts are cut to fit it
+    else:
         lengths = {"--rollout-max-context-len": r.rollout_max_context_len}
     for flag, length in lengths.items():
         if spec is not None and length is not None and length > spec.max_positions:
@@ -293,6 +300,7 @@ TRAIN: tuple[Rule, ...] = (
     supervised_training_makes_no_attempts,
     a_rollout_batch_is_a_whole_number_of_global_batches,
     a_group_relative_credit_needs_a_group,
+    overtaking_stays_within_the_staleness_budget,
     a_trained_policy_samples,
     a_penalty_is_switched_on_to_count,
     routing_is_replayed_where_it_is_recorded,

@@ -73,7 +73,7 @@ def run(config: Config, plan: Plan, origins: Mapping[str, str], *, view: View, w
         start = directory.claim(config, origins)
         resumed = start is not None
         if start is None and config.schedule.load is not None:
-            start = _initial(Path(config.schedule.load))
+            start = _initial(Path(config.schedule.load), plan.steps)
         return asyncio.run(_run(config, plan, directory, start, resumed=resumed, view=view, watch=watch))
     finally:
         directory.release()
@@ -144,7 +144,7 @@ def _journal(
     return Fanout(logs, keepers=keepers, views=views, report=view.note)
 
 
-def _initial(folder: Path) -> tuple[Path, Cursor]:
+def _initial(folder: Path, steps: int) -> tuple[Path, Cursor]:
     """Where ``--load`` points: a checkpoint, or a run whose newest is taken. A new run's logs start empty."""
     found = Checkpoints(folder / "checkpoints").latest()
     if found is None:
@@ -153,6 +153,11 @@ def _initial(folder: Path) -> tuple[Path, Cursor]:
                 f"--load {folder} holds no checkpoint of a run; a plain Hugging Face folder goes to --hf-checkpoint"
             )
         found = folder, read_cursor(folder)
+    if found[1].step >= steps:
+        raise ResumeError(
+            f"--load {found[0]} has {found[1].step} steps behind it and this run is to end after {steps}; "
+            "raise --num-rollout, or start from its weights alone with --hf-checkpoint"
+        )
     return found[0], replace(found[1], marks={})
 
 
@@ -191,6 +196,6 @@ def _command(directory: Path) -> str:
 
 def _next_commands(directory: Path) -> list[tuple[str, str]]:
     return [
-        (f"miles chat {directory} --apply-chat-template", "talk to it"),
+        (f"miles chat {directory}", "talk to it"),
         (f"miles plan {directory / 'config.toml'}", "every knob of this run, and who set it"),
     ]

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from miles.config.cli import parse
 from miles.config.origin import to_toml, values_of
 from miles.core.errors import ResumeError
 from miles.launch.config import Config
@@ -43,7 +44,10 @@ class RunDirectory:
         self._take_lock()
         written = self.path / "config.toml"
         if written.exists():
-            self.rescheduled = self._refuse_another_run(tomllib.loads(written.read_text()), config)
+            differ = self._differences(tomllib.loads(written.read_text()), config)
+            if differ.keys() - MAY_CHANGE and self.checkpoints.latest() is not None:
+                raise ResumeError(self._refusal(differ))
+            self.rescheduled = bool(differ)
         elif any(p.name != "lock" for p in self.path.iterdir()):
             raise ResumeError(f"{self.path} is not empty and holds no run; name another directory with --save")
         _write_whole(written, to_toml(config, origins))
@@ -69,27 +73,34 @@ class RunDirectory:
         lock.flush()
         self._lock = lock
 
-    def _refuse_another_run(self, stored: Mapping[str, Any], config: Config) -> bool:
-        """Raise if a knob that decides what is learnt has changed; true if one that may change has."""
-        before = {name: value for section in stored.values() for name, value in section.items()}
-        now = {
-            name: value
-            for section in tomllib.loads(to_toml(config, dict.fromkeys(values_of(config), "now"))).values()
-            for name, value in section.items()
+    def _differences(self, stored: Mapping[str, Any], config: Config) -> dict[str, str]:
+        """What of the stored config is another now, as a sentence a knob; a knob it does not know had its default."""
+        default = parse(Config, ()).config
+        assert default is not None, "no knob is without a default"
+        before, now = _flat(default) | _joined(stored), _flat(config)
+        return {
+            name: f"{name} was {before.get(name, 'unset')!r} and is now {now.get(name, 'unset')!r}"
+            for name in sorted(before.keys() | now.keys())
+            if before.get(name) != now.get(name)
         }
-        differ = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
-        changed = [
-            f"{name} was {before.get(name, 'unset')!r} and is now {now.get(name, 'unset')!r}"
-            for name in differ
-            if name not in MAY_CHANGE
-        ]
-        if changed:
-            raise ResumeError(
-                f"{self.path} holds a run that this command would not continue but change: {'; '.join(changed)}; "
-                "use the values it was started with, or start a new run from its weights with "
-                f"--load {self.path} --save NEW"
-            )
-        return bool(differ)
+
+    def _refusal(self, differ: Mapping[str, str]) -> str:
+        changed = "; ".join(sentence for name, sentence in differ.items() if name not in MAY_CHANGE)
+        newest = self.checkpoints.latest()
+        weights = newest[0] if newest else self.path
+        return (
+            f"{self.path} holds a run that this command would not continue but change: {changed}; use the values it "
+            f"was started with, or start a new run from its weights with --hf-checkpoint {weights} --save NEW"
+        )
+
+
+def _flat(config: Config) -> dict[str, Any]:
+    """Every knob that is set, as a file would hold it."""
+    return _joined(tomllib.loads(to_toml(config, dict.fromkeys(values_of(config), "now"))))
+
+
+def _joined(sections: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for section in sections.values() for name, value in section.items()}
 
 
 def _write_whole(path: Path, text: str) -> None:

@@ -123,10 +123,13 @@ def _placement(config: Config, plan: Plan, spec: DecoderSpec) -> list[str]:
     drift = "on-policy" if k == 0 else f"tokens at most {k} version{'s' if k > 1 else ''} old"
     threads = "" if plan.device != "cpu" else f" ({config.cluster.num_threads or cores()} threads)"
     moves = "the engine reads the trainer's own" if plan.transport == "shared" else "copied at each publication"
+    rollout = f"native engine in this process, {plan.tickets} prompts in flight, {drift}"
+    if not plan.samples:
+        rollout = "none: demonstrations are read, nothing is sampled"
     return [
         f"model      {spec.family}, {size / 1e6:,.2f}M parameters{experts}, {plan.dtype}",
         f"device     {plan.device}{threads}: {plan.device_why}",
-        f"rollout    native engine in this process, {plan.tickets} prompts in flight, {drift}",
+        f"rollout    {rollout}",
         f"train      {config.train.train_backend} in this process, {config.train.max_tokens_per_gpu:,} tokens at once",
         f"weights    {plan.transport}: {moves}; lease {plan.lease}",
         f"run        {plan.run_dir}",

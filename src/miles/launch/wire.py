@@ -30,6 +30,7 @@ from miles.launch.plan import Plan
 from miles.models import hub
 from miles.models.families import spec_of
 from miles.models.files import read_config
+from miles.models.footprint import optimizer_bytes
 from miles.models.spec import DecoderSpec
 from miles.models.tokenizer import HubTokenizer, load_tokenizer
 from miles.observe.metric import group_metrics
@@ -159,7 +160,7 @@ async def serve_checkpoint(engine: NativeEngine, policy: Policy) -> None:
 
 
 def trainer_of(config: Config, plan: Plan, policy: Policy, run: Run, *, steps: int) -> Worker:
-    """The training plane: actor, and a reference when the loss asks for one or one was named."""
+    """The training plane: actor, and a reference when the loss asks for one."""
     actor = FsdpModel(
         hub.load(policy.folder, device=policy.platform.device, dtype=policy.dtype),
         config=policy.config,
@@ -167,9 +168,8 @@ def trainer_of(config: Config, plan: Plan, policy: Policy, run: Run, *, steps: i
         gradient_checkpointing=config.train.gradient_checkpointing,
     )
     reference = None
-    if config.algo.use_kl_loss or config.train.ref_load:
-        folder = Path(config.train.ref_load or policy.folder)
-        decoder = hub.load(folder, device=policy.platform.device, dtype=policy.dtype)
+    if plan.reference is not None:
+        decoder = hub.load(plan.reference, device=policy.platform.device, dtype=policy.dtype)
         reference = FsdpModel(decoder, config=policy.config, frozen=True)
     return Worker(
         actor,
@@ -181,7 +181,16 @@ def trainer_of(config: Config, plan: Plan, policy: Policy, run: Run, *, steps: i
         run=run,
         reference=reference,
         parity_stop=config.schedule.parity_stop,
+        offload=_offload(config, policy),
     )
+
+
+def _offload(config: Config, policy: Policy) -> bool:
+    """Should the optimizer make room for the engine? As told; else where it would be in the way."""
+    if config.train.offload_train is not None:
+        return config.train.offload_train
+    state = optimizer_bytes(policy.spec, str(policy.dtype).removeprefix("torch."))
+    return state > policy.platform.free_bytes() // 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,9 +226,7 @@ async def wire(
     overlap = config.schedule.max_weight_staleness > 0
     engine_run: Run = Threaded("engine") if overlap else Inline()
     trainer_run: Run = Threaded("trainer") if overlap else Inline()
-    supervised = config.algo.loss_type == "sft_loss"
-    needs_engine = not supervised or bool(config.rollout.eval_prompt_data)
-    engine = engine_of(config, policy, engine_run) if needs_engine else None
+    engine = engine_of(config, policy, engine_run) if plan.samples else None
     rollout, dataset = _rollout_of(config, policy, answering, engine)
     steps = _steps(config, len(dataset))
     trainer = trainer_of(config, plan, policy, trainer_run, steps=steps)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 
-from miles.core.types import Group, Status, Trajectory, Version
+from miles.core.types import Author, Group, Status, Trajectory, Version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +124,8 @@ def group_metrics(groups: Sequence[Group], version: Version) -> dict[str, float]
     """What a batch's groups tell by themselves; ``version`` is the trainer's before the step."""
     tries = [t for group in groups for t in group.trajectories]
     rewards = [reward for group in groups for reward in group.rewards]
+    if tries and all(_is_demonstration(t) for t in tries):  # nothing was sampled, nothing earned
+        return {}
     ages = [version.number - number for t in tries if (number := _oldest(t)) is not None]
     measured: dict[str, float] = {}
     if rewards:
@@ -138,6 +140,11 @@ def group_metrics(groups: Sequence[Group], version: Version) -> dict[str, float]
     if ages:
         measured |= {"staleness": float(max(ages)), "staleness_mean": fmean(ages)}
     return {name: float(value) for name, value in measured.items()}
+
+
+def _is_demonstration(trajectory: Trajectory) -> bool:
+    authors = {span.author for span in trajectory.spans}
+    return Author.ENV in authors and Author.POLICY not in authors
 
 
 def _oldest(trajectory: Trajectory) -> int | None:

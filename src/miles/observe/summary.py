@@ -73,7 +73,7 @@ def summarise(
     gaps = metrics.series("train", "parity_mean_abs")[1]
     return Summary(
         folder=folder,
-        steps=train[-1].step if train else 0,
+        steps=len(train),
         held_out=_held_out(metrics),
         training=_course("training", *metrics.series("train", "reward")),
         wall_seconds=wall_seconds,

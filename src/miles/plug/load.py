@@ -62,6 +62,12 @@ def check_fit(plug: Any, door: type, asker: str) -> None:
         signature.bind(*wanted)
     except TypeError as error:
         raise PlugError(f"{asker} takes {signature}, but {expected}.") from error
+    first = next(iter(signature.parameters.values()))
+    if first.name == "args" and first.kind is not inspect.Parameter.VAR_POSITIONAL:
+        raise PlugError(
+            f"{asker} takes {signature}, as hooks that are handed all arguments do; here a plug is handed only what it "
+            f"needs: {expected}."
+        )
     is_async = _is_async(plug)
     if is_async != _is_async(_verb(door)):
         kind, mend = ("async", "drop its async") if is_async else ("a plain function", "write async def")

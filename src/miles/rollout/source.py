@@ -112,7 +112,7 @@ class FileSource:
         if state["data"] != self._fingerprint:
             raise ResumeError(
                 f"{self._dataset.path} does not give the prompts this run was started with; restore the file and "
-                "the flags that read it, or begin a new run directory."
+                "the flags that read it, or start a new run from its last checkpoint with --hf-checkpoint."
             )
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
         self._order = self._order_of(self._epoch)

@@ -53,6 +53,8 @@ from miles.schedule.gate import Gate, places
 from miles.schedule.recover import Checkpoints, Cursor, name_of
 from miles.schedule.shelf import Finished, Shelf
 
+_PROBE = 8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planes:
@@ -166,7 +168,7 @@ class Loop:
         version = Version(number=cursor.version)
         p.journal(RunStarted(step=cursor.step, steps=t.steps))
         await p.sync.publish(version)
-        if cursor.step and t.save.due(cursor.step, last=t.steps):  # the run before may not have come to say so
+        if cursor.marks and t.save.due(cursor.step, last=t.steps):  # the run before may not have come to say so
             p.journal(Saved(step=cursor.step, name=name_of(cursor.step)))
         saved, free = cursor.step, self._opening
         while True:
@@ -189,7 +191,7 @@ class Loop:
 
     async def _one_step(self, step: int, version: Version) -> Version:
         p, clock = self._p, _Clock()
-        batch, groups, dropped = await self._next_batch(step)
+        batch, groups, dropped = await self._next_batch(step, version)
         clock.lap("rollout")
         await p.lease.to_train()
         report = await p.trainer.step(batch)
@@ -208,7 +210,7 @@ class Loop:
         self._returned -= len(groups)
         return report.version
 
-    async def _next_batch(self, step: int) -> tuple[Batch, tuple[Group, ...], int]:
+    async def _next_batch(self, step: int, version: Version) -> tuple[Batch, tuple[Group, ...], int]:
         """The next kept groups in line; dropped ones are told of as their turn comes."""
         kept: list[Finished] = []
         dropped: Counter[str] = Counter()
@@ -229,7 +231,7 @@ class Loop:
                 raise MilesError(_all_dropped(step, in_a_row, dropped))
         groups = tuple(f.group for f in kept)
         rows = tuple(row for f in kept for row in f.rows or ())
-        batch = Batch(step=step, samples=rows, num_groups=len(kept))
+        batch = Batch(step=step, samples=rows, num_groups=len(kept), probe=self._shelf.fresh(version, _PROBE))
         tickets = tuple(f.ticket for f in kept)
         self._p.journal(BatchTaken(step=step, tickets=tickets, batch=batch, groups=groups))
         return batch, groups, dropped.total()

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
-from miles.core.types import Group, Sample
+from miles.core.types import Group, Sample, Version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,11 @@ class Shelf:
         self._taken.add(ticket)
         self._pass_over_taken()
         return self._done.pop(ticket)
+
+    def fresh(self, version: Version, count: int) -> tuple[Sample, ...]:
+        """Up to ``count`` waiting rows that ``version`` alone wrote."""
+        waiting = (row for finished in self._done.values() for row in finished.rows or ())
+        return tuple(islice((row for row in waiting if row.oldest == version.number), count))
 
     @property
     def cursor(self) -> tuple[int, tuple[int, ...]]:

@@ -65,7 +65,7 @@ class Receiver(Protocol):
 
 
 def digest(tensor: Tensor) -> int:
-    """A number that changes with any one element of ``tensor``, and but for one chance in 2**64 with any of its bits."""
+    """A number that changes with any one element of ``tensor``, and almost surely with any of its bits."""
     flat = tensor.detach().contiguous().view(-1)
     bits = flat.view(_INTEGER[flat.element_size()])
     plain = torch.zeros((), dtype=torch.int64, device=bits.device)

@@ -56,3 +56,8 @@ class TrainConfig:
     gradient_checkpointing: bool = knob(
         False, "Keep only the input of each layer for the backward pass and compute the rest again."
     )
+    offload_train: bool | None = knob(
+        None,
+        "Keep the optimizer's state on the host while the engine has the device; when not given, only where it "
+        "would take a quarter of what is free.",
+    )

@@ -53,6 +53,7 @@ class Worker:
         reference: TrainModel | None = None,
         version: Version | None = None,
         parity_stop: float | None = None,
+        offload: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if temperature <= 0:
@@ -63,6 +64,7 @@ class Worker:
         self._actor, self._algo, self._train, self._run, self._clock = actor, algo, train, run, clock
         self._steps = steps
         self._parity_stop = parity_stop
+        self._offload = offload and actor.device.type != "cpu"
         self._reducer = reducer_of(algo)
         self._policy_loss = algo.loss_type == "policy_loss"
         self._reader = Reader(temperature=temperature if self._policy_loss else 1.0, chunk=train.log_probs_chunk_size)
@@ -81,11 +83,11 @@ class Worker:
 
     async def sleep(self) -> None:
         """Leave the accelerator to the engine: optimizer state to the host. Weights stay, as they may be shared."""
-        if self._actor.device.type != "cpu":
+        if self._offload:
             await self._run(lambda: self._optimizer.move(torch.device("cpu")))
 
     async def wake(self) -> None:
-        if self._actor.device.type != "cpu":
+        if self._offload:
             await self._run(lambda: self._optimizer.move(self._actor.device))
 
     def weights(self) -> Mapping[str, Tensor]:
@@ -101,6 +103,8 @@ class Worker:
         olds = self._old_logprobs(flats, plan)
         looked = self._clock()
         tally, floats = Tally(), []
+        if batch.probe and self._policy_loss and not self._wrote(flats[0]):
+            self._look_at(batch.probe, tally)
         for number, (rows, old) in enumerate(zip(plan, olds, strict=True)):
             floats.append(self._update(rows, old, tally, first=number == 0))
         metrics = _means(floats) | _summed(tally.floats()) | _of_batch(flats)
@@ -133,6 +137,17 @@ class Worker:
         if len(plan) == 1:
             return [[None] * len(plan[0])]
         return [[self._reader.frozen(self._actor, r) for r in rows] for rows in plan]
+
+    def _wrote(self, flat: Flat) -> bool:
+        """Did the present weights write any of its trained tokens?"""
+        return bool((flat.versions_N[flat.mask_N] == self.version.number).any())
+
+    def _look_at(self, samples: Sequence[Sample], tally: Tally) -> None:
+        """Compare with the engine on rows that are not trained on: all of a batch's own may be older."""
+        flat = flatten([[s] for s in samples], self._reducer)
+        replay = self._algo.use_rollout_routing_replay
+        for rows in micro_batches(flat, self._train, device=self._actor.device, replay=replay):
+            parity(self._reader.frozen(self._actor, rows), rows, self.version.number, tally)
 
     def _update(self, plan: list[Rows], olds: list[Tensor | None], tally: Tally, *, first: bool) -> dict[str, float]:
         step = Tally()

@@ -20,8 +20,6 @@ from miles.models.decoder import Decoder
 from miles.models.spec import DecoderSpec, MoeSpec, RopeSpec
 from miles.sync.manifest import manifest_of
 
-torch.set_num_threads(1)
-
 
 class Tiny:
     """A tiny model, engines over it, and the verbs tests need."""

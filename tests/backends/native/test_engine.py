@@ -46,7 +46,7 @@ def alone(tiny, request, **knobs):
 def test_a_request_gets_the_same_tokens_alone_and_among_sixty_four_others(tiny):
     asked = requests_of(tiny, 65)
     together = tiny.ask(tiny.engine(), asked)
-    for i in range(0, 65, 4):
+    for i in range(0, 65, 6):
         same(tiny, together[i], alone(tiny, asked[i]))
 
 
@@ -76,16 +76,25 @@ def test_samples_of_one_prompt_compute_it_once_and_get_the_tokens_they_would_get
     assert engine.stats()["prefilled_tokens"] == sum(map(len, prompts))
     assert engine.stats()["cached_tokens"] == 7 * sum(map(len, prompts))
     assert [a.cached_tokens for a in answers] == [len(p) if j else 0 for p in prompts for j in range(8)]
-    for one, request in zip(answers, asked, strict=True):
-        same(tiny, one, alone(tiny, request, prefix_cache=False))
+    for one, other in zip(answers, tiny.ask(tiny.engine(prefix_cache=False), asked), strict=True):
+        same(tiny, one, other)
+
+
+def test_samples_of_a_long_prompt_get_the_tokens_they_would_get_without_sharing(tiny):
+    prompts = tiny.prompts(3, low=150, high=170)
+    asked = [(p, Sampling(max_new_tokens=12, seed=8 * i + j)) for i, p in enumerate(prompts) for j in range(6)]
+    engine = tiny.engine(page_size=4)
+    answers = tiny.ask(engine, asked)
+    for one, other in zip(answers, tiny.ask(tiny.engine(prefix_cache=False), asked), strict=True):
+        same(tiny, one, other)
 
 
 def test_few_seats_and_little_memory_still_serve_everyone(tiny):
     prompts = tiny.prompts(3, low=9, high=30)
     asked = [(p, Sampling(max_new_tokens=20, seed=8 * i + j)) for i, p in enumerate(prompts) for j in range(8)]
     engine = tiny.engine(page_size=4, max_running=5, kv_tokens=100, prefill_chunk=11)
-    for one, request in zip(tiny.ask(engine, asked), asked, strict=True):
-        same(tiny, one, alone(tiny, request))
+    for one, other in zip(tiny.ask(engine, asked), tiny.ask(tiny.engine(), asked), strict=True):
+        same(tiny, one, other)
 
 
 def test_a_conversation_that_goes_on_finds_its_earlier_turns_computed(tiny):
@@ -277,6 +286,27 @@ def test_every_token_carries_the_version_that_wrote_it_through_a_swap_in_flight(
     assert [span.version.number for span in late.spans] == [1]
     assert late.cached_tokens == 0
     same(tiny, late, tiny.ask(tiny.engine(second), [asked[0]])[0])
+
+
+def test_weights_may_come_from_another_thread_while_the_engine_steps_on_its_own(tiny):
+    run = Threaded("engine")
+    engine = tiny.engine(run=run, page_size=4)
+    decoders = [tiny.decoder(seed=seed) for seed in range(3)]
+
+    async def story():
+        tasks = [asyncio.create_task(engine.generate(p, replace(LONG, max_new_tokens=80))) for p in tiny.prompts(6)]
+        for number, decoder in enumerate(decoders, start=1):
+            while engine.stats()["steps"] < 10 * number:
+                await asyncio.sleep(0)
+            await asyncio.to_thread(tiny.publish, engine, decoder, number)
+        return await asyncio.gather(*tasks)
+
+    answers = asyncio.run(story())
+    run.close()
+    tiny.check(engine)
+    for answer in answers:
+        assert [span.version.number for span in answer.spans] == [0, 1, 2, 3]
+        assert sum(map(len, answer.spans)) == 80
 
 
 def test_routing_is_split_with_the_spans_and_survives_preemption(tiny):

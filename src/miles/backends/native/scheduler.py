@@ -294,5 +294,5 @@ def _record(plan: Plan, routed_TLk: Array) -> None:
     for sequence, length in plan.work:
         known = sequence.prompt_length + len(sequence.routed)
         for position in range(max(known, sequence.computed), sequence.computed + length):
-            sequence.routed.append(routed_TLk[row + position - sequence.computed])
+            sequence.routed.append(routed_TLk[row + position - sequence.computed].copy())
         row += length

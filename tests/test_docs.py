@@ -1,0 +1,186 @@
+"""The docs say what is there: links lead somewhere, flags exist, recipes are read, examples fit their doors."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from miles.config.cli import known_flags
+from miles.config.files import SUFFIXES
+from miles.config.table import flag_of, knobs_of
+from miles.core.protocols import Filter, Generate, GroupRewardFn, RewardFn
+from miles.launch import demo_task
+from miles.launch.config import Config, DemoConfig
+from miles.launch.main import COMMANDS, read
+from miles.launch.rundir import MAY_CHANGE
+from miles.models.families.table import FAMILIES
+from miles.plug.load import load, signature_of
+from miles.plug.points import POINTS
+from miles.rollout.reward.table import GRADES, RANDOM
+
+ROOT = Path(__file__).parents[1]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS]
+RECIPES = sorted(f for f in (ROOT / "recipes").iterdir() if f.suffix in SUFFIXES)
+WHOLE = [f for f in RECIPES if f.name != "base.toml"]
+FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"!?\[[^\]\n]*\]\(([^)\s]+)\)")
+FLAG = re.compile(r"(?<![\w-])--[a-zA-Z][\w-]*")
+# flags of the commands themselves, and of other programs
+OTHERS = {"--help", "--version", "--json", "--flags", "--no-NAME"}
+
+
+def named(file: Path) -> str:
+    return str(file.relative_to(ROOT))
+
+
+def prose(file: Path) -> str:
+    """A page without its code."""
+    return FENCE.sub("", file.read_text(encoding="utf-8"))
+
+
+def blocks(file: Path, language: str) -> list[str]:
+    return [body for kind, body in FENCE.findall(file.read_text(encoding="utf-8")) if kind == language]
+
+
+def anchors(file: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", prose(file), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+# -- links ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_every_link_leads_somewhere(page: Path):
+    broken = []
+    for link in LINK.findall(prose(page)):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert not broken
+
+
+def test_every_page_is_in_the_index():
+    listed = set(LINK.findall(prose(ROOT / "docs" / "index.md")))
+    assert not [page.name for page in DOCS if page.name != "index.md" and page.name not in listed]
+
+
+def test_every_test_and_source_file_that_is_named_exists():
+    named_files = {
+        path
+        for page in PAGES
+        for path in re.findall(r"`((?:tests|src|recipes|examples|benchmarks)/[\w./-]+)`", prose(page))
+    }
+    assert named_files
+    assert not [path for path in named_files if not (ROOT / path).exists()]
+
+
+def test_the_readme_is_one_page():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 90
+
+
+# -- flags and knobs ------------------------------------------------------------------------
+
+
+def test_every_flag_that_is_written_exists():
+    known = {*known_flags(knobs_of(Config)), *known_flags(knobs_of(DemoConfig)), *OTHERS}
+    unknown = {
+        f"{named(page)}: {flag}"
+        for page in [*PAGES, *RECIPES]
+        for flag in FLAG.findall(page.read_text(encoding="utf-8"))
+        if flag not in known
+    }
+    assert not unknown
+
+
+def test_every_command_that_is_written_exists():
+    written = {
+        word
+        for page in PAGES
+        for body in [*re.findall(r"`([^`\n]+)`", prose(page)), *blocks(page, "bash")]
+        for word in re.findall(r"(?:^|\n)miles ([a-z]+)", body)
+    }
+    assert written == set(COMMANDS)
+
+
+def test_the_page_on_training_lists_the_knobs_that_may_change():
+    text = prose(ROOT / "docs" / "train.md")
+    listed = re.search(r"\*\*Changing knobs\.\*\*(.*?)\n\n", text, re.DOTALL)
+    assert listed is not None
+    assert set(FLAG.findall(listed[1])) == {flag_of(name) for name in MAY_CHANGE}
+
+
+# -- tables that must be whole --------------------------------------------------------------
+
+
+def test_every_plug_point_is_on_its_page_with_its_signature():
+    text = prose(ROOT / "docs" / "plugs.md")
+    for point in POINTS:
+        assert f"`{point.flag}`" in text
+        assert f"`{signature_of(point.protocol())}`" in text, signature_of(point.protocol())
+
+
+def test_every_family_and_every_reward_is_on_its_page():
+    models, rewards = prose(ROOT / "docs" / "models.md"), prose(ROOT / "docs" / "rewards.md")
+    assert not [family.architecture for family in FAMILIES if f"`{family.architecture}`" not in models]
+    assert not [name for name in (*GRADES, RANDOM) if f"`{name}`" not in rewards]
+
+
+def test_every_dependency_earns_its_place():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = [line for lines in project["optional-dependencies"].values() for line in lines]
+    names = {re.split(r"[\[<>=]", line)[0] for line in (*project["dependencies"], *extras)} - {project["name"]}
+    text = prose(ROOT / "docs" / "dependencies.md")
+    assert not [name for name in names if f"| `{name}` |" not in text]
+
+
+# -- what can be run ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint and prompts such as a user would bring."""
+    folder = tmp_path_factory.mktemp("world")
+    demo_task.write_task(folder, demo_task.Task(warmup_words=64, train_words=64, heldout_words=4), seed=0)
+    demo_task.write_checkpoint(folder, moe=False, seed=0)
+    return folder
+
+
+@pytest.mark.parametrize("recipe", WHOLE, ids=named)
+def test_every_recipe_becomes_a_plan(recipe: Path, world: Path):
+    small = ["--rollout-max-prompt-len", "16", "--rollout-max-response-len", "16", "--rollout-max-context-len", "32"]
+    flags = ["--hf-checkpoint", str(world), "--prompt-data", str(world / "train.jsonl"), "--label-key", "label"]
+    config, plan, origins = read("plan", [str(recipe), *flags, *small])
+    assert plan.steps > 0
+    assert {Path(origin).name for origin in origins.values()} >= {recipe.name, "base.toml"}
+    assert config.models.hf_checkpoint == str(world)
+
+
+@pytest.mark.parametrize("page", DOCS, ids=named)
+def test_every_toml_example_holds_only_keys(page: Path):
+    knobs = knobs_of(Config)
+    for body in blocks(page, "toml"):
+        values = tomllib.loads(body)
+        values.pop("include", None)
+        keys = [key for name, value in values.items() for key in (value if isinstance(value, dict) else [name])]
+        assert not [key for key in keys if key not in knobs]
+
+
+@pytest.mark.parametrize(
+    ("name", "door"),
+    [
+        ("score", RewardFn),
+        ("shortest_wins", GroupRewardFn),
+        ("neither_easy_nor_hopeless", Filter),
+        ("think_again", Generate),
+    ],
+)
+def test_every_plug_in_the_docs_fits_its_door(name: str, door: type, tmp_path: Path):
+    body = next(body for body in blocks(ROOT / "docs" / "plugs.md", "python") if f"def {name}(" in body)
+    (tmp_path / f"{name}.py").write_text(body)
+    load(f"{tmp_path / name}.py:{name}", door)
