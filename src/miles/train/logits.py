@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from miles.kernels.head import logits_of
+
 _ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
 
 
@@ -33,15 +35,6 @@ def logprobs(
 def chunk_rows(head_VD: Tensor) -> int:
     """How many tokens' logits fit a scratch space that is small against a training step's activations."""
     return max(1, _ELEMENTS.get(head_VD.device.type, _ELEMENTS["cpu"]) // head_VD.shape[0])
-
-
-def logits_of(hidden_CD: Tensor, head_VD: Tensor) -> Tensor:
-    """Logits in float32 (float64 for float64 inputs), without rounding them to a low precision on the way."""
-    if hidden_CD.dtype in (torch.float32, torch.float64):
-        return hidden_CD @ head_VD.T
-    if hidden_CD.is_cuda:
-        return torch.mm(hidden_CD, head_VD.T, out_dtype=torch.float32)
-    return hidden_CD.float() @ head_VD.float().T
 
 
 class _Chunked(torch.autograd.Function):

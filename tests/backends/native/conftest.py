@@ -92,6 +92,30 @@ class Tiny:
             self.check(engine)
         return answers
 
+    def mixed(self, count: int, *, new: int = 30) -> list[tuple[np.ndarray, Sampling]]:
+        """Requests that draw in many manners."""
+        manners = [
+            {},
+            {"temperature": 0.7},
+            {"temperature": 0.0},
+            {"top_k": 5},
+            {"top_p": 0.8, "temperature": 1.3},
+            {"min_p": 0.05},
+        ]
+        return [
+            (prompt, Sampling(max_new_tokens=new, seed=100 + i, **manners[i % len(manners)]))
+            for i, prompt in enumerate(self.prompts(count))
+        ]
+
+    def alone(self, request: tuple[np.ndarray, Sampling], **knobs) -> Completion:
+        """The answer of an engine that does nothing else."""
+        return self.ask(self.engine(**knobs), [request])[0]
+
+    def same(self, one: Completion, other: Completion) -> None:
+        assert self.tokens(one) == self.tokens(other)
+        assert (one.status, one.reason) == (other.status, other.reason)
+        np.testing.assert_allclose(self.logprobs(one), self.logprobs(other), atol=2e-5)
+
     def check(self, engine: NativeEngine) -> None:
         """Nothing runs, and no page leaked."""
         scheduler = engine._scheduler

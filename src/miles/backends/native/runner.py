@@ -11,10 +11,10 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from miles.backends.native.scheduler import Plan
 from miles.core.types import Array
+from miles.kernels.head import logits_of
 from miles.kernels.paged import Ints, PagedAttend, PagedCache, lay_out
 from miles.models.decoder import Decoder, Routing
 from miles.models.spec import DecoderSpec
@@ -117,7 +117,7 @@ class Runner:
             lasts = np.cumsum(counts_B[singles:]) + (singles - 1)
             rows = np.concatenate((np.arange(singles), lasts[plan.leaders]))
             hidden_TD = hidden_TD.index_select(0, torch.from_numpy(rows).to(self.device))
-        logits_BV = F.linear(hidden_TD, self.decoder.head())
+        logits_BV = logits_of(hidden_TD, self.decoder.head())
         if plan.forks:
             rows = [*range(len(logits_BV)), *(row for row, _, _ in plan.forks)]
             logits_BV = logits_BV.index_select(0, torch.tensor(rows, device=self.device))

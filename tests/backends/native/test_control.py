@@ -1,0 +1,222 @@
+"""The engine under control: paused, put to sleep, given new weights in flight, asked the impossible, broken, closed."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from miles.cluster.local import Threaded
+from miles.core.errors import EngineError
+from miles.core.protocols import Sampling
+
+LONG = Sampling(max_new_tokens=30, ignore_eos=True)
+
+
+def test_no_step_is_made_while_paused_and_requests_go_on_after(tiny):
+    engine = tiny.engine()
+    asked = tiny.mixed(5)
+
+    async def story():
+        tasks = [asyncio.create_task(engine.generate(*request)) for request in asked]
+        while engine.stats()["steps"] < 3:
+            await asyncio.sleep(0)
+        await engine.pause()
+        before = engine.stats()["steps"]
+        late = asyncio.create_task(engine.generate(*asked[0]))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert engine.stats()["steps"] == before
+        assert (await engine.health())["waiting"] == 1
+        await engine.resume()
+        return await asyncio.gather(*tasks, late)
+
+    answers = asyncio.run(story())
+    tiny.check(engine)
+    for one, request in zip(answers, [*asked, asked[0]], strict=True):
+        tiny.same(one, tiny.alone(request))
+
+
+def test_an_engine_that_slept_holds_no_cache_meanwhile_and_continues_exactly(tiny):
+    engine = tiny.engine(page_size=4)
+    asked = tiny.mixed(5)
+
+    async def story():
+        tasks = [asyncio.create_task(engine.generate(*request)) for request in asked]
+        while engine.stats()["steps"] < 6:
+            await asyncio.sleep(0)
+        await engine.pause()
+        await engine.sleep()
+        assert engine._runner._cache is None
+        assert (await engine.health())["running"] == 0
+        await engine.wake()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        await engine.resume()
+        return await asyncio.gather(*tasks)
+
+    for one, request in zip(asyncio.run(story()), asked, strict=True):
+        tiny.same(one, tiny.alone(request))
+    tiny.check(engine)
+
+
+def test_every_token_carries_the_version_that_wrote_it_through_a_swap_in_flight(tiny):
+    first, second = tiny.decoder(seed=0), tiny.decoder(seed=1)
+    engine = tiny.engine(first, page_size=4)
+    asked = [(p, replace(LONG, seed=i)) for i, p in enumerate(tiny.prompts(4))]
+
+    async def story():
+        tasks = [asyncio.create_task(engine.generate(*request)) for request in asked]
+        while engine.stats()["steps"] < 11:
+            await asyncio.sleep(0)
+        tiny.publish(engine, second, number=1)
+        late = asyncio.create_task(engine.generate(*asked[0]))
+        return await asyncio.gather(*tasks, late)
+
+    *answers, late = asyncio.run(story())
+    tiny.check(engine)
+    for one, request in zip(answers, asked, strict=True):
+        assert [(span.version.number, len(span)) for span in one.spans] == [(0, 11), (1, 19)]
+        before = tiny.ask(tiny.engine(first), [request])[0]
+        assert tiny.tokens(one)[:11] == tiny.tokens(before)[:11]
+        assert tiny.tokens(one) != tiny.tokens(before)
+    assert [span.version.number for span in late.spans] == [1]
+    assert late.cached_tokens == 0
+    tiny.same(late, tiny.ask(tiny.engine(second), [asked[0]])[0])
+
+
+def test_weights_may_come_from_another_thread_while_the_engine_steps_on_its_own(tiny):
+    run = Threaded("engine")
+    engine = tiny.engine(run=run, page_size=4)
+    decoders = [tiny.decoder(seed=seed) for seed in range(3)]
+
+    async def story():
+        tasks = [asyncio.create_task(engine.generate(p, replace(LONG, max_new_tokens=80))) for p in tiny.prompts(6)]
+        for number, decoder in enumerate(decoders, start=1):
+            while engine.stats()["steps"] < 10 * number:
+                await asyncio.sleep(0)
+            await asyncio.to_thread(tiny.publish, engine, decoder, number)
+        return await asyncio.gather(*tasks)
+
+    answers = asyncio.run(story())
+    run.close()
+    tiny.check(engine)
+    for answer in answers:
+        assert [span.version.number for span in answer.spans] == [0, 1, 2, 3]
+        assert sum(map(len, answer.spans)) == 80
+
+
+def test_routing_is_split_with_the_spans_and_survives_preemption(tiny):
+    decoder = tiny.decoder(spec=tiny.moe_spec)
+    asked = [(p, replace(LONG, seed=i)) for i, p in enumerate(tiny.prompts(6))]
+    roomy = tiny.ask(tiny.engine(decoder, page_size=4), asked)
+    engine = tiny.engine(decoder, page_size=4, kv_tokens=100)
+    tight = tiny.ask(engine, asked)
+    assert engine.stats()["preemptions"] > 0
+    for one, other in zip(tight, roomy, strict=True):
+        routed = one.spans[0].extras["routed_experts"]
+        assert np.array_equal(routed, other.spans[0].extras["routed_experts"])
+        assert (routed[:-1] < 6).all()
+        assert (routed[-1] == 255).all()
+    (plain,) = tiny.ask(tiny.engine(decoder, record_routing=False), asked[:1])
+    assert plain.spans[0].extras == {}
+
+
+# -- what goes wrong ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokens", "how", "message"),
+    [
+        ([], {}, "non-empty list of tokens"),
+        ([[1, 2]], {}, r"int32 of shape \(1, 2\)"),
+        ([2.5], {}, "not float64"),
+        ([2, 61], {}, "token 61 is outside the vocabulary of 61"),
+        ([-1, 2], {}, "token -1 is outside"),
+        ([2, 3], {"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ([2] * 200, {"max_new_tokens": 57}, "200 prompt tokens and max_new_tokens 57 exceed the model's 256 positions"),
+        ([2] * 100, {"max_new_tokens": 29}, "exceed the key-value cache of 128 tokens; raise --engine-kv-tokens"),
+        ([2], {"temperature": -1.0}, "temperature is -1.0"),
+        ([2], {"temperature": float("nan")}, "temperature is nan"),
+        ([2], {"top_p": 0.0}, "top_p is 0.0"),
+        ([2], {"top_k": 0}, "top_k is 0"),
+        ([2], {"min_p": 1.5}, "min_p is 1.5"),
+        ([2], {"stop": ("",)}, "a stop string is empty"),
+        ([2], {"stop": ("x",)}, "stop strings need a tokenizer"),
+    ],
+)
+def test_a_request_that_can_never_be_served_is_refused_in_one_sentence(tiny, tokens, how, message):
+    engine = tiny.engine(kv_tokens=128)
+    array = np.array(tokens) if tokens and isinstance(tokens[0], float) else np.array(tokens, np.int32)
+    with pytest.raises(EngineError, match=message):
+        tiny.ask(engine, [(array, Sampling(**{"max_new_tokens": 4, **how}))])
+    tiny.check(engine)
+
+
+def test_a_request_that_fills_the_whole_cache_is_served(tiny):
+    engine = tiny.engine(kv_tokens=128)
+    prompt = tiny.prompts(1, low=100, high=101)[0]
+    (answer,) = tiny.ask(engine, [(prompt, replace(LONG, max_new_tokens=28))])
+    assert len(tiny.tokens(answer)) == 28
+
+
+def test_an_error_in_a_step_reaches_every_caller_and_the_engine_serves_on(tiny):
+    engine = tiny.engine(page_size=4)
+    good, broken = tiny.decoder(), tiny.decoder()
+    with torch.no_grad():
+        broken.norm.weight[0] = float("nan")
+
+    async def story():
+        tasks = [asyncio.create_task(engine.generate(p, LONG)) for p in tiny.prompts(3)]
+        while engine.stats()["steps"] < 3:
+            await asyncio.sleep(0)
+        tiny.publish(engine, broken, number=1)
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    errors = asyncio.run(story())
+    assert [type(error) for error in errors] == [EngineError] * 3
+    assert "not finite" in str(errors[0])
+    tiny.check(engine)
+    tiny.publish(engine, good, number=2)
+    request = (tiny.prompts(1)[0], LONG)
+    tiny.same(tiny.ask(engine, [request])[0], tiny.alone(request))
+
+
+def test_a_stop_string_decoder_that_fails_is_the_callers_error_and_no_hang(tiny):
+    def decode(tokens):
+        raise RuntimeError("no such token")
+
+    engine = tiny.engine(decode=decode)
+    with pytest.raises(RuntimeError, match="no such token"):
+        tiny.ask(engine, [(tiny.prompts(1)[0], replace(LONG, stop=("x",)))])
+    tiny.check(engine)
+
+
+def test_a_closed_engine_fails_those_who_wait_and_refuses_new_ones(tiny):
+    engine = tiny.engine()
+
+    async def story():
+        task = asyncio.create_task(engine.generate(tiny.prompts(1)[0], LONG))
+        while engine.stats()["steps"] < 3:
+            await asyncio.sleep(0)
+        await engine.close()
+        with pytest.raises(EngineError, match="was closed"):
+            await task
+        with pytest.raises(EngineError, match="takes no more requests"):
+            await engine.generate(tiny.prompts(1)[0], LONG)
+
+    asyncio.run(story())
+    tiny.check(engine)
+
+
+def test_an_idle_engine_has_no_task(tiny):
+    engine = tiny.engine()
+
+    async def story():
+        await engine.generate(tiny.prompts(1)[0], LONG)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(story())
