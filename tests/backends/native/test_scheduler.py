@@ -206,11 +206,12 @@ def test_a_prompt_longer_than_a_chunk_is_computed_in_pieces_beside_the_running()
     world = World(pages=60, seats=9, chunk=5)
     first = world.submit(range(3), new=20)
     world.step()
-    world.submit(range(50, 62), new=2)
+    world.submit(range(50, 61), new=2)
     lengths = []
     for _ in range(3):
         lengths.append([length for _, length in world.step().work])
-    assert lengths == [[1, 5], [1, 5], [1, 2]]
+    assert lengths == [[1, 5], [1, 5], [1, 1]]
+    assert world.scheduler.counters.prefilled_tokens == 3 + 11
     assert first in world.scheduler.running
     world.drain()
 

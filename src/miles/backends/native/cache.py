@@ -121,6 +121,7 @@ class Pages:
         self.epoch += 1
         self._index.clear()
         self._keys.clear()
+        self._unwritten.clear()
         self._free.extend(self._idle)
         self._idle.clear()
 

@@ -92,6 +92,7 @@ class Scheduler:
                 budget -= self._chunk_of(plan, sequence, min(todo, budget))
             elif sequence.computed < len(sequence.pages) * size or self._grow(sequence):
                 plan.singles.append(sequence)
+                self.counters.prefilled_tokens += sequence.fresh  # the last token of a prompt cut into chunks
                 if (sequence.computed + 1) % size == 0:
                     self._enter(sequence, sequence.computed + 1)
         self._admit(plan, budget)
