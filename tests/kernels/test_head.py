@@ -21,4 +21,6 @@ def test_logits_are_the_exact_product_up_to_float32(device, dtype):
 
 
 def test_float64_stays_float64():
-    assert logits_of(torch.ones(1, 2, dtype=torch.float64), torch.ones(3, 2, dtype=torch.float64)).dtype == torch.float64
+    assert (
+        logits_of(torch.ones(1, 2, dtype=torch.float64), torch.ones(3, 2, dtype=torch.float64)).dtype == torch.float64
+    )

@@ -25,6 +25,7 @@ from miles.observe.read import read_rows
 from miles.observe.rollouts import RolloutDump
 from miles.observe.summary import Summary, Turn, print_summary, summarise
 from miles.observe.tensorboard import TensorBoard
+from miles.observe.trace import Trace
 from miles.observe.view import View, make_view
 from miles.schedule.loop import Loop
 from miles.schedule.recover import Checkpoints, Cursor, read_cursor
@@ -110,7 +111,9 @@ async def _run(
 
 def _draw(directory: Path, view: View) -> None:
     try:
-        draw_curves(directory / "metrics.jsonl", directory / "curves.png", directory.name)
+        draw_curves(
+            directory / "metrics.jsonl", directory / "curves.png", f"{directory.resolve().parent.name}/{directory.name}"
+        )
     except ImportError as error:
         view.note(f"curves.png was not drawn: {error}")
 
@@ -134,7 +137,7 @@ def _journal(
     strict = config.schedule.max_weight_staleness == 0 and not directory.rescheduled
     fresh = not (directory.path / "events.jsonl").exists()
     marks = None if fresh else (cursor.marks if cursor is not None else {})
-    keepers: list[Keeper] = []
+    keepers: list[Keeper] = [Trace(directory.path / "trace", clock=time.time)]
     if config.observe.save_rollouts:
         keepers.append(RolloutDump(directory.path / "rollouts"))
     if config.observe.use_tensorboard:

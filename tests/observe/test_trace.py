@@ -1,0 +1,42 @@
+"""The trace is readable whenever the run ended, and its spans add up."""
+
+import json
+
+from miles.core.events import Evaluated, RunStarted, StepFinished
+from miles.core.types import Version
+from miles.observe.trace import Trace
+
+
+def read(path):
+    """As trace viewers do: the closing bracket may be missing."""
+    return json.loads(path.read_text().rstrip().rstrip(",") + "]")
+
+
+def life(folder, *, begin, at):
+    now = iter(at)
+    trace = Trace(folder, clock=lambda: next(now))
+    trace(RunStarted(step=begin, steps=9))
+    seconds = {"rollout": 2.0, "train": 3.0, "publish": 0.5, "train/pack": 1.0, "train/optimize": 2.0, "step": 5.5}
+    trace(StepFinished(step=begin + 1, version=Version(), metrics={}, seconds=seconds))
+    trace(Evaluated(step=begin + 1, metrics={}, seconds={"evaluate": 4.0}))
+    trace.close()
+
+
+def test_the_phases_of_a_step_follow_each_other_and_its_parts_lie_within(tmp_path):
+    life(tmp_path, begin=0, at=[10.0, 14.0])
+    spans = {record["name"]: record for record in read(tmp_path / "loop.json") if record["ph"] == "X"}
+    ends = {name: (record["ts"], record["ts"] + record["dur"]) for name, record in spans.items()}
+    assert ends["rollout 1"] == (4_500_000, 6_500_000)
+    assert ends["train 1"] == (6_500_000, 9_500_000)
+    assert ends["publish 1"] == (9_500_000, 10_000_000)
+    assert ends["evaluate 1"] == (10_000_000, 14_000_000)
+    assert ends["train/pack"] == (6_500_000, 7_500_000) and ends["train/optimize"] == (7_500_000, 9_500_000)
+
+
+def test_a_continued_run_adds_a_life_of_its_own(tmp_path):
+    life(tmp_path, begin=0, at=[10.0, 14.0])
+    life(tmp_path, begin=1, at=[30.0, 34.0])
+    records = read(tmp_path / "loop.json")
+    assert {record["pid"] for record in records} == {1, 2}
+    named = [record["args"]["name"] for record in records if record["name"] == "process_name"]
+    assert named == ["life 1, from step 0", "life 2, from step 1"]
