@@ -28,7 +28,7 @@ FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[[^\]\n]*\]\(([^)\s]+)\)")
 FLAG = re.compile(r"(?<![\w-])--[a-zA-Z][\w-]*")
 # flags of the commands themselves, and of other programs
-OTHERS = {"--help", "--version", "--json", "--flags", "--no-NAME"}
+OTHERS = {"--help", "--version", "--json", "--flags", "--no-NAME", "--rounds", "--threads"}
 
 
 def named(file: Path) -> str:

@@ -96,8 +96,8 @@ class Command:
             self._process.join(0.02)
         assert text in self._read("out"), self._read("err")
 
-    def done(self) -> Done:
-        self._process.join(300)
+    def done(self, patience: float = 300) -> Done:
+        self._process.join(patience)
         return Done(self._process.exitcode, self._read("out"), self._read("err"))
 
     def _read(self, name: str) -> str:
@@ -105,9 +105,9 @@ class Command:
         return path.read_text() if path.exists() else ""
 
 
-def miles(*argv: str, kill_at: str = "") -> Done:
+def miles(*argv: str, kill_at: str = "", patience: float = 300) -> Done:
     """Run the command to its end; ``kill_at`` is ``module:Class.method:n``, to die in its n-th call."""
-    return Command(*argv, kill_at=kill_at).done()
+    return Command(*argv, kill_at=kill_at).done(patience)
 
 
 def _child(argv: tuple[str, ...], kill_at: str, said: Path) -> None:

@@ -27,6 +27,10 @@ TEMPLATE = (
 """Every question stands alone: a model that reverses words needs no memory of the last one."""
 
 
+LONGER = 2.0
+"""How much likelier a demonstration is for each letter more: a length that is never right cannot be reinforced."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """How many words of which lengths; no held-out word is ever trained on."""
@@ -42,16 +46,19 @@ def write_task(folder: Path, task: Task, seed: int) -> None:
     """``heldout.jsonl``, ``warmup.jsonl`` and ``train.jsonl``, rows of ``{"input": "abc", "label": "cba"}``."""
     chance = random.Random(f"words {seed}")
 
-    def word() -> str:
-        return "".join(chance.choices(ascii_lowercase, k=chance.randint(task.shortest, task.longest)))
+    lengths = range(task.shortest, task.longest + 1)
+
+    def word(favour: float = 1.0) -> str:
+        (length,) = chance.choices(lengths, [favour**n for n in lengths])
+        return "".join(chance.choices(ascii_lowercase, k=length))
 
     heldout: dict[str, None] = {}
     while len(heldout) < task.heldout_words:
         heldout[word()] = None
-    for name, count in (("warmup", task.warmup_words), ("train", task.train_words)):
+    for name, count, favour in (("warmup", task.warmup_words, LONGER), ("train", task.train_words, 1.0)):
         words: list[str] = []
         while len(words) < count:
-            if (one := word()) not in heldout:
+            if (one := word(favour)) not in heldout:
                 words.append(one)
         _write_rows(folder / f"{name}.jsonl", words)
     _write_rows(folder / "heldout.jsonl", list(heldout))
