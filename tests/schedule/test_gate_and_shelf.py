@@ -3,11 +3,12 @@
 import asyncio
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles.core.types import Group, Prompt
+from miles.core.types import Group, Prompt, Sample, Version
 from miles.schedule.cadence import Cadence
 from miles.schedule.gate import Gate, places
 from miles.schedule.shelf import Finished, Shelf
@@ -84,6 +85,29 @@ def test_a_wider_shelf_lets_few_overtake_and_remembers_who():
         assert shelf.cursor == (6, (7, 8))
 
     asyncio.run(scenario())
+
+
+def test_a_shelf_shows_a_few_rows_that_one_version_alone_wrote():
+    def row(*numbers: int) -> Sample:
+        zeros = np.zeros(len(numbers), np.float32)
+        return Sample(
+            prompt_id=0,
+            trajectory=0,
+            tokens=np.zeros(len(numbers), np.int32),
+            mask=np.array(numbers) >= 0,
+            logprobs=zeros,
+            advantages=zeros,
+            versions=np.array(numbers, np.int32),
+        )
+
+    shelf = Shelf()
+    group = finished(0).group
+    shelf.put(Finished(ticket=0, group=group, rows=(row(-1, 3, 3), row(-1, 2, 3)), reason="kept"))
+    shelf.put(Finished(ticket=1, group=group, rows=(row(-1, 3), row(-1, 3)), reason="kept"))
+    shelf.put(Finished(ticket=2, group=group, rows=None, reason="dropped"))
+    assert [len(one) for one in shelf.fresh(Version(number=3), 2)] == [3, 2]
+    assert shelf.fresh(Version(number=4), 2) == ()
+    assert shelf.cursor == (0, ()), "looking takes nothing"
 
 
 @settings(deadline=None, max_examples=300)

@@ -8,7 +8,7 @@ import torch
 from tests.train.parts import EPS, MOE, distance, model, named, ragged, sample, step, twin, weights, worker
 
 from miles.core.errors import MilesError, ParityError, UsageError
-from miles.core.types import Sample
+from miles.core.types import Batch, Sample
 
 
 def oracle_logprobs(reference, s: Sample, temperature=1.0):
@@ -353,3 +353,15 @@ def test_a_policy_that_drifted_from_its_engine_is_not_trained_on():
     ):
         step(trainer, samples)
     assert all(torch.equal(before[name], tensor) for name, tensor in trainer.weights().items())
+
+
+def test_when_all_of_a_batch_is_older_waiting_samples_are_compared_and_not_trained_on():
+    stale, waiting = ragged(4, version=-1), ragged(3, seed=1, version=0)
+    alone, _ = trained(stale)
+    trainer = worker(model())
+    report = asyncio.run(trainer.step(Batch(step=1, samples=stale, num_groups=1, probe=waiting)))
+    assert "parity_mean_abs" not in alone
+    assert report.metrics["parity_tokens"] == sum(s.mask.sum() for s in waiting)
+    plain = worker(model())
+    step(plain, stale)
+    assert distance(weights(trainer), weights(plain)) == 0
