@@ -1,5 +1,6 @@
 """Whole runs through the front door, in every mode one process has."""
 
+import io
 import json
 import os
 
@@ -9,6 +10,7 @@ import torch
 from tests.launch.small_run import STEPS, flags, miles, write_world
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from miles.launch.main import main
 from miles.models import hub
 
 
@@ -143,3 +145,10 @@ def test_a_run_loaded_at_its_end_is_refused(world, tmp_path):
     trained(world, tmp_path / "first", steps=2)
     done = miles("train", *flags(world, tmp_path / "second", "--load", str(tmp_path / "first"), steps=2))
     assert done.returncode == 1 and "raise --num-rollout" in done.stderr
+
+
+def test_chat_goes_on_after_what_it_cannot_answer(world, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{'a' * 70}\nabc\n"))
+    assert main(["chat", str(world), "--device", "cpu", "--rollout-max-response-len", "4"]) == 0
+    said = capsys.readouterr()
+    assert "fills the model's 64 positions" in said.err and len(said.out.splitlines()) == 1

@@ -42,11 +42,11 @@ async def _chat(config: Config) -> None:
         if not line:
             conversation.forget()
             continue
-        asked = conversation.ask(line)
-        sampling = replace(conversation.sampling(len(asked)), seed=config.rollout.rollout_seed + turn)
         try:
+            asked = conversation.ask(line)
+            sampling = replace(conversation.sampling(len(asked)), seed=config.rollout.rollout_seed + turn)
             completion = await engine.generate(np.array(asked, np.int32), sampling)
-        except EngineError as error:
+        except MilesError as error:  # what cannot be answered ends the conversation so far, not the chat
             print(f"miles: {error}", file=sys.stderr)
             conversation.forget()
             continue
@@ -86,7 +86,8 @@ class Conversation:
         sampling = training_sampling(self._rollout)
         room = self._policy.spec.max_positions - asked
         if room < 1:
-            raise MilesError(f"The conversation fills the model's {self._policy.spec.max_positions} positions.")
+            positions = self._policy.spec.max_positions
+            raise EngineError(f"the conversation fills the model's {positions} positions, so it starts over")
         return replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
 
 

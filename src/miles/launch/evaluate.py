@@ -29,9 +29,11 @@ async def _evaluate(config: Config) -> Mapping[str, float]:
         with view.stage("Loading the model and the prompts"):
             policy = read_policy(config)
             engine = engine_of(config, policy, Inline())
-            evaluator, _ = evaluator_of(config, answering_of(config, policy), engine)
+            evaluator, notes = evaluator_of(config, answering_of(config, policy), engine)
             await serve_checkpoint(engine, policy)
         assert evaluator is not None, "a rule asks for --eval-prompt-data"
+        for note in notes:
+            view.note(note)
         with view.stage("Answering"):
             return await evaluator()
     finally:

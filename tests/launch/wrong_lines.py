@@ -1,0 +1,258 @@
+"""Command lines with something wrong, and every sentence each must be told."""
+
+# A complete recipe, and what is wrong with a command line that says this as well.
+WRONG: list[tuple[str, list[str]]] = [
+    # words
+    ("--rollout-batch-sise 3", ["--rollout-batch-sise is not a flag; did you mean --rollout-batch-size?"]),
+    ("--rollout_batch_size 16", ["--rollout_batch_size is not a flag; did you mean --rollout-batch-size?"]),
+    ("--bananas", ["--bananas is not a flag; see --help for all of them."]),
+    ("-lr 3", ["-lr is not a flag; did you mean --lr?"]),
+    ("more.toml", ["'more.toml' is not expected here: values follow their flag, as in --lr 1e-6."]),
+    ("--colocate more.toml", ["--colocate takes no value, but was given 'more.toml'."]),
+    ("--lr", ["--lr needs a value: a number."]),
+    ("--lr --colocate", ["--lr needs a value: a number."]),
+    ("--lr abc", ["--lr takes a number, not 'abc'."]),
+    ("--lr 1,5", ["--lr takes a number, not '1,5'."]),
+    ("--lr 1e-6 2e-6", ["--lr takes one value, but was given 2: 1e-6 2e-6."]),
+    ("--lr nan", ["--lr takes a number, not 'nan'."]),
+    ("--lr 1e-6 --lr 1e-5", ["'--lr 1e-6' and '--lr 1e-5' contradict each other; keep one."]),
+    ("--num-rollout 1e3", ["--num-rollout takes a whole number, not '1e3'."]),
+    ("--num-rollout ten", ["--num-rollout takes a whole number, not 'ten'."]),
+    (
+        "--hf-checkpoint ''",
+        ["--hf-checkpoint was given an empty value, but takes text (is a shell variable unset?)."],
+    ),
+    ("--use-kl-loss true", ["--use-kl-loss takes no value, but was given 'true'."]),
+    ("--use-kl-loss --no-use-kl-loss", ["'--use-kl-loss' and '--no-use-kl-loss' contradict each other; keep one."]),
+    (
+        "--kl-loss-type low_var",
+        ["--kl-loss-type takes one of k1, k2, k3, low_var_kl, not 'low_var'; did you mean low_var_kl?"],
+    ),
+    ("--advantage-estimator ppo", ["--advantage-estimator takes one of grpo, not 'ppo'."]),
+    (
+        "--apply-chat-template-kwargs {a:1}",
+        ["--apply-chat-template-kwargs takes a JSON object like '{\"key\": 1}', not '{a:1}'."],
+    ),
+    ("--rollout-stop-token-ids 1 two", ["--rollout-stop-token-ids takes whole numbers, not 'two'."]),
+    # flags of other houses
+    (
+        "--tensor-model-parallel-size 1",
+        [
+            "--tensor-model-parallel-size belongs to the Megatron backend, which this version does not have; "
+            "leave it out."
+        ],
+    ),
+    (
+        "--sglang-mem-fraction-static 0.8",
+        [
+            "--sglang-mem-fraction-static belongs to the SGLang backend, which this version does not have; "
+            "size the cache with --engine-kv-tokens."
+        ],
+    ),
+    (
+        "--sglang-anything-new 1",
+        ["--sglang-anything-new belongs to the SGLang backend, which this version does not have; leave it out."],
+    ),
+    (
+        "--num-layers 28",
+        ["--num-layers describes the model, which the checkpoint's own config.json does here; leave it out."],
+    ),
+    (
+        "--use-wandb",
+        ["--use-wandb is not in this version; use --use-tensorboard, or read metrics.jsonl in the run directory."],
+    ),
+    # ranges
+    ("--lr -1", ["--lr must be at least 0, not -1."]),
+    ("--rollout-top-p 0", ["--rollout-top-p must be above 0 and at most 1, not 0."]),
+    ("--rollout-top-p 1.5", ["--rollout-top-p must be above 0 and at most 1, not 1.5."]),
+    ("--rollout-top-k 0", ["--rollout-top-k must be at least 1, or -1, not 0."]),
+    ("--max-weight-staleness -1", ["--max-weight-staleness must be at least 0, not -1."]),
+    ("--save-interval 0", ["--save-interval must be at least 1, not 0."]),
+    ("--eps-clip-high -0.1", ["--eps-clip-high must be at least 0, not -0.1."]),
+    ("--eps-clip-c 1", ["--eps-clip-c must be above 1, not 1."]),
+    ("--adam-beta2 1", ["--adam-beta2 must be at least 0 and below 1, not 1."]),
+    ("--rollout-stop-token-ids 3 -4", ["--rollout-stop-token-ids must be at least 0, not -4."]),
+    ("--num-rollout 0", ["--num-rollout must be at least 1, not 0."]),
+    # what is on disk
+    (
+        "--hf-checkpoint nowhere",
+        ["--hf-checkpoint nowhere does not exist; name the local folder of a Hugging Face checkpoint."],
+    ),
+    ("--hf-checkpoint good.toml", ["--hf-checkpoint good.toml is a file; name the folder it is in."]),
+    (
+        "--hf-checkpoint weights",
+        [
+            "--hf-checkpoint weights has no config.json, only model.safetensors; name the folder of a Hugging Face "
+            "checkpoint."
+        ],
+    ),
+    (
+        "--hf-checkpoint empty",
+        ["--hf-checkpoint empty has no config.json, nothing; name the folder of a Hugging Face checkpoint."],
+    ),
+    (
+        "--hf-checkpoint odd",
+        [
+            "--hf-checkpoint odd cannot be used: architectures of config.json is OddForCausalLM, which is not "
+            "supported; the supported ones are LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, "
+            "Qwen3MoeForCausalLM."
+        ],
+    ),
+    ("--no-hf-checkpoint", ["--hf-checkpoint is missing: name the folder of the model to start from."]),
+    ("--no-prompt-data", ["--prompt-data is missing: name a .jsonl or .parquet file of prompts."]),
+    (
+        "--prompt-data data/tran.jsonl",
+        ["--prompt-data data/tran.jsonl does not exist; data holds held.jsonl, train.jsonl."],
+    ),
+    ("--prompt-data data/notes.txt", ["--prompt-data data/notes.txt is not a .jsonl or .parquet file."]),
+    ("--prompt-data no/x.jsonl@[0:3]", ["--prompt-data no/x.jsonl does not exist, nor does the folder no."]),
+    (
+        "--prompt-data data/train.jsonl@[a:b]",
+        [
+            "The slice of data/train.jsonl@[a:b] must be two row numbers, either may be absent, "
+            "as in file.jsonl@[0:100]."
+        ],
+    ),
+    ("--ref-load nowhere", ["--ref-load nowhere does not exist; name the local folder of a Hugging Face checkpoint."]),
+    ("--load nowhere", ["--load nowhere is not a folder; name a run or one of its checkpoints."]),
+    ("--save good.toml", ["--save good.toml is a file; name a folder for the run."]),
+    # what does not go together
+    (
+        "--no-num-rollout",
+        ["--num-rollout is missing: say how many steps to train (or --num-epoch, how often to read the prompts)."],
+    ),
+    (
+        "--num-epoch 2",
+        ["--num-rollout and --num-epoch both set the length of the run; keep one (--no-num-epoch drops the other)."],
+    ),
+    (
+        "--no-num-rollout --num-epoch 1 --rollout-batch-size 64",
+        [
+            "The 40 prompts of data/train.jsonl read --num-epoch 1 times do not fill one step of "
+            "--rollout-batch-size 64; lower it, or read them more often."
+        ],
+    ),
+    ("--no-rm-type", ["--rm-type is missing: name a built-in reward, or your own with --custom-rm-path."]),
+    ("--custom-rm-path a.b:c", ["--rm-type and --custom-rm-path both name a reward; keep one."]),
+    ("--group-rm", ["--group-rm needs --custom-rm-path: built-in rewards score one attempt at a time."]),
+    (
+        "--no-rm-type --custom-rm-path reward",
+        ["--custom-rm-path reward is not an address: write package.module:name, or file.py:name."],
+    ),
+    (
+        "--dynamic-sampling-filter-path nonzero",
+        [
+            "--dynamic-sampling-filter-path nonzero is not an address: write package.module:name, or file.py:name; "
+            "built in are nonzero_std, keep_all."
+        ],
+    ),
+    (
+        "--global-batch-size 48",
+        [
+            "--rollout-batch-size 16 × --n-samples-per-prompt 8 = 128, which --global-batch-size 48 does not divide; "
+            "32 or 64 would."
+        ],
+    ),
+    (
+        "--num-steps-per-rollout 3",
+        [
+            "--rollout-batch-size 16 × --n-samples-per-prompt 8 = 128, which --num-steps-per-rollout 3 does not "
+            "divide; 2 or 4 would."
+        ],
+    ),
+    (
+        "--global-batch-size 64 --num-steps-per-rollout 4",
+        [
+            "--rollout-batch-size 16 × --n-samples-per-prompt 8 = 128, but --global-batch-size 64 × "
+            "--num-steps-per-rollout 4 = 256; drop one of the last two."
+        ],
+    ),
+    (
+        "--n-samples-per-prompt 1",
+        ["--advantage-estimator grpo compares attempts, so --n-samples-per-prompt must be at least 2."],
+    ),
+    (
+        "--colocate --max-weight-staleness 2",
+        ["--colocate and --max-weight-staleness 2 contradict each other: planes that take turns cannot run ahead."],
+    ),
+    (
+        "--rollout-temperature 0",
+        ["--rollout-temperature 0 is greedy, and all attempts at a prompt would be the same; use 1."],
+    ),
+    ("--kl-loss-coef 0.1", ["--kl-loss-coef 0.1 does nothing without --use-kl-loss; add that."]),
+    (
+        "--lr-warmup-iters 3 --lr-warmup-fraction 0.1",
+        ["--lr-warmup-iters and --lr-warmup-fraction both set the warm-up; keep one."],
+    ),
+    ("--lr 1e-6 --min-lr 1", ["--min-lr 1 is above --lr 1e-06; a schedule ends at or below its peak."]),
+    (
+        "--lr-warmup-iters 30 --lr-decay-iters 20",
+        ["--lr-warmup-iters 30 is longer than the whole --lr-decay-iters 20."],
+    ),
+    ("--parity-stop 0.001", ["--parity-stop 0.001 is below --parity-tolerance 0.01; the light turns red first."]),
+    (
+        "--eval-interval 5",
+        ["--eval-interval needs --eval-prompt-data: a name and a file for each held-out set."],
+    ),
+    (
+        "--eval-prompt-data held",
+        ["--eval-prompt-data takes pairs of a name and a file, and these do not pair up: held."],
+    ),
+    (
+        "--eval-prompt-data a data/held.jsonl a data/held.jsonl",
+        ["--eval-prompt-data names the set a twice; give each held-out set its own name."],
+    ),
+    (
+        "--eval-prompt-data held data/hold.jsonl",
+        ["--eval-prompt-data held data/hold.jsonl does not exist; data holds held.jsonl, train.jsonl."],
+    ),
+    (
+        "--use-rollout-routing-replay",
+        ["--use-rollout-routing-replay is for mixtures of experts, and --hf-checkpoint is not one; leave it out."],
+    ),
+    (
+        "--hf-checkpoint moe --use-rollout-routing-replay --disable-engine-record-routing",
+        ["--use-rollout-routing-replay needs recorded routing; drop --disable-engine-record-routing."],
+    ),
+    (
+        "--rollout-max-prompt-len 100 --rollout-max-context-len 100",
+        ["--rollout-max-prompt-len 100 leaves no room for a response within --rollout-max-context-len 100."],
+    ),
+    (
+        "--shelf-window 4",
+        ["--shelf-window 4 lets groups overtake further than --max-weight-staleness 0 allows; at most 1 here."],
+    ),
+    (
+        "--rollout-max-prompt-len 1024",
+        ["--rollout-max-prompt-len 1024 is more than the 512 positions of --hf-checkpoint; lower it."],
+    ),
+    (
+        "--actor-num-gpus-per-node 8",
+        ["--actor-num-gpus-per-node 8 asks for more than one device, and this version runs on one; leave it out."],
+    ),
+    (
+        "--loss-type sft_loss",
+        [
+            "--loss-type sft_loss learns from demonstrations, where --rm-type means nothing; leave it out.",
+            "--loss-type sft_loss learns from demonstrations, where --n-samples-per-prompt means nothing; "
+            "leave it out.",
+        ],
+    ),
+    # several at once, and none that follows from another
+    (
+        "--hf-chekpoint x --lr x --group-rm --n-samples-per-prompt",
+        [
+            "--hf-chekpoint is not a flag; did you mean --hf-checkpoint?",
+            "--lr takes a number, not 'x'.",
+            "--n-samples-per-prompt needs a value: a whole number.",
+            "--group-rm needs --custom-rm-path: built-in rewards score one attempt at a time.",
+        ],
+    ),
+    (
+        "--no-rm-type --rm-typ math --num-rolout 3 --no-num-rollout",
+        [
+            "--rm-typ is not a flag; did you mean --rm-type?",
+            "--num-rolout is not a flag; did you mean --num-rollout?",
+        ],
+    ),
+]
