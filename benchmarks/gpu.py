@@ -32,26 +32,18 @@ from miles.launch import demo_task
 from miles.models import hub
 from miles.models.decoder import Decoder
 from miles.models.footprint import forward_flops_per_token
-from miles.models.spec import DecoderSpec, RopeSpec
+from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, RopeSpec
 from miles.sync.publish import Publication
 from miles.train.config import TrainConfig
 from miles.train.worker import Worker
 
+ATTENTION = AttentionSpec(num_heads=16, num_kv_heads=8, head_dim=128, rope=RopeSpec(theta=1e6), qk_norm="head")
 QWEN3_0_6B = DecoderSpec(
     family="qwen3",
     vocab_size=151936,
     hidden_size=1024,
-    intermediate_size=3072,
-    num_layers=28,
-    num_heads=16,
-    num_kv_heads=8,
-    head_dim=128,
     norm_eps=1e-6,
-    rope=RopeSpec(theta=1e6),
-    qk_norm=True,
-    qkv_bias=False,
-    output_bias=False,
-    mlp_bias=False,
+    layers=28 * (LayerSpec(mixer=ATTENTION, ffn=MlpSpec(size=3072)),),
     tie_embeddings=True,
     max_positions=40960,
     eos_token_ids=(151645,),

@@ -32,6 +32,7 @@ HEAVY = ("torch", "numpy", "transformers", "rich", "yaml", "pyarrow", "matplotli
 TORCH_FREE = (
     *("core", "config", "rollout", "schedule", "plug"),
     *("models.spec", "models.families", "models.footprint", "models.files", "models.names", "algo.credit"),
+    *("models.reader", "models.sources"),
     *("launch.main", "launch.config", "launch.rules", "launch.plan", "launch.doctor", "launch.show"),
 )
 LINES = ("--help", "train --help", "demo --help", "--version", "train --bananas 3", "demo --steps x", "zzz")

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles.kernels.grouped import collect, dispatch, grouped_linear, order_rows
+from miles.kernels.grouped import collect, dispatch, grouped_linear, order_rows, weigh
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -20,27 +20,52 @@ def made(*shape, seed=0):
     return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
 
 
-def plain(x_TD, weight_END, groups_Tk, weights_Tk):
-    return torch.einsum("tk,tkn->tn", weights_Tk, torch.einsum("td,tknd->tkn", x_TD, weight_END[groups_Tk]))
+def plain(x_TD, weight_END, groups_Tk, weights_Tk, bias_EN=None):
+    rows_TkN = torch.einsum("td,tknd->tkn", x_TD, weight_END[groups_Tk])
+    return torch.einsum("tk,tkn->tn", weights_Tk, rows_TkN if bias_EN is None else rows_TkN + bias_EN[groups_Tk])
+
+
+def same_gradients(ours, theirs, leaves, others, bound):
+    weight = made(*ours.shape, seed=9).detach().to(ours.device)
+    grads = torch.autograd.grad((ours * weight).sum(), leaves)
+    for a, b in zip(grads, torch.autograd.grad((theirs * weight).sum(), others), strict=True):
+        assert (a - b).abs().max() <= bound * b.abs().max().clamp(min=1.0)
+
+
+SIZES = {
+    "tokens": st.integers(1, 12),
+    "choices": st.integers(1, 3),
+    "more": st.integers(0, 4),
+    "seed": st.integers(0, 100),
+}
 
 
 @settings(max_examples=30, deadline=None)
-@given(tokens=st.integers(1, 12), choices=st.integers(1, 3), more=st.integers(0, 4), seed=st.integers(0, 100))
-def test_dispatch_product_and_collect_are_the_plain_sum_and_so_are_their_gradients(tokens, choices, more, seed):
+@given(**SIZES, biased=st.booleans())
+def test_dispatch_product_and_collect_are_the_plain_sum_and_so_are_their_gradients(tokens, choices, more, seed, biased):
+    count = choices + more
+    groups_Tk = groups(tokens, choices, count, seed)
+    leaves = [made(tokens, 5, seed=1), made(count, 4, 5, seed=2), made(tokens, choices, seed=3)]
+    leaves += [made(count, 4, seed=4)] * biased
+    rows = order_rows(groups_Tk, count)
+    ours = collect(grouped_linear(dispatch(leaves[0], rows), leaves[1], rows, *leaves[3:]), leaves[2], rows)
+    theirs = plain(leaves[0], leaves[1], groups_Tk, *leaves[2:])
+    assert torch.allclose(ours, theirs, rtol=0, atol=1e-12)
+    same_gradients(ours, theirs, leaves, leaves, 1e-12)
+
+
+@settings(max_examples=30, deadline=None)
+@given(**SIZES)
+def test_weights_may_be_put_on_what_goes_in_instead(tokens, choices, more, seed):
     count = choices + more
     groups_Tk = groups(tokens, choices, count, seed)
     leaves = [made(tokens, 5, seed=1), made(count, 4, 5, seed=2), made(tokens, choices, seed=3)]
     rows = order_rows(groups_Tk, count)
-    ours = collect(grouped_linear(dispatch(leaves[0], rows), leaves[1], rows), leaves[2], rows)
-    theirs = plain(leaves[0], leaves[1], groups_Tk, leaves[2])
-    assert torch.allclose(ours, theirs, rtol=0, atol=1e-12)
-    weight = made(tokens, 4, seed=4).detach()
-    for a, b in zip(
-        torch.autograd.grad((ours * weight).sum(), leaves),
-        torch.autograd.grad((theirs * weight).sum(), leaves),
-        strict=True,
-    ):
-        assert torch.allclose(a, b, rtol=0, atol=1e-12)
+    inner = grouped_linear(weigh(dispatch(leaves[0], rows), leaves[2], rows), leaves[1], rows)
+    ours = collect(inner.square(), None, rows)
+    theirs = torch.einsum("tk,td,tknd->tkn", leaves[2], leaves[0], leaves[1][groups_Tk]).square().sum(1)
+    assert torch.allclose(ours, theirs, rtol=0, atol=1e-11)
+    same_gradients(ours, theirs, leaves, leaves, 1e-11)
 
 
 @given(tokens=st.integers(1, 20), choices=st.integers(1, 3), seed=st.integers(0, 100))
@@ -62,21 +87,36 @@ def test_only_the_gradients_asked_for_are_made():
     grouped_linear(x, weight, rows).sum().backward()
     assert x.grad is not None and weight.grad is None
     x, weight = made(12, 5).detach(), made(4, 3, 5)
-    grouped_linear(x, weight, rows).sum().backward()
-    assert x.grad is None and weight.grad is not None
+    bias = made(4, 3).detach()
+    grouped_linear(x, weight, rows, bias).sum().backward()
+    assert x.grad is None and weight.grad is not None and bias.grad is None
 
 
 @needs_cuda
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_cuda_values_and_gradients_are_the_plain_sums(dtype):
+def test_on_cuda_values_and_gradients_are_the_plain_sums(dtype, biased):
     groups_Tk = groups(200, 4, 16, 0).cuda()
-    exact = [made(200, 64, seed=1), made(16, 48, 64, seed=2), made(200, 4, seed=3)]
+    exact = [made(200, 64, seed=1), made(16, 48, 64, seed=2), made(200, 4, seed=3)] + [made(16, 48, seed=4)] * biased
     exact = [x.detach().to("cuda", dtype).double().requires_grad_() for x in exact]
     leaves = [x.detach().to(dtype).requires_grad_() for x in exact]
     rows = order_rows(groups_Tk, 16)
-    ours = collect(grouped_linear(dispatch(leaves[0], rows), leaves[1], rows), leaves[2], rows)
-    theirs = plain(exact[0], exact[1], groups_Tk, exact[2])
+    ours = collect(grouped_linear(dispatch(leaves[0], rows), leaves[1], rows, *leaves[3:]), leaves[2], rows)
+    theirs = plain(exact[0], exact[1], groups_Tk, *exact[2:])
     bound = 1e-4 if dtype == torch.float32 else 2e-2
     assert (ours - theirs).abs().max() < bound * theirs.abs().max()
-    for a, b in zip(torch.autograd.grad(ours.sum(), leaves), torch.autograd.grad(theirs.sum(), exact), strict=True):
-        assert (a - b).abs().max() < bound * b.abs().max()
+    same_gradients(ours, theirs, leaves, exact, bound)
+
+
+@needs_cuda
+def test_on_cuda_gradients_repeat_to_the_bit():
+    groups_Tk = groups(3000, 4, 16, 0).cuda()
+    leaves = [made(3000, 64, seed=1), made(16, 48, 64, seed=2), made(3000, 4, seed=3), made(16, 48, seed=4)]
+    leaves = [x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in leaves]
+    runs = []
+    for _ in range(3):
+        rows = order_rows(groups_Tk, 16)
+        inner = grouped_linear(weigh(dispatch(leaves[0], rows), leaves[2], rows), leaves[1], rows, leaves[3])
+        runs.append(torch.autograd.grad(collect(inner, leaves[2], rows).square().sum(), leaves))
+    for again in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], again, strict=True))

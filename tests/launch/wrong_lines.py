@@ -1,5 +1,9 @@
 """Command lines with something wrong, and every sentence each must be told."""
 
+from importlib.metadata import version
+
+from miles.models.families.table import FAMILIES
+
 # A complete recipe, and what is wrong with a command line that says this as well.
 WRONG: list[tuple[str, list[str]]] = [
     # words
@@ -94,8 +98,9 @@ WRONG: list[tuple[str, list[str]]] = [
         "--hf-checkpoint odd",
         [
             "--hf-checkpoint odd cannot be used: architectures of config.json is OddForCausalLM, which is not "
-            "supported; the supported ones are LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, "
-            "Qwen3MoeForCausalLM."
+            f"supported; the supported ones are {', '.join(dict.fromkeys(f.architectures[0] for f in FAMILIES))}. The installed "
+            f"transformers {version('transformers')} does not know it either: a newer one may, and then --model-impl "
+            "transformers trains and samples transformers' own module instead, more slowly."
         ],
     ),
     ("--no-hf-checkpoint", ["--hf-checkpoint is missing: name the folder of the model to start from."]),

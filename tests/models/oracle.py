@@ -1,104 +1,64 @@
-"""Small transformers models with random weights, and our decoders holding the same weights."""
+"""Small transformers models with random weights, and our decoders holding the same weights.
 
+Every file of ``tests/models/kinds`` adds kinds of models, and every test that asks for ``KINDS`` runs on all of them.
+"""
+
+import importlib
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
+from tests.models.kinds.small import SMALL, Kind
 from torch import Tensor
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
+from miles.kernels.head import logits_of
 from miles.kernels.varlen import PackedAttend
 from miles.models import names
 from miles.models.decoder import Decoder, Routing
 from miles.models.families import spec_of
 
-SMALL = {
-    "vocab_size": 53,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "attn_implementation": "eager",
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-MOE = {
-    "experts_implementation": "eager",
-    "head_dim": 8,
-    "moe_intermediate_size": 24,
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-}
-
-KINDS = {
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 16}),
-    "qwen3 tied, every head its own": (
-        Qwen3ForCausalLM,
-        Qwen3Config,
-        {"head_dim": 8, "num_key_value_heads": 4, "tie_word_embeddings": True},
-    ),
-    "qwen3 with biases": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 8, "attention_bias": True}),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"num_key_value_heads": 1}),
-    "qwen2 tied": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
-    "llama": (LlamaForCausalLM, LlamaConfig, {}),
-    "llama 3.1": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LLAMA3}),
-    "llama linear rope and biases": (
-        LlamaForCausalLM,
-        LlamaConfig,
-        {
-            "rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0},
-            "attention_bias": True,
-            "mlp_bias": True,
-        },
-    ),
-    "qwen3 moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, MOE | {"norm_topk_prob": False}),
-    "qwen3 moe normalised": (Qwen3MoeForCausalLM, Qwen3MoeConfig, MOE | {"norm_topk_prob": True}),
-    "qwen3 moe in some layers": (
-        Qwen3MoeForCausalLM,
-        Qwen3MoeConfig,
-        MOE | {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1], "tie_word_embeddings": True},
-    ),
+_FILES = sorted(file.stem for file in (Path(__file__).parent / "kinds").glob("*.py") if file.stem != "small")
+KINDS: dict[str, Kind] = {
+    name: kind for file in _FILES for name, kind in importlib.import_module(f"tests.models.kinds.{file}").KINDS.items()
 }
 
 
 def hf_model(kind: str, seed: int = 0, **changes) -> PreTrainedModel:
     """A transformers model whose weights are far from their tame initial values, so that mistakes show."""
-    model, config, own = KINDS[kind]
+    wanted = KINDS[kind]
     torch.manual_seed(seed)
-    made = model(config(**(SMALL | own | changes)))
+    made = wanted.model(wanted.config(**(SMALL | wanted.own | changes)))
     with torch.no_grad():
-        for parameter in made.parameters():
+        for name, parameter in made.named_parameters():
             noise = torch.randn_like(parameter)
             parameter.copy_(1 + 0.3 * noise if parameter.dim() == 1 else 0.25 * noise)
+            if name.endswith(".A_log"):  # a state that forgets at once would hide mistakes
+                parameter.sub_(3)
+        for name, buffer in made.named_buffers():
+            if name in made.state_dict():  # a bias that steers the router, for one
+                buffer.copy_(0.1 * torch.randn_like(buffer))
     return made.eval()
 
 
+def saved(model: PreTrainedModel) -> dict[str, Tensor]:
+    """A model's tensors as ``save_pretrained`` names and shapes them, which is not how it holds them in memory."""
+    return revert_weight_conversion(model, model.state_dict())
+
+
+def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The gradients, named and shaped like ``saved``; zeros for what got none."""
+    got = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
+    got |= {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return revert_weight_conversion(model, got)
+
+
 def assemble(spec, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Our tensors out of a transformers state dict (or gradients), by the names table."""
-    whole = names.stacked(spec)
+    """Our tensors out of ``saved`` ones (or ``gradients``), by the names table."""
     ours = {}
     for name, pieces in names.pieces(spec).items():
-        if whole.get(name) in tensors:
-            ours[name] = tensors[whole[name]]
-            continue
-        ours[name] = torch.empty(names.shape_of(pieces))
+        ours[name] = torch.zeros(names.shape_of(pieces))
         for piece in pieces:
             piece.of(ours[name]).copy_(tensors[piece.hf_name])
     return ours
@@ -108,7 +68,7 @@ def twin(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> Decoder:
     """Our decoder with a transformers model's weights."""
     config = model.config.to_dict() | {"architectures": [type(model).__name__]}
     decoder = Decoder(spec_of(config), device="cpu", dtype=dtype)
-    decoder.load_state_dict(assemble(decoder.spec, model.state_dict()))
+    decoder.load_state_dict(assemble(decoder.spec, saved(model)))
     return decoder
 
 
@@ -130,7 +90,7 @@ def our_logits(decoder: Decoder, sequences: Sequence[Tensor], routing: Routing |
     """All sequences packed, in one forward."""
     lengths = [len(tokens) for tokens in sequences]
     hidden = decoder(torch.cat(list(sequences)), positions_of(lengths), PackedAttend(lengths, "cpu"), routing)
-    return hidden @ decoder.head().T
+    return logits_of(hidden, decoder.head(), decoder.spec.logit_softcap)
 
 
 def relative(ours: Tensor, theirs: Tensor) -> float:

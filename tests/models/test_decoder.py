@@ -4,9 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.models.kinds.llama_qwen import KINDS as PLAIN
 from tests.models.oracle import (
     KINDS,
     assemble,
+    gradients,
     hf_logits,
     hf_model,
     our_logits,
@@ -23,17 +25,23 @@ from miles.models.decoder import Decoder, Routing
 RAGGED = (7, 1, 30, 3, 12, 12, 90)
 
 
+def off_by(decoder: Decoder) -> float:
+    """How far logits may be from the oracle's: a recurrence is summed in another order, and errors travel with it."""
+    return 1e-4 if decoder.spec.recurrent else 1e-5
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_equal_those_of_transformers_on_a_ragged_batch(kind):
     model = hf_model(kind)
+    decoder = twin(model)
     sequences = tokens_of(RAGGED)
     with torch.no_grad():
-        assert relative(our_logits(twin(model), sequences), hf_logits(model, sequences)) <= 1e-5
+        assert relative(our_logits(decoder, sequences), hf_logits(model, sequences)) <= off_by(decoder)
 
 
 @settings(max_examples=12, deadline=None)
 @given(
-    kind=st.sampled_from(sorted(KINDS)),
+    kind=st.sampled_from(sorted(PLAIN)),
     heads=st.sampled_from([(2, 1), (3, 3), (4, 2), (6, 2)]),
     half_dim=st.integers(1, 9),
     lengths=st.lists(st.integers(1, 20), min_size=1, max_size=6),
@@ -55,9 +63,10 @@ def test_gradients_of_every_parameter_equal_those_of_transformers(kind):
     weights = torch.randn(sum(RAGGED), decoder.spec.vocab_size, generator=torch.Generator().manual_seed(1))
     (hf_logits(model, sequences).log_softmax(-1) * weights).sum().backward()
     (our_logits(decoder, sequences).log_softmax(-1) * weights).sum().backward()
-    theirs = assemble(decoder.spec, {name: p.grad for name, p in model.named_parameters()})
+    theirs = assemble(decoder.spec, gradients(model))
     for name, parameter in decoder.named_parameters():
-        assert relative(parameter.grad, theirs[name]) <= 1e-4, name
+        if parameter.requires_grad:
+            assert relative(parameter.grad, theirs[name]) <= 10 * off_by(decoder), name
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3 moe normalised"])

@@ -11,6 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from miles.core.errors import CheckpointError, UsageError
 from miles.models import files, hub
+from miles.models.decoder import Decoder
+
+META = {"device": "meta", "dtype": torch.float32}
 
 
 def same(decoder, other):
@@ -168,9 +171,32 @@ def test_dtype_auto_is_float32_on_a_cpu_and_the_configs_own_elsewhere():
 # -- out --------------------------------------------------------------------------------------
 
 
+def on_disk(folder):
+    """Every tensor of a checkpoint, by its name."""
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def equal(some, others):
+    assert some.keys() == others.keys()
+    assert all(some[name].dtype == others[name].dtype and torch.equal(some[name], others[name]) for name in some)
+
+
 @pytest.mark.parametrize("kind", KINDS)
+def test_what_transformers_saved_comes_back_to_the_bit(kind, tmp_path):
+    """Saved by transformers, loaded here, exported here, loaded by transformers."""
+    model = hf_model(kind)
+    model.save_pretrained(tmp_path / "theirs")
+    decoder = load(tmp_path / "theirs")
+    hub.export(decoder, tmp_path / "ours", like=tmp_path / "theirs")
+    equal(on_disk(tmp_path / "theirs"), on_disk(tmp_path / "ours"))
+    again, report = type(model).from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(report.values())
+    equal(model.state_dict(), again.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2 tied", "llama 3.1", "qwen3 moe in some layers"])
 @pytest.mark.parametrize("max_shard_bytes", [1 << 30, 30_000])
-def test_what_we_export_transformers_loads_to_the_bit(kind, max_shard_bytes, tmp_path):
+def test_what_we_export_from_nothing_transformers_loads_to_the_bit(kind, max_shard_bytes, tmp_path):
     model = hf_model(kind)
     hub.export(twin(model), tmp_path, max_shard_bytes=max_shard_bytes)
     assert (tmp_path / files.INDEX).exists() == (max_shard_bytes == 30_000)
@@ -178,13 +204,25 @@ def test_what_we_export_transformers_loads_to_the_bit(kind, max_shard_bytes, tmp
         tmp_path, output_loading_info=True, attn_implementation="eager", experts_implementation="eager"
     )
     assert not any(report.values())
-    wanted, found = model.state_dict(), theirs.state_dict()
-    assert wanted.keys() == found.keys()
-    assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+    equal(model.state_dict(), theirs.state_dict())
     tokens = torch.arange(9)[None]
     with torch.no_grad():
         assert torch.equal(model(tokens).logits, theirs(tokens).logits)
     same(load(tmp_path), twin(model))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_keep_the_dtype_that_is_theirs(kind, tmp_path):
+    """A bias that steers a router stays float32 in a bfloat16 model, in memory and on disk."""
+    hf_model(kind).save_pretrained(tmp_path / "theirs")
+    decoder = hub.load(tmp_path / "theirs", device="cpu", dtype=torch.bfloat16)
+    hub.export(decoder, tmp_path / "ours", like=tmp_path / "theirs")
+    equal(dict(hub.hf_tensors(decoder)), on_disk(tmp_path / "ours"))
+    again = hub.load(tmp_path / "ours", device="cpu", dtype=torch.bfloat16)
+    same(decoder, again)
+    assert {t.dtype for t in decoder.parameters()} <= {torch.bfloat16, torch.float32}
+    trained = {name: p.requires_grad for name, p in decoder.named_parameters()}
+    assert trained == {name: p.requires_grad for name, p in Decoder(decoder.spec, **META).named_parameters()}
 
 
 def test_bfloat16_weights_stay_bfloat16_on_disk(tmp_path):

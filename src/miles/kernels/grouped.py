@@ -17,11 +17,12 @@ from torch import Tensor
 class Rows:
     """How rows are sorted: sorted row r is flat row ``order_R[r]``; flat row f went to ``place_R[f]``.
 
-    ``ends_E`` says where each group's rows end.
+    ``group_R`` is each sorted row's group; ``ends_E`` says where each group's rows end.
     """
 
     order_R: Tensor
     place_R: Tensor
+    group_R: Tensor
     ends_E: Tensor
     per_token: int
 
@@ -33,7 +34,7 @@ def order_rows(groups_Tk: Tensor, num_groups: int) -> Rows:
     place_R[order_R] = torch.arange(len(order_R), device=order_R.device)
     groups_E = torch.arange(num_groups, device=sorted_R.device, dtype=sorted_R.dtype)
     ends_E = torch.searchsorted(sorted_R, groups_E, right=True, out_int32=True)
-    return Rows(order_R, place_R, ends_E, groups_Tk.shape[-1])
+    return Rows(order_R, place_R, sorted_R, ends_E, groups_Tk.shape[-1])
 
 
 class _Dispatch(torch.autograd.Function):
@@ -64,9 +65,17 @@ def dispatch(x_TD: Tensor, rows: Rows) -> Tensor:
     return _Dispatch.apply(x_TD, rows)  # pyright: ignore[reportReturnType]
 
 
-def collect(x_RD: Tensor, weights_Tk: Tensor, rows: Rows) -> Tensor:
-    """The weighted sum of each token's rows, always in the order of its choices."""
+def weigh(x_RD: Tensor, weights_Tk: Tensor, rows: Rows) -> Tensor:
+    """Each sorted row times the weight of its choice."""
+    weights_R: Tensor = _Permute.apply(weights_Tk.flatten(), rows.order_R, rows.place_R)  # pyright: ignore[reportAssignmentType]
+    return x_RD * weights_R.unsqueeze(-1)
+
+
+def collect(x_RD: Tensor, weights_Tk: Tensor | None, rows: Rows) -> Tensor:
+    """The sum of each token's rows, weighted where there are weights, always in the order of its choices."""
     flat_RD: Tensor = _Permute.apply(x_RD, rows.place_R, rows.order_R)  # pyright: ignore[reportAssignmentType]
+    if weights_Tk is None:
+        return flat_RD.unflatten(0, (-1, rows.per_token)).sum(1)
     return torch.bmm(weights_Tk.unsqueeze(1), flat_RD.unflatten(0, weights_Tk.shape)).squeeze(1)
 
 
@@ -101,8 +110,30 @@ class _Loop(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
-def grouped_linear(x_RK: Tensor, weight_ENK: Tensor, rows: Rows) -> Tensor:
-    """Each row times the weight of its group. On CUDA in bfloat16 one kernel does all and nothing waits."""
+class _Bias(torch.autograd.Function):
+    """Each row plus its group's bias. The bias's gradient is a matrix product, whose order of adding is fixed."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RN: Tensor, bias_EN: Tensor, group_R: Tensor) -> Tensor:
+        ctx.group_R, ctx.groups = group_R, len(bias_EN)
+        return x_RN + bias_EN.index_select(0, group_R)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if not ctx.needs_input_grad[1]:
+            return grad_RN, None, None
+        group_R: Tensor = ctx.group_R
+        groups_E1 = torch.arange(ctx.groups, device=group_R.device, dtype=group_R.dtype).unsqueeze(1)
+        return grad_RN, (group_R == groups_E1).to(grad_RN.dtype) @ grad_RN, None
+
+
+def grouped_linear(x_RK: Tensor, weight_ENK: Tensor, rows: Rows, bias_EN: Tensor | None = None) -> Tensor:
+    """Each row times its group's weight, plus its bias. On CUDA in bfloat16 one kernel does all and nothing waits."""
+    out_RN = _product(x_RK, weight_ENK, rows)
+    return out_RN if bias_EN is None else _Bias.apply(out_RN, bias_EN, rows.group_R)  # pyright: ignore[reportReturnType]
+
+
+def _product(x_RK: Tensor, weight_ENK: Tensor, rows: Rows) -> Tensor:
     if x_RK.is_cuda and x_RK.dtype == torch.bfloat16 and weight_ENK.shape[1] % 8 == 0 and weight_ENK.shape[2] % 8 == 0:
         return torch._grouped_mm(x_RK, weight_ENK.transpose(1, 2), offs=rows.ends_E)  # pyright: ignore[reportPrivateImportUsage]
     ends = rows.ends_E.tolist()

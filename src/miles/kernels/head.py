@@ -9,10 +9,19 @@ import torch
 from torch import Tensor
 
 
-def logits_of(hidden_RD: Tensor, head_VD: Tensor) -> Tensor:
-    """Logits in float32 (float64 for float64 inputs), without rounding them to a low precision on the way."""
+def logits_of(hidden_RD: Tensor, head_VD: Tensor, softcap: float | None = None) -> Tensor:
+    """Logits in float32 (float64 for float64 inputs), without rounding them to a low precision on the way.
+
+    With ``softcap`` they lie between minus that and that.
+    """
     if hidden_RD.dtype in (torch.float32, torch.float64):
-        return hidden_RD @ head_VD.T
-    if hidden_RD.is_cuda:
-        return torch.mm(hidden_RD, head_VD.T, out_dtype=torch.float32)
-    return hidden_RD.float() @ head_VD.float().T
+        logits_RV = hidden_RD @ head_VD.T
+    elif hidden_RD.is_cuda:
+        logits_RV = torch.mm(hidden_RD, head_VD.T, out_dtype=torch.float32)
+    else:
+        logits_RV = hidden_RD.float() @ head_VD.float().T
+    if softcap is None:
+        return logits_RV
+    bounded_RV = logits_RV.div_(softcap).tanh_()
+    # Backward needs what tanh gave.
+    return bounded_RV * softcap if bounded_RV.requires_grad else bounded_RV.mul_(softcap)

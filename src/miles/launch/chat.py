@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from miles.cluster.local import Inline
 from miles.core.errors import EngineError, MilesError
 from miles.core.protocols import Sampling
 from miles.launch.config import Config
 from miles.launch.plan import Plan
-from miles.launch.wire import Policy, engine_of, read_policy, serve_checkpoint
+from miles.launch.wire import Policy, lone_engine, read_policy
 from miles.observe.view import make_view
 from miles.rollout.sampling import training_sampling
 
@@ -30,8 +29,7 @@ async def _chat(config: Config) -> None:
     view = make_view(config.observe.view, stream=sys.stderr)  # standard output is the conversation alone
     with view.stage("Loading the model"):
         policy = read_policy(config)
-        engine = engine_of(config, policy, Inline())
-        await serve_checkpoint(engine, policy)
+        engine = await lone_engine(config, policy)
     view.close()
     conversation = Conversation(config, policy)
     if sys.stdin.isatty():

@@ -15,7 +15,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from miles.cluster.local import Inline
 from miles.core.errors import MilesError
 from miles.core.events import Evaluated, Event, StepFinished
 from miles.core.types import Group
@@ -23,7 +22,7 @@ from miles.launch import demo_task
 from miles.launch.config import Config, DemoOptions
 from miles.launch.main import read
 from miles.launch.run import closing, run
-from miles.launch.wire import answering_of, engine_of, evaluator_of, read_policy, serve_checkpoint
+from miles.launch.wire import answering_of, evaluator_of, lone_engine, read_policy
 from miles.observe.summary import Turn, print_summary
 from miles.observe.view import Silent, Stage, View, make_view
 from miles.schedule.recover import Checkpoints
@@ -229,10 +228,9 @@ async def _answers(config: Config, folder: Path) -> list[Group]:
         "eval", ["--hf-checkpoint", str(folder), "--device", config.cluster.device, *few, *shared, *length]
     )
     policy = read_policy(asked)
-    engine = engine_of(asked, policy, Inline())
+    engine = await lone_engine(asked, policy)
     evaluator, _ = evaluator_of(asked, answering_of(asked, policy), engine)
     assert evaluator is not None
-    await serve_checkpoint(engine, policy)
     groups = (await evaluator.groups())[name]
     await engine.close()
     return groups

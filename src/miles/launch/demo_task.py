@@ -13,7 +13,7 @@ from pathlib import Path
 from string import ascii_lowercase
 
 from miles.models.files import write_json
-from miles.models.spec import DecoderSpec, MoeSpec, RopeSpec
+from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, MoeSpec, RopeSpec
 
 ASK = ">"
 END = "<eos>"
@@ -70,26 +70,17 @@ def _write_rows(path: Path, words: list[str]) -> None:
 
 def spec(*, moe: bool) -> DecoderSpec:
     """A Qwen3 (or Qwen3-MoE) small enough to learn on two CPU cores while someone watches."""
-    experts = MoeSpec(num_experts=8, experts_per_token=2, intermediate_size=128, norm_topk_prob=True, layers=(0, 1))
+    attention = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=24, rope=RopeSpec(theta=10000.0), qk_norm="head")
+    experts = MoeSpec(num_experts=8, experts_per_token=2, size=128, norm_topk_prob=True)
     return DecoderSpec(
         family="qwen3_moe" if moe else "qwen3",
         vocab_size=len(ascii_lowercase) + 2,
         hidden_size=96,
-        intermediate_size=256,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=24,
         norm_eps=1e-6,
-        rope=RopeSpec(theta=10000.0),
-        qk_norm=True,
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
+        layers=2 * (LayerSpec(mixer=attention, ffn=experts if moe else MlpSpec(size=256)),),
         tie_embeddings=True,
         max_positions=64,
         eos_token_ids=(len(ascii_lowercase) + 1,),
-        moe=experts if moe else None,
     )
 
 

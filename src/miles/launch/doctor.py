@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from miles.core.errors import MilesError, UsageError
 from miles.launch.found import why_not_a_checkpoint
 from miles.launch.machine import accelerator_nodes, cores, torch_build
 from miles.launch.memory import sized
 from miles.models.families import spec_of
+from miles.models.families.table import find
+from miles.models.families.unknown import mechanisms
 from miles.models.files import read_config, stored_tensors
 from miles.models.footprint import (
     active_parameter_count,
@@ -197,9 +199,39 @@ def measure(here: "Platform") -> Rates:
     return Rates(float32=rate(torch.float32), bfloat16=rate(torch.bfloat16))
 
 
+def _unknown(folder: Path, config: Mapping[str, Any]) -> Iterator[Finding]:
+    """An architecture without a family: what it takes, and the ways there are."""
+    named = (config.get("architectures") or [config.get("model_type")])[0]
+    found = list(mechanisms(config))
+    missing = [f"{one.name} ({one.key})" for one in found if not one.have]
+    here = [one.name for one in found if one.have]
+    yield Finding(name="model", text=f"{named}, which no family here reads")
+    yield Finding(name="has", text=f"a decoder, {', '.join(here)}" if here else "a decoder; its config names no more")
+    yield Finding(
+        name="lacks", text=", ".join(missing) or "nothing its config names: a family file may be all it takes"
+    )
+    if known_to_transformers(config):
+        way = "train it as it is with --model-impl transformers (slower)"
+    else:
+        way = f"the installed transformers {_version('transformers')} does not know it either: a newer one may"
+    lacks = f"{folder}: {named} has no family here; {way}, or add one as docs/add_a_model.md shows."
+    yield Finding(name="ways", text=f"{way}; or add a family (docs/add_a_model.md)", lacks=lacks)
+
+
+def known_to_transformers(config: Mapping[str, Any]) -> bool:
+    """Can the installed transformers build this model without code of the model's own?"""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return config.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
 def _model(folder: Path, here: "Platform", free: int) -> Iterator[Finding]:
     try:
-        spec = spec_of(read_config(folder))
+        config = read_config(folder)
+        if find(config) is None:
+            yield from _unknown(folder, config)
+            return
+        spec = spec_of(config)
         stored = stored_tensors(folder)
     except MilesError as error:
         yield Finding(name="model", text=f"{folder} cannot be used", lacks=f"{folder}: {error}")

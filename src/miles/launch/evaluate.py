@@ -6,10 +6,9 @@ import asyncio
 import sys
 from collections.abc import Mapping
 
-from miles.cluster.local import Inline
 from miles.launch.config import Config
 from miles.launch.plan import Plan
-from miles.launch.wire import answering_of, engine_of, evaluator_of, read_policy, serve_checkpoint
+from miles.launch.wire import answering_of, evaluator_of, lone_engine, read_policy
 from miles.observe.text import fixed
 from miles.observe.view import make_view
 
@@ -28,9 +27,8 @@ async def _evaluate(config: Config) -> Mapping[str, float]:
     try:
         with view.stage("Loading the model and the prompts"):
             policy = read_policy(config)
-            engine = engine_of(config, policy, Inline())
+            engine = await lone_engine(config, policy)
             evaluator, notes = evaluator_of(config, answering_of(config, policy), engine)
-            await serve_checkpoint(engine, policy)
         assert evaluator is not None, "a rule asks for --eval-prompt-data"
         for note in notes:
             view.note(note)

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from miles.core.errors import MilesError, UsageError
-from miles.models.families import spec_of
-from miles.models.files import read_config
+from miles.models.choice import ModelImpl, chosen_spec
 from miles.models.spec import DecoderSpec
 from miles.rollout.files import split_slice
 
@@ -55,10 +54,10 @@ def why_not_a_checkpoint(folder: Path) -> str | None:
     return f"has no config.json, {found}; name the folder of a Hugging Face checkpoint."
 
 
-def spec_or_none(folder: str | None) -> DecoderSpec | None:
-    """The spec of the model in ``folder``, where there is one that can be read."""
+def spec_or_none(folder: str | None, impl: ModelImpl = "auto") -> DecoderSpec | None:
+    """The spec of the model in ``folder`` for whom ``--model-impl`` names, where there is one that can be read."""
     try:
-        return None if folder is None else spec_of(read_config(folder))
+        return None if folder is None else chosen_spec(folder, impl)
     except MilesError:
         return None
 

@@ -85,10 +85,28 @@ def _train(argv: list[str]) -> int:
 
 def _plan(argv: list[str]) -> int:
     json = "--json" in argv
-    config, plan, origins = read("plan", [word for word in argv if word != "--json"])
+    argv = [word for word in argv if word != "--json"]
+    if argv and chunks_of(argv[:1])[0] and not argv[0].endswith(SUFFIXES):
+        return _needs(argv[0], argv[1:], json=json)
+    config, plan, origins = read("plan", argv)
     from miles.launch.show import as_json, as_text
 
     print((as_json if json else as_text)(config, plan, origins))
+    return 0
+
+
+def _needs(model: str, argv: list[str], *, json: bool) -> int:
+    """What a model takes, whether or not it is here; of the flags those count that change it."""
+    reading = parse(Config, argv, (), explain)
+    problems = [*reading.problems]
+    if reading.config is not None:
+        problems += [sentence for _, sentence in out_of_range(reading.config, reading.origins)]
+    if problems or reading.config is None:
+        raise UsageError(problems)
+    from miles.launch import needs
+
+    found = needs.needs_of(*needs.find(model), reading.config)
+    print((needs.as_json if json else needs.as_text)(found))
     return 0
 
 
@@ -144,15 +162,19 @@ _RECIPE = (
     'include = "other.toml" puts another before it. Later wins: default, included file, recipe, flag. '
     "--no-<flag> turns a switch off or unsets a value."
 )
+_MODEL = (
+    "Instead of a recipe, a model may be given (a folder, a config.json, or the name of a published one such as "
+    "Qwen3-30B-A3B): what it needs is printed from its config alone. "
+)
 _FOLDER = "Instead of a recipe, the folder of a checkpoint or of a run may be given. "
 COMMANDS: dict[str, _Command] = {
     "train": _Command(usage="[RECIPE] [--flags]", help="Train a model.", run=_train, root=Config, more=_RECIPE),
     "plan": _Command(
-        usage="[RECIPE] [--flags] [--json]",
+        usage="[RECIPE | MODEL] [--flags] [--json]",
         help="Print every knob with its origin, the batch identity, the memory plan and the placement.",
         run=_plan,
         root=Config,
-        more=_RECIPE,
+        more=_MODEL + _RECIPE,
     ),
     "demo": _Command(
         usage="[--flags]", help="Watch a small model learn on this machine, in minutes.", run=_demo, root=DemoConfig

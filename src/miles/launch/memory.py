@@ -5,7 +5,15 @@ from dataclasses import dataclass
 from miles.launch.config import Config
 from miles.launch.machine import free_memory
 from miles.launch.plan import Plan
-from miles.models.footprint import gradient_bytes, kv_bytes_per_token, optimizer_bytes, weight_bytes
+from miles.models.footprint import (
+    BYTES,
+    gradient_bytes,
+    kv_bytes_per_token,
+    optimizer_bytes,
+    state_bytes_per_sequence,
+    weight_bytes,
+)
+from miles.models.retained import activation_bytes
 from miles.models.spec import DecoderSpec
 
 
@@ -19,19 +27,20 @@ class Share:
 
 
 def shares_of(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Share, ...]:
-    """Everything whose size is known beforehand; activations are not, and come on top."""
+    """Everything a run holds at its widest, as far as the spec tells."""
     dtype = plan.dtype
     masters = "two moments" if dtype == "float32" else "two moments and float32 masters"
     reference = weight_bytes(spec, dtype) if plan.reference is not None else 0
     weights, shared = weight_bytes(spec, dtype), plan.transport == "shared"
     trained = (
         Share(name="weights", bytes=weights, note=dtype),
-        Share(name="gradients", bytes=gradient_bytes(spec, dtype), note=dtype),
+        Share(name="gradients", bytes=gradient_bytes(spec, dtype), note="float32"),
         Share(name="optimizer", bytes=optimizer_bytes(spec, dtype), note=f"Adam: {masters}"),
         Share(
             name="reference", bytes=reference, note=str(plan.reference) if plan.reference else "no KL term asks for it"
         ),
     )
+    trained += (_activations(config, plan, spec),)
     if not plan.samples:
         return trained
     tokens, why = kv_tokens(config, plan, spec)
@@ -39,7 +48,26 @@ def shares_of(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Share, ...
         *trained,
         Share(name="engine", bytes=0 if shared else weights, note="reads the same" if shared else "a copy of its own"),
         Share(name="kv cache", bytes=tokens * kv_bytes_per_token(spec, dtype), note=f"{tokens:,} tokens: {why}"),
+        *_states(config, plan, spec),
     )
+
+
+def _activations(config: Config, plan: Plan, spec: DecoderSpec) -> Share:
+    """What a training step keeps for its backward pass; no step has more tokens than its whole batch."""
+    again = config.train.gradient_checkpointing
+    tokens = config.train.max_tokens_per_gpu
+    longest = config.rollout.rollout_max_context_len or spec.max_positions
+    tokens = min(tokens, plan.global_batch_size * longest)
+    held = activation_bytes(spec, tokens, size=BYTES[plan.dtype], fused=plan.device != "cpu", checkpointing=again)
+    note = f"{tokens:,} tokens at once" + (", layers recomputed" if again else "")
+    return Share(name="activations", bytes=held, note=note)
+
+
+def _states(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Share, ...]:
+    """The states of recurrent layers, one for each request that may run."""
+    each = state_bytes_per_sequence(spec, plan.dtype)
+    running = config.native.engine_max_running
+    return (Share(name="states", bytes=each * running, note=f"of {running} requests"),) if each else ()
 
 
 def kv_tokens(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[int, str]:
@@ -52,7 +80,7 @@ def kv_tokens(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[int, str]:
     if plan.device != "cpu":
         return most, f"{why} at most; the engine takes no more than half of what is free"
     free = free_memory()
-    half = most if free is None else free // 2 // kv_bytes_per_token(spec, plan.dtype)
+    half = most if free is None else free // 2 // max(1, kv_bytes_per_token(spec, plan.dtype))
     return (most, why) if most <= half else (half, "half of the free memory")
 
 

@@ -15,8 +15,7 @@ from miles.launch.config import Config
 from miles.launch.found import prompts_in, spec_or_none, told, why_not_a_checkpoint, why_not_data
 from miles.launch.machine import choose_device
 from miles.launch.ranges import out_of_range
-from miles.models.families import spec_of
-from miles.models.files import read_config
+from miles.models.choice import chosen_spec
 from miles.plug.load import is_path
 from miles.plug.points import FILTER, POINTS
 from miles.rollout.files import named_paths
@@ -37,7 +36,7 @@ def a_run_starts_from_a_checkpoint_of_a_known_architecture(c: Config) -> Iterato
         yield f"--hf-checkpoint {name} {found}"
     else:
         try:
-            spec_of(read_config(name))
+            chosen_spec(name, c.models.model_impl)
         except MilesError as error:
             yield f"--hf-checkpoint {name} cannot be used: {error}"
 
@@ -167,7 +166,7 @@ def a_context_has_room_for_a_prompt_and_a_response(c: Config) -> Iterator[str]:
 
 
 def a_model_reads_as_far_as_its_positions_go(c: Config) -> Iterator[str]:
-    spec, r = spec_or_none(c.models.hf_checkpoint), c.rollout
+    spec, r = spec_or_none(c.models.hf_checkpoint, c.models.model_impl), c.rollout
     if r.rollout_max_context_len is None:
         lengths = {
             "--rollout-max-prompt-len": r.rollout_max_prompt_len,
@@ -197,6 +196,12 @@ def routing_is_replayed_where_it_is_recorded(c: Config) -> Iterator[str]:
         return
     if not c.native.engine_record_routing:
         yield "--use-rollout-routing-replay needs recorded routing; drop --disable-engine-record-routing."
+    if c.models.model_impl == "transformers":
+        yield (
+            "--use-rollout-routing-replay needs routers of our own, and --model-impl transformers has that library's; "
+            "leave one of them out."
+        )
+        return
     spec = spec_or_none(c.models.hf_checkpoint)
     if spec is not None and spec.moe is None:
         yield "--use-rollout-routing-replay is for mixtures of experts, and --hf-checkpoint is not one; leave it out."

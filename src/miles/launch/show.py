@@ -19,7 +19,7 @@ from miles.models.spec import DecoderSpec
 
 def as_text(config: Config, plan: Plan, origins: Origins) -> str:
     """Every knob with its value and origin, then what follows from them."""
-    spec = spec_or_none(config.models.hf_checkpoint)
+    spec = spec_or_none(config.models.hf_checkpoint, config.models.model_impl)
     assert spec is not None, "a plan is shown of a config that breaks no rule"
     parts = [
         *_knobs(config, origins),
@@ -33,7 +33,7 @@ def as_text(config: Config, plan: Plan, origins: Origins) -> str:
 
 def as_json(config: Config, plan: Plan, origins: Origins) -> str:
     """The same for programs."""
-    spec = spec_or_none(config.models.hf_checkpoint)
+    spec = spec_or_none(config.models.hf_checkpoint, config.models.model_impl)
     assert spec is not None, "a plan is shown of a config that breaks no rule"
     rooms = {knob.name: knob.room for knob in knobs_of(type(config)).values()}
     knobs = {
@@ -104,7 +104,7 @@ def _memory(config: Config, plan: Plan, spec: DecoderSpec) -> list[str]:
     shares = shares_of(config, plan, spec)
     total = sum(share.bytes for share in shares)
     lines = [_share(share) for share in shares]
-    lines.append(_share(Share(name="together", bytes=total, note="activations of a micro-batch come on top")))
+    lines.append(_share(Share(name="together", bytes=total, note="if all of it were held at once")))
     free = free_memory() if plan.device == "cpu" else None
     if free is not None:
         verdict = "which fits in" if total < free else "which does NOT fit in"
@@ -113,12 +113,13 @@ def _memory(config: Config, plan: Plan, spec: DecoderSpec) -> list[str]:
 
 
 def _share(share: Share) -> str:
-    return f"{share.name.ljust(10)} {sized(share.bytes).rjust(10)}  {share.note}"
+    return f"{share.name.ljust(11)} {sized(share.bytes).rjust(10)}  {share.note}"
 
 
 def _placement(config: Config, plan: Plan, spec: DecoderSpec) -> list[str]:
     size, active = parameter_count(spec), active_parameter_count(spec)
-    experts = "" if spec.moe is None else f", {active / 1e6:,.2f}M of them for a token"
+    experts = "" if active == size else f", {active / 1e6:,.2f}M of them for a token"
+    whose = "" if config.models.model_impl != "transformers" else "; transformers' own module, slower than ours"
     k = config.schedule.max_weight_staleness
     drift = "on-policy" if k == 0 else f"tokens at most {k} version{'s' if k > 1 else ''} old"
     threads = "" if plan.device != "cpu" else f" ({config.cluster.num_threads or cores()} threads)"
@@ -127,7 +128,7 @@ def _placement(config: Config, plan: Plan, spec: DecoderSpec) -> list[str]:
     if not plan.samples:
         rollout = "none: demonstrations are read, nothing is sampled"
     return [
-        f"model      {spec.family}, {size / 1e6:,.2f}M parameters{experts}, {plan.dtype}",
+        f"model      {spec.family}, {size / 1e6:,.2f}M parameters{experts}, {plan.dtype}{whose}",
         f"device     {plan.device}{threads}: {plan.device_why}",
         f"rollout    {rollout}",
         f"train      {config.train.train_backend} in this process, {config.train.max_tokens_per_gpu:,} tokens at once",

@@ -27,8 +27,9 @@ from miles.core.protocols import Filter, Generate, GroupRewardFn, Journal, Rewar
 from miles.core.types import Version
 from miles.launch.config import Config
 from miles.launch.plan import Plan
-from miles.models import hub
-from miles.models.families import spec_of
+from miles.models import hub, impl
+from miles.models.choice import chosen_spec
+from miles.models.door import Model
 from miles.models.files import read_config
 from miles.models.footprint import optimizer_bytes
 from miles.models.spec import DecoderSpec
@@ -55,11 +56,12 @@ from miles.train.worker import Worker
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """The checkpoint a run starts from, read but not yet on the device."""
+    """The checkpoint a run starts from, read but not yet on the device. ``trusted`` code of its own may run."""
 
     folder: Path
     config: Mapping[str, Any]
     spec: DecoderSpec
+    trusted: bool
     tokenizer: HubTokenizer
     platform: Platform
     dtype: torch.dtype
@@ -74,10 +76,22 @@ def read_policy(config: Config) -> Policy:
     return Policy(
         folder=folder,
         config=raw,
-        spec=spec_of(raw),
+        spec=chosen_spec(folder, config.models.model_impl),
+        trusted=config.models.trust_remote_code,
         tokenizer=load_tokenizer(folder, config.models.trust_remote_code),
         platform=found,
         dtype=hub.choose_dtype(config.models.dtype, raw, found.device),
+    )
+
+
+def load_model(policy: Policy, folder: Path | None = None) -> Model:
+    """The policy's model with its weights on the device; or that of another checkpoint of its architecture."""
+    return impl.load(
+        folder or policy.folder,
+        policy.spec,
+        device=policy.platform.device,
+        dtype=policy.dtype,
+        trust_remote_code=policy.trusted,
     )
 
 
@@ -140,37 +154,39 @@ def evaluator_of(
     return evaluator, tuple(dataset.note for dataset in sets.values() if dataset.note)
 
 
-def engine_of(config: Config, policy: Policy, run: Run) -> NativeEngine:
-    """An engine that waits for its first weights."""
+def engine_of(config: Config, policy: Policy, run: Run, like: Model) -> NativeEngine:
+    """An engine for what ``like`` is, that waits for its first weights."""
     return NativeEngine(
-        policy.spec,
+        like.spec,
         device=policy.platform.device,
         dtype=policy.dtype,
         config=config.native,
         run=run,
         decode=policy.tokenizer.decode,
+        model=impl.unfilled(like),
     )
 
 
-async def serve_checkpoint(engine: NativeEngine, policy: Policy) -> None:
-    """Give a lone engine the checkpoint's weights, as version 0."""
-    decoder = hub.load(policy.folder, device=policy.platform.device, dtype=policy.dtype)
-    weights = {name: p.detach() for name, p in decoder.named_parameters()}
+async def lone_engine(config: Config, policy: Policy) -> NativeEngine:
+    """An engine with the checkpoint's own weights, as version 0."""
+    model = load_model(policy)
+    engine = engine_of(config, policy, Inline(), model)
+    weights = {name: p.detach() for name, p in model.named_parameters()}
     await Publication(weights=lambda: weights, engines=[engine], transport="shared", run=Inline()).publish(Version())
+    return engine
 
 
-def trainer_of(config: Config, plan: Plan, policy: Policy, run: Run, *, steps: int) -> Worker:
-    """The training plane: actor, and a reference when the loss asks for one."""
+def trainer_of(config: Config, plan: Plan, policy: Policy, run: Run, model: Model, *, steps: int) -> Worker:
+    """The training plane: ``model`` as the actor, and a reference when the loss asks for one."""
     actor = FsdpModel(
-        hub.load(policy.folder, device=policy.platform.device, dtype=policy.dtype),
+        model,
         config=policy.config,
         like=policy.folder,
         gradient_checkpointing=config.train.gradient_checkpointing,
     )
     reference = None
     if plan.reference is not None:
-        decoder = hub.load(plan.reference, device=policy.platform.device, dtype=policy.dtype)
-        reference = FsdpModel(decoder, config=policy.config, frozen=True)
+        reference = FsdpModel(load_model(policy, plan.reference), config=policy.config, frozen=True)
     return Worker(
         actor,
         algo=config.algo,
@@ -226,10 +242,11 @@ async def wire(
     overlap = config.schedule.max_weight_staleness > 0
     engine_run: Run = Threaded("engine") if overlap else Inline()
     trainer_run: Run = Threaded("trainer") if overlap else Inline()
-    engine = engine_of(config, policy, engine_run) if plan.samples else None
+    model = load_model(policy)
+    engine = engine_of(config, policy, engine_run, model) if plan.samples else None
     rollout, dataset = _rollout_of(config, policy, answering, engine)
     steps = _steps(config, len(dataset))
-    trainer = trainer_of(config, plan, policy, trainer_run, steps=steps)
+    trainer = trainer_of(config, plan, policy, trainer_run, model, steps=steps)
     source = FileSource(dataset, shuffle=config.rollout.rollout_shuffle, seed=config.rollout.rollout_seed)
     if start is not None:
         await trainer.load(start[0])

@@ -1,50 +1,80 @@
 """Grouped-query attention without a memory of its own: whoever remembers keys and values is handed in.
 
-Shapes: T tokens, D hidden, H query heads, G key-value heads, N = H + 2G, d head_dim.
+Shapes: T tokens, D hidden, H query heads, G key-value heads, N = H + G, d head_dim.
 """
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from miles.models.linear import Linear
+from miles.models.memory import Attend, Terms
 from miles.models.norm import RMSNorm
-from miles.models.rope import rotate
-from miles.models.spec import DecoderSpec
-
-
-class Attend(Protocol):
-    """Who remembers keys and values: a packed batch, or a paged cache. The scale is ``head_dim ** -0.5``."""
-
-    def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor: ...
+from miles.models.rope import Positions, rotate
+from miles.models.spec import AttentionSpec, DecoderSpec
 
 
 class Attention(nn.Module):
     """Project, normalise queries and keys where the family does, rotate, attend, project back."""
 
-    def __init__(self, spec: DecoderSpec, layer: int, *, device: torch.device | str, dtype: torch.dtype) -> None:
+    def __init__(
+        self, spec: AttentionSpec, model: DecoderSpec, layer: int, *, device: torch.device | str, dtype: torch.dtype
+    ) -> None:
         super().__init__()
-        self.layer = layer
-        self.head_dim = spec.head_dim
-        self.heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+        self.layer, self.spec, self.eps = layer, spec, model.norm_eps
+        scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
+        self.terms = Terms(scale=scale, window=spec.window, chunk=spec.chunk, softcap=spec.softcap)
         made = {"device": device, "dtype": dtype}
-        width = sum(self.heads) * spec.head_dim
-        self.qkv = Linear(spec.hidden_size, width, bias=spec.qkv_bias, **made)
-        self.output = Linear(spec.num_heads * spec.head_dim, spec.hidden_size, bias=spec.output_bias, **made)
-        self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, device=device, dtype=dtype) if spec.qk_norm else None
-        self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, device=device, dtype=dtype) if spec.qk_norm else None
+        queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        width = queries * (2 if spec.gated else 1) + 2 * keys
+        self.qkv = Linear(model.hidden_size, width, bias=spec.qkv_bias, **made)
+        self.output = Linear(queries, model.hidden_size, bias=spec.output_bias, **made)
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if spec.qk_norm in ("head", "all"):
+            sizes = (spec.head_dim, spec.head_dim) if spec.qk_norm == "head" else (queries, keys)
+            norms = (RMSNorm(n, model.norm_eps, offset=model.norm_offset, device=device, dtype=dtype) for n in sizes)
+            self.q_norm, self.k_norm = norms
+        self.sinks = nn.Parameter(torch.empty(spec.num_heads, **made)) if spec.sinks else None
 
-    def forward(self, x_TD: Tensor, rotation_T2d: Tensor, attend: Attend) -> Tensor:
-        num_q, num_k, _ = self.heads
-        qkv_TNd = self.qkv(x_TD).unflatten(-1, (-1, self.head_dim))
-        qk_TNd, v_TGd = qkv_TNd.split((num_q + num_k, num_k), dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            # Queries and keys in one pass: on small models the number of operations is the cost.
-            scale_Nd = torch.cat((self.q_norm.weight.expand(num_q, -1), self.k_norm.weight.expand(num_k, -1)))
-            qk_TNd = F.rms_norm(qk_TNd, self.q_norm.shape, None, self.q_norm.eps) * scale_Nd
-        q_THd, k_TGd = rotate(qk_TNd, rotation_T2d).split((num_q, num_k), dim=1)
-        return self.output(attend(self.layer, q_THd, k_TGd, v_TGd).flatten(1))
+    def forward(self, x_TD: Tensor, at: Positions, attend: Attend) -> Tensor:
+        gate_THd, qk_TNd, v_TGd = self._project(x_TD)
+        qk_TNd = self._normalise(qk_TNd)
+        rope = self.spec.rope
+        if rope is not None:
+            qk_TNd = rotate(qk_TNd, at.rotation(rope, self.spec.head_dim), interleaved=rope.interleaved)
+        if self.spec.qk_norm == "unit":
+            qk_TNd = F.rms_norm(qk_TNd, (self.spec.head_dim,), None, self.eps)
+        q_THd, k_TGd = qk_TNd.split((self.spec.num_heads, self.spec.num_kv_heads), dim=1)
+        if self.spec.temperature is not None:
+            q_THd = (q_THd * at.temperature(*self.spec.temperature)).to(q_THd.dtype)
+        out_THd = attend(self.layer, q_THd, k_TGd, v_TGd, self.terms, sinks_H=self.sinks)
+        if gate_THd is not None:
+            out_THd = out_THd * gate_THd.sigmoid()
+        return self.output(out_THd.flatten(1))
+
+    def _project(self, x_TD: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Gates where there are any, queries and keys side by side, values."""
+        num_q, num_k, d = self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim
+        qkv_TNd = self.qkv(x_TD).unflatten(-1, (-1, d))
+        if not self.spec.gated:
+            qk_TNd, v_TGd = qkv_TNd.split((num_q + num_k, num_k), dim=1)
+            return None, qk_TNd, v_TGd
+        q_THd, gate_THd = qkv_TNd[:, : 2 * num_q].unflatten(1, (num_q, 2)).unbind(2)
+        k_TGd, v_TGd = qkv_TNd[:, 2 * num_q :].split((num_k, num_k), dim=1)
+        return gate_THd, torch.cat((q_THd, k_TGd), 1), v_TGd
+
+    def _normalise(self, qk_TNd: Tensor) -> Tensor:
+        if self.q_norm is None or self.k_norm is None:
+            return qk_TNd
+        num_q, num_k = self.spec.num_heads, self.spec.num_kv_heads
+        if self.spec.qk_norm == "all":
+            q_THd, k_TGd = qk_TNd.split((num_q, num_k), dim=1)
+            q_THd = self.q_norm(q_THd.flatten(1)).view(q_THd.shape)
+            return torch.cat((q_THd, self.k_norm(k_TGd.flatten(1)).view(k_TGd.shape)), 1)
+        # Queries and keys in one pass: on small models the number of operations is the cost.
+        scale_Nd = torch.cat((self.q_norm.scale().expand(num_q, -1), self.k_norm.scale().expand(num_k, -1)))
+        wide_TNd = qk_TNd.to(torch.promote_types(qk_TNd.dtype, scale_Nd.dtype))
+        return (F.rms_norm(wide_TNd, self.q_norm.shape, None, self.eps) * scale_Nd).to(qk_TNd.dtype)

@@ -1,61 +1,77 @@
 """The decoder: the same lines sample a token in the engine and train on it in the trainer.
 
-Shapes: T all tokens of a packed batch, D hidden, I intermediate, V vocabulary, d head_dim.
+Shapes: T all tokens of a packed batch, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from miles.models.attention import Attend, Attention
+from miles.models.attention import Attention
+from miles.models.delta import Delta
 from miles.models.linear import Embedding, Linear
+from miles.models.mamba import Mamba
+from miles.models.memory import Attend
+from miles.models.mla import Mla
+from miles.models.mlp import Mlp
 from miles.models.moe import MoeMlp, Routing
 from miles.models.norm import RMSNorm
-from miles.models.rope import rotation
-from miles.models.spec import DecoderSpec
+from miles.models.rope import Positions
+from miles.models.spec import AttentionSpec, DecoderSpec, DeltaSpec, MambaSpec, MlaSpec, MlpSpec, MoeSpec
 
-__all__ = ["Attend", "Decoder", "Layer", "Mlp", "Routing"]
+__all__ = ["Attend", "Decoder", "Layer", "Routing"]
 
-
-class Mlp(nn.Module):
-    """A gated MLP with gate and up fused into one projection."""
-
-    def __init__(self, spec: DecoderSpec, *, device: torch.device | str, dtype: torch.dtype) -> None:
-        super().__init__()
-        made = {"bias": spec.mlp_bias, "device": device, "dtype": dtype}
-        self.gate_up = Linear(spec.hidden_size, 2 * spec.intermediate_size, **made)
-        self.down = Linear(spec.intermediate_size, spec.hidden_size, **made)
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        gate_TI, up_TI = self.gate_up(x_TD).chunk(2, dim=-1)
-        return self.down(F.silu(gate_TI) * up_TI)
+# What a mixer is called in a layer, and the module it is.
+MIXERS: Mapping[type, tuple[str, Callable[..., nn.Module]]] = {
+    AttentionSpec: ("attention", Attention),
+    MlaSpec: ("mla", Mla),
+    DeltaSpec: ("delta", Delta),
+    MambaSpec: ("mamba", Mamba),
+}
 
 
 class Layer(nn.Module):
-    """Attention and an MLP (or experts), each behind its norm and beside the residual stream."""
+    """A mixer and a feed-forward part, each behind its norm and beside the residual stream; either may be absent."""
 
     def __init__(self, spec: DecoderSpec, index: int, *, device: torch.device | str, dtype: torch.dtype) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(spec.hidden_size, spec.norm_eps, device=device, dtype=dtype)
-        self.attention = Attention(spec, index, device=device, dtype=dtype)
-        self.mlp_norm = RMSNorm(spec.hidden_size, spec.norm_eps, device=device, dtype=dtype)
-        self.mlp: Mlp | None = None
-        self.moe: MoeMlp | None = None
-        if spec.moe is not None and index in spec.moe.layers:
-            slot = spec.moe.layers.index(index)
-            self.moe = MoeMlp(spec.hidden_size, spec.moe, slot, device=device, dtype=dtype)
-        else:
-            self.mlp = Mlp(spec, device=device, dtype=dtype)
+        layer = spec.layers[index]
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
 
-    def forward(self, x_TD: Tensor, rotation_T2d: Tensor, attend: Attend, routing: Routing | None) -> Tensor:
-        x_TD = x_TD + self.attention(self.attention_norm(x_TD), rotation_T2d, attend)
-        if self.mlp is not None:
-            return x_TD + self.mlp(self.mlp_norm(x_TD))
-        assert self.moe is not None
-        return x_TD + self.moe(self.mlp_norm(x_TD), routing)
+        def norm(there: bool) -> RMSNorm | None:
+            return RMSNorm(spec.hidden_size, spec.norm_eps, offset=spec.norm_offset, **made) if there else None
+
+        self.attention_norm = norm(layer.mixer is not None)
+        self._mixer = ""
+        if layer.mixer is not None:
+            self._mixer, make = MIXERS[type(layer.mixer)]
+            self.add_module(self._mixer, make(layer.mixer, spec, index, **made))
+        self.attention_post_norm = norm(layer.mixer is not None and layer.post_norms)
+        self.mlp_norm = norm(layer.ffn is not None)
+        self.mlp = Mlp(spec.hidden_size, layer.ffn, **made) if isinstance(layer.ffn, MlpSpec) else None
+        self.moe: MoeMlp | None = None
+        if isinstance(layer.ffn, MoeSpec):
+            self.moe = MoeMlp(spec.hidden_size, layer.ffn, spec.moe_layers.index(index), **made)
+        self.mlp_post_norm = norm(layer.ffn is not None and layer.post_norms)
+
+    def forward(self, x_TD: Tensor, at: Positions, attend: Attend, routing: Routing | None) -> Tensor:
+        if self.attention_norm is not None:
+            mixed_TD = self.get_submodule(self._mixer)(self.attention_norm(x_TD), at, attend)
+            x_TD = x_TD + (mixed_TD if self.attention_post_norm is None else self.attention_post_norm(mixed_TD))
+        if self.mlp_norm is not None:
+            y_TD = self.mlp_norm(x_TD)
+            if self.mlp is not None:
+                y_TD = self.mlp(y_TD)
+            else:
+                assert self.moe is not None
+                y_TD = self.moe(y_TD, routing)
+            x_TD = x_TD + (y_TD if self.mlp_post_norm is None else self.mlp_post_norm(y_TD))
+        return x_TD
 
 
 class Decoder(nn.Module):
@@ -71,24 +87,27 @@ class Decoder(nn.Module):
         made = {"device": device, "dtype": dtype}
         self.embedding = Embedding(spec.vocab_size, spec.hidden_size, **made)
         self.layers = nn.ModuleList(Layer(spec, i, device=device, dtype=dtype) for i in range(spec.num_layers))
-        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, device=device, dtype=dtype)
+        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, offset=spec.norm_offset, device=device, dtype=dtype)
         self.lm_head: Linear | None = None
         if not spec.tie_embeddings:
             self.lm_head = Linear(spec.hidden_size, spec.vocab_size, bias=False, **made)
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, routing: Routing | None = None) -> Tensor:
-        """Hidden states after the final norm, [T, D]; times ``head()`` transposed they are logits."""
-        spec = self.spec
+        """Hidden states after the final norm, [T, D]; times ``head()`` transposed they are logits.
+
+        Logits are then to be bounded by the spec's ``logit_softcap``, where it has one.
+        """
         x_TD = self.embedding(tokens_T)
-        rotation_T2d = rotation(spec.rope, spec.head_dim, spec.max_positions, positions_T, x_TD.dtype)
+        if self.spec.embedding_scale != 1.0:
+            # Rounded to the model's dtype first, as the models were trained with.
+            x_TD = x_TD * torch.tensor(self.spec.embedding_scale, dtype=x_TD.dtype).item()
+        at = Positions(positions_T, self.spec.max_positions, x_TD.dtype)
         again = self.checkpoint_layers and torch.is_grad_enabled()
         for layer in self.layers:
             if again:
-                x_TD = checkpoint(
-                    layer, x_TD, rotation_T2d, attend, routing, use_reentrant=False, preserve_rng_state=False
-                )
+                x_TD = checkpoint(layer, x_TD, at, attend, routing, use_reentrant=False, preserve_rng_state=False)
             else:
-                x_TD = layer(x_TD, rotation_T2d, attend, routing)
+                x_TD = layer(x_TD, at, attend, routing)
         return self.norm(x_TD)
 
     def head(self) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import struct
@@ -32,14 +33,22 @@ COMPANIONS = (
 )
 
 
+# Bytes of a value, by safetensors' name of the format.
+ITEM_BYTES = {
+    **{"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2},
+    **{"BOOL": 1, "I8": 1, "U8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1},
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor as it lies on disk; ``dtype`` is safetensors' name for it, ``end`` its last byte in the file's data."""
+    """A tensor on disk: bytes ``start`` to ``stop`` of its file; ``dtype`` is safetensors' name for it."""
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
-    end: int
+    start: int
+    stop: int
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -70,8 +79,10 @@ def read_config(folder: Path | str) -> dict[str, Any]:
 
 
 def dtype_of(config: Mapping[str, Any]) -> str | None:
-    """The dtype a config names (``dtype``, or ``torch_dtype`` in older ones), if any."""
+    """The dtype a config names (``dtype``, or ``torch_dtype`` in older ones), if any; or its text model's."""
     named = config.get("dtype") or config.get("torch_dtype")
+    if named is None and isinstance(text := config.get("text_config"), Mapping):
+        return dtype_of(text)
     return None if named is None else str(named).removeprefix("torch.")
 
 
@@ -108,17 +119,33 @@ def _header(path: Path) -> dict[str, Stored]:
         try:
             entries = json.loads(file.read(length))
             entries.pop("__metadata__", None)
-            table = {
-                name: Stored(path, e["dtype"], tuple(e["shape"]), e["data_offsets"][1]) for name, e in entries.items()
-            }
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            table = {name: _stored(path, entry, 8 + length) for name, entry in entries.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} has no safetensors header ({error}); copy it again.") from error
-    for name, stored in sorted(table.items(), key=lambda item: item[1].end):
-        if 8 + length + stored.end > size:
+    for name, stored in sorted(table.items(), key=lambda item: item[1].stop):
+        if stored.stop > size:
             raise CheckpointError(
-                f"{path} is truncated: {name} should end at byte {8 + length + stored.end}, but the file has {size}."
+                f"{path} is truncated: {name} should end at byte {stored.stop}, but the file has {size}."
+            )
+        if not _fits(stored):
+            raise CheckpointError(
+                f"{name} in {path} has {stored.stop - stored.start} bytes, which is not what shape {stored.shape} in "
+                f"{stored.dtype} takes; copy the file again."
             )
     return table
+
+
+def _stored(path: Path, entry: Mapping[str, Any], base: int) -> Stored:
+    start, stop = entry["data_offsets"]
+    if not 0 <= start <= stop:
+        raise ValueError(f"bytes {start} to {stop}")
+    return Stored(path, str(entry["dtype"]), tuple(map(int, entry["shape"])), base + start, base + stop)
+
+
+def _fits(stored: Stored) -> bool:
+    """Does a tensor have as many bytes as its shape asks for? Of a format we do not know, nobody can say."""
+    each = ITEM_BYTES.get(stored.dtype)
+    return each is None or stored.stop - stored.start == math.prod(stored.shape) * each
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], None]) -> None:

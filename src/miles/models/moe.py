@@ -6,14 +6,20 @@ Shapes: T tokens, D hidden, I intermediate, E experts, k experts a token, R = T 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from miles.kernels.grouped import collect, dispatch, grouped_linear, order_rows
+from miles.kernels.grouped import Rows, collect, dispatch, grouped_linear, order_rows, weigh
+from miles.models.activation import activate
 from miles.models.linear import Linear
+from miles.models.mlp import Mlp
 from miles.models.spec import MoeSpec
+
+# Keeps the weights of replayed experts that the router would never choose from becoming 0 / 0.
+_TINY = 1e-20
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,36 +48,97 @@ class Routing:
 
 
 class MoeMlp(nn.Module):
-    """A router and its experts, stacked: ``gate_up`` [E, 2I, D] and ``down`` [E, D, I]."""
+    """A router and its experts, stacked: ``gate_up`` [E, 2I, D] (``up`` [E, I, D] without gates), ``down`` [E, D, I].
 
-    def __init__(
-        self, hidden_size: int, moe: MoeSpec, slot: int, *, device: torch.device | str, dtype: torch.dtype
-    ) -> None:
+    ``slot`` is which of the layers with experts this is.
+    """
+
+    def __init__(self, width: int, spec: MoeSpec, slot: int, *, device: torch.device | str, dtype: torch.dtype) -> None:
         super().__init__()
-        self.slot = slot
-        self.experts_per_token = moe.experts_per_token
-        self.norm_topk_prob = moe.norm_topk_prob
-        made = {"device": device, "dtype": dtype}
-        inner, count = moe.intermediate_size, moe.num_experts
-        self.router = Linear(hidden_size, count, bias=False, **made)
-        self.gate_up = nn.Parameter(torch.empty(count, 2 * inner, hidden_size, **made))
-        self.down = nn.Parameter(torch.empty(count, hidden_size, inner, **made))
+        self.slot, self.spec = slot, spec
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        inner, count = spec.latent or width, spec.num_experts
+        rows = 2 * spec.size if spec.gated else spec.size
+        self.router = Linear(width, count, bias=spec.router_bias, **made)
+        self.correction: nn.Parameter | None = None
+        if spec.correction:
+            # It moves with the load of the experts, not with a gradient, and loses its meaning when rounded.
+            self.correction = nn.Parameter(torch.empty(count, device=device, dtype=torch.float32), requires_grad=False)
+        first = nn.Parameter(torch.empty(count, rows, inner, **made))
+        self.gate_up, self.up = (first, None) if spec.gated else (None, first)
+        self.down = nn.Parameter(torch.empty(count, inner, spec.size, **made))
+        assert spec.gated or not spec.expert_bias, "experts without a gate have no bias"
+        self.gate_up_bias = nn.Parameter(torch.empty(count, rows, **made)) if spec.expert_bias else None
+        self.down_bias = nn.Parameter(torch.empty(count, inner, **made)) if spec.expert_bias else None
+        self.into = Linear(width, inner, bias=spec.latent_bias, **made) if spec.latent else None
+        self.outof = Linear(inner, width, bias=spec.latent_bias, **made) if spec.latent else None
+        self.shared = Mlp(width, spec.shared, **made) if spec.shared else None
+        self.shared_gate = Linear(width, 1, bias=False, **made) if spec.shared_gate else None
 
     def route(self, x_TD: Tensor, routing: Routing | None) -> tuple[Tensor, Tensor]:
-        """Which experts each token goes to and with what weights; gradients flow through the weights."""
-        probs_TE = F.softmax(self.router(x_TD), dim=-1, dtype=torch.float32)
-        weights_Tk, experts_Tk = probs_TE.topk(self.experts_per_token, dim=-1)
+        """The weights of each token's experts, [T, k], and which they are; gradients flow through the weights."""
+        spec = self.spec
+        logits_TE, scores_TE = self._score(x_TD)
+        experts_Tk = self._choose(logits_TE.detach(), scores_TE.detach())
         if routing is not None:
             experts_Tk = routing.choose(self.slot, experts_Tk)
-            if routing.replay_TLk is not None:
-                weights_Tk = probs_TE.gather(-1, experts_Tk)
-        if self.norm_topk_prob:
-            weights_Tk = weights_Tk / weights_Tk.sum(-1, keepdim=True)
+        weights_Tk = scores_TE.gather(-1, experts_Tk)
+        if spec.norm_topk_prob:
+            weights_Tk = weights_Tk / (weights_Tk.sum(-1, keepdim=True) + _TINY)
+        if spec.scale != 1.0:
+            weights_Tk = weights_Tk * spec.scale
         return weights_Tk.to(x_TD.dtype), experts_Tk
+
+    def _score(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """What the router gives, and the scores that makes, in float32 at least."""
+        wide = torch.promote_types(x_TD.dtype, torch.float32)
+        if self.spec.score == "softmax" and not self.spec.wide_router:
+            logits_TE = self.router(x_TD)
+            return logits_TE, F.softmax(logits_TE, dim=-1, dtype=wide)
+        bias_E = None if self.router.bias is None else self.router.bias.to(wide)
+        logits_TE = F.linear(x_TD.to(wide), self.router.weight.to(wide), bias_E)
+        return logits_TE, logits_TE.softmax(-1) if self.spec.score == "softmax" else logits_TE.sigmoid()
+
+    def _choose(self, logits_TE: Tensor, scores_TE: Tensor) -> Tensor:
+        spec = self.spec
+        if self.correction is None and spec.groups == 1:
+            # The same order as that of the scores, but told apart even where those are too near to 1 or 0.
+            return logits_TE.topk(spec.experts_per_token, dim=-1).indices
+        if self.correction is not None:
+            scores_TE = scores_TE + self.correction
+        if spec.groups > 1:
+            groups_TgE = scores_TE.unflatten(-1, (spec.groups, -1))
+            best_Tg = groups_TgE.topk(spec.group_top, dim=-1).values.sum(-1)
+            kept_Tg = torch.zeros_like(best_Tg, dtype=torch.bool)
+            kept_Tg.scatter_(-1, best_Tg.topk(spec.kept_groups, dim=-1).indices, True)
+            scores_TE = groups_TgE.masked_fill(~kept_Tg.unsqueeze(-1), -torch.inf).flatten(-2)
+        return scores_TE.topk(spec.experts_per_token, dim=-1).indices
 
     def forward(self, x_TD: Tensor, routing: Routing | None) -> Tensor:
         weights_Tk, experts_Tk = self.route(x_TD, routing)
-        rows = order_rows(experts_Tk, len(self.gate_up))
-        gate_RI, up_RI = grouped_linear(dispatch(x_TD, rows), self.gate_up, rows).chunk(2, dim=-1)
-        out_RD = grouped_linear(F.silu(gate_RI) * up_RI, self.down, rows)
-        return collect(out_RD, weights_Tk, rows)
+        rows = order_rows(experts_Tk, self.spec.num_experts)
+        x_RD = dispatch(x_TD if self.into is None else self.into(x_TD), rows)
+        if self.spec.weigh_input:
+            out_TD = collect(self._experts(weigh(x_RD, weights_Tk, rows), rows), None, rows)
+        else:
+            out_TD = collect(self._experts(x_RD, rows), weights_Tk, rows)
+        if self.outof is not None:
+            out_TD = self.outof(out_TD)
+        if self.shared is None:
+            return out_TD
+        shared_TD = self.shared(x_TD)
+        if self.shared_gate is not None:
+            shared_TD = shared_TD * self.shared_gate(x_TD).sigmoid()
+        return out_TD + shared_TD
+
+    def _experts(self, x_RD: Tensor, rows: Rows) -> Tensor:
+        spec = self.spec
+        first = self.up if self.gate_up is None else self.gate_up
+        assert first is not None
+        inner_RI = grouped_linear(x_RD, first, rows, self.gate_up_bias)
+        gate_RI, up_RI = inner_RI, None
+        if spec.interleaved:
+            gate_RI, up_RI = inner_RI.unflatten(-1, (-1, 2)).unbind(-1)
+        elif spec.gated:
+            gate_RI, up_RI = inner_RI.chunk(2, dim=-1)
+        return grouped_linear(activate(gate_RI, up_RI, spec.activation), self.down, rows, self.down_bias)

@@ -1,118 +1,103 @@
-"""Our parameter names and Hugging Face's: which tensors of a checkpoint make up each of ours.
-
-All families here share one naming scheme on disk; they differ only in which tensors exist.
-"""
+"""Our parameter names and Hugging Face's: which tensors of a checkpoint make up each of ours. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from functools import lru_cache
 
-from miles.models.spec import DecoderSpec
+from miles.models.families.table import family_of
+from miles.models.layouts import attention, delta, mamba, mla, mlp, moe
+from miles.models.layouts.names import NAMES
+from miles.models.pieces import Parts, Piece, Place, joined, shape_of
+from miles.models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    DeltaSpec,
+    FeedForward,
+    LayerSpec,
+    MambaSpec,
+    Mixer,
+    MlaSpec,
+    MlpSpec,
+)
 
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A Hugging Face tensor and the rows it fills of ours (of one expert's slab where ``expert`` is set)."""
-
-    hf_name: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-    expert: int | None = None
-
-    def of(self, tensor: Any) -> Any:
-        """The part of our ``tensor`` that this piece is: a view."""
-        slab = tensor if self.expert is None else tensor[self.expert]
-        return slab if self.stop - self.start == len(slab) else slab[self.start : self.stop]
-
-
-def shape_of(pieces: tuple[Piece, ...]) -> tuple[int, ...]:
-    """The shape of the tensor of ours that the pieces fill."""
-    last = pieces[-1]
-    inner = (max(p.stop for p in pieces), *last.shape[1:])
-    return inner if last.expert is None else (last.expert + 1, *inner)
+__all__ = ["Piece", "ignorable", "layer_parts", "pieces", "shape_of", "stacked"]
 
 
-def _fused(*parts: tuple[str, tuple[int, ...]], expert: int | None = None) -> tuple[Piece, ...]:
-    pieces: list[Piece] = []
-    start = 0
-    for hf_name, shape in parts:
-        pieces.append(Piece(hf_name, shape, start, start + shape[0], expert))
-        start += shape[0]
-    return tuple(pieces)
+def _mixer(mixer: Mixer, width: int, at: Place) -> Parts:
+    match mixer:
+        case AttentionSpec():
+            return attention.parts(mixer, width, at.within("attention", "attention"))
+        case MlaSpec():
+            return mla.parts(mixer, width, at.within("mla", "mla"))
+        case DeltaSpec():
+            return delta.parts(mixer, width, at.within("delta", "delta"))
+        case MambaSpec():
+            return mamba.parts(mixer, width, at.within("mamba", "mamba"))
 
 
-def _attention(spec: DecoderSpec, ours: str, theirs: str) -> Iterator[tuple[str, tuple[Piece, ...]]]:
-    width, d = spec.hidden_size, spec.head_dim
-    rows = {"q": spec.num_heads * d, "k": spec.num_kv_heads * d, "v": spec.num_kv_heads * d}
-    yield f"{ours}.qkv.weight", _fused(*((f"{theirs}.{x}_proj.weight", (n, width)) for x, n in rows.items()))
-    if spec.qkv_bias:
-        yield f"{ours}.qkv.bias", _fused(*((f"{theirs}.{x}_proj.bias", (n,)) for x, n in rows.items()))
-    yield f"{ours}.output.weight", _fused((f"{theirs}.o_proj.weight", (width, spec.num_heads * d)))
-    if spec.output_bias:
-        yield f"{ours}.output.bias", _fused((f"{theirs}.o_proj.bias", (width,)))
-    if spec.qk_norm:
-        yield f"{ours}.q_norm.weight", _fused((f"{theirs}.q_norm.weight", (d,)))
-        yield f"{ours}.k_norm.weight", _fused((f"{theirs}.k_norm.weight", (d,)))
+def _ffn(ffn: FeedForward, width: int, at: Place) -> Parts:
+    if isinstance(ffn, MlpSpec):
+        return mlp.parts(ffn, width, at.within("mlp", "mlp"))
+    return moe.parts(ffn, width, at.within("moe", "moe"))
 
 
-def _mlp(spec: DecoderSpec, ours: str, theirs: str) -> Iterator[tuple[str, tuple[Piece, ...]]]:
-    width, inner = spec.hidden_size, spec.intermediate_size
-    yield f"{ours}.gate_up.weight", _fused(*((f"{theirs}.{x}_proj.weight", (inner, width)) for x in ("gate", "up")))
-    yield f"{ours}.down.weight", _fused((f"{theirs}.down_proj.weight", (width, inner)))
-    if spec.mlp_bias:
-        yield f"{ours}.gate_up.bias", _fused(*((f"{theirs}.{x}_proj.bias", (inner,)) for x in ("gate", "up")))
-        yield f"{ours}.down.bias", _fused((f"{theirs}.down_proj.bias", (width,)))
+def layer_parts(layer: LayerSpec, width: int, at: Place) -> Parts:
+    """The parameters of one layer, in the decoder's own order."""
+    out: Parts = {}
+    if layer.mixer is not None:
+        out |= at.tensor("attention_norm.weight", "attention_norm", (width,))
+        out |= _mixer(layer.mixer, width, at)
+        if layer.post_norms:
+            out |= at.tensor("attention_post_norm.weight", "attention_post_norm", (width,))
+    if layer.ffn is not None:
+        out |= at.tensor("mlp_norm.weight", "mlp_norm", (width,))
+        out |= _ffn(layer.ffn, width, at)
+        if layer.post_norms:
+            out |= at.tensor("mlp_post_norm.weight", "mlp_post_norm", (width,))
+    return out
 
 
-def _moe(spec: DecoderSpec, ours: str, theirs: str) -> Iterator[tuple[str, tuple[Piece, ...]]]:
-    assert spec.moe is not None
-    width, inner, count = spec.hidden_size, spec.moe.intermediate_size, spec.moe.num_experts
-    yield f"{ours}.router.weight", _fused((f"{theirs}.gate.weight", (count, width)))
-    gate_up: list[Piece] = []
-    down: list[Piece] = []
-    for e in range(count):
-        name = f"{theirs}.experts.{e}"
-        gate_up += _fused(*((f"{name}.{x}_proj.weight", (inner, width)) for x in ("gate", "up")), expert=e)
-        down += _fused((f"{name}.down_proj.weight", (width, inner)), expert=e)
-    yield f"{ours}.gate_up", tuple(gate_up)
-    yield f"{ours}.down", tuple(down)
-
-
+@lru_cache(maxsize=8)
 def pieces(spec: DecoderSpec) -> Mapping[str, tuple[Piece, ...]]:
     """Every parameter of ours, in the decoder's own order, and what it is made of on disk."""
-    table: dict[str, tuple[Piece, ...]] = {}
-    vocabulary = (spec.vocab_size, spec.hidden_size)
-    table["embedding.weight"] = _fused(("model.embed_tokens.weight", vocabulary))
-    for i in range(spec.num_layers):
-        ours, theirs = f"layers.{i}", f"model.layers.{i}"
-        table[f"{ours}.attention_norm.weight"] = _fused((f"{theirs}.input_layernorm.weight", (spec.hidden_size,)))
-        table.update(_attention(spec, f"{ours}.attention", f"{theirs}.self_attn"))
-        table[f"{ours}.mlp_norm.weight"] = _fused((f"{theirs}.post_attention_layernorm.weight", (spec.hidden_size,)))
-        if i in spec.moe_layers:
-            table.update(_moe(spec, f"{ours}.moe", f"{theirs}.mlp"))
-        else:
-            table.update(_mlp(spec, f"{ours}.mlp", f"{theirs}.mlp"))
-    table["norm.weight"] = _fused(("model.norm.weight", (spec.hidden_size,)))
+    names = {**NAMES, **family_of(spec.family).names}
+    vocabulary, width = (spec.vocab_size, spec.hidden_size), spec.hidden_size
+    table: Parts = {"embedding.weight": joined((f"{names['embedding']}.weight", vocabulary))}
+    for i, layer in enumerate(spec.layers):
+        table |= layer_parts(layer, width, Place(f"layers.{i}", names["layer"].format(i), names))
+    table["norm.weight"] = joined((f"{names['norm']}.weight", (width,)))
     if not spec.tie_embeddings:
-        table["lm_head.weight"] = _fused(("lm_head.weight", vocabulary))
+        table["lm_head.weight"] = joined((f"{names['lm_head']}.weight", vocabulary))
     return table
 
 
 def stacked(spec: DecoderSpec) -> Mapping[str, str]:
-    """Ours -> the Hugging Face name, for experts that a checkpoint keeps as one tensor shaped like ours."""
+    """Ours -> the Hugging Face name, for experts a checkpoint may keep as one tensor shaped like ours.
+
+    That is how transformers holds them in memory, and how some save what others keep an expert a tensor.
+    """
+    names = {**NAMES, **family_of(spec.family).names}
+    if "stacked" in names or spec.moe is None:
+        return {}
+    first = "gate_up" if spec.moe.gated else "up"
     return {
-        f"layers.{i}.moe.{ours}": f"model.layers.{i}.mlp.experts.{ours}_proj"
+        f"layers.{i}.moe.{ours}": f"{names['layer'].format(i)}.{names['moe']}.{NAMES[f'experts_{ours}']}"
         for i in spec.moe_layers
-        for ours in ("gate_up", "down")
+        for ours in (first, "down")
     }
 
 
 def ignorable(spec: DecoderSpec, hf_name: str) -> bool:
     """May a checkpoint carry this tensor though no parameter of ours comes from it?
 
-    Rotary buffers follow from the config; a head beside tied embeddings is a copy nobody reads.
+    Rotary buffers follow from the config; a head beside tied embeddings is a copy nobody reads; a family says what
+    else it carries that this decoder does not compute (layers that predict several tokens ahead, a vision tower).
     """
-    return hf_name.endswith(".rotary_emb.inv_freq") or (hf_name == "lm_head.weight" and spec.tie_embeddings)
+    family = family_of(spec.family)
+    if hf_name.endswith(".rotary_emb.inv_freq"):
+        return True
+    head = {**NAMES, **family.names}["lm_head"]
+    if spec.tie_embeddings and hf_name == f"{head}.weight":
+        return True
+    return family.spare(spec, hf_name)

@@ -17,13 +17,32 @@ from miles.models.spec import RopeSpec
 _LONGEST_TABLE = 1 << 17
 
 
-def frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
-    """The angle per position of each pair of channels, float32 [h], on the CPU."""
-    inv_h = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim))
-    if rope.kind == "default":
-        return inv_h
-    if rope.kind == "linear":
-        return inv_h / rope.factor
+def frequencies(rope: RopeSpec, dim: int, max_positions: int) -> Tensor:
+    """The angle per position of each pair of ``dim`` channels, float32 [h], on the CPU.
+
+    They are the same for every token of a run, since keys already rotated and remembered cannot be turned again when
+    their sequence grows. So ``longrope`` takes its long factors where ``max_positions`` goes beyond the original
+    length, however short a sequence is; and ``dynamic``, which stretches only what lies beyond the longest sequence
+    there can be, is ``default`` here.
+    """
+    period_h = rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
+    match rope.kind:
+        case "default" | "dynamic":
+            return 1.0 / period_h
+        case "linear":
+            return 1.0 / period_h / rope.factor
+        case "llama3":
+            return _llama3(rope, 1.0 / period_h)
+        case "yarn":
+            return _yarn(rope, dim, period_h)
+        case "longrope":
+            long = max_positions > rope.original_max_positions
+            factors = rope.long_factors if long else rope.short_factors
+            return 1.0 / (torch.tensor(factors, dtype=torch.float32, device="cpu") * period_h)
+
+
+def _llama3(rope: RopeSpec, inv_h: Tensor) -> Tensor:
+    """Slow channels are stretched, fast ones are not, and between the two wavelengths one turns into the other."""
     low_wavelength = rope.original_max_positions / rope.low_freq_factor
     high_wavelength = rope.original_max_positions / rope.high_freq_factor
     wavelength_h = 2 * math.pi / inv_h
@@ -35,42 +54,98 @@ def frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
     return torch.where(between_h, blended_h, stretched_h)
 
 
-def _rotation(angle_Ph: Tensor) -> Tensor:
+def _yarn(rope: RopeSpec, dim: int, period_h: Tensor) -> Tensor:
+    """Channels that turn often within the original length stay, those that turn seldom are stretched."""
+
+    def channel(turns: float) -> float:
+        """Which channel pair turns that often within the original length."""
+        return dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    first, last = channel(rope.beta_fast), channel(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    if first == last:
+        last += 0.001  # a step rather than a division by zero
+    place_h = torch.arange(len(period_h), dtype=torch.float32, device="cpu")
+    kept_h = 1 - ((place_h - first) / (last - first)).clamp(0, 1)
+    return 1.0 / (rope.factor * period_h) * (1 - kept_h) + 1.0 / period_h * kept_h
+
+
+def _rotation(angle_Ph: Tensor, rope: RopeSpec) -> Tensor:
     """Cosines and sines laid side by side, [P, 2, d].
 
-    Swapping a vector's halves and negating the first is the rotation's other leg; the minus sign is
-    kept in the table so that the swap alone (a roll) is left to do.
+    Swapping a vector's halves (or its neighbours) and negating the first is the rotation's other leg; the minus sign
+    is kept in the table so that the swap alone is left to do.
     """
-    cos_Ph, sin_Ph = angle_Ph.cos(), angle_Ph.sin()
+    cos_Ph, sin_Ph = angle_Ph.cos() * rope.scale, angle_Ph.sin() * rope.scale
+    if rope.interleaved:
+        return torch.stack((cos_Ph.repeat_interleave(2, -1), torch.stack((-sin_Ph, sin_Ph), -1).flatten(-2)), dim=1)
     return torch.stack((torch.cat((cos_Ph, cos_Ph), -1), torch.cat((-sin_Ph, sin_Ph), -1)), dim=1)
 
 
 @lru_cache(maxsize=16)
-def _table(rope: RopeSpec, head_dim: int, length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+def _table(rope: RopeSpec, dim: int, length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     # Made outside inference mode whoever asks first, since a trainer in the same process saves it for backward.
     with torch.inference_mode(False), torch.no_grad():
-        angle_Ph = torch.outer(torch.arange(length, dtype=torch.float32, device="cpu"), frequencies(rope, head_dim))
-        return _rotation(angle_Ph).to(device=device, dtype=dtype)
+        inv_h = frequencies(rope, dim, length)
+        return _rotation(torch.outer(torch.arange(length, dtype=torch.float32, device="cpu"), inv_h), rope).to(
+            device=device, dtype=dtype
+        )
 
 
 @lru_cache(maxsize=16)
-def _frequencies_on(rope: RopeSpec, head_dim: int, device: torch.device) -> Tensor:
+def _frequencies_on(rope: RopeSpec, dim: int, length: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False), torch.no_grad():
-        return frequencies(rope, head_dim).to(device)
+        return frequencies(rope, dim, length).to(device)
 
 
-def rotation(rope: RopeSpec, head_dim: int, max_positions: int, positions_T: Tensor, dtype: torch.dtype) -> Tensor:
-    """What ``rotate`` needs for these positions, [T, 2, d] in ``dtype``; once per forward, for all layers.
+class Positions:
+    """Where the tokens of one forward stand in their sequences, and what follows from that, each computed once.
 
-    The first call for a device makes its table, so run a forward once before capturing one in a graph.
+    The first use of a kind of rotation on a device makes its table, so run a forward before capturing one in a graph.
     """
+
+    def __init__(self, positions_T: Tensor, max_positions: int, dtype: torch.dtype) -> None:
+        self.positions_T = positions_T
+        self._max = max_positions
+        self._dtype = dtype
+        self._rotations: dict[tuple[RopeSpec, int], Tensor] = {}
+        self._temperatures: dict[tuple[float, float, float], Tensor] = {}
+
+    def rotation(self, rope: RopeSpec, head_dim: int) -> Tensor:
+        """What ``rotate`` needs, [T, 2, rope.dim or head_dim]."""
+        key = (rope, rope.dim or head_dim)
+        if key not in self._rotations:
+            self._rotations[key] = rotation(*key, self._max, self.positions_T, self._dtype)
+        return self._rotations[key]
+
+    def temperature(self, floor: float, slope: float, ahead: float = 1.0) -> Tensor:
+        """What queries are multiplied by where they grow sharper every ``floor`` positions, float32 [T, 1, 1].
+
+        The step comes ``ahead`` positions before a multiple of ``floor``.
+        """
+        key = (floor, slope, ahead)
+        if key not in self._temperatures:
+            steps_T = torch.floor((self.positions_T.to(torch.float32) + ahead) / floor)
+            self._temperatures[key] = (torch.log1p(steps_T) * slope + 1.0)[:, None, None]
+        return self._temperatures[key]
+
+
+def rotation(rope: RopeSpec, dim: int, max_positions: int, positions_T: Tensor, dtype: torch.dtype) -> Tensor:
+    """What ``rotate`` needs for these positions, [T, 2, dim] in ``dtype``."""
     if max_positions <= _LONGEST_TABLE:
-        return _table(rope, head_dim, max_positions, positions_T.device, dtype).index_select(0, positions_T)
-    freq_h = _frequencies_on(rope, head_dim, positions_T.device)
-    return _rotation(torch.outer(positions_T.to(torch.float32), freq_h)).to(dtype)
+        return _table(rope, dim, max_positions, positions_T.device, dtype).index_select(0, positions_T)
+    freq_h = _frequencies_on(rope, dim, max_positions, positions_T.device)
+    return _rotation(torch.outer(positions_T.to(torch.float32), freq_h), rope).to(dtype)
 
 
-def rotate(x_TNd: Tensor, rotation_T2d: Tensor) -> Tensor:
-    """Turn each head's channel pairs by their position's angles."""
+def rotate(x_TNd: Tensor, rotation_T2d: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Turn each head's channel pairs by their position's angles; channels beyond the rotation's stay as they are."""
+    dim = rotation_T2d.shape[-1]
+    if dim < x_TNd.shape[-1]:
+        turned_TNd, rest_TNd = x_TNd.split((dim, x_TNd.shape[-1] - dim), dim=-1)
+        return torch.cat((rotate(turned_TNd, rotation_T2d, interleaved=interleaved), rest_TNd), -1)
     cos_T1d, sin_T1d = rotation_T2d.split(1, dim=1)
-    return torch.addcmul(x_TNd * cos_T1d, x_TNd.roll(x_TNd.shape[-1] // 2, -1), sin_T1d)
+    swapped_TNd = x_TNd.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if interleaved else x_TNd.roll(dim // 2, -1)
+    return torch.addcmul(x_TNd * cos_T1d, swapped_TNd, sin_T1d)

@@ -21,15 +21,21 @@ _ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
 
 
 def logprobs(
-    hidden_RD: Tensor, head_VD: Tensor, target_R: Tensor, *, temperature: float = 1.0, chunk: int | None = None
+    hidden_RD: Tensor,
+    head_VD: Tensor,
+    target_R: Tensor,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The log-probability of each target and the entropy of each distribution, both differentiable.
 
-    Logits are divided by ``temperature`` and reckoned in float32 (float64 for float64 inputs),
+    Logits are bounded by ``softcap`` where there is one, divided by ``temperature`` and reckoned in float32 (float64 for float64 inputs),
     ``chunk`` tokens at a time.
     """
     rows = chunk or chunk_rows(head_VD)
-    return _Chunked.apply(hidden_RD, head_VD, target_R, temperature, rows)  # pyright: ignore[reportReturnType]
+    return _Chunked.apply(hidden_RD, head_VD, target_R, temperature, softcap, rows)  # pyright: ignore[reportReturnType]
 
 
 def chunk_rows(head_VD: Tensor) -> int:
@@ -40,19 +46,26 @@ def chunk_rows(head_VD: Tensor) -> int:
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_RD: Tensor, head_VD: Tensor, target_R: Tensor, temperature: float, rows: int
+        ctx: Any,
+        hidden_RD: Tensor,
+        head_VD: Tensor,
+        target_R: Tensor,
+        temperature: float,
+        softcap: float | None,
+        rows: int,
     ) -> tuple[Tensor, Tensor]:
-        ctx.temperature, ctx.rows = temperature, rows
+        ctx.temperature, ctx.softcap, ctx.rows = temperature, softcap, rows
         ctx.set_materialize_grads(False)
         parts: list[tuple[Tensor, Tensor]] = []
         logp_CV = hidden_RD.new_empty(0)
         for start in range(0, max(len(hidden_RD), 1), rows):
             part = slice(start, start + rows)
-            logp_CV = _log_softmax(hidden_RD[part], head_VD, temperature)
+            logp_CV, _ = _log_softmax(hidden_RD[part], head_VD, temperature, softcap)
             parts.append((logp_CV.gather(1, target_R[part, None]).squeeze(1), _entropy(logp_CV)))
         logp_R = torch.cat([a for a, _ in parts])
         entropy_R = torch.cat([b for _, b in parts])
-        kept = logp_CV if len(parts) == 1 else None
+        # A bounded logit's slope follows from the logit itself, which is not kept.
+        kept = logp_CV if len(parts) == 1 and softcap is None else None
         ctx.save_for_backward(hidden_RD, head_VD, target_R, entropy_R, kept)
         return logp_R, entropy_R
 
@@ -60,9 +73,9 @@ class _Chunked(torch.autograd.Function):
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad_logp_R: Tensor | None, grad_entropy_R: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         if grad_logp_R is None and grad_entropy_R is None:
-            return None, None, None, None, None
+            return None, None, None, None, None, None
         hidden_RD, head_VD, target_R, entropy_R, kept = ctx.saved_tensors
         need_hidden, need_head = ctx.needs_input_grad[:2]
         chunks = range(0, max(len(hidden_RD), 1), ctx.rows)
@@ -72,10 +85,17 @@ class _Chunked(torch.autograd.Function):
         for start in chunks:
             part = slice(start, start + ctx.rows)
             hidden_CD = hidden_RD[part]
-            logp_CV = _log_softmax(hidden_CD, head_VD, ctx.temperature) if kept is None else kept
+            slope_CV = None
+            if kept is None:
+                logp_CV, slope_CV = _log_softmax(hidden_CD, head_VD, ctx.temperature, ctx.softcap)
+            else:
+                logp_CV = kept
             grad_C, grad_entropy_C = _cut(grad_logp_R, part), _cut(grad_entropy_R, part)
             grad_CV = _grad_logits(logp_CV, target_R[part], entropy_R[part], grad_C, grad_entropy_C)
-            grad_CV = grad_CV.div_(ctx.temperature).to(head_VD.dtype)
+            grad_CV = grad_CV.div_(ctx.temperature)
+            if slope_CV is not None:
+                grad_CV *= slope_CV
+            grad_CV = grad_CV.to(head_VD.dtype)
             if need_hidden:
                 grad_hidden.append(grad_CV @ head_VD)
             if need_head:
@@ -86,16 +106,20 @@ class _Chunked(torch.autograd.Function):
                 else:
                     grad_head_VD += part_VD
         grad_head_VD = None if grad_head_VD is None else grad_head_VD.to(head_VD.dtype)
-        return torch.cat(grad_hidden) if need_hidden else None, grad_head_VD, None, None, None
+        return torch.cat(grad_hidden) if need_hidden else None, grad_head_VD, None, None, None, None
 
 
 def _cut(grad_R: Tensor | None, part: slice) -> Tensor | None:
     return None if grad_R is None else grad_R[part]
 
 
-def _log_softmax(hidden_CD: Tensor, head_VD: Tensor, temperature: float) -> Tensor:
-    logits_CV = logits_of(hidden_CD, head_VD)
-    return torch.log_softmax(logits_CV if temperature == 1.0 else logits_CV.div_(temperature), dim=-1)
+def _log_softmax(
+    hidden_CD: Tensor, head_VD: Tensor, temperature: float, softcap: float | None
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probabilities, and how steeply bounded logits follow unbounded ones."""
+    logits_CV = logits_of(hidden_CD, head_VD, softcap)
+    slope_CV = None if softcap is None else 1 - (logits_CV / softcap).square()
+    return torch.log_softmax(logits_CV if temperature == 1.0 else logits_CV.div_(temperature), dim=-1), slope_CV
 
 
 def _entropy(logp_CV: Tensor) -> Tensor:

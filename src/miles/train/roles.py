@@ -30,8 +30,16 @@ class TrainModel(Protocol):
     @property
     def device(self) -> torch.device: ...
 
+    @property
+    def softcap(self) -> float | None:
+        """What bounds the logits, if anything does."""
+        ...
+
     def parameters(self) -> Mapping[str, Tensor]:
-        """The live parameters, by our names, a tied head once; updated in place, never exchanged."""
+        """The live parameters, by our names, a tied head once; updated in place, never exchanged.
+
+        Those that do not require a gradient are part of the model but are not trained.
+        """
         ...
 
     def read(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], replay_TLk: Tensor | None) -> Read:

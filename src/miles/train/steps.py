@@ -56,7 +56,14 @@ class Reader:
             tally.add("routing_flips", read.flips)
             tally.add("routing_replayed", read.replayed)
         hidden_RD = read.hidden_TD.index_select(0, rows.before_R)
-        return logprobs(hidden_RD, model.head(), rows.target_R, temperature=self.temperature, chunk=self.chunk)
+        return logprobs(
+            hidden_RD,
+            model.head(),
+            rows.target_R,
+            temperature=self.temperature,
+            softcap=model.softcap,
+            chunk=self.chunk,
+        )
 
     @torch.no_grad()
     def frozen(self, model: TrainModel, rows: Rows) -> Tensor:

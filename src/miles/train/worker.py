@@ -69,7 +69,8 @@ class Worker:
         self._policy_loss = algo.loss_type == "policy_loss"
         self._reader = Reader(temperature=temperature if self._policy_loss else 1.0, chunk=train.log_probs_chunk_size)
         self._gradient = Gradient(actor=actor, reference=reference, objective=objective_of(algo), reader=self._reader)
-        self._optimizer = Optimizer(actor.parameters(), train, schedule_of(train, updates=updates))
+        trained = {name: p for name, p in actor.parameters().items() if p.requires_grad}
+        self._optimizer = Optimizer(trained, train, schedule_of(train, updates=updates))
 
     async def step(self, batch: Batch) -> StepReport:
         """Train on ``batch``; the report's version is the new one."""

@@ -1,9 +1,13 @@
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.train.parts import DENSE, MOE, model, twin
+from transformers import Olmo2Config, Olmo2ForCausalLM
 
+from miles.backends.fsdp.model import FsdpModel
 from miles.core.errors import CheckpointError, MilesError
+from miles.models.foreign import hub as foreign
 
 
 def read(actor, sequences, replay=None):
@@ -68,3 +72,30 @@ def test_weights_of_another_model_are_refused(tmp_path):
 def test_a_sequence_longer_than_the_model_can_place_is_refused():
     with pytest.raises(MilesError, match="65 tokens is longer than the 64 positions"):
         read(model(), [np.zeros(65, np.int64)])
+
+
+def olmo(folder, seed=0, **changed):
+    """An actor that transformers computes."""
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = Olmo2Config(**(sizes | {"vocab_size": 31, "max_position_embeddings": 64, "pad_token_id": None} | changed))
+    Olmo2ForCausalLM(config).save_pretrained(folder)
+    return FsdpModel(foreign.load(folder, device="cpu", dtype=torch.float32), like=folder)
+
+
+def test_a_foreign_model_is_read_saved_and_loaded_like_any_other(tmp_path):
+    actor, other = olmo(tmp_path / "one"), olmo(tmp_path / "other", seed=3)
+    reference = Olmo2ForCausalLM.from_pretrained(tmp_path / "one")
+    with torch.no_grad():
+        logits = read(actor, sequences()).hidden_TD @ actor.head().T
+        expected = torch.cat([reference(torch.from_numpy(s)[None]).logits[0] for s in sequences()])
+    assert torch.allclose(logits, expected, atol=1e-5)
+    actor.save(tmp_path / "saved")
+    written, first = (load_file(tmp_path / name / "model.safetensors") for name in ("saved", "one"))
+    assert written.keys() == first.keys() and all(torch.equal(written[name], first[name]) for name in first)
+    places = {n: p.data_ptr() for n, p in other.parameters().items()}
+    other.load(tmp_path / "saved")
+    assert all(torch.equal(other.parameters()[n], p) for n, p in actor.parameters().items())
+    assert all(p.data_ptr() == places[n] for n, p in other.parameters().items())
+    with pytest.raises(CheckpointError, match="another model"):
+        olmo(tmp_path / "wider", intermediate_size=64).load(tmp_path / "saved")

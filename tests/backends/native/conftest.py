@@ -17,8 +17,22 @@ from miles.core.protocols import Completion, Sampling
 from miles.core.types import Version
 from miles.models import hub
 from miles.models.decoder import Decoder
-from miles.models.spec import DecoderSpec, MoeSpec, RopeSpec
+from miles.models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    DeltaSpec,
+    LayerSpec,
+    MambaSpec,
+    MlpSpec,
+    MoeSpec,
+    RopeSpec,
+)
 from miles.sync.manifest import manifest_of
+
+ATTENTION = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, rope=RopeSpec(theta=1e4), qk_norm="head")
+DELTA = DeltaSpec(key_heads=2, value_heads=4, key_dim=4, value_dim=6, kernel=4, fused=True)
+MAMBA = MambaSpec(num_heads=4, head_dim=4, state_dim=6, groups=2, kernel=4, conv_bias=True, bias=False)
+EXPERTS = MoeSpec(num_experts=6, experts_per_token=2, size=16, norm_topk_prob=True)
 
 
 class Tiny:
@@ -28,17 +42,8 @@ class Tiny:
         family="qwen3",
         vocab_size=61,
         hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
         norm_eps=1e-6,
-        rope=RopeSpec(theta=1e4),
-        qk_norm=True,
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
+        layers=2 * (LayerSpec(mixer=ATTENTION, ffn=MlpSpec(size=48)),),
         tie_embeddings=True,
         max_positions=256,
         eos_token_ids=(1,),
@@ -46,7 +51,15 @@ class Tiny:
     moe_spec = replace(
         spec,
         family="qwen3_moe",
-        moe=MoeSpec(num_experts=6, experts_per_token=2, intermediate_size=16, norm_topk_prob=True, layers=(0, 1)),
+        layers=2 * (LayerSpec(mixer=ATTENTION, ffn=EXPERTS),),
+    )
+
+    hybrid_spec = replace(
+        spec,
+        layers=tuple(
+            LayerSpec(mixer=mixer, ffn=None if mixer is MAMBA else MlpSpec(size=48))
+            for mixer in (DELTA, replace(ATTENTION, window=9), MAMBA, ATTENTION)
+        ),
     )
 
     def decoder(self, seed: int = 0, spec: DecoderSpec | None = None, scale: float = 12.0) -> Decoder:
@@ -67,10 +80,12 @@ class Tiny:
         engine.commit()
 
     def engine(self, decoder: Decoder | None = None, *, decode=None, run=None, **knobs) -> NativeEngine:
+        """An engine with this decoder's weights, on its device and in its dtype."""
         decoder = decoder or self.decoder()
         config = NativeConfig(**{f"engine_{name}": value for name, value in knobs.items()})
+        like = decoder.embedding.weight
         engine = NativeEngine(
-            decoder.spec, device="cpu", dtype=torch.float32, config=config, run=run or Inline(), decode=decode
+            decoder.spec, device=like.device, dtype=like.dtype, config=config, run=run or Inline(), decode=decode
         )
         self.publish(engine, decoder)
         return engine

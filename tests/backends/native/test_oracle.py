@@ -1,95 +1,165 @@
-"""What the engine writes is what transformers would write, token by token and to 1e-5 in log-prob."""
+"""Whatever the kind of model, the engine writes what transformers would write: tokens, log-probs and routing.
+
+Every kind is asked by an engine with small pages and short prefill chunks: ragged prompts, one of them by several at
+once, more requests than seats. Answers are held against full forwards of the finished sequences.
+"""
+
+import functools
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from tests.models.oracle import KINDS, SMALL, hf_model, our_logits, twin
 
 from miles.core.protocols import Sampling
-from miles.models import hub
+from miles.models.decoder import Decoder, Routing
+from miles.models.families import spec_of
+from miles.models.spec import AttentionSpec, DecoderSpec, MlaSpec
 
-SIZES = {
-    "vocab_size": 67,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "eos_token_id": 1,
-    "initializer_range": 0.3,
-    "attn_implementation": "eager",
-}
-
-
-def reference(kind: str):
-    torch.manual_seed(0)
-    if kind == "dense":
-        return Qwen3ForCausalLM(Qwen3Config(**SIZES)).eval()
-    moe = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **moe, decoder_sparse_step=1)).eval()
+NEW = 6
+PAGE = 4
+KNOBS = {"page_size": PAGE, "prefill_chunk": 13, "max_running": 4, "kv_tokens": 800}
+RNG = np.random.default_rng(0)
+SHORT, MIDDLE, LONG = (RNG.integers(0, SMALL["vocab_size"], n).astype(np.int32) for n in (1, 21, 62))
+SAMPLES = 3
+GREEDY = Sampling(temperature=0.0, max_new_tokens=NEW, ignore_eos=True)
+REQUESTS = [
+    (LONG, GREEDY),
+    *((MIDDLE, Sampling(max_new_tokens=NEW, ignore_eos=True, seed=seed)) for seed in range(SAMPLES)),
+    (SHORT, GREEDY),
+    *((LONG, Sampling(max_new_tokens=NEW, ignore_eos=True, seed=seed)) for seed in range(SAMPLES - 1)),
+]
 
 
-@pytest.fixture(scope="module")
-def pairs(tmp_path_factory):
-    made = {}
-    for kind in ("dense", "moe"):
-        model, folder = reference(kind), tmp_path_factory.mktemp(kind)
-        model.save_pretrained(folder)
-        made[kind] = model, hub.load(folder, device="cpu", dtype=torch.float32)
-    return made
+@functools.cache
+def pair(kind: str):
+    """A transformers model and our decoder with its weights."""
+    model = hf_model(kind)
+    return model, twin(model)
 
 
-@pytest.fixture(params=["dense", "moe"])
-def pair(request, pairs):
-    return pairs[request.param]
+@functools.cache
+def specs() -> dict[str, DecoderSpec]:
+    configs = {name: kind.config(**(SMALL | kind.own)) for name, kind in KINDS.items()}
+    return {
+        name: spec_of(config.to_dict() | {"architectures": [KINDS[name].model.__name__]})
+        for name, config in configs.items()
+    }
 
 
-def test_greedy_tokens_and_logprobs_are_those_of_transformers(tiny, pair):
-    model, decoder = pair
-    engine = tiny.engine(decoder, page_size=4, prefill_chunk=24)
-    prompts = tiny.prompts(6)
-    answers = tiny.ask(engine, [(p, Sampling(temperature=0.0, max_new_tokens=24)) for p in prompts])
-    for prompt, answer in zip(prompts, answers, strict=True):
-        ids = torch.tensor(prompt[None].astype(np.int64))
+def first(wanted: Callable[[DecoderSpec], bool]) -> str:
+    """A kind of this kind."""
+    return next(name for name, spec in specs().items() if wanted(spec))
+
+
+def mixers(spec: DecoderSpec, kind: type):
+    return [layer.mixer for layer in spec.layers if isinstance(layer.mixer, kind)]
+
+
+def is_windowed(spec: DecoderSpec) -> bool:
+    return any(mixer.window is not None for mixer in mixers(spec, AttentionSpec))
+
+
+def is_chunked(spec: DecoderSpec) -> bool:
+    return any(mixer.chunk is not None for mixer in mixers(spec, AttentionSpec))
+
+
+def is_bounded(spec: DecoderSpec) -> bool:
+    return any(mixer.softcap is not None for mixer in mixers(spec, AttentionSpec))
+
+
+def has_sinks(spec: DecoderSpec) -> bool:
+    return any(mixer.sinks for mixer in mixers(spec, AttentionSpec))
+
+
+def is_latent(spec: DecoderSpec) -> bool:
+    return any(mixer.indexer is None for mixer in mixers(spec, MlaSpec))
+
+
+def is_indexed(spec: DecoderSpec) -> bool:
+    return any(mixer.indexer is not None for mixer in mixers(spec, MlaSpec))
+
+
+def is_recurrent(spec: DecoderSpec) -> bool:
+    return spec.recurrent
+
+
+SORTS = [is_windowed, is_chunked, is_bounded, has_sinks, is_latent, is_indexed, is_recurrent]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_engine_writes_what_transformers_would_write(tiny, kind):
+    model, decoder = pair(kind)
+    engine = tiny.engine(decoder, **KNOBS)
+    answers = tiny.ask(engine, REQUESTS)
+    assert answers[1].cached_tokens == 0
+    assert [answer.cached_tokens for answer in answers[2 : SAMPLES + 1]] == (SAMPLES - 1) * [len(MIDDLE)]
+    # What a later request has in common with an earlier one is found, but for a state, which stands elsewhere.
+    branch = (np.concatenate((LONG[:41], MIDDLE)), GREEDY)
+    (late,) = tiny.ask(engine, [branch])
+    assert late.cached_tokens == (0 if decoder.spec.recurrent else 40)
+    held_against(tiny, model, [*REQUESTS, branch], [*answers, late])
+    if decoder.spec.moe is not None:
+        same_experts(tiny, decoder, [*REQUESTS, branch], [*answers, late])
+
+
+@pytest.mark.parametrize("sort", SORTS)
+def test_preempting_and_computing_anew_changes_nothing(tiny, sort):
+    _, decoder = pair(first(sort))
+    asked = [(p, Sampling(max_new_tokens=18, ignore_eos=True, seed=i)) for i, p in enumerate((LONG, MIDDLE, MIDDLE))]
+    engine = tiny.engine(decoder, page_size=PAGE, prefill_chunk=13, kv_tokens=104)
+    answers = tiny.ask(engine, asked)
+    assert engine.stats()["preemptions"] > 0
+    for one, other in zip(answers, tiny.ask(tiny.engine(decoder, page_size=PAGE), asked), strict=True):
+        assert tiny.tokens(one) == tiny.tokens(other)
+        np.testing.assert_allclose(tiny.logprobs(one), tiny.logprobs(other), atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3 moe"])
+def test_sampled_logprobs_are_those_of_the_temperature_before_any_filter(tiny, kind):
+    model, decoder = pair(kind)
+    how = Sampling(temperature=0.7, top_k=9, top_p=0.9, max_new_tokens=20, seed=3, ignore_eos=True)
+    asked = [(prompt, how) for prompt in (LONG, MIDDLE, SHORT)]
+    held_against(tiny, model, asked, tiny.ask(tiny.engine(decoder, page_size=PAGE), asked))
+
+
+def held_against(tiny, model, requests, answers):
+    """Log-probs are those of full forwards, and greedy tokens the likeliest, or as likely to the last digits."""
+    finished = whole(tiny, requests, answers)
+    logits = dict(logits_of_each(model, finished))
+    for i, ((prompt, how), answer) in enumerate(zip(requests, answers, strict=True)):
+        tokens = finished[i][len(prompt) :]
+        assert len(tokens) == how.max_new_tokens
+        own = logits[i][len(prompt) - 1 : -1]
+        if how.temperature == 0:
+            assert (own.gather(1, tokens[:, None]).squeeze(1) >= own.max(-1).values - 1e-4).all()
+        own = own / (how.temperature or 1.0)
+        expected = own.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1).numpy()
+        np.testing.assert_allclose(tiny.logprobs(answer), expected, atol=1e-4, rtol=1e-4)
+
+
+def whole(tiny, requests, answers):
+    return [torch.tensor([*prompt, *tiny.tokens(to)]) for (prompt, _), to in zip(requests, answers, strict=True)]
+
+
+def logits_of_each(model, sequences):
+    """Sequences of one length in one batch, as transformers takes them."""
+    for length in {len(sequence) for sequence in sequences}:
+        alike = [i for i, sequence in enumerate(sequences) if len(sequence) == length]
         with torch.no_grad():
-            written = model.generate(ids, do_sample=False, max_new_tokens=24, pad_token_id=0)[0, len(prompt) :]
-        assert tiny.tokens(answer) == written.tolist()
-        compare(model, prompt, tiny.tokens(answer), tiny.logprobs(answer), temperature=1.0)
+            yield from zip(alike, model(torch.stack([sequences[i] for i in alike])).logits, strict=True)
 
 
-def test_sampled_logprobs_are_those_of_the_temperature_before_any_filter(tiny, pair):
-    model, decoder = pair
-    engine = tiny.engine(decoder, page_size=4)
-    how = Sampling(temperature=0.7, top_k=9, top_p=0.9, max_new_tokens=20, seed=3)
-    for prompt, answer in zip(
-        prompts := tiny.prompts(4, seed=1), tiny.ask(engine, [(p, how) for p in prompts]), strict=True
-    ):
-        compare(model, prompt, tiny.tokens(answer), tiny.logprobs(answer), temperature=0.7)
-
-
-def test_the_routing_of_every_computed_token_is_that_of_transformers(tiny, pairs):
-    model, decoder = pairs["moe"]
-    engine = tiny.engine(decoder, page_size=4, prefill_chunk=7)
-    prompts = tiny.prompts(3, seed=2)
-    answers = tiny.ask(engine, [(p, Sampling(max_new_tokens=12, ignore_eos=True, seed=5)) for p in prompts])
-    for prompt, answer in zip(prompts, answers, strict=True):
-        whole = torch.tensor([[*prompt.tolist(), *tiny.tokens(answer)]])
-        with torch.no_grad():
-            logits = model(whole, output_router_logits=True).router_logits
-        routed = np.concatenate([span.extras["routed_experts"] for span in answer.spans])
-        assert routed.dtype == np.uint8
-        assert routed.shape == (12, 2, 2)
-        assert (routed[-1] == 255).all()
-        for layer, scores in enumerate(logits):
-            expected = scores.reshape(-1, 6)[len(prompt) : -1].topk(2, dim=-1).indices
-            assert routed[:-1, layer].tolist() == expected.tolist()
-
-
-def compare(model, prompt, tokens, logprobs, *, temperature):
-    whole = torch.tensor([[*prompt.tolist(), *tokens]])
+def same_experts(tiny, decoder: Decoder, requests, answers):
+    """The experts of every token that was computed are those of a full forward; the last one never was."""
+    finished = whole(tiny, requests, answers)
+    routing = Routing(record=True)
     with torch.no_grad():
-        logits = model(whole).logits[0, len(prompt) - 1 : -1].float() / temperature
-    expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None]).squeeze(1).numpy()
-    np.testing.assert_allclose(logprobs, expected, atol=1e-5, rtol=1e-5)
+        our_logits(decoder, finished, routing)
+    recorded = torch.stack(routing.recorded, 1).split([len(sequence) for sequence in finished])
+    for (prompt, _), answer, expected_TLk in zip(requests, answers, recorded, strict=True):
+        routed_TLk = np.concatenate([span.extras["routed_experts"] for span in answer.spans])
+        assert routed_TLk.dtype == np.uint8
+        assert (routed_TLk[-1] == 255).all()
+        assert routed_TLk[:-1].tolist() == expected_TLk[len(prompt) : -1].tolist()

@@ -1,8 +1,9 @@
-"""The scheduler alone, over a cache that remembers for which prefix each slot was written."""
+"""The scheduler alone, over a cache that remembers for which prefix each slot and each seat's state was written."""
 
 from itertools import count
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,12 +15,21 @@ from miles.core.types import Version
 
 
 class World:
-    """A scheduler whose forward pass writes down prefixes instead of keys and values."""
+    """A scheduler whose forward pass writes down prefixes instead of keys, values and states.
 
-    def __init__(self, *, pages=8, size=4, seats=6, chunk=7, share=True):
+    A model with states (``recurrent``) shares no page, only what a leader has just computed.
+    """
+
+    def __init__(self, *, pages=8, size=4, seats=6, chunk=7, share=True, recurrent=False):
         self.scheduler = Scheduler(
-            Pages(pages, size, share=share), Seats(seats, pages), prefill_chunk=chunk, decode=None
+            Pages(pages, size, share=share and not recurrent),
+            Seats(seats, pages),
+            prefill_chunk=chunk,
+            lead=share,
+            decode=None,
         )
+        self.recurrent = recurrent
+        self.states = [None] * seats
         self.size = size
         self.slots = [None] * (pages * size)
         self.numbers = count()
@@ -59,6 +69,7 @@ class World:
             self.scheduler.preempt(sequence)
         self.scheduler.pages.flush()
         self.slots = [None] * len(self.slots)
+        self.states = [None] * len(self.states)
 
     def steps(self, most):
         for _ in range(most):
@@ -71,7 +82,12 @@ class World:
         for target, source in plan.copies.items():
             span = slice(target * self.size, (target + 1) * self.size)
             self.slots[span] = before[source * self.size : (source + 1) * self.size]
+        states = list(self.states)
+        for target, source in plan.seat_copies.items():
+            self.states[target] = states[source]
         for sequence, length in plan.work:
+            if self.recurrent:
+                self.advance(sequence, length)
             for position in range(sequence.computed, sequence.computed + length):
                 self.slots[self.slot(sequence, position)] = (
                     tuple(sequence.tokens[: position + 1]),
@@ -83,6 +99,12 @@ class World:
         self.ended += self.scheduler.absorb(plan, tokens, [0.0] * len(tokens), self.version, None)
         self.audit()
         return plan
+
+    def advance(self, sequence, length):
+        """A state goes on from exactly the tokens before, or from nothing."""
+        known = self.states[sequence.seat] if sequence.computed else []
+        assert known == sequence.tokens[: sequence.computed]
+        self.states[sequence.seat] = sequence.tokens[: sequence.computed + length]
 
     def draw(self, sequence):
         """A function of what came before, as of a model, and nearly always 0, so that prefixes coincide."""
@@ -134,12 +156,13 @@ ACTIONS = st.one_of(
     st.integers(1, 8),
     st.sampled_from([28, 60]),
     st.sampled_from([True, True, True, False]),
+    st.booleans(),
 )
 @settings(max_examples=200, deadline=None)
-def test_whatever_comes_no_page_leaks_and_nobody_sees_a_slot_that_is_not_of_its_own_prefix(
-    actions, size, chunk, seats, room, share
+def test_whatever_comes_no_page_leaks_and_nobody_sees_a_slot_or_a_state_that_is_not_of_its_own_prefix(
+    actions, size, chunk, seats, room, share, recurrent
 ):
-    world = World(pages=room // size, size=size, seats=seats, chunk=chunk, share=share)
+    world = World(pages=room // size, size=size, seats=seats, chunk=chunk, share=share, recurrent=recurrent)
     for verb, *how in actions:
         getattr(world, verb)(*how)
         world.audit()
@@ -149,8 +172,9 @@ def test_whatever_comes_no_page_leaks_and_nobody_sees_a_slot_that_is_not_of_its_
         assert len(sequence.logprobs) == sequence.sampling.max_new_tokens
 
 
-def test_samples_of_one_prompt_submitted_together_compute_it_once():
-    world = World(pages=60, seats=9, chunk=100)
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_samples_of_one_prompt_submitted_together_compute_it_once(recurrent):
+    world = World(pages=60, seats=9, chunk=100, recurrent=recurrent)
     for _ in range(8):
         world.submit(range(11), new=5)
     plan = world.step()
@@ -162,6 +186,16 @@ def test_samples_of_one_prompt_submitted_together_compute_it_once():
     assert done.cached_tokens == 7 * 11
     assert done.steps == 5
     assert sorted(one.cached_tokens for one in world.ended) == [0] + [11] * 7
+
+
+def test_a_late_sample_of_a_prompt_whose_state_has_moved_on_computes_all_of_it():
+    world = World(pages=60, seats=9, chunk=100, recurrent=True)
+    world.submit(range(11), new=5)
+    world.step()
+    late = world.submit(range(11), new=5)
+    world.drain()
+    assert late.cached_tokens == 0
+    assert world.scheduler.counters.prefilled_tokens == 22
 
 
 def test_a_late_sample_of_a_prompt_computes_only_its_last_token():

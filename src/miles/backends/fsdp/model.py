@@ -1,4 +1,4 @@
-"""The one decoder, held whole by this process, as the training plane wants it.
+"""A decoder held whole by this process, as the training plane wants it.
 
 ``_T`` packed input tokens, ``L`` layers with experts, ``k`` experts a token, ``D`` hidden.
 """
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from miles.core.errors import CheckpointError, MilesError
 from miles.kernels.varlen import PackedAttend
-from miles.models import hub
-from miles.models.decoder import Decoder
+from miles.models import impl
+from miles.models.door import Model
 from miles.models.moe import Routing
 from miles.train.roles import Read
 
@@ -47,7 +47,7 @@ class FsdpModel:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Model,
         *,
         config: Mapping[str, Any] | None = None,
         like: Path | None = None,
@@ -55,13 +55,18 @@ class FsdpModel:
         frozen: bool = False,
     ) -> None:
         self._decoder, self._config, self._like = decoder, config, like
-        decoder.requires_grad_(not frozen)
+        if frozen:
+            decoder.requires_grad_(False)
         decoder.checkpoint_layers = gradient_checkpointing
         self._parameters: dict[str, Tensor] = dict(decoder.named_parameters())
 
     @property
     def device(self) -> torch.device:
         return self._decoder.head().device
+
+    @property
+    def softcap(self) -> float | None:
+        return self._decoder.spec.logit_softcap
 
     def parameters(self) -> Mapping[str, Tensor]:
         return self._parameters
@@ -85,11 +90,11 @@ class FsdpModel:
         )
 
     def save(self, folder: Path) -> None:
-        hub.export(self._decoder, folder, like=self._like, config=self._config)
+        impl.export(self._decoder, folder, like=self._like, config=self._config)
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        found = dict(hub.load(folder, device="cpu", dtype=self._decoder.head().dtype).named_parameters())
+        found = impl.tensors(self._decoder, folder)
         for name, live in self._parameters.items():
             if name not in found or found[name].shape != live.shape:
                 raise CheckpointError(f"{folder} holds another model than the one in training (see {name}).")

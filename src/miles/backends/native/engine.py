@@ -30,6 +30,8 @@ from miles.cluster.platform import Platform, find
 from miles.core.errors import EngineError, UsageError
 from miles.core.protocols import Completion, Sampling
 from miles.core.types import Array, Tokens, Version
+from miles.models.door import Model
+from miles.models.footprint import kv_bytes_per_token, state_bytes_per_sequence
 from miles.models.spec import DecoderSpec
 from miles.sync.manifest import Manifest
 
@@ -47,6 +49,7 @@ class NativeEngine:
         run: Run,
         decode: Decode | None,
         name: str = "engine 0",
+        model: Model | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.spec = spec
@@ -61,13 +64,22 @@ class NativeEngine:
             spec,
             pages=total,
             page_size=size,
+            seats=config.engine_max_running,
             record_routing=config.engine_record_routing,
             device=device,
             dtype=dtype,
+            model=model,
         )
         self._seats = Seats(config.engine_max_running, longest)
-        self._pages = Pages(total, size, share=config.engine_prefix_cache)
-        self._scheduler = Scheduler(self._pages, self._seats, prefill_chunk=config.engine_prefill_chunk, decode=decode)
+        # A state stands at one token: it cannot be found by a prefix, only taken over from who just computed it.
+        self._pages = Pages(total, size, share=config.engine_prefix_cache and not spec.recurrent)
+        self._scheduler = Scheduler(
+            self._pages,
+            self._seats,
+            prefill_chunk=config.engine_prefill_chunk,
+            lead=config.engine_prefix_cache,
+            decode=decode,
+        )
         self._weights = Weights(name, self._runner.expected(), device, self._adopt)
         self._decode = decode
         self._run = run
@@ -331,6 +343,13 @@ def _capacity(spec: DecoderSpec, config: NativeConfig, platform: Platform, dtype
         if config.engine_kv_tokens < size:
             raise UsageError(f"--engine-kv-tokens {config.engine_kv_tokens} is less than one page of {size} tokens")
         return config.engine_kv_tokens
-    per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
-    fits = platform.free_bytes() // 2 // per_token
+    kind = str(dtype).removeprefix("torch.")
+    room = platform.free_bytes() // 2
+    states = config.engine_max_running * state_bytes_per_sequence(spec, kind)
+    if states > room:
+        raise UsageError(
+            f"the states of --engine-max-running {config.engine_max_running} requests take {states / 2**30:.1f} GiB, "
+            f"half of the free memory is {room / 2**30:.1f} GiB; lower --engine-max-running"
+        )
+    fits = (room - states) // max(1, kv_bytes_per_token(spec, kind))
     return max(size, min(fits, config.engine_max_running * (-(-spec.max_positions // size) * size)))

@@ -104,7 +104,10 @@ def tail_of(stop: Items[str]) -> int:
 
 
 class Seats:
-    """A row for each request that runs: its pages and how its tokens are drawn, as arrays a step can index."""
+    """A row for each request that runs: its pages and how its tokens are drawn, as arrays a step can index.
+
+    ``copies`` (to -> from) are due before the next step: whoever sits in the one goes on from where the other is.
+    """
 
     def __init__(self, count: int, max_pages: int) -> None:
         self.pages_SP = np.zeros((count, max_pages), np.int64)
@@ -114,6 +117,7 @@ class Seats:
         self.min_p_S = np.zeros(count, np.float32)
         self.filters_S = np.zeros(count, np.bool_)
         self.seed_S = np.zeros(count, np.uint64)
+        self.copies: dict[int, int] = {}
         self._free = list(range(count - 1, -1, -1))
 
     @property
@@ -136,5 +140,11 @@ class Seats:
         self.pages_SP[sequence.seat, first : len(sequence.pages)] = sequence.pages[first:]
 
     def leave(self, sequence: Sequence) -> None:
+        self.copies.pop(sequence.seat, None)
         self._free.append(sequence.seat)
         sequence.seat = -1
+
+    def take_copies(self) -> dict[int, int]:
+        """The copies that are due, now the caller's duty."""
+        copies, self.copies = self.copies, {}
+        return copies

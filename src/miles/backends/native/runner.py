@@ -1,7 +1,7 @@
 """Run a plan: gather its tokens into one packed batch, put it through the decoder, give back logits.
 
-Shapes: T new tokens, D hidden, V vocabulary, B rows that draw, L layers with experts, k experts a token,
-S seats, P pages of the longest sequence.
+Shapes: T new tokens, D hidden, V vocabulary, B rows that draw (in a layout: sequences of the step), L layers with
+experts, k experts a token, S seats, P pages of the longest sequence, M most pages of one in this step.
 """
 
 from __future__ import annotations
@@ -15,13 +15,18 @@ from torch import Tensor, nn
 from miles.backends.native.scheduler import Plan
 from miles.core.types import Array
 from miles.kernels.head import logits_of
-from miles.kernels.paged import Ints, PagedAttend, PagedCache, lay_out
+from miles.kernels.paged import Ints, KvShape, PagedAttend, PagedCache, States, lay_out
 from miles.models.decoder import Decoder, Routing
+from miles.models.door import Model
+from miles.models.remembered import PerSequence, PerToken, remembered
 from miles.models.spec import DecoderSpec
 
 
 class Runner:
-    """The decoder and its cache. The decoder is made without storage and adopts tensors it is given."""
+    """The decoder and what it remembers: keys and values in pages, states of recurrent layers by seat.
+
+    The decoder is made without storage and adopts tensors it is given; ``model`` is one that was made so elsewhere.
+    """
 
     def __init__(
         self,
@@ -29,23 +34,27 @@ class Runner:
         *,
         pages: int,
         page_size: int,
+        seats: int,
         record_routing: bool,
         device: torch.device,
         dtype: torch.dtype,
+        model: Model | None = None,
     ) -> None:
         self.spec = spec
         self.device = device
         self.dtype = dtype
-        self.decoder = Decoder(spec, device="meta", dtype=dtype)
+        self.decoder: Model = Decoder(spec, device="meta", dtype=dtype) if model is None else model
         self.none_expert: Array | None = None
         if spec.moe is not None and record_routing:
             # The greatest number of the dtype means "no expert", so it must not be an expert's own.
             kind = np.uint8 if spec.moe.num_experts <= 255 else np.uint16
-            shape = (len(spec.moe.layers), spec.moe.experts_per_token)
+            shape = (len(spec.moe_layers), spec.moe.experts_per_token)
             self.none_expert = np.full(shape, np.iinfo(kind).max, kind)
         self._pages = pages
         self._page_size = page_size
+        self._seats = seats
         self._cache: PagedCache | None = None
+        self._states: States | None = None
         self._places = [
             (self.decoder.get_submodule(path), leaf, f"{path}.{leaf}" if path else leaf)
             for path, leaf in (name.rpartition(".")[::2] for name, _ in self.decoder.named_parameters())
@@ -53,26 +62,26 @@ class Runner:
         self.allocate()
 
     def allocate(self) -> None:
-        """Take memory for keys and values."""
-        spec = self.spec
+        """Take memory for keys, values and states."""
+        kept = [remembered(layer.mixer) for layer in self.spec.layers]
         self._cache = PagedCache(
-            layers=spec.num_layers,
+            [_kv_shape(each) if isinstance(each, PerToken) else None for each in kept],
             pages=self._pages,
             page_size=self._page_size,
-            heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
             device=self.device,
             dtype=self.dtype,
         )
+        states = {i: _state_shapes(each, self.dtype) for i, each in enumerate(kept) if isinstance(each, PerSequence)}
+        self._states = States(states, seats=self._seats, device=self.device) if states else None
 
     def free(self) -> None:
-        """Give the memory of keys and values back; what they held is lost."""
-        self._cache = None
+        """Give the memory of keys, values and states back; what they held is lost."""
+        self._cache = self._states = None
 
     def clear(self) -> None:
         """Make every slot a finite number again."""
         if self._cache is not None:
-            self._cache = None
+            self.free()
             self.allocate()
 
     def expected(self) -> dict[str, Tensor]:
@@ -87,11 +96,12 @@ class Runner:
     @torch.inference_mode()
     def forward(self, plan: Plan, pages_SP: Ints) -> tuple[Tensor, Array | None]:
         """Logits [B, V] for ``plan.draws``, and the experts [T, L, k] of each new token where they are recorded."""
-        cache = self._cache
+        cache, states = self._cache, self._states
         assert cache is not None, "an engine that sleeps makes no steps"
         if plan.copies:
-            pairs = np.array(list(plan.copies.items()), np.int64)
-            cache.copy(pairs[:, 1].copy(), pairs[:, 0].copy())
+            cache.copy(*_sources_and_targets(plan.copies))
+        if plan.seat_copies and states is not None:
+            states.copy(*_sources_and_targets(plan.seat_copies))
         tokens_T, starts_B, counts_B, seats_B = _gather(plan)
         most = -(-int((starts_B + counts_B).max()) // self._page_size)
         pages_BM = pages_SP[:, :most][seats_B]
@@ -102,7 +112,7 @@ class Runner:
         hidden_TD = self.decoder(
             torch.from_numpy(tokens_T).to(self.device),
             torch.from_numpy(positions_T).to(self.device),
-            PagedAttend(cache, layout),
+            PagedAttend(cache, layout, None if states is None else states.seated(seats_B, starts_B, counts_B)),
             routing,
         )
         logits_BV = self._logits(plan, hidden_TD, counts_B)
@@ -117,11 +127,24 @@ class Runner:
             lasts = np.cumsum(counts_B[singles:]) + (singles - 1)
             rows = np.concatenate((np.arange(singles), lasts[plan.leaders]))
             hidden_TD = hidden_TD.index_select(0, torch.from_numpy(rows).to(self.device))
-        logits_BV = logits_of(hidden_TD, self.decoder.head())
+        logits_BV = logits_of(hidden_TD, self.decoder.head(), self.spec.logit_softcap)
         if plan.forks:
             rows = [*range(len(logits_BV)), *(row for row, _, _ in plan.forks)]
             logits_BV = logits_BV.index_select(0, torch.tensor(rows, device=self.device))
         return logits_BV
+
+
+def _kv_shape(kept: PerToken) -> KvShape:
+    return KvShape(kept.heads, kept.key_dim, kept.value_dim, kept.index_dim)
+
+
+def _state_shapes(kept: PerSequence, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    wide = torch.promote_types(dtype, torch.float32)
+    return [(shape, wide if is_wide else dtype) for shape, is_wide in zip(kept.shapes, kept.wide, strict=True)]
+
+
+def _sources_and_targets(copies: Mapping[int, int]) -> tuple[Ints, Ints]:
+    return np.array(list(copies.values()), np.int64), np.array(list(copies), np.int64)
 
 
 def _gather(plan: Plan) -> tuple[Ints, Ints, Ints, Ints]:

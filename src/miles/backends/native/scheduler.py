@@ -20,7 +20,8 @@ class Plan:
     """One step: ``singles`` run one token each, ``chunks`` several, in this order.
 
     ``leaders`` are the chunks (by index) that end here and draw. A fork (row of the leader among those
-    that draw, leader, follower) draws from its leader's logits.
+    that draw, leader, follower) draws from its leader's logits. ``copies`` of pages and ``seat_copies`` of
+    states (to -> from) come first.
     """
 
     singles: list[Sequence] = field(default_factory=list)
@@ -28,6 +29,7 @@ class Plan:
     leaders: list[int] = field(default_factory=list)
     forks: list[tuple[int, Sequence, Sequence]] = field(default_factory=list)
     copies: dict[int, int] = field(default_factory=dict)
+    seat_copies: dict[int, int] = field(default_factory=dict)
 
     @property
     def work(self) -> list[tuple[Sequence, int]]:
@@ -56,15 +58,19 @@ def _arrival(sequence: Sequence) -> int:
 
 
 class Scheduler:
-    """The queue, the seats and the pages. ``running`` and ``waiting`` are always in order of arrival."""
+    """The queue, the seats and the pages. ``running`` and ``waiting`` are always in order of arrival.
 
-    def __init__(self, pages: Pages, seats: Seats, *, prefill_chunk: int, decode: Decode | None) -> None:
+    With ``lead``, requests of one prompt have it computed by the first of them.
+    """
+
+    def __init__(self, pages: Pages, seats: Seats, *, prefill_chunk: int, lead: bool, decode: Decode | None) -> None:
         self.pages = pages
         self.seats = seats
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.counters = Counters()
         self._chunk = prefill_chunk
+        self._lead = lead
         self._decode = decode
         self._leaders: dict[bytes, Sequence] = {}
 
@@ -100,7 +106,7 @@ class Scheduler:
         plan.singles.sort(key=self._prompt_page)
         plan.chunks.sort(key=lambda chunk: (chunk[1], chunk[0].computed))
         self._tie(plan)
-        plan.copies = self.pages.take_copies()
+        plan.copies, plan.seat_copies = self.pages.take_copies(), self.seats.take_copies()
         return plan
 
     def absorb(
@@ -197,7 +203,7 @@ class Scheduler:
             pages.copies[sequence.pages[len(found.pages)]] = found.tail
             sequence.computed = len(sequence.tokens) - 1
         self._sit(sequence, sequence.computed)
-        if sequence.fresh and pages.share:
+        if sequence.fresh and self._lead:
             self._leaders[sequence.key] = sequence
         return True
 
@@ -272,6 +278,7 @@ class Scheduler:
         follower.nodes = leader.nodes[:whole]
         follower.epoch = leader.epoch
         follower.computed = leader.prompt_length
+        self.seats.copies[follower.seat] = leader.seat
         self._sit(follower, leader.prompt_length)
         return True
 

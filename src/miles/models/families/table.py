@@ -2,48 +2,97 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from miles.core.errors import UsageError
-from miles.models.families import llama, qwen2, qwen3, qwen3_moe
+from miles.models.families import (
+    deepseek_v2,
+    deepseek_v3,
+    deepseek_v32,
+    gemma2,
+    gemma3,
+    glm,
+    glm4_moe,
+    glm4_moe_lite,
+    glm_moe_dsa,
+    gpt_oss,
+    llama,
+    llama4,
+    minimax_m2,
+    mistral,
+    mixtral,
+    nemotron_h,
+    phi3,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_5,
+    qwen3_moe,
+    qwen3_next,
+    smollm3,
+)
+from miles.models.families.family import Family
 from miles.models.spec import DecoderSpec
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """How one family's config is read and written."""
-
-    model_type: str
-    architecture: str
-    read: Callable[[Mapping[str, Any]], DecoderSpec]
-    write: Callable[[DecoderSpec], dict[str, Any]]
-
-
 FAMILIES: tuple[Family, ...] = (
-    Family(model_type="llama", architecture="LlamaForCausalLM", read=llama.read, write=llama.write),
-    Family(model_type="qwen2", architecture="Qwen2ForCausalLM", read=qwen2.read, write=qwen2.write),
-    Family(model_type="qwen3", architecture="Qwen3ForCausalLM", read=qwen3.read, write=qwen3.write),
-    Family(model_type="qwen3_moe", architecture="Qwen3MoeForCausalLM", read=qwen3_moe.read, write=qwen3_moe.write),
+    *deepseek_v2.FAMILIES,
+    *deepseek_v3.FAMILIES,
+    *deepseek_v32.FAMILIES,
+    *gemma2.FAMILIES,
+    *gemma3.FAMILIES,
+    *glm.FAMILIES,
+    *glm4_moe.FAMILIES,
+    *glm4_moe_lite.FAMILIES,
+    *glm_moe_dsa.FAMILIES,
+    *gpt_oss.FAMILIES,
+    *llama.FAMILIES,
+    *llama4.FAMILIES,
+    *minimax_m2.FAMILIES,
+    *mistral.FAMILIES,
+    *mixtral.FAMILIES,
+    *nemotron_h.FAMILIES,
+    *phi3.FAMILIES,
+    *qwen2.FAMILIES,
+    *qwen2_moe.FAMILIES,
+    *qwen3.FAMILIES,
+    *qwen3_5.FAMILIES,
+    *qwen3_moe.FAMILIES,
+    *qwen3_next.FAMILIES,
+    *smollm3.FAMILIES,
 )
+
+
+def find(config: Mapping[str, Any]) -> Family | None:
+    """The family a config belongs to, if it is one of ours; of several of one architecture, that of its model type."""
+    architectures = config.get("architectures") or ()
+    named = architectures[0] if architectures else config.get("model_type")
+    found = [f for f in FAMILIES if named in (*f.architectures, f.model_type)]
+    return next((f for f in found if f.model_type == config.get("model_type")), found[0] if found else None)
+
+
+def family_of(name: str) -> Family:
+    """The family of that name (a ``DecoderSpec.family``)."""
+    for family in FAMILIES:
+        if family.model_type == name:
+            return family
+    raise UsageError(f"family {name!r} is not one of {', '.join(f.model_type for f in FAMILIES)}.")
 
 
 def spec_of(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a Hugging Face config; a UsageError says what in it this decoder does not do."""
-    architectures = config.get("architectures") or ()
-    named = architectures[0] if architectures else config.get("model_type")
-    for family in FAMILIES:
-        if named in (family.architecture, family.model_type):
-            return family.read(config)
-    known = ", ".join(f.architecture for f in FAMILIES)
-    key = "architectures" if architectures else "model_type"
+    family = find(config)
+    if family is not None:
+        return family.read(config)
+    key = "architectures" if config.get("architectures") else "model_type"
+    named = config["architectures"][0] if config.get("architectures") else config.get("model_type")
+    known = ", ".join(dict.fromkeys(f.architectures[0] for f in FAMILIES))
     raise UsageError(f"{key} of config.json is {named}, which is not supported; the supported ones are {known}.")
 
 
 def config_of(spec: DecoderSpec) -> dict[str, Any]:
     """A Hugging Face config for a spec, without a dtype (that is the weights' to say)."""
-    for family in FAMILIES:
-        if spec.family == family.model_type:
-            return {"architectures": [family.architecture], "model_type": family.model_type} | family.write(spec)
-    raise UsageError(f"family {spec.family!r} is not one of {', '.join(f.model_type for f in FAMILIES)}.")
+    family = family_of(spec.family)
+    if family.write is None:
+        raise UsageError(f"a {spec.family} model is saved with the config it was loaded with, and none was given.")
+    return {"architectures": [family.architectures[0]], "model_type": family.model_type} | family.write(spec)

@@ -1,0 +1,177 @@
+"""The sequences of a packed batch cut into chunks, for kernels that carry a state from one chunk to the next.
+
+Shapes: T tokens, P all slots of all chunks, padding included, R sequences of a group, N its chunks, C tokens of a
+chunk; X and Y are whatever a state or a token is made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+# A sequence is cut by its own length alone, so that its batch mates do not change its numbers.
+_SIZES = (1, 16, 64)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Sequences with chunks of ``size``: all first chunks, then all second ones, and so on.
+
+    ``counts`` says how many sequences have a first chunk, a second one ...; ``rows`` are the sequences, those with
+    the most chunks first.
+    """
+
+    size: int
+    counts: tuple[int, ...]
+    rows: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Groups one after the other, and the slot of each token (None: its own number).
+
+    ``idle`` are sequences without a token. ``order`` brings the groups' rows, then the idle ones, back into place.
+    """
+
+    groups: tuple[Group, ...]
+    slots: int
+    slot_T: Tensor | None
+    idle: Tensor
+    order: Tensor
+
+    def spread(self, x_TY: Tensor) -> list[Tensor]:
+        """Tokens as [N, C, Y] for each group; padding is zero."""
+        x_PY = x_TY
+        if self.slot_T is not None:
+            x_PY = x_TY.new_zeros(self.slots, *x_TY.shape[1:]).index_copy_(0, self.slot_T, x_TY)
+        parts = x_PY.split([sum(group.counts) * group.size for group in self.groups])
+        return [part.unflatten(0, (-1, group.size)) for part, group in zip(parts, self.groups, strict=True)]
+
+    def collect(self, outs_NCY: Sequence[Tensor]) -> Tensor:
+        """What ``spread`` undoes: [T, Y] again."""
+        out_PY = torch.cat([out.flatten(0, 1) for out in outs_NCY])
+        return out_PY if self.slot_T is None else out_PY.index_select(0, self.slot_T)
+
+
+@lru_cache(maxsize=16)
+def cut(lengths: tuple[int, ...], device: torch.device) -> Cut:
+    """Cut sequences of ``lengths``; the layers of a forward ask for the same again and again, so it is kept."""
+    length_B = np.asarray(lengths, dtype=np.int64)
+    start_B = np.cumsum(length_B) - length_B
+    slot_T = np.empty(int(length_B.sum()), dtype=np.int64)
+    idle = np.flatnonzero(length_B == 0)
+    rows: list[NDArray[np.int64]] = []
+    shapes: list[tuple[int, tuple[int, ...]]] = []
+    used = shortest = 0
+    for size in _SIZES:
+        longest = size if size < _SIZES[-1] else max(lengths, default=0)
+        found = np.flatnonzero((length_B > shortest) & (length_B <= longest))
+        shortest = longest
+        if len(found) == 0:
+            continue
+        row_R = found[np.argsort(-length_B[found], kind="stable")]
+        length_R = length_B[row_R]
+        counts = (-(-length_R // size)[:, None] > np.arange(-(-int(length_R[0]) // size))).sum(0)
+        first_S = np.cumsum(counts) - counts
+        rank_T = np.repeat(np.arange(len(row_R)), length_R)
+        place_T = np.arange(int(length_R.sum())) - np.repeat(np.cumsum(length_R) - length_R, length_R)
+        slots = used + (first_S[place_T // size] + rank_T) * size + place_T % size
+        slot_T[start_B[row_R][rank_T] + place_T] = slots
+        rows.append(row_R)
+        shapes.append((size, tuple(counts.tolist())))
+        used += int(counts.sum()) * size
+    placed = used == len(slot_T) and bool((slot_T == np.arange(used)).all())
+
+    def send(values: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(values).to(device)
+
+    # Made outside inference mode whoever asks first, since a trainer in the same process saves it for backward.
+    with torch.inference_mode(False), torch.no_grad():
+        groups = tuple(Group(*shape, send(row_R)) for shape, row_R in zip(shapes, rows, strict=True))
+        order = np.argsort(np.concatenate((*rows, idle)), kind="stable")
+        return Cut(groups, used, None if placed else send(slot_T), send(idle), send(order))
+
+
+def singles(lengths: Sequence[int], total: int) -> bool:
+    """Is it one token of each sequence?"""
+    return total == len(lengths) and 0 not in lengths
+
+
+def recur(
+    inputs_TY: Sequence[Tensor],
+    lengths: Sequence[int],
+    state_BX: Tensor | None,
+    *,
+    step: Callable[..., tuple[Tensor, Tensor | None]],
+    chunks: Callable[..., tuple[Tensor, Tensor | None]],
+) -> tuple[Tensor, Tensor | None]:
+    """A recurrence over all tokens: what they read, [T, Y], and the state behind each sequence where one is given.
+
+    ``step(state, *tokens)`` takes one token of each sequence, ``chunks(counts, state, *tokens)`` chunks of them in the
+    order of a ``Group``. A state of None is zeros, and nobody asks for the one behind.
+    """
+    total = len(inputs_TY[0])
+    assert total == sum(lengths), f"{total} tokens for sequences of {sum(lengths)} in all"
+    if state_BX is not None and singles(lengths, total):
+        return step(state_BX, *inputs_TY)
+    plan = cut(tuple(lengths), inputs_TY[0].device)
+    outs: list[Tensor] = []
+    finals: list[Tensor] = []
+    for group, *parts in zip(plan.groups, *(plan.spread(x_TY) for x_TY in inputs_TY), strict=True):
+        state_RX = None if state_BX is None else state_BX.index_select(0, group.rows)
+        if group.size == 1:
+            out_RY, final_RX = step(state_RX, *(part.squeeze(1) for part in parts))
+            outs.append(out_RY.unsqueeze(1))
+        else:
+            out_NCY, final_RX = chunks(group.counts, state_RX, *parts)
+            outs.append(out_NCY)
+        if final_RX is not None:
+            finals.append(final_RX)
+    if state_BX is None:
+        return plan.collect(outs), None
+    final_RX = torch.cat((*finals, state_BX.index_select(0, plan.idle)))
+    return plan.collect(outs), final_RX.index_select(0, plan.order)
+
+
+def walk(
+    state_RX: Tensor, counts: Sequence[int], advance: Callable[[int, Tensor, int], Tensor], *, keep: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The state before each chunk [N, X] and, with ``keep``, the one behind each sequence's last [R, X].
+
+    ``advance(i, state, rest)`` takes the state past the i-th chunk of each sequence that has one; it is wanted of the
+    first ``rest`` sequences alone.
+    """
+    before: list[Tensor] = []
+    ended: list[Tensor] = []
+    for i, (count, following) in enumerate(zip(counts, (*counts[1:], 0), strict=True)):
+        before.append(state_RX)
+        state_RX = advance(i, state_RX, count if keep else following)
+        if keep and following < count:
+            ended.append(state_RX[following:])
+            state_RX = state_RX[:following]
+    return torch.cat(before), torch.cat(ended[::-1]) if keep else None
+
+
+def head(x_RX: Tensor, count: int) -> Tensor:
+    """The first rows; all of them cost nothing, in backward neither."""
+    return x_RX if count == len(x_RX) else x_RX[:count]
+
+
+def fading(log_decay_NHC: Tensor) -> tuple[Tensor, Tensor]:
+    """What is left at token i of what token j wrote, [N, H, C, C] with zeros above the diagonal; and the log of what
+    is left at each token of what came before the chunk, [N, H, C].
+
+    Sums of logs are float64: a difference of two long ones has few digits left in float32.
+    """
+    total_NHC = log_decay_NHC.to(torch.float64).cumsum(-1)
+    between_NHCC = (total_NHC.unsqueeze(-1) - total_NHC.unsqueeze(-2)).to(log_decay_NHC.dtype)
+    size = log_decay_NHC.shape[-1]
+    future_CC = torch.ones(size, size, dtype=torch.bool, device=log_decay_NHC.device).triu(1)
+    # Masked before the exponential: above the diagonal it would overflow.
+    return between_NHCC.masked_fill(future_CC, -torch.inf).exp(), total_NHC

@@ -1,0 +1,36 @@
+"""The MLP of a layer, and the shared one beside experts.
+
+Shapes: T tokens, D hidden, I intermediate.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from miles.models.activation import activate
+from miles.models.linear import Linear
+from miles.models.spec import MlpSpec
+
+
+class Mlp(nn.Module):
+    """Up, activate, down; with a gate, gate and up are one projection."""
+
+    def __init__(self, width: int, spec: MlpSpec, *, device: torch.device | str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.activation = spec.activation
+        made = {"bias": spec.bias, "device": device, "dtype": dtype}
+        self.gate_up: Linear | None = None
+        self.up: Linear | None = None
+        if spec.gated:
+            self.gate_up = Linear(width, 2 * spec.size, **made)
+        else:
+            self.up = Linear(width, spec.size, **made)
+        self.down = Linear(spec.size, width, **made)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        if self.gate_up is not None:
+            gate_TI, up_TI = self.gate_up(x_TD).chunk(2, dim=-1)
+            return self.down(activate(gate_TI, up_TI, self.activation))
+        assert self.up is not None
+        return self.down(activate(self.up(x_TD), None, self.activation))

@@ -1,0 +1,138 @@
+"""What a training step keeps of a micro-batch until its backward pass, counted from the spec alone. No torch.
+
+Counted are the tensors autograd holds on to, module by module, in numbers a token; what a kernel needs for a moment is
+one layer's worth more. On an accelerator norms and attention are one kernel each and keep less (``fused``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from miles.models.footprint import CHUNK
+from miles.models.spec import AttentionSpec, DecoderSpec, DeltaSpec, LayerSpec, MambaSpec, MlaSpec, MlpSpec, MoeSpec
+
+# Numbers whose logits exist at once in a training step, and how many such tensors the step holds at its widest.
+_LOGITS = {False: 1 << 24, True: 1 << 27}
+_LOGIT_COPIES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Count:
+    """Bytes a token, in a model of ``size`` bytes a number."""
+
+    size: int
+    fused: bool
+    offset: bool
+
+    def numbers(self, count: float) -> float:
+        return count * self.size
+
+    def norm(self, width: int) -> float:
+        """Its input and its output, and between them what was normalised but not yet scaled."""
+        between = 0 if self.fused else width
+        if self.offset and self.size < 4:
+            return self.numbers(width) + 4.0 * (width + between)
+        return self.numbers(2 * width + between) + 4.0
+
+    def post_norm(self, width: int) -> float:
+        """A norm whose output is only added: its input, and what was normalised."""
+        wide = 4 if self.offset else self.size
+        return float(width * (wide if self.fused else 2 * wide)) + 4.0
+
+    def attention(self, spec: AttentionSpec) -> float:
+        queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        both = queries + keys
+        total = self.numbers(queries * (2 if spec.gated else 1) + 2 * keys)
+        if spec.gated:
+            total += self.numbers(both + 3 * queries)
+        if spec.qk_norm != "none":
+            total += self.numbers(both) * (2 if self.offset and self.size < 4 else 1)
+        if spec.rope is not None:
+            total += self.numbers(both)
+        return total + self._attended(spec.num_heads, queries)
+
+    def _attended(self, heads: int, width: int) -> float:
+        return self.numbers(width) + 4.0 * heads
+
+    def mla(self, spec: MlaSpec) -> float:
+        queries, values = spec.num_heads * spec.head_dim, spec.num_heads * spec.value_dim
+        total = self.norm(spec.kv_rank) + self.numbers(spec.rope_dim)
+        if spec.query_rank is not None:
+            total += self.norm(spec.query_rank)
+        expanded = spec.num_heads * (spec.nope_dim + spec.value_dim)
+        total += self.numbers(2 * queries + expanded + values)
+        return total + self._attended(spec.num_heads, values)
+
+    def delta(self, spec: DeltaSpec) -> float:
+        """Projections and convolution in the model's precision; the recurrence, chunk by chunk, in float32."""
+        heads, keys, values = spec.value_heads, spec.key_heads * spec.key_dim, spec.value_heads * spec.value_dim
+        channels, wide_keys = 2 * keys + values, heads * spec.key_dim
+        chunk = 6 * heads * CHUNK + 3 * (wide_keys + values) + 4 * keys + 4 * wide_keys + 2 * values
+        states = 2 * heads * spec.key_dim * spec.value_dim / CHUNK
+        wide = channels + 2 * keys + chunk + states + 3 * values
+        return self.numbers(3 * channels + 2 * values) + 4.0 * wide
+
+    def mamba(self, spec: MambaSpec) -> float:
+        """Alike."""
+        heads, inner, both = spec.num_heads, spec.num_heads * spec.head_dim, spec.groups * spec.state_dim
+        channels = inner + 2 * both
+        chunk = 2 * heads * CHUNK + spec.groups * CHUNK + 6 * both + 4 * inner
+        states = heads * spec.head_dim * spec.state_dim / CHUNK
+        wide = channels + inner + chunk + states + 4 * inner
+        return self.numbers(3 * channels + 2 * inner + heads) + 4.0 * wide
+
+    def mlp(self, spec: MlpSpec) -> float:
+        return self.numbers(self._inner(spec))
+
+    def _inner(self, spec: MlpSpec | MoeSpec) -> int:
+        """What the two projections of an MLP (or an expert) keep between them; the clamped gate is one function."""
+        if spec.activation == "swiglu_clamped":
+            return 3 * spec.size
+        return spec.size * (4 if spec.gated else 2)
+
+    def moe(self, spec: MoeSpec, width: int) -> float:
+        inner = spec.latent or width
+        rows = self.numbers(2 * inner + self._inner(spec))
+        total = spec.experts_per_token * (rows + 8 * 5) + 4.0 * spec.num_experts
+        if spec.shared is not None:
+            total += self.mlp(spec.shared) + (self.numbers(width) if spec.shared_gate else 0)
+        return total + (self.numbers(inner + width) if spec.latent else 0)
+
+    def layer(self, layer: LayerSpec, width: int) -> float:
+        total = 0.0
+        if layer.mixer is not None:
+            total += self.norm(width) + (self.post_norm(width) if layer.post_norms else 0.0)
+            match layer.mixer:
+                case AttentionSpec():
+                    total += self.attention(layer.mixer)
+                case MlaSpec():
+                    total += self.mla(layer.mixer)
+                case DeltaSpec():
+                    total += self.delta(layer.mixer)
+                case MambaSpec():
+                    total += self.mamba(layer.mixer)
+        if layer.ffn is not None:
+            total += self.norm(width) + (self.post_norm(width) if layer.post_norms else 0.0)
+            total += self.mlp(layer.ffn) if isinstance(layer.ffn, MlpSpec) else self.moe(layer.ffn, width)
+        return total
+
+
+def layer_bytes(spec: DecoderSpec, layer: LayerSpec, *, size: int, fused: bool) -> float:
+    """What one layer keeps of one token; ``size`` is the bytes of a number."""
+    return _Count(size=size, fused=fused, offset=spec.norm_offset != 0).layer(layer, spec.hidden_size)
+
+
+def activation_bytes(spec: DecoderSpec, tokens: int, *, size: int, fused: bool, checkpointing: bool) -> int:
+    """The most a step holds besides weights, gradients and optimizer, with ``tokens`` in a micro-batch.
+
+    With ``checkpointing`` a layer keeps its input alone, and one at a time is whole again.
+    """
+    layers = {layer: layer_bytes(spec, layer, size=size, fused=fused) for layer in set(spec.layers)}
+    largest = max(layers.values())
+    kept = sum(layers[layer] for layer in spec.layers)
+    if checkpointing:
+        kept = len(spec.layers) * spec.hidden_size * size + largest
+    body = tokens * (kept + largest + 4 * spec.hidden_size * size)
+    rows = min(tokens, max(1, _LOGITS[fused] // spec.vocab_size))
+    head = rows * spec.vocab_size * 4 * _LOGIT_COPIES + 4 * spec.vocab_size * spec.hidden_size
+    return round(body + head)

@@ -1,0 +1,155 @@
+"""The whole program on models of every mechanism: trained, saved, scored, talked to, killed and continued."""
+
+import io
+import json
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.launch.small_run import everything, flags, miles, write_world
+from tests.models.oracle import hf_model
+from transformers import AutoModelForCausalLM
+
+from miles.launch.main import main
+
+# A word of the small world and its answer are about ten tokens: what narrows the view is made shorter than that.
+KINDS: dict[str, dict[str, Any]] = {
+    "gemma2": {"sliding_window": 4},
+    "deepseek v3": {},
+    "gpt-oss": {"sliding_window": 4},
+    "llama 4": {"attention_chunk_size": 4, "floor_scale": 4, "rope_parameters": None},
+    "hybrid qwen3.5": {},
+    "hybrid nemotron 3": {},
+    "glm 5 shared choices": {"index_topk": 4},
+}
+MORE: dict[str, dict[str, Any]] = {
+    "deepseek v2 in groups": {},
+    "deepseek v3.2": {"index_topk": 4},
+    "gemma3": {"sliding_window": 4},
+    "glm": {},
+    "glm4": {},
+    "glm-4.5": {},
+    "glm 4.7 flash": {},
+    "hybrid nemotron 3 latent, in groups": {},
+    "hybrid nemotron h": {},
+    "hybrid qwen3 next": {},
+    "hybrid qwen3.5 moe": {},
+    "minimax-m2": {},
+    "ministral": {"sliding_window": 4},
+    "mistral windowed": {"sliding_window": 4},
+    "mixtral with a window": {"sliding_window": 4},
+    "phi3": {"sliding_window": 4},
+    "qwen2 moe": {},
+    "smollm3": {},
+}
+FROZEN = ("e_score_correction_bias", ".indexer.")
+"""What a gradient never reaches: it is loaded, published and saved, and stays as it is."""
+
+COMMON = ("--device", "cpu", "--num-threads", "1", "--rollout-max-response-len", "6")
+
+
+def furnish(folder, kind):
+    """The small world, its model replaced by one that transformers made."""
+    world = write_world(folder)
+    config = json.loads((world / "config.json").read_text())
+    ids = {key: config[key] for key in ("vocab_size", "eos_token_id", "max_position_embeddings")}
+    own = (KINDS | MORE)[kind]
+    hf_model(kind, **(ids | {"bos_token_id": None, "pad_token_id": None} | own)).save_pretrained(world)
+    return world
+
+
+def argv_of(world, run, *more, steps=2, updates=2):
+    """The small run, with a checkpoint after every step and so many optimizer steps in each."""
+    argv = flags(world, run, *more, steps=steps)
+    for flag, value in (("--save-interval", 1), ("--num-steps-per-rollout", updates)):
+        argv[argv.index(flag) + 1] = str(value)
+    return argv
+
+
+def trained(world, run, *more, **changes):
+    done = miles("train", *argv_of(world, run, *more, **changes))
+    assert done.returncode == 0, done.stderr
+    return run
+
+
+def rows(run):
+    return [row for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if row["kind"] == "train"]
+
+
+def agrees(run):
+    """Engine and trainer give every token the same log-prob, in every step that had fresh tokens to compare."""
+    gaps = [row["parity_mean_abs"] for row in rows(run) if "parity_mean_abs" in row]
+    return bool(gaps) and max(gaps) < 1e-5
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory):
+    made = {}
+
+    def world(kind):
+        if kind not in made:
+            made[kind] = furnish(tmp_path_factory.mktemp("world"), kind)
+        return made[kind]
+
+    return world
+
+
+@pytest.fixture(scope="module")
+def calm(worlds, tmp_path_factory) -> Callable[[str], Any]:
+    """The run of a kind that was never stopped, made once."""
+    made = {}
+
+    def run(kind):
+        if kind not in made:
+            made[kind] = trained(worlds(kind), tmp_path_factory.mktemp("calm") / "run")
+        return made[kind]
+
+    return run
+
+
+def serves(world, checkpoint, capsys, monkeypatch):
+    """The checkpoint is scored and talked to."""
+    held_out = ("--eval-prompt-data", "heldout", str(world / "heldout.jsonl"), "--rm-type", "exact")
+    assert main(["eval", str(checkpoint), *held_out, "--label-key", "label", "--apply-chat-template", *COMMON]) == 0
+    assert "eval/heldout/reward" in capsys.readouterr().out
+    monkeypatch.setattr("sys.stdin", io.StringIO("abc\nfedcba\n"))
+    assert main(["chat", str(checkpoint), *COMMON]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in MORE)])
+def test_a_model_is_trained_saved_scored_and_talked_to(worlds, calm, kind, capsys, monkeypatch):
+    world, run = worlds(kind), calm(kind)
+    assert len(rows(run)) == 2 and agrees(run)
+    last = run / "checkpoints" / "step-000002"
+    before, after = (AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32).state_dict() for f in (world, last))
+    assert before.keys() == after.keys()
+    for name, tensor in after.items():
+        assert tensor.isfinite().all()
+        assert torch.equal(tensor, before[name]) == any(part in name for part in FROZEN), name
+    serves(world, last, capsys, monkeypatch)
+
+
+@pytest.mark.parametrize("kind", ["hybrid nemotron 3", "gpt-oss"])
+def test_a_killed_run_continues_to_the_bit(worlds, calm, kind, tmp_path):
+    argv = argv_of(worlds(kind), tmp_path / "run")
+    killed = miles("train", *argv, kill_at="miles.train.optim:Optimizer.step:4")
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    again = miles("train", *argv)
+    assert again.returncode == 0, again.stderr
+    found, wanted = everything(tmp_path / "run"), everything(calm(kind))
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if found[name] != wanted[name]] == []
+
+
+@pytest.mark.parametrize("kind", ["deepseek v3", "gpt-oss", "llama 4"])
+def test_replayed_routing_is_the_routers_own_while_nothing_was_updated(worlds, kind, tmp_path):
+    run = trained(worlds(kind), tmp_path / "run", "--use-rollout-routing-replay", updates=1)
+    assert agrees(run) and [row["routing_flip_share"] for row in rows(run)] == [0, 0]
+
+
+def test_planes_that_overlap_keep_states_and_parity(worlds, tmp_path):
+    run = trained(worlds("hybrid qwen3.5"), tmp_path / "run", "--max-weight-staleness", "1", steps=3)
+    assert max(row["staleness"] for row in rows(run)) == 1 and agrees(run)

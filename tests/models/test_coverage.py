@@ -1,0 +1,166 @@
+"""The tables of families in docs/models.md: which there are, of what they are made, and how exact each was measured.
+
+The errors are measured when the tables are written (``make docs``, a minute or two); that every kind stays within its
+bounds is what ``test_decoder``, ``test_hub`` and the engine's ``test_oracle`` assert at every run.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from tests.backends.native.conftest import Tiny
+from tests.backends.native.test_oracle import KNOBS, REQUESTS, logits_of_each, whole
+from tests.models.oracle import (
+    KINDS,
+    SMALL,
+    assemble,
+    gradients,
+    hf_logits,
+    hf_model,
+    our_logits,
+    relative,
+    saved,
+    tokens_of,
+    twin,
+)
+
+from miles.models import hub
+from miles.models.families import spec_of
+from miles.models.families.table import FAMILIES
+from miles.models.spec import AttentionSpec, DecoderSpec, DeltaSpec, LayerSpec, MambaSpec, MlaSpec, MlpSpec, MoeSpec
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+BEGIN = "<!-- coverage: written by `make docs`, from tests/models/test_coverage.py -->\n"
+END = "<!-- end of coverage -->"
+RAGGED = (7, 1, 30, 3, 12, 12, 90)
+# Families that are another one under another name: the text model inside a model of pictures, for one.
+SAME = {
+    "gemma3": "gemma3_text",
+    "kimi_k2": "deepseek_v3",
+    "llama4": "llama4_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
+ERROR = re.compile(r"\b\de-\d\d\b")
+FAMILY_HEAD = ("| `architectures` | models | made of | prefix cache | routing |", "|---|---|---|---|---|")
+ERROR_HEAD = ("| family | variants tested | logits | gradients | sampled | saved |", "|---|---|--:|--:|--:|---|")
+LEGEND = """
+Measured against `transformers` in float32, the worst of all variants: the largest difference of logits on a ragged batch
+and of any parameter's gradient, both relative; the largest difference of the log-probs of tokens that the engine sampled
+from a paged cache. `saved` compares every tensor of an exported checkpoint, which transformers loads again.
+"""
+
+
+def specs() -> dict[str, list[tuple[str, DecoderSpec]]]:
+    """The kinds of every family, with their specs."""
+    found: dict[str, list[tuple[str, DecoderSpec]]] = {family.model_type: [] for family in FAMILIES}
+    for name, kind in KINDS.items():
+        config = kind.config(**(SMALL | kind.own)).to_dict() | {"architectures": [kind.model.__name__]}
+        spec = spec_of(config)
+        found[spec.family].append((name, spec))
+    return found
+
+
+def made_of(layer: LayerSpec) -> Iterator[str]:
+    mixer, ffn = layer.mixer, layer.ffn
+    if isinstance(mixer, AttentionSpec):
+        yield "attention"
+        named = {
+            "window": mixer.window,
+            "chunks": mixer.chunk,
+            "sinks": mixer.sinks,
+            "soft-cap": mixer.softcap,
+            "output gate": mixer.gated,
+            "q-k norm": mixer.qk_norm != "none",
+            "no positions": mixer.rope is None,
+            "partial rotary": mixer.rope is not None and mixer.rope.dim not in (None, mixer.head_dim),
+        }
+        yield from (name for name, there in named.items() if there)
+        if mixer.rope is not None and mixer.rope.kind != "default":
+            yield mixer.rope.kind
+    elif isinstance(mixer, MlaSpec):
+        yield "latent attention"
+        yield from ("indexer",) if mixer.indexer is not None else ()
+        yield from (mixer.rope.kind,) if mixer.rope.kind != "default" else ()
+    elif isinstance(mixer, DeltaSpec | MambaSpec):
+        yield "gated delta network" if isinstance(mixer, DeltaSpec) else "Mamba-2"
+    if isinstance(ffn, MoeSpec):
+        yield f"{ffn.score} experts"
+        named = {"expert groups": ffn.groups > 1, "correction bias": ffn.correction, "shared expert": ffn.shared}
+        named |= {"latent experts": ffn.latent, "clamped gate": ffn.activation == "swiglu_clamped"}
+        yield from (name for name, there in named.items() if there)
+    elif isinstance(ffn, MlpSpec) and not ffn.gated:
+        yield "plain MLP"
+    if layer.post_norms:
+        yield "norms on both sides"
+
+
+def family_row(family, kinds) -> str:
+    parts = dict.fromkeys(part for _, spec in kinds for layer in spec.layers for part in made_of(layer))
+    words = [*parts, *(["soft-capped logits"] if any(spec.logit_softcap for _, spec in kinds) else [])]
+    named = ", ".join(f"`{name}`" for name in family.architectures)
+    cache = "among attempts" if any(spec.recurrent for _, spec in kinds) else "yes"
+    routing = "recorded, replayed" if any(spec.moe for _, spec in kinds) else "-"
+    return f"| {named} | {family.models} | {', '.join(words)} | {cache} | {routing} |"
+
+
+def errors(kind: str, folder: Path) -> tuple[float, float, float]:
+    """Logits, gradients and sampled log-probs against transformers; asserts that what is saved is equal to the bit."""
+    model = hf_model(kind)
+    decoder = twin(model)
+    sequences = tokens_of(RAGGED)
+    theirs, ours = hf_logits(model, sequences), our_logits(decoder, sequences)
+    weights = torch.randn(theirs.shape, generator=torch.Generator().manual_seed(1))
+    (theirs.log_softmax(-1) * weights).sum().backward()
+    (ours.log_softmax(-1) * weights).sum().backward()
+    slopes = assemble(decoder.spec, gradients(model))
+    steep = max(relative(p.grad, slopes[name]) for name, p in decoder.named_parameters() if p.requires_grad)
+    model.config.architectures = [type(model).__name__]
+    model.save_pretrained(folder / "theirs")
+    hub.export(hub.load(folder / "theirs", device="cpu"), folder / "ours", like=folder / "theirs")
+    again = saved(type(model).from_pretrained(folder / "ours"))
+    assert all(torch.equal(tensor, again[name]) for name, tensor in saved(model).items())
+    return relative(ours.detach(), theirs.detach()), steep, sampled(model, decoder)
+
+
+def sampled(model, decoder) -> float:
+    tiny = Tiny()
+    answers = tiny.ask(tiny.engine(decoder, **KNOBS), REQUESTS)
+    finished, off = whole(tiny, REQUESTS, answers), 0.0
+    for i, logits in logits_of_each(model, finished):
+        start = len(REQUESTS[i][0])
+        expected = logits[start - 1 : -1].log_softmax(-1).gather(1, finished[i][start:, None]).squeeze(1)
+        off = max(off, float(np.abs(tiny.logprobs(answers[i]) - expected.numpy()).max()))
+    return off
+
+
+def error_row(family, kinds, folder: Path | None) -> str:
+    """Without a folder to measure in, the errors are zero."""
+    worst = (0.0, 0.0, 0.0) if folder is None else np.max([errors(name, folder / name) for name, _ in kinds], axis=0)
+    measured = " | ".join(f"{error:.0e}" for error in worst)
+    return f"| {family.model_type} | {'; '.join(name for name, _ in kinds)} | {measured} | to the bit |"
+
+
+def test_the_generated_table_of_families_is_up_to_date(regenerate: bool, tmp_path: Path):
+    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    table, after = rest.split(END)
+    found = specs()
+    every = [(family, found[SAME.get(family.model_type, family.model_type)]) for family in FAMILIES]
+    assert not [family.model_type for family, kinds in every if not kinds], "a family has no kind in tests/models/kinds"
+    own = [(family, kinds) for family, kinds in every if family.model_type not in SAME]
+    rows = [error_row(family, kinds, tmp_path if regenerate else None) for family, kinds in own]
+    lines = "\n".join((*FAMILY_HEAD, *(family_row(*each) for each in every), "", *ERROR_HEAD, *rows, LEGEND))
+    if regenerate:
+        PAGE.write_text(f"{before}{BEGIN}\n{lines}\n{END}{after}", encoding="utf-8")
+        return
+    assert ERROR.sub("#", table.strip()) == lines.replace("0e+00", "#").strip(), "run make docs"
+
+
+def test_no_stated_error_is_beyond_its_bound():
+    stated = [[float(error) for error in ERROR.findall(line)] for line in PAGE.read_text(encoding="utf-8").splitlines()]
+    rows = [row for row in stated if len(row) == 3]
+    assert len(rows) == len(FAMILIES) - len(SAME)
+    for logits, slopes, log_probs in rows:
+        assert logits <= 1e-4 and slopes <= 1e-3 and log_probs <= 1e-4

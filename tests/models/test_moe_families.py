@@ -1,0 +1,118 @@
+"""What the families with experts read from configs as they are published, and what they refuse."""
+
+import pytest
+import torch
+from tests.models.kinds.moe import KINDS, LLAMA4, LLAMA4_ROPE
+from tests.models.kinds.small import SMALL
+from tests.models.oracle import hf_logits, our_logits, relative, tokens_of, twin
+from transformers import Llama4Config, Llama4ForConditionalGeneration
+
+from miles.core.errors import UsageError
+from miles.models import hub, names
+from miles.models.families import spec_of
+
+VISION = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "vision_output_dim": 16,
+    "image_size": 28,
+    "patch_size": 14,
+    "projector_input_dim": 16,
+    "projector_output_dim": 16,
+}
+
+
+def config_like(kind, **changes):
+    """The config a kind of model would be saved with."""
+    wanted = KINDS[kind]
+    config = wanted.config(**(SMALL | wanted.own)).to_dict()
+    return config | {"architectures": [wanted.model.__name__]} | changes
+
+
+def without(config, *keys):
+    return {key: value for key, value in config.items() if key not in keys}
+
+
+def test_minimax_may_name_the_channels_that_turn_as_its_published_configs_do():
+    config = without(config_like("minimax-m2"), "partial_rotary_factor", "rope_parameters")
+    spec = spec_of(config | {"rope_theta": 5e6, "rotary_dim": 8})
+    assert spec == spec_of(config_like("minimax-m2"))
+    assert spec.layers[0].mixer.rope.dim == 8
+
+
+def test_minimax_refuses_two_answers_to_how_much_turns():
+    with pytest.raises(UsageError, match=r"rotary_dim of config.json is 4, but partial_rotary_factor says 8"):
+        spec_of(config_like("minimax-m2", rotary_dim=4))
+
+
+def test_gpt_oss_without_rope_settings_is_stretched_as_it_was_trained():
+    bare = without(config_like("gpt-oss"), "rope_parameters", "rope_scaling", "layer_types")
+    said = config_like("gpt-oss without attention biases", attention_bias=True)
+    read = spec_of(bare)
+    assert read.layers[0].mixer.rope == spec_of(said).layers[0].mixer.rope
+    assert read.layers[0].mixer.rope.kind == "yarn"
+    assert [layer.mixer.window for layer in read.layers] == [16, None]
+
+
+def test_llama_4_takes_an_empty_list_and_a_count_for_what_older_configs_meant_by_them():
+    plain = config_like("llama 4")
+    older = without(plain, "layer_types", "moe_layers") | {"no_rope_layers": [], "attn_temperature_tuning": 4}
+    assert spec_of(older) == spec_of(plain)
+    assert [layer.mixer.rope is None for layer in spec_of(older).layers] == [False, False, False, True]
+
+
+def test_layers_that_guess_further_ahead_are_left_alone_and_others_are_not():
+    spec = spec_of(config_like("glm-4.5"))
+    assert names.ignorable(spec, "model.layers.3.mlp.experts.0.up_proj.weight")
+    assert not names.ignorable(spec, "model.layers.2.mlp.experts.9.up_proj.weight")
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("mixtral", {"router_jitter_noise": 0.1}),
+        ("mixtral", {"hidden_act": "gelu"}),
+        ("mixtral", {"num_experts_per_tok": 9}),
+        ("qwen2 moe", {"hidden_act": "relu"}),
+        ("glm-4.5 in groups", {"n_group": 3}),
+        ("glm-4.5 in groups", {"topk_group": 5}),
+        ("minimax-m2", {"scoring_func": "softmax"}),
+        ("minimax-m2", {"use_qk_norm": False}),
+        ("minimax-m2", {"shared_intermediate_size": 12}),
+        ("minimax-m2", {"attn_type_list": [1, 0]}),
+        ("gpt-oss", {"swiglu_limit": 5.0}),
+        ("gpt-oss", {"layer_types": ["full_attention", "chunked_attention"]}),
+        ("llama 4", {"no_rope_layers": [1, 0]}),
+        ("llama 4", {"attention_chunk_size": None}),
+    ],
+)
+def test_what_is_not_done_is_refused_by_the_name_of_its_key(kind, changes):
+    with pytest.raises(UsageError, match=rf"^{next(iter(changes))} of config\.json "):
+        spec_of(config_like(kind, **changes))
+
+
+@pytest.fixture(scope="module")
+def seeing():
+    """A small Llama 4 that also sees, as the published ones do."""
+    torch.manual_seed(0)
+    text = SMALL | LLAMA4 | {"rope_parameters": dict(LLAMA4_ROPE)}
+    config = Llama4Config(text_config=text, vision_config=VISION, attn_implementation="eager")
+    return Llama4ForConditionalGeneration(config).eval()
+
+
+def test_the_text_model_inside_a_llama_4_that_sees_is_read_and_says_the_same(seeing, tmp_path):
+    seeing.save_pretrained(tmp_path)
+    decoder = hub.load(tmp_path, device="cpu", dtype=torch.float32)
+    assert decoder.spec.family == "llama4"
+    same = twin(seeing)
+    assert all(torch.equal(a, b) for a, b in zip(decoder.parameters(), same.parameters(), strict=True))
+    sequences = tokens_of((7, 40, 90))
+    with torch.no_grad():
+        assert relative(our_logits(decoder, sequences), hf_logits(seeing, sequences)) <= 1e-5
+
+
+def test_a_llama_4_without_its_text_config_is_refused():
+    with pytest.raises(UsageError, match=r"text_config of config\.json is missing"):
+        spec_of({"architectures": ["Llama4ForConditionalGeneration"]})
