@@ -22,7 +22,7 @@ from miles.backends.fsdp.model import FsdpModel
 from miles.cluster.local import Inline
 from miles.cluster.platform import find
 from miles.core.types import Batch, Sample
-from miles.models import hub
+from miles.models.decoder import Decoder
 from miles.models.families import spec_of
 from miles.models.footprint import (
     forward_flops_per_token,
@@ -101,13 +101,17 @@ def measure(case: Case) -> tuple[int, int, float]:
     platform = find("cuda")
     spec = case.spec()
     torch.cuda.reset_peak_memory_stats()
-    decoder = hub.random(spec, seed=0, device=platform.device, dtype=torch.bfloat16)
+    decoder = Decoder(spec, device=platform.device, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for parameter in decoder.parameters():  # any numbers will do, so they are drawn where they are needed
+            parameter.normal_(0.0, 0.02)
     model = FsdpModel(decoder, gradient_checkpointing=case.checkpointing)
     train = TrainConfig(max_tokens_per_gpu=case.tokens)
     worker = Worker(model, algo=AlgoConfig(), train=train, steps=1, updates=4, temperature=1.0, run=Inline())
     rng = np.random.default_rng(0)
     length = 1025  # a sample is read up to its last token but one
-    samples = tuple(sample(rng, i, length, spec.vocab_size) for i in range(case.tokens // (length - 1)))
+    # Two micro-batches a step: in the second all gradients are there while activations are at their widest.
+    samples = tuple(sample(rng, i, length, spec.vocab_size) for i in range(2 * case.tokens // (length - 1)))
     spent = 0.0
     for step in range(2):
         platform.synchronize()
@@ -118,7 +122,7 @@ def measure(case: Case) -> tuple[int, int, float]:
     said = weight_bytes(spec, "bfloat16") + gradient_bytes(spec, "bfloat16") + optimizer_bytes(spec, "bfloat16")
     said += activation_bytes(spec, case.tokens, size=2, fused=True, checkpointing=case.checkpointing)
     passes = 4 if case.checkpointing else 3
-    rate = passes * forward_flops_per_token(spec, length / 2) * case.tokens / spent
+    rate = passes * forward_flops_per_token(spec, length / 2) * 2 * case.tokens / spent
     return said, torch.cuda.max_memory_allocated(), rate
 
 

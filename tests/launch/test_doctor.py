@@ -1,6 +1,7 @@
 """What the doctor sees, and the verdict."""
 
 import json
+import re
 import tomllib
 from pathlib import Path
 
@@ -75,11 +76,11 @@ def test_a_checkpoint_that_is_not_what_its_config_says_is_told(tmp_path: Path, c
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     (tmp_path / "m" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
     assert doctor(tmp_path / "m") == 1
-    assert "tensors are missing, such as model.layers.2." in capsys.readouterr().out
+    assert re.search(r"model\.layers\.2\.\S+ is missing from \S+: config.json asks for it", capsys.readouterr().out)
     (tmp_path / "m" / "config.json").write_text(json.dumps(config | {"vocab_size": 1001}))
     assert doctor(tmp_path / "m") == 1
-    said = "model.embed_tokens.weight has shape [1000, 96], but config.json makes it [1001, 96]."
-    assert said in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "model.embed_tokens.weight in " in out and "has shape (1000, 96), but config.json says (1001, 96)." in out
 
 
 def test_a_model_that_is_too_large_is_told(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
@@ -95,4 +96,26 @@ def test_an_architecture_nobody_knows_is_told(tmp_path: Path, capsys):
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text('{"architectures": ["OddForCausalLM"]}')
     assert doctor(tmp_path / "m") == 1
-    assert "OddForCausalLM, which is not supported" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "OddForCausalLM, which no family here reads" in out
+    assert "does not know it either" in out and "docs/add_a_model.md" in out
+
+
+def test_an_unknown_architecture_is_told_what_it_takes_and_which_ways_there_are(tmp_path: Path, capsys):
+    from transformers import GraniteConfig
+
+    config = GraniteConfig(residual_multiplier=0.2, logits_scaling=8.0, num_local_experts=0)
+    config.architectures = ["GraniteForCausalLM"]
+    config.save_pretrained(tmp_path / "m")
+    assert doctor(tmp_path / "m") == 1
+    out = capsys.readouterr().out
+    assert "a scaled residual stream (residual_multiplier), scaled logits (logits_scaling)" in out
+    assert "--model-impl transformers" in out
+
+
+def test_a_quantised_checkpoint_is_not_taken_for_a_broken_one(tmp_path: Path, capsys):
+    write_checkpoint(tmp_path / "m", QWEN3)
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
+    assert doctor(tmp_path / "m") == 1
+    assert "quant_method of config.json is 'awq', but only 'fp8' and 'mxfp4' are read" in capsys.readouterr().out

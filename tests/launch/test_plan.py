@@ -20,6 +20,7 @@ from miles.launch.plan import Plan
 from miles.launch.show import identity, objective
 from miles.models.families import spec_of
 from miles.models.files import read_config
+from miles.models.retained import activation_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -151,10 +152,11 @@ def test_the_memory_plan_counts_what_is_known():
     layer = (4 + 2 + 2 + 4) * 24 * 96 + 2 * 24 + 3 * 96 * 256 + 2 * 96
     parameters = 1000 * 96 + 2 * layer + 96
     sizes = {share.name: share.bytes for share in shares_of(config, plan, spec)}
+    assert sizes.pop("activations") == activation_bytes(spec, 16384, size=2, fused=False, checkpointing=False)
     assert sizes == {
         "weights": 2 * parameters,
         "engine": 2 * parameters,
-        "gradients": 2 * parameters,
+        "gradients": 4 * parameters,
         "optimizer": 12 * parameters,
         "reference": 2 * parameters,
         "kv cache": 1000 * (2 * 2 * 2 * 24) * 2,
@@ -202,7 +204,7 @@ def test_a_plan_can_be_read_by_programs(capsys: pytest.CaptureFixture[str]):
     told = json.loads(capsys.readouterr().out)
     assert told["knobs"]["lr"] == {"value": 3e-5, "origin": "flag", "room": "train"}
     assert told["plan"]["global_batch_size"] == 128 and told["plan"]["run_dir"] == "runs/model-grpo"
-    assert told["model"]["family"] == "qwen3" and len(told["memory"]) == 6
+    assert told["model"]["family"] == "qwen3" and len(told["memory"]) == 7
 
 
 def _flags_of_the_recipe() -> list[str]:

@@ -98,9 +98,9 @@ WRONG: list[tuple[str, list[str]]] = [
         "--hf-checkpoint odd",
         [
             "--hf-checkpoint odd cannot be used: architectures of config.json is OddForCausalLM, which is not "
-            f"supported; the supported ones are {', '.join(dict.fromkeys(f.architectures[0] for f in FAMILIES))}. The installed "
-            f"transformers {version('transformers')} does not know it either: a newer one may, and then --model-impl "
-            "transformers trains and samples transformers' own module instead, more slowly."
+            f"supported; the supported ones are {', '.join(dict.fromkeys(f.architectures[0] for f in FAMILIES))}. "
+            f"The installed transformers {version('transformers')} does not know it either: a newer one may, and then "
+            "--model-impl transformers trains and samples transformers' own module instead, more slowly."
         ],
     ),
     ("--no-hf-checkpoint", ["--hf-checkpoint is missing: name the folder of the model to start from."]),

@@ -47,9 +47,9 @@ ERROR = re.compile(r"\b\de-\d\d\b")
 FAMILY_HEAD = ("| `architectures` | models | made of | prefix cache | routing |", "|---|---|---|---|---|")
 ERROR_HEAD = ("| family | variants tested | logits | gradients | sampled | saved |", "|---|---|--:|--:|--:|---|")
 LEGEND = """
-Measured against `transformers` in float32, the worst of all variants: the largest difference of logits on a ragged batch
-and of any parameter's gradient, both relative; the largest difference of the log-probs of tokens that the engine sampled
-from a paged cache. `saved` compares every tensor of an exported checkpoint, which transformers loads again.
+Measured against `transformers` in float32, the worst of all variants: the largest difference of logits on a ragged
+batch and of any parameter's gradient, both relative; the largest difference of the log-probs of tokens that the engine
+sampled from a paged cache. `saved` compares every tensor of an exported checkpoint, which transformers loads again.
 """
 
 

@@ -7,6 +7,7 @@ from tests.models.oracle import KINDS, hf_model, our_logits, positions_of, relat
 from miles.kernels.varlen import PackedAttend
 from miles.models import hub
 from miles.models.decoder import Decoder
+from miles.models.spec import MlaSpec
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -41,9 +42,10 @@ def test_values_and_gradients_are_close_to_the_cpus(kind, dtype):
     there = there_too(decoder, dtype)
     found = forward(there, tokens)
     found.float().square().mean().backward()
-    # A token near the border between two experts may go to the other one in bfloat16: compare the bulk.
+    # What is chosen near a border (experts, tokens to look at) may be chosen otherwise in bfloat16: compare the bulk.
     off = ((found.cpu().float() - wanted).norm(dim=-1) / wanted.norm(dim=-1)).median().item()
-    assert off <= (1e-4 if dtype == torch.float32 else 5e-2)
+    indexed = any(isinstance(layer.mixer, MlaSpec) and layer.mixer.indexer for layer in decoder.spec.layers)
+    assert off <= (1e-4 if dtype == torch.float32 else 1e-1 if indexed else 5e-2)
     if dtype == torch.float32:
         for name, parameter in decoder.named_parameters():
             if not parameter.requires_grad:

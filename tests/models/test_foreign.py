@@ -103,11 +103,14 @@ def ours(folder, dtype=torch.float32, device="cpu"):
     return hub.load(folder, device=device, dtype=dtype)
 
 
-def packed(decoder, sequences):
+def hidden(decoder, sequences):
     lengths, device = [len(tokens) for tokens in sequences], decoder.head().device
     attend = PackedAttend(lengths, device)
-    hidden = decoder(torch.cat(sequences).to(device), positions_of(lengths).to(device), attend)
-    return logits_of(hidden, decoder.head(), decoder.spec.logit_softcap)
+    return decoder(torch.cat(sequences).to(device), positions_of(lengths).to(device), attend)
+
+
+def packed(decoder, sequences):
+    return logits_of(hidden(decoder, sequences), decoder.head(), decoder.spec.logit_softcap)
 
 
 # -- training -------------------------------------------------------------------------------
@@ -224,7 +227,7 @@ def test_both_planes_agree_on_a_cuda_device(folders, kind, dtype):
         wanted = hf_logits(reference, sequences)
         off = (packed(decoder, sequences).cpu() - wanted).abs().amax(-1) / wanted.abs().max()
     assert off.max() < 1e-4 if dtype == torch.float32 else off.median() < 5e-2
-    packed(decoder, sequences).square().mean().backward()
+    hidden(decoder, sequences).float().square().mean().backward()
     assert all(p.grad is None or bool(p.grad.isfinite().all()) for _, p in decoder.named_parameters())
     for start, whole, said in answered(engine_of(decoder, page_size=4, prefill_chunk=11, kv_tokens=600)):
         with torch.no_grad():
@@ -283,6 +286,37 @@ def test_what_is_saved_reloads_in_transformers_to_the_bit(folders, kind, tmp_pat
     assert not list(tmp_path.glob(".*"))
 
 
+CODE = """
+from transformers import Olmo2Config, Olmo2ForCausalLM
+
+
+class OddConfig(Olmo2Config):
+    model_type = "odd"
+
+
+class OddForCausalLM(Olmo2ForCausalLM):
+    config_class = OddConfig
+"""
+
+
+def test_code_that_came_with_a_model_runs_where_it_is_trusted_and_is_saved_with_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    source, saved = tmp_path / "source", tmp_path / "saved"
+    made("Olmo2").save_pretrained(source)
+    own = {"AutoConfig": "odd.OddConfig", "AutoModelForCausalLM": "odd.OddForCausalLM"}
+    rewritten(source, source, model_type="odd", architectures=["OddForCausalLM"], auto_map=own)
+    (source / "odd.py").write_text(CODE)
+    with pytest.raises(UsageError, match="allow it with --trust-remote-code"):
+        ours(source)
+    trusted = {"device": "cpu", "dtype": torch.float32, "trust_remote_code": True}
+    decoder = hub.load(source, **trusted)
+    hub.export(decoder, saved, like=source)
+    again = hub.load(saved, **trusted)
+    assert type(again.module).__name__ == "OddForCausalLM"
+    found = hub.tensors(saved, like=decoder, dtype=torch.float32)
+    assert all(torch.equal(found[name], p) for name, p in decoder.named_parameters())
+
+
 def test_the_spec_counts_what_the_files_hold(folders):
     spec = chosen_spec(folders["experts"], "transformers")
     held = theirs(folders["experts"])
@@ -325,12 +359,13 @@ UNFIT = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("what", UNFIT)
-def test_what_cannot_be_held_is_refused_in_a_sentence(what, tmp_path):
+def test_what_cannot_be_held_is_refused_in_a_sentence(what, dtype, tmp_path):
     name, own, why = UNFIT[what]
     made(name, **own).save_pretrained(tmp_path)
     with pytest.raises(UsageError, match=why) as told:
-        ours(tmp_path)
+        ours(tmp_path, dtype)
     assert f"{name}ForCausalLM" in str(told.value) and str(tmp_path) in str(told.value)
 
 

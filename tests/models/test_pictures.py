@@ -40,3 +40,18 @@ def test_the_text_model_of_a_model_with_a_vision_tower_is_loaded_and_equals_it(m
     sequences = tokens_of((5, 1, 40), vocab=50)
     with torch.no_grad():
         assert relative(our_logits(decoder, sequences), hf_logits(model, sequences)) <= 1e-5
+
+
+def test_a_saved_text_model_keeps_its_vision_tower(model, tmp_path):
+    model.save_pretrained(tmp_path / "theirs")
+    decoder = hub.load(tmp_path / "theirs", device="cpu", dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.mul_(1.5)
+    hub.export(decoder, tmp_path / "ours", like=tmp_path / "theirs", max_shard_bytes=20_000)
+    assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 2
+    again = Gemma3ForConditionalGeneration.from_pretrained(tmp_path / "ours").state_dict()
+    assert set(again) == set(model.state_dict())
+    for name, tensor in model.state_dict().items():
+        pictures = "vision_tower" in name or "multi_modal_projector" in name
+        assert torch.equal(again[name], tensor if pictures else tensor * 1.5), name

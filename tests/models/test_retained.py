@@ -4,8 +4,10 @@ import pytest
 import torch
 from tests.models.oracle import KINDS, hf_model, positions_of, tokens_of, twin
 
+from miles.kernels import chunks
 from miles.kernels.varlen import PackedAttend
 from miles.models.decoder import Decoder
+from miles.models.footprint import CHUNK
 from miles.models.retained import layer_bytes
 
 LENGTHS = (60, 60)
@@ -34,3 +36,7 @@ def test_layers_keep_what_they_are_said_to_keep(kind):
     said = sum(layer_bytes(spec, layer, size=4, fused=False) for layer in spec.layers) * sum(LENGTHS)
     ends = (3 * spec.hidden_size * 4 + 8) * sum(LENGTHS)  # the final norm, and the tokens
     assert said + ends == pytest.approx(kept_bytes(decoder), rel=0.1)
+
+
+def test_recurrent_layers_are_counted_in_the_chunks_they_are_computed_in():
+    assert max(chunks._SIZES) == CHUNK

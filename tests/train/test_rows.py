@@ -47,7 +47,7 @@ def test_every_trained_token_is_predicted_once_by_the_token_before_it(samples, r
     rows = rows_of(flat, chosen[::-1], device=CPU, replay=False)
     assert sum(rows.lengths) == len(rows.tokens_T) == len(rows.positions_T)
     expected = [
-        (s.tokens[j - 1], j - 1, s.tokens[j], s.logprobs[j], s.advantages[j], s.versions[j])
+        (s.tokens[j - 1], j - 1, s.tokens[j], s.logprobs[j], s.advantages[j], s.oldest)
         for i in chosen[::-1]
         for s in [samples[i]]
         for j in np.flatnonzero(s.mask)
@@ -58,7 +58,7 @@ def test_every_trained_token_is_predicted_once_by_the_token_before_it(samples, r
         rows.target_R.tolist(),
         rows.engine_logp_R.tolist(),
         rows.advantage_R.tolist(),
-        rows.version_R.tolist(),
+        rows.oldest_R.tolist(),
         strict=True,
     )
     assert list(found) == expected

@@ -355,6 +355,15 @@ def test_a_policy_that_drifted_from_its_engine_is_not_trained_on():
     assert all(torch.equal(before[name], tensor) for name, tensor in trainer.weights().items())
 
 
+def test_an_attempt_that_older_weights_began_is_not_compared():
+    fresh, begun = ragged(3), ragged(3, seed=1)
+    for s in begun:
+        s.versions[s.mask.argmax()] = -1  # the rest was sampled from what those weights remembered of it
+    alone, both = (step(worker(model()), samples).metrics for samples in (fresh, [*fresh, *begun]))
+    assert both["parity_tokens"] == alone["parity_tokens"] == sum(s.mask.sum() for s in fresh)
+    assert both["parity_max_abs"] == pytest.approx(alone["parity_max_abs"], rel=1e-4)
+
+
 def test_when_all_of_a_batch_is_older_waiting_samples_are_compared_and_not_trained_on():
     stale, waiting = ragged(4, version=-1), ragged(3, seed=1, version=0)
     alone, _ = trained(stale)

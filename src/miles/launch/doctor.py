@@ -18,7 +18,7 @@ from miles.launch.memory import sized
 from miles.models.families import spec_of
 from miles.models.families.table import find
 from miles.models.families.unknown import mechanisms
-from miles.models.files import read_config, stored_tensors
+from miles.models.files import Stored, read_config, stored_tensors
 from miles.models.footprint import (
     active_parameter_count,
     gradient_bytes,
@@ -27,7 +27,7 @@ from miles.models.footprint import (
     parameter_count,
     weight_bytes,
 )
-from miles.models.names import pieces
+from miles.models.sources import quantised, sources
 from miles.models.spec import DecoderSpec
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ def _model(folder: Path, here: "Platform", free: int) -> Iterator[Finding]:
     experts = "" if spec.moe is None else f", {active_parameter_count(spec) / 1e6:,.2f}M for each token"
     yield Finding(name="model", text=f"{spec.family}, {parameter_count(spec) / 1e6:,.2f}M parameters{experts}")
     dtypes = ", ".join(sorted({tensor.dtype for tensor in stored.values()}))
-    wrong = _wrong_tensors(spec, {name: tensor.shape for name, tensor in stored.items()})
+    wrong = _wrong_tensors(spec, stored, config, folder)
     text = f"{len(stored)} in {len({tensor.file for tensor in stored.values()})} files, {dtypes}"
     yield Finding(name="tensors", text=text, lacks=f"{folder}: {wrong}" if wrong else None)
     dtype = "float32" if here.kind == "cpu" else "bfloat16"
@@ -256,13 +256,12 @@ def _model(folder: Path, here: "Platform", free: int) -> Iterator[Finding]:
     )
 
 
-def _wrong_tensors(spec: DecoderSpec, stored: Mapping[str, tuple[int, ...]]) -> str | None:
+def _wrong_tensors(
+    spec: DecoderSpec, stored: Mapping[str, Stored], config: Mapping[str, Any], folder: Path
+) -> str | None:
     """What of the checkpoint's tensors is not as its config says."""
-    wanted = {piece.hf_name: piece.shape for parts in pieces(spec).values() for piece in parts}
-    missing = [name for name in wanted if name not in stored]
-    if missing:
-        return f"{len(missing)} tensors are missing, such as {missing[0]}."
-    for name, shape in wanted.items():
-        if tuple(stored[name]) != tuple(shape):
-            return f"{name} has shape {list(stored[name])}, but config.json makes it {list(shape)}."
+    try:
+        sources(spec, stored, quantised(config), folder)
+    except MilesError as error:
+        return str(error)
     return None

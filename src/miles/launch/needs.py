@@ -36,7 +36,10 @@ _USABLE = 0.9e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """Bytes and operations. ``context`` is how many tokens a sequence has; ``tokens`` how many train at once."""
+    """Bytes and operations. ``context`` is how many tokens a sequence has; ``tokens`` how many train at once.
+
+    Cards are how many of a memory in GB it takes at least; 0 where even one's own activations do not fit one.
+    """
 
     name: str
     family: str
@@ -58,6 +61,7 @@ class Needs:
     forward_flops: float
     cards_to_sample: dict[int, int]
     cards_to_train: dict[int, int]
+    cards_to_train_checkpointed: dict[int, int]
 
     @property
     def training(self) -> int:
@@ -115,6 +119,7 @@ def needs_of(name: str, config: Mapping[str, Any], knobs: Config) -> Needs:
         forward_flops=forward_flops_per_token(spec, context / 2),
         cards_to_sample={card: ceil((weights + sequence) / (card * _USABLE)) for card in CARDS},
         cards_to_train={card: _cards(fixed, kept, card) for card in CARDS},
+        cards_to_train_checkpointed={card: _cards(fixed, activations[1], card) for card in CARDS},
     )
 
 
@@ -182,7 +187,7 @@ def as_text(needs: Needs) -> str:
         *(f"{name.ljust(12)} {sized(count).rjust(10)}  {note}" for name, count, note in rows),
         f"work         {work}, half-way through the context",
         f"to sample    {_on_cards(n.cards_to_sample)}",
-        f"to train     {_on_cards(n.cards_to_train)}",
+        f"to train     {_to_train(n)}",
     ]
     return "\n".join(lines)
 
@@ -191,8 +196,13 @@ def _other(needs: Needs) -> str:
     return "without" if needs.checkpointing else "with"
 
 
+def _to_train(needs: Needs) -> str:
+    if any(needs.cards_to_train.values()):
+        return _on_cards(needs.cards_to_train)
+    if any(needs.cards_to_train_checkpointed.values()):
+        return f"{_on_cards(needs.cards_to_train_checkpointed)}, with --gradient-checkpointing"
+    return "no card holds the activations; lower --max-tokens-per-gpu"
+
+
 def _on_cards(cards: Mapping[int, int]) -> str:
-    told = (f"{count:,} of {size} GB" for size, count in cards.items() if count)
-    return (
-        "at least " + ", or ".join(told) if any(cards.values()) else "no card holds the activations; lower the tokens"
-    )
+    return "at least " + ", or ".join(f"{count:,} of {size} GB" for size, count in cards.items() if count)

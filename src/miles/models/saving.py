@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,8 +16,24 @@ from miles.core.errors import CheckpointError
 from miles.models import names
 from miles.models.decoder import Decoder
 from miles.models.families import config_of, spec_of
-from miles.models.files import INDEX, WEIGHTS, copy_companions, read_config, write_json, write_whole
+from miles.models.families.table import family_of
+from miles.models.files import (
+    INDEX,
+    WEIGHTS,
+    Stored,
+    copy_companions,
+    read_config,
+    stored_tensors,
+    write_json,
+    write_whole,
+)
 from miles.models.loading import DTYPES
+from miles.models.reader import Reader
+from miles.models.sources import quantised
+from miles.models.spec import DecoderSpec
+
+# A tensor to be written: here, or where it lies in another checkpoint.
+Entry = tuple[str, Tensor | Stored]
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 # Bytes copied at a time of a tensor that does not lie in memory as it is to lie on disk.
@@ -44,15 +60,16 @@ def export(
     """Write a folder that transformers loads: weights, ``config.json`` last, and ``like``'s tokenizer files.
 
     The config is the one given, else ``like``'s, else made from the spec. Weights are written in the dtype they have
-    here: what was loaded from a quantised checkpoint is written without its ``quantization_config``. Each file appears
-    whole or not at all.
+    here: what was loaded from a quantised checkpoint is written without its ``quantization_config``. Tensors of
+    ``like`` that this decoder does not compute (a vision tower, layers that predict further ahead) are copied as they
+    are, unless they are quantised. Each file appears whole or not at all.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     told = dict(config or (config_of(decoder.spec) if like is None else read_config(like)))
-    if replace(spec_of(told), eos_token_ids=()) != replace(decoder.spec, eos_token_ids=()):
+    if _shape(spec_of(told)) != _shape(decoder.spec):
         raise CheckpointError(f"The config to be written to {folder} describes another model than the weights.")
-    shards = _shards(decoder, max_shard_bytes)
+    shards = _shards([*hf_tensors(decoder), *_spare(decoder, like)], max_shard_bytes)
     files = (
         [WEIGHTS]
         if len(shards) == 1
@@ -61,7 +78,7 @@ def export(
     for file, shard in zip(files, shards, strict=True):
         write_whole(folder / file, lambda out, shard=shard: _write_safetensors(out, shard))
     if len(shards) > 1:
-        total = sum(t.nbytes for shard in shards for _, t in shard)
+        total = sum(_bytes(t) for shard in shards for _, t in shard)
         where = {name: file for file, shard in zip(files, shards, strict=True) for name, _ in shard}
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
     _clear(folder, files)
@@ -79,15 +96,38 @@ def _written(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     return told | {"dtype": str(dtype).removeprefix("torch.")}
 
 
-def _shards(decoder: Decoder, limit: int) -> list[list[tuple[str, Tensor]]]:
-    shards: list[list[tuple[str, Tensor]]] = [[]]
+def _shape(spec: DecoderSpec) -> DecoderSpec:
+    """What the weights must agree on: how long a context and which tokens end it are a run's own choice."""
+    return replace(spec, eos_token_ids=(), max_positions=0)
+
+
+def _spare(decoder: Decoder, like: Path | str | None) -> Iterator[Entry]:
+    """What ``like`` holds that is not this decoder's, and says something."""
+    if like is None or not any((Path(like) / name).exists() for name in (WEIGHTS, INDEX)):
+        return
+    if quantised(read_config(like)) is not None:
+        return
+    own = {piece.hf_name for pieces in names.pieces(decoder.spec).values() for piece in pieces}
+    own |= set(names.stacked(decoder.spec).values())
+    spare = family_of(decoder.spec.family).spare
+    for name, stored in stored_tensors(like).items():
+        if name not in own and spare(decoder.spec, name):
+            yield name, stored
+
+
+def _bytes(tensor: Tensor | Stored) -> int:
+    return tensor.nbytes if isinstance(tensor, Tensor) else tensor.stop - tensor.start
+
+
+def _shards(tensors: Iterable[Entry], limit: int) -> list[list[Entry]]:
+    shards: list[list[Entry]] = [[]]
     used = 0
-    for name, tensor in hf_tensors(decoder):
-        if shards[-1] and used + tensor.nbytes > limit:
+    for name, tensor in tensors:
+        if shards[-1] and used + _bytes(tensor) > limit:
             shards.append([])
             used = 0
         shards[-1].append((name, tensor))
-        used += tensor.nbytes
+        used += _bytes(tensor)
     return shards
 
 
@@ -100,19 +140,33 @@ def _clear(folder: Path, files: Sequence[str]) -> None:
             old.unlink()
 
 
-def _write_safetensors(out: BinaryIO, tensors: Sequence[tuple[str, Tensor]]) -> None:
+def _write_safetensors(out: BinaryIO, tensors: Sequence[Entry]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, tensor in tensors:
-        span = [offset, offset + tensor.nbytes]
-        header[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
+        span = [offset, offset + _bytes(tensor)]
+        code = tensor.dtype if isinstance(tensor, Stored) else _CODES[tensor.dtype]
+        header[name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": span}
         offset = span[1]
     text = json.dumps(header, separators=(",", ":")).encode("utf-8")
     text += b" " * (-len(text) % 8)
     out.write(struct.pack("<Q", len(text)) + text)
-    for _, tensor in tensors:
-        for part in _parts(tensor):
-            out.write(part.to("cpu").contiguous().view(-1).view(torch.uint8).numpy().data)
+    with Reader() as reader:
+        for name, tensor in tensors:
+            if isinstance(tensor, Stored):
+                _copy(name, tensor, reader, out)
+                continue
+            for part in _parts(tensor):
+                out.write(part.to("cpu").contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
+def _copy(name: str, stored: Stored, reader: Reader, out: BinaryIO) -> None:
+    """Bytes from file to file."""
+    buffer = memoryview(bytearray(min(_COPIED, stored.stop - stored.start)))
+    for start in range(stored.start, stored.stop, _COPIED):
+        part = buffer[: stored.stop - start]
+        reader.read(name, stored.file, start, part)
+        out.write(part)
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:

@@ -31,8 +31,8 @@ def logprobs(
 ) -> tuple[Tensor, Tensor]:
     """The log-probability of each target and the entropy of each distribution, both differentiable.
 
-    Logits are bounded by ``softcap`` where there is one, divided by ``temperature`` and reckoned in float32 (float64 for float64 inputs),
-    ``chunk`` tokens at a time.
+    Logits are bounded by ``softcap`` where there is one, divided by ``temperature`` and reckoned in float32 (float64
+    for float64 inputs), ``chunk`` tokens at a time.
     """
     rows = chunk or chunk_rows(head_VD)
     return _Chunked.apply(hidden_RD, head_VD, target_R, temperature, softcap, rows)  # pyright: ignore[reportReturnType]

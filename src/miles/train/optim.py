@@ -27,7 +27,7 @@ class GradientError(MilesError):
 class Optimizer:
     """Updates live parameters in place. Use: backward passes, then ``step``; gradients are gone after it.
 
-    Matrices are decayed, norms and biases (fewer than two axes) are not.
+    Matrices are decayed; norms (fewer than two axes) and biases, also those of experts in a stack, are not.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], config: TrainConfig, schedule: Schedule) -> None:
@@ -36,12 +36,12 @@ class Optimizer:
         self._clip = config.clip_grad
         self._parameters = dict(parameters)
         self._masters = {name: _master(p) for name, p in self._parameters.items()}
-        masters = list(self._masters.values())
-        self._device = masters[0].device
+        self._device = next(iter(self._masters.values())).device
+        decayed = {name for name, m in self._masters.items() if m.ndim >= 2 and not name.endswith("bias")}
         self._adam = torch.optim.AdamW(
             [
-                {"params": [m for m in masters if m.ndim >= 2], "weight_decay": config.weight_decay},
-                {"params": [m for m in masters if m.ndim < 2], "weight_decay": 0.0},
+                {"params": [m for n, m in self._masters.items() if n in decayed], "weight_decay": config.weight_decay},
+                {"params": [m for n, m in self._masters.items() if n not in decayed], "weight_decay": 0.0},
             ],
             lr=schedule.lr,
             betas=(config.adam_beta1, config.adam_beta2),

@@ -28,8 +28,8 @@ ROUTED = "routed_experts"
 class Rows:
     """One micro-batch. ``before_R`` says which input token predicts each trained token ``target_R``.
 
-    ``weight_R`` is what a token weighs in the mean over its global batch. In ``replay_TLk`` -1 leaves
-    the choice to the router.
+    ``weight_R`` is what a token weighs in the mean over its global batch, ``oldest_R`` the stalest version
+    that wrote any trained token of its sample. In ``replay_TLk`` -1 leaves the choice to the router.
     """
 
     lengths: tuple[int, ...]
@@ -39,7 +39,7 @@ class Rows:
     target_R: Tensor
     engine_logp_R: Tensor
     advantage_R: Tensor
-    version_R: Tensor
+    oldest_R: Tensor
     weight_R: Tensor
     replay_TLk: Tensor | None
 
@@ -49,13 +49,14 @@ class Flat:
     """A global batch laid end to end: sample s is ``start_S[s]`` onwards in every array.
 
     The model reads its first ``length_S[s]`` tokens, none if nothing of it is trained; one of its
-    trained tokens weighs ``weight_S[s]`` in the mean.
+    trained tokens weighs ``weight_S[s]`` in the mean, and ``oldest_S[s]`` is the stalest version that wrote one.
     """
 
     samples: Sequence[Sample]
     start_S: NDArray[np.int64]
     length_S: NDArray[np.int64]
     weight_S: NDArray[np.float64]
+    oldest_S: NDArray[np.int32]
     tokens_N: NDArray[np.int32]
     mask_N: NDArray[np.bool_]
     logprobs_N: NDArray[np.float32]
@@ -86,6 +87,9 @@ def flatten(trajectories: Sequence[Sequence[Sample]], reducer: Reducer) -> Flat:
     sample_R = np.repeat(np.arange(len(samples)), sizes_S)[trained_R]
     length_S = np.zeros(len(samples), np.int64)
     np.maximum.at(length_S, sample_R, trained_R - start_S[sample_R])
+    versions_N = np.concatenate([s.versions for s in samples])
+    oldest_S = np.full(len(samples), np.iinfo(np.int32).max, np.int32)
+    np.minimum.at(oldest_S, sample_R, versions_N[trained_R])
     shares = [len(whole) for whole in trajectories]
     whole_S = np.repeat(np.arange(len(shares)), shares)
     counts = np.bincount(whole_S[sample_R], minlength=len(shares)).tolist()
@@ -94,11 +98,12 @@ def flatten(trajectories: Sequence[Sequence[Sample]], reducer: Reducer) -> Flat:
         start_S=start_S,
         length_S=length_S,
         weight_S=reducer(counts)[whole_S],
+        oldest_S=oldest_S,
         tokens_N=np.concatenate([s.tokens for s in samples]),
         mask_N=mask_N,
         logprobs_N=np.concatenate([s.logprobs for s in samples]),
         advantages_N=np.concatenate([s.advantages for s in samples]),
-        versions_N=np.concatenate([s.versions for s in samples]),
+        versions_N=versions_N,
     )
     for what, values_N in (("advantages", flat.advantages_N), ("log-probs", flat.logprobs_N)):
         finite_R = np.isfinite(values_N[trained_R])
@@ -130,7 +135,7 @@ def rows_of(flat: Flat, chosen: Sequence[int], *, device: torch.device, replay: 
         target_R=put(flat.tokens_N[trained_R], torch.int64),
         engine_logp_R=put(flat.logprobs_N[trained_R], torch.float32),
         advantage_R=put(flat.advantages_N[trained_R], torch.float32),
-        version_R=put(flat.versions_N[trained_R], torch.int32),
+        oldest_R=put(np.repeat(flat.oldest_S[chosen], sizes)[before_R], torch.int32),
         weight_R=put(np.repeat(flat.weight_S[chosen], sizes)[before_R], torch.float32),
         replay_TLk=_replay([flat.samples[i] for i in chosen], sizes.tolist(), device) if replay else None,
     )

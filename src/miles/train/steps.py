@@ -113,8 +113,12 @@ class Gradient:
 
 
 def parity(logp_R: Tensor, rows: Rows, version: int, tally: Tally) -> None:
-    """Engine against trainer, over the tokens that the trainer's present weights wrote."""
-    fresh_R = rows.version_R == version
+    """Engine against trainer, over the samples that the trainer's present weights wrote alone.
+
+    A token after one of older weights was sampled from a past that those had remembered: no one version gives its
+    log-prob.
+    """
+    fresh_R = rows.oldest_R == version
     gap_R = torch.where(fresh_R, rows.engine_logp_R - logp_R, 0.0)
     tally.add("parity_tokens", fresh_R.sum())
     tally.add("parity_abs", gap_R.abs().sum())

@@ -140,8 +140,8 @@ class Worker:
         return [[self._reader.frozen(self._actor, r) for r in rows] for rows in plan]
 
     def _wrote(self, flat: Flat) -> bool:
-        """Did the present weights write any of its trained tokens?"""
-        return bool((flat.versions_N[flat.mask_N] == self.version.number).any())
+        """Did the present weights alone write any of its samples?"""
+        return bool((flat.oldest_S == self.version.number).any())
 
     def _look_at(self, samples: Sequence[Sample], tally: Tally) -> None:
         """Compare with the engine on rows that are not trained on: all of a batch's own may be older."""

@@ -19,8 +19,8 @@ class Family:
     """One family. ``models`` says which models people know belong to it.
 
     ``write`` makes a config out of a spec, for families that are also made from nothing here; a model that was loaded
-    is saved with the config it came with. The first of ``architectures`` is written; ``names`` is laid over ``layouts.names.NAMES``; ``spare`` says which
-    tensors a checkpoint may carry that this decoder has no use for.
+    is saved with the config it came with. The first of ``architectures`` is written. ``names`` is laid over
+    ``layouts.names.NAMES``. ``spare`` says which tensors a checkpoint may carry that this decoder does not compute.
     """
 
     model_type: str

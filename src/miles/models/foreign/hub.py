@@ -56,6 +56,8 @@ def _module(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
                 output_loading_info=True,
             )
     except Exception as error:  # whatever a foreign loader raises
+        if "trust_remote_code" in str(error):
+            raise UsageError(f"The model in {folder} runs its own code; allow it with --trust-remote-code.") from error
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"transformers cannot load {folder} ({reason}).") from error
     _complain(folder, told)
