@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests.launch.small_run import everything, flags, miles, write_world
+from tests.models.kinds.small import SMALL
 from tests.models.oracle import hf_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration, SiglipVisionConfig
 
 from miles.launch.main import main
 
@@ -50,13 +52,17 @@ FROZEN = ("e_score_correction_bias", ".indexer.")
 COMMON = ("--device", "cpu", "--num-threads", "1", "--rollout-max-response-len", "6")
 
 
+def ids_of(world):
+    """What a model of the small world's tokens is told of them."""
+    config = json.loads((world / "config.json").read_text())
+    ids = {key: config[key] for key in ("vocab_size", "eos_token_id", "max_position_embeddings")}
+    return ids | {"bos_token_id": None, "pad_token_id": None}
+
+
 def furnish(folder, kind):
     """The small world, its model replaced by one that transformers made."""
     world = write_world(folder)
-    config = json.loads((world / "config.json").read_text())
-    ids = {key: config[key] for key in ("vocab_size", "eos_token_id", "max_position_embeddings")}
-    own = (KINDS | MORE)[kind]
-    hf_model(kind, **(ids | {"bos_token_id": None, "pad_token_id": None} | own)).save_pretrained(world)
+    hf_model(kind, **(ids_of(world) | (KINDS | MORE)[kind])).save_pretrained(world)
     return world
 
 
@@ -151,5 +157,53 @@ def test_replayed_routing_is_the_routers_own_while_nothing_was_updated(worlds, k
 
 
 def test_planes_that_overlap_keep_states_and_parity(worlds, tmp_path):
-    run = trained(worlds("hybrid qwen3.5"), tmp_path / "run", "--max-weight-staleness", "1", steps=3)
+    tight = ("--engine-page-size", "4", "--engine-kv-tokens", "240", "--engine-prefill-chunk", "3")
+    run = tmp_path / "run"
+    argv = argv_of(worlds("hybrid qwen3.5"), run, "--max-weight-staleness", "1", *tight, steps=4)
+    argv[argv.index("--rollout-max-response-len") + 1] = "24"  # long enough for new weights to come in between
+    done = miles("train", *argv)
+    assert done.returncode == 0, done.stderr
     assert max(row["staleness"] for row in rows(run)) == 1 and agrees(run)
+
+
+def test_a_quantised_checkpoint_is_trained_and_saved_without(tmp_path, capsys, monkeypatch):
+    world = furnish(tmp_path / "world", "deepseek v3")
+    tensors = load_file(world / "model.safetensors")
+    for name in [name for name in tensors if "_proj." in name]:
+        rows, columns = tensors[name].shape
+        tensors[f"{name}_scale_inv"] = torch.full((-(-rows // 8), -(-columns // 16)), 0.5)
+        tensors[name] = (2 * tensors[name]).to(torch.float8_e4m3fn)
+    save_file(tensors, world / "model.safetensors")
+    config = json.loads((world / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [8, 16]}
+    (world / "config.json").write_text(json.dumps(config))
+    run = trained(world, tmp_path / "run")
+    last = run / "checkpoints" / "step-000002"
+    assert agrees(run) and "quantization_config" not in json.loads((last / "config.json").read_text())
+    found = AutoModelForCausalLM.from_pretrained(last).state_dict()
+    assert all(tensor.dtype == torch.float32 and tensor.isfinite().all() for tensor in found.values())
+    serves(world, last, capsys, monkeypatch)
+
+
+@pytest.mark.slow
+def test_a_text_model_beside_a_vision_tower_is_trained_and_the_tower_kept(tmp_path, capsys, monkeypatch):
+    world = write_world(tmp_path / "world")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = SMALL | ids_of(world) | {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 4}
+    vision = SiglipVisionConfig(**sizes, image_size=8, patch_size=4)
+    torch.manual_seed(0)
+    made = Gemma3ForConditionalGeneration(
+        Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=1, image_token_index=26)
+    )
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(0.25 * torch.randn_like(parameter))
+    made.save_pretrained(world)
+    run = trained(world, tmp_path / "run")
+    last = run / "checkpoints" / "step-000002"
+    found = Gemma3ForConditionalGeneration.from_pretrained(last, dtype=torch.float32).state_dict()
+    assert agrees(run) and found.keys() == made.state_dict().keys()
+    for name, tensor in made.state_dict().items():
+        pictures = "vision_tower" in name or "multi_modal_projector" in name
+        assert torch.equal(found[name], tensor) == pictures, name
+    serves(world, last, capsys, monkeypatch)

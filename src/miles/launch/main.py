@@ -105,7 +105,7 @@ def _needs(model: str, argv: list[str], *, json: bool) -> int:
         raise UsageError(problems)
     from miles.launch import needs
 
-    found = needs.needs_of(*needs.find(model), reading.config)
+    found = needs.needs_of(model, reading.config)
     print((needs.as_json if json else needs.as_text)(found))
     return 0
 

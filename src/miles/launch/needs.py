@@ -12,6 +12,7 @@ from typing import Any
 from miles.core.errors import UsageError
 from miles.launch.config import Config
 from miles.launch.memory import sized
+from miles.models.choice import chosen_spec
 from miles.models.families import spec_of
 from miles.models.files import dtype_of, read_config, read_json
 from miles.models.footprint import (
@@ -84,9 +85,11 @@ def find(model: str) -> tuple[str, Mapping[str, Any]]:
     raise UsageError(f"{model} is no recipe, no folder with a config.json and no published model known here; {hint}.")
 
 
-def needs_of(name: str, config: Mapping[str, Any], knobs: Config) -> Needs:
-    """What the model takes under a run's knobs; precision is the config's own, or bfloat16 where it names none."""
-    spec = spec_of(config)
+def needs_of(model: str, knobs: Config) -> Needs:
+    """What a model takes under a run's knobs; precision is the config's own, or bfloat16 where it names none."""
+    name, config = find(model)
+    whole = Path(model).is_dir()
+    spec = chosen_spec(model, knobs.models.model_impl) if whole else spec_of(config)
     named = dtype_of(config) if knobs.models.dtype == "auto" else knobs.models.dtype
     dtype = named if named in BYTES else "bfloat16"
     context = min(spec.max_positions, knobs.rollout.rollout_max_context_len or spec.max_positions)

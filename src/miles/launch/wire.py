@@ -10,7 +10,7 @@ Two ways to stand in one process, and the staleness budget picks one:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from miles.models.choice import chosen_spec
 from miles.models.door import Model
 from miles.models.files import read_config
 from miles.models.footprint import optimizer_bytes
-from miles.models.spec import DecoderSpec
+from miles.models.spec import AttentionSpec, DecoderSpec
 from miles.models.tokenizer import HubTokenizer, load_tokenizer
 from miles.observe.metric import group_metrics
 from miles.plug import points
@@ -76,12 +76,24 @@ def read_policy(config: Config) -> Policy:
     return Policy(
         folder=folder,
         config=raw,
-        spec=chosen_spec(folder, config.models.model_impl),
+        spec=within(chosen_spec(folder, config.models.model_impl), config.rollout.rollout_max_context_len),
         trusted=config.models.trust_remote_code,
         tokenizer=load_tokenizer(folder, config.models.trust_remote_code),
         platform=found,
         dtype=hub.choose_dtype(config.models.dtype, raw, found.device),
     )
+
+
+def within(spec: DecoderSpec, context: int | None) -> DecoderSpec:
+    """The spec for a run whose contexts have at most so many tokens.
+
+    Only rotations with short and long factors care: a run takes one set of them throughout.
+    """
+    mixers = (layer.mixer for layer in spec.layers)
+    stretched = any(isinstance(m, AttentionSpec) and m.rope is not None and m.rope.kind == "longrope" for m in mixers)
+    if context is None or not stretched:
+        return spec
+    return replace(spec, max_positions=min(context, spec.max_positions))
 
 
 def load_model(policy: Policy, folder: Path | None = None) -> Model:

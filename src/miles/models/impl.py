@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,12 @@ def load(
     dtype: torch.dtype,
     trust_remote_code: bool = False,
 ) -> Model:
-    """The model in ``folder``, computed by whom ``spec`` is for (``choice.chosen_spec``)."""
+    """The model in ``folder``, computed by whom ``spec`` is for (``choice.chosen_spec``), for contexts so long."""
     if isinstance(spec, ForeignSpec):
         return foreign.load(folder, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-    return hub.load(folder, device=device, dtype=dtype)
+    decoder = hub.load(folder, device=device, dtype=dtype)
+    decoder.spec = replace(decoder.spec, max_positions=spec.max_positions)
+    return decoder
 
 
 def unfilled(model: Model) -> Model | None:
@@ -46,9 +49,10 @@ def export(model: Model, folder: Path, *, like: Path | None, config: Mapping[str
     hub.export(model, folder, like=like, config=config)
 
 
-def tensors(model: Model, folder: Path) -> Mapping[str, Tensor]:
-    """What a checkpoint of the same architecture holds, by the names of ``model``'s parameters, on the host."""
-    dtype = model.head().dtype
+def tensors(model: Model, folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """What a checkpoint of the same architecture holds, by the names of ``model``'s parameters, one at a time."""
+    head = model.head()
     if isinstance(model, ForeignDecoder):
-        return foreign.tensors(folder, like=model, dtype=dtype)
-    return dict(hub.load(folder, device="cpu", dtype=dtype).named_parameters())
+        found, own = foreign.tensors(folder, like=model, dtype=head.dtype), dict(model.named_parameters())
+        return ((name, tensor) for name, tensor in found.items() if name in own)  # a tied head is there twice
+    return hub.load_slices(folder, rank=0, world=1, device=head.device, dtype=head.dtype)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from miles.models.activation import activate
 from miles.models.linear import Linear
-from miles.models.spec import MlpSpec
+from miles.models.spec import Activation, MlpSpec
 
 
 class Mlp(nn.Module):
@@ -18,7 +18,7 @@ class Mlp(nn.Module):
 
     def __init__(self, width: int, spec: MlpSpec, *, device: torch.device | str, dtype: torch.dtype) -> None:
         super().__init__()
-        self.activation = spec.activation
+        self.activation: Activation = spec.activation
         made = {"bias": spec.bias, "device": device, "dtype": dtype}
         self.gate_up: Linear | None = None
         self.up: Linear | None = None

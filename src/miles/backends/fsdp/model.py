@@ -94,8 +94,11 @@ class FsdpModel:
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        found = impl.tensors(self._decoder, folder)
-        for name, live in self._parameters.items():
-            if name not in found or found[name].shape != live.shape:
+        left = dict(self._parameters)
+        for name, tensor in impl.tensors(self._decoder, folder):
+            live = left.pop(name, None)
+            if live is None or tensor.shape != live.shape:
                 raise CheckpointError(f"{folder} holds another model than the one in training (see {name}).")
-            live.copy_(found[name])
+            live.copy_(tensor)
+        if left:
+            raise CheckpointError(f"{folder} holds another model than the one in training (see {min(left)}).")
