@@ -45,7 +45,8 @@ def test_values_and_gradients_are_close_to_the_cpus(kind, dtype):
     # What is chosen near a border (experts, tokens to look at) may be chosen otherwise in bfloat16: compare the bulk.
     off = ((found.cpu().float() - wanted).norm(dim=-1) / wanted.norm(dim=-1)).median().item()
     indexed = any(isinstance(layer.mixer, MlaSpec) and layer.mixer.indexer for layer in decoder.spec.layers)
-    assert off <= (1e-4 if dtype == torch.float32 else 1e-1 if indexed else 5e-2)
+    loose = indexed or decoder.spec.recurrent  # a choice, or a state, hands an error on to all later tokens
+    assert off <= (1e-4 if dtype == torch.float32 else 1e-1 if loose else 5e-2)
     if dtype == torch.float32:
         for name, parameter in decoder.named_parameters():
             if not parameter.requires_grad:

@@ -220,3 +220,25 @@ def test_an_idle_engine_has_no_task(tiny):
         assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize("kind", ["spec", "moe_spec", "hybrid_spec"])
+def test_a_prompt_that_is_half_computed_when_weights_come_is_computed_by_the_new_ones_alone(tiny, kind):
+    spec = getattr(tiny, kind)
+    old, new = tiny.decoder(1, spec), tiny.decoder(2, spec)
+    engine = tiny.engine(old, prefill_chunk=4, page_size=4)
+    prompt = tiny.prompts(1, low=30, high=31)[0]
+    how = Sampling(max_new_tokens=8, seed=5, ignore_eos=True)
+
+    async def swapped():
+        twice = [asyncio.create_task(engine.generate(prompt, how)) for _ in range(2)]
+        while engine.stats()["prefilled_tokens"] < 9:
+            await asyncio.sleep(0)
+        assert engine.stats()["generated_tokens"] == 0
+        tiny.publish(engine, new, number=1)
+        return await asyncio.gather(*twice)
+
+    for answer in asyncio.run(swapped()):
+        assert {span.version.number for span in answer.spans} == {1}
+        tiny.same(answer, tiny.ask(tiny.engine(new), [(prompt, how)])[0])
+    tiny.check(engine)

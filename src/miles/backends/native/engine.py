@@ -212,8 +212,12 @@ class NativeEngine:
         self._weights.rollback()
 
     def _adopt(self, tensors: Mapping[str, Tensor], version: Version) -> None:
-        """Between two steps: requests under way keep their keys and values, new ones share none of an older version."""
+        """Between two steps: requests under way keep their keys and values, new ones share none of an older version.
+
+        A prompt that is half computed starts again: all of its answer is going to be stamped with the new version.
+        """
         with self._lock:
+            self._scheduler.restart_prompts()
             self._runner.adopt(tensors)
             self._pages.flush()
             self.version = version

@@ -156,6 +156,11 @@ class Scheduler:
         self.submit(sequence)
         self.counters.preemptions += 1
 
+    def restart_prompts(self) -> None:
+        """Forget what was computed of prompts nothing was drawn after yet."""
+        for sequence in [one for one in self.running if one.fresh and one.computed]:
+            self.preempt(sequence)
+
     # -- inside -----------------------------------------------------------------------------
 
     def _chunk_of(self, plan: Plan, sequence: Sequence, length: int) -> int:
