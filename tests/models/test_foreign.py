@@ -50,6 +50,21 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
 CORRECTED = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "n_shared_experts": 1}
 
+STREAMS = {
+    "num_hidden_layers": 4,
+    "intermediate_size": [48] * 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 9,
+    "num_kv_shared_layers": 2,
+    "head_dim": 8,
+    "vocab_size_per_layer_input": 97,
+    "hidden_size_per_layer_input": 8,
+    "laurel_rank": 4,
+    "altup_num_inputs": 2,
+    "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+    "pad_token_id": 0,
+}
+
 # Each with something the others do not have.
 KINDS = {
     "windows, norms after each part and over all heads": ("Olmo3", WINDOWS),
@@ -68,6 +83,7 @@ KINDS = {
         "Dots1",
         CORRECTED | {"first_k_dense_replace": 1, "moe_intermediate_size": 16, "head_dim": 8},
     ),
+    "several streams, shared keys and values, embeddings of each layer": ("Gemma3n", STREAMS),
 }
 LENGTHS = (23, 1, 40, 7)
 
@@ -75,7 +91,8 @@ LENGTHS = (23, 1, 40, 7)
 def made(name, **own):
     """A transformers model whose weights are far from their tame initial values."""
     torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**(SMALL | own)))
+    config = getattr(transformers, f"{name}TextConfig" if name == "Gemma3n" else f"{name}Config")
+    model = getattr(transformers, f"{name}ForCausalLM")(config(**(SMALL | own)))
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn_like(parameter)
