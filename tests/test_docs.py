@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from miles.algo.objective import Correction, Objective
+from miles.algo.reduce import Reducer
 from miles.config.cli import known_flags
 from miles.config.files import SUFFIXES
 from miles.config.table import flag_of, knobs_of
-from miles.core.protocols import Filter, Generate, GroupRewardFn, RewardFn
+from miles.core.protocols import Credit, Curriculum, Filter, Generate, GroupRewardFn, RewardFn, Worth
 from miles.launch import demo_task
 from miles.launch.config import Config, DemoConfig
 from miles.launch.main import COMMANDS, read
@@ -178,7 +180,13 @@ def test_every_toml_example_holds_only_keys(page: Path):
         ("score", RewardFn),
         ("shortest_wins", GroupRewardFn),
         ("neither_easy_nor_hopeless", Filter),
+        ("harder_when_ready", Curriculum),
         ("think_again", Generate),
+        ("gently_bounded", Correction),
+        ("ranked", Worth),
+        ("later_tokens_count_less", Credit),
+        ("softly_bounded", Objective),
+        ("square_root", Reducer),
     ],
 )
 def test_every_plug_in_the_docs_fits_its_door(name: str, door: type, tmp_path: Path):

@@ -1,3 +1,4 @@
+import itertools
 import subprocess
 import sys
 
@@ -6,7 +7,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.algo.credit import GroupRelative, Supervised, group_relative
+from miles.algo.config import AlgoConfig
+from miles.algo.credit import (
+    Checked,
+    Compared,
+    Supervised,
+    Valued,
+    as_earned,
+    centred,
+    group_relative,
+    leave_one_out,
+    max_likelihood,
+    optimal_baseline,
+    rows_of,
+)
+from miles.algo.length import Overlong
+from miles.algo.table import ALGORITHMS, compare_of, credit_of
 from miles.core.errors import PlugError
 from miles.core.types import Author, Group, Prompt, Reward, Span, Status, Trajectory, Version
 
@@ -29,38 +45,199 @@ def env(*tokens):
     return Span(author=Author.ENV, tokens=np.array(tokens, np.int32))
 
 
-def attempt(*spans, reward=0.0, index=0, branches=None):
-    return Trajectory(branches=branches or (spans,), status=Status.COMPLETED, reward=Reward(value=reward), index=index)
+def attempt(*spans, reward=0.0, index=0, branches=None, **metadata):
+    return Trajectory(
+        branches=branches or (spans,),
+        status=Status.COMPLETED,
+        reward=Reward(value=reward),
+        index=index,
+        metadata=metadata,
+    )
 
 
 def group(*trajectories):
     return Group(prompt=Prompt(id=7, messages=()), trajectories=trajectories)
 
 
+def compared(compare=centred, role_key=None):
+    return Valued(worth=Compared(compare=compare, role_key=role_key))
+
+
+COMPARISONS = [group_relative, centred, leave_one_out, max_likelihood, optimal_baseline]
+
+
+# -- what an attempt is worth ---------------------------------------------------------------
+
+
 def test_advantages_are_rewards_less_their_mean_over_the_sample_deviation():
     rewards = np.array([1.0, 0.0, 0.0, 1.0])
-    assert np.allclose(group_relative(rewards, normalize_std=False), [0.5, -0.5, -0.5, 0.5])
+    assert np.allclose(centred(rewards, np.ones(4)), [0.5, -0.5, -0.5, 0.5])
     # The sample variance of two ones and two zeros is 4 * 0.25 / 3.
     expected = np.array([0.5, -0.5, -0.5, 0.5]) / (np.sqrt(1 / 3) + 1e-6)
-    assert np.allclose(group_relative(rewards, normalize_std=True), expected, rtol=1e-12)
+    assert np.allclose(group_relative(rewards, np.ones(4)), expected, rtol=1e-12)
 
 
-@pytest.mark.parametrize("rewards", [[2.0], [0.3, 0.3, 0.3], [0.1] * 7])
-@pytest.mark.parametrize("normalize", [True, False])
-def test_a_group_that_teaches_nothing_has_advantage_zero_and_never_nan(rewards, normalize):
-    assert (group_relative(np.array(rewards), normalize_std=normalize) == 0).all()
+def test_comparisons_by_hand():
+    rewards, lengths = np.array([1.0, 0.0, 0.0, 2.0]), np.array([2.0, 4.0, 2.0, 2.0])
+    assert leave_one_out(rewards, lengths).tolist() == pytest.approx([1 - 2 / 3, -1, -1, 2 - 1 / 3])
+    assert max_likelihood(rewards, lengths).tolist() == pytest.approx([1 / 3, -1, -1, 5 / 3])  # the mean is 3/4
+    assert optimal_baseline(rewards, lengths).tolist() == pytest.approx([0.4, -0.6, -0.6, 1.4])  # 6 of 10 tokens' worth
+    assert as_earned(rewards, lengths).tolist() == rewards.tolist()
 
 
-@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=16), st.booleans())
-def test_advantages_are_finite_and_keep_the_order_of_rewards(rewards, normalize):
-    worth = group_relative(np.array(rewards), normalize_std=normalize)
+@pytest.mark.parametrize("rewards", [[2.0], [0.3, 0.3, 0.3], [0.1] * 7, [0.0, 0.0]])
+@pytest.mark.parametrize("compare", COMPARISONS)
+def test_a_group_that_teaches_nothing_has_advantage_zero_and_never_nan(rewards, compare):
+    assert (compare(np.array(rewards), np.ones(len(rewards))) == 0).all()
+
+
+scored = st.lists(st.tuples(st.floats(0, 1e6), st.integers(0, 99)), min_size=1, max_size=16)
+
+
+@given(scored, st.sampled_from(COMPARISONS))
+def test_advantages_are_finite_and_keep_the_order_of_rewards(attempts, compare):
+    rewards, lengths = np.array(attempts, np.float64).T
+    worth = compare(rewards, lengths)
     assert np.isfinite(worth).all()
     order = np.argsort(rewards, kind="stable")
     assert (np.diff(worth[order]) >= 0).all()
 
 
+@given(scored, st.sampled_from(COMPARISONS), st.randoms())
+def test_the_order_of_attempts_does_not_matter(attempts, compare, chance):
+    rewards, lengths = np.array(attempts, np.float64).T
+    mixed = np.array(chance.sample(range(len(rewards)), len(rewards)))
+    scale = max(1.0, rewards.max())
+    assert np.allclose(compare(rewards, lengths)[mixed], compare(rewards[mixed], lengths[mixed]), atol=1e-9 * scale)
+
+
+@given(st.lists(st.floats(-100, 100), min_size=2, max_size=12))
+def test_leaving_one_out_is_the_reward_less_the_mean_of_the_others(rewards):
+    found = leave_one_out(np.array(rewards), np.ones(len(rewards)))
+    others = [r - np.mean(rewards[:i] + rewards[i + 1 :]) for i, r in enumerate(rewards)]
+    assert np.allclose(found, others, atol=1e-9)
+
+
+@given(scored.filter(lambda pairs: any(length for _, length in pairs)))
+def test_the_optimal_baseline_leaves_nothing_over_when_tokens_are_counted(attempts):
+    # The least sum of length * (reward - baseline)^2, which is where its slope is zero.
+    rewards, lengths = np.array(attempts, np.float64).T
+    if np.ptp(rewards) > 0:
+        assert abs(float((lengths * optimal_baseline(rewards, lengths)).sum())) <= 1e-6 * (lengths @ rewards + 1)
+
+
+def expected_gradient(compare, logits, rewards, attempts):
+    """The mean over all ways to draw ``attempts`` actions of the policy gradient an estimator gives, exactly."""
+    p = np.exp(logits) / np.exp(logits).sum()
+    total = np.zeros_like(p)
+    for drawn in itertools.product(range(len(p)), repeat=attempts):
+        worth = compare(rewards[list(drawn)], np.ones(attempts))
+        scores = np.eye(len(p))[list(drawn)] - p  # d log p(action) / d logits
+        total += np.prod(p[list(drawn)]) * (worth[:, None] * scores).mean(0)
+    return p, total
+
+
+def test_leaving_one_out_has_no_bias_and_a_shared_mean_shrinks_the_gradient():
+    logits, rewards = np.array([0.3, -0.4, 0.9]), np.array([1.0, 0.2, 0.5])
+    p, found = expected_gradient(leave_one_out, logits, rewards, 4)
+    true = p * (rewards - p @ rewards)  # d E[reward] / d logits
+    assert np.allclose(found, true, atol=1e-12)
+    assert np.allclose(expected_gradient(centred, logits, rewards, 4)[1], 3 / 4 * true, atol=1e-12)
+
+
+@pytest.mark.parametrize("attempts", [2, 3, 5])
+def test_maxrl_ascends_the_log_of_the_pass_rate_expanded_to_one_term_fewer_than_attempts(attempts):
+    logits, rewards = np.array([0.3, -0.4, 0.9]), np.array([1.0, 0.0, 0.0])
+    p, found = expected_gradient(max_likelihood, logits, rewards, attempts)
+    slope = p * (rewards - p @ rewards)
+    expected = sum((1 - p[0]) ** (k - 1) for k in range(1, attempts)) * slope
+    assert np.allclose(found, expected, atol=1e-12)
+
+
+def test_maxrl_refuses_rewards_below_zero():
+    with pytest.raises(PlugError, match="--advantage-estimator maxrl divides by the mean reward"):
+        max_likelihood(np.array([1.0, -1.0]), np.ones(2))
+
+
+def test_each_role_is_measured_by_what_its_own_side_earned():
+    credit = compared(leave_one_out, role_key="side")
+    plays = [("white", 1.0), ("black", -1.0), ("white", 0.0), ("black", 1.0), ("judge", 5.0)]
+    rows = credit(group(*(attempt(prompt(1), policy(2), reward=r, index=i, side=s) for i, (s, r) in enumerate(plays))))
+    assert [row.advantages[1] for row in rows] == [1.0, -2.0, -1.0, 2.0, 0.0]
+    with pytest.raises(PlugError, match="attempt 0 at prompt 7 does not say its role"):
+        credit(group(attempt(prompt(1), policy(2)), attempt(prompt(1), policy(2))))
+
+
+def test_the_estimator_sets_the_comparison_and_a_knob_leaves_the_deviation_out():
+    assert {name: a.compare for name, a in ALGORITHMS.items() if a.compare is not group_relative} == {
+        "rloo": leave_one_out,
+        "maxrl": max_likelihood,
+        "opo": optimal_baseline,
+        "reinforce_plus_plus": as_earned,
+        "reinforce_plus_plus_baseline": centred,
+        "ppo": as_earned,
+    }
+    for name in ("grpo", "gspo", "cispo"):
+        assert compare_of(AlgoConfig(advantage_estimator=name)) is group_relative
+        assert compare_of(AlgoConfig(advantage_estimator=name, grpo_std_normalization=False)) is centred
+    assert compare_of(AlgoConfig(advantage_estimator="rloo", grpo_std_normalization=False)) is leave_one_out
+
+
+# -- length ---------------------------------------------------------------------------------
+
+
+def test_the_overlong_penalty_by_hand():
+    penalty = Overlong(limit=20480, buffer=4096, factor=0.5)
+    assert [penalty(n) for n in (0, 16384, 17408, 20480, 30000)] == [0, 0, -0.125, -0.5, -0.5]
+
+
+def test_a_length_penalty_counts_before_attempts_are_compared_and_rows_keep_what_was_earned():
+    credit = credit_of(
+        AlgoConfig(advantage_estimator="rloo", overlong_buffer_len=2, overlong_penalty_factor=0.5), response_limit=4
+    )
+    rows = credit(
+        group(
+            attempt(prompt(1), policy(2, 3), reward=1.0),
+            attempt(prompt(1), policy(2, 3, 4), env(9, 9, 9), reward=1.0, index=1),
+            attempt(prompt(1), policy(2, 3, 4, 5), reward=1.0, index=2),
+        )
+    )
+    # 1, 0.75 and 0.5, each less the mean of the other two.
+    assert [row.advantages[1] for row in rows] == [0.375, 0.0, -0.375]
+    assert [row.reward for row in rows] == [1.0, 1.0, 1.0]
+
+
+# -- plugs ----------------------------------------------------------------------------------
+
+
+def test_a_users_own_worth_takes_the_place_of_the_comparison():
+    asked = group(attempt(prompt(1), policy(2), reward=3.0), attempt(prompt(1), policy(2), reward=1.0, index=1))
+    credit = credit_of(AlgoConfig(), response_limit=4, worth=lambda g: [2 * r for r in g.rewards])
+    assert [row.advantages[1] for row in credit(asked)] == [6.0, 2.0]
+    for wrong, says in (([1.0], "1 numbers were given for the 2 attempts"), ([1.0, float("nan")], "valued at nan")):
+        with pytest.raises(PlugError, match=says):
+            Valued(worth=lambda _, wrong=wrong: wrong)(asked)
+
+
+def test_rows_of_a_users_own_must_be_those_of_the_attempts():
+    branched = attempt(branches=((prompt(1), policy(2)), (prompt(1), policy(3, 4))), reward=2.0)
+    asked = group(branched, attempt(prompt(1), policy(5), index=1))
+
+    def rows(group):
+        return [r for t in group.trajectories for r in rows_of(7, t, worth=1.0, trained=Author.POLICY)]
+
+    assert len(credit_of(AlgoConfig(), response_limit=4, credit=rows)(asked)) == 3
+    with pytest.raises(PlugError, match="gave rows of 1 attempts for 2"):
+        Checked(credit=lambda g: rows(g)[:2])(asked)
+    with pytest.raises(PlugError, match="the rows of attempt 0 at prompt 7 do not stand together"):
+        Checked(credit=lambda g: rows(g)[1:])(asked)
+
+
+# -- rows -----------------------------------------------------------------------------------
+
+
 def test_a_row_carries_tokens_mask_logprobs_and_versions_of_its_spans():
-    first, second = GroupRelative(normalize_std=False)(
+    first, second = compared()(
         group(
             attempt(prompt(1, 2), policy(3, version=4), env(9), policy(5, 6, version=5), reward=1.0),
             attempt(prompt(1, 2), policy(8), reward=0.0, index=1),
@@ -77,19 +254,19 @@ def test_a_row_carries_tokens_mask_logprobs_and_versions_of_its_spans():
 
 def test_branches_of_one_attempt_are_rows_that_share_its_worth():
     branched = attempt(branches=((prompt(1), policy(2)), (prompt(1), policy(3, 4))), reward=2.0)
-    rows = GroupRelative(normalize_std=False)(group(branched, attempt(prompt(1), policy(5), index=1)))
+    rows = compared()(group(branched, attempt(prompt(1), policy(5), index=1)))
     assert [r.share for r in rows] == [2, 2, 1] and [r.trajectory for r in rows] == [0, 0, 1]
     assert rows[0].advantages.max() == rows[1].advantages.max() == 1.0
 
 
 def test_an_attempt_without_a_trained_token_still_gives_a_row():
-    (row, _) = GroupRelative(normalize_std=True)(group(attempt(prompt(1, 2)), attempt(prompt(1, 2), policy(3))))
+    (row, _) = compared(group_relative)(group(attempt(prompt(1, 2)), attempt(prompt(1, 2), policy(3))))
     assert not row.mask.any() and len(row) == 2
 
 
 def test_extras_are_joined_and_none_stands_where_a_span_has_none():
     routed = np.array([[[0, 3]], [[1, 2]]], np.uint8)
-    (row, _) = GroupRelative(normalize_std=True)(
+    (row, _) = compared(group_relative)(
         group(
             attempt(prompt(1), policy(4, 5, extras={"routed_experts": routed}), env(6)), attempt(prompt(1), policy(2))
         )
@@ -108,8 +285,8 @@ def test_a_demonstration_trains_on_what_the_data_wrote():
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_reward_that_is_no_number_is_refused_by_name(value):
     with pytest.raises(PlugError, match="attempt 1 at prompt 7"):
-        GroupRelative(normalize_std=True)(
-            group(attempt(prompt(1), policy(2)), attempt(prompt(1), policy(2), reward=value))
+        compared(group_relative)(
+            group(attempt(prompt(1), policy(2)), attempt(prompt(1), policy(2), reward=value, index=1))
         )
 
 

@@ -143,7 +143,8 @@ def die_in(point: str) -> None:
 def everything(run: Path) -> dict[str, bytes]:
     """What must be equal to the bit: the logs, and all of the last checkpoint but the offsets of wall-clock logs."""
     last = max((run / "checkpoints").iterdir())
-    kept = {p.name: p.read_bytes() for p in last.iterdir() if p.name not in ("cursor.json", "manifest.json")}
+    files = (p for p in last.rglob("*") if p.is_file() and p.name not in ("cursor.json", "manifest.json"))
+    kept = {str(p.relative_to(last)): p.read_bytes() for p in files}
     cursor = json.loads((last / "cursor.json").read_text())
     del cursor["marks"]["timings"]
     kept["cursor.json"] = json.dumps(cursor, sort_keys=True).encode()

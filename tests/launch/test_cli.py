@@ -88,7 +88,7 @@ def test_a_wrong_command_line_is_told_all_that_is_wrong(line: str, says: list[st
             "train",
             [
                 "--hf-checkpoint is missing: name the folder of the model to start from.",
-                "--prompt-data is missing: name a .jsonl or .parquet file of prompts.",
+                "--prompt-data is missing: name a .jsonl, .parquet or .arrow file of prompts, or a folder of them.",
                 "--num-rollout is missing: say how many steps to train "
                 "(or --num-epoch, how often to read the prompts).",
                 "--rm-type is missing: name a built-in reward, or your own with --custom-rm-path.",

@@ -136,6 +136,45 @@ def test_an_accelerator_holds_weights_as_the_checkpoint_does(tmp_path: Path):
             "prompt",
         ),
         (
+            "--advantage-estimator gspo --eps-clip 0.0003 --eps-clip-high 0.0004 --use-opsm --constant-loss-length 64",
+            "maximise mean over 128 trajectories of 1/64 of the sum over tokens of "
+            "m·min(ρ·A, clip(ρ, 0.9997, 1.0004)·A); ρ = exp(mean over the sample of log π/π_old), "
+            "A = (R − mean R) / std R over the 8 attempts at a prompt; "
+            "m = 0 where A < 0 and mean over the sample of log π_engine/π > 0.0001, else 1",
+        ),
+        (
+            "--advantage-estimator cispo --eps-clip 1 --eps-clip-high 3 --use-kl-loss --kl-loss-coef 0.1 "
+            "--kl-loss-type k3 --use-unbiased-kl --disable-grpo-std-normalization --use-tis",
+            "maximise mean over 128 trajectories of mean over tokens of [w·sg[clip(ρ, 0, 4)]·A·log π − "
+            "0.1·(π/π_old)·KL[k3](π, π_ref)]; ρ = π/π_old, A = R − mean R over the 8 attempts at a prompt; "
+            "w = clip(π_old/π_engine, 0, 2)",
+        ),
+        (
+            "--advantage-estimator rloo --advantage-role-key side --overlong-buffer-len 16",
+            "maximise mean over 128 trajectories of mean over tokens of min(ρ·A, clip(ρ, 0.8, 1.2)·A); ρ = π/π_old, "
+            "A = R − mean of the others' R over the 8 attempts at a prompt that have its side, "
+            "R less 1·clip((length − 48) / 16, 0, 1)",
+        ),
+        (
+            "--loss-type custom_loss --custom-loss-function-path mine.py:loss --advantage-estimator maxrl",
+            "minimise mine.py:loss, where a mean is the mean over 128 trajectories of mean over tokens; "
+            "A = (R − mean R) / mean R over the 8 attempts at a prompt",
+        ),
+        (
+            "--custom-pg-loss-reducer-function-path mine.py:weigh --custom-reward-post-process-path mine.py:worth "
+            "--use-tis --tis-mode mask --tis-level sequence --use-rs --rs-veto-threshold 0.001 --tis-batch-normalize",
+            "maximise sum over the tokens of 128 trajectories, weighed by mine.py:weigh, of w·min(ρ·A, clip(ρ, 0.8, "
+            "1.2)·A); ρ = π/π_old, A = mine.py:worth(R); w = Π over the sample of π_old/π_engine within [0, 2] and "
+            "else 0, 0 where π_old/π_engine is outside [0.5, 2] or any π_old/π_engine of the sample is below 0.001, "
+            "over its mean",
+        ),
+        (
+            "--advantage-estimator ppo --gamma 0.99 --lambd 0.95 --kl-coef 0.01 --normalize-advantages",
+            "maximise mean over 128 trajectories of mean over tokens of min(ρ·A, clip(ρ, 0.8, 1.2)·A); ρ = π/π_old, "
+            "A = GAE(γ 0.99, λ 0.95) of r and the critic's V, r = (R at the last token) − "
+            "0.01·KL[k1](π_old, π_ref), A shifted and scaled to mean 0 and deviation 1 over the batch",
+        ),
+        (
             "--loss-type sft_loss --no-rm-type --n-samples-per-prompt 1",
             "maximise mean over 16 trajectories of mean over tokens of log π(token)",
         ),

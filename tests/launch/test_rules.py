@@ -1,6 +1,7 @@
 """Rules between rooms, and how they bear with what could not be read."""
 
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from miles.launch import rules
 from miles.launch.config import Config, DemoConfig
 from miles.launch.ranges import RANGES, Range
 from miles.launch.rules import RULES, Command, broken
+
+RULE_MODULES = [import_module(f"miles.launch.{file.stem}") for file in Path(rules.__file__).parent.glob("*rules.py")]
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +54,10 @@ def test_a_complete_recipe_breaks_no_rule():
         "--dynamic-sampling-filter-path mine.py:keep",
         "--no-rm-type --custom-rm-path a.b:c --group-rm",
         "--rm-type boxed_f1",
+        "--group-rm",
+        "--rm-type math:0.9+json_schema:0.1",
+        "--rm-type remote_rm --rm-url http://10.0.0.1:8000/score --rm-token-env RM_TOKEN --rm-batch-size 16",
+        "--rm-type llm_judge --judge-url https://judge.example/v1 --judge-model big",
         "--loss-type sft_loss --n-samples-per-prompt 1 --no-rm-type",
         "--loss-type sft_loss --n-samples-per-prompt 1 --eval-interval 2 --eval-prompt-data h data/held.jsonl",
         "--rollout-max-response-len 4096 --rollout-max-context-len 512",
@@ -59,6 +66,18 @@ def test_a_complete_recipe_breaks_no_rule():
         "--actor-num-nodes 1 --rollout-num-gpus 1",
         "--eps-clip-c 3 --eps-clip 0",
         "--rollout-temperature 0.7 --eval-temperature 0",
+        "--advantage-estimator gspo --eps-clip 3e-4 --eps-clip-high 4e-4 --use-opsm --opsm-delta 0.01",
+        "--advantage-estimator rloo --advantage-role-key side --overlong-buffer-len 64 --overlong-penalty-factor 0.5",
+        "--disable-grpo-std-normalization --constant-loss-length 64",
+        "--loss-type custom_loss --custom-loss-function-path mine.py:loss --use-kl-loss",
+        "--custom-reward-post-process-path mine.py:worth --n-samples-per-prompt 1 --overlong-buffer-len 4",
+        "--custom-pg-loss-reducer-function-path mine.py:weigh --use-kl-loss --kl-loss-coef 0.1 --use-unbiased-kl",
+        "--use-tis --tis-clip 3 --tis-clip-low 0.5 --tis-level sequence --tis-batch-normalize",
+        "--use-tis --tis-mode mask --use-rs --rs-level geometric --rs-veto-threshold 1e-4",
+        "--use-tis --tis-mode auto --rs-veto-threshold 1e-4 --max-weight-staleness 2",
+        "--use-tis --tis-mode icepop --tis-clip 4 --no-use-rollout-logprobs",
+        "--use-rs --rs-upper-bound 1.5 --tis-batch-normalize",
+        "--use-tis --custom-tis-function-path mine.py:weigh",
     ],
 )
 def test_what_goes_together_is_accepted(line: str):
@@ -106,10 +125,11 @@ def test_a_path_that_cannot_be_looked_at_is_told():
 def test_every_rule_is_in_use_and_named_as_a_sentence():
     defined = {
         rule
-        for name, rule in vars(rules).items()
+        for module in RULE_MODULES
+        for name, rule in vars(module).items()
         if not name.startswith("_")
         and getattr(rule, "__annotations__", {}).get("return") == Iterator[str]
-        and getattr(rule, "__module__", "") == rules.__name__
+        and getattr(rule, "__module__", "") == module.__name__
     }
     used = {rule for group in RULES.values() for rule in group}
     assert defined == used

@@ -8,12 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.rollout.tiny import Echo
 
+from miles.core.errors import PlugError
 from miles.core.protocols import Sampling
-from miles.core.types import Prompt
+from miles.core.types import Prompt, Reward
 from miles.rollout.evaluate import Evaluator, pass_at
 from miles.rollout.generate.single_turn import SingleTurn
 from miles.rollout.render import Renderer
-from miles.rollout.reward.graded import builtin_reward
+from miles.rollout.reward.chosen import builtin_reward
+from miles.rollout.reward.means import Means
 from miles.rollout.seeds import evaluation_seeds
 
 PROMPTS = [Prompt(id=i, messages=({"role": "user", "content": f"{i}+1="},), label="7") for i in range(5)]
@@ -28,7 +30,7 @@ def evaluator(tokenizer, sets, *, attempts=4, max_new_tokens=9, reward=None, **k
         sampling=Sampling(max_new_tokens=max_new_tokens),
         attempts=attempts,
         seed=42,
-        reward=reward or builtin_reward("int", seed=0),
+        reward=reward or builtin_reward("int", Means(seed=0)),
         **kw,
     )
 
@@ -41,7 +43,8 @@ def test_every_set_is_measured_by_name(tokenizer):
         assert found[f"eval/{name}/reward"] == pytest.approx(sum(right) / len(right))
         assert found[f"eval/{name}/response_length"] == 2.0
         assert found[f"eval/{name}/truncated"] == 0.0
-    assert len(found) == 6
+    assert found["eval/easy/unscored"] == 0.0
+    assert len(found) == 8
 
 
 def test_measuring_again_gives_the_same(tokenizer):
@@ -68,10 +71,20 @@ def test_one_attempt_has_no_pass_rate(tokenizer):
 
 def test_an_error_in_evaluation_is_raised_bare(tokenizer):
     async def reward(prompt, trajectory):
-        raise ZeroDivisionError("no judge")
+        raise PlugError("no judge")
 
-    with pytest.raises(ZeroDivisionError, match="no judge"):
+    with pytest.raises(PlugError, match="no judge"):
         asyncio.run(evaluator(tokenizer, {"easy": PROMPTS}, reward=reward)())
+
+
+def test_attempts_that_nothing_could_score_are_counted(tokenizer):
+    async def reward(prompt, trajectory):
+        if prompt.id == PROMPTS[0].id:
+            raise ZeroDivisionError("no judge")
+        return Reward(value=1.0)
+
+    found = asyncio.run(evaluator(tokenizer, {"easy": PROMPTS[:2]}, reward=reward)())
+    assert (found["eval/easy/unscored"], found["eval/easy/reward"]) == (0.5, 0.5)
 
 
 @given(data=st.data(), attempts=st.integers(1, 7))

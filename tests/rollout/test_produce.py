@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 from tests.rollout.tiny import Echo
 
-from miles.core.errors import PlugError
+from miles.core.errors import DataError, PlugError
 from miles.core.protocols import Sampling
 from miles.core.types import Author, Group, Prompt, Reward, Span, Status, Trajectory
 from miles.rollout.filters import check_reward_nonzero_std, keep_all, nonzero_std
 from miles.rollout.generate.single_turn import SingleTurn
 from miles.rollout.produce import Producer
 from miles.rollout.render import Renderer
-from miles.rollout.reward.graded import builtin_reward
+from miles.rollout.reward.chosen import builtin_reward
+from miles.rollout.reward.means import Means
 from miles.rollout.seeds import training_seeds
 
 QUESTION = Prompt(id=11, messages=({"role": "user", "content": "3+4="},), label="7", epoch=2)
@@ -44,7 +45,7 @@ async def one_point(prompt, trajectory):
 
 
 def test_a_group_holds_every_attempt_in_order_with_its_own_seed_and_score(tokenizer):
-    group = produce(producer(tokenizer, reward=builtin_reward("int", seed=0)))
+    group = produce(producer(tokenizer, reward=builtin_reward("int", Means(seed=0))))
     seeds = [training_seeds(42)(QUESTION, i) for i in range(8)]
     assert [t.index for t in group.trajectories] == list(range(8))
     assert [t.metadata["text"] for t in group.trajectories] == [str(seed % 3 + 6) for seed in seeds]
@@ -53,7 +54,7 @@ def test_a_group_holds_every_attempt_in_order_with_its_own_seed_and_score(tokeni
 
 
 def test_a_group_depends_on_nothing_but_its_prompt(tokenizer):
-    maker = producer(tokenizer, reward=builtin_reward("int", seed=0))
+    maker = producer(tokenizer, reward=builtin_reward("int", Means(seed=0)))
 
     async def together():
         others = [maker.produce(replace(QUESTION, id=i)) for i in range(5)]
@@ -83,12 +84,71 @@ def test_the_first_error_is_raised_bare_and_ends_the_siblings(tokenizer):
     assert len(cancelled) == 7
 
 
-def test_a_reward_that_fails_is_raised_bare_too(tokenizer):
+def test_a_reward_that_raises_costs_its_attempt_the_score_and_nothing_else(tokenizer):
+    async def reward(prompt, trajectory):
+        if trajectory.index == 3:
+            raise ZeroDivisionError("no judge")
+        return Reward(value=1.0)
+
+    group = produce(producer(tokenizer, reward=reward))
+    assert group.rewards == [1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0]
+    assert group.trajectories[3].metadata["unscored"] == "ZeroDivisionError: no judge"
+    assert sum("unscored" in t.metadata for t in group.trajectories) == 1
+
+
+def test_a_reward_that_hangs_is_given_up(tokenizer):
+    async def reward(prompt, trajectory):
+        await asyncio.Event().wait()
+
+    group = produce(producer(tokenizer, reward=reward, attempts=2, reward_seconds=0.01))
+    assert group.rewards == [0.0, 0.0]
+    assert group.trajectories[0].metadata["unscored"] == "no reward within 0.01 s"
+
+
+def test_a_time_limit_of_the_reward_s_own_is_told_as_its_own(tokenizer):
+    async def reward(prompt, trajectory):
+        raise TimeoutError("the tool")
+
+    (one,) = produce(producer(tokenizer, reward=reward, attempts=1)).trajectories
+    assert one.metadata["unscored"] == "TimeoutError: the tool"
+
+
+def test_an_error_meant_for_the_user_stops_the_run_all_the_same(tokenizer):
+    with pytest.raises(DataError, match="Prompt 11 has no label"):
+        produce(producer(tokenizer, reward=builtin_reward("int", Means())), replace(QUESTION, label=None))
+
+
+def test_a_reward_that_always_fails_stops_the_run_with_its_reason(tokenizer):
     async def reward(prompt, trajectory):
         raise ZeroDivisionError("no judge")
 
-    with pytest.raises(ZeroDivisionError, match="no judge"):
-        produce(producer(tokenizer, reward=reward))
+    maker = producer(tokenizer, reward=reward, attempts=4, most_unscored=10)
+    assert produce(maker).rewards == produce(maker).rewards == [0.0] * 4
+    with pytest.raises(
+        PlugError, match=r"failed for 10 attempts in a row, .*prompt 11 \(ZeroDivisionError: no judge\)"
+    ):
+        produce(maker)
+
+
+def test_one_success_forgives_the_failures_before_it(tokenizer):
+    async def reward(prompt, trajectory):
+        if trajectory.index:
+            raise ZeroDivisionError("no judge")
+        return Reward(value=1.0)
+
+    maker = producer(tokenizer, reward=reward, attempts=3, most_unscored=4)
+    assert [produce(maker).rewards for _ in range(5)] == [[1.0, 0.0, 0.0]] * 5
+
+
+def test_a_group_reward_that_fails_leaves_its_group_unscored(tokenizer):
+    async def rank(prompt, trajectories):
+        raise KeyError("judge")
+
+    group = produce(producer(tokenizer, group_reward=rank, attempts=3))
+    assert group.rewards == [0.0] * 3
+    assert {t.metadata["unscored"] for t in group.trajectories} == {"KeyError: 'judge'"}
+    with pytest.raises(PlugError, match="failed for 3 attempts in a row"):
+        produce(producer(tokenizer, group_reward=rank, attempts=3, most_unscored=3))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

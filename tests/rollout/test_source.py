@@ -6,7 +6,7 @@ from dataclasses import replace
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles.core.errors import DataError, ResumeError
@@ -175,3 +175,73 @@ def test_without_a_limit_nothing_is_rendered_or_dropped():
 def test_a_limit_that_drops_every_prompt_is_an_error():
     with pytest.raises(DataError, match=r"All 3 prompts of made\.jsonl are longer than 0 tokens"):
         fit(dataset(3), lambda p: p.messages[0]["content"], 0)
+
+
+# -- rows that are no good ------------------------------------------------------------------
+
+BAD = st.sampled_from(["no JSON", "[1]", '{"input": 5}', '{"question": "x"}', '{"input": [{"role": "user"}]}'])
+GOOD = st.builds(lambda text: json.dumps({"input": text}), st.text(min_size=1, max_size=8))
+
+
+@settings(deadline=None)
+@given(lines=st.lists(st.one_of(BAD, GOOD, st.just("")), min_size=1, max_size=20))
+def test_skipping_bad_rows_keeps_the_order_and_the_ids_of_the_others(tmp_path_factory, lines):
+    path = tmp_path_factory.mktemp("rows") / "data.jsonl"
+    path.write_text("\n".join(lines))
+    written = [line for line in lines if line]
+    texts = [loaded["input"] if isinstance(loaded := _loaded(line), dict) else None for line in written]
+    expected = [(i, text) for i, text in enumerate(texts) if isinstance(text, str)]
+    if not expected:
+        with pytest.raises(DataError, match=r"holds no rows|None of the \d+ rows"):
+            read_dataset(str(path), input_key="input", skip_bad_rows=True)
+        return
+    data = read_dataset(str(path), input_key="input", skip_bad_rows=True)
+    assert [(p.id, p.messages[0]["content"]) for p in data.prompts] == expected
+    assert data.skipped == len(written) - len(expected)
+
+
+def _loaded(line):
+    try:
+        return {"input": None} | dict(json.loads(line))
+    except (ValueError, TypeError):
+        return None
+
+
+def test_skipped_rows_are_counted_and_the_first_is_named(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"input": "a"}\noh\n{"input": "b"}\n{"input": 7}\n')
+    with pytest.raises(DataError, match=r"data\.jsonl, line 2: this is not JSON"):
+        read_dataset(str(path), input_key="input")
+    data = read_dataset(str(path), input_key="input", skip_bad_rows=True)
+    assert data.note is not None
+    assert data.note.startswith(
+        f"2 of 4 rows of {path} cannot be read and were skipped; the first: {path}, line 2: this"
+    )
+    shorter = fit(data, lambda p: p.messages[0]["content"], 1)
+    assert shorter.note == data.note
+    assert len(replace(shorter, dropped=1, limit=3).note.split(". ")) >= 2
+
+
+def test_all_rows_bad_is_an_error_that_says_what_was_wrong(tmp_path):
+    path = write(tmp_path, {"question": "a"}, {"question": "b"})
+    with pytest.raises(DataError, match=r"None of the 2 rows of .* can be read; the first: .*line 1: .*--input-key"):
+        read_dataset(path, input_key="input", skip_bad_rows=True)
+
+
+@pytest.mark.parametrize("content", ["", "\n  \n"])
+def test_a_file_without_rows_is_told(tmp_path, content):
+    (tmp_path / "data.jsonl").write_text(content)
+    with pytest.raises(DataError, match="holds no rows"):
+        read_dataset(str(tmp_path / "data.jsonl"), input_key="input")
+
+
+def test_a_slice_without_rows_is_told(tmp_path):
+    with pytest.raises(DataError, match=r"data\.jsonl@\[5:\] holds no rows"):
+        read_dataset(f"{write(tmp_path, {'input': 'a'})}@[5:]", input_key="input")
+
+
+def test_metadata_that_json_has_no_words_for_has_one_fingerprint_in_every_process():
+    odd = {"pairs": {(1, 2): {"b", "a"}}, 3: (4, {5}), "mixed": {1: "x", "2": "y"}}
+    prompt = Prompt(id=0, messages=({"role": "user", "content": "x"},), metadata=odd)
+    state = FileSource(Dataset(path="made", prompts=(prompt,))).state()
+    assert state["data"] == "4c564215aa46ac24"

@@ -17,7 +17,8 @@ from miles.rollout.evaluate import Evaluator
 from miles.rollout.generate.single_turn import SingleTurn
 from miles.rollout.produce import Producer
 from miles.rollout.render import Renderer
-from miles.rollout.reward.graded import builtin_reward
+from miles.rollout.reward.chosen import builtin_reward
+from miles.rollout.reward.means import Means
 from miles.rollout.seeds import training_seeds
 from miles.sync.publish import Publication
 
@@ -61,7 +62,7 @@ def producer(engine, generate, attempts=4):
         sampling=SAMPLING,
         attempts=attempts,
         seed_of=training_seeds(42),
-        reward=builtin_reward("deterministic_random", seed=0),
+        reward=builtin_reward("deterministic_random", Means(seed=0)),
     )
 
 
@@ -108,11 +109,13 @@ def test_evaluation_measures_the_policy_the_same_every_time(answering):
             sampling=SAMPLING,
             attempts=2,
             seed=7,
-            reward=builtin_reward("deterministic_random", seed=0),
+            reward=builtin_reward("deterministic_random", Means(seed=0)),
             log_passrate=True,
         )
         return [await evaluate(), await evaluate()]
 
     first, second = asyncio.run(measure())
     assert first == second
-    assert set(first) == {f"eval/numbers/{m}" for m in ("reward", "response_length", "truncated", "pass@1", "pass@2")}
+    assert set(first) == {
+        f"eval/numbers/{m}" for m in ("reward", "response_length", "truncated", "unscored", "pass@1", "pass@2")
+    }

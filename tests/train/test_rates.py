@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from miles.core.errors import UsageError
 from miles.train.config import TrainConfig
-from miles.train.rates import Schedule, schedule_of
+from miles.train.rates import Schedule, critic_schedule_of, schedule_of
 
 
 def test_constant_with_warm_up():
@@ -37,6 +37,15 @@ def test_a_decay_without_a_length_lasts_the_whole_run_and_the_warm_up_may_be_a_f
 def test_contradictory_schedules_are_refused(knobs):
     with pytest.raises(UsageError, match="--lr-warmup-iters"):
         schedule_of(TrainConfig(**knobs), updates=30)
+
+
+def test_a_critic_has_a_rate_and_a_warm_up_of_its_own_and_the_policys_when_not_given():
+    own = {"critic_lr": 3.0, "critic_lr_warmup_iters": 2}
+    found = critic_schedule_of(TrainConfig(lr_warmup_fraction=0.5, lr_decay_style="linear", **own), updates=12)
+    assert (found.lr, found.warmup, found.decay, found.style) == (3.0, 2, 12, "linear")
+    assert critic_schedule_of(TrainConfig(lr=1.0), updates=9) == schedule_of(TrainConfig(lr=1.0), updates=9)
+    with pytest.raises(UsageError, match="--critic-lr-warmup-iters"):
+        critic_schedule_of(TrainConfig(lr_decay_style="cosine", critic_lr_warmup_iters=30), updates=30)
 
 
 @given(st.sampled_from(["constant", "linear", "cosine"]), st.integers(0, 20), st.integers(1, 50), st.floats(0, 0.5))

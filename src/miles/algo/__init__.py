@@ -1,5 +1,5 @@
 """Room: algo -- the mathematics. Rewards to advantages, log-probabilities to a loss.
 
-Floor 1. Imports: core, config, numpy, torch (``credit`` and ``config`` without torch).
+Floor 1. Imports: core, config, numpy, torch (``credit``, ``config`` and ``ladder`` without torch).
 Pure: no I/O, no ranks, no clock, no randomness. Never touches a model, an engine or a flag.
 """

@@ -5,16 +5,33 @@ from typing import Literal
 
 from miles.config.knob import knob
 
+TOKEN_RETURNS = frozenset({"reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"})
+"""Estimators whose advantages are reckoned token by token in the trainer, over all of a step's batch."""
+WITH_CRITIC = frozenset({"ppo"})
+"""Estimators that take a critic's values."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgoConfig:
     """How rewards become gradients."""
 
-    advantage_estimator: Literal["grpo"] = knob(
-        "grpo", "How rewards become advantages: grpo compares an attempt with the other attempts at its prompt."
+    advantage_estimator: Literal[
+        "grpo",
+        "gspo",
+        "cispo",
+        "rloo",
+        "maxrl",
+        "opo",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "ppo",
+    ] = knob("grpo", "The algorithm: how rewards become advantages, and how these become a gradient.")
+    loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = knob(
+        "policy_loss",
+        "What is minimised: a policy loss, the negative log-likelihood of demonstrations, or a plug of your own.",
     )
-    loss_type: Literal["policy_loss", "sft_loss"] = knob(
-        "policy_loss", "What is minimised: the clipped policy loss, or the negative log-likelihood of demonstrations."
+    custom_loss_function_path: str | None = knob(
+        None, "Plug that is minimised with --loss-type custom_loss (see algo.objective.Objective)."
     )
     eps_clip: float = knob(0.2, "How far below 1 the policy ratio may fall before a token's gradient stops.")
     eps_clip_high: float | None = knob(
@@ -28,17 +45,95 @@ class AlgoConfig:
         "Divide a group's centred rewards by their standard deviation.",
         off="--disable-grpo-std-normalization",
     )
+    advantage_role_key: str | None = knob(
+        None, "Compare attempts at a prompt only if they have the same value under this key of their metadata."
+    )
+    custom_reward_post_process_path: str | None = knob(
+        None, "Plug that says what each attempt of a scored group is worth (see core.protocols.Worth)."
+    )
+    custom_convert_samples_to_train_data_path: str | None = knob(
+        None, "Plug that makes the training rows of a scored group (see core.protocols.Credit)."
+    )
+    overlong_buffer_len: int | None = knob(
+        None, "The last so many tokens before --rollout-max-response-len cost reward, rising to all at it.", unit="N"
+    )
+    overlong_penalty_factor: float = knob(
+        1.0, "What an attempt of the full length loses of its reward with --overlong-buffer-len."
+    )
     use_kl_loss: bool = knob(False, "Add the KL divergence from the reference model to the loss.")
     kl_loss_coef: float = knob(0.0, "Weight of the KL term in the loss.")
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = knob("k1", "Which estimator of the KL divergence is used.")
+    use_unbiased_kl: bool = knob(
+        False, "Multiply each token's KL by its policy ratio, which mends the estimate on what older weights wrote."
+    )
     entropy_coef: float = knob(0.0, "Weight of the entropy bonus in the loss.")
+    use_opsm: bool = knob(
+        False, "Leave samples of negative advantage out of the loss that the policy has moved away from."
+    )
+    opsm_delta: float = knob(
+        1e-4, "Mean log-prob that a sample must have lost since the engine wrote it, to be left out by --use-opsm."
+    )
+    kl_coef: float = knob(
+        0.0,
+        "Weight of the KL divergence from the reference model, estimated as --kl-loss-type, in each token's reward.",
+    )
+    gamma: float = knob(1.0, "Discount of a reward for every trained token that lies before it.")
+    lambd: float = knob(
+        1.0, "How far ppo looks beyond the critic's next value: 0 not at all, 1 to the end of the attempt."
+    )
+    normalize_advantages: bool = knob(
+        False, "Shift and scale the advantages of all tokens of a step's batch to mean 0 and deviation 1."
+    )
+    value_clip: float = knob(0.2, "How far the critic's value of a token may move within one batch.")
     use_rollout_logprobs: bool | None = knob(
         None,
         "Take the old log-probs of the policy ratio from the engine and not from the trainer's own forward; "
         "when not given, only for a batch with tokens that older weights wrote.",
     )
+    use_tis: bool = knob(
+        False, "Weigh each token by the trainer's probability of it over the engine's: importance sampling."
+    )
+    tis_mode: Literal["truncate", "mask", "icepop", "auto"] = knob(
+        "truncate",
+        "What becomes of a weight beyond its bounds: held at them, made 0, made 0 within IcePop's bounds, "
+        "or as the measured parity asks for.",
+    )
+    tis_level: Literal["token", "sequence", "geometric"] = knob(
+        "token", "Whose ratio a weight is: the token's, the product over its sample's, or their geometric mean."
+    )
+    tis_clip: float | None = knob(
+        None, "Upper bound of a token's importance weight; when not given 2, and 5 for icepop.", unit="ratio"
+    )
+    tis_clip_low: float | None = knob(
+        None, "Lower bound of a token's importance weight; when not given 0, and 0.5 for icepop.", unit="ratio"
+    )
+    tis_batch_normalize: bool = knob(
+        False, "Divide the importance weights by their mean over the global batch, so that it is 1."
+    )
+    custom_tis_function_path: str | None = knob(
+        None, "Your own correction of the mismatch between engine and trainer, in place of the built-in ones."
+    )
+    use_rs: bool = knob(
+        False, "Leave out of the loss what the trainer finds much more or much less likely than the engine did."
+    )
+    rs_level: Literal["token", "sequence", "geometric"] = knob(
+        "token", "What --use-rs leaves out: tokens, or samples by the product or geometric mean of their ratios."
+    )
+    rs_upper_bound: float = knob(2.0, "Ratio of trainer to engine above which --use-rs leaves out.", unit="ratio")
+    rs_lower_bound: float = knob(0.5, "Ratio of trainer to engine below which --use-rs leaves out.", unit="ratio")
+    rs_veto_threshold: float | None = knob(
+        None,
+        "Leave a whole sample out when any of its tokens has a ratio of trainer to engine below this.",
+        unit="ratio",
+    )
     calculate_per_token_loss: bool = knob(
         False, "Weigh every trained token of a global batch alike, and not every trajectory."
+    )
+    constant_loss_length: int | None = knob(
+        None, "Divide the loss of a trajectory by this number and not by how many tokens it has.", unit="tokens"
+    )
+    custom_pg_loss_reducer_function_path: str | None = knob(
+        None, "Plug that says what a token of each trajectory weighs in the loss (see algo.reduce.Reducer)."
     )
     use_rollout_routing_replay: bool = knob(
         False, "Route the tokens of a mixture-of-experts model in training as the engine routed them."

@@ -51,6 +51,8 @@ class Kind:
             return None
         if not self.many:
             return self._from_value(value)
+        if self.scalar is str and isinstance(value, str):  # one text needs no brackets
+            return (self._from_value(value),)
         if not isinstance(value, list):
             raise Misfit(f"takes {self.wanted} in brackets, not {_named(value)}")
         return tuple(self._from_value(item) for item in cast(list[Any], value))

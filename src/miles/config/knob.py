@@ -14,14 +14,15 @@ def knob(
     aliases: tuple[str, ...] = (),
     unit: str | None = None,
     path: bool | Literal["pairs"] = False,
+    schemes: tuple[str, ...] = (),
 ) -> Any:
     """A field with help, one sentence. ``off`` names the flag that turns a true default false.
 
     ``aliases`` are other flags for the same knob; ``unit`` is what the value counts, shown as its
     placeholder; ``path`` says a relative value in a file is relative to that file ("pairs": every
-    second value of a list is such a path, the others are names).
+    second value of a list is such a path, the others are names); ``scheme:rest`` is no path for any of ``schemes``.
     """
-    meta = {"help": help, "off": off, "aliases": aliases, "unit": unit, "path": path}
+    meta = {"help": help, "off": off, "aliases": aliases, "unit": unit, "path": path, "schemes": schemes}
     if factory is not None:
         return field(default_factory=factory, metadata=meta)
     return field(metadata=meta) if default is MISSING else field(default=default, metadata=meta)

@@ -106,6 +106,8 @@ def anchored(knob: Knob, value: Any, folder: str) -> Any:
         return value
 
     def anchor(path: str) -> str:
+        if path.startswith(tuple(f"{scheme}:" for scheme in knob.schemes)):
+            return path
         whole = os.path.join(folder, os.path.expanduser(path))
         return os.path.normpath(whole) if folder else whole
 

@@ -28,6 +28,7 @@ class Knob:
     aliases: tuple[str, ...]
     unit: str | None
     path: bool | str
+    schemes: tuple[str, ...]
 
     @property
     def flag(self) -> str:
@@ -99,4 +100,5 @@ def _knobs(room: str, cls: type[Dataclass]) -> Iterator[Knob]:
             aliases=f.metadata.get("aliases", ()),
             unit=f.metadata.get("unit"),
             path=f.metadata.get("path", False),
+            schemes=f.metadata.get("schemes", ()),
         )

@@ -66,7 +66,51 @@ class Verdict:
     reason: str = "kept"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Past:
+    """What is known of one prompt: the groups that attempted it, their mean reward, the last one's, and its step."""
+
+    groups: int
+    mean: float
+    last: float
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Portion:
+    """One entry of the data, as a curriculum sees it; ``weight`` is its share when nobody says otherwise."""
+
+    name: str
+    weight: float
+    prompts: Sequence[Prompt]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lesson:
+    """All a curriculum may go by, so that a continued run is told the same.
+
+    ``step`` training steps are done and ``number`` lessons were asked for before; ``seed`` is this
+    lesson's own, for chance. ``past`` goes by prompt id, and has no entry where no group has come back.
+    """
+
+    step: int
+    number: int
+    seed: int
+    portions: Sequence[Portion]
+    past: Mapping[int, Past]
+
+
+Syllabus = Sequence[int] | Mapping[str, float]
+"""The ids of the prompts to read next, in order; or a weight for each portion by its name."""
+
+
 # -- plug points: functions a user may bring ------------------------------------------------
+
+
+class Curriculum(Protocol):
+    """Say what is read next. It must go by the lesson alone: what else it remembers, a continued run has forgotten."""
+
+    def __call__(self, lesson: Lesson) -> Syllabus: ...
 
 
 class Generate(Protocol):
@@ -91,6 +135,12 @@ class Filter(Protocol):
     """May this group be trained on?"""
 
     def __call__(self, group: Group) -> Verdict: ...
+
+
+class Worth(Protocol):
+    """What each attempt of a scored group is worth: one number an attempt, in their order."""
+
+    def __call__(self, group: Group) -> Sequence[float]: ...
 
 
 class Credit(Protocol):

@@ -111,7 +111,8 @@ class Status(StrEnum):
 class Prompt:
     """One question, as the data source gives it: chat messages, or plain text as a single message.
 
-    ``id`` is the row in the data set; ``epoch`` how often the set had been read through before.
+    ``id`` is the row in the data set, moved on by 10^12 for each part before its own; ``epoch`` how often the set
+    had been read through before. The two together are unique in a run.
     """
 
     id: int

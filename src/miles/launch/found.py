@@ -1,13 +1,14 @@
 """What lies on disk where a config points: prompt files, checkpoints, and why a path is not one."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from miles.core.errors import MilesError, UsageError
+from miles.core.errors import DataError, MilesError, UsageError
 from miles.models.choice import ModelImpl, chosen_spec
 from miles.models.spec import DecoderSpec
-from miles.rollout.files import split_slice
+from miles.rollout.files import Entry, count_rows, entry_of, files_of
+from miles.rollout.generated import is_generated, task_of, why_not
 
 
 def told(check: Callable[[Any], object], value: Any) -> Iterator[str]:
@@ -18,25 +19,18 @@ def told(check: Callable[[Any], object], value: Any) -> Iterator[str]:
         yield from error.problems
 
 
-def why_not_data(flag: str, path: str) -> Iterator[str]:
-    """What keeps ``path`` from being a prompt file, named under ``flag``."""
-    problems = list(told(split_slice, path))
-    yield from problems
-    if problems:
-        return
-    file = Path(split_slice(path)[0])
-    if file.suffix not in (".jsonl", ".parquet"):
-        yield f"{flag} {file} is not a .jsonl or .parquet file."
-    elif not file.is_file():
-        yield f"{flag} {file} does not exist{_neighbours(file)}."
-
-
-def _neighbours(file: Path) -> str:
-    """What lies where a missing file was looked for."""
-    if not file.parent.is_dir():
-        return f", nor does the folder {file.parent}"
-    there = sorted(f.name for f in file.parent.iterdir() if f.suffix in (".jsonl", ".parquet"))
-    return f"; {file.parent} holds {', '.join(there[:5])}{', ...' if len(there) > 5 else ''}" if there else ""
+def why_not_data(flag: str, word: str) -> Iterator[str]:
+    """What keeps ``word`` from being prompts to read, named under ``flag``."""
+    try:
+        path = entry_of(word).path
+        if not is_generated(path):
+            files_of(path)
+        elif found := why_not(path):
+            yield f"{flag} {found}"
+    except UsageError as error:
+        yield from error.problems
+    except DataError as error:
+        yield f"{flag} {error}"
 
 
 def why_not_a_checkpoint(folder: Path) -> str | None:
@@ -62,28 +56,17 @@ def spec_or_none(folder: str | None, impl: ModelImpl = "auto") -> DecoderSpec | 
         return None
 
 
-def prompts_in(path: str) -> int:
-    """How many rows a prompt file, or a slice of it, holds; 0 where it cannot be read."""
+def prompts_in(words: Sequence[str]) -> int:
+    """How many rows the entries of data hold together, slices counted as such; 0 where one cannot be read."""
     try:
-        name, part = split_slice(path)
-        return len(range(_parquet_rows(name) if name.endswith(".parquet") else _lines(name))[part])
-    except (UsageError, OSError):
+        return sum(_rows_of(entry_of(word)) for word in words)
+    except (UsageError, DataError, OSError):
         return 0
 
 
-def _lines(name: str) -> int:
-    with Path(name).open("rb") as stream:
-        return sum(1 for line in stream if line.strip())
-
-
-def _parquet_rows(name: str) -> int:
-    from pyarrow import ArrowException
-    from pyarrow.parquet import ParquetFile
-
-    try:
-        return ParquetFile(name).metadata.num_rows
-    except ArrowException:
-        return 0
+def _rows_of(entry: Entry) -> int:
+    rows = task_of(entry.path).size if is_generated(entry.path) else count_rows(entry.path)
+    return len(range(rows)[entry.rows])
 
 
 def newest_checkpoint(folder: Path) -> Path | None:

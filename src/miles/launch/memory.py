@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from miles.launch.config import Config
+from miles.launch.found import spec_or_none
 from miles.launch.machine import free_memory
 from miles.launch.plan import Plan
 from miles.models.footprint import (
@@ -10,6 +11,7 @@ from miles.models.footprint import (
     gradient_bytes,
     kv_bytes_per_token,
     optimizer_bytes,
+    parameter_count,
     state_bytes_per_sequence,
     weight_bytes,
 )
@@ -40,7 +42,7 @@ def shares_of(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Share, ...
             name="reference", bytes=reference, note=str(plan.reference) if plan.reference else "no KL term asks for it"
         ),
     )
-    trained += (_activations(config, plan, spec),)
+    trained += (*_critic(config, plan), _activations(config, plan, spec))
     if not plan.samples:
         return trained
     tokens, why = kv_tokens(config, plan, spec)
@@ -49,6 +51,26 @@ def shares_of(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Share, ...
         Share(name="engine", bytes=0 if shared else weights, note="reads the same" if shared else "a copy of its own"),
         Share(name="kv cache", bytes=tokens * kv_bytes_per_token(spec, dtype), note=f"{tokens:,} tokens: {why}"),
         *_states(config, plan, spec),
+    )
+
+
+def _critic(config: Config, plan: Plan) -> tuple[Share, ...]:
+    """A second model in training; its output weight, where it is one of its own, is held and not trained."""
+    spec = None if plan.critic is None else spec_or_none(str(plan.critic), config.models.model_impl)
+    if spec is None:
+        return ()
+    idle = 0 if spec.tie_embeddings else spec.vocab_size * spec.hidden_size
+    head, whole = spec.hidden_size + 1, parameter_count(spec)
+    trained = (whole - idle) / whole
+
+    def held(of_all: int, each: int) -> int:
+        return round(of_all * trained) + head * each
+
+    dtype = plan.dtype
+    return (
+        Share(name="critic", bytes=weight_bytes(spec, dtype) + 4 * head, note=f"{dtype}, from {plan.critic}"),
+        Share(name="critic grad", bytes=held(gradient_bytes(spec, dtype), 4), note="float32"),
+        Share(name="critic adam", bytes=held(optimizer_bytes(spec, dtype), 8), note="its own optimizer"),
     )
 
 

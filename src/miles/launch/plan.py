@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from miles.algo.config import WITH_CRITIC
 from miles.core.errors import UsageError
 from miles.launch.config import Config
 from miles.launch.found import prompts_in
@@ -22,7 +23,9 @@ class Plan:
 
     ``steps`` counts epochs by the rows of the file, also those that will be dropped as too long; it
     is 0 for commands that train nothing. ``reference`` is the folder of the reference model, None
-    when no KL term asks for one. ``samples`` says whether the run needs an engine.
+    when no KL term asks for one, and ``critic`` what the critic starts from, None where there is none;
+    in the first ``critic_only_steps`` it learns alone.
+    ``samples`` says whether the run needs an engine.
     """
 
     run_dir: Path
@@ -37,13 +40,15 @@ class Plan:
     lease: Literal["colocated", "disjoint"]
     transport: Literal["shared", "copy"]
     reference: Path | None
+    critic: Path | None
+    critic_only_steps: int
     samples: bool
     eval_sets: Mapping[str, str]
 
     @property
     def optimizer_steps(self) -> int:
         """Updates of the weights in the whole run."""
-        return self.steps * self.num_steps_per_rollout
+        return max(0, self.steps - self.critic_only_steps) * self.num_steps_per_rollout
 
 
 def plan_of(config: Config) -> Plan:
@@ -54,7 +59,8 @@ def plan_of(config: Config) -> Plan:
     if size is None:
         size = samples // (count or 1)
     overlap = config.schedule.max_weight_staleness > 0
-    reference = (config.train.ref_load or config.models.hf_checkpoint) if config.algo.use_kl_loss else None
+    penalty = config.algo.use_kl_loss or config.algo.kl_coef > 0
+    reference = (config.train.ref_load or config.models.hf_checkpoint) if penalty else None
     return Plan(
         run_dir=_run_dir(config),
         device=device.name,
@@ -68,16 +74,24 @@ def plan_of(config: Config) -> Plan:
         lease="disjoint" if overlap else "colocated",
         transport="copy" if overlap else "shared",
         reference=None if reference is None else Path(reference),
+        critic=_critic(config),
+        critic_only_steps=config.train.num_critic_only_steps,
         samples=config.algo.loss_type != "sft_loss" or bool(config.rollout.eval_prompt_data),
         eval_sets=named_paths(config.rollout.eval_prompt_data),
     )
+
+
+def _critic(config: Config) -> Path | None:
+    start = config.train.critic_load or config.models.hf_checkpoint
+    wanted = config.algo.advantage_estimator in WITH_CRITIC and config.algo.loss_type != "sft_loss"
+    return Path(start) if wanted and start is not None else None
 
 
 def _steps(config: Config) -> int:
     s, r = config.schedule, config.rollout
     if s.num_rollout is not None:
         return s.num_rollout
-    if s.num_epoch is None or r.prompt_data is None:
+    if s.num_epoch is None or not r.prompt_data:
         return 0
     return s.num_epoch * prompts_in(r.prompt_data) // r.rollout_batch_size
 

@@ -11,14 +11,18 @@ from typing import Any, Literal, cast
 from miles.config.help import shown
 from miles.config.origin import Reading
 from miles.core.errors import MilesError
+from miles.launch.algorithm_rules import ALGORITHM
 from miles.launch.config import Config
-from miles.launch.found import prompts_in, spec_or_none, told, why_not_a_checkpoint, why_not_data
+from miles.launch.data_rules import DATA, held_out_sets_are_pairs_of_a_name_and_a_file
+from miles.launch.found import spec_or_none, told, why_not_a_checkpoint
 from miles.launch.machine import choose_device
+from miles.launch.mismatch_rules import MISMATCH
 from miles.launch.ranges import out_of_range
+from miles.launch.returns_rules import RETURNS
+from miles.launch.reward_rules import REWARDS
 from miles.models.choice import chosen_spec
 from miles.plug.load import is_path
-from miles.plug.points import FILTER, POINTS
-from miles.rollout.files import named_paths
+from miles.plug.points import CORRECTION, CREDIT, CURRICULUM, FILTER, OBJECTIVE, POINTS, REDUCER, WORTH
 from miles.rollout.reward.table import check_name
 
 Command = Literal["train", "plan", "eval", "chat"]
@@ -47,13 +51,6 @@ def a_reference_model_is_a_checkpoint_too(c: Config) -> Iterator[str]:
         yield f"--ref-load {name} {found}"
 
 
-def a_run_reads_prompts(c: Config) -> Iterator[str]:
-    if c.rollout.prompt_data is None:
-        yield "--prompt-data is missing: name a .jsonl or .parquet file of prompts."
-    else:
-        yield from why_not_data("--prompt-data", c.rollout.prompt_data)
-
-
 def a_run_has_a_length(c: Config) -> Iterator[str]:
     given = (c.schedule.num_rollout is not None) + (c.schedule.num_epoch is not None)
     if given == 0:
@@ -62,17 +59,8 @@ def a_run_has_a_length(c: Config) -> Iterator[str]:
         yield "--num-rollout and --num-epoch both set the length of the run; keep one (--no-num-epoch drops the other)."
 
 
-def the_prompts_fill_at_least_one_step(c: Config) -> Iterator[str]:
-    if c.schedule.num_epoch is None or c.rollout.prompt_data is None:
-        return
-    prompts, size = prompts_in(c.rollout.prompt_data), c.rollout.rollout_batch_size
-    if prompts and prompts * c.schedule.num_epoch < size:
-        have = f"The {prompts} prompts of {c.rollout.prompt_data} read --num-epoch {c.schedule.num_epoch} times"
-        yield f"{have} do not fill one step of --rollout-batch-size {size}; lower it, or read them more often."
-
-
 def attempts_are_scored_by_a_reward(c: Config) -> Iterator[str]:
-    attempts = c.algo.loss_type == "policy_loss" or c.rollout.eval_prompt_data
+    attempts = c.algo.loss_type != "sft_loss" or c.rollout.eval_prompt_data
     if attempts and c.rollout.rm_type is None and c.rollout.custom_rm_path is None:
         yield "--rm-type is missing: name a built-in reward, or your own with --custom-rm-path."
 
@@ -87,16 +75,17 @@ def a_built_in_reward_is_in_the_table(c: Config) -> Iterator[str]:
         yield from told(check_name, c.rollout.rm_type)
 
 
-def a_group_reward_is_a_plug(c: Config) -> Iterator[str]:
-    if c.rollout.group_rm and c.rollout.custom_rm_path is None:
-        yield "--group-rm needs --custom-rm-path: built-in rewards score one attempt at a time."
-
-
 def a_plug_has_an_address(c: Config) -> Iterator[str]:
     given = {
         "--custom-generate-function-path": c.rollout.custom_generate_function_path,
         "--custom-rm-path": c.rollout.custom_rm_path,
         FILTER.flag: c.rollout.dynamic_sampling_filter_path,
+        CURRICULUM.flag: c.rollout.curriculum_path,
+        CORRECTION.flag: c.algo.custom_tis_function_path,
+        WORTH.flag: c.algo.custom_reward_post_process_path,
+        CREDIT.flag: c.algo.custom_convert_samples_to_train_data_path,
+        OBJECTIVE.flag: c.algo.custom_loss_function_path,
+        REDUCER.flag: c.algo.custom_pg_loss_reducer_function_path,
     }
     for point in {point.flag: point for point in POINTS}.values():
         path = given[point.flag]
@@ -117,6 +106,9 @@ def supervised_training_makes_no_attempts(c: Config) -> Iterator[str]:
         "--dynamic-sampling-filter-path": c.rollout.dynamic_sampling_filter_path is not None,
         "--use-kl-loss": c.algo.use_kl_loss,
         "--use-rollout-routing-replay": c.algo.use_rollout_routing_replay,
+        "--use-tis": c.algo.use_tis,
+        "--use-rs": c.algo.use_rs,
+        "--rs-veto-threshold": c.algo.rs_veto_threshold is not None,
         "--n-samples-per-prompt": c.rollout.n_samples_per_prompt > 1,
         "--max-weight-staleness": c.schedule.max_weight_staleness > 0,
     }
@@ -152,8 +144,10 @@ def overtaking_stays_within_the_staleness_budget(c: Config) -> Iterator[str]:
 
 
 def a_group_relative_credit_needs_a_group(c: Config) -> Iterator[str]:
-    if c.algo.loss_type == "policy_loss" and c.rollout.n_samples_per_prompt < 2:
-        name = c.algo.advantage_estimator
+    a, name = c.algo, c.algo.advantage_estimator
+    alone = name in ("reinforce_plus_plus", "ppo") or a.loss_type == "sft_loss"
+    own = a.custom_reward_post_process_path or a.custom_convert_samples_to_train_data_path
+    if not alone and not own and c.rollout.n_samples_per_prompt < 2:
         yield f"--advantage-estimator {name} compares attempts, so --n-samples-per-prompt must be at least 2."
 
 
@@ -182,7 +176,7 @@ def a_model_reads_as_far_as_its_positions_go(c: Config) -> Iterator[str]:
 
 
 def a_trained_policy_samples(c: Config) -> Iterator[str]:
-    if c.algo.loss_type == "policy_loss" and c.rollout.rollout_temperature == 0:
+    if c.algo.loss_type != "sft_loss" and c.rollout.rollout_temperature == 0:
         yield "--rollout-temperature 0 is greedy, and all attempts at a prompt would be the same; use 1."
 
 
@@ -242,13 +236,6 @@ def evaluation_on_a_cadence_needs_held_out_sets(c: Config) -> Iterator[str]:
         yield "--eval-interval needs --eval-prompt-data: a name and a file for each held-out set."
 
 
-def held_out_sets_are_pairs_of_a_name_and_a_file(c: Config) -> Iterator[str]:
-    problems = list(told(named_paths, c.rollout.eval_prompt_data))
-    yield from problems
-    for name, path in {} if problems else named_paths(c.rollout.eval_prompt_data).items():
-        yield from why_not_data(f"--eval-prompt-data {name}", path)
-
-
 def an_evaluation_has_held_out_sets(c: Config) -> Iterator[str]:
     if not c.rollout.eval_prompt_data:
         yield "--eval-prompt-data is missing: give a name and a file for each held-out set."
@@ -290,7 +277,7 @@ SCORE: tuple[Rule, ...] = (
     attempts_are_scored_by_a_reward,
     there_is_one_reward,
     a_built_in_reward_is_in_the_table,
-    a_group_reward_is_a_plug,
+    *REWARDS,
     a_plug_has_an_address,
     a_context_has_room_for_a_prompt_and_a_response,
     held_out_sets_are_pairs_of_a_name_and_a_file,
@@ -298,9 +285,8 @@ SCORE: tuple[Rule, ...] = (
 TRAIN: tuple[Rule, ...] = (
     a_run_starts_from_a_checkpoint_of_a_known_architecture,
     a_reference_model_is_a_checkpoint_too,
-    a_run_reads_prompts,
+    *DATA,
     a_run_has_a_length,
-    the_prompts_fill_at_least_one_step,
     *SCORE,
     supervised_training_makes_no_attempts,
     a_rollout_batch_is_a_whole_number_of_global_batches,
@@ -309,6 +295,9 @@ TRAIN: tuple[Rule, ...] = (
     a_trained_policy_samples,
     a_penalty_is_switched_on_to_count,
     routing_is_replayed_where_it_is_recorded,
+    *MISMATCH,
+    *ALGORITHM,
+    *RETURNS,
     a_warm_up_is_given_once,
     a_schedule_goes_down,
     colocated_planes_take_turns,

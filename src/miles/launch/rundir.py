@@ -20,6 +20,9 @@ MAY_CHANGE = frozenset(
         *("num_rollout", "num_epoch", "save", "load", "save_interval", "keep_checkpoints", "eval_interval"),
         *("stall_timeout", "view", "use_tensorboard", "tb_dir", "save_rollouts", "num_threads"),
         *("parity_tolerance", "parity_stop", "max_dropped_groups"),
+        *("reward_timeout", "max_unscored_attempts", "grade_workers", "rm_url", "rm_token_env", "rm_batch_size"),
+        *("rm_concurrency", "rm_retries", "rm_request_timeout", "reward_model_url", "reward_model_token_env"),
+        *("judge_url", "judge_token_env"),
     }
 )
 """Knobs a continued run may be given anew: they decide how long, how often and what is shown, not what is learnt."""

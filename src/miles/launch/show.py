@@ -9,6 +9,7 @@ from miles.config.help import shown
 from miles.config.origin import DEFAULT, Origins, values_of
 from miles.config.table import knobs_of, rooms_of
 from miles.launch.config import Config
+from miles.launch.formula import objective
 from miles.launch.found import spec_or_none
 from miles.launch.machine import cores, free_memory
 from miles.launch.memory import Share, shares_of, sized
@@ -58,26 +59,6 @@ def identity(config: Config, plan: Plan) -> str:
         f"= {plan.samples_per_step} = "
         f"global_batch_size {plan.global_batch_size} × num_steps_per_rollout {plan.num_steps_per_rollout}"
     )
-
-
-def objective(config: Config, plan: Plan) -> str:
-    """What is maximised, as one line with its numbers."""
-    a = config.algo
-    mean = f"mean over {plan.global_batch_size} trajectories of mean over tokens"
-    if a.calculate_per_token_loss:
-        mean = f"mean over all tokens of {plan.global_batch_size} trajectories"
-    if a.loss_type == "sft_loss":
-        return f"maximise {mean} of log π(token)"
-    high = a.eps_clip if a.eps_clip_high is None else a.eps_clip_high
-    clipped = f"min(ρ·A, clip(ρ, {shown(1 - a.eps_clip)}, {shown(1 + high)})·A)"
-    if a.eps_clip_c is not None:
-        clipped = f"max({clipped}, {shown(a.eps_clip_c)}·A where A < 0)"
-    kl = f" − {shown(a.kl_loss_coef)}·KL[{a.kl_loss_type}](π, π_ref)" if a.use_kl_loss else ""
-    entropy = f" + {shown(a.entropy_coef)}·H(π)" if a.entropy_coef else ""
-    over = f"over the {config.rollout.n_samples_per_prompt} attempts at a prompt"
-    credit = "(R − mean R) / std R" if a.grpo_std_normalization else "R − mean R"
-    terms = f"[{clipped}{kl}{entropy}]" if kl or entropy else clipped
-    return f"maximise {mean} of {terms}; ρ = π/π_old, A = {credit} {over}"
 
 
 def _knobs(config: Config, origins: Origins) -> Iterator[str]:

@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 
-from miles.algo.table import credit_of
+from miles.algo.config import WITH_CRITIC
+from miles.algo.table import Plugs
 from miles.backends.fsdp.model import FsdpModel
+from miles.backends.fsdp.value import HEAD, FsdpValue
 from miles.backends.native.engine import NativeEngine
 from miles.cluster import platform
 from miles.cluster.local import Inline, Run, Threaded
@@ -26,7 +28,10 @@ from miles.core.errors import UsageError
 from miles.core.protocols import Filter, Generate, GroupRewardFn, Journal, RewardFn, Rollout
 from miles.core.types import Version
 from miles.launch.config import Config
+from miles.launch.mathematics import credit_for, plugs_of
 from miles.launch.plan import Plan
+from miles.launch.prompts import held_out_set, journal_for, notes_of, source_for, training_parts
+from miles.launch.rewards import rewards_of
 from miles.models import hub, impl
 from miles.models.choice import chosen_spec
 from miles.models.door import Model
@@ -39,18 +44,19 @@ from miles.plug import points
 from miles.rollout.evaluate import Evaluator
 from miles.rollout.filters import keep_all
 from miles.rollout.generate.single_turn import SingleTurn
+from miles.rollout.mixture import Part
 from miles.rollout.produce import Producer
 from miles.rollout.render import Renderer
-from miles.rollout.reward.graded import builtin_reward
 from miles.rollout.sampling import context_limit, evaluation_sampling, prompt_limit, training_sampling
 from miles.rollout.seeds import training_seeds
-from miles.rollout.source import Dataset, FileSource, fit, read_dataset
+from miles.rollout.source import fit
 from miles.rollout.supervise import Supervised
 from miles.schedule.cadence import Cadence
 from miles.schedule.lease import Colocated, Disjoint
 from miles.schedule.loop import Loop, Planes, Tempo
 from miles.schedule.recover import Checkpoints, Cursor
 from miles.sync.publish import Publication
+from miles.train.critic import Critic
 from miles.train.worker import Worker
 
 
@@ -127,14 +133,7 @@ def answering_of(config: Config, policy: Policy) -> Answering:
     else:
         limit = context_limit(r, policy.spec.max_positions)
         generate = SingleTurn(render, policy.tokenizer.text, max_context_len=limit)
-    reward: RewardFn | None = None
-    group_reward: GroupRewardFn | None = None
-    if r.custom_rm_path and r.group_rm:
-        group_reward = points.GROUP_REWARD.load(r.custom_rm_path)
-    elif r.custom_rm_path:
-        reward = points.REWARD.load(r.custom_rm_path)
-    elif r.rm_type:
-        reward = builtin_reward(r.rm_type, seed=r.rollout_seed)
+    reward, group_reward = rewards_of(config)
     return Answering(
         generate=generate, reward=reward, group_reward=group_reward, reward_key=r.reward_key, render=render
     )
@@ -148,9 +147,7 @@ def evaluator_of(
     if not r.eval_prompt_data:
         return None, ()
     pairs = zip(r.eval_prompt_data[::2], r.eval_prompt_data[1::2], strict=True)
-    sets = {
-        name: fit(_dataset(path, config, evaluation=True), answering.render, prompt_limit(r)) for name, path in pairs
-    }
+    sets = {name: fit(held_out_set(path, config), answering.render, prompt_limit(r)) for name, path in pairs}
     evaluator = Evaluator(
         {name: dataset.prompts for name, dataset in sets.items()},
         engine=engine,
@@ -161,6 +158,8 @@ def evaluator_of(
         reward=answering.reward,
         group_reward=answering.group_reward,
         reward_key=answering.reward_key,
+        reward_seconds=r.reward_timeout,
+        most_unscored=r.max_unscored_attempts,
         log_passrate=r.log_passrate,
     )
     return evaluator, tuple(dataset.note for dataset in sets.values() if dataset.note)
@@ -188,7 +187,9 @@ async def lone_engine(config: Config, policy: Policy) -> NativeEngine:
     return engine
 
 
-def trainer_of(config: Config, plan: Plan, policy: Policy, run: Run, model: Model, *, steps: int) -> Worker:
+def trainer_of(
+    config: Config, plan: Plan, policy: Policy, run: Run, model: Model, *, steps: int, plugs: Plugs
+) -> Worker:
     """The training plane: ``model`` as the actor, and a reference when the loss asks for one."""
     actor = FsdpModel(
         model,
@@ -208,16 +209,37 @@ def trainer_of(config: Config, plan: Plan, policy: Policy, run: Run, model: Mode
         temperature=config.rollout.rollout_temperature,
         run=run,
         reference=reference,
+        critic=critic_of(config, plan, policy, updates=steps * plan.num_steps_per_rollout),
+        plugs=plugs,
+        parity_tolerance=config.schedule.parity_tolerance,
         parity_stop=config.schedule.parity_stop,
         offload=_offload(config, policy),
     )
+
+
+def critic_of(config: Config, plan: Plan, policy: Policy, *, updates: int) -> Critic | None:
+    """A model of its own that learns what the policy may expect, where the advantages ask for one."""
+    folder = plan.critic
+    if folder is None:
+        return None
+    own = replace(policy, spec=within(chosen_spec(folder, config.models.model_impl), policy.spec.max_positions))
+    value = FsdpValue(
+        load_model(own, folder),
+        config=read_config(folder),
+        like=folder,
+        gradient_checkpointing=config.train.gradient_checkpointing,
+    )
+    if (folder / HEAD).exists():
+        value.load_head(folder)
+    return Critic(value, algo=config.algo, train=config.train, updates=updates)
 
 
 def _offload(config: Config, policy: Policy) -> bool:
     """Should the optimizer make room for the engine? As told; else where it would be in the way."""
     if config.train.offload_train is not None:
         return config.train.offload_train
-    state = optimizer_bytes(policy.spec, str(policy.dtype).removeprefix("torch."))
+    models = 2 if config.algo.advantage_estimator in WITH_CRITIC else 1
+    state = models * optimizer_bytes(policy.spec, str(policy.dtype).removeprefix("torch."))
     return state > policy.platform.free_bytes() // 4
 
 
@@ -251,15 +273,17 @@ async def wire(
     """Build both planes and the loop between them, standing where ``start`` left off."""
     policy = read_policy(config)
     answering = answering_of(config, policy)
+    credit, plugs = credit_for(config), plugs_of(config)
+    parts = _parts_of(config, policy, answering)
+    source = source_for(config, parts)
     overlap = config.schedule.max_weight_staleness > 0
     engine_run: Run = Threaded("engine") if overlap else Inline()
     trainer_run: Run = Threaded("trainer") if overlap else Inline()
     model = load_model(policy)
     engine = engine_of(config, policy, engine_run, model) if plan.samples else None
-    rollout, dataset = _rollout_of(config, policy, answering, engine)
-    steps = _steps(config, len(dataset))
-    trainer = trainer_of(config, plan, policy, trainer_run, model, steps=steps)
-    source = FileSource(dataset, shuffle=config.rollout.rollout_shuffle, seed=config.rollout.rollout_seed)
+    rollout = _rollout_of(config, policy, answering, engine)
+    steps = _steps(config, len(source))
+    trainer = trainer_of(config, plan, policy, trainer_run, model, steps=steps, plugs=plugs)
     if start is not None:
         await trainer.load(start[0])
         source.load(start[1].source)
@@ -268,7 +292,7 @@ async def wire(
         source=source,
         rollout=rollout,
         keep=_filter_of(config),
-        credit=credit_of(config.algo),
+        credit=credit,
         trainer=trainer,
         sync=Publication(
             weights=trainer.weights,
@@ -279,7 +303,7 @@ async def wire(
         lease=Colocated(engine=engine, trainer=trainer) if engine and not overlap else Disjoint(),
         evaluate=evaluator,
         checkpoints=checkpoints,
-        journal=journal,
+        journal=journal_for(source, journal),
         measure=group_metrics,
     )
     return Wired(
@@ -288,7 +312,7 @@ async def wire(
         engine=engine,
         evaluator=evaluator,
         policy=policy,
-        notes=((dataset.note,) if dataset.note else ()) + notes,
+        notes=notes_of(parts) + notes,
         runs=(engine_run, trainer_run),
     )
 
@@ -325,22 +349,29 @@ def _steps(config: Config, prompts: int) -> int:
     return steps
 
 
-def _rollout_of(
-    config: Config, policy: Policy, answering: Answering, engine: NativeEngine | None
-) -> tuple[Rollout, Dataset]:
+def _parts_of(config: Config, policy: Policy, answering: Answering) -> tuple[Part, ...]:
+    """The training prompts that fit, measured as they will be rendered."""
     r = config.rollout
-    assert r.prompt_data is not None
-    dataset = _dataset(r.prompt_data, config, evaluation=False)
     if config.algo.loss_type == "sft_loss":
-        shown = Supervised(
-            policy.tokenizer,
-            eos_token_ids=policy.spec.eos_token_ids,
-            chat=r.apply_chat_template,
-            template=r.apply_chat_template_kwargs,
-        )
-        return shown, fit(dataset, shown.tokens, context_limit(r, policy.spec.max_positions))
+        return training_parts(config, _shown(config, policy).tokens, context_limit(r, policy.spec.max_positions))
+    return training_parts(config, answering.render, prompt_limit(r))
+
+
+def _shown(config: Config, policy: Policy) -> Supervised:
+    return Supervised(
+        policy.tokenizer,
+        eos_token_ids=policy.spec.eos_token_ids,
+        chat=config.rollout.apply_chat_template,
+        template=config.rollout.apply_chat_template_kwargs,
+    )
+
+
+def _rollout_of(config: Config, policy: Policy, answering: Answering, engine: NativeEngine | None) -> Rollout:
+    r = config.rollout
+    if config.algo.loss_type == "sft_loss":
+        return _shown(config, policy)
     assert engine is not None
-    producer = Producer(
+    return Producer(
         engine=engine,
         generate=answering.generate,
         sampling=training_sampling(r),
@@ -349,15 +380,9 @@ def _rollout_of(
         reward=answering.reward,
         group_reward=answering.group_reward,
         reward_key=answering.reward_key,
+        reward_seconds=r.reward_timeout,
+        most_unscored=r.max_unscored_attempts,
     )
-    return producer, fit(dataset, answering.render, prompt_limit(r))
-
-
-def _dataset(path: str, config: Config, *, evaluation: bool) -> Dataset:
-    r = config.rollout
-    input_key = (r.eval_input_key if evaluation else None) or r.input_key
-    label_key = (r.eval_label_key if evaluation else None) or r.label_key
-    return read_dataset(path, input_key=input_key, label_key=label_key, metadata_key=r.metadata_key)
 
 
 def _filter_of(config: Config) -> Filter:

@@ -44,6 +44,8 @@ ROLLOUT = _rows(
     response_length     | tokens   | Mean number of tokens the policy wrote in a trajectory.
     response_length_max | tokens   | Largest number of tokens the policy wrote in a trajectory.
     truncated_share     | share    | Share of trajectories that were cut at the length limit.
+    unscored_share      | share    | Share of trajectories that earn 0 because nothing could score them.
+    reward/<part>       | reward   | Mean of a named part of the reward over the trajectories that have it.
     zero_std_share      | share    | Share of groups whose rewards are all equal, so that none is better.
     staleness           | versions | How many versions behind the trainer's the oldest token of the batch was.
     staleness_mean      | versions | Mean over trajectories of how many versions behind their oldest token was.
@@ -59,12 +61,22 @@ TRAIN = _rows(
     pg_clipfrac         | share    | Share of trained tokens whose ratio a clip held back.
     ratio               | ratio    | Mean probability ratio of the policy now to the policy that is taken as old.
     ppo_kl              | nats     | Mean of old minus new log-prob of the trained tokens.
+    opsm_share          | share    | Share of trained tokens that off-policy sequence masking left out of the loss.
     kl                  | nats     | Divergence of the policy from the reference model.
     entropy             | nats     | Mean entropy of the policy's next-token distribution where it is trained.
     grad_norm           | norm     | Norm of the whole gradient before clipping.
     lr                  | rate     | Learning rate of the last optimizer step.
     advantage_mean      | reward   | Mean advantage over the trained tokens.
     advantage_std       | reward   | Standard deviation of the advantage over the trained tokens.
+    reward_kl           | nats     | Divergence from the reference that the tokens' rewards are charged with.
+    return_mean         | reward   | Mean over the trained tokens of what was earned from each on.
+    return_std          | reward   | Standard deviation of what was earned from each trained token on.
+    value_mean          | reward   | Mean over the trained tokens of what the critic expected.
+    explained_variance  | share    | How much of the returns' variance the critic foresaw; 1 is all of it.
+    value_loss          | reward²  | The critic's squared error with its clip, which its optimizer descends.
+    value_clipfrac      | share    | Share of trained tokens whose value moved further than the clip.
+    critic_grad_norm    | norm     | Norm of the critic's whole gradient before clipping.
+    critic_lr           | rate     | Learning rate of the critic's last optimizer step.
     samples             | rows     | Training rows in the batch; a trajectory with several branches gives several.
     micro_batches       | passes   | Packed forward and backward passes the step took.
     tokens              | tokens   | Tokens of the batch, prompts included.
@@ -73,7 +85,18 @@ TRAIN = _rows(
     parity_mean_abs     | nats     | Mean absolute gap between engine's and trainer's log-prob under one version.
     parity_max_abs      | nats     | Largest absolute gap between engine's and trainer's log-prob under one version.
     parity_k1           | nats     | Mean of engine's minus trainer's log-prob under one version.
+    parity_k3           | nats     | Divergence of the engine from the trainer under one version, never below 0.
+    parity_ppl_ratio    | ratio    | Mean over samples of the trainer's perplexity over the engine's, one version.
+    parity_ess          | share    | Effective share of the tokens if each weighed its ratio of trainer to engine.
     parity_tokens       | tokens   | How many tokens the parity figures are taken over.
+    tis                 | ratio    | Mean ratio of trainer to engine at the level of the weights, before bounds.
+    tis_weight          | ratio    | Mean weight of a token after bounds and rejection, before normalisation.
+    tis_clipfrac        | share    | Share of trained tokens whose importance weight was held at a bound.
+    tis_maskfrac        | share    | Share of trained tokens whose importance weight beyond a bound was made 0.
+    tis_ess             | share    | Effective share of the trained tokens under the weights in use.
+    tis_rung            | rung     | What the parity called for: 0 no weights, 1 truncated ones, 2 masked ones.
+    rs_maskfrac         | share    | Share of trained tokens that --use-rs left out.
+    rs_vetofrac         | share    | Share of trained tokens in samples left out for one impossible token.
     routing_flip_share  | share    | Share of replayed expert choices the trainer's router would not have made.
     """
 )
@@ -83,6 +106,7 @@ EVAL = _rows(
     eval/<set>/reward          | reward | Mean reward over the held-out set.
     eval/<set>/response_length | tokens | Mean number of tokens in an attempt at the held-out set.
     eval/<set>/truncated       | share  | Share of attempts at the held-out set that were cut at the length limit.
+    eval/<set>/unscored        | share  | Share of attempts at the held-out set that nothing could score.
     eval/<set>/pass@<k>        | share  | Chance that one of k attempts at a held-out prompt earns 1 or more.
     """
 )
@@ -131,15 +155,26 @@ def group_metrics(groups: Sequence[Group], version: Version) -> dict[str, float]
     if rewards:
         measured |= {"reward": fmean(rewards), "reward_std": pstdev(rewards)}
         measured |= {"reward_min": min(rewards), "reward_max": max(rewards)}
+        measured |= {f"reward/{name.replace('/', '.')}": value for name, value in _parts(tries).items()}
     if tries:
         lengths = [t.response_length for t in tries]
         measured |= {"response_length": fmean(lengths), "response_length_max": float(max(lengths))}
         measured |= {"rollout_tokens": float(sum(lengths))}
         measured["truncated_share"] = fmean(t.status is Status.TRUNCATED for t in tries)
+        measured["unscored_share"] = fmean("unscored" in t.metadata for t in tries)
         measured["zero_std_share"] = fmean(len(set(group.rewards)) <= 1 for group in groups)
     if ages:
         measured |= {"staleness": float(max(ages)), "staleness_mean": fmean(ages)}
     return {name: float(value) for name, value in measured.items()}
+
+
+def _parts(tries: Iterable[Trajectory]) -> dict[str, float]:
+    """The mean of every named part of the rewards."""
+    found: dict[str, list[float]] = {}
+    for trajectory in tries:
+        for name, part in (trajectory.reward.parts if trajectory.reward is not None else {}).items():
+            found.setdefault(name, []).append(float(part))
+    return {name: fmean(values) for name, values in sorted(found.items())}
 
 
 def _is_demonstration(trajectory: Trajectory) -> bool:

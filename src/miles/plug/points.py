@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
@@ -10,7 +11,7 @@ from miles.plug.load import NO_BUILTINS, load
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One place for a user's own code. ``door`` is the name of its protocol in core.protocols.
+    """One place for a user's own code. ``door`` is the name of its protocol in the module ``room``.
 
     ``former`` are addresses under which upstream had what is built in here.
     """
@@ -21,12 +22,11 @@ class Point:
     when: str
     builtins: Mapping[str, str] = field(default_factory=lambda: NO_BUILTINS)
     former: Mapping[str, str] = field(default_factory=lambda: NO_BUILTINS)
+    room: str = "miles.core.protocols"
 
     def protocol(self) -> type:
-        """The door itself; imported on demand, since the nouns it speaks of need numpy."""
-        import miles.core.protocols
-
-        return getattr(miles.core.protocols, self.door)
+        """The door itself; imported on demand, since the nouns it speaks of need numpy or torch."""
+        return getattr(import_module(self.room), self.door)
 
     def load(self, path: str) -> Any:
         """What the user named under this point's flag, checked against its door."""
@@ -63,5 +63,62 @@ FILTER = Point(
         {"miles.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std": "nonzero_std"}
     ),
 )
+CURRICULUM = Point(
+    flag="--curriculum-path",
+    door="Curriculum",
+    default="every prompt in its turn, or parts by their weights",
+    when="before a prompt is drawn, when a step has passed or the prompts it named last are used up",
+    builtins=MappingProxyType(
+        {
+            "learnable_parts": "miles.rollout.lessons:learnable_parts",
+            "unsolved_first": "miles.rollout.lessons:unsolved_first",
+        }
+    ),
+)
+CORRECTION = Point(
+    flag="--custom-tis-function-path",
+    door="Correction",
+    default="the built-in correction named by --tis-mode",
+    when="with --use-tis, once for each micro-batch",
+    room="miles.algo.objective",
+)
 
-POINTS: tuple[Point, ...] = (GENERATE, REWARD, GROUP_REWARD, FILTER)
+WORTH = Point(
+    flag="--custom-reward-post-process-path",
+    door="Worth",
+    default="the comparison that --advantage-estimator makes",
+    when="once for each scored group that is kept",
+)
+CREDIT = Point(
+    flag="--custom-convert-samples-to-train-data-path",
+    door="Credit",
+    default="a row for each branch of an attempt, all its tokens worth the same (miles.algo.credit)",
+    when="once for each scored group that is kept",
+)
+OBJECTIVE = Point(
+    flag="--custom-loss-function-path",
+    door="Objective",
+    default="the policy loss of --advantage-estimator",
+    when="with --loss-type custom_loss, once for each micro-batch",
+    room="miles.algo.objective",
+)
+REDUCER = Point(
+    flag="--custom-pg-loss-reducer-function-path",
+    door="Reducer",
+    default="the mean over trajectories of the mean over tokens",
+    when="once for each global batch",
+    room="miles.algo.reduce",
+)
+
+POINTS: tuple[Point, ...] = (
+    GENERATE,
+    REWARD,
+    GROUP_REWARD,
+    FILTER,
+    WORTH,
+    CREDIT,
+    OBJECTIVE,
+    REDUCER,
+    CORRECTION,
+    CURRICULUM,
+)

@@ -30,6 +30,8 @@ class Evaluator:
         reward: RewardFn | None = None,
         group_reward: GroupRewardFn | None = None,
         reward_key: str | None = None,
+        reward_seconds: float = 300.0,
+        most_unscored: int = 128,
         log_passrate: bool = False,
     ) -> None:
         self._log_passrate = log_passrate
@@ -45,6 +47,8 @@ class Evaluator:
                     reward=reward,
                     group_reward=group_reward,
                     reward_key=reward_key,
+                    reward_seconds=reward_seconds,
+                    most_unscored=most_unscored,
                 ),
             )
             for name, prompts in sets.items()
@@ -77,12 +81,13 @@ async def _produce(rollout: Rollout, prompt: Prompt) -> Group:
 
 
 def scores(groups: Sequence[Group]) -> dict[str, float]:
-    """Mean reward, mean response length in tokens, and the share of attempts cut at the limit."""
+    """Mean reward, mean response length in tokens, and the shares of attempts cut at the limit or left unscored."""
     attempts = [t for group in groups for t in group.trajectories]
     return {
         "reward": fmean(r for group in groups for r in group.rewards),
         "response_length": fmean(t.response_length for t in attempts),
         "truncated": fmean(t.status is Status.TRUNCATED for t in attempts),
+        "unscored": fmean("unscored" in t.metadata for t in attempts),
     }
 
 

@@ -5,29 +5,45 @@ Attempts run side by side, and each is scored as soon as it ends::
     attempt 0   generate ----------> reward -->|
     attempt 1   generate --> reward ---------->|  group
     attempt 2   generate ---------------> ... >|  (a group reward instead waits for all attempts)
+
+A reward that raises or does not come in time costs its attempt the score, and not the run its life.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
-from miles.core.errors import PlugError, first_cause
+from miles.core.errors import MilesError, PlugError, first_cause
 from miles.core.protocols import Engine, Generate, GroupRewardFn, RewardFn, Sampling
 from miles.core.types import Group, Prompt, Reward, Status, Trajectory
+from miles.rollout.reward.score import GradingError
 from miles.rollout.seeds import SeedOf
 
 _UNSCORED = (Status.ABORTED, Status.FAILED)
 
 
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """Why there is no reward."""
+
+    reason: str
+
+
 class Producer:
     """Makes ``attempts`` attempts at a prompt and scores them, by ``reward`` or all together by ``group_reward``.
 
-    An attempt that fails ends its siblings, and its error is raised. An attempt that was aborted or
-    failed earns 0 unseen, and says so in ``metadata["unscored"]``. With neither reward, ``generate``
-    must score. ``reward_key`` names the part of the reward to train on.
+    A ``generate`` that raises ends its siblings, and its error is raised. An attempt that was aborted or
+    failed earns 0 unseen, and so does one whose reward raises or takes more than ``reward_seconds``;
+    ``metadata["unscored"]`` says why. Errors meant for the user (MilesError) are raised all the same, and so
+    is a reward's when it is the last of ``most_unscored`` failures in a row, for then it is not the attempt.
+    With neither reward, ``generate`` must score. ``reward_key`` names the part of the reward to train on.
     """
 
     def __init__(
@@ -41,6 +57,8 @@ class Producer:
         reward: RewardFn | None = None,
         group_reward: GroupRewardFn | None = None,
         reward_key: str | None = None,
+        reward_seconds: float = 300.0,
+        most_unscored: int = 128,
     ) -> None:
         assert reward is None or group_reward is None, "an attempt is scored alone or with its group"
         self._engine = engine
@@ -51,6 +69,9 @@ class Producer:
         self._reward = reward
         self._group_reward = group_reward
         self._reward_key = reward_key
+        self._reward_seconds = reward_seconds
+        self._most_unscored = most_unscored
+        self._unscored_in_a_row = 0
 
     async def produce(self, prompt: Prompt) -> Group:
         try:
@@ -70,8 +91,7 @@ class Producer:
         if trajectory.reward is not None:  # an environment may score as it goes
             return replace(trajectory, reward=self._checked(prompt, trajectory.reward))
         if trajectory.status in _UNSCORED:
-            unscored = {**trajectory.metadata, "unscored": str(trajectory.status)}
-            return replace(trajectory, reward=Reward(value=0.0), metadata=unscored)
+            return _unscored(trajectory, str(trajectory.status))
         if self._group_reward is not None:
             return trajectory
         if self._reward is None:
@@ -79,12 +99,18 @@ class Producer:
                 f"Nothing scores the attempts at prompt {prompt.id}; choose a reward with --rm-type or "
                 "--custom-rm-path, or set the reward in the generate function."
             )
-        return replace(trajectory, reward=self._checked(prompt, await self._reward(prompt, trajectory)))
+        scored = await self._in_time(prompt, 1, self._reward(prompt, trajectory))
+        if isinstance(scored, _Failure):
+            return _unscored(trajectory, scored.reason)
+        return replace(trajectory, reward=self._checked(prompt, scored))
 
     async def _score_together(
         self, group_reward: GroupRewardFn, prompt: Prompt, trajectories: Sequence[Trajectory]
     ) -> list[Trajectory]:
-        rewards = await group_reward(prompt, trajectories)
+        waiting = sum(t.reward is None for t in trajectories)
+        rewards = await self._in_time(prompt, waiting, group_reward(prompt, trajectories))
+        if isinstance(rewards, _Failure):
+            return [t if t.reward is not None else _unscored(t, rewards.reason) for t in trajectories]
         if len(rewards) != len(trajectories):
             raise PlugError(
                 f"The group reward gave {len(rewards)} rewards for the {len(trajectories)} attempts at prompt "
@@ -94,6 +120,28 @@ class Producer:
             t if t.reward is not None else replace(t, reward=self._checked(prompt, reward))
             for t, reward in zip(trajectories, rewards, strict=True)
         ]
+
+    async def _in_time(self, prompt: Prompt, attempts: int, scoring: Awaitable[T]) -> T | _Failure:
+        """What a reward gives, or why it gave nothing."""
+        limit = asyncio.timeout(self._reward_seconds)
+        try:
+            async with limit:
+                scored = await scoring
+        except MilesError:
+            raise
+        except Exception as error:
+            late = isinstance(error, TimeoutError) and limit.expired()
+            said = str(error) if isinstance(error, GradingError) else f"{type(error).__name__}: {error}"
+            reason = f"no reward within {self._reward_seconds:g} s" if late else said
+            self._unscored_in_a_row += attempts
+            if self._unscored_in_a_row >= self._most_unscored:
+                raise PlugError(
+                    f"The reward failed for {self._unscored_in_a_row} attempts in a row, the last at prompt "
+                    f"{prompt.id} ({reason}); mend it, or allow more with --max-unscored-attempts."
+                ) from error
+            return _Failure(reason)
+        self._unscored_in_a_row = 0
+        return scored
 
     def _checked(self, prompt: Prompt, reward: Reward) -> Reward:
         if not isinstance(reward, Reward):  # a plug is not type-checked before it runs
@@ -113,3 +161,8 @@ class Producer:
         if not math.isfinite(value):
             raise PlugError(f"The reward of prompt {prompt.id} is {value}; a reward must be a finite number.")
         return Reward(value=float(value), parts=reward.parts)
+
+
+def _unscored(trajectory: Trajectory, reason: str) -> Trajectory:
+    metadata = {**trajectory.metadata, "unscored": reason}
+    return replace(trajectory, reward=Reward(value=0.0), metadata=metadata)

@@ -30,6 +30,7 @@ class Stream(IntEnum):
     EVALUATION = 2
     ORDER = 3
     REWARD = 4
+    LESSON = 5
 
 
 def mix(*parts: int) -> int:

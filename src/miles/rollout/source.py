@@ -1,48 +1,95 @@
-"""Where prompts come from: a file read into a data set, and a cursor over it that resumes exactly."""
+"""Where prompts come from: data read into a data set, and a cursor over it that resumes exactly."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Number
 from typing import Any, cast
 
 import numpy as np
 
 from miles.core.errors import DataError, ResumeError
 from miles.core.types import EMPTY, Prompt
-from miles.rollout.files import Row, read_rows
+from miles.rollout.files import read_rows, split_slice
+from miles.rollout.generated import generate, is_generated, task_of
+from miles.rollout.rows import Bad, Columns, Row, refuse
 from miles.rollout.seeds import Stream, mix_each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """The prompts of one file, in its order; ``dropped`` were longer than ``limit`` tokens."""
+    """The prompts of one entry of data, in its order.
+
+    ``dropped`` were longer than ``limit`` tokens; ``skipped`` rows could not be read, ``complaint`` says why of the
+    first.
+    """
 
     path: str
     prompts: tuple[Prompt, ...]
     dropped: int = 0
     limit: int | None = None
+    skipped: int = 0
+    complaint: str = ""
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     @property
     def note(self) -> str | None:
-        """What a user should know about how the file was read, if anything."""
-        if not self.dropped:
-            return None
-        total = self.dropped + len(self)
-        return f"{self.dropped} of {total} prompts of {self.path} are longer than {self.limit} tokens and were dropped."
+        """What a user should know about how the data was read, if anything."""
+        notes: list[str] = []
+        if self.skipped:
+            rows = f"{self.skipped} of {self.skipped + self.dropped + len(self)} rows of {self.path}"
+            notes.append(f"{rows} cannot be read and were skipped; the first: {self.complaint}")
+        if self.dropped:
+            prompts = f"{self.dropped} of {self.dropped + len(self)} prompts of {self.path}"
+            notes.append(f"{prompts} are longer than {self.limit} tokens and were dropped.")
+        return " ".join(notes) or None
 
 
-def read_dataset(path: str, *, input_key: str, label_key: str | None = None, metadata_key: str = "metadata") -> Dataset:
-    """Read a prompt file, or a slice of it written as ``path@[a:b]``."""
-    prompts = [_prompt(row, input_key, label_key, metadata_key) for row in read_rows(path)]
-    return Dataset(path=path, prompts=tuple(prompts))
+def read_dataset(
+    path: str,
+    *,
+    input_key: str,
+    label_key: str | None = None,
+    metadata_key: str = "metadata",
+    skip_bad_rows: bool = False,
+    first_id: int = 0,
+) -> Dataset:
+    """Read the prompts of an entry: files, a folder, a glob, a generated task, or a slice of one (``path@[a:b]``).
+
+    A prompt's id is ``first_id`` and its row, counted in all of the entry. A bad row raises, or is counted.
+    """
+    name, rows = split_slice(path)
+    skipped = _Skipped()
+    if is_generated(name):
+        prompts = tuple(_generated(name, range(task_of(name).size)[rows], first_id))
+    else:
+        bad = skipped if skip_bad_rows else refuse
+        columns = Columns(input=input_key, label=label_key, metadata=metadata_key)
+        prompts = tuple(_prompts(read_rows(path, columns, bad), columns, first_id, bad))
+    if not prompts and skipped.count:
+        raise DataError(f"None of the {skipped.count} rows of {path} can be read; the first: {skipped.first}")
+    if not prompts:
+        raise DataError(f"{path} holds no rows; check the file and its slice.")
+    return Dataset(path=path, prompts=prompts, skipped=skipped.count, complaint=skipped.first)
+
+
+class _Skipped:
+    """Counts bad rows instead of stopping at them, and remembers what was wrong with the first."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first = ""
+
+    def __call__(self, error: DataError) -> None:
+        self.first = self.first or str(error)
+        self.count += 1
 
 
 def fit(dataset: Dataset, render: Callable[[Prompt], Sized], limit: int | None) -> Dataset:
@@ -93,6 +140,10 @@ class FileSource:
         """Hand out ``prompt`` again, after those given back earlier and before any new one."""
         self._returned.append(prompt)
 
+    def has(self, prompt_id: int) -> bool:
+        """Whether a prompt goes by this id."""
+        return prompt_id in self._by_id
+
     def prompt_at(self, prompt_id: int, epoch: int) -> Prompt:
         """The very prompt that ``next`` gave as (id, epoch)."""
         if prompt_id not in self._by_id:
@@ -131,26 +182,45 @@ class FileSource:
         """A digest of everything that decides which prompt comes when."""
         digest = hashlib.sha256(f"{self._shuffle} {self._seed if self._shuffle else 0}".encode())
         for prompt in self._dataset.prompts:
-            row = [prompt.id, list(prompt.messages), prompt.label, dict(prompt.metadata)]
+            row = [prompt.id, list(prompt.messages), prompt.label, _plain(prompt.metadata)]
             digest.update(json.dumps(row, sort_keys=True, default=str).encode())
         return digest.hexdigest()[:16]
 
 
-def _prompt(row: Row, input_key: str, label_key: str | None, metadata_key: str) -> Prompt:
-    asked = _column(row, input_key, "--input-key")
-    messages = ({"role": "user", "content": asked},) if isinstance(asked, str) else _messages(row, input_key, asked)
-    label = None if label_key is None else _label(_column(row, label_key, "--label-key"))
-    metadata = row.columns.get(metadata_key)
+def _prompts(rows: Iterator[Row], columns: Columns, first_id: int, bad: Bad) -> Iterator[Prompt]:
+    for row in rows:
+        try:
+            prompt = _prompt(row, columns, first_id)
+        except DataError as error:
+            bad(error)
+        else:
+            yield prompt
+
+
+def _prompt(row: Row, columns: Columns, first_id: int) -> Prompt:
+    for key, flag in columns.required:
+        if key not in row.columns:
+            raise columns.missing(row.where, key, flag, row.found)
+    asked = row.columns[columns.input]
+    messages = _one_message(asked) if isinstance(asked, str) else _messages(row, columns.input, asked)
+    label = None if columns.label is None else _label(row.columns[columns.label])
+    metadata = row.columns.get(columns.metadata)
     if metadata is not None and not isinstance(metadata, dict):
-        raise DataError(f"{row.where}: {metadata_key} must be an object, and is a {type(metadata).__name__}.")
-    return Prompt(id=row.index, messages=messages, label=label, metadata=metadata or EMPTY)
+        raise DataError(f"{row.where}: {columns.metadata} must be an object, and is a {type(metadata).__name__}.")
+    return Prompt(id=first_id + row.index, messages=messages, label=label, metadata=metadata or EMPTY)
 
 
-def _column(row: Row, key: str, flag: str) -> Any:
-    if key not in row.columns:
-        found = ", ".join(map(str, row.columns)) or "none"
-        raise DataError(f"{row.where}: there is no column {key} (found: {found}); name the right one with {flag}.")
-    return row.columns[key]
+def _generated(path: str, chosen: range, first_id: int) -> Iterator[Prompt]:
+    """The whole entry rides in the metadata, where the reward ``reasoning_gym`` looks for it."""
+    task = task_of(path)
+    asked = {"source_dataset": task.name} | ({} if task.rm_type is None else {"rm_type": task.rm_type})
+    for index, entry in zip(chosen, generate(path, chosen), strict=True):
+        messages, label = _one_message(entry["question"]), _label(entry["answer"])
+        yield Prompt(id=first_id + index, messages=messages, label=label, metadata={**asked, "entry": entry})
+
+
+def _one_message(text: str) -> tuple[dict[str, Any], ...]:
+    return ({"role": "user", "content": text},)
 
 
 def _messages(row: Row, key: str, asked: Any) -> tuple[dict[str, Any], ...]:
@@ -173,9 +243,18 @@ def _has_content(message: Mapping[str, Any]) -> bool:
 def _label(value: Any) -> str | None:
     if value is None or isinstance(value, str):
         return value
-    return str(value) if isinstance(value, int | float) else json.dumps(value, default=str)
+    return str(value) if isinstance(value, Number) else json.dumps(value, default=str)
 
 
 def _shown(value: Any) -> str:
     text = json.dumps(value, default=str)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _plain(value: Any) -> Any:
+    """Metadata as JSON can hold it, and as every process would write it."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return sorted(map(str, value)) if isinstance(value, set | frozenset) else value

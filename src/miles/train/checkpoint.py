@@ -17,14 +17,14 @@ from safetensors.torch import load_file, save_file
 from miles.core.errors import CheckpointError
 from miles.core.types import Version
 from miles.train.optim import Optimizer
-from miles.train.roles import TrainModel
+from miles.train.roles import Stored
 
 OPTIMIZER = "optimizer.safetensors"
 NUMBERS = "trainer.json"
 _FORMAT = 1
 
 
-def save(folder: Path, model: TrainModel, optimizer: Optimizer, version: Version) -> None:
+def save(folder: Path, model: Stored, optimizer: Optimizer, version: Version) -> None:
     """Write everything an exact continuation needs into an existing ``folder``."""
     model.save(folder)
     state = {name: value.contiguous() for name, value in optimizer.state().items()}
@@ -39,7 +39,7 @@ def save(folder: Path, model: TrainModel, optimizer: Optimizer, version: Version
         _flush(folder / name)
 
 
-def load(folder: Path, model: TrainModel, optimizer: Optimizer) -> Version:
+def load(folder: Path, model: Stored, optimizer: Optimizer) -> Version:
     """Put weights and optimizer back as ``save`` found them; gives the version they are."""
     numbers = _numbers(folder)
     try:

@@ -22,6 +22,20 @@ class TrainConfig:
         None, "Folder of the reference model in Hugging Face format; --hf-checkpoint when not given.", path=True
     )
 
+    critic_load: str | None = knob(
+        None,
+        "Folder the critic of ppo starts from: a Hugging Face model, or the critic of a checkpoint with its value "
+        "head; --hf-checkpoint when not given.",
+        path=True,
+    )
+    critic_lr: float | None = knob(None, "Highest learning rate of the critic; --lr when not given.")
+    critic_lr_warmup_iters: int = knob(
+        0, "Optimizer steps over which the critic's learning rate rises to --critic-lr.", unit="N"
+    )
+    num_critic_only_steps: int = knob(
+        0, "Training steps at the start in which only the critic learns and the policy stays as it is.", unit="N"
+    )
+
     optimizer: Literal["adam"] = knob("adam", "Which optimizer updates the weights; adam decays weights decoupled.")
     lr: float = knob(1e-6, "Highest learning rate.")
     min_lr: float = knob(0.0, "Learning rate that a decaying schedule ends at.")

@@ -27,11 +27,15 @@ class GradientError(MilesError):
 class Optimizer:
     """Updates live parameters in place. Use: backward passes, then ``step``; gradients are gone after it.
 
-    Matrices are decayed; norms (fewer than two axes) and biases, also those of experts in a stack, are not.
+    Matrices are decayed; norms (fewer than two axes) and biases, also those of experts in a stack, are not. ``rate``
+    is the flag of the learning rate, for complaints.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], config: TrainConfig, schedule: Schedule) -> None:
+    def __init__(
+        self, parameters: Mapping[str, Tensor], config: TrainConfig, schedule: Schedule, *, rate: str = "--lr"
+    ) -> None:
         self.updates = 0
+        self._rate = rate
         self._schedule = schedule
         self._clip = config.clip_grad
         self._parameters = dict(parameters)
@@ -124,7 +128,7 @@ class Optimizer:
         return (
             f"optimizer step {self.updates + 1}: the gradient's norm is {norm} (first at {where}); "
             "nothing was updated. "
-            "Look at this batch's rewards and log-probs, and lower --lr if the loss had been growing."
+            f"Look at this batch's rewards and log-probs, and lower {self._rate} if the loss had been growing."
         )
 
 

@@ -41,14 +41,29 @@ class Schedule:
 
 def schedule_of(config: TrainConfig, *, updates: int) -> Schedule:
     """The schedule a run of ``updates`` optimizer steps asks for."""
-    decay = config.lr_decay_iters if config.lr_decay_iters is not None else updates
     fraction = config.lr_warmup_fraction
     if fraction is not None and config.lr_warmup_iters:
         raise UsageError("--lr-warmup-iters and --lr-warmup-fraction both say how long the warm-up is; give one.")
+    decay = _decay(config, updates)
     warmup = config.lr_warmup_iters if fraction is None else round(fraction * decay)
+    return _schedule(config, lr=config.lr, warmup=warmup, decay=decay, flag="--lr-warmup-iters")
+
+
+def critic_schedule_of(config: TrainConfig, *, updates: int) -> Schedule:
+    """The critic's: a rate and a warm-up of its own, and the policy's way of decaying."""
+    lr = config.lr if config.critic_lr is None else config.critic_lr
+    decay, flag = _decay(config, updates), "--critic-lr-warmup-iters"
+    return _schedule(config, lr=lr, warmup=config.critic_lr_warmup_iters, decay=decay, flag=flag)
+
+
+def _decay(config: TrainConfig, updates: int) -> int:
+    return config.lr_decay_iters if config.lr_decay_iters is not None else updates
+
+
+def _schedule(config: TrainConfig, *, lr: float, warmup: int, decay: int, flag: str) -> Schedule:
     if config.lr_decay_style != "constant" and warmup >= decay:
         raise UsageError(
             f"the warm-up of {warmup} optimizer steps leaves nothing of the {decay} of --lr-decay-iters to decay over; "
-            "shorten --lr-warmup-iters or lengthen --lr-decay-iters."
+            f"shorten {flag} or lengthen --lr-decay-iters."
         )
-    return Schedule(style=config.lr_decay_style, lr=config.lr, min_lr=config.min_lr, warmup=warmup, decay=decay)
+    return Schedule(style=config.lr_decay_style, lr=lr, min_lr=config.min_lr, warmup=warmup, decay=decay)

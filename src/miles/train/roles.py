@@ -1,6 +1,7 @@
-"""The door to a model in training: actor and reference are both behind it, whichever backend holds them.
+"""The doors to models in training, whichever backend holds them: one for actor and reference, one for the critic.
 
-``_T`` packed input tokens, ``L`` layers with experts, ``k`` experts a token, ``D`` hidden, ``V`` vocabulary.
+``_T`` packed input tokens, ``_R`` some of them, ``L`` layers with experts, ``k`` experts a token, ``D`` hidden,
+``V`` vocabulary.
 """
 
 from __future__ import annotations
@@ -24,22 +25,34 @@ class Read:
     replayed: Tensor | None = None
 
 
-class TrainModel(Protocol):
-    """A decoder that can be read through, differentiated and saved."""
+class Stored(Protocol):
+    """Live parameters that a checkpoint holds."""
 
     @property
     def device(self) -> torch.device: ...
-
-    @property
-    def softcap(self) -> float | None:
-        """What bounds the logits, if anything does."""
-        ...
 
     def parameters(self) -> Mapping[str, Tensor]:
         """The live parameters, by our names, a tied head once; updated in place, never exchanged.
 
         Those that do not require a gradient are part of the model but are not trained.
         """
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write a Hugging Face model into an existing folder."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Fill the live parameters with what ``save`` wrote into ``folder``."""
+        ...
+
+
+class TrainModel(Stored, Protocol):
+    """A decoder that can be read through, differentiated and saved."""
+
+    @property
+    def softcap(self) -> float | None:
+        """What bounds the logits, if anything does."""
         ...
 
     def read(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], replay_TLk: Tensor | None) -> Read:
@@ -50,10 +63,14 @@ class TrainModel(Protocol):
         """The output weight [V, D]."""
         ...
 
-    def save(self, folder: Path) -> None:
-        """Write a Hugging Face model into an existing folder."""
+
+class ValueModel(Stored, Protocol):
+    """A decoder with one number a token in place of logits."""
+
+    def values(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], at_R: Tensor) -> Tensor:
+        """What is expected after the input tokens ``at_R``, in float32; sequences as in ``TrainModel.read``."""
         ...
 
-    def load(self, folder: Path) -> None:
-        """Fill the live parameters with the Hugging Face model in ``folder``."""
+    def move(self, device: torch.device) -> None:
+        """Put the parameters on ``device``; they stay the same objects."""
         ...

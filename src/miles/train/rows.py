@@ -3,8 +3,8 @@
 Only what the loss needs goes in: a sample is cut after the last token that predicts a trained one,
 and a sample without a trained token is left out.
 
-``_S`` samples and ``_N`` tokens of the global batch; ``_T`` packed input tokens and ``_R`` trained
-tokens of the micro-batch; ``L`` layers with experts, ``k`` experts a token.
+``_S`` samples and ``_N`` tokens of the global batch; ``_T`` packed input tokens, ``_B`` samples and ``_R``
+trained tokens of the micro-batch; ``L`` layers with experts, ``k`` experts a token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from miles.algo.reduce import Reducer
+from miles.algo.reduce import Reducer, Weighted
 from miles.core.errors import MilesError
 from miles.core.types import Array, Sample
 
@@ -28,8 +28,10 @@ ROUTED = "routed_experts"
 class Rows:
     """One micro-batch. ``before_R`` says which input token predicts each trained token ``target_R``.
 
-    ``weight_R`` is what a token weighs in the mean over its global batch, ``oldest_R`` the stalest version
-    that wrote any trained token of its sample. In ``replay_TLk`` -1 leaves the choice to the router.
+    ``weight_R`` is what a token weighs in the loss of its global batch and ``mean_R`` what it weighs in a mean over
+    it, ``oldest_R`` the stalest version that wrote any trained token of its sample. ``sample_R`` ascends and says
+    which sample of the micro-batch a token is of; ``trained_B`` how many trained tokens each has, at least one.
+    In ``replay_TLk`` -1 leaves the choice to the router.
     """
 
     lengths: tuple[int, ...]
@@ -41,21 +43,30 @@ class Rows:
     advantage_R: Tensor
     oldest_R: Tensor
     weight_R: Tensor
+    mean_R: Tensor
+    sample_R: Tensor
+    trained_B: Tensor
     replay_TLk: Tensor | None
+
+    def layout(self) -> Weighted:
+        """The sums over its tokens that an objective may ask for."""
+        return Weighted(weight_R=self.weight_R, mean_R=self.mean_R, sample_R=self.sample_R, trained_S=self.trained_B)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flat:
     """A global batch laid end to end: sample s is ``start_S[s]`` onwards in every array.
 
-    The model reads its first ``length_S[s]`` tokens, none if nothing of it is trained; one of its
-    trained tokens weighs ``weight_S[s]`` in the mean, and ``oldest_S[s]`` is the stalest version that wrote one.
+    The model reads its first ``length_S[s]`` tokens, none if nothing of it is trained; one of its trained tokens
+    weighs ``weight_S[s]`` in the loss and ``mean_S[s]`` in a mean, and ``oldest_S[s]`` is the stalest version that
+    wrote one.
     """
 
     samples: Sequence[Sample]
     start_S: NDArray[np.int64]
     length_S: NDArray[np.int64]
     weight_S: NDArray[np.float64]
+    mean_S: NDArray[np.float64]
     oldest_S: NDArray[np.int32]
     tokens_N: NDArray[np.int32]
     mask_N: NDArray[np.bool_]
@@ -77,8 +88,11 @@ def trajectories_of(samples: Sequence[Sample]) -> list[list[Sample]]:
     return out
 
 
-def flatten(trajectories: Sequence[Sequence[Sample]], reducer: Reducer) -> Flat:
-    """Lay a global batch end to end; refuses what would poison the weights, by name."""
+def flatten(trajectories: Sequence[Sequence[Sample]], reducer: Reducer, mean: Reducer | None = None) -> Flat:
+    """Lay a global batch end to end; refuses what would poison the weights, by name.
+
+    ``reducer`` weighs the tokens in the loss and ``mean`` in metrics; None where the reducer is a mean itself.
+    """
     samples = [s for whole in trajectories for s in whole]
     sizes_S = np.array([len(s) for s in samples], np.int64)
     start_S = np.cumsum(sizes_S) - sizes_S
@@ -98,6 +112,7 @@ def flatten(trajectories: Sequence[Sequence[Sample]], reducer: Reducer) -> Flat:
         start_S=start_S,
         length_S=length_S,
         weight_S=reducer(counts)[whole_S],
+        mean_S=(mean or reducer)(counts)[whole_S],
         oldest_S=oldest_S,
         tokens_N=np.concatenate([s.tokens for s in samples]),
         mask_N=mask_N,
@@ -123,6 +138,7 @@ def rows_of(flat: Flat, chosen: Sequence[int], *, device: torch.device, replay: 
     token_T = places_T + np.repeat(flat.start_S[chosen], sizes)
     before_R = np.flatnonzero(flat.mask_N[token_T + 1])
     trained_R = token_T[before_R] + 1
+    sample_R = np.repeat(np.arange(len(chosen)), sizes)[before_R]
 
     def put(values: Array, dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(values).to(device=device, dtype=dtype)
@@ -135,8 +151,11 @@ def rows_of(flat: Flat, chosen: Sequence[int], *, device: torch.device, replay: 
         target_R=put(flat.tokens_N[trained_R], torch.int64),
         engine_logp_R=put(flat.logprobs_N[trained_R], torch.float32),
         advantage_R=put(flat.advantages_N[trained_R], torch.float32),
-        oldest_R=put(np.repeat(flat.oldest_S[chosen], sizes)[before_R], torch.int32),
-        weight_R=put(np.repeat(flat.weight_S[chosen], sizes)[before_R], torch.float32),
+        oldest_R=put(flat.oldest_S[chosen][sample_R], torch.int32),
+        weight_R=put(flat.weight_S[chosen][sample_R], torch.float32),
+        mean_R=put(flat.mean_S[chosen][sample_R], torch.float32),
+        sample_R=put(sample_R, torch.int64),
+        trained_B=put(np.bincount(sample_R, minlength=len(chosen)), torch.int64),
         replay_TLk=_replay([flat.samples[i] for i in chosen], sizes.tolist(), device) if replay else None,
     )
 

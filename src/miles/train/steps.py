@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from miles.algo.mismatch import gaps, mismatch
 from miles.algo.objective import Evidence, Objective
-from miles.algo.reduce import Weighted
 from miles.train.config import TrainConfig
 from miles.train.logits import logprobs
 from miles.train.pack import by_count, by_tokens
@@ -101,11 +101,14 @@ class Gradient:
         evidence = Evidence(
             logp_R=logp_R,
             old_logp_R=now_R if old_logp_R is None else old_logp_R,
+            engine_logp_R=rows.engine_logp_R,
             advantage_R=rows.advantage_R,
             entropy_R=entropy_R,
+            sample_R=rows.sample_R,
+            samples=len(rows.lengths),
             ref_logp_R=ref_logp_R,
         )
-        terms = self.objective(evidence, Weighted(weight_R=rows.weight_R))
+        terms = self.objective(evidence, rows.layout())
         terms.loss.backward()
         for name, part in terms.metrics.items():
             tally.add(name, part)
@@ -118,9 +121,14 @@ def parity(logp_R: Tensor, rows: Rows, version: int, tally: Tally) -> None:
     A token after one of older weights was sampled from a past that those had remembered: no one version gives its
     log-prob.
     """
-    fresh_R = rows.oldest_R == version
-    gap_R = torch.where(fresh_R, rows.engine_logp_R - logp_R, 0.0)
-    tally.add("parity_tokens", fresh_R.sum())
-    tally.add("parity_abs", gap_R.abs().sum())
-    tally.add("parity_sum", gap_R.sum())
-    tally.rise("parity_max_abs", gap_R.abs().max())
+    found = gaps(rows.engine_logp_R, logp_R, rows.oldest_R == version, rows.layout())
+    for name, value in found.sums.items():
+        tally.add(f"parity_{name}", value)
+    for name, value in found.most.items():
+        tally.rise(f"parity_{name}", value)
+
+
+def parity_metrics(tally: Tally) -> dict[str, float]:
+    """What the comparisons with the engine so far come to; empty where there was nothing to compare."""
+    totals = {name.removeprefix("parity_"): value for name, value in tally.floats().items()}
+    return {f"parity_{name}": value for name, value in mismatch(totals).items()}

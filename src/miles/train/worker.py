@@ -2,6 +2,8 @@
 
     batch -> global batches (one optimizer step each) -> micro-batches -> gradient -> update
 
+Where advantages need the whole batch, every token's log-probs and value are read, and judged, before the first update.
+
 Blocking work goes through ``run``; nothing else here waits.
 
 ``_R`` trained tokens of a micro-batch.
@@ -11,6 +13,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -18,18 +22,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from miles.algo.config import AlgoConfig
-from miles.algo.table import objective_of, reducer_of
+from miles.algo.config import WITH_CRITIC, AlgoConfig
+from miles.algo.corrections import finished
+from miles.algo.ladder import Rung, ladder_of
+from miles.algo.table import NO_PLUGS, Plugs, mean_of, objective_of, reducer_of
 from miles.cluster.local import Run
 from miles.core.errors import ParityError, UsageError
 from miles.core.types import Batch, Sample, StepReport, Version
 from miles.train import checkpoint
 from miles.train.config import TrainConfig
+from miles.train.corrector import Corrector, drifted, rung_metric
+from miles.train.critic import Critic
 from miles.train.optim import Optimizer
 from miles.train.rates import schedule_of
+from miles.train.returns import Judged, Known, returns_of
 from miles.train.roles import TrainModel
 from miles.train.rows import Flat, Rows, flatten, trajectories_of
-from miles.train.steps import Gradient, Reader, Tally, micro_batches, parity
+from miles.train.steps import Gradient, Reader, Tally, micro_batches, parity, parity_metrics
 
 
 class Worker:
@@ -37,7 +46,7 @@ class Worker:
 
     ``steps`` optimizer steps are made of each batch, ``updates`` in the whole run (schedules decay over
     them). The policy loss divides logits by ``temperature``, the one the engine samples at. ``reference`` is
-    what the KL is measured against.
+    what the KL is measured against. A ``critic`` learns from every batch too, at first perhaps alone.
     """
 
     def __init__(
@@ -51,7 +60,10 @@ class Worker:
         temperature: float,
         run: Run,
         reference: TrainModel | None = None,
+        critic: Critic | None = None,
+        plugs: Plugs = NO_PLUGS,
         version: Version | None = None,
+        parity_tolerance: float = 0.01,
         parity_stop: float | None = None,
         offload: bool = True,
         clock: Callable[[], float] = time.perf_counter,
@@ -60,40 +72,70 @@ class Worker:
             raise UsageError(f"--rollout-temperature {temperature} cannot be trained on: it must be above 0.")
         if algo.use_kl_loss and reference is None:
             raise UsageError("--use-kl-loss needs a reference model; give --ref-load or --hf-checkpoint.")
+        if algo.kl_coef and reference is None:
+            raise UsageError("--kl-coef needs a reference model; give --ref-load or --hf-checkpoint.")
         self.version = version or Version()
         self._actor, self._algo, self._train, self._run, self._clock = actor, algo, train, run, clock
         self._steps = steps
         self._parity_stop = parity_stop
+        ladder = ladder_of(tolerance=parity_tolerance, stop=parity_stop)
+        self._corrector = Corrector(algo=algo, ladder=ladder, own=plugs.correction)
         self._offload = offload and actor.device.type != "cpu"
-        self._reducer = reducer_of(algo)
-        self._policy_loss = algo.loss_type == "policy_loss"
+        self._reducer, self._mean = reducer_of(algo, plugs), mean_of(algo)
+        self._policy_loss = algo.loss_type != "sft_loss"
         self._reader = Reader(temperature=temperature if self._policy_loss else 1.0, chunk=train.log_probs_chunk_size)
-        self._gradient = Gradient(actor=actor, reference=reference, objective=objective_of(algo), reader=self._reader)
+        self._returns = returns_of(algo) if self._policy_loss else None
+        self._critic = critic
+        assert self._returns is None or critic or algo.advantage_estimator not in WITH_CRITIC, "no critic to ask"
+        self._alone = train.num_critic_only_steps * steps if critic is not None else 0
+        self._charged = reference if algo.kl_coef else None
+        in_loss = reference if algo.use_kl_loss or not algo.kl_coef else None
+        self._gradient = Gradient(
+            actor=actor, reference=in_loss, objective=objective_of(algo, plugs), reader=self._reader
+        )
         trained = {name: p for name, p in actor.parameters().items() if p.requires_grad}
-        self._optimizer = Optimizer(trained, train, schedule_of(train, updates=updates))
+        self._optimizer = Optimizer(trained, train, schedule_of(train, updates=max(1, updates - self._alone)))
 
     async def step(self, batch: Batch) -> StepReport:
         """Train on ``batch``; the report's version is the new one."""
         return await self._run(lambda: self._step(batch))
 
     async def save(self, folder: Path) -> None:
-        await self._run(lambda: checkpoint.save(folder, self._actor, self._optimizer, self.version))
+        await self._run(lambda: self._save(folder))
 
     async def load(self, folder: Path) -> None:
-        self.version = await self._run(lambda: checkpoint.load(folder, self._actor, self._optimizer))
+        self.version = await self._run(lambda: self._load(folder))
 
     async def sleep(self) -> None:
-        """Leave the accelerator to the engine: optimizer state to the host. Weights stay, as they may be shared."""
+        """Leave the accelerator to the engine: optimizer state and critic to the host.
+
+        The policy's weights stay, as they may be shared.
+        """
         if self._offload:
-            await self._run(lambda: self._optimizer.move(torch.device("cpu")))
+            await self._run(lambda: self._move(torch.device("cpu")))
 
     async def wake(self) -> None:
         if self._offload:
-            await self._run(lambda: self._optimizer.move(self._actor.device))
+            await self._run(lambda: self._move(self._actor.device))
 
     def weights(self) -> Mapping[str, Tensor]:
         """The live weights by our names: the next step changes them in place."""
         return {name: p.detach() for name, p in self._actor.parameters().items()}
+
+    def _save(self, folder: Path) -> None:
+        checkpoint.save(folder, self._actor, self._optimizer, self.version)
+        if self._critic is not None:
+            self._critic.save(folder, self.version)
+
+    def _load(self, folder: Path) -> Version:
+        if self._critic is not None:
+            self._critic.load(folder)
+        return checkpoint.load(folder, self._actor, self._optimizer)
+
+    def _move(self, device: torch.device) -> None:
+        self._optimizer.move(device)
+        if self._critic is not None:
+            self._critic.move(device)
 
     def _step(self, batch: Batch) -> StepReport:
         began = self._clock()
@@ -101,18 +143,44 @@ class Worker:
         replay = self._algo.use_rollout_routing_replay
         plan = [micro_batches(flat, self._train, device=self._actor.device, replay=replay) for flat in flats]
         packed = self._clock()
-        olds = self._old_logprobs(flats, plan)
+        alone = self._critic is not None and self._critic.updates < self._alone
+        olds = self._old_logprobs(flats, plan, alone=alone)
         looked = self._clock()
+        seconds = {"pack": packed - began, "old_logprobs": looked - packed}
+        judged, measured = self._judge(plan, olds)
+        if self._returns is not None:
+            seconds["returns"], looked = (now := self._clock()) - looked, now
         tally, floats = Tally(), []
         if batch.probe and self._policy_loss and not self._wrote(flats[0]):
             self._look_at(batch.probe, tally)
-        for number, (rows, old) in enumerate(zip(plan, olds, strict=True)):
-            floats.append(self._update(rows, old, tally, first=number == 0))
-        metrics = _means(floats) | _summed(tally.floats()) | _of_batch(flats)
+        rung = None if alone else self._choose(plan[0], olds[0], tally, stale=self._stale(flats))
+        for number, (part, old) in enumerate(zip(judged, olds, strict=True)):
+            learn = self._compare if alone else partial(self._update, rung=rung)
+            made = learn([j.rows for j in part], old, tally, first=number == 0)
+            floats.append(made if self._critic is None else made | self._critic.update(part))
+        metrics = _means(floats) | parity_metrics(tally) | rung_metric(rung) | _of_batch(flats) | measured
         metrics["micro_batches"] = float(sum(len(rows) for rows in plan))
         self.version = self.version.next()
-        seconds = {"pack": packed - began, "old_logprobs": looked - packed, "optimize": self._clock() - looked}
-        return StepReport(version=self.version, metrics=metrics, seconds=seconds)
+        return StepReport(version=self.version, metrics=metrics, seconds=seconds | {"optimize": self._clock() - looked})
+
+    def _judge(
+        self, plan: list[list[Rows]], olds: list[list[Tensor | None]]
+    ) -> tuple[list[list[Judged]], dict[str, float]]:
+        """The same rows with the advantages of the whole batch where they need it, and metrics of these."""
+        if self._returns is None:
+            return [[Judged(rows=rows) for rows in part] for part in plan], {}
+        known = [self._known(*pair) for pairs in zip(plan, olds, strict=True) for pair in zip(*pairs, strict=True)]
+        judged, measured = self._returns(known)
+        found = iter(judged)
+        return [[next(found) for _ in part] for part in plan], measured
+
+    def _known(self, rows: Rows, old_logp_R: Tensor | None) -> Known:
+        return Known(
+            rows=rows,
+            old_logp_R=old_logp_R,
+            ref_logp_R=None if self._charged is None else self._reader.frozen(self._charged, rows),
+            value_R=None if self._critic is None else self._critic.values(rows),
+        )
 
     def _global_batches(self, samples: Sequence[Sample]) -> list[Flat]:
         """What each optimizer step is made of; trajectories in order and whole."""
@@ -120,24 +188,30 @@ class Worker:
         size, rest = divmod(len(trajectories), self._steps)
         assert not rest and size, f"{len(trajectories)} trajectories cannot make {self._steps} equal global batches"
         starts = range(0, len(trajectories), size)
-        return [flatten(trajectories[start : start + size], self._reducer) for start in starts]
+        return [flatten(trajectories[start : start + size], self._reducer, self._mean) for start in starts]
 
-    def _old_logprobs(self, flats: Sequence[Flat], plan: list[list[Rows]]) -> list[list[Tensor | None]]:
-        """What the ratio compares with, micro-batch by micro-batch; None is the step's own forward.
+    def _old_logprobs(self, flats: Sequence[Flat], plan: list[list[Rows]], *, alone: bool) -> list[list[Tensor | None]]:
+        """What the ratio, or a KL in the reward, compares with, by micro-batch; None is the step's own forward.
 
         The trainer's own forward is the truer past of its own tokens. It cannot give the past of tokens
-        that older weights wrote, so a batch with such tokens takes the engine's word.
+        that older weights wrote, so a batch with such tokens takes the engine's word; unless what is corrected
+        is the very difference to the engine.
         """
         if not self._policy_loss:
             return [[None] * len(rows) for rows in plan]
         theirs = self._algo.use_rollout_logprobs
         if theirs is None:
-            theirs = any(bool((f.versions_N[f.mask_N] != self.version.number).any()) for f in flats)
+            theirs = not self._corrector.active and self._stale(flats)
         if theirs:
             return [[r.engine_logp_R for r in rows] for rows in plan]
-        if len(plan) == 1:
-            return [[None] * len(plan[0])]
+        unread = len(plan) == 1 and not self._corrector.looks_ahead
+        if self._charged is None and (unread or alone):
+            return [[None] * len(rows) for rows in plan]
         return [[self._reader.frozen(self._actor, r) for r in rows] for rows in plan]
+
+    def _stale(self, flats: Sequence[Flat]) -> bool:
+        """Did other weights than the present ones write any of the trained tokens?"""
+        return any(bool((f.versions_N[f.mask_N] != self.version.number).any()) for f in flats)
 
     def _wrote(self, flat: Flat) -> bool:
         """Did the present weights alone write any of its samples?"""
@@ -145,53 +219,62 @@ class Worker:
 
     def _look_at(self, samples: Sequence[Sample], tally: Tally) -> None:
         """Compare with the engine on rows that are not trained on: all of a batch's own may be older."""
-        flat = flatten([[s] for s in samples], self._reducer)
+        flat = flatten([[s] for s in samples], self._reducer, self._mean)
         replay = self._algo.use_rollout_routing_replay
         for rows in micro_batches(flat, self._train, device=self._actor.device, replay=replay):
             parity(self._reader.frozen(self._actor, rows), rows, self.version.number, tally)
 
-    def _update(self, plan: list[Rows], olds: list[Tensor | None], tally: Tally, *, first: bool) -> dict[str, float]:
-        step = Tally()
-        for rows, old_logp_R in zip(plan, olds, strict=True):
-            logp_R = self._gradient.accumulate(rows, old_logp_R, step)
-            if first:
-                parity(logp_R, rows, self.version.number, tally)
-        if first and self._parity_stop is not None:
-            self._refuse_to_drift(_summed(tally.floats()), self._parity_stop)
-        grad_norm, lr = self._optimizer.step()
-        return step.floats() | {"grad_norm": grad_norm, "lr": lr}
+    def _compare(self, plan: list[Rows], olds: list[Tensor | None], tally: Tally, *, first: bool) -> dict[str, float]:
+        """What is left of ``_update`` while the policy stays as it is: a look at engine and trainer."""
+        if first:
+            for rows in plan:
+                parity(self._reader.frozen(self._actor, rows), rows, self.version.number, tally)
+            self._refuse_to_drift(tally)
+        return {}
 
-    def _refuse_to_drift(self, seen: Mapping[str, float], limit: float) -> None:
+    def _choose(self, plan: list[Rows], olds: list[Tensor | None], tally: Tally, *, stale: bool) -> Rung | None:
+        """What the first global batch's parity calls for, where that decides how the loss is corrected."""
+        if not self._corrector.auto:
+            return None
+        for rows, old_logp_R in zip(plan, olds, strict=True):
+            assert old_logp_R is not None, "the parity of a batch was asked for before its log-probs were read"
+            parity(old_logp_R, rows, self.version.number, tally)
+        return self._corrector.choose(parity_metrics(tally), self.version.number, stale=stale)
+
+    def _update(
+        self, plan: list[Rows], olds: list[Tensor | None], tally: Tally, *, first: bool, rung: Rung | None
+    ) -> dict[str, float]:
+        step = Tally()
+        objective = self._corrector.judge(self._gradient.objective, rung, plan, olds)
+        gradient = replace(self._gradient, objective=objective)
+        for rows, old_logp_R in zip(plan, olds, strict=True):
+            logp_R = gradient.accumulate(rows, old_logp_R, step)
+            if first and rung is None:
+                parity(logp_R, rows, self.version.number, tally)
+        if first:
+            self._refuse_to_drift(tally)
+        grad_norm, lr = self._optimizer.step()
+        return finished(step.floats()) | {"grad_norm": grad_norm, "lr": lr}
+
+    def _refuse_to_drift(self, tally: Tally) -> None:
         """Stop before the weights change when engine and trainer disagree on what was sampled."""
+        limit = self._parity_stop
+        if limit is None:
+            return
+        seen = parity_metrics(tally)
         gap = seen.get("parity_mean_abs", 0.0)
         if not gap <= limit:
-            raise ParityError(
-                f"after version {self.version.number} engine and trainer log-probs differ by {gap:.2e} on average "
-                f"(largest {seen['parity_max_abs']:.2e}), above --parity-stop {limit:g}; the weights were not changed; "
-                "compare the two planes in float32, or raise --parity-stop"
-            )
+            raise ParityError(drifted(seen, self.version.number, limit))
 
 
 def _means(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Each metric's mean over optimizer steps; the learning rate's last value; shares out of counts."""
+    """Each metric's mean over optimizer steps; a learning rate's last value; shares out of counts."""
     names = dict.fromkeys(name for step in steps for name in step)
     out = {name: fmean(step[name] for step in steps if name in step) for name in names}
-    out["lr"] = steps[-1]["lr"]
+    out |= {name: steps[-1][name] for name in ("lr", "critic_lr") if name in steps[-1]}
     replayed = out.pop("routing_replayed", 0.0)
     flips = out.pop("routing_flips", 0.0)
     return out | ({"routing_flip_share": flips / replayed} if replayed else {})
-
-
-def _summed(sums: Mapping[str, float]) -> dict[str, float]:
-    tokens = sums.get("parity_tokens", 0.0)
-    if not tokens:
-        return {}
-    return {
-        "parity_mean_abs": sums["parity_abs"] / tokens,
-        "parity_max_abs": sums["parity_max_abs"],
-        "parity_k1": sums["parity_sum"] / tokens,
-        "parity_tokens": tokens,
-    }
 
 
 def _of_batch(flats: Sequence[Flat]) -> dict[str, float]:

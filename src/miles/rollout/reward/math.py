@@ -1,7 +1,7 @@
 """Is a mathematical answer the right one? Equality of normalised notation and of exact rational values.
 
-Whether two different formulas mean the same (``x(x+1)`` and ``x^2+x``) needs a computer algebra
-system; that is another matter, and here they differ.
+Most answers are decided here, for certain and at once. Whether two different formulas mean the same
+(``x(x+1)`` and ``x^2+x``) is left open, for the computer algebra system of ``symbolic``.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import re
 from fractions import Fraction
 
 from miles.rollout.reward.boxed import boxed
+from miles.rollout.reward.score import BadLabel, Metadata
 
-_LONGEST = 400  # characters: an answer that is longer is not one, and cost stays small whatever a policy writes
+LONGEST = 400  # characters: an answer that is longer is not one, and cost stays small whatever a policy writes
 _WORDS = r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)"
 _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)")
 _THOUSANDS = re.compile(r"([+-]?\d{1,3}(?:,\d{3})+)(\.\d+)?")
 _FRACTION = re.compile(r"([+-]?)\\frac\{([^{}]*)\}\{([^{}]*)\}")
+_REPEATING = re.compile(r"([+-]?)(\d*)\.(\d*)\\overline\{(\d+)\}")
 _MIXED = re.compile(r"([+-]?)(\d+)\\frac\{(\d+)\}\{(\d+)\}")
 _POWER_OF_TEN = re.compile(r"([+-]?[\d.]+)(?:\\times|\\cdot)10\^\{?([+-]?\d{1,3})\}?")
 _WITH_UNIT = re.compile(rf"(.+?){_WORDS}\{{[^{{}}]*\}}(?:\^\{{?\d\}}?)?", re.DOTALL)
@@ -36,30 +38,56 @@ _REWRITES = (
     (re.compile(r"\\(?:le|leq)(?![A-Za-z])"), r"\\leq"),
     (re.compile(r"\\(?:ge|geq)(?![A-Za-z])"), r"\\geq"),
     (re.compile(r"[−–]"), "-"),
+    (re.compile(r"π"), r"\\pi"),
+    (re.compile(r"∞"), r"\\infty"),
+    (re.compile(r"×"), r"\\times"),
+    (re.compile(r"≤"), r"\\leq"),
+    (re.compile(r"≥"), r"\\geq"),
 )
 
 
-def grade(reply: str, label: str) -> float:
-    r"""1 when the reply's last box holds the label's value; the label may be boxed or end in ``#### value``."""
-    answer = boxed(reply)
-    return 0.0 if answer is None else float(same(answer, truth(label)))
+def grade(reply: str, label: str, metadata: Metadata) -> float:
+    """1 when the reply's last box holds the label's value, as far as that can be told without algebra."""
+    pair = sides(reply, label)
+    return float(pair is not None and same(*pair))
+
+
+def sides(reply: str, label: str) -> tuple[str, str] | None:
+    r"""The reply's last box and the label's value, which may be boxed or end in ``#### value``; None without a box."""
+    wanted, answer = truth(label), boxed(reply)
+    return None if not answer else (answer, wanted)
 
 
 def truth(label: str) -> str:
     """The value a label states."""
     inside = boxed(label)
-    return label.rpartition("####")[2] if inside is None else inside
+    value = (label.rpartition("####")[2] if inside is None else inside).strip()
+    if not value:
+        raise BadLabel(f"the label {label!r} states no value")
+    return value
 
 
 def same(one: str, other: str) -> bool:
-    r"""Do two answers agree?
+    r"""Do two answers agree for certain?
 
     >>> same(r"\dfrac12", "0.5"), same("(1, 2)", "(1,2.0)"), same("x+1", "1+x")
     (True, True, False)
     """
-    if max(len(one), len(other)) > _LONGEST:
+    return compare(one, other) is True
+
+
+def compare(one: str, other: str) -> bool | None:
+    r"""Whether two answers agree, or None when only algebra can tell.
+
+    >>> compare("0.5", r"\frac12"), compare("2", "3"), compare("x+1", "1+x")
+    (True, False, None)
+    """
+    if max(len(one), len(other)) > LONGEST:
         return one.strip() == other.strip()
-    return _equal(normalise(one), normalise(other))
+    left, right = normalise(one), normalise(other)
+    if "%" in one + other and _differ_by_percent(one, left, other, right):
+        return True
+    return _equal(left, right)
 
 
 def normalise(answer: str) -> str:
@@ -79,6 +107,8 @@ def number(text: str) -> Fraction | None:
         text = thousands[1].replace(",", "") + (thousands[2] or "")
     if _NUMBER.fullmatch(text):
         return Fraction(text)
+    if repeating := _REPEATING.fullmatch(text):
+        return _repeating(*repeating.groups())
     if mixed := _MIXED.fullmatch(text):
         sign, whole, above, below = mixed.groups()
         rest = _ratio(above, below)
@@ -93,32 +123,62 @@ def number(text: str) -> Fraction | None:
     return _ratio(above, below) if slash else None
 
 
+def _repeating(sign: str, whole: str, fixed: str, cycle: str) -> Fraction:
+    """The value of a decimal whose last digits repeat for ever."""
+    once = Fraction(int(cycle), 10 ** len(fixed) * (10 ** len(cycle) - 1))
+    value = Fraction(f"{whole or 0}.{fixed or 0}") + once
+    return -value if sign == "-" else value
+
+
 def _ratio(above: str, below: str) -> Fraction | None:
     if not _NUMBER.fullmatch(above) or not _NUMBER.fullmatch(below) or Fraction(below) == 0:
         return None
     return Fraction(above) / Fraction(below)
 
 
-def _equal(one: str, other: str) -> bool:
-    if one == other or (min(len(one), len(other)) > 1 and one.isalpha() and one.casefold() == other.casefold()):
+def _differ_by_percent(one: str, left: str, other: str, right: str) -> bool:
+    """Whether one is a percentage and the other the share it stands for: 50% is 0.5, and it is 50 too."""
+    percent, plain = (left, right) if "%" in one else (right, left)
+    a, b = number(percent), number(plain)
+    return ("%" in one) != ("%" in other) and a is not None and b is not None and a == 100 * b
+
+
+def _equal(one: str, other: str) -> bool | None:
+    if one == other:
         return True
+    if one.isalpha() and other.isalpha():  # words, or single letters whose case matters
+        return min(len(one), len(other)) > 1 and one.casefold() == other.casefold()
     a, b = number(one), number(other)
     if a is not None and b is not None:
         return a == b
-    (left, *brackets), (right, *others) = _parts(one), _parts(other)
-    if brackets != others or len(left) != len(right) or (len(left) < 2 and not brackets[0]):
+    (left, opens, closes), (right, *others) = _parts(one), _parts(other)
+    if (opens and others[0] and [opens, closes] != others) or (
+        len(left) != len(right) and min(map(len, (left, right))) > 1
+    ):
         return False
-    return _same_set(left, right) if brackets == ["{", "}"] else all(map(_equal, left, right))
+    kinds = {opens + closes, "".join(others)}
+    if kinds <= {"", "{}"} and (kinds != {""} or len(left) > 1):
+        return _same_set(left, right)
+    return _all_same(left, right) if len(kinds) == 1 and len(left) == len(right) > 1 else None
 
 
-def _same_set(left: list[str], right: list[str]) -> bool:
-    rest = list(right)
+def _all_same(left: list[str], right: list[str]) -> bool | None:
+    verdicts = [_equal(a, b) for a, b in zip(left, right, strict=True)]
+    return False if False in verdicts else None if None in verdicts else True
+
+
+def _same_set(left: list[str], right: list[str]) -> bool | None:
+    """Whether each has its twin; open while a pair is that might be one."""
+    rest, left_over = list(right), []
     for value in left:
         twin = next((at for at, candidate in enumerate(rest) if _equal(value, candidate)), None)
         if twin is None:
-            return False
-        del rest[twin]
-    return True
+            left_over.append(value)
+        else:
+            del rest[twin]
+    if not left_over and not rest:
+        return True
+    return None if any(_equal(a, b) is None for a in left_over for b in rest) else False
 
 
 def _rewritten(text: str) -> str:
@@ -136,11 +196,21 @@ def _unwrapped(text: str) -> str:
 
 def _parts(text: str) -> tuple[list[str], str, str]:
     r"""The comma-separated values of a tuple, interval, set or list, and the brackets around them."""
-    if text.startswith(r"\{") and text.endswith(r"\}"):
+    if text.startswith(r"\{") and text.endswith(r"\}") and r"\}" not in text[:-2]:
         return _split(text[2:-2]), "{", "}"
-    if len(text) > 2 and text[0] in "([" and text[-1] in ")]":
+    if len(text) > 2 and text[0] in "([" and text[-1] in ")]" and _is_enclosed(text) and len(_split(text[1:-1])) > 1:
         return _split(text[1:-1]), text[0], text[-1]
     return _split(text), "", ""
+
+
+def _is_enclosed(text: str) -> bool:
+    """Whether the first bracket closes at the end; an interval's two brackets may differ."""
+    depth = 0
+    for at, char in enumerate(text):
+        depth += (char in "([{") - (char in ")]}")
+        if depth == 0:
+            return at == len(text) - 1
+    return False
 
 
 def _split(text: str) -> list[str]:

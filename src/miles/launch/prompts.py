@@ -1,0 +1,59 @@
+"""The prompts of a run: read, made to fit, and put in the order the flags ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Sized
+
+from miles.core.protocols import Journal
+from miles.core.types import Prompt
+from miles.launch.config import Config
+from miles.plug import points
+from miles.rollout.curriculum import CurriculumSource, Overheard
+from miles.rollout.mixture import MixedSource, Part, fit_parts, read_parts, source_of
+from miles.rollout.source import Dataset, FileSource, read_dataset
+
+AnySource = FileSource | MixedSource | CurriculumSource
+
+
+def training_parts(config: Config, render: Callable[[Prompt], Sized], limit: int | None) -> tuple[Part, ...]:
+    """Every entry of ``--prompt-data``, without the prompts that ``render`` to more than ``limit`` tokens."""
+    r = config.rollout
+    parts = read_parts(
+        r.prompt_data,
+        input_key=r.input_key,
+        label_key=r.label_key,
+        metadata_key=r.metadata_key,
+        skip_bad_rows=r.skip_bad_rows,
+    )
+    return fit_parts(parts, render, limit)
+
+
+def held_out_set(path: str, config: Config) -> Dataset:
+    """One set of ``--eval-prompt-data``."""
+    r = config.rollout
+    return read_dataset(
+        path,
+        input_key=r.eval_input_key or r.input_key,
+        label_key=r.eval_label_key or r.label_key,
+        metadata_key=r.metadata_key,
+        skip_bad_rows=r.skip_bad_rows,
+    )
+
+
+def source_for(config: Config, parts: Sequence[Part]) -> AnySource:
+    """In their order, shuffled, mixed by weight, or as the curriculum says."""
+    r = config.rollout
+    if r.curriculum_path is None:
+        return source_of(parts, shuffle=r.rollout_shuffle, seed=r.rollout_seed)
+    curriculum = points.CURRICULUM.load(r.curriculum_path)
+    return CurriculumSource(parts, curriculum, shuffle=r.rollout_shuffle, seed=r.rollout_seed)
+
+
+def journal_for(source: AnySource, journal: Journal) -> Journal:
+    """The journal, overheard by a source that goes by what happens."""
+    return Overheard(journal, source) if isinstance(source, CurriculumSource) else journal
+
+
+def notes_of(parts: Sequence[Part]) -> tuple[str, ...]:
+    """What a user should know of how the parts were read."""
+    return tuple(part.dataset.note for part in parts if part.dataset.note)

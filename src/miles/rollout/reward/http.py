@@ -1,0 +1,75 @@
+"""Ask a server: JSON over HTTP POST, a few requests at once, repeated when they fail, never for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+
+from miles.rollout.reward.means import Server
+from miles.rollout.reward.score import GradingError, Refused
+
+_LONGEST_ANSWER = 16 << 20  # bytes
+_WORTH_REPEATING = frozenset({408, 425, 429, 500, 502, 503, 504})
+
+
+class Client:
+    """Posts to one server. It belongs to the event loop it is first used in, and starts anew in another."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._http: httpx.AsyncClient
+        self._free: asyncio.Semaphore
+
+    async def post(self, path: str, body: Any) -> Any:
+        """The answer's JSON; ``GradingError`` when it has not come after every repetition."""
+        if asyncio.get_running_loop() is not self._loop:
+            self._open()
+        pause = self._server.pause
+        for left in range(self._server.retries, -1, -1):
+            try:
+                async with self._free, asyncio.timeout(self._server.seconds):
+                    return await self._once(self._server.url.rstrip("/") + path, body)
+            except (httpx.HTTPError, TimeoutError, ValueError) as error:
+                if left == 0:
+                    raise GradingError(f"{self._server.url}{path} {_said(error, self._server.seconds)}") from error
+            await asyncio.sleep(pause)
+            pause *= 2
+        raise AssertionError("the last try returns or raises")
+
+    def _open(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        token = self._server.token
+        headers: Mapping[str, str] = {} if token is None else {"Authorization": f"Bearer {token}"}
+        limits = httpx.Limits(max_connections=self._server.concurrency)
+        # The user named the server; a proxy in the environment is for other traffic.
+        self._http = httpx.AsyncClient(headers=headers, timeout=None, limits=limits, trust_env=False)
+        self._free = asyncio.Semaphore(self._server.concurrency)
+
+    async def _once(self, url: str, body: Any) -> Any:
+        async with self._http.stream("POST", url, json=body) as response:
+            read = bytearray()
+            async for piece in response.aiter_bytes():
+                read += piece
+                if len(read) > _LONGEST_ANSWER:
+                    raise Refused(f"{url} answered with more than {_LONGEST_ANSWER >> 20} MiB")
+        if response.status_code in _WORTH_REPEATING:
+            response.raise_for_status()
+        if not response.is_success:
+            said = bytes(read[:200]).decode(errors="replace").strip()
+            raise Refused(f"{url} answered with status {response.status_code} ({said})")
+        return json.loads(bytes(read))
+
+
+def _said(error: Exception, seconds: float) -> str:
+    if isinstance(error, httpx.HTTPStatusError):
+        return f"answered with status {error.response.status_code}"
+    if isinstance(error, TimeoutError):
+        return f"did not answer within {seconds:g} s"
+    if isinstance(error, ValueError):
+        return "answered with something that is not JSON"
+    return f"could not be asked ({type(error).__name__}: {error})"

@@ -1,0 +1,38 @@
+"""A user's own mathematics: what an attempt is worth, its rows, the loss and its average."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from miles.algo.credit import rows_of
+from miles.algo.objective import Evidence, Terms
+from miles.algo.reduce import Layout
+from miles.core.types import Author, Group, Sample
+
+
+def best_of_all(group: Group) -> list[float]:
+    """Only the best attempts are learned from."""
+    best = max(group.rewards)
+    return [float(reward == best) for reward in group.rewards]
+
+
+def first_token_only(group: Group) -> list[Sample]:
+    """Rows in which only the first token an attempt wrote is trained on."""
+    rows = []
+    for trajectory, reward in zip(group.trajectories, group.rewards, strict=True):
+        (row,) = rows_of(group.prompt.id, trajectory, worth=reward, trained=Author.POLICY)
+        rows.append(replace(row, mask=row.mask & (np.cumsum(row.mask) == 1)))
+    return rows
+
+
+def likelihood(evidence: Evidence, layout: Layout) -> Terms:
+    """A plain policy gradient."""
+    loss = layout.reduce(-evidence.advantage_R * evidence.logp_R)
+    return Terms(loss=loss, metrics={"loss": loss.detach()})
+
+
+def by_length(counts_N: Sequence[int]) -> NDArray[np.float64]:
+    """A trajectory weighs as the root of its length."""
+    return np.array([1 / (max(n, 1) ** 0.5 * len(counts_N)) for n in counts_N])
