@@ -20,6 +20,7 @@ from miles.algo.credit import (
     max_likelihood,
     optimal_baseline,
     rows_of,
+    unrewarded,
 )
 from miles.algo.length import Overlong
 from miles.algo.table import ALGORITHMS, compare_of, credit_of
@@ -176,6 +177,7 @@ def test_the_estimator_sets_the_comparison_and_a_knob_leaves_the_deviation_out()
         "reinforce_plus_plus": as_earned,
         "reinforce_plus_plus_baseline": centred,
         "ppo": as_earned,
+        "on_policy_distillation": unrewarded,
     }
     for name in ("grpo", "gspo", "cispo"):
         assert compare_of(AlgoConfig(advantage_estimator=name)) is group_relative

@@ -36,7 +36,7 @@ WRONG: list[tuple[str, list[str]]] = [
         "--advantage-estimator best",
         [
             "--advantage-estimator takes one of grpo, gspo, cispo, rloo, maxrl, opo, reinforce_plus_plus, "
-            "reinforce_plus_plus_baseline, ppo, not 'best'."
+            "reinforce_plus_plus_baseline, ppo, on_policy_distillation, not 'best'."
         ],
     ),
     (

@@ -1,6 +1,8 @@
 """Knobs of the mathematics: how rewards become gradients."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from miles.config.knob import knob
@@ -9,6 +11,16 @@ TOKEN_RETURNS = frozenset({"reinforce_plus_plus", "reinforce_plus_plus_baseline"
 """Estimators whose advantages are reckoned token by token in the trainer, over all of a step's batch."""
 WITH_CRITIC = frozenset({"ppo"})
 """Estimators that take a critic's values."""
+DEFAULT_TEACHER = "default"
+"""The name of the teacher of prompts that name none."""
+UNREWARDED = "on_policy_distillation"
+"""The estimator that learns from a teacher alone: rewards are measured, where there are any, and not learnt from."""
+GIVEN: Mapping[str, str] = MappingProxyType(
+    {"sft_loss": "demonstrations", "dpo_loss": "pairs of replies", "rm_loss": "pairs of replies"}
+)
+"""Losses over replies that the data gives, and what such a row is: nothing is sampled, scored or compared."""
+PAIRED = frozenset({"dpo_loss", "rm_loss"})
+"""Those of them whose rows are pairs of a chosen and a rejected reply."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,10 +37,18 @@ class AlgoConfig:
         "reinforce_plus_plus",
         "reinforce_plus_plus_baseline",
         "ppo",
+        "on_policy_distillation",
     ] = knob("grpo", "The algorithm: how rewards become advantages, and how these become a gradient.")
-    loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = knob(
+    loss_type: Literal["policy_loss", "sft_loss", "dpo_loss", "rm_loss", "custom_loss"] = knob(
         "policy_loss",
-        "What is minimised: a policy loss, the negative log-likelihood of demonstrations, or a plug of your own.",
+        "What is minimised: a policy loss, the negative log-likelihood of demonstrations, the DPO loss of pairs of "
+        "replies, the Bradley-Terry loss of a reward model over such pairs, or a plug of your own.",
+    )
+    dpo_beta: float = knob(
+        0.1, "How strongly dpo_loss holds the policy to the reference: the scale of a reply's implicit reward."
+    )
+    dpo_label_smoothing: float = knob(
+        0.0, "Probability with which dpo_loss takes a pair to be the wrong way round.", unit="share"
     )
     custom_loss_function_path: str | None = knob(
         None, "Plug that is minimised with --loss-type custom_loss (see algo.objective.Objective)."
@@ -126,6 +146,20 @@ class AlgoConfig:
         "Leave a whole sample out when any of its tokens has a ratio of trainer to engine below this.",
         unit="ratio",
     )
+    use_opd: bool = knob(False, "Also learn from a teacher that scores the very tokens the policy drew: distillation.")
+    opd_kl_coef: float = knob(1.0, "Weight of the reverse KL from the teacher, beside what rewards are worth.")
+    opd_log_prob_top_k: int = knob(
+        0,
+        "Tokens over which the reverse KL from the teacher is exact and in the loss, all others being one; -1 for the "
+        "whole vocabulary, 0 to judge only the drawn token, in its advantage.",
+        unit="N",
+    )
+    opd_top_k_strategy: Literal["only-student", "only-teacher", "intersection", "union", "xor"] = knob(
+        "only-student", "Whose most likely tokens --opd-log-prob-top-k looks at one by one."
+    )
+    opd_teacher_key: str = knob(
+        "opd_teacher", "Key of a prompt's metadata that names its teacher, one of --opd-teachers."
+    )
     calculate_per_token_loss: bool = knob(
         False, "Weigh every trained token of a global batch alike, and not every trajectory."
     )
@@ -138,3 +172,9 @@ class AlgoConfig:
     use_rollout_routing_replay: bool = knob(
         False, "Route the tokens of a mixture-of-experts model in training as the engine routed them."
     )
+
+
+def distils(config: AlgoConfig) -> bool:
+    """Does a teacher score what the policy wrote?"""
+    asked = config.use_opd or config.advantage_estimator == UNREWARDED
+    return asked and config.loss_type not in GIVEN

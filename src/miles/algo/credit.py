@@ -100,6 +100,15 @@ def as_earned(reward_I: Floats64, length_I: Floats64) -> Floats64:
     return reward_I
 
 
+def unrewarded(reward_I: Floats64, length_I: Floats64) -> Floats64:
+    """0 whatever was earned, where a teacher alone is learned from.
+
+    >>> unrewarded(np.array([1.0, 0.0]), np.ones(2)).tolist()
+    [0.0, 0.0]
+    """
+    return 0 * reward_I
+
+
 def _differ(reward_I: Floats64) -> bool:
     return len(reward_I) > 1 and bool(np.ptp(reward_I) > 0)
 

@@ -85,6 +85,10 @@ class Layout(Protocol):
         """The mean over the trained tokens of its sample, given back to each of them; differentiable."""
         ...
 
+    def sum_of_pair(self, x_R: Tensor) -> Tensor:
+        """The sum over the trained tokens of its pair of samples (0 and 1, 2 and 3, ...), given back to each."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weighted:
@@ -110,6 +114,9 @@ class Weighted:
 
     def mean_of_sample(self, x_R: Tensor) -> Tensor:
         return self.sum_of_sample(x_R) / self.trained_S[self.sample_R]
+
+    def sum_of_pair(self, x_R: Tensor) -> Tensor:
+        return _SumOfSample.apply(x_R, self.sample_R // 2, self.trained_S.view(-1, 2).sum(1))
 
 
 class _SumOfSample(torch.autograd.Function):

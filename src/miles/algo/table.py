@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from miles.algo.config import WITH_CRITIC, AlgoConfig
+from miles.algo.config import PAIRED, WITH_CRITIC, AlgoConfig
 from miles.algo.corrections import BOUNDINGS, LEVELS, correction_of
 from miles.algo.credit import (
     Checked,
@@ -23,7 +23,9 @@ from miles.algo.credit import (
     leave_one_out,
     max_likelihood,
     optimal_baseline,
+    unrewarded,
 )
+from miles.algo.distill import TOKEN_SETS, Routed
 from miles.algo.kl import k1, k2, k3, low_var_kl
 from miles.algo.ladder import Mode
 from miles.algo.length import Overlong
@@ -40,6 +42,7 @@ from miles.algo.objective import (
     clipped_surrogate,
     weighted_likelihood,
 )
+from miles.algo.preference import BradleyTerry, Paired, PreferenceLoss
 from miles.algo.ratio import sequence_ratio, token_ratio
 from miles.algo.reduce import Constant, Reducer, per_token, per_trajectory
 from miles.algo.returns import Estimator, Gae, TokenReturns
@@ -66,6 +69,7 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     "reinforce_plus_plus": Algorithm(compare=as_earned),
     "reinforce_plus_plus_baseline": Algorithm(compare=centred),
     "ppo": Algorithm(compare=as_earned),
+    "on_policy_distillation": Algorithm(compare=unrewarded),
 }
 ESTIMATORS: Mapping[str, Callable[..., Estimator]] = {
     "reinforce_plus_plus": TokenReturns,
@@ -82,18 +86,27 @@ TABLES: Mapping[str, Mapping[str, Any]] = {
         "maxrl": max_likelihood,
         "opo": optimal_baseline,
         "as_earned": as_earned,
+        "unrewarded": unrewarded,
         "roles": Compared,
         "sft": Supervised,
+        "dpo": Paired,
     },
     "estimator": ESTIMATORS,
     "ratio": {"token": token_ratio, "sequence": sequence_ratio},
     "surrogate": {"clipped": clipped_surrogate, "cispo": weighted_likelihood},
     "divergence": DIVERGENCES,
-    "objective": {"policy_loss": PolicyLoss, "sft_loss": SupervisedLoss},
+    "objective": {
+        "policy_loss": PolicyLoss,
+        "sft_loss": SupervisedLoss,
+        "dpo_loss": PreferenceLoss,
+        "rm_loss": BradleyTerry,
+    },
     "mask": {"opsm": OffPolicySequences},
     "correction level": LEVELS,
     "correction": {str(mode): bounding for mode, bounding in BOUNDINGS.items()},
     "length": {"overlong": Overlong},
+    "token set": TOKEN_SETS,
+    "teacher": {"routed": Routed},
     "reducer": {"per_trajectory": per_trajectory, "per_token": per_token, "constant": Constant},
 }
 """Every function a name stands for, by kind."""
@@ -120,6 +133,8 @@ def credit_of(
     """
     if config.loss_type == "sft_loss":
         return Supervised()
+    if config.loss_type in PAIRED:
+        return Paired()
     if credit is not None:
         return Checked(credit=credit)
     buffer, factor = config.overlong_buffer_len, config.overlong_penalty_factor
@@ -139,6 +154,9 @@ def objective_of(config: AlgoConfig, plugs: Plugs = NO_PLUGS, mode: Mode | None 
     """What is minimised; ``mode`` is how the importance weights are bounded where the measured parity decides it."""
     if config.loss_type == "sft_loss":
         return SupervisedLoss()
+    assert config.loss_type != "rm_loss", "a reward model has a trainer of its own"
+    if config.loss_type == "dpo_loss":
+        return PreferenceLoss(beta=config.dpo_beta, smoothing=config.dpo_label_smoothing)
     if config.loss_type == "custom_loss":
         assert plugs.objective is not None, "a custom loss was loaded where the run was wired"
         return plugs.objective

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
+from miles.algo.config import GIVEN, PAIRED
 from miles.launch.config import Config
 
 
@@ -34,7 +35,7 @@ def a_loss_of_ones_own_sets_its_own_terms(c: Config) -> Iterator[str]:
 
 def supervised_training_weighs_no_attempts(c: Config) -> Iterator[str]:
     a = c.algo
-    if a.loss_type != "sft_loss":
+    if a.loss_type not in GIVEN:
         return
     idle = {
         "--advantage-role-key": a.advantage_role_key is not None,
@@ -44,7 +45,42 @@ def supervised_training_weighs_no_attempts(c: Config) -> Iterator[str]:
         "--use-opsm": a.use_opsm,
     }
     for flag in (flag for flag, given in idle.items() if given):
-        yield f"--loss-type sft_loss learns from demonstrations, where {flag} means nothing; leave it out."
+        yield f"--loss-type {a.loss_type} learns from {GIVEN[a.loss_type]}, where {flag} means nothing; leave it out."
+
+
+def pairs_are_named_where_they_are_read(c: Config) -> Iterator[str]:
+    a, r = c.algo, c.rollout
+    if a.loss_type in PAIRED:
+        if r.chosen_key == r.rejected_key:
+            yield f"--chosen-key and --rejected-key are both {r.chosen_key}, and a pair is two replies; name another."
+    elif r.chosen_key != "chosen" or r.rejected_key != "rejected":
+        flag = "--chosen-key" if r.chosen_key != "chosen" else "--rejected-key"
+        yield f"{flag} does nothing without --loss-type dpo_loss or rm_loss; add one of them."
+    if a.loss_type != "dpo_loss":
+        idle = {"--dpo-beta": a.dpo_beta != 0.1, "--dpo-label-smoothing": a.dpo_label_smoothing > 0}
+        for flag in (flag for flag, given in idle.items() if given):
+            yield f"{flag} does nothing without --loss-type dpo_loss; add that."
+
+
+def a_reward_model_answers_no_prompts(c: Config) -> Iterator[str]:
+    if c.algo.loss_type == "rm_loss" and c.rollout.eval_prompt_data:
+        yield "--loss-type rm_loss trains a model that scores and never answers; leave --eval-prompt-data out."
+
+
+def pairs_are_weighed_alike_and_kept_whole(c: Config) -> Iterator[str]:
+    a, size = c.algo, c.train.micro_batch_size
+    if a.loss_type not in PAIRED:
+        return
+    ways = {
+        "--calculate-per-token-loss": a.calculate_per_token_loss,
+        "--constant-loss-length": a.constant_loss_length is not None,
+        "--custom-pg-loss-reducer-function-path": a.custom_pg_loss_reducer_function_path is not None,
+        "--entropy-coef": a.entropy_coef > 0,
+    }
+    for flag in (flag for flag, given in ways.items() if given):
+        yield f"--loss-type {a.loss_type} is the mean over pairs, where {flag} has no place; leave it out."
+    if size is not None and size % 2 and not c.train.use_dynamic_batch_size:
+        yield f"--micro-batch-size {size} would tear a pair of replies apart; make it even."
 
 
 def a_loss_is_averaged_one_way(c: Config) -> Iterator[str]:
@@ -104,6 +140,9 @@ ALGORITHM: tuple[Callable[[Config], Iterator[str]], ...] = (
     a_loss_of_ones_own_is_named_and_asked_for,
     a_loss_of_ones_own_sets_its_own_terms,
     supervised_training_weighs_no_attempts,
+    pairs_are_named_where_they_are_read,
+    a_reward_model_answers_no_prompts,
+    pairs_are_weighed_alike_and_kept_whole,
     a_loss_is_averaged_one_way,
     attempts_are_valued_one_way,
     roles_are_for_attempts_that_are_compared,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from types import MappingProxyType
 
-from miles.algo.config import AlgoConfig
+from miles.algo.config import UNREWARDED, AlgoConfig, distils
 from miles.algo.ladder import Mode, bounds_of, corrects
 from miles.config.help import shown
 from miles.launch.config import Config
@@ -33,14 +33,38 @@ def objective(config: Config, plan: Plan) -> str:
     mean = _mean(a, plan.global_batch_size)
     if a.loss_type == "sft_loss":
         return f"maximise {mean} of log π(token)"
+    if a.loss_type == "rm_loss":
+        return (
+            f"maximise mean over {plan.global_batch_size} pairs of log σ(score of the chosen − score of the rejected)"
+        )
+    if a.loss_type == "dpo_loss":
+        return _preference(a, plan.global_batch_size)
     if a.loss_type == "custom_loss":
-        return f"minimise {a.custom_loss_function_path}, where a mean is the {mean}; {_advantage(config)}"
+        also = f", plus {mean} of {_taught(a)}" if distils(a) and a.opd_log_prob_top_k else ""
+        return f"minimise {a.custom_loss_function_path}, where a mean is the {mean}{also}; {_advantage(config)}"
     policy = "".join([*_weights(a), _surrogate(a)])
     kl = f" − {shown(a.kl_loss_coef)}·{_divergence(a)}" if a.use_kl_loss else ""
     entropy = f" + {shown(a.entropy_coef)}·H(π)" if a.entropy_coef else ""
-    terms = f"[{policy}{kl}{entropy}]" if kl or entropy else policy
+    taught = f" − {_taught(a)}" if distils(a) and a.opd_log_prob_top_k else ""
+    terms = f"[{policy}{kl}{entropy}{taught}]" if kl or entropy or taught else policy
     ratio = _RATIO.get(a.advantage_estimator, "ρ = π/π_old")
     return "; ".join([f"maximise {mean} of {terms}", f"{ratio}, {_advantage(config)}", *_meanings(a)])
+
+
+def _preference(a: AlgoConfig, size: int) -> str:
+    margin = f"m = {shown(a.dpo_beta)}·(Σ log π/π_ref over the chosen reply − Σ log π/π_ref over the rejected one)"
+    likely = "log σ(m)"
+    if a.dpo_label_smoothing:
+        right, wrong = shown(1 - a.dpo_label_smoothing), shown(a.dpo_label_smoothing)
+        likely = f"{right}·log σ(m) + {wrong}·log σ(−m)"
+    return f"maximise mean over {size} pairs of {likely}; {margin}"
+
+
+def _taught(a: AlgoConfig) -> str:
+    """The reverse KL from the teacher, where it is a term of its own."""
+    k = a.opd_log_prob_top_k
+    over = "the vocabulary" if k < 0 else f"the top {k} ({a.opd_top_k_strategy}) and all others as one"
+    return f"{shown(a.opd_kl_coef)}·KL(π ‖ π_teacher) over {over}"
 
 
 def _mean(a: AlgoConfig, size: int) -> str:
@@ -115,6 +139,8 @@ def _advantage(config: Config) -> str:
         told = f"A = GAE(γ {shown(a.gamma)}, λ {shown(a.lambd)}) of r and the critic's V, {_token_reward(config)}"
     if a.normalize_advantages:
         told += ", A shifted and scaled to mean 0 and deviation 1 over the batch"
+    if distils(a) and not a.opd_log_prob_top_k:
+        told += f", then A + {shown(a.opd_kl_coef)}·(log π_teacher − log π_old)"
     if a.overlong_buffer_len is not None:
         start = config.rollout.rollout_max_response_len - a.overlong_buffer_len
         told += f", R less {shown(a.overlong_penalty_factor)}·clip((length − {start}) / {a.overlong_buffer_len}, 0, 1)"
@@ -136,6 +162,8 @@ def _worth(config: Config) -> str:
         return f"{a.custom_reward_post_process_path}(R)"
     if a.advantage_estimator in ("reinforce_plus_plus", "ppo"):
         return "R"
+    if a.advantage_estimator == UNREWARDED:
+        return "0"
     grpo = "(R − mean R) / std R" if a.grpo_std_normalization else "R − mean R"
     side = "" if a.advantage_role_key is None else f" that have its {a.advantage_role_key}"
     over = f"over the {config.rollout.n_samples_per_prompt} attempts at a prompt{side}"

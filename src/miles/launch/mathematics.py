@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from miles.algo.config import distils
+from miles.algo.distill import Routed
 from miles.algo.table import Plugs, credit_of
 from miles.core.protocols import Credit
 from miles.launch.config import Config
+from miles.launch.plan import teacher_folders
 from miles.plug.points import CORRECTION, CREDIT, OBJECTIVE, REDUCER, WORTH, Point
 
 
@@ -23,12 +26,15 @@ def plugs_of(config: Config) -> Plugs:
 def credit_for(config: Config) -> Credit:
     """How this run's scored groups become training rows."""
     a = config.algo
-    return credit_of(
+    credit = credit_of(
         a,
         response_limit=config.rollout.rollout_max_response_len,
         worth=_own(WORTH, a.custom_reward_post_process_path),
         credit=_own(CREDIT, a.custom_convert_samples_to_train_data_path),
     )
+    if distils(a) and config.train.opd_teachers:
+        return Routed(credit=credit, names=tuple(teacher_folders(config)), key=a.opd_teacher_key)
+    return credit
 
 
 def _own(point: Point, path: str | None) -> Any:

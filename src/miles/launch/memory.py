@@ -38,11 +38,9 @@ def shares_of(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Share, ...
         Share(name="weights", bytes=weights, note=dtype),
         Share(name="gradients", bytes=gradient_bytes(spec, dtype), note="float32"),
         Share(name="optimizer", bytes=optimizer_bytes(spec, dtype), note=f"Adam: {masters}"),
-        Share(
-            name="reference", bytes=reference, note=str(plan.reference) if plan.reference else "no KL term asks for it"
-        ),
+        Share(name="reference", bytes=reference, note=str(plan.reference) if plan.reference else "nothing asks for it"),
     )
-    trained += (*_critic(config, plan), _activations(config, plan, spec))
+    trained += (*_critic(config, plan), *_teachers(config, plan), _activations(config, plan, spec))
     if not plan.samples:
         return trained
     tokens, why = kv_tokens(config, plan, spec)
@@ -72,6 +70,14 @@ def _critic(config: Config, plan: Plan) -> tuple[Share, ...]:
         Share(name="critic grad", bytes=held(gradient_bytes(spec, dtype), 4), note="float32"),
         Share(name="critic adam", bytes=held(optimizer_bytes(spec, dtype), 8), note="its own optimizer"),
     )
+
+
+def _teachers(config: Config, plan: Plan) -> tuple[Share, ...]:
+    """Frozen models that score what the policy wrote, all held together."""
+    found = {name: spec_or_none(str(folder), config.models.model_impl) for name, folder in plan.teachers.items()}
+    held = sum(weight_bytes(spec, plan.dtype) for spec in found.values() if spec is not None)
+    note = ", ".join(f"{name}: {plan.teachers[name]}" for name in found)
+    return (Share(name="teacher", bytes=held, note=f"{plan.dtype}, {note}"),) if found else ()
 
 
 def _activations(config: Config, plan: Plan, spec: DecoderSpec) -> Share:

@@ -97,7 +97,7 @@ def needs_of(model: str, knobs: Config) -> Needs:
     held = {"size": BYTES[dtype], "fused": True}
     activations = [activation_bytes(spec, tokens, checkpointing=again, **held) for again in (False, True)]
     weights = weight_bytes(spec, dtype)
-    reference = weights if knobs.algo.use_kl_loss else 0
+    reference = weights if knobs.algo.use_kl_loss or knobs.algo.loss_type == "dpo_loss" else 0
     fixed = weights + gradient_bytes(spec, dtype) + optimizer_bytes(spec, dtype) + reference
     kept = activations[knobs.train.gradient_checkpointing]
     sequence = context * kv_bytes_per_token(spec, dtype) + state_bytes_per_sequence(spec, dtype)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from miles.algo.config import WITH_CRITIC
+from miles.algo.config import DEFAULT_TEACHER, GIVEN, WITH_CRITIC, distils
 from miles.core.errors import UsageError
 from miles.launch.config import Config
 from miles.launch.found import prompts_in
@@ -23,9 +23,9 @@ class Plan:
 
     ``steps`` counts epochs by the rows of the file, also those that will be dropped as too long; it
     is 0 for commands that train nothing. ``reference`` is the folder of the reference model, None
-    when no KL term asks for one, and ``critic`` what the critic starts from, None where there is none;
-    in the first ``critic_only_steps`` it learns alone.
-    ``samples`` says whether the run needs an engine.
+    when neither a KL term nor DPO asks for one, and ``critic`` what the critic starts from,
+    None where there is none; in the first ``critic_only_steps`` it learns alone.
+    ``teachers`` are the folders of the teachers by their names. ``samples`` says whether the run needs an engine.
     """
 
     run_dir: Path
@@ -42,6 +42,7 @@ class Plan:
     reference: Path | None
     critic: Path | None
     critic_only_steps: int
+    teachers: Mapping[str, Path]
     samples: bool
     eval_sets: Mapping[str, str]
 
@@ -59,8 +60,8 @@ def plan_of(config: Config) -> Plan:
     if size is None:
         size = samples // (count or 1)
     overlap = config.schedule.max_weight_staleness > 0
-    penalty = config.algo.use_kl_loss or config.algo.kl_coef > 0
-    reference = (config.train.ref_load or config.models.hf_checkpoint) if penalty else None
+    compares = config.algo.use_kl_loss or config.algo.kl_coef > 0 or config.algo.loss_type == "dpo_loss"
+    reference = (config.train.ref_load or config.models.hf_checkpoint) if compares else None
     return Plan(
         run_dir=_run_dir(config),
         device=device.name,
@@ -76,14 +77,31 @@ def plan_of(config: Config) -> Plan:
         reference=None if reference is None else Path(reference),
         critic=_critic(config),
         critic_only_steps=config.train.num_critic_only_steps,
-        samples=config.algo.loss_type != "sft_loss" or bool(config.rollout.eval_prompt_data),
+        teachers=teacher_folders(config) if distils(config.algo) else {},
+        samples=config.algo.loss_type not in GIVEN or bool(config.rollout.eval_prompt_data),
         eval_sets=named_paths(config.rollout.eval_prompt_data),
     )
 
 
+def teacher_folders(config: Config) -> dict[str, Path]:
+    """The folders of the teachers by their names, that of prompts that name none first."""
+    alone, pairs = config.train.opd_teacher_load, config.train.opd_teachers
+    if len(pairs) % 2:
+        raise UsageError(
+            f"--opd-teachers takes pairs of a name and a folder, and these do not pair up: {' '.join(pairs)}."
+        )
+    found = {} if alone is None else {DEFAULT_TEACHER: Path(alone)}
+    for name, folder in zip(pairs[::2], pairs[1::2], strict=True):
+        if name in found:
+            mend = "leave out --opd-teacher-load, or this" if name == DEFAULT_TEACHER else "give each its own name"
+            raise UsageError(f"--opd-teachers names the teacher {name} when there is one already; {mend}.")
+        found[name] = Path(folder)
+    return found
+
+
 def _critic(config: Config) -> Path | None:
     start = config.train.critic_load or config.models.hf_checkpoint
-    wanted = config.algo.advantage_estimator in WITH_CRITIC and config.algo.loss_type != "sft_loss"
+    wanted = config.algo.advantage_estimator in WITH_CRITIC and config.algo.loss_type not in GIVEN
     return Path(start) if wanted and start is not None else None
 
 
@@ -99,7 +117,8 @@ def _steps(config: Config) -> int:
 def _run_dir(config: Config) -> Path:
     if config.schedule.save is not None:
         return Path(config.schedule.save)
-    kind = "sft" if config.algo.loss_type == "sft_loss" else config.algo.advantage_estimator
+    loss = config.algo.loss_type
+    kind = loss.removesuffix("_loss") if loss in GIVEN else config.algo.advantage_estimator
     name = Path(config.models.hf_checkpoint or "model").resolve().name
     return RUNS / f"{name}-{kind}"
 

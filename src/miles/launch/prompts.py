@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Sized
 
-from miles.core.protocols import Journal
+from miles.algo.config import PAIRED
+from miles.core.protocols import Journal, Tokenizer
 from miles.core.types import Prompt
 from miles.launch.config import Config
 from miles.plug import points
 from miles.rollout.curriculum import CurriculumSource, Overheard
 from miles.rollout.mixture import MixedSource, Part, fit_parts, read_parts, source_of
+from miles.rollout.preference import Preferred
+from miles.rollout.rows import Pair
 from miles.rollout.source import Dataset, FileSource, read_dataset
+from miles.rollout.supervise import Supervised
 
 AnySource = FileSource | MixedSource | CurriculumSource
 
@@ -24,8 +28,16 @@ def training_parts(config: Config, render: Callable[[Prompt], Sized], limit: int
         label_key=r.label_key,
         metadata_key=r.metadata_key,
         skip_bad_rows=r.skip_bad_rows,
+        pair=Pair(chosen=r.chosen_key, rejected=r.rejected_key) if config.algo.loss_type in PAIRED else None,
     )
     return fit_parts(parts, render, limit)
+
+
+def replies_of(config: Config, tokenizer: Tokenizer, eos_token_ids: Sequence[int]) -> Supervised | Preferred:
+    """The replies of the data, where they are what is learned."""
+    chat, template = config.rollout.apply_chat_template, config.rollout.apply_chat_template_kwargs
+    shown = Supervised(tokenizer, eos_token_ids=eos_token_ids, chat=chat, template=template)
+    return Preferred(shown, chat=chat) if config.algo.loss_type in PAIRED else shown
 
 
 def held_out_set(path: str, config: Config) -> Dataset:

@@ -88,6 +88,8 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "code_output_kib": COUNT,
         "code_concurrency": COUNT,
         # algo
+        "dpo_beta": POSITIVE,
+        "dpo_label_smoothing": Range(low=0, below=0.5),
         "eps_clip": NOT_NEGATIVE,
         "eps_clip_high": NOT_NEGATIVE,
         "eps_clip_c": Range(above=1),
@@ -97,6 +99,8 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "overlong_penalty_factor": POSITIVE,
         "opsm_delta": NOT_NEGATIVE,
         "constant_loss_length": COUNT,
+        "opd_kl_coef": NOT_NEGATIVE,
+        "opd_log_prob_top_k": Range(low=-1),
         "kl_coef": NOT_NEGATIVE,
         "gamma": FRACTION,
         "lambd": FRACTION,

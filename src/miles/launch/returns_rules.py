@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from miles.algo.config import TOKEN_RETURNS, WITH_CRITIC
+from miles.algo.config import GIVEN, TOKEN_RETURNS, WITH_CRITIC
 from miles.config.help import shown
 from miles.core.errors import MilesError
 from miles.launch.config import Config
@@ -13,7 +13,7 @@ from miles.models.choice import chosen_spec
 
 def returns_are_for_estimators_that_reckon_them(c: Config) -> Iterator[str]:
     a = c.algo
-    if a.loss_type == "sft_loss":
+    if a.loss_type in GIVEN:
         return
     if a.kl_coef > 0 and a.advantage_estimator not in TOKEN_RETURNS:
         yield (
@@ -31,7 +31,7 @@ def returns_are_for_estimators_that_reckon_them(c: Config) -> Iterator[str]:
 
 def reinforce_plus_plus_is_normalised_over_the_batch(c: Config) -> Iterator[str]:
     a, reckoned = c.algo, c.algo.advantage_estimator in TOKEN_RETURNS - WITH_CRITIC
-    if a.loss_type != "sft_loss" and reckoned and not a.normalize_advantages:
+    if a.loss_type not in GIVEN and reckoned and not a.normalize_advantages:
         yield (
             f"--advantage-estimator {a.advantage_estimator} has no scale of its own and is defined with advantages "
             "normalised over the batch; add --normalize-advantages."
@@ -39,7 +39,8 @@ def reinforce_plus_plus_is_normalised_over_the_batch(c: Config) -> Iterator[str]
 
 
 def supervised_training_reckons_no_returns(c: Config) -> Iterator[str]:
-    if c.algo.loss_type != "sft_loss":
+    loss = c.algo.loss_type
+    if loss not in GIVEN:
         return
     idle = {
         "--advantage-estimator ppo": c.algo.advantage_estimator in WITH_CRITIC,
@@ -49,7 +50,7 @@ def supervised_training_reckons_no_returns(c: Config) -> Iterator[str]:
         "--normalize-advantages": c.algo.normalize_advantages,
     }
     for flag in (flag for flag, given in idle.items() if given):
-        yield f"--loss-type sft_loss learns from demonstrations, where {flag} means nothing; leave it out."
+        yield f"--loss-type {loss} learns from {GIVEN[loss]}, where {flag} means nothing; leave it out."
 
 
 def a_critic_is_set_up_where_there_is_one(c: Config) -> Iterator[str]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 
+from miles.algo.config import UNREWARDED
 from miles.core.protocols import GroupRewardFn, RewardFn
+from miles.core.types import Prompt, Reward, Trajectory
 from miles.launch.config import Config
 from miles.models.tokenizer import load_tokenizer
 from miles.plug import points
@@ -22,7 +24,7 @@ def rewards_of(config: Config) -> tuple[RewardFn | None, GroupRewardFn | None]:
             return None, points.GROUP_REWARD.load(r.custom_rm_path)
         return points.REWARD.load(r.custom_rm_path), None
     if r.rm_type is None:
-        return None, None
+        return _nothing if config.algo.advantage_estimator == UNREWARDED else None, None
 
     def tokens_of(folder: str) -> TokensOf:
         tokenizer = load_tokenizer(folder, config.models.trust_remote_code)
@@ -32,3 +34,8 @@ def rewards_of(config: Config) -> tuple[RewardFn | None, GroupRewardFn | None]:
     if r.group_rm or is_group(r.rm_type):
         return None, builtin_group_reward(r.rm_type, means)
     return builtin_reward(r.rm_type, means), None
+
+
+async def _nothing(prompt: Prompt, trajectory: Trajectory) -> Reward:
+    """What an attempt earns where a teacher alone is learned from and nobody asked for a score."""
+    return Reward(value=0.0)

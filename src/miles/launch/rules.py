@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from miles.algo.config import GIVEN, UNREWARDED
 from miles.config.help import shown
 from miles.config.origin import Reading
 from miles.core.errors import MilesError
 from miles.launch.algorithm_rules import ALGORITHM
 from miles.launch.config import Config
 from miles.launch.data_rules import DATA, held_out_sets_are_pairs_of_a_name_and_a_file
+from miles.launch.distill_rules import DISTILLATION
 from miles.launch.found import spec_or_none, told, why_not_a_checkpoint
 from miles.launch.machine import choose_device
 from miles.launch.mismatch_rules import MISMATCH
@@ -60,7 +62,8 @@ def a_run_has_a_length(c: Config) -> Iterator[str]:
 
 
 def attempts_are_scored_by_a_reward(c: Config) -> Iterator[str]:
-    attempts = c.algo.loss_type != "sft_loss" or c.rollout.eval_prompt_data
+    learned = c.algo.loss_type not in GIVEN and c.algo.advantage_estimator != UNREWARDED
+    attempts = learned or c.rollout.eval_prompt_data
     if attempts and c.rollout.rm_type is None and c.rollout.custom_rm_path is None:
         yield "--rm-type is missing: name a built-in reward, or your own with --custom-rm-path."
 
@@ -96,7 +99,8 @@ def a_plug_has_an_address(c: Config) -> Iterator[str]:
 
 
 def supervised_training_makes_no_attempts(c: Config) -> Iterator[str]:
-    if c.algo.loss_type != "sft_loss":
+    loss = c.algo.loss_type
+    if loss not in GIVEN:
         return
     evaluates = bool(c.rollout.eval_prompt_data)  # held-out prompts are answered and scored all the same
     idle = {
@@ -113,7 +117,7 @@ def supervised_training_makes_no_attempts(c: Config) -> Iterator[str]:
         "--max-weight-staleness": c.schedule.max_weight_staleness > 0,
     }
     for flag in (flag for flag, given in idle.items() if given):
-        yield f"--loss-type sft_loss learns from demonstrations, where {flag} means nothing; leave it out."
+        yield f"--loss-type {loss} learns from {GIVEN[loss]}, where {flag} means nothing; leave it out."
 
 
 # -- sizes ----------------------------------------------------------------------------------
@@ -145,7 +149,7 @@ def overtaking_stays_within_the_staleness_budget(c: Config) -> Iterator[str]:
 
 def a_group_relative_credit_needs_a_group(c: Config) -> Iterator[str]:
     a, name = c.algo, c.algo.advantage_estimator
-    alone = name in ("reinforce_plus_plus", "ppo") or a.loss_type == "sft_loss"
+    alone = name in ("reinforce_plus_plus", "ppo", UNREWARDED) or a.loss_type in GIVEN
     own = a.custom_reward_post_process_path or a.custom_convert_samples_to_train_data_path
     if not alone and not own and c.rollout.n_samples_per_prompt < 2:
         yield f"--advantage-estimator {name} compares attempts, so --n-samples-per-prompt must be at least 2."
@@ -176,7 +180,7 @@ def a_model_reads_as_far_as_its_positions_go(c: Config) -> Iterator[str]:
 
 
 def a_trained_policy_samples(c: Config) -> Iterator[str]:
-    if c.algo.loss_type != "sft_loss" and c.rollout.rollout_temperature == 0:
+    if c.algo.loss_type not in GIVEN and c.rollout.rollout_temperature == 0:
         yield "--rollout-temperature 0 is greedy, and all attempts at a prompt would be the same; use 1."
 
 
@@ -298,6 +302,7 @@ TRAIN: tuple[Rule, ...] = (
     *MISMATCH,
     *ALGORITHM,
     *RETURNS,
+    *DISTILLATION,
     a_warm_up_is_given_once,
     a_schedule_goes_down,
     colocated_planes_take_turns,

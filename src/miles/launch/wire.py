@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from miles.algo.config import WITH_CRITIC
+from miles.algo.config import GIVEN, WITH_CRITIC
 from miles.algo.table import Plugs
 from miles.backends.fsdp.model import FsdpModel
+from miles.backends.fsdp.reward import FsdpReward
 from miles.backends.fsdp.value import HEAD, FsdpValue
 from miles.backends.native.engine import NativeEngine
 from miles.cluster import platform
@@ -30,8 +31,9 @@ from miles.core.types import Version
 from miles.launch.config import Config
 from miles.launch.mathematics import credit_for, plugs_of
 from miles.launch.plan import Plan
-from miles.launch.prompts import held_out_set, journal_for, notes_of, source_for, training_parts
+from miles.launch.prompts import held_out_set, journal_for, notes_of, replies_of, source_for, training_parts
 from miles.launch.rewards import rewards_of
+from miles.launch.teachers import check_teachers
 from miles.models import hub, impl
 from miles.models.choice import chosen_spec
 from miles.models.door import Model
@@ -50,13 +52,13 @@ from miles.rollout.render import Renderer
 from miles.rollout.sampling import context_limit, evaluation_sampling, prompt_limit, training_sampling
 from miles.rollout.seeds import training_seeds
 from miles.rollout.source import fit
-from miles.rollout.supervise import Supervised
 from miles.schedule.cadence import Cadence
 from miles.schedule.lease import Colocated, Disjoint
 from miles.schedule.loop import Loop, Planes, Tempo
 from miles.schedule.recover import Checkpoints, Cursor
 from miles.sync.publish import Publication
 from miles.train.critic import Critic
+from miles.train.reward import RewardTrainer
 from miles.train.worker import Worker
 
 
@@ -189,15 +191,14 @@ async def lone_engine(config: Config, policy: Policy) -> NativeEngine:
 
 def trainer_of(
     config: Config, plan: Plan, policy: Policy, run: Run, model: Model, *, steps: int, plugs: Plugs
-) -> Worker:
-    """The training plane: ``model`` as the actor, and a reference when the loss asks for one."""
-    actor = FsdpModel(
-        model,
-        config=policy.config,
-        like=policy.folder,
-        gradient_checkpointing=config.train.gradient_checkpointing,
-    )
-    reference = None
+) -> Worker | RewardTrainer:
+    """The training plane: ``model`` as the actor, and a reference when the loss asks for one; or as a reward model."""
+    again = config.train.gradient_checkpointing
+    how: dict[str, Any] = {"config": policy.config, "like": policy.folder, "gradient_checkpointing": again}
+    if config.algo.loss_type == "rm_loss":
+        count, scores = plan.num_steps_per_rollout, FsdpReward(model, **how)
+        return RewardTrainer(scores, train=config.train, steps=count, updates=steps * count, run=run)
+    actor, reference = FsdpModel(model, **how), None
     if plan.reference is not None:
         reference = FsdpModel(load_model(policy, plan.reference), config=policy.config, frozen=True)
     return Worker(
@@ -210,6 +211,7 @@ def trainer_of(
         run=run,
         reference=reference,
         critic=critic_of(config, plan, policy, updates=steps * plan.num_steps_per_rollout),
+        teachers=[FsdpModel(_load_other(config, policy, f), frozen=True) for f in plan.teachers.values()],
         plugs=plugs,
         parity_tolerance=config.schedule.parity_tolerance,
         parity_stop=config.schedule.parity_stop,
@@ -217,14 +219,19 @@ def trainer_of(
     )
 
 
+def _load_other(config: Config, policy: Policy, folder: Path) -> Model:
+    """A model of whatever architecture ``folder`` holds, to read what the policy reads."""
+    own = replace(policy, spec=within(chosen_spec(folder, config.models.model_impl), policy.spec.max_positions))
+    return load_model(own, folder)
+
+
 def critic_of(config: Config, plan: Plan, policy: Policy, *, updates: int) -> Critic | None:
     """A model of its own that learns what the policy may expect, where the advantages ask for one."""
     folder = plan.critic
     if folder is None:
         return None
-    own = replace(policy, spec=within(chosen_spec(folder, config.models.model_impl), policy.spec.max_positions))
     value = FsdpValue(
-        load_model(own, folder),
+        _load_other(config, policy, folder),
         config=read_config(folder),
         like=folder,
         gradient_checkpointing=config.train.gradient_checkpointing,
@@ -248,7 +255,7 @@ class Wired:
     """A run ready to go. ``notes`` are things a user should know before it does."""
 
     loop: Loop
-    trainer: Worker
+    trainer: Worker | RewardTrainer
     engine: NativeEngine | None
     evaluator: Evaluator | None
     policy: Policy
@@ -275,6 +282,7 @@ async def wire(
     answering = answering_of(config, policy)
     credit, plugs = credit_for(config), plugs_of(config)
     parts = _parts_of(config, policy, answering)
+    check_teachers(config, plan.teachers, policy.tokenizer, parts)
     source = source_for(config, parts)
     overlap = config.schedule.max_weight_staleness > 0
     engine_run: Run = Threaded("engine") if overlap else Inline()
@@ -352,24 +360,16 @@ def _steps(config: Config, prompts: int) -> int:
 def _parts_of(config: Config, policy: Policy, answering: Answering) -> tuple[Part, ...]:
     """The training prompts that fit, measured as they will be rendered."""
     r = config.rollout
-    if config.algo.loss_type == "sft_loss":
-        return training_parts(config, _shown(config, policy).tokens, context_limit(r, policy.spec.max_positions))
+    if config.algo.loss_type in GIVEN:
+        given = replies_of(config, policy.tokenizer, policy.spec.eos_token_ids)
+        return training_parts(config, given.tokens, context_limit(r, policy.spec.max_positions))
     return training_parts(config, answering.render, prompt_limit(r))
-
-
-def _shown(config: Config, policy: Policy) -> Supervised:
-    return Supervised(
-        policy.tokenizer,
-        eos_token_ids=policy.spec.eos_token_ids,
-        chat=config.rollout.apply_chat_template,
-        template=config.rollout.apply_chat_template_kwargs,
-    )
 
 
 def _rollout_of(config: Config, policy: Policy, answering: Answering, engine: NativeEngine | None) -> Rollout:
     r = config.rollout
-    if config.algo.loss_type == "sft_loss":
-        return _shown(config, policy)
+    if config.algo.loss_type in GIVEN:
+        return replies_of(config, policy.tokenizer, policy.spec.eos_token_ids)
     assert engine is not None
     return Producer(
         engine=engine,

@@ -31,6 +31,10 @@ class HubTokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._inner.chat_template)
 
+    def vocabulary(self) -> dict[str, int]:
+        """Every token as it is written, and its id."""
+        return dict(self._inner.get_vocab())
+
     def encode(self, text: str) -> list[int]:
         return list(self._inner.encode(text, add_special_tokens=False))
 

@@ -62,12 +62,22 @@ TRAIN = _rows(
     ratio               | ratio    | Mean probability ratio of the policy now to the policy that is taken as old.
     ppo_kl              | nats     | Mean of old minus new log-prob of the trained tokens.
     opsm_share          | share    | Share of trained tokens that off-policy sequence masking left out of the loss.
+    rm_accuracy         | share    | Share of pairs whose chosen reply the reward model scores above the other.
+    rm_margin           | reward   | Mean score of the chosen replies less that of the rejected ones.
+    rm_chosen_score     | reward   | Mean score of the chosen replies.
+    rm_rejected_score   | reward   | Mean score of the rejected replies.
+    dpo_accuracy        | share    | Share of pairs whose chosen reply gained more over the reference than the other.
+    dpo_margin          | nats     | Mean reward of the chosen replies less that of the rejected ones.
+    dpo_chosen_reward   | nats     | Mean over chosen replies of beta times the log-prob gained over the reference.
+    dpo_rejected_reward | nats     | Mean over rejected replies of beta times the log-prob gained over the reference.
     kl                  | nats     | Divergence of the policy from the reference model.
     entropy             | nats     | Mean entropy of the policy's next-token distribution where it is trained.
+    distill_kl          | nats     | Reverse KL of the policy from its teacher, estimated on the drawn tokens or exact.
+    teacher_logp        | nats     | Mean log-prob that the teacher gives the tokens the policy drew.
     grad_norm           | norm     | Norm of the whole gradient before clipping.
     lr                  | rate     | Learning rate of the last optimizer step.
-    advantage_mean      | reward   | Mean advantage over the trained tokens.
-    advantage_std       | reward   | Standard deviation of the advantage over the trained tokens.
+    advantage_mean      | reward   | Mean advantage over the trained tokens, before a teacher adds to it.
+    advantage_std       | reward   | Standard deviation of the advantage over the trained tokens, before a teacher adds.
     reward_kl           | nats     | Divergence from the reference that the tokens' rewards are charged with.
     return_mean         | reward   | Mean over the trained tokens of what was earned from each on.
     return_std          | reward   | Standard deviation of what was earned from each trained token on.

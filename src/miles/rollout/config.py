@@ -24,6 +24,8 @@ class RolloutConfig:
     )
     input_key: str = knob("input", "Column that holds the prompt, either text or a list of chat messages.")
     label_key: str | None = knob(None, "Column that holds the reference answer a reward compares with.")
+    chosen_key: str = knob("chosen", "Column that holds the preferred reply of a pair, text or chat messages.")
+    rejected_key: str = knob("rejected", "Column that holds the other reply of a pair, text or chat messages.")
     metadata_key: str = knob("metadata", "Column that holds an object handed unread to plugs; rows may lack it.")
     apply_chat_template: bool = knob(False, "Render prompts with the tokenizer's chat template.")
     apply_chat_template_kwargs: dict[str, Any] = knob(

@@ -13,6 +13,7 @@ from typing import Any
 from miles.core.errors import ResumeError
 from miles.core.types import Prompt
 from miles.rollout.files import entries_of
+from miles.rollout.rows import Pair
 from miles.rollout.source import Dataset, FileSource, fit, read_dataset
 
 APART = 10**12
@@ -35,6 +36,7 @@ def read_parts(
     label_key: str | None = None,
     metadata_key: str = "metadata",
     skip_bad_rows: bool = False,
+    pair: Pair | None = None,
 ) -> tuple[Part, ...]:
     """Read every entry of ``--prompt-data``; ids are unique over all of them, and names are too."""
     entries, seen, parts = entries_of(words), Counter[str](), list[Part]()
@@ -47,6 +49,7 @@ def read_parts(
             metadata_key=metadata_key,
             skip_bad_rows=skip_bad_rows,
             first_id=number * APART,
+            pair=pair,
         )
         name = entry.name if seen[entry.name] == 1 else f"{entry.name}-{seen[entry.name]}"
         parts.append(Part(name=name, dataset=dataset, weight=entry.weight))

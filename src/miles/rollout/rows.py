@@ -28,18 +28,28 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """The columns with the preferred reply to a prompt and with the other one."""
+
+    chosen: str = "chosen"
+    rejected: str = "rejected"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
     """The columns a prompt is made of; nothing else is kept of a row."""
 
     input: str
     label: str | None = None
     metadata: str = "metadata"
+    pair: Pair | None = None
 
     @property
     def required(self) -> tuple[tuple[str, str], ...]:
         """The columns every row must have, each with the flag that names it."""
         label = () if self.label is None else ((self.label, "--label-key"),)
-        return ((self.input, "--input-key"), *label)
+        pair = () if self.pair is None else ((self.pair.chosen, "--chosen-key"), (self.pair.rejected, "--rejected-key"))
+        return ((self.input, "--input-key"), *label, *pair)
 
     @property
     def names(self) -> frozenset[str]:

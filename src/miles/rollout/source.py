@@ -17,7 +17,8 @@ from miles.core.errors import DataError, ResumeError
 from miles.core.types import EMPTY, Prompt
 from miles.rollout.files import read_rows, split_slice
 from miles.rollout.generated import generate, is_generated, task_of
-from miles.rollout.rows import Bad, Columns, Row, refuse
+from miles.rollout.preference import PREFERENCE, pair_of
+from miles.rollout.rows import Bad, Columns, Pair, Row, refuse
 from miles.rollout.seeds import Stream, mix_each
 
 
@@ -60,18 +61,22 @@ def read_dataset(
     metadata_key: str = "metadata",
     skip_bad_rows: bool = False,
     first_id: int = 0,
+    pair: Pair | None = None,
 ) -> Dataset:
     """Read the prompts of an entry: files, a folder, a glob, a generated task, or a slice of one (``path@[a:b]``).
 
-    A prompt's id is ``first_id`` and its row, counted in all of the entry. A bad row raises, or is counted.
+    A prompt's id is ``first_id`` and its row, counted in all of the entry. A bad row raises, or is counted. With
+    ``pair`` every row has two replies, which ride in the prompt's metadata (see rollout.preference).
     """
     name, rows = split_slice(path)
     skipped = _Skipped()
     if is_generated(name):
+        if pair is not None:
+            raise DataError(f"{name} makes questions, not pairs of replies; name files that have both.")
         prompts = tuple(_generated(name, range(task_of(name).size)[rows], first_id))
     else:
         bad = skipped if skip_bad_rows else refuse
-        columns = Columns(input=input_key, label=label_key, metadata=metadata_key)
+        columns = Columns(input=input_key, label=label_key, metadata=metadata_key, pair=pair)
         prompts = tuple(_prompts(read_rows(path, columns, bad), columns, first_id, bad))
     if not prompts and skipped.count:
         raise DataError(f"None of the {skipped.count} rows of {path} can be read; the first: {skipped.first}")
@@ -207,7 +212,19 @@ def _prompt(row: Row, columns: Columns, first_id: int) -> Prompt:
     metadata = row.columns.get(columns.metadata)
     if metadata is not None and not isinstance(metadata, dict):
         raise DataError(f"{row.where}: {columns.metadata} must be an object, and is a {type(metadata).__name__}.")
+    if columns.pair is not None:
+        if PREFERENCE in (metadata or {}):
+            raise DataError(f"{row.where}: {columns.metadata} has its own {PREFERENCE}, the pair's place; rename it.")
+        metadata = {**(metadata or {}), PREFERENCE: _preference(row, columns.pair, messages)}
     return Prompt(id=first_id + row.index, messages=messages, label=label, metadata=metadata or EMPTY)
+
+
+def _preference(row: Row, pair: Pair, asked: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    given = {key: row.columns[key] for key in (pair.chosen, pair.rejected)}
+    read = {key: reply if isinstance(reply, str) else _messages(row, key, reply) for key, reply in given.items()}
+    return pair_of(
+        row.where, asked, chosen=(pair.chosen, read[pair.chosen]), rejected=(pair.rejected, read[pair.rejected])
+    )
 
 
 def _generated(path: str, chosen: range, first_id: int) -> Iterator[Prompt]:

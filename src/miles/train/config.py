@@ -22,6 +22,13 @@ class TrainConfig:
         None, "Folder of the reference model in Hugging Face format; --hf-checkpoint when not given.", path=True
     )
 
+    opd_teacher_load: str | None = knob(
+        None, "Folder of the teacher of distillation in Hugging Face format, for prompts that name none.", path=True
+    )
+    opd_teachers: tuple[str, ...] = knob(
+        (), "Teachers of prompts that name them: a name and a folder for each.", path="pairs"
+    )
+
     critic_load: str | None = knob(
         None,
         "Folder the critic of ppo starts from: a Hugging Face model, or the critic of a checkpoint with its value "

@@ -9,6 +9,8 @@ When one chunk holds everything its log-probabilities are kept instead, and noth
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +20,15 @@ from torch.autograd.function import once_differentiable
 from miles.kernels.head import logits_of
 
 _ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """Hidden states on their way to a distribution: the weight they are multiplied with, and what bounds the logits."""
+
+    hidden_RD: Tensor
+    head_VD: Tensor
+    softcap: float | None = None
 
 
 def logprobs(
@@ -60,7 +71,7 @@ class _Chunked(torch.autograd.Function):
         logp_CV = hidden_RD.new_empty(0)
         for start in range(0, max(len(hidden_RD), 1), rows):
             part = slice(start, start + rows)
-            logp_CV, _ = _log_softmax(hidden_RD[part], head_VD, temperature, softcap)
+            logp_CV, _ = log_softmax_of(hidden_RD[part], head_VD, temperature, softcap)
             parts.append((logp_CV.gather(1, target_R[part, None]).squeeze(1), _entropy(logp_CV)))
         logp_R = torch.cat([a for a, _ in parts])
         entropy_R = torch.cat([b for _, b in parts])
@@ -77,43 +88,56 @@ class _Chunked(torch.autograd.Function):
         if grad_logp_R is None and grad_entropy_R is None:
             return None, None, None, None, None, None
         hidden_RD, head_VD, target_R, entropy_R, kept = ctx.saved_tensors
-        need_hidden, need_head = ctx.needs_input_grad[:2]
         chunks = range(0, max(len(hidden_RD), 1), ctx.rows)
-        wide = entropy_R.dtype
-        grad_hidden: list[Tensor] = []
-        grad_head_VD: Tensor | None = None
+        back = Backward(head_VD, chunks=len(chunks), wide=entropy_R.dtype, needs=ctx.needs_input_grad[:2])
         for start in chunks:
             part = slice(start, start + ctx.rows)
             hidden_CD = hidden_RD[part]
             slope_CV = None
             if kept is None:
-                logp_CV, slope_CV = _log_softmax(hidden_CD, head_VD, ctx.temperature, ctx.softcap)
+                logp_CV, slope_CV = log_softmax_of(hidden_CD, head_VD, ctx.temperature, ctx.softcap)
             else:
                 logp_CV = kept
             grad_C, grad_entropy_C = _cut(grad_logp_R, part), _cut(grad_entropy_R, part)
             grad_CV = _grad_logits(logp_CV, target_R[part], entropy_R[part], grad_C, grad_entropy_C)
             grad_CV = grad_CV.div_(ctx.temperature)
-            if slope_CV is not None:
-                grad_CV *= slope_CV
-            grad_CV = grad_CV.to(head_VD.dtype)
-            if need_hidden:
-                grad_hidden.append(grad_CV @ head_VD)
-            if need_head:
-                # Summed over chunks in the wide type, rounded to the parameter's own once at the end.
-                part_VD = grad_CV.T @ hidden_CD
-                if grad_head_VD is None:
-                    grad_head_VD = part_VD if len(chunks) == 1 else part_VD.to(wide)
-                else:
-                    grad_head_VD += part_VD
-        grad_head_VD = None if grad_head_VD is None else grad_head_VD.to(head_VD.dtype)
-        return torch.cat(grad_hidden) if need_hidden else None, grad_head_VD, None, None, None, None
+            back.add(grad_CV if slope_CV is None else grad_CV.mul_(slope_CV), hidden_CD)
+        return *back.done(), None, None, None, None
+
+
+class Backward:
+    """Carries the gradients of chunks of logits back to the hidden states and to the head, where these ``needs``."""
+
+    def __init__(self, head_VD: Tensor, *, chunks: int, wide: torch.dtype, needs: Sequence[bool]) -> None:
+        self._head_VD, self._chunks, self._wide = head_VD, chunks, wide
+        self._needs_hidden, self._needs_head = needs
+        self._grad_hidden: list[Tensor] = []
+        self._grad_head_VD: Tensor | None = None
+
+    def add(self, grad_CV: Tensor, hidden_CD: Tensor) -> None:
+        """The next chunk's; rounded to the head's own type."""
+        grad_CV = grad_CV.to(self._head_VD.dtype)
+        if self._needs_hidden:
+            self._grad_hidden.append(grad_CV @ self._head_VD)
+        if self._needs_head:
+            # Summed over chunks in the wide type, rounded to the parameter's own once at the end.
+            part_VD = grad_CV.T @ hidden_CD
+            if self._grad_head_VD is None:
+                self._grad_head_VD = part_VD if self._chunks == 1 else part_VD.to(self._wide)
+            else:
+                self._grad_head_VD += part_VD
+
+    def done(self) -> tuple[Tensor | None, Tensor | None]:
+        """What came of all chunks, of the hidden states and of the head."""
+        head_VD = None if self._grad_head_VD is None else self._grad_head_VD.to(self._head_VD.dtype)
+        return torch.cat(self._grad_hidden) if self._needs_hidden else None, head_VD
 
 
 def _cut(grad_R: Tensor | None, part: slice) -> Tensor | None:
     return None if grad_R is None else grad_R[part]
 
 
-def _log_softmax(
+def log_softmax_of(
     hidden_CD: Tensor, head_VD: Tensor, temperature: float, softcap: float | None
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities, and how steeply bounded logits follow unbounded ones."""

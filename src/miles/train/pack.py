@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from miles.core.errors import UsageError
 
 
-def by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
+def by_tokens(lengths: Sequence[int], budget: int, what: str = "sample") -> list[list[int]]:
     """First-fit decreasing: indices into ``lengths``, none twice, no bin of more than ``budget`` tokens.
 
     Within a bin, and between bins by their first, indices ascend; the result is a function of the
@@ -19,7 +19,7 @@ def by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
     longest = max(lengths, default=0)
     if longest > budget:
         raise UsageError(
-            f"a sample of {longest} tokens does not fit --max-tokens-per-gpu {budget}; "
+            f"a {what} of {longest} tokens does not fit --max-tokens-per-gpu {budget}; "
             f"raise it to {longest} or more, or lower --rollout-max-response-len"
         )
     if sum(lengths) <= budget:

@@ -64,6 +64,14 @@ class TrainModel(Stored, Protocol):
         ...
 
 
+class ScoreModel(Stored, Protocol):
+    """A decoder with one number a sequence in place of logits."""
+
+    def scores(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int]) -> Tensor:
+        """What each sequence is worth, read at its last token, in float32; sequences as in ``TrainModel.read``."""
+        ...
+
+
 class ValueModel(Stored, Protocol):
     """A decoder with one number a token in place of logits."""
 

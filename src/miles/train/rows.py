@@ -10,18 +10,20 @@ trained tokens of the micro-batch; ``L`` layers with experts, ``k`` experts a to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from miles.algo.distill import TEACHER
 from miles.algo.reduce import Reducer, Weighted
 from miles.core.errors import MilesError
 from miles.core.types import Array, Sample
 
 ROUTED = "routed_experts"
+_OF_TOKENS = ("target_R", "engine_logp_R", "advantage_R", "oldest_R", "weight_R", "mean_R")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +33,8 @@ class Rows:
     ``weight_R`` is what a token weighs in the loss of its global batch and ``mean_R`` what it weighs in a mean over
     it, ``oldest_R`` the stalest version that wrote any trained token of its sample. ``sample_R`` ascends and says
     which sample of the micro-batch a token is of; ``trained_B`` how many trained tokens each has, at least one.
-    In ``replay_TLk`` -1 leaves the choice to the router.
+    In ``replay_TLk`` -1 leaves the choice to the router. ``teachers`` are the numbers of the samples' teachers, empty
+    where the samples name none.
     """
 
     lengths: tuple[int, ...]
@@ -47,6 +50,7 @@ class Rows:
     sample_R: Tensor
     trained_B: Tensor
     replay_TLk: Tensor | None
+    teachers: tuple[int, ...] = ()
 
     def layout(self) -> Weighted:
         """The sums over its tokens that an objective may ask for."""
@@ -157,7 +161,30 @@ def rows_of(flat: Flat, chosen: Sequence[int], *, device: torch.device, replay: 
         sample_R=put(sample_R, torch.int64),
         trained_B=put(np.bincount(sample_R, minlength=len(chosen)), torch.int64),
         replay_TLk=_replay([flat.samples[i] for i in chosen], sizes.tolist(), device) if replay else None,
+        teachers=tuple(int(s.extras[TEACHER][0]) for i in chosen if TEACHER in (s := flat.samples[i]).extras),
     )
+
+
+def samples_of(rows: Rows, chosen: Sequence[int]) -> tuple[Rows, Tensor]:
+    """The ``chosen`` samples of a micro-batch, and which of its trained tokens are theirs."""
+    device = rows.tokens_T.device
+    kept = set(chosen)
+    taken_B = torch.tensor([i in kept for i in range(len(rows.lengths))], device=device)
+    at_T = taken_B.repeat_interleave(torch.tensor(rows.lengths, device=device)).nonzero()[:, 0]
+    at_R = taken_B[rows.sample_R].nonzero()[:, 0]
+    part = replace(
+        rows,
+        lengths=tuple(length for i, length in enumerate(rows.lengths) if i in kept),
+        tokens_T=rows.tokens_T[at_T],
+        positions_T=rows.positions_T[at_T],
+        before_R=torch.searchsorted(at_T, rows.before_R[at_R]),
+        sample_R=(taken_B.cumsum(0) - 1)[rows.sample_R[at_R]],
+        trained_B=rows.trained_B[taken_B],
+        replay_TLk=None if rows.replay_TLk is None else rows.replay_TLk[at_T],
+        teachers=tuple(t for i, t in enumerate(rows.teachers) if i in kept),
+        **{name: getattr(rows, name)[at_R] for name in _OF_TOKENS},
+    )
+    return part, at_R
 
 
 def _replay(samples: Sequence[Sample], lengths: Sequence[int], device: torch.device) -> Tensor | None:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from miles.algo.config import WITH_CRITIC, AlgoConfig
+from miles.algo.config import GIVEN, PAIRED, WITH_CRITIC, AlgoConfig
 from miles.algo.corrections import finished
 from miles.algo.ladder import Rung, ladder_of
 from miles.algo.table import NO_PLUGS, Plugs, mean_of, objective_of, reducer_of
@@ -39,6 +39,7 @@ from miles.train.returns import Judged, Known, returns_of
 from miles.train.roles import TrainModel
 from miles.train.rows import Flat, Rows, flatten, trajectories_of
 from miles.train.steps import Gradient, Reader, Tally, micro_batches, parity, parity_metrics
+from miles.train.teacher import teachers_of
 
 
 class Worker:
@@ -46,7 +47,8 @@ class Worker:
 
     ``steps`` optimizer steps are made of each batch, ``updates`` in the whole run (schedules decay over
     them). The policy loss divides logits by ``temperature``, the one the engine samples at. ``reference`` is
-    what the KL is measured against. A ``critic`` learns from every batch too, at first perhaps alone.
+    what the KL is measured against. A ``critic`` learns from every batch too, at first perhaps alone. ``teachers``
+    score what the policy wrote where it is distilled, each sample by the one whose number it bears.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Worker:
         run: Run,
         reference: TrainModel | None = None,
         critic: Critic | None = None,
+        teachers: Sequence[TrainModel] = (),
         plugs: Plugs = NO_PLUGS,
         version: Version | None = None,
         parity_tolerance: float = 0.01,
@@ -74,6 +77,8 @@ class Worker:
             raise UsageError("--use-kl-loss needs a reference model; give --ref-load or --hf-checkpoint.")
         if algo.kl_coef and reference is None:
             raise UsageError("--kl-coef needs a reference model; give --ref-load or --hf-checkpoint.")
+        if algo.loss_type == "dpo_loss" and reference is None:
+            raise UsageError("--loss-type dpo_loss needs a reference model; give --ref-load or --hf-checkpoint.")
         self.version = version or Version()
         self._actor, self._algo, self._train, self._run, self._clock = actor, algo, train, run, clock
         self._steps = steps
@@ -82,7 +87,7 @@ class Worker:
         self._corrector = Corrector(algo=algo, ladder=ladder, own=plugs.correction)
         self._offload = offload and actor.device.type != "cpu"
         self._reducer, self._mean = reducer_of(algo, plugs), mean_of(algo)
-        self._policy_loss = algo.loss_type != "sft_loss"
+        self._policy_loss = algo.loss_type not in GIVEN
         self._reader = Reader(temperature=temperature if self._policy_loss else 1.0, chunk=train.log_probs_chunk_size)
         self._returns = returns_of(algo) if self._policy_loss else None
         self._critic = critic
@@ -91,7 +96,11 @@ class Worker:
         self._charged = reference if algo.kl_coef else None
         in_loss = reference if algo.use_kl_loss or not algo.kl_coef else None
         self._gradient = Gradient(
-            actor=actor, reference=in_loss, objective=objective_of(algo, plugs), reader=self._reader
+            actor=actor,
+            reference=in_loss,
+            objective=objective_of(algo, plugs),
+            reader=self._reader,
+            teachers=teachers_of(algo, teachers, temperature=temperature, chunk=train.log_probs_chunk_size),
         )
         trained = {name: p for name, p in actor.parameters().items() if p.requires_grad}
         self._optimizer = Optimizer(trained, train, schedule_of(train, updates=max(1, updates - self._alone)))
@@ -141,7 +150,8 @@ class Worker:
         began = self._clock()
         flats = self._global_batches(batch.samples)
         replay = self._algo.use_rollout_routing_replay
-        plan = [micro_batches(flat, self._train, device=self._actor.device, replay=replay) for flat in flats]
+        how = {"device": self._actor.device, "replay": replay, "paired": self._algo.loss_type in PAIRED}
+        plan = [micro_batches(flat, self._train, **how) for flat in flats]
         packed = self._clock()
         alone = self._critic is not None and self._critic.updates < self._alone
         olds = self._old_logprobs(flats, plan, alone=alone)

@@ -1,0 +1,135 @@
+"""Reverse KLs against closed forms, token sets against each other, and prompts that find their teacher."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miles.algo.credit import Compared, Valued, unrewarded
+from miles.algo.distill import (
+    TEACHER,
+    TOKEN_SETS,
+    Routed,
+    TopK,
+    log_ratios,
+    mean_under,
+    sampled_signal,
+    slope,
+    teacher_of,
+)
+from miles.core.errors import DataError
+from miles.core.types import Author, Group, Prompt, Reward, Span, Status, Trajectory, Version
+
+P, Q = (0.5, 0.3, 0.2), (0.2, 0.2, 0.6)
+
+
+def logs(*rows):
+    return torch.tensor(rows, dtype=torch.float64).log()
+
+
+def random_logs(seed, rows=5, vocab=9, spread=2.0):
+    torch.manual_seed(seed)
+    return (torch.log_softmax(spread * torch.randn(rows, vocab, dtype=torch.float64), -1) for _ in range(2))
+
+
+def kl(logp, logq, top=None):
+    return mean_under(logp, log_ratios(logp, logq, top))
+
+
+def test_the_whole_kl_is_the_sum_over_the_vocabulary():
+    expected = sum(p * math.log(p / q) for p, q in zip(P, Q, strict=True))
+    assert kl(logs(P), logs(Q)).item() == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "seen"),
+    [("only-student", {0}), ("only-teacher", {2}), ("union", {0, 2}), ("intersection", set()), ("xor", {0, 2})],
+)
+def test_tokens_outside_the_set_count_as_one(name, seen):
+    rest_p, rest_q = (sum(x for i, x in enumerate(each) if i not in seen) for each in (P, Q))
+    expected = sum(P[i] * math.log(P[i] / Q[i]) for i in seen) + rest_p * math.log(rest_p / rest_q)
+    found = kl(logs(P), logs(Q), TopK(k=1, tokens=TOKEN_SETS[name]))
+    assert found.item() == pytest.approx(expected, abs=1e-12)
+
+
+@given(seed=st.integers(0, 10**6), k=st.integers(1, 12), name=st.sampled_from(sorted(TOKEN_SETS)))
+def test_a_coarser_look_never_sees_more_and_never_sees_less_than_nothing(seed, k, name):
+    logp, logq = random_logs(seed)
+    found = kl(logp, logq, TopK(k=k, tokens=TOKEN_SETS[name]))
+    assert (found >= -1e-12).all() and (found <= kl(logp, logq) + 1e-12).all()
+    if k >= 9 and name != "xor":
+        assert torch.allclose(found, kl(logp, logq), atol=1e-12)
+
+
+@given(seed=st.integers(0, 10**6), k=st.integers(1, 9), name=st.sampled_from([*sorted(TOKEN_SETS), "whole"]))
+def test_the_slope_is_what_autograd_says(seed, k, name):
+    torch.manual_seed(seed)
+    logits = torch.randn(4, 9, dtype=torch.float64, requires_grad=True)
+    logq = torch.log_softmax(torch.randn(4, 9, dtype=torch.float64), -1)
+    top = None if name == "whole" else TopK(k=k, tokens=TOKEN_SETS[name])
+    logp = torch.log_softmax(logits, -1)
+    found = kl(logp, logq, top)
+    (expected,) = torch.autograd.grad(found.sum(), logits)
+    with torch.no_grad():
+        mine = slope(logp, log_ratios(logp, logq, top), found)
+    assert torch.allclose(mine, expected, atol=1e-12)
+
+
+@given(seed=st.integers(0, 10**6))
+def test_what_drawn_tokens_are_worth_is_the_gradient_of_the_kl_on_average(seed):
+    torch.manual_seed(seed)
+    logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    logq = torch.log_softmax(torch.randn(6, dtype=torch.float64), -1)
+    logp = torch.log_softmax(logits, -1)
+    (exact,) = torch.autograd.grad((logp.exp() * (logp - logq)).sum(), logits, retain_graph=True)
+    worth = sampled_signal(logq, logp.detach())
+    (on_average,) = torch.autograd.grad(-(logp.detach().exp() * worth * logp).sum(), logits)
+    assert torch.allclose(on_average, exact, atol=1e-12)
+
+
+def test_a_teacher_that_agrees_teaches_exactly_nothing():
+    logp, _ = random_logs(0)
+    for top in (None, *(TopK(k=3, tokens=tokens) for tokens in TOKEN_SETS.values())):
+        ratio = log_ratios(logp, logp, top)
+        assert not ratio.any() and not slope(logp, ratio, mean_under(logp, ratio)).any()
+
+
+def group(metadata, rewards=(1.0, 0.0)):
+    def attempt(index, reward):
+        said = Span(
+            author=Author.POLICY,
+            tokens=np.array([5, 6], np.int32),
+            logprobs=np.array([-1, -2], np.float32),
+            version=Version(),
+        )
+        asked = Span(author=Author.PROMPT, tokens=np.array([1], np.int32))
+        return Trajectory(
+            index=index,
+            branches=((asked, said),),
+            status=Status.COMPLETED,
+            reward=Reward(value=reward),
+        )
+
+    prompt = Prompt(id=7, messages=[{"role": "user", "content": "?"}], metadata=metadata)
+    return Group(prompt=prompt, trajectories=tuple(attempt(i, r) for i, r in enumerate(rewards)))
+
+
+@pytest.mark.parametrize(("metadata", "number"), [({}, 0), ({"who": "code"}, 2), ({"who": "default"}, 0)])
+def test_rows_bear_the_number_of_their_teacher_and_no_reward(metadata, number):
+    plain = Valued(worth=Compared(compare=unrewarded))
+    rows = Routed(credit=plain, names=("default", "math", "code"), key="who")(group(metadata))
+    assert len(rows) == 2
+    for row in rows:
+        assert (row.extras[TEACHER] == number).all() and len(row.extras[TEACHER]) == 3
+        assert not row.advantages.any() and row.mask.tolist() == [False, True, True]
+
+
+def test_a_prompt_without_a_teacher_is_told_by_its_number():
+    prompt = group({"who": "art"}).prompt
+    with pytest.raises(DataError, match=r"prompt 7 asks in metadata\['who'\] for the teacher art, and there are math"):
+        teacher_of(prompt, ("math",), "who")
+    with pytest.raises(DataError, match=r"prompt 7 names no teacher in metadata\['opd_teacher'\]"):
+        teacher_of(prompt, ("math",), "opd_teacher")

@@ -1,0 +1,271 @@
+"""Distillation through the front door: what a command line may ask for, whole runs, and what they learn."""
+
+import json
+import signal
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+from tests.launch.house import QWEN3, furnish
+from tests.launch.small_run import everything, flags, miles, write_world
+
+from miles.config.cli import parse
+from miles.config.files import read_layers
+from miles.launch import demo_task
+from miles.launch.config import Config, DemoOptions
+from miles.launch.demo import Places, grpo_flags
+from miles.launch.formula import objective
+from miles.launch.main import read
+from miles.launch.memory import shares_of
+from miles.launch.rules import broken
+from miles.models.families import spec_of
+from miles.models.files import read_config
+from miles.models.footprint import weight_bytes
+from miles.observe.metric import unexplained
+from miles.schedule.recover import Checkpoints
+
+OPD = "--advantage-estimator on_policy_distillation"
+ALONE = f"{OPD} --opd-teacher-load moe"
+
+
+# -- what a command line may ask for --------------------------------------------------------
+
+
+@pytest.fixture
+def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    furnish(tmp_path)
+    changes = {"narrow": {"vocab_size": 500}, "short": {"max_position_embeddings": 64}, "wide": {"vocab_size": 1024}}
+    for name, changed in changes.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(QWEN3 | changed))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def told(line: str) -> list[str]:
+    reading = parse(Config, line.split(), read_layers("good.toml"))
+    return [*reading.problems, *broken(reading, "train")]
+
+
+@pytest.mark.usefixtures("house")
+@pytest.mark.parametrize(
+    "line",
+    [
+        ALONE,
+        f"{ALONE} --no-rm-type --n-samples-per-prompt 1",
+        f"{OPD} --opd-teachers math moe code wide --opd-teacher-key domain --opd-log-prob-top-k -1",
+        "--use-opd --opd-teacher-load wide --opd-kl-coef 0.5 --opd-log-prob-top-k 16 --opd-top-k-strategy union",
+        "--use-opd --opd-teacher-load short --rollout-max-context-len 64",
+        "--use-opd --opd-teacher-load moe --advantage-estimator ppo --normalize-advantages",
+    ],
+)
+def test_what_goes_together_is_accepted(line: str):
+    assert told(line) == []
+
+
+@pytest.mark.usefixtures("house")
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        (OPD, f"{OPD} needs a teacher: name the folder of its checkpoint with --opd-teacher-load."),
+        ("--use-opd", "--use-opd needs a teacher: name the folder of its checkpoint with --opd-teacher-load."),
+        (
+            "--opd-teacher-load moe",
+            "--opd-teacher-load is for distillation, and does nothing without --use-opd; add that.",
+        ),
+        ("--opd-kl-coef 2", "--opd-kl-coef is for distillation, and does nothing without --use-opd; add that."),
+        (f"{ALONE} --opd-kl-coef -1", "--opd-kl-coef must be at least 0, not -1."),
+        (
+            "--use-opd --opd-teachers math",
+            "--opd-teachers takes pairs of a name and a folder, and these do not pair up: math.",
+        ),
+        (
+            "--use-opd --opd-teachers a moe a wide",
+            "--opd-teachers names the teacher a when there is one already; give each its own name.",
+        ),
+        (
+            f"{ALONE} --opd-teachers default wide",
+            "--opd-teachers names the teacher default when there is one already; leave out --opd-teacher-load, or "
+            "this.",
+        ),
+        (
+            "--use-opd --opd-teachers a nowhere",
+            "--opd-teachers a nowhere does not exist; name the local folder of a Hugging Face checkpoint.",
+        ),
+        (
+            f"{OPD} --opd-teacher-load narrow",
+            "--opd-teacher-load narrow knows 500 tokens and --hf-checkpoint 1000; a teacher must know all of the "
+            "policy's.",
+        ),
+        (
+            f"{OPD} --opd-teacher-load short",
+            "--opd-teacher-load short reads 64 positions and the policy may write 512; give --rollout-max-context-len "
+            "64 or less.",
+        ),
+        (
+            f"{ALONE} --opd-top-k-strategy union",
+            "--opd-top-k-strategy union does nothing without --opd-log-prob-top-k; add that.",
+        ),
+        (
+            f"{ALONE} --opd-teacher-key domain",
+            "--opd-teacher-key domain does nothing without --opd-teachers; add that.",
+        ),
+        (
+            f"{ALONE} --normalize-advantages",
+            f"{OPD} learns from the teacher alone, where --normalize-advantages means nothing; leave it out, or choose "
+            "another estimator with --use-opd.",
+        ),
+        (
+            "--loss-type sft_loss --n-samples-per-prompt 1 --no-rm-type --use-opd --opd-teacher-load moe",
+            "--loss-type sft_loss learns from demonstrations, where --use-opd means nothing; leave it out.",
+        ),
+    ],
+)
+def test_what_contradicts_itself_is_told(line: str, sentence: str):
+    assert told(line) == [sentence]
+
+
+@pytest.mark.usefixtures("house")
+def test_a_plan_says_what_is_learned_and_what_the_teachers_take():
+    line = [*ALONE.split(), "--opd-teachers", "art", "wide"]
+    config, plan, _ = read("plan", ["good.toml", *line])
+    shares = {s.name: s for s in shares_of(config, plan, spec_of(read_config("model")))}
+    held = sum(weight_bytes(spec_of(read_config(name)), plan.dtype) for name in ("moe", "wide"))
+    assert shares["teacher"].bytes == held and "art: wide" in shares["teacher"].note
+    assert objective(config, plan).endswith("A = 0, then A + 1·(log π_teacher − log π_old)")
+    config, plan, _ = read("plan", ["good.toml", *line, "--opd-log-prob-top-k", "4"])
+    assert " − 1·KL(π ‖ π_teacher) over the top 4 (only-student) and all others as one]" in objective(config, plan)
+    config, plan, _ = read("plan", ["good.toml"])
+    assert not plan.teachers and "teacher" not in {
+        s.name for s in shares_of(config, plan, spec_of(read_config("model")))
+    }
+
+
+# -- whole runs -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    """A policy, two teachers of which one is a mixture of experts, and prompts that ask for one or the other."""
+    folder = write_world(tmp_path_factory.mktemp("world"))
+    for name, moe in {"dense": False, "moe": True}.items():
+        demo_task.write_checkpoint(folder / name, moe=moe, seed=2)
+    lines = map(json.loads, (folder / "train.jsonl").read_text().splitlines())
+    asked = [row | {"metadata": {"opd_teacher": "moe"} if i % 2 else {}} for i, row in enumerate(lines)]
+    (folder / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
+    return folder
+
+
+def line(world, run, *more, steps=3, scored=True):
+    plain = flags(world, run, steps=steps)
+    drop = {"--dynamic-sampling-filter-path": 2, "--use-kl-loss": 1, "--kl-loss-coef": 2}
+    if not scored:
+        drop |= {"--custom-rm-path": 2, "--eval-interval": 2, "--eval-prompt-data": 3}
+    for flag, count in drop.items():
+        at = plain.index(flag)
+        del plain[at : at + count]
+    return [*plain, *more]
+
+
+def routed(world, run, *more, **how):
+    out = line(world, run, *OPD.split(), "--opd-teacher-load", str(world / "dense"), *more, **how)
+    out[out.index("--prompt-data") + 1] = str(world / "asked.jsonl")
+    return [*out, "--opd-teachers", "moe", str(world / "moe")]
+
+
+def rows(run, kind="train"):
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if row["kind"] == kind]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        OPD,
+        f"{OPD} --opd-log-prob-top-k -1",
+        "--use-opd --opd-kl-coef 0.5 --opd-log-prob-top-k 5 --opd-top-k-strategy union --max-weight-staleness 1",
+    ],
+    ids=["drawn tokens", "whole vocabulary", "top tokens beside rewards"],
+)
+def test_three_steps_leave_metrics_that_are_explained(world, tmp_path, more):
+    run, teacher = tmp_path / "run", str(world / "moe")
+    scored = "--use-opd" in more
+    done = miles("train", *line(world, run, *more.split(), "--opd-teacher-load", teacher, scored=scored))
+    assert done.returncode == 0, done.stderr
+    seen = rows(run)
+    assert len(seen) == 3
+    for row in seen:
+        assert not unexplained(row.keys() - {"kind", "step", "version"})
+        assert row["grad_norm"] > 0 and row["teacher_logp"] < 0 and row.get("parity_max_abs", 0) < 1e-4
+        assert row["distill_kl"] > 0 or "top-k" not in more
+        assert (row["advantage_std"] > 0) == scored
+
+
+def test_a_killed_run_with_two_teachers_continues_to_the_bit(world, tmp_path):
+    calm, run = tmp_path / "calm", tmp_path / "run"
+    done = miles("train", *routed(world, calm, "--opd-log-prob-top-k", "6", steps=4))
+    assert done.returncode == 0, done.stderr
+    again = routed(world, run, "--opd-log-prob-top-k", "6", steps=4)
+    killed = miles("train", *again, kill_at="miles.train.optim:Optimizer.step:6")
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    done = miles("train", *again)
+    assert done.returncode == 0, done.stderr
+    expected = everything(calm)
+    assert everything(run).keys() == expected.keys()
+    for name, content in expected.items():
+        assert everything(run)[name] == content, f"{name} differs"
+
+
+def test_a_teacher_of_other_words_is_told_before_anything_starts(world, tmp_path):
+    other = tmp_path / "other"
+    demo_task.write_checkpoint(other, moe=False, seed=3)
+    written = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = written["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (other / "tokenizer.json").write_text(json.dumps(written))
+    done = miles("train", *line(world, tmp_path / "run", *OPD.split(), "--opd-teacher-load", str(other)))
+    assert done.returncode == 2
+    assert f"the teacher in {other} has another tokenizer than --hf-checkpoint" in done.stderr
+    assert not (tmp_path / "run" / "metrics.jsonl").exists() or not rows(tmp_path / "run")
+
+
+def test_a_prompt_that_asks_for_nobody_is_told_before_anything_starts(world, tmp_path):
+    asks = routed(world, tmp_path / "run")
+    asks[asks.index("--opd-teachers") + 1] = "art"
+    done = miles("train", *asks)
+    assert done.returncode == 1
+    assert "for the teacher moe, and there are default, art; mend it, or add that teacher" in done.stderr
+
+
+# -- what they learn ------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", ["", "--opd-log-prob-top-k -1", "--opd-log-prob-top-k 4"], ids=["drawn", "all", "top"])
+def test_a_student_comes_nearer_to_its_teacher_and_does_as_well(more, demo, tmp_path):
+    """The student is the demo after its warm-up, the teacher the same after 80 steps of GRPO."""
+    places, student = demo
+    teacher = Checkpoints(places.grpo / "checkpoints").latest()
+    assert teacher is not None
+    run, steps = tmp_path / "run", 40
+    argv = grpo_flags(places, DemoOptions(steps=steps, device="cpu"), student)
+    changed = {"--save": str(run), "--advantage-estimator": "on_policy_distillation", "--eval-interval": str(steps)}
+    for flag, value in changed.items():
+        argv[argv.index(flag) + 1] = value
+    done = miles("train", *argv, "--opd-teacher-load", str(teacher[0]), "--view", "plain", *more.split())
+    assert done.returncode == 0, done.stderr
+    kls = [row["distill_kl"] for row in rows(run)]
+    before, after = (row["eval/heldout/reward"] for row in rows(run, "eval"))
+    first, last = fmean(kls[:3]), fmean(kls[-3:])
+    told = f"reverse KL {first:.4f} -> {last:.4f}, held out {before:.3f} -> {after:.3f}"
+    assert last < 0.6 * first and after > before + 0.1, told
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory) -> tuple[Places, Path]:
+    places = Places(root=tmp_path_factory.mktemp("distill") / "demo")
+    done = miles("demo", "--plain", "--steps", "80", "--device", "cpu", "--save", str(places.root))
+    assert done.returncode == 0, done.stderr
+    newest = Checkpoints(places.warmup / "checkpoints").latest()
+    assert newest is not None
+    return places, newest[0]
