@@ -6,9 +6,11 @@ from tests.models.oracle import KINDS, hf_model, positions_of, tokens_of, twin
 
 from miles.kernels import chunks
 from miles.kernels.varlen import PackedAttend
+from miles.models import retained
 from miles.models.decoder import Decoder
 from miles.models.footprint import CHUNK
 from miles.models.retained import layer_bytes
+from miles.train import logits
 
 LENGTHS = (60, 60)
 
@@ -40,3 +42,7 @@ def test_layers_keep_what_they_are_said_to_keep(kind):
 
 def test_recurrent_layers_are_counted_in_the_chunks_they_are_computed_in():
     assert max(chunks._SIZES) == CHUNK
+
+
+def test_the_logits_held_at_once_are_those_the_trainer_makes_at_once():
+    assert {False: logits._ELEMENTS["cpu"], True: logits._ELEMENTS["cuda"]} == retained._LOGITS

@@ -15,6 +15,7 @@ from miles.core.errors import MilesError, UsageError
 from miles.launch.found import why_not_a_checkpoint
 from miles.launch.machine import accelerator_nodes, cores, torch_build
 from miles.launch.memory import sized
+from miles.models.choice import known_to_transformers
 from miles.models.families import spec_of
 from miles.models.families.table import find
 from miles.models.families.unknown import mechanisms
@@ -210,19 +211,12 @@ def _unknown(folder: Path, config: Mapping[str, Any]) -> Iterator[Finding]:
     yield Finding(
         name="lacks", text=", ".join(missing) or "nothing its config names: a family file may be all it takes"
     )
-    if known_to_transformers(config):
+    if known_to_transformers(str(config.get("model_type"))):
         way = "train it as it is with --model-impl transformers (slower)"
     else:
         way = f"the installed transformers {_version('transformers')} does not know it either: a newer one may"
     lacks = f"{folder}: {named} has no family here; {way}, or add one as docs/add_a_model.md shows."
     yield Finding(name="ways", text=f"{way}; or add a family (docs/add_a_model.md)", lacks=lacks)
-
-
-def known_to_transformers(config: Mapping[str, Any]) -> bool:
-    """Can the installed transformers build this model without code of the model's own?"""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return config.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def _model(folder: Path, here: "Platform", free: int) -> Iterator[Finding]:

@@ -36,7 +36,7 @@ def _way_out(config: Mapping[str, Any]) -> str:
     how = "--model-impl transformers trains and samples transformers' own module instead, more slowly"
     if config.get("auto_map"):
         return f"It comes with code of its own: with --trust-remote-code, {how}."
-    if _known(str(config.get("model_type"))):
+    if known_to_transformers(str(config.get("model_type"))):
         return f"{how}."
     from importlib.metadata import version
 
@@ -44,7 +44,7 @@ def _way_out(config: Mapping[str, Any]) -> str:
     return f"The installed transformers {here} does not know it either: a newer one may, and then {how}."
 
 
-def _known(model_type: str) -> bool:
+def known_to_transformers(model_type: str) -> bool:
     """Does the installed transformers have a folder for it? Looked up without importing it."""
     from importlib.util import find_spec
 
