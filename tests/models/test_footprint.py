@@ -17,7 +17,7 @@ from miles.models.spec import AttentionSpec, MlaSpec
 TOKENS = 64
 QWEN3_06B, QWEN3_30B_A3B, LLAMA_8B = (published()[n] for n in ("Qwen3-0.6B", "Qwen3-30B-A3B", "Llama-3.1-8B"))
 
-# Parameters as the publishers' own safetensors indices or model cards count them (a billion's tenth where cards round).
+# Published parameter counts: in full where they are known so, else in billions.
 EXACT = {
     "Qwen2.5-0.5B": 494_032_768,
     "Qwen2.5-7B": 7_615_616_512,
