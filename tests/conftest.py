@@ -1,6 +1,13 @@
-"""What all tests share: the option that rewrites checked-in files instead of comparing with them."""
+"""What all tests share: the option that rewrites checked-in files, and an interpreter where there is no accelerator."""
+
+import os
 
 import pytest
+import torch
+
+# Device code is read by its compiler, or its interpreter, when it is first imported: before any test module is.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from miles.kernels.slim import alone, wide_linear
+
 
 def logits_of(hidden_RD: Tensor, head_VD: Tensor, softcap: float | None = None) -> Tensor:
     """Logits in float32 (float64 for float64 inputs), without rounding them to a low precision on the way.
@@ -16,6 +18,8 @@ def logits_of(hidden_RD: Tensor, head_VD: Tensor, softcap: float | None = None) 
     """
     if hidden_RD.dtype in (torch.float32, torch.float64):
         logits_RV = hidden_RD @ head_VD.T
+    elif alone(hidden_RD, head_VD):
+        logits_RV = wide_linear(hidden_RD, head_VD)
     elif hidden_RD.is_cuda:
         logits_RV = torch.mm(hidden_RD, head_VD.T, out_dtype=torch.float32)
     else:

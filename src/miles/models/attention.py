@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from miles.kernels.card import CardAttend, Heads
 from miles.models.linear import Linear
 from miles.models.memory import Attend, Terms
 from miles.models.norm import RMSNorm
@@ -38,8 +39,12 @@ class Attention(nn.Module):
             norms = (RMSNorm(n, model.norm_eps, offset=model.norm_offset, device=device, dtype=dtype) for n in sizes)
             self.q_norm, self.k_norm = norms
         self.sinks = nn.Parameter(torch.empty(spec.num_heads, **made)) if spec.sinks else None
+        # Nothing between the projection and attention but what one kernel does: norms of heads, and a rotation.
+        self._plain = not spec.gated and spec.qk_norm in ("none", "head") and spec.temperature is None
 
     def forward(self, x_TD: Tensor, at: Positions, attend: Attend) -> Tensor:
+        if self._plain and isinstance(attend, CardAttend) and (heads := self._heads(at)) is not None:
+            return self.output(attend.straight(self.layer, self.qkv(x_TD), heads, self.terms, sinks_H=self.sinks))
         gate_THd, qk_TNd, v_TGd = self._project(x_TD)
         qk_TNd = self._normalise(qk_TNd)
         rope = self.spec.rope
@@ -54,6 +59,25 @@ class Attention(nn.Module):
         if gate_THd is not None:
             out_THd = out_THd * gate_THd.sigmoid()
         return self.output(out_THd.flatten(1))
+
+    def _heads(self, at: Positions) -> Heads | None:
+        """How queries and keys are made ready, where one kernel can do all of it."""
+        spec = self.spec
+        table_P2d = None if spec.rope is None else at.table(spec.rope, spec.head_dim)
+        if spec.rope is not None and table_P2d is None:
+            return None
+        return Heads(
+            heads=spec.num_heads,
+            kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            rotation=table_P2d,
+            positions_T=at.positions_T,
+            interleaved=spec.rope is not None and spec.rope.interleaved,
+            q_weight_d=None if self.q_norm is None else self.q_norm.weight,
+            k_weight_d=None if self.k_norm is None else self.k_norm.weight,
+            eps=self.eps,
+            offset=0.0 if self.q_norm is None else self.q_norm.offset,
+        )
 
     def _project(self, x_TD: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
         """Gates where there are any, queries and keys side by side, values."""

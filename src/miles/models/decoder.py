@@ -58,20 +58,35 @@ class Layer(nn.Module):
         if isinstance(layer.ffn, MoeSpec):
             self.moe = MoeMlp(spec.hidden_size, layer.ffn, spec.moe_layers.index(index), **made)
         self.mlp_post_norm = norm(layer.ffn is not None and layer.post_norms)
+        # Where ranks share a layer, what its parts give is a summand: this adds the ranks' up.
+        self.reduce: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x_TD: Tensor, at: Positions, attend: Attend, routing: Routing | None) -> Tensor:
+        x_TD, late_TD = self.pending(x_TD, None, at, attend, routing)
+        return x_TD if late_TD is None else x_TD + late_TD
+
+    def pending(
+        self, x_TD: Tensor, late_TD: Tensor | None, at: Positions, attend: Attend, routing: Routing | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The residual stream, and what is still to be added to it: the next norm does both in one pass."""
         if self.attention_norm is not None:
-            mixed_TD = self.get_submodule(self._mixer)(self.attention_norm(x_TD), at, attend)
-            x_TD = x_TD + (mixed_TD if self.attention_post_norm is None else self.attention_post_norm(mixed_TD))
+            x_TD, y_TD = self.attention_norm.after(x_TD, late_TD)
+            late_TD = self._summed(self.get_submodule(self._mixer)(y_TD, at, attend))
+            if self.attention_post_norm is not None:
+                late_TD = self.attention_post_norm(late_TD)
         if self.mlp_norm is not None:
-            y_TD = self.mlp_norm(x_TD)
+            x_TD, y_TD = self.mlp_norm.after(x_TD, late_TD)
             if self.mlp is not None:
-                y_TD = self.mlp(y_TD)
+                late_TD = self._summed(self.mlp(y_TD))
             else:
                 assert self.moe is not None
-                y_TD = self.moe(y_TD, routing)
-            x_TD = x_TD + (y_TD if self.mlp_post_norm is None else self.mlp_post_norm(y_TD))
-        return x_TD
+                late_TD = self._summed(self.moe(y_TD, routing))
+            if self.mlp_post_norm is not None:
+                late_TD = self.mlp_post_norm(late_TD)
+        return x_TD, late_TD
+
+    def _summed(self, part_TD: Tensor) -> Tensor:
+        return part_TD if self.reduce is None else self.reduce(part_TD)
 
 
 class Decoder(nn.Module):
@@ -103,12 +118,14 @@ class Decoder(nn.Module):
             x_TD = x_TD * torch.tensor(self.spec.embedding_scale, dtype=x_TD.dtype).item()
         at = Positions(positions_T, self.spec.max_positions, x_TD.dtype)
         again = self.checkpoint_layers and torch.is_grad_enabled()
+        late_TD: Tensor | None = None
         for layer in self.layers:
+            assert isinstance(layer, Layer)
             if again:
                 x_TD = checkpoint(layer, x_TD, at, attend, routing, use_reentrant=False, preserve_rng_state=False)
             else:
-                x_TD = layer(x_TD, at, attend, routing)
-        return self.norm(x_TD)
+                x_TD, late_TD = layer.pending(x_TD, late_TD, at, attend, routing)
+        return self.norm.after(x_TD, late_TD)[1]
 
     def head(self) -> Tensor:
         """The output weight [V, D]: the embedding itself when tied."""

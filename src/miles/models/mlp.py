@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from miles.models.activation import activate
+from miles.kernels.gated import activate
+from miles.kernels.slim import gated_linear
 from miles.models.linear import Linear
 from miles.models.spec import Activation, MlpSpec
 
@@ -30,7 +31,6 @@ class Mlp(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         if self.gate_up is not None:
-            gate_TI, up_TI = self.gate_up(x_TD).chunk(2, dim=-1)
-            return self.down(activate(gate_TI, up_TI, self.activation))
+            return self.down(gated_linear(x_TD, self.gate_up.weight, self.gate_up.bias, self.activation))
         assert self.up is not None
         return self.down(activate(self.up(x_TD), None, self.activation))

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from miles.kernels.grouped import Rows, collect, dispatch, grouped_linear, order_rows, weigh
-from miles.models.activation import activate
+from miles.kernels.device_code import ready
+from miles.kernels.experts import moe_forward, route
 from miles.models.linear import Linear
 from miles.models.mlp import Mlp
 from miles.models.spec import MoeSpec
@@ -64,6 +64,8 @@ class MoeMlp(nn.Module):
         if spec.correction:
             # It moves with the load of the experts, not with a gradient, and loses its meaning when rounded.
             self.correction = nn.Parameter(torch.empty(count, device=device, dtype=torch.float32), requires_grad=False)
+        # Experts are the likeliest of a softmax, and nothing else is asked: one kernel does it.
+        self._plain = spec.score == "softmax" and not (spec.wide_router or spec.correction) and spec.groups == 1
         first = nn.Parameter(torch.empty(count, rows, inner, **made))
         self.gate_up, self.up = (first, None) if spec.gated else (None, first)
         self.down = nn.Parameter(torch.empty(count, inner, spec.size, **made))
@@ -78,6 +80,15 @@ class MoeMlp(nn.Module):
     def route(self, x_TD: Tensor, routing: Routing | None) -> tuple[Tensor, Tensor]:
         """The weights of each token's experts, [T, k], and which they are; gradients flow through the weights."""
         spec = self.spec
+        if self._plain and ready(x_TD) and (routing is None or routing.replay_TLk is None):
+            weights_Tk, experts_Tk = route(
+                self.router(x_TD),
+                spec.experts_per_token,
+                normalise=spec.norm_topk_prob,
+                scale=spec.scale,
+                dtype=x_TD.dtype,
+            )
+            return weights_Tk, experts_Tk if routing is None else routing.choose(self.slot, experts_Tk)
         logits_TE, scores_TE = self._score(x_TD)
         experts_Tk = self._choose(logits_TE.detach(), scores_TE.detach())
         if routing is not None:
@@ -115,13 +126,21 @@ class MoeMlp(nn.Module):
         return scores_TE.topk(spec.experts_per_token, dim=-1).indices
 
     def forward(self, x_TD: Tensor, routing: Routing | None) -> Tensor:
+        spec, first = self.spec, self.up if self.gate_up is None else self.gate_up
+        assert first is not None
         weights_Tk, experts_Tk = self.route(x_TD, routing)
-        rows = order_rows(experts_Tk, self.spec.num_experts)
-        x_RD = dispatch(x_TD if self.into is None else self.into(x_TD), rows)
-        if self.spec.weigh_input:
-            out_TD = collect(self._experts(weigh(x_RD, weights_Tk, rows), rows), None, rows)
-        else:
-            out_TD = collect(self._experts(x_RD, rows), weights_Tk, rows)
+        out_TD = moe_forward(
+            x_TD if self.into is None else self.into(x_TD),
+            weights_Tk,
+            experts_Tk,
+            first,
+            self.down,
+            activation=spec.activation,
+            interleaved=spec.interleaved,
+            first_bias_EF=self.gate_up_bias,
+            down_bias_ED=self.down_bias,
+            weigh_input=spec.weigh_input,
+        )
         if self.outof is not None:
             out_TD = self.outof(out_TD)
         if self.shared is None:
@@ -130,15 +149,3 @@ class MoeMlp(nn.Module):
         if self.shared_gate is not None:
             shared_TD = shared_TD * self.shared_gate(x_TD).sigmoid()
         return out_TD + shared_TD
-
-    def _experts(self, x_RD: Tensor, rows: Rows) -> Tensor:
-        spec = self.spec
-        first = self.up if self.gate_up is None else self.gate_up
-        assert first is not None
-        inner_RI = grouped_linear(x_RD, first, rows, self.gate_up_bias)
-        gate_RI, up_RI = inner_RI, None
-        if spec.interleaved:
-            gate_RI, up_RI = inner_RI.unflatten(-1, (-1, 2)).unbind(-1)
-        elif spec.gated:
-            gate_RI, up_RI = inner_RI.chunk(2, dim=-1)
-        return grouped_linear(activate(gate_RI, up_RI, spec.activation), self.down, rows, self.down_bias)

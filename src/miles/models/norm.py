@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+
+from miles.kernels.norm import add_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -20,10 +21,13 @@ class RMSNorm(nn.Module):
         self.offset = offset
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.offset:
-            return F.rms_norm(x, self.shape, self.weight, self.eps)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return F.rms_norm(x.to(wide), self.shape, self.scale(), self.eps).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps, offset=self.offset)
+
+    def after(self, x: Tensor, late: Tensor | None) -> tuple[Tensor, Tensor]:
+        """``x`` with ``late`` added to it, and the norm of that."""
+        if late is None:
+            return x, self(x)
+        return add_rms_norm(x, late, self.weight, self.eps, offset=self.offset)
 
     def scale(self) -> Tensor:
         """What the normalised input is multiplied by."""

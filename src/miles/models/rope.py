@@ -120,6 +120,12 @@ class Positions:
             self._rotations[key] = rotation(*key, self._max, self.positions_T, self._dtype)
         return self._rotations[key]
 
+    def table(self, rope: RopeSpec, head_dim: int) -> Tensor | None:
+        """The rotations of all positions, [P, 2, rope.dim or head_dim]; None where they are too many to keep."""
+        if self._max > _LONGEST_TABLE:
+            return None
+        return _table(rope, rope.dim or head_dim, self._max, self.positions_T.device, self._dtype)
+
     def temperature(self, floor: float, slope: float, ahead: float = 1.0) -> Tensor:
         """What queries are multiplied by where they grow sharper every ``floor`` positions, float32 [T, 1, 1].
 

@@ -4,6 +4,9 @@ import asyncio
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
+from shutil import rmtree
 
 import pytest
 from tests.rollout.sandbox import attempts
@@ -151,9 +154,11 @@ def test_a_cancelled_run_leaves_nothing(walls, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_that_ended_leaves_no_files(walls, tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    tmp_path.chmod(0o711)
+def test_a_run_that_ended_leaves_no_files(walls, monkeypatch):
+    # Not in pytest's own folder, which nobody but its owner may enter.
+    folder = Path(tempfile.mkdtemp())
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    folder.chmod(0o711)
     program = """
 import os
 for depth in range(1200):
@@ -164,8 +169,10 @@ for depth in range(1200):
 os.mkdir("closed", 0)
 """
     outcome = run(walls, program)
+    left = list(folder.iterdir())
+    rmtree(folder)
     assert outcome.fine or outcome.killed_by == "output", outcome
-    assert list(tmp_path.iterdir()) == []
+    assert left == []
 
 
 def test_a_program_dies_with_whoever_asked(walls, tmp_path):

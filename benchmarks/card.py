@@ -1,0 +1,342 @@
+"""The engine on one accelerator beside stock SGLang, transformers' continuous batching and the memory's own limit.
+
+    python benchmarks/card.py [--models Qwen3-0.6B Qwen3-4B] [--sides ours sglang transformers] [--sglang FOLDER]
+
+bf16, random weights of the published shapes, log-probs on, temperature 1, no end of sequence. Two workloads:
+
+- ``W``: 256 requests, prompt and reply lengths uniform in 100..1024 (133,966 reply tokens);
+- ``GRPO``: 32 prompts of 1,024 tokens x 8 samples x 1,024 new tokens.
+
+and ``alone``: one request, the time between two tokens against reading every weight once. Each side runs in a process
+of its own; ``--sglang`` is a folder to put on its path (without it, SGLang must be importable). The limit is what the
+card needs to read weights and keys and values once a step at its measured copy rate, and to multiply the prompts at
+its measured rate; with ``shared`` the keys of a prompt are read once for all samples of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from random import Random
+from typing import Any
+
+Requests = tuple[list[list[int]], list[int]]
+
+
+def workload(name: str) -> Requests:
+    """The prompts and how many tokens follow each; the lengths of W are a common benchmark's, seed 0."""
+    random = Random(0)
+    if name == "W":
+        prompts = [[random.randint(0, 10000) for _ in range(random.randint(100, 1024))] for _ in range(256)]
+        return prompts, [random.randint(100, 1024) for _ in range(256)]
+    if name == "GRPO":
+        asked = [[random.randint(0, 10000) for _ in range(1024)] for _ in range(32)]
+        return [prompt for prompt in asked for _ in range(8)], [1024] * 256
+    return [[random.randint(0, 10000) for _ in range(128)]], [512]
+
+
+def spec_named(model: str) -> Any:
+    from miles.models.families.table import spec_of
+    from miles.models.published import config_named
+
+    config = config_named(model)
+    assert config is not None, f"{model} is not among the published shapes"
+    return spec_of(config)
+
+
+# -- sides, each in its own process ---------------------------------------------------------
+
+
+def ours(model: str, names: list[str], profile: bool, folder: str) -> dict[str, Any]:
+    import torch
+
+    from miles.backends.native.config import NativeConfig
+    from miles.backends.native.engine import NativeEngine
+    from miles.cluster.local import Threaded
+    from miles.cluster.platform import find
+    from miles.core.types import Version
+    from miles.models.decoder import Decoder
+    from miles.sync.publish import Publication
+
+    platform = find("cuda")
+    spec = spec_named(model)
+    decoder = Decoder(spec, device=platform.device, dtype=torch.bfloat16)
+    for parameter in decoder.parameters():
+        parameter.data.normal_(std=0.02)
+    run = Threaded("engine")
+    config = NativeConfig(engine_max_running=256, engine_kv_tokens=420_000)
+    engine = NativeEngine(spec, device=platform.device, dtype=torch.bfloat16, config=config, run=run, decode=None)
+    weights = {name: p.detach() for name, p in decoder.named_parameters()}
+    publication = Publication(weights=lambda: weights, engines=[engine], transport="shared", run=run)
+
+    async def serve() -> dict[str, Any]:
+        await publication.publish(Version())
+        started = time.perf_counter()
+        await engine.warm_up()
+        await _answers(engine, workload("GRPO")[0][:64], [64] * 64)
+        found: dict[str, Any] = {"ready_s": round(time.perf_counter() - started, 1)}
+        for name in names:
+            await publication.publish(Version())  # an empty prefix cache
+            before = dict(engine.stats())
+            spent = await _answers(engine, *workload(name))
+            done = {k: v - before[k] for k, v in engine.stats().items()}
+            found[name] = {"s": spent, "tokens": sum(workload(name)[1]), **done}
+        if profile:
+            found["profile"] = await _profile(engine)
+        return found
+
+    found = asyncio.run(serve())
+    found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    run.close()
+    return found
+
+
+async def _answers(engine: Any, prompts: list[list[int]], lengths: list[int]) -> float:
+    import numpy as np
+
+    from miles.core.protocols import Sampling
+
+    started = time.perf_counter()
+    answers = await asyncio.gather(
+        *(
+            engine.generate(np.array(prompt, np.int32), Sampling(max_new_tokens=n, ignore_eos=True, seed=i))
+            for i, (prompt, n) in enumerate(zip(prompts, lengths, strict=True))
+        )
+    )
+    spent = time.perf_counter() - started
+    assert [sum(len(span.tokens) for span in answer.spans) for answer in answers] == lengths
+    return spent
+
+
+KINDS = (
+    ("attention", ("decode", "trunk", "leaf", "combine", "prefill", "_attend", "latent")),
+    ("sampling", ("draw", "chunk_sums", "pick", "sample")),
+    ("norm, rope, cache, gate", ("rms", "norm", "prepare", "gated", "silu")),
+    ("experts", ("expert", "moe", "grouped", "route")),
+    ("matrix products", ("gemm", "nvjet", "cutlass", "cublas", "gemv", "splitk", "sm90")),
+    ("copies", ("memcpy", "copy", "memset", "fill")),
+)
+
+
+async def _profile(engine: Any) -> dict[str, float]:
+    """Where the device's time goes in a decode of 256 rows, in milliseconds a step."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiled
+
+    prompts, _ = workload("GRPO")
+    await _answers(engine, prompts, [8] * 256)
+    before = dict(engine.stats())
+    with profiled(activities=[ProfilerActivity.CUDA]) as seen:
+        spent = await _answers(engine, prompts, [64] * 256)
+    steps = engine.stats()["steps"] - before["steps"]
+    times: dict[str, float] = {}
+    names: dict[str, float] = {}
+    for event in seen.key_averages():
+        took = event.self_device_time_total / 1e3 / steps
+        kind = next((k for k, words in KINDS if any(w in event.key.lower() for w in words)), "other")
+        times[kind] = times.get(kind, 0.0) + took
+        names[f"{event.key[:60]} x{event.count / steps:.0f}"] = took
+    times["no kernel running (host, launches)"] = spent * 1e3 / steps - sum(times.values())
+    top = sorted(names.items(), key=lambda pair: -pair[1])[:28]
+    return {"a step": spent * 1e3 / steps, **times, "|": 0.0, **dict(top)}
+
+
+def sglang(model: str, names: list[str], profile: bool, folder: str) -> dict[str, Any]:
+    import sglang as sgl  # pyright: ignore[reportMissingImports]
+
+    started = time.perf_counter()
+    engine = sgl.Engine(
+        model_path=folder,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        attention_backend="triton",
+        sampling_backend="pytorch",
+        dtype="bfloat16",
+        mem_fraction_static=0.8,
+        context_length=4096,
+        log_level="warning",
+    )
+
+    def answer(prompts: list[list[int]], lengths: list[int]) -> float:
+        how = [{"max_new_tokens": n, "ignore_eos": True, "temperature": 1.0} for n in lengths]
+        began = time.perf_counter()
+        out = engine.generate(input_ids=prompts, sampling_params=how, return_logprob=True)
+        spent = time.perf_counter() - began
+        assert [len(one["meta_info"]["output_token_logprobs"]) for one in out] == lengths
+        return spent
+
+    answer(workload("GRPO")[0][:64], [64] * 64)
+    found: dict[str, Any] = {"ready_s": round(time.perf_counter() - started, 1)}
+    for name in names:
+        engine.flush_cache()
+        found[name] = {"s": answer(*workload(name)), "tokens": sum(workload(name)[1])}
+    engine.shutdown()
+    return found
+
+
+def transformers(model: str, names: list[str], profile: bool, folder: str) -> dict[str, Any]:
+    """Continuous batching of W, 64 new tokens each: all of it would take minutes."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    config = AutoConfig.from_pretrained(folder)
+    torch.set_default_device("cuda")
+    network: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+    how = GenerationConfig(max_new_tokens=64, do_sample=True, eos_token_id=-1, pad_token_id=0, num_blocks=12000)
+    prompts, _ = workload("W")
+    network.generate_batch(inputs=prompts[:8], generation_config=how)
+    started = time.perf_counter()
+    out = network.generate_batch(inputs=prompts, generation_config=how)
+    spent = time.perf_counter() - started
+    return {"W": {"s": spent, "tokens": sum(len(one.generated_tokens) for one in out.values())}}
+
+
+SIDES = {"ours": ours, "sglang": sglang, "transformers": transformers}
+
+
+def limits(models: list[str], names: list[str]) -> dict[str, Any]:
+    """The card's own rates, and how fast the bytes and products of each workload could go by."""
+    import torch
+
+    from miles.models.footprint import forward_flops_per_token, kv_bytes_per_token, parameter_count
+
+    source = torch.randn(2**29, device="cuda")
+    target = torch.empty_like(source)
+    copy = 8 * source.numel() / _seconds(lambda: target.copy_(source))
+    square = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    product = 2 * 8192**3 / _seconds(lambda: square @ square)
+    found: dict[str, Any] = {"copy_tb": copy / 1e12, "matmul_tflops": product / 1e12}
+    for model in models:
+        spec = spec_named(model)
+        parameters = parameter_count(spec)
+        embedding = 0 if spec.tie_embeddings else spec.vocab_size * spec.hidden_size
+        read, kv = 2 * (parameters - embedding), kv_bytes_per_token(spec, "bfloat16")
+        flops = forward_flops_per_token(spec, 512.0)
+        active = read if spec.moe is None else flops  # alone, only the chosen experts are read: two bytes, two products
+        found[model] = {"weights_gb": read / 1e9, "alone_ms": active / copy * 1e3}
+        for name in names:
+            if name != "alone":
+                found[model][name] = _limit(*workload(name), read, kv, flops, copy, product)
+    return found
+
+
+def _limit(
+    prompts: list[list[int]], lengths: list[int], read: float, kv: float, flops: float, copy: float, product: float
+) -> dict[str, float]:
+    """Tokens a second with every prompt's keys read by each of its samples, and by all of them together."""
+    unique = {id(prompt): len(prompt) for prompt in prompts}
+    prefill = sum(unique.values()) * flops / product
+    apart = together = prefill
+    for step in range(1, max(lengths)):
+        live = [i for i, n in enumerate(lengths) if n > step]
+        own = len(live) * step
+        shared = sum({id(prompts[i]): len(prompts[i]) for i in live}.values())
+        weights = max(read / copy, len(live) * flops / product)
+        apart += weights + (own + sum(len(prompts[i]) for i in live)) * kv / copy
+        together += weights + (own + shared) * kv / copy
+    return {"apart": sum(lengths) / apart, "shared": sum(lengths) / together}
+
+
+def _seconds(work: Any) -> float:
+    import torch
+
+    times: list[float] = []
+    for _ in range(8):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        work()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return sorted(times[2:])[3]
+
+
+# -- the table ------------------------------------------------------------------------------
+
+
+def write_config(model: str, folder: str) -> None:
+    from miles.models.families.table import config_of
+
+    config = config_of(spec_named(model)) | {"torch_dtype": "bfloat16"}
+    (Path(folder) / "config.json").write_text(json.dumps(config))
+
+
+def run_side(side: str, arguments: list[str], folder: str | None) -> dict[str, Any] | None:
+    environment = dict(os.environ)
+    if side == "sglang" and folder is not None:
+        environment |= {"PYTHONPATH": folder, "SGLANG_IS_FLASHINFER_AVAILABLE": "false"}
+    command = [sys.executable, __file__, "--side", side, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if done.returncode or not lines:
+        print(f"-- {side} {' '.join(arguments)} failed:\n{done.stdout[-2500:]}\n{done.stderr[-3500:]}", flush=True)
+        return None
+    print(side, *arguments, lines[-1], flush=True)
+    return json.loads(lines[-1].removeprefix("RESULT "))
+
+
+def show(model: str, limit: dict[str, Any], found: dict[str, dict[str, Any] | None], names: list[str]) -> None:
+    print(f"\n{model}: {limit[model]['weights_gb']:.1f} GB read a step")
+    for name in names:
+        for side, result in found.items():
+            if result is None or name not in result:
+                continue
+            one = result[name]
+            if name == "alone":
+                each = one["s"] / one["tokens"] * 1e3
+                print(f"  alone {side:13s} {each:7.3f} ms a token, {each / limit[model]['alone_ms']:.2f}x the weights")
+                continue
+            rate, most = one["tokens"] / one["s"], limit[model][name]
+            extra = f"; {one['prefilled_tokens']:,.0f} prompt tokens computed" if "prefilled_tokens" in one else ""
+            parts = [f"{100 * rate / value:.0f} % of {value:,.0f} ({kind})" for kind, value in most.items()]
+            print(f"  {name:5s} {side:13s} {rate:8,.0f} tok/s, {', '.join(parts)}{extra}")
+    mine = found.get("ours")
+    if mine is not None and "profile" in mine:
+        print("  where a step of 256 rows goes (ms):")
+        for name, value in mine["profile"].items():
+            print(f"    {value:8.3f}  {name}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["Qwen3-0.6B", "Qwen3-4B", "Qwen3-30B-A3B"])
+    parser.add_argument("--sides", nargs="+", default=["ours", "sglang", "transformers"])
+    parser.add_argument("--workloads", nargs="+", default=["W", "GRPO", "alone"])
+    parser.add_argument("--sglang", help="a folder with SGLang and what it needs")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--side", choices=[*SIDES, "limits"], help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.side is not None:
+        if args.side == "limits":
+            result = limits(args.models, args.workloads)
+        else:
+            result = SIDES[args.side](args.models[0], args.workloads, args.profile, args.folder)
+        print("RESULT", json.dumps(result))
+        return
+    limit = run_side("limits", ["--models", *args.models, "--workloads", *args.workloads], None)
+    assert limit is not None
+    print(f"copy {limit['copy_tb']:.2f} TB/s, bf16 matmul {limit['matmul_tflops']:.0f} TFLOP/s")
+    tables = []
+    for model in args.models:
+        found: dict[str, dict[str, Any] | None] = {}
+        with tempfile.TemporaryDirectory() as folder:
+            write_config(model, folder)
+            flags = ["--models", model, "--workloads", *args.workloads, "--folder", folder]
+            for side in args.sides:
+                if side != "transformers" or model == args.models[0]:
+                    found[side] = run_side(side, [*flags, *(["--profile"] if args.profile else [])], args.sglang)
+        tables.append((model, found))
+    for model, found in tables:
+        show(model, limit, found, args.workloads)
+
+
+if __name__ == "__main__":
+    main()

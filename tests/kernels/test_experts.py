@@ -1,0 +1,142 @@
+"""Experts as device code against a loop over tokens in float64, and against the grouped products of a trainer."""
+
+import pytest
+import torch
+from tests.kernels import interpreter  # noqa: F401  loops over numbers read from memory
+from tests.kernels.device import CARD, DEVICE, DTYPES, ROUNDING, apart, needs_triton, random
+
+from miles.kernels import experts as module
+from miles.kernels.experts import PLANS, _place_rows, moe_forward, route
+from miles.kernels.gated import activate
+
+# tokens, choices, experts, features, intermediate
+SHAPES = [(1, 2, 4, 32, 16), (5, 1, 3, 24, 40), (19, 3, 4, 16, 24)]
+if CARD:
+    SHAPES += [(tokens, 8, 128, 2048, 768) for tokens in (1, 3, 16, 64, 256, 700, 1100)]
+    SHAPES += [(8, 4, 32, 2880, 2880), (300, 6, 64, 2048, 1408), (33, 8, 256, 512, 200)]
+
+
+@pytest.fixture
+def on_device(monkeypatch, poisoned):
+    monkeypatch.setattr(module, "ready", lambda x: True)
+
+
+def chosen(tokens, choices, experts):
+    return torch.stack([torch.randperm(experts)[:choices] for _ in range(tokens)]).to(DEVICE)
+
+
+def case(shape, dtype, *, heights=2, biased=False):
+    tokens, choices, experts, width, size = shape
+    made = {"dtype": dtype}
+    given = random(tokens, width, **made), random(tokens, choices).softmax(-1).to(dtype), chosen(*shape[:3])
+    weights = width**-0.5 * random(experts, heights * size, width), size**-0.5 * random(experts, width, size)
+    biases = (random(experts, heights * size, **made), random(experts, width, **made)) if biased else (None, None)
+    return *given, *(each.to(dtype) for each in weights), biases
+
+
+def by_token(x, weights, experts, first, down, biases, kind, interleaved=False, weigh_input=False):
+    """The definition, one expert after the other, in float64."""
+    out = torch.zeros(len(x), down.shape[1], dtype=torch.float64, device=x.device)
+    for expert in experts.unique().tolist():
+        token, choice = (experts == expert).nonzero(as_tuple=True)
+        weight = weights[token, choice, None].double()
+        inner = (x[token].double() * (weight if weigh_input else 1)) @ first[expert].double().t()
+        inner = inner if biases[0] is None else inner + biases[0][expert].double()
+        gate, up = inner, None
+        if first.shape[1] != down.shape[2]:
+            gate, up = inner.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else inner.chunk(2, -1)
+        row = activate(gate, up, kind) @ down[expert].double().t()
+        row = row if biases[1] is None else row + biases[1][expert].double()
+        out.index_add_(0, token, row * (1 if weigh_input else weight))
+    return out
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_sum_over_experts_is_the_definitions(on_device, shape, dtype):
+    *given, biases = case(shape, dtype)
+    out = moe_forward(*given, activation="silu")
+    assert out.dtype == dtype and apart(out, by_token(*given, biases, "silu")) < ROUNDING[dtype]
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "relu2", "swiglu_clamped"])
+@pytest.mark.parametrize("variant", ["biased", "interleaved", "flat", "weighed"])
+def test_every_variant_is_the_definitions(on_device, variant, kind, dtype):
+    if variant == "flat" and kind == "swiglu_clamped":
+        pytest.skip("has a gate by definition")
+    shape = (6, 1 if variant == "weighed" else 2, 3, 16, 24)
+    *given, biases = case(shape, dtype, heights=1 if variant == "flat" else 2, biased=variant in ("biased", "flat"))
+    more = {"interleaved": variant == "interleaved", "weigh_input": variant == "weighed"}
+    out = moe_forward(*given, activation=kind, first_bias_EF=biases[0], down_bias_ED=biases[1], **more)
+    assert apart(out, by_token(*given, biases, kind, *more.values())) < ROUNDING[dtype]
+
+
+@needs_triton
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_plan_gives_the_same(on_device, monkeypatch, plan):
+    monkeypatch.setattr(module, "PLANS", (plan._replace(most=1e9),))
+    dtype = torch.bfloat16 if CARD else torch.float16
+    *given, biases = case((300, 8, 128, 2048, 768) if CARD else (9, 2, 2, 80, 40), dtype)
+    assert apart(moe_forward(*given, activation="silu"), by_token(*given, biases, "silu")) < ROUNDING[dtype]
+
+
+@pytest.mark.parametrize("weigh_input", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_outside_the_engine_it_is_the_trainers_own_with_gradients(weigh_input, interleaved):
+    x, weights, experts, first, down, biases = case((7, 3, 5, 8, 6), torch.float32, biased=True)
+    x.requires_grad_(), first.requires_grad_(), down.requires_grad_()
+    given = (x, weights, experts, first, down)
+    more = {"interleaved": interleaved, "weigh_input": weigh_input}
+    out = moe_forward(*given, activation="silu", first_bias_EF=biases[0], down_bias_ED=biases[1], **more)
+    assert apart(out, by_token(*given, biases, "silu", **more)) < 1e-5
+    out.sum().backward()
+    assert all(each.grad is not None for each in (x, first, down))
+
+
+@needs_triton
+@pytest.mark.parametrize("rows", [1, 7, 40] + ([2048, 5000] if CARD else []))
+@pytest.mark.parametrize("experts", [1, 5])
+def test_every_row_has_one_place_in_a_block_of_its_expert(poisoned, rows, experts):
+    owners = torch.randint(0, experts, (rows,), device=DEVICE)
+    blocks, block = min(rows, rows // 4 + experts), 4
+    places = torch.full((blocks, block), -5, dtype=torch.int32, device=DEVICE)
+    owner = torch.full((blocks,), -5, dtype=torch.int32, device=DEVICE)
+    _place_rows[(experts,)](owners, places, owner, rows, blocks, BLOCK_E=8, BLOCK_R=16, M=block)
+    used = owner >= 0
+    assert ((owner == -1) | used).all()
+    filled = places[used]
+    real = filled < rows
+    assert sorted(filled[real].tolist()) == list(range(rows)) and (filled[~real] == rows).all()
+    assert torch.equal(owners[filled[real].long()], owner[used].long()[:, None].expand_as(filled)[real])
+    # In order within an expert, and no block is left half empty before another of its own.
+    for expert in range(experts):
+        mine = filled[owner[used] == expert].flatten()
+        assert torch.equal(mine, mine.sort().values)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "shape", [(3, 4, 2), (5, 60, 6)] + ([(8192, 128, 8), (16, 512, 10), (2, 256, 8)] if CARD else [])
+)
+@pytest.mark.parametrize("normalise", [False, True])
+def test_routes_are_the_softmaxs_largest(monkeypatch, poisoned, shape, dtype, normalise):
+    tokens, experts, per_token = shape
+    logits, how = 2 * random(tokens, experts, dtype=dtype), {"normalise": normalise, "scale": 1.5, "dtype": dtype}
+    wanted_weights, wanted = route(logits, per_token, **how)
+    monkeypatch.setattr(module, "ready", lambda x: True)
+    weights, found = route(logits, per_token, **how)
+    # Which of several equal logits is taken is free; that they are the largest is not.
+    assert torch.equal(logits.gather(1, found), logits.gather(1, wanted)) and weights.dtype == dtype
+    assert all(len(set(row)) == per_token for row in found.tolist())
+    assert apart(weights, wanted_weights) < ROUNDING[dtype] / 2
+
+
+@needs_triton
+def test_a_token_that_is_not_a_number_still_goes_to_experts_there_are(on_device):
+    logits = torch.full((2, 5), float("nan"), device=DEVICE)
+    _, found = route(logits, 3, normalise=True, scale=1.0, dtype=torch.float32)
+    assert ((found >= 0) & (found < 5)).all()
