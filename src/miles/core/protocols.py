@@ -153,11 +153,17 @@ class Credit(Protocol):
 
 
 class Tokenizer(Protocol):
-    """Text to tokens and back, and a conversation to the tokens a model expects."""
+    """Text to tokens and back, and a conversation to the tokens a model expects.
+
+    ``render`` encodes what the chat template has ``written``. ``marked`` also says which of the tokens the template
+    marks as the assistant's own, and is None where it marks none.
+    """
 
     def encode(self, text: str) -> list[int]: ...
     def decode(self, tokens: Sequence[int]) -> str: ...
     def render(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> list[int]: ...
+    def written(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> str: ...
+    def marked(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> tuple[list[int], list[bool]] | None: ...
 
 
 class Source(Protocol):

@@ -39,8 +39,12 @@ class Version(NamedTuple):
         return Version(self.policy, self.number + 1)
 
 
+GIVEN = Version(number=-1)
+"""Of demonstrations: no weights wrote them. Their log-probs are 0, as the data leaves no choice."""
+
+
 class Author(StrEnum):
-    """Who wrote a token. Only POLICY tokens are trained on."""
+    """Who wrote a token, or in whose place the data wrote it. Only POLICY tokens are trained on."""
 
     PROMPT = "prompt"
     POLICY = "policy"

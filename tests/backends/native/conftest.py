@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -36,7 +37,10 @@ EXPERTS = MoeSpec(num_experts=6, experts_per_token=2, size=16, norm_topk_prob=Tr
 
 
 class Tiny:
-    """A tiny model, engines over it, and the verbs tests need."""
+    """A tiny model, engines over it, and the verbs tests need. Engines have ``depth`` steps in flight."""
+
+    def __init__(self, depth: int = 0) -> None:
+        self.depth = depth
 
     spec = DecoderSpec(
         family="qwen3",
@@ -79,13 +83,20 @@ class Tiny:
         engine.verify()
         engine.commit()
 
-    def engine(self, decoder: Decoder | None = None, *, decode=None, run=None, **knobs) -> NativeEngine:
+    def engine(self, decoder: Decoder | None = None, *, decode=None, run=None, clock=None, **knobs) -> NativeEngine:
         """An engine with this decoder's weights, on its device and in its dtype."""
         decoder = decoder or self.decoder()
         config = NativeConfig(**{f"engine_{name}": value for name, value in knobs.items()})
         like = decoder.embedding.weight
         engine = NativeEngine(
-            decoder.spec, device=like.device, dtype=like.dtype, config=config, run=run or Inline(), decode=decode
+            decoder.spec,
+            device=like.device,
+            dtype=like.dtype,
+            config=config,
+            run=run or Inline(),
+            decode=decode,
+            clock=clock or time.perf_counter,
+            _depth=self.depth,
         )
         self.publish(engine, decoder)
         return engine
@@ -132,14 +143,11 @@ class Tiny:
         np.testing.assert_allclose(self.logprobs(one), self.logprobs(other), atol=2e-5)
 
     def check(self, engine: NativeEngine) -> None:
-        """Nothing runs, and no page leaked."""
-        scheduler = engine._scheduler
-        assert not scheduler.running
-        assert not scheduler.waiting
-        assert not scheduler._leaders
-        assert scheduler.seats.free == len(scheduler.seats.seed_S)
-        assert scheduler.pages.available == scheduler.pages.total
-        scheduler.pages.check([])
+        """Nothing runs, nothing is in flight, and no page leaked."""
+        engine.check()
+        assert not engine._answers
+        assert not engine._flights.aloft
+        assert not list(engine._scheduler.everyone())
 
     def tokens(self, completion: Completion) -> list[int]:
         return [int(token) for span in completion.spans for token in span.tokens]
@@ -148,6 +156,7 @@ class Tiny:
         return np.concatenate([span.logprobs for span in completion.spans if span.logprobs is not None])
 
 
-@pytest.fixture
-def tiny() -> Tiny:
-    return Tiny()
+@pytest.fixture(params=[0, 1], ids=["at once", "overlapped"])
+def tiny(request: pytest.FixtureRequest) -> Tiny:
+    """Engines that land a step at once, and engines that land it when the next has been launched."""
+    return Tiny(request.param)

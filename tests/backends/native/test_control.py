@@ -10,6 +10,7 @@ import torch
 from miles.cluster.local import Threaded
 from miles.core.errors import EngineError
 from miles.core.protocols import Sampling
+from miles.core.types import Status
 
 LONG = Sampling(max_new_tokens=30, ignore_eos=True)
 
@@ -36,6 +37,60 @@ def test_no_step_is_made_while_paused_and_requests_go_on_after(tiny):
     tiny.check(engine)
     for one, request in zip(answers, [*asked, asked[0]], strict=True):
         tiny.same(one, tiny.alone(request))
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
+def test_a_pause_keeps_requests_with_their_pages_or_without_or_ends_them(tiny, mode):
+    engine = tiny.engine(page_size=4)
+    asked = [(prompt, replace(how, ignore_eos=True)) for prompt, how in tiny.mixed(5)]
+
+    async def story():
+        tasks = [asyncio.create_task(engine.generate(*request)) for request in asked]
+        while engine.stats()["steps"] < 6:
+            await asyncio.sleep(0)
+        await engine.pause(mode)
+        engine.check()
+        health = await engine.health()
+        used = health["pages"] - health["free_pages"]
+        held = {"in_place": (5, 0), "retract": (0, 5), "abort": (0, 0)}[mode]
+        assert (health["running"], health["waiting"]) == held
+        assert (used > 0) == (mode == "in_place")
+        assert await engine.flush() == (mode != "in_place")
+        late = asyncio.create_task(engine.generate(*asked[1]))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert (await engine.health())["waiting"] == held[1] + 1
+        await engine.resume()
+        return await asyncio.gather(*tasks, late)
+
+    *answers, late = asyncio.run(story())
+    tiny.check(engine)
+    tiny.same(late, tiny.alone(asked[1]))
+    for one, request in zip(answers, asked, strict=True):
+        if mode == "abort":
+            assert one.status is Status.ABORTED
+            assert 0 < len(tiny.tokens(one)) < 30
+        else:
+            tiny.same(one, tiny.alone(request))
+    assert engine.stats()["preemptions"] == (5 if mode == "retract" else 0)
+
+
+def test_flushing_forgets_every_prefix_and_waits_for_nobody(tiny):
+    engine = tiny.engine(page_size=4)
+    request = (tiny.prompts(1, low=20, high=21)[0], LONG)
+
+    async def story():
+        first, again = await engine.generate(*request), await engine.generate(*request)
+        assert await engine.flush()
+        task = asyncio.create_task(engine.generate(*request))
+        while engine.stats()["steps"] < 65:
+            await asyncio.sleep(0)
+        assert not await engine.flush()
+        return first, again, await task
+
+    answers = asyncio.run(story())
+    assert [answer.cached_tokens for answer in answers] == [0, 19, 0]
+    tiny.check(engine)
 
 
 def test_an_engine_that_slept_holds_no_cache_meanwhile_and_continues_exactly(tiny):

@@ -7,26 +7,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from miles.backends.native.sampler import Manner, draw, filtered, invert, uniforms
+from miles.backends.native.order import Edits, Looks, Manner
+from miles.backends.native.sampler import draw, edit, filtered, invert, look, streams, uniforms
+from miles.backends.native.sending import Landing, Sender
+from miles.backends.native.sequence import words_of
 from miles.core.errors import EngineError
 
+SEND = Sender(torch.device("cpu"))
+EDITS = Edits.__dataclass_fields__
 
-def manner(rows, *, temperature=1.0, top_k=-1, top_p=1.0, min_p=0.0, seed=0, index=None):
+
+def manner(rows, *, temperature=1.0):
     full = lambda value, kind: np.full(rows, value, kind)  # noqa: E731
     return Manner(
-        temperature_B=full(temperature, np.float32),
-        top_k_B=full(top_k, np.int64),
-        top_p_B=full(top_p, np.float32),
-        min_p_B=full(min_p, np.float32),
-        filters_B=full(top_k > 0 or top_p < 1 or min_p > 0, np.bool_),
-        seed_B=full(seed, np.uint64),
-        index_B=np.arange(rows, dtype=np.uint64) if index is None else index,
+        temperature_D=full(temperature, np.float32),
+        top_k_D=full(-1, np.int64),
+        top_p_D=full(1.0, np.float32),
+        min_p_D=full(0.0, np.float32),
+        filters_D=full(False, np.bool_),
+        uniform_D=uniforms(streams(full(0, np.uint64)), np.arange(rows, dtype=np.uint64)),
     )
 
 
 def test_uniforms_fill_the_unit_interval_evenly_along_positions_and_along_seeds():
     many, none = np.arange(100_000, dtype=np.uint64), np.zeros(100_000, np.uint64)
-    for u in (uniforms(none, many), uniforms(many, none), uniforms(many, many)):
+    for u in (uniforms(streams(seeds), places) for seeds, places in ((none, many), (many, none), (many, many))):
         assert u.dtype == np.float32
         assert u.min() >= 0
         assert u.max() < 1
@@ -58,12 +63,13 @@ def test_a_token_of_probability_zero_is_never_drawn(seed, size):
 def test_draws_follow_the_softmax():
     logits = torch.linspace(-2, 2, 12)
     for temperature in (1.0, 0.6):
-        tokens, logprobs = draw(logits.expand(20_000, -1).contiguous(), manner(20_000, temperature=temperature))
+        how = manner(20_000, temperature=temperature)
+        tokens, logprobs, _ = draw(logits.expand(20_000, -1).contiguous(), how, SEND)
         expected = (logits / temperature).softmax(0)
-        counts = np.bincount(tokens, minlength=12)
+        counts = np.bincount(tokens.numpy(), minlength=12)
         chi_square = ((counts - 20_000 * expected.numpy()) ** 2 / (20_000 * expected.numpy())).sum()
         assert chi_square < 35  # 11 degrees of freedom: exceeded once in 4,000
-        np.testing.assert_allclose(logprobs, expected.log()[tokens].numpy(), atol=1e-6)
+        torch.testing.assert_close(logprobs, expected.log()[tokens], atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("top_k", [-1, 1, 7])
@@ -89,18 +95,17 @@ def test_a_row_is_drawn_alike_whatever_its_neighbours_ask_for():
     torch.manual_seed(1)
     logits = torch.randn(6, 40)
     mixed = Manner(
-        temperature_B=np.array([0, 1, 0.5, 2, 1, 1], np.float32),
-        top_k_B=np.array([-1, 5, -1, -1, -1, 3]),
-        top_p_B=np.array([1, 1, 0.5, 1, 1, 0.9], np.float32),
-        min_p_B=np.array([0, 0, 0, 0.2, 0, 0.1], np.float32),
-        filters_B=np.array([False, True, True, True, False, True]),
-        seed_B=np.arange(6, dtype=np.uint64),
-        index_B=np.arange(6, dtype=np.uint64) * np.uint64(7),
+        temperature_D=np.array([0, 1, 0.5, 2, 1, 1], np.float32),
+        top_k_D=np.array([-1, 5, -1, -1, -1, 3]),
+        top_p_D=np.array([1, 1, 0.5, 1, 1, 0.9], np.float32),
+        min_p_D=np.array([0, 0, 0, 0.2, 0, 0.1], np.float32),
+        filters_D=np.array([False, True, True, True, False, True]),
+        uniform_D=uniforms(streams(np.arange(6, dtype=np.uint64)), np.arange(6, dtype=np.uint64) * np.uint64(7)),
     )
-    together = draw(logits, mixed)
+    together = draw(logits, mixed, SEND)
     for row in range(6):
         alone = Manner(**{name: getattr(mixed, name)[row : row + 1] for name in Manner.__dataclass_fields__})
-        tokens, logprobs = draw(logits[row : row + 1], alone)
+        tokens, logprobs, _ = draw(logits[row : row + 1], alone, SEND)
         assert tokens[0] == together[0][row]
         assert logprobs[0] == together[1][row]
     assert together[0][0] == logits[0].argmax()
@@ -109,5 +114,64 @@ def test_a_row_is_drawn_alike_whatever_its_neighbours_ask_for():
 def test_logits_that_are_not_finite_are_an_error_and_not_a_token():
     logits = torch.zeros(2, 5)
     logits[1, 2] = float("nan")
+    tokens, logprobs, _ = draw(logits, manner(2), SEND)
     with pytest.raises(EngineError, match="not finite"):
-        draw(logits, manner(2))
+        Landing(tokens, logprobs).land()
+
+
+def test_penalties_masks_and_biases_change_the_logits_by_the_written_rule():
+    torch.manual_seed(2)
+    logits = torch.randn(3, 70)
+    none, zero = np.zeros(0, np.int64), np.zeros(0, np.float32)
+    allowed = np.arange(70) % 3 == 0
+    edits = Edits(
+        add_rows_E=np.array([0, 0, 2]),
+        add_tokens_E=np.array([5, 5, 69]),
+        add_E=np.array([-0.5, -0.25, -np.inf], np.float32),
+        scale_rows_E=np.array([0, 1, 1]),
+        scale_tokens_E=np.array([5, 6, 7]),
+        scale_E=np.array([1.5, 1.5, 0.5], np.float32),
+        mask_rows_K=np.array([1]),
+        masks_KZ=words_of(allowed, 70)[None],
+        bias_rows_E=np.array([2, 2]),
+        bias_tokens_E=np.array([1, 1]),
+        bias_E=np.array([3.0, 1.0], np.float32),
+    )
+    expected = logits.clone()
+    penalised = logits[0, 5] - 0.75
+    expected[0, 5] = penalised / 1.5 if penalised > 0 else penalised * 1.5
+    expected[1, ~torch.from_numpy(allowed)] = -torch.inf
+    expected[1, 6] = logits[1, 6] / 1.5 if logits[1, 6] > 0 else logits[1, 6] * 1.5
+    expected[2, 69] = -torch.inf
+    expected[2, 1] += 4
+    before = logits.clone()
+    torch.testing.assert_close(edit(logits, edits, SEND), expected)
+    assert torch.equal(logits, before)
+    nothing = {name: zero if name.endswith("_E") and "_" not in name[:-2] else none for name in EDITS}
+    assert torch.equal(edit(logits, Edits(**nothing | {"masks_KZ": np.zeros((0, 3), np.int32)}), SEND), logits)
+
+
+def test_a_mask_shorter_than_the_vocabulary_allows_nothing_beyond():
+    assert words_of(np.ones(40, np.bool_), 70).tolist() == [-1, 255, 0]
+    assert words_of(np.array([-1, -1, -1, -1], np.int32), 70).tolist() == [-1, -1, -1]
+    with pytest.raises(EngineError, match="allows no token"):
+        words_of(np.zeros(70, np.bool_), 70)
+
+
+def test_looking_finds_the_likeliest_and_the_watched_and_can_be_cut_by_rows():
+    torch.manual_seed(3)
+    logprobs = torch.randn(7, 20).log_softmax(-1)
+    looks = Looks(
+        tops=4,
+        rows_R=np.array([0, 3, 4, 6]),
+        watch_rows_W=np.array([1, 1, 3, 6]),
+        watch_tokens_W=np.array([2, 5, 19, 0]),
+    )
+    tokens, values, watched = look(logprobs, looks, SEND)
+    expected = logprobs[[0, 3, 4, 6]].sort(-1, descending=True)
+    assert torch.equal(tokens, expected.indices[:, :4])
+    assert torch.equal(values, expected.values[:, :4])
+    assert torch.equal(watched, logprobs[[1, 1, 3, 6], [2, 5, 19, 0]])
+    parts = [look(logprobs[lo : lo + 3], looks.cut(lo, lo + 3), SEND) for lo in (0, 3, 6)]
+    for whole, cut in zip((tokens, values, watched), zip(*parts, strict=True), strict=True):
+        assert torch.equal(whole, torch.cat(cut))

@@ -1,5 +1,6 @@
-"""The scheduler alone, over a cache that remembers for which prefix each slot and each seat's state was written."""
+"""The scheduler alone, over a device that remembers for which prefix each slot and each seat's state was written."""
 
+from collections import Counter
 from itertools import count
 
 import numpy as np
@@ -8,147 +9,234 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles.backends.native.cache import Pages
-from miles.backends.native.request import Seats, Sequence
-from miles.backends.native.scheduler import Plan, Scheduler
+from miles.backends.native.hall import Hall
+from miles.backends.native.order import Drawn, Order, positions_of, slots_of
+from miles.backends.native.plan import Plan
+from miles.backends.native.request import Ask
+from miles.backends.native.scheduler import Scheduler
+from miles.backends.native.seats import Seats
+from miles.backends.native.sequence import Sequence
 from miles.core.protocols import Sampling
 from miles.core.types import Version
 
 
+def drawn_after(prefix):
+    """A function of what came before, as of a model, and nearly always 0, so that prefixes coincide."""
+    return int(hash(prefix) % 11 == 0)
+
+
+def scored_after(prefix, token):
+    return float(hash((prefix, token)) % 1000)
+
+
+class Device:
+    """Does what it is ordered to, in order, with prefixes instead of keys, values and states."""
+
+    def __init__(self, pages, size, seats, recurrent):
+        self.size, self.recurrent = size, recurrent
+        self.slots = [None] * (pages * size)
+        self.states = [None] * seats
+        self.drawn = [None] * seats
+
+    def launch(self, order: Order, version: int, born: list[int]) -> Drawn:
+        self.copy(order)
+        tokens, slots = order.tokens_T.tolist(), slots_of(order, positions_of(order), self.size).tolist()
+        rows, row = [], 0
+        columns = (column.tolist() for column in (order.seats_B, order.starts_B, order.counts_B))
+        for seat, start, length in zip(*columns, strict=True):
+            new = [self.drawn[seat] if token < 0 else token for token in tokens[row : row + length]]
+            rows.append((seat, start, new, slots[row : row + length]))
+            row += length
+        # A step writes before it looks: rows may go on from what others of the same step write.
+        prefixes = {b: self.write(order, b, *rows[b], version) for b in np.argsort(order.starts_B).tolist()}
+        self.look(order, rows, born)
+        everything = [prefix for b in range(len(rows)) for prefix in prefixes[b]]
+        told = [drawn_after(everything[row]) for row in order.rows_D]
+        for seat, token in zip(order.seats_D.tolist(), told, strict=True):
+            self.drawn[seat] = token
+        scores = None
+        if order.scoring is not None:
+            pairs = zip(order.scoring.rows_N.tolist(), order.scoring.tokens_N.tolist(), strict=True)
+            scores = np.array([scored_after(everything[row], token) for row, token in pairs], np.float32)
+        return Drawn(tokens_D=np.array(told, np.int64), logprobs_D=np.zeros(len(told), np.float32), scores_N=scores)
+
+    def copy(self, order: Order):
+        slots, states, size = list(self.slots), list(self.states), self.size
+        for source, target in zip(*(side.tolist() for side in order.copies), strict=True):
+            self.slots[target * size : (target + 1) * size] = slots[source * size : (source + 1) * size]
+        for source, target in zip(*(side.tolist() for side in order.seat_copies), strict=True):
+            self.states[target] = states[source]
+
+    def write(self, order, b, seat, start, new, slots, version):
+        """Every new token goes on from what the slot before it was written for."""
+        before = order.pages_BM[b, (start - 1) // self.size] * self.size + (start - 1) % self.size
+        prefix = self.slots[before][0] if start else ()
+        assert len(prefix) == start
+        if self.recurrent:
+            assert (self.states[seat] if start else ()) == prefix
+            self.states[seat] = (*prefix, *new)
+        prefixes = [(*prefix, *new[: i + 1]) for i in range(len(new))]
+        for slot, written in zip(slots, prefixes, strict=True):
+            self.slots[slot] = (written, version)
+        return prefixes
+
+    def look(self, order, rows, born):
+        """Every slot a query sees was written for its prefix, and not under weights older than the request."""
+        for b, (_, start, new, slots) in enumerate(rows):
+            whole = self.slots[slots[-1]][0]
+            for position in range(start + len(new)):
+                slot = order.pages_BM[b, position // self.size] * self.size + position % self.size
+                prefix, version = self.slots[slot]
+                assert prefix == whole[: position + 1]
+                assert version >= born[b]
+        for b in range(1, order.singles):
+            if order.group_B[b] == order.group_B[b - 1] >= 0:
+                shared = int(order.shared_B[b])
+                assert shared == order.shared_B[b - 1] > 0
+                assert self.slots[rows[b][3][0]][0][:shared] == self.slots[rows[b - 1][3][0]][0][:shared]
+                assert shared <= rows[b][1]
+
+
 class World:
-    """A scheduler whose forward pass writes down prefixes instead of keys, values and states.
+    """A scheduler, a device, and ``depth`` steps in flight between them.
 
     A model with states (``recurrent``) shares no page, only what a leader has just computed.
     """
 
-    def __init__(self, *, pages=8, size=4, seats=6, chunk=7, share=True, recurrent=False):
-        self.scheduler = Scheduler(
-            Pages(pages, size, share=share and not recurrent),
-            Seats(seats, pages),
-            prefill_chunk=chunk,
-            lead=share,
-            decode=None,
-        )
-        self.recurrent = recurrent
-        self.states = [None] * seats
-        self.size = size
-        self.slots = [None] * (pages * size)
+    def __init__(self, *, pages=8, size=4, seats=6, chunk=7, share=True, recurrent=False, depth=0):
+        self.hall = Hall(Pages(pages, size, share=share and not recurrent), Seats(seats, pages, 1000), lead=share)
+        self.scheduler = Scheduler(self.hall, prefill_chunk=chunk, decode=None)
+        self.device = Device(pages, size, seats, recurrent)
+        self.depth = depth
+        self.aloft = []
         self.numbers = count()
         self.version = Version()
         self.born = {}
         self.ended = []
 
-    def submit(self, prompt, new):
-        sequence = Sequence(
-            number=next(self.numbers),
-            prompt_length=len(prompt),
-            key=np.array(prompt).tobytes(),
+    # -- what may happen --------------------------------------------------------------------
+
+    def submit(self, prompt, new, *, priority=0, score_from=None, dependent=False):
+        ask = Ask(
+            tokens=np.array(prompt, np.int32),
             sampling=Sampling(max_new_tokens=new),
+            priority=priority,
+            score_from=score_from,
+            repetition_penalty=1.5 if dependent else 1.0,
+        )
+        number = next(self.numbers)
+        sequence = Sequence(
+            number=number,
+            ask=ask,
+            prompt_length=len(prompt),
+            prompt_T=np.array(prompt, np.int64),
+            key=np.array(prompt).tobytes(),
             ends=frozenset(),
             tail=0,
             tokens=list(prompt),
+            limit=len(prompt) + new,
+            rank=(-priority, number),
+            counts=Counter() if dependent else None,
         )
+        sequence.unscore()
         self.scheduler.submit(sequence)
         self.born[sequence] = self.version.number
         return sequence
 
-    def publish(self):
-        self.version = self.version.next()
-        self.scheduler.pages.flush()
-
-    def submit_many(self, prompt, new, copies):
+    def submit_many(self, prompt, new, copies, priority, score_from, dependent):
+        score_from = None if score_from is None else min(score_from, len(prompt))
         for _ in range(copies):
-            self.submit(prompt, new)
+            self.submit(prompt, new, priority=priority, score_from=score_from, dependent=dependent)
 
-    def abort(self, which):
+    def publish(self):
+        self.land()
+        self.scheduler.restart_prompts()
+        self.version = self.version.next()
+        self.hall.pages.flush()
+
+    def remove(self, which):
+        """Somebody leaves, whatever is in flight."""
         alive = list(self.scheduler.everyone())
         if alive:
             self.scheduler.remove(alive[which % len(alive)])
 
-    def sleep(self):
+    def retract(self):
+        self.land()
         for sequence in list(self.scheduler.running):
             self.scheduler.preempt(sequence)
-        self.scheduler.pages.flush()
-        self.slots = [None] * len(self.slots)
-        self.states = [None] * len(self.states)
+
+    def sleep(self):
+        self.retract()
+        self.hall.pages.flush()
+        self.device.slots = [None] * len(self.device.slots)
+        self.device.states = [None] * len(self.device.states)
 
     def steps(self, most):
         for _ in range(most):
-            if self.scheduler.running or self.scheduler.waiting:
+            if self.scheduler.running or self.scheduler.waiting or self.aloft:
                 self.step()
 
-    def step(self) -> Plan:
+    # -- a step -----------------------------------------------------------------------------
+
+    def step(self) -> Plan | None:
+        if self.aloft and self.scheduler.stuck():
+            self.land()
         plan = self.scheduler.plan()
-        before = list(self.slots)
-        for target, source in plan.copies.items():
-            span = slice(target * self.size, (target + 1) * self.size)
-            self.slots[span] = before[source * self.size : (source + 1) * self.size]
-        states = list(self.states)
-        for target, source in plan.seat_copies.items():
-            self.states[target] = states[source]
-        for sequence, length in plan.work:
-            if self.recurrent:
-                self.advance(sequence, length)
-            for position in range(sequence.computed, sequence.computed + length):
-                self.slots[self.slot(sequence, position)] = (
-                    tuple(sequence.tokens[: position + 1]),
-                    self.version.number,
-                )
-        for sequence, length in plan.work:
-            self.look(sequence, sequence.computed + length)
-        tokens = [self.draw(sequence) for sequence in plan.draws]
-        self.ended += self.scheduler.absorb(plan, tokens, [0.0] * len(tokens), self.version, None)
-        self.audit()
+        if plan is None:
+            self.land()
+            return None
+        for sequence in plan.draws:
+            if sequence.counts is not None:
+                assert len(sequence.tokens) == self.hall.seats.length_S[sequence.seat]
+                assert sequence.counts == Counter(sequence.tokens[sequence.prompt_length :])
+        born = [self.born[self.hall.at(seat)] for seat in plan.order.seats_B.tolist()]
+        drawn = self.device.launch(plan.order, self.version.number, born)
+        self.scheduler.promise(plan)
+        self.aloft.append((plan, drawn, self.version))
+        self.land(keep=self.depth)
+        self.scheduler.check()
         return plan
 
-    def advance(self, sequence, length):
-        """A state goes on from exactly the tokens before, or from nothing."""
-        known = self.states[sequence.seat] if sequence.computed else []
-        assert known == sequence.tokens[: sequence.computed]
-        self.states[sequence.seat] = sequence.tokens[: sequence.computed + length]
-
-    def draw(self, sequence):
-        """A function of what came before, as of a model, and nearly always 0, so that prefixes coincide."""
-        return int(hash(tuple(sequence.tokens)) % 11 == 0)
-
-    def slot(self, sequence, position):
-        page = int(self.scheduler.seats.pages_SP[sequence.seat, position // self.size])
-        assert page == sequence.pages[position // self.size]
-        return page * self.size + position % self.size
-
-    def look(self, sequence, context):
-        """Every slot a query sees was written for exactly this prefix, and not under weights older than the request."""
-        for position in range(context):
-            prefix, number = self.slots[self.slot(sequence, position)]
-            assert prefix == tuple(sequence.tokens[: position + 1])
-            assert number >= self.born[sequence]
-
-    def audit(self):
-        scheduler = self.scheduler
-        scheduler.pages.check([page for sequence in scheduler.running for page in sequence.pages])
-        seated = [one for sequence in scheduler.running for one in (sequence, *sequence.followers)]
-        assert sorted({one.seat for one in seated}) == sorted(one.seat for one in seated)
-        assert scheduler.seats.free + len(seated) == len(scheduler.seats.seed_S)
-        assert [s.number for s in scheduler.running] == sorted(s.number for s in scheduler.running)
-        assert [s.number for s in scheduler.waiting] == sorted(s.number for s in scheduler.waiting)
+    def land(self, keep=0):
+        while len(self.aloft) > keep:
+            self.ended += self.scheduler.absorb(*self.aloft.pop(0))
 
     def drain(self):
         self.steps(5000)
         assert not list(self.scheduler.everyone())
-        assert self.scheduler.pages.available == self.scheduler.pages.total
+        assert self.hall.pages.available == self.hall.pages.total
+        for one in self.ended:
+            tokens = tuple(one.tokens)
+            assert len(tokens) == one.limit
+            for i in range(one.prompt_length, len(tokens)):
+                assert tokens[i] == drawn_after(tokens[:i])
+            if one.ask.score_from is not None:
+                places = range(one.ask.score_from, one.prompt_length)
+                assert one.scores == [scored_after(tokens[:i], tokens[i]) if i else None for i in places]
 
 
 PROMPTS = st.one_of(
     st.integers(1, 12).map(lambda length: [0] * length), st.lists(st.integers(0, 1), min_size=1, max_size=12)
 )
 ACTIONS = st.one_of(
-    st.tuples(st.just("submit_many"), PROMPTS, st.integers(1, 15), st.integers(1, 5)),
+    st.tuples(
+        st.just("submit_many"),
+        PROMPTS,
+        st.integers(0, 15),
+        st.integers(1, 5),
+        st.sampled_from([0, 0, 0, 1, -1]),
+        st.sampled_from([None, None, None, 0, 3, 12]),
+        st.sampled_from([False, False, False, True]),
+    ),
     st.tuples(st.just("steps"), st.integers(1, 4)),
-    st.tuples(st.just("abort"), st.integers(0, 30)),
+    st.tuples(st.just("remove"), st.integers(0, 30)),
     st.tuples(st.just("publish")),
+    st.tuples(st.just("retract")),
     st.tuples(st.just("sleep")),
 )
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2])
 @given(
     st.lists(ACTIONS, min_size=5, max_size=30),
     st.sampled_from([1, 3, 4]),
@@ -158,27 +246,41 @@ ACTIONS = st.one_of(
     st.sampled_from([True, True, True, False]),
     st.booleans(),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_whatever_comes_no_page_leaks_and_nobody_sees_a_slot_or_a_state_that_is_not_of_its_own_prefix(
-    actions, size, chunk, seats, room, share, recurrent
+    depth, actions, size, chunk, seats, room, share, recurrent
 ):
-    world = World(pages=room // size, size=size, seats=seats, chunk=chunk, share=share, recurrent=recurrent)
+    world = World(
+        pages=room // size, size=size, seats=seats, chunk=chunk, share=share, recurrent=recurrent, depth=depth
+    )
     for verb, *how in actions:
         getattr(world, verb)(*how)
-        world.audit()
+        world.scheduler.check()
     world.drain()
-    for sequence in world.ended:
-        assert len(sequence.tokens) == sequence.prompt_length + sequence.sampling.max_new_tokens
-        assert len(sequence.logprobs) == sequence.sampling.max_new_tokens
+
+
+@pytest.fixture(params=[0, 1], ids=["at once", "overlapped"])
+def made(request):
+    """Worlds of both kinds."""
+
+    def make(**how):
+        return World(depth=request.param, **how)
+
+    return make
+
+
+def lengths(plan):
+    return plan.order.counts_B.tolist()
 
 
 @pytest.mark.parametrize("recurrent", [False, True])
-def test_samples_of_one_prompt_submitted_together_compute_it_once(recurrent):
-    world = World(pages=60, seats=9, chunk=100, recurrent=recurrent)
+def test_samples_of_one_prompt_submitted_together_compute_it_once(made, recurrent):
+    world = made(pages=60, seats=9, chunk=100, recurrent=recurrent)
     for _ in range(8):
         world.submit(range(11), new=5)
     plan = world.step()
-    assert [(one.number, length) for one, length in plan.work] == [(0, 11)]
+    assert lengths(plan) == [11]
+    assert plan.order.rows_D.tolist() == [10] * 8
     assert len(plan.draws) == 8
     world.drain()
     done = world.scheduler.counters
@@ -188,8 +290,24 @@ def test_samples_of_one_prompt_submitted_together_compute_it_once(recurrent):
     assert sorted(one.cached_tokens for one in world.ended) == [0] + [11] * 7
 
 
-def test_a_late_sample_of_a_prompt_whose_state_has_moved_on_computes_all_of_it():
-    world = World(pages=60, seats=9, chunk=100, recurrent=True)
+def test_samples_of_a_prompt_are_neighbours_that_share_its_full_pages(made):
+    world = made(pages=90, seats=20, chunk=100)
+    for prompt in (range(11), range(20, 33), range(40, 43)):
+        for _ in range(3):
+            world.submit(prompt, new=5)
+    lone = world.submit(range(60, 70), new=5)
+    world.step()
+    order = world.step().order
+    shares = [(int(a), int(b)) for a, b in zip(order.group_B, order.shared_B, strict=True)]
+    assert sorted(Counter(shares).values()) == [1, 1, 1, 1, 3, 3]
+    assert sorted(shared for _, shared in shares) == [0] * 4 + [8] * 3 + [12] * 3
+    assert order.plain
+    assert lone.seat == order.seats_B[order.shared_B == 0][-1] or lone.seat in order.seats_B
+    world.drain()
+
+
+def test_a_late_sample_of_a_prompt_whose_state_has_moved_on_computes_all_of_it(made):
+    world = made(pages=60, seats=9, chunk=100, recurrent=True)
     world.submit(range(11), new=5)
     world.step()
     late = world.submit(range(11), new=5)
@@ -198,9 +316,9 @@ def test_a_late_sample_of_a_prompt_whose_state_has_moved_on_computes_all_of_it()
     assert world.scheduler.counters.prefilled_tokens == 22
 
 
-def test_a_late_sample_of_a_prompt_computes_only_its_last_token():
+def test_a_late_sample_of_a_prompt_computes_only_its_last_token(made):
     for length in (11, 12, 13):  # a page that is not full, one that is, and a single token on its own
-        world = World(pages=60, seats=9, chunk=100)
+        world = made(pages=60, seats=9, chunk=100)
         world.submit(range(length), new=5)
         world.step()
         late = world.submit(range(length), new=5)
@@ -209,26 +327,25 @@ def test_a_late_sample_of_a_prompt_computes_only_its_last_token():
         assert world.scheduler.counters.prefilled_tokens == length + 1
 
 
-def test_different_prompts_share_the_pages_they_begin_with_even_within_one_step():
-    world = World(pages=60, seats=9, chunk=100)
+def test_different_prompts_share_the_pages_they_begin_with_even_within_one_step(made):
+    world = made(pages=60, seats=9, chunk=100)
     world.submit([*range(9), 100], new=2)
     world.submit([*range(9), 200], new=2)
-    plan = world.step()
-    assert [length for _, length in plan.work] == [2, 10]
+    assert lengths(world.step()) == [2, 10]
     assert world.scheduler.counters.cached_tokens == 8
     world.drain()
 
 
-def test_a_prompt_that_is_a_full_page_of_one_just_being_computed_does_not_copy_it_too_early():
-    world = World(pages=60, seats=9, chunk=100)
+def test_a_prompt_that_is_a_full_page_of_one_just_being_computed_does_not_copy_it_too_early(made):
+    world = made(pages=60, seats=9, chunk=100)
     world.submit(range(10), new=2)
     world.submit(range(8), new=2)
     world.drain()
     assert world.scheduler.counters.cached_tokens == 4
 
 
-def test_without_a_prefix_cache_nothing_is_shared():
-    world = World(pages=60, seats=9, chunk=100, share=False)
+def test_without_a_prefix_cache_nothing_is_shared(made):
+    world = made(pages=60, seats=9, chunk=100, share=False)
     for _ in range(4):
         world.submit(range(11), new=3)
     world.drain()
@@ -236,22 +353,19 @@ def test_without_a_prefix_cache_nothing_is_shared():
     assert world.scheduler.counters.cached_tokens == 0
 
 
-def test_a_prompt_longer_than_a_chunk_is_computed_in_pieces_beside_the_running():
-    world = World(pages=60, seats=9, chunk=5)
+def test_a_prompt_longer_than_a_chunk_is_computed_in_pieces_beside_the_running(made):
+    world = made(pages=60, seats=9, chunk=5)
     first = world.submit(range(3), new=20)
     world.step()
     world.submit(range(50, 61), new=2)
-    lengths = []
-    for _ in range(3):
-        lengths.append([length for _, length in world.step().work])
-    assert lengths == [[1, 5], [1, 5], [1, 1]]
+    assert [lengths(world.step()) for _ in range(3)] == [[1, 5], [1, 5], [1, 1]]
     assert world.scheduler.counters.prefilled_tokens == 3 + 11
     assert first in world.scheduler.running
     world.drain()
 
 
-def test_when_pages_run_out_the_latest_arrival_makes_room_and_comes_back_with_its_tokens():
-    world = World(pages=6, size=4, seats=4, chunk=100)
+def test_when_pages_run_out_the_latest_arrival_makes_room_and_comes_back_with_its_tokens(made):
+    world = made(pages=6, size=4, seats=4, chunk=100)
     old, new = world.submit([1, 2, 3], new=18), world.submit([4, 5, 6], new=18)
     kept = []
     while not world.ended:
@@ -262,11 +376,25 @@ def test_when_pages_run_out_the_latest_arrival_makes_room_and_comes_back_with_it
     assert len(kept) > 3
     world.drain()
     assert new.tokens[: len(kept)] == kept
-    assert world.scheduler.counters.preemptions > 0
+    assert world.scheduler.counters.preemptions == new.preemptions > 0
 
 
-def test_requests_written_under_an_older_version_leave_nothing_for_newer_ones():
-    world = World(pages=60, seats=9, chunk=4)
+def test_a_higher_priority_goes_first_among_those_who_wait_and_last_among_those_who_must_go(made):
+    world = made(pages=6, size=4, seats=1, chunk=100)
+    low, equal, high = (world.submit([i], new=2, priority=p) for i, p in ((1, 0), (2, 0), (3, 5)))
+    world.drain()
+    assert world.ended == [high, low, equal]
+    world = made(pages=6, size=4, seats=4, chunk=100)
+    high, low = (world.submit([i, 1, 1], new=18, priority=p) for i, p in ((1, 0), (2, -1)))
+    urgent = world.submit([3, 1, 1], new=18, priority=1)
+    world.drain()
+    assert urgent.preemptions == 0
+    assert world.ended[0] is urgent
+    assert low.preemptions >= high.preemptions
+
+
+def test_requests_written_under_an_older_version_leave_nothing_for_newer_ones(made):
+    world = made(pages=60, seats=9, chunk=100)
     world.submit(range(10), new=9)
     world.step()
     world.publish()
@@ -275,13 +403,37 @@ def test_requests_written_under_an_older_version_leave_nothing_for_newer_ones():
     assert late.cached_tokens == 0
 
 
-def test_a_page_begun_under_an_older_version_and_filled_under_a_newer_one_is_not_shared():
-    world = World(pages=60, seats=9)
+def test_a_page_begun_under_an_older_version_and_filled_under_a_newer_one_is_not_shared(made):
+    world = made(pages=60, seats=9)
     first = world.submit([7, 7], new=9)
     world.step()
     world.publish()
     for _ in range(3):
         world.step()
+    world.land()
     late = world.submit(first.tokens[:5], new=3)
     world.drain()
     assert late.cached_tokens == 0
+
+
+def test_a_scored_prompt_is_computed_from_the_scored_position_on_however_much_of_it_is_known(made):
+    world = made(pages=60, seats=9, chunk=5)
+    world.submit(range(20), new=3)
+    world.drain()
+    for score_from, cached in ((0, 0), (9, 8), (10, 8), (20, 19)):
+        again = world.submit(range(20), new=3, score_from=score_from)
+        world.drain()
+        assert again.cached_tokens == cached
+    alone = world.submit(range(20), new=0, score_from=1)
+    world.drain()
+    assert (alone.reason, len(alone.scores), alone.logprobs) == ("length", 19, [])
+
+
+def test_one_whose_draws_depend_on_the_last_lets_everything_land_first(made):
+    world = made(pages=60, seats=9, chunk=100)
+    world.submit(range(5), new=9)
+    slow = world.submit(range(9), new=3, dependent=True)
+    while slow in world.scheduler.everyone():
+        world.step()  # which looks that nothing it has drawn is still in flight
+    world.drain()
+    assert world.scheduler.counters.steps in (9, 10)

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from miles.backends.native.capacity import kv_tokens
 from miles.backends.native.config import NativeConfig
-from miles.backends.native.engine import _capacity
 from miles.core.errors import EngineError, UsageError
 from miles.core.protocols import Sampling
 from miles.models.footprint import kv_bytes_per_token, state_bytes_per_sequence
@@ -137,7 +137,7 @@ def test_the_cache_takes_what_the_states_of_all_seats_leave(tiny, decoder):
     spec, config = decoder.spec, NativeConfig(engine_max_running=3)
     states, token = 3 * state_bytes_per_sequence(spec, "float32"), kv_bytes_per_token(spec, "float32")
     assert states > 0
-    assert _capacity(spec, config, Box(2 * (states + 100 * token)), torch.float32) == 100
-    assert _capacity(tiny.spec, config, Box(2 * 100 * kv_bytes_per_token(tiny.spec, "float32")), torch.float32) == 100
+    assert kv_tokens(spec, config, Box(2 * (states + 100 * token)), torch.float32) == 100
+    assert kv_tokens(tiny.spec, config, Box(2 * 100 * kv_bytes_per_token(tiny.spec, "float32")), torch.float32) == 100
     with pytest.raises(UsageError, match="lower --engine-max-running"):
-        _capacity(spec, config, Box(2 * states - 2), torch.float32)
+        kv_tokens(spec, config, Box(2 * states - 2), torch.float32)

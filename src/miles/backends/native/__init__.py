@@ -2,7 +2,8 @@
 
 Floor 3. Imports: core, config, models, kernels, sync, cluster. Never: a plane, another backend.
 
-A request's life: ``engine`` checks it and makes a ``request.Sequence`` -> it waits in ``scheduler`` until a seat and
-pages (``cache``) are free -> each step the scheduler plans, ``runner`` computes, ``sampler`` draws, the sequence
-remembers -> it ends at a stop, a limit or an abort, and gives its pages back. ``weights`` takes publications.
+A request's life: ``gate`` checks an ``Ask`` and makes a ``sequence.Sequence`` -> it waits in ``scheduler`` until the
+``hall`` has a seat (``seats``) and pages (``cache``) -> each step the scheduler makes a ``plan``, whose ``order``
+``runner`` launches; ``flights`` lets it land, and the sequence remembers what ``sampler`` drew -> its ``answer`` tells
+whoever reads -> it ends at a stop, a limit or an abort, and gives its pages back. ``weights`` takes publications.
 """

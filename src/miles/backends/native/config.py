@@ -13,12 +13,16 @@ class NativeConfig:
     engine_page_size: int = knob(16, "Tokens in one page of the key-value cache.", unit="tokens")
     engine_kv_tokens: int | None = knob(
         None,
-        "Tokens the key-value cache holds; without it, all that running requests can need, up to half the free memory.",
+        "Tokens the key-value cache holds; without it, all that running requests can need, as far as memory allows.",
         unit="tokens",
     )
-    engine_prefill_chunk: int = knob(
-        2048,
-        "Prompt tokens computed in one engine step at most, beside one token of every running request.",
+    engine_memory_fraction: float = knob(
+        0.5, "Part of the memory, free when the engine is made, that its key-value cache may take."
+    )
+    engine_prefill_chunk: int | None = knob(
+        None,
+        "Prompt tokens computed in one engine step at most, beside one token of every running request; "
+        "without it 2,048 on a CPU, 8,192 on an accelerator.",
         unit="tokens",
     )
     engine_prefix_cache: bool = knob(
@@ -28,4 +32,9 @@ class NativeConfig:
         True,
         "Return the experts every sampled token went to, which a trainer can replay.",
         off="--disable-engine-record-routing",
+    )
+    engine_graphs: bool = knob(
+        True,
+        "Record the steps that draw one token for everyone, and replay them; on accelerators only.",
+        off="--disable-engine-graphs",
     )

@@ -1,8 +1,11 @@
 """The native engine: requests in, stamped tokens out, one step at a time.
 
-Who waits for whom: ``generate`` waits for its future; the pump, one task that lives while there is work,
-steps and settles futures; pause, abort, sleep and wake wait for the step in flight (``_turn``). A weight
-flip may come from another thread, so whoever touches requests or pages holds ``_lock`` as well.
+Who waits for whom: an ``Answer`` waits for the pump, one task that lives while there is work, which steps and tells
+answers; pause, abort, sleep and wake wait for the pump's turn (``_turn``). A weight flip may come from another
+thread, so whoever touches requests or pages holds ``_lock`` as well.
+
+On an accelerator a step is planned and launched before the one before it has landed, so that the device need not
+wait for the host. Whatever does not fit that order lets everything land first (``Flights``).
 """
 
 from __future__ import annotations
@@ -11,33 +14,44 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
 from dataclasses import replace
-from itertools import count
+from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from miles.backends.native.answer import Answer
 from miles.backends.native.cache import Pages
+from miles.backends.native.capacity import prefill_chunk
 from miles.backends.native.config import NativeConfig
-from miles.backends.native.request import Decode, Seats, Sequence, tail_of
-from miles.backends.native.runner import Runner
-from miles.backends.native.sampler import draw, manner_of
+from miles.backends.native.flights import Flights
+from miles.backends.native.gate import Gate
+from miles.backends.native.hall import Hall
+from miles.backends.native.request import Ask
+from miles.backends.native.routes import Routes
+from miles.backends.native.runners import runner_of
 from miles.backends.native.scheduler import Scheduler
-from miles.backends.native.weights import Weights
+from miles.backends.native.seats import Seats
+from miles.backends.native.sequence import Decode, Sequence
 from miles.cluster.local import Run
-from miles.cluster.platform import Platform, find
-from miles.core.errors import EngineError, UsageError
+from miles.cluster.platform import find
+from miles.core.errors import EngineError
 from miles.core.protocols import Completion, Sampling
-from miles.core.types import Array, Tokens, Version
+from miles.core.types import Tokens, Version
 from miles.models.door import Model
-from miles.models.footprint import kv_bytes_per_token, state_bytes_per_sequence
 from miles.models.spec import DecoderSpec
 from miles.sync.manifest import Manifest
 
+PauseMode = Literal["in_place", "retract", "abort"]
+
 
 class NativeEngine:
-    """Implements core.protocols.Engine and EngineControl, and sync.manifest.Receiver."""
+    """Implements core.protocols.Engine and EngineControl, and sync.manifest.Receiver.
+
+    With several ``devices``, the first of which is ``device``, a rank on each shares the model. ``_depth`` is how many
+    steps are in flight when the next is launched; without it 1 on an accelerator, 0 on a CPU.
+    """
 
     def __init__(
         self,
@@ -50,43 +64,38 @@ class NativeEngine:
         decode: Decode | None,
         name: str = "engine 0",
         model: Model | None = None,
+        devices: Items[torch.device] = (),
         clock: Callable[[], float] = time.perf_counter,
+        _depth: int | None = None,
     ) -> None:
         self.spec = spec
         self.name = name
         self.version: Version | None = None
         device = torch.device(device)
         self._platform = replace(find(device.type), device=device)
-        size = config.engine_page_size
-        total = _capacity(spec, config, self._platform, dtype) // size
-        longest = min(total, -(-spec.max_positions // size))
-        self._runner = Runner(
-            spec,
-            pages=total,
-            page_size=size,
-            seats=config.engine_max_running,
-            record_routing=config.engine_record_routing,
-            device=device,
-            dtype=dtype,
-            model=model,
+        size, seats = config.engine_page_size, config.engine_max_running
+        self._runner, total = runner_of(
+            spec, config, self._platform, dtype=dtype, model=model, devices=devices, name=name
         )
-        self._seats = Seats(config.engine_max_running, longest)
+        none = self._runner.none_expert
         # A state stands at one token: it cannot be found by a prefix, only taken over from who just computed it.
         self._pages = Pages(total, size, share=config.engine_prefix_cache and not spec.recurrent)
-        self._scheduler = Scheduler(
+        hall = Hall(
             self._pages,
-            self._seats,
-            prefill_chunk=config.engine_prefill_chunk,
+            Seats(seats, min(total, -(-spec.max_positions // size)), spec.vocab_size),
             lead=config.engine_prefix_cache,
-            decode=decode,
+            routes=None if none is None else Routes(none, total, size),
+            clock=clock,
         )
-        self._weights = Weights(name, self._runner.expected(), device, self._adopt)
-        self._decode = decode
+        self._scheduler = Scheduler(hall, prefill_chunk=prefill_chunk(config, self._platform), decode=decode)
+        self._flights = Flights(self._scheduler, int(device.type != "cpu") if _depth is None else _depth)
+        self._gate = Gate(name, spec, total * size, decodes=decode is not None)
+        self._weights = self._runner.receiver(name, self._adopt)
         self._run = run
         self._clock = clock
         self._seconds = 0.0
-        self._numbers = count()
-        self._futures: dict[Sequence, asyncio.Future[Completion]] = {}
+        self._answers: dict[Sequence, Answer] = {}
+        self._listening: list[Answer] = []
         self._arrived: list[Sequence] = []
         self._gone: list[Sequence] = []
         self._pump: asyncio.Task[None] | None = None
@@ -97,58 +106,88 @@ class NativeEngine:
     # -- the architecture -------------------------------------------------------------------
 
     def step(self) -> list[Sequence]:
-        """The scheduler decides, the runner obeys, the sampler draws, the sequences remember."""
-        plan = self._scheduler.plan()
-        logits_BV, routed_TLk = self._runner.forward(plan, self._seats.pages_SP)
-        tokens, logprobs = draw(logits_BV, manner_of(plan.draws, self._seats))
+        """One step: ``flights`` tells how; returns the requests that ended."""
         assert self.version is not None
-        return self._scheduler.absorb(plan, tokens, logprobs, self.version, routed_TLk)
+        return self._flights.step(self._runner, self.version)
 
     # -- Engine -----------------------------------------------------------------------------
 
     async def generate(self, tokens: Tokens, sampling: Sampling) -> Completion:
         """Continue ``tokens``. Cancelling the caller's task frees what the request held."""
-        sequence = self._accept(tokens, sampling)
-        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._futures[sequence] = future
+        if sampling.max_new_tokens == 0:
+            raise EngineError(f"{self.name} cannot serve the request: max_new_tokens is 0, must be at least 1")
+        return await self.open(Ask(tokens=tokens, sampling=sampling)).completion()
+
+    def open(self, ask: Ask) -> Answer:
+        """Take a request in, or refuse it in one sentence (``EngineError``). To be called on the event loop."""
+        if self._closed:
+            raise EngineError(f"{self.name} was closed and takes no more requests")
+        self._runner.check()
+        if self.version is None:
+            raise EngineError(f"{self.name} has no weights yet; publish a version to it first")
+        sequence = self._gate.admit(ask, self._clock())
+        answer = Answer(sequence, self._runner.none_expert, listen=self._listening.append, leave=self._part)
+        self._answers[sequence] = answer
         self._arrived.append(sequence)
         self._start()
-        try:
-            return await future
-        except asyncio.CancelledError:
-            if self._futures.pop(sequence, None) is not None:
-                self._gone.append(sequence)
-                self._start()
-            raise
+        return answer
+
+    def _part(self, answer: Answer) -> None:
+        """Nobody wants this answer any more."""
+        sequence = answer.sequence
+        if self._answers.pop(sequence, None) is not None:
+            self._gone.append(sequence)
+            answer.settle(EngineError(f"{self.name} was told to forget the request"))
+            self._start()
 
     # -- EngineControl ----------------------------------------------------------------------
 
-    async def pause(self) -> None:
-        """No step after this returns; requests are kept."""
+    async def warm_up(self, told: Callable[[int, int], None] = lambda done, of: None) -> None:
+        """Record what can be recorded ahead of the first request; ``told`` hears how many are done, and of what."""
+        async with self._turn:
+            await self._run(lambda: self._runner.warm_up(told))
+
+    async def pause(self, mode: PauseMode = "in_place") -> None:
+        """No step after this returns. Requests are kept, with their pages or (``retract``) without, or aborted."""
         self._paused = True
         async with self._turn:
-            pass
+            await self._quieten()
+            with self._lock:
+                for sequence in list(self._scheduler.running) if mode == "retract" else ():
+                    self._scheduler.preempt(sequence)
+        if mode == "abort":
+            await self.abort()
 
     async def resume(self) -> None:
         self._paused = False
         self._start()
 
-    async def abort(self) -> None:
-        """End every request with what it has."""
+    async def abort(self, rid: str | None = None, message: str = "aborted") -> int:
+        """End every request, or those of one ``rid``, with what they have; returns how many."""
         async with self._turn:
+            await self._quieten()
             with self._lock:
-                self._settle()
-                ended = list(self._scheduler.everyone())
+                ended = [one for one in self._scheduler.everyone() if rid is None or one.ask.rid == rid]
                 for sequence in ended:
-                    self._scheduler.remove(sequence)
-            for sequence in ended:
-                self._answer(sequence)
+                    self._scheduler.remove(sequence, message)
+            self._deliver(ended)
+        return len(ended)
+
+    async def flush(self) -> bool:
+        """Forget every prefix; false, and nothing is done, while requests hold pages."""
+        async with self._turn:
+            await self._quieten()
+            with self._lock:
+                if self._scheduler.running:
+                    return False
+                self._pages.flush()
+        return True
 
     async def sleep(self) -> None:
         """Give the cache's memory back. Requests that run wait, and are computed anew after ``wake``."""
         async with self._turn:
+            await self._quieten()
             with self._lock:
-                self._settle()
                 self._asleep = True
                 for sequence in list(self._scheduler.running):
                     self._scheduler.preempt(sequence)
@@ -164,6 +203,7 @@ class NativeEngine:
         self._start()
 
     async def health(self) -> Mapping[str, float]:
+        self._runner.check()
         everyone = list(self._scheduler.everyone())
         waiting = len(self._scheduler.waiting) + len(self._arrived)
         return {
@@ -193,6 +233,29 @@ class NativeEngine:
             self._fail(EngineError(f"{self.name} was closed"))
         if self._pump is not None:
             await self._pump
+        self._runner.close()
+
+    @property
+    def resting(self) -> bool:
+        """Whether it makes no steps now: paused, or asleep."""
+        return self._paused or self._asleep
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens the key-value cache holds."""
+        return self._pages.total * self._pages.size
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """The tensors it computes with now, by their names."""
+        return self._runner.weights()
+
+    def check(self) -> None:
+        """Assert that the books balance; and, when nobody is here, that everything is free."""
+        with self._lock:
+            self._scheduler.check()
+            if not (self._answers or self._gone or self._flights.pending):
+                assert not list(self._scheduler.everyone())
+                assert self._pages.available == self._pages.total
 
     # -- Receiver ---------------------------------------------------------------------------
 
@@ -217,6 +280,7 @@ class NativeEngine:
         A prompt that is half computed starts again: all of its answer is going to be stamped with the new version.
         """
         with self._lock:
+            self._flights.ground_quietly()  # who brings the weights cannot tell those who asked; the pump will
             self._scheduler.restart_prompts()
             self._runner.adopt(tensors)
             self._pages.flush()
@@ -235,25 +299,39 @@ class NativeEngine:
                 async with self._turn:
                     if not self._due():
                         return
-                    for sequence in await self._run(self._timed):
-                        self._answer(sequence)
+                    self._deliver(await self._run(self._timed))
         except Exception as error:
             self._fail(error)
         finally:
             self._pump = None
 
     def _due(self) -> bool:
-        """Is there a step to make?"""
+        """Is there a step to make, or to be told of?"""
         with self._lock:
             self._settle()
-        return not (self._paused or self._asleep) and bool(self._scheduler.running or self._scheduler.waiting)
+            if self._paused or self._asleep:
+                return False
+            return bool(self._scheduler.running or self._scheduler.waiting or self._flights.pending)
 
     def _timed(self) -> list[Sequence]:
         with self._lock:
             started = self._clock()
-            ended = self.step()
+            ended = self._flights.overdue() + self.step()
             self._seconds += self._clock() - started
             return ended
+
+    async def _quieten(self) -> None:
+        """Within a turn: everything lands, everyone is told, who came is taken in and who left let go."""
+        try:
+            self._deliver(await self._run(self._landed))
+        except Exception as error:
+            self._fail(error)
+        with self._lock:
+            self._settle()
+
+    def _landed(self) -> list[Sequence]:
+        with self._lock:
+            return self._flights.overdue() + self._flights.ground()
 
     def _settle(self) -> None:
         """Between two steps: take in who came, let go of who left."""
@@ -264,96 +342,24 @@ class NativeEngine:
                 self._scheduler.remove(sequence)
         self._arrived, self._gone = [], []
 
-    def _answer(self, sequence: Sequence) -> None:
-        future = self._futures.pop(sequence, None)
-        if future is not None and not future.done():
-            future.set_result(sequence.completion(self._runner.none_expert))
+    def _deliver(self, ended: list[Sequence]) -> None:
+        """Tell those whose answer has ended, and those who wait for more of one."""
+        for sequence in ended:
+            answer = self._answers.pop(sequence, None)
+            if answer is not None:
+                answer.settle()
+        self._listening[:] = [answer for answer in self._listening if not answer.tell()]
 
     def _fail(self, error: Exception) -> None:
         """Everyone is told; the cache, half written maybe, starts over."""
         with self._lock:
+            self._flights.forget()
             self._settle()
             for sequence in list(self._scheduler.everyone()):
                 self._scheduler.remove(sequence)
             self._pages.flush()
             self._runner.clear()
-        futures, self._futures = self._futures, {}
-        for future in futures.values():
-            if not future.done():
-                future.set_exception(error)
-
-    # -- the gate ---------------------------------------------------------------------------
-
-    def _accept(self, tokens: Tokens, sampling: Sampling) -> Sequence:
-        """Refuse what can never be served; one sentence says why."""
-        if self._closed:
-            raise EngineError(f"{self.name} was closed and takes no more requests")
-        if self.version is None:
-            raise EngineError(f"{self.name} has no weights yet; publish a version to it first")
-        prompt = np.asarray(tokens)
-        problem = self._misfit(prompt, sampling) or _oddity(sampling)
-        if problem is None and sampling.stop and self._decode is None:
-            problem = "stop strings need a tokenizer, and this engine was made without one; use stop_token_ids"
-        if problem is not None:
-            raise EngineError(f"{self.name} cannot serve the request: {problem}")
-        eos = () if sampling.ignore_eos else self.spec.eos_token_ids
-        return Sequence(
-            number=next(self._numbers),
-            prompt_length=len(prompt),
-            key=prompt.astype(np.int64).tobytes(),
-            sampling=sampling,
-            ends=frozenset((*eos, *sampling.stop_token_ids)),
-            tail=tail_of(sampling.stop),
-            tokens=prompt.tolist(),
-        )
-
-    def _misfit(self, prompt: Array, sampling: Sampling) -> str | None:
-        if prompt.ndim != 1 or len(prompt) == 0 or prompt.dtype.kind not in "iu":
-            return f"a prompt is a non-empty list of tokens, not {prompt.dtype} of shape {prompt.shape}"
-        least, most, longest = int(prompt.min()), int(prompt.max()), len(prompt) + sampling.max_new_tokens
-        if least < 0 or most >= self.spec.vocab_size:
-            return f"token {least if least < 0 else most} is outside the vocabulary of {self.spec.vocab_size}"
-        if sampling.max_new_tokens < 1:
-            return f"max_new_tokens is {sampling.max_new_tokens}, must be at least 1"
-        capacity = self._pages.total * self._pages.size
-        if longest <= min(self.spec.max_positions, capacity):
-            return None
-        asked = f"{len(prompt)} prompt tokens and max_new_tokens {sampling.max_new_tokens}"
-        if longest > self.spec.max_positions:
-            return f"{asked} exceed the model's {self.spec.max_positions} positions"
-        return f"{asked} exceed the key-value cache of {capacity} tokens; raise --engine-kv-tokens"
-
-
-def _oddity(sampling: Sampling) -> str | None:
-    if not 0 <= sampling.temperature < float("inf"):
-        return f"temperature is {sampling.temperature}, must be 0 (greedy) or more"
-    if not 0 < sampling.top_p <= 1:
-        return f"top_p is {sampling.top_p}, must be above 0 and at most 1"
-    if sampling.top_k != -1 and sampling.top_k < 1:
-        return f"top_k is {sampling.top_k}, must be -1 (off) or at least 1"
-    if not 0 <= sampling.min_p <= 1:
-        return f"min_p is {sampling.min_p}, must be between 0 and 1"
-    if "" in sampling.stop:
-        return "a stop string is empty"
-    return None
-
-
-def _capacity(spec: DecoderSpec, config: NativeConfig, platform: Platform, dtype: torch.dtype) -> int:
-    """Tokens the cache holds: as asked, or all that can run at once within half of the free memory."""
-    size = config.engine_page_size
-    if min(size, config.engine_max_running, config.engine_prefill_chunk) < 1:
-        raise UsageError("--engine-page-size, --engine-max-running and --engine-prefill-chunk must be at least 1")
-    if config.engine_kv_tokens is not None:
-        if config.engine_kv_tokens < size:
-            raise UsageError(f"--engine-kv-tokens {config.engine_kv_tokens} is less than one page of {size} tokens")
-        return config.engine_kv_tokens
-    kind = str(dtype).removeprefix("torch.")
-    room = platform.free_bytes() // 2
-    states = config.engine_max_running * state_bytes_per_sequence(spec, kind)
-    if states > room:
-        raise UsageError(
-            f"the states of --engine-max-running {config.engine_max_running} requests take {states / 2**30:.1f} GiB, "
-            f"half of the free memory is {room / 2**30:.1f} GiB; lower --engine-max-running"
-        )
-    fits = (room - states) // max(1, kv_bytes_per_token(spec, kind))
-    return max(size, min(fits, config.engine_max_running * (-(-spec.max_positions // size) * size)))
+        answers, self._answers = self._answers, {}
+        for answer in answers.values():
+            answer.settle(error)
+        self._listening.clear()

@@ -1,31 +1,39 @@
-"""Run a plan: gather its tokens into one packed batch, put it through the decoder, give back logits.
+"""Run an order: its tokens as one packed batch through the decoder, a token drawn from each row that is to draw.
 
-Shapes: T new tokens, D hidden, V vocabulary, B rows that draw (in a layout: sequences of the step), L layers with
-experts, k experts a token, S seats, P pages of the longest sequence, M most pages of one in this step.
+Shapes: as in ``order``; S seats, D also hidden channels, R rows that logits are computed of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from miles.backends.native.scheduler import Plan
+from miles.backends.native.card import Card, fits
+from miles.backends.native.graphs import Graphs
+from miles.backends.native.order import Flight, Ints, Order, Scoring, positions_of
+from miles.backends.native.sampler import draw, edit, look
+from miles.backends.native.sending import Landing, Sender
+from miles.backends.native.weights import Adopt, Weights
 from miles.core.types import Array
 from miles.kernels.head import logits_of
-from miles.kernels.paged import Ints, KvShape, PagedAttend, PagedCache, States, lay_out
-from miles.models.decoder import Decoder, Routing
+from miles.kernels.paged import KvShape, PagedAttend, PagedCache, States, lay_out
+from miles.models.decoder import Attend, Decoder, Routing
 from miles.models.door import Model
 from miles.models.remembered import PerSequence, PerToken, remembered
 from miles.models.spec import DecoderSpec
+
+# The most logits of prompt tokens that are written out at once.
+_LOGITS = 1 << 25
 
 
 class Runner:
     """The decoder and what it remembers: keys and values in pages, states of recurrent layers by seat.
 
-    The decoder is made without storage and adopts tensors it is given; ``model`` is one that was made so elsewhere.
+    ``drawn_S`` is the token last drawn for each seat. The decoder is made without storage and adopts tensors it is
+    given; ``model`` is one that was made so elsewhere.
     """
 
     def __init__(
@@ -39,6 +47,7 @@ class Runner:
         device: torch.device,
         dtype: torch.dtype,
         model: Model | None = None,
+        graphs: bool = True,
     ) -> None:
         self.spec = spec
         self.device = device
@@ -50,9 +59,19 @@ class Runner:
             kind = np.uint8 if spec.moe.num_experts <= 255 else np.uint16
             shape = (len(spec.moe_layers), spec.moe.experts_per_token)
             self.none_expert = np.full(shape, np.iinfo(kind).max, kind)
+        self.send = Sender(device)
+        # A seat and a page more than requests are given: rows of a recorded step that no request has go there.
+        self.drawn_S = torch.zeros(seats + 1, dtype=torch.int64, device=device)
+        self._card: Card | None = None
+        self._records = graphs
+        self._graphs: Graphs | None = None
         self._pages = pages
         self._page_size = page_size
         self._seats = seats
+        if fits(spec, self.decoder, device):
+            longest = min(pages, -(-spec.max_positions // page_size))
+            sizes = {"seats": seats, "longest": longest, "page_size": page_size}
+            self._card = Card(spec, **sizes, send=self.send, device=device, dtype=dtype)
         self._cache: PagedCache | None = None
         self._states: States | None = None
         self._places = [
@@ -66,17 +85,19 @@ class Runner:
         kept = [remembered(layer.mixer) for layer in self.spec.layers]
         self._cache = PagedCache(
             [_kv_shape(each) if isinstance(each, PerToken) else None for each in kept],
-            pages=self._pages,
+            pages=self._pages + (self._card is not None),
             page_size=self._page_size,
             device=self.device,
             dtype=self.dtype,
         )
+        if self._card is not None and self._records and isinstance(self.decoder, Decoder):
+            self._graphs = self._card.graphs(self.decoder, self._cache, self.drawn_S, self._pages, self.none_expert)
         states = {i: _state_shapes(each, self.dtype) for i, each in enumerate(kept) if isinstance(each, PerSequence)}
         self._states = States(states, seats=self._seats, device=self.device) if states else None
 
     def free(self) -> None:
         """Give the memory of keys, values and states back; what they held is lost."""
-        self._cache = self._states = None
+        self._cache = self._states = self._graphs = None
 
     def clear(self) -> None:
         """Make every slot a finite number again."""
@@ -88,50 +109,109 @@ class Runner:
         """The tensors a publication must bring, by name."""
         return dict(self.decoder.named_parameters())
 
+    def weights(self) -> Mapping[str, Tensor]:
+        """The tensors it computes with now, by name."""
+        return dict(self.decoder.named_parameters())
+
+    def receiver(self, name: str, adopt: Adopt) -> Weights:
+        """Where publications to an engine of that ``name`` arrive; ``adopt`` is called with what passed."""
+        return Weights(name, self.expected(), self.device, adopt)
+
+    def check(self) -> None:
+        """Raise what keeps this runner from ever making another step, if anything does."""
+
+    def close(self) -> None:
+        """End whatever was started for this runner."""
+
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
         """Compute with these very tensors from now on; no byte is copied."""
+        moved = any(tensors[name].data_ptr() != at.data_ptr() for name, at in self.decoder.named_parameters())
+        if self._graphs is not None and moved:
+            self._graphs.forget()
         for module, leaf, name in self._places:
             setattr(module, leaf, nn.Parameter(tensors[name].detach(), requires_grad=False))
 
-    @torch.inference_mode()
-    def forward(self, plan: Plan, pages_SP: Ints) -> tuple[Tensor, Array | None]:
-        """Logits [B, V] for ``plan.draws``, and the experts [T, L, k] of each new token where they are recorded."""
-        cache, states = self._cache, self._states
-        assert cache is not None, "an engine that sleeps makes no steps"
-        if plan.copies:
-            cache.copy(*_sources_and_targets(plan.copies))
-        if plan.seat_copies and states is not None:
-            states.copy(*_sources_and_targets(plan.seat_copies))
-        tokens_T, starts_B, counts_B, seats_B = _gather(plan)
-        most = -(-int((starts_B + counts_B).max()) // self._page_size)
-        pages_BM = pages_SP[:, :most][seats_B]
-        positions_T, layout = lay_out(
-            starts_B, counts_B, pages_BM, self._page_size, device=self.device, dtype=self.dtype
-        )
-        routing = None if self.none_expert is None else Routing(record=True)
-        hidden_TD = self.decoder(
-            torch.from_numpy(tokens_T).to(self.device),
-            torch.from_numpy(positions_T).to(self.device),
-            PagedAttend(cache, layout, None if states is None else states.seated(seats_B, starts_B, counts_B)),
-            routing,
-        )
-        logits_BV = self._logits(plan, hidden_TD, counts_B)
-        if routing is None or self.none_expert is None:
-            return logits_BV, None
-        routed_TLk = torch.stack(routing.recorded, 1).to(torch.int32).cpu().numpy()
-        return logits_BV, routed_TLk.astype(self.none_expert.dtype)
+    def warm_up(self, told: Callable[[int, int], None]) -> None:
+        """Record every step that can be recorded; ``told`` hears how many are done, and of how many."""
+        for done, of in self._graphs.warm_up() if self._graphs is not None else ():
+            told(done, of)
 
-    def _logits(self, plan: Plan, hidden_TD: Tensor, counts_B: Ints) -> Tensor:
-        singles = len(plan.singles)
-        if plan.chunks:
-            lasts = np.cumsum(counts_B[singles:]) + (singles - 1)
-            rows = np.concatenate((np.arange(singles), lasts[plan.leaders]))
-            hidden_TD = hidden_TD.index_select(0, torch.from_numpy(rows).to(self.device))
-        logits_BV = logits_of(hidden_TD, self.decoder.head(), self.spec.logit_softcap)
-        if plan.forks:
-            rows = [*range(len(logits_BV)), *(row for row, _, _ in plan.forks)]
-            logits_BV = logits_BV.index_select(0, torch.tensor(rows, device=self.device))
-        return logits_BV
+    @torch.inference_mode()
+    def launch(self, order: Order) -> Flight:
+        """Begin a step: compute its tokens, draw, score. Nothing here waits for the device."""
+        assert self._cache is not None, "an engine that sleeps makes no steps"
+        if len(order.copies[0]):
+            self._cache.copy(*order.copies)
+        if len(order.seat_copies[0]) and self._states is not None:
+            self._states.copy(*order.seat_copies)
+        if self._graphs is not None and self._graphs.holds(order):
+            return self._graphs.launch(order)
+        return self._eager(order)
+
+    def _eager(self, order: Order) -> Flight:
+        """A step, operation by operation."""
+        positions_T = positions_of(order)
+        rows_R, which_D = np.unique(order.rows_D, return_inverse=True)
+        tokens_T, at_T, seats_B, rows_there_R, which_there_D, seats_D = self.send(
+            order.tokens_T, positions_T, order.seats_B[: order.singles], rows_R, which_D, order.seats_D
+        )
+        single_B = tokens_T[: order.singles]
+        single_B = torch.where(single_B < 0, self.drawn_S.index_select(0, seats_B), single_B)
+        tokens_T = torch.cat((single_B, tokens_T[order.singles :]))
+        routing = None if self.none_expert is None else Routing(record=True)
+        hidden_TD = self.decoder(tokens_T, at_T, self._attend(order, positions_T), routing)
+        logits_DV = self._logits(hidden_TD if len(rows_R) == len(tokens_T) else hidden_TD[rows_there_R])
+        if len(rows_R) != len(order.rows_D):
+            logits_DV = logits_DV.index_select(0, which_there_D)
+        if order.edits is not None:
+            logits_DV = edit(logits_DV, order.edits, self.send)
+        if self._card is not None and order.looks is None:
+            tokens_D, logprobs_D = self._card.draw(logits_DV, order.manner)
+            logprobs_DV = logits_DV
+        else:
+            tokens_D, logprobs_D, logprobs_DV = draw(logits_DV, order.manner, self.send)
+        self.drawn_S.index_copy_(0, seats_D, tokens_D)
+        scores_N, scores_looked = (None, None) if order.scoring is None else self._scores(hidden_TD, order.scoring)
+        return Landing(
+            tokens_D,
+            logprobs_D,
+            routed_TLx=None if routing is None else self._routed(routing),
+            looked=None if order.looks is None else look(logprobs_DV, order.looks, self.send),
+            scores_N=scores_N,
+            scores_looked=scores_looked,
+        )
+
+    def _attend(self, order: Order, positions_T: Ints) -> Attend:
+        """Who remembers, for this step."""
+        assert self._cache is not None
+        if self._card is not None:
+            return self._card.attend(order, positions_T, self._cache)
+        where = order.starts_B, order.counts_B, order.pages_BM, self._page_size
+        _, layout = lay_out(*where, device=self.device, dtype=self.dtype)
+        states = self._states
+        seated = None if states is None else states.seated(order.seats_B, order.starts_B, order.counts_B)
+        return PagedAttend(self._cache, layout, seated)
+
+    def _logits(self, hidden_RD: Tensor) -> Tensor:
+        return logits_of(hidden_RD, self.decoder.head(), self.spec.logit_softcap)
+
+    def _scores(self, hidden_TD: Tensor, scoring: Scoring) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
+        """Log-probs of tokens that are there already, and what is looked up beside them, some rows at a time."""
+        rows_N, tokens_N = self.send(scoring.rows_N, scoring.tokens_N)
+        step = max(1, _LOGITS // self.spec.vocab_size)
+        scores: list[Tensor] = []
+        looked: list[tuple[Tensor, Tensor, Tensor]] = []
+        for lo in range(0, len(scoring.rows_N), step):
+            logprobs_RV = self._logits(hidden_TD[rows_N[lo : lo + step]]).float().log_softmax(-1)
+            scores.append(logprobs_RV.gather(1, tokens_N[lo : lo + step, None]).squeeze(1))
+            if scoring.looks is not None:
+                looked.append(look(logprobs_RV, scoring.looks.cut(lo, lo + step), self.send))
+        parts = [torch.cat(part) for part in zip(*looked, strict=True)]
+        return torch.cat(scores), (parts[0], parts[1], parts[2]) if parts else None
+
+    def _routed(self, routing: Routing) -> Tensor:
+        assert self.none_expert is not None
+        return torch.stack(routing.recorded, 1).to(torch.uint8 if self.none_expert.itemsize == 1 else torch.int32)
 
 
 def _kv_shape(kept: PerToken) -> KvShape:
@@ -141,20 +221,3 @@ def _kv_shape(kept: PerToken) -> KvShape:
 def _state_shapes(kept: PerSequence, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
     wide = torch.promote_types(dtype, torch.float32)
     return [(shape, wide if is_wide else dtype) for shape, is_wide in zip(kept.shapes, kept.wide, strict=True)]
-
-
-def _sources_and_targets(copies: Mapping[int, int]) -> tuple[Ints, Ints]:
-    return np.array(list(copies.values()), np.int64), np.array(list(copies), np.int64)
-
-
-def _gather(plan: Plan) -> tuple[Ints, Ints, Ints, Ints]:
-    """The new tokens, and for each sequence where they start, how many they are and its seat."""
-    tokens = [sequence.tokens[-1] for sequence in plan.singles]
-    for sequence, length in plan.chunks:
-        tokens += sequence.tokens[sequence.computed : sequence.computed + length]
-    everyone = [*plan.singles, *(sequence for sequence, _ in plan.chunks)]
-    starts_B = np.array([sequence.computed for sequence in everyone], np.int64)
-    counts_B = np.ones(len(everyone), np.int64)
-    counts_B[len(plan.singles) :] = [length for _, length in plan.chunks]
-    seats_B = np.array([sequence.seat for sequence in everyone], np.int64)
-    return np.array(tokens, np.int64), starts_B, counts_B, seats_B

@@ -1,113 +1,82 @@
-"""Draw one token a sequence: its seed and position give one uniform number, the inverse CDF gives the token.
+"""Draw one token a row: its seed and position give one uniform number, the inverse CDF gives the token.
 
-Shapes: B sequences that draw, V vocabulary, F those of them with a filter. All arithmetic is float32.
+Shapes: D rows that draw, V vocabulary, F those of them with a filter, N rows; of edits and looks as in ``order``. All
+arithmetic is float32. Nothing here waits for a device.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from miles.backends.native.request import Seats, Sequence
-from miles.core.errors import EngineError
+from miles.backends.native.order import Edits, Floats, Looks, Manner
+from miles.backends.native.sending import Sender
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+Words = NDArray[np.uint64]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manner:
-    """How each row is drawn; ``index_B`` is the place of the new token in its response."""
-
-    temperature_B: NDArray[np.float32]
-    top_k_B: NDArray[np.int64]
-    top_p_B: NDArray[np.float32]
-    min_p_B: NDArray[np.float32]
-    filters_B: NDArray[np.bool_]
-    seed_B: NDArray[np.uint64]
-    index_B: NDArray[np.uint64]
+_GOLDEN, _FIRST, _SECOND = np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB], np.uint64)
+_30, _27, _31, _LOW = np.array([30, 27, 31, 40], np.uint64)
+_UNIT = np.float32(2**-24)
 
 
-def manner_of(sequences: list[Sequence], seats: Seats) -> Manner:
-    seats_B = np.array([sequence.seat for sequence in sequences], np.int64)
-    return Manner(
-        temperature_B=seats.temperature_S[seats_B],
-        top_k_B=seats.top_k_S[seats_B],
-        top_p_B=seats.top_p_S[seats_B],
-        min_p_B=seats.min_p_S[seats_B],
-        filters_B=seats.filters_S[seats_B],
-        seed_B=seats.seed_S[seats_B],
-        index_B=np.array([len(sequence.logprobs) for sequence in sequences], np.uint64),
-    )
+def streams(seed_D: Words) -> Words:
+    """Where the random numbers of each seed begin."""
+    return _mix(seed_D + _GOLDEN)
 
 
-def uniforms(seed_B: NDArray[np.uint64], index_B: NDArray[np.uint64]) -> NDArray[np.float32]:
-    """One number in [0, 1) for each (seed, index): two rounds of a 64-bit mixer, the top 24 bits."""
-    with np.errstate(over="ignore"):
-        return (_mix(_mix(seed_B + _GOLDEN) + index_B * _GOLDEN) >> np.uint64(40)).astype(np.float32) * np.float32(
-            2**-24
-        )
+def uniforms(stream_D: Words, index_D: Words) -> Floats:
+    """The number in [0, 1) at each place of each stream: a 64-bit mixer over both, the top 24 bits."""
+    return (_mix(stream_D + index_D * _GOLDEN) >> _LOW).astype(np.float32) * _UNIT
 
 
-def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+def _mix(z: Words) -> Words:
+    z = (z ^ (z >> _30)) * _FIRST
+    z = (z ^ (z >> _27)) * _SECOND
+    return z ^ (z >> _31)
 
 
-@torch.inference_mode()
-def draw(logits_BV: Tensor, manner: Manner) -> tuple[list[int], list[float]]:
-    """Tokens and their log-probs under the temperature (1 where it is 0: greedy) before any filter."""
-    if len(logits_BV) == 0:
-        return [], []
-    device = logits_BV.device
-    logits_BV = logits_BV.float()
-    greedy_B = manner.temperature_B == 0
-    heat_B = np.where(greedy_B, np.float32(1), manner.temperature_B)
-    if (heat_B != 1).any():
-        logits_BV = logits_BV / torch.from_numpy(heat_B).to(device)[:, None]
-    logprobs_BV = torch.log_softmax(logits_BV, -1)
-    if greedy_B.all():
-        tokens_B = logits_BV.argmax(-1)
+def draw(logits_DV: Tensor, manner: Manner, send: Sender) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, their log-probs, and all log-probs under the temperature (1 where it is 0: greedy) before any filter."""
+    logits_DV = logits_DV.float()
+    greedy_D = manner.temperature_D == 0
+    heat_D = np.where(greedy_D, np.float32(1), manner.temperature_D)
+    heat_there_D, uniform_D = send(heat_D, manner.uniform_D)
+    if (heat_D != 1).any():
+        logits_DV = logits_DV / heat_there_D[:, None]
+    logprobs_DV = torch.log_softmax(logits_DV, -1)
+    if greedy_D.all():
+        tokens_D = logits_DV.argmax(-1)
     else:
-        probs_BV = logprobs_BV.exp()
-        if manner.filters_B.any():
-            _filter(probs_BV, manner)
-        tokens_B = invert(probs_BV, torch.from_numpy(uniforms(manner.seed_B, manner.index_B)).to(device))
-        if greedy_B.any():
-            tokens_B = torch.where(torch.from_numpy(greedy_B).to(device), logits_BV.argmax(-1), tokens_B)
-    picked_B = logprobs_BV.gather(1, tokens_B[:, None]).squeeze(1)
-    tokens, logprobs = tokens_B.tolist(), picked_B.tolist()
-    if not np.isfinite(logprobs).all():
-        raise EngineError("the model's logits are not finite: its weights are broken, or too large for their dtype")
-    return tokens, logprobs
+        probs_DV = logprobs_DV.exp()
+        if manner.filters_D.any():
+            _filter(probs_DV, manner, send)
+        tokens_D = invert(probs_DV, uniform_D)
+        if greedy_D.any():
+            tokens_D = torch.where(send(greedy_D)[0], logits_DV.argmax(-1), tokens_D)
+    return tokens_D, logprobs_DV.gather(1, tokens_D[:, None]).squeeze(1), logprobs_DV
 
 
-def invert(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
+def invert(probs_DV: Tensor, uniform_D: Tensor) -> Tensor:
     """The first token whose cumulated probability exceeds the uniform number; never one of probability zero."""
-    cdf_BV = probs_BV.cumsum(-1)
-    target_B1 = uniform_B[:, None] * cdf_BV[:, -1:]
-    tokens_B1 = torch.searchsorted(cdf_BV, target_B1, right=True).clamp_(max=probs_BV.shape[1] - 1)
-    impossible_B1 = probs_BV.gather(1, tokens_B1) <= 0
-    if impossible_B1.any():  # the product, or a parallel sum, was rounded up to the total
-        tokens_B1 = torch.where(impossible_B1, probs_BV.argmax(-1, keepdim=True), tokens_B1)
-    return tokens_B1.squeeze(1)
+    cdf_DV = probs_DV.cumsum(-1)
+    target_D1 = uniform_D[:, None] * cdf_DV[:, -1:]
+    tokens_D1 = torch.searchsorted(cdf_DV, target_D1, right=True).clamp_(max=probs_DV.shape[1] - 1)
+    # Where the product, or a parallel sum, was rounded up to the total. Asking a device whether it was means waiting.
+    impossible_D1 = probs_DV.gather(1, tokens_D1) <= 0
+    if impossible_D1.is_cuda or impossible_D1.any():
+        tokens_D1 = torch.where(impossible_D1, probs_DV.argmax(-1, keepdim=True), tokens_D1)
+    return tokens_D1.squeeze(1)
 
 
-def _filter(probs_BV: Tensor, manner: Manner) -> None:
+def _filter(probs_DV: Tensor, manner: Manner, send: Sender) -> None:
     """Zero what top-k, then top-p, then min-p cut away, in the rows that ask for it."""
-    rows = np.flatnonzero(manner.filters_B)
-    device = probs_BV.device
-    rows_F = torch.from_numpy(rows).to(device)
-    probs_BV[rows_F] = filtered(
-        probs_BV[rows_F],
-        torch.from_numpy(manner.top_k_B[rows]).to(device),
-        torch.from_numpy(manner.top_p_B[rows]).to(device),
-        torch.from_numpy(manner.min_p_B[rows]).to(device),
-    )
+    rows = np.flatnonzero(manner.filters_D)
+    rows_F, top_k_F = send(rows, manner.top_k_D[rows])
+    top_p_F, min_p_F = send(manner.top_p_D[rows], manner.min_p_D[rows])
+    kept_FV = filtered(probs_DV.index_select(0, rows_F), top_k_F, top_p_F, min_p_F)
+    probs_DV.index_copy_(0, rows_F, kept_FV)
 
 
 def filtered(probs_FV: Tensor, top_k_F: Tensor, top_p_F: Tensor, min_p_F: Tensor) -> Tensor:
@@ -121,3 +90,36 @@ def filtered(probs_FV: Tensor, top_k_F: Tensor, top_p_F: Tensor, min_p_F: Tensor
     keep_FV &= sorted_FV >= min_p_F[:, None] * sorted_FV[:, :1]
     keep_FV[:, 0] = True
     return torch.zeros_like(probs_FV).scatter_(1, order_FV, sorted_FV * keep_FV)
+
+
+def edit(logits_DV: Tensor, edits: Edits, send: Sender) -> Tensor:
+    """The logits as the host wants them: penalties, then masks, then biases."""
+    logits_DV = logits_DV.float()
+    pairs = (edits.add_rows_E, edits.add_tokens_E, edits.scale_rows_E, edits.scale_tokens_E)
+    add_rows, add_tokens, scale_rows, scale_tokens, bias_rows, bias_tokens, mask_rows = send(
+        *pairs, edits.bias_rows_E, edits.bias_tokens_E, edits.mask_rows_K
+    )
+    add_E, scale_E, bias_E = send(edits.add_E, edits.scale_E, edits.bias_E)
+    logits_DV = logits_DV.index_put((add_rows, add_tokens), add_E, accumulate=True)
+    if len(edits.scale_E):
+        old_E = logits_DV[scale_rows, scale_tokens]
+        logits_DV[scale_rows, scale_tokens] = torch.where(old_E < 0, old_E * scale_E, old_E / scale_E)
+    if len(edits.mask_rows_K):
+        allowed_KV = _unpacked(send(edits.masks_KZ)[0], logits_DV.shape[1])
+        masked_KV = logits_DV.index_select(0, mask_rows).masked_fill_(~allowed_KV, -torch.inf)
+        logits_DV.index_copy_(0, mask_rows, masked_KV)
+    return logits_DV.index_put_((bias_rows, bias_tokens), bias_E, accumulate=True)
+
+
+def _unpacked(masks_KZ: Tensor, vocabulary: int) -> Tensor:
+    """Bits as truth values [K, V]; tokens without a bit are not allowed."""
+    bits_KZ32 = masks_KZ[..., None] >> torch.arange(32, device=masks_KZ.device, dtype=torch.int32)
+    allowed_KV = (bits_KZ32 & 1).flatten(1).bool()[:, :vocabulary]
+    return torch.nn.functional.pad(allowed_KV, (0, vocabulary - allowed_KV.shape[1]))
+
+
+def look(logprobs_NV: Tensor, looks: Looks, send: Sender) -> tuple[Tensor, Tensor, Tensor]:
+    """The likeliest tokens of some rows, [R, k], with their log-probs; and the log-probs of some (row, token) pairs."""
+    rows_R, watch_rows_W, watch_tokens_W = send(looks.rows_R, looks.watch_rows_W, looks.watch_tokens_W)
+    best = logprobs_NV.index_select(0, rows_R).topk(looks.tops, dim=-1)
+    return best.indices, best.values, logprobs_NV[watch_rows_W, watch_tokens_W]

@@ -1,311 +1,316 @@
-"""Who runs in the next step: running requests first, then those that wait, oldest first, as pages and seats allow.
+"""Who runs in the next step: running requests first, then those that wait, in their order, as pages and seats allow.
 
 A request runs its tokens that have no keys and values yet; when none is left, one is drawn. So a prompt,
 a decode step and a recompute after preemption are the same thing with different counts.
+
+A step is planned, launched and promised before what it draws is known, and absorbed when it has landed. Between the
+two, everything is counted as if it had been done: the device does things in order.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import insort
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
-from miles.backends.native.cache import ROOT, Pages
-from miles.backends.native.request import Decode, Seats, Sequence
-from miles.core.types import Array, Version
+import numpy as np
 
-
-@dataclass(slots=True)
-class Plan:
-    """One step: ``singles`` run one token each, ``chunks`` several, in this order.
-
-    ``leaders`` are the chunks (by index) that end here and draw. A fork (row of the leader among those
-    that draw, leader, follower) draws from its leader's logits. ``copies`` of pages and ``seat_copies`` of
-    states (to -> from) come first.
-    """
-
-    singles: list[Sequence] = field(default_factory=list)
-    chunks: list[tuple[Sequence, int]] = field(default_factory=list)
-    leaders: list[int] = field(default_factory=list)
-    forks: list[tuple[int, Sequence, Sequence]] = field(default_factory=list)
-    copies: dict[int, int] = field(default_factory=dict)
-    seat_copies: dict[int, int] = field(default_factory=dict)
-
-    @property
-    def work(self) -> list[tuple[Sequence, int]]:
-        """Everyone who runs, and how many tokens."""
-        return [*((sequence, 1) for sequence in self.singles), *self.chunks]
-
-    @property
-    def draws(self) -> list[Sequence]:
-        """Everyone a token is drawn for."""
-        return [*self.singles, *(self.chunks[i][0] for i in self.leaders), *(fork[2] for fork in self.forks)]
-
-
-@dataclass(slots=True)
-class Counters:
-    """What was done since the engine was made."""
-
-    prefilled_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    preemptions: int = 0
-    steps: int = 0
-
-
-def _arrival(sequence: Sequence) -> int:
-    return sequence.number
+from miles.backends.native.hall import Counters, Hall, rank_of
+from miles.backends.native.order import Drawn, Ints, Order
+from miles.backends.native.plan import (
+    Chunk,
+    Plan,
+    Rows,
+    Scored,
+    Still,
+    copies_of,
+    edits_of,
+    looks_of,
+    rows_of,
+    scored_of,
+    scoring_of,
+    singles_of,
+    still_of,
+    take_looks,
+    take_scores,
+    tokens_of,
+)
+from miles.backends.native.sequence import Decode, Sequence
+from miles.core.types import Version
 
 
 class Scheduler:
-    """The queue, the seats and the pages. ``running`` and ``waiting`` are always in order of arrival.
+    """The queue before the hall. ``waiting`` is always in order of rank."""
 
-    With ``lead``, requests of one prompt have it computed by the first of them.
-    """
-
-    def __init__(self, pages: Pages, seats: Seats, *, prefill_chunk: int, lead: bool, decode: Decode | None) -> None:
-        self.pages = pages
-        self.seats = seats
-        self.running: list[Sequence] = []
+    def __init__(self, hall: Hall, *, prefill_chunk: int, decode: Decode | None) -> None:
+        self.hall = hall
         self.waiting: list[Sequence] = []
-        self.counters = Counters()
         self._chunk = prefill_chunk
-        self._lead = lead
         self._decode = decode
-        self._leaders: dict[bytes, Sequence] = {}
+        self._singles = singles_of(np.zeros(0, np.int64), hall.changes, hall.all_at, hall.seats)
+
+    @property
+    def counters(self) -> Counters:
+        """What was done since the engine was made."""
+        return self.hall.counters
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Those with pages, in order of rank."""
+        return self.hall.running
 
     def submit(self, sequence: Sequence) -> None:
-        insort(self.waiting, sequence, key=_arrival)
+        insort(self.waiting, sequence, key=rank_of)
 
     def everyone(self) -> Iterator[Sequence]:
         """All requests that have not ended."""
-        for sequence in self.running:
-            yield sequence
-            yield from sequence.followers
+        yield from self.hall.seated()
         yield from self.waiting
 
-    # -- a step: plan it, take in what came of it ------------------------------------------
+    # -- a step: plan it, count on it, take in what came of it ------------------------------
 
-    def plan(self) -> Plan:
-        """Decide the next step. Someone who runs always gets on, so every request ends."""
-        plan, budget, size = Plan(), self._chunk, self.pages.size
-        index = 0
-        while index < len(self.running):  # it shrinks at its end when someone is preempted
-            sequence = self.running[index]
-            index += 1
-            todo = len(sequence.tokens) - sequence.computed
-            if todo > 1:
-                budget -= self._chunk_of(plan, sequence, min(todo, budget))
-            elif sequence.computed < len(sequence.pages) * size or self._grow(sequence):
-                plan.singles.append(sequence)
-                self.counters.prefilled_tokens += sequence.fresh  # the last token of a prompt cut into chunks
-                if (sequence.computed + 1) % size == 0:
-                    self._enter(sequence, sequence.computed + 1)
-        self._admit(plan, budget)
-        # Those who share a prompt, and chunks of like length, are attended to together.
-        plan.singles.sort(key=self._prompt_page)
-        plan.chunks.sort(key=lambda chunk: (chunk[1], chunk[0].computed))
-        self._tie(plan)
-        plan.copies, plan.seat_copies = self.pages.take_copies(), self.seats.take_copies()
-        return plan
+    def stuck(self) -> bool:
+        """Must what is in flight land before the next step can be planned?"""
+        hall, length_S = self.hall, self.hall.seats.length_S
+        if any(length_S[one.seat] > len(one.tokens) for one in hall.dependents):
+            return True
+        return len(hall.short()) > hall.pages.available
 
-    def absorb(
-        self, plan: Plan, tokens: list[int], logprobs: list[float], version: Version, routed_TLk: Array | None
-    ) -> list[Sequence]:
-        """Take in what was computed and drawn; returns the requests that ended."""
-        if routed_TLk is not None:
-            _record(plan, routed_TLk)
-        for sequence, length in plan.work:
-            sequence.computed += length
-        drawn = list(zip(plan.draws, tokens, logprobs, strict=True))
-        own = len(drawn) - len(plan.forks)
-        ended: list[Sequence] = []
-        for sequence, token, logprob in drawn[:own]:
-            if sequence.fresh:
-                self._led(sequence)
-            if sequence.remember(token, logprob, version, self._decode):
-                ended.append(sequence)
-        self.counters.generated_tokens += own
-        for (_, leader, follower), (_, token, logprob) in zip(plan.forks, drawn[own:], strict=True):
-            if self._fork(leader, follower):
-                self.counters.generated_tokens += 1
-                if follower.remember(token, logprob, version, self._decode):
-                    ended.append(follower)
-        self.pages.written()
+    def plan(self) -> Plan | None:
+        """Decide the next step; None when there is nothing to do before what is in flight has landed.
+
+        Someone who runs always gets on, so every request ends. When anything is in flight, ``stuck`` is to be asked
+        first: only then may pages be taken from those who run.
+        """
+        hall, seats = self.hall, self.hall.seats
+        for seat in hall.short().tolist():
+            sequence = seats.holders[seat]
+            if sequence is not None:  # else it has just been preempted for another
+                self._grow(sequence)
+        seats_R = hall.seats_R
+        todo_R = np.minimum(seats.length_S[seats_R], seats.target_S[seats_R]) - seats.computed_S[seats_R]
+        singles_B = seats_R[todo_R == 1]
+        self.counters.prefilled_tokens += int((seats.length_S[singles_B] == seats.prompt_S[singles_B]).sum())
+        chunks, budget = list[Chunk](), self._chunk
+        for seat, todo in zip(seats_R[todo_R > 1].tolist(), todo_R[todo_R > 1].tolist(), strict=True):
+            if budget > 0:
+                chunks.append(self._chunk_of(hall.at(seat), min(todo, budget)))
+                budget -= chunks[-1].length
+        if self.waiting:
+            singles_B = np.concatenate((singles_B, self._admit(chunks, budget)))
+        if not len(singles_B) and not chunks:
+            return None
+        if self._singles.changes != hall.changes or not np.array_equal(self._singles.found_B, singles_B):
+            self._singles = singles_of(singles_B, hall.changes, hall.all_at, seats)
+        # Chunks of like length are attended to together.
+        chunks.sort(key=lambda chunk: (chunk.length, chunk.start))
+        return self._compose(rows_of(self._singles, chunks, seats), chunks)
+
+    def promise(self, plan: Plan) -> None:
+        """Count on a step that was launched: all that needs no token."""
+        hall, seats, order = self.hall, self.hall.seats, plan.order
+        own_D = order.seats_D[: len(plan.draws) - len(plan.forks)]
+        seats.computed_S[order.seats_B] += order.counts_B
+        seats.length_S[own_D] += 1
+        seats.token_S[own_D] = -1
+        for leader in plan.led:
+            hall.led(leader)
+        for fork in plan.forks:
+            hall.fork(fork)
+        for one in plan.scored:
+            one.sequence.scoring = one.first + one.length
+        hall.pages.written()
+        self.counters.steps += 1
+
+    def absorb(self, plan: Plan, drawn: Drawn, version: Version) -> list[Sequence]:
+        """Take in what came of a step launched under ``version``; returns the requests that ended.
+
+        Whoever ended since it was planned has no part in it any more.
+        """
+        hall = self.hall
+        if hall.routes is not None and drawn.routed_TLx is not None:
+            hall.routes.write(plan.order, drawn.routed_TLx)
+        if plan.scored:
+            take_scores(plan.scored, drawn, version)
+        if drawn.looked is not None:
+            take_looks(plan.draws, drawn.looked)
+        count = 0
+        tokens, logprobs = drawn.tokens_D.tolist(), drawn.logprobs_D.tolist()
+        for sequence, token, logprob in zip(plan.draws, tokens, logprobs, strict=True):
+            if sequence.reason:
+                continue
+            if sequence.version is not version:
+                sequence.stamp(version)
+            sequence.tokens.append(token)
+            sequence.logprobs.append(logprob)
+            count += 1
+        self.counters.generated_tokens += count
+        ended = self._conclude(plan, drawn.tokens_D, version)
+        for sequence, upto in plan.filled:
+            if sequence.pages:
+                hall.enter(sequence, upto)
+        hall.pages.written()
         for sequence in ended:
             self._release(sequence)
-        self.counters.steps += 1
         return ended
 
     # -- leaving early ----------------------------------------------------------------------
 
-    def remove(self, sequence: Sequence) -> None:
-        """Forget a request that is not to go on."""
+    def remove(self, sequence: Sequence, message: str = "") -> None:
+        """Forget a request that is not to go on; what is in flight of it is lost."""
+        sequence.reason, sequence.message = "abort", message
         if sequence.seat < 0:
             self.waiting.remove(sequence)
         elif sequence.pages:
             self._release(sequence)
         else:
-            leader = next(one for one in self.running if sequence in one.followers)
-            leader.followers.remove(sequence)
-            self.seats.leave(sequence)
+            self.hall.desert(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Take a request's pages away; it waits again, and what it had is computed anew."""
+        """Take a request's pages away; it waits again, and what it had is computed anew. Nothing may be in flight."""
         self._release(sequence)
+        sequence.scoring = sequence.scored_from
+        sequence.preemptions += 1
         self.submit(sequence)
         self.counters.preemptions += 1
 
     def restart_prompts(self) -> None:
-        """Forget what was computed of prompts nothing was drawn after yet."""
-        for sequence in [one for one in self.running if one.fresh and one.computed]:
-            self.preempt(sequence)
+        """Forget what was computed of prompts nothing was drawn after yet. Nothing may be in flight."""
+        computed_S = self.hall.seats.computed_S
+        fresh = [one for one in self.everyone() if one.fresh]
+        for sequence in fresh:
+            sequence.unscore()
+            if sequence.pages and computed_S[sequence.seat]:
+                self.preempt(sequence)
+
+    def check(self) -> None:
+        """Assert that the books balance."""
+        self.hall.check()
+        assert [one.rank for one in self.waiting] == sorted(one.rank for one in self.waiting)
+        assert all(not one.pages and one.seat < 0 and not one.reason for one in self.waiting)
 
     # -- inside -----------------------------------------------------------------------------
 
-    def _chunk_of(self, plan: Plan, sequence: Sequence, length: int) -> int:
-        """Run ``length`` tokens of a prompt (or of a recompute) in this step."""
-        if length > 0:
-            if length == 1 and len(sequence.tokens) - sequence.computed == 1:
-                plan.singles.append(sequence)
-            else:
-                plan.chunks.append((sequence, length))
-            # Keys are written before anyone looks, so even this very step's requests may share these pages.
-            self._enter(sequence, sequence.computed + length)
-            self.counters.prefilled_tokens += length
-        return length
-
-    def _admit(self, plan: Plan, budget: int) -> None:
-        pages, taken = self.pages, 0
-        for sequence in self.waiting:
-            if not self.seats.free:
-                break
-            leader = self._leaders.get(sequence.key) if sequence.fresh else None
-            if leader is not None and leader.epoch == pages.epoch:
-                self.seats.take(sequence)
-                leader.followers.append(sequence)
-            elif budget > 0 and self._seat(sequence):
-                budget -= self._chunk_of(plan, sequence, min(len(sequence.tokens) - sequence.computed, budget))
-            else:
-                break
-            taken += 1
-        del self.waiting[:taken]
-
-    def _seat(self, sequence: Sequence) -> bool:
-        """Give a request pages for all its tokens, if that leaves one for each that runs already."""
-        pages = self.pages
-        found = pages.find(sequence.tokens)
-        pages.hold(found.pages)
-        fresh = -(-len(sequence.tokens) // pages.size) - len(found.pages)
-        if pages.available < fresh + len(self.running):
-            pages.drop(found.pages)
-            return False
-        sequence.pages = found.pages + [pages.take() for _ in range(fresh)]
-        sequence.nodes = found.nodes
-        sequence.epoch = pages.epoch
-        sequence.computed = len(found.pages) * pages.size
-        if found.tail is not None:
-            pages.copies[sequence.pages[len(found.pages)]] = found.tail
-            sequence.computed = len(sequence.tokens) - 1
-        self._sit(sequence, sequence.computed)
-        if sequence.fresh and self._lead:
-            self._leaders[sequence.key] = sequence
-        return True
-
-    def _sit(self, sequence: Sequence, cached: int) -> None:
-        if sequence.cached_tokens < 0:
-            sequence.cached_tokens = cached
-        self.counters.cached_tokens += cached
-        if sequence.seat < 0:
-            self.seats.take(sequence)
-        self.seats.show(sequence)
-        insort(self.running, sequence, key=_arrival)
-
-    def _grow(self, sequence: Sequence) -> bool:
-        """One more page, if need be from the latest arrival; false when that was the one who asked."""
-        while not self.pages.available:
-            victim = self.running[-1]
+    def _grow(self, sequence: Sequence) -> None:
+        """One more page, if need be from the last in rank, be it the one who asks."""
+        while not self.hall.pages.available:
+            victim = self.hall.running[-1]
             self.preempt(victim)
             if victim is sequence:
-                return False
-        sequence.pages.append(self.pages.take())
-        self.seats.show(sequence, len(sequence.pages) - 1)
-        return True
+                return
+        self.hall.grow(sequence)
 
-    def _enter(self, sequence: Sequence, upto: int) -> None:
-        """Let the full pages among the first ``upto`` tokens be found."""
-        pages, size, nodes = self.pages, self.pages.size, sequence.nodes
-        if not pages.share or sequence.epoch != pages.epoch:
-            return
-        for i in range(len(nodes), upto // size):
-            tokens = sequence.tokens[i * size : (i + 1) * size]
-            nodes.append(pages.enter(nodes[-1] if nodes else ROOT, tokens, sequence.pages[i]))
+    def _chunk_of(self, sequence: Sequence, count: int) -> Chunk:
+        """Run ``count`` tokens of a prompt (or of a recompute) in this step."""
+        start = int(self.hall.seats.computed_S[sequence.seat])
+        # Keys are written before anyone looks, so even this very step's requests may share these pages.
+        self.hall.enter(sequence, start + count)
+        self.counters.prefilled_tokens += count
+        return Chunk(sequence, start, count)
 
-    def _prompt_page(self, sequence: Sequence) -> int:
-        """The last page that holds nothing but prompt: samples of one prompt have it in common."""
-        whole = sequence.prompt_length // self.pages.size
-        return sequence.pages[whole - 1] if whole else -1
+    def _admit(self, chunks: list[Chunk], budget: int) -> Ints:
+        """Let in who waits; returns the seats of those with but one token left to compute."""
+        hall, singles, taken = self.hall, list[int](), 0
+        for sequence in self.waiting:
+            if not hall.seats.free:
+                break
+            if not hall.follow(sequence):
+                if budget <= 0 or not hall.seat(sequence):
+                    break
+                todo = len(sequence.tokens) - int(hall.seats.computed_S[sequence.seat])
+                chunk = self._chunk_of(sequence, min(todo, budget))
+                budget -= chunk.length
+                if todo == 1:
+                    singles.append(sequence.seat)
+                else:
+                    chunks.append(chunk)
+            taken += 1
+        del self.waiting[:taken]
+        return np.array(singles, np.int64)
 
-    def _tie(self, plan: Plan) -> None:
-        """Who draws besides the singles, and who draws along with whom."""
-        plan.leaders = [i for i, (one, length) in enumerate(plan.chunks) if one.computed + length == len(one.tokens)]
-        if not self._leaders:
-            return
-        own = [*plan.singles, *(plan.chunks[i][0] for i in plan.leaders)]
-        for row, leader in enumerate(own):
-            for follower in leader.followers:
-                plan.forks.append((row, leader, follower))
-
-    def _led(self, leader: Sequence) -> None:
-        """A prompt is computed: its last page can be found from now on."""
-        pages, size = self.pages, self.pages.size
-        if self._leaders.get(leader.key) is leader:
-            del self._leaders[leader.key]
-        whole = (leader.prompt_length - 1) // size
-        if pages.share and leader.epoch == pages.epoch:
-            node = leader.nodes[whole - 1] if whole else ROOT
-            pages.enter(node, leader.tokens[whole * size :], leader.pages[whole])
-
-    def _fork(self, leader: Sequence, follower: Sequence) -> bool:
-        """Share the leader's prompt: full pages as they are, the last one copied. Without a page, wait again."""
-        pages = self.pages
-        leader.followers.remove(follower)
-        whole, rest = divmod(leader.prompt_length, pages.size)
-        if rest and pages.available < 1 + len(self.running):
-            self.seats.leave(follower)
+    def _compose(self, rows: Rows, chunks: list[Chunk]) -> Plan:
+        """The plan of a step of these rows."""
+        hall, seats, sequences = self.hall, self.hall.seats, rows.sequences
+        length_B, ends_B = seats.length_S[rows.seats_B], rows.starts_B + rows.counts_B
+        ready_B = ends_B == length_B
+        drawing_B = ready_B & (length_B < seats.limit_S[rows.seats_B])
+        draws, rows_D, still, length_D = sequences, rows.lasts_B, self._singles.still, length_B
+        if chunks or not drawing_B.all():
+            picked = np.flatnonzero(drawing_B)
+            draws, rows_D = [sequences[i] for i in picked.tolist()], rows_D[picked]
+            still, length_D = still_of(rows.seats_B[picked], seats), length_B[picked]
+        led_D = np.flatnonzero(length_D == still.prompt_D).tolist()
+        forks, left = hall.tie([draws[i] for i in led_D])
+        if forks:
+            row_of = {draws[i]: int(rows_D[i]) for i in led_D}
+            rows_D = np.concatenate((rows_D, [row_of[fork.leader] for fork in forks]))
+            still = still_of(np.concatenate((still.seats_D, [fork.follower.seat for fork in forks])), seats)
+            length_D = seats.length_S[still.seats_D]
+        for follower in left:
             self.submit(follower)
-            return False
-        follower.pages = leader.pages[:whole]
-        pages.hold(follower.pages)
-        if rest:
-            follower.pages.append(pages.take())
-            pages.copies[follower.pages[-1]] = leader.pages[whole]
-        follower.nodes = leader.nodes[:whole]
-        follower.epoch = leader.epoch
-        follower.computed = leader.prompt_length
-        self.seats.copies[follower.seat] = leader.seat
-        self._sit(follower, leader.prompt_length)
-        return True
+        full_B = np.flatnonzero(ends_B[: len(ends_B) - len(chunks)] % hall.pages.size == 0) if hall.pages.share else ()
+        scored = scored_of(rows, chunks)
+        draws_of_all = [*draws, *(fork.follower for fork in forks)]
+        return Plan(
+            order=self._order(rows, chunks, draws_of_all, rows_D, still, length_D, scored),
+            draws=draws_of_all,
+            forks=forks,
+            led=[draws[i] for i in led_D],
+            filled=[(sequences[i], int(ends_B[i])) for i in full_B],
+            scored=scored,
+            done=[sequences[i] for i in np.flatnonzero(ready_B & ~drawing_B)],
+            lasts_D=np.flatnonzero(length_D + 1 == still.limit_D),
+            odd_D=still.odd_D,
+        )
+
+    def _order(
+        self,
+        rows: Rows,
+        chunks: list[Chunk],
+        draws: list[Sequence],
+        rows_D: Ints,
+        still: Still,
+        length_D: Ints,
+        scored: list[Scored],
+    ) -> Order:
+        pages, seats = self.hall.pages, self.hall.seats
+        most = -(-int((rows.starts_B + rows.counts_B).max()) // pages.size)
+        edits = edits_of(draws, seats) if still.edited else None
+        looks = looks_of(list(enumerate(draws))) if still.looking else None
+        alike = not chunks and len(rows_D) == len(rows.seats_B)
+        return Order(
+            tokens_T=tokens_of(rows, chunks, seats),
+            starts_B=rows.starts_B,
+            counts_B=rows.counts_B,
+            seats_B=rows.seats_B,
+            singles=rows.singles,
+            pages_BM=seats.pages_SP[:, :most][rows.seats_B],
+            shared_B=rows.shared_B,
+            group_B=rows.group_B,
+            rows_D=rows_D,
+            seats_D=still.seats_D,
+            manner=still.manner(length_D),
+            copies=copies_of(pages.take_copies()),
+            seat_copies=copies_of(seats.take_copies()),
+            edits=edits,
+            looks=looks,
+            scoring=scoring_of(scored),
+            plain=alike and edits is None and looks is None,
+        )
+
+    def _conclude(self, plan: Plan, tokens_D: Ints, version: Version) -> list[Sequence]:
+        """Who has drawn its last token, of those it can be of."""
+        maybe_D = self.hall.seats.ends_V[tokens_D] > 0
+        maybe_D[plan.lasts_D] = True
+        if plan.odd_D is not None:
+            maybe_D |= plan.odd_D
+        rows = (plan.draws[row] for row in np.flatnonzero(maybe_D).tolist())
+        ended = [one for one in rows if not one.reason and one.concluded(self._decode)]
+        for sequence in plan.done:
+            if not sequence.reason:
+                sequence.reason, sequence.version = "length", version
+                ended.append(sequence)
+        return ended
 
     def _release(self, sequence: Sequence) -> None:
-        """Give back pages and seat; followers find another way."""
-        del self.running[bisect_left(self.running, sequence.number, key=_arrival)]
-        self.pages.drop(sequence.pages)
-        self.seats.leave(sequence)
-        sequence.pages, sequence.nodes, sequence.computed = [], [], 0
-        if self._leaders.get(sequence.key) is sequence:
-            del self._leaders[sequence.key]
-        for follower in sequence.followers:
-            self.seats.leave(follower)
+        for follower in self.hall.leave(sequence):
             self.submit(follower)
-        sequence.followers = []
-
-
-def _record(plan: Plan, routed_TLk: Array) -> None:
-    """Keep the experts of each drawn token the first time it is computed: the next one was drawn from that."""
-    row = 0
-    for sequence, length in plan.work:
-        known = sequence.prompt_length + len(sequence.routed)
-        for position in range(max(known, sequence.computed), sequence.computed + length):
-            sequence.routed.append(routed_TLk[row + position - sequence.computed].copy())
-        row += length

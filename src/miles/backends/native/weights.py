@@ -48,7 +48,7 @@ class Weights:
         if name in self._staged:
             raise self._refusal(name, "came twice", version)
         self._compare(name, tuple(tensor.shape), str(tensor.dtype), version)
-        self._staged[name] = tensor.detach().to(self._device)
+        self._staged[name] = self._stage(name, tensor.detach())
         self._verified = False
 
     def verify(self) -> None:
@@ -57,7 +57,7 @@ class Weights:
         for name, entry in self._entries.items():
             if name not in self._staged:
                 raise self._refusal(name, "did not come", version)
-            found = digest(self._staged[name])
+            found = self._digest(name)
             if found != entry.digest:
                 raise self._refusal(name, f"has digest {found:#018x}, the manifest says {entry.digest:#018x}", version)
         self._verified = True
@@ -72,6 +72,14 @@ class Weights:
     def rollback(self) -> None:
         """Forget what was staged."""
         self._manifest, self._entries, self._staged, self._verified = None, {}, {}, False
+
+    def _stage(self, name: str, tensor: Tensor) -> Tensor:
+        """What is kept of a tensor until the flip."""
+        return tensor.to(self._device)
+
+    def _digest(self, name: str) -> int:
+        """Of a whole tensor, as it came."""
+        return digest(self._staged[name])
 
     def _begun(self) -> Manifest:
         if self._manifest is None:

@@ -1,0 +1,316 @@
+"""Steps in which everyone runs one token, recorded once for a number of rows and replayed after that.
+
+A recording reads what changes from step to step out of one sheet of numbers at a fixed place on the device, and pages
+out of a table there; the host sends the sheet, and of the table only what is new. Whatever a row needs but does not
+have, because there are fewer requests than rows, lies in a page, a seat and a table entry that nobody reads.
+
+Shapes: R rows of the largest recording, n of one, M most pages of a sequence, V vocabulary, L layers with experts,
+k experts a token.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from miles.backends.native.order import Drawn, Order
+from miles.core.errors import EngineError
+from miles.core.types import Array
+from miles.kernels.cache import Ints, PagedCache
+from miles.kernels.card import CardAttend, Step, Works
+from miles.kernels.draw import draw
+from miles.kernels.head import logits_of
+from miles.models.decoder import Decoder, Layer
+from miles.models.moe import Routing
+
+_INTS = ("tokens", "positions", "slots", "seats", "top_k")
+_FLOATS = ("temperature", "uniform", "top_p", "min_p")
+# Entries of the page table that a sheet can bring; beyond that the table is sent whole.
+_NEWS = 1024
+# How many sheets and answers may be on their way at once: one that runs, one that is made, one to spare.
+_RING = 3
+
+
+def ladder(most: int) -> list[int]:
+    """The numbers of rows that are recorded: close together where a row more is felt."""
+    rungs = [1, 2, 4, 8, 12, *range(16, 64, 8), *range(64, 256, 16), *range(256, 1025, 32)]
+    return [*(n for n in rungs if n < most), most]
+
+
+class Key(NamedTuple):
+    """What a recording is for: rows, whether some share a prefix, whether some filter what they draw from."""
+
+    rows: int
+    trunks: bool
+    filters: bool
+
+
+class _Sheet:
+    """What changes from step to step: on the device, and in pinned memory several times over."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self._rows = rows
+        size = rows * (len(_INTS) + len(_FLOATS)) + 2 * _NEWS
+        self._device = torch.zeros(size, dtype=torch.int32, device=device)
+        self._hosts = [torch.zeros(size, dtype=torch.int32).pin_memory() for _ in range(_RING)]
+        self._columns = [self._split(host) for host in self._hosts]
+        self.columns = self._split(self._device)
+        self._turn = 0
+
+    def next(self) -> dict[str, Array]:
+        """The columns of a sheet that nobody reads any more."""
+        self._turn = (self._turn + 1) % _RING
+        return {name: column.numpy() for name, column in self._columns[self._turn].items()}
+
+    def send(self) -> None:
+        """Give the device the sheet that ``next`` gave last."""
+        self._device.copy_(self._hosts[self._turn], non_blocking=True)
+
+    def _split(self, whole: Tensor) -> dict[str, Tensor]:
+        rows = self._rows
+        columns: dict[str, Tensor] = dict(zip((*_INTS, *_FLOATS), whole.split(rows), strict=False))
+        for name in _FLOATS:
+            columns[name] = columns[name].view(torch.float32)
+        columns["places"], columns["pages"] = whole[-2 * _NEWS :].split(_NEWS)
+        return columns
+
+
+class _Answers:
+    """What recordings leave behind: on the device, and in pinned memory several times over."""
+
+    def __init__(self, rows: int, none_expert: Array | None, device: torch.device) -> None:
+        self.tokens_R = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.logprobs_R = torch.zeros(rows, dtype=torch.float32, device=device)
+        self.routed_RLk: Tensor | None = None
+        if none_expert is not None:
+            kind = torch.uint8 if none_expert.dtype == np.uint8 else torch.int16
+            self.routed_RLk = torch.zeros(rows, *none_expert.shape, dtype=kind, device=device)
+        held = [each for each in (self.tokens_R, self.logprobs_R, self.routed_RLk) if each is not None]
+        self._held = held
+        self._hosts = [[torch.zeros_like(each, device="cpu").pin_memory() for each in held] for _ in range(_RING)]
+        self._events = [torch.cuda.Event() for _ in range(_RING)]
+        self._turn = 0
+
+    def landing(self, count: int) -> Landing:
+        """Bring the first ``count`` rows home, whenever the device gets there."""
+        self._turn = (self._turn + 1) % _RING
+        hosts, event = self._hosts[self._turn], self._events[self._turn]
+        for host, held in zip(hosts, self._held, strict=True):
+            host[:count].copy_(held[:count], non_blocking=True)
+        event.record()
+        return Landing(event, [host[:count] for host in hosts])
+
+
+class Landing:
+    """A step under way (a ``Flight``)."""
+
+    def __init__(self, event: torch.cuda.Event, hosts: list[Tensor]) -> None:
+        self._event = event
+        self._hosts = hosts
+
+    def land(self) -> Drawn:
+        """Wait for the device, and read what it drew."""
+        self._event.synchronize()
+        tokens, logprobs, *routed = self._hosts
+        if not np.isfinite(logprobs.numpy()).all():
+            raise EngineError("the model's logits are not finite: its weights are broken, or too large for their dtype")
+        return Drawn(
+            tokens_D=tokens.numpy().copy(),
+            logprobs_D=logprobs.numpy().copy(),
+            routed_TLx=_unsigned(routed[0].numpy()).copy() if routed else None,
+        )
+
+
+class Graphs:
+    """The recordings of one engine. ``works`` and ``drawn_S`` are shared with steps that are not recorded.
+
+    ``drawn_S`` has one seat more than there are, and ``spare_slot`` is one that no page of a request has: what rows
+    without a request write goes there. ``warmed`` are steps that ran before, to outlive these recordings.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        cache: PagedCache,
+        works: Works,
+        drawn_S: Tensor,
+        max_rows: int,
+        longest: int,
+        page_size: int,
+        spare_slot: int,
+        none_expert: Array | None,
+        warmed: set[Key],
+    ) -> None:
+        self._warmed = warmed
+        self._decoder, self._cache, self._works, self._drawn_S = decoder, cache, works, drawn_S
+        self._page_size, self._spare_slot, self._records = page_size, spare_slot, none_expert is not None
+        self._rungs = ladder(max_rows)
+        device = drawn_S.device
+        self._sheet = _Sheet(max_rows, device)
+        self._answers = _Answers(max_rows, none_expert, device)
+        self._table_RM = torch.zeros(max_rows + 1, longest, dtype=torch.int32, device=device)
+        self._shown_RM = np.zeros((max_rows, longest), np.int32)
+        self._rows_R = torch.arange(max_rows, dtype=torch.int32, device=device)
+        self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def holds(self, order: Order) -> bool:
+        """Whether a step can be replayed: one token each, computed by this rank alone."""
+        return order.plain and self._alone()
+
+    def launch(self, order: Order) -> Landing:
+        """Start a step; nothing waits for the device."""
+        count = len(order.seats_B)
+        rows = self._rungs[int(np.searchsorted(self._rungs, count))]
+        key = Key(rows, bool(order.shared_B.any()), bool(order.manner.filters_D.any()))
+        graph = self._graphs.get(key)
+        if graph is None:
+            graph = self._record(key)
+        self._send(order, rows)
+        graph.replay()
+        return self._answers.landing(count)
+
+    def warm_up(self) -> Iterator[tuple[int, int]]:
+        """Record every number of rows, the largest first; yields how many are done, and of how many."""
+        keys = [Key(rows, trunks, False) for rows in reversed(self._rungs) for trunks in (False, True)]
+        for done, key in enumerate(keys if self._alone() else ()):
+            if key not in self._graphs:
+                self._record(key)
+            yield done + 1, len(keys)
+
+    def _alone(self) -> bool:
+        return all(layer.reduce is None for layer in self._decoder.layers if isinstance(layer, Layer))
+
+    def forget(self) -> None:
+        """Weights or cache are going to lie elsewhere: nothing recorded so far holds."""
+        self._graphs.clear()
+
+    # -- what changes from step to step -------------------------------------------------------
+
+    def _send(self, order: Order, rows: int) -> None:
+        count, size, manner = len(order.seats_B), self._page_size, order.manner
+        sheet = self._sheet.next()
+        starts_B = order.starts_B
+        last_B = order.pages_BM[np.arange(count), starts_B // size]
+        values: dict[str, tuple[Array, float]] = {
+            "tokens": (order.tokens_T, 0),
+            "positions": (starts_B, 0),
+            "slots": (last_B * size + starts_B % size, self._spare_slot),
+            "seats": (order.seats_B, len(self._drawn_S) - 1),
+            "top_k": (manner.top_k_D, -1),
+            "temperature": (manner.temperature_D, 1),
+            "uniform": (manner.uniform_D, 0),
+            "top_p": (manner.top_p_D, 1),
+            "min_p": (manner.min_p_D, 0),
+        }
+        for name, (given, spare) in values.items():
+            sheet[name][:count] = given
+            sheet[name][count:rows] = spare
+        self._show(order.pages_BM, sheet)
+        self._sheet.send()
+        lengths_R = np.zeros(rows, np.int64)
+        lengths_R[:count] = starts_B + 1
+        fill = (0, rows - count)
+        self._works.send(lengths_R, np.pad(order.group_B, fill, constant_values=-1), np.pad(order.shared_B, fill))
+
+    def _show(self, pages_BM: Ints, sheet: dict[str, Array]) -> None:
+        """Bring what is new in the rows' pages, in the sheet if it is little."""
+        count, most = pages_BM.shape
+        shown_BM = self._shown_RM[:count, :most]
+        rows, columns = np.nonzero(shown_BM != pages_BM)
+        spare = self._table_RM.numel() - 1
+        news = len(rows) if len(rows) <= _NEWS else 0
+        sheet["places"][:news] = rows[:news] * self._table_RM.shape[1] + columns[:news]
+        sheet["places"][news:] = spare
+        sheet["pages"][:news] = pages_BM[rows[:news], columns[:news]]
+        if len(rows) > _NEWS:
+            whole_BM = torch.from_numpy(pages_BM.astype(np.int32)).pin_memory()
+            self._table_RM[:count, :most].copy_(whole_BM, non_blocking=True)
+        shown_BM[rows, columns] = pages_BM[rows, columns]
+
+    def _blank(self, rows: int) -> None:
+        """A step of nobody."""
+        sheet = self._sheet.next()
+        for name in (*_INTS, *_FLOATS):
+            sheet[name][:] = 0
+        sheet["temperature"][:] = sheet["top_p"][:] = 1
+        sheet["slots"][:] = self._spare_slot
+        sheet["seats"][:] = len(self._drawn_S) - 1
+        sheet["places"][:] = self._table_RM.numel() - 1
+        self._sheet.send()
+        none = np.zeros(rows, np.int64)
+        self._works.send(none, none - 1, none)
+
+    # -- what a recording does ----------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _record(self, key: Key) -> torch.cuda.CUDAGraph:
+        self._blank(key.rows)
+        if key not in self._warmed:
+            # A first run outside: what compilers and libraries make then, no recording could hold.
+            self._forward(key)
+            torch.cuda.synchronize()
+            self._warmed.add(key)
+        graph = torch.cuda.CUDAGraph()
+        with _undisturbed(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            self._forward(key)
+        self._graphs[key] = graph
+        return graph
+
+    def _forward(self, key: Key) -> None:
+        n = key.rows
+        column = {name: each[:n] for name, each in self._sheet.columns.items() if name not in ("places", "pages")}
+        news = self._sheet.columns
+        self._table_RM.view(-1).index_copy_(0, news["places"].long(), news["pages"])
+        seats_n = column["seats"].long()
+        tokens_n = torch.where(column["tokens"] < 0, self._drawn_S[seats_n], column["tokens"].long())
+        routing = Routing(record=True) if self._records else None
+        step = Step(
+            slots_T=column["slots"].long(),
+            pages_BM=self._table_RM,
+            rows_B=self._rows_R[:n],
+            singles=n,
+            works=self._works,
+            trunks=key.trunks,
+            tiles=None,
+            page_size=self._page_size,
+        )
+        hidden_nD = self._decoder(tokens_n, column["positions"].long(), CardAttend(self._cache, step), routing)
+        answers = self._answers
+        draw(
+            logits_of(hidden_nD, self._decoder.head(), self._decoder.spec.logit_softcap),
+            column["temperature"],
+            column["uniform"],
+            top_k_B=column["top_k"],
+            top_p_B=column["top_p"],
+            min_p_B=column["min_p"],
+            filters=key.filters,
+            tokens_out_B=answers.tokens_R[:n],
+            logprobs_out_B=answers.logprobs_R[:n],
+        )
+        self._drawn_S.index_copy_(0, seats_n, answers.tokens_R[:n])
+        if routing is not None and answers.routed_RLk is not None:
+            answers.routed_RLk[:n] = torch.stack(routing.recorded, 1)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """No garbage is collected: recordings of an engine that is gone, freed in the middle of one, would spoil it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _unsigned(routed_nLk: Array) -> Array:
+    return routed_nLk if routed_nLk.dtype == np.uint8 else routed_nLk.view(np.uint16)

@@ -1,0 +1,55 @@
+"""How much an engine takes on, by what was asked for and what is free."""
+
+import pytest
+import torch
+
+from miles.backends.native.capacity import kv_tokens, prefill_chunk
+from miles.backends.native.config import NativeConfig
+from miles.core.errors import UsageError
+from miles.models.footprint import kv_bytes_per_token
+
+
+class Box:
+    """A device with so much free memory."""
+
+    def __init__(self, free: int = 0, kind: str = "cuda") -> None:
+        self.free, self.kind = free, kind
+
+    def free_bytes(self) -> int:
+        return self.free
+
+
+def held(tiny, box, **knobs):
+    config = NativeConfig(**{f"engine_{name}": value for name, value in knobs.items()})
+    return kv_tokens(tiny.spec, config, box, torch.float32)
+
+
+def test_the_cache_takes_its_part_of_the_free_memory_but_no_more_than_can_run(tiny):
+    token = kv_bytes_per_token(tiny.spec, "float32")
+    assert held(tiny, Box(1000 * token)) == 500
+    assert held(tiny, Box(1000 * token), memory_fraction=0.85) == 850
+    assert held(tiny, Box(1000 * token), memory_fraction=1.0) == 1000
+    assert held(tiny, Box(10**15), max_running=3) == 3 * 256
+    assert held(tiny, Box(0)) == 16
+    assert held(tiny, Box(0), kv_tokens=123) == 123
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"memory_fraction": 0.0}, "--engine-memory-fraction is 0.0"),
+        ({"memory_fraction": 1.2}, "--engine-memory-fraction is 1.2"),
+        ({"kv_tokens": 15}, "less than one page of 16"),
+        ({"prefill_chunk": 0}, "--engine-prefill-chunk must be at least 1"),
+        ({"max_running": 0}, "--engine-max-running"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(tiny, knobs, message):
+    with pytest.raises(UsageError, match=message):
+        held(tiny, Box(10**9), **knobs)
+
+
+def test_a_step_takes_more_prompt_tokens_on_an_accelerator():
+    assert prefill_chunk(NativeConfig(), Box(kind="cpu")) == 2048
+    assert prefill_chunk(NativeConfig(), Box(kind="cuda")) == prefill_chunk(NativeConfig(), Box(kind="rocm")) == 8192
+    assert prefill_chunk(NativeConfig(engine_prefill_chunk=77), Box(kind="cuda")) == 77

@@ -1,0 +1,84 @@
+"""Recorded steps on a CUDA device: they draw what the same steps draw when they are made one operation at a time."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from tests.models.oracle import SMALL, hf_model, twin
+
+from miles.backends.native.graphs import ladder
+from miles.core.protocols import Sampling
+from miles.models.decoder import Decoder
+
+
+def test_every_number_of_rows_has_a_rung_and_few_are_wasted():
+    for most in (1, 3, 7, 64, 200, 256, 1000):
+        rungs = ladder(most)
+        assert rungs == sorted(set(rungs)) and rungs[-1] == most
+        wasted = [next(rung for rung in rungs if rung >= n) - n for n in range(1, most + 1)]
+        assert all(spare <= max(3, n // 4, 15) for n, spare in enumerate(wasted, 1))
+
+
+card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def there(kind, dtype=torch.float32):
+    decoder = twin(hf_model(kind))
+    moved = Decoder(decoder.spec, device="cuda", dtype=dtype)
+    with torch.no_grad():
+        for name, parameter in moved.named_parameters():
+            parameter.copy_(decoder.get_parameter(name))
+    return moved
+
+
+def asked(samples=4, **how):
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, SMALL["vocab_size"], n).astype(np.int32) for n in (3, 21, 40, 62)]
+    return [
+        (prompt, Sampling(**({"max_new_tokens": 5 + 3 * i, "ignore_eos": True, "seed": i} | how)))
+        for prompt in prompts
+        for i in range(samples)
+    ]
+
+
+@card
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3 moe", "gemma2", "gpt-oss", "deepseek v3"])
+@pytest.mark.parametrize("how", [{}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.8, "min_p": 0.01}])
+def test_recorded_steps_draw_what_others_draw(tiny, kind, how):
+    model = there(kind)
+    answers = {}
+    for graphs in (True, False):
+        engine = tiny.engine(model, page_size=4, prefill_chunk=64, max_running=11, kv_tokens=2400, graphs=graphs)
+        answers[graphs] = tiny.ask(engine, asked(**how))
+    for one, other in zip(answers[True], answers[False], strict=True):
+        assert tiny.tokens(one) == tiny.tokens(other)
+        np.testing.assert_allclose(tiny.logprobs(one), tiny.logprobs(other), atol=2e-4)
+        for a, b in zip(one.spans, other.spans, strict=True):
+            assert {k: v.tolist() for k, v in a.extras.items()} == {k: v.tolist() for k, v in b.extras.items()}
+
+
+@card
+def test_recordings_follow_new_weights_and_outlive_sleep(tiny):
+    first, second = there("qwen3"), there("qwen3")
+    with torch.no_grad():
+        for parameter in second.parameters():
+            parameter.mul_(1.1)
+    fresh = tiny.ask(tiny.engine(second, page_size=4, max_running=8, kv_tokens=2400), asked())
+    engine = tiny.engine(first, page_size=4, max_running=8, kv_tokens=2400)
+    tiny.ask(engine, asked())
+    tiny.publish(engine, second)
+    again = tiny.ask(engine, asked())
+    asyncio.run(engine.sleep())
+    asyncio.run(engine.wake())
+    woken = tiny.ask(engine, asked())
+    for one, other, third in zip(fresh, again, woken, strict=True):
+        assert tiny.tokens(one) == tiny.tokens(other) == tiny.tokens(third)
+
+
+@card
+def test_warming_up_records_every_rung_and_tells_how_far_it_is(tiny):
+    engine = tiny.engine(there("qwen3"), page_size=4, max_running=9, kv_tokens=2400)
+    told = []
+    asyncio.run(engine.warm_up(lambda done, of: told.append((done, of))))
+    assert told == [(i + 1, 2 * len(ladder(9))) for i in range(2 * len(ladder(9)))]
