@@ -62,6 +62,28 @@ def find(wanted: str = "auto", *, threads: int | None = None) -> Platform:
     return Platform(kind=kind, device=device, name=properties.name, memory_bytes=properties.total_memory)
 
 
+def several(device: torch.device, count: int) -> list[torch.device]:
+    """``count`` devices: this one and those that come after it. A CPU is one, however many share it."""
+    if device.type == "cpu":
+        return [device] * count
+    first, there = device.index or 0, torch.cuda.device_count()
+    if first + count > there:
+        raise UsageError(f"{count} devices from {device} on were asked for, and torch sees {there}; ask for fewer")
+    return [torch.device(device.type, first + i) for i in range(count)]
+
+
+def device_named(name: str, flag: str) -> torch.device:
+    """A device by torch's name, such as ``cpu`` or ``cuda:1``, that ``flag`` asks for; refused where there is none."""
+    device = torch.device(name)
+    if device.type == "cpu":
+        return device
+    count = torch.cuda.device_count()
+    index = torch.cuda.current_device() if device.index is None and count else device.index or 0
+    if index >= count:
+        raise UsageError(f"{flag} {name} was asked for, but torch sees {count} accelerators here; name one of them.")
+    return torch.device("cuda", index)
+
+
 def _host_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
