@@ -1,0 +1,265 @@
+"""New weights for a running server: from disk, a body, or ranks; all or nothing, stamped, and nothing unpickled."""
+
+import asyncio
+import base64
+import pickle
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save
+from tests.backends.native.server.live import PROMPT, Live, served
+from tests.backends.native.server.test_native import theirs
+from tests.backends.native.server.test_steering import begun
+
+from miles.backends.native.server.weights import by_name, index_of, merged
+from miles.core.errors import SyncError
+from miles.models import hub
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+async def outputs(live: Live) -> tuple[list[int], str]:
+    reply = await live.generate()
+    return reply["output_ids"], reply["meta_info"]["weight_version"]
+
+
+def test_the_weights_of_another_checkpoint_answer_as_its_own_server_would(folder: Path, other: Path):
+    async def story(live: Live) -> None:
+        assert await outputs(live) == (theirs(folder, PROMPT, 8)[0], "default")
+        told = {"message": "Succeeded to update model weights. Weight version updated to b1.", "success": True}
+        body = {"model_path": str(other), "weight_version": "b1"}
+        assert await live.post("/update_weights_from_disk", body) == (200, {**told, "num_paused_requests": 0})
+        assert await outputs(live) == (theirs(other, PROMPT, 8)[0], "b1")
+        _, info = await live.get("/model_info")
+        assert (info["model_path"], info["weight_version"]) == (str(other), "b1")
+        assert (await live.post("/update_weights_from_disk", {"model_path": str(folder)}))[0] == 200
+        assert await outputs(live) == (theirs(folder, PROMPT, 8)[0], "b1")
+
+    served(story, folder)
+
+
+def test_a_checkpoint_that_does_not_fit_changes_nothing(folder: Path, tmp_path: Path):
+    async def story(live: Live) -> None:
+        before = await outputs(live)
+        for path in (tmp_path / "none", tmp_path):
+            status, told = await live.post("/update_weights_from_disk", {"model_path": str(path)})
+            assert status == 400 and not told["success"] and str(path) in told["message"]
+        assert await outputs(live) == before
+
+    served(story, folder)
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_tensors_in_a_body_take_the_place_of_those_they_name(folder: Path, other: Path, raw: bool):
+    async def story(live: Live) -> None:
+        file = save(tensors_of(other))
+        if raw:
+            told = await live.post(
+                "/update_weights_from_tensor",
+                raw=file,
+                headers={"Content-Type": "application/octet-stream"},
+                params={"weight_version": "t1"},
+            )
+        else:
+            text = base64.b64encode(file).decode()
+            body = {"serialized_named_tensors": [text], "load_format": "safetensors", "weight_version": "t1"}
+            told = await live.post("/update_weights_from_tensor", body)
+        assert told[0] == 200 and told[1]["success"], told
+        assert await outputs(live) == (theirs(other, PROMPT, 8)[0], "t1")
+        back = save({"lm_head.weight": tensors_of(folder)["lm_head.weight"]})
+        await live.post("/update_weights_from_tensor", raw=back, headers={"Content-Type": "application/octet-stream"})
+        _, shown = await live.post("/get_weights_by_name", {"name": "lm_head.weight", "truncate_size": 2})
+        np.testing.assert_array_equal(shown, tensors_of(folder)["lm_head.weight"][:2].tolist())
+        _, kept = await live.post("/get_weights_by_name", {"name": "model.layers.1.self_attn.k_proj.weight"})
+        np.testing.assert_array_equal(kept, tensors_of(other)["model.layers.1.self_attn.k_proj.weight"].tolist())
+
+    served(story, folder)
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (pytest.fail, ("a pickle was opened",))
+
+
+def test_pickles_are_refused_unopened(folder: Path):
+    async def story(live: Live) -> None:
+        before = await outputs(live)
+        bomb = base64.b64encode(pickle.dumps(Bomb())).decode()
+        for how in (None, "flattened_bucket", "direct"):
+            body = {"serialized_named_tensors": [bomb], "load_format": how}
+            status, told = await live.post("/update_weights_from_tensor", body)
+            assert status == 400 and "unpickles nothing" in told["message"] and told["success"] is False
+        body = {"serialized_named_tensors": [bomb], "load_format": "safetensors"}
+        status, told = await live.post("/update_weights_from_tensor", body)
+        assert status == 400 and "safetensors" in told["message"]
+        assert await outputs(live) == before
+
+    served(story, folder)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"nowhere.weight": torch.zeros(2)}, "nowhere.weight is not a tensor of this model."),
+        ({"lm_head.weight": torch.zeros(2, 2)}, "lm_head.weight has shape (2, 2), but this model's has (512, 64)."),
+        (
+            {"model.norm.weight": torch.zeros(64, dtype=torch.int64)},
+            "model.norm.weight is torch.int64, but weights are",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_by_name(folder: Path, given: dict[str, torch.Tensor], says: str):
+    async def story(live: Live) -> None:
+        before = await outputs(live)
+        status, told = await live.post(
+            "/update_weights_from_tensor",
+            raw=save({**given, "model.embed_tokens.weight": torch.zeros(512, 64)}),
+            headers={"Content-Type": "application/octet-stream"},
+        )
+        assert status == 400 and told["message"].startswith(says)
+        assert await outputs(live) == before
+
+    served(story, folder)
+
+
+def test_an_update_waits_for_what_is_under_way_unless_paused(folder: Path, other: Path):
+    async def story(live: Live) -> None:
+        undisturbed = await live.generate(sampling_params={"temperature": 0, "max_new_tokens": 120, "ignore_eos": True})
+        task = await begun(live)
+        update = asyncio.create_task(live.post("/update_weights_from_disk", {"model_path": str(other)}))
+        await live.until(lambda: not live.server.desk.gate._open.is_set())
+        late = asyncio.create_task(live.generate())
+        assert (await task)["output_ids"] == undisturbed["output_ids"]
+        assert (await update)[0] == 200
+        assert (await late)["output_ids"] == theirs(other, PROMPT, 8)[0]
+        task = await begun(live)
+        await live.post("/pause_generation", {"mode": "in_place"})
+        body = {"model_path": str(folder), "weight_version": "back"}
+        assert (await live.post("/update_weights_from_disk", body))[0] == 200 and not task.done()
+        await live.post("/continue_generation", {})
+        reply = await task
+        assert reply["meta_info"]["weight_version"] == "back" and len(reply["output_ids"]) == 120
+        task = await begun(live)
+        body = {"model_path": str(other), "abort_all_requests": True}
+        assert (await live.post("/update_weights_from_disk", body))[0] == 200
+        assert (await task)["meta_info"]["finish_reason"]["type"] == "abort"
+
+    served(story, folder)
+
+
+def test_weights_can_be_called_by_another_name(folder: Path):
+    async def story(live: Live) -> None:
+        told = {"success": True, "message": "Weight version updated to v9", "new_version": "v9"}
+        assert await live.post("/update_weight_version", {"new_version": "v9"}) == (200, told)
+        assert (await outputs(live))[1] == "v9"
+
+    served(story, folder)
+
+
+SENDER = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
+from safetensors.torch import load_file
+
+port, file = sys.argv[1:]
+store, _, _ = next(iter(rendezvous(f"tcp://127.0.0.1:{port}", 0, 2)))
+group, _ = c10d._new_process_group_helper(
+    2,
+    0,
+    [],
+    dist.Backend("gloo"),
+    c10d.PrefixStore("trainer", store),
+    group_name="trainer",
+    timeout=c10d.default_pg_timeout,
+)
+c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
+tensors = load_file(file)
+for tensor in tensors.values():
+    dist.broadcast(tensor.contiguous(), 0, group)
+whole = torch.cat([-t.contiguous().view(-1) for t in tensors.values()]).view(torch.uint8)
+dist.broadcast(whole, 0, group)
+print("sent")
+"""
+"""Rank 0 of a group, made as a trainer for SGLang makes it: the tensors one by one, then their negatives in one."""
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+@pytest.mark.slow
+def test_a_group_of_ranks_sends_weights(folder: Path, other: Path):
+    async def story(live: Live) -> None:
+        port, file = _free_port(), str(other / "model.safetensors")
+        command = [sys.executable, "-c", SENDER, str(port), file]
+        sender = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        group = {"group_name": "trainer"}
+        place = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
+        status, told = await live.post("/init_weights_update_group", {**group, **place, "backend": "gloo"})
+        assert status == 200 and told["success"], told
+        tensors = load_file(file)
+        body = {
+            **group,
+            "names": list(tensors),
+            "dtypes": [str(t.dtype).removeprefix("torch.") for t in tensors.values()],
+            "shapes": [list(t.shape) for t in tensors.values()],
+            "weight_version": "g1",
+        }
+        status, told = await live.post("/update_weights_from_distributed", body)
+        assert status == 200 and told["success"], told
+        assert await outputs(live) == (theirs(other, PROMPT, 8)[0], "g1")
+        body |= {"load_format": "flattened_bucket", "weight_version": "g2"}
+        status, told = await live.post("/update_weights_from_distributed", body)
+        assert status == 200 and told["success"], told
+        _, shown = await live.post("/get_weights_by_name", {"name": "model.norm.weight"})
+        np.testing.assert_array_equal(shown, (-tensors["model.norm.weight"]).tolist()[:100])
+        assert (await outputs(live))[1] == "g2"
+        assert (await sender.communicate())[0] == b"sent\n"
+        assert (await live.post("/destroy_weights_update_group", group))[0] == 200
+        assert (await live.post("/destroy_weights_update_group", group))[0] == 400
+
+    served(story, folder)
+
+
+def test_a_group_that_is_not_there_is_named(folder: Path):
+    async def story(live: Live) -> None:
+        body = {"names": ["lm_head.weight"], "dtypes": ["float32"], "shapes": [[512, 64]], "group_name": "g"}
+        status, told = await live.post("/update_weights_from_distributed", body)
+        assert status == 400 and "'g'" in told["message"]
+        wrong = body | {"dtypes": ["int8"]}
+        assert (await live.post("/update_weights_from_distributed", wrong))[0] == 400
+        huge = body | {"shapes": [[1 << 40, 64]]}
+        assert (await live.post("/update_weights_from_distributed", huge))[0] == 400
+        place = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2, "backend": "nccl"}
+        status, told = await live.post("/init_weights_update_group", place)
+        assert status == 400 and "gloo" in told["message"]
+
+    served(story, folder)
+
+
+def test_every_tensor_of_a_checkpoint_has_its_place(folder: Path, other: Path):
+    decoder, given = hub.load(folder, device="cpu"), tensors_of(other)
+    current = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
+    assert set(index_of(decoder.spec)) == set(given)
+    ours = merged(decoder.spec, current, given)
+    wanted = dict(hub.load(other, device="cpu").named_parameters())
+    assert all(torch.equal(ours[name], wanted[name]) for name in wanted)
+    one = merged(decoder.spec, current, {"model.norm.weight": given["model.norm.weight"]})
+    assert one["embedding.weight"].data_ptr() == current["embedding.weight"].data_ptr()
+    shown = by_name(decoder.spec, ours, "model.layers.0.mlp.up_proj.weight")
+    assert shown is not None and torch.equal(shown, given["model.layers.0.mlp.up_proj.weight"])
+    assert by_name(decoder.spec, ours, "nowhere") is None
+    with pytest.raises(SyncError, match="nowhere"):
+        merged(decoder.spec, current, {"nowhere": torch.zeros(1)})
