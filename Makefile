@@ -3,11 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test test-slow check format bench docs clean
+SGLANG := .venv-sglang
+
+.PHONY: help demo test test-slow test-sglang check format bench docs clean
 
 help:
 	@echo "make demo    set up, then watch a model learn on this machine (about three minutes)"
 	@echo "make test    set up, then run the test suite"
+	@echo "make test-sglang   set up stock SGLang beside (2 GB), then run the same wire tests against it"
 	@echo "make check   formatting, lint, types, import rules, house rules"
 	@echo "make bench   measured ratios: engine and trainer against transformers"
 	@echo "make format  rewrite the code as the checks want it"
@@ -31,10 +34,20 @@ demo: $(VENV)/.installed
 	$(BIN)/miles demo $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not sglang" $(ARGS)
 
 test-slow: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not sglang" $(ARGS)
+
+$(SGLANG)/.installed: tests/wire/sglang_requirements.txt
+	@echo "Setting up $(SGLANG) (a few minutes the first time) ..."
+	$(PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' $<)
+	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@touch $@
+
+test-sglang: $(VENV)/.installed-dev $(SGLANG)/.installed
+	$(BIN)/python -m pytest -m sglang $(ARGS)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
@@ -54,4 +67,4 @@ docs: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest tests -k generated --regenerate
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(SGLANG) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,6 @@
+"""Read by Python itself when SGLang starts: torchvision's wheels want CUDA, and only this module of it says so."""
+
+import sys
+import types
+
+sys.modules.setdefault("torchvision._meta_registrations", types.ModuleType("torchvision._meta_registrations"))

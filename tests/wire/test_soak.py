@@ -1,0 +1,13 @@
+"""A storm of requests, aborts, hang-ups, pauses, updates and flushes: the short form of benchmarks/soak.py."""
+
+from pathlib import Path
+
+from benchmarks.soak import soak
+
+
+def test_a_storm_loses_nothing_leaks_nothing_and_changes_no_surviving_answer(tmp_path: Path):
+    books = soak(tmp_path, requests=300, count=24)
+    assert not books.wrong
+    assert books.count["lost"] == books.count["answered twice"] == books.count["pages leaked"] == 0
+    troubles = ("aborts by name", "weight updates", "pauses: retract", "pauses: in_place", "pauses: abort")
+    assert all(books.count[trouble] for trouble in troubles)
