@@ -25,7 +25,7 @@ from miles.algo.credit import (
 from miles.algo.length import Overlong
 from miles.algo.table import ALGORITHMS, compare_of, credit_of
 from miles.core.errors import PlugError
-from miles.core.types import Author, Group, Prompt, Reward, Span, Status, Trajectory, Version
+from miles.core.types import GIVEN, Author, Group, Prompt, Reward, Span, Status, Trajectory, Version
 
 
 def prompt(*tokens):
@@ -277,11 +277,15 @@ def test_extras_are_joined_and_none_stands_where_a_span_has_none():
     assert found.dtype == np.uint8 and found.tolist() == [[[255, 255]], [[0, 3]], [[1, 2]], [[255, 255]]]
 
 
-def test_a_demonstration_trains_on_what_the_data_wrote():
-    (row,) = Supervised()(group(attempt(prompt(1, 2), env(3, 4))))
-    assert row.mask.tolist() == [False, False, True, True]
-    assert row.advantages.tolist() == [0, 0, 1, 1]
-    assert row.versions.tolist() == [-1] * 4 and row.logprobs.tolist() == [0] * 4
+def test_a_demonstration_trains_on_what_the_data_wrote_in_the_policys_place():
+    def given(*tokens):
+        ids, certain = np.array(tokens, np.int32), np.zeros(len(tokens), np.float32)
+        return Span(author=Author.POLICY, tokens=ids, logprobs=certain, version=GIVEN)
+
+    (row,) = Supervised()(group(attempt(prompt(1, 2), given(3, 4), env(5), given(6))))
+    assert row.mask.tolist() == [False, False, True, True, False, True]
+    assert row.advantages.tolist() == [0, 0, 1, 1, 0, 1]
+    assert row.versions.tolist() == [-1] * 6 and row.logprobs.tolist() == [0] * 6
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -5,18 +5,21 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles.algo.credit import Compared, Valued, unrewarded
 from miles.algo.distill import (
     TEACHER,
     TOKEN_SETS,
+    WEIGHTS,
     Routed,
     TopK,
     log_ratios,
     mean_under,
+    mean_under_teacher,
     sampled_signal,
+    set_ratios,
     slope,
     teacher_of,
 )
@@ -64,18 +67,66 @@ def test_a_coarser_look_never_sees_more_and_never_sees_less_than_nothing(seed, k
         assert torch.allclose(found, kl(logp, logq), atol=1e-12)
 
 
-@given(seed=st.integers(0, 10**6), k=st.integers(1, 9), name=st.sampled_from([*sorted(TOKEN_SETS), "whole"]))
-def test_the_slope_is_what_autograd_says(seed, k, name):
+@settings(deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    k=st.integers(1, 9),
+    name=st.sampled_from([*sorted(TOKEN_SETS), "whole"]),
+    whose=st.sampled_from(sorted(WEIGHTS)),
+)
+def test_the_slope_is_what_autograd_says(seed, k, name, whose):
     torch.manual_seed(seed)
     logits = torch.randn(4, 9, dtype=torch.float64, requires_grad=True)
     logq = torch.log_softmax(torch.randn(4, 9, dtype=torch.float64), -1)
     top = None if name == "whole" else TopK(k=k, tokens=TOKEN_SETS[name])
-    logp = torch.log_softmax(logits, -1)
-    found = kl(logp, logq, top)
+    logp, weigh = torch.log_softmax(logits, -1), WEIGHTS[whose]
+    found = weigh.mean(logp, log_ratios(logp, logq, top))
     (expected,) = torch.autograd.grad(found.sum(), logits)
     with torch.no_grad():
-        mine = slope(logp, log_ratios(logp, logq, top), found)
+        mine = weigh.slope(logp, log_ratios(logp, logq, top), found)
     assert torch.allclose(mine, expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("seen", [None, {0}, {0, 2}])
+def test_weighed_by_the_teacher_it_is_the_forward_kl(seen):
+    kept = {0, 1, 2} if seen is None else seen
+    rest = [sum(x for i, x in enumerate(each) if i not in kept) for each in (P, Q)]
+    expected = sum(Q[i] * math.log(Q[i] / P[i]) for i in kept) + (
+        rest[1] * math.log(rest[1] / rest[0]) if rest[0] else 0
+    )
+    names = {1: "only-student", 2: "union", 3: None}
+    top = None if names[len(kept)] is None else TopK(k=1, tokens=TOKEN_SETS[names[len(kept)]])
+    found = mean_under_teacher(logs(P), log_ratios(logs(P), logs(Q), top))
+    assert found.item() == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("whose", sorted(WEIGHTS))
+def test_far_apart_and_in_float32_divergences_and_slopes_stay_finite(whose):
+    logp, logq = (torch.log_softmax(torch.tensor([row]), -1) for row in ([0.0, 200.0, 0.0], [0.0, 0.0, 200.0]))
+    ratio, weigh = log_ratios(logp, logq, None), WEIGHTS[whose]
+    found = weigh.mean(logp, ratio)
+    assert found.item() == pytest.approx(200.0) and torch.isfinite(weigh.slope(logp, ratio, found)).all()
+
+
+def test_a_set_says_as_much_as_the_whole_distribution_of_its_tokens():
+    (logp, logq), inside = random_logs(3), [[0, 4, 7], [8, 1, -1], [2, -1, -1], [-1, -1, -1], [5, 3, 6]]
+    ids = torch.tensor(inside)
+    said = logq.gather(1, ids.clamp(min=0))
+    seen = torch.zeros_like(logp, dtype=torch.bool)
+    for row, kept in zip(seen, inside, strict=True):
+        row[[i for i in kept if i >= 0]] = True
+    expected = log_ratios(logp, logq, TopK(k=1, tokens=lambda teacher, student: seen))
+    assert torch.allclose(set_ratios(logp, ids, said), expected, atol=1e-12)
+
+
+def test_a_set_of_all_tokens_leaves_no_bucket_and_one_that_holds_everything_a_bounded_one():
+    logp, logq = random_logs(1, rows=2, vocab=3)
+    everything = torch.arange(3).expand(2, 3)
+    assert torch.allclose(set_ratios(logp, everything, logq), logp - logq, atol=1e-12)
+    sure = set_ratios(torch.tensor([[0.5, 0.25, 0.25]]).log(), torch.tensor([[0]]), torch.tensor([[0.0]]))
+    assert sure[0, 0].item() == pytest.approx(math.log(0.5)) and sure[0, 1].item() == pytest.approx(
+        math.log(0.5) + 24 * math.log(2)
+    )
 
 
 @given(seed=st.integers(0, 10**6))

@@ -13,7 +13,7 @@ from miles.algo.objective import Evidence
 from miles.algo.preference import BradleyTerry, Paired, PreferenceLoss
 from miles.algo.reduce import Weighted, per_trajectory
 from miles.algo.table import credit_of, objective_of
-from miles.core.types import Author, Group, Prompt, Reward, Span, Status, Trajectory
+from miles.core.types import GIVEN, Author, Group, Prompt, Reward, Span, Status, Trajectory
 
 F64 = torch.float64
 
@@ -131,7 +131,8 @@ def test_parts_of_a_batch_add_up_in_any_order(pairs, seed):
 def test_a_pair_is_one_trajectory_of_two_marked_rows():
     def reply(index, *tokens):
         asked = Span(author=Author.PROMPT, tokens=np.array([1, 2], np.int32))
-        said = Span(author=Author.ENV, tokens=np.array(tokens, np.int32))
+        ids, certain = np.array(tokens, np.int32), np.zeros(len(tokens), np.float32)
+        said = Span(author=Author.POLICY, tokens=ids, logprobs=certain, version=GIVEN)
         reward = Reward(value=1.0 - index)
         return Trajectory(branches=((asked, said),), status=Status.COMPLETED, reward=reward, index=index)
 

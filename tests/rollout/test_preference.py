@@ -31,7 +31,8 @@ def read(folder, *rows, **more):
 
 
 def preferred(tokenizer, *, chat=True):
-    return Preferred(Supervised(tokenizer, eos_token_ids=(tokenizer.eos_token_id,), chat=chat), chat=chat)
+    shown = Supervised(tokenizer, eos_token_ids=(tokenizer.eos_token_id,), chat=chat, learned="last")
+    return Preferred(shown, chat=chat)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,7 @@ def test_each_reply_is_rendered_as_a_demonstration_is(tokenizer, chat):
     for index, (trajectory, text) in enumerate(zip(group.trajectories, ("In Rome.", "In Paris."), strict=True)):
         expected = asyncio.run(shown.produce(replace(prompt, label=text))).trajectories[0]
         asked, reply = trajectory.branches[0]
-        assert (asked.author, reply.author, trajectory.index) == (Author.PROMPT, Author.ENV, index)
+        assert (asked.author, reply.author, trajectory.index) == (Author.PROMPT, Author.POLICY, index)
         assert [s.tokens.tolist() for s in trajectory.spans] == [s.tokens.tolist() for s in expected.spans]
     assert group.rewards == [1.0, 0.0]
     assert len(rollout.tokens(prompt)) == max(sum(map(len, t.spans)) for t in group.trajectories)
@@ -98,9 +99,9 @@ def test_each_reply_is_rendered_as_a_demonstration_is(tokenizer, chat):
 
 def test_a_question_that_ends_with_the_assistant_is_still_a_question(tokenizer):
     prompt = Prompt(id=4, messages=(USER, ROME, USER), metadata={PREFERENCE: PAIR})
-    (asked, reply), _ = preferred(tokenizer).split(prompt)
-    assert tokenizer.decode(reply.tolist()) == "In Rome.<|end|>"
-    assert tokenizer.decode(asked.tolist()).endswith("assistant\n")
+    (asked, reply), _ = preferred(tokenizer).branches(prompt)
+    assert tokenizer.decode(reply.tokens.tolist()) == "In Rome.<|end|>"
+    assert tokenizer.decode(asked.tokens.tolist()).endswith("assistant\n")
 
 
 def test_replies_that_differ_only_in_their_text_are_refused(tokenizer):

@@ -15,11 +15,12 @@ ASSISTANT = {"role": "assistant", "content": "In Rome."}
 
 
 def shown(tokenizer, *messages, chat: bool, label=None, template=None) -> tuple[str, str]:
-    supervised = Supervised(tokenizer, eos_token_ids=(tokenizer.eos_token_id,), chat=chat, template=template or {})
+    how = {"chat": chat, "template": template or {}, "learned": "last"}
+    supervised = Supervised(tokenizer, eos_token_ids=(tokenizer.eos_token_id,), **how)
     prompt = Prompt(id=4, messages=messages, label=label)
     (trajectory,) = asyncio.run(supervised.produce(prompt)).trajectories
     asked, taught = trajectory.branches[0]
-    assert (asked.author, taught.author) == (Author.PROMPT, Author.ENV)
+    assert (asked.author, taught.author) == (Author.PROMPT, Author.POLICY)
     assert supervised.tokens(prompt).tolist() == [*asked.tokens, *taught.tokens]
     assert taught.tokens[-1] == tokenizer.eos_token_id
     return tokenizer.decode(asked.tokens.tolist()), tokenizer.decode(taught.tokens.tolist())

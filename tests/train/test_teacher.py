@@ -9,7 +9,7 @@ from tests.train.parts import DENSE, distance, model, ragged, sample, step, twin
 
 from miles.algo.distill import TEACHER, TOKEN_SETS, TopK, log_ratios, mean_under
 from miles.train.logits import Output
-from miles.train.teacher import reverse_kl
+from miles.train.teacher import Here, divergence
 
 MODES = {"sampled": {}, "whole": {"opd_log_prob_top_k": -1}, "top": {"opd_log_prob_top_k": 5}}
 TOPS = [None, *(TopK(k=3, tokens=tokens) for tokens in TOKEN_SETS.values())]
@@ -23,6 +23,11 @@ def material(dtype=torch.float64, rows=7, width=5, wider=6, vocab=11):
     )
     teacher = Output(hidden_RD=torch.randn(rows, wider, dtype=dtype), head_VD=torch.randn(vocab, wider, dtype=dtype))
     return policy, teacher, torch.randint(0, vocab, (rows,))
+
+
+def reverse_kl(policy, teacher, target, *, temperature=1.0, top=None, chunk=None):
+    judge = Here(teacher=teacher, target_R=target, temperature=temperature, top=top)
+    return divergence(policy, judge, temperature=temperature, chunk=chunk)
 
 
 def plain(output, temperature):

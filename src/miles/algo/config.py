@@ -157,8 +157,18 @@ class AlgoConfig:
     opd_top_k_strategy: Literal["only-student", "only-teacher", "intersection", "union", "xor"] = knob(
         "only-student", "Whose most likely tokens --opd-log-prob-top-k looks at one by one."
     )
+    opd_reward_weight_mode: Literal["student_p", "teacher_p"] = knob(
+        "student_p",
+        "By whose probability the log-ratios of --opd-log-prob-top-k are weighed: the policy's, which is the reverse "
+        "KL, or the teacher's, which is the forward KL.",
+    )
+    opd_type: Literal["sglang", "fsdp"] | None = knob(
+        None,
+        "Where teachers are: sglang for servers named by --opd-teacher-urls, fsdp for checkpoints that the trainer "
+        "holds; follows from the flag that names them.",
+    )
     opd_teacher_key: str = knob(
-        "opd_teacher", "Key of a prompt's metadata that names its teacher, one of --opd-teachers."
+        "opd_teacher", "Key of a prompt's metadata that names its teacher, one of --opd-teachers or --opd-teacher-urls."
     )
     calculate_per_token_loss: bool = knob(
         False, "Weigh every trained token of a global batch alike, and not every trajectory."

@@ -181,13 +181,13 @@ class Valued:
 
 
 class Supervised:
-    """A demonstration: the data wrote the reply (its ENV spans), and every token of it is worth 1."""
+    """A demonstration: the data wrote in the policy's place, and every token of that is worth 1."""
 
     def __call__(self, group: Group) -> Sequence[Sample]:
         return [
             row
             for trajectory in group.trajectories
-            for row in rows_of(group.prompt.id, trajectory, worth=1.0, trained=Author.ENV)
+            for row in rows_of(group.prompt.id, trajectory, worth=1.0, trained=Author.POLICY)
         ]
 
 

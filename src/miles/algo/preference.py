@@ -32,7 +32,7 @@ class Paired:
         return [
             replace(row, trajectory=0, share=2)
             for trajectory, worth in zip(group.trajectories, (1.0, -1.0), strict=True)
-            for row in rows_of(group.prompt.id, trajectory, worth=worth, trained=Author.ENV)
+            for row in rows_of(group.prompt.id, trajectory, worth=worth, trained=Author.POLICY)
         ]
 
 

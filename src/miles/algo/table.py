@@ -25,7 +25,7 @@ from miles.algo.credit import (
     optimal_baseline,
     unrewarded,
 )
-from miles.algo.distill import TOKEN_SETS, Routed
+from miles.algo.distill import TOKEN_SETS, WEIGHTS, Routed
 from miles.algo.kl import k1, k2, k3, low_var_kl
 from miles.algo.ladder import Mode
 from miles.algo.length import Overlong
@@ -107,6 +107,7 @@ TABLES: Mapping[str, Mapping[str, Any]] = {
     "length": {"overlong": Overlong},
     "token set": TOKEN_SETS,
     "teacher": {"routed": Routed},
+    "teacher weight": {name: weigh.mean for name, weigh in WEIGHTS.items()},
     "reducer": {"per_trajectory": per_trajectory, "per_token": per_token, "constant": Constant},
 }
 """Every function a name stands for, by kind."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 
-from miles.core.types import Author, Group, Status, Trajectory, Version
+from miles.core.types import GIVEN, Group, Status, Trajectory, Version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ TRAIN = _rows(
     dpo_rejected_reward | nats     | Mean over rejected replies of beta times the log-prob gained over the reference.
     kl                  | nats     | Divergence of the policy from the reference model.
     entropy             | nats     | Mean entropy of the policy's next-token distribution where it is trained.
-    distill_kl          | nats     | Reverse KL of the policy from its teacher, estimated on the drawn tokens or exact.
+    distill_kl          | nats     | KL of the policy and its teacher, estimated on the drawn tokens or exact.
     teacher_logp        | nats     | Mean log-prob that the teacher gives the tokens the policy drew.
     grad_norm           | norm     | Norm of the whole gradient before clipping.
     lr                  | rate     | Learning rate of the last optimizer step.
@@ -188,8 +188,8 @@ def _parts(tries: Iterable[Trajectory]) -> dict[str, float]:
 
 
 def _is_demonstration(trajectory: Trajectory) -> bool:
-    authors = {span.author for span in trajectory.spans}
-    return Author.ENV in authors and Author.POLICY not in authors
+    written = [span.version for span in trajectory.spans if span.version is not None]
+    return bool(written) and all(version == GIVEN for version in written)
 
 
 def _oldest(trajectory: Trajectory) -> int | None:

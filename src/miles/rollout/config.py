@@ -31,6 +31,11 @@ class RolloutConfig:
     apply_chat_template_kwargs: dict[str, Any] = knob(
         factory=dict, help="JSON object of extra arguments for the chat template."
     )
+    loss_mask_type: Literal["all", "last", "each"] = knob(
+        "all",
+        "Which of the assistant's turns in a conversation sft_loss learns: all of them, the last message alone, or "
+        "each in a row of its own, for chat templates that rewrite earlier turns.",
+    )
     rollout_shuffle: bool = knob(False, "Read the prompts of each epoch in an order drawn from the rollout seed.")
     rollout_seed: int = knob(42, "Seed of the prompt order and of every sampled token.")
 
@@ -96,6 +101,16 @@ class RolloutConfig:
     judge_rubric: str | None = knob(None, "What the judge shall look for, in a sentence or two; absent is correctness.")
     judge_max_tokens: int = knob(1024, "Most tokens of a judge's answer.", unit="tokens")
     judge_token_env: str | None = knob(None, "Environment variable with the token that llm_judge sends.")
+    opd_teacher_urls: tuple[str, ...] = knob(
+        (),
+        "Addresses of teachers that SGLang or miles serve, as NAME=URL for prompts that name them, or a URL alone for "
+        "those that name none.",
+    )
+    opd_teacher_token_env: str | None = knob(None, "Environment variable with the token that served teachers want.")
+    opd_teacher_batch_size: int = knob(8, "Most attempts in one request to a served teacher.", unit="attempts")
+    opd_teacher_concurrency: int = knob(32, "Most requests under way at once to each served teacher.")
+    opd_teacher_retries: int = knob(3, "How often a request to a teacher that failed is repeated, ever more slowly.")
+    opd_teacher_timeout: float = knob(120.0, "Longest time one request to a teacher may take.", unit="seconds")
     dynamic_sampling_filter_path: str | None = knob(
         None, "Plug that says whether a group may be trained on (see core.protocols.Filter); absent keeps all."
     )

@@ -1,6 +1,6 @@
 """Pairs of replies in the place of attempts, for training on preferences (see core.protocols.Rollout).
 
-Both replies were given, not sampled: each is an ENV span, without log-probs or a version.
+Both replies were given, not sampled: each is a span in the policy's place, as a demonstration is.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from miles.core.errors import DataError
-from miles.core.types import Author, Group, Prompt, Reward, Span, Status, Tokens, Trajectory
-from miles.rollout.supervise import Supervised
+from miles.core.types import Group, Prompt, Reward, Status, Tokens, Trajectory
+from miles.rollout.supervise import Branch, Supervised
 
 PREFERENCE = "preference"
 """Where a prompt's metadata has the pair: an assistant's message under each of ``SIDES``."""
@@ -57,31 +57,31 @@ def _reply(where: str, column: str, asked: Sequence[Message], said: str | Sequen
 
 
 class Preferred:
-    """Gives each prompt's own two replies, the chosen one first, rendered as ``shown`` renders demonstrations."""
+    """Gives each prompt's own two replies, the chosen one first, rendered as ``shown`` renders a last message."""
 
     def __init__(self, shown: Supervised, *, chat: bool) -> None:
         self._shown = shown
         self._chat = chat
 
     async def produce(self, prompt: Prompt) -> Group:
-        pair = self.split(prompt)
-        if pair[0][1].tolist() == pair[1][1].tolist():
+        pair = self.branches(prompt)
+        if pair[0][-1].tokens.tolist() == pair[1][-1].tokens.tolist():
             raise DataError(f"The two replies to prompt {prompt.id} have the same tokens; take its row out.")
         trajectories = tuple(
             Trajectory(
-                branches=((Span(author=Author.PROMPT, tokens=asked), Span(author=Author.ENV, tokens=reply)),),
+                branches=(branch,),
                 status=Status.COMPLETED,
                 reward=Reward(value=float(side == "chosen")),
                 index=index,
                 metadata={PREFERENCE: side},
             )
-            for index, (side, (asked, reply)) in enumerate(zip(SIDES, pair, strict=True))
+            for index, (side, branch) in enumerate(zip(SIDES, pair, strict=True))
         )
         return Group(prompt=prompt, trajectories=trajectories)
 
-    def split(self, prompt: Prompt) -> list[tuple[Tokens, Tokens]]:
-        """The tokens of the question and of the reply, for the chosen and for the rejected one."""
-        return [self._shown.split(self._as_shown(prompt, side)) for side in SIDES]
+    def branches(self, prompt: Prompt) -> list[Branch]:
+        """The question and the reply as spans, for the chosen and for the rejected one."""
+        return [self._shown.branches(self._as_shown(prompt, side))[0] for side in SIDES]
 
     def tokens(self, prompt: Prompt) -> Tokens:
         """The longer of the two conversations, to measure."""

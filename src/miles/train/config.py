@@ -35,6 +35,11 @@ class TrainConfig:
         "head; --hf-checkpoint when not given.",
         path=True,
     )
+    critic_device: str = knob(
+        "auto",
+        "Device that the critic has to itself, such as cuda:1 or cpu; auto is the policy's own, of which the two take "
+        "turns with the engine.",
+    )
     critic_lr: float | None = knob(None, "Highest learning rate of the critic; --lr when not given.")
     critic_lr_warmup_iters: int = knob(
         0, "Optimizer steps over which the critic's learning rate rises to --critic-lr.", unit="N"

@@ -29,9 +29,16 @@ FOLDER = "critic"
 
 
 class Critic:
-    """A value model with an optimizer and a schedule of its own, for ``updates`` optimizer steps in the whole run."""
+    """A value model with an optimizer and a schedule of its own, for ``updates`` optimizer steps in the whole run.
 
-    def __init__(self, model: ValueModel, *, algo: AlgoConfig, train: TrainConfig, updates: int) -> None:
+    It may be on another device than the policy: rows go there and values come back. One that is ``apart`` has that
+    device to itself, and never makes room for an engine.
+    """
+
+    def __init__(
+        self, model: ValueModel, *, algo: AlgoConfig, train: TrainConfig, updates: int, apart: bool = False
+    ) -> None:
+        self.apart = apart
         self._model = model
         self._loss = ValueLoss(clip=algo.value_clip)
         trained = {name: p for name, p in model.parameters().items() if p.requires_grad}
@@ -45,18 +52,19 @@ class Critic:
 
     @torch.no_grad()
     def values(self, rows: Rows) -> Tensor:
-        """What it expects where each trained token is about to be drawn."""
-        return self._read(rows)
+        """What it expects where each trained token is about to be drawn, where the rows are."""
+        return self._read(rows.to(self._model.device)).to(rows.tokens_T.device)
 
     def update(self, plan: Sequence[Judged]) -> dict[str, float]:
         """One optimizer step on a global batch."""
         tally = Tally()
         for part in plan:
             assert part.value_R is not None and part.return_R is not None, "judged without the critic's values"
-            terms = self._loss(self._read(part.rows), part.value_R, part.return_R, part.rows.layout())
+            rows, device = part.rows.to(self._model.device), self._model.device
+            terms = self._loss(self._read(rows), part.value_R.to(device), part.return_R.to(device), rows.layout())
             terms.loss.backward()
-            for name, part in terms.metrics.items():
-                tally.add(name, part)
+            for name, value in terms.metrics.items():
+                tally.add(name, value)
         grad_norm, lr = self._optimizer.step()
         return tally.floats() | {"critic_grad_norm": grad_norm, "critic_lr": lr}
 

@@ -4,13 +4,13 @@ Only what the loss needs goes in: a sample is cut after the last token that pred
 and a sample without a trained token is left out.
 
 ``_S`` samples and ``_N`` tokens of the global batch; ``_T`` packed input tokens, ``_B`` samples and ``_R``
-trained tokens of the micro-batch; ``L`` layers with experts, ``k`` experts a token.
+trained tokens of the micro-batch; ``L`` layers with experts, ``k`` experts a token, ``S`` tokens of a set.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -20,10 +20,32 @@ from torch import Tensor
 from miles.algo.distill import TEACHER
 from miles.algo.reduce import Reducer, Weighted
 from miles.core.errors import MilesError
+from miles.core.extras import TEACHER_LOGPROB, TEACHER_LOGPROBS, TEACHER_TOKENS
 from miles.core.types import Array, Sample
 
 ROUTED = "routed_experts"
 _OF_TOKENS = ("target_R", "engine_logp_R", "advantage_R", "oldest_R", "weight_R", "mean_R")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What served teachers said of the trained tokens, and of the ``S`` tokens of a set at each; -1 is no token."""
+
+    said_R: Tensor
+    set_RS: Tensor | None = None
+    said_RS: Tensor | None = None
+
+    def to(self, device: torch.device) -> Told:
+        """The same on another device."""
+        if self.set_RS is None or self.said_RS is None:
+            return Told(said_R=self.said_R.to(device))
+        return Told(said_R=self.said_R.to(device), set_RS=self.set_RS.to(device), said_RS=self.said_RS.to(device))
+
+    def of(self, at_R: Tensor) -> Told:
+        """The same of some of the tokens."""
+        if self.set_RS is None or self.said_RS is None:
+            return Told(said_R=self.said_R[at_R])
+        return Told(said_R=self.said_R[at_R], set_RS=self.set_RS[at_R], said_RS=self.said_RS[at_R])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +56,7 @@ class Rows:
     it, ``oldest_R`` the stalest version that wrote any trained token of its sample. ``sample_R`` ascends and says
     which sample of the micro-batch a token is of; ``trained_B`` how many trained tokens each has, at least one.
     In ``replay_TLk`` -1 leaves the choice to the router. ``teachers`` are the numbers of the samples' teachers, empty
-    where the samples name none.
+    where the samples name none; ``told`` what teachers elsewhere said, where the samples bring it.
     """
 
     lengths: tuple[int, ...]
@@ -51,6 +73,15 @@ class Rows:
     trained_B: Tensor
     replay_TLk: Tensor | None
     teachers: tuple[int, ...] = ()
+    told: Told | None = None
+
+    def to(self, device: torch.device) -> Rows:
+        """The same rows on another device, or these where they are there."""
+        if self.tokens_T.device == device:
+            return self
+        held = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved = {name: value.to(device) for name, value in held.items() if isinstance(value, Tensor)}
+        return replace(self, **moved, told=None if self.told is None else self.told.to(device))
 
     def layout(self) -> Weighted:
         """The sums over its tokens that an objective may ask for."""
@@ -162,7 +193,34 @@ def rows_of(flat: Flat, chosen: Sequence[int], *, device: torch.device, replay: 
         trained_B=put(np.bincount(sample_R, minlength=len(chosen)), torch.int64),
         replay_TLk=_replay([flat.samples[i] for i in chosen], sizes.tolist(), device) if replay else None,
         teachers=tuple(int(s.extras[TEACHER][0]) for i in chosen if TEACHER in (s := flat.samples[i]).extras),
+        told=_told(flat, chosen, trained_R, sample_R, device),
     )
+
+
+def _told(
+    flat: Flat, chosen: Sequence[int], trained_R: NDArray[np.int64], sample_R: NDArray[np.int64], device: torch.device
+) -> Told | None:
+    """What the samples bring of teachers elsewhere; None where they bring nothing."""
+    samples = [flat.samples[i] for i in chosen]
+    if not any(TEACHER_LOGPROB in s.extras for s in samples):
+        return None
+
+    def joined(name: str) -> Tensor:
+        parts: list[Array] = []
+        for number, sample in enumerate(samples):
+            at_R = trained_R[sample_R == number] - flat.start_S[chosen[number]]
+            parts.append(sample.extras[name][at_R] if name in sample.extras else np.full(len(at_R), np.nan))
+            if not np.isfinite(parts[-1]).all():
+                raise MilesError(
+                    f"attempt {sample.trajectory} at prompt {sample.prompt_id} lacks its teacher's log-probs; a "
+                    "generate or credit function of your own must keep what spans carry in extras."
+                )
+        return torch.from_numpy(np.concatenate(parts)).to(device)
+
+    said_R, sets = joined(TEACHER_LOGPROB), all(TEACHER_TOKENS in s.extras for s in samples)
+    if not sets:
+        return Told(said_R=said_R)
+    return Told(said_R=said_R, set_RS=joined(TEACHER_TOKENS).long(), said_RS=joined(TEACHER_LOGPROBS))
 
 
 def samples_of(rows: Rows, chosen: Sequence[int]) -> tuple[Rows, Tensor]:
@@ -182,6 +240,7 @@ def samples_of(rows: Rows, chosen: Sequence[int]) -> tuple[Rows, Tensor]:
         trained_B=rows.trained_B[taken_B],
         replay_TLk=None if rows.replay_TLk is None else rows.replay_TLk[at_T],
         teachers=tuple(t for i, t in enumerate(rows.teachers) if i in kept),
+        told=None if rows.told is None else rows.told.of(at_R),
         **{name: getattr(rows, name)[at_R] for name in _OF_TOKENS},
     )
     return part, at_R

@@ -18,7 +18,7 @@ from miles.train.logits import Output, logprobs
 from miles.train.pack import by_count, by_tokens
 from miles.train.roles import TrainModel
 from miles.train.rows import Flat, Rows, rows_of
-from miles.train.teacher import Teachers
+from miles.train.teacher import Teaching
 
 
 @dataclass(slots=True)
@@ -102,7 +102,7 @@ class Gradient:
     reference: TrainModel | None
     objective: Objective
     reader: Reader
-    teachers: Teachers | None = None
+    teachers: Teaching | None = None
 
     def accumulate(self, rows: Rows, old_logp_R: Tensor | None, tally: Tally) -> Tensor:
         """One micro-batch: forward, loss, backward; gives the log-probs as they were.
@@ -117,7 +117,7 @@ class Gradient:
         old_logp_R = now_R if old_logp_R is None else old_logp_R
         advantage_R, lesson = rows.advantage_R, None
         if self.teachers is not None and heard is not None:
-            lesson = self.teachers.lesson(heard, output, rows.target_R)
+            lesson = self.teachers.lesson(heard, output, rows)
             advantage_R = lesson.advantage(advantage_R, old_logp_R)
         evidence = Evidence(
             logp_R=logp_R,

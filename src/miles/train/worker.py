@@ -48,7 +48,8 @@ class Worker:
     ``steps`` optimizer steps are made of each batch, ``updates`` in the whole run (schedules decay over
     them). The policy loss divides logits by ``temperature``, the one the engine samples at. ``reference`` is
     what the KL is measured against. A ``critic`` learns from every batch too, at first perhaps alone. ``teachers``
-    score what the policy wrote where it is distilled, each sample by the one whose number it bears.
+    score what the policy wrote where it is distilled, each sample by the one whose number it bears; without any, the
+    samples bring what teachers elsewhere said.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class Worker:
     async def sleep(self) -> None:
         """Leave the accelerator to the engine: optimizer state and critic to the host.
 
-        The policy's weights stay, as they may be shared.
+        The policy's weights stay, as they may be shared, and so does a critic with a device of its own.
         """
         if self._offload:
             await self._run(lambda: self._move(torch.device("cpu")))
@@ -143,7 +144,7 @@ class Worker:
 
     def _move(self, device: torch.device) -> None:
         self._optimizer.move(device)
-        if self._critic is not None:
+        if self._critic is not None and not self._critic.apart:
             self._critic.move(device)
 
     def _step(self, batch: Batch) -> StepReport:

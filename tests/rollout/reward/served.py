@@ -88,4 +88,4 @@ async def _read(reader: asyncio.StreamReader) -> Asked | None:
     first, *rest = head.decode().strip().split("\r\n")
     headers = {name.lower(): text.strip() for name, _, text in (line.partition(":") for line in rest)}
     body = await reader.readexactly(int(headers.get("content-length", 0)))
-    return Asked(path=first.split()[1], headers=headers, body=json.loads(body))
+    return Asked(path=first.split()[1], headers=headers, body=json.loads(body) if body else None)

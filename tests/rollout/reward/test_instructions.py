@@ -6,11 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.rollout.reward.asked import reward, value
+from tests.rollout.reward.instructed import MORE
 
 from miles.core.errors import DataError
 from miles.rollout.reward.instructions.language import language_of
 from miles.rollout.reward.instructions.pieces import sentences, words
+from miles.rollout.reward.instructions.syllables import syllables
 from miles.rollout.reward.instructions.table import CHECKS
+from miles.rollout.reward.instructions.verbs import is_verb
 from miles.rollout.reward.score import BadLabel
 
 # name, settings, replies that follow, replies that do not
@@ -134,6 +137,7 @@ CASES = [
     ("format:title_case", {}, ["The Art of War"], ["The art of War"]),
     ("format:output_template", {}, ["My Answer: a. My Conclusion: b. Future Outlook: c."], ["My Answer: a."]),
     ("format:no_whitespace", {}, ["oneword\n"], ["two words"]),
+    *MORE,
 ]
 
 
@@ -234,3 +238,37 @@ def test_words_and_sentences_are_cut_where_a_reader_would():
 )
 def test_languages_are_told_apart(text, code):
     assert language_of(text) == code
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (
+            1,
+            "a cat tree walked changed makes times clothes square friends eye tongue queue blue fruit school whole",
+        ),
+        (
+            2,
+            "table little running happy wanted boxes changes houses nation social client quiet player doing prism",
+        ),
+        (3, "happier banana radio medium computer elephant beautiful syllable studying easier adventure animal usual"),
+        (4, "society experience material information education television american ability community"),
+        (5, "university imagination communication opportunity international"),
+    ],
+)
+def test_syllables_are_counted_as_they_are_spoken(count, text):
+    assert {word: syllables(word) for word in text.split()} == dict.fromkeys(text.split(), count)
+
+
+def test_verbs_are_known_in_every_form():
+    forms = words("go goes going went gone stop stopped stopping try tried tying die dying use used using")
+    assert [form for form in forms if not is_verb(form)] == []
+    assert not any(map(is_verb, words("happily house the of my blue")))
+
+
+def test_a_span_that_lies_nowhere_is_the_data_s_fault():
+    for numbers in ({"n_start": 3, "n_end": 2}, {"n_start": 0, "n_end": 99}, {"n_start": -1, "n_end": 2}):
+        with pytest.raises(BadLabel, match="does not lie within prompt_to_repeat"):
+            CHECKS["repeat:repeat_span"]("a", {"prompt_to_repeat": "a b c", **numbers})
+    with pytest.raises(BadLabel, match="N must be at least 1"):
+        CHECKS["count:words_japanese"]("a", {"N": 0})

@@ -8,6 +8,7 @@ Its folder is a sequence classifier of one label as transformers names and loads
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,34 @@ from miles.core.errors import CheckpointError, UsageError
 from miles.models import loading
 from miles.models.decoder import Decoder
 from miles.models.door import Model
-from miles.models.files import INDEX, WEIGHTS, read_config, stored_tensors, void, write_json, write_whole
+from miles.models.families import spec_of
+from miles.models.files import INDEX, WEIGHTS, Stored, read_config, stored_tensors, void, write_json, write_whole
 from miles.models.reader import Reader
-from miles.models.sources import sources
+from miles.models.sources import quantised, sources
+from miles.models.spec import DecoderSpec
 
 SCORE = "score.weight"
 FILE, TRUNK = "model-score.safetensors", "model-trunk.safetensors"
 """Where the score's weight lies, and where the decoder's if they are one file."""
+
+
+def open_reward(folder: Path, *, device: torch.device, dtype: torch.dtype) -> FsdpReward:
+    """The reward model in ``folder``, to score with; also one that another trainer wrote without an output weight."""
+    config, stored = read_config(folder), stored_tensors(folder)
+    if SCORE not in stored:
+        raise CheckpointError(f"{folder} holds no {SCORE}, so it is no reward model; use another checkpoint.")
+    # Its architecture is the classifier's; what lies below is known by the type.
+    spec = spec_of({name: value for name, value in config.items() if name != "architectures"})
+    headless = replace(spec, tie_embeddings=True)
+    without = {name: tensor for name, tensor in stored.items() if name not in (SCORE, "lm_head.weight")}
+    decoder = Decoder(headless, device="meta", dtype=dtype)
+    plan = sources(headless, without, quantised(config), folder)
+    wanted = dict(decoder.named_parameters())
+    found = loading.slices(plan, wanted, rank=0, world=1, device=device, reader=Reader())
+    decoder.load_state_dict(dict(found), assign=True)
+    model = FsdpReward(decoder.requires_grad_(False), config=config, like=folder)
+    model.load_score(stored[SCORE])
+    return model
 
 
 class FsdpReward:
@@ -59,6 +81,10 @@ class FsdpReward:
             decoder.head().requires_grad_(False)
         width = decoder.spec.hidden_size
         self._weight_1D = nn.Parameter(torch.zeros(1, width, dtype=torch.float32, device=self._trunk.device))
+
+    @property
+    def spec(self) -> DecoderSpec:
+        return self._decoder.spec
 
     @property
     def device(self) -> torch.device:
@@ -95,7 +121,15 @@ class FsdpReward:
         plan = sources(self._decoder.spec, stored, None, folder)
         for name, tensor in loading.slices(plan, live, rank=0, world=1, device=self.device, reader=Reader()):
             live[name].copy_(tensor)
-        self._weight_1D.copy_(load(score.file.read_bytes())[SCORE])
+        self.load_score(score)
+
+    @torch.no_grad()
+    def load_score(self, stored: Stored) -> None:
+        """Fill the head alone."""
+        found = load(stored.file.read_bytes())[SCORE]
+        if found.shape != self._weight_1D.shape:
+            raise CheckpointError(f"{stored.file} scores with {len(found)} numbers, and a reward model gives one.")
+        self._weight_1D.copy_(found)
 
     def _told(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The decoder's config as its classifier's."""

@@ -1,4 +1,4 @@
-"""Ask a server: JSON over HTTP POST, a few requests at once, repeated when they fail, never for ever."""
+"""Ask a server: JSON over HTTP, a few requests at once, repeated when they fail, never for ever."""
 
 from __future__ import annotations
 
@@ -17,26 +17,38 @@ _WORTH_REPEATING = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class Client:
-    """Posts to one server. It belongs to the event loop it is first used in, and starts anew in another."""
+    """Asks one server. It belongs to the event loop it is first used in, and starts anew in another.
 
-    def __init__(self, server: Server) -> None:
+    ``url`` is what paths are added to, the server's own when not given; no answer is ``longest`` bytes or more.
+    """
+
+    def __init__(self, server: Server, *, url: str | None = None, longest: int = _LONGEST_ANSWER) -> None:
         self._server = server
+        self._url = (url or server.url).rstrip("/")
+        self._longest = longest
         self._loop: asyncio.AbstractEventLoop | None = None
         self._http: httpx.AsyncClient
         self._free: asyncio.Semaphore
 
     async def post(self, path: str, body: Any) -> Any:
         """The answer's JSON; ``GradingError`` when it has not come after every repetition."""
+        return await self._ask("POST", path, body)
+
+    async def get(self, path: str) -> Any:
+        """The same of a question without a body."""
+        return await self._ask("GET", path, None)
+
+    async def _ask(self, method: str, path: str, body: Any) -> Any:
         if asyncio.get_running_loop() is not self._loop:
             self._open()
         pause = self._server.pause
         for left in range(self._server.retries, -1, -1):
             try:
                 async with self._free, asyncio.timeout(self._server.seconds):
-                    return await self._once(self._server.url.rstrip("/") + path, body)
+                    return await self._once(method, self._url + path, body)
             except (httpx.HTTPError, TimeoutError, ValueError) as error:
                 if left == 0:
-                    raise GradingError(f"{self._server.url}{path} {_said(error, self._server.seconds)}") from error
+                    raise GradingError(f"{self._url}{path} {_said(error, self._server.seconds)}") from error
             await asyncio.sleep(pause)
             pause *= 2
         raise AssertionError("the last try returns or raises")
@@ -50,13 +62,13 @@ class Client:
         self._http = httpx.AsyncClient(headers=headers, timeout=None, limits=limits, trust_env=False)
         self._free = asyncio.Semaphore(self._server.concurrency)
 
-    async def _once(self, url: str, body: Any) -> Any:
-        async with self._http.stream("POST", url, json=body) as response:
+    async def _once(self, method: str, url: str, body: Any) -> Any:
+        async with self._http.stream(method, url, json=body) as response:
             read = bytearray()
             async for piece in response.aiter_bytes():
                 read += piece
-                if len(read) > _LONGEST_ANSWER:
-                    raise Refused(f"{url} answered with more than {_LONGEST_ANSWER >> 20} MiB")
+                if len(read) > self._longest:
+                    raise Refused(f"{url} answered with more than {self._longest >> 20} MiB")
         if response.status_code in _WORTH_REPEATING:
             response.raise_for_status()
         if not response.is_success:

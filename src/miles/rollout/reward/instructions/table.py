@@ -1,11 +1,11 @@
-"""Every instruction that can be checked, by the name data sets give it (IFEval's 25 and many of IFBench's)."""
+"""Every instruction that can be checked, by the name data sets give it (IFEval's 25 and IFBench's 58)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from miles.rollout.reward.instructions import form, keywords, length, wording
+from miles.rollout.reward.instructions import form, keywords, length, repeat, speech, spreadsheet, tasks, wording
 from miles.rollout.reward.instructions.language import response_language
 from miles.rollout.reward.instructions.settings import Check
 
@@ -74,5 +74,26 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         "format:title_case": form.title_case,
         "format:output_template": form.output_template,
         "format:no_whitespace": form.no_whitespace,
+        "count:person_names": speech.person_names,
+        "count:words_japanese": speech.japanese_words,
+        "words:start_verb": speech.starts_with_verb,
+        "words:odd_even_syllables": speech.odd_and_even_syllables,
+        "format:quote_unquote": speech.explained_quotes,
+        "format:thesis": speech.thesis,
+        "format:no_bullets_bullets": speech.sentences_then_bullets,
+        "repeat:repeat_change": repeat.repeat_change,
+        "repeat:repeat_simple": repeat.repeat_simple,
+        "repeat:repeat_span": repeat.repeat_span,
+        "custom:multiples": tasks.multiples,
+        "custom:mcq_count_length": tasks.multiple_choice,
+        "custom:reverse_newline": tasks.countries_in_reverse,
+        "custom:word_reverse": tasks.words_in_reverse,
+        "custom:character_reverse": tasks.characters_in_reverse,
+        "custom:sentence_alphabet": tasks.alphabet_of_sentences,
+        "custom:european_capitals_sort": tasks.capitals_by_latitude,
+        "custom:csv_city": spreadsheet.csv_city,
+        "custom:csv_special_character": spreadsheet.csv_special_character,
+        "custom:csv_quotes": spreadsheet.csv_quotes,
+        "custom:date_format_list": tasks.dates,
     }
 )

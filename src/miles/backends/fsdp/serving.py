@@ -1,0 +1,176 @@
+"""A reward model behind HTTP: ``/classify`` as SGLang has it for text and tokens, and as OpenAI-like servers do.
+
+{"text": "..."} or {"input_ids": [...]}, one or a list   ->  {"embedding": [score], ...}, one or a list
+{"input": ...}                                            ->  {"data": [{"index": 0, "probs": [score], ...}], ...}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from miles.backends.fsdp.scorer import Scorer
+from miles.models.spec import DecoderSpec
+from miles.models.tokenizer import HubTokenizer
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+OPEN = ("/health", "/health_generate")
+"""Paths that ask for no key."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """What the server calls its model."""
+
+    served_model_name: str
+
+
+class RewardServer:
+    """Serves one scorer, which is its maker's to close. Without a tokenizer requests bring tokens."""
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        tokenizer: HubTokenizer | None,
+        spec: DecoderSpec,
+        *,
+        name: str,
+        api_key: str | None = None,
+        body_mib: int = 64,
+    ) -> None:
+        self.card = Card(served_model_name=name)
+        self._scorer, self._tokenizer, self._spec, self._key = scorer, tokenizer, spec, api_key
+        self._body = body_mib << 20
+        self._runner: web.AppRunner | None = None
+        self._site: web.TCPSite | None = None
+        self._busy = 0
+        self._idle = asyncio.Event()
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:
+        """Listen; returns the port, which is a free one for port 0."""
+        app = web.Application(client_max_size=self._body, middlewares=[self._guard])
+        for path in ("/", "/ping", *OPEN):
+            app.router.add_get(path, self._alive)
+        for path in ("/model_info", "/get_model_info"):
+            app.router.add_get(path, self._model)
+        app.router.add_get("/v1/models", self._models)
+        for path in ("/classify", "/v1/classify"):
+            app.router.add_post(path, self._classify)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        self._site = web.TCPSite(self._runner, host, port, reuse_address=True)
+        await self._site.start()
+        return int(self._runner.addresses[0][1])
+
+    async def drain(self, seconds: float) -> None:
+        """Take no more requests; those under way have so long to end."""
+        if self._site is not None:
+            await self._site.stop()
+            self._site = None
+        if self._busy:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), seconds)
+
+    async def stop(self) -> None:
+        """Close every connection."""
+        if self._runner is not None:
+            runner, self._runner = self._runner, None
+            await runner.cleanup()
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        wanted = None if request.path in OPEN else self._key
+        if wanted is not None and not hmac.compare_digest(given.encode(), wanted.encode()):
+            return _refused("the key is missing or wrong", 401)
+        self._busy += 1
+        self._idle.clear()
+        try:
+            return await handler(request)
+        except web.HTTPRequestEntityTooLarge:
+            return _refused(f"the body is larger than {self._body >> 20} MiB", 413)
+        finally:
+            self._busy -= 1
+            if not self._busy:
+                self._idle.set()
+
+    async def _alive(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _model(self, request: web.Request) -> web.Response:
+        about = {
+            "model_path": self.card.served_model_name,
+            "tokenizer_path": self.card.served_model_name,
+            "is_generation": False,
+        }
+        return web.json_response(about | {"vocab_size": self._spec.vocab_size})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        model = {
+            "id": self.card.served_model_name,
+            "object": "model",
+            "owned_by": "miles",
+            "max_model_len": self._spec.max_positions,
+        }
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _classify(self, request: web.Request) -> web.Response:
+        try:
+            body = json.loads(await request.read())
+            asked = [key for key in ("text", "input_ids", "input") if key in body]
+            if not isinstance(body, dict) or len(asked) != 1:
+                raise ValueError("a request has exactly one of text, input_ids and input")
+            several, sequences = self._sequences(body[asked[0]])
+        except (ValueError, TypeError) as error:
+            return _refused(str(error), 400)
+        try:
+            scores = await self._scorer.scores(sequences)
+        except asyncio.CancelledError:
+            return _refused("the server is stopping", 503)
+        if asked == ["input"]:
+            rows = [
+                {"index": at, "label": "LABEL_0", "probs": [score], "num_classes": 1} for at, score in enumerate(scores)
+            ]
+            used = {"prompt_tokens": sum(map(len, sequences)), "total_tokens": sum(map(len, sequences))}
+            return web.json_response(
+                {"object": "list", "model": self.card.served_model_name, "data": rows, "usage": used}
+            )
+        rows = [
+            {"embedding": [score], "meta_info": {"prompt_tokens": len(sequence)}}
+            for sequence, score in zip(sequences, scores, strict=True)
+        ]
+        return web.json_response(rows if several else rows[0])
+
+    def _sequences(self, given: Any) -> tuple[bool, list[list[int]]]:
+        """Whether several were given, and each in tokens."""
+        several = isinstance(given, list) and bool(given) and isinstance(given[0], str | list)
+        items: Sequence[Any] = given if several else [given]
+        return several, [self._tokens(item) for item in items]
+
+    def _tokens(self, item: Any) -> list[int]:
+        if isinstance(item, str):
+            if self._tokenizer is None:
+                raise ValueError("this server has no tokenizer; send input_ids")
+            item = self._tokenizer.encode(item)
+        if not isinstance(item, list) or not item or not all(type(token) is int for token in item):
+            raise ValueError("each input is a text, or a list of tokens, and none is empty")
+        if min(item) < 0 or max(item) >= self._spec.vocab_size:
+            raise ValueError(f"a token is not one of the model's {self._spec.vocab_size}")
+        if len(item) > self._spec.max_positions:
+            raise ValueError(
+                f"an input of {len(item)} tokens is longer than the model's {self._spec.max_positions} positions"
+            )
+        return item
+
+
+def _refused(why: str, status: int) -> web.Response:
+    return web.json_response(
+        {"object": "error", "message": why, "error": {"message": why, "code": status}}, status=status
+    )
