@@ -19,7 +19,6 @@ import miles
 from miles.config.help import shown, spelled
 from miles.config.table import Knob, knobs_of
 from miles.core import events, types
-from miles.launch.config import Config, DemoConfig
 from miles.launch.main import COMMANDS
 
 ROOT = Path(__file__).parents[1]
@@ -32,10 +31,11 @@ HEAVY = ("torch", "numpy", "transformers", "rich", "yaml", "pyarrow", "matplotli
 TORCH_FREE = (
     *("core", "config", "rollout", "schedule", "plug"),
     *("models.spec", "models.families", "models.footprint", "models.files", "models.names", "algo.credit"),
-    *("models.reader", "models.sources"),
+    *("models.reader", "models.sources", "cluster.route"),
     *("launch.main", "launch.config", "launch.rules", "launch.plan", "launch.doctor", "launch.show"),
 )
-LINES = ("--help", "train --help", "demo --help", "--version", "train --bananas 3", "demo --steps x", "zzz")
+ROOTS = tuple(dict.fromkeys(command.root for command in COMMANDS.values() if command.root is not None))
+LINES = ("--help", "train --help", "route --help", "--version", "train --bananas 3", "demo --steps x", "zzz")
 
 
 def named(file: Path) -> str:
@@ -170,7 +170,9 @@ def test_nouns_are_frozen_and_slotted(room: ModuleType):
 
 
 def knobs() -> list[Knob]:
-    return [*knobs_of(Config).values(), *knobs_of(DemoConfig).values()]
+    """Of every command; a room that several commands have is there once."""
+    found = (knob for root in ROOTS for knob in knobs_of(root).values())
+    return list({(knob.room, knob.name): knob for knob in found}.values())
 
 
 @pytest.mark.parametrize("knob", knobs(), ids=lambda knob: f"{knob.room}.{knob.name}")
@@ -182,7 +184,7 @@ def test_every_knob_is_told_in_a_sentence(knob: Knob):
 
 
 def test_every_room_of_the_config_is_frozen():
-    for root in (Config, DemoConfig):
+    for root in ROOTS:
         for cls in (root, *(f.type for f in dataclasses.fields(root))):
             assert cls.__dataclass_params__.frozen and "__slots__" in vars(cls)  # pyright: ignore
 
@@ -239,4 +241,4 @@ def test_every_module_can_be_imported_by_its_name():
 
 
 def test_the_commands_are_these():
-    assert list(COMMANDS) == ["train", "plan", "demo", "doctor", "eval", "chat"]
+    assert list(COMMANDS) == ["train", "plan", "demo", "doctor", "eval", "chat", "serve", "route"]

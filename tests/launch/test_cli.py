@@ -50,13 +50,13 @@ def test_a_wrong_command_line_is_told_all_that_is_wrong(line: str, says: list[st
     ("line", "says"),
     [
         ("trian", ["trian is not a command; did you mean train?"]),
-        ("zzz", ["zzz is not a command; there are train, plan, demo, doctor, eval, chat."]),
+        ("zzz", ["zzz is not a command; there are train, plan, demo, doctor, eval, chat, serve, route."]),
         ("good.toml", ["good.toml is a recipe; write miles train good.toml."]),
         (
             "--lr 3",
             [
                 "--lr comes after a command, as in miles train --lr; the commands are "
-                "train, plan, demo, doctor, eval, chat."
+                "train, plan, demo, doctor, eval, chat, serve, route."
             ],
         ),
         ("train nowhere.toml", ["nowhere.toml does not exist."]),
@@ -65,6 +65,14 @@ def test_a_wrong_command_line_is_told_all_that_is_wrong(line: str, says: list[st
         ("demo --stepz 3", ["--stepz is not a flag; did you mean --steps?"]),
         ("demo --steps 0", ["--steps must be at least 1, not 0."]),
         ("demo fast", ["'fast' is not expected here: values follow their flag, as in --lr 1e-6."]),
+        ("route --polisy prefix", ["--polisy is not a flag; did you mean --policy?"]),
+        (
+            "route --policy prefx --max-retries -1",
+            [
+                "--policy takes one of least_load, prefix, round_robin, not 'prefx'; did you mean prefix?",
+                "--max-retries must be at least 0, not -1.",
+            ],
+        ),
         ("doctor --fix", ["--fix is not a flag of miles doctor, which takes none."]),
         ("doctor a b", ["miles doctor takes one model folder, but was given 2: a b."]),
         ("doctor nowhere", ["nowhere does not exist; name the local folder of a Hugging Face checkpoint."]),

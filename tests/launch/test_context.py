@@ -10,7 +10,7 @@ from tests.models.oracle import hf_logits, hf_model, our_logits, relative, token
 from miles.config.cli import parse
 from miles.launch import demo_task
 from miles.launch.config import Config
-from miles.launch.wire import load_model, read_policy
+from miles.launch.policy import load_model, read_policy
 from miles.models.files import copy_companions
 
 

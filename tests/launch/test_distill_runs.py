@@ -26,6 +26,7 @@ from miles.schedule.recover import Checkpoints
 
 OPD = "--advantage-estimator on_policy_distillation"
 ALONE = f"{OPD} --opd-teacher-load moe"
+SERVED = f"{OPD} --opd-teacher-urls http://127.0.0.1:30000"
 
 
 # -- what a command line may ask for --------------------------------------------------------
@@ -57,6 +58,10 @@ def told(line: str) -> list[str]:
         "--use-opd --opd-teacher-load wide --opd-kl-coef 0.5 --opd-log-prob-top-k 16 --opd-top-k-strategy union",
         "--use-opd --opd-teacher-load short --rollout-max-context-len 64",
         "--use-opd --opd-teacher-load moe --advantage-estimator ppo --normalize-advantages",
+        f"{ALONE} --opd-type fsdp --opd-log-prob-top-k -1 --opd-reward-weight-mode teacher_p",
+        f"{SERVED} --opd-type sglang",
+        f"{OPD} --opd-teacher-urls math=http://h1:30000/generate code=https://h2 default=http://h3 --opd-teacher-key k",
+        f"{SERVED} --opd-log-prob-top-k 16 --opd-top-k-strategy union --opd-teacher-token-env T",
     ],
 )
 def test_what_goes_together_is_accepted(line: str):
@@ -67,8 +72,16 @@ def test_what_goes_together_is_accepted(line: str):
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        (OPD, f"{OPD} needs a teacher: name the folder of its checkpoint with --opd-teacher-load."),
-        ("--use-opd", "--use-opd needs a teacher: name the folder of its checkpoint with --opd-teacher-load."),
+        (
+            OPD,
+            f"{OPD} needs a teacher: name the folder of its checkpoint with --opd-teacher-load, or where it is served "
+            "with --opd-teacher-urls.",
+        ),
+        (
+            "--use-opd",
+            "--use-opd needs a teacher: name the folder of its checkpoint with --opd-teacher-load, or where it is "
+            "served with --opd-teacher-urls.",
+        ),
         (
             "--opd-teacher-load moe",
             "--opd-teacher-load is for distillation, and does nothing without --use-opd; add that.",
@@ -109,6 +122,64 @@ def test_what_goes_together_is_accepted(line: str):
         (
             f"{ALONE} --opd-teacher-key domain",
             "--opd-teacher-key domain does nothing without --opd-teachers; add that.",
+        ),
+        (
+            f"{ALONE} --opd-reward-weight-mode teacher_p",
+            "--opd-reward-weight-mode teacher_p does nothing without --opd-log-prob-top-k; add that.",
+        ),
+        (
+            f"{ALONE} --opd-reward-weight-mode none",
+            "--opd-reward-weight-mode takes one of student_p, teacher_p, not 'none'.",
+        ),
+        (
+            "--opd-teacher-urls http://h",
+            "--opd-teacher-urls is for distillation, and does nothing without --use-opd; add that.",
+        ),
+        (
+            f"{ALONE} --opd-teacher-urls http://h",
+            "--opd-teacher-load has the trainer hold a teacher and --opd-teacher-urls asks a server for one; keep one "
+            "of them.",
+        ),
+        (
+            f"{ALONE} --opd-type sglang",
+            "--opd-type sglang asks servers, and teachers are named by folders; name them with --opd-teacher-urls.",
+        ),
+        (
+            f"{SERVED} --opd-type fsdp",
+            "--opd-type fsdp has the trainer hold teachers, and --opd-teacher-urls names servers; leave it out.",
+        ),
+        (
+            f"{OPD} --opd-teacher-urls math",
+            "--opd-teacher-urls takes an address such as http://host:30000, or one with a name as in "
+            "math=http://host:30000, and not math.",
+        ),
+        (
+            f"{OPD} --opd-teacher-urls a=http://h a=http://i",
+            "--opd-teacher-urls names the teacher a twice; give each its own name.",
+        ),
+        (
+            f"{OPD} --opd-teacher-urls a=ftp://h",
+            "--opd-teacher-urls ftp://h is not an address: write http://host:port/path.",
+        ),
+        (
+            f"{OPD} --opd-teacher-urls http://me:pw@h",
+            "--opd-teacher-urls holds a password for all to see: put it in an environment variable and name that by "
+            "--opd-teacher-token-env.",
+        ),
+        (
+            f"{SERVED} --opd-log-prob-top-k -1",
+            "--opd-log-prob-top-k -1 needs all that a teacher says of every token, which no server sends; give a "
+            "number, or let the trainer hold the teacher with --opd-teacher-load.",
+        ),
+        (
+            f"{SERVED} --opd-teacher-timeout 1800",
+            "--opd-teacher-timeout 1800 with --opd-teacher-retries 3 is no sooner than --stall-timeout 1800; make one "
+            "of them smaller.",
+        ),
+        (
+            f"{ALONE} --opd-teacher-concurrency 4",
+            "--opd-teacher-concurrency is for teachers that are served, and does nothing without --opd-teacher-urls; "
+            "leave it out.",
         ),
         (
             f"{ALONE} --normalize-advantages",

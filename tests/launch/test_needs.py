@@ -43,6 +43,29 @@ def test_flags_that_change_the_needs_count(capsys: pytest.CaptureFixture[str]):
     assert again["training"] < plain["training"]
 
 
+def test_every_model_the_trainer_holds_beside_the_policy_counts(capsys: pytest.CaptureFixture[str]):
+    plain, teacher = told(capsys, "Qwen3-4B"), told(capsys, "Qwen3-32B")
+    opd = ["--use-opd", "--opd-teacher-load", "Qwen3-32B"]
+    taught = told(capsys, "Qwen3-4B", *opd)
+    assert taught["teachers"] == teacher["weights"]
+    assert taught["training"] == plain["training"] + teacher["weights"]
+    assert taught["cards_to_train"]["141"] > plain["cards_to_train"]["141"]
+    both = told(capsys, "Qwen3-4B", *opd, "--opd-teachers", "small", "Qwen3-0.6B")
+    assert both["teachers"] == teacher["weights"] + told(capsys, "Qwen3-0.6B")["weights"]
+    served = told(capsys, "Qwen3-4B", "--use-opd", "--opd-teacher-urls", "http://h")
+    assert served["teachers"] == told(capsys, "Qwen3-4B", *opd[1:])["teachers"] == 0
+
+
+def test_a_critic_takes_what_the_policy_takes_unless_it_has_a_device_of_its_own(capsys: pytest.CaptureFixture[str]):
+    plain, ppo = told(capsys, "Qwen3-4B"), told(capsys, "Qwen3-4B", "--advantage-estimator", "ppo")
+    once = plain["weights"] + plain["gradients"] + plain["optimizer"]
+    assert plain["critic"] == 0 and ppo["critic"] == pytest.approx(once, rel=1e-5)
+    apart = told(capsys, "Qwen3-4B", "--advantage-estimator", "ppo", "--critic-device", "cuda:1")
+    assert apart["critic"] == 0 and apart["training"] == plain["training"]
+    charged = told(capsys, "Qwen3-4B", "--advantage-estimator", "ppo", "--kl-coef", "0.1")
+    assert charged["reference"] == plain["weights"]
+
+
 def test_a_recurrent_model_needs_a_state_for_each_sequence(capsys: pytest.CaptureFixture[str]):
     needs = told(capsys, "Qwen3-Next-80B-A3B")
     assert needs["state_per_sequence"] == 36 * (32 * 128 * 128 * 4 + (2 * 16 * 128 + 32 * 128) * 3 * 2)

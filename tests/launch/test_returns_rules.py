@@ -11,6 +11,7 @@ from miles.config.files import read_layers
 from miles.launch.config import Config
 from miles.launch.main import read
 from miles.launch.memory import shares_of
+from miles.launch.retired import explain
 from miles.launch.rules import broken
 from miles.models.families import spec_of
 from miles.models.files import read_config
@@ -44,15 +45,30 @@ def told(line: str) -> list[str]:
         "--advantage-estimator reinforce_plus_plus_baseline --normalize-advantages --gamma 0.9",
         "--normalize-advantages",
         "--kl-coef 0",
+        f"{PPO} --critic-device cpu",
     ],
 )
 def test_what_goes_together_is_accepted(line: str):
     assert told(line) == []
 
 
+def test_devices_of_a_cluster_are_explained():
+    for flag in ("--critic-num-gpus-per-node", "--critic-num-nodes"):
+        assert "--critic-device" in (explain(flag) or "")
+
+
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
+        (
+            "--critic-device cpu",
+            "--critic-device is for a critic, and --advantage-estimator grpo has none; leave it out.",
+        ),
+        (f"{PPO} --critic-device gpu", "--critic-device gpu is no device; write auto, cpu, cuda or cuda:1."),
+        (
+            f"{PPO} --critic-device cuda:1",
+            "--critic-device cuda:1 is not there: this machine has no accelerators; name another.",
+        ),
         (
             "--kl-coef 0.1",
             "--kl-coef 0.1 is charged to the rewards of tokens, which --advantage-estimator grpo does not look at; put "

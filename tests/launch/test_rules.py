@@ -13,7 +13,7 @@ from miles.config.cli import parse
 from miles.config.files import read_layers
 from miles.config.table import knobs_of
 from miles.launch import rules
-from miles.launch.config import Config, DemoConfig
+from miles.launch.config import Config, DemoConfig, RouteRoot, ServeRoot
 from miles.launch.ranges import RANGES, Range
 from miles.launch.rules import RULES, Command, broken
 
@@ -64,6 +64,7 @@ def test_a_complete_recipe_breaks_no_rule():
         "--lr 0 --lr-warmup-fraction 1",
         "--rollout-top-k -1 --rollout-seed -3",
         "--actor-num-nodes 1 --rollout-num-gpus 1",
+        "--rollout-num-gpus-per-engine 2 --rollout-num-gpus 2",
         "--eps-clip-c 3 --eps-clip 0",
         "--rollout-temperature 0.7 --eval-temperature 0",
         "--advantage-estimator gspo --eps-clip 3e-4 --eps-clip-high 4e-4 --use-opsm --opsm-delta 0.01",
@@ -111,6 +112,17 @@ def test_an_accelerator_asked_for_must_be_there_to_train_but_not_to_plan(monkeyp
     ]
 
 
+def test_an_engine_spans_no_more_devices_than_there_are(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    line = "--rollout-num-gpus-per-engine 2 --device cuda"
+    assert told(line, "plan") == []
+    (problem, *_) = [sentence for sentence in told(line, "train") if "per-engine" in sentence]
+    assert problem == (
+        "--rollout-num-gpus-per-engine 2 asks for 2 devices, and this machine shows 1; ask for no more than that."
+    )
+    assert told("--rollout-num-gpus-per-engine 2 --device cpu", "train") == []
+
+
 def test_a_config_that_is_not_json_is_told(tmp_path: Path):
     (tmp_path / "model" / "config.json").write_text("{")
     (problem,) = told("")
@@ -139,7 +151,7 @@ def test_every_rule_is_in_use_and_named_as_a_sentence():
 def test_every_number_has_a_range_and_every_default_is_inside():
     numeric = {
         knob.name: knob
-        for root in (Config, DemoConfig)
+        for root in (Config, DemoConfig, ServeRoot, RouteRoot)
         for knob in knobs_of(root).values()
         if knob.kind.scalar in (int, float)
     }

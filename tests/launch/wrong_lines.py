@@ -282,6 +282,15 @@ WRONG: list[tuple[str, list[str]]] = [
         "--loss-type sft_loss --n-samples-per-prompt 1 --no-rm-type --overlong-buffer-len 3",
         ["--loss-type sft_loss learns from demonstrations, where --overlong-buffer-len means nothing; leave it out."],
     ),
+    ("--loss-mask-type each", ["--loss-mask-type each does nothing without --loss-type sft_loss; leave it out."]),
+    (
+        "--loss-type sft_loss --n-samples-per-prompt 1 --no-rm-type --loss-mask-type last --no-apply-chat-template",
+        ["--loss-mask-type last does nothing without --apply-chat-template, as a text has no turns; add that."],
+    ),
+    (
+        "--loss-mask-type qwen3",
+        ["--loss-mask-type takes one of all, last, each, not 'qwen3'."],
+    ),
     (
         "--calculate-per-token-loss --constant-loss-length 64",
         ["--calculate-per-token-loss and --constant-loss-length each say how the loss is averaged; keep one."],
@@ -381,8 +390,22 @@ WRONG: list[tuple[str, list[str]]] = [
         ["--rollout-max-prompt-len 1024 is more than the 512 positions of --hf-checkpoint; lower it."],
     ),
     (
+        "--rollout-num-gpus-per-engine 3",
+        [
+            "--rollout-num-gpus-per-engine 3 cannot share this model: layer 0 has 4 attention heads, "
+            "which they cannot divide evenly; choose a number that does."
+        ],
+    ),
+    (
+        "--rollout-num-gpus-per-engine 2 --rollout-num-gpus 4",
+        [
+            "--rollout-num-gpus 4 with --rollout-num-gpus-per-engine 2 is not one engine, and this version runs one; "
+            "leave --rollout-num-gpus out."
+        ],
+    ),
+    (
         "--actor-num-gpus-per-node 8",
-        ["--actor-num-gpus-per-node 8 asks for more than one device, and this version runs on one; leave it out."],
+        ["--actor-num-gpus-per-node 8 asks for more than one device, and this version trains on one; leave it out."],
     ),
     (
         "--loss-type sft_loss",

@@ -62,6 +62,16 @@ def pairs_are_named_where_they_are_read(c: Config) -> Iterator[str]:
             yield f"{flag} does nothing without --loss-type dpo_loss; add that."
 
 
+def turns_are_chosen_where_demonstrations_have_turns(c: Config) -> Iterator[str]:
+    named, r = f"--loss-mask-type {c.rollout.loss_mask_type}", c.rollout
+    if r.loss_mask_type == "all":
+        return
+    if c.algo.loss_type != "sft_loss":
+        yield f"{named} does nothing without --loss-type sft_loss; leave it out."
+    elif not r.apply_chat_template:
+        yield f"{named} does nothing without --apply-chat-template, as a text has no turns; add that."
+
+
 def a_reward_model_answers_no_prompts(c: Config) -> Iterator[str]:
     if c.algo.loss_type == "rm_loss" and c.rollout.eval_prompt_data:
         yield "--loss-type rm_loss trains a model that scores and never answers; leave --eval-prompt-data out."
@@ -141,6 +151,7 @@ ALGORITHM: tuple[Callable[[Config], Iterator[str]], ...] = (
     a_loss_of_ones_own_sets_its_own_terms,
     supervised_training_weighs_no_attempts,
     pairs_are_named_where_they_are_read,
+    turns_are_chosen_where_demonstrations_have_turns,
     a_reward_model_answers_no_prompts,
     pairs_are_weighed_alike_and_kept_whole,
     a_loss_is_averaged_one_way,

@@ -5,7 +5,9 @@ from typing import Literal
 
 from miles.algo.config import AlgoConfig
 from miles.backends.native.config import NativeConfig
+from miles.backends.native.server.config import ServeConfig
 from miles.cluster.config import ClusterConfig
+from miles.cluster.route.config import RouteConfig
 from miles.config.knob import knob
 from miles.models.config import ModelConfig
 from miles.observe.config import ObserveConfig
@@ -46,3 +48,19 @@ class DemoConfig:
     """The root of the demo's own options."""
 
     demo: DemoOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeRoot:
+    """The root of the server's own options: how it answers, with which model, on what kind of engine."""
+
+    serve: ServeConfig
+    models: ModelConfig
+    native: NativeConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteRoot:
+    """The root of the router's own options."""
+
+    route: RouteConfig

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 
 from miles.launch.config import Config
 from miles.launch.plan import Plan
-from miles.launch.wire import answering_of, evaluator_of, lone_engine, read_policy
+from miles.launch.policy import read_policy
+from miles.launch.wire import answering_of, evaluator_of, lone_engine
 from miles.observe.text import fixed
 from miles.observe.view import make_view
 

@@ -61,10 +61,11 @@ def _preference(a: AlgoConfig, size: int) -> str:
 
 
 def _taught(a: AlgoConfig) -> str:
-    """The reverse KL from the teacher, where it is a term of its own."""
+    """The divergence from the teacher, where it is a term of its own."""
     k = a.opd_log_prob_top_k
     over = "the vocabulary" if k < 0 else f"the top {k} ({a.opd_top_k_strategy}) and all others as one"
-    return f"{shown(a.opd_kl_coef)}·KL(π ‖ π_teacher) over {over}"
+    kl = "KL(π ‖ π_teacher)" if a.opd_reward_weight_mode == "student_p" else "KL(π_teacher ‖ π)"
+    return f"{shown(a.opd_kl_coef)}·{kl} over {over}"
 
 
 def _mean(a: AlgoConfig, size: int) -> str:

@@ -1,8 +1,9 @@
-"""What lies on disk where a config points: prompt files, checkpoints, and why a path is not one."""
+"""What lies where a config points: prompt files, checkpoints, servers, and why a path or an address is not one."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from miles.core.errors import DataError, MilesError, UsageError
 from miles.models.choice import ModelImpl, chosen_spec
@@ -31,6 +32,19 @@ def why_not_data(flag: str, word: str) -> Iterator[str]:
         yield from error.problems
     except DataError as error:
         yield f"{flag} {error}"
+
+
+def why_not_an_address(flag: str, url: str, token: str) -> Iterator[str]:
+    """What keeps ``url``, given under ``flag``, from being one to ask; ``token`` is where its secret belongs."""
+    try:
+        parts = urlsplit(url)
+        whole = parts.scheme in ("http", "https") and bool(parts.hostname)
+    except ValueError:
+        parts, whole = None, False
+    if parts is None or not whole:
+        yield f"{flag} {url} is not an address: write http://host:port/path."
+    elif parts.username is not None or parts.password is not None:
+        yield f"{flag} holds a password for all to see: put it in an environment variable and name that by {token}."
 
 
 def why_not_a_checkpoint(folder: Path) -> str | None:

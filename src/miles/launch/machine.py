@@ -38,6 +38,14 @@ def accelerator_nodes() -> list[str]:
     return sorted(node for pattern in _NODES for node in glob.glob(pattern))
 
 
+def accelerator_count() -> int | None:
+    """How many accelerators there are, as far as device files tell; None where they do not."""
+    if visible := os.environ.get(_HIDING[0]):
+        return 0 if visible == "-1" else len(visible.split(","))
+    nodes = accelerator_nodes()
+    return len(nodes) if all(node.startswith("/dev/nvidia") for node in nodes) else None
+
+
 def torch_build() -> str | None:
     """What torch was built for, such as "CUDA 13.0" or "ROCm 6.4"; None for CPU builds, or without torch."""
     spec = find_spec("torch")

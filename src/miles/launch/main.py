@@ -16,8 +16,9 @@ from miles.config.cli import chunks_of, parse
 from miles.config.files import SUFFIXES, read_layers
 from miles.config.help import help_of, screen_width
 from miles.config.origin import Origins
+from miles.config.table import Dataclass
 from miles.core.errors import MilesError, UsageError
-from miles.launch.config import Config, DemoConfig
+from miles.launch.config import Config, DemoConfig, RouteRoot, ServeRoot
 from miles.launch.found import newest_checkpoint
 from miles.launch.plan import Plan, plan_of
 from miles.launch.ranges import out_of_range
@@ -136,6 +137,24 @@ def _demo(argv: list[str]) -> int:
     return demo(reading.config.demo)
 
 
+def _serve(argv: list[str]) -> int:
+    from miles.launch.serve import read, serve
+
+    return serve(read(argv))
+
+
+def _route(argv: list[str]) -> int:
+    reading = parse(RouteRoot, argv)
+    problems = [*reading.problems]
+    if reading.config is not None:
+        problems += [sentence for _, sentence in out_of_range(reading.config, reading.origins)]
+    if problems or reading.config is None:
+        raise UsageError(problems)
+    from miles.launch.route import route
+
+    return route(reading.config.route)
+
+
 def _doctor(argv: list[str]) -> int:
     loose, chunks = chunks_of(argv)
     problems = [f"{chunk.flag} is not a flag of miles doctor, which takes none." for chunk in chunks]
@@ -153,7 +172,7 @@ class _Command:
     usage: str
     help: str
     run: Callable[[list[str]], int]
-    root: type[Config] | type[DemoConfig] | None
+    root: type[Dataclass] | None
     more: str = ""
 
 
@@ -199,6 +218,19 @@ COMMANDS: dict[str, _Command] = {
         run=_chat,
         root=Config,
         more=_FOLDER + _RECIPE,
+    ),
+    "serve": _Command(
+        usage="MODEL [--flags]",
+        help="Serve a checkpoint over HTTP: SGLang's API and OpenAI's.",
+        run=_serve,
+        root=ServeRoot,
+        more="MODEL is the folder of a Hugging Face checkpoint, or of a run, whose newest checkpoint is served.",
+    ),
+    "route": _Command(
+        usage="--engine-urls URL ... [--flags]",
+        help="Give several engines one address: by load or by prefix, with health checks and retries.",
+        run=_route,
+        root=RouteRoot,
     ),
 }
 

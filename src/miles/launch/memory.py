@@ -16,6 +16,7 @@ from miles.models.footprint import (
     weight_bytes,
 )
 from miles.models.retained import activation_bytes
+from miles.models.shard import spec_of_rank
 from miles.models.spec import DecoderSpec
 
 
@@ -43,20 +44,38 @@ def shares_of(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Share, ...
     trained += (*_critic(config, plan), *_teachers(config, plan), _activations(config, plan, spec))
     if not plan.samples:
         return trained
+    world = config.cluster.rollout_num_gpus_per_engine
+    held, note = (0, "reads the same") if shared else (weights, "a copy of its own")
+    if world > 1:
+        spec = spec_of_rank(spec, world)
+        held, note = weight_bytes(spec, dtype), f"a copy of its part, one of {world}"
     tokens, why = kv_tokens(config, plan, spec)
     return (
         *trained,
-        Share(name="engine", bytes=0 if shared else weights, note="reads the same" if shared else "a copy of its own"),
+        Share(name="engine", bytes=held, note=note),
         Share(name="kv cache", bytes=tokens * kv_bytes_per_token(spec, dtype), note=f"{tokens:,} tokens: {why}"),
         *_states(config, plan, spec),
     )
 
 
 def _critic(config: Config, plan: Plan) -> tuple[Share, ...]:
-    """A second model in training; its output weight, where it is one of its own, is held and not trained."""
+    """A second model in training; on a device of its own it takes nothing of this one's memory."""
     spec = None if plan.critic is None else spec_or_none(str(plan.critic), config.models.model_impl)
     if spec is None:
         return ()
+    dtype, elsewhere = plan.dtype, config.train.critic_device
+    if elsewhere not in ("auto", plan.device):
+        return (Share(name="critic", bytes=0, note=f"on {elsewhere}, a device of its own, from {plan.critic}"),)
+    weights, gradients, optimizer = critic_bytes(spec, dtype)
+    return (
+        Share(name="critic", bytes=weights, note=f"{dtype}, from {plan.critic}"),
+        Share(name="critic grad", bytes=gradients, note="float32"),
+        Share(name="critic adam", bytes=optimizer, note="its own optimizer"),
+    )
+
+
+def critic_bytes(spec: DecoderSpec, dtype: str) -> tuple[int, int, int]:
+    """Weights, gradients and optimizer of a critic; its output weight, if its own, is held and not trained."""
     idle = 0 if spec.tie_embeddings else spec.vocab_size * spec.hidden_size
     head, whole = spec.hidden_size + 1, parameter_count(spec)
     trained = (whole - idle) / whole
@@ -64,11 +83,10 @@ def _critic(config: Config, plan: Plan) -> tuple[Share, ...]:
     def held(of_all: int, each: int) -> int:
         return round(of_all * trained) + head * each
 
-    dtype = plan.dtype
     return (
-        Share(name="critic", bytes=weight_bytes(spec, dtype) + 4 * head, note=f"{dtype}, from {plan.critic}"),
-        Share(name="critic grad", bytes=held(gradient_bytes(spec, dtype), 4), note="float32"),
-        Share(name="critic adam", bytes=held(optimizer_bytes(spec, dtype), 8), note="its own optimizer"),
+        weight_bytes(spec, dtype) + 4 * head,
+        held(gradient_bytes(spec, dtype), 4),
+        held(optimizer_bytes(spec, dtype), 8),
     )
 
 
@@ -103,13 +121,14 @@ def kv_tokens(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[int, str]:
     if config.native.engine_kv_tokens is not None:
         return config.native.engine_kv_tokens, "--engine-kv-tokens"
     page, running = config.native.engine_page_size, config.native.engine_max_running
+    part = config.native.engine_memory_fraction
     most = running * (-(-spec.max_positions // page) * page)
     why = f"{running} requests of {spec.max_positions:,} positions"
     if plan.device != "cpu":
-        return most, f"{why} at most; the engine takes no more than half of what is free"
+        return most, f"{why} at most; the engine takes no more than {part:.0%} of what is free"
     free = free_memory()
-    half = most if free is None else free // 2 // max(1, kv_bytes_per_token(spec, plan.dtype))
-    return (most, why) if most <= half else (half, "half of the free memory")
+    fits = most if free is None else int(free * part) // max(1, kv_bytes_per_token(spec, plan.dtype))
+    return (most, why) if most <= fits else (fits, f"{part:.0%} of the free memory")
 
 
 def sized(count: float) -> str:

@@ -9,9 +9,11 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from miles.algo.config import GIVEN, WITH_CRITIC, distils
 from miles.core.errors import UsageError
 from miles.launch.config import Config
-from miles.launch.memory import sized
+from miles.launch.memory import critic_bytes, sized
+from miles.launch.plan import teacher_folders
 from miles.models.choice import chosen_spec
 from miles.models.families import spec_of
 from miles.models.files import dtype_of, read_config, read_json
@@ -52,6 +54,8 @@ class Needs:
     gradients: int
     optimizer: int
     reference: int
+    critic: int
+    teachers: int
     activations: int
     activations_checkpointed: int
     checkpointing: bool
@@ -68,7 +72,7 @@ class Needs:
     def training(self) -> int:
         """All a trainer holds."""
         held = self.activations_checkpointed if self.checkpointing else self.activations
-        return self.weights + self.gradients + self.optimizer + self.reference + held
+        return self.weights + self.gradients + self.optimizer + self.reference + self.critic + self.teachers + held
 
 
 def find(model: str) -> tuple[str, Mapping[str, Any]]:
@@ -88,8 +92,7 @@ def find(model: str) -> tuple[str, Mapping[str, Any]]:
 def needs_of(model: str, knobs: Config) -> Needs:
     """What a model takes under a run's knobs; precision is the config's own, or bfloat16 where it names none."""
     name, config = find(model)
-    whole = Path(model).is_dir()
-    spec = chosen_spec(model, knobs.models.model_impl) if whole else spec_of(config)
+    spec = _spec(model, knobs)
     named = dtype_of(config) if knobs.models.dtype == "auto" else knobs.models.dtype
     dtype = named if named in BYTES else "bfloat16"
     context = min(spec.max_positions, knobs.rollout.rollout_max_context_len or spec.max_positions)
@@ -97,8 +100,8 @@ def needs_of(model: str, knobs: Config) -> Needs:
     held = {"size": BYTES[dtype], "fused": True}
     activations = [activation_bytes(spec, tokens, checkpointing=again, **held) for again in (False, True)]
     weights = weight_bytes(spec, dtype)
-    reference = weights if knobs.algo.use_kl_loss or knobs.algo.loss_type == "dpo_loss" else 0
-    fixed = weights + gradient_bytes(spec, dtype) + optimizer_bytes(spec, dtype) + reference
+    others = _others(spec, knobs, dtype)
+    fixed = weights + gradient_bytes(spec, dtype) + optimizer_bytes(spec, dtype) + sum(others.values())
     kept = activations[knobs.train.gradient_checkpointing]
     sequence = context * kv_bytes_per_token(spec, dtype) + state_bytes_per_sequence(spec, dtype)
     return Needs(
@@ -111,7 +114,7 @@ def needs_of(model: str, knobs: Config) -> Needs:
         weights=weights,
         gradients=gradient_bytes(spec, dtype),
         optimizer=optimizer_bytes(spec, dtype),
-        reference=reference,
+        **others,
         activations=activations[0],
         activations_checkpointed=activations[1],
         checkpointing=knobs.train.gradient_checkpointing,
@@ -124,6 +127,24 @@ def needs_of(model: str, knobs: Config) -> Needs:
         cards_to_train={card: _cards(fixed, kept, card) for card in CARDS},
         cards_to_train_checkpointed={card: _cards(fixed, activations[1], card) for card in CARDS},
     )
+
+
+def _spec(model: str, knobs: Config) -> DecoderSpec:
+    return chosen_spec(model, knobs.models.model_impl) if Path(model).is_dir() else spec_of(find(model)[1])
+
+
+def _others(spec: DecoderSpec, knobs: Config, dtype: str) -> dict[str, int]:
+    """What the models beside the policy take that its trainer holds; a teacher may be named as the model is."""
+    a, t = knobs.algo, knobs.train
+    compares = a.use_kl_loss or a.kl_coef > 0 or a.loss_type == "dpo_loss"
+    has_critic = a.advantage_estimator in WITH_CRITIC and a.loss_type not in GIVEN and t.critic_device == "auto"
+    critic = spec if t.critic_load is None else _spec(t.critic_load, knobs)
+    folders = teacher_folders(knobs).values() if distils(a) else ()
+    return {
+        "reference": weight_bytes(spec, dtype) if compares else 0,
+        "critic": sum(critic_bytes(critic, dtype)) if has_critic else 0,
+        "teachers": sum(weight_bytes(_spec(str(folder), knobs), dtype) for folder in folders),
+    }
 
 
 def _cards(shared: int, each: int, card: int) -> int:
@@ -177,6 +198,8 @@ def as_text(needs: Needs) -> str:
         ("gradients", n.gradients, "float32"),
         ("optimizer", n.optimizer, f"Adam: two moments{masters}"),
         *([("reference", n.reference, n.dtype)] if n.reference else []),
+        *([("critic", n.critic, "weights, gradients and optimizer")] if n.critic else []),
+        *([("teachers", n.teachers, n.dtype)] if n.teachers else []),
         ("activations", held, f"{n.tokens:,} tokens at once {again} ({sized(other)} {_other(n)})"),
         ("training", n.training, "together, before it is divided among cards"),
         ("kv cache", n.kv_per_token, f"a token; {sized(n.kv_per_token * n.context)} for a context of {n.context:,}"),

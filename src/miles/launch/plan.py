@@ -25,7 +25,8 @@ class Plan:
     is 0 for commands that train nothing. ``reference`` is the folder of the reference model, None
     when neither a KL term nor DPO asks for one, and ``critic`` what the critic starts from,
     None where there is none; in the first ``critic_only_steps`` it learns alone.
-    ``teachers`` are the folders of the teachers by their names. ``samples`` says whether the run needs an engine.
+    ``teachers`` are the folders of the teachers by their names, ``teacher_urls`` the addresses of those elsewhere.
+    ``samples`` says whether the run needs an engine.
     """
 
     run_dir: Path
@@ -43,6 +44,7 @@ class Plan:
     critic: Path | None
     critic_only_steps: int
     teachers: Mapping[str, Path]
+    teacher_urls: Mapping[str, str]
     samples: bool
     eval_sets: Mapping[str, str]
 
@@ -78,6 +80,7 @@ def plan_of(config: Config) -> Plan:
         critic=_critic(config),
         critic_only_steps=config.train.num_critic_only_steps,
         teachers=teacher_folders(config) if distils(config.algo) else {},
+        teacher_urls=teacher_addresses(config) if distils(config.algo) else {},
         samples=config.algo.loss_type not in GIVEN or bool(config.rollout.eval_prompt_data),
         eval_sets=named_paths(config.rollout.eval_prompt_data),
     )
@@ -96,6 +99,23 @@ def teacher_folders(config: Config) -> dict[str, Path]:
             mend = "leave out --opd-teacher-load, or this" if name == DEFAULT_TEACHER else "give each its own name"
             raise UsageError(f"--opd-teachers names the teacher {name} when there is one already; {mend}.")
         found[name] = Path(folder)
+    return found
+
+
+def teacher_addresses(config: Config) -> dict[str, str]:
+    """The addresses of teachers that are served by their names, that of prompts that name none under ``default``."""
+    found: dict[str, str] = {}
+    for entry in config.rollout.opd_teacher_urls:
+        alone = entry.startswith(("http://", "https://"))
+        name, _, url = (DEFAULT_TEACHER, "", entry) if alone else entry.partition("=")
+        if not name or not url:
+            raise UsageError(
+                f"--opd-teacher-urls takes an address such as http://host:30000, or one with a name as in math=http://"
+                f"host:30000, and not {entry}."
+            )
+        if name in found:
+            raise UsageError(f"--opd-teacher-urls names the teacher {name} twice; give each its own name.")
+        found[name] = url
     return found
 
 

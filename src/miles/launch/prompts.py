@@ -35,9 +35,15 @@ def training_parts(config: Config, render: Callable[[Prompt], Sized], limit: int
 
 def replies_of(config: Config, tokenizer: Tokenizer, eos_token_ids: Sequence[int]) -> Supervised | Preferred:
     """The replies of the data, where they are what is learned."""
-    chat, template = config.rollout.apply_chat_template, config.rollout.apply_chat_template_kwargs
-    shown = Supervised(tokenizer, eos_token_ids=eos_token_ids, chat=chat, template=template)
-    return Preferred(shown, chat=chat) if config.algo.loss_type in PAIRED else shown
+    r, paired = config.rollout, config.algo.loss_type in PAIRED
+    shown = Supervised(
+        tokenizer,
+        eos_token_ids=eos_token_ids,
+        chat=r.apply_chat_template,
+        template=r.apply_chat_template_kwargs,
+        learned="last" if paired else r.loss_mask_type,
+    )
+    return Preferred(shown, chat=r.apply_chat_template) if paired else shown
 
 
 def held_out_set(path: str, config: Config) -> Dataset:

@@ -1,5 +1,6 @@
 """Rules about returns, advantages over a whole batch, and the critic."""
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from miles.config.help import shown
 from miles.core.errors import MilesError
 from miles.launch.config import Config
 from miles.launch.found import spec_or_none, why_not_a_checkpoint
+from miles.launch.machine import accelerator_count
 from miles.models.choice import chosen_spec
 
 
@@ -58,12 +60,23 @@ def a_critic_is_set_up_where_there_is_one(c: Config) -> Iterator[str]:
         return
     idle = {
         "--critic-load": c.train.critic_load is not None,
+        "--critic-device": c.train.critic_device != "auto",
         "--critic-lr": c.train.critic_lr is not None,
         "--critic-lr-warmup-iters": c.train.critic_lr_warmup_iters > 0,
         "--num-critic-only-steps": c.train.num_critic_only_steps > 0,
     }
     for flag in (flag for flag, given in idle.items() if given):
         yield f"{flag} is for a critic, and --advantage-estimator {c.algo.advantage_estimator} has none; leave it out."
+
+
+def a_critics_device_is_one_there_is(c: Config) -> Iterator[str]:
+    name = c.train.critic_device
+    if not re.fullmatch(r"auto|cpu|cuda(?::\d+)?", name):
+        yield f"--critic-device {name} is no device; write auto, cpu, cuda or cuda:1."
+    elif name.startswith("cuda") and c.algo.advantage_estimator in WITH_CRITIC:
+        count, number = accelerator_count(), int(name.partition(":")[2] or 0)
+        if count is not None and number >= count:
+            yield f"--critic-device {name} is not there: this machine has {count or 'no'} accelerators; name another."
 
 
 def a_critic_starts_from_a_checkpoint_that_reads_the_policys_tokens(c: Config) -> Iterator[str]:
@@ -105,6 +118,7 @@ RETURNS: tuple[Callable[[Config], Iterator[str]], ...] = (
     reinforce_plus_plus_is_normalised_over_the_batch,
     supervised_training_reckons_no_returns,
     a_critic_is_set_up_where_there_is_one,
+    a_critics_device_is_one_there_is,
     a_critic_starts_from_a_checkpoint_that_reads_the_policys_tokens,
     a_critics_schedule_goes_down_too,
     a_policy_learns_after_its_critic,

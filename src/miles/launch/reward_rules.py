@@ -1,10 +1,10 @@
 """Rules about rewards that ask others: their servers have addresses, and nobody waits for them for ever."""
 
 from collections.abc import Callable, Iterator
-from urllib.parse import urlsplit
 
 from miles.core.errors import UsageError
 from miles.launch.config import Config
+from miles.launch.found import why_not_an_address
 from miles.rollout.reward.table import BOXED, parts_of
 
 
@@ -26,19 +26,8 @@ def an_address_of_a_server_is_http_and_holds_no_secret(c: Config) -> Iterator[st
         "--reward-model-url": c.rollout.reward_model_url,
         "--judge-url": c.rollout.judge_url,
     }.items():
-        if url is None:
-            continue
-        try:
-            parts = urlsplit(url)
-            whole = parts.scheme in ("http", "https") and bool(parts.hostname)
-        except ValueError:
-            yield f"{flag} {url} is not an address: write http://host:port/path."
-            continue
-        if not whole:
-            yield f"{flag} {url} is not an address: write http://host:port/path."
-        elif parts.username is not None or parts.password is not None:
-            token = flag.removesuffix("-url") + "-token-env"
-            yield f"{flag} holds a password for all to see: put it in an environment variable and name that by {token}."
+        if url is not None:
+            yield from why_not_an_address(flag, url, flag.removesuffix("-url") + "-token-env")
 
 
 def a_reward_gives_up_before_the_run_does(c: Config) -> Iterator[str]:

@@ -16,6 +16,7 @@ from miles.launch.algorithm_rules import ALGORITHM
 from miles.launch.config import Config
 from miles.launch.data_rules import DATA, held_out_sets_are_pairs_of_a_name_and_a_file
 from miles.launch.distill_rules import DISTILLATION
+from miles.launch.engine_rules import ENGINE, an_engine_spans_devices_that_are_there
 from miles.launch.found import spec_or_none, told, why_not_a_checkpoint
 from miles.launch.machine import choose_device
 from miles.launch.mismatch_rules import MISMATCH
@@ -255,16 +256,14 @@ def a_run_directory_is_a_directory(c: Config) -> Iterator[str]:
         yield f"--save {c.schedule.save} is a file; name a folder for the run."
 
 
-def this_version_runs_on_one_device(c: Config) -> Iterator[str]:
+def this_version_trains_on_one_device(c: Config) -> Iterator[str]:
     counts = {
         "--actor-num-nodes": c.cluster.actor_num_nodes,
         "--actor-num-gpus-per-node": c.cluster.actor_num_gpus_per_node,
-        "--rollout-num-gpus": c.cluster.rollout_num_gpus,
-        "--rollout-num-gpus-per-engine": c.cluster.rollout_num_gpus_per_engine,
     }
     for flag, count in counts.items():
         if count is not None and count > 1:
-            yield f"{flag} {count} asks for more than one device, and this version runs on one; leave it out."
+            yield f"{flag} {count} asks for more than one device, and this version trains on one; leave it out."
 
 
 def an_accelerator_that_is_asked_for_is_there(c: Config) -> Iterator[str]:
@@ -274,7 +273,9 @@ def an_accelerator_that_is_asked_for_is_there(c: Config) -> Iterator[str]:
 
 CHAT: tuple[Rule, ...] = (
     a_run_starts_from_a_checkpoint_of_a_known_architecture,
-    this_version_runs_on_one_device,
+    *ENGINE,
+    this_version_trains_on_one_device,
+    an_engine_spans_devices_that_are_there,
     an_accelerator_that_is_asked_for_is_there,
 )
 SCORE: tuple[Rule, ...] = (
@@ -310,11 +311,12 @@ TRAIN: tuple[Rule, ...] = (
     evaluation_on_a_cadence_needs_held_out_sets,
     a_run_continues_from_what_exists,
     a_run_directory_is_a_directory,
-    this_version_runs_on_one_device,
+    *ENGINE,
+    this_version_trains_on_one_device,
     a_model_reads_as_far_as_its_positions_go,
 )
 RULES: dict[Command, tuple[Rule, ...]] = {
-    "train": (*TRAIN, an_accelerator_that_is_asked_for_is_there),
+    "train": (*TRAIN, an_accelerator_that_is_asked_for_is_there, an_engine_spans_devices_that_are_there),
     "plan": TRAIN,
     "eval": (*CHAT, *SCORE, an_evaluation_has_held_out_sets, a_model_reads_as_far_as_its_positions_go),
     "chat": CHAT,

@@ -9,38 +9,31 @@ Two ways to stand in one process, and the staleness budget picks one:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from miles.algo.config import GIVEN, WITH_CRITIC
 from miles.algo.table import Plugs
 from miles.backends.fsdp.model import FsdpModel
 from miles.backends.fsdp.reward import FsdpReward
-from miles.backends.fsdp.value import HEAD, FsdpValue
 from miles.backends.native.engine import NativeEngine
 from miles.cluster import platform
 from miles.cluster.local import Inline, Run, Threaded
-from miles.cluster.platform import Platform
 from miles.core.errors import UsageError
 from miles.core.protocols import Filter, Generate, GroupRewardFn, Journal, RewardFn, Rollout
 from miles.core.types import Version
 from miles.launch.config import Config
+from miles.launch.critics import critic_of
 from miles.launch.mathematics import credit_for, plugs_of
 from miles.launch.plan import Plan
+from miles.launch.policy import Policy, load_model, load_other, read_policy
 from miles.launch.prompts import held_out_set, journal_for, notes_of, replies_of, source_for, training_parts
 from miles.launch.rewards import rewards_of
-from miles.launch.teachers import check_teachers
-from miles.models import hub, impl
-from miles.models.choice import chosen_spec
+from miles.launch.teachers import Applied, teachers_for
+from miles.models import impl
 from miles.models.door import Model
-from miles.models.files import read_config
 from miles.models.footprint import optimizer_bytes
-from miles.models.spec import AttentionSpec, DecoderSpec
-from miles.models.tokenizer import HubTokenizer, load_tokenizer
 from miles.observe.metric import group_metrics
 from miles.plug import points
 from miles.rollout.evaluate import Evaluator
@@ -57,62 +50,8 @@ from miles.schedule.lease import Colocated, Disjoint
 from miles.schedule.loop import Loop, Planes, Tempo
 from miles.schedule.recover import Checkpoints, Cursor
 from miles.sync.publish import Publication
-from miles.train.critic import Critic
 from miles.train.reward import RewardTrainer
 from miles.train.worker import Worker
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
-    """The checkpoint a run starts from, read but not yet on the device. ``trusted`` code of its own may run."""
-
-    folder: Path
-    config: Mapping[str, Any]
-    spec: DecoderSpec
-    trusted: bool
-    tokenizer: HubTokenizer
-    platform: Platform
-    dtype: torch.dtype
-
-
-def read_policy(config: Config) -> Policy:
-    """Look at the checkpoint, its tokenizer and the device; raises before anything large is read."""
-    assert config.models.hf_checkpoint is not None
-    folder = Path(config.models.hf_checkpoint)
-    found = platform.find(config.cluster.device, threads=config.cluster.num_threads)
-    raw = read_config(folder)
-    return Policy(
-        folder=folder,
-        config=raw,
-        spec=within(chosen_spec(folder, config.models.model_impl), config.rollout.rollout_max_context_len),
-        trusted=config.models.trust_remote_code,
-        tokenizer=load_tokenizer(folder, config.models.trust_remote_code),
-        platform=found,
-        dtype=hub.choose_dtype(config.models.dtype, raw, found.device),
-    )
-
-
-def within(spec: DecoderSpec, context: int | None) -> DecoderSpec:
-    """The spec for a run whose contexts have at most so many tokens.
-
-    Only rotations with short and long factors care: a run takes one set of them throughout.
-    """
-    mixers = (layer.mixer for layer in spec.layers)
-    stretched = any(isinstance(m, AttentionSpec) and m.rope is not None and m.rope.kind == "longrope" for m in mixers)
-    if context is None or not stretched:
-        return spec
-    return replace(spec, max_positions=min(context, spec.max_positions))
-
-
-def load_model(policy: Policy, folder: Path | None = None) -> Model:
-    """The policy's model with its weights on the device; or that of another checkpoint of its architecture."""
-    return impl.load(
-        folder or policy.folder,
-        policy.spec,
-        device=policy.platform.device,
-        dtype=policy.dtype,
-        trust_remote_code=policy.trusted,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,12 +116,15 @@ def engine_of(config: Config, policy: Policy, run: Run, like: Model) -> NativeEn
         run=run,
         decode=policy.tokenizer.decode,
         model=impl.unfilled(like),
+        devices=platform.several(policy.platform.device, config.cluster.rollout_num_gpus_per_engine),
     )
 
 
 async def lone_engine(config: Config, policy: Policy) -> NativeEngine:
     """An engine with the checkpoint's own weights, as version 0."""
-    model = load_model(policy)
+    # What several devices share need not fit on one.
+    whole = config.cluster.rollout_num_gpus_per_engine == 1
+    model = load_model(policy if whole else replace(policy, platform=platform.find("cpu")))
     engine = engine_of(config, policy, Inline(), model)
     weights = {name: p.detach() for name, p in model.named_parameters()}
     await Publication(weights=lambda: weights, engines=[engine], transport="shared", run=Inline()).publish(Version())
@@ -211,7 +153,7 @@ def trainer_of(
         run=run,
         reference=reference,
         critic=critic_of(config, plan, policy, updates=steps * plan.num_steps_per_rollout),
-        teachers=[FsdpModel(_load_other(config, policy, f), frozen=True) for f in plan.teachers.values()],
+        teachers=[FsdpModel(load_other(config, policy, f), frozen=True) for f in plan.teachers.values()],
         plugs=plugs,
         parity_tolerance=config.schedule.parity_tolerance,
         parity_stop=config.schedule.parity_stop,
@@ -219,33 +161,11 @@ def trainer_of(
     )
 
 
-def _load_other(config: Config, policy: Policy, folder: Path) -> Model:
-    """A model of whatever architecture ``folder`` holds, to read what the policy reads."""
-    own = replace(policy, spec=within(chosen_spec(folder, config.models.model_impl), policy.spec.max_positions))
-    return load_model(own, folder)
-
-
-def critic_of(config: Config, plan: Plan, policy: Policy, *, updates: int) -> Critic | None:
-    """A model of its own that learns what the policy may expect, where the advantages ask for one."""
-    folder = plan.critic
-    if folder is None:
-        return None
-    value = FsdpValue(
-        _load_other(config, policy, folder),
-        config=read_config(folder),
-        like=folder,
-        gradient_checkpointing=config.train.gradient_checkpointing,
-    )
-    if (folder / HEAD).exists():
-        value.load_head(folder)
-    return Critic(value, algo=config.algo, train=config.train, updates=updates)
-
-
 def _offload(config: Config, policy: Policy) -> bool:
     """Should the optimizer make room for the engine? As told; else where it would be in the way."""
     if config.train.offload_train is not None:
         return config.train.offload_train
-    models = 2 if config.algo.advantage_estimator in WITH_CRITIC else 1
+    models = 2 if config.algo.advantage_estimator in WITH_CRITIC and config.train.critic_device == "auto" else 1
     state = models * optimizer_bytes(policy.spec, str(policy.dtype).removeprefix("torch."))
     return state > policy.platform.free_bytes() // 4
 
@@ -282,14 +202,15 @@ async def wire(
     answering = answering_of(config, policy)
     credit, plugs = credit_for(config), plugs_of(config)
     parts = _parts_of(config, policy, answering)
-    check_teachers(config, plan.teachers, policy.tokenizer, parts)
+    held = {"tokenizer": policy.tokenizer, "spec": policy.spec, "render": answering.render}
+    taught = await teachers_for(config, plan, parts, **held)
     source = source_for(config, parts)
     overlap = config.schedule.max_weight_staleness > 0
     engine_run: Run = Threaded("engine") if overlap else Inline()
     trainer_run: Run = Threaded("trainer") if overlap else Inline()
     model = load_model(policy)
     engine = engine_of(config, policy, engine_run, model) if plan.samples else None
-    rollout = _rollout_of(config, policy, answering, engine)
+    rollout = _rollout_of(config, policy, answering, engine, taught)
     steps = _steps(config, len(source))
     trainer = trainer_of(config, plan, policy, trainer_run, model, steps=steps, plugs=plugs)
     if start is not None:
@@ -366,14 +287,17 @@ def _parts_of(config: Config, policy: Policy, answering: Answering) -> tuple[Par
     return training_parts(config, answering.render, prompt_limit(r))
 
 
-def _rollout_of(config: Config, policy: Policy, answering: Answering, engine: NativeEngine | None) -> Rollout:
+def _rollout_of(
+    config: Config, policy: Policy, answering: Answering, engine: NativeEngine | None, taught: Applied
+) -> Rollout:
     r = config.rollout
     if config.algo.loss_type in GIVEN:
         return replies_of(config, policy.tokenizer, policy.spec.eos_token_ids)
     assert engine is not None
+    door, generate = taught(engine, answering.generate)
     return Producer(
-        engine=engine,
-        generate=answering.generate,
+        engine=door,
+        generate=generate,
         sampling=training_sampling(r),
         attempts=r.n_samples_per_prompt,
         seed_of=training_seeds(r.rollout_seed),

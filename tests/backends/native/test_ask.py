@@ -72,6 +72,13 @@ def test_scores_are_the_log_probs_of_transformers_at_temperature_one(tiny, score
     tiny.check(engine)
 
 
+def test_a_scored_prompt_does_not_take_the_stamp_off_what_is_drawn_after_it(tiny):
+    engine = tiny.engine(decoder(), **KNOBS)
+    scored, plain = opened(engine, Ask(tokens=LONG, sampling=GREEDY, score_from=0), Ask(tokens=LONG, sampling=GREEDY))
+    assert [span.version for span in scored.sequence.completion(None).spans] == [engine.version]
+    assert tiny.tokens(scored.sequence.completion(None)) == tiny.tokens(plain.sequence.completion(None))
+
+
 def test_a_request_for_no_tokens_scores_the_prompt_and_ends(tiny):
     engine = tiny.engine(decoder(), **KNOBS)
     nothing = replace(GREEDY, max_new_tokens=0)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from tests.backends.native.conftest import Tiny
 from tests.models.oracle import KINDS, SMALL, hf_model, our_logits, twin
 
 from miles.core.protocols import Sampling
@@ -12,6 +13,12 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 LENGTHS = (1, 21, 62)
 SAMPLES = 3
+
+
+@pytest.fixture
+def tiny() -> Tiny:
+    """Engines with a step in flight, as is usual on such a device."""
+    return Tiny(1)
 
 
 @pytest.mark.parametrize("kind", KINDS)

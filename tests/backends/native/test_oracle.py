@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from tests.backends.native.conftest import Tiny
 from tests.models.oracle import KINDS, SMALL, hf_model, our_logits, twin
 
 from miles.core.protocols import Sampling
@@ -85,11 +86,34 @@ def is_recurrent(spec: DecoderSpec) -> bool:
     return spec.recurrent
 
 
+def has_experts(spec: DecoderSpec) -> bool:
+    return spec.moe is not None
+
+
+def is_plain(spec: DecoderSpec) -> bool:
+    return not any(sort(spec) for sort in (*SORTS, has_experts))
+
+
 SORTS = [is_windowed, is_chunked, is_bounded, has_sinks, is_latent, is_indexed, is_recurrent]
+
+
+@pytest.fixture
+def tiny() -> Tiny:
+    """Engines that land a step at once."""
+    return Tiny()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_engine_writes_what_transformers_would_write(tiny, kind):
+    asked_of(tiny, kind)
+
+
+@pytest.mark.parametrize("sort", [is_plain, has_experts, *SORTS])
+def test_steps_in_flight_change_nothing_whatever_the_sort_of_model(sort):
+    asked_of(Tiny(1), first(sort))
+
+
+def asked_of(tiny, kind):
     model, decoder = pair(kind)
     engine = tiny.engine(decoder, **KNOBS)
     answers = tiny.ask(engine, REQUESTS)

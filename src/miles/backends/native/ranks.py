@@ -55,7 +55,8 @@ class Place:
 def serve(follow: Follow, place: Place, pipe: Connection) -> None:
     """The life of a follower's process."""
     # Ctrl-C reaches the whole group of processes; it is the leader's to answer.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for told in (signal.SIGINT, signal.SIGTERM):  # sent to all of a group, but the leader's to act on
+        signal.signal(told, signal.SIG_IGN)
     try:
         follow(place, pipe)
     except (EOFError, ConnectionError):  # the leader is gone, and could not clear up

@@ -138,7 +138,7 @@ class Scheduler:
         for sequence, token, logprob in zip(plan.draws, tokens, logprobs, strict=True):
             if sequence.reason:
                 continue
-            if sequence.version is not version:
+            if sequence.version is not version or not sequence.stamps:
                 sequence.stamp(version)
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)

@@ -1,0 +1,79 @@
+"""The checkpoint a run starts from, and models beside it: read, and put on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from miles.cluster import platform
+from miles.cluster.platform import Platform
+from miles.launch.config import Config
+from miles.models import hub, impl
+from miles.models.choice import chosen_spec
+from miles.models.door import Model
+from miles.models.files import read_config
+from miles.models.spec import AttentionSpec, DecoderSpec
+from miles.models.tokenizer import HubTokenizer, load_tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """The checkpoint a run starts from, read but not yet on the device. ``trusted`` code of its own may run."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    spec: DecoderSpec
+    trusted: bool
+    tokenizer: HubTokenizer
+    platform: Platform
+    dtype: torch.dtype
+
+
+def read_policy(config: Config) -> Policy:
+    """Look at the checkpoint, its tokenizer and the device; raises before anything large is read."""
+    assert config.models.hf_checkpoint is not None
+    folder = Path(config.models.hf_checkpoint)
+    found = platform.find(config.cluster.device, threads=config.cluster.num_threads)
+    raw = read_config(folder)
+    return Policy(
+        folder=folder,
+        config=raw,
+        spec=within(chosen_spec(folder, config.models.model_impl), config.rollout.rollout_max_context_len),
+        trusted=config.models.trust_remote_code,
+        tokenizer=load_tokenizer(folder, config.models.trust_remote_code),
+        platform=found,
+        dtype=hub.choose_dtype(config.models.dtype, raw, found.device),
+    )
+
+
+def within(spec: DecoderSpec, context: int | None) -> DecoderSpec:
+    """The spec for a run whose contexts have at most so many tokens.
+
+    Only rotations with short and long factors care: a run takes one set of them throughout.
+    """
+    mixers = (layer.mixer for layer in spec.layers)
+    stretched = any(isinstance(m, AttentionSpec) and m.rope is not None and m.rope.kind == "longrope" for m in mixers)
+    if context is None or not stretched:
+        return spec
+    return replace(spec, max_positions=min(context, spec.max_positions))
+
+
+def load_model(policy: Policy, folder: Path | None = None) -> Model:
+    """The policy's model with its weights on the device; or that of another checkpoint of its architecture."""
+    return impl.load(
+        folder or policy.folder,
+        policy.spec,
+        device=policy.platform.device,
+        dtype=policy.dtype,
+        trust_remote_code=policy.trusted,
+    )
+
+
+def load_other(config: Config, policy: Policy, folder: Path) -> Model:
+    """A model of whatever architecture ``folder`` holds, to read what the policy reads."""
+    own = replace(policy, spec=within(chosen_spec(folder, config.models.model_impl), policy.spec.max_positions))
+    return load_model(own, folder)
