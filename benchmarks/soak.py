@@ -30,6 +30,7 @@ EVERY = 15
 """Requests between two troubles."""
 TROUBLES = {"abort some": 7, "abort all": 1, "flush": 3, "update": 2, "abort": 1, "retract": 3, "in_place": 3}
 """How many of a kind come in twenty; the last three are modes of a pause."""
+OUTCOMES = ("answered: ", "answered before", "clients ", "lost")
 PATIENCE = 300.0
 NEAR = 1e-4
 FLAGS = ("--engine-kv-tokens", "2048", "--engine-max-running", "16", "--engine-prefill-chunk", "64")
@@ -197,6 +198,7 @@ class Soak:
         try:
             async with asyncio.timeout(seconds), self._http.post("/generate", json=body) as response:
                 await response.read()
+            self.books.count["answered before the client gave up"] += 1
         except TimeoutError:
             self.books.count["clients gave up waiting"] += 1
 
@@ -321,6 +323,8 @@ class Soak:
         books.count["preemptions"] = int(health["preemptions"])
         books.count["answered twice"] = sum(times > 1 for times in books.answers.values())
         books.count["lost"] += 0
+        if sum(number for name, number in books.count.items() if name.startswith(OUTCOMES)) != self._requests:
+            books.wrong.append("the ends of requests do not add up to the requests")
         told = {f"r{number}" for number in range(self._requests)}
         strangers = books.answers.keys() - told
         silent = told - books.answers.keys() - books.cut

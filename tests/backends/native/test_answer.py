@@ -269,6 +269,14 @@ def test_an_answer_tells_how_long_it_waited_and_what_it_had_to_give_up(tiny):
 # -- experts --------------------------------------------------------------------------------
 
 
+def experts_of(decoder, answer):
+    """Those of a full forward."""
+    routing = Routing(record=True)
+    with torch.no_grad():
+        our_logits(decoder, [torch.tensor([*answer.ask.tokens, *answer.tokens])], routing)
+    return torch.stack(routing.recorded, 1).numpy()
+
+
 def test_the_experts_of_prompt_and_answer_are_those_of_a_full_forward_found_or_computed(tiny):
     decoder = tiny.decoder(spec=tiny.moe_spec)
     engine = tiny.engine(decoder, page_size=4, prefill_chunk=11)
@@ -284,11 +292,7 @@ def test_the_experts_of_prompt_and_answer_are_those_of_a_full_forward_found_or_c
     second = asyncio.run(asked(Ask(tokens=longer, sampling=LONG), Ask(tokens=prompt, sampling=LONG, routed=False)))
     assert second[0][0].cached_tokens == 20
     for answer, completion in [*first, second[0]]:
-        whole = torch.tensor([*answer.ask.tokens, *answer.tokens])
-        routing = Routing(record=True)
-        with torch.no_grad():
-            our_logits(decoder, [whole], routing)
-        expected = torch.stack(routing.recorded, 1).numpy()
+        expected = experts_of(decoder, answer)
         assert answer.routed().tolist() == expected[:-1].tolist()
         assert answer.routed(5).tolist() == expected[5:-1].tolist()
         drawn = np.concatenate([span.extras["routed_experts"] for span in completion.spans])
@@ -297,6 +301,24 @@ def test_the_experts_of_prompt_and_answer_are_those_of_a_full_forward_found_or_c
     without, completion = second[1]
     assert without.routed() is None
     assert all(span.extras == {} for span in completion.spans)
+
+
+def test_a_prompt_that_starts_over_with_new_weights_has_their_experts(tiny):
+    old, new = tiny.decoder(1, tiny.moe_spec), tiny.decoder(2, tiny.moe_spec)
+    engine = tiny.engine(old, page_size=4, prefill_chunk=5)
+
+    async def story():
+        answer = engine.open(Ask(tokens=tiny.prompts(1, low=30, high=31)[0], sampling=LONG))
+        while engine.stats()["prefilled_tokens"] < 11:
+            await asyncio.sleep(0)
+        tiny.publish(engine, new, number=1)
+        await answer.completion()
+        return answer
+
+    answer = asyncio.run(story())
+    expected = experts_of(new, answer)[:-1]
+    assert answer.routed().tolist() == expected.tolist()
+    assert (expected[:10] != experts_of(old, answer)[:10]).any()
 
 
 # -- prefixes -------------------------------------------------------------------------------
