@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles.algo.config import AlgoConfig
@@ -109,6 +109,7 @@ def test_a_margin_beyond_all_measure_has_a_finite_loss_and_gradient():
     assert logp.grad is not None and logp.grad.tolist() == pytest.approx([-1.0, 1.0])
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=2, max_size=6), st.integers(0, 99))
 def test_parts_of_a_batch_add_up_in_any_order(pairs, seed):
     counts = [n for pair in pairs for n in pair]

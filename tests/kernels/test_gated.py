@@ -30,7 +30,8 @@ def test_the_activation_is_torchs(on_device, kind, interleaved, dtype, shape):
     inner = 4 * random(rows, 2 * size, dtype=dtype)
     out = gated(inner, kind, interleaved=interleaved)
     assert out.shape == shape and out.dtype == dtype
-    assert apart(out, activate(*halves(inner.double(), interleaved), kind)) < ROUNDING[dtype]
+    # It rounds at each of its few steps, and a single number has no others to make up for that.
+    assert apart(out, activate(*halves(inner.double(), interleaved), kind)) < 2 * ROUNDING[dtype]
     # Rounded where torch rounds: all but a few numbers are the same to the last bit.
     same = out == activate(*halves(inner, interleaved), kind)
     assert dtype == torch.float32 or out.numel() < 100 or same.double().mean() > 0.9

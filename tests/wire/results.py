@@ -61,6 +61,7 @@ def store() -> None:
     """Write down what was found, over what was known of the same tests and servers."""
     known: dict[str, Any] = load()
     checks = {test: known["checks"].get(test, {}) | _checks.get(test, {}) for test in behaviours()}
+    checks = {test: row for test, row in checks.items() if row}
     known["measured"] |= {name: float(f"{value:.1e}") for name, value in _measured.items()}
     known = {"measured": dict(sorted(known["measured"].items())), "checks": dict(sorted(checks.items()))}
     FILE.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")

@@ -32,7 +32,7 @@ def test_the_generated_tables_of_the_wire_are_up_to_date(regenerate: bool):
 
 def test_the_results_that_are_kept_are_those_of_this_suite():
     checks = results.load()["checks"]
-    assert checks.keys() == results.behaviours()
+    assert checks.keys() == results.behaviours(), "run the suite against both servers with --regenerate"
     differ = {(each.test, each.server): "not run" if each.fatal else "differs" for each in DIFFERENCES}
     stated = {(test, kind): row.get(kind) for test, row in checks.items() for kind in results.KINDS}
     assert stated == {(test, kind): differ.get((test, kind), "yes") for test in checks for kind in results.KINDS}

@@ -67,6 +67,8 @@ def test_scores_are_the_log_probs_of_transformers_at_temperature_one(tiny, score
         assert [before[token].item() for token, _ in tops] == pytest.approx([v for _, v in tops], abs=1e-4)
         assert [token for token, _ in watched] == [7, 0, 7]
         assert [value for _, value in watched] == pytest.approx(before[[7, 0, 7]].tolist(), abs=1e-4)
+    (span,) = asyncio.run(answer.completion()).spans
+    assert (span.tokens.tolist(), span.version) == (answer.tokens, answer.version)
     # What is scored is computed, however much of it is known.
     assert answer.cached_tokens == max(0, (score_from - 1) // 4 * 4 if score_from < 62 else 61)
     tiny.check(engine)
@@ -95,6 +97,7 @@ def test_a_request_for_no_tokens_scores_the_prompt_and_ends(tiny):
     for answer in (scored, bare):
         assert (answer.finish.kind, answer.finish.length, answer.tokens) == ("length", 0, [])
         assert asyncio.run(answer.completion()).spans == ()
+        assert answer.version.number == 0
     assert bare.scores is None
     assert len(usual.tokens) == 8
     with pytest.raises(EngineError, match="max_new_tokens is 0, must be at least 1"):

@@ -204,6 +204,7 @@ class World:
     def drain(self):
         self.steps(5000)
         assert not list(self.scheduler.everyone())
+        assert all(one.reason for one in self.born)
         assert self.hall.pages.available == self.hall.pages.total
         for one in self.ended:
             tokens = tuple(one.tokens)

@@ -48,6 +48,17 @@ def test_a_teacher_that_reads_the_same_text_as_the_same_tokens_is_taken(tokenize
     looked_at(tokenizer, beside("/tokenize", lambda a: {"tokens": tokenizer.encode(a.body["prompt"])}))
 
 
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/models", "/model_info"])
+@pytest.mark.parametrize("status", [404, 500])
+def test_a_server_that_cannot_tell_of_itself_is_tried_all_the_same(tokenizer, path, status):
+    answer = beside(path, lambda a: Fault(status=status))
+    if (path, status) == ("/model_info", 500):
+        with pytest.raises(UsageError, match=r"cannot be used: .*/model_info answered with status 500"):
+            looked_at(tokenizer, answer)
+    else:
+        assert looked_at(tokenizer, answer)[-1].path == "/generate"
+
+
 def test_a_server_that_must_draw_a_token_is_let_draw_one(tokenizer):
     answer = scorer(table())
 

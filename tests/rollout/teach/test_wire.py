@@ -9,7 +9,7 @@ from miles.rollout.reward.score import GradingError
 from miles.rollout.teach.wire import Wish, body_of, said_of
 
 TOKENS = (5, 17, 300, 44)
-# What SGLang 0.5.18 answered to these tokens with logprob_start_len 1, two tops and two watched tokens.
+# Numbers and form of SGLang 0.5.18's, of these tokens with logprob_start_len 1, two tops and two watched tokens.
 ANSWER = {
     "text": "",
     "output_ids": [],

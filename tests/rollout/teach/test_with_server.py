@@ -11,6 +11,7 @@ from tests.backends.native.server.live import served, serving
 from tests.backends.native.server.tiny import VOCABULARY, write_model
 from tests.train.parts import distance, sample, step, worker
 from tests.train.test_served_teacher import TEMPERATURE, keep, knobs, logps_of, spans_of
+from tests.wire.served import sglang
 
 from miles.algo.credit import rows_of
 from miles.backends.fsdp.model import FsdpModel
@@ -26,6 +27,8 @@ from miles.rollout.teach.probe import Needs, try_out
 from miles.rollout.teach.sets import TopSet
 from miles.rollout.teach.taught import Taught
 from miles.rollout.teach.teacher import Teacher
+
+STRATEGIES = ["sampled", "only-student", "only-teacher", "intersection", "union", "xor"]
 
 
 @pytest.fixture(scope="module")
@@ -66,15 +69,15 @@ async def taught(samples, student, live, top, temperature):
     return rows
 
 
-@pytest.mark.parametrize("strategy", ["sampled", "only-student", "only-teacher", "intersection", "union", "xor"])
-def test_loss_and_gradients_are_those_of_a_teacher_that_is_held(folder, teacher_folder, strategy):
-    k = 0 if strategy == "sampled" else 4
-    top = TopSet(k=k, strategy=strategy, vocabulary=VOCABULARY) if k else None
-    algo = knobs(opd_log_prob_top_k=k) | ({"opd_top_k_strategy": strategy} if k else {})
-    samples = drawn()
-    told = served(lambda live: taught(samples, held(folder), live, top, 1.0), teacher_folder)
+def top_of(strategy):
+    return None if strategy == "sampled" else TopSet(k=4, strategy=strategy, vocabulary=VOCABULARY)
+
+
+def compare(folder, teacher_folder, told, strategy):
+    """A step of a trainer that holds the teacher, and one of a trainer that was told."""
+    algo = knobs() if strategy == "sampled" else knobs(opd_log_prob_top_k=4, opd_top_k_strategy=strategy)
     found, metrics = [], []
-    for teachers, rows in (([held(teacher_folder, frozen=True)], samples), ([], told)):
+    for teachers, rows in (([held(teacher_folder, frozen=True)], drawn()), ([], told)):
         actor = held(folder)
         trainer = worker(actor, algo=algo, teachers=teachers, train={"clip_grad": 0.0})
         found.append({})
@@ -85,6 +88,23 @@ def test_loss_and_gradients_are_those_of_a_teacher_that_is_held(folder, teacher_
     assert distance(found[0], found[1]) < 1e-5 * max(1, largest) and largest > 0
     for name in ("loss", "distill_kl", "teacher_logp"):
         assert metrics[1][name] == pytest.approx(metrics[0][name], rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_loss_and_gradients_are_those_of_a_teacher_that_is_held(folder, teacher_folder, strategy):
+    told = served(lambda live: taught(drawn(), held(folder), live, top_of(strategy), 1.0), teacher_folder)
+    compare(folder, teacher_folder, told, strategy)
+
+
+@pytest.mark.sglang
+def test_stock_sglang_teaches_the_same(folder, teacher_folder, tmp_path):
+    with sglang(teacher_folder, tmp_path / "log") as wire:
+        asyncio.run(look(wire, folder))
+        with pytest.raises(UsageError, match="gives log-probs at temperature 1 whatever it is asked"):
+            asyncio.run(look(wire, folder, temperature=TEMPERATURE))
+        for strategy in STRATEGIES:
+            told = asyncio.run(taught(drawn(), held(folder), wire, top_of(strategy), 1.0))
+            compare(folder, teacher_folder, told, strategy)
 
 
 def look(live, folder, *, temperature=1.0, **changed):

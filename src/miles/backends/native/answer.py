@@ -146,7 +146,7 @@ class Answer:
     @property
     def version(self) -> Version | None:
         """The weights that drew the last token, or scored the prompt; None before that."""
-        return self.sequence.version
+        return self.sequence.version or self.sequence.scored_under
 
     @property
     def queue_seconds(self) -> float:

@@ -152,8 +152,8 @@ def singles_of(found_B: Ints, changes: int, sequences: Callable[[Ints], list[Seq
 def groups_of(seats_B: Ints, seats: Seats) -> tuple[Ints, Ints]:
     """Which neighbours have all pages of a prompt in common, and how many tokens that is."""
     trunk_B, whole_B = seats.trunk_S[seats_B], seats.whole_S[seats_B]
-    joined_B = (whole_B > 0) & (seats.computed_S[seats_B] >= whole_B)
-    joined_B[1:] &= joined_B[:-1] & (trunk_B[1:] == trunk_B[:-1])
+    joined_B = whole_B > 0
+    joined_B[1:] &= trunk_B[1:] == trunk_B[:-1]
     joined_B[:1] = False
     group_B = (~joined_B).cumsum() - 1
     return group_B, whole_B * (np.bincount(group_B) > 1)[group_B]
@@ -299,7 +299,7 @@ def take_scores(scored: Items[Scored], drawn: Drawn, version: Version) -> None:
     assert drawn.scores_N is not None
     values, at = drawn.scores_N.tolist(), 0
     for one in scored:
-        one.sequence.version = version
+        one.sequence.scored_under = version
         one.sequence.scores += values[at : at + one.length]
         at += one.length
     if drawn.scores_looked is not None:

@@ -138,7 +138,7 @@ class Scheduler:
         for sequence, token, logprob in zip(plan.draws, tokens, logprobs, strict=True):
             if sequence.reason:
                 continue
-            if sequence.version is not version or not sequence.stamps:
+            if sequence.version is not version:
                 sequence.stamp(version)
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
@@ -168,7 +168,6 @@ class Scheduler:
     def preempt(self, sequence: Sequence) -> None:
         """Take a request's pages away; it waits again, and what it had is computed anew. Nothing may be in flight."""
         self._release(sequence)
-        sequence.scoring = sequence.scored_from
         sequence.preemptions += 1
         self.submit(sequence)
         self.counters.preemptions += 1
@@ -307,7 +306,7 @@ class Scheduler:
         ended = [one for one in rows if not one.reason and one.concluded(self._decode)]
         for sequence in plan.done:
             if not sequence.reason:
-                sequence.reason, sequence.version = "length", version
+                sequence.reason, sequence.scored_under = "length", version
                 ended.append(sequence)
         return ended
 

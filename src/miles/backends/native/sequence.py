@@ -26,13 +26,13 @@ Decode = Callable[[Items[int]], str]
 class Sequence:
     """The memory of one request.
 
-    ``tokens`` are the prompt and what is known to have been drawn; a step that has not landed may have drawn one
-    more. Those before ``limit`` in all are drawn. A token in ``ends`` ends it, those ``barred`` are
-    kept away while it is shorter than it may be; the last ``tail`` tokens are searched
-    for stop strings, if there are any. ``stamps`` say from which drawn token on which version wrote. ``followers``
-    have the same prompt, arrived while it was being computed, and take it over when it is done. ``rank`` orders
-    requests. ``scores`` are log-probs of the prompt from ``ask.score_from`` on; those up to ``scoring`` are on their
-    way. ``routed_TLx`` are experts that were saved when its pages were given up.
+    ``tokens`` are the prompt and what is known to have been drawn, ``limit`` at most; a step that has not landed may
+    have drawn one more. A token in ``ends`` ends it; those ``barred`` are kept away while it is too short. The last
+    ``tail`` tokens are searched for stop strings, if there are any. ``stamps`` say from which drawn token on which
+    version wrote, and ``version`` is the last of these. ``followers`` have the same prompt, arrived while it was being
+    computed, and take it over when it is done. ``rank`` orders requests. ``scores`` are log-probs of the prompt from
+    ``ask.score_from`` on; those up to ``scoring`` are on their way. ``routed_TLx`` are experts that were saved when its
+    pages were given up.
     """
 
     number: int
@@ -54,6 +54,7 @@ class Sequence:
     watched: list[tuple[Top, ...]] = field(default_factory=list)
     stamps: list[tuple[int, Version]] = field(default_factory=list)
     version: Version | None = None
+    scored_under: Version | None = None
     scores: list[float | None] = field(default_factory=list)
     score_tops: list[tuple[Top, ...]] = field(default_factory=list)
     score_watched: list[tuple[Top, ...]] = field(default_factory=list)

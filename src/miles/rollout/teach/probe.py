@@ -55,7 +55,7 @@ async def try_out(teacher: Teacher, tokenizer: Tokenizer, needs: Needs) -> None:
 
 async def _introduced(teacher: Teacher, needs: Needs) -> None:
     """What a server tells of itself, as far as it does: a token beyond a vocabulary can end one that does not check."""
-    who, model = _who(teacher), await _told(teacher, "/model_info")
+    who, model = _who(teacher), await _told(teacher, "/model_info", must=True)
     size = model.get("vocab_size")
     if isinstance(size, int) and size < needs.vocabulary:
         raise UsageError(f"{who} knows {size} tokens and the policy {needs.vocabulary}; it must know all of them.")
@@ -91,14 +91,16 @@ async def _asked(teacher: Teacher, wish: Wish, temperature: float) -> Said:
         raise _useless(teacher, error) from error
 
 
-async def _told(teacher: Teacher, path: str, body: Any = None) -> dict[str, Any]:
-    """An object that a server may have at ``path``; empty where it has none."""
+async def _told(teacher: Teacher, path: str, body: Any = None, *, must: bool = False) -> dict[str, Any]:
+    """An object that a server may have at ``path``, empty where it has none; with ``must`` it is at least there."""
     try:
         found = await (teacher.client.get(path) if body is None else teacher.client.post(path, body))
     except Refused:
         return {}
     except GradingError as error:
-        raise _useless(teacher, error) from error
+        if must:
+            raise _useless(teacher, error) from error
+        return {}
     return found if isinstance(found, dict) else {}
 
 
