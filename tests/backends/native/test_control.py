@@ -141,6 +141,20 @@ def test_every_token_carries_the_version_that_wrote_it_through_a_swap_in_flight(
     tiny.same(late, tiny.ask(tiny.engine(second), [asked[0]])[0])
 
 
+def test_a_version_published_twice_is_one_version_to_those_under_way(tiny):
+    engine = tiny.engine(page_size=4)
+
+    async def story():
+        task = asyncio.create_task(engine.generate(tiny.prompts(1)[0], LONG))
+        while engine.stats()["steps"] < 5:
+            await asyncio.sleep(0)
+        tiny.publish(engine, tiny.decoder(), number=0)
+        return await task
+
+    answer = asyncio.run(story())
+    assert [(span.version.number, len(span)) for span in answer.spans] == [(0, 30)]
+
+
 def test_weights_may_come_from_another_thread_while_the_engine_steps_on_its_own(tiny):
     run = Threaded("engine")
     engine = tiny.engine(run=run, page_size=4)

@@ -105,8 +105,17 @@ def test_one_found_ended_may_already_be_in_the_next_step_whose_draw_is_ignored(o
     engine = over.engine(page_size=4)
     log = Log(engine)
     beside = (over.prompts(2)[1], LONG)
-    cut, whole = over.ask(engine, [(prompt, replace(LONG, stop_token_ids=(stop,))), beside])
-    assert over.tokens(cut) == free[:end]
+
+    async def story():
+        ask = Ask(tokens=prompt, sampling=replace(LONG, stop_token_ids=(stop,)), tops=2, watch=(3,))
+        answer, task = engine.open(ask), asyncio.create_task(engine.generate(*beside))
+        await answer.completion()
+        return answer, await task
+
+    cut, whole = asyncio.run(story())
+    over.check(engine)
+    assert cut.tokens == free[:end]
+    assert len(cut.logprobs) == len(cut.tops) == len(cut.watched) == end
     assert len(log.orders[end].seats_B) == 2  # one more than it had tokens to draw
     assert len(log.orders[end + 1].seats_B) == 1
     over.same(whole, over.alone(beside))
@@ -174,6 +183,24 @@ def test_weights_that_come_while_a_step_is_in_flight_do_not_claim_what_it_drew(o
     answer = asyncio.run(story())
     assert [(span.version.number, len(span)) for span in answer.spans] == [(0, 12), (1, 18)]
     assert over.tokens(answer)[:12] == over.tokens(over.alone(request))[:12]
+    over.check(engine)
+
+
+def test_one_that_ends_in_a_step_that_lands_for_the_weights_is_told_so(over):
+    engine = over.engine(page_size=4)
+    request = (over.prompts(1)[0], replace(LONG, max_new_tokens=12))
+
+    async def story():
+        task = asyncio.create_task(engine.generate(*request))
+        await until(engine, "steps", 12)
+        over.publish(engine, over.decoder(1), number=1)
+        answer = await task
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1
+        return answer
+
+    over.same(asyncio.run(story()), over.alone(request))
     over.check(engine)
 
 

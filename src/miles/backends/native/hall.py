@@ -237,6 +237,7 @@ class Hall:
         assert seats.free + len(seated) == seats.count
         assert all(seats.holders[one.seat] is one for one in seated)
         assert sum(one is not None for one in seats.holders) == len(seated)
+        assert int(seats.ends_V.sum()) == sum(len(one.ends) for one in seated)
         assert [one.rank for one in running] == sorted(one.rank for one in running)
         for one in running:
             assert seats.room_S[one.seat] == len(one.pages) * self.pages.size >= seats.computed_S[one.seat]

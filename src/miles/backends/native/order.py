@@ -98,7 +98,7 @@ class Order:
 
     Sequence b has ``starts_B[b]`` tokens in its pages and brings ``counts_B[b]`` more; the first ``singles`` of
     them bring one each, and neighbours among these begin with the same ``shared_B`` tokens (whole pages) where
-    their ``group_B`` is the same. A token of -1 is the one last drawn in the seat of its row. ``rows_D`` are the
+    their ``group_B`` is the same (0 tokens for one alone, group -1 for what is no single request's next token). A token of -1 is the one last drawn in the seat of its row. ``rows_D`` are the
     rows of the T from which a token is drawn for ``seats_D``; some rows give several. ``copies`` of pages and
     ``seat_copies`` of states are (sources, targets), all at once, before anything is written.
 

@@ -129,7 +129,8 @@ class Sequence:
 
     def stamp(self, version: Version) -> None:
         """From the next drawn token on, this version writes."""
-        self.stamps.append((len(self.logprobs), version))
+        if self.version != version:
+            self.stamps.append((len(self.logprobs), version))
         self.version = version
 
     def unscore(self) -> None:
