@@ -97,9 +97,9 @@ class Order:
     """One step. Arrays and numbers only, so that it can be sent to another rank as bytes.
 
     Sequence b has ``starts_B[b]`` tokens in its pages and brings ``counts_B[b]`` more; the first ``singles`` of
-    them bring one each, and neighbours among these begin with the same ``shared_B`` tokens (whole pages) where
-    their ``group_B`` is the same (0 tokens for one alone, group -1 for what is no single request's next token). A token of -1 is the one last drawn in the seat of its row. ``rows_D`` are the
-    rows of the T from which a token is drawn for ``seats_D``; some rows give several. ``copies`` of pages and
+    them bring one each. Neighbours of one ``group_B`` (-1 is none) begin with the same ``shared_B`` tokens, whole
+    pages; who is alone in its group shares 0. A token of -1 is the one last drawn in the seat of its row. ``rows_D``
+    are the rows of the T from which a token is drawn for ``seats_D``; some rows give several. ``copies`` of pages and
     ``seat_copies`` of states are (sources, targets), all at once, before anything is written.
 
     A ``plain`` step is nothing but single tokens, one drawn from each in its order, with nothing scored, looked up
