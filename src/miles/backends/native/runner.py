@@ -125,8 +125,9 @@ class Runner:
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
         """Compute with these very tensors from now on; no byte is copied."""
-        moved = any(tensors[name].data_ptr() != at.data_ptr() for name, at in self.decoder.named_parameters())
-        if self._graphs is not None and moved:
+        if self._graphs is not None and any(
+            tensors[name].data_ptr() != at.data_ptr() for name, at in self.decoder.named_parameters()
+        ):
             self._graphs.forget()
         for module, leaf, name in self._places:
             setattr(module, leaf, nn.Parameter(tensors[name].detach(), requires_grad=False))
