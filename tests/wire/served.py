@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Coroutine, Iterator
@@ -129,7 +131,12 @@ def sglang(folder: Path, log: Path, *flags: str) -> Iterator[Wire]:
     more = {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": str(STUB), "OMP_NUM_THREADS": "1"}
     with log.open("w") as out:
         process = subprocess.Popen(
-            [*words, *flags], env=os.environ | more, stdout=out, stderr=out, start_new_session=True
+            [*words, *flags],
+            env=os.environ | more,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+            preexec_fn=_die_with_us if sys.platform == "linux" else None,
         )
         try:
             wire = Wire("sglang", f"http://127.0.0.1:{port}", folder)
@@ -137,6 +144,11 @@ def sglang(folder: Path, log: Path, *flags: str) -> Iterator[Wire]:
             yield wire
         finally:
             _end(process, out)
+
+
+def _die_with_us() -> None:
+    """Ask the kernel to kill this process when the one that started it is gone, however it went."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def _await_health(wire: Wire, process: subprocess.Popen[bytes], log: Path) -> None:
