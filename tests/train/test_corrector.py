@@ -19,7 +19,7 @@ def told(actor, samples, trainer):
     """The trainer's own log-probs in place of what the samples' engine said, to the bit."""
     flat = flatten([[s] for s in samples], per_trajectory)
     rows = micro_batches(flat, trainer._train, device=actor.device, replay=False)
-    own = torch.cat([Reader(temperature=1.0, chunk=None).frozen(actor, r) for r in rows]).numpy()
+    own = torch.cat(Reader(temperature=1.0, chunk=None).frozen(actor, rows)).numpy()
     out, start = [], 0
     for s in samples:
         logprobs = np.zeros(len(s), np.float32)

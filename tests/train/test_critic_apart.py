@@ -15,6 +15,7 @@ from miles.algo.reduce import per_trajectory
 from miles.core.extras import TEACHER_LOGPROB
 from miles.train.config import TrainConfig
 from miles.train.critic import Critic
+from miles.train.optim import whole_norm
 from miles.train.returns import Judged
 from miles.train.rows import flatten, rows_of
 
@@ -38,6 +39,15 @@ class Elsewhere:
 
     def parameters(self):
         return {"weight": self.weight}
+
+    def settle(self):
+        pass
+
+    def updated(self):
+        pass
+
+    def norm(self, grads):
+        return whole_norm(grads)
 
     def values(self, tokens_T, positions_T, lengths, at_R):
         self.seen += [tokens_T.device, positions_T.device, at_R.device]

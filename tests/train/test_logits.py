@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from miles.train.logits import chunk_rows, logprobs
+from miles.train.logits import Output, chunk_rows, logprobs
 
 
 def material(dtype, rows=7, width=5, vocab=11):
@@ -24,7 +24,7 @@ def plain(hidden, head, target, temperature):
 def test_values_and_gradients_equal_plain_autograd_however_it_is_chunked(chunk, temperature, used):
     hidden, head, target = material(torch.float64)
     weights = torch.randn(2, 7, dtype=torch.float64)
-    mine = logprobs(hidden, head, target, temperature=temperature, chunk=chunk)
+    mine = logprobs(Output(hidden_RD=hidden, head_VD=head), target, temperature=temperature, chunk=chunk)
     theirs = plain(hidden, head, target, temperature)
     for a, b in zip(mine, theirs, strict=True):
         assert torch.allclose(a, b, rtol=1e-12, atol=1e-12)
@@ -42,13 +42,15 @@ def test_values_and_gradients_equal_plain_autograd_however_it_is_chunked(chunk, 
 def test_gradients_pass_the_finite_difference_check(chunk):
     hidden, head, target = material(torch.float64)
     assert torch.autograd.gradcheck(
-        lambda h, w: logprobs(h, w, target, temperature=1.3, chunk=chunk), (hidden, head), fast_mode=False
+        lambda h, w: logprobs(Output(hidden_RD=h, head_VD=w), target, temperature=1.3, chunk=chunk),
+        (hidden, head),
+        fast_mode=False,
     )
 
 
 def test_float32_is_as_good_as_plain_float32():
     hidden, head, target = material(torch.float32, rows=64, width=32, vocab=500)
-    mine, entropy = logprobs(hidden, head, target, chunk=10)
+    mine, entropy = logprobs(Output(hidden_RD=hidden, head_VD=head), target, chunk=10)
     theirs, their_entropy = plain(hidden, head, target, 1.0)
     assert torch.allclose(mine, theirs, atol=1e-5) and torch.allclose(entropy, their_entropy, atol=1e-5)
     for a, b in zip(
@@ -59,7 +61,7 @@ def test_float32_is_as_good_as_plain_float32():
 
 def test_low_precision_weights_give_float32_logits_and_low_precision_gradients():
     hidden, head, target = material(torch.bfloat16, rows=16, width=8)
-    mine, entropy = logprobs(hidden, head, target, chunk=5)
+    mine, entropy = logprobs(Output(hidden_RD=hidden, head_VD=head), target, chunk=5)
     theirs, _ = plain(hidden.float(), head.float(), target, 1.0)
     assert mine.dtype == entropy.dtype == torch.float32 and torch.allclose(mine, theirs, atol=1e-5)
     grads = torch.autograd.grad(mine.sum(), (hidden, head))
@@ -70,9 +72,9 @@ def test_low_precision_weights_give_float32_logits_and_low_precision_gradients()
 
 def test_only_the_asked_gradients_are_made_and_no_rows_are_no_trouble():
     hidden, head, target = material(torch.float32)
-    logprobs(hidden.detach(), head, target)[0].sum().backward()
+    logprobs(Output(hidden_RD=hidden.detach(), head_VD=head), target)[0].sum().backward()
     assert head.grad is not None and hidden.grad is None
-    empty, entropy = logprobs(hidden[:0], head, target[:0])
+    empty, entropy = logprobs(Output(hidden_RD=hidden[:0], head_VD=head), target[:0])
     assert empty.shape == entropy.shape == (0,)
     empty.sum().backward()
 

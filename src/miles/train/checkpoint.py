@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from miles.core.errors import CheckpointError
 from miles.core.types import Version
 from miles.train.optim import Optimizer
+from miles.train.peers import ALONE, Peers
 from miles.train.roles import Stored
 
 OPTIMIZER = "optimizer.safetensors"
@@ -24,7 +25,7 @@ NUMBERS = "trainer.json"
 _FORMAT = 1
 
 
-def save(folder: Path, model: Stored, optimizer: Optimizer, version: Version) -> None:
+def save(folder: Path, model: Stored, optimizer: Optimizer, version: Version, peers: Peers = ALONE) -> None:
     """Write everything an exact continuation needs into an existing ``folder``."""
     model.save(folder)
     state = {name: value.contiguous() for name, value in optimizer.state().items()}

@@ -16,6 +16,7 @@ from miles.algo.corrections import Importance, correction_of
 from miles.algo.ladder import RUNGS, Ladder, Parity, Rung, corrects
 from miles.algo.objective import Correction, Objective, PolicyLoss
 from miles.core.errors import ParityError
+from miles.train.peers import ALONE, Peers
 from miles.train.rows import Rows
 
 
@@ -26,6 +27,7 @@ class Corrector:
     algo: AlgoConfig
     ladder: Ladder
     own: Correction | None = None
+    peers: Peers = ALONE
 
     @property
     def active(self) -> bool:
@@ -67,7 +69,7 @@ class Corrector:
         correction = self.own or correction_of(self.algo, rung if rung == "truncate" or rung == "icepop" else None)
         if isinstance(correction, Importance) and correction.normalize:
             parts = [_part(correction, r, old) for r, old in zip(rows, olds, strict=True)]
-            correction = correction.over(torch.stack(parts).sum(0)) if parts else correction
+            correction = correction.over(self.peers.sum(torch.stack(parts).sum(0))) if parts else correction
         return replace(objective, correction=correction)
 
 

@@ -18,6 +18,7 @@ from miles.core.types import Version
 from miles.train import checkpoint
 from miles.train.config import TrainConfig
 from miles.train.optim import Optimizer
+from miles.train.peers import ALONE, Peers
 from miles.train.rates import critic_schedule_of
 from miles.train.returns import Judged
 from miles.train.roles import ValueModel
@@ -36,14 +37,21 @@ class Critic:
     """
 
     def __init__(
-        self, model: ValueModel, *, algo: AlgoConfig, train: TrainConfig, updates: int, apart: bool = False
+        self,
+        model: ValueModel,
+        *,
+        algo: AlgoConfig,
+        train: TrainConfig,
+        updates: int,
+        apart: bool = False,
+        peers: Peers = ALONE,
     ) -> None:
         self.apart = apart
-        self._model = model
+        self._model, self._peers = model, peers
         self._loss = ValueLoss(clip=algo.value_clip)
         trained = {name: p for name, p in model.parameters().items() if p.requires_grad}
         schedule = critic_schedule_of(train, updates=updates)
-        self._optimizer = Optimizer(trained, train, schedule, rate="--critic-lr")
+        self._optimizer = Optimizer(trained, train, schedule, rate="--critic-lr", norm=model.norm)
 
     @property
     def updates(self) -> int:
@@ -65,13 +73,15 @@ class Critic:
             terms.loss.backward()
             for name, value in terms.metrics.items():
                 tally.add(name, value)
+        self._model.settle()
         grad_norm, lr = self._optimizer.step()
-        return tally.floats() | {"critic_grad_norm": grad_norm, "critic_lr": lr}
+        self._model.updated()
+        return tally.floats(self._peers) | {"critic_grad_norm": grad_norm, "critic_lr": lr}
 
     def save(self, folder: Path, version: Version) -> None:
         """Write it into a folder of its own within the checkpoint ``folder``."""
         (folder / FOLDER).mkdir()
-        checkpoint.save(folder / FOLDER, self._model, self._optimizer, version)
+        checkpoint.save(folder / FOLDER, self._model, self._optimizer, version, self._peers)
 
     def load(self, folder: Path) -> None:
         """Take back what ``save`` wrote."""

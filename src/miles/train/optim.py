@@ -7,7 +7,7 @@ happens in it, and the parameter is its rounding. A float32 parameter is its own
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from miles.core.errors import CheckpointError, MilesError
 from miles.train.config import TrainConfig
 from miles.train.rates import Schedule
+
+Norm = Callable[[Mapping[str, Tensor]], Tensor]
+"""The norm of a gradient, given by this rank's parts of it."""
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -32,9 +35,16 @@ class Optimizer:
     """
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], config: TrainConfig, schedule: Schedule, *, rate: str = "--lr"
+        self,
+        parameters: Mapping[str, Tensor],
+        config: TrainConfig,
+        schedule: Schedule,
+        *,
+        rate: str = "--lr",
+        norm: Norm | None = None,
     ) -> None:
         self.updates = 0
+        self._norm = norm or whole_norm
         self._rate = rate
         self._schedule = schedule
         self._clip = config.clip_grad
@@ -60,8 +70,7 @@ class Optimizer:
         A norm that is not finite raises GradientError and changes nothing.
         """
         masters = list(self._masters.values())
-        grads = [m.grad for m in masters if m.grad is not None]
-        total = get_total_norm(grads, foreach=True) if grads else torch.zeros(())
+        total = self._norm({name: m.grad for name, m in self._masters.items() if m.grad is not None})
         norm = float(total)
         if not math.isfinite(norm):
             complaint = self._complaint(norm)
@@ -130,6 +139,11 @@ class Optimizer:
             "nothing was updated. "
             f"Look at this batch's rewards and log-probs, and lower {self._rate} if the loss had been growing."
         )
+
+
+def whole_norm(grads: Mapping[str, Tensor]) -> Tensor:
+    """The norm of a gradient that one rank has all of."""
+    return get_total_norm(list(grads.values()), foreach=True) if grads else torch.zeros(())
 
 
 def _master(parameter: Tensor) -> Tensor:

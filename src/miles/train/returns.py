@@ -21,7 +21,10 @@ from miles.algo.objective import Divergence
 from miles.algo.returns import Estimator, Moments, explained_variance, rewards, whiten
 from miles.algo.table import divergence_of, estimator_of
 from miles.core.errors import MilesError
+from miles.train.peers import ALONE, Peers
 from miles.train.rows import Rows
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +51,17 @@ class Judged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Returns:
-    """How a whole batch is judged. Without an ``estimator`` tokens keep what their credit gave them."""
+    """How a whole batch on ``device`` is judged, of which this rank has a part among ``peers``.
+
+    Without an ``estimator`` tokens keep what their credit gave them.
+    """
 
     estimator: Estimator | None
     divergence: Divergence
     kl_coef: float
     normalize: bool
+    peers: Peers = ALONE
+    device: torch.device = _CPU
 
     def __call__(self, known: Sequence[Known]) -> tuple[list[Judged], dict[str, float]]:
         """The micro-batches of one batch, in order, and metrics over all their tokens."""
@@ -64,9 +72,9 @@ class Returns:
         if self.estimator is not None:
             judged = self._estimated(known, self.estimator, measured)
         if self.normalize:
-            whole = _moments([j.rows.advantage_R for j in judged])
+            whole = self._moments(_advantages(judged))
             judged = [replace(j, rows=_given(j.rows, whiten(j.rows.advantage_R, whole))) for j in judged]
-        _note(measured, "advantage", _moments([j.rows.advantage_R for j in judged]))
+        _note(measured, "advantage", self._moments(_advantages(judged)))
         found = dict(zip(measured, torch.stack(list(measured.values())).tolist(), strict=True))
         if not all(map(math.isfinite, found.values())):
             raise MilesError(
@@ -83,16 +91,23 @@ class Returns:
             found = estimator(earned_R, k.value_R, k.rows.sample_R)
             rows = _given(k.rows, found.advantage_R)
             judged.append(Judged(rows=rows, value_R=k.value_R, return_R=found.return_R))
-        if present := [kl_R for kl_R in kls if kl_R is not None]:
-            measured["reward_kl"] = _moments(present).mean
-        came = _moments([j.return_R for j in judged if j.return_R is not None])
+        if self.kl_coef:
+            present = [kl_R for k, kl_R in zip(known, kls, strict=True) if kl_R is not None and not k.rows.idle]
+            measured["reward_kl"] = self._moments(present).mean
+        real = [j for j in judged if not j.rows.idle]
+        came = self._moments([j.return_R for j in real if j.return_R is not None])
         _note(measured, "return", came)
-        pairs = [(j.value_R, j.return_R) for j in judged]
-        if told := [(value_R, return_R) for value_R, return_R in pairs if value_R is not None and return_R is not None]:
-            measured["value_mean"] = _moments([value_R for value_R, _ in told]).mean
-            error = _moments([return_R - value_R for value_R, return_R in told])
+        if known[0].value_R is not None:
+            told = [(j.value_R, j.return_R) for j in real if j.value_R is not None and j.return_R is not None]
+            measured["value_mean"] = self._moments([value_R for value_R, _ in told]).mean
+            error = self._moments([return_R - value_R for value_R, return_R in told])
             measured["explained_variance"] = explained_variance(error, came)
         return judged
+
+    def _moments(self, parts: Sequence[Tensor]) -> Moments:
+        """Over all tokens of the batch, whoever has them."""
+        nothing = Moments.of(torch.zeros(0, device=self.device))
+        return Moments.unstack(self.peers.sum(reduce(add, map(Moments.of, parts), nothing).stack()))
 
     def _kl(self, known: Known) -> Tensor | None:
         if not self.kl_coef:
@@ -101,7 +116,7 @@ class Returns:
         return self.divergence(known.old_logp_R, known.ref_logp_R)
 
 
-def returns_of(config: AlgoConfig) -> Returns | None:
+def returns_of(config: AlgoConfig, peers: Peers = ALONE, device: torch.device = _CPU) -> Returns | None:
     """How a batch is judged as a whole; None where every sample's credit is all there is to it."""
     by_token = config.advantage_estimator in TOKEN_RETURNS
     if not by_token and not config.normalize_advantages:
@@ -111,11 +126,13 @@ def returns_of(config: AlgoConfig) -> Returns | None:
         divergence=divergence_of(config),
         kl_coef=config.kl_coef,
         normalize=config.normalize_advantages,
+        peers=peers,
+        device=device,
     )
 
 
-def _moments(parts: Sequence[Tensor]) -> Moments:
-    return reduce(add, map(Moments.of, parts))
+def _advantages(judged: Sequence[Judged]) -> list[Tensor]:
+    return [j.rows.advantage_R for j in judged if not j.rows.idle]
 
 
 def _given(rows: Rows, advantage_R: Tensor) -> Rows:

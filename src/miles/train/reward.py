@@ -49,7 +49,7 @@ class RewardTrainer:
         self._model, self._train, self._steps, self._run, self._clock = model, train, steps, run, clock
         self._loss = BradleyTerry()
         trained = {name: p for name, p in model.parameters().items() if p.requires_grad}
-        self._optimizer = Optimizer(trained, train, schedule_of(train, updates=updates))
+        self._optimizer = Optimizer(trained, train, schedule_of(train, updates=updates), norm=model.norm)
 
     async def step(self, batch: Batch) -> StepReport:
         """Train on ``batch``; the report's version is the new one."""
@@ -91,7 +91,9 @@ class RewardTrainer:
             terms.loss.backward()
             for name, part in terms.metrics.items():
                 tally.add(name, part)
+        self._model.settle()
         grad_norm, lr = self._optimizer.step()
+        self._model.updated()
         return tally.floats() | {"grad_norm": grad_norm, "lr": lr}
 
     def _micro_batches(self, pairs: Sequence[Sequence[Sample]]) -> Iterator[list[Sample]]:

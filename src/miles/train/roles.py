@@ -1,41 +1,64 @@
-"""The doors to models in training, whichever backend holds them: one for actor and reference, one for the critic.
+"""The doors to models in training, whichever backend holds them and however many ranks share one.
 
-``_T`` packed input tokens, ``_R`` some of them, ``L`` layers with experts, ``k`` experts a token, ``D`` hidden,
-``V`` vocabulary.
+``_T`` packed input tokens, ``_R`` some of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from miles.train.logits import Output
+from miles.train.rows import Rows
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Read:
-    """What a model made of a packed batch. ``flips`` counts the replayed experts its own router would not
-    have chosen, out of ``replayed``; both None where nothing was replayed."""
-
-    hidden_TD: Tensor
-    flips: Tensor | None = None
-    replayed: Tensor | None = None
+Kept = Mapping[str, Tensor]
+Judge = Callable[[int, Output], tuple[Tensor | None, Kept]]
+"""A micro-batch by its number, and what a model made of it: to the loss to differentiate, if any, and what to keep."""
 
 
 class Stored(Protocol):
-    """Live parameters that a checkpoint holds."""
+    """Live parameters that a checkpoint holds, of which each rank has a part.
+
+    Where ranks share a model all of them make the same calls in the same order. A rank alone has all of everything:
+    ``gather`` and ``cut`` give back what they are given.
+    """
 
     @property
     def device(self) -> torch.device: ...
 
     def parameters(self) -> Mapping[str, Tensor]:
-        """The live parameters, by our names, a tied head once; updated in place, never exchanged.
+        """This rank's part of each parameter, by our names, a tied head once; updated in place, never exchanged.
 
         Those that do not require a gradient are part of the model but are not trained.
         """
+        ...
+
+    def settle(self) -> None:
+        """After the last backward of an optimizer step: let every part have its whole gradient."""
+        ...
+
+    def norm(self, grads: Mapping[str, Tensor]) -> Tensor:
+        """The norm of a gradient given by its parts, the same bits on every rank."""
+        ...
+
+    def updated(self) -> None:
+        """The parameters were written to."""
+        ...
+
+    def gather(self, name: str, local: Tensor) -> Tensor:
+        """The whole of what the ranks hold of parameter ``name``, or of something shaped like it."""
+        ...
+
+    def cut(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of it: the inverse of ``gather``."""
+        ...
+
+    def move(self, device: torch.device) -> None:
+        """Put the parameters on ``device``; they stay the same objects."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -50,17 +73,11 @@ class Stored(Protocol):
 class TrainModel(Stored, Protocol):
     """A decoder that can be read through, differentiated and saved."""
 
-    @property
-    def softcap(self) -> float | None:
-        """What bounds the logits, if anything does."""
-        ...
+    def each(self, plan: Sequence[Rows], judge: Judge) -> list[Kept]:
+        """Read micro-batch after micro-batch, have each judged, and differentiate what the judge calls a loss.
 
-    def read(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], replay_TLk: Tensor | None) -> Read:
-        """The hidden states that ``head`` turns into logits, sequence after sequence without padding."""
-        ...
-
-    def head(self) -> Tensor:
-        """The output weight [V, D]."""
+        What it keeps comes back in order, on every rank that shares the rows.
+        """
         ...
 
 
@@ -68,7 +85,7 @@ class ScoreModel(Stored, Protocol):
     """A decoder with one number a sequence in place of logits."""
 
     def scores(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int]) -> Tensor:
-        """What each sequence is worth, read at its last token, in float32; sequences as in ``TrainModel.read``."""
+        """What each sequence is worth, read at its last token, in float32; sequences one after the other."""
         ...
 
 
@@ -76,9 +93,5 @@ class ValueModel(Stored, Protocol):
     """A decoder with one number a token in place of logits."""
 
     def values(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], at_R: Tensor) -> Tensor:
-        """What is expected after the input tokens ``at_R``, in float32; sequences as in ``TrainModel.read``."""
-        ...
-
-    def move(self, device: torch.device) -> None:
-        """Put the parameters on ``device``; they stay the same objects."""
+        """What is expected after the input tokens ``at_R``, in float32; sequences one after the other."""
         ...

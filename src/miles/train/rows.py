@@ -56,7 +56,8 @@ class Rows:
     it, ``oldest_R`` the stalest version that wrote any trained token of its sample. ``sample_R`` ascends and says
     which sample of the micro-batch a token is of; ``trained_B`` how many trained tokens each has, at least one.
     In ``replay_TLk`` -1 leaves the choice to the router. ``teachers`` are the numbers of the samples' teachers, empty
-    where the samples name none; ``told`` what teachers elsewhere said, where the samples bring it.
+    where the samples name none; ``told`` what teachers elsewhere said, where the samples bring it. ``idle`` rows only
+    keep a rank in step with the others: they weigh nothing.
     """
 
     lengths: tuple[int, ...]
@@ -74,6 +75,7 @@ class Rows:
     replay_TLk: Tensor | None
     teachers: tuple[int, ...] = ()
     told: Told | None = None
+    idle: bool = False
 
     def to(self, device: torch.device) -> Rows:
         """The same rows on another device, or these where they are there."""

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -16,9 +17,13 @@ from miles.algo.objective import Evidence, Objective
 from miles.train.config import TrainConfig
 from miles.train.logits import Output, logprobs
 from miles.train.pack import by_count, by_tokens
-from miles.train.roles import TrainModel
+from miles.train.peers import ALONE, Peers
+from miles.train.roles import Kept, TrainModel
 from miles.train.rows import Flat, Rows, rows_of
 from miles.train.teacher import Teaching
+
+_LOGP = "logp"
+"""What is kept of a micro-batch beside its metrics."""
 
 
 @dataclass(slots=True)
@@ -34,13 +39,16 @@ class Tally:
     def rise(self, name: str, value: Tensor) -> None:
         self.most[name] = torch.maximum(self.most[name], value) if name in self.most else value
 
-    def floats(self) -> dict[str, float]:
-        """Every entry as a number, with one wait for the device."""
-        found = self.sums | self.most
-        if not found:
-            return {}
-        stacked = torch.stack([v.detach().to(torch.float64) for v in found.values()])
-        return dict(zip(found, stacked.tolist(), strict=True))
+    def floats(self, peers: Peers = ALONE) -> dict[str, float]:
+        """Every entry as a number, over all parts of a batch, with one wait for the device."""
+        found: dict[str, Tensor] = {}
+        for entries, join in ((self.sums, peers.sum), (self.most, peers.most)):
+            names = peers.names(list(entries))
+            if names:
+                none = next(iter((self.sums | self.most).values())).new_zeros((), dtype=torch.float64)
+                stacked = torch.stack([entries.get(name, none).detach().to(torch.float64) for name in names])
+                found |= dict(zip(names, join(stacked).unbind(), strict=True))
+        return dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True)) if found else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,40 +58,38 @@ class Reader:
     temperature: float
     chunk: int | None
 
-    def __call__(self, model: TrainModel, rows: Rows, tally: Tally | None = None) -> tuple[Tensor, Tensor]:
-        """The log-probs and entropies of the trained tokens; how often a replay overruled goes to ``tally``."""
-        return self.logprobs(self.output(model, rows, tally), rows.target_R)
-
-    def output(self, model: TrainModel, rows: Rows, tally: Tally | None = None) -> Output:
+    def output(self, model: TrainModel, rows: Rows) -> Output:
         """What predicts the trained tokens, before it is a distribution."""
-        read = model.read(rows.tokens_T, rows.positions_T, rows.lengths, rows.replay_TLk)
-        if tally is not None and read.flips is not None and read.replayed is not None:
-            tally.add("routing_flips", read.flips)
-            tally.add("routing_replayed", read.replayed)
-        hidden_RD = read.hidden_TD.index_select(0, rows.before_R)
-        return Output(hidden_RD=hidden_RD, head_VD=model.head(), softcap=model.softcap)
+        outputs: list[Output] = []
+
+        def judge(_: int, output: Output) -> tuple[None, Kept]:
+            outputs.append(output)
+            return None, {}
+
+        model.each([rows], judge)
+        return outputs[0]
 
     def logprobs(self, output: Output, target_R: Tensor) -> tuple[Tensor, Tensor]:
         """The log-probs of the tokens ``target_R``, and the entropies of what they were drawn from."""
-        return logprobs(
-            output.hidden_RD,
-            output.head_VD,
-            target_R,
-            temperature=self.temperature,
-            softcap=output.softcap,
-            chunk=self.chunk,
-        )
+        return logprobs(output, target_R, temperature=self.temperature, chunk=self.chunk)
 
     @torch.no_grad()
-    def frozen(self, model: TrainModel, rows: Rows) -> Tensor:
-        """The log-probs alone, without a gradient."""
-        return self(model, rows)[0]
+    def frozen(self, model: TrainModel, plan: Sequence[Rows]) -> list[Tensor]:
+        """The log-probs of each micro-batch's trained tokens alone, without a gradient."""
+
+        def judge(number: int, output: Output) -> tuple[None, Kept]:
+            return None, {"logp": self.logprobs(output, plan[number].target_R)[0]}
+
+        return [kept["logp"] for kept in model.each(plan, judge)]
 
 
 def micro_batches(
-    flat: Flat, config: TrainConfig, *, device: torch.device, replay: bool, paired: bool = False
+    flat: Flat, config: TrainConfig, *, device: torch.device, replay: bool, paired: bool = False, peers: Peers = ALONE
 ) -> list[Rows]:
-    """A global batch as packed rows; ``paired`` samples, 0 and 1, 2 and 3, ..., are in one micro-batch each."""
+    """This rank's part of a global batch as packed rows; ``paired`` samples, 0 and 1, 2 and 3, ..., stay together.
+
+    Every part has as many micro-batches; one for which no sample is left has rows that weigh nothing.
+    """
     kept = np.flatnonzero(flat.length_S)
     units = kept.reshape(-1, 2 if paired else 1)
     if config.micro_batch_size is not None and not config.use_dynamic_batch_size:
@@ -91,7 +97,14 @@ def micro_batches(
     else:
         lengths = flat.length_S[units].sum(1).tolist()
         bins = by_tokens(lengths, config.max_tokens_per_gpu, "pair" if paired else "sample")
-    return [rows_of(flat, units[chosen].ravel().tolist(), device=device, replay=replay) for chosen in bins]
+    made = [rows_of(flat, units[chosen].ravel().tolist(), device=device, replay=replay) for chosen in bins]
+    return made
+
+
+def _idle(rows: Rows) -> Rows:
+    """The same rows, weighing nothing: a rank without a sample must still be there when the others call on it."""
+    nothing = {name: torch.zeros_like(getattr(rows, name)) for name in ("weight_R", "mean_R", "advantage_R")}
+    return replace(rows, idle=True, oldest_R=torch.full_like(rows.oldest_R, -1), **nothing)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,14 +117,28 @@ class Gradient:
     reader: Reader
     teachers: Teaching | None = None
 
-    def accumulate(self, rows: Rows, old_logp_R: Tensor | None, tally: Tally) -> Tensor:
-        """One micro-batch: forward, loss, backward; gives the log-probs as they were.
+    def accumulate(self, plan: Sequence[Rows], olds: Sequence[Tensor | None], tally: Tally) -> list[Tensor]:
+        """Forward, loss and backward of every micro-batch; gives the log-probs as they were.
 
-        Without ``old_logp_R`` the policy is its own past: the ratio is 1 and only its gradient counts.
+        Where there are no old ones the policy is its own past: the ratio is 1 and only its gradient counts.
         """
-        ref_logp_R = None if self.reference is None else self.reader.frozen(self.reference, rows)
+        none: list[Tensor | None] = [None] * len(plan)
+        refs = none if self.reference is None else self.reader.frozen(self.reference, plan)
+
+        def judge(number: int, output: Output) -> tuple[Tensor, Kept]:
+            return self._judge(plan[number], olds[number], refs[number], output)
+
+        kept = self.actor.each(plan, judge)
+        for found in kept:
+            for name, value in found.items():
+                if name != _LOGP:
+                    tally.add(name, value)
+        return [found[_LOGP] for found in kept]
+
+    def _judge(
+        self, rows: Rows, old_logp_R: Tensor | None, ref_logp_R: Tensor | None, output: Output
+    ) -> tuple[Tensor, Kept]:
         heard = None if self.teachers is None else self.teachers.read(rows, self.reader.output)
-        output = self.reader.output(self.actor, rows, tally)
         logp_R, entropy_R = self.reader.logprobs(output, rows.target_R)
         now_R = logp_R.detach()
         old_logp_R = now_R if old_logp_R is None else old_logp_R
@@ -132,10 +159,10 @@ class Gradient:
         terms = self.objective(evidence, rows.layout())
         if lesson is not None:
             terms = lesson.added(terms, old_logp_R, rows.layout())
-        terms.loss.backward()
-        for name, part in terms.metrics.items():
-            tally.add(name, part)
-        return now_R
+        kept = {name: part.detach() for name, part in terms.metrics.items()}
+        if output.flips is not None and output.replayed is not None:
+            kept |= {"routing_flips": output.flips, "routing_replayed": output.replayed}
+        return terms.loss, {**kept, _LOGP: now_R}
 
 
 def parity(logp_R: Tensor, rows: Rows, version: int, tally: Tally) -> None:
@@ -151,7 +178,7 @@ def parity(logp_R: Tensor, rows: Rows, version: int, tally: Tally) -> None:
         tally.rise(f"parity_{name}", value)
 
 
-def parity_metrics(tally: Tally) -> dict[str, float]:
+def parity_metrics(tally: Tally, peers: Peers = ALONE) -> dict[str, float]:
     """What the comparisons with the engine so far come to; empty where there was nothing to compare."""
-    totals = {name.removeprefix("parity_"): value for name, value in tally.floats().items()}
+    totals = {name.removeprefix("parity_"): value for name, value in tally.floats(peers).items()}
     return {f"parity_{name}": value for name, value in mismatch(totals).items()}

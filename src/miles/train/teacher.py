@@ -2,9 +2,12 @@
 
 The logits of all tokens at once would be the largest tensors of a training step, twice. Here only one chunk of the
 policy's and of the teacher's exists; the forward keeps one number a token, and the backward computes each chunk again.
+Where ranks share the vocabulary a chunk's logits are brought together on each, since what is looked at one by one may
+lie on any of them; where they share the tokens, each compares the distributions of its own.
 
-``_R`` trained tokens, ``_C`` tokens of a chunk, ``D`` hidden size of the policy and ``E`` of the teacher,
-``V`` vocabulary, ``S`` tokens of a set.
+``_R`` trained tokens, ``_r`` those of this rank, ``_n`` those of one teacher on this rank, ``_C`` tokens of a chunk,
+``D`` hidden size of the policy and ``E`` of the teacher, ``V`` vocabulary, ``v`` this rank's rows of it, ``S`` tokens
+of a set.
 """
 
 from __future__ import annotations
@@ -16,13 +19,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from miles.algo.config import AlgoConfig, distils
 from miles.algo.distill import TOKEN_SETS, WEIGHTS, TopK, Weigh, log_ratios, sampled_signal, set_ratios
 from miles.algo.objective import Terms
 from miles.algo.reduce import Layout
 from miles.core.errors import MilesError
-from miles.train.logits import Backward, Output, chunk_rows, log_softmax_of, logprobs
+from miles.train.logits import Backward, Output, chunk_rows, cut_to, distribution_of, logprobs, vocabulary_of
+from miles.train.peers import ALONE, Peers
 from miles.train.roles import TrainModel
 from miles.train.rows import Rows, Told, samples_of
 
@@ -45,8 +50,8 @@ class Here:
     top: TopK | None = None
 
     def __call__(self, part: slice, logp_CV: Tensor) -> tuple[Tensor, Tensor]:
-        hidden_CE, head_VE = self.teacher.hidden_RD[part].detach(), self.teacher.head_VD.detach()
-        taught_CV, _ = log_softmax_of(hidden_CE, head_VE, self.temperature, self.teacher.softcap)
+        # A vocabulary padded beyond the policy's is cut to that: the policy never draws what lies there.
+        taught_CV, _ = distribution_of(self.teacher, part, self.temperature, logp_CV.shape[-1])
         said_C = taught_CV.gather(1, self.target_R[part, None]).squeeze(1)
         return log_ratios(logp_CV, taught_CV, self.top), said_C
 
@@ -73,35 +78,48 @@ def divergence(
 ) -> tuple[Tensor, Tensor]:
     """The divergence of policy and teacher at each token, differentiable by the policy, and what the judge said.
 
-    ``chunk`` tokens' logits exist at a time.
+    ``chunk`` tokens' logits exist at a time. Where tokens are cut over ranks, they are this rank's own.
     """
-    rows = chunk or max(1, chunk_rows(policy.head_VD) // 2)
-    how = _How(temperature=temperature, judge=judge, weigh=weigh, rows=rows, softcap=policy.softcap)
+    size = vocabulary_of(policy)
+    rows = chunk or max(1, chunk_rows(policy.head_VD, size) // 2)
+    fixed = replace(policy, hidden_RD=policy.hidden_RD.detach(), head_VD=policy.head_VD.detach())
+    how = _How(temperature=temperature, judge=judge, weigh=weigh, rows=rows, policy=fixed, size=size)
     return _Divergence.apply(policy.hidden_RD, policy.head_VD, how)  # pyright: ignore[reportReturnType]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _How:
+    """How chunks are compared; ``size`` is the whole vocabulary's, and ``policy`` takes no gradient."""
+
     temperature: float
     judge: Judge
     weigh: Weigh
     rows: int
-    softcap: float | None
+    policy: Output
+    size: int
+
+    def own(self, grad_CV: Tensor) -> Tensor:
+        """The columns of this rank's rows of the head; those of padding are zeros."""
+        shared = self.policy.vocabulary
+        if shared is None:
+            return grad_CV
+        own_Cv = grad_CV[:, shared.first : shared.first + shared.size]
+        return F.pad(own_Cv, (0, len(self.policy.head_VD) - own_Cv.shape[1]))
 
 
 class _Divergence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_RD: Tensor, head_VD: Tensor, how: _How) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden_RD: Tensor, head_vD: Tensor, how: _How) -> tuple[Tensor, Tensor]:
         ctx.how = how
         ctx.set_materialize_grads(False)
         parts: list[tuple[Tensor, Tensor]] = []
         for start in range(0, max(len(hidden_RD), 1), how.rows):
             part = slice(start, start + how.rows)
-            logp_CV, _ = log_softmax_of(hidden_RD[part], head_VD, how.temperature, how.softcap)
+            logp_CV, _ = distribution_of(how.policy, part, how.temperature, how.size)
             ratio_CV, said_C = how.judge(part, logp_CV)
             parts.append((how.weigh.mean(logp_CV, ratio_CV), said_C))
         kl_R, said_R = torch.cat([a for a, _ in parts]), torch.cat([b for _, b in parts])
-        ctx.save_for_backward(hidden_RD, head_VD, kl_R)
+        ctx.save_for_backward(hidden_RD, head_vD, kl_R)
         ctx.mark_non_differentiable(said_R)
         return kl_R, said_R
 
@@ -112,17 +130,18 @@ class _Divergence(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, None]:
         if grad_R is None:
             return None, None, None
-        hidden_RD, head_VD, kl_R = ctx.saved_tensors
+        hidden_RD, head_vD, kl_R = ctx.saved_tensors
         how: _How = ctx.how
         chunks = range(0, max(len(hidden_RD), 1), how.rows)
-        back = Backward(head_VD, chunks=len(chunks), wide=kl_R.dtype, needs=ctx.needs_input_grad[:2])
+        needs, shared = ctx.needs_input_grad[:2], how.policy.vocabulary
+        back = Backward(head_vD, chunks=len(chunks), wide=kl_R.dtype, needs=needs, vocabulary=shared)
         for start in chunks:
             part = slice(start, start + how.rows)
-            logp_CV, bend_CV = log_softmax_of(hidden_RD[part], head_VD, how.temperature, how.softcap)
+            logp_CV, bend_Cv = distribution_of(how.policy, part, how.temperature, how.size)
             ratio_CV, _ = how.judge(part, logp_CV)
             grad_CV = how.weigh.slope(logp_CV, ratio_CV, kl_R[part])
-            grad_CV = grad_CV.mul_(grad_R[part, None]).div_(how.temperature)
-            back.add(grad_CV if bend_CV is None else grad_CV.mul_(bend_CV), hidden_RD[part])
+            grad_Cv = how.own(grad_CV.mul_(grad_R[part, None]).div_(how.temperature))
+            back.add(grad_Cv if bend_Cv is None else grad_Cv.mul_(bend_Cv), hidden_RD[part])
         return *back.done(), None
 
 
@@ -176,7 +195,8 @@ class Teachers:
     """Scores every sample by its own one of the frozen ``models``; the first one where a sample names none.
 
     ``exact``: minimise the divergence itself, over the tokens of ``top`` where that is given; else reward the drawn
-    tokens by the reverse KL. Logits are divided by ``temperature``; ``chunk`` tokens' exist at a time.
+    tokens by the reverse KL. Logits are divided by ``temperature``; ``chunk`` tokens' exist at a time. ``in_step``:
+    other ranks hold parts of the models and other samples, so each model is read in each micro-batch, if for nothing.
     """
 
     models: Sequence[TrainModel]
@@ -186,39 +206,47 @@ class Teachers:
     exact: bool = False
     top: TopK | None = None
     weigh: Weigh = WEIGHTS["student_p"]
+    in_step: bool = False
 
     @torch.no_grad()
     def read(self, rows: Rows, output_of: Callable[[TrainModel, Rows], Output]) -> list[Heard]:
         """One forward through each teacher that has a sample here; experts are the teacher's own choice."""
         rows = replace(rows, replay_TLk=None)
         wanted = rows.teachers or (0,) * len(rows.lengths)
+        assert max(wanted) < len(self.models), f"a sample's teacher is number {max(wanted)} of {len(self.models)}"
         heard: list[Heard] = []
-        for number in sorted(set(wanted)):
-            own, at_R = rows, None
-            if len(set(wanted)) > 1:
-                own, at_R = samples_of(rows, [i for i, w in enumerate(wanted) if w == number])
-            heard.append(Heard(teacher=output_of(self.models[number], own), at_R=at_R))
+        for number, teacher in enumerate(self.models):
+            if number in wanted:
+                own, at_R = rows, None
+                if len(set(wanted)) > 1:
+                    own, at_R = samples_of(rows, [i for i, w in enumerate(wanted) if w == number])
+                heard.append(Heard(teacher=output_of(teacher, own), at_R=at_R))
+            elif self.in_step:
+                shortest = min(range(len(rows.lengths)), key=lambda i: rows.lengths[i])
+                output_of(teacher, samples_of(rows, [shortest])[0])
         return heard
 
     def lesson(self, heard: Sequence[Heard], policy: Output, rows: Rows) -> Lesson:
         how = {"temperature": self.temperature, "chunk": self.chunk}
-        said: list[Tensor] = []
-        kls: list[Tensor] = []
+        if not self.exact:
+            size = vocabulary_of(policy)
+            said: list[Tensor] = []
+            for one in heard:
+                drawn_R = rows.target_R if one.at_R is None else rows.target_R[one.at_R]
+                said.append(logprobs(cut_to(one.teacher, size), drawn_R, **how)[0].detach())
+            return Lesson(said_R=_ordered(said, [one.at_R for one in heard]), kl_R=None, coef=self.coef)
+        drawn_r = rows.target_R if policy.tokens is None else rows.target_R[policy.tokens.mine_r]
+        found: list[tuple[Tensor, Tensor]] = []
+        places: list[Tensor | None] = []
         for one in heard:
-            drawn_R = rows.target_R if one.at_R is None else rows.target_R[one.at_R]
-            # A vocabulary padded beyond the policy's is cut to that: the policy never draws what lies there.
-            teacher = replace(one.teacher, head_VD=one.teacher.head_VD[: len(policy.head_VD)])
-            if self.exact:
-                own = policy
-                if one.at_R is not None:
-                    own = replace(policy, hidden_RD=policy.hidden_RD.index_select(0, one.at_R))
-                judge = Here(teacher=teacher, target_R=drawn_R, temperature=self.temperature, top=self.top)
-                kl_R, said_R = divergence(own, judge, weigh=self.weigh, **how)
-                kls.append(kl_R)
-            else:
-                said_R, _ = logprobs(teacher.hidden_RD, teacher.head_VD, drawn_R, softcap=teacher.softcap, **how)
-            said.append(said_R.detach())
-        return Lesson(said_R=_joined(said, heard), kl_R=_joined(kls, heard) if kls else None, coef=self.coef)
+            own, teacher, at_n = _face_to_face(one, policy, len(rows.target_R))
+            drawn_n = drawn_r if at_n is None else drawn_r[at_n]
+            judge = Here(teacher=teacher, target_R=drawn_n, temperature=self.temperature, top=self.top)
+            found.append(divergence(own, judge, weigh=self.weigh, **how))
+            places.append(at_n)
+        kl_r, said_r = (_ordered(parts, places) for parts in zip(*found, strict=True))
+        kl_R, said_R = _whole(policy, kl_r, said_r)
+        return Lesson(said_R=said_R, kl_R=kl_R, coef=self.coef)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,18 +272,52 @@ class Served:
         if not self.exact:
             return Lesson(said_R=told.said_R, kl_R=None, coef=self.coef)
         how = {"temperature": self.temperature, "chunk": self.chunk}
-        kl_R, said_R = divergence(policy, Elsewhere(told=told), weigh=self.weigh, **how)
+        own = told if policy.tokens is None else told.of(policy.tokens.mine_r)
+        kl_R, said_R = _whole(policy, *divergence(policy, Elsewhere(told=own), weigh=self.weigh, **how))
         return Lesson(said_R=said_R, kl_R=kl_R, coef=self.coef)
 
 
-def _joined(parts: Sequence[Tensor], heard: Sequence[Heard]) -> Tensor:
-    """What the teachers' parts are, in the order of the micro-batch's tokens."""
-    places = [one.at_R for one in heard if one.at_R is not None]
-    return torch.cat(list(parts))[torch.cat(places).argsort()] if places else parts[0]
+def _face_to_face(one: Heard, policy: Output, tokens: int) -> tuple[Output, Output, Tensor | None]:
+    """Policy and teacher at the tokens that are the teacher's and this rank's, row by row.
+
+    Beside them, which of the policy's rows these are; None for all. ``tokens`` are in the micro-batch.
+    """
+    teacher, at_R, cut = one.teacher, one.at_R, policy.tokens
+    assert (teacher.tokens is None) == (cut is None), "policy and teacher are cut alike"
+    if at_R is None:  # the same rows are cut the same way
+        return policy, teacher, None
+    at_n = at_R
+    if cut is not None and teacher.tokens is not None:
+        # A part of the rows is cut elsewhere than they are with the others.
+        hidden_RE = teacher.tokens.join(teacher.hidden_RD)
+        among_R = torch.full((tokens,), -1, device=at_R.device).index_copy_(0, at_R, torch.arange(len(at_R)).to(at_R))
+        found_r = among_R[cut.mine_r]
+        at_n = (found_r >= 0).nonzero()[:, 0]
+        teacher = replace(teacher, hidden_RD=hidden_RE[found_r[at_n]], tokens=None)
+    return replace(policy, hidden_RD=policy.hidden_RD.index_select(0, at_n)), teacher, at_n
+
+
+def _whole(policy: Output, kl_r: Tensor, said_r: Tensor) -> tuple[Tensor, Tensor]:
+    """What this rank's tokens came to, together with those of the others."""
+    if policy.tokens is None:
+        return kl_r, said_r
+    kl_R, said_R = policy.tokens.join(torch.stack((kl_r, said_r), -1)).unbind(-1)
+    return kl_R, said_R.detach()
+
+
+def _ordered(parts: Sequence[Tensor], places: Sequence[Tensor | None]) -> Tensor:
+    """What the teachers' parts are, in the order of the tokens they are taken from."""
+    given = [at for at in places if at is not None]
+    return torch.cat(list(parts))[torch.cat(given).argsort()] if given else parts[0]
 
 
 def teachers_of(
-    config: AlgoConfig, models: Sequence[TrainModel], *, temperature: float, chunk: int | None
+    config: AlgoConfig,
+    models: Sequence[TrainModel],
+    *,
+    temperature: float,
+    chunk: int | None,
+    peers: Peers = ALONE,
 ) -> Teaching | None:
     """How a run's teachers teach, who are elsewhere where no ``models`` are here; None where it has none."""
     if not distils(config):
@@ -264,4 +326,6 @@ def teachers_of(
     top = TopK(k=k, tokens=TOKEN_SETS[config.opd_top_k_strategy]) if k > 0 else None
     how = {"coef": config.opd_kl_coef, "temperature": temperature, "chunk": chunk, "exact": k != 0}
     weigh = WEIGHTS[config.opd_reward_weight_mode]
-    return Teachers(models=models, top=top, weigh=weigh, **how) if models else Served(weigh=weigh, **how)
+    if not models:
+        return Served(weigh=weigh, **how)
+    return Teachers(models=models, top=top, weigh=weigh, in_step=peers.parts > 1, **how)

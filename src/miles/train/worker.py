@@ -34,6 +34,7 @@ from miles.train.config import TrainConfig
 from miles.train.corrector import Corrector, drifted, rung_metric
 from miles.train.critic import Critic
 from miles.train.optim import Optimizer
+from miles.train.peers import ALONE, Peers
 from miles.train.rates import schedule_of
 from miles.train.returns import Judged, Known, returns_of
 from miles.train.roles import TrainModel
@@ -49,7 +50,7 @@ class Worker:
     them). The policy loss divides logits by ``temperature``, the one the engine samples at. ``reference`` is
     what the KL is measured against. A ``critic`` learns from every batch too, at first perhaps alone. ``teachers``
     score what the policy wrote where it is distilled, each sample by the one whose number it bears; without any, the
-    samples bring what teachers elsewhere said.
+    samples bring what teachers elsewhere said. Of every batch a rank trains on its part among ``peers``.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Worker:
         parity_tolerance: float = 0.01,
         parity_stop: float | None = None,
         offload: bool = True,
+        peers: Peers = ALONE,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if temperature <= 0:
@@ -82,15 +84,15 @@ class Worker:
             raise UsageError("--loss-type dpo_loss needs a reference model; give --ref-load or --hf-checkpoint.")
         self.version = version or Version()
         self._actor, self._algo, self._train, self._run, self._clock = actor, algo, train, run, clock
-        self._steps = steps
+        self._steps, self._peers = steps, peers
         self._parity_stop = parity_stop
         ladder = ladder_of(tolerance=parity_tolerance, stop=parity_stop)
-        self._corrector = Corrector(algo=algo, ladder=ladder, own=plugs.correction)
+        self._corrector = Corrector(algo=algo, ladder=ladder, own=plugs.correction, peers=peers)
         self._offload = offload and actor.device.type != "cpu"
         self._reducer, self._mean = reducer_of(algo, plugs), mean_of(algo)
         self._policy_loss = algo.loss_type not in GIVEN
         self._reader = Reader(temperature=temperature if self._policy_loss else 1.0, chunk=train.log_probs_chunk_size)
-        self._returns = returns_of(algo) if self._policy_loss else None
+        self._returns = returns_of(algo, peers, actor.device) if self._policy_loss else None
         self._critic = critic
         assert self._returns is None or critic or algo.advantage_estimator not in WITH_CRITIC, "no critic to ask"
         self._alone = train.num_critic_only_steps * steps if critic is not None else 0
@@ -104,7 +106,9 @@ class Worker:
             teachers=teachers_of(algo, teachers, temperature=temperature, chunk=train.log_probs_chunk_size),
         )
         trained = {name: p for name, p in actor.parameters().items() if p.requires_grad}
-        self._optimizer = Optimizer(trained, train, schedule_of(train, updates=max(1, updates - self._alone)))
+        self._optimizer = Optimizer(
+            trained, train, schedule_of(train, updates=max(1, updates - self._alone)), norm=actor.norm
+        )
 
     async def step(self, batch: Batch) -> StepReport:
         """Train on ``batch``; the report's version is the new one."""
@@ -133,7 +137,7 @@ class Worker:
         return {name: p.detach() for name, p in self._actor.parameters().items()}
 
     def _save(self, folder: Path) -> None:
-        checkpoint.save(folder, self._actor, self._optimizer, self.version)
+        checkpoint.save(folder, self._actor, self._optimizer, self.version, self._peers)
         if self._critic is not None:
             self._critic.save(folder, self.version)
 
@@ -151,8 +155,8 @@ class Worker:
         began = self._clock()
         flats = self._global_batches(batch.samples)
         replay = self._algo.use_rollout_routing_replay
-        how = {"device": self._actor.device, "replay": replay, "paired": self._algo.loss_type in PAIRED}
-        plan = [micro_batches(flat, self._train, **how) for flat in flats]
+        how = {"replay": replay, "paired": self._algo.loss_type in PAIRED, "peers": self._peers}
+        plan = [micro_batches(flat, self._train, device=self._actor.device, **how) for flat in flats]
         packed = self._clock()
         alone = self._critic is not None and self._critic.updates < self._alone
         olds = self._old_logprobs(flats, plan, alone=alone)
@@ -169,8 +173,8 @@ class Worker:
             learn = self._compare if alone else partial(self._update, rung=rung)
             made = learn([j.rows for j in part], old, tally, first=number == 0)
             floats.append(made if self._critic is None else made | self._critic.update(part))
-        metrics = _means(floats) | parity_metrics(tally) | rung_metric(rung) | _of_batch(flats) | measured
-        metrics["micro_batches"] = float(sum(len(rows) for rows in plan))
+        metrics = _means(floats) | parity_metrics(tally, self._peers) | rung_metric(rung) | _of_batch(flats) | measured
+        metrics["micro_batches"] = float(sum(len(rows) for rows in plan) * self._peers.parts)
         self.version = self.version.next()
         return StepReport(version=self.version, metrics=metrics, seconds=seconds | {"optimize": self._clock() - looked})
 
@@ -180,18 +184,17 @@ class Worker:
         """The same rows with the advantages of the whole batch where they need it, and metrics of these."""
         if self._returns is None:
             return [[Judged(rows=rows) for rows in part] for part in plan], {}
-        known = [self._known(*pair) for pairs in zip(plan, olds, strict=True) for pair in zip(*pairs, strict=True)]
+        known = [k for part, old in zip(plan, olds, strict=True) for k in self._known(part, old)]
         judged, measured = self._returns(known)
         found = iter(judged)
         return [[next(found) for _ in part] for part in plan], measured
 
-    def _known(self, rows: Rows, old_logp_R: Tensor | None) -> Known:
-        return Known(
-            rows=rows,
-            old_logp_R=old_logp_R,
-            ref_logp_R=None if self._charged is None else self._reader.frozen(self._charged, rows),
-            value_R=None if self._critic is None else self._critic.values(rows),
-        )
+    def _known(self, plan: list[Rows], olds: list[Tensor | None]) -> list[Known]:
+        none: list[Tensor | None] = [None] * len(plan)
+        refs = none if self._charged is None else self._reader.frozen(self._charged, plan)
+        values = none if self._critic is None else [self._critic.values(rows) for rows in plan]
+        found = zip(plan, olds, refs, values, strict=True)
+        return [Known(rows=rows, old_logp_R=o, ref_logp_R=r, value_R=v) for rows, o, r, v in found]
 
     def _global_batches(self, samples: Sequence[Sample]) -> list[Flat]:
         """What each optimizer step is made of; trajectories in order and whole."""
@@ -218,7 +221,7 @@ class Worker:
         unread = len(plan) == 1 and not self._corrector.looks_ahead
         if self._charged is None and (unread or alone):
             return [[None] * len(rows) for rows in plan]
-        return [[self._reader.frozen(self._actor, r) for r in rows] for rows in plan]
+        return [list(self._reader.frozen(self._actor, rows)) for rows in plan]
 
     def _stale(self, flats: Sequence[Flat]) -> bool:
         """Did other weights than the present ones write any of the trained tokens?"""
@@ -232,14 +235,15 @@ class Worker:
         """Compare with the engine on rows that are not trained on: all of a batch's own may be older."""
         flat = flatten([[s] for s in samples], self._reducer, self._mean)
         replay = self._algo.use_rollout_routing_replay
-        for rows in micro_batches(flat, self._train, device=self._actor.device, replay=replay):
-            parity(self._reader.frozen(self._actor, rows), rows, self.version.number, tally)
+        plan = micro_batches(flat, self._train, device=self._actor.device, replay=replay, peers=self._peers)
+        for logp_R, rows in zip(self._reader.frozen(self._actor, plan), plan, strict=True):
+            parity(logp_R, rows, self.version.number, tally)
 
     def _compare(self, plan: list[Rows], olds: list[Tensor | None], tally: Tally, *, first: bool) -> dict[str, float]:
         """What is left of ``_update`` while the policy stays as it is: a look at engine and trainer."""
         if first:
-            for rows in plan:
-                parity(self._reader.frozen(self._actor, rows), rows, self.version.number, tally)
+            for logp_R, rows in zip(self._reader.frozen(self._actor, plan), plan, strict=True):
+                parity(logp_R, rows, self.version.number, tally)
             self._refuse_to_drift(tally)
         return {}
 
@@ -250,7 +254,7 @@ class Worker:
         for rows, old_logp_R in zip(plan, olds, strict=True):
             assert old_logp_R is not None, "the parity of a batch was asked for before its log-probs were read"
             parity(old_logp_R, rows, self.version.number, tally)
-        return self._corrector.choose(parity_metrics(tally), self.version.number, stale=stale)
+        return self._corrector.choose(parity_metrics(tally, self._peers), self.version.number, stale=stale)
 
     def _update(
         self, plan: list[Rows], olds: list[Tensor | None], tally: Tally, *, first: bool, rung: Rung | None
@@ -258,21 +262,22 @@ class Worker:
         step = Tally()
         objective = self._corrector.judge(self._gradient.objective, rung, plan, olds)
         gradient = replace(self._gradient, objective=objective)
-        for rows, old_logp_R in zip(plan, olds, strict=True):
-            logp_R = gradient.accumulate(rows, old_logp_R, step)
+        for logp_R, rows in zip(gradient.accumulate(plan, olds, step), plan, strict=True):
             if first and rung is None:
                 parity(logp_R, rows, self.version.number, tally)
         if first:
             self._refuse_to_drift(tally)
+        self._actor.settle()
         grad_norm, lr = self._optimizer.step()
-        return finished(step.floats()) | {"grad_norm": grad_norm, "lr": lr}
+        self._actor.updated()
+        return finished(step.floats(self._peers)) | {"grad_norm": grad_norm, "lr": lr}
 
     def _refuse_to_drift(self, tally: Tally) -> None:
         """Stop before the weights change when engine and trainer disagree on what was sampled."""
         limit = self._parity_stop
         if limit is None:
             return
-        seen = parity_metrics(tally)
+        seen = parity_metrics(tally, self._peers)
         gap = seen.get("parity_mean_abs", 0.0)
         if not gap <= limit:
             raise ParityError(drifted(seen, self.version.number, limit))

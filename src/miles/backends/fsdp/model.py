@@ -18,7 +18,20 @@ from miles.kernels.varlen import PackedAttend
 from miles.models import impl
 from miles.models.door import Model
 from miles.models.moe import Routing
-from miles.train.roles import Read
+from miles.train.logits import Output
+from miles.train.optim import whole_norm
+from miles.train.roles import Judge, Kept
+from miles.train.rows import Rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """What a model made of a packed batch. ``flips`` counts the replayed experts its own router would not
+    have chosen, out of ``replayed``; both None where nothing was replayed."""
+
+    hidden_TD: Tensor
+    flips: Tensor | None = None
+    replayed: Tensor | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,17 +77,53 @@ class FsdpModel:
     def device(self) -> torch.device:
         return self._decoder.head().device
 
-    @property
-    def softcap(self) -> float | None:
-        return self._decoder.spec.logit_softcap
-
     def parameters(self) -> Mapping[str, Tensor]:
         return self._parameters
 
     def head(self) -> Tensor:
+        """The output weight [V, D]."""
         return self._decoder.head()
 
+    def settle(self) -> None:
+        """Gradients are whole as they come."""
+
+    def norm(self, grads: Mapping[str, Tensor]) -> Tensor:
+        return whole_norm(grads)
+
+    def updated(self) -> None:
+        """There are no copies of the parameters."""
+
+    def gather(self, name: str, local: Tensor) -> Tensor:
+        return local
+
+    def cut(self, name: str, whole: Tensor) -> Tensor:
+        return whole
+
+    def move(self, device: torch.device) -> None:
+        for parameter in self._parameters.values():
+            parameter.data = parameter.data.to(device)
+
+    def each(self, plan: Sequence[Rows], judge: Judge) -> list[Kept]:
+        kept: list[Kept] = []
+        for number, rows in enumerate(plan):
+            loss, found = judge(number, self._output(rows))
+            if loss is not None:
+                loss.backward()
+            kept.append(found)
+        return kept
+
+    def _output(self, rows: Rows) -> Output:
+        read = self.read(rows.tokens_T, rows.positions_T, rows.lengths, rows.replay_TLk)
+        return Output(
+            hidden_RD=read.hidden_TD.index_select(0, rows.before_R),
+            head_VD=self.head(),
+            softcap=self._decoder.spec.logit_softcap,
+            flips=read.flips,
+            replayed=read.replayed,
+        )
+
     def read(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], replay_TLk: Tensor | None) -> Read:
+        """The hidden states that the head turns into logits, sequence after sequence without padding."""
         longest, most = max(lengths), self._decoder.spec.max_positions
         if longest > most:
             raise MilesError(f"a sample of {longest} tokens is longer than the {most} positions of the model's config.")

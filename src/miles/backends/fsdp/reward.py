@@ -27,6 +27,7 @@ from miles.models.files import INDEX, WEIGHTS, Stored, read_config, stored_tenso
 from miles.models.reader import Reader
 from miles.models.sources import quantised, sources
 from miles.models.spec import DecoderSpec
+from miles.train.optim import whole_norm
 
 SCORE = "score.weight"
 FILE, TRUNK = "model-score.safetensors", "model-trunk.safetensors"
@@ -92,6 +93,25 @@ class FsdpReward:
 
     def parameters(self) -> Mapping[str, Tensor]:
         return {**self._trunk.parameters(), SCORE: self._weight_1D}
+
+    def settle(self) -> None:
+        """Gradients are whole as they come."""
+
+    def norm(self, grads: Mapping[str, Tensor]) -> Tensor:
+        return whole_norm(grads)
+
+    def updated(self) -> None:
+        """There are no copies of the parameters."""
+
+    def gather(self, name: str, local: Tensor) -> Tensor:
+        return local
+
+    def cut(self, name: str, whole: Tensor) -> Tensor:
+        return whole
+
+    def move(self, device: torch.device) -> None:
+        for parameter in self.parameters().values():
+            parameter.data = parameter.data.to(device)
 
     def scores(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int]) -> Tensor:
         hidden_TD = self._trunk.read(tokens_T, positions_T, lengths, None).hidden_TD

@@ -20,6 +20,7 @@ from miles.backends.fsdp.model import FsdpModel
 from miles.core.errors import CheckpointError
 from miles.models.door import Model
 from miles.models.files import void, write_whole
+from miles.train.optim import whole_norm
 
 HEAD = "value_head.safetensors"
 
@@ -53,6 +54,21 @@ class FsdpValue:
 
     def parameters(self) -> Mapping[str, Tensor]:
         return {**self._trunk.parameters(), **self._head}
+
+    def settle(self) -> None:
+        """Gradients are whole as they come."""
+
+    def norm(self, grads: Mapping[str, Tensor]) -> Tensor:
+        return whole_norm(grads)
+
+    def updated(self) -> None:
+        """There are no copies of the parameters."""
+
+    def gather(self, name: str, local: Tensor) -> Tensor:
+        return local
+
+    def cut(self, name: str, whole: Tensor) -> Tensor:
+        return whole
 
     def values(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], at_R: Tensor) -> Tensor:
         hidden_TD = self._trunk.read(tokens_T, positions_T, lengths, None).hidden_TD
