@@ -42,6 +42,16 @@ def workload(name: str) -> Requests:
     return [[random.randint(0, 10000) for _ in range(128)]], [512]
 
 
+def brief() -> Requests:
+    """The lone request, cut short: what it takes until tokens follow each other."""
+    return workload("alone")[0], [16]
+
+
+def tokens_of(name: str) -> int:
+    """The tokens whose time is counted."""
+    return sum(workload(name)[1]) - (sum(brief()[1]) if name == "alone" else 0)
+
+
 def spec_named(model: str) -> Any:
     from miles.models.families.table import spec_of
     from miles.models.published import config_named
@@ -85,18 +95,31 @@ def ours(model: str, names: list[str], profile: bool, folder: str) -> dict[str, 
         found: dict[str, Any] = {"ready_s": round(time.perf_counter() - started, 1)}
         for name in names:
             await publication.publish(Version())  # an empty prefix cache
+            first = await _opening(engine, publication) if name == "alone" else 0.0
             before = dict(engine.stats())
-            spent = await _answers(engine, *workload(name))
+            spent = await _answers(engine, *workload(name)) - first
             done = {k: v - before[k] for k, v in engine.stats().items()}
-            found[name] = {"s": spent, "tokens": sum(workload(name)[1]), **done}
+            found[name] = {"s": spent, "tokens": tokens_of(name), **done}
         if profile:
-            found["profile"] = await _profile(engine)
+            found["profile"] = await _profile(engine, workload("GRPO")[0], 64)
+            found["profile_alone"] = await _profile(engine, workload("alone")[0], 256)
         return found
 
     found = asyncio.run(serve())
     found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     run.close()
     return found
+
+
+async def _opening(engine: Any, publication: Any) -> float:
+    """Seconds until tokens follow each other, so that reading the prompt is no part of the time between two."""
+    from miles.core.types import Version
+
+    spent = 0.0
+    for _ in range(2):
+        spent = await _answers(engine, *brief())
+        await publication.publish(Version())
+    return spent
 
 
 async def _answers(engine: Any, prompts: list[list[int]], lengths: list[int]) -> float:
@@ -127,16 +150,15 @@ KINDS = (
 )
 
 
-async def _profile(engine: Any) -> dict[str, float]:
-    """Where the device's time goes in a decode of 256 rows, in milliseconds a step."""
+async def _profile(engine: Any, prompts: list[list[int]], tokens: int) -> dict[str, float]:
+    """Where the device's time goes in a decode of these rows, in milliseconds a step."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiled
 
-    prompts, _ = workload("GRPO")
-    await _answers(engine, prompts, [8] * 256)
+    await _answers(engine, prompts, [8] * len(prompts))
     before = dict(engine.stats())
     with profiled(activities=[ProfilerActivity.CUDA]) as seen:
-        spent = await _answers(engine, prompts, [64] * 256)
+        spent = await _answers(engine, prompts, [tokens] * len(prompts))
     steps = engine.stats()["steps"] - before["steps"]
     times: dict[str, float] = {}
     names: dict[str, float] = {}
@@ -179,7 +201,13 @@ def sglang(model: str, names: list[str], profile: bool, folder: str) -> dict[str
     found: dict[str, Any] = {"ready_s": round(time.perf_counter() - started, 1)}
     for name in names:
         engine.flush_cache()
-        found[name] = {"s": answer(*workload(name)), "tokens": sum(workload(name)[1])}
+        first = 0.0
+        if name == "alone":
+            answer(*brief())
+            engine.flush_cache()
+            first = answer(*brief())
+            engine.flush_cache()
+        found[name] = {"s": answer(*workload(name)) - first, "tokens": tokens_of(name)}
     engine.shutdown()
     return found
 
@@ -301,10 +329,11 @@ def show(model: str, limit: dict[str, Any], found: dict[str, dict[str, Any] | No
             parts = [f"{100 * rate / value:.0f} % of {value:,.0f} ({kind})" for kind, value in most.items()]
             print(f"  {name:5s} {side:13s} {rate:8,.0f} tok/s, {', '.join(parts)}{extra}")
     mine = found.get("ours")
-    if mine is not None and "profile" in mine:
-        print("  where a step of 256 rows goes (ms):")
-        for name, value in mine["profile"].items():
-            print(f"    {value:8.3f}  {name}")
+    for name, rows in (("profile", "256 rows"), ("profile_alone", "one row")):
+        if mine is not None and name in mine:
+            print(f"  where a step of {rows} goes (ms):")
+            for part, value in mine[name].items():
+                print(f"    {value:8.3f}  {part}")
 
 
 def main() -> None:

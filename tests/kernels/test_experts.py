@@ -6,6 +6,7 @@ from tests.kernels import interpreter  # noqa: F401  loops over numbers read fro
 from tests.kernels.device import CARD, DEVICE, DTYPES, ROUNDING, apart, needs_triton, random
 
 from miles.kernels import experts as module
+from miles.kernels import slim_experts
 from miles.kernels.experts import PLANS, _place_rows, moe_forward, route
 from miles.kernels.gated import activate
 
@@ -19,6 +20,7 @@ if CARD:
 @pytest.fixture
 def on_device(monkeypatch, poisoned):
     monkeypatch.setattr(module, "ready", lambda x: True)
+    monkeypatch.setattr(slim_experts, "ready", lambda x: True)
 
 
 def chosen(tokens, choices, experts):
@@ -115,6 +117,19 @@ def test_every_row_has_one_place_in_a_block_of_its_expert(poisoned, rows, expert
     for expert in range(experts):
         mine = filled[owner[used] == expert].flatten()
         assert torch.equal(mine, mine.sort().values)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("shape", [(1, 3, 5, 20, 12), (1, 4, 4, 33, 7)] + ([(1, 8, 128, 2048, 768)] if CARD else []))
+def test_a_lone_token_has_the_experts_it_has_among_others(on_device, monkeypatch, shape, kind, dtype):
+    *given, biases = case(shape, dtype)
+    assert slim_experts.alone(given[0], given[2], given[3], given[4])
+    out = moe_forward(*given, activation=kind)
+    assert out.dtype == dtype and apart(out, by_token(*given, biases, kind)) < ROUNDING[dtype]
+    monkeypatch.setattr(module, "alone", lambda *_: False)
+    assert apart(out, moe_forward(*given, activation=kind)) < ROUNDING[dtype]
 
 
 @needs_triton

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from miles.kernels.experts import moe_forward
 from miles.kernels.grouped import collect, dispatch, grouped_linear, order_rows, weigh
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -79,6 +80,46 @@ def test_rows_are_sorted_by_group_and_tokens_stay_in_order(tokens, choices, seed
     for e in range(5):
         chosen = rows.order_R[flat[rows.order_R] == e].tolist()
         assert chosen == sorted(chosen)
+
+
+class Folded:
+    """One of several ranks, alone: what the groups of the others would give is zeros."""
+
+    def __init__(self, rank, world):
+        self.rank, self.world = rank, world
+
+    def open(self, rows):
+        ends = [0, *rows.ends_E.tolist()]
+        each = (len(ends) - 1) // self.world
+        first, last = ends[self.rank * each], ends[(self.rank + 1) * each]
+
+        def trip(x_RD, work):
+            own = work(x_RD[first:last], order_rows(rows.group_R[first:last, None] % each, each))
+            return torch.cat([x_RD[:first] * 0, own, x_RD[last:] * 0])
+
+        return trip
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 100), weigh_input=st.booleans(), world=st.sampled_from([1, 2, 3]))
+def test_rows_may_be_worked_on_where_their_group_is(seed, weigh_input, world):
+    groups_Tk = groups(9, 2, 6, seed)
+    x, first, down, weights = made(9, 5), made(6, 8, 5, seed=1), made(6, 5, 4, seed=2), made(9, 2, seed=3)
+    how = {"activation": "silu", "weigh_input": weigh_input}
+    whole = moe_forward(x, weights, groups_Tk, first, down, **how)
+    total = torch.zeros_like(whole)
+    for rank in range(world):
+        own = slice(rank * 6 // world, (rank + 1) * 6 // world)
+        part = moe_forward(x, weights, groups_Tk, first[own], down[own], **how, exchange=Folded(rank, world))
+        total = total + part
+    assert torch.allclose(total, whole, rtol=0, atol=1e-12)
+    same_gradients(total, whole, [x, first, down, weights], [x, first, down, weights], 1e-11)
+
+
+def test_a_sum_of_rows_is_no_view_so_that_a_hook_may_be_put_on_it():
+    rows = order_rows(groups(6, 2, 4, 0), 4)
+    assert not collect(made(12, 5), made(6, 2), rows)._is_view()
+    assert not collect(made(12, 5), None, rows)._is_view()
 
 
 def test_only_the_gradients_asked_for_are_made():

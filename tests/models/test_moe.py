@@ -6,11 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.models.oracle import hf_model, our_logits, relative, tokens_of, twin
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import GptOssConfig, NemotronHConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMoE
 
-from miles.models.moe import MoeMlp, Routing
+from miles.models.moe import MoeMlp, Routing, imbalance
 from miles.models.spec import MlpSpec, MoeSpec
 
 T, D, E, K = 23, 16, 6, 2
@@ -221,6 +222,23 @@ def test_experts_without_tokens_get_a_zero_gradient(name):
     for parameter in stacked:
         busy = parameter.grad.flatten(1).abs().amax(1) > 0
         assert busy.tolist() == [False, True, False, True, False, False]
+
+
+@given(seed=st.integers(0, 99))
+@settings(max_examples=20, deadline=None)
+def test_the_load_counts_every_choice_once_even_where_a_layer_runs_twice(seed):
+    moe, x_TD, experts_Tk = layer(), inputs(), some_experts(seed)
+    load_LE = torch.zeros(1, E, dtype=torch.int64)
+    for _ in range(2):
+        routing = Routing(replay_TLk=experts_Tk[:, None], load_LE=load_LE)
+        checkpoint(moe, x_TD.clone().requires_grad_(), routing, use_reentrant=False).sum().backward()
+    assert torch.equal(load_LE[0], 2 * experts_Tk.flatten().bincount(minlength=E))
+
+
+def test_imbalance_is_the_busiest_experts_share_against_the_mean():
+    assert imbalance(torch.full((3, 4), 7)).item() == 1.0
+    assert imbalance(torch.tensor([[8, 0, 0, 0], [2, 2, 2, 2]])).item() == (4 + 1) / 2
+    assert imbalance(torch.zeros(2, 4, dtype=torch.int64)).item() == 0.0
 
 
 # -- against transformers' own blocks, on inputs that a small model would not reach ------------------

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from miles.kernels.device_code import early
 from miles.kernels.plain import over_pages
 from miles.kernels.tiling import JOINED, How, Look, decode_table, how, power
 from miles.kernels.work import DecodeWork
@@ -70,20 +71,21 @@ def attend_work(
     filled = (work.counts, work.length_B, work.base_B, work.items_I)
     written = (*scratch, out, q_BHd if sinks_H is None else sinks_H)
     numbers = (q_BHd.stride(0), read[3].stride(0), look.scale, look.softcap or 0.0)
+    started = early(q_BHd.device)
 
     def launch(queries: int, share: int, trunk: bool) -> None:
         tuning = table[queries]
         tiled = compiled._replace(M=queries, N=tuning.tokens, R=share)
-        attend_items[(work.sms * tuning.resident,)](
-            *read, *filled, *written, *numbers, tiled, trunk, num_warps=tuning.warps, num_stages=tuning.stages
-        )
+        tuned = {"num_warps": tuning.warps, "num_stages": tuning.stages, **started}
+        attend_items[(work.sms * tuning.resident,)](*read, *filled, *written, *numbers, tiled, trunk, **tuned)
 
     if work.has_trunks if has_trunks is None else has_trunks:
         launch(work.trunk_queries, compiled.r, True)
     queries = min(power(compiled.r), max(table))
     launch(queries, min(compiled.r, queries), False)
     warps = max(1, compiled.E * JOINED // 1024)
-    join_parts[(rows, heads)](work.base_B, *scratch, written[3], out, compiled, JOINED, num_warps=warps)
+    joined = (work.base_B, *scratch, written[3], out, compiled, JOINED)
+    join_parts[(rows, heads)](*joined, num_warps=warps, **started)
     return out
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from miles.kernels.device_code import jit, tl
+from miles.kernels.device_code import gdc_launch_dependents, gdc_wait, jit, tl
 from miles.kernels.tile_code import (
     LOG2E,
     divide,
@@ -48,8 +48,11 @@ def attend_items(
     softcap: tl.tensor,
     HOW: tl.constexpr,
     TRUNK: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Items of trunks or of leaves, as many as ``counts`` says when this runs."""
+    if EARLY:
+        gdc_launch_dependents()
     UNITS: tl.constexpr = HOW.G * HOW.parts
     trunks, leaves = tl.load(counts), tl.load(counts + 1)
     skipped, units = (trunks * 0, trunks * UNITS) if TRUNK else (trunks, leaves * UNITS)
@@ -63,12 +66,14 @@ def attend_items(
         if HOW.short:
             low_M = lowest_seen(tl.load(length_B + row_M, mask=real_M, other=1) - 1, HOW)
             begin = tl.maximum(begin, tl.min(tl.where(real_M, low_M, end), 0))
+        pages = pages_SP + tl.load(seats_B + row).to(tl.int64) * pages_stride
+        if EARLY:
+            gdc_wait()  # what there is to do was known before the step's first kernel
         at_M = row_M.to(tl.int64) * q_stride + head_M * (HOW.d + HOW.x)
         q_MD, q_MX = read_queries(q_BHd, at_M, real_M, HOW)
         out_ME, top_M, sum_M = nothing_yet(HOW)
         group = unit % UNITS // HOW.parts
         k, v = k_SGd + group * (HOW.d + HOW.x), v_SGe + group * HOW.e
-        pages = pages_SP + tl.load(seats_B + row).to(tl.int64) * pages_stride
         met = (k, v, pages, begin, tl.where(rows > 0, end, begin), low_M, low_M, scale, softcap)
         out_ME, top_M, sum_M = sweep(out_ME, top_M, sum_M, q_MD, q_MX, *met, HOW, True, HOW.short, False)
         factor = exponent(scale, HOW)
@@ -115,12 +120,17 @@ def join_parts(
     out_BHe: tl.tensor,
     HOW: tl.constexpr,
     C: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Weigh the partial results of one row and head by their sums; rows with one have it already, with none zeros."""
+    if EARLY:
+        gdc_launch_dependents()
     E: tl.constexpr = HOW.E
     row, head = tl.program_id(0), tl.program_id(1)
     first, end = tl.load(base_B + row), tl.load(base_B + row + 1)
     channel_E = tl.arange(0, E)
+    if EARLY:
+        gdc_wait()
     if end != first + 1:
         top, total, out_E = float("-inf"), 0.0, tl.zeros([E], tl.float32)
         for at in range(first, end, C):

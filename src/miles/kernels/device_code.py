@@ -6,23 +6,25 @@ compiler; nothing they mark with ``jit`` is called there.
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["HAVE_TRITON", "jit", "ready", "tl", "triton"]
+__all__ = ["HAVE_TRITON", "early", "gdc_launch_dependents", "gdc_wait", "jit", "ready", "tl", "trained", "triton"]
 
 HAVE_TRITON: bool = find_spec("triton") is not None
 
 if TYPE_CHECKING or HAVE_TRITON:
     import triton
     import triton.language as tl
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
     jit: Any = triton.jit
 else:
-    triton = tl = None
+    triton = tl = gdc_launch_dependents = gdc_wait = None
 
     def jit(function: Any) -> Any:
         return function
@@ -35,3 +37,24 @@ def ready(x: Tensor) -> bool:
     Device code counts in float32, so double precision is left to torch.
     """
     return x.is_cuda and HAVE_TRITON and torch.is_inference_mode_enabled() and x.dtype != torch.float64
+
+
+@cache
+def early(device: torch.device) -> dict[str, bool]:
+    """What a launch is given so that its programs may start before the launch before it is over.
+
+    A kernel that is given ``EARLY`` calls ``gdc_launch_dependents`` first, and ``gdc_wait`` before it reads anything
+    that a kernel wrote, or writes anything: until then it may only fetch weights. Cards that cannot do it, or whose
+    compiler knows another way, start kernels in turn.
+    """
+    able = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"EARLY": True, "launch_pdl": True} if able else {"EARLY": False}
+
+
+def trained(x: Tensor) -> bool:
+    """Whether ``x`` is a trainer's, in half precision, where our own device code can run; with a gradient or without.
+
+    The trainer's passes without a gradient must round as those with one. Float32 and wider is left to torch.
+    """
+    half = x.dtype in (torch.bfloat16, torch.float16)
+    return x.is_cuda and half and HAVE_TRITON and not torch.is_inference_mode_enabled()

@@ -15,9 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from miles.kernels.device_code import jit, ready, tl, triton
-from miles.kernels.gated import Kind, activate, combine, gated
-from miles.kernels.grouped import collect, dispatch, grouped_linear, order_rows, weigh
+from miles.kernels.device_code import early, gdc_launch_dependents, gdc_wait, jit, ready, tl, triton
+from miles.kernels.gated import Kind, activate, combine
+from miles.kernels.grouped import Exchange, Rows, collect, dispatch, grouped_linear, order_rows, weigh
+from miles.kernels.slim_experts import alone, experts_of_one
+from miles.kernels.train_gated import gate
 
 # Keeps the weights of experts that the router would never choose from becoming 0 / 0.
 _TINY = 1e-20
@@ -61,31 +63,43 @@ def moe_forward(
     first_bias_EF: Tensor | None = None,
     down_bias_ED: Tensor | None = None,
     weigh_input: bool = False,
+    exchange: Exchange | None = None,
 ) -> Tensor:
     """The sum of each token's experts, weighted; ``weigh_input`` weights what goes into them instead.
 
     ``first_EFD`` holds gates and then ups (``interleaved``, in turns), or ups alone if it has no more rows than
-    ``down_EDI`` has columns.
+    ``down_EDI`` has columns. With an ``exchange`` the stacked tensors are those of this rank's experts alone, while
+    ``experts_Tk`` counts all ranks'.
     """
+    biased = first_bias_EF is not None or down_bias_ED is not None
+    if exchange is None and not (biased or interleaved or weigh_input) and alone(x_TD, experts_Tk, first_EFD, down_EDI):
+        return experts_of_one(x_TD, weights_Tk, experts_Tk, first_EFD, down_EDI, activation)
     per_expert = experts_Tk.numel() / len(first_EFD)
     # Without a fast product of torch's for this dtype, ours is the one that never waits.
     few = per_expert <= PLANS[-1].most or x_TD.dtype != torch.bfloat16
-    if ready(x_TD) and few and not (weigh_input and experts_Tk.shape[1] > 1):
+    if exchange is None and ready(x_TD) and few and not (weigh_input and experts_Tk.shape[1] > 1):
         if weigh_input:
             x_TD, weights_Tk = x_TD * weights_Tk, torch.ones_like(weights_Tk)
         plan = next((plan for plan in PLANS if per_expert <= plan.most), PLANS[-1])
         biases = (first_bias_EF, down_bias_ED)
         return _launch(x_TD, weights_Tk, experts_Tk, first_EFD, down_EDI, biases, activation, interleaved, plan)
-    rows = order_rows(experts_Tk, len(first_EFD))
+    rows = order_rows(experts_Tk, len(first_EFD) * (1 if exchange is None else exchange.world))
+    # Told before the copies are made, so that the device has these to do while the host waits for the answer.
+    trip = None if exchange is None else exchange.open(rows)
     x_RD = dispatch(x_TD, rows)
     if weigh_input:
         x_RD = weigh(x_RD, weights_Tk, rows)
-    inner_RF = grouped_linear(x_RD, first_EFD, rows, first_bias_EF)
-    if inner_RF.shape[1] == down_EDI.shape[2]:
-        inner_RI = activate(inner_RF, None, activation)
-    else:
-        inner_RI = gated(inner_RF, activation, interleaved=interleaved)
-    return collect(grouped_linear(inner_RI, down_EDI, rows, down_bias_ED), None if weigh_input else weights_Tk, rows)
+
+    def work(x_RD: Tensor, rows: Rows) -> Tensor:
+        inner_RF = grouped_linear(x_RD, first_EFD, rows, first_bias_EF)
+        if inner_RF.shape[1] == down_EDI.shape[2]:
+            inner_RI = activate(inner_RF, None, activation)
+        else:
+            inner_RI = gate(inner_RF, activation, interleaved=interleaved)
+        return grouped_linear(inner_RI, down_EDI, rows, down_bias_ED)
+
+    out_RD = work(x_RD, rows) if trip is None else trip(x_RD, work)
+    return collect(out_RD, None if weigh_input else weights_Tk, rows)
 
 
 def route(
@@ -108,6 +122,7 @@ def route(
             BLOCK_E=triton.next_power_of_2(experts),
             BLOCK_K=triton.next_power_of_2(per_token),
             num_warps=1 if experts <= 256 else 4,
+            **early(logits_TE.device),
         )
         return weights_Tk, experts_Tk
     wide = torch.promote_types(logits_TE.dtype, torch.float32)
@@ -331,7 +346,11 @@ def _route_token(
     NORMALISE: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     expert_E, choice_K = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
     logit_E = tl.load(logits_ptr + token * stride + expert_E, expert_E < EXPERTS, other=float("-inf")).to(tl.float32)

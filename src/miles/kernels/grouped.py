@@ -6,8 +6,9 @@ Every gather's backward is a gather too, so results do not depend on the order i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +26,31 @@ class Rows:
     group_R: Tensor
     ends_E: Tensor
     per_token: int
+
+
+class Trip(Protocol):
+    """The way of some rows to their groups and back, the sizes of which are still under way."""
+
+    def __call__(self, x_RD: Tensor, work: Callable[[Tensor, Rows], Tensor]) -> Tensor:
+        """What ``work`` makes of each row where its group is, rows in the order given; the features may be others.
+
+        ``work`` gets the rows of all ranks for the groups of this one.
+        """
+        ...
+
+
+class Exchange(Protocol):
+    """Ranks that have some of the groups each, in order, and all the same number of them.
+
+    All of ``world`` ranks open a trip together and go on it, in forward and in backward; a rank may have no rows, or
+    get none.
+    """
+
+    world: int
+
+    def open(self, rows: Rows) -> Trip:
+        """Tell the other ranks of these rows, sorted by all ranks' groups; does not wait for the device."""
+        ...
 
 
 def order_rows(groups_Tk: Tensor, num_groups: int) -> Rows:
@@ -60,6 +86,29 @@ class _Permute(torch.autograd.Function):
         return grad_RD.index_select(0, ctx.inverse_R), None, None
 
 
+class _Weighted(torch.autograd.Function):
+    """The weighted sum of each token's rows. It is no view of another tensor, so that hooks may be put on it."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TkD: Tensor, weights_Tk: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TkD, weights_Tk)
+        out_TD = x_TkD.new_empty(len(x_TkD), x_TkD.shape[2])
+        torch.bmm(weights_Tk.unsqueeze(1), x_TkD, out=out_TD.unsqueeze(1))
+        return out_TD
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x_TkD, weights_Tk = ctx.saved_tensors
+        grad_x = weights_Tk.unsqueeze(2) * grad_TD.unsqueeze(1) if ctx.needs_input_grad[0] else None
+        grad_weights = torch.bmm(x_TkD, grad_TD.unsqueeze(2)).squeeze(2) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weights
+
+
+def permute(x_RD: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
+    """The rows ``index_R``, each row once; ``inverse_R`` says where each of them went."""
+    return _Permute.apply(x_RD, index_R, inverse_R)  # pyright: ignore[reportReturnType]
+
+
 def dispatch(x_TD: Tensor, rows: Rows) -> Tensor:
     """One copy of a token for each of its groups, sorted by group."""
     return _Dispatch.apply(x_TD, rows)  # pyright: ignore[reportReturnType]
@@ -67,16 +116,16 @@ def dispatch(x_TD: Tensor, rows: Rows) -> Tensor:
 
 def weigh(x_RD: Tensor, weights_Tk: Tensor, rows: Rows) -> Tensor:
     """Each sorted row times the weight of its choice."""
-    weights_R: Tensor = _Permute.apply(weights_Tk.flatten(), rows.order_R, rows.place_R)  # pyright: ignore[reportAssignmentType]
+    weights_R = permute(weights_Tk.flatten(), rows.order_R, rows.place_R)
     return x_RD * weights_R.unsqueeze(-1)
 
 
 def collect(x_RD: Tensor, weights_Tk: Tensor | None, rows: Rows) -> Tensor:
     """The sum of each token's rows, weighted where there are weights, always in the order of its choices."""
-    flat_RD: Tensor = _Permute.apply(x_RD, rows.place_R, rows.order_R)  # pyright: ignore[reportAssignmentType]
+    flat_RD = permute(x_RD, rows.place_R, rows.order_R)
     if weights_Tk is None:
         return flat_RD.unflatten(0, (-1, rows.per_token)).sum(1)
-    return torch.bmm(weights_Tk.unsqueeze(1), flat_RD.unflatten(0, weights_Tk.shape)).squeeze(1)
+    return _Weighted.apply(flat_RD.unflatten(0, weights_Tk.shape), weights_Tk)  # pyright: ignore[reportReturnType]
 
 
 class _Loop(torch.autograd.Function):
@@ -134,7 +183,8 @@ def grouped_linear(x_RK: Tensor, weight_ENK: Tensor, rows: Rows, bias_EN: Tensor
 
 
 def _product(x_RK: Tensor, weight_ENK: Tensor, rows: Rows) -> Tensor:
-    if x_RK.is_cuda and x_RK.dtype == torch.bfloat16 and weight_ENK.shape[1] % 8 == 0 and weight_ENK.shape[2] % 8 == 0:
+    whole = weight_ENK.shape[1] % 8 == 0 and weight_ENK.shape[2] % 8 == 0
+    if x_RK.is_cuda and x_RK.dtype == torch.bfloat16 and whole and len(x_RK):
         return torch._grouped_mm(x_RK, weight_ENK.transpose(1, 2), offs=rows.ends_E)  # pyright: ignore[reportPrivateImportUsage]
     ends = rows.ends_E.tolist()
     sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]

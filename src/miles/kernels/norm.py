@@ -9,13 +9,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from miles.kernels.device_code import jit, ready, tl, triton
+from miles.kernels.device_code import early, gdc_launch_dependents, gdc_wait, jit, ready, tl, trained, triton
+from miles.kernels.train_norm import add_norm_in_training, norm_in_training
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
     """The last dimension at unit mean square, times the weight to which ``offset`` is added."""
     if ready(x_TD):
         return _launch(x_TD, None, weight_D, eps, offset)[1]
+    if trained(x_TD):
+        return norm_in_training(x_TD, weight_D, eps, offset=offset)
     if not offset:
         return F.rms_norm(x_TD, weight_D.shape, weight_D, eps)
     wide = torch.promote_types(x_TD.dtype, torch.float32)
@@ -29,6 +32,8 @@ def add_rms_norm(
     """The sum of two, in their dtype, and that sum normalised."""
     if ready(x_TD):
         return _launch(x_TD, delta_TD, weight_D, eps, offset)
+    if trained(x_TD):
+        return add_norm_in_training(x_TD, delta_TD, weight_D, eps, offset=offset)
     sum_TD = x_TD + delta_TD
     return sum_TD, rms_norm(sum_TD, weight_D, eps, offset=offset)
 
@@ -50,6 +55,7 @@ def _launch(
         ADD=delta_TD is not None,
         BLOCK=block,
         num_warps=min(max(block // 512, 1), 16),
+        **early(x_TD.device),
     )
     return sum_TD, normed_TD
 
@@ -68,10 +74,16 @@ def _norm_rows(
     offset: tl.tensor,
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    if EARLY:
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column_D = tl.arange(0, BLOCK)
     inside_D = column_D < size
+    weight_D = tl.load(weight_ptr + column_D, inside_D, other=0.0).to(tl.float32) + offset
+    if EARLY:
+        gdc_wait()
     x_D = tl.load(x_ptr + row * x_stride + column_D, inside_D, other=0.0)
     wide_D = x_D.to(tl.float32)
     if ADD:
@@ -80,6 +92,5 @@ def _norm_rows(
         x_D = (wide_D + delta_D.to(tl.float32)).to(x_D.dtype)
         tl.store(sum_ptr + row * size + column_D, x_D, inside_D)
         wide_D = x_D.to(tl.float32)
-    weight_D = tl.load(weight_ptr + column_D, inside_D, other=0.0).to(tl.float32) + offset
     scale = tl.rsqrt(tl.sum(wide_D * wide_D, 0) / size + eps)
     tl.store(normed_ptr + row * size + column_D, wide_D * scale * weight_D, inside_D)

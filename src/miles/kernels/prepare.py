@@ -6,11 +6,13 @@ P positions, S slots of a cache.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from miles.kernels.device_code import jit, ready, tl, triton
+from miles.kernels.device_code import early, gdc_launch_dependents, gdc_wait, jit, ready, tl, triton
 
 # Numbers a program takes at once: sixteen bytes for each thread of four warps.
 _BLOCK = 1024
@@ -116,6 +118,7 @@ def _launch(
         BLOCK_N=block_n,
         BLOCK_D=block_d,
         num_warps=4,
+        **early(qkv_TN.device),
     )
     return q_THd
 
@@ -147,10 +150,17 @@ def _prepare_heads(
     STEP: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    if EARLY:
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
     head_N1, column_1d = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None], tl.arange(0, BLOCK_D)[None, :]
     query_N1, early_N1 = head_N1 < HEADS, head_N1 < HEADS + KV_HEADS
+    cos_1d, sin_1d = _table(rotation_ptr, positions_ptr, token, column_1d, TURNED, BY_POSITION)
+    if EARLY:
+        gdc_wait()
     start_N1 = tl.where(query_N1, head_N1 * STEP, head_N1 + (STEP - 1) * HEADS) * DIM
     inside_Nd = (head_N1 < HEADS + 2 * KV_HEADS) & (column_1d < DIM)
     qkv_ptr += token * qkv_stride + start_N1
@@ -162,25 +172,38 @@ def _prepare_heads(
         normed_Nd = _scaled(x_Nd, scale_N1, q_weight_ptr, k_weight_ptr, column_1d, query_N1, offset, DIM, NARROW)
         x_Nd = tl.where(early_N1, normed_Nd, x_Nd)
     if TURNED > 0:
-        position = tl.load(positions_ptr + token).to(tl.int64) if BY_POSITION else token
-        turned_1d = column_1d < TURNED
-        rotation_ptr += position * (2 * TURNED) + column_1d
-        cos_1d = tl.load(rotation_ptr, turned_1d, other=0.0).to(tl.float32)
-        sin_1d = tl.load(rotation_ptr + TURNED, turned_1d, other=0.0).to(tl.float32)
         other_1d = _partner(column_1d, TURNED, INTERLEAVED)
-        other_Nd = tl.load(qkv_ptr + other_1d, inside_Nd & turned_1d & early_N1, other=0.0)
+        other_Nd = tl.load(qkv_ptr + other_1d, inside_Nd & (column_1d < TURNED) & early_N1, other=0.0)
         if NORM:
             other_Nd = _scaled(other_Nd, scale_N1, q_weight_ptr, k_weight_ptr, other_1d, query_N1, offset, DIM, NARROW)
         first_Nd = (x_Nd.to(tl.float32) * cos_1d).to(x_Nd.dtype).to(tl.float32)
         rotated_Nd = (first_Nd + other_Nd.to(tl.float32) * sin_1d).to(x_Nd.dtype)
-        x_Nd = tl.where(turned_1d & early_N1, rotated_Nd, x_Nd)
+        x_Nd = tl.where((column_1d < TURNED) & early_N1, rotated_Nd, x_Nd)
     tl.store(q_ptr + (token * HEADS + head_N1) * DIM + column_1d, x_Nd, inside_Nd & query_N1)
-    slot = tl.load(slots_ptr + token).to(tl.int64)
     key_N1, value_N1 = head_N1 - HEADS, head_N1 - HEADS - KV_HEADS
     kept_Nd = inside_Nd & (slot >= 0)
     keys_ptr += slot * key_stride + key_N1 * DIM + column_1d
     tl.store(keys_ptr, x_Nd, kept_Nd & early_N1 & (key_N1 >= 0))
     tl.store(values_ptr + slot * value_stride + value_N1 * DIM + column_1d, x_Nd, kept_Nd & (value_N1 >= 0))
+
+
+@jit
+def _table(
+    rotation_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    token: tl.tensor,
+    column_1d: tl.tensor,
+    TURNED: tl.constexpr,
+    BY_POSITION: tl.constexpr,
+) -> Any:
+    """The cosines and signed sines of a token's position: known before its projection is."""
+    cos_1d, sin_1d = column_1d * 0.0, column_1d * 0.0
+    if TURNED > 0:
+        position = tl.load(positions_ptr + token).to(tl.int64) if BY_POSITION else token
+        rotation_ptr += position * (2 * TURNED) + column_1d
+        cos_1d = tl.load(rotation_ptr, column_1d < TURNED, other=0.0).to(tl.float32)
+        sin_1d = tl.load(rotation_ptr + TURNED, column_1d < TURNED, other=0.0).to(tl.float32)
+    return cos_1d, sin_1d
 
 
 @jit

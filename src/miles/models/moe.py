@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from miles.kernels.device_code import ready
 from miles.kernels.experts import moe_forward, route
+from miles.kernels.grouped import Exchange
 from miles.models.linear import Linear
 from miles.models.mlp import Mlp
 from miles.models.spec import MoeSpec
@@ -28,12 +29,15 @@ class Routing:
 
     ``replay_TLk`` holds experts to use instead of the router's own choice, L counting the layers that
     have experts, ascending; a token with a negative entry in a layer's row keeps the router's choice
-    there. With ``record``, ``recorded`` receives one integer tensor [T, k] per such layer, in order.
+    there. With ``record``, ``recorded`` receives one integer tensor [T, k] per such layer, in order. ``load_LE``, where
+    it is given, is added to: how many of the tokens' choices fell on each expert.
     """
 
     replay_TLk: Tensor | None = None
     record: bool = False
     recorded: list[Tensor] = field(default_factory=list)
+    load_LE: Tensor | None = None
+    counted: set[int] = field(default_factory=set)
 
     def choose(self, slot: int, own_Tk: Tensor) -> Tensor:
         """The experts to use in the ``slot``-th layer that has any, given the router's own choice."""
@@ -44,18 +48,33 @@ class Routing:
         # A checkpointed layer runs a second time in backward, when its slot is filled already.
         if self.record and len(self.recorded) == slot:
             self.recorded.append(experts_Tk.detach())
+        if self.load_LE is not None and slot not in self.counted:
+            self.counted.add(slot)
+            choices_R = experts_Tk.flatten()
+            self.load_LE[slot].scatter_add_(0, choices_R, torch.ones_like(choices_R))
         return experts_Tk
+
+
+def imbalance(load_LE: Tensor) -> Tensor:
+    """How often the busiest expert is chosen against the mean expert, averaged over the layers; 1 is even.
+
+    ``load_LE`` is what ``Routing.load_LE`` was given, added up over all ranks that had tokens.
+    """
+    load_LE = load_LE.to(torch.float64)
+    return (load_LE.amax(1) / load_LE.mean(1).clamp(min=torch.finfo(load_LE.dtype).tiny)).mean()
 
 
 class MoeMlp(nn.Module):
     """A router and its experts, stacked: ``gate_up`` [E, 2I, D] (``up`` [E, I, D] without gates), ``down`` [E, D, I].
 
-    ``slot`` is which of the layers with experts this is.
+    ``slot`` is which of the layers with experts this is. With an ``exchange``, E in the stacked tensors is the number
+    of this rank's experts; the router knows all ranks'.
     """
 
     def __init__(self, width: int, spec: MoeSpec, slot: int, *, device: torch.device | str, dtype: torch.dtype) -> None:
         super().__init__()
         self.slot, self.spec = slot, spec
+        self.exchange: Exchange | None = None
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         inner, count = spec.latent or width, spec.num_experts
         rows = 2 * spec.size if spec.gated else spec.size
@@ -140,6 +159,7 @@ class MoeMlp(nn.Module):
             first_bias_EF=self.gate_up_bias,
             down_bias_ED=self.down_bias,
             weigh_input=spec.weigh_input,
+            exchange=self.exchange,
         )
         if self.outof is not None:
             out_TD = self.outof(out_TD)
