@@ -93,19 +93,20 @@ def test_gradients_are_the_slopes_of_the_values():
 @given(
     shape=st.tuples(st.integers(1, 20), st.integers(1, 3), st.integers(1, 4), st.integers(1, 400)),
     window=st.none() | st.integers(1, 500),
+    past=st.integers(0, 50),
     most=st.sampled_from([3000, 100_000, 1 << 26]),
 )
-def test_slices_hold_every_query_once_with_all_it_sees_and_never_too_many_scores(shape, window, most):
+def test_slices_hold_every_query_once_with_all_it_sees_and_never_too_many_scores(shape, window, past, most):
     batch, groups, share, length = shape
     taken = np.zeros((batch, length), int)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(masked, "_SCORES", most)
-        for at in masked._slices(torch.empty(*shape, 0), window):
+        for at in masked._slices(torch.empty(*shape, 0), past + length, window):
             taken[at.rows, at.lo : at.hi] += 1
-            assert at.first <= max(0, at.lo - (window or length) + 1)
+            assert at.first <= max(0, past + at.lo - (window or past + length) + 1) and at.last == past + at.hi
             queries, sequences = at.hi - at.lo, at.rows.stop - at.rows.start
-            one = groups * share * length
-            assert sequences * queries * groups * share * (at.hi - at.first) <= max(most, one)
+            one = groups * share * (past + length)
+            assert sequences * queries * groups * share * (at.last - at.first) <= max(most, one)
     assert (taken == 1).all()
 
 

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from miles.kernels import varlen
 from miles.kernels.terms import Index, Terms
-from miles.kernels.varlen import PackedAttend, _blocks
+from miles.kernels.varlen import PackedAttend, blocks_of
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 PLAIN = Terms(scale=0.5)
@@ -155,7 +155,7 @@ def test_a_new_forward_chooses_anew():
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 500), min_size=1, max_size=40))
 def test_every_sequence_is_in_one_block_and_padding_is_less_than_half(lengths):
-    blocks = _blocks(lengths)
+    blocks = blocks_of(lengths)
     assert sorted(i for block in blocks for i in block) == [i for i, n in enumerate(lengths) if n]
     for block in blocks:
         used = sum(lengths[i] for i in block)
@@ -169,7 +169,7 @@ def test_blocks_without_padding_in_the_order_of_the_tokens_move_no_row(lengths, 
 
 
 def test_like_lengths_are_one_call():
-    assert len(_blocks([10, 12, 19, 15])) == 1
+    assert len(blocks_of([10, 12, 19, 15])) == 1
 
 
 @pytest.mark.parametrize("lengths", [[], [0, 0]])

@@ -23,15 +23,15 @@ from miles.kernels.masked import choose, masked_attention
 from miles.kernels.sinks import sunk_attention
 from miles.kernels.terms import Index, Terms
 
-_HALF = (torch.bfloat16, torch.float16)
+HALF = (torch.bfloat16, torch.float16)
 # The widest head of the fused CUDA kernel, and the channels it counts in.
-_FUSED_WIDTH, _FUSED_STEP = 256, 8
+FUSED_WIDTH, FUSED_STEP = 256, 8
 # Blocks up to this long take a window as a mask; in longer ones it pays to leave out what lies behind it.
 _MASKED_LENGTH = 256
 
 
 @cache
-def _kernel() -> tuple[Callable[..., Any], dict[str, bool]]:
+def varlen_kernel() -> tuple[Callable[..., Any], dict[str, bool]]:
     """Torch's varlen attention. Newer releases share key-value heads only when told to, older ones always do."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -41,7 +41,7 @@ def _kernel() -> tuple[Callable[..., Any], dict[str, bool]]:
 # -- sequences into blocks ------------------------------------------------------------------
 
 
-def _blocks(lengths: Sequence[int]) -> list[list[int]]:
+def blocks_of(lengths: Sequence[int]) -> list[list[int]]:
     """Sequences of like length together, so that each padded block is less than twice its tokens."""
     blocks: list[list[int]] = []
     longest = used = 0
@@ -118,7 +118,7 @@ class _Pack:
         """Blocks in which a sequence of more than ``alone`` tokens has no mates."""
         alone = min(alone, self.longest)
         if alone not in self._layouts:
-            blocks = _blocks([n if n <= alone else 0 for n in self.lengths] if alone < self.longest else self.lengths)
+            blocks = blocks_of([n if n <= alone else 0 for n in self.lengths] if alone < self.longest else self.lengths)
             blocks += [[i] for i, n in enumerate(self.lengths) if n > alone]
             self._layouts[alone] = self._lay_out(blocks)
         return self._layouts[alone]
@@ -210,7 +210,7 @@ class PackedAttend:
         if index is not None:
             assert pack is self._whole and terms.window is None, "tokens are chosen among all that came before"
             choice = self._choose(layer, index)
-        fused = q_THd.is_cuda and q_THd.dtype in _HALF and max(q_THd.shape[-1], v_TGe.shape[-1]) <= _FUSED_WIDTH
+        fused = q_THd.is_cuda and q_THd.dtype in HALF and max(q_THd.shape[-1], v_TGe.shape[-1]) <= FUSED_WIDTH
         if fused and choice is None and terms.softcap is None:
             return _varlen(pack, q_THd, k_TGd, v_TGe, terms, sinks_H)
         return _padded(pack, q_THd, k_TGd, v_TGe, terms, sinks_H, choice)
@@ -248,21 +248,21 @@ class PackedAttend:
         return _Choice(index.top, chosen)
 
 
-def _widen(x: Tensor, width: int) -> Tensor:
+def widen(x: Tensor, width: int) -> Tensor:
     """More channels, of zeros."""
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
 def _varlen(pack: _Pack, q_THd: Tensor, k_TGd: Tensor, v_TGe: Tensor, terms: Terms, sinks_H: Tensor | None) -> Tensor:
     wanted = v_TGe.shape[-1]
-    width = -(-max(q_THd.shape[-1], wanted) // _FUSED_STEP) * _FUSED_STEP
-    q, k, v = (_widen(x, width) for x in (q_THd, k_TGd, v_TGe))
+    width = -(-max(q_THd.shape[-1], wanted) // FUSED_STEP) * FUSED_STEP
+    q, k, v = (widen(x, width) for x in (q_THd, k_TGd, v_TGe))
     ends, longest = pack.ends, pack.longest
     window = None if terms.window is None or terms.window >= longest else terms.window
     if sinks_H is not None:
         out = sunk_attention(q, k, v, sinks_H, ends, longest, scale=terms.scale, window=window)
     else:
-        kernel, options = _kernel()
+        kernel, options = varlen_kernel()
         back = (-1 if window is None else window - 1, 0)
         out = kernel(q, k, v, ends, ends, longest, longest, scale=terms.scale, window_size=back, **options)
     return out if width == wanted else out[..., :wanted]
@@ -317,16 +317,17 @@ def _block(
         return out_BSHe.flatten(0, 1)
     mask_SS = None if window is None else pack.mask(longest, window)
     q_BHSd, k_BGSd, v_BGSe = q_BSHd.transpose(1, 2), k_BSGd.transpose(1, 2), v_BSGe.transpose(1, 2)
-    return _fused(q_BHSd, k_BGSd, v_BGSe, terms.scale, mask_SS).transpose(1, 2).flatten(0, 1)
+    return plain_attention(q_BHSd, k_BGSd, v_BGSe, terms.scale, mask_SS).transpose(1, 2).flatten(0, 1)
 
 
-def _fused(q_BHSd: Tensor, k_BGSd: Tensor, v_BGSe: Tensor, scale: float, mask_SS: Tensor | None) -> Tensor:
+def plain_attention(q_BHSd: Tensor, k_BGSd: Tensor, v_BGSe: Tensor, scale: float, mask_SS: Tensor | None) -> Tensor:
+    """Attention of a block, causal or as ``mask_SS`` says."""
     wanted, dtype, gqa = v_BGSe.shape[-1], q_BHSd.dtype, q_BHSd.shape[1] != k_BGSd.shape[1]
-    unlike = q_BHSd.shape[-1] != wanted or dtype in _HALF
+    unlike = q_BHSd.shape[-1] != wanted or dtype in HALF
     if unlike and not q_BHSd.is_cuda:
         # The CPU's kernel that keeps no scores wants one width, and in half precision it may be a hundred times slower.
         width, wide = max(q_BHSd.shape[-1], wanted), torch.promote_types(dtype, torch.float32)
-        q_BHSd, k_BGSd, v_BGSe = (_widen(x.to(wide), width) for x in (q_BHSd, k_BGSd, v_BGSe))
+        q_BHSd, k_BGSd, v_BGSe = (widen(x.to(wide), width) for x in (q_BHSd, k_BGSd, v_BGSe))
     out_BHSe = F.scaled_dot_product_attention(
         q_BHSd, k_BGSd, v_BGSe, attn_mask=mask_SS, is_causal=mask_SS is None, scale=scale, enable_gqa=gqa
     )

@@ -17,7 +17,7 @@ from miles.core.errors import CheckpointError
 from miles.core.types import Version
 from miles.train import checkpoint
 from miles.train.config import TrainConfig
-from miles.train.optim import Optimizer
+from miles.train.optim import optimizer_of
 from miles.train.peers import ALONE, Peers
 from miles.train.rates import critic_schedule_of
 from miles.train.returns import Judged
@@ -48,10 +48,11 @@ class Critic:
     ) -> None:
         self.apart = apart
         self._model, self._peers = model, peers
+        self._saving = checkpoint.saving_of(train)
         self._loss = ValueLoss(clip=algo.value_clip)
         trained = {name: p for name, p in model.parameters().items() if p.requires_grad}
         schedule = critic_schedule_of(train, updates=updates)
-        self._optimizer = Optimizer(trained, train, schedule, rate="--critic-lr", norm=model.norm)
+        self._optimizer = optimizer_of(trained, train, schedule, model=model, rate="--critic-lr")
 
     @property
     def updates(self) -> int:
@@ -80,8 +81,8 @@ class Critic:
 
     def save(self, folder: Path, version: Version) -> None:
         """Write it into a folder of its own within the checkpoint ``folder``."""
-        (folder / FOLDER).mkdir()
-        checkpoint.save(folder / FOLDER, self._model, self._optimizer, version, self._peers)
+        (folder / FOLDER).mkdir(exist_ok=True)  # by whichever rank is first
+        checkpoint.save(folder / FOLDER, self._model, self._optimizer, version, self._peers, self._saving)
 
     def load(self, folder: Path) -> None:
         """Take back what ``save`` wrote."""
@@ -90,7 +91,7 @@ class Critic:
                 f"{folder} holds no critic, which --advantage-estimator ppo goes on with; "
                 f"to start from its weights alone use --hf-checkpoint {folder}."
             )
-        checkpoint.load(folder / FOLDER, self._model, self._optimizer)
+        checkpoint.load(folder / FOLDER, self._model, self._optimizer, self._peers)
 
     def move(self, device: torch.device) -> None:
         """Put the weights and all of the optimizer's state on ``device``: no engine shares them."""
@@ -98,4 +99,5 @@ class Critic:
         self._optimizer.move(device)
 
     def _read(self, rows: Rows) -> Tensor:
+        rows = rows.apart()
         return self._model.values(rows.tokens_T, rows.positions_T, rows.lengths, rows.before_R)

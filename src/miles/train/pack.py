@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from miles.core.errors import UsageError
 
 
-def by_tokens(lengths: Sequence[int], budget: int, what: str = "sample") -> list[list[int]]:
-    """First-fit decreasing: indices into ``lengths``, none twice, no bin of more than ``budget`` tokens.
+def by_tokens(lengths: Sequence[int], budget: int, what: str = "sample", context: int = 1) -> list[list[int]]:
+    """First-fit decreasing: indices into ``lengths``, none twice, no bin of more than ``budget`` tokens for each of the
+    ``context`` ranks that share it.
 
     Within a bin, and between bins by their first, indices ascend; the result is a function of the
     arguments alone.
@@ -17,11 +18,13 @@ def by_tokens(lengths: Sequence[int], budget: int, what: str = "sample") -> list
     [[0, 1], [2, 3]]
     """
     longest = max(lengths, default=0)
-    if longest > budget:
+    if longest > budget * context:
+        ranks = f" on {context} context ranks" if context > 1 else ""
         raise UsageError(
-            f"a {what} of {longest} tokens does not fit --max-tokens-per-gpu {budget}; "
-            f"raise it to {longest} or more, or lower --rollout-max-response-len"
+            f"a {what} of {longest} tokens does not fit --max-tokens-per-gpu {budget}{ranks}; "
+            f"raise it to {-(-longest // context)} or more, or lower --rollout-max-response-len"
         )
+    budget *= context
     if sum(lengths) <= budget:
         return [list(range(len(lengths)))] if lengths else []
     bins: list[list[int]] = []

@@ -11,6 +11,8 @@ from torch import Tensor
 class Peers(Protocol):
     """A batch is dealt out in ``parts``, and this rank has one; ranks that share a part know the same of it.
 
+    Of those, ``context`` have each some of a micro-batch's tokens.
+
     All ranks make the same calls in the same order. ``lead`` is true on the one rank that speaks for all.
     """
 
@@ -19,6 +21,9 @@ class Peers(Protocol):
 
     @property
     def parts(self) -> int: ...
+
+    @property
+    def context(self) -> int: ...
 
     @property
     def lead(self) -> bool: ...
@@ -39,7 +44,7 @@ class Peers(Protocol):
 class Alone:
     """One rank that has all of a batch."""
 
-    part, parts, lead = 0, 1, True
+    part, parts, context, lead = 0, 1, 1, True
 
     def sum(self, x: Tensor) -> Tensor:
         return x

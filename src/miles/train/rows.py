@@ -3,8 +3,9 @@
 Only what the loss needs goes in: a sample is cut after the last token that predicts a trained one,
 and a sample without a trained token is left out.
 
-``_S`` samples and ``_N`` tokens of the global batch; ``_T`` packed input tokens, ``_B`` samples and ``_R``
-trained tokens of the micro-batch; ``L`` layers with experts, ``k`` experts a token, ``S`` tokens of a set.
+``_S`` samples and ``_N`` tokens of the global batch; ``_T`` packed input tokens, ``_B`` samples, ``_P`` input tokens of
+each sample for itself and ``_R`` trained tokens of the micro-batch; ``L`` layers with experts, ``k`` experts a token,
+``S`` tokens of a set.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from miles.algo.reduce import Reducer, Weighted
 from miles.core.errors import MilesError
 from miles.core.extras import TEACHER_LOGPROB, TEACHER_LOGPROBS, TEACHER_TOKENS
 from miles.core.types import Array, Sample
+from miles.train.prefix import LEAST, Path, Stretch, Tree, branches_of, slots_of, tree_of
 
 ROUTED = "routed_experts"
 _OF_TOKENS = ("target_R", "engine_logp_R", "advantage_R", "oldest_R", "weight_R", "mean_R")
@@ -58,6 +60,10 @@ class Rows:
     In ``replay_TLk`` -1 leaves the choice to the router. ``teachers`` are the numbers of the samples' teachers, empty
     where the samples name none; ``told`` what teachers elsewhere said, where the samples bring it. ``idle`` rows only
     keep a rank in step with the others: they weigh nothing.
+
+    ``lengths`` are how many tokens each sample reads. Where samples share what they begin with, the tokens are a tree
+    of ``stretches``, one after the other: sample b reads those on the way to stretch ``ends[b]``, and ``before_R`` may
+    name a token many times. Without stretches the tokens are those of one sample after the other.
     """
 
     lengths: tuple[int, ...]
@@ -76,6 +82,31 @@ class Rows:
     teachers: tuple[int, ...] = ()
     told: Told | None = None
     idle: bool = False
+    stretches: tuple[Stretch, ...] = ()
+    ends: tuple[int, ...] = ()
+
+    @property
+    def shared(self) -> int:
+        """How many tokens need not be read because another sample begins with them too."""
+        return sum(self.lengths) - len(self.tokens_T)
+
+    def apart(self) -> Rows:
+        """The same rows with every sample's tokens for itself, for models that cannot read a tree."""
+        if not self.stretches:
+            return self
+        device = self.tokens_T.device
+        slot_P = torch.from_numpy(slots_of(self.stretches, self.ends)).to(device)
+        length_B = torch.tensor(self.lengths, device=device)
+        start_B = length_B.cumsum(0) - length_B
+        return replace(
+            self,
+            tokens_T=self.tokens_T[slot_P],
+            positions_T=self.positions_T[slot_P],
+            before_R=start_B[self.sample_R] + self.positions_T[self.before_R],
+            replay_TLk=None if self.replay_TLk is None else self.replay_TLk[slot_P],
+            stretches=(),
+            ends=(),
+        )
 
     def to(self, device: torch.device) -> Rows:
         """The same rows on another device, or these where they are there."""
@@ -168,23 +199,43 @@ def flatten(trajectories: Sequence[Sequence[Sample]], reducer: Reducer, mean: Re
     return flat
 
 
-def rows_of(flat: Flat, chosen: Sequence[int], *, device: torch.device, replay: bool) -> Rows:
-    """Pack the ``chosen`` samples; with ``replay``, with the experts the engine said it used."""
+def paths_of(flat: Flat, chosen: Sequence[int], *, replay: bool) -> list[Path]:
+    """What is read of the ``chosen`` samples, as ``prefix`` compares it."""
+    out: list[Path] = []
+    for i in chosen:
+        sample, end = flat.samples[i], int(flat.length_S[i])
+        routed = sample.extras[ROUTED][:end] if replay and ROUTED in sample.extras else None
+        out.append(Path(prompt=sample.prompt_id, tokens=sample.tokens[:end], routed=routed))
+    return out
+
+
+def rows_of(
+    flat: Flat, chosen: Sequence[int], *, device: torch.device, replay: bool, share: bool = False, least: int = LEAST
+) -> Rows:
+    """Pack the ``chosen`` samples; with ``replay``, with the experts the engine said it used.
+
+    With ``share`` samples of one prompt read what they begin with once, if that is ``least`` tokens.
+    """
     sizes = flat.length_S[chosen]
-    places_T = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    token_T = places_T + np.repeat(flat.start_S[chosen], sizes)
-    before_R = np.flatnonzero(flat.mask_N[token_T + 1])
-    trained_R = token_T[before_R] + 1
+    places_P = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    token_P = places_P + np.repeat(flat.start_S[chosen], sizes)
+    before_R = np.flatnonzero(flat.mask_N[token_P + 1])
+    trained_R = token_P[before_R] + 1
     sample_R = np.repeat(np.arange(len(chosen)), sizes)[before_R]
+    tree = _tree(flat, chosen, replay=replay, least=least) if share else None
+    replay_PLk = _replay([flat.samples[i] for i in chosen], sizes.tolist()) if replay else None
+
+    def read(of_P: Array) -> Array:
+        return of_P if tree is None else of_P[tree.kept_T]
 
     def put(values: Array, dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(values).to(device=device, dtype=dtype)
 
     return Rows(
         lengths=tuple(sizes.tolist()),
-        tokens_T=put(flat.tokens_N[token_T], torch.int64),
-        positions_T=put(places_T, torch.int64),
-        before_R=put(before_R, torch.int64),
+        tokens_T=put(flat.tokens_N[read(token_P)], torch.int64),
+        positions_T=put(read(places_P), torch.int64),
+        before_R=put(before_R if tree is None else tree.slot_P[before_R], torch.int64),
         target_R=put(flat.tokens_N[trained_R], torch.int64),
         engine_logp_R=put(flat.logprobs_N[trained_R], torch.float32),
         advantage_R=put(flat.advantages_N[trained_R], torch.float32),
@@ -193,10 +244,18 @@ def rows_of(flat: Flat, chosen: Sequence[int], *, device: torch.device, replay: 
         mean_R=put(flat.mean_S[chosen][sample_R], torch.float32),
         sample_R=put(sample_R, torch.int64),
         trained_B=put(np.bincount(sample_R, minlength=len(chosen)), torch.int64),
-        replay_TLk=_replay([flat.samples[i] for i in chosen], sizes.tolist(), device) if replay else None,
+        replay_TLk=None if replay_PLk is None else put(read(replay_PLk), torch.int64),
         teachers=tuple(int(s.extras[TEACHER][0]) for i in chosen if TEACHER in (s := flat.samples[i]).extras),
         told=_told(flat, chosen, trained_R, sample_R, device),
+        stretches=() if tree is None else tree.stretches,
+        ends=() if tree is None else tree.ends,
     )
+
+
+def _tree(flat: Flat, chosen: Sequence[int], *, replay: bool, least: int) -> Tree | None:
+    """How the samples share what they begin with; None where they do not."""
+    tree = tree_of(paths_of(flat, chosen, replay=replay), least=least)
+    return tree if len(tree.kept_T) < len(tree.slot_P) else None
 
 
 def _told(
@@ -230,7 +289,10 @@ def samples_of(rows: Rows, chosen: Sequence[int]) -> tuple[Rows, Tensor]:
     device = rows.tokens_T.device
     kept = set(chosen)
     taken_B = torch.tensor([i in kept for i in range(len(rows.lengths))], device=device)
-    at_T = taken_B.repeat_interleave(torch.tensor(rows.lengths, device=device)).nonzero()[:, 0]
+    pieces, stretches, ends = _branches(rows, sorted(kept))
+    sizes = [s.length for s in rows.stretches] or rows.lengths
+    taken = torch.tensor([i in pieces for i in range(len(sizes))], device=device)
+    at_T = taken.repeat_interleave(torch.tensor(sizes, device=device)).nonzero()[:, 0]
     at_R = taken_B[rows.sample_R].nonzero()[:, 0]
     part = replace(
         rows,
@@ -243,12 +305,25 @@ def samples_of(rows: Rows, chosen: Sequence[int]) -> tuple[Rows, Tensor]:
         replay_TLk=None if rows.replay_TLk is None else rows.replay_TLk[at_T],
         teachers=tuple(t for i, t in enumerate(rows.teachers) if i in kept),
         told=None if rows.told is None else rows.told.of(at_R),
+        stretches=stretches,
+        ends=ends,
         **{name: getattr(rows, name)[at_R] for name in _OF_TOKENS},
     )
     return part, at_R
 
 
-def _replay(samples: Sequence[Sample], lengths: Sequence[int], device: torch.device) -> Tensor | None:
+def _branches(rows: Rows, kept: Sequence[int]) -> tuple[set[int], tuple[Stretch, ...], tuple[int, ...]]:
+    """The stretches that the ``kept`` samples read, or these themselves where there are none; the tree that is left."""
+    if not rows.stretches:
+        return set(kept), (), ()
+    pieces = branches_of(rows.stretches, [rows.ends[i] for i in kept])
+    number = {piece: i for i, piece in enumerate(pieces)}
+    stretches = [rows.stretches[piece] for piece in pieces]
+    left = tuple(Stretch(s.length, None if s.after is None else number[s.after]) for s in stretches)
+    return set(pieces), left, tuple(number[rows.ends[i]] for i in kept)
+
+
+def _replay(samples: Sequence[Sample], lengths: Sequence[int]) -> NDArray[np.int64] | None:
     """What the engine recorded, its "none" as -1; None where it recorded nothing of any sample."""
     pattern = next((s.extras[ROUTED] for s in samples if ROUTED in s.extras), None)
     if pattern is None:
@@ -256,4 +331,4 @@ def _replay(samples: Sequence[Sample], lengths: Sequence[int], device: torch.dev
     none = np.iinfo(pattern.dtype).max
     missing = np.broadcast_to(np.array(none, pattern.dtype), (max(lengths), *pattern.shape[1:]))
     joined = np.concatenate([s.extras.get(ROUTED, missing)[:n] for s, n in zip(samples, lengths, strict=True)])
-    return torch.from_numpy(np.where(joined == none, -1, joined.astype(np.int64))).to(device)
+    return np.where(joined == none, -1, joined.astype(np.int64))

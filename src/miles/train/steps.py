@@ -14,12 +14,13 @@ from torch import Tensor
 
 from miles.algo.mismatch import gaps, mismatch
 from miles.algo.objective import Evidence, Objective
+from miles.train.balance import Price, deal
 from miles.train.config import TrainConfig
 from miles.train.logits import Output, logprobs
-from miles.train.pack import by_count, by_tokens
 from miles.train.peers import ALONE, Peers
+from miles.train.prefix import bundles
 from miles.train.roles import Kept, TrainModel
-from miles.train.rows import Flat, Rows, rows_of
+from miles.train.rows import Flat, Rows, paths_of, rows_of
 from miles.train.teacher import Teaching
 
 _LOGP = "logp"
@@ -84,21 +85,55 @@ class Reader:
 
 
 def micro_batches(
-    flat: Flat, config: TrainConfig, *, device: torch.device, replay: bool, paired: bool = False, peers: Peers = ALONE
+    flat: Flat,
+    config: TrainConfig,
+    *,
+    device: torch.device,
+    replay: bool,
+    paired: bool = False,
+    peers: Peers = ALONE,
+    price: Price | None = None,
 ) -> list[Rows]:
     """This rank's part of a global batch as packed rows; ``paired`` samples, 0 and 1, 2 and 3, ..., stay together.
 
-    Every part has as many micro-batches; one for which no sample is left has rows that weigh nothing.
+    Every part has as many micro-batches; one for which no sample is left has rows that weigh nothing. ``price`` says
+    what so many tokens cost where it is not their number that parts are to have alike.
     """
-    kept = np.flatnonzero(flat.length_S)
-    units = kept.reshape(-1, 2 if paired else 1)
-    if config.micro_batch_size is not None and not config.use_dynamic_batch_size:
-        bins = by_count(len(units), max(1, config.micro_batch_size // units.shape[1]))
-    else:
-        lengths = flat.length_S[units].sum(1).tolist()
-        bins = by_tokens(lengths, config.max_tokens_per_gpu, "pair" if paired else "sample")
-    made = [rows_of(flat, units[chosen].ravel().tolist(), device=device, replay=replay) for chosen in bins]
-    return made
+    together, share = 2 if paired else 1, config.share_prefix
+    count = None if config.micro_batch_size is None or config.use_dynamic_batch_size else config.micro_batch_size
+    limit = config.max_tokens_per_gpu * peers.context if share and count is None else None
+    units, lengths = _units(flat, together=together, replay=replay, limit=limit, parts=peers.parts)
+    if not units:
+        return []
+    bins = deal(
+        lengths,
+        parts=peers.parts,
+        budget=config.max_tokens_per_gpu,
+        context=peers.context,
+        count=None if count is None else max(1, count // together),
+        costs=None if price is None else [price(length) for length in lengths],
+        balanced=config.balance_data,
+        what="pair" if paired else "sample",
+    )[peers.part]
+    smallest = units[min(range(len(units)), key=lengths.__getitem__)]
+    return [
+        rows_of(flat, [i for unit in some for i in units[unit]], device=device, replay=replay, share=share)
+        if some
+        else _idle(rows_of(flat, smallest, device=device, replay=replay))
+        for some in bins
+    ]
+
+
+def _units(
+    flat: Flat, *, together: int, replay: bool, limit: int | None, parts: int
+) -> tuple[list[list[int]], list[int]]:
+    """What stays together, and how many tokens each is; with a ``limit``, as many samples of a prompt as fit."""
+    kept = np.flatnonzero(flat.length_S).tolist()
+    if limit is not None:
+        found = bundles(paths_of(flat, kept, replay=replay), limit=limit, parts=parts, together=together)
+        return [[kept[i] for i in bundle.members] for bundle in found], [bundle.tokens for bundle in found]
+    units = [kept[start : start + together] for start in range(0, len(kept), together)]
+    return units, [int(flat.length_S[unit].sum()) for unit in units]
 
 
 def _idle(rows: Rows) -> Rows:

@@ -30,10 +30,11 @@ from miles.cluster.local import Run
 from miles.core.errors import ParityError, UsageError
 from miles.core.types import Batch, Sample, StepReport, Version
 from miles.train import checkpoint
+from miles.train.balance import Price
 from miles.train.config import TrainConfig
 from miles.train.corrector import Corrector, drifted, rung_metric
 from miles.train.critic import Critic
-from miles.train.optim import Optimizer
+from miles.train.optim import optimizer_of
 from miles.train.peers import ALONE, Peers
 from miles.train.rates import schedule_of
 from miles.train.returns import Judged, Known, returns_of
@@ -50,7 +51,8 @@ class Worker:
     them). The policy loss divides logits by ``temperature``, the one the engine samples at. ``reference`` is
     what the KL is measured against. A ``critic`` learns from every batch too, at first perhaps alone. ``teachers``
     score what the policy wrote where it is distilled, each sample by the one whose number it bears; without any, the
-    samples bring what teachers elsewhere said. Of every batch a rank trains on its part among ``peers``.
+    samples bring what teachers elsewhere said. Of every batch a rank trains on its part among ``peers``; parts are
+    alike in tokens, or in what ``price`` says these cost.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Worker:
         parity_stop: float | None = None,
         offload: bool = True,
         peers: Peers = ALONE,
+        price: Price | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if temperature <= 0:
@@ -84,7 +87,8 @@ class Worker:
             raise UsageError("--loss-type dpo_loss needs a reference model; give --ref-load or --hf-checkpoint.")
         self.version = version or Version()
         self._actor, self._algo, self._train, self._run, self._clock = actor, algo, train, run, clock
-        self._steps, self._peers = steps, peers
+        self._steps, self._peers, self._price = steps, peers, price
+        self._saving = checkpoint.saving_of(train)
         self._parity_stop = parity_stop
         ladder = ladder_of(tolerance=parity_tolerance, stop=parity_stop)
         self._corrector = Corrector(algo=algo, ladder=ladder, own=plugs.correction, peers=peers)
@@ -103,12 +107,13 @@ class Worker:
             reference=in_loss,
             objective=objective_of(algo, plugs),
             reader=self._reader,
-            teachers=teachers_of(algo, teachers, temperature=temperature, chunk=train.log_probs_chunk_size),
+            teachers=teachers_of(
+                algo, teachers, temperature=temperature, chunk=train.log_probs_chunk_size, peers=peers
+            ),
         )
         trained = {name: p for name, p in actor.parameters().items() if p.requires_grad}
-        self._optimizer = Optimizer(
-            trained, train, schedule_of(train, updates=max(1, updates - self._alone)), norm=actor.norm
-        )
+        schedule = schedule_of(train, updates=max(1, updates - self._alone))
+        self._optimizer = optimizer_of(trained, train, schedule, model=actor)
 
     async def step(self, batch: Batch) -> StepReport:
         """Train on ``batch``; the report's version is the new one."""
@@ -137,14 +142,14 @@ class Worker:
         return {name: p.detach() for name, p in self._actor.parameters().items()}
 
     def _save(self, folder: Path) -> None:
-        checkpoint.save(folder, self._actor, self._optimizer, self.version, self._peers)
+        checkpoint.save(folder, self._actor, self._optimizer, self.version, self._peers, self._saving)
         if self._critic is not None:
             self._critic.save(folder, self.version)
 
     def _load(self, folder: Path) -> Version:
         if self._critic is not None:
             self._critic.load(folder)
-        return checkpoint.load(folder, self._actor, self._optimizer)
+        return checkpoint.load(folder, self._actor, self._optimizer, self._peers)
 
     def _move(self, device: torch.device) -> None:
         self._optimizer.move(device)
@@ -156,7 +161,7 @@ class Worker:
         flats = self._global_batches(batch.samples)
         replay = self._algo.use_rollout_routing_replay
         how = {"replay": replay, "paired": self._algo.loss_type in PAIRED, "peers": self._peers}
-        plan = [micro_batches(flat, self._train, device=self._actor.device, **how) for flat in flats]
+        plan = [micro_batches(flat, self._train, device=self._actor.device, price=self._price, **how) for flat in flats]
         packed = self._clock()
         alone = self._critic is not None and self._critic.updates < self._alone
         olds = self._old_logprobs(flats, plan, alone=alone)
@@ -175,6 +180,8 @@ class Worker:
             floats.append(made if self._critic is None else made | self._critic.update(part))
         metrics = _means(floats) | parity_metrics(tally, self._peers) | rung_metric(rung) | _of_batch(flats) | measured
         metrics["micro_batches"] = float(sum(len(rows) for rows in plan) * self._peers.parts)
+        if self._train.share_prefix:
+            metrics["tokens_shared"] = _shared(plan, self._peers)
         self.version = self.version.next()
         return StepReport(version=self.version, metrics=metrics, seconds=seconds | {"optimize": self._clock() - looked})
 
@@ -291,6 +298,12 @@ def _means(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     replayed = out.pop("routing_replayed", 0.0)
     flips = out.pop("routing_flips", 0.0)
     return out | ({"routing_flip_share": flips / replayed} if replayed else {})
+
+
+def _shared(plan: Sequence[Sequence[Rows]], peers: Peers) -> float:
+    """Tokens that were not read again for every sample that begins with them."""
+    own = sum(rows.shared for part in plan for rows in part if not rows.idle)
+    return float(peers.sum(torch.tensor(float(own), dtype=torch.float64)))
 
 
 def _of_batch(flats: Sequence[Flat]) -> dict[str, float]:
