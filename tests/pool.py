@@ -46,7 +46,7 @@ def ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
 def _heard(rank: int) -> tuple[bool, Any]:
     try:
         return _pool[rank][1].recv()
-    except EOFError:
+    except (EOFError, ConnectionError):
         return False, f"rank {rank} died with exit code {_pool[rank][0].exitcode}"
 
 

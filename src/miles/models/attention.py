@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from miles.kernels.card import CardAttend, Heads
+from miles.kernels.device_code import trained
+from miles.kernels.train_heads import Shape, heads_in_training
 from miles.models.linear import Linear
 from miles.models.memory import Attend, Terms
 from miles.models.norm import RMSNorm
@@ -45,6 +47,8 @@ class Attention(nn.Module):
     def forward(self, x_TD: Tensor, at: Positions, attend: Attend) -> Tensor:
         if self._plain and isinstance(attend, CardAttend) and (heads := self._heads(at)) is not None:
             return self.output(attend.straight(self.layer, self.qkv(x_TD), heads, self.terms, sinks_H=self.sinks))
+        if self._plain and trained(x_TD):
+            return self.output(self._attended(x_TD, at, attend).flatten(1))
         gate_THd, qk_TNd, v_TGd = self._project(x_TD)
         qk_TNd = self._normalise(qk_TNd)
         rope = self.spec.rope
@@ -59,6 +63,24 @@ class Attention(nn.Module):
         if gate_THd is not None:
             out_THd = out_THd * gate_THd.sigmoid()
         return self.output(out_THd.flatten(1))
+
+    def _attended(self, x_TD: Tensor, at: Positions, attend: Attend) -> Tensor:
+        """What heads make of each other, in training: one pass from the projection to them, and one back."""
+        spec, rope = self.spec, self.spec.rope
+        shape = Shape(
+            heads=spec.num_heads,
+            kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            interleaved=rope is not None and rope.interleaved,
+            eps=self.eps,
+            offset=0.0 if self.q_norm is None else self.q_norm.offset,
+        )
+        rotation_T2r = None if rope is None else at.rotation(rope, spec.head_dim)
+        weights = (
+            (None, None) if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
+        )
+        q_THd, k_TGd, v_TGd = heads_in_training(self.qkv(x_TD), rotation_T2r, *weights, shape)
+        return attend(self.layer, q_THd, k_TGd, v_TGd, self.terms, sinks_H=self.sinks)
 
     def _heads(self, at: Positions) -> Heads | None:
         """How queries and keys are made ready, where one kernel can do all of it."""

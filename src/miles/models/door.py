@@ -12,15 +12,18 @@ from torch import Tensor, nn
 
 from miles.models.memory import Attend
 from miles.models.moe import Routing
+from miles.models.recompute import Again
 from miles.models.spec import DecoderSpec
 
 
 class Model(Protocol):
-    """A decoder that keeps no memory of its own. ``checkpoint_layers`` trades time for memory:
-    layers keep only their input and run again in backward.
+    """A decoder that keeps no memory of its own. ``checkpoint_layers`` trades time for memory: layers, or the first
+    ``again_layers`` of them, keep what ``again`` keeps and run again in backward.
     """
 
     checkpoint_layers: bool
+    again: Again
+    again_layers: int | None
 
     @property
     def spec(self) -> DecoderSpec:

@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -86,25 +86,47 @@ def dtype_of(config: Mapping[str, Any]) -> str | None:
     return None if named is None else str(named).removeprefix("torch.")
 
 
-def stored_tensors(folder: Path | str) -> dict[str, Stored]:
-    """Every tensor of a checkpoint by its name; reads headers only, and refuses missing or truncated files."""
-    folder = Path(folder)
-    if (folder / WEIGHTS).exists():
-        return _header(folder / WEIGHTS)
-    if not (folder / INDEX).exists():
-        raise CheckpointError(f"{folder} holds neither {WEIGHTS} nor {INDEX}: save the model as safetensors.")
-    index = read_json(folder / INDEX).get("weight_map")
+def index_of(lone: str) -> str:
+    """The file that says where each tensor lies, when one file does not hold them all.
+
+    >>> index_of("model.safetensors")
+    'model.safetensors.index.json'
+    """
+    return f"{lone}.index.json"
+
+
+def shard_of(lone: str, number: int, count: int) -> str:
+    """What the ``number``-th of ``count`` files is called that take the place of ``lone``.
+
+    >>> shard_of("model.safetensors", 0, 1), shard_of("model.safetensors", 1, 3)
+    ('model.safetensors', 'model-00002-of-00003.safetensors')
+    """
+    stem, _, kind = lone.rpartition(".")
+    return lone if count == 1 else f"{stem}-{number + 1:05d}-of-{count:05d}.{kind}"
+
+
+def stored_tensors(folder: Path | str, lone: str = WEIGHTS) -> dict[str, Stored]:
+    """Every tensor of a checkpoint by its name; reads headers only, and refuses missing or truncated files.
+
+    They lie in the file ``lone``, or in those its index names.
+    """
+    folder, listed = Path(folder), index_of(lone)
+    if (folder / lone).exists():
+        return _header(folder / lone)
+    if not (folder / listed).exists():
+        raise CheckpointError(f"{folder} holds neither {lone} nor {listed}: save the model as safetensors.")
+    index = read_json(folder / listed).get("weight_map")
     if not isinstance(index, dict):
-        raise CheckpointError(f"{folder / INDEX} has no weight_map: copy the checkpoint again.")
+        raise CheckpointError(f"{folder / listed} has no weight_map: copy the checkpoint again.")
     headers: dict[str, dict[str, Stored]] = {}
     for name in sorted(set(index.values())):
         if not (folder / name).exists():
             first = min(tensor for tensor, file in index.items() if file == name)
-            raise CheckpointError(f"{folder / name} is missing: {INDEX} says {first} is in it.")
+            raise CheckpointError(f"{folder / name} is missing: {listed} says {first} is in it.")
         headers[name] = _header(folder / name)
     for tensor, name in index.items():
         if tensor not in headers[name]:
-            raise CheckpointError(f"{folder / name} does not hold {tensor}, though {INDEX} says so.")
+            raise CheckpointError(f"{folder / name} does not hold {tensor}, though {listed} says so.")
     found = {tensor: stored for header in headers.values() for tensor, stored in header.items()}
     return found | {tensor: headers[name][tensor] for tensor, name in index.items()}
 
@@ -146,6 +168,29 @@ def _fits(stored: Stored) -> bool:
     """Does a tensor have as many bytes as its shape asks for? Of a format we do not know, nobody can say."""
     each = ITEM_BYTES.get(stored.dtype)
     return each is None or stored.stop - stored.start == math.prod(stored.shape) * each
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A tensor that is to be written: its name, safetensors' name of its dtype, its shape, its bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+def header_of(tensors: Iterable[Described]) -> bytes:
+    """What a safetensors file begins with; the bytes of ``tensors`` follow, one after the other, without gaps."""
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for tensor in tensors:
+        span = [offset, offset + tensor.nbytes]
+        table[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": span}
+        offset = span[1]
+    text = json.dumps(table, separators=(",", ":")).encode("utf-8")
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], None]) -> None:

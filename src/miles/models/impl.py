@@ -16,6 +16,7 @@ from miles.models.door import Model
 from miles.models.foreign import hub as foreign
 from miles.models.foreign.decoder import ForeignDecoder
 from miles.models.foreign.spec import ForeignSpec
+from miles.models.outline import Outline, outline_of
 from miles.models.spec import DecoderSpec
 
 
@@ -47,6 +48,11 @@ def export(model: Model, folder: Path, *, like: Path | None, config: Mapping[str
         return
     assert isinstance(model, Decoder)
     hub.export(model, folder, like=like, config=config)
+
+
+def outline(model: Model, *, like: Path | None, config: Mapping[str, Any] | None) -> Outline | None:
+    """What ``export`` would write; None where transformers writes its own."""
+    return outline_of(model, like=like, config=config) if isinstance(model, Decoder) else None
 
 
 def tensors(model: Model, folder: Path) -> Iterator[tuple[str, Tensor]]:

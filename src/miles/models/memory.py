@@ -46,6 +46,7 @@ class Attend(Protocol):
         k_TGd: Tensor,
         v_TGe: Tensor,
         terms: Terms,
+        /,
         *,
         sinks_H: Tensor | None = None,
         index: Index | int | None = None,

@@ -5,6 +5,8 @@ Shapes: T tokens, D hidden.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -30,52 +32,83 @@ class Ring(Protocol):
         ...
 
 
+Join = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joints:
+    """What is done where a rank's decoder meets the others'.
+
+    ``reduce`` makes the residual stream of what an embedding, a mixer or a feed-forward part gives on one rank,
+    ``within`` adds up in the midst of a mixer what all go on with; ``enter``, which training needs, stands before
+    every mixer and feed-forward part.
+    """
+
+    reduce: Join
+    within: Join
+    enter: Join | None = None
+
+
 class PartEmbedding(Embedding):
     """Some rows of an embedding: tokens of other ranks' rows are zeros here, until the sum."""
 
-    def __init__(self, rows: int, width: int, ring: Ring, *, device: torch.device | str, dtype: torch.dtype) -> None:
+    def __init__(
+        self, rows: int, width: int, first: int, reduce: Join, *, device: torch.device | str, dtype: torch.dtype
+    ) -> None:
         super().__init__(rows, width, device=device, dtype=dtype)
-        self.ring = ring
-        self.first = ring.rank * rows
+        self.first, self.reduce = first, reduce
 
     def forward(self, input: Tensor) -> Tensor:
         local_T = input - self.first
         here_T = (local_T >= 0) & (local_T < self.num_embeddings)
         x_TD = F.embedding(local_T.clamp(0, self.num_embeddings - 1), self.weight)
-        return self.ring.sum(torch.where(here_T[..., None], x_TD, 0))
+        return self.reduce(torch.where(here_T[..., None], x_TD, 0))
 
 
 class PartNorm(RMSNorm):
     """Some channels of a vector that is normalised over the channels of all ranks."""
 
-    def __init__(self, norm: RMSNorm, ring: Ring) -> None:
+    def __init__(self, norm: RMSNorm, world: int, within: Join) -> None:
         super().__init__(*norm.shape, norm.eps, offset=norm.offset, device=norm.weight.device, dtype=norm.weight.dtype)
-        self.ring = ring
-        self.channels = norm.shape[0] * ring.world
+        self.within = within
+        self.channels = norm.shape[0] * world
 
     def forward(self, x: Tensor) -> Tensor:
         # Channels that several ranks have weigh as much in the count as in the sum.
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        mean = self.ring.sum(wide.square().sum(-1, keepdim=True)) / self.channels
+        mean = self.within(wide.square().sum(-1, keepdim=True)) / self.channels
         return (wide * torch.rsqrt(mean + self.eps) * self.scale()).to(x.dtype)
 
 
-def decoder_of_rank(spec: DecoderSpec, ring: Ring, *, device: torch.device | str, dtype: torch.dtype) -> Decoder:
+def decoder_of_rank(
+    spec: DecoderSpec,
+    ring: Ring,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    joints: Joints | None = None,
+) -> Decoder:
     """The decoder of one rank, to be filled with ``shard.slice_of`` the whole one's tensors.
 
     Its hidden states are those of the whole; its head has this rank's rows alone, those behind the vocabulary's end
-    being zeros.
+    being zeros. Without ``joints`` ranks are joined by plain sums, through which no gradient flows.
     """
     small = spec_of_rank(spec, ring.world)
     decoder = Decoder(small, device=device, dtype=dtype)
     if ring.world == 1:
         return decoder
-    decoder.embedding = PartEmbedding(small.vocab_size, small.hidden_size, ring, device=device, dtype=dtype)
+    if joints is None:
+        joints = Joints(reduce=ring.sum, within=ring.sum)
+    rows = small.vocab_size
+    decoder.embedding = PartEmbedding(
+        rows, small.hidden_size, ring.rank * rows, joints.reduce, device=device, dtype=dtype
+    )
     for layer in decoder.layers:
         assert isinstance(layer, Layer)
-        layer.reduce = ring.sum
+        layer.enter, layer.reduce = joints.enter, joints.reduce
         for module in layer.children():
             if isinstance(module, Attention) and module.spec.qk_norm == "all":
                 assert module.q_norm is not None and module.k_norm is not None
-                module.q_norm, module.k_norm = PartNorm(module.q_norm, ring), PartNorm(module.k_norm, ring)
+                module.q_norm = PartNorm(module.q_norm, ring.world, joints.within)
+                module.k_norm = PartNorm(module.k_norm, ring.world, joints.within)
     return decoder

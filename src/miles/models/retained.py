@@ -1,17 +1,25 @@
 """What a training step keeps of a micro-batch until its backward pass, counted from the spec alone. No torch.
 
 Counted are the tensors autograd holds on to, module by module, in numbers a token; what a kernel needs for a moment is
-one layer's worth more. On an accelerator norms and attention are one kernel each and keep less (``fused``).
+one layer's worth more. On an accelerator norms, gates and attention are one kernel each and keep less (``fused``), and
+in half precision so is what lies between a projection and attention.
+
+Of a model whose heads and channels are cut over ranks, give one rank's spec; what is between a layer's parts is whole
+on each, unless the tokens there are cut over the ranks too (``sequence``).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from miles.models.footprint import CHUNK
 from miles.models.spec import AttentionSpec, DecoderSpec, DeltaSpec, LayerSpec, MambaSpec, MlaSpec, MlpSpec, MoeSpec
 
-# Numbers whose logits exist at once in a training step, and how many such tensors the step holds at its widest.
+Recompute = Literal["none", "selective", "full"]
+
+# Numbers whose logits exist at once in a training step, and how many such tensors the step holds at its widest. (In
+# half precision on an accelerator they are twice as many, and the gradients are half as wide: the same.)
 _LOGITS = {False: 1 << 24, True: 1 << 27}
 _LOGIT_COPIES = 3
 
@@ -23,6 +31,12 @@ class _Count:
     size: int
     fused: bool
     offset: bool
+    sequence: int = 1
+
+    @property
+    def own(self) -> bool:
+        """Do our own kernels train?"""
+        return self.fused and self.size < 4
 
     def numbers(self, count: float) -> float:
         return count * self.size
@@ -30,18 +44,25 @@ class _Count:
     def norm(self, width: int) -> float:
         """Its input and its output, and between them what was normalised but not yet scaled."""
         between = 0 if self.fused else width
-        if self.offset and self.size < 4:
+        # What goes into a layer's part is whole; what comes out of the norm, and went in, is this rank's tokens.
+        if self.sequence > 1:
+            return self.numbers(width) + (self.numbers(2 * width + between) + 4.0) / self.sequence
+        if self.offset and self.size < 4 and not self.own:
             return self.numbers(width) + 4.0 * (width + between)
         return self.numbers(2 * width + between) + 4.0
 
     def post_norm(self, width: int) -> float:
         """A norm whose output is only added: its input, and what was normalised."""
-        wide = 4 if self.offset else self.size
-        return float(width * (wide if self.fused else 2 * wide)) + 4.0
+        wide = 4 if self.offset and not self.own else self.size
+        return (float(width * (wide if self.fused else 2 * wide)) + 4.0) / self.sequence
 
     def attention(self, spec: AttentionSpec) -> float:
         queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         both = queries + keys
+        if self.own and not spec.gated and spec.qk_norm in ("none", "head") and spec.temperature is None:
+            # Queries, keys and values as attention takes them; of what the projection gave, what a norm needs.
+            made = 2 if spec.qk_norm == "head" else 1
+            return self.numbers(made * (queries + 2 * keys)) + self._attended(spec.num_heads, queries)
         total = self.numbers(queries * (2 if spec.gated else 1) + 2 * keys)
         if spec.gated:
             total += self.numbers(both + 3 * queries)
@@ -86,7 +107,7 @@ class _Count:
 
     def _inner(self, spec: MlpSpec | MoeSpec) -> int:
         """What the two projections of an MLP (or an expert) keep between them; the clamped gate is one function."""
-        if spec.activation == "swiglu_clamped":
+        if spec.activation == "swiglu_clamped" or (spec.gated and self.own):
             return 3 * spec.size
         return spec.size * (4 if spec.gated else 2)
 
@@ -117,21 +138,70 @@ class _Count:
         return total
 
 
-def layer_bytes(spec: DecoderSpec, layer: LayerSpec, *, size: int, fused: bool) -> float:
+def layer_bytes(spec: DecoderSpec, layer: LayerSpec, *, size: int, fused: bool, sequence: int = 1) -> float:
     """What one layer keeps of one token; ``size`` is the bytes of a number."""
-    return _Count(size=size, fused=fused, offset=spec.norm_offset != 0).layer(layer, spec.hidden_size)
+    count = _Count(size=size, fused=fused, offset=spec.norm_offset != 0, sequence=sequence)
+    return count.layer(layer, spec.hidden_size)
 
 
-def activation_bytes(spec: DecoderSpec, tokens: int, *, size: int, fused: bool, checkpointing: bool) -> int:
-    """The most a step holds besides weights, gradients and optimizer, with ``tokens`` in a micro-batch.
+def _product_bytes(layer: LayerSpec, width: int, size: int) -> float:
+    """What attention and the products of matrices gave of one token, attention a number a head besides."""
+    numbers = attended = 0.0
+    match layer.mixer:
+        case AttentionSpec() as mixer:
+            queries, keys = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
+            numbers += queries * (2 if mixer.gated else 1) + 2 * keys + queries + width
+            attended += 4.0 * mixer.num_heads
+        case MlaSpec() as mixer:
+            numbers += (mixer.query_rank or 0) + mixer.num_heads * mixer.head_dim + mixer.kv_rank + mixer.rope_dim
+            numbers += mixer.num_heads * (mixer.nope_dim + 2 * mixer.value_dim) + width
+            attended += 4.0 * mixer.num_heads
+        case DeltaSpec() as mixer:
+            numbers += 2 * (mixer.key_heads * mixer.key_dim + mixer.value_heads * (mixer.value_dim + 1)) + width
+        case MambaSpec() as mixer:
+            numbers += 2 * (mixer.num_heads * mixer.head_dim + mixer.groups * mixer.state_dim) + mixer.num_heads + width
+        case None:
+            pass
+    match layer.ffn:
+        case MlpSpec() as ffn:
+            numbers += ffn.size * (2 if ffn.gated else 1) + width
+        case MoeSpec() as ffn:
+            inner = ffn.latent or width
+            numbers += ffn.experts_per_token * (ffn.size * (2 if ffn.gated else 1) + inner) + ffn.num_experts
+            numbers += inner + width if ffn.latent else 0
+            if ffn.shared is not None:
+                numbers += ffn.shared.size * (2 if ffn.shared.gated else 1) + width + (1 if ffn.shared_gate else 0)
+        case None:
+            pass
+    return numbers * size + attended
 
-    With ``checkpointing`` a layer keeps its input alone, and one at a time is whole again.
+
+def activation_bytes(
+    spec: DecoderSpec,
+    tokens: int,
+    *,
+    size: int,
+    fused: bool,
+    checkpointing: bool = False,
+    recompute: Recompute = "none",
+    first: int | None = None,
+    sequence: int = 1,
+) -> int:
+    """The most a step holds besides weights, gradients and optimizer, with ``tokens`` in a rank's micro-batch.
+
+    Recomputed in ``full`` (which is ``checkpointing``) a layer keeps its input alone, and one at a time is whole again;
+    ``selective`` keeps what attention and the products of matrices gave as well. Where only the ``first`` layers are,
+    the others keep all. Between a layer's parts tokens are cut over ``sequence`` ranks.
     """
-    layers = {layer: layer_bytes(spec, layer, size=size, fused=fused) for layer in set(spec.layers)}
+    how: Recompute = "full" if checkpointing else recompute
+    layers = {layer: layer_bytes(spec, layer, size=size, fused=fused, sequence=sequence) for layer in set(spec.layers)}
     largest = max(layers.values())
-    kept = sum(layers[layer] for layer in spec.layers)
-    if checkpointing:
-        kept = len(spec.layers) * spec.hidden_size * size + largest
+    again = 0 if how == "none" else len(spec.layers) if first is None else min(first, len(spec.layers))
+    kept = sum(layers[layer] for layer in spec.layers[again:])
+    if again:
+        kept += again * spec.hidden_size * size / sequence + largest
+        width, some = spec.hidden_size, spec.layers[:again] if how == "selective" else ()
+        kept += sum(_product_bytes(layer, width, size) for layer in some)
     body = tokens * (kept + largest + 4 * spec.hidden_size * size)
     rows = min(tokens, max(1, _LOGITS[fused] // spec.vocab_size))
     head = rows * spec.vocab_size * 4 * _LOGIT_COPIES + 4 * spec.vocab_size * spec.hidden_size

@@ -2,40 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-from miles.core.errors import CheckpointError
 from miles.models import names
 from miles.models.decoder import Decoder
-from miles.models.families import config_of, spec_of
-from miles.models.families.table import family_of
-from miles.models.files import (
-    INDEX,
-    WEIGHTS,
-    Stored,
-    copy_companions,
-    read_config,
-    stored_tensors,
-    write_json,
-    write_whole,
-)
-from miles.models.loading import DTYPES
+from miles.models.files import INDEX, WEIGHTS, Described, Stored, header_of, shard_of, write_json, write_whole
+from miles.models.outline import CODES, outline_of
 from miles.models.reader import Reader
-from miles.models.sources import quantised
-from miles.models.spec import DecoderSpec
 
 # A tensor to be written: here, or where it lies in another checkpoint.
 Entry = tuple[str, Tensor | Stored]
 
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
+SHARD_BYTES = 4 << 30
+"""The most bytes of tensors in a file of weights, unless one tensor is larger."""
+
 # Bytes copied at a time of a tensor that does not lie in memory as it is to lie on disk.
 _COPIED = 16 << 20
 
@@ -55,7 +40,7 @@ def export(
     *,
     like: Path | str | None = None,
     config: Mapping[str, Any] | None = None,
-    max_shard_bytes: int = 4 << 30,
+    max_shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a folder that transformers loads: weights, ``config.json`` last, and ``like``'s tokenizer files.
 
@@ -66,15 +51,9 @@ def export(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    told = dict(config or (config_of(decoder.spec) if like is None else read_config(like)))
-    if _shape(spec_of(told)) != _shape(decoder.spec):
-        raise CheckpointError(f"The config to be written to {folder} describes another model than the weights.")
-    shards = _shards([*hf_tensors(decoder), *_spare(decoder, like)], max_shard_bytes)
-    files = (
-        [WEIGHTS]
-        if len(shards) == 1
-        else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    )
+    told = outline_of(decoder, like=like, config=config)
+    shards = _shards([*hf_tensors(decoder), *told.spare], max_shard_bytes)
+    files = [shard_of(WEIGHTS, i, len(shards)) for i in range(len(shards))]
     for file, shard in zip(files, shards, strict=True):
         write_whole(folder / file, lambda out, shard=shard: _write_safetensors(out, shard))
     if len(shards) > 1:
@@ -82,37 +61,7 @@ def export(
         where = {name: file for file, shard in zip(files, shards, strict=True) for name, _ in shard}
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
     _clear(folder, files)
-    if like is not None:
-        copy_companions(Path(like), folder)
-    write_json(folder / "config.json", _written(told, decoder.head().dtype))
-
-
-def _written(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """A config that says how the weights are stored now, and nothing of how they were."""
-    gone = ("torch_dtype", "quantization_config", "compression_config")
-    told = {key: value for key, value in config.items() if key not in gone}
-    if isinstance(told.get("text_config"), Mapping):
-        told["text_config"] = _written(told["text_config"], dtype)
-    return told | {"dtype": str(dtype).removeprefix("torch.")}
-
-
-def _shape(spec: DecoderSpec) -> DecoderSpec:
-    """What the weights must agree on: how long a context and which tokens end it are a run's own choice."""
-    return replace(spec, eos_token_ids=(), max_positions=0)
-
-
-def _spare(decoder: Decoder, like: Path | str | None) -> Iterator[Entry]:
-    """What ``like`` holds that is not this decoder's, and says something."""
-    if like is None or not any((Path(like) / name).exists() for name in (WEIGHTS, INDEX)):
-        return
-    if quantised(read_config(like)) is not None:
-        return
-    own = {piece.hf_name for pieces in names.pieces(decoder.spec).values() for piece in pieces}
-    own |= set(names.stacked(decoder.spec).values())
-    spare = family_of(decoder.spec.family).spare
-    for name, stored in stored_tensors(like).items():
-        if name not in own and spare(decoder.spec, name):
-            yield name, stored
+    told.accompany(folder)
 
 
 def _bytes(tensor: Tensor | Stored) -> int:
@@ -141,35 +90,32 @@ def _clear(folder: Path, files: Sequence[str]) -> None:
 
 
 def _write_safetensors(out: BinaryIO, tensors: Sequence[Entry]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, tensor in tensors:
-        span = [offset, offset + _bytes(tensor)]
-        code = tensor.dtype if isinstance(tensor, Stored) else _CODES[tensor.dtype]
-        header[name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": span}
-        offset = span[1]
-    text = json.dumps(header, separators=(",", ":")).encode("utf-8")
-    text += b" " * (-len(text) % 8)
-    out.write(struct.pack("<Q", len(text)) + text)
+    out.write(header_of(_described(name, tensor) for name, tensor in tensors))
     with Reader() as reader:
         for name, tensor in tensors:
             if isinstance(tensor, Stored):
-                _copy(name, tensor, reader, out)
+                for part in stored_bytes(name, tensor, reader):
+                    out.write(part)
                 continue
-            for part in _parts(tensor):
+            for part in parts(tensor):
                 out.write(part.to("cpu").contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
-def _copy(name: str, stored: Stored, reader: Reader, out: BinaryIO) -> None:
-    """Bytes from file to file."""
+def _described(name: str, tensor: Tensor | Stored) -> Described:
+    code = tensor.dtype if isinstance(tensor, Stored) else CODES[tensor.dtype]
+    return Described(name, code, tuple(tensor.shape), _bytes(tensor))
+
+
+def stored_bytes(name: str, stored: Stored, reader: Reader) -> Iterator[memoryview]:
+    """The bytes of a tensor on disk, a part at a time, each in the memory of the one before."""
     buffer = memoryview(bytearray(min(_COPIED, stored.stop - stored.start)))
     for start in range(stored.start, stored.stop, _COPIED):
         part = buffer[: stored.stop - start]
         reader.read(name, stored.file, start, part)
-        out.write(part)
+        yield part
 
 
-def _parts(tensor: Tensor) -> Iterator[Tensor]:
+def parts(tensor: Tensor) -> Iterator[Tensor]:
     """The tensor, in runs of rows small enough to be copied, where it must be."""
     if tensor.device.type == "cpu" and tensor.is_contiguous():
         yield tensor

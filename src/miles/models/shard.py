@@ -29,7 +29,7 @@ from miles.models.spec import (
     MoeSpec,
 )
 
-__all__ = ["Part", "Share", "gathered", "misfit", "shares", "slice_of", "spec_of_rank"]
+__all__ = ["Copied", "Part", "Share", "gathered", "misfit", "shares", "slice_of", "spec_of_rank"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +58,33 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class Copied:
+    """Rows ``start`` to ``start + rows`` of a rank, which are one of ``units`` that neighbours share.
+
+    ``first`` says that no rank before this one has them.
+    """
+
+    start: int
+    rows: int
+    unit: int
+    units: int
+    first: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Share:
     """How one tensor is dealt out: dimension ``dim`` is cut into ``parts``, and each rank has some of each.
 
     Without parts every rank has all of it; with ``lone`` the first rank has and the others have zeros, as it must be
-    for what is added once.
+    for what is added once. A whole one inside a mixer or a feed-forward part ``sees`` a rank's own summand alone: in
+    training its gradient is the sum over the ranks. ``stacked`` tensors have an expert a row of dimension 0.
     """
 
     dim: int = 0
     parts: tuple[Part, ...] = ()
     lone: bool = False
+    sees: bool = False
+    stacked: bool = False
 
     def of(self, tensor: Any, rank: int, world: int) -> Any:
         """What ``rank`` holds of ``tensor``: contiguous, and its own memory but where that is the whole tensor."""
@@ -93,6 +110,19 @@ class Share:
                 whole.narrow(self.dim, there, count).copy_(tensor.narrow(self.dim, here, count))
         return whole
 
+    def copied(self, rank: int, world: int) -> list[Copied]:
+        """The runs of rows along ``dim`` that other ranks have too."""
+        out: list[Copied] = []
+        here = 0
+        for part in self.parts:
+            rows = part.held(world) * part.rows
+            if part.repeat and world > part.units:
+                unit = rank * part.units // world
+                first = rank == 0 or (rank - 1) * part.units // world < unit
+                out.append(Copied(start=here, rows=rows, unit=unit, units=part.units, first=first))
+            here += rows
+        return out
+
     def _runs(self, rank: int, world: int) -> Iterable[tuple[int, int, int]]:
         """Where a run of rows starts in the whole and where on the rank, and how long it is."""
         there = here = 0
@@ -103,7 +133,8 @@ class Share:
             there, here = there + part.units * part.rows, here + part.held(world) * part.rows
 
 
-_WHOLE = Share()
+_BESIDE = Share()  # between a layer's parts, where the residual stream is whole
+_WHOLE = Share(sees=True)
 _LONE = Share(lone=True)
 
 Shares = dict[str, Share]
@@ -200,7 +231,7 @@ def shares(spec: DecoderSpec) -> Mapping[str, Share]:
     table: Shares = {"embedding.weight": vocabulary}
     for i, layer in enumerate(spec.layers):
         table |= {f"layers.{i}.{name}": share for name, share in _layer(layer).items()}
-    table["norm.weight"] = _WHOLE
+    table["norm.weight"] = _BESIDE
     if not spec.tie_embeddings:
         table["lm_head.weight"] = vocabulary
     return table
@@ -209,14 +240,14 @@ def shares(spec: DecoderSpec) -> Mapping[str, Share]:
 def _layer(layer: LayerSpec) -> Shares:
     out: Shares = {}
     if layer.mixer is not None:
-        out["attention_norm.weight"] = _WHOLE
+        out["attention_norm.weight"] = _BESIDE
         out |= _mixer(layer.mixer)
     if layer.ffn is not None:
-        out["mlp_norm.weight"] = _WHOLE
+        out["mlp_norm.weight"] = _BESIDE
         out |= _ffn(layer.ffn)
     if layer.post_norms:
         kinds = {"attention": layer.mixer, "mlp": layer.ffn}
-        out |= {f"{kind}_post_norm.weight": _WHOLE for kind, there in kinds.items() if there is not None}
+        out |= {f"{kind}_post_norm.weight": _BESIDE for kind, there in kinds.items() if there is not None}
     return out
 
 
@@ -307,13 +338,13 @@ def _moe(spec: MoeSpec) -> Shares:
     out: Shares = {"correction": _WHOLE} if spec.correction else {}
     out |= _linear("router", _WHOLE, bias=spec.router_bias)
     if spec.gated:
-        first = Share(dim=1, parts=(Part(spec.size, 2),) if spec.interleaved else (inner, inner))
-        out["gate_up"] = first
+        parts = (Part(spec.size, 2),) if spec.interleaved else (inner, inner)
+        first = out["gate_up"] = Share(dim=1, parts=parts, stacked=True)
     else:
-        first = out["up"] = Share(dim=1, parts=(inner,))
-    out["down"] = Share(dim=2, parts=(inner,))
+        first = out["up"] = Share(dim=1, parts=(inner,), stacked=True)
+    out["down"] = Share(dim=2, parts=(inner,), stacked=True)
     if spec.expert_bias:
-        out |= {"gate_up_bias": first, "down_bias": _LONE}
+        out |= {"gate_up_bias": first, "down_bias": Share(lone=True, stacked=True)}
     if spec.latent is not None:
         out |= _linear("into", _WHOLE, bias=spec.latent_bias)
         out["outof.weight"] = _WHOLE

@@ -14,12 +14,15 @@ import torch
 from torch import Tensor
 
 from miles.core.errors import CheckpointError, MilesError
-from miles.kernels.varlen import PackedAttend
+from miles.kernels.segments_rows import pick
 from miles.models import impl
 from miles.models.door import Model
+from miles.models.matrices import Matrices, matrices
 from miles.models.moe import Routing
+from miles.models.outline import Outline
 from miles.train.logits import Output
 from miles.train.optim import whole_norm
+from miles.train.prefix import Stretch, attend_of, refuse
 from miles.train.roles import Judge, Kept
 from miles.train.rows import Rows
 
@@ -35,7 +38,7 @@ class Read:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Watched(Routing):
+class Watched(Routing):
     """A replay that counts the replayed experts the router itself would not have chosen, by layer."""
 
     flips: dict[int, Tensor] = field(default_factory=dict)
@@ -99,6 +102,9 @@ class FsdpModel:
     def cut(self, name: str, whole: Tensor) -> Tensor:
         return whole
 
+    def matrices(self) -> Mapping[str, Matrices]:
+        return matrices(self._decoder.spec)
+
     def move(self, device: torch.device) -> None:
         for parameter in self._parameters.values():
             parameter.data = parameter.data.to(device)
@@ -113,24 +119,34 @@ class FsdpModel:
         return kept
 
     def _output(self, rows: Rows) -> Output:
-        read = self.read(rows.tokens_T, rows.positions_T, rows.lengths, rows.replay_TLk)
+        spec = self._decoder.spec
+        refuse(spec, rows.stretches)
+        read = self.read(rows.tokens_T, rows.positions_T, rows.lengths, rows.replay_TLk, rows.stretches)
         return Output(
-            hidden_RD=read.hidden_TD.index_select(0, rows.before_R),
+            hidden_RD=pick(read.hidden_TD, rows.before_R, repeated=bool(rows.stretches)),
             head_VD=self.head(),
-            softcap=self._decoder.spec.logit_softcap,
+            softcap=spec.logit_softcap,
             flips=read.flips,
             replayed=read.replayed,
         )
 
-    def read(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], replay_TLk: Tensor | None) -> Read:
-        """The hidden states that the head turns into logits, sequence after sequence without padding."""
+    def read(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        lengths: Sequence[int],
+        replay_TLk: Tensor | None,
+        stretches: Sequence[Stretch] = (),
+    ) -> Read:
+        """The hidden states that the head turns into logits, sequence after sequence without padding, or those of a
+        tree of ``stretches``."""
         longest, most = max(lengths), self._decoder.spec.max_positions
         if longest > most:
             raise MilesError(f"a sample of {longest} tokens is longer than the {most} positions of the model's config.")
-        attend = PackedAttend(lengths, self.device)
+        attend = attend_of(lengths, stretches, self.device)
         if replay_TLk is None:
             return Read(hidden_TD=self._decoder(tokens_T, positions_T, attend))
-        routing = _Watched(replay_TLk=replay_TLk)
+        routing = Watched(replay_TLk=replay_TLk)
         hidden_TD = self._decoder(tokens_T, positions_T, attend, routing)
         return Read(
             hidden_TD=hidden_TD,
@@ -140,6 +156,9 @@ class FsdpModel:
 
     def save(self, folder: Path) -> None:
         impl.export(self._decoder, folder, like=self._like, config=self._config)
+
+    def outline(self) -> Outline | None:
+        return impl.outline(self._decoder, like=self._like, config=self._config)
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:

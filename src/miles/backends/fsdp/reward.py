@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load, save
+from safetensors import safe_open
+from safetensors.torch import save
 from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
 
@@ -24,6 +25,8 @@ from miles.models.decoder import Decoder
 from miles.models.door import Model
 from miles.models.families import spec_of
 from miles.models.files import INDEX, WEIGHTS, Stored, read_config, stored_tensors, void, write_json, write_whole
+from miles.models.matrices import Matrices
+from miles.models.outline import Outline, lone_unit
 from miles.models.reader import Reader
 from miles.models.sources import quantised, sources
 from miles.models.spec import DecoderSpec
@@ -109,6 +112,9 @@ class FsdpReward:
     def cut(self, name: str, whole: Tensor) -> Tensor:
         return whole
 
+    def matrices(self) -> Mapping[str, Matrices]:
+        return self._trunk.matrices()
+
     def move(self, device: torch.device) -> None:
         for parameter in self.parameters().values():
             parameter.data = parameter.data.to(device)
@@ -131,6 +137,12 @@ class FsdpReward:
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": {**where, SCORE: FILE}})
         write_json(folder / "config.json", self._told(read_config(folder)))
 
+    def outline(self) -> Outline | None:
+        trunk = self._trunk.outline()
+        assert trunk is not None, "a reward model is a decoder of ours"
+        score = lone_unit(SCORE, self._weight_1D)
+        return replace(trunk, units=(*trunk.units, score), config=self._told(trunk.config))
+
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         stored = stored_tensors(folder)
@@ -146,10 +158,11 @@ class FsdpReward:
     @torch.no_grad()
     def load_score(self, stored: Stored) -> None:
         """Fill the head alone."""
-        found = load(stored.file.read_bytes())[SCORE]
-        if found.shape != self._weight_1D.shape:
-            raise CheckpointError(f"{stored.file} scores with {len(found)} numbers, and a reward model gives one.")
-        self._weight_1D.copy_(found)
+        if stored.shape != tuple(self._weight_1D.shape):
+            count = stored.shape[0] if stored.shape else 0
+            raise CheckpointError(f"{stored.file} scores with {count} numbers, and a reward model gives one.")
+        with safe_open(stored.file, framework="pt") as file:
+            self._weight_1D.copy_(file.get_tensor(SCORE))
 
     def _told(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The decoder's config as its classifier's."""

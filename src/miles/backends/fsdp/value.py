@@ -8,6 +8,7 @@ Beside the weights of a Hugging Face model its folder has the head, in a file of
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from miles.backends.fsdp.model import FsdpModel
 from miles.core.errors import CheckpointError
 from miles.models.door import Model
 from miles.models.files import void, write_whole
+from miles.models.matrices import Matrices
+from miles.models.outline import Outline, lone_unit
 from miles.train.optim import whole_norm
 
 HEAD = "value_head.safetensors"
@@ -70,6 +73,9 @@ class FsdpValue:
     def cut(self, name: str, whole: Tensor) -> Tensor:
         return whole
 
+    def matrices(self) -> Mapping[str, Matrices]:
+        return self._trunk.matrices()
+
     def values(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], at_R: Tensor) -> Tensor:
         hidden_TD = self._trunk.read(tokens_T, positions_T, lengths, None).hidden_TD
         hidden_RD = hidden_TD.index_select(0, at_R).to(self._weight_1D.dtype)
@@ -84,18 +90,28 @@ class FsdpValue:
         blob = save({name: value.detach().cpu() for name, value in self._head.items()})
         write_whole(folder / HEAD, lambda file: void(file.write(blob)))
 
+    def outline(self) -> Outline | None:
+        trunk = self._trunk.outline()
+        head = tuple(lone_unit(name, value) for name, value in self._head.items())
+        return None if trunk is None else replace(trunk, apart={HEAD: head})
+
     def load(self, folder: Path) -> None:
         self._trunk.load(folder)
         self.load_head(folder)
 
-    @torch.no_grad()
     def load_head(self, folder: Path) -> None:
         """Fill the head alone."""
-        try:
-            found = load((folder / HEAD).read_bytes())
-        except (OSError, SafetensorError) as cause:
-            raise CheckpointError(f"{folder / HEAD} cannot be read ({cause}); use another checkpoint.") from cause
-        if {name: value.shape for name, value in found.items()} != {n: v.shape for n, v in self._head.items()}:
-            raise CheckpointError(f"{folder / HEAD} is the head of another critic than the one in training.")
-        for name, value in self._head.items():
-            value.copy_(found[name])
+        fill_head(folder, self._head)
+
+
+@torch.no_grad()
+def fill_head(folder: Path, head: Mapping[str, Tensor]) -> None:
+    """Fill a critic's ``head`` with the one in ``folder``."""
+    try:
+        found = load((folder / HEAD).read_bytes())
+    except (OSError, SafetensorError) as cause:
+        raise CheckpointError(f"{folder / HEAD} cannot be read ({cause}); use another checkpoint.") from cause
+    if {name: value.shape for name, value in found.items()} != {n: v.shape for n, v in head.items()}:
+        raise CheckpointError(f"{folder / HEAD} is the head of another critic than the one in training.")
+    for name, value in head.items():
+        value.copy_(found[name])

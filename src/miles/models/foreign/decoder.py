@@ -13,12 +13,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from miles.models.foreign.attention import Line
 from miles.models.foreign.spec import ForeignSpec
 from miles.models.memory import Attend
 from miles.models.moe import Routing
+from miles.models.recompute import Again, keep_nothing
 
 
 class ForeignDecoder(nn.Module):
@@ -32,6 +32,8 @@ class ForeignDecoder(nn.Module):
         super().__init__()
         self.module, self.spec, self._line = module, spec, line
         self.checkpoint_layers = False
+        self.again: Again = keep_nothing
+        self.again_layers: int | None = None
         head = module.get_output_embeddings().weight
         # A tied head goes by its other name, and adopting new tensors changes what stands under that name alone.
         self._head = next(name for name, parameter in module.named_parameters() if parameter is head)
@@ -84,6 +86,7 @@ class ForeignDecoder(nn.Module):
         from transformers.modeling_layers import GradientCheckpointingLayer
 
         layers = [module for module in self.module.modules() if isinstance(module, GradientCheckpointingLayer)]
+        layers = layers[: self.again_layers]
         for layer in layers:
             layer.forward = partial(self._again, layer.forward, attend)
         try:
@@ -103,4 +106,4 @@ class ForeignDecoder(nn.Module):
             with self._remembering(attend):
                 return forward(*args, **kwargs)
 
-        return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        return self.again(run, *args, **kwargs)
