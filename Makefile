@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 
 SGLANG := .venv-sglang
 
-.PHONY: help demo test test-slow test-sglang check format bench docs clean
+.PHONY: help demo test test-slow test-sglang test-megatron check format bench docs clean
 
 help:
 	@echo "make demo    set up, then watch a model learn on this machine (about three minutes)"
 	@echo "make test    set up, then run the test suite"
 	@echo "make test-sglang   set up stock SGLang beside (2 GB), then run the same wire tests against it"
+	@echo "make test-megatron   add Megatron-Core, then run the tests of the trainer on it"
 	@echo "make check   formatting, lint, types, import rules, house rules"
 	@echo "make bench   measured ratios: engine and trainer against transformers"
 	@echo "make format  rewrite the code as the checks want it"
@@ -34,10 +35,10 @@ demo: $(VENV)/.installed
 	$(BIN)/miles demo $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "not slow and not sglang" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not sglang and not megatron" $(ARGS)
 
 test-slow: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "slow and not sglang" $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not sglang and not megatron" $(ARGS)
 
 $(SGLANG)/.installed: tests/wire/sglang_requirements.txt
 	@echo "Setting up $(SGLANG) (a few minutes the first time) ..."
@@ -48,6 +49,13 @@ $(SGLANG)/.installed: tests/wire/sglang_requirements.txt
 
 test-sglang: $(VENV)/.installed-dev $(SGLANG)/.installed
 	$(BIN)/python -m pytest -m sglang $(ARGS)
+
+$(VENV)/.installed-megatron: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,megatron]'
+	@touch $@
+
+test-megatron: $(VENV)/.installed-megatron
+	$(BIN)/python -m pytest -m megatron $(ARGS)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .

@@ -4,4 +4,5 @@ import sys
 
 from miles.launch.main import main
 
-sys.exit(main(["train", *sys.argv[1:]]))
+if __name__ == "__main__":  # a rank's process reads this file too
+    sys.exit(main(["train", *sys.argv[1:]]))

@@ -111,14 +111,14 @@ def test_every_command_tells_what_is_wrong(line: str, says: list[str], capsys: p
 
 def test_a_recipe_is_told_its_own_mistakes_with_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "bad.toml").write_text(
-        'include = "good.toml"\nlr = "1"\nbananas = 1\ntensor_model_parallel_size = 2\n'
+        'include = "good.toml"\nlr = "1"\nbananas = 1\nmoe_router_dtype = 2\n'
         "[algo]\nlr = 1.0\neps_clip = -1.0\n[shedule]\nsave_interval = 3\n"
     )
     assert complaints("train bad.toml", capsys) == [
         "bad.toml: lr takes a number, not the text '1'.",
         "bad.toml: bananas is not a key; see miles train --help for all of them.",
-        "bad.toml: tensor_model_parallel_size belongs to the Megatron backend, which this version does not have; "
-        "leave it out.",
+        "bad.toml: moe_router_dtype belongs to Megatron, whose own flags are given as --megatron-... under "
+        "--train-backend megatron; leave it out.",
         "bad.toml: lr belongs in [train], not in [algo].",
         "bad.toml: there is no section [shedule]; did you mean [schedule]?",
         "--eps-clip must be at least 0, not -1 (from bad.toml).",
@@ -217,8 +217,13 @@ def test_an_upstream_command_line_is_answered_flag_by_flag(capsys: pytest.Captur
     )
     assert main(shlex.split(line.replace("train ", "plan ", 1))) == 0
     capsys.readouterr()
-    foreign = "--sequence-parallel --attention-dropout 0.0 --sglang-ep-size 8 --swiglu --balance-data"
+    foreign = "--hidden-dropout 0.0 --attention-dropout 0.0 --sglang-ep-size 8 --swiglu --use-wandb"
     assert len(complaints(line + foreign, capsys)) == 5
+    wide = line.replace("--actor-num-gpus-per-node 1", "--actor-num-gpus-per-node 8")
+    layout = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 1 "
+    layout += "--context-parallel-size 2 --expert-model-parallel-size 1 --expert-tensor-parallel-size 2"
+    assert main(shlex.split((wide + layout).replace("train ", "plan ", 1))) == 0
+    assert "8 ranks = 2 tensor (sequence parallel) × 2 context × 2 shard" in capsys.readouterr().out
 
 
 FLAGS = sorted({*known_flags(knobs_of(Config)), *list(retired())[::20]})

@@ -78,6 +78,42 @@ def test_the_staleness_budget_decides_who_waits(line: str, lease: str, transport
 
 
 @pytest.mark.parametrize(
+    ("line", "layout", "parts", "transport"),
+    [
+        ("", "", "", "shared"),
+        ("--actor-num-gpus-per-node 4", "4 ranks = 4 shard", "in 4 parts of about 32 traj", "gathered"),
+        (
+            "--actor-num-gpus-per-node 8 --tensor-model-parallel-size 2 --sequence-parallel "
+            "--data-parallel-replicate-size 2",
+            "8 ranks = 2 tensor (sequence parallel) × 2 shard × 2 replicate",
+            "in 4 parts of about 32 traj",
+            "gathered",
+        ),
+        (
+            "--actor-num-gpus-per-node 6 --context-parallel-size 2 --hf-checkpoint moe --expert-model-parallel-size 2",
+            "6 ranks = 2 context × 3 shard; experts over 2 of them",
+            "in 3 parts of about 42 or 43 traj",
+            "gathered",
+        ),
+        (
+            "--actor-num-gpus-per-node 4 --global-batch-size 2",
+            "4 ranks = 4 shard",
+            "in 4 parts of about 0 or 1 trajectories, by tokens; 2 parts would have none",
+            "gathered",
+        ),
+    ],
+)
+def test_a_plan_tells_the_layout_and_the_parts_of_a_batch(
+    line: str, layout: str, parts: str, transport: str, capsys: pytest.CaptureFixture[str]
+):
+    assert planned(line)[1].transport == transport
+    assert main(["plan", "good.toml", *line.split()]) == 0
+    out = capsys.readouterr().out
+    assert layout in out and parts in out
+    assert ("layout  " in out) == bool(layout)
+
+
+@pytest.mark.parametrize(
     ("line", "folder"),
     [("", "runs/model-grpo"), ("--save here", "here"), ("--hf-checkpoint ./moe/", "runs/moe-grpo")],
 )

@@ -64,6 +64,10 @@ def test_a_complete_recipe_breaks_no_rule():
         "--lr 0 --lr-warmup-fraction 1",
         "--rollout-top-k -1 --rollout-seed -3",
         "--actor-num-nodes 1 --rollout-num-gpus 1",
+        "--actor-num-gpus-per-node 5",
+        "--actor-num-gpus-per-node 8 --tensor-model-parallel-size 4 --sequence-parallel --context-parallel-size 2",
+        "--actor-num-gpus-per-node 4 --data-parallel-replicate-size 2 --distributed-timeout-minutes 1",
+        "--actor-num-gpus-per-node 4 --hf-checkpoint moe --expert-model-parallel-size 2 --tensor-model-parallel-size 2",
         "--rollout-num-gpus-per-engine 2 --rollout-num-gpus 2",
         "--eps-clip-c 3 --eps-clip 0",
         "--rollout-temperature 0.7 --eval-temperature 0",
@@ -121,6 +125,31 @@ def test_an_engine_spans_no_more_devices_than_there_are(monkeypatch: pytest.Monk
         "--rollout-num-gpus-per-engine 2 asks for 2 devices, and this machine shows 1; ask for no more than that."
     )
     assert told("--rollout-num-gpus-per-engine 2 --device cpu", "train") == []
+
+
+def test_a_trainer_spans_no_more_devices_than_there_are(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr("miles.launch.machine.accelerator_nodes", lambda: ["/dev/nvidia0"])
+    monkeypatch.setattr("miles.launch.machine.torch_build", lambda: "CUDA 13.0")
+    (sentence,) = told("--actor-num-gpus-per-node 4")
+    assert sentence == (
+        "--actor-num-gpus-per-node 4 asks for 4 devices, and this machine shows 2; ask for no more than that."
+    )
+    assert told("--actor-num-gpus-per-node 4 --device cpu") == []
+    assert told("--actor-num-gpus-per-node 4", "plan") == []
+
+
+def test_megatron_is_refused_where_it_is_not_there_or_lacks_what_is_asked(monkeypatch: pytest.MonkeyPatch):
+    line = "--train-backend megatron --actor-num-gpus-per-node 4 --pipeline-model-parallel-size 2"
+    for found, missing in ((None, 1), (object(), 0)):
+        monkeypatch.setattr("miles.launch.layout_rules.find_spec", lambda _, found=found: found)
+        assert len([s for s in told(line, "plan") if "megatron-core, which is not there" in s]) == missing
+    assert told(line, "plan") == []
+    assert told(f"{line} --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1", "plan") == []
+    assert told(f"{line} --megatron-moe-token-dispatcher-type alltoall", "plan") == []
+    (critic, copies) = told(f"{line} --advantage-estimator ppo --data-parallel-replicate-size 2", "plan")
+    assert "has a critic, and --train-backend megatron holds none" in critic
+    assert "--data-parallel-replicate-size is for --train-backend fsdp" in copies
 
 
 def test_a_config_that_is_not_json_is_told(tmp_path: Path):

@@ -9,7 +9,7 @@ WRONG: list[tuple[str, list[str]]] = [
     # words
     ("--rollout-batch-sise 3", ["--rollout-batch-sise is not a flag; did you mean --rollout-batch-size?"]),
     ("--rollout_batch_size 16", ["--rollout_batch_size is not a flag; did you mean --rollout-batch-size?"]),
-    ("--bananas", ["--bananas is not a flag; see --help for all of them."]),
+    ("--kumquat", ["--kumquat is not a flag; see --help for all of them."]),
     ("-lr 3", ["-lr is not a flag; did you mean --lr?"]),
     ("more.toml", ["'more.toml' is not expected here: values follow their flag, as in --lr 1e-6."]),
     ("--colocate more.toml", ["--colocate takes no value, but was given 'more.toml'."]),
@@ -46,10 +46,10 @@ WRONG: list[tuple[str, list[str]]] = [
     ("--rollout-stop-token-ids 1 two", ["--rollout-stop-token-ids takes whole numbers, not 'two'."]),
     # flags of other houses
     (
-        "--tensor-model-parallel-size 1",
+        "--attention-dropout 0.1",
         [
-            "--tensor-model-parallel-size belongs to the Megatron backend, which this version does not have; "
-            "leave it out."
+            "--attention-dropout belongs to Megatron, whose own flags are given as --megatron-... under "
+            "--train-backend megatron; leave it out."
         ],
     ),
     (
@@ -344,6 +344,28 @@ WRONG: list[tuple[str, list[str]]] = [
         ["--eps-clip-c bounds a loss that --advantage-estimator cispo does not have; leave it out."],
     ),
     (
+        "--optimizer muon --model-impl transformers",
+        [
+            "--optimizer muon updates matrices, and which those are is known of our own decoders alone; "
+            "use --model-impl native, or --optimizer adam."
+        ],
+    ),
+    (
+        "--gradient-checkpointing --recompute-granularity selective",
+        ["--gradient-checkpointing is --recompute-granularity full, and selective is given as well; keep one."],
+    ),
+    (
+        "--recompute-granularity full --recompute-num-layers 4",
+        [
+            "--recompute-num-layers 4 is for --recompute-method block; "
+            "under uniform every layer is recomputed by itself, which is 1."
+        ],
+    ),
+    (
+        "--recompute-method block",
+        ["--recompute-method block says which layers are recomputed, and none are; add --recompute-granularity."],
+    ),
+    (
         "--lr-warmup-iters 3 --lr-warmup-fraction 0.1",
         ["--lr-warmup-iters and --lr-warmup-fraction both set the warm-up; keep one."],
     ),
@@ -404,8 +426,60 @@ WRONG: list[tuple[str, list[str]]] = [
         ],
     ),
     (
-        "--actor-num-gpus-per-node 8",
-        ["--actor-num-gpus-per-node 8 asks for more than one device, and this version trains on one; leave it out."],
+        "--actor-num-nodes 2 --tensor-model-parallel-size 2",
+        [
+            "--actor-num-nodes 2 asks for several machines, and this version starts its ranks on one; leave it out, "
+            "give --actor-num-gpus-per-node all devices of this machine, and make room with --gradient-checkpointing "
+            "or a lower --max-tokens-per-gpu."
+        ],
+    ),
+    (
+        "--tensor-model-parallel-size 2 --context-parallel-size 2 --actor-num-gpus-per-node 6",
+        [
+            "--tensor-model-parallel-size 2 × --context-parallel-size 2 = 4 needs a multiple of 4 ranks, and "
+            "--actor-num-gpus-per-node 6 gives 6; ask for 8 devices, or for less."
+        ],
+    ),
+    (
+        "--tensor-model-parallel-size 2",
+        [
+            "--tensor-model-parallel-size 2 needs a multiple of 2 ranks, and --actor-num-gpus-per-node 1 gives 1; "
+            "ask for 2 devices, or for less."
+        ],
+    ),
+    (
+        "--tensor-model-parallel-size 3 --actor-num-gpus-per-node 3",
+        [
+            "--hf-checkpoint cannot be trained so: the model cannot be cut across 3 tensor ranks: layer 0 has 4 "
+            "attention heads, which they cannot divide evenly."
+        ],
+    ),
+    (
+        "--actor-num-gpus-per-node 4 --hf-checkpoint moe --expert-model-parallel-size 3 "
+        "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1",
+        [
+            "--expert-model-parallel-size 3 does not divide the 2 ranks over which parameters are cut here; "
+            "choose 1 or 2.",
+            "--expert-tensor-parallel-size 1 is not --tensor-model-parallel-size 2, and --train-backend fsdp cuts "
+            "experts over the tensor ranks as it does all else; leave it out.",
+        ],
+    ),
+    (
+        "--megatron-attention-dropout 0.1",
+        ["--megatron-attention-dropout is for --train-backend megatron; leave it out."],
+    ),
+    (
+        "--actor-num-gpus-per-node 2 --pipeline-model-parallel-size 2 --sequence-parallel",
+        [
+            "--pipeline-model-parallel-size 2 is not for --train-backend fsdp, which has every layer on every rank; "
+            "leave it out, and parameters are cut over these ranks instead.",
+            "--sequence-parallel cuts tokens over the tensor ranks, and there is one; leave it out, or give "
+            "--tensor-model-parallel-size.",
+        ],
+    ),
+    (
+        "--actor-num-gpus-per-node 2 --loss-type rm_loss --n-samples-per-prompt 1 --no-rm-type",
+        ["--loss-type rm_loss trains on one device, by fsdp; leave --actor-num-gpus-per-node 2 out."],
     ),
     (
         "--loss-type sft_loss",

@@ -57,7 +57,7 @@ def test_the_folder_is_a_model_that_transformers_loads(tmp_path):
     asyncio.run(trainer.save(tmp_path))
     found = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert torch.equal(found.get_input_embeddings().weight, trainer.weights()["embedding.weight"])
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
+    assert sorted(p.name for p in tmp_path.glob("[!.]*")) == [
         "config.json",
         "model.safetensors",
         "optimizer.safetensors",

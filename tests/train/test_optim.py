@@ -5,7 +5,7 @@ import torch
 
 from miles.core.errors import CheckpointError
 from miles.train.config import TrainConfig
-from miles.train.optim import GradientError, Optimizer
+from miles.train.optim import GradientError, Optimizer, whole_norm
 from miles.train.rates import schedule_of
 
 SHAPES = {"matrix": (4, 3), "norm": (3,), "experts": (2, 3, 3)}
@@ -125,9 +125,88 @@ def test_state_of_another_model_is_refused():
     give(params, 0)
     optimizer.step()
     with pytest.raises(CheckpointError, match=r"exp_avg\.other"):
-        optimizer.load(optimizer.state() | {"exp_avg.other": torch.zeros(1)}, updates=1)
+        optimizer.load(dict(optimizer.state()) | {"exp_avg.other": torch.zeros(1)}, updates=1)
     with pytest.raises(CheckpointError, match=r"exp_avg\.matrix has shape"):
-        optimizer.load(optimizer.state() | {"exp_avg.matrix": torch.zeros(1)}, updates=1)
+        optimizer.load(dict(optimizer.state()) | {"exp_avg.matrix": torch.zeros(1)}, updates=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_that_lives_on_the_host_makes_the_same_updates(dtype, monkeypatch):
+    monkeypatch.setattr("miles.train.adam._STRETCH", 8)  # so that a weight is several stretches
+    here, hosted = parameters(dtype), parameters(dtype)
+    one, other = build(here), build(hosted, optimizer_cpu_offload=True)
+    for seed in range(4):
+        give(here, seed)
+        give(hosted, seed)
+        assert one.step() == other.step()
+        other.move(torch.device("cpu"))
+    assert all(torch.equal(here[n], hosted[n]) for n in SHAPES)
+    assert all(torch.equal(value, other.state()[n]) for n, value in one.state().items())
+    assert list(one.state()) == list(other.state())
+
+
+def test_a_checkpoint_goes_on_whether_or_not_the_state_lives_on_the_host():
+    here, hosted = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    one, other = build(here), build(hosted, optimizer_cpu_offload=True)
+    give(here, 0)
+    one.step()
+    for name, p in hosted.items():
+        p.data.copy_(here[name])
+    other.load(one.state(), updates=1)
+    for params, optimizer in ((here, one), (hosted, other)):
+        give(params, 1)
+        optimizer.step()
+    assert all(torch.equal(here[n], hosted[n]) for n in SHAPES)
+
+
+def test_a_norm_of_the_models_own_decides_what_is_clipped_and_what_is_refused():
+    """Two ranks with a part each, in one process: the other's part of the gradient is three times as long."""
+    mine, whole = parameters(), parameters()
+    give(mine, 0, scale=2.0)
+    give(whole, 0, scale=2.0)
+    own = math.sqrt(sum(float(p.grad.square().sum()) for p in mine.values() if p.grad is not None))
+    config = TrainConfig(lr=1e-2, clip_grad=1.0)
+    optimizer = Optimizer(mine, config, schedule_of(config, updates=9), norm=lambda g: math.sqrt(10) * whole_norm(g))
+    norm, _ = optimizer.step()
+    assert norm == pytest.approx(math.sqrt(10) * own, rel=1e-5)
+    for p in whole.values():
+        p.grad = p.grad / norm  # type: ignore[operator]
+    build(whole, clip_grad=0.0, weight_decay=0.01).step()
+    assert all(torch.allclose(mine[n], whole[n], atol=1e-6) for n in SHAPES)
+
+
+def test_all_ranks_name_the_same_first_bad_parameter():
+    """What another rank's norm adds: its part of the second parameter is bad, and of this rank's the third."""
+    params, asked = parameters(), []
+    config = TrainConfig(lr=1e-2)
+
+    def norm(grads):
+        asked.append(len(grads))
+        theirs = {"norm": torch.tensor([float("nan")])} if len(asked) == 1 else told[len(asked) - 2]
+        return whole_norm({**{f"mine {n}": g for n, g in grads.items()}, **theirs})
+
+    # The other rank's marks: its bad one is number 1 of the list, asked for in halves of 2**20.
+    told, low, high = [{"theirs": torch.ones(1)}], 0, 1 << 20
+    for _ in range(20):
+        middle = (low + high) // 2
+        inside = low <= 1 < middle
+        told.append({"theirs": torch.full((1,), float(inside))})
+        low, high = (low, middle) if inside else (middle, high)
+    optimizer = Optimizer(params, config, schedule_of(config, updates=9), norm=norm)
+    give(params, 0)
+    params["experts"].grad[0] = float("inf")  # type: ignore[index]
+    with pytest.raises(GradientError, match="first at norm"):
+        optimizer.step()
+    assert asked == [3] * 22
+
+
+def test_a_part_of_a_parameter_may_be_empty():
+    params = parameters() | {"none": torch.zeros(0, 4, requires_grad=True)}
+    for knobs in ({}, {"optimizer_state_dtype": "bfloat16"}):
+        optimizer = build(params, **knobs)
+        give(params, 0)
+        params["none"].grad = torch.zeros(0, 4)
+        optimizer.step()
 
 
 def test_moving_the_state_changes_no_number():

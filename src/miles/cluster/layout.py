@@ -126,13 +126,17 @@ class Layout:
                 f"{told or 'a layout of one rank'} makes {made} ranks, and there are {self.world}; "
                 "choose parallel sizes whose product is the number of devices of the training plane."
             )
-        if self.pieces % self.expert:
+        own = self.tensor if self.expert_tensor is None else self.expert_tensor
+        if own < 1 or self.tensor % own:
+            return f"{own} tensor ranks of an expert do not divide the {self.tensor} tensor ranks."
+        # Tensor ranks that do not cut an expert may have other experts.
+        room = self.pieces * (self.tensor // own)
+        if room % self.expert:
+            free = f" x {self.tensor // own} tensor" if own < self.tensor else ""
             return (
-                f"{self.expert} expert ranks do not divide the {self.pieces} ranks that share parameters "
-                f"({self.shard} shard x {self.context} context); choose a divisor of {self.pieces}."
+                f"{self.expert} expert ranks do not divide the {room} ranks that share parameters "
+                f"({self.shard} shard x {self.context} context{free}); choose a divisor of {room}."
             )
-        if self.expert_tensor is not None and (self.expert_tensor < 1 or self.tensor % self.expert_tensor):
-            return f"{self.expert_tensor} tensor ranks of an expert do not divide the {self.tensor} tensor ranks."
         return None
 
     def misfit(self, spec: DecoderSpec) -> str | None:

@@ -43,6 +43,10 @@ class EngineError(MilesError):
     """A request the engine cannot serve (too long, empty, unknown token), or an engine that is not serving."""
 
 
+class TrainerError(MilesError):
+    """A trainer of several ranks that cannot go on, because one of them cannot."""
+
+
 def first_cause(error: BaseException) -> BaseException:
     """The error that happened first, out of the groups it may be wrapped in."""
     while isinstance(error, BaseExceptionGroup):

@@ -2,7 +2,7 @@
 
 An event that is logged holds only what a deterministic run would repeat to the bit. Wall-clock
 readings ride in ``seconds``, which the event log and ``metrics.jsonl`` leave out and ``timings.jsonl``
-keeps. Live events (``RunStarted``, ``PromptAdmitted``, ``Progress``, ``RunEnded``, and a ``Saved``
+keeps. Live events (``RunStarted``, ``PromptAdmitted``, ``Progress``, ``SaveFailed``, ``RunEnded``, and a ``Saved``
 that was not on the schedule) tell a watcher what goes on now and are never logged: a run that was
 killed and continued would have others.
 """
@@ -95,6 +95,14 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SaveFailed:
+    """The checkpoint of ``step`` could not be written, and ``why``; those before it are as they were."""
+
+    step: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnded:
     """The loop stopped after ``step`` steps; ``finished`` is false when it was asked to stop early."""
 
@@ -102,9 +110,18 @@ class RunEnded:
     finished: bool
 
 
-LIVE = (RunStarted, PromptAdmitted, Progress, RunEnded)
+LIVE = (RunStarted, PromptAdmitted, Progress, SaveFailed, RunEnded)
 """Events that are told and not logged."""
 
 Event = (
-    RunStarted | PromptAdmitted | Progress | GroupFinished | BatchTaken | StepFinished | Evaluated | Saved | RunEnded
+    RunStarted
+    | PromptAdmitted
+    | Progress
+    | GroupFinished
+    | BatchTaken
+    | StepFinished
+    | Evaluated
+    | Saved
+    | SaveFailed
+    | RunEnded
 )

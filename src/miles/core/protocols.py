@@ -206,7 +206,8 @@ class Evaluate(Protocol):
 class Trainer(Protocol):
     """The training plane, as the scheduler sees it.
 
-    ``save`` writes weights and optimizer into an existing folder; ``load`` takes them back.
+    ``save`` writes weights and optimizer into an existing folder; ``load`` takes them back. What ``save`` has not
+    written when it returns, of the state at that moment, it goes on writing, and tells of in the folder (``notes``).
     """
 
     async def step(self, batch: Batch) -> StepReport: ...

@@ -113,7 +113,13 @@ class CardAttend:
         raise AssertionError("recurrent layers do not come here")
 
     def straight(
-        self, layer: int, qkv_TN: Tensor, heads: Heads, terms: Terms, *, sinks_H: Tensor | None = None
+        self,
+        layer: int,
+        qkv_TN: Tensor,
+        heads: Heads,
+        terms: Terms,
+        *,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         """From a layer's projection to what its heads saw, [T, H * d]."""
         held = self._cache.layers[layer]

@@ -6,6 +6,7 @@ compiler; nothing they mark with ``jit`` is called there.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-__all__ = ["HAVE_TRITON", "early", "gdc_launch_dependents", "gdc_wait", "jit", "ready", "tl", "trained", "triton"]
+__all__ = ["HAVE_TRITON", "early", "gdc_launch_dependents", "gdc_wait", "jit", "on", "ready", "tl", "trained", "triton"]
 
 HAVE_TRITON: bool = find_spec("triton") is not None
 
@@ -44,8 +45,8 @@ def early(device: torch.device) -> dict[str, bool]:
     """What a launch is given so that its programs may start before the launch before it is over.
 
     A kernel that is given ``EARLY`` calls ``gdc_launch_dependents`` first, and ``gdc_wait`` before it reads anything
-    that a kernel wrote, or writes anything: until then it may only fetch weights. Cards that cannot do it, or whose
-    compiler knows another way, start kernels in turn.
+    that a kernel wrote, or writes anything: until then it may fetch weights, and what was there before the step's first
+    kernel. Cards that cannot do it, or whose compiler knows another way, start kernels in turn.
     """
     able = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
     return {"EARLY": True, "launch_pdl": True} if able else {"EARLY": False}
@@ -58,3 +59,8 @@ def trained(x: Tensor) -> bool:
     """
     half = x.dtype in (torch.bfloat16, torch.float16)
     return x.is_cuda and half and HAVE_TRITON and not torch.is_inference_mode_enabled()
+
+
+def on(x: Tensor) -> AbstractContextManager[object]:
+    """Launches within are on ``x``'s device; a trainer's models may have one each, while one is the process's own."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

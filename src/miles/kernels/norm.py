@@ -17,7 +17,8 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, *, offset: float = 0.0)
     """The last dimension at unit mean square, times the weight to which ``offset`` is added."""
     if ready(x_TD):
         return _launch(x_TD, None, weight_D, eps, offset)[1]
-    if trained(x_TD):
+    # Torch's own pass is the faster one in training, but it takes no offset.
+    if offset and trained(x_TD):
         return norm_in_training(x_TD, weight_D, eps, offset=offset)
     if not offset:
         return F.rms_norm(x_TD, weight_D.shape, weight_D, eps)
@@ -32,7 +33,7 @@ def add_rms_norm(
     """The sum of two, in their dtype, and that sum normalised."""
     if ready(x_TD):
         return _launch(x_TD, delta_TD, weight_D, eps, offset)
-    if trained(x_TD):
+    if offset and trained(x_TD):
         return add_norm_in_training(x_TD, delta_TD, weight_D, eps, offset=offset)
     sum_TD = x_TD + delta_TD
     return sum_TD, rms_norm(sum_TD, weight_D, eps, offset=offset)

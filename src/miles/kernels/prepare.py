@@ -182,8 +182,7 @@ def _prepare_heads(
     tl.store(q_ptr + (token * HEADS + head_N1) * DIM + column_1d, x_Nd, inside_Nd & query_N1)
     key_N1, value_N1 = head_N1 - HEADS, head_N1 - HEADS - KV_HEADS
     kept_Nd = inside_Nd & (slot >= 0)
-    keys_ptr += slot * key_stride + key_N1 * DIM + column_1d
-    tl.store(keys_ptr, x_Nd, kept_Nd & early_N1 & (key_N1 >= 0))
+    tl.store(keys_ptr + slot * key_stride + key_N1 * DIM + column_1d, x_Nd, kept_Nd & early_N1 & (key_N1 >= 0))
     tl.store(values_ptr + slot * value_stride + value_N1 * DIM + column_1d, x_Nd, kept_Nd & (value_N1 >= 0))
 
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from miles.kernels.long import has_long, long_attention
 from miles.kernels.masked import choose, masked_attention
 from miles.kernels.sinks import sunk_attention
 from miles.kernels.terms import Index, Terms
@@ -109,10 +110,19 @@ class _Pack:
     def __init__(self, lengths: list[int], device: torch.device) -> None:
         self.lengths, self.device = lengths, device
         self.longest = max(lengths, default=0)
+        self._ends: dict[tuple[int, ...], Tensor] = {}
         if device.type == "cuda":
-            self.ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
+            self.ends = self.ends_of(lengths)
         self._layouts: dict[int, _Layout] = {}
         self._masks: dict[tuple[int, int], Tensor] = {}
+
+    def ends_of(self, lengths: Sequence[int]) -> Tensor:
+        """Where sequences of these lengths end, on the device."""
+        key = tuple(lengths)
+        if key not in self._ends:
+            made = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+            self._ends[key] = made.to(self.device, non_blocking=True)
+        return self._ends[key]
 
     def layout(self, alone: int) -> _Layout:
         """Blocks in which a sequence of more than ``alone`` tokens has no mates."""
@@ -259,10 +269,18 @@ def _varlen(pack: _Pack, q_THd: Tensor, k_TGd: Tensor, v_TGe: Tensor, terms: Ter
     q, k, v = (widen(x, width) for x in (q_THd, k_TGd, v_TGe))
     ends, longest = pack.ends, pack.longest
     window = None if terms.window is None or terms.window >= longest else terms.window
+    kernel, options = varlen_kernel()
     if sinks_H is not None:
         out = sunk_attention(q, k, v, sinks_H, ends, longest, scale=terms.scale, window=window)
+    elif window is None and has_long(pack.lengths, width):
+
+        def packed(at: slice, lengths: Sequence[int]) -> Tensor:
+            some, most = pack.ends_of(lengths), max(lengths)
+            back = (-1, 0)
+            return kernel(q[at], k[at], v[at], some, some, most, most, scale=terms.scale, window_size=back, **options)
+
+        out = long_attention(q, k, v, pack.lengths, terms.scale, packed)
     else:
-        kernel, options = varlen_kernel()
         back = (-1 if window is None else window - 1, 0)
         out = kernel(q, k, v, ends, ends, longest, longest, scale=terms.scale, window_size=back, **options)
     return out if width == wanted else out[..., :wanted]

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from miles.algo.config import AlgoConfig
+from miles.backends.megatron.config import MegatronConfig
 from miles.backends.native.config import NativeConfig
 from miles.backends.native.server.config import ServeConfig
 from miles.cluster.config import ClusterConfig
@@ -14,6 +15,7 @@ from miles.observe.config import ObserveConfig
 from miles.rollout.config import RolloutConfig
 from miles.schedule.config import ScheduleConfig
 from miles.train.config import TrainConfig
+from miles.train.parallel import ParallelConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +26,8 @@ class Config:
     rollout: RolloutConfig
     algo: AlgoConfig
     train: TrainConfig
+    parallel: ParallelConfig
+    megatron: MegatronConfig
     schedule: ScheduleConfig
     native: NativeConfig
     cluster: ClusterConfig

@@ -3,38 +3,47 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from miles.backends.fsdp.value import HEAD, FsdpValue
 from miles.cluster import platform
 from miles.launch.config import Config
-from miles.launch.plan import Plan
-from miles.launch.policy import Policy, load_other
+from miles.launch.layout_memory import recompute_layers_of, recompute_of
+from miles.launch.policy import Start, load_other
 from miles.models import hub
 from miles.models.files import read_config
+from miles.models.recompute import set_recompute
 from miles.train.critic import Critic
+from miles.train.peers import Peers
+from miles.train.roles import ValueModel
 
 
-def critic_of(config: Config, plan: Plan, policy: Policy, *, updates: int) -> Critic | None:
-    """A model of its own that learns what the policy may expect, where the advantages ask for one."""
-    folder = plan.critic
-    if folder is None:
-        return None
+def critic_of(config: Config, value: ValueModel, peers: Peers, updates: int) -> Critic:
+    """A model of its own that learns what the policy may expect, in ``updates`` optimizer steps."""
+    apart = config.train.critic_device != "auto"
+    return Critic(value, algo=config.algo, train=config.train, updates=updates, apart=apart, peers=peers)
+
+
+def whole_value(config: Config, policy: Start, folder: Path) -> FsdpValue:
+    """A critic that one process holds, on the device it is to have."""
     apart = config.train.critic_device != "auto"
     device = platform.device_named(config.train.critic_device, "--critic-device") if apart else policy.platform.device
+    model, again = load_other(config, _on(config, policy, device), folder), recompute_of(config.train)
+    set_recompute(model, again, recompute_layers_of(config.train))
     value = FsdpValue(
-        load_other(config, _on(config, policy, device), folder),
+        model,
         config=read_config(folder),
         like=folder,
-        gradient_checkpointing=config.train.gradient_checkpointing,
+        gradient_checkpointing=again != "none",
     )
     if (folder / HEAD).exists():
         value.load_head(folder)
-    return Critic(value, algo=config.algo, train=config.train, updates=updates, apart=apart)
+    return value
 
 
-def _on(config: Config, policy: Policy, device: torch.device) -> Policy:
+def _on(config: Config, policy: Start, device: torch.device) -> Start:
     """How a model beside the policy is held on ``device``."""
     if device == policy.platform.device:
         return policy

@@ -52,7 +52,7 @@ OPTIONAL: Mapping[str, str] = MappingProxyType(
         "tensorboard": "curves in a browser, with --use-tensorboard",
         "ray": "many machines, which this version does not use yet",
         "sglang": "the SGLang engine, which this version does not use yet",
-        "megatron-core": "the Megatron trainer, which this version does not use yet",
+        "megatron-core": "the Megatron trainer, with --train-backend megatron",
     }
 )
 DEMO_MEMORY = 1 << 30

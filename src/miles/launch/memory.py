@@ -1,13 +1,13 @@
 """The memory plan: what a run will hold on its device, from the model's spec alone."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from miles.launch.config import Config
 from miles.launch.found import spec_or_none
+from miles.launch.layout_memory import activations_by_rank, frozen_by_rank, held_by_rank, recompute_of
 from miles.launch.machine import free_memory
 from miles.launch.plan import Plan
 from miles.models.footprint import (
-    BYTES,
     gradient_bytes,
     kv_bytes_per_token,
     optimizer_bytes,
@@ -15,7 +15,6 @@ from miles.models.footprint import (
     state_bytes_per_sequence,
     weight_bytes,
 )
-from miles.models.retained import activation_bytes
 from miles.models.shard import spec_of_rank
 from miles.models.spec import DecoderSpec
 
@@ -30,15 +29,12 @@ class Share:
 
 
 def shares_of(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Share, ...]:
-    """Everything a run holds at its widest, as far as the spec tells."""
+    """Everything a run holds at its widest on the fullest device, as far as the spec tells."""
     dtype = plan.dtype
-    masters = "two moments" if dtype == "float32" else "two moments and float32 masters"
-    reference = weight_bytes(spec, dtype) if plan.reference is not None else 0
+    reference = frozen_by_rank(spec, plan.layout, dtype) if plan.reference is not None else 0
     weights, shared = weight_bytes(spec, dtype), plan.transport == "shared"
     trained = (
-        Share(name="weights", bytes=weights, note=dtype),
-        Share(name="gradients", bytes=gradient_bytes(spec, dtype), note="float32"),
-        Share(name="optimizer", bytes=optimizer_bytes(spec, dtype), note=f"Adam: {masters}"),
+        *_trained(config, plan, spec),
         Share(name="reference", bytes=reference, note=str(plan.reference) if plan.reference else "nothing asks for it"),
     )
     trained += (*_critic(config, plan), *_teachers(config, plan), _activations(config, plan, spec))
@@ -58,6 +54,35 @@ def shares_of(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Share, ...
     )
 
 
+def _trained(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Share, ...]:
+    """The policy in training: this rank's part of it, where ranks share one."""
+    dtype, layout, train = plan.dtype, plan.layout, config.train
+    held = held_by_rank(spec, layout, dtype, moments=train.optimizer_state_dtype, optimizer=train.optimizer)
+    cut = layout.pieces * layout.tensor * layout.pipeline
+    part = "" if layout.world == 1 else f", one of {layout.world} ranks' parts, cut {cut} ways"
+    apart = layout.pieces * layout.replicate > 1
+    kind = "momenta and moments" if train.optimizer == "muon" else "two moments"
+    masters = kind if apart or dtype == "float32" else f"{kind} and float32 masters"
+    form = "" if train.optimizer_state_dtype == "float32" else f" in {train.optimizer_state_dtype}"
+    note = f"{train.optimizer.capitalize()}: {masters}{form}"
+    there = plan.device != "cpu"
+    host = there and config.parallel.fsdp_cpu_offload
+    shares = (
+        _on(host, Share(name="weights", bytes=held.weights, note=("float32" if apart else dtype) + part)),
+        _on(host, Share(name="gradients", bytes=held.gradients, note="float32")),
+        _on(host or (there and train.optimizer_cpu_offload), Share(name="optimizer", bytes=held.optimizer, note=note)),
+    )
+    if not held.gathered:
+        return shares
+    told = f"{dtype}: embedding, head, and a layer at a time with its gradients"
+    return (*shares, Share(name="gathered", bytes=held.gathered, note=told))
+
+
+def _on(host: bool, share: Share) -> Share:
+    """The same, or where the host holds it nothing of the device's memory."""
+    return replace(share, bytes=0, note=f"{share.note}, {sized(share.bytes)} of the host's memory") if host else share
+
+
 def _critic(config: Config, plan: Plan) -> tuple[Share, ...]:
     """A second model in training; on a device of its own it takes nothing of this one's memory."""
     spec = None if plan.critic is None else spec_or_none(str(plan.critic), config.models.model_impl)
@@ -66,12 +91,17 @@ def _critic(config: Config, plan: Plan) -> tuple[Share, ...]:
     dtype, elsewhere = plan.dtype, config.train.critic_device
     if elsewhere not in ("auto", plan.device):
         return (Share(name="critic", bytes=0, note=f"on {elsewhere}, a device of its own, from {plan.critic}"),)
-    weights, gradients, optimizer = critic_bytes(spec, dtype)
+    weights, gradients, optimizer = (round(whole / _ways(plan)) for whole in critic_bytes(spec, dtype))
     return (
         Share(name="critic", bytes=weights, note=f"{dtype}, from {plan.critic}"),
         Share(name="critic grad", bytes=gradients, note="float32"),
         Share(name="critic adam", bytes=optimizer, note="its own optimizer"),
     )
+
+
+def _ways(plan: Plan) -> int:
+    """Over how many ranks a model is cut in all."""
+    return plan.layout.pieces * plan.layout.tensor * plan.layout.pipeline
 
 
 def critic_bytes(spec: DecoderSpec, dtype: str) -> tuple[int, int, int]:
@@ -93,19 +123,22 @@ def critic_bytes(spec: DecoderSpec, dtype: str) -> tuple[int, int, int]:
 def _teachers(config: Config, plan: Plan) -> tuple[Share, ...]:
     """Frozen models that score what the policy wrote, all held together."""
     found = {name: spec_or_none(str(folder), config.models.model_impl) for name, folder in plan.teachers.items()}
-    held = sum(weight_bytes(spec, plan.dtype) for spec in found.values() if spec is not None)
+    held = sum(frozen_by_rank(spec, plan.layout, plan.dtype) for spec in found.values() if spec is not None)
     note = ", ".join(f"{name}: {plan.teachers[name]}" for name in found)
     return (Share(name="teacher", bytes=held, note=f"{plan.dtype}, {note}"),) if found else ()
 
 
 def _activations(config: Config, plan: Plan, spec: DecoderSpec) -> Share:
     """What a training step keeps for its backward pass; no step has more tokens than its whole batch."""
-    again = config.train.gradient_checkpointing
-    tokens = config.train.max_tokens_per_gpu
+    tokens = config.train.max_tokens_per_gpu * plan.layout.context
     longest = config.rollout.rollout_max_context_len or spec.max_positions
     tokens = min(tokens, plan.global_batch_size * longest)
-    held = activation_bytes(spec, tokens, size=BYTES[plan.dtype], fused=plan.device != "cpu", checkpointing=again)
-    note = f"{tokens:,} tokens at once" + (", layers recomputed" if again else "")
+    fused = plan.device != "cpu"
+    held = activations_by_rank(spec, plan.layout, plan.dtype, tokens, config.train, fused=fused)
+    again = {"none": "", "full": ", layers recomputed", "selective": ", all but products and attention recomputed"}
+    note = f"{tokens:,} tokens at once" + again[recompute_of(config.train)]
+    if plan.layout.context > 1:
+        note += f", over {plan.layout.context} context ranks"
     return Share(name="activations", bytes=held, note=note)
 
 

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Literal
 
 from miles.algo.config import DEFAULT_TEACHER, GIVEN, WITH_CRITIC, distils
+from miles.cluster.layout import Layout
 from miles.core.errors import UsageError
 from miles.launch.config import Config
 from miles.launch.found import prompts_in
+from miles.launch.layout_rules import is_team, layout_of
 from miles.launch.machine import choose_device
 from miles.models.files import dtype_of, read_config
 from miles.models.footprint import BYTES
@@ -26,7 +28,7 @@ class Plan:
     when neither a KL term nor DPO asks for one, and ``critic`` what the critic starts from,
     None where there is none; in the first ``critic_only_steps`` it learns alone.
     ``teachers`` are the folders of the teachers by their names, ``teacher_urls`` the addresses of those elsewhere.
-    ``samples`` says whether the run needs an engine.
+    ``samples`` says whether the run needs an engine. ``layout`` is how the ranks that train share model and batch.
     """
 
     run_dir: Path
@@ -39,7 +41,8 @@ class Plan:
     num_steps_per_rollout: int
     tickets: int
     lease: Literal["colocated", "disjoint"]
-    transport: Literal["shared", "copy"]
+    transport: Literal["shared", "copy", "gathered"]
+    layout: Layout
     reference: Path | None
     critic: Path | None
     critic_only_steps: int
@@ -61,7 +64,7 @@ def plan_of(config: Config) -> Plan:
     size, count = config.train.global_batch_size, config.train.num_steps_per_rollout
     if size is None:
         size = samples // (count or 1)
-    overlap = config.schedule.max_weight_staleness > 0
+    overlap, layout = config.schedule.max_weight_staleness > 0, layout_of(config)
     compares = config.algo.use_kl_loss or config.algo.kl_coef > 0 or config.algo.loss_type == "dpo_loss"
     reference = (config.train.ref_load or config.models.hf_checkpoint) if compares else None
     return Plan(
@@ -75,7 +78,8 @@ def plan_of(config: Config) -> Plan:
         num_steps_per_rollout=count or samples // size,
         tickets=(config.schedule.max_weight_staleness + 1) * config.rollout.rollout_batch_size,
         lease="disjoint" if overlap else "colocated",
-        transport="copy" if overlap else "shared",
+        transport="gathered" if is_team(config) else "copy" if overlap else "shared",
+        layout=layout,
         reference=None if reference is None else Path(reference),
         critic=_critic(config),
         critic_only_steps=config.train.num_critic_only_steps,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,33 +21,49 @@ from miles.models.tokenizer import HubTokenizer, load_tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
+class Start:
     """The checkpoint a run starts from, read but not yet on the device. ``trusted`` code of its own may run."""
 
     folder: Path
     config: Mapping[str, Any]
     spec: DecoderSpec
     trusted: bool
-    tokenizer: HubTokenizer
     platform: Platform
     dtype: torch.dtype
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy(Start):
+    """It and its tokenizer, of which a rank that only trains has no need."""
+
+    tokenizer: HubTokenizer
+
+
 def read_policy(config: Config) -> Policy:
     """Look at the checkpoint, its tokenizer and the device; raises before anything large is read."""
+    start = read_start(config, platform.find(config.cluster.device, threads=config.cluster.num_threads))
+    known = {field.name: getattr(start, field.name) for field in fields(start)}
+    return Policy(**known, tokenizer=load_tokenizer(start.folder, start.trusted))
+
+
+def read_start(config: Config, found: Platform) -> Start:
+    """Look at the checkpoint, to hold it on the device that was ``found``."""
     assert config.models.hf_checkpoint is not None
     folder = Path(config.models.hf_checkpoint)
-    found = platform.find(config.cluster.device, threads=config.cluster.num_threads)
     raw = read_config(folder)
-    return Policy(
+    return Start(
         folder=folder,
         config=raw,
         spec=within(chosen_spec(folder, config.models.model_impl), config.rollout.rollout_max_context_len),
         trusted=config.models.trust_remote_code,
-        tokenizer=load_tokenizer(folder, config.models.trust_remote_code),
         platform=found,
         dtype=hub.choose_dtype(config.models.dtype, raw, found.device),
     )
+
+
+def spec_beside(config: Config, policy: Start, folder: Path) -> DecoderSpec:
+    """What the model in ``folder`` is, when it reads what the policy reads."""
+    return within(chosen_spec(folder, config.models.model_impl), policy.spec.max_positions)
 
 
 def within(spec: DecoderSpec, context: int | None) -> DecoderSpec:
@@ -62,7 +78,7 @@ def within(spec: DecoderSpec, context: int | None) -> DecoderSpec:
     return replace(spec, max_positions=min(context, spec.max_positions))
 
 
-def load_model(policy: Policy, folder: Path | None = None) -> Model:
+def load_model(policy: Start, folder: Path | None = None) -> Model:
     """The policy's model with its weights on the device; or that of another checkpoint of its architecture."""
     return impl.load(
         folder or policy.folder,
@@ -73,7 +89,6 @@ def load_model(policy: Policy, folder: Path | None = None) -> Model:
     )
 
 
-def load_other(config: Config, policy: Policy, folder: Path) -> Model:
+def load_other(config: Config, policy: Start, folder: Path) -> Model:
     """A model of whatever architecture ``folder`` holds, to read what the policy reads."""
-    own = replace(policy, spec=within(chosen_spec(folder, config.models.model_impl), policy.spec.max_positions))
-    return load_model(own, folder)
+    return load_model(replace(policy, spec=spec_beside(config, policy, folder)), folder)

@@ -4,7 +4,7 @@ from functools import cache
 from pathlib import Path
 
 _WHOSE = {
-    "megatron": "belongs to the Megatron backend, which this version does not have",
+    "megatron": "belongs to Megatron, whose own flags are given as --megatron-... under --train-backend megatron",
     "shape": "describes the model, which the checkpoint's own config.json does here",
     "sglang": "belongs to the SGLang backend, which this version does not have",
     "router": "belongs to the SGLang router, which this version does not have",

@@ -18,11 +18,13 @@ from miles.launch.data_rules import DATA, held_out_sets_are_pairs_of_a_name_and_
 from miles.launch.distill_rules import DISTILLATION
 from miles.launch.engine_rules import ENGINE, an_engine_spans_devices_that_are_there
 from miles.launch.found import spec_or_none, told, why_not_a_checkpoint
+from miles.launch.layout_rules import LAYOUT, a_trainer_spans_devices_that_are_there
 from miles.launch.machine import choose_device
 from miles.launch.mismatch_rules import MISMATCH
 from miles.launch.ranges import out_of_range
 from miles.launch.returns_rules import RETURNS
 from miles.launch.reward_rules import REWARDS
+from miles.launch.update_rules import UPDATES
 from miles.models.choice import chosen_spec
 from miles.plug.load import is_path
 from miles.plug.points import CORRECTION, CREDIT, CURRICULUM, FILTER, OBJECTIVE, POINTS, REDUCER, WORTH
@@ -256,16 +258,6 @@ def a_run_directory_is_a_directory(c: Config) -> Iterator[str]:
         yield f"--save {c.schedule.save} is a file; name a folder for the run."
 
 
-def this_version_trains_on_one_device(c: Config) -> Iterator[str]:
-    counts = {
-        "--actor-num-nodes": c.cluster.actor_num_nodes,
-        "--actor-num-gpus-per-node": c.cluster.actor_num_gpus_per_node,
-    }
-    for flag, count in counts.items():
-        if count is not None and count > 1:
-            yield f"{flag} {count} asks for more than one device, and this version trains on one; leave it out."
-
-
 def an_accelerator_that_is_asked_for_is_there(c: Config) -> Iterator[str]:
     if c.cluster.device == "cuda" and (found := choose_device("auto")).name == "cpu":
         yield f"--device cuda cannot be had: {found.why}; use --device cpu, or see miles doctor."
@@ -274,7 +266,6 @@ def an_accelerator_that_is_asked_for_is_there(c: Config) -> Iterator[str]:
 CHAT: tuple[Rule, ...] = (
     a_run_starts_from_a_checkpoint_of_a_known_architecture,
     *ENGINE,
-    this_version_trains_on_one_device,
     an_engine_spans_devices_that_are_there,
     an_accelerator_that_is_asked_for_is_there,
 )
@@ -303,6 +294,7 @@ TRAIN: tuple[Rule, ...] = (
     *MISMATCH,
     *ALGORITHM,
     *RETURNS,
+    *UPDATES,
     *DISTILLATION,
     a_warm_up_is_given_once,
     a_schedule_goes_down,
@@ -312,11 +304,16 @@ TRAIN: tuple[Rule, ...] = (
     a_run_continues_from_what_exists,
     a_run_directory_is_a_directory,
     *ENGINE,
-    this_version_trains_on_one_device,
+    *LAYOUT,
     a_model_reads_as_far_as_its_positions_go,
 )
 RULES: dict[Command, tuple[Rule, ...]] = {
-    "train": (*TRAIN, an_accelerator_that_is_asked_for_is_there, an_engine_spans_devices_that_are_there),
+    "train": (
+        *TRAIN,
+        an_accelerator_that_is_asked_for_is_there,
+        an_engine_spans_devices_that_are_there,
+        a_trainer_spans_devices_that_are_there,
+    ),
     "plan": TRAIN,
     "eval": (*CHAT, *SCORE, an_evaluation_has_held_out_sets, a_model_reads_as_far_as_its_positions_go),
     "chat": CHAT,

@@ -69,7 +69,12 @@ def closing(
 
 def run(config: Config, plan: Plan, origins: Mapping[str, str], *, view: View, watch: Watch | None = None) -> bool:
     """Run the loop to its end or until it is asked to stop; true when it came to its end."""
-    directory = RunDirectory(plan.run_dir, keep_checkpoints=config.schedule.keep_checkpoints)
+    directory = RunDirectory(
+        plan.run_dir,
+        keep_checkpoints=config.schedule.keep_checkpoints,
+        background=config.train.async_save,
+        forgiving=config.schedule.save_failure == "warn",
+    )
     try:
         start = directory.claim(config, origins)
         resumed = start is not None
@@ -100,7 +105,7 @@ async def _run(
             _announce(wired, start, resumed, view)
             watcher.loop = wired.loop
             with _stop_on_signals(wired.loop, view):
-                await wired.loop.run()
+                await wired.run()
             _draw(directory.path, view)
             return wired.loop.finished
         finally:

@@ -18,11 +18,17 @@ from miles.schedule.recover import Checkpoints, Cursor
 MAY_CHANGE = frozenset(
     {
         *("num_rollout", "num_epoch", "save", "load", "save_interval", "keep_checkpoints", "eval_interval"),
+        *("async_save", "verify_checkpoints", "save_failure"),
         *("stall_timeout", "view", "use_tensorboard", "tb_dir", "save_rollouts", "num_threads"),
         *("parity_tolerance", "parity_stop", "max_dropped_groups"),
         *("reward_timeout", "max_unscored_attempts", "grade_workers", "rm_url", "rm_token_env", "rm_batch_size"),
         *("rm_concurrency", "rm_retries", "rm_request_timeout", "reward_model_url", "reward_model_token_env"),
         *("judge_url", "judge_token_env"),
+        *("actor_num_nodes", "actor_num_gpus_per_node", "tensor_model_parallel_size", "sequence_parallel"),
+        *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
+        *("pipeline_model_parallel_size", "data_parallel_replicate_size", "distributed_timeout_minutes"),
+        *("fsdp_cpu_offload", "optimizer_cpu_offload", "gradient_checkpointing", "recompute_granularity"),
+        *("recompute_method", "recompute_num_layers", "offload_train"),
     }
 )
 """Knobs a continued run may be given anew: they decide how long, how often and what is shown, not what is learnt."""
@@ -31,9 +37,13 @@ MAY_CHANGE = frozenset(
 class RunDirectory:
     """``runs/<name>/``: config.toml, events.jsonl, metrics.jsonl, rollouts/, checkpoints/, logs/."""
 
-    def __init__(self, path: Path, *, keep_checkpoints: int | None = None) -> None:
+    def __init__(
+        self, path: Path, *, keep_checkpoints: int | None = None, background: bool = False, forgiving: bool = False
+    ) -> None:
         self.path = path
-        self.checkpoints = Checkpoints(path / "checkpoints", keep=keep_checkpoints)
+        self.checkpoints = Checkpoints(
+            path / "checkpoints", keep=keep_checkpoints, background=background, forgiving=forgiving
+        )
         self.rescheduled = False
         self._lock: IO[str] | None = None
 

@@ -24,7 +24,7 @@ def as_text(config: Config, plan: Plan, origins: Origins) -> str:
     assert spec is not None, "a plan is shown of a config that breaks no rule"
     parts = [
         *_knobs(config, origins),
-        *_section("batch", [identity(config, plan), *_steps(plan)]),
+        *_section("batch", [identity(config, plan), *_steps(plan), *_parts(plan)]),
         *_section("objective", [objective(config, plan)]),
         *_section("memory", _memory(config, plan, spec)),
         *_section("placement", _placement(config, plan, spec)),
@@ -81,6 +81,38 @@ def _steps(plan: Plan) -> list[str]:
     return [f"{plan.steps:,} training steps, {plan.optimizer_steps:,} updates of the weights"]
 
 
+def _parts(plan: Plan) -> list[str]:
+    """How a global batch is dealt out."""
+    size, parts = plan.global_batch_size, plan.layout.parts
+    if parts == 1:
+        return []
+    each = f"{size // parts}" if size % parts == 0 else f"{size // parts} or {size // parts + 1}"
+    idle = f"; {parts - size} parts would have none" if size < parts else ""
+    return [f"each global batch in {parts} parts of about {each} trajectories, by tokens{idle}"]
+
+
+def _layout(config: Config, plan: Plan) -> list[str]:
+    """Over how many ranks each thing is cut; nothing where one rank trains."""
+    at = plan.layout
+    if at.world == 1:
+        return []
+    cuts = {
+        f"{at.tensor} tensor" + (" (sequence parallel)" if at.sequence else ""): at.tensor,
+        f"{at.context} context": at.context,
+        f"{at.shard} shard": at.shard,
+        f"{at.replicate} replicate": at.replicate,
+        f"{at.pipeline} pipeline": at.pipeline,
+    }
+    told = " × ".join(name for name, size in cuts.items() if size > 1)
+    inside = f"; experts over {at.expert} of them" if at.expert > 1 else ""
+    pieces = at.pieces * at.tensor * at.pipeline
+    wait = config.parallel.distributed_timeout_minutes
+    return [
+        f"layout     {at.world} ranks = {told}{inside}",
+        f"           a rank holds 1/{pieces} of the parameters and waits {wait} min for the others",
+    ]
+
+
 def _memory(config: Config, plan: Plan, spec: DecoderSpec) -> list[str]:
     shares = shares_of(config, plan, spec)
     total = sum(share.bytes for share in shares)
@@ -104,7 +136,12 @@ def _placement(config: Config, plan: Plan, spec: DecoderSpec) -> list[str]:
     k = config.schedule.max_weight_staleness
     drift = "on-policy" if k == 0 else f"tokens at most {k} version{'s' if k > 1 else ''} old"
     threads = "" if plan.device != "cpu" else f" ({config.cluster.num_threads or cores()} threads)"
-    moves = "the engine reads the trainer's own" if plan.transport == "shared" else "copied at each publication"
+    moves = {
+        "shared": "the engine reads the trainer's own",
+        "copy": "copied at each publication",
+        "gathered": "put together on rank 0 at each publication",
+    }[plan.transport]
+    where = "in this process" if plan.layout.world == 1 else f"in {plan.layout.world} processes"
     rollout = f"native engine in this process, {plan.tickets} prompts in flight, {drift}"
     if not plan.samples:
         rollout = "none: demonstrations are read, nothing is sampled"
@@ -112,7 +149,8 @@ def _placement(config: Config, plan: Plan, spec: DecoderSpec) -> list[str]:
         f"model      {spec.family}, {size / 1e6:,.2f}M parameters{experts}, {plan.dtype}{whose}",
         f"device     {plan.device}{threads}: {plan.device_why}",
         f"rollout    {rollout}",
-        f"train      {config.train.train_backend} in this process, {config.train.max_tokens_per_gpu:,} tokens at once",
+        f"train      {config.train.train_backend} {where}, {config.train.max_tokens_per_gpu:,} tokens at once",
+        *_layout(config, plan),
         f"weights    {plan.transport}: {moves}; lease {plan.lease}",
         f"run        {plan.run_dir}",
     ]

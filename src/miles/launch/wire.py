@@ -5,18 +5,17 @@ Two ways to stand in one process, and the staleness budget picks one:
     budget 0   planes take turns (Colocated), everything on one thread (Inline), weights shared: zero bytes move,
                and the run repeats to the bit
     budget k   planes overlap (Disjoint), a thread each (Threaded), weights copied at publication
+
+Where several ranks train, this process is the first of them, and weights are put together for each publication.
 """
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from miles.algo.config import GIVEN, WITH_CRITIC
-from miles.algo.table import Plugs
-from miles.backends.fsdp.model import FsdpModel
-from miles.backends.fsdp.reward import FsdpReward
+from miles.algo.config import GIVEN
 from miles.backends.native.engine import NativeEngine
 from miles.cluster import platform
 from miles.cluster.local import Inline, Run, Threaded
@@ -24,16 +23,17 @@ from miles.core.errors import UsageError
 from miles.core.protocols import Filter, Generate, GroupRewardFn, Journal, RewardFn, Rollout
 from miles.core.types import Version
 from miles.launch.config import Config
-from miles.launch.critics import critic_of
+from miles.launch.layout_rules import is_team
 from miles.launch.mathematics import credit_for, plugs_of
 from miles.launch.plan import Plan
-from miles.launch.policy import Policy, load_model, load_other, read_policy
+from miles.launch.policy import Policy, load_model, read_policy
 from miles.launch.prompts import held_out_set, journal_for, notes_of, replies_of, source_for, training_parts
+from miles.launch.rank_trainer import TeamTrainer
 from miles.launch.rewards import rewards_of
 from miles.launch.teachers import Applied, teachers_for
+from miles.launch.trainer import Trains, trainer_of
 from miles.models import impl
 from miles.models.door import Model
-from miles.models.footprint import optimizer_bytes
 from miles.observe.metric import group_metrics
 from miles.plug import points
 from miles.rollout.evaluate import Evaluator
@@ -50,8 +50,6 @@ from miles.schedule.lease import Colocated, Disjoint
 from miles.schedule.loop import Loop, Planes, Tempo
 from miles.schedule.recover import Checkpoints, Cursor
 from miles.sync.publish import Publication
-from miles.train.reward import RewardTrainer
-from miles.train.worker import Worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,16 +104,16 @@ def evaluator_of(
     return evaluator, tuple(dataset.note for dataset in sets.values() if dataset.note)
 
 
-def engine_of(config: Config, policy: Policy, run: Run, like: Model) -> NativeEngine:
-    """An engine for what ``like`` is, that waits for its first weights."""
+def engine_of(config: Config, policy: Policy, run: Run, like: Model | None) -> NativeEngine:
+    """An engine for what ``like`` is, else for what the policy is, that waits for its first weights."""
     return NativeEngine(
-        like.spec,
+        policy.spec if like is None else like.spec,
         device=policy.platform.device,
         dtype=policy.dtype,
         config=config.native,
         run=run,
         decode=policy.tokenizer.decode,
-        model=impl.unfilled(like),
+        model=None if like is None else impl.unfilled(like),
         devices=platform.several(policy.platform.device, config.cluster.rollout_num_gpus_per_engine),
     )
 
@@ -131,60 +129,37 @@ async def lone_engine(config: Config, policy: Policy) -> NativeEngine:
     return engine
 
 
-def trainer_of(
-    config: Config, plan: Plan, policy: Policy, run: Run, model: Model, *, steps: int, plugs: Plugs
-) -> Worker | RewardTrainer:
-    """The training plane: ``model`` as the actor, and a reference when the loss asks for one; or as a reward model."""
-    again = config.train.gradient_checkpointing
-    how: dict[str, Any] = {"config": policy.config, "like": policy.folder, "gradient_checkpointing": again}
-    if config.algo.loss_type == "rm_loss":
-        count, scores = plan.num_steps_per_rollout, FsdpReward(model, **how)
-        return RewardTrainer(scores, train=config.train, steps=count, updates=steps * count, run=run)
-    actor, reference = FsdpModel(model, **how), None
-    if plan.reference is not None:
-        reference = FsdpModel(load_model(policy, plan.reference), config=policy.config, frozen=True)
-    return Worker(
-        actor,
-        algo=config.algo,
-        train=config.train,
-        steps=plan.num_steps_per_rollout,
-        updates=steps * plan.num_steps_per_rollout,
-        temperature=config.rollout.rollout_temperature,
-        run=run,
-        reference=reference,
-        critic=critic_of(config, plan, policy, updates=steps * plan.num_steps_per_rollout),
-        teachers=[FsdpModel(load_other(config, policy, f), frozen=True) for f in plan.teachers.values()],
-        plugs=plugs,
-        parity_tolerance=config.schedule.parity_tolerance,
-        parity_stop=config.schedule.parity_stop,
-        offload=_offload(config, policy),
-    )
-
-
-def _offload(config: Config, policy: Policy) -> bool:
-    """Should the optimizer make room for the engine? As told; else where it would be in the way."""
-    if config.train.offload_train is not None:
-        return config.train.offload_train
-    models = 2 if config.algo.advantage_estimator in WITH_CRITIC and config.train.critic_device == "auto" else 1
-    state = models * optimizer_bytes(policy.spec, str(policy.dtype).removeprefix("torch."))
-    return state > policy.platform.free_bytes() // 4
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wired:
     """A run ready to go. ``notes`` are things a user should know before it does."""
 
     loop: Loop
-    trainer: Worker | RewardTrainer
+    trainer: Trains
     engine: NativeEngine | None
     evaluator: Evaluator | None
     policy: Policy
     notes: tuple[str, ...]
     runs: tuple[Run, ...]
 
+    async def run(self) -> None:
+        """The loop, to its end; a rank of the trainer that ends before it ends it too."""
+        if not isinstance(self.trainer, TeamTrainer):
+            await self.loop.run()
+            return
+        going, lost = asyncio.create_task(self.loop.run()), asyncio.create_task(self.trainer.lost())
+        try:
+            await asyncio.wait((going, lost), return_when=asyncio.FIRST_COMPLETED)
+            await (going if going.done() else lost)
+        finally:
+            for task in (going, lost):
+                task.cancel()
+            await asyncio.gather(going, lost, return_exceptions=True)  # both have said what there is to say
+
     async def close(self) -> None:
         if self.engine is not None:
             await self.engine.close()
+        if isinstance(self.trainer, TeamTrainer):
+            self.trainer.close()
         for run in self.runs:
             run.close()
 
@@ -208,7 +183,8 @@ async def wire(
     overlap = config.schedule.max_weight_staleness > 0
     engine_run: Run = Threaded("engine") if overlap else Inline()
     trainer_run: Run = Threaded("trainer") if overlap else Inline()
-    model = load_model(policy)
+    # Ranks that share a model read each its own part of it.
+    model = None if is_team(config) else load_model(policy)
     engine = engine_of(config, policy, engine_run, model) if plan.samples else None
     rollout = _rollout_of(config, policy, answering, engine, taught)
     steps = _steps(config, len(source))
@@ -226,7 +202,7 @@ async def wire(
         sync=Publication(
             weights=trainer.weights,
             engines=[engine] if engine else [],
-            transport="copy" if overlap else "shared",
+            transport="copy" if plan.transport == "copy" else "shared",
             run=engine_run,
         ),
         lease=Colocated(engine=engine, trainer=trainer) if engine and not overlap else Disjoint(),

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from miles.core.events import Evaluated, Event, RunEnded, RunStarted, Saved, StepFinished
+from miles.core.events import Evaluated, Event, RunEnded, RunStarted, Saved, SaveFailed, StepFinished
 from miles.observe.text import ASCII_BLOCKS, BLOCKS, Light, count, figure, fixed, parity_light, sparkline
 
 GAP = "  "
@@ -114,6 +114,8 @@ class Story:
                 return f"continuing after step {event.step} of {event.steps}"
             case Saved():
                 return f"saved checkpoint {event.name}"
+            case SaveFailed():
+                return event.why
             case RunEnded() if not event.finished:
                 return f"stopped after step {event.step} of {self.steps}"
             case _:

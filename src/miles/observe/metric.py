@@ -91,6 +91,7 @@ TRAIN = _rows(
     micro_batches       | passes   | Packed forward and backward passes the step took.
     tokens              | tokens   | Tokens of the batch, prompts included.
     train_tokens        | tokens   | Tokens the trainer's forward passes read, prompts included.
+    tokens_shared       | tokens   | Tokens of these that --share-prefix left to another sample of the prompt to read.
     trained_tokens      | tokens   | Tokens of the batch that the policy wrote and is trained on.
     parity_mean_abs     | nats     | Mean absolute gap between engine's and trainer's log-prob under one version.
     parity_max_abs      | nats     | Largest absolute gap between engine's and trainer's log-prob under one version.

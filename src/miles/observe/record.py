@@ -18,6 +18,7 @@ from miles.core.events import (
     RunEnded,
     RunStarted,
     Saved,
+    SaveFailed,
     StepFinished,
 )
 from miles.core.types import Array, Batch, Group, Trajectory
@@ -108,6 +109,8 @@ def session_record(event: Event) -> Record | None:
             return {"event": "RunStarted", "step": event.step, "steps": event.steps}
         case Saved():
             return {"event": "Saved", "step": event.step, "name": event.name, "scheduled": event.scheduled}
+        case SaveFailed():
+            return {"event": "SaveFailed", "step": event.step, "why": event.why}
         case RunEnded():
             return {"event": "RunEnded", "step": event.step, "finished": event.finished}
         case _:

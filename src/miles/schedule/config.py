@@ -1,6 +1,7 @@
 """Knobs of time: how many steps, how far planes may drift, when to save, evaluate and stop."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from miles.config.knob import knob
 
@@ -29,6 +30,10 @@ class ScheduleConfig:
     )
     keep_checkpoints: int | None = knob(
         None, "How many of the newest checkpoints are kept; without it all are.", unit="checkpoints"
+    )
+    save_failure: Literal["stop", "warn"] = knob(
+        "stop",
+        "What a checkpoint that cannot be written does to the run; the last one stops it in any case.",
     )
     eval_interval: int | None = knob(None, "How many steps lie between evaluations.", unit="steps")
     parity_tolerance: float = knob(

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -51,6 +52,7 @@ from miles.core.types import Batch, Group, Prompt, Version
 from miles.schedule.cadence import AT_END, NEVER, Cadence
 from miles.schedule.gate import Gate, places
 from miles.schedule.recover import Checkpoints, Cursor, name_of
+from miles.schedule.saver import Saver
 from miles.schedule.shelf import Finished, Shelf
 
 _PROBE = 8
@@ -107,6 +109,7 @@ class Loop:
         self._source_before: dict[int, Mapping[str, object]] = {}
         self._in_flight: dict[int, Prompt] = {}
         self._returned = 0
+        self._saver = Saver(planes.checkpoints, planes.trainer.save, planes.journal)
 
     def stop_soon(self) -> None:
         """Finish the step under way, save, and return."""
@@ -129,6 +132,8 @@ class Loop:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError, Exception):
                     await task
+            if not isinstance(sys.exception(), asyncio.CancelledError):
+                await self._saver.let_go()
 
     # -- rollout plane: as many prompts in flight as the gate has places --------------------
 
@@ -168,7 +173,8 @@ class Loop:
         version = Version(number=cursor.version)
         p.journal(RunStarted(step=cursor.step, steps=t.steps))
         await p.sync.publish(version)
-        if cursor.marks and t.save.due(cursor.step, last=t.steps):  # the run before may not have come to say so
+        due = t.save.due(cursor.step, last=t.steps)
+        if cursor.marks and due and self._saver.logged:  # the run before may not have come to say so
             p.journal(Saved(step=cursor.step, name=name_of(cursor.step)))
         saved, free = cursor.step, self._opening
         while True:
@@ -179,11 +185,13 @@ class Loop:
             self._gate.release(free)
             version = await self._one_step(cursor.step + 1, version)
             cursor, free = self._cursor_at(cursor.step + 1, version), t.groups_per_step
+            await self._saver.settle(wait=False)
             if t.save.due(cursor.step, last=t.steps):
-                await self._save(cursor, scheduled=True)
+                await self._saver.save(cursor, scheduled=True, last=self._stop or cursor.step == t.steps)
                 saved = cursor.step
         if cursor.step != saved:  # asked to stop between two saves
-            await self._save(cursor, scheduled=False)
+            await self._saver.save(cursor, scheduled=False, last=True)
+        await self._saver.settle()
         self.finished = cursor.step == t.steps
         p.journal(RunEnded(step=cursor.step, finished=self.finished))
         p.journal.commit()
@@ -269,11 +277,6 @@ class Loop:
         return Cursor(
             step=step, version=version.number, ticket=ticket, dealt=dealt, source=source, marks=self._p.journal.marks()
         )
-
-    async def _save(self, cursor: Cursor, *, scheduled: bool) -> None:
-        self._p.journal.commit()
-        name = await self._p.checkpoints.save(cursor, self._p.trainer.save)
-        self._p.journal(Saved(step=cursor.step, name=name, scheduled=scheduled))
 
 
 class _Clock:

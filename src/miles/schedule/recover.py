@@ -3,6 +3,9 @@
 A checkpoint is written into a hidden folder, every file is fsynced and listed with its digest in
 ``manifest.json``, and the folder is renamed into place: whatever dies whenever, a folder named
 ``step-…`` is whole. What an interrupted write left behind is removed by the next save.
+
+    begin    the trainer writes into a draft, or has copied what it will write        training waits
+    finish   wait for the notes of its ranks, seal, rename, prune                     training may go on
 """
 
 from __future__ import annotations
@@ -11,15 +14,22 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from miles.core import notes
 from miles.core.errors import CheckpointError
+from miles.core.notes import Written
 
 _NAME = re.compile(r"step-(\d{6,})")
+
+# Seconds without a word or a byte from a rank that still writes: after so many it is given up; after fewer when the
+# run is failing anyway.
+_PATIENCE, _HURRY = 1800.0, 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,33 +48,77 @@ class Cursor:
     marks: Mapping[str, int] = field(default_factory=dict)
 
 
-class Checkpoints:
-    """The ``checkpoints/`` folder of a run. ``keep`` bounds how many complete ones stay."""
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A checkpoint that is not there yet: its folder for now, and what it will be called."""
 
-    def __init__(self, folder: Path, *, keep: int | None = None) -> None:
+    folder: Path
+    name: str
+    cursor: Cursor
+
+
+class Checkpoints:
+    """The ``checkpoints/`` folder of a run. ``keep`` bounds how many complete ones stay.
+
+    In the ``background`` a checkpoint is finished while training goes on; a ``forgiving`` run goes on, with a warning,
+    when one could not be written. Both are for whoever calls ``begin`` and ``finish`` to heed.
+    """
+
+    def __init__(
+        self, folder: Path, *, keep: int | None = None, background: bool = False, forgiving: bool = False
+    ) -> None:
+        self.background, self.forgiving = background, forgiving
         self._folder = folder
         self._keep = keep
+        self._patience = _PATIENCE
 
     async def save(self, cursor: Cursor, write: Callable[[Path], Awaitable[None]]) -> str:
         """Write one checkpoint, atomically, and prune old ones; its folder's name is returned."""
+        return self.finish(await self.begin(cursor, write))
+
+    async def begin(self, cursor: Cursor, write: Callable[[Path], Awaitable[None]]) -> Draft:
+        """Have the trainer ``write`` into a draft; what it has not written then, it writes by itself."""
         name = name_of(cursor.step)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        for torn in self._folder.glob(".writing-*"):
-            shutil.rmtree(torn)
-        draft = self._folder / f".writing-{name}"
-        draft.mkdir()
+        # A name of its own: a rank of an earlier life that has not died yet must find no folder to write to.
+        draft = Draft(self._folder / f".writing-{name}-{secrets.token_hex(4)}", name, cursor)
         try:
-            await write(draft)
-            (draft / "cursor.json").write_text(json.dumps(asdict(cursor), indent=1, sort_keys=True))
-            self._seal(draft)
-            self._put_in_place(draft, self._folder / name)
-        except OSError as error:
-            raise CheckpointError(
-                f"could not write checkpoint {self._folder / name}: {error.strerror or error}; "
-                f"the checkpoints before it are untouched (latest: {self._latest_name() or 'none'})"
-            ) from error
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for torn in self._folder.glob(".writing-*"):
+                shutil.rmtree(torn, ignore_errors=True)
+            draft.folder.mkdir()
+            await write(draft.folder)
+        except (OSError, CheckpointError) as error:
+            raise self._failed(draft, error) from error
+        return draft
+
+    def finish(self, draft: Draft) -> str:
+        """Wait until the draft is whole, put it in place and prune old checkpoints; gives its name.
+
+        Where it cannot be made whole it is removed.
+        """
+        try:
+            notes.wait_for_all(draft.folder, lambda: self._patience)
+            written = notes.outcome(draft.folder)
+            notes.clear(draft.folder)
+            (draft.folder / "cursor.json").write_text(json.dumps(asdict(draft.cursor), indent=1, sort_keys=True))
+            self._seal(draft.folder, written)
+            self._put_in_place(draft.folder, self._folder / draft.name)
+        except (OSError, CheckpointError) as error:
+            raise self._failed(draft, error) from error
         self._prune()
-        return name
+        return draft.name
+
+    def hurry(self) -> None:
+        """Do not wait long for a rank that may be gone."""
+        self._patience = _HURRY
+
+    def _failed(self, draft: Draft, error: OSError | CheckpointError) -> CheckpointError:
+        shutil.rmtree(draft.folder, ignore_errors=True)
+        cause = error.strerror if isinstance(error, OSError) and error.strerror else error
+        return CheckpointError(
+            f"could not write checkpoint {self._folder / draft.name}: {cause}; "
+            f"the checkpoints before it are untouched (latest: {self._latest_name() or 'none'})"
+        )
 
     def latest(self) -> tuple[Path, Cursor] | None:
         """The newest complete checkpoint and its cursor, or None in a fresh folder."""
@@ -79,12 +133,20 @@ class Checkpoints:
             return []
         return sorted((p for p in self._folder.iterdir() if _NAME.fullmatch(p.name)), key=lambda p: _step_of(p.name))
 
-    def _seal(self, draft: Path) -> None:
-        """List every file with size and digest, and force all of it to disk."""
+    def _seal(self, draft: Path, written: Mapping[str, Written]) -> None:
+        """List every file with size and digest, and force all of it to disk; what is ``written`` its rank has."""
         files = sorted(p for p in draft.rglob("*") if p.is_file())
-        listing = {str(p.relative_to(draft)): {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in files}
+        listing: dict[str, dict[str, Any]] = {}
+        for path in files:
+            name = str(path.relative_to(draft))
+            listing[name] = asdict(written.get(name) or Written(path.stat().st_size, _sha256(path)))
+            if listing[name]["bytes"] != path.stat().st_size:
+                raise CheckpointError(f"{name} has {path.stat().st_size} bytes, of {listing[name]['bytes']} written")
+        if gone := written.keys() - listing.keys():
+            raise CheckpointError(f"{min(gone)} was written and is not there")
         (draft / "manifest.json").write_text(json.dumps(listing, indent=1, sort_keys=True))
-        for path in [*files, draft / "manifest.json", draft]:
+        folders = [path for path in draft.rglob("*") if path.is_dir()]
+        for path in [*files, draft / "manifest.json", *folders, draft]:
             _fsync(path)
 
     def _put_in_place(self, draft: Path, final: Path) -> None:

@@ -10,7 +10,9 @@ from miles.config.knob import knob
 class TrainConfig:
     """How a batch becomes new weights."""
 
-    train_backend: Literal["fsdp"] = knob("fsdp", "Which trainer runs; fsdp is the embedded one and needs only torch.")
+    train_backend: Literal["fsdp", "megatron"] = knob(
+        "fsdp", "Which trainer runs: fsdp, the embedded one that needs only torch, or megatron, by Megatron-Core."
+    )
     global_batch_size: int | None = knob(
         None, "Trajectories in one optimizer step; when not given it follows from the batch identity.", unit="N"
     )
@@ -48,7 +50,11 @@ class TrainConfig:
         0, "Training steps at the start in which only the critic learns and the policy stays as it is.", unit="N"
     )
 
-    optimizer: Literal["adam"] = knob("adam", "Which optimizer updates the weights; adam decays weights decoupled.")
+    optimizer: Literal["adam", "muon"] = knob(
+        "adam",
+        "What updates the weights: adam, with decoupled decay, or muon for the matrices inside layers and adam for the "
+        "rest.",
+    )
     lr: float = knob(1e-6, "Highest learning rate.")
     min_lr: float = knob(0.0, "Learning rate that a decaying schedule ends at.")
     lr_decay_style: Literal["constant", "linear", "cosine"] = knob(
@@ -65,6 +71,26 @@ class TrainConfig:
     adam_beta2: float = knob(0.999, "Decay of the mean of squared gradients.")
     adam_eps: float = knob(1e-8, "Added to the root of the mean of squared gradients.")
     weight_decay: float = knob(0.01, "Decoupled weight decay of matrices; norms and biases are not decayed.")
+    muon_momentum: float = knob(0.95, "Decay of Muon's mean of gradients.")
+    muon_use_nesterov: bool = knob(True, "Let Muon look one gradient ahead of its mean.")
+    muon_num_ns_steps: int = knob(5, "Newton-Schulz iterations by which Muon makes an update orthogonal.", unit="N")
+    muon_scale_mode: Literal["spectral", "shape_scaling", "unit_rms_norm"] = knob(
+        "spectral",
+        "What Muon's update of a matrix is multiplied with: the root of its longer side, of rows over columns if above "
+        "1, or of rows over columns.",
+    )
+    muon_extra_scale_factor: float = knob(
+        0.2, "Further factor on Muon's update; 0.2 with spectral makes it as long as Adam's, so that --lr fits both."
+    )
+    optimizer_state_dtype: Literal["float32", "bfloat16", "int8"] = knob(
+        "float32",
+        "What the optimizer's moments are kept in; int8 is a code with a scale for every 256 numbers, and masters stay "
+        "float32.",
+    )
+    optimizer_cpu_offload: bool = knob(
+        False,
+        "Keep moments and masters on the host at all times and stream them through the device in each update.",
+    )
     clip_grad: float = knob(1.0, "Largest global norm of a gradient; longer ones are scaled down, and 0 means never.")
 
     max_tokens_per_gpu: int = knob(
@@ -73,6 +99,18 @@ class TrainConfig:
     use_dynamic_batch_size: bool = knob(
         False, "Pack micro-batches by --max-tokens-per-gpu even where --micro-batch-size is given."
     )
+    balance_data: bool = knob(
+        True,
+        "Deal a batch out over the data-parallel ranks so that all have as much to do; off, in the order it came.",
+    )
+    balance_by: Literal["tokens", "flops"] = knob(
+        "tokens",
+        "What --balance-data evens out: tokens, or operations, which grow with the square of a sample's length.",
+    )
+    share_prefix: bool = knob(
+        False,
+        "Read what samples of one prompt begin with once for all of them in a micro-batch, in training as well.",
+    )
     micro_batch_size: int | None = knob(
         None, "Cut micro-batches of this many samples, and not by --max-tokens-per-gpu.", unit="N"
     )
@@ -80,10 +118,29 @@ class TrainConfig:
         None, "Tokens whose logits exist at one time; chosen by the vocabulary's size when not given.", unit="TOKENS"
     )
     gradient_checkpointing: bool = knob(
-        False, "Keep only the input of each layer for the backward pass and compute the rest again."
+        False, "Keep only the input of each layer for the backward pass: --recompute-granularity full for short."
+    )
+    recompute_granularity: Literal["full", "selective"] | None = knob(
+        None,
+        "What a backward pass computes again: full, all of a layer but its input; selective, all but the products of "
+        "matrices and attention.",
+    )
+    recompute_method: Literal["uniform", "block"] = knob(
+        "uniform", "Which layers are recomputed: uniform, each by itself; block, the first --recompute-num-layers."
+    )
+    recompute_num_layers: int = knob(
+        1, "How many layers are recomputed under --recompute-method block; 1 under uniform.", unit="N"
     )
     offload_train: bool | None = knob(
         None,
         "Keep the optimizer's state on the host while the engine has the device; when not given, only where it "
         "would take a quarter of what is free.",
+    )
+
+    async_save: bool = knob(
+        False,
+        "Write checkpoints while training goes on, out of a copy in host memory; training waits only for the copy.",
+    )
+    verify_checkpoints: bool = knob(
+        True, "Read a checkpoint's tensors again from the disk and compare them with what was in memory."
     )

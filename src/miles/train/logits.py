@@ -22,32 +22,23 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from miles.kernels.head import logits_of
+from miles.kernels.device_code import trained
+from miles.train import vocabulary
+from miles.train.vocabulary import Fewer, How, Vocabulary, log_softmax_of, own_logits_of
+
+__all__ = [
+    "Backward",
+    "Output",
+    "Tokens",
+    "Vocabulary",
+    "chunk_rows",
+    "cut_to",
+    "distribution_of",
+    "logprobs",
+    "vocabulary_of",
+]
 
 _ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
-# A padding row's logit: no probability whatever it is compared with, and yet finite, so that nothing times it is 0.
-_NOWHERE = -1e30
-
-
-class Vocabulary(Protocol):
-    """A head whose rows are cut over ranks, seen from one of them.
-
-    Its rows are the tokens from ``first`` on, ``size`` of them; rows behind these are padding and no tokens.
-    """
-
-    @property
-    def first(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    def sum(self, x: Tensor) -> Tensor:
-        """The sum over the ranks that share the vocabulary, the same bits on each; no gradient flows."""
-        ...
-
-    def most(self, x: Tensor) -> Tensor:
-        """The largest over these ranks, element by element."""
-        ...
 
 
 class Tokens(Protocol):
@@ -90,10 +81,11 @@ def logprobs(
     """
     tokens = output.tokens
     target_r = target_R if tokens is None else target_R.index_select(0, tokens.mine_r)
-    how = _How(
+    how = How(
         temperature=temperature,
         softcap=output.softcap,
-        rows=chunk or chunk_rows(output.head_VD),
+        # What writes no second tensor of the logits' size has room for twice as many.
+        rows=chunk or chunk_rows(output.head_VD) * (2 if trained(output.hidden_RD) else 1),
         vocabulary=output.vocabulary,
     )
     logp_r, entropy_r = _Chunked.apply(output.hidden_RD, output.head_VD, target_r, how)  # pyright: ignore[reportGeneralTypeIssues]
@@ -119,53 +111,32 @@ def vocabulary_of(output: Output) -> int:
     return int(shared.most(torch.tensor(shared.first + shared.size, device=output.head_VD.device)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Fewer:
-    """A vocabulary without its last tokens."""
-
-    first: int
-    size: int
-    of: Vocabulary
-
-    def sum(self, x: Tensor) -> Tensor:
-        return self.of.sum(x)
-
-    def most(self, x: Tensor) -> Tensor:
-        return self.of.most(x)
-
-
 def cut_to(output: Output, size: int) -> Output:
     """The same with the first ``size`` tokens of the vocabulary alone."""
     shared = output.vocabulary
     if shared is None:
         return replace(output, head_VD=output.head_VD[:size])
     own = max(0, min(shared.size, size - shared.first))
-    return replace(output, vocabulary=_Fewer(first=shared.first, size=own, of=shared))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _How:
-    temperature: float
-    softcap: float | None
-    rows: int
-    vocabulary: Vocabulary | None
+    return replace(output, vocabulary=Fewer(first=shared.first, size=own, of=shared))
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_RD: Tensor, head_VD: Tensor, target_R: Tensor, how: _How) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden_RD: Tensor, head_VD: Tensor, target_R: Tensor, how: How) -> tuple[Tensor, Tensor]:
         ctx.how = how
         ctx.set_materialize_grads(False)
         parts: list[tuple[Tensor, Tensor, Tensor | None]] = []
-        logp_CV: Tensor | None = None
+        last_CV: Tensor | None = None
+        ctx.fused = trained(hidden_RD)
+        forward = vocabulary.forward_fused if ctx.fused else vocabulary.forward
         for start in range(0, max(len(hidden_RD), 1), how.rows):
             part = slice(start, start + how.rows)
-            found, logp_CV = _forward(hidden_RD[part], head_VD, target_R[part], how)
+            found, last_CV = forward(hidden_RD[part], head_VD, target_R[part], how)
             parts.append(found)
         logp_R, entropy_R = torch.cat([a for a, _, _ in parts]), torch.cat([b for _, b, _ in parts])
-        lse_R = None if how.vocabulary is None else torch.cat([c for _, _, c in parts if c is not None])
-        # A bounded logit's slope follows from the logit itself, which is not kept.
-        kept = logp_CV if len(parts) == 1 and how.softcap is None else None
+        lse_R = None if parts[0][2] is None else torch.cat([c for _, _, c in parts if c is not None])
+        # A bounded logit's slope follows from the logit itself, which the log-probs are not.
+        kept = last_CV if len(parts) == 1 and (ctx.fused or how.softcap is None) else None
         ctx.save_for_backward(hidden_RD, head_VD, target_R, entropy_R, lse_R, kept)
         return logp_R, entropy_R
 
@@ -177,50 +148,17 @@ class _Chunked(torch.autograd.Function):
         if grad_logp_R is None and grad_entropy_R is None:
             return None, None, None, None
         hidden_RD, head_VD, target_R, entropy_R, lse_R, kept = ctx.saved_tensors
-        how: _How = ctx.how
+        how: How = ctx.how
         chunks = range(0, max(len(hidden_RD), 1), how.rows)
         needs = ctx.needs_input_grad[:2]
         back = Backward(head_VD, chunks=len(chunks), wide=entropy_R.dtype, needs=needs, vocabulary=how.vocabulary)
         for start in chunks:
             part = slice(start, start + how.rows)
-            slope_CV, logp_CV = None, kept
-            if logp_CV is None:
-                logp_CV, slope_CV = _again(hidden_RD[part], head_VD, _cut(lse_R, part), how)
-            grad_C, grad_entropy_C = _cut(grad_logp_R, part), _cut(grad_entropy_R, part)
-            grad_CV = _grad_logits(logp_CV, target_R[part], entropy_R[part], grad_C, grad_entropy_C, how.vocabulary)
-            grad_CV = grad_CV.div_(how.temperature)
-            back.add(grad_CV if slope_CV is None else grad_CV.mul_(slope_CV), hidden_RD[part])
+            grads = _cut(grad_logp_R, part), _cut(grad_entropy_R, part)
+            backward = vocabulary.backward_fused if ctx.fused else vocabulary.backward
+            known = (hidden_RD[part], head_VD, target_R[part], entropy_R[part], _cut(lse_R, part), kept)
+            back.add(backward(*known, *grads, how), hidden_RD[part])
         return *back.done(), None, None
-
-
-def _forward(
-    hidden_CD: Tensor, head_VD: Tensor, target_C: Tensor, how: _How
-) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensor]:
-    """A chunk's log-probs of its targets, entropies and, of ranks, log-sums; and the log-probs of this rank's rows."""
-    vocabulary = how.vocabulary
-    if vocabulary is None:
-        logp_CV, _ = log_softmax_of(hidden_CD, head_VD, how.temperature, how.softcap)
-        logp_C = logp_CV.gather(1, target_C[:, None]).squeeze(1)
-        return (logp_C, _entropy(logp_CV), None), logp_CV
-    logits_CV, _ = own_logits_of(hidden_CD, head_VD, how.temperature, how.softcap, vocabulary)
-    most_C = vocabulary.most(logits_CV.amax(-1))
-    logits_CV.sub_(most_C[:, None])
-    p_CV = logits_CV.exp()
-    local_C, here_C = _local(target_C, vocabulary)
-    chosen_C = logits_CV.gather(1, local_C[:, None]).squeeze(1).masked_fill(~here_C, 0)
-    sums_3C = torch.stack((p_CV.sum(-1), torch.linalg.vecdot(p_CV, logits_CV), chosen_C))
-    total_C, mean_C, chosen_C = vocabulary.sum(sums_3C).unbind()
-    log_C = total_C.log()
-    found = (chosen_C - log_C, log_C - mean_C / total_C, most_C + log_C)
-    return found, logits_CV.sub_(log_C[:, None])
-
-
-def _again(hidden_CD: Tensor, head_VD: Tensor, lse_C: Tensor | None, how: _How) -> tuple[Tensor, Tensor | None]:
-    """The log-probs of this rank's rows once more, and how steeply bounded logits follow unbounded ones."""
-    if how.vocabulary is None or lse_C is None:
-        return log_softmax_of(hidden_CD, head_VD, how.temperature, how.softcap)
-    logits_CV, slope_CV = own_logits_of(hidden_CD, head_VD, how.temperature, how.softcap, how.vocabulary)
-    return logits_CV.sub_(lse_C[:, None]), slope_CV
 
 
 class Backward:
@@ -269,15 +207,6 @@ def _cut(grad_R: Tensor | None, part: slice) -> Tensor | None:
     return None if grad_R is None else grad_R[part]
 
 
-def log_softmax_of(
-    hidden_CD: Tensor, head_VD: Tensor, temperature: float, softcap: float | None
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities, and how steeply bounded logits follow unbounded ones."""
-    logits_CV = logits_of(hidden_CD, head_VD, softcap)
-    slope_CV = None if softcap is None else 1 - (logits_CV / softcap).square()
-    return torch.log_softmax(logits_CV if temperature == 1.0 else logits_CV.div_(temperature), dim=-1), slope_CV
-
-
 def distribution_of(output: Output, part: slice, temperature: float, size: int) -> tuple[Tensor, Tensor | None]:
     """The whole log-probabilities of some of an output's tokens over the first ``size`` of the vocabulary.
 
@@ -292,51 +221,3 @@ def distribution_of(output: Output, part: slice, temperature: float, size: int) 
     here_Cv = whole_CV[:, shared.first : shared.first + shared.size]
     here_Cv.copy_(own_Cv[:, : here_Cv.shape[1]])
     return torch.log_softmax(shared.sum(whole_CV), dim=-1), slope_Cv
-
-
-def own_logits_of(
-    hidden_CD: Tensor, head_VD: Tensor, temperature: float, softcap: float | None, vocabulary: Vocabulary
-) -> tuple[Tensor, Tensor | None]:
-    """The logits of this rank's rows, hopelessly small where a row is padding, and the slope of bounded ones."""
-    logits_CV = logits_of(hidden_CD, head_VD, softcap)
-    slope_CV = None if softcap is None else 1 - (logits_CV / softcap).square()
-    if temperature != 1.0:
-        logits_CV.div_(temperature)
-    if vocabulary.size < len(head_VD):
-        logits_CV[:, vocabulary.size :] = _NOWHERE
-    return logits_CV, slope_CV
-
-
-def _local(target_C: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
-    """Which of this rank's rows each target is, and whether it is any."""
-    local_C = target_C - vocabulary.first
-    here_C = (local_C >= 0) & (local_C < vocabulary.size)
-    return local_C.masked_fill(~here_C, 0), here_C
-
-
-def _entropy(logp_CV: Tensor) -> Tensor:
-    return -torch.linalg.vecdot(logp_CV.exp(), logp_CV)
-
-
-def _grad_logits(
-    logp_CV: Tensor,
-    target_C: Tensor,
-    entropy_C: Tensor,
-    grad_logp_C: Tensor | None,
-    grad_entropy_C: Tensor | None,
-    vocabulary: Vocabulary | None,
-) -> Tensor:
-    """d logp / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy)."""
-    p_CV = logp_CV.exp()
-    if grad_entropy_C is None:
-        assert grad_logp_C is not None, "a backward pass without a gradient"
-        out_CV = p_CV.mul_(-grad_logp_C[:, None])
-    else:
-        weight_CV = (logp_CV + entropy_C[:, None]).mul_(-grad_entropy_C[:, None])
-        out_CV = p_CV.mul_(weight_CV if grad_logp_C is None else weight_CV.sub_(grad_logp_C[:, None]))
-    if grad_logp_C is None:
-        return out_CV
-    if vocabulary is not None:
-        target_C, here_C = _local(target_C, vocabulary)
-        grad_logp_C = grad_logp_C * here_C
-    return out_CV.scatter_add_(1, target_C[:, None], grad_logp_C[:, None])

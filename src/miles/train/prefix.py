@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from miles.core.errors import UsageError
 from miles.kernels.segments import Runs, Segment, SegmentAttend
 from miles.kernels.varlen import PackedAttend
-from miles.models.spec import DecoderSpec, MlaSpec
+from miles.models.sharing import misfit
+from miles.models.spec import DecoderSpec
 
 LEAST = 8
 """Fewer tokens than this are read again by each sample: every fork costs attention a call or a row of its table."""
@@ -246,10 +247,3 @@ def refuse(spec: DecoderSpec, stretches: Sequence[Stretch]) -> None:
         raise UsageError(f"--share-prefix does not go with this model: {problem}; leave it out.")
 
 
-def misfit(spec: DecoderSpec) -> str | None:
-    """Why a model cannot go on from a beginning that was read once for several samples; None where it can."""
-    if spec.recurrent:
-        return "its recurrent layers remember by a state, which must be carried through a whole sequence"
-    if any(isinstance(layer.mixer, MlaSpec) and layer.mixer.indexer is not None for layer in spec.layers):
-        return "its sparse attention chooses among the tokens of a whole sequence"
-    return None

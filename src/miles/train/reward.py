@@ -21,7 +21,7 @@ from miles.cluster.local import Run
 from miles.core.types import Batch, Sample, StepReport, Version
 from miles.train import checkpoint
 from miles.train.config import TrainConfig
-from miles.train.optim import Optimizer
+from miles.train.optim import optimizer_of
 from miles.train.pack import by_count, by_tokens
 from miles.train.rates import schedule_of
 from miles.train.roles import ScoreModel
@@ -47,16 +47,19 @@ class RewardTrainer:
     ) -> None:
         self.version = Version()
         self._model, self._train, self._steps, self._run, self._clock = model, train, steps, run, clock
+        self._saving = checkpoint.saving_of(train)
         self._loss = BradleyTerry()
         trained = {name: p for name, p in model.parameters().items() if p.requires_grad}
-        self._optimizer = Optimizer(trained, train, schedule_of(train, updates=updates), norm=model.norm)
+        self._optimizer = optimizer_of(trained, train, schedule_of(train, updates=updates), model=model)
 
     async def step(self, batch: Batch) -> StepReport:
         """Train on ``batch``; the report's version is the new one."""
         return await self._run(lambda: self._step(batch))
 
     async def save(self, folder: Path) -> None:
-        await self._run(lambda: checkpoint.save(folder, self._model, self._optimizer, self.version))
+        await self._run(
+            lambda: checkpoint.save(folder, self._model, self._optimizer, self.version, saving=self._saving)
+        )
 
     async def load(self, folder: Path) -> None:
         self.version = await self._run(lambda: checkpoint.load(folder, self._model, self._optimizer))

@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from miles.models.matrices import Matrices
+from miles.models.outline import Outline
 from miles.train.logits import Output
 from miles.train.rows import Rows
 
@@ -57,12 +59,20 @@ class Stored(Protocol):
         """This rank's part of it: the inverse of ``gather``."""
         ...
 
+    def matrices(self) -> Mapping[str, Matrices]:
+        """Which parameters are matrices between hidden channels, in the shape of the whole model; none if unknown."""
+        ...
+
     def move(self, device: torch.device) -> None:
         """Put the parameters on ``device``; they stay the same objects."""
         ...
 
     def save(self, folder: Path) -> None:
         """Write a Hugging Face model into an existing folder."""
+        ...
+
+    def outline(self) -> Outline | None:
+        """What ``save`` would write, for others to write; None where ``save`` alone knows how."""
         ...
 
     def load(self, folder: Path) -> None:

@@ -21,12 +21,13 @@ import pytest
 import torch
 from tests.backends.native.conftest import ATTENTION, EXPERTS, Tiny
 
-from miles.backends.native import parallel, ranks
+from miles.backends.native import parallel
 from miles.backends.native.config import NativeConfig
 from miles.backends.native.engine import NativeEngine
 from miles.backends.native.follower import Work, take
 from miles.backends.native.parallel import lead
 from miles.backends.native.request import Ask
+from miles.cluster import team
 from miles.cluster.local import Inline, Run, Threaded
 from miles.core.errors import EngineError, SyncError, UsageError
 from miles.core.protocols import Sampling
@@ -117,7 +118,7 @@ def swift() -> Iterator[None]:
     """Ranks are forked from a process that has what they import, and what the commands of other tests import."""
     multiprocessing.set_forkserver_preload(["miles.backends.native.follower", "tests.launch.small_run"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks, "START", "forkserver")
+        patch.setattr(team, "START", "forkserver")
         yield
 
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from miles.backends.native.order import Edits, Looks, Manner, Order, Scoring
-from miles.backends.native.parcel import pack, unpack
+from miles.backends.native.parcel import CODEC
+from miles.core.wire import Codec, WireError
 
 KINDS = {"Ints": np.int64, "Floats": np.float32, "Words": np.int32}
 
@@ -63,14 +64,14 @@ def same(one, other) -> bool:
 @given(_ORDERS)
 @settings(max_examples=30, deadline=None)
 def test_an_order_comes_out_as_it_went_in(order):
-    verb, found = unpack(pack("launch", order))
+    verb, found = CODEC.unpack(CODEC.pack("launch", order))
     assert verb == "launch"
     assert same(order, found)
 
 
 @pytest.mark.parametrize("content", [None, 7, "words", {"pages": 12, "names": ("a", "b"), "digests": np.arange(3)}])
 def test_other_words_between_ranks_come_out_as_they_went_in(content):
-    verb, found = unpack(pack("open", content))
+    verb, found = CODEC.unpack(CODEC.pack("open", content))
     assert verb == "open"
     if isinstance(content, dict):
         assert all(same(found[key], value) for key, value in content.items())
@@ -84,5 +85,7 @@ class Stranger:
 
 
 def test_nothing_but_orders_is_made_out_of_bytes():
-    with pytest.raises(KeyError):
-        unpack(pack("launch", Stranger("rm")))
+    with pytest.raises(WireError, match="a Stranger cannot be sent"):
+        CODEC.pack("launch", Stranger("rm"))
+    with pytest.raises(WireError, match="a Stranger was sent, which is no noun that travels"):
+        CODEC.unpack(Codec((Stranger,)).pack("launch", Stranger("rm")))

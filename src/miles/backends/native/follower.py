@@ -10,18 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from miles.backends.native.order import Flight, Order
-from miles.backends.native.parcel import pack, unpack
-from miles.backends.native.ranks import Place
 from miles.backends.native.ring import Ring
 from miles.backends.native.runner import Runner
 from miles.cluster.platform import Platform, find
+from miles.cluster.team import Line, Place
 from miles.models.rank import decoder_of_rank
 from miles.models.shard import spec_of_rank
 from miles.models.spec import DecoderSpec
@@ -81,26 +79,26 @@ def platform_of(device: torch.device) -> Platform:
     return replace(find(device.type), device=device)
 
 
-def follow(place: Place, pipe: Connection, *, work: Work) -> None:
+def follow(place: Place, line: Line, *, work: Work) -> None:
     """A follower's whole life: say what memory there is, be told how much to take, obey until told to end."""
     torch.set_num_threads(1)
     platform = platform_of(torch.device(place.device))
-    pipe.send_bytes(pack("here", platform.free_bytes()))
-    _, pages = unpack(pipe.recv_bytes())
+    line.say("here", platform.free_bytes())
+    _, pages = line.hear()
     if pages is None:
         return
     ring = Ring(
         place.folder, place.rank, place.world, device=platform.device, apart=place.apart, patience=place.patience
     )
     follower = _Follower(RankRunner(work, ring, pages), platform)
-    pipe.send_bytes(pack("open"))
+    line.say("open")
     while True:
-        verb, content = unpack(pipe.recv_bytes())
+        verb, content = line.hear()
         if verb == "close":
             return
         reply = follower.verbs[verb](content)
         if reply is not None:
-            pipe.send_bytes(pack(verb, reply))
+            line.say(verb, reply)
 
 
 class _Follower:

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from miles.backends.native.follower import RankRunner, Work, follow, platform_of, show, take
 from miles.backends.native.order import Drawn, Flight, Order
-from miles.backends.native.ranks import Ranks, said
+from miles.backends.native.ranks import ranks_of
 from miles.backends.native.ring import Ring, RingError
 from miles.backends.native.weights import Adopt, Weights
 from miles.cluster.platform import Platform
+from miles.cluster.team import Team, said
 from miles.core.errors import EngineError, SyncError
 from miles.models.decoder import Decoder
 from miles.models.shard import shares, spec_of_rank
@@ -51,7 +52,7 @@ def lead(
     """
     small = spec_of_rank(work.spec, len(devices))
     apart = len(set(devices)) == len(devices)
-    ranks = Ranks(name, [str(each) for each in devices], partial(follow, work=work), apart=apart, patience=patience)
+    ranks = ranks_of(name, [str(each) for each in devices], partial(follow, work=work), apart=apart, patience=patience)
     try:
         platform = platform_of(devices[0])
         free = (platform.free_bytes(), *ranks.replies())
@@ -72,7 +73,7 @@ def _room(platform: Platform, free: int) -> _Room:
 class Leader(RankRunner):
     """Rank 0, and the runner the engine sees."""
 
-    def __init__(self, ranks: Ranks, work: Work, platform: Platform, pages: int) -> None:
+    def __init__(self, ranks: Team, work: Work, platform: Platform, pages: int) -> None:
         self.ranks = ranks
         self.pages = pages
         self._whole = work.spec
@@ -217,7 +218,7 @@ class _Gathered(Mapping[str, Tensor]):
 class _Joint:
     """A step under way on all ranks (a ``Flight``)."""
 
-    def __init__(self, own: Flight, ranks: Ranks) -> None:
+    def __init__(self, own: Flight, ranks: Team) -> None:
         self._own = own
         self._ranks = ranks
 

@@ -17,10 +17,11 @@ from torch import Tensor
 from torch import distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
+from miles.cluster.team import Lost
 from miles.core.errors import EngineError
 
 
-class RingError(EngineError):
+class RingError(Lost, EngineError):
     """Another rank is gone, or too late."""
 
 

@@ -1,0 +1,82 @@
+"""A team's ranks in torch's default process group: joined, given a deadline, aborted and left.
+
+Ranks with a device each talk over NCCL (RCCL on ROCm) and, of what lies on the host, over gloo; on a CPU, and where
+several share a device, over gloo alone. Gloo is bound to loopback.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+from torch import distributed as dist
+from torch._C._distributed_c10d import FileStore
+from torch.distributed import distributed_c10d as inner
+
+from miles.cluster.team import Lost, Place
+
+_LOOPBACK = "GLOO_SOCKET_IFNAME"
+
+# What torch's errors of a broken group have in common, beside a class of their own that not all are of.
+_BROKEN = ("gloo/", "NCCL", "Connection closed by peer", "Connection reset by peer", "rocess group")
+
+
+def join(place: Place) -> torch.device:
+    """Meet the others of the team; returns this rank's device, which is the current one from now on."""
+    device = torch.device(place.device)
+    if device.type != "cpu":
+        torch.cuda.set_device(device)
+    os.environ.setdefault(_LOOPBACK, _loopback())
+    limit = timedelta(seconds=place.patience)
+    with told():
+        store = FileStore(str(place.folder / "group"), place.world)
+        store.set_timeout(limit)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type != "cpu" and place.apart else "gloo",
+            store=store,
+            rank=place.rank,
+            world_size=place.world,
+            timeout=limit,
+        )
+    return device
+
+
+def bound(seconds: float) -> None:
+    """Give every group there is this deadline: torch's own for those made of the default group's ranks is another."""
+    for group in list(inner._world.pg_map):
+        inner._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def abort() -> None:
+    """End what is under way in any group, from whatever thread; they are of no more use, and still to be left."""
+    for group in list(inner._world.pg_map):
+        group.abort()
+
+
+def leave(*, broken: bool = False) -> None:
+    """Take leave of the others, if they had been joined; of a ``broken`` group without a word to them."""
+    if not dist.is_initialized():
+        return
+    if broken:
+        inner._abort_process_group()
+    else:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """What all ranks do at once: that the group broke down is told as ``Lost``, and other errors as they are."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or any(word in str(error) for word in _BROKEN):
+            raise Lost((str(error).splitlines() or ["the group broke down"])[0]) from error
+        raise
+
+
+def _loopback() -> str:
+    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))

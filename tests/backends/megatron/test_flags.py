@@ -1,0 +1,65 @@
+"""Megatron's own flags are read as its config declares them, and what is not the user's to say is refused."""
+
+from importlib.util import find_spec
+
+import pytest
+
+from miles.core.errors import UsageError
+
+pytestmark = [
+    pytest.mark.megatron,
+    pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed: miles-rl[megatron]"),
+]
+
+
+def read(line: str):
+    from miles.backends.megatron.flags import read
+
+    return read(tuple(line.split()))
+
+
+@pytest.mark.parametrize(
+    ("line", "fields"),
+    [
+        ("", {}),
+        ("--recompute-granularity full", {"recompute_granularity": "full"}),
+        ("--recompute-num-layers=2", {"recompute_num_layers": 2}),
+        ("--recompute-modules core_attn moe", {"recompute_modules": ["core_attn", "moe"]}),
+        ("--use-distributed-optimizer", {"use_distributed_optimizer": True}),
+        ("--moe-permute-fusion", {"moe_permute_fusion": True}),
+        ("--no-bias-dropout-fusion", {"bias_dropout_fusion": False}),
+        ("--bias-dropout-fusion false", {"bias_dropout_fusion": False}),
+        ("--moe-expert-capacity-factor 1.5", {"moe_expert_capacity_factor": 1.5}),
+        ("--decoder-last-pipeline-num-layers 3", {"num_layers_in_last_pipeline_stage": 3}),
+        ("--moe-router-dtype fp32 --moe-grouped-gemm", {"moe_router_dtype": "fp32", "moe_grouped_gemm": True}),
+    ],
+)
+def test_a_flag_is_a_field_of_megatrons_config(line: str, fields: dict):
+    assert read(line) == fields
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--recompute-granularty full", "did you mean --megatron-recompute-granularity"),
+        ("--bananas 3", "--megatron-bananas is no field"),
+        ("--num-layers 3", "follows from config.json"),
+        ("--tensor-model-parallel-size 2", "leave out the megatron-"),
+        ("--bf16", "--dtype"),
+        ("--moe-aux-loss-coeff 0.1", "its objective and nothing else"),
+        ("--recompute-num-layers many", "--megatron-recompute-num-layers many"),
+        ("--recompute-num-layers", "expected one value"),
+        ("--moe-router-dtype fp13", "expected one of"),
+        ("--init-method normal", "cannot be given on a command line"),
+        ("full", "follows no flag"),
+    ],
+)
+def test_a_mistake_is_named_with_its_mend(line: str, said: str):
+    with pytest.raises(UsageError, match=said):
+        read(line)
+
+
+def test_all_mistakes_are_told_at_once():
+    with pytest.raises(UsageError) as told:
+        read("--bananas 3 --num-layers 2 --recompute-granularity full")
+    assert len(told.value.problems) == 2

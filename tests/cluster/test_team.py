@@ -1,0 +1,171 @@
+"""A team of processes: told, heard, and ended together, whatever one of them does."""
+
+import multiprocessing
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from miles.cluster.team import Line, Lost, Place, Team
+from miles.core.errors import TrainerError
+from miles.core.wire import NOUNS, Codec
+
+CODEC = Codec(NOUNS)
+PATIENCE = 60.0
+
+
+def follow(place: Place, line: Line) -> None:
+    """Does a few things that ranks do."""
+    line.say("here", os.getpid())
+    while True:
+        verb, content = line.hear()
+        if verb == "close":
+            return
+        line.say(verb, DEEDS[verb](place, content))
+
+
+def _fails(place: Place, wrong: int) -> None:
+    if place.rank == wrong:
+        raise ValueError("this rank is the one\nand here is more of it")
+    raise Lost("another one is gone")
+
+
+def _waits(place: Place, who: int) -> int:
+    if place.rank == who:
+        threading.Event().wait()
+    return place.rank
+
+
+def _interrupted(place: Place, _: Any) -> int:
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGTERM)
+    return place.rank
+
+
+DEEDS = {
+    "who": lambda place, content: (place.rank, place.world, place.device, content),
+    "sum": lambda _, content: float(content["numbers"].sum()),
+    "fail": _fails,
+    "wait": _waits,
+    "interrupted": _interrupted,
+}
+
+
+@contextmanager
+def team(world: int, patience: float = PATIENCE, logs: Path | None = None) -> Iterator[Team]:
+    made = Team(
+        "the team",
+        [f"place {i}" for i in range(world)],
+        follow,
+        codec=CODEC,
+        apart=True,
+        patience=patience,
+        error=TrainerError,
+        mend="begin again",
+        logs=logs,
+    )
+    try:
+        yield made
+    finally:
+        made.close()
+        assert not [one for one in multiprocessing.active_children() if one.name.startswith("the team")]
+
+
+def test_all_are_told_and_heard_in_their_order():
+    with team(3) as made:
+        assert len(set(made.replies())) == 2
+        made.tell("who", "content")
+        made.tell("interrupted")  # which is the leader's to act on
+        assert made.replies() == [(1, 3, "place 1", "content"), (2, 3, "place 2", "content")]
+        assert made.replies() == [1, 2]
+        numbers = np.arange(300_000, dtype=np.float64)  # long enough to be laid down once for both
+        for _ in range(2):
+            made.tell("sum", {"numbers": numbers})
+            assert made.replies() == [numbers.sum()] * 2
+            assert list(made.place.folder.iterdir()) == []
+        folder = made.place.folder
+    assert not folder.exists()
+    with pytest.raises(TrainerError, match=r"^the team was closed$"):
+        made.tell("who")
+
+
+def test_the_rank_that_failed_is_named_and_not_those_who_lost_it(tmp_path: Path):
+    with team(3, logs=tmp_path / "logs") as made:
+        made.replies()
+        made.tell("fail", 2)
+        with pytest.raises(TrainerError) as told:
+            made.replies()
+        log = tmp_path / "logs" / "rank-2.txt"
+        assert str(told.value) == (
+            "the team had to close, because rank 2 of 3 failed: ValueError: this rank is the one "
+            f"(its traceback is in {log}); begin again"
+        )
+        assert "in _fails" in log.read_text()
+        assert [file.name for file in log.parent.iterdir()] == ["rank-2.txt"]
+        with pytest.raises(TrainerError, match="rank 2 of 3 failed"):  # and so is everything that is asked later
+            made.tell("who")
+
+
+def test_a_rank_that_is_killed_is_noticed_at_once_and_named():
+    with team(3) as made:
+        pids = made.replies()
+        noticed = threading.Event()
+        made.watch(noticed.set)
+        made.tell("wait", 2)
+        os.kill(pids[1], signal.SIGKILL)
+        assert noticed.wait(PATIENCE)
+        started = time.monotonic()
+        with pytest.raises(
+            TrainerError, match=r"the process of rank 2 of 3 ended with exit code -9 \(SIGKILL\); begin"
+        ):
+            made.replies()
+        assert time.monotonic() - started < PATIENCE / 2
+
+
+def test_a_rank_that_does_not_answer_is_given_up():
+    with team(2) as made:
+        made.replies()
+        made.tell("wait", 1)
+        with pytest.raises(TrainerError, match=r"rank 1 of 2 did not answer within 0\.2 s"):
+            made.replies(0.2)
+
+
+LONE = """
+import sys
+from tests.cluster.test_team import team
+
+if __name__ == "__main__":
+    with team(2) as made:
+        pid = made.replies()[0]
+        made.tell("wait", 1)
+        print(pid, made.place.folder, flush=True)
+        sys.stdin.read()
+"""
+
+
+def test_no_rank_outlives_a_leader_that_is_killed_wherever_it_waits(tmp_path: Path):
+    script = tmp_path / "lone.py"
+    script.write_text(LONE)
+    pipe = subprocess.PIPE
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    leader = subprocess.Popen([sys.executable, str(script)], stdin=pipe, stdout=pipe, text=True, env=environment)
+    assert leader.stdout is not None
+    pid, folder = leader.stdout.readline().split()
+    follower = os.pidfd_open(int(pid))
+    leader.send_signal(signal.SIGKILL)
+    leader.communicate()
+    watch = select.poll()
+    watch.register(follower, select.POLLIN)
+    assert watch.poll(30_000), "a rank goes on without its leader"
+    assert not Path(folder).exists()
+    os.close(follower)

@@ -1,0 +1,125 @@
+"""A model and its optimizer that are loaded and saved again, by one process or by several ranks.
+
+Imported by the ranks: no transformers here, which would cost each of them seconds.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from miles.backends.fsdp.mesh import Mesh
+from miles.backends.fsdp.model import FsdpModel
+from miles.backends.fsdp.sharded import open_sharded
+from miles.cluster.layout import Layout
+from miles.core.errors import CheckpointError
+from miles.core.types import Version
+from miles.models import hub
+from miles.models.families import spec_of
+from miles.train import checkpoint
+from miles.train.config import TrainConfig
+from miles.train.optim import Optimizer
+from miles.train.peers import ALONE
+from miles.train.rates import schedule_of
+from miles.train.roles import Stored
+
+VERSION = Version(number=7)
+
+
+def optimizer_for(model: Stored, **knobs: Any) -> Optimizer:
+    config = TrainConfig(lr=1e-2, clip_grad=0.0, **knobs)
+    trained = {name: p for name, p in model.parameters().items() if p.requires_grad}
+    return Optimizer(trained, config, schedule_of(config, updates=9), norm=model.norm)
+
+
+def stepped(model: Stored, optimizer: Any, seed: int = 0) -> None:
+    """An update by a gradient that every layout has the same of."""
+    for number, (name, p) in enumerate(model.parameters().items()):
+        if p.requires_grad:
+            shape = model.gather(name, p.detach()).shape
+            whole = torch.randn(shape, generator=torch.Generator().manual_seed(seed + number)).to(p.dtype)
+            part = model.cut(name, whole)
+            (p * part).sum().backward()
+    model.settle()
+    optimizer.step()
+    model.updated()
+
+
+def alone(config: Mapping[str, Any], dtype: torch.dtype, like: Path | None = None, seed: int = 0) -> FsdpModel:
+    decoder = hub.random(spec_of(config), seed=seed, device="cpu", dtype=dtype)
+    return FsdpModel(decoder, config=config, like=like)
+
+
+def on_disk(folder: Path, stem: str) -> dict[str, Tensor]:
+    """Every tensor of the files that are called ``stem``, by its name."""
+    found = [pair for path in sorted(folder.glob(f"{stem}*.safetensors")) for pair in load_file(path).items()]
+    assert len(found) == len(dict(found)), "a tensor was written twice"
+    return dict(found)
+
+
+def same(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> None:
+    assert some.keys() == others.keys()
+    for name, value in some.items():
+        assert value.dtype == others[name].dtype and torch.equal(value, others[name]), name
+
+
+# -- what the ranks do ------------------------------------------------------------------------
+
+
+def passed_on(rank: int, world: int, layouts: list[Layout], folders: list[str], config: Any, dtype: Any) -> list[Any]:
+    """Load the first folder in the first layout, save the next folder, load that in the next layout, and so on."""
+    told = []
+    for layout, (start, end) in zip(layouts, pairwise(folders), strict=True):
+        mesh = Mesh(layout, torch.device("cpu"))
+        model = open_sharded(Path(start), spec_of(config), mesh, dtype=dtype, config=config, like=Path(start))
+        optimizer = optimizer_for(model)
+        version = checkpoint.load(Path(start), model, optimizer, mesh.peers)
+        Path(end).mkdir(exist_ok=True)
+        checkpoint.save(Path(end), model, optimizer, version, mesh.peers)
+        told.append((version, optimizer.updates))
+    return told
+
+
+def limited(rank: int, world: int, layout: Layout, start: str, folders: list[str], config: Any) -> list[str]:
+    """Save where the last rank may write no large file, then, in the background and not, where it may."""
+    mesh = Mesh(layout, torch.device("cpu"))
+    model = open_sharded(Path(start), spec_of(config), mesh, dtype=torch.float32, config=config)
+    optimizer = optimizer_for(model)
+    stepped(model, optimizer)
+    told = []
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for number, folder in enumerate(folders):
+        saving = checkpoint.Saving(background=number == 1)
+        if number == 0 and rank == world - 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+        try:
+            checkpoint.save(Path(folder), model, optimizer, VERSION, mesh.peers, saving)
+            told.append("saved")
+        except CheckpointError as error:
+            told.append(str(error))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        saving.wait()
+    return told
+
+
+def empty_handed(rank: int, world: int, layout: Layout, start: str, folder: str, config: Any) -> int:
+    """Save a model of which some ranks have no row of a parameter, and so no state of it; give how many are so."""
+    mesh = Mesh(layout, torch.device("cpu"))
+    model = open_sharded(Path(start), spec_of(config), mesh, dtype=torch.float32, config=config)
+    optimizer = optimizer_for(model)
+    stepped(model, optimizer)
+    checkpoint.save(Path(folder), model, optimizer, VERSION, mesh.peers)
+    return sum(not p.numel() for p in model.parameters().values())
+
+
+def save_alone(folder: Path, model: Stored, optimizer: Any) -> None:
+    folder.mkdir(exist_ok=True)
+    checkpoint.save(folder, model, optimizer, VERSION, ALONE)
