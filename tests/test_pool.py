@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from torch import distributed as dist
-
 from tests.pool import ranks
+from torch import distributed as dist
 
 
 def total(rank: int, world: int, base: int) -> float:

@@ -45,9 +45,8 @@ def test_the_client_gets_what_a_schema_allows(client: openai.OpenAI):
 
 @pytest.mark.endpoint("/v1/chat/completions")
 def test_a_tool_that_must_be_called_is_called(client: openai.OpenAI):
-    told = client.chat.completions.create(
-        model="tiny", messages=MESSAGES, temperature=1, seed=3, max_tokens=200, n=12, tools=[ADD], tool_choice="required"
-    )
+    how = {"temperature": 1, "seed": 3, "max_tokens": 200, "n": 12}
+    told = client.chat.completions.create(model="tiny", messages=MESSAGES, tools=[ADD], tool_choice="required", **how)
     calls = [call for choice in told.choices for call in choice.message.tool_calls or ()]
     assert calls
     for call in calls:

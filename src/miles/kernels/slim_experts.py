@@ -20,9 +20,10 @@ _ELEMENTS = 16384
 
 def alone(x_TD: Tensor, experts_Tk: Tensor, first_EFD: Tensor, down_EDI: Tensor) -> bool:
     """Whether the experts of ``x_TD`` can be had here: one token, gates and ups one after the other."""
-    inner, chosen = down_EDI.shape[2], experts_Tk.shape[1]
-    fits = max(2 * x_TD.shape[1], triton.next_power_of_2(chosen) * inner) <= _ELEMENTS if ready(x_TD) else False
-    return fits and len(x_TD) == 1 and first_EFD.shape[1] == 2 * inner and x_TD.is_contiguous()
+    if not (ready(x_TD) and len(x_TD) == 1 and x_TD.is_contiguous()):
+        return False
+    inner, chosen = down_EDI.shape[2], 1 << (experts_Tk.shape[1] - 1).bit_length()
+    return max(2 * x_TD.shape[1], chosen * inner) <= _ELEMENTS and first_EFD.shape[1] == 2 * inner
 
 
 def experts_of_one(
@@ -77,7 +78,7 @@ def _open(
     gate_K = tl.load(at_K, k_K < WIDTH, other=0.0).to(tl.float32)
     up_K = tl.load(at_K + inner * WIDTH, k_K < WIDTH, other=0.0).to(tl.float32)
     x_K = tl.load(x_ptr + k_K, k_K < WIDTH, other=0.0).to(tl.float32)
-    kept = out_ptr.dtype.element_ty
+    kept = out_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue]
     gate, up = tl.sum(gate_K * x_K, 0).to(kept), tl.sum(up_K * x_K, 0).to(kept)
     tl.store(out_ptr + choice * inner + channel, combine(gate, up, KIND, True).to(kept))
 
@@ -108,6 +109,6 @@ def _close(
     down_NK = tl.load(at_NK, seen_NK, other=0.0).to(tl.float32)
     x_NK = tl.load(x_ptr + n_N[:, None] * INNER + k_K[None, :], seen_NK, other=0.0).to(tl.float32)
     weight_N = tl.load(weights_ptr + n_N, n_N < CHOSEN, other=0.0).to(tl.float32)
-    kept = out_ptr.dtype.element_ty
+    kept = out_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue]
     part_N = tl.sum(down_NK * x_NK, 1).to(kept).to(tl.float32) * weight_N
     tl.store(out_ptr + feature, tl.sum(part_N, 0).to(kept))

@@ -132,6 +132,7 @@ def worker_of(
         parity_tolerance=config.schedule.parity_tolerance,
         parity_stop=config.schedule.parity_stop,
         offload=_offload(config, plan, policy),
+        lends=plan.transport == "shared",
         peers=models.peers,
         price=flops_of(policy.spec) if config.train.balance_by == "flops" else None,
     )

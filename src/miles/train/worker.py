@@ -51,8 +51,9 @@ class Worker:
     them). The policy loss divides logits by ``temperature``, the one the engine samples at. ``reference`` is
     what the KL is measured against. A ``critic`` learns from every batch too, at first perhaps alone. ``teachers``
     score what the policy wrote where it is distilled, each sample by the one whose number it bears; without any, the
-    samples bring what teachers elsewhere said. Of every batch a rank trains on its part among ``peers``; parts are
-    alike in tokens, or in what ``price`` says these cost.
+    samples bring what teachers elsewhere said. An engine may read the very weights of a policy that ``lends`` them.
+    Of every batch a rank trains on its part among ``peers``; parts are alike in tokens, or in what ``price`` says
+    these cost.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Worker:
         parity_tolerance: float = 0.01,
         parity_stop: float | None = None,
         offload: bool = True,
+        lends: bool = True,
         peers: Peers = ALONE,
         price: Price | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -92,7 +94,9 @@ class Worker:
         self._parity_stop = parity_stop
         ladder = ladder_of(tolerance=parity_tolerance, stop=parity_stop)
         self._corrector = Corrector(algo=algo, ladder=ladder, own=plugs.correction, peers=peers)
-        self._offload = offload and actor.device.type != "cpu"
+        self._offload, self._home = offload and actor.device.type != "cpu", actor.device
+        others = [*teachers] if reference is None else [reference, *teachers]
+        self._leaving = others if lends else [actor, *others]
         self._reducer, self._mean = reducer_of(algo, plugs), mean_of(algo)
         self._policy_loss = algo.loss_type not in GIVEN
         self._reader = Reader(temperature=temperature if self._policy_loss else 1.0, chunk=train.log_probs_chunk_size)
@@ -126,16 +130,16 @@ class Worker:
         self.version = await self._run(lambda: self._load(folder))
 
     async def sleep(self) -> None:
-        """Leave the accelerator to the engine: optimizer state and critic to the host.
+        """Leave the accelerator to the engine: everything goes to the host but what the engine reads itself.
 
-        The policy's weights stay, as they may be shared, and so does a critic with a device of its own.
+        Those are the policy's weights where it ``lends`` them. A critic with a device of its own stays there.
         """
         if self._offload:
             await self._run(lambda: self._move(torch.device("cpu")))
 
     async def wake(self) -> None:
         if self._offload:
-            await self._run(lambda: self._move(self._actor.device))
+            await self._run(lambda: self._move(self._home))
 
     def weights(self) -> Mapping[str, Tensor]:
         """The live weights by our names: the next step changes them in place."""
@@ -153,6 +157,8 @@ class Worker:
 
     def _move(self, device: torch.device) -> None:
         self._optimizer.move(device)
+        for model in self._leaving:
+            model.move(device)
         if self._critic is not None and not self._critic.apart:
             self._critic.move(device)
 
