@@ -346,8 +346,17 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "--optimizer muon --model-impl transformers",
         [
+            "--hf-checkpoint model cannot be used: model holds neither model.safetensors nor "
+            "model.safetensors.index.json: save the model as safetensors.",
             "--optimizer muon updates matrices, and which those are is known of our own decoders alone; "
-            "use --model-impl native, or --optimizer adam."
+            "use --model-impl native, or --optimizer adam.",
+        ],
+    ),
+    (
+        "--fsdp-cpu-offload",
+        [
+            "--fsdp-cpu-offload brings layers to the device as ranks gather them, and here no two ranks share one; ask "
+            "for more with --actor-num-gpus-per-node, or keep the optimizer alone on the host with --optimizer-cpu-offload."
         ],
     ),
     (

@@ -34,7 +34,7 @@ from miles.models.files import Stored as OnDisk
 from miles.models.outline import CODES, DTYPES, Outline, Unit
 from miles.models.saving import SHARD_BYTES
 from miles.train.config import TrainConfig
-from miles.train.optim import Optimizer
+from miles.train.optim import Updates
 from miles.train.peers import ALONE, Peers
 from miles.train.roles import Stored
 from miles.train.shards import File, Load, files_of, index_for
@@ -88,7 +88,7 @@ def saving_of(config: TrainConfig) -> Saving:
 def save(
     folder: Path,
     model: Stored,
-    optimizer: Optimizer,
+    optimizer: Updates,
     version: Version,
     peers: Peers = ALONE,
     saving: Saving | None = None,
@@ -124,7 +124,7 @@ def save(
         _conclude(folder, rank, writer, peers)
 
 
-def load(folder: Path, model: Stored, optimizer: Optimizer, peers: Peers = ALONE) -> Version:
+def load(folder: Path, model: Stored, optimizer: Updates, peers: Peers = ALONE) -> Version:
     """Put weights and optimizer back as ``save`` found them, whoever wrote them; gives the version they are."""
     numbers = _numbers(folder)
     try:
@@ -154,7 +154,7 @@ class _Part:
     files: Sequence[File]
 
 
-def _parts(model: Stored, optimizer: Optimizer, outline: Outline | None, ranks: int) -> list[_Part]:
+def _parts(model: Stored, optimizer: Updates, outline: Outline | None, ranks: int) -> list[_Part]:
     parts: list[_Part] = []
     if outline is not None:
         weights = [*_of_units(model, outline.units), *map(_spare, outline.spare)]
@@ -183,7 +183,7 @@ def _spare(entry: tuple[str, OnDisk]) -> Load:
     return Load(tensors=(Described(name, stored.dtype, stored.shape, stored.stop - stored.start),), stored=stored)
 
 
-def _of_optimizer(model: Stored, optimizer: Optimizer, outline: Outline | None, ranks: int) -> list[Load]:
+def _of_optimizer(model: Stored, optimizer: Updates, outline: Outline | None, ranks: int) -> list[Load]:
     """The optimizer's state, and the float32 weights where those of the model's folder are rounded."""
     local, state = model.parameters(), optimizer.state()
     known: dict[str, tuple[str, float | None]] = {}
@@ -266,7 +266,7 @@ def _hand(writer: FileWriter, load: Load, whole: Tensor | None) -> None:
         writer.tensor(view)
 
 
-def _told(parts: Sequence[_Part], optimizer: Optimizer, version: Version) -> dict[str, Any]:
+def _told(parts: Sequence[_Part], optimizer: Updates, version: Version) -> dict[str, Any]:
     several = any(part.lone == OPTIMIZER and len(part.files) > 1 for part in parts)
     return {
         "format": 2 if several else 1,

@@ -51,13 +51,17 @@ class Weight:
 
     @property
     def decayed(self) -> bool:
-        """Matrices are decayed; norms (fewer than two axes) and biases, also those of experts in a stack, are not."""
-        return self.parameter.ndim >= 2 and not self.name.endswith("bias")
+        return decayed(self.name, self.parameter.ndim)
 
     def _hand_over(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
         self._sum = parameter.grad.float() if self._sum is None else self._sum.add_(parameter.grad)
         parameter.grad = None
+
+
+def decayed(name: str, axes: int) -> bool:
+    """Matrices are decayed; norms (fewer than two axes) and biases, also those of experts in a stack, are not."""
+    return axes >= 2 and not name.endswith("bias")
 
 
 @torch.no_grad()

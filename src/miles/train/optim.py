@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -50,6 +50,26 @@ class Shared(Sharded, Protocol):
     def norm(self, grads: Mapping[str, Tensor]) -> Tensor: ...
 
 
+class Updates(Protocol):
+    """What a trainer and its checkpoints ask of an optimizer; see ``Optimizer`` for what each call means."""
+
+    updates: int
+
+    def step(self) -> tuple[float, float]: ...
+    def state(self) -> Mapping[str, Tensor]: ...
+    def load(self, state: Mapping[str, Tensor], *, updates: int) -> None: ...
+    def move(self, device: torch.device) -> None: ...
+    @property
+    def bytes(self) -> int: ...
+
+
+@runtime_checkable
+class Equipped(Protocol):
+    """A model that may bring an optimizer of its own."""
+
+    def optimizer(self, train: TrainConfig, schedule: Schedule, *, rate: str) -> Updates | None: ...
+
+
 class Optimizer:
     """Updates live parameters in place. Use: backward passes, then ``step``; gradients are gone after it.
 
@@ -84,9 +104,9 @@ class Optimizer:
         total = self._norm(grads)
         norm = float(total)
         if not math.isfinite(norm):
-            complaint = self._complaint(norm)
+            told = self._complaint(norm)
             self._forget()
-            raise GradientError(complaint)
+            raise GradientError(told)
         clip = self._config.clip_grad
         if clip and norm > clip and grads:
             _scale(list(grads.values()), torch.clamp(clip / (total + 1e-6), max=1.0))
@@ -157,13 +177,7 @@ class Optimizer:
             weight.forget()
 
     def _complaint(self, norm: float) -> str:
-        first = self._first_bad()
-        where = "no single parameter: their sum overflows" if first is None else first
-        return (
-            f"optimizer step {self.updates + 1}: the gradient's norm is {norm} (first at {where}); "
-            "nothing was updated. "
-            f"Look at this batch's rewards and log-probs, and lower {self._rate} if the loss had been growing."
-        )
+        return complaint(self.updates + 1, norm, self._first_bad(), self._rate)
 
     def _first_bad(self) -> str | None:
         """The first parameter of whose gradient some rank's part is not finite; all ranks find the same.
@@ -196,9 +210,21 @@ def optimizer_of(
     *,
     model: Shared,
     rate: str = "--lr",
-) -> Optimizer:
-    """An optimizer over this rank's ``parameters`` of ``model``."""
+) -> Updates:
+    """An optimizer over this rank's ``parameters`` of ``model``: the one it brings, or else ours."""
+    own = model.optimizer(train, schedule, rate=rate) if isinstance(model, Equipped) else None
+    if own is not None:
+        return own
     return Optimizer(parameters, train, schedule, rate=rate, norm=model.norm, model=model)
+
+
+def complaint(update: int, norm: float, first: str | None, rate: str) -> str:
+    """What to say of a gradient that is not finite, ``first`` at that parameter."""
+    where = "no single parameter: their sum overflows" if first is None else first
+    return (
+        f"optimizer step {update}: the gradient's norm is {norm} (first at {where}); nothing was updated. "
+        f"Look at this batch's rewards and log-probs, and lower {rate} if the loss had been growing."
+    )
 
 
 def whole_norm(grads: Mapping[str, Tensor]) -> Tensor:

@@ -79,14 +79,7 @@ class Worker:
         price: Price | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if temperature <= 0:
-            raise UsageError(f"--rollout-temperature {temperature} cannot be trained on: it must be above 0.")
-        if algo.use_kl_loss and reference is None:
-            raise UsageError("--use-kl-loss needs a reference model; give --ref-load or --hf-checkpoint.")
-        if algo.kl_coef and reference is None:
-            raise UsageError("--kl-coef needs a reference model; give --ref-load or --hf-checkpoint.")
-        if algo.loss_type == "dpo_loss" and reference is None:
-            raise UsageError("--loss-type dpo_loss needs a reference model; give --ref-load or --hf-checkpoint.")
+        _refuse(algo, temperature, reference)
         self.version = version or Version()
         self._actor, self._algo, self._train, self._run, self._clock = actor, algo, train, run, clock
         self._steps, self._peers, self._price = steps, peers, price
@@ -294,6 +287,17 @@ class Worker:
         gap = seen.get("parity_mean_abs", 0.0)
         if not gap <= limit:
             raise ParityError(drifted(seen, self.version.number, limit))
+
+
+def _refuse(algo: AlgoConfig, temperature: float, reference: TrainModel | None) -> None:
+    """Complain about what cannot be trained on."""
+    if temperature <= 0:
+        raise UsageError(f"--rollout-temperature {temperature} cannot be trained on: it must be above 0.")
+    asking = {"--use-kl-loss": algo.use_kl_loss, "--kl-coef": bool(algo.kl_coef)}
+    asking["--loss-type dpo_loss"] = algo.loss_type == "dpo_loss"
+    flag = next((flag for flag, asked in asking.items() if asked), None)
+    if flag is not None and reference is None:
+        raise UsageError(f"{flag} needs a reference model; give --ref-load or --hf-checkpoint.")
 
 
 def _means(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
