@@ -356,7 +356,8 @@ WRONG: list[tuple[str, list[str]]] = [
         "--fsdp-cpu-offload",
         [
             "--fsdp-cpu-offload brings layers to the device as ranks gather them, and here no two ranks share one; ask "
-            "for more with --actor-num-gpus-per-node, or keep the optimizer alone on the host with --optimizer-cpu-offload."
+            "for more with --actor-num-gpus-per-node, or keep the optimizer alone on the host with "
+            "--optimizer-cpu-offload."
         ],
     ),
     (

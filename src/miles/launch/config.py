@@ -13,6 +13,8 @@ from miles.config.knob import knob
 from miles.models.config import ModelConfig
 from miles.observe.config import ObserveConfig
 from miles.rollout.config import RolloutConfig
+from miles.rollout.session.config import AgentConfig
+from miles.rollout.tools.config import ToolsConfig
 from miles.schedule.config import ScheduleConfig
 from miles.train.config import TrainConfig
 from miles.train.parallel import ParallelConfig
@@ -24,6 +26,8 @@ class Config:
 
     models: ModelConfig
     rollout: RolloutConfig
+    tools: ToolsConfig
+    agents: AgentConfig
     algo: AlgoConfig
     train: TrainConfig
     parallel: ParallelConfig

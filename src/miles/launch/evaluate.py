@@ -6,10 +6,11 @@ import asyncio
 import sys
 from collections.abc import Mapping
 
+from miles.launch.answering import answering_of
 from miles.launch.config import Config
 from miles.launch.plan import Plan
 from miles.launch.policy import read_policy
-from miles.launch.wire import answering_of, evaluator_of, lone_engine
+from miles.launch.wire import evaluator_of, lone_engine
 from miles.observe.text import fixed
 from miles.observe.view import make_view
 
@@ -29,11 +30,15 @@ async def _evaluate(config: Config) -> Mapping[str, float]:
         with view.stage("Loading the model and the prompts"):
             policy = read_policy(config)
             engine = await lone_engine(config, policy)
-            evaluator, notes = evaluator_of(config, answering_of(config, policy), engine)
+            answering = answering_of(config, policy)
+            evaluator, notes = evaluator_of(config, answering, engine)
         assert evaluator is not None, "a rule asks for --eval-prompt-data"
         for note in notes:
             view.note(note)
         with view.stage("Answering"):
-            return await evaluator()
+            try:
+                return await evaluator()
+            finally:
+                await answering.close()
     finally:
         view.close()

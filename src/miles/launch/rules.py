@@ -12,6 +12,7 @@ from miles.algo.config import GIVEN, UNREWARDED
 from miles.config.help import shown
 from miles.config.origin import Reading
 from miles.core.errors import MilesError
+from miles.launch.agent_rules import AGENTS
 from miles.launch.algorithm_rules import ALGORITHM
 from miles.launch.config import Config
 from miles.launch.data_rules import DATA, held_out_sets_are_pairs_of_a_name_and_a_file
@@ -27,7 +28,19 @@ from miles.launch.reward_rules import REWARDS
 from miles.launch.update_rules import UPDATES
 from miles.models.choice import chosen_spec
 from miles.plug.load import is_path
-from miles.plug.points import CORRECTION, CREDIT, CURRICULUM, FILTER, OBJECTIVE, POINTS, REDUCER, WORTH
+from miles.plug.points import (
+    AGENT,
+    CORRECTION,
+    CREDIT,
+    CURRICULUM,
+    FILTER,
+    MATCH,
+    OBJECTIVE,
+    PICK,
+    POINTS,
+    REDUCER,
+    WORTH,
+)
 from miles.rollout.reward.table import check_name
 
 Command = Literal["train", "plan", "eval", "chat"]
@@ -84,6 +97,9 @@ def a_built_in_reward_is_in_the_table(c: Config) -> Iterator[str]:
 def a_plug_has_an_address(c: Config) -> Iterator[str]:
     given = {
         "--custom-generate-function-path": c.rollout.custom_generate_function_path,
+        AGENT.flag: c.agents.custom_agent_function_path,
+        MATCH.flag: c.agents.session_message_matcher_path,
+        PICK.flag: c.agents.session_sample_picker_path,
         "--custom-rm-path": c.rollout.custom_rm_path,
         FILTER.flag: c.rollout.dynamic_sampling_filter_path,
         CURRICULUM.flag: c.rollout.curriculum_path,
@@ -95,9 +111,10 @@ def a_plug_has_an_address(c: Config) -> Iterator[str]:
     }
     for point in {point.flag: point for point in POINTS}.values():
         path = given[point.flag]
-        if path is not None and path not in point.builtins and not is_path(path):
+        names = (*point.builtins, *point.named)
+        if path is not None and path not in names and not is_path(path):
             own = "package.module:name, or file.py:name"
-            known = f"; built in are {', '.join(point.builtins)}" if point.builtins else ""
+            known = f"; built in are {', '.join(names)}" if names else ""
             yield f"{point.flag} {path} is not an address: write {own}{known}."
 
 
@@ -295,6 +312,7 @@ TRAIN: tuple[Rule, ...] = (
     *ALGORITHM,
     *RETURNS,
     *UPDATES,
+    *AGENTS,
     *DISTILLATION,
     a_warm_up_is_given_once,
     a_schedule_goes_down,

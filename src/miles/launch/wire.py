@@ -20,8 +20,9 @@ from miles.backends.native.engine import NativeEngine
 from miles.cluster import platform
 from miles.cluster.local import Inline, Run, Threaded
 from miles.core.errors import UsageError
-from miles.core.protocols import Filter, Generate, GroupRewardFn, Journal, RewardFn, Rollout
+from miles.core.protocols import Filter, Journal, Rollout
 from miles.core.types import Version
+from miles.launch.answering import Answering, answering_of
 from miles.launch.config import Config
 from miles.launch.layout_rules import is_team
 from miles.launch.mathematics import credit_for, plugs_of
@@ -29,7 +30,6 @@ from miles.launch.plan import Plan
 from miles.launch.policy import Policy, load_model, read_policy
 from miles.launch.prompts import held_out_set, journal_for, notes_of, replies_of, source_for, training_parts
 from miles.launch.rank_trainer import TeamTrainer
-from miles.launch.rewards import rewards_of
 from miles.launch.teachers import Applied, teachers_for
 from miles.launch.trainer import Trains, trainer_of
 from miles.models import impl
@@ -38,10 +38,8 @@ from miles.observe.metric import group_metrics
 from miles.plug import points
 from miles.rollout.evaluate import Evaluator
 from miles.rollout.filters import keep_all
-from miles.rollout.generate.single_turn import SingleTurn
 from miles.rollout.mixture import Part
 from miles.rollout.produce import Producer
-from miles.rollout.render import Renderer
 from miles.rollout.sampling import context_limit, evaluation_sampling, prompt_limit, training_sampling
 from miles.rollout.seeds import training_seeds
 from miles.rollout.source import fit
@@ -50,32 +48,6 @@ from miles.schedule.lease import Colocated, Disjoint
 from miles.schedule.loop import Loop, Planes, Tempo
 from miles.schedule.recover import Checkpoints, Cursor
 from miles.sync.publish import Publication
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answering:
-    """What both training and evaluation need to answer and score a prompt."""
-
-    generate: Generate
-    reward: RewardFn | None
-    group_reward: GroupRewardFn | None
-    reward_key: str | None
-    render: Renderer
-
-
-def answering_of(config: Config, policy: Policy) -> Answering:
-    """The generate and reward functions the user named, or ours; plugs are checked here, before anything starts."""
-    r = config.rollout
-    render = Renderer(policy.tokenizer, chat=r.apply_chat_template, template=r.apply_chat_template_kwargs)
-    if r.custom_generate_function_path:
-        generate = points.GENERATE.load(r.custom_generate_function_path)
-    else:
-        limit = context_limit(r, policy.spec.max_positions)
-        generate = SingleTurn(render, policy.tokenizer.text, max_context_len=limit)
-    reward, group_reward = rewards_of(config)
-    return Answering(
-        generate=generate, reward=reward, group_reward=group_reward, reward_key=r.reward_key, render=render
-    )
 
 
 def evaluator_of(
@@ -140,6 +112,7 @@ class Wired:
     policy: Policy
     notes: tuple[str, ...]
     runs: tuple[Run, ...]
+    answering: Answering
 
     async def run(self) -> None:
         """The loop, to its end; a rank of the trainer that ends before it ends it too."""
@@ -156,6 +129,7 @@ class Wired:
             await asyncio.gather(going, lost, return_exceptions=True)  # both have said what there is to say
 
     async def close(self) -> None:
+        await self.answering.close()
         if self.engine is not None:
             await self.engine.close()
         if isinstance(self.trainer, TeamTrainer):
@@ -219,6 +193,7 @@ async def wire(
         policy=policy,
         notes=notes_of(parts) + notes,
         runs=(engine_run, trainer_run),
+        answering=answering,
     )
 
 

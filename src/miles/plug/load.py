@@ -34,6 +34,11 @@ def load(path: str, door: type[P], *, builtins: Mapping[str, str] = NO_BUILTINS,
     return cast(P, plug)
 
 
+def find(path: str, *, flag: str | None = None) -> Any:
+    """The object named by ``path``, as it stands there: for those who check the fit themselves."""
+    return _find(path, NO_BUILTINS, f"{flag} {path}" if flag else path)
+
+
 def is_path(path: str) -> bool:
     """Whether ``path`` is spelled like a plug's address, as against a built-in's short name."""
     return ":" in path or "." in path

@@ -13,7 +13,8 @@ from miles.plug.load import NO_BUILTINS, load
 class Point:
     """One place for a user's own code. ``door`` is the name of its protocol in the module ``room``.
 
-    ``former`` are addresses under which upstream had what is built in here.
+    ``former`` are addresses under which upstream had what is built in here; ``named`` are names of what a run makes
+    from its knobs and does not load.
     """
 
     flag: str
@@ -23,6 +24,7 @@ class Point:
     builtins: Mapping[str, str] = field(default_factory=lambda: NO_BUILTINS)
     former: Mapping[str, str] = field(default_factory=lambda: NO_BUILTINS)
     room: str = "miles.core.protocols"
+    named: tuple[str, ...] = ()
 
     def protocol(self) -> type:
         """The door itself; imported on demand, since the nouns it speaks of need numpy or torch."""
@@ -36,8 +38,37 @@ class Point:
 GENERATE = Point(
     flag="--custom-generate-function-path",
     door="Generate",
-    default="one reply to each prompt (miles.rollout.generate.single_turn)",
+    default="one reply to each prompt (miles.rollout.generate.single_turn); multi_turn is with tools",
     when="once for each attempt at a prompt",
+    named=("single_turn", "multi_turn"),
+)
+AGENT = Point(
+    flag="--custom-agent-function-path",
+    door="Agent",
+    default="no agent: prompts are answered by --custom-generate-function-path",
+    when="once for each attempt at a prompt",
+    room="miles.rollout.generate.agent",
+)
+MATCH = Point(
+    flag="--session-message-matcher-path",
+    door="Match",
+    default="loose_tool_call: tool calls as what they say, all else to the letter",
+    when="for each message of an agent's request that stands where one is remembered",
+    builtins=MappingProxyType(
+        {
+            "strict": "miles.rollout.session.match:strict",
+            "loose_tool_call": "miles.rollout.session.match:loose_tool_call",
+            "role_content_only": "miles.rollout.session.match:role_content_only",
+        }
+    ),
+    room="miles.rollout.session.match",
+)
+PICK = Point(
+    flag="--session-sample-picker-path",
+    door="Pick",
+    default="all conversations of a session, tokens they share once",
+    when="once for each attempt of an agent",
+    room="miles.rollout.session.ledger",
 )
 REWARD = Point(
     flag="--custom-rm-path",
@@ -112,6 +143,9 @@ REDUCER = Point(
 
 POINTS: tuple[Point, ...] = (
     GENERATE,
+    AGENT,
+    MATCH,
+    PICK,
     REWARD,
     GROUP_REWARD,
     FILTER,

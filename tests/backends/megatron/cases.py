@@ -28,6 +28,7 @@ from miles.models import hub
 from miles.models.decoder import Decoder
 from miles.models.families import spec_of
 from miles.models.files import read_config
+from miles.train.optim import Optimizer
 from miles.train.peers import ALONE
 from miles.train.rows import flatten, rows_of
 from miles.train.steps import Reader
@@ -108,24 +109,36 @@ def samples(kind: str, count: int = 6) -> tuple[Sample, ...]:
 
 
 def trainer_of(model: Any, algo: dict[str, Any], peers: Any) -> Worker:
-    how = {"max_tokens_per_gpu": 16, "adam_eps": EPS, "lr": 1e-2}
+    # What decays or is clipped wrongly is seen.
+    how = {"max_tokens_per_gpu": 16, "adam_eps": EPS, "lr": 1e-2, "weight_decay": 0.5, "clip_grad": 0.1}
     return worker(model, algo=algo, train=how, temperature=0.9, peers=peers)
 
 
 def stepped(model: Any, batch: tuple[Sample, ...], peers: Any, algo: dict[str, Any]) -> dict[str, Any]:
     """A GRPO step: its metrics, every whole gradient as the optimizer was given it, and the weights it left."""
-    grads: dict[str, torch.Tensor] = {}
-    norm = model.norm
-
-    def watched(found: Any) -> torch.Tensor:
-        grads.update({name: model.gather(name, grad).clone() for name, grad in found.items()})
-        return norm(found)
-
-    model.norm = watched
     trainer = trainer_of(model, algo, peers)
+    grads = watch(model, trainer)
     report = asyncio.run(trainer.step(Batch(step=0, samples=batch, num_groups=1)))
     after = {name: model.gather(name, p.detach()).clone() for name, p in model.parameters().items()}
     return {"metrics": dict(report.metrics), "grads": grads, "after": after, "trainer": trainer}
+
+
+def watch(model: Any, trainer: Worker) -> dict[str, torch.Tensor]:
+    """Where every whole gradient of the next step will be, as the optimizer was given it."""
+    grads: dict[str, torch.Tensor] = {}
+    optimizer: Any = trainer._optimizer
+    step = optimizer.step
+
+    def watched() -> tuple[float, float]:
+        if isinstance(optimizer, Optimizer):
+            found = {w.name: w.grad for w in optimizer._weights if w.grad is not None}
+        else:
+            found = optimizer.grads()
+        grads.update({name: model.gather(name, grad).clone() for name, grad in found.items()})
+        return step()
+
+    optimizer.step = watched
+    return grads
 
 
 def alone(folder: Path, batch: tuple[Sample, ...], algo: dict[str, Any]) -> dict[str, Any]:

@@ -41,6 +41,15 @@ class _Nothing:
         return lambda *_, **__: _Nothing()
 
 
+_type = torch.Tensor.type
+
+
+def _type_of(tensor: torch.Tensor, *args: Any, **how: Any) -> Any:
+    """Megatron's optimizer tells types by what they are called on a GPU."""
+    found = _type(tensor, *args, **how)
+    return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
+
+
 _gathers, _scatters = dist.all_gather, dist.reduce_scatter
 
 
@@ -88,6 +97,7 @@ def on_cpu() -> Iterator[None]:
         (torch.cuda, "manual_seed", torch.manual_seed),
         (torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state()),
         (torch.cuda, "set_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+        (torch.Tensor, "type", _type_of),
         (torch.Tensor, "cuda", lambda self, *_, **__: self),
         (random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
         (random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from miles.backends.megatron import flags as own_flags
 from miles.backends.megatron import forward, patches, weights
+from miles.backends.megatron.buffers import Buffers
+from miles.backends.megatron.dealt import Dealt
 from miles.backends.megatron.layout import Rings, join
 from miles.backends.megatron.modules import Trunk, trunk_of
 from miles.backends.megatron.names import TIED, Home, homes
@@ -26,7 +28,10 @@ from miles.cluster.layout import Layout
 from miles.models.matrices import Matrices, matrices
 from miles.models.outline import Outline, outline
 from miles.models.spec import DecoderSpec
+from miles.train.config import TrainConfig
+from miles.train.optim import Updates
 from miles.train.peers import Peers
+from miles.train.rates import Schedule
 from miles.train.roles import Judge, Kept
 from miles.train.rows import Rows
 
@@ -59,6 +64,7 @@ def open_megatron(
     rings = join(layout, virtual=shape.virtual_pipeline_model_parallel_size)
     patches.router_without_transformer_engine()
     patches.latent_without_transformer_engine()
+    patches.optimizer_without_transformer_engine()
     like = Path(folder) if like is None else like
     model = MegatronModel(shape, rings, frozen=frozen, dealt=dealt, config=config, like=like)
     model.load(Path(folder))
@@ -68,7 +74,7 @@ def open_megatron(
 class MegatronModel:
     """A TrainModel over Megatron's modules, to be filled by ``load``; a ``frozen`` one takes no gradient.
 
-    With ``dealt`` a rank's optimizer has some rows of each parameter, and others who have the same layers the rest.
+    With ``dealt`` its optimizer is Megatron's distributed one: see ``optimizer``.
     """
 
     def __init__(
@@ -85,7 +91,9 @@ class MegatronModel:
         self._config, self._like = config, like
         self._chunks = _chunks(shape, rings)
         self.homes: Mapping[str, Home] = homes(shape.decoder, engine=shape.engine)
-        self._places = Places(self._chunks, shape, rings, trained=not frozen, dealt=dealt)
+        dealt = dealt and not frozen
+        self._places = Places(self._chunks, shape, rings, trained=not frozen, buffers=dealt)
+        self._buffers = Buffers(self._chunks, shape, self._places, self.homes) if dealt else None
 
     @property
     def device(self) -> torch.device:
@@ -107,13 +115,24 @@ class MegatronModel:
 
     def settle(self) -> None:
         rings, table, sequence = self.rings, self.homes, self.shape.sequence_parallel
-        own = self._places.grads()
+        own = self._places.grads() if self._buffers is None else self._buffers.grads()
         rings.tensor.add([own[n] for n in own if table[n].summed or (sequence and table[n].by_token)])
-        rings.expert_rows.add([own[n] for n in own if table[n].expert])
-        rings.rows.add([own[n] for n in own if not table[n].expert])
+        if self._buffers is not None:
+            self._buffers.reduce()
+        else:
+            rings.expert_rows.add([own[n] for n in own if table[n].expert])
+            rings.rows.add([own[n] for n in own if not table[n].expert])
+        # Last, and of the same run of numbers on both stages: so that both come to the same bits.
         if self.spec.tie_embeddings and rings.pipeline.world > 1 and rings.ends is not None and TIED in own:
             rings.ends.add([own[TIED]])
-        self._places.give(own)
+        if self._buffers is None:
+            self._places.give(own)
+
+    def optimizer(self, train: TrainConfig, schedule: Schedule, *, rate: str) -> Updates | None:
+        """Megatron's distributed optimizer where that was chosen, once a model; otherwise none."""
+        if self._buffers is None:
+            return None
+        return Dealt(self._buffers, self._places, self.homes, self.rings, train, schedule, rate=rate)
 
     def norm(self, grads: Mapping[str, Tensor]) -> Tensor:
         parts = [grad for name, grad in grads.items() if self._counts(name)]
@@ -129,16 +148,13 @@ class MegatronModel:
         if not self._places.owns(name) or not (home.share.parts or rings.tensor.rank == 0):
             return False
         same = rings.expert_rows if home.expert else rings.rows
-        return same.rank == 0 or self._places.ring(name) is not None
+        return same.rank == 0
 
     # -- parts and wholes -------------------------------------------------------------------
 
     def gather(self, name: str, local: Tensor) -> Tensor:
         home, ring = self.homes[name], self.rings.pipeline
-        if self._places.owns(name):
-            whole = self._joined(home, self._places.joined(name, local))
-        else:
-            whole = local.new_empty(home.shape)
+        whole = self._joined(home, local) if self._places.owns(name) else local.new_empty(home.shape)
         return ring.from_rank(whole.contiguous(), self._places.stage(name))
 
     def _joined(self, home: Home, local: Tensor) -> Tensor:
@@ -166,7 +182,7 @@ class MegatronModel:
         """This rank's part of a parameter, or of the experts that are this rank's."""
         home, rings = self.homes[name], self.rings
         ring = rings.expert_tensor if home.expert else rings.tensor
-        return self._places.own(name, home.share.of(home.arranged(experts), ring.rank, ring.world))
+        return home.share.of(home.arranged(experts), ring.rank, ring.world)
 
     # -- the rest ---------------------------------------------------------------------------
 
@@ -175,6 +191,8 @@ class MegatronModel:
 
     def move(self, device: torch.device) -> None:
         self._places.move(device)
+        if self._buffers is not None:
+            self._buffers.move(device)
 
     def outline(self) -> Outline:
         return outline(self.spec, dtype=self.shape.params_dtype, like=self._like, config=self._config)

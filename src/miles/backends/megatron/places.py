@@ -1,9 +1,11 @@
 """Where this rank's parameters live: the tensors an optimizer updates, and Megatron's modules that compute with them.
 
-A parameter of ours may be several of Megatron's (an expert each), be held in a wider type than these compute in, or be
-dealt out over the ranks that have the same layers, so that an optimizer has some of its rows, as Megatron's distributed
-optimizer has. Its gradients are then added up beside it as they come, and ``publish`` brings it back to the modules.
-Everything else is one tensor in two places.
+A parameter of ours may be several of Megatron's (an expert each) or be held in a wider type than these compute in. Its
+gradients are then added up beside it as they come, and ``publish`` brings it back to the modules. Everything else is
+one tensor in two places.
+
+Where Megatron's distributed optimizer has masters and gradients in ``buffers`` of its own, parameters are what the
+modules compute with, and stacks of experts are copies of it.
 """
 
 # pyright: reportMissingImports=false
@@ -16,11 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from miles.backends.megatron.layout import Ring, Rings
+from miles.backends.megatron.layout import Rings
 from miles.backends.megatron.modules import Trunk
 from miles.backends.megatron.names import TIED, homes, layer_of, theirs
 from miles.backends.megatron.shape import Shape
-from miles.models.loading import cut
 
 _WIDE = (torch.float32, torch.float64)
 # Moves with the load of experts and not with a gradient; float32 whatever the weights are.
@@ -30,9 +31,9 @@ _UNTRAINED = ".moe.correction"
 class Places:
     """The parameters of one rank's ``chunks``. Where ``trained`` they are float32 at least."""
 
-    def __init__(self, chunks: Sequence[Trunk], shape: Shape, rings: Rings, *, trained: bool, dealt: bool) -> None:
+    def __init__(self, chunks: Sequence[Trunk], shape: Shape, rings: Rings, *, trained: bool, buffers: bool) -> None:
         self.trained = trained
-        self._rings, self._dealt, self._homes = rings, dealt, homes(shape.decoder, engine=shape.engine)
+        self._rings, self._buffers, self._homes = rings, buffers, homes(shape.decoder, engine=shape.engine)
         found = {name: tensors for name in self._homes if (tensors := _found(chunks, shape, name))}
         self.held = frozenset(found)
         self._modules: dict[str, list[Tensor]] = found
@@ -50,32 +51,9 @@ class Places:
         """Is this rank's stage the one that speaks for it?"""
         return self._stages[name] == self._rings.pipeline.rank
 
-    # -- rows over ranks with the same layers -----------------------------------------------
-
-    def ring(self, name: str) -> Ring | None:
-        """The ranks a parameter's rows are dealt out over, if any."""
-        if not self._dealt or not self.trained or name.endswith(_UNTRAINED):
-            return None
-        return self._rings.expert_rows if self._homes[name].expert else self._rings.rows
-
-    def own(self, name: str, part: Tensor) -> Tensor:
-        """Of what this rank's modules have of a parameter, the rows that are its optimizer's."""
-        ring = self.ring(name)
-        if ring is None or ring.world == 1:
-            return part
-        first, last = cut(len(part), ring.rank, ring.world)
-        return part[first:last]
-
-    def joined(self, name: str, local: Tensor) -> Tensor:
-        """What the modules have, from the rows of all optimizers."""
-        ring = self.ring(name)
-        if ring is None or ring.world == 1:
-            return local
-        size = self._size(name)
-        each = -(-size // ring.world)
-        padded = local.new_zeros((each, *local.shape[1:]))
-        padded[: len(local)] = local
-        return torch.cat(ring.gather(padded))[:size]
+    def modules(self, name: str) -> list[Tensor]:
+        """The modules' own tensors of a parameter: several for experts, none where another stage has it."""
+        return self._modules.get(name, [])
 
     def _size(self, name: str) -> int:
         tensors = self._modules[name]
@@ -98,7 +76,7 @@ class Places:
         """Let every parameter have its gradient; those of other stages have an empty one."""
         for name, parameter in self.parameters.items():
             if parameter.requires_grad:
-                parameter.grad = self.own(name, grads[name]) if name in grads else torch.zeros_like(parameter)
+                parameter.grad = grads[name] if name in grads else torch.zeros_like(parameter)
         self._sums = dict.fromkeys(self._sums)
 
     @torch.no_grad()
@@ -106,8 +84,7 @@ class Places:
         """Let the modules compute with what the parameters are now."""
         for name, parameter in self._apart.items():
             tensors = self._modules[name]
-            whole = self.joined(name, parameter.to(tensors[0].dtype))
-            for tensor, part in zip(tensors, self._parts(name, whole), strict=True):
+            for tensor, part in zip(tensors, self._parts(name, parameter), strict=True):
                 tensor.copy_(part)
 
     @torch.no_grad()
@@ -115,11 +92,15 @@ class Places:
         """The other way round: let the parameters be what the modules compute with."""
         for name, parameter in self._apart.items():
             tensors = self._modules[name]
-            parameter.copy_(self.own(name, torch.stack(tensors) if self._homes[name].expert else tensors[0]))
+            parameter.copy_(torch.stack(tensors) if self._homes[name].expert else tensors[0])
 
     def move(self, device: torch.device) -> None:
-        """Everything to a device; the same objects, and what was one tensor in two places stays so."""
+        """Everything to a device but what lies in buffers; what was one tensor in two places stays so."""
         for name, parameter in self.parameters.items():
+            if self._buffers and name in self._modules and parameter.requires_grad:
+                if name in self._apart:
+                    parameter.data = parameter.data.to(device)
+                continue
             parameter.data = parameter.data.to(device)
             tensors = self._modules.get(name, [])
             if name in self._apart:
@@ -144,23 +125,26 @@ class Places:
         tensors, home = self._modules.get(name), self._homes[name]
         wide = torch.promote_types(shape.params_dtype, torch.float32)
         if tensors is None:
-            dtype = wide if self.trained or name.endswith(_UNTRAINED) else shape.params_dtype
+            kept = self.trained and not self._buffers
+            dtype = wide if kept or name.endswith(_UNTRAINED) else shape.params_dtype
             empty = torch.empty((0, *home.shape[1:]), device=shape.home, dtype=dtype)
             return empty.requires_grad_(self.trained and not name.endswith(_UNTRAINED))
         learns = self.trained and isinstance(tensors[0], nn.Parameter)
         for tensor in tensors:
             tensor.requires_grad_(learns)
-        ring = self.ring(name)
-        alone = ring is None or ring.world == 1
-        if not home.expert and alone and (not learns or tensors[0].dtype in _WIDE):
+        same = not learns or tensors[0].dtype in _WIDE or self._buffers
+        if not home.expert and same:
             return tensors[0]
         whole = torch.stack([t.detach() for t in tensors]) if home.expert else tensors[0].detach()
-        if alone and (not learns or whole.dtype in _WIDE):  # experts, whose tensors become views of a stack
+        if learns and self._buffers:
+            self._apart[name] = whole.requires_grad_()
+            return whole
+        if same:  # experts, whose tensors become views of a stack
             for tensor, part in zip(tensors, self._parts(name, whole), strict=True):
                 tensor.data = part
             parameter = whole
         else:
-            parameter = self._apart[name] = self.own(name, whole).to(wide, copy=True)
+            parameter = self._apart[name] = whole.to(wide, copy=True)
         if learns:
             parameter.requires_grad_()
             self._sums[name] = None

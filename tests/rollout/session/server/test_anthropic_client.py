@@ -1,9 +1,12 @@
 """Anthropic's own client drives an agent through a session; what is trained on is what was sampled."""
 
+import asyncio
 from itertools import chain
 
 import pytest
 from tests.rollout.session.server.hosted import ADD, CALL, Scripted, all_tokens, hosted, policy_tokens
+
+from miles.rollout.session.server.entry import Limits
 
 anthropic = pytest.importorskip("anthropic")
 
@@ -67,6 +70,15 @@ def test_a_stream_says_what_a_whole_reply_says_and_is_one_conversation_with_it(h
     with client.messages.stream(**ASKED, messages=messages) as stream:
         assert "".join(stream.text_stream) == "It is 1, the fox says."
     assert policy_tokens(host.trajectory(url)) == [engine.wrote[0] + engine.wrote[1]]
+
+
+def test_signs_of_life_before_a_reply_are_passed_over_by_the_client(tokenizer, engine):
+    with hosted(tokenizer, engine, limits=Limits(heartbeat_seconds=0.001)) as host:
+        engine.hold = host.on_loop(asyncio.Event)
+        events = client_of(host.open()).messages.create(**ASKED, messages=[QUESTION], stream=True)
+        host.on_loop(engine.hold.set)
+        kinds = [event.type for event in events]
+        assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
 
 
 def test_a_retry_and_an_edit_are_branches(host, engine):

@@ -1,10 +1,13 @@
 """OpenAI's own client drives an agent through a session; what is trained on is what was sampled."""
 
+import asyncio
 from itertools import chain
 
 import openai
 import pytest
 from tests.rollout.session.server.hosted import ADD, CALL, Scripted, all_tokens, hosted, policy_tokens
+
+from miles.rollout.session.server.entry import Limits
 
 QUESTION = {"role": "user", "content": "What is 1 + 2?"}
 TOOL = {"type": "function", **ADD["function"]}
@@ -71,6 +74,14 @@ def test_a_stream_says_what_a_whole_reply_says(host):
     assert ours.message.tool_calls[0].function.arguments == theirs.message.tool_calls[0].function.arguments
     assert final.usage.total_tokens == whole.usage.total_tokens
     assert len(host.trajectory(url)["branches"]) == 1
+
+
+def test_signs_of_life_before_a_reply_are_passed_over_by_the_client(tokenizer, engine):
+    with hosted(tokenizer, engine, limits=Limits(heartbeat_seconds=0.001)) as host:
+        engine.hold = host.on_loop(asyncio.Event)
+        pieces = client_of(host.open()).chat.completions.create(model="any", messages=[QUESTION], stream=True)
+        host.on_loop(engine.hold.set)
+        assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == "It is 0, the fox says."
 
 
 def test_the_same_messages_twice_make_a_branch_and_each_reply_trains_once(host, engine):

@@ -1,0 +1,129 @@
+"""A world for a small model that cannot multiply: questions, demonstrations with and without a calculator, and itself.
+
+Half the demonstrations call the calculator, half give the answer off the cuff. A model this small copies well and
+multiplies badly, so what it learns from the second half is to be wrong: which habit pays is for GRPO to find out.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+from pathlib import Path
+
+from miles.models.files import write_json
+from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, RopeSpec
+from miles.models.tokenizer import HubTokenizer, load_tokenizer
+
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "'
+DONE = '"}}\n</tool_call>'
+END = "<|im_end|>"
+SPECIAL = ("<|im_start|>", END)
+PIECES = ("system\n", "calculator", "user\n", "assistant\n", CALL, DONE, "<tool_response>\n", "\n</tool_response>")
+LETTERS = "0123456789+-*\n?"
+"""Each a token, and so is each of the pieces above; anything else reads as a question mark."""
+
+TEMPLATE = (
+    "{% for t in tools or [] %}<|im_start|>system\n{{ t.function.name }}" + END + "\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>"
+    "{% if m.role == 'tool' %}user\n<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{% elif m.role != 'assistant' %}{{ m.role }}\n{{ m.content }}"
+    "{% else %}assistant\n{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
+    "{% endif %}" + END + "\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_start(folder: Path, *, seed: int = 0, demonstrations: int = 4096, questions: int = 2048) -> None:
+    """``warmup.jsonl``, ``train.jsonl``, ``heldout.jsonl``, a random model and its tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    chance = random.Random(f"products {seed}")
+    # Results of one length: a model this small copies by place.
+    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100) if a * b >= 1000]
+    chance.shuffle(pairs)
+    heldout, rest = pairs[:64], pairs[64:]
+    shown = [demonstration(*chance.choice(rest), calls=number % 2 == 0) for number in range(demonstrations)]
+    _write(folder / "warmup.jsonl", [{"messages": messages} for messages in shown])
+    for name, asked in (("train", rest[:questions]), ("heldout", heldout)):
+        _write(folder / f"{name}.jsonl", [{"input": f"{a}*{b}", "label": str(a * b)} for a, b in asked])
+    _write_model(folder, seed)
+
+
+def demonstration(a: int, b: int, *, calls: bool) -> list[dict[str, object]]:
+    """A conversation that ends with the right answer, found with the calculator or not."""
+    offered = {"role": "system", "content": "calculator"}  # as the template writes it of the tool itself
+    question = {"role": "user", "content": f"{a}*{b}"}
+    answer = {"role": "assistant", "content": str(a * b)}
+    if not calls:
+        return [offered, question, answer]
+    call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": f"{a}*{b}"}}}
+    asks = {"role": "assistant", "content": "", "tool_calls": [call]}
+    return [offered, question, asks, {"role": "tool", "content": str(a * b)}, answer]
+
+
+def tokenizer() -> HubTokenizer:
+    """The tokenizer, made anew."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_tokenizer(Path(folder))
+        return load_tokenizer(Path(folder))
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A token for each letter and each piece of what the template writes."""
+    vocabulary = {token: i for i, token in enumerate([*LETTERS, *PIECES, *SPECIAL])}
+    whole = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    added = [
+        {"id": vocabulary[token], "content": token, **whole, "special": token in SPECIAL}
+        for token in (*PIECES, *SPECIAL)
+    ]
+    write_json(
+        folder / "tokenizer.json",
+        {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": added,
+            "normalizer": None,
+            "pre_tokenizer": {"type": "Split", "pattern": {"Regex": ""}, "behavior": "Isolated", "invert": False},
+            "post_processor": None,
+            "decoder": {"type": "Fuse"},
+            "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "?"},
+        },
+    )
+    write_json(
+        folder / "tokenizer_config.json",
+        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "chat_template": TEMPLATE},
+    )
+
+
+def spec() -> DecoderSpec:
+    """A Qwen3 of 0.2 M weights."""
+    attention = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=24, rope=RopeSpec(theta=10000.0), qk_norm="head")
+    size = len(LETTERS) + len(PIECES) + len(SPECIAL)
+    return DecoderSpec(
+        family="qwen3",
+        vocab_size=size,
+        hidden_size=96,
+        norm_eps=1e-6,
+        layers=2 * (LayerSpec(mixer=attention, ffn=MlpSpec(size=256)),),
+        tie_embeddings=True,
+        max_positions=96,
+        eos_token_ids=(size - 1,),
+    )
+
+
+def _write_model(folder: Path, seed: int) -> None:
+    import torch
+
+    from miles.models import hub
+    from miles.models.families import config_of
+
+    decoder = hub.random(spec(), seed=seed, device="cpu", dtype=torch.float32)
+    hub.export(decoder, folder, like=None, config=config_of(spec()))
+    write_tokenizer(folder)
+
+
+def _write(path: Path, rows: list[dict[str, object]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,0 +1,136 @@
+"""Games in text: Gymnasium's reset and step with text for observation and action, and TextArena's.
+
+Their calls do not await, so each is made in a thread; one that does not come back keeps its thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from miles.core.errors import UsageError
+from miles.core.types import EMPTY, Prompt
+from miles.rollout.seeds import mix
+from miles.rollout.tools.environment import Opening, Step
+from miles.rollout.tools.environments.package import package
+from miles.rollout.tools.tool import EnvironmentFailed, Message
+
+_OPEN, _SHUT = "<action>", "</action>"
+
+
+def action_of(reply: Message) -> str:
+    """What a reply does: the last text between ``<action>`` tags, else all it says after its thoughts.
+
+    >>> action_of({"content": "Left is a wall. <action>go right</action>"})
+    'go right'
+    """
+    said = str(reply.get("content") or "").rpartition("</think>")[2]
+    tagged = re.findall(f"{_OPEN}(.*?){_SHUT}", said, re.DOTALL)
+    return (tagged[-1] if tagged else said).strip()
+
+
+def seed_of(prompt: Prompt) -> int:
+    """The game a prompt is about: the same for every attempt at it, and every time the data comes round to it."""
+    given = prompt.metadata.get("seed")
+    return given if isinstance(given, int) else mix(prompt.id) & 0x7FFFFFFF
+
+
+class GymnasiumGame:
+    """``game`` is an id for ``gymnasium.make``, or ``make`` what makes an object with its reset and step.
+
+    The first observation goes behind the prompt's messages. What observes in something else than text is shown as
+    ``str`` has it; ``actions`` maps words to actions of games that take none. ``settings`` go to ``gymnasium.make``.
+    """
+
+    def __init__(
+        self,
+        game: str = "",
+        *,
+        settings: Mapping[str, Any] = EMPTY,
+        actions: Mapping[str, Any] | None = None,
+        make: Callable[[], Any] | None = None,
+    ) -> None:
+        if make is None and not game:
+            raise UsageError("The environment gymnasium needs the id of a game; write it as game.")
+        self._make = make or (
+            lambda: package("gymnasium", environment="gymnasium", install="gymnasium").make(game, **settings)
+        )
+        self._actions = actions
+        self._game: Any = None
+
+    async def open(self, prompt: Prompt) -> Opening:
+        self._game = await asyncio.to_thread(self._make)
+        seen, _ = await asyncio.to_thread(self._game.reset, seed=seed_of(prompt))
+        return Opening(messages=(*prompt.messages, _user(_shown(seen))), scores=True)
+
+    async def step(self, reply: Message) -> Step:
+        word = action_of(reply)
+        if self._actions is not None and word not in self._actions:
+            known = ", ".join(self._actions)
+            return Step(messages=[_user(f"{word!r} is not an action; there are {known}.")], reward=0.0)
+        action = word if self._actions is None else self._actions[word]
+        seen, reward, ended, cut_off, _ = await asyncio.to_thread(self._game.step, action)
+        if ended or cut_off:
+            return Step(reward=float(reward), done=True, limit=None if ended else "game")
+        return Step(messages=[_user(_shown(seen))], reward=float(reward))
+
+    async def close(self) -> None:
+        if self._game is not None:
+            await asyncio.to_thread(self._game.close)
+
+
+class TextArenaGame:
+    """``game`` is an id for ``textarena.make``. The policy is player ``seat``, and plays every other seat too.
+
+    With several seats it is self-play, told apart by what each is shown; the reward is that of ``seat``.
+    """
+
+    def __init__(self, game: str, *, seats: int = 1, seat: int = 0, settings: Mapping[str, Any] = EMPTY) -> None:
+        self._name = game
+        self._seats = seats
+        self._seat = seat
+        self._settings = settings
+        self._game: Any = None
+        self._shown: dict[Any, str] = {}
+
+    async def open(self, prompt: Prompt) -> Opening:
+        arena = package("textarena", environment="textarena", install="textarena")
+        self._game = await asyncio.to_thread(lambda: arena.make(self._name, **self._settings))
+        await asyncio.to_thread(lambda: self._game.reset(num_players=self._seats, seed=seed_of(prompt)))
+        return Opening(messages=(*prompt.messages, _user(await self._seen())), scores=True)
+
+    async def step(self, reply: Message) -> Step:
+        done, _ = await asyncio.to_thread(lambda: self._game.step(action=action_of(reply)))
+        if not done:
+            return Step(messages=[_user(await self._seen())])
+        rewards, _ = await asyncio.to_thread(self._game.close)
+        self._game = None
+        if not rewards or self._seat not in rewards:
+            raise EnvironmentFailed(f"{self._name} gave no reward to player {self._seat}")
+        return Step(reward=float(rewards[self._seat]), done=True)
+
+    async def close(self) -> None:
+        if self._game is not None:
+            await asyncio.to_thread(self._game.close)
+
+    async def _seen(self) -> str:
+        player, seen = await asyncio.to_thread(self._game.get_observation)
+        text = seen if isinstance(seen, str) else "\n".join(_words(seen))
+        # What is observed may be all of the game so far; the conversation has the beginning already.
+        text, self._shown[player] = text.removeprefix(self._shown.get(player, "")).strip(), text
+        return text if self._seats == 1 else f"[Player {player}]\n{text}"
+
+
+def _words(seen: Sequence[Any]) -> list[str]:
+    """Observations as they come unwrapped: (from whom, text, kind)."""
+    return [str(entry[1]) if isinstance(entry, tuple) and len(entry) > 1 else str(entry) for entry in seen]
+
+
+def _shown(seen: Any) -> str:
+    return seen if isinstance(seen, str) else str(seen)
+
+
+def _user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}

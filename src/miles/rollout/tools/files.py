@@ -1,0 +1,104 @@
+"""Files for a model to work with: read, write, list and search, all within an attempt's own folder."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from fnmatch import fnmatch
+from typing import Any
+
+from miles.rollout.tools.folder import Folder
+from miles.rollout.tools.tool import Tool, ToolError
+
+_MOST_LINES = 200  # of what a search finds
+_LONGEST_LINE = 400
+_LONGEST_PATTERN = 200
+
+
+def file_tools(folder: Folder) -> list[Tool]:
+    """``read_file``, ``write_file``, ``list_files`` and ``grep``."""
+    text = {"type": "string"}
+    path = {"type": "string", "description": "A path from the workspace's root, such as notes/plan.txt."}
+
+    async def read(arguments: Mapping[str, Any]) -> str:
+        lines = _text(folder, arguments["path"]).splitlines(keepends=True)
+        first = max(1, arguments.get("first_line", 1))
+        return "".join(lines[first - 1 : arguments.get("last_line", len(lines))])
+
+    async def write(arguments: Mapping[str, Any]) -> str:
+        data = arguments["content"].encode(errors="replace")
+        folder.write(arguments["path"], data)
+        return f"Wrote {len(data)} bytes to {arguments['path']}."
+
+    async def names(arguments: Mapping[str, Any]) -> str:
+        pattern = arguments.get("pattern", "*")
+        found = [name for name in folder.names() if fnmatch(name, pattern)]
+        return "\n".join(f"{name} ({(folder.root / name).stat().st_size} bytes)" for name in found) or "No files."
+
+    async def grep(arguments: Mapping[str, Any]) -> str:
+        return _grepped(folder, arguments["text"], arguments.get("pattern", "*"))
+
+    line = {"type": "integer", "minimum": 1}
+    pattern = {"type": "string", "description": "Which paths, such as *.py; all when absent."}
+    return [
+        _tool(
+            "read_file",
+            "Read a text file of the workspace, or some of its lines.",
+            {"path": path, "first_line": line, "last_line": line},
+            ["path"],
+            read,
+        ),
+        _tool(
+            "write_file",
+            "Write a text file of the workspace; one that is there is replaced.",
+            {"path": path, "content": text},
+            ["path", "content"],
+            write,
+        ),
+        _tool("list_files", "List the files of the workspace.", {"pattern": pattern}, [], names),
+        _tool(
+            "grep",
+            "Find the lines of the workspace's files that contain a text.",
+            {"text": {"type": "string", "description": "What the lines contain, to the letter."}, "pattern": pattern},
+            ["text"],
+            grep,
+        ),
+    ]
+
+
+def _tool(
+    name: str,
+    description: str,
+    properties: Mapping[str, Any],
+    required: list[str],
+    call: Callable[[Mapping[str, Any]], Awaitable[str]],
+) -> Tool:
+    schema = {"type": "object", "properties": properties, "required": required}
+    return Tool(name=name, description=description, parameters=schema, call=call)
+
+
+def _text(folder: Folder, name: str) -> str:
+    data = folder.read(name)
+    if b"\0" in data[:4096]:
+        raise ToolError(f"{name!r} is not text")
+    return data.decode(errors="replace")
+
+
+def _grepped(folder: Folder, wanted: str, pattern: str) -> str:
+    """To the letter: a pattern a model wrote may take for ever to match."""
+    if not wanted or len(wanted) > _LONGEST_PATTERN:
+        raise ToolError(f"the text must have 1 to {_LONGEST_PATTERN} characters")
+    seen = re.compile(re.escape(wanted), re.IGNORECASE)
+    lines: list[str] = []
+    for name in folder.names():
+        if not fnmatch(name, pattern):
+            continue
+        data = folder.read(name)
+        if b"\0" in data[:4096]:
+            continue
+        for number, line in enumerate(data.decode(errors="replace").splitlines(), 1):
+            if seen.search(line):
+                lines.append(f"{name}:{number}: {line[:_LONGEST_LINE]}")
+            if len(lines) == _MOST_LINES:
+                return "\n".join([*lines, "[... and perhaps more ...]"])
+    return "\n".join(lines) or "No line contains it."

@@ -1,0 +1,70 @@
+"""Runs in which prompts are answered in several turns, through the front door: by an agent, and with tools."""
+
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+from tests.launch.small_run import flags, write_world
+
+from miles.launch.main import main
+
+
+async def twice(base_url: str, prompt: list[dict[str, Any]], request_kwargs: dict[str, Any], metadata: dict[str, Any]):
+    """Ask, and ask again with the reply in the conversation."""
+    messages = list(prompt)
+    async with aiohttp.ClientSession() as http:
+        for question in ("again", None):
+            body = {"model": "policy", "messages": messages, **request_kwargs}
+            async with http.post(f"{base_url}/v1/chat/completions", json=body) as response:
+                told = await response.json()
+                if response.status != 200:
+                    return {"reward": 0.0}
+            reply = told["choices"][0]["message"]
+            messages += [{"role": "assistant", "content": reply["content"] or ""}]
+            if told["choices"][0]["finish_reason"] == "length":
+                break
+            if question is not None:
+                messages += [{"role": "user", "content": "abc"}]
+    return None
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory):
+    return write_world(tmp_path_factory.mktemp("agents") / "world")
+
+
+def test_an_agent_trains_the_policy_it_asks(world, tmp_path):
+    run = tmp_path / "agent"
+    more = ("--custom-agent-function-path", f"{__name__}:twice")
+    assert main(["train", *flags(world, run, *more, steps=2)]) == 0
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert max(row["parity_max_abs"] for row in steps if row["kind"] == "train") < 1e-4
+
+
+def test_tools_are_offered_in_several_turns(world, tmp_path):
+    run = tmp_path / "tools"
+    more = ("--custom-generate-function-path", "multi_turn", "--generate-max-turns", "2")
+    assert main(["train", *flags(world, run, *more, steps=2)]) == 0
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert max(row["parity_max_abs"] for row in steps if row["kind"] == "train") < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (
+            "--custom-agent-function-path a.b:c --custom-generate-function-path multi_turn",
+            "--custom-agent-function-path a.b:c and --custom-generate-function-path multi_turn both answer prompts; "
+            "keep one.",
+        ),
+        (
+            "--generate-tools calculator",
+            "--generate-tools is for answers in several turns; add --custom-generate-function-path multi_turn.",
+        ),
+        ("--custom-agent-function-path nowhere.at:all", "nowhere"),
+    ],
+)
+def test_what_does_not_go_together_is_said(world, tmp_path, capsys, line, told):
+    assert main(["train", *flags(world, tmp_path / "run", *line.split(), steps=1)]) != 0
+    assert told in capsys.readouterr().err
