@@ -245,5 +245,3 @@ def refuse(spec: DecoderSpec, stretches: Sequence[Stretch]) -> None:
     problem = misfit(spec) if stretches else None
     if problem is not None:
         raise UsageError(f"--share-prefix does not go with this model: {problem}; leave it out.")
-
-
