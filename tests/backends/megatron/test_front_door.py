@@ -31,12 +31,13 @@ def train(world: Path, run: Path, *more: str) -> list[float]:
     return [told["reward"] for told in lines if "reward" in told]
 
 
-def test_a_run_on_megatron_is_the_run_on_fsdp(tmp_path: Path):
+@pytest.mark.parametrize("more", [(), ("--megatron-use-distributed-optimizer",)], ids=["ours", "megatrons"])
+def test_a_run_on_megatron_is_the_run_on_fsdp(tmp_path: Path, more: tuple[str, ...]):
     world = write_world(tmp_path / "world", moe=True)
     replay = "--use-rollout-routing-replay"
     wanted = train(world, tmp_path / "fsdp", replay)
     ranks = ("--train-backend", "megatron", "--actor-num-gpus-per-node", "2", "--pipeline-model-parallel-size", "2")
-    found = train(world, tmp_path / "megatron", replay, *ranks)
+    found = train(world, tmp_path / "megatron", replay, *ranks, *more)
     assert len(found) == 3 and found == pytest.approx(wanted, abs=1e-6)
     last = "checkpoints/step-000003"
     one, two = (_weights(tmp_path / name / last) for name in ("fsdp", "megatron"))
