@@ -4,16 +4,14 @@
     PYTHONPATH=src python benchmarks/trainer_card.py --parts steps --cases 0.6B-16k 4B-8k --sides ours transformers
     PYTHONPATH=src python benchmarks/trainer_card.py --parts profile prefix
 
-bf16, random weights of the published shapes, every token trained, full steps of the Worker (two micro-batches forward,
-loss and backward, clipping, AdamW with float32 masters and moments). Sides: ``ours``; ``torch``, the same without our
-training kernels;
-``transformers``, the step one would write by hand (its own loss, sdpa, fused AdamW on bf16 weights, which keeps 6 bytes
-a parameter less state than ours). Where a step does not fit, it is tried again with layers recomputed. MFU counts the
-operations a step needs, recomputing not among them, against the 8192^3 bf16 product measured in the same run.
+bf16, random weights of the published shapes, every token trained, full steps of the Worker (two micro-batches, then
+clipping and AdamW with float32 masters and moments). Sides: ``ours``; ``torch``, the same without our training kernels;
+``transformers``, the step one would write by hand (its own loss, sdpa, fused AdamW on bf16 weights: six bytes less of
+state a parameter). Where a step does not fit, it is tried again with layers recomputed. MFU counts the operations a
+step needs, recomputing not among them, against the 8192^3 bf16 product measured in the same process.
 
 Parts: ``steps`` the table; ``profile`` where a step's time goes, by kernel; ``prefix`` eight samples of one 1,024-token
-prompt, with what they share read once and not. Each measurement is a process of its own, so one that does not fit ends
-alone. Attention and our kernels by themselves are in ``kernels_training.py``.
+prompt, read once and not. Each measurement is a process of its own. Kernels by themselves: ``kernels_training.py``.
 """
 
 from __future__ import annotations
@@ -388,15 +386,12 @@ def main() -> None:
         return
     rows: list[tuple[str, str, dict[str, Any]]] = []
     for part in args.parts:
-        if part == "prefix":
-            for model in ("Qwen3-0.6B", "Qwen3-4B"):
-                spawn(part, model, "ours")
-        else:
-            for case in args.cases:
-                for side in args.sides if part == "steps" else ("ours",):
-                    found = spawn(part, case, side)
-                    if part == "steps" and found is not None:
-                        rows.append((case, side, found))
+        cases = ("Qwen3-0.6B", "Qwen3-4B") if part == "prefix" else args.cases
+        for case in cases:
+            for side in args.sides if part == "steps" else ("ours",):
+                found = spawn(part, case, side)
+                if part == "steps" and found is not None:
+                    rows.append((case, side, found))
     show(rows)
 
 

@@ -172,7 +172,7 @@ def _prepare_heads(
         normed_Nd = _scaled(x_Nd, scale_N1, q_weight_ptr, k_weight_ptr, column_1d, query_N1, offset, DIM, NARROW)
         x_Nd = tl.where(early_N1, normed_Nd, x_Nd)
     if TURNED > 0:
-        other_1d = _partner(column_1d, TURNED, INTERLEAVED)
+        other_1d = partner(column_1d, TURNED, INTERLEAVED)
         other_Nd = tl.load(qkv_ptr + other_1d, inside_Nd & (column_1d < TURNED) & early_N1, other=0.0)
         if NORM:
             other_Nd = _scaled(other_Nd, scale_N1, q_weight_ptr, k_weight_ptr, other_1d, query_N1, offset, DIM, NARROW)
@@ -206,7 +206,7 @@ def _table(
 
 
 @jit
-def _partner(column_1d: tl.tensor, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr) -> tl.tensor:
+def partner(column_1d: tl.tensor, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr) -> tl.tensor:
     """The channel each channel is turned with: its neighbour, or the one half of all further."""
     if INTERLEAVED:
         return column_1d ^ 1

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from miles.kernels.device_code import jit, on, tl, triton
+from miles.kernels.prepare import partner
 
 # Numbers a program takes at once, and the most programs a backward gives each block of heads.
 _TILE = 2048
@@ -145,14 +146,6 @@ def _kind(shape: Shape, rotation_T2r: Tensor | None, q_weight_d: Tensor | None) 
 
 
 @jit
-def _partner(column_1d: tl.tensor, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr) -> tl.tensor:
-    """The channel each channel is turned with: its neighbour, or the one half of all further."""
-    if INTERLEAVED:
-        return column_1d ^ 1
-    return tl.where(column_1d < TURNED // 2, column_1d + TURNED // 2, column_1d - TURNED // 2)
-
-
-@jit
 def _weights(
     q_weight_ptr: tl.tensor,
     k_weight_ptr: tl.tensor,
@@ -215,7 +208,7 @@ def _heads_forward(
         rotation_ptr += token * (2 * TURNED) + column_1d
         cos_1d = tl.load(rotation_ptr, turned_1d, other=0.0).to(tl.float32)
         sin_1d = tl.load(rotation_ptr + TURNED, turned_1d, other=0.0).to(tl.float32)
-        other_1d = _partner(column_1d, TURNED, INTERLEAVED)
+        other_1d = partner(column_1d, TURNED, INTERLEAVED)
         other_Nd = tl.load(qkv_ptr + other_1d, inside_Nd & turned_1d & early_N1, other=0.0)
         if NORM:
             weight_Nd = _weights(q_weight_ptr, k_weight_ptr, other_1d, query_N1, offset, DIM)
@@ -270,7 +263,7 @@ def _turned_back(
     grad_Nd = _three(q_ptr, k_ptr, v_ptr, head_N1, column_1d, inside_Nd, HEADS, KV_HEADS, DIM)
     if TURNED > 0:
         turned_1d = column_1d < TURNED
-        other_1d = _partner(column_1d, TURNED, INTERLEAVED)
+        other_1d = partner(column_1d, TURNED, INTERLEAVED)
         cos_1d = tl.load(table_ptr + column_1d, turned_1d, other=0.0).to(tl.float32)
         sin_1d = tl.load(table_ptr + TURNED + other_1d, turned_1d, other=0.0).to(tl.float32)
         wanted_Nd = inside_Nd & turned_1d & early_N1
