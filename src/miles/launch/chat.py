@@ -13,9 +13,9 @@ import numpy as np
 from miles.core.errors import EngineError, MilesError
 from miles.core.protocols import Sampling
 from miles.launch.config import Config
+from miles.launch.engines import lone_engine
 from miles.launch.plan import Plan
 from miles.launch.policy import Policy, read_policy
-from miles.launch.wire import lone_engine
 from miles.observe.view import make_view
 from miles.rollout.sampling import training_sampling
 

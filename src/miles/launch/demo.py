@@ -21,10 +21,11 @@ from miles.core.types import Group
 from miles.launch import demo_task
 from miles.launch.answering import answering_of
 from miles.launch.config import Config, DemoOptions
+from miles.launch.engines import lone_engine
 from miles.launch.main import read
 from miles.launch.policy import read_policy
 from miles.launch.run import closing, run
-from miles.launch.wire import evaluator_of, lone_engine
+from miles.launch.wire import evaluator_of
 from miles.observe.summary import Turn, print_summary
 from miles.observe.view import Silent, Stage, View, make_view
 from miles.schedule.recover import Checkpoints

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 
 from miles.launch.answering import answering_of
 from miles.launch.config import Config
+from miles.launch.engines import lone_engine
 from miles.launch.plan import Plan
 from miles.launch.policy import read_policy
-from miles.launch.wire import evaluator_of, lone_engine
+from miles.launch.wire import evaluator_of
 from miles.observe.text import fixed
 from miles.observe.view import make_view
 

@@ -12,18 +12,17 @@ Where several ranks train, this process is the first of them, and weights are pu
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from miles.algo.config import GIVEN
 from miles.backends.native.engine import NativeEngine
-from miles.cluster import platform
 from miles.cluster.local import Inline, Run, Threaded
 from miles.core.errors import UsageError
 from miles.core.protocols import Filter, Journal, Rollout
-from miles.core.types import Version
 from miles.launch.answering import Answering, answering_of
 from miles.launch.config import Config
+from miles.launch.engines import engine_of
 from miles.launch.layout_rules import is_team
 from miles.launch.mathematics import credit_for, plugs_of
 from miles.launch.plan import Plan
@@ -32,8 +31,6 @@ from miles.launch.prompts import held_out_set, journal_for, notes_of, replies_of
 from miles.launch.rank_trainer import TeamTrainer
 from miles.launch.teachers import Applied, teachers_for
 from miles.launch.trainer import Trains, trainer_of
-from miles.models import impl
-from miles.models.door import Model
 from miles.observe.metric import group_metrics
 from miles.plug import points
 from miles.rollout.evaluate import Evaluator
@@ -74,31 +71,6 @@ def evaluator_of(
         log_passrate=r.log_passrate,
     )
     return evaluator, tuple(dataset.note for dataset in sets.values() if dataset.note)
-
-
-def engine_of(config: Config, policy: Policy, run: Run, like: Model | None) -> NativeEngine:
-    """An engine for what ``like`` is, else for what the policy is, that waits for its first weights."""
-    return NativeEngine(
-        policy.spec if like is None else like.spec,
-        device=policy.platform.device,
-        dtype=policy.dtype,
-        config=config.native,
-        run=run,
-        decode=policy.tokenizer.decode,
-        model=None if like is None else impl.unfilled(like),
-        devices=platform.several(policy.platform.device, config.cluster.rollout_num_gpus_per_engine),
-    )
-
-
-async def lone_engine(config: Config, policy: Policy) -> NativeEngine:
-    """An engine with the checkpoint's own weights, as version 0."""
-    # What several devices share need not fit on one.
-    whole = config.cluster.rollout_num_gpus_per_engine == 1
-    model = load_model(policy if whole else replace(policy, platform=platform.find("cpu")))
-    engine = engine_of(config, policy, Inline(), model)
-    weights = {name: p.detach() for name, p in model.named_parameters()}
-    await Publication(weights=lambda: weights, engines=[engine], transport="shared", run=Inline()).publish(Version())
-    return engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
