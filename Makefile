@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 SGLANG := .venv-sglang
+# Test processes side by side; each computes on one thread, so that as many as there are cores do not get in each other's way.
+WORKERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: help demo test test-slow test-sglang test-megatron check format bench docs clean
 
@@ -35,7 +38,7 @@ demo: $(VENV)/.installed
 	$(BIN)/miles demo $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "not slow and not sglang and not megatron" $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow and not sglang and not megatron" $(ARGS)
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m "slow and not sglang and not megatron" $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -142,7 +143,8 @@ class FileWriter:
             self._file.close()
             self._file = None
         for name in {*self.files, self._name} - {""}:
-            (self._folder / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # what cannot be removed stays; whoever waits must hear in any case
+                (self._folder / name).unlink()
 
 
 def digest_on_disk(path: Path) -> str:
