@@ -17,7 +17,7 @@ from miles.kernels.draw import draw
 
 CODES = [pytest.param(True, marks=needs_triton, id="device"), pytest.param(False, id="torch")]
 # Programs that take little at a time, so that short rows have many chunks and long searches.
-SMALL = {"_CHUNK": 16}, {"_GATHERED": 8, "_COLUMNS": 8, "_WARPS": 1, "_PIVOTS": 8}
+SMALL = {"CHUNK": 16}, {"_GATHERED": 8, "_COLUMNS": 8, "_WARPS": 1, "_PIVOTS": 8}
 
 
 @pytest.fixture(params=CODES)

@@ -1,4 +1,4 @@
-"""Which arithmetic this process computes in: the fastest of each operation, or one whose results depend on nothing else.
+"""Which arithmetic this process computes in: the fastest of each operation, or one that depends on nothing beside it.
 
 In ``exact`` arithmetic what is computed of a token is a function of the token, its past and the weights: not of the
 tokens beside it, of how its past was cut into chunks, or of which plane asks. Both planes of a process use the same.
@@ -6,6 +6,7 @@ tokens beside it, of how its past was cut into chunks, or of which plane asks. B
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
@@ -24,6 +25,9 @@ def use(arithmetic: Arithmetic) -> None:
     """Compute so from now on, on every thread; chosen once, before the first model is opened."""
     global _now
     _now = arithmetic
+    if arithmetic == "exact":
+        # Read when the library is opened: its products, which gradients are made of, then repeat from run to run.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @contextmanager

@@ -38,14 +38,15 @@ class Shape(NamedTuple):
 class Heads:
     """How a layer's projection becomes queries, keys and values: norms of heads where there are weights, a rotation.
 
-    ``rotation`` holds cosines and signed sines of all positions, [P, 2, channels that turn].
+    ``rotation`` holds cosines and signed sines, [P, 2, channels that turn]: of all positions, of which those of
+    ``positions_T`` are looked up, or without these of every token.
     """
 
     heads: int
     kv_heads: int
     head_dim: int
     rotation: Tensor | None
-    positions_T: Tensor
+    positions_T: Tensor | None
     interleaved: bool
     q_weight_d: Tensor | None
     k_weight_d: Tensor | None

@@ -14,7 +14,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-__all__ = ["HAVE_TRITON", "early", "gdc_launch_dependents", "gdc_wait", "jit", "on", "ready", "tl", "trained", "triton"]
+__all__ = [
+    "HAVE_TRITON",
+    "early",
+    "early_in_engines",
+    "gdc_launch_dependents",
+    "gdc_wait",
+    "jit",
+    "on",
+    "ready",
+    "tl",
+    "trained",
+    "triton",
+]
 
 HAVE_TRITON: bool = find_spec("triton") is not None
 
@@ -50,6 +62,15 @@ def early(device: torch.device) -> dict[str, bool]:
     """
     able = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
     return {"EARLY": True, "launch_pdl": True} if able else {"EARLY": False}
+
+
+def early_in_engines(device: torch.device) -> dict[str, bool]:
+    """``early`` of a kernel that trainers launch too: the same code, which in training waits for its turn.
+
+    What it reads before ``gdc_wait`` an optimizer or a gather may just have written there.
+    """
+    how = early(device)
+    return how if torch.is_inference_mode_enabled() else {"EARLY": how["EARLY"]}
 
 
 def trained(x: Tensor) -> bool:

@@ -15,7 +15,7 @@ from miles.kernels.cutoff import find_cutoffs
 from miles.kernels.device_code import jit, ready, tl, triton
 
 # Logits a program takes at once. The same for every batch: a row's token must not depend on the rows beside it.
-_CHUNK = 4096
+CHUNK = 4096
 
 
 def draw(
@@ -43,18 +43,18 @@ def draw(
         return
     limits = (top_k_B, top_p_B, min_p_B)
     if ready(logits_BV):
-        _launch(logits_BV, temperature_B, uniform_B, limits if filters else None, tokens_out_B, logprobs_out_B)
+        launch(logits_BV, temperature_B, uniform_B, limits if filters else None, tokens_out_B, logprobs_out_B)
         return
     greedy_B1 = (temperature_B == 0)[:, None]
     logprobs_BV = torch.log_softmax(logits_BV.float() / temperature_B[:, None].masked_fill(greedy_B1, 1.0), -1)
     probs_BV = logprobs_BV.exp()
-    kept_BV = _filtered(probs_BV, *limits) if filters else probs_BV
-    tokens_B1 = torch.where(greedy_B1, logprobs_BV.argmax(-1, keepdim=True), _invert(kept_BV, uniform_B))
+    kept_BV = filtered(probs_BV, *limits) if filters else probs_BV
+    tokens_B1 = torch.where(greedy_B1, logprobs_BV.argmax(-1, keepdim=True), invert(kept_BV, uniform_B))
     tokens_out_B.copy_(tokens_B1.squeeze(1))
     logprobs_out_B.copy_(logprobs_BV.gather(1, tokens_B1).squeeze(1))
 
 
-def _invert(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
+def invert(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
     """The first token whose cumulated probability exceeds the uniform number; never one of probability zero."""
     cdf_BV = probs_BV.cumsum(-1)
     target_B1 = uniform_B[:, None] * cdf_BV[:, -1:]
@@ -64,7 +64,8 @@ def _invert(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
     return torch.where(impossible_B1, probs_BV.argmax(-1, keepdim=True), tokens_B1)
 
 
-def _filtered(probs_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor) -> Tensor:
+def filtered(probs_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor) -> Tensor:
+    """What the filters leave of each row, in plain torch."""
     sorted_BV, order_BV = probs_BV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(probs_BV.shape[1], device=probs_BV.device)
     keep_BV = (rank_V < top_k_B[:, None]) | (top_k_B[:, None] <= 0)
@@ -79,33 +80,41 @@ def _filtered(probs_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tenso
 # -- device code ----------------------------------------------------------------------------
 
 
-def _launch(
+def launch(
     logits_BV: Tensor,
     temperature_B: Tensor,
     uniform_B: Tensor,
     limits: tuple[Tensor, Tensor, Tensor] | None,
     tokens_out_B: Tensor,
     logprobs_out_B: Tensor,
+    chunks: tuple[Tensor, Tensor] | None = None,
 ) -> None:
+    """``draw`` as device code, with its filters or without.
+
+    ``chunks`` are the tops and sums of the rows' chunks where they are known already.
+    """
     per_row = (temperature_B, uniform_B, *(limits or ()), tokens_out_B, logprobs_out_B)
     assert logits_BV.stride(1) == 1 and all(each_B.is_contiguous() for each_B in per_row)
     rows, size = logits_BV.shape
-    stride, chunks = logits_BV.stride(0), -(-size // _CHUNK)
-    shape = {"CHUNKS": triton.next_power_of_2(chunks), "CHUNK": _CHUNK}
-    tops_BC, sums_BC = (torch.empty(rows, chunks, device=logits_BV.device) for _ in range(2))
-    _sum_chunks[(rows, chunks)](logits_BV, temperature_B, tops_BC, sums_BC, stride, size, CHUNK=_CHUNK, num_warps=4)
+    stride, count = logits_BV.stride(0), -(-size // CHUNK)
+    shape = {"CHUNKS": triton.next_power_of_2(count), "CHUNK": CHUNK}
+    if chunks is None:
+        tops_BC, sums_BC = (torch.empty(rows, count, device=logits_BV.device) for _ in range(2))
+        _sum_chunks[(rows, count)](logits_BV, temperature_B, tops_BC, sums_BC, stride, size, CHUNK=CHUNK, num_warps=4)
+    else:
+        tops_BC, sums_BC = chunks
     cutoff_B, spare_B, kept_BC, ties_BC = tops_BC, tops_BC, sums_BC, sums_BC
     if limits is not None:
         cutoff_B, spare_B = find_cutoffs(logits_BV, temperature_B, tops_BC, sums_BC, *limits)
         kept_BC, ties_BC = torch.empty_like(sums_BC), torch.empty_like(sums_BC, dtype=torch.int32)
-        _sum_kept[(rows, chunks)](
-            *(logits_BV, temperature_B, tops_BC, sums_BC, cutoff_B, kept_BC, ties_BC, stride, size, chunks),
+        _sum_kept[(rows, count)](
+            *(logits_BV, temperature_B, tops_BC, sums_BC, cutoff_B, kept_BC, ties_BC, stride, size, count),
             **shape,
             num_warps=4,
         )
     _pick[(rows,)](
         *(logits_BV, temperature_B, uniform_B, tops_BC, sums_BC, cutoff_B, spare_B, kept_BC, ties_BC),
-        *(tokens_out_B, logprobs_out_B, stride, size, chunks),
+        *(tokens_out_B, logprobs_out_B, stride, size, count),
         **shape,
         FILTERS=limits is not None,
         num_warps=8,

@@ -15,7 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from miles.kernels.arithmetic import exact
 from miles.kernels.device_code import early, gdc_launch_dependents, gdc_wait, jit, ready, tl, triton
+from miles.kernels.exact.experts import Experts, exact_experts
 from miles.kernels.gated import Kind, activate, combine
 from miles.kernels.grouped import Exchange, Rows, collect, dispatch, grouped_linear, order_rows, weigh
 from miles.kernels.slim_experts import alone, experts_of_one
@@ -71,6 +73,9 @@ def moe_forward(
     ``down_EDI`` has columns. With an ``exchange`` the stacked tensors are those of this rank's experts alone, while
     ``experts_Tk`` counts all ranks'.
     """
+    if exact():
+        how = Experts(first_EFD, down_EDI, first_bias_EF, down_bias_ED, activation, interleaved)
+        return exact_experts(x_TD, weights_Tk, experts_Tk, how, weigh_input=weigh_input, exchange=exchange)
     biased = first_bias_EF is not None or down_bias_ED is not None
     if exchange is None and not (biased or interleaved or weigh_input) and alone(x_TD, experts_Tk, first_EFD, down_EDI):
         return experts_of_one(x_TD, weights_Tk, experts_Tk, first_EFD, down_EDI, activation)

@@ -16,8 +16,8 @@ from miles.kernels.device_code import jit, ready, tl, triton
 Kind = Literal["silu", "gelu_tanh", "relu2", "swiglu_clamped"]
 
 # The clamped gate's limit and slope, the same in every model that has it.
-_LIMIT = 7.0
-_SLOPE = 1.702
+LIMIT = 7.0
+SLOPE = 1.702
 
 _BLOCK = 1024
 
@@ -31,17 +31,17 @@ class _Clamped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_RI: Tensor, up_RI: Tensor) -> Tensor:
         ctx.save_for_backward(gate_RI, up_RI)
-        gate_RI, up_RI = gate_RI.clamp(max=_LIMIT), up_RI.clamp(-_LIMIT, _LIMIT)
-        return (up_RI + 1) * (gate_RI * (gate_RI * _SLOPE).sigmoid())
+        gate_RI, up_RI = gate_RI.clamp(max=LIMIT), up_RI.clamp(-LIMIT, LIMIT)
+        return (up_RI + 1) * (gate_RI * (gate_RI * SLOPE).sigmoid())
 
     @staticmethod
     def backward(ctx: Any, grad_RI: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         free_RI, up_RI = ctx.saved_tensors
-        gate_RI = free_RI.clamp(max=_LIMIT)
-        part_RI = (gate_RI * _SLOPE).sigmoid()
-        slope_RI = part_RI * (1 + _SLOPE * gate_RI * (1 - part_RI)) * (free_RI <= _LIMIT)
-        up_slope_RI = gate_RI * part_RI * (up_RI.abs() <= _LIMIT)
-        return grad_RI * (up_RI.clamp(-_LIMIT, _LIMIT) + 1) * slope_RI, grad_RI * up_slope_RI
+        gate_RI = free_RI.clamp(max=LIMIT)
+        part_RI = (gate_RI * SLOPE).sigmoid()
+        slope_RI = part_RI * (1 + SLOPE * gate_RI * (1 - part_RI)) * (free_RI <= LIMIT)
+        up_slope_RI = gate_RI * part_RI * (up_RI.abs() <= LIMIT)
+        return grad_RI * (up_RI.clamp(-LIMIT, LIMIT) + 1) * slope_RI, grad_RI * up_slope_RI
 
 
 def activate(gate_RI: Tensor, up_RI: Tensor | None, kind: Kind) -> Tensor:
@@ -62,11 +62,16 @@ def gated(inner_R2I: Tensor, kind: Kind, *, interleaved: bool = False) -> Tensor
     """The activation of one half of each row times the other; ``interleaved``, of each column times the next."""
     if ready(inner_R2I):
         return _launch(inner_R2I, kind, interleaved)
+    return activate(*halves(inner_R2I, interleaved), kind)
+
+
+def halves(inner_R2I: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """What is activated of a row, and what that is multiplied with."""
     if interleaved:
         gate_RI, up_RI = inner_R2I.unflatten(-1, (-1, 2)).unbind(-1)
     else:
         gate_RI, up_RI = inner_R2I.chunk(2, dim=-1)
-    return activate(gate_RI, up_RI, kind)
+    return gate_RI, up_RI
 
 
 def _launch(inner_R2I: Tensor, kind: Kind, interleaved: bool) -> Tensor:

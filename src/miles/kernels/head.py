@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from miles.kernels.arithmetic import exact
+from miles.kernels.exact import head
 from miles.kernels.slim import alone, wide_linear
 
 
@@ -16,6 +18,8 @@ def logits_of(hidden_RD: Tensor, head_VD: Tensor, softcap: float | None = None) 
 
     With ``softcap`` they lie between minus that and that.
     """
+    if exact():
+        return head.logits_of(hidden_RD, head_VD, softcap)
     if hidden_RD.dtype in (torch.float32, torch.float64):
         logits_RV = hidden_RD @ head_VD.T
     elif alone(hidden_RD, head_VD):

@@ -9,12 +9,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from miles.kernels.arithmetic import exact
 from miles.kernels.device_code import early, gdc_launch_dependents, gdc_wait, jit, ready, tl, trained, triton
+from miles.kernels.exact import rows
 from miles.kernels.train_norm import add_norm_in_training, norm_in_training
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
     """The last dimension at unit mean square, times the weight to which ``offset`` is added."""
+    if exact():
+        return rows.rms_norm(x_TD, weight_D, eps, offset=offset)
     if ready(x_TD):
         return _launch(x_TD, None, weight_D, eps, offset)[1]
     # Torch's own pass is the faster one in training, but it takes no offset.
@@ -31,6 +35,8 @@ def add_rms_norm(
     x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float, *, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """The sum of two, in their dtype, and that sum normalised."""
+    if exact():
+        return rows.add_rms_norm(x_TD, delta_TD, weight_D, eps, offset=offset)
     if ready(x_TD):
         return _launch(x_TD, delta_TD, weight_D, eps, offset)
     if offset and trained(x_TD):

@@ -6,13 +6,15 @@ P positions, S slots of a cache.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from miles.kernels.device_code import early, gdc_launch_dependents, gdc_wait, jit, ready, tl, triton
+from miles.kernels.arithmetic import exact
+from miles.kernels.device_code import early, early_in_engines, gdc_launch_dependents, gdc_wait, jit, ready, tl, triton
 
 # Numbers a program takes at once: sixteen bytes for each thread of four warps.
 _BLOCK = 1024
@@ -44,9 +46,10 @@ def prepare(
     """
     assert (q_weight_d is None) == (k_weight_d is None)
     if ready(qkv_TN):
-        return _launch(
+        return launch_heads(
             *(qkv_TN, heads, kv_heads, head_dim, rotation, positions_T, interleaved),
             *(q_weight_d, k_weight_d, eps, offset, key_slots, value_slots, slots_T, gated),
+            started=started(qkv_TN, positions_T) if exact() else early(qkv_TN.device),
         )
     qkv_TNd = qkv_TN.unflatten(-1, (-1, head_dim))
     if gated:
@@ -69,6 +72,11 @@ def prepare(
     return q_THd
 
 
+def started(qkv_TN: Tensor, positions_T: Tensor | None) -> dict[str, bool]:
+    """How both planes start the device code in exact arithmetic; rotations that were just made are not read ahead."""
+    return {"EARLY": False} if positions_T is None else early_in_engines(qkv_TN.device)
+
+
 def _turn(x_TNd: Tensor, rotation_T2r: Tensor, interleaved: bool) -> Tensor:
     turned = rotation_T2r.shape[-1]
     x_TNr, rest_TN = x_TNd.split((turned, x_TNd.shape[-1] - turned), dim=-1)
@@ -77,7 +85,7 @@ def _turn(x_TNd: Tensor, rotation_T2r: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((torch.addcmul(x_TNr * cos_T1r, swapped_TNr, sin_T1r), rest_TN), -1)
 
 
-def _launch(
+def launch_heads(
     qkv_TN: Tensor,
     heads: int,
     kv_heads: int,
@@ -93,7 +101,10 @@ def _launch(
     value_slots: Tensor,
     slots_T: Tensor,
     gated: bool,
+    *,
+    started: Mapping[str, bool],
 ) -> Tensor:
+    """``prepare`` as device code, ``started`` so, whoever asks."""
     assert qkv_TN.stride(1) == 1 and (rotation is None or rotation.is_contiguous())
     assert key_slots.stride()[1:] == value_slots.stride()[1:] == (head_dim, 1)
     q_THd = torch.empty(len(qkv_TN), heads, head_dim, dtype=qkv_TN.dtype, device=qkv_TN.device)
@@ -103,7 +114,7 @@ def _launch(
         narrow = torch.promote_types(scale, qkv_TN.dtype) == qkv_TN.dtype
     block_d = triton.next_power_of_2(head_dim)
     block_n = max(1, min(_BLOCK // block_d, triton.next_power_of_2(heads + 2 * kv_heads)))
-    _prepare_heads[(len(qkv_TN), triton.cdiv(heads + 2 * kv_heads, block_n))](
+    prepare_heads[(len(qkv_TN), triton.cdiv(heads + 2 * kv_heads, block_n))](
         *(qkv_TN, rotation, positions_T, q_weight_d, k_weight_d, slots_T, q_THd, key_slots, value_slots),
         *(qkv_TN.stride(0), key_slots.stride(0), value_slots.stride(0), eps, offset),
         HEADS=heads,
@@ -118,13 +129,13 @@ def _launch(
         BLOCK_N=block_n,
         BLOCK_D=block_d,
         num_warps=4,
-        **early(qkv_TN.device),
+        **started,
     )
     return q_THd
 
 
 @jit
-def _prepare_heads(
+def prepare_heads(
     qkv_ptr: tl.tensor,
     rotation_ptr: tl.tensor,
     positions_ptr: tl.tensor,

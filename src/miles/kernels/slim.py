@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from miles.kernels.arithmetic import exact
 from miles.kernels.device_code import early, gdc_launch_dependents, gdc_wait, jit, ready, tl, triton
+from miles.kernels.exact import product
 from miles.kernels.gated import Kind, combine
 from miles.kernels.train_gated import gate
 
@@ -29,6 +31,8 @@ def alone(x_TK: Tensor, weight_NK: Tensor) -> bool:
 
 def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """Rows times a weight, plus a bias; summed in float32 and rounded once."""
+    if exact():
+        return product.linear(x_TK, weight_NK, bias_N)
     if not alone(x_TK, weight_NK):
         return F.linear(x_TK, weight_NK, bias_N)
     return _launch(x_TK, weight_NK, bias_N, None, x_TK.dtype)
@@ -41,6 +45,8 @@ def wide_linear(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
 
 def gated_linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, kind: Kind) -> Tensor:
     """The activation of the first half of a product, times the other half."""
+    if exact():
+        return product.gated_linear(x_TK, weight_NK, bias_N, kind)
     if not alone(x_TK, weight_NK):
         return gate(F.linear(x_TK, weight_NK, bias_N), kind)
     return _launch(x_TK, weight_NK, bias_N, kind, x_TK.dtype)

@@ -8,6 +8,7 @@ projection at once, that of the values with it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,30 +97,39 @@ class _Heads(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor
     ) -> tuple[Tensor, None, Tensor | None, Tensor | None, None]:
-        qkv_TN, rotation_T2r, q_weight_d, k_weight_d = ctx.saved_tensors
-        shape: Shape = ctx.shape
-        tokens = len(q_THd)
-        q_THd, k_TGd, v_TGd = (_packed(x) for x in (q_THd, k_TGd, v_TGd))
-        back_TN = torch.empty(tokens, shape.rows * shape.head_dim, dtype=q_THd.dtype, device=q_THd.device)
-        block_n, block_d, warps = _tile(shape)
-        blocks, programs = -(-shape.rows // block_n), min(tokens, _PROGRAMS)
-        parts = torch.empty(programs * blocks, 2, shape.head_dim, dtype=torch.float32, device=q_THd.device)
-        source_TN = back_TN if qkv_TN is None else qkv_TN
-        if tokens:
-            with on(q_THd):
-                _heads_backward[(programs, blocks)](
-                    *(q_THd, k_TGd, v_TGd, source_TN, rotation_T2r, q_weight_d, k_weight_d, back_TN, parts),
-                    *(q_THd.stride(0), k_TGd.stride(0), v_TGd.stride(0), source_TN.stride(0)),
-                    *(tokens, programs, shape.eps, shape.offset),
-                    **_kind(shape, rotation_T2r, q_weight_d),
-                    BLOCK_N=block_n,
-                    BLOCK_D=block_d,
-                    num_warps=warps,
-                )
-        if q_weight_d is None or k_weight_d is None:
-            return back_TN, None, None, None, None
-        q_d, k_d = parts.sum(0).unbind()
-        return back_TN, None, q_d.to(q_weight_d.dtype), k_d.to(k_weight_d.dtype), None
+        return heads_backward(q_THd, k_TGd, v_TGd, ctx.saved_tensors, ctx.shape)
+
+
+def heads_backward(
+    q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, saved: Sequence[Tensor | None], shape: Shape
+) -> tuple[Tensor, None, Tensor | None, Tensor | None, None]:
+    """The gradients of the projection and of the norms' weights, out of those of queries, keys and values.
+
+    ``saved`` are the projection, where there are norms, the rotation and the weights.
+    """
+    qkv_TN, rotation_T2r, q_weight_d, k_weight_d = saved
+    tokens = len(q_THd)
+    q_THd, k_TGd, v_TGd = (_packed(x) for x in (q_THd, k_TGd, v_TGd))
+    back_TN = torch.empty(tokens, shape.rows * shape.head_dim, dtype=q_THd.dtype, device=q_THd.device)
+    block_n, block_d, warps = _tile(shape)
+    blocks, programs = -(-shape.rows // block_n), min(tokens, _PROGRAMS)
+    parts = torch.empty(programs * blocks, 2, shape.head_dim, dtype=torch.float32, device=q_THd.device)
+    source_TN = back_TN if qkv_TN is None else qkv_TN
+    if tokens:
+        with on(q_THd):
+            _heads_backward[(programs, blocks)](
+                *(q_THd, k_TGd, v_TGd, source_TN, rotation_T2r, q_weight_d, k_weight_d, back_TN, parts),
+                *(q_THd.stride(0), k_TGd.stride(0), v_TGd.stride(0), source_TN.stride(0)),
+                *(tokens, programs, shape.eps, shape.offset),
+                **_kind(shape, rotation_T2r, q_weight_d),
+                BLOCK_N=block_n,
+                BLOCK_D=block_d,
+                num_warps=warps,
+            )
+    if q_weight_d is None or k_weight_d is None:
+        return back_TN, None, None, None, None
+    q_d, k_d = parts.sum(0).unbind()
+    return back_TN, None, q_d.to(q_weight_d.dtype), k_d.to(k_weight_d.dtype), None
 
 
 def _packed(x_THd: Tensor) -> Tensor:

@@ -46,7 +46,9 @@ class _Norm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x_TD, weight_D, scale_T = ctx.saved_tensors
-        back_TD, weight = _backward(_rows(grad_TD), None, x_TD, weight_D, scale_T, ctx.offset, ctx.needs_input_grad[1])
+        back_TD, weight = norm_backward(
+            _rows(grad_TD), None, x_TD, weight_D, scale_T, ctx.offset, ctx.needs_input_grad[1]
+        )
         return back_TD.view(ctx.shape), weight, None, None
 
 
@@ -71,7 +73,7 @@ class _AddNorm(torch.autograd.Function):
         sum_TD, weight_D, scale_T = ctx.saved_tensors
         late_TD = None if stream_TD is None else _rows(stream_TD)
         wanted = ctx.needs_input_grad[2]
-        back_TD, weight = _backward(_rows(grad_TD), late_TD, sum_TD, weight_D, scale_T, ctx.offset, wanted)
+        back_TD, weight = norm_backward(_rows(grad_TD), late_TD, sum_TD, weight_D, scale_T, ctx.offset, wanted)
         back_TD = back_TD.view(ctx.shape)
         return back_TD, back_TD, weight, None, None
 
@@ -110,7 +112,7 @@ def _forward(
     return sum_TD, normed_TD, scale_T
 
 
-def _backward(
+def norm_backward(
     grad_TD: Tensor,
     late_TD: Tensor | None,
     x_TD: Tensor,
