@@ -155,6 +155,36 @@ def test_maxrl_ascends_the_log_of_the_pass_rate_expanded_to_one_term_fewer_than_
     assert np.allclose(found, expected, atol=1e-12)
 
 
+def failing(rewards, failed):
+    tries = tuple(
+        Trajectory(
+            branches=((prompt(1, 2), policy(5, 6)),),
+            status=Status.FAILED if n in failed else Status.COMPLETED,
+            reward=Reward(value=0.0 if n in failed else reward),
+            index=n,
+        )
+        for n, reward in enumerate(rewards)
+    )
+    return Group(prompt=Prompt(id=1, messages=()), trajectories=tries)
+
+
+@given(st.lists(st.floats(0, 3), min_size=2, max_size=6), st.data(), st.sampled_from(sorted(ALGORITHMS)))
+def test_what_failed_is_not_trained_and_its_siblings_are_worth_what_they_would_be_without_it(rewards, data, name):
+    failed = data.draw(st.sets(st.sampled_from(range(len(rewards))), max_size=len(rewards) - 1))
+    credit = credit_of(AlgoConfig(advantage_estimator=name), response_limit=9)
+    rows = credit(failing(rewards, failed))
+    alone = credit(failing([r for n, r in enumerate(rewards) if n not in failed], ()))
+    assert len(rows) == len(rewards)
+    assert [row.mask.any() for row in rows] == [n not in failed for n in range(len(rewards))]
+    left = [row.advantages.tolist() for n, row in enumerate(rows) if n not in failed]
+    assert left == [row.advantages.tolist() for row in alone]
+
+
+def test_what_failed_can_be_trained_on_with_the_reward_it_has():
+    rows = credit_of(AlgoConfig(failed_attempts="train"), response_limit=9)(failing([1.0, 1.0], {1}))
+    assert all(row.mask.any() for row in rows) and rows[1].advantages[-1] < 0
+
+
 def test_maxrl_refuses_rewards_below_zero():
     with pytest.raises(PlugError, match="--advantage-estimator maxrl divides by the mean reward"):
         max_likelihood(np.array([1.0, -1.0]), np.ones(2))

@@ -87,6 +87,11 @@ def test_a_trajectory_knows_its_stalest_version_over_all_branches():
     assert made.oldest == Version(number=5) and made.response_length == 3
 
 
+def test_a_trajectory_the_policy_wrote_nothing_of_has_no_version():
+    asked = Span(author=Author.PROMPT, tokens=tokens(2))
+    assert Trajectory(branches=((asked,),), status=Status.FAILED).oldest is None
+
+
 def test_staleness_is_the_distance_to_the_oldest_token():
     batch = Batch(step=1, samples=(sample(3), sample(4)), num_groups=1)
     assert batch.staleness(Version(number=6)) == 2 and batch.tokens == 7

@@ -68,6 +68,11 @@ class AlgoConfig:
     advantage_role_key: str | None = knob(
         None, "Compare attempts at a prompt only if they have the same value under this key of their metadata."
     )
+    failed_attempts: Literal["mask", "train"] = knob(
+        "mask",
+        "What becomes of attempts whose environment or agent failed: left out of the loss and of what their group is "
+        "measured by, or trained on with the reward 0.",
+    )
     custom_reward_post_process_path: str | None = knob(
         None, "Plug that says what each attempt of a scored group is worth (see core.protocols.Worth)."
     )
@@ -181,6 +186,11 @@ class AlgoConfig:
     )
     use_rollout_routing_replay: bool = knob(
         False, "Route the tokens of a mixture-of-experts model in training as the engine routed them."
+    )
+    use_routing_replay: bool = knob(
+        False,
+        "In all optimizer steps of a batch, route tokens to the experts that the trainer's own forward chose before the "
+        "first; beside --use-rollout-routing-replay, those the engine did not record.",
     )
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from miles.algo.length import Overlong
 from miles.core.errors import PlugError
 from miles.core.protocols import Credit, Worth
-from miles.core.types import Array, Author, Group, Sample, Span, Trajectory
+from miles.core.types import Array, Author, Group, Sample, Span, Status, Trajectory
 
 _TINY = 1e-6
 
@@ -118,18 +118,22 @@ class Compared:
     """Holds the attempts of a group against each other (see core.protocols.Worth).
 
     With ``role_key`` only those that have the same value under that key of their metadata, so that in self-play
-    each side is measured by what its own side earned.
+    each side is measured by what its own side earned. Attempts that ended as one of ``masked`` are measured by nobody,
+    and nobody by them: they are worth 0.
     """
 
     compare: Compare
     role_key: str | None = None
+    masked: frozenset[Status] = frozenset()
 
     def __call__(self, group: Group) -> Sequence[float]:
         reward_I = np.array([_reward(group, t) for t in group.trajectories], np.float64)
         length_I = np.array([t.response_length for t in group.trajectories], np.float64)
         worth_I = np.zeros_like(reward_I)
+        counts_I = np.array([t.status not in self.masked for t in group.trajectories], np.bool_)
         for side_I in self._sides(group):
-            worth_I[side_I] = self.compare(reward_I[side_I], length_I[side_I])
+            if (some_I := side_I & counts_I).any():
+                worth_I[some_I] = self.compare(reward_I[some_I], length_I[some_I])
         return worth_I.tolist()
 
     def _sides(self, group: Group) -> Iterator[NDArray[np.bool_]]:
@@ -155,11 +159,13 @@ class Compared:
 class Valued:
     """Every token of an attempt is worth what ``worth`` says of the attempt.
 
-    ``penalty`` is added to the rewards before; rows keep the reward as it was earned.
+    ``penalty`` is added to the rewards before; rows keep the reward as it was earned. Attempts that ended as one of
+    ``masked`` give rows in which nothing is trained.
     """
 
     worth: Worth
     penalty: Overlong | None = None
+    masked: frozenset[Status] = frozenset()
 
     def __call__(self, group: Group) -> Sequence[Sample]:
         worths = self.worth(group if self.penalty is None else penalised(group, self.penalty))
@@ -176,7 +182,12 @@ class Valued:
         return [
             row
             for trajectory, worth in zip(group.trajectories, worths, strict=True)
-            for row in rows_of(group.prompt.id, trajectory, worth=worth, trained=Author.POLICY)
+            for row in rows_of(
+                group.prompt.id,
+                trajectory,
+                worth=worth,
+                trained=None if trajectory.status in self.masked else Author.POLICY,
+            )
         ]
 
 
@@ -225,8 +236,8 @@ def penalised(group: Group, penalty: Overlong) -> Group:
     return replace(group, trajectories=trajectories)
 
 
-def rows_of(prompt_id: int, trajectory: Trajectory, *, worth: float, trained: Author) -> list[Sample]:
-    """One row a branch. Tokens of ``trained`` authorship are trained on, each with advantage ``worth``.
+def rows_of(prompt_id: int, trajectory: Trajectory, *, worth: float, trained: Author | None) -> list[Sample]:
+    """One row a branch. Tokens of ``trained`` authorship, if any is, are trained on, each with advantage ``worth``.
 
     A branch without such a token still gives a row, so that the number of trajectories in a batch
     stays what the configuration says; it adds nothing to the loss and counts in its denominator.
@@ -285,3 +296,12 @@ def nothing_like(values: Array, length: int) -> Array:
     """``length`` entries that mean "none": the largest integer of the type, or NaN for floats."""
     empty = np.iinfo(values.dtype).max if np.issubdtype(values.dtype, np.integer) else np.nan
     return np.full((length, *values.shape[1:]), empty, values.dtype)
+
+
+def newest_only(credit: Credit) -> Credit:
+    """The same rows, trained only where the newest of the versions that wrote one has written."""
+
+    def rows(group: Group) -> Sequence[Sample]:
+        return [replace(row, mask=row.mask & (row.versions == row.versions.max())) for row in credit(group)]
+
+    return rows

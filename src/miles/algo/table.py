@@ -48,6 +48,7 @@ from miles.algo.reduce import Constant, Reducer, per_token, per_trajectory
 from miles.algo.returns import Estimator, Gae, TokenReturns
 from miles.core.errors import UsageError
 from miles.core.protocols import Credit, Worth
+from miles.core.types import Status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,9 +141,9 @@ def credit_of(
         return Checked(credit=credit)
     buffer, factor = config.overlong_buffer_len, config.overlong_penalty_factor
     penalty = None if buffer is None else Overlong(limit=response_limit, buffer=buffer, factor=factor)
-    return Valued(
-        worth=worth or Compared(compare=compare_of(config), role_key=config.advantage_role_key), penalty=penalty
-    )
+    masked = frozenset({Status.FAILED}) if config.failed_attempts == "mask" else frozenset[Status]()
+    compared = Compared(compare=compare_of(config), role_key=config.advantage_role_key, masked=masked)
+    return Valued(worth=worth or compared, penalty=penalty, masked=masked)
 
 
 def compare_of(config: AlgoConfig) -> Compare:

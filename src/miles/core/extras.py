@@ -3,6 +3,8 @@
 The shape of each array's entries is in brackets; -1 stands for "no token".
 """
 
+ROUTED = "routed_experts"
+"""[L, k] The experts it went to, in each layer that has any; the greatest number of the type where none is known."""
 TOP_TOKENS = "top_tokens"
 """[k] The tokens that were likeliest where this one was drawn."""
 TEACHER_LOGPROB = "teacher_logprob"

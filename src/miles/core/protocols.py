@@ -6,12 +6,14 @@ Doors a user may replace (plug points) are plain callables; doors between planes
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from miles.core.events import Event
 from miles.core.types import (
+    EMPTY,
+    Array,
     Batch,
     Group,
     Prompt,
@@ -31,7 +33,8 @@ class Sampling:
     """How to draw tokens. ``seed`` and a token's position decide its randomness, whoever its batch mates are.
 
     ``temperature`` 0 is greedy; ``top_k`` -1 and ``top_p`` 1 are off. Log-probs are those of the
-    temperature-scaled distribution before top-k, top-p and min-p cut it (what a trainer recomputes).
+    temperature-scaled distribution before top-k, top-p and min-p cut it (what a trainer recomputes). ``drawn`` of the
+    tokens given were drawn with this seed before, when an attempt that was cut goes on.
     """
 
     temperature: float = 1.0
@@ -43,19 +46,22 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int = 0
+    drawn: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """What the engine wrote: one span per policy version it was written under.
 
-    ``reason`` is ``stop`` (a stop token or string), ``length`` (the limit) or ``abort``.
+    ``reason`` is ``stop`` (a stop token or string), ``length`` (the limit) or ``abort``. ``given`` is what the engine
+    found out of the tokens it was given, by names of ``core.extras``, first axis their number.
     """
 
     spans: tuple[Span, ...]
     status: Status
     reason: str
     cached_tokens: int = 0
+    given: Mapping[str, Array] = field(default_factory=lambda: EMPTY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +123,13 @@ class Generate(Protocol):
     """Prompt in, attempt out. Single turn, multi turn, agents: all are this."""
 
     async def __call__(self, prompt: Prompt, engine: Engine, sampling: Sampling) -> Trajectory: ...
+
+
+@runtime_checkable
+class Resumes(Protocol):
+    """A Generate that can take up an attempt that was cut: what ``past`` has is kept, token for token."""
+
+    async def resume(self, prompt: Prompt, past: Trajectory, engine: Engine, sampling: Sampling) -> Trajectory: ...
 
 
 class RewardFn(Protocol):
@@ -195,6 +208,17 @@ class Rollout(Protocol):
     """The rollout plane, as the scheduler sees it."""
 
     async def produce(self, prompt: Prompt) -> Group: ...
+
+
+class Cuttable(Rollout, Protocol):
+    """A rollout plane that can be told that there is enough.
+
+    After ``cut`` every ``produce`` returns soon; attempts that had not ended are ABORTED, with what they have.
+    ``go_on`` takes a group up whose attempts were cut, and ends them.
+    """
+
+    async def cut(self) -> None: ...
+    async def go_on(self, begun: Group) -> Group: ...
 
 
 class Evaluate(Protocol):

@@ -159,9 +159,9 @@ class Trajectory:
         return sum(len(s) for s in self.spans if s.author is Author.POLICY)
 
     @property
-    def oldest(self) -> Version:
-        """The stalest weights that wrote any of it."""
-        return min(s.version for s in self.spans if s.version is not None)
+    def oldest(self) -> Version | None:
+        """The stalest weights that wrote any of it; None where the policy wrote nothing."""
+        return min((s.version for s in self.spans if s.version is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,8 +230,9 @@ class Batch:
     probe: tuple[Sample, ...] = ()
 
     def staleness(self, now: Version) -> int:
-        """How many versions behind ``now`` its oldest token is."""
-        return max((now.number - s.oldest for s in self.samples if s.oldest is not None), default=0)
+        """How many versions behind ``now`` its oldest token of that policy is."""
+        own = (s.oldest for s in self.samples if s.policy == now.policy)
+        return max((now.number - oldest for oldest in own if oldest is not None), default=0)
 
     @property
     def tokens(self) -> int:

@@ -9,8 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from miles.kernels.arithmetic import exact
 from miles.kernels.card import CardAttend, Heads
 from miles.kernels.device_code import trained
+from miles.kernels.exact import heads as exact_heads
+from miles.kernels.exact import rows as exact_rows
+from miles.kernels.exact.gate import sigmoid
 from miles.kernels.train_heads import Shape, heads_in_training
 from miles.models.linear import Linear
 from miles.models.memory import Attend, Terms
@@ -47,7 +51,7 @@ class Attention(nn.Module):
     def forward(self, x_TD: Tensor, at: Positions, attend: Attend) -> Tensor:
         if self._plain and isinstance(attend, CardAttend) and (heads := self._heads(at)) is not None:
             return self.output(attend.straight(self.layer, self.qkv(x_TD), heads, self.terms, sinks_H=self.sinks))
-        if self._plain and trained(x_TD):
+        if self._plain and (exact_heads.on_card(x_TD) if exact() else trained(x_TD)):
             return self.output(self._attended(x_TD, at, attend).flatten(1))
         gate_THd, qk_TNd, v_TGd = self._project(x_TD)
         qk_TNd = self._normalise(qk_TNd)
@@ -55,13 +59,13 @@ class Attention(nn.Module):
         if rope is not None:
             qk_TNd = rotate(qk_TNd, at.rotation(rope, self.spec.head_dim), interleaved=rope.interleaved)
         if self.spec.qk_norm == "unit":
-            qk_TNd = F.rms_norm(qk_TNd, (self.spec.head_dim,), None, self.eps)
+            qk_TNd = self._unit(qk_TNd)
         q_THd, k_TGd = qk_TNd.split((self.spec.num_heads, self.spec.num_kv_heads), dim=1)
         if self.spec.temperature is not None:
             q_THd = (q_THd * at.temperature(*self.spec.temperature)).to(q_THd.dtype)
         out_THd = attend(self.layer, q_THd, k_TGd, v_TGd, self.terms, sinks_H=self.sinks)
         if gate_THd is not None:
-            out_THd = out_THd * gate_THd.sigmoid()
+            out_THd = out_THd * (sigmoid(gate_THd) if exact() else gate_THd.sigmoid())
         return self.output(out_THd.flatten(1))
 
     def _attended(self, x_TD: Tensor, at: Positions, attend: Attend) -> Tensor:
@@ -75,31 +79,48 @@ class Attention(nn.Module):
             eps=self.eps,
             offset=0.0 if self.q_norm is None else self.q_norm.offset,
         )
-        rotation_T2r = None if rope is None else at.rotation(rope, spec.head_dim)
         weights = (
             (None, None) if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
         )
-        q_THd, k_TGd, v_TGd = heads_in_training(self.qkv(x_TD), rotation_T2r, *weights, shape)
+        if exact():
+            turned = self._turned(at)
+            q_THd, k_TGd, v_TGd = exact_heads.heads_of(self.qkv(x_TD), *turned, *weights, shape)
+        else:
+            rotation_T2r = None if rope is None else at.rotation(rope, spec.head_dim)
+            q_THd, k_TGd, v_TGd = heads_in_training(self.qkv(x_TD), rotation_T2r, *weights, shape)
         return attend(self.layer, q_THd, k_TGd, v_TGd, self.terms, sinks_H=self.sinks)
 
     def _heads(self, at: Positions) -> Heads | None:
         """How queries and keys are made ready, where one kernel can do all of it."""
         spec = self.spec
-        table_P2d = None if spec.rope is None else at.table(spec.rope, spec.head_dim)
-        if spec.rope is not None and table_P2d is None:
+        rotation, positions_T = self._turned(at)
+        if spec.rope is not None and positions_T is None and not exact():
             return None
         return Heads(
             heads=spec.num_heads,
             kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
-            rotation=table_P2d,
-            positions_T=at.positions_T,
+            rotation=rotation,
+            positions_T=positions_T,
             interleaved=spec.rope is not None and spec.rope.interleaved,
             q_weight_d=None if self.q_norm is None else self.q_norm.weight,
             k_weight_d=None if self.k_norm is None else self.k_norm.weight,
             eps=self.eps,
             offset=0.0 if self.q_norm is None else self.q_norm.offset,
         )
+
+    def _turned(self, at: Positions) -> tuple[Tensor | None, Tensor | None]:
+        """A table of rotations and the positions to look up; or a rotation for every token, and none."""
+        rope, dim = self.spec.rope, self.spec.head_dim
+        if rope is None:
+            return None, at.positions_T
+        table_P2d = at.table(rope, dim)
+        return (at.rotation(rope, dim).contiguous(), None) if table_P2d is None else (table_P2d, at.positions_T)
+
+    def _unit(self, qk_TNd: Tensor) -> Tensor:
+        if exact():
+            return exact_rows.rms_norm(qk_TNd, None, self.eps)
+        return F.rms_norm(qk_TNd, (self.spec.head_dim,), None, self.eps)
 
     def _project(self, x_TD: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
         """Gates where there are any, queries and keys side by side, values."""
@@ -120,6 +141,9 @@ class Attention(nn.Module):
             q_THd, k_TGd = qk_TNd.split((num_q, num_k), dim=1)
             q_THd = self.q_norm(q_THd.flatten(1)).view(q_THd.shape)
             return torch.cat((q_THd, self.k_norm(k_TGd.flatten(1)).view(k_TGd.shape)), 1)
+        if exact():
+            q_THd, k_TGd = qk_TNd.split((num_q, num_k), dim=1)
+            return torch.cat((self.q_norm(q_THd), self.k_norm(k_TGd)), 1)
         # Queries and keys in one pass: on small models the number of operations is the cost.
         scale_Nd = torch.cat((self.q_norm.scale().expand(num_q, -1), self.k_norm.scale().expand(num_k, -1)))
         wide_TNd = qk_TNd.to(torch.promote_types(qk_TNd.dtype, scale_Nd.dtype))

@@ -23,6 +23,14 @@ class ModelConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = knob(
         "auto", "The precision of the weights; auto is the checkpoint's own on an accelerator and float32 on a CPU."
     )
+    rollout_dtype: Literal["auto", "float32", "bfloat16"] = knob(
+        "auto", "The precision the engine samples in, its weights rounded at each publication; auto is --dtype's."
+    )
+    parity: Literal["fast", "exact"] = knob(
+        "fast",
+        "The arithmetic of engine and trainer: fast takes the quickest form of every operation, exact forms that give "
+        "a token the same log-prob in both, to the last bit, or stop the run.",
+    )
     trust_remote_code: bool = knob(
         False,
         "Let a checkpoint's tokenizer, and its model with --model-impl transformers, run Python code it came with.",

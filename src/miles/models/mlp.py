@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from miles.kernels.arithmetic import exact
+from miles.kernels.exact.gate import activated
 from miles.kernels.gated import activate
 from miles.kernels.slim import gated_linear
 from miles.models.linear import Linear
@@ -33,4 +35,7 @@ class Mlp(nn.Module):
         if self.gate_up is not None:
             return self.down(gated_linear(x_TD, self.gate_up.weight, self.gate_up.bias, self.activation))
         assert self.up is not None
-        return self.down(activate(self.up(x_TD), None, self.activation))
+        up_TI = self.up(x_TD)
+        if exact():
+            return self.down(activated(up_TI, self.activation))
+        return self.down(activate(up_TI, None, self.activation))

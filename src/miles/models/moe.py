@@ -5,6 +5,7 @@ Shapes: T tokens, D hidden, I intermediate, E experts, k experts a token, R = T 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,15 +13,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from miles.kernels.arithmetic import exact
 from miles.kernels.device_code import ready
+from miles.kernels.exact import route as exact_routes
+from miles.kernels.exact.gate import sigmoid
 from miles.kernels.experts import moe_forward, route
 from miles.kernels.grouped import Exchange
+from miles.kernels.slim import linear
 from miles.models.linear import Linear
 from miles.models.mlp import Mlp
 from miles.models.spec import MoeSpec
 
 # Keeps the weights of replayed experts that the router would never choose from becoming 0 / 0.
 _TINY = 1e-20
+
+
+def _best(scores: Tensor, count: int) -> Tensor:
+    return scores.topk(count, dim=-1).indices
 
 
 @dataclass(slots=True, kw_only=True)
@@ -99,6 +108,8 @@ class MoeMlp(nn.Module):
     def route(self, x_TD: Tensor, routing: Routing | None) -> tuple[Tensor, Tensor]:
         """The weights of each token's experts, [T, k], and which they are; gradients flow through the weights."""
         spec = self.spec
+        if exact():
+            return self._exact_route(x_TD, routing)
         if self._plain and ready(x_TD) and (routing is None or routing.replay_TLk is None):
             weights_Tk, experts_Tk = route(
                 self.router(x_TD),
@@ -119,6 +130,28 @@ class MoeMlp(nn.Module):
             weights_Tk = weights_Tk * spec.scale
         return weights_Tk.to(x_TD.dtype), experts_Tk
 
+    def _exact_route(self, x_TD: Tensor, routing: Routing | None) -> tuple[Tensor, Tensor]:
+        """``route``, of each token for itself: the same in both planes to the last bit."""
+        spec = self.spec
+        how: dict[str, Any] = {"normalise": spec.norm_topk_prob, "scale": spec.scale, "dtype": x_TD.dtype}
+        wide = torch.promote_types(x_TD.dtype, torch.float32)
+        if self._plain or (spec.score == "softmax" and not spec.wide_router):
+            logits_TE = self.router(x_TD)
+        else:
+            bias_E = None if self.router.bias is None else self.router.bias.to(wide)
+            logits_TE = linear(x_TD.to(wide), self.router.weight.to(wide), bias_E)
+        if self._plain and exact_routes.on_card(logits_TE):
+            weights_Tk, own_Tk = exact_routes.route(logits_TE, spec.experts_per_token, **how)
+            experts_Tk = own_Tk if routing is None else routing.choose(self.slot, own_Tk)
+            if routing is not None and routing.replay_TLk is not None:
+                weights_Tk, _ = exact_routes.route(logits_TE, spec.experts_per_token, **how, experts_Tk=experts_Tk)
+            return weights_Tk, experts_Tk
+        scores_TE = exact_routes.scores_of(logits_TE, spec.score)
+        experts_Tk = self._choose(logits_TE.detach(), scores_TE.detach(), top=exact_routes.best)
+        if routing is not None:
+            experts_Tk = routing.choose(self.slot, experts_Tk)
+        return exact_routes.weights_of(scores_TE, experts_Tk, **how), experts_Tk
+
     def _score(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """What the router gives, and the scores that makes, in float32 at least."""
         wide = torch.promote_types(x_TD.dtype, torch.float32)
@@ -129,20 +162,21 @@ class MoeMlp(nn.Module):
         logits_TE = F.linear(x_TD.to(wide), self.router.weight.to(wide), bias_E)
         return logits_TE, logits_TE.softmax(-1) if self.spec.score == "softmax" else logits_TE.sigmoid()
 
-    def _choose(self, logits_TE: Tensor, scores_TE: Tensor) -> Tensor:
+    def _choose(self, logits_TE: Tensor, scores_TE: Tensor, top: Callable[[Tensor, int], Tensor] = _best) -> Tensor:
         spec = self.spec
         if self.correction is None and spec.groups == 1:
             # The same order as that of the scores, but told apart even where those are too near to 1 or 0.
-            return logits_TE.topk(spec.experts_per_token, dim=-1).indices
+            return top(logits_TE, spec.experts_per_token)
         if self.correction is not None:
             scores_TE = scores_TE + self.correction
         if spec.groups > 1:
             groups_TgE = scores_TE.unflatten(-1, (spec.groups, -1))
-            best_Tg = groups_TgE.topk(spec.group_top, dim=-1).values.sum(-1)
+            tops = groups_TgE.gather(-1, top(groups_TgE, spec.group_top)).unbind(-1)
+            best_Tg = sum(tops[1:], start=tops[0])
             kept_Tg = torch.zeros_like(best_Tg, dtype=torch.bool)
-            kept_Tg.scatter_(-1, best_Tg.topk(spec.kept_groups, dim=-1).indices, True)
+            kept_Tg.scatter_(-1, top(best_Tg, spec.kept_groups), True)
             scores_TE = groups_TgE.masked_fill(~kept_Tg.unsqueeze(-1), -torch.inf).flatten(-2)
-        return scores_TE.topk(spec.experts_per_token, dim=-1).indices
+        return top(scores_TE, spec.experts_per_token)
 
     def forward(self, x_TD: Tensor, routing: Routing | None) -> Tensor:
         spec, first = self.spec, self.up if self.gate_up is None else self.gate_up
@@ -167,5 +201,6 @@ class MoeMlp(nn.Module):
             return out_TD
         shared_TD = self.shared(x_TD)
         if self.shared_gate is not None:
-            shared_TD = shared_TD * self.shared_gate(x_TD).sigmoid()
+            gate_T1 = self.shared_gate(x_TD)
+            shared_TD = shared_TD * (sigmoid(gate_T1) if exact() else gate_T1.sigmoid())
         return out_TD + shared_TD

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from miles.kernels.arithmetic import exact
+from miles.kernels.exact.elements import summed
 from miles.models.attention import Attention
 from miles.models.decoder import Decoder, Layer
 from miles.models.linear import Embedding
@@ -76,8 +78,11 @@ class PartNorm(RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         # Channels that several ranks have weigh as much in the count as in the sum.
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        mean = self.within(wide.square().sum(-1, keepdim=True)) / self.channels
-        return (wide * torch.rsqrt(mean + self.eps) * self.scale()).to(x.dtype)
+        square = wide * wide
+        mean = self.within(summed(square) if exact() else square.sum(-1, keepdim=True)) / self.channels
+        # A quotient and a root round alike everywhere; a reciprocal root need not.
+        scale = torch.ones_like(mean) / (mean + self.eps).sqrt() if exact() else torch.rsqrt(mean + self.eps)
+        return (wide * scale * self.scale()).to(x.dtype)
 
 
 def decoder_of_rank(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from miles.kernels.arithmetic import exact
 from miles.models.spec import AttentionSpec, DeltaSpec, MambaSpec, Mixer, MlaSpec
 
 
@@ -40,6 +41,8 @@ def remembered(mixer: Mixer | None) -> PerToken | PerSequence | None:
         case MlaSpec():
             own = mixer.indexer is not None and mixer.indexer.source is None
             index = mixer.indexer.head_dim if mixer.indexer is not None and own else 0
+            if exact():  # latent attention is computed from keys and values in both planes
+                return PerToken(heads=mixer.num_heads, key_dim=mixer.head_dim, value_dim=mixer.value_dim)
             return PerToken(heads=1, key_dim=mixer.kv_rank + mixer.rope_dim, value_dim=0, index_dim=index)
         case DeltaSpec():
             channels = 2 * mixer.key_heads * mixer.key_dim + mixer.value_heads * mixer.value_dim

@@ -11,10 +11,14 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from miles.kernels.arithmetic import exact
+from miles.kernels.exact import heads
 from miles.models.spec import RopeSpec
 
 # Above this many positions a table costs more memory than recomputing angles costs time.
 _LONGEST_TABLE = 1 << 17
+# Positions whose angles are turned into numbers at once: the same in every process, however many threads it has.
+_PIECE = 64
 
 
 def frequencies(rope: RopeSpec, dim: int, max_positions: int) -> Tensor:
@@ -78,7 +82,8 @@ def _rotation(angle_Ph: Tensor, rope: RopeSpec) -> Tensor:
     Swapping a vector's halves (or its neighbours) and negating the first is the rotation's other leg; the minus sign
     is kept in the table so that the swap alone is left to do.
     """
-    cos_Ph, sin_Ph = angle_Ph.cos() * rope.scale, angle_Ph.sin() * rope.scale
+    pieces = angle_Ph.split(_PIECE) if angle_Ph.device.type == "cpu" and len(angle_Ph) > _PIECE else (angle_Ph,)
+    cos_Ph, sin_Ph = (torch.cat([f(piece) for piece in pieces]) * rope.scale for f in (torch.cos, torch.sin))
     if rope.interleaved:
         return torch.stack((cos_Ph.repeat_interleave(2, -1), torch.stack((-sin_Ph, sin_Ph), -1).flatten(-2)), dim=1)
     return torch.stack((torch.cat((cos_Ph, cos_Ph), -1), torch.cat((-sin_Ph, sin_Ph), -1)), dim=1)
@@ -98,6 +103,14 @@ def _table(rope: RopeSpec, dim: int, length: int, device: torch.device, dtype: t
 def _frequencies_on(rope: RopeSpec, dim: int, length: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False), torch.no_grad():
         return frequencies(rope, dim, length).to(device)
+
+
+@lru_cache(maxsize=16)
+def _logs(most: int, device: torch.device) -> Tensor:
+    """log(1 + n) of the numbers up to ``most``, in pieces as the angles are."""
+    with torch.inference_mode(False), torch.no_grad():
+        numbers = torch.arange(most + 1, dtype=torch.float32, device="cpu")
+        return torch.cat([torch.log1p(piece) for piece in numbers.split(1 << 14)]).to(device)
 
 
 class Positions:
@@ -122,7 +135,7 @@ class Positions:
 
     def table(self, rope: RopeSpec, head_dim: int) -> Tensor | None:
         """The rotations of all positions, [P, 2, rope.dim or head_dim]; None where they are too many to keep."""
-        if self._max > _LONGEST_TABLE:
+        if not _has_table(self._max, self.positions_T.device):
             return None
         return _table(rope, rope.dim or head_dim, self._max, self.positions_T.device, self._dtype)
 
@@ -134,13 +147,22 @@ class Positions:
         key = (floor, slope, ahead)
         if key not in self._temperatures:
             steps_T = torch.floor((self.positions_T.to(torch.float32) + ahead) / floor)
-            self._temperatures[key] = (torch.log1p(steps_T) * slope + 1.0)[:, None, None]
+            logs_T = torch.log1p(steps_T)
+            if exact():  # looked up, as a rotation is
+                most = int((self._max + ahead) // floor) + 1
+                logs_T = _logs(most, steps_T.device).index_select(0, steps_T.long())
+            self._temperatures[key] = (logs_T * slope + 1.0)[:, None, None]
         return self._temperatures[key]
+
+
+def _has_table(max_positions: int, device: torch.device) -> bool:
+    """Whether positions are looked up. A CPU's cosine of an angle may depend on the angles beside it."""
+    return max_positions <= _LONGEST_TABLE or (device.type == "cpu" and exact())
 
 
 def rotation(rope: RopeSpec, dim: int, max_positions: int, positions_T: Tensor, dtype: torch.dtype) -> Tensor:
     """What ``rotate`` needs for these positions, [T, 2, dim] in ``dtype``."""
-    if max_positions <= _LONGEST_TABLE:
+    if _has_table(max_positions, positions_T.device):
         return _table(rope, dim, max_positions, positions_T.device, dtype).index_select(0, positions_T)
     freq_h = _frequencies_on(rope, dim, max_positions, positions_T.device)
     return _rotation(torch.outer(positions_T.to(torch.float32), freq_h), rope).to(dtype)
@@ -148,6 +170,8 @@ def rotation(rope: RopeSpec, dim: int, max_positions: int, positions_T: Tensor, 
 
 def rotate(x_TNd: Tensor, rotation_T2d: Tensor, *, interleaved: bool = False) -> Tensor:
     """Turn each head's channel pairs by their position's angles; channels beyond the rotation's stay as they are."""
+    if exact():
+        return heads.rotate(x_TNd, rotation_T2d, interleaved=interleaved)
     dim = rotation_T2d.shape[-1]
     if dim < x_TNd.shape[-1]:
         turned_TNd, rest_TNd = x_TNd.split((dim, x_TNd.shape[-1] - dim), dim=-1)

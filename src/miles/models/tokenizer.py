@@ -31,6 +31,11 @@ class HubTokenizer:
         return self._inner.eos_token_id
 
     @property
+    def inner(self) -> Any:
+        """The tokenizer of transformers itself, for code that was written for it."""
+        return self._inner
+
+    @property
     def has_chat_template(self) -> bool:
         return bool(self._inner.chat_template)
 

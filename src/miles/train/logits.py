@@ -16,12 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from miles.kernels.arithmetic import exact
 from miles.kernels.device_code import trained
 from miles.train import vocabulary
 from miles.train.vocabulary import Fewer, How, Vocabulary, log_softmax_of, own_logits_of
@@ -58,7 +60,7 @@ class Output:
 
     Where tokens or the vocabulary are cut over ranks, these are a rank's own. ``flips`` counts the replayed experts
     that the model's own router would not have chosen, out of ``replayed``, over the whole micro-batch; both None where
-    nothing was replayed.
+    nothing was replayed. ``load_LE`` is how often each expert of each layer was chosen, where that was counted.
     """
 
     hidden_RD: Tensor
@@ -68,6 +70,7 @@ class Output:
     tokens: Tokens | None = None
     flips: Tensor | None = None
     replayed: Tensor | None = None
+    load_LE: Tensor | None = None
 
 
 def logprobs(
@@ -129,6 +132,8 @@ class _Chunked(torch.autograd.Function):
         last_CV: Tensor | None = None
         ctx.fused = trained(hidden_RD)
         forward = vocabulary.forward_fused if ctx.fused else vocabulary.forward
+        if exact():
+            forward = partial(vocabulary.forward_exact, fused=ctx.fused)
         for start in range(0, max(len(hidden_RD), 1), how.rows):
             part = slice(start, start + how.rows)
             found, last_CV = forward(hidden_RD[part], head_VD, target_R[part], how)

@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from miles.core.errors import UsageError
+from miles.kernels.arithmetic import exact
+from miles.kernels.exact.packed import ExactPackedAttend, ExactSegmentAttend
 from miles.kernels.segments import Runs, Segment, SegmentAttend
 from miles.kernels.varlen import PackedAttend
 from miles.models.sharing import misfit
@@ -232,12 +234,12 @@ def runs_of(stretches: Sequence[Stretch]) -> list[Runs]:
 
 def attend_of(
     lengths: Sequence[int], stretches: Sequence[Stretch], device: torch.device
-) -> PackedAttend | SegmentAttend:
+) -> PackedAttend | SegmentAttend | ExactPackedAttend | ExactSegmentAttend:
     """Attention over a micro-batch: over its tree where it has one, else over sequences of ``lengths``."""
     if not stretches:
-        return PackedAttend(lengths, device)
-    runs = runs_of(stretches)
-    return SegmentAttend([Segment(s.length, each) for s, each in zip(stretches, runs, strict=True)], device)
+        return ExactPackedAttend(lengths, device) if exact() else PackedAttend(lengths, device)
+    segments = [Segment(s.length, each) for s, each in zip(stretches, runs_of(stretches), strict=True)]
+    return ExactSegmentAttend(segments, device) if exact() else SegmentAttend(segments, device)
 
 
 def refuse(spec: DecoderSpec, stretches: Sequence[Stretch]) -> None:

@@ -21,6 +21,7 @@ from miles.cluster.local import Run
 from miles.core.types import Batch, Sample, StepReport, Version
 from miles.train import checkpoint
 from miles.train.config import TrainConfig
+from miles.train.hooks import NO_HOOKS, Hooks
 from miles.train.optim import optimizer_of
 from miles.train.pack import by_count, by_tokens
 from miles.train.rates import schedule_of
@@ -43,6 +44,7 @@ class RewardTrainer:
         steps: int,
         updates: int,
         run: Run,
+        hooks: Hooks = NO_HOOKS,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.version = Version()
@@ -51,6 +53,9 @@ class RewardTrainer:
         self._loss = BradleyTerry()
         trained = {name: p for name, p in model.parameters().items() if p.requires_grad}
         self._optimizer = optimizer_of(trained, train, schedule_of(train, updates=updates), model=model)
+        self._hooks = hooks
+        if hooks.init is not None:
+            hooks.init(model)
 
     async def step(self, batch: Batch) -> StepReport:
         """Train on ``batch``; the report's version is the new one."""
@@ -80,14 +85,16 @@ class RewardTrainer:
         size, rest = divmod(len(pairs), self._steps)
         assert not rest and size, f"{len(pairs)} pairs cannot make {self._steps} equal global batches"
         cuts = [list(self._micro_batches(pairs[at : at + size])) for at in range(0, len(pairs), size)]
-        floats = [self._update(parts, size) for parts in cuts]
+        floats = [self._update(batch.step, number, parts, size) for number, parts in enumerate(cuts)]
         metrics = {name: fmean(step[name] for step in floats) for name in floats[0]} | {"lr": floats[-1]["lr"]}
         metrics |= {"samples": float(len(batch.samples)), "micro_batches": float(sum(map(len, cuts)))}
         metrics |= {"tokens": float(batch.tokens), "train_tokens": float(batch.tokens)}
         self.version = self.version.next()
         return StepReport(version=self.version, metrics=metrics, seconds={"optimize": self._clock() - began})
 
-    def _update(self, parts: Sequence[list[Sample]], pairs: int) -> dict[str, float]:
+    def _update(self, step: int, number: int, parts: Sequence[list[Sample]], pairs: int) -> dict[str, float]:
+        if self._hooks.before_train_step is not None:
+            self._hooks.before_train_step(step, number, self._model, self._optimizer)
         tally = Tally()
         for samples in parts:
             terms = self._loss(self._scores(samples), pairs)

@@ -21,11 +21,12 @@ from torch import Tensor
 from miles.algo.distill import TEACHER
 from miles.algo.reduce import Reducer, Weighted
 from miles.core.errors import MilesError
-from miles.core.extras import TEACHER_LOGPROB, TEACHER_LOGPROBS, TEACHER_TOKENS
+from miles.core.extras import ROUTED, TEACHER_LOGPROB, TEACHER_LOGPROBS, TEACHER_TOKENS
+from miles.core.routed import as_choices, unrecorded
 from miles.core.types import Array, Sample
+from miles.train.experts import Used
 from miles.train.prefix import LEAST, Path, Stretch, Tree, branches_of, slots_of, tree_of
 
-ROUTED = "routed_experts"
 _OF_TOKENS = ("target_R", "engine_logp_R", "advantage_R", "oldest_R", "weight_R", "mean_R")
 
 
@@ -57,9 +58,10 @@ class Rows:
     ``weight_R`` is what a token weighs in the loss of its global batch and ``mean_R`` what it weighs in a mean over
     it, ``oldest_R`` the stalest version that wrote any trained token of its sample. ``sample_R`` ascends and says
     which sample of the micro-batch a token is of; ``trained_B`` how many trained tokens each has, at least one.
-    In ``replay_TLk`` -1 leaves the choice to the router. ``teachers`` are the numbers of the samples' teachers, empty
+    In ``replay_TLk`` -1 leaves the choice to the router. With ``used`` the first forward says which experts it used,
+    and those after it use the same. ``teachers`` are the numbers of the samples' teachers, empty
     where the samples name none; ``told`` what teachers elsewhere said, where the samples bring it. ``idle`` rows only
-    keep a rank in step with the others: they weigh nothing.
+    keep a rank in step with the others: they weigh nothing. ``names`` are each sample's prompt and attempt.
 
     ``lengths`` are how many tokens each sample reads. Where samples share what they begin with, the tokens are a tree
     of ``stretches``, one after the other: sample b reads those on the way to stretch ``ends[b]``, and ``before_R`` may
@@ -79,9 +81,11 @@ class Rows:
     sample_R: Tensor
     trained_B: Tensor
     replay_TLk: Tensor | None
+    used: Used | None = None
     teachers: tuple[int, ...] = ()
     told: Told | None = None
     idle: bool = False
+    names: tuple[tuple[int, int], ...] = ()
     stretches: tuple[Stretch, ...] = ()
     ends: tuple[int, ...] = ()
 
@@ -107,6 +111,10 @@ class Rows:
             stretches=(),
             ends=(),
         )
+
+    def unrouted(self) -> Rows:
+        """The same rows for a model that chooses all experts itself."""
+        return replace(self, replay_TLk=None, used=None)
 
     def to(self, device: torch.device) -> Rows:
         """The same rows on another device, or these where they are there."""
@@ -244,9 +252,10 @@ def rows_of(
         mean_R=put(flat.mean_S[chosen][sample_R], torch.float32),
         sample_R=put(sample_R, torch.int64),
         trained_B=put(np.bincount(sample_R, minlength=len(chosen)), torch.int64),
-        replay_TLk=None if replay_PLk is None else put(read(replay_PLk), torch.int64),
+        replay_TLk=None if replay_PLk is None else torch.from_numpy(read(replay_PLk)).to(device),
         teachers=tuple(int(s.extras[TEACHER][0]) for i in chosen if TEACHER in (s := flat.samples[i]).extras),
         told=_told(flat, chosen, trained_R, sample_R, device),
+        names=tuple((s.prompt_id, s.trajectory) for s in (flat.samples[i] for i in chosen)),
         stretches=() if tree is None else tree.stretches,
         ends=() if tree is None else tree.ends,
     )
@@ -304,6 +313,7 @@ def samples_of(rows: Rows, chosen: Sequence[int]) -> tuple[Rows, Tensor]:
         trained_B=rows.trained_B[taken_B],
         replay_TLk=None if rows.replay_TLk is None else rows.replay_TLk[at_T],
         teachers=tuple(t for i, t in enumerate(rows.teachers) if i in kept),
+        names=tuple(name for i, name in enumerate(rows.names) if i in kept),
         told=None if rows.told is None else rows.told.of(at_R),
         stretches=stretches,
         ends=ends,
@@ -323,12 +333,20 @@ def _branches(rows: Rows, kept: Sequence[int]) -> tuple[set[int], tuple[Stretch,
     return set(pieces), left, tuple(number[rows.ends[i]] for i in kept)
 
 
-def _replay(samples: Sequence[Sample], lengths: Sequence[int]) -> NDArray[np.int64] | None:
+def _replay(samples: Sequence[Sample], lengths: Sequence[int]) -> Array | None:
     """What the engine recorded, its "none" as -1; None where it recorded nothing of any sample."""
     pattern = next((s.extras[ROUTED] for s in samples if ROUTED in s.extras), None)
     if pattern is None:
         return None
-    none = np.iinfo(pattern.dtype).max
-    missing = np.broadcast_to(np.array(none, pattern.dtype), (max(lengths), *pattern.shape[1:]))
-    joined = np.concatenate([s.extras.get(ROUTED, missing)[:n] for s, n in zip(samples, lengths, strict=True)])
-    return np.where(joined == none, -1, joined.astype(np.int64))
+    kind = (pattern.dtype, pattern.shape[1:])
+    for sample in samples:
+        found = sample.extras.get(ROUTED, pattern)
+        if (found.dtype, found.shape[1:]) != kind or found.dtype.kind != "u" or found.ndim != 3:
+            raise MilesError(
+                f"the {ROUTED} of attempt {sample.trajectory} at prompt {sample.prompt_id} are "
+                f"{found.dtype}{list(found.shape)}, and must be unsigned [tokens, layers, experts], alike in all "
+                "attempts; a generate or credit function of your own must keep what spans carry in extras."
+            )
+    missing = np.broadcast_to(np.array(unrecorded(pattern.dtype), pattern.dtype), (max(lengths), *pattern.shape[1:]))
+    parts = [s.extras.get(ROUTED, missing)[:n] for s, n in zip(samples, lengths, strict=True)]
+    return as_choices(np.concatenate(parts))

@@ -1,6 +1,6 @@
 """One optimizer step's gradient: micro-batch after micro-batch, read, judged and added up.
 
-``_R`` trained tokens of a micro-batch.
+``_R`` trained tokens of a micro-batch; ``L`` layers with experts, ``E`` experts.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from miles.algo.mismatch import gaps, mismatch
 from miles.algo.objective import Evidence, Objective
+from miles.kernels.arithmetic import exact
+from miles.models.moe import imbalance
 from miles.train.balance import Price, deal
 from miles.train.config import TrainConfig
 from miles.train.logits import Output, logprobs
@@ -23,22 +25,38 @@ from miles.train.roles import Kept, TrainModel
 from miles.train.rows import Flat, Rows, paths_of, rows_of
 from miles.train.teacher import Teaching
 
-_LOGP = "logp"
+_LOGP, _LOAD = "logp", "expert_load"
 """What is kept of a micro-batch beside its metrics."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """Sums over micro-batches, kept on the device until a step is over. ``most`` holds largest values."""
+    """Sums over micro-batches, kept on the device until a step is over. ``most`` holds largest values.
+
+    ``load_LE`` is how often each expert was chosen, where any was. ``compared`` are the rows that were compared with
+    the engine and the trainer's log-probs of them, where a single difference is to be named.
+    """
 
     sums: dict[str, Tensor] = field(default_factory=dict)
     most: dict[str, Tensor] = field(default_factory=dict)
+    load_LE: Tensor | None = None
+    compared: list[tuple[Rows, Tensor]] = field(default_factory=list)
 
     def add(self, name: str, value: Tensor) -> None:
         self.sums[name] = self.sums[name] + value if name in self.sums else value
 
     def rise(self, name: str, value: Tensor) -> None:
         self.most[name] = torch.maximum(self.most[name], value) if name in self.most else value
+
+    def weigh(self, load_LE: Tensor) -> None:
+        """Add to how often each expert was chosen."""
+        self.load_LE = load_LE if self.load_LE is None else self.load_LE + load_LE
+
+    def imbalance(self, peers: Peers = ALONE) -> dict[str, float]:
+        """How unevenly the experts were chosen over all parts of a batch; nothing where nobody counted."""
+        if self.load_LE is None:
+            return {}
+        return {"expert_imbalance": float(imbalance(peers.sum(self.load_LE.to(torch.float64))))}
 
     def floats(self, peers: Peers = ALONE) -> dict[str, float]:
         """Every entry as a number, over all parts of a batch, with one wait for the device."""
@@ -158,15 +176,17 @@ class Gradient:
         Where there are no old ones the policy is its own past: the ratio is 1 and only its gradient counts.
         """
         none: list[Tensor | None] = [None] * len(plan)
-        refs = none if self.reference is None else self.reader.frozen(self.reference, plan)
+        refs = none if self.reference is None else self.reader.frozen(self.reference, [r.unrouted() for r in plan])
 
         def judge(number: int, output: Output) -> tuple[Tensor, Kept]:
             return self._judge(plan[number], olds[number], refs[number], output)
 
         kept = self.actor.each(plan, judge)
         for found in kept:
+            if _LOAD in found:
+                tally.weigh(found[_LOAD])
             for name, value in found.items():
-                if name != _LOGP:
+                if name not in (_LOGP, _LOAD):
                     tally.add(name, value)
         return [found[_LOGP] for found in kept]
 
@@ -197,6 +217,8 @@ class Gradient:
         kept = {name: part.detach() for name, part in terms.metrics.items()}
         if output.flips is not None and output.replayed is not None:
             kept |= {"routing_flips": output.flips, "routing_replayed": output.replayed}
+        if output.load_LE is not None:
+            kept[_LOAD] = output.load_LE if not rows.idle else torch.zeros_like(output.load_LE)
         return terms.loss, {**kept, _LOGP: now_R}
 
 
@@ -211,6 +233,8 @@ def parity(logp_R: Tensor, rows: Rows, version: int, tally: Tally) -> None:
         tally.add(f"parity_{name}", value)
     for name, value in found.most.items():
         tally.rise(f"parity_{name}", value)
+    if exact():
+        tally.compared.append((rows, logp_R))
 
 
 def parity_metrics(tally: Tally, peers: Peers = ALONE) -> dict[str, float]:

@@ -211,7 +211,7 @@ class Teachers:
     @torch.no_grad()
     def read(self, rows: Rows, output_of: Callable[[TrainModel, Rows], Output]) -> list[Heard]:
         """One forward through each teacher that has a sample here; experts are the teacher's own choice."""
-        rows = replace(rows, replay_TLk=None)
+        rows = rows.unrouted()
         wanted = rows.teachers or (0,) * len(rows.lengths)
         assert max(wanted) < len(self.models), f"a sample's teacher is number {max(wanted)} of {len(self.models)}"
         heard: list[Heard] = []

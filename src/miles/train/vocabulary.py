@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from miles.kernels.exact import head as exact_head
 from miles.kernels.head import logits_of
 from miles.kernels.train_head import Scale, slopes_of, sums_of
 
@@ -149,6 +150,30 @@ def backward_fused(
     grad_logp_C, grad_entropy_C = (None if g is None else g.contiguous() for g in (grad_logp_C, grad_entropy_C))
     grads, target_C = (grad_logp_C, grad_entropy_C), _here(target_C, how.vocabulary)
     return slopes_of(logits_CV, target_C, lse_C, entropy_C, *grads, how.scale(head_VD), head_VD.dtype)
+
+
+def forward_exact(
+    hidden_CD: Tensor, head_VD: Tensor, target_C: Tensor, how: How, *, fused: bool
+) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensor]:
+    """``forward`` to the last bit as the engine finds it; beside it what ``backward``, or the ``fused`` one, keeps.
+
+    Ranks that share the vocabulary bring their logits together: a sum by parts would be another one.
+    """
+    logits_CV, shared = logits_of(hidden_CD, head_VD), how.vocabulary
+    bound_CV = logits_CV if how.softcap is None else exact_head.bounded(logits_CV.clone(), how.softcap)
+    whole_CV = bound_CV
+    if shared is not None:
+        most = shared.most(torch.tensor(shared.first + shared.size, device=logits_CV.device))
+        whole_CV = logits_CV.new_zeros(len(logits_CV), int(most))
+        whole_CV[:, shared.first : shared.first + shared.size] = bound_CV[:, : shared.size]
+        whole_CV = shared.sum(whole_CV)
+    found = exact_head.scores_of(whole_CV, target_C, how.temperature)
+    kept_CV = logits_CV
+    if not fused:
+        kept_CV = bound_CV / how.temperature - found.lse_R[:, None]
+        if shared is not None:
+            kept_CV[:, shared.size :] = _NOWHERE
+    return (found.logp_R, found.entropy_R, found.lse_R), kept_CV
 
 
 def log_softmax_of(

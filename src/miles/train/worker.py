@@ -29,11 +29,15 @@ from miles.algo.table import NO_PLUGS, Plugs, mean_of, objective_of, reducer_of
 from miles.cluster.local import Run
 from miles.core.errors import ParityError, UsageError
 from miles.core.types import Batch, Sample, StepReport, Version
+from miles.kernels.arithmetic import exact
 from miles.train import checkpoint
 from miles.train.balance import Price
 from miles.train.config import TrainConfig
 from miles.train.corrector import Corrector, drifted, rung_metric
 from miles.train.critic import Critic
+from miles.train.exactness import refuse_to_differ
+from miles.train.experts import Used
+from miles.train.hooks import NO_HOOKS, Hooks
 from miles.train.optim import optimizer_of
 from miles.train.peers import ALONE, Peers
 from miles.train.rates import schedule_of
@@ -70,9 +74,11 @@ class Worker:
         critic: Critic | None = None,
         teachers: Sequence[TrainModel] = (),
         plugs: Plugs = NO_PLUGS,
+        hooks: Hooks = NO_HOOKS,
         version: Version | None = None,
         parity_tolerance: float = 0.01,
         parity_stop: float | None = None,
+        parity_no_replay_interval: int = 0,
         offload: bool = True,
         lends: bool = True,
         peers: Peers = ALONE,
@@ -84,7 +90,7 @@ class Worker:
         self._actor, self._algo, self._train, self._run, self._clock = actor, algo, train, run, clock
         self._steps, self._peers, self._price = steps, peers, price
         self._saving = checkpoint.saving_of(train)
-        self._parity_stop = parity_stop
+        self._parity_stop, self._no_replay_interval = parity_stop, parity_no_replay_interval
         ladder = ladder_of(tolerance=parity_tolerance, stop=parity_stop)
         self._corrector = Corrector(algo=algo, ladder=ladder, own=plugs.correction, peers=peers)
         self._offload, self._home = offload and actor.device.type != "cpu", actor.device
@@ -111,6 +117,9 @@ class Worker:
         trained = {name: p for name, p in actor.parameters().items() if p.requires_grad}
         schedule = schedule_of(train, updates=max(1, updates - self._alone))
         self._optimizer = optimizer_of(trained, train, schedule, model=actor)
+        self._hooks = hooks
+        if hooks.init is not None:
+            hooks.init(actor)
 
     async def step(self, batch: Batch) -> StepReport:
         """Train on ``batch``; the report's version is the new one."""
@@ -161,8 +170,12 @@ class Worker:
         replay = self._algo.use_rollout_routing_replay
         how = {"replay": replay, "paired": self._algo.loss_type in PAIRED, "peers": self._peers}
         plan = [micro_batches(flat, self._train, device=self._actor.device, price=self._price, **how) for flat in flats]
+        if self._algo.use_routing_replay:
+            plan = [[replace(rows, used=Used()) for rows in part] for part in plan]
         packed = self._clock()
         alone = self._critic is not None and self._critic.updates < self._alone
+        if self._hooks.before_log_probs is not None:
+            self._hooks.before_log_probs(batch.step, self._actor)
         olds = self._old_logprobs(flats, plan, alone=alone)
         looked = self._clock()
         seconds = {"pack": packed - began, "old_logprobs": looked - packed}
@@ -172,8 +185,11 @@ class Worker:
         tally, floats = Tally(), []
         if batch.probe and self._policy_loss and not self._wrote(flats[0]):
             self._look_at(batch.probe, tally)
+        measured |= self._without_replay(plan[0])
         rung = None if alone else self._choose(plan[0], olds[0], tally, stale=self._stale(flats))
         for number, (part, old) in enumerate(zip(judged, olds, strict=True)):
+            if self._hooks.before_train_step is not None:
+                self._hooks.before_train_step(batch.step, number, self._actor, self._optimizer)
             learn = self._compare if alone else partial(self._update, rung=rung)
             made = learn([j.rows for j in part], old, tally, first=number == 0)
             floats.append(made if self._critic is None else made | self._critic.update(part))
@@ -197,7 +213,7 @@ class Worker:
 
     def _known(self, plan: list[Rows], olds: list[Tensor | None]) -> list[Known]:
         none: list[Tensor | None] = [None] * len(plan)
-        refs = none if self._charged is None else self._reader.frozen(self._charged, plan)
+        refs = none if self._charged is None else self._reader.frozen(self._charged, [rows.unrouted() for rows in plan])
         values = none if self._critic is None else [self._critic.values(rows) for rows in plan]
         found = zip(plan, olds, refs, values, strict=True)
         return [Known(rows=rows, old_logp_R=o, ref_logp_R=r, value_R=v) for rows, o, r, v in found]
@@ -223,6 +239,9 @@ class Worker:
         if theirs is None:
             theirs = not self._corrector.active and self._stale(flats)
         if theirs:
+            if self._algo.use_routing_replay and len(plan) > 1 and not alone:
+                for rows in plan:
+                    self._reader.frozen(self._actor, rows)  # for the experts it uses
             return [[r.engine_logp_R for r in rows] for rows in plan]
         unread = len(plan) == 1 and not self._corrector.looks_ahead
         if self._charged is None and (unread or alone):
@@ -244,6 +263,18 @@ class Worker:
         plan = micro_batches(flat, self._train, device=self._actor.device, replay=replay, peers=self._peers)
         for logp_R, rows in zip(self._reader.frozen(self._actor, plan), plan, strict=True):
             parity(logp_R, rows, self.version.number, tally)
+
+    def _without_replay(self, plan: Sequence[Rows]) -> dict[str, float]:
+        """What a micro-batch's parity would be if the trainer's routers chose for themselves, now and then."""
+        every = self._no_replay_interval
+        if not (self._algo.use_rollout_routing_replay and every and self.version.number % every == 0 and plan):
+            return {}
+        if not self._peers.names(["replayed"] if plan[0].replay_TLk is not None else []):
+            return {}
+        rows, tally = plan[0].unrouted(), Tally()
+        parity(self._reader.frozen(self._actor, [rows])[0], rows, self.version.number, tally)
+        seen = parity_metrics(tally, self._peers)
+        return {"parity_mean_abs_no_replay": seen["parity_mean_abs"]} if seen else {}
 
     def _compare(self, plan: list[Rows], olds: list[Tensor | None], tally: Tally, *, first: bool) -> dict[str, float]:
         """What is left of ``_update`` while the policy stays as it is: a look at engine and trainer."""
@@ -276,10 +307,13 @@ class Worker:
         self._actor.settle()
         grad_norm, lr = self._optimizer.step()
         self._actor.updated()
-        return finished(step.floats(self._peers)) | {"grad_norm": grad_norm, "lr": lr}
+        told = finished(step.floats(self._peers)) | step.imbalance(self._peers)
+        return told | {"grad_norm": grad_norm, "lr": lr}
 
     def _refuse_to_drift(self, tally: Tally) -> None:
         """Stop before the weights change when engine and trainer disagree on what was sampled."""
+        if exact():
+            refuse_to_differ(tally, self._peers, self.version.number)
         limit = self._parity_stop
         if limit is None:
             return

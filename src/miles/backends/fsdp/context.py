@@ -23,6 +23,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from miles.backends.fsdp.collective import Ring, rows_gathered, rows_joined
+from miles.kernels.arithmetic import exact
+from miles.kernels.exact.packed import ExactSegmentAttend
 from miles.kernels.segments import Runs, Segment, SegmentAttend
 from miles.kernels.terms import Index, Terms
 from miles.kernels.varlen import PackedCarry
@@ -58,7 +60,8 @@ class ContextAttend:
 
     def __init__(self, segments: Sequence[Segment], own: int, ring: Ring, device: torch.device) -> None:
         self._ring = ring
-        self._attend = SegmentAttend(segments, device, keys=ring.world * own)
+        kind = ExactSegmentAttend if exact() else SegmentAttend
+        self._attend = kind(segments, device, keys=ring.world * own)
 
     def __call__(
         self,
@@ -99,7 +102,7 @@ class CutTokens:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
     """What one rank reads of a micro-batch. ``before_r`` are the rows of its hidden states that predict the trained
-    tokens ``tokens.mine_r``."""
+    tokens ``tokens.mine_r``; the last ``fill`` tokens only fill up."""
 
     tokens_t: Tensor
     positions_t: Tensor
@@ -107,6 +110,7 @@ class Cut:
     before_r: Tensor
     tokens: CutTokens
     replay_tLk: Tensor | None
+    fill: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +189,7 @@ def cut(rows: Laid, ring: Ring, *, multiple: int = 1) -> Cut:
         before_r=place_R[mine_r] - rank * deal.size,
         tokens=_tokens(owner_R, mine_r, ring),
         replay_tLk=replay_tLk,
+        fill=more,
     )
 
 

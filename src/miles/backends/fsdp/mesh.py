@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from miles.cluster.layout import Layout
 from miles.core.errors import UsageError
+from miles.kernels.arithmetic import exact
+from miles.kernels.exact.elements import in_order
 
 # Torch 2.13 calls these two by new names.
 all_gather = dist.all_gather_single if "all_gather_single" in vars(dist) else dist.all_gather_into_tensor
@@ -36,6 +38,8 @@ class Ring:
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum over all ranks, the same bits on each; ``x`` may be overwritten."""
+        if exact() and self.world > 1:
+            return in_order(self.gather(x))
         return self._reduced(x, dist.ReduceOp.SUM)
 
     def most(self, x: Tensor) -> Tensor:
@@ -59,6 +63,8 @@ class Ring:
         """Of the sum over all ranks, [world * n, ...], this rank's n rows."""
         if self.world == 1:
             return x
+        if exact():
+            return in_order([part.chunk(self.world)[self.rank] for part in self.gather(x)])
         sent = self._sent(x)
         out = sent.new_empty((len(sent) // self.world, *sent.shape[1:]))
         reduce_scatter(out, sent, group=self.group)

@@ -1,25 +1,27 @@
 """A decoder held whole by this process, as the training plane wants it.
 
-``_T`` packed input tokens, ``L`` layers with experts, ``k`` experts a token, ``D`` hidden.
+``_T`` packed input tokens, ``D`` hidden.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from miles.backends.fsdp.routing import Told, routing_of, told_by
 from miles.core.errors import CheckpointError, MilesError
 from miles.kernels.segments_rows import pick
 from miles.models import impl
+from miles.models.decoder import Decoder
 from miles.models.door import Model
 from miles.models.matrices import Matrices, matrices
-from miles.models.moe import Routing
 from miles.models.outline import Outline
+from miles.train.experts import Used
 from miles.train.logits import Output
 from miles.train.optim import whole_norm
 from miles.train.prefix import Stretch, attend_of, refuse
@@ -28,30 +30,11 @@ from miles.train.rows import Rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Read:
+class Read(Told):
     """What a model made of a packed batch. ``flips`` counts the replayed experts its own router would not
     have chosen, out of ``replayed``; both None where nothing was replayed."""
 
     hidden_TD: Tensor
-    flips: Tensor | None = None
-    replayed: Tensor | None = None
-
-
-@dataclass(slots=True, kw_only=True)
-class Watched(Routing):
-    """A replay that counts the replayed experts the router itself would not have chosen, by layer."""
-
-    flips: dict[int, Tensor] = field(default_factory=dict)
-    replayed: dict[int, Tensor] = field(default_factory=dict)
-
-    def choose(self, slot: int, own_Tk: Tensor) -> Tensor:
-        used_Tk = Routing.choose(self, slot, own_Tk)
-        assert self.replay_TLk is not None
-        told_T = (self.replay_TLk[:, slot] >= 0).all(-1)
-        agreed_Tk = (used_Tk[:, :, None] == own_Tk[:, None, :]).any(-1)
-        self.flips[slot] = (~agreed_Tk & told_T[:, None]).sum()
-        self.replayed[slot] = told_T.sum() * own_Tk.shape[-1]
-        return used_Tk
 
 
 class FsdpModel:
@@ -121,13 +104,14 @@ class FsdpModel:
     def _output(self, rows: Rows) -> Output:
         spec = self._decoder.spec
         refuse(spec, rows.stretches)
-        read = self.read(rows.tokens_T, rows.positions_T, rows.lengths, rows.replay_TLk, rows.stretches)
+        read = self.read(rows.tokens_T, rows.positions_T, rows.lengths, rows.replay_TLk, rows.stretches, rows.used)
         return Output(
             hidden_RD=pick(read.hidden_TD, rows.before_R, repeated=bool(rows.stretches)),
             head_VD=self.head(),
             softcap=spec.logit_softcap,
             flips=read.flips,
             replayed=read.replayed,
+            load_LE=read.load_LE,
         )
 
     def read(
@@ -137,22 +121,19 @@ class FsdpModel:
         lengths: Sequence[int],
         replay_TLk: Tensor | None,
         stretches: Sequence[Stretch] = (),
+        used: Used | None = None,
     ) -> Read:
         """The hidden states that the head turns into logits, sequence after sequence without padding, or those of a
         tree of ``stretches``."""
         longest, most = max(lengths), self._decoder.spec.max_positions
         if longest > most:
             raise MilesError(f"a sample of {longest} tokens is longer than the {most} positions of the model's config.")
-        attend = attend_of(lengths, stretches, self.device)
-        if replay_TLk is None:
-            return Read(hidden_TD=self._decoder(tokens_T, positions_T, attend))
-        routing = Watched(replay_TLk=replay_TLk)
-        hidden_TD = self._decoder(tokens_T, positions_T, attend, routing)
-        return Read(
-            hidden_TD=hidden_TD,
-            flips=torch.stack(list(routing.flips.values())).sum(),
-            replayed=torch.stack(list(routing.replayed.values())).sum(),
-        )
+        routing = None
+        if isinstance(self._decoder, Decoder):  # transformers' own routers are neither recorded nor replayed
+            routing = routing_of(self._decoder.spec, replay_TLk, used, device=self.device)
+        hidden_TD = self._decoder(tokens_T, positions_T, attend_of(lengths, stretches, self.device), routing)
+        told = told_by(routing, used)
+        return Read(hidden_TD=hidden_TD, flips=told.flips, replayed=told.replayed, load_LE=told.load_LE)
 
     def save(self, folder: Path) -> None:
         impl.export(self._decoder, folder, like=self._like, config=self._config)

@@ -39,7 +39,7 @@ class Packed:
     """The tokens of one rank; the hidden states behind its tokens ``at_r`` are wanted.
 
     Where ranks share the tokens, ``tokens`` says which of the wanted ones are this rank's; some are ``repeated`` where
-    samples share what they begin with.
+    samples share what they begin with. The last ``fill`` tokens only fill up.
     """
 
     tokens_T: Tensor
@@ -49,6 +49,7 @@ class Packed:
     replay_TLk: Tensor | None
     tokens: Tokens | None = None
     repeated: bool = False
+    fill: int = 0
 
 
 def packed_of(laid: Laid, mesh: Mesh, spec: DecoderSpec) -> Packed:
@@ -68,6 +69,7 @@ def packed_of(laid: Laid, mesh: Mesh, spec: DecoderSpec) -> Packed:
             replay_TLk=cut.replay_tLk,
             repeated=bool(laid.stretches),
             tokens=cut.tokens,
+            fill=cut.fill,
         )
     filled = _filled(laid, -len(laid.tokens_T) % multiple)
     return Packed(
@@ -77,6 +79,7 @@ def packed_of(laid: Laid, mesh: Mesh, spec: DecoderSpec) -> Packed:
         at_r=filled.before_R,
         replay_TLk=filled.replay_TLk,
         repeated=bool(laid.stretches),
+        fill=len(filled.tokens_T) - len(laid.tokens_T),
     )
 
 

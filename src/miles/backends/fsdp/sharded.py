@@ -20,8 +20,8 @@ from miles.backends.fsdp.collective import rows_joined
 from miles.backends.fsdp.holding import holdings
 from miles.backends.fsdp.leaves import Leaves
 from miles.backends.fsdp.mesh import Mesh
-from miles.backends.fsdp.model import Watched
 from miles.backends.fsdp.packed import Packed, packed_of
+from miles.backends.fsdp.routing import routing_of, told_by
 from miles.backends.fsdp.wrap import wrapped
 from miles.core.errors import CheckpointError, UsageError
 from miles.kernels.segments_rows import pick
@@ -174,20 +174,18 @@ class ShardedModel:
 
     def _output(self, rows: Rows) -> Output:
         packed = packed_of(rows, self.mesh, self.spec)
-        routing = None if packed.replay_TLk is None else Watched(replay_TLk=packed.replay_TLk)
+        routing = routing_of(self.spec, packed.replay_TLk, rows.used, device=self.device, fill=packed.fill)
         hidden_rD = self.read(packed, routing)
-        flips = replayed = None
-        if routing is not None:
-            both = torch.stack([torch.stack(list(n.values())).sum() for n in (routing.flips, routing.replayed)])
-            flips, replayed = self.mesh.context.sum(both).unbind()
+        told = told_by(routing, rows.used, self.mesh.context.sum)
         return Output(
             hidden_RD=hidden_rD,
             head_VD=self._decoder.head(),
             softcap=self.spec.logit_softcap,
             vocabulary=self._vocabulary,
             tokens=packed.tokens,
-            flips=flips,
-            replayed=replayed,
+            flips=told.flips,
+            replayed=told.replayed,
+            load_LE=told.load_LE,
         )
 
     def read(self, packed: Packed, routing: Routing | None = None) -> Tensor:

@@ -65,7 +65,8 @@ _OURS: Mapping[str, str] = {
         "is decided by Miles, which packs sequences, fills weights and sums gradients itself",
     ),
     **dict.fromkeys(
-        ("moe_enable_routing_replay",), "is decided by Miles: --use-rollout-routing-replay replays the engine's experts"
+        ("moe_enable_routing_replay",),
+        "is decided by Miles: --use-rollout-routing-replay replays the engine's experts, --use-routing-replay its own",
     ),
 }
 

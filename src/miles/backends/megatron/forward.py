@@ -56,6 +56,7 @@ def run(
     _refuse(shape, plan)
     learns = trained and torch.is_grad_enabled()
     how: dict[str, Any] = {"sequence": shape.sequence_parallel, "dtype": shape.params_dtype}
+    how["counted"] = learns and _deaf(shape) is None
     batches = [batch_of(rows, shape.decoder, rings, **how) for rows in plan]
     steps: list[_Step] = list(enumerate(batches))
     if shape.virtual_pipeline_model_parallel_size is not None:
@@ -81,12 +82,16 @@ def run(
 
 def _refuse(shape: Shape, plan: Sequence[Rows]) -> None:
     """A replay must reach every router that is asked, also one that runs again in backward."""
-    if all(rows.replay_TLk is None for rows in plan):
-        return
+    told, wrong = any(rows.replay_TLk is not None for rows in plan), _deaf(shape)
+    if wrong is not None and (told or any(rows.used is not None for rows in plan)):
+        flag = "--use-rollout-routing-replay" if told else "--use-routing-replay"
+        raise UsageError(f"{flag} does not go with --megatron-{wrong}: leave one of them out.")
+
+
+def _deaf(shape: Shape) -> str | None:
+    """What keeps routers from being told anything, if something does."""
     again = shape.recompute_granularity == "selective" and "moe" in (shape.recompute_modules or ())
-    wrong = "moe-router-fusion" if shape.moe_router_fusion else "recompute-modules moe" if again else None
-    if wrong is not None:
-        raise UsageError(f"--use-rollout-routing-replay does not go with --megatron-{wrong}: leave one of them out.")
+    return "moe-router-fusion" if shape.moe_router_fusion else "recompute-modules moe" if again else None
 
 
 class _Stage:
@@ -95,6 +100,7 @@ class _Stage:
     def __init__(self, shape: Shape, rings: Rings, judge: Judge, *, learns: bool) -> None:
         self._shape, self._rings, self._judge, self._learns = shape, rings, judge, learns
         self._counts: dict[int, tuple[Tensor, Tensor]] = {}
+        self._loads: dict[int, Tensor] = {}
         rows, rank = Part(shape.decoder.vocab_size), rings.tensor.rank
         first, last = rows.bounds(rank, rings.tensor.world)
         self._vocabulary = _Vocabulary(first, last - first, rings.tensor) if rings.tensor.world > 1 else None
@@ -121,11 +127,14 @@ class _Stage:
         return loss, torch.zeros((), dtype=torch.int), (number, kept)
 
     def _output(self, model: Trunk, number: int, batch: Batch, hidden_tD: Tensor) -> Output:
-        flips = replayed = None
-        if batch.packed.replay is not None:
-            # Other stages have yet to tell theirs: ``count`` fills these in.
+        flips = replayed = load_LE = None
+        replay = batch.packed.replay
+        # Other stages have yet to tell theirs: ``count`` fills these in.
+        if replay is not None and replay.told_tLk is not None:
             flips, replayed = torch.zeros(2, dtype=torch.int64, device=hidden_tD.device).unbind()
             self._counts[number] = (flips, replayed)
+        if replay is not None and self._learns:
+            load_LE = self._loads[number] = torch.zeros_like(replay.load())
         return Output(
             hidden_RD=hidden_tD.index_select(0, batch.at_r),
             head_VD=model.head(),
@@ -134,22 +143,31 @@ class _Stage:
             tokens=batch.tokens,
             flips=flips,
             replayed=replayed,
+            load_LE=load_LE,
         )
 
     def count(self, replays: Sequence[Replay | None]) -> None:
-        """Give the judge's outputs the flips of all stages and of all ranks that share the tokens."""
+        """Give the judge's outputs the flips of all stages and of all ranks that share the tokens, and the loads."""
         told = [replay for replay in replays if replay is not None]
         if not told:
             return
-        rings = self._rings
-        total_n2 = rings.context.sum(rings.pipeline.sum(torch.stack([replay.total() for replay in told])))
-        if self._shape.sequence_parallel:
-            total_n2 = rings.tensor.sum(total_n2)
+        for replay in told:
+            replay.remember()
         numbers = [number for number, replay in enumerate(replays) if replay is not None]
-        for number, (flips, replayed) in zip(numbers, total_n2.unbind(), strict=True):
-            if number in self._counts:
-                for mine, whole in zip(self._counts[number], (flips, replayed), strict=True):
-                    mine.copy_(whole)
+        total_n2 = self._joined(torch.stack([replay.total() for replay in told]))
+        for number, whole in zip(numbers, total_n2.unbind(), strict=True):
+            for mine, sum_ in zip(self._counts.get(number, ()), whole.unbind(), strict=False):
+                mine.copy_(sum_)
+        if self._learns:
+            load_nLE = self._joined(torch.stack([replay.load() for replay in told]))
+            for number, load_LE in zip(numbers, load_nLE.unbind(), strict=True):
+                if number in self._loads:
+                    self._loads[number].copy_(load_LE)
+
+    def _joined(self, x: Tensor) -> Tensor:
+        """The sum over the stages and over all ranks that share the tokens."""
+        x = self._rings.context.sum(self._rings.pipeline.sum(x))
+        return self._rings.tensor.sum(x) if self._shape.sequence_parallel else x
 
 
 # -- from the last stage to all -------------------------------------------------------------

@@ -29,6 +29,7 @@ from miles.kernels.terms import Index, Terms
 from miles.models.memory import Attend
 from miles.models.rope import Positions
 from miles.models.spec import DecoderSpec
+from miles.train.experts import Used
 from miles.train.prefix import Stretch, attend_of
 from miles.train.rows import Rows
 
@@ -36,16 +37,42 @@ from miles.train.rows import Rows
 
 
 class Replay:
-    """The experts the engine used, for the slots of one rank; counts those the router would not have chosen."""
+    """The experts to use in the slots of one rank, if any are told; counts those the router would not have chosen.
 
-    def __init__(self, told_tLk: Tensor) -> None:
-        self.told_tLk = told_tLk
+    ``used`` is filled with what was used where it is still empty, and told where it is not; ``real_t`` are the slots
+    that hold a token of the rows.
+    """
+
+    def __init__(self, spec: DecoderSpec, told_tLk: Tensor | None, used: Used | None, real_t: Tensor) -> None:
+        assert spec.moe is not None
+        self._real_t, self._device = real_t, real_t.device
+        again = None if used is None else used.experts_tLk
+        self.told_tLk = told_tLk if again is None else again
+        self.used = used if again is None else None
         self.counts: dict[int, Tensor] = {}
+        self.chosen: dict[int, Tensor] = {}
+        self._experts, self._layers = spec.moe.num_experts, len(spec.moe_layers)
 
     def total(self) -> Tensor:
         """Flips and replayed experts over this rank's layers and slots."""
-        none = torch.zeros(2, dtype=torch.int64, device=self.told_tLk.device)
+        none = torch.zeros(2, dtype=torch.int64, device=self._device)
         return torch.stack([none, *self.counts.values()]).sum(0)
+
+    def load(self) -> Tensor:
+        """How often each expert was chosen for this rank's slots, [L, E]; nothing in layers of other stages."""
+        out_LE = torch.zeros(self._layers, self._experts, dtype=torch.int64, device=self._device)
+        for slot, chosen_tk in self.chosen.items():
+            out_LE[slot] = torch.bincount(chosen_tk[self._real_t].flatten(), minlength=self._experts)
+        return out_LE
+
+    def remember(self) -> None:
+        """Fill what is to know which experts were used."""
+        if self.used is not None and self.chosen:
+            some_tk = next(iter(self.chosen.values()))
+            none_tk = torch.full_like(some_tk, -1)
+            rows = [self.chosen.get(slot, none_tk) for slot in range(self._layers)]
+            experts_tLk = torch.stack(rows, 1).to(torch.int32)
+            self.used.experts_tLk = torch.where(self._real_t[:, None, None], experts_tLk, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +91,16 @@ class Told:
         choose: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
         """The scores of each token's experts and which they are; gradients flow through the scores."""
-        _, own_tk = choose(scores_tE.detach(), topk, num_groups, group_topk)
-        told_tk = self.replay.told_tLk[:, self.slot].to(own_tk.dtype)
-        known_t = (told_tk >= 0).all(-1)
-        used_tk = torch.where(known_t[:, None], told_tk, own_tk)
-        agreed_tk = (used_tk[:, :, None] == own_tk[:, None, :]).any(-1)
+        replay, slot = self.replay, self.slot
+        _, used_tk = choose(scores_tE.detach(), topk, num_groups, group_topk)
+        if replay.told_tLk is not None:
+            own_tk, told_tk = used_tk, replay.told_tLk[:, slot].to(used_tk.dtype)
+            known_t = (told_tk >= 0).all(-1)
+            used_tk = torch.where(known_t[:, None], told_tk, own_tk)
+            agreed_tk = (used_tk[:, :, None] == own_tk[:, None, :]).any(-1)
+            replay.counts[slot] = torch.stack((((~agreed_tk) & known_t[:, None]).sum(), known_t.sum() * topk))
         # A layer that runs a second time in backward counts once.
-        self.replay.counts[self.slot] = torch.stack((((~agreed_tk) & known_t[:, None]).sum(), known_t.sum() * topk))
+        replay.chosen.setdefault(slot, used_tk.detach())
         return scores_tE.gather(1, used_tk), used_tk
 
 
@@ -209,25 +239,33 @@ class Batch:
     tokens: Shared | None
 
 
-def batch_of(rows: Rows, spec: DecoderSpec, rings: Rings, *, sequence: bool, dtype: torch.dtype) -> Batch:
-    """``rows`` as this rank has them; ``sequence`` says that tensor ranks share tokens between a layer's parts."""
+def batch_of(
+    rows: Rows, spec: DecoderSpec, rings: Rings, *, sequence: bool, dtype: torch.dtype, counted: bool = False
+) -> Batch:
+    """``rows`` as this rank has them; ``sequence`` says that tensor ranks share tokens between a layer's parts.
+
+    Experts are ``counted`` also where none are replayed.
+    """
     longest, most = max(rows.lengths), spec.max_positions
     if longest > most:
         raise MilesError(f"a sample of {longest} tokens is longer than the {most} positions of the model's config.")
     multiple = rings.tensor.world if sequence else 1
     cut = _filled(rows, multiple) if rings.context.world == 1 else _dealt(rows.apart(), rings.context, multiple)
     replay = None
-    if cut.told_tLk is not None:
-        replay = Replay(cut.told_tLk.chunk(multiple)[rings.tensor.rank if sequence else 0])
+    if spec.moe is not None and (cut.told_tLk is not None or rows.used is not None or counted):
+        part = rings.tensor.rank if sequence else 0
+        told_tLk = None if cut.told_tLk is None else cut.told_tLk.chunk(multiple)[part]
+        replay = Replay(spec, told_tLk, rows.used, cut.real_t.chunk(multiple)[part])
     packed = Packed(at=Positions(cut.positions_t, most, dtype), attend=cut.attend, replay=replay)
     return Batch(tokens_1t=cut.tokens_t[None], packed=packed, at_r=cut.at_r, tokens=cut.tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cut:
-    """This rank's slots, and what is asked of them."""
+    """This rank's slots, which of them hold a token of the rows, and what is asked of them."""
 
     tokens_t: Tensor
+    real_t: Tensor
     positions_t: Tensor
     told_tLk: Tensor | None
     attend: Attend
@@ -246,6 +284,7 @@ def _filled(rows: Rows, multiple: int) -> _Cut:
     none_m = rows.tokens_T.new_zeros(missing)
     return _Cut(
         tokens_t=torch.cat((rows.tokens_T, none_m)),
+        real_t=torch.cat((torch.ones_like(rows.tokens_T), none_m)).bool(),
         positions_t=torch.cat((rows.positions_T, none_m)),
         told_tLk=told_tLk,
         attend=attend_of(lengths, stretches, rows.tokens_T.device),
@@ -270,6 +309,7 @@ def _dealt(rows: Rows, ring: Ring, multiple: int) -> _Cut:
     segments = segments_of(slots, rank=ring.rank, context=ring.world)
     inner = SegmentAttend(segments, device, keys=ring.world * len(source_t))
     return _Cut(
+        real_t=real_t,
         tokens_t=torch.where(real_t, rows.tokens_T.index_select(0, taken_t), 0),
         positions_t=torch.from_numpy(slots.place_t).to(device),
         told_tLk=told_tLk,

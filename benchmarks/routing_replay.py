@@ -1,0 +1,225 @@
+"""What routing replay is worth: an engine in bfloat16, a trainer in float32, and a router between near-equal experts.
+
+gap   log-probs of the same tokens, engine against trainer, with the trainer's own routing, with the experts of
+      sampled tokens replayed, and with those of all tokens; flips are choices the trainer would not have made
+run   the demo's task (words to reverse) with a model of many small experts: reinforcement learning from the same
+      warmed-up weights with and without replay, step by step
+
+python benchmarks/routing_replay.py [gap] [run] [--steps 80] [--lr 1e-3] [--folder DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
+from io import StringIO
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+
+from miles.backends.fsdp.model import FsdpModel
+from miles.backends.native.config import NativeConfig
+from miles.backends.native.engine import NativeEngine
+from miles.cluster.local import Inline
+from miles.core.extras import ROUTED
+from miles.core.protocols import Completion, Sampling
+from miles.core.routed import as_choices
+from miles.core.types import Tokens, Version
+from miles.launch import demo_task
+from miles.launch.main import main as miles
+from miles.models import hub
+from miles.models.decoder import Decoder
+from miles.models.families import config_of
+from miles.models.spec import DecoderSpec, LayerSpec, MoeSpec
+from miles.sync.publish import Publication
+
+SHAPES = ((8, 2, 4), (32, 2, 4), (128, 2, 4), (64, 4, 4), (64, 2, 8))
+"""Experts, experts a token, layers."""
+
+
+def spec_of(experts: int, each: int, layers: int, size: int = 32) -> DecoderSpec:
+    """The demo's model with other experts."""
+    made = demo_task.spec(moe=True)
+    moe = MoeSpec(num_experts=experts, experts_per_token=each, size=size, norm_topk_prob=True)
+    layer = LayerSpec(mixer=made.layers[0].mixer, ffn=moe)
+    return replace(made, layers=(layer,) * layers)
+
+
+def decoder_of(spec: DecoderSpec, *, louder: float, seed: int = 0) -> Decoder:
+    """Random weights whose experts have a say: as they are drawn, the residual stream would drown them."""
+    decoder = hub.random(spec, seed=seed, device="cpu", dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            if "moe" in name and "router" not in name:
+                parameter.mul_(louder)
+    return decoder
+
+
+# -- the gap --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """Mean |Δ log-prob| of sampled tokens, and the share of replayed choices the trainer would not have made."""
+
+    own: float
+    sampled: float
+    all: float
+    flips: float
+
+
+async def sampled(decoder: Decoder, prompts: list[Tokens], tokens: int) -> list[Completion]:
+    """What an engine in bfloat16 writes."""
+    config = NativeConfig(engine_kv_tokens=8192)
+    engine = NativeEngine(decoder.spec, device="cpu", dtype=torch.bfloat16, config=config, run=Inline(), decode=None)
+    weights = {name: p.detach().to(torch.bfloat16) for name, p in decoder.named_parameters()}
+    await Publication(weights=lambda: weights, engines=[engine], transport="shared", run=Inline()).publish(Version())
+    drawn = [Sampling(max_new_tokens=tokens, seed=i, ignore_eos=True) for i in range(len(prompts))]
+    found = await asyncio.gather(*(engine.generate(p, how) for p, how in zip(prompts, drawn, strict=True)))
+    await engine.close()
+    return found
+
+
+@torch.no_grad()
+def gaps_of(decoder: Decoder, *, prompts: int = 16, tokens: int = 24) -> Gaps:
+    """Engine against trainer on what the engine wrote."""
+    rng = np.random.default_rng(0)
+    asked = [rng.integers(0, decoder.spec.vocab_size - 2, 12).astype(np.int32) for _ in range(prompts)]
+    written = asyncio.run(sampled(decoder, asked, tokens))
+    model = FsdpModel(decoder, frozen=True)
+    found: dict[str, list[float]] = {"own": [], "sampled": [], "all": []}
+    flips = replayed = 0
+    for prompt, completion in zip(asked, written, strict=True):
+        span = completion.spans[0]
+        read_T = torch.from_numpy(np.concatenate((prompt, span.tokens)).astype(np.int64))
+        told_TLk = as_choices(np.concatenate((completion.given[ROUTED], span.extras[ROUTED])))
+        late_TLk = told_TLk.copy()
+        late_TLk[: len(prompt)] = -1
+        replays = {"own": None, "sampled": torch.from_numpy(late_TLk), "all": torch.from_numpy(told_TLk)}
+        for name, replay_TLk in replays.items():
+            read = model.read(read_T, torch.arange(len(read_T)), [len(read_T)], replay_TLk)
+            logits_RV = read.hidden_TD[len(prompt) - 1 : -1] @ model.head().T
+            logp_R = logits_RV.log_softmax(-1).gather(1, read_T[len(prompt) :, None])[:, 0]
+            found[name] += (logp_R.numpy() - span.logprobs).__abs__().tolist()
+            if name == "all" and read.flips is not None and read.replayed is not None:
+                flips, replayed = flips + int(read.flips), replayed + int(read.replayed)
+    return Gaps(**{name: fmean(values) for name, values in found.items()}, flips=flips / replayed)
+
+
+def show_gaps() -> None:
+    print(
+        f"{'experts':>8} {'a token':>8} {'layers':>7} {'flips':>8} {'own':>9} {'sampled':>9} {'all':>9} {'all/own':>8}"
+    )
+    for experts, each, layers in SHAPES:
+        gaps = gaps_of(decoder_of(spec_of(experts, each, layers), louder=4.0))
+        print(
+            f"{experts:>8} {each:>8} {layers:>7} {gaps.flips:>8.2%} {gaps.own:>9.5f} {gaps.sampled:>9.5f} "
+            f"{gaps.all:>9.5f} {gaps.all / gaps.own:>8.2f}"
+        )
+
+
+# -- the run --------------------------------------------------------------------------------
+
+
+def written(folder: Path, seed: int) -> Path:
+    """Words, and a model of many experts."""
+    folder.mkdir(parents=True)
+    demo_task.write_task(folder, demo_task.Task(), seed)
+    spec = spec_of(64, 2, 4)
+    hub.export(decoder_of(spec, louder=2.0, seed=seed), folder, config=config_of(spec))
+    demo_task.write_tokenizer(folder)
+    return folder
+
+
+def common(folder: Path, seed: int) -> list[str]:
+    return [
+        *("--input-key", "input", "--label-key", "label", "--apply-chat-template"),
+        *("--rollout-max-response-len", str(demo_task.Task().longest + 3), "--rollout-shuffle", "--view", "none"),
+        *("--adam-beta2", "0.95", "--weight-decay", "0", "--seed", str(seed), "--rollout-seed", str(seed)),
+        *("--num-threads", "1", "--device", "cpu", "--dtype", "float32", "--disable-save-rollouts"),
+    ]
+
+
+def told(*flags: str) -> None:
+    """``miles train`` without its words."""
+    with redirect_stdout(StringIO()):
+        assert miles(["train", *flags]) == 0
+
+
+def warmed(folder: Path, seed: int, steps: int) -> Path:
+    """Supervised, until some sampled answers are right."""
+    start, run = written(folder / "start", seed), folder / "warm"
+    told(
+        *("--hf-checkpoint", str(start), "--prompt-data", str(start / "warmup.jsonl"), "--save", str(run)),
+        *("--loss-type", "sft_loss", "--rollout-batch-size", "64", "--num-rollout", str(steps), "--lr", "3e-3"),
+        *("--lr-warmup-iters", "20", "--calculate-per-token-loss", *common(folder, seed)),
+    )
+    return run / "checkpoints" / f"step-{steps:06d}"
+
+
+def learned(folder: Path, warm: Path, *, replay: bool, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Reinforcement learning from there; its metrics, step by step."""
+    run = folder / ("replayed" if replay else "plain")
+    start = folder / "start"
+    told(
+        *("--hf-checkpoint", str(warm), "--prompt-data", str(start / "train.jsonl"), "--save", str(run)),
+        *("--rollout-batch-size", "16", "--n-samples-per-prompt", "8", "--num-rollout", str(options.steps)),
+        *("--num-steps-per-rollout", str(options.updates), "--lr", str(options.lr), "--rollout-dtype", "bfloat16"),
+        *(
+            "--rm-type",
+            "exact",
+            "--use-rollout-logprobs",
+            "--parity-no-replay-interval",
+            "1",
+            "--save-interval",
+            "100000",
+        ),
+        *(["--use-rollout-routing-replay"] if replay else []),
+        *common(folder, options.seed),
+    )
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "parity_mean_abs" in row]
+
+
+def show_run(options: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(options.folder or made)
+        warm = warmed(folder, options.seed, options.warm)
+        found = {name: learned(folder, warm, replay=name == "replay", options=options) for name in ("plain", "replay")}
+    each = max(1, options.steps // 8)
+    print(f"{'steps':>9} | " + " | ".join(f"{name:>8} {'gap':>8} {'grad':>7}" for name in found))
+    for start in range(0, options.steps, each):
+        cells: list[str] = []
+        for rows in found.values():
+            part = rows[start : start + each]
+            means = [fmean(row[name] for row in part) for name in ("reward", "parity_mean_abs", "grad_norm")]
+            cells.append(f"{means[0]:>8.3f} {means[1]:>8.4f} {means[2]:>7.3f}")
+        print(f"{start + 1:>4}-{start + each:<4} | " + " | ".join(cells))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("parts", nargs="*", default=["gap", "run"])
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--warm", type=int, default=150)
+    parser.add_argument("--updates", type=int, default=4)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if "gap" in options.parts:
+        show_gaps()
+    if "run" in options.parts:
+        show_run(options)
+
+
+if __name__ == "__main__":
+    main()

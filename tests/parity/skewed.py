@@ -1,0 +1,41 @@
+"""``miles`` in a process whose engine says something else of one token than it computed."""
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from tests.launch.small_run import FORKS, ROOT, Done
+
+from miles.backends.native.sending import Landing
+from miles.launch.main import main
+
+
+def skewed(folder: Path, *argv: str) -> Done:
+    """Run the command to its end; ``folder`` is for what it says."""
+    FORKS.set_forkserver_preload(["tests.launch.small_run", __name__])
+    process = FORKS.Process(target=_child, args=(argv, folder))
+    process.start()
+    process.join(300)
+    return Done(process.exitcode, (folder / "out").read_text(), (folder / "err").read_text())
+
+
+def _child(argv: tuple[str, ...], folder: Path) -> None:
+    os.chdir(ROOT)
+    for name, number in (("out", 1), ("err", 2)):
+        os.dup2(os.open(folder / name, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
+    land, calls = Landing.land, 0
+
+    def nudged(self):
+        nonlocal calls
+        calls += 1
+        drawn = land(self)
+        if calls != 12 or not len(drawn.logprobs_D):
+            return drawn
+        logprobs_D = drawn.logprobs_D.copy()
+        logprobs_D[0] = np.nextafter(logprobs_D[0], np.float32(-100))
+        return replace(drawn, logprobs_D=logprobs_D)
+
+    Landing.land = nudged
+    sys.exit(main(argv))

@@ -1,0 +1,106 @@
+"""Exact arithmetic through the front door: runs that say zero, repeat to the bit, or are refused and stopped."""
+
+import json
+
+import pytest
+from tests.launch.small_run import everything, flags, miles, write_world
+from tests.models.oracle import hf_model
+from tests.parity.skewed import skewed
+
+from miles.core.errors import UsageError
+from miles.launch.config import DemoOptions
+from miles.launch.demo import Places, grpo_flags, warmup_flags
+from miles.launch.main import read
+from miles.launch.serve import read as read_serve
+
+TIGHT = (
+    *("--parity", "exact", "--engine-kv-tokens", "64", "--engine-page-size", "2", "--engine-prefill-chunk", "5"),
+    *("--max-tokens-per-gpu", "40", "--gradient-checkpointing", "--dtype", "bfloat16"),
+)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["dense", "experts"])
+def world(request, tmp_path_factory):
+    return write_world(tmp_path_factory.mktemp("world"), moe=request.param)
+
+
+def trained(world, run, *more):
+    done = miles("train", *flags(world, run, *more, steps=2))
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["kind"] == "train"]
+
+
+def test_a_run_in_tight_quarters_says_zero_at_every_step_and_repeats_to_the_bit(world, tmp_path):
+    rows = trained(world, tmp_path / "one", *TIGHT)
+    assert [row["parity_max_abs"] for row in rows] == [0.0, 0.0]
+    assert all(row["parity_tokens"] > 0 for row in rows)
+    trained(world, tmp_path / "two", *TIGHT)
+    assert everything(tmp_path / "one") == everything(tmp_path / "two")
+
+
+def test_a_run_whose_engine_says_another_bit_is_stopped_before_the_update(tmp_path):
+    world = write_world(tmp_path / "world")
+    (tmp_path / "said").mkdir()
+    done = skewed(tmp_path / "said", "train", *flags(world, tmp_path / "run", "--parity", "exact", steps=2))
+    assert done.returncode == 1
+    assert "--parity exact promises equal log-probs, and after version 0 they differ on token" in done.stderr
+    assert "the weights were not changed; miles parity" in done.stderr and "Traceback" not in done.stderr
+
+
+# -- what is refused ------------------------------------------------------------------------
+
+
+def problems(kind, tmp_path, *more):
+    world = write_world(tmp_path / "world")
+    hf_model(kind).save_pretrained(world)
+    with pytest.raises(UsageError) as refused:
+        read("train", flags(world, tmp_path / "run", "--parity", "exact", *more))
+    return [sentence for sentence in refused.value.problems if "--parity exact" in sentence]
+
+
+def test_everything_that_cannot_be_exact_is_said_at_once(tmp_path):
+    more = ("--train-backend", "megatron", "--rollout-dtype", "bfloat16", "--tensor-model-parallel-size", "2")
+    said = problems("hybrid qwen3.5", tmp_path, *more)
+    assert len(said) == 4
+    for word in ("remembers by a state", "--train-backend megatron", "--rollout-dtype bfloat16", "tensor ranks"):
+        assert sum(word in sentence for sentence in said) == 1
+
+
+def test_an_indexer_and_a_foreign_module_are_refused(tmp_path):
+    assert "by an indexer" in problems("deepseek v3.2", tmp_path)[0]
+    (foreign,) = problems("qwen3", tmp_path, "--model-impl", "transformers")
+    assert "is computed by transformers" in foreign
+
+
+def test_a_critic_that_cannot_be_exact_is_refused(tmp_path):
+    hf_model("hybrid nemotron h").save_pretrained(tmp_path / "critic")
+    more = ("--advantage-estimator", "ppo", "--critic-load", str(tmp_path / "critic"))
+    (said,) = problems("qwen3", tmp_path, *more)
+    assert f"--critic-load {tmp_path / 'critic'}: layer" in said
+
+
+def test_a_server_refuses_too(tmp_path):
+    hf_model("hybrid nemotron h").save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match="--parity exact cannot be had of this model: layer"):
+        read_serve([str(tmp_path), "--parity", "exact"])
+
+
+def test_the_demo_passes_its_arithmetic_on(tmp_path):
+    places, options = Places(root=tmp_path), DemoOptions(parity="exact")
+    for argv in (warmup_flags(places, options), grpo_flags(places, options, tmp_path)):
+        assert argv[argv.index("--parity") + 1] == "exact"
+
+
+def test_a_plan_of_exact_latent_attention_counts_what_its_engine_remembers(tmp_path, capsys):
+    from tests.parity.planes import spec_of_kind
+
+    from miles.kernels import arithmetic
+    from miles.models.footprint import kv_bytes_per_token
+
+    spec = spec_of_kind("deepseek v3")
+    short = kv_bytes_per_token(spec, "float32")
+    with arithmetic.using("exact"):
+        mixer = spec.layers[0].mixer
+        each = mixer.num_heads * (mixer.head_dim + mixer.value_dim)
+        assert kv_bytes_per_token(spec, "float32") == 4 * each * spec.num_layers > short
