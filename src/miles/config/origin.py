@@ -5,7 +5,7 @@ Origins are "default", a file as the user named it ("recipes/small.toml"), or "f
 
 import json
 import os.path
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -113,8 +113,16 @@ def anchored(knob: Knob, value: Any, folder: str) -> Any:
 
     if isinstance(value, str):
         return anchor(value)
+    if isinstance(value, dict):  # what is no table of tables is refused later, with a better sentence
+        return {name: _anchored_within(table, knob.inner, anchor) for name, table in value.items()}
     every = 2 if knob.path == "pairs" else 1
     return tuple(anchor(item) if i % every == every - 1 else item for i, item in enumerate(value))
+
+
+def _anchored_within(table: Any, keys: Collection[str], anchor: Callable[[str], str]) -> Any:
+    if not isinstance(table, dict):
+        return table
+    return {key: anchor(v) if key in keys and isinstance(v, str) else v for key, v in table.items()}
 
 
 def _assignment(knob: Knob, value: Any) -> str:

@@ -29,6 +29,7 @@ class Knob:
     unit: str | None
     path: bool | str
     schemes: tuple[str, ...]
+    inner: tuple[str, ...] = ()
 
     @property
     def flag(self) -> str:
@@ -101,4 +102,5 @@ def _knobs(room: str, cls: type[Dataclass]) -> Iterator[Knob]:
             unit=f.metadata.get("unit"),
             path=f.metadata.get("path", False),
             schemes=f.metadata.get("schemes", ()),
+            inner=f.metadata.get("inner", ()),
         )

@@ -4,6 +4,8 @@ A class is instantiated without arguments, and the instance is the plug. The fit
 anything is started: how many arguments, and plain or async.
 """
 
+from __future__ import annotations
+
 import importlib
 import importlib.util
 import inspect
@@ -12,24 +14,43 @@ import re
 import sys
 from collections.abc import Mapping
 from difflib import get_close_matches
+from functools import partial
 from types import MappingProxyType, ModuleType
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from miles.core.errors import PlugError
+
+if TYPE_CHECKING:
+    from miles.plug.upstream.run import Run
 
 P = TypeVar("P")
 NO_BUILTINS: Mapping[str, str] = MappingProxyType({})
 
 
-def load(path: str, door: type[P], *, builtins: Mapping[str, str] = NO_BUILTINS, flag: str | None = None) -> P:
+def load(
+    path: str,
+    door: type[P],
+    *,
+    builtins: Mapping[str, str] = NO_BUILTINS,
+    flag: str | None = None,
+    makes: bool = False,
+    only_check: bool = False,
+    run: Run | None = None,
+) -> P:
     """The object named by ``path``, checked against the protocol ``door``.
 
-    ``builtins`` maps short names to paths; ``flag`` is who asked, for the error's sake.
+    ``builtins`` maps short names to paths; ``flag`` is who asked, for the error's sake. A class is made an instance,
+    unless the door ``makes`` what is used; ``only_check`` makes none, and what it gives is not to be called. With a
+    ``run``, functions of upstream's signatures are fitted to the door.
     """
     asker = f"{flag} {path}" if flag else path
+    if run is not None:
+        _offer()
     plug = _find(path, builtins, asker)
-    if inspect.isclass(plug):
-        plug = _instance(plug, asker)
+    if inspect.isclass(plug) and not makes:
+        plug = _instance(plug, asker, only_check=only_check)
+    if run is not None:
+        plug = _fitted(plug, door, run, asker)
     check_fit(plug, door, asker)
     return cast(P, plug)
 
@@ -51,6 +72,19 @@ def signature_of(door: type) -> str:
     parameters = [p.replace(annotation=_plain(p.annotation)) for p in list(signature.parameters.values())[1:]]
     text = str(signature.replace(parameters=parameters, return_annotation=_plain(signature.return_annotation)))
     return f"{'async ' if inspect.iscoroutinefunction(verb) else ''}def {text.replace(chr(39), '')}"
+
+
+def check_object(thing: Any, door: type, asker: str) -> None:
+    """Refuse (PlugError) what lacks one of the verbs of the protocol ``door``, or cannot be called as it is."""
+    expected = f"{door.__name__} wants {', '.join(_described(door, verb) for verb in _verbs(door))}"
+    for verb in _verbs(door):
+        if not callable(getattr(thing, verb, None)):
+            raise PlugError(f"{asker} gave a {type(thing).__name__} without {verb}; {expected}.")
+        wanted = list(inspect.signature(getattr(door, verb)).parameters)[1:]
+        try:
+            inspect.signature(getattr(thing, verb)).bind(*wanted)
+        except TypeError as error:
+            raise PlugError(f"{asker} gave a {type(thing).__name__} whose {verb} has {error}; {expected}.") from error
 
 
 def check_fit(plug: Any, door: type, asker: str) -> None:
@@ -134,18 +168,42 @@ def _file_module(where: str) -> ModuleType:
     return module
 
 
-def _instance(cls: type, asker: str) -> Any:
+def _instance(cls: type, asker: str, *, only_check: bool) -> Any:
     try:
         inspect.signature(cls).bind()
     except TypeError as error:
         raise PlugError(
             f"{asker} is a class whose constructor needs arguments ({error}); give them defaults."
         ) from error
-    return cls()
+    calls = next((vars(base)["__call__"] for base in cls.__mro__ if "__call__" in vars(base)), None)
+    return partial(calls, None) if only_check and calls is not None else cls()
 
 
 def _verb(door: type) -> Any:
     return door.__call__
+
+
+def _verbs(door: type) -> list[str]:
+    return [name for name, value in vars(door).items() if inspect.isfunction(value) and not name.startswith("_")]
+
+
+def _described(door: type, verb: str) -> str:
+    signature = inspect.signature(getattr(door, verb))
+    shown = signature.replace(parameters=list(signature.parameters.values())[1:])
+    return f"{verb}{shown}".replace(chr(39), "")
+
+
+def _offer() -> None:
+    # numpy, and whatever else a function of upstream's needs, is not for those who only ask for help.
+    from miles.plug.upstream.modules import offer
+
+    offer()
+
+
+def _fitted(plug: Any, door: type, run: Run, asker: str) -> Any:
+    from miles.plug.upstream.fit import fit
+
+    return fit(plug, door.__name__, run, asker)
 
 
 def _is_async(plug: Any) -> bool:
