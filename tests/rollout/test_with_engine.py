@@ -10,7 +10,7 @@ from miles.backends.native.config import NativeConfig
 from miles.backends.native.engine import NativeEngine
 from miles.cluster.local import Inline
 from miles.core.protocols import Sampling
-from miles.core.types import Author, Prompt, Version
+from miles.core.types import Author, Prompt, Status, Version
 from miles.models import hub
 from miles.models.families import spec_of
 from miles.rollout.evaluate import Evaluator
@@ -55,7 +55,7 @@ def answering(tokenizer):
     return engine, SingleTurn(Renderer(tokenizer, chat=True), tokenizer.text)
 
 
-def producer(engine, generate, attempts=4):
+def producer(engine, generate, attempts=4, **how):
     return Producer(
         engine=engine,
         generate=generate,
@@ -63,6 +63,7 @@ def producer(engine, generate, attempts=4):
         attempts=attempts,
         seed_of=training_seeds(42),
         reward=builtin_reward("deterministic_random", Means(seed=0)),
+        **how,
     )
 
 
@@ -119,3 +120,57 @@ def test_evaluation_measures_the_policy_the_same_every_time(answering):
     assert set(first) == {
         f"eval/numbers/{m}" for m in ("reward", "response_length", "truncated", "unscored", "pass@1", "pass@2")
     }
+
+
+def test_attempts_that_were_cut_go_on_as_if_nothing_had_been(answering):
+    make, generate = answering
+
+    async def cut_after(steps):
+        engine = await make()
+        maker = producer(engine, generate, abort=engine.abort)
+        coming = asyncio.create_task(maker.produce(PROMPTS[0]))
+        while engine.stats()["generated_tokens"] < steps:
+            await asyncio.sleep(0)
+        await maker.cut()
+        begun = await coming
+        engine.check()
+        return begun, await maker.go_on(begun)
+
+    whole = asyncio.run(undisturbed(answering))
+    for steps in (1, 9, 23):
+        begun, ended = asyncio.run(cut_after(steps))
+        assert any(t.status is Status.ABORTED for t in begun.trajectories)
+        assert all(t.reward is None for t in begun.trajectories if t.status is Status.ABORTED)
+        for mine, theirs, cut in zip(ended.trajectories, whole.trajectories, begun.trajectories, strict=True):
+            assert tokens_of(mine) == tokens_of(theirs)
+            assert mine.reward == theirs.reward and mine.status == theirs.status
+            assert mine.metadata["text"] == theirs.metadata["text"]
+            assert tokens_of(mine)[: len(tokens_of(cut))] == tokens_of(cut)
+            assert [s.version for s in mine.branches[0][1:]] == [VERSION] * (len(mine.branches[0]) - 1)
+
+
+def test_attempts_aborted_by_others_are_renewed_where_they_are_wanted(answering):
+    make, generate = answering
+
+    async def disturbed():
+        engine = await make()
+        maker = producer(engine, generate, renew=True)
+        coming = asyncio.create_task(maker.produce(PROMPTS[0]))
+        for wanted in (5, 17):
+            while engine.stats()["generated_tokens"] < wanted:
+                await asyncio.sleep(0)
+            await engine.abort()
+        return await coming
+
+    whole = asyncio.run(undisturbed(answering))
+    for mine, theirs in zip(asyncio.run(disturbed()).trajectories, whole.trajectories, strict=True):
+        assert tokens_of(mine) == tokens_of(theirs) and mine.status == theirs.status
+
+
+async def undisturbed(answering):
+    make, generate = answering
+    return await producer(await make(), generate).produce(PROMPTS[0])
+
+
+def tokens_of(trajectory):
+    return [int(token) for span in trajectory.branches[0] for token in span.tokens]

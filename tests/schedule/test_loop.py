@@ -3,13 +3,14 @@
 import asyncio
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from miles.core.errors import MilesError
-from miles.core.events import BatchTaken, Evaluated, GroupFinished, RunEnded, Saved, StepFinished
+from miles.core.events import BatchTaken, Evaluated, GroupFinished, PromptAdmitted, RunEnded, Saved, StepFinished
 from miles.core.protocols import Verdict
 from miles.core.types import Author, Batch, Group, Prompt, Reward, Sample, Span, Status, StepReport, Trajectory, Version
 from miles.schedule.cadence import Cadence
@@ -255,3 +256,64 @@ def test_a_continued_run_trains_on_what_the_first_life_did_not(tmp_path, k, drop
     calm = World(tmp_path / "calm", drop=drop)
     asyncio.run(Loop(calm.planes, tempo).run())
     assert prompts_of(first) + prompts_of(second) == prompts_of(calm)
+
+
+class Oversampled(World):
+    """Attempts take a few turns each, unless they are cut; what was begun goes on."""
+
+    def __init__(self, folder: Path, **how) -> None:
+        super().__init__(folder, **how)
+        self.shut, self.left, self.resumed = False, {}, 0
+        self.planes = replace(self.planes, cuttable=self)
+
+    async def produce(self, prompt: Prompt) -> Group:
+        self.left[prompt.id] = 3 + 10 * (prompt.id % 3)
+        return await self.go_on(await super().produce(prompt), fresh=True)
+
+    async def go_on(self, begun: Group, fresh: bool = False) -> Group:
+        self.shut = False
+        self.resumed += not fresh
+        self.busy += 1
+        while self.left[begun.prompt.id] and not self.shut:
+            self.left[begun.prompt.id] -= 1
+            await asyncio.sleep(0)
+        self.busy -= 1
+        status = Status.ABORTED if self.left[begun.prompt.id] else Status.COMPLETED
+        return replace(begun, trajectories=tuple(replace(t, status=status) for t in begun.trajectories))
+
+    async def cut(self) -> None:
+        self.shut = True
+
+
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("colocated", [False, True])
+@pytest.mark.parametrize("drop", [0.0, 0.4])
+def test_spare_groups_are_cut_and_every_ticket_is_accounted_for(tmp_path, partial, colocated, drop):
+    world = Oversampled(tmp_path, drop=drop, colocated=colocated)
+    asyncio.run(Loop(world.planes, Tempo(steps=6, groups_per_step=4, spare=3, partial=partial)).run())
+    assert [len(batch.samples) for batch in world.batches] == [4] * 6
+    told = [event for event in world.events if isinstance(event, GroupFinished)]
+    admitted = [event.ticket for event in world.events if isinstance(event, PromptAdmitted)]
+    assert sorted(event.ticket for event in told) == sorted(admitted)
+    assert len({row.prompt_id for batch in world.batches for row in batch.samples}) == 24
+    assert sum(event.kept for event in told) == 24
+    reasons = {event.reason for event in told if not event.kept} - {"unlucky"}
+    assert reasons <= ({"left over"} if partial else {"cut", "spare"}) and reasons
+    assert bool(world.resumed) == partial
+    if not partial:
+        assert max(world.staleness) == 0
+    finished = [event for event in world.events if isinstance(event, StepFinished)]
+    assert all("groups_cut" in event.metrics for event in finished)
+
+
+def test_a_spare_group_that_will_not_be_cut_is_named(tmp_path):
+    class Deaf(Oversampled):
+        async def cut(self) -> None: ...
+
+        async def go_on(self, begun: Group, fresh: bool = False) -> Group:
+            if begun.prompt.id == 5:
+                await asyncio.Event().wait()
+            return await super().go_on(begun, fresh)
+
+    with pytest.raises(MilesError, match=r"spare ones to end; still in the rollout plane: tickets 5 \(prompt 5\)"):
+        asyncio.run(Loop(Deaf(tmp_path).planes, Tempo(steps=2, groups_per_step=4, spare=2, stall_timeout=0.5)).run())

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from math import comb
 from statistics import fmean
 
 from miles.core.errors import first_cause
+from miles.core.plugs import EvalFn
 from miles.core.protocols import Engine, Generate, GroupRewardFn, RewardFn, Rollout, Sampling
+from miles.core.roles import ROLES, earned, roles_in
 from miles.core.types import Group, Prompt, Status
+from miles.rollout.own import answered
 from miles.rollout.produce import Producer
 from miles.rollout.seeds import evaluation_seeds
 
 
 class Evaluator:
-    """Attempts every prompt of every named set, with the same seeds each time it is called."""
+    """Attempts every prompt of every named set, with the same seeds each time; an ``own`` function may do it."""
 
     def __init__(
         self,
@@ -33,8 +37,10 @@ class Evaluator:
         reward_seconds: float = 300.0,
         most_unscored: int = 128,
         log_passrate: bool = False,
+        own: EvalFn | None = None,
     ) -> None:
         self._log_passrate = log_passrate
+        self._own, self._engine, self._sampling, self._seed = own, engine, sampling, seed
         self._sets = {
             name: (
                 tuple(prompts),
@@ -55,10 +61,13 @@ class Evaluator:
         }
 
     async def __call__(self) -> Mapping[str, float]:
-        groups = await self.groups()
+        return self.metrics(await self.groups())
+
+    def metrics(self, groups: Mapping[str, Sequence[Group]]) -> dict[str, float]:
+        """The scores of every set, by metric name."""
         metrics: dict[str, float] = {}
-        for name, answered in groups.items():
-            measured = scores(answered) | (pass_rates(answered) if self._log_passrate else {})
+        for name, found in groups.items():
+            measured = scores(found) | role_scores(found) | (pass_rates(found) if self._log_passrate else {})
             metrics |= {f"eval/{name}/{key}": value for key, value in measured.items()}
         return metrics
 
@@ -67,13 +76,21 @@ class Evaluator:
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = {
-                    name: [tasks.create_task(_produce(producer, prompt)) for prompt in prompts]
+                    name: tasks.create_task(self._answer(name, prompts, producer))
                     for name, (prompts, producer) in self._sets.items()
                 }
         except BaseExceptionGroup as group:
             first = first_cause(group)
             raise first from first.__cause__
-        return {name: [task.result() for task in waiting] for name, waiting in running.items()}
+        return {name: task.result() for name, task in running.items()}
+
+    async def _answer(self, name: str, prompts: Sequence[Prompt], usual: Rollout) -> list[Group]:
+        if self._own is not None:
+            sampling = replace(self._sampling, seed=self._seed)
+            return answered(name, prompts, await self._own(name, prompts, self._engine, sampling, usual))
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(_produce(usual, prompt)) for prompt in prompts]
+        return [task.result() for task in running]
 
 
 async def _produce(rollout: Rollout, prompt: Prompt) -> Group:
@@ -88,6 +105,15 @@ def scores(groups: Sequence[Group]) -> dict[str, float]:
         "response_length": fmean(t.response_length for t in attempts),
         "truncated": fmean(t.status is Status.TRUNCATED for t in attempts),
         "unscored": fmean("unscored" in t.metadata for t in attempts),
+    }
+
+
+def role_scores(groups: Sequence[Group]) -> dict[str, float]:
+    """What each role earned on average where it had a part; nothing where there is only one."""
+    attempts = [t for group in groups for t in group.trajectories if ROLES in t.metadata and t.reward is not None]
+    return {
+        f"reward/{role}": fmean(earned(t.reward, role) for t in attempts if t.reward and role in t.metadata[ROLES])
+        for role in roles_in(groups)
     }
 
 

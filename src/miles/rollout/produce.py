@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from miles.core.errors import MilesError, PlugError, first_cause
-from miles.core.protocols import Engine, Generate, GroupRewardFn, RewardFn, Sampling
-from miles.core.types import Group, Prompt, Reward, Status, Trajectory
+from miles.core.protocols import Completion, Engine, Generate, GroupRewardFn, Resumes, RewardFn, Sampling
+from miles.core.types import Group, Prompt, Reward, Status, Tokens, Trajectory
 from miles.rollout.reward.score import GradingError
 from miles.rollout.seeds import SeedOf
+from miles.rollout.throttle import Throttle
 
 _UNSCORED = (Status.ABORTED, Status.FAILED)
 
@@ -36,6 +38,19 @@ class _Failure:
     reason: str
 
 
+class Door:
+    """The engine's door (see core.protocols.Engine); while it is ``shut`` requests end at once, with nothing."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.shut = False
+
+    async def generate(self, tokens: Tokens, sampling: Sampling) -> Completion:
+        if self.shut:
+            return Completion(spans=(), status=Status.ABORTED, reason="abort")
+        return await self._engine.generate(tokens, sampling)
+
+
 class Producer:
     """Makes ``attempts`` attempts at a prompt and scores them, by ``reward`` or all together by ``group_reward``.
 
@@ -44,6 +59,9 @@ class Producer:
     ``metadata["unscored"]`` says why. Errors meant for the user (MilesError) are raised all the same, and so
     is a reward's when it is the last of ``most_unscored`` failures in a row, for then it is not the attempt.
     With neither reward, ``generate`` must score. ``reward_key`` names the part of the reward to train on.
+
+    ``abort`` ends the engine's requests, for ``cut``. With ``renew`` an attempt that was aborted by anyone else goes
+    on. ``throttle`` bounds how many attempts are under way at once.
     """
 
     def __init__(
@@ -59,9 +77,13 @@ class Producer:
         reward_key: str | None = None,
         reward_seconds: float = 300.0,
         most_unscored: int = 128,
+        abort: Callable[[], Awaitable[object]] | None = None,
+        throttle: Throttle | None = None,
+        renew: bool = False,
     ) -> None:
         assert reward is None or group_reward is None, "an attempt is scored alone or with its group"
-        self._engine = engine
+        self._engine = Door(engine)
+        self._abort, self._throttle, self._renew = abort, throttle, renew
         self._generate = generate
         self._sampling = sampling
         self._attempts = attempts
@@ -74,20 +96,43 @@ class Producer:
         self._unscored_in_a_row = 0
 
     async def produce(self, prompt: Prompt) -> Group:
+        return await self._group(prompt, [None] * self._attempts)
+
+    async def cut(self) -> None:
+        """End every attempt where it is: a request under way with what it has, and others before they begin."""
+        assert self._abort is not None, "nobody said how requests are ended"
+        self._engine.shut = True
+        await self._abort()
+
+    async def go_on(self, begun: Group) -> Group:
+        """End the attempts of a group that were cut. Those that cannot be taken up in the middle start anew."""
+        return await self._group(begun.prompt, begun.trajectories)
+
+    async def _group(self, prompt: Prompt, begun: Sequence[Trajectory | None]) -> Group:
+        self._engine.shut = False
         try:
-            async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(self._attempt(prompt, i)) for i in range(self._attempts)]
+            async with (
+                self._throttle.group(len(begun)) if self._throttle else nullcontext(),
+                asyncio.TaskGroup() as tasks,
+            ):
+                running = [tasks.create_task(self._attempt(prompt, i, past)) for i, past in enumerate(begun)]
         except BaseExceptionGroup as group:
             first = first_cause(group)
             raise first from first.__cause__
         trajectories = [task.result() for task in running]
+        if self._engine.shut and any(t.status is Status.ABORTED for t in trajectories):
+            return Group(prompt=prompt, trajectories=tuple(trajectories))
         if self._group_reward is not None:
             trajectories = await self._score_together(self._group_reward, prompt, trajectories)
         return Group(prompt=prompt, trajectories=tuple(trajectories))
 
-    async def _attempt(self, prompt: Prompt, index: int) -> Trajectory:
+    async def _attempt(self, prompt: Prompt, index: int, past: Trajectory | None) -> Trajectory:
+        if past is not None and past.status is not Status.ABORTED:
+            return past
         sampling = replace(self._sampling, seed=self._seed_of(prompt, index))
-        trajectory = replace(await self._generate(prompt, self._engine, sampling), index=index)
+        trajectory = replace(await self._written(prompt, sampling, past), index=index)
+        if self._engine.shut and trajectory.status is Status.ABORTED:
+            return trajectory  # not scored: it may go on
         if trajectory.reward is not None:  # an environment may score as it goes
             return replace(trajectory, reward=self._checked(prompt, trajectory.reward))
         if trajectory.status in _UNSCORED:
@@ -103,6 +148,18 @@ class Producer:
         if isinstance(scored, _Failure):
             return _unscored(trajectory, scored.reason)
         return replace(trajectory, reward=self._checked(prompt, scored))
+
+    async def _written(self, prompt: Prompt, sampling: Sampling, past: Trajectory | None) -> Trajectory:
+        """An attempt, from its beginning or from where it was cut."""
+        while True:
+            async with self._throttle.sample() if self._throttle else nullcontext():
+                if isinstance(self._generate, Resumes) and past is not None and past.response_length:
+                    past = await self._generate.resume(prompt, past, self._engine, sampling)
+                else:
+                    past = await self._generate(prompt, self._engine, sampling)
+            # New weights may end requests under way; what was asked is still wanted.
+            if not (self._renew and past.status is Status.ABORTED and not self._engine.shut):
+                return past
 
     async def _score_together(
         self, group_reward: GroupRewardFn, prompt: Prompt, trajectories: Sequence[Trajectory]

@@ -126,12 +126,14 @@ class FileSource:
         self._position = 0
         self._order = self._order_of(0)
         self._returned: deque[Prompt] = deque()
+        self._told: dict[str, Any] | None = None
 
     def __len__(self) -> int:
         """Prompts an epoch has."""
         return len(self._dataset)
 
     def next(self) -> Prompt:
+        self._told = None
         if self._returned:
             return self._returned.popleft()
         if self._position == len(self._dataset):
@@ -143,6 +145,7 @@ class FileSource:
 
     def give_back(self, prompt: Prompt) -> None:
         """Hand out ``prompt`` again, after those given back earlier and before any new one."""
+        self._told = None
         self._returned.append(prompt)
 
     def has(self, prompt_id: int) -> bool:
@@ -156,13 +159,15 @@ class FileSource:
         return replace(self._by_id[prompt_id], epoch=epoch)
 
     def state(self) -> dict[str, Any]:
-        """The cursor, as JSON can hold it."""
-        return {
-            "epoch": self._epoch,
-            "position": self._position,
-            "returned": [[prompt.id, prompt.epoch] for prompt in self._returned],
-            "data": self._fingerprint,
-        }
+        """The cursor, as JSON can hold it; the very same until it moves, as a mixture asks all parts at every draw."""
+        if self._told is None:
+            self._told = {
+                "epoch": self._epoch,
+                "position": self._position,
+                "returned": [[prompt.id, prompt.epoch] for prompt in self._returned],
+                "data": self._fingerprint,
+            }
+        return self._told
 
     def load(self, state: Mapping[str, Any]) -> None:
         if state["data"] != self._fingerprint:
@@ -170,6 +175,7 @@ class FileSource:
                 f"{self._dataset.path} does not give the prompts this run was started with; restore the file and "
                 "the flags that read it, or start a new run from its last checkpoint with --hf-checkpoint."
             )
+        self._told = None
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
         self._order = self._order_of(self._epoch)
         self._returned = deque(self.prompt_at(prompt_id, epoch) for prompt_id, epoch in state["returned"])

@@ -42,6 +42,12 @@ class ScheduleConfig:
     parity_stop: float | None = knob(
         None, "Mean |Δ log-prob| between engine and trainer above which the run stops.", unit="nats"
     )
+    parity_no_replay_interval: int = knob(
+        10,
+        "With --use-rollout-routing-replay, every so many steps one micro-batch is read once more without it, to show "
+        "what replay is worth; 0 for never.",
+        unit="steps",
+    )
     stall_timeout: float = knob(
         1800.0, "How long a step may wait for its next group before the run ends and names who it waits for.", unit="s"
     )

@@ -35,11 +35,12 @@ class Gate:
         self._wanted = wanted
         self._next = first
         self._skip = frozenset(skip)
+        self._shut = False
         self._changed = asyncio.Event()
 
     async def admit(self) -> int:
         """Wait for a free place; the ticket's number is its place in line."""
-        while not (self._free and self._wanted):
+        while self._shut or not (self._free and self._wanted):
             self._changed.clear()
             await self._changed.wait()
         self._free -= 1
@@ -55,7 +56,12 @@ class Gate:
         self._wanted += 1
         self._changed.set()
 
+    def shut(self) -> None:
+        """Nobody enters until places are given back."""
+        self._shut = True
+
     def release(self, count: int) -> None:
         """Weights trained on ``count`` groups are live: as many prompts may enter."""
+        self._shut = False
         self._free += count
         self._changed.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 
@@ -10,6 +11,21 @@ class Sleeper(Protocol):
 
     async def sleep(self) -> None: ...
     async def wake(self) -> None: ...
+
+
+class Together:
+    """Several that sleep and wake as one."""
+
+    def __init__(self, sleepers: Sequence[Sleeper]) -> None:
+        self._sleepers = tuple(sleepers)
+
+    async def sleep(self) -> None:
+        for sleeper in self._sleepers:
+            await sleeper.sleep()
+
+    async def wake(self) -> None:
+        for sleeper in self._sleepers:
+            await sleeper.wake()
 
 
 class Disjoint:

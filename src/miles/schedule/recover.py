@@ -120,6 +120,10 @@ class Checkpoints:
             f"the checkpoints before it are untouched (latest: {self._latest_name() or 'none'})"
         )
 
+    def folder_of(self, name: str) -> Path:
+        """Where the checkpoint of that name is."""
+        return self._folder / name
+
     def latest(self) -> tuple[Path, Cursor] | None:
         """The newest complete checkpoint and its cursor, or None in a fresh folder."""
         name = self._latest_name()

@@ -14,8 +14,8 @@ from tests.rollout.generate.talking import Scripted, call, chat_tokenizer
 from miles.algo.credit import rows_of
 from miles.core.errors import DataError, PlugError
 from miles.core.protocols import Sampling
-from miles.core.types import Author, Prompt, Status, Version
-from miles.observe.metric import group_metrics
+from miles.core.types import Author, Group, Prompt, Status, Version
+from miles.observe.metric import group_metrics, unexplained
 from miles.rollout.generate.chosen import Chosen
 from miles.rollout.generate.multi_turn import MultiTurn, TurnLimits
 from miles.rollout.produce import Producer
@@ -303,6 +303,26 @@ def test_an_attempt_nobody_waits_for_any_more_closes_its_world(tokenizer, render
         return task.cancelled()
 
     assert asyncio.run(give_up()) and world.closed
+
+
+def test_an_audit_tells_where_tokens_are_not_the_templates(tokenizer, renderer):
+    spoken = [SUM, "It is 42."]
+    exact = run(calculating(renderer, audits=True), Scripted(tokenizer, spoken))
+    loose = run(calculating(renderer, audits=True), Scripted(tokenizer, [SUM.replace("\n", ""), "It is 42."]))
+    silent = run(calculating(renderer), Scripted(tokenizer, spoken))
+    assert exact.metadata["session_mismatch"] == {} and "session_mismatch" not in silent.metadata
+    assert loose.metadata["session_mismatch"] == {"whitespace": 1}
+    group = Group(prompt=PROMPT, trajectories=(exact, loose, silent))
+    found = group_metrics([group], Version(number=2))
+    assert found["session_mismatch/whitespace"] == 0.5 and found["session_mismatch/refused"] == 0.0
+    assert not unexplained(found)
+    assert not any(
+        name.startswith("session_mismatch") for name in group_metrics([replace_tries(group, silent)], Version())
+    )
+
+
+def replace_tries(group, *tries):
+    return replace(group, trajectories=tries)
 
 
 def test_a_group_whose_world_failed_is_scored_credited_and_measured(tokenizer, renderer):

@@ -26,6 +26,7 @@ from miles.core.protocols import Completion, Engine, Sampling
 from miles.core.types import EMPTY, Prompt, Reward, Status, Trajectory
 from miles.rollout.generate.failures import Failures
 from miles.rollout.seeds import mix
+from miles.rollout.session.audit import mismatch_of
 from miles.rollout.session.render import Renderer
 from miles.rollout.session.session import Reply, Session
 from miles.rollout.tools.config import ToolsConfig
@@ -68,7 +69,8 @@ class MultiTurn:
 
     A world that fails costs its attempt, not the run; when ``most_failures`` attempts in a row were lost to it, it is
     raised. The trajectory's metadata: ``text`` of the last reply, ``messages``, ``turns``, ``reason``, ``tool_calls``
-    and ``tool_failures`` where there were tools, ``notes`` on what could not be read in replies, and ``failure``.
+    and ``tool_failures`` where there were tools, ``notes`` on what could not be read in replies, ``failure``, and, with
+    ``audits``, where its tokens are not those of the chat template (``audit.MISMATCH``).
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class MultiTurn:
         max_context_len: int | None = None,
         template: Mapping[str, Any] = EMPTY,
         most_failures: int = 128,
+        audits: bool = False,
     ) -> None:
         self._renderer = renderer
         self._world_of = world_of
@@ -87,6 +90,7 @@ class MultiTurn:
         self._max_context_len = max_context_len
         self._template = template
         self._failures = Failures("The environment", most_failures)
+        self._audits = audits
 
     async def __call__(self, prompt: Prompt, engine: Engine, sampling: Sampling) -> Trajectory:
         session = Session(f"{prompt.id}-{prompt.epoch}-{sampling.seed:x}", self._renderer, prompt=prompt)
@@ -108,6 +112,8 @@ class MultiTurn:
         if complaint is not None:
             told["close_failure"] = complaint
         self._failures.count(prompt, told.get("failure"))
+        if self._audits:
+            told |= mismatch_of(session)
         return attempt.trajectory(end, told)
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from miles.core.errors import DataError
 from miles.core.protocols import Completion, Engine, Sampling
 from miles.core.types import Author, Prompt, Span, Tokens, Trajectory
+from miles.rollout.given import stamped
 
 
 class SingleTurn:
@@ -32,9 +35,28 @@ class SingleTurn:
         asked = Span(author=Author.PROMPT, tokens=self._render(prompt))
         completion = await engine.generate(asked.tokens, self._within_context(prompt, len(asked), sampling))
         return Trajectory(
-            branches=((asked, *completion.spans),),
+            branches=((*stamped([asked], completion.given), *completion.spans),),
             status=completion.status,
             metadata={"text": self._reply(completion, sampling), "reason": completion.reason},
+        )
+
+    async def resume(self, prompt: Prompt, past: Trajectory, engine: Engine, sampling: Sampling) -> Trajectory:
+        """Go on behind the tokens that an attempt has: they stay as they are, under the versions that wrote them.
+
+        The randomness of a token follows from its position, so a cut does not change it. What was asked is rendered
+        no more.
+        """
+        (asked, *written) = past.branches[0]
+        done = sum(map(len, written))
+        whole = np.concatenate([span.tokens for span in past.branches[0]])
+        left = self._within_context(prompt, len(asked), sampling).max_new_tokens - done
+        completion = await engine.generate(whole, replace(sampling, max_new_tokens=left, drawn=done))
+        both = replace(completion, spans=(*written, *completion.spans))
+        return replace(
+            past,
+            branches=((asked, *both.spans),),
+            status=both.status,
+            metadata={**past.metadata, "text": self._reply(both, sampling), "reason": both.reason},
         )
 
     def _within_context(self, prompt: Prompt, asked: int, sampling: Sampling) -> Sampling:

@@ -52,6 +52,17 @@ class Audit:
         return {**counted, "session_mismatch/refused": float(self.refused)}
 
 
+MISMATCH = "session_mismatch"
+"""Under which an attempt's metadata tell what an audit of its session found: how often by class, and ``refused``."""
+
+
+def mismatch_of(session: Session) -> dict[str, dict[str, int]]:
+    """What metadata say of a session that was audited; a class that was not found is not in it."""
+    found = audit(session)
+    counts = {**found.counts, "refused": found.refused}
+    return {MISMATCH: {kind: count for kind, count in counts.items() if count}}
+
+
 def audit(session: Session) -> Audit:
     """Every conversation of a session, each up to its last reply."""
     findings: list[Finding] = []
@@ -70,7 +81,11 @@ def audit(session: Session) -> Audit:
 
 def differences(stored: Sequence[int], canonical: Sequence[int], renderer: Renderer) -> Iterator[Finding]:
     """Each stretch in which the two differ. The end of the last turn, which may be unwritten, is left out."""
-    ours, theirs = (_stretches(tokens, renderer) for tokens in (stored, canonical))
+    marks = renderer.boundaries()
+    kept = [_ended(tokens, renderer, marks) for tokens in (stored, canonical)]
+    if kept[0] == kept[1]:  # as nearly all are, and cutting them up would take long
+        return
+    ours, theirs = (_stretches(tokens, renderer, marks) for tokens in kept)
     keys = [[stretch.key for stretch in side] for side in (ours, theirs)]
     for same, a, b, c, d in SequenceMatcher(None, *keys, autojunk=False).get_opcodes():
         pairs = zip(ours[a:b], theirs[c:d], strict=True) if same == "equal" else [(_all(ours[a:b]), _all(theirs[c:d]))]
@@ -139,12 +154,11 @@ class _Stretch:
     key: str = ""
 
 
-def _stretches(tokens: Sequence[int], renderer: Renderer) -> list[_Stretch]:
+def _stretches(tokens: Sequence[int], renderer: Renderer, marks: frozenset[int]) -> list[_Stretch]:
     """The tokens cut before and behind marks; a stretch that says nothing, as thoughts do, is the next one's."""
-    marks = renderer.boundaries()
     made: list[_Stretch] = []
     waiting: list[int] = []
-    for run in _runs(_ended(tokens, renderer, marks), marks):
+    for run in _runs(tokens, marks):
         waiting += run
         if key := _key(renderer.text(waiting), renderer.family):
             made.append(_Stretch(waiting, key))

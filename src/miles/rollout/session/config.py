@@ -20,6 +20,11 @@ class AgentConfig:
     session_sample_picker_path: str | None = knob(
         None, "Plug that says which conversations of a session are trained on; all of them when absent."
     )
+    session_audit: bool = knob(
+        True,
+        "Hold the tokens of answers in several turns against what the chat template writes, and count differences.",
+        off="--disable-session-audit",
+    )
     session_server_port: int = knob(
         0, "Port of the agents' session server on this machine; 0 takes a free one.", unit="port"
     )

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from miles.core.extras import TEACHER_LOGPROB, TEACHER_LOGPROBS, TEACHER_TOKENS, TOP_TOKENS
 from miles.core.types import Author, Span
+from miles.rollout.given import stamped
 from miles.rollout.session.tree import Path
 
 _OF_DRAWING = (TOP_TOKENS, TEACHER_LOGPROB, TEACHER_TOKENS, TEACHER_LOGPROBS)
@@ -41,8 +42,8 @@ def as_context(span: Span) -> Span:
 
 
 def _spans(path: Path, own: set[int]) -> list[Span]:
-    return [
-        span if span.author is not Author.POLICY or node.number in own else as_context(span)
-        for node in path.nodes
-        for span in node.spans
-    ]
+    out: list[Span] = []
+    for node in path.nodes:
+        out = stamped(out, node.given)
+        out += (s if s.author is not Author.POLICY or node.number in own else as_context(s) for s in node.spans)
+    return out

@@ -57,6 +57,10 @@ class Reply:
     cached_tokens: int = 0
 
     @property
+    def text(self) -> str:
+        return text_of(self.message)
+
+    @property
     def notes(self) -> tuple[str, ...]:
         return self.parts.notes
 
@@ -121,7 +125,7 @@ class Session:
         parts = self.renderer.parts(turn.tokens[-_SEEN:].tolist(), sampled, turn.tools)
         parts = _stopped(parts, stop if completion.reason == "stop" else ())
         message = self._message(parts)
-        node = self.tree.answer(turn.question, message, completion.spans, completion.reason)
+        node = self.tree.answer(turn.question, message, completion.spans, completion.reason, completion.given)
         finish = "tool_calls" if parts.calls and completion.reason == "stop" else completion.reason
         return Reply(
             number=node.number,

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from miles.core.types import EMPTY, Author, Span, Tokens
+from miles.core.types import EMPTY, Array, Author, Span, Tokens
 from miles.rollout.session.message import Message, Tool, canonical_json
 
 CUT = ("length", "abort")
@@ -44,6 +44,7 @@ class Words:
 class Node:
     """Messages and their tokens. A reply has one message, the policy's spans, and the ``reason`` it ended.
 
+    ``given`` is what the engine found out of the last tokens before a reply, where no reply before it had told.
     A question keeps the ``tools`` and the words to the ``template`` it was written with; ``frame`` and ``words`` are
     what of these must be equal for another to go on behind it, or to use its tokens again.
     """
@@ -53,6 +54,7 @@ class Node:
     messages: tuple[Message, ...]
     spans: tuple[Span, ...]
     reason: str | None = None
+    given: Mapping[str, Array] = field(default_factory=lambda: EMPTY)
     tools: tuple[Tool, ...] = ()
     template: Mapping[str, Any] = field(default_factory=lambda: EMPTY)
     frame: str = ""
@@ -140,12 +142,23 @@ class Tree:
             )
         )
 
-    def answer(self, parent: int, message: Message, spans: Sequence[Span], reason: str) -> Node:
-        """A reply to question ``parent``: the engine's own spans."""
+    def answer(
+        self,
+        parent: int,
+        message: Message,
+        spans: Sequence[Span],
+        reason: str,
+        given: Mapping[str, Array] = EMPTY,
+    ) -> Node:
+        """A reply to question ``parent``: the engine's own spans, and what it found out of all tokens before them."""
         assert not self._nodes[parent].is_reply, "a reply stands behind a question"
         assert all(span.author is Author.POLICY for span in spans), "the policy wrote the reply"
         kept = tuple(span for span in spans if len(span))
-        return self._add(Node(number=len(self), parent=parent, messages=(message,), spans=kept, reason=reason))
+        # A reply's last token is computed when the next one is drawn; all before it have been told already.
+        new = sum(map(len, self._nodes[parent].spans)) + (self._nodes[parent].parent is not None)
+        told = {name: values[-new:].copy() for name, values in given.items()} if new else {}
+        node = Node(number=len(self), parent=parent, messages=(message,), spans=kept, reason=reason, given=told)
+        return self._add(node)
 
     def path(self, number: int) -> Path:
         """The conversation that ends in this node."""

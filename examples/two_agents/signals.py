@@ -1,0 +1,86 @@
+"""A world for two small models that share no language: things to tell each other, a tokenizer, and the two of them.
+
+Both are random at first, so the speaker's signals mean nothing and the listener guesses. Neither can earn anything by
+itself: a signal is worth what the listener makes of it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from miles.models.files import write_json
+from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, RopeSpec
+
+THINGS = "abc"
+"""What there is to tell."""
+LETTERS = "abcdef"
+"""What it is told with: with a few signals to spare, two things seldom end up with the same one."""
+ASK, END = ">", "<eos>"
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ m['content'] }}" + END + "{% else %}"
+    "{{ m['content'] }}" + ASK + "{% endif %}{% endfor %}"
+)
+
+
+def write_start(folder: Path, *, rows: int = 60) -> None:
+    """``speaker`` and ``listener``, random models with the same tokenizer, and ``things.jsonl``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for seed, name in enumerate(("speaker", "listener")):
+        write_model(folder / name, seed)
+    things = [THINGS[at % len(THINGS)] for at in range(rows)]
+    for name, some in (("things", things), ("each", list(THINGS))):
+        lines = [json.dumps({"input": thing, "label": thing}) + "\n" for thing in some]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+
+
+def spec() -> DecoderSpec:
+    """A Qwen3 of 0.1 M weights."""
+    attention = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=16, rope=RopeSpec(theta=10000.0), qk_norm="head")
+    return DecoderSpec(
+        family="qwen3",
+        vocab_size=len(LETTERS) + 2,
+        hidden_size=64,
+        norm_eps=1e-6,
+        layers=2 * (LayerSpec(mixer=attention, ffn=MlpSpec(size=128)),),
+        tie_embeddings=True,
+        max_positions=32,
+        eos_token_ids=(len(LETTERS) + 1,),
+    )
+
+
+def write_model(folder: Path, seed: int) -> None:
+    """A random model and its tokenizer, as any user brings them."""
+    import torch
+
+    from miles.models import hub
+    from miles.models.families import config_of
+
+    folder.mkdir(parents=True, exist_ok=True)
+    decoder = hub.random(spec(), seed=seed, device="cpu", dtype=torch.float32)
+    hub.export(decoder, folder, like=None, config=config_of(spec()))
+    write_tokenizer(folder)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A token for each letter, one that asks for a reply, one that ends it."""
+    vocabulary = {token: i for i, token in enumerate([*LETTERS, ASK, END])}
+    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    write_json(
+        folder / "tokenizer.json",
+        {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [{"id": vocabulary[END], "content": END, **special}],
+            "normalizer": None,
+            "pre_tokenizer": {"type": "Split", "pattern": {"Regex": ""}, "behavior": "Isolated", "invert": False},
+            "post_processor": None,
+            "decoder": {"type": "Fuse"},
+            "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": ASK},
+        },
+    )
+    write_json(
+        folder / "tokenizer_config.json",
+        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "chat_template": TEMPLATE},
+    )
