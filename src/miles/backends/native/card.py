@@ -15,10 +15,13 @@ from miles.backends.native.graphs import Graphs, Key
 from miles.backends.native.order import Ints, Manner, Order
 from miles.backends.native.sending import Sender
 from miles.core.types import Array
+from miles.kernels.arithmetic import exact
 from miles.kernels.cache import PagedCache
 from miles.kernels.card import CardAttend, Shape, Step, Works
 from miles.kernels.device_code import HAVE_TRITON
 from miles.kernels.draw import draw
+from miles.kernels.exact.draw import draw as exact_draw
+from miles.kernels.exact.paged import ExactCardAttend, ExactWorks
 from miles.kernels.latent import head_tiles
 from miles.kernels.prefill import prefill_tiles
 from miles.models.decoder import Decoder
@@ -44,7 +47,8 @@ class Card:
         dtype: torch.dtype,
     ) -> None:
         sms = torch.cuda.get_device_properties(device).multi_processor_count
-        self._works = Works(_shapes(spec, dtype), max_rows=seats, device=device, sms=sms)
+        works = ExactWorks if exact() else Works
+        self._works = works(_shapes(spec, dtype), max_rows=seats, device=device, sms=sms)
         self._seats, self._longest, self._page_size, self._send = seats, longest, page_size, send
         self._device = device
         self._warmed: set[Key] = set()
@@ -86,7 +90,7 @@ class Card:
             tiles=tiles_I4 if len(tiles) else None,
             page_size=size,
         )
-        return CardAttend(cache, step)
+        return ExactCardAttend(cache, step) if exact() else CardAttend(cache, step)
 
     def draw(self, logits_DV: Tensor, manner: Manner) -> tuple[Tensor, Tensor]:
         """Tokens and their log-probs, one a row."""
@@ -95,7 +99,8 @@ class Card:
         (top_k_D,) = self._send(manner.top_k_D)
         tokens_D = torch.empty(len(logits_DV), dtype=torch.int64, device=self._device)
         logprobs_D = torch.empty(len(logits_DV), dtype=torch.float32, device=self._device)
-        draw(
+        drawing = exact_draw if exact() else draw
+        drawing(
             logits_DV,
             temperature_D,
             uniform_D,
@@ -125,6 +130,8 @@ def _shapes(spec: DecoderSpec, dtype: torch.dtype) -> Mapping[Shape, int]:
         if isinstance(mixer, AttentionSpec):
             each = mixer.num_heads // mixer.num_kv_heads
             shapes[Shape(mixer.num_kv_heads, each, mixer.window, mixer.chunk)] = _QUERIES
+        elif isinstance(mixer, MlaSpec) and exact():  # from keys and values, as in training
+            shapes[Shape(mixer.num_heads, 1)] = _QUERIES
         elif isinstance(mixer, MlaSpec):
             shape = Shape(head_tiles(mixer.num_heads), mixer.num_heads)
             shapes[shape] = _QUERIES if dtype.itemsize == 2 else _WIDE_QUERIES

@@ -241,6 +241,15 @@ class NativeEngine:
         return self._paused or self._asleep
 
     @property
+    def lost(self) -> bool:
+        """Whether it can never make another step: it was closed, or a rank of it is gone."""
+        try:
+            self._runner.check()
+        except EngineError:
+            return True
+        return self._closed
+
+    @property
     def kv_tokens(self) -> int:
         """Tokens the key-value cache holds."""
         return self._pages.total * self._pages.size
@@ -262,8 +271,8 @@ class NativeEngine:
     def begin(self, manifest: Manifest) -> None:
         self._weights.begin(manifest)
 
-    def receive(self, name: str, tensor: Tensor) -> None:
-        self._weights.receive(name, tensor)
+    def receive(self, name: str, tensor: Tensor, known: int | None = None) -> None:
+        self._weights.receive(name, tensor, known)
 
     def verify(self) -> None:
         self._weights.verify()

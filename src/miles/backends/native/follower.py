@@ -20,6 +20,8 @@ from miles.backends.native.ring import Ring
 from miles.backends.native.runner import Runner
 from miles.cluster.platform import Platform, find
 from miles.cluster.team import Line, Place
+from miles.kernels import arithmetic
+from miles.kernels.arithmetic import Arithmetic
 from miles.models.rank import decoder_of_rank
 from miles.models.shard import spec_of_rank
 from miles.models.spec import DecoderSpec
@@ -35,6 +37,7 @@ class Work:
     seats: int
     record_routing: bool
     dtype: torch.dtype
+    arithmetic: Arithmetic = "fast"
 
 
 class RankRunner(Runner):
@@ -82,6 +85,7 @@ def platform_of(device: torch.device) -> Platform:
 def follow(place: Place, line: Line, *, work: Work) -> None:
     """A follower's whole life: say what memory there is, be told how much to take, obey until told to end."""
     torch.set_num_threads(1)
+    arithmetic.use(work.arithmetic)
     platform = platform_of(torch.device(place.device))
     line.say("here", platform.free_bytes())
     _, pages = line.hear()

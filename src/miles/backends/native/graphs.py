@@ -22,9 +22,12 @@ from torch import Tensor
 from miles.backends.native.order import Drawn, Order
 from miles.core.errors import EngineError
 from miles.core.types import Array
+from miles.kernels.arithmetic import exact
 from miles.kernels.cache import Ints, PagedCache
 from miles.kernels.card import CardAttend, Step, Works
 from miles.kernels.draw import draw
+from miles.kernels.exact.draw import draw as exact_draw
+from miles.kernels.exact.paged import ExactCardAttend
 from miles.kernels.head import logits_of
 from miles.models.decoder import Decoder, Layer
 from miles.models.moe import Routing
@@ -282,9 +285,10 @@ class Graphs:
             tiles=None,
             page_size=self._page_size,
         )
-        hidden_nD = self._decoder(tokens_n, column["positions"].long(), CardAttend(self._cache, step), routing)
-        answers = self._answers
-        draw(
+        attend = (ExactCardAttend if exact() else CardAttend)(self._cache, step)
+        hidden_nD = self._decoder(tokens_n, column["positions"].long(), attend, routing)
+        answers, drawing = self._answers, exact_draw if exact() else draw
+        drawing(
             logits_of(hidden_nD, self._decoder.head(), self._decoder.spec.logit_softcap),
             column["temperature"],
             column["uniform"],

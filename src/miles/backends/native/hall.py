@@ -227,7 +227,8 @@ class Hall:
             return
         saved_TLx = self.routes.none_TLx if sequence.routed_TLx is None else sequence.routed_TLx
         known = min(int(self.seats.computed_S[sequence.seat]), len(sequence.tokens) - 1)
-        more_TLx = self.routes.read(sequence.pages, len(saved_TLx), max(known, len(saved_TLx)))
+        end = max(known, len(saved_TLx))
+        more_TLx = self.routes.read(sequence.pages, len(saved_TLx), end, self.pages.copies)
         sequence.routed_TLx = np.concatenate((saved_TLx, more_TLx))
 
     def check(self) -> None:

@@ -173,7 +173,7 @@ class PartedWeights(Weights):
     def __init__(self, name: str, leader: Leader, adopt: Adopt) -> None:
         super().__init__(name, leader.expected(), leader.device, adopt)
         self._leader = leader
-        self._digests: dict[str, int] = {}
+        self._counted: dict[str, int] = {}
 
     def verify(self) -> None:
         super().verify()
@@ -186,16 +186,16 @@ class PartedWeights(Weights):
 
     def rollback(self) -> None:
         super().rollback()
-        self._digests = {}
+        self._counted = {}
         if not self._leader.ranks.fault:
             self._leader.ranks.tell("rollback")
 
     def _stage(self, name: str, tensor: Tensor) -> Tensor:
-        self._digests[name] = digest(tensor)
+        self._counted[name] = digest(tensor)
         return self._leader.hand_out(name, tensor)
 
-    def _digest(self, name: str) -> int:
-        return self._digests[name]
+    def _digests(self) -> Mapping[str, int]:
+        return self._counted
 
 
 class _Gathered(Mapping[str, Tensor]):

@@ -75,6 +75,7 @@ class Still(NamedTuple):
     seats_D: Ints
     stream_D: Uints
     prompt_D: Ints
+    first_D: Ints
     limit_D: Ints
     temperature_D: Floats
     top_k_D: Ints
@@ -93,7 +94,7 @@ class Still(NamedTuple):
             top_p_D=self.top_p_D,
             min_p_D=self.min_p_D,
             filters_D=self.filters_D,
-            uniform_D=uniforms(self.stream_D, (length_D - self.prompt_D).astype(np.uint64)),
+            uniform_D=uniforms(self.stream_D, (length_D - self.first_D).astype(np.uint64)),
         )
 
 
@@ -104,6 +105,7 @@ def still_of(seats_D: Ints, seats: Seats) -> Still:
         seats_D=seats_D,
         stream_D=seats.stream_S[seats_D],
         prompt_D=seats.prompt_S[seats_D],
+        first_D=seats.first_S[seats_D],
         limit_D=seats.limit_S[seats_D],
         temperature_D=seats.temperature_S[seats_D],
         top_k_D=seats.top_k_S[seats_D],

@@ -14,14 +14,20 @@ from torch import Tensor, nn
 from miles.backends.native.card import Card, fits
 from miles.backends.native.graphs import Graphs
 from miles.backends.native.order import Flight, Ints, Order, Scoring, positions_of
-from miles.backends.native.sampler import draw, edit, look
+from miles.backends.native.sampler import draw, edit, exact_logprobs, look
 from miles.backends.native.sending import Landing, Sender
 from miles.backends.native.weights import Adopt, Weights
+from miles.core.errors import UsageError
+from miles.core.routed import expert_dtype, unrecorded
 from miles.core.types import Array
+from miles.kernels.arithmetic import exact
+from miles.kernels.exact.head import logp_of
+from miles.kernels.exact.paged import ExactPagedAttend
 from miles.kernels.head import logits_of
 from miles.kernels.paged import KvShape, PagedAttend, PagedCache, States, lay_out
 from miles.models.decoder import Attend, Decoder, Routing
 from miles.models.door import Model
+from miles.models.exactness import inexact
 from miles.models.remembered import PerSequence, PerToken, remembered
 from miles.models.spec import DecoderSpec
 
@@ -49,16 +55,17 @@ class Runner:
         model: Model | None = None,
         graphs: bool = True,
     ) -> None:
+        if exact() and (problem := inexact(spec)) is not None:
+            raise UsageError(f"exact arithmetic cannot be had of this model: {problem}; leave --parity exact out.")
         self.spec = spec
         self.device = device
         self.dtype = dtype
         self.decoder: Model = Decoder(spec, device="meta", dtype=dtype) if model is None else model
         self.none_expert: Array | None = None
         if spec.moe is not None and record_routing:
-            # The greatest number of the dtype means "no expert", so it must not be an expert's own.
-            kind = np.uint8 if spec.moe.num_experts <= 255 else np.uint16
+            kind = expert_dtype(spec.moe.num_experts)
             shape = (len(spec.moe_layers), spec.moe.experts_per_token)
-            self.none_expert = np.full(shape, np.iinfo(kind).max, kind)
+            self.none_expert = np.full(shape, unrecorded(kind), kind)
         self.send = Sender(device)
         # A seat and a page more than requests are given: rows of a recorded step that no request has go there.
         self.drawn_S = torch.zeros(seats + 1, dtype=torch.int64, device=device)
@@ -187,6 +194,8 @@ class Runner:
         assert self._cache is not None
         if self._card is not None:
             return self._card.attend(order, positions_T, self._cache)
+        if exact():
+            return ExactPagedAttend(self._cache, order.starts_B, order.counts_B, order.pages_BM, self._page_size)
         where = order.starts_B, order.counts_B, order.pages_BM, self._page_size
         _, layout = lay_out(*where, device=self.device, dtype=self.dtype)
         states = self._states
@@ -203,8 +212,14 @@ class Runner:
         scores: list[Tensor] = []
         looked: list[tuple[Tensor, Tensor, Tensor]] = []
         for lo in range(0, len(scoring.rows_N), step):
-            logprobs_RV = self._logits(hidden_TD[rows_N[lo : lo + step]]).float().log_softmax(-1)
-            scores.append(logprobs_RV.gather(1, tokens_N[lo : lo + step, None]).squeeze(1))
+            logits_RV = self._logits(hidden_TD[rows_N[lo : lo + step]]).float()
+            tokens_R = tokens_N[lo : lo + step]
+            if exact():
+                logprobs_RV, lse_R = exact_logprobs(logits_RV, logits_RV.new_ones(len(logits_RV)))
+                scores.append(logp_of(logits_RV, tokens_R, 1.0, lse_R))
+            else:
+                logprobs_RV = logits_RV.log_softmax(-1)
+                scores.append(logprobs_RV.gather(1, tokens_R[:, None]).squeeze(1))
             if scoring.looks is not None:
                 looked.append(look(logprobs_RV, scoring.looks.cut(lo, lo + step), self.send))
         parts = [torch.cat(part) for part in zip(*looked, strict=True)]

@@ -10,6 +10,7 @@ from miles.backends.native.capacity import kv_tokens
 from miles.backends.native.config import NativeConfig
 from miles.backends.native.runner import Runner
 from miles.cluster.platform import Platform
+from miles.kernels.arithmetic import exact
 from miles.models.door import Model
 from miles.models.spec import DecoderSpec
 
@@ -33,7 +34,8 @@ def runner_of(
     if len(devices) > 1:
         from miles.backends.native.parallel import Work, lead
 
-        work = Work(spec=spec, page_size=size, seats=seats, record_routing=record, dtype=dtype)
+        how = "exact" if exact() else "fast"
+        work = Work(spec=spec, page_size=size, seats=seats, record_routing=record, dtype=dtype, arithmetic=how)
         leader = lead(name, work, devices, pages=pages)
         return leader, leader.pages
     total = pages(spec, platform)

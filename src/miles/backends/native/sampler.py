@@ -13,6 +13,9 @@ from torch import Tensor
 
 from miles.backends.native.order import Edits, Floats, Looks, Manner
 from miles.backends.native.sending import Sender
+from miles.kernels.arithmetic import exact
+from miles.kernels.exact.elements import each
+from miles.kernels.exact.head import logp_of, logsumexp
 
 Words = NDArray[np.uint64]
 
@@ -43,19 +46,32 @@ def draw(logits_DV: Tensor, manner: Manner, send: Sender) -> tuple[Tensor, Tenso
     greedy_D = manner.temperature_D == 0
     heat_D = np.where(greedy_D, np.float32(1), manner.temperature_D)
     heat_there_D, uniform_D = send(heat_D, manner.uniform_D)
-    if (heat_D != 1).any():
-        logits_DV = logits_DV / heat_there_D[:, None]
-    logprobs_DV = torch.log_softmax(logits_DV, -1)
+    lse_D: Tensor | None = None
+    if exact():
+        logprobs_DV, lse_D = exact_logprobs(logits_DV, heat_there_D)
+    else:
+        if (heat_D != 1).any():
+            logits_DV = logits_DV / heat_there_D[:, None]
+        logprobs_DV = torch.log_softmax(logits_DV, -1)
     if greedy_D.all():
         tokens_D = logits_DV.argmax(-1)
     else:
-        probs_DV = logprobs_DV.exp()
+        probs_DV = each(torch.exp, logprobs_DV) if exact() else logprobs_DV.exp()
         if manner.filters_D.any():
             _filter(probs_DV, manner, send)
         tokens_D = invert(probs_DV, uniform_D)
         if greedy_D.any():
             tokens_D = torch.where(send(greedy_D)[0], logits_DV.argmax(-1), tokens_D)
+    if lse_D is not None:
+        return tokens_D, logp_of(logits_DV, tokens_D, heat_there_D, lse_D), logprobs_DV
     return tokens_D, logprobs_DV.gather(1, tokens_D[:, None]).squeeze(1), logprobs_DV
+
+
+def exact_logprobs(logits_NV: Tensor, heat_N: Tensor) -> tuple[Tensor, Tensor]:
+    """All log-probs under temperatures above 0, up to their last bit, and the log-sums that single ones follow from."""
+    lse_N = logsumexp(logits_NV, heat_N)
+    sharp_N = torch.ones_like(heat_N) / heat_N
+    return logits_NV * sharp_N[:, None] - lse_N[:, None], lse_N
 
 
 def invert(probs_DV: Tensor, uniform_D: Tensor) -> Tensor:

@@ -276,6 +276,9 @@ class Scheduler:
         edits = edits_of(draws, seats) if still.edited else None
         looks = looks_of(list(enumerate(draws))) if still.looking else None
         alike = not chunks and len(rows_D) == len(rows.seats_B)
+        due = pages.take_copies()
+        if self.hall.routes is not None:
+            self.hall.routes.flying |= due
         return Order(
             tokens_T=tokens_of(rows, chunks, seats),
             starts_B=rows.starts_B,
@@ -288,7 +291,7 @@ class Scheduler:
             rows_D=rows_D,
             seats_D=still.seats_D,
             manner=still.manner(length_D),
-            copies=copies_of(pages.take_copies()),
+            copies=copies_of(due),
             seat_copies=copies_of(seats.take_copies()),
             edits=edits,
             looks=looks,

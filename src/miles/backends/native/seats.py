@@ -29,6 +29,7 @@ class Seats:
         self.pages_SP = np.zeros((count, max_pages), np.int64)
         self.computed_S, self.length_S, self.target_S, self.room_S = (_ints(count) for _ in range(4))
         self.prompt_S, self.limit_S, self.token_S, self.trunk_S, self.whole_S = (_ints(count) for _ in range(5))
+        self.first_S = _ints(count)
         self.ends_V = np.zeros(vocabulary, np.int32)
         self.odd_S, self.edited_S, self.looking_S = (np.zeros(count, np.bool_) for _ in range(3))
         self.temperature_S = np.ones(count, np.float32)
@@ -51,6 +52,7 @@ class Seats:
         sequence.seat = seat
         self.holders[seat] = sequence
         self.prompt_S[seat] = sequence.prompt_length
+        self.first_S[seat] = sequence.prompt_length - how.drawn
         self.length_S[seat] = len(sequence.tokens)
         self.limit_S[seat] = sequence.limit
         # The last token is never computed; without any to draw, the prompt is.

@@ -16,6 +16,7 @@ import numpy as np
 from miles.backends.native.order import Ints, Words
 from miles.backends.native.request import Ask, Finish, Top
 from miles.core.errors import EngineError
+from miles.core.extras import ROUTED
 from miles.core.protocols import Completion
 from miles.core.types import EMPTY, Array, Author, Span, Status, Version
 
@@ -196,20 +197,25 @@ class Sequence:
         bounds = [*(start for start, _ in self.stamps), len(self.logprobs)]
         tokens = np.array(self.tokens[self.prompt_length :], np.int32)
         logprobs = np.array(self.logprobs, np.float32)
-        routed = self.routed(none_expert, self.prompt_length)
+        whole = self.routed(none_expert, 0)
+        routed = None if whole is None else whole[self.prompt_length :]
         spans = tuple(
             Span(
                 author=Author.POLICY,
                 tokens=tokens[start:end],
                 logprobs=logprobs[start:end],
                 version=version,
-                extras=EMPTY if routed is None else {"routed_experts": routed[start:end]},
+                extras=EMPTY if routed is None else {ROUTED: routed[start:end]},
             )
             for (start, version), end in zip(self.stamps, bounds[1:], strict=True)
         )
         status = {"stop": Status.COMPLETED, "length": Status.TRUNCATED}.get(self.reason, Status.ABORTED)
         return Completion(
-            spans=spans, status=status, reason=self.reason or "abort", cached_tokens=max(0, self.cached_tokens)
+            spans=spans,
+            status=status,
+            reason=self.reason or "abort",
+            cached_tokens=max(0, self.cached_tokens),
+            given=EMPTY if whole is None else {ROUTED: whole[: self.prompt_length]},
         )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from miles.core.errors import SyncError
 from miles.core.types import Version
-from miles.sync.manifest import Entry, Manifest, digest
+from miles.sync.manifest import Entry, Manifest, digests
 
 Adopt = Callable[[Mapping[str, Tensor], Version], None]
 
@@ -26,6 +26,7 @@ class Weights:
         self._entries: dict[str, Entry] = {}
         self._staged: dict[str, Tensor] = {}
         self._verified = False
+        self._known: dict[str, int] = {}
 
     def begin(self, manifest: Manifest) -> None:
         """Refuse a publication that is not exactly this model's tensors."""
@@ -40,8 +41,8 @@ class Weights:
             self._compare(name, entry.shape, entry.dtype, manifest.version)
         self._manifest, self._entries = manifest, entries
 
-    def receive(self, name: str, tensor: Tensor) -> None:
-        """Keep a tensor for the flip."""
+    def receive(self, name: str, tensor: Tensor, known: int | None = None) -> None:
+        """Keep a tensor for the flip; a digest that is ``known``, because it was just taken, is not taken again."""
         version = self._begun().version
         if name not in self._entries:
             raise self._refusal(name, "is not a tensor of this model", version)
@@ -49,17 +50,20 @@ class Weights:
             raise self._refusal(name, "came twice", version)
         self._compare(name, tuple(tensor.shape), str(tensor.dtype), version)
         self._staged[name] = self._stage(name, tensor.detach())
+        if known is not None:
+            self._known[name] = known
         self._verified = False
 
     def verify(self) -> None:
         """Refuse unless every tensor came and has the bits the manifest says."""
         version = self._begun().version
-        for name, entry in self._entries.items():
+        for name in self._entries:
             if name not in self._staged:
                 raise self._refusal(name, "did not come", version)
-            found = self._digest(name)
-            if found != entry.digest:
-                raise self._refusal(name, f"has digest {found:#018x}, the manifest says {entry.digest:#018x}", version)
+        for name, found in self._digests().items():
+            said = self._entries[name].digest
+            if found != said:
+                raise self._refusal(name, f"has digest {found:#018x}, the manifest says {said:#018x}", version)
         self._verified = True
 
     def commit(self) -> None:
@@ -72,14 +76,16 @@ class Weights:
     def rollback(self) -> None:
         """Forget what was staged."""
         self._manifest, self._entries, self._staged, self._verified = None, {}, {}, False
+        self._known = {}
 
     def _stage(self, name: str, tensor: Tensor) -> Tensor:
         """What is kept of a tensor until the flip."""
         return tensor.to(self._device)
 
-    def _digest(self, name: str) -> int:
-        """Of a whole tensor, as it came."""
-        return digest(self._staged[name])
+    def _digests(self) -> Mapping[str, int]:
+        """Of whole tensors, as they came."""
+        unknown = {name: tensor for name, tensor in self._staged.items() if name not in self._known}
+        return {**self._known, **digests(unknown)}
 
     def _begun(self) -> Manifest:
         if self._manifest is None:

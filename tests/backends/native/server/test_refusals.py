@@ -90,3 +90,15 @@ def test_no_body_of_any_kind_is_a_500(folder: Path):
     finally:
         loop.run_until_complete(context.__aexit__(None, None, None))
         loop.close()
+
+
+def test_an_engine_that_can_make_no_more_steps_is_not_healthy(folder: Path):
+    async def story(live: Live) -> None:
+        assert (await live.get("/health"))[0] == 200
+        await live.engine.close()
+        assert (await live.get("/health"))[0] == (await live.get("/health_generate"))[0] == 503
+        for path, body in (("/generate", {"text": "a"}), ("/v1/completions", {"model": "tiny", "prompt": "a"})):
+            status, told = await live.post(path, body)
+            assert status == 503 and "was closed and takes no more requests" in str(told), (path, told)
+
+    served(story, folder)

@@ -158,7 +158,7 @@ class Server:
     def _failure(self, request: web.Request, error: Exception) -> Refusal:
         """What a client is told of an error: the engine's own sentences, and of others only that there was one."""
         if isinstance(error, EngineError):
-            return Refusal(f"{error}.", status=503 if self.desk.draining else 400)
+            return Refusal(f"{error}.", status=503 if self.desk.draining or self.engine.lost else 400)
         request.app.logger.exception("%s %s failed", request.method, request.path, exc_info=error)
         return Refusal(f"The server failed on this request ({type(error).__name__}); its log says more.", status=500)
 

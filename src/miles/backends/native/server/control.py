@@ -21,8 +21,9 @@ from miles.backends.native.server.desk import Desk
 from miles.backends.native.server.fields import Fields
 from miles.backends.native.server.groups import Groups
 from miles.backends.native.server.refusal import Refusal, malformed
+from miles.backends.native.server.staging import ACTIONS, Staging
 from miles.backends.native.server.stream import dumps
-from miles.backends.native.server.weights import DTYPES, Intake, by_name, from_bytes, small_one
+from miles.backends.native.server.weights import DTYPES, Intake, by_name, from_bytes, merged, small_one
 from miles.core.errors import MilesError, SyncError
 from miles.core.types import Version
 from miles.models.footprint import weight_bytes
@@ -50,6 +51,7 @@ class Control:
         self._card = card
         self._engine = desk.engine
         self._intake = Intake(desk.engine, ranks)
+        self._staging = Staging(desk.engine, ranks)
         self._groups: Groups | None = None
 
     # -- requests ---------------------------------------------------------------------------
@@ -123,6 +125,43 @@ class Control:
         tensors = {name: tensor for part in parts for name, tensor in from_bytes(part).items()}
         return await self._intake.from_tensors(tensors)
 
+    async def publication(self, fields: Fields) -> web.Response:
+        """A step of a publication in several: a manifest, tensors from disk, digests, the flip, or none."""
+        action = fields.needed_text("action")
+        if action not in ACTIONS:
+            raise fields.refuse("action", f"one of {', '.join(ACTIONS)}")
+        if action == "commit":
+            return await self._updated(fields, self._commit)
+        try:
+            told = await asyncio.to_thread(self._staging.step, action, fields)
+        except SyncError as error:
+            return json_reply({"success": False, "message": str(error)}, 400)
+        return json_reply({"success": True, "message": f"Did {action}.", **told})
+
+    async def bucket(self, body: bytes) -> web.Response:
+        """Tensors of a publication that was begun: a safetensors file."""
+
+        async def stage() -> None:
+            self._staging.receive(await asyncio.to_thread(from_bytes, body))
+
+        return await _tried(stage(), "Staged.")
+
+    async def changes(self, body: bytes) -> web.Response:
+        """What has changed of a publication's tensors since the version there is (see sync.changes)."""
+        label = self._desk.labels.of(self._engine.version)
+        limit = (64 << 20) + 2 * weight_bytes(self._engine.spec, "float32")
+        return await _tried(asyncio.to_thread(self._staging.change, body, label, limit), "Staged.")
+
+    async def _commit(self) -> Version:
+        tensors, landed = await asyncio.to_thread(self._staging.taken)
+        if not landed.tensors:
+            return await self._intake.from_tensors(tensors)
+        if not tensors:
+            return await self._intake.from_placed(landed.tensors, landed.digests)
+        engine = self._engine
+        both = await asyncio.to_thread(merged, engine.spec, {**engine.weights(), **landed.tensors}, tensors)
+        return await self._intake.from_placed(both, {})
+
     async def join_group(self, fields: Fields) -> web.Response:
         name = fields.text("group_name") or "weight_update_group"
         backend = fields.text("backend") or "nccl"
@@ -157,10 +196,17 @@ class Control:
             message = f"There is no group {name!r}; make one with init_weights_update_group first."
             return json_reply({"success": False, "message": message}, 400)
 
-        async def update() -> Version:
-            found = await asyncio.to_thread(groups.receive, name, tensors, flat=how == "flattened_bucket")
-            return await self._intake.from_tensors(found)
+        async def received() -> dict[str, Any]:
+            return await asyncio.to_thread(groups.receive, name, tensors, flat=how == "flattened_bucket")
 
+        async def stage() -> None:
+            self._staging.receive(await received())
+
+        async def update() -> Version:
+            return await self._intake.from_tensors(await received())
+
+        if fields.flag("staged"):  # for a publication in several steps
+            return await _tried(stage(), "Staged.")
         return await self._updated(fields, update)
 
     async def label(self, fields: Fields) -> web.Response:

@@ -155,7 +155,7 @@ class Desk:
         try:
             answer: Answer = self.engine.open(ask)
         except EngineError as error:
-            raise Refusal(f"{error}.") from error
+            raise Refusal(f"{error}.", status=503 if self.engine.lost else 400) from error
         draw, tokenizer = wish.draw, self.tokenizer
         spelling = None
         if tokenizer is not None:
@@ -177,6 +177,8 @@ class Desk:
                 f"The prompt has {len(prompt)} tokens and {draw.limit} more are asked for, "
                 f"but the context has room for {context}."
             )
+        if draw.sampling.drawn > len(prompt):
+            raise Refusal(f"sampling_drawn is {draw.sampling.drawn}, but the prompt has {len(prompt)} tokens.")
         if wish.scores_from is not None and wish.scores_from > len(prompt):
             raise Refusal(f"logprob_start_len is {wish.scores_from}, but the prompt has {len(prompt)} tokens.")
         if wish.experts_from is not None and wish.experts_from > len(prompt):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -21,6 +22,7 @@ MOST_ATTEMPTS = 4096
 _KNOWN = frozenset(
     (
         *("max_new_tokens", "min_new_tokens", "n", "temperature", "top_p", "top_k", "min_p", "sampling_seed"),
+        "sampling_drawn",
         *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"),
         *("stop", "stop_token_ids", "stop_regex", "ignore_eos", "no_stop_trim"),
         *("json_schema", "regex", "ebnf", "structural_tag"),
@@ -39,13 +41,15 @@ def read_draw(value: Any) -> Draw:
             hint = f"; did you mean {close[0]}?" if close else "."
             raise Refusal(f"sampling_params has no {name}{hint}", param=f"sampling_params.{name}")
     limit = fields.maybe_integer("max_new_tokens", low=0)
-    return draw_of(
+    draw = draw_of(
         fields,
         limit=128 if limit is None and "max_new_tokens" not in set(fields) else limit,
         min_new_tokens="min_new_tokens",
         seed="sampling_seed",
         rule=rule_of(fields),
     )
+    # Not SGLang's: so many of the prompt's last tokens were drawn with this seed before, when an answer goes on.
+    return replace(draw, sampling=replace(draw.sampling, drawn=fields.integer("sampling_drawn", 0, low=0)))
 
 
 def draw_of(

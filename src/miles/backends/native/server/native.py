@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 from typing import Any
-
-import numpy as np
 
 from miles.backends.native.request import Finish
 from miles.backends.native.server.reply import Lines, Reply
+from miles.core.routed import to_sglang
 
 
 def body_of(reply: Reply, since: int | None = None, text_since: int = 0) -> dict[str, Any]:
@@ -89,6 +87,4 @@ def experts_of(reply: Reply) -> str | None:
     routed = None if first is None else reply.answer.routed(first)
     if routed is None:
         return None
-    wide = routed.astype(np.int32)
-    wide[routed == np.iinfo(routed.dtype).max] = -1
-    return base64.b64encode(wide.tobytes()).decode("ascii")
+    return to_sglang(routed)

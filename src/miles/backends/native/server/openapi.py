@@ -56,6 +56,7 @@ _SAMPLING = _object(
         "max_new_tokens": _nullable(_COUNT),
         "min_new_tokens": _nullable(_COUNT),
         "sampling_seed": _nullable(_INTEGER),
+        "sampling_drawn": _nullable(_COUNT),
         "spaces_between_special_tokens": _nullable(_FLAG),
         "stream_interval": _nullable(_COUNT),
     },
@@ -156,6 +157,16 @@ _UPDATE: Mapping[str, Schema] = {
     "abort_all_requests": _nullable(_FLAG),
     "load_format": _nullable(_TEXT),
 }
+_ENTRY = _object(
+    {
+        "name": _TEXT,
+        "shape": {"type": "array", "items": _COUNT},
+        "dtype": _TEXT,
+    },
+    ("name", "shape", "dtype"),
+)
+_STEPS = ("where", "begin", "load", "open", "copy", "close", "verify", "commit", "rollback")
+_BYTES: Schema = {"type": "string", "format": "binary"}
 _TAGS = _object({"tags": _nullable(_TEXTS)})
 _GROUP = {"group_name": _nullable(_TEXT)}
 
@@ -229,6 +240,7 @@ ENDPOINTS: Mapping[str, tuple[str, Mapping[str, Schema | None]]] = {
                     "names": {"type": "array", "items": _TEXT},
                     "dtypes": {"type": "array", "items": _TEXT},
                     "shapes": {"type": "array", "items": {"type": "array", "items": _COUNT}},
+                    "staged": _nullable(_FLAG),
                 },
                 ("names", "dtypes", "shapes"),
             )
@@ -239,6 +251,33 @@ ENDPOINTS: Mapping[str, tuple[str, Mapping[str, Schema | None]]] = {
         "The first rows of a tensor.",
         {"post": _object({"name": _TEXT, "truncate_size": _nullable(_COUNT)}, ("name",))},
     ),
+    "/weights_publication": (
+        "A step of a publication: its manifest, its check, its commit or its end.",
+        {
+            "post": _object(
+                {
+                    **_UPDATE,
+                    "action": {"enum": list(_STEPS)},
+                    "windows": _nullable({"type": "array", "items": {"type": "object"}}),
+                    "window": _nullable(_COUNT),
+                    "names": _nullable({"type": "array", "items": _TEXT}),
+                    "offsets": _nullable({"type": "array", "items": _COUNT}),
+                    "folder": _nullable(_TEXT),
+                    "digests": _nullable(
+                        {
+                            "type": "object",
+                            "additionalProperties": {"type": "string", "pattern": "^[0-9]{1,20}$"},
+                        }
+                    ),
+                    "whole": _nullable(_FLAG),
+                    "entries": _nullable({"type": "array", "items": _ENTRY}),
+                },
+                ("action",),
+            )
+        },
+    ),
+    "/weights_publication/bucket": ("Tensors of a publication: a safetensors file.", {"post": _BYTES}),
+    "/weights_publication/changes": ("What changed of a publication's tensors, compressed.", {"post": _BYTES}),
     "/update_weight_version": (
         "Call the weights by another name.",
         {"post": _object({"new_version": _TEXT, "abort_all_requests": _nullable(_FLAG)}, ("new_version",))},
@@ -286,5 +325,6 @@ def _operation(path: str, method: str, told: str, body: Schema | None) -> dict[s
         seconds = {"type": "number", "minimum": 0}
         operation["parameters"] = [{"name": "timeout", "in": "query", "required": False, "schema": seconds}]
     if body is not None:
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
+        kind = "application/octet-stream" if body is _BYTES else "application/json"
+        operation["requestBody"] = {"required": True, "content": {kind: {"schema": body}}}
     return operation

@@ -50,11 +50,14 @@ def add_routes(app: web.Application, server: Server) -> None:
         "/destroy_weights_update_group": control.leave_group,
         "/update_weights_from_distributed": control.from_group,
         "/update_weight_version": control.label,
+        "/weights_publication": control.publication,
         "/get_weights_by_name": control.show,
     }
     for path, steer in steers.items():
         router.add_post(path, _steering(server, steer))
     router.add_post("/update_weights_from_tensor", _weights(server))
+    router.add_post("/weights_publication/bucket", _bucket(server))
+    router.add_post("/weights_publication/changes", _changes(server))
     for method in ("GET", "POST"):
         router.add_route(method, "/flush_cache", _flush(server))
 
@@ -70,17 +73,37 @@ def _weights(server: Server) -> Handler:
     """Weights come as JSON, or as the bytes of a safetensors file, which may be larger than other bodies."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
-        limit = (64 << 20) + 2 * weight_bytes(server.engine.spec, "float32")
-        raw = bytearray()
-        async for chunk in request.content.iter_any():
-            raw += chunk
-            if len(raw) > limit:
-                raise Refusal(f"The body is larger than {limit} bytes, far more than this model.", status=413)
+        raw = await _weighty(server, request)
         if request.content_type == "application/octet-stream":
-            return await carried_out(server.control.from_body(_asked(request), bytes(raw)))
-        return await carried_out(server.control.from_tensor(Fields(await asyncio.to_thread(read_json, bytes(raw)))))
+            return await carried_out(server.control.from_body(_asked(request), raw))
+        return await carried_out(server.control.from_tensor(Fields(await asyncio.to_thread(read_json, raw))))
 
     return handle
+
+
+def _bucket(server: Server) -> Handler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return await carried_out(server.control.bucket(await _weighty(server, request)))
+
+    return handle
+
+
+def _changes(server: Server) -> Handler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return await carried_out(server.control.changes(await _weighty(server, request)))
+
+    return handle
+
+
+async def _weighty(server: Server, request: web.Request) -> bytes:
+    """A body of weights."""
+    limit = (64 << 20) + 2 * weight_bytes(server.engine.spec, "float32")
+    raw = bytearray()
+    async for chunk in request.content.iter_any():
+        raw += chunk
+        if len(raw) > limit:
+            raise Refusal(f"The body is larger than {limit} bytes, far more than this model.", status=413)
+    return bytes(raw)
 
 
 def _asked(request: web.Request) -> Fields:
@@ -131,12 +154,12 @@ class _Telling:
         return json_reply("Miles is running")
 
     async def health(self, request: web.Request) -> web.Response:
-        return web.Response(status=503 if self._server.desk.draining else 200)
+        return web.Response(status=503 if self._server.desk.draining or self._server.engine.lost else 200)
 
     async def health_generate(self, request: web.Request) -> web.Response:
         """Healthy is an engine that makes a step: for a request under way, or for one of ours."""
         server = self._server
-        if server.desk.draining or server.engine.resting:
+        if server.desk.draining or server.engine.resting or server.engine.lost:
             return web.Response(status=503)
         before = server.engine.stats()["steps"]
         draw = Draw(sampling=Sampling(temperature=0.0, ignore_eos=True), limit=1)

@@ -7,7 +7,7 @@ came is checked, and it flips to all of it at once or not at all.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
@@ -25,6 +25,7 @@ from miles.models.files import read_config
 from miles.models.foreign.spec import ForeignSpec
 from miles.models.pieces import Piece, shape_of
 from miles.models.spec import DecoderSpec
+from miles.sync.manifest import Entry, Manifest, digests
 from miles.sync.publish import Publication
 
 T = TypeVar("T")
@@ -48,6 +49,11 @@ def index_of(spec: DecoderSpec) -> Index:
         shape = shape_of(names.pieces(spec)[ours])
         found[theirs] = (ours, Piece(theirs, shape, 0, shape[0]))
     return found
+
+
+def index_for(spec: DecoderSpec, current: Mapping[str, Tensor]) -> Index:
+    """The index of a model's tensors; a module of transformers' own has its names already."""
+    return _own_names(current) if isinstance(spec, ForeignSpec) else index_of(spec)
 
 
 def merged(spec: DecoderSpec, current: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -83,6 +89,12 @@ def by_name(spec: DecoderSpec, current: Mapping[str, Tensor], name: str) -> Tens
     return piece.of(current[ours].detach())
 
 
+def all_by_name(spec: DecoderSpec, current: Mapping[str, Tensor], wanted: Iterable[str]) -> dict[str, Tensor]:
+    """The tensors they call these names; one that is not there is left out."""
+    index = index_for(spec, current)
+    return {name: index[name][1].of(current[index[name][0]].detach()) for name in wanted if name in index}
+
+
 def from_bytes(body: bytes) -> dict[str, Tensor]:
     """The tensors of a safetensors file."""
     try:
@@ -115,6 +127,31 @@ class Intake:
         """Some or all tensors by their Hugging Face names."""
         engine = self._engine
         return await self._publish(lambda: merged(engine.spec, engine.weights(), given))
+
+    async def from_placed(self, placed: Mapping[str, Tensor], known: Mapping[str, int]) -> Version:
+        """Tensors by the engine's own names, as they are to be; those of ``known`` digests are not read again."""
+        before = self._engine.version
+        version = Version() if before is None else before.next()
+        await asyncio.to_thread(self._flip, version, placed, known)
+        return version
+
+    def _flip(self, version: Version, placed: Mapping[str, Tensor], known: Mapping[str, int]) -> None:
+        engine = self._engine
+        tensors = {name: tensor.detach() for name, tensor in {**engine.weights(), **placed}.items()}
+        found = {**digests({name: tensor for name, tensor in tensors.items() if name not in known}), **known}
+        entries = tuple(
+            Entry(name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype), digest=found[name])
+            for name, tensor in tensors.items()
+        )
+        try:
+            engine.begin(Manifest(version=version, entries=entries))
+            for name, tensor in tensors.items():
+                engine.receive(name, tensor, found[name])
+            engine.verify()
+        except SyncError:
+            engine.rollback()
+            raise
+        engine.commit()
 
     async def _publish(self, weights: Callable[[], Mapping[str, Tensor]]) -> Version:
         before = self._engine.version

@@ -1,0 +1,111 @@
+"""An answer of several attempts is what one attempt would have been: tokens, ends, experts; and versions are exact."""
+
+import base64
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miles.backends.sglang.parts import Experts, Parts
+from miles.backends.sglang.reply import Reply
+from miles.core.extras import ROUTED
+from miles.core.protocols import Sampling
+from miles.core.types import Status, Version
+
+PROMPT, END = [7, 8, 9], 2
+EXPERTS = Experts(layers=2, chosen=2, experts=8)
+
+
+def parts(sampling=None, *, decode=None, experts=None):
+    return Parts(PROMPT, sampling or Sampling(max_new_tokens=40), ends=frozenset([END]), decode=decode, experts=experts)
+
+
+def reply(tokens, reason=None, experts=None):
+    tokens = list(tokens)
+    return Reply(
+        vocabulary=300,
+        limit=100,
+        tokens=tokens,
+        logprobs=[-float(token) / 100 for token in tokens],
+        reason=reason,
+        experts=experts,
+    )
+
+
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(3, 200), max_size=6), st.integers(0, 3)),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_every_token_keeps_its_version_and_neighbours_of_one_version_are_one_span(attempts):
+    attempts.sort(key=lambda attempt: attempt[1])
+    answer = parts()
+    for tokens, number in attempts:
+        answer.add(reply(tokens, "abort"), Version(number=number))
+    done = answer.completion("abort")
+    written = [(token, number) for tokens, number in attempts for token in tokens]
+    told = [(int(t), span.version.number) for span in done.spans for t in span.tokens if span.version is not None]
+    assert told == written
+    versions = [span.version for span in done.spans]
+    assert all(a != b for a, b in itertools.pairwise(versions)) and all(len(span) for span in done.spans)
+    assert answer.rest.max_new_tokens == 40 - len(written) and answer.so_far == [*PROMPT, *(t for t, _ in written)]
+
+
+@pytest.mark.parametrize(("last", "reason"), [(END, "stop"), (5, "stop"), (6, None)])
+def test_a_server_lost_behind_the_last_token_has_ended_the_answer(last, reason):
+    answer = parts(Sampling(max_new_tokens=40, stop_token_ids=(5,)))
+    answer.add(reply([10, last]), Version())
+    assert answer.reason == reason
+
+
+def test_a_server_lost_at_the_limit_has_ended_the_answer():
+    answer = parts(Sampling(max_new_tokens=2))
+    answer.add(reply([10, 11]), Version())
+    assert answer.reason == "length" and answer.completion("length").status is Status.TRUNCATED
+
+
+def test_the_end_of_a_sequence_that_is_ignored_ends_nothing():
+    answer = parts(Sampling(max_new_tokens=9, ignore_eos=True))
+    answer.add(reply([10, END]), Version())
+    assert answer.reason is None
+
+
+def decoded(tokens):
+    return "".join(chr(token) for token in tokens)
+
+
+def test_a_stop_text_that_lies_across_two_attempts_stops_and_what_is_behind_it_is_left_out():
+    answer = parts(Sampling(max_new_tokens=40, stop=("abc",)), decode=decoded)
+    answer.add(reply(map(ord, "xxa"), "abort"), Version(number=1))
+    answer.add(reply(map(ord, "bcdd"), "length"), Version(number=2))
+    done = answer.completion(answer.reason or "")
+    assert answer.reason == "stop" and decoded(t for span in done.spans for t in span.tokens) == "xxabc"
+    assert [len(span) for span in done.spans] == [3, 2]
+
+
+def routed(rows):
+    return base64.b64encode(np.array(rows, np.int32).tobytes()).decode()
+
+
+def rows(first, count):
+    return [[[(first + i) % 8, 1], [2, 3]] for i in range(count)]
+
+
+def test_experts_are_those_of_the_attempt_that_computed_a_token_first():
+    answer = parts(experts=EXPERTS)
+    answer.add(reply([10, 11], "abort", routed(rows(0, 4))), Version(number=1))  # all but the last token
+    answer.add(reply([12, END], "stop", routed(rows(4, 6))), Version(number=2))
+    done = answer.completion("stop")
+    told = np.concatenate([done.given[ROUTED], *(span.extras[ROUTED] for span in done.spans)])
+    assert told[:, 0, 0].tolist() == [0, 1, 2, 3, 0, 1, 255] and told.dtype == np.uint8
+
+
+def test_experts_that_never_came_are_told_as_unknown():
+    answer = parts(experts=EXPERTS)
+    answer.add(reply([10, END]), Version())
+    done = answer.completion("stop")
+    assert (done.spans[0].extras[ROUTED] == 255).all() and len(done.given[ROUTED]) == len(PROMPT)
