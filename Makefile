@@ -8,13 +8,14 @@ SGLANG := .venv-sglang
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help demo test test-slow test-sglang test-megatron check format bench docs clean
+.PHONY: help demo test test-slow test-sglang test-megatron test-ray check format bench docs clean
 
 help:
 	@echo "make demo    set up, then watch a model learn on this machine (about three minutes)"
 	@echo "make test    set up, then run the test suite"
 	@echo "make test-sglang   set up stock SGLang beside (2 GB), then run the same wire tests against it"
 	@echo "make test-megatron   add Megatron-Core, then run the tests of the trainer on it"
+	@echo "make test-ray   add Ray, then run on clusters of several raylets on this machine"
 	@echo "make check   formatting, lint, types, import rules, house rules"
 	@echo "make bench   measured ratios: engine and trainer against transformers"
 	@echo "make format  rewrite the code as the checks want it"
@@ -38,10 +39,10 @@ demo: $(VENV)/.installed
 	$(BIN)/miles demo $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow and not sglang and not megatron" $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow and not sglang and not megatron and not ray" $(ARGS)
 
 test-slow: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "slow and not sglang and not megatron" $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not sglang and not megatron and not ray" $(ARGS)
 
 $(SGLANG)/.installed: tests/wire/sglang_requirements.txt
 	@echo "Setting up $(SGLANG) (a few minutes the first time) ..."
@@ -59,6 +60,13 @@ $(VENV)/.installed-megatron: $(VENV)/.installed-dev
 
 test-megatron: $(VENV)/.installed-megatron
 	$(BIN)/python -m pytest -m megatron $(ARGS)
+
+$(VENV)/.installed-ray: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,ray]'
+	@touch $@
+
+test-ray: $(VENV)/.installed-ray
+	$(PYTEST) -m ray $(ARGS)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .

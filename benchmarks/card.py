@@ -142,7 +142,7 @@ async def _answers(engine: Any, prompts: list[list[int]], lengths: list[int]) ->
 KINDS = (
     ("attention", ("attend_items", "attend_tiles", "join_parts")),
     ("sampling", ("_sum_chunks", "_sum_kept", "_pick", "cutoff")),
-    ("norms, rotation and cache, gates", ("_norm_rows", "_prepare_heads", "_gate_rows")),
+    ("norms, rotation and cache, gates", ("_norm_rows", "prepare_heads", "_gate_rows")),
     ("routing", ("_route_token", "_place_rows", "_add_choices")),
     ("matrix products, experts'", ("_multiply", "grouped")),
     ("matrix products, the library's", ("gemm", "nvjet", "cutlass", "cublas", "splitk")),

@@ -241,4 +241,16 @@ def test_every_module_can_be_imported_by_its_name():
 
 
 def test_the_commands_are_these():
-    assert list(COMMANDS) == ["train", "plan", "demo", "doctor", "eval", "chat", "serve", "route"]
+    assert list(COMMANDS) == [
+        "train",
+        "plan",
+        "demo",
+        "doctor",
+        "eval",
+        "chat",
+        "show",
+        "replay",
+        "serve",
+        "parity",
+        "route",
+    ]

@@ -50,13 +50,18 @@ def test_a_wrong_command_line_is_told_all_that_is_wrong(line: str, says: list[st
     ("line", "says"),
     [
         ("trian", ["trian is not a command; did you mean train?"]),
-        ("zzz", ["zzz is not a command; there are train, plan, demo, doctor, eval, chat, serve, route."]),
+        (
+            "zzz",
+            [
+                "zzz is not a command; there are train, plan, demo, doctor, eval, chat, show, replay, serve, parity, route."
+            ],
+        ),
         ("good.toml", ["good.toml is a recipe; write miles train good.toml."]),
         (
             "--lr 3",
             [
                 "--lr comes after a command, as in miles train --lr; the commands are "
-                "train, plan, demo, doctor, eval, chat, serve, route."
+                "train, plan, demo, doctor, eval, chat, show, replay, serve, parity, route."
             ],
         ),
         ("train nowhere.toml", ["nowhere.toml does not exist."]),

@@ -13,7 +13,8 @@ from miles.config.cli import parse
 from miles.config.files import read_layers
 from miles.config.table import knobs_of
 from miles.launch import rules
-from miles.launch.config import Config, DemoConfig, RouteRoot, ServeRoot
+from miles.launch.config import Config, DemoConfig, ParityRoot, ReplayRoot, RouteRoot, ServeRoot, ShowRoot
+from miles.launch.member_rules import policies_go_together
 from miles.launch.ranges import RANGES, Range
 from miles.launch.rules import RULES, Command, broken
 
@@ -173,14 +174,14 @@ def test_every_rule_is_in_use_and_named_as_a_sentence():
         and getattr(rule, "__module__", "") == module.__name__
     }
     used = {rule for group in RULES.values() for rule in group}
-    assert defined == used
+    assert defined == used | {policies_go_together}  # that one is asked of all policies at once
     assert all(rule.__name__.count("_") >= 3 for rule in used)
 
 
 def test_every_number_has_a_range_and_every_default_is_inside():
     numeric = {
         knob.name: knob
-        for root in (Config, DemoConfig, ServeRoot, RouteRoot)
+        for root in (Config, DemoConfig, ServeRoot, RouteRoot, ShowRoot, ReplayRoot, ParityRoot)
         for knob in knobs_of(root).values()
         if knob.kind.scalar in (int, float)
     }

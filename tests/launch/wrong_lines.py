@@ -55,13 +55,37 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "--sglang-mem-fraction-static 0.8",
         [
-            "--sglang-mem-fraction-static belongs to the SGLang backend, which this version does not have; "
-            "size the cache with --engine-kv-tokens."
+            "--sglang-mem-fraction-static is for servers that --rollout-backend sglang starts; say that, or leave it "
+            "out."
         ],
     ),
     (
-        "--sglang-anything-new 1",
-        ["--sglang-anything-new belongs to the SGLang backend, which this version does not have; leave it out."],
+        "--rollout-backend sglang --sglang-python /no/such/python --sglang-port 1 --rollout-max-restarts -1",
+        [
+            "--rollout-max-restarts must be at least 0, not -1.",
+            "--sglang-port is decided by Miles; leave it out.",
+            "--sglang-python /no/such/python is no program that can be run.",
+        ],
+    ),
+    (
+        "--rollout-num-engines 2",
+        ["--rollout-num-engines 2 is for servers; say --rollout-backend served, or leave it out."],
+    ),
+    (
+        "--rollout-external-engine-addrs http://a:1 http://a:1 --rollout-num-engines 2",
+        [
+            "--rollout-external-engine-addrs names servers that run already, so --rollout-num-engines means nothing; "
+            "leave it out.",
+            "--rollout-external-engine-addrs names a server twice; name each once.",
+        ],
+    ),
+    (
+        "--rollout-engine-token-env NO_SUCH_VARIABLE_HERE --rollout-external-engine-addrs http://a:1",
+        ["--rollout-engine-token-env NO_SUCH_VARIABLE_HERE: there is no such environment variable, or it is empty."],
+    ),
+    (
+        "--rollout-backend served --rollout-num-gpus 3 --rollout-num-gpus-per-engine 2",
+        ["--rollout-num-gpus 3 are no whole number of engines of --rollout-num-gpus-per-engine 2."],
     ),
     (
         "--num-layers 28",
@@ -431,16 +455,29 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "--rollout-num-gpus-per-engine 2 --rollout-num-gpus 4",
         [
-            "--rollout-num-gpus 4 with --rollout-num-gpus-per-engine 2 is not one engine, and this version runs one; "
-            "leave --rollout-num-gpus out."
+            "--rollout-num-gpus 4 with --rollout-num-gpus-per-engine 2 is not one engine, and this process has room for "
+            "one; leave --rollout-num-gpus out, or say --rollout-backend served."
         ],
     ),
     (
         "--actor-num-nodes 2 --tensor-model-parallel-size 2",
         [
-            "--actor-num-nodes 2 asks for several machines, and this version starts its ranks on one; leave it out, "
-            "give --actor-num-gpus-per-node all devices of this machine, and make room with --gradient-checkpointing "
-            "or a lower --max-tokens-per-gpu."
+            "--actor-num-nodes 2 asks for several machines, and --runtime local is one; say --runtime ray, or give "
+            "--actor-num-gpus-per-node all devices of this machine, and make room with --gradient-checkpointing or a "
+            "lower --max-tokens-per-gpu."
+        ],
+    ),
+    ("--ray-address auto", ["--ray-address auto is for --runtime ray; say that, or leave it out."]),
+    (
+        "--runtime ray",
+        ["--runtime ray starts engines as servers on its nodes: say --rollout-backend served, or sglang."],
+    ),
+    (
+        "--runtime ray --rollout-backend served --actor-num-gpus-per-node 4 --rollout-num-gpus-per-engine 3",
+        [
+            "--rollout-num-gpus-per-engine 3 does not divide --actor-num-gpus-per-node 4, and an engine that shares the "
+            "trainer's devices has all of its own on one node; choose a divisor, or give engines devices of their own "
+            "with --rollout-num-gpus."
         ],
     ),
     (

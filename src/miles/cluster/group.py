@@ -1,25 +1,30 @@
 """A team's ranks in torch's default process group: joined, given a deadline, aborted and left.
 
 Ranks with a device each talk over NCCL (RCCL on ROCm) and, of what lies on the host, over gloo; on a CPU, and where
-several share a device, over gloo alone. Gloo is bound to loopback.
+several share a device, over gloo alone. Gloo is bound to loopback, or, where ranks are on several machines, to the
+interface by which this one reaches the leader's.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
+import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
 from torch import distributed as dist
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
 from torch.distributed import distributed_c10d as inner
 
 from miles.cluster.team import Lost, Place
 
-_LOOPBACK = "GLOO_SOCKET_IFNAME"
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+# Linux's question for the address of an interface.
+_SIOCGIFADDR = 0x8915
 
 # What torch's errors of a broken group have in common, beside a class of their own that not all are of.
 _BROKEN = ("gloo/", "NCCL", "Connection closed by peer", "Connection reset by peer", "rocess group")
@@ -30,10 +35,10 @@ def join(place: Place) -> torch.device:
     device = torch.device(place.device)
     if device.type != "cpu":
         torch.cuda.set_device(device)
-    os.environ.setdefault(_LOOPBACK, _loopback())
+    os.environ.setdefault(_INTERFACE, _interface(place.meeting) if place.meeting else _loopback())
     limit = timedelta(seconds=place.patience)
     with told():
-        store = FileStore(str(place.folder / "group"), place.world)
+        store = _store(place, limit)
         store.set_timeout(limit)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type != "cpu" and place.apart else "gloo",
@@ -43,6 +48,14 @@ def join(place: Place) -> torch.device:
             timeout=limit,
         )
     return device
+
+
+def _store(place: Place, limit: timedelta) -> Store:
+    """Where ranks leave word for each other before they are a group."""
+    if not place.meeting:
+        return FileStore(str(place.folder / "group"), place.world)
+    host, _, port = place.meeting.rpartition(":")
+    return TCPStore(host, int(port), place.world, is_master=place.rank == 0, timeout=limit, wait_for_workers=False)
 
 
 def bound(seconds: float) -> None:
@@ -80,3 +93,17 @@ def told() -> Iterator[None]:
 
 def _loopback() -> str:
     return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+
+
+def _interface(meeting: str) -> str:
+    """The interface of this machine's that leads to a host:port."""
+    host, _, port = meeting.rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+        way.connect((host, int(port)))  # sends nothing: it only finds the way
+        own = way.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            asked = struct.pack("256s", name.encode()[:15])
+            with suppress(OSError):  # an interface without an address
+                if socket.inet_ntoa(fcntl.ioctl(way.fileno(), _SIOCGIFADDR, asked)[20:24]) == own:
+                    return name
+    return _loopback()

@@ -20,12 +20,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.context import SpawnContext
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from shutil import rmtree
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
+from miles.cluster import stacks
+from miles.cluster.pulse import Pulse, beat, interval
 from miles.core.errors import MilesError
 from miles.core.wire import Codec
 
@@ -53,7 +54,9 @@ class Lost(MilesError):
 class Place:
     """One rank's place among the ``world`` of a ``team``: its device, and where the ranks meet.
 
-    ``apart``: no two share a device. Tracebacks of what no one expected go to ``logs``, where there is such a folder.
+    That is in a ``folder``, or, where they are on several machines, at ``meeting``, a host:port of the leader's.
+    ``apart``: no two share a device. With a ``heartbeat``, whoever shows no sign of life for so many seconds is ended, on
+    this machine. Tracebacks of what no one expected go to ``logs``, where there is such a folder.
     """
 
     team: str
@@ -64,6 +67,13 @@ class Place:
     folder: Path
     patience: float
     logs: Path | None = None
+    meeting: str = ""
+    heartbeat: float = 0.0
+
+    @property
+    def beats(self) -> Path:
+        """Where the rank shows that it lives."""
+        return self.folder / f"beat-{self.rank}"
 
 
 class Line:
@@ -93,6 +103,9 @@ def serve(follow: Follow, place: Place, pipe: Connection, codec: Codec) -> None:
     # Ctrl-C and SIGTERM are sent to all of a group, but the leader's to act on.
     for told in (signal.SIGINT, signal.SIGTERM):
         signal.signal(told, signal.SIG_IGN)
+    stacks.register(f"{place.team} rank {place.rank}")
+    if place.heartbeat and not place.meeting:
+        beat(place.beats, place.heartbeat)
     threading.Thread(target=_end_with_the_leader, args=(place,), name="leader watch", daemon=True).start()
     try:
         follow(place, Line(pipe, codec))
@@ -131,11 +144,42 @@ def logged(error: Exception, place: Place) -> str:
     return f" (its traceback is in {file})"
 
 
+class Process(Protocol):
+    """What a leader knows of a follower's process; ``sentinel`` can be read when it has ended."""
+
+    @property
+    def sentinel(self) -> int: ...
+    @property
+    def exitcode(self) -> int | None: ...
+    def is_alive(self) -> bool: ...
+    def join(self, timeout: float | None = None) -> None: ...
+    def kill(self) -> None: ...
+
+
+Starts = Callable[[Follow, Sequence[Place], Codec], Sequence[tuple[Process, Connection]]]
+"""Starts a follower at each of the places: its process, and the leader's end of its line."""
+
+
+def spawned(follow: Follow, places: Sequence[Place], codec: Codec) -> list[tuple[Process, Connection]]:
+    """Followers on this machine."""
+    context, started = cast(SpawnContext, multiprocessing.get_context(START)), []
+    for place in places:
+        pipe, far = cast("tuple[Connection, Connection]", Pipe())
+        process = context.Process(
+            target=serve, args=(follow, place, far, codec), name=f"{place.team} rank {place.rank}", daemon=True
+        )
+        process.start()
+        far.close()
+        started.append((process, pipe))
+    return started
+
+
 class Team:
     """The followers of one leader, all of whom do what ``follow`` does.
 
     Once there is a ``fault``, a sentence, they are gone, and whatever is asked of them is answered by it, as an
-    ``error`` that ends with the ``mend``.
+    ``error`` that ends with the ``mend``; ``cause`` is that of the fault, and ``gone`` whether a rank died or hangs for
+    no reason it could tell, so that another try may well succeed.
     """
 
     def __init__(
@@ -150,6 +194,9 @@ class Team:
         error: Callable[[str], MilesError],
         mend: str,
         logs: Path | None = None,
+        starts: Starts = spawned,
+        meeting: str = "",
+        heartbeat: float = 0.0,
     ) -> None:
         self.name = name
         self.world = len(devices)
@@ -169,21 +216,19 @@ class Team:
             folder=Path(self._folder.name),
             patience=patience,
             logs=logs,
+            meeting=meeting,
+            heartbeat=heartbeat,
         )
         self._closing = False
-        self._pipes: list[Connection] = []
-        self._processes: list[BaseProcess] = []
-        context = cast(SpawnContext, multiprocessing.get_context(START))
-        for rank in range(1, self.world):
-            pipe, far = cast("tuple[Connection, Connection]", Pipe())
-            place = replace(self.place, rank=rank, device=devices[rank])
-            process = context.Process(
-                target=serve, args=(follow, place, far, codec), name=f"{name} rank {rank}", daemon=True
-            )
-            self._pipes.append(pipe)
-            self._processes.append(process)
-            process.start()
-            far.close()
+        self.cause, self.gone = "", False
+        self._silent: set[int] = set()
+        self._ended = threading.Event()
+        places = [replace(self.place, rank=rank, device=devices[rank]) for rank in range(1, self.world)]
+        started = starts(follow, places, codec)
+        self._processes: list[Process] = [process for process, _ in started]
+        self._pipes: list[Connection] = [pipe for _, pipe in started]
+        if heartbeat and places and not meeting:
+            threading.Thread(target=self._feel, args=(places,), name=f"{name} pulse", daemon=True).start()
 
     # -- speaking ---------------------------------------------------------------------------
 
@@ -192,7 +237,7 @@ class Team:
         message = self._codec.pack(verb, content)
         with self.turn:
             self.check()
-            if len(message) > _LONG:
+            if len(message) > _LONG and not self.place.meeting:
                 message = self._lay(message)
             try:
                 for pipe in self._pipes:
@@ -211,7 +256,7 @@ class Team:
             try:
                 if not pipe.poll():
                     late = f"rank {rank} of {self.world} did not answer within {seconds:g} s"
-                    raise self.lose(None if process.sentinel in found else late)
+                    raise self.lose(None if process.sentinel in found else late, gone=True)
                 verb, content = self._codec.unpack(pipe.recv_bytes())
             except (EOFError, OSError) as error:
                 raise self.lose(error=error) from error
@@ -249,14 +294,19 @@ class Team:
         if sentinels:
             threading.Thread(target=look, name=f"{self.name} watch", daemon=True).start()
 
-    def lose(self, cause: str | None = None, *, error: BaseException | None = None) -> MilesError:
+    def lose(
+        self, cause: str | None = None, *, error: BaseException | None = None, gone: bool = False
+    ) -> MilesError:
         """Give up: find out what happened (unless told), end all, and say it in one sentence.
 
-        ``error`` is what showed that something did.
+        ``error`` is what showed that something did; ``gone`` is that a rank died or hangs, for no reason it could tell.
         """
         with self.turn:
             if not self.fault:
-                self.fault = f"{self.name} had to close, because {cause or self._cause(error)}; {self._mend}"
+                if cause is None:
+                    cause, gone = self._cause(error)
+                self.cause, self.gone = cause, gone
+                self.fault = f"{self.name} had to close, because {cause}; {self._mend}"
                 self._end(0.0)
             return self._error(self.fault)
 
@@ -272,8 +322,17 @@ class Team:
                         continue
                 self._end(_GRACE)
 
-    def _cause(self, error: BaseException | None) -> str:
-        """Which rank ended first, as far as can be told, and how."""
+    def _feel(self, places: Sequence[Place]) -> None:
+        """End whoever shows no sign of life: its end is noticed as any other's."""
+        pulses = {place.rank: Pulse(place.beats, place.heartbeat) for place in places}
+        while not self._ended.wait(interval(self.place.heartbeat)):
+            for rank in [rank for rank, pulse in pulses.items() if not pulse.look()]:
+                del pulses[rank]
+                self._silent.add(rank)
+                self._processes[rank - 1].kill()
+
+    def _cause(self, error: BaseException | None) -> tuple[str, bool]:
+        """Which rank ended first, as far as can be told, and how; and whether it could not tell why."""
         deadline = time.monotonic() + _GRACE
         while True:
             alive = [one.sentinel for one in self._processes if one.is_alive()]
@@ -281,12 +340,15 @@ class Team:
                 if process.sentinel in alive:
                     continue
                 if words := self._last_words(rank):
-                    return f"rank {rank} of {self.world} failed: {words}"
+                    return f"rank {rank} of {self.world} failed: {words}", False
+                if rank in self._silent:
+                    quiet = f"gave no sign of life for {self.place.heartbeat:g} s (--heartbeat-timeout) and was ended"
+                    return f"rank {rank} of {self.world} {quiet}", True
                 if process.exitcode not in (0, LOST):
-                    return f"the process of rank {rank} of {self.world} {_ending(process.exitcode)}"
+                    return f"the process of rank {rank} of {self.world} {_ending(process.exitcode)}", True
             left = deadline - time.monotonic()
             if not alive or left <= 0:
-                return f"its {self.world} ranks lost each other" + (f" ({said(error)})" if error else "")
+                return f"its {self.world} ranks lost each other" + (f" ({said(error)})" if error else ""), True
             wait(alive, left)
 
     def _last_words(self, rank: int) -> str:
@@ -302,6 +364,7 @@ class Team:
 
     def _end(self, grace: float) -> None:
         self._closing = True
+        self._ended.set()
         deadline = time.monotonic() + grace
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))

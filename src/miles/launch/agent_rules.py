@@ -5,13 +5,14 @@ from importlib.util import find_spec
 
 from miles.algo.config import GIVEN
 from miles.launch.config import Config
+from miles.plug.points import GENERATE
 
 SEVERAL = "multi_turn"
 
 
 def one_function_answers_a_prompt(c: Config) -> Iterator[str]:
     agent, generate = c.agents.custom_agent_function_path, c.rollout.custom_generate_function_path
-    if agent and generate:
+    if agent and generate and GENERATE.now(generate) != "agent":
         yield (
             f"--custom-agent-function-path {agent} and --custom-generate-function-path {generate} both answer prompts; "
             "keep one."
@@ -24,7 +25,7 @@ def an_agent_has_a_server_to_ask(c: Config) -> Iterator[str]:
 
 
 def several_turns_are_of_a_chat(c: Config) -> Iterator[str]:
-    answers = c.rollout.custom_generate_function_path == SEVERAL or c.agents.custom_agent_function_path
+    answers = GENERATE.now(c.rollout.custom_generate_function_path) == SEVERAL or c.agents.custom_agent_function_path
     if answers and not c.rollout.apply_chat_template:
         yield "An answer in several turns is a chat: add --apply-chat-template."
     if answers and c.algo.loss_type in GIVEN:
@@ -39,7 +40,7 @@ def tools_are_for_several_turns(c: Config) -> Iterator[str]:
         "--generate-environment": t.generate_environment,
     }
     for flag, given in asked.items():
-        if given and c.rollout.custom_generate_function_path != SEVERAL:
+        if given and GENERATE.now(c.rollout.custom_generate_function_path) != SEVERAL:
             yield f"{flag} is for answers in several turns; add --custom-generate-function-path {SEVERAL}."
 
 

@@ -15,6 +15,7 @@ from miles.core.types import Prompt
 from miles.launch.config import Config
 from miles.launch.policy import Policy
 from miles.launch.rewards import rewards_of
+from miles.launch.upstream import upstream_of
 from miles.plug import points
 from miles.rollout.generate.agent import AgentGenerate, Seat
 from miles.rollout.generate.chosen import Chosen
@@ -87,15 +88,15 @@ def answering_of(config: Config, policy: Policy) -> Answering:
     render = Renderer(policy.tokenizer, chat=r.apply_chat_template, template=r.apply_chat_template_kwargs)
     limit = context_limit(r, policy.spec.max_positions)
     ways: dict[str, Generate] = {ONE: SingleTurn(render, policy.tokenizer.text, max_context_len=limit)}
-    agents, worlds, default, path = None, None, ONE, r.custom_generate_function_path
+    agents, worlds, default, path = None, None, ONE, points.GENERATE.now(r.custom_generate_function_path)
     if path == SEVERAL:
         worlds = _worlds(config)
         ways[SEVERAL], default = _several(config, policy, limit, worlds), SEVERAL
-    elif path not in (None, ONE):
+    elif path not in (None, ONE, AGENT):
         assert path is not None
-        ways[OWN], default = points.GENERATE.load(path), OWN
+        ways[OWN], default = points.GENERATE.load(path, upstream_of(config)), OWN
     if config.agents.custom_agent_function_path:
-        agents = _agents(config, policy, limit)
+        agents = agents_of(config, policy, limit, port=config.agents.session_server_port)
         agent = points.AGENT.load(config.agents.custom_agent_function_path)
         ways[AGENT], default = AgentGenerate(agent, agents, wall_seconds=config.agents.agent_timeout), AGENT
     reward, group_reward = rewards_of(config)
@@ -123,6 +124,7 @@ def _several(config: Config, policy: Policy, limit: int | None, worlds: Worlds) 
         worlds,
         limits=limits_of(config.tools),
         max_context_len=limit,
+        audits=config.agents.session_audit,
     )
 
 
@@ -131,7 +133,8 @@ def _sandbox() -> Callable[[], Sandbox]:
     return lru_cache(maxsize=1)(lambda: sandbox_here(unsandboxed=False, concurrency=8))
 
 
-def _agents(config: Config, policy: Policy, limit: int | None) -> Agents:
+def agents_of(config: Config, policy: Policy, limit: int | None, *, port: int) -> Agents:
+    """Sessions for the policy on a server of its own, with contexts of at most ``limit`` tokens."""
     # The server's libraries are an extra that other runs do without.
     from miles.rollout.session.server.app import SessionServer
     from miles.rollout.session.server.seat import Seats
@@ -142,4 +145,5 @@ def _agents(config: Config, policy: Policy, limit: int | None) -> Agents:
     pick = points.PICK.load(a.session_sample_picker_path) if a.session_sample_picker_path else None
     renderer = renderer_for(policy.tokenizer, template=config.rollout.apply_chat_template_kwargs)
     server = SessionServer(renderer, policy.tokenizer.decode, max_context_len=limit)
-    return Agents(server, Seats(server, match=match, max_turns=a.agent_max_turns, pick=pick), a.session_server_port)
+    seats = Seats(server, match=match, max_turns=a.agent_max_turns, pick=pick, audits=a.session_audit)
+    return Agents(server, seats, port)

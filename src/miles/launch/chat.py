@@ -12,6 +12,7 @@ import numpy as np
 
 from miles.core.errors import EngineError, MilesError
 from miles.core.protocols import Sampling
+from miles.kernels import arithmetic
 from miles.launch.config import Config
 from miles.launch.engines import lone_engine
 from miles.launch.plan import Plan
@@ -22,6 +23,7 @@ from miles.rollout.sampling import training_sampling
 
 def chat(config: Config, plan: Plan, origins: Mapping[str, str]) -> int:
     """Read lines from standard input until its end, and answer each; without a chat template, continue each."""
+    arithmetic.use(config.models.parity)
     asyncio.run(_chat(config))
     return 0
 

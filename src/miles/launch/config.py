@@ -7,15 +7,21 @@ from miles.algo.config import AlgoConfig
 from miles.backends.megatron.config import MegatronConfig
 from miles.backends.native.config import NativeConfig
 from miles.backends.native.server.config import ServeConfig
+from miles.backends.sglang.config import SglangConfig
 from miles.cluster.config import ClusterConfig
+from miles.cluster.faults import FaultConfig
+from miles.cluster.ray.config import RayConfig
 from miles.cluster.route.config import RouteConfig
 from miles.config.knob import knob
 from miles.models.config import ModelConfig
 from miles.observe.config import ObserveConfig
+from miles.plug.config import PlugConfig
+from miles.rollout.cast.config import CastConfig
 from miles.rollout.config import RolloutConfig
 from miles.rollout.session.config import AgentConfig
 from miles.rollout.tools.config import ToolsConfig
 from miles.schedule.config import ScheduleConfig
+from miles.schedule.tempo import TempoConfig
 from miles.train.config import TrainConfig
 from miles.train.parallel import ParallelConfig
 
@@ -28,14 +34,20 @@ class Config:
     rollout: RolloutConfig
     tools: ToolsConfig
     agents: AgentConfig
+    cast: CastConfig
     algo: AlgoConfig
     train: TrainConfig
     parallel: ParallelConfig
     megatron: MegatronConfig
     schedule: ScheduleConfig
+    tempo: TempoConfig
     native: NativeConfig
+    sglang: SglangConfig
     cluster: ClusterConfig
+    ray: RayConfig
+    faults: FaultConfig
     observe: ObserveConfig
+    plug: PlugConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +56,7 @@ class DemoOptions:
 
     moe: bool = knob(False, "Use a small mixture-of-experts model, with routing replay on.")
     seed: int = knob(0, "Seed of the model, the data and every sampled token.")
+    parity: Literal["fast", "exact"] = knob("fast", "The arithmetic of engine and trainer, as in miles train.")
     steps: int | None = knob(None, "Training steps, instead of the number that is known to be enough.", unit="steps")
     plain: bool = knob(False, "Print plain lines, for logs, instead of the live view.")
     device: Literal["auto", "cpu", "cuda"] = knob("auto", "What to compute on.")
@@ -56,6 +69,78 @@ class DemoConfig:
     """The root of the demo's own options."""
 
     demo: DemoOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayOptions:
+    """What of a step is made again, and what counts as equal."""
+
+    sample: int | None = knob(
+        None, "Compare only this trajectory of the step, counted from 0, and print it as it is sampled now.", unit="N"
+    )
+    tolerance: float = knob(
+        0.0, "Largest difference of a log-prob, a metric or a weight that counts as none; 0 compares to the bit."
+    )
+    color: bool = knob(True, "Colour tokens by their log-probs where the output is a terminal and NO_COLOR is unset.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayRoot:
+    """The root of replay's own options."""
+
+    replay: ReplayOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShowOptions:
+    """Which trajectories are printed: the best and the worst of the last step, unless told otherwise."""
+
+    step: int | None = knob(None, "Step whose trajectories are shown; without it the last that was made.", unit="N")
+    sample: int | None = knob(None, "Show this trajectory of the step, counted from 0.", unit="N")
+    best: bool = knob(False, "Show the trajectory of the step that earned most.")
+    worst: bool = knob(False, "Show the trajectory of the step that earned least.")
+    group: bool = knob(False, "Show all attempts at the prompt of what is shown.")
+    color: bool = knob(True, "Colour tokens by their log-probs where the output is a terminal and NO_COLOR is unset.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShowRoot:
+    """The root of show's own options."""
+
+    show: ShowOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParityOptions:
+    """Which two programs read which tokens, and what counts as agreement."""
+
+    a: str = knob("native", "One program: native, fsdp, transformers, megatron, or the address of an SGLang server.")
+    b: str = knob("fsdp", "The program it is held against; likewise.")
+    other: str | None = knob(None, "Another checkpoint of the same shape for --b to read, instead of MODEL.", path=True)
+    dtype: Literal["auto", "float32", "bfloat16"] = knob("auto", "The precision both compute in, as in miles train.")
+    parity: Literal["fast", "exact"] = knob("fast", "The arithmetic of engine and trainer, as in miles train.")
+    exact: bool = knob(False, "Any bit counts as a difference.")
+    tolerance: float | None = knob(
+        None,
+        "Difference, as a share of an operation's values (of log-probs: in nats), above which two programs part; "
+        "without it 1e-4 in float32 and 5e-2 in bfloat16.",
+    )
+    tokens: tuple[int, ...] = knob((), "The tokens that are read.", unit="N")
+    prompt_file: str | None = knob(None, "A file of text to read, instead of random tokens.", path=True)
+    step: int | None = knob(None, "MODEL is a run: read a trajectory of this step of it.", unit="N")
+    sample: int | None = knob(None, "Which trajectory of --step is read, counted from 0.", unit="N")
+    length: int = knob(48, "How many random tokens the longest of three sequences has.", unit="tokens")
+    seed: int = knob(0, "Seed of random tokens.")
+    prefill_chunk: int = knob(7, "Tokens that native computes in one step of its engine.", unit="tokens")
+    device: Literal["auto", "cpu", "cuda"] = knob("auto", "What to compute on.")
+    trust_remote_code: bool = knob(False, "Let transformers run Python code that a checkpoint came with.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParityRoot:
+    """The root of parity's own options."""
+
+    compared: ParityOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,9 @@ from miles.rollout.files import entries_of, named_paths
 
 
 def a_run_reads_prompts(c: Config) -> Iterator[str]:
-    if not c.rollout.prompt_data:
+    if c.observe.load_debug_rollout_data is not None:
+        return
+    if not c.rollout.prompt_data and c.plug.data_source_path is None:
         yield "--prompt-data is missing: name a .jsonl, .parquet or .arrow file of prompts, or a folder of them."
     problems = [problem for word in c.rollout.prompt_data for problem in why_not_data("--prompt-data", word)]
     yield from problems or told(entries_of, c.rollout.prompt_data)

@@ -91,7 +91,7 @@ def common_flags(places: Places, options: DemoOptions) -> list[str]:
         *("--rollout-max-response-len", str(demo_task.Task().longest + 3), "--rollout-shuffle"),
         *("--adam-beta2", "0.95", "--weight-decay", "0"),
         *("--rollout-seed", str(options.seed), "--seed", str(options.seed), "--device", options.device),
-        *("--num-threads", str(options.num_threads or THREADS)),
+        *("--num-threads", str(options.num_threads or THREADS), "--parity", options.parity),
     ]
 
 
@@ -147,7 +147,13 @@ def _marker(root: Path) -> dict[str, object] | None:
 
 
 def _options_of(options: DemoOptions) -> dict[str, object]:
-    return {"moe": options.moe, "seed": options.seed, "steps": _steps(options), "device": options.device}
+    told: dict[str, object] = {
+        "moe": options.moe,
+        "seed": options.seed,
+        "steps": _steps(options),
+        "device": options.device,
+    }
+    return told | ({"parity": options.parity} if options.parity != "fast" else {})
 
 
 def _write_start(places: Places, options: DemoOptions, view: View) -> None:
@@ -227,8 +233,9 @@ async def _answers(config: Config, folder: Path) -> list[Group]:
     few = ["--eval-prompt-data", name, f"{path}@[0:{SHOWN}]", "--n-samples-per-eval-prompt", "1"]
     shared = ["--label-key", "label", "--apply-chat-template", "--rm-type", "exact"]
     length = ["--rollout-max-response-len", str(config.rollout.rollout_max_response_len)]
+    same = ["--parity", config.models.parity]
     asked, _, _ = read(
-        "eval", ["--hf-checkpoint", str(folder), "--device", config.cluster.device, *few, *shared, *length]
+        "eval", ["--hf-checkpoint", str(folder), "--device", config.cluster.device, *few, *shared, *length, *same]
     )
     policy = read_policy(asked)
     engine = await lone_engine(asked, policy)
@@ -247,6 +254,7 @@ def _newest(run_directory: Path) -> Path:
 
 def _interrupted(options: DemoOptions, view: View) -> int:
     given = {"--seed": options.seed or None, "--steps": options.steps, "--save": options.save}
+    given["--parity"] = options.parity if options.parity != "fast" else None
     given["--device"] = options.device if options.device != "auto" else None
     flags = [f" {flag} {value}" for flag, value in given.items() if value is not None]
     again = "miles demo" + (" --moe" if options.moe else "") + "".join(flags)

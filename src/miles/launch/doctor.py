@@ -50,7 +50,7 @@ REQUIRED: Mapping[str, str] = MappingProxyType(
 OPTIONAL: Mapping[str, str] = MappingProxyType(
     {
         "tensorboard": "curves in a browser, with --use-tensorboard",
-        "ray": "many machines, which this version does not use yet",
+        "ray": "many machines, with --runtime ray",
         "sglang": "the SGLang engine, which this version does not use yet",
         "megatron-core": "the Megatron trainer, with --train-backend megatron",
     }

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from miles.launch.config import Config
 from miles.launch.found import spec_or_none
 from miles.launch.machine import accelerator_count, choose_device
+from miles.launch.server_rules import flags_of_sglang_are_for_sglang, is_remote
 from miles.models.shard import misfit
 
 _FLAG = "--rollout-num-gpus-per-engine"
@@ -19,10 +20,10 @@ def an_engine_is_cut_where_the_model_can_be(c: Config) -> Iterator[str]:
 
 def there_is_one_engine(c: Config) -> Iterator[str]:
     total, each = c.cluster.rollout_num_gpus, c.cluster.rollout_num_gpus_per_engine
-    if total is not None and total != each:
+    if total is not None and total != each and not is_remote(c):
         yield (
-            f"--rollout-num-gpus {total} with {_FLAG} {each} is not one engine, and this version runs one; "
-            "leave --rollout-num-gpus out."
+            f"--rollout-num-gpus {total} with {_FLAG} {each} is not one engine, and this process has room for one; "
+            "leave --rollout-num-gpus out, or say --rollout-backend served."
         )
 
 
@@ -35,4 +36,5 @@ def an_engine_spans_devices_that_are_there(c: Config) -> Iterator[str]:
 ENGINE = (
     an_engine_is_cut_where_the_model_can_be,
     there_is_one_engine,
+    flags_of_sglang_are_for_sglang,
 )

@@ -2,39 +2,106 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING, TypeAlias
+
+from torch import Tensor
 
 from miles.backends.native.engine import NativeEngine
 from miles.cluster import platform
 from miles.cluster.local import Inline, Run
+from miles.core.protocols import WeightSync
 from miles.core.types import Version
 from miles.launch.config import Config
+from miles.launch.plan import Plan
 from miles.launch.policy import Policy, load_model
+from miles.launch.server_rules import is_remote
 from miles.models import impl
+from miles.models.decoder import Decoder
 from miles.models.door import Model
+from miles.models.provide import provided
 from miles.sync.publish import Publication
 
+if TYPE_CHECKING:
+    from miles.backends.sglang.servers import Servers
 
-def engine_of(config: Config, policy: Policy, run: Run, like: Model | None) -> NativeEngine:
+RolloutEngine: TypeAlias = "NativeEngine | Servers"
+"""What a run samples with; it can be slept, woken and closed."""
+
+
+def engine_of(config: Config, policy: Policy, run: Run, like: Model | None, *, name: str = "engine 0") -> NativeEngine:
     """An engine for what ``like`` is, else for what the policy is, that waits for its first weights."""
     return NativeEngine(
         policy.spec if like is None else like.spec,
         device=policy.platform.device,
-        dtype=policy.dtype,
+        dtype=policy.rollout_dtype,
         config=config.native,
         run=run,
         decode=policy.tokenizer.decode,
-        model=None if like is None else impl.unfilled(like),
+        name=name,
+        model=None if like is None else _unfilled(policy, like),
         devices=platform.several(policy.platform.device, config.cluster.rollout_num_gpus_per_engine),
     )
 
 
-async def lone_engine(config: Config, policy: Policy) -> NativeEngine:
-    """An engine with the checkpoint's own weights, as version 0."""
+def _unfilled(policy: Policy, like: Model) -> Model | None:
+    """What the engine fills with published tensors, made as ``like`` was; None where it makes one by itself."""
+    blank = impl.unfilled(like)
+    if policy.provide is None or blank is not None:
+        return blank
+    return provided(Decoder(like.spec, device="meta", dtype=policy.rollout_dtype), policy.provide)
+
+
+def rollout_engine_of(
+    config: Config, plan: Plan, policy: Policy, run: Run, like: Model | None, *, name: str = "engine 0"
+) -> NativeEngine | Servers:
+    """What a run samples with: the engine of this process, or servers that wait to be told whose weights they get."""
+    if not is_remote(config):
+        return engine_of(config, policy, run, like, name=name)
+    from miles.launch.servers import servers_of
+
+    return servers_of(config, plan, policy, name="engine" if name == "engine 0" else name)
+
+
+def sync_of(
+    config: Config,
+    plan: Plan,
+    policy: Policy,
+    engine: NativeEngine | Servers | None,
+    weights: Callable[[], Mapping[str, Tensor]],
+    run: Run,
+    *,
+    copies: bool,
+) -> WeightSync:
+    """How ``weights`` get to the engine; in this process they are shared, unless the engine ``copies`` them."""
+    given = weights if policy.rollout_dtype == policy.dtype else rounded(policy, weights)
+    if engine is None or isinstance(engine, NativeEngine):
+        engines = [] if engine is None else [engine]
+        return Publication(weights=given, engines=engines, transport="copy" if copies else "shared", run=run)
+    from miles.launch.servers import server_sync
+
+    return server_sync(config, plan, policy, engine, given, run)
+
+
+async def lone_engine(config: Config, policy: Policy, *, name: str = "actor") -> NativeEngine:
+    """An engine with the checkpoint's own weights, as version 0 of the policy ``name``."""
     # What several devices share need not fit on one.
     whole = config.cluster.rollout_num_gpus_per_engine == 1
-    model = load_model(policy if whole else replace(policy, platform=platform.find("cpu")))
+    sampled = replace(policy, dtype=policy.rollout_dtype)
+    model = load_model(sampled if whole else replace(sampled, platform=platform.find("cpu")))
     engine = engine_of(config, policy, Inline(), model)
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    await Publication(weights=lambda: weights, engines=[engine], transport="shared", run=Inline()).publish(Version())
+    sync = Publication(weights=lambda: weights, engines=[engine], transport="shared", run=Inline())
+    await sync.publish(Version(name))
     return engine
+
+
+def rounded(policy: Policy, weights: Callable[[], Mapping[str, Tensor]]) -> Callable[[], Mapping[str, Tensor]]:
+    """The weights a trainer has, in the precision the engine samples in; tensors of their own, whatever the precision.
+
+    What loses its meaning when it is rounded stays as it is.
+    """
+    made = Decoder(policy.spec, device="meta", dtype=policy.rollout_dtype).named_parameters()
+    dtypes = {name: parameter.dtype for name, parameter in made}
+    return lambda: {name: tensor.detach().to(dtypes[name], copy=True) for name, tensor in weights().items()}

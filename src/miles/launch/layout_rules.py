@@ -21,6 +21,8 @@ def world_of(c: Config) -> int:
 
 def is_team(c: Config) -> bool:
     """Do ranks hold the models together? One alone does under fsdp, whole and in this process."""
+    if c.observe.debug_rollout_only:
+        return False
     return world_of(c) > 1 or c.train.train_backend != "fsdp"
 
 
@@ -74,10 +76,10 @@ def _asking(c: Config) -> str:
 
 def a_trainer_is_on_one_machine(c: Config) -> Iterator[str]:
     nodes = c.cluster.actor_num_nodes
-    if nodes > 1:
+    if nodes > 1 and c.ray.runtime == "local":
         yield (
-            f"--actor-num-nodes {nodes} asks for several machines, and this version starts its ranks on one; leave it "
-            f"out, give {_DEVICES} all devices of this machine, and make room with --gradient-checkpointing or a lower "
+            f"--actor-num-nodes {nodes} asks for several machines, and --runtime local is one; say --runtime ray, or "
+            f"give {_DEVICES} all devices of this machine, and make room with --gradient-checkpointing or a lower "
             "--max-tokens-per-gpu."
         )
 

@@ -3,6 +3,8 @@
 Nothing heavy is imported here: each command imports what it needs when it is called.
 """
 
+from __future__ import annotations
+
 import os
 import sys
 import textwrap
@@ -10,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from miles import __version__
 from miles.config.cli import chunks_of, parse
@@ -18,12 +21,17 @@ from miles.config.help import help_of, screen_width
 from miles.config.origin import Origins
 from miles.config.table import Dataclass
 from miles.core.errors import MilesError, UsageError
-from miles.launch.config import Config, DemoConfig, RouteRoot, ServeRoot
-from miles.launch.found import newest_checkpoint
-from miles.launch.plan import Plan, plan_of
+from miles.kernels import arithmetic
+from miles.launch import supervise
+from miles.launch.config import Config, DemoConfig, ParityRoot, ReplayRoot, RouteRoot, ServeRoot, ShowRoot
 from miles.launch.ranges import out_of_range
 from miles.launch.retired import explain
-from miles.launch.rules import Command, broken
+
+if TYPE_CHECKING:
+    from miles.launch.plan import Plan
+    from miles.launch.rules import Command
+
+Options = TypeVar("Options", bound=Dataclass)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except MilesError as error:
         print(f"miles: {error}", file=sys.stderr)
-        return 1
+        return supervise.code_of(error)
     except KeyboardInterrupt:
         print("miles: interrupted.", file=sys.stderr)
         return 130
@@ -49,6 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def read(command: Command, argv: Sequence[str]) -> tuple[Config, Plan, Origins]:
     """What a command is to do, or a UsageError with everything that is wrong."""
+    # Rules and plans know the families of models, for which nobody who asks for help should wait.
+    from miles.launch.plan import plan_of
+    from miles.launch.rules import broken
+
     recipe, rest = _positional(command, argv)
     problems: list[str] = []
     layers = ()
@@ -72,6 +84,8 @@ def _positional(command: Command, argv: Sequence[str]) -> tuple[str | None, list
         return None, list(argv)
     first, rest = argv[0], list(argv[1:])
     if command in ("eval", "chat") and not first.endswith(SUFFIXES):
+        from miles.launch.found import newest_checkpoint
+
         folder = newest_checkpoint(Path(first)) or first
         return None, ["--hf-checkpoint", str(folder), *rest]
     return first, rest
@@ -79,6 +93,11 @@ def _positional(command: Command, argv: Sequence[str]) -> tuple[str | None, list
 
 def _train(argv: list[str]) -> int:
     config, plan, origins = read("train", argv)
+    faults = config.faults
+    if faults.max_restarts and not supervise.supervised():
+        most, patience = faults.max_restarts, faults.heartbeat_timeout
+        return supervise.supervise(argv, plan.run_dir, most=most, patience=patience)
+    supervise.show_life()
     from miles.launch.run import train
 
     return train(config, plan, origins)
@@ -92,7 +111,8 @@ def _plan(argv: list[str]) -> int:
     config, plan, origins = read("plan", argv)
     from miles.launch.show import as_json, as_text
 
-    print((as_json if json else as_text)(config, plan, origins))
+    with arithmetic.using(config.models.parity):  # what is remembered of a token may depend on it
+        print((as_json if json else as_text)(config, plan, origins))
     return 0
 
 
@@ -167,6 +187,56 @@ def _doctor(argv: list[str]) -> int:
     return doctor(Path(loose[0]) if loose else None)
 
 
+def _show(argv: list[str]) -> int:
+    run, rest = _run_of("show", argv, words=1)
+    options = _options(ShowRoot, rest).show
+    from miles.launch.showing import show
+
+    return show(Path(run[0]), options)
+
+
+def _replay(argv: list[str]) -> int:
+    (run, step), rest = _run_of("replay", argv, words=2)
+    options = _options(ReplayRoot, rest).replay
+    if not step.isdecimal():
+        raise UsageError(f"miles replay takes the number of a step behind the run, not {step}.")
+    config, _, _ = read("train", [str(Path(run) / "config.toml")])
+    from miles.launch.replay import replay
+
+    return replay(config, Path(run), int(step), options)
+
+
+def _parity(argv: list[str]) -> int:
+    loose, _ = chunks_of(argv)
+    if len(loose) != 1:
+        raise UsageError(f"miles parity takes one model or run before its flags, but was given {len(loose)}.")
+    options = _options(ParityRoot, argv[1:]).compared
+    from miles.launch.parity import parity
+
+    return parity(loose[0], options)
+
+
+def _run_of(command: str, argv: list[str], *, words: int) -> tuple[list[str], list[str]]:
+    """The words before the flags, the first of which is a run; and the rest."""
+    loose, _ = chunks_of(argv)
+    if len(loose) != words:
+        raise UsageError(f"It is miles {command} {COMMANDS[command].usage}; {len(loose)} words stand before the flags.")
+    if not (Path(loose[0]) / "config.toml").is_file():
+        raise UsageError(f"{loose[0]} is not a run; name the directory a run was saved to.")
+    return loose, argv[words:]
+
+
+def _options(root: type[Options], argv: list[str]) -> Options:
+    """The options of a command that has its own, or a UsageError with all that is wrong."""
+    reading = parse(root, argv)
+    problems = [*reading.problems]
+    if reading.config is not None:
+        problems += [sentence for _, sentence in out_of_range(reading.config, reading.origins)]
+    if problems or reading.config is None:
+        raise UsageError(problems)
+    return reading.config
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Command:
     usage: str
@@ -219,12 +289,33 @@ COMMANDS: dict[str, _Command] = {
         root=Config,
         more=_FOLDER + _RECIPE,
     ),
+    "show": _Command(
+        usage="RUN [--flags]",
+        help="Print trajectories of a run, each token coloured by its log-prob.",
+        run=_show,
+        root=ShowRoot,
+        more="RUN is the directory of a run; --no-color prints plain text.",
+    ),
+    "replay": _Command(
+        usage="RUN STEP [--flags]",
+        help="Make a step of a run again and compare it to the bit: tokens, log-probs, metrics, weights.",
+        run=_replay,
+        root=ReplayRoot,
+        more="RUN is the directory of a run. The exit code is 0 where all is equal and 1 where anything differs.",
+    ),
     "serve": _Command(
         usage="MODEL [--flags]",
         help="Serve a checkpoint over HTTP: SGLang's API and OpenAI's.",
         run=_serve,
         root=ServeRoot,
         more="MODEL is the folder of a Hugging Face checkpoint, or of a run, whose newest checkpoint is served.",
+    ),
+    "parity": _Command(
+        usage="MODEL [--a BACKEND] [--b BACKEND] [--flags]",
+        help="Say which operation two backends first differ in on the same tokens, and by how much.",
+        run=_parity,
+        root=ParityRoot,
+        more="MODEL is the folder of a Hugging Face checkpoint, or of a run, whose newest checkpoint is read.",
     ),
     "route": _Command(
         usage="--engine-urls URL ... [--flags]",

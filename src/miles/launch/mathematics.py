@@ -10,7 +10,10 @@ from miles.algo.table import Plugs, credit_of
 from miles.core.protocols import Credit
 from miles.launch.config import Config
 from miles.launch.plan import teacher_folders
-from miles.plug.points import CORRECTION, CREDIT, OBJECTIVE, REDUCER, WORTH, Point
+from miles.launch.upstream import upstream_of
+from miles.plug.point import Point
+from miles.plug.points import CORRECTION, CREDIT, OBJECTIVE, REDUCER, WORTH
+from miles.plug.upstream.run import Run
 
 
 def plugs_of(config: Config) -> Plugs:
@@ -29,13 +32,13 @@ def credit_for(config: Config) -> Credit:
     credit = credit_of(
         a,
         response_limit=config.rollout.rollout_max_response_len,
-        worth=_own(WORTH, a.custom_reward_post_process_path),
-        credit=_own(CREDIT, a.custom_convert_samples_to_train_data_path),
+        worth=_own(WORTH, a.custom_reward_post_process_path, upstream_of(config)),
+        credit=_own(CREDIT, a.custom_convert_samples_to_train_data_path, upstream_of(config)),
     )
     if distils(a) and config.train.opd_teachers:
         return Routed(credit=credit, names=tuple(teacher_folders(config)), key=a.opd_teacher_key)
     return credit
 
 
-def _own(point: Point, path: str | None) -> Any:
-    return None if path is None else point.load(path)
+def _own(point: Point, path: str | None, run: Run | None = None) -> Any:
+    return None if path is None else point.load(path, run)

@@ -38,9 +38,14 @@ def shares_of(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Share, ...
         Share(name="reference", bytes=reference, note=str(plan.reference) if plan.reference else "nothing asks for it"),
     )
     trained += (*_critic(config, plan), *_teachers(config, plan), _activations(config, plan, spec))
+    if config.observe.debug_rollout_only:
+        trained = (Share(name="weights", bytes=weights, note=f"{dtype}: nothing is trained"),)
     if not plan.samples:
         return trained
     world = config.cluster.rollout_num_gpus_per_engine
+    if config.models.rollout_dtype != "auto":
+        dtype = config.models.rollout_dtype
+        weights = weight_bytes(spec, dtype)
     held, note = (0, "reads the same") if shared else (weights, "a copy of its own")
     if world > 1:
         spec = spec_of_rank(spec, world)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 from miles.algo.ladder import corrects
 from miles.launch.config import Config
+from miles.launch.found import spec_or_none
 
 
 def a_correction_compares_the_trainer_with_the_engine(c: Config) -> Iterator[str]:
@@ -83,10 +84,38 @@ def a_correction_of_ones_own_stands_alone(c: Config) -> Iterator[str]:
         yield f"{flag} is for the built-in corrections, which --custom-tis-function-path replaces; leave one out."
 
 
+def routing_is_replayed_where_it_is_recorded(c: Config) -> Iterator[str]:
+    if c.algo.use_rollout_routing_replay and not c.native.engine_record_routing:
+        yield "--use-rollout-routing-replay needs recorded routing; drop --disable-engine-record-routing."
+    asked = {
+        "--use-rollout-routing-replay": c.algo.use_rollout_routing_replay,
+        "--use-routing-replay": c.algo.use_routing_replay,
+    }
+    spec = spec_or_none(c.models.hf_checkpoint) if any(asked.values()) else None
+    for flag in (flag for flag, given in asked.items() if given):
+        if c.models.model_impl == "transformers":
+            yield (
+                f"{flag} needs routers of our own, and --model-impl transformers has that library's; "
+                "leave one of them out."
+            )
+        elif spec is not None and spec.moe is None:
+            yield f"{flag} is for mixtures of experts, and --hf-checkpoint is not one; leave it out."
+
+
+def a_precision_of_the_engines_own_is_of_our_decoder(c: Config) -> Iterator[str]:
+    if c.models.rollout_dtype != "auto" and c.models.model_impl == "transformers":
+        yield (
+            f"--rollout-dtype {c.models.rollout_dtype} needs a decoder of our own, and --model-impl transformers has "
+            "that library's; leave one of them out."
+        )
+
+
 MISMATCH: tuple[Callable[[Config], Iterator[str]], ...] = (
     a_correction_compares_the_trainer_with_the_engine,
     a_correction_is_switched_on_to_count,
     what_older_weights_wrote_is_weighed,
     a_mode_that_sets_its_own_terms_is_given_no_others,
     a_correction_of_ones_own_stands_alone,
+    routing_is_replayed_where_it_is_recorded,
+    a_precision_of_the_engines_own_is_of_our_decoder,
 )

@@ -12,6 +12,8 @@ from miles.launch.config import Config
 from miles.launch.found import prompts_in
 from miles.launch.layout_rules import is_team, layout_of
 from miles.launch.machine import choose_device
+from miles.launch.members import main_config
+from miles.launch.server_rules import is_remote
 from miles.models.files import dtype_of, read_config
 from miles.models.footprint import BYTES
 from miles.rollout.files import named_paths
@@ -41,7 +43,7 @@ class Plan:
     num_steps_per_rollout: int
     tickets: int
     lease: Literal["colocated", "disjoint"]
-    transport: Literal["shared", "copy", "gathered"]
+    transport: Literal["shared", "copy", "gathered", "served"]
     layout: Layout
     reference: Path | None
     critic: Path | None
@@ -58,15 +60,17 @@ class Plan:
 
 
 def plan_of(config: Config) -> Plan:
-    """The plan of a config that breaks no rule."""
+    """The plan of a config that breaks no rule; of several policies, the main one's."""
+    config = main_config(config)
     device = choose_device(config.cluster.device)
     samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
     size, count = config.train.global_batch_size, config.train.num_steps_per_rollout
     if size is None:
         size = samples // (count or 1)
     overlap, layout = config.schedule.max_weight_staleness > 0, layout_of(config)
+    trains = not config.observe.debug_rollout_only
     compares = config.algo.use_kl_loss or config.algo.kl_coef > 0 or config.algo.loss_type == "dpo_loss"
-    reference = (config.train.ref_load or config.models.hf_checkpoint) if compares else None
+    reference = (config.train.ref_load or config.models.hf_checkpoint) if compares and trains else None
     return Plan(
         run_dir=_run_dir(config),
         device=device.name,
@@ -78,14 +82,14 @@ def plan_of(config: Config) -> Plan:
         num_steps_per_rollout=count or samples // size,
         tickets=(config.schedule.max_weight_staleness + 1) * config.rollout.rollout_batch_size,
         lease="disjoint" if overlap else "colocated",
-        transport="gathered" if is_team(config) else "copy" if overlap else "shared",
+        transport=_transport(config, copies=(overlap and trains) or _apart(config)),
         layout=layout,
         reference=None if reference is None else Path(reference),
-        critic=_critic(config),
+        critic=_critic(config) if trains else None,
         critic_only_steps=config.train.num_critic_only_steps,
-        teachers=teacher_folders(config) if distils(config.algo) else {},
-        teacher_urls=teacher_addresses(config) if distils(config.algo) else {},
-        samples=config.algo.loss_type not in GIVEN or bool(config.rollout.eval_prompt_data),
+        teachers=teacher_folders(config) if distils(config.algo) and trains else {},
+        teacher_urls=teacher_addresses(config) if distils(config.algo) and _samples(config) else {},
+        samples=_samples(config),
         eval_sets=named_paths(config.rollout.eval_prompt_data),
     )
 
@@ -145,6 +149,24 @@ def _run_dir(config: Config) -> Path:
     kind = loss.removesuffix("_loss") if loss in GIVEN else config.algo.advantage_estimator
     name = Path(config.models.hf_checkpoint or "model").resolve().name
     return RUNS / f"{name}-{kind}"
+
+
+def _samples(config: Config) -> bool:
+    """Is there anything for an engine to do?"""
+    asked = config.algo.loss_type not in GIVEN or bool(config.rollout.eval_prompt_data)
+    return asked and config.observe.load_debug_rollout_data is None
+
+
+def _transport(config: Config, *, copies: bool) -> Literal["shared", "copy", "gathered", "served"]:
+    """How weights get from the trainer to the engine."""
+    if is_remote(config):
+        return "served"
+    return "gathered" if is_team(config) else "copy" if copies else "shared"
+
+
+def _apart(config: Config) -> bool:
+    """Does the engine sample in a precision of its own, from weights of its own?"""
+    return config.models.rollout_dtype not in ("auto", config.models.dtype)
 
 
 def _dtype(config: Config, device: str) -> str:

@@ -12,17 +12,23 @@ import torch
 from miles.cluster import platform
 from miles.cluster.platform import Platform
 from miles.launch.config import Config
+from miles.launch.hooks import own
 from miles.models import hub, impl
 from miles.models.choice import chosen_spec
 from miles.models.door import Model
 from miles.models.files import read_config
+from miles.models.provide import Provide, provided
 from miles.models.spec import AttentionSpec, DecoderSpec
 from miles.models.tokenizer import HubTokenizer, load_tokenizer
+from miles.plug.points import PROVIDE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """The checkpoint a run starts from, read but not yet on the device. ``trusted`` code of its own may run."""
+    """The checkpoint a run starts from, read but not yet on the device. ``trusted`` code of its own may run.
+
+    What is to be made of the model beyond that, a user's function may ``provide``.
+    """
 
     folder: Path
     config: Mapping[str, Any]
@@ -30,6 +36,8 @@ class Start:
     trusted: bool
     platform: Platform
     dtype: torch.dtype
+    rollout_dtype: torch.dtype
+    provide: Provide | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,13 +59,16 @@ def read_start(config: Config, found: Platform) -> Start:
     assert config.models.hf_checkpoint is not None
     folder = Path(config.models.hf_checkpoint)
     raw = read_config(folder)
+    dtype, sampled = hub.choose_dtype(config.models.dtype, raw, found.device), config.models.rollout_dtype
     return Start(
         folder=folder,
         config=raw,
         spec=within(chosen_spec(folder, config.models.model_impl), config.rollout.rollout_max_context_len),
         trusted=config.models.trust_remote_code,
         platform=found,
-        dtype=hub.choose_dtype(config.models.dtype, raw, found.device),
+        dtype=dtype,
+        rollout_dtype=dtype if sampled == "auto" else hub.choose_dtype(sampled, raw, found.device),
+        provide=own(config, PROVIDE),
     )
 
 
@@ -80,15 +91,16 @@ def within(spec: DecoderSpec, context: int | None) -> DecoderSpec:
 
 def load_model(policy: Start, folder: Path | None = None) -> Model:
     """The policy's model with its weights on the device; or that of another checkpoint of its architecture."""
-    return impl.load(
+    model = impl.load(
         folder or policy.folder,
         policy.spec,
         device=policy.platform.device,
         dtype=policy.dtype,
         trust_remote_code=policy.trusted,
     )
+    return provided(model, policy.provide)
 
 
 def load_other(config: Config, policy: Start, folder: Path) -> Model:
     """A model of whatever architecture ``folder`` holds, to read what the policy reads."""
-    return load_model(replace(policy, spec=spec_beside(config, policy, folder)), folder)
+    return load_model(replace(policy, spec=spec_beside(config, policy, folder), provide=None), folder)

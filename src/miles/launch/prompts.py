@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Sized
 
 from miles.algo.config import PAIRED
-from miles.core.protocols import Journal, Tokenizer
+from miles.core.protocols import Journal, Source, Tokenizer
 from miles.core.types import Prompt
 from miles.launch.config import Config
+from miles.launch.hooks import own
 from miles.plug import points
+from miles.plug.load import check_object
 from miles.rollout.curriculum import CurriculumSource, Overheard
 from miles.rollout.mixture import MixedSource, Part, fit_parts, read_parts, source_of
+from miles.rollout.own import OwnSource
 from miles.rollout.preference import Preferred
 from miles.rollout.rows import Pair
 from miles.rollout.source import Dataset, FileSource, read_dataset
 from miles.rollout.supervise import Supervised
 
-AnySource = FileSource | MixedSource | CurriculumSource
+AnySource = FileSource | MixedSource | CurriculumSource | OwnSource
 
 
 def training_parts(config: Config, render: Callable[[Prompt], Sized], limit: int | None) -> tuple[Part, ...]:
@@ -59,15 +62,21 @@ def held_out_set(path: str, config: Config) -> Dataset:
 
 
 def source_for(config: Config, parts: Sequence[Part]) -> AnySource:
-    """In their order, shuffled, mixed by weight, or as the curriculum says."""
+    """In their order, shuffled, mixed by weight, or as the curriculum says; or the user's own."""
     r = config.rollout
+    if config.plug.data_source_path is not None:
+        make = own(config, points.DATA_SOURCE)
+        prompts = [prompt for part in parts for prompt in part.dataset.prompts]
+        made = make(prompts)
+        check_object(made, Source, f"{points.DATA_SOURCE.flag} {config.plug.data_source_path}")
+        return OwnSource(made, prompts)
     if r.curriculum_path is None:
         return source_of(parts, shuffle=r.rollout_shuffle, seed=r.rollout_seed)
     curriculum = points.CURRICULUM.load(r.curriculum_path)
     return CurriculumSource(parts, curriculum, shuffle=r.rollout_shuffle, seed=r.rollout_seed)
 
 
-def journal_for(source: AnySource, journal: Journal) -> Journal:
+def journal_for(source: Source, journal: Journal) -> Journal:
     """The journal, overheard by a source that goes by what happens."""
     return Overheard(journal, source) if isinstance(source, CurriculumSource) else journal
 

@@ -58,6 +58,8 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         # rollout
         "rollout_seed": ANY,
         "rollout_batch_size": COUNT,
+        "over_sampling_batch_size": COUNT,
+        "async_max_concurrent_samples": COUNT,
         "n_samples_per_prompt": COUNT,
         "rollout_max_response_len": COUNT,
         "rollout_max_prompt_len": COUNT,
@@ -156,6 +158,8 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "pipeline_model_parallel_size": COUNT,
         "data_parallel_replicate_size": COUNT,
         "distributed_timeout_minutes": COUNT,
+        # cast
+        "cast_timeout": POSITIVE,
         # schedule
         "num_rollout": COUNT,
         "num_epoch": COUNT,
@@ -166,6 +170,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "eval_interval": COUNT,
         "parity_tolerance": POSITIVE,
         "parity_stop": POSITIVE,
+        "parity_no_replay_interval": NOT_NEGATIVE,
         "stall_timeout": POSITIVE,
         "max_dropped_groups": COUNT,
         # native
@@ -174,12 +179,26 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "engine_kv_tokens": COUNT,
         "engine_memory_fraction": PROBABILITY,
         "engine_prefill_chunk": COUNT,
+        # sglang
+        "rollout_num_engines": COUNT,
+        "update_weight_buffer_size": COUNT,
+        "update_weight_timeout": POSITIVE,
+        "rollout_start_timeout": POSITIVE,
+        "rollout_health_check_interval": POSITIVE,
+        "rollout_health_check_timeout": POSITIVE,
+        "rollout_health_check_first_wait": NOT_NEGATIVE,
+        "rollout_max_restarts": NOT_NEGATIVE,
+        # faults
+        "max_restarts": NOT_NEGATIVE,
+        "trainer_max_restarts": NOT_NEGATIVE,
+        "heartbeat_timeout": NOT_NEGATIVE,
         # cluster
         "num_threads": COUNT,
         "actor_num_nodes": COUNT,
         "actor_num_gpus_per_node": COUNT,
         "rollout_num_gpus": COUNT,
         "rollout_num_gpus_per_engine": COUNT,
+        "ray_placement_timeout": POSITIVE,
         # serve
         "drain_seconds": NOT_NEGATIVE,
         "max_body_mib": COUNT,
@@ -207,6 +226,12 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "max_quarantine_secs": POSITIVE,
         # demo
         "steps": COUNT,
+        # show and replay
+        "step": COUNT,
+        "sample": NOT_NEGATIVE,
+        "length": Range(low=2),
+        "prefill_chunk": COUNT,
+        "tolerance": NOT_NEGATIVE,
     }
 )
 

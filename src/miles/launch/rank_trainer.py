@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,11 +23,13 @@ from torch import Tensor
 from miles.algo.table import Plugs
 from miles.cluster import group, platform
 from miles.cluster.local import Run
-from miles.cluster.team import Line, Lost, Place, Team, logged, said
+from miles.cluster.team import Line, Lost, Place, Team, logged, said, spawned
 from miles.core.errors import CheckpointError, MilesError, TrainerError
 from miles.core.types import Batch, StepReport, Version
 from miles.core.wire import NOUNS, Codec
+from miles.kernels import arithmetic
 from miles.launch.config import Config
+from miles.launch.hosting import held
 from miles.launch.machine import cores
 from miles.launch.mathematics import plugs_of
 from miles.launch.plan import Plan, plan_of
@@ -35,6 +37,10 @@ from miles.launch.policy import Start, read_start
 from miles.launch.trainer import Models, worker_of
 from miles.train.roles import TrainModel
 from miles.train.worker import Worker
+
+if TYPE_CHECKING:
+    from miles.cluster.ray.ranks import FarRanks
+    from miles.cluster.ray.reserve import Reserved
 
 T = TypeVar("T")
 
@@ -158,6 +164,7 @@ def follow(place: Place, line: Line) -> None:
     verb, opening = line.hear()
     if verb == "close":
         return
+    arithmetic.use(opening.config.models.parity)
     device = group.join(place)
     found = platform.find(device.type, threads=opening.config.cluster.num_threads)
     if device.type == "cpu":
@@ -185,7 +192,10 @@ def follow(place: Place, line: Line) -> None:
 
 def lead(config: Config, plan: Plan, policy: Start, run: Run, *, steps: int, plugs: Plugs) -> TeamTrainer:
     """Start the other ranks, join them, and build this one's share."""
-    devices = platform.several(policy.platform.device, plan.layout.world)
+    if held() is None:
+        devices = platform.several(policy.platform.device, plan.layout.world)
+    else:  # every rank sees its own device alone
+        devices = [policy.platform.device] * plan.layout.world
     return lead_on(devices, config, plan, policy, run, steps=steps, plugs=plugs)
 
 
@@ -193,16 +203,21 @@ def lead_on(
     devices: Sequence[torch.device], config: Config, plan: Plan, policy: Start, run: Run, *, steps: int, plugs: Plugs
 ) -> TeamTrainer:
     """The same with a rank on each of these devices, of which several may be one."""
+    cluster = held()
+    far = None if cluster is None or len(devices) == 1 else _far_ranks(cluster)
     team = Team(
         "the trainer",
         [str(device) for device in devices],
         follow,
         codec=CODEC,
-        apart=len(set(devices)) == len(devices),
+        apart=far is not None or len(set(devices)) == len(devices),
         patience=60.0 * config.parallel.distributed_timeout_minutes,
         error=TrainerError,
         mend="the same command goes on from the last checkpoint",
-        logs=plan.run_dir / "logs",
+        logs=plan.run_dir.resolve() / "logs",
+        starts=spawned if far is None else far,
+        heartbeat=config.faults.heartbeat_timeout,
+        meeting="" if far is None else far.meeting,
     )
     trainer = TeamTrainer(team, run)
     try:
@@ -213,6 +228,12 @@ def lead_on(
     except BaseException:
         trainer.close()
         raise
+
+
+def _far_ranks(cluster: Reserved) -> FarRanks:
+    from miles.cluster.ray.ranks import FarRanks
+
+    return FarRanks(cluster)
 
 
 def _opened(team: Team, config: Config, plan: Plan, policy: Start, *, steps: int, plugs: Plugs) -> RankTrainer:
@@ -242,25 +263,30 @@ class TeamTrainer:
         self._team.replies()
 
     async def step(self, batch: Batch) -> StepReport:
-        return await self._run(lambda: self._together("step", batch))
+        return await self._run(lambda: self.together("step", batch))
 
     async def save(self, folder: Path) -> None:
-        failure = await self._run(lambda: self._together("save", folder))
+        failure = await self._run(lambda: self.together("save", folder))
         if failure is not None:
             raise failure
 
     async def load(self, folder: Path) -> None:
-        await self._run(lambda: self._together("load", folder))
+        await self._run(lambda: self.together("load", folder))
 
     async def sleep(self) -> None:
-        await self._run(lambda: self._together("sleep"))
+        await self._run(lambda: self.together("sleep"))
 
     async def wake(self) -> None:
-        await self._run(lambda: self._together("wake"))
+        await self._run(lambda: self.together("wake"))
 
     def weights(self) -> Mapping[str, Tensor]:
         """All weights, put together anew: whoever takes them may keep them."""
-        return self._together("weights", None, own=True)
+        return self.together("weights", None, own=True)
+
+    @property
+    def team(self) -> Team:
+        """The other ranks."""
+        return self._team
 
     async def lost(self) -> None:
         """Wait for a rank to end that should not, and raise what is to be said of it."""
@@ -280,7 +306,7 @@ class TeamTrainer:
         self._team.close()
         group.leave(broken=broken)
 
-    def _together(self, verb: str, content: Any = None, *, own: Any = None) -> Any:
+    def together(self, verb: str, content: Any = None, *, own: Any = None) -> Any:
         """All ranks do ``verb``; the first perhaps with ``own`` in place of the others' content."""
         assert self._rank is not None
         with self._team.turn:

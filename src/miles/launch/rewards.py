@@ -8,6 +8,7 @@ from miles.algo.config import UNREWARDED
 from miles.core.protocols import GroupRewardFn, RewardFn
 from miles.core.types import Prompt, Reward, Trajectory
 from miles.launch.config import Config
+from miles.launch.upstream import upstream_of
 from miles.models.tokenizer import load_tokenizer
 from miles.plug import points
 from miles.rollout.reward.chosen import builtin_group_reward, builtin_reward
@@ -21,8 +22,8 @@ def rewards_of(config: Config) -> tuple[RewardFn | None, GroupRewardFn | None]:
     r = config.rollout
     if r.custom_rm_path:
         if r.group_rm:
-            return None, points.GROUP_REWARD.load(r.custom_rm_path)
-        return points.REWARD.load(r.custom_rm_path), None
+            return None, points.GROUP_REWARD.load(r.custom_rm_path, upstream_of(config))
+        return points.REWARD.load(r.custom_rm_path, upstream_of(config)), None
     if r.rm_type is None:
         return _nothing if config.algo.advantage_estimator == UNREWARDED else None, None
 

@@ -16,31 +16,24 @@ from miles.launch.agent_rules import AGENTS
 from miles.launch.algorithm_rules import ALGORITHM
 from miles.launch.config import Config
 from miles.launch.data_rules import DATA, held_out_sets_are_pairs_of_a_name_and_a_file
+from miles.launch.debug_rules import DEBUG
 from miles.launch.distill_rules import DISTILLATION
 from miles.launch.engine_rules import ENGINE, an_engine_spans_devices_that_are_there
+from miles.launch.exact_rules import EXACT, EXACT_ENGINE
 from miles.launch.found import spec_or_none, told, why_not_a_checkpoint
 from miles.launch.layout_rules import LAYOUT, a_trainer_spans_devices_that_are_there
 from miles.launch.machine import choose_device
+from miles.launch.member_rules import CAST, across
 from miles.launch.mismatch_rules import MISMATCH
+from miles.launch.plug_rules import PLUGS, a_plug_has_an_address
 from miles.launch.ranges import out_of_range
+from miles.launch.ray_rules import RAY
 from miles.launch.returns_rules import RETURNS
 from miles.launch.reward_rules import REWARDS
+from miles.launch.server_rules import SERVERS
+from miles.launch.tempo_rules import TEMPO
 from miles.launch.update_rules import UPDATES
 from miles.models.choice import chosen_spec
-from miles.plug.load import is_path
-from miles.plug.points import (
-    AGENT,
-    CORRECTION,
-    CREDIT,
-    CURRICULUM,
-    FILTER,
-    MATCH,
-    OBJECTIVE,
-    PICK,
-    POINTS,
-    REDUCER,
-    WORTH,
-)
 from miles.rollout.reward.table import check_name
 
 Command = Literal["train", "plan", "eval", "chat"]
@@ -79,8 +72,9 @@ def a_run_has_a_length(c: Config) -> Iterator[str]:
 
 def attempts_are_scored_by_a_reward(c: Config) -> Iterator[str]:
     learned = c.algo.loss_type not in GIVEN and c.algo.advantage_estimator != UNREWARDED
-    attempts = learned or c.rollout.eval_prompt_data
-    if attempts and c.rollout.rm_type is None and c.rollout.custom_rm_path is None:
+    attempts = (learned and c.observe.load_debug_rollout_data is None) or c.rollout.eval_prompt_data
+    own = c.rollout.custom_rm_path or c.cast.custom_cast_function_path  # a cast function may score by itself
+    if attempts and c.rollout.rm_type is None and own is None:
         yield "--rm-type is missing: name a built-in reward, or your own with --custom-rm-path."
 
 
@@ -92,30 +86,6 @@ def there_is_one_reward(c: Config) -> Iterator[str]:
 def a_built_in_reward_is_in_the_table(c: Config) -> Iterator[str]:
     if c.rollout.rm_type is not None:
         yield from told(check_name, c.rollout.rm_type)
-
-
-def a_plug_has_an_address(c: Config) -> Iterator[str]:
-    given = {
-        "--custom-generate-function-path": c.rollout.custom_generate_function_path,
-        AGENT.flag: c.agents.custom_agent_function_path,
-        MATCH.flag: c.agents.session_message_matcher_path,
-        PICK.flag: c.agents.session_sample_picker_path,
-        "--custom-rm-path": c.rollout.custom_rm_path,
-        FILTER.flag: c.rollout.dynamic_sampling_filter_path,
-        CURRICULUM.flag: c.rollout.curriculum_path,
-        CORRECTION.flag: c.algo.custom_tis_function_path,
-        WORTH.flag: c.algo.custom_reward_post_process_path,
-        CREDIT.flag: c.algo.custom_convert_samples_to_train_data_path,
-        OBJECTIVE.flag: c.algo.custom_loss_function_path,
-        REDUCER.flag: c.algo.custom_pg_loss_reducer_function_path,
-    }
-    for point in {point.flag: point for point in POINTS}.values():
-        path = given[point.flag]
-        names = (*point.builtins, *point.named)
-        if path is not None and path not in names and not is_path(path):
-            own = "package.module:name, or file.py:name"
-            known = f"; built in are {', '.join(names)}" if names else ""
-            yield f"{point.flag} {path} is not an address: write {own}{known}."
 
 
 def supervised_training_makes_no_attempts(c: Config) -> Iterator[str]:
@@ -130,6 +100,7 @@ def supervised_training_makes_no_attempts(c: Config) -> Iterator[str]:
         "--dynamic-sampling-filter-path": c.rollout.dynamic_sampling_filter_path is not None,
         "--use-kl-loss": c.algo.use_kl_loss,
         "--use-rollout-routing-replay": c.algo.use_rollout_routing_replay,
+        "--use-routing-replay": c.algo.use_routing_replay,
         "--use-tis": c.algo.use_tis,
         "--use-rs": c.algo.use_rs,
         "--rs-veto-threshold": c.algo.rs_veto_threshold is not None,
@@ -209,22 +180,6 @@ def a_penalty_is_switched_on_to_count(c: Config) -> Iterator[str]:
         yield f"--kl-loss-coef {shown(c.algo.kl_loss_coef)} does nothing without --use-kl-loss; add that."
 
 
-def routing_is_replayed_where_it_is_recorded(c: Config) -> Iterator[str]:
-    if not c.algo.use_rollout_routing_replay:
-        return
-    if not c.native.engine_record_routing:
-        yield "--use-rollout-routing-replay needs recorded routing; drop --disable-engine-record-routing."
-    if c.models.model_impl == "transformers":
-        yield (
-            "--use-rollout-routing-replay needs routers of our own, and --model-impl transformers has that library's; "
-            "leave one of them out."
-        )
-        return
-    spec = spec_or_none(c.models.hf_checkpoint)
-    if spec is not None and spec.moe is None:
-        yield "--use-rollout-routing-replay is for mixtures of experts, and --hf-checkpoint is not one; leave it out."
-
-
 def a_warm_up_is_given_once(c: Config) -> Iterator[str]:
     if c.train.lr_warmup_iters and c.train.lr_warmup_fraction is not None:
         yield "--lr-warmup-iters and --lr-warmup-fraction both set the warm-up; keep one."
@@ -283,6 +238,7 @@ def an_accelerator_that_is_asked_for_is_there(c: Config) -> Iterator[str]:
 CHAT: tuple[Rule, ...] = (
     a_run_starts_from_a_checkpoint_of_a_known_architecture,
     *ENGINE,
+    *EXACT_ENGINE,
     an_engine_spans_devices_that_are_there,
     an_accelerator_that_is_asked_for_is_there,
 )
@@ -307,13 +263,16 @@ TRAIN: tuple[Rule, ...] = (
     overtaking_stays_within_the_staleness_budget,
     a_trained_policy_samples,
     a_penalty_is_switched_on_to_count,
-    routing_is_replayed_where_it_is_recorded,
     *MISMATCH,
     *ALGORITHM,
     *RETURNS,
     *UPDATES,
     *AGENTS,
+    *TEMPO,
+    *PLUGS,
+    *CAST,
     *DISTILLATION,
+    *DEBUG,
     a_warm_up_is_given_once,
     a_schedule_goes_down,
     colocated_planes_take_turns,
@@ -322,7 +281,10 @@ TRAIN: tuple[Rule, ...] = (
     a_run_continues_from_what_exists,
     a_run_directory_is_a_directory,
     *ENGINE,
+    *SERVERS,
+    *RAY,
     *LAYOUT,
+    *EXACT,
     a_model_reads_as_far_as_its_positions_go,
 )
 RULES: dict[Command, tuple[Rule, ...]] = {
@@ -340,10 +302,12 @@ RULES: dict[Command, tuple[Rule, ...]] = {
 
 def broken(reading: Reading[Config], command: Command) -> list[str]:
     """Everything ``command`` could not do with this config, beyond what ``reading`` says itself."""
-    if reading.config is None:
-        return []
-    numbers = [(n, s) for n, s in out_of_range(reading.config, reading.origins) if n not in reading.unread]
-    seen = cast(Config, _Guarded(reading.config, reading.unread | {name for name, _ in numbers}))
+    return [] if reading.config is None else across(reading.config, lambda config: _broken(config, reading, command))
+
+
+def _broken(config: Config, reading: Reading[Config], command: Command) -> list[str]:
+    numbers = [(n, s) for n, s in out_of_range(config, reading.origins) if n not in reading.unread]
+    seen = cast(Config, _Guarded(config, reading.unread | {name for name, _ in numbers}))
     return [sentence for _, sentence in numbers] + [s for rule in RULES[command] for s in _applied(rule, seen)]
 
 

@@ -11,18 +11,26 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from miles.cluster import stacks
 from miles.core.errors import ResumeError
 from miles.core.events import Event
 from miles.core.protocols import Observer
+from miles.kernels import arithmetic
 from miles.launch.config import Config
+from miles.launch.dumped import dumps_of
+from miles.launch.found import newest_checkpoint
+from miles.launch.garbage import collect_seldom, inside_of
+from miles.launch.hosting import placed
+from miles.launch.mending import MendedTrainer
 from miles.launch.plan import Plan
+from miles.launch.plugged import trackers_of
 from miles.launch.rundir import RunDirectory
+from miles.launch.watchman import Watchman
 from miles.launch.wire import Wired, wire
 from miles.observe.curves import draw_curves
 from miles.observe.fanout import Fanout, Keeper
 from miles.observe.log import RunLogs
 from miles.observe.read import read_rows
-from miles.observe.rollouts import RolloutDump
 from miles.observe.summary import Summary, Turn, print_summary, summarise
 from miles.observe.tensorboard import TensorBoard
 from miles.observe.trace import Trace
@@ -69,6 +77,12 @@ def closing(
 
 def run(config: Config, plan: Plan, origins: Mapping[str, str], *, view: View, watch: Watch | None = None) -> bool:
     """Run the loop to its end or until it is asked to stop; true when it came to its end."""
+    arithmetic.use(config.models.parity)
+    with placed(config):
+        return _in_directory(config, plan, origins, view=view, watch=watch)
+
+
+def _in_directory(config: Config, plan: Plan, origins: Mapping[str, str], *, view: View, watch: Watch | None) -> bool:
     directory = RunDirectory(
         plan.run_dir,
         keep_checkpoints=config.schedule.keep_checkpoints,
@@ -79,7 +93,9 @@ def run(config: Config, plan: Plan, origins: Mapping[str, str], *, view: View, w
         start = directory.claim(config, origins)
         resumed = start is not None
         if start is None and config.schedule.load is not None:
-            start = _initial(Path(config.schedule.load), plan.steps)
+            start = initial(Path(config.schedule.load), plan.steps)
+            if config.observe.load_debug_rollout_data is not None:
+                start = counted_anew(start)
         return asyncio.run(_run(config, plan, directory, start, resumed=resumed, view=view, watch=watch))
     finally:
         directory.release()
@@ -96,21 +112,27 @@ async def _run(
     watch: Watch | None,
 ) -> bool:
     watcher = _Watcher(watch)
-    views = [view, watcher] if watch else [view]
+    stacks.open_folder(directory.path / "logs" / "stacks")
+    watchman = Watchman(directory.path / "logs", config.schedule.stall_timeout, view.note)
+    views = [view, watchman, *trackers_of(config), *([watcher] if watch else [])]
     journal = _journal(config, directory, start[1] if start and resumed else None, view, views)
     try:
         with view.stage("Loading the model and the prompts"):
             wired = await wire(config, plan, checkpoints=directory.checkpoints, journal=journal, start=start)
         try:
             _announce(wired, start, resumed, view)
+            if isinstance(wired.trainer, MendedTrainer):
+                wired.trainer.tell = view.note
             watcher.loop = wired.loop
-            with _stop_on_signals(wired.loop, view):
+            collect_seldom(inside_of(config))
+            with _stop_on_signals(wired.loop, view), watchman.watching():
                 await wired.run()
             _draw(directory.path, view)
             return wired.loop.finished
         finally:
             await wired.close()
     finally:
+        stacks.close_folder()
         journal.close()
 
 
@@ -139,12 +161,12 @@ def _journal(
     config: Config, directory: RunDirectory, cursor: Cursor | None, view: View, views: Sequence[Observer]
 ) -> Fanout:
     """Every log and sink of the run. Only a run whose order is a function of its seed must repeat to the bit."""
-    strict = config.schedule.max_weight_staleness == 0 and not directory.rescheduled
+    ordered = config.schedule.max_weight_staleness == 0 and config.tempo.over_sampling_batch_size is None
+    strict = ordered and not directory.rescheduled
     fresh = not (directory.path / "events.jsonl").exists()
     marks = None if fresh else (cursor.marks if cursor is not None else {})
     keepers: list[Keeper] = [Trace(directory.path / "trace", clock=time.time)]
-    if config.observe.save_rollouts:
-        keepers.append(RolloutDump(directory.path / "rollouts"))
+    keepers += dumps_of(config, directory.path)
     if config.observe.use_tensorboard:
         folder = Path(config.observe.tb_dir) if config.observe.tb_dir else directory.path / "tensorboard"
         keepers.append(TensorBoard(folder, clock=time.time))
@@ -152,7 +174,7 @@ def _journal(
     return Fanout(logs, keepers=keepers, views=views, report=view.note)
 
 
-def _initial(folder: Path, steps: int) -> tuple[Path, Cursor]:
+def initial(folder: Path, steps: int) -> tuple[Path, Cursor]:
     """Where ``--load`` points: a checkpoint, or a run whose newest is taken. A new run's logs start empty."""
     found = Checkpoints(folder / "checkpoints").latest()
     if found is None:
@@ -161,12 +183,19 @@ def _initial(folder: Path, steps: int) -> tuple[Path, Cursor]:
                 f"--load {folder} holds no checkpoint of a run; a plain Hugging Face folder goes to --hf-checkpoint"
             )
         found = folder, read_cursor(folder)
+    if not (found[0] / "config.json").is_file():
+        raise ResumeError(f"--load {found[0]} holds no weights, for its run trained nothing; name a run that did")
     if found[1].step >= steps:
         raise ResumeError(
             f"--load {found[0]} has {found[1].step} steps behind it and this run is to end after {steps}; "
             "raise --num-rollout, or start from its weights alone with --hf-checkpoint"
         )
     return found[0], replace(found[1], marks={})
+
+
+def counted_anew(start: tuple[Path, Cursor]) -> tuple[Path, Cursor]:
+    """Where another run stood, for one that has groups of its own and no use for that run's place among prompts."""
+    return start[0], replace(start[1], ticket=0, dealt=(), source={})
 
 
 def _announce(wired: Wired, start: tuple[Path, Cursor] | None, resumed: bool, view: View) -> None:
@@ -203,7 +232,10 @@ def _command(directory: Path) -> str:
 
 
 def _next_commands(directory: Path) -> list[tuple[str, str]]:
+    chat = [(f"miles chat {directory}", "talk to it")] if newest_checkpoint(directory) is not None else []
+    show = [(f"miles show {directory}", "read what it sampled")] if (directory / "rollouts").is_dir() else []
     return [
-        (f"miles chat {directory}", "talk to it"),
+        *chat,
+        *show,
         (f"miles plan {directory / 'config.toml'}", "every knob of this run, and who set it"),
     ]

@@ -19,8 +19,9 @@ MAY_CHANGE = frozenset(
     {
         *("num_rollout", "num_epoch", "save", "load", "save_interval", "keep_checkpoints", "eval_interval"),
         *("async_save", "verify_checkpoints", "save_failure"),
-        *("stall_timeout", "view", "use_tensorboard", "tb_dir", "save_rollouts", "num_threads"),
-        *("parity_tolerance", "parity_stop", "max_dropped_groups"),
+        *("stall_timeout", "view", "use_tensorboard", "tb_dir", "custom_tracker_path", "save_rollouts", "num_threads"),
+        *("save_debug_rollout_data", "session_audit"),
+        *("parity_tolerance", "parity_stop", "parity_no_replay_interval", "max_dropped_groups"),
         *("reward_timeout", "max_unscored_attempts", "grade_workers", "rm_url", "rm_token_env", "rm_batch_size"),
         *("rm_concurrency", "rm_retries", "rm_request_timeout", "reward_model_url", "reward_model_token_env"),
         *("judge_url", "judge_token_env"),
@@ -29,6 +30,11 @@ MAY_CHANGE = frozenset(
         *("pipeline_model_parallel_size", "data_parallel_replicate_size", "distributed_timeout_minutes"),
         *("fsdp_cpu_offload", "optimizer_cpu_offload", "gradient_checkpointing", "recompute_granularity"),
         *("recompute_method", "recompute_num_layers", "offload_train"),
+        *("rollout_num_engines", "rollout_external_engine_addrs", "rollout_engine_token_env", "sglang_python"),
+        *("update_weight_transport", "update_weight_buffer_size", "update_weight_timeout", "rollout_start_timeout"),
+        *("rollout_health_check_interval", "rollout_health_check_timeout", "rollout_health_check_first_wait"),
+        *("max_restarts", "trainer_max_restarts", "heartbeat_timeout"),
+        *("rollout_max_restarts", "runtime", "ray_address", "ray_placement_timeout"),
     }
 )
 """Knobs a continued run may be given anew: they decide how long, how often and what is shown, not what is learnt."""

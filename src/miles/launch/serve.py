@@ -17,13 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from miles.backends.native.server.config import ServeConfig
+from miles.cluster import stacks
 from miles.config.cli import chunks_of, parse
 from miles.core.errors import UsageError
+from miles.kernels import arithmetic
 from miles.launch.config import ServeRoot
-from miles.launch.found import newest_checkpoint, why_not_a_checkpoint
+from miles.launch.found import newest_checkpoint, spec_or_none, why_not_a_checkpoint
 from miles.launch.ranges import out_of_range
 from miles.launch.serve_reward import build_reward, is_reward_model
 from miles.models.config import ModelConfig
+from miles.models.exactness import inexact
 
 if TYPE_CHECKING:
     from miles.backends.fsdp.serving import RewardServer
@@ -39,6 +42,8 @@ def serve(config: ServeRoot, environment: Mapping[str, str] | None = None) -> in
     """Serve until SIGTERM or SIGINT."""
     key = read_key(config.serve, os.environ if environment is None else environment)
     refuse_open_doors(config.serve, key)
+    stacks.register(f"server {config.serve.port}")
+    arithmetic.use(config.models.parity)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(_serve(config, key))
     return 0
@@ -57,6 +62,7 @@ def read(argv: Sequence[str]) -> ServeRoot:
     if reading.config is not None:
         problems += [sentence for _, sentence in out_of_range(reading.config, reading.origins)]
         problems += _no_model(reading.config.models)
+        problems += _inexact(reading.config.models)
         problems += _not_installed()
     if problems or reading.config is None:
         raise UsageError(problems)
@@ -68,6 +74,12 @@ def _no_model(config: ModelConfig) -> Iterator[str]:
         yield "What is to be served is missing: name the folder of a checkpoint or of a run, as in miles serve MODEL."
     elif why := why_not_a_checkpoint(Path(config.hf_checkpoint)):
         yield f"{config.hf_checkpoint} {why}"
+
+
+def _inexact(config: ModelConfig) -> Iterator[str]:
+    spec = spec_or_none(config.hf_checkpoint, config.model_impl) if config.parity == "exact" else None
+    if spec is not None and (problem := inexact(spec)) is not None:
+        yield f"--parity exact cannot be had of this model: {problem}; leave it out."
 
 
 def _not_installed() -> Iterator[str]:

@@ -12,29 +12,37 @@ from miles.launch.config import Config
 from miles.launch.formula import objective
 from miles.launch.found import spec_or_none
 from miles.launch.machine import cores, free_memory
+from miles.launch.member_plan import policy_lines, policy_rows
+from miles.launch.members import main_config
 from miles.launch.memory import Share, shares_of, sized
 from miles.launch.plan import Plan
+from miles.launch.ray_rules import need_of, on_ray
+from miles.launch.server_rules import engine_count, is_remote
 from miles.models.footprint import active_parameter_count, parameter_count
 from miles.models.spec import DecoderSpec
 
 
 def as_text(config: Config, plan: Plan, origins: Origins) -> str:
     """Every knob with its value and origin, then what follows from them."""
-    spec = spec_or_none(config.models.hf_checkpoint, config.models.model_impl)
+    main = main_config(config)
+    spec = spec_or_none(main.models.hf_checkpoint, main.models.model_impl)
     assert spec is not None, "a plan is shown of a config that breaks no rule"
+    policies = policy_lines(config)
     parts = [
         *_knobs(config, origins),
+        *(_section("policies", policies) if policies else ()),
         *_section("batch", [identity(config, plan), *_steps(plan), *_parts(plan)]),
-        *_section("objective", [objective(config, plan)]),
-        *_section("memory", _memory(config, plan, spec)),
-        *_section("placement", _placement(config, plan, spec)),
+        *_section("objective", [objective(main, plan)]),
+        *_section("memory", _memory(main, plan, spec)),
+        *_section("placement", _placement(main, plan, spec)),
     ]
     return "\n".join(parts).lstrip("\n")
 
 
 def as_json(config: Config, plan: Plan, origins: Origins) -> str:
     """The same for programs."""
-    spec = spec_or_none(config.models.hf_checkpoint, config.models.model_impl)
+    main = main_config(config)
+    spec = spec_or_none(main.models.hf_checkpoint, main.models.model_impl)
     assert spec is not None, "a plan is shown of a config that breaks no rule"
     rooms = {knob.name: knob.room for knob in knobs_of(type(config)).values()}
     knobs = {
@@ -44,9 +52,10 @@ def as_json(config: Config, plan: Plan, origins: Origins) -> str:
     whole: dict[str, Any] = {
         "knobs": knobs,
         "plan": asdict(plan) | {"optimizer_steps": plan.optimizer_steps},
-        "objective": objective(config, plan),
+        "policies": policy_rows(config),
+        "objective": objective(main, plan),
         "model": asdict(spec) | {"parameters": parameter_count(spec), "active": active_parameter_count(spec)},
-        "memory": [asdict(share) for share in shares_of(config, plan, spec)],
+        "memory": [asdict(share) for share in shares_of(main, plan, spec)],
     }
     return json.dumps(whole, indent=2, ensure_ascii=False, default=str)
 
@@ -129,6 +138,26 @@ def _share(share: Share) -> str:
     return f"{share.name.ljust(11)} {sized(share.bytes).rjust(10)}  {share.note}"
 
 
+def _engines(config: Config) -> str:
+    if not is_remote(config):
+        return "native engine in this process"
+    addresses = config.sglang.rollout_external_engine_addrs
+    if addresses:
+        return f"servers that run already: {', '.join(addresses)}"
+    kind = "stock SGLang" if config.sglang.rollout_backend == "sglang" else "miles serve"
+    return f"{engine_count(config)} × {kind}, {'actors of the cluster' if on_ray(config) else 'processes of their own'}"
+
+
+def _cluster(config: Config) -> list[str]:
+    """What is asked of a Ray cluster, if one is."""
+    if not on_ray(config):
+        return []
+    first, *rest = need_of(config).lines()
+    return [f"cluster    Ray at {config.ray.ray_address or 'RAY_ADDRESS, else started here'}; {first}"] + [
+        f"           {line}" for line in rest
+    ]
+
+
 def _placement(config: Config, plan: Plan, spec: DecoderSpec) -> list[str]:
     size, active = parameter_count(spec), active_parameter_count(spec)
     experts = "" if active == size else f", {active / 1e6:,.2f}M of them for a token"
@@ -140,17 +169,24 @@ def _placement(config: Config, plan: Plan, spec: DecoderSpec) -> list[str]:
         "shared": "the engine reads the trainer's own",
         "copy": "copied at each publication",
         "gathered": "put together on rank 0 at each publication",
+        "served": f"sent to servers at each publication ({config.sglang.update_weight_transport})",
     }[plan.transport]
     where = "in this process" if plan.layout.world == 1 else f"in {plan.layout.world} processes"
-    rollout = f"native engine in this process, {plan.tickets} prompts in flight, {drift}"
-    if not plan.samples:
+    rollout = f"{_engines(config)}, {plan.tickets} prompts in flight, {drift}"
+    if config.observe.load_debug_rollout_data is not None:
+        rollout = f"none: groups are read from {config.observe.load_debug_rollout_data}"
+    elif not plan.samples:
         rollout = "none: demonstrations are read, nothing is sampled"
+    train = f"{config.train.train_backend} {where}, {config.train.max_tokens_per_gpu:,} tokens at once"
+    if config.observe.debug_rollout_only:
+        train = "none: --debug-rollout-only"
     return [
         f"model      {spec.family}, {size / 1e6:,.2f}M parameters{experts}, {plan.dtype}{whose}",
         f"device     {plan.device}{threads}: {plan.device_why}",
         f"rollout    {rollout}",
-        f"train      {config.train.train_backend} {where}, {config.train.max_tokens_per_gpu:,} tokens at once",
+        f"train      {train}",
         *_layout(config, plan),
+        *_cluster(config),
         f"weights    {plan.transport}: {moves}; lease {plan.lease}",
         f"run        {plan.run_dir}",
     ]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from miles.rollout.teach.sets import TopSet
     from miles.rollout.teach.teacher import Teacher
 
-Applied = Callable[[NativeEngine, Generate], tuple[Engine, Generate]]
+Applied = Callable[[Engine, Generate], tuple[Engine, Generate]]
 """The engine and the generate function of a run -> the same, with teachers listening."""
 _SPREAD = 64
 """Tokens from all over the vocabulary that a teacher must read alike, and as many of the largest numbers."""
@@ -70,13 +70,16 @@ def _applied(
     teachers: Sequence[Teacher],
     which: Callable[[Prompt], int],
     top: TopSet | None,
-    engine: NativeEngine,
+    engine: Engine,
     generate: Generate,
 ) -> tuple[Engine, Generate]:
     from miles.rollout.teach.taught import Taught
 
     watched = top is not None and top.asks_student
-    door = Watched(engine=engine, k=top.k) if top is not None and watched else engine
+    door: Engine = engine
+    if top is not None and watched:
+        assert isinstance(engine, NativeEngine), "a rule keeps servers from being asked for their likeliest tokens"
+        door = Watched(engine=engine, k=top.k)
     return door, Taught(generate=generate, teachers=teachers, teacher_of=which, top=top)
 
 

@@ -7,6 +7,7 @@ The models of a run are opened by a ``Models``: whole in one process, or one ran
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,8 +19,11 @@ from miles.backends.fsdp.model import FsdpModel
 from miles.backends.fsdp.reward import FsdpReward
 from miles.cluster.local import Run
 from miles.core.protocols import Trainer
+from miles.core.types import Version
 from miles.launch.config import Config
 from miles.launch.critics import critic_of, whole_value
+from miles.launch.dumped import Idle
+from miles.launch.hooks import hooks_of
 from miles.launch.layout_memory import held_by_rank, recompute_layers_of, recompute_of
 from miles.launch.plan import Plan
 from miles.launch.policy import Policy, Start, load_model, load_other
@@ -87,21 +91,34 @@ class WholeModels:
 
 
 def trainer_of(
-    config: Config, plan: Plan, policy: Policy, run: Run, model: Model | None, *, steps: int, plugs: Plugs
+    config: Config,
+    plan: Plan,
+    policy: Policy,
+    run: Run,
+    model: Model | None,
+    *,
+    steps: int,
+    plugs: Plugs,
+    name: str = "actor",
 ) -> Trains:
     """The training plane: ``model`` as the actor, and others that the loss asks for; or as a reward model.
 
     Without a model a team is started, which reads its own.
     """
     if model is None:
+        from miles.launch.mending import MendedTrainer
         from miles.launch.rank_trainer import lead
 
-        return lead(config, plan, policy, run, steps=steps, plugs=plugs)
+        team = partial(lead, config, plan, policy, run, steps=steps, plugs=plugs)
+        return MendedTrainer(team, run, most=config.faults.trainer_max_restarts)
+    if config.observe.debug_rollout_only:
+        return Idle(model)
     models = WholeModels(config, policy, model)
     if config.algo.loss_type == "rm_loss":
         count, scores = plan.num_steps_per_rollout, FsdpReward(model, **models.how())
-        return RewardTrainer(scores, train=config.train, steps=count, updates=steps * count, run=run)
-    return worker_of(config, plan, policy, run, models, models.actor(), steps=steps, plugs=plugs)
+        how = {"train": config.train, "hooks": hooks_of(config)}
+        return RewardTrainer(scores, **how, steps=count, updates=steps * count, run=run)
+    return worker_of(config, plan, policy, run, models, models.actor(), steps=steps, plugs=plugs, name=name)
 
 
 def worker_of(
@@ -114,8 +131,9 @@ def worker_of(
     *,
     steps: int,
     plugs: Plugs,
+    name: str = "actor",
 ) -> Worker:
-    """What one rank does of a run of ``steps`` training steps."""
+    """What one rank does of a run of ``steps`` training steps of the policy ``name``."""
     updates = steps * plan.num_steps_per_rollout
     return Worker(
         actor,
@@ -129,8 +147,11 @@ def worker_of(
         critic=None if plan.critic is None else critic_of(config, models.value(plan.critic), models.peers, updates),
         teachers=[models.teacher(folder) for folder in plan.teachers.values()],
         plugs=plugs,
+        hooks=hooks_of(config),
+        version=Version(name),
         parity_tolerance=config.schedule.parity_tolerance,
         parity_stop=config.schedule.parity_stop,
+        parity_no_replay_interval=config.schedule.parity_no_replay_interval,
         offload=_offload(config, plan, policy),
         lends=plan.transport == "shared",
         peers=models.peers,

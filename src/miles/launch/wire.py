@@ -6,49 +6,56 @@ Two ways to stand in one process, and the staleness budget picks one:
                and the run repeats to the bit
     budget k   planes overlap (Disjoint), a thread each (Threaded), weights copied at publication
 
+What is each policy's own, and how several stand behind the loop's doors, is ``company``; how they meet, ``casting``.
 Where several ranks train, this process is the first of them, and weights are put together for each publication.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from miles.algo.config import GIVEN
 from miles.backends.native.engine import NativeEngine
-from miles.cluster.local import Inline, Run, Threaded
+from miles.cluster.local import Run
 from miles.core.errors import UsageError
 from miles.core.protocols import Filter, Journal, Rollout
 from miles.launch.answering import Answering, answering_of
+from miles.launch.casting import Casting, casting_of
+from miles.launch.company import credit_of_all, enrol, stage_of
 from miles.launch.config import Config
-from miles.launch.engines import engine_of
-from miles.launch.layout_rules import is_team
-from miles.launch.mathematics import credit_for, plugs_of
+from miles.launch.dumped import Probed, recorded_of
+from miles.launch.engines import RolloutEngine
+from miles.launch.hooks import own
+from miles.launch.mending import Memory, MendedTrainer
 from miles.launch.plan import Plan
-from miles.launch.policy import Policy, load_model, read_policy
+from miles.launch.plugged import own_of, own_rollout
+from miles.launch.policy import Policy
 from miles.launch.prompts import held_out_set, journal_for, notes_of, replies_of, source_for, training_parts
-from miles.launch.rank_trainer import TeamTrainer
 from miles.launch.teachers import Applied, teachers_for
-from miles.launch.trainer import Trains, trainer_of
+from miles.launch.tempo import credited, manner_of, spare_groups, sync_of_tempo
+from miles.launch.trainer import Trains
+from miles.launch.upstream import upstream_of
 from miles.observe.metric import group_metrics
 from miles.plug import points
+from miles.plug.upstream.groups import evaluating
 from miles.rollout.evaluate import Evaluator
 from miles.rollout.filters import keep_all
 from miles.rollout.mixture import Part
 from miles.rollout.produce import Producer
+from miles.rollout.recorded import Recording
 from miles.rollout.sampling import context_limit, evaluation_sampling, prompt_limit, training_sampling
 from miles.rollout.seeds import training_seeds
 from miles.rollout.source import fit
 from miles.schedule.cadence import Cadence
-from miles.schedule.lease import Colocated, Disjoint
 from miles.schedule.loop import Loop, Planes, Tempo
 from miles.schedule.recover import Checkpoints, Cursor
-from miles.sync.publish import Publication
 
 
 def evaluator_of(
-    config: Config, answering: Answering, engine: NativeEngine
+    config: Config, answering: Answering, engine: RolloutEngine
 ) -> tuple[Evaluator | None, tuple[str, ...]]:
     """The held-out sets of ``--eval-prompt-data``, if any, and what a user should know of how they were read."""
     r = config.rollout
@@ -59,7 +66,7 @@ def evaluator_of(
     evaluator = Evaluator(
         {name: dataset.prompts for name, dataset in sets.items()},
         engine=engine,
-        generate=answering.generate,
+        generate=evaluating(answering.generate),
         sampling=evaluation_sampling(r),
         attempts=r.n_samples_per_eval_prompt,
         seed=r.rollout_seed,
@@ -69,26 +76,32 @@ def evaluator_of(
         reward_seconds=r.reward_timeout,
         most_unscored=r.max_unscored_attempts,
         log_passrate=r.log_passrate,
+        own=own(config, points.EVALUATE),
     )
     return evaluator, tuple(dataset.note for dataset in sets.values() if dataset.note)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wired:
-    """A run ready to go. ``notes`` are things a user should know before it does."""
+    """A run ready to go. ``notes`` are things a user should know before it does.
+
+    ``engine`` and ``policy`` are the main policy's; ``engines`` are all there are.
+    """
 
     loop: Loop
     trainer: Trains
-    engine: NativeEngine | None
+    engine: RolloutEngine | None
     evaluator: Evaluator | None
     policy: Policy
     notes: tuple[str, ...]
     runs: tuple[Run, ...]
     answering: Answering
+    engines: tuple[RolloutEngine, ...] = ()
+    casting: Casting | None = None
 
     async def run(self) -> None:
-        """The loop, to its end; a rank of the trainer that ends before it ends it too."""
-        if not isinstance(self.trainer, TeamTrainer):
+        """The loop, to its end; a rank of the trainer that ends before it is replaced, or ends it too."""
+        if not isinstance(self.trainer, MendedTrainer):
             await self.loop.run()
             return
         going, lost = asyncio.create_task(self.loop.run()), asyncio.create_task(self.trainer.lost())
@@ -101,10 +114,12 @@ class Wired:
             await asyncio.gather(going, lost, return_exceptions=True)  # both have said what there is to say
 
     async def close(self) -> None:
+        if self.casting is not None:
+            await self.casting.close()
         await self.answering.close()
-        if self.engine is not None:
-            await self.engine.close()
-        if isinstance(self.trainer, TeamTrainer):
+        for engine in self.engines:
+            await engine.close()
+        if isinstance(self.trainer, MendedTrainer):
             self.trainer.close()
         for run in self.runs:
             run.close()
@@ -117,56 +132,67 @@ async def wire(
     checkpoints: Checkpoints,
     journal: Journal,
     start: tuple[Path, Cursor] | None,
+    around: Callable[[Planes], Planes] = lambda planes: planes,
 ) -> Wired:
-    """Build both planes and the loop between them, standing where ``start`` left off."""
-    policy = read_policy(config)
-    answering = answering_of(config, policy)
-    credit, plugs = credit_for(config), plugs_of(config)
-    parts = _parts_of(config, policy, answering)
+    """Build both planes and the loop between them, standing where ``start`` left off; ``around`` has a last word."""
+    brought = own_of(config)
+    company = enrol(config, plan)
+    main, policy = company.main, company.main.policy
+    answering, casting = answering_of(main.config, policy), casting_of(config, company)
+    credit = credit_of_all(config, company)
+    recorded = recorded_of(config, first=start[1].step + 1 if start else 1, steps=plan.steps)
+    parts = () if recorded else _parts_of(main.config, policy, answering)
     held = {"tokenizer": policy.tokenizer, "spec": policy.spec, "render": answering.render}
-    taught = await teachers_for(config, plan, parts, **held)
-    source = source_for(config, parts)
-    overlap = config.schedule.max_weight_staleness > 0
-    engine_run: Run = Threaded("engine") if overlap else Inline()
-    trainer_run: Run = Threaded("trainer") if overlap else Inline()
-    # Ranks that share a model read each its own part of it.
-    model = None if is_team(config) else load_model(policy)
-    engine = engine_of(config, policy, engine_run, model) if plan.samples else None
-    rollout = _rollout_of(config, policy, answering, engine, taught)
+    taught = await teachers_for(main.config, plan, parts, **held)
+    source = recorded or source_for(main.config, parts)
     steps = _steps(config, len(source))
-    trainer = trainer_of(config, plan, policy, trainer_run, model, steps=steps, plugs=plugs)
+    stage = stage_of(company, overlap=config.schedule.max_weight_staleness > 0, steps=steps)
+    trainer, engine = stage.trainer, stage.engines.get(main.member.name)
+    training, held_out = _answering_twice(answering, casting, stage.engines)
+    rollout = recorded or _rollout_of(main.config, policy, training, engine, taught)
     if start is not None:
         await trainer.load(start[0])
         source.load(start[1].source)
-    evaluator, notes = evaluator_of(config, answering, engine) if engine else (None, ())
+    evaluator, notes = evaluator_of(main.config, held_out, engine) if engine else (None, ())
     planes = Planes(
         source=source,
         rollout=rollout,
-        keep=_filter_of(config),
-        credit=credit,
-        trainer=trainer,
-        sync=Publication(
-            weights=trainer.weights,
-            engines=[engine] if engine else [],
-            transport="copy" if plan.transport == "copy" else "shared",
-            run=engine_run,
-        ),
-        lease=Colocated(engine=engine, trainer=trainer) if engine and not overlap else Disjoint(),
+        keep=keep_all if recorded else _filter_of(config),
+        credit=credited(config, credit),
+        trainer=Probed(trainer, recorded, credit) if recorded else trainer,
+        sync=sync_of_tempo(config, stage.sync, [e for e in stage.engines.values() if isinstance(e, NativeEngine)]),
+        lease=stage.lease,
         evaluate=evaluator,
         checkpoints=checkpoints,
         journal=journal_for(source, journal),
         measure=group_metrics,
+        cuttable=rollout if isinstance(rollout, Producer) and spare_groups(config) else None,
     )
+    plugged = brought.around(planes, weights=trainer.weights, run=stage.runs[0], recorded=recorded is not None)
+    if isinstance(trainer, MendedTrainer):
+        kept = Recording(str(plan.run_dir)) if config.observe.save_rollouts else None
+        trainer.memory = Memory(checkpoints=checkpoints, rollouts=kept, credit=plugged.credit)
     return Wired(
-        loop=Loop(planes, tempo_of(config, steps), start[1] if start else None),
+        loop=Loop(around(plugged), tempo_of(config, steps), start[1] if start else None, policy=main.member.name),
         trainer=trainer,
         engine=engine,
         evaluator=evaluator,
         policy=policy,
-        notes=notes_of(parts) + notes,
-        runs=(engine_run, trainer_run),
+        notes=company.notes() + notes_of(parts) + notes,
+        runs=stage.runs,
         answering=answering,
+        engines=tuple(stage.engines.values()),
+        casting=casting,
     )
+
+
+def _answering_twice(
+    answering: Answering, casting: Casting | None, engines: Mapping[str, RolloutEngine]
+) -> tuple[Answering, Answering]:
+    """How prompts are answered in training, and how when they are held out."""
+    if casting is None:
+        return answering, answering
+    return casting.answering(answering, engines), casting.answering(answering, engines, evaluates=True)
 
 
 def tempo_of(config: Config, steps: int) -> Tempo:
@@ -180,6 +206,8 @@ def tempo_of(config: Config, steps: int) -> Tempo:
         window=s.shelf_window,
         stall_timeout=s.stall_timeout,
         max_dropped=s.max_dropped_groups,
+        spare=spare_groups(config),
+        partial=config.tempo.partial_rollout,
         save=Cadence(every=s.save_interval, at_end=True),
         evaluate=Cadence(
             every=s.eval_interval, at_start=evaluates and not config.rollout.skip_eval_before_train, at_end=evaluates
@@ -211,14 +239,14 @@ def _parts_of(config: Config, policy: Policy, answering: Answering) -> tuple[Par
 
 
 def _rollout_of(
-    config: Config, policy: Policy, answering: Answering, engine: NativeEngine | None, taught: Applied
+    config: Config, policy: Policy, answering: Answering, engine: RolloutEngine | None, taught: Applied
 ) -> Rollout:
     r = config.rollout
     if config.algo.loss_type in GIVEN:
         return replies_of(config, policy.tokenizer, policy.spec.eos_token_ids)
     assert engine is not None
     door, generate = taught(engine, answering.generate)
-    return Producer(
+    usual = Producer(
         engine=door,
         generate=generate,
         sampling=training_sampling(r),
@@ -229,9 +257,11 @@ def _rollout_of(
         reward_key=answering.reward_key,
         reward_seconds=r.reward_timeout,
         most_unscored=r.max_unscored_attempts,
+        **manner_of(config, engine),
     )
+    return own_rollout(config, usual, door)
 
 
 def _filter_of(config: Config) -> Filter:
     path = config.rollout.dynamic_sampling_filter_path
-    return points.FILTER.load(path) if path else keep_all
+    return points.FILTER.load(path, upstream_of(config)) if path else keep_all

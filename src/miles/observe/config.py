@@ -22,3 +22,21 @@ class ObserveConfig:
         "Write every step's trajectories, with their tokens and log-probs, to rollouts/step-*.parquet.",
         off="--disable-save-rollouts",
     )
+
+    # -- debugging one plane without the other
+    save_debug_rollout_data: str | None = knob(
+        None,
+        "Also write all of every step's groups to this file, in whose name {rollout_id} stands for the step.",
+        path=True,
+    )
+    load_debug_rollout_data: str | None = knob(
+        None,
+        "Train on groups read from here and sample none: files as --save-debug-rollout-data names them, or a run.",
+        path=True,
+    )
+    debug_rollout_only: bool = knob(
+        False, "Make, score, filter and write down groups, and train nothing: no trainer and no optimizer is held."
+    )
+    debug_train_only: bool = knob(
+        False, "Train on what --load-debug-rollout-data reads, without an engine; that flag alone says it as well."
+    )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 
@@ -30,6 +30,11 @@ class Metric:
         return re.fullmatch(pattern, name) is not None
 
 
+MISMATCH = "session_mismatch"
+MISMATCHES = ("retokenised", "boundary", "whitespace", "thinking", "tool_calls", "unknown", "refused")
+"""What an audit may find of a session, under the name by which metadata and metrics tell of it."""
+
+
 def _rows(text: str) -> tuple[Metric, ...]:
     cells = (tuple(cell.strip() for cell in row.split("|")) for row in text.strip().splitlines())
     return tuple(Metric(name=name, unit=unit, meaning=meaning) for name, unit, meaning in cells)
@@ -45,12 +50,21 @@ ROLLOUT = _rows(
     response_length_max | tokens   | Largest number of tokens the policy wrote in a trajectory.
     truncated_share     | share    | Share of trajectories that were cut at the length limit.
     unscored_share      | share    | Share of trajectories that earn 0 because nothing could score them.
+    failed_share        | share    | Share of trajectories whose environment or agent failed (see --failed-attempts).
     reward/<part>       | reward   | Mean of a named part of the reward over the trajectories that have it.
     zero_std_share      | share    | Share of groups whose rewards are all equal, so that none is better.
     staleness           | versions | How many versions behind the trainer's the oldest token of the batch was.
     staleness_mean      | versions | Mean over trajectories of how many versions behind their oldest token was.
     rollout_tokens      | tokens   | Tokens the policy wrote in the trajectories trained on.
+    session_mismatch/retokenised | share | Share of sessions with text that the tokenizer would cut into other tokens.
+    session_mismatch/boundary    | share | Share of sessions with other marks around turns than the chat template's.
+    session_mismatch/whitespace  | share | Share of sessions that differ from the chat template in blanks alone.
+    session_mismatch/thinking    | share | Share of sessions with thoughts that the chat template leaves out or adds.
+    session_mismatch/tool_calls  | share | Share of sessions with tool calls that the chat template writes otherwise.
+    session_mismatch/unknown     | share | Share of sessions that differ from the chat template in another way.
+    session_mismatch/refused     | share | Share of sessions with a conversation that the chat template will not write.
     groups_dropped      | groups   | Groups a filter dropped while this batch was filled.
+    groups_cut          | groups   | Groups beyond those the step needed that were cut, with --over-sampling-batch-size.
     """
 )
 
@@ -108,7 +122,11 @@ TRAIN = _rows(
     tis_rung            | rung     | What the parity called for: 0 no weights, 1 truncated ones, 2 masked ones.
     rs_maskfrac         | share    | Share of trained tokens that --use-rs left out.
     rs_vetofrac         | share    | Share of trained tokens in samples left out for one impossible token.
+    parity_mean_abs_no_replay | nats | The mean absolute gap of one micro-batch read without routing replay.
     routing_flip_share  | share    | Share of replayed expert choices the trainer's router would not have made.
+    expert_imbalance    | ratio    | How often the busiest expert is chosen against the mean one, mean over layers.
+    policy/<name>/version  | versions | Publications that the weights of a policy beside the main one have seen.
+    policy/<name>/<metric> | its own  | The metric of that name, of a policy beside the main one.
     """
 )
 
@@ -118,6 +136,7 @@ EVAL = _rows(
     eval/<set>/response_length | tokens | Mean number of tokens in an attempt at the held-out set.
     eval/<set>/truncated       | share  | Share of attempts at the held-out set that were cut at the length limit.
     eval/<set>/unscored        | share  | Share of attempts at the held-out set that nothing could score.
+    eval/<set>/reward/<role>   | reward | Mean reward of a role over the attempts at the held-out set it had a part in.
     eval/<set>/pass@<k>        | share  | Chance that one of k attempts at a held-out prompt earns 1 or more.
     """
 )
@@ -147,6 +166,8 @@ SECTIONS = {
 
 def describe(name: str) -> Metric | None:
     """The table's entry for a metric of ``metrics.jsonl``, or None."""
+    if (other := re.fullmatch(r"policy/[^/]+/(.+)", name)) and other[1] != "version":
+        return describe(other[1])
     return next((metric for metric in (*ROLLOUT, *TRAIN, *EVAL) if metric.fits(name)), None)
 
 
@@ -161,7 +182,7 @@ def group_metrics(groups: Sequence[Group], version: Version) -> dict[str, float]
     rewards = [reward for group in groups for reward in group.rewards]
     if tries and all(_is_demonstration(t) for t in tries):  # nothing was sampled, nothing earned
         return {}
-    ages = [version.number - number for t in tries if (number := _oldest(t)) is not None]
+    ages = [version.number - number for t in tries if (number := _oldest(t, version.policy)) is not None]
     measured: dict[str, float] = {}
     if rewards:
         measured |= {"reward": fmean(rewards), "reward_std": pstdev(rewards)}
@@ -173,6 +194,8 @@ def group_metrics(groups: Sequence[Group], version: Version) -> dict[str, float]
         measured |= {"rollout_tokens": float(sum(lengths))}
         measured["truncated_share"] = fmean(t.status is Status.TRUNCATED for t in tries)
         measured["unscored_share"] = fmean("unscored" in t.metadata for t in tries)
+        measured["failed_share"] = fmean(t.status is Status.FAILED for t in tries)
+        measured |= _mismatches(tries)
         measured["zero_std_share"] = fmean(len(set(group.rewards)) <= 1 for group in groups)
     if ages:
         measured |= {"staleness": float(max(ages)), "staleness_mean": fmean(ages)}
@@ -188,13 +211,20 @@ def _parts(tries: Iterable[Trajectory]) -> dict[str, float]:
     return {name: fmean(values) for name, values in sorted(found.items())}
 
 
+def _mismatches(tries: Iterable[Trajectory]) -> dict[str, float]:
+    """In what share of the sessions that were audited each class of difference was found."""
+    audited: list[Mapping[str, int]] = [t.metadata[MISMATCH] for t in tries if MISMATCH in t.metadata]
+    return {f"{MISMATCH}/{kind}": fmean(kind in found for found in audited) for kind in MISMATCHES if audited}
+
+
 def _is_demonstration(trajectory: Trajectory) -> bool:
     written = [span.version for span in trajectory.spans if span.version is not None]
     return bool(written) and all(version == GIVEN for version in written)
 
 
-def _oldest(trajectory: Trajectory) -> int | None:
-    return min((span.version.number for span in trajectory.spans if span.version is not None), default=None)
+def _oldest(trajectory: Trajectory, policy: str) -> int | None:
+    written = (span.version for span in trajectory.spans if span.version is not None)
+    return min((version.number for version in written if version.policy == policy), default=None)
 
 
 def page() -> str:

@@ -7,17 +7,14 @@ give the same digest on every device, at the speed of reading them once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from miles.core.types import Version
-
-_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK = 1 << 22
+from miles.kernels.sums import Sums, sums_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,24 +61,36 @@ class Receiver(Protocol):
         ...
 
 
+def folded(sums: Sums) -> int:
+    """The digest of a tensor whose plain and placed sums these are."""
+    plain, placed = sums
+    # each element ends up times an odd number (odd + even), so no single element can change unseen
+    return (plain * 0x9E3779B97F4A7C15 + placed * 0x9E3779B2) & 0xFFFFFFFFFFFFFFFF
+
+
 def digest(tensor: Tensor) -> int:
     """A number that changes with any one element of ``tensor``, and almost surely with any of its bits."""
-    flat = tensor.detach().contiguous().view(-1)
-    bits = flat.view(_INTEGER[flat.element_size()])
-    plain = torch.zeros((), dtype=torch.int64, device=bits.device)
-    placed = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for start in range(0, bits.numel(), _CHUNK):
-        chunk = bits[start : start + _CHUNK].to(torch.int64)
-        place = torch.arange(start + 1, start + 1 + chunk.numel(), device=bits.device)
-        plain += chunk.sum()
-        placed += (chunk * (place * 0x9E3779B2)).sum()
-    # each element ends up times an odd number (odd + even), so no single element can change unseen
-    return (int(plain) * 0x9E3779B97F4A7C15 + int(placed)) & 0xFFFFFFFFFFFFFFFF
+    return folded(sums_of([tensor])[0])
+
+
+def digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Of many, in one pass where they are on one device."""
+    return {name: folded(sums) for name, sums in zip(tensors, sums_of(list(tensors.values())), strict=True)}
+
+
+def joined(parts: Iterable[tuple[int, Sums]]) -> int:
+    """The digest of a tensor from the sums of its parts and the place each begins at."""
+    plain = placed = 0
+    for start, (part_plain, part_placed) in parts:
+        plain += part_plain
+        placed += part_placed + start * part_plain
+    return folded((plain, placed))
 
 
 def manifest_of(version: Version, tensors: Mapping[str, Tensor]) -> Manifest:
     """Describe ``tensors`` as they are now."""
+    found = digests(tensors)
     entries = tuple(
-        Entry(name=name, shape=tuple(t.shape), dtype=str(t.dtype), digest=digest(t)) for name, t in tensors.items()
+        Entry(name=name, shape=tuple(t.shape), dtype=str(t.dtype), digest=found[name]) for name, t in tensors.items()
     )
     return Manifest(version=version, entries=entries)

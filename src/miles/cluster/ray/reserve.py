@@ -1,0 +1,192 @@
+"""A Ray cluster joined, and what a run asks of it held in placement groups until it ends.
+
+A group a node of the trainer and a group an engine, each on one node (STRICT_PACK): Ray holds all devices of one or
+none. Where engines share the trainer's devices they are in the trainer's groups, with a share of each device.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from miles.cluster.ray.placement import Need, Node, Placement, place
+from miles.core.errors import EngineError, UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spot:
+    """Where a process goes: bundles ``first`` to ``first + count`` of a group, with ``share`` of each device."""
+
+    group: PlacementGroup
+    first: int
+    count: int
+    share: float
+
+
+class Reserved:
+    """What a run has of the cluster. ``close`` gives it back, and leaves a cluster that was joined here."""
+
+    def __init__(self, need: Need, *, address: str | None, seconds: float) -> None:
+        self.need, self._seconds = need, seconds
+        self._joined = _join(address, need)
+        self._groups: list[PlacementGroup] = []
+        self._turn = threading.Lock()
+        try:
+            self.driver: str = ray.get_runtime_context().get_node_id()
+            self.nodes = {node.id: node for node in nodes_of(need.kind)}
+            placed = place(need, list(self.nodes.values()), self.driver)
+            self._trainer = [self._hold(need.per_node, id) for id in placed.trainer]
+            self._engines = [self._hold(need.per_engine, id) for id in placed.engines]
+            self._wait(placed)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def address(self) -> str:
+        """The driver's own, as other nodes reach it."""
+        return self.nodes[self.driver].address
+
+    def rank(self, number: int) -> Spot:
+        """Where a rank of the trainer goes; elsewhere than before when the node it was on is gone."""
+        node, first = divmod(number, self.need.per_node)
+        group = self._standing(self._trainer, node, self.need.per_node, f"rank {number}")
+        return Spot(group=group, first=first, count=1, share=self.need.share)
+
+    def engine(self, number: int) -> Spot:
+        """Where an engine goes; likewise."""
+        count, name = self.need.per_engine, f"engine {number}"
+        if self.need.shared:
+            node, first = self.need.bundle_of_engine(number)
+            group = self._standing(self._trainer, node, self.need.per_node, name)
+        else:
+            group, first = self._standing(self._engines, number, count, name), 0
+        return Spot(group=group, first=first, count=count, share=self.need.share)
+
+    def close(self) -> None:
+        for group in self._groups:
+            remove_placement_group(group)
+        self._groups.clear()
+        if self._joined:
+            ray.shutdown()
+
+    def _standing(self, groups: list[PlacementGroup], at: int, count: int, whose: str) -> PlacementGroup:
+        """One of the groups, made anew where its node is gone; waits for room, with a deadline."""
+        with self._turn:
+            alive = {node.id for node in nodes_of(self.need.kind)}
+            if node_of(groups[at]) not in alive:
+                self._groups.remove(groups[at])
+                remove_placement_group(groups[at])
+                groups[at] = self._hold(count, None)
+                if not groups[at].wait(self._seconds):
+                    raise EngineError(f"{whose} has lost its node, and {self._left(count)}")
+            return groups[at]
+
+    def _hold(self, count: int, node: str | None) -> PlacementGroup:
+        bundles = [{self.need.kind: 1.0} for _ in range(count)]
+        group = placement_group(bundles, strategy="STRICT_PACK", _soft_target_node_id=node)
+        self._groups.append(group)
+        return group
+
+    def _wait(self, placed: Placement) -> None:
+        """All is there at once, or nothing is kept."""
+        deadline = time.monotonic() + self._seconds
+        for group in self._groups:
+            if not group.wait(max(0.0, deadline - time.monotonic())):
+                raise UsageError(
+                    f"the Ray cluster has the {self.need.total} {self.need.kind} this run needs, but others hold them: "
+                    f"after {self._seconds:g} s (--ray-placement-timeout) {self._left(self.need.total)}; wait for "
+                    "them, or ask for less"
+                )
+        if (found := node_of(self._trainer[0])) != self.driver:
+            here = self.nodes[self.driver].address
+            raise UsageError(
+                f"the driver is the first rank that trains, and others hold the devices of its node {here} (Ray gave "
+                f"{self.nodes[found].address if found in self.nodes else found}); start the run on a node that is free"
+            )
+
+    def _left(self, wanted: int) -> str:
+        free = int(ray.available_resources().get(self.need.kind, 0))
+        return f"{wanted} {self.need.kind} on one node are wanted while {free} are free in the whole cluster"
+
+
+def actor_at(spot: Spot, kind: str, made: type, *arguments: Any, threads: int = 1) -> ActorHandle[Any]:
+    """An actor of the class ``made`` there: with its share of the first device, and no CPU beside it."""
+    wanted = {"num_gpus": spot.share, "num_cpus": 0} if kind == "GPU" else {"num_cpus": spot.share}
+    strategy = PlacementGroupSchedulingStrategy(
+        placement_group=spot.group, placement_group_bundle_index=spot.first, placement_group_capture_child_tasks=False
+    )
+    how = cast(Any, ray.remote(made)).options(
+        **wanted, scheduling_strategy=strategy, max_restarts=0, max_concurrency=threads
+    )
+    return how.remote(*arguments)
+
+
+def nodes_of(kind: str) -> list[Node]:
+    """The nodes that are alive, with all their devices of a kind, also those that are taken."""
+    return [
+        Node(
+            id=node["NodeID"],
+            address=node["NodeManagerAddress"],
+            devices=int(node["Resources"].get(kind, 0)),
+            labels=node.get("Labels") or {},
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def node_of(group: PlacementGroup) -> str | None:
+    """Where a group was put; None where it is nowhere just now."""
+    table: Mapping[str, Any] = placement_group_table(group)
+    return next(iter((table.get("bundles_to_node_id") or {}).values()), None)
+
+
+def device_ids(spot: Spot) -> list[str]:
+    """The devices of a spot, by their numbers on their node: a visitor with a share of each says which it got."""
+    visits = [
+        actor_at(Spot(group=spot.group, first=i, count=1, share=spot.share), "GPU", _Visitor)
+        for i in range(spot.first, spot.first + spot.count)
+    ]
+    try:
+        return [id for ids in ray.get([visit.devices.remote() for visit in visits], timeout=120) for id in ids]
+    finally:
+        for visit in visits:
+            ray.kill(visit)
+
+
+class _Visitor:
+    """Looks at the device it was given."""
+
+    def devices(self) -> list[str]:
+        return ray.get_runtime_context().get_accelerator_ids()["GPU"]
+
+
+def _join(address: str | None, need: Need) -> bool:
+    """Connect, unless this process is; did it happen here?"""
+    if ray.is_initialized():
+        return False
+    known = address or os.environ.get("RAY_ADDRESS")
+    quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+    try:
+        if known:
+            ray.init(address=known, **quiet)
+        else:
+            more = {"num_cpus": max(need.total, os.cpu_count() or 1)} if need.kind == "CPU" else {}
+            ray.init(address="local", include_dashboard=False, **more, **quiet)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        said = (str(error).splitlines() or ["no reason"])[0]
+        raise UsageError(
+            f"the Ray cluster at {known or 'this machine'} cannot be joined: {said}; is it running, and is "
+            "--ray-address its host:port?"
+        ) from error
+    return True

@@ -1,0 +1,48 @@
+"""The part of a Ray cluster that this process's run has, from before anything starts until it has ended."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from miles.launch.config import Config
+from miles.launch.ray_rules import need_of, on_ray
+
+if TYPE_CHECKING:
+    from miles.cluster.ray.reserve import Reserved
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+# A process is connected to one cluster, which Ray holds for all of it.
+_held: list[Reserved] = []
+
+
+def held() -> Reserved | None:
+    """What this run has of a cluster; None where it runs on this machine alone."""
+    return _held[-1] if _held else None
+
+
+@contextmanager
+def placed(config: Config) -> Iterator[None]:
+    """Have what the run asks of the cluster, if it asks one; refuses what it has no room for."""
+    if not on_ray(config):
+        yield
+        return
+    from miles.cluster.ray.reserve import Reserved, device_ids
+
+    reserved = Reserved(need_of(config), address=config.ray.ray_address, seconds=config.ray.ray_placement_timeout)
+    known = os.environ.get(_VISIBLE)
+    try:
+        if reserved.need.kind == "GPU":  # this process is the first rank, and computes on the device it was given
+            os.environ[_VISIBLE] = device_ids(reserved.rank(0))[0]
+        _held.append(reserved)
+        yield
+    finally:
+        if reserved in _held:
+            _held.remove(reserved)
+        if reserved.need.kind == "GPU":
+            os.environ.pop(_VISIBLE, None)
+            if known is not None:
+                os.environ[_VISIBLE] = known
+        reserved.close()

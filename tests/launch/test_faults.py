@@ -1,0 +1,96 @@
+"""Runs that lose a rank of the trainer, or themselves: they end as if nothing had happened, or say why they cannot."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from tests.launch.small_run import Command, everything, flags, write_world
+
+from miles.core.types import Prompt, Reward, Trajectory
+
+PAIR = ("--actor-num-gpus-per-node", "2")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    return write_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="module")
+def calm(world, tmp_path_factory) -> Path:
+    """The run of two ranks that nothing happens to."""
+    run = tmp_path_factory.mktemp("runs") / "calm"
+    done = Command("train", *flags(world, run, *PAIR)).done()
+    assert done.returncode == 0, done.stderr
+    return run
+
+
+def children(parent: int | None) -> Iterator[tuple[int, bytes]]:
+    """The processes that ``parent`` started, with their words."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
+                    yield int(entry.name), (entry / "cmdline").read_bytes()
+
+
+def child_of(parent: int | None, word: bytes) -> int:
+    """The one among them that was started with ``word``."""
+    return next(pid for pid, words in children(parent) if word in words)
+
+
+RANK, RUN = b"spawn_main", b"miles.launch.main"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_a_lost_rank_is_replaced_and_the_run_is_the_calm_one_to_the_bit(world, calm, tmp_path, number):
+    run = tmp_path / "run"
+    going = Command("train", *flags(world, run, *PAIR, "--heartbeat-timeout", "4"))
+    going.wait_to_hear("step 3/6")
+    os.kill(child_of(going.pid, RANK), number)
+    done = going.done()
+    assert done.returncode == 0, done.stderr
+    why = "ended with exit code -9" if number == signal.SIGKILL else "gave no sign of life for 4 s"
+    assert why in done.stdout
+    assert "are started again from step-000002" in done.stdout or "are started again from step-000004" in done.stdout
+    assert everything(run) == everything(calm)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_a_supervised_run_that_is_lost_goes_on_to_the_same_end(world, calm, tmp_path, number):
+    run = tmp_path / "run"
+    going = Command("train", *flags(world, run, *PAIR, "--max-restarts", "2", "--heartbeat-timeout", "5"))
+    going.wait_to_hear("step 3/6")
+    os.kill(child_of(going.pid, RUN), number)
+    done = going.done()
+    assert done.returncode == 0, done.stderr
+    why = "was ended by SIGKILL" if number == signal.SIGKILL else "gave no sign of life for 5 s"
+    assert f"miles: the run {why}" in done.stderr
+    assert "it is started again in 1 s (1 of at most 2 times without a new checkpoint)" in done.stderr
+    assert everything(run) == everything(calm)
+
+
+async def never(prompt: Prompt, trajectory: Trajectory) -> Reward:
+    """A reward that nobody ever hears of."""
+    await asyncio.Event().wait()
+    return Reward(value=0.0)
+
+
+def test_a_run_that_stands_still_says_who_waits_for_whom(world, tmp_path):
+    run = tmp_path / "run"
+    line = flags(world, run, *PAIR, "--stall-timeout", "3", "--custom-rm-path", f"{__name__}:never")
+    line = [word for word in line if word not in ("--eval-interval", "3")]
+    done = Command("train", *line).done()
+    assert done.returncode == 1
+    assert "step 1 waited 3 s for the next group and none came back" in done.stderr
+    assert "where each process stood is in" in done.stderr
+    told = (run / "logs" / "stall-1.txt").read_text()
+    assert "step 1 waits for its next group (0 of 4 are back)" in told
+    assert "ticket 0, prompt" in told
+    assert "the trainer rank 1 (process" in told
+    assert "in never" in told  # the task that hangs
+    assert "in hear" in told  # what the rank is in

@@ -1,0 +1,199 @@
+"""Several policies as they are named: each gets its own knobs, what is wrong is told at once, and a plan shows them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.launch.small_run import write_world
+
+from miles.backends.native.config import NativeConfig
+from miles.config.cli import parse
+from miles.config.files import read_layers
+from miles.config.origin import to_toml, values_of
+from miles.core.errors import UsageError
+from miles.core.roles import ROLES
+from miles.core.types import Group, Prompt, Reward, Status, Trajectory
+from miles.launch.company import shared_out
+from miles.launch.config import Config
+from miles.launch.main import main, read
+from miles.launch.members import Member, main_config, members_of
+from miles.rollout.evaluate import role_scores
+from miles.rollout.filters import nonzero_std
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    return write_world(tmp_path_factory.mktemp("policies") / "world")
+
+
+def line(world: Path, policies: object, *more: str) -> list[str]:
+    return [
+        *("--hf-checkpoint", str(world), "--prompt-data", str(world / "train.jsonl"), "--apply-chat-template"),
+        *("--custom-cast-function-path", "solver_verifier", "--rm-type", "exact", "--label-key", "label"),
+        *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--num-rollout", "2", "--device", "cpu"),
+        *("--policies", json.dumps(policies), *more),
+    ]
+
+
+def complaints(world: Path, policies: object, *more: str) -> list[str]:
+    with pytest.raises(UsageError) as refused:
+        read("plan", line(world, policies, *more))
+    return list(refused.value.problems)
+
+
+def test_a_policy_has_its_own_knobs_over_those_outside(world):
+    table = {
+        "solver": {"lr": 1e-3, "use_kl_loss": True, "kl_loss_coef": 0.1},
+        "verifier": {"advantage_estimator": "rloo", "train_every": 3, "rollout_temperature": 0.7},
+        "judge": {"frozen": True},
+        "second": {"weights": "solver", "rollout_max_response_len": 5},
+    }
+    config, plan, _ = read("plan", line(world, table, "--lr", "1e-4"))
+    solver, verifier, judge, second = members_of(config)
+    assert (solver.config.train.lr, verifier.config.train.lr) == (1e-3, 1e-4)
+    assert verifier.config.algo.advantage_estimator == "rloo" and verifier.train_every == 3
+    assert verifier.config.rollout.rollout_temperature == 0.7 and solver.config.rollout.rollout_temperature == 1.0
+    assert judge.frozen and not judge.config.algo.use_kl_loss
+    assert second.config == replace(
+        solver.config, rollout=replace(solver.config.rollout, rollout_max_response_len=5)
+    ), "what has the weights of another has its knobs, too"
+    assert plan.reference == world, "the plan is the main policy's"
+
+
+def test_the_main_policy_is_the_first_or_the_actor(world):
+    config, _, _ = read("plan", line(world, {"judge": {"lr": 1e-3}, "actor": {"lr": 1e-5}}))
+    assert [m.name for m in members_of(config)] == ["actor", "judge"]
+    assert main_config(config).train.lr == 1e-5
+    alone = parse(Config, ()).config
+    assert alone is not None and members_of(alone) == (Member(name="actor", config=alone, weights="actor"),)
+
+
+def test_a_policy_starts_from_its_place_in_a_checkpoint_of_all(world, tmp_path):
+    whole = write_world(tmp_path / "step-000002")
+    write_world(whole / "policies" / "verifier")
+    config, _, _ = read("plan", line(whole, {"solver": {}, "verifier": {}, "judge": {"hf_checkpoint": str(world)}}))
+    folders = {m.name: m.config.models.hf_checkpoint for m in members_of(config)}
+    assert folders == {"solver": str(whole), "verifier": str(whole / "policies" / "verifier"), "judge": str(world)}
+
+
+def test_everything_that_is_wrong_is_told_at_once(world):
+    table = {
+        "solver": {"train_every": 2, "lr": "fast"},
+        "verifier": {"frozen": True, "lr": 1e-3, "bananas": 1, "rollout_batch_size": 3},
+        "second": {"weights": "solver", "adam_beta1": 0.5, "train_every": 2},
+    }
+    assert complaints(world, table)[:7] == [
+        "--policies: solver is the main policy, whose steps are the run's; drop its train_every.",
+        "--policies: lr of verifier means nothing for a policy that is frozen; leave it out.",
+        "--policies: verifier has no knob bananas.",
+        "--policies: rollout_batch_size of verifier is the same for all policies; set it outside.",
+        "--policies: train_every of second is solver's to say, whose weights it has; leave it out.",
+        "--policies: adam_beta1 of second is solver's to say, whose weights it has; leave it out.",
+        "--policies: lr of solver takes a number, not the text 'fast'.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("table", "told"),
+    [
+        ({"Solver!": {}}, "--policies: 'Solver!' cannot be a policy's name"),
+        ({"a": 3}, "--policies: a takes a table of knobs"),
+        ({"a": {}, "b": {"weights": "c"}}, "the weights of 'c', which is no policy"),
+        ({"a": {}, "b": {"weights": "a"}, "c": {"weights": "b"}}, "the weights of b, which has another's"),
+        ({"a": {"weights": "a"}}, "a has its own weights anyway"),
+        (
+            {"a": {"frozen": True}, "b": {}},
+            "a is the main policy, so it is trained with weights of its own; drop frozen",
+        ),
+        ({"a": {}, "b": {"train_every": 0}}, "train_every of b is a number of steps, 1 or more, not 0"),
+        ({"a": {}, "b": {"weight_decy": 1}}, "b has no knob weight_decy; did you mean weight_decay?"),
+        ({"a": {}, "b": {"lr": -1.0}}, "--policies: for b, --lr must be"),
+        ({"a": {}, "b": {"kl_loss_coef": 0.1}}, "--policies: for b, --kl-loss-coef 0.1 does nothing without"),
+        ({"a": {}, "b": {"hf_checkpoint": "nowhere"}}, "--policies: for b, --hf-checkpoint nowhere"),
+        ({"a": {}, "b": {"rollout_temperature": 0.0}}, "--policies: for b, --rollout-temperature 0 is greedy"),
+    ],
+)
+def test_what_a_policy_cannot_be_is_said(world, table, told):
+    assert any(told in sentence for sentence in complaints(world, table))
+
+
+def test_what_all_policies_break_is_said_once(world):
+    said = complaints(world, {"a": {}, "b": {}}, "--n-samples-per-prompt", "4", "--kl-loss-coef", "0.5")
+    assert len([sentence for sentence in said if "does nothing without --use-kl-loss" in sentence]) == 1
+    assert not [sentence for sentence in said if "for b" in sentence]
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ("--custom-generate-function-path multi_turn", "both answer prompts; keep one."),
+        ("--train-backend megatron", "--policies trains each policy whole in this process"),
+        ("--no-apply-chat-template", "Policies that meet write chats: add --apply-chat-template."),
+        ("--no-custom-cast-function-path", "--policies names policies that nobody brings together"),
+    ],
+)
+def test_what_does_not_go_with_several_policies_is_said(world, more, told):
+    given = line(world, {"a": {}, "b": {}})
+    for flag in ("--apply-chat-template", "--custom-cast-function-path"):
+        if f"--no{flag[1:]}" in more:
+            at = given.index(flag)
+            del given[at : at + (1 if flag == "--apply-chat-template" else 2)]
+            more = ""
+    with pytest.raises(UsageError) as refused:
+        read("plan", [*given, *more.split()])
+    assert any(told in sentence for sentence in refused.value.problems)
+
+
+def test_a_plan_shows_the_policies(world, capsys):
+    table = {"solver": {"lr": 1e-3}, "verifier": {"train_every": 2}, "judge": {"weights": "solver"}}
+    assert main(["plan", *line(world, table)]) == 0
+    told = capsys.readouterr().out
+    assert "\npolicies\n" in told and "grpo at lr 0.001 every step (the main one" in told
+    assert "every 2 steps on all their rows" in told and "the weights of solver" in told
+    assert main(["plan", *line(world, table), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["policies"]
+    assert [(row["name"], row["weights"], row["train_every"]) for row in rows] == [
+        *[("solver", "solver", 1), ("verifier", "verifier", 2), ("judge", "solver", 1)]
+    ]
+
+
+def test_a_recipe_names_policies_in_tables_with_paths_of_its_own(tmp_path):
+    recipe = tmp_path / "two.toml"
+    recipe.write_text('lr = 1e-5\n[policies.a]\nhf_checkpoint = "models/a"\n[policies.b]\nlr = 1e-3\n')
+    config = parse(Config, (), read_layers(str(recipe))).config
+    assert config is not None
+    assert config.cast.policies == {"a": {"hf_checkpoint": str(tmp_path / "models/a")}, "b": {"lr": 1e-3}}
+    again = tmp_path / "elsewhere" / "again.toml"
+    again.parent.mkdir()
+    again.write_text(to_toml(config, dict.fromkeys(values_of(config), "x")))
+    read_back = parse(Config, (), read_layers(str(again))).config
+    assert read_back is not None and read_back.cast.policies == config.cast.policies
+
+
+def test_engines_of_one_device_take_equal_parts_of_its_memory():
+    config = parse(Config, ()).config
+    assert config is not None
+    config = replace(config, native=NativeConfig(engine_memory_fraction=0.6))
+    free, taken = 1.0, []
+    for at in range(3):
+        member = Member(name=f"p{at}", config=config, weights=f"p{at}")
+        taken.append(free * shared_out(member, at, 3).native.engine_memory_fraction)
+        free -= taken[-1]
+    assert taken == pytest.approx([0.2, 0.2, 0.2])
+
+
+def played(**earned: float) -> Trajectory:
+    reward = Reward(value=earned["a"], parts=earned)
+    return Trajectory(branches=((),) * len(earned), status=Status.COMPLETED, reward=reward, metadata={ROLES: [*earned]})
+
+
+def test_a_group_is_kept_when_any_role_has_something_to_learn():
+    asked = Prompt(id=0, messages=())
+    assert nonzero_std(Group(prompt=asked, trajectories=(played(a=1, b=0), played(a=1, b=1)))).keep
+    assert not nonzero_std(Group(prompt=asked, trajectories=(played(a=1, b=0), played(a=1, b=0)))).keep
+
+
+def test_held_out_scores_are_told_for_each_role():
+    groups = [Group(prompt=Prompt(id=0, messages=()), trajectories=(played(a=1, b=0), played(a=0, b=1), played(a=1)))]
+    assert role_scores(groups) == {"reward/a": pytest.approx(2 / 3), "reward/b": 0.5}

@@ -1,0 +1,161 @@
+"""Whole runs on a Ray cluster of several raylets: the same run, to the bit, also when an actor or a node is lost."""
+
+import os
+import signal
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from tests.launch.small_run import Command, flags, miles, write_world
+from tests.launch.test_server_runs import accounted, same, server_of
+
+from miles.core.errors import UsageError
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed: make test-ray"),
+]
+
+EXACT = ("--parity", "exact")
+ONE = {"num_cpus": 1, "num_gpus": 2, "object_store_memory": 80 << 20}
+# A node that is gone is noticed in a few seconds, also on a machine that is busy.
+WATCH = {"health_check_period_ms": 1000, "health_check_timeout_ms": 3000, "health_check_failure_threshold": 3}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    return write_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="module")
+def near(world, tmp_path_factory) -> Path:
+    """The run without a cluster."""
+    run = tmp_path_factory.mktemp("runs") / "near"
+    done = miles("train", *flags(world, run, *EXACT, steps=3))
+    assert done.returncode == 0, done.stderr
+    return run
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args={**ONE, "include_dashboard": False, "_system_config": WATCH})
+    for _ in range(2):
+        made.add_node(**ONE)
+    yield made
+    made.shutdown()
+
+
+def on(cluster, *more: str) -> tuple[str, ...]:
+    return (*EXACT, "--runtime", "ray", "--ray-address", cluster.address, "--rollout-backend", "served", *more)
+
+
+def same_parts(run: Path, other: Path) -> None:
+    """All that was measured, and the last weights and moments, which each rank has written its part of."""
+    assert (run / "metrics.jsonl").read_text() == (other / "metrics.jsonl").read_text()
+    last = [max((each / "checkpoints").iterdir()) for each in (run, other)]
+    parts = [{file.name: file.read_bytes() for file in each.glob("*.safetensors")} for each in last]
+    assert parts[0] == parts[1] and len(parts[0]) == 4
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def actor_of(run: Path, number: int) -> int:
+    """The process of an engine's actor: the server's guard is its child."""
+    return parent(parent(server_of(run, number)))
+
+
+def test_a_cluster_that_is_too_small_is_refused_with_the_numbers(world, cluster, tmp_path):
+    done = miles("train", *flags(world, tmp_path / "run", *on(cluster, "--rollout-num-gpus", "5"), steps=3))
+    assert done.returncode == 2
+    assert "needs 1 node with 1 CPU for the trainer" in done.stderr and "5 engines of 1 CPU" in done.stderr
+    assert "of its 3 nodes" in done.stderr and "(3 CPU together)" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_engines_see_the_devices_they_were_given(cluster, shared):
+    """Ray only counts these devices, so that there need be none."""
+    from miles.cluster.ray.placement import Need
+    from miles.cluster.ray.reserve import Reserved, device_ids, node_of
+
+    need = Need(kind="GPU", nodes=1 + shared, per_node=2, engines=2, per_engine=2, shared=shared)
+    held = Reserved(need, address=cluster.address, seconds=60)
+    try:
+        spots = [held.engine(number) for number in range(2)]
+        assert [sorted(device_ids(spot)) for spot in spots] == [["0", "1"]] * 2
+        assert len({node_of(spot.group) for spot in spots}) == 2
+        assert (node_of(spots[0].group) == held.driver) == shared
+        assert {spot.share for spot in spots} == {0.5 if shared else 1.0}
+        assert device_ids(held.rank(1)) in (["0"], ["1"])
+        with pytest.raises(UsageError, match="others hold them"):
+            Reserved(need, address=None, seconds=1)
+    finally:
+        held.close()
+
+
+def test_a_run_on_engines_of_other_nodes_one_of_whose_actors_is_killed_is_the_run_without_a_cluster(
+    world, near, cluster, tmp_path
+):
+    run = tmp_path / "far"
+    going = Command("train", *flags(world, run, *on(cluster, "--rollout-num-gpus", "2"), steps=3))
+    going.wait_to_hear("step 1/3")
+    server = server_of(run, 0)
+    os.kill(actor_of(run, 0), signal.SIGKILL)
+    done = going.done()
+    assert done.returncode == 0, done.stderr
+    same(run, near)
+    accounted(run)
+    assert "engine 0 " in (run / "logs" / "engines.log").read_text()
+    assert not Path(f"/proc/{server}").exists()  # it ended with its actor
+    words = (run / "logs" / "engine-0.log").read_text().splitlines()[0].split()
+    assert words[words.index("--host") + 1] != "127.0.0.1"  # other nodes reach it, and it asks for a key
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_ranks_on_two_nodes_one_of_which_is_killed_or_frozen_train_as_two_ranks_on_one(world, cluster, tmp_path, end):
+    far, near = tmp_path / "far", tmp_path / "near"
+    more = on(cluster, "--actor-num-nodes", "2", "--rollout-num-gpus", "1", "--heartbeat-timeout", "5")
+    going = Command("train", *flags(world, far, *more, steps=3))
+    going.wait_to_hear("step 1/3")
+    os.kill(rank_of(going.pid), end)
+    done = going.done()
+    assert done.returncode == 0, done.stderr
+    done = miles("train", *flags(world, near, *EXACT, "--actor-num-gpus-per-node", "2", steps=3))
+    assert done.returncode == 0, done.stderr
+    same_parts(far, near)
+
+
+def test_an_engine_whose_node_is_lost_is_started_on_another(world, near, cluster, tmp_path):
+    run = tmp_path / "moved"
+    going = Command("train", *flags(world, run, *on(cluster, "--rollout-num-gpus", "1"), steps=3))
+    going.wait_to_hear("step 1/3")
+    gone = next(node for node in cluster.worker_nodes if owns(node, actor_of(run, 0)))
+    cluster.remove_node(gone)
+    done = going.done()
+    cluster.add_node(**ONE)
+    assert done.returncode == 0, done.stderr
+    same(run, near)
+    assert "engine 0 is back" in (run / "logs" / "engines.log").read_text()
+
+
+def owns(node, pid: int) -> bool:
+    """Is this a worker of the node's raylet?"""
+    return node.all_processes["raylet"][0].process.pid == parent(pid)
+
+
+def rank_of(driver: int | None) -> int:
+    """The process of a rank on another node: a child of an actor, spawned."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != driver:
+            try:
+                words = (entry / "cmdline").read_bytes()
+                above = Path(f"/proc/{parent(int(entry.name))}/cmdline").read_bytes()
+            except OSError:
+                continue
+            if b"spawn_main" in words and above.startswith(b"ray::_RankSeat"):
+                return int(entry.name)
+    raise AssertionError("no rank runs on another node")

@@ -1,0 +1,128 @@
+"""Whole runs whose engines are processes of their own: the same run, to the bit, also when one of them is killed."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from tests.launch.small_run import Command, flags, miles, write_world
+from tests.wire.served import PYTHON, STUB
+
+EXACT = ("--parity", "exact")
+TWO = ("--rollout-backend", "served", "--rollout-num-engines", "2")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    return write_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="module")
+def inside(world, tmp_path_factory) -> Path:
+    """The run with the engine in its own process."""
+    run = tmp_path_factory.mktemp("runs") / "inside"
+    done = miles("train", *flags(world, run, *EXACT, steps=4))
+    assert done.returncode == 0, done.stderr
+    return run
+
+
+def same(run: Path, other: Path) -> None:
+    """All that was measured, and the last weights."""
+    assert (run / "metrics.jsonl").read_text() == (other / "metrics.jsonl").read_text()
+    last = [max((each / "checkpoints").iterdir()) / "model.safetensors" for each in (run, other)]
+    assert last[0].read_bytes() == last[1].read_bytes()
+
+
+def accounted(run: Path) -> None:
+    """Every ticket came back once, kept or dropped for a reason, and those that were kept were trained on once."""
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    finished = {event["ticket"]: event for event in events if event["event"] == "GroupFinished"}
+    count = sum(event["event"] == "GroupFinished" for event in events)
+    trained = [ticket for event in events if event["event"] == "BatchTaken" for ticket in event["tickets"]]
+    assert sorted(finished) == list(range(count))
+    assert sorted(trained) == sorted(ticket for ticket, event in finished.items() if event["kept"])
+    assert all(event["reason"] for event in finished.values())
+
+
+def server_of(run: Path, number: int) -> int:
+    """The process of an engine: the child of the guard whose command names its port."""
+    started = [line for line in (run / "logs" / f"engine-{number}.log").read_text().splitlines() if line[:4] == "--- "]
+    port = started[-1].rpartition(" ")[2]
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if port.encode() in words and b"serve" in words and not any(b"guard.py" in word for word in words):
+                return int(entry.name)
+    raise AssertionError(f"no process of engine {number} listens on {port}")
+
+
+def test_a_run_on_two_servers_one_of_which_is_killed_is_the_run_on_an_engine_inside(world, inside, tmp_path):
+    run = tmp_path / "outside"
+    going = Command("train", *flags(world, run, *EXACT, *TWO, steps=4))
+    going.wait_to_hear("step 1/4")
+    os.kill(server_of(run, 0), signal.SIGKILL)
+    done = going.done()
+    assert done.returncode == 0, done.stderr
+    same(run, inside)
+    accounted(run)
+    told = (run / "logs" / "engines.log").read_text().splitlines()
+    assert any("engine 0 " in line and "it is brought back (1 of at most 5 times)" in line for line in told)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["disk", "distributed"])
+def test_every_transport_brings_the_same_weights(world, inside, tmp_path, transport):
+    run = tmp_path / transport
+    more = ("--update-weight-transport", transport, "--update-weight-buffer-size", "20000")
+    done = miles("train", *flags(world, run, *EXACT, *TWO, *more, steps=4))
+    assert done.returncode == 0, done.stderr
+    same(run, inside)
+
+
+@pytest.mark.slow
+def test_an_asynchronous_run_goes_on_when_a_server_is_killed(world, tmp_path):
+    run = tmp_path / "run"
+    going = Command("train", *flags(world, run, *TWO, "--max-weight-staleness", "2", steps=8))
+    going.wait_to_hear("step 2/8")
+    os.kill(server_of(run, 1), signal.SIGKILL)
+    done = going.done()
+    assert done.returncode == 0, done.stderr
+    accounted(run)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert max(row["staleness"] for row in rows if "staleness" in row) <= 2
+
+
+@pytest.mark.slow
+def test_no_server_outlives_a_run_that_is_killed(world, tmp_path):
+    run = tmp_path / "run"
+    going = Command("train", *flags(world, run, *TWO, steps=50))
+    going.wait_to_hear("step 1/50")
+    pids = [server_of(run, number) for number in range(2)]
+    assert going.pid is not None
+    os.kill(going.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids):
+        assert time.monotonic() < deadline, "a server lives on"
+        time.sleep(0.05)
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["tensor", "distributed", "disk"])
+def test_a_run_on_stock_sglang_samples_what_the_trainer_computes(world, tmp_path, transport):
+    run, python = tmp_path / "run", tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={STUB} exec {PYTHON} "$@"\n')
+    python.chmod(0o755)
+    more = ("--rollout-backend", "sglang", "--sglang-python", str(python), "--sglang-max-total-tokens", "4096")
+    line = flags(world, run, *more, "--update-weight-transport", transport, "--parity-stop", "1e-4", steps=3)
+    done = miles("train", *line, patience=900)
+    assert done.returncode == 0, done.stderr
+    accounted(run)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    gaps = [value for row in rows for name, value in row.items() if name.startswith("parity") and "mean" in name]
+    assert gaps and max(gaps) < 1e-5  # after each kind of update the servers had the trainer's very weights
