@@ -128,12 +128,12 @@ def show_gaps() -> None:
 # -- the run --------------------------------------------------------------------------------
 
 
-def written(folder: Path, seed: int) -> Path:
+def written(folder: Path, seed: int, louder: float) -> Path:
     """Words, and a model of many experts."""
     folder.mkdir(parents=True)
     demo_task.write_task(folder, demo_task.Task(), seed)
     spec = spec_of(64, 2, 4)
-    hub.export(decoder_of(spec, louder=2.0, seed=seed), folder, config=config_of(spec))
+    hub.export(decoder_of(spec, louder=louder, seed=seed), folder, config=config_of(spec))
     demo_task.write_tokenizer(folder)
     return folder
 
@@ -153,9 +153,9 @@ def told(*flags: str) -> None:
         assert miles(["train", *flags]) == 0
 
 
-def warmed(folder: Path, seed: int, steps: int) -> Path:
+def warmed(folder: Path, seed: int, steps: int, louder: float) -> Path:
     """Supervised, until some sampled answers are right."""
-    start, run = written(folder / "start", seed), folder / "warm"
+    start, run = written(folder / "start", seed, louder), folder / "warm"
     told(
         *("--hf-checkpoint", str(start), "--prompt-data", str(start / "warmup.jsonl"), "--save", str(run)),
         *("--loss-type", "sft_loss", "--rollout-batch-size", "64", "--num-rollout", str(steps), "--lr", "3e-3"),
@@ -191,7 +191,7 @@ def learned(folder: Path, warm: Path, *, replay: bool, options: argparse.Namespa
 def show_run(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(options.folder or made)
-        warm = warmed(folder, options.seed, options.warm)
+        warm = warmed(folder, options.seed, options.warm, options.louder)
         found = {name: learned(folder, warm, replay=name == "replay", options=options) for name in ("plain", "replay")}
     each = max(1, options.steps // 8)
     print(f"{'steps':>9} | " + " | ".join(f"{name:>8} {'gap':>8} {'grad':>7}" for name in found))
@@ -211,6 +211,7 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=150)
     parser.add_argument("--updates", type=int, default=4)
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--louder", type=float, default=2.0, help="how much the first weights of experts are raised")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder")
     options = parser.parse_args()
