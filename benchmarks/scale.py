@@ -29,11 +29,10 @@ from miles.launch.garbage import collect_seldom
 
 FULL = Size(engines=1024, inside=100_000)
 SIZES: Mapping[str, Size] = {
-    "1k inside, 64 engines": replace(FULL, engines=64, inside=1024, steps=60),
+    "1k inside, 64 engines": replace(FULL, engines=64, inside=1024, steps=24),
     "10k inside, 64 engines": replace(FULL, engines=64, inside=10_240),
     "10k inside, 256 engines": replace(FULL, engines=256, inside=10_240),
     "10k inside, 1,024 engines": replace(FULL, inside=10_240),
-    "100k inside, 64 engines": replace(FULL, engines=64),
     "100k inside, 1,024 engines": FULL,
     "10k, in strict order": replace(FULL, inside=10_240, overtake=0),
     "10k, 8x the tokens": replace(FULL, inside=10_240, tokens=8 * FULL.tokens),

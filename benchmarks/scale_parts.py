@@ -1,4 +1,4 @@
-"""Where a process spends its CPU time, by part of the driver: the innermost known file on the stack, looked at often."""
+"""Where a process spends its CPU time, by part of the driver: the innermost file on the stack that is known."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from types import CodeType, FrameType
 from typing import Any
 
 SIMULATED, LOOP, GARBAGE = "simulated", "event loop", "garbage"
+_ALL = "simulated, with all that is called"
 
 # Files (by how their path ends) and, where one file does several things, functions; the first that fits counts.
 _PARTS: tuple[tuple[str, frozenset[str] | None, str], ...] = (
     ("benchmarks/scale_world.py", frozenset({"ask"}), "publish"),
+    ("benchmarks/scale_world.py", frozenset({"_told"}), _ALL),
     ("benchmarks/scale_world.py", None, SIMULATED),
     ("schedule/gate.py", None, "admission"),
     ("rollout/source.py", None, "admission"),
@@ -67,16 +69,16 @@ class Parts:
     def _look(self, number: int, frame: FrameType | None) -> None:
         if self._began is not None:  # a collection under way is counted when it ends
             return
-        part = LOOP
+        part = None
         while frame is not None:
             code = frame.f_code
             if code not in self._known:
                 self._known[code] = _part_of(code)
-            if (found := self._known[code]) is not None:
-                part = found
-                break
-            frame = frame.f_back
-        self._count(part)
+            found, frame = self._known[code], frame.f_back
+            if found == _ALL:
+                part = SIMULATED
+            part = part or found
+        self._count(part or LOOP)
 
     def _collecting(self, phase: str, info: dict[str, Any]) -> None:
         """What was spent up to here is not the collection's: it is left to whoever is seen next."""

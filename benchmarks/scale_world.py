@@ -74,7 +74,7 @@ class Size:
     sigma: float = 1.0
     longest: int = 8
     tensors: int = 400
-    prove: int = 4
+    prove: int = 2
     seed: int = 0
 
     @property

@@ -62,7 +62,7 @@ DEEDS = {
 
 
 @contextmanager
-def team(world: int, patience: float = PATIENCE, logs: Path | None = None) -> Iterator[Team]:
+def team(world: int, patience: float = PATIENCE, logs: Path | None = None, heartbeat: float = 0.0) -> Iterator[Team]:
     made = Team(
         "the team",
         [f"place {i}" for i in range(world)],
@@ -73,6 +73,7 @@ def team(world: int, patience: float = PATIENCE, logs: Path | None = None) -> It
         error=TrainerError,
         mend="begin again",
         logs=logs,
+        heartbeat=heartbeat,
     )
     try:
         yield made
@@ -114,6 +115,18 @@ def test_the_rank_that_failed_is_named_and_not_those_who_lost_it(tmp_path: Path)
         assert [file.name for file in log.parent.iterdir()] == ["rank-2.txt"]
         with pytest.raises(TrainerError, match="rank 2 of 3 failed"):  # and so is everything that is asked later
             made.tell("who")
+
+
+def test_a_rank_that_is_frozen_misses_its_heartbeats_and_is_ended():
+    with team(3, heartbeat=4.0) as made:
+        pids = made.replies()
+        made.feel()
+        made.tell("wait", 2)  # the other one only waits, which is no crime
+        os.kill(pids[0], signal.SIGSTOP)
+        with pytest.raises(TrainerError) as told:
+            made.replies()
+        assert "because rank 1 of 3 gave no sign of life for 4 s (--heartbeat-timeout) and was ended" in str(told.value)
+        assert made.gone
 
 
 def test_a_rank_that_is_killed_is_noticed_at_once_and_named():

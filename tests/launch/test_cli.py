@@ -53,7 +53,8 @@ def test_a_wrong_command_line_is_told_all_that_is_wrong(line: str, says: list[st
         (
             "zzz",
             [
-                "zzz is not a command; there are train, plan, demo, doctor, eval, chat, show, replay, serve, parity, route."
+                "zzz is not a command; there are train, plan, demo, doctor, eval, chat, show, replay, serve, "
+                "parity, route."
             ],
         ),
         ("good.toml", ["good.toml is a recipe; write miles train good.toml."]),

@@ -75,7 +75,7 @@ def test_a_run_on_two_servers_one_of_which_is_killed_is_the_run_on_an_engine_ins
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["disk", "distributed"])
+@pytest.mark.parametrize("transport", ["tensor", "delta", "disk", "distributed"])
 def test_every_transport_brings_the_same_weights(world, inside, tmp_path, transport):
     run = tmp_path / transport
     more = ("--update-weight-transport", transport, "--update-weight-buffer-size", "20000")

@@ -53,8 +53,8 @@ sys.exit(1)
     assert lived(tmp_path, rest, most=1) == (1, 6)
     said = capfd.readouterr().err.strip().splitlines()
     assert said[-1] == (
-        "miles: the run ended with exit code 1; it is given up after 1 restarts that brought no checkpoint after step 4 "
-        "(--max-restarts); the same command goes on from there when the cause is mended."
+        "miles: the run ended with exit code 1; it is given up after 1 restarts that brought no checkpoint after "
+        "step 4 (--max-restarts); the same command goes on from there when the cause is mended."
     )
     assert said[0].endswith("it is started again in 0.01 s (1 of at most 1 times without a new checkpoint).")
 
@@ -84,12 +84,15 @@ sys.exit(Supervisor(words, Path(sys.argv[1]), most=5, patience=0.0).run())
 
 
 def test_a_child_whose_parent_is_killed_is_asked_to_stop(tmp_path: Path):
-    child = LIVES + """
+    child = (
+        LIVES
+        + """
 signal.signal(signal.SIGTERM, lambda *_: (print("asked", flush=True), sys.exit(0)))
 show_life()
 print("on", flush=True)
 while True: signal.pause()
 """
+    )
     parent = f"""
 import sys
 from pathlib import Path

@@ -160,7 +160,7 @@ def failed(places: Path, name: str, capsys: pytest.CaptureFixture[str], *more: s
 def test_a_rank_that_is_killed_in_a_step_ends_the_run_in_a_sentence(
     places: Path, layout: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ):
-    plug = ("--custom-pg-loss-reducer-function-path", f"{__name__}:killed")
+    plug = ("--custom-pg-loss-reducer-function-path", f"{__name__}:killed", "--trainer-max-restarts", "0")
     said = failed(places, f"killed-{len(layout)}", capsys, *layout, *plug)
     assert "the process of rank 1 of 2 ended with exit code -9 (SIGKILL); the same command goes on from" in said
 

@@ -455,8 +455,8 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "--rollout-num-gpus-per-engine 2 --rollout-num-gpus 4",
         [
-            "--rollout-num-gpus 4 with --rollout-num-gpus-per-engine 2 is not one engine, and this process has room for "
-            "one; leave --rollout-num-gpus out, or say --rollout-backend served."
+            "--rollout-num-gpus 4 with --rollout-num-gpus-per-engine 2 is not one engine, and this process has room "
+            "for one; leave --rollout-num-gpus out, or say --rollout-backend served."
         ],
     ),
     (
@@ -475,9 +475,11 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "--runtime ray --rollout-backend served --actor-num-gpus-per-node 4 --rollout-num-gpus-per-engine 3",
         [
-            "--rollout-num-gpus-per-engine 3 does not divide --actor-num-gpus-per-node 4, and an engine that shares the "
-            "trainer's devices has all of its own on one node; choose a divisor, or give engines devices of their own "
-            "with --rollout-num-gpus."
+            "--rollout-num-gpus-per-engine 3 cannot share this model: layer 0 has 4 attention heads, which they cannot "
+            "divide evenly; choose a number that does.",
+            "--rollout-num-gpus-per-engine 3 does not divide --actor-num-gpus-per-node 4, and an engine that shares "
+            "the trainer's devices has all of its own on one node; choose a divisor, or give engines devices of their "
+            "own with --rollout-num-gpus.",
         ],
     ),
     (

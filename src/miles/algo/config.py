@@ -189,8 +189,8 @@ class AlgoConfig:
     )
     use_routing_replay: bool = knob(
         False,
-        "In all optimizer steps of a batch, route tokens to the experts that the trainer's own forward chose before the "
-        "first; beside --use-rollout-routing-replay, those the engine did not record.",
+        "In all optimizer steps of a batch, route tokens to the experts that the trainer's own forward chose before "
+        "the first; beside --use-rollout-routing-replay, those the engine did not record.",
     )
 
 

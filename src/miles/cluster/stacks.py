@@ -16,6 +16,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import CoroutineType
 from typing import IO
 
 FOLDER = "MILES_STACKS"
@@ -101,11 +102,20 @@ def tasks(loop: asyncio.AbstractEventLoop) -> str:
         with suppress(RuntimeError):  # the set of tasks changed meanwhile
             lines = []
             for task in asyncio.all_tasks(loop):
-                frames = task.get_stack(limit=4)
-                at = " < ".join(f"{f.f_code.co_filename}:{f.f_lineno} in {f.f_code.co_name}" for f in reversed(frames))
-                lines.append(f"{task.get_name()}: {at}")
+                lines.append(f"{task.get_name()}: {' < '.join(reversed(_awaited(task.get_coro())))}")
             return "\n".join(sorted(lines))
     return "the tasks change too fast to be listed"
+
+
+def _awaited(coroutine: object) -> list[str]:
+    """Where a coroutine is, and where is what it awaits, and so on inwards."""
+    places: list[str] = []
+    while isinstance(coroutine, CoroutineType):
+        frame = coroutine.cr_frame
+        if frame is not None:
+            places.append(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}")
+        coroutine = coroutine.cr_await
+    return places
 
 
 def _heard(path: Path, pid: int, name: str, before: int, deadline: float) -> Stack:

@@ -55,8 +55,8 @@ class Place:
     """One rank's place among the ``world`` of a ``team``: its device, and where the ranks meet.
 
     That is in a ``folder``, or, where they are on several machines, at ``meeting``, a host:port of the leader's.
-    ``apart``: no two share a device. With a ``heartbeat``, whoever shows no sign of life for so many seconds is ended, on
-    this machine. Tracebacks of what no one expected go to ``logs``, where there is such a folder.
+    ``apart``: no two share a device. With a ``heartbeat``, whoever shows no sign of life for so many seconds is ended
+    (on this machine). Tracebacks of what no one expected go to ``logs``, where there is such a folder.
     """
 
     team: str
@@ -227,8 +227,7 @@ class Team:
         started = starts(follow, places, codec)
         self._processes: list[Process] = [process for process, _ in started]
         self._pipes: list[Connection] = [pipe for _, pipe in started]
-        if heartbeat and places and not meeting:
-            threading.Thread(target=self._feel, args=(places,), name=f"{name} pulse", daemon=True).start()
+        self._places = places
 
     # -- speaking ---------------------------------------------------------------------------
 
@@ -294,9 +293,7 @@ class Team:
         if sentinels:
             threading.Thread(target=look, name=f"{self.name} watch", daemon=True).start()
 
-    def lose(
-        self, cause: str | None = None, *, error: BaseException | None = None, gone: bool = False
-    ) -> MilesError:
+    def lose(self, cause: str | None = None, *, error: BaseException | None = None, gone: bool = False) -> MilesError:
         """Give up: find out what happened (unless told), end all, and say it in one sentence.
 
         ``error`` is what showed that something did; ``gone`` is that a rank died or hangs, for no reason it could tell.
@@ -322,9 +319,14 @@ class Team:
                         continue
                 self._end(_GRACE)
 
-    def _feel(self, places: Sequence[Place]) -> None:
+    def feel(self) -> None:
+        """From now on end whoever misses its heartbeats; before, all are busy with imports that let no thread beat."""
+        if self.place.heartbeat and self._places and not self.place.meeting:
+            threading.Thread(target=self._feel, name=f"{self.name} pulse", daemon=True).start()
+
+    def _feel(self) -> None:
         """End whoever shows no sign of life: its end is noticed as any other's."""
-        pulses = {place.rank: Pulse(place.beats, place.heartbeat) for place in places}
+        pulses = {place.rank: Pulse(place.beats, place.heartbeat) for place in self._places}
         while not self._ended.wait(interval(self.place.heartbeat)):
             for rank in [rank for rank, pulse in pulses.items() if not pulse.look()]:
                 del pulses[rank]

@@ -22,8 +22,8 @@ Sums = tuple[int, int]
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WRAP = (1 << 64) - 1
 _COLUMNS, _ROWS, _CHUNK = 4096, 32, 1 << 22
-# 64 steps times 15 bits of an element, summed, stay within 32 bits.
-_LANES, _STEPS = 2048, 64
+# 15 bits of an element times the number of its step, summed over 32 steps, stay within 32 bits.
+_LANES, _STEPS = 4096, 32
 
 
 def sums_of(tensors: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> list[Sums]:
@@ -31,29 +31,29 @@ def sums_of(tensors: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> 
 
     What is copied is what is counted: the numbers are of the values that were stored.
     """
-    given = [tensor.detach() for tensor in tensors]
-    flat = [_bits(tensor) for tensor in given]
-    there = None if into is None else [_bits(tensor, copy=False) for tensor in into]
-    found: list[Sums] = [(0, 0)] * len(flat)
+    assert into is None or all(tensor.is_contiguous() for tensor in into), "what is copied into lies in one piece"
+    found: list[Sums] = [(0, 0)] * len(tensors)
     fast = [
         i
-        for i, tensor in enumerate(flat)
+        for i, tensor in enumerate(tensors)
         if tensor.is_cuda and HAVE_TRITON and tensor.element_size() < 8 and tensor.numel()
     ]
-    for i, pair in zip(fast, _on_device([flat[i] for i in fast], there and [there[i] for i in fast]), strict=True):
+    # Addresses are enough for device code: a view of each of hundreds would take longer than to read them.
+    whole = [tensors[i] if tensors[i].is_contiguous() else tensors[i].contiguous() for i in fast]
+    for i, pair in zip(fast, _on_device(whole, None if into is None else [into[i] for i in fast]), strict=True):
         found[i] = pair
-    for i in sorted(set(range(len(flat))).difference(fast)):
-        if there is not None:
-            there[i].copy_(flat[i])
-        found[i] = (
-            _on_host(flat[i]) if flat[i].device.type == "cpu" and flat[i].element_size() < 8 else _by_torch(flat[i])
-        )
+    block_GC = np.empty((_ROWS, _COLUMNS)) if len(fast) < len(tensors) else np.empty((0, 0))
+    for i in sorted(set(range(len(tensors))).difference(fast)):
+        bits_N = _bits(tensors[i])
+        if into is not None:
+            _bits(into[i]).copy_(bits_N)
+        hosted = bits_N.device.type == "cpu" and bits_N.element_size() < 8
+        found[i] = _on_host(bits_N, block_GC) if hosted else _by_torch(bits_N)
     return [(plain & _WRAP, placed & _WRAP) for plain, placed in found]
 
 
-def _bits(tensor: Tensor, *, copy: bool = True) -> Tensor:
-    assert copy or tensor.is_contiguous(), "what is copied into lies in one piece"
-    flat_N = tensor.contiguous().view(-1)
+def _bits(tensor: Tensor) -> Tensor:
+    flat_N = tensor.detach().contiguous().view(-1)
     return flat_N.view(_BITS[flat_N.element_size()])
 
 
@@ -66,19 +66,19 @@ def _weights(columns: int) -> Array:
     return np.stack((np.ones(columns), np.arange(1.0, columns + 1)), axis=1)
 
 
-def _on_host(bits_N: Tensor) -> Sums:
+def _on_host(bits_N: Tensor, block_GC: Array) -> Sums:
     """In float64, which is exact: 16 bits of an element times 12 of its column, 4,096 times, are less than 53."""
     numbers_N = bits_N.numpy()
     if numbers_N.itemsize < 4:
-        return _by_blocks(numbers_N)
-    low, high = _by_blocks(numbers_N, "low"), _by_blocks(numbers_N, "high")
+        return _by_blocks(numbers_N, block_GC)
+    low, high = (_by_blocks(numbers_N, block_GC, half) for half in ("low", "high"))
     return low[0] + (high[0] << 16), low[1] + (high[1] << 16)
 
 
-def _by_blocks(numbers_N: Array, half: str = "") -> Sums:
-    columns, rows = _COLUMNS, _ROWS
+def _by_blocks(numbers_N: Array, block_GC: Array, half: str = "") -> Sums:
+    rows, columns = block_GC.shape
     plain = placed = 0
-    block_GC, weights_C2 = np.empty((rows, columns)), _weights(columns)
+    weights_C2 = _weights(columns)
     step = rows * columns
     for start in range(0, len(numbers_N), step):
         part_N = numbers_N[start : start + step]

@@ -1,4 +1,4 @@
-"""How seldom a driver looks for garbage: it has much to look at where many trajectories are under way, and finds little.
+"""How seldom a driver looks for garbage: with many trajectories under way it sees much and finds little.
 
 An attempt under way is some dozens of objects that refer to each other. Python by default walks all of them again after
 every few hundred new ones; what dies young is freed without that.

@@ -174,7 +174,7 @@ class MendedTrainer:
         missing = [number for number in range(step + 1, self._done()) if not _there(memory, number)]
         if missing:
             why = f"the rollouts of step {missing[0]}, without which it cannot be trained again, were not kept"
-            mend = "leave out --no-save-rollouts, or have the run started again from its checkpoint by --max-restarts"
+            mend = "leave out --disable-save-rollouts, or have the run continued from its checkpoint by --max-restarts"
             raise TrainerError(f"{error}; its ranks were not started again inside the run, because {why}; {mend}")
         return folder, step
 

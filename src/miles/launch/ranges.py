@@ -230,6 +230,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "step": COUNT,
         "sample": NOT_NEGATIVE,
         "length": Range(low=2),
+        "tokens": NOT_NEGATIVE,
         "prefill_chunk": COUNT,
         "tolerance": NOT_NEGATIVE,
     }

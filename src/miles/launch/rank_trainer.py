@@ -224,6 +224,7 @@ def lead_on(
         team.replies(_STARTING)
         team.tell("open", Opening(config=config, steps=steps))
         trainer.open(partial(_opened, team, config, plan, policy, steps=steps, plugs=plugs))
+        team.feel()
         return trainer
     except BaseException:
         trainer.close()

@@ -14,9 +14,11 @@ from torch import Tensor
 from miles.backends.sglang import flags
 from miles.backends.sglang.carriers import ByFolder, Carrier, InRequests, OverGroup
 from miles.backends.sglang.client import Client
+from miles.backends.sglang.deltas import Delta
 from miles.backends.sglang.fleet import Fleet
 from miles.backends.sglang.keeper import Care
 from miles.backends.sglang.launch import Home, Launched, Visited
+from miles.backends.sglang.mapped import ByMemory
 from miles.backends.sglang.parts import Experts
 from miles.backends.sglang.process import Command
 from miles.backends.sglang.servers import Servers
@@ -93,8 +95,14 @@ def server_sync(
 ) -> WeightSync:
     """The servers' weights, from now on those that ``weights`` gives."""
     s = config.sglang
-    carrier: Carrier = InRequests()
-    if s.update_weight_transport == "disk":
+    carrier: Carrier = ByMemory(InRequests(), _teller(plan.run_dir / "logs" / "engines.log"))
+    if s.update_weight_transport == "ipc":
+        carrier = ByMemory()
+    elif s.update_weight_transport == "tensor":
+        carrier = InRequests()
+    elif s.update_weight_transport == "delta":
+        carrier = Delta()
+    elif s.update_weight_transport == "disk":
         carrier = ByFolder(plan.run_dir / "weights", policy.folder)
     elif s.update_weight_transport == "distributed":
         cluster = held()

@@ -108,16 +108,17 @@ class Supervisor:
             pulse = Path(folder) / "beat"
             around = {PULSE: str(pulse), PATIENCE: str(self._patience)}
             # A terminal's Ctrl-C is the parent's to give on, once.
-            self._child = child = subprocess.Popen(
-                self._words, env={**os.environ, **around}, start_new_session=True
-            )
+            self._child = child = subprocess.Popen(self._words, env={**os.environ, **around}, start_new_session=True)
             frozen = self._watch(child, Pulse(pulse, self._patience or _LOOK))
             code = child.wait()
             with suppress(ProcessLookupError):  # what it left behind, such as a rank that is frozen
                 os.killpg(child.pid, signal.SIGKILL)
             self._child = None
         if frozen:
-            return 128 + signal.SIGKILL, f"gave no sign of life for {self._patience:g} s (--heartbeat-timeout) and was ended"
+            return (
+                128 + signal.SIGKILL,
+                f"gave no sign of life for {self._patience:g} s (--heartbeat-timeout) and was ended",
+            )
         if code >= 0:
             return code, f"ended with exit code {code}"
         more = " (which is how the kernel ends what takes too much memory)" if code == -signal.SIGKILL else ""

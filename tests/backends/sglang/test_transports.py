@@ -98,19 +98,18 @@ def test_a_server_on_another_machine_or_device_is_refused_in_a_sentence(pair, fo
     async def elsewhere(line):
         return {"machine": "another", "device": "cpu"}
 
-    async def run(carrier, said):
-        async with stand(folders.a, urls(pair), carrier=carrier) as made:
-            made.current = weights_of(folders.b)
-            monkeypatch.setattr(Staged, "where", elsewhere)
-            await made.sync.publish(Version(number=1))
-            return said
+    monkeypatch.setattr(Staged, "where", elsewhere)
 
+    async def run(carrier):
+        async with stand(folders.a, urls(pair), carrier=carrier) as made:
+            await made.sync.publish(Version(number=1))
+
+    before = labels(pair)
     with pytest.raises(SyncError, match=r"ipc is for servers of ours .* engine 0 is on another machine"):
-        asyncio.run(run(ByMemory(), []))
-    monkeypatch.undo()
-    assert labels(pair) == ["actor-0"] * 2
+        asyncio.run(run(ByMemory()))
+    assert labels(pair) == before
     said = []
-    asyncio.run(run(ByMemory(InRequests(), said.append), said))
+    asyncio.run(run(ByMemory(InRequests(), said.append)))
     assert said == ["Weights go in requests and not through memory: engine 0 is on another machine."]
     assert labels(pair) == ["actor-1"] * 2
 
@@ -166,7 +165,19 @@ def test_a_broken_chain_gets_everything(pair, folders):
         async with stand(folders.a, urls(pair), carrier=carrier) as made:
             # Somebody calls the weights of one server by another name behind our back.
             await made.clients[1].ask("POST", "/update_weight_version", {"new_version": "stray"})
-            made.current = nudged(made.current, "final_norm.weight")
+            made.current = nudged(made.current, "norm.weight")
+            await made.sync.publish(Version(number=1))
+            return made.current
+
+    expected = asyncio.run(run())
+    assert labels(pair) == ["actor-1"] * 2 and all(holds(hosted, expected) for hosted in pair)
+
+
+def test_a_server_whose_bits_are_not_what_the_chain_says_gets_everything(pair, folders):
+    async def run():
+        async with stand(folders.a, urls(pair), carrier=Delta()) as made:
+            pair[1].engine.weights()["norm.weight"].data.view(-1)[0] += 1
+            made.current = nudged(made.current, "layers.1.mlp.down.weight")
             await made.sync.publish(Version(number=1))
             return made.current
 
@@ -184,7 +195,7 @@ def test_of_a_version_that_came_in_part_the_rest_is_kept_and_proven(pair, folder
             await made.sync.publish(Version(number=1), only=[changed])
             expected = made.current
             # What is said not to have changed has: the server's rest is not what a late joiner would get, or the run.
-            pair[1].engine.weights()["final_norm.weight"].data.view(-1)[0] += 1
+            pair[1].engine.weights()["norm.weight"].data.view(-1)[0] += 1
             made.current = nudged(made.current, changed)
             with pytest.raises(SyncError, match=r"norm\.weight has digest"):
                 await made.sync.publish(Version(number=2), only=[changed])

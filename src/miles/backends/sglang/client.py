@@ -168,9 +168,8 @@ class Client:
 
     async def look(self, seconds: float = CONTROL_SECONDS) -> Facts:
         """Ask what it is; everything else may be asked afterwards."""
-        info = await self.ask("GET", "/server_info", seconds=seconds)
-        model = await self.ask("GET", "/model_info", seconds=seconds)
-        models = await self.ask("GET", "/v1/models", seconds=seconds)
+        paths = ("/server_info", "/model_info", "/v1/models")
+        info, model, models = await asyncio.gather(*(self.ask("GET", path, seconds=seconds) for path in paths))
         try:
             kind: Kind = "miles" if models["data"][0]["owned_by"] == "miles" else "sglang"
             self._facts = Facts(

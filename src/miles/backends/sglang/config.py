@@ -25,8 +25,10 @@ class SglangConfig:
     sglang_python: str | None = knob(
         None, "The interpreter that has sglang installed, such as .venv-sglang/bin/python; without it this one."
     )
-    update_weight_transport: Literal["tensor", "distributed", "disk"] = knob(
-        "tensor", "How new weights get to servers: in requests, over a group of ranks, or through a folder both see."
+    update_weight_transport: Literal["auto", "ipc", "tensor", "delta", "distributed", "disk"] = knob(
+        "auto",
+        "How new weights get to servers: from the trainer's memory, in requests, as changes, over a group of ranks, or "
+        "through a folder; auto is ipc where servers of ours share its device, else tensor.",
     )
     update_weight_buffer_size: int = knob(512 << 20, "The most bytes of weights sent at a time.", unit="bytes")
     update_weight_timeout: float = knob(600.0, "How long one request that changes weights may take.", unit="seconds")

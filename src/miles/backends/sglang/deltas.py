@@ -23,12 +23,19 @@ class Delta:
         self._base: Version | None = None
         self._before: Mapping[str, Tensor] = {}
         self._behind: set[Line] = set()
+        self._whole = False
         self.sent = 0
         """Bytes of changes that were made to be sent, since the start."""
 
     def since(self, version: Version | None, tensors: Mapping[str, Tensor]) -> None:
         """The version servers should have, and its tensors."""
-        self._base, self._before = version, tensors
+        self._base, self._before = (None, {}) if self._whole else (version, tensors)
+        self._whole = False
+
+    def again(self) -> bool:
+        """A publication failed: is it worth another try, in which everyone is sent everything?"""
+        self._whole = self._base is not None
+        return self._whole
 
     async def begin(self, lines: Sequence[Line], each: Each) -> None:
         self._behind = {line for line in lines if not isinstance(line, Staged) or line.seat.version != self._base}

@@ -135,7 +135,8 @@ class Hosted:
         found = await asyncio.to_thread(device_ids, spot)
         if len(found) != spot.count:
             raise EngineError(f"{self.name} is to have {spot.count} devices, and Ray gave it {', '.join(found)}")
-        return {"CUDA_VISIBLE_DEVICES": ",".join(found)}
+        # ROCm reads both, and Ray has set the second for the actor alone.
+        return dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), ",".join(found))
 
 
 def _first(error: BaseException) -> str:

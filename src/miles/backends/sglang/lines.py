@@ -54,15 +54,13 @@ class Staged:
         return {name: str(value) for name, value in (await self._say(action="where")).items()}
 
     async def open(self, windows: Sequence[Mapping[str, Any]]) -> None:
-        """Let it look into memory of this process, until ``close_windows``."""
+        """Let it look into memory of this process, until the ``last`` copy."""
         await self._say(action="open", windows=list(windows))
 
-    async def copy(self, window: int, names: Sequence[str], offsets: Sequence[int]) -> None:
-        """It has copied these out of a window when this returns."""
-        await self._say(action="copy", window=window, names=list(names), offsets=list(offsets))
-
-    async def close_windows(self) -> None:
-        await self._say(action="close")
+    async def copy(self, window: int, names: Sequence[str], offsets: Sequence[int], *, last: bool) -> None:
+        """It has copied these out of a window when this returns, and after the ``last`` looks into none."""
+        body = {"window": window, "names": list(names), "offsets": list(offsets), "last": last}
+        await self._say(action="copy", **body)
 
     async def changes(self, body: bytes) -> None:
         """What changed since the version it has."""

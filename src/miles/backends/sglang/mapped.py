@@ -7,13 +7,15 @@ only when every server has said that its copy is done, and its copy is over when
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from miles.backends.sglang.buckets import Bucket, Named
 from miles.backends.sglang.carriers import Carrier, Each
+from miles.backends.sglang.client import Client
 from miles.backends.sglang.lines import Line, Staged
 from miles.core.errors import EngineError, SyncError
 from miles.kernels.sums import sums_of
@@ -30,8 +32,10 @@ def device_of(groups: Sequence[Sequence[Named]]) -> torch.device | None:
     return devices.pop() if len(devices) == 1 else None
 
 
-async def why_not(lines: Sequence[Line], device: torch.device | None) -> str | None:
-    """Why some server cannot look into memory of this process; None where all can."""
+async def why_not(
+    lines: Sequence[Line], device: torch.device | None, known: MutableMapping[Client, Mapping[str, str]]
+) -> str | None:
+    """Why some server cannot look into memory of this process; None where all can. ``known``: where clients lead to."""
     if device is None:
         return "the weights are on several devices"
     here = whereabouts(device)
@@ -39,10 +43,11 @@ async def why_not(lines: Sequence[Line], device: torch.device | None) -> str | N
         if not isinstance(line, Staged):
             return f"{line.seat.name} is no server of ours"
         try:
-            there = await line.where()
+            if line.client not in known:
+                known[line.client] = await line.where()
         except EngineError as error:
             return f"{line.seat.name} does not say where it is: {error}"
-        apart = why_apart(here, there)
+        apart = why_apart(here, known[line.client])
         if apart is not None:
             return f"{line.seat.name} {apart}"
     return None
@@ -57,10 +62,11 @@ class ByMemory:
     def __init__(self, other: Carrier | None = None, tell: Callable[[str], None] = lambda sentence: None) -> None:
         self._other, self._tell = other, tell
         self._told: str | None = None
+        self._where: WeakKeyDictionary[Client, Mapping[str, str]] = WeakKeyDictionary()
 
     async def reaches(self, lines: Sequence[Line], groups: Sequence[Sequence[Named]]) -> bool:
         """Can all of them? Refuses (SyncError) where some cannot and there is no other way."""
-        why = await why_not(lines, device_of(groups))
+        why = await why_not(lines, device_of(groups), self._where)
         if why is None:
             return True
         if self._other is None:
@@ -95,22 +101,23 @@ async def send(groups: Sequence[Sequence[Named]], lines: list[Line], each: Each)
     largest = max(sum(_padded(tensor) for _, tensor in group) for group in groups)
     windows = [Window(largest, device) for _ in range(min(2, len(groups)))]
     digests: dict[str, int] = {}
-    sending: asyncio.Task[list[Line]] | None = None
+
+    def gathering(number: int) -> asyncio.Task[tuple[Layout, dict[str, int]]]:
+        return asyncio.create_task(asyncio.to_thread(gathered, groups[number], windows[number % 2].memory))
+
+    coming = gathering(0)
     try:
         lines = await each(lines, lambda line: _staged(line).open([window.told() for window in windows]))
-        for number, group in enumerate(groups):
-            at = number % 2
-            layout, found = await asyncio.to_thread(gathered, group, windows[at].memory)
+        for number in range(len(groups)):
+            layout, found = await coming
             digests |= found
-            if sending is not None:
-                lines = await sending
-            sending = asyncio.create_task(_copied(lines, at, layout, each))
-        if sending is not None:
-            lines, sending = await sending, None
-        return await each(lines, lambda line: _staged(line).close_windows()), digests
+            last = number == len(groups) - 1
+            if not last:  # the copy out of that window is over: it was awaited below
+                coming = gathering(number + 1)
+            lines = await _copied(lines, number % 2, layout, each, last=last)
+        return lines, digests
     finally:
-        if sending is not None:
-            await asyncio.gather(sending, return_exceptions=True)
+        await asyncio.gather(coming, return_exceptions=True)
         for window in windows:
             window.close()
 
@@ -129,8 +136,8 @@ def gathered(group: Sequence[Named], memory: Tensor) -> tuple[Layout, dict[str, 
     return (names, offsets), {name: folded(one) for name, one in zip(names, sums, strict=True)}
 
 
-async def _copied(lines: Sequence[Line], window: int, layout: Layout, each: Each) -> list[Line]:
-    return await each(lines, lambda line: _staged(line).copy(window, *layout))
+async def _copied(lines: Sequence[Line], window: int, layout: Layout, each: Each, *, last: bool) -> list[Line]:
+    return await each(lines, lambda line: _staged(line).copy(window, *layout, last=last))
 
 
 def _padded(tensor: Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -83,7 +84,7 @@ class Process:
         descriptor, name = tempfile.mkstemp(prefix="miles-server-", suffix=".yaml")
         self._settings = Path(name)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.writelines(f"{key}: {value}\n" for key, value in settings.items())
+            file.writelines(f"{key}: {json.dumps(value)}\n" for key, value in settings.items())
         return self._settings
 
     def alive(self) -> str | None:

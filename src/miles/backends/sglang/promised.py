@@ -1,4 +1,4 @@
-"""What a publication promises, in the words servers are told it with: put together once, however many servers there are."""
+"""What a publication promises, in the words servers are told: put together once, however many servers there are."""
 
 from __future__ import annotations
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 from miles.core.errors import EngineError
 
 # Log-probs of servers that compute in few bits are now and then a little above 0.
 ABOVE = 1e-3
+_FIRST, _SECOND = itemgetter(0), itemgetter(1)
 
 
 class Unfit(EngineError):
@@ -65,12 +67,25 @@ class Reply:
         if not isinstance(lines, list) or len(lines) < fresh:
             count = len(lines) if isinstance(lines, list) else "no"
             raise Unfit(f"its reply has {count} log-probs for {fresh} new tokens")
-        pairs = [self._pair(*both) for both in zip(tokens[-fresh:], lines[-fresh:], strict=True)]
-        self.tokens += [token for token, _ in pairs]
-        self.logprobs += [logprob for _, logprob in pairs]
+        tokens, lines = tokens[-fresh:], lines[-fresh:]
+        logprobs = self._as_it_should_be(tokens, lines)
+        if logprobs is None:  # look at each, for the first that is wrong
+            logprobs = [self._logprob(*both) for both in zip(tokens, lines, strict=True)]
+        self.tokens += tokens
+        self.logprobs += logprobs
 
-    def _pair(self, token: Any, line: Any) -> tuple[int, float]:
-        """A token and its log-prob, which a server writes as [log-prob, token, text]."""
+    def _as_it_should_be(self, tokens: list[Any], lines: list[Any]) -> list[float] | None:
+        """The log-probs, where all is right at a glance: of every token of a run, Python looks at none by itself."""
+        if set(map(type, tokens)) != {int} or set(map(type, lines)) != {list} or min(map(len, lines)) < 2:
+            return None
+        values, named = list(map(_FIRST, lines)), list(map(_SECOND, lines))
+        if named != tokens or min(tokens) < 0 or max(tokens) >= self.vocabulary:
+            return None
+        fit = set(map(type, values)) == {float} and all(map(math.isfinite, values)) and max(values) <= ABOVE
+        return values if fit else None
+
+    def _logprob(self, token: Any, line: Any) -> float:
+        """That of a token, which a server writes as [log-prob, token, text]."""
         value, named = line[:2] if isinstance(line, list) and len(line) > 1 else (None, None)
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocabulary:
             raise Unfit(f"its reply has the token {str(token)[:50]}, and the vocabulary has {self.vocabulary}")
@@ -78,7 +93,7 @@ class Reply:
             raise Unfit(f"its reply gives a log-prob of token {str(named)[:50]} where it drew token {token}")
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value > ABOVE:
             raise Unfit(f"its reply gives token {token} the log-prob {str(value)[:50]}")
-        return token, float(value)
+        return float(value)
 
     def _end(self, reason: dict[str, Any], meta: dict[str, Any]) -> None:
         kind = reason.get("type")

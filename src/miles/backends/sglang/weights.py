@@ -92,6 +92,9 @@ class ServerPublication:
                     groups = every if some is None or self._opened else some
                     readings = await self._transaction(version, groups, whole=groups is every)
                 break
+            except SyncError:
+                if not (isinstance(self._carrier, Delta) and self._carrier.again()):
+                    raise
             except Lost as error:
                 if attempt == TRIES - 1:
                     raise SyncError(f"{_called(version)} was not published: {error}") from error

@@ -19,7 +19,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from miles.cluster.ray.placement import Need, Node, Placement, place
-from miles.core.errors import EngineError, UsageError
+from miles.core.errors import EngineError, MilesError, TrainerError, UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class Reserved:
     def rank(self, number: int) -> Spot:
         """Where a rank of the trainer goes; elsewhere than before when the node it was on is gone."""
         node, first = divmod(number, self.need.per_node)
-        group = self._standing(self._trainer, node, self.need.per_node, f"rank {number}")
+        group = self._standing(self._trainer, node, self.need.per_node, f"rank {number}", TrainerError)
         return Spot(group=group, first=first, count=1, share=self.need.share)
 
     def engine(self, number: int) -> Spot:
@@ -67,9 +67,9 @@ class Reserved:
         count, name = self.need.per_engine, f"engine {number}"
         if self.need.shared:
             node, first = self.need.bundle_of_engine(number)
-            group = self._standing(self._trainer, node, self.need.per_node, name)
+            group = self._standing(self._trainer, node, self.need.per_node, name, EngineError)
         else:
-            group, first = self._standing(self._engines, number, count, name), 0
+            group, first = self._standing(self._engines, number, count, name, EngineError), 0
         return Spot(group=group, first=first, count=count, share=self.need.share)
 
     def close(self) -> None:
@@ -79,7 +79,9 @@ class Reserved:
         if self._joined:
             ray.shutdown()
 
-    def _standing(self, groups: list[PlacementGroup], at: int, count: int, whose: str) -> PlacementGroup:
+    def _standing(
+        self, groups: list[PlacementGroup], at: int, count: int, whose: str, error: type[MilesError]
+    ) -> PlacementGroup:
         """One of the groups, made anew where its node is gone; waits for room, with a deadline."""
         with self._turn:
             alive = {node.id for node in nodes_of(self.need.kind)}
@@ -88,7 +90,7 @@ class Reserved:
                 remove_placement_group(groups[at])
                 groups[at] = self._hold(count, None)
                 if not groups[at].wait(self._seconds):
-                    raise EngineError(f"{whose} has lost its node, and {self._left(count)}")
+                    raise error(f"{whose} has lost its node, and {self._left(count)}")
             return groups[at]
 
     def _hold(self, count: int, node: str | None) -> PlacementGroup:

@@ -22,20 +22,23 @@ class Ring:
 
     def __init__(self, points: int = 160) -> None:
         self._points = points
-        self._members: set[str] = set()
+        self._members: dict[str, list[tuple[int, str]]] = {}
         self._places: list[int] = []
         self._names: list[str] = []
+        self._arranged = True
 
     def add(self, name: str) -> None:
-        self._members.add(name)
-        self._arrange()
+        self._members[name] = [(place_of(f"{name}#{i}".encode()), name) for i in range(self._points)]
+        self._arranged = False
 
     def remove(self, name: str) -> None:
-        self._members.discard(name)
-        self._arrange()
+        self._members.pop(name, None)
+        self._arranged = False
 
     def walk(self, key: bytes) -> Iterator[str]:
         """Every name once: the key's own first, then those it falls to when it cannot have that."""
+        if not self._arranged:
+            self._arrange()
         start, count = bisect_right(self._places, place_of(key)), len(self._names)
         seen: set[str] = set()
         for step in range(count):
@@ -47,6 +50,8 @@ class Ring:
                     return
 
     def _arrange(self) -> None:
-        stops = sorted((place_of(f"{name}#{i}".encode()), name) for name in self._members for i in range(self._points))
+        """When it is next walked, as many may join at once."""
+        stops = sorted(stop for stops in self._members.values() for stop in stops)
         self._places = [place for place, _ in stops]
         self._names = [name for _, name in stops]
+        self._arranged = True

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from miles.backends.native.engine import NativeEngine
 from miles.backends.native.server.fields import Fields
-from miles.backends.native.server.weights import DTYPES, index_for
+from miles.backends.native.server.weights import DTYPES, Index, index_for
 from miles.core.errors import SyncError
+from miles.core.types import Version
 from miles.kernels.sums import Sums, sums_of
 from miles.models.pieces import Piece
 from miles.sync.manifest import Entry, joined
@@ -43,6 +44,9 @@ class Landing:
         self._fresh: dict[str, Tensor] = {}
         self._sums: dict[str, Sums] = {}
         self._announced: Counter[str] | None = None
+        self._fits: bool | None = None
+        self._current: tuple[Mapping[str, Tensor], Index] | None = None
+        self._version: Version | None = None
         self._device: torch.device | None = None
 
     def where(self) -> dict[str, Any]:
@@ -78,14 +82,16 @@ class Landing:
         """Can these be laid into place as they come? Else they are kept, and put into place at the end."""
         if self._ranks != 1:
             return False
-        current = self._engine.weights()
-        index = index_for(self._engine.spec, current)
-        return all(name in index and _dtype(current[index[name][0]]) == entry.dtype for name, entry in entries.items())
+        current, index = self._known()
+        if self._fits is None:
+            self._fits = all(
+                name in index and _dtype(current[index[name][0]]) == entry.dtype for name, entry in entries.items()
+            )
+        return self._fits
 
     def lay(self, views: Mapping[str, Tensor], entries: Mapping[str, Entry]) -> dict[str, Tensor]:
         """Copy into place, counting; the copies, by the sender's names."""
-        current = self._engine.weights()
-        index = index_for(self._engine.spec, current)
+        current, index = self._known()
         if self._announced is None:
             self._announced = Counter[str]()
             for name in entries:
@@ -110,9 +116,13 @@ class Landing:
         return self._sums
 
     def landed(self) -> Landed:
-        """All of it; nothing is kept here."""
-        current = self._engine.weights()
-        index = index_for(self._engine.spec, current)
+        """All of it; nothing is kept here. Refuses (SyncError) what was laid beside weights that are gone."""
+        if not self._fresh:
+            return Landed({}, {})
+        _, index = self._known()
+        if self._version != self._engine.version:
+            self.forget()
+            raise SyncError("The weights were changed by somebody else while a publication was under way.")
         parts: dict[str, list[tuple[int, Sums]] | None] = {ours: [] for ours in self._fresh}
         covered = dict.fromkeys(self._fresh, 0)
         for name, sums in self._sums.items():
@@ -132,6 +142,7 @@ class Landing:
     def forget(self) -> None:
         """Let go of what came, and of the windows."""
         self._fresh, self._sums, self._announced = {}, {}, None
+        self._fits = self._current = None
         self.close()
 
     def close(self) -> None:
@@ -139,6 +150,13 @@ class Landing:
         if self._windows:
             self._windows = []
             release()
+
+    def _known(self) -> tuple[Mapping[str, Tensor], Index]:
+        """The engine's tensors and what senders call them, looked up once a publication."""
+        if self._current is None:
+            weights = self._engine.weights()
+            self._current, self._version = (weights, index_for(self._engine.spec, weights)), self._engine.version
+        return self._current
 
     def _on(self) -> torch.device:
         if self._device is None:

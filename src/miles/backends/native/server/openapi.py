@@ -165,7 +165,7 @@ _ENTRY = _object(
     },
     ("name", "shape", "dtype"),
 )
-_STEPS = ("where", "begin", "load", "open", "copy", "close", "verify", "commit", "rollback")
+_STEPS = ("where", "begin", "load", "open", "copy", "verify", "commit", "rollback")
 _BYTES: Schema = {"type": "string", "format": "binary"}
 _TAGS = _object({"tags": _nullable(_TEXTS)})
 _GROUP = {"group_name": _nullable(_TEXT)}
@@ -260,6 +260,7 @@ ENDPOINTS: Mapping[str, tuple[str, Mapping[str, Schema | None]]] = {
                     "action": {"enum": list(_STEPS)},
                     "windows": _nullable({"type": "array", "items": {"type": "object"}}),
                     "window": _nullable(_COUNT),
+                    "last": _nullable(_FLAG),
                     "names": _nullable({"type": "array", "items": _TEXT}),
                     "offsets": _nullable({"type": "array", "items": _COUNT}),
                     "folder": _nullable(_TEXT),

@@ -22,7 +22,7 @@ from miles.sync.changes import applied
 from miles.sync.manifest import Entry, folded
 from miles.sync.manifest import digests as digests_over
 
-ACTIONS = ("where", "begin", "load", "open", "copy", "close", "verify", "commit", "rollback")
+ACTIONS = ("where", "begin", "load", "open", "copy", "verify", "commit", "rollback")
 
 
 class Staging:
@@ -50,8 +50,8 @@ class Staging:
                 self.landing.open(fields.array("windows") or [])
             case "copy":
                 self.copy(fields)
-            case "close":
-                self.landing.close()
+                if fields.flag("last"):
+                    self.landing.close()
             case "verify":
                 return {"verified": self.verify(digests_of(fields))}
             case _:
@@ -133,9 +133,9 @@ class Staging:
         for name in entries:
             if name not in self._tensors:
                 raise SyncError(f"{name} did not come.")
-        current, spec = self._engine.weights(), self._engine.spec
         # Of a version that came in part, the rest must be what the sender has too.
-        rest = all_by_name(spec, current, (name for name in digests if name not in entries))
+        missing = [name for name in digests if name not in entries]
+        rest = all_by_name(self._engine.spec, self._engine.weights(), missing) if missing else {}
         counted = {name: folded(sums) for name, sums in self.landing.sums().items()}
         unread = {name: tensor for name, tensor in self._tensors.items() if name not in counted}
         for name, found in {**counted, **digests_over({**unread, **rest})}.items():

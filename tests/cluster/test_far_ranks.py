@@ -1,0 +1,74 @@
+"""Ranks that a Ray cluster starts are ranks as on one machine: told, heard, watched, and gone with their team."""
+
+import os
+import signal
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+from tests.cluster.test_team import CODEC, follow
+
+from miles.cluster.team import Team
+from miles.core.errors import TrainerError
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed: make test-ray"),
+]
+
+
+@pytest.fixture(scope="module")
+def held():
+    from miles.cluster.ray.placement import Need
+    from miles.cluster.ray.reserve import Reserved
+
+    need = Need(kind="CPU", nodes=1, per_node=3, engines=0, per_engine=1, shared=False)
+    made = Reserved(need, address=None, seconds=120)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def team(held):
+    from miles.cluster.ray.ranks import FarRanks
+
+    far = FarRanks(held)
+    made = Team(
+        "the team",
+        [f"place {i}" for i in range(3)],
+        follow,
+        codec=CODEC,
+        apart=True,
+        patience=120.0,
+        error=TrainerError,
+        mend="begin again",
+        starts=far,
+        meeting=far.meeting,
+        heartbeat=4.0,
+    )
+    yield made
+    made.close()
+
+
+def test_all_are_told_and_heard_in_their_order(team):
+    pids = team.replies()
+    assert len({*pids, os.getpid()}) == 3
+    numbers = np.arange(300_000, dtype=np.float64)  # too long to be sent at once
+    team.tell("sum", {"numbers": numbers})
+    assert team.replies() == [numbers.sum()] * 2
+    team.tell("who", "content")
+    assert team.replies() == [(1, 3, "place 1", "content"), (2, 3, "place 2", "content")]
+    team.close()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_killed_or_frozen_is_noticed(team, end):
+    pids = team.replies()
+    team.tell("wait", 2)  # whom no word of the other's will wake
+    os.kill(pids[1], end)
+    with pytest.raises(TrainerError, match=r"rank 2 of 3 ended with exit code -9 \(SIGKILL\); begin again"):
+        team.replies()
+    assert team.gone
