@@ -4,6 +4,8 @@ The run speaks HTTP to it as to any other. The actor ends with the run, and the 
 gone, the server is started on another that has room.
 """
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import asyncio

@@ -5,6 +5,8 @@ line says, and ends with the line, with its actor, or with the run. Lines begin 
 goes to the actors alone; what they carry is the team's own code, and never a pickle.
 """
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import multiprocessing

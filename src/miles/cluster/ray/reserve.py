@@ -4,6 +4,8 @@ A group a node of the trainer and a group an engine, each on one node (STRICT_PA
 none. Where engines share the trainer's devices they are in the trainer's groups, with a share of each device.
 """
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import os
