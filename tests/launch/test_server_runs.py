@@ -119,7 +119,7 @@ def test_a_run_on_stock_sglang_samples_what_the_trainer_computes(world, tmp_path
     python.write_text(f'#!/bin/sh\nPYTHONPATH={STUB} exec {PYTHON} "$@"\n')
     python.chmod(0o755)
     more = ("--rollout-backend", "sglang", "--sglang-python", str(python), "--sglang-max-total-tokens", "4096")
-    line = flags(world, run, *more, "--update-weight-transport", transport, "--parity-stop", "1e-4", steps=3)
+    line = flags(world, run, *more, "--update-weight-transport", transport, "--parity-tolerance", "1e-4", steps=3)
     done = miles("train", *line, patience=900)
     assert done.returncode == 0, done.stderr
     accounted(run)

@@ -1,8 +1,11 @@
 """Command lines with something wrong, and every sentence each must be told."""
 
 from importlib.metadata import version
+from importlib.util import find_spec
 
 from miles.models.families.table import FAMILIES
+
+NO_RAY = () if find_spec("ray") else ("--runtime ray needs the package ray: pip install 'miles-rl[ray]'.",)
 
 # A complete recipe, and what is wrong with a command line that says this as well.
 WRONG: list[tuple[str, list[str]]] = [
@@ -470,13 +473,14 @@ WRONG: list[tuple[str, list[str]]] = [
     ("--ray-address auto", ["--ray-address auto is for --runtime ray; say that, or leave it out."]),
     (
         "--runtime ray",
-        ["--runtime ray starts engines as servers on its nodes: say --rollout-backend served, or sglang."],
+        [*NO_RAY, "--runtime ray starts engines as servers on its nodes: say --rollout-backend served, or sglang."],
     ),
     (
         "--runtime ray --rollout-backend served --actor-num-gpus-per-node 4 --rollout-num-gpus-per-engine 3",
         [
             "--rollout-num-gpus-per-engine 3 cannot share this model: layer 0 has 4 attention heads, which they cannot "
             "divide evenly; choose a number that does.",
+            *NO_RAY,
             "--rollout-num-gpus-per-engine 3 does not divide --actor-num-gpus-per-node 4, and an engine that shares "
             "the trainer's devices has all of its own on one node; choose a divisor, or give engines devices of their "
             "own with --rollout-num-gpus.",

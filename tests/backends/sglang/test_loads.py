@@ -99,6 +99,6 @@ def test_requests_sleep_while_everyone_holds_still_and_are_shared_out_after():
 
 
 async def chosen(fleet: Fleet, number: int) -> Seat:
-    seat = await fleet._choose(hash(np.array([number], np.int32).tobytes()))
+    seat = await fleet._choose(hash(np.array([number], np.int32).tobytes()), set())
     fleet._bear(seat, +1)
     return seat

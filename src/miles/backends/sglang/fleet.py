@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -22,6 +23,9 @@ from miles.core.types import Tokens, Version
 
 FAILURES = 8
 """How often a request is sent again after servers were lost with it."""
+
+RETRY_SECONDS = 1.0
+"""How long a request that all servers have failed waits for news of them before it is sent again."""
 
 DRAIN_SECONDS = 10.0
 _REMEMBERED = 8192
@@ -93,8 +97,9 @@ class Fleet:
         prompt = tokens.tolist()
         parts = Parts(prompt, sampling, ends=self._ends, decode=self._decode, experts=self.experts)
         key, aborts, failures = hash(tokens.tobytes()), self._aborts, 0
+        failed: set[Seat] = set()
         while True:
-            seat = await self._choose(key)
+            seat = await self._choose(key, failed)
             client, version = seat.client, seat.version
             assert client is not None and version is not None
             self._bear(seat, +1)
@@ -115,25 +120,43 @@ class Fleet:
             if trouble is not None and not isinstance(trouble, Cut):
                 failures += 1
                 self.retried += 1
+                failed.add(seat)
                 self.trouble(seat, trouble)
                 if failures > FAILURES:
                     raise EngineError(f"a request was lost with {failures} servers, the last time because {trouble}")
 
-    async def _choose(self, key: int) -> Seat:
-        """A server that takes requests: the one that had the same prompt, unless others have far less to do."""
+    async def _choose(self, key: int, failed: set[Seat]) -> Seat:
+        """A server that takes requests: the one that had the same prompt, unless others have far less to do.
+
+        One that ``failed`` this request is asked again only when all have, and after a while: whoever looks after it
+        needs that to find out.
+        """
         while True:
-            least = None if self._holds else self._loads.least()
+            least = None if self._holds else self._least(failed)
             if least is not None:
                 mate = self._mates.get(key)
-                seat = mate if mate is not None and mate.open and mate.load <= 2 * least.load + 4 else least
+                fits = mate is not None and mate.open and mate not in failed and mate.load <= 2 * least.load + 4
+                seat = mate if mate is not None and fits else least
                 self._mates[key] = seat
                 self._mates.move_to_end(key)
                 if len(self._mates) > _REMEMBERED:
                     self._mates.popitem(last=False)
                 return seat
+            if failed and not self._holds and any(seat.open for seat in self.seats):
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._news.wait(), RETRY_SECONDS)
+                failed.clear()
+                continue
             if all(seat.state is State.GONE for seat in self.seats):
                 raise EngineError(f"no server is left: {'; '.join(f'{s.name}: {s.why}' for s in self.seats)}")
             await self._doors.wait()
+
+    def _least(self, failed: set[Seat]) -> Seat | None:
+        least = self._loads.least()
+        if least is None or least not in failed:
+            return least
+        others = (seat for seat in self.seats if seat.open and seat not in failed)
+        return min(others, key=lambda seat: seat.load, default=None)
 
     def _bear(self, seat: Seat, change: int) -> None:
         seat.load += change
