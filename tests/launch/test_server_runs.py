@@ -101,7 +101,7 @@ def test_an_asynchronous_run_goes_on_when_a_server_is_killed(world, tmp_path):
 def test_no_server_outlives_a_run_that_is_killed(world, tmp_path):
     run = tmp_path / "run"
     going = Command("train", *flags(world, run, *TWO, steps=50))
-    going.wait_to_hear("step 1/50")
+    going.wait_to_hear("1/50")
     pids = [server_of(run, number) for number in range(2)]
     assert going.pid is not None
     os.kill(going.pid, signal.SIGKILL)
