@@ -13,6 +13,8 @@ from tests.launch.small_run import Command, everything, flags, write_world
 from miles.core.protocols import Engine, Sampling
 from miles.core.types import Prompt, Trajectory
 
+pytestmark = pytest.mark.slow  # whole runs that are struck and mended: minutes on two busy cores
+
 PAIR = ("--actor-num-gpus-per-node", "2")
 
 
