@@ -129,6 +129,17 @@ def test_a_rank_that_is_frozen_misses_its_heartbeats_and_is_ended():
         assert made.gone
 
 
+def test_a_rank_that_dies_after_it_answered_is_not_waited_for_by_way_of_the_others():
+    with team(3) as made:
+        pids = made.replies()
+        made.tell("wait", 2)
+        assert made._pipes[0].poll(PATIENCE)  # rank 1 has said what it had to say; rank 2 never will
+        os.kill(pids[0], signal.SIGKILL)
+        with pytest.raises(TrainerError, match=r"the process of rank 1 of 3 ended with exit code -9"):
+            made.replies()
+        assert made.gone
+
+
 def test_a_rank_that_is_killed_is_noticed_at_once_and_named():
     with team(3) as made:
         pids = made.replies()

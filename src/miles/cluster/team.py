@@ -249,13 +249,14 @@ class Team:
         self.check()
         seconds = self.patience if patience is None else patience
         deadline = time.monotonic() + seconds
+        sentinels = [process.sentinel for process in self._processes]  # who answered and then ended is missed by others
         out: list[Any] = []
-        for rank, (pipe, process) in enumerate(zip(self._pipes, self._processes, strict=True), 1):
-            found = wait((pipe, process.sentinel), max(0.0, deadline - time.monotonic()))
+        for rank, pipe in enumerate(self._pipes, 1):
+            found = wait((pipe, *sentinels), max(0.0, deadline - time.monotonic()))
             try:
                 if not pipe.poll():
                     late = f"rank {rank} of {self.world} did not answer within {seconds:g} s"
-                    raise self.lose(None if process.sentinel in found else late, gone=True)
+                    raise self.lose(None if found else late, gone=True)
                 verb, content = self._codec.unpack(pipe.recv_bytes())
             except (EOFError, OSError) as error:
                 raise self.lose(error=error) from error
