@@ -13,8 +13,11 @@ from tests.launch.small_run import Command, everything, flags, write_world
 from miles.core.protocols import Engine, Sampling
 from miles.core.types import Prompt, Trajectory
 
-pytestmark = pytest.mark.slow  # whole runs that are struck and mended: minutes on two busy cores
 
+STRUCK = [
+    pytest.param(signal.SIGKILL, id="killed"),
+    pytest.param(signal.SIGSTOP, id="frozen", marks=pytest.mark.slow),  # it is waited for until it counts as lost
+]
 PAIR = ("--actor-num-gpus-per-node", "2")
 
 
@@ -49,7 +52,7 @@ def child_of(parent: int | None, word: bytes) -> int:
 RANK, RUN = b"spawn_main", b"miles.launch.main"
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+@pytest.mark.parametrize("number", STRUCK)
 def test_a_lost_rank_is_replaced_and_the_run_is_the_calm_one_to_the_bit(world, calm, tmp_path, number):
     run = tmp_path / "run"
     going = Command("train", *flags(world, run, *PAIR, "--heartbeat-timeout", "15"))
@@ -63,7 +66,7 @@ def test_a_lost_rank_is_replaced_and_the_run_is_the_calm_one_to_the_bit(world, c
     assert everything(run) == everything(calm)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+@pytest.mark.parametrize("number", STRUCK)
 def test_a_supervised_run_that_is_lost_goes_on_to_the_same_end(world, calm, tmp_path, number):
     run = tmp_path / "run"
     going = Command("train", *flags(world, run, *PAIR, "--max-restarts", "2", "--heartbeat-timeout", "15"))
