@@ -13,7 +13,6 @@ from tests.launch.small_run import Command, everything, flags, write_world
 from miles.core.protocols import Engine, Sampling
 from miles.core.types import Prompt, Trajectory
 
-
 STRUCK = [
     pytest.param(signal.SIGKILL, id="killed"),
     pytest.param(signal.SIGSTOP, id="frozen", marks=pytest.mark.slow),  # it is waited for until it counts as lost
