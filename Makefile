@@ -8,13 +8,14 @@ SGLANG := .venv-sglang
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help demo test test-slow test-sglang test-megatron test-ray check format bench docs clean
+.PHONY: help demo test test-slow test-sglang test-megatron test-ray test-environments check format bench docs clean
 
 help:
 	@echo "make demo    set up, then watch a model learn on this machine (about three minutes)"
 	@echo "make test    set up, then run the test suite"
 	@echo "make test-sglang   set up stock SGLang beside (2 GB), then run the same wire tests against it"
 	@echo "make test-megatron   add Megatron-Core, then run the tests of the trainer on it"
+	@echo "make test-environments   add verifiers and TextArena, then run the tests of environments on them"
 	@echo "make test-ray   add Ray, then run on clusters of several raylets on this machine"
 	@echo "make check   formatting, lint, types, import rules, house rules"
 	@echo "make bench   measured ratios: engine and trainer against transformers"
@@ -67,6 +68,13 @@ $(VENV)/.installed-ray: $(VENV)/.installed-dev
 
 test-ray: $(VENV)/.installed-ray
 	$(PYTEST) -m ray $(ARGS)
+
+$(VENV)/.installed-environments: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,environments]'
+	@touch $@
+
+test-environments: $(VENV)/.installed-environments
+	$(BIN)/python -m pytest tests/rollout/tools $(ARGS)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .

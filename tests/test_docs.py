@@ -33,6 +33,7 @@ FLAG = re.compile(r"(?<![\w-])--[a-zA-Z][\w-]*")
 OTHERS = {
     "--parts",
     "--workloads",
+    *("--kills", "--ray", "--namespaces", "--deterministic", "--keep", "--only"),
     *("--help", "--version", "--json", "--flags", "--no-NAME", "--rounds", "--threads", "--seconds"),
     *(
         "--models",
@@ -41,8 +42,11 @@ OTHERS = {
         "--profile",
         "--regenerate",
         "--disable-overlap-schedule",
+        "--enable-return-hidden-states",
+        "--enable-return-routed-experts",
         "--enable-deterministic-inference",
         *("--address", "--head", "--labels", "--entrypoint-resources", "--entrypoint-num-gpus"),
+        *("--working-dir", "--runtime-env-json"),
     ),
 }
 

@@ -249,6 +249,7 @@ def test_the_commands_are_these():
         "eval",
         "chat",
         "show",
+        "engines",
         "replay",
         "serve",
         "parity",

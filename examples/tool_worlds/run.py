@@ -1,11 +1,12 @@
-"""Teach the small model to find a number out with a tool, or to guess it: a warm-up on demonstrations, then GRPO.
+"""Teach the small model to find something out in one of the ways of world.py: a warm-up on demonstrations, then GRPO.
 
-python examples/tool_worlds/run.py python|search|mcp|game [FOLDER]
+python examples/tool_worlds/run.py python|shell|files|search|mcp|verifiers|game|reasoning_gym [FOLDER]
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,39 +14,40 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 from world import HERE, KINDS, write_start  # the file beside this one
 
-WARMUP_STEPS = 150
-STEPS = 40
+WARMUP_STEPS = 100
+STEPS = 25
 
 
 def means(kind: str, start: Path) -> list[str]:
     """What the policy may use."""
     return {
         "python": ["--generate-tools", "python"],
+        "shell": ["--generate-tools", "shell"],
+        "files": ["--generate-tools", "files"],
         "search": ["--generate-tools", "search", "--search-documents", str(start / "documents.jsonl")],
         "mcp": ["--generate-tools", "mcp:numbers", "--mcp-servers", str(start / "servers.json")],
+        "verifiers": ["--generate-environment", '{"name": "verifiers", "id": "letters-env"}'],
         "game": ["--generate-environment", f"{HERE / 'game.py'}:Guess"],
+        "reasoning_gym": ["--generate-environment", "reasoning_gym"],
     }[kind]
 
 
-def common_flags(kind: str, start: Path) -> list[str]:
-    """What both runs share: how a question is answered, and how the answer is scored."""
+def common_flags() -> list[str]:
+    """What both runs share."""
     return [
-        *("--custom-generate-function-path", "multi_turn", "--generate-max-turns", "6", *means(kind, start)),
-        *("--apply-chat-template", "--rm-type", "exact", "--eval-label-key", "label"),
-        *("--eval-prompt-data", "heldout", str(start / "heldout.jsonl"), "--tool-result-chars", "16"),
-        *("--rollout-max-response-len", "24", "--rollout-shuffle", "--adam-beta2", "0.95", "--weight-decay", "0"),
+        *("--apply-chat-template", "--rollout-shuffle", "--adam-beta2", "0.95", "--weight-decay", "0"),
         *("--device", "cpu", "--num-threads", "1", "--view", "plain"),
     ]
 
 
-def warmup_flags(kind: str, start: Path, save: Path, steps: int = WARMUP_STEPS) -> list[str]:
+def warmup_flags(start: Path, save: Path, steps: int = WARMUP_STEPS) -> list[str]:
     """Supervised fine-tuning on conversations, of which the assistant's turns are learned."""
     return [
         *("--hf-checkpoint", str(start), "--save", str(save), "--loss-type", "sft_loss"),
-        *("--prompt-data", str(start / "warmup.jsonl"), "--input-key", "messages", "--eval-input-key", "input"),
-        *("--rollout-batch-size", "64", "--num-rollout", str(steps), "--eval-interval", str(steps)),
+        *("--prompt-data", str(start / "warmup.jsonl"), "--input-key", "messages"),
+        *("--rollout-batch-size", "64", "--num-rollout", str(steps)),
         *("--lr", "3e-3", "--lr-warmup-iters", "20", "--calculate-per-token-loss"),
-        *("--skip-eval-before-train", "--disable-save-rollouts", *common_flags(kind, start)),
+        *("--disable-save-rollouts", *common_flags()),
     ]
 
 
@@ -54,8 +56,12 @@ def grpo_flags(kind: str, start: Path, warm: Path, save: Path, steps: int = STEP
     return [
         *("--hf-checkpoint", str(warm), "--save", str(save), "--advantage-estimator", "grpo"),
         *("--prompt-data", str(start / "train.jsonl"), "--input-key", "input", "--label-key", "label"),
-        *("--rollout-batch-size", "16", "--n-samples-per-prompt", "8", "--num-rollout", str(steps)),
-        *("--lr", "1e-3", "--lr-warmup-iters", "2", "--eval-interval", str(steps), *common_flags(kind, start)),
+        *("--eval-prompt-data", "heldout", str(start / "heldout.jsonl"), "--eval-label-key", "label"),
+        *("--n-samples-per-eval-prompt", "4"),
+        *("--custom-generate-function-path", "multi_turn", "--generate-max-turns", "6", *means(kind, start)),
+        *("--rm-type", "exact", "--tool-result-chars", "16", "--rollout-max-response-len", "24"),
+        *("--rollout-batch-size", "8", "--n-samples-per-prompt", "8", "--num-rollout", str(steps)),
+        *("--lr", "1e-3", "--lr-warmup-iters", "2", "--eval-interval", str(steps), *common_flags()),
     ]
 
 
@@ -78,8 +84,11 @@ def main() -> None:
     start, warmup, grpo = root / "start", root / "warmup", root / "grpo"
     write_start(start, kind)
     train = [sys.executable, "-m", "miles.launch.main", "train"]
-    subprocess.run([*train, *warmup_flags(kind, start, warmup)], check=True)
-    subprocess.run([*train, *grpo_flags(kind, start, newest(warmup), grpo)], check=True)
+    # The first is where verifiers finds letters_env, which is not installed.
+    places = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    found = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+    subprocess.run([*train, *warmup_flags(start, warmup)], check=True, env=found)
+    subprocess.run([*train, *grpo_flags(kind, start, newest(warmup), grpo)], check=True, env=found)
     before, after = (row["eval/heldout/reward"] for row in measured(grpo, "eval"))
     print(f"{kind}: {before:.2f} held out before GRPO, {after:.2f} after")
 

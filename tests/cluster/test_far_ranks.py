@@ -44,7 +44,7 @@ def team(held):
         mend="begin again",
         starts=far,
         meeting=far.meeting,
-        heartbeat=4.0,
+        heartbeat=10.0,
     )
     yield made
     made.close()

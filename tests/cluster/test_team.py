@@ -129,6 +129,16 @@ def test_a_rank_that_is_frozen_misses_its_heartbeats_and_is_ended():
         assert made.gone
 
 
+def test_a_rank_that_takes_no_message_is_given_up_though_nobody_feels_its_pulse():
+    with team(3, patience=3.0) as made:
+        pids = made.replies(PATIENCE)
+        os.kill(pids[1], signal.SIGSTOP)
+        numbers = np.zeros(120_000)  # more than a pipe holds, and too little to be laid down for all
+        with pytest.raises(TrainerError, match=r"rank 2 of 3 took no message for 3 s and was ended; begin again"):
+            made.tell("sum", {"numbers": numbers})
+        assert made.gone
+
+
 def test_a_rank_that_dies_after_it_answered_is_not_waited_for_by_way_of_the_others():
     with team(3) as made:
         pids = made.replies()

@@ -17,6 +17,7 @@ from tests.launch.small_run import everything, miles
 from miles.core.types import Prompt
 from miles.launch.main import main
 from miles.observe.metric import unexplained
+from miles.observe.rollouts import read_step
 from miles.rollout.cast.cast import Cast
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "two_agents"
@@ -61,7 +62,7 @@ def same(one: dict, other: dict) -> bool:
     return all((one[name] == other[name]).all() for name in one)
 
 
-def test_two_policies_learn_in_one_run_each_at_its_own_pace(start, tmp_path):
+def test_two_policies_learn_in_one_run_each_at_its_own_pace(start, tmp_path, capsys):
     run = tmp_path / "run"
     assert main(["train", *small(start, run, train_every=2, lr=5e-3)]) == 0
     steps = measured(run, "train")
@@ -79,6 +80,12 @@ def test_two_policies_learn_in_one_run_each_at_its_own_pace(start, tmp_path):
     speaker, listener = weights(run, 4), weights(run, 4, "policies", "listener")
     assert not same(speaker, listener)
     assert not same(listener, load_file(start / "listener" / "model.safetensors"))
+    rows = read_step(run / "rollouts" / "step-000004.parquet")
+    assert {row["policy"] for row in rows} == {"speaker", "listener"}
+    capsys.readouterr()
+    assert main(["show", str(run), "--best"]) == 0
+    shown = capsys.readouterr().out
+    assert "-- branch 0, speaker" in shown and "versions listener 1, speaker 3" in shown
 
 
 def test_a_killed_run_of_two_policies_continues_to_the_bit(start, tmp_path):

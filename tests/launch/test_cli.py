@@ -53,8 +53,8 @@ def test_a_wrong_command_line_is_told_all_that_is_wrong(line: str, says: list[st
         (
             "zzz",
             [
-                "zzz is not a command; there are train, plan, demo, doctor, eval, chat, show, replay, serve, "
-                "parity, route."
+                "zzz is not a command; there are train, plan, demo, doctor, eval, chat, show, engines, "
+                "replay, serve, parity, route."
             ],
         ),
         ("good.toml", ["good.toml is a recipe; write miles train good.toml."]),
@@ -62,7 +62,7 @@ def test_a_wrong_command_line_is_told_all_that_is_wrong(line: str, says: list[st
             "--lr 3",
             [
                 "--lr comes after a command, as in miles train --lr; the commands are "
-                "train, plan, demo, doctor, eval, chat, show, replay, serve, parity, route."
+                "train, plan, demo, doctor, eval, chat, show, engines, replay, serve, parity, route."
             ],
         ),
         ("train nowhere.toml", ["nowhere.toml does not exist."]),

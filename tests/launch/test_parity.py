@@ -1,8 +1,5 @@
 """``miles parity``: it finds where two programs part, and finds nothing where they do not."""
 
-import json
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -112,7 +109,11 @@ def test_the_exit_code_and_one_sentence_say_it(saved, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["--b", "sglang"], "sglang is no backend; there are native, fsdp, transformers, megatron"),
+        (["--b", "vllm"], "vllm is no backend; there are native, sglang, transformers, fsdp, megatron, or the address"),
+        (["--b", "http://127.0.0.1:9", "--other", "x"], "--other is a checkpoint that --b opens, and a server has its"),
+        (["--sglang-python", "x"], "--sglang-python and flags of SGLang are for --a or --b sglang, and neither is"),
+        (["--b", "sglang", "--sglang-dtype", "half"], "--sglang-dtype follows from --rollout-dtype, or --dtype"),
+        (["--a", "transformers", "--b", "transformers", "--parity", "exact"], "and neither is compared; leave it out"),
         (["--b", "http://127.0.0.1:9"], "http://127.0.0.1:9/generate cannot be asked"),
         (["--tokens", "1", "2", "999"], "token 999 is not of this model, whose vocabulary has 53"),
         (["--tokens", "1"], "1 tokens are too few to compare"),
@@ -144,37 +145,3 @@ def test_a_trajectory_of_a_run_is_read_again(tmp_path, capsys):
     assert "experts" in capsys.readouterr().out
     assert main(["parity", str(run), "--step", "2", "--sample", "999", "--device", "cpu"]) == 2
     assert "--sample 999 is not in step 2" in capsys.readouterr().err
-
-
-def test_a_server_is_compared_by_its_log_probs(saved, capsys):
-    folder = saved("qwen3")
-    oracle = hf_model("qwen3")
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            assert asked["return_logprob"] and asked["logprob_start_len"] == 0
-            ids = torch.tensor(asked["input_ids"])
-            with torch.no_grad():
-                scores = oracle(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0].tolist()
-            lines = [[None, int(ids[0]), None], *([s, int(i), None] for s, i in zip(scores, ids[1:], strict=True))]
-            body = json.dumps({"meta_info": {"input_token_logprobs": lines}}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_):
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        url = f"http://127.0.0.1:{server.server_port}"
-        assert main(["parity", str(folder), "--b", url, "--device", "cpu"]) == 0
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-    assert "in all 1 operations" in capsys.readouterr().out

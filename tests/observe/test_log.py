@@ -10,7 +10,18 @@ from hypothesis import strategies as st
 from tests.observe.story import finished, group, story
 
 from miles.core.errors import ResumeError
-from miles.core.events import GroupFinished, Progress, PromptAdmitted, RunEnded, RunStarted, Saved, StepFinished
+from miles.core.events import (
+    DevicesMoved,
+    EngineJoined,
+    EngineLeft,
+    GroupFinished,
+    Progress,
+    PromptAdmitted,
+    RunEnded,
+    RunStarted,
+    Saved,
+    StepFinished,
+)
 from miles.core.types import Version
 from miles.observe.log import EventLog, PlainLog, RunLogs
 from miles.observe.record import event_record, line, metric_record, timing_record
@@ -238,3 +249,29 @@ def test_live_events_are_no_part_of_what_must_repeat():
     ]
     assert [event_record(e) for e in live] == [None] * 5 == [metric_record(e) for e in live]
     assert event_record(Saved(step=3, name="x")) == {"event": "Saved", "step": 3, "name": "x"}
+
+
+CAME_AND_WENT = (
+    EngineJoined(name="engine 1", address="http://a:1", version=Version(number=3)),
+    DevicesMoved(step=3, ranks=1, engines=2, why="the trainer waited"),
+    EngineLeft(name="engine 0", address="http://a:0"),
+)
+
+
+def test_a_continued_run_need_not_have_the_engines_come_and_go_again(tmp_path):
+    path, events = tmp_path / "events.jsonl", list(story(6))
+    cut = len(story(2)) - 3
+    lively = [*events[:cut], CAME_AND_WENT[0], *events[cut : cut + 4], *CAME_AND_WENT[1:], *events[cut + 4 :]]
+    log = EventLog(path, resume_at=None)
+    tell(log, lively)
+    log.close()
+    before = path.read_bytes()
+    assert before.count(b"engine 1") == before.count(b"DevicesMoved") == 1
+    log = EventLog(path, resume_at=offset_after(2))
+    tell(log, events[cut : cut + 2])
+    log(CAME_AND_WENT[2])  # among lines that are repeated there is no place for it
+    tell(log, events[cut + 2 :])
+    assert not log.ahead() and log.offset() == len(before)
+    log(CAME_AND_WENT[2])
+    log.close()
+    assert path.read_bytes() == before + line(event_record(CAME_AND_WENT[2]) or {})

@@ -120,3 +120,10 @@ def test_a_file_with_a_column_missing_is_refused_by_name(tmp_path):
     pq.write_table(table.drop_columns(["span_lengths"]), tmp_path / "b")
     with pytest.raises(DataError, match="does not hold whole groups: 'span_lengths'"):
         read_taken(tmp_path / "b")
+
+
+def test_a_file_that_does_not_tell_policies_is_read_all_the_same(tmp_path):
+    path, one = tmp_path / "step-000001.parquet", group(3, [0.0, 1.0])
+    write_step(path, taken(1, [one]))
+    pq.write_table(pq.read_table(path).drop_columns(["policy"]), path)
+    assert [each.reward.value for each in read_taken(path).groups[0].trajectories] == [0.0, 1.0]

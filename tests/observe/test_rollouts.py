@@ -42,6 +42,15 @@ def test_every_branch_is_a_row_with_its_tokens_and_advantages(tmp_path):
     assert middle["advantages"].tolist() == [0, 0, 0.5, 0.5, 0, 0.5]
 
 
+def test_a_row_tells_which_policy_wrote_it(tmp_path):
+    words = (span(Author.PROMPT, [1]), span(Author.POLICY, [5], 2))
+    played = trajectory(0, 1.0, branches=(words, words), roles=["speaker", "listener"])
+    silent = trajectory(2, 0.0, branches=((span(Author.PROMPT, [1]),),))
+    one = Group(prompt=Prompt(id=7, messages=[]), trajectories=(played, trajectory(1, 1.0), silent))
+    write_step(step_path(tmp_path, 1), taken(1, [one]))
+    assert [row["policy"] for row in read_step(step_path(tmp_path, 1))] == ["speaker", "listener", "actor", None]
+
+
 def test_the_same_prompt_twice_in_a_batch_keeps_its_own_advantages(tmp_path):
     groups = [group(3, [0.0, 1.0], length=2), group(3, [0.0, 1.0], length=4)]
     write_step(step_path(tmp_path, 1), taken(1, groups))

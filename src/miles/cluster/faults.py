@@ -27,3 +27,8 @@ class FaultConfig:
         "taken for frozen and ended; 0 waits for ever.",
         unit="s",
     )
+    slow_rank_factor: float = knob(
+        1.5,
+        "How many times the median of the others a rank of the trainer, or an engine behind HTTP, takes for a token "
+        "when it is named as slow, once it has done so several times in a row; 0 names nobody.",
+    )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import stat
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -30,8 +31,17 @@ _SIOCGIFADDR = 0x8915
 _BROKEN = ("gloo/", "NCCL", "Connection closed by peer", "Connection reset by peer", "rocess group")
 
 
+# Where ranks are on several machines: the sockets of this process, by descriptor and inode, before it met the others,
+# and those that it has made since then, for them as far as can be told.
+_before: set[tuple[int, int]] | None = None
+_made: set[tuple[int, int]] = set()
+
+
 def join(place: Place) -> torch.device:
     """Meet the others of the team; returns this rank's device, which is the current one from now on."""
+    global _before
+    _made.clear()
+    _before = _sockets() if place.meeting else None
     device = torch.device(place.device)
     if device.type != "cpu":
         torch.cuda.set_device(device)
@@ -60,14 +70,36 @@ def _store(place: Place, limit: timedelta) -> Store:
 
 def bound(seconds: float) -> None:
     """Give every group there is this deadline: torch's own for those made of the default group's ranks is another."""
+    if _before is not None:
+        _made.update(_sockets() - _before)
     for group in list(inner._world.pg_map):
         inner._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def abort() -> None:
-    """End what is under way in any group, from whatever thread; they are of no more use, and still to be left."""
+    """End what is under way in any group, from whatever thread; they are of no more use, and still to be left.
+
+    Gloo waits for a peer until its connection breaks, and that to a machine which is cut off never does: it is broken
+    here. What else was connected in the meantime, such as a request that is under way, is tried again by its owner.
+    """
+    if _before is not None:
+        now = _sockets()
+        for descriptor, _ in (_made or now - _before) & now:
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as way:
+                if way.family in (socket.AF_INET, socket.AF_INET6) and way.getpeername():
+                    way.shutdown(socket.SHUT_RDWR)
     for group in list(inner._world.pg_map):
         group.abort()
+
+
+def _sockets() -> set[tuple[int, int]]:
+    found: set[tuple[int, int]] = set()
+    for name in os.listdir("/dev/fd"):
+        with suppress(OSError):
+            about = os.fstat(int(name))
+            if stat.S_ISSOCK(about.st_mode):
+                found.add((int(name), about.st_ino))
+    return found
 
 
 def leave(*, broken: bool = False) -> None:

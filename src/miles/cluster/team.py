@@ -221,7 +221,8 @@ class Team:
         )
         self._closing = False
         self.cause, self.gone = "", False
-        self._silent: set[int] = set()
+        self._silent: dict[int, str] = {}
+        self._spoken_to = 0
         self._ended = threading.Event()
         places = [replace(self.place, rank=rank, device=devices[rank]) for rank in range(1, self.world)]
         started = starts(follow, places, codec)
@@ -238,11 +239,17 @@ class Team:
             self.check()
             if len(message) > _LONG and not self.place.meeting:
                 message = self._lay(message)
+            late = threading.Timer(self.patience, self._deaf)
+            late.start()
             try:
-                for pipe in self._pipes:
+                for rank, pipe in enumerate(self._pipes, 1):
+                    self._spoken_to = rank
                     pipe.send_bytes(message)
             except OSError as error:
                 raise self.lose(error=error) from error
+            finally:
+                self._spoken_to = 0
+                late.cancel()
 
     def replies(self, patience: float | None = None) -> list[Any]:
         """What each says to the last message, in order of rank; all within ``patience``, the team's when not given."""
@@ -273,6 +280,13 @@ class Team:
             self.lose()
         if self.fault:
             raise self._error(self.fault)
+
+    def _deaf(self) -> None:
+        """A pipe is full, and its rank has taken nothing out of it for the team's patience: it is ended for that."""
+        rank = self._spoken_to
+        if rank:
+            self._silent[rank] = f"took no message for {self.patience:g} s and was ended"
+            self._processes[rank - 1].kill()
 
     def _lay(self, message: bytes) -> bytes:
         path = self.place.folder / f"message-{time.monotonic_ns()}"
@@ -312,7 +326,7 @@ class Team:
         """End all followers; none is left when this returns."""
         with self.turn:
             if not self.fault:
-                self.fault = f"{self.name} was closed"
+                self.fault, self._closing = f"{self.name} was closed", True
                 for pipe in self._pipes:
                     try:
                         pipe.send_bytes(_CODEC.pack("close"))
@@ -331,7 +345,9 @@ class Team:
         while not self._ended.wait(interval(self.place.heartbeat)):
             for rank in [rank for rank, pulse in pulses.items() if not pulse.look()]:
                 del pulses[rank]
-                self._silent.add(rank)
+                self._silent[rank] = (
+                    f"gave no sign of life for {self.place.heartbeat:g} s (--heartbeat-timeout) and was ended"
+                )
                 self._processes[rank - 1].kill()
 
     def _cause(self, error: BaseException | None) -> tuple[str, bool]:
@@ -345,8 +361,7 @@ class Team:
                 if words := self._last_words(rank):
                     return f"rank {rank} of {self.world} failed: {words}", False
                 if rank in self._silent:
-                    quiet = f"gave no sign of life for {self.place.heartbeat:g} s (--heartbeat-timeout) and was ended"
-                    return f"rank {rank} of {self.world} {quiet}", True
+                    return f"rank {rank} of {self.world} {self._silent[rank]}", True
                 if process.exitcode not in (0, LOST):
                     return f"the process of rank {rank} of {self.world} {_ending(process.exitcode)}", True
             left = deadline - time.monotonic()

@@ -4,7 +4,8 @@ An event that is logged holds only what a deterministic run would repeat to the 
 readings ride in ``seconds``, which the event log and ``metrics.jsonl`` leave out and ``timings.jsonl``
 keeps. Live events (``RunStarted``, ``PromptAdmitted``, ``Progress``, ``SaveFailed``, ``RunEnded``, and a ``Saved``
 that was not on the schedule) tell a watcher what goes on now and are never logged: a run that was
-killed and continued would have others.
+killed and continued would have others. ``EngineJoined``, ``EngineLeft`` and ``DevicesMoved`` are logged where they
+happened, and a run that is continued need not repeat them.
 """
 
 from __future__ import annotations
@@ -103,6 +104,33 @@ class SaveFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineJoined:
+    """An engine came while the run went on: it has the weights of ``version``, and takes requests from now on."""
+
+    name: str
+    address: str
+    version: Version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLeft:
+    """An engine was told to leave, and did; what it had under way ended there or went on elsewhere."""
+
+    name: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicesMoved:
+    """After ``step`` steps, ``ranks`` train and ``engines`` of the run's own sample, for the reason ``why``."""
+
+    step: int
+    ranks: int
+    engines: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnded:
     """The loop stopped after ``step`` steps; ``finished`` is false when it was asked to stop early."""
 
@@ -112,6 +140,9 @@ class RunEnded:
 
 LIVE = (RunStarted, PromptAdmitted, Progress, SaveFailed, RunEnded)
 """Events that are told and not logged."""
+
+UNREPEATED = (EngineJoined, EngineLeft, DevicesMoved)
+"""Events that are logged, and that a run which is continued need not have again."""
 
 Event = (
     RunStarted
@@ -123,5 +154,8 @@ Event = (
     | Evaluated
     | Saved
     | SaveFailed
+    | EngineJoined
+    | EngineLeft
+    | DevicesMoved
     | RunEnded
 )

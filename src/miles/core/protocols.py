@@ -5,7 +5,7 @@ Doors a user may replace (plug points) are plain callables; doors between planes
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -191,6 +191,18 @@ class Engine(Protocol):
     """The policy, as the rollout plane sees it: something that writes tokens."""
 
     async def generate(self, tokens: Tokens, sampling: Sampling) -> Completion: ...
+
+
+Hear = Callable[[Sequence[int]], None]
+"""Told tokens as they are drawn, each once and in order, on the event loop; it must not wait."""
+
+
+@runtime_checkable
+class Aloud(Engine, Protocol):
+    """An Engine that can be listened to while it writes. The completion is what counts: where an engine cuts behind a
+    stop text that it sees late, ``hear`` was told more."""
+
+    async def generate_aloud(self, tokens: Tokens, sampling: Sampling, hear: Hear) -> Completion: ...
 
 
 class EngineControl(Protocol):

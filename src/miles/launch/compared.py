@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from miles.models.taps import CHOICES, Place, common
+from miles.models.taps import CHOICES, OPERATIONS, Place, common
 
 _SHOWN = 12
 """Layers whose every operation is shown; of more, only what they leave behind, and those where programs part."""
@@ -41,10 +41,14 @@ class Gap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """Every operation both programs tell of, in order; ``layers`` is how many the model has."""
+    """Every operation both programs tell of, in order; ``layers`` is how many the model has.
+
+    ``unseen`` are the places that only one tells of, or both in different shapes.
+    """
 
     gaps: tuple[Gap, ...]
     layers: int
+    unseen: tuple[Place, ...] = ()
 
     def first(self, tolerance: float | None) -> Gap | None:
         """Where they part first: beyond ``tolerance``, or None for by any bit."""
@@ -62,7 +66,9 @@ def compare(a: Mapping[Place, Tensor], b: Mapping[Place, Tensor], *, layers: int
             growth = gap.relative / before if before else None
             before, gap = gap.relative, Gap(**{**_fields(gap), "growth": growth})
         gaps.append(gap)
-    return Compared(gaps=tuple(gaps), layers=layers)
+    seen = {gap.place for gap in gaps}
+    unseen = sorted({*a, *b} - seen, key=lambda place: (place[0], OPERATIONS.index(place[1])))
+    return Compared(gaps=tuple(gaps), layers=layers, unseen=tuple(unseen))
 
 
 def _fields(gap: Gap) -> dict[str, object]:
@@ -108,7 +114,8 @@ def as_text(found: Compared, *, a: str, b: str, tolerance: float | None) -> str:
         + "  ".join(f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
         for row in rows
     ]
-    return "\n".join([*(line.rstrip() for line in lines), "", sentence(found, a=a, b=b, tolerance=tolerance)])
+    told = [*(line.rstrip() for line in lines), "", sentence(found, a=a, b=b, tolerance=tolerance)]
+    return "\n".join([*told, *hidden(found)])
 
 
 def sentence(found: Compared, *, a: str, b: str, tolerance: float | None) -> str:
@@ -125,6 +132,20 @@ def sentence(found: Compared, *, a: str, b: str, tolerance: float | None) -> str
     else:
         by = f"{first.most:.3g} at most, {first.mean:.3g} on average, {first.relative:.3g} of its size"
     return f"{a} and {b} part at {where}: {by}; log-probs then differ by {last.most:.3g} at most."
+
+
+def hidden(found: Compared) -> list[str]:
+    """What could not be held side by side, in one sentence, if there is any."""
+    missing = {name: sum(place[1] == name for place in found.unseen) for _, name in found.unseen}
+    if not missing:
+        return []
+    seen = {gap.place[1] for gap in found.gaps}
+    parts = [
+        f"{name} (in {missing[name]} of {found.layers} layers)" if name in seen else name
+        for name in OPERATIONS
+        if name in missing
+    ]
+    return [f"Not compared, since not both show it: {', '.join(parts)}."]
 
 
 def _chosen(found: Compared, first: Gap | None) -> Sequence[Gap]:

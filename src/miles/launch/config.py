@@ -12,7 +12,7 @@ from miles.cluster.config import ClusterConfig
 from miles.cluster.faults import FaultConfig
 from miles.cluster.ray.config import RayConfig
 from miles.cluster.route.config import RouteConfig
-from miles.config.knob import knob
+from miles.config.knob import knob, mail
 from miles.models.config import ModelConfig
 from miles.observe.config import ObserveConfig
 from miles.plug.config import PlugConfig
@@ -20,6 +20,7 @@ from miles.rollout.cast.config import CastConfig
 from miles.rollout.config import RolloutConfig
 from miles.rollout.session.config import AgentConfig
 from miles.rollout.tools.config import ToolsConfig
+from miles.schedule.bounds import ElasticConfig
 from miles.schedule.config import ScheduleConfig
 from miles.schedule.tempo import TempoConfig
 from miles.train.config import TrainConfig
@@ -41,6 +42,7 @@ class Config:
     megatron: MegatronConfig
     schedule: ScheduleConfig
     tempo: TempoConfig
+    bounds: ElasticConfig
     native: NativeConfig
     sglang: SglangConfig
     cluster: ClusterConfig
@@ -111,10 +113,29 @@ class ShowRoot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EnginesOptions:
+    """Who is to join a run that goes on, and who to leave it."""
+
+    add: tuple[str, ...] = knob((), "Have these servers, which run already, join, as in http://host:30000.")
+    add_servers: int | None = knob(None, "Start so many more servers of the run's own kind.", unit="N")
+    remove: tuple[str, ...] = knob((), "Have these engines, by address or name, give their requests back and leave.")
+    timeout: float = knob(600.0, "How long to wait until the run has done it.", unit="s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginesRoot:
+    """The root of the options of ``miles engines``."""
+
+    engines: EnginesOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParityOptions:
     """Which two programs read which tokens, and what counts as agreement."""
 
-    a: str = knob("native", "One program: native, fsdp, transformers, megatron, or the address of an SGLang server.")
+    a: str = knob(
+        "native", "One program: native, sglang, transformers, fsdp, megatron, or the address of an SGLang server."
+    )
     b: str = knob("fsdp", "The program it is held against; likewise.")
     other: str | None = knob(None, "Another checkpoint of the same shape for --b to read, instead of MODEL.", path=True)
     dtype: Literal["auto", "float32", "bfloat16"] = knob("auto", "The precision both compute in, as in miles train.")
@@ -134,6 +155,8 @@ class ParityOptions:
     prefill_chunk: int = knob(7, "Tokens that native computes in one step of its engine.", unit="tokens")
     device: Literal["auto", "cpu", "cuda"] = knob("auto", "What to compute on.")
     trust_remote_code: bool = knob(False, "Let transformers run Python code that a checkpoint came with.")
+    sglang_python: str | None = knob(None, "The interpreter that has sglang installed; without it this one.")
+    sglang_flags: tuple[str, ...] = mail("sglang", "Flags of SGLang's own server, which sglang is started with.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from miles.launch.config import Config
@@ -24,14 +25,22 @@ def held() -> Reserved | None:
 
 
 @contextmanager
-def placed(config: Config) -> Iterator[None]:
-    """Have what the run asks of the cluster, if it asks one; refuses what it has no room for."""
+def placed(config: Config, run_dir: Path) -> Iterator[None]:
+    """Have what the run asks of the cluster, if it asks one; refuses what it has no room for.
+
+    A run that goes on has had that room before: it waits for nodes that were lost.
+    """
     if not on_ray(config):
         yield
         return
     from miles.cluster.ray.reserve import Reserved, device_ids
 
-    reserved = Reserved(need_of(config), address=config.ray.ray_address, seconds=config.ray.ray_placement_timeout)
+    reserved = Reserved(
+        need_of(config),
+        address=config.ray.ray_address,
+        seconds=config.ray.ray_placement_timeout,
+        returning=(run_dir / "config.toml").exists(),
+    )
     known = os.environ.get(_VISIBLE)
     try:
         if reserved.need.kind == "GPU":  # this process is the first rank, and computes on the device it was given

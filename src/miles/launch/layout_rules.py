@@ -1,6 +1,7 @@
 """Rules of a trainer that spans several devices: the layout fits the ranks, the model fits the layout."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 
 from miles.algo.config import GIVEN, WITH_CRITIC
@@ -19,11 +20,16 @@ def world_of(c: Config) -> int:
     return c.cluster.actor_num_nodes * c.cluster.actor_num_gpus_per_node
 
 
+def with_ranks(c: Config, ranks: int) -> Config:
+    """The same run with so many ranks that train, on this machine."""
+    return replace(c, cluster=replace(c.cluster, actor_num_gpus_per_node=ranks))
+
+
 def is_team(c: Config) -> bool:
-    """Do ranks hold the models together? One alone does under fsdp, whole and in this process."""
+    """Do ranks hold the models together? One alone that stays alone does under fsdp, whole and in this process."""
     if c.observe.debug_rollout_only:
         return False
-    return world_of(c) > 1 or c.train.train_backend != "fsdp"
+    return world_of(c) > 1 or c.train.train_backend != "fsdp" or c.bounds.elastic
 
 
 def layout_of(c: Config) -> Layout:

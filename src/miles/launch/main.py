@@ -23,7 +23,7 @@ from miles.config.table import Dataclass
 from miles.core.errors import MilesError, UsageError
 from miles.kernels import arithmetic
 from miles.launch import supervise
-from miles.launch.config import Config, DemoConfig, ParityRoot, ReplayRoot, RouteRoot, ServeRoot, ShowRoot
+from miles.launch.config import Config, DemoConfig, EnginesRoot, ParityRoot, ReplayRoot, RouteRoot, ServeRoot, ShowRoot
 from miles.launch.ranges import out_of_range
 from miles.launch.retired import explain
 
@@ -195,6 +195,14 @@ def _show(argv: list[str]) -> int:
     return show(Path(run[0]), options)
 
 
+def _engines(argv: list[str]) -> int:
+    run, rest = _run_of("engines", argv, words=1)
+    options = _options(EnginesRoot, rest).engines
+    from miles.launch.asking import engines
+
+    return engines(Path(run[0]), options)
+
+
 def _replay(argv: list[str]) -> int:
     (run, step), rest = _run_of("replay", argv, words=2)
     options = _options(ReplayRoot, rest).replay
@@ -295,6 +303,12 @@ COMMANDS: dict[str, _Command] = {
         run=_show,
         root=ShowRoot,
         more="RUN is the directory of a run; --no-color prints plain text.",
+    ),
+    "engines": _Command(
+        usage="RUN [--add ADDRESS ...] [--add-servers N] [--remove ENGINE ...]",
+        help="List the engines of a run that goes on, and have some join or leave.",
+        run=_engines,
+        root=EnginesRoot,
     ),
     "replay": _Command(
         usage="RUN STEP [--flags]",

@@ -15,14 +15,17 @@ import shutil
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from miles.cluster.local import Run
+from miles.cluster.slow import Slowness
+from miles.core import notes
 from miles.core.errors import MilesError, TrainerError
 from miles.core.protocols import Credit
 from miles.core.types import Batch, StepReport, Version
@@ -51,17 +54,19 @@ class Memory:
 
 
 class MendedTrainer:
-    """Implements trainer.Trains with whatever team ``start`` gives, of which there is one at a time.
+    """Implements trainer.Trains with whatever team of so many ranks ``start`` gives, of which there is one at a time.
 
     ``most`` is how often ranks are started again without a new checkpoint in between; ``tell`` is given a sentence of
-    each time. Until it has a ``memory`` nothing is mended.
+    each time, and of a rank that is ``slow`` times as slow as the others. Until it has a ``memory`` nothing is mended.
     """
 
-    def __init__(self, start: Callable[[], TeamTrainer], run: Run, *, most: int) -> None:
-        self._start, self._run, self._most = start, run, most
+    def __init__(
+        self, start: Callable[[int], TeamTrainer], ranks: int, run: Run, *, most: int, slow: float = 0.0
+    ) -> None:
+        self._start, self._ranks, self._run, self._most = start, ranks, run, most
         self.memory: Memory | None = None
         self.tell: Callable[[str], None] = lambda sentence: None
-        self._team = start()
+        self._team = start(ranks)
         # Publications come from another thread than steps.
         self._turn = threading.RLock()
         self._base: Path | None = None
@@ -70,6 +75,7 @@ class MendedTrainer:
         self._version: Version | None = None
         self._asleep = False
         self._mended_at, self._times = -1, 0
+        self._slowness = Slowness(slow)
 
     async def step(self, batch: Batch) -> StepReport:
         return await self._run(lambda: self._do("step", batch))
@@ -96,15 +102,53 @@ class MendedTrainer:
         """Replace ranks as soon as one ends, also while nothing is asked of them; raises when that is of no use."""
         while True:
             team = self._team
-            with suppress(TrainerError):
-                await team.lost()
-            await self._run(self._mend_unasked)
+            watching = asyncio.create_task(team.lost())
+            try:
+                while self._team is team and not watching.done():  # others may have taken its place
+                    await asyncio.wait((watching,), timeout=_LOOK)
+                if watching.done():
+                    with suppress(TrainerError):
+                        await watching
+                    await self._run(self._mend_unasked)
+            finally:
+                watching.cancel()
             while self._team is team:
                 await asyncio.sleep(_LOOK)
+
+    async def resize(self, ranks: int, folder: Path) -> None:
+        """Go on with so many ranks, from the state there is, which is handed over in ``folder``.
+
+        Where they cannot be had, that is raised, and there are as many as before.
+        """
+        await self._run(lambda: self._resize(ranks, folder))
 
     def close(self) -> None:
         """End all ranks; none is left when this returns."""
         self._team.close()
+
+    def _resize(self, ranks: int, folder: Path) -> None:
+        with self._turn:
+            if (failure := self._do("save", folder)) is not None:
+                raise failure
+            notes.outcome(folder)
+            notes.clear(folder)
+            self._team.close()
+            _clear()
+            try:
+                self._team, self._ranks = self._loaded(ranks, folder), ranks
+            except TrainerError:
+                _clear()
+                self._team = self._loaded(self._ranks, folder)
+                raise
+
+    def _loaded(self, ranks: int, folder: Path) -> TeamTrainer:
+        team = self._start(ranks)
+        try:
+            team.together("load", folder)
+        except TrainerError:
+            team.close()
+            raise
+        return team
 
     # -- doing ------------------------------------------------------------------------------
 
@@ -122,7 +166,17 @@ class MendedTrainer:
                     if verb == "save":
                         _empty(content)
             self._remember(verb, content, found)
-            return found
+            return self._compared(content.step, found) if isinstance(found, StepReport) else found
+
+    def _compared(self, step: int, report: StepReport) -> StepReport:
+        """The report, with how the ranks' own work compares; a rank that stays behind is named."""
+        paces = self._team.paces
+        if len(paces) < 2:
+            return report
+        for slow in self._slowness.look(step, paces):
+            self.tell(slow.said("step"))
+        read = {"own_per_token_median": median(paces.values()), "slowest_rank": self._slowness.most}
+        return replace(report, seconds={**report.seconds, **read})
 
     def _remember(self, verb: str, content: Any, found: Any) -> None:
         if verb == "load":
@@ -151,11 +205,9 @@ class MendedTrainer:
             self._count(step, error)
             self.tell(self._said(folder, step))
             self._team.close()
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            _clear()
             try:
-                self._team = self._start()
+                self._team = self._start(self._ranks)
                 self._catch_up(folder, step)
                 return
             except TrainerError as again:
@@ -207,6 +259,13 @@ class MendedTrainer:
             version = self._team.together("step", last or self.memory.batch(number)).version
         if version is not None and version != self._version:
             raise MilesError(f"the trainer came back with version {version.number}, and not {self._version}")
+
+
+def _clear() -> None:
+    """Give back what ranks that are gone had here."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _there(memory: Memory, step: int) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from miles.backends.sglang import flags
 from miles.cluster import platform
 from miles.core.errors import UsageError
 from miles.core.types import Tokens
@@ -34,7 +35,8 @@ def parity(model: str, options: ParityOptions) -> int:
     folder = newest_checkpoint(given) or given
     if why := why_not_a_checkpoint(folder):
         raise UsageError(f"{model} {why}")
-    sides = side_of(options.a), side_of(options.b)
+    _refuse(options)
+    sides = [side_of(name, sglang_python=options.sglang_python) for name in (options.a, options.b)]
     spec = chosen_spec(folder, "native")
     if options.parity == "exact" and (problem := inexact(spec)) is not None:
         raise UsageError(f"--parity exact cannot be had of this model: {problem}; leave it out.")
@@ -47,6 +49,8 @@ def parity(model: str, options: ParityOptions) -> int:
         dtype=dtype,
         prefill_chunk=options.prefill_chunk,
         trusted=options.trust_remote_code,
+        sglang_python=options.sglang_python,
+        sglang_flags=options.sglang_flags,
     )
     other = what if options.other is None else replace(what, folder=_other(Path(options.other), spec))
     sequences = sequences_of(given, folder, spec, options)
@@ -59,6 +63,22 @@ def parity(model: str, options: ParityOptions) -> int:
     print(f"{folder}: {options.a} against {options.b}, {count} tokens, {_plain(dtype)}, {where.device}\n")
     print(as_text(found, a=names[0], b=names[1], tolerance=tolerance))
     return 0 if found.first(tolerance) is None else 1
+
+
+def _refuse(options: ParityOptions) -> None:
+    """What two sides cannot be asked for together, each in a sentence."""
+    sides = (options.a, options.b)
+    wrong = list(flags.problems(options.sglang_flags))
+    if options.other is not None and "://" in options.b:
+        wrong.append("--other is a checkpoint that --b opens, and a server has its own; leave it out.")
+    if options.parity == "exact" and "megatron" in sides:
+        wrong.append("--parity exact cannot be had of megatron, whose operations are not all ours; leave it out.")
+    elif options.parity == "exact" and not {"native", "fsdp"} & set(sides):
+        wrong.append("--parity exact is the arithmetic of native and fsdp, and neither is compared; leave it out.")
+    if (options.sglang_flags or options.sglang_python) and "sglang" not in sides:
+        wrong.append("--sglang-python and flags of SGLang are for --a or --b sglang, and neither is; leave them out.")
+    if wrong:
+        raise UsageError(wrong)
 
 
 def _other(given: Path, spec: DecoderSpec) -> Path:

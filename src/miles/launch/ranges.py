@@ -192,6 +192,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "max_restarts": NOT_NEGATIVE,
         "trainer_max_restarts": NOT_NEGATIVE,
         "heartbeat_timeout": NOT_NEGATIVE,
+        "slow_rank_factor": NOT_NEGATIVE,
         # cluster
         "num_threads": COUNT,
         "actor_num_nodes": COUNT,
@@ -226,6 +227,13 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "max_quarantine_secs": POSITIVE,
         # demo
         "steps": COUNT,
+        # elastic
+        "elastic_min_engines": COUNT,
+        "elastic_min_ranks": COUNT,
+        "elastic_patience": COUNT,
+        # engines
+        "add_servers": COUNT,
+        "timeout": POSITIVE,
         # show and replay
         "step": COUNT,
         "sample": NOT_NEGATIVE,

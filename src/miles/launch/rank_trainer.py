@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import socket
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -35,7 +36,7 @@ from miles.launch.mathematics import plugs_of
 from miles.launch.plan import Plan, plan_of
 from miles.launch.policy import Start, read_start
 from miles.launch.trainer import Models, worker_of
-from miles.train.roles import TrainModel
+from miles.train.roles import Paced, TrainModel
 from miles.train.worker import Worker
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ BACKENDS: Mapping[str, Callable[[Config, Plan, Start], Models]] = {"fsdp": _fsdp
 _STARTING = 300.0
 # How far apart ranks may be in a number that all of them know.
 _CLOSE = 1e-6
+# What a rank's report calls the seconds of its own that a token took.
+_PACE = "own_per_token"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +95,9 @@ class RankTrainer:
         }
 
     def step(self, batch: Batch) -> StepReport:
-        return _now(self._worker.step(batch))
+        report = _now(self._worker.step(batch))
+        pace = self._actor.pace() if isinstance(self._actor, Paced) else None
+        return report if pace is None else replace(report, seconds={**report.seconds, _PACE: pace})
 
     def save(self, folder: Path) -> CheckpointError | None:
         """What could not be written, if so: on the first rank that need not be the end of the run."""
@@ -174,7 +179,7 @@ def follow(place: Place, line: Line) -> None:
         plan, plugs = plan_of(opening.config), plugs_of(opening.config)
         rank = _open(opening.config, plan, start, steps=opening.steps, plugs=plugs)
         group.bound(place.patience)
-    line.say("open")
+    line.say("open", socket.gethostname())
     while True:
         verb, content = line.hear()
         if verb == "close":
@@ -238,8 +243,8 @@ def _far_ranks(cluster: Reserved) -> FarRanks:
 
 
 def _opened(team: Team, config: Config, plan: Plan, policy: Start, *, steps: int, plugs: Plugs) -> RankTrainer:
+    team.watch(group.abort)  # also while they meet
     device = group.join(team.place)
-    team.watch(group.abort)
     if device.type == "cpu":
         _share_cores(config, team.world)
     start = replace(policy, platform=replace(policy.platform, device=device))
@@ -257,11 +262,14 @@ class TeamTrainer:
     def __init__(self, team: Team, run: Run) -> None:
         self._team, self._run = team, run
         self._rank: RankTrainer | None = None
+        self._hosts = [socket.gethostname()]
+        self.paces: Mapping[str, float] = {}
+        """What each rank called its own of the last step, in seconds a token."""
 
     def open(self, build: Callable[[], RankTrainer]) -> None:
         """Build this rank's share while the others, who have been told to, build theirs."""
         self._rank = self._own(build)
-        self._team.replies()
+        self._hosts += self._team.replies()
 
     async def step(self, batch: Batch) -> StepReport:
         return await self._run(lambda: self.together("step", batch))
@@ -313,12 +321,19 @@ class TeamTrainer:
         with self._team.turn:
             self._team.tell(verb, content)
             mine = self._own(partial(self._rank.verbs[verb], content if own is None else own))
-            for rank, theirs in enumerate(self._team.replies(), 1):
+            replies = self._team.replies()
+            if isinstance(mine, StepReport):
+                self.paces = self._paced([mine, *replies])
+            for rank, theirs in enumerate(replies, 1):
                 if difference := _difference(mine, theirs):
                     raise self._team.lose(
                         f"rank {rank} of {self._team.world} came to another result than rank 0: {difference}"
                     )
             return mine
+
+    def _paced(self, reports: Sequence[StepReport]) -> dict[str, float]:
+        named = zip((f"rank {rank} on {host}" for rank, host in enumerate(self._hosts)), reports, strict=True)
+        return {name: report.seconds[_PACE] for name, report in named if _PACE in report.seconds}
 
     def _own(self, work: Callable[[], T]) -> T:
         """This rank's share: an error here leaves the others in the middle, so it ends them."""

@@ -18,6 +18,7 @@ from miles.launch.config import Config
 from miles.launch.data_rules import DATA, held_out_sets_are_pairs_of_a_name_and_a_file
 from miles.launch.debug_rules import DEBUG
 from miles.launch.distill_rules import DISTILLATION
+from miles.launch.elastic_rules import ELASTIC
 from miles.launch.engine_rules import ENGINE, an_engine_spans_devices_that_are_there
 from miles.launch.exact_rules import EXACT, EXACT_ENGINE
 from miles.launch.found import spec_or_none, told, why_not_a_checkpoint
@@ -284,6 +285,7 @@ TRAIN: tuple[Rule, ...] = (
     *SERVERS,
     *RAY,
     *LAYOUT,
+    *ELASTIC,
     *EXACT,
     a_model_reads_as_far_as_its_positions_go,
 )

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from miles.backends.native.engine import NativeEngine
 from miles.cluster import stacks
 from miles.core.errors import ResumeError
 from miles.core.events import Event
@@ -18,11 +19,13 @@ from miles.core.protocols import Observer
 from miles.kernels import arithmetic
 from miles.launch.config import Config
 from miles.launch.dumped import dumps_of
+from miles.launch.elastic_rules import last_split, split_of
 from miles.launch.found import newest_checkpoint
 from miles.launch.garbage import collect_seldom, inside_of
 from miles.launch.hosting import placed
 from miles.launch.mending import MendedTrainer
-from miles.launch.plan import Plan
+from miles.launch.parity_hint import ParityHint, pointed
+from miles.launch.plan import Plan, plan_of
 from miles.launch.plugged import trackers_of
 from miles.launch.rundir import RunDirectory
 from miles.launch.watchman import Watchman
@@ -78,7 +81,7 @@ def closing(
 def run(config: Config, plan: Plan, origins: Mapping[str, str], *, view: View, watch: Watch | None = None) -> bool:
     """Run the loop to its end or until it is asked to stop; true when it came to its end."""
     arithmetic.use(config.models.parity)
-    with placed(config):
+    with placed(config, plan.run_dir), pointed(config, plan.run_dir):
         return _in_directory(config, plan, origins, view=view, watch=watch)
 
 
@@ -91,6 +94,7 @@ def _in_directory(config: Config, plan: Plan, origins: Mapping[str, str], *, vie
     )
     try:
         start = directory.claim(config, origins)
+        config, plan = continued(config, plan, view.note)
         resumed = start is not None
         if start is None and config.schedule.load is not None:
             start = initial(Path(config.schedule.load), plan.steps)
@@ -99,6 +103,16 @@ def _in_directory(config: Config, plan: Plan, origins: Mapping[str, str], *, vie
         return asyncio.run(_run(config, plan, directory, start, resumed=resumed, view=view, watch=watch))
     finally:
         directory.release()
+
+
+def continued(config: Config, plan: Plan, note: Callable[[str], None]) -> tuple[Config, Plan]:
+    """A run whose devices move, as it stood: with as many ranks and engines as it had last."""
+    found = last_split(config, plan.run_dir)
+    if found is config:
+        return config, plan
+    split = split_of(found)
+    note(f"Ranks {split.ranks}, engines {split.engines}, as this run had them last (--elastic).")
+    return found, plan_of(found)
 
 
 async def _run(
@@ -114,7 +128,8 @@ async def _run(
     watcher = _Watcher(watch)
     stacks.open_folder(directory.path / "logs" / "stacks")
     watchman = Watchman(directory.path / "logs", config.schedule.stall_timeout, view.note)
-    views = [view, watchman, *trackers_of(config), *([watcher] if watch else [])]
+    hint = ParityHint(config, directory.path, view.note)
+    views = [view, watchman, hint, *trackers_of(config), *([watcher] if watch else [])]
     journal = _journal(config, directory, start[1] if start and resumed else None, view, views)
     try:
         with view.stage("Loading the model and the prompts"):
@@ -123,6 +138,9 @@ async def _run(
             _announce(wired, start, resumed, view)
             if isinstance(wired.trainer, MendedTrainer):
                 wired.trainer.tell = view.note
+            for engine in wired.engines:
+                if not isinstance(engine, NativeEngine):
+                    engine.fleet.pace.tell += (view.note,)
             watcher.loop = wired.loop
             collect_seldom(inside_of(config))
             with _stop_on_signals(wired.loop, view), watchman.watching():

@@ -33,7 +33,8 @@ MAY_CHANGE = frozenset(
         *("rollout_num_engines", "rollout_external_engine_addrs", "rollout_engine_token_env", "sglang_python"),
         *("update_weight_transport", "update_weight_buffer_size", "update_weight_timeout", "rollout_start_timeout"),
         *("rollout_health_check_interval", "rollout_health_check_timeout", "rollout_health_check_first_wait"),
-        *("max_restarts", "trainer_max_restarts", "heartbeat_timeout"),
+        *("max_restarts", "trainer_max_restarts", "heartbeat_timeout", "slow_rank_factor"),
+        *("elastic", "elastic_min_engines", "elastic_min_ranks", "elastic_patience"),
         *("rollout_max_restarts", "runtime", "ray_address", "ray_placement_timeout"),
     }
 )

@@ -51,8 +51,8 @@ def servers_that_run_already_are_not_started(c: Config) -> Iterator[str]:
         yield f"{_ADDRESSES} names servers that run already, so --rollout-num-engines means nothing; leave it out."
     if len(set(addresses)) != len(addresses):
         yield f"{_ADDRESSES} names a server twice; name each once."
-    if variable is not None and not addresses:
-        yield f"--rollout-engine-token-env is for {_ADDRESSES}; servers of this run get a key of their own."
+    if variable is not None and not is_remote(c):
+        yield f"--rollout-engine-token-env is for {_ADDRESSES} and servers that join later; leave it out."
     elif variable is not None and not os.environ.get(variable):
         yield f"--rollout-engine-token-env {variable}: there is no such environment variable, or it is empty."
 

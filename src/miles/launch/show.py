@@ -9,6 +9,7 @@ from miles.config.help import shown
 from miles.config.origin import DEFAULT, Origins, values_of
 from miles.config.table import knobs_of, rooms_of
 from miles.launch.config import Config
+from miles.launch.elastic_rules import splits_of
 from miles.launch.formula import objective
 from miles.launch.found import spec_or_none
 from miles.launch.machine import cores, free_memory
@@ -148,6 +149,18 @@ def _engines(config: Config) -> str:
     return f"{engine_count(config)} × {kind}, {'actors of the cluster' if on_ray(config) else 'processes of their own'}"
 
 
+def _elastic(config: Config) -> list[str]:
+    """How far devices may move between the planes, if they do."""
+    if not config.bounds.elastic:
+        return []
+    every, patience = splits_of(config), config.bounds.elastic_patience
+    ranks, engines = [split.ranks for split in every], [split.engines for split in every]
+    return [
+        f"elastic    {min(ranks)} to {max(ranks)} ranks, {min(engines)} to {max(engines)} engines; a device moves when "
+        f"one plane waits for the other {patience} versions in a row"
+    ]
+
+
 def _cluster(config: Config) -> list[str]:
     """What is asked of a Ray cluster, if one is."""
     if not on_ray(config):
@@ -186,6 +199,7 @@ def _placement(config: Config, plan: Plan, spec: DecoderSpec) -> list[str]:
         f"rollout    {rollout}",
         f"train      {train}",
         *_layout(config, plan),
+        *_elastic(config),
         *_cluster(config),
         f"weights    {plan.transport}: {moves}; lease {plan.lease}",
         f"run        {plan.run_dir}",

@@ -104,8 +104,12 @@ def _head(shown: Shown, count: int) -> str:
     parts = {} if trajectory.reward is None else trajectory.reward.parts
     told = f" ({', '.join(f'{name} {fixed(float(part))}' for name, part in parts.items())})" if parts else ""
     unscored = trajectory.metadata.get("unscored")
-    versions = sorted({span.version.number for span in trajectory.spans if span.version is not None})
-    written = f"versions {', '.join(map(str, versions))}" if len(versions) > 1 else ""
+    versions = {span.version for span in trajectory.spans if span.version is not None}
+    several = len({version.policy for version in versions}) > 1
+    told_of = sorted((version.policy if several else "", version.number) for version in versions)
+    written = (
+        f"versions {', '.join(f'{name} {number}'.strip() for name, number in told_of)}" if len(told_of) > 1 else ""
+    )
     label = None if prompt.label is None else f"label {harmless(prompt.label)!r}"
     facts = [
         f"reward {fixed(shown.reward)}{told}" if unscored is None else f"unscored: {unscored}",

@@ -6,12 +6,8 @@ Shapes: T tokens of all sequences, V vocabulary, D hidden.
 from __future__ import annotations
 
 import asyncio
-import json
 import tempfile
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,50 +22,36 @@ from miles.backends.native.engine import NativeEngine
 from miles.backends.native.request import Ask
 from miles.backends.native.runner import Runner
 from miles.cluster.local import Inline
-from miles.core.errors import EngineError, UsageError
+from miles.core.errors import UsageError
 from miles.core.protocols import Sampling
 from miles.core.types import Tokens, Version
 from miles.kernels.head import logits_of
+from miles.launch.sglang_side import launched, visited
+from miles.launch.side import MOST, SECONDS, Model, Side, Traced
 from miles.models import hub
 from miles.models.decoder import Decoder
 from miles.models.foreign.taps import tapped_foreign
-from miles.models.spec import DecoderSpec
-from miles.models.taps import Place, Trace, tapped, watching
+from miles.models.taps import Trace, tapped, watching
 from miles.sync.publish import Publication
 from miles.train.logits import Output, logprobs
 from miles.train.prefix import attend_of
 
-# More logits than this are not kept: the final norm and the log-probs tell the same.
-_LOGITS = 1 << 26
-_SECONDS = 600.0
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
-    """A checkpoint, and how it is computed here. ``prefill_chunk`` is how many tokens an engine's step takes."""
-
-    folder: Path
-    spec: DecoderSpec
-    device: torch.device
-    dtype: torch.dtype
-    prefill_chunk: int
-    trusted: bool = False
-
-
-Traced = Mapping[Place, Tensor]
-Side = Callable[[Model, Sequence[Tokens]], Traced]
-
-
-def side_of(name: str) -> Side:
+def side_of(name: str, *, sglang_python: str | None = None) -> Side:
     """The backend of that name; an address is of a server that speaks SGLang's API."""
     if name.startswith(("http://", "https://")):
-        return lambda model, sequences: _served(name, model, sequences)
-    if name == "transformers" and find_spec("transformers") is None:
-        raise UsageError("--b transformers needs the package transformers, which is not installed.")
-    if name == "megatron" and find_spec("megatron") is None:
-        raise UsageError("megatron needs Megatron-Core, which is not installed; pip install miles-rl[megatron].")
+        return lambda model, sequences: visited(name, model, sequences)
     if name not in SIDES:
         raise UsageError(f"{name} is no backend; there are {', '.join(SIDES)}, or the address of an SGLang server.")
+    if name == "transformers" and find_spec("transformers") is None:
+        raise UsageError("transformers is not installed, and --a or --b names it; pip install transformers.")
+    if name == "megatron" and find_spec("megatron") is None:
+        raise UsageError("megatron needs Megatron-Core, which is not installed; pip install miles-rl[megatron].")
+    if name == "sglang" and sglang_python is None and find_spec("sglang") is None:
+        raise UsageError(
+            "sglang is not installed beside Miles; say with --sglang-python which interpreter has it, or give the "
+            "address of a server instead of the name."
+        )
     return SIDES[name]
 
 
@@ -155,80 +137,54 @@ def _transformers(model: Model, sequences: Sequence[Tokens]) -> Traced:
 
 @torch.no_grad()
 def _megatron(model: Model, sequences: Sequence[Tokens]) -> Traced:
-    """Megatron-Core's modules on one rank: what its layers give, and the log-probs."""
+    """Megatron-Core's modules on one rank: all sequences packed, one after the other."""
+    from miles.backends.megatron.layout import leave as part
     from miles.backends.megatron.model import open_megatron
+    from miles.backends.megatron.taps import tapped_megatron
     from miles.cluster.group import join, leave
     from miles.cluster.layout import Layout
     from miles.cluster.team import Place as Rank
     from miles.launch.parity_rows import rows_for
 
+    _on_a_card()
+    # A trainer leaves out what predicts nothing; here it is to read the last tokens too, so that one more follows.
+    rows, trace, found = rows_for([np.append(s, s[-1]) for s in sequences], model.device), Trace(), list[Tensor]()
+
+    def judge(_: int, output: Output) -> tuple[None, Mapping[str, Tensor]]:
+        found.append(logprobs(output, rows.target_R)[0])
+        return None, {}
+
     with tempfile.TemporaryDirectory() as folder:
-        alone = Rank(
-            team="parity", rank=0, world=1, device=str(model.device), apart=True, folder=Path(folder), patience=_SECONDS
-        )
-        join(alone)
+        alone = {"team": "parity", "rank": 0, "world": 1, "device": str(model.device), "apart": True}
+        join(Rank(**alone, folder=Path(folder), patience=SECONDS))
         try:
-            actor = open_megatron(
-                model.folder, model.spec, Layout(), dtype=model.dtype, frozen=True, device=model.device
-            )
-            trace, found = Trace(), list[Tensor]()
-            for chunk in actor.chunks().values():
-                for index, layer in enumerate(chunk.decoder.layers):
-                    layer.register_forward_hook(lambda m, a, out, i=index: trace.keep(i, "residual", out[0].squeeze(1)))
-            rows = rows_for(sequences, model.device)
-
-            def judge(_: int, output: Output) -> tuple[None, Mapping[str, Tensor]]:
-                found.append(logprobs(output, rows.target_R)[0])
-                return None, {}
-
-            actor.each([rows], judge)
+            how: dict[str, Any] = {"dtype": model.dtype, "frozen": True, "device": model.device}
+            actor = open_megatron(model.folder, model.spec, Layout(), **how)
+            (trunk,) = actor.chunks().values()
+            with tapped_megatron(trunk, model.spec, trace):
+                actor.each([rows], judge)
         finally:
+            part()
             leave()
-    trace.keep(model.spec.num_layers, "log-probs", found[0][:, None])
-    return trace.whole()
+    real_R = np.concatenate([np.arange(len(tokens)) < len(tokens) - 1 for tokens in sequences])
+    return _ended(model, trace, trunk.head().detach(), found[0][torch.from_numpy(real_R).to(found[0].device)])
+
+
+def _on_a_card() -> None:
+    """Megatron asks for CUDA by name, wherever its tensors are."""
+    try:
+        torch.cuda.current_device()
+    except (AssertionError, RuntimeError) as error:
+        raise UsageError("megatron computes on an accelerator only, and there is none here.") from error
 
 
 SIDES: Mapping[str, Side] = {
     "native": _native,
-    "fsdp": _fsdp,
+    "sglang": launched,
     "transformers": _transformers,
+    "fsdp": _fsdp,
     "megatron": _megatron,
 }
-
-
-# -- a server -------------------------------------------------------------------------------
-
-
-def _served(url: str, model: Model, sequences: Sequence[Tokens]) -> Traced:
-    """A server that speaks SGLang's API: it gives no hidden states, only the log-probs of a prompt."""
-    found: list[float] = []
-    for tokens in sequences:
-        body = {
-            "input_ids": [int(token) for token in tokens],
-            "sampling_params": {"max_new_tokens": 1, "temperature": 0},
-            "return_logprob": True,
-            "logprob_start_len": 0,
-        }
-        told = _asked(f"{url.rstrip('/')}/generate", body)
-        try:
-            lines = told["meta_info"]["input_token_logprobs"]
-            found += [float(line[0]) for line in lines[1:]]
-        except (KeyError, TypeError, IndexError, ValueError) as error:
-            raise EngineError(f"{url} answered /generate without the prompt's log-probs.") from error
-    if len(found) != sum(len(tokens) - 1 for tokens in sequences):
-        raise EngineError(f"{url} told {len(found)} log-probs of a prompt's tokens; is its context long enough?")
-    trace = Trace()
-    trace.keep(model.spec.num_layers, "log-probs", torch.tensor(found)[:, None])
-    return trace.whole()
-
-
-def _asked(url: str, body: Mapping[str, Any]) -> Any:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=_SECONDS) as reply:
-            return json.loads(reply.read())
-    except (urllib.error.URLError, OSError, ValueError) as error:
-        raise EngineError(f"{url} cannot be asked: {error}.") from error
 
 
 # -- what all have in common ----------------------------------------------------------------
@@ -248,14 +204,14 @@ def _predicted(lengths: Sequence[int], tokens_T: Tensor) -> tuple[Tensor, Tensor
 
 
 def _fits(model: Model, sequences: Sequence[Tokens]) -> bool:
-    return model.spec.vocab_size * sum(map(len, sequences)) <= _LOGITS
+    return model.spec.vocab_size * sum(map(len, sequences)) <= MOST
 
 
 def _ended(model: Model, trace: Trace, head_VD: Tensor, scores_R: Tensor) -> Traced:
     """With the logits, where they are few, and the log-probs."""
     layers = model.spec.num_layers
     hidden_TD = trace.whole()[layers, "final norm"]
-    if len(hidden_TD) * model.spec.vocab_size <= _LOGITS:
+    if len(hidden_TD) * model.spec.vocab_size <= MOST:
         trace.keep(layers, "logits", logits_of(hidden_TD.to(head_VD.device), head_VD, model.spec.logit_softcap))
     trace.keep(layers, "log-probs", scores_R[:, None])
     return trace.whole()

@@ -7,7 +7,7 @@ The models of a run are opened by a ``Models``: whole in one process, or one ran
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ from miles.launch.critics import critic_of, whole_value
 from miles.launch.dumped import Idle
 from miles.launch.hooks import hooks_of
 from miles.launch.layout_memory import held_by_rank, recompute_layers_of, recompute_of
+from miles.launch.layout_rules import layout_of, with_ranks
 from miles.launch.plan import Plan
 from miles.launch.policy import Policy, Start, load_model, load_other
 from miles.models.door import Model
@@ -107,10 +108,15 @@ def trainer_of(
     """
     if model is None:
         from miles.launch.mending import MendedTrainer
-        from miles.launch.rank_trainer import lead
+        from miles.launch.rank_trainer import TeamTrainer, lead
 
-        team = partial(lead, config, plan, policy, run, steps=steps, plugs=plugs)
-        return MendedTrainer(team, run, most=config.faults.trainer_max_restarts)
+        def team(ranks: int) -> TeamTrainer:
+            sized = with_ranks(config, ranks)
+            laid_out = replace(plan, layout=layout_of(sized))
+            return lead(sized, laid_out, policy, run, steps=steps, plugs=plugs)
+
+        most, slow = config.faults.trainer_max_restarts, config.faults.slow_rank_factor
+        return MendedTrainer(team, config.cluster.actor_num_gpus_per_node, run, most=most, slow=slow)
     if config.observe.debug_rollout_only:
         return Idle(model)
     models = WholeModels(config, policy, model)

@@ -16,6 +16,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from miles.algo.config import GIVEN
 from miles.backends.native.engine import NativeEngine
@@ -24,7 +25,7 @@ from miles.core.errors import UsageError
 from miles.core.protocols import Filter, Journal, Rollout
 from miles.launch.answering import Answering, answering_of
 from miles.launch.casting import Casting, casting_of
-from miles.launch.company import credit_of_all, enrol, stage_of
+from miles.launch.company import Enrolled, credit_of_all, enrol, stage_of
 from miles.launch.config import Config
 from miles.launch.dumped import Probed, recorded_of
 from miles.launch.engines import RolloutEngine
@@ -52,6 +53,9 @@ from miles.rollout.source import fit
 from miles.schedule.cadence import Cadence
 from miles.schedule.loop import Loop, Planes, Tempo
 from miles.schedule.recover import Checkpoints, Cursor
+
+if TYPE_CHECKING:
+    from miles.launch.attending import Attending
 
 
 def evaluator_of(
@@ -98,22 +102,27 @@ class Wired:
     answering: Answering
     engines: tuple[RolloutEngine, ...] = ()
     casting: Casting | None = None
+    attending: Attending | None = None
 
     async def run(self) -> None:
         """The loop, to its end; a rank of the trainer that ends before it is replaced, or ends it too."""
-        if not isinstance(self.trainer, MendedTrainer):
+        beside = [self.trainer.lost()] if isinstance(self.trainer, MendedTrainer) else []
+        beside += [] if self.attending is None else [self.attending.attend()]
+        if not beside:
             await self.loop.run()
             return
-        going, lost = asyncio.create_task(self.loop.run()), asyncio.create_task(self.trainer.lost())
+        tasks = [asyncio.create_task(each) for each in (self.loop.run(), *beside)]
         try:
-            await asyncio.wait((going, lost), return_when=asyncio.FIRST_COMPLETED)
-            await (going if going.done() else lost)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await next(task for task in tasks if task in done)
         finally:
-            for task in (going, lost):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(going, lost, return_exceptions=True)  # both have said what there is to say
+            await asyncio.gather(*tasks, return_exceptions=True)  # all have said what there is to say
 
     async def close(self) -> None:
+        if self.attending is not None:
+            await self.attending.close()
         if self.casting is not None:
             await self.casting.close()
         await self.answering.close()
@@ -169,9 +178,8 @@ async def wire(
         cuttable=rollout if isinstance(rollout, Producer) and spare_groups(config) else None,
     )
     plugged = brought.around(planes, weights=trainer.weights, run=stage.runs[0], recorded=recorded is not None)
-    if isinstance(trainer, MendedTrainer):
-        kept = Recording(str(plan.run_dir)) if config.observe.save_rollouts else None
-        trainer.memory = Memory(checkpoints=checkpoints, rollouts=kept, credit=plugged.credit)
+    _remember(trainer, Recording(str(plan.run_dir)) if config.observe.save_rollouts else None, plugged)
+    attending, plugged = _attended(company.main, engine, trainer, plugged)
     return Wired(
         loop=Loop(around(plugged), tempo_of(config, steps), start[1] if start else None, policy=main.member.name),
         trainer=trainer,
@@ -183,7 +191,25 @@ async def wire(
         answering=answering,
         engines=tuple(stage.engines.values()),
         casting=casting,
+        attending=attending,
     )
+
+
+def _remember(trainer: Trains, rollouts: Recording | None, planes: Planes) -> None:
+    """Give a trainer that can be mended what that takes."""
+    if isinstance(trainer, MendedTrainer):
+        trainer.memory = Memory(checkpoints=planes.checkpoints, rollouts=rollouts, credit=planes.credit)
+
+
+def _attended(
+    main: Enrolled, engine: RolloutEngine | None, trainer: Trains, planes: Planes
+) -> tuple[Attending | None, Planes]:
+    """What is done between steps, where the main policy's engines are servers."""
+    if engine is None or isinstance(engine, NativeEngine):
+        return None, planes
+    from miles.launch.attending import attended
+
+    return attended(main, engine, trainer, planes)
 
 
 def _answering_twice(

@@ -54,6 +54,8 @@ def tapped(decoder: Decoder, trace: Trace) -> Iterator[None]:
         _replace(layer, "pending", _streamed(layer.pending, index, trace), patched)
         if layer.moe is not None:
             _replace(layer.moe, "route", _routed(layer.moe.route, index, trace), patched)
+            if layer.moe.spec.score != "softmax" or layer.moe.spec.wide_router:  # then it is no module that scores
+                _replace(layer.moe, "_choose", _scored(layer.moe._choose, index, trace), patched)
     try:
         yield
     finally:
@@ -74,6 +76,9 @@ def _on_layer(layer: Layer, index: int, trace: Trace) -> list[Any]:
         inner = layer.get_submodule("attention")
         hooks.append(inner.get_submodule("qkv").register_forward_hook(_given(trace, index, "qkv")))
         hooks.append(inner.get_submodule("output").register_forward_pre_hook(_taken(trace, index, "attention")))
+    if hasattr(layer, "mla"):
+        inner = layer.get_submodule("mla.output")
+        hooks.append(inner.register_forward_pre_hook(_taken(trace, index, "attention")))
     after = layer.mlp if layer.moe is None else layer.moe
     if after is not None:
         hooks.append(after.register_forward_pre_hook(_taken(trace, index, "mlp norm")))
@@ -114,6 +119,14 @@ def _streamed(pending: Callable[..., Any], index: int, trace: Trace) -> Callable
         return x_TD, late_TD
 
     return streamed
+
+
+def _scored(choose: Callable[..., Tensor], index: int, trace: Trace) -> Callable[..., Tensor]:
+    def scored(logits_TE: Tensor, *rest: Any, **how: Any) -> Tensor:
+        trace.keep(index, "router", logits_TE)
+        return choose(logits_TE, *rest, **how)
+
+    return scored
 
 
 def _routed(route: Callable[..., tuple[Tensor, Tensor]], index: int, trace: Trace) -> Callable[..., Any]:

@@ -6,7 +6,18 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from miles.core.events import Evaluated, Event, RunEnded, RunStarted, Saved, SaveFailed, StepFinished
+from miles.core.events import (
+    DevicesMoved,
+    EngineJoined,
+    EngineLeft,
+    Evaluated,
+    Event,
+    RunEnded,
+    RunStarted,
+    Saved,
+    SaveFailed,
+    StepFinished,
+)
 from miles.observe.text import ASCII_BLOCKS, BLOCKS, Light, count, figure, fixed, parity_light, sparkline
 
 GAP = "  "
@@ -116,6 +127,12 @@ class Story:
                 return f"saved checkpoint {event.name}"
             case SaveFailed():
                 return event.why
+            case EngineJoined():
+                return f"{event.name} at {event.address} has joined, with version {event.version.number}"
+            case EngineLeft():
+                return f"{event.name} at {event.address} has left"
+            case DevicesMoved():
+                return f"ranks {event.ranks}, engines {event.engines} from now on: {event.why}"
             case RunEnded() if not event.finished:
                 return f"stopped after step {event.step} of {self.steps}"
             case _:

@@ -7,7 +7,8 @@ over repeats the same events, and each is held against the line already there:
     0               offset()                                                    end of file
 
 Equal lines are left as they are, so the file only ever grows. A line that differs is the end of the
-deterministic promise: an error where that was promised, otherwise the rest is set aside.
+deterministic promise: an error where that was promised, otherwise the rest is set aside. Lines of what need not happen
+again (an engine came or went) are passed over.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from pathlib import Path
 from types import TracebackType
 
 from miles.core.errors import ResumeError
-from miles.core.events import Event, RunEnded
+from miles.core.events import UNREPEATED, Event, RunEnded
 from miles.observe.record import Record, event_record, line, metric_record, session_record, timing_record
+
+_UNREPEATED = frozenset(kind.__name__ for kind in UNREPEATED)
 
 Encode = Callable[[Event], Record | None]
 
@@ -65,6 +68,10 @@ class EventLog:
     def write(self, record: Record) -> None:
         """Write a record, or confirm that it is written."""
         new = line(record)
+        if record.get("event") in _UNREPEATED and self._ahead:
+            return  # there is no place for it between lines that are repeated; the log of sessions has it
+        while self._ahead and self._ahead[0] != new and _unrepeated(self._ahead[0]):
+            self._offset += len(self._ahead.popleft())
         if self._ahead and self._ahead[0] != new:
             self._disagree(new)
         if self._ahead:
@@ -161,6 +168,11 @@ def _is_record(text: bytes) -> bool:
         return isinstance(json.loads(text), dict)
     except ValueError:
         return False
+
+
+def _unrepeated(text: bytes) -> bool:
+    """Is it of an event that a run which is continued need not have again?"""
+    return json.loads(text).get("event") in _UNREPEATED
 
 
 class PlainLog:

@@ -148,7 +148,11 @@ SECONDS = _rows(
     publish             | seconds  | Giving the new weights to the engines.
     step                | seconds  | The whole step, from the first wait to the new version being live.
     evaluate            | seconds  | Answering and scoring every held-out set.
+    train/own_per_token | seconds | What a token took the first rank itself: its layers forward, and the loss.
+    train/own_per_token_median | seconds | The same, in the median over the ranks.
+    train/slowest_rank  | ratio    | What the slowest rank took for a token itself, in times of the others' median.
     train/<part>   | seconds | A part of the training step, by the trainer's own clock.
+    publish/bytes  | bytes   | Weights that each server was sent: those that it did not have already.
     publish/<part> | seconds | A part of the publication, by its own clock.
     """
 )

@@ -9,6 +9,7 @@ from typing import IO, Protocol
 
 import numpy as np
 
+from miles.core.roles import ROLES
 from miles.core.types import Author, Floats, Span, Trajectory
 from miles.observe.text import fixed
 
@@ -44,11 +45,13 @@ def legend() -> str:
 
 
 def painted(trajectory: Trajectory, tokenizer: Writes, *, colour: bool) -> str:
-    """Every span under the name of its author; branches one after the other."""
+    """Every span under the name of its author; branches one after the other, each its policy's where several play."""
     lines: list[str] = []
+    roles = trajectory.metadata.get(ROLES, ())
     for number, branch in enumerate(trajectory.branches):
-        if len(trajectory.branches) > 1:
-            lines.append(_bold(f"-- branch {number}", colour))
+        role = f", {harmless(roles[number])}" if roles else ""
+        if len(trajectory.branches) > 1 or role:
+            lines.append(_bold(f"-- branch {number}{role}", colour))
         before: list[int] = []
         for span in branch:
             if len(span):

@@ -12,6 +12,9 @@ import numpy as np
 
 from miles.core.events import (
     BatchTaken,
+    DevicesMoved,
+    EngineJoined,
+    EngineLeft,
     Evaluated,
     Event,
     GroupFinished,
@@ -73,9 +76,19 @@ def event_record(event: Event) -> Record | None:
             kept = {"step": event.step, "metrics": floats(event.metrics)}
         case Saved() if event.scheduled:
             kept = {"step": event.step, "name": event.name}
+        case EngineJoined() | EngineLeft() | DevicesMoved():
+            kept = _moved(event)
         case _:
             return None
     return {"event": type(event).__name__} | kept
+
+
+def _moved(event: EngineJoined | EngineLeft | DevicesMoved) -> Record:
+    """What both logs keep of engines and devices that came and went."""
+    if isinstance(event, DevicesMoved):
+        return {"step": event.step, "ranks": event.ranks, "engines": event.engines, "why": event.why}
+    version = {"version": list(event.version)} if isinstance(event, EngineJoined) else {}
+    return {"name": event.name, "address": event.address} | version
 
 
 def metric_record(event: Event) -> Record | None:
@@ -103,7 +116,7 @@ def timing_record(event: Event) -> Record | None:
 
 
 def session_record(event: Event) -> Record | None:
-    """What ``logs/sessions.jsonl`` keeps: when a process took the run up, saved it and left it."""
+    """What ``logs/sessions.jsonl`` keeps: when a process took the run up, saved and left it, and who came and went."""
     match event:
         case RunStarted():
             return {"event": "RunStarted", "step": event.step, "steps": event.steps}
@@ -111,6 +124,8 @@ def session_record(event: Event) -> Record | None:
             return {"event": "Saved", "step": event.step, "name": event.name, "scheduled": event.scheduled}
         case SaveFailed():
             return {"event": "SaveFailed", "step": event.step, "why": event.why}
+        case EngineJoined() | EngineLeft() | DevicesMoved():
+            return {"event": type(event).__name__} | _moved(event)
         case RunEnded():
             return {"event": "RunEnded", "step": event.step, "finished": event.finished}
         case _:

@@ -19,6 +19,7 @@ import numpy as np
 
 from miles.core.errors import DataError
 from miles.core.events import BatchTaken, Event
+from miles.core.roles import ROLES
 from miles.core.types import EMPTY, Array, Author, Floats, Group, Prompt, Sample, Span, Tokens, Trajectory
 from miles.core.wire import NOUNS, Codec, WireError
 
@@ -123,6 +124,14 @@ def read_file(path: Path) -> tuple[list[dict[str, Any]], dict[str, str]]:
     return [dict(zip(table.column_names, row, strict=True)) for row in zip(*columns, strict=True)], about
 
 
+def policy_of(trajectory: Trajectory, branch: int) -> str | None:
+    """Which of a run's policies wrote in a branch: its role where several play, None where no policy wrote."""
+    if ROLES in trajectory.metadata:
+        return str(trajectory.metadata[ROLES][branch])
+    wrote = (span.version.policy for span in trajectory.branches[branch] if span.version is not None)
+    return next(wrote, None)
+
+
 def digest_of(row: Sample) -> str:
     """By which a training row is told from others of its attempt."""
     return hashlib.sha256(row.tokens.tobytes() + row.logprobs.tobytes()).hexdigest()[:16]
@@ -150,6 +159,7 @@ def _schema(about: Mapping[str, str]) -> pa.Schema:
         "epoch": pa.int32(),
         "trajectory": pa.int32(),
         "branch": pa.int32(),
+        "policy": pa.string(),
         "status": pa.string(),
         "reward": pa.float64(),
         "reward_parts": pa.map_(pa.string(), pa.float64()),
@@ -184,6 +194,7 @@ def _rows(taken: BatchTaken, without: frozenset[str]) -> Iterator[dict[str, Any]
                     "step": taken.step,
                     "ticket": ticket,
                     "branch": number,
+                    "policy": policy_of(trajectory, number),
                     "tokens": tokens,
                     "logprobs": _per_token(branch, np.float32, _logprobs),
                     "versions": _per_token(branch, np.int32, _version),

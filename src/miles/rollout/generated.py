@@ -25,6 +25,8 @@ from miles.core.errors import DataError, UsageError
 SCHEME = "reasoning_gym"
 _SIZE, _SEED = 500, 0
 _ENTRIES, _COMPLAINT = "entries", "complaint"
+# Seconds in which all entries of a task must have been made.
+_MAKING = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,13 +122,18 @@ def _ask(path: str, chosen: range) -> list[dict[str, Any]]:
 
 @cache
 def _answer(order: str) -> tuple[str, Any]:
-    made = subprocess.run(
-        [sys.executable, "-m", __name__],
-        input=order.encode(),
-        capture_output=True,
-        env={**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(place for place in sys.path if place)},
-        check=False,
-    )
+    around = {"PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(place for place in sys.path if place)}
+    try:
+        made = subprocess.run(
+            [sys.executable, "-m", __name__],
+            input=order.encode(),
+            capture_output=True,
+            env={**os.environ, **around},
+            check=False,
+            timeout=_MAKING,
+        )
+    except subprocess.TimeoutExpired:
+        return _COMPLAINT, f"the process that makes the entries was not done within {_MAKING:g} s; ask for fewer."
     if made.returncode:
         last = (made.stderr.decode(errors="replace").strip().splitlines() or ["nothing was said"])[-1]
         return _COMPLAINT, f"the process that makes the entries failed ({last})."

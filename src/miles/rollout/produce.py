@@ -18,8 +18,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from miles.core.aloud import generate_aloud
 from miles.core.errors import MilesError, PlugError, first_cause
-from miles.core.protocols import Completion, Engine, Generate, GroupRewardFn, Resumes, RewardFn, Sampling
+from miles.core.protocols import Completion, Engine, Generate, GroupRewardFn, Hear, Resumes, RewardFn, Sampling
 from miles.core.types import Group, Prompt, Reward, Status, Tokens, Trajectory
 from miles.rollout.reward.score import GradingError
 from miles.rollout.seeds import SeedOf
@@ -49,6 +50,11 @@ class Door:
         if self.shut:
             return Completion(spans=(), status=Status.ABORTED, reason="abort")
         return await self._engine.generate(tokens, sampling)
+
+    async def generate_aloud(self, tokens: Tokens, sampling: Sampling, hear: Hear) -> Completion:
+        if self.shut:
+            return await self.generate(tokens, sampling)
+        return await generate_aloud(self._engine, tokens, sampling, hear)
 
 
 class Producer:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
+
+from miles.core.protocols import Lease
 
 
 class Sleeper(Protocol):
@@ -49,3 +51,20 @@ class Colocated:
     async def to_rollout(self) -> None:
         await self._trainer.sleep()
         await self._engine.wake()
+
+
+class Attended:
+    """A lease after whose ``to_rollout`` someone looks in: no batch is being trained on then, and no weights are sent.
+
+    The loop waits for ``look``. What the rollout plane has under way goes on meanwhile.
+    """
+
+    def __init__(self, lease: Lease, look: Callable[[], Awaitable[None]]) -> None:
+        self._lease, self._look = lease, look
+
+    async def to_train(self) -> None:
+        await self._lease.to_train()
+
+    async def to_rollout(self) -> None:
+        await self._lease.to_rollout()
+        await self._look()

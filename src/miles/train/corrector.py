@@ -78,7 +78,7 @@ def drifted(seen: Mapping[str, float], version: int, limit: float) -> str:
     return (
         f"after version {version} engine and trainer log-probs differ by {seen['parity_mean_abs']:.2e} on average "
         f"(largest {seen['parity_max_abs']:.2e}), above --parity-stop {limit:g}; the weights were not changed; "
-        "compare the two planes in float32, or raise --parity-stop"
+        "run it in --dtype float32 to see whether it is rounding, or raise --parity-stop"
     )
 
 

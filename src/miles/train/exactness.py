@@ -24,7 +24,7 @@ def refuse_to_differ(tally: Tally, peers: Peers, version: int) -> None:
     raise ParityError(
         f"--parity exact promises equal log-probs, and after version {version} they differ on token {position:.0f} of "
         f"attempt {attempt:.0f} at prompt {prompt:.0f}: engine {engine:.9g}, trainer {trainer:.9g}; the weights were "
-        "not changed; miles parity finds the first operation that differs"
+        "not changed"
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -88,6 +88,15 @@ class TrainModel(Stored, Protocol):
 
         What it keeps comes back in order, on every rank that shares the rows.
         """
+        ...
+
+
+@runtime_checkable
+class Paced(Protocol):
+    """A model of which it is known what its reading costs this rank itself."""
+
+    def pace(self) -> float | None:
+        """Seconds of its own, without waits for others, that a token took since this was last asked; None of none."""
         ...
 
 

@@ -44,7 +44,7 @@ def test_servers_copy_weights_out_of_shared_memory_and_none_of_it_stays(pair, fo
         async with stand(folders.a, urls(pair), carrier=ByMemory(), bucket_bytes=9_000) as made:
             made.current = weights_of(folders.b)
             seconds = await made.sync.publish(Version(number=4))
-            assert seconds.keys() == {"publish/describe", "publish/transfer", "publish/keep"}
+            assert seconds.keys() == {"publish/describe", "publish/transfer", "publish/keep", "publish/bytes"}
             assert "proves the digest of each of 25 tensors" in made.said[0]
             return await made.fleet.generate(PROMPT, DRAWN)
 

@@ -75,7 +75,10 @@ def test_weights_of_another_checkpoint_arrive_in_many_buckets(pair, folders, tmp
         async with stand(folders.a, [url_of(h) for h in pair], carrier=carrier, bucket_bytes=9_000) as made:
             made.current = weights_of(folders.b)
             seconds = await made.sync.publish(Version(number=7))
-            assert seconds.keys() == {"publish/describe", "publish/transfer"} and made.sync.committed is not None
+            assert (
+                seconds.keys() == {"publish/describe", "publish/transfer", "publish/bytes"}
+                and made.sync.committed is not None
+            )
             assert "proves the digest of each of 25 tensors" in made.said[0] and len(made.said) == 2
             return await made.fleet.generate(PROMPT, DRAWN)
 

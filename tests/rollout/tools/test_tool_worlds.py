@@ -31,14 +31,21 @@ def load_module(name: str, path: Path) -> ModuleType:
 
 
 sys.path.insert(0, str(EXAMPLE))
-from world import KINDS, around, demonstration, guesses, hidden, write_start  # noqa: E402
+from words import words  # noqa: E402
+from world import CALLS, KINDS, around, demonstration, hidden, pieces, row, write_start  # noqa: E402
 
 run = load_module("tool_worlds_run", EXAMPLE / "run.py")
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def kind(request) -> str:
-    if request.param == "python":
+    if request.param == "verifiers":
+        old = tuple(map(int, pytest.importorskip("verifiers").__version__.split(".")[:2])) < (0, 4)
+        if not old:
+            pytest.skip("letters_env is an environment of verifiers before 0.4")
+    if request.param == "reasoning_gym":
+        pytest.importorskip("reasoning_gym")
+    if request.param in ("python", "shell"):
         try:
             sandbox_here(unsandboxed=False, concurrency=1)
         except Exception as error:
@@ -67,29 +74,51 @@ def test_each_world_is_trained_in(kind, start, tmp_path):
     assert max(row["unscored_share"] for row in steps) == 0.0, "no tool and no world failed"
 
 
+def test_the_warm_up_is_a_run_of_its_own(tmp_path):
+    write_start(tmp_path / "start", "files", demonstrations=32)
+    assert main(["train", *few(run.warmup_flags(tmp_path / "start", tmp_path / "warmup", steps=2))]) == 0
+    assert run.newest(tmp_path / "warmup").name == "step-000002"
+
+
+def asked(kind: str) -> str:
+    """Something of this kind to find out."""
+    return words(0, but=pieces())[0] if kind == "reasoning_gym" else "ab"
+
+
 def test_an_attempt_has_the_tokens_of_a_demonstration(kind, start, tmp_path):
-    """Whoever does what the demonstrations show gets the tool's own answer, and earns all there is."""
-    key = "ab"
+    """Whoever does what the good demonstrations show gets the tool's own answer, and earns all there is."""
+    key = asked(kind)
     tokenizer = load_tokenizer(start)
     shown = demonstration(kind, key, random.Random(0))
     said = [str(m["content"]) for m in shown if m["role"] == "assistant"]
-    if kind != "game":
+    if kind in CALLS:
         head, tail = around(kind)
         said = [f"{head}{key}{tail}", hidden(key)]
+    asks = row(kind, key)
+    messages = ({"role": "user", "content": asks["input"]},)
 
     async def attempt():
         config, _, _ = read("train", run.grpo_flags(kind, start, start, tmp_path / "unused", steps=1))
         answering = answering_of(config, read_policy(config))
-        metadata = {"files": {key: hidden(key)}} if kind == "python" else {}
-        prompt = Prompt(id=0, messages=({"role": "user", "content": key},), label=hidden(key), metadata=metadata)
+        prompt = Prompt(id=0, messages=messages, label=asks["label"], metadata=asks["metadata"])
         try:
             return await answering.generate(prompt, Scripted(tokenizer, said), Sampling(max_new_tokens=64))
         finally:
             await answering.close()
 
     trajectory = asyncio.run(attempt())
-    assert (trajectory.status, trajectory.metadata["text"]) == (Status.COMPLETED, hidden(key)), trajectory.metadata
+    assert (trajectory.status, trajectory.metadata["text"]) == (Status.COMPLETED, asks["label"]), trajectory.metadata
     tokens = list(chain.from_iterable(span.tokens.tolist() for span in trajectory.spans))
     assert tokenizer.render(shown) == [*tokens, *tokenizer.encode("\n")]
-    if kind == "game":
-        assert trajectory.reward.value == (6 - len(said)) / 5 and len(guesses(3, random.Random(1))) >= 1
+    if kind not in CALLS or kind == "verifiers":  # a world, which says itself what it was worth
+        assert trajectory.reward.value == ((6 - len(said)) / 5 if kind == "game" else 1.0)
+
+
+def test_what_is_done_badly_reaches_for_no_tool_and_is_seldom_right(kind):
+    chance = random.Random(0)
+    key = asked(kind)
+    bad = [demonstration(kind, key, chance, well=False) for _ in range(50)]
+    label = row(kind, key)["label"]
+    right = sum(messages[-1]["content"] == label for messages in bad)
+    assert right < 40 and all("tool_calls" not in message for messages in bad for message in messages)
+    assert max(len(messages) for messages in bad) <= (10 if kind == "game" else 6), "as many replies as a run allows"

@@ -26,7 +26,7 @@ from miles.backends.fsdp.wrap import wrapped
 from miles.core.errors import CheckpointError, UsageError
 from miles.kernels.segments_rows import pick
 from miles.models import hub
-from miles.models.decoder import Decoder
+from miles.models.decoder import Decoder, Layer
 from miles.models.matrices import Matrices, matrices
 from miles.models.moe import Routing
 from miles.models.outline import Outline, outline
@@ -37,6 +37,7 @@ from miles.models.spec import DecoderSpec
 from miles.train.logits import Output
 from miles.train.roles import Judge, Kept
 from miles.train.rows import Rows
+from miles.train.stopwatch import Stopwatch
 
 
 def open_sharded(
@@ -99,6 +100,8 @@ class ShardedModel:
         if frozen:
             self._decoder.requires_grad_(False)
         set_recompute(self._decoder, recompute, recompute_layers)
+        self._watch, self._tokens = Stopwatch(mesh.device), 0
+        self._time_layers()
         parts = {name: parameter.shape for name, parameter in self._decoder.named_parameters()}
         apart = wrapped(self._decoder, mesh, dtype=dtype if cut and not frozen else None, cpu_offload=cpu_offload)
         whole = dict(Decoder(spec, device="meta", dtype=dtype).named_parameters())
@@ -166,11 +169,27 @@ class ShardedModel:
     def each(self, plan: Sequence[Rows], judge: Judge) -> list[Kept]:
         kept: list[Kept] = []
         for number, rows in enumerate(plan):
-            loss, found = judge(number, self._output(rows))
+            output = self._output(rows)
+            with self._watch:
+                loss, found = judge(number, output)
+            self._tokens += len(rows.tokens_T)
             if loss is not None:
                 loss.backward()
             kept.append(found)
         return kept
+
+    def pace(self) -> float | None:
+        """Of the layers' forward, each with its weights brought together already, and of the loss."""
+        seconds, tokens, self._tokens = self._watch.taken(), self._tokens, 0
+        return seconds / tokens if tokens else None
+
+    def _time_layers(self) -> None:
+        """Before FSDP takes them: it brings a layer's weights together first, and then calls what is timed here."""
+        for layer in self._decoder.layers:
+            assert isinstance(layer, Layer)
+            layer.pending = self._watch.around(layer.pending)
+            layer.register_forward_pre_hook(lambda module, given: self._watch.__enter__())
+            layer.register_forward_hook(lambda module, given, out: self._watch.__exit__(None, None, None))
 
     def _output(self, rows: Rows) -> Output:
         packed = packed_of(rows, self.mesh, self.spec)

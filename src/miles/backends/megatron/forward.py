@@ -27,6 +27,7 @@ from miles.models.shard import Part
 from miles.train.logits import Output
 from miles.train.roles import Judge, Kept
 from miles.train.rows import Rows
+from miles.train.stopwatch import Stopwatch
 
 _Step = tuple[int | None, Batch]
 """A micro-batch and its number in the plan; None for one that only fills up a schedule."""
@@ -48,9 +49,19 @@ class _Vocabulary:
 
 
 def run(
-    chunks: Sequence[Trunk], shape: Shape, rings: Rings, plan: Sequence[Rows], judge: Judge, *, trained: bool
+    chunks: Sequence[Trunk],
+    shape: Shape,
+    rings: Rings,
+    plan: Sequence[Rows],
+    judge: Judge,
+    *,
+    trained: bool,
+    watch: Stopwatch | None = None,
 ) -> list[Kept]:
-    """What the judge keeps of every micro-batch, in order; gradients are added up where grad mode permits."""
+    """What the judge keeps of every micro-batch, in order; gradients are added up where grad mode permits.
+
+    ``watch`` runs while this rank's stage is read forward.
+    """
     if not plan:
         return []
     _refuse(shape, plan)
@@ -67,7 +78,7 @@ def run(
         chunk.train(learns)
     with torch.set_grad_enabled(learns):
         found = get_forward_backward_func()(
-            forward_step_func=stage.forward,
+            forward_step_func=stage.forward if watch is None else watch.around(stage.forward),
             data_iterator=[iter(steps) for _ in chunks],
             model=list(chunks),
             num_microbatches=len(steps),

@@ -34,6 +34,7 @@ from miles.train.peers import Peers
 from miles.train.rates import Schedule
 from miles.train.roles import Judge, Kept
 from miles.train.rows import Rows
+from miles.train.stopwatch import Stopwatch
 
 
 def open_megatron(
@@ -89,6 +90,7 @@ class MegatronModel:
     ) -> None:
         self.shape, self.rings, self.spec = shape, rings, shape.decoder
         self._config, self._like = config, like
+        self._watch, self._tokens = Stopwatch(shape.home), 0
         self._chunks = _chunks(shape, rings)
         self.homes: Mapping[str, Home] = homes(shape.decoder, engine=shape.engine)
         dealt = dealt and not frozen
@@ -109,7 +111,14 @@ class MegatronModel:
         return self._places.parameters
 
     def each(self, plan: Sequence[Rows], judge: Judge) -> list[Kept]:
-        return forward.run(self._chunks, self.shape, self.rings, plan, judge, trained=self._places.trained)
+        self._tokens += sum(len(rows.tokens_T) for rows in plan)
+        how: dict[str, Any] = {"trained": self._places.trained, "watch": self._watch}
+        return forward.run(self._chunks, self.shape, self.rings, plan, judge, **how)
+
+    def pace(self) -> float | None:
+        """Of the forward of this rank's stages."""
+        seconds, tokens, self._tokens = self._watch.taken(), self._tokens, 0
+        return seconds / tokens if tokens else None
 
     # -- gradients --------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ from miles.backends.native.sequence import Decode, Sequence
 from miles.cluster.local import Run
 from miles.cluster.platform import find
 from miles.core.errors import EngineError
-from miles.core.protocols import Completion, Sampling
+from miles.core.protocols import Completion, Hear, Sampling
 from miles.core.types import Tokens, Version
 from miles.models.door import Model
 from miles.models.spec import DecoderSpec
@@ -114,9 +114,19 @@ class NativeEngine:
 
     async def generate(self, tokens: Tokens, sampling: Sampling) -> Completion:
         """Continue ``tokens``. Cancelling the caller's task frees what the request held."""
+        return await self._begun(tokens, sampling).completion()
+
+    async def generate_aloud(self, tokens: Tokens, sampling: Sampling, hear: Hear) -> Completion:
+        """``generate``, with ``hear`` told tokens as they are drawn."""
+        async with self._begun(tokens, sampling) as answer:
+            async for piece in answer:
+                hear(piece.tokens)
+            return await answer.completion()
+
+    def _begun(self, tokens: Tokens, sampling: Sampling) -> Answer:
         if sampling.max_new_tokens == 0:
             raise EngineError(f"{self.name} cannot serve the request: max_new_tokens is 0, must be at least 1")
-        return await self.open(Ask(tokens=tokens, sampling=sampling)).completion()
+        return self.open(Ask(tokens=tokens, sampling=sampling))
 
     def open(self, ask: Ask) -> Answer:
         """Take a request in, or refuse it in one sentence (``EngineError``). To be called on the event loop."""

@@ -77,6 +77,8 @@ class ByFolder:
     async def end(self, lines: Sequence[Line], each: Each) -> None:
         folder = self._folder
         assert folder is not None
+        if not self._files:  # nothing has changed
+            return
         await each(lines, lambda line: line.load(folder))
 
     async def close(self) -> None:

@@ -18,7 +18,7 @@ import aiohttp
 
 from miles.backends.sglang.reply import Denied, Reply, Unfit
 from miles.core.errors import EngineError
-from miles.core.protocols import Sampling
+from miles.core.protocols import Hear, Sampling
 
 if find_spec("orjson") is None:
     loads = json.loads
@@ -83,13 +83,15 @@ class Client:
         """Answers under way."""
         return len(self._flying)
 
-    async def attempt(self, tokens: Sequence[int], sampling: Sampling) -> tuple[Reply, Lost | None]:
+    async def attempt(
+        self, tokens: Sequence[int], sampling: Sampling, hear: Hear = lambda tokens: None
+    ) -> tuple[Reply, Lost | None]:
         """Continue ``tokens``: what came, and why no more of it comes, where the server did not say.
 
-        Raises ``Refused`` where the request is what is wrong.
+        ``hear`` is told tokens as they come. Raises ``Refused`` where the request is what is wrong.
         """
         reply = Reply(vocabulary=self._vocabulary, limit=sampling.max_new_tokens)
-        task = asyncio.create_task(self._stream(self._body(tokens, sampling), reply))
+        task = asyncio.create_task(self._stream(self._body(tokens, sampling), reply, hear))
         self._flying[task] = reply
         try:
             await asyncio.wait({task})
@@ -126,6 +128,14 @@ class Client:
         if self._flying:
             await asyncio.wait(set(self._flying))
 
+    async def finished(self, seconds: float) -> None:
+        """Wait until nothing is under way at a server that goes on; what is after so long is cut."""
+        if self._flying and seconds > 0:
+            await asyncio.wait(set(self._flying), timeout=seconds)
+        self.cut()
+        if self._flying:
+            await asyncio.wait(set(self._flying))
+
     def _body(self, tokens: Sequence[int], sampling: Sampling) -> dict[str, Any]:
         if sampling.ignore_eos and sampling.stop_token_ids:
             raise Refused(f"{self.name} looks at no stop token where the end of the sequence is ignored")
@@ -148,13 +158,15 @@ class Client:
         body = {"input_ids": list(tokens), "sampling_params": drawn, "return_logprob": True, "stream": True}
         return body | ({"return_routed_experts": True} if self._routed else {})
 
-    async def _stream(self, body: dict[str, Any], reply: Reply) -> None:
+    async def _stream(self, body: dict[str, Any], reply: Reply, hear: Hear) -> None:
         try:
             async with self._open().post(f"{self.url}/generate", json=body) as response:
                 if response.status != 200:
                     raise self._refusal("/generate", response.status, await response.text())
                 async for event in _events(response.content):
+                    known = len(reply.tokens)
                     reply.take(event)
+                    hear(reply.tokens[known:])
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise Lost(f"{self.name} was lost ({_said(error)})") from error
         except Denied as error:

@@ -21,7 +21,9 @@ class SglangConfig:
     rollout_external_engine_addrs: tuple[str, ...] = knob(
         (), "Servers that run already, as in http://host:30000; none is started then."
     )
-    rollout_engine_token_env: str | None = knob(None, "The environment variable that holds the key such servers want.")
+    rollout_engine_token_env: str | None = knob(
+        None, "The environment variable that holds the key of servers which run already, also of those that join later."
+    )
     sglang_python: str | None = knob(
         None, "The interpreter that has sglang installed, such as .venv-sglang/bin/python; without it this one."
     )

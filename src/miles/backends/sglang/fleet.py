@@ -8,6 +8,7 @@ token has the version that wrote it.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -16,9 +17,10 @@ from enum import StrEnum
 
 from miles.backends.sglang.client import Client, Cut, Lost
 from miles.backends.sglang.loads import Loads
+from miles.backends.sglang.pace import Pace
 from miles.backends.sglang.parts import Decode, Experts, Parts
 from miles.core.errors import EngineError
-from miles.core.protocols import Completion, Sampling
+from miles.core.protocols import Completion, Hear, Sampling
 from miles.core.types import Tokens, Version
 
 FAILURES = 8
@@ -36,6 +38,7 @@ class State(StrEnum):
 
     STARTING = "starting"
     SERVING = "serving"
+    LEAVING = "leaving"
     ILL = "ill"
     GONE = "gone"
 
@@ -74,11 +77,12 @@ class Fleet:
         decode: Decode | None = None,
         experts: Experts | None = None,
     ) -> None:
-        self.seats = tuple(Seat(name) for name in names)
+        self.seats: tuple[Seat, ...] = ()
         self._loads = Loads[Seat]()
-        for seat in self.seats:
-            self._loads.note(seat)
+        for name in names:
+            self.seat(name)
         self.trouble: Callable[[Seat, Lost], None] = lambda seat, why: None
+        self.pace = Pace()
         self.retried = 0
         self.experts = experts
         self._ends, self._decode = ends, decode
@@ -94,6 +98,10 @@ class Fleet:
 
     async def generate(self, tokens: Tokens, sampling: Sampling) -> Completion:
         """Continue ``tokens`` on whichever server is free, and on another where that one is lost."""
+        return await self.generate_aloud(tokens, sampling, lambda tokens: None)
+
+    async def generate_aloud(self, tokens: Tokens, sampling: Sampling, hear: Hear) -> Completion:
+        """``generate``, with ``hear`` told tokens as they come, from whichever server."""
         prompt = tokens.tolist()
         parts = Parts(prompt, sampling, ends=self._ends, decode=self._decode, experts=self.experts)
         key, aborts, failures = hash(tokens.tobytes()), self._aborts, 0
@@ -103,10 +111,15 @@ class Fleet:
             client, version = seat.client, seat.version
             assert client is not None and version is not None
             self._bear(seat, +1)
+            began = time.monotonic()
             try:
-                reply, trouble = await client.attempt(parts.so_far, parts.rest)
+                reply, trouble = await client.attempt(parts.so_far, parts.rest, hear)
             finally:
                 self._bear(seat, -1)
+            if trouble is None:
+                there = [each.name for each in self.serving()]
+                taken = time.monotonic() - began
+                self.pace.note(seat.name, len(reply.tokens), taken, serving=there, version=version.number)
             if reply.label is not None and reply.label != label_of(version):
                 raise EngineError(
                     f"{seat.name} was given {label_of(version)} and answers with weights it calls {reply.label}; "
@@ -176,6 +189,29 @@ class Fleet:
 
     # -- seats ------------------------------------------------------------------------------
 
+    def seat(self, name: str) -> Seat:
+        """A place for one more server, which starts."""
+        seat = Seat(name)
+        self.seats = (*self.seats, seat)
+        self._loads.note(seat)
+        return seat
+
+    async def empty(self, seat: Seat, seconds: float) -> None:
+        """A server is to leave: it takes no more requests, and those it has may end there for so long.
+
+        What has not ended then goes on elsewhere, as it does when everyone is told to hold still before.
+        """
+        seat.state = State.LEAVING
+        self.told()
+        if seat.client is not None:
+            await seat.client.finished(seconds)
+
+    def remove(self, seat: Seat) -> None:
+        """A server has left: its place is no more."""
+        self.drop(seat, "it was told to leave", gone=True)
+        self.seats = tuple(each for each in self.seats if each is not seat)
+        self.told()
+
     def serving(self) -> list[Seat]:
         return [seat for seat in self.seats if seat.state is State.SERVING]
 
@@ -204,6 +240,7 @@ class Fleet:
         """No request is under way when this returns, and none begins before as many ``release``."""
         self._holds += 1
         async with self._turn:
+            await self._hurry()
             await self._each(self._still)
 
     async def release(self) -> None:
@@ -213,6 +250,12 @@ class Fleet:
                 await self._each(lambda client: client.resume())
         self._holds -= 1
         self.told()
+
+    async def _hurry(self) -> None:
+        """What servers that leave have under way goes on elsewhere."""
+        for seat in self.seats:
+            if seat.state is State.LEAVING and seat.client is not None:
+                await seat.client.finished(0.0)
 
     async def _still(self, client: Client) -> None:
         await client.pause("abort")
@@ -241,6 +284,7 @@ class Fleet:
     async def abort(self) -> None:
         """End every request with what it has."""
         self._aborts += 1
+        await self._hurry()
         await self._each(lambda client: client.abort())
 
     async def sleep(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -47,10 +47,10 @@ class Keeper:
         care: Care,
         tell: Callable[[str], None],
     ) -> None:
-        self._fleet, self._homes, self._sync, self._care, self._tell = fleet, homes, sync, care, tell
+        self._fleet, self._homes, self._sync, self._care, self._tell = fleet, dict(homes), sync, care, tell
         self._troubles: dict[Seat, Lost] = {}
         self._alarms: dict[Seat, asyncio.Event] = {seat: asyncio.Event() for seat in homes}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._lives: dict[Seat, asyncio.Task[None]] = {}
         self.restarts = 0
         fleet.trouble = self._trouble
 
@@ -69,20 +69,47 @@ class Keeper:
         except* MilesError as errors:
             await self.close()
             raise errors.exceptions[0] from errors
-        for seat, home in self._homes.items():
-            self._tasks.append(asyncio.create_task(self._life(seat, home, clients[seat]), name=f"life of {seat.name}"))
+        for seat in self._homes:
+            self._begin(seat, clients[seat])
+
+    async def add(self, seat: Seat, home: Home) -> None:
+        """Bring one more server up, give it the last weights, and look after it; one that cannot be has no seat."""
+        self._homes[seat], self._alarms[seat] = home, asyncio.Event()
+        try:
+            client = await home.open()
+            await self._sync.join(seat, client)
+        except BaseException:
+            await self._forget(seat)
+            raise
+        self._begin(seat, client)
+        self._tell(f"{seat.name} has joined.")
+
+    async def remove(self, seat: Seat, seconds: float) -> None:
+        """Have a server leave for good: what it has under way may end there for so long, and then goes on elsewhere."""
+        life = self._lives.pop(seat, None)
+        if life is not None:
+            await _ended([life])
+        await self._fleet.empty(seat, seconds)
+        await self._forget(seat)
+        self._tell(f"{seat.name} has left.")
+
+    async def _forget(self, seat: Seat) -> None:
+        self._sync.leave(seat)
+        self._fleet.remove(seat)
+        await self._homes.pop(seat).close()
+
+    def _begin(self, seat: Seat, client: Client) -> None:
+        life = self._life(seat, self._homes[seat], client)
+        self._lives[seat] = asyncio.create_task(life, name=f"life of {seat.name}")
 
     async def close(self) -> None:
-        # Told again and again: asyncio.wait_for may lose a cancellation that comes together with what it waits for.
-        while left := [task for task in self._tasks if not task.done()]:
-            for task in left:
-                task.cancel()
-            await asyncio.wait(left, timeout=1.0)
+        await _ended(list(self._lives.values()))
         await asyncio.gather(*(home.close() for home in self._homes.values()))
 
     def _trouble(self, seat: Seat, why: Lost) -> None:
-        self._troubles.setdefault(seat, why)
-        self._alarms[seat].set()
+        if seat in self._homes:  # one that has left may be heard of once more
+            self._troubles.setdefault(seat, why)
+            self._alarms[seat].set()
 
     def _calm(self, seat: Seat) -> Lost | None:
         """What was heard of it since this was last asked."""
@@ -149,3 +176,12 @@ class Keeper:
             if why is not None and (trouble is not None or late >= _LATE_TWICE):
                 return f"{seat.name} is not well: {why}"
             due = time.monotonic() + (self._care.interval if why is None else 0.0)
+
+
+async def _ended(tasks: Collection[asyncio.Task[None]]) -> None:
+    """Cancel them, and return when they are over."""
+    # Told again and again: asyncio.wait_for may lose a cancellation that comes together with what it waits for.
+    while left := [task for task in tasks if not task.done()]:
+        for task in left:
+            task.cancel()
+        await asyncio.wait(left, timeout=1.0)

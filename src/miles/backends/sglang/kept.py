@@ -42,6 +42,25 @@ class Kept:
         ]
         return Kept(version=version, buckets=tuple(joined))
 
+    def renewed(self, version: Version, groups: Sequence[Sequence[Named]], digests: Mapping[str, int]) -> Kept:
+        """The next version in this one's own memory, written over where digests differ: this one is lost."""
+        now = {name: tensor for group in groups for name, tensor in group}
+        with torch.no_grad():
+            for bucket in self.buckets:
+                for name, place in bucket.tensors.items():
+                    if digests[name] != bucket.digests[name]:
+                        place.copy_(now[name].detach(), non_blocking=True)
+            device = next(iter(now.values())).device
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        return Kept(version=version, buckets=tuple(known(bucket.tensors, digests) for bucket in self.buckets))
+
+
+def moved(bucket: Bucket, before: Mapping[str, int]) -> Bucket:
+    """What of a bucket has other digests than ``before``."""
+    fresh = {name: tensor for name, tensor in bucket.tensors.items() if bucket.digests[name] != before.get(name)}
+    return known(fresh, bucket.digests)
+
 
 def known(tensors: Mapping[str, Tensor], digests: Mapping[str, int]) -> Bucket:
     """A bucket whose digests need not be taken again."""

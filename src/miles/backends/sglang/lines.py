@@ -16,6 +16,10 @@ from miles.models.files import stored_tensors
 PUBLICATION = "/weights_publication"
 
 
+class KeptOtherwise(SyncError):
+    """A server was to keep what has not changed, and has other bits there than the sender."""
+
+
 class Line(Protocol):
     """What a server is told in a publication. ``Refused`` says what it does not take; ``Lost`` that it is gone.
 
@@ -78,6 +82,8 @@ class Staged:
 
     async def verify(self, digests: Digests) -> str | None:
         told = await self._tell(digests.verify)
+        if (other := told.get("kept_otherwise")) is not None:
+            raise KeptOtherwise(f"{self.client.name} has another {other} than it was given")
         if told.get("verified") != len(digests):
             raise Refused(f"{self.client.name} verified {told.get('verified')} of {len(digests)} tensors")
         return None

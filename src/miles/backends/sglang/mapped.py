@@ -94,8 +94,13 @@ class ByMemory:
         return self._other
 
 
-async def send(groups: Sequence[Sequence[Named]], lines: list[Line], each: Each) -> tuple[list[Line], dict[str, int]]:
-    """All buckets to all servers: who is left of them, and the digest of every tensor as it was here."""
+async def send(
+    groups: Sequence[Sequence[Named]], lines: list[Line], each: Each, before: Mapping[str, int]
+) -> tuple[list[Line], dict[str, int]]:
+    """All buckets to all servers: who is left of them, and the digest of every tensor as it was here.
+
+    Tensors whose digest is that of ``before`` are not copied.
+    """
     device = device_of(groups)
     assert device is not None
     largest = max(sum(_padded(tensor) for _, tensor in group) for group in groups)
@@ -114,7 +119,9 @@ async def send(groups: Sequence[Sequence[Named]], lines: list[Line], each: Each)
             last = number == len(groups) - 1
             if not last:  # the copy out of that window is over: it was awaited below
                 coming = gathering(number + 1)
-            lines = await _copied(lines, number % 2, layout, each, last=last)
+            layout = _moved(layout, found, before)
+            if layout[0] or last:
+                lines = await _copied(lines, number % 2, layout, each, last=last)
         return lines, digests
     finally:
         await asyncio.gather(coming, return_exceptions=True)
@@ -138,6 +145,11 @@ def gathered(group: Sequence[Named], memory: Tensor) -> tuple[Layout, dict[str, 
 
 async def _copied(lines: Sequence[Line], window: int, layout: Layout, each: Each, *, last: bool) -> list[Line]:
     return await each(lines, lambda line: _staged(line).copy(window, *layout, last=last))
+
+
+def _moved(layout: Layout, digests: Mapping[str, int], before: Mapping[str, int]) -> Layout:
+    pairs = [(name, at) for name, at in zip(*layout, strict=True) if digests[name] != before.get(name)]
+    return [name for name, _ in pairs], [at for _, at in pairs]
 
 
 def _padded(tensor: Tensor) -> int:

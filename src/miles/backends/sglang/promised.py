@@ -11,16 +11,21 @@ from miles.backends.sglang.buckets import dtype_of
 
 
 class Shapes(dict[str, Tensor]):
-    """Tensors by name, of which only shapes and formats are told; without ``whole``, servers keep all others."""
+    """Tensors by name, of which only shapes and formats are told; without ``whole``, servers keep all others.
+
+    ``keeps``: of these, only those that have changed will come.
+    """
 
     whole = True
+    keeps = False
 
     @cached_property
     def begin(self) -> bytes:
         entries = [
             {"name": name, "shape": list(tensor.shape), "dtype": dtype_of(tensor)} for name, tensor in self.items()
         ]
-        return json.dumps({"action": "begin", "whole": self.whole, "entries": entries}).encode()
+        told = {"action": "begin", "whole": self.whole, "keeps": self.keeps, "entries": entries}
+        return json.dumps(told).encode()
 
 
 class Digests(dict[str, int]):

@@ -8,14 +8,17 @@ from contextlib import suppress
 
 from miles.backends.sglang.buckets import Weights
 from miles.backends.sglang.carriers import Carrier
-from miles.backends.sglang.fleet import Fleet
+from miles.backends.sglang.fleet import Fleet, Seat
 from miles.backends.sglang.keeper import Care, Keeper
 from miles.backends.sglang.launch import Home
 from miles.backends.sglang.weights import ServerPublication
 from miles.cluster.local import Run
-from miles.core.protocols import Completion, Sampling
+from miles.core.protocols import Completion, Hear, Sampling
 from miles.core.types import Tokens, Version
 from miles.models.spec import DecoderSpec
+
+LEAVE_SECONDS = 30.0
+"""How long the requests of a server that is to leave may take to end there."""
 
 
 class Servers:
@@ -58,6 +61,22 @@ class Servers:
         self._starting = asyncio.create_task(self._keeper.start(), name="servers start")
         return ServerSync(self._publication, self._starting)
 
+    async def add(self, name: str, home: Home) -> Seat:
+        """One more server, with the last weights; returns when it takes requests, or raises why it does not."""
+        keeper = await self._started()
+        seat = self.fleet.seat(name)
+        await keeper.add(seat, home)
+        return seat
+
+    async def remove(self, seat: Seat, seconds: float = LEAVE_SECONDS) -> None:
+        """Have one leave for good; requests that have not ended in so many seconds go on at the others."""
+        await (await self._started()).remove(seat, seconds)
+
+    async def _started(self) -> Keeper:
+        assert self._keeper is not None and self._starting is not None, "sync comes first"
+        await asyncio.shield(self._starting)
+        return self._keeper
+
     @property
     def restarts(self) -> int:
         """How often a server was brought back."""
@@ -65,6 +84,9 @@ class Servers:
 
     async def generate(self, tokens: Tokens, sampling: Sampling) -> Completion:
         return await self.fleet.generate(tokens, sampling)
+
+    async def generate_aloud(self, tokens: Tokens, sampling: Sampling, hear: Hear) -> Completion:
+        return await self.fleet.generate_aloud(tokens, sampling, hear)
 
     async def pause(self) -> None:
         await self.fleet.pause()

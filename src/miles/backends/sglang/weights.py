@@ -4,6 +4,9 @@
 this one is on its way. What was committed last is kept on the host: a server that fails is put back to it, one that
 joins is given it before its first request. A server that is lost on the way is dropped, and does not fail the others.
 
+The digests of a version are of all its tensors, and all are proven; only those that are not what was committed last are
+sent: of a model that is frozen in part, or trained by adapters that are merged into some matrices, those alone travel.
+
 Servers that stage what comes (``miles serve``) go on answering until the commit; others hold still from the start.
 """
 
@@ -21,8 +24,8 @@ from miles.backends.sglang.carriers import Carrier, InRequests
 from miles.backends.sglang.client import Client, Lost
 from miles.backends.sglang.deltas import Delta
 from miles.backends.sglang.fleet import Fleet, Seat, State, label_of
-from miles.backends.sglang.kept import HostMemory, Kept
-from miles.backends.sglang.lines import Line, alike, line_to
+from miles.backends.sglang.kept import HostMemory, Kept, moved
+from miles.backends.sglang.lines import KeptOtherwise, Line, alike, line_to
 from miles.backends.sglang.mapped import ByMemory, send
 from miles.backends.sglang.promised import Digests, Shapes
 from miles.cluster.local import Run
@@ -33,13 +36,17 @@ from miles.models.spec import DecoderSpec
 TRIES = 5
 """How often a publication is begun, where all servers were lost, or one in a way that took the others' buckets too."""
 
+# How often a server may turn out to have other weights than it was given before all are sent everything each time.
+_DOUBTS = 2
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """What went out: the digests of all of it, and, where it went over the host, its buckets."""
+    """What went out: the digests of the version, and, where it went over the host, what was sent, in buckets."""
 
     digests: Mapping[str, int]
     buckets: Sequence[Bucket] | None
+    bytes: int
 
 
 class ServerPublication:
@@ -64,6 +71,7 @@ class ServerPublication:
         self._turn = asyncio.Lock()
         self._opened: dict[Seat, Client] = {}
         self._said: set[str] = set()
+        self._doubts = 0
 
     @property
     def committed(self) -> Version | None:
@@ -71,9 +79,10 @@ class ServerPublication:
         return None if self._kept is None else self._kept.version
 
     async def publish(self, version: Version, only: Collection[str] | None = None) -> Mapping[str, float]:
-        """Give every server the weights as they are now; returns wall-clock readings.
+        """Give every server the weights as they are now; returns wall-clock readings, and how many bytes each was sent.
 
-        ``only``: names of the weights of which alone any has changed; servers keep the others, and prove those too.
+        ``only``: names of the weights of which alone any has changed; the others are not even looked at, and servers
+        prove that they have them as they were.
         """
         started = time.perf_counter()
         tensors = await self._run(self._weights)
@@ -84,14 +93,19 @@ class ServerPublication:
             some = grouped(hub_named(self._spec, chosen), self._bucket_bytes)
         described = time.perf_counter()
         readings: dict[str, float] = {}
+        spare = self._doubts < _DOUBTS
         for attempt in range(TRIES):
             await self._somebody(version)
             try:
                 async with self._turn:
                     # A server that waits for its first weights has none to keep.
                     groups = every if some is None or self._opened else some
-                    readings = await self._transaction(version, groups, whole=groups is every)
+                    readings = await self._transaction(version, groups, whole=groups is every, spare=spare)
                 break
+            except KeptOtherwise as error:
+                spare = False
+                self._doubts += 1
+                self._tell(f"{error}; all servers are sent all weights{self._from_now_on()}.")
             except SyncError:
                 if not (isinstance(self._carrier, Delta) and self._carrier.again()):
                     raise
@@ -99,6 +113,8 @@ class ServerPublication:
                 if attempt == TRIES - 1:
                     raise SyncError(f"{_called(version)} was not published: {error}") from error
                 await self._look_round()
+        else:
+            raise SyncError(f"{_called(version)} was not published in {TRIES} tries")
         kept = readings.get("publish/keep", 0.0)
         transfer = time.perf_counter() - described - kept
         return {"publish/describe": described - started, "publish/transfer": transfer, **readings}
@@ -121,7 +137,7 @@ class ServerPublication:
     # -- the transaction --------------------------------------------------------------------
 
     async def _transaction(
-        self, version: Version, groups: Sequence[Sequence[Named]], *, whole: bool
+        self, version: Version, groups: Sequence[Sequence[Named]], *, whole: bool, spare: bool
     ) -> dict[str, float]:
         lines = await self._lines()
         if not lines:
@@ -130,11 +146,12 @@ class ServerPublication:
             if any(line.still for line in lines):
                 await self._hold(held)
             begun = lines
+            before = self._there_already(lines) if whole and spare else {}
             try:
                 shapes = Shapes({name: tensor for group in groups for name, tensor in group})
-                shapes.whole = whole
+                shapes.whole, shapes.keeps = whole, bool(before)
                 lines = await self._each(lines, lambda line: line.begin(shapes))
-                lines, sent = await self._sent(lines, groups)
+                lines, sent = await self._sent(lines, groups, before)
                 rest = {} if whole or self._kept is None else self._kept.digests
                 lines = await self._verified(lines, Digests({**rest, **sent.digests}))
             except MilesError as error:
@@ -147,17 +164,31 @@ class ServerPublication:
             if not self._fleet.held:
                 await self._hold(held)
             await self._commit(lines, version)
+            readings = {"publish/bytes": float(sent.bytes)}
             if sent.buckets is not None:
-                self._keep(version, sent.buckets, whole=whole)
-                return {}
+                self._keep(version, sent.buckets, whole=whole and not before)
+                return readings
         # Servers go on already; the trainer waits until its weights, which it is going to change, are kept.
         started = time.perf_counter()
-        memory = self._host if whole else HostMemory()
+        kept = self._kept
         if whole:
             self._kept = None  # its memory is written over
-        buckets = await asyncio.to_thread(memory.keep, groups, sent.digests)
-        self._keep(version, buckets, whole=whole)
-        return {"publish/keep": time.perf_counter() - started}
+        if kept is not None and before:
+            self._kept = await asyncio.to_thread(kept.renewed, version, groups, sent.digests)
+        else:
+            memory = self._host if whole else HostMemory()
+            self._keep(version, await asyncio.to_thread(memory.keep, groups, sent.digests), whole=whole)
+        return {**readings, "publish/keep": time.perf_counter() - started}
+
+    def _there_already(self, lines: Sequence[Line]) -> Mapping[str, int]:
+        """The digests of what all these have; none where one has never been given the last version, or nobody has."""
+        kept = self._kept
+        if kept is None or any(line.seat in self._opened or line.seat.version != kept.version for line in lines):
+            return {}
+        return kept.digests
+
+    def _from_now_on(self) -> str:
+        return " from now on" if self._doubts == _DOUBTS else ""
 
     def _keep(self, version: Version, buckets: Sequence[Bucket], *, whole: bool) -> None:
         """Whoever joins from now on gets this."""
@@ -165,39 +196,51 @@ class ServerPublication:
         fresh = Kept(version=version, buckets=tuple(buckets))
         self._kept = fresh if before is None else before.changed(version, buckets)
 
-    async def _sent(self, lines: list[Line], groups: Sequence[Sequence[Named]]) -> tuple[list[Line], Sent]:
+    async def _sent(
+        self, lines: list[Line], groups: Sequence[Sequence[Named]], before: Mapping[str, int]
+    ) -> tuple[list[Line], Sent]:
         carrier = self._carrier
         if isinstance(carrier, ByMemory) and await carrier.reaches(lines, groups):
-            lines, digests = await send(groups, lines, self._each)
-            return lines, Sent(digests=digests, buckets=None)
+            lines, digests = await send(groups, lines, self._each, before)
+            size = sum(t.nbytes for group in groups for name, t in group if digests[name] != before.get(name))
+            return lines, Sent(digests=digests, buckets=None, bytes=size)
         if isinstance(carrier, Delta) and self._kept is not None:
             carrier.since(self._kept.version, self._kept.tensors)
-        lines, buckets = await self._buckets(lines, groups)
-        digests = {name: number for bucket in buckets for name, number in bucket.digests.items()}
-        return lines, Sent(digests=digests, buckets=buckets)
+        changes = carrier.sent if isinstance(carrier, Delta) else 0
+        lines, buckets, digests = await self._buckets(lines, groups, before)
+        size = sum(tensor.nbytes for bucket in buckets for tensor in bucket.tensors.values())
+        if isinstance(carrier, Delta) and carrier.sent > changes:
+            size = carrier.sent - changes
+        return lines, Sent(digests=digests, buckets=buckets, bytes=size)
 
     async def _hold(self, held: AsyncExitStack) -> None:
         await self._fleet.hold()
         held.push_async_callback(self._fleet.release)
 
-    async def _buckets(self, lines: list[Line], groups: Sequence[Sequence[Named]]) -> tuple[list[Line], list[Bucket]]:
-        """Send all; the next is packed while one is sent."""
+    async def _buckets(
+        self, lines: list[Line], groups: Sequence[Sequence[Named]], before: Mapping[str, int]
+    ) -> tuple[list[Line], list[Bucket], dict[str, int]]:
+        """Send all that is not as ``before``, the next being packed while one is sent; that, and the digests of all."""
         await self._carrier.begin(lines, self._each)
         buckets: list[Bucket] = []
+        digests: dict[str, int] = {}
         coming = asyncio.create_task(asyncio.to_thread(packed, groups[0]))
         try:
             for i in range(len(groups)):
                 bucket = await coming
                 if i + 1 < len(groups):
                     coming = asyncio.create_task(asyncio.to_thread(packed, groups[i + 1]))
-                await self._carrier.carry(bucket, lines, self._each)
+                digests |= bucket.digests
+                bucket = moved(bucket, before) if before else bucket
+                if bucket.tensors:
+                    await self._carrier.carry(bucket, lines, self._each)
                 bucket.forget()
                 buckets.append(bucket)
                 lines = self._left(lines)
         finally:
             await asyncio.gather(coming, return_exceptions=True)
         await self._carrier.end(lines, self._each)
-        return self._left(lines), buckets
+        return self._left(lines), buckets, digests
 
     async def _verified(self, lines: list[Line], digests: Digests) -> list[Line]:
         proofs: list[tuple[Line, str | None]] = []

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import secrets
 import socket
 import struct
@@ -24,6 +25,7 @@ from multiprocessing.connection import Client, Connection, answer_challenge, del
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
+from weakref import finalize
 
 import ray
 from ray.exceptions import RayError
@@ -55,7 +57,10 @@ class FarRanks:
             address = door.getsockname()[:2]
             processes = {
                 place.rank: FarProcess(
-                    self._reserved.rank(place.rank), self._reserved.need.kind, (follow, place, codec, address, key)
+                    self._reserved.rank(place.rank),
+                    self._reserved.need.kind,
+                    # Closed, so that the actor need not import all that its rank does.
+                    (pickle.dumps((follow, place, codec)), place.heartbeat, address, key),
                 )
                 for place in places
             }
@@ -65,6 +70,8 @@ class FarRanks:
                 for process in processes.values():
                     process.kill()
                 raise
+        for rank, process in processes.items():
+            process.ends(lines[rank])
         return [(processes[place.rank], lines[place.rank]) for place in places]
 
 
@@ -76,6 +83,17 @@ class FarProcess:
         self.sentinel, self._mark = os.pipe()
         self._ended: Future[int] = self._actor.run.remote(*what).future()
         self._ended.add_done_callback(lambda _: os.close(self._mark))  # the sentinel can be read from now on
+        finalize(self, os.close, self.sentinel)
+
+    def ends(self, line: Connection) -> None:
+        """Nothing more is sent on its line when it has ended: a node that is cut off would never take it."""
+        way = socket.socket(fileno=os.dup(line.fileno()))
+
+        def end(_: object) -> None:
+            with way, suppress(OSError):
+                way.shutdown(socket.SHUT_WR)
+
+        self._ended.add_done_callback(end)
 
     def is_alive(self) -> bool:
         return not self._ended.done()
@@ -98,11 +116,11 @@ class FarProcess:
 class _RankSeat:
     """Has one rank's process on the node it is on, and ends it when it shows no sign of life."""
 
-    def run(self, follow: Follow, place: Place, codec: Codec, address: tuple[str, int], key: bytes) -> int:
+    def run(self, life: bytes, patience: float, address: tuple[str, int], key: bytes) -> int:
         with TemporaryDirectory(prefix="miles-rank-") as own:
-            beats, patience = Path(own) / "beat", place.heartbeat
+            beats = Path(own) / "beat"
             process = multiprocessing.get_context("spawn").Process(
-                target=_call, args=(follow, place, codec, address, key, beats), daemon=True
+                target=_call, args=(life, address, key, beats), daemon=True
             )
             process.start()
             pulse = Pulse(beats, patience) if patience else None
@@ -113,8 +131,10 @@ class _RankSeat:
             return process.exitcode
 
 
-def _call(follow: Follow, place: Place, codec: Codec, address: tuple[str, int], key: bytes, beats: Path) -> None:
+def _call(life: bytes, address: tuple[str, int], key: bytes, beats: Path) -> None:
     """The life of a rank's process: call the leader, say who it is, and serve."""
+    known: tuple[Follow, Place, Codec] = pickle.loads(life)
+    follow, place, codec = known
     if place.heartbeat:
         beat(beats, place.heartbeat)
     line = cast(Connection, Client(address, authkey=key))

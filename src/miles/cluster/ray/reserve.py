@@ -23,6 +23,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from miles.cluster.ray.placement import Need, Node, Placement, place
 from miles.core.errors import EngineError, MilesError, TrainerError, UsageError
 
+# Seconds between two looks at a cluster that has no room yet.
+_LOOK = 0.5
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spot:
@@ -35,20 +38,25 @@ class Spot:
 
 
 class Reserved:
-    """What a run has of the cluster. ``close`` gives it back, and leaves a cluster that was joined here."""
+    """What a run has of the cluster. ``close`` gives it back, and leaves a cluster that was joined here.
 
-    def __init__(self, need: Need, *, address: str | None, seconds: float) -> None:
+    ``returning``: the run has been there before, so that a cluster that is too small now has lost nodes, and is given
+    ``seconds`` to get them back.
+    """
+
+    def __init__(self, need: Need, *, address: str | None, seconds: float, returning: bool = False) -> None:
         self.need, self._seconds = need, seconds
         self._joined = _join(address, need)
         self._groups: list[PlacementGroup] = []
+        self._pending: set[PlacementGroup] = set()
         self._turn = threading.Lock()
+        deadline = time.monotonic() + seconds
         try:
             self.driver: str = ray.get_runtime_context().get_node_id()
-            self.nodes = {node.id: node for node in nodes_of(need.kind)}
-            placed = place(need, list(self.nodes.values()), self.driver)
+            placed = self._placed(deadline if returning else time.monotonic())
             self._trainer = [self._hold(need.per_node, id) for id in placed.trainer]
             self._engines = [self._hold(need.per_engine, id) for id in placed.engines]
-            self._wait(placed)
+            self._wait(deadline)
         except BaseException:
             self.close()
             raise
@@ -86,14 +94,21 @@ class Reserved:
     ) -> PlacementGroup:
         """One of the groups, made anew where its node is gone; waits for room, with a deadline."""
         with self._turn:
+            group = groups[at]
             alive = {node.id for node in nodes_of(self.need.kind)}
-            if node_of(groups[at]) not in alive:
-                self._groups.remove(groups[at])
-                remove_placement_group(groups[at])
-                groups[at] = self._hold(count, None)
-                if not groups[at].wait(self._seconds):
-                    raise error(f"{whose} has lost its node, and {self._left(count)}")
-            return groups[at]
+            found = node_of(group)
+            if found not in alive and not (found is None and group in self._pending):
+                self._pending.discard(group)
+                self._groups.remove(group)
+                remove_placement_group(group)
+                group = groups[at] = self._hold(count, None)
+                self._pending.add(group)
+        # Others ask meanwhile, and one who waits for room keeps none from them.
+        if not group.wait(self._seconds):
+            raise error(f"{whose} has lost its node, and {self._left(count)}")
+        with self._turn:
+            self._pending.discard(group)
+        return group
 
     def _hold(self, count: int, node: str | None) -> PlacementGroup:
         bundles = [{self.need.kind: 1.0} for _ in range(count)]
@@ -101,22 +116,41 @@ class Reserved:
         self._groups.append(group)
         return group
 
-    def _wait(self, placed: Placement) -> None:
+    def _placed(self, deadline: float) -> Placement:
+        while True:
+            self.nodes = {node.id: node for node in nodes_of(self.need.kind)}
+            try:
+                return place(self.need, list(self.nodes.values()), self.driver)
+            except UsageError:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(_LOOK)
+
+    def _wait(self, deadline: float) -> None:
         """All is there at once, or nothing is kept."""
-        deadline = time.monotonic() + self._seconds
-        for group in self._groups:
-            if not group.wait(max(0.0, deadline - time.monotonic())):
-                raise UsageError(
-                    f"the Ray cluster has the {self.need.total} {self.need.kind} this run needs, but others hold them: "
-                    f"after {self._seconds:g} s (--ray-placement-timeout) {self._left(self.need.total)}; wait for "
-                    "them, or ask for less"
-                )
-        if (found := node_of(self._trainer[0])) != self.driver:
-            here = self.nodes[self.driver].address
-            raise UsageError(
-                f"the driver is the first rank that trains, and others hold the devices of its node {here} (Ray gave "
-                f"{self.nodes[found].address if found in self.nodes else found}); start the run on a node that is free"
-            )
+        while True:
+            for group in self._groups:
+                if not group.wait(max(0.0, deadline - time.monotonic())):
+                    raise UsageError(
+                        f"the Ray cluster has the {self.need.total} {self.need.kind} this run needs, but others hold "
+                        f"them: after {self._seconds:g} s (--ray-placement-timeout) {self._left(self.need.total)}; "
+                        "wait for them, or ask for less"
+                    )
+            if (found := node_of(self._trainer[0])) == self.driver:
+                return
+            if time.monotonic() >= deadline:
+                break
+            # Whoever holds the driver's node may be a life before this one, which Ray is about to clear away.
+            group = self._trainer[0]
+            self._groups.remove(group)
+            remove_placement_group(group)
+            time.sleep(_LOOK)
+            self._trainer[0] = self._hold(self.need.per_node, self.driver)
+        here = self.nodes[self.driver].address
+        raise UsageError(
+            f"the driver is the first rank that trains, and others hold the devices of its node {here} (Ray gave "
+            f"{self.nodes[found].address if found in self.nodes else found}); start the run on a node that is free"
+        )
 
     def _left(self, wanted: int) -> str:
         free = int(ray.available_resources().get(self.need.kind, 0))
@@ -189,8 +223,8 @@ def _join(address: str | None, need: Need) -> bool:
             ray.init(address="local", include_dashboard=False, **more, **quiet)
     except (ConnectionError, RuntimeError, ValueError) as error:
         said = (str(error).splitlines() or ["no reason"])[0]
-        raise UsageError(
-            f"the Ray cluster at {known or 'this machine'} cannot be joined: {said}; is it running, and is "
-            "--ray-address its host:port?"
-        ) from error
+        mend = "is it running, and is --ray-address its host:port?"
+        if "InvalidAuthToken" in f"{error} {error.__cause__}":
+            mend = "it asks for a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN unless ~/.ray/auth_token is there"
+        raise UsageError(f"the Ray cluster at {known or 'this machine'} cannot be joined: {said}; {mend}") from error
     return True

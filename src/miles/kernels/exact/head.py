@@ -125,7 +125,9 @@ def chunks_of(logits_RV: Tensor, temperature: float | Tensor = 1.0, *, size: int
     if on_card(logits_RV):
         return Chunks(*sum_chunks(logits_RV, heat_R, size, CHUNK))
     scaled_RV = logits_RV[:, :size] * _sharpness(heat_R)[:, None]
-    x_RCB = F.pad(scaled_RV, (0, -size % CHUNK), value=_NOTHING).unflatten(1, (-1, CHUNK))
+    # Halves are summed onto halves, so that a small vocabulary needs no more filling than to a power of two.
+    chunk = min(CHUNK, 1 << (size - 1).bit_length())
+    x_RCB = F.pad(scaled_RV, (0, -size % chunk), value=_NOTHING).unflatten(1, (-1, chunk))
     tops_RC1 = x_RCB.amax(-1, keepdim=True)
     low_RCB = x_RCB - torch.where(tops_RC1 == _NOTHING, 0, tops_RC1)
     power_RCB = each(torch.exp, low_RCB)

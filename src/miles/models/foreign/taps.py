@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from miles.models.names import pieces
-from miles.models.spec import AttentionSpec, DecoderSpec, MoeSpec
+from miles.models.spec import AttentionSpec, DecoderSpec, MlaSpec, MoeSpec
 from miles.models.taps import Trace, chosen
 
 _EAGER = "eager_attention_forward"
@@ -40,6 +40,9 @@ def tapped_foreign(module: nn.Module, spec: DecoderSpec, trace: Trace) -> Iterat
             taps.taken(f"{at}.attention.output.weight", index, "attention")
             taps.given(f"{at}.attention.output.weight", index, "output")
             taps.attention(f"{at}.attention.output.weight", index)
+        if isinstance(layer.mixer, MlaSpec):
+            taps.taken(f"{at}.mla.output.weight", index, "attention")
+            taps.given(f"{at}.mla.output.weight", index, "output")
         taps.given(f"{at}.mlp_norm.weight", index, "mlp norm")
         if isinstance(layer.ffn, MoeSpec):
             taps.router(f"{at}.moe.router.weight", index)

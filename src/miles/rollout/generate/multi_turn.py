@@ -138,7 +138,6 @@ class _Attempt:
         self._max_context_len = max_context_len
         self._template = template
         self._left = sampling.max_new_tokens
-        self._restarts = 0
         self._scores = False
         self._earned: float | None = None
         self._parts: dict[str, float] = {}
@@ -201,9 +200,9 @@ class _Attempt:
         return self._session.end(turn, completion)
 
     def _drawn(self, room: int | None) -> Sampling:
-        """How this reply is drawn. A conversation begun anew comes by the same positions, so it has another seed."""
+        """How this reply is drawn. Engines count a request's tokens from its first, so each reply has its own seed."""
         most = (n for n in (self._left, self._limits.turn_tokens, room) if n is not None)
-        seed = mix(self._sampling.seed, self._restarts) if self._restarts else self._sampling.seed
+        seed = mix(self._sampling.seed, self.turns) if self.turns else self._sampling.seed
         return replace(self._sampling, max_new_tokens=min(most), seed=seed)
 
     def _earn(self, step: Step) -> None:
@@ -214,7 +213,6 @@ class _Attempt:
 
     def _onward(self, messages: list[Message], said: Reply, step: Step) -> list[Message]:
         if step.anew:
-            self._restarts += 1
             return list(step.messages)
         if not step.messages:
             raise EnvironmentFailed("it neither answered nor ended")

@@ -45,7 +45,7 @@ class Block:
 class Format:
     """How a family writes calls: ``find`` their blocks, ``read`` one. ``marks`` are what a block may begin with.
 
-    ``endless``: a block may go on as long as the text does.
+    ``endless``: a block may go on as long as the text does; ``bare``: without a mark, all of a text may be a call.
     """
 
     name: str
@@ -53,6 +53,7 @@ class Format:
     find: Callable[[str], Iterator[Block]]
     read: Callable[[str, Tools], Sequence[Call]]
     endless: bool = False
+    bare: bool = False
 
 
 # -- making a call --------------------------------------------------------------------------
@@ -304,8 +305,22 @@ FORMATS: Mapping[str, Format] = {
             find=_between_marks(("<minimax:tool_call>", "</minimax:tool_call>"), ("<tool_calls>", "</tool_calls>")),
             read=_invoked,
         ),
-        Format(name="gemma", marks=("```", '{"name"'), find=_find_fenced, read=_bare, endless=True),
-        Format(name="llama3", marks=(_PYTHON, '{"name"', "<function="), find=_find_bare, read=_bare, endless=True),
+        Format(
+            name="gemma",
+            marks=("```", _PYTHON, '{"name"', "<function="),
+            find=_find_fenced,
+            read=_bare,
+            endless=True,
+            bare=True,
+        ),
+        Format(
+            name="llama3",
+            marks=(_PYTHON, '{"name"', "<function="),
+            find=_find_bare,
+            read=_bare,
+            endless=True,
+            bare=True,
+        ),
     )
 }
 SECTIONS = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,6 +22,10 @@ class Before:
     @property
     def reply(self) -> Message:
         return self.messages[-1]
+
+
+Reading = Callable[[str], Parts]
+"""A text as far as it has come -> its parts, each the beginning of what ``Renderer.parts`` makes of the whole."""
 
 
 class Renderer(Protocol):
@@ -44,13 +48,12 @@ class Renderer(Protocol):
         """A whole conversation, as the template writes it, with nothing opened; for those who compare."""
         ...
 
-    def parts(
-        self, context: Sequence[int], sampled: Sequence[int], tools: Sequence[Tool], *, whole: bool = True
-    ) -> Parts:
-        """What was sampled behind ``context`` (the end of it will do), taken apart; never raises.
+    def parts(self, context: Sequence[int], sampled: Sequence[int], tools: Sequence[Tool]) -> Parts:
+        """What was sampled behind ``context`` (the end of it will do), taken apart; never raises."""
+        ...
 
-        While it is not ``whole``, parts only grow.
-        """
+    def growing(self, context: Sequence[int], tools: Sequence[Tool]) -> Reading:
+        """How a text is taken apart that is still coming behind ``context``: what it says is not taken back."""
         ...
 
     def text(self, tokens: Sequence[int]) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 
 from miles.core.protocols import Completion
 from miles.core.types import EMPTY, Author, Prompt, Reward, Status, Tokens, Trajectory
+from miles.rollout.session.hearing import Hearing, before
 from miles.rollout.session.ledger import Pick, branches_of
 from miles.rollout.session.match import Found, Match, longest, loose_tool_call
 from miles.rollout.session.message import ContextFull, Message, SessionError, Tool, media_of, text_of
@@ -137,6 +138,11 @@ class Session:
             cached_tokens=completion.cached_tokens,
         )
 
+    def hear(self, turn: Turn, *, stop: Sequence[str] = ()) -> Hearing:
+        """For a reply that is told while it comes; what it says is the beginning of what ``end`` will."""
+        read = self.renderer.growing(turn.tokens[-_SEEN:].tolist(), turn.tools)
+        return Hearing(self.renderer.text, read, stop)
+
     def abandon(self, turn: Turn) -> None:
         """Nothing will come of this turn: its engine failed, or its client went away. One that has ended stays."""
         self._awaited.discard(turn.number)
@@ -246,5 +252,4 @@ def _joined(reply: Node) -> Tokens:
 
 def _stopped(parts: Parts, stop: Sequence[str]) -> Parts:
     """Without the stop string that ended it, and what may stand behind that in the same token."""
-    found = [at for at in (parts.content.find(each) for each in stop) if at >= 0]
-    return replace(parts, content=parts.content[: min(found)]) if found else parts
+    return replace(parts, reasoning=before(parts.reasoning, stop), content=before(parts.content, stop))

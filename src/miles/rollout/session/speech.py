@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from miles.core.spelling import certain
 from miles.rollout.session.calls import SECTIONS, Call, Format, Tools
 from miles.rollout.session.lenient import Malformed
 
@@ -13,7 +14,10 @@ THINK, THOUGHT = "<think>", "</think>"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """All of a reply so far. While it is coming each only grows; ``notes`` say what was not written as it should be."""
+    """All of a reply so far; ``notes`` say what was not written as it should be.
+
+    While it is coming, reasoning, content and calls are the beginning of what they will be, and only grow.
+    """
 
     reasoning: str = ""
     content: str = ""
@@ -51,15 +55,30 @@ class Manner:
             return thought.strip(), rest.lstrip(), []
         at = self._call_in(thought)
         if not whole:
-            return certain(thought[:at], (THOUGHT,)).strip(), "", []
+            return certain(thought[:at], (THOUGHT, *self._marks)).strip(), "", []
         if at < len(thought):
             return thought[:at].strip(), thought[at:], ["A tool was called before the thoughts were closed."]
         return thought.strip(), "", []
 
     def _call_in(self, thought: str) -> int:
         """Where thoughts that were never closed turn into a call; their end where they do not."""
-        marks = self.format.marks if self.format is not None and self.tools else ()
-        return min((at for mark in marks if (at := thought.find(mark)) >= 0), default=len(thought))
+        return min((at for mark in self._marks if (at := thought.find(mark)) >= 0), default=len(thought))
+
+    @property
+    def _marks(self) -> tuple[str, ...]:
+        return self.format.marks if self.format is not None and self.tools else ()
+
+
+def unframed(text: str, marks: Sequence[str]) -> str:
+    """A turn's text without the marks that end it."""
+    while (mark := next((mark for mark in marks if text.endswith(mark)), None)) is not None:
+        text = text.removesuffix(mark)
+    return text
+
+
+def unframed_so_far(text: str, marks: Sequence[str]) -> str:
+    """The same of a text that is coming, also without the beginning of one."""
+    return unframed(certain(unframed(text, marks), marks), marks)
 
 
 def spoken(text: str, format: Format, tools: Tools) -> tuple[str, list[Call], list[str]]:
@@ -87,14 +106,17 @@ def spoken(text: str, format: Format, tools: Tools) -> tuple[str, list[Call], li
     content = "".join(said)
     for mark in SECTIONS:
         content = content.replace(mark, "")
-    return content.strip(), calls, notes
+    return content.rstrip(), calls, notes
 
 
 def speaking(text: str, format: Format, tools: Tools) -> tuple[str, list[Call], list[str]]:
     """A text that is still coming: what is said before its first call, and the calls that are closed."""
-    at = min((place for mark in format.marks if (place := text.find(mark)) >= 0), default=-1)
+    if format.bare and text.lstrip().startswith(("{", "[")):  # all of it may be a call
+        return "", [], []
+    marks = (*format.marks, *SECTIONS)
+    at = min((place for mark in marks if (place := text.find(mark)) >= 0), default=-1)
     if at < 0:
-        return certain(text, format.marks).rstrip(), [], []
+        return certain(text, marks).rstrip(), [], []
     calls: list[Call] = []
     for block in format.find(text):
         if not block.closed or (format.endless and block.stop == len(text)):
@@ -103,12 +125,4 @@ def speaking(text: str, format: Format, tools: Tools) -> tuple[str, list[Call], 
             calls.extend(format.read(block.body, tools))
         except Malformed:
             continue
-    return text[:at].strip(), calls, []
-
-
-def certain(text: str, marks: Sequence[str]) -> str:
-    """``text`` without an end that may be the beginning of a mark."""
-    for length in range(min(len(text), max(map(len, marks)) - 1), 0, -1):
-        if any(mark.startswith(text[-length:]) for mark in marks):
-            return text[:-length]
-    return text
+    return text[:at].rstrip(), calls, []

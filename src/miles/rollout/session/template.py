@@ -33,8 +33,8 @@ from miles.rollout.session.message import (
     schemas_of,
     text_of,
 )
-from miles.rollout.session.render import Before
-from miles.rollout.session.speech import THINK, THOUGHT, Manner, Parts
+from miles.rollout.session.render import Before, Reading
+from miles.rollout.session.speech import THINK, THOUGHT, Manner, Parts, unframed, unframed_so_far
 
 WORD = "Zwischenruf"
 UNHEARD = "The chat template does not tell the model of the tools it is offered; describe them in the system message."
@@ -188,25 +188,22 @@ class TemplateRenderer:
         assert tokens[0] == self._ids[mark], "a mark is a token by itself"
         return tokens[1:] if last in self._closing else tokens
 
-    def parts(
-        self, context: Sequence[int], sampled: Sequence[int], tools: Sequence[Tool], *, whole: bool = True
-    ) -> Parts:
-        text = self._tokenizer.decode(sampled)
-        text = text if whole else text.rstrip("\ufffd")  # half a character, of which the rest is coming
-        known = schemas_of(tools)
-        if self.family.speech is not None:
-            return self.family.speech(text, known, whole)
+    def parts(self, context: Sequence[int], sampled: Sequence[int], tools: Sequence[Tool]) -> Parts:
+        return self._reading(context, tools, whole=True)(self._tokenizer.decode(sampled))
+
+    def growing(self, context: Sequence[int], tools: Sequence[Tool]) -> Reading:
+        read = self._reading(context, tools, whole=False)
+        return lambda text: read(unframed_so_far(text, self.family.marks))
+
+    def _reading(self, context: Sequence[int], tools: Sequence[Tool], *, whole: bool) -> Reading:
+        known, speech = schemas_of(tools), self.family.speech
+        if speech is not None:
+            return lambda text: speech(text, known, whole)
         thinking, begun = self.family.thinking, self._tokenizer.decode(context[-_TAIL:]).rstrip()
         manner = Manner(format=self._calls, tools=known, thinking=thinking, opened=begun.endswith(THINK))
-        text = self._unframed(text)
         # Behind thoughts that the prompt has ended, the line's end before the answer is no part of the answer.
-        return manner.parts(text.lstrip("\n") if thinking and begun.endswith(THOUGHT) else text, whole=whole)
-
-    def _unframed(self, text: str) -> str:
-        """Without the marks that end a turn."""
-        while (mark := next((mark for mark in self.family.marks if text.endswith(mark)), None)) is not None:
-            text = text.removesuffix(mark)
-        return text
+        blank = "\n" if thinking and begun.endswith(THOUGHT) else ""
+        return lambda text: manner.parts(unframed(text, self.family.marks).lstrip(blank), whole=whole)
 
     def _cut_behind(self, text: str) -> tuple[str, str]:
         """The mark that ends the scaffold's answer, and all behind it."""

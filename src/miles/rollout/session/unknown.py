@@ -13,8 +13,8 @@ from miles.core.protocols import Tokenizer
 from miles.rollout.session.calls import Format
 from miles.rollout.session.families.family import Family
 from miles.rollout.session.message import Message, SessionError, Tool, schemas_of
-from miles.rollout.session.render import Before
-from miles.rollout.session.speech import THINK, Manner, Parts
+from miles.rollout.session.render import Before, Reading
+from miles.rollout.session.speech import THINK, Manner, Parts, unframed_so_far
 from miles.rollout.session.template import WORD, Written, scaffold
 
 UNKNOWN = Family(name="unknown", signs=(), closes=(), heads=(), thinking=True)
@@ -67,18 +67,24 @@ class ComparingRenderer:
         closing = self._tokenizer.encode(end if not frame[-1].get("tool_calls") else self._end(tools, template))
         return [*self._missing(closing, before), *self._tokenizer.encode(longer[len(shorter) :])]
 
-    def parts(
-        self, context: Sequence[int], sampled: Sequence[int], tools: Sequence[Tool], *, whole: bool = True
-    ) -> Parts:
-        kept = list(sampled)
-        closing = self._tokenizer.encode(self._end((), {}))
-        while kept and (kept[-1] in self._ends or kept[-1:] == closing[:1]):
+    def parts(self, context: Sequence[int], sampled: Sequence[int], tools: Sequence[Tool]) -> Parts:
+        kept, closing = list(sampled), self._closing()
+        while kept and kept[-1] in closing:
             kept.pop()
-        known = schemas_of(tools)
+        return self._manner(context, tools).parts(self._tokenizer.decode(kept))
+
+    def growing(self, context: Sequence[int], tools: Sequence[Tool]) -> Reading:
+        manner = self._manner(context, tools)
+        marks = tuple(filter(None, (self._tokenizer.decode([token]) for token in self._closing())))
+        return lambda text: manner.parts(unframed_so_far(text, marks), whole=False)
+
+    def _manner(self, context: Sequence[int], tools: Sequence[Tool]) -> Manner:
         opened = self._tokenizer.decode(context[-16:]).rstrip().endswith(THINK)
-        manner = Manner(format=self._calls, tools=known, thinking=True, opened=opened)
-        text = self._tokenizer.decode(kept)
-        return manner.parts(text if whole else text.rstrip("\ufffd"), whole=whole)
+        return Manner(format=self._calls, tools=schemas_of(tools), thinking=True, opened=opened)
+
+    def _closing(self) -> frozenset[int]:
+        """Tokens that end a turn and say nothing in it."""
+        return self._ends | frozenset(self._tokenizer.encode(self._end((), {}))[:1])
 
     def _end(self, tools: Sequence[Tool], template: Mapping[str, Any]) -> str:
         """What the template writes behind an answer without calls."""

@@ -114,10 +114,13 @@ class Process:
                 self._take(line)
         except ValueError:
             why = "it wrote a line that is too long"
-        status = await self._process.wait() if not why else None
+        status: int | None = None
+        with contextlib.suppress(TimeoutError):  # it may have closed its output and live on
+            status = await asyncio.wait_for(self._process.wait(), _GRACE_SECONDS) if not why else None
         await asyncio.wait({self._hearing}, timeout=_GRACE_SECONDS)
         said = f": {self._complaints[-1]}" if self._complaints else ""
-        self._end((why or f"it ended with status {status}") + said)
+        closed = "it closed its output and lives on" if status is None else f"it ended with status {status}"
+        self._end((why or closed) + said)
 
     def _take(self, line: bytes) -> None:
         try:

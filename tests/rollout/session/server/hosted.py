@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import httpx
 import numpy as np
 
-from miles.core.protocols import Completion, Sampling
+from miles.core.protocols import Completion, Hear, Sampling
 from miles.core.types import Author, Span, Status, Tokens, Version
 from miles.models.tokenizer import HubTokenizer
 from miles.rollout.session.choose import renderer_for
@@ -73,22 +73,31 @@ class Scripted:
         self.abort = False
 
     async def generate(self, tokens: Tokens, sampling: Sampling) -> Completion:
+        return await self._generate(tokens, sampling, lambda tokens: None)
+
+    async def _generate(self, tokens: Tokens, sampling: Sampling, hear: Hear) -> Completion:
+        kept, reason = self._drawn(tokens, sampling)
+        try:
+            await self._write(kept, hear)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        self.wrote.append(kept)
+        status = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}[reason]
+        return Completion(spans=tuple(self._spans(kept)), status=status, reason=reason)
+
+    def _drawn(self, tokens: Tokens, sampling: Sampling) -> tuple[list[int], str]:
         text = self._words(self._tokenizer.decode(tokens.tolist()), len(self.asked))
         self.asked.append((tokens.tolist(), sampling))
         if self.error is not None:
             raise self.error
-        try:
-            await (asyncio.sleep(0) if self.hold is None else self.hold.wait())
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
         cut = min((text.find(stop) + len(stop) for stop in sampling.stop if stop in text), default=None)
         ids = [*self._tokenizer.encode(text), *self._end] if cut is None else self._tokenizer.encode(text[:cut])
         kept = ids[: sampling.max_new_tokens]
-        self.wrote.append(kept)
-        reason = "abort" if self.abort else "stop" if len(kept) == len(ids) else "length"
-        status = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}[reason]
-        return Completion(spans=tuple(self._spans(kept)), status=status, reason=reason)
+        return kept, "abort" if self.abort else "stop" if len(kept) == len(ids) else "length"
+
+    async def _write(self, kept: Sequence[int], hear: Hear) -> None:
+        await (asyncio.sleep(0) if self.hold is None else self.hold.wait())
 
     def _spans(self, ids: Sequence[int]) -> Iterator[Span]:
         """Two spans, as of a reply during which the weights changed."""
@@ -98,6 +107,26 @@ class Scripted:
             if b > a:
                 tokens = np.array(ids[a:b], np.int32)
                 yield Span(author=Author.POLICY, tokens=tokens, logprobs=scores[a:b].copy(), version=version)
+
+
+class Speaking(Scripted):
+    """The same, aloud, token by token. With a ``gate`` it waits there before it writes its last ``left`` tokens."""
+
+    def __init__(self, tokenizer: HubTokenizer, words: Words) -> None:
+        super().__init__(tokenizer, words)
+        self.gate: asyncio.Event | None = None
+        self.left = 4
+
+    async def generate_aloud(self, tokens: Tokens, sampling: Sampling, hear: Hear) -> Completion:
+        return await self._generate(tokens, sampling, hear)
+
+    async def _write(self, kept: Sequence[int], hear: Hear) -> None:
+        await super()._write(kept, hear)
+        for i, token in enumerate(kept):
+            if self.gate is not None and i == max(0, len(kept) - self.left):
+                await self.gate.wait()
+            hear([token])
+            await asyncio.sleep(0)
 
 
 class Hosted:

@@ -13,7 +13,7 @@ from tests.rollout.session.server.hosted import ADD, all_tokens, policy_tokens
 from miles.backends.native.config import NativeConfig
 from miles.backends.native.engine import NativeEngine
 from miles.cluster.local import Inline
-from miles.core.protocols import Sampling
+from miles.core.protocols import Aloud, Completion, Sampling
 from miles.core.types import Prompt, Status, Version
 from miles.models import hub
 from miles.models.families import spec_of
@@ -36,7 +36,12 @@ class Recorded:
         self.wrote: list[list[int]] = []
 
     async def generate(self, tokens, sampling):
-        completion = await self._engine.generate(tokens, sampling)
+        return self._kept(await self._engine.generate(tokens, sampling))
+
+    async def generate_aloud(self, tokens, sampling, hear):
+        return self._kept(await self._engine.generate_aloud(tokens, sampling, hear))
+
+    def _kept(self, completion: Completion) -> Completion:
         self.wrote.append([int(token) for span in completion.spans for token in span.tokens])
         return completion
 
@@ -174,3 +179,27 @@ def test_an_agent_that_asks_too_often_or_never_is_told_apart(tokenizer, weights)
     assert often.status is never.status is Status.FAILED
     assert "turns it may have" in often.metadata["failure"] and len(often.branches) == 2
     assert never.response_length == 0
+
+
+def test_what_is_heard_of_the_engine_is_what_it_wrote_and_a_stream_tells_it(tokenizer, weights):
+    async def scenario() -> None:
+        server, engine, _ = await served(tokenizer, weights)
+        heard: list[int] = []
+        aloud = await engine.generate_aloud(np.array([3, 4, 5], np.int32), SAMPLING, heard.extend)
+        whole = await engine.generate(np.array([3, 4, 5], np.int32), SAMPLING)
+        assert isinstance(engine, Aloud) and heard == engine.wrote[0] == engine.wrote[1]
+        assert aloud.reason == whole.reason
+        texts: list[str] = []
+        for stream in (False, True):
+            url = server.url(server.open(engine, SAMPLING).id)
+            asked = {"model": "any", "messages": [QUESTION], "max_tokens": 40}
+            if not stream:
+                told = await client_of(url).chat.completions.create(**asked)
+                texts.append(told.choices[0].message.content or "")
+                continue
+            pieces = await client_of(url).chat.completions.create(**asked, stream=True)
+            texts.append("".join([piece.choices[0].delta.content or "" async for piece in pieces]))
+        assert texts[0] == texts[1] and engine.wrote[2] == engine.wrote[3]
+        await server.stop()
+
+    asyncio.run(scenario())

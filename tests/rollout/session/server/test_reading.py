@@ -13,12 +13,14 @@ from miles.core.types import Status
 from miles.rollout.session.match import loose_tool_call, strict
 from miles.rollout.session.server.ask import Ask, Call, Told
 from miles.rollout.session.server.chat import read_chat
-from miles.rollout.session.server.chat_reply import chat_body, chat_pieces
+from miles.rollout.session.server.chat_reply import ChatPieces, chat_body
 from miles.rollout.session.server.messages import read_anthropic
-from miles.rollout.session.server.messages_reply import anthropic_body, anthropic_events
+from miles.rollout.session.server.messages_reply import AnthropicEvents, anthropic_body
 from miles.rollout.session.server.refusal import Refusal
 from miles.rollout.session.server.responses import Echo, read_responses, reply_message
-from miles.rollout.session.server.responses_reply import response_body, response_events
+from miles.rollout.session.server.responses_reply import ResponseEvents, response_body
+from miles.rollout.session.server.telling import Pieces
+from miles.rollout.session.speech import Parts
 
 USER = {"role": "user", "content": "go"}
 ASK = Ask(messages=(USER,))
@@ -28,6 +30,7 @@ arguments = st.one_of(
     st.dictionaries(words, st.one_of(st.integers(), words, st.none()), max_size=2).map(json.dumps),
     st.sampled_from(["", "{", "[1]", '"x"', "not json", '{"a": NaN}', '{"a": 1e999}', '{"a": "\\ud800"}']),
 )
+moments = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=6)
 calls = st.lists(st.tuples(st.sampled_from(["add", "look_up"]), arguments), max_size=3)
 
 
@@ -45,6 +48,17 @@ def told_of(content: str, reasoning: str, called: list[tuple[str, str]]) -> Told
     )
 
 
+def streamed(pieces: Pieces, told: Told, cuts: list[tuple[int, int]]) -> list[dict]:
+    """A turn told at moments when so much of its thoughts and words had come."""
+    found, thought, said = [], 0, 0
+    for more, further in cuts:
+        # Words begin when the thoughts have ended.
+        thought = min(thought + more, len(told.reasoning))
+        said = min(said + further, len(told.content)) if thought == len(told.reasoning) else 0
+        found += pieces.more(Parts(reasoning=told.reasoning[:thought], content=told.content[:said]))
+    return [*found, *pieces.last(told)]
+
+
 def no_past(id: str) -> tuple:
     raise AssertionError(id)
 
@@ -59,10 +73,11 @@ def test_a_chat_reply_sent_back_is_the_stored_message(content, reasoning, called
 
 
 @settings(deadline=None)
-@given(words, words, calls)
-def test_a_chat_stream_adds_up_to_the_reply(content, reasoning, called):
+@given(words, words, calls, moments)
+def test_a_chat_stream_adds_up_to_the_reply(content, reasoning, called, cuts):
     told = told_of(content, reasoning, called)
-    deltas = [piece["choices"][0]["delta"] for piece in chat_pieces(told, ASK)]
+    deltas = [piece["choices"][0]["delta"] for piece in streamed(ChatPieces(told, ASK), told, cuts)]
+    assert deltas[0] == {"role": "assistant", "content": ""} and all("role" not in delta for delta in deltas[1:])
     assert "".join(delta.get("content") or "" for delta in deltas) == content
     assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == reasoning
     assert [call["function"]["arguments"] for delta in deltas for call in delta.get("tool_calls", ())] == [
@@ -80,16 +95,21 @@ def test_anthropic_blocks_sent_back_are_the_stored_message(content, reasoning, c
 
 
 @settings(deadline=None)
-@given(words, words, calls)
-def test_anthropic_events_add_up_to_the_blocks(content, reasoning, called):
+@given(words, words, calls, moments)
+def test_anthropic_events_add_up_to_the_blocks(content, reasoning, called, cuts):
     told = told_of(content, reasoning, called)
     blocks: list[dict] = []
-    partial = ""
-    for event in anthropic_events(told, ASK):
+    partial, opened = "", False
+    for event in streamed(AnthropicEvents(told, ASK), told, cuts):
         if event["type"] == "content_block_start":
+            assert not opened and event["index"] == len(blocks)
             blocks.append(dict(event["content_block"]))
-            partial = ""
+            partial, opened = "", True
+        elif event["type"] == "content_block_stop":
+            assert opened and event["index"] == len(blocks) - 1
+            opened = False
         elif event["type"] == "content_block_delta":
+            assert opened and event["index"] == len(blocks) - 1
             delta = event["delta"]
             kind = delta["type"].removesuffix("_delta")
             if kind == "input_json":
@@ -97,7 +117,7 @@ def test_anthropic_events_add_up_to_the_blocks(content, reasoning, called):
                 blocks[-1]["input"] = json.loads(partial)
             else:
                 blocks[-1][kind] += delta[kind]
-    assert blocks == anthropic_body(told, ASK)["content"]
+    assert blocks == anthropic_body(told, ASK)["content"] and not opened
 
 
 @settings(deadline=None)
@@ -111,14 +131,18 @@ def test_response_items_sent_back_are_the_stored_message(content, reasoning, cal
 
 
 @settings(deadline=None)
-@given(words, words, calls)
-def test_response_events_end_with_the_response(content, reasoning, called):
+@given(words, words, calls, moments)
+def test_response_events_end_with_the_response(content, reasoning, called, cuts):
     told = told_of(content, reasoning, called)
-    events = list(response_events(told, ASK, ECHO))
+    events = streamed(ResponseEvents(told, ASK, ECHO), told, cuts)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert events[-1]["response"] == response_body(told, ASK, ECHO)
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert done == events[-1]["response"]["output"]
+    for index, item in enumerate(done):
+        grown = [event for event in events if event["type"].endswith(".delta") and event["output_index"] == index]
+        whole = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+        assert "".join(event["delta"] for event in grown) == whole
 
 
 def test_media_travel_untouched():

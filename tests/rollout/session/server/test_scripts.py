@@ -1,17 +1,19 @@
-"""Random agents over HTTP: appends, retries, edits, new openings, cuts, weight updates, in every API's words."""
+"""Random agents over HTTP: appends, retries, edits, cuts, weight updates, streams, hang-ups, in every API's words."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from random import Random
 from typing import Any
 
-import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.rollout.session.server.hosted import ADD, CALL, Hosted, Scripted, hosted
+from tests.rollout.session.server.hosted import ADD, CALL, Hosted, Speaking, hosted
+
+from miles.rollout.session.server.entry import Limits
 
 SAYINGS = ("Yes.", "the quick brown fox", CALL, "ünï", " spaced ", f"{CALL}\n{CALL}", "")
 Conversation = list[dict[str, Any]]
@@ -19,20 +21,24 @@ Conversation = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def engine(tokenizer):
-    return Scripted(tokenizer, lambda text, before: SAYINGS[Random(before).randrange(len(SAYINGS))])
+    return Speaking(tokenizer, lambda text, before: SAYINGS[Random(before).randrange(len(SAYINGS))])
 
 
 @pytest.fixture(scope="module")
 def host(tokenizer, engine):
-    with hosted(tokenizer, engine) as made:
+    with hosted(tokenizer, engine, limits=Limits(heartbeat_seconds=0.005)) as made:
         yield made
 
 
-def asked_in_chat(http: httpx.Client, url: str, messages: Conversation, limit: int) -> httpx.Response:
-    return http.post(f"{url}/v1/chat/completions", json={"messages": messages, "tools": [ADD], "max_tokens": limit})
+Asked = tuple[str, dict[str, Any]]
+"""Where a request goes, and its body."""
 
 
-def asked_in_responses(http: httpx.Client, url: str, messages: Conversation, limit: int) -> httpx.Response:
+def asked_in_chat(messages: Conversation, limit: int) -> Asked:
+    return "chat/completions", {"messages": messages, "tools": [ADD], "max_tokens": limit}
+
+
+def asked_in_responses(messages: Conversation, limit: int) -> Asked:
     items: list[Any] = []
     tools = [{"type": "function", **ADD["function"]}]
     for message in messages:
@@ -44,10 +50,10 @@ def asked_in_responses(http: httpx.Client, url: str, messages: Conversation, lim
             items.append({"role": message["role"], "content": message["content"]})
         for call in message.get("tool_calls", ()):
             items.append({"type": "function_call", "call_id": call["id"], **call["function"]})
-    return http.post(f"{url}/v1/responses", json={"input": items, "tools": tools, "max_output_tokens": limit})
+    return "responses", {"input": items, "tools": tools, "max_output_tokens": limit}
 
 
-def asked_in_messages(http: httpx.Client, url: str, messages: Conversation, limit: int) -> httpx.Response:
+def asked_in_messages(messages: Conversation, limit: int) -> Asked:
     tools = [{"name": "add", "description": ADD["function"]["description"]}]
     tools[0]["input_schema"] = ADD["function"]["parameters"]
     told: list[Any] = []
@@ -61,7 +67,18 @@ def asked_in_messages(http: httpx.Client, url: str, messages: Conversation, limi
             use = {"id": call["id"], "name": "add", "input": json.loads(call["function"]["arguments"])}
             blocks.append({"type": "tool_use", **use})
         told.append({"role": message["role"], "content": blocks})
-    return http.post(f"{url}/v1/messages", json={"messages": told, "tools": tools, "max_tokens": limit})
+    return "messages", {"messages": told, "tools": tools, "max_tokens": limit}
+
+
+def hang_up(host: Hosted, engine: Speaking, url: str, asked: Asked) -> None:
+    """Begin a streamed turn and leave while the engine writes; the engine forgets that it was asked, as all do."""
+    path, body = asked
+    engine.gate, gone = host.on_loop(asyncio.Event), engine.cancelled
+    with host.http.stream("POST", f"{url}/v1/{path}", json=body | {"stream": True}) as response:
+        assert next(response.iter_lines())
+    host.until(lambda: engine.cancelled > gone and host.server.sessions.turns == 0)
+    engine.gate = None
+    engine.asked.pop()
 
 
 def behind(reply: dict[str, Any], random: Random) -> Conversation:
@@ -71,7 +88,7 @@ def behind(reply: dict[str, Any], random: Random) -> Conversation:
     return [reply, *(results or [{"role": "user", "content": f"And {random.random()}?"}])]
 
 
-def play(host: Hosted, engine: Scripted, url: str, random: Random, turns: int) -> None:
+def play(host: Hosted, engine: Speaking, url: str, random: Random, turns: int) -> None:
     """An agent that goes on from, asks again, edits or forgets what was said. Replies are read in chat's words."""
     start: Conversation = [{"role": "user", "content": "Begin."}]
     known: list[Conversation] = [start]
@@ -83,7 +100,11 @@ def play(host: Hosted, engine: Scripted, url: str, random: Random, turns: int) -
             engine.version = engine.version.next()
         limit = 4 if random.random() < 0.15 else 400
         ask = random.choice((asked_in_chat, asked_in_responses, asked_in_messages))
-        response = ask(host.http, url, messages, limit)
+        if random.random() < 0.15:
+            hang_up(host, engine, url, ask(messages, limit))
+            continue
+        path, body = ask(messages, limit)
+        response = host.http.post(f"{url}/v1/{path}", json=body | {"stream": random.random() < 0.5})
         assert response.status_code == 200, response.text
         if limit == 400:
             stored = host.server.sessions.find(url.rpartition("/")[2]).session.tree

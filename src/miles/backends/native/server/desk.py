@@ -21,9 +21,9 @@ from miles.backends.native.server.grammar import Grammars
 from miles.backends.native.server.labels import Labels
 from miles.backends.native.server.refusal import Refusal
 from miles.backends.native.server.reply import Reply
-from miles.backends.native.server.spelling import Spelling
 from miles.backends.native.server.wish import Rule, Wish
 from miles.core.errors import EngineError
+from miles.core.spelling import Spelling
 from miles.core.types import Version
 from miles.models.tokenizer import HubTokenizer
 

@@ -111,6 +111,15 @@ class Landing:
             self._sums[name] = sums_of([places[name]])[0]
         return places
 
+    def fill(self, staying: Mapping[str, Tensor]) -> None:
+        """What did not come of tensors of which another part did, by the sender's names: it stays as it is."""
+        _, index = self._known()
+        for name, tensor in staying.items():
+            if index[name][0] in self._fresh:
+                place = index[name][1].of(self._fresh[index[name][0]])
+                place.copy_(tensor)
+                self._sums[name] = sums_of([place])[0]
+
     def sums(self) -> Mapping[str, Sums]:
         """What was counted on the way, by the sender's names."""
         return self._sums

@@ -271,6 +271,7 @@ ENDPOINTS: Mapping[str, tuple[str, Mapping[str, Schema | None]]] = {
                         }
                     ),
                     "whole": _nullable(_FLAG),
+                    "keeps": _nullable(_FLAG),
                     "entries": _nullable({"type": "array", "items": _ENTRY}),
                 },
                 ("action",),

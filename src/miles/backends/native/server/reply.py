@@ -11,8 +11,8 @@ from itertools import repeat
 
 from miles.backends.native.answer import Answer
 from miles.backends.native.request import Finish, Piece, Top
-from miles.backends.native.server.spelling import Spelling
 from miles.backends.native.server.wish import Wish
+from miles.core.spelling import Spelling
 from miles.core.types import Version
 
 Name = Callable[[int], str]

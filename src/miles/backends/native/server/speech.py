@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from miles.backends.native.server.tools import Call, Format, Tools
+from miles.core.spelling import certain
 
 _THINK, _THOUGHT = "<think>", "</think>"
 
@@ -46,7 +46,7 @@ class Manner:
         thought, mark, rest = start.removeprefix(_THINK).partition(_THOUGHT)
         if mark:
             return thought.strip(), rest.lstrip()
-        return thought.strip() if whole else _certain(thought, (_THOUGHT,)).strip(), ""
+        return thought.strip() if whole else certain(thought, (_THOUGHT,)).strip(), ""
 
 
 PLAIN = Manner()
@@ -58,16 +58,8 @@ def _said(text: str, format: Format, tools: Tools, whole: bool) -> tuple[str, li
         return ("", calls) if calls or not whole else (text, [])
     at = min((place for mark in format.marks if (place := text.find(mark)) >= 0), default=-1)
     if at < 0:
-        return text if whole else _certain(text, format.marks).rstrip(), []
+        return text if whole else certain(text, format.marks).rstrip(), []
     calls = list(format.read(text[at:], tools))
     if whole and not calls:
         return text, []
     return text[:at].rstrip(), calls
-
-
-def _certain(text: str, marks: Sequence[str]) -> str:
-    """``text`` without an end that may be the beginning of a mark."""
-    for length in range(min(len(text), max(map(len, marks)) - 1), 0, -1):
-        if any(mark.startswith(text[-length:]) for mark in marks):
-            return text[:-length]
-    return text

@@ -33,7 +33,9 @@ class Staging:
         self._ranks = ranks
         self.landing = Landing(engine, ranks)
         self._laid: set[str] = set()
+        self._stayed: set[str] = set()
         self._entries: dict[str, Entry] | None = None
+        self._keeps = False
         self._tensors: dict[str, Tensor] = {}
         self._verified = False
 
@@ -43,7 +45,7 @@ class Staging:
             case "where":
                 return self.landing.where()
             case "begin":
-                self.begin(entries_of(fields), whole=fields.flag("whole"))
+                self.begin(entries_of(fields), whole=fields.flag("whole"), keeps=fields.flag("keeps"))
             case "load":
                 self.load(Path(fields.needed_text("folder")))
             case "open":
@@ -53,13 +55,19 @@ class Staging:
                 if fields.flag("last"):
                     self.landing.close()
             case "verify":
-                return {"verified": self.verify(digests_of(fields))}
+                digests = digests_of(fields)
+                if (other := self.kept_otherwise(digests)) is not None:
+                    return {"kept_otherwise": other}
+                return {"verified": self.verify(digests)}
             case _:
                 self.rollback()
         return {}
 
-    def begin(self, entries: Sequence[Entry], *, whole: bool) -> None:
-        """Refuse names and shapes that are not this model's; and, of a ``whole`` one, that it leaves any out."""
+    def begin(self, entries: Sequence[Entry], *, whole: bool, keeps: bool = False) -> None:
+        """Refuse names and shapes that are not this model's; and, of a ``whole`` one, that it leaves any out.
+
+        ``keeps``: of what is announced only what has changed will come, and the rest stays as it is here.
+        """
         self.rollback()
         shapes, optional = self._expected()
         given = {entry.name: entry for entry in entries}
@@ -74,7 +82,7 @@ class Staging:
         if missing:
             more = f", and {len(missing) - 1} others with it" if missing[1:] else ""
             raise SyncError(f"{missing[0]} is missing{more}.")
-        self._entries = given
+        self._entries, self._keeps = given, keeps
 
     def receive(self, tensors: Mapping[str, Tensor]) -> None:
         """Keep tensors for the flip; refuse what was not announced so."""
@@ -127,6 +135,22 @@ class Staging:
         for file in files:
             self.receive(from_bytes(file.read_bytes()))
 
+    def kept_otherwise(self, digests: Mapping[str, int]) -> str | None:
+        """What was to stay as it is here, and is not what the sender has; the rest is staged with what came."""
+        entries = self._begun()
+        staying = [name for name in entries if name not in self._tensors] if self._keeps else []
+        if not staying:
+            return None
+        there = all_by_name(self._engine.spec, self._engine.weights(), staying)
+        found = digests_over(there)
+        for name in staying:
+            if found.get(name) != digests.get(name):
+                return name
+        self.landing.fill(there)
+        self._tensors |= there
+        self._stayed |= there.keys()
+        return None
+
     def verify(self, digests: Mapping[str, int]) -> int:
         """Refuse unless all came with the bits the sender has; how many tensors that are."""
         entries = self._begun()
@@ -137,7 +161,8 @@ class Staging:
         missing = [name for name in digests if name not in entries]
         rest = all_by_name(self._engine.spec, self._engine.weights(), missing) if missing else {}
         counted = {name: folded(sums) for name, sums in self.landing.sums().items()}
-        unread = {name: tensor for name, tensor in self._tensors.items() if name not in counted}
+        known = counted.keys() | self._stayed
+        unread = {name: tensor for name, tensor in self._tensors.items() if name not in known}
         for name, found in {**counted, **digests_over({**unread, **rest})}.items():
             if found != digests.get(name):
                 raise SyncError(f"{name} has digest {found}, and the sender's is {digests.get(name)}.")
@@ -148,15 +173,16 @@ class Staging:
         """All that was verified, that which is in place already apart; it is no longer kept here."""
         if not self._verified:
             raise SyncError("There is nothing verified to commit.")
-        tensors = {name: tensor for name, tensor in self._tensors.items() if name not in self._laid}
+        there = self._laid | self._stayed
+        tensors = {name: tensor for name, tensor in self._tensors.items() if name not in there}
         landed = self.landing.landed()
         self.rollback()
         return tensors, landed
 
     def rollback(self) -> None:
         """Forget what came."""
-        self._entries, self._tensors, self._verified = None, {}, False
-        self._laid = set()
+        self._entries, self._keeps, self._tensors, self._verified = None, False, {}, False
+        self._laid, self._stayed = set(), set()
         self.landing.forget()
 
     def _begun(self) -> dict[str, Entry]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from miles.core.spelling import certain
 from miles.rollout.session.calls import Call, Tools, made
 from miles.rollout.session.families.family import Family
 from miles.rollout.session.lenient import Malformed
-from miles.rollout.session.speech import Parts, certain
+from miles.rollout.session.speech import Parts
 
 _MESSAGE = re.compile(r"<\|message\|>(.*?)(?=<\|end\|>|<\|return\|>|<\|call\|>|<\|start\|>|<\|channel\|>|$)", re.DOTALL)
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
@@ -24,12 +25,12 @@ _MARKS = ("<|message|>", "<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|ch
 def channels(text: str, tools: Tools, whole: bool) -> Parts:
     """A turn's messages by their channels; what stands in none is content."""
     if "<|message|>" not in text:
-        waits = not whole and (not text.strip() or "<|" in text or _is_head(text))
-        return Parts() if waits else Parts(content=_plain(text))
+        return Parts(content=_plain(text)) if whole else Parts()  # what comes may say that this was no message
     thoughts: list[str] = []
     said: list[str] = []
     calls: list[Call] = []
     notes: list[str] = []
+    told = whole  # behind a commentary there may be more thoughts, behind the final answer there are none
     at = 0
     for found in _MESSAGE.finditer(text):
         head, body = text[at : found.start()], found.group(1)
@@ -40,11 +41,12 @@ def channels(text: str, tools: Tools, whole: bool) -> Parts:
             if ended:
                 _call(to.group(1), body, tools, calls, said, notes)
             continue
+        told = told or (channel is not None and channel.group(1) == "final")
         into = thoughts if channel is not None and channel.group(1) == "analysis" else said
         into.append(body if ended else certain(body, _MARKS))
     return Parts(
         reasoning="\n".join(thoughts).strip(),
-        content="\n".join(said).strip(),
+        content="\n".join(said).strip() if told else "",
         calls=tuple(calls),
         notes=tuple(notes),
     )
@@ -60,10 +62,6 @@ def _call(to: str, body: str, tools: Tools, calls: list[Call], said: list[str], 
     calls.append(call)
     if call.note:
         notes.append(f"A call of {call.name} was read though {call.note}.")
-
-
-def _is_head(text: str) -> bool:
-    return "<|channel|>".startswith(text.strip())
 
 
 def _plain(text: str) -> str:

@@ -60,21 +60,27 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class Opened:
+    """What is known of a turn when it begins: what its reply will be called and dated, and what the engine reads."""
+
+    id: str
+    created: int
+    context: Tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told(Opened):
     """A finished turn, in the parts every API tells: ``finish`` is ``stop``, ``length`` or ``tool_calls``.
 
     ``matched`` is the request's own stop string that ended it, if one did. ``words`` are its tokens one by one, where
     they were asked for. ``unused`` names what the request said of drawing that this session does not go by.
     """
 
-    id: str
-    created: int
     content: str
     reasoning: str
     calls: tuple[Call, ...]
     finish: str
     matched: str | None
-    context: Tokens
     completion: Completion
     words: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()

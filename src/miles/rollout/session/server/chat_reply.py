@@ -1,11 +1,13 @@
-"""A finished turn as OpenAI's chat tells it, whole or in pieces."""
+"""A turn as OpenAI's chat tells it, whole or in pieces while it comes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from miles.rollout.session.server.ask import Ask, Call, Told
+from miles.rollout.session.server.ask import Ask, Call, Opened, Told
+from miles.rollout.session.server.telling import Telling
+from miles.rollout.session.speech import Parts
 
 
 def chat_body(told: Told, ask: Ask) -> dict[str, Any]:
@@ -27,20 +29,52 @@ def chat_body(told: Told, ask: Ask) -> dict[str, Any]:
     return _open(told, ask, "chat.completion") | {"choices": [choice], "usage": usage_of(told)}
 
 
-def chat_pieces(told: Told, ask: Ask) -> Iterator[dict[str, Any]]:
+_FIELDS = {"reasoning": "reasoning_content", "content": "content"}
+
+
+class ChatPieces:
     """``chat.completion.chunk``s: who speaks, what was thought, said and called, why it ended, and the count."""
-    yield _piece(told, ask, {"role": "assistant", "content": ""})
-    if told.reasoning:
-        yield _piece(told, ask, {"reasoning_content": told.reasoning})
-    logprobs = logprobs_of(told) if ask.logprobs else None
-    if told.content or logprobs:
-        yield _piece(told, ask, {"content": told.content}, logprobs=logprobs)
-    for index, call in enumerate(told.calls):
-        yield _piece(told, ask, {"tool_calls": [{"index": index, **_call(call)}]})
-    end = {"prompt_token_ids": told.context.tolist(), "token_ids": told.tokens} if ask.token_ids else {}
-    yield _piece(told, ask, {}, finish=told.finish, **end)
-    if ask.usage:
-        yield _open(told, ask, "chat.completion.chunk") | {"choices": [], "usage": usage_of(told)}
+
+    def __init__(self, opened: Opened, ask: Ask) -> None:
+        self._opened, self._ask = opened, ask
+        self._telling = Telling()
+        self._begun = False
+
+    def more(self, parts: Parts) -> Iterator[dict[str, Any]]:
+        """What is new of a reply that is coming."""
+        for news in self._telling.news(parts.reasoning, parts.content):
+            yield from self._opening()
+            yield self._piece({_FIELDS[news.kind]: news.text})
+
+    def last(self, told: Told) -> Iterator[dict[str, Any]]:
+        """The rest of it, with the log-probs of all of it, and its end."""
+        ask = self._ask
+        yield from self._opening()
+        yield from self.more(Parts(reasoning=told.reasoning, content=told.content))
+        if ask.logprobs:
+            yield self._piece({"content": ""}, logprobs=logprobs_of(told))
+        for index, call in enumerate(told.calls):
+            yield self._piece({"tool_calls": [{"index": index, **_call(call)}]})
+        end = {"prompt_token_ids": told.context.tolist(), "token_ids": told.tokens} if ask.token_ids else {}
+        yield self._piece({}, finish=told.finish, **end)
+        if ask.usage:
+            yield _open(told, ask, "chat.completion.chunk") | {"choices": [], "usage": usage_of(told)}
+
+    def _opening(self) -> Iterator[dict[str, Any]]:
+        if not self._begun:
+            self._begun = True
+            yield self._piece({"role": "assistant", "content": ""})
+
+    def _piece(
+        self,
+        delta: dict[str, Any],
+        *,
+        logprobs: dict[str, Any] | None = None,
+        finish: str | None = None,
+        **more: Any,
+    ) -> dict[str, Any]:
+        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish, **more}
+        return _open(self._opened, self._ask, "chat.completion.chunk") | {"choices": [choice]}
 
 
 def usage_of(told: Told) -> dict[str, Any]:
@@ -67,18 +101,5 @@ def _call(call: Call) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def _open(told: Told, ask: Ask, kind: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{told.id}", "object": kind, "created": told.created, "model": ask.model}
-
-
-def _piece(
-    told: Told,
-    ask: Ask,
-    delta: dict[str, Any],
-    *,
-    logprobs: dict[str, Any] | None = None,
-    finish: str | None = None,
-    **more: Any,
-) -> dict[str, Any]:
-    choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish, **more}
-    return _open(told, ask, "chat.completion.chunk") | {"choices": [choice]}
+def _open(opened: Opened, ask: Ask, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{opened.id}", "object": kind, "created": opened.created, "model": ask.model}

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
 
 from miles.core.protocols import Engine
 from miles.rollout.session.message import Message
-from miles.rollout.session.server.ask import Ask, Told
+from miles.rollout.session.server.ask import Ask, Opened, Told
 from miles.rollout.session.server.chat import read_chat
-from miles.rollout.session.server.chat_reply import chat_body, chat_pieces
+from miles.rollout.session.server.chat_reply import ChatPieces, chat_body
 from miles.rollout.session.server.entry import Entry
 from miles.rollout.session.server.fields import read_json
 from miles.rollout.session.server.messages import read_anthropic
-from miles.rollout.session.server.messages_reply import anthropic_body, anthropic_events
+from miles.rollout.session.server.messages_reply import AnthropicEvents, anthropic_body
 from miles.rollout.session.server.opening import House, read_opening
 from miles.rollout.session.server.refusal import Dialect, Refusal
 from miles.rollout.session.server.responses import read_responses, reply_message
-from miles.rollout.session.server.responses_reply import response_body, response_events, response_id
+from miles.rollout.session.server.responses_reply import ResponseEvents, response_body, response_id
 from miles.rollout.session.server.sessions import Sessions
-from miles.rollout.session.server.stream import DONE, dumps, event, stream
+from miles.rollout.session.server.stream import DONE, Post, dumps, event, stream
+from miles.rollout.session.server.telling import Pieces
 from miles.rollout.session.server.told import nothing_sampled, session_body, trajectory_body
 from miles.rollout.session.server.turn import Turns
 
@@ -32,6 +34,20 @@ REMEMBERED = 1024
 """Responses of a session a later one may name as the one before it."""
 UNUSED = "x-miles-unused"
 """The header that names what a request said of drawing and the session does not go by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How an API streams a turn. ``named``: events are sent under their type; ``done`` is what stands behind all."""
+
+    pieces: Callable[[Opened], Pieces]
+    dialect: Dialect
+    named: bool = True
+    done: bytes = b""
+
+    def told(self, pieces: Iterable[dict[str, Any]]) -> bytes:
+        """Pieces as events."""
+        return b"".join(event(piece, named=self.named) for piece in pieces)
 
 
 class Desk:
@@ -115,35 +131,40 @@ class Desk:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         ask = read_chat(await _body(request))
 
-        def pieces(told: Told) -> Iterable[bytes]:
-            yield from (event(piece, named=False) for piece in chat_pieces(told, ask))
-            yield DONE
-
-        return await self._turn(request, ask, lambda told: chat_body(told, ask), pieces, "openai")
+        return await self._turn(
+            request,
+            ask,
+            lambda told: chat_body(told, ask),
+            Manner(lambda opened: ChatPieces(opened, ask), "openai", named=False, done=DONE),
+        )
 
     async def _messages(self, request: web.Request) -> web.StreamResponse:
         ask = read_anthropic(await _body(request))
 
-        def pieces(told: Told) -> Iterable[bytes]:
-            return (event(each, named=True) for each in anthropic_events(told, ask))
-
-        return await self._turn(request, ask, lambda told: anthropic_body(told, ask), pieces, "anthropic")
+        return await self._turn(
+            request,
+            ask,
+            lambda told: anthropic_body(told, ask),
+            Manner(lambda opened: AnthropicEvents(opened, ask), "anthropic"),
+        )
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
         entry = self._entry(request)
         ask, echo = read_responses(await _body(request), lambda id: _past(entry, id))
 
-        def kept(told: Told) -> Told:
+        def keep(told: Told) -> None:
             if echo.store:
                 entry.responses[response_id(told)] = (*echo.past, reply_message(told))
                 if len(entry.responses) > REMEMBERED:
                     entry.responses.popitem(last=False)
-            return told
 
-        def pieces(told: Told) -> Iterable[bytes]:
-            return (event(each, named=True) for each in response_events(kept(told), ask, echo))
-
-        return await self._turn(request, ask, lambda told: response_body(kept(told), ask, echo), pieces, "openai")
+        return await self._turn(
+            request,
+            ask,
+            lambda told: response_body(told, ask, echo),
+            Manner(lambda opened: ResponseEvents(opened, ask, echo), "openai"),
+            keep,
+        )
 
     async def _count(self, request: web.Request) -> web.Response:
         entry = self._entry(request)
@@ -155,21 +176,35 @@ class Desk:
         request: web.Request,
         ask: Ask,
         whole: Callable[[Told], dict[str, Any]],
-        pieces: Callable[[Told], Iterable[bytes]],
-        dialect: Dialect,
+        manner: Manner,
+        keep: Callable[[Told], None] = lambda told: None,
     ) -> web.StreamResponse:
         begun = self._turns.begin(self._entry(request), ask)
         headers = {UNUSED: ", ".join(begun.unused)} if begun.unused else {}
         if not ask.stream:
-            return _json(whole(await self._turns.take(begun)), headers=headers)
-        work = asyncio.ensure_future(self._turns.take(begun))
+            told = await self._turns.take(begun)
+            keep(told)
+            return _json(whole(told), headers=headers)
+        post, pieces, hearing = Post(), manner.pieces(begun.opened), begun.hear()
+        work = asyncio.ensure_future(self._turns.take(begun, post.hear))
         # A task that is cancelled before its first step has let go of nothing.
         work.add_done_callback(lambda _: begun.entry.session.abandon(begun.turn))
+
+        def more(tokens: Sequence[int]) -> bytes:
+            hearing.add(tokens)
+            return manner.told(pieces.more(hearing.parts()))
+
+        def last(told: Told) -> bytes:
+            keep(told)
+            return manner.told(pieces.last(told)) + manner.done
+
         return await stream(
             request,
             work,
-            pieces,
-            dialect=dialect,
+            post,
+            more,
+            last,
+            dialect=manner.dialect,
             headers=headers,
             heartbeat=self._sessions.limits.heartbeat_seconds,
             explain=self._explain,

@@ -1,4 +1,4 @@
-"""A finished turn as Anthropic's messages tell it, whole or in events."""
+"""A turn as Anthropic's messages tell it, whole or in events while it comes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from miles.rollout.session.server.ask import Ask, Call, Told
+from miles.rollout.session.server.ask import Ask, Call, Opened, Told
 from miles.rollout.session.server.messages import UNREAD
+from miles.rollout.session.server.telling import Kind, Telling
+from miles.rollout.session.speech import Parts
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -17,22 +19,66 @@ def anthropic_body(told: Told, ask: Ask) -> dict[str, Any]:
     return _open(told, ask) | {"content": list(_blocks(told)), **_end(told), "usage": _usage(told)}
 
 
-def anthropic_events(told: Told, ask: Ask) -> Iterator[dict[str, Any]]:
-    """The events of a stream, each of the ``type`` it is sent under."""
-    start = _open(told, ask) | {"content": [], "stop_reason": None, "stop_sequence": None}
-    yield {"type": "message_start", "message": start | {"usage": _usage(told) | {"output_tokens": 0}}}
-    for index, block in enumerate(_blocks(told)):
-        empty, deltas = _opened(block)
-        yield {"type": "content_block_start", "index": index, "content_block": empty}
-        for delta in deltas:
+class AnthropicEvents:
+    """The events of a stream, each of the ``type`` it is sent under: blocks that open, grow and close in turn."""
+
+    def __init__(self, opened: Opened, ask: Ask) -> None:
+        self._opened, self._ask = opened, ask
+        self._telling = Telling()
+        self._begun = False
+
+    def more(self, parts: Parts) -> Iterator[dict[str, Any]]:
+        """What is new of a reply that is coming."""
+        for news in self._telling.news(parts.reasoning, parts.content):
+            yield from self._opening()
+            if news.begins:
+                yield from self._closing(news.index - 1)
+                yield {"type": "content_block_start", "index": news.index, "content_block": _EMPTY[news.kind]}
+            yield _grown(news.index, str(_EMPTY[news.kind]["type"]), news.text)
+
+    def last(self, told: Told) -> Iterator[dict[str, Any]]:
+        """The rest of it, its calls, and its end."""
+        yield from self.more(Parts(reasoning=told.reasoning, content=told.content))
+        yield from self._opening()
+        known = len(self._telling.stretches)
+        yield from self._closing(known - 1)
+        for index, call in enumerate(told.calls, known):
+            block = _called(call)
+            yield {"type": "content_block_start", "index": index, "content_block": block | {"input": {}}}
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"], ensure_ascii=False)}
             yield {"type": "content_block_delta", "index": index, "delta": delta}
+            yield {"type": "content_block_stop", "index": index}
+        yield {"type": "message_delta", "delta": _end(told), "usage": _usage(told)}
+        yield {"type": "message_stop"}
+
+    def _opening(self) -> Iterator[dict[str, Any]]:
+        """The message's beginning. What of the prompt was found computed is known, and told, at its end."""
+        if not self._begun:
+            self._begun = True
+            start = _open(self._opened, self._ask) | {"content": [], "stop_reason": None, "stop_sequence": None}
+            yield {"type": "message_start", "message": start | {"usage": _counted(len(self._opened.context), 0, 0)}}
+
+    def _closing(self, index: int) -> Iterator[dict[str, Any]]:
+        """The end of a stretch's block, if there is such a stretch."""
+        if index < 0:
+            return
+        if self._telling.stretches[index].kind == "reasoning":
+            yield _grown(index, "signature", "")
         yield {"type": "content_block_stop", "index": index}
-    yield {"type": "message_delta", "delta": _end(told), "usage": _usage(told)}
-    yield {"type": "message_stop"}
 
 
-def _open(told: Told, ask: Ask) -> dict[str, Any]:
-    return {"id": f"msg_{told.id}", "type": "message", "role": "assistant", "model": ask.model}
+def _grown(index: int, word: str, text: str) -> dict[str, Any]:
+    return {"type": "content_block_delta", "index": index, "delta": {"type": f"{word}_delta", word: text}}
+
+
+_EMPTY: dict[Kind, dict[str, Any]] = {
+    "reasoning": {"type": "thinking", "thinking": "", "signature": ""},
+    "content": {"type": "text", "text": ""},
+}
+
+
+def _open(opened: Opened, ask: Ask) -> dict[str, Any]:
+    return {"id": f"msg_{opened.id}", "type": "message", "role": "assistant", "model": ask.model}
 
 
 def _end(told: Told) -> dict[str, Any]:
@@ -41,7 +87,10 @@ def _end(told: Told) -> dict[str, Any]:
 
 
 def _usage(told: Told) -> dict[str, Any]:
-    read, written, cached = told.usage
+    return _counted(*told.usage)
+
+
+def _counted(read: int, written: int, cached: int) -> dict[str, Any]:
     return {
         "input_tokens": read - cached,
         "cache_creation_input_tokens": 0,
@@ -52,11 +101,14 @@ def _usage(told: Told) -> dict[str, Any]:
 
 def _blocks(told: Told) -> Iterator[dict[str, Any]]:
     if told.reasoning:
-        yield {"type": "thinking", "thinking": told.reasoning, "signature": ""}
+        yield _EMPTY["reasoning"] | {"thinking": told.reasoning}
     if told.content:
-        yield {"type": "text", "text": told.content}
-    for call in told.calls:
-        yield {"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call)}
+        yield _EMPTY["content"] | {"text": told.content}
+    yield from map(_called, told.calls)
+
+
+def _called(call: Call) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call)}
 
 
 def _input(call: Call) -> dict[str, Any]:
@@ -66,14 +118,3 @@ def _input(call: Call) -> dict[str, Any]:
     except (ValueError, RecursionError):  # some of what Python reads could not be written again
         value = None
     return value if isinstance(value, dict) else {UNREAD: call.arguments}
-
-
-def _opened(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """A block as it begins, and what is then added to it."""
-    if block["type"] == "text":
-        return block | {"text": ""}, [{"type": "text_delta", "text": block["text"]}]
-    if block["type"] == "thinking":
-        grown = {"type": "thinking_delta", "thinking": block["thinking"]}
-        return block | {"thinking": ""}, [grown, {"type": "signature_delta", "signature": block["signature"]}]
-    text = json.dumps(block["input"], ensure_ascii=False)
-    return block | {"input": {}}, [{"type": "input_json_delta", "partial_json": text}]

@@ -1,10 +1,11 @@
-"""Server-sent events: a turn is waited for with signs of life, then told in pieces."""
+"""Server-sent events: a turn is told in pieces while it comes, with signs of life where it says nothing for long."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
@@ -42,30 +43,62 @@ def event(value: dict[str, Any], *, named: bool) -> bytes:
     return head + b"data: " + dumps(value) + b"\n\n"
 
 
+class Post:
+    """Tokens of a turn between whoever draws them and whoever tells them; who is slow finds more at once."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._wake = asyncio.Event()
+
+    def hear(self, tokens: Sequence[int]) -> None:
+        self._tokens.extend(tokens)
+        self._wake.set()
+
+    def wake(self, _: object = None) -> None:
+        """There may be nothing more to wait for."""
+        self._wake.set()
+
+    async def next(self, seconds: float) -> list[int]:
+        """What has come since; nothing, where nothing comes for so long."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), seconds)
+        self._wake.clear()
+        tokens, self._tokens = self._tokens, []
+        return tokens
+
+
 async def stream(
     request: web.Request,
     work: asyncio.Future[T],
-    write: Callable[[T], Iterable[bytes]],
+    post: Post,
+    more: Callable[[Sequence[int]], bytes],
+    last: Callable[[T], bytes],
     *,
     dialect: Dialect,
     headers: dict[str, str],
     heartbeat: float,
     explain: Callable[[Exception], Refusal],
 ) -> web.StreamResponse:
-    """Wait for ``work`` and send what ``write`` makes of it.
+    """Send what ``more`` makes of the tokens in the ``post`` until ``work`` has ended, then what ``last`` makes of it.
 
-    Work that fails before the first sign of life is due raises here, so that its status can be told; later its error
-    is an event. A client that goes away cancels this, and this the work.
+    Work that fails before anything was sent raises here, so that its status can be told; later its error is an event.
+    A client that goes away cancels this, and this the work.
     """
     response: web.StreamResponse | None = None
+    work.add_done_callback(post.wake)
+    now = asyncio.get_running_loop().time
+    due = now() + heartbeat
     try:
-        while not (await asyncio.wait((work,), timeout=heartbeat))[0]:
-            response = response or await _opened(request, headers)
-            await response.write(ALIVE)
-        pieces = _pieces(work, write, dialect, explain, raising=response is None)
+        while not work.done():
+            tokens = await post.next(due - now())
+            said = more(tokens) if tokens and not work.done() else b""
+            if said or now() >= due:
+                response = response or await _opened(request, headers)
+                await response.write(said or ALIVE)
+                due = now() + heartbeat
+        ending = _ending(work, last, dialect, explain, raising=response is None)
         response = response or await _opened(request, headers)
-        for piece in pieces:
-            await response.write(piece)
+        await response.write(ending)
         await response.write_eof()
     except ConnectionError:  # the client is gone, and there is nobody to tell
         if response is None:
@@ -75,23 +108,23 @@ async def stream(
     return response
 
 
-def _pieces(
+def _ending(
     task: asyncio.Future[T],
-    write: Callable[[T], Iterable[bytes]],
+    last: Callable[[T], bytes],
     dialect: Dialect,
     explain: Callable[[Exception], Refusal],
     *,
     raising: bool,
-) -> Iterable[bytes]:
+) -> bytes:
     if task.cancelled():
         raise asyncio.CancelledError
     error = task.exception()
     if error is None:
-        return write(task.result())
+        return last(task.result())
     if raising or not isinstance(error, Exception):
         raise error
     body = body_of(explain(error), dialect)
-    return [event(body, named=dialect == "anthropic")]
+    return event(body, named=dialect == "anthropic")
 
 
 async def _opened(request: web.Request, headers: dict[str, str]) -> web.StreamResponse:

@@ -1,8 +1,9 @@
 """One turn: the conversation found again, the engine asked, its tokens stored, the reply told.
 
 begin ---> engine.generate ---> end            who waits: the request's task, on the engine alone
-                 |
-                 `-- deadline, client gone, session deleted: the engine's task is cancelled, the turn abandoned
+             |   |
+             |   `-- deadline, client gone, session deleted: the engine's task is cancelled, the turn abandoned
+             `------ tokens as they come, for a reply that is streamed; what is stored is what ``generate`` returns
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from miles.core.aloud import generate_aloud
 from miles.core.errors import EngineError
-from miles.core.protocols import Completion, Sampling
+from miles.core.protocols import Completion, Hear, Sampling
+from miles.rollout.session.hearing import Hearing
 from miles.rollout.session.message import ContextFull, SessionError, calls_of, function_of, text_of
-from miles.rollout.session.server.ask import Ask, Call, Told
+from miles.rollout.session.server.ask import Ask, Call, Opened, Told
 from miles.rollout.session.server.drawing import context_of, sampling_of, seed_of
 from miles.rollout.session.server.entry import Entry
 from miles.rollout.session.server.refusal import FULL, Refusal
@@ -35,6 +38,19 @@ class Begun:
     turn: Turn
     sampling: Sampling
     unused: tuple[str, ...]
+    opened: Opened
+
+    @property
+    def ended(self) -> Turn:
+        """The turn as its reply is read: where no call is wanted, what looks like one is text.
+
+        The tools stay in the conversation all the same.
+        """
+        return self.turn if self.ask.calls else replace(self.turn, tools=())
+
+    def hear(self) -> Hearing:
+        """For the reply while it comes."""
+        return self.entry.session.hear(self.ended, stop=self.sampling.stop)
 
 
 class Turns:
@@ -72,23 +88,22 @@ class Turns:
         else:
             seed = wish.seed
         sampling = replace(sampling, seed=seed)
-        return Begun(entry, ask, turn, sampling, unused)
+        opened = Opened(id=uuid.uuid4().hex, created=int(self._wall()), context=turn.tokens)
+        return Begun(entry, ask, turn, sampling, unused, opened)
 
-    async def take(self, begun: Begun) -> Told:
-        """The reply. Cancelling this frees the engine."""
+    async def take(self, begun: Begun, hear: Hear | None = None) -> Told:
+        """The reply; ``hear`` is told its tokens as they come. Cancelling this frees the engine."""
         entry, turn = begun.entry, begun.turn
         self._sessions.enter()
         try:
-            completion = await self._generated(begun)
+            completion = await self._generated(begun, hear)
         except BaseException:
             entry.session.abandon(turn)
             raise
         finally:
             self._sessions.leave()
             entry.used = self._sessions.clock()
-        # Where calls are not wanted the tools stay in the conversation, and what looks like a call is text.
-        ended = turn if begun.ask.calls else replace(turn, tools=())
-        reply = entry.session.end(ended, completion, stop=begun.sampling.stop)
+        reply = entry.session.end(begun.ended, completion, stop=begun.sampling.stop)
         entry.turns += 1
         entry.written += reply.completion_tokens
         entry.notes.extend(reply.notes)
@@ -97,9 +112,11 @@ class Turns:
             raise Refusal("The engine aborted this turn; what it wrote is kept, and cannot be extended.", status=503)
         return self._told(begun, reply, completion)
 
-    async def _generated(self, begun: Begun) -> Completion:
+    async def _generated(self, begun: Begun, hear: Hear | None) -> Completion:
         entry, seconds = begun.entry, self._sessions.limits.turn_seconds
-        work = asyncio.ensure_future(entry.engine.generate(begun.turn.tokens, begun.sampling))
+        engine, tokens, sampling = entry.engine, begun.turn.tokens, begun.sampling
+        asked = engine.generate(tokens, sampling) if hear is None else generate_aloud(engine, tokens, sampling, hear)
+        work = asyncio.ensure_future(asked)
         entry.watch(work)
         limit = asyncio.timeout(seconds)
         try:
@@ -128,14 +145,14 @@ class Turns:
             for call in calls_of(message)
         )
         return Told(
-            id=uuid.uuid4().hex,
-            created=int(self._wall()),
+            id=begun.opened.id,
+            created=begun.opened.created,
             content=text_of(message),
             reasoning=message.get("reasoning_content") or "",
             calls=tuple(calls),
             finish=reply.finish_reason,
             matched=self._matched(begun, tokens, completion),
-            context=begun.turn.tokens,
+            context=begun.opened.context,
             completion=completion,
             words=tuple(self._decode([token]) for token in tokens) if begun.ask.logprobs else (),
             unused=begun.unused,

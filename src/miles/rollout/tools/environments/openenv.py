@@ -1,16 +1,18 @@
-"""Environments served over HTTP as OpenEnv serves them: reset and step, over a WebSocket (a session each) or by POST.
+"""Environments served as OpenEnv serves them: reset and step over a WebSocket, where every connection has its own game.
 
 ::
 
     ws    {"type": "reset", "data": {...}}   {"type": "step", "data": action}   {"type": "close"}
-    http  POST /reset {...}                  POST /step {"action": action}      (one game at a time a server)
+    http  POST /reset {...}                  POST /step {"action": action}      (whatever game the server has)
     both  answer {"observation": {...}, "reward": 1.0, "done": false}, the first within {"type": ..., "data": ...}
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from miles.core.errors import UsageError
@@ -21,13 +23,30 @@ from miles.rollout.tools.environments.textgame import action_of, seed_of
 from miles.rollout.tools.tool import EnvironmentFailed, Message
 
 _LONGEST = 16 << 20  # bytes of an answer
+_LONGEST_PAUSE = 1.0  # seconds between two questions whether there is a place now
+_FULL, _NOT_AN_ACTION = "CAPACITY_REACHED", "VALIDATION_ERROR"
+_FIELDS = ("missing", "extra_forbidden")  # what pydantic calls a field that is not there, and one that should not be
+
+
+class _Refused(Exception):
+    """The server answered that it will not; ``code`` is its word for why.
+
+    ``misfits``: what was sent has not the fields it takes, whatever their values.
+    """
+
+    def __init__(self, code: str, why: str, *, misfits: bool = False) -> None:
+        super().__init__(why)
+        self.code = code
+        self.misfits = misfits
 
 
 class OpenEnvEnvironment:
-    """``url`` of a server: ``ws://host/ws`` or ``http://host`` (then it must give every connection its own game).
+    """``url`` of a server: ``http://host``, or of its WebSocket, ``ws://host/ws``.
 
     An action is an object with the reply's text under ``action`` (or all of it, where it is a JSON object and
-    ``action`` is empty); what is observed is the text under ``observation``, or the whole object as JSON.
+    ``action`` is empty); what is observed is the text under ``observation``, or the whole object as JSON. A full server
+    is asked again for ``patience`` seconds. ``posts`` asks by POST instead: OpenEnv answers each of those from a fresh
+    environment, so that is for servers which keep a game between them, and then for one attempt at a time.
     """
 
     def __init__(
@@ -38,42 +57,54 @@ class OpenEnvEnvironment:
         observation: str = "",
         reset: Mapping[str, Any] = EMPTY,
         seconds: float = 60.0,
+        patience: float = 600.0,
+        posts: bool = False,
     ) -> None:
         if not url.startswith(("http://", "https://", "ws://", "wss://")):
             raise UsageError(f"The environment openenv needs an http or ws address as url, and {url!r} is none.")
-        self._url = url.rstrip("/")
+        self._url = url.rstrip("/") if posts else _socket_of(url)
         self._action = action
         self._observation = observation
         self._reset = reset
         self._seconds = seconds
+        self._patience = patience
+        self._posts = posts
         self._http: Any = None
-        self._socket: Any = None
+        self._line: _Line | None = None
 
     async def open(self, prompt: Prompt) -> Opening:
-        aiohttp = package("aiohttp", environment="openenv", install="miles-rl[serve]")
+        aiohttp = package("aiohttp", environment="openenv", install="miles-rl[environments]")
         self._errors = (aiohttp.ClientError, TimeoutError, ValueError, TypeError, KeyError)
         self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self._seconds))
-        if self._url.startswith("ws"):
-            try:
-                self._socket = await self._http.ws_connect(self._url, max_msg_size=_LONGEST)
-            except self._errors as error:
-                raise self._failed("could not be reached", error) from error
-        wanted = {"seed": seed_of(prompt), **self._reset, **_given(prompt)}
-        first = await self._asked("reset", wanted)
+        given = prompt.metadata.get("reset", {})
+        wanted = {"seed": seed_of(prompt), **self._reset, **(given if isinstance(given, Mapping) else {})}
+        try:
+            first = await self._begun(wanted)
+        except _Refused as error:
+            raise EnvironmentFailed(f"{self._url} refused reset: {error}") from error
         return Opening(messages=(*prompt.messages, self._seen(first)), scores=True)
 
     async def step(self, reply: Message) -> Step:
-        said = await self._asked("step", self._act(action_of(reply)))
+        """A reply that is no action of this environment's is told so, and the game goes on."""
+        try:
+            said = await self._asked("step", self._act(action_of(reply)))
+        except _Refused as error:
+            if error.misfits and self._action:
+                mend = "write the field's name as action, or nothing there for replies that are JSON objects"
+                raise UsageError(
+                    f"{self._url} takes no action of a field {self._action!r} ({error}); {mend}."
+                ) from error
+            if error.code == _NOT_AN_ACTION:
+                return Step(messages=[{"role": "user", "content": f"Error: {error}"}])
+            raise EnvironmentFailed(f"{self._url} refused step: {error}") from error
         reward = said.get("reward")
         done = bool(said.get("done"))
         messages = () if done else (self._seen(said),)
         return Step(messages=messages, reward=None if reward is None else float(reward), done=done)
 
     async def close(self) -> None:
-        if self._socket is not None:
-            if not self._socket.closed:
-                await self._socket.send_json({"type": "close"})
-            await self._socket.close()
+        if self._line is not None:
+            await self._line.close()
         if self._http is not None:
             await self._http.close()
 
@@ -86,31 +117,59 @@ class OpenEnvEnvironment:
             action = None
         return action if isinstance(action, dict) else {"message": text}
 
+    async def _begun(self, wanted: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The first observation of a game, once the server has a place for it."""
+        if self._posts:
+            return await self._asked("reset", wanted)
+        loop = asyncio.get_running_loop()
+        until, pause = loop.time() + self._patience, 0.01
+        while True:
+            try:
+                self._line = _Line(await self._http.ws_connect(self._url, max_msg_size=_LONGEST))
+            except self._errors as error:
+                raise self._failed("could not be reached", error) from error
+            try:
+                return await self._asked("reset", wanted)
+            except _Refused as error:
+                if error.code != _FULL or loop.time() + pause > until:
+                    raise
+            await self._line.close()
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
     async def _asked(self, verb: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
         try:
-            return await (self._over_socket(verb, data) if self._socket is not None else self._over_http(verb, data))
+            if self._line is None:
+                return await self._over_http(verb, data)
+            async with asyncio.timeout(self._seconds):
+                said = await self._line.ask({"type": verb, "data": dict(data)})
+            if said is None:
+                raise EnvironmentFailed(f"{self._url} hung up at {verb} (code {self._line.close_code})")
+            answer = json.loads(said)
+            if answer["type"] == "error":
+                raise _refusal(answer["data"])
+            return answer["data"]
         except self._errors as error:
             raise self._failed(f"did not do {verb}", error) from error
-
-    async def _over_socket(self, verb: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        await self._socket.send_json({"type": verb, "data": dict(data)})
-        answer = await self._socket.receive_json(timeout=self._seconds)
-        if answer["type"] == "error":
-            raise EnvironmentFailed(f"{self._url} refused {verb}: {answer['data'].get('message')}")
-        return answer["data"]
 
     async def _over_http(self, verb: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
         body = dict(data) if verb == "reset" else {"action": dict(data)}
         async with self._http.post(f"{self._url}/{verb}", json=body) as response:
             text = await response.text()
+            if response.status == 422:
+                raise _refusal(
+                    {"code": _NOT_AN_ACTION, "message": "Invalid message", "errors": json.loads(text)["detail"]}
+                )
             if response.status != 200:
-                raise EnvironmentFailed(f"{self._url} refused {verb}: status {response.status} ({text[:200]})")
+                raise _Refused("", f"status {response.status} ({text[:200]})")
             return json.loads(text)
 
     def _seen(self, said: Mapping[str, Any]) -> dict[str, Any]:
         seen = said["observation"]
         if self._observation:
             seen = seen[self._observation]
+        elif isinstance(seen, Mapping):  # its metadata are for whoever runs the game, not for who plays it
+            seen = {key: value for key, value in seen.items() if key != "metadata"}
         return {"role": "user", "content": seen if isinstance(seen, str) else json.dumps(seen, ensure_ascii=False)}
 
     def _failed(self, what: str, error: BaseException) -> EnvironmentFailed:
@@ -118,7 +177,49 @@ class OpenEnvEnvironment:
         return EnvironmentFailed(f"{self._url} {what} ({said})")
 
 
-def _given(prompt: Prompt) -> Mapping[str, Any]:
-    """What a prompt wants of its reset."""
-    given = prompt.metadata.get("reset", {})
-    return given if isinstance(given, Mapping) else {}
+class _Line:
+    """A WebSocket that is read all the time: pings are answered by whoever reads, and the policy may take minutes."""
+
+    def __init__(self, socket: Any) -> None:
+        self._socket = socket
+        self._answers: asyncio.Queue[str | None] = asyncio.Queue()
+        self._reader = asyncio.create_task(self._read())
+
+    @property
+    def close_code(self) -> int | None:
+        return self._socket.close_code
+
+    async def ask(self, question: Mapping[str, Any]) -> str | None:
+        """What the server says to it; None when it hung up."""
+        # One that is full says so and hangs up, perhaps before it was asked: that is still to be read.
+        with suppress(ConnectionError):
+            await self._socket.send_json(question)
+        return await self._answers.get()
+
+    async def close(self) -> None:
+        with suppress(ConnectionError):
+            if not self._socket.closed:
+                await self._socket.send_json({"type": "close"})
+        self._reader.cancel()
+        await asyncio.wait([self._reader])
+        await self._socket.close()
+
+    async def _read(self) -> None:
+        async for message in self._socket:
+            if isinstance(message.data, str):
+                self._answers.put_nowait(message.data)
+        self._answers.put_nowait(None)
+
+
+def _socket_of(url: str) -> str:
+    """Where a server's games are: OpenEnv has them at /ws."""
+    bare = url.rstrip("/").replace("http", "ws", 1) if url.startswith("http") else url.rstrip("/")
+    return bare if bare.endswith("/ws") else f"{bare}/ws"
+
+
+def _refusal(data: Mapping[str, Any]) -> _Refused:
+    """What a server says about why it will not, with what is wrong in an action."""
+    errors = data.get("errors", ())
+    wrong = [": ".join([*map(str, each["loc"]), each["msg"]]) for each in errors]
+    misfits = any(each["type"] in _FIELDS for each in errors)
+    return _Refused(str(data.get("code")), "; ".join([str(data.get("message")), *wrong]), misfits=misfits)

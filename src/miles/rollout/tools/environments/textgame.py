@@ -6,11 +6,14 @@ Their calls do not await, so each is made in a thread; one that does not come ba
 from __future__ import annotations
 
 import asyncio
+import random
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
-from miles.core.errors import UsageError
+from miles.core.errors import DataError, UsageError
 from miles.core.types import EMPTY, Prompt
 from miles.rollout.seeds import mix
 from miles.rollout.tools.environment import Opening, Step
@@ -18,6 +21,8 @@ from miles.rollout.tools.environments.package import package
 from miles.rollout.tools.tool import EnvironmentFailed, Message
 
 _OPEN, _SHUT = "<action>", "</action>"
+_GENERATOR = threading.Lock()
+"""Held by whoever has put Python's own generator elsewhere."""
 
 
 def action_of(reply: Message) -> str:
@@ -84,25 +89,44 @@ class GymnasiumGame:
 class TextArenaGame:
     """``game`` is an id for ``textarena.make``. The policy is player ``seat``, and plays every other seat too.
 
-    With several seats it is self-play, told apart by what each is shown; the reward is that of ``seat``.
+    With several seats it is self-play, told apart by what each is shown; the reward is that of ``seat``. Games draw
+    from Python's own generator: moves are made one at a time in a process, each game with a generator of its own.
     """
 
     def __init__(self, game: str, *, seats: int = 1, seat: int = 0, settings: Mapping[str, Any] = EMPTY) -> None:
+        if not 0 <= seat < seats:
+            raise UsageError(f"The environment textarena has no seat {seat} of {seats}; they are counted from 0.")
         self._name = game
         self._seats = seats
         self._seat = seat
         self._settings = settings
         self._game: Any = None
-        self._shown: dict[Any, str] = {}
+        self._chance: Any = None
+        self._rules: dict[int, str] = {}
+        self._shown: dict[int, str] = {}
 
     async def open(self, prompt: Prompt) -> Opening:
-        arena = package("textarena", environment="textarena", install="textarena")
-        self._game = await asyncio.to_thread(lambda: arena.make(self._name, **self._settings))
-        await asyncio.to_thread(lambda: self._game.reset(num_players=self._seats, seed=seed_of(prompt)))
+        arena = package("textarena", environment="textarena", install="miles-rl[environments]")
+        known = arena.envs.registration.ENV_REGISTRY
+        if self._name not in known:
+            close = get_close_matches(self._name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else "write one of textarena's ids, as in GuessTheNumber-v0."
+            raise DataError(f"Prompt {prompt.id}: textarena has no game {self._name}; {hint}")
+
+        def begin() -> Any:
+            game = arena.make(self._name, **self._settings)
+            game.reset(num_players=self._seats, seed=seed_of(prompt))
+            return game
+
+        self._chance = random.Random(seed_of(prompt)).getstate()
+        self._game = await asyncio.to_thread(self._drawing, begin)
+        rules = arena.ObservationType.PROMPT
+        for player, told in self._game.state.observations.items():
+            self._rules[player] = "".join(text for _, text, kind in told if kind is rules)
         return Opening(messages=(*prompt.messages, _user(await self._seen())), scores=True)
 
     async def step(self, reply: Message) -> Step:
-        done, _ = await asyncio.to_thread(lambda: self._game.step(action=action_of(reply)))
+        done, _ = await asyncio.to_thread(self._drawing, lambda: self._game.step(action=action_of(reply)))
         if not done:
             return Step(messages=[_user(await self._seen())])
         rewards, _ = await asyncio.to_thread(self._game.close)
@@ -115,12 +139,34 @@ class TextArenaGame:
         if self._game is not None:
             await asyncio.to_thread(self._game.close)
 
+    def _drawing(self, move: Callable[[], Any]) -> Any:
+        """What ``move`` gives, with Python's generator where this game left it; it is put back for everyone else."""
+        with _GENERATOR:
+            before = random.getstate()
+            random.setstate(self._chance)
+            try:
+                return move()
+            finally:
+                self._chance = random.getstate()
+                random.setstate(before)
+
     async def _seen(self) -> str:
         player, seen = await asyncio.to_thread(self._game.get_observation)
         text = seen if isinstance(seen, str) else "\n".join(_words(seen))
-        # What is observed may be all of the game so far; the conversation has the beginning already.
-        text, self._shown[player] = text.removeprefix(self._shown.get(player, "")).strip(), text
+        text, self._shown[player] = self._fresh(player, text), text
         return text if self._seats == 1 else f"[Player {player}]\n{text}"
+
+    def _fresh(self, player: int, text: str) -> str:
+        """What the conversation has not had yet: an observation may be all of the game, or its rules and a board.
+
+        Where nothing is new, as after a move that a game refuses without a word, it is all of it once more.
+        """
+        before = self._shown.get(player)
+        if before is None:
+            return text.strip()
+        if text.startswith(before):
+            return text.removeprefix(before).strip() or text.strip()
+        return text.removeprefix(self._rules.get(player, "")).strip()
 
 
 def _words(seen: Sequence[Any]) -> list[str]:

@@ -6,7 +6,8 @@
     step   --reply---->                          <-reply-- our client
            <-messages-  ... asks again, or ends, is scored by its rubric, and step says done
 
-The client is OpenAI's own, over a transport that hands each request to the loop instead of to a network.
+The client is OpenAI's own, over a transport that hands each request to the loop instead of to a network. From 0.4 on
+the package has episodes instead (see ``episodes``), whose programs are given an address.
 """
 
 from __future__ import annotations
@@ -20,41 +21,36 @@ from typing import Any
 from miles.core.errors import UsageError
 from miles.core.types import EMPTY, Prompt
 from miles.rollout.tools.environment import Opening, Step
+from miles.rollout.tools.environments import episodes
+from miles.rollout.tools.environments.asking import MODEL, Desk
 from miles.rollout.tools.environments.package import package
 from miles.rollout.tools.tool import EnvironmentFailed, Message
 
-_NAME = "policy"
+_VERSIONS = "'verifiers>=0.1.12,<0.5'"
+_Worth = tuple[float, dict[str, float]]
 
 
 class VerifiersEnvironment:
     """``id`` and ``settings`` are for ``verifiers.load_environment``, whose result all attempts share.
 
-    The prompt's metadata may hold ``answer`` and ``info``, as rows of such environments do; the label is an answer too.
+    The prompt's metadata may hold ``answer``, ``info`` and ``task``, as rows of such environments do; the label is an
+    answer too.
     What the environment does with a conversation it does itself: its stops, its tools and its rubric hold.
+
+    From 0.4 on, ``id`` names a taskset and ``settings`` are those of an environment's config.
     """
 
     def __init__(self, id: str, *, settings: Mapping[str, Any] = EMPTY) -> None:
-        self._package = package("verifiers", environment="verifiers", install='"verifiers<0.4"')
-        if not hasattr(self._package, "load_environment"):
-            raise UsageError(
-                "This version of verifiers has no load_environment, since its environments run agents of their own; "
-                "pip install 'verifiers<0.4', or run them with an agent function."
-            )
-        self._environment = _loaded(id, json.dumps(dict(settings), sort_keys=True))
-        self._asked: asyncio.Queue[tuple[Mapping[str, Any], asyncio.Future[Message]]] = asyncio.Queue()
+        self._id = id
+        self._settings = settings
+        self._package = _package()
+        self._desk = Desk()
         self._reply: asyncio.Future[Message] | None = None
         self._seen = 0
-        self._running: asyncio.Task[Mapping[str, Any]] | None = None
+        self._running: asyncio.Task[_Worth] | None = None
 
     async def open(self, prompt: Prompt) -> Opening:
-        row: dict[str, Any] = {
-            "prompt": [dict(message) for message in prompt.messages],
-            "answer": prompt.metadata.get("answer", prompt.label or ""),
-            "info": dict(prompt.metadata.get("info") or {}),
-            "task": str(prompt.metadata.get("task", "default")),
-            "example_id": prompt.id,
-        }
-        self._running = asyncio.create_task(self._rollout(row))
+        self._running = asyncio.create_task(self._played(prompt))
         request = await self._next()
         if request is None:
             raise EnvironmentFailed("the verifiers environment ended before it asked anything")
@@ -66,9 +62,8 @@ class VerifiersEnvironment:
         said = self._seen + 1  # what it was shown, and the reply
         request = await self._next()
         if request is None:
-            state = self._running.result()
-            metrics = {name: float(value) for name, value in (state.get("metrics") or {}).items()}
-            return Step(reward=float(state["reward"]), parts=metrics, done=True)
+            reward, parts = self._running.result()
+            return Step(reward=reward, parts=parts, done=True)
         if _goes_on(request["messages"], said, reply):
             return Step(messages=request["messages"][said:])
         return Step(messages=request["messages"], anew=True)
@@ -79,9 +74,9 @@ class VerifiersEnvironment:
             await asyncio.gather(self._running, return_exceptions=True)
 
     async def _next(self) -> Mapping[str, Any] | None:
-        """The next request; None when the rollout has ended. Raises what it raised."""
+        """The next request; None when the environment has ended. Raises what it raised."""
         assert self._running is not None
-        asked = asyncio.create_task(self._asked.get())
+        asked = asyncio.create_task(self._desk.asked.get())
         try:
             await asyncio.wait({asked, self._running}, return_when=asyncio.FIRST_COMPLETED)
             if not asked.done():
@@ -93,13 +88,35 @@ class VerifiersEnvironment:
         self._seen = len(request["messages"])
         return request
 
-    async def _rollout(self, row: dict[str, Any]) -> Mapping[str, Any]:
-        client = _client(self._package, self._asked)
-        state = await self._environment.rollout(row, client, _NAME, {})
+    async def _played(self, prompt: Prompt) -> _Worth:
+        if _has_episodes(self._package):
+            return await episodes.episode(self._package, self._id, self._settings, prompt, self._desk)
+        environment = _loaded(self._id, json.dumps(dict(self._settings), sort_keys=True))
+        client = self._package.OpenAIChatCompletionsClient(self._desk.client("verifiers"))
+        state = await environment.rollout(_row(prompt), client, MODEL, {})
+        if isinstance(state.get("error"), self._package.EmptyModelResponseError):
+            return 0.0, {}  # the policy said nothing at all, which is no failure of the environment's
         if state.get("error") is not None:
-            raise EnvironmentFailed(f"the verifiers environment failed: {state['error']}")
-        await self._environment.rubric.score_rollout(state)
-        return state
+            raise EnvironmentFailed(f"the verifiers environment failed: {state['error']!r}")
+        try:
+            await environment.rubric.score_rollout(state)
+        except AssertionError as error:  # which is how it refuses a rubric whose functions are of a whole group
+            raise UsageError(
+                f"The verifiers environment {self._id} cannot score an attempt by itself: {error}"
+            ) from error
+        await environment.rubric.cleanup(state)
+        return float(state["reward"]), {name: float(value) for name, value in (state.get("metrics") or {}).items()}
+
+
+def _row(prompt: Prompt) -> dict[str, Any]:
+    row = {
+        "prompt": [dict(message) for message in prompt.messages],
+        "answer": prompt.metadata.get("answer", prompt.label or ""),
+        "info": dict(prompt.metadata.get("info") or {}),
+        "example_id": prompt.id,
+    }
+    # What a task is differs between versions (a route, a payload), so there is one only where the data has one.
+    return row | ({"task": prompt.metadata["task"]} if "task" in prompt.metadata else {})
 
 
 def _goes_on(messages: list[Message], said: int, reply: Message) -> bool:
@@ -111,42 +128,27 @@ def _same(given: Message, reply: Message) -> bool:
     return (given.get("content") or "") == (reply.get("content") or "")
 
 
+def _package() -> Any:
+    """What has ``load_environment``: the package itself, or from 0.4 on its ``v1``."""
+    verifiers = package("verifiers", environment="verifiers", install="miles-rl[environments]")
+    if hasattr(verifiers, "load_environment") and hasattr(verifiers, "OpenAIChatCompletionsClient"):
+        return verifiers
+    newer = package("verifiers.v1", environment="verifiers", install=_VERSIONS)
+    if not _has_episodes(newer):
+        raise UsageError(
+            f"This version of verifiers has environments of another kind than those that are known here; pip install "
+            f"{_VERSIONS}."
+        )
+    return newer
+
+
+def _has_episodes(verifiers: Any) -> bool:
+    return hasattr(verifiers, "resolve_env_config")
+
+
 @cache
 def _loaded(id: str, settings: str) -> Any:
-    made = package("verifiers", environment="verifiers", install='"verifiers<0.4"')
-    return made.load_environment(id, **json.loads(settings))
-
-
-def _client(verifiers: Any, asked: asyncio.Queue[Any]) -> Any:
-    """OpenAI's client, in the wrapping that versions with clients of their own want."""
-    httpx = package("httpx", environment="verifiers", install="httpx")
-    openai = package("openai", environment="verifiers", install="openai")
-
-    async def answer(request: Any) -> Any:
-        body = json.loads(request.content)
-        reply: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        await asked.put((body, reply))
-        return httpx.Response(200, json=_completion(await reply))
-
-    http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
-    client = openai.AsyncOpenAI(
-        api_key="none", base_url="http://policy.invalid/v1", http_client=http, max_retries=0, timeout=None
-    )
-    has_clients = hasattr(verifiers, "OpenAIChatCompletionsClient")  # since 0.1.10
-    return verifiers.OpenAIChatCompletionsClient(client) if has_clients else client
-
-
-def _completion(reply: Message) -> dict[str, Any]:
-    message = {"role": "assistant", "content": reply.get("content"), **_calls(reply)}
-    return {
-        "id": "policy",
-        "object": "chat.completion",
-        "created": 0,
-        "model": _NAME,
-        "choices": [{"index": 0, "message": message, "finish_reason": "tool_calls" if _calls(reply) else "stop"}],
-        "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
-    }
-
-
-def _calls(reply: Message) -> dict[str, Any]:
-    return {"tool_calls": list(reply["tool_calls"])} if reply.get("tool_calls") else {}
+    try:
+        return _package().load_environment(id, **json.loads(settings))
+    except (ValueError, RuntimeError) as error:  # which is what it makes of all that goes wrong
+        raise UsageError(f"The verifiers environment {id} cannot be loaded: {error}") from error

@@ -38,7 +38,7 @@ class Spelling:
             self._context, self._known, self._known_text = self._known, len(self._tokens), None
             new = ""
         whole = self._settled() + new.rstrip(_BROKEN)
-        return whole[: len(whole) - _begun(whole, self._stops)]
+        return certain(whole, self._stops)
 
     def last(self, *, stop: str | None, trim: bool, drop: int = 0) -> str:
         """All of it, without the last ``drop`` tokens; up to a stop string, or with it where it is not trimmed."""
@@ -64,10 +64,10 @@ class Spelling:
         return self._spell(self._tokens[self._context :])[len(self._known_text) :]
 
 
-def _begun(text: str, stops: Sequence[str]) -> int:
-    """How many last characters of ``text`` are the beginning of a stop string, but not all of one."""
-    for length in range(min(len(text), max((len(stop) for stop in stops), default=1) - 1), 0, -1):
+def certain(text: str, marks: Sequence[str]) -> str:
+    """``text`` without an end that is the beginning of one of ``marks``, but not all of it."""
+    for length in range(min(len(text), max(map(len, marks), default=1) - 1), 0, -1):
         tail = text[len(text) - length :]
-        if any(len(stop) > length and stop.startswith(tail) for stop in stops):
-            return length
-    return 0
+        if any(len(mark) > length and mark.startswith(tail) for mark in marks):
+            return text[: len(text) - length]
+    return text

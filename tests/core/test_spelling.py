@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.backends.native.server.tiny import write_tokenizer
 
-from miles.backends.native.server.spelling import Spelling
+from miles.core.spelling import Spelling
 from miles.models.tokenizer import HubTokenizer, load_tokenizer
 
 

@@ -1,0 +1,75 @@
+"""Teach the small model to play in other people's worlds: a warm-up on games played badly, then GRPO.
+
+python examples/outside_worlds/run.py textarena|openenv [FOLDER]
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from world import DEMONSTRATIONS, KINDS, served, settings_of, write_start  # the file beside this one
+
+WARMUP_STEPS = 150
+STEPS = {"textarena": 30, "openenv": 60}
+SHARED = (
+    *("--apply-chat-template", "--rollout-shuffle", "--adam-beta2", "0.95", "--weight-decay", "0"),
+    *("--device", "cpu", "--num-threads", "1", "--view", "plain"),
+)
+
+
+def warmup_flags(start: Path, save: Path, steps: int) -> list[str]:
+    """Supervised fine-tuning on games, of which the player's moves are learned."""
+    return [
+        *("--hf-checkpoint", str(start), "--save", str(save), "--loss-type", "sft_loss"),
+        *("--prompt-data", str(start / "warmup.jsonl"), "--input-key", "messages"),
+        *("--rollout-batch-size", "64", "--num-rollout", str(steps), "--calculate-per-token-loss"),
+        *("--lr", "3e-3", "--lr-warmup-iters", "20", "--disable-save-rollouts", *SHARED),
+    ]
+
+
+def grpo_flags(kind: str, start: Path, url: str, warm: Path, save: Path, steps: int) -> list[str]:
+    """Reinforcement learning from what its games were worth; that the world says, and the reward is never asked."""
+    return [
+        *("--hf-checkpoint", str(warm), "--save", str(save), "--advantage-estimator", "grpo", "--rm-type", "exact"),
+        *("--prompt-data", str(start / "train.jsonl"), "--input-key", "input"),
+        *("--eval-prompt-data", "heldout", str(start / "heldout.jsonl"), "--eval-interval", str(steps)),
+        *("--custom-generate-function-path", "multi_turn", "--generate-max-turns", "16"),
+        *("--generate-environment", json.dumps(settings_of(kind, url)), "--rollout-max-response-len", "40"),
+        *("--rollout-batch-size", "16", "--n-samples-per-prompt", "8", "--num-rollout", str(steps)),
+        *("--lr", "1e-3", "--lr-warmup-iters", "2", "--lr-decay-style", "linear", *SHARED),
+    ]
+
+
+def newest(run: Path) -> Path:
+    """The last checkpoint of a run."""
+    return max((run / "checkpoints").glob("step-*"))
+
+
+def measured(run: Path, kind: str) -> list[dict[str, float]]:
+    """The run's metrics of one kind, in order."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [row for row in lines if row["kind"] == kind]
+
+
+def main() -> None:
+    if len(sys.argv) < 2 or sys.argv[1] not in KINDS:
+        sys.exit(f"usage: python {sys.argv[0]} {'|'.join(KINDS)} [FOLDER]")
+    kind = sys.argv[1]
+    root = Path(sys.argv[2] if len(sys.argv) > 2 else f"runs/outside_worlds/{kind}")
+    start, warmup, grpo = root / "start", root / "warmup", root / "grpo"
+    train = [sys.executable, "-m", "miles.launch.main", "train"]
+    with served() if kind == "openenv" else nullcontext("") as url:
+        write_start(start, kind, url, DEMONSTRATIONS[kind])
+        subprocess.run([*train, *warmup_flags(start, warmup, WARMUP_STEPS)], check=True)
+        subprocess.run([*train, *grpo_flags(kind, start, url, newest(warmup), grpo, STEPS[kind])], check=True)
+    before, after = (row["eval/heldout/reward"] for row in measured(grpo, "eval"))
+    print(f"{kind}: {before:.2f} held out before GRPO, {after:.2f} after")
+
+
+if __name__ == "__main__":
+    main()
