@@ -43,7 +43,7 @@ class Board(Environment[Walk, Place, State]):
         squares = [(column, row) for column in range(SIDE) for row in range(SIDE)]
         self._here, self._chest = random.Random(seed).sample(squares, 2)
         self._needed = sum(abs(a - b) for a, b in zip(self._here, self._chest, strict=True))
-        return Place(text=f"{_name(self._here)} to {_name(self._chest)}")
+        return Place(text=self._seen())
 
     def step(self, action: Walk, timeout_s: float | None = None, **kwargs: Any) -> Place:
         self._state.step_count += 1
@@ -51,7 +51,10 @@ class Board(Environment[Walk, Place, State]):
         self._here = (column, row)
         arrived = self._here == self._chest
         reward = self._needed / self._state.step_count if arrived else 0.0
-        return Place(text=_name(self._here), done=arrived or self._state.step_count == MOST_MOVES, reward=reward)
+        return Place(text=self._seen(), done=arrived or self._state.step_count == MOST_MOVES, reward=reward)
+
+    def _seen(self) -> str:
+        return f"{_name(self._here)} to {_name(self._chest)}"
 
     @property
     def state(self) -> State:

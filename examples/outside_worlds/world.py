@@ -3,7 +3,7 @@
     textarena   TextArena's own GuessTheNumber: a number from 1 to 20 in four guesses, each answered higher or lower
     openenv     a board of three by three with a chest on it, served by OpenEnv's own server (``server.py``)
 
-Demonstrations are played in the very worlds the policy will play in, by somebody who half of the time does not think.
+Demonstrations are played in the very worlds the policy will play in, by somebody who often does not think.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from miles.rollout.tools.environments.textgame import TextArenaGame
 
 HERE = Path(__file__).parent
 KINDS = ("textarena", "openenv")
-DEMONSTRATIONS = {"textarena": 2048, "openenv": 1024}
+DEMONSTRATIONS = {"textarena": 2048, "openenv": 2048}
 ASKED = {"textarena": "Play.", "openenv": "Walk."}
 MOVES = ("north", "south", "east", "west")
 MOST = 20
@@ -95,12 +95,11 @@ def guess(said: Talk, chance: random.Random) -> str:
 
 
 def walk(said: Talk, chance: random.Random) -> str:
-    """A move, half of the time one that leads nearer to the chest."""
-    squares = [m["content"] for m in said if m["role"] == "user"][1:]
-    here, chest = squares[-1][:2], squares[0][-2:]
+    """A move, three times of four one that leads nearer to the chest."""
+    here, chest = said[-1]["content"][:2], said[-1]["content"][-2:]
     across, up = ord(chest[0]) - ord(here[0]), int(chest[1]) - int(here[1])
     nearer = [move for move, leads in zip(MOVES, (up > 0, up < 0, across > 0, across < 0), strict=True) if leads]
-    return chance.choice(nearer if chance.random() < 0.5 else MOVES)
+    return chance.choice(nearer if chance.random() < 0.75 else MOVES)
 
 
 def demonstrations(kind: str, url: str, count: int, chance: random.Random) -> list[Talk]:
