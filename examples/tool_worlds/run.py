@@ -14,8 +14,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 from world import HERE, KINDS, write_start  # the file beside this one
 
-WARMUP_STEPS = 100
-STEPS = 25
+WARMUP_STEPS = 200
+STEPS = 40
 
 
 def means(kind: str, start: Path) -> list[str]:

@@ -8,6 +8,8 @@ from tests.launch.small_run import Command, flags, miles, write_world
 from tests.launch.test_server_runs import accounted
 from tests.wire.served import Hosted
 
+from miles.launch.requests import FOLDER, Box
+
 SERVED = ("--rollout-backend", "served", "--rollout-num-engines", "1", "--max-weight-staleness", "1")
 
 
@@ -95,3 +97,15 @@ def test_what_no_engine_can_join_is_told_so(world, tmp_path):
     assert odd.returncode == 2 and "--add nonsense://x is no address" in odd.stderr
     ended = miles("engines", str(run))
     assert ended.returncode == 2 and "is not going on just now" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "words", [b"", b"\xff", b"[]", b'{"add": 3}', b'{"add": [], "add_servers": "many", "remove": []}']
+)
+def test_what_is_no_request_is_answered_so_and_harms_no_run(tmp_path, words):
+    box = Box(tmp_path)
+    box.open()
+    (tmp_path / FOLDER / "odd.json").write_bytes(words)
+    assert list(box.waiting()) == []
+    assert "is no request" in (tmp_path / FOLDER / "odd.answer.json").read_text()
+    box.close()

@@ -79,13 +79,17 @@ class Box:
             if path.name.endswith(".answer.json"):
                 continue
             try:
-                told = json.loads(path.read_text())
+                raw = path.read_bytes()
                 path.unlink()
+                told = json.loads(raw)
+                request = Request(
+                    add=tuple(told["add"]), add_servers=int(told["add_servers"]), remove=tuple(told["remove"])
+                )
             except FileNotFoundError:  # whoever asked has given up
                 continue
-            request = Request(
-                add=tuple(told["add"]), add_servers=int(told["add_servers"]), remove=tuple(told["remove"])
-            )
+            except (ValueError, KeyError, TypeError):
+                self.answer(path.stem, Answer(problems=(f"{path.name} is no request; ask with miles engines.",)))
+                continue
             yield path.stem, request
 
     def answer(self, name: str, answer: Answer) -> None:
