@@ -7,7 +7,7 @@ run   words of three letters to reverse, reinforcement learning from the same wa
       changes nothing, since a router compares experts; in bfloat16 few bits are left for what tells them apart, and
       the engine sends most tokens elsewhere than the trainer would
 
-python benchmarks/routing_replay.py [gap] [run] [--steps 60] [--lr 1e-3] [--shift 12] [--folder DIR]
+python benchmarks/routing_replay.py [gap] [run] [--steps 60] [--lr 2e-3] [--shift 12] [--folder DIR]
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=["gap", "run"])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--warm", type=int, default=64)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--shift", type=float, default=12.0, help="how large the vector is that routers are shifted by")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder")

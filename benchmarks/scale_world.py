@@ -32,7 +32,7 @@ from miles.backends.sglang.reply import Reply
 from miles.backends.sglang.weights import ServerPublication
 from miles.cluster.local import Inline
 from miles.core.events import Event
-from miles.core.protocols import Sampling
+from miles.core.protocols import Hear, Sampling
 from miles.core.types import Batch, Prompt, Reward, StepReport, Tokens, Trajectory, Version
 from miles.models.foreign.spec import ForeignSpec
 from miles.observe.fanout import Fanout
@@ -147,7 +147,7 @@ class SimulatedServer(Client):
         self._held: dict[str, int] = {}
         self.busy = 0.0
 
-    async def _stream(self, body: dict[str, Any], reply: Reply) -> None:
+    async def _stream(self, body: dict[str, Any], reply: Reply, hear: Hear) -> None:
         world, how = self._world, body["sampling_params"]
         left = world.length(how["sampling_seed"]) - how.get("sampling_drawn", 0)
         seconds = left * world.size.seconds / world.size.tokens
@@ -163,6 +163,7 @@ class SimulatedServer(Client):
         self.busy += done
         written = left if whole else min(left - 1, int(left * done / seconds))
         reply.take(loads(world.said(written, "stop" if whole else "abort", self._label)))
+        hear(reply.tokens)
 
     async def ask(
         self, method: str, path: str, body: Any = None, *, data: bytes | None = None, seconds: float = 60.0

@@ -1,13 +1,18 @@
-"""What all tests share: the option that rewrites checked-in files, and an interpreter where there is no accelerator."""
+"""What all tests share: the option that rewrites checked-in files, no clock on examples, an interpreter for kernels."""
 
 import os
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 # Device code is read by its compiler, or its interpreter, when it is first imported: before any test module is.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# How long an example takes says something of the machine, and nothing of the code.
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -28,6 +28,7 @@ async def late(prompt: Prompt, trajectory: Trajectory) -> Reward:
     return await shared_letters(prompt, trajectory)
 
 
+@pytest.mark.slow  # a run of minutes; what is decided is tested by itself
 def test_a_rank_becomes_an_engine_where_the_trainer_waits(world, tmp_path):
     run = tmp_path / "run"
     line = flags(world, run, *ELASTIC, steps=1000)

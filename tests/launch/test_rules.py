@@ -13,7 +13,16 @@ from miles.config.cli import parse
 from miles.config.files import read_layers
 from miles.config.table import knobs_of
 from miles.launch import rules
-from miles.launch.config import Config, DemoConfig, ParityRoot, ReplayRoot, RouteRoot, ServeRoot, ShowRoot
+from miles.launch.config import (
+    Config,
+    DemoConfig,
+    EnginesRoot,
+    ParityRoot,
+    ReplayRoot,
+    RouteRoot,
+    ServeRoot,
+    ShowRoot,
+)
 from miles.launch.member_rules import policies_go_together
 from miles.launch.ranges import RANGES, Range
 from miles.launch.rules import RULES, Command, broken
@@ -181,7 +190,7 @@ def test_every_rule_is_in_use_and_named_as_a_sentence():
 def test_every_number_has_a_range_and_every_default_is_inside():
     numeric = {
         knob.name: knob
-        for root in (Config, DemoConfig, ServeRoot, RouteRoot, ShowRoot, ReplayRoot, ParityRoot)
+        for root in (Config, DemoConfig, ServeRoot, RouteRoot, ShowRoot, ReplayRoot, ParityRoot, EnginesRoot)
         for knob in knobs_of(root).values()
         if knob.kind.scalar in (int, float)
     }
