@@ -30,6 +30,7 @@ def listed(said: str) -> list[list[str]]:
     return [line.split() for line in lines[head + 1 :] if line.strip()]
 
 
+@pytest.mark.slow  # a whole run, beside which servers start and end
 def test_engines_join_and_leave_while_a_run_goes_on(world, tmp_path):
     run = tmp_path / "run"
     going = Command("train", *flags(world, run, *SERVED, steps=2000))

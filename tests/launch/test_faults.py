@@ -65,7 +65,8 @@ def test_a_lost_rank_is_replaced_and_the_run_is_the_calm_one_to_the_bit(world, c
     assert everything(run) == everything(calm)
 
 
-@pytest.mark.parametrize("number", STRUCK)
+@pytest.mark.slow  # two lives of a run
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 def test_a_supervised_run_that_is_lost_goes_on_to_the_same_end(world, calm, tmp_path, number):
     run = tmp_path / "run"
     going = Command("train", *flags(world, run, *PAIR, "--max-restarts", "2", "--heartbeat-timeout", "15"))
