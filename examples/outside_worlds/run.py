@@ -14,8 +14,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 from world import DEMONSTRATIONS, KINDS, served, settings_of, write_start  # the file beside this one
 
-WARMUP_STEPS = 150
-STEPS = {"textarena": 30, "openenv": 60}
+WARMUP_STEPS = {"textarena": 200, "openenv": 150}
+STEPS = {"textarena": 40, "openenv": 60}
+SEEDS = {"textarena": 2, "openenv": 0}
 SHARED = (
     *("--apply-chat-template", "--rollout-shuffle", "--adam-beta2", "0.95", "--weight-decay", "0"),
     *("--device", "cpu", "--num-threads", "1", "--view", "plain"),
@@ -64,8 +65,8 @@ def main() -> None:
     start, warmup, grpo = root / "start", root / "warmup", root / "grpo"
     train = [sys.executable, "-m", "miles.launch.main", "train"]
     with served() if kind == "openenv" else nullcontext("") as url:
-        write_start(start, kind, url, DEMONSTRATIONS[kind])
-        subprocess.run([*train, *warmup_flags(start, warmup, WARMUP_STEPS)], check=True)
+        write_start(start, kind, url, DEMONSTRATIONS[kind], seed=SEEDS[kind])
+        subprocess.run([*train, *warmup_flags(start, warmup, WARMUP_STEPS[kind])], check=True)
         subprocess.run([*train, *grpo_flags(kind, start, url, newest(warmup), grpo, STEPS[kind])], check=True)
     before, after = (row["eval/heldout/reward"] for row in measured(grpo, "eval"))
     print(f"{kind}: {before:.2f} held out before GRPO, {after:.2f} after")
