@@ -59,8 +59,8 @@ class FarRanks:
                 place.rank: FarProcess(
                     self._reserved.rank(place.rank),
                     self._reserved.need.kind,
-                    # Closed, so that the actor need not import all that its rank does; it travels as Ray's own arguments
-                    # do, from the run to its actor, and never over a line.
+                    # Closed, so that the actor need not import all that its rank does. It goes from the run to its
+                    # actor as Ray's own arguments do, and never over a line.
                     (pickle.dumps((follow, place, codec)), place.heartbeat, address, key),
                 )
                 for place in places
