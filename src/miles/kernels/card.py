@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from miles.kernels import alone
 from miles.kernels.cache import Held, Ints, PagedCache, SeatedCarry
 from miles.kernels.decode import decode_attention
 from miles.kernels.latent import head_tiles, latent_decode_attention, latent_prefill_attention
 from miles.kernels.prefill import prefill_attention
-from miles.kernels.prepare import prepare
+from miles.kernels.prepare import Heads, prepare
 from miles.kernels.terms import Index, Terms
+from miles.kernels.tiling import Look
 from miles.kernels.work import DecodeWork
 
 # Partial results there is room for beyond two a row: enough for a single row to be spread over a whole card.
@@ -34,26 +36,6 @@ class Shape(NamedTuple):
     chunk: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Heads:
-    """How a layer's projection becomes queries, keys and values: norms of heads where there are weights, a rotation.
-
-    ``rotation`` holds cosines and signed sines, [P, 2, channels that turn]: of all positions, of which those of
-    ``positions_T`` are looked up, or without these of every token.
-    """
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    rotation: Tensor | None
-    positions_T: Tensor | None
-    interleaved: bool
-    q_weight_d: Tensor | None
-    k_weight_d: Tensor | None
-    eps: float
-    offset: float
-
-
 class Works:
     """How the rows of one step with one new token each are cut into pieces, for every shape of heads there is.
 
@@ -61,7 +43,8 @@ class Works:
     """
 
     def __init__(self, shapes: Mapping[Shape, int], *, max_rows: int, device: torch.device, sms: int) -> None:
-        self._sms = sms
+        self._sms, self._device = sms, device
+        self._alone: dict[tuple[int, int, int], alone.Scratch] = {}
         max_items = 2 * max_rows + _SPARE_ITEMS
         self._works = {
             shape: DecodeWork(max_rows, max_items, device, trunk_queries=queries) for shape, queries in shapes.items()
@@ -85,6 +68,13 @@ class Works:
 
     def __getitem__(self, shape: Shape) -> DecodeWork:
         return self._works[shape]
+
+    def alone(self, groups: int, each: int, width: int) -> alone.Scratch:
+        """What a row that is alone needs of room, in layers of this shape; made when the first of them asks."""
+        shape = (groups, each, width)
+        if shape not in self._alone:
+            self._alone[shape] = alone.scratch(*shape, sms=self._sms, device=self._device)
+        return self._alone[shape]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +115,12 @@ class CardAttend:
         """From a layer's projection to what its heads saw, [T, H * d]."""
         held = self._cache.layers[layer]
         assert held.values is not None
+        if self._alone(heads) and held.values.slots.shape == held.keys.slots.shape:
+            step, groups = self._step, heads.kv_heads
+            look = Look(step.page_size, terms.scale, terms.window, terms.chunk, terms.softcap, sinks_H)
+            room = step.works.alone(groups, heads.heads // groups, heads.head_dim)
+            cached = (held.keys.slots, held.values.slots, step.pages_BM, step.rows_B, step.slots_T)
+            return alone.attend_one(qkv_TN, heads, *cached, look, room)
         q_THd = prepare(
             qkv_TN,
             heads=heads.heads,
@@ -142,6 +138,12 @@ class CardAttend:
             slots_T=self._step.slots_T,
         )
         return self._attend(q_THd, held, terms, sinks_H).flatten(1)
+
+    def _alone(self, heads: Heads) -> bool:
+        """Whether there is one row, one token of it is new, and one launch can do all there is to do."""
+        step = self._step
+        few = heads.heads // heads.kv_heads <= alone.MOST_QUERIES and heads.head_dim <= alone.MOST_CHANNELS
+        return few and step.singles == len(step.slots_T) == 1 and heads.positions_T is not None
 
     def __call__(
         self,

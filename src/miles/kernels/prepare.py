@@ -7,6 +7,7 @@ P positions, S slots of a cache.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,26 @@ from miles.kernels.device_code import early, early_in_engines, gdc_launch_depend
 
 # Numbers a program takes at once: sixteen bytes for each thread of four warps.
 _BLOCK = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """How a layer's projection becomes queries, keys and values: norms of heads where there are weights, a rotation.
+
+    ``rotation`` holds cosines and signed sines, [P, 2, channels that turn]: of all positions, of which those of
+    ``positions_T`` are looked up, or without these of every token.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotation: Tensor | None
+    positions_T: Tensor | None
+    interleaved: bool
+    q_weight_d: Tensor | None
+    k_weight_d: Tensor | None
+    eps: float
+    offset: float
 
 
 def prepare(
@@ -169,12 +190,42 @@ def prepare_heads(
     slot = tl.load(slots_ptr + token).to(tl.int64)
     head_N1, column_1d = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None], tl.arange(0, BLOCK_D)[None, :]
     query_N1, early_N1 = head_N1 < HEADS, head_N1 < HEADS + KV_HEADS
-    cos_1d, sin_1d = _table(rotation_ptr, positions_ptr, token, column_1d, TURNED, BY_POSITION)
+    cos_1d, sin_1d = read_rotation(rotation_ptr, positions_ptr, token, column_1d, TURNED, BY_POSITION)
     if EARLY:
         gdc_wait()
     start_N1 = tl.where(query_N1, head_N1 * STEP, head_N1 + (STEP - 1) * HEADS) * DIM
     inside_Nd = (head_N1 < HEADS + 2 * KV_HEADS) & (column_1d < DIM)
     qkv_ptr += token * qkv_stride + start_N1
+    weights = q_weight_ptr, k_weight_ptr, eps, offset
+    which = query_N1, early_N1, inside_Nd, column_1d
+    x_Nd = ready_heads(qkv_ptr, *which, cos_1d, sin_1d, *weights, DIM, TURNED, INTERLEAVED, NORM, NARROW)
+    tl.store(q_ptr + (token * HEADS + head_N1) * DIM + column_1d, x_Nd, inside_Nd & query_N1)
+    key_N1, value_N1 = head_N1 - HEADS, head_N1 - HEADS - KV_HEADS
+    kept_Nd = inside_Nd & (slot >= 0)
+    tl.store(keys_ptr + slot * key_stride + key_N1 * DIM + column_1d, x_Nd, kept_Nd & early_N1 & (key_N1 >= 0))
+    tl.store(values_ptr + slot * value_stride + value_N1 * DIM + column_1d, x_Nd, kept_Nd & (value_N1 >= 0))
+
+
+@jit
+def ready_heads(
+    qkv_ptr: tl.tensor,
+    query_N1: tl.tensor,
+    early_N1: tl.tensor,
+    inside_Nd: tl.tensor,
+    column_1d: tl.tensor,
+    cos_1d: tl.tensor,
+    sin_1d: tl.tensor,
+    q_weight_ptr: tl.tensor,
+    k_weight_ptr: tl.tensor,
+    eps: tl.tensor,
+    offset: tl.tensor,
+    DIM: tl.constexpr,
+    TURNED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    NORM: tl.constexpr,
+    NARROW: tl.constexpr,
+) -> Any:
+    """Heads that begin at ``qkv_ptr``, each in a row: queries, and what is ``early`` (keys too), normed and turned."""
     x_Nd = tl.load(qkv_ptr + column_1d, inside_Nd, other=0.0)
     scale_N1 = 1.0
     if NORM:
@@ -190,15 +241,11 @@ def prepare_heads(
         first_Nd = (x_Nd.to(tl.float32) * cos_1d).to(x_Nd.dtype).to(tl.float32)
         rotated_Nd = (first_Nd + other_Nd.to(tl.float32) * sin_1d).to(x_Nd.dtype)
         x_Nd = tl.where((column_1d < TURNED) & early_N1, rotated_Nd, x_Nd)
-    tl.store(q_ptr + (token * HEADS + head_N1) * DIM + column_1d, x_Nd, inside_Nd & query_N1)
-    key_N1, value_N1 = head_N1 - HEADS, head_N1 - HEADS - KV_HEADS
-    kept_Nd = inside_Nd & (slot >= 0)
-    tl.store(keys_ptr + slot * key_stride + key_N1 * DIM + column_1d, x_Nd, kept_Nd & early_N1 & (key_N1 >= 0))
-    tl.store(values_ptr + slot * value_stride + value_N1 * DIM + column_1d, x_Nd, kept_Nd & (value_N1 >= 0))
+    return x_Nd
 
 
 @jit
-def _table(
+def read_rotation(
     rotation_ptr: tl.tensor,
     positions_ptr: tl.tensor,
     token: tl.tensor,

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from miles.kernels.arithmetic import exact
-from miles.kernels.card import CardAttend, Heads
+from miles.kernels.card import CardAttend
 from miles.kernels.device_code import trained
 from miles.kernels.exact import heads as exact_heads
 from miles.kernels.exact import rows as exact_rows
 from miles.kernels.exact.gate import sigmoid
+from miles.kernels.prepare import Heads
 from miles.kernels.train_heads import Shape, heads_in_training
 from miles.models.linear import Linear
 from miles.models.memory import Attend, Terms
