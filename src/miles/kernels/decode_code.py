@@ -69,8 +69,7 @@ def attend_items(
         pages = pages_SP + tl.load(seats_B + row).to(tl.int64) * pages_stride
         if EARLY:
             gdc_wait()  # what there is to do was known before the step's first kernel
-        at_M = row_M.to(tl.int64) * q_stride + head_M * (HOW.d + HOW.x)
-        q_MD, q_MX = read_queries(q_BHd, at_M, real_M, HOW)
+        q_MD, q_MX = read_queries(q_BHd, row_M.to(tl.int64) * q_stride + head_M * (HOW.d + HOW.x), real_M, HOW)
         out_ME, top_M, sum_M = nothing_yet(HOW)
         group = unit % UNITS // HOW.parts
         k, v = k_SGd + group * (HOW.d + HOW.x), v_SGe + group * HOW.e
@@ -79,15 +78,14 @@ def attend_items(
         factor = exponent(scale, HOW)
         alone = False if TRUNK else tl.load(base_B + row + 1) == tl.load(base_B + row) + 1
         if alone:
-            sink_M = read_sinks(sinks_H, head_M, real_M, HOW)
-            out_ME = divide(out_ME, top_M, sum_M, sink_M, factor, HOW.sunk)
+            out_ME = divide(out_ME, top_M, sum_M, read_sinks(sinks_H, head_M, real_M, HOW), factor, HOW.sunk)
             write_rows(out_BHe, row_M * HOW.heads + head_M, out_ME, real_M, HOW)
         else:
-            place_M = tl.load(base_B + row_M, mask=real_M, other=0) + tl.load(item + 2)
-            place_M = place_M * HOW.heads + head_M
+            place_M = (tl.load(base_B + row_M, mask=real_M, other=0) + tl.load(item + 2)) * HOW.heads + head_M
             write_rows(out_IHe, place_M, divide(out_ME, top_M, sum_M, sum_M, factor, False), real_M, HOW)
-            sum_M = tl.log2(tl.where(sum_M == 0.0, 1.0, sum_M))
-            tl.store(sum_IH + place_M, top_M * factor + sum_M, mask=real_M)
+            tl.store(sum_IH + place_M, top_M * factor + tl.log2(tl.where(sum_M == 0.0, 1.0, sum_M)), mask=real_M)
+    if EARLY:
+        gdc_wait()  # where there is no unit nobody has, and the next takes this one's end for that of all before it
 
 
 @jit
