@@ -191,12 +191,12 @@ def rank_optimizer_bytes(
     total = 0
     for one in kept_by_rank(spec, cut):
         within = one.name.startswith("layers.") and one.axes > 1 and not one.name.endswith("bias")
-        total += (1 if optimizer == "muon" and within else 2) * _moment_bytes(one.count, moments)
+        total += (1 if optimizer == "muon" and within else 2) * moment_bytes(one.count, moments)
         total += 0 if cut.sharded or BYTES[dtype] >= 4 else _MASTER_BYTES * one.count
     return total
 
 
-def _moment_bytes(count: int, form: str) -> int:
+def moment_bytes(count: int, form: str) -> int:
     if form == "int8":
         return 4 * count if count < _CODED_SMALLEST else count + 4 * -(-count // _CODED_BLOCK)
     return (4 if form == "float32" else 2) * count

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from miles.kernels.arithmetic import exact
 from miles.kernels.exact.gate import activated
+from miles.kernels.exact.gate import gate as exact_gate
 from miles.kernels.gated import activate
 from miles.kernels.slim import gated_linear
+from miles.kernels.train_gated import gate
 from miles.models.linear import Linear
 from miles.models.spec import Activation, MlpSpec
 
@@ -32,6 +34,9 @@ class Mlp(nn.Module):
         self.down = Linear(spec.size, width, **made)
 
     def forward(self, x_TD: Tensor) -> Tensor:
+        if self.gate_up is not None and self.gate_up.adapter is not None:
+            inner_T2I = self.gate_up(x_TD)
+            return self.down(exact_gate(inner_T2I, self.activation) if exact() else gate(inner_T2I, self.activation))
         if self.gate_up is not None:
             return self.down(gated_linear(x_TD, self.gate_up.weight, self.gate_up.bias, self.activation))
         assert self.up is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,8 @@ def lone_unit(name: str, tensor: Tensor) -> Unit:
 class Outline:
     """The folder: ``units`` and ``spare`` are its weights, ``apart`` lies in small files of its own.
 
-    ``spare`` is what lies in ``like`` and is no part of our model; ``config`` is what config.json will say.
+    ``spare`` is what lies in ``like`` and is no part of our model; ``config`` is what config.json will say, and
+    ``beside`` what other such files will, by their paths.
     """
 
     units: tuple[Unit, ...]
@@ -84,6 +85,7 @@ class Outline:
     spare: tuple[tuple[str, Stored], ...] = ()
     apart: Mapping[str, tuple[Unit, ...]]
     like: Path | None = None
+    beside: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
 
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every tensor of ours before it was cut."""
@@ -99,6 +101,9 @@ class Outline:
         """Write all that is no tensor: ``like``'s tokenizer files, and ``config.json`` last."""
         if self.like is not None:
             copy_companions(self.like, folder)
+        for path, told in self.beside.items():
+            (folder / path).parent.mkdir(exist_ok=True)
+            write_json(folder / path, told)
         write_json(folder / "config.json", self.config)
 
 

@@ -31,6 +31,11 @@ class HubTokenizer:
         return self._inner.eos_token_id
 
     @property
+    def bos_token_id(self) -> int | None:
+        """The token that begins a text, if the tokenizer names one."""
+        return self._inner.bos_token_id
+
+    @property
     def inner(self) -> Any:
         """The tokenizer of transformers itself, for code that was written for it."""
         return self._inner

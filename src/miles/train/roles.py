@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from miles.models.lora import Adapters
 from miles.models.matrices import Matrices
 from miles.models.outline import Outline
 from miles.train.logits import Output
@@ -89,6 +90,21 @@ class TrainModel(Stored, Protocol):
         What it keeps comes back in order, on every rank that shares the rows.
         """
         ...
+
+
+@runtime_checkable
+class Adapted(Protocol):
+    """A model of which factors are trained that are added to its weights (``models.lora``)."""
+
+    def adapters(self) -> Adapters:
+        """Those of its parameters that are trained, and that no engine knows; every rank has all of them whole."""
+        ...
+
+
+def weights_of(model: Stored) -> dict[str, Tensor]:
+    """This rank's part of what an engine computes with."""
+    apart = model.adapters().parameters if isinstance(model, Adapted) else {}
+    return {name: parameter.detach() for name, parameter in model.parameters().items() if name not in apart}
 
 
 @runtime_checkable

@@ -109,7 +109,10 @@ class FileWriter:
 
     def _open(self, name: str) -> None:
         self._name, self._size, self._digest = name, 0, hashlib.sha256()
-        self._file = (self._folder / name).open("wb", buffering=0)
+        path = self._folder / name
+        if path.parent != self._folder:
+            path.parent.mkdir(exist_ok=True)  # some files lie in a folder of their own
+        self._file = path.open("wb", buffering=0)
 
     def _write(self, data: memoryview) -> None:
         assert self._file is not None

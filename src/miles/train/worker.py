@@ -30,6 +30,7 @@ from miles.cluster.local import Run
 from miles.core.errors import ParityError, UsageError
 from miles.core.types import Batch, Sample, StepReport, Version
 from miles.kernels.arithmetic import exact
+from miles.models.lora import Adapters
 from miles.train import checkpoint
 from miles.train.balance import Price
 from miles.train.config import TrainConfig
@@ -42,7 +43,7 @@ from miles.train.optim import optimizer_of
 from miles.train.peers import ALONE, Peers
 from miles.train.rates import schedule_of
 from miles.train.returns import Judged, Known, returns_of
-from miles.train.roles import TrainModel
+from miles.train.roles import Adapted, TrainModel, weights_of
 from miles.train.rows import Flat, Rows, flatten, trajectories_of
 from miles.train.steps import Gradient, Reader, Tally, micro_batches, parity, parity_metrics
 from miles.train.teacher import teachers_of
@@ -145,7 +146,11 @@ class Worker:
 
     def weights(self) -> Mapping[str, Tensor]:
         """The live weights by our names: the next step changes them in place."""
-        return {name: p.detach() for name, p in self._actor.parameters().items()}
+        return weights_of(self._actor)
+
+    def adapters(self) -> Adapters | None:
+        """The factors that are trained in place of the weights, if they are."""
+        return self._actor.adapters() if isinstance(self._actor, Adapted) else None
 
     def _save(self, folder: Path) -> None:
         checkpoint.save(folder, self._actor, self._optimizer, self.version, self._peers, self._saving)

@@ -27,6 +27,13 @@ FOUR = {
     "tp of more ranks than key heads": Layout(world=4, tensor=4),
 }
 
+# Every layout meets a mixture, and every mixture layouts that cut it in different ways.
+SOME = {
+    "deepseek v3": ("tp x fsdp", "tp of more ranks than key heads"),
+    "gpt-oss": ("hsdp", "tp+sp x fsdp"),
+    "minimax-m2": ("tp+sp x fsdp", "tp of more ranks than key heads"),
+}
+
 
 @cache
 def config_of(kind: str) -> dict:
@@ -74,15 +81,30 @@ def check(kind: str, layouts: dict[str, Layout], tmp_path: Path, bound: float = 
         same(found, expected(kind, bool(options.get("replay"))), f"{kind}, {name}", bound)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen2 tied"])
-def test_every_layout_of_a_dense_model_gives_the_gradient_of_one_process(kind, tmp_path):
-    check(kind, TWO, tmp_path)
-    check(kind, FOUR, tmp_path)
+def test_every_layout_of_a_dense_model_gives_the_gradient_of_one_process(tmp_path):
+    check("qwen3", TWO, tmp_path)
+    check("qwen3", FOUR, tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["deepseek v3", "gpt-oss", "minimax-m2"])
+def test_a_head_that_is_the_embedding_is_cut_as_one(tmp_path):
+    check("qwen2 tied", {name: TWO[name] for name in ("fsdp", "tp+sp")}, tmp_path)
+    check("qwen2 tied", {"tp of more ranks than key heads": FOUR["tp of more ranks than key heads"]}, tmp_path)
+
+
+@pytest.mark.parametrize("kind", SOME)
 def test_mixtures_and_odd_attention_do_too_replaying_experts_and_computing_layers_again(kind, tmp_path):
-    check(kind, FOUR, tmp_path, dtype="float32", recompute="selective", replay=True)
+    some = {name: FOUR[name] for name in SOME[kind]}
+    check(kind, some, tmp_path, dtype="float32", recompute="selective", replay=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen2 tied", *SOME])
+def test_every_layout_does_so_with_every_kind(kind, tmp_path):
+    if kind in SOME:
+        check(kind, FOUR, tmp_path, dtype="float32", recompute="selective", replay=True)
+    else:
+        check(kind, TWO, tmp_path)
+        check(kind, FOUR, tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["hybrid qwen3 next", "hybrid nemotron 3"])

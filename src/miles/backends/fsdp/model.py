@@ -19,8 +19,10 @@ from miles.kernels.segments_rows import pick
 from miles.models import impl
 from miles.models.decoder import Decoder
 from miles.models.door import Model
+from miles.models.lora import Adapters
 from miles.models.matrices import Matrices, matrices
 from miles.models.outline import Outline
+from miles.models.spec import DecoderSpec
 from miles.train.experts import Used
 from miles.train.logits import Output
 from miles.train.optim import whole_norm
@@ -87,6 +89,23 @@ class FsdpModel:
 
     def matrices(self) -> Mapping[str, Matrices]:
         return matrices(self._decoder.spec)
+
+    def adapt(self, adapters: Adapters) -> None:
+        """Let gradients reach these factors; before the first forward."""
+        assert isinstance(self._decoder, Decoder), "adapters are for our own decoder"
+        adapters.attach(self._decoder)
+
+    def first_row(self, name: str) -> int:
+        """Which row of the whole this rank's part of a matrix begins with."""
+        return 0
+
+    def added(self, grad: Tensor) -> Tensor:
+        """What all ranks' tokens give together, of what each rank's own gave."""
+        return grad
+
+    @property
+    def spec(self) -> DecoderSpec:
+        return self._decoder.spec
 
     def move(self, device: torch.device) -> None:
         for parameter in self._parameters.values():

@@ -16,7 +16,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
 
 from miles.backends.fsdp.model import FsdpModel
 from miles.core.errors import CheckpointError, UsageError
@@ -56,6 +55,13 @@ def open_reward(folder: Path, *, device: torch.device, dtype: torch.dtype) -> Fs
     return model
 
 
+def _classifiers() -> Mapping[str, str]:
+    """The classifiers transformers knows, by model type; asked for late, as it takes seconds to be told."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+    return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+
 class FsdpReward:
     """A ScoreModel over ``decoder``: one linear on the hidden state of a sequence's last token, in float32.
 
@@ -74,12 +80,13 @@ class FsdpReward:
         kind = str(config.get("model_type"))
         if not isinstance(decoder, Decoder):
             raise UsageError("--loss-type rm_loss needs a model of our own; leave --model-impl transformers out.")
-        if kind not in CLASSIFIERS or "text_config" in config:
+        classifier = _classifiers().get(kind)
+        if classifier is None or "text_config" in config:
             raise UsageError(
                 f"--loss-type rm_loss cannot write a reward model of type {kind}: transformers has no sequence "
                 "classifier of its text alone; start from another --hf-checkpoint."
             )
-        self._decoder, self._classifier = decoder, CLASSIFIERS[kind]
+        self._decoder, self._classifier = decoder, classifier
         self._trunk = FsdpModel(decoder, config=config, like=like, gradient_checkpointing=gradient_checkpointing)
         if not decoder.spec.tie_embeddings:
             decoder.head().requires_grad_(False)

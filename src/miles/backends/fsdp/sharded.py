@@ -27,6 +27,7 @@ from miles.core.errors import CheckpointError, UsageError
 from miles.kernels.segments_rows import pick
 from miles.models import hub
 from miles.models.decoder import Decoder, Layer
+from miles.models.lora import Adapters
 from miles.models.matrices import Matrices, matrices
 from miles.models.moe import Routing
 from miles.models.outline import Outline, outline
@@ -119,6 +120,19 @@ class ShardedModel:
         if self._decoder.lm_head is not None:
             self._decoder.lm_head.requires_grad_(False)
             self.parameters()["lm_head.weight"].requires_grad_(False)
+
+    def adapt(self, adapters: Adapters) -> None:
+        """Let gradients reach these factors, of which every rank has all; before the first forward."""
+        assert self.mesh.tensor.world == 1, "adapters are for layers that are whole on a rank"
+        adapters.attach(self._decoder)
+
+    def first_row(self, name: str) -> int:
+        """Which row of the whole this rank's part of a matrix begins with."""
+        return self._holdings[name].bounds[0]
+
+    def added(self, grad: Tensor) -> Tensor:
+        """What all ranks' tokens give together, of what each rank's own gave."""
+        return self.mesh.rows.sum(grad)
 
     def _made(self, dtype: torch.dtype) -> Decoder:
         """This rank's decoder, without storage, joined to the others'."""

@@ -1,0 +1,169 @@
+"""Whole runs that train adapters alone: to the bit, in every placement, and nothing of it in silence."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.launch.house import furnish
+from tests.launch.small_run import everything, flags, miles, write_world
+
+from miles.config.cli import parse
+from miles.config.files import read_layers
+from miles.launch.config import Config
+from miles.launch.memory import shares_of
+from miles.launch.plan import plan_of
+from miles.launch.rules import Command, broken
+from miles.models import hub
+from miles.models.choice import chosen_spec
+
+LORA = ("--lora-rank", "4", "--lora-alpha", "8")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return write_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="module")
+def calm(world, tmp_path_factory):
+    run = tmp_path_factory.mktemp("calm") / "run"
+    done = miles("train", *flags(world, run, *LORA, steps=4))
+    assert done.returncode == 0, done.stderr
+    return run
+
+
+def last(run: Path) -> Path:
+    return max((run / "checkpoints").iterdir())
+
+
+def train_rows(run: Path) -> list[dict]:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if row["kind"] == "train"]
+
+
+def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    return dict(hub.load_slices(folder, rank=0, world=1, device="cpu", dtype=torch.float32))
+
+
+def test_a_run_moves_the_targets_and_leaves_the_rest_as_it_was(world, calm):
+    before, after = weights_in(world), weights_in(last(calm))
+    moved = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    assert moved == {name for name in after if name.split(".")[-2] in ("qkv", "output", "gate_up", "down")}
+    assert all(row["parity_max_abs"] < 1e-4 for row in train_rows(calm))
+    found = load_file(last(calm) / "adapter" / "adapter_model.safetensors")
+    state = load_file(last(calm) / "optimizer.safetensors")
+    assert {name.partition(".")[2] for name in state} == {name.removeprefix("base_model.model.") for name in found}
+
+
+def test_a_killed_run_of_adapters_continues_to_the_bit(world, calm, tmp_path):
+    run = tmp_path / "run"
+    line = flags(world, run, *LORA, steps=4)
+    assert miles("train", *line, kill_at="miles.train.optim:Optimizer.step:6").returncode == -signal.SIGKILL
+    again = miles("train", *line)
+    assert again.returncode == 0, again.stderr
+    assert everything(run) == everything(calm)
+
+
+@pytest.mark.slow
+def test_engine_and_trainer_agree_to_the_last_bit_under_exact_parity(world, tmp_path):
+    done = miles("train", *flags(world, tmp_path / "run", *LORA, "--parity", "exact", steps=3))
+    assert done.returncode == 0, done.stderr
+    assert all(row["parity_max_abs"] == 0.0 for row in train_rows(tmp_path / "run"))
+
+
+@pytest.mark.slow
+def test_ranks_come_to_what_one_process_comes_to(world, calm, tmp_path):
+    run = tmp_path / "run"
+    done = miles("train", *flags(world, run, *LORA, "--actor-num-gpus-per-node", "2", steps=4))
+    assert done.returncode == 0, done.stderr
+    mine, theirs = weights_in(last(run)), weights_in(last(calm))
+    assert max(float((mine[name] - theirs[name]).abs().max()) for name in mine) < 1e-3
+    further = miles("train", *flags(world, run, *LORA, steps=5))  # by one process, from what two have saved
+    assert further.returncode == 0, further.stderr
+
+
+@pytest.mark.slow
+def test_a_served_run_is_sent_adapters_alone_and_comes_to_the_same(world, calm, tmp_path):
+    run = tmp_path / "run"
+    done = miles("train", *flags(world, run, *LORA, "--rollout-backend", "served", steps=4))
+    assert done.returncode == 0, done.stderr
+    mine, theirs = weights_in(last(run)), weights_in(last(calm))
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    found = load_file(last(run) / "adapter" / "adapter_model.safetensors")
+    numbers = sum(tensor.nbytes for tensor in found.values())
+    timed = [json.loads(line) for file in run.glob("*.jsonl") for line in file.read_text().splitlines()]
+    sent = [row["seconds"]["publish/bytes"] for row in timed if row.get("kind") == "train" and "seconds" in row]
+    assert len(sent) == 4 and all(numbers <= each < numbers + 4096 for each in sent)
+
+
+@pytest.mark.slow
+def test_a_run_starts_from_the_adapter_of_another(world, calm, tmp_path):
+    start = str(last(calm) / "adapter")
+    done = miles("train", *flags(world, tmp_path / "run", "--lora-adapter-path", start, lr="0", steps=2))
+    assert done.returncode == 0, done.stderr
+    mine, theirs = weights_in(last(tmp_path / "run")), weights_in(last(calm))
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+# -- before anything starts -----------------------------------------------------------------
+
+
+@pytest.fixture
+def house(tmp_path, monkeypatch):
+    furnish(tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+
+def told(line: str, command: Command = "train") -> list[str]:
+    reading = parse(Config, line.split(), read_layers("good.toml"))
+    return [*reading.problems, *broken(reading, command)]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--lora-rank 8",
+        "--lora-rank 8 --lora-alpha 32 --lora-dropout 0.0 --target-modules all-linear",
+        "--lora-rank 8 --target-modules attn,down_proj --exclude-modules k_proj",
+        "--lora-rank 0",
+    ],
+)
+def test_upstreams_flags_are_taken(house, line):
+    assert told(line) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("--lora-rank 8 --lora-dropout 0.1", "--lora-dropout 0.1 cannot be had"),
+        ("--lora-alpha 32", "--lora-alpha is about adapters, and none are trained"),
+        ("--target-modules attn", "--target-modules is about adapters"),
+        ("--lora-rank 8 --target-modules linear_qkv", "--target-modules linear_qkv names no projection"),
+        ("--lora-rank 8 --optimizer muon", "not with --optimizer muon"),
+        ("--lora-rank 8 --lora-adapter-path nowhere", "nowhere is no folder"),
+        ("--lora-adapter-path data", "is no adapter in PEFT's format"),
+        ("--lora-rank -1", "--lora-rank"),
+        ("--lora-rank 8 --fsdp-cpu-offload", "not with --fsdp-cpu-offload"),
+    ],
+)
+def test_what_adapters_cannot_do_is_refused_in_a_sentence(house, line, sentence):
+    assert any(sentence in each for each in told(line)), told(line)
+
+
+def test_who_only_answers_is_given_a_checkpoint(house):
+    assert any("are for training" in each for each in told("--lora-rank 8", "chat"))
+
+
+def test_the_memory_plan_counts_moments_of_adapters_alone(house):
+    def held(line: str) -> dict[str, int]:
+        config = parse(Config, line.split(), read_layers("good.toml")).config
+        assert config is not None and config.models.hf_checkpoint is not None
+        spec = chosen_spec(config.models.hf_checkpoint, "auto")
+        return {share.name: share.bytes for share in shares_of(config, plan_of(config), spec)}
+
+    plain, small = held(""), held("--lora-rank 1")
+    assert small["optimizer"] == 2 * small["adapters"] == 2 * small["gradients"] < plain["optimizer"]
+    assert small["weights"] == plain["weights"] and 0 < small["base"] < small["weights"]
