@@ -1,109 +1,39 @@
 """Weights from one process to another on one device: every transport beside a plain copy of the same bytes.
 
-    python benchmarks/sync.py [--model Qwen3-4B] [--tiny] [--only ipc tensor disk delta shared]
+    python benchmarks/sync.py [--model Qwen3-4B | tiny | many | experts] [--only direct shared] [--without http]
 
 bf16, random weights of the published shape. This process is the trainer; a server (engine and HTTP as in ``miles
-serve``) runs in another on the same device. ``ipc``: the server copies out of this process's memory; ``tensor``: in
-requests; ``disk``: through files; ``delta``: one element in a hundred changed; ``shared``: an engine in this process.
-Times run from the call until the server has committed, digests included, and are medians. ``--tiny``: a small model on
-whatever device there is.
+serve``) runs in another on the same device. ``direct``: ``ipc`` where the server writes the trainer's weights over its
+own; ``windows``: ``ipc`` through buckets; ``http``: in requests; ``disk``: through files; ``delta``: one element in a
+hundred changed; ``shared``: an engine in this process; ``kernel``: other sizes of the copy that counts. Times run from
+the call until servers go on, digests included, and are medians; every tensor changes between two publications.
+``many`` and ``experts`` are small tensors, as many as a model of 4B or of 48 layers of 128 experts has: what is left is
+the host's time.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import os
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from importlib.util import find_spec
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
-from unittest.mock import MagicMock
 
-TINY = {
-    "model_type": "qwen3",
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": 2048,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-    "hidden_act": "silu",
-    "attention_bias": False,
-}
+from sync_sides import SHAPES, Plain, engine_of, made, serve, stand_in
 
-
-def made(args: argparse.Namespace, seed: int) -> tuple[Any, Any, Any]:
-    """The shape, the device, and a model with random weights there."""
-    import torch
-
-    from miles.cluster.platform import find
-    from miles.models.decoder import Decoder
-    from miles.models.families.table import spec_of
-    from miles.models.published import config_named
-
-    config = TINY if args.tiny else config_named(args.model)
-    assert config is not None, f"{args.model} is not among the published shapes"
-    spec, platform = spec_of(config), find("auto")
-    torch.manual_seed(seed)
-    decoder = Decoder(spec, device=platform.device, dtype=torch.bfloat16)
-    for parameter in decoder.parameters():
-        parameter.data.normal_(std=0.02)
-    return spec, platform, decoder
-
-
-def engine_of(spec: Any, platform: Any, run: Any) -> Any:
-    import torch
-
-    from miles.backends.native.config import NativeConfig
-    from miles.backends.native.engine import NativeEngine
-
-    config = NativeConfig(engine_max_running=4, engine_kv_tokens=4096)
-    return NativeEngine(spec, device=platform.device, dtype=torch.bfloat16, config=config, run=run, decode=None)
-
-
-# -- the server's process -------------------------------------------------------------------
-
-
-async def serve(args: argparse.Namespace) -> None:
-    """Until the other side hangs up."""
-    from miles.backends.native.server.app import Server
-    from miles.cluster.local import Inline, Threaded
-    from miles.core.types import Version
-    from miles.sync.publish import Publication
-
-    spec, platform, decoder = made(args, 1)
-    run = Threaded("engine")
-    engine = engine_of(spec, platform, run)
-    weights = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
-    await Publication(weights=lambda: weights, engines=[engine], transport="shared", run=Inline()).publish(Version())
-    weights.clear()
-    del decoder
-    server = Server(engine, None)
-    print(f"port {await server.start('127.0.0.1', 0)}", flush=True)
-    await asyncio.to_thread(sys.stdin.read)
-    os._exit(0)
-
-
-# -- the trainer's process ------------------------------------------------------------------
+WAYS = ("shared", "direct", "windows", "kernel", "disk", "http")
+_ACTION = re.compile(rb'"action": ?"(\w+)"')
 
 
 class Clocked:
-    """A client whose words are timed: seconds by action."""
+    """A client whose words are timed: seconds by action, and what the server says it took."""
 
     def __init__(self, client: Any) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -112,24 +42,60 @@ class Clocked:
 
     async def ask(self, method: str, path: str, body: Any = None, **more: Any) -> Any:
         started = time.perf_counter()
-        told = json.loads(body) if isinstance(body, bytes) else body
-        word = told.get("action", path) if isinstance(told, dict) else path
+        word = path
+        if isinstance(body, bytes) and (found := _ACTION.search(body[:200])) is not None:
+            word = found[1].decode()
+        elif isinstance(body, dict):
+            word = body.get("action", path)
+        told: Any = None
         try:
-            return await self._ask(method, path, body, **more)
+            told = await self._ask(method, path, body, **more)
+            return told
         finally:
-            self.seconds[word] += time.perf_counter() - started
+            self.seconds[f"request {word}"] += time.perf_counter() - started
+            for name, spent in told.get("seconds", {}).items() if isinstance(told, dict) else ():
+                self.seconds[f"  server: {name}"] += spent
+
+
+class Server:
+    """The other process: what it is told, and how long it has run on a CPU."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def heard(self, start: str) -> str:
+        assert self._process.stdout is not None
+        line = next((line for line in self._process.stdout if line.startswith(start)), None)
+        assert line is not None, "the server has ended"
+        return line
+
+    def say(self, word: str) -> None:
+        print(word, file=self._process.stdin, flush=True)
+        self.heard("heard")
+
+    def ran(self) -> float:
+        tasks = Path(f"/proc/{self._process.pid}/task").glob("*/schedstat")
+        return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
 
 
 class Trainer:
     """One publication after another to the server at ``url``."""
 
-    def __init__(self, spec: Any, url: str, weights: dict[str, Any], carrier: Any, bucket_bytes: int) -> None:
+    def __init__(
+        self,
+        spec: Any,
+        url: str,
+        weights: dict[str, Any],
+        carrier: Any,
+        bucket_bytes: int,
+        server_ran: Callable[[], float],
+    ) -> None:
         from miles.backends.sglang.client import Client
         from miles.backends.sglang.fleet import Fleet
         from miles.backends.sglang.weights import ServerPublication
         from miles.cluster.local import Inline
 
-        self.weights = weights
+        self.weights, self.server_ran, self.ran = weights, server_ran, 0.0
         self.fleet = Fleet(["engine 0"], ends=frozenset([0]))
         self.client = Client(url, "engine 0", vocabulary=spec.vocab_size)
         self.clock = Clocked(self.client)
@@ -141,27 +107,73 @@ class Trainer:
             run=Inline(),
             bucket_bytes=bucket_bytes,
             seconds=300.0,
+            tell=lambda sentence: print(f"    ({sentence})"),
         )
+        self._watch(self.fleet, "hold")
+        self._watch(self.fleet, "release")
+        self._watch(self.sync, "_commit")
+        if self.sync._direct is not None:
+            for word in ("resident", "ready", "start", "write", "_compare"):
+                self._watch(self.sync._direct, word)
 
-    async def times(self, count: int, before: Callable[[], None] = lambda: None) -> dict[str, Any]:
-        """Medians of ``count`` publications, and of where their time went."""
+    def _watch(self, whose: Any, word: str) -> None:
+        """Time what is called ``word``, too."""
+        method, seconds = getattr(whose, word), self.clock.seconds
+
+        def timed_call(*args: Any, **more: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return method(*args, **more)
+            finally:
+                seconds[f"here {word}"] += time.perf_counter() - started
+
+        async def timed_wait(*args: Any, **more: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return await method(*args, **more)
+            finally:
+                seconds[f"here {word}"] += time.perf_counter() - started
+                self.ran = time.process_time()  # what comes after the last of these is kept, and not sent
+
+        setattr(whose, word, timed_wait if asyncio.iscoroutinefunction(method) else timed_call)
+
+    async def times(
+        self, count: int, change: Callable[[], None] = lambda: None, skip: int = 0, *, ahead: bool = False
+    ) -> dict[str, Any]:
+        """Medians of ``count`` publications after ``skip`` others, and of where their time went.
+
+        ``ahead``: digests are taken when the weights have changed, before anybody asks for a publication.
+        """
         from miles.core.types import Version
 
         await self.sync.join(self.fleet.seats[0], self.client)
         found: dict[str, list[float]] = defaultdict(list)
-        for number in range(count):
-            before()
+        for number in range(skip + count):
+            change()
+            if ahead:
+                self.sync.ahead()
+                change_is_over()
             self.clock.seconds.clear()
-            started = time.perf_counter()
+            there, ran, started = self.server_ran(), time.process_time(), time.perf_counter()
             seconds = await self.sync.publish(Version(number=number))
             kept = seconds.get("publish/keep", 0.0)
             found["s"].append(time.perf_counter() - started - kept)
-            found["kept_after_s"].append(kept)
+            found["CPU here"].append(self.ran - ran)
+            found["CPU of the server"].append(self.server_ran() - there)
+            found["kept after"].append(kept)
             for word, spent in self.clock.seconds.items():
-                found[f"  {word}"].append(spent)
+                found[word].append(spent)
         await self.sync.close()
         await self.client.close()
-        return {"first_s": found["s"][0]} | {name: statistics.median(values[-3:]) for name, values in found.items()}
+        last = {name: statistics.median(values[-count:]) for name, values in found.items()}
+        return {"first": found["s"][0], "least": min(found["s"][skip:])} | last
+
+
+def change_is_over() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def timed(work: Callable[[], Any], platform: Any, count: int = 7) -> float:
@@ -176,11 +188,11 @@ def timed(work: Callable[[], Any], platform: Any, count: int = 7) -> float:
     return statistics.median(spent[2:])
 
 
-def plain(weights: dict[str, Any], platform: Any) -> dict[str, float]:
-    """A copy of all tensors here, the same with digests taken on the way, and digests alone."""
+def plain(weights: dict[str, Any], platform: Any, sizes: Sequence[tuple[int, int, int]] = ()) -> dict[str, float]:
+    """A copy of all tensors here, digests alone, and both in one; these at other ``sizes``, where some are given."""
     import torch
 
-    from miles.kernels.sums import sums_of
+    from miles.kernels import sums
 
     tensors = list(weights.values())
     copies = [torch.empty_like(tensor) for tensor in tensors]
@@ -189,12 +201,29 @@ def plain(weights: dict[str, Any], platform: Any) -> dict[str, float]:
         for to, tensor in zip(copies, tensors, strict=True):
             to.copy_(tensor)
 
+    def again(tally: Any) -> float:
+        def work() -> None:
+            tally.start()
+            tally.read()
+
+        return timed(work, platform)
+
     with torch.no_grad():
-        return {
-            "plain copy": timed(copy, platform),
-            "copy that takes digests": timed(lambda: sums_of(tensors, into=copies), platform),
-            "digests alone": timed(lambda: sums_of(tensors), platform),
-        }
+        if not sizes:
+            found = {"plain copy": timed(copy, platform), "digests alone": again(sums.Tally(tensors))}
+            return {**found, "copy that takes digests": again(sums.Tally(tensors, copies))}
+        found = {}
+        before = sums._LANES, sums._STEPS, sums._WARPS
+        for size in sizes:
+            sums._LANES, sums._STEPS, sums._WARPS = size
+            name = "{} x {}, {} warps".format(*size)
+            found[f"digests, {name}"] = again(sums.Tally(tensors))
+            found[f"copy too, {name}"] = again(sums.Tally(tensors, copies))
+        sums._LANES, sums._STEPS, sums._WARPS = before
+        return found
+
+
+_SIZES = ((1024, 64, 8), (1024, 128, 8), (1024, 32, 8), (512, 64, 4), (2048, 64, 8), (2048, 32, 16))
 
 
 async def shared(spec: Any, platform: Any, weights: dict[str, Any]) -> dict[str, float]:
@@ -206,122 +235,157 @@ async def shared(spec: Any, platform: Any, weights: dict[str, Any]) -> dict[str,
     engine = engine_of(spec, platform, Inline())
     sync = Publication(weights=lambda: weights, engines=[engine], transport="shared", run=Inline())
     spent = []
-    for number in range(4):
+    for number in range(8):
         started = time.perf_counter()
         await sync.publish(Version(number=number))
         spent.append(time.perf_counter() - started)
     there = engine.weights()
     copied = sum(t.nbytes for name, t in weights.items() if there[name].data_ptr() != t.data_ptr())
     await engine.close()
-    return {"s": statistics.median(spent[1:]), "bytes_copied": copied}
+    return {"s": statistics.median(spent[1:]), "least": min(spent), "bytes copied": copied}
 
 
 def show(name: str, found: dict[str, Any], copy: float) -> None:
-    print(f"{name}: {found['s'] * 1e3:.1f} ms, {found['s'] / copy:.2f} x a plain copy", flush=True)
+    print(f"{name}: {found['s'] * 1e3:.2f} ms, {found['s'] / copy:.2f} x a plain copy", flush=True)
     for word, spent in found.items():
         if word != "s":
-            print(f"    {word.strip():28s} {spent * 1e3 if 'bytes' not in word else spent:.1f}")
+            print(f"    {word:28s} {spent * 1e3 if 'bytes' not in word else spent:.2f}")
 
 
-async def compare(args: argparse.Namespace, url: str) -> None:
+def rows(found: dict[str, float], size: int) -> None:
+    for name, spent in found.items():
+        print(f"  {name:40s} {spent * 1e3:8.2f} ms  {size / spent / 1e9:8.0f} GB/s", flush=True)
+
+
+class Comparison:
+    """One way after another, from ``weights`` to the server at ``url``; ``server`` is its process."""
+
+    def __init__(self, spec: Any, platform: Any, weights: dict[str, Any], url: str, server: Server) -> None:
+        self.spec, self.platform, self.weights, self.url, self.server = spec, platform, weights, url, server
+        self.memory: Any = None
+        self.copy = 1.0
+        if platform.device.type == "cpu":
+            self._settle()
+
+    def _settle(self) -> None:
+        """On a CPU, weights that another process can look into lie in a window."""
+        from miles.sync.window import Window
+
+        sizes = [-(-tensor.nbytes // 64) * 64 for tensor in self.weights.values()]
+        self.memory, at = Window(sum(sizes), self.platform.device), 0
+        for (name, tensor), size in zip(list(self.weights.items()), sizes, strict=True):
+            place = self.memory.memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            self.weights[name] = place.copy_(tensor)
+            at += size
+
+    def change(self) -> None:
+        """Every number of every tensor."""
+        import torch
+
+        torch._foreach_neg_(list(self.weights.values()))  # pyright: ignore[reportPrivateImportUsage]
+        self.platform.synchronize()
+
+    async def through(
+        self, carrier: Any, count: int, bucket: int = 512 << 20, skip: int = 0, *, ahead: bool = False
+    ) -> dict[str, Any]:
+        trainer = Trainer(self.spec, self.url, self.weights, carrier, bucket, self.server.ran)
+        return await trainer.times(count, self.change, skip, ahead=ahead)
+
+    async def direct(self) -> None:
+        """As it is, and with nobody counting: the difference is what proving takes."""
+        from miles.backends.sglang import direct
+        from miles.backends.sglang.mapped import ByMemory
+        from miles.sync.window import shown
+
+        show_memory = shown if self.memory is None else lambda tensor: self.memory.told()
+        proven = await self.through(ByMemory(show=show_memory), 9, 2 << 30, skip=3)
+        show("ipc, in place", proven, self.copy)
+        ahead = await self.through(ByMemory(show=show_memory), 9, 2 << 30, skip=3, ahead=True)
+        show("ipc, in place, counted ahead here", ahead, self.copy)
+        counted = direct.Tally, direct.MOSTLY
+        direct.Tally, direct.MOSTLY = Plain, 0.0  # nothing is seen to have changed, and all is written
+        self.server.say("plain")
+        bare = await self.through(ByMemory(show=show_memory), 9, 2 << 30, skip=3)
+        direct.Tally, direct.MOSTLY = counted
+        self.server.say("proven")
+        show("ipc, in place, unproven", bare, self.copy)
+        for name, found in {"in place": proven, "counted ahead": ahead}.items():
+            shares = [100 * (found[word] - bare[word]) / found[word] for word in ("s", "least")]
+            print("digests' share, {}: {:.1f} % of the medians, {:.1f} % of the least".format(name, *shares))
+
+    async def windows(self, buckets: list[int]) -> None:
+        from miles.backends.sglang.mapped import ByMemory
+
+        for bucket in buckets:
+            found = await self.through(ByMemory(show=lambda tensor: None), 3, bucket, skip=2)
+            show(f"ipc, windows of {bucket >> 20} MiB", found, self.copy)
+
+    async def delta(self) -> None:
+        """One element in a hundred changes between two versions."""
+        from miles.backends.sglang.deltas import Delta
+
+        carrier = Delta()
+
+        def nudge() -> None:
+            for tensor in self.weights.values():
+                tensor.view(-1)[::100] *= 1.5
+
+        trainer = Trainer(self.spec, self.url, self.weights, carrier, 512 << 20, self.server.ran)
+        show("delta, 1 % changed", await trainer.times(1, nudge, 1), self.copy)
+        print(f"    bytes sent {carrier.sent} of {sum(tensor.nbytes for tensor in self.weights.values())}")
+
+
+async def compare(args: argparse.Namespace, url: str, server: Server) -> None:
     from miles.backends.sglang.carriers import ByFolder, InRequests
-    from miles.backends.sglang.mapped import ByMemory
 
-    spec, platform, decoder = made(args, 2)
+    spec, platform, decoder = made(args.model, 2)
     weights = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
+    del decoder
+    it = Comparison(spec, platform, weights, url, server)
     size = sum(tensor.nbytes for tensor in weights.values())
-    print(f"{'tiny' if args.tiny else args.model}: {size / 1e9:.2f} GB in {len(weights)} tensors, {platform.name}")
+    print(f"{args.model}: {size / 1e9:.2f} GB in {len(weights)} tensors, {platform.name}")
     base = plain(weights, platform)
-    for name, spent in base.items():
-        print(f"  {name:26s} {spent * 1e3:10.2f} ms  {size / spent / 1e9:8.0f} GB/s", flush=True)
-    copy = base["plain copy"]
-    over = max(0.0, base["copy that takes digests"] - copy)
+    rows(base, size)
+    it.copy = base["plain copy"]
     if "shared" in args.only:
-        show("shared, one process", await shared(spec, platform, weights), copy)
-    for bucket in args.bucket if "ipc" in args.only else ():
-        found = await Trainer(spec, url, weights, ByMemory(), bucket).times(6)
-        show(f"ipc, buckets of {bucket >> 20} MiB", found, copy)
-        print(f"    digests, both sides           {200 * over / found['s']:.1f} % of it (what they add to two copies)")
+        show("shared, one process", await shared(spec, platform, weights), it.copy)
+    if "direct" in args.only:
+        await it.direct()
+    if "windows" in args.only:
+        await it.windows(args.bucket)
+    if "kernel" in args.only and platform.device.type == "cuda":
+        rows(plain(weights, platform, _SIZES), size)
     with tempfile.TemporaryDirectory() as folder:
-        ways = {"tensor": InRequests, "disk": lambda: ByFolder(Path(folder) / "w", Path(folder))}
-        for name, way in ways.items():
-            if name in args.only:
-                show(name, await Trainer(spec, url, weights, way(), 512 << 20).times(1), copy)
+        if "disk" in args.only:
+            show("disk", await it.through(ByFolder(Path(folder) / "w", Path(folder)), 1), it.copy)
+        if "http" in args.only:
+            show("http, in requests", await it.through(InRequests(), 1), it.copy)
     if "delta" in args.only:
-        await delta(spec, url, weights, copy)
-
-
-async def delta(spec: Any, url: str, weights: dict[str, Any], copy: float) -> None:
-    """One element in a hundred changes between two versions."""
-    from miles.backends.sglang.deltas import Delta
-
-    carrier = Delta()
-
-    def nudge() -> None:
-        for tensor in weights.values():
-            tensor.view(-1)[::100] *= 1.5
-
-    show("delta, 1 % changed", await Trainer(spec, url, weights, carrier, 512 << 20).times(2, nudge), copy)
-    print(f"    bytes sent                    {carrier.sent} of {sum(tensor.nbytes for tensor in weights.values())}")
-
-
-def stand_in() -> None:
-    """Where a package that only metrics or files need is not installed, one that is enough for this."""
-    if find_spec("prometheus_client") is None:
-        sys.modules["prometheus_client"] = MagicMock()
-    if find_spec("safetensors") is None:
-        package, part = ModuleType("safetensors"), ModuleType("safetensors.torch")
-        vars(package).update(torch=part, SafetensorError=ValueError, safe_open=None)
-        vars(part).update(save=_save, load=_load)
-        sys.modules |= {"safetensors": package, "safetensors.torch": part}
-
-
-def _save(tensors: dict[str, Any]) -> bytes:
-    import torch
-
-    head, parts, at = {}, [], 0
-    for name, tensor in tensors.items():
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        head[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [at, at := at + tensor.nbytes]}
-        parts.append(tensor.contiguous().view(-1).view(torch.uint8).numpy())
-    words = json.dumps(head).encode()
-    words += b" " * (-len(words) % 64 + 56)
-    return b"".join([len(words).to_bytes(8, "little"), words, *parts])
-
-
-def _load(raw: bytes) -> dict[str, Any]:
-    import torch
-
-    start = 8 + int.from_bytes(raw[:8], "little")
-    found = {}
-    for name, told in json.loads(raw[8:start]).items():
-        begin, end = told["data_offsets"]
-        part = torch.frombuffer(bytearray(raw[start + begin : start + end]), dtype=torch.uint8)
-        found[name] = part.view(getattr(torch, told["dtype"])).view(told["shape"])
-    return found
+        await it.delta()
+    if it.memory is not None:
+        it.memory.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="Qwen3-4B")
-    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--model", default="Qwen3-4B", help=f"a published shape, or {', '.join(SHAPES)}")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--only", nargs="+", default=["shared", "ipc", "tensor", "disk"])
-    parser.add_argument("--bucket", nargs="+", type=int, default=[512 << 20, 2 << 30])
+    parser.add_argument("--only", nargs="+", default=list(WAYS))
+    parser.add_argument("--without", nargs="+", default=[])
+    parser.add_argument("--bucket", nargs="+", type=int, default=[2 << 30])
     args = parser.parse_args()
+    args.only = [way for way in args.only if way not in args.without]
     stand_in()
     if args.serve:
         asyncio.run(serve(args))
         return
-    command = [sys.executable, __file__, "--serve", "--model", args.model, *(["--tiny"] if args.tiny else [])]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        line = next((line for line in server.stdout if line.startswith("port ")), None)
-        assert line is not None, "the server did not start"
+    command = [sys.executable, __file__, "--serve", "--model", args.model]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as server:
+        assert server.stdin is not None
+        there = Server(server)
         try:
-            asyncio.run(compare(args, f"http://127.0.0.1:{line.split()[1]}"))
+            asyncio.run(compare(args, f"http://127.0.0.1:{there.heard('port ').split()[1]}", there))
         finally:
-            assert server.stdin is not None
             server.stdin.close()
 
 

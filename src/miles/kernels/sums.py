@@ -21,9 +21,9 @@ Sums = tuple[int, int]
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WRAP = (1 << 64) - 1
-_COLUMNS, _ROWS, _CHUNK = 4096, 32, 1 << 22
-# 15 bits of an element times the number of its step, summed over 32 steps, stay within 32 bits.
-_LANES, _STEPS = 4096, 32
+_COLUMNS, _ROWS, _CHUNK, _FEW = 4096, 32, 1 << 22, 2048
+# 15 bits of an element times the number of its step, summed over 64 steps, stay within 32 bits. Steps go by fours.
+_LANES, _STEPS, _WARPS = 1024, 64, 8
 
 
 def sums_of(tensors: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> list[Sums]:
@@ -33,11 +33,7 @@ def sums_of(tensors: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> 
     """
     assert into is None or all(tensor.is_contiguous() for tensor in into), "what is copied into lies in one piece"
     found: list[Sums] = [(0, 0)] * len(tensors)
-    fast = [
-        i
-        for i, tensor in enumerate(tensors)
-        if tensor.is_cuda and HAVE_TRITON and tensor.element_size() < 8 and tensor.numel()
-    ]
+    fast = _by_device_code(tensors)
     # Addresses are enough for device code: a view of each of hundreds would take longer than to read them.
     whole = [tensors[i] if tensors[i].is_contiguous() else tensors[i].contiguous() for i in fast]
     for i, pair in zip(fast, _on_device(whole, None if into is None else [into[i] for i in fast]), strict=True):
@@ -50,6 +46,55 @@ def sums_of(tensors: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> 
         hosted = bits_N.device.type == "cpu" and bits_N.element_size() < 8
         found[i] = _on_host(bits_N, block_GC) if hosted else _by_torch(bits_N)
     return [(plain & _WRAP, placed & _WRAP) for plain, placed in found]
+
+
+class Tally:
+    """The sums of the same tensors over and over: what a device must know of them stays there.
+
+    With ``into`` they are copied on the way, as by ``sums_of``. Of tensors that device code counts it has addresses
+    only: whoever starts it answers for their being there still.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> None:
+        self._count = len(tensors)
+        fast = _by_device_code(tensors) if all(tensor.is_contiguous() for tensor in tensors) else []
+        self._launches = _launches([tensors[i] for i in fast], None if into is None else [into[i] for i in fast])
+        self._fast = np.array(fast, np.int64)
+        self._slow = sorted(set(range(len(tensors))).difference(fast))
+        self._tensors = [tensors[i] for i in self._slow]
+        self._into = None if into is None else [into[i] for i in self._slow]
+        self._there: list[tuple[Array, Tensor]] = []
+        self._done: list[torch.cuda.Event] = []
+        self._rest: list[Sums] = []
+
+    def start(self) -> None:
+        """Begin to count; where device code does, nothing is waited for."""
+        self._there = [(which, launch.fetched()) for which, launch in self._launches]
+        self._done = []
+        for device in {launch.device for _, launch in self._launches if launch.device.type == "cuda"}:
+            self._done.append(torch.cuda.Event())
+            self._done[-1].record(torch.cuda.current_stream(device))
+        self._rest = sums_of(self._tensors, self._into)
+
+    def read(self) -> Array:
+        """``plain`` and ``placed`` of each, [N, 2] of 64 bits, when what was started is done."""
+        for event in self._done:
+            event.synchronize()
+        found_N2 = np.zeros((self._count, 2), np.uint64)
+        for which, pairs in self._there:
+            found_N2[self._fast[which]] = pairs.numpy().view(np.uint64)
+        if self._slow:
+            found_N2[self._slow] = np.array(self._rest, np.uint64)
+        return found_N2
+
+
+def _by_device_code(tensors: Sequence[Tensor]) -> list[int]:
+    """Which of them are counted where they are."""
+    return [
+        i
+        for i, tensor in enumerate(tensors)
+        if tensor.is_cuda and HAVE_TRITON and tensor.element_size() < 8 and tensor.numel()
+    ]
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -66,9 +111,17 @@ def _weights(columns: int) -> Array:
     return np.stack((np.ones(columns), np.arange(1.0, columns + 1)), axis=1)
 
 
+@lru_cache(maxsize=1)
+def _places(count: int) -> Array:
+    return np.arange(1, count + 1, dtype=np.int64)
+
+
 def _on_host(bits_N: Tensor, block_GC: Array) -> Sums:
     """In float64, which is exact: 16 bits of an element times 12 of its column, 4,096 times, are less than 53."""
     numbers_N = bits_N.numpy()
+    if len(numbers_N) <= _FEW:  # a block would mostly be filled with nothing
+        wide_N = numbers_N.astype(np.int64)
+        return int(wide_N.sum()), int(np.dot(wide_N, _places(_FEW)[: len(wide_N)]))
     if numbers_N.itemsize < 4:
         return _by_blocks(numbers_N, block_GC)
     low, high = (_by_blocks(numbers_N, block_GC, half) for half in ("low", "high"))
@@ -131,17 +184,24 @@ def _sum_tiles(
     plain_L = tl.zeros((L,), WIDE)
     stepped_L = tl.zeros((L,), WIDE)
     if left >= L * STEPS:  # a mask would keep lanes from being read together
-        for step in range(STEPS):
+        for step in range(0, STEPS, 4):
             from_L = source + step * L + lane_L
             to_L = target + step * L + lane_L
             if ALIGNED:
                 from_L = tl.max_contiguous(tl.multiple_of(from_L, 16), L)
                 to_L = tl.max_contiguous(tl.multiple_of(to_L, 16), L)
-            bits_L = tl.load(from_L)
+            # All four are asked for before the first is stored: behind a store nothing is read early.
+            a_L, b_L, c_L, d_L = tl.load(from_L), tl.load(from_L + L), tl.load(from_L + 2 * L), tl.load(from_L + 3 * L)
             if COPY:
-                tl.store(to_L, bits_L)
-            plain_L += bits_L.to(WIDE)
-            stepped_L += bits_L.to(WIDE) * step
+                tl.store(to_L, a_L)
+                tl.store(to_L + L, b_L)
+                tl.store(to_L + 2 * L, c_L)
+                tl.store(to_L + 3 * L, d_L)
+            c_wide_L, d_wide_L = c_L.to(WIDE), d_L.to(WIDE)
+            high_L = c_wide_L + d_wide_L
+            four_L = a_L.to(WIDE) + b_L.to(WIDE) + high_L
+            plain_L += four_L
+            stepped_L += four_L * step + b_L.to(WIDE) + high_L * 2 + d_wide_L
     else:
         for step in range(STEPS):
             here_L = step * L + lane_L < left
@@ -157,42 +217,66 @@ def _sum_tiles(
     tl.atomic_add(out_ptr + row * 2 + 1, placed)
 
 
-def _on_device(flat: Sequence[Tensor], there: Sequence[Tensor] | None) -> list[Sums]:
-    found: list[Sums] = [(0, 0)] * len(flat)
+class _Launch:
+    """One launch over tensors of one device, size of elements and alignment; what it needs is on the device."""
+
+    def __init__(
+        self, flat: Sequence[Tensor], there: Sequence[Tensor] | None, device: torch.device, size: int, aligned: bool
+    ) -> None:
+        counts = np.array([tensor.numel() for tensor in flat], np.int64)
+        tiles = -(-counts // (_LANES * _STEPS))
+        at = np.array([tensor.data_ptr() for tensor in flat], np.int64)
+        to = at if there is None else np.array([tensor.data_ptr() for tensor in there], np.int64)
+        table = np.stack((at, np.cumsum(tiles) - tiles, counts, to), axis=1)
+        self.device = device
+        self._rows_T = torch.from_numpy(np.repeat(np.arange(len(flat), dtype=np.int32), tiles)).to(device)
+        self._table = torch.from_numpy(table).to(device)
+        self._size, self._copies, self._aligned = size, there is not None, aligned
+        self._out = torch.zeros((len(flat), 2), dtype=torch.int64, device=device)
+        self._host = torch.empty(self._out.shape, dtype=torch.int64, pin_memory=self._out.is_cuda)
+
+    def fetched(self) -> Tensor:
+        """The sums, on their way to the host, where they lie until the next time."""
+        return self._host.copy_(self(), non_blocking=True)
+
+    def __call__(self) -> Tensor:
+        """The sums, on their way."""
+        out = self._out.zero_()
+        bits = {1: tl.int8, 2: tl.int16, 4: tl.int32}[self._size]
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else torch.no_grad():
+            _sum_tiles[(len(self._rows_T),)](
+                self._rows_T,
+                self._table,
+                out,
+                BITS=bits,
+                WIDE=tl.int64 if self._size == 4 else tl.int32,
+                L=_LANES,
+                STEPS=_STEPS,
+                COPY=self._copies,
+                ALIGNED=self._aligned,
+                num_warps=_WARPS,
+            )
+        return out
+
+
+def _launches(flat: Sequence[Tensor], there: Sequence[Tensor] | None) -> list[tuple[Array, _Launch]]:
+    """As few as there are kinds of them, and which of the tensors each is of."""
     kinds: dict[tuple[torch.device, int, bool], list[int]] = {}
     for i, tensor in enumerate(flat):
         aligned = tensor.data_ptr() % 16 == 0 and (there is None or there[i].data_ptr() % 16 == 0)
         kinds.setdefault((tensor.device, tensor.element_size(), aligned), []).append(i)
-    for (device, size, aligned), which in kinds.items():
-        targets = None if there is None else [there[i] for i in which]
-        pairs = _launched([flat[i] for i in which], targets, device, size, aligned)
-        for i, (plain, placed) in zip(which, pairs, strict=True):
+    return [
+        (
+            np.array(which),
+            _Launch([flat[i] for i in which], None if there is None else [there[i] for i in which], *kind),
+        )
+        for kind, which in kinds.items()
+    ]
+
+
+def _on_device(flat: Sequence[Tensor], there: Sequence[Tensor] | None) -> list[Sums]:
+    found: list[Sums] = [(0, 0)] * len(flat)
+    for which, launch in _launches(flat, there):
+        for i, (plain, placed) in zip(which.tolist(), launch().tolist(), strict=True):
             found[i] = (plain, placed)
     return found
-
-
-def _launched(
-    flat: Sequence[Tensor], there: Sequence[Tensor] | None, device: torch.device, size: int, aligned: bool
-) -> list[list[int]]:
-    counts = np.array([tensor.numel() for tensor in flat], np.int64)
-    tiles = -(-counts // (_LANES * _STEPS))
-    at = np.array([tensor.data_ptr() for tensor in flat], np.int64)
-    to = at if there is None else np.array([tensor.data_ptr() for tensor in there], np.int64)
-    table = np.stack((at, np.cumsum(tiles) - tiles, counts, to), axis=1)
-    rows_T = torch.from_numpy(np.repeat(np.arange(len(flat), dtype=np.int32), tiles)).to(device)
-    out = torch.zeros((len(flat), 2), dtype=torch.int64, device=device)
-    bits = {1: tl.int8, 2: tl.int16, 4: tl.int32}[size]
-    with torch.cuda.device(device) if device.type == "cuda" else torch.no_grad():
-        _sum_tiles[(len(rows_T),)](
-            rows_T,
-            torch.from_numpy(table).to(device),
-            out,
-            BITS=bits,
-            WIDE=tl.int64 if size == 4 else tl.int32,
-            L=_LANES,
-            STEPS=_STEPS,
-            COPY=there is not None,
-            ALIGNED=aligned,
-            num_warps=8,
-        )
-    return out.tolist()

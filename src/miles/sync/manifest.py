@@ -7,13 +7,17 @@ give the same digest on every device, at the speed of reading them once.
 
 from __future__ import annotations
 
+import base64
+import binascii
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
-from miles.core.types import Version
+from miles.core.errors import SyncError
+from miles.core.types import Array, Version
 from miles.kernels.sums import Sums, sums_of
 
 
@@ -68,6 +72,27 @@ def folded(sums: Sums) -> int:
     return (plain * 0x9E3779B97F4A7C15 + placed * 0x9E3779B2) & 0xFFFFFFFFFFFFFFFF
 
 
+def folded_all(sums_N2: Array) -> Array:
+    """The digests of many, [N]."""
+    return sums_N2[:, 0] * np.uint64(0x9E3779B97F4A7C15) + sums_N2[:, 1] * np.uint64(0x9E3779B2)
+
+
+def told(digests_N: Array) -> str:
+    """Digests as a text: base64 of their bytes, the least first."""
+    return base64.b64encode(digests_N.astype("<u8").tobytes()).decode("ascii")
+
+
+def heard(text: str, count: int) -> Array:
+    """The ``count`` digests of a text; refuses (SyncError) another."""
+    try:
+        raw = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise SyncError(f"Digests must be base64: {error}.") from error
+    if len(raw) != 8 * count:
+        raise SyncError(f"There are {len(raw) / 8:g} digests, and {count} tensors.")
+    return np.frombuffer(raw, "<u8").astype(np.uint64)
+
+
 def digest(tensor: Tensor) -> int:
     """A number that changes with any one element of ``tensor``, and almost surely with any of its bits."""
     return folded(sums_of([tensor])[0])
@@ -87,9 +112,9 @@ def joined(parts: Iterable[tuple[int, Sums]]) -> int:
     return folded((plain, placed))
 
 
-def manifest_of(version: Version, tensors: Mapping[str, Tensor]) -> Manifest:
-    """Describe ``tensors`` as they are now."""
-    found = digests(tensors)
+def manifest_of(version: Version, tensors: Mapping[str, Tensor], found: Mapping[str, int] | None = None) -> Manifest:
+    """Describe ``tensors`` as they are now; ``found`` are their digests, where these were just taken."""
+    found = digests(tensors) if found is None else found
     entries = tuple(
         Entry(name=name, shape=tuple(t.shape), dtype=str(t.dtype), digest=found[name]) for name, t in tensors.items()
     )

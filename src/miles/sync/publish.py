@@ -8,7 +8,7 @@ overlap: the trainer may go on writing its own).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -18,6 +18,7 @@ from miles.cluster.local import Run
 from miles.core.errors import SyncError
 from miles.core.types import Version
 from miles.sync.manifest import Receiver, manifest_of
+from miles.sync.resident import Counted
 
 Transport = Literal["shared", "copy"]
 
@@ -36,7 +37,10 @@ TRANSPORTS: Mapping[str, Callable[[Tensor], Tensor]] = {"shared": shared, "copy"
 
 
 class Publication:
-    """Implements core.protocols.WeightSync for engines in this process."""
+    """Implements core.protocols.WeightSync for engines in this process.
+
+    ``moving``: names of the weights that alone are ever written to; the others are shared whatever the transport.
+    """
 
     def __init__(
         self,
@@ -45,11 +49,13 @@ class Publication:
         engines: Sequence[Receiver],
         transport: Transport,
         run: Run,
+        moving: Collection[str] | None = None,
     ) -> None:
         self._weights = weights
         self._engines = tuple(engines)
         self._carry = TRANSPORTS[transport]
-        self._run = run
+        self._run, self._moving = run, moving
+        self._counted = Counted()
 
     async def publish(self, version: Version) -> Mapping[str, float]:
         """Give every engine the weights as they are now; returns wall-clock readings."""
@@ -59,7 +65,7 @@ class Publication:
         started = time.perf_counter()
         with torch.no_grad():
             tensors = self._weights()
-            manifest = manifest_of(version, tensors)
+            manifest = manifest_of(version, tensors, self._counted.digests(tensors))
             described = time.perf_counter()
             begun: list[Receiver] = []
             try:
@@ -67,7 +73,8 @@ class Publication:
                     engine.begin(manifest)
                     begun.append(engine)
                     for name, tensor in tensors.items():
-                        engine.receive(name, self._carry(tensor))
+                        still = self._moving is not None and name not in self._moving
+                        engine.receive(name, shared(tensor) if still else self._carry(tensor))
                 for engine in self._engines:
                     engine.verify()
             except SyncError:

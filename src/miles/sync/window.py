@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,11 @@ _BYTES = ("handle", "counter", "event")
 
 def whereabouts(device: torch.device) -> dict[str, str]:
     """The machine as its kernel calls it since it started, and the device by its serial number."""
+    return dict(_whereabouts(device))
+
+
+@cache
+def _whereabouts(device: torch.device) -> Mapping[str, str]:
     machine = _BOOT.read_text(encoding="ascii").strip() if _BOOT.exists() else ""
     if device.type == "cpu":
         return {"machine": machine, "device": "cpu"}
@@ -75,6 +81,14 @@ class Window:
             torch.cuda.ipc_collect()
 
 
+def shown(tensor: Tensor) -> dict[str, Any] | None:
+    """What one other process is told to look into the memory ``tensor`` lies in; None where no other can.
+
+    That of a device, which stays taken, once told, until the other has let go of it.
+    """
+    return {**_shared(tensor), **whereabouts(tensor.device)} if tensor.is_cuda else None
+
+
 def opened(told: Mapping[str, Any], device: torch.device) -> Tensor:
     """The bytes of another process's window; refuses (SyncError) one that is not of this machine and device."""
     theirs = {name: str(told.get(name, "")) for name in ("machine", "device")}
@@ -113,8 +127,15 @@ def _mapped(path: Path, size: int, *, make: bool) -> Tensor:
 
 
 def _shared(memory: Tensor) -> dict[str, Any]:
-    # The order is that of torch.multiprocessing.reductions, which pickles the same fields.
-    _, handle, size, offset, counter, counter_at, event, wait = memory.untyped_storage()._share_cuda_()
+    try:
+        # The order is that of torch.multiprocessing.reductions, which pickles the same fields.
+        _, handle, size, offset, counter, counter_at, event, wait = memory.untyped_storage()._share_cuda_()
+    except RuntimeError as error:
+        said = (str(error).splitlines() or [""])[0].rstrip(".")
+        raise SyncError(
+            f"CUDA does not show this process's memory to another: {said}; leave expandable_segments out of "
+            "PYTORCH_CUDA_ALLOC_CONF, or send the weights in requests (--update-weight-transport tensor)."
+        ) from error
     words = {
         name: base64.b64encode(value).decode("ascii")
         for name, value in zip(_BYTES, (handle, counter, event), strict=True)

@@ -101,7 +101,7 @@ class NativeEngine:
         self._pump: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()
         self._lock = threading.Lock()
-        self._paused = self._asleep = self._closed = False
+        self._paused = self._asleep = self._closed = self._torn = False
 
     # -- the architecture -------------------------------------------------------------------
 
@@ -247,8 +247,8 @@ class NativeEngine:
 
     @property
     def resting(self) -> bool:
-        """Whether it makes no steps now: paused, or asleep."""
-        return self._paused or self._asleep
+        """Whether it makes no steps now: paused, asleep, or with weights that nobody has vouched for."""
+        return self._paused or self._asleep or self._torn
 
     @property
     def lost(self) -> bool:
@@ -300,10 +300,25 @@ class NativeEngine:
         """
         with self._lock:
             self._flights.ground_quietly()  # who brings the weights cannot tell those who asked; the pump will
-            self._scheduler.restart_prompts()
             self._runner.adopt(tensors)
-            self._pages.flush()
-            self.version = version
+            self._renew(version)
+
+    def rewrite(self, write: Callable[[], None]) -> None:
+        """Have weights written over where they are. No step is made until they are ``rewritten``, or others come."""
+        with self._lock:
+            self._flights.ground_quietly()
+            self._torn = True
+            write()
+
+    def rewritten(self, version: Version) -> None:
+        """What was written over is whole, and of ``version``."""
+        with self._lock:
+            self._renew(version)
+
+    def _renew(self, version: Version) -> None:
+        self._scheduler.restart_prompts()
+        self._pages.flush()
+        self.version, self._torn = version, False
 
     # -- the pump ---------------------------------------------------------------------------
 
@@ -328,7 +343,7 @@ class NativeEngine:
         """Is there a step to make, or to be told of?"""
         with self._lock:
             self._settle()
-            if self._paused or self._asleep:
+            if self.resting:
                 return False
             return bool(self._scheduler.running or self._scheduler.waiting or self._flights.pending)
 
@@ -342,7 +357,7 @@ class NativeEngine:
     async def _quieten(self) -> None:
         """Within a turn: everything lands, everyone is told, who came is taken in and who left let go."""
         try:
-            self._deliver(await self._run(self._landed))
+            self._deliver(await self._run(self._landed) if self._flights.pending else [])
         except Exception as error:
             self._fail(error)
         with self._lock:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from miles.core.errors import SyncError
 from miles.core.types import Version
-from miles.sync.manifest import Entry, Manifest, digests
+from miles.sync.manifest import Entry, Manifest
+from miles.sync.resident import Counted
 
 Adopt = Callable[[Mapping[str, Tensor], Version], None]
 
@@ -27,6 +28,7 @@ class Weights:
         self._staged: dict[str, Tensor] = {}
         self._verified = False
         self._known: dict[str, int] = {}
+        self._counted = Counted()
 
     def begin(self, manifest: Manifest) -> None:
         """Refuse a publication that is not exactly this model's tensors."""
@@ -85,7 +87,7 @@ class Weights:
     def _digests(self) -> Mapping[str, int]:
         """Of whole tensors, as they came."""
         unknown = {name: tensor for name, tensor in self._staged.items() if name not in self._known}
-        return {**self._known, **digests(unknown)}
+        return {**self._known, **(self._counted.digests(unknown) if unknown else {})}
 
     def _begun(self) -> Manifest:
         if self._manifest is None:

@@ -23,12 +23,14 @@ class KeptOtherwise(SyncError):
 class Line(Protocol):
     """What a server is told in a publication. ``Refused`` says what it does not take; ``Lost`` that it is gone.
 
-    ``still``: the server must hold still from ``begin`` on, because what comes changes it at once.
+    ``still``: the server must hold still from ``begin`` on, because what comes changes it at once. ``torn``: it was
+    written over, and can only be put back.
     """
 
     seat: Seat
     client: Client
     still: bool
+    torn: bool
 
     async def begin(self, shapes: Shapes) -> None: ...
     async def bucket(self, bucket: Bucket) -> None: ...
@@ -43,12 +45,18 @@ class Line(Protocol):
 
 
 class Staged:
-    """Nothing changes before ``commit``; digests are the server's own."""
+    """Nothing changes before ``commit``, but what is written in place; digests are the server's own."""
 
     still = False
 
     def __init__(self, seat: Seat, client: Client, seconds: float) -> None:
         self.seat, self.client, self._seconds = seat, client, seconds
+        self.torn = False
+        """Whether what it computes with was written over, and is not committed."""
+        self.promised: str | None = None
+        """The digests it must find in what it wrote, to commit it."""
+        self.resumes = False
+        """Whether it goes on when it has committed what it wrote."""
 
     async def begin(self, shapes: Shapes) -> None:
         await self._tell(shapes.begin)
@@ -65,6 +73,15 @@ class Staged:
         """It has copied these out of a window when this returns, and after the ``last`` looks into none."""
         body = {"window": window, "names": list(names), "offsets": list(offsets), "last": last}
         await self._say(action="copy", **body)
+
+    async def map(self, body: bytes) -> None:
+        """Let it look into the memory of this process's weights, until it is told of another."""
+        await self._tell(body)
+
+    async def write(self, epoch: str, which: str | None, pause: str | None = None) -> str:
+        """It is paused, and has written what lies there over what it has when this returns: the digests of all then."""
+        self.torn = True
+        return str((await self._say(action="write", epoch=epoch, which=which, pause=pause)).get("digests"))
 
     async def changes(self, body: bytes) -> None:
         """What changed since the version it has."""
@@ -89,9 +106,12 @@ class Staged:
         return None
 
     async def commit(self, label: str) -> None:
-        await self._say(action="commit", weight_version=label)
+        more = {} if self.promised is None else {"promised": self.promised, "resume": self.resumes}
+        await self._say(action="commit", weight_version=label, **more)
+        self.torn, self.promised = False, None
 
     async def rollback(self) -> None:
+        self.promised = None
         await self._say(action="rollback")
 
     async def _say(self, **body: Any) -> Mapping[str, Any]:
@@ -107,7 +127,7 @@ class InPlace:
     It leaves out names it does not know and ends on wrong shapes, both without a word.
     """
 
-    still = True
+    still = torn = True
 
     def __init__(self, seat: Seat, client: Client, seconds: float, *, model_path: str, ranks: int) -> None:
         self.seat, self.client, self._seconds = seat, client, seconds
@@ -168,6 +188,18 @@ async def line_to(seat: Seat, client: Client, seconds: float) -> Line:
     if facts.kind == "miles":
         return Staged(seat, client, seconds)
     return InPlace(seat, client, seconds, model_path=facts.model_path, ranks=facts.ranks)
+
+
+def what_was_verified(line: Line, proof: str | None, count: int) -> str:
+    """A sentence on what a server proves."""
+    if not line.still:
+        return f"{line.seat.name} proves the digest of each of {count} tensors before it takes new weights."
+    if proof is not None:
+        return f"{line.seat.name} takes weights in place; its checksum of them must be that of the others."
+    return (
+        f"{line.seat.name} takes weights in place and has no digests: names and shapes of {count} tensors are "
+        "checked before they are sent, and that it took each bucket after."
+    )
 
 
 def alike(proofs: Sequence[tuple[Line, str | None]]) -> None:

@@ -16,11 +16,12 @@ from torch import Tensor
 from miles.backends.sglang.buckets import Bucket, Named
 from miles.backends.sglang.carriers import Carrier, Each
 from miles.backends.sglang.client import Client
+from miles.backends.sglang.direct import Show
 from miles.backends.sglang.lines import Line, Staged
 from miles.core.errors import EngineError, SyncError
 from miles.kernels.sums import sums_of
 from miles.sync.manifest import folded
-from miles.sync.window import Window, whereabouts, why_apart
+from miles.sync.window import Window, shown, whereabouts, why_apart
 
 _ALIGNED = 256
 Layout = tuple[list[str], list[int]]
@@ -56,11 +57,17 @@ async def why_not(
 class ByMemory:
     """A carrier that lets servers copy from memory where they can, and leaves the rest to ``other``.
 
-    Without another way, a server that cannot is refused.
+    Without another way, a server that cannot is refused. ``show``: what servers are told to look into the weights'
+    own memory.
     """
 
-    def __init__(self, other: Carrier | None = None, tell: Callable[[str], None] = lambda sentence: None) -> None:
-        self._other, self._tell = other, tell
+    def __init__(
+        self,
+        other: Carrier | None = None,
+        tell: Callable[[str], None] = lambda sentence: None,
+        show: Show = shown,
+    ) -> None:
+        self._other, self._tell, self.show = other, tell, show
         self._told: str | None = None
         self._where: WeakKeyDictionary[Client, Mapping[str, str]] = WeakKeyDictionary()
 

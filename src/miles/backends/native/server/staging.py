@@ -15,6 +15,7 @@ from miles.backends.native.engine import NativeEngine
 from miles.backends.native.server.fields import Fields
 from miles.backends.native.server.landing import Landed, Landing
 from miles.backends.native.server.weights import all_by_name, by_name, from_bytes, index_of
+from miles.backends.native.server.writing import Writing
 from miles.core.errors import SyncError
 from miles.models import names
 from miles.models.foreign.spec import ForeignSpec
@@ -22,7 +23,7 @@ from miles.sync.changes import applied
 from miles.sync.manifest import Entry, folded
 from miles.sync.manifest import digests as digests_over
 
-ACTIONS = ("where", "begin", "load", "open", "copy", "verify", "commit", "rollback")
+ACTIONS = ("where", "begin", "load", "open", "copy", "map", "write", "verify", "commit", "rollback")
 
 
 class Staging:
@@ -32,6 +33,7 @@ class Staging:
         self._engine = engine
         self._ranks = ranks
         self.landing = Landing(engine, ranks)
+        self.writing = Writing(engine, ranks)
         self._laid: set[str] = set()
         self._stayed: set[str] = set()
         self._entries: dict[str, Entry] | None = None
@@ -54,6 +56,8 @@ class Staging:
                 self.copy(fields)
                 if fields.flag("last"):
                     self.landing.close()
+            case "map" | "write":
+                return self.writing.step(action, fields)
             case "verify":
                 digests = digests_of(fields)
                 if (other := self.kept_otherwise(digests)) is not None:
