@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 SGLANG := .venv-sglang
 # Test processes side by side; each computes on one thread, so that as many as there are cores do not get in each other's way.
 WORKERS ?= 2
+# Tests start hundreds of processes, and each would compile this package anew where Python is told to keep no byte code.
+export PYTHONDONTWRITEBYTECODE :=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: help demo test test-slow test-sglang test-megatron test-ray test-environments check format bench docs clean
@@ -32,9 +34,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Setting up .venv (a few minutes the first time) ..."
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	@touch $@
+	@touch $(VENV)/.installed $@
 
 demo: $(VENV)/.installed
 	$(BIN)/miles demo $(ARGS)
@@ -63,7 +66,7 @@ test-megatron: $(VENV)/.installed-megatron
 	$(BIN)/python -m pytest -m megatron $(ARGS)
 
 $(VENV)/.installed-ray: $(VENV)/.installed-dev
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,ray]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,ray]' 'ray[default]'
 	@touch $@
 
 test-ray: $(VENV)/.installed-ray

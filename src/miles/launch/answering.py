@@ -8,12 +8,15 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from miles.cluster.crew.asked import Crew
 from miles.core.protocols import Engine, Generate, GroupRewardFn, RewardFn, Sampling
 from miles.core.types import Prompt
 from miles.launch.config import Config
 from miles.launch.policy import Policy
+from miles.launch.reward_workers import asked_rewards
 from miles.launch.rewards import rewards_of
 from miles.launch.upstream import upstream_of
 from miles.plug import points
@@ -48,6 +51,7 @@ class Answering:
     render: Renderer
     agents: Agents | None = None
     worlds: Worlds | None = None
+    crew: Crew | None = None
 
     async def close(self) -> None:
         """End what was started to answer."""
@@ -55,6 +59,8 @@ class Answering:
             await self.agents.close()
         if self.worlds is not None:
             await self.worlds.close()
+        if self.crew is not None:
+            await self.crew.close()
 
 
 class Agents:
@@ -82,8 +88,11 @@ class Agents:
             await self._server.stop()
 
 
-def answering_of(config: Config, policy: Policy) -> Answering:
-    """The generate and reward functions the user named, or ours; plugs are checked here, before anything starts."""
+def answering_of(config: Config, policy: Policy, *, logs: Path | None = None) -> Answering:
+    """The generate and reward functions the user named, or ours; plugs are checked here, before anything starts.
+
+    What becomes of workers is written down in ``logs``, where there is such a folder.
+    """
     r = config.rollout
     render = Renderer(policy.tokenizer, chat=r.apply_chat_template, template=r.apply_chat_template_kwargs)
     limit = context_limit(r, policy.spec.max_positions)
@@ -99,7 +108,7 @@ def answering_of(config: Config, policy: Policy) -> Answering:
         agents = agents_of(config, policy, limit, port=config.agents.session_server_port)
         agent = points.AGENT.load(config.agents.custom_agent_function_path)
         ways[AGENT], default = AgentGenerate(agent, agents, wall_seconds=config.agents.agent_timeout), AGENT
-    reward, group_reward = rewards_of(config)
+    reward, group_reward, crew = asked_rewards(config, rewards_of(config), logs)
     return Answering(
         generate=ways[default] if len(ways) == 1 or default == OWN else Chosen(ways, default),
         reward=reward,
@@ -108,6 +117,7 @@ def answering_of(config: Config, policy: Policy) -> Answering:
         render=render,
         agents=agents,
         worlds=worlds,
+        crew=crew,
     )
 
 

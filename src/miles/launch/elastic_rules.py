@@ -93,11 +93,14 @@ def engines_that_come_and_go_are_servers_of_the_run(c: Config) -> Iterator[str]:
         )
 
 
-def ranks_that_come_and_go_are_of_one_trainer_on_this_machine(c: Config) -> Iterator[str]:
+def ranks_that_come_and_go_are_of_one_trainer(c: Config) -> Iterator[str]:
     if not c.bounds.elastic:
         return
-    if c.ray.runtime == "ray":
-        yield "--elastic is for one machine: what --runtime ray places stays where it is; leave one of the two out."
+    if c.ray.runtime == "ray" and c.cluster.actor_num_nodes > 1:
+        yield (
+            f"--elastic takes and gives ranks one after the other, and --actor-num-nodes {c.cluster.actor_num_nodes} "
+            "has as many on each node; say with --actor-num-gpus-per-node alone how many there are."
+        )
     if c.train.train_backend != "fsdp":
         yield f"--elastic changes the ranks of --train-backend fsdp, and not of {c.train.train_backend}; leave it out."
     if c.cast.policies:
@@ -148,7 +151,7 @@ ELASTIC = (
     bounds_are_for_devices_that_move,
     devices_move_between_planes_that_overlap,
     engines_that_come_and_go_are_servers_of_the_run,
-    ranks_that_come_and_go_are_of_one_trainer_on_this_machine,
+    ranks_that_come_and_go_are_of_one_trainer,
     a_split_is_within_its_bounds,
     every_split_can_be_laid_out,
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from miles.launch.config import Config
+from miles.launch.elastic_rules import last_split
 from miles.launch.ray_rules import need_of, on_ray
 
 if TYPE_CHECKING:
@@ -26,9 +27,10 @@ def held() -> Reserved | None:
 
 @contextmanager
 def placed(config: Config, run_dir: Path) -> Iterator[None]:
-    """Have what the run asks of the cluster, if it asks one; refuses what it has no room for.
+    """Have what the run asks of the cluster, if it asks one, with its devices as they were divided last.
 
-    A run that goes on has had that room before: it waits for nodes that were lost.
+    What the cluster has no room for is refused. A run that goes on has had that room before: it waits for nodes that
+    were lost.
     """
     if not on_ray(config):
         yield
@@ -36,7 +38,7 @@ def placed(config: Config, run_dir: Path) -> Iterator[None]:
     from miles.cluster.ray.reserve import Reserved, device_ids
 
     reserved = Reserved(
-        need_of(config),
+        need_of(last_split(config, run_dir)),
         address=config.ray.ray_address,
         seconds=config.ray.ray_placement_timeout,
         returning=(run_dir / "config.toml").exists(),

@@ -26,6 +26,7 @@ def need_of(c: Config) -> Need:
         engines=engine_count(c) if hosts else 0,
         per_engine=c.cluster.rollout_num_gpus_per_engine,
         shared=c.cluster.rollout_num_gpus is None,
+        workers=c.rollout.reward_num_workers,
     )
 
 

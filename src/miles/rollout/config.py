@@ -75,6 +75,10 @@ class RolloutConfig:
     max_unscored_attempts: int = knob(
         128, "Attempts in a row whose reward may fail before the run stops with the reason.", unit="attempts"
     )
+    reward_num_workers: int = knob(
+        0, "Processes that compute rewards, on Ray spread over the nodes; 0 computes them in the run's own process."
+    )
+    reward_worker_concurrency: int = knob(8, "Most rewards that each such process is asked for at once.")
     grade_workers: int = knob(2, "Processes for graders that may not end, started when first needed.")
     grade_timeout: float = knob(
         5.0, "Longest time one grade may take in such a process before it is killed.", unit="seconds"

@@ -95,6 +95,24 @@ def test_a_server_that_is_stuck_is_replaced_too(folders, tmp_path):
     assert "given up after 2 restarts" in said[-1]
 
 
+def test_a_server_that_was_well_is_replaced_at_once_however_often_it_is_killed(folders, tmp_path):
+    async def run():
+        care = Care(interval=0.05, timeout=5.0, first_wait=0.0, max_restarts=9, backoff=3600.0, longest_backoff=3600.0)
+        async with servers(folders, [home(0, tmp_path)], care) as (made, _, _):
+            seat = made.fleet.seats[0]
+            for time_killed in range(3):
+                await until(lambda: seat in made._keeper._well)  # found healthy in this life
+                os.kill(await pid_of(seat), signal.SIGKILL)
+                await until(lambda: made.restarts == time_killed + 1 and seat.state is State.SERVING)  # noqa: B023
+
+    asyncio.run(run())
+
+
+def test_pauses_grow_with_failures_in_a_row_up_to_the_longest():
+    care = Care(interval=1, timeout=1, first_wait=0, max_restarts=9, backoff=1.0, longest_backoff=60.0)
+    assert [care.pause(failures) for failures in range(1, 11)] == [0, 1, 2, 4, 8, 16, 32, 60, 60, 60]
+
+
 def test_when_all_are_given_up_requests_and_publications_say_why(folders, tmp_path):
     async def run():
         care = Care(interval=10, timeout=0.5, first_wait=0.0, max_restarts=0)

@@ -26,7 +26,7 @@ SETTLED_SECONDS = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Care:
-    """How servers are looked after."""
+    """How servers are looked after. ``pause`` is how long one that failed ``failures`` times in a row is let be."""
 
     interval: float
     timeout: float
@@ -34,6 +34,9 @@ class Care:
     max_restarts: int
     backoff: float = 1.0
     longest_backoff: float = 60.0
+
+    def pause(self, failures: int) -> float:
+        return 0.0 if failures < 2 else min(self.longest_backoff, self.backoff * 2 ** (failures - 2))
 
 
 class Keeper:
@@ -49,6 +52,7 @@ class Keeper:
     ) -> None:
         self._fleet, self._homes, self._sync, self._care, self._tell = fleet, dict(homes), sync, care, tell
         self._troubles: dict[Seat, Lost] = {}
+        self._well: set[Seat] = set()
         self._alarms: dict[Seat, asyncio.Event] = {seat: asyncio.Event() for seat in homes}
         self._lives: dict[Seat, asyncio.Task[None]] = {}
         self.restarts = 0
@@ -96,6 +100,7 @@ class Keeper:
     async def _forget(self, seat: Seat) -> None:
         self._sync.leave(seat)
         self._fleet.remove(seat)
+        self._well.discard(seat)
         await self._homes.pop(seat).close()
 
     def _begin(self, seat: Seat, client: Client) -> None:
@@ -119,16 +124,19 @@ class Keeper:
     # -- one server -------------------------------------------------------------------------
 
     async def _life(self, seat: Seat, home: Home, client: Client) -> None:
-        restarts = 0
+        restarts = failures = 0
         while True:
             began = time.monotonic()
+            self._well.discard(seat)
             why = await self._illness(seat, home, client)
             if time.monotonic() - began > SETTLED_SECONDS:
                 restarts = 0
+            if seat in self._well:  # it had come back, and what ended it is another's doing
+                failures = 0
             while True:
                 self._sync.leave(seat)
                 self._fleet.drop(seat, why)
-                restarts += 1
+                restarts, failures = restarts + 1, failures + 1
                 if restarts > self._care.max_restarts:
                     self._fleet.drop(seat, why, gone=True)
                     self._tell(f"{seat.name} is given up after {restarts - 1} restarts (--rollout-max-restarts): {why}")
@@ -136,25 +144,24 @@ class Keeper:
                     return
                 self._tell(f"{why}; it is brought back ({restarts} of at most {self._care.max_restarts} times).")
                 try:
-                    client = await self._again(seat, home, restarts)
+                    client = await self._again(seat, home, self._care.pause(failures))
                     break
                 except EngineError as error:
                     why = str(error)
             self.restarts += 1
             self._tell(f"{seat.name} is back.")
 
-    async def _again(self, seat: Seat, home: Home, restarts: int) -> Client:
-        """Start it once more, at once the first time and later with pauses in between; it gets weights first."""
+    async def _again(self, seat: Seat, home: Home, pause: float) -> Client:
+        """Start it once more after a pause; it gets weights first."""
         await home.close()
-        if restarts > 1:
-            await asyncio.sleep(min(self._care.longest_backoff, self._care.backoff * 2 ** (restarts - 2)))
+        await asyncio.sleep(pause)
         client = await home.open()
         self._calm(seat)
         await self._sync.join(seat, client)
         return client
 
     async def _illness(self, seat: Seat, home: Home, client: Client) -> str:
-        """Watch until something is wrong, and say what."""
+        """Watch until something is wrong, and say what; one that was found healthy before then is noted as well."""
         alarm, late = self._alarms[seat], 0
         due = time.monotonic() + self._care.first_wait + self._care.interval
         while True:
@@ -170,6 +177,8 @@ class Keeper:
             # Where a request was lost, the process may be about to be found dead; held servers draw no token.
             generate = trouble is None and not self._fleet.held and not seat.asleep
             why = await client.healthy(self._care.timeout, generate=generate)
+            if why is None and trouble is None:
+                self._well.add(seat)
             if generate and self._fleet.held:
                 why = None  # everyone was told to hold still meanwhile
             late = 0 if why is None else late + 1

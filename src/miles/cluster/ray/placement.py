@@ -21,11 +21,12 @@ _SHARES = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A machine of the cluster with ``devices`` of the kind that is asked for."""
+    """A machine of the cluster with ``devices`` of the kind that is asked for, and ``cpus`` beside them."""
 
     id: str
     address: str
     devices: int
+    cpus: int = 0
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -33,7 +34,7 @@ class Node:
 class Need:
     """``nodes`` of ``per_node`` devices train, ``engines`` of ``per_engine`` devices sample; ``kind`` is GPU or CPU.
 
-    ``shared``: engines are on the trainer's devices.
+    ``shared``: engines are on the trainer's devices. ``workers`` of one CPU each compute rewards.
     """
 
     kind: str
@@ -42,6 +43,7 @@ class Need:
     engines: int
     per_engine: int
     shared: bool
+    workers: int = 0
 
     def __post_init__(self) -> None:
         if self.shared and self.engines and self.per_node % self.per_engine:
@@ -64,6 +66,11 @@ class Need:
         """Devices, all in all."""
         return self.nodes * self.per_node + (0 if self.shared else self.engines * self.per_engine)
 
+    @property
+    def cpus(self) -> int:
+        """CPUs, all in all, of which an accelerator needs none."""
+        return self.workers + (self.total if self.kind == "CPU" else 0)
+
     def bundle_of_engine(self, number: int) -> tuple[int, int]:
         """Of an engine that shares: on which node of the trainer, and from which of its devices on."""
         return divmod(number * self.per_engine % (self.nodes * self.per_node), self.per_node)
@@ -76,15 +83,20 @@ class Need:
             out.append(f"engines: {self.engines} of {each}, on the trainer's devices, {self.share:g} of each a process")
         elif self.engines:
             out.append(f"engines: {self.engines} of {each} each, all of an engine's on one node")
-        return [*out, f"together {self.total} {k} of the cluster"]
+        if self.workers:
+            out.append(f"rewards: {_count(self.workers, 'worker')} of 1 CPU each, spread over the nodes")
+        beside = f" and {self.workers} CPU" if self.workers and k != "CPU" else ""
+        return [*out, f"together {self.cpus if k == 'CPU' else self.total} {k}{beside} of the cluster"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The ids of the nodes: of the trainer's in the order of ranks, and of each engine that has its own devices."""
+    """The ids of the nodes: of the trainer's in the order of ranks, of each engine that has its own devices, and of
+    each worker."""
 
     trainer: tuple[str, ...]
     engines: tuple[str, ...]
+    workers: tuple[str, ...] = ()
 
 
 def ordered(nodes: Sequence[Node]) -> list[Node]:
@@ -108,7 +120,10 @@ def place(need: Need, nodes: Sequence[Node], driver: str) -> Placement:
             taken = [first, *candidates[: need.nodes - 1]]
             engines = _engines(need, line, taken)
             if len(taken) == need.nodes and engines is not None:
-                return Placement(trainer=tuple(node.id for node in taken), engines=engines)
+                trainer = tuple(node.id for node in taken)
+                return Placement(
+                    trainer=trainer, engines=engines, workers=_workers(need, line, (*trainer, *engines), driver)
+                )
     raise UsageError(_refusal(need, line, driver))
 
 
@@ -119,6 +134,28 @@ def _engines(need: Need, line: Sequence[Node], taken: Sequence[Node]) -> tuple[s
     rooms = {node.id: node.devices - (need.per_node if node.id in at else 0) for node in line}
     slots = [id for id, room in rooms.items() for _ in range(room // need.per_engine)]
     return tuple(slots[: need.engines]) if len(slots) >= need.engines else None
+
+
+def _workers(need: Need, line: Sequence[Node], used: Sequence[str], driver: str) -> tuple[str, ...]:
+    """One after the other to the node that has the fewest of them, of those with a CPU left."""
+    rooms = {node.id: node.cpus for node in line}
+    if need.kind == "CPU":
+        sizes = [need.per_node] * need.nodes + [need.per_engine] * (len(used) - need.nodes)
+        rooms = {node.id: node.devices for node in line}
+        for id, size in zip(used, sizes, strict=True):
+            rooms[id] -= size
+    if sum(rooms.values()) < need.workers:
+        left = ", ".join(f"{n.address}{' (this one)' if n.id == driver else ''} has {rooms[n.id]}" for n in line)
+        raise UsageError(
+            f"the Ray cluster cannot hold this run: beside all else it needs {need.workers} CPU for the workers of "
+            f"--reward-num-workers, and of what is left on its {_count(len(line), 'node')} {left} "
+            f"({sum(rooms.values())} CPU together); ask for fewer workers, or add nodes"
+        )
+    given: list[str] = []
+    for _ in range(need.workers):
+        free = [id for id, room in rooms.items() if room > given.count(id)]
+        given.append(min(free, key=given.count))
+    return tuple(given)
 
 
 def _refusal(need: Need, line: Sequence[Node], driver: str) -> str:

@@ -1,6 +1,6 @@
 """A Ray cluster joined, and what a run asks of it held in placement groups until it ends.
 
-A group a node of the trainer and a group an engine, each on one node (STRICT_PACK): Ray holds all devices of one or
+A group a node of the trainer, an engine and a worker, each on one node (STRICT_PACK): Ray holds all devices of one or
 none. Where engines share the trainer's devices they are in the trainer's groups, with a share of each device.
 """
 
@@ -56,6 +56,7 @@ class Reserved:
             placed = self._placed(deadline if returning else time.monotonic())
             self._trainer = [self._hold(need.per_node, id) for id in placed.trainer]
             self._engines = [self._hold(need.per_engine, id) for id in placed.engines]
+            self._workers = [self._hold(1, id, "CPU") for id in placed.workers]
             self._wait(deadline)
         except BaseException:
             self.close()
@@ -67,20 +68,36 @@ class Reserved:
         return self.nodes[self.driver].address
 
     def rank(self, number: int) -> Spot:
-        """Where a rank of the trainer goes; elsewhere than before when the node it was on is gone."""
+        """Where a rank of the trainer goes; elsewhere than before when the node it was on is gone.
+
+        Ranks beyond those that were placed have devices of engines, from the first engine's on, which have ended.
+        """
+        beyond = number - self.need.nodes * self.need.per_node
+        if beyond >= 0:
+            at, first = divmod(beyond, self.need.per_engine)
+            group = self._standing(self._engines, at, self.need.per_engine, f"rank {number}", TrainerError)
+            return Spot(group=group, first=first, count=1, share=self.need.share)
         node, first = divmod(number, self.need.per_node)
         group = self._standing(self._trainer, node, self.need.per_node, f"rank {number}", TrainerError)
         return Spot(group=group, first=first, count=1, share=self.need.share)
 
     def engine(self, number: int) -> Spot:
-        """Where an engine goes; likewise."""
+        """Where an engine goes; likewise. Below 0 it has devices of the trainer's, from its last ranks' on."""
         count, name = self.need.per_engine, f"engine {number}"
-        if self.need.shared:
+        if number < 0:
+            first = self.need.per_node + number * count
+            group = self._standing(self._trainer, 0, self.need.per_node, name, EngineError)
+        elif self.need.shared:
             node, first = self.need.bundle_of_engine(number)
             group = self._standing(self._trainer, node, self.need.per_node, name, EngineError)
         else:
             group, first = self._standing(self._engines, number, count, name, EngineError), 0
         return Spot(group=group, first=first, count=count, share=self.need.share)
+
+    def worker(self, number: int) -> Spot:
+        """Where a worker that computes rewards goes; likewise."""
+        group = self._standing(self._workers, number, 1, f"reward worker {number}", EngineError, kind="CPU")
+        return Spot(group=group, first=0, count=1, share=1.0)
 
     def close(self) -> None:
         for group in self._groups:
@@ -90,7 +107,13 @@ class Reserved:
             ray.shutdown()
 
     def _standing(
-        self, groups: list[PlacementGroup], at: int, count: int, whose: str, error: type[MilesError]
+        self,
+        groups: list[PlacementGroup],
+        at: int,
+        count: int,
+        whose: str,
+        error: type[MilesError],
+        kind: str | None = None,
     ) -> PlacementGroup:
         """One of the groups, made anew where its node is gone; waits for room, with a deadline."""
         with self._turn:
@@ -101,17 +124,17 @@ class Reserved:
                 self._pending.discard(group)
                 self._groups.remove(group)
                 remove_placement_group(group)
-                group = groups[at] = self._hold(count, None)
+                group = groups[at] = self._hold(count, None, kind)
                 self._pending.add(group)
         # Others ask meanwhile, and one who waits for room keeps none from them.
         if not group.wait(self._seconds):
-            raise error(f"{whose} has lost its node, and {self._left(count)}")
+            raise error(f"{whose} has lost its node, and {self._left(count, kind)}")
         with self._turn:
             self._pending.discard(group)
         return group
 
-    def _hold(self, count: int, node: str | None) -> PlacementGroup:
-        bundles = [{self.need.kind: 1.0} for _ in range(count)]
+    def _hold(self, count: int, node: str | None, kind: str | None = None) -> PlacementGroup:
+        bundles = [{kind or self.need.kind: 1.0} for _ in range(count)]
         group = placement_group(bundles, strategy="STRICT_PACK", _soft_target_node_id=node)
         self._groups.append(group)
         return group
@@ -152,9 +175,9 @@ class Reserved:
             f"{self.nodes[found].address if found in self.nodes else found}); start the run on a node that is free"
         )
 
-    def _left(self, wanted: int) -> str:
-        free = int(ray.available_resources().get(self.need.kind, 0))
-        return f"{wanted} {self.need.kind} on one node are wanted while {free} are free in the whole cluster"
+    def _left(self, wanted: int, kind: str | None = None) -> str:
+        free = int(ray.available_resources().get(kind or self.need.kind, 0))
+        return f"{wanted} {kind or self.need.kind} on one node are wanted while {free} are free in the whole cluster"
 
 
 def actor_at(spot: Spot, kind: str, made: type, *arguments: Any, threads: int = 1) -> ActorHandle[Any]:
@@ -176,6 +199,7 @@ def nodes_of(kind: str) -> list[Node]:
             id=node["NodeID"],
             address=node["NodeManagerAddress"],
             devices=int(node["Resources"].get(kind, 0)),
+            cpus=int(node["Resources"].get("CPU", 0)),
             labels=node.get("Labels") or {},
         )
         for node in ray.nodes()
@@ -219,7 +243,7 @@ def _join(address: str | None, need: Need) -> bool:
         if known:
             ray.init(address=known, **quiet)
         else:
-            more = {"num_cpus": max(need.total, os.cpu_count() or 1)} if need.kind == "CPU" else {}
+            more = {"num_cpus": max(need.cpus, os.cpu_count() or 1)} if need.kind == "CPU" else {}
             ray.init(address="local", include_dashboard=False, **more, **quiet)
     except (ConnectionError, RuntimeError, ValueError) as error:
         said = (str(error).splitlines() or ["no reason"])[0]
