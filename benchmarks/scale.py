@@ -34,6 +34,7 @@ SIZES: Mapping[str, Size] = {
     "10k inside, 256 engines": replace(FULL, engines=256, inside=10_240),
     "10k inside, 1,024 engines": replace(FULL, inside=10_240),
     "100k inside, 1,024 engines": FULL,
+    "10k inside, 256, kept": replace(FULL, engines=256, inside=10_240, mode="in_place"),
     "10k, in strict order": replace(FULL, inside=10_240, overtake=0),
     "10k, 8x the tokens": replace(FULL, inside=10_240, tokens=8 * FULL.tokens),
 }

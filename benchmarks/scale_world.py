@@ -26,7 +26,7 @@ from safetensors.torch import load
 from miles.algo.config import AlgoConfig
 from miles.algo.table import credit_of
 from miles.backends.sglang.carriers import InRequests
-from miles.backends.sglang.client import Client, loads
+from miles.backends.sglang.client import Client, PauseMode, loads
 from miles.backends.sglang.fleet import Fleet
 from miles.backends.sglang.reply import Reply
 from miles.backends.sglang.weights import ServerPublication
@@ -60,7 +60,7 @@ class Size:
     """How much of everything. ``inside`` counts trajectories between the gate and the weights trained on them.
 
     ``overtake`` is how many steps' worth of groups may overtake a late one, ``seconds`` what an attempt takes on
-    average, ``longest`` how many times as much one may take.
+    average, ``longest`` how many times as much one may take, ``mode`` what new weights do to requests under way.
     """
 
     engines: int = 16
@@ -75,6 +75,7 @@ class Size:
     longest: int = 8
     tensors: int = 400
     prove: int = 2
+    mode: PauseMode = "abort"
     seed: int = 0
 
     @property
@@ -144,6 +145,9 @@ class SimulatedServer(Client):
         self._world, self._proves = world, proves
         self._answers: set[asyncio.Future[bool]] = set()
         self._label = "none"
+        self._committed: list[tuple[float, str]] = []
+        self._going = asyncio.Event()
+        self._going.set()
         self._held: dict[str, int] = {}
         self.busy = 0.0
 
@@ -156,14 +160,24 @@ class SimulatedServer(Client):
         world.busy(+1)
         try:
             whole = await ends
+            await self._going.wait()  # what is kept while weights come is not told before they are there
         finally:
             self._answers.discard(ends)
             world.busy(-1)
         done = world.loop.time() - began
         self.busy += done
         written = left if whole else min(left - 1, int(left * done / seconds))
-        reply.take(loads(world.said(written, "stop" if whole else "abort", self._label)))
+        told = loads(world.said(written, "stop" if whole else "abort", self._label))
+        if body.get("return_weight_versions"):
+            told["meta_info"]["weight_versions"] = self._runs(began, written, seconds / left)
+        reply.take(told)
         hear(reply.tokens)
+
+    def _runs(self, began: float, written: int, each: float) -> list[list[Any]]:
+        """Which weights drew how many of so many tokens, at ``each`` so many seconds."""
+        marks = [(min(written, max(0, int((at - began) / each))), label) for at, label in self._committed]
+        ends = [*(start for start, _ in marks[1:]), written]
+        return [[label, end - at] for (at, label), end in zip(marks, ends, strict=True) if end > at]
 
     async def ask(
         self, method: str, path: str, body: Any = None, *, data: bytes | None = None, seconds: float = 60.0
@@ -172,10 +186,14 @@ class SimulatedServer(Client):
         self._world.sent[path] += len(raw)
         async with asyncio.timeout(seconds):
             await self._world.loop.after(_CONTROL)
-        if path == "/pause_generation":
+        if (path, body) == ("/pause_generation", {"mode": "abort"}):
             for answer in self._answers:
                 if not answer.done():
                     answer.set_result(False)
+        elif path == "/pause_generation":
+            self._going.clear()
+        elif path == "/continue_generation":
+            self._going.set()
         return self._told(path, body, data)
 
     def _told(self, path: str, body: Any, data: bytes | None) -> Any:
@@ -195,6 +213,7 @@ class SimulatedServer(Client):
                     return {"verified": len(body["digests"])}
                 case "commit":
                     self._label = body["weight_version"]
+                    self._committed = [*self._committed[-8:], (self._world.loop.time(), self._label)]
         return {}
 
 
@@ -223,7 +242,7 @@ class World:
         self._replies: dict[tuple[int, str], bytes] = {}
         self._asked: dict[int, Tokens] = {}
         self.folder = folder
-        self.fleet = Fleet([f"engine {i:04d}" for i in range(size.engines)], ends=frozenset([_END]))
+        self.fleet = Fleet([f"engine {i:04d}" for i in range(size.engines)], ends=frozenset([_END]), mode=size.mode)
         self.servers = [SimulatedServer(self, s.name, proves=i < size.prove) for i, s in enumerate(self.fleet.seats)]
         weights = {f"layers.{i}.weight": torch.full((16,), float(i)) for i in range(size.tensors)}
         self.sync = ServerPublication(

@@ -71,6 +71,8 @@ def test_an_engine_that_comes_back_is_tried_with_one_request_at_a_time_before_it
             engine.behave = wait
             asking = [asyncio.create_task(h.ask()) for _ in range(4)]
             await engine.arrived.reach(1)
+            while len(h.router.fleet.waiting) < 3:  # not all may have reached the router yet
+                await asyncio.sleep(0)
             assert (h.engine(0).outstanding, len(h.router.fleet.waiting)) == (1, 3)
             release.set()
             assert [code for code, _, _ in await asyncio.gather(*asking)] == 4 * [200]

@@ -8,15 +8,20 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from benchmarks.choosing import POLICIES, Policy, scan_least_load, scan_prefix, scan_round_robin, scanned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.cluster.route.house import House, ManualClock, house, reply, run
 
 from miles.cluster.route.body import Key, key_of, rids_of, work_of
-from miles.cluster.route.engine import Engine
+from miles.cluster.route.config import RouteConfig
+from miles.cluster.route.engine import Engine, State
+from miles.cluster.route.fleet import Fleet
 from miles.cluster.route.message import Request
+from miles.cluster.route.openings import Openings
 from miles.cluster.route.outbound import Address, Pool
 from miles.cluster.route.policy import LeastLoad, Prefix, RoundRobin
+from miles.cluster.route.ring import Ring
 
 
 class Wish:
@@ -38,6 +43,15 @@ def engines_of(count: int) -> list[Engine]:
     return [Engine(Pool(address, ManualClock(), 1.0), ranks=None) for address in addresses]
 
 
+def among(engines: list[Engine]) -> Openings:
+    """All of them, open."""
+    made = Openings()
+    for engine in engines:
+        engine.state = State.HEALTHY
+        made.join(engine)
+    return made
+
+
 def prefix_of(engines: list[Engine], **knobs: Any) -> Prefix:
     policy = Prefix(**{"factor": 1.25, "floor": 1, **knobs})
     for engine in engines:
@@ -50,21 +64,21 @@ def prefix_of(engines: list[Engine], **knobs: Any) -> Prefix:
 
 def test_round_robin_gives_everyone_the_same():
     engines, policy = engines_of(3), RoundRobin()
-    assert set(Counter(policy.choose(engines, Wish()).id for _ in range(30)).values()) == {10}
+    assert set(Counter(policy.choose(among(engines), Wish()).id for _ in range(30)).values()) == {10}
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=200), st.integers(1, 8))
 def test_least_load_keeps_the_work_within_one_request_of_even(works: list[int], count: int):
     engines, policy = engines_of(count), LeastLoad()
     for work in works:
-        policy.choose(engines, Wish(work=work)).begin(work)
+        policy.choose(among(engines), Wish(work=work)).begin(work)
     loads = [engine.work for engine in engines]
     assert max(loads) - min(loads) <= max(works)
 
 
 def test_least_load_gives_equals_in_turn():
     engines, policy = engines_of(4), LeastLoad()
-    assert len({policy.choose(engines, Wish()).id for _ in range(4)}) == 4
+    assert len({policy.choose(among(engines), Wish()).id for _ in range(4)}) == 4
 
 
 @settings(deadline=None)
@@ -74,9 +88,9 @@ def test_prefix_keeps_a_key_in_place_until_its_engine_has_more_than_its_share(
 ):
     engines = engines_of(count)
     policy = prefix_of(engines, factor=factor, floor=floor)
-    homes = {key: policy.choose(engines, Wish(b"%d" % key)) for key in range(4)}
+    homes = {key: policy.choose(among(engines), Wish(b"%d" % key)) for key in range(4)}
     for done, key in enumerate(keys):
-        chosen = policy.choose(engines, Wish(b"%d" % key))
+        chosen = policy.choose(among(engines), Wish(b"%d" % key))
         bound = max(floor, factor * (done + 1) / count)
         assert chosen.outstanding < bound + 1
         if chosen is not homes[key]:
@@ -87,22 +101,77 @@ def test_prefix_keeps_a_key_in_place_until_its_engine_has_more_than_its_share(
 def test_prefix_leaves_a_session_where_it_is_however_loaded_that_is():
     engines = engines_of(4)
     policy = prefix_of(engines)
-    home = policy.choose(engines, Wish(b"s", firm=True))
+    home = policy.choose(among(engines), Wish(b"s", firm=True))
     for _ in range(50):
-        assert policy.choose(engines, Wish(b"s", firm=True)) is home
+        assert policy.choose(among(engines), Wish(b"s", firm=True)) is home
         home.begin(1)
-    assert policy.choose(engines, Wish(b"s")) is not home
+    assert policy.choose(among(engines), Wish(b"s")) is not home
 
 
 def test_prefix_passes_over_who_is_not_open_and_comes_back():
     engines = engines_of(5)
     policy = prefix_of(engines, floor=100)
-    home = policy.choose(engines, Wish(b"k"))
+    home = policy.choose(among(engines), Wish(b"k"))
     rest = [engine for engine in engines if engine is not home]
-    stand_in = policy.choose(rest, Wish(b"k"))
+    stand_in = policy.choose(among(rest), Wish(b"k"))
     assert stand_in is not home
-    assert policy.choose(rest, Wish(b"k")) is stand_in
-    assert policy.choose(engines, Wish(b"k")) is home
+    assert policy.choose(among(rest), Wish(b"k")) is stand_in
+    assert policy.choose(among(engines), Wish(b"k")) is home
+
+
+# -- without looking at every engine -----------------------------------------------------------------
+
+
+def change(kind: str, fleet: Fleet, ring: Ring, some: Engine | None, url: str) -> None:
+    """Who there is and how they do."""
+    match kind:
+        case "j" if Address.of(url).name not in fleet.engines:
+            ring.add(fleet.add(url).id)
+        case "l" if some is not None:
+            ring.remove(some.id)
+            fleet.remove(some)
+        case "q" if some is not None:
+            fleet.quarantine(some, "of the test")
+        case "a" if some is not None:
+            fleet.admit(some)
+        case "n" if some is not None:
+            fleet.succeeded(some)
+        case _:
+            pass
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.sampled_from(POLICIES), st.data())
+def test_who_is_chosen_is_who_a_look_at_every_engine_would_choose(policy: Policy, data: st.DataObject):
+    fleet = Fleet(RouteConfig(policy=policy, spill_floor=2), ManualClock(), lambda sentence: None)
+    ring = Ring()
+    config = RouteConfig()
+    choose = {
+        "round_robin": scan_round_robin(),
+        "least_load": scan_least_load(),
+        "prefix": scan_prefix(ring, factor=config.spill_factor, floor=2),
+    }[policy]
+    under_way: list[tuple[Engine, Wish]] = []
+    names = st.integers(0, 7)
+    for kind in data.draw(st.lists(st.sampled_from("jjlqaappppprrn"), max_size=60)):
+        there = list(fleet.engines.values())
+        some = there[data.draw(names) % len(there)] if there else None
+        change(kind, fleet, ring, some, f"http://10.0.0.{data.draw(names)}:30000")
+        match kind:
+            case "p":
+                engines = list(fleet.engines.values())
+                wish = Wish(b"%d" % data.draw(names), data.draw(st.integers(1, 3)), firm=data.draw(st.booleans()))
+                avoid = frozenset(engine.id for engine in engines if data.draw(st.integers(0, 5)) == 0)
+                left = scanned(fleet, avoid)
+                expected = choose(left, wish) if left else None
+                assert fleet.has_other(avoid) == any(e.open and e.id not in avoid for e in engines)
+                assert fleet.pick(wish, avoid) is expected
+                if expected is not None:
+                    under_way.append((expected, wish))
+            case "r" if under_way:
+                fleet.release(*under_way.pop(data.draw(names) % len(under_way)), 0.0)
+            case _:
+                pass
 
 
 # -- what a body tells -------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from miles.cluster.route.clock import Clock
 from miles.cluster.route.config import RouteConfig
 from miles.cluster.route.engine import Engine, State
 from miles.cluster.route.message import Refused
+from miles.cluster.route.openings import Openings
 from miles.cluster.route.outbound import Address, Pool
 from miles.cluster.route.policy import POLICIES, Ask
 
@@ -47,6 +48,7 @@ class Fleet:
         self._clock = clock
         self._tell = tell
         self._policy = POLICIES[config.policy](config)
+        self._openings = Openings()
 
     # -- joining and leaving ------------------------------------------------------------------
 
@@ -65,6 +67,7 @@ class Fleet:
             return known
         engine = Engine(Pool(address, self._clock, self._config.connect_timeout_secs), ranks=ranks)
         self.engines[engine.id] = engine
+        self._openings.join(engine)
         self._policy.joined(engine.id)
         self.on_change(engine)
         return engine
@@ -83,6 +86,7 @@ class Fleet:
     def remove(self, engine: Engine) -> None:
         """Forget an engine; what it still has is cut off."""
         del self.engines[engine.id]
+        self._openings.leave(engine)
         self._policy.left(engine.id)
         engine.state = State.DRAINING
         self.on_change(engine)
@@ -97,19 +101,21 @@ class Fleet:
 
     def has_other(self, avoid: frozenset[str]) -> bool:
         """Whether an engine that is not to be avoided is open."""
-        return any(engine.open and engine.id not in avoid for engine in self.engines.values())
+        return self._openings.others(avoid)
 
     def pick(self, ask: Ask, avoid: frozenset[str] = frozenset()) -> Engine | None:
         """An open engine, one not to be avoided if there is any, already charged with the work; None if none is."""
         if self.outstanding >= self._config.max_concurrent_requests:
             return None
-        engines = [engine for engine in self.engines.values() if engine.open]
-        if avoid:
-            engines = [engine for engine in engines if engine.id not in avoid] or engines
-        if not engines:
+        if not len(self._openings):
             return None
-        engine = self._policy.choose(engines, ask)
+        if avoid:
+            with self._openings.without(avoid) as others:
+                engine = self._policy.choose(others, ask)
+        else:
+            engine = self._policy.choose(self._openings, ask)
         engine.begin(ask.work)
+        self._openings.note(engine)
         self.outstanding += 1
         return engine
 
@@ -143,6 +149,7 @@ class Fleet:
     def release(self, engine: Engine, ask: Ask, seconds: float) -> None:
         """A request has ended on an engine, in whatever way."""
         engine.end(ask.work, seconds)
+        self._openings.note(engine)
         self.outstanding -= 1
         if self.waiting:
             self.serve_waiting()
@@ -229,6 +236,7 @@ class Fleet:
         if engine.state is state and engine.why == why:
             return
         engine.state, engine.why = state, why
+        self._openings.note(engine)
         self._tell(f"Engine {engine.id} is {state.value}{f': {why}' if why else ''}.")
         self.on_change(engine)
         if engine.open:

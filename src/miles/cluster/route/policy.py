@@ -1,14 +1,15 @@
-"""Which of the open engines a request goes to: three policies, each one function of the engines and the request."""
+"""Which of the open engines a request goes to: three policies, each one function of who is open and the request."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 from miles.cluster.route.body import Key
 from miles.cluster.route.config import RouteConfig
 from miles.cluster.route.engine import Engine
+from miles.cluster.route.openings import Openings
 from miles.cluster.route.ring import Ring
 
 
@@ -22,9 +23,9 @@ class Ask(Protocol):
 
 
 class Policy(Protocol):
-    """``engines`` holds one at least."""
+    """``among`` holds one at least."""
 
-    def choose(self, engines: Sequence[Engine], ask: Ask) -> Engine: ...
+    def choose(self, among: Openings, ask: Ask) -> Engine: ...
     def joined(self, name: str) -> None: ...
     def left(self, name: str) -> None: ...
 
@@ -35,9 +36,9 @@ class RoundRobin:
     def __init__(self) -> None:
         self._turn = 0
 
-    def choose(self, engines: Sequence[Engine], ask: Ask) -> Engine:
+    def choose(self, among: Openings, ask: Ask) -> Engine:
         self._turn += 1
-        return engines[self._turn % len(engines)]
+        return among.nth(self._turn % len(among))
 
     def joined(self, name: str) -> None: ...
     def left(self, name: str) -> None: ...
@@ -49,11 +50,9 @@ class LeastLoad:
     def __init__(self) -> None:
         self._turn = 0
 
-    def choose(self, engines: Sequence[Engine], ask: Ask) -> Engine:
-        least = min(engine.work for engine in engines)
-        equals = [engine for engine in engines if engine.work == least]
+    def choose(self, among: Openings, ask: Ask) -> Engine:
         self._turn += 1
-        return equals[self._turn % len(equals)]
+        return among.least(self._turn)
 
     def joined(self, name: str) -> None: ...
     def left(self, name: str) -> None: ...
@@ -70,15 +69,13 @@ class Prefix:
         self._factor = factor
         self._floor = floor
 
-    def choose(self, engines: Sequence[Engine], ask: Ask) -> Engine:
-        if len(engines) == 1:
-            return engines[0]
+    def choose(self, among: Openings, ask: Ask) -> Engine:
+        if len(among) == 1:
+            return among.nth(0)
         key = ask.key()
-        by_name = {engine.id: engine for engine in engines}
-        total = 1 + sum(engine.outstanding for engine in engines)
-        limit = max(self._floor, math.ceil(self._factor * total / len(engines)))
+        limit = max(self._floor, math.ceil(self._factor * (1 + among.outstanding) / len(among)))
         for name in self._ring.walk(key.data):
-            engine = by_name.get(name)
+            engine = among.get(name)
             if engine is not None and (key.firm or engine.outstanding < limit):
                 return engine
         raise AssertionError("someone is always below the mean")
