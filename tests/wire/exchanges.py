@@ -154,6 +154,7 @@ REFUSED = [
     raw("an empty object", "{}"),
     ask("a refused stream", stream=True, sampling_params={"temperature": -1}),
     ask("a stream beyond the context", stream=True, input_ids=[3] * (CONTEXT + 1)),
+    ask("a session nobody opened", session_params={"id": "nobody"}),
     Exchange(name="GET", path="/generate", method="GET"),
     draw("a parameter nobody knows", no_such_parameter=1, ours=400, why=FIVE_HUNDRED),
     draw("a temperature that is a word", temperature="hot", ours=400, why=FIVE_HUNDRED),

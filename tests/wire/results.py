@@ -13,7 +13,10 @@ from tests.wire.differences import DIFFERENCES
 from tests.wire.exchange import Exchange
 
 FILE = Path(__file__).with_name("results.json")
-MODULES = ("test_control", "test_experts", "test_generate", "test_openai_client", "test_stream", "test_weights")
+MODULES = (
+    *("test_checker", "test_control", "test_experts", "test_generate", "test_openai_client", "test_sessions"),
+    *("test_stream", "test_weights"),
+)
 KINDS = ("miles", "sglang")
 WORST_FIRST = ("no", "differs", "not run", "yes")
 _checks: dict[str, dict[str, str]] = {}

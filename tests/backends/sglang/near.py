@@ -12,7 +12,7 @@ from tests.wire.served import Hosted
 from tests.wire.tiny import END, VOCABULARY
 
 from miles.backends.sglang.carriers import Carrier, InRequests
-from miles.backends.sglang.client import Client
+from miles.backends.sglang.client import Client, PauseMode
 from miles.backends.sglang.fleet import Fleet, Seat, State
 from miles.backends.sglang.weights import ServerPublication
 from miles.cluster.local import Inline
@@ -37,13 +37,22 @@ def client_of(url: str, name: str) -> Client:
 class Stand:
     """A fleet of servers at these addresses, and the weights they are to have."""
 
-    def __init__(self, folder, urls, *, carrier: Carrier | None = None, bucket_bytes: int = 30_000) -> None:
+    def __init__(
+        self,
+        folder,
+        urls,
+        *,
+        carrier: Carrier | None = None,
+        bucket_bytes: int = 30_000,
+        mode: PauseMode = "abort",
+    ) -> None:
         self.current = weights_of(folder)
-        self.fleet = Fleet([f"engine {i}" for i in range(len(urls))], ends=frozenset([END]))
+        self.fleet = Fleet([f"engine {i}" for i in range(len(urls))], ends=frozenset([END]), mode=mode)
         self.troubles: list[tuple[str, str]] = []
         self.fleet.trouble = self._trouble
         self.clients = [client_of(url, seat.name) for url, seat in zip(urls, self.fleet.seats, strict=True)]
         self.said: list[str] = []
+        self.fleet.tell = self.said.append
         self.sync = ServerPublication(
             self.fleet,
             weights=lambda: self.current,

@@ -34,6 +34,10 @@ def reply(tokens, reason=None, experts=None):
     )
 
 
+def add(answer, written, number=0):
+    answer.add(written, [(Version(number=number), len(written.tokens))])
+
+
 @given(
     st.lists(
         st.tuples(st.lists(st.integers(3, 200), max_size=6), st.integers(0, 3)),
@@ -45,7 +49,7 @@ def test_every_token_keeps_its_version_and_neighbours_of_one_version_are_one_spa
     attempts.sort(key=lambda attempt: attempt[1])
     answer = parts()
     for tokens, number in attempts:
-        answer.add(reply(tokens, "abort"), Version(number=number))
+        add(answer, reply(tokens, "abort"), number)
     done = answer.completion("abort")
     written = [(token, number) for tokens, number in attempts for token in tokens]
     told = [(int(t), span.version.number) for span in done.spans for t in span.tokens if span.version is not None]
@@ -55,22 +59,34 @@ def test_every_token_keeps_its_version_and_neighbours_of_one_version_are_one_spa
     assert answer.rest.max_new_tokens == 40 - len(written) and answer.so_far == [*PROMPT, *(t for t, _ in written)]
 
 
+@given(st.lists(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), max_size=4), max_size=4))
+def test_an_attempt_that_was_kept_while_weights_came_has_a_span_for_each_version_that_wrote_in_it(attempts):
+    answer, written = parts(Sampling(max_new_tokens=200, ignore_eos=True)), []
+    for runs in attempts:
+        numbers = [number for number, count in sorted(runs) for _ in range(count)]
+        answer.add(reply(range(10, 10 + len(numbers)), "abort"), [(Version(number=n), c) for n, c in sorted(runs)])
+        written += zip(range(10, 10 + len(numbers)), numbers, strict=True)
+    spans = answer.completion("abort").spans
+    assert [(int(t), span.version.number) for span in spans for t in span.tokens if span.version is not None] == written
+    assert all(a.version != b.version for a, b in itertools.pairwise(spans)) and all(len(span) for span in spans)
+
+
 @pytest.mark.parametrize(("last", "reason"), [(END, "stop"), (5, "stop"), (6, None)])
 def test_a_server_lost_behind_the_last_token_has_ended_the_answer(last, reason):
     answer = parts(Sampling(max_new_tokens=40, stop_token_ids=(5,)))
-    answer.add(reply([10, last]), Version())
+    add(answer, reply([10, last]))
     assert answer.reason == reason
 
 
 def test_a_server_lost_at_the_limit_has_ended_the_answer():
     answer = parts(Sampling(max_new_tokens=2))
-    answer.add(reply([10, 11]), Version())
+    add(answer, reply([10, 11]))
     assert answer.reason == "length" and answer.completion("length").status is Status.TRUNCATED
 
 
 def test_the_end_of_a_sequence_that_is_ignored_ends_nothing():
     answer = parts(Sampling(max_new_tokens=9, ignore_eos=True))
-    answer.add(reply([10, END]), Version())
+    add(answer, reply([10, END]))
     assert answer.reason is None
 
 
@@ -80,8 +96,8 @@ def decoded(tokens):
 
 def test_a_stop_text_that_lies_across_two_attempts_stops_and_what_is_behind_it_is_left_out():
     answer = parts(Sampling(max_new_tokens=40, stop=("abc",)), decode=decoded)
-    answer.add(reply(map(ord, "xxa"), "abort"), Version(number=1))
-    answer.add(reply(map(ord, "bcdd"), "length"), Version(number=2))
+    add(answer, reply(map(ord, "xxa"), "abort"), 1)
+    add(answer, reply(map(ord, "bcdd"), "length"), 2)
     done = answer.completion(answer.reason or "")
     assert answer.reason == "stop" and decoded(t for span in done.spans for t in span.tokens) == "xxabc"
     assert [len(span) for span in done.spans] == [3, 2]
@@ -97,8 +113,8 @@ def rows(first, count):
 
 def test_experts_are_those_of_the_attempt_that_computed_a_token_first():
     answer = parts(experts=EXPERTS)
-    answer.add(reply([10, 11], "abort", routed(rows(0, 4))), Version(number=1))  # all but the last token
-    answer.add(reply([12, END], "stop", routed(rows(4, 6))), Version(number=2))
+    add(answer, reply([10, 11], "abort", routed(rows(0, 4))), 1)  # all but the last token
+    add(answer, reply([12, END], "stop", routed(rows(4, 6))), 2)
     done = answer.completion("stop")
     told = np.concatenate([done.given[ROUTED], *(span.extras[ROUTED] for span in done.spans)])
     assert told[:, 0, 0].tolist() == [0, 1, 2, 3, 0, 1, 255] and told.dtype == np.uint8
@@ -106,6 +122,6 @@ def test_experts_are_those_of_the_attempt_that_computed_a_token_first():
 
 def test_experts_that_never_came_are_told_as_unknown():
     answer = parts(experts=EXPERTS)
-    answer.add(reply([10, END]), Version())
+    add(answer, reply([10, END]))
     done = answer.completion("stop")
     assert (done.spans[0].extras[ROUTED] == 255).all() and len(done.given[ROUTED]) == len(PROMPT)

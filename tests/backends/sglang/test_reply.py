@@ -61,6 +61,10 @@ def test_a_log_prob_that_is_none_is_refused_and_what_came_before_stays(value):
         (event([1], [-1.0], finish="tired"), "reason"),
         (event([1, 2], [-1.0, -1.0]) | {"output_ids": [1, 3]}, "where it drew token 3"),
         (event([1], [-1.0], output_token_logprobs=[]), "0 log-probs"),
+        (event([1], [-1.0], weight_versions=[["actor-1", 2]]), "1 tokens, and weights that drew"),
+        (event([1], [-1.0], weight_versions=[["actor-1", 1], ["actor-2", 0]]), "weights that drew"),
+        (event([1], [-1.0], weight_versions=[["actor-1"]]), "for weight_versions"),
+        (event([1], [-1.0], weight_versions={"actor-1": 1}), "for weight_versions"),
     ],
 )
 def test_what_cannot_be_an_answer_is_refused(wrong, why):
@@ -85,3 +89,13 @@ def test_an_abort_with_a_status_is_a_failure_or_a_refusal_and_one_without_is_an_
     reply = fresh()
     reply.take(event([4], [-1.0], finish_reason={"type": "abort", "message": "Aborted", "status_code": None}))
     assert reply.reason == "abort" and reply.tokens == [4]
+
+
+def test_which_weights_drew_which_tokens_is_kept_as_far_as_tokens_came():
+    reply = fresh()
+    assert reply.runs is None
+    reply.take(event([1, 2], [-1.0, -2.0], weight_versions=[["actor-1", 2]]))
+    reply.take(event([3], [-1.0], total=3, weight_versions=[["actor-1", 2], ["actor-2", 1]]))
+    with pytest.raises(Unfit):
+        reply.take(event([99], [-1.0], total=4, weight_versions=[["actor-1", 2], ["actor-2", 2]]))
+    assert reply.runs == [("actor-1", 2), ("actor-2", 1)] and reply.tokens == [1, 2, 3]

@@ -148,6 +148,12 @@ class Answer:
         """The weights that drew the last token, or scored the prompt; None before that."""
         return self.sequence.version or self.sequence.scored_under
 
+    def runs(self, count: int) -> list[tuple[Version, int]]:
+        """Whose the first ``count`` tokens are: each version in its turn, and how many it drew."""
+        stamps = [stamp for stamp in list(self.sequence.stamps) if stamp[0] < count]
+        ends = [*(start for start, _ in stamps[1:]), count]  # of no token there is no stamp
+        return [(version, end - start) for (start, version), end in zip(stamps, ends, strict=False)]
+
     @property
     def queue_seconds(self) -> float:
         """How long it waited for a seat, by the engine's clock; 0 while it waits."""

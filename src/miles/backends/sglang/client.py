@@ -30,6 +30,8 @@ Kind = Literal["sglang", "miles"]
 
 # Seconds in which a request that was aborted before it had a token says so.
 _LATE = 0.5
+# Seconds a connection of words is kept: fewer than any server keeps one.
+_KEPT = 1.0
 CONTROL_SECONDS = 60.0
 """What a server may take for a word that is no work: a pause, a flush, a question."""
 
@@ -71,6 +73,7 @@ class Client:
         self._vocabulary = vocabulary
         self._routed = routed
         self._session: aiohttp.ClientSession | None = None
+        self._words: aiohttp.ClientSession | None = None
         self._flying: dict[asyncio.Task[None], Reply] = {}
         self._facts: Facts | None = None
         self.sums = True
@@ -82,6 +85,11 @@ class Client:
     def flying(self) -> int:
         """Answers under way."""
         return len(self._flying)
+
+    @property
+    def keeps(self) -> bool:
+        """Can requests stay with it while its weights change? Then it tells which weights drew which token."""
+        return self._facts is not None and self._facts.kind == "miles"
 
     async def attempt(
         self, tokens: Sequence[int], sampling: Sampling, hear: Hear = lambda tokens: None
@@ -156,7 +164,8 @@ class Client:
             if sampling.drawn and self._facts.kind == "miles":  # SGLang's randomness goes by a token's place as it is
                 drawn["sampling_drawn"] = sampling.drawn
         body = {"input_ids": list(tokens), "sampling_params": drawn, "return_logprob": True, "stream": True}
-        return body | ({"return_routed_experts": True} if self._routed else {})
+        told = ("return_routed_experts", self._routed), ("return_weight_versions", self.keeps)
+        return body | {name: True for name, wanted in told if wanted}
 
     async def _stream(self, body: dict[str, Any], reply: Reply, hear: Hear) -> None:
         try:
@@ -257,7 +266,7 @@ class Client:
         sent = {"data": data, "headers": {"Content-Type": kind}} if data is not None else {}
         try:
             async with asyncio.timeout(seconds):
-                async with self._open().request(method, f"{self.url}{path}", json=body, **sent) as response:
+                async with self._asking().request(method, f"{self.url}{path}", json=body, **sent) as response:
                     raw = await response.read()
         except TimeoutError as error:
             raise Lost(f"{self.name} did not answer {path} within {seconds:g} s") from error
@@ -284,12 +293,21 @@ class Client:
             )
         return self._session
 
+    def _asking(self) -> aiohttp.ClientSession:
+        """For words: those of a publication come within milliseconds, and share a connection while they do."""
+        if self._words is None:
+            limits = aiohttp.ClientTimeout(total=None, sock_connect=30)
+            kept = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT)
+            self._words = aiohttp.ClientSession(connector=kept, timeout=limits, headers=self._headers)
+        return self._words
+
     async def close(self) -> None:
         """Cut what is under way and let go of the connections."""
         await self.drained(0.0)
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        for session in (self._session, self._words):
+            if session is not None:
+                await session.close()
+        self._session = self._words = None
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[Any]:

@@ -1,8 +1,9 @@
 """Several servers as one engine: who answers what, what happens when one is lost, and everyone holding still.
 
-Who waits for whom: a request waits until some server takes requests; whoever holds the fleet waits until no request is
-under way. What a lost or held server wrote stays, and the rest is written by whichever is free next, so that every
-token has the version that wrote it.
+Who waits for whom: a request waits until some server takes requests; whoever holds the fleet waits until no token is
+drawn. What a lost server wrote stays, and the rest is written by whichever is free next. A held one may keep its
+requests where it tells which weights drew which token (``miles serve``); else they end with what they have, and go on
+as those of a lost one do. So every token has the version that wrote it.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 
-from miles.backends.sglang.client import Client, Cut, Lost
+from miles.backends.sglang.client import Client, Cut, Lost, PauseMode
 from miles.backends.sglang.loads import Loads
 from miles.backends.sglang.pace import Pace
 from miles.backends.sglang.parts import Decode, Experts, Parts
+from miles.backends.sglang.reply import Reply
 from miles.core.errors import EngineError
 from miles.core.protocols import Completion, Hear, Sampling
 from miles.core.types import Tokens, Version
@@ -66,8 +68,35 @@ def label_of(version: Version) -> str:
     return f"{version.policy}-{version.number}"
 
 
+def _known(since: Version, newest: Version) -> dict[str, Version]:
+    """What servers may call weights that a request met which began under ``since``, and the versions these are."""
+    versions = [since._replace(number=number) for number in range(since.number, max(since.number, newest.number) + 1)]
+    return {label_of(version): version for version in versions}
+
+
+def _written(seat: Seat, since: Version, newest: Version, reply: Reply) -> list[tuple[Version, int]]:
+    """Which versions drew a reply's tokens, by a server that had ``since`` when it was asked, and how many each.
+
+    One label is that of the last token alone: then nothing may have changed meanwhile.
+    """
+    runs, known = reply.runs, _known(since, newest)
+    if runs is None:
+        runs, known = [] if reply.label is None else [(reply.label, len(reply.tokens))], _known(since, since)
+    found = [(known[label], count) for label, count in runs if label in known]
+    if len(found) < len(runs) or found != sorted(found, key=lambda run: run[0]):
+        wrong = next((label for label, _ in runs if label not in known), runs[0][0])
+        raise EngineError(
+            f"{seat.name} was given {label_of(since)} and answers with weights it calls {wrong}; "
+            "nobody but this run may change the weights of its servers"
+        )
+    return found or [(since, len(reply.tokens))]
+
+
 class Fleet:
-    """Implements core.protocols.Engine and EngineControl. ``trouble`` hears, at once, of a server that failed."""
+    """Implements core.protocols.Engine and EngineControl. ``trouble`` hears, at once, of a server that failed.
+
+    ``mode`` is what new weights do to requests under way, at servers that can keep them.
+    """
 
     def __init__(
         self,
@@ -76,17 +105,22 @@ class Fleet:
         ends: frozenset[int],
         decode: Decode | None = None,
         experts: Experts | None = None,
+        mode: PauseMode = "abort",
     ) -> None:
         self.seats: tuple[Seat, ...] = ()
         self._loads = Loads[Seat]()
         for name in names:
             self.seat(name)
         self.trouble: Callable[[Seat, Lost], None] = lambda seat, why: None
+        self.tell: Callable[[str], None] = lambda sentence: None
+        self.mode: PauseMode = mode
         self.pace = Pace()
         self.retried = 0
         self.experts = experts
         self._ends, self._decode = ends, decode
         self._mates: OrderedDict[int, Seat] = OrderedDict()
+        self._said: set[str] = set()
+        self._newest = Version(number=-1)
         self._news = asyncio.Event()
         self._doors = asyncio.Event()
         self._holds = 0
@@ -120,12 +154,10 @@ class Fleet:
                 there = [each.name for each in self.serving()]
                 taken = time.monotonic() - began
                 self.pace.note(seat.name, len(reply.tokens), taken, serving=there, version=version.number)
-            if reply.label is not None and reply.label != label_of(version):
-                raise EngineError(
-                    f"{seat.name} was given {label_of(version)} and answers with weights it calls {reply.label}; "
-                    "nobody but this run may change the weights of its servers"
-                )
-            parts.add(reply, version)
+            # A server may go on, and have ended an answer, before others have taken the version too.
+            while self._holds and any(label not in _known(version, self._newest) for label, _ in reply.runs or ()):
+                await self.news()
+            parts.add(reply, _written(seat, version, self._newest, reply))
             if parts.reason is not None:
                 return parts.completion(parts.reason)
             if self._aborts != aborts:
@@ -219,7 +251,9 @@ class Fleet:
         """A server has the weights of ``version`` and takes requests from now on."""
         seat.asleep = seat.asleep and seat.client is client
         seat.client, seat.version, seat.state, seat.why = client, version, State.SERVING, ""
+        self._newest = max(self._newest, version, key=lambda each: each.number)
         self._loads.note(seat)
+        self._say_what_becomes_of_requests(seat.name, keeps=client.keeps)
         self.told()
 
     def drop(self, seat: Seat, why: str, *, gone: bool = False) -> None:
@@ -236,20 +270,31 @@ class Fleet:
         """Does nobody get an answer just now?"""
         return self._holds > 0
 
-    async def hold(self) -> None:
-        """No request is under way when this returns, and none begins before as many ``release``."""
+    async def hold(self, mode: PauseMode = "abort", late: Collection[Client] = ()) -> None:
+        """No token is drawn when this returns, and no request begins before as many ``release``.
+
+        ``in_place`` and ``retract`` leave requests with servers that can keep them; others have none under way. Those
+        of ``late`` that have nothing under way are left to whoever holds: the next word to them must pause them.
+        """
         self._holds += 1
         async with self._turn:
             await self._hurry()
-            await self._each(self._still)
+            await self._each(lambda client: self._still(client, mode, late=client in late))
 
-    async def release(self) -> None:
+    async def release(self, going: Collection[Client] = ()) -> None:
+        """``going`` go on already."""
         assert self._holds > 0, "hold comes first"
         if self._holds == 1:
             async with self._turn:
-                await self._each(lambda client: client.resume())
+                await self._each(lambda client: self._on(client, going=client in going))
         self._holds -= 1
         self.told()
+
+    @asynccontextmanager
+    async def last(self) -> AsyncIterator[bool]:
+        """Meanwhile nobody has servers hold still or go on but who asks: may they go on when this one lets them?"""
+        async with self._turn:
+            yield self._holds == 1
 
     async def _hurry(self) -> None:
         """What servers that leave have under way goes on elsewhere."""
@@ -257,9 +302,30 @@ class Fleet:
             if seat.state is State.LEAVING and seat.client is not None:
                 await seat.client.finished(0.0)
 
-    async def _still(self, client: Client) -> None:
+    async def _on(self, client: Client, *, going: bool) -> None:
+        if not going:
+            await client.resume()
+
+    async def _still(self, client: Client, mode: PauseMode, *, late: bool = False) -> None:
+        if late and not client.flying:
+            return
+        if mode != "abort" and client.keeps:
+            await client.pause(mode)
+            return
         await client.pause("abort")
         await client.drained(DRAIN_SECONDS)
+
+    def _say_what_becomes_of_requests(self, name: str, *, keeps: bool) -> None:
+        if self.mode == "abort" or name in self._said:
+            return
+        self._said.add(name)
+        if keeps:
+            self.tell(f"{name} keeps its requests while new weights come (--pause-generation-mode {self.mode}).")
+        else:
+            self.tell(
+                f"{name} tells one weight version a reply: when new weights come its requests end with what they have "
+                f"and are asked again (abort), whatever --pause-generation-mode {self.mode} says."
+            )
 
     async def _each(self, word: Callable[[Client], Awaitable[object]]) -> None:
         """Tell every server; one that is lost meanwhile is told of, and not waited for."""

@@ -66,15 +66,21 @@ class Parts:
         how, done = self._sampling, len(self._tokens)
         return replace(how, max_new_tokens=how.max_new_tokens - done, drawn=how.drawn + done)
 
-    def add(self, reply: Reply, version: Version) -> None:
-        """What an attempt wrote under ``version``; after it ``reason`` says why the answer ended, if it did."""
-        start = len(self._tokens)
+    def add(self, reply: Reply, runs: Sequence[tuple[Version, int]]) -> None:
+        """What an attempt wrote, and how much of it under which version in its turn.
+
+        After it ``reason`` says why the answer ended, if it did.
+        """
+        start = first = len(self._tokens)
+        assert sum(count for _, count in runs) == len(reply.tokens), "every token has the version that wrote it"
         if reply.experts is not None and self._experts is not None:
             self._record(reply.experts, len(self.so_far) + len(reply.tokens) - 1)
         self._tokens += reply.tokens
         self._logprobs += reply.logprobs
-        if reply.tokens and (not self._bounds or self._bounds[-1][1] != version):
-            self._bounds.append((start, version))
+        for version, count in runs:
+            if count and (not self._bounds or self._bounds[-1][1] != version):
+                self._bounds.append((first, version))
+            first += count
         if self._cached is None:
             self._cached = reply.cached
         if start and self._stopped_across(start):

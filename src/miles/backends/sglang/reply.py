@@ -27,7 +27,8 @@ class Reply:
     """A stream of one answer. ``take`` may be told all that there is each time, or only what is new.
 
     ``reason`` is None while it goes on, then ``stop``, ``length`` or ``abort``; ``label`` is what the server calls the
-    weights; ``experts`` is SGLang's ``routed_experts`` as it came.
+    weights that drew last, and ``runs``, where it can tell, what it calls those that drew the first tokens, the next,
+    and so on, and how many each; ``experts`` is SGLang's ``routed_experts`` as it came.
     """
 
     vocabulary: int
@@ -36,6 +37,7 @@ class Reply:
     logprobs: list[float] = field(default_factory=list)
     reason: str | None = None
     label: str | None = None
+    runs: list[tuple[str, int]] | None = None
     experts: str | None = None
     cached: int = 0
 
@@ -46,7 +48,9 @@ class Reply:
         meta = event.get("meta_info") if isinstance(event, dict) else None
         if not isinstance(meta, dict):
             raise Unfit("its reply has no meta_info")
+        runs = _runs(meta)
         self._grow(event, meta)
+        self.runs = runs
         reason = meta.get("finish_reason")
         if isinstance(reason, dict):
             self._end(reason, meta)
@@ -113,6 +117,19 @@ def _failure(told: dict[str, Any], name: str) -> EngineError:
     if isinstance(status, int) and 400 <= status < 500:
         return Denied(said)
     return Unfit(f"it gave the request up ({status}: {said})")
+
+
+def _runs(meta: dict[str, Any]) -> list[tuple[str, int]] | None:
+    """Which weights drew how many tokens, all told: what servers of ours say when they are asked to."""
+    told = meta.get("weight_versions")
+    if told is None:
+        return None
+    pairs = told if isinstance(told, list) else [told]
+    if not all(isinstance(pair, list) and [type(one) for one in pair] == [str, int] for pair in pairs):
+        raise Unfit(f"its reply has {str(told)[:100]} for weight_versions")
+    if min((count for _, count in pairs), default=1) < 1 or sum(n for _, n in pairs) != meta.get("completion_tokens"):
+        raise Unfit(f"its reply has {meta.get('completion_tokens')} tokens, and weights that drew {str(told)[:100]}")
+    return [(label, count) for label, count in pairs]
 
 
 def _whole(value: Any, name: str) -> int:

@@ -17,6 +17,7 @@ from aiohttp import web
 from miles.backends.native.engine import NativeEngine
 from miles.backends.native.server.card import Card
 from miles.backends.native.server.chat import Speaker, Told, read_chat, speaker_of
+from miles.backends.native.server.checker import Checker
 from miles.backends.native.server.completions import read_completions
 from miles.backends.native.server.config import ServeConfig
 from miles.backends.native.server.control import Control, json_reply
@@ -62,6 +63,7 @@ class Server:
         self.engine = engine
         self.desk = Desk(engine, tokenizer, Labels(self.config.weight_version), clock)
         self.control = Control(self.desk, self.card, ranks=self.config.tensor_parallel_size)
+        self.checker = Checker(self.desk, ranks=self.config.tensor_parallel_size)
         self.metrics = Metrics(self.card.served_model_name)
         self.speaker: Speaker | None = None
         if tokenizer is not None:

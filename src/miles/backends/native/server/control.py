@@ -11,6 +11,7 @@ import binascii
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -20,6 +21,7 @@ from miles.backends.native.server.card import Card
 from miles.backends.native.server.desk import Desk
 from miles.backends.native.server.fields import Fields
 from miles.backends.native.server.groups import Groups
+from miles.backends.native.server.merging import Merging
 from miles.backends.native.server.refusal import Refusal, malformed
 from miles.backends.native.server.staging import ACTIONS, Staging
 from miles.backends.native.server.stream import dumps
@@ -27,6 +29,7 @@ from miles.backends.native.server.weights import DTYPES, Intake, by_name, from_b
 from miles.core.errors import MilesError, SyncError
 from miles.core.types import Version
 from miles.models.footprint import weight_bytes
+from miles.sync.adapters import unpacked
 
 PICKLED = (
     "This server unpickles nothing that comes over the network: send load_format 'safetensors' with base64 of a "
@@ -52,6 +55,7 @@ class Control:
         self._engine = desk.engine
         self._intake = Intake(desk.engine, ranks)
         self._staging = Staging(desk.engine, ranks)
+        self._merging = Merging(desk.engine, ranks, lambda: Path(card.model_path))
         self._groups: Groups | None = None
 
     # -- requests ---------------------------------------------------------------------------
@@ -67,10 +71,7 @@ class Control:
         return web.Response()
 
     async def pause(self, fields: Fields) -> web.Response:
-        mode = fields.text("mode") or "abort"
-        if mode not in MODES:
-            raise fields.refuse("mode", "abort, retract or in_place")
-        await self._engine.pause(MODES[mode])
+        await self._engine.pause(_mode(fields, "mode"))
         return json_reply({"message": "Generation paused successfully.", "status": "ok"})
 
     async def resume(self, fields: Fields) -> web.Response:
@@ -130,8 +131,12 @@ class Control:
         action = fields.needed_text("action")
         if action not in ACTIONS:
             raise fields.refuse("action", f"one of {', '.join(ACTIONS)}")
+        if action == "commit" and "promised" in fields:
+            return await self._commit_written(fields)
         if action == "commit":
             return await self._updated(fields, self._commit)
+        if action == "write" and "pause" in fields:
+            await self._engine.pause(_mode(fields, "pause"))
         try:
             told = await asyncio.to_thread(self._staging.step, action, fields)
         except SyncError as error:
@@ -151,6 +156,25 @@ class Control:
         label = self._desk.labels.of(self._engine.version)
         limit = (64 << 20) + 2 * weight_bytes(self._engine.spec, "float32")
         return await _tried(asyncio.to_thread(self._staging.change, body, label, limit), "Staged.")
+
+    async def adapters(self, body: bytes) -> web.Response:
+        """Factors that are added to the base of a publication's matrices (see sync.adapters)."""
+
+        def stage() -> None:
+            self._staging.receive(self._merging.merged(unpacked(body)))
+
+        return await _tried(asyncio.to_thread(stage), "Staged.")
+
+    async def _commit_written(self, fields: Fields) -> web.Response:
+        """Nothing is left to do but to look at numbers; and to go on, where the sender says so."""
+
+        async def commit() -> Version:
+            return self._staging.writing.commit(fields)
+
+        response = await self._updated(fields, commit)
+        if response.status == 200 and fields.flag("resume"):
+            await self._engine.resume()
+        return response
 
     async def _commit(self) -> Version:
         tensors, landed = await asyncio.to_thread(self._staging.taken)
@@ -267,6 +291,13 @@ async def _tried(work: Awaitable[None], told: str) -> web.Response:
     except SyncError as error:
         return json_reply({"success": False, "message": str(error)}, 400)
     return json_reply({"success": True, "message": told})
+
+
+def _mode(fields: Fields, name: str) -> PauseMode:
+    mode = fields.text(name) or "abort"
+    if mode not in MODES:
+        raise fields.refuse(name, "abort, retract or in_place")
+    return MODES[mode]
 
 
 def _tags(fields: Fields) -> tuple[str, ...]:

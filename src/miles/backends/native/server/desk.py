@@ -21,7 +21,8 @@ from miles.backends.native.server.grammar import Grammars
 from miles.backends.native.server.labels import Labels
 from miles.backends.native.server.refusal import Refusal
 from miles.backends.native.server.reply import Reply
-from miles.backends.native.server.wish import Rule, Wish
+from miles.backends.native.server.sessions import Sessions
+from miles.backends.native.server.wish import Rule, Turn, Wish
 from miles.core.errors import EngineError
 from miles.core.spelling import Spelling
 from miles.core.types import Version
@@ -49,6 +50,7 @@ class Desk:
         self.gate = Gate()
         self.draining = False
         self.clock = clock
+        self.sessions = Sessions(clock)
         self._live: dict[str, Reply] = {}
         self._grammars: Grammars | None = None
         self._name = None if tokenizer is None else lru_cache(1 << 16)(lambda token: tokenizer.decode([token]))
@@ -84,6 +86,8 @@ class Desk:
             finally:
                 for reply in replies:
                     self._live.pop(reply.wish.rid, None)
+                    if reply.wish.turn is not None:
+                        self.sessions.ended(reply.wish.turn, reply.wish.rid)
                     reply.answer.cancel()
 
     async def finish(self, replies: Sequence[Reply]) -> None:
@@ -117,8 +121,19 @@ class Desk:
             if wish.prompt not in prompts:
                 prompts[wish.prompt] = await self._encode(wish.prompt)
             constraint = None if wish.draw.rule is None else await self._constraint(wish.draw.rule)
-            prepared.append((wish, prompts[wish.prompt], constraint))
+            prompt = prompts[wish.prompt]
+            if wish.turn is not None:
+                prompt = await self._continued(wish.turn, prompt)
+            prepared.append((wish, prompt, constraint))
         return prepared
+
+    async def _continued(self, turn: Turn, tokens: list[int]) -> list[int]:
+        """What a session has, with these tokens where they belong."""
+        unfinished = self.sessions.unfinished(turn)
+        if unfinished is not None:
+            await self.engine.abort(unfinished, "its session went on without it")
+        begins = None if self.tokenizer is None else self.tokenizer.bos_token_id
+        return self.sessions.prompt_of(turn, tokens, begins)
 
     async def _encode(self, prompt: str | tuple[int, ...]) -> list[int]:
         if not isinstance(prompt, str):
@@ -162,6 +177,8 @@ class Desk:
             spelling = Spelling(tokenizer.text if draw.skip_special else tokenizer.decode, prompt, draw.sampling.stop)
         reply = Reply(wish, prompt, answer, spelling=spelling, name=self._name, label=self._label, started=started)
         self._live[wish.rid] = reply
+        if wish.turn is not None:
+            self.sessions.began(wish.turn, wish.rid, prompt, answer)
         return reply
 
     def _label(self, version: Version | None) -> str:

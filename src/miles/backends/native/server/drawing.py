@@ -9,9 +9,10 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
-from miles.backends.native.server.fields import Fields, as_integer, as_number
+from miles.backends.native.server.fields import Fields
 from miles.backends.native.server.refusal import Refusal
 from miles.backends.native.server.wish import Draw, Rule
+from miles.core.fields import as_integer, as_number
 from miles.core.protocols import Sampling
 
 GREEDY = 1e-6

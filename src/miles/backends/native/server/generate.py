@@ -9,12 +9,12 @@ from typing import Any
 from miles.backends.native.server.drawing import MOST_ATTEMPTS, read_draw, refuse_what_is_not_here
 from miles.backends.native.server.fields import Fields
 from miles.backends.native.server.refusal import Refusal, malformed
-from miles.backends.native.server.wish import Draw, Wish
+from miles.backends.native.server.wish import Draw, Turn, Wish
 
 MOST_WISHES = 65536
 _NOT_HERE = (
     *("input_embeds", "image_data", "video_data", "audio_data", "lora_path", "custom_logit_processor"),
-    *("return_hidden_states", "return_sampling_mask", "return_indexer_topk", "session_params", "background"),
+    *("return_hidden_states", "return_sampling_mask", "return_indexer_topk", "background"),
     *("bootstrap_host", "bootstrap_room", "return_flat_raw_top_logprobs", "multi_item_delimiter_indices"),
 )
 
@@ -46,6 +46,8 @@ def read_generate(body: Any, new_rid: Callable[[], str]) -> Errand:
     watches = _watches(fields, len(prompts), single)
     priority = fields.integer("priority", 0)
     words, tell_prompt = fields.flag("return_text_in_logprobs"), fields.flag("return_prompt_token_ids")
+    tell_versions = fields.flag("return_weight_versions")
+    turns = _turns(fields, len(prompts), single, attempts)
     experts = fields.integer("routed_experts_start_len", 0, low=0) if fields.flag("return_routed_experts") else None
     wishes = tuple(
         Wish(
@@ -61,6 +63,8 @@ def read_generate(body: Any, new_rid: Callable[[], str]) -> Errand:
             words=words,
             experts_from=experts,
             tell_prompt=tell_prompt,
+            tell_versions=tell_versions,
+            turn=turns[i],
         )
         for i, prompt in enumerate(prompts)
         for attempt in range(attempts)
@@ -175,6 +179,35 @@ def _watches(fields: Fields, count: int, single: bool) -> Sequence[tuple[int, ..
     if len(value) != count:
         raise Refusal(f"token_ids_logprob is a list of {len(value)}, but there are {count} prompts.")
     return [Fields({"token_ids_logprob": each}).integers("token_ids_logprob") for each in value]
+
+
+def _turns(fields: Fields, count: int, single: bool, attempts: int) -> Sequence[Turn | None]:
+    """Where each prompt stands in a session; one object for one prompt, or a list."""
+    if "session_params" not in fields:
+        return [None] * count
+    if attempts > 1:
+        raise Refusal("A session goes on behind one answer: ask for one at a time (n).", param="session_params")
+    value = fields.raw("session_params")
+    if single or not isinstance(value, list):
+        return [_turn(fields.needed_object("session_params"))] * count
+    if len(value) != count:
+        raise Refusal(f"session_params is a list of {len(value)}, but there are {count} prompts.")
+    return [None if each is None else _turn(fields.inner(each, "session_params")) for each in value]
+
+
+def _turn(fields: Fields) -> Turn | None:
+    """SGLang's ``session_params``; without an id they say nothing."""
+    session = fields.text("id")
+    behind, offset = fields.text("rid"), fields.integer("offset", 0)
+    if session is None:
+        return None
+    return Turn(
+        session=session,
+        behind=behind,
+        offset=offset,
+        replace=fields.flag("replace"),
+        drop_output=fields.flag("drop_previous_output"),
+    )
 
 
 assert MOST_ATTEMPTS <= MOST_WISHES

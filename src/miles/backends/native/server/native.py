@@ -34,6 +34,8 @@ def _meta(reply: Reply, since: int) -> dict[str, Any]:
         "num_retractions": answer.preemptions,
         "queue_time": answer.queue_seconds,
     }
+    if wish.tell_versions:
+        meta["weight_versions"] = reply.versions
     if wish.logprobs:
         meta |= _logprobs(reply, since)
     meta |= {

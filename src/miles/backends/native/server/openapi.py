@@ -62,6 +62,15 @@ _SAMPLING = _object(
     },
     more=False,
 )
+_SESSION = _object(
+    {
+        "id": _nullable(_TEXT),
+        "rid": _nullable(_TEXT),
+        "offset": _nullable(_INTEGER),
+        "replace": _nullable(_FLAG),
+        "drop_previous_output": _nullable(_FLAG),
+    }
+)
 _GENERATE = _object(
     {
         "text": _one_or_each(_TEXT),
@@ -73,12 +82,14 @@ _GENERATE = _object(
         "token_ids_logprob": _nullable(_one_or_each({"type": "array", "items": _COUNT})),
         "return_text_in_logprobs": _nullable(_FLAG),
         "return_prompt_token_ids": _nullable(_FLAG),
+        "return_weight_versions": _nullable(_FLAG),
         "return_routed_experts": _nullable(_FLAG),
         "routed_experts_start_len": _nullable(_COUNT),
         "stream": _nullable(_FLAG),
         "rid": _nullable(_one_or_each(_TEXT)),
         "priority": _nullable(_INTEGER),
         "session_id": _nullable(_TEXT),
+        "session_params": _nullable(_one_or_each(_SESSION)),
     }
 )
 _FORMAT = _object(
@@ -165,10 +176,22 @@ _ENTRY = _object(
     },
     ("name", "shape", "dtype"),
 )
-_STEPS = ("where", "begin", "load", "open", "copy", "verify", "commit", "rollback")
+_STEPS = ("where", "begin", "load", "open", "copy", "map", "write", "verify", "commit", "rollback")
 _BYTES: Schema = {"type": "string", "format": "binary"}
 _TAGS = _object({"tags": _nullable(_TEXTS)})
 _GROUP = {"group_name": _nullable(_TEXT)}
+
+_OPENED = _object(
+    {
+        "capacity_of_str_len": _INTEGER,
+        "session_id": _nullable(_TEXT),
+        "streaming": _nullable(_FLAG),
+        "timeout": _nullable(_NUMBER),
+    },
+    ("capacity_of_str_len",),
+)
+_CLOSED = _object({"session_id": _TEXT}, ("session_id",))
+_CHECKED = _object({"action": _nullable({"enum": ["checksum", "snapshot", "compare", "reset_tensors"]})})
 
 # path -> (what it does, method -> schema of the body, or None where it takes none)
 ENDPOINTS: Mapping[str, tuple[str, Mapping[str, Schema | None]]] = {
@@ -251,6 +274,9 @@ ENDPOINTS: Mapping[str, tuple[str, Mapping[str, Schema | None]]] = {
         "The first rows of a tensor.",
         {"post": _object({"name": _TEXT, "truncate_size": _nullable(_COUNT)}, ("name",))},
     ),
+    "/open_session": ("Begin a session.", {"get": _OPENED, "post": _OPENED}),
+    "/close_session": ("Forget a session.", {"get": _CLOSED, "post": _CLOSED}),
+    "/weights_checker": ("Checksums of the weights, a snapshot, a comparison.", {"get": _CHECKED, "post": _CHECKED}),
     "/weights_publication": (
         "A step of a publication: its manifest, its check, its commit or its end.",
         {
@@ -263,6 +289,15 @@ ENDPOINTS: Mapping[str, tuple[str, Mapping[str, Schema | None]]] = {
                     "last": _nullable(_FLAG),
                     "names": _nullable({"type": "array", "items": _TEXT}),
                     "offsets": _nullable({"type": "array", "items": _COUNT}),
+                    "epoch": _nullable(_TEXT),
+                    "storages": _nullable({"type": "array", "items": {"type": "object"}}),
+                    "lie_in": _nullable({"type": "array", "items": _COUNT}),
+                    "dtypes": _nullable({"type": "array", "items": _TEXT}),
+                    "shapes": _nullable({"type": "array", "items": {"type": "array", "items": _COUNT}}),
+                    "which": _nullable(_TEXT),
+                    "promised": _nullable(_TEXT),
+                    "pause": {"enum": ["abort", "retract", "in_place", None]},
+                    "resume": _nullable(_FLAG),
                     "folder": _nullable(_TEXT),
                     "digests": _nullable(
                         {
@@ -280,6 +315,7 @@ ENDPOINTS: Mapping[str, tuple[str, Mapping[str, Schema | None]]] = {
     ),
     "/weights_publication/bucket": ("Tensors of a publication: a safetensors file.", {"post": _BYTES}),
     "/weights_publication/changes": ("What changed of a publication's tensors, compressed.", {"post": _BYTES}),
+    "/weights_publication/adapters": ("Factors to be added to the base of a publication's tensors.", {"post": _BYTES}),
     "/update_weight_version": (
         "Call the weights by another name.",
         {"post": _object({"new_version": _TEXT, "abort_all_requests": _nullable(_FLAG)}, ("new_version",))},

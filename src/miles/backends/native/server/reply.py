@@ -105,6 +105,11 @@ class Reply:
         return self._label(self.answer.version)
 
     @property
+    def versions(self) -> list[tuple[str, int]]:
+        """The labels of all weights that drew what is told, in their turn, each with how many tokens are its own."""
+        return [(self._label(version), count) for version, count in self.answer.runs(len(self.tokens))]
+
+    @property
     def text(self) -> str | None:
         """What is certain of its text; all of it once it has ended."""
         spelling, finish, draw = self._spelling, self.finish, self.wish.draw

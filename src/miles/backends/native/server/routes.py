@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
+import uuid
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -55,16 +56,49 @@ def add_routes(app: web.Application, server: Server) -> None:
     }
     for path, steer in steers.items():
         router.add_post(path, _steering(server, steer))
+    for path, steer in _either(server).items():
+        router.add_post(path, _steering(server, steer))
+        router.add_get(path, _steering(server, steer), allow_head=False)
     router.add_post("/update_weights_from_tensor", _weights(server))
     router.add_post("/weights_publication/bucket", _bucket(server))
     router.add_post("/weights_publication/changes", _changes(server))
+    router.add_post("/weights_publication/adapters", _adapters(server))
     for method in ("GET", "POST"):
         router.add_route(method, "/flush_cache", _flush(server))
 
 
+def _either(server: Server) -> dict[str, Steer]:
+    """Those that SGLang also takes as GET."""
+
+    async def open_session(fields: Fields) -> web.Response:
+        """Begin a session; its name."""
+        size = fields.maybe_integer("capacity_of_str_len")
+        if size is None:
+            raise fields.refuse("capacity_of_str_len", "an integer")
+        seconds = fields.maybe_number("timeout")
+        if fields.flag("streaming"):
+            raise Refusal("There are no streaming sessions here; leave streaming out.", param="streaming")
+        name = fields.text("session_id")
+        name = uuid.uuid4().hex if name is None else name
+        if not server.desk.sessions.open(name, seconds):
+            raise Refusal(f"Session {name!r} is open already; close it first.", param="session_id")
+        return json_reply(name)
+
+    async def close_session(fields: Fields) -> web.Response:
+        server.desk.sessions.close(fields.needed_text("session_id"))
+        return web.Response()
+
+    return {
+        "/open_session": open_session,
+        "/close_session": close_session,
+        "/weights_checker": server.checker.check,
+    }
+
+
 def _steering(server: Server, steer: Steer) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
-        return await carried_out(steer(Fields(await server.body(request))))
+        bare = request.path == "/weights_checker" and not request.can_read_body
+        return await carried_out(steer(Fields({} if bare else await server.body(request))))
 
     return handle
 
@@ -91,6 +125,13 @@ def _bucket(server: Server) -> Handler:
 def _changes(server: Server) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         return await carried_out(server.control.changes(await _weighty(server, request)))
+
+    return handle
+
+
+def _adapters(server: Server) -> Handler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return await carried_out(server.control.adapters(await _weighty(server, request)))
 
     return handle
 

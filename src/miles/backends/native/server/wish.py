@@ -48,12 +48,28 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """Where a request stands in a session: ``behind`` the request of that name, or None at its beginning.
+
+    ``offset``: behind so many of that one's tokens (below 0, counted from their end); ``drop_output``: without what
+    that one answered; ``replace``: in place of all that went on from there.
+    """
+
+    session: str
+    behind: str | None = None
+    offset: int = 0
+    replace: bool = False
+    drop_output: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
     """One answer that is wanted: to which prompt, drawn how, and what is to be told of it beside its tokens.
 
     ``attempt`` counts the answers wanted to the same prompt. ``scores_from`` is the first prompt token whose log-prob
     is told (None: none of them); ``tops`` and ``watch`` ask for other tokens' log-probs beside each.
-    ``experts_from``: the routing of the tokens from that position on is told.
+    ``experts_from``: the routing of the tokens from that position on is told. ``tell_versions``: which weights drew
+    which of the tokens is told.
     """
 
     prompt: str | tuple[int, ...]
@@ -68,3 +84,5 @@ class Wish:
     words: bool = False
     experts_from: int | None = None
     tell_prompt: bool = False
+    tell_versions: bool = False
+    turn: Turn | None = None
