@@ -25,6 +25,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import exact_matrix
+
 PARTS = ("matrix", "rollout", "train")
 MODES = ("fast", "exact")
 PROMPT, REPLY = 1024, 1024
@@ -49,14 +51,6 @@ def use(mode: str) -> None:
     arithmetic.use("exact" if mode == "exact" else "fast")
 
 
-WHERE = "cuda"
-
-
-def device() -> str:
-    """Where the matrix is computed."""
-    return WHERE
-
-
 def by_kind(seen: Any, steps: float) -> dict[str, float]:
     """Milliseconds a step by what kernels are for."""
     times: dict[str, float] = {}
@@ -69,251 +63,20 @@ def by_kind(seen: Any, steps: float) -> dict[str, float]:
 # -- the matrix -------------------------------------------------------------------------------
 
 
-def models() -> dict[str, Any]:
-    """Small models of every mechanism there is an exact form of."""
-    from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlaSpec, MlpSpec, MoeSpec, RopeSpec
-
-    plain = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=64, rope=RopeSpec(theta=1e4))
-    mlp = MlpSpec(size=320)
-    dense = DecoderSpec(
-        family="qwen3",
-        vocab_size=5003,
-        hidden_size=256,
-        norm_eps=1e-6,
-        layers=2 * (LayerSpec(mixer=plain, ffn=mlp),),
-        tie_embeddings=True,
-        max_positions=4096,
-        eos_token_ids=(),
-    )
-
-    def of(mixer: Any = plain, ffn: Any = mlp, **changes: Any) -> Any:
-        return replace(dense, layers=2 * (LayerSpec(mixer=mixer, ffn=ffn),), **changes)
-
-    windowed = replace(plain, window=70, softcap=30.0, qk_norm="head")
-    gelu = MlpSpec(size=320, activation="gelu_tanh")
-    gemma = replace(
-        dense,
-        layers=(
-            LayerSpec(mixer=windowed, ffn=gelu, post_norms=True),
-            LayerSpec(mixer=replace(windowed, window=None), ffn=gelu, post_norms=True),
-        ),
-        norm_offset=1.0,
-        embedding_scale=16.0,
-        logit_softcap=20.0,
-    )
-    sunk = replace(plain, sinks=True, window=100, qkv_bias=True, output_bias=True)
-    clamped = MoeSpec(
-        num_experts=8, experts_per_token=2, size=128, activation="swiglu_clamped", interleaved=True, expert_bias=True,
-        router_bias=True, norm_topk_prob=True,
-    )  # fmt: skip
-    latent = MlaSpec(
-        num_heads=4, query_rank=96, kv_rank=64, nope_dim=64, rope_dim=32, value_dim=64,
-        rope=RopeSpec(theta=1e4, interleaved=True), scale=96**-0.5, norm_eps=1e-6,
-    )  # fmt: skip
-    sigmoid = MoeSpec(
-        num_experts=16, experts_per_token=4, size=64, score="sigmoid", wide_router=True, correction=True, groups=4,
-        kept_groups=2, group_top=2, norm_topk_prob=True, scale=2.5, shared=MlpSpec(size=128),
-    )  # fmt: skip
-    moe = MoeSpec(num_experts=32, experts_per_token=4, size=96, norm_topk_prob=True)
-    return {
-        "llama": of(tie_embeddings=False),
-        "qwen2, biases": of(replace(plain, qkv_bias=True)),
-        "qwen3": of(replace(plain, head_dim=128, qk_norm="head")),
-        "qwen3 moe": of(replace(plain, qk_norm="head"), moe, family="qwen3_moe"),
-        "gemma3, caps": gemma,
-        "gpt-oss": of(sunk, clamped, family="gpt_oss"),
-        "deepseek v3": of(latent, sigmoid, family="deepseek_v3"),
-        "chunks": of(replace(plain, chunk=128, qk_norm="unit")),
-    }
-
-
-def fresh(spec: Any, dtype: Any) -> Any:
-    import torch
-
-    from miles.models.decoder import Decoder
-
-    torch.manual_seed(0)
-    decoder = Decoder(spec, device=device(), dtype=dtype)
-    with torch.no_grad():
-        for parameter in decoder.parameters():
-            noise = torch.randn(parameter.shape, device=parameter.device)
-            parameter.copy_(1 + 0.3 * noise if parameter.dim() == 1 else 3 * noise * parameter.shape[-1] ** -0.5)
-    return decoder
-
-
-ENGINES: dict[str, dict[str, Any]] = {
-    "at once": {"page_size": 16},
-    "no graphs, chunks of 37": {"page_size": 16, "graphs": False, "prefill_chunk": 37},
-    "tight, pages of 8": {"page_size": 8, "kv_tokens": 1536, "max_running": 5, "prefill_chunk": 100},
-    "no prefix cache": {"page_size": 64, "prefix_cache": False},
-}
-TRAINERS: dict[str, dict[str, Any]] = {
-    "packed": {"max_tokens_per_gpu": 100_000},
-    "micro-batches": {"max_tokens_per_gpu": 700},
-    "shared prefixes": {"max_tokens_per_gpu": 100_000, "share_prefix": True},
-}
-
-
 def matrix(args: argparse.Namespace) -> None:
     """One of the models in every way, and what differs."""
-    import torch
-
-    global WHERE
-    use("exact")
     (name,) = args.models
-    where, _, name = name.rpartition(":")
-    WHERE = where or WHERE
-    for dtype in (torch.bfloat16, torch.float32):
-        began = time.perf_counter()
-        try:
-            lines = check(models()[name], dtype)
-        except Exception as error:  # the others are still to be told of
-            lines = [f"FAILED {type(error).__name__}: {str(error)[:300]}"]
-        spent = time.perf_counter() - began
-        told = "; ".join(lines) if lines else "equal to the last bit"
-        print(f"  {WHERE:4s} {name:14s} {str(dtype)[6:]:8s} {told} ({spent:.0f} s)", flush=True)
+    exact_matrix.matrix(name)
 
 
 def whole_matrix() -> None:
     """Every model, each in a process of its own: most of the time is the compiler's, which has one core a process."""
     began = time.perf_counter()
     command = [sys.executable, __file__, "--child", "matrix", "--models"]
-    everyone = [*models(), "cpu:qwen3", "cpu:qwen3 moe"]
+    everyone = [*exact_matrix.models(), "cpu:qwen3", "cpu:qwen3 moe"]
     processes = [subprocess.Popen([*command, name]) for name in everyone]
     failed = sum(process.wait() != 0 for process in processes)
     print(f"matrix: {failed} processes failed, {time.perf_counter() - began:.0f} s", flush=True)
-
-
-def check(spec: Any, dtype: Any) -> list[str]:
-    """What differs between an engine and a trainer, each in several manners; empty where nothing does."""
-    decoder = fresh(spec, dtype)
-    asked = requests(spec.vocab_size)
-    found: list[str] = []
-    first: list[Any] | None = None
-    for number, (name, knobs) in enumerate(ENGINES.items()):
-        answers = rollout_of(decoder, asked, knobs)
-        written = [[list(span.tokens) for span in answer.spans] for answer in answers]
-        first = first or written
-        if written != first:
-            found.append(f"{name}: other tokens than at once")
-        for again, train in list(TRAINERS.items())[: len(TRAINERS) if number == 0 else 1]:
-            found += compare(decoder, asked, answers, train, f"{name}, {again}")
-    return found + repeat(decoder, asked, rollout_of(decoder, asked, ENGINES["at once"]))
-
-
-def requests(vocabulary: int) -> list[Any]:
-    import numpy as np
-
-    from miles.core.protocols import Sampling
-
-    rng = np.random.default_rng(0)
-    lengths = (5, 130, 600) if device() == "cuda" else (5, 40)
-    prompts = [rng.integers(2, vocabulary, n).astype(np.int32) for n in lengths]
-    how = {"max_new_tokens": 24 if device() == "cuda" else 4, "temperature": 0.8, "ignore_eos": True}
-    return [(p, Sampling(**how, seed=3 * i + j)) for i, p in enumerate(prompts) for j in range(3)]
-
-
-def rollout_of(decoder: Any, asked: list[Any], knobs: dict[str, Any]) -> list[Any]:
-    from miles.backends.native.config import NativeConfig
-    from miles.backends.native.engine import NativeEngine
-    from miles.cluster.local import Inline
-    from miles.core.types import Version
-    from miles.sync.publish import Publication
-
-    given: dict[str, Any] = {"kv_tokens": 16384} | knobs
-    config = NativeConfig(**{f"engine_{key}": value for key, value in given.items()})
-    like = decoder.embedding.weight
-    engine = NativeEngine(decoder.spec, device=like.device, dtype=like.dtype, config=config, run=Inline(), decode=None)
-    weights = {name: p.detach() for name, p in decoder.named_parameters()}
-
-    async def everyone() -> list[Any]:
-        sync = Publication(weights=lambda: weights, engines=[engine], transport="shared", run=Inline())
-        await sync.publish(Version())
-        answers = await asyncio.gather(*(engine.generate(tokens, how) for tokens, how in asked))
-        await engine.close()
-        return answers
-
-    return asyncio.run(everyone())
-
-
-def samples_of(asked: list[Any], answers: list[Any]) -> list[Any]:
-    import numpy as np
-
-    from miles.core.types import Sample
-
-    made: list[Any] = []
-    for number, ((prompt, _), answer) in enumerate(zip(asked, answers, strict=True)):
-        written = np.concatenate([span.tokens for span in answer.spans])
-        logp = np.concatenate([span.logprobs for span in answer.spans])
-        mask = np.arange(len(prompt) + len(written)) >= len(prompt)
-        made.append(
-            Sample(
-                prompt_id=len(prompt),
-                trajectory=number,
-                tokens=np.concatenate((prompt, written)).astype(np.int32),
-                mask=mask,
-                logprobs=np.concatenate((np.zeros(len(prompt), np.float32), logp)).astype(np.float32),
-                advantages=np.where(mask, np.float32(1 - number % 3), np.float32(0)),
-                versions=np.where(mask, 0, -1).astype(np.int32),
-            )
-        )
-    return made
-
-
-def plan_of(asked: list[Any], answers: list[Any], train: dict[str, Any]) -> list[Any]:
-    import torch
-
-    from miles.algo.config import AlgoConfig
-    from miles.algo.table import NO_PLUGS, mean_of, reducer_of
-    from miles.train.config import TrainConfig
-    from miles.train.rows import flatten
-    from miles.train.steps import micro_batches
-
-    algo = AlgoConfig()
-    flat = flatten([[s] for s in samples_of(asked, answers)], reducer_of(algo, NO_PLUGS), mean_of(algo))
-    return micro_batches(flat, TrainConfig(**train), device=torch.device(device()), replay=False)
-
-
-def compare(decoder: Any, asked: list[Any], answers: list[Any], train: dict[str, Any], name: str) -> list[str]:
-    from miles.backends.fsdp.model import FsdpModel
-    from miles.models.sharing import misfit
-    from miles.train.steps import Reader
-
-    if train.get("share_prefix") and misfit(decoder.spec) is not None:
-        return []
-    plan = plan_of(asked, answers, train)
-    found = Reader(temperature=0.8, chunk=None).frozen(FsdpModel(decoder), plan)
-    gaps = [(rows.engine_logp_R - logp_R).abs() for rows, logp_R in zip(plan, found, strict=True)]
-    wrong, total = sum(int((gap != 0).sum()) for gap in gaps), sum(len(gap) for gap in gaps)
-    most = max(float(gap.max()) for gap in gaps)
-    return [f"{name}: {wrong} of {total} tokens differ, by up to {most:.2e}"] if wrong else []
-
-
-def repeat(decoder: Any, asked: list[Any], answers: list[Any]) -> list[str]:
-    """Two backward passes, and one whose layers are recomputed: forward alike in all, gradients alike in the first."""
-    import torch
-
-    from miles.backends.fsdp.model import FsdpModel
-    from miles.train.logits import logprobs
-
-    plan = plan_of(asked, answers, {"max_tokens_per_gpu": 100_000})
-    lines: list[str] = []
-    grads: list[dict[str, Any]] = []
-    for again in (False, False, True):
-        decoder.zero_grad(set_to_none=True)
-        model, seen = FsdpModel(decoder, gradient_checkpointing=again), []
-
-        def judge(number: int, output: Any, seen: list[Any] = seen) -> Any:
-            logp_R, entropy_R = logprobs(output, plan[number].target_R, temperature=0.8)
-            seen.append((logp_R.detach() != plan[number].engine_logp_R).sum())
-            return -(logp_R * plan[number].advantage_R + 0.01 * entropy_R).sum(), {}
-
-        model.each(plan, judge)
-        if wrong := int(sum(seen)):
-            lines.append(f"{wrong} tokens differ in training{' with recomputed layers' if again else ''}")
-        grads.append({name: p.grad.clone() for name, p in decoder.named_parameters() if p.grad is not None})
-    odd = [name for name, grad in grads[0].items() if not torch.equal(grad, grads[1][name])]
-    return lines + ([f"gradients do not repeat, as of {odd[0]}"] if odd else [])
 
 
 # -- the engine -------------------------------------------------------------------------------

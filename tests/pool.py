@@ -18,6 +18,8 @@ import torch
 from torch import distributed as dist
 
 _PATIENCE = timedelta(seconds=180)
+PRELOADED = ["tests.launch.small_run", "tests.models.kinds.small"]
+"""What takes seconds to import, and is imported once, by the process that all ranks and commands are forked from."""
 _pool: list[tuple[BaseProcess, Connection]] = []
 
 
@@ -51,7 +53,8 @@ def _heard(rank: int) -> tuple[bool, Any]:
 
 
 def _start(world: int) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
     while len(_pool) < world:
         near, far = context.Pipe()
         process = context.Process(target=_serve, args=(far,), daemon=True)

@@ -55,6 +55,25 @@ def test_a_cluster_without_room_is_refused_with_what_it_has_and_what_is_needed()
     )
 
 
+def test_workers_are_spread_over_cpus_that_are_left_and_refused_with_the_numbers():
+    line = [Node(id=f"n{i}", address=f"10.0.0.{i}", devices=2, cpus=cpus) for i, cpus in enumerate((1, 4, 3))]
+    few = Need(kind="GPU", nodes=1, per_node=2, engines=2, per_engine=2, shared=False, workers=5)
+    assert place(few, line, driver="n0").workers == ("n0", "n1", "n2", "n1", "n2")
+    assert few.lines()[-2:] == [
+        "rewards: 5 workers of 1 CPU each, spread over the nodes",
+        "together 6 GPU and 5 CPU of the cluster",
+    ]
+    on_cpus = Need(kind="CPU", nodes=1, per_node=2, engines=1, per_engine=1, shared=False, workers=3)
+    assert place(on_cpus, line, driver="n0").workers == ("n1", "n2", "n2") and on_cpus.cpus == 6
+    with pytest.raises(UsageError) as refused:
+        place(Need(kind="CPU", nodes=1, per_node=2, engines=1, per_engine=1, shared=False, workers=4), line, "n0")
+    assert str(refused.value) == (
+        "the Ray cluster cannot hold this run: beside all else it needs 4 CPU for the workers of --reward-num-workers, "
+        "and of what is left on its 3 nodes 10.0.0.0 (this one) has 0, 10.0.0.1 has 1, 10.0.0.2 has 2 (3 CPU together)"
+        "; ask for fewer workers, or add nodes"
+    )
+
+
 @given(
     devices=st.lists(st.integers(0, 8), min_size=1, max_size=6),
     nodes=st.integers(1, 3),

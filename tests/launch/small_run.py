@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import transformers.models.auto.tokenization_auto  # noqa: F401
+from tests.pool import PRELOADED
 
 import miles.launch.demo
 from miles.core.types import Prompt, Reward, Trajectory
 from miles.launch import demo_task
+from miles.launch import run as miles_run
 from miles.launch.main import main
 
 STEPS = 6
@@ -76,10 +78,10 @@ class Done:
 class Command:
     """``miles ...`` in a process of its own, forked from one that has the imports behind it."""
 
-    def __init__(self, *argv: str, kill_at: str = "") -> None:
-        FORKS.set_forkserver_preload([__name__])
+    def __init__(self, *argv: str, kill_at: str = "", drawn: bool = False) -> None:
+        FORKS.set_forkserver_preload(PRELOADED)
         self._said = Path(tempfile.mkdtemp())
-        self._process = FORKS.Process(target=_child, args=(argv, kill_at, self._said))
+        self._process = FORKS.Process(target=_child, args=(argv, kill_at, drawn, self._said))
         self._process.start()
 
     @property
@@ -105,13 +107,23 @@ class Command:
         return path.read_text() if path.exists() else ""
 
 
-def miles(*argv: str, kill_at: str = "", patience: float = 300) -> Done:
-    """Run the command to its end; ``kill_at`` is ``module:Class.method:n``, to die in its n-th call."""
-    return Command(*argv, kill_at=kill_at).done(patience)
+def miles(*argv: str, kill_at: str = "", drawn: bool = False, patience: float = 300) -> Done:
+    """Run the command to its end; ``kill_at`` is ``module:Class.method:n``, to die in its n-th call.
+
+    ``drawn``: its curves are, which takes longer than most of these runs.
+    """
+    return Command(*argv, kill_at=kill_at, drawn=drawn).done(patience)
 
 
-def _child(argv: tuple[str, ...], kill_at: str, said: Path) -> None:
+def undrawn(metrics_jsonl: Path, png: Path, title: str) -> bool:
+    """No picture."""
+    return False
+
+
+def _child(argv: tuple[str, ...], kill_at: str, drawn: bool, said: Path) -> None:
     os.chdir(ROOT)
+    if not drawn:
+        miles_run.draw_curves = undrawn
     for name, number in (("out", 1), ("err", 2)):
         os.dup2(os.open(said / name, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
     sys.stdout.reconfigure(line_buffering=True)

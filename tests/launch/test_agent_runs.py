@@ -7,7 +7,9 @@ import aiohttp
 import pytest
 from tests.launch.small_run import flags, write_world
 
+from miles.core.types import Prompt
 from miles.launch.main import main
+from miles.rollout.tools.environment import Opening, Step
 
 
 async def twice(base_url: str, prompt: list[dict[str, Any]], request_kwargs: dict[str, Any], metadata: dict[str, Any]):
@@ -29,6 +31,20 @@ async def twice(base_url: str, prompt: list[dict[str, Any]], request_kwargs: dic
     return None
 
 
+class Letters:
+    """A world that says itself what an attempt earned: a point for every wanted letter."""
+
+    async def open(self, prompt: Prompt) -> Opening:
+        self._wanted = set(prompt.label or "")
+        return Opening(messages=prompt.messages, scores=True)
+
+    async def step(self, reply) -> Step:
+        return Step(reward=float(len(self._wanted & set(reply["content"]))), done=True)
+
+    async def close(self) -> None:
+        return
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory):
     return write_world(tmp_path_factory.mktemp("agents") / "world")
@@ -48,6 +64,16 @@ def test_tools_are_offered_in_several_turns(world, tmp_path):
     assert main(["train", *flags(world, run, *more, steps=2)]) == 0
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert max(row["parity_max_abs"] for row in steps if row["kind"] == "train") < 1e-4
+
+
+def test_a_world_that_scores_needs_no_other_reward(world, tmp_path):
+    run = tmp_path / "scored"
+    more = ("--custom-generate-function-path", "multi_turn", "--generate-environment", f"{__name__}:Letters")
+    line = flags(world, run, *more, steps=2)
+    reward = line.index("--custom-rm-path")
+    assert main(["train", *line[:reward], *line[reward + 2 :]]) == 0
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert any(row["reward"] > 0 for row in steps if row["kind"] == "train")
 
 
 @pytest.mark.parametrize(

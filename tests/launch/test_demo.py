@@ -5,8 +5,9 @@ import json
 import pytest
 from tests.launch.small_run import Command, miles
 
-from miles.launch import demo_task
+from miles.launch import demo, demo_task
 from miles.launch.demo import GATE
+from miles.launch.main import main
 from miles.models.tokenizer import load_tokenizer
 
 
@@ -15,6 +16,20 @@ def heldout(run):
     return [row["eval/heldout/reward"] for row in lines if row["kind"] == "eval"]
 
 
+def test_a_demo_whose_gate_stands_open_warms_up_once_trains_and_shows_before_and_after(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(demo, "GATE", 0.0)
+    place = tmp_path / "demo"
+    line = ["demo", "--plain", "--steps", "2", "--save", str(place)]
+    assert main(line) == 0
+    said = capsys.readouterr().out
+    for words in ("Warm-up", "step 2/2", "held-out reward", "before and after", f"miles chat {place / 'grpo'}"):
+        assert words in said
+    assert len(heldout(place / "warmup")) == 1 and len(heldout(place / "grpo")) == 2
+    assert main(line) == 0
+    assert "Warm-up" not in capsys.readouterr().out, "what was done is not done again"
+
+
+@pytest.mark.slow
 def test_the_demo_warms_up_trains_and_shows_before_and_after(tmp_path):
     place = tmp_path / "demo"
     first = Command("demo", "--plain", "--steps", "3", "--save", str(place))
@@ -22,7 +37,7 @@ def test_the_demo_warms_up_trains_and_shows_before_and_after(tmp_path):
     first.interrupt()
     stopped = first.done()
     assert stopped.returncode == 130 and f"miles demo --steps 3 --save {place}" in stopped.stdout, stopped.stderr
-    done = miles("demo", "--plain", "--steps", "3", "--save", str(place))
+    done = miles("demo", "--plain", "--steps", "3", "--save", str(place), drawn=True)
     assert done.returncode == 0, done.stderr
     assert "Warm-up" not in done.stdout, "what was done is not done again"
     for words in ("step 3/3", "held-out reward", "before and after", f"miles chat {place / 'grpo'}"):

@@ -31,7 +31,7 @@ WRONG = [
     ("--rollout-backend native", "one is in the trainer's process; use --rollout-backend served."),
     ("--rollout-external-engine-addrs http://a:1", "--rollout-external-engine-addrs run already; leave one out."),
     ("--update-weight-transport distributed", "over a group that --elastic breaks when ranks change"),
-    ("--runtime ray", "--elastic is for one machine: what --runtime ray places stays where it is"),
+    ("--runtime ray --actor-num-nodes 2", "and --actor-num-nodes 2 has as many on each node"),
     ("--train-backend megatron", "--elastic changes the ranks of --train-backend fsdp, and not of megatron"),
     ("--async-save", "--async-save leaves files to ranks that --elastic may end"),
     ("--elastic-min-engines 4", "The run starts with 2 engines, fewer than --elastic-min-engines 4."),

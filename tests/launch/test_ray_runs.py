@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from tests.cluster.crew_answers import workers_of_ray
 from tests.launch.small_run import Command, flags, miles, write_world
 from tests.launch.test_server_runs import accounted, same, server_of
 
@@ -141,6 +142,20 @@ def test_a_run_on_engines_of_other_nodes_one_of_whose_actors_is_killed_is_the_ru
     assert not Path(f"/proc/{server}").exists()  # it ended with its actor
     words = (run / "logs" / "engine-0.log").read_text().splitlines()[0].split()
     assert words[words.index("--host") + 1] != "127.0.0.1"  # other nodes reach it, and it asks for a key
+
+
+def test_rewards_that_a_worker_on_a_node_computes_are_those_of_the_run_also_when_it_is_killed(
+    world, near, cluster, tmp_path
+):
+    run, more = tmp_path / "far", ("--rollout-num-gpus", "1", "--reward-num-workers", "1")
+    going = Command("train", *flags(world, run, *on(cluster, *more), steps=3))
+    going.wait_to_hear("step 1/3")
+    os.kill(next(iter(workers_of_ray().values())), signal.SIGKILL)
+    done = going.done()
+    assert done.returncode == 0, done.stderr
+    same(run, near)
+    accounted(run)
+    assert "reward worker 0 was lost with its actor" in (run / "logs" / "rewards.log").read_text()
 
 
 def test_ranks_on_two_nodes_one_of_which_is_killed_train_as_two_ranks_on_one(world, cluster, tmp_path):

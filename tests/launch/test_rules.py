@@ -63,6 +63,10 @@ def test_a_complete_recipe_breaks_no_rule():
         "--dynamic-sampling-filter-path nonzero_std",
         "--dynamic-sampling-filter-path mine.py:keep",
         "--no-rm-type --custom-rm-path a.b:c --group-rm",
+        "--no-rm-type --custom-generate-function-path multi_turn --generate-environment textarena "
+        "--apply-chat-template",
+        "--no-rm-type --custom-agent-function-path mine.py:agent --apply-chat-template",
+        "--no-rm-type --custom-generate-function-path mine.py:answer",
         "--rm-type boxed_f1",
         "--group-rm",
         "--rm-type math:0.9+json_schema:0.1",
@@ -70,6 +74,8 @@ def test_a_complete_recipe_breaks_no_rule():
         "--rm-type llm_judge --judge-url https://judge.example/v1 --judge-model big",
         "--loss-type sft_loss --n-samples-per-prompt 1 --no-rm-type",
         "--loss-type sft_loss --n-samples-per-prompt 1 --eval-interval 2 --eval-prompt-data h data/held.jsonl",
+        "--loss-type sft_loss --n-samples-per-prompt 1 --eval-interval 2 --eval-prompt-data h data/held.jsonl "
+        "--custom-generate-function-path multi_turn --apply-chat-template",
         "--rollout-max-response-len 4096 --rollout-max-context-len 512",
         "--lr 0 --lr-warmup-fraction 1",
         "--rollout-top-k -1 --rollout-seed -3",

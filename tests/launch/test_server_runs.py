@@ -85,9 +85,11 @@ def test_every_transport_brings_the_same_weights(world, inside, tmp_path, transp
 
 
 @pytest.mark.slow
-def test_an_asynchronous_run_goes_on_when_a_server_is_killed(world, tmp_path):
+@pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
+def test_an_asynchronous_run_goes_on_when_a_server_is_killed(world, tmp_path, mode):
     run = tmp_path / "run"
-    going = Command("train", *flags(world, run, *TWO, "--max-weight-staleness", "2", steps=8))
+    drifting = ("--max-weight-staleness", "2", "--pause-generation-mode", mode)
+    going = Command("train", *flags(world, run, *TWO, *drifting, steps=8))
     going.wait_to_hear("step 2/8")
     os.kill(server_of(run, 1), signal.SIGKILL)
     done = going.done()
@@ -95,6 +97,10 @@ def test_an_asynchronous_run_goes_on_when_a_server_is_killed(world, tmp_path):
     accounted(run)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert max(row["staleness"] for row in rows if "staleness" in row) <= 2
+    told = (run / "logs" / "engines.log").read_text()
+    assert (f"engine 1 keeps its requests while new weights come (--pause-generation-mode {mode})" in told) == (
+        mode != "abort"
+    )
 
 
 @pytest.mark.slow

@@ -68,7 +68,8 @@ def test_a_killed_asynchronous_run_continues_and_trains_no_prompt_twice(world, t
 
 def test_the_last_checkpoint_is_a_hugging_face_model_and_talks(world, tmp_path):
     run = tmp_path / "run"
-    trained(world, run, steps=2)
+    done = miles("train", *flags(world, run, steps=2), drawn=True)
+    assert done.returncode == 0, done.stderr
     last = run / "checkpoints" / "step-000002"
     theirs = AutoModelForCausalLM.from_pretrained(last, dtype=torch.float32)
     ours = dict(hub.hf_tensors(hub.load(last, device="cpu", dtype=torch.float32)))

@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tests.models.foreign_kinds import EXPERTS, KINDS, LENGTHS, made
 from tests.models.oracle import hf_logits, positions_of, relative, tokens_of
-from transformers import AutoModelForCausalLM, masking_utils
+from transformers import AutoModelForCausalLM
 
 from miles.backends.native.config import NativeConfig
 from miles.backends.native.engine import NativeEngine
@@ -27,7 +25,7 @@ from miles.kernels.head import logits_of
 from miles.kernels.varlen import PackedAttend
 from miles.models.choice import chosen_spec
 from miles.models.footprint import active_parameter_count, forward_flops_per_token, kv_bytes_per_token, parameter_count
-from miles.models.foreign import attention, hub
+from miles.models.foreign import hub
 from miles.sync.manifest import manifest_of
 
 
@@ -366,40 +364,3 @@ def test_an_architecture_without_a_spec_is_refused_with_the_way_out(folders, tmp
     )
     with pytest.raises(UsageError, match=r"with --trust-remote-code, --model-impl transformers"):
         chosen_spec(own, "auto")
-
-
-# -- masks ----------------------------------------------------------------------------------
-
-
-@settings(deadline=None)
-@given(window=st.integers(1, 90), positions=st.integers(2, 80), kind=st.sampled_from(["window", "chunk", "causal"]))
-def test_a_mask_is_read_off_its_rule(window, positions, kind):
-    rule = {
-        "window": masking_utils.sliding_window_causal_mask_function(window),
-        "chunk": masking_utils.chunked_causal_mask_function(window, torch.zeros(1, dtype=torch.long)),
-        "causal": masking_utils.causal_mask_function,
-    }[kind]
-    read = attention._sight(attention.Seen(rule), torch.arange(positions), window if kind == "chunk" else None)
-    q, k = torch.arange(positions)[:, None], torch.arange(positions)
-    zero = torch.zeros((), dtype=torch.long)
-    wanted = torch.as_tensor(rule(zero, zero, q, k)).expand(positions, positions)
-    shown = k <= q
-    if read[0] is not None:
-        shown = shown & (k > q - read[0])
-    if read[1] is not None:
-        shown = shown & (k // read[1] == q // read[1])
-    assert torch.equal(shown, wanted)
-
-
-@pytest.mark.parametrize(
-    "rule",
-    [
-        masking_utils.bidirectional_mask_function,
-        masking_utils.and_masks(masking_utils.causal_mask_function, lambda b, h, q, k: k % 2 == q % 2),
-        masking_utils.and_masks(masking_utils.causal_mask_function, lambda b, h, q, k: k >= q // 7 * 5),
-        lambda b, h, q, k: torch.zeros(3)[k] == 0,
-    ],
-)
-def test_a_mask_that_is_something_else_is_refused(rule):
-    with pytest.raises(attention.Unfit, match="mask"):
-        attention._sight(attention.Seen(rule), torch.arange(64), None)

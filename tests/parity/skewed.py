@@ -6,15 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from tests.launch.small_run import FORKS, ROOT, Done
+from tests.launch.small_run import FORKS, ROOT, Done, undrawn
+from tests.pool import PRELOADED
 
 from miles.backends.native.sending import Landing
+from miles.launch import run
 from miles.launch.main import main
 
 
 def skewed(folder: Path, *argv: str) -> Done:
     """Run the command to its end; ``folder`` is for what it says."""
-    FORKS.set_forkserver_preload(["tests.launch.small_run", __name__])
+    FORKS.set_forkserver_preload([*PRELOADED, __name__])
     process = FORKS.Process(target=_child, args=(argv, folder))
     process.start()
     process.join(300)
@@ -23,6 +25,7 @@ def skewed(folder: Path, *argv: str) -> Done:
 
 def _child(argv: tuple[str, ...], folder: Path) -> None:
     os.chdir(ROOT)
+    run.draw_curves = undrawn
     for name, number in (("out", 1), ("err", 2)):
         os.dup2(os.open(folder / name, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
     land, calls = Landing.land, 0

@@ -9,10 +9,14 @@ from benchmarks.scale import played
 from benchmarks.scale_parts import Parts
 from benchmarks.scale_world import Size
 
+from miles.backends.sglang.client import PauseMode
 
-@pytest.mark.parametrize(("overtake", "steps"), [(1, 8), (0, 6)])
-def test_thousands_of_trajectories_are_each_trained_once_and_none_too_late(tmp_path: Path, overtake: int, steps: int):
-    size = Size(engines=16, inside=1024, steps=steps, overtake=overtake, tensors=12, prove=1)
+
+@pytest.mark.parametrize(("overtake", "steps", "mode"), [(1, 8, "abort"), (0, 6, "abort"), (1, 6, "in_place")])
+def test_thousands_of_trajectories_are_each_trained_once_and_none_too_late(
+    tmp_path: Path, overtake: int, steps: int, mode: PauseMode
+):
+    size = Size(engines=16, inside=1024, steps=steps, overtake=overtake, tensors=12, prove=1, mode=mode)
     world = played(size, tmp_path)
     seen = world.seen
     assert seen.steps == size.steps and set(seen.trained.values()) == {1}

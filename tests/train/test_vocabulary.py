@@ -281,10 +281,20 @@ def test_ranks_with_other_samples_are_what_teachers_keep_in_step_with():
     assert isinstance(among, Teachers) and among.in_step
 
 
+CUTS = [(1, 11, None), (1, 11, 3), (3, 10, 4), (4, 5, None)]
+SCALES = [(1.0, None), (0.7, 4.0)]
+USED = [(1.0, 0.0), (1.0, 0.3)]
+# The interpreter is slow: every two choices meet every day, all three among the slow tests.
+CELLS = [
+    pytest.param(*cut, *scale, used, marks=() if (i + j + k) % 2 == 0 else pytest.mark.slow)
+    for i, cut in enumerate(CUTS)
+    for j, scale in enumerate(SCALES)
+    for k, used in enumerate(USED)
+]
+
+
 @needs_triton
-@pytest.mark.parametrize(("world", "vocab", "chunk"), [(1, 11, None), (1, 11, 3), (3, 10, 4), (4, 5, None)])
-@pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (0.7, 4.0)])
-@pytest.mark.parametrize("used", [(1.0, 0.0), (1.0, 0.3)])
+@pytest.mark.parametrize(("world", "vocab", "chunk", "temperature", "softcap", "used"), CELLS)
 def test_device_code_gives_the_same(monkeypatch, world, vocab, chunk, temperature, softcap, used):
     monkeypatch.setattr(logits, "trained", lambda x: True)
     whole, target = material(7, 4, vocab, dtype=torch.float32)

@@ -158,8 +158,15 @@ def test_a_step_of_singles_and_prompts_is_what_plain_torch_makes_of_it(way):
 SPANS = Spans(np.array([0, 50, 110]), np.array([50, 60, 1]), np.array([0, 50, 650]), np.array([50, 600, 1]))
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dtype", DTYPES)
+# The interpreter is slow: every way in one type and every type in two ways each day, the rest among the slow tests.
+PASSES = [
+    pytest.param(way, dtype, marks=() if CARD or dtype == DTYPES[0] or way in ("all", "chunks") else pytest.mark.slow)
+    for way in WAYS
+    for dtype in DTYPES
+]
+
+
+@pytest.mark.parametrize(("way", "dtype"), PASSES)
 def test_a_trainers_pass_and_its_gradients_are_those_of_the_formula(way, dtype):
     shapes = (111, 2, 24), (651, 1, 24), (651, 1, 16), (111, 2, 16)
     q, k, v, grad = (random(*shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes))
