@@ -28,7 +28,7 @@ def several_turns_are_of_a_chat(c: Config) -> Iterator[str]:
     answers = GENERATE.now(c.rollout.custom_generate_function_path) == SEVERAL or c.agents.custom_agent_function_path
     if answers and not c.rollout.apply_chat_template:
         yield "An answer in several turns is a chat: add --apply-chat-template."
-    if answers and c.algo.loss_type in GIVEN:
+    if answers and c.algo.loss_type in GIVEN and not c.rollout.eval_prompt_data:  # held-out prompts are answered so too
         yield f"--loss-type {c.algo.loss_type} samples nothing, so nobody answers in several turns; leave that out."
 
 

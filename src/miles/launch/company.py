@@ -24,7 +24,7 @@ from miles.launch.members import Member, members_of, roles_of, trained
 from miles.launch.plan import Plan, plan_of
 from miles.launch.policy import Policy, load_model, read_policy
 from miles.launch.server_rules import is_remote
-from miles.launch.trainer import Trains, trainer_of
+from miles.launch.trainer import Trains, TrainsAdapters, trainer_of
 from miles.models.door import Model
 from miles.schedule.lease import Colocated, Disjoint, Together
 from miles.sync.several import SeveralSyncs, Stream
@@ -192,7 +192,8 @@ def _publication(
 ) -> WeightSync:
     weights = _frozen(model) if trainer is None else trainer.weights
     copies = owner.plan.transport == "copy" and trainer is not None
-    return sync_of(owner.config, owner.plan, owner.policy, engine, weights, run, copies=copies)
+    told = {"adapters": trainer.adapters} if isinstance(trainer, TrainsAdapters) else {}
+    return sync_of(owner.config, owner.plan, owner.policy, engine, weights, run, copies=copies, **told)
 
 
 def _frozen(model: Model | None) -> Weights:

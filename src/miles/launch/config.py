@@ -14,6 +14,7 @@ from miles.cluster.ray.config import RayConfig
 from miles.cluster.route.config import RouteConfig
 from miles.config.knob import knob, mail
 from miles.models.config import ModelConfig
+from miles.models.lora_config import LoraConfig
 from miles.observe.config import ObserveConfig
 from miles.plug.config import PlugConfig
 from miles.rollout.cast.config import CastConfig
@@ -38,6 +39,7 @@ class Config:
     cast: CastConfig
     algo: AlgoConfig
     train: TrainConfig
+    lora: LoraConfig
     parallel: ParallelConfig
     megatron: MegatronConfig
     schedule: ScheduleConfig

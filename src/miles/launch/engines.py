@@ -20,8 +20,9 @@ from miles.launch.server_rules import is_remote
 from miles.models import impl
 from miles.models.decoder import Decoder
 from miles.models.door import Model
+from miles.models.lora import Adapters
 from miles.models.provide import provided
-from miles.sync.publish import Publication
+from miles.sync.publish import Publication, Transport
 
 if TYPE_CHECKING:
     from miles.backends.sglang.servers import Servers
@@ -73,15 +74,21 @@ def sync_of(
     run: Run,
     *,
     copies: bool,
+    adapters: Callable[[], Adapters | None] = lambda: None,
 ) -> WeightSync:
-    """How ``weights`` get to the engine; in this process they are shared, unless the engine ``copies`` them."""
+    """How ``weights`` get to the engine; in this process they are shared, unless the engine ``copies`` them.
+
+    To servers go the ``adapters`` alone, where the weights are a base and these.
+    """
     given = weights if policy.rollout_dtype == policy.dtype else rounded(policy, weights)
     if engine is None or isinstance(engine, NativeEngine):
-        engines = [] if engine is None else [engine]
-        return Publication(weights=given, engines=engines, transport="copy" if copies else "shared", run=run)
+        engines, found = [] if engine is None else [engine], adapters()
+        how: Transport = "copy" if copies else "shared"
+        moving = None if found is None else frozenset(found.places)
+        return Publication(weights=given, engines=engines, transport=how, run=run, moving=moving)
     from miles.launch.servers import server_sync
 
-    return server_sync(config, plan, policy, engine, given, run)
+    return server_sync(config, plan, policy, engine, given, run, adapters)
 
 
 async def lone_engine(config: Config, policy: Policy, *, name: str = "actor") -> NativeEngine:

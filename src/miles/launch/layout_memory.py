@@ -7,11 +7,13 @@ from miles.models.footprint import (
     BYTES,
     Cut,
     gathered_bytes,
+    moment_bytes,
     rank_bytes,
     rank_gradient_bytes,
     rank_optimizer_bytes,
 )
 from miles.models.foreign.spec import ForeignSpec
+from miles.models.lora_targets import Lora
 from miles.models.retained import Recompute, activation_bytes
 from miles.models.shard import spec_of_rank
 from miles.models.spec import DecoderSpec
@@ -48,6 +50,30 @@ def held_by_rank(
         gradients=rank_gradient_bytes(spec, cut),
         optimizer=rank_optimizer_bytes(spec, cut, dtype, moments=moments, optimizer=optimizer),
         gathered=gathered_bytes(spec, cut, dtype),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldAdapted(Held):
+    """The same where adapters are trained: they, and the base of the matrices they are added to."""
+
+    base: int
+    adapters: int
+
+
+def adapted_by_rank(
+    spec: DecoderSpec, layout: Layout, dtype: str, lora: Lora, *, moments: str = "float32"
+) -> HeldAdapted:
+    """What a rank keeps of a model whose adapters alone are trained, of which every rank has all."""
+    return HeldAdapted(
+        weights=frozen_by_rank(spec, layout, dtype),
+        base=-(-lora.covered // layout.pieces) * BYTES[dtype],
+        adapters=4 * lora.parameters,
+        gradients=4 * lora.parameters,
+        optimizer=sum(
+            2 * moment_bytes(lora.rank * size, moments) for t in lora.targets for size in (t.inputs, t.outputs)
+        ),
+        gathered=gathered_bytes(spec, cut_of(layout), dtype),
     )
 
 

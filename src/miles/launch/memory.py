@@ -4,10 +4,18 @@ from dataclasses import dataclass, replace
 
 from miles.launch.config import Config
 from miles.launch.found import spec_or_none
-from miles.launch.layout_memory import activations_by_rank, frozen_by_rank, held_by_rank, recompute_of
+from miles.launch.layout_memory import (
+    activations_by_rank,
+    adapted_by_rank,
+    frozen_by_rank,
+    held_by_rank,
+    recompute_of,
+)
+from miles.launch.lora import lora_of
 from miles.launch.machine import free_memory
 from miles.launch.plan import Plan
 from miles.models.footprint import (
+    BYTES,
     gradient_bytes,
     kv_bytes_per_token,
     optimizer_bytes,
@@ -15,6 +23,7 @@ from miles.models.footprint import (
     state_bytes_per_sequence,
     weight_bytes,
 )
+from miles.models.lora_targets import Lora
 from miles.models.shard import spec_of_rank
 from miles.models.spec import DecoderSpec
 
@@ -47,6 +56,8 @@ def shares_of(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Share, ...
         dtype = config.models.rollout_dtype
         weights = weight_bytes(spec, dtype)
     held, note = (0, "reads the same") if shared else (weights, "a copy of its own")
+    if plan.transport == "served" and world == 1 and (lora := lora_of(config.lora, spec)) is not None:
+        held, note = held + lora.covered * BYTES[dtype], "a copy of its own, and the base that adapters are added to"
     if world > 1:
         spec = spec_of_rank(spec, world)
         held, note = weight_bytes(spec, dtype), f"a copy of its part, one of {world}"
@@ -61,6 +72,8 @@ def shares_of(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Share, ...
 
 def _trained(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Share, ...]:
     """The policy in training: this rank's part of it, where ranks share one."""
+    if (lora := lora_of(config.lora, spec)) is not None:
+        return _adapted(config, plan, spec, lora)
     dtype, layout, train = plan.dtype, plan.layout, config.train
     held = held_by_rank(spec, layout, dtype, moments=train.optimizer_state_dtype, optimizer=train.optimizer)
     cut = layout.pieces * layout.tensor * layout.pipeline
@@ -81,6 +94,28 @@ def _trained(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Share, ...]
         return shares
     told = f"{dtype}: embedding, head, and a layer at a time with its gradients"
     return (*shares, Share(name="gathered", bytes=held.gathered, note=told))
+
+
+def _adapted(config: Config, plan: Plan, spec: DecoderSpec, lora: Lora) -> tuple[Share, ...]:
+    """The policy where adapters of it are trained: every rank has all of these, and its part of the rest."""
+    dtype, layout, train = plan.dtype, plan.layout, config.train
+    held = adapted_by_rank(spec, layout, dtype, lora, moments=train.optimizer_state_dtype)
+    part = "" if layout.world == 1 else f", one of {layout.pieces} ranks' parts"
+    form = "" if train.optimizer_state_dtype == "float32" else f" in {train.optimizer_state_dtype}"
+    away = plan.device != "cpu" and train.optimizer_cpu_offload
+    shares = (
+        Share(name="weights", bytes=held.weights, note=f"{dtype}, adapters in them{part}"),
+        Share(name="base", bytes=held.base, note=f"{dtype}: the matrices that adapters are added to, without them"),
+        Share(name="adapters", bytes=held.adapters, note=f"float32: {lora.parameters:,} numbers of rank {lora.rank}"),
+        Share(name="gradients", bytes=held.gradients, note="float32, of adapters alone"),
+        _on(away, Share(name="optimizer", bytes=held.optimizer, note=f"Adam: two moments of adapters{form}")),
+    )
+    if not held.gathered:
+        return shares
+    return (
+        *shares,
+        Share(name="gathered", bytes=held.gathered, note=f"{dtype}: embedding, head, and a layer at a time"),
+    )
 
 
 def _on(host: bool, share: Share) -> Share:

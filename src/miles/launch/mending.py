@@ -30,6 +30,7 @@ from miles.core.errors import MilesError, TrainerError
 from miles.core.protocols import Credit
 from miles.core.types import Batch, StepReport, Version
 from miles.launch.rank_trainer import TeamTrainer
+from miles.models.lora import Adapters
 from miles.rollout.recorded import Recording
 from miles.schedule.recover import Checkpoints
 
@@ -97,6 +98,10 @@ class MendedTrainer:
     def weights(self) -> Mapping[str, Tensor]:
         """All weights, put together anew: whoever takes them may keep them."""
         return self._do("weights", None, own=True)
+
+    def adapters(self) -> Adapters | None:
+        """The factors that are trained in place of the weights, if they are."""
+        return self._team.adapters()
 
     async def lost(self) -> None:
         """Replace ranks as soon as one ends, also while nothing is asked of them; raises when that is of no use."""

@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from miles.algo.config import GIVEN, WITH_CRITIC, distils
+from miles.cluster.layout import Layout
 from miles.core.errors import UsageError
 from miles.launch.config import Config
+from miles.launch.layout_memory import adapted_by_rank
+from miles.launch.lora import lora_of
 from miles.launch.memory import critic_bytes, sized
 from miles.launch.plan import teacher_folders
 from miles.models.choice import chosen_spec
@@ -56,6 +59,7 @@ class Needs:
     reference: int
     critic: int
     teachers: int
+    adapters: int
     activations: int
     activations_checkpointed: int
     checkpointing: bool
@@ -72,7 +76,8 @@ class Needs:
     def training(self) -> int:
         """All a trainer holds."""
         held = self.activations_checkpointed if self.checkpointing else self.activations
-        return self.weights + self.gradients + self.optimizer + self.reference + self.critic + self.teachers + held
+        others = self.reference + self.critic + self.teachers + self.adapters
+        return self.weights + self.gradients + self.optimizer + others + held
 
 
 def find(model: str) -> tuple[str, Mapping[str, Any]]:
@@ -101,7 +106,12 @@ def needs_of(model: str, knobs: Config) -> Needs:
     activations = [activation_bytes(spec, tokens, checkpointing=again, **held) for again in (False, True)]
     weights = weight_bytes(spec, dtype)
     others = _others(spec, knobs, dtype)
-    fixed = weights + gradient_bytes(spec, dtype) + optimizer_bytes(spec, dtype) + sum(others.values())
+    gradients, optimizer = gradient_bytes(spec, dtype), optimizer_bytes(spec, dtype)
+    lora = lora_of(knobs.lora, spec)
+    if lora is not None:
+        held = adapted_by_rank(spec, Layout(), dtype, lora)
+        gradients, optimizer, others["adapters"] = held.gradients, held.optimizer, held.base + held.adapters
+    fixed = weights + gradients + optimizer + sum(others.values())
     kept = activations[knobs.train.gradient_checkpointing]
     sequence = context * kv_bytes_per_token(spec, dtype) + state_bytes_per_sequence(spec, dtype)
     return Needs(
@@ -112,8 +122,8 @@ def needs_of(model: str, knobs: Config) -> Needs:
         parameters=parameter_count(spec),
         active_parameters=active_parameter_count(spec),
         weights=weights,
-        gradients=gradient_bytes(spec, dtype),
-        optimizer=optimizer_bytes(spec, dtype),
+        gradients=gradients,
+        optimizer=optimizer,
         **others,
         activations=activations[0],
         activations_checkpointed=activations[1],
@@ -144,6 +154,7 @@ def _others(spec: DecoderSpec, knobs: Config, dtype: str) -> dict[str, int]:
         "reference": weight_bytes(spec, dtype) if compares else 0,
         "critic": sum(critic_bytes(critic, dtype)) if has_critic else 0,
         "teachers": sum(weight_bytes(_spec(str(folder), knobs), dtype) for folder in folders),
+        "adapters": 0,
     }
 
 
@@ -196,7 +207,12 @@ def as_text(needs: Needs) -> str:
     rows = [
         ("weights", n.weights, n.dtype),
         ("gradients", n.gradients, "float32"),
-        ("optimizer", n.optimizer, f"Adam: two moments{masters}"),
+        (
+            "optimizer",
+            n.optimizer,
+            f"Adam: two moments{masters}" if not n.adapters else "Adam: two moments of adapters",
+        ),
+        *([("adapters", n.adapters, "adapters, and the matrices they are added to")] if n.adapters else []),
         *([("reference", n.reference, n.dtype)] if n.reference else []),
         *([("critic", n.critic, "weights, gradients and optimizer")] if n.critic else []),
         *([("teachers", n.teachers, n.dtype)] if n.teachers else []),

@@ -36,7 +36,8 @@ from miles.launch.mathematics import plugs_of
 from miles.launch.plan import Plan, plan_of
 from miles.launch.policy import Start, read_start
 from miles.launch.trainer import Models, worker_of
-from miles.train.roles import Paced, TrainModel
+from miles.models.lora import Adapters
+from miles.train.roles import Paced, TrainModel, weights_of
 from miles.train.worker import Worker
 
 if TYPE_CHECKING:
@@ -121,11 +122,14 @@ class RankTrainer:
         """Every parameter whole, as the model computes with it: one after the other, and kept where that is asked."""
         whole: dict[str, Tensor] = {}
         with torch.no_grad():
-            for name, local in self._actor.parameters().items():
-                tensor = self._actor.gather(name, local.detach().to(self._dtype))
+            for name, local in weights_of(self._actor).items():
+                tensor = self._actor.gather(name, local.to(self._dtype))
                 if keep:
                     whole[name] = tensor.to(self._device)
         return whole
+
+    def adapters(self) -> Adapters | None:
+        return self._worker.adapters()
 
 
 def _now(work: Coroutine[Any, Any, T]) -> T:
@@ -291,6 +295,11 @@ class TeamTrainer:
     def weights(self) -> Mapping[str, Tensor]:
         """All weights, put together anew: whoever takes them may keep them."""
         return self.together("weights", None, own=True)
+
+    def adapters(self) -> Adapters | None:
+        """The factors that are trained in place of the weights, if they are; every rank has them all."""
+        assert self._rank is not None
+        return self._rank.adapters()
 
     @property
     def team(self) -> Team:

@@ -44,6 +44,15 @@ def a_reward_gives_up_before_the_run_does(c: Config) -> Iterator[str]:
         )
 
 
+def workers_have_a_reward_to_compute(c: Config) -> Iterator[str]:
+    r = c.rollout
+    if r.reward_num_workers and r.rm_type is None and r.custom_rm_path is None:
+        yield (
+            f"--reward-num-workers {r.reward_num_workers} computes rewards, and there is none: choose one with "
+            "--rm-type or --custom-rm-path, or leave it out."
+        )
+
+
 def _names(c: Config) -> list[str]:
     try:
         return [part.name for part in parts_of(c.rollout.rm_type)] if c.rollout.rm_type is not None else []
@@ -55,4 +64,5 @@ REWARDS: tuple[Callable[[Config], Iterator[str]], ...] = (
     a_reward_that_asks_a_server_knows_its_address,
     an_address_of_a_server_is_http_and_holds_no_secret,
     a_reward_gives_up_before_the_run_does,
+    workers_have_a_reward_to_compute,
 )

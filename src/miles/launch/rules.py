@@ -23,6 +23,7 @@ from miles.launch.engine_rules import ENGINE, an_engine_spans_devices_that_are_t
 from miles.launch.exact_rules import EXACT, EXACT_ENGINE
 from miles.launch.found import spec_or_none, told, why_not_a_checkpoint
 from miles.launch.layout_rules import LAYOUT, a_trainer_spans_devices_that_are_there
+from miles.launch.lora_rules import LORA, adapters_are_for_training
 from miles.launch.machine import choose_device
 from miles.launch.member_rules import CAST, across
 from miles.launch.mismatch_rules import MISMATCH
@@ -35,6 +36,7 @@ from miles.launch.server_rules import SERVERS
 from miles.launch.tempo_rules import TEMPO
 from miles.launch.update_rules import UPDATES
 from miles.models.choice import chosen_spec
+from miles.plug.points import GENERATE
 from miles.rollout.reward.table import check_name
 
 Command = Literal["train", "plan", "eval", "chat"]
@@ -74,9 +76,16 @@ def a_run_has_a_length(c: Config) -> Iterator[str]:
 def attempts_are_scored_by_a_reward(c: Config) -> Iterator[str]:
     learned = c.algo.loss_type not in GIVEN and c.algo.advantage_estimator != UNREWARDED
     attempts = (learned and c.observe.load_debug_rollout_data is None) or c.rollout.eval_prompt_data
-    own = c.rollout.custom_rm_path or c.cast.custom_cast_function_path  # a cast function may score by itself
-    if attempts and c.rollout.rm_type is None and own is None:
+    if attempts and c.rollout.rm_type is None and c.rollout.custom_rm_path is None and not _may_score(c):
         yield "--rm-type is missing: name a built-in reward, or your own with --custom-rm-path."
+
+
+def _may_score(c: Config) -> bool:
+    """Whether who answers a prompt may say itself what the answer earned; produce tells of attempts nobody scored."""
+    generate = GENERATE.now(c.rollout.custom_generate_function_path)
+    own = generate is not None and generate not in GENERATE.named
+    asked = (c.tools.generate_environment, c.agents.custom_agent_function_path, c.cast.custom_cast_function_path)
+    return own or any(each is not None for each in asked)
 
 
 def there_is_one_reward(c: Config) -> Iterator[str]:
@@ -238,6 +247,7 @@ def an_accelerator_that_is_asked_for_is_there(c: Config) -> Iterator[str]:
 
 CHAT: tuple[Rule, ...] = (
     a_run_starts_from_a_checkpoint_of_a_known_architecture,
+    adapters_are_for_training,
     *ENGINE,
     *EXACT_ENGINE,
     an_engine_spans_devices_that_are_there,
@@ -268,6 +278,7 @@ TRAIN: tuple[Rule, ...] = (
     *ALGORITHM,
     *RETURNS,
     *UPDATES,
+    *LORA,
     *AGENTS,
     *TEMPO,
     *PLUGS,

@@ -24,7 +24,7 @@ MAY_CHANGE = frozenset(
         *("parity_tolerance", "parity_stop", "parity_no_replay_interval", "max_dropped_groups"),
         *("reward_timeout", "max_unscored_attempts", "grade_workers", "rm_url", "rm_token_env", "rm_batch_size"),
         *("rm_concurrency", "rm_retries", "rm_request_timeout", "reward_model_url", "reward_model_token_env"),
-        *("judge_url", "judge_token_env"),
+        *("judge_url", "judge_token_env", "reward_num_workers", "reward_worker_concurrency"),
         *("actor_num_nodes", "actor_num_gpus_per_node", "tensor_model_parallel_size", "sequence_parallel"),
         *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
         *("pipeline_model_parallel_size", "data_parallel_replicate_size", "distributed_timeout_minutes"),

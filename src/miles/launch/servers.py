@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from miles.backends.sglang.adapters import OfAdapters, base_digests
 from miles.backends.sglang.carriers import ByFolder, Carrier, InRequests, OverGroup
 from miles.backends.sglang.deltas import Delta
 from miles.backends.sglang.fleet import Fleet
@@ -24,6 +25,8 @@ from miles.launch.hosting import held
 from miles.launch.plan import Plan
 from miles.launch.policy import Policy
 from miles.launch.server_rules import engine_count
+from miles.models.lora import Adapters
+from miles.models.lora_targets import Lora
 from miles.models.spec import DecoderSpec
 
 
@@ -37,8 +40,9 @@ def servers_of(config: Config, plan: Plan, policy: Policy, *, name: str = "engin
         ends=frozenset(policy.spec.eos_token_ids) | frozenset([] if own is None else [own]),
         decode=lambda tokens: policy.tokenizer.decode(list(tokens)),
         experts=experts_of(policy.spec) if routed(config) else None,
+        mode=config.tempo.pause_generation_mode,
     )
-    tell = _teller(plan.run_dir / "logs" / "engines.log")
+    tell = fleet.tell = _teller(plan.run_dir / "logs" / "engines.log")
     fleet.pace = Pace(config.faults.slow_rank_factor)
     fleet.pace.tell = (tell,)
     made = Homes(config, plan, policy, routed=fleet.experts is not None)
@@ -59,11 +63,15 @@ def server_sync(
     servers: Servers,
     weights: Callable[[], Mapping[str, Tensor]],
     run: Run,
+    adapters: Callable[[], Adapters | None] = lambda: None,
 ) -> WeightSync:
-    """The servers' weights, from now on those that ``weights`` gives."""
-    s = config.sglang
-    carrier: Carrier = ByMemory(InRequests(), _teller(plan.run_dir / "logs" / "engines.log"))
-    if s.update_weight_transport == "ipc":
+    """The servers' weights, from now on those that ``weights`` gives, which ``adapters`` may be added to."""
+    s, tell = config.sglang, _teller(plan.run_dir / "logs" / "engines.log")
+    found = adapters()
+    carrier: Carrier = ByMemory(InRequests(), tell)
+    if found is not None and _takes_adapters(config, policy):
+        carrier = _of_adapters(policy, adapters, found.lora, s.update_weight_timeout, tell)
+    elif s.update_weight_transport == "ipc":
         carrier = ByMemory()
     elif s.update_weight_transport == "tensor":
         carrier = InRequests()
@@ -83,6 +91,26 @@ def server_sync(
         bucket_bytes=s.update_weight_buffer_size,
         seconds=s.update_weight_timeout,
     )
+
+
+def _takes_adapters(config: Config, policy: Policy) -> bool:
+    """Whether servers are ours, compute as the trainer does, and are sent weights in no way of the user's choice."""
+    s = config.sglang
+    ours = s.rollout_backend == "served" and not s.rollout_external_engine_addrs
+    return ours and s.update_weight_transport == "auto" and policy.rollout_dtype == policy.dtype
+
+
+def _of_adapters(
+    policy: Policy, adapters: Callable[[], Adapters | None], lora: Lora, seconds: float, tell: Callable[[str], None]
+) -> OfAdapters:
+    folder, spec, dtype = policy.folder, policy.spec, policy.dtype
+
+    def now() -> Adapters:
+        found = adapters()  # ranks that were replaced have others
+        assert found is not None
+        return found
+
+    return OfAdapters(now, lambda: base_digests(folder, spec, lora, dtype), seconds=seconds, tell=tell)
 
 
 def experts_of(spec: DecoderSpec) -> Experts | None:

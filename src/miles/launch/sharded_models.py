@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from miles.backends.fsdp.adapted import AdaptedModel
 from miles.backends.fsdp.mesh import Mesh
 from miles.backends.fsdp.sharded import open_sharded
 from miles.backends.fsdp.sharded_value import ShardedValue
 from miles.backends.fsdp.value import HEAD
 from miles.launch.config import Config
 from miles.launch.layout_memory import recompute_layers_of, recompute_of
+from miles.launch.lora import lora_of, start_of
 from miles.launch.plan import Plan
 from miles.launch.policy import Start, spec_beside
 from miles.models.files import read_config
@@ -34,10 +36,13 @@ class ShardedModels:
         return self._mesh.peers
 
     def actor(self) -> TrainModel:
-        start = self._start
-        return open_sharded(
-            start.folder, start.spec, self._mesh, config=start.config, like=start.folder, **self._trained()
-        )
+        start, lora = self._start, lora_of(self._config.lora, self._start.spec)
+        held = {"config": start.config, "like": start.folder, "frozen": lora is not None, **self._trained()}
+        trunk = open_sharded(start.folder, start.spec, self._mesh, **held)
+        if lora is None:
+            return trunk
+        begun, seed = start_of(self._config.lora), self._config.train.seed
+        return AdaptedModel(trunk, lora, base=start.folder, seed=seed, start=begun)
 
     def reference(self, folder: Path) -> TrainModel:
         return open_sharded(folder, self._start.spec, self._mesh, dtype=self._start.dtype, frozen=True)

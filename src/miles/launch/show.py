@@ -161,6 +161,15 @@ def _elastic(config: Config) -> list[str]:
     ]
 
 
+def _rewards(config: Config) -> list[str]:
+    """Which processes compute rewards, where the run's own does not."""
+    count, each = config.rollout.reward_num_workers, config.rollout.reward_worker_concurrency
+    if not count:
+        return []
+    where = "spread over the cluster" if on_ray(config) else "on this machine"
+    return [f"rewards    in {count} {'process' if count == 1 else 'processes'} {where}, {each} at once in each"]
+
+
 def _cluster(config: Config) -> list[str]:
     """What is asked of a Ray cluster, if one is."""
     if not on_ray(config):
@@ -199,6 +208,7 @@ def _placement(config: Config, plan: Plan, spec: DecoderSpec) -> list[str]:
         f"rollout    {rollout}",
         f"train      {train}",
         *_layout(config, plan),
+        *_rewards(config),
         *_elastic(config),
         *_cluster(config),
         f"weights    {plan.transport}: {moves}; lease {plan.lease}",

@@ -46,6 +46,18 @@ def credited(config: Config, credit: Credit) -> Credit:
     return newest_only(credit) if config.tempo.mask_offpolicy_in_partial_rollout else credit
 
 
+def notes_of_tempo(config: Config) -> tuple[str, ...]:
+    """Where the mode that was asked for, or is the default, is not what engines can do."""
+    mode = config.tempo.pause_generation_mode
+    stock = config.sglang.rollout_backend == "sglang"
+    if mode == "abort" or not stock or config.schedule.max_weight_staleness == 0:
+        return ()
+    return (
+        f"New weights end requests under way, which are asked again from where they were (abort): SGLang tells one "
+        f"version a reply, so that --pause-generation-mode {mode} would not leave versions exact per token.",
+    )
+
+
 class Pausable(Protocol):
     """An engine that can be told to rest, and what becomes of its requests."""
 
@@ -70,7 +82,7 @@ class Interrupting:
 
 
 def sync_of_tempo(config: Config, sync: WeightSync, engines: Sequence[Pausable]) -> WeightSync:
-    """The way weights come, when attempts may be under way."""
+    """The way weights come to engines of this process, when attempts may be under way; servers see to it themselves."""
     mode = config.tempo.pause_generation_mode
     if mode == "in_place" or config.schedule.max_weight_staleness == 0:
         return sync  # nothing is under way, or it may stay as it is

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from miles.algo.config import WITH_CRITIC
 from miles.algo.table import Plugs
+from miles.backends.fsdp.adapted import AdaptedModel
 from miles.backends.fsdp.model import FsdpModel
 from miles.backends.fsdp.reward import FsdpReward
 from miles.cluster.local import Run
@@ -24,11 +25,13 @@ from miles.launch.config import Config
 from miles.launch.critics import critic_of, whole_value
 from miles.launch.dumped import Idle
 from miles.launch.hooks import hooks_of
-from miles.launch.layout_memory import held_by_rank, recompute_layers_of, recompute_of
+from miles.launch.layout_memory import adapted_by_rank, held_by_rank, recompute_layers_of, recompute_of
 from miles.launch.layout_rules import layout_of, with_ranks
+from miles.launch.lora import lora_of, start_of
 from miles.launch.plan import Plan
 from miles.launch.policy import Policy, Start, load_model, load_other
 from miles.models.door import Model
+from miles.models.lora import Adapters
 from miles.models.recompute import set_recompute
 from miles.train.balance import flops_of
 from miles.train.peers import ALONE, Peers
@@ -41,6 +44,13 @@ class Trains(Trainer, Protocol):
     """A trainer whose weights can be published."""
 
     def weights(self) -> Mapping[str, Tensor]: ...
+
+
+@runtime_checkable
+class TrainsAdapters(Protocol):
+    """A trainer that may train adapters in place of the weights."""
+
+    def adapters(self) -> Adapters | None: ...
 
 
 class Models(Protocol):
@@ -79,7 +89,13 @@ class WholeModels:
         return {"config": self._policy.config, "like": self._policy.folder, "gradient_checkpointing": again != "none"}
 
     def actor(self) -> TrainModel:
-        return FsdpModel(self._model, **self.how())
+        config, policy = self._config, self._policy
+        lora = lora_of(config.lora, policy.spec)
+        if lora is None:
+            return FsdpModel(self._model, **self.how())
+        trunk = FsdpModel(self._model, **self.how(), frozen=True)
+        start = start_of(config.lora)
+        return AdaptedModel(trunk, lora, base=policy.folder, seed=config.train.seed, start=start)
 
     def reference(self, folder: Path) -> TrainModel:
         return FsdpModel(load_model(self._policy, folder), config=self._policy.config, frozen=True)
@@ -171,6 +187,9 @@ def _offload(config: Config, plan: Plan, policy: Start) -> bool:
         return config.train.offload_train
     models = 2 if config.algo.advantage_estimator in WITH_CRITIC and config.train.critic_device == "auto" else 1
     dtype, train = str(policy.dtype).removeprefix("torch."), config.train
-    how = {"moments": train.optimizer_state_dtype, "optimizer": train.optimizer}
-    held = models * held_by_rank(policy.spec, plan.layout, dtype, **how).optimizer
-    return held > policy.platform.free_bytes() // 4
+    how, lora = {"moments": train.optimizer_state_dtype}, lora_of(config.lora, policy.spec)
+    if lora is not None:
+        own = adapted_by_rank(policy.spec, plan.layout, dtype, lora, **how).optimizer
+    else:
+        own = held_by_rank(policy.spec, plan.layout, dtype, **how, optimizer=train.optimizer).optimizer
+    return models * own > policy.platform.free_bytes() // 4

@@ -36,7 +36,7 @@ from miles.launch.plugged import own_of, own_rollout
 from miles.launch.policy import Policy
 from miles.launch.prompts import held_out_set, journal_for, notes_of, replies_of, source_for, training_parts
 from miles.launch.teachers import Applied, teachers_for
-from miles.launch.tempo import credited, manner_of, spare_groups, sync_of_tempo
+from miles.launch.tempo import credited, manner_of, notes_of_tempo, spare_groups, sync_of_tempo
 from miles.launch.trainer import Trains
 from miles.launch.upstream import upstream_of
 from miles.observe.metric import group_metrics
@@ -147,7 +147,7 @@ async def wire(
     brought = own_of(config)
     company = enrol(config, plan)
     main, policy = company.main, company.main.policy
-    answering, casting = answering_of(main.config, policy), casting_of(config, company)
+    answering, casting = answering_of(main.config, policy, logs=plan.run_dir / "logs"), casting_of(config, company)
     credit = credit_of_all(config, company)
     recorded = recorded_of(config, first=start[1].step + 1 if start else 1, steps=plan.steps)
     parts = () if recorded else _parts_of(main.config, policy, answering)
@@ -186,7 +186,7 @@ async def wire(
         engine=engine,
         evaluator=evaluator,
         policy=policy,
-        notes=company.notes() + notes_of(parts) + notes,
+        notes=company.notes() + notes_of(parts) + notes_of_tempo(config) + notes,
         runs=stage.runs,
         answering=answering,
         engines=tuple(stage.engines.values()),

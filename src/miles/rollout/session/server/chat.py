@@ -24,15 +24,15 @@ def read_chat(body: Any) -> Ask:
         if old in fields:
             raise Refusal(f"{old} is no longer part of the API; use {new}.", param=old)
     only_one(fields)
-    if fields.integer("top_logprobs", low=0):
+    if fields.maybe_integer("top_logprobs", low=0):
         raise Refusal(
             "top_logprobs must be 0: a turn's log-probs are those of the tokens it drew.", param="top_logprobs"
         )
     tools = tuple(_tool(each) for each in fields.objects("tools"))
     calls, forced = read_choice(fields, tools)
-    limit = fields.integer("max_completion_tokens", low=1)
+    limit = fields.maybe_integer("max_completion_tokens", low=1)
     if limit is None:
-        limit = fields.integer("max_tokens", low=1)
+        limit = fields.maybe_integer("max_tokens", low=1)
     options = fields.object("stream_options")
     return Ask(
         messages=read_messages(fields),
@@ -50,7 +50,7 @@ def read_chat(body: Any) -> Ask:
 
 def only_one(fields: Fields) -> None:
     """A turn has one reply."""
-    if (n := fields.integer("n", low=1)) not in (None, 1):
+    if (n := fields.maybe_integer("n", low=1)) not in (None, 1):
         raise Refusal(
             f"n is {n}, but a turn of a session has one reply; send the request again for another.", param="n"
         )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from miles.rollout.session.server.ask import Ask, Call, Opened, Told
-from miles.rollout.session.server.telling import Telling
+from miles.rollout.session.server.telling import Opener
 from miles.rollout.session.speech import Parts
 
 
@@ -32,13 +32,8 @@ def chat_body(told: Told, ask: Ask) -> dict[str, Any]:
 _FIELDS = {"reasoning": "reasoning_content", "content": "content"}
 
 
-class ChatPieces:
+class ChatPieces(Opener):
     """``chat.completion.chunk``s: who speaks, what was thought, said and called, why it ended, and the count."""
-
-    def __init__(self, opened: Opened, ask: Ask) -> None:
-        self._opened, self._ask = opened, ask
-        self._telling = Telling()
-        self._begun = False
 
     def more(self, parts: Parts) -> Iterator[dict[str, Any]]:
         """What is new of a reply that is coming."""
@@ -60,10 +55,8 @@ class ChatPieces:
         if ask.usage:
             yield _open(told, ask, "chat.completion.chunk") | {"choices": [], "usage": usage_of(told)}
 
-    def _opening(self) -> Iterator[dict[str, Any]]:
-        if not self._begun:
-            self._begun = True
-            yield self._piece({"role": "assistant", "content": ""})
+    def _first(self) -> Iterator[dict[str, Any]]:
+        yield self._piece({"role": "assistant", "content": ""})
 
     def _piece(
         self,

@@ -24,18 +24,18 @@ _BENT = ("frequency_penalty", "presence_penalty", "logit_bias")
 def read_wish(fields: Fields, limit: int | None, *, stop: str = "stop", unforced: tuple[str, ...] = ()) -> Wish:
     """The drawing fields the APIs share; ``stop`` is what this one calls its stop strings."""
     bent = tuple(name for name in _BENT if fields.raw(name))
-    if (penalty := fields.number("repetition_penalty")) is not None and penalty != 1:
+    if (penalty := fields.maybe_number("repetition_penalty")) is not None and penalty != 1:
         bent = (*bent, "repetition_penalty")
     return Wish(
-        temperature=fields.number("temperature", lambda x: 0 <= x <= 1e6, "a number from 0 on"),
-        top_p=fields.number("top_p", lambda x: 0 < x <= 1, "above 0 and at most 1"),
+        temperature=fields.within("temperature", lambda x: 0 <= x <= 1e6, "a number from 0 on"),
+        top_p=fields.within("top_p", lambda x: 0 < x <= 1, "above 0 and at most 1"),
         top_k=_top_k(fields),
-        min_p=fields.number("min_p", lambda x: 0 <= x <= 1, "from 0 to 1"),
+        min_p=fields.within("min_p", lambda x: 0 <= x <= 1, "from 0 to 1"),
         limit=limit,
-        stop=fields.texts(stop),
-        stop_token_ids=fields.integers("stop_token_ids"),
+        stop=tuple(text for text in fields.texts(stop) if text),
+        stop_token_ids=fields.integers("stop_token_ids", low=0, high=2**31 - 1, what="token ids"),
         ignore_eos=None if "ignore_eos" not in fields else fields.flag("ignore_eos"),
-        seed=fields.integer("seed"),
+        seed=fields.maybe_integer("seed"),
         unforced=(*unforced, *bent),
     )
 
@@ -43,7 +43,7 @@ def read_wish(fields: Fields, limit: int | None, *, stop: str = "stop", unforced
 def read_sampling(fields: Fields, given: Sampling) -> Sampling:
     """``given``, changed by the ``sampling`` of a session that is opened."""
     fields.only(SETTINGS, fields.where)
-    limit = fields.integer("max_new_tokens", low=1)
+    limit = fields.maybe_integer("max_new_tokens", low=1)
     wish = read_wish(fields, None)
     return replace(
         _drawn(given, wish),
@@ -111,7 +111,7 @@ def _differing(given: Sampling, wish: Wish) -> Iterator[tuple[str, Any]]:
 
 
 def _top_k(fields: Fields) -> int | None:
-    value = fields.integer("top_k")
+    value = fields.maybe_integer("top_k")
     if value is not None and value < 1 and value not in (-1, 0):
         raise fields.refuse("top_k", "-1 (off) or at least 1")
     return -1 if value == 0 else value

@@ -21,7 +21,7 @@ def read_anthropic(body: Any, *, counting: bool = False) -> Ask:
     """What a body asks for; one that is only ``counting`` tokens needs no limit."""
     fields = Fields(body)
     only_one(fields)
-    limit = fields.integer("max_tokens", low=1)
+    limit = fields.maybe_integer("max_tokens", low=1)
     if limit is None and not counting:
         raise fields.refuse("max_tokens", "an integer of at least 1")
     tools = tuple(_tool(each) for each in fields.objects("tools"))

@@ -8,7 +8,7 @@ from typing import Any
 
 from miles.rollout.session.server.ask import Ask, Call, Opened, Told
 from miles.rollout.session.server.messages import UNREAD
-from miles.rollout.session.server.telling import Kind, Telling
+from miles.rollout.session.server.telling import Kind, Opener
 from miles.rollout.session.speech import Parts
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -19,13 +19,8 @@ def anthropic_body(told: Told, ask: Ask) -> dict[str, Any]:
     return _open(told, ask) | {"content": list(_blocks(told)), **_end(told), "usage": _usage(told)}
 
 
-class AnthropicEvents:
+class AnthropicEvents(Opener):
     """The events of a stream, each of the ``type`` it is sent under: blocks that open, grow and close in turn."""
-
-    def __init__(self, opened: Opened, ask: Ask) -> None:
-        self._opened, self._ask = opened, ask
-        self._telling = Telling()
-        self._begun = False
 
     def more(self, parts: Parts) -> Iterator[dict[str, Any]]:
         """What is new of a reply that is coming."""
@@ -51,12 +46,10 @@ class AnthropicEvents:
         yield {"type": "message_delta", "delta": _end(told), "usage": _usage(told)}
         yield {"type": "message_stop"}
 
-    def _opening(self) -> Iterator[dict[str, Any]]:
+    def _first(self) -> Iterator[dict[str, Any]]:
         """The message's beginning. What of the prompt was found computed is known, and told, at its end."""
-        if not self._begun:
-            self._begun = True
-            start = _open(self._opened, self._ask) | {"content": [], "stop_reason": None, "stop_sequence": None}
-            yield {"type": "message_start", "message": start | {"usage": _counted(len(self._opened.context), 0, 0)}}
+        start = _open(self._opened, self._ask) | {"content": [], "stop_reason": None, "stop_sequence": None}
+        yield {"type": "message_start", "message": start | {"usage": _counted(len(self._opened.context), 0, 0)}}
 
     def _closing(self, index: int) -> Iterator[dict[str, Any]]:
         """The end of a stretch's block, if there is such a stretch."""

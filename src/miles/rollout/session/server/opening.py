@@ -64,8 +64,8 @@ def read_opening(body: Any, house: House) -> Opening:
         held=fields.flag("hold", house.hold),
         match=name,
         metadata={} if metadata is None else metadata.all(),
-        max_turns=fields.integer("max_turns", low=1),
-        max_tokens=fields.integer("max_tokens", low=1),
+        max_turns=fields.maybe_integer("max_turns", low=1),
+        max_tokens=fields.maybe_integer("max_tokens", low=1),
     )
     prompt = fields.object("prompt")
     return Opening(id=id, prompt=None if prompt is None else _prompt(prompt), match=match, terms=terms)
@@ -82,7 +82,7 @@ def _prompt(fields: Fields) -> Prompt:
     fields.only(_OF_PROMPT, "A prompt")
     metadata: Mapping[str, Any] = {} if (given := fields.object("metadata")) is None else given.all()
     return Prompt(
-        id=fields.integer("id", low=0) or 0,
+        id=fields.maybe_integer("id", low=0) or 0,
         messages=read_messages(fields),
         label=fields.text("label"),
         metadata=metadata,

@@ -36,7 +36,7 @@ def read_responses(body: Any, past_of: Callable[[str], tuple[Message, ...]]) -> 
     for name, mend in _NOT_HERE.items():
         if fields.raw(name):
             raise Refusal(f"{name} is not supported by this server: {mend}.", param=name)
-    if fields.integer("top_logprobs", low=0):
+    if fields.maybe_integer("top_logprobs", low=0):
         raise Refusal(
             "top_logprobs must be 0: a turn's log-probs are those of the tokens it drew.", param="top_logprobs"
         )
@@ -49,7 +49,7 @@ def read_responses(body: Any, past_of: Callable[[str], tuple[Message, ...]]) -> 
     ask = Ask(
         messages=(*system, *past),
         tools=tools,
-        wish=read_wish(fields, fields.integer("max_output_tokens", low=1), unforced=(*forced, *_format(fields))),
+        wish=read_wish(fields, fields.maybe_integer("max_output_tokens", low=1), unforced=(*forced, *_format(fields))),
         model=fields.text("model") or "default",
         calls=calls,
         stream=fields.flag("stream"),

@@ -9,7 +9,7 @@ from typing import Any
 from miles.rollout.session.server.ask import Ask, Opened, Told
 from miles.rollout.session.server.chat_reply import logprobs_of
 from miles.rollout.session.server.responses import Echo
-from miles.rollout.session.server.telling import Kind, Stretch, Telling
+from miles.rollout.session.server.telling import Kind, Opener, Stretch, Telling
 from miles.rollout.session.speech import Parts
 
 _REPEATED = {
@@ -40,14 +40,13 @@ def response_body(told: Told, ask: Ask, echo: Echo) -> dict[str, Any]:
     return _body(told, ask, echo, _ended(telling, told))
 
 
-class ResponseEvents:
+class ResponseEvents(Opener):
     """The events of a stream, numbered, each of the ``type`` it is sent under: items that open, grow and close."""
 
     def __init__(self, opened: Opened, ask: Ask, echo: Echo) -> None:
-        self._opened, self._ask, self._echo = opened, ask, echo
-        self._telling = Telling()
+        super().__init__(opened, ask)
+        self._echo = echo
         self._numbers = count()
-        self._begun = False
 
     def more(self, parts: Parts) -> Iterator[dict[str, Any]]:
         """What is new of a reply that is coming."""
@@ -85,12 +84,10 @@ class ResponseEvents:
             yield from _call_events(index, item)
         yield {"type": f"response.{whole['status']}", "response": whole}
 
-    def _opening(self) -> Iterator[dict[str, Any]]:
-        if not self._begun:
-            self._begun = True
-            opened = _open(self._opened, self._ask, self._echo)
-            yield {"type": "response.created", "response": opened}
-            yield {"type": "response.in_progress", "response": opened}
+    def _first(self) -> Iterator[dict[str, Any]]:
+        opened = _open(self._opened, self._ask, self._echo)
+        yield {"type": "response.created", "response": opened}
+        yield {"type": "response.in_progress", "response": opened}
 
     def _closing(self, index: int) -> Iterator[dict[str, Any]]:
         """The end of an item behind which others come, if there is such an item."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from miles.rollout.session.server.ask import Told
+from miles.rollout.session.server.ask import Ask, Opened, Told
 from miles.rollout.session.speech import Parts
 
 Kind = Literal["reasoning", "content"]
@@ -56,3 +57,21 @@ class Telling:
                 self.stretches.append(Stretch(kind, ""))
             self.stretches[-1].text += fresh
             yield News(len(self.stretches) - 1, kind, fresh, begins)
+
+
+class Opener(ABC):
+    """What every API's telling of one turn begins with: nothing told, and an opening that comes once."""
+
+    def __init__(self, opened: Opened, ask: Ask) -> None:
+        self._opened, self._ask = opened, ask
+        self._telling = Telling()
+        self._begun = False
+
+    @abstractmethod
+    def _first(self) -> Iterator[dict[str, Any]]:
+        """What opens the turn."""
+
+    def _opening(self) -> Iterator[dict[str, Any]]:
+        if not self._begun:
+            self._begun = True
+            yield from self._first()
