@@ -51,6 +51,7 @@ def in_torch() -> Iterator[None]:
 
 
 READY = norm.ready
+CHOSEN = experts.plans_on
 
 
 def seconds(run: Run, *, graph: bool = True, budget: float = 0.02) -> float:
@@ -217,13 +218,13 @@ def tune(best: float) -> None:
 
 
 def timed(run: Run, plan: Plan) -> float:
-    experts.PLANS = (plan,)
+    experts.plans_on = lambda device: (plan,)
     try:
         return seconds(run, budget=0.01)
     except OutOfResources:
         return float("inf")
     finally:
-        experts.PLANS = PLANS
+        experts.plans_on = CHOSEN
 
 
 ALL = {"norm": norms, "gated": gates, "prepare": preparations, "draw": draws, "experts": mixtures, "route": routes}

@@ -7,7 +7,7 @@ from tests.kernels.device import CARD, DEVICE, DTYPES, ROUNDING, apart, needs_tr
 
 from miles.kernels import experts as module
 from miles.kernels import slim_experts
-from miles.kernels.experts import PLANS, _place_rows, moe_forward, route
+from miles.kernels.experts import PLANS, ROOMY_PLANS, _place_rows, moe_forward, route
 from miles.kernels.gated import activate
 
 # tokens, choices, experts, features, intermediate
@@ -77,9 +77,9 @@ def test_every_variant_is_the_definitions(on_device, variant, kind, dtype):
 
 
 @needs_triton
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", dict.fromkeys(PLANS + (ROOMY_PLANS if CARD else ROOMY_PLANS[1:2])))
 def test_every_plan_gives_the_same(on_device, monkeypatch, plan):
-    monkeypatch.setattr(module, "PLANS", (plan._replace(most=1e9),))
+    monkeypatch.setattr(module, "plans_on", lambda device: (plan._replace(most=1e9),))
     dtype = torch.bfloat16 if CARD else torch.float16
     *given, biases = case((300, 8, 128, 2048, 768) if CARD else (9, 2, 2, 80, 40), dtype)
     assert apart(moe_forward(*given, activation="silu"), by_token(*given, biases, "silu")) < ROUNDING[dtype]

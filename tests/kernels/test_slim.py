@@ -45,7 +45,7 @@ def test_a_gated_product_is_the_activation_of_one_half_times_the_other(on_device
     x, weight = random(1, inputs), random(outputs, inputs)
     added = random(outputs) if bias else None
     both = F.linear(x.double(), weight.double(), None if added is None else added.double())
-    assert apart(gated_linear(x, weight, added, kind), activate(*both.chunk(2, -1), kind)) < 1e-5
+    assert apart(gated_linear(x, weight, added, kind), activate(*both.chunk(2, -1), kind)) < 1e-4
 
 
 @needs_triton

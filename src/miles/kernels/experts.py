@@ -10,6 +10,7 @@ a token's rows are added in the order of its choices, so results do not depend o
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -53,6 +54,26 @@ PLANS = (
 )
 
 
+# For cards whose programs have this much memory for tiles: deeper ones, which keep more loads under way.
+_ROOMY = 160 * 1024
+ROOMY_PLANS = (
+    PLANS[0],
+    Plan(6.0, 16, Tile(128, 128, 8, 3), Tile(128, 128, 4, 3)),
+    Plan(9.0, 16, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3)),
+    Plan(20.0, 32, Tile(128, 128, 8, 3), Tile(128, 128, 4, 3)),
+    PLANS[-1],
+)
+
+
+@cache
+def plans_on(device: torch.device) -> tuple[Plan, ...]:
+    """The plans for a card, and numbers of two bytes."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return PLANS
+    roomy = torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= _ROOMY
+    return ROOMY_PLANS if roomy else PLANS
+
+
 def moe_forward(
     x_TD: Tensor,
     weights_Tk: Tensor,
@@ -85,7 +106,8 @@ def moe_forward(
     if exchange is None and ready(x_TD) and few and not (weigh_input and experts_Tk.shape[1] > 1):
         if weigh_input:
             x_TD, weights_Tk = x_TD * weights_Tk, torch.ones_like(weights_Tk)
-        plan = next((plan for plan in PLANS if per_expert <= plan.most), PLANS[-1])
+        plans = plans_on(x_TD.device) if x_TD.itemsize == 2 else PLANS
+        plan = next((plan for plan in plans if per_expert <= plan.most), plans[-1])
         biases = (first_bias_EF, down_bias_ED)
         return _launch(x_TD, weights_Tk, experts_Tk, first_EFD, down_EDI, biases, activation, interleaved, plan)
     rows = order_rows(experts_Tk, len(first_EFD) * (1 if exchange is None else exchange.world))
