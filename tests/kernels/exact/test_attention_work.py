@@ -56,6 +56,13 @@ def test_every_token_is_met_once_and_in_the_chunk_it_is_of(step):
         assert at == length
 
 
+def test_trunks_that_are_items_but_no_places_count_as_room():
+    # Two rows of two chunks that share half of the first: four places, and with the trunk five items.
+    lengths, group, shared = np.array([700] * 2), np.zeros(2, np.int64), np.array([256] * 2)
+    lists = filled(ChunkWork(2, 4, CPU, trunk_queries=16), lengths, group, shared, None)
+    assert lists.counts.tolist() == [0, 4] and sorted(lists.items_I[:, 4].tolist()) == [512, 512, 700, 700]
+
+
 @given(steps(), st.lists(st.integers(1, 40), max_size=3))
 @settings(deadline=None, max_examples=60)
 def test_rows_that_grow_are_cut_as_if_they_came_anew(step, more):

@@ -111,7 +111,9 @@ class ChunkWork(DecodeWork):
         leaf_B[members] = np.maximum(leaf_B[members], trunks.end_N.repeat(trunks.rows_N))
         above_B -= leaf_B % CHUNK != 0
         pieces_B = np.where(lengths_B > 0, -(-lengths_B // CHUNK) - leaf_B // CHUNK, 0)
-        if int((above_B + pieces_B).sum()) > self.max_items:
+        # A trunk that ends within its rows' first chunk is an item, and no place of its own.
+        items = int(pieces_N.sum() + pieces_B.sum())
+        if max(items, int((above_B + pieces_B).sum())) > self.max_items:
             if len(members):
                 return self._cut(_Trunks(_NONE, _NONE, _NONE, _NONE), begin_B, lengths_B)
             return self._lay(trunks, pieces_N, above_B, leaf_B, lengths_B, _merged(pieces_B, self.max_items))
