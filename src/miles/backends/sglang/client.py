@@ -213,7 +213,7 @@ class Client:
 
     async def abort(self) -> None:
         """End all requests with what they have."""
-        await self.ask("POST", "/abort_request", {"abort_all": True})
+        await self.ask("POST", "/abort_request", {"abort_all": True}, behind=True)
 
     async def flush(self) -> bool:
         """Forget every prefix; false while requests hold some."""
@@ -258,15 +258,20 @@ class Client:
         *,
         data: bytes | None = None,
         seconds: float = CONTROL_SECONDS,
+        behind: bool = False,
     ) -> Any:
-        """One exchange; the JSON of the answer, or its text. A ``body`` of bytes is JSON already."""
+        """One exchange; the JSON of the answer, or its text. A ``body`` of bytes is JSON already.
+
+        ``behind`` goes the way of requests, so as not to overtake those that are still being sent.
+        """
         kind = "application/json" if isinstance(body, bytes) else "application/octet-stream"
         if isinstance(body, bytes):
             body, data = None, body
         sent = {"data": data, "headers": {"Content-Type": kind}} if data is not None else {}
         try:
             async with asyncio.timeout(seconds):
-                async with self._asking().request(method, f"{self.url}{path}", json=body, **sent) as response:
+                session = self._open() if behind else self._asking()
+                async with session.request(method, f"{self.url}{path}", json=body, **sent) as response:
                     raw = await response.read()
         except TimeoutError as error:
             raise Lost(f"{self.name} did not answer {path} within {seconds:g} s") from error
