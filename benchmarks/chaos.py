@@ -319,7 +319,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--namespaces", action="store_true", help="with --ray: each worker in a network of its own")
     parser.add_argument("--only", nargs="*", help="strike these alone, such as node or engine")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--patience", type=float, default=3600.0, help="seconds for each run")
+    parser.add_argument("--patience", type=float, default=7200.0, help="seconds for each run")
     parser.add_argument("--keep", type=Path, help="a folder that runs, logs and what was said stay in")
     parser.add_argument("--reward", default="tests.launch.small_run:shared_letters")
     args = parser.parse_args()
