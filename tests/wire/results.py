@@ -14,7 +14,7 @@ from tests.wire.exchange import Exchange
 
 FILE = Path(__file__).with_name("results.json")
 MODULES = (
-    *("test_checker", "test_control", "test_experts", "test_generate", "test_openai_client", "test_sessions"),
+    *("test_weights_checker", "test_control", "test_experts", "test_generate", "test_openai_client", "test_sessions"),
     *("test_stream", "test_weights"),
 )
 KINDS = ("miles", "sglang")
