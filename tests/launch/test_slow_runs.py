@@ -45,6 +45,7 @@ def line(world: Path, run: Path, *more: str) -> list[str]:
     return words
 
 
+@pytest.mark.slow
 def test_a_rank_that_stays_behind_is_named_once_with_its_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     world, run = write_world(tmp_path / "world"), tmp_path / "run"
     assert main(["train", *line(world, run)]) == 0

@@ -29,7 +29,7 @@ def sizes(checkpoint: Path) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    "transport", ["distributed", *(pytest.param(each, marks=pytest.mark.slow) for each in ("auto", "tensor", "disk"))]
+    "transport", ["tensor", *(pytest.param(each, marks=pytest.mark.slow) for each in ("auto", "distributed", "disk"))]
 )
 def test_servers_are_sent_what_is_trained_and_the_run_is_the_one_with_the_engine_inside(tmp_path, transport):
     world, run, inside = write_world(tmp_path / "world"), tmp_path / "run", tmp_path / "inside"
