@@ -7,8 +7,9 @@ import torch
 from tests.kernels.device import CARD, DEVICE, DTYPES, ROUNDING, apart, needs_triton, random
 from tests.kernels.paged_case import Case, case, poisoned
 
+from miles.kernels import alone
 from miles.kernels.cache import KvShape, PagedCache
-from miles.kernels.card import Shape, Step
+from miles.kernels.card import CardAttend, Shape, Step, Works
 from miles.kernels.decode import decode_reference
 from miles.kernels.exact.attention import Asked
 from miles.kernels.exact.attention_backward import train_backward
@@ -19,6 +20,7 @@ from miles.kernels.exact.attention_train import train_attention
 from miles.kernels.exact.attention_work import ChunkWork
 from miles.kernels.exact.paged import ExactCardAttend, ExactPagedAttend, ExactWorks
 from miles.kernels.prefill import prefill_reference, prefill_tiles
+from miles.kernels.prepare import Heads
 from miles.kernels.terms import Terms
 
 pytestmark = needs_triton
@@ -152,6 +154,31 @@ def test_a_step_of_singles_and_prompts_is_what_plain_torch_makes_of_it(way):
         )
         outs.append(ExactCardAttend(cache, step)(0, q, k, v, terms))
     assert apart(outs[0].cpu(), outs[1]) < 1e-5
+
+
+@pytest.mark.parametrize("exactly", [True, False])
+def test_only_in_fast_arithmetic_a_row_that_is_alone_takes_one_launch(monkeypatch, exactly):
+    launched = []
+    monkeypatch.setattr(alone, "attend_one", lambda qkv, *rest: launched.append(qkv) or qkv[:, :64])
+    size, width, at = 8, 16, torch.tensor([29], device=DEVICE)
+    cache = PagedCache([KvShape(2, width, width)], pages=9, page_size=size, device=DEVICE, dtype=torch.float32)
+    works = (ExactWorks if exactly else Works)({Shape(2, 2): 64}, max_rows=1, device=DEVICE, sms=4)
+    works.send(np.array([30]), np.array([0]), np.array([0]))
+    pages, seat = torch.arange(9, dtype=torch.int32, device=DEVICE)[None], torch.zeros_like(at)
+    where = {"slots_T": at, "pages_BM": pages, "rows_B": seat, "works": works, "page_size": size}
+    step = Step(**where, singles=1, trunks=False, tiles=None)
+    turned = {"rotation": None, "positions_T": at, "interleaved": False, "q_weight_d": None, "k_weight_d": None}
+    heads = Heads(heads=4, kv_heads=2, head_dim=width, eps=1e-6, offset=0.0, **turned)
+    qkv = random(1, 8 * width)
+    out = (ExactCardAttend if exactly else CardAttend)(cache, step).straight(0, qkv, heads, WAYS["all"])
+    assert len(launched) == (0 if exactly else 1) and out.shape == (1, 64)
+    if exactly:
+        q, k, v = qkv.view(1, 8, width).cpu().split((4, 2, 2), dim=1)
+        on_cpu = PagedCache(
+            [KvShape(2, width, width)], pages=9, page_size=size, device=torch.device("cpu"), dtype=torch.float32
+        )
+        plain = ExactPagedAttend(on_cpu, np.array([29]), np.array([1]), np.arange(9)[None], size)
+        assert apart(out.cpu(), plain(0, q, k, v, WAYS["all"]).flatten(1)) < 1e-5
 
 
 # Spans whose queries are all of a sequence, the end of one, and a single token.

@@ -19,6 +19,7 @@ from miles.kernels.exact.attention_plain import plain_attention
 from miles.kernels.exact.attention_spans import paged_spans
 from miles.kernels.exact.attention_tables import even
 from miles.kernels.exact.attention_work import ChunkWork
+from miles.kernels.prepare import Heads
 from miles.kernels.terms import Index, Terms
 
 # Partial results there is room for beyond two a row: a chunk of 512 tokens each.
@@ -90,6 +91,10 @@ class ExactCardAttend(CardAttend):
     """
 
     latent = False
+
+    def _alone(self, heads: Heads) -> bool:
+        """Never: that launch cuts a row's past by how long it is, and exact sums are cut in one way only."""
+        return False
 
     def _attend(self, q_THd: Tensor, held: Held, terms: Terms, sinks_H: Tensor | None) -> Tensor:
         assert held.values is not None, "values are held apart from keys"
