@@ -16,14 +16,18 @@ T = TypeVar("T")
 
 
 class Run(Protocol):
-    """Execute a blocking function and await its result."""
+    """Execute a blocking function and await its result. ``apart``: on another thread than who awaits it."""
 
+    @property
+    def apart(self) -> bool: ...
     async def __call__(self, work: Callable[[], T]) -> T: ...
     def close(self) -> None: ...
 
 
 class Inline:
     """Work happens here and now."""
+
+    apart = False
 
     async def __call__(self, work: Callable[[], T]) -> T:
         result = work()
@@ -35,6 +39,8 @@ class Inline:
 
 class Threaded:
     """Work happens on one thread of the owner's, a piece at a time, in order."""
+
+    apart = True
 
     def __init__(self, name: str) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)

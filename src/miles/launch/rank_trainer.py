@@ -144,6 +144,8 @@ def _now(work: Coroutine[Any, Any, T]) -> T:
 class _Here:
     """A ``Run`` that does the work at once."""
 
+    apart = False
+
     async def __call__(self, work: Callable[[], T]) -> T:
         return work()
 

@@ -5,7 +5,8 @@ answers; pause, abort, sleep and wake wait for the pump's turn (``_turn``). A we
 thread, so whoever touches requests or pages holds ``_lock`` as well.
 
 On an accelerator a step is planned and launched before the one before it has landed, so that the device need not
-wait for the host. Whatever does not fit that order lets everything land first (``Flights``).
+wait for the host. Whatever does not fit that order lets everything land first (``Flights``). Steps that nobody on the
+event loop waits to hear of follow each other without a trip there.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Literal
 
 import torch
@@ -44,6 +45,9 @@ from miles.models.spec import DecoderSpec
 from miles.sync.manifest import Manifest
 
 PauseMode = Literal["in_place", "retract", "abort"]
+
+# Seconds that steps may follow each other before whoever came in the meantime is looked after.
+_AWAY = 0.003
 
 
 class NativeEngine:
@@ -106,9 +110,10 @@ class NativeEngine:
     # -- the architecture -------------------------------------------------------------------
 
     def step(self) -> list[Sequence]:
-        """One step: ``flights`` tells how; returns the requests that ended."""
+        """One step, or some that nobody waits to hear of: ``flights`` tells how; returns the requests that ended."""
         assert self.version is not None
-        return self._flights.step(self._runner, self.version)
+        until = self._clock() + _AWAY
+        return self._flights.steps(self._runner, self.version, lambda: self._unwatched() and self._clock() < until)
 
     # -- Engine -----------------------------------------------------------------------------
 
@@ -214,11 +219,10 @@ class NativeEngine:
 
     async def health(self) -> Mapping[str, float]:
         self._runner.check()
-        everyone = list(self._scheduler.everyone())
-        waiting = len(self._scheduler.waiting) + len(self._arrived)
+        everyone, waiting = list(self._scheduler.everyone()), len(self._scheduler.waiting)
         return {
-            "running": float(len(everyone) - len(self._scheduler.waiting)),
-            "waiting": float(waiting),
+            "running": float(len(everyone) - waiting),
+            "waiting": float(waiting + len(self._arrived)),
             "free_pages": float(self._pages.available),
             "pages": float(self._pages.total),
             **{name: value for name, value in self.stats().items() if name != "seconds"},
@@ -226,15 +230,8 @@ class NativeEngine:
 
     def stats(self) -> Mapping[str, float]:
         """What was done since the engine was made, and how long steps took together."""
-        done = self._scheduler.counters
-        return {
-            "steps": float(done.steps),
-            "prefilled_tokens": float(done.prefilled_tokens),
-            "cached_tokens": float(done.cached_tokens),
-            "generated_tokens": float(done.generated_tokens),
-            "preemptions": float(done.preemptions),
-            "seconds": self._seconds,
-        }
+        counted = {name: float(count) for name, count in asdict(self._scheduler.counters).items()}
+        return {**counted, "seconds": self._seconds}
 
     async def close(self) -> None:
         """Refuse further requests and fail those under way. ``run`` is its maker's to close."""
@@ -343,9 +340,8 @@ class NativeEngine:
         """Is there a step to make, or to be told of?"""
         with self._lock:
             self._settle()
-            if self.resting:
-                return False
-            return bool(self._scheduler.running or self._scheduler.waiting or self._flights.pending)
+            work = self._scheduler.running or self._scheduler.waiting or self._flights.pending
+            return bool(work) and not self.resting
 
     def _timed(self) -> list[Sequence]:
         with self._lock:
@@ -353,6 +349,10 @@ class NativeEngine:
             ended = self._flights.overdue() + self.step()
             self._seconds += self._clock() - started
             return ended
+
+    def _unwatched(self) -> bool:
+        """Whether nobody on the event loop wants anything before the next step; asked from the thread that steps."""
+        return self._run.apart and not (self._arrived or self._gone or self._listening or self.resting or self._closed)
 
     async def _quieten(self) -> None:
         """Within a turn: everything lands, everyone is told, who came is taken in and who left let go."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from miles.backends.native.order import Flight, Order
@@ -47,6 +48,13 @@ class Flights:
         scheduler.promise(plan)
         self.aloft.append((plan, flight, version))
         return ended + self.ground(keep=self._depth)
+
+    def steps(self, runner: Launches, version: Version, on: Callable[[], bool]) -> list[Sequence]:
+        """Step after step while something is in flight, nobody ended and it may go ``on``; returns those that ended."""
+        ended = self.step(runner, version)
+        while self.aloft and not ended and on():
+            ended = self.step(runner, version)
+        return ended
 
     def ground(self, keep: int = 0) -> list[Sequence]:
         """Let what is in flight land, but for the last ``keep`` steps; returns who ended."""

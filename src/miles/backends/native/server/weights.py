@@ -35,6 +35,8 @@ Index = Mapping[str, tuple[str, Piece]]
 class Beside:
     """Implements cluster.local.Run: work happens on a thread that is not the event loop's."""
 
+    apart = True
+
     async def __call__(self, work: Callable[[], T]) -> T:
         return await asyncio.to_thread(work)
 
