@@ -39,8 +39,10 @@ class Shape(NamedTuple):
 class Works:
     """How the rows of one step with one new token each are cut into pieces, for every shape of heads there is.
 
-    With each shape comes how many queries meet the same tokens at once.
+    With each shape comes how many queries meet the same tokens at once. ``read`` says that somebody asked for a cut.
     """
+
+    read: bool = False
 
     def __init__(self, shapes: Mapping[Shape, int], *, max_rows: int, device: torch.device, sms: int) -> None:
         self._sms, self._device = sms, device
@@ -67,6 +69,7 @@ class Works:
         return trunks
 
     def __getitem__(self, shape: Shape) -> DecodeWork:
+        self.read = True
         return self._works[shape]
 
     def alone(self, groups: int, each: int, width: int) -> alone.Scratch:

@@ -59,6 +59,19 @@ def test_recorded_steps_draw_what_others_draw(tiny, kind, how):
 
 
 @card
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3 moe", "gemma2", "gpt-oss", "deepseek v3"])
+def test_a_row_that_is_alone_is_recorded_with_the_same_draws(tiny, kind, dtype):
+    model, answers = there(kind, dtype), {}
+    request = asked(max_new_tokens=40)[5]
+    for graphs in (True, False):
+        engine = tiny.engine(model, page_size=4, prefill_chunk=64, max_running=4, kv_tokens=2400, graphs=graphs)
+        (answers[graphs],) = tiny.ask(engine, [request])
+    assert tiny.tokens(answers[True]) == tiny.tokens(answers[False])
+    np.testing.assert_allclose(tiny.logprobs(answers[True]), tiny.logprobs(answers[False]), atol=2e-4)
+
+
+@card
 def test_recordings_follow_new_weights_and_outlive_sleep(tiny):
     first, second = there("qwen3"), there("qwen3")
     with torch.no_grad():

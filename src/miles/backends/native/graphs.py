@@ -11,6 +11,7 @@ k experts a token.
 from __future__ import annotations
 
 import gc
+from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from miles.backends.native.order import Drawn, Order
 from miles.core.errors import EngineError
 from miles.core.types import Array
 from miles.kernels.arithmetic import exact
+from miles.kernels.begin import begin
 from miles.kernels.cache import Ints, PagedCache
 from miles.kernels.card import CardAttend, Step, Works
 from miles.kernels.draw import draw
@@ -54,6 +56,13 @@ class Key(NamedTuple):
     filters: bool
 
 
+class Recording(NamedTuple):
+    """A step, and whether its kernels read how rows are ``cut`` into pieces: where one row is alone, none may."""
+
+    graph: torch.cuda.CUDAGraph
+    cut: bool
+
+
 class _Sheet:
     """What changes from step to step: on the device, and in pinned memory several times over."""
 
@@ -62,14 +71,14 @@ class _Sheet:
         size = rows * (len(_INTS) + len(_FLOATS)) + 2 * _NEWS
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
         self._hosts = [torch.zeros(size, dtype=torch.int32).pin_memory() for _ in range(_RING)]
-        self._columns = [self._split(host) for host in self._hosts]
+        self._columns = [{name: column.numpy() for name, column in self._split(host).items()} for host in self._hosts]
         self.columns = self._split(self._device)
         self._turn = 0
 
     def next(self) -> dict[str, Array]:
         """The columns of a sheet that nobody reads any more."""
         self._turn = (self._turn + 1) % _RING
-        return {name: column.numpy() for name, column in self._columns[self._turn].items()}
+        return self._columns[self._turn]
 
     def send(self) -> None:
         """Give the device the sheet that ``next`` gave last."""
@@ -88,45 +97,53 @@ class _Answers:
     """What recordings leave behind: on the device, and in pinned memory several times over."""
 
     def __init__(self, rows: int, none_expert: Array | None, device: torch.device) -> None:
-        self.tokens_R = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.logprobs_R = torch.zeros(rows, dtype=torch.float32, device=device)
+        # Tokens and log-probs come home in one piece.
+        self._drawn = torch.zeros(rows * 3, dtype=torch.int32, device=device)
+        self.tokens_R, self.logprobs_R = _parted(self._drawn, rows)
         self.routed_RLk: Tensor | None = None
         if none_expert is not None:
             kind = torch.uint8 if none_expert.dtype == np.uint8 else torch.int16
             self.routed_RLk = torch.zeros(rows, *none_expert.shape, dtype=kind, device=device)
-        held = [each for each in (self.tokens_R, self.logprobs_R, self.routed_RLk) if each is not None]
-        self._held = held
-        self._hosts = [[torch.zeros_like(each, device="cpu").pin_memory() for each in held] for _ in range(_RING)]
+        self._hosts = [torch.zeros_like(self._drawn, device="cpu").pin_memory() for _ in range(_RING)]
+        self._read = [tuple(each.numpy() for each in _parted(host, rows)) for host in self._hosts]
+        routed = self.routed_RLk
+        self._routed = (
+            [] if routed is None else [torch.zeros_like(routed, device="cpu").pin_memory() for _ in range(_RING)]
+        )
         self._events = [torch.cuda.Event() for _ in range(_RING)]
         self._turn = 0
 
     def landing(self, count: int) -> Landing:
         """Bring the first ``count`` rows home, whenever the device gets there."""
-        self._turn = (self._turn + 1) % _RING
-        hosts, event = self._hosts[self._turn], self._events[self._turn]
-        for host, held in zip(hosts, self._held, strict=True):
-            host[:count].copy_(held[:count], non_blocking=True)
+        turn = self._turn = (self._turn + 1) % _RING
+        event, routed = self._events[turn], None
+        self._hosts[turn].copy_(self._drawn, non_blocking=True)
+        if self.routed_RLk is not None:
+            there = self._routed[turn][:count]
+            there.copy_(self.routed_RLk[:count], non_blocking=True)
+            routed = _unsigned(there.numpy())
         event.record()
-        return Landing(event, [host[:count] for host in hosts])
+        tokens_R, logprobs_R = self._read[turn]
+        return Landing(event, tokens_R[:count], logprobs_R[:count], routed)
 
 
 class Landing:
     """A step under way (a ``Flight``)."""
 
-    def __init__(self, event: torch.cuda.Event, hosts: list[Tensor]) -> None:
+    def __init__(self, event: torch.cuda.Event, tokens_n: Array, logprobs_n: Array, routed_nLk: Array | None) -> None:
         self._event = event
-        self._hosts = hosts
+        self._read = tokens_n, logprobs_n, routed_nLk
 
     def land(self) -> Drawn:
         """Wait for the device, and read what it drew."""
         self._event.synchronize()
-        tokens, logprobs, *routed = self._hosts
-        if not np.isfinite(logprobs.numpy()).all():
+        tokens_n, logprobs_n, routed_nLk = self._read
+        if not np.isfinite(logprobs_n).all():
             raise EngineError("the model's logits are not finite: its weights are broken, or too large for their dtype")
         return Drawn(
-            tokens_D=tokens.numpy().copy(),
-            logprobs_D=logprobs.numpy().copy(),
-            routed_TLx=_unsigned(routed[0].numpy()).copy() if routed else None,
+            tokens_D=tokens_n.copy(),
+            logprobs_D=logprobs_n.copy(),
+            routed_TLx=None if routed_nLk is None else routed_nLk.copy(),
         )
 
 
@@ -154,42 +171,42 @@ class Graphs:
         self._warmed = warmed
         self._decoder, self._cache, self._works, self._drawn_S = decoder, cache, works, drawn_S
         self._page_size, self._spare_slot, self._records = page_size, spare_slot, none_expert is not None
+        self._spare_seat = len(drawn_S) - 1
+        self._whole = all(layer.reduce is None for layer in decoder.layers if isinstance(layer, Layer))
         self._rungs = ladder(max_rows)
         device = drawn_S.device
         self._sheet = _Sheet(max_rows, device)
         self._answers = _Answers(max_rows, none_expert, device)
         self._table_RM = torch.zeros(max_rows + 1, longest, dtype=torch.int32, device=device)
+        self._spare_place = self._table_RM.numel() - 1
         self._shown_RM = np.zeros((max_rows, longest), np.int32)
         self._rows_R = torch.arange(max_rows, dtype=torch.int32, device=device)
-        self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[Key, Recording] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
     def holds(self, order: Order) -> bool:
         """Whether a step can be replayed: one token each, computed by this rank alone."""
-        return order.plain and self._alone()
+        return order.plain and self._whole
 
     def launch(self, order: Order) -> Landing:
         """Start a step; nothing waits for the device."""
         count = len(order.seats_B)
-        rows = self._rungs[int(np.searchsorted(self._rungs, count))]
+        rows = self._rungs[bisect_left(self._rungs, count)]
         key = Key(rows, bool(order.shared_B.any()), bool(order.manner.filters_D.any()))
-        graph = self._graphs.get(key)
-        if graph is None:
-            graph = self._record(key)
-        self._send(order, rows)
-        graph.replay()
+        recording = self._graphs.get(key)
+        if recording is None:
+            recording = self._record(key)
+        self._send(order, rows, cut=recording.cut)
+        recording.graph.replay()
         return self._answers.landing(count)
 
     def warm_up(self) -> Iterator[tuple[int, int]]:
         """Record every number of rows, the largest first; yields how many are done, and of how many."""
         keys = [Key(rows, trunks, False) for rows in reversed(self._rungs) for trunks in (False, True)]
-        for done, key in enumerate(keys if self._alone() else ()):
+        for done, key in enumerate(keys if self._whole else ()):
             if key not in self._graphs:
                 self._record(key)
             yield done + 1, len(keys)
-
-    def _alone(self) -> bool:
-        return all(layer.reduce is None for layer in self._decoder.layers if isinstance(layer, Layer))
 
     def forget(self) -> None:
         """Weights or cache are going to lie elsewhere: nothing recorded so far holds."""
@@ -197,7 +214,7 @@ class Graphs:
 
     # -- what changes from step to step -------------------------------------------------------
 
-    def _send(self, order: Order, rows: int) -> None:
+    def _send(self, order: Order, rows: int, *, cut: bool) -> None:
         count, size, manner = len(order.seats_B), self._page_size, order.manner
         sheet = self._sheet.next()
         starts_B = order.starts_B
@@ -206,7 +223,7 @@ class Graphs:
             "tokens": (order.tokens_T, 0),
             "positions": (starts_B, 0),
             "slots": (last_B * size + starts_B % size, self._spare_slot),
-            "seats": (order.seats_B, len(self._drawn_S) - 1),
+            "seats": (order.seats_B, self._spare_seat),
             "top_k": (manner.top_k_D, -1),
             "temperature": (manner.temperature_D, 1),
             "uniform": (manner.uniform_D, 0),
@@ -215,25 +232,28 @@ class Graphs:
         }
         for name, (given, spare) in values.items():
             sheet[name][:count] = given
-            sheet[name][count:rows] = spare
+            if count < rows:
+                sheet[name][count:rows] = spare
         self._show(order.pages_BM, sheet)
         self._sheet.send()
-        lengths_R = np.zeros(rows, np.int64)
-        lengths_R[:count] = starts_B + 1
-        fill = (0, rows - count)
-        self._works.send(lengths_R, np.pad(order.group_B, fill, constant_values=-1), np.pad(order.shared_B, fill))
+        if cut:
+            lengths_R = np.zeros(rows, np.int64)
+            lengths_R[:count] = starts_B + 1
+            fill = (0, rows - count)
+            self._works.send(lengths_R, np.pad(order.group_B, fill, constant_values=-1), np.pad(order.shared_B, fill))
 
     def _show(self, pages_BM: Ints, sheet: dict[str, Array]) -> None:
         """Bring what is new in the rows' pages, in the sheet if it is little."""
         count, most = pages_BM.shape
         shown_BM = self._shown_RM[:count, :most]
-        rows, columns = np.nonzero(shown_BM != pages_BM)
-        spare = self._table_RM.numel() - 1
-        news = len(rows) if len(rows) <= _NEWS else 0
-        sheet["places"][:news] = rows[:news] * self._table_RM.shape[1] + columns[:news]
-        sheet["places"][news:] = spare
-        sheet["pages"][:news] = pages_BM[rows[:news], columns[:news]]
-        if len(rows) > _NEWS:
+        rows, columns = (shown_BM != pages_BM).nonzero()
+        sheet["places"][:] = self._spare_place
+        if not len(rows):
+            return
+        if len(rows) <= _NEWS:
+            sheet["places"][: len(rows)] = rows * self._shown_RM.shape[1] + columns
+            sheet["pages"][: len(rows)] = pages_BM[rows, columns]
+        else:
             whole_BM = torch.from_numpy(pages_BM.astype(np.int32)).pin_memory()
             self._table_RM[:count, :most].copy_(whole_BM, non_blocking=True)
         shown_BM[rows, columns] = pages_BM[rows, columns]
@@ -245,8 +265,8 @@ class Graphs:
             sheet[name][:] = 0
         sheet["temperature"][:] = sheet["top_p"][:] = 1
         sheet["slots"][:] = self._spare_slot
-        sheet["seats"][:] = len(self._drawn_S) - 1
-        sheet["places"][:] = self._table_RM.numel() - 1
+        sheet["seats"][:] = self._spare_seat
+        sheet["places"][:] = self._spare_place
         self._sheet.send()
         none = np.zeros(rows, np.int64)
         self._works.send(none, none - 1, none)
@@ -254,7 +274,7 @@ class Graphs:
     # -- what a recording does ----------------------------------------------------------------
 
     @torch.inference_mode()
-    def _record(self, key: Key) -> torch.cuda.CUDAGraph:
+    def _record(self, key: Key) -> Recording:
         self._blank(key.rows)
         if key not in self._warmed:
             # A first run outside: what compilers and libraries make then, no recording could hold.
@@ -262,21 +282,25 @@ class Graphs:
             torch.cuda.synchronize()
             self._warmed.add(key)
         graph = torch.cuda.CUDAGraph()
+        self._works.read = False
         with _undisturbed(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             self._forward(key)
-        self._graphs[key] = graph
-        return graph
+        self._graphs[key] = recording = Recording(graph, self._works.read)
+        return recording
 
     def _forward(self, key: Key) -> None:
         n = key.rows
         column = {name: each[:n] for name, each in self._sheet.columns.items() if name not in ("places", "pages")}
-        news = self._sheet.columns
-        self._table_RM.view(-1).index_copy_(0, news["places"].long(), news["pages"])
-        seats_n = column["seats"].long()
-        tokens_n = torch.where(column["tokens"] < 0, self._drawn_S[seats_n], column["tokens"].long())
+        begun = begin(
+            *(column["tokens"], column["positions"], column["slots"], column["seats"]),
+            drawn_S=self._drawn_S,
+            places_N=self._sheet.columns["places"],
+            pages_N=self._sheet.columns["pages"],
+            table_RM=self._table_RM,
+        )
         routing = Routing(record=True) if self._records else None
         step = Step(
-            slots_T=column["slots"].long(),
+            slots_T=begun.slots_n,
             pages_BM=self._table_RM,
             rows_B=self._rows_R[:n],
             singles=n,
@@ -286,7 +310,7 @@ class Graphs:
             page_size=self._page_size,
         )
         attend = (ExactCardAttend if exact() else CardAttend)(self._cache, step)
-        hidden_nD = self._decoder(tokens_n, column["positions"].long(), attend, routing)
+        hidden_nD = self._decoder(begun.tokens_n, begun.positions_n, attend, routing)
         answers, drawing = self._answers, exact_draw if exact() else draw
         drawing(
             logits_of(hidden_nD, self._decoder.head(), self._decoder.spec.logit_softcap),
@@ -299,7 +323,7 @@ class Graphs:
             tokens_out_B=answers.tokens_R[:n],
             logprobs_out_B=answers.logprobs_R[:n],
         )
-        self._drawn_S.index_copy_(0, seats_n, answers.tokens_R[:n])
+        self._drawn_S.index_copy_(0, begun.seats_n, answers.tokens_R[:n])
         if routing is not None and answers.routed_RLk is not None:
             answers.routed_RLk[:n] = torch.stack(routing.recorded, 1)
 
@@ -314,6 +338,11 @@ def _undisturbed() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def _parted(drawn: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Tokens, and their log-probs behind them."""
+    return drawn[: 2 * rows].view(torch.int64), drawn[2 * rows :].view(torch.float32)
 
 
 def _unsigned(routed_nLk: Array) -> Array:

@@ -144,7 +144,6 @@ class Runner:
         for done, of in self._graphs.warm_up() if self._graphs is not None else ():
             told(done, of)
 
-    @torch.inference_mode()
     def launch(self, order: Order) -> Flight:
         """Begin a step: compute its tokens, draw, score. Nothing here waits for the device."""
         assert self._cache is not None, "an engine that sleeps makes no steps"
@@ -156,6 +155,7 @@ class Runner:
             return self._graphs.launch(order)
         return self._eager(order)
 
+    @torch.inference_mode()
     def _eager(self, order: Order) -> Flight:
         """A step, operation by operation."""
         positions_T = positions_of(order)

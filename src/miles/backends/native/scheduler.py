@@ -234,10 +234,10 @@ class Scheduler:
         drawing_B = ready_B & (length_B < seats.limit_S[rows.seats_B])
         draws, rows_D, still, length_D = sequences, rows.lasts_B, self._singles.still, length_B
         if chunks or not drawing_B.all():
-            picked = np.flatnonzero(drawing_B)
+            picked = drawing_B.nonzero()[0]
             draws, rows_D = [sequences[i] for i in picked.tolist()], rows_D[picked]
             still, length_D = still_of(rows.seats_B[picked], seats), length_B[picked]
-        led_D = np.flatnonzero(length_D == still.prompt_D).tolist()
+        led_D = (length_D == still.prompt_D).nonzero()[0].tolist()
         forks, left = hall.tie([draws[i] for i in led_D])
         if forks:
             row_of = {draws[i]: int(rows_D[i]) for i in led_D}
@@ -246,7 +246,8 @@ class Scheduler:
             length_D = seats.length_S[still.seats_D]
         for follower in left:
             self.submit(follower)
-        full_B = np.flatnonzero(ends_B[: len(ends_B) - len(chunks)] % hall.pages.size == 0) if hall.pages.share else ()
+        filled_B = ends_B[: len(ends_B) - len(chunks)] % hall.pages.size == 0
+        full_B = filled_B.nonzero()[0].tolist() if hall.pages.share else ()
         scored = scored_of(rows, chunks)
         draws_of_all = [*draws, *(fork.follower for fork in forks)]
         return Plan(
@@ -256,8 +257,8 @@ class Scheduler:
             led=[draws[i] for i in led_D],
             filled=[(sequences[i], int(ends_B[i])) for i in full_B],
             scored=scored,
-            done=[sequences[i] for i in np.flatnonzero(ready_B & ~drawing_B)],
-            lasts_D=np.flatnonzero(length_D + 1 == still.limit_D),
+            done=[sequences[i] for i in (ready_B & ~drawing_B).nonzero()[0].tolist()],
+            lasts_D=(length_D + 1 == still.limit_D).nonzero()[0],
             odd_D=still.odd_D,
         )
 
@@ -305,7 +306,7 @@ class Scheduler:
         maybe_D[plan.lasts_D] = True
         if plan.odd_D is not None:
             maybe_D |= plan.odd_D
-        rows = (plan.draws[row] for row in np.flatnonzero(maybe_D).tolist())
+        rows = (plan.draws[row] for row in maybe_D.nonzero()[0].tolist())
         ended = [one for one in rows if not one.reason and one.concluded(self._decode)]
         for sequence in plan.done:
             if not sequence.reason:

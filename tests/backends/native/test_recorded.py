@@ -1,0 +1,127 @@
+"""Recorded steps without a card: a recording does again what it did, and the engine draws what any other draws.
+
+Kernels run in Triton's interpreter; of CUDA there are graphs that call what was recorded, events and pinned memory.
+"""
+
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from tests.backends.native.conftest import Tiny
+from tests.kernels import interpreter  # noqa: F401
+from tests.kernels.device import CARD, needs_triton
+
+from miles.backends.native import graphs as module
+from miles.backends.native import runner
+from miles.core.protocols import Sampling
+
+pytestmark = [needs_triton, pytest.mark.skipif(CARD, reason="there is a card, and test_graphs")]
+
+# One layer each: interpreted kernels take their time.
+DENSE, EXPERTS = (replace(spec, layers=spec.layers[:1]) for spec in (Tiny.spec, Tiny.moe_spec))
+LONG = Sampling(max_new_tokens=6, ignore_eos=True)
+
+
+class Event:
+    def record(self): ...
+    def synchronize(self): ...
+
+
+class Graph:
+    """Replays by calling: ``call`` is what was recorded."""
+
+    def replay(self):
+        with torch.inference_mode():
+            self.call()
+
+
+@pytest.fixture
+def recording(monkeypatch):
+    """Engines made under it record; the keys of all replays."""
+    forward, begun, replayed = module.Graphs._forward, [], []
+
+    def noted(self, key):
+        begun.append(lambda: (replayed.append(key), forward(self, key)))
+        forward(self, key)
+
+    @contextmanager
+    def graph(made, **_):
+        yield
+        made.call = begun[-1]
+
+    monkeypatch.setattr(module.Graphs, "_forward", noted)
+    for name, fake in {
+        "CUDAGraph": Graph,
+        "graph": graph,
+        "Event": Event,
+        "graph_pool_handle": lambda: None,
+        "synchronize": lambda: None,
+        "get_device_properties": lambda device: SimpleNamespace(multi_processor_count=1),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    monkeypatch.setattr(runner, "fits", lambda spec, model, device: True)
+    return replayed
+
+
+def wanted(requests, spec):
+    """What an engine draws that records nothing."""
+    tiny = Tiny()
+    with pytest.MonkeyPatch.context() as plain:
+        plain.setattr(runner, "fits", lambda spec, model, device: False)
+        return tiny.ask(tiny.engine(tiny.decoder(spec=spec), page_size=4), requests)
+
+
+@pytest.mark.parametrize(
+    ("spec", "count", "depth"),
+    [(DENSE, 1, 0), (DENSE, 1, 1), (DENSE, 3, 1), (EXPERTS, 1, 1), (EXPERTS, 3, 0)],
+    ids=["alone", "alone, overlapped", "several", "alone with experts", "several with experts"],
+)
+def test_what_is_replayed_is_what_would_have_been_drawn(recording, spec, count, depth):
+    tiny = Tiny(depth)
+    requests = [(p, replace(LONG, seed=i, max_new_tokens=5 + i)) for i, p in enumerate(tiny.prompts(count))]
+    engine = tiny.engine(tiny.decoder(spec=spec), page_size=4, max_running=4)
+    answers = tiny.ask(engine, requests)
+    for one, other in zip(answers, wanted(requests, spec), strict=True):
+        assert tiny.tokens(one) == tiny.tokens(other)
+        np.testing.assert_allclose(tiny.logprobs(one), tiny.logprobs(other), atol=1e-4)
+        for a, b in zip(one.spans, other.spans, strict=True):
+            assert {name: value.tolist() for name, value in a.extras.items()} == {
+                name: value.tolist() for name, value in b.extras.items()
+            }
+    assert {key.rows for key in recording} == {1} if count == 1 else {1, 2, 4} >= {key.rows for key in recording}
+    made = engine._runner._graphs._graphs
+    assert all(each.cut == (key.rows > 1) for key, each in made.items())
+
+
+def test_a_lone_row_after_others_and_before_them_is_cut_anew(recording):
+    tiny = Tiny()
+    engine = tiny.engine(tiny.decoder(spec=DENSE), page_size=4, max_running=4)
+    first, second, third = ((p, replace(LONG, seed=i)) for i, p in enumerate(tiny.prompts(3)))
+    got = [*tiny.ask(engine, [first]), *tiny.ask(engine, [second, third]), *tiny.ask(engine, [first])]
+    for one, other in zip(got, wanted([first, second, third, first], DENSE), strict=True):
+        assert tiny.tokens(one) == tiny.tokens(other)
+
+
+def test_more_new_pages_than_a_sheet_holds_are_sent_as_a_table(recording, monkeypatch):
+    monkeypatch.setattr(module, "_NEWS", 3)
+    tiny = Tiny()
+    requests = [(p, replace(LONG, seed=i)) for i, p in enumerate(tiny.prompts(4, low=20))]
+    answers = tiny.ask(tiny.engine(tiny.decoder(spec=DENSE), page_size=4, max_running=4), requests)
+    for one, other in zip(answers, wanted(requests, DENSE), strict=True):
+        assert tiny.tokens(one) == tiny.tokens(other)
+
+
+def test_filters_and_greedy_rows_are_replayed_side_by_side(recording):
+    tiny = Tiny()
+    manners = [{"top_k": 5}, {"temperature": 0.0}, {"top_p": 0.8, "temperature": 1.3}]
+    requests = [
+        (p, replace(LONG, seed=i, **how)) for i, (p, how) in enumerate(zip(tiny.prompts(3), manners, strict=True))
+    ]
+    answers = tiny.ask(tiny.engine(tiny.decoder(spec=DENSE), page_size=4, max_running=4), requests)
+    for one, other in zip(answers, wanted(requests, DENSE), strict=True):
+        assert tiny.tokens(one) == tiny.tokens(other)
+    assert {key.filters for key in recording} == {True}
