@@ -35,6 +35,35 @@ def faults(*first, then=0.5):
     return lambda asked: next(waiting, then)
 
 
+@pytest.mark.parametrize("together", [1, 3])
+def test_a_kept_connection_that_was_dropped_costs_no_try(together):
+    """A server that hangs up on the second question of every connection, to clients that try but once."""
+    connections = []
+
+    async def answer(reader, writer):
+        connections.append(0)
+        mine = len(connections) - 1
+        while (head := await reader.readuntil(b"\r\n\r\n")) and not connections[mine]:
+            length = next(int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if b"content-length" in line)
+            await reader.readexactly(length)
+            connections[mine] += 1
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 3\r\n\r\n0.5")
+            await writer.drain()
+        writer.close()
+
+    async def run():
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/score"
+            reward = RemoteReward(replace(PATIENT, url=url, retries=0))
+            return [
+                await asyncio.gather(*(reward(prompt("7"), attempt("yes", index=i)) for i in range(together)))
+                for _ in range(3)
+            ]
+
+    assert asyncio.run(run()) == [[Reward(value=0.5)] * together] * 3
+    assert connections == [1] * 3 * together
+
+
 def test_an_attempt_is_posted_with_all_a_server_may_want():
     (given,), served = scored(lambda asked: 0.25)
     assert given == Reward(value=0.25)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import httpx
 
 from miles.rollout.reward.means import Server
 from miles.rollout.reward.score import GradingError, Refused
+
+Trace = Callable[[str, Mapping[str, Any]], Awaitable[None]]
 
 _LONGEST_ANSWER = 16 << 20  # bytes
 _WORTH_REPEATING = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -45,7 +47,7 @@ class Client:
         for left in range(self._server.retries, -1, -1):
             try:
                 async with self._free, asyncio.timeout(self._server.seconds):
-                    return await self._once(method, self._url + path, body)
+                    return await self._heard(method, self._url + path, body)
             except (httpx.HTTPError, TimeoutError, ValueError) as error:
                 if left == 0:
                     raise GradingError(f"{self._url}{path} {_said(error, self._server.seconds)}") from error
@@ -62,8 +64,24 @@ class Client:
         self._http = httpx.AsyncClient(headers=headers, timeout=None, limits=limits, trust_env=False)
         self._free = asyncio.Semaphore(self._server.concurrency)
 
-    async def _once(self, method: str, url: str, body: Any) -> Any:
-        async with self._http.stream(method, url, json=body) as response:
+    async def _heard(self, method: str, url: str, body: Any) -> Any:
+        """Ask, and again at once where a connection kept from before turns out to be dropped: nobody heard that."""
+        while True:
+            kept = True
+
+            async def trace(event: str, _: Mapping[str, Any]) -> None:
+                nonlocal kept
+                kept = kept and event != "connection.connect_tcp.started"
+
+            try:
+                return await self._once(method, url, body, trace)
+            except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+                # Each that fails is kept no longer, so the last try is on a new one.
+                if not kept:
+                    raise
+
+    async def _once(self, method: str, url: str, body: Any, trace: Trace) -> Any:
+        async with self._http.stream(method, url, json=body, extensions={"trace": trace}) as response:
             read = bytearray()
             async for piece in response.aiter_bytes():
                 read += piece
