@@ -3,18 +3,24 @@
     python benchmarks/host.py [--running 256] [--steps 400]
 
 Prints processor time a step, the least and the median of runs of 20 steps, for two loads of requests that all run:
-W (prompts of 100 to 1024 tokens, each its own) and GRPO (prompts of 1024 tokens, 8 samples each).
+W (prompts of 100 to 1024 tokens, each its own) and GRPO (prompts of 1024 tokens, 8 samples each). Then one request
+alone, through a whole engine with a thread of its own: steps that follow each other there, and steps with a trip to the
+event loop after each, in the same run.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import statistics
 import time
 
 import numpy as np
+import torch
 
 from miles.backends.native.cache import Pages
+from miles.backends.native.config import NativeConfig
+from miles.backends.native.engine import NativeEngine
 from miles.backends.native.flights import Flights
 from miles.backends.native.gate import Gate
 from miles.backends.native.hall import Hall
@@ -22,9 +28,12 @@ from miles.backends.native.order import Drawn, Order
 from miles.backends.native.request import Ask
 from miles.backends.native.scheduler import Scheduler
 from miles.backends.native.seats import Seats
+from miles.cluster.local import Threaded
 from miles.core.protocols import Sampling
 from miles.core.types import Version
+from miles.models.decoder import Decoder
 from miles.models.spec import DecoderSpec
+from miles.sync.manifest import manifest_of
 
 VOCABULARY, PAGE, POSITIONS, RUN = 151_936, 16, 40_960, 20
 SPEC = DecoderSpec(
@@ -85,6 +94,33 @@ def measure(name: str, running: int, steps: int) -> list[float]:
     return taken
 
 
+class Trips(Threaded):
+    """A thread of its own that comes back after every step."""
+
+    apart = False
+
+
+def alone(run: Threaded, steps: int) -> float:
+    """Microseconds of processor time a step, of one request and a model that takes none."""
+    config = NativeConfig(engine_kv_tokens=16 * steps, engine_max_running=256)
+    where = {"device": torch.device("cpu"), "dtype": torch.float32}
+    engine = NativeEngine(SPEC, **where, config=config, run=run, decode=None, _depth=1)
+    tensors = dict(Decoder(SPEC, **where).named_parameters())
+    engine.begin(manifest_of(Version(), tensors))
+    for name, tensor in tensors.items():
+        engine.receive(name, tensor)
+    engine.verify()
+    engine.commit()
+    engine._runner.launch = Nothing().launch
+    taken: list[float] = []
+    for _ in range(5):
+        started = time.process_time()
+        how = Sampling(max_new_tokens=steps, ignore_eos=True)
+        asyncio.run(engine.generate(np.arange(2, 130, dtype=np.int32), how))
+        taken.append((time.process_time() - started) / steps * 1e6)
+    return min(taken)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--running", type=int, default=256, help="requests that run")
@@ -93,6 +129,8 @@ def main() -> None:
     for name in ("W", "GRPO"):
         taken = measure(name, given.running, given.steps)
         print(f"{name:5s} {min(taken):6.0f} us at least, {statistics.median(taken):6.0f} us median, a step")
+    together, trips = (alone(run("steps"), 5 * given.steps) for run in (Threaded, Trips))
+    print(f"alone {together:6.0f} us at least, with a trip a step {trips:6.0f}: {trips / together:.2f}x")
 
 
 if __name__ == "__main__":
