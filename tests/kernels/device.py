@@ -29,6 +29,6 @@ def apart(out: Tensor, wanted: Tensor) -> float:
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int | None = None) -> Tensor:
-    """Normal numbers, made on the CPU so that they are the same everywhere."""
-    generator = torch.Generator().manual_seed(torch.seed() if seed is None else seed)
+    """Normal numbers, made on the CPU so that they are the same everywhere; without a ``seed``, the test's own."""
+    generator = torch.default_generator if seed is None else torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator).to(DEVICE, dtype)

@@ -15,6 +15,11 @@ SHAPES = [(1, 2, 4, 32, 16), (5, 1, 3, 24, 40), (19, 3, 4, 16, 24)]
 if CARD:
     SHAPES += [(tokens, 8, 128, 2048, 768) for tokens in (1, 3, 16, 64, 256, 700, 1100)]
     SHAPES += [(8, 4, 32, 2880, 2880), (300, 6, 64, 2048, 1408), (33, 8, 256, 512, 200)]
+# One token, whose outputs are fewer than programs, as many, or leave some programs with one more than others.
+LONE = [(1, 1, 2, 3, 5), (1, 1, 2, 4, 8), (1, 2, 3, 20, 12), (1, 3, 5, 33, 7), (1, 4, 4, 17, 13)]
+LONE += [(1, 5, 7, 24, 11), (1, 6, 6, 50, 9), (1, 7, 9, 40, 5), (1, 8, 16, 64, 16), (1, 8, 9, 21, 10)]
+if CARD:
+    LONE += [(1, 8, 128, 2048, 768), (1, 6, 64, 2048, 1408), (1, 10, 64, 2048, 512), (1, 8, 16, 4096, 1536)]
 
 
 @pytest.fixture
@@ -119,23 +124,64 @@ def test_every_row_has_one_place_in_a_block_of_its_expert(poisoned, rows, expert
         assert torch.equal(mine, mine.sort().values)
 
 
+@pytest.fixture
+def one_processor(monkeypatch):
+    """Few programs, so that each has several outputs."""
+    monkeypatch.setattr(slim_experts, "processors", lambda device: 1)
+
+
 @needs_triton
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
-@pytest.mark.parametrize("shape", [(1, 3, 5, 20, 12), (1, 4, 4, 33, 7)] + ([(1, 8, 128, 2048, 768)] if CARD else []))
-def test_a_lone_token_has_the_experts_it_has_among_others(on_device, monkeypatch, shape, kind, dtype):
+@pytest.mark.parametrize("shape", LONE)
+def test_a_lone_tokens_experts_are_the_definitions(on_device, one_processor, shape, dtype):
     *given, biases = case(shape, dtype)
     assert slim_experts.alone(given[0], given[2], given[3], given[4])
-    out = moe_forward(*given, activation=kind)
-    assert out.dtype == dtype and apart(out, by_token(*given, biases, kind)) < ROUNDING[dtype]
-    monkeypatch.setattr(module, "alone", lambda *_: False)
-    assert apart(out, moe_forward(*given, activation=kind)) < ROUNDING[dtype]
+    out = moe_forward(*given, activation="silu")
+    assert out.dtype == dtype and apart(out, by_token(*given, biases, "silu")) < ROUNDING[dtype]
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "relu2", "swiglu_clamped"])
+@pytest.mark.parametrize("shape", [(3, 3, 5, 20, 12), (2, 5, 7, 33, 7)] + ([(3, 8, 128, 2048, 768)] if CARD else []))
+def test_a_lone_token_has_the_experts_it_has_among_others(on_device, shape, kind, dtype):
+    x, weights, experts, *stacked, _ = case(shape, dtype)
+    together = moe_forward(x, weights, experts, *stacked, activation=kind)
+    for i in range(len(x)):
+        mine = (x[i : i + 1], weights[i : i + 1], experts[i : i + 1])
+        assert slim_experts.alone(mine[0], mine[2], *stacked)
+        assert apart(moe_forward(*mine, *stacked, activation=kind), together[i : i + 1]) < ROUNDING[dtype]
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_how_many_programs_share_a_lone_token_changes_nothing(on_device, monkeypatch, dtype):
+    *given, _ = case((1, 5, 7, 37, 11), dtype)
+    outs = []
+    for processors in (1, 2, 3, 100):
+        monkeypatch.setattr(slim_experts, "processors", lambda device, processors=processors: processors)
+        outs.append(moe_forward(*given, activation="silu"))
+    assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+def test_programs_that_ask_for_much_at_once_are_fewer(monkeypatch):
+    monkeypatch.setattr(slim_experts, "processors", lambda device: 132)
+    # Experts of 2048 features and 768 channels, 8 chosen, in half precision; twice as wide; in float32 and wider still.
+    assert slim_experts._programs(8 * 768, 8, 2 * 2048 * 2, DEVICE) == 8 * 132
+    assert slim_experts._programs(2048, 4, 8 * 1024 * 2, DEVICE) == 4 * 132
+    assert slim_experts._programs(2048, 4, 8 * 2048 * 2, DEVICE) == 2 * 132
+    assert slim_experts._programs(2048, 4, 8 * 4096 * 4, DEVICE) == 132
+    # No more than there are outputs, and small ones do not crowd a processor.
+    assert slim_experts._programs(100, 4, 8 * 1024 * 2, DEVICE) == 100
+    assert slim_experts._programs(10**6, 8, 64, DEVICE) == 8 * 132
 
 
 @needs_triton
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "shape", [(3, 4, 2), (5, 60, 6)] + ([(8192, 128, 8), (16, 512, 10), (2, 256, 8)] if CARD else [])
+    "shape",
+    [(3, 4, 2), (2, 7, 1), (4, 9, 3), (3, 8, 8), (5, 60, 6)]
+    + ([(8192, 128, 8), (16, 512, 10), (2, 256, 8)] if CARD else []),
 )
 @pytest.mark.parametrize("normalise", [False, True])
 def test_routes_are_the_softmaxs_largest(monkeypatch, poisoned, shape, dtype, normalise):
@@ -155,3 +201,30 @@ def test_a_token_that_is_not_a_number_still_goes_to_experts_there_are(on_device)
     logits = torch.full((2, 5), float("nan"), device=DEVICE)
     _, found = route(logits, 3, normalise=True, scale=1.0, dtype=torch.float32)
     assert ((found >= 0) & (found < 5)).all()
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(6, 8, 3), (4, 13, 5), (3, 60, 8)])
+def test_of_equal_logits_the_first_experts_are_taken(on_device, shape, dtype):
+    tokens, experts, per_token = shape
+    logits = torch.randint(0, 3, (tokens, experts)).to(DEVICE, dtype)
+    logits[0] = 1.0
+    weights, found = route(logits, per_token, normalise=False, scale=1.0, dtype=dtype)
+    assert torch.equal(found, logits.sort(descending=True, stable=True).indices[:, :per_token])
+    wanted = logits.softmax(-1, dtype=torch.float32).gather(1, found)
+    assert apart(weights, wanted) < ROUNDING[dtype]
+
+
+@needs_triton
+@pytest.mark.parametrize("normalise", [False, True])
+def test_experts_that_may_not_be_chosen_have_no_weight(on_device, normalise):
+    none = float("-inf")
+    logits = torch.tensor([[none, 2.0, none, 1.0, 0.5], [0.3, none, none, 0.2, none], [none] * 5], device=DEVICE)
+    weights, found = route(logits, 3, normalise=normalise, scale=1.0, dtype=torch.float32)
+    assert found[:2, :2].tolist() == [[1, 3], [0, 3]] and found[0, 2] == 4 and ((found >= 0) & (found < 5)).all()
+    wanted = logits[:2].softmax(-1).sort(descending=True).values[:, :3]
+    wanted = wanted / wanted.sum(-1, keepdim=True) if normalise else wanted
+    assert apart(weights[:2], wanted) < 1e-6 and weights[1, 2] == 0
+    # As of a softmax over nothing.
+    assert weights[2].isnan().all()

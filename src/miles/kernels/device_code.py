@@ -22,6 +22,7 @@ __all__ = [
     "gdc_wait",
     "jit",
     "on",
+    "processors",
     "ready",
     "tl",
     "trained",
@@ -53,12 +54,20 @@ def ready(x: Tensor) -> bool:
 
 
 @cache
+def processors(device: torch.device) -> int:
+    """How many processors a card has, each with programs of its own; a few where device code is interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@cache
 def early(device: torch.device) -> dict[str, bool]:
     """What a launch is given so that its programs may start before the launch before it is over.
 
     A kernel that is given ``EARLY`` calls ``gdc_launch_dependents`` first, and ``gdc_wait`` before it reads anything
-    that a kernel wrote, or writes anything: until then it may fetch weights, and what was there before the step's first
-    kernel. Cards that cannot do it, or whose compiler knows another way, start kernels in turn.
+    that a kernel wrote, or writes anything: until then it may fetch weights, and what was there before the last launch
+    that was not early, such as where a step's tokens are. One that waits first and calls after that lets the next
+    launch read all that was there before itself. Cards that cannot do it, or whose compiler knows another way, start
+    kernels in turn.
     """
     able = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
     return {"EARLY": True, "launch_pdl": True} if able else {"EARLY": False}

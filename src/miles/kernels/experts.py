@@ -381,17 +381,19 @@ def _route_token(
     token = tl.program_id(0).to(tl.int64)
     expert_E, choice_K = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
     logit_E = tl.load(logits_ptr + token * stride + expert_E, expert_E < EXPERTS, other=float("-inf")).to(tl.float32)
-    score_E = tl.exp(logit_E - tl.max(logit_E, 0))
-    score_E = score_E / tl.sum(score_E, 0)
-    weight_K, best_K = tl.zeros((BLOCK_K,), tl.float32), tl.zeros((BLOCK_K,), tl.int32)
-    left_E = logit_E
+    top = tl.max(logit_E, 0)
+    total = tl.sum(tl.exp(logit_E - top), 0)
+    best_K, chosen_K = tl.full((BLOCK_K,), float("-inf"), tl.float32), tl.zeros((BLOCK_K,), tl.int32)
     for choice in tl.static_range(PER_TOKEN):
-        best = tl.minimum(tl.argmax(left_E, 0), EXPERTS - 1)
+        # Of equal logits the first. Where none is a number, its place may be past the last.
+        best, place = tl.max(logit_E, 0, return_indices=True, return_indices_tie_break_left=True)
+        chosen = tl.minimum(place, EXPERTS - 1)
         best_K = tl.where(choice_K == choice, best, best_K)
-        weight_K = tl.where(choice_K == choice, tl.sum(tl.where(expert_E == best, score_E, 0.0), 0), weight_K)
-        left_E = tl.where(expert_E == best, float("-inf"), left_E)
+        chosen_K = tl.where(choice_K == choice, chosen, chosen_K)
+        logit_E = tl.where(expert_E == chosen, float("-inf"), logit_E)
+    weight_K = tl.exp(best_K - top) / total
     if NORMALISE:
         weight_K = weight_K / (tl.sum(weight_K, 0) + tiny)
     place_K = token * PER_TOKEN + choice_K
     tl.store(weights_ptr + place_K, weight_K * scale, choice_K < PER_TOKEN)
-    tl.store(experts_ptr + place_K, best_K, choice_K < PER_TOKEN)
+    tl.store(experts_ptr + place_K, chosen_K, choice_K < PER_TOKEN)

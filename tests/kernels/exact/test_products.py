@@ -155,7 +155,7 @@ def test_all_tiles_give_the_same_bits(inputs):
 
 
 def test_tiles_grow_with_the_rows_and_are_enough_for_the_card(monkeypatch):
-    monkeypatch.setattr(product_code, "_processors", lambda device: 132)
+    monkeypatch.setattr(product_code, "processors", lambda device: 132)
     monkeypatch.setattr(product_code, "_agree", lambda device: True)
 
     def chosen(rows, outputs, groups=None):

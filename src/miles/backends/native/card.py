@@ -18,7 +18,7 @@ from miles.core.types import Array
 from miles.kernels.arithmetic import exact
 from miles.kernels.cache import PagedCache
 from miles.kernels.card import CardAttend, Shape, Step, Works
-from miles.kernels.device_code import HAVE_TRITON
+from miles.kernels.device_code import HAVE_TRITON, processors
 from miles.kernels.draw import draw
 from miles.kernels.exact.draw import draw as exact_draw
 from miles.kernels.exact.paged import ExactCardAttend, ExactWorks
@@ -46,7 +46,7 @@ class Card:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        sms = torch.cuda.get_device_properties(device).multi_processor_count
+        sms = processors(device)
         works = ExactWorks if exact() else Works
         self._works = works(_shapes(spec, dtype), max_rows=seats, device=device, sms=sms)
         self._seats, self._longest, self._page_size, self._send = seats, longest, page_size, send

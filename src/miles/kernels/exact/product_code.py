@@ -16,7 +16,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from miles.kernels.device_code import HAVE_TRITON, early, gdc_launch_dependents, gdc_wait, jit, on, tl, triton
+from miles.kernels.device_code import (
+    HAVE_TRITON,
+    early,
+    gdc_launch_dependents,
+    gdc_wait,
+    jit,
+    on,
+    processors,
+    tl,
+    triton,
+)
 from miles.kernels.gated import Kind, combine
 
 
@@ -132,7 +142,7 @@ def launch(
         weight = _described(weight_ENK.flatten(0, 1), tile.columns, tile.depth)
     assert kind is None or not tile.copied
     with on(x_TK):
-        _multiply[(min(tiles, _processors(x_TK.device)) if tile.stays else tiles,)](
+        _multiply[(min(tiles, processors(x_TK.device)) if tile.stays else tiles,)](
             *(x, weight, bias, ends_E, out_TN, rows, inputs, outputs, groups, blocks, tiles),
             EVEN=inputs % tile.depth == 0,
             BIAS=bias is not None,
@@ -162,7 +172,7 @@ def tile_of(x_TK: Tensor, weight_ENK: Tensor, grouped: bool) -> Tile:
     if x_TK.dtype == torch.float32:
         return PLAIN
     rows, groups, outputs = len(x_TK), len(weight_ENK) if grouped else 1, weight_ENK.shape[1]
-    copies, agree, enough = _copies(x_TK, weight_ENK), _agree(x_TK.device), _processors(x_TK.device)
+    copies, agree, enough = _copies(x_TK, weight_ENK), _agree(x_TK.device), processors(x_TK.device)
     if not grouped and copies and rows <= 16 and agree:
         return next(tile for least, tile in FEWEST if outputs >= least)
     if not grouped and copies:
@@ -178,11 +188,6 @@ def tile_of(x_TK: Tensor, weight_ENK: Tensor, grouped: bool) -> Tile:
 def _blocks(rows: int, groups: int, tile: Tile) -> int:
     """Tiles over each other, at most: a group's rows begin a tile."""
     return min(rows, -(-rows // tile.rows) if groups == 1 else rows // tile.rows + groups)
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 @cache
