@@ -9,6 +9,8 @@ import pytest
 import torch
 from tests.launch.house import MOE, QWEN3
 
+from miles.cluster import platform
+from miles.kernels.proof import Outcome
 from miles.launch import doctor as room
 from miles.launch.doctor import OPTIONAL, PYTHON, REQUIRED, Rates, doctor
 from miles.launch.main import main
@@ -119,3 +121,91 @@ def test_a_quantised_checkpoint_is_not_taken_for_a_broken_one(tmp_path: Path, ca
     (tmp_path / "m" / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
     assert doctor(tmp_path / "m") == 1
     assert "quant_method of config.json is 'awq', but only 'fp8' and 'mxfp4' are read" in capsys.readouterr().out
+
+
+# -- device code ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with an accelerator, as far as the report looks."""
+    monkeypatch.chdir(tmp_path)
+    made = platform.Platform(kind="cuda", device=torch.device("cpu"), name="A Card", memory_bytes=1 << 35)
+    monkeypatch.setattr(platform, "find", lambda wanted: made)
+    monkeypatch.setattr(platform.Platform, "free_bytes", lambda self: 1 << 34)
+    monkeypatch.setattr(room, "measure", lambda here: Rates(float32=1, bfloat16=9))
+    monkeypatch.setattr("miles.kernels.device_code.HAVE_TRITON", True)
+
+
+def outcomes_are(monkeypatch: pytest.MonkeyPatch, *outcomes: Outcome) -> None:
+    def prove(device: torch.device, dtype: torch.dtype) -> list[Outcome]:
+        return [outcome for outcome in outcomes if outcome.dtype == str(dtype).removeprefix("torch.")]
+
+    monkeypatch.setattr("miles.kernels.proof.prove", prove)
+
+
+RIGHT = (
+    Outcome(name="norm", dtype="bfloat16", apart=3e-3, allowed=1.2e-2),
+    Outcome(name="decode attention", dtype="bfloat16", apart=4e-3, allowed=1.2e-2),
+    Outcome(name="experts", dtype="bfloat16", apart=5e-3, allowed=2.4e-2),
+    Outcome(name="norm", dtype="float32", apart=1e-7, allowed=1e-5),
+    Outcome(name="decode attention", dtype="float32", apart=0, allowed=0),
+)
+
+
+@pytest.mark.usefixtures("card")
+def test_on_a_card_kernels_that_agree_are_counted_with_the_worst(monkeypatch: pytest.MonkeyPatch, capsys):
+    outcomes_are(monkeypatch, *RIGHT)
+    assert main(["doctor", "--kernels"]) == 0
+    out = capsys.readouterr().out
+    bfloat16 = "bfloat16: 3 of 3 agree with torch on this card (worst: decode attention 4.0e-03)"
+    assert f"  kernels       {bfloat16}\n  kernels       float32: 2 of 2 agree" in out
+    assert out.endswith("verdict: this machine can run the demo. Try: miles demo\n")
+
+
+@pytest.mark.usefixtures("card")
+def test_kernels_that_are_off_or_fail_are_named_with_the_way_around_them(monkeypatch: pytest.MonkeyPatch, capsys):
+    off = Outcome(name="decode attention", dtype="bfloat16", apart=0.31, allowed=1.2e-2)
+    failed = Outcome(name="experts", dtype="bfloat16", error="OutOfResources: out of resource: shared memory.")
+    outcomes_are(monkeypatch, RIGHT[0], off, failed, *RIGHT[3:])
+    assert main(["doctor", "--kernels"]) == 1
+    out = capsys.readouterr().out
+    assert "  kernels       bfloat16: 1 of 3 agree with torch on this card (worst: norm 3.0e-03)\n" in out
+    wrong = "decode attention in bfloat16: 3.1e-01 off, where 1.2e-02 is rounding"
+    full = "experts in bfloat16: OutOfResources: out of resource: shared memory."
+    assert f"! kernels       {wrong}\n! kernels       {full}\n" in out
+    report = "and please report it with these lines."
+    assert out.endswith(
+        "verdict: not yet.\n"
+        f"  - {wrong}. Until that is mended, sample with --rollout-dtype float32; {report}\n"
+        f"  - {full} Until that is mended, sample with --rollout-backend sglang, or --device cpu; {report}\n"
+    )
+
+
+@pytest.mark.usefixtures("card")
+def test_where_no_kernel_agrees_none_is_called_the_worst(monkeypatch: pytest.MonkeyPatch, capsys):
+    outcomes_are(monkeypatch, Outcome(name="norm", dtype="bfloat16", error="RuntimeError: no"))
+    assert main(["doctor", "--kernels"]) == 1
+    assert "  kernels       bfloat16: 0 of 1 agree with torch on this card\n" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("card")
+def test_on_a_card_the_report_says_how_its_kernels_are_tried(monkeypatch: pytest.MonkeyPatch, capsys):
+    assert main(["doctor"]) == 0
+    told = "  kernels       not tried; miles doctor --kernels holds each against torch on this card\n"
+    assert told in capsys.readouterr().out
+    monkeypatch.setattr("miles.kernels.device_code.HAVE_TRITON", False)
+    assert main(["doctor"]) == 0
+    assert "kernels       none: device code is compiled by Triton, and that is not" in capsys.readouterr().out
+    assert main(["doctor", "--kernels"]) == 2
+    assert "that is not installed: pip install triton, or leave it out." in capsys.readouterr().err
+
+
+def test_without_an_accelerator_there_are_no_kernels_to_try(monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["doctor", "--kernels"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == "miles: --kernels tries device code on an accelerator, and torch sees none here; leave it out.\n"
+    assert main(["doctor"]) == 0
+    assert "kernels" not in capsys.readouterr().out

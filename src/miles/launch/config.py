@@ -76,6 +76,24 @@ class DemoConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorOptions:
+    """What is tried beyond what is looked at."""
+
+    kernels: bool = knob(
+        False,
+        "Compile the engine's device code for this accelerator, which takes a while the first time, and hold each "
+        "kernel against plain torch on it.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorRoot:
+    """The root of the doctor's own options."""
+
+    doctor: DoctorOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayOptions:
     """What of a step is made again, and what counts as equal."""
 

@@ -4,7 +4,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -33,6 +33,7 @@ from miles.models.spec import DecoderSpec
 
 if TYPE_CHECKING:
     from miles.cluster.platform import Platform
+    from miles.kernels.proof import Outcome
 
 PYTHON = (3, 11)
 REQUIRED: Mapping[str, str] = MappingProxyType(
@@ -51,12 +52,13 @@ OPTIONAL: Mapping[str, str] = MappingProxyType(
     {
         "tensorboard": "curves in a browser, with --use-tensorboard",
         "ray": "many machines, with --runtime ray",
-        "sglang": "the SGLang engine, which this version does not use yet",
+        "sglang": "the SGLang engine, with --rollout-backend sglang",
         "megatron-core": "the Megatron trainer, with --train-backend megatron",
     }
 )
 DEMO_MEMORY = 1 << 30
 DEMO_DISK = 1 << 28
+_TRITON = "is compiled by Triton, and that is not installed: pip install triton"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,15 +83,20 @@ class Rates:
         return "bfloat16" if self.bfloat16 > 1.2 * self.float32 else "float32"
 
 
-def doctor(model: Path | None) -> int:
-    """Print the report; 0 when the demo (and the model, if one is named) can run here, else 1."""
+def doctor(model: Path | None, *, kernels: bool = False) -> int:
+    """Print the report; 0 when the demo (and the model, if one is named) can run here, else 1.
+
+    With ``kernels``, device code is tried, and must agree with torch.
+    """
     if model is not None and (why := why_not_a_checkpoint(model)):
         raise UsageError(f"{model} {why}")
+    if kernels and (why := _why_no_kernels()):
+        raise UsageError(f"--kernels {why}")
     findings = [_python(), *_packages()]
     for finding in findings:
         _print(finding)
     if not any(finding.lacks for finding in findings):
-        for finding in _machine(model):
+        for finding in _machine(model, kernels):
             findings.append(finding)
             _print(finding)
     lacks = [finding.lacks for finding in findings if finding.lacks]
@@ -139,7 +146,7 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in parts[:3])
 
 
-def _machine(model: Path | None) -> Iterator[Finding]:
+def _machine(model: Path | None, kernels: bool) -> Iterator[Finding]:
     from miles.cluster import platform
 
     here = platform.find("auto")
@@ -157,6 +164,7 @@ def _machine(model: Path | None) -> Iterator[Finding]:
         text=f"float32 {rates.float32:,.1f}, bfloat16 {rates.bfloat16:,.1f} GFLOP/s; "
         f"--dtype {rates.dtype} is the one to use here",
     )
+    yield from _kernels(here, kernels)
     if model is not None:
         yield from _model(model, here, free)
 
@@ -198,6 +206,56 @@ def measure(here: "Platform") -> Rates:
         return best
 
     return Rates(float32=rate(torch.float32), bfloat16=rate(torch.bfloat16))
+
+
+def _why_no_kernels() -> str | None:
+    """The end of a sentence that says why device code cannot be tried; a torch that is absent is reported as that."""
+    if _version("torch") is None:
+        return None
+    from miles.cluster import platform
+    from miles.kernels.device_code import HAVE_TRITON
+
+    if platform.find("auto").kind == "cpu":
+        return "tries device code on an accelerator, and torch sees none here; leave it out."
+    return None if HAVE_TRITON else f"tries device code, which {_TRITON}, or leave it out."
+
+
+def _kernels(here: "Platform", asked: bool) -> Iterator[Finding]:
+    """On an accelerator, what is known of the engine's device code there."""
+    if here.kind == "cpu":
+        return
+    from miles.kernels.device_code import HAVE_TRITON
+
+    if not HAVE_TRITON:
+        yield Finding(name="kernels", text=f"none: device code {_TRITON}; until then the engine is plain torch")
+    elif not asked:
+        yield Finding(name="kernels", text="not tried; miles doctor --kernels holds each against torch on this card")
+    else:
+        import torch
+
+        from miles.kernels.proof import prove
+
+        yield Finding(name="kernels", text="compiling each for this card, and trying it, may take a few minutes ...")
+        yield from proved([*prove(here.device, torch.bfloat16), *prove(here.device, torch.float32)])
+
+
+def proved(outcomes: "Sequence[Outcome]") -> Iterator[Finding]:
+    """A line for each precision, and one for each kernel that cannot be trusted, with the way around it."""
+    sound = {outcome.name for outcome in outcomes if outcome.agrees and outcome.dtype == "float32"}
+    for dtype in dict.fromkeys(outcome.dtype for outcome in outcomes):
+        tried = [outcome for outcome in outcomes if outcome.dtype == dtype]
+        agree = [outcome for outcome in tried if outcome.agrees]
+        text = f"{dtype}: {len(agree)} of {len(tried)} agree with torch on this card"
+        if agree:
+            worst = max(agree, key=lambda outcome: outcome.strain)
+            text += f" (worst: {worst.name} {worst.apart:.1e})"
+        yield Finding(name="kernels", text=text)
+        for outcome in (outcome for outcome in tried if not outcome.agrees):
+            off = f"{outcome.apart:.1e} off, where {outcome.allowed:.1e} is rounding"
+            text = f"{outcome.name} in {dtype}: {outcome.error or off}"
+            around = "--rollout-dtype float32" if outcome.name in sound else "--rollout-backend sglang, or --device cpu"
+            mend = f"Until that is mended, sample with {around}; and please report it with these lines."
+            yield Finding(name="kernels", text=text, lacks=f"{text.rstrip('.')}. {mend}")
 
 
 def _unknown(folder: Path, config: Mapping[str, Any]) -> Iterator[Finding]:

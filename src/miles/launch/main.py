@@ -23,7 +23,17 @@ from miles.config.table import Dataclass
 from miles.core.errors import MilesError, UsageError
 from miles.kernels import arithmetic
 from miles.launch import supervise
-from miles.launch.config import Config, DemoConfig, EnginesRoot, ParityRoot, ReplayRoot, RouteRoot, ServeRoot, ShowRoot
+from miles.launch.config import (
+    Config,
+    DemoConfig,
+    DoctorRoot,
+    EnginesRoot,
+    ParityRoot,
+    ReplayRoot,
+    RouteRoot,
+    ServeRoot,
+    ShowRoot,
+)
 from miles.launch.ranges import out_of_range
 from miles.launch.retired import explain
 
@@ -146,15 +156,10 @@ def _chat(argv: list[str]) -> int:
 
 
 def _demo(argv: list[str]) -> int:
-    reading = parse(DemoConfig, argv)
-    problems = [*reading.problems]
-    if reading.config is not None:
-        problems += [sentence for _, sentence in out_of_range(reading.config, reading.origins)]
-    if problems or reading.config is None:
-        raise UsageError(problems)
+    options = _options(DemoConfig, argv).demo
     from miles.launch.demo import demo
 
-    return demo(reading.config.demo)
+    return demo(options)
 
 
 def _serve(argv: list[str]) -> int:
@@ -164,27 +169,20 @@ def _serve(argv: list[str]) -> int:
 
 
 def _route(argv: list[str]) -> int:
-    reading = parse(RouteRoot, argv)
-    problems = [*reading.problems]
-    if reading.config is not None:
-        problems += [sentence for _, sentence in out_of_range(reading.config, reading.origins)]
-    if problems or reading.config is None:
-        raise UsageError(problems)
+    options = _options(RouteRoot, argv).route
     from miles.launch.route import route
 
-    return route(reading.config.route)
+    return route(options)
 
 
 def _doctor(argv: list[str]) -> int:
-    loose, chunks = chunks_of(argv)
-    problems = [f"{chunk.flag} is not a flag of miles doctor, which takes none." for chunk in chunks]
+    loose, _ = chunks_of(argv)
     if len(loose) > 1:
-        problems.append(f"miles doctor takes one model folder, but was given {len(loose)}: {' '.join(loose)}.")
-    if problems:
-        raise UsageError(problems)
+        raise UsageError(f"miles doctor takes one model folder, but was given {len(loose)}: {' '.join(loose)}.")
+    options = _options(DoctorRoot, argv[len(loose) :]).doctor
     from miles.launch.doctor import doctor
 
-    return doctor(Path(loose[0]) if loose else None)
+    return doctor(Path(loose[0]) if loose else None, kernels=options.kernels)
 
 
 def _show(argv: list[str]) -> int:
@@ -277,10 +275,10 @@ COMMANDS: dict[str, _Command] = {
         usage="[--flags]", help="Watch a small model learn on this machine, in minutes.", run=_demo, root=DemoConfig
     ),
     "doctor": _Command(
-        usage="[MODEL]",
+        usage="[MODEL] [--kernels]",
         help="Say what this machine can run and what it is missing, and whether MODEL fits.",
         run=_doctor,
-        root=None,
+        root=DoctorRoot,
         more="MODEL is the folder of a Hugging Face checkpoint.",
     ),
     "eval": _Command(
