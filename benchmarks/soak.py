@@ -5,7 +5,7 @@ checkpoints; then they come at random, some to be aborted by name, some whose cl
 paused (three modes), given the other checkpoint's weights and back, and flushed. In the end: was every request
 answered exactly once, or cut by somebody who said so? Is every page free? Is what was not cut what it was in calm?
 
-    PYTHONPATH=. python benchmarks/soak.py [--requests 10000] [--at-once 32] [--seed 0]
+    PYTHONPATH=. python benchmarks/soak.py [--requests 10000] [--at-once 32] [--seed 0] [--in-flight 1]
 """
 
 from __future__ import annotations
@@ -344,10 +344,16 @@ class Soak:
             return await response.read()
 
 
-def soak(folder: Path, *, requests: int, at_once: int = 32, count: int = 96, seed: int = 0) -> Books:
-    """A server, a storm of ``count`` kinds of requests, and what is in the books after it."""
+def soak(
+    folder: Path, *, requests: int, at_once: int = 32, count: int = 96, seed: int = 0, in_flight: int = 0
+) -> Books:
+    """A server, a storm of ``count`` kinds of requests, and what is in the books after it.
+
+    With a step ``in_flight`` when the next is planned, it steps as it does on an accelerator.
+    """
     folders = {"a": make(folder / "a", 0), "b": make(folder / "b", 1)}
     hosted = Hosted(folders["a"], *FLAGS)
+    hosted.engine._flights._depth = in_flight
     try:
         storm = Soak(hosted, folders, requests=requests, at_once=at_once, count=count, seed=seed)
         return asyncio.run(storm.run())
@@ -370,10 +376,17 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--at-once", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--in-flight", type=int, default=0, help="steps in flight when the next is planned")
     given = parser.parse_args()
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        books = soak(Path(folder), requests=given.requests, at_once=given.at_once, seed=given.seed)
+        books = soak(
+            Path(folder),
+            requests=given.requests,
+            at_once=given.at_once,
+            seed=given.seed,
+            in_flight=given.in_flight,
+        )
     print("\n".join(table(books, given.requests, time.perf_counter() - started)))
     print(*books.wrong[:20], sep="\n")
     return 1 if books.wrong else 0
