@@ -6,14 +6,17 @@ from tests.kernels import interpreter  # noqa: F401
 from tests.kernels.device import CARD, DEVICE, DTYPES, ROUNDING, apart, needs_triton, random
 from tests.kernels.paged_case import case
 
+from miles.kernels import alone
 from miles.kernels.alone import attend_one, scratch
 from miles.kernels.decode import decode_reference
 from miles.kernels.prepare import Heads, prepare
 from miles.kernels.tiling import Look
 
 # Heads, key-value heads, channels, channels that turn.
-SHAPES = [(4, 2, 32, 32), (3, 1, 24, 8), (2, 2, 16, 0)]
-SHAPES += [(32, 8, 128, 128), (32, 4, 128, 128), (16, 8, 256, 64), (40, 1, 64, 64)] if CARD else []
+SHAPES = [(4, 2, 32, 32), (3, 1, 24, 8), (2, 2, 16, 0), (8, 1, 32, 32), (5, 1, 16, 16)]
+if CARD:
+    SHAPES += [(16, 8, 128, 128), (32, 8, 128, 128), (32, 4, 128, 128), (16, 8, 256, 64), (14, 2, 64, 64)]
+    SHAPES += [(40, 1, 64, 64)]
 LENGTHS = [1, 2, 65, 300] + ([1025, 9000] if CARD else [])
 
 
@@ -75,8 +78,11 @@ def test_one_launch_does_what_the_chain_does(poisoned, shape, length, dtype):
 @needs_triton
 @pytest.mark.parametrize(
     "more",
-    [{"window": 70}, {"chunk": 128}, {"softcap": 3.0}, {"sinks_H": True}, {"norm": False}, {"interleaved": True}],
-    ids=lambda more: next(iter(more)),
+    [
+        *({"window": 70}, {"window": 1}, {"chunk": 128}, {"softcap": 3.0}, {"sinks_H": True}),
+        *({"norm": False}, {"interleaved": True}),
+    ],
+    ids=lambda more: "-".join(map(str, *more.items())),
 )
 def test_every_way_of_looking_back_is_the_chains(poisoned, more):
     shape = SHAPES[0]
@@ -91,6 +97,15 @@ def test_scratch_serves_one_launch_after_another(poisoned):
     room = scratch(shape[1], shape[0] // shape[1], shape[2], sms=8, device=DEVICE)
     for length in (300, 3, 190):
         agree(torch.float32, *both(shape, length, torch.float32, room=room))
+
+
+@needs_triton
+@pytest.mark.parametrize("sinks", [False, True])
+def test_parts_may_be_joined_a_few_at_a_time(monkeypatch, poisoned, sinks):
+    monkeypatch.setattr(alone, "_JOINED", 256)
+    shape = (8, 1, 32, 32)
+    more = {"sinks_H": random(shape[0])} if sinks else {}
+    agree(torch.float32, *both(shape, 240, torch.float32, **more))
 
 
 @needs_triton

@@ -1,7 +1,7 @@
 """Attention of a row that is alone in its step, in one launch: normalise, rotate, remember, look back, join.
 
-Shapes: H query heads, G key-value heads of r each, in scratch R >= r, d channels of a head, N = (H + 2G) * d, S splits
-of the past in scratch, else slots of the cache.
+Shapes: H query heads, G key-value heads of r each, in scratch R >= r, d channels of a head, N = (H + 2G) * d, S parts
+of what is seen in scratch (the new token, and what programs take of the past), else slots of the cache.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from miles.kernels.device_code import early
 from miles.kernels.prepare import Heads
 from miles.kernels.tiling import Look, how, power
 
-# The most programs that share the past of one key-value head, how many of them a processor is given, and numbers that
-# are joined at once.
-_SPLITS, _RESIDENT, _JOINED = 64, 2, 8192
+# The most parts of what one key-value head sees, how many programs a processor is given, numbers that are joined at
+# once, and warps of a program.
+_PARTS, _RESIDENT, _JOINED, _WARPS = 64, 2, 8192, 4
 # Query heads of a key-value head, and channels, up to which this is sooner done than several launches.
-MOST_QUERIES, MOST_CHANNELS = 4, 256
+MOST_QUERIES, MOST_CHANNELS = 8, 256
 
 
 class Scratch(NamedTuple):
@@ -32,8 +32,8 @@ class Scratch(NamedTuple):
 
 def scratch(groups: int, each: int, width: int, *, sms: int, device: torch.device) -> Scratch:
     """Room for layers of ``groups`` key-value heads with ``each`` query heads of ``width`` channels."""
-    splits = 1 << (max(1, min(_SPLITS, sms * _RESIDENT // groups)).bit_length() - 1)
-    shape = (groups, splits, 1 << (each - 1).bit_length())
+    parts = 1 << (max(2, min(_PARTS, sms * _RESIDENT // groups)).bit_length() - 1)
+    shape = (groups, parts, 1 << (each - 1).bit_length())
     return Scratch(
         torch.zeros(*shape, width, device=device),
         torch.zeros(shape, device=device),
@@ -62,7 +62,7 @@ def attend_one(
     assert heads.positions_T is not None and qkv_1N.is_contiguous()
     assert heads.rotation is None or heads.rotation.is_contiguous()
     compiled = how(qkv_1N.view(1, -1, heads.head_dim)[:, : heads.heads], k_SGd, v_SGd, look)
-    groups, splits, room, width = held.part_GSRd.shape
+    groups, parts, room, width = held.part_GSRd.shape
     assert (groups, width) == (compiled.G, compiled.d) and compiled.r <= room
     tokens = 64 if qkv_1N.itemsize == 2 and compiled.D <= 128 else 32 if qkv_1N.itemsize == 2 else 16
     compiled = compiled._replace(M=power(room), N=tokens, R=room)
@@ -71,18 +71,19 @@ def attend_one(
         scale = torch.promote_types(heads.q_weight_d.dtype, torch.float32) if heads.offset else heads.q_weight_d.dtype
         narrow = torch.promote_types(scale, qkv_1N.dtype) == qkv_1N.dtype
     out_1N = torch.empty(1, heads.heads * width, dtype=qkv_1N.dtype, device=qkv_1N.device)
-    attend_alone[(groups, splits)](
+    attend_alone[(groups, parts - 1)](
         *(qkv_1N, k_SGd, v_SGd, pages_SP, seat_1, slot_1, heads.positions_T, heads.rotation),
         *(heads.q_weight_d, heads.k_weight_d, qkv_1N if look.sinks_H is None else look.sinks_H, *held, out_1N),
         *(pages_SP.stride(0), look.scale, look.softcap or 0.0, heads.eps, heads.offset),
         HOW=compiled,
-        SPLITS=splits,
+        PARTS=parts,
         TURNED=0 if heads.rotation is None else heads.rotation.shape[-1],
         INTERLEAVED=heads.interleaved,
         NORM=heads.q_weight_d is not None,
         NARROW=narrow,
-        C=max(1, min(splits, _JOINED // (room * compiled.D))),
-        num_warps=4,
+        C=max(1, min(parts, _JOINED // (room * compiled.D))),
+        Q=max(room, _WARPS),
+        num_warps=_WARPS,
         num_stages=1,
         **early(qkv_1N.device),
     )

@@ -191,14 +191,17 @@ def prepare_heads(
     head_N1, column_1d = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None], tl.arange(0, BLOCK_D)[None, :]
     query_N1, early_N1 = head_N1 < HEADS, head_N1 < HEADS + KV_HEADS
     cos_1d, sin_1d = read_rotation(rotation_ptr, positions_ptr, token, column_1d, TURNED, BY_POSITION)
+    which_1d = column_1d, column_1d < DIM, column_1d < TURNED
+    q_own_1d, q_other_1d = read_scales(q_weight_ptr, *which_1d, TURNED, INTERLEAVED, NORM)
+    k_own_1d, k_other_1d = read_scales(k_weight_ptr, *which_1d, TURNED, INTERLEAVED, NORM)
     if EARLY:
         gdc_wait()
     start_N1 = tl.where(query_N1, head_N1 * STEP, head_N1 + (STEP - 1) * HEADS) * DIM
-    inside_Nd = (head_N1 < HEADS + 2 * KV_HEADS) & (column_1d < DIM)
+    inside_Nd, turned_Nd = (head_N1 < HEADS + 2 * KV_HEADS) & (column_1d < DIM), early_N1 & (column_1d < TURNED)
     qkv_ptr += token * qkv_stride + start_N1
-    weights = q_weight_ptr, k_weight_ptr, eps, offset
-    which = query_N1, early_N1, inside_Nd, column_1d
-    x_Nd = ready_heads(qkv_ptr, *which, cos_1d, sin_1d, *weights, DIM, TURNED, INTERLEAVED, NORM, NARROW)
+    read = read_heads(qkv_ptr, column_1d, inside_Nd, inside_Nd & turned_Nd, TURNED, INTERLEAVED)
+    scales = tl.where(query_N1, q_own_1d, k_own_1d), tl.where(query_N1, q_other_1d, k_other_1d)
+    x_Nd = ready_heads(*read, early_N1, turned_Nd, cos_1d, sin_1d, *scales, eps, offset, DIM, TURNED, NORM, NARROW)
     tl.store(q_ptr + (token * HEADS + head_N1) * DIM + column_1d, x_Nd, inside_Nd & query_N1)
     key_N1, value_N1 = head_N1 - HEADS, head_N1 - HEADS - KV_HEADS
     kept_Nd = inside_Nd & (slot >= 0)
@@ -207,40 +210,73 @@ def prepare_heads(
 
 
 @jit
-def ready_heads(
-    qkv_ptr: tl.tensor,
-    query_N1: tl.tensor,
-    early_N1: tl.tensor,
+def read_heads(
+    from_ptr: tl.tensor,
+    column_Nd: tl.tensor,
     inside_Nd: tl.tensor,
-    column_1d: tl.tensor,
-    cos_1d: tl.tensor,
-    sin_1d: tl.tensor,
-    q_weight_ptr: tl.tensor,
-    k_weight_ptr: tl.tensor,
+    turned_Nd: tl.tensor,
+    TURNED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+) -> Any:
+    """Channels of heads, each in a row from ``from_ptr`` on, and those they are turned with, asked for at once."""
+    own_Nd = tl.load(from_ptr + column_Nd, inside_Nd, other=0.0)
+    other_Nd = own_Nd
+    if TURNED > 0:
+        other_Nd = tl.load(from_ptr + partner(column_Nd, TURNED, INTERLEAVED), turned_Nd, other=0.0)
+    return own_Nd, other_Nd
+
+
+@jit
+def read_scales(
+    weight_ptr: tl.tensor,
+    column_Nd: tl.tensor,
+    inside_Nd: tl.tensor,
+    turned_Nd: tl.tensor,
+    TURNED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    NORM: tl.constexpr,
+) -> Any:
+    """A norm's weights of channels, and of those they are turned with; nothing that is used if there is no norm."""
+    own_Nd, other_Nd = column_Nd * 0.0, column_Nd * 0.0
+    if NORM:
+        own_Nd, other_Nd = read_heads(weight_ptr, column_Nd, inside_Nd, turned_Nd, TURNED, INTERLEAVED)
+    return own_Nd.to(tl.float32), other_Nd.to(tl.float32)
+
+
+@jit
+def ready_heads(
+    x_Nd: tl.tensor,
+    other_Nd: tl.tensor,
+    early_Nd: tl.tensor,
+    turned_Nd: tl.tensor,
+    cos_Nd: tl.tensor,
+    sin_Nd: tl.tensor,
+    own_Nd: tl.tensor,
+    partner_Nd: tl.tensor,
     eps: tl.tensor,
     offset: tl.tensor,
     DIM: tl.constexpr,
     TURNED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
     NORM: tl.constexpr,
     NARROW: tl.constexpr,
 ) -> Any:
-    """Heads that begin at ``qkv_ptr``, each in a row: queries, and what is ``early`` (keys too), normed and turned."""
-    x_Nd = tl.load(qkv_ptr + column_1d, inside_Nd, other=0.0)
-    scale_N1 = 1.0
+    """Heads and the channels they are turned with: what is ``early`` (queries and keys) normed, and then turned.
+
+    ``own`` and ``partner`` are the norm's weights for the one and the other.
+    """
     if NORM:
         wide_Nd = x_Nd.to(tl.float32)
         scale_N1 = tl.rsqrt(tl.sum(wide_Nd * wide_Nd, 1, keep_dims=True) / DIM + eps)
-        normed_Nd = _scaled(x_Nd, scale_N1, q_weight_ptr, k_weight_ptr, column_1d, query_N1, offset, DIM, NARROW)
-        x_Nd = tl.where(early_N1, normed_Nd, x_Nd)
+        x_Nd = tl.where(early_Nd, _scaled(x_Nd, scale_N1, own_Nd, offset, NARROW), x_Nd)
+        other_Nd = _scaled(other_Nd, scale_N1, partner_Nd, offset, NARROW)
     if TURNED > 0:
-        other_1d = partner(column_1d, TURNED, INTERLEAVED)
-        other_Nd = tl.load(qkv_ptr + other_1d, inside_Nd & (column_1d < TURNED) & early_N1, other=0.0)
-        if NORM:
-            other_Nd = _scaled(other_Nd, scale_N1, q_weight_ptr, k_weight_ptr, other_1d, query_N1, offset, DIM, NARROW)
-        first_Nd = (x_Nd.to(tl.float32) * cos_1d).to(x_Nd.dtype).to(tl.float32)
-        rotated_Nd = (first_Nd + other_Nd.to(tl.float32) * sin_1d).to(x_Nd.dtype)
-        x_Nd = tl.where((column_1d < TURNED) & early_N1, rotated_Nd, x_Nd)
+        if x_Nd.dtype == tl.float32:
+            # Which of the products is rounded before their sum is not the compiler's to choose.
+            rotated_Nd = tl.fma(x_Nd, cos_Nd, other_Nd * sin_Nd)
+        else:
+            first_Nd = (x_Nd.to(tl.float32) * cos_Nd).to(x_Nd.dtype).to(tl.float32)
+            rotated_Nd = (first_Nd + other_Nd.to(tl.float32) * sin_Nd).to(x_Nd.dtype)
+        x_Nd = tl.where(turned_Nd, rotated_Nd, x_Nd)
     return x_Nd
 
 
@@ -273,21 +309,10 @@ def partner(column_1d: tl.tensor, TURNED: tl.constexpr, INTERLEAVED: tl.constexp
 
 @jit
 def _scaled(
-    x_Nd: tl.tensor,
-    scale_N1: tl.tensor,
-    q_weight_ptr: tl.tensor,
-    k_weight_ptr: tl.tensor,
-    column_1d: tl.tensor,
-    query_N1: tl.tensor,
-    offset: tl.tensor,
-    DIM: tl.constexpr,
-    NARROW: tl.constexpr,
+    x_Nd: tl.tensor, scale_N1: tl.tensor, weight_Nd: tl.tensor, offset: tl.tensor, NARROW: tl.constexpr
 ) -> tl.tensor:
     """Normalised by its head's ``scale``, times the weight; rounded in between where the weight is as narrow."""
-    inside_1d = (column_1d >= 0) & (column_1d < DIM)
-    q_weight_1d = tl.load(q_weight_ptr + column_1d, inside_1d, other=0.0).to(tl.float32)
-    k_weight_1d = tl.load(k_weight_ptr + column_1d, inside_1d, other=0.0).to(tl.float32)
     normed_Nd = x_Nd.to(tl.float32) * scale_N1
     if NARROW:
         normed_Nd = normed_Nd.to(x_Nd.dtype).to(tl.float32)
-    return (normed_Nd * (tl.where(query_N1, q_weight_1d, k_weight_1d) + offset)).to(x_Nd.dtype)
+    return (normed_Nd * (weight_Nd + offset)).to(x_Nd.dtype)
