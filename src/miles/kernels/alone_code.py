@@ -74,7 +74,7 @@ def attend_alone(
     new = tl.load(position).to(tl.int64)
     begin, end, splits = share(new.to(tl.int32), split, HOW, PARTS - 1)
     if split < splits:
-        # Nothing of this was written by a kernel of this step.
+        # Nothing of this is written by a launch that may still be under way.
         first, place = split == 0, group * PARTS
         turn, q_scales, k_scales = terms(rotation, new, q_weight, k_weight, first, HOW, TURNED, INTERLEAVED, NORM, Q)
         pages = pages_SP + tl.load(seat).to(tl.int64) * pages_stride
