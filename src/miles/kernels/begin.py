@@ -12,8 +12,8 @@ from torch import Tensor
 
 from miles.kernels.device_code import jit, ready, tl, triton
 
-# Rows, and entries, that a program takes at once.
-_BLOCK = 1024
+# Rows, and entries, that a program takes: one a thread, so that wide and narrow numbers lie with the same one.
+_BLOCK = 128
 
 
 class Begun(NamedTuple):
