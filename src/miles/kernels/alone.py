@@ -15,9 +15,11 @@ from miles.kernels.device_code import early
 from miles.kernels.prepare import Heads
 from miles.kernels.tiling import Look, how, power
 
-# The most parts of what one key-value head sees, how many programs a processor is given, numbers that are joined at
-# once, and warps of a program.
-_PARTS, _RESIDENT, _JOINED, _WARPS = 64, 2, 8192, 4
+# The most parts of what one key-value head sees, how many programs a processor is given, and numbers that are joined at
+# once.
+_PARTS, _RESIDENT, _JOINED = 64, 2, 8192
+# Query heads of a key-value head beyond which a program has more warps.
+_FEW = 4
 # Query heads of a key-value head, and channels, up to which this is sooner done than several launches.
 MOST_QUERIES, MOST_CHANNELS = 8, 256
 
@@ -66,6 +68,7 @@ def attend_one(
     assert (groups, width) == (compiled.G, compiled.d) and compiled.r <= room
     tokens = 64 if qkv_1N.itemsize == 2 and compiled.D <= 128 else 32 if qkv_1N.itemsize == 2 else 16
     compiled = compiled._replace(M=power(room), N=tokens, R=room)
+    warps = 4 if room <= _FEW else 8
     narrow = False
     if heads.q_weight_d is not None:
         scale = torch.promote_types(heads.q_weight_d.dtype, torch.float32) if heads.offset else heads.q_weight_d.dtype
@@ -82,8 +85,8 @@ def attend_one(
         NORM=heads.q_weight_d is not None,
         NARROW=narrow,
         C=max(1, min(parts, _JOINED // (room * compiled.D))),
-        Q=max(room, _WARPS),
-        num_warps=_WARPS,
+        Q=max(room, warps),
+        num_warps=warps,
         num_stages=1,
         **early(qkv_1N.device),
     )
