@@ -16,6 +16,13 @@ def on_device(monkeypatch, poisoned):
     monkeypatch.setattr(module, "ready", lambda x: True)
 
 
+def rounded(gate, up, kind):
+    """The activation rounded, then times ``up``; in float64, as torch's own tanh gelu has no digits far below zero."""
+    if kind == "swiglu_clamped":
+        return activate(gate, up, kind)
+    return (activate(gate.double(), None, kind).to(gate.dtype).double() * up.double()).to(gate.dtype)
+
+
 def halves(inner, interleaved):
     return inner.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else inner.chunk(2, -1)
 
@@ -33,7 +40,7 @@ def test_the_activation_is_torchs(on_device, kind, interleaved, dtype, shape):
     # It rounds at each of its few steps, and a single number has no others to make up for that.
     assert apart(out, activate(*halves(inner.double(), interleaved), kind)) < 2 * ROUNDING[dtype]
     # Rounded where torch rounds: all but a few numbers are the same to the last bit.
-    same = out == activate(*halves(inner, interleaved), kind)
+    same = out == rounded(*halves(inner, interleaved), kind)
     assert dtype == torch.float32 or out.numel() < 100 or same.double().mean() > 0.9
 
 

@@ -40,8 +40,8 @@ if TYPE_CHECKING or HAVE_TRITON:
 else:
     triton = tl = gdc_launch_dependents = gdc_wait = None
 
-    def jit(function: Any) -> Any:
-        return function
+    def jit(function: Any = None, **how: Any) -> Any:
+        return jit if function is None else function
 
 
 def ready(x: Tensor) -> bool:

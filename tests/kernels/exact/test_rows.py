@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.kernels import interpreter  # noqa: F401  loops over numbers read from memory
-from tests.kernels.device import needs_triton
+from tests.kernels.device import DEVICE, needs_triton
 from torch.nn import functional as F
 
 from miles.kernels.exact import gate, heads, order, route, rows
@@ -23,6 +23,11 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 def numbers(*shape, seed=0, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).mul_(3).to(dtype)
+
+
+def there(*given):
+    """Where device code runs; what it is held against stays on the CPU."""
+    return [each if each is None else each.to(DEVICE) for each in given]
 
 
 def norm(x, size):
@@ -104,8 +109,8 @@ def gradients(operation, *inputs):
     leaves = [x.clone().requires_grad_() for x in inputs]
     out = operation(*leaves)
     out = out if isinstance(out, tuple) else (out,)
-    sum((o * numbers(*o.shape, seed=5, dtype=o.dtype)).sum() for o in out).backward()
-    return [*out, *(leaf.grad for leaf in leaves)]
+    sum((o * numbers(*o.shape, seed=5, dtype=o.dtype).to(o.device)).sum() for o in out).backward()
+    return [each.cpu() for each in (*out, *(leaf.grad for leaf in leaves))]
 
 
 def assert_same(mine, theirs):
@@ -164,15 +169,17 @@ def test_a_router_has_the_values_and_gradients_of_torchs(kind):
 def test_the_device_code_computes_what_torch_does():
     x, y, w = numbers(5, 48), numbers(5, 48, seed=1), numbers(48, seed=2)
     plain = rows._forward(x, y, w, 1e-6, 1.0)
-    device = rows._launch(x, y, w, 1e-6, 1.0)
+    device = rows._launch(*there(x, y, w), 1e-6, 1.0)
     for one, other in zip(device, plain, strict=True):
-        assert torch.allclose(one, other, atol=1e-5)
-    assert torch.equal(rows._launch(plain[0], None, w, 1e-6, 1.0)[1], device[1]), "of a sum as of one that was made"
+        assert torch.allclose(one.cpu(), other, atol=1e-5)
+    whole, scales = there(plain[0], w)
+    assert torch.equal(rows._launch(whole, None, scales, 1e-6, 1.0)[1], device[1]), "of a sum as of one that was made"
     logits = numbers(6, 9)
     scores = route.scores_of(logits, "softmax")
     chosen = route.best(scores, 3)
     wanted = route.weights_of(scores, chosen, normalise=True, scale=2.0, dtype=torch.float32)
     how = (3, True, 2.0, torch.float32)
+    logits, chosen, wanted = there(logits, chosen, wanted)
     weights, experts = route._launch(logits, None, how)
     assert torch.equal(experts, chosen) and torch.allclose(weights, wanted, atol=1e-6)
     again, told = route._launch(logits, chosen.flip(-1), how)
@@ -183,9 +190,9 @@ def test_the_device_code_computes_what_torch_does():
 @pytest.mark.parametrize(("tokens", "chosen", "groups"), [(1, 2, 5), (7, 3, 4), (40, 4, 16)])
 def test_rows_sorted_on_the_device_are_those_of_a_sort(tokens, chosen, groups):
     given = torch.rand(tokens, groups, generator=torch.Generator().manual_seed(0)).topk(chosen, -1).indices
-    mine, wanted = order.sort_rows(given, groups), order_rows(given, groups)
+    mine, wanted = order.sort_rows(given.to(DEVICE), groups), order_rows(given, groups)
     for name in ("order_R", "place_R", "group_R", "ends_E"):
-        assert torch.equal(getattr(mine, name), getattr(wanted, name)), name
+        assert torch.equal(getattr(mine, name).cpu(), getattr(wanted, name)), name
     assert mine.per_token == wanted.per_token
 
 
@@ -198,7 +205,7 @@ def test_the_gradient_of_device_routing_is_torchs():
         scores = route.scores_of(x, "softmax")
         return route.weights_of(scores, route.best(scores, 3), **how)
 
-    mine = gradients(lambda x: route.route(x, 3, **how)[0], logits)
+    mine = gradients(lambda x: route.route(x, 3, **how)[0], *there(logits))
     for one, other in zip(mine, gradients(plain, logits), strict=True):
         assert torch.allclose(one, other, atol=1e-5)
 
@@ -218,6 +225,7 @@ def test_device_heads_are_those_of_the_plain_steps(normed):
         return heads.rotate(q, table[at]), heads.rotate(k, table[at]), v.clone()
 
     qkv = numbers(4, 40)
-    mine = gradients(lambda x: heads.heads_of(x, table, at, *weights, shape), qkv)
+    given = there(table, at, *weights)
+    mine = gradients(lambda x: heads.heads_of(x, *given, shape), *there(qkv))
     for one, other in zip(mine, gradients(plain, qkv), strict=True):
         assert torch.allclose(one, other, atol=1e-4)

@@ -63,7 +63,8 @@ def _sharpness(heat: tl.tensor) -> tl.tensor:
     return tl.div_rn(one, tl.where(heat == 0.0, one, heat))
 
 
-@jit
+# How rows lie must not be known when it is compiled: it would decide in which order threads add.
+@jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["logits_ptr"])
 def _sum_chunks(
     logits_ptr: tl.tensor,
     heat_ptr: tl.tensor,
