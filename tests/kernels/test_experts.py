@@ -70,13 +70,13 @@ def test_the_sum_over_experts_is_the_definitions(on_device, shape, dtype):
 @needs_triton
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "relu2", "swiglu_clamped"])
-@pytest.mark.parametrize("variant", ["biased", "interleaved", "flat", "weighed"])
+@pytest.mark.parametrize("variant", ["biased", "interleaved", "flat", "weighed", "weighed, two each"])
 def test_every_variant_is_the_definitions(on_device, variant, kind, dtype):
     if variant == "flat" and kind == "swiglu_clamped":
         pytest.skip("has a gate by definition")
     shape = (6, 1 if variant == "weighed" else 2, 3, 16, 24)
     *given, biases = case(shape, dtype, heights=1 if variant == "flat" else 2, biased=variant in ("biased", "flat"))
-    more = {"interleaved": variant == "interleaved", "weigh_input": variant == "weighed"}
+    more = {"interleaved": variant == "interleaved", "weigh_input": variant.startswith("weighed")}
     out = moe_forward(*given, activation=kind, first_bias_EF=biases[0], down_bias_ED=biases[1], **more)
     assert apart(out, by_token(*given, biases, kind, *more.values())) < ROUNDING[dtype]
 

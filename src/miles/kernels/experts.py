@@ -20,7 +20,7 @@ from miles.kernels.arithmetic import exact
 from miles.kernels.device_code import early, gdc_launch_dependents, gdc_wait, jit, ready, tl, triton
 from miles.kernels.exact.experts import Experts, exact_experts
 from miles.kernels.gated import Kind, activate, combine
-from miles.kernels.grouped import Exchange, Rows, collect, dispatch, grouped_linear, order_rows, weigh
+from miles.kernels.grouped import Exchange, Rows, collect, dispatch, fast, grouped_linear, order_rows, weigh
 from miles.kernels.slim_experts import alone, experts_of_one
 from miles.kernels.train_gated import gate
 
@@ -101,15 +101,16 @@ def moe_forward(
     if exchange is None and not (biased or interleaved or weigh_input) and alone(x_TD, experts_Tk, first_EFD, down_EDI):
         return experts_of_one(x_TD, weights_Tk, experts_Tk, first_EFD, down_EDI, activation)
     per_expert = experts_Tk.numel() / len(first_EFD)
-    # Without a fast product of torch's for this dtype, ours is the one that never waits.
-    few = per_expert <= PLANS[-1].most or x_TD.dtype != torch.bfloat16
-    if exchange is None and ready(x_TD) and few and not (weigh_input and experts_Tk.shape[1] > 1):
-        if weigh_input:
-            x_TD, weights_Tk = x_TD * weights_Tk, torch.ones_like(weights_Tk)
+    few = per_expert <= PLANS[-1].most or not (fast(x_TD, first_EFD) and fast(x_TD, down_EDI))
+    if exchange is None and ready(x_TD) and few:  # ours, which never waits
         plans = plans_on(x_TD.device) if x_TD.itemsize == 2 else PLANS
         plan = next((plan for plan in plans if per_expert <= plan.most), plans[-1])
-        biases = (first_bias_EF, down_bias_ED)
-        return _launch(x_TD, weights_Tk, experts_Tk, first_EFD, down_EDI, biases, activation, interleaved, plan)
+        how = (first_EFD, down_EDI, (first_bias_EF, down_bias_ED), activation, interleaved, plan)
+        if not weigh_input:
+            return _launch(x_TD, weights_Tk, experts_Tk, *how)
+        x_RD = (x_TD.unsqueeze(1) * weights_Tk.unsqueeze(2)).flatten(0, 1)  # every choice a token of its own
+        out_RD = _launch(x_RD, torch.ones_like(x_RD[:, :1]), experts_Tk.reshape(-1, 1), *how)
+        return out_RD.unflatten(0, experts_Tk.shape).sum(1)
     rows = order_rows(experts_Tk, len(first_EFD) * (1 if exchange is None else exchange.world))
     # Told before the copies are made, so that the device has these to do while the host waits for the answer.
     trip = None if exchange is None else exchange.open(rows)
@@ -152,9 +153,9 @@ def route(
             **early(logits_TE.device),
         )
         return weights_Tk, experts_Tk
-    wide = torch.promote_types(logits_TE.dtype, torch.float32)
     experts_Tk = logits_TE.topk(per_token, dim=-1).indices
-    weights_Tk = logits_TE.softmax(-1, dtype=wide).gather(-1, experts_Tk)
+    scores_TE = logits_TE.softmax(-1, dtype=torch.promote_types(logits_TE.dtype, torch.float32))
+    weights_Tk = scores_TE.gather(-1, experts_Tk)
     if normalise:
         weights_Tk = weights_Tk / (weights_Tk.sum(-1, keepdim=True) + _TINY)
     return (weights_Tk * scale).to(dtype), experts_Tk

@@ -182,9 +182,14 @@ def grouped_linear(x_RK: Tensor, weight_ENK: Tensor, rows: Rows, bias_EN: Tensor
     return out_RN if bias_EN is None else _Bias.apply(out_RN, bias_EN, rows.group_R)  # pyright: ignore[reportReturnType]
 
 
-def _product(x_RK: Tensor, weight_ENK: Tensor, rows: Rows) -> Tensor:
+def fast(x_RK: Tensor, weight_ENK: Tensor) -> bool:
+    """Whether torch multiplies all groups at once, and the host need not know where they end."""
     whole = weight_ENK.shape[1] % 8 == 0 and weight_ENK.shape[2] % 8 == 0
-    if x_RK.is_cuda and x_RK.dtype == torch.bfloat16 and whole and len(x_RK):
+    return x_RK.is_cuda and x_RK.dtype == torch.bfloat16 and whole
+
+
+def _product(x_RK: Tensor, weight_ENK: Tensor, rows: Rows) -> Tensor:
+    if fast(x_RK, weight_ENK) and len(x_RK):
         return torch._grouped_mm(x_RK, weight_ENK.transpose(1, 2), offs=rows.ends_E)  # pyright: ignore[reportPrivateImportUsage]
     ends = rows.ends_E.tolist()
     sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
