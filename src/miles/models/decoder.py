@@ -6,6 +6,7 @@ Shapes: T all tokens of a packed batch, D hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -136,8 +137,7 @@ class Decoder(nn.Module):
         """
         x_TD = self.embedding(tokens_T)
         if self.spec.embedding_scale != 1.0:
-            # Rounded to the model's dtype first, as the models were trained with.
-            x_TD = x_TD * torch.tensor(self.spec.embedding_scale, dtype=x_TD.dtype).item()
+            x_TD = x_TD * _rounded(self.spec.embedding_scale, x_TD.dtype)
         at = Positions(positions_T, self.spec.max_positions, x_TD.dtype)
         again = self.again if self.checkpoint_layers and torch.is_grad_enabled() else None
         late_TD: Tensor | None = None
@@ -152,3 +152,9 @@ class Decoder(nn.Module):
     def head(self) -> Tensor:
         """The output weight [V, D]: the embedding itself when tied."""
         return self.embedding.weight if self.lm_head is None else self.lm_head.weight
+
+
+@cache
+def _rounded(scale: float, dtype: torch.dtype) -> float:
+    """A scale as models were trained with it: rounded to their dtype first."""
+    return torch.tensor(scale, dtype=dtype).item()

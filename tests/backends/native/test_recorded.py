@@ -3,6 +3,7 @@
 Kernels run in Triton's interpreter; of CUDA there are graphs that call what was recorded, events and pinned memory.
 """
 
+import sys
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,10 +14,13 @@ import torch
 from tests.backends.native.conftest import Tiny
 from tests.kernels import interpreter  # noqa: F401
 from tests.kernels.device import CARD, needs_triton
+from tests.models.oracle import KINDS, hf_model, twin
 
 from miles.backends.native import graphs as module
 from miles.backends.native import runner
+from miles.backends.native.card import fits
 from miles.core.protocols import Sampling
+from miles.kernels import device_code
 
 pytestmark = [needs_triton, pytest.mark.skipif(CARD, reason="there is a card, and test_graphs")]
 
@@ -125,3 +129,53 @@ def test_filters_and_greedy_rows_are_replayed_side_by_side(recording):
     for one, other in zip(answers, wanted(requests, DENSE), strict=True):
         assert tiny.tokens(one) == tiny.tokens(other)
     assert {key.filters for key in recording} == {True}
+
+
+# What asks a device for numbers, which no recording can hold.
+READS = ("tolist", "item", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__")
+# Experts whose input is weighed, and a scale that is rounded; the others are told apart by what the slow tests run.
+OFTEN = ("llama 4 with two experts a token", "gemma3")
+
+
+@contextmanager
+def unread():
+    """Our own code may not read a tensor on the host; the interpreter has to."""
+
+    def refused(name, read):
+        def reads(tensor, *given, **more):
+            asking = sys._getframe(1).f_code.co_filename
+            assert "/miles/" not in asking, f"{name} in {asking} while a step is recorded"
+            return read(tensor, *given, **more)
+
+        return reads
+
+    with pytest.MonkeyPatch.context() as refusing:
+        for name in READS:
+            refusing.setattr(torch.Tensor, name, refused(name, getattr(torch.Tensor, name)))
+        yield
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in OFTEN else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
+def test_no_kind_of_model_asks_the_device_for_numbers_while_it_is_recorded(recording, monkeypatch, kind):
+    spec = twin(hf_model(kind)).spec
+    model = Tiny().decoder(spec=replace(spec, layers=spec.layers[-1:]))
+    if not fits(spec, model, torch.device("cuda")):
+        pytest.skip("its steps are not recorded")
+    ready, graph = device_code.ready, torch.cuda.graph
+    for name, each in list(sys.modules.items()):
+        if name.startswith("miles.") and getattr(each, "ready", None) is ready:
+            monkeypatch.setattr(each, "ready", lambda x: torch.is_inference_mode_enabled())
+
+    @contextmanager
+    def strict(made, **how):
+        with unread(), graph(made, **how):
+            yield
+
+    monkeypatch.setattr(torch.cuda, "graph", strict)
+    graphs = Tiny().engine(model, page_size=4, max_running=3, kv_tokens=40)._runner._graphs
+    keys = [module.Key(rows, False, False) for rows in (1, 3)]
+    for key in keys:
+        graphs._record(key)
+    assert list(graphs._graphs) == keys
