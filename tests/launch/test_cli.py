@@ -183,6 +183,12 @@ def test_train_py_is_miles_train():
     assert run.stderr.startswith("miles: --lr takes a number, not 'x'.\n")
 
 
+def test_a_checkout_that_is_not_installed_has_the_command_too():
+    command = [sys.executable, "-S", "-m", "miles", "--version"]
+    run = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT / "src")})
+    assert (run.returncode, run.stdout) == (0, f"miles {__version__}\n"), run.stderr
+
+
 def test_a_reader_that_leaves_early_is_no_error():
     command = f"{sys.executable} -m miles.launch.main train --help | head -n 1"
     run = subprocess.run(["bash", "-c", command + "; exit ${PIPESTATUS[0]}"], capture_output=True, text=True)
