@@ -4,8 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 SGLANG := .venv-sglang
-# Test processes side by side, each of which computes on one thread: one more than two cores, as many tests wait for others.
-WORKERS ?= 3
+# Test processes side by side; each computes on one thread, so that as many as there are cores do not get in each other's way.
+WORKERS ?= 2
 # Tests start hundreds of processes, and each would compile this package anew where Python is told to keep no byte code.
 export PYTHONDONTWRITEBYTECODE :=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
