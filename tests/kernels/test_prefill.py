@@ -67,6 +67,16 @@ def test_in_every_precision(dtype):
 
 
 @needs_triton
+def test_what_is_rounded_does_not_come_again_with_every_tile():
+    made = case([20_000 if CARD else 500], heads=1, width=64)
+    tiles = torch.from_numpy(prefill_tiles(made.lengths - 20, np.array([20]), made.seats_B.cpu().numpy(), 0)).to(DEVICE)
+    read = (random(20, 2, 64), made.k_SGd, made.v_SGe, made.pages_SP, tiles)
+    look = {"page_size": made.page_size, "scale": SCALE}
+    wide = (x.double() if x.is_floating_point() else x for x in read)
+    assert apart(prefill_attention(*read, **look), prefill_reference(*wide, **look)) < 1e-5
+
+
+@needs_triton
 @pytest.mark.parametrize(
     ("heads", "groups", "width", "values", "page_size"), [(2, 1, 80, 80, 16), (3, 3, 24, 16, 5), (2, 1, 256, 256, 16)]
 )

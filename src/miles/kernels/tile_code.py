@@ -83,11 +83,11 @@ def weigh(score_MN: tl.tensor, top_M: tl.tensor, sum_M: tl.tensor, factor: tl.te
     ``HIDDEN``: a query may have seen nothing yet.
     """
     new_M = tl.maximum(top_M, tl.max(score_MN, 1))
-    under_M = new_M * factor
-    if HIDDEN:
-        under_M = tl.where(new_M == float("-inf"), 0.0, under_M)
-    power_MN = tl.exp2(score_MN * factor - under_M[:, None])
-    shrink_M = tl.exp2(top_M * factor - under_M)
+    peak_M = tl.where(new_M == float("-inf"), 0.0, new_M) if HIDDEN else new_M
+    power_MN = tl.exp2(score_MN * factor - (peak_M * factor)[:, None])
+    # Exactly one where the top stays. A difference of two products would not be: one is rounded, the other is not, and
+    # what is left over would come again with every tile.
+    shrink_M = tl.exp2((top_M - peak_M) * factor)
     return power_MN, shrink_M, new_M, sum_M * shrink_M + tl.sum(power_MN, 1)
 
 
