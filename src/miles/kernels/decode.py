@@ -15,7 +15,7 @@ from torch import Tensor
 
 from miles.kernels.device_code import early
 from miles.kernels.plain import over_pages
-from miles.kernels.tiling import JOINED, How, Look, decode_table, how, power
+from miles.kernels.tiling import JOINED, JOINED_CHANNELS, How, Look, decode_table, how, power
 from miles.kernels.work import DecodeWork
 
 
@@ -83,9 +83,10 @@ def attend_work(
         launch(work.trunk_queries, compiled.r, True)
     queries = min(power(compiled.r), max(table))
     launch(queries, min(compiled.r, queries), False)
+    several = max(1, min(JOINED_CHANNELS // compiled.E, 1 << (heads - 1).bit_length()))
+    joined = (work.base_B, *scratch, written[3], out, compiled, JOINED, several)
     warps = max(1, compiled.E * JOINED // 1024)
-    joined = (work.base_B, *scratch, written[3], out, compiled, JOINED)
-    join_parts[(rows, heads)](*joined, num_warps=warps, **started)
+    join_parts[(rows, -(-heads // several))](*joined, num_warps=warps, **started)
     return out
 
 

@@ -1,6 +1,7 @@
 """Device code of attention with one new token a row: programs take items in turn, then partial results are joined.
 
-Shapes: as in ``tile_code``; B rows, H = G * r query heads, I places of partial results, C of them read at once.
+Shapes: as in ``tile_code``; B rows, H = G * r query heads, I places of partial results, C of them read at once
+for K heads.
 
 A *unit* is an item and query heads of one key-value head, at most R of every row of the item. They are the queries of
 a tile: query m is head m % R of row m // R.
@@ -118,33 +119,37 @@ def join_parts(
     out_BHe: tl.tensor,
     HOW: tl.constexpr,
     C: tl.constexpr,
+    K: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Weigh the partial results of one row and head by their sums; rows with one have it already, with none zeros."""
+    """Weigh the partial results of one row's K heads by their sums; rows with one have it already, with none zeros."""
     if EARLY:
         gdc_launch_dependents()
     E: tl.constexpr = HOW.E
-    row, head = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
     first, end = tl.load(base_B + row), tl.load(base_B + row + 1)
-    channel_E = tl.arange(0, E)
+    part_C11, channel_11E = tl.arange(0, C)[:, None, None], tl.arange(0, E)[None, None, :]
+    head_1K1 = tl.program_id(1) * K + tl.arange(0, K)[None, :, None]
     if EARLY:
         gdc_wait()
     if end != first + 1:
-        top, total, out_E = float("-inf"), 0.0, tl.zeros([E], tl.float32)
+        there_1K1, inside_1KE = head_1K1 < HOW.heads, (head_1K1 < HOW.heads) & (channel_11E < HOW.e)
+        top_1K1, total_1K1 = tl.full([1, K, 1], float("-inf"), tl.float32), tl.zeros([1, K, 1], tl.float32)
+        out_1KE = tl.zeros([1, K, E], tl.float32)
         for at in range(first, end, C):
-            place_C = at + tl.arange(0, C)
-            sum_C = tl.load(sum_IH + place_C * HOW.heads + head, mask=place_C < end, other=float("-inf"))
-            seen_CE = (place_C < end)[:, None] & (channel_E < HOW.e)[None, :]
-            at_CE = (place_C * HOW.heads + head).to(tl.int64)[:, None] * HOW.e + channel_E[None, :]
-            part_CE = tl.load(out_IHe + at_CE, mask=seen_CE, other=0.0)
-            new = tl.maximum(top, tl.max(sum_C, 0))
-            under = tl.where(new == float("-inf"), 0.0, new)
-            weight_C, shrink = tl.exp2(sum_C - under), tl.exp2(top - under)
-            out_E = out_E * shrink + tl.sum(part_CE * weight_C[:, None], 0)
-            total, top = total * shrink + tl.sum(weight_C, 0), new
+            place_C11 = at + part_C11
+            seen_C11, at_CK1 = place_C11 < end, place_C11 * HOW.heads + head_1K1
+            sum_CK1 = tl.load(sum_IH + at_CK1, mask=seen_C11 & there_1K1, other=float("-inf"))
+            at_CKE = out_IHe + at_CK1.to(tl.int64) * HOW.e + channel_11E
+            part_CKE = tl.load(at_CKE, mask=seen_C11 & inside_1KE, other=0.0)
+            new_1K1 = tl.maximum(top_1K1, tl.max(sum_CK1, 0, keep_dims=True))
+            under_1K1 = tl.where(new_1K1 == float("-inf"), 0.0, new_1K1)
+            weight_CK1, shrink_1K1 = tl.exp2(sum_CK1 - under_1K1), tl.exp2(top_1K1 - under_1K1)
+            out_1KE = out_1KE * shrink_1K1 + tl.sum(part_CKE * weight_CK1, 0, keep_dims=True)
+            total_1K1, top_1K1 = total_1K1 * shrink_1K1 + tl.sum(weight_CK1, 0, keep_dims=True), new_1K1
         if HOW.sunk:
-            sink = tl.load(sinks_H + head).to(tl.float32) * LOG2E
-            total += tl.exp2(sink - tl.where(top == float("-inf"), 0.0, top))
-        out_E = out_E / tl.where(total == 0.0, 1.0, total)
-        at_E = out_BHe + (row * HOW.heads + head) * HOW.e + channel_E
-        tl.store(at_E, out_E.to(out_BHe.dtype.element_ty), mask=channel_E < HOW.e)
+            sink_1K1 = tl.load(sinks_H + head_1K1, mask=there_1K1, other=0.0).to(tl.float32) * LOG2E
+            total_1K1 += tl.exp2(sink_1K1 - tl.where(top_1K1 == float("-inf"), 0.0, top_1K1))
+        out_1KE = out_1KE / tl.where(total_1K1 == 0.0, 1.0, total_1K1)
+        at_1KE = out_BHe + (row * HOW.heads + head_1K1) * HOW.e + channel_11E
+        tl.store(at_1KE, out_1KE.to(out_BHe.dtype.element_ty), mask=inside_1KE)

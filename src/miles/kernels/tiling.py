@@ -56,8 +56,8 @@ WIDE_DECODE: dict[int, Tuning] = {16: Tuning(32, 8, 3, 2), 32: Tuning(32, 8, 3, 
 WIDE_PREFILL = Tile(16, Tuning(16, 8, 3))
 WIDE_LATENT: dict[int, Tuning] = {16: Tuning(16, 8, 3, 1), 32: Tuning(16, 8, 2, 1), 64: Tuning(16, 16, 2, 1)}
 
-# Partial results of a row that are read at once.
-JOINED = 8
+# Partial results of a row that are read at once, and channels of its heads that are joined by one program.
+JOINED, JOINED_CHANNELS = 8, 512
 
 
 class How(NamedTuple):
