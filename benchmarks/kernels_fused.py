@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from miles.kernels import draw, experts, gated, norm, prepare
+from miles.kernels import draw, experts, gated, norm, prepare, route
 from miles.kernels.experts import PLANS, Plan, Tile
 
 DEVICE = torch.device("cuda")
@@ -42,7 +42,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 @contextmanager
 def in_torch() -> Iterator[None]:
     """Every operation in plain torch."""
-    rooms: tuple[ModuleType, ...] = (norm, gated, prepare, draw, experts)
+    rooms: tuple[ModuleType, ...] = (norm, gated, prepare, draw, experts, route)
     for room in rooms:
         room.ready = lambda x: False
     yield
@@ -157,7 +157,7 @@ def draws(best: float) -> None:
 def mixture(tokens: int) -> tuple[tuple[Tensor, ...], float]:
     """What ``moe_forward`` takes, and the bytes of the weights of all experts somebody chose."""
     logits = normal(tokens, EXPERTS, dtype=torch.float32)
-    weights, chosen = experts.route(logits, CHOICES, normalise=True, scale=1.0, dtype=torch.bfloat16)
+    weights, chosen = route.route(logits, CHOICES, normalise=True, scale=1.0, dtype=torch.bfloat16)
     moved = 2 * chosen.unique().numel() * 3 * WIDTH * SIZE + 4 * tokens * WIDTH
     return (normal(tokens, WIDTH), weights, chosen), moved
 
@@ -187,7 +187,7 @@ def routes(best: float) -> None:
     for tokens in TOKENS:
         logits = normal(tokens, EXPERTS)
         how = {"normalise": True, "scale": 1.0, "dtype": torch.bfloat16}
-        row("route", f"{tokens} x {EXPERTS}", partial(experts.route, logits, CHOICES, **how), 2 * logits.numel(), best)
+        row("route", f"{tokens} x {EXPERTS}", partial(route.route, logits, CHOICES, **how), 2 * logits.numel(), best)
 
 
 # -- tiles ----------------------------------------------------------------------------------

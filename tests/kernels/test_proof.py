@@ -5,7 +5,7 @@ import torch
 from tests.kernels import interpreter  # noqa: F401  loops over numbers read from memory
 from tests.kernels.device import CARD, DEVICE, DTYPES, needs_triton
 
-from miles.kernels import begin, draw, experts, gated, norm, prepare, proof, proof_cases, slim, slim_experts
+from miles.kernels import begin, draw, experts, gated, norm, prepare, proof, proof_cases, route, slim, slim_experts
 from miles.kernels.device_code import HAVE_TRITON
 from miles.kernels.proof import apart, prove
 from miles.kernels.proof_cases import Shapes, cases
@@ -35,7 +35,7 @@ NAMES = [case.name for case in cases(SMALL)]
 def on_device(monkeypatch):
     """Device code without a card too; float64 is torch's everywhere."""
     if not CARD:
-        for module in (begin, draw, experts, gated, norm, prepare, slim, slim_experts):
+        for module in (begin, draw, experts, gated, norm, prepare, route, slim, slim_experts):
             monkeypatch.setattr(module, "ready", lambda x: x.dtype != torch.float64)
 
 
@@ -99,7 +99,7 @@ def test_one_row_that_is_a_little_off_is_found_and_named(on_device, monkeypatch)
 @needs_triton
 def test_an_expert_that_is_not_the_best_and_a_token_that_was_not_drawn_are_found(on_device, monkeypatch):
     def second_best(logits, *rest, **more):
-        weights, chosen = experts.route(logits, *rest, **more)
+        weights, chosen = route.route(logits, *rest, **more)
         return weights, chosen.flip(1) if logits.dtype != torch.float64 else chosen
 
     def late(logits, *rest, tokens_out_B, **more):

@@ -1,4 +1,4 @@
-"""A mixture of experts' two products for a few rows an expert, when reading the weights is what takes the time.
+"""A mixture of experts' two products: device code of ours in engines, torch's grouped products everywhere else.
 
 Shapes: T tokens, k experts a token, R = T * k rows, E experts, D features, I intermediate, F = 2I (I without gates);
 M rows of a block, P blocks of rows, N columns and K depth of a tile.
@@ -11,6 +11,7 @@ a token's rows are added in the order of its choices, so results do not depend o
 from __future__ import annotations
 
 from functools import cache
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -23,9 +24,6 @@ from miles.kernels.gated import Kind, activate, combine
 from miles.kernels.grouped import Exchange, Rows, collect, dispatch, fast, grouped_linear, order_rows, weigh
 from miles.kernels.slim_experts import alone, experts_of_one
 from miles.kernels.train_gated import gate
-
-# Keeps the weights of experts that the router would never choose from becoming 0 / 0.
-_TINY = 1e-20
 
 
 class Tile(NamedTuple):
@@ -62,6 +60,7 @@ ROOMY_PLANS = (
     Plan(9.0, 16, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3)),
     Plan(20.0, 32, Tile(128, 128, 8, 3), Tile(128, 128, 4, 3)),
     PLANS[-1],
+    Plan(inf, 128, Tile(128, 64, 8, 4), Tile(128, 64, 8, 3)),
 )
 
 
@@ -101,9 +100,9 @@ def moe_forward(
     if exchange is None and not (biased or interleaved or weigh_input) and alone(x_TD, experts_Tk, first_EFD, down_EDI):
         return experts_of_one(x_TD, weights_Tk, experts_Tk, first_EFD, down_EDI, activation)
     per_expert = experts_Tk.numel() / len(first_EFD)
-    few = per_expert <= PLANS[-1].most or not (fast(x_TD, first_EFD) and fast(x_TD, down_EDI))
+    plans = plans_on(x_TD.device) if x_TD.itemsize == 2 else PLANS
+    few = per_expert <= plans[-1].most or not (fast(x_TD, first_EFD) and fast(x_TD, down_EDI))
     if exchange is None and ready(x_TD) and few:  # ours, which never waits
-        plans = plans_on(x_TD.device) if x_TD.itemsize == 2 else PLANS
         plan = next((plan for plan in plans if per_expert <= plan.most), plans[-1])
         how = (first_EFD, down_EDI, (first_bias_EF, down_bias_ED), activation, interleaved, plan)
         if not weigh_input:
@@ -130,37 +129,6 @@ def moe_forward(
     return collect(out_RD, None if weigh_input else weights_Tk, rows)
 
 
-def route(
-    logits_TE: Tensor, per_token: int, *, normalise: bool, scale: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """The weights of each token's likeliest experts, [T, k] in ``dtype``, and which they are (int64), likeliest first.
-
-    Weights are a softmax in float32 over all experts, then ``normalise`` to add up to 1, then times ``scale``.
-    """
-    if ready(logits_TE):
-        tokens, experts = logits_TE.shape
-        assert logits_TE.stride(1) == 1
-        weights_Tk = torch.empty(tokens, per_token, dtype=dtype, device=logits_TE.device)
-        experts_Tk = torch.empty(tokens, per_token, dtype=torch.int64, device=logits_TE.device)
-        _route_token[(tokens,)](
-            *(logits_TE, weights_Tk, experts_Tk, logits_TE.stride(0), scale, _TINY),
-            EXPERTS=experts,
-            PER_TOKEN=per_token,
-            NORMALISE=normalise,
-            BLOCK_E=triton.next_power_of_2(experts),
-            BLOCK_K=triton.next_power_of_2(per_token),
-            num_warps=1 if experts <= 256 else 4,
-            **early(logits_TE.device),
-        )
-        return weights_Tk, experts_Tk
-    experts_Tk = logits_TE.topk(per_token, dim=-1).indices
-    scores_TE = logits_TE.softmax(-1, dtype=torch.promote_types(logits_TE.dtype, torch.float32))
-    weights_Tk = scores_TE.gather(-1, experts_Tk)
-    if normalise:
-        weights_Tk = weights_Tk / (weights_Tk.sum(-1, keepdim=True) + _TINY)
-    return (weights_Tk * scale).to(dtype), experts_Tk
-
-
 # -- device code ----------------------------------------------------------------------------
 
 
@@ -185,12 +153,14 @@ def _launch(
     blocks = min(rows, rows // plan.rows + experts)
     rows_PM = torch.empty(blocks, plan.rows, dtype=torch.int32, device=x_TD.device)
     owner_P = torch.empty(blocks, dtype=torch.int32, device=x_TD.device)
+    started = early(x_TD.device)
     _place_rows[(experts,)](
         *(experts_Tk.contiguous(), rows_PM, owner_P, rows, blocks),
         BLOCK_E=triton.next_power_of_2(experts),
-        BLOCK_R=min(triton.next_power_of_2(rows), 2048),
+        BLOCK_R=min(triton.next_power_of_2(rows), 8192),
         M=plan.rows,
-        num_warps=4,
+        num_warps=4 if rows <= 2048 else 16,
+        **started,
     )
     inner_I = torch.empty(blocks * plan.rows, size, dtype=x_TD.dtype, device=x_TD.device)
     out_RD = torch.empty(rows, width, dtype=x_TD.dtype, device=x_TD.device)
@@ -214,12 +184,21 @@ def _launch(
             K=depth,
             num_warps=tile.warps,
             num_stages=tile.stages,
+            **started,
         )
     block = min(triton.next_power_of_2(width), 1024)
     _add_choices[(tokens, triton.cdiv(width, block))](
-        *(out_RD, weights_Tk.contiguous(), out_TD, width), PER_TOKEN=per_token, BLOCK=block, num_warps=4
+        *(out_RD, weights_Tk.contiguous(), out_TD, width), PER_TOKEN=per_token, BLOCK=block, num_warps=4, **started
     )
     return out_TD
+
+
+@jit
+def _in_turn(EARLY: tl.constexpr) -> None:
+    """Let the next launch begin, and wait until the one before it is over."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @jit
@@ -232,8 +211,10 @@ def _place_rows(
     BLOCK_E: tl.constexpr,
     BLOCK_R: tl.constexpr,
     M: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """One expert's rows into its blocks, in order. Every program counts all rows, to know where its own begin."""
+    _in_turn(EARLY)
     expert = tl.program_id(0)
     expert_E = tl.arange(0, BLOCK_E)
     count_E = tl.zeros((BLOCK_E,), tl.int32)
@@ -282,11 +263,13 @@ def _multiply(
     M: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """A block's rows times its expert's weight. The first product takes tokens and activates; the second, its result.
 
     What lies outside is computed with what lies inside, and not written.
     """
+    _in_turn(EARLY)
     block = tl.program_id(1)
     expert = tl.load(owner_ptr + block).to(tl.int64)
     if expert < 0:
@@ -317,9 +300,8 @@ def _multiply(
         if GATED:
             up_MN = _rounded(up_MN, bias_ptr, expert * height + up_N, x_ptr.dtype.element_ty, BIAS)
         out_MN = combine(out_MN, up_MN, KIND, GATED)
-    target_M = place_M if FIRST else row_M
-    inside_MN = (row_M < rows)[:, None] & (column_N < columns)[None, :]
-    tl.store(out_ptr + target_M.to(tl.int64)[:, None] * columns + column_N[None, :], out_MN, inside_MN)
+    out_M1 = out_ptr + (place_M if FIRST else row_M).to(tl.int64)[:, None] * columns
+    tl.store(out_M1 + column_N[None, :], out_MN, (row_M < rows)[:, None] & (column_N < columns)[None, :])
 
 
 @jit
@@ -348,8 +330,10 @@ def _add_choices(
     width: tl.tensor,
     PER_TOKEN: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """The weighted sum of a token's rows."""
+    _in_turn(EARLY)
     token = tl.program_id(0).to(tl.int64)
     column_D = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside_D = column_D < width
@@ -359,42 +343,3 @@ def _add_choices(
         row_D = tl.load(rows_ptr + row * width + column_D, inside_D, other=0.0).to(tl.float32)
         sum_D += tl.load(weights_ptr + row).to(tl.float32) * row_D
     tl.store(out_ptr + token * width + column_D, sum_D, inside_D)
-
-
-@jit
-def _route_token(
-    logits_ptr: tl.tensor,
-    weights_ptr: tl.tensor,
-    experts_ptr: tl.tensor,
-    stride: tl.tensor,
-    scale: tl.tensor,
-    tiny: tl.tensor,
-    EXPERTS: tl.constexpr,
-    PER_TOKEN: tl.constexpr,
-    NORMALISE: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
-    token = tl.program_id(0).to(tl.int64)
-    expert_E, choice_K = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
-    logit_E = tl.load(logits_ptr + token * stride + expert_E, expert_E < EXPERTS, other=float("-inf")).to(tl.float32)
-    top = tl.max(logit_E, 0)
-    total = tl.sum(tl.exp(logit_E - top), 0)
-    best_K, chosen_K = tl.full((BLOCK_K,), float("-inf"), tl.float32), tl.zeros((BLOCK_K,), tl.int32)
-    for choice in tl.static_range(PER_TOKEN):
-        # Of equal logits the first. Where none is a number, its place may be past the last.
-        best, place = tl.max(logit_E, 0, return_indices=True, return_indices_tie_break_left=True)
-        chosen = tl.minimum(place, EXPERTS - 1)
-        best_K = tl.where(choice_K == choice, best, best_K)
-        chosen_K = tl.where(choice_K == choice, chosen, chosen_K)
-        logit_E = tl.where(expert_E == chosen, float("-inf"), logit_E)
-    weight_K = tl.exp(best_K - top) / total
-    if NORMALISE:
-        weight_K = weight_K / (tl.sum(weight_K, 0) + tiny)
-    place_K = token * PER_TOKEN + choice_K
-    tl.store(weights_ptr + place_K, weight_K * scale, choice_K < PER_TOKEN)
-    tl.store(experts_ptr + place_K, chosen_K, choice_K < PER_TOKEN)

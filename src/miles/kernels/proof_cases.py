@@ -22,7 +22,7 @@ from miles.kernels.cache import Ints
 from miles.kernels.decode import decode_attention, decode_reference
 from miles.kernels.device_code import processors
 from miles.kernels.draw import draw
-from miles.kernels.experts import moe_forward, route
+from miles.kernels.experts import moe_forward
 from miles.kernels.gated import gated
 from miles.kernels.latent import (
     head_tiles,
@@ -34,6 +34,7 @@ from miles.kernels.latent import (
 from miles.kernels.norm import add_rms_norm, rms_norm
 from miles.kernels.prefill import prefill_attention, prefill_reference, prefill_tiles
 from miles.kernels.prepare import Heads, prepare
+from miles.kernels.route import route
 from miles.kernels.slim import gated_linear, linear, wide_linear
 from miles.kernels.tiling import Look
 from miles.kernels.work import DecodeWork

@@ -17,8 +17,9 @@ from miles.kernels.arithmetic import exact
 from miles.kernels.device_code import ready
 from miles.kernels.exact import route as exact_routes
 from miles.kernels.exact.gate import sigmoid
-from miles.kernels.experts import moe_forward, route
+from miles.kernels.experts import moe_forward
 from miles.kernels.grouped import Exchange
+from miles.kernels.route import route
 from miles.kernels.slim import linear
 from miles.models.linear import Linear
 from miles.models.mlp import Mlp
