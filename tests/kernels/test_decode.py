@@ -83,15 +83,6 @@ def test_widths_and_pages_need_be_no_power_of_two(heads, groups, width, values, 
     assert asked(made, heads, cut={"items": 16}) < 1e-5
 
 
-def test_what_is_rounded_does_not_come_again_with_every_tile():
-    made = case([20_000 if CARD else 500], heads=1, width=64)
-    q, look = random(1, 2, 64), {"page_size": made.page_size, "scale": SCALE}
-    read = (q, made.k_SGd, made.v_SGe, made.pages_SP, made.seats_B)
-    out = decode_attention(*read, made.work(2, sms=1), **look)
-    wide = (x.double() if x.is_floating_point() else x for x in read)
-    assert apart(out, decode_reference(*wide, torch.from_numpy(made.lengths).to(DEVICE), **look)) < 1e-5
-
-
 def test_padding_rows_give_zeros_and_no_work_gives_nothing_else():
     made = case([0, 0, 0])
     assert asked(made, 4) == 0.0

@@ -58,8 +58,8 @@ ROOMY_PLANS = (
     PLANS[0],
     Plan(6.0, 16, Tile(128, 128, 8, 3), Tile(128, 128, 4, 3)),
     Plan(9.0, 16, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3)),
-    Plan(20.0, 32, Tile(128, 128, 8, 3), Tile(128, 128, 4, 3)),
-    PLANS[-1],
+    Plan(26.0, 32, Tile(128, 128, 8, 3), Tile(128, 128, 4, 3)),
+    Plan(72.0, 64, Tile(128, 64, 8, 5), Tile(128, 64, 4, 4)),
     Plan(inf, 128, Tile(128, 64, 8, 4), Tile(128, 64, 8, 3)),
 )
 
@@ -159,7 +159,7 @@ def _launch(
         BLOCK_E=triton.next_power_of_2(experts),
         BLOCK_R=min(triton.next_power_of_2(rows), 8192),
         M=plan.rows,
-        num_warps=4 if rows <= 2048 else 16,
+        num_warps=8 if rows <= 2048 else 16,
         **started,
     )
     inner_I = torch.empty(blocks * plan.rows, size, dtype=x_TD.dtype, device=x_TD.device)
