@@ -72,6 +72,7 @@ def ours(model: str, names: list[str], profile: bool, folder: str) -> dict[str, 
     from miles.cluster.local import Threaded
     from miles.cluster.platform import find
     from miles.core.types import Version
+    from miles.launch.garbage import collecting_seldom
     from miles.models.decoder import Decoder
     from miles.sync.publish import Publication
 
@@ -105,7 +106,8 @@ def ours(model: str, names: list[str], profile: bool, folder: str) -> dict[str, 
             found["profile_alone"] = await _profile(engine, workload("alone")[0], 256)
         return found
 
-    found = asyncio.run(serve())
+    with collecting_seldom():  # as a server or a run does
+        found = asyncio.run(serve())
     found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     run.close()
     return found

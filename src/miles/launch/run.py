@@ -21,7 +21,7 @@ from miles.launch.config import Config
 from miles.launch.dumped import dumps_of
 from miles.launch.elastic_rules import last_split, split_of
 from miles.launch.found import newest_checkpoint
-from miles.launch.garbage import collect_seldom, inside_of
+from miles.launch.garbage import collecting_seldom, inside_of
 from miles.launch.hosting import placed
 from miles.launch.mending import MendedTrainer
 from miles.launch.parity_hint import ParityHint, pointed
@@ -142,8 +142,7 @@ async def _run(
                 if not isinstance(engine, NativeEngine):
                     engine.fleet.pace.tell += (view.note,)
             watcher.loop = wired.loop
-            collect_seldom(inside_of(config))
-            with _stop_on_signals(wired.loop, view), watchman.watching():
+            with _stop_on_signals(wired.loop, view), watchman.watching(), collecting_seldom(inside_of(config)):
                 await wired.run()
             _draw(directory.path, view)
             return wired.loop.finished

@@ -29,6 +29,7 @@ from miles.models.config import ModelConfig
 from miles.models.exactness import inexact
 
 if TYPE_CHECKING:
+    from miles.backends.fsdp.scorer import Scorer
     from miles.backends.fsdp.serving import RewardServer
     from miles.backends.native.engine import NativeEngine
     from miles.backends.native.server.app import Server
@@ -122,6 +123,7 @@ def is_loopback(host: str) -> bool:
 
 async def _serve(config: ServeRoot, key: str | None) -> None:
     from miles.cluster.local import Threaded
+    from miles.launch.garbage import collecting_seldom
 
     run = Threaded("engine")
     started = time.perf_counter()
@@ -129,19 +131,37 @@ async def _serve(config: ServeRoot, key: str | None) -> None:
     make = build_reward if is_reward_model(config.models.hf_checkpoint) else build
     server, engine = await make(config, key, run)
     try:
+        if config.serve.server_warmup:
+            await _warm(engine, config.serve)
         port = await _listen(server, config.serve)
         host = f"[{config.serve.host}]" if ":" in config.serve.host else config.serve.host
         seconds = time.perf_counter() - started
         print(
             f"Serving {server.card.served_model_name} at http://{host}:{port} (ready in {seconds:.1f} s).", flush=True
         )
-        await _told_to_stop()
+        with collecting_seldom():
+            await _told_to_stop()
         print(f"Finishing what is under way, for up to {config.serve.drain_seconds:g} s.", file=sys.stderr, flush=True)
         await server.drain(config.serve.drain_seconds)
     finally:
         await server.stop()
         await engine.close()
         run.close()
+
+
+async def _warm(engine: NativeEngine | Scorer, config: ServeConfig) -> None:
+    from miles.backends.native.engine import NativeEngine
+    from miles.cluster import platform
+    from miles.launch.warming import warm
+    from miles.observe.view import make_view
+
+    if not isinstance(engine, NativeEngine) or platform.find(config.device).kind == "cpu":
+        return
+    view = make_view("auto", stream=sys.stderr)
+    try:
+        await warm(engine, view)
+    finally:
+        view.close()
 
 
 async def _listen(server: Server | RewardServer, config: ServeConfig) -> int:

@@ -6,7 +6,9 @@ import torch
 from miles.backends.native.capacity import kv_tokens, prefill_chunk
 from miles.backends.native.config import NativeConfig
 from miles.core.errors import UsageError
+from miles.models.families.table import spec_of
 from miles.models.footprint import kv_bytes_per_token
+from miles.models.published import config_named
 
 
 class Box:
@@ -49,7 +51,20 @@ def test_what_makes_no_sense_is_refused(tiny, knobs, message):
         held(tiny, Box(10**9), **knobs)
 
 
-def test_a_step_takes_more_prompt_tokens_on_an_accelerator():
-    assert prefill_chunk(NativeConfig(), Box(kind="cpu")) == 2048
-    assert prefill_chunk(NativeConfig(), Box(kind="cuda")) == prefill_chunk(NativeConfig(), Box(kind="rocm")) == 8192
-    assert prefill_chunk(NativeConfig(engine_prefill_chunk=77), Box(kind="cuda")) == 77
+@pytest.mark.parametrize(
+    ("model", "tokens"),
+    [
+        ("Qwen3-0.6B", 16_384),
+        ("SmolLM2-135M", 16_384),
+        ("Qwen3-1.7B", 8192),
+        ("Qwen3-4B", 8192),
+        ("Qwen3-30B-A3B", 8192),
+    ],
+)
+def test_a_step_takes_more_prompt_tokens_on_an_accelerator_and_of_a_little_model(model, tokens):
+    config = config_named(model)
+    assert config is not None
+    spec = spec_of(config)
+    assert prefill_chunk(spec, NativeConfig(), Box(kind="cpu")) == 2048
+    assert {prefill_chunk(spec, NativeConfig(), Box(kind=kind)) for kind in ("cuda", "rocm")} == {tokens}
+    assert prefill_chunk(spec, NativeConfig(engine_prefill_chunk=77), Box(kind="cuda")) == 77

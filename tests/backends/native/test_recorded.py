@@ -3,6 +3,8 @@
 Kernels run in Triton's interpreter; of CUDA there are graphs that call what was recorded, events and pinned memory.
 """
 
+import asyncio
+import io
 import os
 import sys
 from contextlib import contextmanager
@@ -23,6 +25,8 @@ from miles.backends.native import runner
 from miles.backends.native.card import fits
 from miles.core.protocols import Sampling
 from miles.kernels import device_code
+from miles.launch.warming import warm
+from miles.observe.view import make_view
 
 pytestmark = [needs_triton, pytest.mark.skipif(CARD, reason="there is a card, and test_graphs")]
 
@@ -131,6 +135,29 @@ def test_filters_and_greedy_rows_are_replayed_side_by_side(recording):
     for one, other in zip(answers, wanted(requests, DENSE), strict=True):
         assert tiny.tokens(one) == tiny.tokens(other)
     assert {key.filters for key in recording} == {True}
+
+
+def test_a_server_records_all_before_it_listens_and_tells_how_far_it_is(recording):
+    tiny, out = Tiny(), io.StringIO()
+    engine = tiny.engine(tiny.decoder(spec=DENSE), page_size=4, max_running=2)
+    asyncio.run(warm(engine, make_view("plain", stream=out)))
+    rungs = 2 * len(module.ladder(2))
+    said = out.getvalue().splitlines()
+    assert (said[0], said[-1]) == (f"Recording steps ... (0/{rungs})", "Reading a prompt ... done"), said
+    made = dict(engine._runner._graphs._graphs)
+    assert len(made) == rungs and not recording
+    engine.check()
+    requests = [(p, replace(LONG, seed=i)) for i, p in enumerate(tiny.prompts(2))]
+    for one, other in zip(tiny.ask(engine, requests), wanted(requests, DENSE), strict=True):
+        assert tiny.tokens(one) == tiny.tokens(other)
+    assert recording and engine._runner._graphs._graphs == made
+
+
+def test_where_nothing_is_recorded_nothing_is_said():
+    tiny, out = Tiny(), io.StringIO()
+    engine = tiny.engine(tiny.decoder(spec=DENSE), page_size=4)
+    asyncio.run(warm(engine, make_view("plain", stream=out)))
+    assert not out.getvalue() and not engine.stats()["steps"]
 
 
 OURS = os.path.dirname(miles.__file__)

@@ -7,19 +7,23 @@ import torch
 from miles.backends.native.config import NativeConfig
 from miles.cluster.platform import Platform
 from miles.core.errors import UsageError
-from miles.models.footprint import kv_bytes_per_token, state_bytes_per_sequence
+from miles.models.footprint import forward_flops_per_token, kv_bytes_per_token, state_bytes_per_sequence
 from miles.models.spec import DecoderSpec
 
 # A step of so many prompt tokens keeps an accelerator busy; more would only make the others wait.
 _CHUNK = {"cpu": 2048}
 _ACCELERATED_CHUNK = 8192
+# Where a token takes fewer operations than this, a step of twice as many: else it is over before the next is launched.
+_LITTLE = 2e9
 
 
-def prefill_chunk(config: NativeConfig, platform: Platform) -> int:
-    """Prompt tokens in one step at most: as asked, or what suits the device."""
+def prefill_chunk(spec: DecoderSpec, config: NativeConfig, platform: Platform) -> int:
+    """Prompt tokens in one step at most: as asked, or what suits the device and the model."""
     if config.engine_prefill_chunk is not None:
         return config.engine_prefill_chunk
-    return _CHUNK.get(platform.kind, _ACCELERATED_CHUNK)
+    if platform.kind in _CHUNK:
+        return _CHUNK[platform.kind]
+    return _ACCELERATED_CHUNK * (2 if forward_flops_per_token(spec) < _LITTLE else 1)
 
 
 def kv_tokens(spec: DecoderSpec, config: NativeConfig, platform: Platform, dtype: torch.dtype) -> int:

@@ -91,7 +91,7 @@ class NativeEngine:
             routes=None if none is None else Routes(none, total, size),
             clock=clock,
         )
-        self._scheduler = Scheduler(hall, prefill_chunk=prefill_chunk(config, self._platform), decode=decode)
+        self._scheduler = Scheduler(hall, prefill_chunk=prefill_chunk(spec, config, self._platform), decode=decode)
         self._flights = Flights(self._scheduler, int(device.type != "cpu") if _depth is None else _depth)
         self._gate = Gate(name, spec, total * size, decodes=decode is not None)
         self._weights = self._runner.receiver(name, self._adopt)

@@ -22,6 +22,11 @@ class ServeConfig:
         False, "Listen to other machines without a key: whoever reaches the port may ask."
     )
     skip_tokenizer_init: bool = knob(False, "Load no tokenizer: requests bring input_ids and get output_ids back.")
+    server_warmup: bool = knob(
+        True,
+        "On an accelerator, record the engine's steps and compile what prompts take before listening.",
+        off="--skip-server-warmup",
+    )
     drain_seconds: float = knob(
         60.0, "How long requests under way may go on when the server is told to stop.", unit="seconds"
     )
