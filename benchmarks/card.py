@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import subprocess
@@ -164,14 +165,32 @@ async def _profile(engine: Any, prompts: list[list[int]], tokens: int) -> dict[s
     steps = engine.stats()["steps"] - before["steps"]
     times: dict[str, float] = {}
     names: dict[str, float] = {}
-    for event in seen.key_averages():
-        took = event.self_device_time_total / 1e3 / steps
-        kind = next((k for k, words in KINDS if any(w in event.key.lower() for w in words)), "other")
-        times[kind] = times.get(kind, 0.0) + took
-        names[f"{event.key[:60]} x{event.count / steps:.0f}"] = took
+    for name, (count, busy) in kernels_of(seen).items():
+        kind = next((k for k, words in KINDS if any(w in name.lower() for w in words)), "other")
+        times[kind] = times.get(kind, 0.0) + busy / 1e3 / steps
+        names[f"{name[:60]} x{count / steps:.0f}"] = busy / 1e3 / steps
     times["no kernel running (host, launches)"] = spent * 1e3 / steps - sum(times.values())
     top = sorted(names.items(), key=lambda pair: -pair[1])[:28]
     return {"a step": spent * 1e3 / steps, **times, "|": 0.0, **dict(top)}
+
+
+def kernels_of(seen: Any, gaps: bool = False) -> dict[str, tuple[int, float]]:
+    """How many there were of each kernel, and their microseconds.
+
+    Of kernels that run at once, as one that waits for the one before it does, time is the one's that ends first; with
+    ``gaps``, so is the time before it in which none ran.
+    """
+    events = [event for event in seen.events() or () if event.device_type.name == "CUDA"]
+    spans = sorted((event.time_range.end, event.time_range.start, event.name) for event in events)
+    # When any of those that have not ended yet began.
+    begins = list(itertools.accumulate((start for _, start, _ in reversed(spans)), min))[::-1]
+    found: dict[str, tuple[int, float]] = {}
+    before = begins[0] if begins else 0.0
+    for (end, _, name), begin in zip(spans, begins, strict=True):
+        count, busy = found.get(name, (0, 0.0))
+        found[name] = count + 1, busy + end - (before if gaps else max(before, begin))
+        before = end
+    return found
 
 
 def sglang(model: str, names: list[str], profile: bool, folder: str) -> dict[str, Any]:

@@ -90,21 +90,14 @@ def without_attention(graphs: Any, key: Any) -> float:
 def kernels(graphs: Any, key: Any, steps: int = 20) -> list[tuple[str, float, float]]:
     """Kernels of a recorded step: name, how many, and microseconds from the end of the one before to its own."""
     import torch
+    from card import kernels_of
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         for _ in range(steps):
             graphs._graphs[key].graph.replay()
         torch.cuda.synchronize()
-    events = [event for event in seen.events() or () if event.device_type.name == "CUDA"]
-    spans = sorted((event.time_range.start, event.time_range.end, event.name) for event in events)
-    found: dict[str, tuple[int, float]] = {}
-    before = spans[0][0]
-    for _, end, name in spans:
-        count, spent = found.get(name, (0, 0.0))
-        found[name] = count + 1, spent + max(0.0, end - before)
-        before = max(before, end)
-    table = [(name, count / steps, spent / count) for name, (count, spent) in found.items()]
+    table = [(name, count / steps, busy / count) for name, (count, busy) in kernels_of(seen, gaps=True).items()]
     return sorted(table, key=lambda row: -row[1] * row[2])[:10]
 
 

@@ -8,12 +8,12 @@ from miles.backends.native.engine import NativeEngine
 from miles.core.protocols import Sampling
 from miles.observe.view import Stage, View
 
-# Tokens of a prompt for which all that long ones take is compiled.
-_PROMPT = 2048
+# Prompts for which all that others take is compiled: a long one, and one whose length is no round number.
+_PROMPTS = (2048, 37)
 
 
 async def warm(engine: NativeEngine, view: View) -> None:
-    """Record every step that can be recorded, and read a prompt; nothing where nothing is recorded, as on a CPU."""
+    """Record every step that can be recorded, and read prompts; nothing where nothing is recorded, as on a CPU."""
     bars: list[Stage] = []
 
     def told(done: int, of: int) -> None:
@@ -24,7 +24,10 @@ async def warm(engine: NativeEngine, view: View) -> None:
     await engine.warm_up(told)
     if not bars:
         return
-    length = min(_PROMPT, engine.kv_tokens - 1, engine.spec.max_positions - 1)
-    with view.stage("Reading a prompt"):
-        await engine.generate(np.zeros(length, np.int32), Sampling(max_new_tokens=1, ignore_eos=True))
-        await engine.flush()
+    most = min(engine.kv_tokens, engine.spec.max_positions) - 1
+    with view.stage("Reading prompts", len(_PROMPTS)) as bar:
+        for token, length in enumerate(_PROMPTS):  # of another token each, so that none is found computed
+            prompt = np.full(min(length, most), token, np.int32)
+            await engine.generate(prompt, Sampling(max_new_tokens=1, ignore_eos=True))
+            bar()
+    await engine.flush()

@@ -143,7 +143,7 @@ def test_a_server_records_all_before_it_listens_and_tells_how_far_it_is(recordin
     asyncio.run(warm(engine, make_view("plain", stream=out)))
     rungs = 2 * len(module.ladder(2))
     said = out.getvalue().splitlines()
-    assert (said[0], said[-1]) == (f"Recording steps ... (0/{rungs})", "Reading a prompt ... done"), said
+    assert (said[0], said[-1]) == (f"Recording steps ... (0/{rungs})", "Reading prompts ... done"), said
     made = dict(engine._runner._graphs._graphs)
     assert len(made) == rungs and not recording
     engine.check()
