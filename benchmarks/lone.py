@@ -24,7 +24,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 PROMPT, REPLY, BEFORE = 128, 512, 16
 
 
-def engine_of(model: str) -> tuple[Any, Any, Any]:
+def engine_of(model: str, running: int = 8, tokens: int = 20_000) -> tuple[Any, Any, Any]:
     """An engine with random weights, what publishes them, and the thread it steps on."""
     import torch
     from card import spec_named
@@ -40,7 +40,7 @@ def engine_of(model: str) -> tuple[Any, Any, Any]:
     decoder = Decoder(spec, device=device, dtype=torch.bfloat16)
     for parameter in decoder.parameters():
         parameter.data.normal_(std=0.02)
-    config = NativeConfig(engine_max_running=8, engine_kv_tokens=20_000)
+    config = NativeConfig(engine_max_running=running, engine_kv_tokens=tokens)
     engine = NativeEngine(spec, device=device, dtype=torch.bfloat16, config=config, run=run, decode=None)
     weights = {name: p.detach() for name, p in decoder.named_parameters()}
     return engine, Publication(weights=lambda: weights, engines=[engine], transport="shared", run=run), run

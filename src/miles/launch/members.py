@@ -40,6 +40,7 @@ ENGINE = frozenset(
     {
         *("rollout_temperature", "hf_checkpoint"),
         *("engine_max_running", "engine_kv_tokens", "engine_memory_fraction", "engine_prefill_chunk"),
+        "engine_prefill_patience",
     }
 )
 TRAINING = frozenset(

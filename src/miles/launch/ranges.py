@@ -184,6 +184,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "engine_kv_tokens": COUNT,
         "engine_memory_fraction": PROBABILITY,
         "engine_prefill_chunk": COUNT,
+        "engine_prefill_patience": NOT_NEGATIVE,
         # sglang
         "rollout_num_engines": COUNT,
         "update_weight_buffer_size": COUNT,

@@ -8,6 +8,7 @@ import numpy as np
 from miles.backends.native.cache import Pages
 from miles.backends.native.hall import Hall
 from miles.backends.native.order import Drawn, Order, positions_of, slots_of
+from miles.backends.native.patience import Patience
 from miles.backends.native.plan import Plan
 from miles.backends.native.request import Ask
 from miles.backends.native.scheduler import Scheduler
@@ -100,9 +101,10 @@ class World:
     A model with states (``recurrent``) shares no page, only what a leader has just computed.
     """
 
-    def __init__(self, *, pages=8, size=4, seats=6, chunk=7, share=True, recurrent=False, depth=0):
+    def __init__(self, *, pages=8, size=4, seats=6, chunk=7, share=True, recurrent=False, depth=0, patience=0, few=1):
         self.hall = Hall(Pages(pages, size, share=share and not recurrent), Seats(seats, pages, 1000), lead=share)
         self.scheduler = Scheduler(self.hall, prefill_chunk=chunk, decode=None)
+        self.scheduler.patience = Patience(patience, few)
         self.device = Device(pages, size, seats, recurrent)
         self.depth = depth
         self.aloft = []

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from miles.backends.native.capacity import kv_tokens, prefill_chunk
+from miles.backends.native.capacity import kv_tokens, prefill_chunk, prefill_patience
 from miles.backends.native.config import NativeConfig
 from miles.core.errors import UsageError
 from miles.models.families.table import spec_of
@@ -68,3 +68,10 @@ def test_a_step_takes_more_prompt_tokens_on_an_accelerator_and_of_a_little_model
     assert prefill_chunk(spec, NativeConfig(), Box(kind="cpu")) == 2048
     assert {prefill_chunk(spec, NativeConfig(), Box(kind=kind)) for kind in ("cuda", "rocm")} == {tokens}
     assert prefill_chunk(spec, NativeConfig(engine_prefill_chunk=77), Box(kind="cuda")) == 77
+
+
+def test_prompts_wait_only_where_steps_are_recorded():
+    assert prefill_patience(NativeConfig(), records=False) == 0 < prefill_patience(NativeConfig(), records=True)
+    assert prefill_patience(NativeConfig(engine_prefill_patience=0), records=True) == 0
+    with pytest.raises(UsageError, match="--engine-prefill-patience is -1, must be at least 0"):
+        prefill_patience(NativeConfig(engine_prefill_patience=-1), records=False)

@@ -23,6 +23,7 @@ import miles
 from miles.backends.native import graphs as module
 from miles.backends.native import runner
 from miles.backends.native.card import fits
+from miles.backends.native.patience import Patience
 from miles.core.protocols import Sampling
 from miles.kernels import device_code
 from miles.launch.warming import warm
@@ -135,6 +136,43 @@ def test_filters_and_greedy_rows_are_replayed_side_by_side(recording):
     for one, other in zip(answers, wanted(requests, DENSE), strict=True):
         assert tiny.tokens(one) == tiny.tokens(other)
     assert {key.filters for key in recording} == {True}
+
+
+def test_prompts_that_wait_for_recorded_steps_are_answered_as_ever(recording, monkeypatch):
+    tiny, eager, heard, came = Tiny(1), [], [], []
+    launch = runner.Runner._eager
+
+    def counted(self, order):
+        eager.append(len(recording))
+        return launch(self, order)
+
+    monkeypatch.setattr(runner.Runner, "_eager", counted)
+    engine = tiny.engine(tiny.decoder(spec=DENSE), page_size=4, max_running=8)
+    assert engine._runner.records
+    engine._scheduler.patience = Patience(4, few=2)
+    requests = [(p, replace(LONG, seed=i, max_new_tokens=16)) for i, p in enumerate(tiny.prompts(5))]
+
+    async def story():
+        begun = asyncio.Event()
+
+        def hear(tokens):
+            heard.extend(tokens)
+            if len(heard) > 3:
+                begun.set()
+
+        asked = [asyncio.create_task(engine.generate_aloud(*requests[0], hear))]
+        asked += [asyncio.create_task(engine.generate(*request)) for request in requests[1:3]]
+        await begun.wait()
+        came.append(len(recording))
+        asked += [asyncio.create_task(engine.generate(*request)) for request in requests[3:]]
+        return await asyncio.gather(*asked)
+
+    answers = asyncio.run(story())
+    # The first at once; the others, which came together, when four recorded steps had gone before them.
+    assert len(eager) == 2 and eager[0] == 0 and eager[1] >= came[0] + 4
+    for one, other in zip(answers, wanted(requests, DENSE), strict=True):
+        assert tiny.tokens(one) == tiny.tokens(other)
+    tiny.check(engine)
 
 
 def test_a_server_records_all_before_it_listens_and_tells_how_far_it_is(recording):

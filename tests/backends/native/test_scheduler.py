@@ -37,14 +37,14 @@ ACTIONS = st.one_of(
     st.sampled_from([28, 60]),
     st.sampled_from([True, True, True, False]),
     st.booleans(),
+    st.sampled_from([0, 0, 3]),
 )
 @settings(max_examples=150, deadline=None)
 def test_whatever_comes_no_page_leaks_and_nobody_sees_a_slot_or_a_state_that_is_not_of_its_own_prefix(
-    depth, actions, size, chunk, seats, room, share, recurrent
+    depth, actions, size, chunk, seats, room, share, recurrent, patience
 ):
-    world = World(
-        pages=room // size, size=size, seats=seats, chunk=chunk, share=share, recurrent=recurrent, depth=depth
-    )
+    sizes = {"pages": room // size, "size": size, "seats": seats, "chunk": chunk}
+    world = World(**sizes, share=share, recurrent=recurrent, depth=depth, patience=patience)
     for verb, *how in actions:
         getattr(world, verb)(*how)
         world.scheduler.check()
@@ -229,3 +229,67 @@ def test_one_whose_draws_depend_on_the_last_lets_everything_land_first(made):
         world.step()  # which looks that nothing it has drawn is still in flight
     world.drain()
     assert world.scheduler.counters.steps in (9, 10)
+
+
+def test_prompts_wait_for_one_another_while_recorded_steps_go_on(made):
+    world = made(pages=90, seats=9, chunk=100, patience=3, few=2)
+    for at in range(3):
+        world.submit(range(10 * at, 10 * at + 5), new=30)
+    assert lengths(world.step()) == [5] * 3  # nobody runs, so nobody waits
+    assert world.step().order.plain
+    world.submit(range(50, 54), new=5)
+    assert world.step().order.plain
+    world.submit(range(60, 66), new=5)
+    assert world.step().order.plain and world.step().order.plain
+    assert lengths(world.step()) == [1, 1, 1, 4, 6]
+    assert world.step().order.plain
+    world.drain()
+
+
+@pytest.mark.parametrize(
+    ("running", "coming", "seats", "plain"),
+    [
+        (3, [4], 9, [True, True, True, False]),
+        (1, [4], 9, [False]),  # few run
+        (3, [4, 4, 4], 9, [False]),  # as many come as run
+        (3, [50], 9, [False]),  # it fills half a step
+        (3, [4, 60], 4, [True, True, True, False]),  # of two only one has a seat, and is short
+    ],
+)
+def test_nobody_waits_where_it_saves_nothing(made, running, coming, seats, plain):
+    world = made(pages=90, seats=seats, chunk=100, patience=3, few=2)
+    for at in range(running):
+        world.submit(range(10 * at, 10 * at + 5), new=30)
+    world.step()
+    for at, length in enumerate(coming):
+        world.submit(range(100 * at + 100, 100 * at + 100 + length), new=5)
+    assert [world.step().order.plain for _ in plain] == plain
+    world.drain()
+
+
+def test_waiting_begins_when_there_is_a_seat(made):
+    world = made(pages=90, seats=3, chunk=100, patience=3, few=2)
+    for at in range(3):
+        world.submit(range(10 * at, 10 * at + 5), new=6 if at == 0 else 30)
+    world.submit(range(50, 54), new=5)
+    plain = []
+    while len(plain) < 2 or plain[-1]:
+        plain.append(world.step().order.plain)
+    # The first reads prompts, five draw the rest of who ends first; then three more.
+    assert plain[0] is False and len(plain) - 2 in (5 + 3, 5 + 3 + world.depth)
+    world.drain()
+
+
+def test_a_step_that_is_not_recorded_anyway_takes_prompts_along(made):
+    world = made(pages=90, seats=9, chunk=8, patience=3, few=2)
+    for at in range(3):
+        world.submit(range(10 * at, 10 * at + 5), new=30)
+    for _ in range(3):
+        world.step()
+    world.submit(range(100, 120), new=5)  # three steps of its own
+    assert lengths(world.step())[-1] == 8
+    world.submit(range(50, 51), new=5)
+    assert lengths(world.step())[-1] == 8
+    plan = world.step()
+    assert sorted(lengths(plan)) == [1, 1, 1, 1, 4]
+    world.drain()

@@ -1,4 +1,4 @@
-"""How much the engine takes on: tokens in its cache, prompt tokens in a step."""
+"""How much the engine takes on: tokens in its cache, prompt tokens in a step, and when."""
 
 from __future__ import annotations
 
@@ -24,6 +24,13 @@ def prefill_chunk(spec: DecoderSpec, config: NativeConfig, platform: Platform) -
     if platform.kind in _CHUNK:
         return _CHUNK[platform.kind]
     return _ACCELERATED_CHUNK * (2 if forward_flops_per_token(spec) < _LITTLE else 1)
+
+
+def prefill_patience(config: NativeConfig, records: bool) -> int:
+    """Steps that prompts wait for one another at most: none where all steps are alike, since none is recorded."""
+    if config.engine_prefill_patience < 0:
+        raise UsageError(f"--engine-prefill-patience is {config.engine_prefill_patience}, must be at least 0")
+    return config.engine_prefill_patience if records else 0
 
 
 def kv_tokens(spec: DecoderSpec, config: NativeConfig, platform: Platform, dtype: torch.dtype) -> int:

@@ -25,6 +25,11 @@ class NativeConfig:
         "2,048 on a CPU, on an accelerator 8,192, or 16,384 for models of less than a billion parameters.",
         unit="tokens",
     )
+    engine_prefill_patience: int = knob(
+        8,
+        "Recorded steps that prompts wait for one another at most, where 32 requests or more run; 0 lets none wait.",
+        unit="steps",
+    )
     engine_prefix_cache: bool = knob(
         True, "Compute a prefix that several requests share only once.", off="--disable-engine-prefix-cache"
     )

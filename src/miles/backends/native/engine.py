@@ -24,7 +24,7 @@ from torch import Tensor
 
 from miles.backends.native.answer import Answer
 from miles.backends.native.cache import Pages
-from miles.backends.native.capacity import prefill_chunk
+from miles.backends.native.capacity import prefill_chunk, prefill_patience
 from miles.backends.native.config import NativeConfig
 from miles.backends.native.flights import Flights
 from miles.backends.native.gate import Gate
@@ -91,7 +91,8 @@ class NativeEngine:
             routes=None if none is None else Routes(none, total, size),
             clock=clock,
         )
-        self._scheduler = Scheduler(hall, prefill_chunk=prefill_chunk(spec, config, self._platform), decode=decode)
+        chunk, wait = prefill_chunk(spec, config, self._platform), prefill_patience(config, self._runner.records)
+        self._scheduler = Scheduler(hall, prefill_chunk=chunk, decode=decode, patience=wait)
         self._flights = Flights(self._scheduler, int(device.type != "cpu") if _depth is None else _depth)
         self._gate = Gate(name, spec, total * size, decodes=decode is not None)
         self._weights = self._runner.receiver(name, self._adopt)

@@ -148,7 +148,8 @@ class Landing:
 
 
 class Graphs:
-    """The recordings of one engine. ``works`` and ``drawn_S`` are shared with steps that are not recorded.
+    """The recordings of one engine. ``works`` and ``drawn_S`` are shared with steps that are not recorded; ``whole``
+    says whether this process computes all of a step, without which none is recorded.
 
     ``drawn_S`` has one seat more than there are, and ``spare_slot`` is one that no page of a request has: what rows
     without a request write goes there. ``warmed`` are steps that ran before, to outlive these recordings.
@@ -172,7 +173,7 @@ class Graphs:
         self._decoder, self._cache, self._works, self._drawn_S = decoder, cache, works, drawn_S
         self._page_size, self._spare_slot, self._records = page_size, spare_slot, none_expert is not None
         self._spare_seat = len(drawn_S) - 1
-        self._whole = all(layer.reduce is None for layer in decoder.layers if isinstance(layer, Layer))
+        self.whole = all(layer.reduce is None for layer in decoder.layers if isinstance(layer, Layer))
         self._rungs = ladder(max_rows)
         device = drawn_S.device
         self._sheet = _Sheet(max_rows, device)
@@ -186,7 +187,7 @@ class Graphs:
 
     def holds(self, order: Order) -> bool:
         """Whether a step can be replayed: one token each, computed by this rank alone."""
-        return order.plain and self._whole
+        return order.plain and self.whole
 
     def launch(self, order: Order) -> Landing:
         """Start a step; nothing waits for the device."""
@@ -203,7 +204,7 @@ class Graphs:
     def warm_up(self) -> Iterator[tuple[int, int]]:
         """Record every number of rows, the largest first; yields how many are done, and of how many."""
         keys = [Key(rows, trunks, False) for rows in reversed(self._rungs) for trunks in (False, True)]
-        for done, key in enumerate(keys if self._whole else ()):
+        for done, key in enumerate(keys if self.whole else ()):
             if key not in self._graphs:
                 self._record(key)
             yield done + 1, len(keys)

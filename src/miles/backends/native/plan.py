@@ -86,6 +86,11 @@ class Still(NamedTuple):
     looking: bool
     odd_D: Bools | None
 
+    @property
+    def plain(self) -> bool:
+        """Whether a step of them alone can be recorded."""
+        return not (self.edited or self.looking)
+
     def manner(self, length_D: Ints) -> Manner:
         """How the next token of each is drawn."""
         return Manner(

@@ -87,6 +87,11 @@ class Runner:
         ]
         self.allocate()
 
+    @property
+    def records(self) -> bool:
+        """Whether steps that draw one token for everyone are recorded."""
+        return self._graphs is not None and self._graphs.whole
+
     def allocate(self) -> None:
         """Take memory for keys, values and states."""
         kept = [remembered(layer.mixer) for layer in self.spec.layers]

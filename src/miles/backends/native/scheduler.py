@@ -16,6 +16,7 @@ import numpy as np
 
 from miles.backends.native.hall import Counters, Hall, rank_of
 from miles.backends.native.order import Drawn, Ints, Order
+from miles.backends.native.patience import Patience
 from miles.backends.native.plan import (
     Chunk,
     Plan,
@@ -41,9 +42,10 @@ from miles.core.types import Version
 class Scheduler:
     """The queue before the hall. ``waiting`` is always in order of rank."""
 
-    def __init__(self, hall: Hall, *, prefill_chunk: int, decode: Decode | None) -> None:
+    def __init__(self, hall: Hall, *, prefill_chunk: int, decode: Decode | None, patience: int = 0) -> None:
         self.hall = hall
         self.waiting: list[Sequence] = []
+        self.patience = Patience(patience)
         self._chunk = prefill_chunk
         self._decode = decode
         self._singles = singles_of(np.zeros(0, np.int64), hall.changes, hall.all_at, hall.seats)
@@ -95,7 +97,9 @@ class Scheduler:
             if budget > 0:
                 chunks.append(self._chunk_of(hall.at(seat), min(todo, budget)))
                 budget -= chunks[-1].length
-        if self.waiting:
+        if self.waiting and self.patience.over(
+            self.waiting[: seats.free], len(singles_B), self._chunk, recorded=not chunks and self._singles.still.plain
+        ):
             singles_B = np.concatenate((singles_B, self._admit(chunks, budget)))
         if not len(singles_B) and not chunks:
             return None
