@@ -135,6 +135,7 @@ def test_whoever_comes_ends_it_with_the_step_under_way(made, what):
     engine, _, _ = made
     held = Held(engine, 10)
     first, second = [(p, LONG) for p in Tiny().prompts(2)]
+    wanted = alone(first)
 
     async def story():
         task = asyncio.create_task(engine.generate(*first))
@@ -160,7 +161,7 @@ def test_whoever_comes_ends_it_with_the_step_under_way(made, what):
                 await task
             return steps
         await engine.resume()
-        Tiny().same(await task, alone(first))
+        Tiny().same(await task, wanted)
         return steps
 
     came = asyncio.run(story())
