@@ -29,7 +29,7 @@ def inside_of(config: Config) -> int:
 def collecting_seldom(inside: int = 0) -> Iterator[None]:
     """While this lasts what is there now is not looked at; ``inside`` trajectories are under way."""
     usual = gc.get_threshold()
-    gc.collect()
+    gc.collect(1)  # of the old what is garbage is found when this is over
     gc.freeze()
     if inside >= MANY:
         gc.set_threshold(*_YOUNG)
