@@ -25,7 +25,7 @@ import torch
 from benchmarks.scale_parts import GARBAGE, SIMULATED, Parts
 from benchmarks.scale_world import JumpingLoop, Size, World
 
-from miles.launch.garbage import collect_seldom
+from miles.launch.garbage import collecting_seldom
 
 FULL = Size(engines=1024, inside=100_000)
 SIZES: Mapping[str, Size] = {
@@ -60,11 +60,11 @@ def measured(size: Size) -> dict[str, Any]:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         played(Size(inside=128, engines=2, steps=2), Path(folder, "warm"))
-        collect_seldom(size.inside)
-        before, started = _resident("VmRSS"), time.process_time()
-        with Parts() as parts:
-            world = played(size, Path(folder, "run"))
-        cpu = time.process_time() - started
+        with collecting_seldom(size.inside):
+            before, started = _resident("VmRSS"), time.process_time()
+            with Parts() as parts:
+                world = played(size, Path(folder, "run"))
+            cpu = time.process_time() - started
         log = Path(folder, "run", "events.jsonl").stat().st_size
     seen = world.seen
     count = seen.groups * size.attempts
