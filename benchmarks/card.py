@@ -31,12 +31,12 @@ from typing import Any
 Requests = tuple[list[list[int]], list[int]]
 
 
-def workload(name: str) -> Requests:
-    """The prompts and how many tokens follow each; the lengths of W are a common benchmark's, seed 0."""
+def workload(name: str, count: int = 256) -> Requests:
+    """The prompts and how many tokens follow each; the lengths of W, of ``count``, are a common benchmark's, seed 0."""
     random = Random(0)
     if name == "W":
-        prompts = [[random.randint(0, 10000) for _ in range(random.randint(100, 1024))] for _ in range(256)]
-        return prompts, [random.randint(100, 1024) for _ in range(256)]
+        prompts = [[random.randint(0, 10000) for _ in range(random.randint(100, 1024))] for _ in range(count)]
+        return prompts, [random.randint(100, 1024) for _ in range(count)]
     if name == "GRPO":
         asked = [[random.randint(0, 10000) for _ in range(1024)] for _ in range(32)]
         return [prompt for prompt in asked for _ in range(8)], [1024] * 256

@@ -2,10 +2,10 @@
 
     python benchmarks/stream.py [--models Qwen3-0.6B Qwen3-4B Qwen3-30B-A3B] [--requests 768] [--rounds 2]
 
-bf16, random weights of the published shapes. All requests are there from the start and 256 of them run, with prompts
-and replies of 100 to 1,024 tokens, so that whenever one ends another comes in. In turn in one process: prompts are read
-as soon as there is a seat, or wait for some recorded steps to be read together (``--engine-prefill-patience``). Beside
-tokens a second, how many of the steps read prompts: those are not recorded, and the host launches their every kernel.
+bf16, random weights of the published shapes. All requests are there from the start and 256 of them run, with the
+lengths of W (``card.py``), so that whenever one ends another comes in. In turn in one process: prompts are read as soon
+as there is a seat, or wait for some recorded steps to be read together (``--engine-prefill-patience``). Beside tokens a
+second, how many of the steps read prompts: those are not recorded, and the host launches their every kernel.
 """
 
 from __future__ import annotations
@@ -15,24 +15,16 @@ import asyncio
 import gc
 import os
 import sys
-from random import Random
 from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
-RUNNING, SHORTEST, LONGEST = 256, 100, 1024
-
-
-def requests(count: int) -> tuple[list[list[int]], list[int]]:
-    """Prompts, and how many tokens follow each."""
-    random = Random(0)
-    prompts = [[random.randint(0, 10_000) for _ in range(random.randint(SHORTEST, LONGEST))] for _ in range(count)]
-    return prompts, [random.randint(SHORTEST, LONGEST) for _ in range(count)]
+RUNNING = 256
 
 
 async def timed(engine: Any, publication: Any, count: int, patience: int) -> tuple[float, int, int]:
     """Tokens a second, steps, and those of them that read prompts."""
-    from card import _answers
+    from card import _answers, workload
 
     from miles.backends.native.patience import Patience
     from miles.core.types import Version
@@ -47,7 +39,7 @@ async def timed(engine: Any, publication: Any, count: int, patience: int) -> tup
         return launch(order)
 
     engine._runner._eager = counted
-    before, (prompts, lengths) = engine.stats()["steps"], requests(count)
+    before, (prompts, lengths) = engine.stats()["steps"], workload("W", count)
     try:
         spent = await _answers(engine, prompts, lengths)
     finally:
@@ -56,7 +48,7 @@ async def timed(engine: Any, publication: Any, count: int, patience: int) -> tup
 
 
 async def show(model: str, count: int, rounds: int) -> None:
-    from card import _answers
+    from card import _answers, workload
     from lone import engine_of
 
     from miles.backends.native.config import NativeConfig
@@ -66,7 +58,7 @@ async def show(model: str, count: int, rounds: int) -> None:
     engine, publication, run = engine_of(model, RUNNING, 420_000)
     await publication.publish(Version())
     await engine.warm_up()
-    await _answers(engine, requests(RUNNING)[0], [4] * RUNNING)
+    await _answers(engine, workload("W", RUNNING)[0], [4] * RUNNING)
     with collecting_seldom():
         for patience in rounds * (0, NativeConfig().engine_prefill_patience):
             rate, steps, reading = await timed(engine, publication, count, patience)

@@ -21,8 +21,8 @@ class NativeConfig:
     )
     engine_prefill_chunk: int | None = knob(
         None,
-        "Prompt tokens in one engine step at most, beside one token of every running request; without it "
-        "2,048 on a CPU, on an accelerator 8,192, or 16,384 for models of less than a billion parameters.",
+        "Prompt tokens in one engine step at most, beside a token of every running request; without it 2,048 on a CPU, "
+        "on an accelerator 8,192, or 16,384 under a billion active parameters.",
         unit="tokens",
     )
     engine_prefill_patience: int = knob(
