@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from miles.kernels.device_code import gdc_launch_dependents, gdc_wait, jit, tl
+from miles.kernels.device_code import gdc_launch_dependents, gdc_wait, jit, jit_paged, tl
 from miles.kernels.prepare import read_heads, read_rotation, read_scales, ready_heads
 from miles.kernels.tile_code import (
     LOG2E,
@@ -35,7 +35,7 @@ from miles.kernels.tile_code import (
 )
 
 
-@jit
+@jit_paged
 def attend_alone(
     qkv: tl.tensor,
     k_SGd: tl.tensor,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from miles.kernels.device_code import gdc_launch_dependents, gdc_wait, jit, tl
+from miles.kernels.device_code import gdc_launch_dependents, gdc_wait, jit, jit_paged, tl
 from miles.kernels.tile_code import (
     LOG2E,
     divide,
@@ -28,7 +28,7 @@ from miles.kernels.tile_code import (
 )
 
 
-@jit
+@jit_paged
 def attend_items(
     q_BHd: tl.tensor,
     k_SGd: tl.tensor,

@@ -21,6 +21,7 @@ __all__ = [
     "gdc_launch_dependents",
     "gdc_wait",
     "jit",
+    "jit_paged",
     "on",
     "processors",
     "ready",
@@ -42,6 +43,11 @@ else:
 
     def jit(function: Any = None, **how: Any) -> Any:
         return jit if function is None else function
+
+
+# A kernel that reads pages is compiled once, whatever their number. Shown it, the compiler would make one kernel for a
+# table of one column, one for multiples of sixteen and one for all others, each in the middle of the first such step.
+jit_paged: Any = jit(do_not_specialize=["pages_stride"])
 
 
 def ready(x: Tensor) -> bool:

@@ -8,7 +8,7 @@ Shapes: as in ``tile_code``; T new tokens, H = G * r query heads.
 
 from __future__ import annotations
 
-from miles.kernels.device_code import jit, tl
+from miles.kernels.device_code import jit_paged, tl
 from miles.kernels.tile_code import (
     divide,
     exponent,
@@ -21,7 +21,7 @@ from miles.kernels.tile_code import (
 )
 
 
-@jit
+@jit_paged
 def attend_tiles(
     q_THd: tl.tensor,
     k_SGd: tl.tensor,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from miles.kernels.decode_code import find_queries, take_turn
-from miles.kernels.device_code import gdc_launch_dependents, gdc_wait, jit, tl
+from miles.kernels.device_code import gdc_launch_dependents, gdc_wait, jit, jit_paged, tl
 from miles.kernels.exact.attention_code import (
     CHUNK,
     add_sink,
@@ -52,7 +52,7 @@ def write(held: tl.tensor, row_M: tl.tensor, out_EM: tl.tensor, real_M: tl.tenso
     tl.store(at_ME, out_ME.to(held.dtype.element_ty), mask=real_M[:, None] & (channel_E < HOW.e)[None, :])
 
 
-@jit
+@jit_paged
 def attend_items(
     q_BHd: tl.tensor,
     k_SGd: tl.tensor,

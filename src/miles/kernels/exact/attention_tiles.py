@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from miles.kernels.device_code import jit, tl
+from miles.kernels.device_code import jit, jit_paged, tl
 from miles.kernels.exact.attention_code import CHUNK, add_sink, bound, divide, find, join, meet, read
 from miles.kernels.tile_code import lowest_seen
 
@@ -94,7 +94,7 @@ def sweep(
     return out_ME, top_M, sum_MX
 
 
-@jit
+@jit_paged
 def attend_tiles(
     q_THd: tl.tensor,
     k_SGd: tl.tensor,
