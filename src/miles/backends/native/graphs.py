@@ -210,8 +210,10 @@ class Graphs:
             yield done + 1, len(keys)
 
     def forget(self) -> None:
-        """Weights or cache are going to lie elsewhere: nothing recorded so far holds."""
+        """Weights are going to lie elsewhere: nothing recorded so far holds."""
         self._graphs.clear()
+        # What a library keeps of the memory they had would keep it from being used again.
+        self._pool = torch.cuda.graph_pool_handle()
 
     # -- what changes from step to step -------------------------------------------------------
 
