@@ -7,7 +7,7 @@ P pages of p slots each, S = P * p slots in all, B sequences of a step.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -56,7 +56,7 @@ class Held:
 class PagedCache:
     """Keys and values of every layer that has any. Pages start as zeros: a masked slot must still hold a finite number.
 
-    Layers of one shape lie in one tensor; ``layers`` are views of it.
+    Layers of one shape lie in one tensor; ``layers`` are views of it. ``zeros`` makes such a tensor.
     """
 
     def __init__(
@@ -67,12 +67,14 @@ class PagedCache:
         page_size: int,
         device: torch.device,
         dtype: torch.dtype,
+        zeros: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None,
     ) -> None:
         self._all: list[Tensor] = []
         self.layers: dict[int, Held] = {}
 
         def take(layers: int, *vector: int) -> list[Paged]:
-            held_LPpGd = _zeros((layers, pages, page_size, *vector), device, dtype)
+            shape = (layers, pages, page_size, *vector)
+            held_LPpGd = _zeros(shape, device, dtype) if zeros is None else zeros(shape, dtype)
             self._all.append(held_LPpGd)
             return [Paged(held) for held in held_LPpGd.unbind(0)]
 

@@ -82,9 +82,11 @@ def test_recordings_follow_new_weights_and_outlive_sleep(tiny):
     tiny.ask(engine, asked())
     tiny.publish(engine, second)
     again = tiny.ask(engine, asked())
+    made = dict(engine._runner._graphs._graphs)
     asyncio.run(engine.sleep())
     asyncio.run(engine.wake())
     woken = tiny.ask(engine, asked())
+    assert made and engine._runner._graphs._graphs == made
     for one, other, third in zip(fresh, again, woken, strict=True):
         assert tiny.tokens(one) == tiny.tokens(other) == tiny.tokens(third)
 

@@ -198,6 +198,57 @@ def test_where_nothing_is_recorded_nothing_is_said():
     assert not out.getvalue() and not engine.stats()["steps"]
 
 
+class Lent:
+    """Memory that comes back where it was, and is spoilt in between."""
+
+    def __init__(self):
+        self.held, self.there = [], True
+
+    def zeros(self, shape, dtype):
+        self.held.append(torch.zeros(shape, dtype=dtype))
+        return self.held[-1]
+
+    def give_back(self):
+        self.there = False
+        for tensor in self.held:
+            tensor.fill_(float("nan"))
+
+    def take(self):
+        self.there = True
+        for tensor in self.held:
+            tensor.zero_()
+
+
+def test_recordings_outlive_sleep_where_the_cache_comes_back_to_its_place(recording, monkeypatch):
+    lent, tiny = Lent(), Tiny()
+    monkeypatch.setattr(runner, "returnable", lambda device: lent)
+    model, other = tiny.decoder(spec=DENSE), tiny.decoder(seed=1, spec=DENSE)
+    engine = tiny.engine(model, page_size=4, max_running=2)
+    requests = [(p, replace(LONG, seed=i)) for i, p in enumerate(tiny.prompts(2))]
+    before = tiny.ask(engine, requests)
+    made = dict(engine._runner._graphs._graphs)
+    assert made and len(lent.held) == 2
+
+    asyncio.run(engine.sleep())
+    assert not lent.there
+    asyncio.run(engine.warm_up())  # nothing is recorded over memory that is not there
+    asyncio.run(engine.wake())
+    assert lent.there
+    for one, again in zip(before, tiny.ask(engine, requests), strict=True):
+        assert tiny.tokens(one) == tiny.tokens(again)
+    assert engine._runner._graphs._graphs == made and len(lent.held) == 2
+
+    asyncio.run(engine.sleep())
+    tiny.publish(engine, other)  # other tensors, while it sleeps: what was recorded reads the old ones
+    assert not engine._runner._graphs._graphs
+    asyncio.run(engine.wake())
+    with pytest.MonkeyPatch.context() as plain:
+        plain.setattr(runner, "fits", lambda spec, model, device: False)
+        fresh = tiny.ask(tiny.engine(other, page_size=4), requests)
+    for one, again in zip(fresh, tiny.ask(engine, requests), strict=True):
+        assert tiny.tokens(one) == tiny.tokens(again)
+
+
 OURS = os.path.dirname(miles.__file__)
 # What asks a device for numbers, which no recording can hold.
 READS = ("tolist", "item", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__")

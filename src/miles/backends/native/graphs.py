@@ -170,7 +170,7 @@ class Graphs:
         warmed: set[Key],
     ) -> None:
         self._warmed = warmed
-        self._decoder, self._cache, self._works, self._drawn_S = decoder, cache, works, drawn_S
+        self._decoder, self.cache, self._works, self._drawn_S = decoder, cache, works, drawn_S
         self._page_size, self._spare_slot, self._records = page_size, spare_slot, none_expert is not None
         self._spare_seat = len(drawn_S) - 1
         self.whole = all(layer.reduce is None for layer in decoder.layers if isinstance(layer, Layer))
@@ -312,7 +312,7 @@ class Graphs:
             tiles=None,
             page_size=self._page_size,
         )
-        attend = (ExactCardAttend if exact() else CardAttend)(self._cache, step)
+        attend = (ExactCardAttend if exact() else CardAttend)(self.cache, step)
         hidden_nD = self._decoder(begun.tokens_n, begun.positions_n, attend, routing)
         answers, drawing = self._answers, exact_draw if exact() else draw
         drawing(

@@ -17,6 +17,7 @@ from miles.backends.native.order import Flight, Ints, Order, Scoring, positions_
 from miles.backends.native.sampler import draw, edit, exact_logprobs, look
 from miles.backends.native.sending import Landing, Sender
 from miles.backends.native.weights import Adopt, Weights
+from miles.cluster.returnable import returnable
 from miles.core.errors import UsageError
 from miles.core.routed import expert_dtype, unrecorded
 from miles.core.types import Array
@@ -79,6 +80,8 @@ class Runner:
             longest = min(pages, -(-spec.max_positions // page_size))
             sizes = {"seats": seats, "longest": longest, "page_size": page_size}
             self._card = Card(spec, **sizes, send=self.send, device=device, dtype=dtype)
+        # Recordings stay true while the cache comes back where it was.
+        self._memory = returnable(device) if self._card is not None and graphs else None
         self._cache: PagedCache | None = None
         self._states: States | None = None
         self._places = [
@@ -93,7 +96,11 @@ class Runner:
         return self._graphs is not None and self._graphs.whole
 
     def allocate(self) -> None:
-        """Take memory for keys, values and states."""
+        """Take memory for keys, values and states, where it was before if recordings count on that."""
+        if self._memory is not None and self._graphs is not None:
+            self._memory.take()
+            self._cache = self._graphs.cache
+            return
         kept = [remembered(layer.mixer) for layer in self.spec.layers]
         self._cache = PagedCache(
             [_kv_shape(each) if isinstance(each, PerToken) else None for each in kept],
@@ -101,6 +108,7 @@ class Runner:
             page_size=self._page_size,
             device=self.device,
             dtype=self.dtype,
+            zeros=None if self._memory is None else self._memory.zeros,
         )
         if self._card is not None and self._records and isinstance(self.decoder, Decoder):
             self._graphs = self._card.graphs(self.decoder, self._cache, self.drawn_S, self._pages, self.none_expert)
@@ -109,7 +117,11 @@ class Runner:
 
     def free(self) -> None:
         """Give the memory of keys, values and states back; what they held is lost."""
-        self._cache = self._states = self._graphs = None
+        self._cache = self._states = None
+        if self._memory is None:
+            self._graphs = None
+        else:
+            self._memory.give_back()
 
     def clear(self) -> None:
         """Make every slot a finite number again."""
@@ -146,7 +158,7 @@ class Runner:
 
     def warm_up(self, told: Callable[[int, int], None]) -> None:
         """Record every step that can be recorded; ``told`` hears how many are done, and of how many."""
-        for done, of in self._graphs.warm_up() if self._graphs is not None else ():
+        for done, of in () if self._graphs is None or self._cache is None else self._graphs.warm_up():
             told(done, of)
 
     def launch(self, order: Order) -> Flight:
