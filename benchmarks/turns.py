@@ -1,11 +1,12 @@
-"""What it costs an engine that it sleeps while a trainer works, on one accelerator.
+"""What it costs an engine that it sleeps while a trainer works, or is given copies of its weights, on one accelerator.
 
     python benchmarks/turns.py [--models Qwen3-0.6B Qwen3-4B Qwen3-30B-A3B] [--rounds 2]
 
 bf16, random weights of the published shapes, the workload W of ``card.py``. In turn in one process: W with nothing
 between; W after the engine slept and woke, with the steps it had recorded before; and the same with the recordings
-thrown away, which is what sleep came to while the cache did not come back to the same address. Sleep, wake and the
-first are timed apart; the limit is W with nothing between. Beside it, the device memory that stays taken in sleep.
+thrown away, which is what sleep came to while the cache did not come back to the same address. Sleep and wake are timed
+apart; the limit is W with nothing between. Beside it, the device memory that stays taken in sleep. Where two copies of
+the weights fit, W also after a copy of them came, in place of the copy there was.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ async def turn(engine: Any, publication: Any, way: str) -> tuple[float, float, f
 
 
 async def show(model: str, rounds: int) -> None:
+    import torch
     from card import _answers, workload
     from lone import engine_of
 
@@ -73,7 +75,25 @@ async def show(model: str, rounds: int) -> None:
             rate = sum(workload("W")[1]) / spent
             rest = f" asleep after {slept:.3f} s, {asleep:.2f} GiB; awake after {woke:.3f} s" if way != "awake" else ""
             print(f"{model:14s} {way:12s} W {spent:7.3f} s, {rate:8,.0f} tok/s;{rest}", flush=True)
+        if 3 * sum(tensor.nbytes for tensor in engine.weights().values()) < torch.cuda.mem_get_info()[1] // 2:
+            await copied(model, engine, run, rounds)
     run.close()
+
+
+async def copied(model: str, engine: Any, run: Any, rounds: int) -> None:
+    from card import _answers, workload
+
+    from miles.core.types import Version
+    from miles.sync.publish import Publication
+
+    weights = {name: tensor.detach() for name, tensor in engine.weights().items()}
+    publication = Publication(weights=lambda: weights, engines=[engine], transport="copy", run=run)
+    for number in range(1 + rounds):
+        began = time.perf_counter()
+        await publication.publish(Version(number=number))
+        sent, spent = time.perf_counter() - began, await _answers(engine, *workload("W"))
+        way, rate = "copied again" if number else "first copy", sum(workload("W")[1]) / spent
+        print(f"{model:14s} {way:12s} W {spent:7.3f} s, {rate:8,.0f} tok/s; sent in {sent:.3f} s", flush=True)
 
 
 def main() -> None:

@@ -17,12 +17,13 @@ class Engine:
 
     def __init__(self, name, damage=None):
         self.name, self.damage = name, damage
-        self.version, self.weights, self.staged, self.manifest = None, {}, {}, None
+        self.version, self.weights, self.staged, self.manifest, self.own = None, {}, {}, None, {}
 
     def begin(self, manifest):
         self.manifest, self.staged = manifest, {}
 
-    def receive(self, name, tensor):
+    def receive(self, name, tensor, *, own):
+        self.own[name] = own
         self.staged[name] = self.damage(tensor) if self.damage else tensor
 
     def verify(self):
@@ -52,6 +53,18 @@ def test_shared_moves_no_byte_and_copy_gives_storage_of_its_own():
         assert far.weights[name].data_ptr() != tensor.data_ptr() and torch.equal(far.weights[name], tensor)
     weights["w"].add_(1)
     assert torch.equal(near.weights["w"], weights["w"]) and not torch.equal(far.weights["w"], weights["w"])
+
+
+def test_what_an_engine_may_write_over_is_what_nobody_else_has():
+    weights = {"w": torch.randn(3, 3), "v": torch.randn(2)}
+    for transport, count, own in (("shared", 1, False), ("copy", 2, True), ("made", 1, True), ("made", 2, False)):
+        engines = [Engine(str(i)) for i in range(count)]
+        publish(weights, engines, transport)
+        assert all(engine.own == {"w": own, "v": own} for engine in engines), (transport, count)
+    engine = Engine("of a base with one matrix that moves")
+    job = Publication(weights=lambda: weights, engines=[engine], transport="copy", run=Inline(), moving={"v"})
+    asyncio.run(job.publish(Version(number=1)))
+    assert engine.own == {"w": False, "v": True}
 
 
 def test_one_engine_that_gets_a_wrong_bit_keeps_all_engines_on_the_version_before():

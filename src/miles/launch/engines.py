@@ -83,7 +83,7 @@ def sync_of(
     given = weights if policy.rollout_dtype == policy.dtype else rounded(policy, weights)
     if engine is None or isinstance(engine, NativeEngine):
         engines, found = [] if engine is None else [engine], adapters()
-        how: Transport = "copy" if copies else "shared"
+        how: Transport = "copy" if copies else "shared" if given is weights else "made"
         moving = None if found is None else frozenset(found.places)
         return Publication(weights=given, engines=engines, transport=how, run=run, moving=moving)
     from miles.launch.servers import server_sync

@@ -48,8 +48,8 @@ class Receiver(Protocol):
         """Refuse (SyncError) names, shapes or dtypes that are not this model's."""
         ...
 
-    def receive(self, name: str, tensor: Tensor) -> None:
-        """Stage one tensor; the receiver may keep the very tensor it is given."""
+    def receive(self, name: str, tensor: Tensor, *, own: bool) -> None:
+        """Stage one tensor; the receiver may keep the very tensor it is given, and its ``own`` may write over later."""
         ...
 
     def verify(self) -> None:

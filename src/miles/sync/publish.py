@@ -2,7 +2,7 @@
 
 Transports differ only in what they hand to ``Receiver.receive``: ``shared`` the trainer's very
 tensor (same process, planes take turns: no byte moves), ``copy`` a copy of it (same process, planes
-overlap: the trainer may go on writing its own).
+overlap: the trainer may go on writing its own), ``made`` one that was made for the engine, as in another precision.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from miles.core.types import Version
 from miles.sync.manifest import Receiver, manifest_of
 from miles.sync.resident import Counted
 
-Transport = Literal["shared", "copy"]
+Transport = Literal["shared", "copy", "made"]
 
 
 def shared(tensor: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def copied(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
 
 
-TRANSPORTS: Mapping[str, Callable[[Tensor], Tensor]] = {"shared": shared, "copy": copied}
+TRANSPORTS: Mapping[str, Callable[[Tensor], Tensor]] = {"shared": shared, "copy": copied, "made": shared}
 
 
 class Publication:
@@ -54,6 +54,8 @@ class Publication:
         self._weights = weights
         self._engines = tuple(engines)
         self._carry = TRANSPORTS[transport]
+        # What was made for the publication is one engine's own where there is one.
+        self._own = transport == "copy" or (transport == "made" and len(self._engines) == 1)
         self._run, self._moving = run, moving
         self._counted = Counted()
 
@@ -73,8 +75,9 @@ class Publication:
                     engine.begin(manifest)
                     begun.append(engine)
                     for name, tensor in tensors.items():
-                        still = self._moving is not None and name not in self._moving
-                        engine.receive(name, shared(tensor) if still else self._carry(tensor))
+                        moves = self._moving is None or name in self._moving
+                        given = self._carry(tensor) if moves else shared(tensor)
+                        engine.receive(name, given, own=moves and self._own)
                 for engine in self._engines:
                     engine.verify()
             except SyncError:

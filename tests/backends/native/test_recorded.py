@@ -24,10 +24,13 @@ from miles.backends.native import graphs as module
 from miles.backends.native import runner
 from miles.backends.native.card import fits
 from miles.backends.native.patience import Patience
+from miles.cluster.local import Inline
 from miles.core.protocols import Sampling
+from miles.core.types import Version
 from miles.kernels import device_code
 from miles.launch.warming import warm
 from miles.observe.view import make_view
+from miles.sync.publish import Publication
 
 pytestmark = [needs_triton, pytest.mark.skipif(CARD, reason="there is a card, and test_graphs")]
 
@@ -247,6 +250,56 @@ def test_recordings_outlive_sleep_where_the_cache_comes_back_to_its_place(record
         fresh = tiny.ask(tiny.engine(other, page_size=4), requests)
     for one, again in zip(fresh, tiny.ask(engine, requests), strict=True):
         assert tiny.tokens(one) == tiny.tokens(again)
+
+
+def sent(engine, model, transport, number):
+    """Publish a model's weights; the tensors that were to travel."""
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    job = Publication(weights=lambda: weights, engines=[engine], transport=transport, run=Inline())
+    asyncio.run(job.publish(Version(number=number)))
+    return weights
+
+
+def test_recordings_stay_true_where_new_weights_are_written_over_the_engines_own(recording):
+    tiny = Tiny()
+    models = [tiny.decoder(seed=seed, spec=DENSE) for seed in range(3)]
+    requests = [(p, replace(LONG, seed=i)) for i, p in enumerate(tiny.prompts(2))]
+
+    def drawn(seed):
+        with pytest.MonkeyPatch.context() as plain:
+            plain.setattr(runner, "fits", lambda spec, model, device: False)
+            return [tiny.tokens(one) for one in tiny.ask(tiny.engine(models[seed], page_size=4), requests)]
+
+    engine = tiny.engine(models[0], page_size=4, max_running=2)
+    lent = dict(models[0].named_parameters())
+    bits = {name: p.detach().clone() for name, p in lent.items()}
+    tiny.ask(engine, requests)
+    graphs = engine._runner._graphs
+
+    # Its tensors are the model's: they are left alone, and what was recorded over them is forgotten.
+    given = sent(engine, models[1], "made", 2)
+    assert not graphs.any and all(torch.equal(bits[name], p) for name, p in lent.items())
+    assert all(tensor.data_ptr() == given[name].data_ptr() for name, tensor in engine.weights().items())
+    assert [tiny.tokens(one) for one in tiny.ask(engine, requests)] == drawn(1)
+    made = dict(graphs._graphs)
+    assert made
+
+    # They are its own now: what comes is written there.
+    for number, seed in ((3, 2), (4, 0)):
+        sent(engine, models[seed], "copy" if seed else "made", number)
+        assert graphs._graphs == made
+        assert all(tensor.data_ptr() == given[name].data_ptr() for name, tensor in engine.weights().items())
+        assert [tiny.tokens(one) for one in tiny.ask(engine, requests)] == drawn(seed)
+    assert graphs._graphs == made
+
+    # And somebody else's again.
+    given = sent(engine, models[1], "shared", 5)
+    assert not graphs.any
+    tiny.ask(engine, requests)
+    bits = {name: tensor.clone() for name, tensor in given.items()}
+    sent(engine, models[2], "made", 6)
+    assert all(torch.equal(bits[name], tensor) for name, tensor in given.items())
+    assert [tiny.tokens(one) for one in tiny.ask(engine, requests)] == drawn(2)
 
 
 OURS = os.path.dirname(miles.__file__)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import asdict, replace
 from typing import Literal
@@ -279,8 +279,8 @@ class NativeEngine:
     def begin(self, manifest: Manifest) -> None:
         self._weights.begin(manifest)
 
-    def receive(self, name: str, tensor: Tensor, known: int | None = None) -> None:
-        self._weights.receive(name, tensor, known)
+    def receive(self, name: str, tensor: Tensor, known: int | None = None, *, own: bool = False) -> None:
+        self._weights.receive(name, tensor, known, own=own)
 
     def verify(self) -> None:
         self._weights.verify()
@@ -291,14 +291,14 @@ class NativeEngine:
     def rollback(self) -> None:
         self._weights.rollback()
 
-    def _adopt(self, tensors: Mapping[str, Tensor], version: Version) -> None:
+    def _adopt(self, tensors: Mapping[str, Tensor], version: Version, own: Collection[str]) -> None:
         """Between two steps: requests under way keep their keys and values, new ones share none of an older version.
 
         A prompt that is half computed starts again: all of its answer is going to be stamped with the new version.
         """
         with self._lock:
             self._flights.ground_quietly()  # who brings the weights cannot tell those who asked; the pump will
-            self._runner.adopt(tensors)
+            self._runner.adopt(tensors, own)
             self._renew(version)
 
     def rewrite(self, write: Callable[[], None]) -> None:

@@ -185,6 +185,11 @@ class Graphs:
         self._graphs: dict[Key, Recording] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
+    @property
+    def any(self) -> bool:
+        """Whether anything is recorded."""
+        return bool(self._graphs)
+
     def holds(self, order: Order) -> bool:
         """Whether a step can be replayed: one token each, computed by this rank alone."""
         return order.plain and self.whole

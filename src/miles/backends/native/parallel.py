@@ -6,7 +6,7 @@ ranks cannot go on without each other, so the engine's requests end with one sen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -117,11 +117,11 @@ class Leader(RankRunner):
     def expected(self) -> dict[str, Tensor]:
         return dict(Decoder(self._whole, device="meta", dtype=self.dtype).named_parameters())
 
-    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
+    def adopt(self, tensors: Mapping[str, Tensor], own: Collection[str] = ()) -> None:
         """Compute with these slices from now on, and the others with theirs."""
         with self.ranks.turn:
             self.ranks.tell("commit")
-            super().adopt(tensors)
+            super().adopt(tensors, own)
 
     def receiver(self, name: str, adopt: Adopt) -> Weights:
         return PartedWeights(name, self, adopt)

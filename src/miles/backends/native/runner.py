@@ -5,7 +5,7 @@ Shapes: as in ``order``; S seats, D also hidden channels, R rows that logits are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 import torch
@@ -82,6 +82,7 @@ class Runner:
             self._card = Card(spec, **sizes, send=self.send, device=device, dtype=dtype)
         # Recordings stay true while the cache comes back where it was.
         self._memory = returnable(device) if self._card is not None and graphs else None
+        self._own: set[str] = set()
         self._cache: PagedCache | None = None
         self._states: States | None = None
         self._places = [
@@ -147,11 +148,21 @@ class Runner:
     def close(self) -> None:
         """End whatever was started for this runner."""
 
-    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
-        """Compute with these very tensors from now on; no byte is copied."""
-        if self._graphs is not None and any(
-            tensors[name].data_ptr() != at.data_ptr() for name, at in self.decoder.named_parameters()
-        ):
+    def adopt(self, tensors: Mapping[str, Tensor], own: Collection[str] = ()) -> None:
+        """Compute with these very tensors from now on, of which some are the engine's ``own``; no byte is copied.
+
+        But where its own come in place of its own, and steps were recorded over these, they are written over: the
+        recordings stay true.
+        """
+        before = dict(self.decoder.named_parameters())
+        moved = {name for name, at in before.items() if tensors[name].data_ptr() != at.data_ptr()}
+        if moved and self._graphs is not None and self._graphs.any and moved <= self._own & set(own):
+            with torch.no_grad():
+                for name in moved:
+                    before[name].copy_(tensors[name])
+            return
+        self._own = moved & set(own) | self._own - moved
+        if moved and self._graphs is not None:
             self._graphs.forget()
         for module, leaf, name in self._places:
             setattr(module, leaf, nn.Parameter(tensors[name].detach(), requires_grad=False))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from miles.core.types import Version
 from miles.sync.manifest import Entry, Manifest
 from miles.sync.resident import Counted
 
-Adopt = Callable[[Mapping[str, Tensor], Version], None]
+Adopt = Callable[[Mapping[str, Tensor], Version, Collection[str]], None]
 
 
 class Weights:
@@ -28,6 +28,7 @@ class Weights:
         self._staged: dict[str, Tensor] = {}
         self._verified = False
         self._known: dict[str, int] = {}
+        self._own: set[str] = set()
         self._counted = Counted()
 
     def begin(self, manifest: Manifest) -> None:
@@ -43,8 +44,11 @@ class Weights:
             self._compare(name, entry.shape, entry.dtype, manifest.version)
         self._manifest, self._entries = manifest, entries
 
-    def receive(self, name: str, tensor: Tensor, known: int | None = None) -> None:
-        """Keep a tensor for the flip; a digest that is ``known``, because it was just taken, is not taken again."""
+    def receive(self, name: str, tensor: Tensor, known: int | None = None, *, own: bool = False) -> None:
+        """Keep a tensor for the flip; a digest that is ``known``, because it was just taken, is not taken again.
+
+        What is the engine's ``own`` nobody else has.
+        """
         version = self._begun().version
         if name not in self._entries:
             raise self._refusal(name, "is not a tensor of this model", version)
@@ -52,6 +56,8 @@ class Weights:
             raise self._refusal(name, "came twice", version)
         self._compare(name, tuple(tensor.shape), str(tensor.dtype), version)
         self._staged[name] = self._stage(name, tensor.detach())
+        if own:
+            self._own.add(name)
         if known is not None:
             self._known[name] = known
         self._verified = False
@@ -72,13 +78,13 @@ class Weights:
         """Flip to what was staged."""
         if not self._verified:
             self.verify()
-        self._adopt(self._staged, self._begun().version)
+        self._adopt(self._staged, self._begun().version, self._own)
         self.rollback()
 
     def rollback(self) -> None:
         """Forget what was staged."""
         self._manifest, self._entries, self._staged, self._verified = None, {}, {}, False
-        self._known = {}
+        self._known, self._own = {}, set()
 
     def _stage(self, name: str, tensor: Tensor) -> Tensor:
         """What is kept of a tensor until the flip."""

@@ -158,7 +158,7 @@ class Intake:
     async def _publish(self, weights: Callable[[], Mapping[str, Tensor]]) -> Version:
         before = self._engine.version
         version = Version() if before is None else before.next()
-        await Publication(weights=weights, engines=[self._engine], transport="shared", run=Beside()).publish(version)
+        await Publication(weights=weights, engines=[self._engine], transport="made", run=Beside()).publish(version)
         return version
 
     def _read(self, folder: Path) -> Mapping[str, Tensor]:
