@@ -357,7 +357,7 @@ def show(model: str, limit: dict[str, Any], found: dict[str, dict[str, Any] | No
                 print(f"    {value:8.3f}  {part}")
 
 
-def main() -> None:
+def main(given: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["Qwen3-0.6B", "Qwen3-4B", "Qwen3-30B-A3B"])
     parser.add_argument("--sides", nargs="+", default=["ours", "sglang", "transformers"])
@@ -366,7 +366,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--side", choices=[*SIDES, "limits"], help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser.parse_args(given)
     if args.side is not None:
         if args.side == "limits":
             result = limits(args.models, args.workloads)

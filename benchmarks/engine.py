@@ -5,7 +5,11 @@ where responses end at different lengths (a padded batch runs to the longest; on
 for either side), and ``uniform``, where all are equally long and only sharing and overhead can differ. The
 limit is the time of the bare matrix products alone, for exactly the rows the engine computes.
 
-    python benchmarks/engine.py [--rounds 3] [--device cpu] [--threads 2] [--dtype float32]
+    python benchmarks/engine.py [--rounds 3] [--threads 2] [--dtype float32]
+    python benchmarks/engine.py --device cuda [--models Qwen3-0.6B Qwen3-4B] [--sglang FOLDER] [--profile]
+
+On an accelerator such a model says nothing: there published shapes run beside stock SGLang, transformers' continuous
+batching and the limit of the memory. That is ``card.py``, whose flags these are.
 """
 
 from __future__ import annotations
@@ -178,10 +182,17 @@ def compare(kind: str, model: Any, decoder: Decoder, rounds: int, device: str) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    args = parser.parse_args()
+    args, others = parser.parse_known_args()
+    if args.device == "cuda":
+        from card import main as on_a_card
+
+        on_a_card(others)
+        return
+    if others:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
     platform = find(args.device, threads=args.threads)
     print(f"{platform.name}, torch {torch.__version__}, {args.dtype}; Qwen3 of 256 x 4 layers, vocabulary 4096")
     model, decoder = build(platform.device, getattr(torch, args.dtype))
