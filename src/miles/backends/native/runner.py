@@ -154,7 +154,7 @@ class Runner:
         But where its own come in place of its own, and steps were recorded over these, they are written over: the
         recordings stay true.
         """
-        before = dict(self.decoder.named_parameters())
+        before = {name: getattr(module, leaf) for module, leaf, name in self._places}
         moved = {name for name, at in before.items() if tensors[name].data_ptr() != at.data_ptr()}
         if moved and self._graphs is not None and self._graphs.any and moved <= self._own & set(own):
             with torch.no_grad():
