@@ -185,6 +185,12 @@ def test_what_failed_can_be_trained_on_with_the_reward_it_has():
     assert all(row.mask.any() for row in rows) and rows[1].advantages[-1] < 0
 
 
+def test_maxrl_knows_the_smallest_rewards_there_are():
+    least = np.nextafter(0.0, 1.0)
+    assert max_likelihood(np.array([least, 0.0]), np.ones(2)).tolist() == [1.0, -1.0]
+    assert max_likelihood(np.array([0.0, 0.0]), np.ones(2)).tolist() == [0.0, 0.0]
+
+
 def test_maxrl_refuses_rewards_below_zero():
     with pytest.raises(PlugError, match="--advantage-estimator maxrl divides by the mean reward"):
         max_likelihood(np.array([1.0, -1.0]), np.ones(2))

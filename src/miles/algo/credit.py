@@ -78,7 +78,10 @@ def max_likelihood(reward_I: Floats64, length_I: Floats64) -> Floats64:
             f"--advantage-estimator maxrl divides by the mean reward of a group, and one reward is {reward_I.min():g}; "
             "give rewards of 0 or more, or choose another estimator."
         )
-    return centred(reward_I, length_I) / reward_I.mean() if _differ(reward_I) else 0 * reward_I
+    if not _differ(reward_I):
+        return 0 * reward_I
+    share_I = reward_I / reward_I.max()  # the mean of the smallest numbers there are would be 0
+    return centred(share_I, length_I) / share_I.mean()
 
 
 def optimal_baseline(reward_I: Floats64, length_I: Floats64) -> Floats64:
