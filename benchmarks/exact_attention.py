@@ -107,7 +107,7 @@ class Training:
 
     def sure_line(self) -> str:
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 (a property of the module)
         try:
             spent = plain_milliseconds(self.flash_backward)
             ran = [self.flash_backward()[:3] for _ in range(2)]
@@ -122,7 +122,8 @@ class Training:
 def plain_milliseconds(work: Callable[[], object]) -> float:
     from triton.testing import do_bench
 
-    return float(do_bench(work, warmup=10, rep=60, return_mode="median"))
+    spent: Any = do_bench(work, warmup=10, rep=60, return_mode="median")
+    return float(spent)
 
 
 class ExactDecode(Decode):
@@ -171,7 +172,8 @@ class ExactPrefill(Prefill):
 
 def engine_cases() -> list[Callable[[], ExactDecode | ExactPrefill]]:
     lengths = np.random.default_rng(0).integers(200, 1900, 256)
-    samples, family = np.full(256, 1536), {"family": 8, "common": 1024}
+    samples = np.full(256, 1536)
+    family: dict[str, Any] = {"family": 8, "common": 1024}
     return [
         lambda: ExactDecode("256 rows of 200-1900, 8 x 2 heads of 128", lengths),
         lambda: ExactDecode("256 rows of 200-1900, 8 x 4 heads of 128", lengths, share=4),

@@ -7,7 +7,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -79,9 +79,8 @@ class Bits:
         self.table = torch.from_numpy(order.astype(np.int32))[None].to(DEVICE)
         place = torch.arange(self.total)
         slots = (torch.from_numpy(order)[place // PAGE] * PAGE + place % PAGE).to(DEVICE)
-        self.held = [
-            torch.zeros((pages + 9) * PAGE, *x.shape[1:], device=DEVICE, dtype=dtype) for x in (self.k, self.v)
-        ]
+        room = (pages + 9) * PAGE
+        self.held = self.k.new_zeros(room, *self.k.shape[1:]), self.v.new_zeros(room, *self.v.shape[1:])
         for held, x in zip(self.held, (self.k, self.v), strict=True):
             held[slots] = x
 
@@ -101,8 +100,8 @@ class Bits:
         """What rows of these lengths see, and which tokens they are."""
         lengths, share = np.array(rows), self.shape.heads // self.shape.groups
         work = ChunkWork(len(rows), items, DEVICE, trunk_queries=64 if self.q.dtype != torch.float32 else 16)
-        reach = {"window": self.terms.window, "chunk": self.terms.chunk}
-        sizes = {"kv_heads": self.shape.groups, "queries_per_kv": share, "sms": SMS}
+        reach: dict[str, Any] = {"window": self.terms.window, "chunk": self.terms.chunk}
+        sizes: dict[str, Any] = {"kv_heads": self.shape.groups, "queries_per_kv": share, "sms": SMS}
         work.fill(lengths, 0 * lengths, 0 * lengths + shared, **sizes, **reach)
         work.send()
         at = torch.from_numpy(lengths - 1).to(DEVICE)
@@ -129,7 +128,7 @@ class Bits:
         asked, read = Asked(packed_spans([self.total])), (self.q, self.k, self.v)
         out, lse = train_attention(*read, asked, self.terms, self.sinks)
         ran = [train_backward(self.grad, (*read, out, lse), asked, self.terms) for _ in range(2)]
-        wide = [x.double() for x in read]
+        wide = (self.q.double(), self.k.double(), self.v.double())
         sinks = None if self.sinks is None else self.sinks.double()
         sure, sums = plain_attention(*wide, asked.spans, self.terms, sinks)
         wanted = plain_backward(self.grad.double(), (*wide, sure, sums), asked.spans, self.terms)
@@ -141,8 +140,8 @@ class Bits:
         begun = time.monotonic()
         whole, n = self.train(self.q, self.k, self.v, [self.total]), self.total
         found: dict[str, bool] = {}
-        three = [torch.cat((x[:77], x, x[:650])) for x in (self.q, self.k, self.v)]
-        together = self.train(*three, [77, n, 650])
+        q, k, v = (torch.cat((x[:77], x, x[:650])) for x in (self.q, self.k, self.v))
+        together = self.train(q, k, v, [77, n, 650])
         found["packed"] = torch.equal(together[77 : 77 + n], whole) and torch.equal(together[77 + n :], whole[:650])
         found["prefill"] = torch.equal(self.prefill([n]), whole)
         found["chunks"] = torch.equal(self.prefill([1, 127, 400, 500, 3, n - 1031]), whole)

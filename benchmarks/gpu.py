@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,7 +57,7 @@ def row(name: str, value: str) -> None:
     print(f"{name:58s} {value}", flush=True)
 
 
-def serve(decoder: Decoder, platform: Platform, **knobs: int) -> NativeEngine:
+def serve(decoder: Decoder, platform: Platform, **knobs: Any) -> NativeEngine:
     config = NativeConfig(**knobs)
     dtype = decoder.head().dtype
     engine = NativeEngine(decoder.spec, device=platform.device, dtype=dtype, config=config, run=Inline(), decode=None)
@@ -207,11 +208,11 @@ def _sample(rng: np.random.Generator, index: int) -> Sample:
 def _matmul_rate(platform: Platform) -> float:
     a = torch.randn(8192, 8192, device=platform.device, dtype=torch.bfloat16)
     for _ in range(3):
-        a @ a
+        _ = a @ a
     platform.synchronize()
     started = time.perf_counter()
     for _ in range(10):
-        a @ a
+        _ = a @ a
     platform.synchronize()
     return 10 * 2 * 8192**3 / (time.perf_counter() - started) / 1e12
 

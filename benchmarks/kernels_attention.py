@@ -17,6 +17,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,7 +45,8 @@ def milliseconds(work: Callable[[], object]) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
-    return float(do_bench(graph.replay, warmup=5, rep=40, return_mode="median"))
+    spent: Any = do_bench(graph.replay, warmup=5, rep=40, return_mode="median")
+    return float(spent)
 
 
 def copy_rate() -> float:
@@ -191,8 +193,8 @@ class Prefill:
 def cases() -> list[Callable[[], Decode | Prefill]]:
     lengths = np.random.default_rng(0).integers(200, 1900, 256)
     samples = np.full(256, 1536)
-    family = {"family": 8, "common": 1024}
-    mla = {"groups": 1, "width": 576, "values": 512, "latent": True}
+    family: dict[str, Any] = {"family": 8, "common": 1024}
+    mla: dict[str, Any] = {"groups": 1, "width": 576, "values": 512, "latent": True}
     return [
         lambda: Decode("256 rows of 200-1900, 8 x 2 heads of 128", lengths),
         lambda: Decode("256 rows of 200-1900, 8 x 4 heads of 128", lengths, share=4),
@@ -236,7 +238,7 @@ def attempt(run: Callable[[], object]) -> float:
         return math.inf
 
 
-def tune_decode(case: Decode, table: dict, key: object, tried: list[Tuning]) -> None:
+def tune_decode(case: Any, table: dict, key: object, tried: list[Tuning]) -> None:
     before, found = table[key], []
     for tuning in tried:
         for resident in (1, 2, 3, 4):
@@ -248,7 +250,7 @@ def tune_decode(case: Decode, table: dict, key: object, tried: list[Tuning]) -> 
     show(case.name, key, before, attempt(case.run), found)
 
 
-def tune_prefill(case: Prefill, key: int) -> None:
+def tune_prefill(case: Any, key: int) -> None:
     before, found = tiling.PREFILL[key], []
     for tile in PREFILL_TRIED:
         tiling.PREFILL[key] = tile

@@ -180,7 +180,14 @@ class SimulatedServer(Client):
         return [[label, end - at] for (at, label), end in zip(marks, ends, strict=True) if end > at]
 
     async def ask(
-        self, method: str, path: str, body: Any = None, *, data: bytes | None = None, seconds: float = 60.0
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        data: bytes | None = None,
+        seconds: float = 60.0,
+        behind: bool = False,
     ) -> Any:
         raw = data or (body if isinstance(body, bytes) else json.dumps(body).encode())
         self._world.sent[path] += len(raw)
