@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tests.kernels import interpreter  # noqa: F401  kernels run quicker
 
 
 @pytest.fixture(autouse=True)
