@@ -179,16 +179,8 @@ class SimulatedServer(Client):
         ends = [*(start for start, _ in marks[1:]), written]
         return [[label, end - at] for (at, label), end in zip(marks, ends, strict=True) if end > at]
 
-    async def ask(
-        self,
-        method: str,
-        path: str,
-        body: Any = None,
-        *,
-        data: bytes | None = None,
-        seconds: float = 60.0,
-        behind: bool = False,
-    ) -> Any:
+    async def ask(self, method: str, path: str, body: Any = None, *, seconds: float = 60.0, **how: Any) -> Any:
+        data = how.get("data")
         raw = data or (body if isinstance(body, bytes) else json.dumps(body).encode())
         self._world.sent[path] += len(raw)
         async with asyncio.timeout(seconds):
