@@ -4,25 +4,33 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 SGLANG := .venv-sglang
-# Test processes side by side; each computes on one thread, so that as many as there are cores do not get in each other's way.
+# Parallel test processes; each computes on one thread, so that they do not compete for cores.
 WORKERS ?= 2
-# Tests start hundreds of processes, and each would compile this package anew where Python is told to keep no byte code.
+# Tests start hundreds of processes; without byte code on disk each would compile this package again.
 export PYTHONDONTWRITEBYTECODE :=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help demo test test-slow test-sglang test-megatron test-ray test-environments check format bench docs clean
+# Tests that need no package beyond the development tools.
+PLAIN := not sglang and not megatron and not ray
+
+.PHONY: help demo test test-extended test-slow test-all test-sglang test-megatron test-ray test-environments
+.PHONY: check format bench docs clean
 
 help:
-	@echo "make demo    set up, then watch a model learn on this machine (about three minutes)"
-	@echo "make test    set up, then run the test suite"
-	@echo "make test-sglang   set up stock SGLang beside (2 GB), then run the same wire tests against it"
-	@echo "make test-megatron   add Megatron-Core, then run the tests of the trainer on it"
+	@echo "make demo            set up, then train a small model on this machine (about three minutes)"
+	@echo "make test            set up, then run the default tests (8 minutes at most on two cores)"
+	@echo "make test-extended   every model family, kernel shape, kill point and all hypothesis examples"
+	@echo "make test-slow       tests that take minutes each"
+	@echo "make test-all        the three above"
+	@echo "make test-sglang     install stock SGLang in its own environment (2 GB), run the HTTP API tests against it"
+	@echo "make test-megatron   add Megatron-Core, then run the tests of its backend"
 	@echo "make test-environments   add verifiers and TextArena, then run the tests of environments on them"
-	@echo "make test-ray   add Ray, then run on clusters of several raylets on this machine"
-	@echo "make check   formatting, lint, types, import rules, house rules"
-	@echo "make bench   measured ratios: engine and trainer against transformers"
-	@echo "make format  rewrite the code as the checks want it"
-	@echo "make clean   remove what the other targets made (runs/ is yours and stays)"
+	@echo "make test-ray        add Ray, then run on clusters of several raylets on this machine"
+	@echo "make check           formatting, lint, types, architecture tests"
+	@echo "make bench           measured ratios: engine and trainer against transformers"
+	@echo "make format          rewrite the code as the checks want it"
+	@echo "make docs            rewrite the checked-in lists and generated pages"
+	@echo "make clean           remove what the other targets made (runs/ stays)"
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -43,12 +51,17 @@ demo: $(VENV)/.installed
 	$(BIN)/miles demo $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow and not sglang and not megatron and not ray" $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist worksteal --cpu-limit 3 -m "not extended and not slow and $(PLAIN)" $(ARGS)
+
+test-extended: $(VENV)/.installed-dev
+	MILES_TEST_TIER=extended $(PYTEST) -n $(WORKERS) --dist worksteal -m "(extended or property) and not slow and $(PLAIN)" $(ARGS)
 
 test-slow: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "slow and not sglang and not megatron and not ray" $(ARGS)
+	MILES_TEST_TIER=extended $(BIN)/python -m pytest -m "slow and $(PLAIN)" $(ARGS)
 
-$(SGLANG)/.installed: tests/wire/sglang_requirements.txt
+test-all: test test-extended test-slow
+
+$(SGLANG)/.installed: tests/server_api/sglang_requirements.txt
 	@echo "Setting up $(SGLANG) (a few minutes the first time) ..."
 	$(PYTHON) -m venv $(SGLANG)
 	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' $<)
@@ -83,15 +96,15 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/basedpyright
-	$(BIN)/python -m pytest tests/test_house.py
+	$(BIN)/python -m pytest tests/test_architecture.py
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 bench: $(VENV)/.installed-dev
-	$(BIN)/python benchmarks/engine.py
-	$(BIN)/python benchmarks/trainer.py
+	$(BIN)/python benchmarks/bench_engine.py
+	$(BIN)/python benchmarks/bench_trainer.py
 
 docs: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest tests -k generated --regenerate

@@ -1,25 +1,57 @@
-"""What all tests share: the option that rewrites checked-in files, no clock on examples, an interpreter for kernels."""
+"""Options and hooks of all tests: regenerated lists, test tiers, a CPU-time limit, the Triton interpreter."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from tests.tiers import DEFAULT_EXAMPLES, EXTENDED_RUN, cpu_seconds, mark_tiers, measure_slowdown
 
-# Device code is read by its compiler, or its interpreter, when it is first imported: before any test module is.
+# Triton reads this when a kernel is first imported, which is before any test runs.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# How long an example takes says something of the machine, and nothing of the code.
-settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("unhurried")
+# No deadline: how long an example takes depends on the machine, not on the code.
+settings.register_profile("extended", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "default", settings.get_profile("extended"), max_examples=DEFAULT_EXAMPLES, derandomize=True, database=None
+)
+settings.load_profile("extended" if EXTENDED_RUN else "default")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--regenerate", action="store_true", help="rewrite the checked-in lists that tests compare with")
+    parser.addoption(
+        "--cpu-limit",
+        type=float,
+        default=None,
+        metavar="SECONDS",
+        help="fail a test that takes more CPU time than this and belongs into tests/extended.txt",
+    )
 
 
 @pytest.fixture
 def regenerate(request: pytest.FixtureRequest) -> bool:
     """Whether checked-in files are to be rewritten."""
     return bool(request.config.getoption("--regenerate"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_tiers(items)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
+    limit = pyfuncitem.config.getoption("--cpu-limit")
+    started = cpu_seconds()
+    result = yield
+    taken = cpu_seconds() - started
+    if limit is not None and taken > limit and taken > limit * (slowdown := measure_slowdown()):
+        pytest.fail(
+            f"took {taken:.1f} CPU-seconds, and a default test takes at most {limit * slowdown:.1f} here: make it "
+            "quicker, or list it in tests/extended.txt",
+            pytrace=False,
+        )
+    return result

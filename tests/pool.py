@@ -1,4 +1,4 @@
-"""Processes that tests borrow to be ranks: started once, joined anew in a gloo group of their own for each call."""
+"""Process pool for distributed tests: processes are started once, and form a new gloo process group in each call."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-_PATIENCE = timedelta(seconds=180)
+_TIMEOUT = timedelta(seconds=180)
 PRELOADED = ["tests.launch.small_run", "tests.models.kinds.small"]
-"""What takes seconds to import, and is imported once, by the process that all ranks and commands are forked from."""
+"""Slow imports, done once in the fork server of all ranks and commands."""
 _pool: list[tuple[BaseProcess, Connection]] = []
 
 
 def ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """What ``function(rank, world, *args)`` gives on each of ``world`` ranks, in order.
+    """The results of ``function(rank, world, *args)`` on each of ``world`` ranks, in order.
 
-    It must be a module's own function; its arguments and results travel between processes. A rank that fails fails the
-    test with its own traceback.
+    The function must be defined in a module; its arguments and results are pickled. A rank that fails fails the test
+    with its traceback.
     """
     _start(world)
     with tempfile.TemporaryDirectory() as folder:
@@ -38,14 +38,14 @@ def ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
             waiting = {_pool[rank][1]: rank for rank in range(world) if rank not in results}
             for pipe in wait(list(waiting)):
                 rank = waiting[pipe]  # pyright: ignore[reportArgumentType]
-                good, results[rank] = _heard(rank)
-                if not good:
-                    _end()  # those that still wait for it are of no more use
+                succeeded, results[rank] = _receive(rank)
+                if not succeeded:
+                    _kill_all()  # the others may wait for it for ever
                     raise AssertionError(f"a rank failed:\n{results[rank]}")
     return [results[rank] for rank in range(world)]
 
 
-def _heard(rank: int) -> tuple[bool, Any]:
+def _receive(rank: int) -> tuple[bool, Any]:
     try:
         return _pool[rank][1].recv()
     except (EOFError, ConnectionError):
@@ -56,15 +56,15 @@ def _start(world: int) -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     while len(_pool) < world:
-        near, far = context.Pipe()
-        process = context.Process(target=_serve, args=(far,), daemon=True)
+        pipe, child_end = context.Pipe()
+        process = context.Process(target=_serve, args=(child_end,), daemon=True)
         process.start()
-        far.close()
-        _pool.append((process, near))  # pyright: ignore[reportArgumentType]
+        child_end.close()
+        _pool.append((process, pipe))  # pyright: ignore[reportArgumentType]
 
 
 @atexit.register
-def _end() -> None:
+def _kill_all() -> None:
     for process, pipe in _pool:
         pipe.close()
         process.kill()
@@ -82,11 +82,11 @@ def _serve(pipe: Connection) -> None:
             return
         try:
             dist.init_process_group(
-                "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=_PATIENCE
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=_TIMEOUT
             )
-            answer = True, function(rank, world, *args)
+            result = True, function(rank, world, *args)
         except BaseException:
-            answer = False, f"rank {rank}:\n{traceback.format_exc()}"
+            result = False, f"rank {rank}:\n{traceback.format_exc()}"
         if dist.is_initialized():
             dist.destroy_process_group()
-        pipe.send(answer)
+        pipe.send(result)

@@ -1,4 +1,4 @@
-"""Every wait for another process or machine has a deadline: found in the source, but for those that say why not."""
+"""Every wait for another process or machine in the sources has a deadline, or an entry here that says why not."""
 
 import ast
 from collections.abc import Iterator
@@ -6,83 +6,103 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "src" / "miles"
 
-# Methods that wait for as long as it takes when they are given nothing.
+# Methods that wait without a deadline when they have no argument.
 BARE = {"wait", "join", "get", "communicate", "acquire", "accept", "recv", "recv_bytes"}
-# Functions that take a ``timeout``, and wait for as long as it takes without.
+# Functions that wait without a deadline when they have no ``timeout``.
 TIMED = {
-    *("asyncio.wait", "ray.get", "ray.wait", "urllib.request.urlopen", "urlopen", "socket.create_connection"),
-    *("subprocess.run", "subprocess.call", "subprocess.check_call", "subprocess.check_output"),
-    *("dist.init_process_group", "dist.new_group", "TCPStore", "rendezvous", "aiohttp.ClientSession"),
+    "TCPStore",
+    "aiohttp.ClientSession",
+    "asyncio.wait",
+    "dist.init_process_group",
+    "dist.new_group",
+    "ray.get",
+    "ray.wait",
+    "rendezvous",
+    "socket.create_connection",
+    "subprocess.call",
+    "subprocess.check_call",
+    "subprocess.check_output",
+    "subprocess.run",
+    "urllib.request.urlopen",
+    "urlopen",
 }
 
 HERE = "it waits for a task or thread of this process, which has deadlines of its own"
-KILLED = "the process has ended or was killed just before, and the kernel sees to it"
-LIFE = "it is what the process or thread is for: it ends when whom it watches or serves does"
-STOP = "a server runs until it is told to stop"
-LOOP = "--stall-timeout bounds it: of a group, or of the step that lets it go on"
-GROUP = "the group it waits in was made with a deadline"
+KILLED = "the process has ended or was killed just before"
+CANCELLED = "all of them were cancelled just before"
+LIFE = "the process or thread exists for this wait, and ends with what it watches or serves"
+STOP = "a server runs until it is stopped"
+LOOP = "--stall-timeout bounds it: of a group, or of the step it waits for"
+GROUP = "the process group has a timeout"
 CALLER = "every caller of it has a deadline"
-SAID = "there is a message: whoever freezes in the middle of one is ended by --heartbeat-timeout"
+MESSAGE = "there is a message: a rank that hangs in the middle of one is killed by --heartbeat-timeout"
+SOCKET = "the socket has a timeout"
 
 MAY_WAIT = {
-    ("backends/fsdp/sharded.py", "ShardedModel.save"): GROUP,
-    ("backends/fsdp/sharded_value.py", "ShardedValue.save"): GROUP,
-    ("backends/native/ring.py", "Ring.sum"): GROUP,
-    ("backends/native/ring.py", "Ring._everyones"): GROUP,
-    ("backends/native/ring.py", "Ring.broadcast"): GROUP,
-    ("backends/native/ring.py", "Ring.gather"): GROUP,
-    ("backends/native/ring.py", "Ring.scatter"): GROUP,
-    ("backends/native/server/gate.py", "Gate.pass_through"): "a client waits as long as it likes for new weights",
-    ("backends/native/server/gate.py", "Gate.closed"): "a client waits as long as it likes for requests to end",
-    ("backends/native/server/gate.py", "Gate.empty"): CALLER,
-    ("backends/native/server/groups.py", "Groups.receive"): GROUP,
-    ("backends/native/server/stream.py", "_Changes.next"): "a client waits as long as it likes for tokens",
-    ("backends/sglang/client.py", "Client.attempt"): "a reply may be long: health checks find a server that is stuck",
-    ("backends/sglang/client.py", "Client.drained"): "all of them were cancelled just before",
-    ("backends/sglang/client.py", "Client.finished"): "all of them were cancelled just before",
-    ("backends/sglang/fleet.py", "Fleet._choose"): LOOP,
-    ("backends/sglang/fleet.py", "Fleet.news"): "a server that is not there is started with a deadline, or given up",
-    ("backends/sglang/guard.py", "main"): LIFE,
-    ("backends/sglang/hosted.py", "Warden.wait"): LIFE,
-    ("backends/sglang/process.py", "Process.wait"): LIFE,
-    ("backends/sglang/process.py", "Process.end"): KILLED,
-    ("cluster/crew/asked.py", "Crew._served"): LIFE,
-    ("cluster/crew/child.py", "Desk.serve"): LIFE,
-    ("cluster/crew/near.py", "Near.close"): KILLED,
-    ("cluster/ray/ranks.py", "_callers"): "the socket has a deadline",
-    ("cluster/ray/ranks.py", "_proven"): "the socket has a deadline",
-    ("cluster/route/router.py", "Router.close"): "it is cancelled when its time has passed",
-    ("cluster/team.py", "Line.hear"): LIFE,
-    ("cluster/team.py", "_end_with_the_leader"): LIFE,
-    ("cluster/team.py", "Team.replies"): SAID,
-    ("cluster/team.py", "Team.watch.look"): LIFE,
-    ("cluster/team.py", "Team._last_words"): SAID,
-    ("cluster/team.py", "Team._end"): KILLED,
-    ("launch/rank_trainer.py", "TeamTrainer.lost"): LIFE,
-    ("launch/requests.py", "Box.open"): "others take it for a moment, to see whether it is held",
-    ("launch/route.py", "_until_stopped"): STOP,
-    ("launch/serve.py", "_told_to_stop"): STOP,
-    ("launch/supervise.py", "Supervisor._life"): KILLED,
-    ("launch/wire.py", "Wired.run"): HERE,
-    ("rollout/reward/workers.py", "_Child.end"): KILLED,
-    ("rollout/reward/workers.py", "_called"): HERE,
-    ("rollout/sandbox/run.py", "_stopped"): "it is only begun there, and waited for with a deadline",
-    ("rollout/sandbox/watch.py", "watch"): KILLED,
-    ("rollout/session/server/sessions.py", "Sessions.quiet"): CALLER,
-    ("rollout/tools/carried.py", "main"): "it runs in a sandbox, which has a wall-clock limit",
-    ("rollout/tools/environments/openenv.py", "_Line.ask"): CALLER,
-    ("rollout/tools/environments/openenv.py", "_Line.close"): "it was cancelled just before",
+    ("hooks/worker.py", "HookWorker.run"): "its caller has the deadline of the user function, and cancels it",
+    ("backends/native/server/generation.py", "_Changes.wait_next"): "a client waits as long as it likes for tokens",
+    (
+        "backends/native/server/request_handler.py",
+        "RWLock.acquire_read",
+    ): "a client waits as long as it likes for new weights",
+    (
+        "backends/native/server/request_handler.py",
+        "RWLock.acquire_write",
+    ): "a client waits as long as it likes for requests to end",
+    ("backends/native/server/request_handler.py", "RWLock.wait_idle"): CALLER,
+    ("backends/native/server/weights/groups.py", "WeightUpdateGroups.receive"): GROUP,
+    ("backends/native/tp/communicator.py", "TpCommunicator.broadcast"): GROUP,
+    ("backends/native/tp/communicator.py", "TpCommunicator.gather"): GROUP,
+    ("backends/native/tp/communicator.py", "TpCommunicator.scatter"): GROUP,
+    ("backends/native/tp/communicator.py", "TpCommunicator.sum"): GROUP,
+    ("backends/remote/client.py", "SglangClient.drain"): CANCELLED,
+    ("backends/remote/client.py", "SglangClient.generate"): "health checks find a server that is stuck",
+    ("backends/remote/client.py", "SglangClient.wait_idle"): CANCELLED,
+    ("backends/remote/pool/engine_pool.py", "EnginePool._choose"): LOOP,
+    (
+        "backends/remote/pool/engine_pool.py",
+        "EnginePool.wait_for_change",
+    ): "a server that is gone is restarted with a deadline, or given up",
+    ("backends/remote/process/ray_server.py", "RayServerActor.wait"): LIFE,
+    ("backends/remote/process/server.py", "ServerProcess.wait"): LIFE,
+    ("cluster/process.py", "ChildProcess.kill"): KILLED,
+    ("cluster/process.py", "run_guard"): LIFE,
+    ("cluster/ray/spmd.py", "_accept_ranks"): SOCKET,
+    ("cluster/ray/spmd.py", "_authenticate"): SOCKET,
+    ("cluster/router/router.py", "Router.close"): "it is cancelled at its deadline",
+    ("cluster/spmd.py", "RankChannel.receive"): LIFE,
+    ("cluster/spmd.py", "SpmdGroup._end"): KILLED,
+    ("cluster/spmd.py", "SpmdGroup._read_failure"): MESSAGE,
+    ("cluster/spmd.py", "SpmdGroup.gather_replies"): MESSAGE,
+    ("cluster/spmd.py", "SpmdGroup.watch.wait_for_end"): LIFE,
+    ("cluster/spmd.py", "_exit_with_leader"): LIFE,
+    ("cluster/workers/local.py", "LocalWorker.close"): CANCELLED,
+    ("cluster/workers/pool.py", "WorkerPool._run"): LIFE,
+    ("cluster/workers/process.py", "WorkerRequestLoop.serve"): LIFE,
+    ("launch/build/run.py", "TrainingRun.run"): HERE,
+    ("launch/commands/route.py", "_until_stopped"): STOP,
+    ("launch/commands/serve.py", "_wait_for_signal"): STOP,
+    ("launch/distributed/driver.py", "DistributedTrainer.wait_for_loss"): LIFE,
+    ("launch/elastic/mailbox.py", "Mailbox.open"): "others lock it for a moment only",
+    ("launch/runtime/supervisor.py", "Supervisor._run_once"): KILLED,
+    ("rollout/reward/grader_pool.py", "_call_free_child"): HERE,
+    ("rollout/sandbox/monitor.py", "monitor"): KILLED,
+    ("rollout/sandbox/run.py", "_stop"): "it is only started there, and awaited with a deadline",
+    ("rollout/session/server/registry.py", "SessionRegistry.wait_idle"): CALLER,
+    ("rollout/tools/environments/openenv.py", "_WebSocket.close"): CANCELLED,
+    ("rollout/tools/environments/openenv.py", "_WebSocket.request"): CALLER,
     ("rollout/tools/environments/verifiers.py", "VerifiersEnvironment._next"): CALLER,
-    ("schedule/gate.py", "Gate.admit"): LOOP,
+    ("rollout/tools/sandbox_runner.py", "main"): "it runs in a sandbox, which has a wall-clock limit",
+    ("schedule/admission.py", "AdmissionControl.admit"): LOOP,
     ("schedule/loop.py", "Loop.run"): HERE,
-    ("schedule/shelf.py", "Shelf.take"): LOOP,
-    ("schedule/spares.py", "Spares.cut"): LOOP,
-    ("train/checkpoint.py", "Saving.writer"): HERE,
-    ("train/checkpoint.py", "Saving.wait"): HERE,
-    ("train/checkpoint.py", "save"): HERE,
-    ("train/snapshot.py", "Blocks.take"): HERE,
-    ("train/tensor_files.py", "FileWriter.wait"): HERE,
-    ("train/tensor_files.py", "FileWriter._work"): LIFE,
+    ("schedule/oversampling.py", "Oversampling.interrupt"): LOOP,
+    ("schedule/reorder_buffer.py", "ReorderBuffer.take"): LOOP,
+    ("train/checkpoint/checkpoint.py", "CheckpointSaver.wait"): HERE,
+    ("train/checkpoint/checkpoint.py", "CheckpointSaver.start_writer"): HERE,
+    ("train/checkpoint/checkpoint.py", "save"): HERE,
+    ("train/checkpoint/staging.py", "StagingPool.take"): HERE,
+    ("train/checkpoint/writer.py", "ShardWriter._run"): LIFE,
+    ("train/checkpoint/writer.py", "ShardWriter.wait"): HERE,
 }
 
 

@@ -1,25 +1,27 @@
 """The docs say what is there: links lead somewhere, flags exist, recipes are read, examples fit their doors."""
 
+import json
 import re
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from miles.algo.objective import Correction, Objective
-from miles.algo.reduce import Reducer
-from miles.config.cli import known_flags
+from miles.algo.loss_aggregation import Reducer
+from miles.algo.policy_loss import Correction, LossFn
+from miles.config.cli import index_flags
 from miles.config.files import SUFFIXES
-from miles.config.table import flag_of, knobs_of, mail_of
-from miles.core.protocols import Credit, Curriculum, Filter, Generate, GroupRewardFn, RewardFn, Worth
-from miles.launch import demo_task
+from miles.config.schema import flag_from_name, get_options, get_passthroughs
+from miles.core.protocols import AdvantageEstimator, AdvantageFn, Curriculum, Filter, Generate, GroupRewardFn, RewardFn
+from miles.hooks.load import format_signature, load_hook
+from miles.hooks.registry import HOOK_POINTS
+from miles.launch.commands import demo_task
 from miles.launch.config import Config
-from miles.launch.main import COMMANDS, read
-from miles.launch.rundir import MAY_CHANGE
-from miles.models.families.table import FAMILIES
-from miles.plug.load import load, signature_of
-from miles.plug.points import POINTS
-from miles.rollout.reward.table import GRADES, RANDOM
+from miles.launch.main import COMMANDS
+from miles.launch.read_config import read
+from miles.launch.runtime.run_directory import MAY_CHANGE
+from miles.models.families.registry import FAMILIES
+from miles.rollout.reward.registry import GRADERS, RANDOM
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -32,9 +34,10 @@ FLAG = re.compile(r"(?<![\w-])--[a-zA-Z][\w-]*")
 # flags of the commands themselves, and of other programs
 OTHERS = {
     "--parts",
+    "--cases",
     "--workloads",
     *("--kills", "--ray", "--namespaces", "--deterministic", "--keep", "--only"),
-    *("--help", "--version", "--json", "--flags", "--no-NAME", "--rounds", "--threads", "--seconds"),
+    *("--help", "--version", "--all", "--json", "--flags", "--no-NAME", "--rounds", "--threads", "--seconds"),
     *(
         "--models",
         "--sides",
@@ -109,12 +112,12 @@ def test_the_readme_is_one_page():
 
 def test_every_flag_that_is_written_exists():
     roots = {command.root for command in COMMANDS.values() if command.root is not None}
-    known = {*OTHERS, *(flag for root in roots for flag in known_flags(knobs_of(root)))}
+    known = {*OTHERS, *(flag for root in roots for flag in index_flags(get_options(root)))}
     unknown = {
         f"{named(page)}: {flag}"
         for page in [*PAGES, *RECIPES]
         for flag in FLAG.findall(page.read_text(encoding="utf-8"))
-        if flag not in known and not flag.startswith(tuple(f"--{prefix}-" for prefix in mail_of(Config)))
+        if flag not in known and not flag.startswith(tuple(f"--{prefix}-" for prefix in get_passthroughs(Config)))
     }
     assert not unknown
 
@@ -129,28 +132,28 @@ def test_every_command_that_is_written_exists():
     assert written == set(COMMANDS)
 
 
-def test_the_page_on_training_lists_the_knobs_that_may_change():
+def test_the_page_on_training_lists_the_options_that_may_change():
     text = prose(ROOT / "docs" / "train.md")
-    listed = re.search(r"\*\*Changing knobs\.\*\*(.*?)\n\n", text, re.DOTALL)
+    listed = re.search(r"\*\*Changing options\.\*\*(.*?)\n\n", text, re.DOTALL)
     assert listed is not None
-    assert set(FLAG.findall(listed[1])) == {flag_of(name) for name in MAY_CHANGE}
+    assert set(FLAG.findall(listed[1])) == {flag_from_name(name) for name in MAY_CHANGE}
 
 
 # -- tables that must be whole --------------------------------------------------------------
 
 
-def test_every_plug_point_is_on_its_page_with_its_signature():
-    text = prose(ROOT / "docs" / "plugs.md")
-    for point in POINTS:
+def test_every_hook_is_on_its_page_with_its_signature():
+    text = prose(ROOT / "docs" / "hooks.md")
+    for point in HOOK_POINTS:
         assert f"`{point.flag}`" in text
-        assert f"`{signature_of(point.protocol())}`" in text, signature_of(point.protocol())
+        assert f"`{format_signature(point.protocol())}`" in text, format_signature(point.protocol())
 
 
 def test_every_family_and_every_reward_is_on_its_page():
     models, rewards = prose(ROOT / "docs" / "models.md"), prose(ROOT / "docs" / "rewards.md")
     architectures = {architecture for family in FAMILIES for architecture in family.architectures}
     assert not [architecture for architecture in architectures if f"`{architecture}`" not in models]
-    assert not [name for name in (*GRADES, RANDOM) if f"`{name}`" not in rewards]
+    assert not [name for name in (*GRADERS, RANDOM) if f"`{name}`" not in rewards]
 
 
 def test_every_dependency_earns_its_place():
@@ -170,6 +173,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("world")
     demo_task.write_task(folder, demo_task.Task(warmup_words=64, train_words=64, heldout_words=4), seed=0)
     demo_task.write_checkpoint(folder, moe=False, seed=0)
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    pairs = [row | {"chosen": row["label"], "rejected": row["input"]} for row in rows]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
     return folder
 
 
@@ -185,7 +191,7 @@ def test_every_recipe_becomes_a_plan(recipe: Path, world: Path):
 
 @pytest.mark.parametrize("page", DOCS, ids=named)
 def test_every_toml_example_holds_only_keys(page: Path):
-    knobs = knobs_of(Config)
+    knobs = get_options(Config)
     for body in blocks(page, "toml"):
         values = tomllib.loads(body)
         values.pop("include", None)
@@ -203,13 +209,13 @@ def test_every_toml_example_holds_only_keys(page: Path):
         ("harder_when_ready", Curriculum),
         ("think_again", Generate),
         ("gently_bounded", Correction),
-        ("ranked", Worth),
-        ("later_tokens_count_less", Credit),
-        ("softly_bounded", Objective),
+        ("ranked", AdvantageFn),
+        ("later_tokens_count_less", AdvantageEstimator),
+        ("softly_bounded", LossFn),
         ("square_root", Reducer),
     ],
 )
 def test_every_plug_in_the_docs_fits_its_door(name: str, door: type, tmp_path: Path):
-    body = next(body for body in blocks(ROOT / "docs" / "plugs.md", "python") if f"def {name}(" in body)
+    body = next(body for body in blocks(ROOT / "docs" / "hooks.md", "python") if f"def {name}(" in body)
     (tmp_path / f"{name}.py").write_text(body)
-    load(f"{tmp_path / name}.py:{name}", door)
+    load_hook(f"{tmp_path / name}.py:{name}", door)

@@ -1,4 +1,4 @@
-"""The borrowed ranks of the tests themselves: they are joined, answer in order, and tell what went wrong."""
+"""The process pool of distributed tests returns results in order, and reports the traceback of a failure."""
 
 import pytest
 import torch
@@ -13,16 +13,16 @@ def total(rank: int, world: int, base: int) -> float:
 
 
 def fails_last(rank: int, world: int) -> int:
-    assert rank + 1 < world, "the last one must not"
+    assert rank + 1 < world, "the last rank fails"
     return rank
 
 
-def test_ranks_hear_each_other_and_are_used_again() -> None:
+def test_ranks_communicate_and_are_reused() -> None:
     assert ranks(2, total, 1) == [3.0, 3.0]
     assert ranks(3, total, 0) == [3.0, 3.0, 3.0]
 
 
 def test_a_rank_that_fails_is_quoted() -> None:
-    with pytest.raises(AssertionError, match="the last one must not"):
+    with pytest.raises(AssertionError, match="the last rank fails"):
         ranks(2, fails_last)
     assert ranks(2, total, 2) == [5.0, 5.0]

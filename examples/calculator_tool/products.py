@@ -11,9 +11,9 @@ import random
 import tempfile
 from pathlib import Path
 
-from miles.models.files import write_json
+from miles.models.checkpoint.safetensors_io import write_json
 from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, RopeSpec
-from miles.models.tokenizer import HubTokenizer, load_tokenizer
+from miles.models.tokenizer import HfTokenizer, load_tokenizer
 
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "'
 DONE = '"}}\n</tool_call>'
@@ -63,7 +63,7 @@ def demonstration(a: int, b: int, *, calls: bool) -> list[dict[str, object]]:
     return [offered, question, asks, {"role": "tool", "content": str(a * b)}, answer]
 
 
-def tokenizer() -> HubTokenizer:
+def tokenizer() -> HfTokenizer:
     """The tokenizer, made anew."""
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder))
@@ -117,11 +117,11 @@ def spec() -> DecoderSpec:
 def _write_model(folder: Path, seed: int) -> None:
     import torch
 
-    from miles.models import hub
-    from miles.models.families import config_of
+    from miles.models.checkpoint import hf
+    from miles.models.families import config_from_spec
 
-    decoder = hub.random(spec(), seed=seed, device="cpu", dtype=torch.float32)
-    hub.export(decoder, folder, like=None, config=config_of(spec()))
+    decoder = hf.init_random(spec(), seed=seed, device="cpu", dtype=torch.float32)
+    hf.export(decoder, folder, like=None, config=config_from_spec(spec()))
     write_tokenizer(folder)
 
 

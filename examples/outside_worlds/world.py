@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from miles.core.types import Prompt
-from miles.models.files import write_json
+from miles.models.checkpoint.safetensors_io import write_json
 from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, RopeSpec
 from miles.rollout.tools.environment import Environment
 from miles.rollout.tools.environments.openenv import OpenEnvEnvironment
-from miles.rollout.tools.environments.textgame import TextArenaGame
+from miles.rollout.tools.environments.text_games import TextArenaGame
 
 HERE = Path(__file__).parent
 KINDS = ("textarena", "openenv")
@@ -157,12 +157,12 @@ def spec(size: int) -> DecoderSpec:
 def write_model(folder: Path, known: Mapping[str, int], seed: int) -> None:
     import torch
 
-    from miles.models import hub
-    from miles.models.families import config_of
+    from miles.models.checkpoint import hf
+    from miles.models.families import config_from_spec
 
     shape = spec(len(known))
-    decoder = hub.random(shape, seed=seed, device="cpu", dtype=torch.float32)
-    hub.export(decoder, folder, like=None, config=config_of(shape))
+    decoder = hf.init_random(shape, seed=seed, device="cpu", dtype=torch.float32)
+    hf.export(decoder, folder, like=None, config=config_from_spec(shape))
     whole = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     pieces = [token for token in known if len(token) > 1]
     added = [{"id": known[token], "content": token, **whole, "special": token in SPECIAL} for token in pieces]

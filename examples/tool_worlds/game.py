@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from miles.core.types import Prompt
-from miles.rollout.tools.environment import Opening, Step
+from miles.rollout.tools.environment import OpenResult, StepResult
 from miles.rollout.tools.tool import Message
 
 
@@ -14,19 +14,19 @@ class Guess:
         self._tries, self._left = tries, tries
         self._number = 0
 
-    async def open(self, prompt: Prompt) -> Opening:
+    async def open(self, prompt: Prompt) -> OpenResult:
         self._number = int(prompt.label or 0)
-        return Opening(messages=prompt.messages, scores=True)
+        return OpenResult(messages=prompt.messages, provides_reward=True)
 
-    async def step(self, reply: Message) -> Step:
+    async def step(self, reply: Message) -> StepResult:
         said = str(reply["content"]).strip()
         self._left -= 1
         if said == str(self._number):
-            return Step(reward=(self._left + 1) / self._tries, done=True)
+            return StepResult(reward=(self._left + 1) / self._tries, done=True)
         if not said.isdigit() or not self._left:
-            return Step(reward=0.0, done=True)
+            return StepResult(reward=0.0, done=True)
         word = "higher" if int(said) < self._number else "lower"
-        return Step(messages=[{"role": "user", "content": word}])
+        return StepResult(messages=[{"role": "user", "content": word}])
 
     async def close(self) -> None:
         return

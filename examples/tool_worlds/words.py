@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from miles.rollout.generated import generate
+from miles.rollout.data.procedural import generate_entries
 
 ASK = "Spell this word backward (example: sun -> nus): "
 _ENTRIES = 800
@@ -27,4 +27,4 @@ def spelled(word: str, seed: int = 0) -> dict[str, Any]:
 @cache
 def _made(seed: int) -> dict[str, dict[str, Any]]:
     path = f"reasoning_gym:spell_backward?size={_ENTRIES}&seed={seed}&min_word_len=4&max_word_len=4"
-    return {entry["metadata"]["word"]: entry for entry in generate(path, range(_ENTRIES))}
+    return {entry["metadata"]["word"]: entry for entry in generate_entries(path, range(_ENTRIES))}

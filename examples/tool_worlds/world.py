@@ -24,7 +24,7 @@ from typing import Any
 
 from words import ASK, spelled, words  # the file beside this one
 
-from miles.models.files import write_json
+from miles.models.checkpoint.safetensors_io import write_json
 from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, RopeSpec
 
 HERE = Path(__file__).parent
@@ -172,11 +172,11 @@ def vocabulary() -> dict[str, int]:
 def write_model(folder: Path, seed: int) -> None:
     import torch
 
-    from miles.models import hub
-    from miles.models.families import config_of
+    from miles.models.checkpoint import hf
+    from miles.models.families import config_from_spec
 
-    decoder = hub.random(spec(), seed=seed, device="cpu", dtype=torch.float32)
-    hub.export(decoder, folder, like=None, config=config_of(spec()))
+    decoder = hf.init_random(spec(), seed=seed, device="cpu", dtype=torch.float32)
+    hf.export(decoder, folder, like=None, config=config_from_spec(spec()))
     whole = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     known = vocabulary()
     added = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from miles.models.files import write_json
+from miles.models.checkpoint.safetensors_io import write_json
 from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, RopeSpec
 
 THINGS = "abc"
@@ -53,12 +53,12 @@ def write_model(folder: Path, seed: int) -> None:
     """A random model and its tokenizer, as any user brings them."""
     import torch
 
-    from miles.models import hub
-    from miles.models.families import config_of
+    from miles.models.checkpoint import hf
+    from miles.models.families import config_from_spec
 
     folder.mkdir(parents=True, exist_ok=True)
-    decoder = hub.random(spec(), seed=seed, device="cpu", dtype=torch.float32)
-    hub.export(decoder, folder, like=None, config=config_of(spec()))
+    decoder = hf.init_random(spec(), seed=seed, device="cpu", dtype=torch.float32)
+    hf.export(decoder, folder, like=None, config=config_from_spec(spec()))
     write_tokenizer(folder)
 
 

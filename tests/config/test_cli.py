@@ -8,36 +8,36 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.config.cli import chunks_of, is_flag, parse
+from miles.config.cli import is_flag, parse, split_argv
 from miles.config.files import Layer
-from miles.config.help import help_of
-from miles.config.knob import knob, mail
-from miles.config.origin import to_toml, values_of
+from miles.config.help import format_help
+from miles.config.option import option, passthrough
+from miles.config.provenance import flatten_values, to_toml
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kitchen:
     """Where it is hot."""
 
-    heat: float = knob(1.0, "How hot it is.")
-    pots: int = knob(2, "How many pots there are.", unit="pots", aliases=("--pans",))
-    lid: bool = knob(False, "Put the lid on.")
-    salt: bool = knob(True, "Add salt.", off="--without-salt")
-    stir: bool | None = knob(None, "Stir, or do not, or let the cook decide.")
-    style: Literal["slow", "fast", "raw"] = knob("slow", "How to cook.")
-    timer: int | None = knob(None, "When to ring.", unit="minutes")
+    heat: float = option(1.0, "How hot it is.")
+    pots: int = option(2, "How many pots there are.", unit="pots", aliases=("--pans",))
+    lid: bool = option(False, "Put the lid on.")
+    salt: bool = option(True, "Add salt.", off="--without-salt")
+    stir: bool | None = option(None, "Stir, or do not, or let the cook decide.")
+    style: Literal["slow", "fast", "raw"] = option("slow", "How to cook.")
+    timer: int | None = option(None, "When to ring.", unit="minutes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pantry:
     """What there is."""
 
-    jars: tuple[int, ...] = knob((), "Sizes of the jars.")
-    labels: tuple[str, ...] | None = knob(None, "What is written on them.")
-    extra: dict[str, Any] = knob(factory=dict, help="JSON of what else there is.")
-    shelf: str | None = knob(None, "The folder it is in.", path=True)
-    books: tuple[str, ...] = knob((), "Names and files.", path="pairs")
-    letters: tuple[str, ...] = mail("aunt", "Flags for the aunt.")
+    jars: tuple[int, ...] = option((), "Sizes of the jars.")
+    labels: tuple[str, ...] | None = option(None, "What is written on them.")
+    extra: dict[str, Any] = option(factory=dict, help="JSON of what else there is.")
+    shelf: str | None = option(None, "The folder it is in.", path=True)
+    books: tuple[str, ...] = option((), "Names and files.", path="pairs")
+    letters: tuple[str, ...] = passthrough("aunt", "Flags for the aunt.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,9 @@ def test_a_config_is_frozen():
     ],
 )
 def test_a_knob_has_several_spellings(line: str, name: str, value: Any):
-    assert values_of(read(line, {"timer": 9, "jars": [1], "labels": ["x"]} if "no-" in line else {}))[name] == value
+    assert (
+        flatten_values(read(line, {"timer": 9, "jars": [1], "labels": ["x"]} if "no-" in line else {}))[name] == value
+    )
 
 
 def test_later_wins_and_origins_tell_who():
@@ -121,7 +123,7 @@ def test_mail_is_delivered_unopened():
     [
         ("--pot 3", "--pot is not a flag; did you mean --pots?"),
         ("-pots 3", "-pots is not a flag; did you mean --pots?"),
-        ("--zzzzzz", "--zzzzzz is not a flag; see --help for all of them."),
+        ("--zzzzzz", "--zzzzzz is not a flag; see --help all."),
         ("--pots x", "--pots takes a whole number, not 'x'."),
         ("--pots 3.0", "--pots takes a whole number, not '3.0'."),
         ("--pots 3 4", "--pots takes one value, but was given 2: 3 4."),
@@ -142,9 +144,10 @@ def test_mail_is_delivered_unopened():
         ("--jars", "--jars needs a value: whole numbers."),
         ("--extra {", "--extra takes a JSON object like '{\"key\": 1}', not '{'."),
         ("--extra [1]", "--extra takes a JSON object like '{\"key\": 1}', not '[1]'."),
-        ("--pots 1 --pots 2", "'--pots 1' and '--pots 2' contradict each other; keep one."),
-        ("--lid --no-lid", "'--lid' and '--no-lid' contradict each other; keep one."),
-        ("--salt --without-salt", "'--salt' and '--without-salt' contradict each other; keep one."),
+        (
+            "--jars 1 --jars 2",
+            "'--jars 1' and '--jars 2' are two lists for one option; give all values after one flag.",
+        ),
         ("--no-heat", "--no-heat is not a flag; did you mean --heat?"),
         ("word", "'word' is not expected here: values follow their flag, as in --lr 1e-6."),
     ],
@@ -153,12 +156,18 @@ def test_a_wrong_word_is_told_in_one_sentence(line: str, says: str):
     assert problems(line) == (says,)
 
 
+def test_the_last_of_repeated_flags_wins():
+    found = parse(House, ["--pots", "1", "--pots", "2", "--lid", "--no-lid", "--without-salt", "--salt"])
+    assert found.problems == () and found.config is not None
+    assert (found.config.kitchen.pots, found.config.kitchen.lid, found.config.kitchen.salt) == (2, False, True)
+
+
 @pytest.mark.parametrize(
     ("file", "says"),
     [
         ({"pot": 3}, "f0.toml: pot is not a key; did you mean pots?"),
         ({"kitchen": {"pot": 3}}, "f0.toml: pot is not a key; did you mean pots?"),
-        ({"qqqqqqq": 3}, "f0.toml: qqqqqqq is not a key; see miles train --help for all of them."),
+        ({"qqqqqqq": 3}, "f0.toml: qqqqqqq is not a key; see miles train --help all."),
         ({"kitchn": {"pots": 3}}, "f0.toml: there is no section [kitchn]; did you mean [kitchen]?"),
         ({"zzzzzz": {"pots": 3}}, "f0.toml: there is no section [zzzzzz]; there are [kitchen], [pantry]."),
         ({"pantry": {"pots": 3}}, "f0.toml: pots belongs in [kitchen], not in [pantry]."),
@@ -191,7 +200,7 @@ def test_a_wrong_key_is_told_in_one_sentence_with_its_file(file: dict[str, Any],
 def test_all_problems_are_told_at_once_and_what_could_not_be_read_is_named():
     reading = parse(House, shlex.split("--pots x --heta 3 --timer --style raw"), layers({"jar": [1]}))
     assert len(reading.problems) == 4
-    assert reading.unread == {"pots", "heat", "timer", "jars"}
+    assert reading.invalid == {"pots", "heat", "timer", "jars"}
     assert reading.config is not None and reading.config.kitchen.style == "raw"
 
 
@@ -203,7 +212,7 @@ def test_a_flag_no_one_owns_may_be_explained():
 def test_a_knob_without_default_is_required():
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Door:
-        key: int = knob(help="What opens it.")
+        key: int = option(help="What opens it.")
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Hut:
@@ -232,13 +241,13 @@ def test_words_that_are_no_flags_are_values_as_they_stand(words: list[str]):
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_every_number_reads_as_itself_after_a_flag(number: float):
-    assert chunks_of(["--heat", repr(number)])[1][0].words == (repr(number),)
+    assert split_argv(["--heat", repr(number)])[1][0].words == (repr(number),)
     reading = parse(House, ["--heat", repr(number)])
     assert reading.config is not None and reading.config.kitchen.heat == number
 
 
 def test_help_shows_every_flag_with_its_sentence_and_default():
-    text = help_of(House, width=100)
+    text = format_help(House, width=100)
     for part in (
         "[kitchen] Where it is hot.",
         "--pots, --pans POTS",
@@ -283,7 +292,7 @@ houses = st.builds(
 def test_a_written_config_reads_back_as_itself(house: House):
     import tomllib
 
-    written = to_toml(house, dict.fromkeys(values_of(house), "flag"))
+    written = to_toml(house, dict.fromkeys(flatten_values(house), "flag"))
     layer = Layer(label="c.toml", values=tomllib.loads(written))
     reading = parse(House, [], [layer])
     assert reading.problems == () and reading.config == house

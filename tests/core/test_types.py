@@ -1,4 +1,4 @@
-"""The nouns refuse what would be silently wrong."""
+"""Core types reject misaligned data."""
 
 import doctest
 from dataclasses import FrozenInstanceError
@@ -39,19 +39,19 @@ def sample(n: int, **changed) -> Sample:
     return Sample(**(made | changed))
 
 
-def test_the_examples_in_the_nouns_hold():
+def test_the_examples_in_the_core_types_hold():
     assert doctest.testmod(types).failed == 0
 
 
 @pytest.mark.parametrize(
     ("made", "says"),
     [
-        (lambda: Span(author=Author.POLICY, tokens=tokens(2)), "exactly the policy's spans"),
+        (lambda: Span(author=Author.POLICY, tokens=tokens(2)), "logprobs and version must be set on POLICY spans"),
         (
             lambda: Span(author=Author.ENV, tokens=tokens(2), logprobs=np.zeros(2, np.float32)),
-            "exactly the policy's spans",
+            "logprobs and version must be set on POLICY spans",
         ),
-        (lambda: Span(author=Author.PROMPT, tokens=np.zeros(2, np.int64)), "tokens are int32"),
+        (lambda: Span(author=Author.PROMPT, tokens=np.zeros(2, np.int64)), "tokens must be int32"),
         (
             lambda: Span(author=Author.POLICY, tokens=tokens(2), logprobs=np.zeros(3, np.float32), version=Version()),
             "logprobs has 3 entries for 2 tokens",
@@ -76,7 +76,7 @@ def test_a_span_cannot_be_changed_after_it_is_made():
 
 @given(st.integers(0, 8), st.integers(0, 8))
 def test_cutting_a_span_keeps_everything_aligned(n, at):
-    cut = written(n, routed=np.arange(n * 2).reshape(n, 2)).cut(at)
+    cut = written(n, routed=np.arange(n * 2).reshape(n, 2)).truncate(at)
     assert len(cut) == min(n, at) == len(cut.extras["routed"]) == len(cut.logprobs)
     assert cut.version == Version() and cut.mask.all()
 
@@ -84,12 +84,12 @@ def test_cutting_a_span_keeps_everything_aligned(n, at):
 def test_a_trajectory_knows_its_stalest_version_over_all_branches():
     asked = Span(author=Author.PROMPT, tokens=tokens(2))
     made = Trajectory(branches=((asked, written(2, 7)), (asked, written(1, 5))), status=Status.COMPLETED)
-    assert made.oldest == Version(number=5) and made.response_length == 3
+    assert made.oldest_version == Version(number=5) and made.response_length == 3
 
 
 def test_a_trajectory_the_policy_wrote_nothing_of_has_no_version():
     asked = Span(author=Author.PROMPT, tokens=tokens(2))
-    assert Trajectory(branches=((asked,),), status=Status.FAILED).oldest is None
+    assert Trajectory(branches=((asked,),), status=Status.FAILED).oldest_version is None
 
 
 def test_staleness_is_the_distance_to_the_oldest_token():

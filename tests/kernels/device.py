@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from miles.kernels.device_code import HAVE_TRITON
+from miles.kernels.runtime.triton_compat import HAVE_TRITON
 
 CARD = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CARD else "cpu")

@@ -2,43 +2,43 @@
 
 import torch
 
-from miles.kernels.terms import Index, Terms
+from miles.kernels.attention.params import AttentionParams, IndexerInputs
 
 
-def seen(length: int, terms: Terms, index: Index | None = None):
+def seen(length: int, params: AttentionParams, index: IndexerInputs | None = None):
     """Which keys each query of one sequence looks at; ``index`` holds that sequence's tokens alone."""
     query, key = torch.arange(length)[:, None], torch.arange(length)
     visible = key <= query
-    if terms.window is not None:
-        visible &= query - key < terms.window
-    if terms.chunk is not None:
-        visible &= query // terms.chunk == key // terms.chunk
+    if params.window is not None:
+        visible &= query - key < params.window
+    if params.chunk is not None:
+        visible &= query // params.chunk == key // params.chunk
     if index is not None:
         each = torch.einsum("qhd,kd->qhk", index.q_THd, index.k_Td).clamp(min=0)
         scores = (each * index.weights_TH[..., None]).sum(1).masked_fill(~visible, float("-inf"))
-        for row, best in enumerate(scores.topk(min(index.top, length)).indices):
+        for row, best in enumerate(scores.topk(min(index.topk, length)).indices):
             visible[row] &= torch.isin(key, best)
     return visible
 
 
-def part(index: Index | None, lo: int, hi: int) -> Index | None:
+def part(index: IndexerInputs | None, lo: int, hi: int) -> IndexerInputs | None:
     if index is None:
         return None
     tensors = (x[lo:hi] for x in (index.q_THd, index.k_Td, index.weights_TH))
-    return Index(**dict(zip(("q_THd", "k_Td", "weights_TH"), tensors, strict=True)), top=index.top)
+    return IndexerInputs(**dict(zip(("q_THd", "k_Td", "weights_TH"), tensors, strict=True)), topk=index.topk)
 
 
-def by_hand(q_THd, k_TGd, v_TGe, lengths, terms: Terms, sinks_H=None, index: Index | None = None):
+def by_hand(q_THd, k_TGd, v_TGe, lengths, params: AttentionParams, sinks_H=None, index: IndexerInputs | None = None):
     share = q_THd.shape[1] // k_TGd.shape[1]
     outs, start = [], 0
     for n in lengths:
         q, k, v = (x[start : start + n] for x in (q_THd, k_TGd, v_TGe))
         own = part(index, start, start + n)
         k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
-        scores = torch.einsum("qhd,khd->hqk", q, k) * terms.scale
-        if terms.softcap is not None:
-            scores = torch.tanh(scores / terms.softcap) * terms.softcap
-        scores = scores.masked_fill(~seen(n, terms, own), float("-inf"))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * params.scale
+        if params.softcap is not None:
+            scores = torch.tanh(scores / params.softcap) * params.softcap
+        scores = scores.masked_fill(~seen(n, params, own), float("-inf"))
         if sinks_H is not None:
             scores = torch.cat((scores, sinks_H.to(scores.dtype)[:, None, None].expand(-1, n, 1)), -1)
         outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :n], v))
@@ -57,9 +57,9 @@ def qkv(total, heads, kv_heads, dim, value_dim=None, seed=0, dtype=torch.float64
     return tensors(*shapes, seed=seed, dtype=dtype)
 
 
-def index_of(total, top, heads=5, dim=6, seed=0, dtype=torch.float64) -> Index:
+def index_of(total, top, heads=5, dim=6, seed=0, dtype=torch.float64) -> IndexerInputs:
     q, k, weights = (x.detach() for x in tensors((total, heads, dim), (total, dim), (total, heads), seed=seed))
-    return Index(q_THd=q.to(dtype), k_Td=k.to(dtype), weights_TH=weights.to(dtype), top=top)
+    return IndexerInputs(q_THd=q.to(dtype), k_Td=k.to(dtype), weights_TH=weights.to(dtype), topk=top)
 
 
 def gradients(out, inputs, seed=0):

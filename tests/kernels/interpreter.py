@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.kernels.device import CARD
 
-from miles.kernels.device_code import HAVE_TRITON, tl
+from miles.kernels.runtime.triton_compat import HAVE_TRITON, tl
 
 if HAVE_TRITON and not CARD:
     from triton.runtime import interpreter

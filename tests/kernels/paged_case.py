@@ -7,7 +7,7 @@ import torch
 from tests.kernels.device import CARD, DEVICE, random
 from torch import Tensor
 
-from miles.kernels.work import DecodeWork
+from miles.kernels.attention.split_kv import SplitKVPlan
 
 # Processors that work is cut for; without a card few, so that every program takes several items.
 SMS = 132 if CARD else 1
@@ -22,17 +22,17 @@ class Case:
     shared: np.ndarray
     k_SGd: Tensor
     v_SGe: Tensor
-    pages_SP: Tensor
-    seats_B: Tensor
+    block_table_SP: Tensor
+    req_slots_B: Tensor
     page_size: int
 
-    def work(self, queries: int, *, trunks: bool = True, items: int = 64, **more) -> DecodeWork:
+    def work(self, queries: int, *, trunks: bool = True, items: int = 64, **more) -> SplitKVPlan:
         """The step, cut and sent. Rows of families ask for their trunks together."""
-        work = DecodeWork(len(self.lengths) + 2, items, DEVICE, trunk_queries=more.pop("trunk_queries", 64))
+        work = SplitKVPlan(len(self.lengths) + 2, items, DEVICE, prefix_queries=more.pop("prefix_queries", 64))
         shared = self.shared if trunks else np.zeros_like(self.shared)
         sms, kv_heads = more.pop("sms", SMS), more.pop("kv_heads", self.k_SGd.shape[1])
         work.fill(self.lengths, self.group, shared, kv_heads=kv_heads, queries_per_kv=queries, sms=sms, **more)
-        work.send()
+        work.copy_to_device()
         return work
 
 
@@ -66,17 +66,19 @@ def case(
         used[pages_BP[row, token // page_size] * page_size + token % page_size] = True
     for held in (k_SGd, v_SGe):
         held[torch.from_numpy(~used).to(DEVICE)] = torch.nan
-    seats_B = rng.permutation(len(lengths) + 3)[: len(lengths)]
-    pages_SP = np.full((len(lengths) + 3, most + 2), 10**6, np.int32)
-    pages_SP[seats_B, :most] = np.where(np.arange(most) < -(-np.array(lengths) // page_size)[:, None], pages_BP, 10**6)
+    req_slots_B = rng.permutation(len(lengths) + 3)[: len(lengths)]
+    block_table_SP = np.full((len(lengths) + 3, most + 2), 10**6, np.int32)
+    block_table_SP[req_slots_B, :most] = np.where(
+        np.arange(most) < -(-np.array(lengths) // page_size)[:, None], pages_BP, 10**6
+    )
     return Case(
         np.array(lengths),
         group,
         shared,
         k_SGd,
         v_SGe,
-        torch.from_numpy(pages_SP).to(DEVICE),
-        torch.from_numpy(seats_B).to(DEVICE),
+        torch.from_numpy(block_table_SP).to(DEVICE),
+        torch.from_numpy(req_slots_B).to(DEVICE),
         page_size,
     )
 

@@ -7,18 +7,19 @@ import torch
 from tests.kernels import interpreter  # noqa: F401  loops over numbers read from memory
 from tests.kernels.device import CARD, DEVICE, DTYPES, ROUNDING, apart, needs_triton, random
 
-from miles.kernels import norm, train_gated
-from miles.kernels.gated import activate
-from miles.kernels.train_gated import gated_in_training
-from miles.kernels.train_head import Scale, slopes_of, sums_of
-from miles.kernels.train_heads import Shape, heads_in_training
-from miles.kernels.train_norm import add_norm_in_training, norm_in_training
-from miles.kernels.varlen import PackedAttend
-from miles.models import attention as attention_module
+from miles.kernels.attention.varlen import VarlenAttentionBackend
+from miles.kernels.fused import activation as activation_module
+from miles.kernels.fused import rms_norm as norm
+from miles.kernels.fused.activation import apply_activation, gated_activation_training
+from miles.kernels.fused.fused_logprob import LogitTransform, compute_logit_grads, reduce_logits
+from miles.kernels.fused.qk_norm_rope import QKVShape, qk_norm_rope_training
+from miles.kernels.fused.rms_norm_autograd import add_rms_norm_training, rms_norm_training
+from miles.kernels.numerics import FAST
+from miles.models.accounting.known_models import load_known_models
 from miles.models.decoder import Decoder
-from miles.models.families import spec_of
-from miles.models.published import published
-from miles.models.rope import rotate
+from miles.models.families import spec_from_config
+from miles.models.layers import attention as attention_module
+from miles.models.layers.rope import apply_rotary
 
 ROWS = [(1, 8), (3, 24), (70, 64), (5, 2560)] + ([(8192, 2560), (16384, 1024), (333, 5120)] if CARD else [])
 
@@ -43,7 +44,7 @@ def plain_norm(x, weight, eps, offset):
 def test_a_norm_and_its_gradients_are_the_formulas(poisoned, shape, dtype, offset):
     x, weight, grad = 3 * random(*shape, dtype=dtype), random(shape[1], dtype=dtype), random(*shape, dtype=dtype)
     x.requires_grad_(), weight.requires_grad_()
-    out = norm_in_training(x, weight, 1e-6, offset=offset)
+    out = rms_norm_training(x, weight, 1e-6, offset=offset)
     wide = doubled(x, weight)
     wanted = plain_norm(*wide, 1e-6, offset)
     assert out.dtype == dtype and apart(out, wanted) < ROUNDING[dtype]
@@ -58,7 +59,7 @@ def test_a_sum_and_its_norm_take_both_gradients(poisoned, shape, dtype, used):
     x, delta, g1, g2 = (random(*shape, dtype=dtype) for _ in range(4))
     weight = random(shape[1], dtype=dtype).requires_grad_()
     x.requires_grad_(), delta.requires_grad_()
-    total, out = add_norm_in_training(x, delta, weight, 1e-5)
+    total, out = add_rms_norm_training(x, delta, weight, 1e-5)
     assert torch.equal(total, x + delta)
     a, w = doubled(total, weight)
     wanted = plain_norm(a, w, 1e-5, 0.0)
@@ -77,12 +78,12 @@ def test_a_sum_and_its_norm_take_both_gradients(poisoned, shape, dtype, used):
 def test_rows_may_lie_apart_have_more_dimensions_and_be_none(poisoned):
     wide, weight = random(6, 3, 48).requires_grad_(), random(16).requires_grad_()
     part = wide[:, 1:, 16:32]
-    out = norm_in_training(part, weight, 1e-6)
+    out = rms_norm_training(part, weight, 1e-6)
     grads = torch.autograd.grad(out.square().sum(), (wide, weight))
     a, w = doubled(wide, weight)
     wanted = torch.autograd.grad(plain_norm(a[:, 1:, 16:32], w, 1e-6, 0.0).square().sum(), (a, w))
     assert near(grads, wanted, torch.float32)
-    none = norm_in_training(wide[:0, 0, :16], weight, 1e-6)
+    none = rms_norm_training(wide[:0, 0, :16], weight, 1e-6)
     assert none.shape == (0, 16) and not torch.autograd.grad(none.sum(), weight)[0].any()
 
 
@@ -95,10 +96,10 @@ def test_a_gate_and_its_gradients_are_the_formulas(poisoned, kind, interleaved, 
     rows, size = shape
     inner = (4 * random(rows, 2 * size, dtype=dtype)).requires_grad_()
     grad = random(rows, size, dtype=dtype)
-    out = gated_in_training(inner, kind, interleaved=interleaved)
+    out = gated_activation_training(inner, kind, interleaved=interleaved)
     (wide,) = doubled(inner)
     halves = wide.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else wide.chunk(2, -1)
-    wanted = activate(*halves, kind)
+    wanted = apply_activation(*halves, kind)
     assert out.shape == shape and apart(out, wanted) < 2 * ROUNDING[dtype]
     assert near(torch.autograd.grad(out, inner, grad), torch.autograd.grad(wanted, wide, grad.double()), dtype)
 
@@ -106,9 +107,11 @@ def test_a_gate_and_its_gradients_are_the_formulas(poisoned, kind, interleaved, 
 @needs_triton
 def test_gates_of_no_rows_and_of_more_dimensions(poisoned):
     none = random(0, 8).requires_grad_()
-    gated_in_training(none, "silu").sum().backward()
+    gated_activation_training(none, "silu").sum().backward()
     inner = random(3, 2, 8)
-    assert torch.equal(gated_in_training(inner, "silu").flatten(0, 1), gated_in_training(inner.flatten(0, 1), "silu"))
+    assert torch.equal(
+        gated_activation_training(inner, "silu").flatten(0, 1), gated_activation_training(inner.flatten(0, 1), "silu")
+    )
 
 
 # -- heads ------------------------------------------------------------------------------------
@@ -132,7 +135,7 @@ def plain_heads(qkv, rotation, q_weight, k_weight, shape):
     if q_weight is not None:
         q, k = (plain_norm(x, w, shape.eps, shape.offset) for x, w in ((q, q_weight), (k, k_weight)))
     if rotation is not None:
-        q, k = (rotate(x, rotation.to(x.dtype), interleaved=shape.interleaved) for x in (q, k))
+        q, k = (apply_rotary(x, rotation.to(x.dtype), interleaved=shape.interleaved, numerics=FAST) for x in (q, k))
     return q, k, v
 
 
@@ -145,7 +148,7 @@ def plain_heads(qkv, rotation, q_weight, k_weight, shape):
 def test_heads_and_their_gradients_are_the_chains(poisoned, dtype, case, norm, variant):
     heads, kv_heads, dim, turned = case
     tokens = 700 if CARD else 3
-    shape = Shape(
+    shape = QKVShape(
         heads=heads,
         kv_heads=kv_heads,
         head_dim=dim,
@@ -155,7 +158,7 @@ def test_heads_and_their_gradients_are_the_chains(poisoned, dtype, case, norm, v
     qkv = (2 * random(tokens, shape.rows * dim, dtype=dtype)).requires_grad_()
     weights = [random(dim, dtype=dtype).requires_grad_() for _ in range(2)] if norm else []
     rotation = rotations(tokens, turned, shape.interleaved, dtype) if turned else None
-    outs = heads_in_training(qkv, rotation, *(weights or (None, None)), shape)
+    outs = qk_norm_rope_training(qkv, rotation, *(weights or (None, None)), shape)
     wide = doubled(qkv, *weights)
     wanted = plain_heads(wide[0], rotation, *(wide[1:] or (None, None)), shape)
     assert near(outs, wanted, dtype)
@@ -166,9 +169,9 @@ def test_heads_and_their_gradients_are_the_chains(poisoned, dtype, case, norm, v
 
 @needs_triton
 def test_gradients_of_heads_may_lie_apart(poisoned):
-    shape = Shape(heads=4, kv_heads=2, head_dim=8)
+    shape = QKVShape(heads=4, kv_heads=2, head_dim=8)
     qkv = random(6, shape.rows * 8).requires_grad_()
-    outs = heads_in_training(qkv, None, None, None, shape)
+    outs = qk_norm_rope_training(qkv, None, None, None, shape)
     grads = [random(x.shape[1], x.shape[0], 8).transpose(0, 1) for x in outs]
     (found,) = torch.autograd.grad(outs, qkv, grads)
     assert torch.equal(found, torch.cat([g.flatten(1) for g in grads], 1))
@@ -189,20 +192,22 @@ def test_log_probs_and_entropies_follow_from_the_sums_and_their_gradients_from_t
     logits[:, columns:] = 1e6
     target = torch.randint(0, columns, (rows,), device=DEVICE)
     target[0] = -1
-    scale = Scale(temperature=temperature, softcap=softcap, size=columns)
-    sums = sums_of(logits, target, scale)
+    scale = LogitTransform(temperature=temperature, softcap=softcap, size=columns)
+    sums = reduce_logits(logits, target, scale)
     (wide,) = doubled(logits[:, :columns])
     bounded = wide if softcap is None else softcap * torch.tanh(wide / softcap)
     logp = torch.log_softmax(bounded / temperature, -1)
     entropy = -(logp.exp() * logp).sum(-1)
     chosen = logp.gather(1, target.clamp(min=0)[:, None])[:, 0]
     log = sums.total_C.log()
-    assert torch.allclose((sums.chosen_C - log)[1:].double(), chosen[1:], atol=2e-5) and sums.chosen_C[0] == 0
+    assert (
+        torch.allclose((sums.target_logit_C - log)[1:].double(), chosen[1:], atol=2e-5) and sums.target_logit_C[0] == 0
+    )
     assert torch.allclose((log - sums.mean_C / sums.total_C).double(), entropy, atol=2e-5)
     for used in ((True, False), (False, True), (True, True)):
         grads = [random(rows) if there else None for there in used]
-        lse = sums.most_C + log
-        found = slopes_of(logits, target, lse, entropy.float(), *grads, scale, torch.float32)
+        lse = sums.max_C + log
+        found = compute_logit_grads(logits, target, lse, entropy.float(), *grads, scale, torch.float32)
         # A target elsewhere has its own logit there, and the sum it is divided by has these.
         said = torch.where(target >= 0, chosen, -(bounded / temperature).logsumexp(-1))
         loss = sum((g.double() * x).sum() for g, x in zip(grads, (said, entropy), strict=True) if g is not None)
@@ -212,10 +217,10 @@ def test_log_probs_and_entropies_follow_from_the_sums_and_their_gradients_from_t
 
 @needs_triton
 def test_ranks_of_padding_alone_and_no_rows_are_no_trouble(poisoned):
-    scale = Scale(temperature=1.0, softcap=None, size=0)
-    sums = sums_of(random(2, 8), torch.full((2,), -1, device=DEVICE), scale)
-    assert not sums.total_C.any() and not sums.mean_C.any() and (sums.most_C <= -1e29).all()
-    assert sums_of(random(0, 8), torch.zeros(0, dtype=torch.int64, device=DEVICE), scale).total_C.shape == (0,)
+    scale = LogitTransform(temperature=1.0, softcap=None, size=0)
+    sums = reduce_logits(random(2, 8), torch.full((2,), -1, device=DEVICE), scale)
+    assert not sums.total_C.any() and not sums.mean_C.any() and (sums.max_C <= -1e29).all()
+    assert reduce_logits(random(0, 8), torch.zeros(0, dtype=torch.int64, device=DEVICE), scale).total_C.shape == (0,)
 
 
 # -- all of them ------------------------------------------------------------------------------
@@ -223,7 +228,7 @@ def test_ranks_of_padding_alone_and_no_rows_are_no_trouble(poisoned):
 
 @needs_triton
 def test_a_decoder_learns_the_same_with_them(monkeypatch, poisoned):
-    spec = spec_of(published()["Qwen3-0.6B"])
+    spec = spec_from_config(load_known_models()["Qwen3-0.6B"])
     attention = replace(spec.layers[0].mixer, num_heads=4, num_kv_heads=2, head_dim=16)
     layer = replace(spec.layers[0], mixer=attention, ffn=replace(spec.layers[0].ffn, size=24))
     spec = replace(spec, layers=(layer, layer), hidden_size=32, vocab_size=50, max_positions=64)
@@ -233,9 +238,9 @@ def test_a_decoder_learns_the_same_with_them(monkeypatch, poisoned):
     tokens, positions = torch.arange(7, device=DEVICE) % 50, torch.tensor([0, 1, 2, 0, 1, 2, 3], device=DEVICE)
     found = []
     for fast in (False, True):
-        for module in (norm, train_gated, attention_module):
-            monkeypatch.setattr(module, "trained", lambda x, fast=fast: fast)
-        hidden = decoder(tokens, positions, PackedAttend([3, 4], DEVICE))
+        for module in (norm, activation_module, attention_module):
+            monkeypatch.setattr(module, "use_triton_training", lambda x, fast=fast: fast)
+        hidden = decoder(tokens, positions, VarlenAttentionBackend([3, 4], DEVICE))
         grads = torch.autograd.grad((hidden * random(7, 32, seed=9)).sum(), list(decoder.parameters()))
         found.append((hidden, *grads))
     for plain, fused in zip(*found, strict=True):

@@ -1,4 +1,4 @@
-"""The examples of docs/plugs.md as modules, each call of which is written down."""
+"""The examples of docs/hooks.md as modules, each call of which is written down."""
 
 import functools
 import inspect
@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from miles.plug.load import find
+from miles.hooks.load import find_object
 
-PAGE = Path(__file__).parents[2] / "docs" / "plugs.md"
+PAGE = Path(__file__).parents[2] / "docs" / "hooks.md"
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -36,7 +36,7 @@ class Examples:
             body = body.replace(written, meant)
         file = self._folder / f"documented_{name}.py"
         file.write_text(body)
-        example = find(f"{file}:{name}")
+        example = find_object(f"{file}:{name}")
         module = inspect.getmodule(example)
         assert module is not None
         if inspect.isclass(example):

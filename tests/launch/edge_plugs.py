@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from miles.core.events import StepFinished
-from miles.core.protocols import Verdict
+from miles.core.protocols import FilterResult
 from miles.core.types import Group, Prompt
 
 
@@ -27,8 +27,8 @@ class Counting:
         self.made = state["made"]
 
 
-def not_every_third(group: Group, version) -> Verdict:
-    return Verdict(keep=group.prompt.id % 3 != 0, reason="third")
+def not_every_third(group: Group, version) -> FilterResult:
+    return FilterResult(keep=group.prompt.id % 3 != 0, reason="third")
 
 
 def halved(batch):

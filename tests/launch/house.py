@@ -31,6 +31,7 @@ RECIPE = """
 hf_checkpoint = "model"
 prompt_data = "data/train.jsonl"
 rm_type = "math"
+label_key = "label"
 [rollout]
 rollout_batch_size = 16
 n_samples_per_prompt = 8

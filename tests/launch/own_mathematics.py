@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from miles.algo.credit import rows_of
-from miles.algo.objective import Evidence, Terms
-from miles.algo.reduce import Layout
+from miles.algo.advantages import build_samples
+from miles.algo.loss_aggregation import LossAggregator
+from miles.algo.policy_loss import LossInputs, LossOutput
 from miles.core.types import Author, Group, Sample
 
 
@@ -22,15 +22,15 @@ def first_token_only(group: Group) -> list[Sample]:
     """Rows in which only the first token an attempt wrote is trained on."""
     rows = []
     for trajectory, reward in zip(group.trajectories, group.rewards, strict=True):
-        (row,) = rows_of(group.prompt.id, trajectory, worth=reward, trained=Author.POLICY)
+        (row,) = build_samples(group.prompt.id, trajectory, advantage=reward, trained_author=Author.POLICY)
         rows.append(replace(row, mask=row.mask & (np.cumsum(row.mask) == 1)))
     return rows
 
 
-def likelihood(evidence: Evidence, layout: Layout) -> Terms:
+def likelihood(evidence: LossInputs, layout: LossAggregator) -> LossOutput:
     """A plain policy gradient."""
     loss = layout.reduce(-evidence.advantage_R * evidence.logp_R)
-    return Terms(loss=loss, metrics={"loss": loss.detach()})
+    return LossOutput(loss=loss, metrics={"loss": loss.detach()})
 
 
 def by_length(counts_N: Sequence[int]) -> NDArray[np.float64]:

@@ -4,7 +4,7 @@ import os
 import signal
 from pathlib import Path
 
-from miles.core.errors import PlugError
+from miles.core.errors import HookError
 from miles.core.types import Prompt, Reward, Trajectory
 
 
@@ -14,7 +14,7 @@ async def score(prompt: Prompt, trajectory: Trajectory) -> Reward:
         case "raise":
             raise RuntimeError("this reply has no end")
         case "stop":
-            raise PlugError("the table of answers is missing; write it.")
+            raise HookError("the table of answers is missing; write it.")
         case "number":
             return 0.5  # pyright: ignore[reportReturnType]
         case "pid":

@@ -13,10 +13,10 @@ from pathlib import Path
 import transformers.models.auto.tokenization_auto  # noqa: F401
 from tests.pool import PRELOADED
 
-import miles.launch.demo
+import miles.launch.commands.demo
 from miles.core.types import Prompt, Reward, Trajectory
-from miles.launch import demo_task
-from miles.launch import run as miles_run
+from miles.launch.commands import demo_task
+from miles.launch.commands import train as miles_run
 from miles.launch.main import main
 
 STEPS = 6
@@ -123,7 +123,7 @@ def undrawn(metrics_jsonl: Path, png: Path, title: str) -> bool:
 def _child(argv: tuple[str, ...], kill_at: str, drawn: bool, said: Path) -> None:
     os.chdir(ROOT)
     if not drawn:
-        miles_run.draw_curves = undrawn
+        miles_run.plot_curves = undrawn
     for name, number in (("out", 1), ("err", 2)):
         os.dup2(os.open(said / name, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
     sys.stdout.reconfigure(line_buffering=True)
@@ -158,7 +158,7 @@ def everything(run: Path) -> dict[str, bytes]:
     files = (p for p in last.rglob("*") if p.is_file() and p.name not in ("cursor.json", "manifest.json"))
     kept = {str(p.relative_to(last)): p.read_bytes() for p in files}
     cursor = json.loads((last / "cursor.json").read_text())
-    del cursor["marks"]["timings"]
+    del cursor["log_offsets"]["timings"]
     kept["cursor.json"] = json.dumps(cursor, sort_keys=True).encode()
     for name in ("events.jsonl", "metrics.jsonl"):
         kept[name] = (run / name).read_bytes()

@@ -9,7 +9,7 @@ from tests.launch.small_run import flags, write_world
 
 from miles.core.types import Prompt
 from miles.launch.main import main
-from miles.rollout.tools.environment import Opening, Step
+from miles.rollout.tools.environment import OpenResult, StepResult
 
 
 async def twice(base_url: str, prompt: list[dict[str, Any]], request_kwargs: dict[str, Any], metadata: dict[str, Any]):
@@ -34,12 +34,12 @@ async def twice(base_url: str, prompt: list[dict[str, Any]], request_kwargs: dic
 class Letters:
     """A world that says itself what an attempt earned: a point for every wanted letter."""
 
-    async def open(self, prompt: Prompt) -> Opening:
+    async def open(self, prompt: Prompt) -> OpenResult:
         self._wanted = set(prompt.label or "")
-        return Opening(messages=prompt.messages, scores=True)
+        return OpenResult(messages=prompt.messages, provides_reward=True)
 
-    async def step(self, reply) -> Step:
-        return Step(reward=float(len(self._wanted & set(reply["content"]))), done=True)
+    async def step(self, reply) -> StepResult:
+        return StepResult(reward=float(len(self._wanted & set(reply["content"]))), done=True)
 
     async def close(self) -> None:
         return
@@ -81,12 +81,12 @@ def test_a_world_that_scores_needs_no_other_reward(world, tmp_path):
     [
         (
             "--custom-agent-function-path a.b:c --custom-generate-function-path multi_turn",
-            "--custom-agent-function-path a.b:c and --custom-generate-function-path multi_turn both answer prompts; "
-            "keep one.",
+            "--custom-agent-function-path a.b:c and --custom-generate-function-path multi_turn both generate"
+            " responses; keep one.",
         ),
         (
             "--generate-tools calculator",
-            "--generate-tools is for answers in several turns; add --custom-generate-function-path multi_turn.",
+            "--generate-tools needs --custom-generate-function-path multi_turn; add that, or remove --generate-tools.",
         ),
         ("--custom-agent-function-path nowhere.at:all", "nowhere"),
     ],

@@ -5,7 +5,7 @@ import json
 import pytest
 from tests.launch.small_run import flags, miles, write_world
 
-from miles.observe.metric import unexplained
+from miles.observe.metric import list_undocumented
 
 OWN = "tests.launch.own_mathematics"
 
@@ -38,9 +38,9 @@ def test_an_algorithm_trains(world, tmp_path, more):
     assert len(rows) == 3
     for row in rows:
         assert row["grad_norm"] > 0 and row["advantage_std"] > 0 and row["parity_max_abs"] < 1e-4
-        assert not unexplained(row.keys() - {"kind", "step", "version"})
+        assert not list_undocumented(row.keys() - {"kind", "step", "version"})
     assert any(row["pg_clipfrac"] > 0 for row in rows) or "cispo" in more
-    assert ("opsm_share" in rows[0]) == ("--use-opsm" in more)
+    assert ("opsm_clipfrac" in rows[0]) == ("--use-opsm" in more)
 
 
 def test_mathematics_of_ones_own_trains(world, tmp_path):
@@ -64,4 +64,4 @@ def test_a_plug_that_does_not_fit_is_told_before_anything_starts(world, tmp_path
     more = ("--custom-reward-post-process-path", f"{OWN}:likelihood")
     done = miles("train", *flags(world, tmp_path / "run", *more))
     assert done.returncode == 1
-    assert "but Worth wants def (group: Group) -> Sequence[float]" in done.stderr
+    assert "but AdvantageFn wants def (group: Group) -> Sequence[float]" in done.stderr

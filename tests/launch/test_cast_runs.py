@@ -16,9 +16,9 @@ from tests.launch.small_run import everything, miles
 
 from miles.core.types import Prompt
 from miles.launch.main import main
-from miles.observe.metric import unexplained
+from miles.observe.metric import list_undocumented
 from miles.observe.rollouts import read_step
-from miles.rollout.cast.cast import Cast
+from miles.rollout.multi_agent.agents import Agents
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "two_agents"
 sys.path.insert(0, str(EXAMPLE))
@@ -76,7 +76,7 @@ def test_two_policies_learn_in_one_run_each_at_its_own_pace(start, tmp_path, cap
     evals = measured(run, "eval")
     assert evals[0].keys() >= {"eval/each/reward/speaker", "eval/each/reward/listener"}
     plain = {"kind", "step", "time"}
-    assert not unexplained({name for row in (*steps, *evals) for name in row} - plain)
+    assert not list_undocumented({name for row in (*steps, *evals) for name in row} - plain)
     speaker, listener = weights(run, 4), weights(run, 4, "policies", "listener")
     assert not same(speaker, listener)
     assert not same(listener, load_file(start / "listener" / "model.safetensors"))
@@ -93,7 +93,7 @@ def test_a_killed_run_of_two_policies_continues_to_the_bit(start, tmp_path):
     calm, run = tmp_path / "calm", tmp_path / "run"
     done = miles("train", *small(start, calm, train_every=3))
     assert done.returncode == 0, done.stderr
-    killed = miles("train", *small(start, run, train_every=3), kill_at="miles.sync.several:SeveralSyncs.publish:4")
+    killed = miles("train", *small(start, run, train_every=3), kill_at="miles.sync.publish:MultiPolicySync.publish:4")
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     held = run / "checkpoints" / "step-000002" / "policies" / "listener" / "held.rows"
     assert held.stat().st_size > 1000
@@ -134,9 +134,9 @@ def test_overlapping_planes_keep_every_policy_within_the_staleness_budget(start,
     assert max(row["policy/listener/staleness"] for row in steps[1::2]) <= 1
 
 
-async def over_http(prompt: Prompt, cast: Cast):
+async def over_http(prompt: Prompt, cast: Agents):
     """The game of the example, with the listener behind its address."""
-    said = await cast["speaker"].say(prompt.messages)
+    said = await cast["speaker"].chat(prompt.messages)
     address = await cast["listener"].base_url()
     body = {"model": "any", "messages": [{"role": "user", "content": said.text or "?"}]}
     async with aiohttp.ClientSession() as http, http.post(f"{address}/v1/chat/completions", json=body) as response:

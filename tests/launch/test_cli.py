@@ -13,16 +13,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.launch.house import furnish
 from tests.launch.wrong_lines import WRONG
+from tests.tiers import examples
 
 from miles import __version__
-from miles.config.cli import known_flags, parse
-from miles.config.table import knobs_of
+from miles.config.cli import index_flags, parse
+from miles.config.schema import flag_from_name, get_options
 from miles.core.errors import MilesError, UsageError
 from miles.launch import main as entry
+from miles.launch import read_config
 from miles.launch.config import Config, DemoConfig
 from miles.launch.main import COMMANDS, main
-from miles.launch.retired import explain, retired
-from miles.launch.rules import Command
+from miles.launch.rules.check import Command
+from miles.launch.rules.removed_flags import explain_removed_flag, load_flag_synonyms, load_removed_flags
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,8 +55,8 @@ def test_a_wrong_command_line_is_told_all_that_is_wrong(line: str, says: list[st
         (
             "zzz",
             [
-                "zzz is not a command; there are train, plan, demo, doctor, eval, chat, show, engines, "
-                "replay, serve, parity, route."
+                "zzz is not a command; there are train, plan, check, demo, doctor, eval, chat, show, "
+                "bundle, engines, replay, serve, parity, route."
             ],
         ),
         ("good.toml", ["good.toml is a recipe; write miles train good.toml."]),
@@ -62,7 +64,7 @@ def test_a_wrong_command_line_is_told_all_that_is_wrong(line: str, says: list[st
             "--lr 3",
             [
                 "--lr comes after a command, as in miles train --lr; the commands are "
-                "train, plan, demo, doctor, eval, chat, show, engines, replay, serve, parity, route."
+                "train, plan, check, demo, doctor, eval, chat, show, bundle, engines, replay, serve, parity, route."
             ],
         ),
         ("train nowhere.toml", ["nowhere.toml does not exist."]),
@@ -79,7 +81,15 @@ def test_a_wrong_command_line_is_told_all_that_is_wrong(line: str, says: list[st
                 "--max-retries must be at least 0, not -1.",
             ],
         ),
-        ("doctor --fix", ["--fix is not a flag; see --help for all of them."]),
+        (
+            "route http://a:1 nowhere",
+            ["--engine-urls nowhere is not the URL of an engine; write one like http://127.0.0.1:30000."],
+        ),
+        (
+            "route http://a:1 --engine-urls http://b:1",
+            ["http://a:1 and --engine-urls both name engines; give all of them in one place."],
+        ),
+        ("doctor --fix", ["--fix is not a flag; see --help all."]),
         ("doctor --kernel", ["--kernel is not a flag; did you mean --kernels?"]),
         ("doctor --kernels model", ["--kernels takes no value, but was given 'model'."]),
         ("doctor a b", ["miles doctor takes one model folder, but was given 2: a b."]),
@@ -91,7 +101,7 @@ def test_a_wrong_command_line_is_told_all_that_is_wrong(line: str, says: list[st
         ),
         (
             "chat model --hf-checkpoint moe",
-            ["'--hf-checkpoint model' and '--hf-checkpoint moe' contradict each other; keep one."],
+            ["model and --hf-checkpoint both name a checkpoint; keep one."],
         ),
         (
             "eval model --rollout-max-response-len 64",
@@ -105,10 +115,8 @@ def test_a_wrong_command_line_is_told_all_that_is_wrong(line: str, says: list[st
             [
                 "--hf-checkpoint is missing: name the folder of the model to start from.",
                 "--prompt-data is missing: name a .jsonl, .parquet or .arrow file of prompts, or a folder of them.",
-                "--num-rollout is missing: say how many steps to train "
-                "(or --num-epoch, how often to read the prompts).",
                 "--rm-type is missing: name a built-in reward, or your own with --custom-rm-path.",
-                "--advantage-estimator grpo compares attempts, so --n-samples-per-prompt must be at least 2.",
+                "--num-rollout is missing: give the number of training steps (or of epochs with --num-epoch).",
             ],
         ),
     ],
@@ -124,9 +132,9 @@ def test_a_recipe_is_told_its_own_mistakes_with_its_name(tmp_path: Path, capsys:
     )
     assert complaints("train bad.toml", capsys) == [
         "bad.toml: lr takes a number, not the text '1'.",
-        "bad.toml: bananas is not a key; see miles train --help for all of them.",
-        "bad.toml: moe_router_dtype belongs to Megatron, whose own flags are given as --megatron-... under "
-        "--train-backend megatron; leave it out.",
+        "bad.toml: bananas is not a key; see miles train --help all.",
+        "bad.toml: moe_router_dtype is a field of Megatron's config; write --megatron-moe-router-dtype "
+        "(--train-backend megatron).",
         "bad.toml: lr belongs in [train], not in [algo].",
         "bad.toml: there is no section [shedule]; did you mean [schedule]?",
         "--eps-clip must be at least 0, not -1 (from bad.toml).",
@@ -204,7 +212,7 @@ def test_chat_takes_a_checkpoint_or_a_run(folder: str, tmp_path: Path):
     draft = tmp_path / "run" / "checkpoints" / ".writing-step-000200"
     draft.mkdir()
     (draft / "config.json").write_text("{}")
-    config, _, _ = entry.read("chat", [folder])
+    config, _, _ = read_config.read("chat", [folder])
     assert config.models.hf_checkpoint == {"model": "model", "run": "run/checkpoints/step-000100"}[folder]
 
 
@@ -240,31 +248,34 @@ def test_an_upstream_command_line_is_answered_flag_by_flag(capsys: pytest.Captur
     assert "8 ranks = 2 tensor (sequence parallel) × 2 context × 2 shard" in capsys.readouterr().out
 
 
-FLAGS = sorted({*known_flags(knobs_of(Config)), *list(retired())[::20]})
+FLAGS = sorted({*index_flags(get_options(Config)), *list(load_removed_flags())[::20]})
 WORDS = st.sampled_from([*FLAGS, "good.toml", "model", "0", "-1", "1e9", "{}", "x=y", "--", "-", "", "--lr=", "none"])
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(200))
 @given(st.sampled_from(["train", "plan", "eval", "chat", "demo"]), st.lists(WORDS | st.text(max_size=5), max_size=8))
 def test_no_words_whatever_bring_the_reading_down(command: str, words: list[str]):
     try:
         if command == "demo":
             parse(DemoConfig, words)
         else:
-            entry.read(cast(Command, command), words)
+            read_config.read(cast(Command, command), words)
     except UsageError as error:
         assert error.problems and all(problem.endswith((".", "?")) for problem in error.problems)
 
 
 def test_no_flag_is_both_ours_and_retired():
-    assert not retired().keys() & known_flags(knobs_of(Config)).keys()
-    named = {word for _, mend in retired().values() for word in mend.replace(",", " ").split() if word[:2] == "--"}
-    assert named <= known_flags(knobs_of(Config)).keys()
+    ours = index_flags(get_options(Config)).keys()
+    assert not load_removed_flags().keys() & ours
+    assert not {flag_from_name(name) for name in load_flag_synonyms()} & ours
+    texts = [*(text for _, text in load_removed_flags().values()), *load_flag_synonyms().values()]
+    named = {word for text in texts for word in text.replace(",", " ").split() if word[:2] == "--"}
+    assert named <= ours
 
 
 def test_every_retired_flag_is_explained():
-    assert all(explain(flag) for flag in retired())
-    assert explain("--nothing-known") is None
+    assert all(explain_removed_flag(flag) for flag in load_removed_flags())
+    assert explain_removed_flag("--nothing-known") is None
 
 
 def test_the_plan_is_printed_without_loading_what_is_heavy(tmp_path: Path):
@@ -278,4 +289,45 @@ def test_the_plan_is_printed_without_loading_what_is_heavy(tmp_path: Path):
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=dict(os.environ)
     )
     assert run.returncode == 0, run.stderr
-    assert json.loads(run.stdout)["knobs"]["num_rollout"] == {"value": 10, "origin": "good.toml", "room": "schedule"}
+    assert json.loads(run.stdout)["options"]["num_rollout"] == {
+        "value": 10,
+        "origin": "good.toml",
+        "section": "schedule",
+    }
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "eval"])
+def test_help_shows_the_essentials_and_where_the_rest_is(command: str, capsys: pytest.CaptureFixture[str]):
+    assert main([command, "--help"]) == 0
+    brief = capsys.readouterr().out
+    assert 25 < brief.count("\n    --") < 40 and "--hf-checkpoint" in brief and "--adam-beta2" not in brief
+    assert f"miles {command} --help all lists all" in brief
+    assert main([command, "--help", "all"]) == 0
+    assert all(f"    {option.flag}" in capsys.readouterr().out for option in list(get_options(Config).values())[:1])
+
+
+def test_help_finds_flags_by_name_and_by_sentence(capsys: pytest.CaptureFixture[str]):
+    assert main(["train", "--help", "kl_loss"]) == 0
+    found = capsys.readouterr().out
+    assert "[algo]" in found and "--kl-loss-coef" in found and "--lr " not in found
+    assert main(["train", "--help", "learning", "RATE"]) == 0
+    assert "--lr X" in capsys.readouterr().out
+    assert main(["help", "serve", "tensor"]) == 0
+    assert "--tensor-parallel-size" in capsys.readouterr().out
+    assert main(["train", "--help", "bananas"]) == 0
+    assert capsys.readouterr().out == "No flag has bananas in its name or description.\n"
+
+
+def test_section_titles_say_what_is_in_them(capsys: pytest.CaptureFixture[str]):
+    assert main(["train", "--help", "all"]) == 0
+    titles = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
+    assert len(titles) == 20 and not any("] Options of" in title for title in titles)
+
+
+def test_warnings_of_transformers_are_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("TRANSFORMERS_VERBOSITY", raising=False)
+    assert main(["--version"]) == 0
+    assert os.environ["TRANSFORMERS_VERBOSITY"] == "error"
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "info")
+    assert main(["--version"]) == 0
+    assert os.environ["TRANSFORMERS_VERBOSITY"] == "info"

@@ -8,10 +8,10 @@ import torch
 from tests.models.oracle import hf_logits, hf_model, our_logits, relative, tokens_of
 
 from miles.config.cli import parse
-from miles.launch import demo_task
+from miles.launch.build.models import load_model, read_policy
+from miles.launch.commands import demo_task
 from miles.launch.config import Config
-from miles.launch.policy import load_model, read_policy
-from miles.models.files import copy_companions
+from miles.models.checkpoint.safetensors_io import copy_tokenizer_files
 
 
 @pytest.mark.parametrize(("flags", "length"), [([], 256), (["--rollout-max-context-len", "40"], 40)])
@@ -24,7 +24,7 @@ def test_a_run_takes_the_factors_of_its_context_throughout(flags: list[str], len
     config["original_max_position_embeddings"] = 40
     (tmp_path / "config.json").write_text(json.dumps(config))
     demo_task.write_checkpoint(tmp_path / "demo", moe=False, seed=0)
-    copy_companions(tmp_path / "demo", tmp_path)
+    copy_tokenizer_files(tmp_path / "demo", tmp_path)
     asked = parse(Config, ["--hf-checkpoint", str(tmp_path), "--device", "cpu", *flags], ()).config
     assert asked is not None
     policy = read_policy(asked)

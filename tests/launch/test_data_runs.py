@@ -7,8 +7,8 @@ import pytest
 from tests.launch.small_run import everything, flags, miles, write_world
 from tests.rollout.written import write_parts
 
-from miles.core.protocols import Lesson
-from miles.rollout.mixture import APART
+from miles.core.protocols import CurriculumState
+from miles.rollout.data.mixture import PART_ID_STRIDE
 
 STEPS = 4
 
@@ -29,11 +29,11 @@ def command(world, run, words, *more):
     return ["train", *argv[: at + 1], *words, *argv[at + 2 :]]
 
 
-def easier_when_it_goes_badly(lesson: Lesson) -> dict[str, float]:
+def easier_when_it_goes_badly(lesson: CurriculumState) -> dict[str, float]:
     """Weights that hang on every reward so far."""
     seen = {
-        portion.name: [lesson.past[p.id].mean for p in portion.prompts if p.id in lesson.past]
-        for portion in lesson.portions
+        portion.name: [lesson.stats[p.id].mean for p in portion.prompts if p.id in lesson.stats]
+        for portion in lesson.parts
     }
     return {name: 0.2 + sum(means) / (len(means) or 1) for name, means in seen.items()}
 
@@ -57,12 +57,12 @@ def test_a_killed_run_over_several_parts_continues_to_the_bit(world, tmp_path, m
     words = [f"{world}/saved*0.3", f"{world}/train.jsonl@[:12]*0.7"]
     calm, run = tmp_path / "calm", tmp_path / "run"
     assert miles(*command(world, calm, words, *more)).returncode == 0
-    killed = miles(*command(world, run, words, *more), kill_at="miles.train.optim:Optimizer.step:6")
+    killed = miles(*command(world, run, words, *more), kill_at="miles.train.optim.optimizer:Optimizer.step:6")
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     again = miles(*command(world, run, words, *more))
     assert again.returncode == 0, again.stderr
     assert everything(run) == everything(calm)
-    parts = [index // APART for index in drawn(calm)]
+    parts = [index // PART_ID_STRIDE for index in drawn(calm)]
     assert set(parts) == {0, 1}
     if not more:
         assert all(abs(0.7 * n - sum(parts[:n])) <= 0.5 + 1e-9 for n in range(len(parts)))
@@ -71,7 +71,7 @@ def test_a_killed_run_over_several_parts_continues_to_the_bit(world, tmp_path, m
 def test_bad_rows_stop_a_run_or_are_counted_where_it_says_so(world, tmp_path):
     words = [f"{world}/spoilt.jsonl"]
     stopped = miles(*command(world, tmp_path / "run", words))
-    assert stopped.returncode == 1
+    assert stopped.returncode == 2
     assert "spoilt.jsonl, line 2: this is not JSON" in stopped.stderr and "Traceback" not in stopped.stderr
     done = miles(*command(world, tmp_path / "run", words, "--skip-bad-rows"))
     assert done.returncode == 0, done.stderr

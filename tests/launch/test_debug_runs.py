@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 from tests.launch.small_run import flags, write_world
 
 from miles.launch.main import main
-from miles.observe.read import read_rows
+from miles.observe.log_reader import read_rows
 from miles.observe.rollouts import step_path
 
 LEARNED = ("model.safetensors", "optimizer.safetensors", "trainer.json")
@@ -50,7 +50,7 @@ def trained(run):
 
 
 def metrics(run):
-    rows = read_rows(run / "metrics.jsonl").of("train")
+    rows = read_rows(run / "metrics.jsonl").select("train")
     return [{name: value for name, value in row.values.items() if name != "groups_dropped"} for row in rows]
 
 
@@ -65,7 +65,7 @@ def test_training_on_a_runs_own_rollouts_gives_its_weights_to_the_bit(whole, tmp
 
 
 def test_training_on_named_files_needs_no_prompts_no_reward_and_no_engine(whole, tmp_path, monkeypatch):
-    monkeypatch.setattr("miles.backends.native.engine.NativeEngine.__init__", _never)
+    monkeypatch.setattr("miles.backends.native.engine.engine.NativeEngine.__init__", _never)
     named = str(whole.parent / "dump" / "at-{rollout_id}.parquet")
     more = ("--load-debug-rollout-data", named, "--no-save-debug-rollout-data", "--no-custom-rm-path")
     assert again(whole, tmp_path / "run", *more, "--no-prompt-data", "--no-eval-prompt-data") == 0
@@ -76,7 +76,7 @@ def test_training_alone_goes_on_where_it_was_stopped(whole, tmp_path):
     more = ("--no-save-debug-rollout-data", "--load-debug-rollout-data", str(whole))
     assert again(whole, tmp_path / "run", *more, "--num-rollout", "2", "--lr-decay-iters", "8") == 0
     assert again(whole, tmp_path / "run", *more, "--lr-decay-iters", "8") == 0
-    assert [row.step for row in read_rows(tmp_path / "run" / "metrics.jsonl").of("train")] == [1, 2, 3, 4]
+    assert [row.step for row in read_rows(tmp_path / "run" / "metrics.jsonl").select("train")] == [1, 2, 3, 4]
 
 
 def test_groups_of_overlapping_planes_train_to_the_same_weights(overlapped, tmp_path):
@@ -94,12 +94,12 @@ def _never(*args, **kwargs):
 
 
 def test_sampling_alone_gives_the_first_groups_and_holds_no_trainer(world, whole, tmp_path, monkeypatch):
-    monkeypatch.setattr("miles.train.worker.Worker.__init__", _never)
+    monkeypatch.setattr("miles.train.policy_trainer.PolicyTrainer.__init__", _never)
     run = tmp_path / "run"
     assert main(["train", *flags(world, run, "--debug-rollout-only", steps=3)]) == 0
     first = step_path(whole / "rollouts", 1), step_path(run / "rollouts", 1)
     assert pq.read_table(first[0]).equals(pq.read_table(first[1]))
-    rows = read_rows(run / "metrics.jsonl").of("train")
+    rows = read_rows(run / "metrics.jsonl").select("train")
     assert [row.step for row in rows] == [1, 2, 3] and all("loss" not in row.values for row in rows)
     versions = pq.read_table(step_path(run / "rollouts", 3))["versions"].to_pylist()
     assert {version for row in versions for version in row} == {-1, 0}
@@ -118,14 +118,20 @@ def test_a_plan_of_sampling_alone_counts_no_optimizer(world, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("--debug-rollout-only --debug-train-only", "--debug-rollout-only trains nothing and --debug-train-only sa"),
-        ("--debug-train-only", "so it needs groups to train on: add --load-debug-rollout-data."),
-        ("--debug-rollout-only --load-debug-rollout-data RUN", "makes groups and --load-debug-rollout-data reads them"),
+        (
+            "--debug-rollout-only --debug-train-only",
+            "does not train and --debug-train-only does not sample; keep one",
+        ),
+        ("--debug-train-only", "--debug-train-only needs --load-debug-rollout-data; add that"),
+        (
+            "--debug-rollout-only --load-debug-rollout-data RUN",
+            "samples groups and --load-debug-rollout-data reads them",
+        ),
         ("--load-debug-rollout-data nowhere", "--load-debug-rollout-data nowhere is not a folder"),
         ("--load-debug-rollout-data RUN", "without an engine, which --eval-interval needs"),
         ("--save-debug-rollout-data one.parquet", "names one file for all steps; put {rollout_id} into it"),
-        ("--save-debug-rollout-data {step}", "has another blank than {rollout_id}"),
-        ("--debug-rollout-only --load RUN", "takes the weights of --hf-checkpoint"),
+        ("--save-debug-rollout-data {step}", "has a placeholder other than {rollout_id}"),
+        ("--debug-rollout-only --load RUN", "samples with the weights of --hf-checkpoint"),
     ],
 )
 def test_what_contradicts_itself_is_said(world, whole, tmp_path, capsys, line, told):
@@ -139,7 +145,7 @@ def test_what_contradicts_itself_is_said(world, whole, tmp_path, capsys, line, t
     [
         ("--num-rollout 9", "has no step 5"),
         ("--rollout-batch-size 8", "holds 4 groups, and a step of this run has 8; give --rollout-batch-size 4"),
-        ("--n-samples-per-prompt 2", "holds 4 attempts at prompt"),
+        ("--n-samples-per-prompt 2", "holds 4 trajectories for prompt"),
     ],
 )
 def test_groups_that_do_not_fit_are_refused(whole, tmp_path, capsys, line, told):
@@ -169,7 +175,7 @@ def test_groups_of_another_vocabulary_are_refused(world, whole, tmp_path, capsys
 def test_a_step_of_a_run_repeats_to_the_bit(whole, capsys, step):
     assert main(["replay", str(whole), str(step)]) == 0
     told = capsys.readouterr().out
-    assert "log-probs      16 of 16 equal" in told and told.rstrip().endswith("equal to the bit")
+    assert "log-probs      16 of 16 equal" in told and told.rstrip().endswith("equal bit for bit")
     assert ("24 of 24 equal" in told) == (step == 4)
 
 
@@ -178,7 +184,7 @@ def test_steps_of_overlapping_planes_are_trained_again_and_not_sampled(overlappe
     told = capsys.readouterr().out
     assert "tokens" not in told and "optimizer" in told and "sampling   not repeated" in told
     assert main(["replay", str(overlapped), "4", "--sample", "0"]) == 2
-    assert "were written or cut while others were" in capsys.readouterr().err
+    assert "depend on timing, so --sample cannot repeat one" in capsys.readouterr().err
 
 
 def test_one_trajectory_is_sampled_again_and_printed(whole, capsys):
@@ -228,13 +234,13 @@ def test_weights_that_were_others_are_named(whole, tmp_path, capsys):
 
 def test_steps_that_are_not_there_are_refused(whole, tmp_path, capsys):
     assert main(["replay", str(whole), "5"]) == 2
-    assert "has 4 steps behind it, so there is no step 5 to replay" in capsys.readouterr().err
+    assert "has 4 steps, so there is no step 5 to replay" in capsys.readouterr().err
     assert main(["replay", str(tmp_path), "1"]) == 2
     assert "is not a run" in capsys.readouterr().err
     run = copied(whole, tmp_path)
     step_path(run / "rollouts", 3).unlink()
     assert main(["replay", str(run), "4"]) == 1
-    assert "step-000003.parquet is not there" in capsys.readouterr().err
+    assert "step-000003.parquet does not exist" in capsys.readouterr().err
 
 
 def copied(run, folder):
@@ -261,22 +267,22 @@ def test_a_trajectory_is_shown_with_its_reward_tokens_and_advantage(whole, capsy
     assert main(["show", str(whole), "--step", "2", "--sample", "5"]) == 0
     told = capsys.readouterr().out
     row = pq.read_table(step_path(whole / "rollouts", 2)).to_pylist()[5]
-    assert f"trajectory 5 of 16: prompt {row['prompt_id']} (epoch 0), attempt {row['trajectory']}" in told
+    assert f"trajectory 5 of 16: prompt {row['prompt_id']} (epoch 0), sample {row['trajectory']}" in told
     assert f"reward {row['reward']:.3f}; advantage " in told and row["status"] in told
 
 
 def test_all_attempts_at_a_prompt_are_shown(whole, capsys):
     assert main(["show", str(whole), "--group", "--worst"]) == 0
     told = capsys.readouterr().out
-    assert [f"attempt {n}\n" in told for n in range(5)] == [True, True, True, True, False]
+    assert [f"sample {n}\n" in told for n in range(5)] == [True, True, True, True, False]
 
 
 @pytest.mark.parametrize(
     ("line", "told"),
     [
         ("--sample 16", "step 4 has trajectories 0 to 15"),
-        ("--step 9", "has no rollouts of step 9; there are steps 1 to 4"),
-        ("--best --worst", "--best and --worst each choose one; keep one."),
+        ("--step 9", "has no rollouts of step 9; it has steps 1 to 4"),
+        ("--best --worst", "--best and --worst each select one; keep one."),
     ],
 )
 def test_trajectories_that_are_not_there_are_refused(whole, capsys, line, told):
@@ -291,7 +297,7 @@ def test_an_agents_sessions_are_audited_written_down_and_repeated(world, tmp_pat
     run = tmp_path / "run"
     more = ("--custom-agent-function-path", "tests.launch.test_agent_runs:twice")
     assert main(["train", *flags(world, run, *more, steps=2)]) == 0
-    rows = read_rows(run / "metrics.jsonl").of("train")
+    rows = read_rows(run / "metrics.jsonl").select("train")
     assert all(0.0 <= row.values["session_mismatch/retokenised"] <= 1.0 for row in rows)
     capsys.readouterr()
     # When an agent asks is its own affair, and with whom a token is computed decides its last bits.

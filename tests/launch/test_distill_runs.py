@@ -11,18 +11,18 @@ from tests.launch.small_run import everything, flags, miles, write_world
 
 from miles.config.cli import parse
 from miles.config.files import read_layers
-from miles.launch import demo_task
+from miles.launch.commands import demo_task
+from miles.launch.commands.demo import DemoFolders, grpo_flags
 from miles.launch.config import Config, DemoOptions
-from miles.launch.demo import Places, grpo_flags
-from miles.launch.formula import objective
-from miles.launch.main import read
-from miles.launch.memory import shares_of
-from miles.launch.rules import broken
-from miles.models.families import spec_of
-from miles.models.files import read_config
-from miles.models.footprint import weight_bytes
-from miles.observe.metric import unexplained
-from miles.schedule.recover import Checkpoints
+from miles.launch.plan.memory import estimate_memory
+from miles.launch.plan.objective_text import format_objective
+from miles.launch.read_config import read
+from miles.launch.rules.check import check_rules
+from miles.models.accounting.params import weight_bytes
+from miles.models.checkpoint.safetensors_io import read_config
+from miles.models.families import spec_from_config
+from miles.observe.metric import list_undocumented
+from miles.schedule.checkpoints import CheckpointDirectory
 
 OPD = "--advantage-estimator on_policy_distillation"
 ALONE = f"{OPD} --opd-teacher-load moe"
@@ -45,7 +45,7 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def told(line: str) -> list[str]:
     reading = parse(Config, line.split(), read_layers("good.toml"))
-    return [*reading.problems, *broken(reading, "train")]
+    return [*reading.problems, *check_rules(reading, "train")]
 
 
 @pytest.mark.usefixtures("house")
@@ -74,32 +74,31 @@ def test_what_goes_together_is_accepted(line: str):
     [
         (
             OPD,
-            f"{OPD} needs a teacher: name the folder of its checkpoint with --opd-teacher-load, or where it is served "
-            "with --opd-teacher-urls.",
+            f"{OPD} needs a teacher: name the folder of its checkpoint with --opd-teacher-load, or its server with "
+            "--opd-teacher-urls.",
         ),
         (
             "--use-opd",
-            "--use-opd needs a teacher: name the folder of its checkpoint with --opd-teacher-load, or where it is "
-            "served with --opd-teacher-urls.",
+            "--use-opd needs a teacher: name the folder of its checkpoint with --opd-teacher-load, or its "
+            "server with --opd-teacher-urls.",
         ),
         (
             "--opd-teacher-load moe",
-            "--opd-teacher-load is for distillation, and does nothing without --use-opd; add that.",
+            "--opd-teacher-load needs --use-opd; add that, or remove --opd-teacher-load.",
         ),
-        ("--opd-kl-coef 2", "--opd-kl-coef is for distillation, and does nothing without --use-opd; add that."),
+        ("--opd-kl-coef 2", "--opd-kl-coef needs --use-opd; add that, or remove --opd-kl-coef."),
         (f"{ALONE} --opd-kl-coef -1", "--opd-kl-coef must be at least 0, not -1."),
         (
             "--use-opd --opd-teachers math",
-            "--opd-teachers takes pairs of a name and a folder, and these do not pair up: math.",
+            "--opd-teachers takes pairs of a name and a folder, but was given: math.",
         ),
         (
             "--use-opd --opd-teachers a moe a wide",
-            "--opd-teachers names the teacher a when there is one already; give each its own name.",
+            "--opd-teachers names the teacher a twice; give each its own name.",
         ),
         (
             f"{ALONE} --opd-teachers default wide",
-            "--opd-teachers names the teacher default when there is one already; leave out --opd-teacher-load, or "
-            "this.",
+            "--opd-teachers names the teacher default twice; remove --opd-teacher-load, or this one.",
         ),
         (
             "--use-opd --opd-teachers a nowhere",
@@ -107,25 +106,25 @@ def test_what_goes_together_is_accepted(line: str):
         ),
         (
             f"{OPD} --opd-teacher-load narrow",
-            "--opd-teacher-load narrow knows 500 tokens and --hf-checkpoint 1000; a teacher must know all of the "
-            "policy's.",
+            "--opd-teacher-load narrow has 500 tokens and --hf-checkpoint 1000; name a teacher with the "
+            "policy's whole vocabulary.",
         ),
         (
             f"{OPD} --opd-teacher-load short",
-            "--opd-teacher-load short reads 64 positions and the policy may write 512; give --rollout-max-context-len "
-            "64 or less.",
+            "--opd-teacher-load short has 64 positions but contexts may have 512; give "
+            "--rollout-max-context-len 64 or less.",
         ),
         (
             f"{ALONE} --opd-top-k-strategy union",
-            "--opd-top-k-strategy union does nothing without --opd-log-prob-top-k; add that.",
+            "--opd-top-k-strategy needs --opd-log-prob-top-k; add that, or remove --opd-top-k-strategy.",
         ),
         (
             f"{ALONE} --opd-teacher-key domain",
-            "--opd-teacher-key domain does nothing without --opd-teachers; add that.",
+            "--opd-teacher-key needs --opd-teachers; add that, or remove --opd-teacher-key.",
         ),
         (
             f"{ALONE} --opd-reward-weight-mode teacher_p",
-            "--opd-reward-weight-mode teacher_p does nothing without --opd-log-prob-top-k; add that.",
+            "--opd-reward-weight-mode needs --opd-log-prob-top-k; add that, or remove --opd-reward-weight-mode.",
         ),
         (
             f"{ALONE} --opd-reward-weight-mode none",
@@ -133,25 +132,25 @@ def test_what_goes_together_is_accepted(line: str):
         ),
         (
             "--opd-teacher-urls http://h",
-            "--opd-teacher-urls is for distillation, and does nothing without --use-opd; add that.",
+            "--opd-teacher-urls needs --use-opd; add that, or remove --opd-teacher-urls.",
         ),
         (
             f"{ALONE} --opd-teacher-urls http://h",
-            "--opd-teacher-load has the trainer hold a teacher and --opd-teacher-urls asks a server for one; keep one "
-            "of them.",
+            "--opd-teacher-load loads a teacher in the trainer and --opd-teacher-urls calls a server; keep "
+            "one of them.",
         ),
         (
             f"{ALONE} --opd-type sglang",
-            "--opd-type sglang asks servers, and teachers are named by folders; name them with --opd-teacher-urls.",
+            "--opd-type sglang calls servers, but --opd-teacher-load names folders; use --opd-teacher-urls.",
         ),
         (
             f"{SERVED} --opd-type fsdp",
-            "--opd-type fsdp has the trainer hold teachers, and --opd-teacher-urls names servers; leave it out.",
+            "--opd-type fsdp loads teachers in the trainer, but --opd-teacher-urls names servers; remove it.",
         ),
         (
             f"{OPD} --opd-teacher-urls math",
-            "--opd-teacher-urls takes an address such as http://host:30000, or one with a name as in "
-            "math=http://host:30000, and not math.",
+            "--opd-teacher-urls takes a URL such as http://host:30000, or one with a name such as "
+            "math=http://host:30000, not math.",
         ),
         (
             f"{OPD} --opd-teacher-urls a=http://h a=http://i",
@@ -159,36 +158,35 @@ def test_what_goes_together_is_accepted(line: str):
         ),
         (
             f"{OPD} --opd-teacher-urls a=ftp://h",
-            "--opd-teacher-urls ftp://h is not an address: write http://host:port/path.",
+            "--opd-teacher-urls ftp://h is not a URL: write http://host:port/path.",
         ),
         (
             f"{OPD} --opd-teacher-urls http://me:pw@h",
-            "--opd-teacher-urls holds a password for all to see: put it in an environment variable and name that by "
+            "--opd-teacher-urls contains a password: put it in an environment variable and name that with "
             "--opd-teacher-token-env.",
         ),
         (
             f"{SERVED} --opd-log-prob-top-k -1",
-            "--opd-log-prob-top-k -1 needs all that a teacher says of every token, which no server sends; give a "
-            "number, or let the trainer hold the teacher with --opd-teacher-load.",
+            "--opd-log-prob-top-k -1 needs the teacher's logprobs of the whole vocabulary, which no server "
+            "sends; give a number, or load the teacher in the trainer with --opd-teacher-load.",
         ),
         (
             f"{SERVED} --opd-teacher-timeout 1800",
-            "--opd-teacher-timeout 1800 with --opd-teacher-retries 3 is no sooner than --stall-timeout 1800; make one "
-            "of them smaller.",
+            "--opd-teacher-timeout 1800 with --opd-teacher-retries 3 is not below --stall-timeout 1800; "
+            "lower one of them.",
         ),
         (
             f"{ALONE} --opd-teacher-concurrency 4",
-            "--opd-teacher-concurrency is for teachers that are served, and does nothing without --opd-teacher-urls; "
-            "leave it out.",
+            "--opd-teacher-concurrency needs --opd-teacher-urls; add that, or remove --opd-teacher-concurrency.",
         ),
         (
             f"{ALONE} --normalize-advantages",
-            f"{OPD} learns from the teacher alone, where --normalize-advantages means nothing; leave it out, or choose "
-            "another estimator with --use-opd.",
+            f"{OPD} ignores rewards, so --normalize-advantages has no effect; remove it, or choose another "
+            "estimator with --use-opd.",
         ),
         (
             "--loss-type sft_loss --n-samples-per-prompt 1 --no-rm-type --use-opd --opd-teacher-load moe",
-            "--loss-type sft_loss learns from demonstrations, where --use-opd means nothing; leave it out.",
+            "--loss-type sft_loss trains on demonstrations, so --use-opd has no effect; remove it.",
         ),
     ],
 )
@@ -200,15 +198,17 @@ def test_what_contradicts_itself_is_told(line: str, sentence: str):
 def test_a_plan_says_what_is_learned_and_what_the_teachers_take():
     line = [*ALONE.split(), "--opd-teachers", "art", "wide"]
     config, plan, _ = read("plan", ["good.toml", *line])
-    shares = {s.name: s for s in shares_of(config, plan, spec_of(read_config("model")))}
-    held = sum(weight_bytes(spec_of(read_config(name)), plan.dtype) for name in ("moe", "wide"))
+    shares = {s.name: s for s in estimate_memory(config, plan, spec_from_config(read_config("model")))}
+    held = sum(weight_bytes(spec_from_config(read_config(name)), plan.dtype) for name in ("moe", "wide"))
     assert shares["teacher"].bytes == held and "art: wide" in shares["teacher"].note
-    assert objective(config, plan).endswith("A = 0, then A + 1·(log π_teacher − log π_old)")
+    assert format_objective(config, plan).endswith("A = 0, then A + 1·(log π_teacher − log π_old)")
     config, plan, _ = read("plan", ["good.toml", *line, "--opd-log-prob-top-k", "4"])
-    assert " − 1·KL(π ‖ π_teacher) over the top 4 (only-student) and all others as one]" in objective(config, plan)
+    assert " − 1·KL(π ‖ π_teacher) over the top 4 (only-student) and all others as one]" in format_objective(
+        config, plan
+    )
     config, plan, _ = read("plan", ["good.toml"])
     assert not plan.teachers and "teacher" not in {
-        s.name for s in shares_of(config, plan, spec_of(read_config("model")))
+        s.name for s in estimate_memory(config, plan, spec_from_config(read_config("model")))
     }
 
 
@@ -266,7 +266,7 @@ def test_three_steps_leave_metrics_that_are_explained(world, tmp_path, more):
     seen = rows(run)
     assert len(seen) == 3
     for row in seen:
-        assert not unexplained(row.keys() - {"kind", "step", "version"})
+        assert not list_undocumented(row.keys() - {"kind", "step", "version"})
         assert row["grad_norm"] > 0 and row["teacher_logp"] < 0 and row.get("parity_max_abs", 0) < 1e-4
         assert row["distill_kl"] > 0 or "top-k" not in more
         assert (row["advantage_std"] > 0) == scored
@@ -277,7 +277,7 @@ def test_a_killed_run_with_two_teachers_continues_to_the_bit(world, tmp_path):
     done = miles("train", *routed(world, calm, "--opd-log-prob-top-k", "6", steps=4))
     assert done.returncode == 0, done.stderr
     again = routed(world, run, "--opd-log-prob-top-k", "6", steps=4)
-    killed = miles("train", *again, kill_at="miles.train.optim:Optimizer.step:6")
+    killed = miles("train", *again, kill_at="miles.train.optim.optimizer:Optimizer.step:6")
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     done = miles("train", *again)
     assert done.returncode == 0, done.stderr
@@ -305,7 +305,10 @@ def test_a_prompt_that_asks_for_nobody_is_told_before_anything_starts(world, tmp
     asks[asks.index("--opd-teachers") + 1] = "art"
     done = miles("train", *asks)
     assert done.returncode == 1
-    assert "for the teacher moe, and there are default, art; mend it, or add that teacher" in done.stderr
+    assert (
+        "names teacher moe in metadata['opd_teacher'], but the teachers are default, art; fix the name, or add that "
+        "teacher" in done.stderr
+    )
 
 
 # -- what they learn ------------------------------------------------------------------------
@@ -316,7 +319,7 @@ def test_a_prompt_that_asks_for_nobody_is_told_before_anything_starts(world, tmp
 def test_a_student_comes_nearer_to_its_teacher_and_does_as_well(more, demo, tmp_path):
     """The student is the demo after its warm-up, the teacher the same after 80 steps of GRPO."""
     places, student = demo
-    teacher = Checkpoints(places.grpo / "checkpoints").latest()
+    teacher = CheckpointDirectory(places.grpo / "checkpoints").latest()
     assert teacher is not None
     run, steps = tmp_path / "run", 40
     argv = grpo_flags(places, DemoOptions(steps=steps, device="cpu"), student)
@@ -333,10 +336,10 @@ def test_a_student_comes_nearer_to_its_teacher_and_does_as_well(more, demo, tmp_
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory) -> tuple[Places, Path]:
-    places = Places(root=tmp_path_factory.mktemp("distill") / "demo")
+def demo(tmp_path_factory) -> tuple[DemoFolders, Path]:
+    places = DemoFolders(root=tmp_path_factory.mktemp("distill") / "demo")
     done = miles("demo", "--plain", "--steps", "80", "--device", "cpu", "--save", str(places.root))
     assert done.returncode == 0, done.stderr
-    newest = Checkpoints(places.warmup / "checkpoints").latest()
+    newest = CheckpointDirectory(places.warmup / "checkpoints").latest()
     assert newest is not None
     return places, newest[0]

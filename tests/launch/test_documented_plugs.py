@@ -1,4 +1,4 @@
-"""Every example of docs/plugs.md in a run of its own or with others, called when the table says it is."""
+"""Every example of docs/hooks.md in a run of its own or with others, called when the table says it is."""
 
 import json
 from collections.abc import Sequence
@@ -9,8 +9,8 @@ from tests.launch.documented import Examples, names
 from tests.launch.small_run import flags, write_world
 
 from miles.core.types import Batch, Group, Prompt, Reward, Trajectory
+from miles.hooks.registry import HOOK_POINTS
 from miles.launch.main import main
-from miles.plug.points import POINTS
 
 
 async def odd_or_even(prompt: Prompt, trajectory: Trajectory) -> Reward:
@@ -53,10 +53,10 @@ def test_every_example_of_the_page_is_in_one_of_these_tests():
     text = Path(__file__).read_text()
     parts = {"tokenizer", "voted"}  # which others call
     assert not {name for name in names() - parts if f'"{name}"' not in text}
-    page = (Path(__file__).parents[2] / "docs" / "plugs.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "hooks.md").read_text()
     code = page.split("## An agent", 1)[1]
     shown_elsewhere = {"--custom-cast-function-path"}
-    assert not [point.flag for point in POINTS if point.flag not in code and point.flag not in shown_elsewhere]
+    assert not [point.flag for point in HOOK_POINTS if point.flag not in code and point.flag not in shown_elsewhere]
 
 
 def test_the_planes_are_the_users_own(world: Path, tmp_path: Path, examples: Examples):
@@ -153,7 +153,7 @@ def test_a_buffer_of_ones_own(world: Path, tmp_path: Path, examples: Examples):
     rows = trained(
         world,
         tmp_path / "run",
-        *("--max-weight-staleness", "2", "--shelf-window", "3", "--eval-interval", "100"),
+        *("--max-weight-staleness", "2", "--reorder-window", "3", "--eval-interval", "100"),
         *("--custom-async-data-buffer-path", examples("most_telling")),
         *("--buffer-filter-path", examples("fresh_enough")),
         steps=4,

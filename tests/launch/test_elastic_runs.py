@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from benchmarks.chaos import account
+from benchmarks.chaos_report import summarize_run
 from tests.launch.small_run import Command, flags, miles, shared_letters, write_world
 from tests.launch.test_engines_command import events
 
@@ -40,9 +40,9 @@ def test_a_rank_becomes_an_engine_where_the_trainer_waits(world, tmp_path):
     assert done.returncode == 130, done.stderr
     moved = events(run, "DevicesMoved")
     assert [(each["ranks"], each["engines"]) for each in moved] == [(1, 2)]
-    assert moved[0]["step"] <= 6 and "the trainer waited" in moved[0]["why"]
+    assert moved[0]["step"] <= 6 and "the trainer waited" in moved[0]["reason"]
     assert [each["name"] for each in events(run, "EngineJoined")] == ["engine 1"]
-    made = account(run)["steps"]
+    made = summarize_run(run)["steps"]
     assert made > moved[0]["step"]
     assert [each["version"][1] for each in events(run, "StepFinished")] == list(range(1, made + 1))
     rows = [json.loads(row) for row in (run / "metrics.jsonl").read_text().splitlines()]
@@ -53,7 +53,7 @@ def test_a_rank_becomes_an_engine_where_the_trainer_waits(world, tmp_path):
     again = miles("train", *line)
     assert again.returncode == 0, again.stderr
     assert "Ranks 1, engines 2, as this run had them last (--elastic)." in again.stdout
-    assert account(run)["steps"] == made + 2 and len(events(run, "DevicesMoved")) == 1
+    assert summarize_run(run)["steps"] == made + 2 and len(events(run, "DevicesMoved")) == 1
 
 
 @pytest.mark.slow
@@ -67,6 +67,6 @@ def test_an_engine_becomes_a_rank_where_rollout_waits(world, tmp_path):
     done = miles("train", *line)
     assert done.returncode == 0, done.stderr
     moved = events(run, "DevicesMoved")
-    assert (moved[0]["ranks"], moved[0]["engines"]) == (2, 1) and "rollout waited" in moved[0]["why"]
+    assert (moved[0]["ranks"], moved[0]["engines"]) == (2, 1) and "rollout waited" in moved[0]["reason"]
     assert [each["name"] for each in events(run, "EngineLeft")] == ["engine 0"]
-    assert account(run)["steps"] == 14
+    assert summarize_run(run)["steps"] == 14

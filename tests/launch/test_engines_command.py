@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from tests.launch.small_run import Command, flags, miles, write_world
 from tests.launch.test_server_runs import accounted
-from tests.wire.served import Hosted
+from tests.server_api.served import Hosted
 
-from miles.launch.requests import FOLDER, Box
+from miles.launch.elastic.mailbox import REQUESTS_FOLDER, Mailbox
 
 SERVED = ("--rollout-backend", "served", "--rollout-num-engines", "1", "--max-weight-staleness", "1")
 
@@ -64,7 +64,7 @@ def test_engines_join_and_leave_while_a_run_goes_on(world, tmp_path):
         done = going.done()
         other.close()
     assert done.returncode == 130, done.stderr
-    assert "engine 1 at" in done.stdout and "has joined, with version" in done.stdout
+    assert "engine 1 at" in done.stdout and "joined with version" in done.stdout
     accounted(run)
     came = events(run, "EngineJoined", "EngineLeft")
     assert [(e["event"], e["name"]) for e in came] == [
@@ -75,7 +75,7 @@ def test_engines_join_and_leave_while_a_run_goes_on(world, tmp_path):
     ]
     assert all(e["version"][1] > 0 for e in came if e["event"] == "EngineJoined")
     ended = miles("engines", str(run))
-    assert ended.returncode == 2 and "is not going on just now" in ended.stderr
+    assert ended.returncode == 2 and "is not running now" in ended.stderr
     again = miles("train", *flags(world, run, *SERVED, steps=events(run, "StepFinished")[-1]["step"] + 2))
     assert again.returncode == 0, again.stderr
     accounted(run)
@@ -89,24 +89,24 @@ def test_what_no_engine_can_join_is_told_so(world, tmp_path):
     assert done.returncode == 0, done.stderr
     inside = miles("engines", str(run), "--add", "http://127.0.0.1:9")
     assert inside.returncode == 2
-    assert "samples with an engine in its own process, which nobody can join" in inside.stderr
+    assert "samples with an engine in its own process; only the engines of runs with" in inside.stderr
     written = run / "config.toml"
     written.write_text(written.read_text().replace('rollout_backend = "native"', 'rollout_backend = "served"'))
     odd = miles("engines", str(run), "--add", "nonsense://x", "--add-servers", "0")
     assert odd.returncode == 2 and "--add-servers must be at least 1, not 0." in odd.stderr
     odd = miles("engines", str(run), "--add", "nonsense://x")
-    assert odd.returncode == 2 and "--add nonsense://x is no address" in odd.stderr
+    assert odd.returncode == 2 and "--add nonsense://x is not a URL" in odd.stderr
     ended = miles("engines", str(run))
-    assert ended.returncode == 2 and "is not going on just now" in ended.stderr
+    assert ended.returncode == 2 and "is not running now" in ended.stderr
 
 
 @pytest.mark.parametrize(
     "words", [b"", b"\xff", b"[]", b'{"add": 3}', b'{"add": [], "add_servers": "many", "remove": []}']
 )
 def test_what_is_no_request_is_answered_so_and_harms_no_run(tmp_path, words):
-    box = Box(tmp_path)
+    box = Mailbox(tmp_path)
     box.open()
-    (tmp_path / FOLDER / "odd.json").write_bytes(words)
-    assert list(box.waiting()) == []
-    assert "is no request" in (tmp_path / FOLDER / "odd.answer.json").read_text()
+    (tmp_path / REQUESTS_FOLDER / "odd.json").write_bytes(words)
+    assert list(box.receive()) == []
+    assert "is not a request" in (tmp_path / REQUESTS_FOLDER / "odd.answer.json").read_text()
     box.close()

@@ -6,7 +6,7 @@ import signal
 import pytest
 from tests.launch.small_run import everything, flags, miles, write_world
 
-from miles.observe.metric import unexplained
+from miles.observe.metric import list_undocumented
 
 WITHOUT = ("--use-kl-loss", "--kl-loss-coef", "0.01")
 ESTIMATORS = {
@@ -42,7 +42,7 @@ def test_three_steps_of_each_leave_metrics_that_are_explained(world, tmp_path, e
     done = miles("train", *line(world, run, estimator))
     assert done.returncode == 0, done.stderr
     seen = rows(run)
-    assert len(seen) == 3 and unexplained(seen[-1].keys() - {"kind", "step"}) == []
+    assert len(seen) == 3 and list_undocumented(seen[-1].keys() - {"kind", "step"}) == []
     for row in seen:
         assert row["advantage_mean"] == pytest.approx(0, abs=1e-5) and row["advantage_std"] == pytest.approx(
             1, abs=0.05
@@ -62,7 +62,7 @@ def test_a_killed_run_with_a_critic_continues_to_the_bit(world, tmp_path):
     done = miles("train", *line(world, calm, "ppo", steps=5))
     assert done.returncode == 0, done.stderr
     # In the first step only the critic's optimizer moves, then both do, twice a step: this is the middle of the fourth.
-    killed = miles("train", *line(world, run, "ppo", steps=5), kill_at="miles.train.optim:Optimizer.step:12")
+    killed = miles("train", *line(world, run, "ppo", steps=5), kill_at="miles.train.optim.optimizer:Optimizer.step:12")
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-000002"]
     again = miles("train", *line(world, run, "ppo", steps=5))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.launch.small_run import Command, everything, flags, write_world
 
-from miles.core.protocols import Engine, Sampling
+from miles.core.protocols import Engine, SamplingParams
 from miles.core.types import Prompt, Trajectory
 
 STRUCK = [
@@ -59,9 +59,9 @@ def test_a_lost_rank_is_replaced_and_the_run_is_the_calm_one_to_the_bit(world, c
     os.kill(child_of(going.pid, RANK), number)
     done = going.done()
     assert done.returncode == 0, done.stderr
-    why = "ended with exit code -9" if number == signal.SIGKILL else "gave no sign of life for 15 s"
+    why = "ended with SIGKILL" if number == signal.SIGKILL else "sent no heartbeat for 15 s"
     assert why in done.stdout
-    assert "are started again from step-000002" in done.stdout or "are started again from step-000004" in done.stdout
+    assert "are restarted from step-000002" in done.stdout or "are restarted from step-000004" in done.stdout
     assert everything(run) == everything(calm)
 
 
@@ -74,13 +74,13 @@ def test_a_supervised_run_that_is_lost_goes_on_to_the_same_end(world, calm, tmp_
     os.kill(child_of(going.pid, RUN), number)
     done = going.done()
     assert done.returncode == 0, done.stderr
-    why = "was ended by SIGKILL" if number == signal.SIGKILL else "gave no sign of life for 15 s"
+    why = "was killed by SIGKILL" if number == signal.SIGKILL else "sent no heartbeat for 15 s"
     assert f"miles: the run {why}" in done.stderr
-    assert "it is started again in 1 s (1 of at most 2 times without a new checkpoint)" in done.stderr
+    assert "it is restarted in 1 s (restart 1 of at most 2 without a new checkpoint)" in done.stderr
     assert everything(run) == everything(calm)
 
 
-async def never(prompt: Prompt, engine: Engine, sampling: Sampling) -> Trajectory:
+async def never(prompt: Prompt, engine: Engine, sampling: SamplingParams) -> Trajectory:
     """An answer that nobody ever hears."""
     await asyncio.Event().wait()
     raise AssertionError
@@ -92,11 +92,11 @@ def test_a_run_that_stands_still_says_who_waits_for_whom(world, tmp_path):
     line = flags(world, run, *PAIR, *more, "--custom-generate-function-path", f"{__name__}:never")
     done = Command("train", *line).done()
     assert done.returncode == 1
-    assert "step 1 waited 10 s for the next group and none came back" in done.stderr
-    assert "where each process stood is in" in done.stderr
+    assert "step 1 waited 10 s for the next group and none finished" in done.stderr
+    assert "the stacks of all processes are in" in done.stderr
     told = (run / "logs" / "stall-1.txt").read_text()
-    assert "step 1 waits for its next group (0 of 4 are back)" in told
+    assert "step 1 waits for its next group (0 of 4 are done)" in told
     assert "ticket 0, prompt" in told
     assert "the trainer rank 1 (process" in told
     assert "in never" in told  # the task that hangs
-    assert "in hear" in told  # what the rank is in
+    assert "in receive" in told  # what the rank is in

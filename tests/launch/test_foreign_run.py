@@ -76,7 +76,7 @@ def test_a_killed_run_continues_to_the_bit(worlds, tmp_path):
     done = miles("train", *flags(worlds["granite"], calm, *argv, steps=4))
     assert done.returncode == 0, done.stderr
     killed = miles(
-        "train", *flags(worlds["granite"], run, *argv, steps=4), kill_at="miles.train.optim:Optimizer.step:6"
+        "train", *flags(worlds["granite"], run, *argv, steps=4), kill_at="miles.train.optim.optimizer:Optimizer.step:6"
     )
     assert killed.returncode < 0
     again = miles("train", *flags(worlds["granite"], run, *argv, steps=4))
@@ -107,7 +107,7 @@ def test_the_plan_says_who_computes_the_model(worlds, tmp_path, capsys):
     argv = flags(worlds["olmoe"], tmp_path / "run", *FOREIGN)
     assert main(["plan", *argv]) == 0
     shown = capsys.readouterr().out
-    assert "transformers' own module, slower" in shown and "of them for a token" in shown
+    assert "the module of transformers, slower than the native one" in shown and "active per token" in shown
     assert main(["plan", *argv, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["model"]["architecture"] == "OlmoeForCausalLM"
 
@@ -120,7 +120,7 @@ def test_without_the_flag_it_is_refused_with_the_mend(worlds, tmp_path, capsys):
 
 def test_its_routing_is_not_replayed(worlds, tmp_path, capsys):
     assert main(["plan", *flags(worlds["olmoe"], tmp_path / "run", *FOREIGN, "--use-rollout-routing-replay")]) == 2
-    assert "leave one of them out" in capsys.readouterr().err
+    assert "needs the native model; remove it, or --model-impl transformers" in capsys.readouterr().err
 
 
 def test_a_model_of_ours_can_be_computed_by_transformers_as_well(tmp_path):

@@ -7,9 +7,9 @@ from statistics import fmean
 import pytest
 from tests.launch.small_run import miles
 
+from miles.launch.commands.demo import DemoFolders, grpo_flags
 from miles.launch.config import DemoOptions
-from miles.launch.demo import Places, grpo_flags
-from miles.schedule.recover import Checkpoints
+from miles.schedule.checkpoints import CheckpointDirectory
 
 pytestmark = pytest.mark.slow
 
@@ -28,9 +28,9 @@ LINES = {
 
 
 @pytest.fixture(scope="module")
-def warm(tmp_path_factory) -> Places:
+def warm(tmp_path_factory) -> DemoFolders:
     """The demo after its warm-up on demonstrations: about one answer in three is right."""
-    places = Places(root=tmp_path_factory.mktemp("learning") / "demo")
+    places = DemoFolders(root=tmp_path_factory.mktemp("learning") / "demo")
     done = miles("demo", "--plain", "--steps", "1", "--device", "cpu", "--save", str(places.root))
     assert done.returncode == 0, done.stderr
     return places
@@ -43,7 +43,7 @@ def rows(run: Path, kind: str) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("name", LINES)
 def test_an_algorithm_improves_what_it_maximises(name, warm, tmp_path):
-    newest = Checkpoints(warm.warmup / "checkpoints").latest()
+    newest = CheckpointDirectory(warm.warmup / "checkpoints").latest()
     assert newest is not None
     run = tmp_path / name
     argv = grpo_flags(warm, DemoOptions(steps=STEPS, device="cpu"), newest[0])

@@ -13,11 +13,11 @@ from tests.launch.small_run import everything, flags, miles, write_world
 from miles.config.cli import parse
 from miles.config.files import read_layers
 from miles.launch.config import Config
-from miles.launch.memory import shares_of
-from miles.launch.plan import plan_of
-from miles.launch.rules import Command, broken
-from miles.models import hub
-from miles.models.choice import chosen_spec
+from miles.launch.plan.memory import estimate_memory
+from miles.launch.plan.plan import build_plan
+from miles.launch.rules.check import Command, check_rules
+from miles.models.checkpoint import hf
+from miles.models.resolve import resolve_spec
 
 LORA = ("--lora-rank", "4", "--lora-alpha", "8")
 
@@ -45,7 +45,7 @@ def train_rows(run: Path) -> list[dict]:
 
 
 def weights_in(folder: Path) -> dict[str, torch.Tensor]:
-    return dict(hub.load_slices(folder, rank=0, world=1, device="cpu", dtype=torch.float32))
+    return dict(hf.load_slices(folder, rank=0, world=1, device="cpu", dtype=torch.float32))
 
 
 def test_a_run_moves_the_targets_and_leaves_the_rest_as_it_was(world, calm):
@@ -61,7 +61,7 @@ def test_a_run_moves_the_targets_and_leaves_the_rest_as_it_was(world, calm):
 def test_a_killed_run_of_adapters_continues_to_the_bit(world, calm, tmp_path):
     run = tmp_path / "run"
     line = flags(world, run, *LORA, steps=4)
-    assert miles("train", *line, kill_at="miles.train.optim:Optimizer.step:6").returncode == -signal.SIGKILL
+    assert miles("train", *line, kill_at="miles.train.optim.optimizer:Optimizer.step:6").returncode == -signal.SIGKILL
     again = miles("train", *line)
     assert again.returncode == 0, again.stderr
     assert everything(run) == everything(calm)
@@ -119,7 +119,7 @@ def house(tmp_path, monkeypatch):
 
 def told(line: str, command: Command = "train") -> list[str]:
     reading = parse(Config, line.split(), read_layers("good.toml"))
-    return [*reading.problems, *broken(reading, command)]
+    return [*reading.problems, *check_rules(reading, command)]
 
 
 @pytest.mark.parametrize(
@@ -138,15 +138,15 @@ def test_upstreams_flags_are_taken(house, line):
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("--lora-rank 8 --lora-dropout 0.1", "--lora-dropout 0.1 cannot be had"),
-        ("--lora-alpha 32", "--lora-alpha is about adapters, and none are trained"),
-        ("--target-modules attn", "--target-modules is about adapters"),
+        ("--lora-rank 8 --lora-dropout 0.1", "--lora-dropout 0.1 is not supported"),
+        ("--lora-alpha 32", "--lora-alpha needs --lora-rank"),
+        ("--target-modules attn", "--target-modules needs --lora-rank"),
         ("--lora-rank 8 --target-modules linear_qkv", "--target-modules linear_qkv names no projection"),
-        ("--lora-rank 8 --optimizer muon", "not with --optimizer muon"),
-        ("--lora-rank 8 --lora-adapter-path nowhere", "nowhere is no folder"),
-        ("--lora-adapter-path data", "is no adapter in PEFT's format"),
+        ("--lora-rank 8 --optimizer muon", "--lora-rank does not work with --optimizer muon"),
+        ("--lora-rank 8 --lora-adapter-path nowhere", "nowhere is not a folder"),
+        ("--lora-adapter-path data", "is not a PEFT adapter"),
         ("--lora-rank -1", "--lora-rank"),
-        ("--lora-rank 8 --fsdp-cpu-offload", "not with --fsdp-cpu-offload"),
+        ("--lora-rank 8 --fsdp-cpu-offload", "--lora-rank does not work with --fsdp-cpu-offload"),
     ],
 )
 def test_what_adapters_cannot_do_is_refused_in_a_sentence(house, line, sentence):
@@ -161,8 +161,8 @@ def test_the_memory_plan_counts_moments_of_adapters_alone(house):
     def held(line: str) -> dict[str, int]:
         config = parse(Config, line.split(), read_layers("good.toml")).config
         assert config is not None and config.models.hf_checkpoint is not None
-        spec = chosen_spec(config.models.hf_checkpoint, "auto")
-        return {share.name: share.bytes for share in shares_of(config, plan_of(config), spec)}
+        spec = resolve_spec(config.models.hf_checkpoint, "auto")
+        return {share.name: share.bytes for share in estimate_memory(config, build_plan(config), spec)}
 
     plain, small = held(""), held("--lora-rank 1")
     assert small["optimizer"] == 2 * small["adapters"] == 2 * small["gradients"] < plain["optimizer"]

@@ -10,23 +10,23 @@ from tests.launch.held_ranks import held
 from tests.launch.house import furnish
 from tests.pool import ranks
 
-from miles.cluster.layout import Layout
-from miles.launch.layout_memory import activations_by_rank, frozen_by_rank, held_by_rank
-from miles.launch.main import read
-from miles.launch.memory import shares_of
-from miles.models import footprint
-from miles.models.families import spec_of
-from miles.models.files import read_config
-from miles.models.footprint import gradient_bytes, optimizer_bytes, parameter_count, weight_bytes
-from miles.models.published import published
+from miles.cluster.parallel_dims import ParallelDims
+from miles.launch.plan.layout_memory import estimate_rank_activations, estimate_rank_frozen_bytes, estimate_rank_memory
+from miles.launch.plan.memory import estimate_memory
+from miles.launch.read_config import read
+from miles.models.accounting import params
+from miles.models.accounting.known_models import load_known_models
+from miles.models.accounting.params import gradient_bytes, optimizer_bytes, parameter_count, weight_bytes
+from miles.models.checkpoint.safetensors_io import read_config
+from miles.models.families import spec_from_config
 from miles.models.spec import AttentionSpec, DecoderSpec, MlpSpec, MoeSpec
-from miles.train import low_bit
 from miles.train.config import TrainConfig
+from miles.train.optim import quantized_state
 
 
 def small(name: str) -> DecoderSpec:
     """A published model's shape in little, with sizes that no number of ranks divides."""
-    spec = spec_of(published()[name])
+    spec = spec_from_config(load_known_models()[name])
     layer = spec.layers[-1]
     assert isinstance(layer.mixer, AttentionSpec)
     mixer = replace(layer.mixer, num_heads=4, num_kv_heads=2, head_dim=24)
@@ -42,18 +42,18 @@ def small(name: str) -> DecoderSpec:
 DENSE, MIXED = "Qwen3-0.6B", "Qwen3-30B-A3B"
 LAYOUTS = {
     (DENSE, "float32", "float32"): [
-        Layout(world=4, shard=4),
-        Layout(world=4, replicate=2, shard=2),
-        Layout(world=4, shard=2, tensor=2),
-        Layout(world=4, shard=2, context=2),
-        Layout(world=4, tensor=4, sequence=True),
+        ParallelDims(world=4, shard=4),
+        ParallelDims(world=4, replicate=2, shard=2),
+        ParallelDims(world=4, shard=2, tensor=2),
+        ParallelDims(world=4, shard=2, context=2),
+        ParallelDims(world=4, tensor=4, sequence=True),
     ],
-    (DENSE, "float32", "int8"): [Layout(world=4, shard=2, tensor=2)],
-    (DENSE, "bfloat16", "bfloat16"): [Layout(world=4, tensor=4)],
+    (DENSE, "float32", "int8"): [ParallelDims(world=4, shard=2, tensor=2)],
+    (DENSE, "bfloat16", "bfloat16"): [ParallelDims(world=4, tensor=4)],
     (MIXED, "float32", "float32"): [
-        Layout(world=4, shard=4, expert=4),
-        Layout(world=4, shard=2, context=2, expert=2),
-        Layout(world=4, shard=2, tensor=2, expert=2),
+        ParallelDims(world=4, shard=4, expert=4),
+        ParallelDims(world=4, shard=2, context=2, expert=2),
+        ParallelDims(world=4, shard=2, tensor=2, expert=2),
     ],
 }
 
@@ -62,7 +62,7 @@ def test_ranks_hold_what_the_plan_says():
     cases = [(small(name), layout, *how) for (name, *how), many in LAYOUTS.items() for layout in many]
     told = ranks(4, held, cases)
     for number, (spec, layout, dtype, moments) in enumerate(cases):
-        plan = held_by_rank(spec, layout, dtype, moments=moments)
+        plan = estimate_rank_memory(spec, layout, dtype, moments=moments)
         weights, grads, state = (max(of[number][i] for of in told) for i in range(3))
         assert plan.gradients == grads, layout
         # The masters of parameters nobody cuts are beside them, and the plan counts them with the optimizer.
@@ -70,14 +70,15 @@ def test_ranks_hold_what_the_plan_says():
 
 
 def test_codes_are_counted_as_they_are_made():
-    assert (footprint._CODED_BLOCK, footprint._CODED_SMALLEST) == (low_bit.BLOCK, low_bit.SMALLEST)
+    assert params._QUANTIZED_BLOCK == quantized_state.BLOCK
+    assert params._QUANTIZED_SMALLEST == quantized_state.MIN_QUANTIZED_NUMEL
 
 
 def test_one_rank_alone_holds_what_it_always_did():
     for name in (DENSE, MIXED, "DeepSeek-V3", "Gemma-2-2B"):
-        spec = spec_of(published()[name])
+        spec = spec_from_config(load_known_models()[name])
         for dtype in ("bfloat16", "float32"):
-            plan = held_by_rank(spec, Layout(), dtype)
+            plan = estimate_rank_memory(spec, ParallelDims(), dtype)
             assert plan.weights == weight_bytes(spec, dtype) and plan.gathered == 0
             assert plan.gradients == gradient_bytes(spec, dtype)
             assert plan.optimizer == optimizer_bytes(spec, dtype)
@@ -85,47 +86,50 @@ def test_one_rank_alone_holds_what_it_always_did():
 
 @pytest.mark.parametrize("name", [DENSE, MIXED, "GLM-4.5-Air", "Llama-3.3-70B"])
 def test_all_ranks_together_hold_little_more_than_one_alone(name):
-    spec = spec_of(published()[name])
+    spec = spec_from_config(load_known_models()[name])
     moe = spec.moe is not None
     for layout in (
-        Layout(world=8, shard=8, expert=8 if moe else 1),
-        Layout(world=16, shard=4, tensor=4),
-        Layout(world=16, replicate=2, shard=8, expert=2 if moe else 1),
+        ParallelDims(world=8, shard=8, expert=8 if moe else 1),
+        ParallelDims(world=16, shard=4, tensor=4),
+        ParallelDims(world=16, replicate=2, shard=8, expert=2 if moe else 1),
     ):
-        plan = held_by_rank(spec, layout, "bfloat16")
+        plan = estimate_rank_memory(spec, layout, "bfloat16")
         once = 4 * parameter_count(spec) * layout.replicate
         assert once <= plan.weights * layout.world < 1.03 * once
         assert plan.optimizer == 2 * plan.gradients == 2 * plan.weights
-        assert frozen_by_rank(spec, layout, "bfloat16") * 2 == plan.weights
+        assert estimate_rank_frozen_bytes(spec, layout, "bfloat16") * 2 == plan.weights
         assert 0 < plan.gathered < weight_bytes(spec, "float32")
 
 
 def test_moments_of_fewer_bits_take_less():
-    spec, layout = spec_of(published()[DENSE]), Layout(world=2, shard=2)
-    forms = [held_by_rank(spec, layout, "bfloat16", moments=form).optimizer for form in ("float32", "bfloat16", "int8")]
+    spec, layout = spec_from_config(load_known_models()[DENSE]), ParallelDims(world=2, shard=2)
+    forms = [
+        estimate_rank_memory(spec, layout, "bfloat16", moments=form).optimizer
+        for form in ("float32", "bfloat16", "int8")
+    ]
     assert forms[0] > 1.99 * forms[1] > 3.9 * forms[2]
-    muon = held_by_rank(spec, layout, "bfloat16", optimizer="muon").optimizer
+    muon = estimate_rank_memory(spec, layout, "bfloat16", optimizer="muon").optimizer
     assert forms[0] / 2 < muon < forms[0]
 
 
 def test_what_is_shared_or_computed_again_is_not_kept():
-    spec = spec_of(published()["Qwen3-4B"])
+    spec = spec_from_config(load_known_models()["Qwen3-4B"])
 
-    def kept(layout: Layout, **knobs) -> int:
-        return activations_by_rank(spec, layout, "bfloat16", 16384, TrainConfig(**knobs), fused=True)
+    def kept(layout: ParallelDims, **knobs) -> int:
+        return estimate_rank_activations(spec, layout, "bfloat16", 16384, TrainConfig(**knobs), fused=True)
 
-    alone = kept(Layout())
-    assert kept(Layout(world=2, shard=2)) == alone
+    alone = kept(ParallelDims())
+    assert kept(ParallelDims(world=2, shard=2)) == alone
     halves = (
-        kept(Layout(world=2, context=2)),
-        kept(Layout(world=2, tensor=2)),
-        kept(Layout(world=2, tensor=2, sequence=True)),
+        kept(ParallelDims(world=2, context=2)),
+        kept(ParallelDims(world=2, tensor=2)),
+        kept(ParallelDims(world=2, tensor=2, sequence=True)),
     )
     assert all(alone / 2.05 < half < alone for half in halves) and halves[2] < halves[1]
-    full = kept(Layout(), gradient_checkpointing=True)
-    selective = kept(Layout(), recompute_granularity="selective")
-    some = kept(Layout(), recompute_granularity="full", recompute_method="block", recompute_num_layers=18)
-    assert full == kept(Layout(), recompute_granularity="full") < selective < 0.8 * alone
+    full = kept(ParallelDims(), gradient_checkpointing=True)
+    selective = kept(ParallelDims(), recompute_granularity="selective")
+    some = kept(ParallelDims(), recompute_granularity="full", recompute_method="block", recompute_num_layers=18)
+    assert full == kept(ParallelDims(), recompute_granularity="full") < selective < 0.8 * alone
     assert full < some < alone
 
 
@@ -135,10 +139,10 @@ def test_a_plan_shows_one_ranks_part(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     line = "good.toml --actor-num-gpus-per-node 4 --tensor-model-parallel-size 2 --optimizer-state-dtype int8"
     config, plan, _ = read("plan", line.split())
-    spec = spec_of(read_config("model"))
-    shares = {share.name: share for share in shares_of(config, plan, spec)}
-    held = held_by_rank(spec, plan.layout, plan.dtype, moments="int8")
-    assert plan.layout == Layout(world=4, shard=2, tensor=2)
-    assert shares["weights"].bytes == held.weights and "cut 4 ways" in shares["weights"].note
+    spec = spec_from_config(read_config("model"))
+    shares = {share.name: share for share in estimate_memory(config, plan, spec)}
+    held = estimate_rank_memory(spec, plan.layout, plan.dtype, moments="int8")
+    assert plan.layout == ParallelDims(world=4, shard=2, tensor=2)
+    assert shares["weights"].bytes == held.weights and "sharded 4 ways" in shares["weights"].note
     assert shares["optimizer"].bytes == held.optimizer and shares["optimizer"].note.endswith("two moments in int8")
     assert shares["gathered"].bytes == held.gathered

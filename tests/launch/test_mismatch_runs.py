@@ -6,11 +6,11 @@ import pytest
 import torch
 from tests.launch.small_run import flags, write_world
 
-from miles.algo.objective import Corrected, Evidence
-from miles.algo.reduce import Layout
-from miles.backends.native import runner
+from miles.algo.loss_aggregation import LossAggregator
+from miles.algo.policy_loss import LossInputs, TokenWeights
+from miles.backends.native.runner import model_runner
 from miles.launch.main import main
-from miles.observe.metric import unexplained
+from miles.observe.metric import list_undocumented
 
 STEPS = 2
 
@@ -23,10 +23,10 @@ def world(tmp_path_factory):
 @pytest.fixture
 def sharper(monkeypatch):
     """Makes the engine's logits larger than the trainer's by a factor."""
-    right = runner.logits_of
+    right = model_runner.compute_logits
 
     def become(factor):
-        monkeypatch.setattr(runner, "logits_of", lambda *args: right(*args) * factor)
+        monkeypatch.setattr(model_runner, "compute_logits", lambda *args, **how: right(*args, **how) * factor)
 
     return become
 
@@ -36,7 +36,7 @@ def trained(world, run, *more):
     lines = (run / "metrics.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if row["kind"] == "train"]
     assert len(rows) == STEPS
-    assert not unexplained(name for row in rows for name in row if name not in ("kind", "step"))
+    assert not list_undocumented(name for row in rows for name in row if name not in ("kind", "step"))
     return rows
 
 
@@ -60,7 +60,7 @@ def test_an_engine_of_its_own_mind_is_measured_and_corrected(world, tmp_path, sh
 def test_the_light_picks_the_correction(world, tmp_path, sharper, factor, rung):
     sharper(factor)
     first, *_ = trained(world, tmp_path / "run", "--use-tis", "--tis-mode", "auto", "--parity-stop", "1")
-    assert first["tis_rung"] == rung, first["parity_mean_abs"]
+    assert first["tis_auto_mode"] == rung, first["parity_mean_abs"]
     assert ("tis_clipfrac" in first, "tis_maskfrac" in first) == (rung == 1, rung == 2)
 
 
@@ -72,10 +72,10 @@ def test_an_engine_too_far_off_stops_the_run_before_it_learns(world, tmp_path, s
     assert "above --parity-stop 0.1; the weights were not changed" in said
 
 
-def halve(evidence: Evidence, layout: Layout) -> Corrected:
+def halve(evidence: LossInputs, layout: LossAggregator) -> TokenWeights:
     """A correction such as a user would bring."""
     weight_R = torch.full_like(evidence.old_logp_R, 0.5)
-    return Corrected(weight_R=weight_R, metrics={"tis_weight": layout.mean(weight_R)})
+    return TokenWeights(weight_R=weight_R, metrics={"tis_weight": layout.mean(weight_R)})
 
 
 def test_a_correction_of_ones_own_is_loaded_and_used(world, tmp_path):

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.launch.test_parity import CPU, compared
+from tests.launch.parity.test_command import CPU, compared
 
-from miles.launch.compared import sentence
 from miles.launch.main import main
-from miles.models import hub
-from miles.models.taps import OPERATIONS
+from miles.launch.parity.diff import describe_difference
+from miles.models.activation_hooks import OPERATIONS
+from miles.models.checkpoint import hf
 
 pytestmark = [
     pytest.mark.megatron,
@@ -61,7 +61,7 @@ def as_it_is() -> None:
 @pytest.mark.parametrize("other", ["native", "fsdp", "transformers"])
 def test_megatron_agrees_with_every_other_in_every_operation(saved, kind, other):
     found = compared(saved(kind), other, "megatron")
-    assert found.first(5e-5) is None, sentence(found, a=other, b="megatron", tolerance=5e-5)
+    assert found.first(5e-5) is None, describe_difference(found, a=other, b="megatron", tolerance=5e-5)
     wanted = KINDS[kind] - ({"experts", "gates"} if kind == "deepseek_v3" and other == "transformers" else set())
     assert {gap.place[1] for gap in found.gaps} >= wanted
     layers = {gap.place[0] for gap in found.gaps if gap.place[1] == "residual"}
@@ -89,14 +89,16 @@ def test_megatron_agrees_with_every_other_in_every_operation(saved, kind, other)
 )
 def test_a_weight_that_is_off_is_found_at_its_operation(saved, tmp_path, kind, name, place):
     folder, other = saved(kind), tmp_path / "nudged"
-    decoder = hub.load(folder, device=CPU, dtype=torch.float32)
+    decoder = hf.load(folder, device=CPU, dtype=torch.float32)
     with torch.no_grad():
         held = dict(decoder.named_parameters()) | dict(decoder.named_buffers())
         held[name].mul_(torch.linspace(0.5, 1.5, len(held[name])).view(-1, *[1] * (held[name].ndim - 1)))
-    hub.export(decoder, other, like=folder)
+    hf.export(decoder, other, like=folder)
     found = compared(folder, "fsdp", "megatron", other=other)
     first = found.first(1e-4)
-    assert first is not None and first.place == place, sentence(found, a="fsdp", b="megatron", tolerance=1e-4)
+    assert first is not None and first.place == place, describe_difference(
+        found, a="fsdp", b="megatron", tolerance=1e-4
+    )
     assert compared(other, "fsdp", "megatron").first(1e-4) is None
 
 

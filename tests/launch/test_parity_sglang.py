@@ -12,20 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.launch.test_parity import CPU, compared, model_of
+from tests.launch.parity.test_command import CPU, compared, model_of
 from tests.models.oracle import hf_model
-from tests.wire.served import PYTHON, STUB
-from tests.wire.tiny import make
+from tests.server_api.served import PYTHON, STUB
+from tests.server_api.tiny import make
 
-from miles.backends.sglang import dumps
+from miles.backends.remote import sglang_dumps
 from miles.core.errors import EngineError
-from miles.core.routed import to_sglang
-from miles.launch.compared import compare, hidden, sentence
+from miles.core.routed_experts import encode_for_sglang
 from miles.launch.main import main
-from miles.launch.sides import side_of
-from miles.models import hub
-from miles.models.choice import chosen_spec
-from miles.models.taps import Trace
+from miles.launch.parity.backends import get_backend
+from miles.launch.parity.diff import compare, describe_difference, describe_not_compared
+from miles.models.activation_hooks import ActivationTrace
+from miles.models.checkpoint import hf
+from miles.models.resolve import resolve_spec
 
 
 @pytest.fixture(scope="module")
@@ -69,19 +69,19 @@ def oracle_of(kind: str, *tells: str):
 
     def answer(asked):
         assert asked["return_logprob"] and asked["logprob_start_len"] == 0
-        if asked.get("return_hidden_states") and "hidden" not in tells:
-            return 400, {"error": {"message": "The server is not configured to return hidden states."}}
+        if asked.get("return_hidden_states") and "describe_not_compared" not in tells:
+            return 400, {"error": {"message": "The server is not configured to return describe_not_compared states."}}
         ids = torch.tensor(asked["input_ids"])
         with torch.no_grad():
             out = oracle(ids[None], output_hidden_states=True, output_router_logits="experts" in tells)
         scores = out.logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0].tolist()
         lines = [[None, int(ids[0]), None], *([s, int(i), None] for s, i in zip(scores, ids[1:], strict=True))]
         meta: dict[str, Any] = {"input_token_logprobs": lines}
-        if "hidden" in tells and asked.get("return_hidden_states"):
+        if "describe_not_compared" in tells and asked.get("return_hidden_states"):
             meta["hidden_states"] = [out.hidden_states[-1][0].tolist()]
         if "experts" in tells and asked.get("return_routed_experts"):
             picked = [logits.topk(oracle.config.num_experts_per_tok).indices for logits in out.router_logits]
-            meta["routed_experts"] = to_sglang(torch.stack(picked, 1).numpy().astype(np.uint8))
+            meta["routed_experts"] = encode_for_sglang(torch.stack(picked, 1).numpy().astype(np.uint8))
         return 200, {"meta_info": meta}
 
     return answer
@@ -91,8 +91,8 @@ def oracle_of(kind: str, *tells: str):
     ("kind", "tells", "seen"),
     [
         ("qwen3", (), {"log-probs"}),
-        ("qwen3", ("hidden",), {"log-probs", "final norm"}),
-        ("qwen3 moe normalised", ("hidden", "experts"), {"log-probs", "final norm", "experts"}),
+        ("qwen3", ("describe_not_compared",), {"log-probs", "final norm"}),
+        ("qwen3 moe normalised", ("describe_not_compared", "experts"), {"log-probs", "final norm", "experts"}),
         ("qwen3 moe normalised", ("experts",), {"log-probs", "experts"}),
     ],
 )
@@ -101,20 +101,20 @@ def test_a_server_is_compared_by_all_that_it_tells(tmp_path, capsys, kind, tells
     with answering(oracle_of(kind, *tells)) as url:
         found = compared(tmp_path, "fsdp", url)
         assert main(["parity", str(tmp_path), "--b", url, "--device", "cpu"]) == 0
-    assert found.first(5e-5) is None, sentence(found, a="fsdp", b=url, tolerance=5e-5)
+    assert found.first(5e-5) is None, describe_difference(found, a="fsdp", b=url, tolerance=5e-5)
     assert {gap.place[1] for gap in found.gaps} == seen
     said = capsys.readouterr().out
-    assert "Not compared, since not both show it: embedding, norm, qkv, rotation, attention, output" in said
+    assert "Not compared, since only one backend records it: embedding, norm, qkv, rotation, attention, output" in said
 
 
 @pytest.mark.parametrize(
     ("told", "complaint"),
     [
-        ((500, {}), "/generate cannot be asked: HTTP Error 500"),
-        ((400, {}), "/generate cannot be asked: HTTP Error 400"),
-        ((200, []), "/generate does not answer as SGLang does"),
-        ((200, {"meta_info": {}}), "answered /generate without the prompt's log-probs"),
-        ((200, {"meta_info": {"input_token_logprobs": [[None, 1, None]]}}), "told 0 log-probs of 19 tokens"),
+        ((500, {}), "/generate request failed: HTTP Error 500"),
+        ((400, {}), "/generate request failed: HTTP Error 400"),
+        ((200, []), "/generate does not reply like SGLang"),
+        ((200, {"meta_info": {}}), "returned no prompt log-probs from /generate"),
+        ((200, {"meta_info": {"input_token_logprobs": [[None, 1, None]]}}), "returned 0 log-probs for 19 tokens"),
     ],
 )
 def test_a_server_that_answers_otherwise_is_told_in_one_sentence(experts, told, complaint):
@@ -153,24 +153,24 @@ def written(folder: Path, trace: dict, spec, sequences, *, step: int) -> list[Pa
             torch.save(told, folder / f"Pass{number:05d}.pt")
             number += 1
         start += len(tokens)
-    return dumps.steps_in(folder)
+    return sglang_dumps.list_steps(folder)
 
 
 def test_what_a_server_wrote_is_read_under_our_names_whatever_its_steps(experts, tmp_path):
-    spec, model = chosen_spec(experts, "native"), model_of(experts)
+    spec, model = resolve_spec(experts, "native"), model_of(experts)
     rng = np.random.default_rng(0)
     sequences = [rng.integers(0, spec.vocab_size, n).astype(np.int32) for n in (19, 5, 8)]
-    told = dict(side_of("fsdp")(model, sequences))
+    told = dict(get_backend("fsdp")(model, sequences))
     for step in (64, 7):
-        steps, trace = written(tmp_path / str(step), told, spec, sequences, step=step), Trace()
-        dumps.read(steps, spec, sequences, trace)
-        found = compare(told, trace.whole(), layers=spec.num_layers)
+        steps, trace = written(tmp_path / str(step), told, spec, sequences, step=step), ActivationTrace()
+        sglang_dumps.read_dumps(steps, spec, sequences, trace)
+        found = compare(told, trace.concatenate(), layers=spec.num_layers)
         assert all(gap.equal for gap in found.gaps) and len(found.gaps) == 21
-        assert hidden(found) == [
-            "Not compared, since not both show it: rotation (in 1 of 2 layers), mlp, logits, log-probs."
+        assert describe_not_compared(found) == [
+            "Not compared, since only one backend records it: rotation (in 1 of 2 layers), mlp, logits, log-probs."
         ]
-    with pytest.raises(EngineError, match="SGLang told of 14 of 19 tokens"):
-        dumps.read(steps[:3], spec, sequences, Trace())
+    with pytest.raises(EngineError, match="SGLang dumped 14 of 19 tokens"):
+        sglang_dumps.read_dumps(steps[:3], spec, sequences, ActivationTrace())
 
 
 # -- a server that is started ---------------------------------------------------------------
@@ -180,7 +180,7 @@ def test_what_a_server_wrote_is_read_under_our_names_whatever_its_steps(experts,
 def test_the_interpreter_that_has_sglang_is_asked_for(experts, capsys):
     assert main(["parity", str(experts), "--a", "sglang", "--device", "cpu"]) == 2
     said = capsys.readouterr().err
-    assert "say with --sglang-python which interpreter has it" in said and said.count("\n") == 1
+    assert "name an interpreter that has it with --sglang-python" in said and said.count("\n") == 1
 
 
 def test_a_server_that_does_not_start_is_told_with_its_last_words(experts, tmp_path, capsys):
@@ -190,7 +190,7 @@ def test_a_server_that_does_not_start_is_told_with_its_last_words(experts, tmp_p
     line = ["parity", str(experts), "--a", "sglang", "--device", "cpu", "--sglang-python", str(python)]
     assert main(line) == 1
     said = capsys.readouterr().err
-    assert "sglang ended with exit status 3 while it started" in said and "no module named sglang" in said
+    assert "sglang ended with exit code 3 while it started" in said and "no module named sglang" in said
 
 
 @pytest.mark.sglang
@@ -202,10 +202,10 @@ def test_stock_sglang_agrees_with_the_trainer_and_a_weight_that_is_off_is_found(
     model = model_of(experts, sglang_python=str(python))
     rng = np.random.default_rng(0)
     sequences = [rng.integers(0, model.spec.vocab_size, n).astype(np.int32) for n in (19, 5, 8)]
-    told, trainer = side_of("sglang", sglang_python=str(python))(model, sequences), side_of("fsdp")
+    told, trainer = get_backend("sglang", sglang_python=str(python))(model, sequences), get_backend("fsdp")
     found = compare(told, trainer(model, sequences), layers=2)
-    assert found.first(5e-5) is None, sentence(found, a="sglang", b="fsdp", tolerance=5e-5)
-    unseen = {place for place in found.unseen if place[1] != "logits"}
+    assert found.first(5e-5) is None, describe_difference(found, a="sglang", b="fsdp", tolerance=5e-5)
+    unseen = {place for place in found.not_compared if place[1] != "logits"}
     assert unseen == {(0, "rotation"), (0, "mlp"), (1, "mlp")}
     for name, place in {
         "layers.1.attention_norm.weight": (1, "norm"),
@@ -217,9 +217,9 @@ def test_stock_sglang_agrees_with_the_trainer_and_a_weight_that_is_off_is_found(
         "layers.0.moe.down": (0, "residual"),
         "norm.weight": (2, "final norm"),
     }.items():
-        decoder = hub.load(experts, device=CPU, dtype=torch.float32)
+        decoder = hf.load(experts, device=CPU, dtype=torch.float32)
         with torch.no_grad():
             decoder.get_parameter(name).mul_(1.01)
-        hub.export(decoder, tmp_path / name, like=experts)
+        hf.export(decoder, tmp_path / name, like=experts)
         first = compare(told, trainer(model_of(tmp_path / name), sequences), layers=2).first(1e-4)
         assert first is not None and first.place == place, name

@@ -10,15 +10,16 @@ from tests.launch.small_run import write_world
 from miles.backends.native.config import NativeConfig
 from miles.config.cli import parse
 from miles.config.files import read_layers
-from miles.config.origin import to_toml, values_of
+from miles.config.provenance import flatten_values, to_toml
+from miles.core.agents import ROLES
 from miles.core.errors import UsageError
-from miles.core.roles import ROLES
 from miles.core.types import Group, Prompt, Reward, Status, Trajectory
-from miles.launch.company import shared_out
+from miles.launch.build.policies import split_engine_memory
 from miles.launch.config import Config
-from miles.launch.main import main, read
-from miles.launch.members import Member, main_config, members_of
-from miles.rollout.evaluate import role_scores
+from miles.launch.main import main
+from miles.launch.policies.config import PolicyConfig, get_main_config, get_policies
+from miles.launch.read_config import read
+from miles.rollout.evaluate import compute_role_scores
 from miles.rollout.filters import nonzero_std
 
 
@@ -50,7 +51,7 @@ def test_a_policy_has_its_own_knobs_over_those_outside(world):
         "second": {"weights": "solver", "rollout_max_response_len": 5},
     }
     config, plan, _ = read("plan", line(world, table, "--lr", "1e-4"))
-    solver, verifier, judge, second = members_of(config)
+    solver, verifier, judge, second = get_policies(config)
     assert (solver.config.train.lr, verifier.config.train.lr) == (1e-3, 1e-4)
     assert verifier.config.algo.advantage_estimator == "rloo" and verifier.train_every == 3
     assert verifier.config.rollout.rollout_temperature == 0.7 and solver.config.rollout.rollout_temperature == 1.0
@@ -63,17 +64,17 @@ def test_a_policy_has_its_own_knobs_over_those_outside(world):
 
 def test_the_main_policy_is_the_first_or_the_actor(world):
     config, _, _ = read("plan", line(world, {"judge": {"lr": 1e-3}, "actor": {"lr": 1e-5}}))
-    assert [m.name for m in members_of(config)] == ["actor", "judge"]
-    assert main_config(config).train.lr == 1e-5
+    assert [m.name for m in get_policies(config)] == ["actor", "judge"]
+    assert get_main_config(config).train.lr == 1e-5
     alone = parse(Config, ()).config
-    assert alone is not None and members_of(alone) == (Member(name="actor", config=alone, weights="actor"),)
+    assert alone is not None and get_policies(alone) == (PolicyConfig(name="actor", config=alone, weights="actor"),)
 
 
 def test_a_policy_starts_from_its_place_in_a_checkpoint_of_all(world, tmp_path):
     whole = write_world(tmp_path / "step-000002")
     write_world(whole / "policies" / "verifier")
     config, _, _ = read("plan", line(whole, {"solver": {}, "verifier": {}, "judge": {"hf_checkpoint": str(world)}}))
-    folders = {m.name: m.config.models.hf_checkpoint for m in members_of(config)}
+    folders = {m.name: m.config.models.hf_checkpoint for m in get_policies(config)}
     assert folders == {"solver": str(whole), "verifier": str(whole / "policies" / "verifier"), "judge": str(world)}
 
 
@@ -84,12 +85,12 @@ def test_everything_that_is_wrong_is_told_at_once(world):
         "second": {"weights": "solver", "adam_beta1": 0.5, "train_every": 2},
     }
     assert complaints(world, table)[:7] == [
-        "--policies: solver is the main policy, whose steps are the run's; drop its train_every.",
-        "--policies: lr of verifier means nothing for a policy that is frozen; leave it out.",
-        "--policies: verifier has no knob bananas.",
-        "--policies: rollout_batch_size of verifier is the same for all policies; set it outside.",
-        "--policies: train_every of second is solver's to say, whose weights it has; leave it out.",
-        "--policies: adam_beta1 of second is solver's to say, whose weights it has; leave it out.",
+        "--policies: solver is the main policy and is trained every step; remove its train_every.",
+        "--policies: lr of verifier has no effect for a frozen policy; remove it.",
+        "--policies: verifier has no option bananas.",
+        "--policies: rollout_batch_size of verifier is the same for all policies; set it outside --policies.",
+        "--policies: train_every of second is set by solver, whose weights it has; remove it.",
+        "--policies: adam_beta1 of second is set by solver, whose weights it has; remove it.",
         "--policies: lr of solver takes a number, not the text 'fast'.",
     ]
 
@@ -97,19 +98,19 @@ def test_everything_that_is_wrong_is_told_at_once(world):
 @pytest.mark.parametrize(
     ("table", "told"),
     [
-        ({"Solver!": {}}, "--policies: 'Solver!' cannot be a policy's name"),
-        ({"a": 3}, "--policies: a takes a table of knobs"),
-        ({"a": {}, "b": {"weights": "c"}}, "the weights of 'c', which is no policy"),
-        ({"a": {}, "b": {"weights": "a"}, "c": {"weights": "b"}}, "the weights of b, which has another's"),
+        ({"Solver!": {}}, "--policies: 'Solver!' is not a policy name"),
+        ({"a": 3}, "--policies: a takes a table of options"),
+        ({"a": {}, "b": {"weights": "c"}}, "weights of b names 'c', which is not a policy"),
+        ({"a": {}, "b": {"weights": "a"}, "c": {"weights": "b"}}, "weights of c names b, which has another's"),
         ({"a": {"weights": "a"}}, "a has its own weights anyway"),
         (
             {"a": {"frozen": True}, "b": {}},
-            "a is the main policy, so it is trained with weights of its own; drop frozen",
+            "a is the main policy and is trained with its own weights; remove frozen",
         ),
-        ({"a": {}, "b": {"train_every": 0}}, "train_every of b is a number of steps, 1 or more, not 0"),
-        ({"a": {}, "b": {"weight_decy": 1}}, "b has no knob weight_decy; did you mean weight_decay?"),
-        ({"a": {}, "b": {"lr": -1.0}}, "--policies: for b, --lr must be"),
-        ({"a": {}, "b": {"kl_loss_coef": 0.1}}, "--policies: for b, --kl-loss-coef 0.1 does nothing without"),
+        ({"a": {}, "b": {"train_every": 0}}, "train_every of b takes a number of steps, at least 1, not 0"),
+        ({"a": {}, "b": {"weight_decy": 1}}, "b has no option weight_decy; did you mean weight_decay?"),
+        ({"a": {}, "b": {"lr": -1.0}}, "--policies: lr of b must be at least 0, not -1."),
+        ({"a": {}, "b": {"kl_loss_coef": 0.1}}, "--policies: for b, --kl-loss-coef needs --use-kl-loss"),
         ({"a": {}, "b": {"hf_checkpoint": "nowhere"}}, "--policies: for b, --hf-checkpoint nowhere"),
         ({"a": {}, "b": {"rollout_temperature": 0.0}}, "--policies: for b, --rollout-temperature 0 is greedy"),
     ],
@@ -120,17 +121,17 @@ def test_what_a_policy_cannot_be_is_said(world, table, told):
 
 def test_what_all_policies_break_is_said_once(world):
     said = complaints(world, {"a": {}, "b": {}}, "--n-samples-per-prompt", "4", "--kl-loss-coef", "0.5")
-    assert len([sentence for sentence in said if "does nothing without --use-kl-loss" in sentence]) == 1
+    assert len([sentence for sentence in said if "--kl-loss-coef needs --use-kl-loss" in sentence]) == 1
     assert not [sentence for sentence in said if "for b" in sentence]
 
 
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        ("--custom-generate-function-path multi_turn", "both answer prompts; keep one."),
-        ("--train-backend megatron", "--policies trains each policy whole in this process"),
-        ("--no-apply-chat-template", "Policies that meet write chats: add --apply-chat-template."),
-        ("--no-custom-cast-function-path", "--policies names policies that nobody brings together"),
+        ("--custom-generate-function-path multi_turn", "both generate responses; keep one."),
+        ("--train-backend megatron", "--policies trains each policy in this process"),
+        ("--no-apply-chat-template", "Multi-agent generation needs a chat template; add --apply-chat-template."),
+        ("--no-custom-cast-function-path", "--policies needs a function that runs them together"),
     ],
 )
 def test_what_does_not_go_with_several_policies_is_said(world, more, told):
@@ -149,8 +150,8 @@ def test_a_plan_shows_the_policies(world, capsys):
     table = {"solver": {"lr": 1e-3}, "verifier": {"train_every": 2}, "judge": {"weights": "solver"}}
     assert main(["plan", *line(world, table)]) == 0
     told = capsys.readouterr().out
-    assert "\npolicies\n" in told and "grpo at lr 0.001 every step (the main one" in told
-    assert "every 2 steps on all their rows" in told and "the weights of solver" in told
+    assert "\npolicies\n" in told and "grpo at lr 0.001 every step (the main policy" in told
+    assert "every 2 steps on the samples of all of them" in told and "the weights of solver" in told
     assert main(["plan", *line(world, table), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["policies"]
     assert [(row["name"], row["weights"], row["train_every"]) for row in rows] == [
@@ -163,12 +164,12 @@ def test_a_recipe_names_policies_in_tables_with_paths_of_its_own(tmp_path):
     recipe.write_text('lr = 1e-5\n[policies.a]\nhf_checkpoint = "models/a"\n[policies.b]\nlr = 1e-3\n')
     config = parse(Config, (), read_layers(str(recipe))).config
     assert config is not None
-    assert config.cast.policies == {"a": {"hf_checkpoint": str(tmp_path / "models/a")}, "b": {"lr": 1e-3}}
+    assert config.multi_agent.policies == {"a": {"hf_checkpoint": str(tmp_path / "models/a")}, "b": {"lr": 1e-3}}
     again = tmp_path / "elsewhere" / "again.toml"
     again.parent.mkdir()
-    again.write_text(to_toml(config, dict.fromkeys(values_of(config), "x")))
+    again.write_text(to_toml(config, dict.fromkeys(flatten_values(config), "x")))
     read_back = parse(Config, (), read_layers(str(again))).config
-    assert read_back is not None and read_back.cast.policies == config.cast.policies
+    assert read_back is not None and read_back.multi_agent.policies == config.multi_agent.policies
 
 
 def test_engines_of_one_device_take_equal_parts_of_its_memory():
@@ -177,8 +178,8 @@ def test_engines_of_one_device_take_equal_parts_of_its_memory():
     config = replace(config, native=NativeConfig(engine_memory_fraction=0.6))
     free, taken = 1.0, []
     for at in range(3):
-        member = Member(name=f"p{at}", config=config, weights=f"p{at}")
-        taken.append(free * shared_out(member, at, 3).native.engine_memory_fraction)
+        member = PolicyConfig(name=f"p{at}", config=config, weights=f"p{at}")
+        taken.append(free * split_engine_memory(member, at, 3).native.engine_memory_fraction)
         free -= taken[-1]
     assert taken == pytest.approx([0.2, 0.2, 0.2])
 
@@ -196,4 +197,4 @@ def test_a_group_is_kept_when_any_role_has_something_to_learn():
 
 def test_held_out_scores_are_told_for_each_role():
     groups = [Group(prompt=Prompt(id=0, messages=()), trajectories=(played(a=1, b=0), played(a=0, b=1), played(a=1)))]
-    assert role_scores(groups) == {"reward/a": pytest.approx(2 / 3), "reward/b": 0.5}
+    assert compute_role_scores(groups) == {"reward/a": pytest.approx(2 / 3), "reward/b": 0.5}

@@ -10,8 +10,9 @@ import torch
 from tests.launch.small_run import everything, miles, write_world
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from miles.launch.main import main, read
-from miles.observe.metric import unexplained
+from miles.launch.main import main
+from miles.launch.read_config import read
+from miles.observe.metric import list_undocumented
 
 
 def write_pairs(path: Path, words: list[str]) -> None:
@@ -61,7 +62,7 @@ def test_three_steps_on_pairs_need_no_engine_and_start_at_log_two(world, tmp_pat
     for row in found:
         assert row["samples"] == 16 and row["micro_batches"] > 2 and row["grad_norm"] > 0
         assert row["dpo_margin"] == pytest.approx(row["dpo_chosen_reward"] - row["dpo_rejected_reward"], abs=1e-5)
-        assert not unexplained(row.keys() - {"kind", "step", "version"})
+        assert not list_undocumented(row.keys() - {"kind", "step", "version"})
 
 
 def test_a_plan_says_what_is_maximised_and_what_with(world, tmp_path, capsys):
@@ -87,20 +88,20 @@ def test_a_bad_row_stops_a_run_with_its_file_and_line(world, tmp_path):
 @pytest.mark.parametrize(
     ("more", "complaint"),
     [
-        ("--rm-type exact", "--loss-type dpo_loss learns from pairs of replies, where --rm-type means nothing"),
-        ("--use-kl-loss", "learns from pairs of replies, where --use-kl-loss means nothing"),
-        ("--gamma 0.9", "learns from pairs of replies, where --gamma means nothing"),
-        ("--use-opsm", "learns from pairs of replies, where --use-opsm means nothing"),
-        ("--calculate-per-token-loss", "is the mean over pairs, where --calculate-per-token-loss has no place"),
-        ("--entropy-coef 0.1", "is the mean over pairs, where --entropy-coef has no place"),
+        ("--rm-type exact", "--loss-type dpo_loss trains on pairs of responses, so --rm-type has no effect"),
+        ("--use-kl-loss", "trains on pairs of responses, so --use-kl-loss has no effect"),
+        ("--gamma 0.9", "trains on pairs of responses, so --gamma has no effect"),
+        ("--use-opsm", "trains on pairs of responses, so --use-opsm has no effect"),
+        ("--calculate-per-token-loss", "is the mean over pairs, so --calculate-per-token-loss has no effect"),
+        ("--entropy-coef 0.1", "is the mean over pairs, so --entropy-coef has no effect"),
         ("--chosen-key rejected", "--chosen-key and --rejected-key are both rejected"),
-        ("--micro-batch-size 3", "--micro-batch-size 3 would tear a pair of replies apart; make it even"),
+        ("--micro-batch-size 3", "--micro-batch-size 3 would split a pair of replies; make it even"),
         ("--dpo-beta 0", "--dpo-beta must be above 0, not 0"),
         ("--dpo-label-smoothing 0.5", "--dpo-label-smoothing must be at least 0 and below 0.5, not 0.5"),
-        ("--loss-type sft_loss --dpo-beta 0.2", "--dpo-beta does nothing without --loss-type dpo_loss"),
+        ("--loss-type sft_loss --dpo-beta 0.2", "--dpo-beta needs --loss-type dpo_loss"),
         (
             "--loss-type sft_loss --rejected-key x",
-            "--rejected-key does nothing without --loss-type dpo_loss or rm_loss",
+            "--rejected-key needs --loss-type dpo_loss or rm_loss",
         ),
     ],
 )
@@ -171,7 +172,7 @@ def test_a_killed_run_on_pairs_continues_to_the_bit(world, tmp_path, loss):
         return ["train", *argv]
 
     assert miles(*command(tmp_path / "calm")).returncode == 0
-    killed = miles(*command(tmp_path / "run"), kill_at="miles.train.optim:Optimizer.step:4")
+    killed = miles(*command(tmp_path / "run"), kill_at="miles.train.optim.optimizer:Optimizer.step:4")
     assert killed.returncode == -signal.SIGKILL
     again = miles(*command(tmp_path / "run"))
     assert again.returncode == 0, again.stderr
@@ -186,7 +187,7 @@ def test_a_reward_model_trains_and_is_a_classifier(world, tmp_path):
     assert done.returncode == 0, done.stderr
     found = rows(run)
     assert found[0]["loss"] == pytest.approx(0.693, abs=1e-3) and all(row["grad_norm"] > 0 for row in found)
-    assert not unexplained(found[0].keys() - {"kind", "step", "version"})
+    assert not list_undocumented(found[0].keys() - {"kind", "step", "version"})
     folder = last_of(run)
     model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -204,5 +205,5 @@ def test_a_reward_model_is_planned_without_reference_engine_or_evaluation(world,
     held = ("--eval-prompt-data", "held", str(world / "heldout.jsonl"), "--rm-type", "exact")
     assert main(["plan", *argv, *held, "--dpo-beta", "0.3"]) != 0
     said = " ".join(capsys.readouterr().err.split())
-    assert "trains a model that scores and never answers; leave --eval-prompt-data out" in said
-    assert "--dpo-beta does nothing without --loss-type dpo_loss" in said
+    assert "trains a model that cannot generate; remove --eval-prompt-data" in said
+    assert "--dpo-beta needs --loss-type dpo_loss" in said

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from benchmarks.chaos import account
+from benchmarks.chaos_report import summarize_run
 from tests.launch.small_run import Command, flags, miles, write_world
 from tests.launch.test_elastic_runs import ELASTIC
 from tests.launch.test_engines_command import events
@@ -59,14 +59,14 @@ def test_a_rank_on_a_node_becomes_an_engine_and_a_run_that_goes_on_has_what_it_h
     assert done.returncode == 130, done.stderr
     moved = events(run, "DevicesMoved")
     assert [(each["ranks"], each["engines"]) for each in moved] == [(1, 2)]
-    made = account(run)["steps"]
+    made = summarize_run(run)["steps"]
     assert [each["version"][1] for each in events(run, "StepFinished")] == list(range(1, made + 1))
 
     line[line.index("--num-rollout") + 1] = str(made + 2)
     again = miles("train", *line)
     assert again.returncode == 0, again.stderr
     assert "Ranks 1, engines 2, as this run had them last (--elastic)." in again.stdout
-    assert account(run)["steps"] == made + 2 and len(events(run, "DevicesMoved")) == 1
+    assert summarize_run(run)["steps"] == made + 2 and len(events(run, "DevicesMoved")) == 1
 
 
 def test_an_engine_becomes_a_rank_on_its_node(world, cluster, tmp_path):
@@ -76,6 +76,6 @@ def test_an_engine_becomes_a_rank_on_its_node(world, cluster, tmp_path):
     done = miles("train", *line)
     assert done.returncode == 0, done.stderr
     moved = events(run, "DevicesMoved")
-    assert (moved[0]["ranks"], moved[0]["engines"]) == (2, 1) and "rollout waited" in moved[0]["why"]
+    assert (moved[0]["ranks"], moved[0]["engines"]) == (2, 1) and "rollout waited" in moved[0]["reason"]
     assert [each["name"] for each in events(run, "EngineLeft")] == ["engine 0"]
-    assert account(run)["steps"] == 8
+    assert summarize_run(run)["steps"] == 8

@@ -6,7 +6,7 @@ import sys
 from importlib.util import find_spec
 
 import pytest
-from benchmarks.chaos_cluster import Cluster, networks
+from benchmarks.chaos_ray_cluster import Cluster, networks
 from tests.launch.small_run import ROOT, flags, miles, write_world
 from tests.launch.test_ray_runs import same_parts
 

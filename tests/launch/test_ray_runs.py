@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from tests.cluster.crew_answers import workers_of_ray
+from tests.cluster.workers.handlers import workers_of_ray
 from tests.launch.small_run import Command, flags, miles, write_world
 from tests.launch.test_server_runs import accounted, same, server_of
 
@@ -101,27 +101,27 @@ def test_a_cluster_that_is_too_small_is_refused_with_the_numbers(world, cluster,
     done = miles("train", *flags(world, tmp_path / "run", *on(cluster, "--rollout-num-gpus", "5"), steps=3))
     assert done.returncode == 2
     assert "needs 1 node with 1 CPU for the trainer" in done.stderr and "5 engines of 1 CPU" in done.stderr
-    assert "of its 3 nodes" in done.stderr and "(3 CPU together)" in done.stderr
+    assert "of its 3 nodes" in done.stderr and "(3 CPU in total)" in done.stderr
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_engines_see_the_devices_they_were_given(cluster, shared):
     """Ray only counts these devices, so that there need be none."""
-    from miles.cluster.ray.placement import Need
-    from miles.cluster.ray.reserve import Reserved, device_ids, node_of
+    from miles.cluster.ray.placement import ResourceRequest
+    from miles.cluster.ray.placement_group import ClusterReservation, find_group_node, read_device_ids
 
-    need = Need(kind="GPU", nodes=1 + shared, per_node=2, engines=2, per_engine=2, shared=shared)
-    held = Reserved(need, address=cluster.address, seconds=60)
+    need = ResourceRequest(kind="GPU", nodes=1 + shared, per_node=2, engines=2, per_engine=2, shared=shared)
+    held = ClusterReservation(need, address=cluster.address, seconds=60)
     try:
-        spots = [held.engine(number) for number in range(2)]
-        assert [sorted(device_ids(spot)) for spot in spots] == [["0", "1"]] * 2
-        assert len({node_of(spot.group) for spot in spots}) == 2
-        assert (node_of(spots[0].group) == held.driver) == shared
+        spots = [held.engine_bundles(number) for number in range(2)]
+        assert [sorted(read_device_ids(spot)) for spot in spots] == [["0", "1"]] * 2
+        assert len({find_group_node(spot.group) for spot in spots}) == 2
+        assert (find_group_node(spots[0].group) == held.driver) == shared
         assert {spot.share for spot in spots} == {0.5 if shared else 1.0}
-        assert device_ids(held.rank(1)) in (["0"], ["1"])
+        assert read_device_ids(held.rank_bundles(1)) in (["0"], ["1"])
         with pytest.raises(UsageError, match="others hold them"):
-            Reserved(need, address=None, seconds=1)
+            ClusterReservation(need, address=None, seconds=1)
     finally:
         held.close()
 
@@ -193,24 +193,24 @@ def test_an_engine_whose_node_is_lost_is_started_on_another(world, near, cluster
 
 
 def test_a_run_that_goes_on_waits_for_nodes_that_were_lost(cluster, monkeypatch):
-    from miles.cluster.ray import reserve
-    from miles.cluster.ray.placement import Need
+    from miles.cluster.ray import placement_group
+    from miles.cluster.ray.placement import ResourceRequest
 
-    looks, all_of = [], reserve.nodes_of
+    looks, all_of = [], placement_group.list_nodes
 
     def back_at_the_fourth_look(kind: str):
         looks.append(kind)
-        driver = reserve.ray.get_runtime_context().get_node_id()
+        driver = placement_group.ray.get_runtime_context().get_node_id()
         return [node for node in all_of(kind) if node.id == driver or len(looks) > 3]
 
-    monkeypatch.setattr(reserve, "nodes_of", back_at_the_fourth_look)
-    need = Need(kind="CPU", nodes=3, per_node=1, engines=0, per_engine=1, shared=False)
-    with pytest.raises(UsageError, match="cannot hold this run: it needs 3 nodes"):
-        reserve.Reserved(need, address=cluster.address, seconds=300)
+    monkeypatch.setattr(placement_group, "list_nodes", back_at_the_fourth_look)
+    need = ResourceRequest(kind="CPU", nodes=3, per_node=1, engines=0, per_engine=1, shared=False)
+    with pytest.raises(UsageError, match="too small for this run: it needs 3 nodes"):
+        placement_group.ClusterReservation(need, address=cluster.address, seconds=300)
     assert len(looks) == 1  # who has not been there before is told at once
-    held = reserve.Reserved(need, address=cluster.address, seconds=300, returning=True)
+    held = placement_group.ClusterReservation(need, address=cluster.address, seconds=300, returning=True)
     try:
-        assert len({reserve.node_of(held.rank(number).group) for number in range(3)}) == 3
+        assert len({placement_group.find_group_node(held.rank_bundles(number).group) for number in range(3)}) == 3
     finally:
         held.close()
 

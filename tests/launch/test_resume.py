@@ -8,17 +8,17 @@ import pytest
 from tests.launch.small_run import STEPS, Command, everything, flags, miles, write_world
 
 KILLS = {
-    "before anything was saved": "miles.backends.native.engine:NativeEngine.step:5",
-    "while sampling": "miles.backends.native.engine:NativeEngine.step:28",
-    "between two optimizer steps": "miles.train.optim:Optimizer.step:6",
+    "before anything was saved": "miles.backends.native.engine.engine:NativeEngine.step:5",
+    "while sampling": "miles.backends.native.engine.engine:NativeEngine.step:28",
+    "between two optimizer steps": "miles.train.optim.optimizer:Optimizer.step:6",
     "after the update, before it is published": "miles.sync.publish:Publication._transaction:5",
-    "while the weights of a checkpoint are written": "miles.models.files:write_whole:6",
-    "before a written checkpoint is sealed": "miles.schedule.recover:Checkpoints._seal:2",
-    "before a sealed checkpoint is put in place": "miles.schedule.recover:Checkpoints._put_in_place:2",
-    "after it is in place, before anyone is told": "miles.schedule.recover:Checkpoints._prune:2",
+    "while the weights of a checkpoint are written": "miles.models.checkpoint.safetensors_io:write_atomically:6",
+    "before a written checkpoint is sealed": "miles.schedule.checkpoints:CheckpointDirectory._seal:2",
+    "before a sealed checkpoint is put in place": "miles.schedule.checkpoints:CheckpointDirectory._rename_into_place:2",
+    "after it is in place, before anyone is told": "miles.schedule.checkpoints:CheckpointDirectory._prune:2",
     "while the event log is written": "miles.observe.log:EventLog.write:40",
     "while a rollout is dumped": "miles.observe.rollouts:write_step:3",
-    "in the last evaluation": "miles.rollout.evaluate:scores:3",
+    "in the last evaluation": "miles.rollout.evaluate:compute_scores:3",
 }
 
 
@@ -54,9 +54,9 @@ def test_a_killed_run_continues_to_the_bit(world, calm, tmp_path, when):
 def test_a_run_killed_again_and_again_continues_to_the_bit(world, calm, tmp_path):
     run = tmp_path / "run"
     for point in (
-        "train.optim:Optimizer.step:7",
+        "train.optim.optimizer:Optimizer.step:7",
         "observe.log:EventLog.write:25",
-        "schedule.recover:Checkpoints._seal:1",
+        "schedule.checkpoints:CheckpointDirectory._seal:1",
     ):
         assert miles("train", *flags(world, run), kill_at=f"miles.{point}").returncode == -signal.SIGKILL
     assert miles("train", *flags(world, run)).returncode == 0
@@ -92,11 +92,11 @@ def test_changed_prompts_are_refused(world, calm, tmp_path):
     rows = (other / "train.jsonl").read_text().splitlines()
     (other / "train.jsonl").write_text("\n".join(reversed(rows)) + "\n")
     run = tmp_path / "run"
-    killed = miles("train", *flags(other, run), kill_at="miles.train.optim:Optimizer.step:7")
+    killed = miles("train", *flags(other, run), kill_at="miles.train.optim.optimizer:Optimizer.step:7")
     assert killed.returncode == -signal.SIGKILL
     (other / "train.jsonl").write_text("\n".join(rows) + "\n")
     done = miles("train", *flags(other, run))
-    assert done.returncode == 1 and "does not give the prompts this run was started with" in done.stderr
+    assert done.returncode == 1 and "does not have the prompts" in done.stderr
 
 
 def test_a_longer_run_goes_on_from_a_finished_one(world, tmp_path):
@@ -116,7 +116,7 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(world, calm, tmp_p
     done = command.done()
     assert done.returncode == 130, done.stderr
     assert "Stopping" in done.stdout
-    printed = next(line for line in done.stdout.splitlines() if "The same command goes on" in line)
+    printed = next(line for line in done.stdout.splitlines() if "The same command resumes" in line)
     again = miles(*printed.partition(": miles ")[2].split())
     assert again.returncode == 0, again.stderr
     assert everything(run) == everything(calm)

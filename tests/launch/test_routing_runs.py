@@ -7,10 +7,10 @@ import pytest
 import torch
 from tests.launch.small_run import flags, write_world
 
-from miles.launch import demo_task
+from miles.launch.commands import demo_task
 from miles.launch.main import main
-from miles.models import hub
-from miles.models.families import config_of
+from miles.models.checkpoint import hf
+from miles.models.families import config_from_spec
 from miles.models.spec import LayerSpec, MoeSpec
 
 
@@ -20,14 +20,14 @@ def write_experts(folder, experts=64, layers=4):
     made = demo_task.spec(moe=True)
     moe = MoeSpec(num_experts=experts, experts_per_token=2, size=16, norm_topk_prob=True)
     spec = replace(made, layers=(LayerSpec(mixer=made.layers[0].mixer, ffn=moe),) * layers)
-    decoder = hub.random(spec, seed=1, device="cpu", dtype=torch.float32)
+    decoder = hf.init_random(spec, seed=1, device="cpu", dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             if "moe" in name and "router" not in name:
                 parameter.mul_(4)
     for old in folder.glob("*.safetensors"):
         old.unlink()
-    hub.export(decoder, folder, config=config_of(spec))
+    hf.export(decoder, folder, config=config_from_spec(spec))
     return folder
 
 
@@ -49,7 +49,7 @@ def test_replay_leaves_a_small_part_of_the_gap_between_precisions(world, tmp_pat
     for row, other in zip(rows(replayed), rows(plain), strict=True):
         assert row["parity_mean_abs"] < 0.3 * row["parity_mean_abs_no_replay"]
         assert row["parity_mean_abs_no_replay"] == pytest.approx(other["parity_mean_abs"], rel=1e-3)
-        assert 0 < row["routing_flip_share"] < 0.1
+        assert 0 < row["routing_mismatch_ratio"] < 0.1
         assert "parity_mean_abs_no_replay" not in other and other["expert_imbalance"] > 1
 
 
@@ -65,10 +65,13 @@ def test_an_engine_of_its_own_precision_also_overlaps_with_the_trainer(world, tm
 def test_replay_of_the_trainers_own_experts_is_refused_where_there_are_none(tmp_path, capsys):
     world = write_world(tmp_path / "dense")
     assert main(["plan", *flags(world, tmp_path / "run", "--use-routing-replay")]) == 2
-    assert "--use-routing-replay is for mixtures of experts, and --hf-checkpoint is not one" in capsys.readouterr().err
+    assert (
+        "--use-routing-replay is for mixture-of-experts models, which --hf-checkpoint is not" in capsys.readouterr().err
+    )
     foreign = ("--use-routing-replay", "--rollout-dtype", "bfloat16", "--model-impl", "transformers")
     assert main(["plan", *flags(world, tmp_path / "run", *foreign)]) == 2
     said = capsys.readouterr().err
     assert (
-        "--use-routing-replay needs routers of our own" in said and "--rollout-dtype bfloat16 needs a decoder" in said
+        "--use-routing-replay needs the native model" in said
+        and "--rollout-dtype bfloat16 needs the native model" in said
     )

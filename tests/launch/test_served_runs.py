@@ -7,14 +7,14 @@ import pytest
 import torch
 from tests.launch.small_run import miles, write_world
 from tests.launch.test_distill_runs import OPD, line, rows
+from tests.rollout.distill.scoring import in_a_thread, scorer
 from tests.rollout.reward.served import Fault
-from tests.rollout.teach.scoring import in_a_thread, scorer
 from tests.train.test_served_teacher import logps_of
 
-from miles.backends.fsdp.model import FsdpModel
-from miles.launch import demo_task
-from miles.models import hub
-from miles.observe.metric import unexplained
+from miles.backends.fsdp.local_model import LocalModel
+from miles.launch.commands import demo_task
+from miles.models.checkpoint import hf
+from miles.observe.metric import list_undocumented
 
 SAMPLED = ("--opd-log-prob-top-k", "0")
 OWN = ("--opd-log-prob-top-k", "4", "--opd-top-k-strategy", "only-teacher")
@@ -35,7 +35,7 @@ def world(tmp_path_factory) -> Path:
 
 def teacher(world, name, **how):
     torch.set_num_threads(1)
-    return scorer(logps_of(FsdpModel(hub.load(world / name, device="cpu", dtype=torch.float32), frozen=True)), **how)
+    return scorer(logps_of(LocalModel(hf.load(world / name, device="cpu", dtype=torch.float32), frozen=True)), **how)
 
 
 def run(world, where, *more, steps=3):
@@ -58,7 +58,7 @@ def test_a_run_learns_from_a_server_what_it_learns_from_a_checkpoint(world, tmp_
     assert held.returncode == 0, held.stderr
     assert asked.returncode == 0, asked.stderr
     one, other = rows(tmp_path / "held"), rows(tmp_path / "asked")
-    assert len(other) == 3 and not unexplained(other[0].keys() - {"kind", "step", "version"})
+    assert len(other) == 3 and not list_undocumented(other[0].keys() - {"kind", "step", "version"})
     for name in ("distill_kl", "teacher_logp", "grad_norm"):
         # Within the second step Adam has made much of the last bits of the first.
         assert other[0][name] == pytest.approx(one[0][name], rel=1e-4, abs=1e-6)
@@ -90,7 +90,7 @@ def test_a_teacher_that_dies_ends_the_run_with_one_sentence(world, tmp_path):
     with in_a_thread(answer) as served:
         done = run(world, tmp_path / "run", "--opd-teacher-urls", served.url, "--opd-teacher-retries", "0")
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "the teacher default did not score an attempt" in done.stderr
+    assert "the teacher default did not score a trajectory" in done.stderr
 
 
 def test_a_teacher_that_is_not_there_is_told_before_anything_starts(world, tmp_path):

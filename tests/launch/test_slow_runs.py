@@ -10,10 +10,10 @@ import torch
 from tests.launch.small_run import flags, write_world
 from torch import distributed as dist
 
-from miles.algo.objective import Evidence, Terms
-from miles.algo.reduce import Layout
-from miles.cluster import team
-from miles.cluster.slow import LOOKS
+from miles.algo.loss_aggregation import LossAggregator
+from miles.algo.policy_loss import LossInputs, LossOutput
+from miles.cluster import spmd
+from miles.cluster.straggler import CONSECUTIVE_CHECKS
 from miles.launch.main import main
 
 LOSS = ("--loss-type", "custom_loss", "--custom-loss-function-path", f"{__name__}:laboured")
@@ -21,25 +21,25 @@ LOSS = ("--loss-type", "custom_loss", "--custom-loss-function-path", f"{__name__
 
 @pytest.fixture(scope="module", autouse=True)
 def swift() -> Iterator[None]:
-    multiprocessing.set_forkserver_preload(["miles.launch.sharded_models", "tests.launch.small_run"])
+    multiprocessing.set_forkserver_preload(["miles.launch.distributed.models_fsdp", "tests.launch.small_run"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(team, "START", "forkserver")
+        patch.setattr(spmd, "START_METHOD", "forkserver")
         yield
 
 
-def laboured(evidence: Evidence, layout: Layout) -> Terms:
+def laboured(evidence: LossInputs, layout: LossAggregator) -> LossOutput:
     """A loss that costs the last rank far more than the other, and comes to the same."""
     if dist.get_rank() == 1:
         much = torch.ones(700, 700)
         for _ in range(40):
             much = much @ much / 700
     loss = layout.reduce(-evidence.advantage_R * evidence.logp_R)
-    return Terms(loss=loss, metrics={"loss": loss.detach()})
+    return LossOutput(loss=loss, metrics={"loss": loss.detach()})
 
 
 def line(world: Path, run: Path, *more: str) -> list[str]:
     """A short run of two ranks; a loss of one's own has no divergence beside it."""
-    words = flags(world, run, "--actor-num-gpus-per-node", "2", *LOSS, *more, steps=LOOKS + 1)
+    words = flags(world, run, "--actor-num-gpus-per-node", "2", *LOSS, *more, steps=CONSECUTIVE_CHECKS + 1)
     at = words.index("--use-kl-loss")
     del words[at : at + 3]
     return words
@@ -52,7 +52,7 @@ def test_a_rank_that_stays_behind_is_named_once_with_its_host(tmp_path: Path, ca
     said = [each for each in capsys.readouterr().out.splitlines() if "times the median of the others" in each]
     assert len(said) == 1 and "rank 1 on " in said[0] and "since step 1." in said[0]
     rows = [json.loads(each)["seconds"] for each in (run / "timings.jsonl").read_text().splitlines()]
-    ratios = [row["train/slowest_rank"] for row in rows if "train/slowest_rank" in row]
-    assert len(ratios) == LOOKS + 1 and min(ratios) > 1.5
+    ratios = [row["train/straggler_ratio"] for row in rows if "train/straggler_ratio" in row]
+    assert len(ratios) == CONSECUTIVE_CHECKS + 1 and min(ratios) > 1.5
     assert main(["train", *line(world, tmp_path / "quiet", "--slow-rank-factor", "0")]) == 0
     assert "the median of the others" not in capsys.readouterr().out

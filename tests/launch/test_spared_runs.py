@@ -7,12 +7,12 @@ import pytest
 from safetensors import safe_open
 from tests.launch.small_run import flags, miles, write_world
 
-from miles.models.door import Model
+from miles.models.base import CausalLM
 
 PROVIDED = ("--parity", "exact", "--custom-model-provider-path", f"{__name__}:last_layer")
 
 
-def last_layer(model: Model) -> Model:
+def last_layer(model: CausalLM) -> CausalLM:
     """All but the last layer is frozen."""
     last = max(int(name.split(".")[1]) for name, _ in model.named_parameters() if name.startswith("layers."))
     for name, parameter in model.named_parameters():

@@ -36,7 +36,7 @@ def test_spare_prompts_are_cut_and_the_policy_stays_on_policy(world: Path, tmp_p
     run = tmp_path / "spare"
     assert main(["train", *flags(world, run, "--over-sampling-batch-size", "7", steps=4)]) == 0
     rows = trained(run)
-    assert sum(row["groups_cut"] for row in rows) > 0
+    assert sum(row["groups_aborted"] for row in rows) > 0
     assert max(row["staleness"] for row in rows) == 0.0
     assert max(row["parity_max_abs"] for row in rows) < 1e-4
     assert accounted(run) == 16
@@ -48,7 +48,7 @@ def test_attempts_that_were_cut_go_on_under_new_weights(world: Path, tmp_path: P
     more = (*more, "--async-max-concurrent-samples", "9", "--rollout-submission-granularity", "sample")
     assert main(["train", *flags(world, run, *more, steps=4)]) == 0
     rows = trained(run)
-    assert sum(row["groups_cut"] for row in rows) > 0
+    assert sum(row["groups_aborted"] for row in rows) > 0
     assert accounted(run) == 16
 
 
@@ -69,11 +69,12 @@ def test_new_weights_find_attempts_under_way(world: Path, tmp_path: Path, mode: 
         ("--over-sampling-batch-size 2", "--over-sampling-batch-size 2 is below --rollout-batch-size 4, so"),
         (
             "--over-sampling-batch-size 6 --max-weight-staleness 1",
-            "--over-sampling-batch-size is for planes in step: with --max-weight-staleness 1 late attempts hold nobody",
+            "--over-sampling-batch-size is for synchronous runs: with --max-weight-staleness 1 late "
+            "trajectories delay nothing",
         ),
-        ("--partial-rollout", "--partial-rollout goes on with attempts that were cut, and nothing is cut;"),
-        ("--mask-offpolicy-in-partial-rollout", "--mask-offpolicy-in-partial-rollout masks what older weights wrote"),
-        ("--pause-generation-mode retract", "--pause-generation-mode retract is for attempts under way when weights"),
+        ("--partial-rollout", "--partial-rollout needs --over-sampling-batch-size;"),
+        ("--mask-offpolicy-in-partial-rollout", "--mask-offpolicy-in-partial-rollout masks tokens of older weights"),
+        ("--pause-generation-mode retract", "--pause-generation-mode needs --max-weight-staleness 1 or more;"),
     ],
 )
 def test_what_does_not_go_together_is_told(world: Path, tmp_path: Path, capsys, line: str, sentence: str):

@@ -11,7 +11,7 @@ from tests.launch.small_run import STEPS, flags, miles, write_world
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from miles.launch.main import main
-from miles.models import hub
+from miles.models.checkpoint import hf
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def trained(world, run, *more, **changed):
 @pytest.mark.parametrize("k", [1, 3])
 def test_overlapping_planes_keep_the_staleness_budget_and_stamp_every_token(world, tmp_path, k):
     run = tmp_path / "run"
-    trained(world, run, "--max-weight-staleness", str(k), "--shelf-window", str(k), "--use-tensorboard")
+    trained(world, run, "--max-weight-staleness", str(k), "--reorder-window", str(k), "--use-tensorboard")
     staleness = [row["staleness"] for row in rows(run)]
     assert len(staleness) == STEPS and max(staleness) <= k
     for step, stale in enumerate(staleness, start=1):
@@ -48,7 +48,7 @@ def test_a_mixture_of_experts_trains_with_the_engines_routing(tmp_path):
     run = tmp_path / "run"
     trained(world, run, "--use-rollout-routing-replay")
     assert all(row["parity_max_abs"] < 1e-4 for row in rows(run))
-    assert any(row["routing_flip_share"] > 0 for row in rows(run)), "after an update the router would choose anew"
+    assert any(row["routing_mismatch_ratio"] > 0 for row in rows(run)), "after an update the router would choose anew"
     table = pq.read_table(run / "rollouts" / "step-000001.parquet")
     assert table.num_rows == 16
 
@@ -56,7 +56,7 @@ def test_a_mixture_of_experts_trains_with_the_engines_routing(tmp_path):
 def test_a_killed_asynchronous_run_continues_and_trains_no_prompt_twice(world, tmp_path):
     run = tmp_path / "run"
     more = ("--max-weight-staleness", "2")
-    killed = miles("train", *flags(world, run, *more), kill_at="miles.train.optim:Optimizer.step:9")
+    killed = miles("train", *flags(world, run, *more), kill_at="miles.train.optim.optimizer:Optimizer.step:9")
     assert killed.returncode < 0
     trained(world, run, *more)
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
@@ -72,13 +72,13 @@ def test_the_last_checkpoint_is_a_hugging_face_model_and_talks(world, tmp_path):
     assert done.returncode == 0, done.stderr
     last = run / "checkpoints" / "step-000002"
     theirs = AutoModelForCausalLM.from_pretrained(last, dtype=torch.float32)
-    ours = dict(hub.hf_tensors(hub.load(last, device="cpu", dtype=torch.float32)))
+    ours = dict(hf.iter_hf_tensors(hf.load(last, device="cpu", dtype=torch.float32)))
     for name, tensor in theirs.state_dict().items():
         if name in ours:
             assert torch.equal(ours[name], tensor)
     assert AutoTokenizer.from_pretrained(last).encode("abc") == [0, 1, 2]
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
-    start = next(iter(dict(hub.hf_tensors(hub.load(world, device="cpu", dtype=torch.float32))).items()))
+    start = next(iter(dict(hf.iter_hf_tensors(hf.load(world, device="cpu", dtype=torch.float32))).items()))
     assert not torch.equal(start[1], ours[start[0]]), "training changed nothing"
 
     scored = miles(
@@ -116,8 +116,8 @@ def test_a_label_the_grader_needs_and_the_data_lacks_is_one_sentence(world, tmp_
     at = argv.index("--custom-rm-path")
     argv[at : at + 2] = ["--rm-type", "exact"]
     done = miles("train", *argv)
-    assert done.returncode == 1
-    assert "has no label to grade by; name its column with --label-key" in done.stderr
+    assert done.returncode == 2
+    assert "--rm-type exact compares with a reference answer; name its column with --label-key" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -6,7 +6,7 @@ import shutil
 import pytest
 from tests.launch.small_run import miles, write_world
 
-from miles.launch import demo_task
+from miles.launch.commands import demo_task
 from miles.models.tokenizer import load_tokenizer
 
 # The demo's own forgets earlier turns.

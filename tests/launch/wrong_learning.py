@@ -3,17 +3,21 @@
 LEARNING: list[tuple[str, list[str]]] = [
     (
         "--no-num-rollout",
-        ["--num-rollout is missing: say how many steps to train (or --num-epoch, how often to read the prompts)."],
+        [
+            "--num-rollout is missing: give the number of training steps (or of epochs with --num-epoch).",
+        ],
     ),
     (
         "--num-epoch 2",
-        ["--num-rollout and --num-epoch both set the length of the run; keep one (--no-num-epoch drops the other)."],
+        [
+            "--num-rollout and --num-epoch both set the length of the run; keep one (--no-num-epoch unsets it).",
+        ],
     ),
     (
         "--no-num-rollout --num-epoch 1 --rollout-batch-size 64",
         [
-            "The 40 prompts of data/train.jsonl read --num-epoch 1 times do not fill one step of "
-            "--rollout-batch-size 64; lower it, or read them more often."
+            "The 40 prompts of data/train.jsonl in --num-epoch 1 epochs do not fill one step of "
+            "--rollout-batch-size 64; lower the batch size, or raise the epochs.",
         ],
     ),
     ("--no-rm-type", ["--rm-type is missing: name a built-in reward, or your own with --custom-rm-path."]),
@@ -22,23 +26,29 @@ LEARNING: list[tuple[str, list[str]]] = [
         ["--rm-type is missing: name a built-in reward, or your own with --custom-rm-path."],
     ),
     ("--custom-rm-path a.b:c", ["--rm-type and --custom-rm-path both name a reward; keep one."]),
-    ("--rm-type remote_rm", ["--rm-type remote_rm asks a server: --rm-url is missing."]),
+    (
+        "--rm-type remote_rm",
+        [
+            "--rm-type remote_rm calls a server, but --rm-url is missing; add it.",
+        ],
+    ),
     (
         "--rm-type math:0.5+llm_judge:0.5",
         [
-            "--rm-type llm_judge asks a server: --judge-url is missing.",
-            "--rm-type llm_judge asks a server: --judge-model is missing.",
+            "--rm-type llm_judge calls a server, but --judge-url is missing; add it.",
+            "--rm-type llm_judge calls a server, but --judge-model is missing; add it.",
         ],
     ),
     (
         "--rm-type reward_model --reward-model-url localhost:30000",
-        ["--reward-model-url localhost:30000 is not an address: write http://host:port/path."],
+        [
+            "--reward-model-url localhost:30000 is not a URL: write http://host:port/path.",
+        ],
     ),
     (
         "--rm-type remote_rm --rm-url http://me:secret@host/score",
         [
-            "--rm-url holds a password for all to see: put it in an environment variable and name that by "
-            "--rm-token-env."
+            "--rm-url contains a password: put it in an environment variable and name that with --rm-token-env.",
         ],
     ),
     (
@@ -49,126 +59,179 @@ LEARNING: list[tuple[str, list[str]]] = [
     (
         "--reward-timeout 2000",
         [
-            "--reward-timeout 2000 is no sooner than --stall-timeout 1800, so one reward that hangs would stop the "
-            "run; make it smaller."
+            "--reward-timeout 2000 is not below --stall-timeout 1800, so one reward that hangs would stop"
+            " the run; lower it.",
         ],
     ),
     (
         "--grade-timeout 400",
-        ["--grade-timeout 400 is no sooner than --reward-timeout 300; make it smaller."],
+        [
+            "--grade-timeout 400 is not below --reward-timeout 300; lower it.",
+        ],
     ),
     (
         "--no-rm-type --custom-rm-path reward",
-        ["--custom-rm-path reward is not an address: write package.module:name, or file.py:name."],
+        [
+            "--custom-rm-path reward is not an import path: write package.module:name, or file.py:name.",
+        ],
     ),
     (
         "--dynamic-sampling-filter-path nonzero",
         [
-            "--dynamic-sampling-filter-path nonzero is not an address: write package.module:name, or file.py:name; "
-            "built in are nonzero_std, keep_all."
+            "--dynamic-sampling-filter-path nonzero is not an import path: write package.module:name, or "
+            "file.py:name; built in are nonzero_std, keep_all.",
         ],
     ),
     (
         "--global-batch-size 48",
         [
-            "--rollout-batch-size 16 × --n-samples-per-prompt 8 = 128, which --global-batch-size 48 does not divide; "
-            "32 or 64 would."
+            "--rollout-batch-size 16 × --n-samples-per-prompt 8 = 128 is not divisible by "
+            "--global-batch-size 48; use 32 or 64.",
         ],
     ),
     (
         "--num-steps-per-rollout 3",
         [
-            "--rollout-batch-size 16 × --n-samples-per-prompt 8 = 128, which --num-steps-per-rollout 3 does not "
-            "divide; 2 or 4 would."
+            "--rollout-batch-size 16 × --n-samples-per-prompt 8 = 128 is not divisible by "
+            "--num-steps-per-rollout 3; use 2 or 4.",
         ],
     ),
     (
         "--global-batch-size 64 --num-steps-per-rollout 4",
         [
             "--rollout-batch-size 16 × --n-samples-per-prompt 8 = 128, but --global-batch-size 64 × "
-            "--num-steps-per-rollout 4 = 256; drop one of the last two."
+            "--num-steps-per-rollout 4 = 256; remove one of the last two.",
         ],
     ),
     (
         "--n-samples-per-prompt 1",
-        ["--advantage-estimator grpo compares attempts, so --n-samples-per-prompt must be at least 2."],
+        [
+            "--advantage-estimator grpo compares trajectories; set --n-samples-per-prompt to at least 2.",
+        ],
     ),
     (
         "--colocate --max-weight-staleness 2",
-        ["--colocate and --max-weight-staleness 2 contradict each other: planes that take turns cannot run ahead."],
+        [
+            "--colocate runs trainer and engines in turns, so --max-weight-staleness 2 is not possible; "
+            "remove one of them.",
+        ],
     ),
     (
         "--rollout-temperature 0",
-        ["--rollout-temperature 0 is greedy, and all attempts at a prompt would be the same; use 1."],
+        [
+            "--rollout-temperature 0 is greedy, so all trajectories of a prompt would be equal; use 1.",
+        ],
     ),
-    ("--kl-loss-coef 0.1", ["--kl-loss-coef 0.1 does nothing without --use-kl-loss; add that."]),
+    (
+        "--kl-loss-coef 0.1",
+        [
+            "--kl-loss-coef needs --use-kl-loss; add that, or remove --kl-loss-coef.",
+        ],
+    ),
     (
         "--use-tis --use-rollout-logprobs",
         [
-            "--use-tis weighs the trainer's log-probs against the engine's, and with --use-rollout-logprobs they are "
-            "one and the same; drop one of the two."
+            "--use-tis compares the logprobs of trainer and engine, which --use-rollout-logprobs makes "
+            "equal; remove one of them.",
         ],
     ),
     (
         "--use-rs --max-weight-staleness 2",
         [
-            "--use-rs leaves tokens out and weighs none, and with --max-weight-staleness 2 those that older weights "
-            "wrote need a weight; add --use-tis, or --no-use-rollout-logprobs to go without."
+            "--use-rs only masks tokens, but tokens of older weights (--max-weight-staleness 2) need "
+            "importance weights; add --use-tis, or --no-use-rollout-logprobs to train without them.",
         ],
     ),
-    ("--tis-clip 3", ["--tis-clip does nothing without --use-tis; add that."]),
+    (
+        "--tis-clip 3",
+        [
+            "--tis-clip needs --use-tis; add that, or remove --tis-clip.",
+        ],
+    ),
     ("--use-tis --tis-clip 0.5", ["--tis-clip must be at least 1, not 0.5."]),
     ("--use-rs --rs-veto-threshold 1", ["--rs-veto-threshold must be above 0 and below 1, not 1."]),
-    ("--use-tis --rs-upper-bound 3", ["--rs-upper-bound does nothing without --use-rs; add that."]),
+    (
+        "--use-tis --rs-upper-bound 3",
+        [
+            "--rs-upper-bound needs --use-rs; add that, or remove --rs-upper-bound.",
+        ],
+    ),
     (
         "--tis-batch-normalize",
-        ["--tis-batch-normalize does nothing without --use-tis or --use-rs; add one of them."],
+        [
+            "--tis-batch-normalize needs --use-tis or --use-rs; add that, or remove --tis-batch-normalize.",
+        ],
     ),
     (
         "--use-tis --tis-mode icepop --tis-level geometric",
-        ["--tis-mode icepop weighs single tokens; leave --tis-level geometric out."],
+        [
+            "--tis-mode icepop works on single tokens; remove --tis-level geometric.",
+        ],
     ),
     (
         "--use-tis --tis-mode auto --tis-clip 3",
-        ["--tis-mode auto brings the bounds of the mode it takes; leave --tis-clip out, or name the mode."],
+        [
+            "--tis-mode auto sets the bounds itself; remove --tis-clip, or name the mode.",
+        ],
     ),
     (
         "--use-tis --custom-tis-function-path a.b:c --use-rs",
-        ["--use-rs is for the built-in corrections, which --custom-tis-function-path replaces; leave one out."],
+        [
+            "--use-rs is for the built-in corrections, which --custom-tis-function-path replaces; remove one of them.",
+        ],
     ),
     (
         "--use-tis --custom-tis-function-path clever",
-        ["--custom-tis-function-path clever is not an address: write package.module:name, or file.py:name."],
+        [
+            "--custom-tis-function-path clever is not an import path: write package.module:name, or file.py:name.",
+        ],
     ),
     (
         "--loss-type custom_loss",
-        ["--loss-type custom_loss needs --custom-loss-function-path: name the function that is to be minimised."],
+        [
+            "--loss-type custom_loss needs --custom-loss-function-path: name the loss function.",
+        ],
     ),
     (
         "--custom-loss-function-path a.b:c",
-        ["--custom-loss-function-path a.b:c does nothing without --loss-type custom_loss; add that."],
+        [
+            "--custom-loss-function-path needs --loss-type custom_loss; add that, or remove "
+            "--custom-loss-function-path.",
+        ],
     ),
     (
         "--loss-type custom_loss --custom-loss-function-path a.b:c --use-opsm",
-        ["--loss-type custom_loss replaces the policy loss, whose part --use-opsm is; leave one of them out."],
+        [
+            "--loss-type custom_loss replaces the policy loss that --use-opsm belongs to; remove one of them.",
+        ],
     ),
     (
         "--loss-type sft_loss --n-samples-per-prompt 1 --no-rm-type --overlong-buffer-len 3",
-        ["--loss-type sft_loss learns from demonstrations, where --overlong-buffer-len means nothing; leave it out."],
+        [
+            "--loss-type sft_loss trains on demonstrations, so --overlong-buffer-len has no effect; remove it.",
+        ],
     ),
     (
         "--loss-type sft_loss --n-samples-per-prompt 1 --no-rm-type --custom-generate-function-path multi_turn "
         "--apply-chat-template",
         [
-            "--loss-type sft_loss learns from demonstrations, where --custom-generate-function-path means nothing; "
-            "leave it out.",
-            "--loss-type sft_loss samples nothing, so nobody answers in several turns; leave that out.",
+            "--loss-type sft_loss generates nothing, so multi-turn generation has no effect; remove it.",
+            "--loss-type sft_loss trains on demonstrations, so --custom-generate-function-path has no "
+            "effect; remove it.",
         ],
     ),
-    ("--loss-mask-type each", ["--loss-mask-type each does nothing without --loss-type sft_loss; leave it out."]),
+    (
+        "--loss-mask-type each",
+        [
+            "--loss-mask-type needs --loss-type sft_loss; add that, or remove --loss-mask-type.",
+        ],
+    ),
     (
         "--loss-type sft_loss --n-samples-per-prompt 1 --no-rm-type --loss-mask-type last --no-apply-chat-template",
-        ["--loss-mask-type last does nothing without --apply-chat-template, as a text has no turns; add that."],
+        [
+            "--loss-mask-type needs --apply-chat-template, since plain text has no turns; add that, or "
+            "remove --loss-mask-type.",
+        ],
     ),
     (
         "--loss-mask-type qwen3",
@@ -176,62 +239,84 @@ LEARNING: list[tuple[str, list[str]]] = [
     ),
     (
         "--calculate-per-token-loss --constant-loss-length 64",
-        ["--calculate-per-token-loss and --constant-loss-length each say how the loss is averaged; keep one."],
+        [
+            "--calculate-per-token-loss and --constant-loss-length each set how the loss is averaged; keep one.",
+        ],
     ),
     (
         "--custom-convert-samples-to-train-data-path a.b:c --custom-reward-post-process-path a.b:d",
         [
-            "--custom-convert-samples-to-train-data-path makes the rows itself, and never asks "
-            "--custom-reward-post-process-path; keep one."
+            "--custom-convert-samples-to-train-data-path builds the samples itself and never calls "
+            "--custom-reward-post-process-path; keep one.",
         ],
     ),
     (
         "--custom-convert-samples-to-train-data-path a.b:c --overlong-buffer-len 3",
         [
-            "--custom-convert-samples-to-train-data-path makes the rows itself, and never sees --overlong-buffer-len; "
-            "leave one of them out."
+            "--custom-convert-samples-to-train-data-path builds the samples itself and ignores "
+            "--overlong-buffer-len; remove one of them.",
         ],
     ),
     (
         "--custom-reward-post-process-path a.b:c --advantage-role-key role",
         [
-            "--custom-reward-post-process-path values attempts itself, so --advantage-role-key does nothing; leave one "
-            "of them out."
+            "--custom-reward-post-process-path computes advantages itself and ignores "
+            "--advantage-role-key; remove one of them.",
         ],
     ),
     (
         "--advantage-estimator reinforce_plus_plus --normalize-advantages --advantage-role-key role",
         [
-            "--advantage-role-key is for estimators that compare attempts, and reinforce_plus_plus does not; leave it "
-            "out."
+            "--advantage-role-key is for estimators that compare trajectories, which reinforce_plus_plus "
+            "does not; remove it.",
         ],
     ),
     (
         "--overlong-penalty-factor 2",
-        ["--overlong-penalty-factor does nothing without --overlong-buffer-len; add that."],
+        [
+            "--overlong-penalty-factor needs --overlong-buffer-len; add that, or remove --overlong-penalty-factor.",
+        ],
     ),
     (
         "--overlong-buffer-len 65",
         [
-            "--overlong-buffer-len 65 is longer than --rollout-max-response-len 64, at whose end it stands; lower it.",
+            "--overlong-buffer-len 65 is longer than --rollout-max-response-len 64, whose last tokens it "
+            "penalizes; lower it.",
         ],
     ),
     (
         "--advantage-estimator maxrl --overlong-buffer-len 8",
-        ["--overlong-buffer-len makes rewards negative, and --advantage-estimator maxrl divides by their mean."],
+        [
+            "--overlong-buffer-len makes rewards negative, and --advantage-estimator maxrl divides by "
+            "their mean; remove one of them.",
+        ],
     ),
-    ("--opsm-delta 0.1", ["--opsm-delta does nothing without --use-opsm; add that."]),
-    ("--use-unbiased-kl", ["--use-unbiased-kl does nothing without --use-kl-loss; add that."]),
+    (
+        "--opsm-delta 0.1",
+        [
+            "--opsm-delta needs --use-opsm; add that, or remove --opsm-delta.",
+        ],
+    ),
+    (
+        "--use-unbiased-kl",
+        [
+            "--use-unbiased-kl needs --use-kl-loss; add that, or remove --use-unbiased-kl.",
+        ],
+    ),
     (
         "--advantage-estimator cispo --eps-clip-c 3",
-        ["--eps-clip-c bounds a loss that --advantage-estimator cispo does not have; leave it out."],
+        [
+            "--eps-clip-c bounds a loss that --advantage-estimator cispo does not have; remove it.",
+        ],
     ),
     (
         "--loss-type sft_loss",
         [
-            "--loss-type sft_loss learns from demonstrations, where --rm-type means nothing; leave it out.",
-            "--loss-type sft_loss learns from demonstrations, where --n-samples-per-prompt means nothing; "
-            "leave it out.",
+            "--loss-type sft_loss trains on demonstrations, so --rm-type has no effect; remove it.",
         ],
+    ),
+    (
+        "--loss-type sft_loss --no-rm-type --n-samples-per-prompt 4",
+        ["--loss-type sft_loss trains on demonstrations, so --n-samples-per-prompt has no effect; remove it."],
     ),
 ]

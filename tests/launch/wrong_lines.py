@@ -5,14 +5,14 @@ from importlib.metadata import version
 from tests.launch.wrong_layouts import LAYOUTS
 from tests.launch.wrong_learning import LEARNING
 
-from miles.models.families.table import FAMILIES
+from miles.models.families.registry import FAMILIES
 
 # A complete recipe, and what is wrong with a command line that says this as well.
 WRONG: list[tuple[str, list[str]]] = [
     # words
     ("--rollout-batch-sise 3", ["--rollout-batch-sise is not a flag; did you mean --rollout-batch-size?"]),
     ("--rollout_batch_size 16", ["--rollout_batch_size is not a flag; did you mean --rollout-batch-size?"]),
-    ("--kumquat", ["--kumquat is not a flag; see --help for all of them."]),
+    ("--kumquat", ["--kumquat is not a flag; see --help all."]),
     ("-lr 3", ["-lr is not a flag; did you mean --lr?"]),
     ("more.toml", ["'more.toml' is not expected here: values follow their flag, as in --lr 1e-6."]),
     ("--colocate more.toml", ["--colocate takes no value, but was given 'more.toml'."]),
@@ -22,7 +22,13 @@ WRONG: list[tuple[str, list[str]]] = [
     ("--lr 1,5", ["--lr takes a number, not '1,5'."]),
     ("--lr 1e-6 2e-6", ["--lr takes one value, but was given 2: 1e-6 2e-6."]),
     ("--lr nan", ["--lr takes a number, not 'nan'."]),
-    ("--lr 1e-6 --lr 1e-5", ["'--lr 1e-6' and '--lr 1e-5' contradict each other; keep one."]),
+    (
+        "--rollout-stop-token-ids 1 --rollout-stop-token-ids 2",
+        [
+            "'--rollout-stop-token-ids 1' and '--rollout-stop-token-ids 2' are two lists for one option; give all "
+            "values after one flag."
+        ],
+    ),
     ("--num-rollout 1e3", ["--num-rollout takes a whole number, not '1e3'."]),
     ("--num-rollout ten", ["--num-rollout takes a whole number, not 'ten'."]),
     (
@@ -30,7 +36,6 @@ WRONG: list[tuple[str, list[str]]] = [
         ["--hf-checkpoint was given an empty value, but takes text (is a shell variable unset?)."],
     ),
     ("--use-kl-loss true", ["--use-kl-loss takes no value, but was given 'true'."]),
-    ("--use-kl-loss --no-use-kl-loss", ["'--use-kl-loss' and '--no-use-kl-loss' contradict each other; keep one."]),
     (
         "--kl-loss-type low_var",
         ["--kl-loss-type takes one of k1, k2, k3, low_var_kl, not 'low_var'; did you mean low_var_kl?"],
@@ -51,52 +56,63 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "--attention-dropout 0.1",
         [
-            "--attention-dropout belongs to Megatron, whose own flags are given as --megatron-... under "
-            "--train-backend megatron; leave it out."
+            "--attention-dropout is a field of Megatron's config; write --megatron-attention-dropout "
+            "(--train-backend megatron).",
         ],
     ),
     (
         "--sglang-mem-fraction-static 0.8",
         [
-            "--sglang-mem-fraction-static is for servers that --rollout-backend sglang starts; say that, or leave it "
-            "out."
+            "--sglang-mem-fraction-static needs --rollout-backend sglang; add that, or remove "
+            "--sglang-mem-fraction-static.",
         ],
     ),
     (
         "--rollout-backend sglang --sglang-python /no/such/python --sglang-port 1 --rollout-max-restarts -1",
         [
             "--rollout-max-restarts must be at least 0, not -1.",
-            "--sglang-port is decided by Miles; leave it out.",
-            "--sglang-python /no/such/python is no program that can be run.",
+            "--sglang-port is set by Miles; remove it.",
+            "--sglang-python /no/such/python is not an executable; name a Python interpreter.",
         ],
     ),
     (
         "--rollout-num-engines 2",
-        ["--rollout-num-engines 2 is for servers; say --rollout-backend served, or leave it out."],
+        [
+            "--rollout-num-engines needs --rollout-backend served or sglang; add that, or remove "
+            "--rollout-num-engines.",
+        ],
     ),
     (
         "--rollout-external-engine-addrs http://a:1 http://a:1 --rollout-num-engines 2",
         [
-            "--rollout-external-engine-addrs names servers that run already, so --rollout-num-engines means nothing; "
-            "leave it out.",
+            "--rollout-external-engine-addrs names running servers, so --rollout-num-engines has no effect; remove it.",
             "--rollout-external-engine-addrs names a server twice; name each once.",
         ],
     ),
     (
         "--rollout-engine-token-env NO_SUCH_VARIABLE_HERE --rollout-external-engine-addrs http://a:1",
-        ["--rollout-engine-token-env NO_SUCH_VARIABLE_HERE: there is no such environment variable, or it is empty."],
+        [
+            "--rollout-engine-token-env NO_SUCH_VARIABLE_HERE: this environment variable is unset or empty; set it.",
+        ],
     ),
     (
         "--rollout-backend served --rollout-num-gpus 3 --rollout-num-gpus-per-engine 2",
-        ["--rollout-num-gpus 3 are no whole number of engines of --rollout-num-gpus-per-engine 2."],
+        [
+            "--rollout-num-gpus 3 is not a multiple of --rollout-num-gpus-per-engine 2; change one of them.",
+        ],
     ),
     (
         "--num-layers 28",
-        ["--num-layers describes the model, which the checkpoint's own config.json does here; leave it out."],
+        [
+            "--num-layers describes the model, which the checkpoint's own config.json does here; remove it.",
+        ],
     ),
     (
         "--use-wandb",
-        ["--use-wandb is not in this version; use --use-tensorboard, or read metrics.jsonl in the run directory."],
+        [
+            "--use-wandb asks for logging to Weights & Biases, which is not supported; use --use-tensorboard, or read "
+            "metrics.jsonl in the run directory."
+        ],
     ),
     # ranges
     ("--lr -1", ["--lr must be at least 0, not -1."]),
@@ -132,8 +148,8 @@ WRONG: list[tuple[str, list[str]]] = [
         [
             "--hf-checkpoint odd cannot be used: architectures of config.json is OddForCausalLM, which is not "
             f"supported; the supported ones are {', '.join(dict.fromkeys(f.architectures[0] for f in FAMILIES))}. "
-            f"The installed transformers {version('transformers')} does not know it either: a newer one may, and then "
-            "--model-impl transformers trains and samples transformers' own module instead, more slowly."
+            f"The installed transformers {version('transformers')} does not support it either: upgrade it, and then "
+            "--model-impl transformers runs transformers' own module instead, more slowly."
         ],
     ),
     ("--no-hf-checkpoint", ["--hf-checkpoint is missing: name the folder of the model to start from."]),

@@ -1,4 +1,4 @@
-"""Small transformers models with random weights, and our decoders holding the same weights.
+"""Small transformers models with random weights, and decoders with the same weights.
 
 Every file of ``tests/models/kinds`` adds kinds of models, and every test that asks for ``KINDS`` runs on all of them.
 """
@@ -13,11 +13,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from miles.kernels.head import logits_of
-from miles.kernels.varlen import PackedAttend
-from miles.models import names
+from miles.kernels.attention.varlen import VarlenAttentionBackend
+from miles.kernels.fused.lm_head import compute_logits
+from miles.models.checkpoint import param_map
 from miles.models.decoder import Decoder, Routing
-from miles.models.families import spec_of
+from miles.models.families import spec_from_config
 
 _FILES = sorted(file.stem for file in (Path(__file__).parent / "kinds").glob("*.py") if file.stem != "small")
 KINDS: dict[str, Kind] = {
@@ -57,17 +57,17 @@ def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
 def assemble(spec, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Our tensors out of ``saved`` ones (or ``gradients``), by the names table."""
     ours = {}
-    for name, pieces in names.pieces(spec).items():
-        ours[name] = torch.zeros(names.shape_of(pieces))
+    for name, pieces in param_map.build_param_map(spec).items():
+        ours[name] = torch.zeros(param_map.param_shape(pieces))
         for piece in pieces:
-            piece.of(ours[name]).copy_(tensors[piece.hf_name])
+            piece.view(ours[name]).copy_(tensors[piece.hf_name])
     return ours
 
 
 def twin(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> Decoder:
     """Our decoder with a transformers model's weights."""
     config = model.config.to_dict() | {"architectures": [type(model).__name__]}
-    decoder = Decoder(spec_of(config), device="cpu", dtype=dtype)
+    decoder = Decoder(spec_from_config(config), device="cpu", dtype=dtype)
     decoder.load_state_dict(assemble(decoder.spec, saved(model)))
     return decoder
 
@@ -89,8 +89,8 @@ def hf_logits(model: PreTrainedModel, sequences: Sequence[Tensor]) -> Tensor:
 def our_logits(decoder: Decoder, sequences: Sequence[Tensor], routing: Routing | None = None) -> Tensor:
     """All sequences packed, in one forward."""
     lengths = [len(tokens) for tokens in sequences]
-    hidden = decoder(torch.cat(list(sequences)), positions_of(lengths), PackedAttend(lengths, "cpu"), routing)
-    return logits_of(hidden, decoder.head(), decoder.spec.logit_softcap)
+    hidden = decoder(torch.cat(list(sequences)), positions_of(lengths), VarlenAttentionBackend(lengths, "cpu"), routing)
+    return compute_logits(hidden, decoder.head(), decoder.spec.logit_softcap, numerics=decoder.numerics)
 
 
 def relative(ours: Tensor, theirs: Tensor) -> float:

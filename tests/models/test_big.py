@@ -1,4 +1,4 @@
-"""Big checkpoints: what loading holds in memory, and what each rank reads of the files."""
+"""Large checkpoints: memory used while loading, and the bytes each rank reads."""
 
 import json
 import os
@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from tests.models.oracle import hf_model
 
 from miles.core.errors import CheckpointError
-from miles.models import files, hub, loading
+from miles.models.checkpoint import hf, load, safetensors_io
+from miles.models.checkpoint.param_slices import HfSlice
+from miles.models.checkpoint.reader import FileReader
+from miles.models.checkpoint.tensor_sources import ParamSource, PlainTensor
 from miles.models.decoder import Decoder
-from miles.models.families import spec_of
-from miles.models.pieces import Piece
-from miles.models.reader import Reader
-from miles.models.sources import Fill, Plain
+from miles.models.families import spec_from_config
 
 MEGABYTE = 1 << 20
 
@@ -29,16 +29,16 @@ MEGABYTE = 1 << 20
 MEASURE = """
 import os, sys, torch
 from pathlib import Path
-from miles.models import hub
+from miles.models.checkpoint import hf, safetensors_io
 from miles.models.decoder import Decoder
-from miles.models.families import spec_of
+from miles.models.families import spec_from_config
 
 def told(key):
     line = next(l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith(key + ":"))
     return int(line.split()[1]) * 1024
 
 small, folder = sys.argv[1:3]
-hub.load(small, device="cpu", dtype=torch.float16)
+hf.load(small, device="cpu", dtype=torch.float16)
 for dtype in (torch.bfloat16, torch.float32):
     for way in ("loaded", "filled"):
         if os.fork():
@@ -47,9 +47,9 @@ for dtype in (torch.bfloat16, torch.float32):
         Path("/proc/self/clear_refs").write_text("5")
         before = told("VmRSS")
         if way == "loaded":
-            tensors = list(hub.load(folder, device="cpu", dtype=dtype).parameters())
+            tensors = list(hf.load(folder, device="cpu", dtype=dtype).parameters())
         else:
-            empty = Decoder(spec_of(hub.read_config(folder)), device="meta", dtype=dtype)
+            empty = Decoder(spec_from_config(safetensors_io.read_config(folder)), device="meta", dtype=dtype)
             tensors = [torch.ones(p.shape, dtype=p.dtype) for p in empty.parameters()]
         sizes = [t.nbytes for t in tensors]
         print(sum(sizes), max(sizes), told("VmHWM") - before, flush=True)
@@ -59,7 +59,7 @@ for dtype in (torch.bfloat16, torch.float32):
 
 def filled(kind, **changes):
     """A decoder of a kind, other sizes allowed, with a value in each parameter that no other has."""
-    decoder = Decoder(spec_of(config_of(kind, **changes)), device="cpu", dtype=torch.bfloat16)
+    decoder = Decoder(spec_from_config(config_of(kind, **changes)), device="cpu", dtype=torch.bfloat16)
     with torch.no_grad():
         for i, parameter in enumerate(decoder.parameters()):
             parameter.fill_(i)
@@ -75,8 +75,8 @@ def config_of(kind, **changes):
 def test_loading_holds_no_more_than_one_tensor_beside_the_parameters(tmp_path):
     wide = {"hidden_size": 512, "intermediate_size": 2048, "moe_intermediate_size": 512, "vocab_size": 8192}
     sizes = wide | {"num_experts": 12, "num_hidden_layers": 10, "mlp_only_layers": []}
-    hub.export(filled("qwen3 moe", **sizes), tmp_path / "big", max_shard_bytes=40 * MEGABYTE)
-    hub.export(filled("qwen3 moe"), tmp_path / "small")
+    hf.export(filled("qwen3 moe", **sizes), tmp_path / "big", max_shard_bytes=40 * MEGABYTE)
+    hf.export(filled("qwen3 moe"), tmp_path / "small")
     command = [sys.executable, "-c", MEASURE, str(tmp_path / "small"), str(tmp_path / "big")]
     # One thread of OpenMP: its others would not survive a fork.
     told = subprocess.run(
@@ -110,7 +110,7 @@ def saved(tmp_path_factory):
 @given(length=st.integers(1, 40), world=st.integers(1, 12))
 def test_rows_are_cut_as_torch_cuts_them(length, world):
     rows = torch.arange(length)
-    cuts = [rows[slice(*loading.cut(length, rank, world))] for rank in range(world)]
+    cuts = [rows[slice(*load.shard_bounds(length, rank, world))] for rank in range(world)]
     chunks = list(rows.chunk(world)) + [rows[:0]] * world
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(cuts, chunks, strict=False))
 
@@ -118,10 +118,10 @@ def test_rows_are_cut_as_torch_cuts_them(length, world):
 @pytest.mark.parametrize("kind", CUT)
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
 def test_the_ranks_slices_are_the_whole_and_each_reads_its_own_bytes_only(kind, world, saved):
-    whole = dict(hub.load(saved(kind), device="cpu", dtype=torch.float32).named_parameters())
-    readers = [Reader() for _ in range(world)]
+    whole = dict(hf.load(saved(kind), device="cpu", dtype=torch.float32).named_parameters())
+    readers = [FileReader() for _ in range(world)]
     ranks = [
-        dict(hub.load_slices(saved(kind), rank=rank, world=world, device="cpu", dtype=torch.float32, reader=reader))
+        dict(hf.load_slices(saved(kind), rank=rank, world=world, device="cpu", dtype=torch.float32, reader=reader))
         for rank, reader in enumerate(readers)
     ]
     assert len({tuple(slices) for slices in ranks}) == 1, "all ranks get them in one order"
@@ -135,12 +135,12 @@ def test_the_ranks_slices_are_the_whole_and_each_reads_its_own_bytes_only(kind, 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_matrix_that_lies_transposed_is_read_whole_and_cut(world, tmp_path):
     wanted = torch.randn(7, 5)
-    save_file({"theirs": wanted.T.contiguous()}, tmp_path / files.WEIGHTS)
-    stored = files.stored_tensors(tmp_path)["theirs"]
-    plan = {"ours": [Fill(Piece("theirs", (5, 7), 0, 7, None, transposed=True), Plain(stored))]}
-    readers = [Reader() for _ in range(world)]
+    save_file({"theirs": wanted.T.contiguous()}, tmp_path / safetensors_io.WEIGHTS)
+    stored = safetensors_io.stored_tensors(tmp_path)["theirs"]
+    plan = {"ours": [ParamSource(HfSlice("theirs", (5, 7), 0, 7, None, transposed=True), PlainTensor(stored))]}
+    readers = [FileReader() for _ in range(world)]
     found = [
-        loading.slices(plan, {"ours": wanted}, rank=rank, world=world, device="cpu", reader=reader)
+        load.load_params(plan, {"ours": wanted}, rank=rank, world=world, device="cpu", reader=reader)
         for rank, reader in enumerate(readers)
     ]
     assert torch.equal(torch.cat([tensor for slices in found for _, tensor in slices]), wanted)
@@ -151,10 +151,10 @@ def test_a_matrix_that_lies_transposed_is_read_whole_and_cut(world, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_where_tiles_end_makes_no_difference(tile, dtype, saved, monkeypatch):
     for kind in CUT:
-        wanted = hub.load(saved(kind), device="cpu", dtype=dtype).state_dict()
+        wanted = hf.load(saved(kind), device="cpu", dtype=dtype).state_dict()
         with monkeypatch.context() as changed:
-            changed.setattr(loading, "_TILE", tile)
-            found = hub.load(saved(kind), device="cpu", dtype=dtype).state_dict()
+            changed.setattr(load, "_TILE", tile)
+            found = hf.load(saved(kind), device="cpu", dtype=dtype).state_dict()
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
@@ -170,8 +170,8 @@ def open_files(folder):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_file_cut_short_while_it_is_read_is_named_and_nothing_stays_open(tmp_path):
     hf_model("qwen3 moe").save_pretrained(tmp_path)
-    slices = hub.load_slices(tmp_path, rank=0, world=1, device="cpu")
-    os.truncate(tmp_path / files.WEIGHTS, (tmp_path / files.WEIGHTS).stat().st_size // 2)
+    slices = hf.load_slices(tmp_path, rank=0, world=1, device="cpu")
+    os.truncate(tmp_path / safetensors_io.WEIGHTS, (tmp_path / safetensors_io.WEIGHTS).stat().st_size // 2)
     with pytest.raises(CheckpointError, match=r"cannot be read from .*model\.safetensors: it ends at byte \d+"):
         dict(slices)
     assert not open_files(tmp_path)
@@ -180,7 +180,7 @@ def test_a_file_cut_short_while_it_is_read_is_named_and_nothing_stays_open(tmp_p
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_slices_nobody_wants_any_more_leave_nothing_open(tmp_path):
     hf_model("qwen3 moe").save_pretrained(tmp_path)
-    slices = hub.load_slices(tmp_path, rank=0, world=1, device="cpu")
+    slices = hf.load_slices(tmp_path, rank=0, world=1, device="cpu")
     next(slices)
     assert open_files(tmp_path)
     slices.close()
@@ -189,16 +189,16 @@ def test_slices_nobody_wants_any_more_leave_nothing_open(tmp_path):
 
 def test_checks_are_made_before_the_first_slice_is_asked_for(tmp_path):
     hf_model("qwen3 moe").save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / files.WEIGHTS)
+    tensors = load_file(tmp_path / safetensors_io.WEIGHTS)
     del tensors["model.norm.weight"]
-    save_file(tensors, tmp_path / files.WEIGHTS)
+    save_file(tensors, tmp_path / safetensors_io.WEIGHTS)
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight is missing"):
-        hub.load_slices(tmp_path, rank=0, world=2, device="cpu")
+        hf.load_slices(tmp_path, rank=0, world=2, device="cpu")
 
 
 def test_a_tensor_with_other_bytes_than_its_shape_takes_is_named(tmp_path):
     hf_model("qwen3").save_pretrained(tmp_path)
-    path = tmp_path / files.WEIGHTS
+    path = tmp_path / safetensors_io.WEIGHTS
     raw = path.read_bytes()
     size = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + size])
@@ -206,4 +206,4 @@ def test_a_tensor_with_other_bytes_than_its_shape_takes_is_named(tmp_path):
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + size :])
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight in .* has 128 bytes, .* shape \(32,\) in BF16"):
-        hub.load(tmp_path, device="cpu")
+        hf.load(tmp_path, device="cpu")

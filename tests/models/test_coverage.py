@@ -26,10 +26,19 @@ from tests.models.oracle import (
     twin,
 )
 
-from miles.models import hub
-from miles.models.families import spec_of
-from miles.models.families.table import FAMILIES
-from miles.models.spec import AttentionSpec, DecoderSpec, DeltaSpec, LayerSpec, MambaSpec, MlaSpec, MlpSpec, MoeSpec
+from miles.models.checkpoint import hf
+from miles.models.families import spec_from_config
+from miles.models.families.registry import FAMILIES
+from miles.models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    GatedDeltaNetSpec,
+    LayerSpec,
+    MambaSpec,
+    MlaSpec,
+    MlpSpec,
+    MoeSpec,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN = "<!-- coverage: written by `make docs`, from tests/models/test_coverage.py -->\n"
@@ -58,7 +67,7 @@ def specs() -> dict[str, list[tuple[str, DecoderSpec]]]:
     found: dict[str, list[tuple[str, DecoderSpec]]] = {family.model_type: [] for family in FAMILIES}
     for name, kind in KINDS.items():
         config = kind.config(**(SMALL | kind.own)).to_dict() | {"architectures": [kind.model.__name__]}
-        spec = spec_of(config)
+        spec = spec_from_config(config)
         found[spec.family].append((name, spec))
     return found
 
@@ -84,8 +93,8 @@ def made_of(layer: LayerSpec) -> Iterator[str]:
         yield "latent attention"
         yield from ("indexer",) if mixer.indexer is not None else ()
         yield from (mixer.rope.kind,) if mixer.rope.kind != "default" else ()
-    elif isinstance(mixer, DeltaSpec | MambaSpec):
-        yield "gated delta network" if isinstance(mixer, DeltaSpec) else "Mamba-2"
+    elif isinstance(mixer, GatedDeltaNetSpec | MambaSpec):
+        yield "gated delta network" if isinstance(mixer, GatedDeltaNetSpec) else "Mamba-2"
     if isinstance(ffn, MoeSpec):
         yield f"{ffn.score} experts"
         named = {"expert groups": ffn.groups > 1, "correction bias": ffn.correction, "shared expert": ffn.shared}
@@ -101,7 +110,7 @@ def family_row(family, kinds) -> str:
     parts = dict.fromkeys(part for _, spec in kinds for layer in spec.layers for part in made_of(layer))
     words = [*parts, *(["soft-capped logits"] if any(spec.logit_softcap for _, spec in kinds) else [])]
     named = ", ".join(f"`{name}`" for name in family.architectures)
-    cache = "among attempts" if any(spec.recurrent for _, spec in kinds) else "yes"
+    cache = "among trajectories" if any(spec.recurrent for _, spec in kinds) else "yes"
     routing = "recorded, replayed" if any(spec.moe for _, spec in kinds) else "-"
     return f"| {named} | {family.models} | {', '.join(words)} | {cache} | {routing} |"
 
@@ -119,7 +128,7 @@ def errors(kind: str, folder: Path) -> tuple[float, float, float]:
     steep = max(relative(p.grad, slopes[name]) for name, p in decoder.named_parameters() if p.requires_grad)
     model.config.architectures = [type(model).__name__]
     model.save_pretrained(folder / "theirs")
-    hub.export(hub.load(folder / "theirs", device="cpu"), folder / "ours", like=folder / "theirs")
+    hf.export(hf.load(folder / "theirs", device="cpu"), folder / "ours", like=folder / "theirs")
     again = saved(type(model).from_pretrained(folder / "ours"))
     assert all(torch.equal(tensor, again[name]) for name, tensor in saved(model).items())
     return relative(ours.detach(), theirs.detach()), steep, sampled(model, decoder)
@@ -127,7 +136,7 @@ def errors(kind: str, folder: Path) -> tuple[float, float, float]:
 
 def sampled(model, decoder) -> float:
     tiny = Tiny()
-    answers = tiny.ask(tiny.engine(decoder, **KNOBS), REQUESTS)
+    answers = tiny.generate_all(tiny.engine(decoder, **KNOBS), REQUESTS)
     finished, off = whole(tiny, REQUESTS, answers), 0.0
     for i, logits in logits_of_each(model, finished):
         start = len(REQUESTS[i][0])

@@ -4,8 +4,8 @@ import pytest
 import torch
 from tests.models.oracle import KINDS, hf_model, our_logits, positions_of, relative, tokens_of, twin
 
-from miles.kernels.varlen import PackedAttend
-from miles.models import hub
+from miles.kernels.attention.varlen import VarlenAttentionBackend
+from miles.models.checkpoint import hf
 from miles.models.decoder import Decoder
 from miles.models.spec import MlaSpec
 
@@ -26,7 +26,7 @@ def there_too(decoder, dtype):
 
 def forward(decoder, tokens):
     lengths = [len(t) for t in tokens]
-    packed = PackedAttend(lengths, "cuda")
+    packed = VarlenAttentionBackend(lengths, "cuda")
     hidden = decoder(torch.cat(tokens).cuda(), positions_of(lengths).cuda(), packed)
     logits, cap = hidden.float() @ decoder.head().float().T, decoder.spec.logit_softcap
     return logits if cap is None else (logits / cap).tanh() * cap
@@ -58,7 +58,7 @@ def test_values_and_gradients_are_close_to_the_cpus(kind, dtype):
 def test_a_forward_in_bfloat16_can_be_captured_and_replayed(kind):
     decoder = twin(hf_model(kind, **SIZES)).to("cuda", torch.bfloat16)
     tokens, positions = torch.zeros(8, dtype=torch.long, device="cuda"), torch.arange(8, device="cuda")
-    packed = PackedAttend([8], "cuda")
+    packed = VarlenAttentionBackend([8], "cuda")
     with torch.inference_mode():
         for _ in range(2):
             decoder(tokens, positions, packed)
@@ -73,5 +73,5 @@ def test_a_forward_in_bfloat16_can_be_captured_and_replayed(kind):
 
 def test_random_weights_follow_the_seed_on_the_device():
     spec = twin(hf_model("qwen3 moe")).spec
-    first, same = (hub.random(spec, seed=1, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    first, same = (hf.init_random(spec, seed=1, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), same.parameters(), strict=True))

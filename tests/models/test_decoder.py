@@ -17,9 +17,10 @@ from tests.models.oracle import (
     tokens_of,
     twin,
 )
+from tests.tiers import examples
 
-from miles.kernels.varlen import PackedAttend
-from miles.models import hub, names
+from miles.kernels.attention.varlen import VarlenAttentionBackend
+from miles.models.checkpoint import hf, param_map
 from miles.models.decoder import Decoder, Routing
 
 RAGGED = (7, 1, 30, 3, 12, 12, 90)
@@ -39,7 +40,7 @@ def test_logits_equal_those_of_transformers_on_a_ragged_batch(kind):
         assert relative(our_logits(decoder, sequences), hf_logits(model, sequences)) <= off_by(decoder)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(
     kind=st.sampled_from(sorted(PLAIN)),
     heads=st.sampled_from([(2, 1), (3, 3), (4, 2), (6, 2)]),
@@ -131,7 +132,7 @@ def test_the_meta_device_builds_a_decoder_with_exactly_the_parameters_of_the_nam
     spec = twin(hf_model(kind)).spec
     decoder = Decoder(spec, device="meta", dtype=torch.float32)
     shapes = {name: tuple(p.shape) for name, p in decoder.named_parameters()}
-    assert shapes == {name: names.shape_of(pieces) for name, pieces in names.pieces(spec).items()}
+    assert shapes == {name: param_map.param_shape(pieces) for name, pieces in param_map.build_param_map(spec).items()}
     assert list(shapes) == list(decoder.state_dict())
 
 
@@ -139,8 +140,8 @@ def test_positions_may_start_anywhere_since_only_their_differences_count():
     decoder = twin(hf_model("llama"))
     tokens, lengths = torch.cat(tokens_of([9, 4])), [9, 4]
     with torch.no_grad():
-        here = decoder(tokens, positions_of(lengths), PackedAttend(lengths, "cpu"))
-        there = decoder(tokens, positions_of(lengths) + 100, PackedAttend(lengths, "cpu"))
+        here = decoder(tokens, positions_of(lengths), VarlenAttentionBackend(lengths, "cpu"))
+        there = decoder(tokens, positions_of(lengths) + 100, VarlenAttentionBackend(lengths, "cpu"))
     assert relative(there, here) <= 1e-5
 
 
@@ -148,8 +149,8 @@ def test_tokens_and_positions_may_be_int32():
     decoder = twin(hf_model("qwen3"))
     tokens, lengths = torch.cat(tokens_of([9, 4])), [9, 4]
     with torch.no_grad():
-        long = decoder(tokens, positions_of(lengths), PackedAttend(lengths, "cpu"))
-        short = decoder(tokens.int(), positions_of(lengths).int(), PackedAttend(lengths, "cpu"))
+        long = decoder(tokens, positions_of(lengths), VarlenAttentionBackend(lengths, "cpu"))
+        short = decoder(tokens.int(), positions_of(lengths).int(), VarlenAttentionBackend(lengths, "cpu"))
     assert torch.equal(long, short)
 
 
@@ -161,7 +162,7 @@ def test_a_tied_head_is_the_embedding_itself_and_an_untied_one_is_not():
 
 def test_random_weights_follow_the_seed():
     spec = twin(hf_model("qwen3 moe")).spec
-    first, same, other = (hub.random(spec, seed=s, device="cpu", dtype=torch.float32) for s in (1, 1, 2))
+    first, same, other = (hf.init_random(spec, seed=s, device="cpu", dtype=torch.float32) for s in (1, 1, 2))
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), same.parameters(), strict=True))
     assert not torch.equal(first.embedding.weight, other.embedding.weight)
     assert abs(first.embedding.weight.std().item() - 0.02) < 2e-3

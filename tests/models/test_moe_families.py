@@ -8,8 +8,8 @@ from tests.models.oracle import hf_logits, our_logits, relative, tokens_of, twin
 from transformers import Llama4Config, Llama4ForConditionalGeneration
 
 from miles.core.errors import UsageError
-from miles.models import hub, names
-from miles.models.families import spec_of
+from miles.models.checkpoint import hf, param_map
+from miles.models.families import spec_from_config
 
 VISION = {
     "hidden_size": 16,
@@ -37,21 +37,21 @@ def without(config, *keys):
 
 def test_minimax_may_name_the_channels_that_turn_as_its_published_configs_do():
     config = without(config_like("minimax-m2"), "partial_rotary_factor", "rope_parameters")
-    spec = spec_of(config | {"rope_theta": 5e6, "rotary_dim": 8})
-    assert spec == spec_of(config_like("minimax-m2"))
+    spec = spec_from_config(config | {"rope_theta": 5e6, "rotary_dim": 8})
+    assert spec == spec_from_config(config_like("minimax-m2"))
     assert spec.layers[0].mixer.rope.dim == 8
 
 
 def test_minimax_refuses_two_answers_to_how_much_turns():
     with pytest.raises(UsageError, match=r"rotary_dim of config.json is 4, but partial_rotary_factor says 8"):
-        spec_of(config_like("minimax-m2", rotary_dim=4))
+        spec_from_config(config_like("minimax-m2", rotary_dim=4))
 
 
 def test_gpt_oss_without_rope_settings_is_stretched_as_it_was_trained():
     bare = without(config_like("gpt-oss"), "rope_parameters", "rope_scaling", "layer_types")
     said = config_like("gpt-oss without attention biases", attention_bias=True)
-    read = spec_of(bare)
-    assert read.layers[0].mixer.rope == spec_of(said).layers[0].mixer.rope
+    read = spec_from_config(bare)
+    assert read.layers[0].mixer.rope == spec_from_config(said).layers[0].mixer.rope
     assert read.layers[0].mixer.rope.kind == "yarn"
     assert [layer.mixer.window for layer in read.layers] == [16, None]
 
@@ -59,14 +59,14 @@ def test_gpt_oss_without_rope_settings_is_stretched_as_it_was_trained():
 def test_llama_4_takes_an_empty_list_and_a_count_for_what_older_configs_meant_by_them():
     plain = config_like("llama 4")
     older = without(plain, "layer_types", "moe_layers") | {"no_rope_layers": [], "attn_temperature_tuning": 4}
-    assert spec_of(older) == spec_of(plain)
-    assert [layer.mixer.rope is None for layer in spec_of(older).layers] == [False, False, False, True]
+    assert spec_from_config(older) == spec_from_config(plain)
+    assert [layer.mixer.rope is None for layer in spec_from_config(older).layers] == [False, False, False, True]
 
 
 def test_layers_that_guess_further_ahead_are_left_alone_and_others_are_not():
-    spec = spec_of(config_like("glm-4.5"))
-    assert names.ignorable(spec, "model.layers.3.mlp.experts.0.up_proj.weight")
-    assert not names.ignorable(spec, "model.layers.2.mlp.experts.9.up_proj.weight")
+    spec = spec_from_config(config_like("glm-4.5"))
+    assert param_map.is_ignorable(spec, "model.layers.3.mlp.experts.0.up_proj.weight")
+    assert not param_map.is_ignorable(spec, "model.layers.2.mlp.experts.9.up_proj.weight")
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_layers_that_guess_further_ahead_are_left_alone_and_others_are_not():
 )
 def test_what_is_not_done_is_refused_by_the_name_of_its_key(kind, changes):
     with pytest.raises(UsageError, match=rf"^{next(iter(changes))} of config\.json "):
-        spec_of(config_like(kind, **changes))
+        spec_from_config(config_like(kind, **changes))
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def seeing():
 
 def test_the_text_model_inside_a_llama_4_that_sees_is_read_and_says_the_same(seeing, tmp_path):
     seeing.save_pretrained(tmp_path)
-    decoder = hub.load(tmp_path, device="cpu", dtype=torch.float32)
+    decoder = hf.load(tmp_path, device="cpu", dtype=torch.float32)
     assert decoder.spec.family == "llama4"
     same = twin(seeing)
     assert all(torch.equal(a, b) for a, b in zip(decoder.parameters(), same.parameters(), strict=True))
@@ -115,4 +115,4 @@ def test_the_text_model_inside_a_llama_4_that_sees_is_read_and_says_the_same(see
 
 def test_a_llama_4_without_its_text_config_is_refused():
     with pytest.raises(UsageError, match=r"text_config of config\.json is missing"):
-        spec_of({"architectures": ["Llama4ForConditionalGeneration"]})
+        spec_from_config({"architectures": ["Llama4ForConditionalGeneration"]})

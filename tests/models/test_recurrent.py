@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from tests.models.kinds.recurrent import DELTA, MOE, MROPE, NEMOTRON
 from tests.models.kinds.small import SMALL
 from tests.models.oracle import KINDS, hf_logits, hf_model, our_logits, relative, tokens_of, twin
+from tests.tiers import examples
 from transformers import (
     AutoModelForCausalLM,
     NemotronHConfig,
@@ -21,12 +22,14 @@ from transformers import (
 )
 
 from miles.core.errors import UsageError
-from miles.models import files, footprint, hub
+from miles.kernels.numerics import FAST
+from miles.models.accounting import params
+from miles.models.accounting.kv_cache import PerSequenceState, cache_layout
+from miles.models.checkpoint import hf, safetensors_io
 from miles.models.decoder import Decoder
-from miles.models.families import spec_of
-from miles.models.remembered import PerSequence, remembered
-from miles.models.rope import Positions
-from miles.models.spec import AttentionSpec, DeltaSpec, MambaSpec, MlpSpec, MoeSpec
+from miles.models.families import spec_from_config
+from miles.models.layers.rope import Positions
+from miles.models.spec import AttentionSpec, GatedDeltaNetSpec, MambaSpec, MlpSpec, MoeSpec
 
 MINE = [kind for kind in KINDS if kind.startswith("hybrid")]
 RAGGED = (7, 1, 30, 3, 12, 12, 90)
@@ -40,10 +43,10 @@ class Kept:
     def __init__(self, lengths, state):
         self.lengths, self.state, self.kept = lengths, state, None
 
-    def carry(self, layer):
+    def recurrent_state(self, layer):
         return self
 
-    def keep(self, state):
+    def update(self, state):
         self.kept = state
 
 
@@ -51,27 +54,27 @@ def mixer_of(kind, dtype=torch.float64):
     """The first recurrent mixer of a kind, and zeros for one sequence's state."""
     decoder = twin(hf_model(kind), dtype)
     index, spec = next((i, x.mixer) for i, x in enumerate(decoder.spec.layers) if isinstance(x.mixer, RECURRENT))
-    module = getattr(decoder.layers[index], "delta" if isinstance(spec, DeltaSpec) else "mamba")
-    shapes = remembered(spec)
-    assert isinstance(shapes, PerSequence)
+    module = getattr(decoder.layers[index], "delta" if isinstance(spec, GatedDeltaNetSpec) else "mamba")
+    shapes = cache_layout(spec, FAST)
+    assert isinstance(shapes, PerSequenceState)
     wide = torch.promote_types(dtype, torch.float32)
     state = [torch.zeros(1, *s, dtype=wide if w else dtype) for s, w in zip(shapes.shapes, shapes.wide, strict=True)]
     return module, tuple(state)
 
 
-RECURRENT = (DeltaSpec, MambaSpec)
+RECURRENT = (GatedDeltaNetSpec, MambaSpec)
 MIXED = ["hybrid qwen3 next", "hybrid qwen3.5", "hybrid nemotron h", "hybrid nemotron 3"]
 
 
 # -- going on from a state --------------------------------------------------------------------
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(kind=st.sampled_from(MIXED), cuts=st.lists(st.integers(0, 100), max_size=6), seed=st.integers(0, 9))
 def test_a_sequence_in_parts_is_the_sequence_at_once(kind, cuts, seed):
     module, state = mixer_of(kind)
     x_TD = torch.randn(100, 32, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    at = Positions(torch.arange(100), 256, x_TD.dtype)
+    at = Positions(torch.arange(100), 256, x_TD.dtype, numerics=FAST)
     with torch.no_grad():
         whole = module(x_TD, at, Kept([100], None))
         edges = [0, *sorted(cuts), 100]
@@ -87,7 +90,7 @@ def test_a_sequence_in_parts_is_the_sequence_at_once(kind, cuts, seed):
 def test_nothing_is_kept_where_nobody_asks_and_what_is_kept_has_the_shapes_an_engine_makes_room_for(kind):
     module, state = mixer_of(kind, torch.bfloat16)
     x_TD = torch.randn(5, 32).bfloat16()
-    at = Positions(torch.arange(5), 256, x_TD.dtype)
+    at = Positions(torch.arange(5), 256, x_TD.dtype, numerics=FAST)
     with torch.no_grad():
         silent, asked = Kept([5], None), Kept([5], state)
         outs = [module(x_TD, at, attend) for attend in (silent, asked)]
@@ -169,14 +172,14 @@ def test_the_text_model_beside_a_vision_tower_gives_what_the_whole_model_gives_o
 def test_a_checkpoint_with_a_vision_tower_and_layers_ahead_is_read_and_its_text_model_written(kind, stacked, tmp_path):
     model = seeing(kind)
     model.save_pretrained(tmp_path / "whole")
-    weights = tmp_path / "whole" / files.WEIGHTS
+    weights = tmp_path / "whole" / safetensors_io.WEIGHTS
     if stacked:  # as the published ones are
         save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, weights)
     save_file(load_file(weights) | {"mtp.fc.weight": torch.ones(2)}, weights)
-    decoder = hub.load(tmp_path / "whole", device="cpu", dtype=torch.float32)
+    decoder = hf.load(tmp_path / "whole", device="cpu", dtype=torch.float32)
     ours, theirs = dict(decoder.named_parameters()), dict(twin(model).named_parameters())
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    hub.export(decoder, tmp_path / "text", like=tmp_path / "whole")
+    hf.export(decoder, tmp_path / "text", like=tmp_path / "whole")
     again = AutoModelForCausalLM.from_pretrained(
         tmp_path / "text", attn_implementation="eager", experts_implementation="eager"
     )
@@ -193,7 +196,7 @@ def test_the_whole_model_says_whether_the_head_is_tied():
 
 def test_a_config_without_a_text_model_is_refused():
     with pytest.raises(UsageError, match=r"text_config of config\.json is missing"):
-        spec_of({"architectures": ["Qwen3_5ForConditionalGeneration"]})
+        spec_from_config({"architectures": ["Qwen3_5ForConditionalGeneration"]})
 
 
 # -- configs ----------------------------------------------------------------------------------
@@ -284,57 +287,57 @@ NEMOTRON_3_NANO = {
 
 
 def test_qwen3_next_80b_has_the_size_it_is_known_by():
-    spec = spec_of(QWEN3_NEXT_80B)
+    spec = spec_from_config(QWEN3_NEXT_80B)
     assert sum(isinstance(layer.mixer, AttentionSpec) for layer in spec.layers) == 12
     assert isinstance(spec.layers[3].mixer, AttentionSpec)
     assert spec.layers[3].mixer.rope.dim == 64
-    assert round(footprint.parameter_count(spec) / 1e9, 1) == 79.7
+    assert round(params.parameter_count(spec) / 1e9, 1) == 79.7
     assert Decoder(spec, device="meta", dtype=torch.bfloat16).layers[0].delta.qkvz.weight.shape == (12288, 2048)
 
 
 def test_qwen35_27b_has_the_size_it_is_known_by():
-    spec = spec_of(QWEN35_27B)
-    assert round(footprint.parameter_count(spec) / 1e9, 1) == 26.9
+    spec = spec_from_config(QWEN35_27B)
+    assert round(params.parameter_count(spec) / 1e9, 1) == 26.9
     assert spec.eos_token_ids == (248044,)
-    assert files.dtype_of(QWEN35_27B) == "bfloat16"
-    assert spec.layers[0].mixer == DeltaSpec(
+    assert safetensors_io.config_dtype(QWEN35_27B) == "bfloat16"
+    assert spec.layers[0].mixer == GatedDeltaNetSpec(
         key_heads=16, value_heads=48, key_dim=128, value_dim=128, kernel=4, fused=False
     )
 
 
 def test_nemotron_3_nano_has_the_size_it_is_known_by():
-    spec = spec_of(NEMOTRON_3_NANO)
+    spec = spec_from_config(NEMOTRON_3_NANO)
     kinds = [type(layer.mixer or layer.ffn) for layer in spec.layers]
     assert [kinds.count(kind) for kind in (MambaSpec, MoeSpec, AttentionSpec, MlpSpec)] == [23, 23, 6, 0]
-    assert round(footprint.parameter_count(spec) / 1e9, 1) == 31.6
+    assert round(params.parameter_count(spec) / 1e9, 1) == 31.6
     assert spec.layers[0].mixer.step_limit == (0.0, float("inf"))
 
 
 def test_positions_of_pictures_do_not_change_the_rotation_of_text():
     plain = {key: value for key, value in MROPE.items() if not key.startswith("mrope")}
     own = SMALL | DELTA | {"architectures": ["Qwen3_5ForCausalLM"]}
-    assert spec_of(own | {"rope_parameters": MROPE}) == spec_of(own | {"rope_parameters": plain})
+    assert spec_from_config(own | {"rope_parameters": MROPE}) == spec_from_config(own | {"rope_parameters": plain})
 
 
 def test_nemotron_layers_may_be_a_pattern_or_a_list_under_old_names_or_new():
     own = SMALL | NEMOTRON | {"architectures": ["NemotronHForCausalLM"]}
-    wanted = spec_of(own | {"hybrid_override_pattern": "M-*M"})
+    wanted = spec_from_config(own | {"hybrid_override_pattern": "M-*M"})
     for key, kinds in (
         ("layers_block_type", ["mamba", "mlp", "attention", "mamba"]),
         ("layers_block_type", ["linear_attention", "mlp", "full_attention", "linear_attention"]),
         ("layer_types", ["linear_attention", "mlp", "full_attention", "linear_attention"]),
     ):
-        assert spec_of(own | {key: kinds}) == wanted
+        assert spec_from_config(own | {key: kinds}) == wanted
     older = {"mamba_n_groups": 1, "mamba_d_conv": 3, "mamba_conv_bias": False}
     newer = {"n_groups": 1, "conv_kernel": 3, "use_conv_bias": False}
     pattern = {"hybrid_override_pattern": "M-*M"}
-    assert spec_of(own | older | pattern) == spec_of(own | newer | pattern) != wanted
+    assert spec_from_config(own | older | pattern) == spec_from_config(own | newer | pattern) != wanted
 
 
 @pytest.mark.parametrize("most", [float("inf"), {"__float__": "Infinity"}, 2])
 def test_an_endless_step_is_read_however_it_is_written(most):
     own = SMALL | NEMOTRON | {"architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "M*"}
-    limit = spec_of(own | {"time_step_limit": [0.5, most]}).layers[0].mixer.step_limit
+    limit = spec_from_config(own | {"time_step_limit": [0.5, most]}).layers[0].mixer.step_limit
     assert limit == (0.5, 2.0 if most == 2 else float("inf"))
 
 
@@ -369,7 +372,7 @@ def test_steps_are_no_shorter_than_the_config_allows():
 )
 def test_what_is_not_implemented_is_refused_by_its_key(base, key, value):
     with pytest.raises(UsageError, match=rf"^{key} of config\.json"):
-        spec_of(base | {key: value})
+        spec_from_config(base | {key: value})
 
 
 def test_defaults_left_out_of_a_config_are_those_of_transformers():
@@ -377,4 +380,4 @@ def test_defaults_left_out_of_a_config_are_those_of_transformers():
     told = {key: value for key, value in told.items() if value is not None}
     bare = {key: told[key] for key in (*(SMALL.keys() & told.keys()), "layers_block_type")}
     arch = {"architectures": ["NemotronHForCausalLM"]}
-    assert replace(spec_of(told | arch), eos_token_ids=()) == spec_of(bare | arch)
+    assert replace(spec_from_config(told | arch), eos_token_ids=()) == spec_from_config(bare | arch)

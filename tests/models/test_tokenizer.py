@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.rollout.tiny import save_tokenizer
+from tests.tiers import examples
 from transformers import AutoTokenizer
 
 from miles.core.errors import DataError, UsageError
-from miles.models.tokenizer import load_tokenizer
+from miles.models.tokenizer import fingerprint_vocabulary, load_tokenizer
 
 CONVERSATION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is the time in Rome?"}]
 
@@ -30,10 +31,10 @@ def tokenizer(folder):
 def test_a_conversation_renders_as_transformers_renders_it(folder, tokenizer, template):
     oracle = AutoTokenizer.from_pretrained(folder)
     expected = oracle.apply_chat_template(CONVERSATION, tokenize=True, return_dict=False, **template)
-    assert tokenizer.render(CONVERSATION, **template) == expected
+    assert tokenizer.apply_chat_template(CONVERSATION, **template) == expected
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=40))
 def test_text_survives_the_round_trip(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -82,10 +83,28 @@ def test_a_missing_chat_template_is_named_when_one_is_needed(tmp_path):
     plain = load_tokenizer(save_tokenizer(tmp_path, template=None))
     assert not plain.has_chat_template
     with pytest.raises(UsageError, match="no chat template; leave out --apply-chat-template"):
-        plain.render(CONVERSATION)
+        plain.apply_chat_template(CONVERSATION)
 
 
 def test_a_template_that_refuses_a_conversation_says_why(tmp_path):
     strict = load_tokenizer(save_tokenizer(tmp_path, template="{{ raise_exception('roles must alternate') }}"))
     with pytest.raises(DataError, match="roles must alternate"):
-        strict.render(CONVERSATION)
+        strict.apply_chat_template(CONVERSATION)
+
+
+def test_a_template_whose_code_fails_says_how(tmp_path):
+    failing = load_tokenizer(save_tokenizer(tmp_path, template="{{ messages[0].content + 1 }}"))
+    with pytest.raises(DataError, match="failed on a conversation, with TypeError: can only concatenate str"):
+        failing.apply_chat_template(CONVERSATION)
+
+
+def test_text_with_a_lone_surrogate_is_refused_in_one_sentence(tokenizer):
+    with pytest.raises(DataError, match="has a lone surrogate, which is no character and cannot be tokenized"):
+        tokenizer.encode("time in \ud800")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"model": {"vocab": 3}}', '{"model": 1}'])
+def test_the_fingerprint_of_a_damaged_tokenizer_is_refused_in_one_sentence(tmp_path, text):
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(UsageError, match=r"tokenizer\.json is not a tokenizer"):
+        fingerprint_vocabulary(tmp_path)

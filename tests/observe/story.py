@@ -62,7 +62,7 @@ def samples(one: Group) -> list[Sample]:
                     logprobs=np.where(mask, np.float32(-0.5), np.float32(0)),
                     advantages=np.where(mask, np.float32(t.index - 0.5), np.float32(0)),
                     versions=versions.astype(np.int32),
-                    share=len(t.branches),
+                    samples_per_trajectory=len(t.branches),
                 )
             )
     return rows
@@ -102,7 +102,7 @@ def story(steps: int, *, first: int = 1, salt: float = 0.0, save_every: int = 2)
         for n, one in enumerate(groups):
             ticket = 2 * step + n
             events.append(PromptAdmitted(ticket=ticket, prompt_id=one.prompt.id, epoch=0))
-            events.append(Progress(step=step, done=n, wanted=2))
+            events.append(Progress(step=step, done=n, total=2))
             events.append(GroupFinished(ticket=ticket, kept=True, reason="kept", group=one, seconds={"wait": 0.1}))
         events += [taken(step, groups), finished(step, reward=0.1 * step + salt, odd=float("inf"))]
         if step % save_every == 0:

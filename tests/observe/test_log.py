@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.observe.story import finished, group, story
+from tests.tiers import examples
 
 from miles.core.errors import ResumeError
 from miles.core.events import (
@@ -23,8 +24,8 @@ from miles.core.events import (
     StepFinished,
 )
 from miles.core.types import Version
+from miles.observe.event_records import encode_line, event_record, metric_record, timing_record
 from miles.observe.log import EventLog, PlainLog, RunLogs
-from miles.observe.record import event_record, line, metric_record, timing_record
 
 
 def tell(log, events):
@@ -42,7 +43,7 @@ def whole(folder: Path, steps: int = 6) -> bytes:
 def offset_after(step: int) -> int:
     """Where the log ends when the checkpoint of ``step`` is taken: before it is announced, and before the eval."""
     events = story(step)[:-3] if step else ()
-    return sum(len(line(r)) for e in events if (r := event_record(e)) is not None)
+    return sum(len(encode_line(r)) for e in events if (r := event_record(e)) is not None)
 
 
 def test_a_log_is_one_canonical_object_a_line(tmp_path):
@@ -61,7 +62,7 @@ def test_no_wall_clock_reaches_the_event_log_or_the_metrics():
 
 def test_floats_read_back_to_the_same_bits_and_odd_ones_survive():
     values = {"a": 0.1 + 0.2, "b": 5e-324, "c": float("-inf"), "d": float("nan")}
-    back = json.loads(line(values))
+    back = json.loads(encode_line(values))
     assert float(back["a"]) == values["a"] and float(back["b"]) == values["b"]
     assert float(back["c"]) == values["c"] and float(back["d"]) != float(back["d"])
 
@@ -73,14 +74,14 @@ def test_a_group_is_kept_as_a_summary_whose_digest_sees_every_bit():
     assert kept["group"]["lengths"] == [3, 3]
     assert kept["group"]["statuses"] == ["completed", "completed"]
     assert kept["group"]["versions"] == [[0], [0]]
-    from miles.observe.record import group_digest
+    from miles.observe.event_records import group_digest
 
     digests = {group_digest(group(1, [0.0], length=n, version=v)) for n in (3, 4) for v in (0, 1)}
     assert len(digests) == 4
     assert group_digest(group(1, [0.0])) == group_digest(group(1, [0.0]))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(data=st.data())
 def test_any_kill_point_after_the_checkpoint_gives_the_uninterrupted_log(data):
     """Cut the file at any byte the kill could have left, repeat from the checkpoint: not a byte differs."""
@@ -98,7 +99,7 @@ def test_any_kill_point_after_the_checkpoint_gives_the_uninterrupted_log(data):
         assert path.read_bytes() == full
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(kills=st.lists(st.floats(0, 1), min_size=1, max_size=4))
 def test_a_run_killed_again_and_again_still_has_one_log(kills):
     """Each life starts from the newest checkpoint its log has reached, and gets further or not."""
@@ -153,7 +154,7 @@ def test_without_the_promise_the_old_rest_is_set_aside_and_the_log_goes_on(tmp_p
         log.close()
         aside = (tmp_path / "logs" / f"events-undone-{number}.jsonl").read_bytes()
         assert aside and before.endswith(aside)
-        fresh = b"".join(line(r) for e in story(6, first=3, salt=salt) if (r := event_record(e)) is not None)
+        fresh = b"".join(encode_line(r) for e in story(6, first=3, salt=salt) if (r := event_record(e)) is not None)
         assert path.read_bytes() == full[:start] + fresh
     assert not list((tmp_path / "logs").glob("*.part"))
 
@@ -206,7 +207,7 @@ def test_an_interrupted_run_directory_equals_an_uninterrupted_one(tmp_path):
     with RunLogs(two, resume_at=None, strict=True, clock=lambda: 2.0) as logs:
         tell(logs, story(4)[:-3])
         logs.commit()
-        at = logs.marks()
+        at = logs.offsets()
         tell(logs, story(6, first=5)[1:9])
     with RunLogs(two, resume_at=at, strict=True, clock=lambda: 3.0) as logs:
         tell(logs, story(6, first=5))
@@ -243,7 +244,7 @@ def test_live_events_are_no_part_of_what_must_repeat():
     live = [
         RunStarted(step=3, steps=9),
         PromptAdmitted(ticket=1, prompt_id=1, epoch=0),
-        Progress(step=1, done=1, wanted=2),
+        Progress(step=1, done=1, total=2),
         Saved(step=3, name="x", scheduled=False),
         RunEnded(step=3, finished=False),
     ]
@@ -253,7 +254,7 @@ def test_live_events_are_no_part_of_what_must_repeat():
 
 CAME_AND_WENT = (
     EngineJoined(name="engine 1", address="http://a:1", version=Version(number=3)),
-    DevicesMoved(step=3, ranks=1, engines=2, why="the trainer waited"),
+    DevicesMoved(step=3, ranks=1, engines=2, reason="the trainer waited"),
     EngineLeft(name="engine 0", address="http://a:0"),
 )
 
@@ -274,4 +275,4 @@ def test_a_continued_run_need_not_have_the_engines_come_and_go_again(tmp_path):
     assert not log.ahead() and log.offset() == len(before)
     log(CAME_AND_WENT[2])
     log.close()
-    assert path.read_bytes() == before + line(event_record(CAME_AND_WENT[2]) or {})
+    assert path.read_bytes() == before + encode_line(event_record(CAME_AND_WENT[2]) or {})

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from tests.observe.story import finished, group, span, story, trajectory
 
 from miles.core.types import Author, Group, Prompt, Status, Trajectory, Version
-from miles.observe.metric import SECTIONS, describe, group_metrics, page, unexplained
+from miles.observe.metric import SECTIONS, find_metric, group_metrics, list_undocumented, render_docs
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
 def test_the_page_of_metrics_is_the_table():
-    assert DOCS.read_text() == page(), "run: python -m miles.observe.metric > docs/metrics.md"
+    assert DOCS.read_text() == render_docs(), "run: python -m miles.observe.metric > docs/metrics.md"
 
 
 def test_every_meaning_is_one_sentence_and_every_name_is_there_once():
@@ -30,7 +30,7 @@ def test_what_the_loop_and_the_groups_report_is_explained():
         "reward",
         "reward_std",
         "response_length",
-        "truncated_share",
+        "truncated_ratio",
         "staleness",
         "loss",
         "kl",
@@ -43,14 +43,14 @@ def test_what_the_loop_and_the_groups_report_is_explained():
         "rollout_tokens",
         "groups_dropped",
     ]
-    assert unexplained(expected) == []
-    assert unexplained(group_metrics([group(1, [0.0, 1.0])], Version())) == []
-    assert unexplained(["eval/easy/reward", "eval/easy/pass@8", "eval/easy/nonsense", "rewards"]) == [
+    assert list_undocumented(expected) == []
+    assert list_undocumented(group_metrics([group(1, [0.0, 1.0])], Version())) == []
+    assert list_undocumented(["eval/easy/reward", "eval/easy/pass@8", "eval/easy/nonsense", "rewards"]) == [
         "eval/easy/nonsense",
         "rewards",
     ]
-    found = describe("eval/a set/pass@4")
-    assert found is not None and found.unit == "share"
+    found = find_metric("eval/a set/pass@4")
+    assert found is not None and found.unit == "fraction"
 
 
 def test_group_metrics_by_hand():
@@ -60,7 +60,7 @@ def test_group_metrics_by_hand():
     assert seen["reward"] == 0.5 and seen["reward_min"] == 0.0 and seen["reward_max"] == 1.0
     assert abs(seen["reward_std"] - 0.125**0.5) < 1e-15
     assert seen["response_length"] == 3.0 and seen["response_length_max"] == 4.0 and seen["rollout_tokens"] == 12.0
-    assert seen["truncated_share"] == 0.5 and seen["zero_std_share"] == 0.5
+    assert seen["truncated_ratio"] == 0.5 and seen["zero_std_ratio"] == 0.5
     assert seen["staleness"] == 2.0 and seen["staleness_mean"] == 1.0
     assert all(type(value) is float for value in seen.values())
 
@@ -86,9 +86,9 @@ def test_means_lie_between_extremes_and_shares_are_shares(rewards):
     seen = group_metrics([group(n, values) for n, values in enumerate(rewards)], Version(number=2))
     slack = 1e-9 * (1 + abs(seen["reward"]))
     assert seen["reward_min"] - slack <= seen["reward"] <= seen["reward_max"] + slack
-    assert 0 <= seen["zero_std_share"] <= 1 and seen["reward_std"] >= 0
+    assert 0 <= seen["zero_std_ratio"] <= 1 and seen["reward_std"] >= 0
 
 
 def test_the_story_of_these_tests_uses_the_names_of_the_table():
-    assert unexplained(name for name in finished(1).metrics) == []
+    assert list_undocumented(name for name in finished(1).metrics) == []
     assert any(type(event).__name__ == "StepFinished" for event in story(1))

@@ -5,6 +5,7 @@ import pytest
 from tests.observe.story import group, span, story, taken, trajectory
 
 from miles.core.errors import DataError
+from miles.core.events import Saved
 from miles.core.types import Author, Group, Prompt
 from miles.observe.rollouts import AUTHORS, RolloutDump, read_step, step_path, write_step
 
@@ -73,6 +74,17 @@ def test_the_dump_writes_a_file_a_batch_and_leaves_nothing_unfinished(tmp_path):
         dump(event)
     dump.close()
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"step-{n:06d}.parquet" for n in (1, 2, 3)]
+
+
+def test_old_files_are_deleted_when_a_checkpoint_was_saved(tmp_path):
+    dump = RolloutDump(tmp_path, keep=2)
+    for step in (1, 2, 3, 4, 5):
+        dump(taken(step, [group(1, [0.0])]))
+    dump.commit()
+    assert len(list(tmp_path.iterdir())) == 5, "steps after the newest checkpoint are needed to resume"
+    dump(Saved(step=4, name="step-000004"))
+    dump.close()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"step-{n:06d}.parquet" for n in (3, 4, 5)]
 
 
 def test_writing_a_step_again_gives_the_same_content(tmp_path):

@@ -2,19 +2,20 @@
 
 import json
 
+import pytest
+
 from miles.core.events import Evaluated, RunStarted, StepFinished
 from miles.core.types import Version
-from miles.observe.trace import Trace
+from miles.observe.trace import LoopTrace
 
 
 def read(path):
-    """As trace viewers do: the closing bracket may be missing."""
-    return json.loads(path.read_text().rstrip().rstrip(",") + "]")
+    return json.loads(path.read_text())
 
 
 def life(folder, *, begin, at):
     now = iter(at)
-    trace = Trace(folder, clock=lambda: next(now))
+    trace = LoopTrace(folder, clock=lambda: next(now))
     trace(RunStarted(step=begin, steps=9))
     seconds = {"rollout": 2.0, "train": 3.0, "publish": 0.5, "train/pack": 1.0, "train/optimize": 2.0, "step": 5.5}
     trace(StepFinished(step=begin + 1, version=Version(), metrics={}, seconds=seconds))
@@ -39,4 +40,34 @@ def test_a_continued_run_adds_a_life_of_its_own(tmp_path):
     records = read(tmp_path / "loop.json")
     assert {record["pid"] for record in records} == {1, 2}
     named = [record["args"]["name"] for record in records if record["name"] == "process_name"]
-    assert named == ["life 1, from step 0", "life 2, from step 1"]
+    assert named == ["session 1, from step 0", "session 2, from step 1"]
+
+
+@pytest.mark.parametrize("cut", [0, 1, 2, 3, 4, 10, 100, 300])
+def test_the_trace_of_a_killed_run_is_continued_after_its_last_complete_record(tmp_path, cut):
+    life(tmp_path, begin=0, at=[10.0, 14.0])
+    path = tmp_path / "loop.json"
+    path.write_bytes(path.read_bytes()[: -cut or None])
+    life(tmp_path, begin=1, at=[30.0, 34.0])
+    records = read(path)
+    assert [record["args"]["name"] for record in records if record["name"] == "process_name"][-1].endswith("step 1")
+
+
+@pytest.mark.parametrize("content", [b"", b"[", b"[\n", b"[\n]\n"])
+def test_an_empty_trace_is_continued(tmp_path, content):
+    (tmp_path / "loop.json").write_bytes(content)
+    life(tmp_path, begin=0, at=[10.0, 14.0])
+    assert {record["pid"] for record in read(tmp_path / "loop.json")} == {1}
+
+
+def test_a_wrong_byte_in_the_trace_does_not_end_the_run(tmp_path):
+    life(tmp_path, begin=0, at=[10.0, 14.0])
+    path = tmp_path / "loop.json"
+    path.write_bytes(path.read_bytes().replace(b"rollout", b"roll\xffut"))
+    life(tmp_path, begin=1, at=[30.0, 34.0])
+    assert path.read_bytes().endswith(b"}\n]\n")
+
+
+def test_a_process_that_records_nothing_leaves_an_empty_array(tmp_path):
+    LoopTrace(tmp_path, clock=lambda: 0.0).close()
+    assert read(tmp_path / "loop.json") == []

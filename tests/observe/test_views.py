@@ -6,14 +6,15 @@ from itertools import pairwise
 
 import pytest
 from rich.console import Console
-from tests.observe.story import finished, story
+from tests.observe.story import finished, group, story, taken
 
 from miles.core.events import Evaluated, Progress, RunEnded, RunStarted, Saved, StepFinished
 from miles.core.types import Version
 from miles.observe.console import PlainView
-from miles.observe.line import Story, eval_rewards, fit
+from miles.observe.factory import build_view
 from miles.observe.live import LiveView
-from miles.observe.view import Silent, make_view
+from miles.observe.step_line import RunProgress, eval_rewards, fit
+from miles.observe.view import NullView
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -47,21 +48,21 @@ def live(width, **more):
 
 def test_auto_is_live_on_a_terminal_and_plain_elsewhere(monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
-    view = make_view("auto", stream=Screen())
+    view = build_view("auto", stream=Screen())
     assert isinstance(view, LiveView)
     view.close()
-    assert isinstance(make_view("auto", stream=Pipe()), PlainView)
-    assert isinstance(make_view("live", stream=Pipe()), PlainView)
-    assert isinstance(make_view("plain", stream=Screen()), PlainView)
-    assert isinstance(make_view("none", stream=Screen()), Silent)
+    assert isinstance(build_view("auto", stream=Pipe()), PlainView)
+    assert isinstance(build_view("live", stream=Pipe()), PlainView)
+    assert isinstance(build_view("plain", stream=Screen()), PlainView)
+    assert isinstance(build_view("none", stream=Screen()), NullView)
     monkeypatch.setenv("TERM", "dumb")
-    assert isinstance(make_view("auto", stream=Screen()), PlainView)
+    assert isinstance(build_view("auto", stream=Screen()), PlainView)
 
 
 @pytest.mark.parametrize("kind", ["plain", "none", "auto"])
 def test_every_view_takes_every_event(kind):
     pipe = Pipe()
-    view = make_view(kind, stream=pipe)
+    view = build_view(kind, stream=pipe)
     with view.stage("set-up", 2) as advance:
         advance(1, "half")
         advance()
@@ -74,7 +75,7 @@ def test_every_view_takes_every_event(kind):
 
 def test_a_plain_log_has_one_line_a_step_and_not_one_escape():
     pipe = Pipe()
-    view = make_view("auto", stream=pipe, parity_tolerance=0.01)
+    view = build_view("auto", stream=pipe, parity_tolerance=0.01)
     for event in (RunStarted(step=0, steps=100), finished(1, reward=0.25), finished(2, reward=0.5)):
         view(event)
     lines = pipe.text().splitlines()
@@ -84,7 +85,7 @@ def test_a_plain_log_has_one_line_a_step_and_not_one_escape():
         "reward 0.500  ▁█",
         "rollout  1.2k tok/s",
         "train  3.6k tok/s",
-        "stale 0",
+        "staleness 0",
         "parity ok 1e-07",
         "kl 0.01",
         "entropy 1.25",
@@ -96,7 +97,7 @@ def test_a_plain_log_has_one_line_a_step_and_not_one_escape():
 
 def test_a_log_that_cannot_carry_blocks_gets_ascii():
     pipe = Pipe(encoding="ascii")
-    view = make_view("plain", stream=pipe)
+    view = build_view("plain", stream=pipe)
     view(RunStarted(step=0, steps=9))
     view(finished(1, reward=0.0))
     view(finished(2, reward=1.0))
@@ -106,7 +107,7 @@ def test_a_log_that_cannot_carry_blocks_gets_ascii():
 
 def test_missing_metrics_leave_their_cells_out():
     pipe = Pipe()
-    view = make_view("plain", stream=pipe)
+    view = build_view("plain", stream=pipe)
     view(StepFinished(step=1, version=Version(number=1), metrics={}))
     view(StepFinished(step=2, version=Version(number=2), metrics={"loss": 2.5, "tokens": 10.0}, seconds={"train": 0.0}))
     view(Evaluated(step=2, metrics={}))
@@ -115,14 +116,14 @@ def test_missing_metrics_leave_their_cells_out():
 
 def test_odd_numbers_do_not_break_a_line():
     pipe = Pipe()
-    view = make_view("plain", stream=pipe)
+    view = build_view("plain", stream=pipe)
     view(finished(1, reward=float("nan"), kl=float("inf"), parity_mean_abs=float("nan")))
     assert "reward nan" in pipe.text() and "parity red nan" in pipe.text() and "kl inf" in pipe.text()
 
 
 def test_plain_stages_say_start_quarters_and_end():
     pipe = Pipe()
-    view = make_view("plain", stream=pipe)
+    view = build_view("plain", stream=pipe)
     advance = view.stage("warm-up", 100)
     for n in range(100):
         advance(1, f"loss {n}")
@@ -148,19 +149,19 @@ def test_a_reader_who_leaves_does_not_end_the_run():
         def write(self, text):
             raise BrokenPipeError
 
-    view = make_view("plain", stream=Closed())
+    view = build_view("plain", stream=Closed())
     for event in story(2):
         view(event)
 
 
 def test_saving_continuing_and_stopping_are_said():
     pipe = Pipe()
-    view = make_view("plain", stream=pipe)
+    view = build_view("plain", stream=pipe)
     view(RunStarted(step=3, steps=9))
     view(Saved(step=4, name="step-000004", scheduled=False))
     view(RunEnded(step=4, finished=False))
     assert pipe.text().splitlines() == [
-        "continuing after step 3 of 9",
+        "resuming after step 3 of 9",
         "saved checkpoint step-000004",
         "stopped after step 4 of 9",
     ]
@@ -203,7 +204,7 @@ def test_no_color_is_obeyed(monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     screen = Screen()
-    view = make_view("live", stream=screen)
+    view = build_view("live", stream=screen)
     for event in story(3):
         view(event)
     view.close()
@@ -213,7 +214,7 @@ def test_no_color_is_obeyed(monkeypatch):
 def test_the_live_view_gives_the_terminal_back():
     view, screen = live(100)
     view(RunStarted(step=0, steps=3))
-    view(Progress(step=1, done=1, wanted=2))
+    view(Progress(step=1, done=1, total=2))
     unfinished = view.stage("left behind", 4)
     unfinished(1)
     view.close()
@@ -230,22 +231,22 @@ def test_markup_in_a_note_is_text():
 
 
 def test_the_time_to_come_is_what_the_last_steps_took():
-    seen = Story()
-    seen.see(RunStarted(step=0, steps=12))
+    seen = RunProgress()
+    seen.update(RunStarted(step=0, steps=12))
     assert seen.eta() is None
-    seen.see(
+    seen.update(
         StepFinished(step=1, version=Version(), metrics={}, seconds={"rollout": 1.0, "train": 2.0, "publish": 1.0})
     )
-    seen.see(StepFinished(step=2, version=Version(), metrics={}, seconds={"step": 6.0}))
+    seen.update(StepFinished(step=2, version=Version(), metrics={}, seconds={"step": 6.0}))
     assert seen.eta() == 50.0
-    seen.see(finished(12))
+    seen.update(finished(12))
     assert seen.eta() is None
 
 
 def test_the_most_important_cells_stay_longest():
-    seen = Story()
-    seen.see(RunStarted(step=0, steps=10))
-    seen.see(event := finished(1))
+    seen = RunProgress()
+    seen.update(RunStarted(step=0, steps=10))
+    seen.update(event := finished(1))
     wide, brief = seen.step_cells(event), seen.step_cells(event, brief=True)
     ranks = [sorted(cell.rank for cell in fit(wide, brief, width)) for width in range(160, 0, -1)]
     for more, fewer in pairwise(ranks):
@@ -255,3 +256,40 @@ def test_the_most_important_cells_stay_longest():
 
 def test_held_out_rewards_go_by_the_name_of_their_set():
     assert eval_rewards({"eval/a/b/reward": 1.0, "reward": 0.5, "eval/a/truncated": 0.0}) == {"a/b": 1.0, "reward": 0.5}
+
+
+def test_a_step_line_has_what_explains_a_reward():
+    pipe = Pipe()
+    view = build_view("plain", stream=pipe)
+    more = {"zero_std_ratio": 0.25, "response_length": 1200.0, "truncated_ratio": 0.03, "grad_norm": 0.5}
+    view(finished(1, **more))
+    for piece in ("equal 25%", "length  1.2k", "truncated 3%", "grad 0.5", "took 1 s"):
+        assert " ".join(piece.split()) in " ".join(pipe.text().split())
+
+
+@pytest.mark.parametrize(
+    ("metrics", "reason"),
+    [
+        ({"reward_min": 0.0, "reward_max": 0.0}, "all of them are 0; look at a response with miles show"),
+        ({"reward_min": 0.0, "reward_max": 0.0, "truncated_ratio": 0.9}, "90% of the responses were truncated"),
+        ({"reward_min": 1.0, "reward_max": 1.0}, "all of them are 1; the prompts may be too easy"),
+        ({"reward_min": 0.0, "reward_max": 1.0}, "each prompt succeeds always or never"),
+        ({"reward_min": 0.0, "reward_max": 0.0, "unscored_ratio": 1.0}, "no trajectory could be scored"),
+    ],
+)
+def test_a_flat_reward_is_explained_once(metrics: dict[str, float], reason: str):
+    pipe = Pipe()
+    view = build_view("plain", stream=pipe)
+    groups = [group(1, [0.0, 0.0])]
+    for step in (1, 2):
+        view(taken(step, groups))
+        view(finished(step, zero_std_ratio=1.0, **metrics))
+    assert pipe.text().count("All groups have equal rewards") == 1 and reason in pipe.text()
+
+
+def test_single_trajectories_are_no_flat_groups():
+    pipe = Pipe()
+    view = build_view("plain", stream=pipe)
+    view(taken(1, [group(1, [0.0])]))
+    view(finished(1, zero_std_ratio=1.0, reward_min=0.0, reward_max=0.0))
+    assert "All groups" not in pipe.text()

@@ -1,4 +1,4 @@
-"""Both planes over one small model: what the engine wrote, and what the trainer reads of it."""
+"""Engine and trainer over one small model: log-probs of the engine, and the trainer's of the same tokens."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from tests.models.kinds.small import SMALL
 from tests.models.oracle import KINDS
 
 from miles.algo.config import AlgoConfig
-from miles.algo.table import NO_PLUGS, mean_of, reducer_of
-from miles.backends.fsdp.model import FsdpModel
+from miles.algo.registry import NO_ALGO_HOOKS, build_reducer, select_metric_reducer
+from miles.backends.fsdp.local_model import LocalModel
 from miles.backends.native.config import NativeConfig
-from miles.backends.native.engine import NativeEngine
-from miles.cluster.local import Inline
-from miles.core.protocols import Completion, Sampling
+from miles.backends.native.engine.engine import NativeEngine
+from miles.cluster.executor import InlineExecutor
+from miles.core.protocols import Completion, SamplingParams
 from miles.core.types import Sample, Version
-from miles.models import hub
+from miles.kernels.numerics import BATCH_INVARIANT, Numerics
+from miles.models.checkpoint import hf
 from miles.models.decoder import Decoder
-from miles.models.families import spec_of
+from miles.models.families import spec_from_config
 from miles.models.spec import DecoderSpec
-from miles.sync.manifest import manifest_of
+from miles.sync.manifest import build_manifest
+from miles.train.batch_tensors import MicroBatch, flatten_batch
 from miles.train.config import TrainConfig
-from miles.train.logits import logprobs
-from miles.train.rows import Rows, flatten
-from miles.train.steps import Reader, micro_batches
+from miles.train.grad_accumulation import LogprobReader, build_micro_batches
+from miles.train.logprobs import compute_logprobs
 
 TEMPERATURE = 0.8
 
@@ -35,12 +36,18 @@ def spec_of_kind(kind: str, **changes: object) -> DecoderSpec:
     """What a small model of this kind is."""
     wanted = KINDS[kind]
     config = wanted.config(**(SMALL | {"eos_token_id": None} | wanted.own | changes))
-    return spec_of(config.to_dict() | {"architectures": [wanted.model.__name__]})
+    return spec_from_config(config.to_dict() | {"architectures": [wanted.model.__name__]})
 
 
-def decoder_of(spec: DecoderSpec, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> Decoder:
+def decoder_of(
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    seed: int = 0,
+    numerics: Numerics = BATCH_INVARIANT,
+) -> Decoder:
     """A random model with weights large enough that its choices are not all alike."""
-    decoder = hub.random(spec, seed=seed, device="cpu", dtype=torch.float32)
+    decoder = hf.init_random(spec, seed=seed, device="cpu", dtype=torch.float32, numerics=numerics)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in decoder.parameters():
@@ -53,12 +60,20 @@ def decoder_of(spec: DecoderSpec, dtype: torch.dtype, device: str = "cpu", seed:
 
 
 def engine_of(decoder: Decoder, **knobs: object) -> NativeEngine:
-    """An engine with these weights."""
+    """An engine with these weights and numerics."""
     config = NativeConfig(**{f"engine_{name}": value for name, value in knobs.items()})
     like = decoder.embedding.weight
-    engine = NativeEngine(decoder.spec, device=like.device, dtype=like.dtype, config=config, run=Inline(), decode=None)
+    engine = NativeEngine(
+        decoder.spec,
+        device=like.device,
+        dtype=like.dtype,
+        config=config,
+        run=InlineExecutor(),
+        decode=None,
+        numerics=decoder.numerics,
+    )
     tensors = dict(decoder.named_parameters())
-    engine.begin(manifest_of(Version(number=0), tensors))
+    engine.begin(build_manifest(Version(number=0), tensors))
     for name, tensor in tensors.items():
         engine.receive(name, tensor)
     engine.verify()
@@ -75,10 +90,10 @@ def requests_of(vocabulary: int, *, groups: int = 3, each: int = 3, new: int = 7
     """Several samples of each of some prompts."""
     asked = prompts(groups, vocabulary, **lengths)
     how = {"max_new_tokens": new, "temperature": TEMPERATURE, "ignore_eos": True}
-    return [(p, Sampling(**how, seed=each * i + j)) for i, p in enumerate(asked) for j in range(each)]
+    return [(p, SamplingParams(**how, seed=each * i + j)) for i, p in enumerate(asked) for j in range(each)]
 
 
-def ask(engine: NativeEngine, requests: Sequence[tuple[np.ndarray, Sampling]]) -> list[Completion]:
+def ask(engine: NativeEngine, requests: Sequence[tuple[np.ndarray, SamplingParams]]) -> list[Completion]:
     """All requests at once, and their answers."""
 
     async def everyone() -> list[Completion]:
@@ -87,7 +102,7 @@ def ask(engine: NativeEngine, requests: Sequence[tuple[np.ndarray, Sampling]]) -
     return asyncio.run(everyone())
 
 
-def samples_of(requests: Sequence[tuple[np.ndarray, Sampling]], answers: Sequence[Completion]) -> list[Sample]:
+def samples_of(requests: Sequence[tuple[np.ndarray, SamplingParams]], answers: Sequence[Completion]) -> list[Sample]:
     """What was asked and answered, as the trainer gets it."""
     made: list[Sample] = []
     for number, ((prompt, _), answer) in enumerate(zip(requests, answers, strict=True)):
@@ -104,39 +119,39 @@ def samples_of(requests: Sequence[tuple[np.ndarray, Sampling]], answers: Sequenc
                 logprobs=np.concatenate((zeros, logp)).astype(np.float32),
                 advantages=np.where(mask, np.float32(0.5 - number % 3), np.float32(0)),
                 versions=np.where(mask, 0, -1).astype(np.int32),
-                share=1,
+                samples_per_trajectory=1,
                 extras={},
             )
         )
     return made
 
 
-def plan_of(samples: Sequence[Sample], device: torch.device | str = "cpu", **train: object) -> list[Rows]:
+def plan_of(samples: Sequence[Sample], device: torch.device | str = "cpu", **train: object) -> list[MicroBatch]:
     """The samples as micro-batches."""
     algo = AlgoConfig()
-    flat = flatten([[s] for s in samples], reducer_of(algo, NO_PLUGS), mean_of(algo))
-    return micro_batches(flat, TrainConfig(**train), device=torch.device(device), replay=False)
+    flat = flatten_batch([[s] for s in samples], build_reducer(algo, NO_ALGO_HOOKS), select_metric_reducer(algo))
+    return build_micro_batches(flat, TrainConfig(**train), device=torch.device(device), replay=False)
 
 
-def gap_of(plan: Sequence[Rows], found: Sequence[torch.Tensor]) -> float:
+def gap_of(plan: Sequence[MicroBatch], found: Sequence[torch.Tensor]) -> float:
     """The largest difference between what engine and trainer say of a token."""
     pairs = zip(plan, found, strict=True)
     return max(float((rows.engine_logp_R.double() - logp_R.double()).abs().max()) for rows, logp_R in pairs)
 
 
-def read(model: FsdpModel, plan: Sequence[Rows], *, chunk: int | None = None) -> list[torch.Tensor]:
+def read(model: LocalModel, plan: Sequence[MicroBatch], *, chunk: int | None = None) -> list[torch.Tensor]:
     """The trainer's log-probs, without a gradient."""
-    return Reader(temperature=TEMPERATURE, chunk=chunk).frozen(model, plan)
+    return LogprobReader(temperature=TEMPERATURE, chunk=chunk).compute_frozen(model, plan)
 
 
-def trained(model: FsdpModel, plan: Sequence[Rows]) -> list[torch.Tensor]:
+def trained(model: LocalModel, plan: Sequence[MicroBatch]) -> list[torch.Tensor]:
     """The trainer's log-probs with a gradient, which goes to the model's parameters."""
     found: list[torch.Tensor] = []
 
     def judge(number: int, output):
-        logp_R, entropy_R = logprobs(output, plan[number].target_R, temperature=TEMPERATURE)
+        logp_R, entropy_R = compute_logprobs(output, plan[number].target_R, temperature=TEMPERATURE)
         found.append(logp_R.detach())
         return -(logp_R * plan[number].advantage_R + 0.01 * entropy_R).sum(), {}
 
-    model.each(plan, judge)
+    model.forward_backward(plan, judge)
     return found

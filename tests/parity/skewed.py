@@ -1,4 +1,4 @@
-"""``miles`` in a process whose engine says something else of one token than it computed."""
+"""``miles`` in a process whose engine reports a wrong log-prob for one token."""
 
 import os
 import sys
@@ -9,8 +9,8 @@ import numpy as np
 from tests.launch.small_run import FORKS, ROOT, Done, undrawn
 from tests.pool import PRELOADED
 
-from miles.backends.native.sending import Landing
-from miles.launch import run
+from miles.backends.native.runner.model_runner import EagerStep
+from miles.launch.commands import train
 from miles.launch.main import main
 
 
@@ -25,20 +25,20 @@ def skewed(folder: Path, *argv: str) -> Done:
 
 def _child(argv: tuple[str, ...], folder: Path) -> None:
     os.chdir(ROOT)
-    run.draw_curves = undrawn
+    train.plot_curves = undrawn
     for name, number in (("out", 1), ("err", 2)):
         os.dup2(os.open(folder / name, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
-    land, calls = Landing.land, 0
+    result, calls = EagerStep.result, 0
 
     def nudged(self):
         nonlocal calls
         calls += 1
-        drawn = land(self)
-        if calls != 12 or not len(drawn.logprobs_D):
-            return drawn
-        logprobs_D = drawn.logprobs_D.copy()
+        output = result(self)
+        if calls != 12 or not len(output.logprobs_D):
+            return output
+        logprobs_D = output.logprobs_D.copy()
         logprobs_D[0] = np.nextafter(logprobs_D[0], np.float32(-100))
-        return replace(drawn, logprobs_D=logprobs_D)
+        return replace(output, logprobs_D=logprobs_D)
 
-    Landing.land = nudged
+    EagerStep.result = nudged
     sys.exit(main(argv))

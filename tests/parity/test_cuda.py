@@ -1,4 +1,4 @@
-"""Exact arithmetic on a card: the same promise, with recorded steps, device code and half precision."""
+"""Batch-invariant numerics on a GPU: the same guarantee, with CUDA graphs, Triton kernels and half precision."""
 
 import pytest
 import torch
@@ -16,14 +16,13 @@ from tests.parity.planes import (
     trained,
 )
 
-from miles.backends.fsdp.model import FsdpModel
-from miles.kernels import arithmetic
-from miles.models.exactness import inexact
-from miles.models.recompute import set_recompute
+from miles.backends.fsdp.local_model import LocalModel
+from miles.models.activation_checkpointing import set_recompute
+from miles.models.capabilities import check_batch_invariance
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-EXACT = [kind for kind in KINDS if inexact(spec_of_kind(kind)) is None]
+EXACT = [kind for kind in KINDS if check_batch_invariance(spec_of_kind(kind)) is None]
 LARGE = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "max_position_embeddings": 2048}
 ENGINES = {
     "recorded steps": {},
@@ -41,12 +40,6 @@ TRAINERS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def exact():
-    with arithmetic.using("exact"):
-        yield
-
-
 def bits(answers):
     return [(span.tokens.tolist(), span.logprobs.tobytes()) for answer in answers for span in answer.spans]
 
@@ -59,7 +52,7 @@ def test_every_family_is_read_back_to_the_last_bit(kind, dtype):
     asked = requests_of(spec.vocab_size, high=60)
     engine = engine_of(decoder, page_size=4, prefill_chunk=13, kv_tokens=400, max_running=6)
     plan = plan_of(samples_of(asked, ask(engine, asked)), "cuda", max_tokens_per_gpu=90)
-    assert gap_of(plan, trained(FsdpModel(decoder), plan)) == 0.0
+    assert gap_of(plan, trained(LocalModel(decoder), plan)) == 0.0
 
 
 @pytest.fixture(scope="module", params=["qwen3", "qwen3 moe normalised"])
@@ -71,8 +64,7 @@ def written(request):
             if parameter.dim() > 1:
                 parameter.mul_(0.4)
     asked = requests_of(spec.vocab_size, low=5, high=700, new=20)
-    with arithmetic.using("exact"):
-        return decoder, asked, ask(engine_of(decoder, kv_tokens=1 << 14), asked)
+    return decoder, asked, ask(engine_of(decoder, kv_tokens=1 << 14), asked)
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -85,7 +77,7 @@ def test_an_engine_writes_the_same_bits_however_it_works(written, name):
 def test_a_trainer_reads_the_same_bits_however_it_packs(written, name):
     decoder, asked, answers = written
     plan = plan_of(samples_of(asked, answers), "cuda", **TRAINERS[name])
-    assert gap_of(plan, read(FsdpModel(decoder), plan)) == 0.0
+    assert gap_of(plan, read(LocalModel(decoder), plan)) == 0.0
 
 
 @pytest.mark.parametrize("how", ["none", "full", "selective"])
@@ -95,7 +87,7 @@ def test_gradients_repeat_to_the_bit_and_recomputed_layers_change_no_log_prob(wr
     found = []
     for _ in range(2):
         decoder.zero_grad(set_to_none=True)
-        model = FsdpModel(decoder)
+        model = LocalModel(decoder)
         set_recompute(decoder, how)
         assert gap_of(plan, trained(model, plan)) == 0.0
         found.append({name: p.grad.clone() for name, p in decoder.named_parameters() if p.grad is not None})

@@ -1,4 +1,4 @@
-"""Exact arithmetic through the front door: runs that say zero, repeat to the bit, or are refused and stopped."""
+"""``--parity exact`` from the command line: runs with zero mismatch, bitwise repeatable, or rejected with a reason."""
 
 import json
 
@@ -8,10 +8,10 @@ from tests.models.oracle import hf_model
 from tests.parity.skewed import skewed
 
 from miles.core.errors import UsageError
+from miles.launch.commands.demo import DemoFolders, grpo_flags, warmup_flags
+from miles.launch.commands.serve import read_serve_config
 from miles.launch.config import DemoOptions
-from miles.launch.demo import Places, grpo_flags, warmup_flags
-from miles.launch.main import read
-from miles.launch.serve import read as read_serve
+from miles.launch.read_config import read
 
 TIGHT = (
     *("--parity", "exact", "--engine-kv-tokens", "64", "--engine-page-size", "2", "--engine-prefill-chunk", "5"),
@@ -44,7 +44,7 @@ def test_a_run_whose_engine_says_another_bit_is_stopped_before_the_update(tmp_pa
     (tmp_path / "said").mkdir()
     done = skewed(tmp_path / "said", "train", *flags(world, tmp_path / "run", "--parity", "exact", steps=2))
     assert done.returncode == 1
-    assert "--parity exact promises equal log-probs, and after version 0 they differ on token" in done.stderr
+    assert "--parity exact requires equal log-probs, but after version 0 they differ at token" in done.stderr
     assert "the weights were not changed; miles parity" in done.stderr and "Traceback" not in done.stderr
 
 
@@ -63,12 +63,12 @@ def test_everything_that_cannot_be_exact_is_said_at_once(tmp_path):
     more = ("--train-backend", "megatron", "--rollout-dtype", "bfloat16", "--tensor-model-parallel-size", "2")
     said = problems("hybrid qwen3.5", tmp_path, *more)
     assert len(said) == 4
-    for word in ("remembers by a state", "--train-backend megatron", "--rollout-dtype bfloat16", "tensor ranks"):
+    for word in ("is recurrent", "--train-backend megatron", "--rollout-dtype bfloat16", "tensor-parallel size"):
         assert sum(word in sentence for sentence in said) == 1
 
 
 def test_an_indexer_and_a_foreign_module_are_refused(tmp_path):
-    assert "by an indexer" in problems("deepseek v3.2", tmp_path)[0]
+    assert "by a DSA indexer" in problems("deepseek v3.2", tmp_path)[0]
     (foreign,) = problems("qwen3", tmp_path, "--model-impl", "transformers")
     assert "is computed by transformers" in foreign
 
@@ -82,12 +82,12 @@ def test_a_critic_that_cannot_be_exact_is_refused(tmp_path):
 
 def test_a_server_refuses_too(tmp_path):
     hf_model("hybrid nemotron h").save_pretrained(tmp_path)
-    with pytest.raises(UsageError, match="--parity exact cannot be had of this model: layer"):
-        read_serve([str(tmp_path), "--parity", "exact"])
+    with pytest.raises(UsageError, match="--parity exact does not work with this model: layer"):
+        read_serve_config([str(tmp_path), "--parity", "exact"])
 
 
 def test_the_demo_passes_its_arithmetic_on(tmp_path):
-    places, options = Places(root=tmp_path), DemoOptions(parity="exact")
+    places, options = DemoFolders(root=tmp_path), DemoOptions(parity="exact")
     for argv in (warmup_flags(places, options), grpo_flags(places, options, tmp_path)):
         assert argv[argv.index("--parity") + 1] == "exact"
 
@@ -95,12 +95,11 @@ def test_the_demo_passes_its_arithmetic_on(tmp_path):
 def test_a_plan_of_exact_latent_attention_counts_what_its_engine_remembers(tmp_path, capsys):
     from tests.parity.planes import spec_of_kind
 
-    from miles.kernels import arithmetic
-    from miles.models.footprint import kv_bytes_per_token
+    from miles.kernels.numerics import BATCH_INVARIANT, FAST
+    from miles.models.accounting.params import kv_bytes_per_token
 
     spec = spec_of_kind("deepseek v3")
-    short = kv_bytes_per_token(spec, "float32")
-    with arithmetic.using("exact"):
-        mixer = spec.layers[0].mixer
-        each = mixer.num_heads * (mixer.head_dim + mixer.value_dim)
-        assert kv_bytes_per_token(spec, "float32") == 4 * each * spec.num_layers > short
+    mixer = spec.layers[0].mixer
+    each = mixer.num_heads * (mixer.head_dim + mixer.value_dim)
+    exact, short = (kv_bytes_per_token(spec, "float32", numerics) for numerics in (BATCH_INVARIANT, FAST))
+    assert exact == 4 * each * spec.num_layers > short

@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from miles.models.tokenizer import HubTokenizer, load_tokenizer
+from miles.models.tokenizer import HfTokenizer, load_tokenizer
 
 MARKERS = (
     "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
@@ -71,7 +71,7 @@ MARKED_LINES = MARKED.replace(
 )
 
 
-def tokenizer_with(folder: Path, template: str, eos: str = "<|im_end|>") -> HubTokenizer:
+def tokenizer_with(folder: Path, template: str, eos: str = "<|im_end|>") -> HfTokenizer:
     """Bytes and a few merges, among them one that would join a line's end to the next line's beginning."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("i", "n"), ("t", "h"), ("th", "e"), ("Ġ", "the"), ("Ċ", "Ċ"), ("Ċ", "-")]

@@ -8,29 +8,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.rollout.tiny import Echo
 
-from miles.core.errors import PlugError
-from miles.core.protocols import Sampling
+from miles.core.errors import HookError
+from miles.core.protocols import SamplingParams
 from miles.core.types import Prompt, Reward
-from miles.rollout.evaluate import Evaluator, pass_at
+from miles.rollout.evaluate import Evaluator, estimate_pass_at_k
 from miles.rollout.generate.single_turn import SingleTurn
-from miles.rollout.render import Renderer
-from miles.rollout.reward.chosen import builtin_reward
-from miles.rollout.reward.means import Means
-from miles.rollout.seeds import evaluation_seeds
+from miles.rollout.prompt_renderer import PromptRenderer
+from miles.rollout.reward.context import GraderContext
+from miles.rollout.reward.mixture import build_builtin_reward
+from miles.rollout.seeds import make_eval_seed_fn
 
 PROMPTS = [Prompt(id=i, messages=({"role": "user", "content": f"{i}+1="},), label="7") for i in range(5)]
 
 
-def evaluator(tokenizer, sets, *, attempts=4, max_new_tokens=9, reward=None, **kw) -> Evaluator:
+def evaluator(tokenizer, sets, *, group_size=4, max_new_tokens=9, reward=None, **kw) -> Evaluator:
     engine = Echo(tokenizer.encode, lambda seed: str(seed % 3 + 6), end=tokenizer.eos_token_id)
     return Evaluator(
         sets,
         engine=engine,
-        generate=SingleTurn(Renderer(tokenizer, chat=False), tokenizer.text),
-        sampling=Sampling(max_new_tokens=max_new_tokens),
-        attempts=attempts,
+        generate=SingleTurn(PromptRenderer(tokenizer, chat=False), tokenizer.text),
+        sampling=SamplingParams(max_new_tokens=max_new_tokens),
+        group_size=group_size,
         seed=42,
-        reward=reward or builtin_reward("int", Means(seed=0)),
+        reward=reward or build_builtin_reward("int", GraderContext(seed=0)),
         **kw,
     )
 
@@ -38,7 +38,7 @@ def evaluator(tokenizer, sets, *, attempts=4, max_new_tokens=9, reward=None, **k
 def test_every_set_is_measured_by_name(tokenizer):
     found = asyncio.run(evaluator(tokenizer, {"easy": PROMPTS, "hard": PROMPTS[:2]})())
     for name, prompts in (("easy", PROMPTS), ("hard", PROMPTS[:2])):
-        of = evaluation_seeds(42, name)
+        of = make_eval_seed_fn(42, name)
         right = [of(p, i) % 3 == 1 for p in prompts for i in range(4)]
         assert found[f"eval/{name}/reward"] == pytest.approx(sum(right) / len(right))
         assert found[f"eval/{name}/response_length"] == 2.0
@@ -57,7 +57,7 @@ def test_attempts_cut_at_the_limit_are_counted(tokenizer):
 
 
 def test_pass_rates_grow_with_the_attempts(tokenizer):
-    found = asyncio.run(evaluator(tokenizer, {"easy": PROMPTS}, attempts=6, log_passrate=True)())
+    found = asyncio.run(evaluator(tokenizer, {"easy": PROMPTS}, group_size=6, log_passrate=True)())
     rates = [found[f"eval/easy/pass@{k}"] for k in (1, 2, 4)]
     assert rates == sorted(rates)
     assert rates[0] == pytest.approx(found["eval/easy/reward"])
@@ -65,15 +65,15 @@ def test_pass_rates_grow_with_the_attempts(tokenizer):
 
 
 def test_one_attempt_has_no_pass_rate(tokenizer):
-    found = asyncio.run(evaluator(tokenizer, {"easy": PROMPTS}, attempts=1, log_passrate=True)())
+    found = asyncio.run(evaluator(tokenizer, {"easy": PROMPTS}, group_size=1, log_passrate=True)())
     assert not any("pass@" in name for name in found)
 
 
 def test_an_error_in_evaluation_is_raised_bare(tokenizer):
     async def reward(prompt, trajectory):
-        raise PlugError("no judge")
+        raise HookError("no judge")
 
-    with pytest.raises(PlugError, match="no judge"):
+    with pytest.raises(HookError, match="no judge"):
         asyncio.run(evaluator(tokenizer, {"easy": PROMPTS}, reward=reward)())
 
 
@@ -92,4 +92,4 @@ def test_pass_at_k_is_the_share_of_draws_that_hold_a_pass(data, attempts):
     passed = data.draw(st.integers(0, attempts))
     k = data.draw(st.integers(1, attempts))
     draws = list(combinations([True] * passed + [False] * (attempts - passed), k))
-    assert pass_at(k, attempts, passed) == pytest.approx(sum(map(any, draws)) / len(draws))
+    assert estimate_pass_at_k(k, attempts, passed) == pytest.approx(sum(map(any, draws)) / len(draws))

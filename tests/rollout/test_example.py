@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from miles.core.types import Author, Span, Status, Trajectory
-from miles.plug.points import REWARD
-from miles.rollout.source import read_dataset
+from miles.hooks.registry import REWARD
+from miles.rollout.data.dataset import read_dataset
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_reward"
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles.core.types import Prompt
-from miles.rollout.seeds import evaluation_seeds, mix, mix_each, text_number, training_seeds
+from miles.rollout.seeds import hash_text, make_eval_seed_fn, make_training_seed_fn, mix, mix_each
 
 WHOLE = st.integers(-(2**70), 2**70)
 
@@ -32,8 +32,8 @@ def test_hashing_an_array_is_hashing_each_entry(prefix, values):
 
 
 def test_no_two_attempts_share_a_seed():
-    of = {run: training_seeds(run) for run in (0, 1, 42)}
-    held_out = {name: evaluation_seeds(42, name) for name in ("easy", "hard")}
+    of = {run: make_training_seed_fn(run) for run in (0, 1, 42)}
+    held_out = {name: make_eval_seed_fn(42, name) for name in ("easy", "hard")}
     seeds = [f(at(p, e), i) for f in of.values() for p in range(40) for e in range(4) for i in range(8)]
     seeds += [f(at(p), i) for f in held_out.values() for p in range(40) for i in range(8)]
     assert len(set(seeds)) == len(seeds)
@@ -41,16 +41,16 @@ def test_no_two_attempts_share_a_seed():
 
 
 def test_evaluation_seeds_do_not_follow_the_epoch():
-    of = evaluation_seeds(42, "easy")
+    of = make_eval_seed_fn(42, "easy")
     assert of(at(3, 0), 1) == of(at(3, 5), 1)
 
 
 def test_seeds_are_the_same_in_every_process_and_version():
-    assert training_seeds(42)(at(7, 1), 3) == mix(1, 42, 7, 1, 3) >> 1
-    assert text_number("easy") == 0xC8C9D501FE0EC197  # the first eight bytes of its SHA-256
+    assert make_training_seed_fn(42)(at(7, 1), 3) == mix(1, 42, 7, 1, 3) >> 1
+    assert hash_text("easy") == 0xC8C9D501FE0EC197  # the first eight bytes of its SHA-256
 
 
 def test_the_bits_of_seeds_are_balanced():
-    seeds = np.array([training_seeds(1)(at(p), i) for p in range(250) for i in range(16)], np.uint64)
+    seeds = np.array([make_training_seed_fn(1)(at(p), i) for p in range(250) for i in range(16)], np.uint64)
     ones = [float(((seeds >> np.uint64(bit)) & np.uint64(1)).mean()) for bit in range(63)]
     assert all(abs(share - 0.5) < 0.05 for share in ones)  # 4000 draws: six standard deviations

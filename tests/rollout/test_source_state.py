@@ -3,8 +3,8 @@
 from fractions import Fraction
 
 from miles.core.types import Prompt
-from miles.rollout.mixture import MixedSource, Part
-from miles.rollout.source import Dataset, FileSource
+from miles.rollout.data.dataset import Dataset, DatasetSource
+from miles.rollout.data.mixture import MixturePart, MixtureSource
 
 
 def data(count: int, first: int = 0) -> Dataset:
@@ -12,26 +12,23 @@ def data(count: int, first: int = 0) -> Dataset:
 
 
 def test_a_cursor_that_was_handed_out_stays_as_it_was():
-    source = FileSource(data(3), shuffle=True, seed=1)
+    source = DatasetSource(data(3), shuffle=True, seed=1)
     states = [source.state()]
     assert states[0] is source.state()
     drawn = [source.next()]
     for _ in range(4):
         states.append(source.state())
         drawn.append(source.next())
-    source.give_back(drawn[0])
-    states.append(source.state())
-    assert [state["position"] for state in states] == [0, 1, 2, 3, 1, 2]
-    assert [len(state["returned"]) for state in states] == [0, 0, 0, 0, 0, 1]
-    for state, prompt in zip(states, [*drawn, drawn[0]], strict=True):
-        again = FileSource(data(3), shuffle=True, seed=1)
+    assert [state["position"] for state in states] == [0, 1, 2, 3, 1]
+    for state, prompt in zip(states, drawn, strict=True):
+        again = DatasetSource(data(3), shuffle=True, seed=1)
         again.load(state)
         assert again.state() == state and again.next() == prompt
 
 
 def test_parts_that_were_not_drawn_from_share_their_cursor():
-    parts = [Part(name=str(i), dataset=data(4, 10**12 * i), weight=Fraction(1)) for i in range(3)]
-    source = MixedSource(parts)
+    parts = [MixturePart(name=str(i), dataset=data(4, 10**12 * i), weight=Fraction(1)) for i in range(3)]
+    source = MixtureSource(parts)
     before = source.state()
     source.next()
     after = source.state()

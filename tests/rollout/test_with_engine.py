@@ -7,23 +7,23 @@ import pytest
 import torch
 
 from miles.backends.native.config import NativeConfig
-from miles.backends.native.engine import NativeEngine
-from miles.cluster.local import Inline
-from miles.core.protocols import Sampling
+from miles.backends.native.engine.engine import NativeEngine
+from miles.cluster.executor import InlineExecutor
+from miles.core.protocols import SamplingParams
 from miles.core.types import Author, Prompt, Status, Version
-from miles.models import hub
-from miles.models.families import spec_of
+from miles.models.checkpoint import hf
+from miles.models.families import spec_from_config
 from miles.rollout.evaluate import Evaluator
 from miles.rollout.generate.single_turn import SingleTurn
-from miles.rollout.produce import Producer
-from miles.rollout.render import Renderer
-from miles.rollout.reward.chosen import builtin_reward
-from miles.rollout.reward.means import Means
-from miles.rollout.seeds import training_seeds
+from miles.rollout.group_rollout import GroupRollout
+from miles.rollout.prompt_renderer import PromptRenderer
+from miles.rollout.reward.context import GraderContext
+from miles.rollout.reward.mixture import build_builtin_reward
+from miles.rollout.seeds import make_training_seed_fn
 from miles.sync.publish import Publication
 
 PROMPTS = [Prompt(id=i, messages=({"role": "user", "content": f"Say the number {i}."},)) for i in range(3)]
-SAMPLING = Sampling(max_new_tokens=12)
+SAMPLING = SamplingParams(max_new_tokens=12)
 VERSION = Version(number=4)
 
 
@@ -36,8 +36,8 @@ def answering(tokenizer):
         "head_dim": 8, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 256,
         "tie_word_embeddings": True, "eos_token_id": tokenizer.eos_token_id, "hidden_act": "silu",
     }  # fmt: skip
-    spec = spec_of(config)
-    weights = dict(hub.random(spec, seed=0, device="cpu", dtype=torch.float32).named_parameters())
+    spec = spec_from_config(config)
+    weights = dict(hf.init_random(spec, seed=0, device="cpu", dtype=torch.float32).named_parameters())
 
     async def engine() -> NativeEngine:
         made = NativeEngine(
@@ -45,25 +45,25 @@ def answering(tokenizer):
             device="cpu",
             dtype=torch.float32,
             config=NativeConfig(engine_kv_tokens=4096),
-            run=Inline(),
+            run=InlineExecutor(),
             decode=tokenizer.decode,
         )
-        publication = Publication(weights=lambda: weights, engines=[made], transport="shared", run=Inline())
+        publication = Publication(weights=lambda: weights, engines=[made], transport="shared", run=InlineExecutor())
         await publication.publish(VERSION)
         return made
 
-    return engine, SingleTurn(Renderer(tokenizer, chat=True), tokenizer.text)
+    return engine, SingleTurn(PromptRenderer(tokenizer, chat=True), tokenizer.text)
 
 
-def producer(engine, generate, attempts=4, **how):
-    return Producer(
+def producer(engine, generate, group_size=4, **kwargs):
+    return GroupRollout(
         engine=engine,
         generate=generate,
         sampling=SAMPLING,
-        attempts=attempts,
-        seed_of=training_seeds(42),
-        reward=builtin_reward("deterministic_random", Means(seed=0)),
-        **how,
+        group_size=group_size,
+        seed_fn=make_training_seed_fn(42),
+        reward=build_builtin_reward("deterministic_random", GraderContext(seed=0)),
+        **kwargs,
     )
 
 
@@ -108,9 +108,9 @@ def test_evaluation_measures_the_policy_the_same_every_time(answering):
             engine=await make(),
             generate=generate,
             sampling=SAMPLING,
-            attempts=2,
+            group_size=2,
             seed=7,
-            reward=builtin_reward("deterministic_random", Means(seed=0)),
+            reward=build_builtin_reward("deterministic_random", GraderContext(seed=0)),
             log_passrate=True,
         )
         return [await evaluate(), await evaluate()]
@@ -131,10 +131,10 @@ def test_attempts_that_were_cut_go_on_as_if_nothing_had_been(answering):
         coming = asyncio.create_task(maker.produce(PROMPTS[0]))
         while engine.stats()["generated_tokens"] < steps:
             await asyncio.sleep(0)
-        await maker.cut()
+        await maker.interrupt()
         begun = await coming
         engine.check()
-        return begun, await maker.go_on(begun)
+        return begun, await maker.resume_group(begun)
 
     whole = asyncio.run(undisturbed(answering))
     for steps in (1, 9, 23):
@@ -154,7 +154,7 @@ def test_attempts_aborted_by_others_are_renewed_where_they_are_wanted(answering)
 
     async def disturbed():
         engine = await make()
-        maker = producer(engine, generate, renew=True)
+        maker = producer(engine, generate, retry_aborted=True)
         coming = asyncio.create_task(maker.produce(PROMPTS[0]))
         for wanted in (5, 17):
             while engine.stats()["generated_tokens"] < wanted:

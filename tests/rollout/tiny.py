@@ -10,7 +10,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from miles.core.protocols import Completion, Sampling
+from miles.core.protocols import Completion, SamplingParams
 from miles.core.types import Author, Span, Status, Tokens, Version
 
 SPECIAL = ["<|start|>", "<|end|>", "<|pad|>"]
@@ -41,9 +41,9 @@ class Echo:
 
     def __init__(self, encode: Callable[[str], list[int]], words: Callable[[int], str], *, end: int) -> None:
         self._encode, self._words, self._end = encode, words, end
-        self.asked: list[tuple[list[int], Sampling]] = []
+        self.asked: list[tuple[list[int], SamplingParams]] = []
 
-    async def generate(self, tokens: Tokens, sampling: Sampling) -> Completion:
+    async def generate(self, tokens: Tokens, sampling: SamplingParams) -> Completion:
         self.asked.append((tokens.tolist(), sampling))
         for _ in range(sampling.seed % 5):  # let attempts overtake each other
             await asyncio.sleep(0)
@@ -57,4 +57,4 @@ class Echo:
             version=Version(),
         )
         status = Status.COMPLETED if done else Status.TRUNCATED
-        return Completion(spans=(span,), status=status, reason="stop" if done else "length")
+        return Completion(spans=(span,), status=status, finish_reason="stop" if done else "length")

@@ -8,8 +8,8 @@ from typing import Any
 import pyarrow as pa
 
 from miles.core.types import Prompt
-from miles.rollout.mixture import APART, Part
-from miles.rollout.source import Dataset
+from miles.rollout.data.dataset import Dataset
+from miles.rollout.data.mixture import PART_ID_STRIDE, MixturePart
 
 
 def write_arrow(file: Path, rows: Sequence[Mapping[str, Any]] | pa.Table, *, stream: bool = True, batch: int = 1000):
@@ -55,9 +55,10 @@ def write_splits(folder: Path, splits: Mapping[str, Sequence[Mapping[str, Any]]]
     return folder
 
 
-def part(name: str, size: int, number: int = 0, weight: Any = None) -> Part:
+def part(name: str, size: int, number: int = 0, weight: Any = None) -> MixturePart:
     """A part of ``size`` prompts, the ``number``-th of its mixture."""
     prompts = tuple(
-        Prompt(id=number * APART + i, messages=({"role": "user", "content": f"{name} {i}"},)) for i in range(size)
+        Prompt(id=number * PART_ID_STRIDE + i, messages=({"role": "user", "content": f"{name} {i}"},))
+        for i in range(size)
     )
-    return Part(name=name, dataset=Dataset(path=f"{name}.jsonl", prompts=prompts), weight=weight)
+    return MixturePart(name=name, dataset=Dataset(path=f"{name}.jsonl", prompts=prompts), weight=weight)

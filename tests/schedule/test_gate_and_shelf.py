@@ -7,16 +7,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.tiers import examples
 
 from miles.core.types import Group, Prompt, Sample, Version
-from miles.schedule.cadence import Cadence
-from miles.schedule.gate import Gate, places
-from miles.schedule.shelf import Finished, Shelf
+from miles.schedule.admission import AdmissionControl, compute_admission_slots
+from miles.schedule.loop import Interval
+from miles.schedule.reorder_buffer import FinishedGroup, ReorderBuffer
 
 
-def finished(ticket: int, kept: bool = True) -> Finished:
+def finished(ticket: int, kept: bool = True) -> FinishedGroup:
     group = Group(prompt=Prompt(id=ticket, messages=[]), trajectories=())
-    return Finished(ticket=ticket, group=group, rows=() if kept else None, reason="")
+    return FinishedGroup(ticket=ticket, group=group, samples=() if kept else None, reason="")
 
 
 async def at_once(coroutine):
@@ -31,7 +32,7 @@ async def at_once(coroutine):
 
 def test_a_gate_lets_in_no_more_than_it_has_places():
     async def scenario():
-        gate = Gate(places=2, wanted=9)
+        gate = AdmissionControl(slots=2, needed=9)
         assert [await at_once(gate.admit()) for _ in range(3)] == [0, 1, None]
         gate.release(1)
         assert [await at_once(gate.admit()) for _ in range(2)] == [2, None]
@@ -43,7 +44,7 @@ def test_a_gate_lets_in_no_more_than_it_has_places():
 
 def test_a_gate_stops_when_the_run_needs_no_more_groups():
     async def scenario():
-        gate = Gate(places=8, wanted=3)
+        gate = AdmissionControl(slots=8, needed=3)
         assert [await at_once(gate.admit()) for _ in range(4)] == [0, 1, 2, None]
         gate.drop()  # one was thrown away: one more is wanted
         assert [await at_once(gate.admit()) for _ in range(2)] == [3, None]
@@ -53,17 +54,17 @@ def test_a_gate_stops_when_the_run_needs_no_more_groups():
 
 def test_a_gate_passes_over_what_an_earlier_life_dealt_with():
     async def scenario():
-        gate = Gate(places=8, wanted=8, first=10, skip=(11, 12, 14))
+        gate = AdmissionControl(slots=8, needed=8, first=10, skip=(11, 12, 14))
         assert [await at_once(gate.admit()) for _ in range(4)] == [10, 13, 15, 16]
 
     asyncio.run(scenario())
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(st.permutations(range(12)))
 def test_a_shelf_of_window_one_hands_on_in_ticket_order(order):
     async def scenario():
-        shelf = Shelf()
+        shelf = ReorderBuffer()
         for ticket in order:
             shelf.put(finished(ticket))
         assert [(await shelf.take()).ticket for _ in order] == list(range(12))
@@ -74,7 +75,7 @@ def test_a_shelf_of_window_one_hands_on_in_ticket_order(order):
 
 def test_a_wider_shelf_lets_few_overtake_and_remembers_who():
     async def scenario():
-        shelf = Shelf(window=3, first=5)
+        shelf = ReorderBuffer(window=3, first=5)
         shelf.put(finished(7))
         shelf.put(finished(8))
         assert (await shelf.take()).ticket == 7
@@ -100,17 +101,17 @@ def test_a_shelf_shows_a_few_rows_that_one_version_alone_wrote():
             versions=np.array(numbers, np.int32),
         )
 
-    shelf = Shelf()
+    shelf = ReorderBuffer()
     group = finished(0).group
-    shelf.put(Finished(ticket=0, group=group, rows=(row(-1, 3, 3), row(-1, 2, 3)), reason="kept"))
-    shelf.put(Finished(ticket=1, group=group, rows=(row(-1, 3), row(-1, 3)), reason="kept"))
-    shelf.put(Finished(ticket=2, group=group, rows=None, reason="dropped"))
-    assert [len(one) for one in shelf.fresh(Version(number=3), 2)] == [3, 2]
-    assert shelf.fresh(Version(number=4), 2) == ()
+    shelf.put(FinishedGroup(ticket=0, group=group, samples=(row(-1, 3, 3), row(-1, 2, 3)), reason="kept"))
+    shelf.put(FinishedGroup(ticket=1, group=group, samples=(row(-1, 3), row(-1, 3)), reason="kept"))
+    shelf.put(FinishedGroup(ticket=2, group=group, samples=None, reason="dropped"))
+    assert [len(one) for one in shelf.select_fresh(Version(number=3), 2)] == [3, 2]
+    assert shelf.select_fresh(Version(number=4), 2) == ()
     assert shelf.cursor == (0, ()), "looking takes nothing"
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(groups=st.integers(1, 5), k=st.integers(0, 3), steps=st.integers(1, 6), fate=st.integers(0, 2**32))
 def test_no_group_is_trained_on_more_than_k_versions_late_in_any_order(groups, k, steps, fate):
     """The gate and shelf alone, against an adversary who picks who finishes next and who is dropped."""
@@ -118,8 +119,10 @@ def test_no_group_is_trained_on_more_than_k_versions_late_in_any_order(groups, k
     window = draw.randint(1, k * groups + 1)
 
     async def scenario():
-        gate = Gate(places=places(groups_per_step=groups, max_staleness=k, window=window), wanted=steps * groups)
-        shelf, born, inside = Shelf(window=window), {}, []
+        gate = AdmissionControl(
+            slots=compute_admission_slots(groups_per_step=groups, max_staleness=k, window=window), needed=steps * groups
+        )
+        shelf, born, inside = ReorderBuffer(window=window), {}, []
         for version in range(steps):
             kept = 0
             while kept < groups:
@@ -133,7 +136,7 @@ def test_no_group_is_trained_on_more_than_k_versions_late_in_any_order(groups, k
                     if not keep:
                         gate.drop()
                     continue
-                if taken.rows is not None:
+                if taken.samples is not None:
                     kept += 1
                     assert version - born[taken.ticket] <= k
             gate.release(groups)
@@ -144,11 +147,11 @@ def test_no_group_is_trained_on_more_than_k_versions_late_in_any_order(groups, k
 @pytest.mark.parametrize(
     ("cadence", "due"),
     [
-        (Cadence(every=2), [2, 4]),
-        (Cadence(every=None), []),
-        (Cadence(every=None, at_end=True), [5]),
-        (Cadence(every=2, at_start=True, at_end=True), [0, 2, 4, 5]),
-        (Cadence(every=5), [5]),
+        (Interval(every=2), [2, 4]),
+        (Interval(every=None), []),
+        (Interval(every=None, at_end=True), [5]),
+        (Interval(every=2, at_start=True, at_end=True), [0, 2, 4, 5]),
+        (Interval(every=5), [5]),
     ],
 )
 def test_a_cadence_is_due_when_it_says(cadence, due):

@@ -11,12 +11,11 @@ import pytest
 
 from miles.core.errors import MilesError
 from miles.core.events import BatchTaken, Evaluated, GroupFinished, PromptAdmitted, RunEnded, Saved, StepFinished
-from miles.core.protocols import Verdict
+from miles.core.protocols import FilterResult
 from miles.core.types import Author, Batch, Group, Prompt, Reward, Sample, Span, Status, StepReport, Trajectory, Version
-from miles.schedule.cadence import Cadence
-from miles.schedule.lease import Colocated, Disjoint
-from miles.schedule.loop import Loop, Planes, Tempo
-from miles.schedule.recover import Checkpoints
+from miles.schedule.checkpoints import CheckpointDirectory
+from miles.schedule.device_lease import ColocatedLease, DisjointLease
+from miles.schedule.loop import Interval, Loop, LoopSettings, Planes
 
 
 class World:
@@ -34,13 +33,13 @@ class World:
         self.planes = Planes(
             source=self,
             rollout=self,
-            keep=self.keep,
-            credit=self.credit,
+            group_filter=self.keep,
+            estimator=self.credit,
             trainer=self,
             sync=self,
-            lease=Colocated(engine=engine, trainer=trainer) if colocated else Disjoint(),
+            lease=ColocatedLease(engine=engine, trainer=trainer) if colocated else DisjointLease(),
             evaluate=self.evaluate,
-            checkpoints=Checkpoints(folder),
+            checkpoints=CheckpointDirectory(folder),
             journal=_Journal(self.events),
             measure=lambda groups, version: {"reward": float(len(groups))},
         )
@@ -68,12 +67,12 @@ class World:
         one = Trajectory(branches=((asked, span),), status=Status.COMPLETED, reward=Reward(value=1.0))
         return Group(prompt=prompt, trajectories=(one,))
 
-    def keep(self, group: Group) -> Verdict:
+    def keep(self, group: Group) -> FilterResult:
         unlucky = random.Random(group.prompt.id).random() < self.drop
-        return Verdict(keep=not unlucky, reason="unlucky" if unlucky else "kept")
+        return FilterResult(keep=not unlucky, reason="unlucky" if unlucky else "kept")
 
     def credit(self, group: Group):
-        number = group.trajectories[0].oldest.number
+        number = group.trajectories[0].oldest_version.number
         return [
             Sample(
                 prompt_id=group.prompt.id,
@@ -129,7 +128,7 @@ class _Journal:
 
     def commit(self) -> None: ...
 
-    def marks(self) -> Mapping[str, int]:
+    def offsets(self) -> Mapping[str, int]:
         return {"events": len(self.events)}
 
 
@@ -141,7 +140,7 @@ def prompts_of(world: World) -> list[int]:
 @pytest.mark.parametrize("k", [0, 1, 3])
 def test_no_token_is_staler_than_asked_and_the_budget_is_used(tmp_path, k, seed):
     world = World(tmp_path, seed=seed)
-    version = asyncio.run(Loop(world.planes, Tempo(steps=12, groups_per_step=4, max_staleness=k)).run())
+    version = asyncio.run(Loop(world.planes, LoopSettings(steps=12, groups_per_step=4, max_staleness=k)).run())
     assert version.number == 12
     assert max(world.staleness) == k
 
@@ -150,7 +149,7 @@ def test_no_token_is_staler_than_asked_and_the_budget_is_used(tmp_path, k, seed)
 @pytest.mark.parametrize("drop", [0.0, 0.5])
 def test_every_step_trains_on_whole_batches_in_the_order_the_prompts_came(tmp_path, k, drop):
     world = World(tmp_path, drop=drop)
-    asyncio.run(Loop(world.planes, Tempo(steps=6, groups_per_step=4, max_staleness=k)).run())
+    asyncio.run(Loop(world.planes, LoopSettings(steps=6, groups_per_step=4, max_staleness=k)).run())
     assert [b.num_groups for b in world.batches] == [4] * 6
     kept = [i for i in range(world.position) if random.Random(i).random() >= drop]
     assert prompts_of(world) == kept[:24]
@@ -159,13 +158,13 @@ def test_every_step_trains_on_whole_batches_in_the_order_the_prompts_came(tmp_pa
 
 def test_no_prompt_is_drawn_that_no_step_will_eat(tmp_path):
     world = World(tmp_path)
-    asyncio.run(Loop(world.planes, Tempo(steps=3, groups_per_step=4, max_staleness=2)).run())
+    asyncio.run(Loop(world.planes, LoopSettings(steps=3, groups_per_step=4, max_staleness=2)).run())
     assert world.position == 12
 
 
 def test_every_drawn_prompt_is_trained_or_dropped_with_a_reason(tmp_path):
     world = World(tmp_path, drop=0.4)
-    asyncio.run(Loop(world.planes, Tempo(steps=5, groups_per_step=3)).run())
+    asyncio.run(Loop(world.planes, LoopSettings(steps=5, groups_per_step=3)).run())
     told = [e for e in world.events if isinstance(e, GroupFinished)]
     assert sorted(e.ticket for e in told) == list(range(world.position)) == [e.ticket for e in told]
     assert {e.reason for e in told if not e.kept} == {"unlucky"}
@@ -175,7 +174,7 @@ def test_every_drawn_prompt_is_trained_or_dropped_with_a_reason(tmp_path):
 
 def test_colocated_planes_never_overlap(tmp_path):
     world = World(tmp_path, colocated=True, drop=0.3)
-    asyncio.run(Loop(world.planes, Tempo(steps=5, groups_per_step=4)).run())  # the world asserts who is awake
+    asyncio.run(Loop(world.planes, LoopSettings(steps=5, groups_per_step=4)).run())  # the world asserts who is awake
     assert world.staleness == [0] * 5
 
 
@@ -187,7 +186,7 @@ def test_a_failing_reward_ends_the_run_and_is_the_error_shown(tmp_path):
 
     world.produce = broken
     with pytest.raises(MilesError, match="no reward for 0"):
-        asyncio.run(Loop(world.planes, Tempo(steps=5, groups_per_step=4)).run())
+        asyncio.run(Loop(world.planes, LoopSettings(steps=5, groups_per_step=4)).run())
 
 
 def test_a_failing_trainer_ends_the_run(tmp_path):
@@ -198,7 +197,7 @@ def test_a_failing_trainer_ends_the_run(tmp_path):
 
     world.step = broken
     with pytest.raises(MilesError, match="NaN in step 1"):
-        asyncio.run(Loop(world.planes, Tempo(steps=5, groups_per_step=4, max_staleness=1)).run())
+        asyncio.run(Loop(world.planes, LoopSettings(steps=5, groups_per_step=4, max_staleness=1)).run())
 
 
 def test_a_rollout_that_hangs_is_named_when_its_deadline_passes(tmp_path):
@@ -208,25 +207,25 @@ def test_a_rollout_that_hangs_is_named_when_its_deadline_passes(tmp_path):
         await asyncio.Event().wait()
 
     world.produce = hangs
-    tempo = Tempo(steps=1, groups_per_step=2, stall_timeout=0.01)
+    tempo = LoopSettings(steps=1, groups_per_step=2, stall_timeout=0.01)
     with pytest.raises(MilesError, match=r"step 1 waited .* tickets 0 \(prompt 0\), 1 \(prompt 1\)"):
         asyncio.run(Loop(world.planes, tempo).run())
 
 
 def test_a_filter_that_drops_everything_ends_the_run_with_its_reasons(tmp_path):
     world = World(tmp_path, drop=1.0)
-    tempo = Tempo(steps=1, groups_per_step=2, max_dropped=30)
-    with pytest.raises(MilesError, match=r"30 groups in a row dropped .*\(unlucky 30 times\).*--max-dropped-groups"):
+    tempo = LoopSettings(steps=1, groups_per_step=2, max_dropped=30)
+    with pytest.raises(MilesError, match=r"dropped 30 groups in a row \(unlucky 30 times\).*--max-dropped-groups"):
         asyncio.run(Loop(world.planes, tempo).run())
 
 
 def test_evaluations_and_saves_come_when_they_are_due(tmp_path):
     world = World(tmp_path)
-    tempo = Tempo(
+    tempo = LoopSettings(
         steps=5,
         groups_per_step=2,
-        evaluate=Cadence(every=2, at_start=True, at_end=True),
-        save=Cadence(every=3, at_end=True),
+        evaluate=Interval(every=2, at_start=True, at_end=True),
+        save=Interval(every=3, at_end=True),
     )
     asyncio.run(Loop(world.planes, tempo).run())
     assert [(e.step, e.metrics["eval/version"]) for e in world.events if isinstance(e, Evaluated)] == [
@@ -241,13 +240,13 @@ def test_evaluations_and_saves_come_when_they_are_due(tmp_path):
 @pytest.mark.parametrize(("k", "drop"), [(0, 0.0), (0, 0.4), (2, 0.0), (2, 0.4)])
 def test_a_continued_run_trains_on_what_the_first_life_did_not(tmp_path, k, drop):
     """Stop early at some step, go on in a new loop with a new source: no prompt twice, none left out."""
-    tempo = Tempo(steps=6, groups_per_step=3, max_staleness=k)
+    tempo = LoopSettings(steps=6, groups_per_step=3, max_staleness=k)
     first = World(tmp_path, drop=drop)
     loop = Loop(first.planes, tempo)
     first.planes.journal.hear = lambda e: loop.stop_soon() if isinstance(e, StepFinished) and e.step == 2 else None
     asyncio.run(loop.run())
     assert RunEnded(step=2, finished=False) in first.events
-    folder, cursor = Checkpoints(tmp_path).latest()
+    folder, cursor = CheckpointDirectory(tmp_path).latest()
     assert (cursor.step, folder.name) == (2, "step-000002")
 
     second = World(tmp_path, drop=drop, seed=5)
@@ -258,19 +257,32 @@ def test_a_continued_run_trains_on_what_the_first_life_did_not(tmp_path, k, drop
     assert prompts_of(first) + prompts_of(second) == prompts_of(calm)
 
 
+def test_a_loop_that_starts_beyond_its_last_step_ends_without_training(tmp_path):
+    tempo = LoopSettings(steps=4, groups_per_step=2)
+    first = World(tmp_path)
+    asyncio.run(Loop(first.planes, tempo).run())
+    found = CheckpointDirectory(tmp_path).latest()
+    assert found is not None
+    second = World(tmp_path)
+    loop = Loop(second.planes, replace(tempo, steps=2, evaluate=Interval(every=1)), found[1])
+    asyncio.run(asyncio.wait_for(loop.run(), 60))
+    assert loop.finished and not second.batches
+    assert second.events[-1] == RunEnded(step=4, finished=True)
+
+
 class Oversampled(World):
     """Attempts take a few turns each, unless they are cut; what was begun goes on."""
 
     def __init__(self, folder: Path, **how) -> None:
         super().__init__(folder, **how)
         self.shut, self.left, self.resumed = False, {}, 0
-        self.planes = replace(self.planes, cuttable=self)
+        self.planes = replace(self.planes, interruptible=self)
 
     async def produce(self, prompt: Prompt) -> Group:
         self.left[prompt.id] = 3 + 10 * (prompt.id % 3)
-        return await self.go_on(await super().produce(prompt), fresh=True)
+        return await self.resume_group(await super().produce(prompt), fresh=True)
 
-    async def go_on(self, begun: Group, fresh: bool = False) -> Group:
+    async def resume_group(self, begun: Group, fresh: bool = False) -> Group:
         self.shut = False
         self.resumed += not fresh
         self.busy += 1
@@ -281,7 +293,7 @@ class Oversampled(World):
         status = Status.ABORTED if self.left[begun.prompt.id] else Status.COMPLETED
         return replace(begun, trajectories=tuple(replace(t, status=status) for t in begun.trajectories))
 
-    async def cut(self) -> None:
+    async def interrupt(self) -> None:
         self.shut = True
 
 
@@ -290,7 +302,7 @@ class Oversampled(World):
 @pytest.mark.parametrize("drop", [0.0, 0.4])
 def test_spare_groups_are_cut_and_every_ticket_is_accounted_for(tmp_path, partial, colocated, drop):
     world = Oversampled(tmp_path, drop=drop, colocated=colocated)
-    asyncio.run(Loop(world.planes, Tempo(steps=6, groups_per_step=4, spare=3, partial=partial)).run())
+    asyncio.run(Loop(world.planes, LoopSettings(steps=6, groups_per_step=4, extra_groups=3, partial=partial)).run())
     assert [len(batch.samples) for batch in world.batches] == [4] * 6
     told = [event for event in world.events if isinstance(event, GroupFinished)]
     admitted = [event.ticket for event in world.events if isinstance(event, PromptAdmitted)]
@@ -298,22 +310,26 @@ def test_spare_groups_are_cut_and_every_ticket_is_accounted_for(tmp_path, partia
     assert len({row.prompt_id for batch in world.batches for row in batch.samples}) == 24
     assert sum(event.kept for event in told) == 24
     reasons = {event.reason for event in told if not event.kept} - {"unlucky"}
-    assert reasons <= ({"left over"} if partial else {"cut", "spare"}) and reasons
+    assert reasons <= ({"leftover"} if partial else {"aborted", "oversampled"}) and reasons
     assert bool(world.resumed) == partial
     if not partial:
         assert max(world.staleness) == 0
     finished = [event for event in world.events if isinstance(event, StepFinished)]
-    assert all("groups_cut" in event.metrics for event in finished)
+    assert all("groups_aborted" in event.metrics for event in finished)
 
 
 def test_a_spare_group_that_will_not_be_cut_is_named(tmp_path):
     class Deaf(Oversampled):
-        async def cut(self) -> None: ...
+        async def interrupt(self) -> None: ...
 
-        async def go_on(self, begun: Group, fresh: bool = False) -> Group:
+        async def resume_group(self, begun: Group, fresh: bool = False) -> Group:
             if begun.prompt.id == 5:
                 await asyncio.Event().wait()
-            return await super().go_on(begun, fresh)
+            return await super().resume_group(begun, fresh)
 
-    with pytest.raises(MilesError, match=r"spare ones to end; still in the rollout plane: tickets 5 \(prompt 5\)"):
-        asyncio.run(Loop(Deaf(tmp_path).planes, Tempo(steps=2, groups_per_step=4, spare=2, stall_timeout=0.5)).run())
+    with pytest.raises(MilesError, match=r"interrupted ones to return; in flight: tickets 5 \(prompt 5\)"):
+        asyncio.run(
+            Loop(
+                Deaf(tmp_path).planes, LoopSettings(steps=2, groups_per_step=4, extra_groups=2, stall_timeout=0.5)
+            ).run()
+        )

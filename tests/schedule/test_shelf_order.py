@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles.core.types import Group, Prompt, Version
-from miles.schedule.shelf import Finished, Shelf
+from miles.schedule.reorder_buffer import FinishedGroup, ReorderBuffer
 
 
-def finished(ticket: int, kept: bool) -> Finished:
+def finished(ticket: int, kept: bool) -> FinishedGroup:
     group = Group(prompt=Prompt(id=ticket, messages=[]), trajectories=())
-    return Finished(ticket=ticket, group=group, rows=() if kept else None, reason="")
+    return FinishedGroup(ticket=ticket, group=group, samples=() if kept else None, reason="")
 
 
 def last(waiting: Sequence[Group], version: Version) -> int:
@@ -38,12 +38,12 @@ def expected(done: dict[int, bool], first: int, window: int, chooses: bool) -> i
 )
 def test_the_next_in_line_is_who_a_look_at_all_of_them_finds(order, fate, takes, window, chooses, passed):
     async def run() -> None:
-        shelf = Shelf(window=window, choose=last if chooses else None)
+        shelf = ReorderBuffer(window=window, data_buffer=last if chooses else None)
         done: dict[int, bool] = {}
         gone: set[int] = set()
         for ticket, count in zip(order, takes, strict=True):
             if ticket in passed:
-                shelf.pass_over(ticket)
+                shelf.skip(ticket)
                 gone.add(ticket)
             else:
                 shelf.put(finished(ticket, fate[ticket]))
@@ -56,6 +56,6 @@ def test_the_next_in_line_is_who_a_look_at_all_of_them_finds(order, fate, takes,
                 assert (await asyncio.wait_for(shelf.take(), 1)).ticket == wanted
                 del done[wanted]
                 gone.add(wanted)
-        assert [f.ticket for f in shelf.rest()] == sorted(done)
+        assert [f.ticket for f in shelf.drain()] == sorted(done)
 
     asyncio.run(run())

@@ -9,26 +9,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from miles.kernels.sums import Tally, sums_of
-from miles.sync.manifest import folded, folded_all
-from miles.sync.window import shown
+from miles.kernels.runtime.checksum import ChecksumBatch, compute_checksums
+from miles.sync.manifest import combine_sums, combine_sums_batch
+from miles.sync.shared_memory import export_handle
 
 needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a card")
 OTHER = """
 import json, sys, torch
-from miles.kernels.sums import Tally
-from miles.sync.manifest import folded_all
-from miles.sync.window import opened
+from miles.kernels.runtime.checksum import ChecksumBatch
+from miles.sync.manifest import combine_sums_batch
+from miles.sync.shared_memory import open_handle
 device = torch.device("cuda")
 print("ready", flush=True)
-told = json.loads(sys.stdin.readline())
-views = [opened(one, device).view(torch.bfloat16) for one in told]
+handles = json.loads(sys.stdin.readline())
+views = [open_handle(handle, device).view(torch.bfloat16) for handle in handles]
 into = [torch.empty_like(view) for view in views]
-tally = Tally(views, into)
+tally = ChecksumBatch(views, into)
 for _ in range(2):
     sys.stdin.readline()
     tally.start()
-    print(json.dumps(folded_all(tally.read()).tolist()), flush=True)
+    print(json.dumps(combine_sums_batch(tally.read()).tolist()), flush=True)
 """
 
 
@@ -40,14 +40,14 @@ def drawn(count):
 def test_a_tally_counts_and_copies_what_is_there_each_time_it_is_started():
     tensors = [drawn(count) for count in (1, 7, 200_000, 3_000_001)]
     into = [torch.zeros_like(tensor) for tensor in tensors]
-    counting, copying = Tally(tensors), Tally(tensors, into)
+    counting, copying = ChecksumBatch(tensors), ChecksumBatch(tensors, into)
     for _ in range(3):
         for tensor in tensors:
             tensor.neg_()
         counting.start()
         copying.start()
-        wanted = [folded(pair) for pair in sums_of([tensor.cpu() for tensor in tensors])]
-        assert folded_all(counting.read()).tolist() == folded_all(copying.read()).tolist() == wanted
+        wanted = [combine_sums(pair) for pair in compute_checksums([tensor.cpu() for tensor in tensors])]
+        assert combine_sums_batch(counting.read()).tolist() == combine_sums_batch(copying.read()).tolist() == wanted
         assert all(torch.equal(a, b) for a, b in zip(tensors, into, strict=True))
 
 
@@ -66,13 +66,13 @@ def test_another_process_writes_what_lies_in_this_ones_memory_now_and_later():
     ) as other:
         assert other.stdin is not None and other.stdout is not None
         assert other.stdout.readline() == "ready\n"
-        print(json.dumps([shown(tensor) for tensor in tensors]), file=other.stdin, flush=True)
+        print(json.dumps([export_handle(tensor) for tensor in tensors]), file=other.stdin, flush=True)
         for _ in range(2):
             for tensor in tensors:
                 tensor.neg_()
-            tally = Tally(tensors)
+            tally = ChecksumBatch(tensors)
             tally.start()
-            ours = folded_all(tally.read()).tolist()
+            ours = combine_sums_batch(tally.read()).tolist()
             print("go", file=other.stdin, flush=True)
             assert json.loads(other.stdout.readline()) == ours
 
@@ -81,25 +81,25 @@ def test_another_process_writes_what_lies_in_this_ones_memory_now_and_later():
 def test_a_server_in_another_process_takes_weights_in_place_and_proves_them():
     root = Path(__file__).parents[2]
     sys.path.insert(0, str(root / "benchmarks"))
-    import sync
-    from sync_sides import made, stand_in
+    import bench_weight_sync
+    from weight_sync_processes import build_model, stand_in
 
     stand_in()
 
     async def run(server):
-        from miles.backends.sglang.mapped import ByMemory
+        from miles.backends.remote.transports.ipc import IpcTransport
 
-        spec, platform, decoder = made("tiny", 2)
+        spec, platform, decoder = build_model("tiny", 2)
         weights = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
-        url = f"http://127.0.0.1:{server.heard('port ').split()[1]}"
-        it = sync.Comparison(spec, platform, weights, url, server)
-        return await it.through(ByMemory(), 3, skip=2)
+        url = f"http://127.0.0.1:{server.read_line('port ').split()[1]}"
+        it = bench_weight_sync.Comparison(spec, platform, weights, url, server)
+        return await it.through(IpcTransport(), 3, skip=2)
 
-    command = [sys.executable, str(root / "benchmarks" / "sync.py"), "--serve", "--model", "tiny"]
+    command = [sys.executable, str(root / "benchmarks" / "bench_weight_sync.py"), "--serve", "--model", "tiny"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
         assert process.stdin is not None
         try:
-            found = asyncio.run(run(sync.Server(process)))
+            found = asyncio.run(run(bench_weight_sync.Server(process)))
         finally:
             process.stdin.close()
     assert found["request write"] > 0, "what is compared is compared by the publication"

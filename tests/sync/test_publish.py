@@ -5,10 +5,10 @@ import asyncio
 import pytest
 import torch
 
-from miles.cluster.local import Inline
+from miles.cluster.executor import InlineExecutor
 from miles.core.errors import SyncError
 from miles.core.types import Version
-from miles.sync.manifest import digest
+from miles.sync.manifest import compute_digest
 from miles.sync.publish import Publication
 
 
@@ -28,7 +28,7 @@ class Engine:
 
     def verify(self):
         for entry in self.manifest.entries:
-            if entry.name not in self.staged or digest(self.staged[entry.name]) != entry.digest:
+            if entry.name not in self.staged or compute_digest(self.staged[entry.name]) != entry.digest:
                 raise SyncError(f"{entry.name} arrived damaged at {self.name}")
 
     def commit(self):
@@ -39,7 +39,7 @@ class Engine:
 
 
 def publish(weights, engines, transport, number=1):
-    job = Publication(weights=lambda: weights, engines=engines, transport=transport, run=Inline())
+    job = Publication(weights=lambda: weights, engines=engines, transport=transport, run=InlineExecutor())
     asyncio.run(job.publish(Version(number=number)))
 
 
@@ -62,7 +62,7 @@ def test_what_an_engine_may_write_over_is_what_nobody_else_has():
         publish(weights, engines, transport)
         assert all(engine.own == {"w": own, "v": own} for engine in engines), (transport, count)
     engine = Engine("of a base with one matrix that moves")
-    job = Publication(weights=lambda: weights, engines=[engine], transport="copy", run=Inline(), moving={"v"})
+    job = Publication(weights=lambda: weights, engines=[engine], transport="copy", run=InlineExecutor(), trained={"v"})
     asyncio.run(job.publish(Version(number=1)))
     assert engine.own == {"w": False, "v": True}
 

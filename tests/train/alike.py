@@ -25,7 +25,7 @@ def sample(tokens, prompt, *, prompt_id=0, trajectory=0, share=1, worth=1.0, **e
     return Sample(
         prompt_id=prompt_id,
         trajectory=trajectory,
-        share=share,
+        samples_per_trajectory=share,
         tokens=np.asarray(tokens, np.int32),
         mask=mask,
         logprobs=np.where(mask, np.float32(-3.4), np.float32(0)),

@@ -3,17 +3,17 @@
 from pathlib import Path
 
 import torch
+from tests.backends.fsdp.load import load_fsdp_model
 from torch import distributed as dist
 
-from miles.backends.fsdp.mesh import Mesh
-from miles.backends.fsdp.model import FsdpModel
-from miles.backends.fsdp.sharded import open_sharded
-from miles.models import hub
-from miles.models.families import spec_of
-from miles.models.matrices import Matrices
+from miles.backends.fsdp.device_mesh import FsdpMesh
+from miles.backends.fsdp.local_model import LocalModel
+from miles.models.checkpoint import hf
+from miles.models.families import spec_from_config
+from miles.models.optim_groups import MuonMatrices
 from miles.train.config import TrainConfig
-from miles.train.optim import Optimizer, optimizer_of, whole_norm
-from miles.train.rates import schedule_of
+from miles.train.optim.lr_scheduler import build_lr_schedule
+from miles.train.optim.optimizer import Optimizer, build_optimizer, full_grad_norm
 
 
 class Model:
@@ -23,20 +23,20 @@ class Model:
         self.table = table
 
     def norm(self, grads):
-        return whole_norm(grads)
+        return full_grad_norm(grads)
 
     def gather(self, name, local):
         return local
 
-    def cut(self, name, whole):
-        return whole
+    def shard(self, name, full):
+        return full
 
-    def matrices(self):
+    def muon_matrices(self):
         return self.table
 
 
 def one(shape):
-    return Matrices(shape, ((0, shape[-2], 1),))
+    return MuonMatrices(shape, ((0, shape[-2], 1),))
 
 
 def config_of(**knobs):
@@ -59,16 +59,16 @@ class Split(Model):
         dist.all_gather(parts, padded)
         return torch.cat(parts)[: self.table[name].shape[0]]
 
-    def cut(self, name, whole):
-        per = -(-len(whole) // dist.get_world_size())
-        return whole[dist.get_rank() * per : (dist.get_rank() + 1) * per]
+    def shard(self, name, full):
+        per = -(-len(full) // dist.get_world_size())
+        return full[dist.get_rank() * per : (dist.get_rank() + 1) * per]
 
 
 SHARED = {
-    "fused": Matrices((20, 8), ((0, 10, 1), (10, 15, 1), (15, 20, 1))),
+    "fused": MuonMatrices((20, 8), ((0, 10, 1), (10, 15, 1), (15, 20, 1))),
     "tall": one((11, 4)),
     "short": one((1, 9)),
-    "experts": Matrices((4, 6, 5), ((0, 3, 1), (3, 6, 1))),
+    "experts": MuonMatrices((4, 6, 5), ((0, 3, 1), (3, 6, 1))),
     "wide": one((6, 13)),
 }
 
@@ -78,7 +78,7 @@ def trained(table, cut):
     whole = {n: torch.randn(m.shape) for n, m in SHARED.items()} | {"norm": torch.randn(8)}
     config = config_of(clip_grad=1.0)
     params = {n: (cut(n, w) if n in SHARED else w).clone().requires_grad_() for n, w in whole.items()}
-    optimizer = Optimizer(params, config, schedule_of(config, updates=9), norm=table.norm, model=table)
+    optimizer = Optimizer(params, config, build_lr_schedule(config, updates=9), norm=table.norm, model=table)
     for seed in range(3):
         torch.manual_seed(seed)
         for name, w in whole.items():
@@ -90,7 +90,7 @@ def trained(table, cut):
 
 def on_a_rank(rank, world):
     split = Split(SHARED)
-    found = trained(split, split.cut)
+    found = trained(split, split.shard)
     return {n: split.gather(n, p) if n in SHARED else p for n, p in found.items()}
 
 
@@ -101,25 +101,25 @@ def updated(model, **knobs):
     """The whole weights after two updates along given gradients."""
     config = config_of(clip_grad=1.0, adam_eps=1e-2, **knobs)
     trained = {n: p for n, p in model.parameters().items() if p.requires_grad}
-    optimizer = optimizer_of(trained, config, schedule_of(config, updates=9), model=model)
+    optimizer = build_optimizer(trained, config, build_lr_schedule(config, updates=9), model=model)
     for seed in range(2):
         torch.manual_seed(seed)
         for name, p in trained.items():
             grad = torch.randn(model.gather(name, p.detach()).shape)
-            p.grad = model.cut(name, grad).clone()
+            p.grad = model.shard(name, grad).clone()
         optimizer.step()
-        model.updated()
+        model.after_update()
     return {name: model.gather(name, p.detach()).clone() for name, p in trained.items()}
 
 
 def decoder_alone(folder, **knobs):
-    return updated(FsdpModel(hub.load(folder, device="cpu", dtype=torch.float32)), **knobs)
+    return updated(LocalModel(hf.load(folder, device="cpu", dtype=torch.float32)), **knobs)
 
 
 def decoder_on_a_rank(rank, world, folder, layouts, choices):
-    spec, cpu = spec_of(hub.read_config(folder)), torch.device("cpu")
+    spec, cpu = spec_from_config(hf.read_config(folder)), torch.device("cpu")
     return [
-        updated(open_sharded(Path(folder), spec, Mesh(layout, cpu), dtype=torch.float32), **knobs)
+        updated(load_fsdp_model(Path(folder), spec, FsdpMesh(layout, cpu), dtype=torch.float32), **knobs)
         for layout in layouts
         for knobs in choices
     ]

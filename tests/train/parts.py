@@ -8,13 +8,13 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from miles.algo.config import AlgoConfig
-from miles.backends.fsdp.model import FsdpModel
-from miles.cluster.local import Inline
+from miles.backends.fsdp.local_model import LocalModel
+from miles.cluster.executor import InlineExecutor
 from miles.core.types import Batch, Sample
-from miles.models import hub
-from miles.models.families import spec_of
+from miles.models.checkpoint import hf
+from miles.models.families import spec_from_config
 from miles.train.config import TrainConfig
-from miles.train.worker import Worker
+from miles.train.policy_trainer import PolicyTrainer
 
 SIZES: dict[str, Any] = {
     "vocab_size": 31,
@@ -34,7 +34,9 @@ MOE = Qwen3MoeConfig(
 
 
 def model(config=DENSE, *, seed=0, dtype=torch.float32, device="cpu", **how):
-    return FsdpModel(hub.random(spec_of(config), seed=seed, device="cpu", dtype=dtype).to(device), config=config, **how)
+    return LocalModel(
+        hf.init_random(spec_from_config(config), seed=seed, device="cpu", dtype=dtype).to(device), config=config, **how
+    )
 
 
 def twin(mine, folder, config=DENSE):
@@ -47,7 +49,7 @@ def twin(mine, folder, config=DENSE):
 def named(reference, folder):
     """The oracle's weights under our names."""
     reference.save_pretrained(folder)
-    return dict(hub.load(folder, device="cpu", dtype=torch.float32).named_parameters())
+    return dict(hf.load(folder, device="cpu", dtype=torch.float32).named_parameters())
 
 
 def sample(rng, *, prompt=3, reply=4, advantage=1.0, version=0, trajectory=0, share=1, prompt_id=0, **extras):
@@ -61,7 +63,7 @@ def sample(rng, *, prompt=3, reply=4, advantage=1.0, version=0, trajectory=0, sh
         logprobs=np.where(mask, np.float32(-3.4), np.float32(0)),
         advantages=np.where(mask, np.float32(advantage), np.float32(0)),
         versions=np.where(mask, version, -1).astype(np.int32),
-        share=share,
+        samples_per_trajectory=share,
         extras=extras,
     )
 
@@ -87,14 +89,14 @@ EPS = 1e-2
 
 
 def worker(actor, *, algo=None, train=None, steps=1, updates=10, temperature=1.0, **more):
-    return Worker(
+    return PolicyTrainer(
         actor,
         algo=AlgoConfig(**(algo or {})),
         train=TrainConfig(**({"lr": 1e-2, "adam_eps": EPS} | (train or {}))),
         steps=steps,
         updates=updates,
         temperature=temperature,
-        run=Inline(),
+        run=InlineExecutor(),
         **more,
     )
 

@@ -13,48 +13,48 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from tests.backends.fsdp.load import load_fsdp_model
 from torch import Tensor
 
-from miles.backends.fsdp.mesh import Mesh
-from miles.backends.fsdp.model import FsdpModel
-from miles.backends.fsdp.sharded import open_sharded
-from miles.cluster.layout import Layout
+from miles.backends.fsdp.device_mesh import FsdpMesh
+from miles.backends.fsdp.local_model import LocalModel
+from miles.cluster.parallel_dims import ParallelDims
 from miles.core.errors import CheckpointError
 from miles.core.types import Version
-from miles.models import hub
-from miles.models.families import spec_of
-from miles.train import checkpoint
+from miles.models.checkpoint import hf
+from miles.models.families import spec_from_config
+from miles.train.checkpoint import checkpoint
 from miles.train.config import TrainConfig
-from miles.train.optim import Optimizer
-from miles.train.peers import ALONE
-from miles.train.rates import schedule_of
-from miles.train.roles import Stored
+from miles.train.dp_group import SINGLE_RANK
+from miles.train.model_protocols import ShardedParameters
+from miles.train.optim.lr_scheduler import build_lr_schedule
+from miles.train.optim.optimizer import Optimizer
 
 VERSION = Version(number=7)
 
 
-def optimizer_for(model: Stored, **knobs: Any) -> Optimizer:
+def optimizer_for(model: ShardedParameters, **knobs: Any) -> Optimizer:
     config = TrainConfig(lr=1e-2, clip_grad=0.0, **knobs)
     trained = {name: p for name, p in model.parameters().items() if p.requires_grad}
-    return Optimizer(trained, config, schedule_of(config, updates=9), norm=model.norm)
+    return Optimizer(trained, config, build_lr_schedule(config, updates=9), norm=model.norm)
 
 
-def stepped(model: Stored, optimizer: Any, seed: int = 0) -> None:
+def stepped(model: ShardedParameters, optimizer: Any, seed: int = 0) -> None:
     """An update by a gradient that every layout has the same of."""
     for number, (name, p) in enumerate(model.parameters().items()):
         if p.requires_grad:
             shape = model.gather(name, p.detach()).shape
             whole = torch.randn(shape, generator=torch.Generator().manual_seed(seed + number)).to(p.dtype)
-            part = model.cut(name, whole)
+            part = model.shard(name, whole)
             (p * part).sum().backward()
-    model.settle()
+    model.finalize_grads()
     optimizer.step()
-    model.updated()
+    model.after_update()
 
 
-def alone(config: Mapping[str, Any], dtype: torch.dtype, like: Path | None = None, seed: int = 0) -> FsdpModel:
-    decoder = hub.random(spec_of(config), seed=seed, device="cpu", dtype=dtype)
-    return FsdpModel(decoder, config=config, like=like)
+def alone(config: Mapping[str, Any], dtype: torch.dtype, like: Path | None = None, seed: int = 0) -> LocalModel:
+    decoder = hf.init_random(spec_from_config(config), seed=seed, device="cpu", dtype=dtype)
+    return LocalModel(decoder, config=config, like=like)
 
 
 def on_disk(folder: Path, stem: str) -> dict[str, Tensor]:
@@ -73,34 +73,38 @@ def same(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> None:
 # -- what the ranks do ------------------------------------------------------------------------
 
 
-def passed_on(rank: int, world: int, layouts: list[Layout], folders: list[str], config: Any, dtype: Any) -> list[Any]:
+def passed_on(
+    rank: int, world: int, layouts: list[ParallelDims], folders: list[str], config: Any, dtype: Any
+) -> list[Any]:
     """Load the first folder in the first layout, save the next folder, load that in the next layout, and so on."""
     told = []
     for layout, (start, end) in zip(layouts, pairwise(folders), strict=True):
-        mesh = Mesh(layout, torch.device("cpu"))
-        model = open_sharded(Path(start), spec_of(config), mesh, dtype=dtype, config=config, like=Path(start))
+        mesh = FsdpMesh(layout, torch.device("cpu"))
+        model = load_fsdp_model(
+            Path(start), spec_from_config(config), mesh, dtype=dtype, config=config, like=Path(start)
+        )
         optimizer = optimizer_for(model)
-        version = checkpoint.load(Path(start), model, optimizer, mesh.peers)
+        version = checkpoint.load(Path(start), model, optimizer, mesh.dp_group)
         Path(end).mkdir(exist_ok=True)
-        checkpoint.save(Path(end), model, optimizer, version, mesh.peers)
+        checkpoint.save(Path(end), model, optimizer, version, mesh.dp_group)
         told.append((version, optimizer.updates))
     return told
 
 
-def limited(rank: int, world: int, layout: Layout, start: str, folders: list[str], config: Any) -> list[str]:
+def limited(rank: int, world: int, layout: ParallelDims, start: str, folders: list[str], config: Any) -> list[str]:
     """Save where the last rank may write no large file, then, in the background and not, where it may."""
-    mesh = Mesh(layout, torch.device("cpu"))
-    model = open_sharded(Path(start), spec_of(config), mesh, dtype=torch.float32, config=config)
+    mesh = FsdpMesh(layout, torch.device("cpu"))
+    model = load_fsdp_model(Path(start), spec_from_config(config), mesh, dtype=torch.float32, config=config)
     optimizer = optimizer_for(model)
     stepped(model, optimizer)
     told = []
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     for number, folder in enumerate(folders):
-        saving = checkpoint.Saving(background=number == 1)
+        saving = checkpoint.CheckpointSaver(background=number == 1)
         if number == 0 and rank == world - 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
         try:
-            checkpoint.save(Path(folder), model, optimizer, VERSION, mesh.peers, saving)
+            checkpoint.save(Path(folder), model, optimizer, VERSION, mesh.dp_group, saving)
             told.append("saved")
         except CheckpointError as error:
             told.append(str(error))
@@ -110,16 +114,16 @@ def limited(rank: int, world: int, layout: Layout, start: str, folders: list[str
     return told
 
 
-def empty_handed(rank: int, world: int, layout: Layout, start: str, folder: str, config: Any) -> int:
+def empty_handed(rank: int, world: int, layout: ParallelDims, start: str, folder: str, config: Any) -> int:
     """Save a model of which some ranks have no row of a parameter, and so no state of it; give how many are so."""
-    mesh = Mesh(layout, torch.device("cpu"))
-    model = open_sharded(Path(start), spec_of(config), mesh, dtype=torch.float32, config=config)
+    mesh = FsdpMesh(layout, torch.device("cpu"))
+    model = load_fsdp_model(Path(start), spec_from_config(config), mesh, dtype=torch.float32, config=config)
     optimizer = optimizer_for(model)
     stepped(model, optimizer)
-    checkpoint.save(Path(folder), model, optimizer, VERSION, mesh.peers)
+    checkpoint.save(Path(folder), model, optimizer, VERSION, mesh.dp_group)
     return sum(not p.numel() for p in model.parameters().values())
 
 
-def save_alone(folder: Path, model: Stored, optimizer: Any) -> None:
+def save_alone(folder: Path, model: ShardedParameters, optimizer: Any) -> None:
     folder.mkdir(exist_ok=True)
-    checkpoint.save(folder, model, optimizer, VERSION, ALONE)
+    checkpoint.save(folder, model, optimizer, VERSION, SINGLE_RANK)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from miles.train.logits import Output, logprobs, vocabulary_of
+from miles.train.logprobs import HeadOutput, compute_logprobs, get_vocab_size
 
 
 class Exchange(Protocol):
@@ -66,7 +66,7 @@ class Shared:
     def sum(self, x: Tensor) -> Tensor:
         return torch.stack(self.exchange(self.rank, x)).sum(0)
 
-    def most(self, x: Tensor) -> Tensor:
+    def max(self, x: Tensor) -> Tensor:
         return torch.stack(self.exchange(self.rank, x)).amax(0)
 
 
@@ -127,7 +127,7 @@ def corner(rank, world, hidden, head, target, weights):
     own, vocabulary = rows_of(head, tensor, 2, Group(groups[context]))
     cut = Cut(places, context, Group(groups[2 + tensor]))
     mine = hidden.detach()[cut.mine_r].clone().requires_grad_()
-    output = Output(hidden_RD=mine, head_VD=own, softcap=4.0, vocabulary=vocabulary, tokens=cut)
-    logp, entropy = logprobs(output, target, temperature=0.8, chunk=4)
+    output = HeadOutput(hidden_RD=mine, head_VD=own, softcap=4.0, vocabulary=vocabulary, tokens=cut)
+    logp, entropy = compute_logprobs(output, target, temperature=0.8, chunk=4)
     grads = torch.autograd.grad(loss_of(logp, entropy, weights, (1.0, 0.2)), (mine, own))
-    return logp.detach(), entropy.detach(), vocabulary_of(output), cut.mine_r, *grads
+    return logp.detach(), entropy.detach(), get_vocab_size(output), cut.mine_r, *grads

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.train.parts import DENSE, MOE, distance, model, ragged, sample, step, weights, worker
 
-from miles.train.logits import Output, logprobs
+from miles.train.logprobs import HeadOutput, compute_logprobs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no accelerator here")
 
@@ -75,7 +75,7 @@ def test_low_precision_logits_are_not_rounded_on_the_way():
     hidden = torch.randn(64, 128, device="cuda", dtype=torch.bfloat16)
     head = torch.randn(1000, 128, device="cuda", dtype=torch.bfloat16)
     target = torch.randint(0, 1000, (64,), device="cuda")
-    found, _ = logprobs(Output(hidden_RD=hidden, head_VD=head), target, chunk=10)
+    found, _ = compute_logprobs(HeadOutput(hidden_RD=hidden, head_VD=head), target, chunk=10)
     exact = torch.log_softmax(hidden.double() @ head.double().T, -1).gather(1, target[:, None])[:, 0]
     assert float((found - exact).abs().max()) < 1e-3
 

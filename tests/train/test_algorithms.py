@@ -5,9 +5,9 @@ import pytest
 import torch
 from tests.train.parts import EPS, distance, model, named, ragged, step, twin, weights, worker
 
-from miles.algo.objective import Terms
-from miles.algo.reduce import per_token
-from miles.algo.table import Plugs
+from miles.algo.loss_aggregation import mean_per_token
+from miles.algo.policy_loss import LossOutput
+from miles.algo.registry import AlgoHooks
 
 COMPARING = ["grpo", "gspo", "cispo", "rloo", "maxrl", "opo"]
 
@@ -63,7 +63,7 @@ def test_a_batch_may_be_cut_anyhow(name):
 
     (whole, expected), (parts, found) = trained({}), trained({"max_tokens_per_gpu": 16})
     assert parts["micro_batches"] > whole["micro_batches"] == 2
-    for metric in ("loss", "ratio", "entropy", "grad_norm", "opsm_share"):
+    for metric in ("loss", "ratio", "entropy", "grad_norm", "opsm_clipfrac"):
         assert parts[metric] == pytest.approx(whole[metric], rel=1e-5, abs=1e-6)
     assert distance(expected, found) < 1e-6
 
@@ -83,18 +83,18 @@ def test_a_users_own_loss_and_reducer_are_what_is_descended():
     def likelihood(evidence, layout):
         """A plain policy gradient."""
         loss = layout.reduce(-evidence.advantage_R * evidence.logp_R)
-        return Terms(loss=loss, metrics={"mine": layout.mean(evidence.logp_R.detach())})
+        return LossOutput(loss=loss, metrics={"mine": layout.mean(evidence.logp_R.detach())})
 
     def trained(algo, **more):
         trainer = worker(model(), algo=algo, train={"clip_grad": 0.0}, **more)
         return step(trainer, ragged(6)).metrics, weights(trainer)
 
-    own = Plugs(objective=likelihood, reducer=lambda counts: 2 * per_token(counts))
-    found, mine = trained({"loss_type": "custom_loss"}, plugs=own)
+    own = AlgoHooks(loss_fn=likelihood, reducer=lambda counts: 2 * mean_per_token(counts))
+    found, mine = trained({"loss_type": "custom_loss"}, algo_hooks=own)
     plain, ours = trained({"calculate_per_token_loss": True})  # on-policy the gradients are the same
     assert found["grad_norm"] == pytest.approx(2 * plain["grad_norm"], rel=1e-5)
     assert found["mine"] < 0 and "pg_loss" not in found
     assert found["parity_mean_abs"] == pytest.approx(plain["parity_mean_abs"])
-    doubled = Plugs(objective=likelihood, reducer=per_token)
-    assert distance(ours, trained({"loss_type": "custom_loss"}, plugs=doubled)[1]) < 1e-6
+    doubled = AlgoHooks(loss_fn=likelihood, reducer=mean_per_token)
+    assert distance(ours, trained({"loss_type": "custom_loss"}, algo_hooks=doubled)[1]) < 1e-6
     assert distance(ours, mine) > 1e-5

@@ -23,15 +23,15 @@ from tests.train.saved import (
 )
 from transformers import AutoModelForCausalLM
 
-from miles.cluster.layout import Layout
-from miles.core import notes
+from miles.cluster.parallel_dims import ParallelDims
+from miles.core import markers
 from miles.core.errors import CheckpointError
-from miles.models.files import Described
-from miles.schedule.recover import Checkpoints, Cursor
-from miles.train import checkpoint
-from miles.train.shards import Load, deal, files_of
+from miles.models.checkpoint.safetensors_io import TensorHeader
+from miles.schedule.checkpoints import CheckpointDirectory, Cursor
+from miles.train.checkpoint import checkpoint
+from miles.train.checkpoint.shards import TensorGroup, assign_owners, plan_files
 
-FSDP, TENSOR = Layout(world=2, shard=2), Layout(world=2, tensor=2)
+FSDP, TENSOR = ParallelDims(world=2, shard=2), ParallelDims(world=2, tensor=2)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ FSDP, TENSOR = Layout(world=2, shard=2), Layout(world=2, tensor=2)
     [
         (DENSE, torch.bfloat16, [FSDP, TENSOR]),
         (DENSE | {"tie_word_embeddings": False}, torch.float32, [TENSOR, FSDP]),
-        (MOE, torch.bfloat16, [TENSOR, Layout(world=2, shard=2, expert=2)]),
+        (MOE, torch.bfloat16, [TENSOR, ParallelDims(world=2, shard=2, expert=2)]),
     ],
     ids=["dense bf16", "untied", "moe bf16"],
 )
@@ -78,7 +78,7 @@ def test_a_rank_without_a_row_of_a_parameter_saves_with_the_others(tmp_path):
     start, folder = tmp_path / "start", tmp_path / "ranks"
     one.save(start)
     folder.mkdir()
-    none = ranks(4, empty_handed, Layout(world=4, shard=4), str(start), str(folder), config)
+    none = ranks(4, empty_handed, ParallelDims(world=4, shard=4), str(start), str(folder), config)
     assert max(none) > 0 and min(none) == 0, none
     optimizer = optimizer_for(one)
     stepped(one, optimizer)
@@ -101,7 +101,7 @@ def test_a_rank_that_cannot_write_is_named_and_the_others_can_save_again(tmp_pat
     assert not (folders[0] / "model-00002-of-00002.safetensors").exists()
     for stem in ("model", "optimizer"):
         same(on_disk(folders[1], stem), on_disk(folders[2], stem))
-    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    checkpoints = CheckpointDirectory(tmp_path / "checkpoints")
 
     async def write(folder):
         for path in folders[0].iterdir():
@@ -110,18 +110,18 @@ def test_a_rank_that_cannot_write_is_named_and_the_others_can_save_again(tmp_pat
     with pytest.raises(CheckpointError, match=r"step-000003: rank 1 could not write model-00002.*latest: none"):
         asyncio.run(checkpoints.save(Cursor(step=3, version=3), write))
     assert list((tmp_path / "checkpoints").iterdir()) == []
-    assert set(notes.outcome(folders[1])) == {path.name for path in folders[1].glob("*.safetensors")}
+    assert set(markers.collect_files(folders[1])) == {path.name for path in folders[1].glob("*.safetensors")}
 
 
 @given(sizes=st.lists(st.integers(0, 50), max_size=12), count=st.integers(1, 5), limit=st.none() | st.integers(1, 60))
 def test_every_tensor_is_dealt_to_one_rank_and_none_has_much_more_than_another(sizes, count, limit):
-    owners = deal(sizes, count)
+    owners = assign_owners(sizes, count)
     held = [sum(size for size, owner in zip(sizes, owners, strict=True) if owner == rank) for rank in range(count)]
     assert max(held) - min(held) <= max(sizes, default=0)
-    loads = [Load(tensors=(Described(str(n), "U8", (size,), size),)) for n, size in enumerate(sizes)]
-    files = files_of("model.safetensors", loads, count, limit)
-    assert sorted(n for file in files for n in file.loads) == list(range(len(sizes)))
-    assert all(owners[n] == file.rank for file in files for n in file.loads)
+    groups = [TensorGroup(tensors=(TensorHeader(str(n), "U8", (size,), size),)) for n, size in enumerate(sizes)]
+    files = plan_files("model.safetensors", groups, count, limit)
+    assert sorted(n for file in files for n in file.groups) == list(range(len(sizes)))
+    assert all(owners[n] == file.rank for file in files for n in file.groups)
     assert len({file.name for file in files}) == len(files)
     for file in files:
-        assert limit is None or len(file.loads) <= 1 or sum(sizes[n] for n in file.loads) <= limit
+        assert limit is None or len(file.groups) <= 1 or sum(sizes[n] for n in file.groups) <= limit

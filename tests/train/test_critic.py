@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tests.backends.fsdp.test_value import critic as value_model
+from tests.backends.fsdp.test_local_critic import critic as value_model
 from tests.train.parts import DENSE, EPS, distance, model, named, ragged, sample, step, twin, weights, worker
 
 from miles.algo.config import AlgoConfig
@@ -284,7 +284,7 @@ def test_a_checkpoint_without_a_critic_is_refused_before_anything_changes(tmp_pa
     asyncio.run(worker(model()).save(tmp_path))
     trainer, _ = ppo(model(seed=3))
     before = weights(trainer)
-    with pytest.raises(CheckpointError, match="holds no critic"):
+    with pytest.raises(CheckpointError, match="has no critic"):
         asyncio.run(trainer.load(tmp_path))
     assert distance(before, weights(trainer)) == 0
 

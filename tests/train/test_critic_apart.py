@@ -6,26 +6,29 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tests.backends.fsdp.test_value import critic as value_model
+from tests.backends.fsdp.test_local_critic import critic as value_model
 from tests.train.parts import EPS, distance, model, ragged, step, weights, worker
 from tests.train.test_critic import PPO, TRAIN, ppo, replace_version, talks
 
 from miles.algo.config import AlgoConfig
-from miles.algo.reduce import per_trajectory
-from miles.core.extras import TEACHER_LOGPROB
+from miles.algo.loss_aggregation import mean_per_trajectory
+from miles.core.token_fields import TEACHER_LOGPROB
+from miles.train.advantages import BatchWithAdvantages
+from miles.train.batch_tensors import flatten_batch, pack_micro_batch
 from miles.train.config import TrainConfig
 from miles.train.critic import Critic
-from miles.train.optim import whole_norm
-from miles.train.returns import Judged
-from miles.train.rows import flatten, rows_of
+from miles.train.optim.optimizer import full_grad_norm
 
 META = torch.device("meta")
 
 
 def rows(**extras):
     samples = ragged(4, **extras)
-    return rows_of(
-        flatten([[s] for s in samples], per_trajectory), [0, 1, 2, 3], device=torch.device("cpu"), replay=False
+    return pack_micro_batch(
+        flatten_batch([[s] for s in samples], mean_per_trajectory),
+        [0, 1, 2, 3],
+        device=torch.device("cpu"),
+        replay=False,
     )
 
 
@@ -40,14 +43,14 @@ class Elsewhere:
     def parameters(self):
         return {"weight": self.weight}
 
-    def settle(self):
+    def finalize_grads(self):
         pass
 
-    def updated(self):
+    def after_update(self):
         pass
 
     def norm(self, grads):
-        return whole_norm(grads)
+        return full_grad_norm(grads)
 
     def values(self, tokens_T, positions_T, lengths, at_R):
         self.seen += [tokens_T.device, positions_T.device, at_R.device]
@@ -68,10 +71,12 @@ def test_rows_are_moved_whole_and_only_where_they_are_not_there_yet():
     for name in ("tokens_T", "positions_T", "before_R", "target_R", "advantage_R", "weight_R", "sample_R", "trained_B"):
         there, here = getattr(moved, name), getattr(packed, name)
         assert there.device == META and here.device.type == "cpu" and there.shape == here.shape
-    assert moved.lengths == packed.lengths and moved.layout().weight_R.device == META
+    assert moved.lengths == packed.lengths and moved.aggregator().weight_R.device == META
     told = [replace_extras(s) for s in ragged(2)]
-    carried = rows_of(flatten([[s] for s in told], per_trajectory), [0, 1], device=torch.device("cpu"), replay=False)
-    assert carried.told is not None and carried.to(META).told.said_R.device == META
+    carried = pack_micro_batch(
+        flatten_batch([[s] for s in told], mean_per_trajectory), [0, 1], device=torch.device("cpu"), replay=False
+    )
+    assert carried.teacher_logprobs is not None and carried.to(META).teacher_logprobs.logp_R.device == META
 
 
 def replace_extras(sample):
@@ -80,23 +85,23 @@ def replace_extras(sample):
 
 def test_what_the_critic_reads_is_on_its_device_and_what_it_says_is_where_the_rows_are():
     value, packed = Elsewhere(), rows()
-    said = critic(value, apart=True).values(packed)
+    said = critic(value, dedicated_device=True).values(packed)
     assert set(value.seen) == {META} and said.device.type == "cpu" and len(said) == len(packed.target_R)
 
 
 def test_an_update_takes_everything_to_the_critics_device():
     value, packed = Elsewhere(), rows()
     zeros = torch.zeros(len(packed.target_R))
-    judged = Judged(rows=packed, value_R=zeros, return_R=zeros)
+    judged = BatchWithAdvantages(micro_batch=packed, value_R=zeros, return_R=zeros)
     with pytest.raises((RuntimeError, NotImplementedError)):  # numbers cannot be read off a device that holds none
-        critic(value, apart=True).update([judged])
+        critic(value, dedicated_device=True).update([judged])
     assert set(value.seen) == {META}
 
 
 def test_a_critic_that_shares_moves_with_the_policys_optimizer_and_one_apart_stays():
     for apart in (False, True):
         value, _ = value_model(seed=7)
-        mine, moved = critic(value, apart=apart), []
+        mine, moved = critic(value, dedicated_device=apart), []
         mine.move = moved.append
         trainer = worker(model(), algo=PPO, train=TRAIN, critic=mine)
         trainer._move(torch.device("cpu"))
@@ -107,7 +112,13 @@ def test_a_critic_that_shares_moves_with_the_policys_optimizer_and_one_apart_sta
 def test_a_critic_on_the_host_beside_a_policy_on_the_accelerator_is_the_same_critic():
     def run(actor_on, critic_on):
         value, _ = value_model(seed=7, device=critic_on)
-        own = Critic(value, algo=AlgoConfig(**PPO), train=TrainConfig(**TRAIN), updates=10, apart=actor_on != critic_on)
+        own = Critic(
+            value,
+            algo=AlgoConfig(**PPO),
+            train=TrainConfig(**TRAIN),
+            updates=10,
+            dedicated_device=actor_on != critic_on,
+        )
         trainer = worker(model(device=actor_on), algo=PPO, train=TRAIN, critic=own)
         for n in range(3):
             step(trainer, [replace_version(s, n) for s in talks()], n)
@@ -125,7 +136,11 @@ def test_a_critic_on_the_host_beside_a_policy_on_the_accelerator_is_the_same_cri
 def test_a_critic_on_another_accelerator_is_the_same_critic():
     (one, value), other = ppo(model(device="cuda:0"), device="cuda:0"), value_model(seed=7, device="cuda:1")[0]
     own = Critic(
-        other, algo=AlgoConfig(**PPO), train=TrainConfig(**TRAIN | {"critic_lr": 2e-2}), updates=10, apart=True
+        other,
+        algo=AlgoConfig(**PPO),
+        train=TrainConfig(**TRAIN | {"critic_lr": 2e-2}),
+        updates=10,
+        dedicated_device=True,
     )
     two = worker(model(device="cuda:0"), algo=PPO, train=TRAIN | {"critic_lr": 2e-2}, critic=own)
     for trainer in (one, two):

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles.algo.config import AlgoConfig
-from miles.algo.objective import Evidence
-from miles.algo.table import ALGORITHMS, mean_of, objective_of, reducer_of
+from miles.algo.policy_loss import LossInputs
+from miles.algo.registry import ALGORITHMS, build_loss, build_reducer, select_metric_reducer
 from miles.core.types import Sample
-from miles.train.rows import Flat, flatten, rows_of
+from miles.train.batch_tensors import FlatBatch, flatten_batch, pack_micro_batch
 
 CPU = torch.device("cpu")
 EXTRA = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "k3", "entropy_coef": 0.1}
@@ -50,7 +50,7 @@ def row(mask, first, chance, number, share):
     return Sample(
         prompt_id=0,
         trajectory=number,
-        share=share,
+        samples_per_trajectory=share,
         tokens=np.arange(first, first + n, dtype=np.int32),
         mask=mask,
         logprobs=np.where(mask, -chance.random(n), 0).astype(np.float32),
@@ -64,22 +64,22 @@ class Judge:
 
     def __init__(self, algo, size, seed=0):
         self.config = AlgoConfig(**algo)
-        self.objective = objective_of(self.config)
+        self.objective = build_loss(self.config)
         chance = torch.Generator().manual_seed(seed)
         self.now, self.old, self.ref, self.entropy = (
             -torch.rand(size, generator=chance, dtype=torch.float64) for _ in range(4)
         )
 
-    def flat(self, trajectories) -> Flat:
-        return flatten(trajectories, reducer_of(self.config), mean_of(self.config))
+    def flat(self, trajectories) -> FlatBatch:
+        return flatten_batch(trajectories, build_reducer(self.config), select_metric_reducer(self.config))
 
-    def __call__(self, flat: Flat, cuts):
+    def __call__(self, flat: FlatBatch, cuts):
         """Loss, gradient and metrics of a global batch, added up over micro-batches."""
         logp, entropy = self.now.clone().requires_grad_(), self.entropy.clone().requires_grad_()
         loss, metrics = torch.zeros((), dtype=torch.float64), {}
         for chosen in cuts:
-            rows = rows_of(flat, chosen, device=CPU, replay=False)
-            seen = Evidence(
+            rows = pack_micro_batch(flat, chosen, device=CPU, replay=False)
+            seen = LossInputs(
                 logp_R=logp[rows.target_R],
                 old_logp_R=self.old[rows.target_R],
                 engine_logp_R=rows.engine_logp_R.double(),
@@ -89,7 +89,7 @@ class Judge:
                 samples=len(rows.lengths),
                 ref_logp_R=self.ref[rows.target_R],
             )
-            terms = self.objective(seen, rows.layout())
+            terms = self.objective(seen, rows.aggregator())
             loss = loss + terms.loss
             for name, part in terms.metrics.items():
                 metrics[name] = metrics.get(name, 0.0) + part.item()
@@ -105,7 +105,7 @@ def same(a, b):
         assert torch.allclose(mine, theirs, rtol=1e-6, atol=1e-9)
 
 
-def kept(flat: Flat) -> list[int]:
+def kept(flat: FlatBatch) -> list[int]:
     return np.flatnonzero(flat.length_S).tolist()
 
 
@@ -142,7 +142,7 @@ def test_tokens_that_are_not_trained_on_change_nothing(world, algo, more):
         return Sample(
             prompt_id=s.prompt_id,
             trajectory=s.trajectory,
-            share=s.share,
+            samples_per_trajectory=s.samples_per_trajectory,
             tokens=np.concatenate([s.tokens, np.zeros(more, np.int32)]),
             mask=np.concatenate([s.mask, tail.astype(bool)]),
             logprobs=np.concatenate([s.logprobs, tail.astype(np.float32)]),

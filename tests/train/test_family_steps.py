@@ -9,8 +9,8 @@ import torch
 from tests.models.oracle import hf_model
 from tests.train.parts import EPS, distance, named, ragged, sample, step, weights, worker
 
-from miles.backends.fsdp.model import FsdpModel
-from miles.models import hub
+from miles.backends.fsdp.local_model import LocalModel
+from miles.models.checkpoint import hf
 
 # Samples are up to fourteen tokens long, so what narrows the view is made shorter than that.
 KINDS: dict[str, dict[str, Any]] = {
@@ -32,7 +32,7 @@ def theirs(kind, seed=0):
 
 def ours(reference, folder, dtype=torch.float32, **how):
     reference.save_pretrained(folder)
-    return FsdpModel(hub.load(folder, device="cpu", dtype=dtype), like=folder, **how)
+    return LocalModel(hf.load(folder, device="cpu", dtype=dtype), like=folder, **how)
 
 
 def demonstrations(count):

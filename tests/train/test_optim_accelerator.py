@@ -5,8 +5,8 @@ import torch
 from tests.train.matrix_ranks import Model, config_of, one
 
 from miles.train.config import TrainConfig
-from miles.train.optim import Optimizer
-from miles.train.rates import schedule_of
+from miles.train.optim.lr_scheduler import build_lr_schedule
+from miles.train.optim.optimizer import Optimizer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no accelerator here")
 
@@ -19,7 +19,7 @@ def run(dtype, updates=4, **knobs):
     params = {n: torch.randn(s).to("cuda", dtype).requires_grad_() for n, s in SHAPES.items()}
     config = TrainConfig(lr=1e-2, **knobs)
     before = torch.cuda.memory_allocated()
-    optimizer = Optimizer(params, config, schedule_of(config, updates=9))
+    optimizer = Optimizer(params, config, build_lr_schedule(config, updates=9))
     for seed in range(updates):
         torch.manual_seed(seed)
         for p in params.values():
@@ -33,7 +33,7 @@ def run(dtype, updates=4, **knobs):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kept", ["float32", "bfloat16", "int8"])
 def test_state_that_streams_through_the_device_makes_the_same_updates(dtype, kept, monkeypatch):
-    monkeypatch.setattr("miles.train.adam._STRETCH", 1 << 12)  # many stretches in flight
+    monkeypatch.setattr("miles.train.optim.adam._SLICE", 1 << 12)  # many slices in flight
     here, state, held = run(dtype, optimizer_state_dtype=kept)
     there, other, left = run(dtype, optimizer_state_dtype=kept, optimizer_cpu_offload=True)
     assert all(torch.equal(here[n], there[n]) for n in SHAPES)
@@ -64,7 +64,7 @@ def test_matrices_are_updated_as_torch_muon_updates_them_there(hosted):
     theirs = {n: p.detach().clone().requires_grad_() for n, p in mine.items()}
     config = config_of(optimizer_cpu_offload=hosted)
     model = Model({n: one(s) for n, s in shapes.items()})
-    optimizer = Optimizer(mine, config, schedule_of(config, updates=9), model=model)
+    optimizer = Optimizer(mine, config, build_lr_schedule(config, updates=9), model=model)
     reference = torch.optim.Muon(theirs.values(), lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     for seed in range(3):
         torch.manual_seed(seed)

@@ -4,19 +4,19 @@ import numpy as np
 import torch
 from tests.train.parts import MOE, distance, model, ragged, step, weights, worker
 
-from miles.backends.fsdp.model import FsdpModel
-from miles.models.moe import MoeMlp
-from miles.train.rows import Rows
+from miles.backends.fsdp.local_model import LocalModel
+from miles.models.layers.moe import MoeMlp
+from miles.train.batch_tensors import MicroBatch
 
 
-class Listening(FsdpModel):
+class Listening(LocalModel):
     """Tells the experts of every forward of every micro-batch."""
 
-    def __init__(self, inner: FsdpModel) -> None:
+    def __init__(self, inner: LocalModel) -> None:
         super().__init__(inner._decoder)
         self.heard: dict[bytes, list[list[list[int]]]] = {}
 
-    def _output(self, rows: Rows):
+    def _output(self, rows: MicroBatch):
         kept: list[list[int]] = []
         layers = [m for m in self._decoder.modules() if isinstance(m, MoeMlp)]
 
@@ -60,7 +60,7 @@ def test_all_steps_of_a_batch_use_the_experts_of_the_first_look_at_it():
     assert any(first != second for first, second in free.values()), "weights move, and routers with them"
     assert all(first == second for first, second in held.values())
     assert {name: first for name, (first, _) in held.items()} == {name: first for name, (first, _) in free.items()}
-    assert metrics["routing_flip_share"] > 0 and "routing_flip_share" not in plain
+    assert metrics["routing_mismatch_ratio"] > 0 and "routing_mismatch_ratio" not in plain
 
 
 def test_the_engines_experts_come_first_and_the_trainers_own_fill_in():

@@ -7,19 +7,19 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from tests.rollout.distill.scoring import scorer
 from tests.rollout.reward.served import serving
-from tests.rollout.teach.scoring import scorer
 from tests.train.parts import distance, model, ragged, step, weights, worker
 
-from miles.algo.credit import rows_of
+from miles.algo.advantages import build_samples
 from miles.core.errors import MilesError
-from miles.core.extras import TEACHER_LOGPROB, TEACHER_LOGPROBS, TEACHER_TOKENS, TOP_TOKENS
-from miles.core.protocols import Sampling
+from miles.core.protocols import SamplingParams
+from miles.core.token_fields import TEACHER_LOGPROB, TEACHER_LOGPROBS, TEACHER_TOKENS, TOP_TOKENS
 from miles.core.types import Author, Prompt, Reward, Span, Status, Trajectory, Version
-from miles.rollout.reward.means import Server
-from miles.rollout.teach.sets import TopSet
-from miles.rollout.teach.taught import Taught
-from miles.rollout.teach.teacher import Teacher
+from miles.rollout.distill.scored_generate import TeacherScoredGenerate
+from miles.rollout.distill.teacher_client import TeacherClient
+from miles.rollout.distill.topk_set import TopKSet
+from miles.rollout.reward.context import HTTPEndpoint
 
 TEMPERATURE = 0.8
 SETS = ("only-student", "only-teacher", "intersection", "union", "xor")
@@ -58,7 +58,7 @@ def taught(samples, student, here, top):
 
     async def fetch():
         async with serving(scorer(logps_of(here))) as served:
-            teacher = Teacher("x", Server(url=served.url, batch=3), temperature=TEMPERATURE)
+            teacher = TeacherClient("x", HTTPEndpoint(url=served.url, batch=3), temperature=TEMPERATURE)
             rows = []
             for s in samples:
 
@@ -66,9 +66,11 @@ def taught(samples, student, here, top):
                     branch = spans_of(s, student, top.k if top else 1)
                     return Trajectory(branches=(branch,), status=Status.COMPLETED, reward=Reward(value=0.0))
 
-                made = Taught(generate=generate, teachers=[teacher], teacher_of=lambda prompt: 0, top=top)
-                trajectory = replace(await made(Prompt(id=0, messages=()), None, Sampling()), index=s.trajectory)
-                rows += rows_of(0, trajectory, worth=0.0, trained=Author.POLICY)
+                made = TeacherScoredGenerate(
+                    generate=generate, teachers=[teacher], select_teacher=lambda prompt: 0, top=top
+                )
+                trajectory = replace(await made(Prompt(id=0, messages=()), None, SamplingParams()), index=s.trajectory)
+                rows += build_samples(0, trajectory, advantage=0.0, trained_author=Author.POLICY)
             return rows
 
     return asyncio.run(fetch())
@@ -84,7 +86,7 @@ def test_a_served_teacher_gives_the_loss_and_the_gradient_of_one_that_is_held(st
     if strategy == "sampled" and whose != "student_p":
         pytest.skip("a drawn token has no weight")
     k = 0 if strategy == "sampled" else 4
-    top = TopSet(k=k, strategy=strategy, vocabulary=31) if k else None
+    top = TopKSet(k=k, strategy=strategy, vocab_size=31) if k else None
     algo = knobs(opd_log_prob_top_k=k, opd_reward_weight_mode=whose) | ({"opd_top_k_strategy": strategy} if k else {})
     actor, teacher = model(), model(seed=1, frozen=True)
     samples = [replace(s, advantages=np.zeros_like(s.advantages)) for s in ragged(6)]
@@ -107,7 +109,7 @@ def test_gradients_agree_parameter_by_parameter():
     found = []
     actor, teacher = model(), model(seed=1, frozen=True)
     samples = ragged(6)
-    top = TopSet(k=4, strategy="union", vocabulary=31)
+    top = TopKSet(k=4, strategy="union", vocab_size=31)
     for teachers, rows in (([teacher], samples), ([], taught(samples, actor, teacher, top))):
         rows = [replace(r, advantages=np.zeros_like(r.advantages)) for r in rows]
         mine = model()
@@ -125,12 +127,12 @@ def test_gradients_agree_parameter_by_parameter():
 
 def test_rows_without_what_a_teacher_said_are_refused_by_name():
     trainer = worker(model(), algo=knobs())
-    with pytest.raises(MilesError, match="the samples bring no log-probs of a teacher"):
+    with pytest.raises(MilesError, match="the samples have no teacher log-probs"):
         step(trainer, ragged(2))
     whole = [replace(s, extras={TEACHER_LOGPROB: np.zeros(len(s), np.float32)}) for s in ragged(2)]
-    with pytest.raises(MilesError, match="attempt 1 at prompt 0 lacks its teacher's log-probs"):
+    with pytest.raises(MilesError, match="trajectory 1 of prompt 0 lacks its teacher's log-probs"):
         step(trainer, [whole[0], replace(whole[1], extras={})])
-    with pytest.raises(MilesError, match="the samples bring no log-probs of a teacher"):
+    with pytest.raises(MilesError, match="the samples have no teacher log-probs"):
         step(worker(model(), algo=knobs(opd_log_prob_top_k=2)), whole)
 
 

@@ -5,15 +5,15 @@ from tests.launch.test_memory_layouts import DENSE, small
 from tests.pool import ranks
 from tests.train.taught_ranks import alone, among
 
-from miles.cluster.layout import Layout
+from miles.cluster.parallel_dims import ParallelDims
 
 
 def test_a_lesson_over_ranks_has_the_gradient_of_one_process():
     spec = small(DENSE)
     layouts = [
-        Layout(world=4, shard=2, tensor=2),
-        Layout(world=4, context=2, tensor=2),
-        Layout(world=4, shard=2, context=2),
+        ParallelDims(world=4, shard=2, tensor=2),
+        ParallelDims(world=4, context=2, tensor=2),
+        ParallelDims(world=4, shard=2, context=2),
     ]
     wanted = alone(spec)
     for layout, found in zip(layouts, ranks(4, among, spec, layouts)[0], strict=True):

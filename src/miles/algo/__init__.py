@@ -1,5 +1,5 @@
-"""Room: algo -- the mathematics. Rewards to advantages, log-probabilities to a loss.
+"""Package algo: the RL mathematics; rewards to advantages, log-probabilities to a loss.
 
-Floor 1. Imports: core, config, numpy, torch (``credit``, ``config`` and ``ladder`` without torch).
-Pure: no I/O, no ranks, no clock, no randomness. Never touches a model, an engine or a flag.
+Layer 1. Imports: core, config, numpy, torch (``advantages``, ``config`` and ``correction_schedule`` without torch).
+Pure functions: no I/O, no ranks, no clock, no randomness. It never touches a model, an engine or a flag.
 """

@@ -1,31 +1,31 @@
-"""Knobs of the mathematics: how rewards become gradients."""
+"""Options of the RL algorithm: advantages, loss, corrections, distillation."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from miles.config.knob import knob
+from miles.config.option import option
 
-TOKEN_RETURNS = frozenset({"reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"})
-"""Estimators whose advantages are reckoned token by token in the trainer, over all of a step's batch."""
-WITH_CRITIC = frozenset({"ppo"})
-"""Estimators that take a critic's values."""
+TOKEN_LEVEL_ESTIMATORS = frozenset({"reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"})
+"""Advantage estimators that the trainer computes per token over a whole batch."""
+CRITIC_ESTIMATORS = frozenset({"ppo"})
+"""Advantage estimators that need a critic."""
 DEFAULT_TEACHER = "default"
-"""The name of the teacher of prompts that name none."""
-UNREWARDED = "on_policy_distillation"
-"""The estimator that learns from a teacher alone: rewards are measured, where there are any, and not learnt from."""
-GIVEN: Mapping[str, str] = MappingProxyType(
-    {"sft_loss": "demonstrations", "dpo_loss": "pairs of replies", "rm_loss": "pairs of replies"}
+"""Name of the teacher of prompts that name none."""
+DISTILLATION_ESTIMATOR = "on_policy_distillation"
+"""The estimator that trains on a teacher's signal only; rewards are logged but not trained on."""
+OFFLINE_LOSSES: Mapping[str, str] = MappingProxyType(
+    {"sft_loss": "demonstrations", "dpo_loss": "pairs of responses", "rm_loss": "pairs of responses"}
 )
-"""Losses over replies that the data gives, and what such a row is: nothing is sampled, scored or compared."""
-PAIRED = frozenset({"dpo_loss", "rm_loss"})
-"""Those of them whose rows are pairs of a chosen and a rejected reply."""
+"""Losses on responses of the dataset (nothing is sampled), and what a row of the dataset is."""
+PREFERENCE_LOSSES = frozenset({"dpo_loss", "rm_loss"})
+"""Losses on pairs of a chosen and a rejected response."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgoConfig:
-    """How rewards become gradients."""
+    """Advantage estimator, losses, clipping, KL, importance sampling and distillation."""
 
     advantage_estimator: Literal[
         "grpo",
@@ -38,163 +38,192 @@ class AlgoConfig:
         "reinforce_plus_plus_baseline",
         "ppo",
         "on_policy_distillation",
-    ] = knob("grpo", "The algorithm: how rewards become advantages, and how these become a gradient.")
-    loss_type: Literal["policy_loss", "sft_loss", "dpo_loss", "rm_loss", "custom_loss"] = knob(
+    ] = option("grpo", "RL algorithm: how rewards become advantages and how these enter the loss.")
+    loss_type: Literal["policy_loss", "sft_loss", "dpo_loss", "rm_loss", "custom_loss"] = option(
         "policy_loss",
-        "What is minimised: a policy loss, the negative log-likelihood of demonstrations, the DPO loss of pairs of "
-        "replies, the Bradley-Terry loss of a reward model over such pairs, or a plug of your own.",
+        "Loss to minimise: policy loss, negative log-likelihood of demonstrations (SFT), DPO loss of "
+        "preference pairs, Bradley-Terry loss of a reward model, or a custom hook.",
     )
-    dpo_beta: float = knob(
-        0.1, "How strongly dpo_loss holds the policy to the reference: the scale of a reply's implicit reward."
+    dpo_beta: float = option(
+        0.1,
+        "DPO beta: scale of the implicit reward, which controls how far the policy may move from the reference.",
+        gt=0,
     )
-    dpo_label_smoothing: float = knob(
-        0.0, "Probability with which dpo_loss takes a pair to be the wrong way round.", unit="share"
+    dpo_label_smoothing: float = option(
+        0.0, "Probability that the label of a preference pair is wrong (conservative DPO).", unit="share", ge=0, lt=0.5
     )
-    custom_loss_function_path: str | None = knob(
-        None, "Plug that is minimised with --loss-type custom_loss (see algo.objective.Objective)."
+    custom_loss_function_path: str | None = option(
+        None, "Hook: loss function for --loss-type custom_loss (see algo.policy_loss.LossFn)."
     )
-    eps_clip: float = knob(0.2, "How far below 1 the policy ratio may fall before a token's gradient stops.")
-    eps_clip_high: float | None = knob(
-        None, "How far above 1 the policy ratio may rise before a token's gradient stops; --eps-clip when not given."
+    eps_clip: float = option(0.2, "PPO clip range below 1: a token whose ratio falls further gets no gradient.", ge=0)
+    eps_clip_high: float | None = option(
+        None,
+        "PPO clip range above 1; --eps-clip when not given.",
+        ge=0,
     )
-    eps_clip_c: float | None = knob(
-        None, "Dual clip: the loss of a token with a negative advantage is at most this times |advantage|; above 1."
+    eps_clip_c: float | None = option(
+        None,
+        "Dual clip: the loss of a token with a negative advantage is at most this times |advantage|; above 1.",
+        gt=1,
     )
-    grpo_std_normalization: bool = knob(
+    grpo_std_normalization: bool = option(
         True,
-        "Divide a group's centred rewards by their standard deviation.",
+        "Divide a group's centred rewards by their standard deviation; off is Dr.GRPO.",
         off="--disable-grpo-std-normalization",
     )
-    advantage_role_key: str | None = knob(
-        None, "Compare attempts at a prompt only if they have the same value under this key of their metadata."
+    advantage_role_key: str | None = option(
+        None, "Compare only trajectories of a prompt that have the same value under this metadata key."
     )
-    failed_attempts: Literal["mask", "train"] = knob(
+    failed_trajectories: Literal["mask", "train"] = option(
         "mask",
-        "What becomes of attempts whose environment or agent failed: left out of the loss and of what their group is "
-        "measured by, or trained on with the reward 0.",
+        "What happens to trajectories whose environment, agent or reward failed: mask leaves them out of the loss and"
+        " of the group baseline, and drops groups without any other; train keeps them with reward 0.",
     )
-    custom_reward_post_process_path: str | None = knob(
-        None, "Plug that says what each attempt of a scored group is worth (see core.protocols.Worth)."
+    custom_reward_post_process_path: str | None = option(
+        None, "Hook: advantages of the trajectories of a scored group (see core.protocols.AdvantageFn)."
     )
-    custom_convert_samples_to_train_data_path: str | None = knob(
-        None, "Plug that makes the training rows of a scored group (see core.protocols.Credit)."
+    custom_convert_samples_to_train_data_path: str | None = option(
+        None, "Hook: training samples of a scored group (see core.protocols.AdvantageEstimator)."
     )
-    overlong_buffer_len: int | None = knob(
-        None, "The last so many tokens before --rollout-max-response-len cost reward, rising to all at it.", unit="N"
-    )
-    overlong_penalty_factor: float = knob(
-        1.0, "What an attempt of the full length loses of its reward with --overlong-buffer-len."
-    )
-    use_kl_loss: bool = knob(False, "Add the KL divergence from the reference model to the loss.")
-    kl_loss_coef: float = knob(0.0, "Weight of the KL term in the loss.")
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = knob("k1", "Which estimator of the KL divergence is used.")
-    use_unbiased_kl: bool = knob(
-        False, "Multiply each token's KL by its policy ratio, which mends the estimate on what older weights wrote."
-    )
-    entropy_coef: float = knob(0.0, "Weight of the entropy bonus in the loss.")
-    use_opsm: bool = knob(
-        False, "Leave samples of negative advantage out of the loss that the policy has moved away from."
-    )
-    opsm_delta: float = knob(
-        1e-4, "Mean log-prob that a sample must have lost since the engine wrote it, to be left out by --use-opsm."
-    )
-    kl_coef: float = knob(
-        0.0,
-        "Weight of the KL divergence from the reference model, estimated as --kl-loss-type, in each token's reward.",
-    )
-    gamma: float = knob(1.0, "Discount of a reward for every trained token that lies before it.")
-    lambd: float = knob(
-        1.0, "How far ppo looks beyond the critic's next value: 0 not at all, 1 to the end of the attempt."
-    )
-    normalize_advantages: bool = knob(
-        False, "Shift and scale the advantages of all tokens of a step's batch to mean 0 and deviation 1."
-    )
-    value_clip: float = knob(0.2, "How far the critic's value of a token may move within one batch.")
-    use_rollout_logprobs: bool | None = knob(
+    overlong_buffer_len: int | None = option(
         None,
-        "Take the old log-probs of the policy ratio from the engine and not from the trainer's own forward; "
-        "when not given, only for a batch with tokens that older weights wrote.",
-    )
-    use_tis: bool = knob(
-        False, "Weigh each token by the trainer's probability of it over the engine's: importance sampling."
-    )
-    tis_mode: Literal["truncate", "mask", "icepop", "auto"] = knob(
-        "truncate",
-        "What becomes of a weight beyond its bounds: held at them, made 0, made 0 within IcePop's bounds, "
-        "or as the measured parity asks for.",
-    )
-    tis_level: Literal["token", "sequence", "geometric"] = knob(
-        "token", "Whose ratio a weight is: the token's, the product over its sample's, or their geometric mean."
-    )
-    tis_clip: float | None = knob(
-        None, "Upper bound of a token's importance weight; when not given 2, and 5 for icepop.", unit="ratio"
-    )
-    tis_clip_low: float | None = knob(
-        None, "Lower bound of a token's importance weight; when not given 0, and 0.5 for icepop.", unit="ratio"
-    )
-    tis_batch_normalize: bool = knob(
-        False, "Divide the importance weights by their mean over the global batch, so that it is 1."
-    )
-    custom_tis_function_path: str | None = knob(
-        None, "Your own correction of the mismatch between engine and trainer, in place of the built-in ones."
-    )
-    use_rs: bool = knob(
-        False, "Leave out of the loss what the trainer finds much more or much less likely than the engine did."
-    )
-    rs_level: Literal["token", "sequence", "geometric"] = knob(
-        "token", "What --use-rs leaves out: tokens, or samples by the product or geometric mean of their ratios."
-    )
-    rs_upper_bound: float = knob(2.0, "Ratio of trainer to engine above which --use-rs leaves out.", unit="ratio")
-    rs_lower_bound: float = knob(0.5, "Ratio of trainer to engine below which --use-rs leaves out.", unit="ratio")
-    rs_veto_threshold: float | None = knob(
-        None,
-        "Leave a whole sample out when any of its tokens has a ratio of trainer to engine below this.",
-        unit="ratio",
-    )
-    use_opd: bool = knob(False, "Also learn from a teacher that scores the very tokens the policy drew: distillation.")
-    opd_kl_coef: float = knob(1.0, "Weight of the reverse KL from the teacher, beside what rewards are worth.")
-    opd_log_prob_top_k: int = knob(
-        0,
-        "Tokens over which the reverse KL from the teacher is exact and in the loss, all others being one; -1 for the "
-        "whole vocabulary, 0 to judge only the drawn token, in its advantage.",
+        "Number of tokens before --rollout-max-response-len over which the overlong penalty grows to its maximum.",
         unit="N",
+        ge=1,
     )
-    opd_top_k_strategy: Literal["only-student", "only-teacher", "intersection", "union", "xor"] = knob(
-        "only-student", "Whose most likely tokens --opd-log-prob-top-k looks at one by one."
+    overlong_penalty_factor: float = option(
+        1.0, "Maximum overlong penalty, subtracted from the reward of a response of maximum length.", gt=0
     )
-    opd_reward_weight_mode: Literal["student_p", "teacher_p"] = knob(
-        "student_p",
-        "By whose probability the log-ratios of --opd-log-prob-top-k are weighed: the policy's, which is the reverse "
-        "KL, or the teacher's, which is the forward KL.",
+    use_kl_loss: bool = option(False, "Add the KL divergence from the reference model to the loss.")
+    kl_loss_coef: float = option(0.0, "Weight of the KL term in the loss.", ge=0)
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = option(
+        "k1", "Estimator of the KL divergence from the reference model."
     )
-    opd_type: Literal["sglang", "fsdp"] | None = knob(
-        None,
-        "Where teachers are: sglang for servers named by --opd-teacher-urls, fsdp for checkpoints that the trainer "
-        "holds; follows from the flag that names them.",
-    )
-    opd_teacher_key: str = knob(
-        "opd_teacher", "Key of a prompt's metadata that names its teacher, one of --opd-teachers or --opd-teacher-urls."
-    )
-    calculate_per_token_loss: bool = knob(
-        False, "Weigh every trained token of a global batch alike, and not every trajectory."
-    )
-    constant_loss_length: int | None = knob(
-        None, "Divide the loss of a trajectory by this number and not by how many tokens it has.", unit="tokens"
-    )
-    custom_pg_loss_reducer_function_path: str | None = knob(
-        None, "Plug that says what a token of each trajectory weighs in the loss (see algo.reduce.Reducer)."
-    )
-    use_rollout_routing_replay: bool = knob(
-        False, "Route the tokens of a mixture-of-experts model in training as the engine routed them."
-    )
-    use_routing_replay: bool = knob(
+    use_unbiased_kl: bool = option(
         False,
-        "In all optimizer steps of a batch, route tokens to the experts that the trainer's own forward chose before "
-        "the first; beside --use-rollout-routing-replay, those the engine did not record.",
+        "Multiply each token's KL by its policy ratio, which makes the estimate unbiased for tokens of older versions.",
+    )
+    entropy_coef: float = option(0.0, "Weight of the entropy bonus in the loss.", ge=0)
+    use_opsm: bool = option(
+        False, "Off-policy sequence masking: drop samples with negative advantage that the policy has moved away from."
+    )
+    opsm_delta: float = option(
+        1e-4,
+        "Mean log-prob decrease since sampling above which --use-opsm drops a sample.",
+        ge=0,
+    )
+    kl_coef: float = option(
+        0.0,
+        "Coefficient of the KL from the reference model (estimated by --kl-loss-type) in each token's reward.",
+        ge=0,
+    )
+    gamma: float = option(1.0, "Discount factor per trained token.", ge=0, le=1)
+    lambd: float = option(1.0, "GAE lambda of ppo: 0 uses only the critic's next value, 1 the full return.", ge=0, le=1)
+    normalize_advantages: bool = option(
+        False, "Whiten the advantages over all tokens of a step's batch to mean 0 and standard deviation 1."
+    )
+    value_clip: float = option(0.2, "Clip range of the critic's value change within one batch.", gt=0)
+    use_rollout_logprobs: bool | None = option(
+        None,
+        "Take the old log-probs of the policy ratio from the engine instead of a trainer forward pass; when "
+        "not given, only for batches with tokens of older versions.",
+    )
+    use_tis: bool = option(
+        False, "Importance sampling: weight each token by the ratio of the trainer's to the engine's probability."
+    )
+    tis_mode: Literal["truncate", "mask", "icepop", "auto"] = option(
+        "truncate",
+        "What happens to weights outside the bounds: truncate clamps them (TIS), mask sets them to 0 (MIS), "
+        "icepop masks with IcePop's bounds, auto chooses by the measured parity.",
+    )
+    tis_level: Literal["token", "sequence", "geometric"] = option(
+        "token",
+        "Level of the importance ratio: token, product over the sample (sequence), or geometric mean over the sample.",
+    )
+    tis_clip: float | None = option(
+        None, "Upper bound of a token's importance weight; when not given 2, and 5 for icepop.", unit="ratio", ge=1
+    )
+    tis_clip_low: float | None = option(
+        None,
+        "Lower bound of a token's importance weight; when not given 0, and 0.5 for icepop.",
+        unit="ratio",
+        ge=0,
+        le=1,
+    )
+    tis_batch_normalize: bool = option(False, "Divide the importance weights by their mean over the global batch.")
+    custom_tis_function_path: str | None = option(
+        None, "Hook: correction of the mismatch between engine and trainer, instead of the built-in ones."
+    )
+    use_rs: bool = option(
+        False,
+        "Rejection sampling: drop tokens or samples whose ratio of trainer to engine probability is outside "
+        "the bounds.",
+    )
+    rs_level: Literal["token", "sequence", "geometric"] = option(
+        "token", "Level of --use-rs: tokens, or samples by the product or geometric mean of their ratios."
+    )
+    rs_upper_bound: float = option(
+        2.0, "Ratio of trainer to engine probability above which --use-rs drops.", unit="ratio", ge=1
+    )
+    rs_lower_bound: float = option(
+        0.5, "Ratio of trainer to engine probability below which --use-rs drops.", unit="ratio", ge=0, le=1
+    )
+    rs_veto_threshold: float | None = option(
+        None,
+        "Drop a whole sample if any of its tokens has a ratio of trainer to engine probability below this.",
+        unit="ratio",
+        gt=0,
+        lt=1,
+    )
+    use_opd: bool = option(False, "On-policy distillation: also train on a teacher's log-probs of the sampled tokens.")
+    opd_kl_coef: float = option(
+        1.0, "Coefficient of the KL from the teacher, added to the reward-based objective.", ge=0
+    )
+    opd_log_prob_top_k: int = option(
+        0,
+        "Number of tokens over which the KL from the teacher is exact and part of the loss, with all others "
+        "in one bucket; -1 for the whole vocabulary, 0 for the sampled token only, in its advantage.",
+        unit="N",
+        ge=-1,
+    )
+    opd_top_k_strategy: Literal["only-student", "only-teacher", "intersection", "union", "xor"] = option(
+        "only-student", "Whose most likely tokens form the token set of --opd-log-prob-top-k."
+    )
+    opd_reward_weight_mode: Literal["student_p", "teacher_p"] = option(
+        "student_p",
+        "KL direction of --opd-log-prob-top-k: student_p is the reverse KL, teacher_p the forward KL.",
+    )
+    opd_type: Literal["sglang", "fsdp"] | None = option(
+        None,
+        "Where teachers run: sglang for servers of --opd-teacher-urls, fsdp for checkpoints loaded by the "
+        "trainer; inferred from those flags when not given.",
+    )
+    opd_teacher_key: str = option(
+        "opd_teacher", "Prompt metadata key that names its teacher, one of --opd-teachers or --opd-teacher-urls."
+    )
+    calculate_per_token_loss: bool = option(
+        False, "Average the loss over all trained tokens of a global batch instead of over trajectories."
+    )
+    constant_loss_length: int | None = option(
+        None,
+        "Divide the loss of a trajectory by this constant instead of its number of tokens (Dr.GRPO).",
+        unit="tokens",
+        ge=1,
+    )
+    custom_pg_loss_reducer_function_path: str | None = option(
+        None, "Hook: weight of a token of each trajectory in the loss (see algo.loss_aggregation.Reducer)."
+    )
+    use_rollout_routing_replay: bool = option(
+        False, "Rollout routing replay (R3): route MoE tokens in training to the experts that the engine used."
+    )
+    use_routing_replay: bool = option(
+        False,
+        "Routing replay: in all optimizer steps of a batch, route tokens to the experts of the trainer's "
+        "first forward pass; with --use-rollout-routing-replay, only tokens that the engine did not record.",
     )
 
 
-def distils(config: AlgoConfig) -> bool:
-    """Does a teacher score what the policy wrote?"""
-    asked = config.use_opd or config.advantage_estimator == UNREWARDED
-    return asked and config.loss_type not in GIVEN
+def uses_distillation(config: AlgoConfig) -> bool:
+    """Return whether a teacher scores the sampled tokens."""
+    requested = config.use_opd or config.advantage_estimator == DISTILLATION_ESTIMATOR
+    return requested and config.loss_type not in OFFLINE_LOSSES

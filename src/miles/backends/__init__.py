@@ -1,4 +1,4 @@
-"""Room: backends -- an engine or a trainer behind our doors, one folder a system.
+"""Backends: engines and trainers behind the protocols of ``core``, one package for each system.
 
-Floor 3. Imports: everything below. Never: another backend. Only launch names them, and imports only the chosen ones.
+Layer 3: imports every lower layer, never another backend. Only ``launch`` names them, and imports only the chosen ones.
 """

@@ -1,5 +1,4 @@
-"""Room: cluster -- processes and devices: how work is run (local, in this process), what it is run on (platform),
-and how requests find one of several engines (route, without torch).
+"""Package: cluster -- processes and devices: platforms, executors, child processes, SPMD ranks, workers, the router.
 
-Floor 1. Imports: core, config, torch. Never: a plane, a backend, a knob of another room.
+Layer 1. Imports: core, config, torch. Never: rollout, schedule, train, a backend, or another package's configuration.
 """

@@ -1,22 +1,71 @@
-"""Knobs of the machine: which device, how many of them, how many threads."""
+"""Options of the hardware, of fault tolerance and of the Ray runtime."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from miles.config.knob import knob
+from miles.config.option import option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """Where the planes live."""
+    """Device, nodes and GPUs of training and rollout."""
 
-    device: Literal["auto", "cpu", "cuda"] = knob(
-        "auto", "What to compute on; auto takes an accelerator when there is one (ROCm counts as cuda)."
+    device: Literal["auto", "cpu", "cuda"] = option(
+        "auto", "Device to compute on; auto takes an accelerator if there is one (ROCm counts as cuda)."
     )
-    num_threads: int | None = knob(None, "CPU threads for one operation; without it torch decides.", unit="threads")
-    actor_num_nodes: int = knob(1, "Machines of the training plane.", unit="nodes")
-    actor_num_gpus_per_node: int = knob(1, "Devices of the training plane on each machine.", unit="devices")
-    rollout_num_gpus: int | None = knob(
-        None, "Devices of the rollout plane; without it the training plane's are shared.", unit="devices"
+    num_threads: int | None = option(None, "CPU threads per operation; torch's default if unset.", unit="threads", ge=1)
+    actor_num_nodes: int = option(1, "Nodes for training.", unit="nodes", ge=1)
+    actor_num_gpus_per_node: int = option(1, "GPUs for training on each node.", unit="devices", ge=1)
+    rollout_num_gpus: int | None = option(
+        None, "GPUs for rollout; if unset or with --colocate, those of training.", unit="devices", ge=1
     )
-    rollout_num_gpus_per_engine: int = knob(1, "Devices one engine spans.", unit="devices")
+    rollout_num_gpus_per_engine: int = option(
+        1, "GPUs per inference engine (tensor parallel size).", unit="devices", ge=1
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultConfig:
+    """Restarts, heartbeats and slow ranks."""
+
+    max_restarts: int = option(
+        0,
+        "Restarts without a new checkpoint of a run that crashed, was killed or hangs; 0 does not restart it.",
+        unit="times",
+        ge=0,
+    )
+    trainer_max_restarts: int = option(
+        5,
+        "Restarts without a new checkpoint of the trainer's ranks, inside the run, when one of them dies or hangs.",
+        unit="times",
+        ge=0,
+    )
+    heartbeat_timeout: float = option(
+        60.0,
+        "Seconds without a heartbeat after which a rank of the trainer, or with --max-restarts the run itself, is "
+        "killed; 0 waits for ever.",
+        unit="s",
+        ge=0,
+    )
+    slow_rank_factor: float = option(
+        1.5,
+        "Report a rank of the trainer or a remote engine as slow that takes this many times the median time per token "
+        "of the others, several times in a row; 0 reports none.",
+        ge=0,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayConfig:
+    """Runtime: processes of this machine, or a Ray cluster."""
+
+    runtime: Literal["local", "ray"] = option(
+        "local", "Start engines and ranks as processes of this machine, or on the nodes of a Ray cluster."
+    )
+    ray_address: str | None = option(
+        None,
+        "Ray cluster to join, host:port or auto; if unset, that of RAY_ADDRESS, else a local one is started.",
+    )
+    ray_placement_timeout: float = option(
+        120.0, "How long a run waits for cluster resources that others hold before it fails.", unit="seconds", gt=0
+    )

@@ -1,6 +1,6 @@
-"""What a device is: the one file that knows CPU, CUDA and ROCm apart.
+"""Platforms: CPU, CUDA and ROCm, and the only module that distinguishes them.
 
-HIP builds of torch answer to the ``cuda`` names, so code above asks a ``Platform`` and never torch.
+ROCm builds of torch use the ``cuda`` names, so other modules use a ``Platform`` instead of torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from miles.core.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Platform:
-    """One device: its kind (``cpu``, ``cuda``, ``rocm``), torch's name for it, its name on the box, its memory."""
+    """One device: its kind (``cpu``, ``cuda``, ``rocm``), torch device, product name and memory."""
 
     kind: str
     device: torch.device
@@ -23,33 +23,33 @@ class Platform:
     memory_bytes: int
 
     def free_bytes(self) -> int:
-        """Memory that could be taken now."""
+        """Memory that can be allocated now."""
         if self.kind == "cpu":
             return _available_host_memory()
         return torch.cuda.mem_get_info(self.device)[0]
 
     def synchronize(self) -> None:
-        """Wait until the device has done what it was told."""
+        """Wait until all work queued on the device is done."""
         if self.kind != "cpu":
             torch.cuda.synchronize(self.device)
 
-    def give_back(self) -> None:
+    def empty_cache(self) -> None:
         """Return cached, unused device memory to the driver."""
         if self.kind != "cpu":
             torch.cuda.empty_cache()
 
 
-def find(wanted: str = "auto", *, threads: int | None = None) -> Platform:
-    """The device a run will use. Asking for an accelerator that is not there is refused."""
+def detect_platform(device_name: str = "auto", *, threads: int | None = None) -> Platform:
+    """The device of a run; raises ``UsageError`` for an accelerator that is not there."""
     if threads is not None:
         torch.set_num_threads(threads)
     has_accelerator = torch.cuda.is_available()
-    if wanted == "cuda" and not has_accelerator:
+    if device_name == "cuda" and not has_accelerator:
         raise UsageError(
-            "--device cuda was asked for, but torch sees no CUDA or ROCm device here; "
+            "--device cuda needs a CUDA or ROCm device, but torch sees none; "
             "use --device cpu, or run miles doctor to see what is missing"
         )
-    if wanted == "cpu" or not has_accelerator:
+    if device_name == "cpu" or not has_accelerator:
         return Platform(
             kind="cpu",
             device=torch.device("cpu"),
@@ -62,25 +62,25 @@ def find(wanted: str = "auto", *, threads: int | None = None) -> Platform:
     return Platform(kind=kind, device=device, name=properties.name, memory_bytes=properties.total_memory)
 
 
-def several(device: torch.device, count: int) -> list[torch.device]:
-    """``count`` devices: this one and those that come after it. A CPU is one, however many share it."""
+def consecutive_devices(device: torch.device, count: int) -> list[torch.device]:
+    """``count`` devices: this one and those after it; a CPU is repeated."""
     if device.type == "cpu":
         return [device] * count
-    first, there = device.index or 0, torch.cuda.device_count()
-    if first + count > there:
-        raise UsageError(f"{count} devices from {device} on were asked for, and torch sees {there}; ask for fewer")
+    first, available = device.index or 0, torch.cuda.device_count()
+    if first + count > available:
+        raise UsageError(f"{count} devices from {device} on are needed, but torch sees {available}; ask for fewer")
     return [torch.device(device.type, first + i) for i in range(count)]
 
 
-def device_named(name: str, flag: str) -> torch.device:
-    """A device by torch's name, such as ``cpu`` or ``cuda:1``, that ``flag`` asks for; refused where there is none."""
+def parse_device(name: str, flag: str) -> torch.device:
+    """The device that ``flag`` names, such as ``cpu`` or ``cuda:1``; raises ``UsageError`` if it is not there."""
     device = torch.device(name)
     if device.type == "cpu":
         return device
     count = torch.cuda.device_count()
     index = torch.cuda.current_device() if device.index is None and count else device.index or 0
     if index >= count:
-        raise UsageError(f"{flag} {name} was asked for, but torch sees {count} accelerators here; name one of them.")
+        raise UsageError(f"{flag} {name} is not available: torch sees {count} accelerators; name one of them.")
     return torch.device("cuda", index)
 
 

@@ -1,5 +1,5 @@
-"""Room: config -- the mechanism of knobs: dataclass fields <-> flags <-> files, and who set what.
+"""Package config: the mechanism of options (dataclass fields <-> flags <-> recipe files) and the origin of each value.
 
-Floor 0. Imports: stdlib, core.errors, and yaml when a YAML file is read. Knows no knob: each room
-keeps its own in its ``config.py``.
+Layer 0. Imports the standard library, core.errors, and yaml when a YAML file is read. Declares no option itself: each
+package keeps its own in its ``config.py``.
 """

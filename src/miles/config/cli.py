@@ -1,29 +1,29 @@
-"""argv + recipe -> a frozen config, who set each value, and everything that is wrong with them.
+"""Command-line and recipe parser: a frozen config, the origin of each value, and everything that is wrong.
 
-Flags are flat (``--eps-clip 0.2``); files may be flat or in sections (``[algo] eps_clip = 0.2``).
-Later wins: default, included file, file, flag. Nothing ends the process here: problems are gathered,
-so that a user sees them all at once.
+Flags are flat (``--eps-clip 0.2``); files may be flat or in sections (``[algo] eps_clip = 0.2``). Later wins: default,
+included file, file, flag, repeated flag. Problems are collected and never exit the process, so that a user sees all of
+them at once.
 
-argv is cut into chunks, a flag and the words up to the next flag, and each chunk is read by itself;
-so one bad chunk hides no other, and ``-1e-5`` is a number wherever it stands.
+argv is split at flags: a flag and the words up to the next one are parsed by themselves. So one bad flag hides no
+other, and ``-1e-5`` is a number everywhere.
 """
 
 import os.path
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from miles.config.files import Layer
-from miles.config.kind import Misfit
-from miles.config.origin import FLAG, Explain, Ledger, Reading, anchored
-from miles.config.table import Dataclass, Knob, flag_of, rooms_of
+from miles.config.provenance import FLAG, ConfigBuilder, Explain, ParseResult, resolve_paths
+from miles.config.schema import Dataclass, Option, flag_from_name, get_sections
+from miles.config.value_types import InvalidValue
 
 C = TypeVar("C", bound=Dataclass)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
+class FlagArgs:
     """A flag and the words that follow it."""
 
     flag: str
@@ -35,17 +35,17 @@ class Chunk:
 
 def parse(
     root: type[C], argv: Sequence[str], layers: Sequence[Layer] = (), explain: Explain = lambda flag: None
-) -> Reading[C]:
-    """Read ``argv`` over ``layers`` over defaults.
+) -> ParseResult[C]:
+    """Parse ``argv`` over ``layers`` over defaults.
 
-    ``explain`` is asked about flags and keys no room owns, and may answer with what to say of one:
-    the end of a sentence that starts with its name.
+    ``explain`` is called with flags and keys that no section has; it may return the end of a sentence that starts with
+    the flag.
     """
-    ledger = Ledger(root)
+    builder = ConfigBuilder(root)
     for layer in layers:
-        _read_layer(ledger, layer, explain)
-    _read_flags(ledger, argv, explain)
-    return ledger.settle()
+        _parse_layer(builder, layer, explain)
+    _parse_flags(builder, argv, explain)
+    return builder.build()
 
 
 def is_flag(word: str) -> bool:
@@ -59,128 +59,166 @@ def is_flag(word: str) -> bool:
     return False
 
 
-def chunks_of(argv: Sequence[str]) -> tuple[list[str], list[Chunk]]:
-    """The words before the first flag, and the chunks from there on."""
-    loose: list[str] = []
-    chunks: list[Chunk] = []
+def split_argv(argv: Sequence[str]) -> tuple[list[str], list[FlagArgs]]:
+    """The words before the first flag, and every flag with its words."""
+    positionals: list[str] = []
+    flags: list[FlagArgs] = []
     for word in argv:
         if is_flag(word):
             flag, equals, value = word.partition("=")
-            chunks.append(Chunk(flag=flag, words=(value,) if equals else ()))
-        elif chunks:
-            chunks[-1] = Chunk(flag=chunks[-1].flag, words=(*chunks[-1].words, word))
+            flags.append(FlagArgs(flag=flag, words=(value,) if equals else ()))
+        elif flags:
+            flags[-1] = FlagArgs(flag=flags[-1].flag, words=(*flags[-1].words, word))
         else:
-            loose.append(word)
-    return loose, chunks
+            positionals.append(word)
+    return positionals, flags
 
 
 # -- flags ----------------------------------------------------------------------------------
 
 
-def _read_flags(ledger: Ledger[Any], argv: Sequence[str], explain: Explain) -> None:
-    known = known_flags(ledger.knobs)
-    loose, chunks = chunks_of(argv)
-    for word in loose:
-        ledger.refuse(f"{word!r} is not expected here: values follow their flag, as in --lr 1e-6.")
-    seen: dict[str, tuple[Chunk, Any]] = {}
-    for chunk in chunks:
-        if chunk.flag not in known:
-            _deliver(ledger, chunk, known, explain)
+def _parse_flags(builder: ConfigBuilder[Any], argv: Sequence[str], explain: Explain) -> None:
+    known = index_flags(builder.options)
+    positionals, flags = split_argv(argv)
+    for word in positionals:
+        _handle_positional(builder, word, known, explain)
+    lists: dict[str, tuple[FlagArgs, Any]] = {}
+    for args in flags:
+        if args.flag not in known:
+            _handle_unknown_flag(builder, args, known, explain)
             continue
-        knob = known[chunk.flag]
+        option = known[args.flag]
         try:
-            value = anchored(knob, _value_of(knob, chunk), "")
-        except Misfit as misfit:
-            ledger.refuse(_sentence(f"{chunk.flag} {misfit}"), knob.name)
+            value = resolve_paths(option, _parse_flag_value(option, args), "")
+        except InvalidValue as error:
+            builder.add_problem(_end_sentence(f"{args.flag} {error}"), option.name)
             continue
-        first, before = seen.setdefault(knob.name, (chunk, value))
-        if before != value:
-            ledger.refuse(f"'{first}' and '{chunk}' contradict each other; keep one.", knob.name)
-        ledger.put(knob.name, value, FLAG)
+        if option.value_type.many:
+            first_args, first_value = lists.setdefault(option.name, (args, value))
+            if first_value != value:
+                problem = f"'{first_args}' and '{args}' are two lists for one option; give all values after one flag."
+                builder.add_problem(problem, option.name)
+        builder.set(option.name, value, FLAG)
 
 
-def known_flags(knobs: Mapping[str, Knob]) -> dict[str, Knob]:
-    """Every spelling of every knob: its flag, aliases, ``--no-`` form, and the flag that turns it off."""
-    known: dict[str, Knob] = {}
-    for knob in knobs.values():
-        for flag in (knob.negation, knob.off, *knob.aliases, knob.flag):
+def index_flags(options: Mapping[str, Option]) -> dict[str, Option]:
+    """Options by every flag that sets them: their own, aliases, the ``--no-`` form, and ``off``."""
+    known: dict[str, Option] = {}
+    for option in options.values():
+        for flag in (option.negation, option.off, *option.aliases, option.flag):
             if flag is not None:
-                assert known.get(flag, knob) is knob, f"{flag} is a flag of both {known[flag].name} and {knob.name}"
-                known[flag] = knob
+                owner = known.setdefault(flag, option)
+                assert owner is option, f"{flag} is a flag of both {owner.name} and {option.name}"
     return known
 
 
-def _value_of(knob: Knob, chunk: Chunk) -> Any:
-    if chunk.flag in (knob.negation, knob.off):
-        if chunk.words:
-            raise Misfit(f"takes no value, but was given {chunk.words[0]!r}")
-        return knob.absent
-    return knob.kind.from_words(chunk.words)
+def _parse_flag_value(option: Option, args: FlagArgs) -> Any:
+    if args.flag in (option.negation, option.off):
+        if args.words:
+            raise InvalidValue(f"takes no value, but was given {args.words[0]!r}")
+        return option.negated_value
+    return option.value_type.from_words(args.words)
 
 
-def _deliver(ledger: Ledger[Any], chunk: Chunk, known: Mapping[str, Knob], explain: Explain) -> None:
-    """A flag that is not ours: mail for someone, known to be gone, or a mistake."""
-    prefix = next((p for p in ledger.mail if chunk.flag.startswith(f"--{p}-")), None)
-    if prefix is not None:
-        ledger.mail[prefix] += ["--" + chunk.flag[len(prefix) + 3 :], *chunk.words]
-    elif told := explain(chunk.flag):
-        ledger.refuse(f"{chunk.flag} {told}.")
+def _handle_unknown_flag(
+    builder: ConfigBuilder[Any], args: FlagArgs, known: Mapping[str, Option], explain: Explain
+) -> None:
+    """Pass it through to another program, or record why it is not a flag."""
+    prefix = next((p for p in builder.passthrough if args.flag.startswith(f"--{p}-")), None)
+    if explanation := explain(args.flag):
+        builder.add_problem(f"{args.flag} {explanation}.")
+    elif prefix is not None:
+        builder.passthrough[prefix] += ["--" + args.flag[len(prefix) + 3 :], *args.words]
     else:
-        close = get_close_matches(chunk.flag.replace("_", "-").lower(), known, n=1)
-        hint = f"; did you mean {close[0]}?" if close else "; see --help for all of them."
-        ledger.refuse(f"{chunk.flag} is not a flag{hint}", known[close[0]].name if close else None)
+        close = suggest_name(args.flag, known)
+        hint = f"; did you mean {close}?" if close else "; see --help all."
+        builder.add_problem(f"{args.flag} is not a flag{hint}", known[close].name if close else None)
+
+
+def _handle_positional(builder: ConfigBuilder[Any], word: str, known: Mapping[str, Option], explain: Explain) -> None:
+    """A word before the first flag; ``name=value``, as in Hydra, is explained by its name."""
+    name, equals, _ = word.partition("=")
+    flag = "--" + name.rpartition(".")[2].replace("_", "-")
+    explanation = explain(f"--{name}") or (f"is called {flag} here" if flag in known else None)
+    if equals and explanation:
+        builder.add_problem(f"{name} {explanation}; options are flags, as in --lr 1e-6.")
+    else:
+        builder.add_problem(f"{word!r} is not expected here: values follow their flag, as in --lr 1e-6.")
+
+
+def suggest_name(name: str, known: Iterable[str]) -> str | None:
+    """The name that was probably meant: spelled almost like ``name``, or the only one that begins or ends with it.
+
+    >>> suggest_name("--max-response-len", ["--rollout-max-response-len", "--eps-clip"])
+    '--rollout-max-response-len'
+    >>> suggest_name("--use-mlflow", ["--use-kl-loss"]) is None
+    True
+    """
+    stems = {one.strip("-").replace("_", "-").lower(): one for one in known}
+    wanted = name.strip("-").replace("_", "-").lower()
+    if close := get_close_matches(wanted, stems, n=1, cutoff=0.75 if len(wanted) < 8 else 0.8):
+        return stems[close[0]]
+    if (switched := stems.get(wanted.removeprefix("no-"))) is not None:
+        return switched
+    longer = [stem for stem in stems if stem.startswith(f"{wanted}-") or stem.endswith(f"-{wanted}")]
+    return stems[longer[0]] if len(longer) == 1 else None
 
 
 # -- files ----------------------------------------------------------------------------------
 
 
-def _read_layer(ledger: Ledger[Any], layer: Layer, explain: Explain) -> None:
+def _parse_layer(builder: ConfigBuilder[Any], layer: Layer, explain: Explain) -> None:
     folder, seen = os.path.dirname(layer.label), set[str]()
-    for section, key, value in _entries(ledger, layer):
-        knob = ledger.knobs.get(key)
-        if knob is None:
-            _refuse_key(ledger, layer.label, key, explain)
-        elif section is not None and section != knob.room:
-            ledger.refuse(f"{layer.label}: {key} belongs in [{knob.room}], not in [{section}].", key)
+    for section, key, value in _iter_entries(builder, layer):
+        option = builder.options.get(key)
+        if option is None:
+            _handle_unknown_key(builder, layer.label, key, explain)
+        elif section is not None and section != option.section:
+            builder.add_problem(f"{layer.label}: {key} belongs in [{option.section}], not in [{section}].", key)
         elif key in seen:
-            ledger.refuse(f"{layer.label}: {key} is set twice, at the top and in [{knob.room}]; keep one.", key)
+            place = f"at the top and in [{option.section}]"
+            builder.add_problem(f"{layer.label}: {key} is set twice, {place}; keep one.", key)
         else:
             seen.add(key)
             try:
-                ledger.put(key, anchored(knob, knob.kind.from_file(value), folder), layer.label)
-            except Misfit as misfit:
-                ledger.refuse(_sentence(f"{layer.label}: {key} {misfit}"), key)
+                value = resolve_paths(option, option.value_type.from_file(value), folder)
+                builder.set(key, value, layer.label)
+            except InvalidValue as error:
+                builder.add_problem(_end_sentence(f"{layer.label}: {key} {error}"), key)
 
 
-def _entries(ledger: Ledger[Any], layer: Layer) -> Iterator[tuple[str | None, str, Any]]:
-    """(section, key, value) of every key; sections that cannot be one are refused."""
-    rooms = rooms_of(ledger.root)
+def _iter_entries(builder: ConfigBuilder[Any], layer: Layer) -> Iterator[tuple[str | None, str, Any]]:
+    """(section, key, value) of every key; unknown sections are recorded as problems."""
+    sections = get_sections(builder.root)
     for key, value in layer.values.items():
-        if key in rooms and isinstance(value, dict):
-            yield from ((key, str(inner), each) for inner, each in value.items())
-        elif key in rooms:
-            ledger.refuse(f"{layer.label}: {key} is a section and holds keys of its own, as in [{key}].")
-        elif isinstance(value, dict) and key not in ledger.knobs:
-            close = get_close_matches(key, [*rooms, *ledger.knobs], n=1)
-            hint = f"did you mean [{close[0]}]?" if close else f"there are {', '.join(f'[{r}]' for r in rooms)}."
-            ledger.refuse(f"{layer.label}: there is no section [{key}]; {hint}")
-            ledger.unread.update(str(inner) for inner in value if inner in ledger.knobs)
+        if key in sections and isinstance(value, dict):
+            yield from ((key, str(inner), inner_value) for inner, inner_value in value.items())
+        elif key in builder.options:
+            yield None, key, value
+        elif key in sections:
+            builder.add_problem(f"{layer.label}: {key} is a section and holds keys of its own, as in [{key}].")
+        elif isinstance(value, dict):
+            close = get_close_matches(key, [*sections, *builder.options], n=1)
+            every = ", ".join(f"[{section}]" for section in sections)
+            hint = f"did you mean [{close[0]}]?" if close else f"there are {every}."
+            builder.add_problem(f"{layer.label}: there is no section [{key}]; {hint}")
+            builder.invalid.update(str(inner) for inner in value if inner in builder.options)
         else:
             yield None, key, value
 
 
-def _refuse_key(ledger: Ledger[Any], label: str, key: str, explain: Explain) -> None:
-    knob = known_flags(ledger.knobs).get(flag_of(key))
-    if knob is not None:
-        mend = "false" if knob.kind.scalar is bool and knob.flag != flag_of(key) else "..."
-        ledger.refuse(f"{label}: {key} is not a key; write {knob.name} = {mend} instead.", knob.name)
-    elif told := explain(flag_of(key)):
-        ledger.refuse(f"{label}: {key} {told}.")
+def _handle_unknown_key(builder: ConfigBuilder[Any], label: str, key: str, explain: Explain) -> None:
+    option = index_flags(builder.options).get(flag_from_name(key))
+    if option is not None:
+        value = "false" if option.value_type.scalar is bool and option.flag != flag_from_name(key) else "..."
+        builder.add_problem(f"{label}: {key} is not a key; write {option.name} = {value} instead.", option.name)
+    elif explanation := explain(flag_from_name(key)):
+        builder.add_problem(f"{label}: {key} {explanation}.")
     else:
-        close = get_close_matches(key.replace("-", "_").lower(), ledger.knobs, n=1)
-        hint = f"; did you mean {close[0]}?" if close else "; see miles train --help for all of them."
-        ledger.refuse(f"{label}: {key} is not a key{hint}", close[0] if close else None)
+        close = suggest_name(key, builder.options)
+        hint = f"; did you mean {close}?" if close else "; see miles train --help all."
+        builder.add_problem(f"{label}: {key} is not a key{hint}", close)
 
 
-def _sentence(text: str) -> str:
+def _end_sentence(text: str) -> str:
     return text if text.endswith("?") else f"{text}."

@@ -1,4 +1,5 @@
-"""Room: core -- the nouns (types), the doors (protocols), what may go wrong (errors), what happened (events).
+"""Package core: shared types, protocols, errors and events.
 
-Floor 0. Imports: stdlib, numpy. Holds no policy and no knob.
+Layer 0. Imports: stdlib, numpy. It holds no configuration and no policy; it never touches a model, an engine or a file
+of a run.
 """

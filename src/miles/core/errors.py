@@ -1,6 +1,9 @@
-"""What a user is told when something is wrong: one sentence, naming what, where and the mend."""
+"""Exceptions whose message is for the user: one sentence that says what is wrong, where, and how to fix it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from traceback import extract_tb
 
 
 class MilesError(Exception):
@@ -8,7 +11,7 @@ class MilesError(Exception):
 
 
 class UsageError(MilesError):
-    """Bad input found before any work: one or more sentences, all shown at once; the process exits with 2."""
+    """Invalid input found before any work: one or more problems, reported together; the process exits with 2."""
 
     def __init__(self, problems: Sequence[str] | str) -> None:
         self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)
@@ -16,39 +19,86 @@ class UsageError(MilesError):
 
 
 class CheckpointError(MilesError):
-    """A checkpoint that is missing, incomplete, or does not say what was expected."""
+    """A checkpoint that is missing, incomplete, or has unexpected contents."""
+
+
+class StorageError(MilesError):
+    """A file of a run that cannot be written or read: a full disk, a missing permission, a removed directory."""
 
 
 class DataError(MilesError):
-    """A prompt file that cannot be read; names the file and the line."""
+    """A data file that cannot be read; names the file and the line."""
 
 
-class PlugError(MilesError):
-    """A plug that does not load or does not fit its door; says which and why."""
+class HookError(MilesError):
+    """A user hook that cannot be loaded or does not match its protocol; says which and why."""
+
+
+class TrajectoryError(HookError):
+    """A trajectory that cannot be trained on, such as one whose tokens are not those that were sampled; it fails
+    alone."""
+
+
+class HookRuntimeError(MilesError):
+    """A user hook that raised while the run went on; says which, what and where."""
 
 
 class SyncError(MilesError):
-    """A weight publication that failed its checks; every engine is still on the version before."""
+    """A weight update that failed its checks; every engine still serves the previous version."""
 
 
 class ParityError(MilesError):
-    """Engine and trainer disagree by more than was allowed."""
+    """Engine and trainer log-probs differ by more than the configured limit."""
 
 
 class ResumeError(MilesError):
-    """A run directory that cannot be continued by this command, and why."""
+    """A run directory that this command cannot resume, and why."""
 
 
 class EngineError(MilesError):
-    """A request the engine cannot serve (too long, empty, unknown token), or an engine that is not serving."""
+    """A request the engine cannot serve (too long, empty, unknown token), or an engine that is down."""
 
 
 class TrainerError(MilesError):
-    """A trainer of several ranks that cannot go on, because one of them cannot."""
+    """A distributed trainer that cannot continue because one of its ranks cannot."""
+
+
+def describe_error(error: BaseException) -> str:
+    """The type and message of an error, whatever its message does.
+
+    >>> describe_error(KeyError("x")), describe_error(SystemExit())
+    ("KeyError: 'x'", 'SystemExit')
+    """
+    try:
+        text = str(error)
+    except Exception as failure:
+        text = f"(its message raises {type(failure).__name__})"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def describe_os_error(error: OSError) -> str:
+    """Return what the operating system refused, for which file if it says so, and the line of code that asked."""
+    where = "" if error.filename is None else f" ({error.filename})"
+    frames = extract_tb(error.__traceback__)
+    origin = f", at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return f"the operating system refused: {error.strerror or describe_error(error)}{where}{origin}"
+
+
+@contextmanager
+def storage_errors(folder: Path) -> Iterator[None]:
+    """Turn the error of a file operation in ``folder`` into one sentence for the user."""
+    try:
+        yield
+    except OSError as error:
+        what = f"a file of {folder}" if error.filename is None else error.filename
+        raise StorageError(
+            f"{what} cannot be used: {error.strerror or describe_error(error)}; free the disk or restore access, "
+            "and the same command resumes the run"
+        ) from error
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """The error that happened first, out of the groups it may be wrapped in."""
+    """Return the first error inside any exception groups that wrap it."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -1,11 +1,10 @@
-"""What happens in a run, as frozen records: the event log, the sinks and the terminal are all told these.
+"""Events of a run: frozen records that the event log, metric sinks and terminal views receive.
 
-An event that is logged holds only what a deterministic run would repeat to the bit. Wall-clock
-readings ride in ``seconds``, which the event log and ``metrics.jsonl`` leave out and ``timings.jsonl``
-keeps. Live events (``RunStarted``, ``PromptAdmitted``, ``Progress``, ``SaveFailed``, ``RunEnded``, and a ``Saved``
-that was not on the schedule) tell a watcher what goes on now and are never logged: a run that was
-killed and continued would have others. ``EngineJoined``, ``EngineLeft`` and ``DevicesMoved`` are logged where they
-happened, and a run that is continued need not repeat them.
+A logged event holds only what a deterministic run repeats bit for bit. Wall-clock times are in ``seconds``, which the
+event log and ``metrics.jsonl`` leave out and ``timings.jsonl`` keeps. Live events (``RunStarted``, ``PromptAdmitted``,
+``Progress``, ``SaveFailed``, ``RunEnded``, and an unscheduled ``Saved``) are for display and never logged, because a
+resumed run has different ones. ``EngineJoined``, ``EngineLeft`` and ``DevicesMoved`` are logged when they happen, and
+a resumed run need not repeat them.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from dataclasses import dataclass, field
 from miles.core.types import EMPTY, Batch, Group, Version
 
 
-def _nothing() -> Mapping[str, float]:
+def _empty() -> Mapping[str, float]:
     return EMPTY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted:
-    """The loop begins at ``step`` (0 for a new run) of ``steps``."""
+    """The training loop starts at ``step`` (0 for a new run) of ``steps``."""
 
     step: int
     steps: int
@@ -30,7 +29,7 @@ class RunStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptAdmitted:
-    """A prompt was given a ticket and entered the rollout plane."""
+    """A prompt was admitted to the rollout plane; ``ticket`` is its sequence number."""
 
     ticket: int
     prompt_id: int
@@ -39,27 +38,27 @@ class PromptAdmitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupFinished:
-    """A group's turn came, and it was kept or dropped for ``reason``; told in ticket order."""
+    """A group was kept for training or dropped for ``reason``; emitted in ticket order."""
 
     ticket: int
     kept: bool
     reason: str
     group: Group
-    seconds: Mapping[str, float] = field(default_factory=_nothing)
+    seconds: Mapping[str, float] = field(default_factory=_empty)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """``done`` of the ``wanted`` groups that step ``step`` needs have come back."""
+    """``done`` of the ``total`` groups that step ``step`` needs are finished."""
 
     step: int
     done: int
-    wanted: int
+    total: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchTaken:
-    """The tickets a training step consumed, and the groups themselves for the rollout dump."""
+    """The tickets a training step consumes, its batch, and the groups for the rollout dump."""
 
     step: int
     tickets: tuple[int, ...]
@@ -69,26 +68,26 @@ class BatchTaken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFinished:
-    """One training step and its publication are done; ``version`` is live."""
+    """A training step and its weight update are complete; engines serve ``version``."""
 
     step: int
     version: Version
     metrics: Mapping[str, float]
-    seconds: Mapping[str, float] = field(default_factory=_nothing)
+    seconds: Mapping[str, float] = field(default_factory=_empty)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
-    """Held-out scores after ``step`` steps."""
+    """Evaluation metrics after ``step`` steps."""
 
     step: int
     metrics: Mapping[str, float]
-    seconds: Mapping[str, float] = field(default_factory=_nothing)
+    seconds: Mapping[str, float] = field(default_factory=_empty)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """A checkpoint of ``step`` is complete on disk under ``name``; one on demand is not on the schedule."""
+    """The checkpoint of ``step`` is complete on disk under ``name``; not ``scheduled`` if it was made on demand."""
 
     step: int
     name: str
@@ -97,15 +96,15 @@ class Saved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveFailed:
-    """The checkpoint of ``step`` could not be written, and ``why``; those before it are as they were."""
+    """The checkpoint of ``step`` could not be written, for ``reason``; earlier checkpoints are intact."""
 
     step: int
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineJoined:
-    """An engine came while the run went on: it has the weights of ``version``, and takes requests from now on."""
+    """An engine joined the running job: it has the weights of ``version`` and accepts requests from now on."""
 
     name: str
     address: str
@@ -114,7 +113,7 @@ class EngineJoined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLeft:
-    """An engine was told to leave, and did; what it had under way ended there or went on elsewhere."""
+    """An engine left on request; its in-flight requests finished there or continue on other engines."""
 
     name: str
     address: str
@@ -122,27 +121,24 @@ class EngineLeft:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicesMoved:
-    """After ``step`` steps, ``ranks`` train and ``engines`` of the run's own sample, for the reason ``why``."""
+    """Devices were reassigned after ``step`` steps: ``ranks`` train and ``engines`` sample, for ``reason``."""
 
     step: int
     ranks: int
     engines: int
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnded:
-    """The loop stopped after ``step`` steps; ``finished`` is false when it was asked to stop early."""
+    """The loop stopped after ``step`` steps; ``finished`` is false if it was stopped early."""
 
     step: int
     finished: bool
 
 
-LIVE = (RunStarted, PromptAdmitted, Progress, SaveFailed, RunEnded)
-"""Events that are told and not logged."""
-
-UNREPEATED = (EngineJoined, EngineLeft, DevicesMoved)
-"""Events that are logged, and that a run which is continued need not have again."""
+NOT_REPLAYED = (EngineJoined, EngineLeft, DevicesMoved)
+"""Logged events that a resumed run need not repeat."""
 
 Event = (
     RunStarted

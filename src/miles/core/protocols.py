@@ -1,6 +1,7 @@
-"""The doors. Each is one verb wide where it can be; rooms meet only here.
+"""Protocols between packages, one method wide where possible.
 
-Doors a user may replace (plug points) are plain callables; doors between planes are objects.
+Protocols that a user may implement (hooks) are plain callables; protocols between the planes and the scheduler are
+objects.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from miles.core.types import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How to draw tokens. ``seed`` and a token's position decide its randomness, whoever its batch mates are.
+class SamplingParams:
+    """Sampling parameters. The random number of a token depends only on ``seed`` and its position, not on the batch.
 
     ``temperature`` 0 is greedy; ``top_k`` -1 and ``top_p`` 1 are off. Log-probs are those of the
-    temperature-scaled distribution before top-k, top-p and min-p cut it (what a trainer recomputes). ``drawn`` of the
-    tokens given were drawn with this seed before, when an attempt that was cut goes on.
+    temperature-scaled distribution before top-k, top-p and min-p filtering (what a trainer recomputes). When an
+    interrupted trajectory resumes, ``num_prior_tokens`` of the input tokens were sampled with this seed before.
     """
 
     temperature: float = 1.0
@@ -46,35 +47,35 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int = 0
-    drawn: int = 0
+    num_prior_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What the engine wrote: one span per policy version it was written under.
+    """The engine's response: one span per policy version it was sampled under.
 
-    ``reason`` is ``stop`` (a stop token or string), ``length`` (the limit) or ``abort``. ``given`` is what the engine
-    found out of the tokens it was given, by names of ``core.extras``, first axis their number.
+    ``finish_reason`` is ``stop`` (a stop token or string), ``length`` (the limit) or ``abort``. ``prompt_extras`` are
+    per-token arrays of the input tokens, by names of ``core.token_fields``.
     """
 
     spans: tuple[Span, ...]
     status: Status
-    reason: str
+    finish_reason: str
     cached_tokens: int = 0
-    given: Mapping[str, Array] = field(default_factory=lambda: EMPTY)
+    prompt_extras: Mapping[str, Array] = field(default_factory=lambda: EMPTY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """A filter's answer. ``reason`` names the metric a drop is counted under."""
+class FilterResult:
+    """A filter's decision. ``reason`` names the metric a drop is counted under."""
 
     keep: bool
     reason: str = "kept"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Past:
-    """What is known of one prompt: the groups that attempted it, their mean reward, the last one's, and its step."""
+class PromptStats:
+    """Statistics of one prompt: number of finished groups, their mean reward, the last mean reward, and its step."""
 
     groups: int
     mean: float
@@ -83,8 +84,8 @@ class Past:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Portion:
-    """One entry of the data, as a curriculum sees it; ``weight`` is its share when nobody says otherwise."""
+class DataPart:
+    """One dataset of the mixture; ``weight`` is its default share."""
 
     name: str
     weight: float
@@ -92,95 +93,99 @@ class Portion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lesson:
-    """All a curriculum may go by, so that a continued run is told the same.
+class CurriculumState:
+    """All inputs of a curriculum, so that a resumed run gets the same choices.
 
-    ``step`` training steps are done and ``number`` lessons were asked for before; ``seed`` is this
-    lesson's own, for chance. ``past`` goes by prompt id, and has no entry where no group has come back.
+    ``step`` training steps are done and ``number`` choices were made before; ``seed`` is for random choices.
+    ``stats`` is by prompt id, without an entry for prompts that have no finished group.
     """
 
     step: int
     number: int
     seed: int
-    portions: Sequence[Portion]
-    past: Mapping[int, Past]
+    parts: Sequence[DataPart]
+    stats: Mapping[int, PromptStats]
 
 
-Syllabus = Sequence[int] | Mapping[str, float]
-"""The ids of the prompts to read next, in order; or a weight for each portion by its name."""
+CurriculumChoice = Sequence[int] | Mapping[str, float]
+"""The ids of the prompts to sample next, in order; or a weight for each data part by name."""
 
 
-# -- plug points: functions a user may bring ------------------------------------------------
+# -- hooks: functions a user may provide -----------------------------------------------------
 
 
 class Curriculum(Protocol):
-    """Say what is read next. It must go by the lesson alone: what else it remembers, a continued run has forgotten."""
+    """Choose the next prompts from ``state`` alone: a resumed run restores no other memory."""
 
-    def __call__(self, lesson: Lesson) -> Syllabus: ...
+    def __call__(self, state: CurriculumState) -> CurriculumChoice: ...
 
 
 class Generate(Protocol):
-    """Prompt in, attempt out. Single turn, multi turn, agents: all are this."""
+    """Generate one trajectory of a prompt: single turn, multi turn or agentic."""
 
-    async def __call__(self, prompt: Prompt, engine: Engine, sampling: Sampling) -> Trajectory: ...
+    async def __call__(self, prompt: Prompt, engine: Engine, sampling: SamplingParams) -> Trajectory: ...
 
 
 @runtime_checkable
-class Resumes(Protocol):
-    """A Generate that can take up an attempt that was cut: what ``past`` has is kept, token for token."""
+class ResumableGenerate(Protocol):
+    """A Generate that can resume an interrupted trajectory; all tokens of ``partial`` are kept."""
 
-    async def resume(self, prompt: Prompt, past: Trajectory, engine: Engine, sampling: Sampling) -> Trajectory: ...
+    async def resume(
+        self, prompt: Prompt, partial: Trajectory, engine: Engine, sampling: SamplingParams
+    ) -> Trajectory: ...
 
 
 class RewardFn(Protocol):
-    """Score one attempt."""
+    """Score one trajectory."""
 
     async def __call__(self, prompt: Prompt, trajectory: Trajectory) -> Reward: ...
 
 
 class GroupRewardFn(Protocol):
-    """Score all attempts at one prompt together, in their order."""
+    """Score all trajectories of one prompt together; rewards in order of the trajectories."""
 
     async def __call__(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> Sequence[Reward]: ...
 
 
 class Filter(Protocol):
-    """May this group be trained on?"""
+    """Decide whether a group is trained on."""
 
-    def __call__(self, group: Group) -> Verdict: ...
+    def __call__(self, group: Group) -> FilterResult: ...
 
 
-class Worth(Protocol):
-    """What each attempt of a scored group is worth: one number an attempt, in their order."""
+class AdvantageFn(Protocol):
+    """Compute the advantage of each trajectory of a scored group, in order."""
 
     def __call__(self, group: Group) -> Sequence[float]: ...
 
 
-class Credit(Protocol):
-    """Turn a scored group into training rows."""
+class AdvantageEstimator(Protocol):
+    """Turn a scored group into training samples with advantages."""
 
     def __call__(self, group: Group) -> Sequence[Sample]: ...
 
 
-# -- doors between the planes and the scheduler ---------------------------------------------
+# -- protocols between the planes and the scheduler -------------------------------------------
 
 
 class Tokenizer(Protocol):
-    """Text to tokens and back, and a conversation to the tokens a model expects.
+    """Text to tokens and back, and chat messages to tokens by the model's chat template.
 
-    ``render`` encodes what the chat template has ``written``. ``marked`` also says which of the tokens the template
-    marks as the assistant's own, and is None where it marks none.
+    ``apply_chat_template`` encodes the text of ``render_chat_text``. ``apply_chat_template_with_mask`` also returns
+    the assistant mask of the template's ``{% generation %}`` blocks; None if the template has none.
     """
 
     def encode(self, text: str) -> list[int]: ...
     def decode(self, tokens: Sequence[int]) -> str: ...
-    def render(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> list[int]: ...
-    def written(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> str: ...
-    def marked(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> tuple[list[int], list[bool]] | None: ...
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> list[int]: ...
+    def render_chat_text(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> str: ...
+    def apply_chat_template_with_mask(
+        self, messages: Sequence[Mapping[str, Any]], **template: Any
+    ) -> tuple[list[int], list[bool]] | None: ...
 
 
 class Source(Protocol):
-    """Where prompts come from. ``state`` makes a run resumable: numbers and strings only."""
+    """Prompt source. ``state`` (numbers and strings only) makes a run resumable."""
 
     def next(self) -> Prompt: ...
     def state(self) -> dict[str, Any]: ...
@@ -188,25 +193,34 @@ class Source(Protocol):
 
 
 class Engine(Protocol):
-    """The policy, as the rollout plane sees it: something that writes tokens."""
+    """Inference engine as the rollout plane sees it: generates tokens with the current policy."""
 
-    async def generate(self, tokens: Tokens, sampling: Sampling) -> Completion: ...
+    async def generate(self, tokens: Tokens, sampling: SamplingParams) -> Completion: ...
 
 
-Hear = Callable[[Sequence[int]], None]
-"""Told tokens as they are drawn, each once and in order, on the event loop; it must not wait."""
+OnTokens = Callable[[Sequence[int]], None]
+"""Called with new tokens as they are sampled, each once and in order, on the event loop; must not block."""
 
 
 @runtime_checkable
-class Aloud(Engine, Protocol):
-    """An Engine that can be listened to while it writes. The completion is what counts: where an engine cuts behind a
-    stop text that it sees late, ``hear`` was told more."""
+class StreamingEngine(Engine, Protocol):
+    """An Engine that streams tokens. The returned completion is authoritative: if a stop string is detected late,
+    ``on_tokens`` has received tokens beyond it."""
 
-    async def generate_aloud(self, tokens: Tokens, sampling: Sampling, hear: Hear) -> Completion: ...
+    async def generate_stream(self, tokens: Tokens, sampling: SamplingParams, on_tokens: OnTokens) -> Completion: ...
+
+
+async def stream_or_generate(
+    engine: Engine, tokens: Tokens, sampling: SamplingParams, on_tokens: OnTokens
+) -> Completion:
+    """Stream tokens to ``on_tokens`` if the engine supports streaming, else generate without calling it."""
+    if isinstance(engine, StreamingEngine):
+        return await engine.generate_stream(tokens, sampling, on_tokens)
+    return await engine.generate(tokens, sampling)
 
 
 class EngineControl(Protocol):
-    """The engine, as the scheduler sees it."""
+    """Engine control as the scheduler sees it."""
 
     async def pause(self) -> None: ...
     async def resume(self) -> None: ...
@@ -217,33 +231,33 @@ class EngineControl(Protocol):
 
 
 class Rollout(Protocol):
-    """The rollout plane, as the scheduler sees it."""
+    """Rollout plane as the scheduler sees it."""
 
     async def produce(self, prompt: Prompt) -> Group: ...
 
 
-class Cuttable(Rollout, Protocol):
-    """A rollout plane that can be told that there is enough.
+class InterruptibleRollout(Rollout, Protocol):
+    """A rollout plane whose in-flight groups can be interrupted.
 
-    After ``cut`` every ``produce`` returns soon; attempts that had not ended are ABORTED, with what they have.
-    ``go_on`` takes a group up whose attempts were cut, and ends them.
+    After ``interrupt`` every ``produce`` returns soon; unfinished trajectories are ABORTED and keep their tokens.
+    ``resume_group`` continues the interrupted trajectories of a group to their end.
     """
 
-    async def cut(self) -> None: ...
-    async def go_on(self, begun: Group) -> Group: ...
+    async def interrupt(self) -> None: ...
+    async def resume_group(self, partial: Group) -> Group: ...
 
 
 class Evaluate(Protocol):
-    """Held-out scores of the policy as it is now, by metric name."""
+    """Evaluate the current policy on the held-out sets; metrics by name."""
 
     async def __call__(self) -> Mapping[str, float]: ...
 
 
 class Trainer(Protocol):
-    """The training plane, as the scheduler sees it.
+    """Training plane as the scheduler sees it.
 
-    ``save`` writes weights and optimizer into an existing folder; ``load`` takes them back. What ``save`` has not
-    written when it returns, of the state at that moment, it goes on writing, and tells of in the folder (``notes``).
+    ``save`` writes weights and optimizer state into an existing folder; ``load`` restores them. ``save`` may return
+    after a snapshot and write the rest in the background, reported by marker files in the folder (``core.markers``).
     """
 
     async def step(self, batch: Batch) -> StepReport: ...
@@ -254,27 +268,27 @@ class Trainer(Protocol):
 
 
 class WeightSync(Protocol):
-    """The one way back: the trainer's weights, given to the engines as ``version``, all or none."""
+    """Weight update: publishes the trainer's weights to all engines as ``version``, or to none."""
 
     async def publish(self, version: Version) -> Mapping[str, float]: ...
 
 
 class Lease(Protocol):
-    """Who holds the accelerator. Disjoint planes never wait; colocated planes take turns."""
+    """Device lease: which plane holds the accelerator. Disjoint planes never wait; colocated planes take turns."""
 
     async def to_train(self) -> None: ...
     async def to_rollout(self) -> None: ...
 
 
 class Observer(Protocol):
-    """Told of everything that happens; must not wait."""
+    """Receives every event; must not block."""
 
     def __call__(self, event: Event) -> None: ...
 
 
 class Journal(Protocol):
-    """The observer that remembers: what it has been told can be found again from its marks (log name -> offset)."""
+    """The observer that persists events; ``offsets`` gives the current length of each log by name."""
 
     def __call__(self, event: Event) -> None: ...
     def commit(self) -> None: ...
-    def marks(self) -> Mapping[str, int]: ...
+    def offsets(self) -> Mapping[str, int]: ...

@@ -1,4 +1,4 @@
-"""The nouns. Whatever crosses a room boundary is one of these, and all are frozen.
+"""Shared data types; everything that crosses a package boundary is one of these frozen dataclasses.
 
 Prompt -> Trajectory (branches of spans) -> Group -> Sample -> Batch -> StepReport
 """
@@ -21,12 +21,12 @@ Array = NDArray[Any]
 EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
-def _nothing() -> Mapping[str, Any]:
+def _empty() -> Mapping[str, Any]:
     return EMPTY
 
 
 class Version(NamedTuple):
-    """Which policy, and how many publications its weights have seen; 0 is the loaded checkpoint.
+    """A policy name and the number of weight updates published so far; 0 is the loaded checkpoint.
 
     >>> Version(number=3) > Version(number=2)
     True
@@ -39,12 +39,12 @@ class Version(NamedTuple):
         return Version(self.policy, self.number + 1)
 
 
-GIVEN = Version(number=-1)
-"""Of demonstrations: no weights wrote them. Their log-probs are 0, as the data leaves no choice."""
+DEMONSTRATION = Version(number=-1)
+"""Version of demonstrations, which no policy sampled. Their log-probs are 0."""
 
 
 class Author(StrEnum):
-    """Who wrote a token, or in whose place the data wrote it. Only POLICY tokens are trained on."""
+    """Who produced a token (in demonstrations: in whose role). Only POLICY tokens are trained on."""
 
     PROMPT = "prompt"
     POLICY = "policy"
@@ -56,7 +56,7 @@ class Span:
     """A run of tokens by one author under one policy version.
 
     The loss mask is not stored: it *is* ``author is POLICY``. Anything per-token (routed experts,
-    teacher logprobs) rides in ``extras``, first axis ``len(tokens)``. Arrays are made read-only.
+    teacher logprobs) is in ``extras``, first axis ``len(tokens)``. Arrays are made read-only.
 
     >>> Span(author=Author.PROMPT, tokens=np.array([1, 2], np.int32)).mask.tolist()
     [False, False]
@@ -66,17 +66,17 @@ class Span:
     tokens: Tokens
     logprobs: Floats | None = None
     version: Version | None = None
-    extras: Mapping[str, Array] = field(default_factory=_nothing)
+    extras: Mapping[str, Array] = field(default_factory=_empty)
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
         sampled = self.author is Author.POLICY
         if (self.logprobs is not None, self.version is not None) != (sampled, sampled):
-            raise ValueError("exactly the policy's spans carry logprobs and a version")
+            raise ValueError("logprobs and version must be set on POLICY spans and only there")
         if self.tokens.dtype != np.int32:
-            raise ValueError(f"tokens are int32, not {self.tokens.dtype}")
-        named = {"tokens": self.tokens, "logprobs": self.logprobs, **self.extras}
-        for name, values in named.items():
+            raise ValueError(f"tokens must be int32, not {self.tokens.dtype}")
+        arrays = {"tokens": self.tokens, "logprobs": self.logprobs, **self.extras}
+        for name, values in arrays.items():
             if values is None:
                 continue
             if len(values) != n:
@@ -91,8 +91,8 @@ class Span:
         """True where a token is trained on."""
         return np.full(len(self.tokens), self.author is Author.POLICY)
 
-    def cut(self, length: int) -> Span:
-        """The first ``length`` tokens, with everything that belongs to them."""
+    def truncate(self, length: int) -> Span:
+        """Return the first ``length`` tokens with their per-token data."""
         return Span(
             author=self.author,
             tokens=self.tokens[:length],
@@ -113,30 +113,30 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One question, as the data source gives it: chat messages, or plain text as a single message.
+    """One prompt of the data source: chat messages, or plain text as a single message.
 
-    ``id`` is the row in the data set, moved on by 10^12 for each part before its own; ``epoch`` how often the set
-    had been read through before. The two together are unique in a run.
+    ``id`` is the row number in the dataset plus 10^12 for each dataset part before its own; ``epoch`` counts the
+    completed passes over the data. The pair is unique in a run.
     """
 
     id: int
     messages: Sequence[Mapping[str, Any]]
     label: str | None = None
     epoch: int = 0
-    metadata: Mapping[str, Any] = field(default_factory=_nothing)
+    metadata: Mapping[str, Any] = field(default_factory=_empty)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
-    """A score and, for the logs, what it was made of."""
+    """A scalar reward and, for logging, its named components."""
 
     value: float
-    parts: Mapping[str, float] = field(default_factory=_nothing)
+    parts: Mapping[str, float] = field(default_factory=_empty)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One attempt at a prompt: how it ended, what it earned, and one or more branches of spans.
+    """One response to a prompt: status, reward, and one or more branches of spans.
 
     A plain conversation has one branch. Sub-agents and context compaction add more; all branches
     share the reward and one loss denominator, and train together or not at all.
@@ -146,44 +146,53 @@ class Trajectory:
     status: Status
     reward: Reward | None = None
     index: int = 0
-    metadata: Mapping[str, Any] = field(default_factory=_nothing)
+    metadata: Mapping[str, Any] = field(default_factory=_empty)
 
     @property
     def spans(self) -> Iterator[Span]:
-        """Every span of every branch, in order."""
+        """All spans of all branches, in order."""
         return (span for branch in self.branches for span in branch)
 
     @property
     def response_length(self) -> int:
-        """Tokens the policy wrote."""
+        """Number of tokens the policy sampled."""
         return sum(len(s) for s in self.spans if s.author is Author.POLICY)
 
     @property
-    def oldest(self) -> Version | None:
-        """The stalest weights that wrote any of it; None where the policy wrote nothing."""
+    def oldest_version(self) -> Version | None:
+        """The oldest policy version that sampled any token; None if the policy sampled none."""
         return min((s.version for s in self.spans if s.version is not None), default=None)
+
+
+UNSCORED = "unscored"
+"""Metadata key of a trajectory without a reward of its own: why it has none. Its reward is 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """All attempts at one prompt; the unit that is scored, filtered and credited."""
+    """All trajectories of one prompt: the unit of reward scoring, filtering and advantage estimation."""
 
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
 
     @property
     def rewards(self) -> list[float]:
-        """The attempts' rewards, in order; every attempt of a finished group has one."""
+        """Rewards of the trajectories, in order; all trajectories of a finished group have one."""
         return [t.reward.value for t in self.trajectories if t.reward is not None]
+
+    @property
+    def scored_trajectories(self) -> tuple[Trajectory, ...]:
+        """The trajectories with a reward of their own, in order."""
+        return tuple(t for t in self.trajectories if UNSCORED not in t.metadata)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One training row: arrays of one length, and where it came from.
+    """One training sequence: per-token arrays of equal length, and its origin.
 
-    ``logprobs`` are the engine's, zero where nothing was sampled; ``versions`` the version number
-    that wrote each token, -1 where it was not the policy; ``share`` how many samples its trajectory
-    gave (they divide one loss denominator).
+    ``logprobs`` are the engine's, zero where nothing was sampled; ``versions`` the policy version number
+    of each token, -1 for tokens not sampled by the policy; ``samples_per_trajectory`` the number of samples its
+    trajectory yields (they share one loss denominator).
     """
 
     prompt_id: int
@@ -194,34 +203,42 @@ class Sample:
     advantages: Floats
     versions: NDArray[np.int32]
     policy: str = "actor"
-    share: int = 1
+    samples_per_trajectory: int = 1
     reward: float = 0.0
-    extras: Mapping[str, Array] = field(default_factory=_nothing)
+    extras: Mapping[str, Array] = field(default_factory=_empty)
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
-        named = {"mask": self.mask, "logprobs": self.logprobs, "advantages": self.advantages}
-        for name, values in (named | {"versions": self.versions} | dict(self.extras)).items():
+        arrays = {
+            "mask": self.mask,
+            "logprobs": self.logprobs,
+            "advantages": self.advantages,
+            "versions": self.versions,
+            **self.extras,
+        }
+        for name, values in arrays.items():
             if len(values) != n:
                 raise ValueError(f"{name} has {len(values)} entries for {n} tokens")
         if n and self.mask[0]:
-            raise ValueError("the first token of a sample has no context, so it cannot be trained on")
+            raise ValueError(
+                "the first token of a sample has no context and cannot be trained on; set mask[0] to False"
+            )
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @property
-    def oldest(self) -> int | None:
-        """The number of the stalest version that wrote a trained token; None when no policy wrote any."""
-        written = self.versions[self.mask & (self.versions >= 0)]
-        return int(written.min()) if len(written) else None
+    def oldest_version(self) -> int | None:
+        """The oldest version number among trained tokens; None if no policy sampled any."""
+        versions = self.versions[self.mask & (self.versions >= 0)]
+        return int(versions.min()) if len(versions) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What one training step eats.
+    """The input of one training step.
 
-    ``probe`` are a few rows that wait for a later step: looked at to compare engine and trainer, not trained on.
+    ``probe`` holds a few samples of later steps, used to compare engine and trainer log-probs but not trained on.
     """
 
     step: int
@@ -230,20 +247,20 @@ class Batch:
     probe: tuple[Sample, ...] = ()
 
     def staleness(self, now: Version) -> int:
-        """How many versions behind ``now`` its oldest token of that policy is."""
-        own = (s.oldest for s in self.samples if s.policy == now.policy)
-        return max((now.number - oldest for oldest in own if oldest is not None), default=0)
+        """Return how many versions the oldest token of ``now.policy`` is behind ``now``."""
+        versions = (s.oldest_version for s in self.samples if s.policy == now.policy)
+        return max((now.number - oldest for oldest in versions if oldest is not None), default=0)
 
     @property
     def tokens(self) -> int:
-        """All tokens, prompts included."""
+        """Total number of tokens, prompts included."""
         return sum(len(s) for s in self.samples)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What one training step gives back. ``seconds`` are wall-clock and never part of what must be equal."""
+    """The result of one training step. ``seconds`` are wall-clock times, excluded from reproducibility checks."""
 
     version: Version
-    metrics: Mapping[str, float] = field(default_factory=_nothing)
-    seconds: Mapping[str, float] = field(default_factory=_nothing)
+    metrics: Mapping[str, float] = field(default_factory=_empty)
+    seconds: Mapping[str, float] = field(default_factory=_empty)

@@ -1,4 +1,4 @@
-"""Room: kernels -- one operation a file, the plain torch reference and the fast path side by side.
+"""Package kernels: operations with a torch reference and Triton kernels side by side, one operation per file.
 
-Floor 1. Imports: torch. Never touches: models, knobs, files.
+Layer 1. Imports: torch. Never touches: models, configuration, files.
 """

@@ -1,4 +1,4 @@
-"""The ``miles`` command: read what was asked, refuse all that is wrong at once, hand over to the command.
+"""The ``miles`` command line: dispatch to a command, and turn errors into messages and exit codes.
 
 Nothing heavy is imported here: each command imports what it needs when it is called.
 """
@@ -6,24 +6,25 @@ Nothing heavy is imported here: each command imports what it needs when it is ca
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
 
 from miles import __version__
-from miles.config.cli import chunks_of, parse
-from miles.config.files import SUFFIXES, read_layers
-from miles.config.help import help_of, screen_width
-from miles.config.origin import Origins
-from miles.config.table import Dataclass
-from miles.core.errors import MilesError, UsageError
-from miles.kernels import arithmetic
-from miles.launch import supervise
+from miles.config.cli import split_argv
+from miles.config.files import SUFFIXES
+from miles.config.help import format_essentials, format_help, get_terminal_width, search_help
+from miles.config.schema import Dataclass, get_options
+from miles.core.errors import MilesError, UsageError, describe_os_error
 from miles.launch.config import (
+    BundleRoot,
     Config,
     DemoConfig,
     DoctorRoot,
@@ -34,213 +35,233 @@ from miles.launch.config import (
     ServeRoot,
     ShowRoot,
 )
-from miles.launch.ranges import out_of_range
-from miles.launch.retired import explain
-
-if TYPE_CHECKING:
-    from miles.launch.plan import Plan
-    from miles.launch.rules import Command
-
-Options = TypeVar("Options", bound=Dataclass)
+from miles.launch.essential_options import ESSENTIAL_OPTIONS
+from miles.launch.read_config import find_run, read, read_options, read_without_rules
+from miles.launch.runtime import supervisor
+from miles.launch.runtime.signals import StopSignal, exit_code_from_signal
+from miles.observe.output import discard_if_lost, drop_output_errors, is_reader_gone, print_error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code: 0, 2 for bad input, 1 for another failure, 130 when interrupted."""
+    """Run one command; its exit status (the table is in docs/run_directory.md)."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its warnings would cut into what is printed here
     try:
         code = _dispatch(list(sys.argv[1:] if argv is None else argv))
-        sys.stdout.flush()
-        return code
-    except UsageError as error:
-        for problem in error.problems:
-            print(f"miles: {problem}", file=sys.stderr)
-        return 2
-    except MilesError as error:
-        print(f"miles: {error}", file=sys.stderr)
-        return supervise.code_of(error)
-    except KeyboardInterrupt:
-        print("miles: interrupted.", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # the reader of our output has gone, as in `miles plan ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        if sys.stdout is not None:  # it is None after >&-
+            sys.stdout.flush()
+    except (Exception, KeyboardInterrupt) as error:
+        status = _report_failure(error)
+        if status is None:  # an error of the program
+            raise
+        code = status
+    if argv is None:  # the process ends now
+        threading.Thread(target=_end_process, args=(code,), daemon=True).start()
+    return code
 
 
-def read(command: Command, argv: Sequence[str]) -> tuple[Config, Plan, Origins]:
-    """What a command is to do, or a UsageError with everything that is wrong."""
-    # Rules and plans know the families of models, for which nobody who asks for help should wait.
-    from miles.launch.plan import plan_of
-    from miles.launch.rules import broken
-
-    recipe, rest = _positional(command, argv)
-    problems: list[str] = []
-    layers = ()
-    try:
-        layers = read_layers(recipe) if recipe is not None else ()
-    except UsageError as error:
-        problems += error.problems
-    reading = parse(Config, rest, layers, explain)
-    recipe_was_read = not problems
-    problems += reading.problems
-    if recipe_was_read:
-        problems += broken(reading, command)
-    if problems or reading.config is None:
-        raise UsageError(list(dict.fromkeys(problems)))
-    return reading.config, plan_of(reading.config), reading.origins
+# Seconds that Python may wait for threads before the process is ended.
+_EXIT_SECONDS = 10.0
 
 
-def _positional(command: Command, argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The recipe, if the first word is one, and the rest; eval and chat also take a checkpoint's or a run's folder."""
-    if not argv or not chunks_of(argv[:1])[0]:
-        return None, list(argv)
-    first, rest = argv[0], list(argv[1:])
-    if command in ("eval", "chat") and not first.endswith(SUFFIXES):
-        from miles.launch.found import newest_checkpoint
+def _end_process(code: int) -> None:
+    """End the process with its status even if a thread that a user's function started never ends."""
+    time.sleep(_EXIT_SECONDS)
+    os._exit(code)
 
-        folder = newest_checkpoint(Path(first)) or first
-        return None, ["--hf-checkpoint", str(folder), *rest]
-    return first, rest
+
+_MEMORY_HINT = (
+    "miles plan with the same flags prints the memory plan, and a smaller batch or response length needs less"
+)
+
+
+def _report_failure(error: BaseException) -> int | None:
+    """Print the sentence of an error; returns the exit status, or None for an error that has no sentence."""
+    match error:
+        case UsageError():
+            for problem in error.problems:
+                print_error(f"miles: {problem}")
+            return 2
+        case MilesError():
+            print_error(f"miles: {error}")
+            return supervisor.exit_code_from_error(error)
+        case KeyboardInterrupt():
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # another one ends the process without a traceback
+            print_error("miles: interrupted.")
+            return exit_code_from_signal(error.number if isinstance(error, StopSignal) else signal.SIGINT)
+        case BrokenPipeError() if is_reader_gone(sys.stdout):  # as in `miles plan ... | head`
+            discard_if_lost(sys.stdout)
+            return 0
+        case MemoryError():
+            print_error(f"miles: the process is out of memory; {_MEMORY_HINT}.")
+            return 1
+        case RuntimeError() if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported here
+            print_error(f"miles: the device is out of memory: {error}; {_MEMORY_HINT}.")
+            return 1
+        case OSError():
+            print_error(f"miles: {describe_os_error(error)}.")
+            return 1
+        case _:
+            return None
+
+
+@contextmanager
+def _ignoring_lost_output() -> Iterator[None]:
+    """For commands that go on without a reader: lost output changes nothing, and other pipes are the run's own."""
+    with drop_output_errors():
+        try:
+            yield
+        except BrokenPipeError as error:
+            raise MilesError(f"a pipe to another process of the run was closed ({error})") from error
 
 
 def _train(argv: list[str]) -> int:
     config, plan, origins = read("train", argv)
-    faults = config.faults
-    if faults.max_restarts and not supervise.supervised():
-        most, patience = faults.max_restarts, faults.heartbeat_timeout
-        return supervise.supervise(argv, plan.run_dir, most=most, patience=patience)
-    supervise.show_life()
-    from miles.launch.run import train
+    faults = config.fault_tolerance
+    with _ignoring_lost_output():
+        if faults.max_restarts and not supervisor.is_supervised():
+            return supervisor.supervise(
+                argv, plan.run_dir, max_restarts=faults.max_restarts, heartbeat_timeout=faults.heartbeat_timeout
+            )
+        supervisor.start_supervised_heartbeat()
+        from miles.launch.commands.train import train
 
-    return train(config, plan, origins)
+        return train(config, plan, origins)
 
 
 def _plan(argv: list[str]) -> int:
-    json = "--json" in argv
-    argv = [word for word in argv if word != "--json"]
-    if argv and chunks_of(argv[:1])[0] and not argv[0].endswith(SUFFIXES):
-        return _needs(argv[0], argv[1:], json=json)
+    json, every = "--json" in argv, "--all" in argv
+    argv = [word for word in argv if word not in ("--json", "--all")]
+    if argv and split_argv(argv[:1])[0] and not argv[0].endswith(SUFFIXES):
+        return _plan_model(argv[0], argv[1:], json=json)
     config, plan, origins = read("plan", argv)
-    from miles.launch.show import as_json, as_text
+    from miles.launch.plan.render import as_json, as_text
 
-    with arithmetic.using(config.models.parity):  # what is remembered of a token may depend on it
-        print((as_json if json else as_text)(config, plan, origins))
+    print(as_json(config, plan, origins) if json else as_text(config, plan, origins, every=every))
     return 0
 
 
-def _needs(model: str, argv: list[str], *, json: bool) -> int:
-    """What a model takes, whether or not it is here; of the flags those count that change it."""
-    reading = parse(Config, argv, (), explain)
-    problems = [*reading.problems]
-    if reading.config is not None:
-        problems += [sentence for _, sentence in out_of_range(reading.config, reading.origins)]
-    if problems or reading.config is None:
-        raise UsageError(problems)
-    from miles.launch import needs
+def _check(argv: list[str]) -> int:
+    config, plan, _ = read("train", argv)
+    from miles.launch.commands.check import check
 
-    found = needs.needs_of(model, reading.config)
-    print((needs.as_json if json else needs.as_text)(found))
+    return check(config, plan)
+
+
+def _plan_model(model: str, argv: list[str], *, json: bool) -> int:
+    """Print what a model needs, whether or not its weights are here; some flags change it."""
+    config = read_without_rules(argv)
+    from miles.launch.plan import model_requirements
+
+    requirements = model_requirements.estimate_requirements(model, config)
+    print((model_requirements.as_json if json else model_requirements.as_text)(requirements))
     return 0
 
 
 def _eval(argv: list[str]) -> int:
-    config, plan, origins = read("eval", argv)
-    from miles.launch.evaluate import evaluate
+    config, _, _ = read("eval", argv)
+    from miles.launch.commands.evaluate import evaluate
 
-    return evaluate(config, plan, origins)
+    return evaluate(config, find_run(Path(config.models.hf_checkpoint or ".")))
 
 
 def _chat(argv: list[str]) -> int:
-    config, plan, origins = read("chat", argv)
-    from miles.launch.chat import chat
+    config, _, origins = read("chat", argv)
+    from miles.launch.commands.chat import chat
 
-    return chat(config, plan, origins)
+    run = find_run(Path(config.models.hf_checkpoint or "."))
+    return chat(config, origins, in_run=run is not None)
 
 
 def _demo(argv: list[str]) -> int:
-    options = _options(DemoConfig, argv).demo
-    from miles.launch.demo import demo
+    options = read_options(DemoConfig, argv).demo
+    from miles.launch.commands.demo import demo
 
-    return demo(options)
+    with _ignoring_lost_output():
+        return demo(options)
 
 
 def _serve(argv: list[str]) -> int:
-    from miles.launch.serve import read, serve
+    from miles.launch.commands.serve import read_serve_config, serve
 
-    return serve(read(argv))
+    return serve(read_serve_config(argv))
 
 
 def _route(argv: list[str]) -> int:
-    options = _options(RouteRoot, argv).route
-    from miles.launch.route import route
+    urls, flags = split_argv(argv)
+    if urls and any(args.flag in ("--engine-urls", "--worker-urls") for args in flags):
+        raise UsageError(f"{urls[0]} and --engine-urls both name engines; give all of them in one place.")
+    words = ["--engine-urls", *urls] if urls else []
+    options = read_options(RouteRoot, [*argv[len(urls) :], *words]).route
+    from miles.launch.commands.route import route
 
     return route(options)
 
 
 def _doctor(argv: list[str]) -> int:
-    loose, _ = chunks_of(argv)
-    if len(loose) > 1:
-        raise UsageError(f"miles doctor takes one model folder, but was given {len(loose)}: {' '.join(loose)}.")
-    options = _options(DoctorRoot, argv[len(loose) :]).doctor
-    from miles.launch.doctor import doctor
+    words, _ = split_argv(argv)
+    if len(words) > 1:
+        raise UsageError(f"miles doctor takes one model folder, but was given {len(words)}: {' '.join(words)}.")
+    options = read_options(DoctorRoot, argv[len(words) :]).doctor
+    from miles.launch.commands.doctor import doctor
 
-    return doctor(Path(loose[0]) if loose else None, kernels=options.kernels)
+    return doctor(Path(words[0]) if words else None, kernels=options.kernels)
 
 
 def _show(argv: list[str]) -> int:
-    run, rest = _run_of("show", argv, words=1)
-    options = _options(ShowRoot, rest).show
-    from miles.launch.showing import show
+    (run,), flags = _split_run("show", argv, words=1)
+    options = read_options(ShowRoot, flags).show
+    from miles.launch.commands.show import show
 
-    return show(Path(run[0]), options)
+    return show(Path(run), options)
+
+
+def _bundle(argv: list[str]) -> int:
+    (run,), flags = _split_run("bundle", argv, words=1)
+    options = read_options(BundleRoot, flags).bundle
+    from miles.launch.commands.bundle import bundle
+
+    return bundle(Path(run), options)
 
 
 def _engines(argv: list[str]) -> int:
-    run, rest = _run_of("engines", argv, words=1)
-    options = _options(EnginesRoot, rest).engines
-    from miles.launch.asking import engines
+    (run,), flags = _split_run("engines", argv, words=1)
+    options = read_options(EnginesRoot, flags).engines
+    from miles.launch.commands.engines import engines
 
-    return engines(Path(run[0]), options)
+    return engines(Path(run), options)
 
 
 def _replay(argv: list[str]) -> int:
-    (run, step), rest = _run_of("replay", argv, words=2)
-    options = _options(ReplayRoot, rest).replay
+    (run, step), flags = _split_run("replay", argv, words=2)
+    options = read_options(ReplayRoot, flags).replay
     if not step.isdecimal():
-        raise UsageError(f"miles replay takes the number of a step behind the run, not {step}.")
+        raise UsageError(f"miles replay takes a step number after the run, not {step}.")
     config, _, _ = read("train", [str(Path(run) / "config.toml")])
-    from miles.launch.replay import replay
+    from miles.launch.replay.command import replay
 
     return replay(config, Path(run), int(step), options)
 
 
 def _parity(argv: list[str]) -> int:
-    loose, _ = chunks_of(argv)
-    if len(loose) != 1:
-        raise UsageError(f"miles parity takes one model or run before its flags, but was given {len(loose)}.")
-    options = _options(ParityRoot, argv[1:]).compared
-    from miles.launch.parity import parity
+    words, _ = split_argv(argv)
+    if len(words) != 1:
+        raise UsageError(f"miles parity takes one model or run before its flags, but was given {len(words)}.")
+    options = read_options(ParityRoot, argv[1:]).parity
+    from miles.launch.parity.command import parity
 
-    return parity(loose[0], options)
-
-
-def _run_of(command: str, argv: list[str], *, words: int) -> tuple[list[str], list[str]]:
-    """The words before the flags, the first of which is a run; and the rest."""
-    loose, _ = chunks_of(argv)
-    if len(loose) != words:
-        raise UsageError(f"It is miles {command} {COMMANDS[command].usage}; {len(loose)} words stand before the flags.")
-    if not (Path(loose[0]) / "config.toml").is_file():
-        raise UsageError(f"{loose[0]} is not a run; name the directory a run was saved to.")
-    return loose, argv[words:]
+    return parity(words[0], options)
 
 
-def _options(root: type[Options], argv: list[str]) -> Options:
-    """The options of a command that has its own, or a UsageError with all that is wrong."""
-    reading = parse(root, argv)
-    problems = [*reading.problems]
-    if reading.config is not None:
-        problems += [sentence for _, sentence in out_of_range(reading.config, reading.origins)]
-    if problems or reading.config is None:
-        raise UsageError(problems)
-    return reading.config
+def _split_run(command: str, argv: list[str], *, words: int) -> tuple[list[str], list[str]]:
+    """The words before the flags, of which the first is a run, and the flags."""
+    found, _ = split_argv(argv)
+    if len(found) != words:
+        raise UsageError(
+            f"miles {command} takes {COMMANDS[command].usage}, but was given {len(found)} words before the flags."
+        )
+    if not (Path(found[0]) / "config.toml").is_file():
+        raise UsageError(f"{found[0]} is not a run; name the directory a run was saved to.")
+    return found, argv[words:]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,89 +270,105 @@ class _Command:
     help: str
     run: Callable[[list[str]], int]
     root: type[Dataclass] | None
-    more: str = ""
+    details: str = ""
 
 
 _RECIPE = (
-    "A recipe is a .toml or .yaml file of the same names (lr = 1e-6), flat or in the sections below; "
-    'include = "other.toml" puts another before it. Later wins: default, included file, recipe, flag. '
+    "A recipe is a .toml or .yaml file of the same names (lr = 1e-6), flat or in the sections that --help all shows; "
+    'include = "other.toml" loads another one first. Later wins: default, included file, recipe, flag. '
     "--no-<flag> turns a switch off or unsets a value."
 )
 _MODEL = (
     "Instead of a recipe, a model may be given (a folder, a config.json, or the name of a published one such as "
-    "Qwen3-30B-A3B): what it needs is printed from its config alone. "
+    "Qwen3-30B-A3B): its memory needs are computed from its config alone. "
 )
 _FOLDER = "Instead of a recipe, the folder of a checkpoint or of a run may be given. "
 COMMANDS: dict[str, _Command] = {
-    "train": _Command(usage="[RECIPE] [--flags]", help="Train a model.", run=_train, root=Config, more=_RECIPE),
+    "train": _Command(usage="[RECIPE] [--flags]", help="Train a model.", run=_train, root=Config, details=_RECIPE),
     "plan": _Command(
-        usage="[RECIPE | MODEL] [--flags] [--json]",
-        help="Print every knob with its origin, the batch identity, the memory plan and the placement.",
+        usage="[RECIPE | MODEL] [--flags] [--all] [--json]",
+        help="Print the options that were set, the batch sizes, the memory plan and the placement.",
         run=_plan,
         root=Config,
-        more=_MODEL + _RECIPE,
+        details=_MODEL
+        + _RECIPE
+        + " --all prints every option with its value and origin, --json the same for programs.",
+    ),
+    "check": _Command(
+        usage="[RECIPE] [--flags]",
+        help="Check data, grader, disk, ports, devices and packages of a run in seconds, without loading the model.",
+        run=_check,
+        root=Config,
+        details=_RECIPE,
     ),
     "demo": _Command(
         usage="[--flags]", help="Watch a small model learn on this machine, in minutes.", run=_demo, root=DemoConfig
     ),
     "doctor": _Command(
         usage="[MODEL] [--kernels]",
-        help="Say what this machine can run and what it is missing, and whether MODEL fits.",
+        help="Report what this machine can run, what is missing, and whether MODEL fits.",
         run=_doctor,
         root=DoctorRoot,
-        more="MODEL is the folder of a Hugging Face checkpoint.",
+        details="MODEL is the folder of a Hugging Face checkpoint.",
     ),
     "eval": _Command(
         usage="[RECIPE | FOLDER] [--flags]",
         help="Score a checkpoint on held-out prompts.",
         run=_eval,
         root=Config,
-        more=_FOLDER + _RECIPE,
+        details=_FOLDER + _RECIPE,
     ),
     "chat": _Command(
         usage="[RECIPE | FOLDER] [--flags]",
         help="Talk to a checkpoint.",
         run=_chat,
         root=Config,
-        more=_FOLDER + _RECIPE,
+        details=_FOLDER + _RECIPE,
     ),
     "show": _Command(
         usage="RUN [--flags]",
         help="Print trajectories of a run, each token coloured by its log-prob.",
         run=_show,
         root=ShowRoot,
-        more="RUN is the directory of a run; --no-color prints plain text.",
+        details="RUN is the directory of a run; --no-color prints plain text.",
+    ),
+    "bundle": _Command(
+        usage="RUN [--flags]",
+        help="Pack the config, logs, metrics and versions of a run for a bug report, secrets removed.",
+        run=_bundle,
+        root=BundleRoot,
+        details="RUN is the directory of a run. Weights stay out, and so do prompts and responses without --rollouts.",
     ),
     "engines": _Command(
         usage="RUN [--add ADDRESS ...] [--add-servers N] [--remove ENGINE ...]",
-        help="List the engines of a run that goes on, and have some join or leave.",
+        help="List the engines of a live run, and add or remove some.",
         run=_engines,
         root=EnginesRoot,
     ),
     "replay": _Command(
         usage="RUN STEP [--flags]",
-        help="Make a step of a run again and compare it to the bit: tokens, log-probs, metrics, weights.",
+        help="Repeat a step of a run and compare it bit for bit: tokens, log-probs, metrics, weights.",
         run=_replay,
         root=ReplayRoot,
-        more="RUN is the directory of a run. The exit code is 0 where all is equal and 1 where anything differs.",
+        details="RUN is the directory of a run. The exit code is 0 if all is equal, else 1.",
     ),
     "serve": _Command(
         usage="MODEL [--flags]",
         help="Serve a checkpoint over HTTP: SGLang's API and OpenAI's.",
         run=_serve,
         root=ServeRoot,
-        more="MODEL is the folder of a Hugging Face checkpoint, or of a run, whose newest checkpoint is served.",
+        details="MODEL is the folder of a Hugging Face checkpoint, or of a run, whose newest checkpoint is served.",
     ),
     "parity": _Command(
         usage="MODEL [--a BACKEND] [--b BACKEND] [--flags]",
-        help="Say which operation two backends first differ in on the same tokens, and by how much.",
+        help="Find the first operation in which two backends differ on the same tokens.",
         run=_parity,
         root=ParityRoot,
-        more="MODEL is the folder of a Hugging Face checkpoint, or of a run, whose newest checkpoint is read.",
+        details="MODEL is the folder of a Hugging Face checkpoint, or of a run, whose newest checkpoint is read.",
     ),
     "route": _Command(
-        usage="--engine-urls URL ... [--flags]",
-        help="Give several engines one address: by load or by prefix, with health checks and retries.",
+        usage="[URL ...] [--flags]",
+        help="Route requests to several engines, by load or prefix, with health checks and retries.",
         run=_route,
         root=RouteRoot,
     ),
@@ -340,25 +377,26 @@ COMMANDS: dict[str, _Command] = {
 
 def _dispatch(argv: list[str]) -> int:
     if not argv:
-        print(_overview(), file=sys.stderr)
+        print(_format_overview(), file=sys.stderr)
         return 2
     name, *rest = argv
     if name in ("--help", "-h", "help") and not (rest and rest[0] in COMMANDS):
-        print(_overview())
+        print(_format_overview())
     elif name in ("--version", "-V"):
         print(f"miles {__version__}")
     elif name == "help":
-        print(_help(rest[0]))
+        print(_format_command_help(rest[0], rest[1:]))
     elif name not in COMMANDS:
-        raise UsageError(_no_such_command(name))
+        raise UsageError(_describe_unknown_command(name))
     elif "--help" in rest or "-h" in rest:
-        print(_help(name))
+        at = rest.index("--help" if "--help" in rest else "-h")
+        print(_format_command_help(name, [word for word in rest[at + 1 :] if word not in ("--help", "-h")]))
     else:
         return COMMANDS[name].run(rest)
     return 0
 
 
-def _no_such_command(name: str) -> str:
+def _describe_unknown_command(name: str) -> str:
     if name.endswith(SUFFIXES):
         return f"{name} is a recipe; write miles train {name}."
     if name.startswith("-"):
@@ -368,7 +406,7 @@ def _no_such_command(name: str) -> str:
     return f"{name} is not a command; {hint}"
 
 
-def _overview() -> str:
+def _format_overview() -> str:
     lines = [f"  {name.ljust(8)} {command.help}" for name, command in COMMANDS.items()]
     return "\n".join(
         [
@@ -378,16 +416,23 @@ def _overview() -> str:
             "",
             *lines,
             "",
-            "miles COMMAND --help tells more of each; miles --version tells which version this is.",
+            "miles COMMAND --help describes each, --help all its flags, --help WORD those about WORD.",
         ]
     )
 
 
-def _help(name: str) -> str:
+def _format_command_help(name: str, words: Sequence[str] = ()) -> str:
+    """The essentials of a command, ``all`` its flags, or those that contain the given words."""
     command = COMMANDS[name]
-    parts = [f"usage: miles {name} {command.usage}", command.help, textwrap.fill(command.more, screen_width())]
-    if command.root is not None:
-        parts.append(help_of(command.root))
+    if words and list(words) != ["all"] and command.root is not None:
+        return search_help(command.root, words)
+    parts = [f"usage: miles {name} {command.usage}", command.help, textwrap.fill(command.details, get_terminal_width())]
+    if command.root is Config and not words:
+        count = len(get_options(Config))
+        parts.append(format_essentials(Config, ESSENTIAL_OPTIONS))
+        parts.append(f"miles {name} --help all lists all {count} flags; miles {name} --help WORD those about WORD.")
+    elif command.root is not None:
+        parts.append(format_help(command.root))
     return "\n\n".join(part for part in parts if part)
 
 

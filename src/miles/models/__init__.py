@@ -1,5 +1,5 @@
-"""Room: models -- one decoder for both planes, families as specs over it, Hugging Face checkpoints in and out.
+"""Models: one decoder for engine and trainer, model families as specs, Hugging Face checkpoints (layer 1).
 
-Floor 1. Imports: core, config, kernels, precision, torch. ``spec``, ``names``, ``files``, ``reader``, ``sources``,
-``footprint``, ``config`` and ``families`` need no torch. Never touches: engines, trainers, ranks, prompts.
+Imports: core, config, kernels, precision, torch. ``spec``, ``families``, ``accounting``, ``capabilities``, ``config``
+and the name mapping in ``checkpoint`` do not import torch. Never imports engines, trainers or rollout code.
 """

@@ -1,37 +1,43 @@
-"""The knobs of the model itself."""
+"""Options of the model: checkpoint folder, implementation, precision."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-from miles.config.knob import knob
+from miles.config.option import option
+from miles.kernels.numerics import Numerics, numerics_from_parity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Which model, who computes it, and in what precision it is held."""
+    """Which model is loaded, by which implementation, and in what precision."""
 
-    hf_checkpoint: str | None = knob(
-        None, "The folder of a Hugging Face checkpoint: config.json, safetensors and tokenizer.", path=True
+    hf_checkpoint: str | None = option(
+        None, "Folder of a Hugging Face checkpoint: config.json, safetensors and tokenizer.", path=True
     )
-    model_impl: Literal["auto", "native", "transformers"] = knob(
+    model_impl: Literal["auto", "native", "transformers"] = option(
         "auto",
-        "Who computes the model: native is the decoder of this program, transformers is that library's own module "
-        "(slower, for architectures with no spec here), and auto is native or a refusal.",
+        "Model implementation: native is the built-in decoder, transformers is that library's own module (slower, for "
+        "architectures without a spec here), auto is native, or an error where it has no spec.",
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = knob(
-        "auto", "The precision of the weights; auto is the checkpoint's own on an accelerator and float32 on a CPU."
+    dtype: Literal["auto", "float32", "bfloat16"] = option(
+        "auto", "Precision of the weights; auto is the checkpoint's own on an accelerator and float32 on a CPU."
     )
-    rollout_dtype: Literal["auto", "float32", "bfloat16"] = knob(
-        "auto", "The precision the engine samples in, its weights rounded at each publication; auto is --dtype's."
+    rollout_dtype: Literal["auto", "float32", "bfloat16"] = option(
+        "auto", "Precision of the engine's weights, rounded at each weight update; auto is that of --dtype."
     )
-    parity: Literal["fast", "exact"] = knob(
+    parity: Literal["fast", "exact"] = option(
         "fast",
-        "The arithmetic of engine and trainer: fast takes the quickest form of every operation, exact forms that give "
-        "a token the same log-prob in both, to the last bit, or stop the run.",
+        "Numerics of engine and trainer: fast uses the fastest kernels, exact uses batch-invariant kernels that give "
+        "a token bitwise the same log-prob in both, and stops the run if they differ.",
     )
-    trust_remote_code: bool = knob(
+    trust_remote_code: bool = option(
         False,
-        "Let a checkpoint's tokenizer, and its model with --model-impl transformers, run Python code it came with.",
+        "Allow a checkpoint's tokenizer, and its model with --model-impl transformers, to run its own Python code.",
     )
+
+    @property
+    def numerics(self) -> Numerics:
+        """The numerics of ``--parity``, for all models of a run, its engines and its trainer."""
+        return numerics_from_parity(self.parity)

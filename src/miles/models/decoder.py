@@ -1,4 +1,4 @@
-"""The decoder: the same lines sample a token in the engine and train on it in the trainer.
+"""The decoder: the same module samples tokens in the engine and is trained in the trainer.
 
 Shapes: T all tokens of a packed batch, D hidden, V vocabulary.
 """
@@ -12,149 +12,165 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from miles.models.attention import Attention
-from miles.models.delta import Delta
-from miles.models.linear import Embedding, Linear
-from miles.models.mamba import Mamba
-from miles.models.memory import Attend
-from miles.models.mla import Mla
-from miles.models.mlp import Mlp
-from miles.models.moe import MoeMlp, Routing
-from miles.models.norm import RMSNorm
-from miles.models.recompute import Again, keep_nothing
-from miles.models.rope import Positions
-from miles.models.spec import AttentionSpec, DecoderSpec, DeltaSpec, MambaSpec, MlaSpec, MlpSpec, MoeSpec
+from miles.kernels.numerics import FAST, Numerics
+from miles.models.activation_checkpointing import CheckpointFn, checkpoint_full
+from miles.models.layers.attention import Attention
+from miles.models.layers.attention_backend import AttentionBackend
+from miles.models.layers.gated_deltanet import GatedDeltaNet
+from miles.models.layers.linear import Embedding, Linear
+from miles.models.layers.mamba import Mamba2
+from miles.models.layers.mla import MultiHeadLatentAttention
+from miles.models.layers.mlp import Mlp
+from miles.models.layers.moe import MoeMlp, Routing
+from miles.models.layers.norm import RMSNorm
+from miles.models.layers.rope import Positions
+from miles.models.spec import AttentionSpec, DecoderSpec, GatedDeltaNetSpec, MambaSpec, MlaSpec, MlpSpec, MoeSpec
 
-__all__ = ["Again", "Attend", "Decoder", "Layer", "Routing", "keep_nothing"]
+__all__ = ["AttentionBackend", "CheckpointFn", "Decoder", "DecoderLayer", "Routing", "checkpoint_full"]
 
-# What a mixer is called in a layer, and the module it is.
+# Spec type -> attribute name in a layer and module class.
 MIXERS: Mapping[type, tuple[str, Callable[..., nn.Module]]] = {
     AttentionSpec: ("attention", Attention),
-    MlaSpec: ("mla", Mla),
-    DeltaSpec: ("delta", Delta),
-    MambaSpec: ("mamba", Mamba),
+    MlaSpec: ("mla", MultiHeadLatentAttention),
+    GatedDeltaNetSpec: ("delta", GatedDeltaNet),
+    MambaSpec: ("mamba", Mamba2),
 }
 
 
-class Layer(nn.Module):
-    """A mixer and a feed-forward part, each behind its norm and beside the residual stream; either may be absent."""
+class DecoderLayer(nn.Module):
+    """A mixer and a feed-forward part, each with a pre-norm and a residual connection; either may be absent."""
 
-    def __init__(self, spec: DecoderSpec, index: int, *, device: torch.device | str, dtype: torch.dtype) -> None:
+    def __init__(
+        self, spec: DecoderSpec, index: int, *, device: torch.device | str, dtype: torch.dtype, numerics: Numerics
+    ) -> None:
         super().__init__()
         layer = spec.layers[index]
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype, "numerics": numerics}
 
-        def norm(there: bool) -> RMSNorm | None:
-            return RMSNorm(spec.hidden_size, spec.norm_eps, offset=spec.norm_offset, **made) if there else None
+        def norm(present: bool) -> RMSNorm | None:
+            return RMSNorm(spec.hidden_size, spec.norm_eps, offset=spec.norm_offset, **factory) if present else None
 
         self.attention_norm = norm(layer.mixer is not None)
         self._mixer = ""
         if layer.mixer is not None:
-            self._mixer, make = MIXERS[type(layer.mixer)]
-            self.add_module(self._mixer, make(layer.mixer, spec, index, **made))
+            self._mixer, mixer_class = MIXERS[type(layer.mixer)]
+            self.add_module(self._mixer, mixer_class(layer.mixer, spec, index, **factory))
         self.attention_post_norm = norm(layer.mixer is not None and layer.post_norms)
         self.mlp_norm = norm(layer.ffn is not None)
-        self.mlp = Mlp(spec.hidden_size, layer.ffn, **made) if isinstance(layer.ffn, MlpSpec) else None
+        self.mlp = Mlp(spec.hidden_size, layer.ffn, **factory) if isinstance(layer.ffn, MlpSpec) else None
         self.moe: MoeMlp | None = None
         if isinstance(layer.ffn, MoeSpec):
-            self.moe = MoeMlp(spec.hidden_size, layer.ffn, spec.moe_layers.index(index), **made)
+            self.moe = MoeMlp(spec.hidden_size, layer.ffn, spec.moe_layers.index(index), **factory)
         self.mlp_post_norm = norm(layer.ffn is not None and layer.post_norms)
-        # Where ranks share a layer, what its parts give is a summand: ``reduce`` adds the ranks' up. In training a
-        # gradient that leaves a part is one too: ``enter``, before the part, does the same on the way back.
-        self.enter: Callable[[Tensor], Tensor] | None = None
-        self.reduce: Callable[[Tensor], Tensor] | None = None
+        # Tensor parallelism: the output of a mixer or feed-forward part is a partial sum, which ``reduce_from_tp``
+        # adds up over the ranks. In training so is the gradient of its input, which ``copy_to_tp`` adds up.
+        self.copy_to_tp: Callable[[Tensor], Tensor] | None = None
+        self.reduce_from_tp: Callable[[Tensor], Tensor] | None = None
 
     def forward(
-        self, x_TD: Tensor, at: Positions, attend: Attend, routing: Routing | None, again: Again | None = None
+        self,
+        x_TD: Tensor,
+        positions: Positions,
+        attn_backend: AttentionBackend,
+        routing: Routing | None,
+        checkpoint_fn: CheckpointFn | None = None,
     ) -> Tensor:
-        """The residual stream behind this layer; what of it backward has computed ``again`` is not kept."""
-        return (
-            self._whole(x_TD, at, attend, routing) if again is None else again(self._whole, x_TD, at, attend, routing)
-        )
+        """Return the residual stream after this layer, run under ``checkpoint_fn`` if given."""
+        if checkpoint_fn is None:
+            return self._run_and_add(x_TD, positions, attn_backend, routing)
+        return checkpoint_fn(self._run_and_add, x_TD, positions, attn_backend, routing)
 
-    def pending(
-        self, x_TD: Tensor, late_TD: Tensor | None, at: Positions, attend: Attend, routing: Routing | None
+    def forward_deferred(
+        self,
+        x_TD: Tensor,
+        deferred_TD: Tensor | None,
+        positions: Positions,
+        attn_backend: AttentionBackend,
+        routing: Routing | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The residual stream, and what is still to be added to it: the next norm does both in one pass."""
-        return self._through(x_TD, late_TD, at, attend, routing)
-
-    def _whole(self, x_TD: Tensor, at: Positions, attend: Attend, routing: Routing | None) -> Tensor:
-        x_TD, late_TD = self._through(x_TD, None, at, attend, routing)
-        return x_TD if late_TD is None else x_TD + late_TD
-
-    def _through(
-        self, x_TD: Tensor, late_TD: Tensor | None, at: Positions, attend: Attend, routing: Routing | None
-    ) -> tuple[Tensor, Tensor | None]:
+        """Return the residual stream and the output still to be added to it: the next norm fuses add and norm."""
         if self.attention_norm is not None:
-            x_TD, y_TD = self.attention_norm.after(x_TD, late_TD)
-            late_TD = self._summed(self.get_submodule(self._mixer)(self._entered(y_TD), at, attend))
+            x_TD, y_TD = self.attention_norm.add_norm(x_TD, deferred_TD)
+            mixer = self.get_submodule(self._mixer)
+            deferred_TD = self._leave_tp(mixer(self._enter_tp(y_TD), positions, attn_backend))
             if self.attention_post_norm is not None:
-                late_TD = self.attention_post_norm(late_TD)
+                deferred_TD = self.attention_post_norm(deferred_TD)
         if self.mlp_norm is not None:
-            x_TD, y_TD = self.mlp_norm.after(x_TD, late_TD)
-            y_TD = self._entered(y_TD)
+            x_TD, y_TD = self.mlp_norm.add_norm(x_TD, deferred_TD)
+            y_TD = self._enter_tp(y_TD)
             if self.mlp is not None:
-                late_TD = self._summed(self.mlp(y_TD))
+                deferred_TD = self._leave_tp(self.mlp(y_TD))
             else:
                 assert self.moe is not None
-                late_TD = self._summed(self.moe(y_TD, routing))
+                deferred_TD = self._leave_tp(self.moe(y_TD, routing))
             if self.mlp_post_norm is not None:
-                late_TD = self.mlp_post_norm(late_TD)
-        return x_TD, late_TD
+                deferred_TD = self.mlp_post_norm(deferred_TD)
+        return x_TD, deferred_TD
 
-    def _entered(self, y_TD: Tensor) -> Tensor:
-        return y_TD if self.enter is None else self.enter(y_TD)
+    def _run_and_add(
+        self, x_TD: Tensor, positions: Positions, attn_backend: AttentionBackend, routing: Routing | None
+    ) -> Tensor:
+        x_TD, deferred_TD = self.forward_deferred(x_TD, None, positions, attn_backend, routing)
+        return x_TD if deferred_TD is None else x_TD + deferred_TD
 
-    def _summed(self, part_TD: Tensor) -> Tensor:
-        return part_TD if self.reduce is None else self.reduce(part_TD)
+    def _enter_tp(self, x_TD: Tensor) -> Tensor:
+        return x_TD if self.copy_to_tp is None else self.copy_to_tp(x_TD)
+
+    def _leave_tp(self, part_TD: Tensor) -> Tensor:
+        return part_TD if self.reduce_from_tp is None else self.reduce_from_tp(part_TD)
 
 
 class Decoder(nn.Module):
-    """Tokens to hidden states. Parameters are made uninitialised: ``hub.load`` and ``hub.random`` fill them.
+    """Maps tokens to hidden states. Parameters are uninitialized: ``hf.load`` and ``hf.init_random`` fill them.
 
-    ``checkpoint_layers`` trades time for memory: layers keep what ``again`` keeps and run again in backward; the first
-    ``again_layers`` of them alone, where that is given.
+    With ``checkpoint_layers``, the first ``recompute_num_layers`` layers (or all) run under ``checkpoint_fn`` and are
+    recomputed in backward. Every layer computes with ``numerics``.
     """
 
-    def __init__(self, spec: DecoderSpec, *, device: torch.device | str, dtype: torch.dtype) -> None:
+    def __init__(
+        self, spec: DecoderSpec, *, device: torch.device | str, dtype: torch.dtype, numerics: Numerics = FAST
+    ) -> None:
         super().__init__()
         self.spec = spec
+        self.numerics = numerics
         self.checkpoint_layers = False
-        self.again: Again = keep_nothing
-        self.again_layers: int | None = None
-        made = {"device": device, "dtype": dtype}
-        self.embedding = Embedding(spec.vocab_size, spec.hidden_size, **made)
-        self.layers = nn.ModuleList(Layer(spec, i, device=device, dtype=dtype) for i in range(spec.num_layers))
-        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, offset=spec.norm_offset, device=device, dtype=dtype)
+        self.checkpoint_fn: CheckpointFn = checkpoint_full
+        self.recompute_num_layers: int | None = None
+        factory: dict[str, Any] = {"device": device, "dtype": dtype, "numerics": numerics}
+        self.embedding = Embedding(spec.vocab_size, spec.hidden_size, device=device, dtype=dtype)
+        self.layers = nn.ModuleList(DecoderLayer(spec, i, **factory) for i in range(spec.num_layers))
+        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, offset=spec.norm_offset, **factory)
         self.lm_head: Linear | None = None
         if not spec.tie_embeddings:
-            self.lm_head = Linear(spec.hidden_size, spec.vocab_size, bias=False, **made)
+            self.lm_head = Linear(spec.hidden_size, spec.vocab_size, bias=False, **factory)
 
-    def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, routing: Routing | None = None) -> Tensor:
-        """Hidden states after the final norm, [T, D]; times ``head()`` transposed they are logits.
+    def forward(
+        self, tokens_T: Tensor, positions_T: Tensor, attn_backend: AttentionBackend, routing: Routing | None = None
+    ) -> Tensor:
+        """Compute hidden states after the final norm, [T, D]; logits are these times ``head()`` transposed.
 
-        Logits are then to be bounded by the spec's ``logit_softcap``, where it has one.
+        Logits are then soft-capped by the spec's ``logit_softcap``, if it has one.
         """
         x_TD = self.embedding(tokens_T)
         if self.spec.embedding_scale != 1.0:
-            x_TD = x_TD * _rounded(self.spec.embedding_scale, x_TD.dtype)
-        at = Positions(positions_T, self.spec.max_positions, x_TD.dtype)
-        again = self.again if self.checkpoint_layers and torch.is_grad_enabled() else None
-        late_TD: Tensor | None = None
+            x_TD = x_TD * _round_to_dtype(self.spec.embedding_scale, x_TD.dtype)
+        positions = Positions(positions_T, self.spec.max_positions, x_TD.dtype, numerics=self.numerics)
+        checkpoint_fn = self.checkpoint_fn if self.checkpoint_layers and torch.is_grad_enabled() else None
+        deferred_TD: Tensor | None = None
         for number, layer in enumerate(self.layers):
-            assert isinstance(layer, Layer)
-            if again is not None and (self.again_layers is None or number < self.again_layers):
-                x_TD = layer(x_TD, at, attend, routing, again)
+            assert isinstance(layer, DecoderLayer)
+            if checkpoint_fn is not None and (self.recompute_num_layers is None or number < self.recompute_num_layers):
+                x_TD = layer(x_TD, positions, attn_backend, routing, checkpoint_fn)
             else:
-                x_TD, late_TD = layer.pending(x_TD, late_TD, at, attend, routing)
-        return self.norm.after(x_TD, late_TD)[1]
+                x_TD, deferred_TD = layer.forward_deferred(x_TD, deferred_TD, positions, attn_backend, routing)
+        return self.norm.add_norm(x_TD, deferred_TD)[1]
 
     def head(self) -> Tensor:
-        """The output weight [V, D]: the embedding itself when tied."""
+        """Return the output weight [V, D]: the embedding itself if tied."""
         return self.embedding.weight if self.lm_head is None else self.lm_head.weight
 
 
 @cache
-def _rounded(scale: float, dtype: torch.dtype) -> float:
-    """A scale as models were trained with it: rounded to their dtype first."""
+def _round_to_dtype(scale: float, dtype: torch.dtype) -> float:
+    """Round a scale to the model's dtype first, as the models were trained."""
     return torch.tensor(scale, dtype=dtype).item()

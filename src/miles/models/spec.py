@@ -1,7 +1,7 @@
-"""What a decoder is, in numbers: everything the one implementation must know to be any of the families.
+"""Decoder specs: every architecture parameter that the one decoder implementation needs.
 
-A decoder is a tuple of layers. A layer is a mixer (how tokens look at each other), a feed-forward part (what each
-makes of it), or both, and every kind of either is a frozen description here and a module beside this file.
+A decoder is a tuple of layers. A layer has a mixer (attention or a recurrent layer), a feed-forward part, or both;
+every kind of either has a frozen spec here and a module in ``layers``.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ Activation = Literal["silu", "gelu_tanh", "relu2", "swiglu_clamped"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
-    """Rotary positions: the base, which channels turn, and how the frequencies are stretched for long contexts.
+    """RoPE: the base, the rotated channels, and the scaling for long contexts.
 
-    The first ``dim`` channels of a head turn (None: all of them); ``interleaved`` pairs neighbours instead of halves.
-    ``scale`` multiplies cosines and sines. ``original_max_positions`` is what the model was first trained for: it
-    counts for every kind but ``default`` and ``linear``. ``dynamic`` stretches only what lies beyond it.
-    ``longrope`` divides the frequencies by ``short_factors``, or by ``long_factors`` where the decoder's
-    ``max_positions`` goes beyond it.
+    The first ``dim`` channels of a head are rotated (None: all); ``interleaved`` pairs neighbours instead of halves.
+    ``scale`` multiplies cos and sin. ``original_max_positions`` is the context length before extension, used by every
+    kind except ``default`` and ``linear``. ``dynamic`` rescales only beyond it. ``longrope`` divides the frequencies by
+    ``short_factors``, or by ``long_factors`` if the decoder's ``max_positions`` exceeds it.
 
     >>> RopeSpec(theta=1e6).kind
     'default'
@@ -50,12 +49,11 @@ class RopeSpec:
 class AttentionSpec:
     """Softmax attention with grouped queries.
 
-    ``rope`` None is a layer that does not know positions. ``qk_norm`` says over what queries and keys are normalised
-    before they are rotated: each head, or all heads at once; ``unit`` is without weights and after. ``window`` is
-    how many tokens a token sees, itself among them; ``chunk`` cuts positions into blocks that see only themselves.
-    ``scale`` None is ``head_dim ** -0.5``. ``gated`` multiplies the output by a sigmoid the query projection also
-    gives. ``temperature`` (floor, slope and, unless it is one, how many positions ahead of a multiple of the floor)
-    sharpens queries with their position.
+    ``rope`` None is a layer without position embedding. ``qk_norm`` is the QK-norm before RoPE: per head, or over all
+    heads; ``unit`` is without weights and after RoPE. ``window`` is the sliding window, the token itself included;
+    ``chunk`` restricts attention to blocks of positions. ``scale`` None is ``head_dim ** -0.5``. ``gated`` multiplies
+    the output by a sigmoid gate from the query projection. ``temperature`` (floor, slope and, if not one, how many
+    positions ahead of a multiple of the floor) scales queries with their position.
     """
 
     num_heads: int
@@ -75,16 +73,16 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} key-value heads evenly")
+            raise ValueError(f"{self.num_heads} query heads are not a multiple of {self.num_kv_heads} key-value heads")
         if self.rope is not None and (self.rope.dim or self.head_dim) % 2:
-            raise ValueError(f"rotary positions need an even number of channels, not {self.rope.dim or self.head_dim}")
+            raise ValueError(f"RoPE needs an even number of channels, not {self.rope.dim or self.head_dim}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexerSpec:
-    """Sparse attention: a small scorer picks the ``top`` tokens each token may see.
+    """DSA indexer: selects the ``top`` tokens that each token attends to.
 
-    ``source`` is the layer whose choice a layer without a scorer of its own takes over.
+    ``source`` is the layer whose selection is reused by a layer without its own indexer.
     """
 
     num_heads: int
@@ -96,10 +94,9 @@ class IndexerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlaSpec:
-    """Multi-head latent attention: keys and values of all heads from one short vector a token.
+    """Multi-head latent attention: keys and values of all heads from one latent vector per token.
 
-    ``rope.dim`` channels of a head carry the position, ``nope_dim`` do not. ``query_rank`` None projects queries
-    directly.
+    ``rope_dim`` channels of a head are rotated, ``nope_dim`` are not. ``query_rank`` None projects queries directly.
     """
 
     num_heads: int
@@ -121,10 +118,10 @@ class MlaSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaSpec:
-    """A gated delta network: a matrix a head that each token fades, corrects and reads.
+class GatedDeltaNetSpec:
+    """Gated DeltaNet: one state matrix per head, updated by the gated delta rule.
 
-    ``fused`` checkpoints keep queries, keys, values and gates in one projection, grouped by key head.
+    ``fused`` checkpoints have queries, keys, values and gates in one projection, grouped by key head.
     """
 
     key_heads: int
@@ -137,7 +134,7 @@ class DeltaSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MambaSpec:
-    """Mamba-2: a state a head that decays by a learned, input-dependent step."""
+    """Mamba-2: one state per head that decays by a learned, input-dependent time step."""
 
     num_heads: int
     head_dim: int
@@ -149,12 +146,12 @@ class MambaSpec:
     step_limit: tuple[float, float] = (0.0, float("inf"))
 
 
-# -- feed-forward parts ---------------------------------------------------------------------
+# -- feed-forward ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpSpec:
-    """Two projections and an activation; ``gated`` has a third that multiplies."""
+    """Up and down projections with an activation; ``gated`` adds a gate projection."""
 
     size: int
     activation: Activation = "silu"
@@ -166,13 +163,12 @@ class MlpSpec:
 class MoeSpec:
     """A mixture of experts.
 
-    The router scores by ``score``, from float32 inputs with ``wide_router`` (a sigmoid always does); ``correction``
-    adds a bias to the scores for choosing alone; with ``groups`` only the experts of the best ``kept_groups`` are
-    candidates, a group counting as much as its best ``group_top`` together. The weights are normalised if
-    ``norm_topk_prob`` and multiplied by ``scale``; ``weigh_input`` puts them on what goes into an expert instead of on
-    what comes out. ``interleaved`` experts alternate gate and up. ``latent`` is the width experts work in where that
-    is not the model's. ``shared`` is an MLP every token goes through, behind a sigmoid of its own with
-    ``shared_gate``.
+    The router scores by ``score``, in float32 with ``wide_router`` (a sigmoid always does); ``correction`` adds a bias
+    to the scores for the selection only; with ``groups`` only experts of the best ``kept_groups`` groups are
+    candidates, a group being scored by the sum of its best ``group_top`` experts. The weights are normalized if
+    ``norm_topk_prob`` and multiplied by ``scale``; ``weigh_input`` applies them to the experts' inputs instead of their
+    outputs. ``interleaved`` experts alternate gate and up rows. ``latent`` is the experts' input width if it is not the
+    model's. ``shared`` is an MLP applied to every token, with a sigmoid gate if ``shared_gate``.
     """
 
     num_experts: int
@@ -198,15 +194,15 @@ class MoeSpec:
     shared_gate: bool = False
 
 
-# -- the whole ------------------------------------------------------------------------------
+# -- the decoder ----------------------------------------------------------------------------
 
-Mixer = AttentionSpec | MlaSpec | DeltaSpec | MambaSpec
+Mixer = AttentionSpec | MlaSpec | GatedDeltaNetSpec | MambaSpec
 FeedForward = MlpSpec | MoeSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One layer: a mixer, a feed-forward part, or both; ``post_norms`` normalises what each gives as well."""
+    """One layer: a mixer, a feed-forward part, or both; ``post_norms`` also normalizes the output of each."""
 
     mixer: Mixer | None
     ffn: FeedForward | None
@@ -217,8 +213,8 @@ class LayerSpec:
 class DecoderSpec:
     """One decoder-only transformer. ``eos_token_ids`` are the tokens that end a response.
 
-    ``norm_offset`` is added to every norm's weight. ``embedding_scale`` multiplies what the embedding gives;
-    ``logit_softcap`` bounds logits smoothly.
+    ``norm_offset`` is added to every norm's weight. ``embedding_scale`` multiplies the embedding; ``logit_softcap``
+    soft-caps the logits.
     """
 
     family: str
@@ -244,10 +240,10 @@ class DecoderSpec:
 
     @property
     def moe(self) -> MoeSpec | None:
-        """What the layers with experts have in common: how many, and how many a token."""
+        """The first MoE layer's spec, for what all have in common; None for a dense model."""
         return next((layer.ffn for layer in self.layers if isinstance(layer.ffn, MoeSpec)), None)
 
     @property
     def recurrent(self) -> bool:
-        """Does a layer keep a state that cannot be cut at a token? Such prefixes cannot be shared by page."""
-        return any(isinstance(layer.mixer, DeltaSpec | MambaSpec) for layer in self.layers)
+        """Whether a layer has a recurrent state, which rules out prefix sharing by page."""
+        return any(isinstance(layer.mixer, GatedDeltaNetSpec | MambaSpec) for layer in self.layers)

@@ -1,43 +1,45 @@
-"""A checkpoint's own tokenizer behind core.protocols.Tokenizer; transformers is loaded only when one is asked for."""
+"""The checkpoint's own tokenizer behind core.protocols.Tokenizer; transformers is imported when one is loaded."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from miles.core.errors import DataError, UsageError
+from miles.core.errors import DataError, UsageError, describe_error
 
-_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
-class HubTokenizer:
-    """Text to tokens and back. Nothing is added to what is encoded: a template writes its own special tokens."""
+class HfTokenizer:
+    """Converts between text and tokens. ``encode`` adds no special tokens: chat templates write their own."""
 
     def __init__(self, inner: Any, folder: Path) -> None:
         self._inner = inner
         self._folder = folder
 
     def __len__(self) -> int:
-        """Ids it can give, added tokens included; a model's vocabulary may be padded beyond it."""
+        """Number of ids, added tokens included; a model's vocabulary may be padded beyond it."""
         return len(self._inner)
 
     @property
     def eos_token_id(self) -> int | None:
-        """The token that ends a text, if the tokenizer names one."""
+        """The EOS token, if the tokenizer has one."""
         return self._inner.eos_token_id
 
     @property
     def bos_token_id(self) -> int | None:
-        """The token that begins a text, if the tokenizer names one."""
+        """The BOS token, if the tokenizer has one."""
         return self._inner.bos_token_id
 
     @property
     def inner(self) -> Any:
-        """The tokenizer of transformers itself, for code that was written for it."""
+        """The transformers tokenizer itself."""
         return self._inner
 
     @property
@@ -45,61 +47,70 @@ class HubTokenizer:
         return bool(self._inner.chat_template)
 
     def vocabulary(self) -> dict[str, int]:
-        """Every token as it is written, and its id."""
+        """Return every token and its id."""
         return dict(self._inner.get_vocab())
 
     def encode(self, text: str) -> list[int]:
-        return list(self._inner.encode(text, add_special_tokens=False))
+        try:
+            return list(self._inner.encode(text, add_special_tokens=False))
+        except (TypeError, UnicodeError) as error:
+            if text.isascii() or not _has_lone_surrogate(text):
+                raise
+            raise DataError(
+                f"The text {text[:40]!a} has a lone surrogate, which is no character and cannot be tokenized."
+            ) from error
 
     def prompt(self, text: str) -> list[int]:
-        """A text that stands alone: with the special tokens the tokenizer itself would put around it."""
+        """Encode a text with the special tokens that the tokenizer itself adds."""
         return list(self._inner.encode(text))
 
     def as_json(self) -> str | None:
-        """The whole tokenizer as a ``tokenizer.json`` holds it; None for one that is not of that kind."""
+        """Return the tokenizer in ``tokenizer.json`` format; None for a slow tokenizer."""
         if not self._inner.is_fast:
             return None
         return self._inner.backend_tokenizer.to_str()
 
     @property
     def chat_template(self) -> str:
-        """The text of the template a conversation is written by; several are put one after the other."""
+        """The text of the chat template; several are concatenated."""
         template = self._inner.chat_template or ""
         return template if isinstance(template, str) else "\n".join(template.values())
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """All of the text, special tokens written out."""
+        """Decode tokens, special tokens included."""
         return self._inner.decode([int(t) for t in tokens], skip_special_tokens=False)
 
     def text(self, tokens: Sequence[int]) -> str:
-        """What a person would read: no special tokens."""
+        """Decode tokens without special tokens."""
         return self._inner.decode([int(t) for t in tokens], skip_special_tokens=True)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> list[int]:
-        """A conversation as its chat template writes it; ``add_generation_prompt`` opens the assistant's turn."""
-        return self.encode(self.written(messages, **template))
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> list[int]:
+        """Encode a conversation by the chat template; ``add_generation_prompt`` opens the assistant's turn."""
+        return self.encode(self.render_chat_text(messages, **template))
 
-    def written(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> str:
-        """The text that ``render`` encodes."""
-        with self._refusing():
+    def render_chat_text(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> str:
+        """Return the text that ``apply_chat_template`` encodes."""
+        with self._template_errors():
             return self._inner.apply_chat_template([dict(m) for m in messages], tokenize=False, **template)
 
-    def marked(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> tuple[list[int], list[bool]] | None:
-        """The same tokens, and which of them the template has within ``{% generation %}``; None where it has none."""
-        if not self._inner.is_fast or not self._marks(template):
+    def apply_chat_template_with_mask(
+        self, messages: Sequence[Mapping[str, Any]], **template: Any
+    ) -> tuple[list[int], list[bool]] | None:
+        """Also return which tokens are inside ``{% generation %}`` blocks; None if the template has none."""
+        if not self._inner.is_fast or not self._has_generation_blocks(template):
             return None
-        how = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True, **template}
-        with self._refusing():
-            found = self._inner.apply_chat_template([dict(m) for m in messages], **how)
-        return list(found["input_ids"]), [bool(mark) for mark in found["assistant_masks"]]
+        options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True, **template}
+        with self._template_errors():
+            encoded = self._inner.apply_chat_template([dict(m) for m in messages], **options)
+        return list(encoded["input_ids"]), [bool(mark) for mark in encoded["assistant_masks"]]
 
-    def _marks(self, template: Mapping[str, Any]) -> bool:
+    def _has_generation_blocks(self, template: Mapping[str, Any]) -> bool:
         if not self.has_chat_template:
             return False
-        return _MARKS.search(self._inner.get_chat_template(tools=template.get("tools"))) is not None
+        return _GENERATION_BLOCK.search(self._inner.get_chat_template(tools=template.get("tools"))) is not None
 
     @contextmanager
-    def _refusing(self) -> Iterator[None]:
+    def _template_errors(self) -> Iterator[None]:
         if not self.has_chat_template:
             raise UsageError(f"The tokenizer in {self._folder} has no chat template; leave out --apply-chat-template.")
         import jinja2
@@ -107,11 +118,19 @@ class HubTokenizer:
         try:
             yield
         except jinja2.TemplateError as error:
-            raise DataError(f"The chat template in {self._folder} refused a conversation: {error}.") from error
+            raise DataError(f"The chat template in {self._folder} rejected a conversation: {error}.") from error
+        except Exception as error:  # whatever the template's own code raises
+            raise DataError(
+                f"The chat template in {self._folder} failed on a conversation, with {describe_error(error)}."
+            ) from error
 
 
-def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> HubTokenizer:
-    """The tokenizer of a checkpoint folder. Code that the folder may hold runs only when it is trusted."""
+def _has_lone_surrogate(text: str) -> bool:
+    return any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> HfTokenizer:
+    """Load the tokenizer of a checkpoint folder; its own code runs only with ``trust_remote_code``."""
     folder = Path(folder)
     if not any((folder / name).is_file() for name in _FILES):
         raise UsageError(f"There is no tokenizer in {folder}; copy one there, or check --hf-checkpoint.")
@@ -119,11 +138,34 @@ def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> HubTo
 
     try:
         inner = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    except Exception as error:  # whatever a foreign loader raises on a damaged folder
+    except Exception as error:  # any error of the loader on a damaged folder
         if "trust_remote_code" in str(error):
             raise UsageError(
                 f"The tokenizer in {folder} runs its own code; allow it with --trust-remote-code."
             ) from error
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(f"The tokenizer in {folder} cannot be loaded ({reason}).") from error
-    return HubTokenizer(inner, folder)
+    return HfTokenizer(inner, folder)
+
+
+def fingerprint_vocabulary(folder: Path) -> str | None:
+    """Hash every token and its id, so that two checkpoints can be compared; None if there is no tokenizer file.
+
+    Without a ``tokenizer.json`` it is the hash of the tokenizer file that is there.
+    """
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        try:
+            vocabulary = sorted(_read_vocabulary(json.loads(path.read_text(encoding="utf-8"))).items())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UsageError(f"{path} is not a tokenizer ({describe_error(error)}); copy it there again.") from error
+        return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]
+    names = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+    other = next((folder / name for name in names if (folder / name).is_file()), None)
+    return None if other is None else hashlib.sha256(other.read_bytes()).hexdigest()[:16]
+
+
+def _read_vocabulary(tokenizer: dict[str, Any]) -> dict[str, int]:
+    vocab = tokenizer["model"].get("vocab", {})
+    ids = dict(vocab) if isinstance(vocab, dict) else {token: i for i, (token, *_) in enumerate(vocab)}
+    return ids | {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}

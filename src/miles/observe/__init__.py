@@ -1,6 +1,6 @@
-"""Room: observe -- what a run tells people: the event log, metrics, rollout dumps, the terminal, curves.
+"""Package observe: what a run reports: event log, metrics, rollout dumps, terminal views, plots.
 
-Floor 1. Imports core and config; numpy, rich, pyarrow and (only when asked for) matplotlib and tensorboard.
+Layer 1. Imports: core, config; numpy, rich, pyarrow and (only on demand) matplotlib and tensorboard.
 Everything here is an observer of ``core.events`` or a reader of a run directory. It never touches a plane,
-a model or the clock of the loop, and nothing it does changes a number of the run.
+a model or the clock of the loop, and never changes a number of the run.
 """

@@ -1,4 +1,4 @@
-"""The plain view: one line a step, for logs, pipes and terminals that cannot move a cursor."""
+"""Plain view: one line per step, for logs, pipes and terminals without cursor movement."""
 
 from __future__ import annotations
 
@@ -6,83 +6,89 @@ from types import TracebackType
 from typing import TextIO
 
 from miles.core.events import Evaluated, Event, StepFinished
-from miles.observe.line import GAP, Story
-from miles.observe.text import duration, figure
-from miles.observe.view import Stage, speaks_unicode
+from miles.observe.formatting import format_duration, format_number
+from miles.observe.step_line import GAP, RunProgress
+from miles.observe.view import ProgressStage, supports_unicode
 
 
 class PlainView:
-    """Writes lines and nothing else; when nobody reads the stream any more it falls silent."""
+    """Writes plain lines; stops writing when the stream is closed by its reader."""
 
     def __init__(self, stream: TextIO, *, parity_tolerance: float = 0.01) -> None:
         self._stream = stream
-        self._story = Story(parity_tolerance=parity_tolerance, unicode=speaks_unicode(stream))
-        self._gone = False
+        self._progress = RunProgress(parity_tolerance=parity_tolerance, unicode=supports_unicode(stream))
+        self._closed = False
 
-    def stage(self, name: str, total: int | None = None) -> Stage:
+    def stage(self, name: str, total: int | None = None) -> ProgressStage:
         return _PlainStage(self, name, total)
 
     def __call__(self, event: Event) -> None:
         self.event(event)
 
     def event(self, event: Event) -> None:
-        self._story.see(event)
+        self._progress.update(event)
         match event:
             case StepFinished():
-                left = self._story.eta()
-                eta = [] if left is None else [f"eta {duration(left)}"]
-                self.note(GAP.join([*(cell.text() for cell in self._story.step_cells(event)), *eta]))
+                seconds_left = self._progress.eta()
+                eta = [] if seconds_left is None else [f"eta {format_duration(seconds_left)}"]
+                self.note(GAP.join([*(cell.text() for cell in self._progress.step_cells(event)), *eta]))
+                if reason := self._progress.explain_flat_reward(event):
+                    self.note(reason)
             case Evaluated():
-                self.note(GAP.join(cell.text() for cell in self._story.eval_cells(event)))
+                self.note(GAP.join(cell.text() for cell in self._progress.eval_cells(event)))
             case _:
-                sentence = self._story.sentence(event)
-                if sentence is not None:
-                    self.note(sentence)
+                message = self._progress.message(event)
+                if message is not None:
+                    self.note(message)
 
     def note(self, text: str) -> None:
-        if self._gone:
+        if self._closed:
             return
         encoding = getattr(self._stream, "encoding", None) or "ascii"
         try:
             self._stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
             self._stream.flush()
-        except BrokenPipeError:  # whoever was reading has left: the run goes on without them
-            self._gone = True
+        except BrokenPipeError:  # the reader is gone; the run continues
+            self._closed = True
 
     def close(self) -> None: ...
 
 
 class _PlainStage:
-    """A line at the start, one each further quarter of the way, and one at the end."""
+    """Prints a line at the start, at each further quarter, and at the end."""
 
     def __init__(self, view: PlainView, name: str, total: int | None) -> None:
-        self._view, self._name, self._total = view, name, total
-        self._at, self._quarter, self._over = 0, 0, False
+        self._view = view
+        self._name = name
+        self._total = total
+        self._count = 0
+        self._quarter = 0
+        self._finished = False
         view.note(f"{name} ..." if total is None else f"{name} ... (0/{total})")
 
     def __call__(self, n: int = 1, note: str = "") -> None:
-        self._at += n
-        if self._over or not self._total:
+        self._count += n
+        if self._finished or not self._total:
             return
-        if self._at >= self._total:
-            self.done(note)
-        elif (quarter := 4 * self._at // self._total) > self._quarter:
+        if self._count >= self._total:
+            self.finish(note)
+        elif (quarter := 4 * self._count // self._total) > self._quarter:
             self._quarter = quarter
-            self._say(f"{figure(100 * self._at / self._total, 2)}% ({self._at}/{self._total})", note)
+            self._print(f"{format_number(100 * self._count / self._total, 2)}% ({self._count}/{self._total})", note)
 
-    def done(self, note: str = "") -> None:
-        if not self._over:
-            self._over = True
-            self._say("done", note)
+    def finish(self, note: str = "") -> None:
+        if not self._finished:
+            self._finished = True
+            self._print("done", note)
 
-    def _say(self, state: str, note: str) -> None:
+    def _print(self, state: str, note: str) -> None:
         self._view.note(f"{self._name} ... {state}" + (f": {note}" if note else ""))
 
-    def __enter__(self) -> Stage:
+    def __enter__(self) -> ProgressStage:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            self.done()
+            self.finish()

@@ -1,4 +1,4 @@
-"""The live view: bars at the foot of the terminal, and one line a step scrolling above them."""
+"""Live view: progress bars at the bottom of the terminal, and one line per step scrolling above them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from rich.text import Text
 
 from miles.core import events
 from miles.core.events import Event
-from miles.observe.line import GAP, Cell, Story, fit
-from miles.observe.text import Light, duration
-from miles.observe.view import Stage, speaks_unicode
+from miles.observe.formatting import ParityStatus, format_duration
+from miles.observe.step_line import GAP, Cell, RunProgress, fit
+from miles.observe.view import ProgressStage, supports_unicode
 
-COLOURS = {Light.OK: "green", Light.WARN: "yellow", Light.RED: "bold red"}
+COLOURS = {ParityStatus.OK: "green", ParityStatus.WARN: "yellow", ParityStatus.RED: "bold red"}
 
 
 class LiveView:
-    """Bars for what has an end, lines for what happened. ``close`` gives the terminal back as it was."""
+    """Bars for work in progress, lines for events. ``close`` restores the terminal."""
 
     def __init__(self, stream: TextIO, *, parity_tolerance: float = 0.01, console: Console | None = None) -> None:
         self._console = Console(file=stream, highlight=False) if console is None else console
-        self._unicode = speaks_unicode(stream)
-        self._story = Story(parity_tolerance=parity_tolerance, unicode=self._unicode)
+        self._unicode = supports_unicode(stream)
+        self._progress = RunProgress(parity_tolerance=parity_tolerance, unicode=self._unicode)
         self._bars = Progress(
             SpinnerColumn("dots" if self._unicode else "line", finished_text=" "),
             TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
@@ -39,33 +39,34 @@ class LiveView:
         self._steps: TaskID | None = None
         self._bars.start()
 
-    def stage(self, name: str, total: int | None = None) -> Stage:
+    def stage(self, name: str, total: int | None = None) -> ProgressStage:
         return _LiveStage(self._bars, self, name, total)
 
     def __call__(self, event: Event) -> None:
         self.event(event)
 
     def event(self, event: Event) -> None:
-        self._story.see(event)
+        self._progress.update(event)
         match event:
             case events.RunStarted():
-                self._say(self._story.sentence(event))
+                self._print_message(self._progress.message(event))
                 self._steps = self._bars.add_task("steps", total=event.steps, completed=event.step, note="")
             case events.Progress():
-                self._update(f"rollout {event.done}/{event.wanted}")
+                self._update(f"rollout {event.done}/{event.total}")
             case events.BatchTaken():
                 self._update("training")
             case events.StepFinished():
-                self._line(self._story.step_cells(event), self._story.step_cells(event, brief=True))
+                self._print_line(self._progress.step_cells(event), self._progress.step_cells(event, brief=True))
+                self._print_message(self._progress.explain_flat_reward(event))
                 self._update("", completed=event.step)
             case events.Evaluated():
-                cells = self._story.eval_cells(event)
-                self._line(cells, cells, style="bold cyan")
+                cells = self._progress.eval_cells(event)
+                self._print_line(cells, cells, style="bold cyan")
             case events.RunEnded():
-                self._say(self._story.sentence(event))
+                self._print_message(self._progress.message(event))
                 self._remove_steps()
             case _:
-                self._say(self._story.sentence(event))
+                self._print_message(self._progress.message(event))
 
     def note(self, text: str) -> None:
         self._console.print(Text(text), soft_wrap=True)
@@ -74,19 +75,20 @@ class LiveView:
         self._remove_steps()
         self._bars.stop()
 
-    def _say(self, sentence: str | None) -> None:
-        if sentence is not None:
-            self._console.print(Text(sentence, style="dim"), soft_wrap=True)
+    def _print_message(self, message: str | None) -> None:
+        if message is not None:
+            self._console.print(Text(message, style="dim"), soft_wrap=True)
 
-    def _line(self, wide: list[Cell], brief: list[Cell], style: str = "") -> None:
+    def _print_line(self, wide: list[Cell], brief: list[Cell], style: str = "") -> None:
         cells, dot = fit(wide, brief, self._console.width), "●" if self._unicode else "*"
-        pieces = [_painted(cell, style, dot) for cell in cells]
+        pieces = [_render_cell(cell, style, dot) for cell in cells]
         self._console.print(Text(GAP).join(pieces), no_wrap=True, overflow="ellipsis", crop=True)
 
-    def _update(self, doing: str, completed: int | None = None) -> None:
+    def _update(self, activity: str, completed: int | None = None) -> None:
         if self._steps is not None:
-            left = self._story.eta()
-            note = GAP.join(part for part in (doing, f"eta {duration(left)}" if left is not None else "") if part)
+            seconds_left = self._progress.eta()
+            eta = f"eta {format_duration(seconds_left)}" if seconds_left is not None else ""
+            note = GAP.join(part for part in (activity, eta) if part)
             self._bars.update(self._steps, completed=completed, note=note)
 
     def _remove_steps(self) -> None:
@@ -95,14 +97,14 @@ class LiveView:
             self._steps = None
 
 
-def _painted(cell: Cell, style: str, dot: str) -> Text:
+def _render_cell(cell: Cell, style: str, dot: str) -> Text:
     text = Text()
     if cell.label:
         text.append(f"{cell.label} ", style="dim")
-    if cell.light is not None:
-        # without colour the word says what the dot would
-        text.append(f"{dot} ", style=COLOURS[cell.light])
-        text.append(cell.value if cell.light is Light.OK else f"{cell.light} {cell.value}")
+    if cell.status is not None:
+        # without colour the word tells what the dot would
+        text.append(f"{dot} ", style=COLOURS[cell.status])
+        text.append(cell.value if cell.status is ParityStatus.OK else f"{cell.status} {cell.value}")
     else:
         text.append(cell.value, style=style or ("bold" if cell.label == "reward" else ""))
     return text
@@ -110,49 +112,52 @@ def _painted(cell: Cell, style: str, dot: str) -> Text:
 
 class _LiveStage:
     def __init__(self, bars: Progress, view: LiveView, name: str, total: int | None) -> None:
-        self._bars, self._view, self._name, self._total = bars, view, name, total
-        self._at = 0
+        self._bars = bars
+        self._view = view
+        self._name = name
+        self._total = total
+        self._count = 0
         self._task: TaskID | None = bars.add_task(name, total=total, note="")
 
     def __call__(self, n: int = 1, note: str = "") -> None:
-        self._at += n
+        self._count += n
         if self._task is None:
             return
-        if self._total is not None and self._at >= self._total:
-            self.done(note)
+        if self._total is not None and self._count >= self._total:
+            self.finish(note)
         else:
-            self._bars.update(self._task, completed=self._at, note=note)
+            self._bars.update(self._task, completed=self._count, note=note)
 
-    def done(self, note: str = "") -> None:
+    def finish(self, note: str = "") -> None:
         if self._task is None:
             return
-        spent = self._bars.tasks[self._bars.task_ids.index(self._task)].elapsed or 0.0
+        elapsed = self._bars.tasks[self._bars.task_ids.index(self._task)].elapsed or 0.0
         self._bars.remove_task(self._task)
         self._task = None
-        self._view.note(f"{self._name}: done in {duration(spent)}" + (f", {note}" if note else ""))
+        self._view.note(f"{self._name}: done in {format_duration(elapsed)}" + (f", {note}" if note else ""))
 
-    def __enter__(self) -> Stage:
+    def __enter__(self) -> ProgressStage:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            self.done()
+            self.finish()
         elif self._task is not None:
             self._bars.remove_task(self._task)
             self._task = None
 
 
 class _Fraction(ProgressColumn):
-    """Done of total, or nothing where nobody knows the total."""
+    """Completed of total; empty if the total is unknown."""
 
     def render(self, task: Task) -> Text:
         return Text("" if task.total is None else f"{task.completed:.0f}/{task.total:.0f}", style="dim")
 
 
 class _Note(ProgressColumn):
-    """What goes on now."""
+    """The current activity."""
 
     def render(self, task: Task) -> Text:
         return Text(str(task.fields.get("note", "")), style="dim", overflow="ellipsis", no_wrap=True)

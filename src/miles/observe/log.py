@@ -1,14 +1,14 @@
-"""Append-only logs that continue exactly where a killed run was, and prove that they did.
+"""Append-only logs that a resumed run continues exactly, with verification.
 
-A checkpoint remembers how long each log was. A run killed later has written more; the run that takes
-over repeats the same events, and each is held against the line already there:
+A checkpoint records the length of each log. A run killed later has written more; the resumed run
+repeats the same events, and each is compared with the line already there:
 
     |---- confirmed ----|---- written before the kill, not yet repeated ----|~torn~|
     0               offset()                                                    end of file
 
-Equal lines are left as they are, so the file only ever grows. A line that differs is the end of the
-deterministic promise: an error where that was promised, otherwise the rest is set aside. Lines of what need not happen
-again (an engine came or went) are passed over.
+Equal lines stay, so the file only ever grows. A differing line means that the run is not
+deterministic: an error if ``strict``, otherwise the rest is moved to another file. Lines of events that need not
+repeat (an engine joined or left) are skipped.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ import json
 import os
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
 from miles.core.errors import ResumeError
-from miles.core.events import UNREPEATED, Event, RunEnded
-from miles.observe.record import Record, event_record, line, metric_record, session_record, timing_record
+from miles.core.events import NOT_REPLAYED, Event, RunEnded
+from miles.observe.event_records import Record, encode_line, event_record, metric_record, session_record, timing_record
 
-_UNREPEATED = frozenset(kind.__name__ for kind in UNREPEATED)
+_NOT_REPLAYED = frozenset(kind.__name__ for kind in NOT_REPLAYED)
 
 Encode = Callable[[Event], Record | None]
 
 
 class EventLog:
-    """One JSON object a line, from the events ``encode`` keeps.
+    """JSON lines of the events for which ``encode`` returns a record.
 
     ``resume_at`` is None for a new log, else the ``offset`` a checkpoint recorded (0 to start over
-    in a directory that has no checkpoint yet). With ``strict`` an event that differs from what an
-    earlier life of the run wrote raises ResumeError; without it the old rest goes to a file of its own
+    in a directory that has no checkpoint yet). With ``strict`` an event that differs from what a
+    previous process wrote raises ResumeError; without it the old rest is moved to a new file
     in ``undone`` (default: the folder ``logs`` beside the log).
     """
 
@@ -54,26 +55,26 @@ class EventLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("r+b" if path.exists() else "x+b")
         try:
-            self._offset, self._ahead = self._take_up(resume_at)
+            self._offset, self._ahead = self._resume(resume_at)
         except BaseException:
             self._file.close()
             raise
 
     def __call__(self, event: Event) -> None:
-        """Write the event, or confirm that it is written."""
+        """Write the event, or confirm that it is already written."""
         record = self._encode(event)
         if record is not None:
             self.write(record)
 
     def write(self, record: Record) -> None:
-        """Write a record, or confirm that it is written."""
-        new = line(record)
-        if record.get("event") in _UNREPEATED and self._ahead:
-            return  # there is no place for it between lines that are repeated; the log of sessions has it
-        while self._ahead and self._ahead[0] != new and _unrepeated(self._ahead[0]):
+        """Write a record, or confirm that it is already written."""
+        new = encode_line(record)
+        if record.get("event") in _NOT_REPLAYED and self._ahead:
+            return  # it cannot be inserted between repeated lines; the session log has it
+        while self._ahead and self._ahead[0] != new and _is_not_replayed(self._ahead[0]):
             self._offset += len(self._ahead.popleft())
         if self._ahead and self._ahead[0] != new:
-            self._disagree(new)
+            self._handle_mismatch(new)
         if self._ahead:
             self._ahead.popleft()
         else:
@@ -82,62 +83,62 @@ class EventLog:
         self._offset += len(new)
 
     def offset(self) -> int:
-        """How many bytes of the log this run stands behind; what a checkpoint records."""
+        """Return the number of confirmed bytes, which a checkpoint records."""
         return self._offset
 
     def ahead(self) -> int:
-        """How many lines an earlier life of the run wrote that this one has not come to yet."""
+        """Return the number of lines of a previous process that are not yet repeated."""
         return len(self._ahead)
 
-    def settle(self) -> None:
-        """The run is over: what an earlier life wrote beyond its end is set aside."""
+    def finish(self) -> None:
+        """Move lines that a previous process wrote beyond the end of the run to another file."""
         if self._ahead:
-            self._set_aside()
+            self._move_ahead_lines()
 
     def commit(self) -> None:
-        """Return when everything written is on the disk."""
+        """Return when everything written is on disk."""
         self._file.flush()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
 
-    def _take_up(self, resume_at: int | None) -> tuple[int, deque[bytes]]:
-        """Go to ``resume_at``; cut what is torn; give the offset and the lines after it."""
+    def _resume(self, resume_at: int | None) -> tuple[int, deque[bytes]]:
+        """Seek to ``resume_at`` and truncate a torn last line; returns the offset and the lines after it."""
         size = self._file.seek(0, os.SEEK_END)
         if resume_at is None and size:
-            raise ResumeError(f"{self.path} already holds a run; continue that run or give this one a new directory.")
+            raise ResumeError(f"{self.path} already holds a run; resume that run or use a new directory.")
         start = resume_at or 0
         if start > size:
             raise ResumeError(
-                f"{self.path} has {size} bytes but the checkpoint was taken at byte {start}, so the log was cut or "
-                "replaced since; restore it or start a new run directory."
+                f"{self.path} has {size} bytes but the checkpoint was taken at byte {start}, so the log was truncated "
+                "or replaced; restore it or use a new run directory."
             )
         self._file.seek(max(0, start - 1))
         if start and self._file.read(1) != b"\n":
             raise ResumeError(
-                f"{self.path} has no line end at byte {start}, where the checkpoint was taken, so the log was edited "
-                "since; restore it or start a new run directory."
+                f"{self.path} has no line end at byte {start}, where the checkpoint was taken, so the log was edited; "
+                "restore it or use a new run directory."
             )
-        ahead = deque(_whole_lines(self._file.read()))
+        ahead = deque(_complete_lines(self._file.read()))
         self._file.seek(start + sum(map(len, ahead)))
         self._file.truncate()
         return start, ahead
 
-    def _disagree(self, new: bytes) -> None:
+    def _handle_mismatch(self, new: bytes) -> None:
         old = self._ahead[0]
         if self._strict:
             self._file.seek(0)
             number = self._file.read(self._offset).count(b"\n") + 1
             raise ResumeError(
-                f"{self.path} line {number}: the continued run does not repeat what was written before it was "
-                f"interrupted; before: {old.decode().strip()}; now: {new.decode().strip()}; the code, the data or the "
+                f"{self.path} line {number}: the resumed run does not repeat what was written before the "
+                f"interruption; before: {old.decode().strip()}; now: {new.decode().strip()}; the code, the data or the "
                 "machine changed, or the run is not deterministic."
             )
-        self._set_aside()
+        self._move_ahead_lines()
 
-    def _set_aside(self) -> None:
-        """Keep the lines that were not repeated in a file of their own, then cut them off the log."""
+    def _move_ahead_lines(self) -> None:
+        """Move the lines that were not repeated to a new file."""
         self._undone.mkdir(parents=True, exist_ok=True)
         number = 1
         while (target := self._undone / f"{self.path.stem}-undone-{number}.jsonl").exists():
@@ -153,14 +154,14 @@ class EventLog:
         self._file.truncate()
 
 
-def _whole_lines(data: bytes) -> list[bytes]:
-    """The lines up to the first that a kill or a power cut left unfinished."""
-    whole: list[bytes] = []
-    for one in data.splitlines(keepends=True):
-        if not one.endswith(b"\n") or not _is_record(one):
+def _complete_lines(data: bytes) -> list[bytes]:
+    """Return the lines up to the first incomplete one."""
+    lines: list[bytes] = []
+    for text in data.splitlines(keepends=True):
+        if not text.endswith(b"\n") or not _is_record(text):
             break
-        whole.append(one)
-    return whole
+        lines.append(text)
+    return lines
 
 
 def _is_record(text: bytes) -> bool:
@@ -170,13 +171,13 @@ def _is_record(text: bytes) -> bool:
         return False
 
 
-def _unrepeated(text: bytes) -> bool:
-    """Is it of an event that a run which is continued need not have again?"""
-    return json.loads(text).get("event") in _UNREPEATED
+def _is_not_replayed(text: bytes) -> bool:
+    """Return whether a resumed run need not repeat the event of this line."""
+    return json.loads(text).get("event") in _NOT_REPLAYED
 
 
 class PlainLog:
-    """A log of what never repeats, such as seconds: on resume it is cut back to the checkpoint and grows again."""
+    """A log of non-deterministic data, such as times: on resume it is truncated to the checkpoint's length."""
 
     def __init__(self, path: Path, *, resume_at: int | None, encode: Encode) -> None:
         self.path = path
@@ -184,22 +185,22 @@ class PlainLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab")
         size = self._file.tell()
-        # what is missing of a log of seconds is no reason to refuse a run
+        # missing timings do not prevent a run from resuming
         self._file.truncate(min(size, resume_at or 0))
         self._file.seek(0, os.SEEK_END)
 
     def __call__(self, event: Event) -> None:
         record = self._encode(event)
         if record is not None:
-            self._file.write(line(record))
+            self._file.write(encode_line(record))
             self._file.flush()
 
     def offset(self) -> int:
-        """The length a checkpoint records."""
+        """Return the length, which a checkpoint records."""
         return self._file.tell()
 
     def commit(self) -> None:
-        """Return when everything written is on the disk."""
+        """Return when everything written is on disk."""
         self._file.flush()
         os.fsync(self._file.fileno())
 
@@ -208,7 +209,7 @@ class PlainLog:
 
 
 class SessionLog:
-    """When a process took the run up, saved it and left it; only ever appended to."""
+    """Log of processes: when each started, saved and ended; only appended to."""
 
     def __init__(self, path: Path, *, clock: Callable[[], float]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -220,7 +221,7 @@ class SessionLog:
     def __call__(self, event: Event) -> None:
         record = session_record(event)
         if record is not None:
-            self._file.write(line(record | {"time": self._clock()}))
+            self._file.write(encode_line(record | {"time": self._clock()}))
             self._file.flush()
 
     def close(self) -> None:
@@ -228,11 +229,11 @@ class SessionLog:
 
 
 class RunLogs:
-    """All logs of a run directory as one observer, whose state is a length for each.
+    """All logs of a run directory as one observer, whose state is the length of each.
 
-    ``resume_at`` is None for a new run, else what ``marks`` gave when the checkpoint was taken (empty
+    ``resume_at`` is None for a new run, else the ``offsets`` at the checkpoint (empty
     to start over in a directory that has no checkpoint yet). Call ``commit`` before a checkpoint that
-    records ``marks`` becomes visible.
+    records the ``offsets`` becomes visible.
     """
 
     def __init__(
@@ -254,22 +255,22 @@ class RunLogs:
         for log in self._logs.values():
             log(event)
             if isinstance(event, RunEnded) and event.finished and isinstance(log, EventLog):
-                log.settle()
+                log.finish()
         self._sessions(event)
 
-    def marks(self) -> dict[str, int]:
-        """How long each log is, for the checkpoint."""
+    def offsets(self) -> dict[str, int]:
+        """Return the length of each log, for the checkpoint."""
         return {name: log.offset() for name, log in self._logs.items()}
 
     def commit(self) -> None:
-        """Return when everything written is on the disk."""
+        """Return when everything written is on disk."""
         for log in self._logs.values():
             log.commit()
 
     def close(self) -> None:
-        for log in self._logs.values():
-            log.close()
-        self._sessions.close()
+        with ExitStack() as stack:  # closes all, also if one fails
+            for log in (self._sessions, *self._logs.values()):
+                stack.callback(log.close)
 
     def __enter__(self) -> RunLogs:
         return self

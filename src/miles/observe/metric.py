@@ -1,4 +1,4 @@
-"""The table of every metric -- its name, unit and meaning -- and those that follow from the groups alone.
+"""Table of all metrics (name, unit, meaning), and the metrics computed from groups.
 
 ``docs/metrics.md`` is this table: ``python -m miles.observe.metric > docs/metrics.md``.
 """
@@ -11,19 +11,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 
-from miles.core.types import GIVEN, Group, Status, Trajectory, Version
+from miles.core.types import DEMONSTRATION, UNSCORED, Group, Status, Trajectory, Version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """A metric's name (``<set>`` and the like stand for any word), what it counts, and one sentence of meaning."""
+    """A metric's name (``<set>`` and the like are placeholders), unit, and meaning in one sentence."""
 
     name: str
     unit: str
     meaning: str
 
-    def fits(self, name: str) -> bool:
-        """Is ``name`` this metric?"""
+    def matches(self, name: str) -> bool:
+        """Return whether ``name`` is this metric."""
         pattern = "".join(
             "[^/]+" if part.startswith("<") else re.escape(part) for part in re.split(r"(<\w+>)", self.name)
         )
@@ -32,210 +32,215 @@ class Metric:
 
 MISMATCH = "session_mismatch"
 MISMATCHES = ("retokenised", "boundary", "whitespace", "thinking", "tool_calls", "unknown", "refused")
-"""What an audit may find of a session, under the name by which metadata and metrics tell of it."""
+"""Classes of template mismatch that a session audit reports, as named in metadata and metrics."""
 
 
-def _rows(text: str) -> tuple[Metric, ...]:
+def _parse_rows(text: str) -> tuple[Metric, ...]:
     cells = (tuple(cell.strip() for cell in row.split("|")) for row in text.strip().splitlines())
     return tuple(Metric(name=name, unit=unit, meaning=meaning) for name, unit, meaning in cells)
 
 
-ROLLOUT = _rows(
+ROLLOUT = _parse_rows(
     """
-    reward              | reward   | Mean reward of the trajectories trained on.
-    reward_std          | reward   | Standard deviation of the reward over the trajectories trained on.
+    reward              | reward   | Mean reward of the trajectories trained on, without those that could not be scored.
+    reward_std          | reward   | Standard deviation of the reward over these trajectories.
     reward_min          | reward   | Smallest reward among the trajectories trained on.
     reward_max          | reward   | Largest reward among the trajectories trained on.
-    response_length     | tokens   | Mean number of tokens the policy wrote in a trajectory.
-    response_length_max | tokens   | Largest number of tokens the policy wrote in a trajectory.
-    truncated_share     | share    | Share of trajectories that were cut at the length limit.
-    unscored_share      | share    | Share of trajectories that earn 0 because nothing could score them.
-    failed_share        | share    | Share of trajectories whose environment or agent failed (see --failed-attempts).
+    response_length     | tokens   | Mean number of tokens the policy sampled in a trajectory.
+    response_length_max | tokens   | Largest number of tokens the policy sampled in a trajectory.
+    truncated_ratio     | fraction | Fraction of trajectories truncated at the length limit.
+    unscored_ratio      | fraction | Fraction of trajectories without a score, since they or their reward failed.
+    failed_ratio        | fraction | Fraction of trajectories whose environment or agent failed.
     reward/<part>       | reward   | Mean of a named part of the reward over the trajectories that have it.
-    zero_std_share      | share    | Share of groups whose rewards are all equal, so that none is better.
+    zero_std_ratio      | fraction | Fraction of groups whose rewards are all equal.
     staleness           | versions | How many versions behind the trainer's the oldest token of the batch was.
-    staleness_mean      | versions | Mean over trajectories of how many versions behind their oldest token was.
-    rollout_tokens      | tokens   | Tokens the policy wrote in the trajectories trained on.
-    session_mismatch/retokenised | share | Share of sessions with text that the tokenizer would cut into other tokens.
-    session_mismatch/boundary    | share | Share of sessions with other marks around turns than the chat template's.
-    session_mismatch/whitespace  | share | Share of sessions that differ from the chat template in blanks alone.
-    session_mismatch/thinking    | share | Share of sessions with thoughts that the chat template leaves out or adds.
-    session_mismatch/tool_calls  | share | Share of sessions with tool calls that the chat template writes otherwise.
-    session_mismatch/unknown     | share | Share of sessions that differ from the chat template in another way.
-    session_mismatch/refused     | share | Share of sessions with a conversation that the chat template will not write.
+    staleness_mean      | versions | Mean over trajectories of how many versions their oldest token was behind.
+    rollout_tokens      | tokens   | Tokens the policy sampled in the trajectories trained on.
+    session_mismatch/retokenised | fraction | Fraction of sessions with text that tokenizes differently.
+    session_mismatch/boundary    | fraction | Fraction of sessions with other turn delimiters than the chat template's.
+    session_mismatch/whitespace  | fraction | Fraction of sessions with only whitespace differences.
+    session_mismatch/thinking    | fraction | Fraction of sessions with reasoning that the chat template omits or adds.
+    session_mismatch/tool_calls  | fraction | Fraction of sessions with tool calls rendered differently.
+    session_mismatch/unknown     | fraction | Fraction of sessions that differ from the chat template in another way.
+    session_mismatch/refused     | fraction | Fraction of sessions with a conversation that the chat template rejects.
     groups_dropped      | groups   | Groups a filter dropped while this batch was filled.
-    groups_cut          | groups   | Groups beyond those the step needed that were cut, with --over-sampling-batch-size.
+    groups_aborted      | groups   | Groups aborted by --over-sampling-batch-size.
     """
 )
 
-TRAIN = _rows(
+TRAIN = _parse_rows(
     """
-    loss                | nats     | The loss the optimizer descends, all terms together.
+    loss                | nats     | Total loss, all terms together.
     pg_loss             | nats     | The clipped policy-gradient term of the loss.
-    pg_clipfrac         | share    | Share of trained tokens whose ratio a clip held back.
-    ratio               | ratio    | Mean probability ratio of the policy now to the policy that is taken as old.
+    pg_clipfrac         | fraction | Fraction of trained tokens whose ratio was clipped.
+    ratio               | ratio    | Mean probability ratio of the current to the old policy.
     ppo_kl              | nats     | Mean of old minus new log-prob of the trained tokens.
-    opsm_share          | share    | Share of trained tokens that off-policy sequence masking left out of the loss.
-    rm_accuracy         | share    | Share of pairs whose chosen reply the reward model scores above the other.
-    rm_margin           | reward   | Mean score of the chosen replies less that of the rejected ones.
-    rm_chosen_score     | reward   | Mean score of the chosen replies.
-    rm_rejected_score   | reward   | Mean score of the rejected replies.
-    dpo_accuracy        | share    | Share of pairs whose chosen reply gained more over the reference than the other.
-    dpo_margin          | nats     | Mean reward of the chosen replies less that of the rejected ones.
-    dpo_chosen_reward   | nats     | Mean over chosen replies of beta times the log-prob gained over the reference.
-    dpo_rejected_reward | nats     | Mean over rejected replies of beta times the log-prob gained over the reference.
-    kl                  | nats     | Divergence of the policy from the reference model.
-    entropy             | nats     | Mean entropy of the policy's next-token distribution where it is trained.
-    distill_kl          | nats     | KL of the policy and its teacher, estimated on the drawn tokens or exact.
-    teacher_logp        | nats     | Mean log-prob that the teacher gives the tokens the policy drew.
-    grad_norm           | norm     | Norm of the whole gradient before clipping.
+    opsm_clipfrac       | fraction | Fraction of trained tokens dropped by off-policy sequence masking.
+    rm_accuracy         | fraction | Fraction of pairs whose chosen response the reward model scores higher.
+    rm_margin           | reward   | Mean score of the chosen responses minus that of the rejected ones.
+    rm_chosen_score     | reward   | Mean score of the chosen responses.
+    rm_rejected_score   | reward   | Mean score of the rejected responses.
+    dpo_accuracy        | fraction | Fraction of pairs whose chosen response gained more over the reference.
+    dpo_margin          | nats     | Mean implicit reward of the chosen responses minus that of the rejected ones.
+    dpo_chosen_reward   | nats     | Mean over chosen responses of beta times the log-prob gained over the reference.
+    dpo_rejected_reward | nats     | Mean over rejected responses of beta times the log-prob gained over the reference.
+    kl                  | nats     | KL of the policy from the reference model.
+    entropy             | nats     | Mean entropy of the policy's next-token distribution at trained tokens.
+    distill_kl          | nats     | KL of the policy and its teacher, estimated on the sampled tokens or exact.
+    teacher_logp        | nats     | Mean log-prob of the sampled tokens under the teacher.
+    grad_norm           | norm     | Global gradient norm before clipping.
     lr                  | rate     | Learning rate of the last optimizer step.
-    advantage_mean      | reward   | Mean advantage over the trained tokens, before a teacher adds to it.
-    advantage_std       | reward   | Standard deviation of the advantage over the trained tokens, before a teacher adds.
-    reward_kl           | nats     | Divergence from the reference that the tokens' rewards are charged with.
-    return_mean         | reward   | Mean over the trained tokens of what was earned from each on.
-    return_std          | reward   | Standard deviation of what was earned from each trained token on.
-    value_mean          | reward   | Mean over the trained tokens of what the critic expected.
-    explained_variance  | share    | How much of the returns' variance the critic foresaw; 1 is all of it.
-    value_loss          | reward²  | The critic's squared error with its clip, which its optimizer descends.
-    value_clipfrac      | share    | Share of trained tokens whose value moved further than the clip.
-    critic_grad_norm    | norm     | Norm of the critic's whole gradient before clipping.
+    advantage_mean      | reward   | Mean advantage over the trained tokens, before the teacher's term.
+    advantage_std       | reward   | Standard deviation of the advantage, before the teacher's term.
+    reward_kl           | nats     | KL from the reference in the token rewards.
+    return_mean         | reward   | Mean return of the trained tokens.
+    return_std          | reward   | Standard deviation of the return of the trained tokens.
+    value_mean          | reward   | Mean value of the critic over the trained tokens.
+    explained_variance  | fraction | Fraction of the returns' variance that the critic explains.
+    value_loss          | reward²  | Clipped squared error of the critic.
+    value_clipfrac      | fraction | Fraction of trained tokens whose value moved beyond the clip range.
+    critic_grad_norm    | norm     | Global gradient norm of the critic before clipping.
     critic_lr           | rate     | Learning rate of the critic's last optimizer step.
-    samples             | rows     | Training rows in the batch; a trajectory with several branches gives several.
-    micro_batches       | passes   | Packed forward and backward passes the step took.
+    samples             | samples  | Training samples in the batch; a trajectory with several branches yields several.
+    micro_batches       | passes   | Packed forward and backward passes of the step.
     tokens              | tokens   | Tokens of the batch, prompts included.
-    train_tokens        | tokens   | Tokens the trainer's forward passes read, prompts included.
-    tokens_shared       | tokens   | Tokens of these that --share-prefix left to another sample of the prompt to read.
-    trained_tokens      | tokens   | Tokens of the batch that the policy wrote and is trained on.
+    train_tokens        | tokens   | Input tokens of the trainer's forward passes, prompts included.
+    tokens_shared       | tokens   | Input tokens saved by --share-prefix.
+    trained_tokens      | tokens   | Tokens of the batch that are trained on.
     parity_mean_abs     | nats     | Mean absolute gap between engine's and trainer's log-prob under one version.
     parity_max_abs      | nats     | Largest absolute gap between engine's and trainer's log-prob under one version.
     parity_k1           | nats     | Mean of engine's minus trainer's log-prob under one version.
     parity_k3           | nats     | Divergence of the engine from the trainer under one version, never below 0.
     parity_ppl_ratio    | ratio    | Mean over samples of the trainer's perplexity over the engine's, one version.
-    parity_ess          | share    | Effective share of the tokens if each weighed its ratio of trainer to engine.
-    parity_tokens       | tokens   | How many tokens the parity figures are taken over.
-    tis                 | ratio    | Mean ratio of trainer to engine at the level of the weights, before bounds.
-    tis_weight          | ratio    | Mean weight of a token after bounds and rejection, before normalisation.
-    tis_clipfrac        | share    | Share of trained tokens whose importance weight was held at a bound.
-    tis_maskfrac        | share    | Share of trained tokens whose importance weight beyond a bound was made 0.
-    tis_ess             | share    | Effective share of the trained tokens under the weights in use.
-    tis_rung            | rung     | What the parity called for: 0 no weights, 1 truncated ones, 2 masked ones.
-    rs_maskfrac         | share    | Share of trained tokens that --use-rs left out.
-    rs_vetofrac         | share    | Share of trained tokens in samples left out for one impossible token.
-    parity_mean_abs_no_replay | nats | The mean absolute gap of one micro-batch read without routing replay.
-    routing_flip_share  | share    | Share of replayed expert choices the trainer's router would not have made.
-    expert_imbalance    | ratio    | How often the busiest expert is chosen against the mean one, mean over layers.
-    policy/<name>/version  | versions | Publications that the weights of a policy beside the main one have seen.
-    policy/<name>/<metric> | its own  | The metric of that name, of a policy beside the main one.
+    parity_ess          | fraction | Effective sample size of the unbounded importance weights, per token.
+    parity_tokens       | tokens   | Number of tokens that the parity metrics are computed over.
+    tis                 | ratio    | Mean importance ratio of trainer to engine at --tis-level, before bounds.
+    tis_weight          | ratio    | Mean importance weight after bounds and rejection, before normalisation.
+    tis_clipfrac        | fraction | Fraction of trained tokens whose importance weight was truncated.
+    tis_maskfrac        | fraction | Fraction of trained tokens whose importance weight was masked.
+    tis_ess             | fraction | Effective sample size of the importance weights, per trained token.
+    tis_auto_mode       | index    | Correction chosen by --tis-mode auto: 0 none, 1 truncate, 2 icepop.
+    rs_maskfrac         | fraction | Fraction of trained tokens dropped by --use-rs.
+    rs_vetofrac         | fraction | Fraction of trained tokens in samples dropped by --rs-veto-threshold.
+    parity_mean_abs_no_replay | nats | The mean absolute gap of one micro-batch without routing replay.
+    routing_mismatch_ratio | fraction | Fraction of replayed experts that the trainer's router would not have chosen.
+    expert_imbalance    | ratio    | Load of the busiest expert relative to the mean, averaged over layers.
+    policy/<name>/version  | versions | Weight version of an additional policy.
+    policy/<name>/<metric> | its own  | The metric of that name, of an additional policy.
     """
 )
 
-EVAL = _rows(
+EVAL = _parse_rows(
     """
     eval/<set>/reward          | reward | Mean reward over the held-out set.
-    eval/<set>/response_length | tokens | Mean number of tokens in an attempt at the held-out set.
-    eval/<set>/truncated       | share  | Share of attempts at the held-out set that were cut at the length limit.
-    eval/<set>/unscored        | share  | Share of attempts at the held-out set that nothing could score.
-    eval/<set>/reward/<role>   | reward | Mean reward of a role over the attempts at the held-out set it had a part in.
-    eval/<set>/pass@<k>        | share  | Chance that one of k attempts at a held-out prompt earns 1 or more.
+    eval/<set>/response_length | tokens | Mean response length on the held-out set.
+    eval/<set>/truncated       | fraction | Fraction of trajectories of the held-out set truncated at the length limit.
+    eval/<set>/unscored        | fraction | Fraction of trajectories of the held-out set that could not be scored.
+    eval/<set>/reward/<role>   | reward | Mean reward of a role over its trajectories of the held-out set.
+    eval/<set>/pass@<k>        | fraction | Probability that one of k trajectories of a prompt reaches a reward of 1.
     """
 )
 
-SECONDS = _rows(
+SECONDS = _parse_rows(
     """
     rollout             | seconds  | Waiting for the batch's groups.
     train               | seconds  | The training step, all its optimizer steps together.
-    publish             | seconds  | Giving the new weights to the engines.
+    publish             | seconds  | Weight update of the engines.
     step                | seconds  | The whole step, from the first wait to the new version being live.
-    evaluate            | seconds  | Answering and scoring every held-out set.
-    train/own_per_token | seconds | What a token took the first rank itself: its layers forward, and the loss.
-    train/own_per_token_median | seconds | The same, in the median over the ranks.
-    train/slowest_rank  | ratio    | What the slowest rank took for a token itself, in times of the others' median.
-    train/<part>   | seconds | A part of the training step, by the trainer's own clock.
-    publish/bytes  | bytes   | Weights that each server was sent: those that it did not have already.
-    publish/<part> | seconds | A part of the publication, by its own clock.
+    evaluate            | seconds  | Generation and scoring of all held-out sets.
+    train/compute_per_token | seconds | Compute time per token of rank 0, without waiting: forward pass and loss.
+    train/compute_per_token_median | seconds | Compute time per token, median over the ranks.
+    train/straggler_ratio | ratio   | Compute time per token of the slowest rank relative to the median of the others.
+    train/<part>   | seconds | A phase of the training step.
+    publish/bytes  | bytes   | Bytes of weights sent to each server.
+    publish/<part> | seconds | A phase of the weight update.
     """
 )
 
 SECTIONS = {
-    "Rollout": (ROLLOUT, "In `metrics.jsonl`, `kind` `train`: about the trajectories a step was trained on."),
-    "Training": (TRAIN, "In `metrics.jsonl`, `kind` `train`: about the update, as means over the step."),
+    "Rollout": (ROLLOUT, "In `metrics.jsonl`, `kind` `train`: the trajectories that a step was trained on."),
+    "Training": (TRAIN, "In `metrics.jsonl`, `kind` `train`: the update, as means over the step."),
     "Evaluation": (
         EVAL,
         "In `metrics.jsonl`, `kind` `eval`; `step` is how many steps the policy had been trained for.",
     ),
-    "Seconds": (SECONDS, "In `timings.jsonl`, and nowhere else: wall-clock readings never repeat."),
+    "Seconds": (SECONDS, "In `timings.jsonl`, and nowhere else: wall-clock times are not deterministic."),
 }
 
 
-def describe(name: str) -> Metric | None:
-    """The table's entry for a metric of ``metrics.jsonl``, or None."""
+def find_metric(name: str) -> Metric | None:
+    """Return the table's entry for a metric of ``metrics.jsonl``, or None."""
     if (other := re.fullmatch(r"policy/[^/]+/(.+)", name)) and other[1] != "version":
-        return describe(other[1])
-    return next((metric for metric in (*ROLLOUT, *TRAIN, *EVAL) if metric.fits(name)), None)
+        return find_metric(other[1])
+    return next((metric for metric in (*ROLLOUT, *TRAIN, *EVAL) if metric.matches(name)), None)
 
 
-def unexplained(names: Iterable[str]) -> list[str]:
-    """Those of the names that no entry of the table explains."""
-    return sorted(name for name in names if describe(name) is None)
+def list_undocumented(names: Iterable[str]) -> list[str]:
+    """Return the names that have no entry in the table."""
+    return sorted(name for name in names if find_metric(name) is None)
 
 
 def group_metrics(groups: Sequence[Group], version: Version) -> dict[str, float]:
-    """What a batch's groups tell by themselves; ``version`` is the trainer's before the step."""
-    tries = [t for group in groups for t in group.trajectories]
-    rewards = [reward for group in groups for reward in group.rewards]
-    if tries and all(_is_demonstration(t) for t in tries):  # nothing was sampled, nothing earned
+    """Compute the metrics of a batch's groups; ``version`` is the trainer's before the step."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    scored = [t for t in trajectories if UNSCORED not in t.metadata] or trajectories
+    rewards = [t.reward.value for t in scored if t.reward is not None]
+    if trajectories and all(_is_demonstration(t) for t in trajectories):  # nothing was sampled
         return {}
-    ages = [version.number - number for t in tries if (number := _oldest(t, version.policy)) is not None]
-    measured: dict[str, float] = {}
+    ages = [version.number - number for t in trajectories if (number := _oldest(t, version.policy)) is not None]
+    metrics: dict[str, float] = {}
     if rewards:
-        measured |= {"reward": fmean(rewards), "reward_std": pstdev(rewards)}
-        measured |= {"reward_min": min(rewards), "reward_max": max(rewards)}
-        measured |= {f"reward/{name.replace('/', '.')}": value for name, value in _parts(tries).items()}
-    if tries:
-        lengths = [t.response_length for t in tries]
-        measured |= {"response_length": fmean(lengths), "response_length_max": float(max(lengths))}
-        measured |= {"rollout_tokens": float(sum(lengths))}
-        measured["truncated_share"] = fmean(t.status is Status.TRUNCATED for t in tries)
-        measured["unscored_share"] = fmean("unscored" in t.metadata for t in tries)
-        measured["failed_share"] = fmean(t.status is Status.FAILED for t in tries)
-        measured |= _mismatches(tries)
-        measured["zero_std_share"] = fmean(len(set(group.rewards)) <= 1 for group in groups)
+        metrics |= {"reward": fmean(rewards), "reward_std": pstdev(rewards)}
+        metrics |= {"reward_min": min(rewards), "reward_max": max(rewards)}
+        metrics |= {f"reward/{name.replace('/', '.')}": value for name, value in _mean_reward_parts(scored).items()}
+    if trajectories:
+        lengths = [t.response_length for t in trajectories]
+        metrics |= {"response_length": fmean(lengths), "response_length_max": float(max(lengths))}
+        metrics |= {"rollout_tokens": float(sum(lengths))}
+        metrics["truncated_ratio"] = fmean(t.status is Status.TRUNCATED for t in trajectories)
+        metrics["unscored_ratio"] = fmean(UNSCORED in t.metadata for t in trajectories)
+        metrics["failed_ratio"] = fmean(t.status is Status.FAILED for t in trajectories)
+        metrics |= _mismatch_ratios(trajectories)
+        metrics["zero_std_ratio"] = fmean(_has_equal_rewards(group) for group in groups)
     if ages:
-        measured |= {"staleness": float(max(ages)), "staleness_mean": fmean(ages)}
-    return {name: float(value) for name, value in measured.items()}
+        metrics |= {"staleness": float(max(ages)), "staleness_mean": fmean(ages)}
+    return {name: float(value) for name, value in metrics.items()}
 
 
-def _parts(tries: Iterable[Trajectory]) -> dict[str, float]:
-    """The mean of every named part of the rewards."""
-    found: dict[str, list[float]] = {}
-    for trajectory in tries:
+def _has_equal_rewards(group: Group) -> bool:
+    return len({t.reward.value for t in group.scored_trajectories or group.trajectories if t.reward is not None}) <= 1
+
+
+def _mean_reward_parts(trajectories: Iterable[Trajectory]) -> dict[str, float]:
+    """Return the mean of every named part of the rewards."""
+    values_by_part: dict[str, list[float]] = {}
+    for trajectory in trajectories:
         for name, part in (trajectory.reward.parts if trajectory.reward is not None else {}).items():
-            found.setdefault(name, []).append(float(part))
-    return {name: fmean(values) for name, values in sorted(found.items())}
+            values_by_part.setdefault(name, []).append(float(part))
+    return {name: fmean(values) for name, values in sorted(values_by_part.items())}
 
 
-def _mismatches(tries: Iterable[Trajectory]) -> dict[str, float]:
-    """In what share of the sessions that were audited each class of difference was found."""
-    audited: list[Mapping[str, int]] = [t.metadata[MISMATCH] for t in tries if MISMATCH in t.metadata]
+def _mismatch_ratios(trajectories: Iterable[Trajectory]) -> dict[str, float]:
+    """Return the fraction of audited sessions with each class of template mismatch."""
+    audited: list[Mapping[str, int]] = [t.metadata[MISMATCH] for t in trajectories if MISMATCH in t.metadata]
     return {f"{MISMATCH}/{kind}": fmean(kind in found for found in audited) for kind in MISMATCHES if audited}
 
 
 def _is_demonstration(trajectory: Trajectory) -> bool:
-    written = [span.version for span in trajectory.spans if span.version is not None]
-    return bool(written) and all(version == GIVEN for version in written)
+    versions = [span.version for span in trajectory.spans if span.version is not None]
+    return bool(versions) and all(version == DEMONSTRATION for version in versions)
 
 
 def _oldest(trajectory: Trajectory, policy: str) -> int | None:
-    written = (span.version for span in trajectory.spans if span.version is not None)
-    return min((version.number for version in written if version.policy == policy), default=None)
+    versions = (span.version for span in trajectory.spans if span.version is not None)
+    return min((version.number for version in versions if version.policy == policy), default=None)
 
 
-def page() -> str:
-    """The text of ``docs/metrics.md``."""
+def render_docs() -> str:
+    """Render ``docs/metrics.md``."""
     parts = [
         "# Metrics",
-        "Every metric a run writes, what it counts and what it means. This page is made from "
+        "All metrics that a run writes, with unit and meaning. This page is generated from "
         "`miles/observe/metric.py` by `python -m miles.observe.metric > docs/metrics.md`.",
     ]
     for title, (metrics, where) in SECTIONS.items():
@@ -245,4 +250,4 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(page())
+    sys.stdout.write(render_docs())

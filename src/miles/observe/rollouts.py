@@ -1,7 +1,7 @@
-"""Every step's trajectories as ``rollouts/step-*.parquet``: one row a branch, everything per-token in lists.
+"""Rollout dumps: every step's trajectories as ``rollouts/step-*.parquet``, one row per branch, per-token data in lists.
 
-Nothing is lost: beside the columns people read there are those from which ``observe.reread`` makes the very groups
-again. What belongs to a group is in its first row, what belongs to a trajectory in the row of its first branch.
+Nothing is lost: besides the human-readable columns there are those from which ``observe.rollout_reader`` reconstructs
+the exact groups. Group data is in the group's first row, trajectory data in the row of its first branch.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from miles.core.agents import ROLES
 from miles.core.errors import DataError
-from miles.core.events import BatchTaken, Event
-from miles.core.roles import ROLES
+from miles.core.events import BatchTaken, Event, Saved
+from miles.core.serialization import CORE_TYPES, Codec, SerializationError
 from miles.core.types import EMPTY, Array, Author, Floats, Group, Prompt, Sample, Span, Tokens, Trajectory
-from miles.core.wire import NOUNS, Codec, WireError
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-# how ``authors`` spells who wrote a token
+# integer codes of the ``authors`` column
 AUTHORS: Mapping[Author, int] = {Author.PROMPT: 0, Author.POLICY: 1, Author.ENV: 2}
-FORM = "2"
-"""Of the files that are written now; those of form 1 do not hold all of a group."""
-CODEC = Codec(NOUNS)
+FORMAT_VERSION = "2"
+"""Current file format; files of format 1 lack parts of a group."""
+CODEC = Codec(CORE_TYPES)
 
 
 def step_path(folder: Path, step: int) -> Path:
-    """Where the trajectories of ``step`` lie in a run's rollouts folder.
+    """Return the file of ``step`` in a run's rollouts folder.
 
     >>> step_path(Path("rollouts"), 12).name
     'step-000012.parquet'
@@ -43,32 +43,51 @@ def step_path(folder: Path, step: int) -> Path:
 
 
 class RolloutDump:
-    """Writes a file a batch on a thread of its own, at most one behind; ``commit`` waits for it.
+    """Writes one file per batch in a background thread, at most one at a time; ``commit`` waits for it.
 
-    ``place`` is a folder for files of our own names, or says where a step's file goes. ``about`` is written into
-    every file: what a reader should know of the run. Extras that are called as one of ``without`` are left out.
+    ``destination`` is a folder, or a function that returns the path of a step's file. ``file_metadata`` is written
+    into every file. Extras named in ``excluded_extras`` are left out. When a checkpoint was saved, the files of all but
+    the ``keep`` newest steps up to it are deleted; those after it are needed to resume from it.
     """
 
     def __init__(
-        self, place: Path | Callable[[int], Path], *, about: Mapping[str, str] = EMPTY, without: Collection[str] = ()
+        self,
+        destination: Path | Callable[[int], Path],
+        *,
+        file_metadata: Mapping[str, str] = EMPTY,
+        excluded_extras: Collection[str] = (),
+        keep: int | None = None,
     ) -> None:
-        if isinstance(place, Path):
-            place.mkdir(parents=True, exist_ok=True)
-        self._place = place
-        self._about = dict(about)
-        self._without = frozenset(without)
+        if isinstance(destination, Path):
+            destination.mkdir(parents=True, exist_ok=True)
+        self._destination = destination
+        self._file_metadata = dict(file_metadata)
+        self._keep = keep
+        self._excluded_extras = frozenset(excluded_extras)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollouts")
         self._writing: Future[None] | None = None
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, BatchTaken):
             self.commit()
-            place, step = self._place, event.step
-            path = step_path(place, step) if isinstance(place, Path) else _made(place(step))
-            self._writing = self._thread.submit(write_step, path, event, about=self._about, without=self._without)
+            if isinstance(self._destination, Path):
+                path = step_path(self._destination, event.step)
+            else:
+                path = self._destination(event.step)
+                path.parent.mkdir(parents=True, exist_ok=True)
+            self._writing = self._thread.submit(
+                write_step,
+                path,
+                event,
+                file_metadata=self._file_metadata,
+                excluded_extras=self._excluded_extras,
+            )
+
+        elif isinstance(event, Saved) and self._keep is not None and isinstance(self._destination, Path):
+            _delete_steps(self._destination, through=event.step - self._keep)
 
     def commit(self) -> None:
-        """Return when every batch taken so far is on the disk; what went wrong there is raised here."""
+        """Return when all batches so far are on disk; raises errors of the background thread."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             writing.result()
@@ -80,23 +99,35 @@ class RolloutDump:
             self._thread.shutdown()
 
 
-def _made(path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
+def _delete_steps(folder: Path, *, through: int) -> None:
+    for path in folder.glob("step-*.parquet"):
+        number = path.stem.removeprefix("step-")
+        if number.isdecimal() and int(number) <= through:
+            path.unlink(missing_ok=True)
 
 
 def write_step(
-    path: Path, taken: BatchTaken, *, about: Mapping[str, str] = EMPTY, without: Collection[str] = ()
+    path: Path,
+    taken: BatchTaken,
+    *,
+    file_metadata: Mapping[str, str] = EMPTY,
+    excluded_extras: Collection[str] = (),
 ) -> None:
-    """Write a batch's trajectories, complete or not at all."""
+    """Write a batch's trajectories atomically."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    rows = list(_rows(taken, frozenset(without)))
-    probe = json.dumps([[row.prompt_id, row.trajectory, digest_of(row)] for row in taken.batch.probe])
-    told = {"miles.rollouts": FORM, "authors": _LEGEND, "step": str(taken.step), "probe": probe}
-    told |= {"without": json.dumps(sorted(without)), **about}
-    table = pa.Table.from_pylist(rows, schema=_schema(told))
+    rows = list(_build_rows(taken, frozenset(excluded_extras)))
+    probe = [[sample.prompt_id, sample.trajectory, compute_sample_digest(sample)] for sample in taken.batch.probe]
+    metadata = {
+        "miles.rollouts": FORMAT_VERSION,
+        "authors": _AUTHOR_LEGEND,
+        "step": str(taken.step),
+        "probe": json.dumps(probe),
+        "without": json.dumps(sorted(excluded_extras)),
+        **file_metadata,
+    }
+    table = pa.Table.from_pylist(rows, schema=_build_schema(metadata))
     part = path.with_name(f"{path.name}.part")
     with part.open("wb") as file:
         pq.write_table(table, file, compression="zstd")
@@ -106,50 +137,49 @@ def write_step(
 
 
 def read_step(path: Path) -> list[dict[str, Any]]:
-    """The rows of one file, in order; per-token columns come as numpy arrays."""
+    """Return the rows of one file, in order; per-token columns are numpy arrays."""
     return read_file(path)[0]
 
 
 def read_file(path: Path) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """The rows of one file, and what it says about itself."""
+    """Return the rows of one file, and its metadata."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         table = pq.read_table(path)
     except (OSError, pa.ArrowInvalid) as error:
-        raise DataError(f"{path} cannot be read as a file of rollouts: {str(error).splitlines()[0]}") from error
-    columns = [_column(table, name) for name in table.column_names]
-    about = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
-    return [dict(zip(table.column_names, row, strict=True)) for row in zip(*columns, strict=True)], about
+        raise DataError(f"{path} cannot be read as a rollout dump: {str(error).splitlines()[0]}") from error
+    columns = [_read_column(table, name) for name in table.column_names]
+    metadata = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
+    return [dict(zip(table.column_names, row, strict=True)) for row in zip(*columns, strict=True)], metadata
 
 
-def policy_of(trajectory: Trajectory, branch: int) -> str | None:
-    """Which of a run's policies wrote in a branch: its role where several play, None where no policy wrote."""
+def get_branch_policy(trajectory: Trajectory, branch: int) -> str | None:
+    """Return the policy that sampled a branch: its role in multi-agent runs, None if no policy sampled any token."""
     if ROLES in trajectory.metadata:
         return str(trajectory.metadata[ROLES][branch])
-    wrote = (span.version.policy for span in trajectory.branches[branch] if span.version is not None)
-    return next(wrote, None)
+    return next((span.version.policy for span in trajectory.branches[branch] if span.version is not None), None)
 
 
-def digest_of(row: Sample) -> str:
-    """By which a training row is told from others of its attempt."""
-    return hashlib.sha256(row.tokens.tobytes() + row.logprobs.tobytes()).hexdigest()[:16]
+def compute_sample_digest(sample: Sample) -> str:
+    """Return a digest that distinguishes a sample from others of its trajectory."""
+    return hashlib.sha256(sample.tokens.tobytes() + sample.logprobs.tobytes()).hexdigest()[:16]
 
 
-def _column(table: pa.Table, name: str) -> list[Any]:
+def _read_column(table: pa.Table, name: str) -> list[Any]:
     import pyarrow as pa
 
     column = table.column(name)
     if not pa.types.is_list(column.type):
         return column.to_pylist(maps_as_pydicts="strict")
-    return [one.values.to_numpy(zero_copy_only=False) if one.is_valid else None for one in column]
+    return [cell.values.to_numpy(zero_copy_only=False) if cell.is_valid else None for cell in column]
 
 
-_LEGEND = ", ".join(f"{code} {author}" for author, code in AUTHORS.items())
+_AUTHOR_LEGEND = ", ".join(f"{code} {author}" for author, code in AUTHORS.items())
 
 
-def _schema(about: Mapping[str, str]) -> pa.Schema:
+def _build_schema(metadata: Mapping[str, str]) -> pa.Schema:
     import pyarrow as pa
 
     fields = {
@@ -178,35 +208,35 @@ def _schema(about: Mapping[str, str]) -> pa.Schema:
         "metadata": pa.binary(),
         "prompt": pa.binary(),
     }
-    return pa.schema(list(fields.items()), metadata=dict(about))
+    return pa.schema(list(fields.items()), metadata=dict(metadata))
 
 
-def _rows(taken: BatchTaken, without: frozenset[str]) -> Iterator[dict[str, Any]]:
-    credited: dict[tuple[int, int], list[Sample]] = defaultdict(list)
+def _build_rows(taken: BatchTaken, excluded_extras: frozenset[str]) -> Iterator[dict[str, Any]]:
+    samples: dict[tuple[int, int], list[Sample]] = defaultdict(list)
     for sample in taken.batch.samples:
-        credited[sample.prompt_id, sample.trajectory].append(sample)
+        samples[sample.prompt_id, sample.trajectory].append(sample)
     for ticket, group in zip(taken.tickets, taken.groups, strict=True):
-        for place, trajectory in enumerate(group.trajectories):
-            waiting = credited[group.prompt.id, trajectory.index]
+        for position, trajectory in enumerate(group.trajectories):
+            unmatched = samples[group.prompt.id, trajectory.index]
             for number, branch in enumerate(trajectory.branches):
                 tokens = _per_token(branch, np.int32, lambda span: span.tokens)
                 yield {
                     "step": taken.step,
                     "ticket": ticket,
                     "branch": number,
-                    "policy": policy_of(trajectory, number),
+                    "policy": get_branch_policy(trajectory, number),
                     "tokens": tokens,
                     "logprobs": _per_token(branch, np.float32, _logprobs),
                     "versions": _per_token(branch, np.int32, _version),
                     "authors": _per_token(branch, np.int8, lambda span: AUTHORS[span.author]),
-                    "advantages": _advantages(waiting, tokens),
-                    **_spans(branch, without),
-                    "metadata": None if number else _metadata(trajectory.metadata),
-                    "prompt": None if number or place else _prompt(group.prompt),
-                } | _about(group, trajectory)
+                    "advantages": _pop_advantages(unmatched, tokens),
+                    **_span_columns(branch, excluded_extras),
+                    "metadata": None if number else _pack_metadata(trajectory.metadata),
+                    "prompt": None if number or position else _pack_prompt(group.prompt),
+                } | _summary_columns(group, trajectory)
 
 
-def _about(group: Group, trajectory: Trajectory) -> dict[str, Any]:
+def _summary_columns(group: Group, trajectory: Trajectory) -> dict[str, Any]:
     text = trajectory.metadata.get("text")
     reward = trajectory.reward
     return {
@@ -221,9 +251,9 @@ def _about(group: Group, trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def _spans(branch: tuple[Span, ...], without: frozenset[str]) -> dict[str, Any]:
-    """Where spans begin and end, whose they are, and what else they carry a token."""
-    extras = tuple({name: each for name, each in span.extras.items() if name not in without} for span in branch)
+def _span_columns(branch: tuple[Span, ...], excluded_extras: frozenset[str]) -> dict[str, Any]:
+    """Return the lengths, authors, versions and extras of a branch's spans."""
+    extras = tuple({name: each for name, each in span.extras.items() if name not in excluded_extras} for span in branch)
     return {
         "span_lengths": [len(span) for span in branch],
         "span_authors": [AUTHORS[span.author] for span in branch],
@@ -233,47 +263,47 @@ def _spans(branch: tuple[Span, ...], without: frozenset[str]) -> dict[str, Any]:
     }
 
 
-def _prompt(prompt: Prompt) -> bytes:
-    """The messages and all else but what has a column; a value that is no number, word or array is only named."""
+def _pack_prompt(prompt: Prompt) -> bytes:
+    """Pack the messages and metadata; values that cannot be serialized are only named."""
     messages: list[dict[str, Any]] = []
-    gone: dict[str, str] = {}
+    all_lost: dict[str, str] = {}
     for message in prompt.messages:
-        kept, lost = _packable(message)
-        messages.append(kept)
-        gone |= lost
-    metadata, lost = _packable(prompt.metadata)
-    return CODEC.pack("prompt", {"messages": messages, "metadata": metadata, "lost": gone | lost})
+        packable, lost = _split_packable(message)
+        messages.append(packable)
+        all_lost |= lost
+    metadata, lost = _split_packable(prompt.metadata)
+    return CODEC.pack("prompt", {"messages": messages, "metadata": metadata, "lost": all_lost | lost})
 
 
-def _metadata(metadata: Mapping[str, Any]) -> bytes:
-    kept, lost = _packable(metadata)
-    return CODEC.pack("metadata", {"metadata": kept, "lost": lost})
+def _pack_metadata(metadata: Mapping[str, Any]) -> bytes:
+    packable, lost = _split_packable(metadata)
+    return CODEC.pack("metadata", {"metadata": packable, "lost": lost})
 
 
-def _packable(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """What of these can be written down, and of what type the rest is."""
-    kept: dict[str, Any] = {}
+def _split_packable(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values that can be serialized, and the types of the others."""
+    packable: dict[str, Any] = {}
     lost: dict[str, str] = {}
     for name, value in values.items():
         try:
             CODEC.pack("value", value)
-        except WireError:
+        except SerializationError:
             lost[name] = type(value).__name__
         else:
-            kept[name] = value
-    return kept, lost
+            packable[name] = value
+    return packable, lost
 
 
-def _advantages(waiting: list[Sample], tokens: Tokens) -> Floats | None:
-    """Those of the first sample not yet spoken for that has these tokens; none if credit made no such sample."""
-    for place, sample in enumerate(waiting):
+def _pop_advantages(unmatched: list[Sample], tokens: Tokens) -> Floats | None:
+    """Return the advantages of the first unmatched sample with these tokens, and remove it; None if there is none."""
+    for index, sample in enumerate(unmatched):
         if np.array_equal(sample.tokens, tokens):
-            return waiting.pop(place).advantages
+            return unmatched.pop(index).advantages
     return None
 
 
 def _per_token(branch: tuple[Span, ...], dtype: type[np.generic], value: Callable[[Span], Any]) -> Array:
-    """One value a token; ``value`` gives a span's, as a scalar or an array."""
+    """Return one value per token; ``value`` gives a span's, as a scalar or an array."""
     pieces = [np.broadcast_to(np.asarray(value(span), dtype), len(span)) for span in branch]
     return np.concatenate(pieces) if pieces else np.zeros(0, dtype)
 

@@ -1,4 +1,4 @@
-"""Every metric for TensorBoard, through the tensorboard package alone."""
+"""TensorBoard sink for all metrics; needs only the tensorboard package."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from miles.core.errors import UsageError
 from miles.core.events import Evaluated, Event, RunStarted, StepFinished
 
 
-def missing() -> str | None:
-    """A sentence if the tensorboard package is not there; asked before anything expensive starts."""
+def missing_package_error() -> str | None:
+    """Return an error message if the tensorboard package is missing; checked before anything expensive starts."""
     if find_spec("tensorboard") is not None:
         return None
     return '--use-tensorboard needs the tensorboard package; install it with: pip install "miles-rl[tensorboard]"'
 
 
 class TensorBoard:
-    """Writes ``train/``, ``eval/`` and ``seconds/`` scalars. A continued run hides the points it repeats.
+    """Writes ``train/``, ``eval/`` and ``seconds/`` scalars. A resumed run hides the points it repeats.
 
     ``clock`` gives seconds since the epoch, which TensorBoard shows beside the step.
     """
 
     def __init__(self, folder: Path, *, clock: Callable[[], float]) -> None:
-        problem = missing()
+        problem = missing_package_error()
         if problem is not None:
             raise UsageError(problem)
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -41,11 +41,11 @@ class TensorBoard:
     def __call__(self, event: Event) -> None:
         match event:
             case RunStarted() if event.step:
-                self._forget_after(event.step)
+                self._void_after(event.step)
             case StepFinished():
-                self._write(event.step, _tagged(event.metrics, "train") | _tagged(event.seconds, "seconds"))
+                self._write(event.step, _add_section(event.metrics, "train") | _add_section(event.seconds, "seconds"))
             case Evaluated():
-                self._write(event.step, _tagged(event.metrics, "eval") | _tagged(event.seconds, "seconds"))
+                self._write(event.step, _add_section(event.metrics, "eval") | _add_section(event.seconds, "seconds"))
             case _:
                 pass
 
@@ -61,8 +61,8 @@ class TensorBoard:
         values = [kind.Value(tag=tag, simple_value=value) for tag, value in sorted(scalars.items())]
         self._add(step, summary=kind(value=values))
 
-    def _forget_after(self, step: int) -> None:
-        """Tell readers that what an earlier life wrote beyond ``step`` is void."""
+    def _void_after(self, step: int) -> None:
+        """Mark what a previous process wrote beyond ``step`` as void."""
         kind = self._events.SessionLog
         self._add(step + 1, session_log=kind(status=kind.START))
 
@@ -70,8 +70,8 @@ class TensorBoard:
         self._writer.add_event(self._events.Event(wall_time=self._clock(), step=step, **payload))
 
 
-def _tagged(values: Mapping[str, float], section: str) -> dict[str, float]:
-    """Tags of the form section/name, as TensorBoard groups charts by what is before the slash."""
+def _add_section(values: Mapping[str, float], section: str) -> dict[str, float]:
+    """Prefix names with the section, by which TensorBoard groups charts."""
     return {
         name if name.startswith(f"{section}/") else f"{section}/{name}": float(value) for name, value in values.items()
     }

@@ -1,50 +1,49 @@
-"""What a person watching a run is shown, whichever way it is shown."""
+"""Protocols of terminal views and progress stages, and the view that shows nothing."""
 
 from __future__ import annotations
 
 import os
-import sys
 from types import TracebackType
 from typing import Literal, Protocol, TextIO
 
 from miles.core.events import Event
 
-Kind = Literal["auto", "live", "plain", "none"]
+ViewKind = Literal["auto", "live", "plain", "none"]
 
 
-class Stage(Protocol):
-    """A piece of work with an end. Call it as work gets done; it is over at its total, or when told."""
+class ProgressStage(Protocol):
+    """Progress of a piece of work. Call it as work gets done; it finishes at its total, or on ``finish``."""
 
     def __call__(self, n: int = 1, note: str = "") -> None: ...
-    def done(self, note: str = "") -> None: ...
-    def __enter__(self) -> Stage: ...
+    def finish(self, note: str = "") -> None: ...
+    def __enter__(self) -> ProgressStage: ...
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
 
 class View(Protocol):
-    """A terminal, as the program sees it. An observer too: pass it events, or pass it as one."""
+    """A terminal view. It is also an observer of events."""
 
-    def stage(self, name: str, total: int | None = None) -> Stage:
-        """Begin a piece of work of ``total`` parts (None: nobody knows)."""
+    def stage(self, name: str, total: int | None = None) -> ProgressStage:
+        """Start a piece of work of ``total`` parts (None: unknown)."""
         ...
 
     def __call__(self, event: Event) -> None: ...
     def event(self, event: Event) -> None: ...
 
     def note(self, text: str) -> None:
-        """Say something, now."""
+        """Print a line."""
         ...
 
     def close(self) -> None: ...
 
 
-class Silent:
-    """Shows nothing."""
+class NullView:
+    """A view that shows nothing."""
 
-    def stage(self, name: str, total: int | None = None) -> Stage:
-        return _SilentStage()
+    def stage(self, name: str, total: int | None = None) -> ProgressStage:
+        return _NullStage()
 
     def __call__(self, event: Event) -> None: ...
     def event(self, event: Event) -> None: ...
@@ -52,11 +51,11 @@ class Silent:
     def close(self) -> None: ...
 
 
-class _SilentStage:
+class _NullStage:
     def __call__(self, n: int = 1, note: str = "") -> None: ...
-    def done(self, note: str = "") -> None: ...
+    def finish(self, note: str = "") -> None: ...
 
-    def __enter__(self) -> Stage:
+    def __enter__(self) -> ProgressStage:
         return self
 
     def __exit__(
@@ -64,27 +63,13 @@ class _SilentStage:
     ) -> None: ...
 
 
-def make_view(kind: Kind, *, stream: TextIO | None = None, parity_tolerance: float = 0.01) -> View:
-    """The view of a kind on a stream (standard output); live bars need a terminal and are plain lines elsewhere."""
-    if kind == "none":
-        return Silent()
-    out = sys.stdout if stream is None else stream
-    if kind != "plain" and moves(out):
-        from miles.observe.live import LiveView
-
-        return LiveView(out, parity_tolerance=parity_tolerance)
-    from miles.observe.console import PlainView
-
-    return PlainView(out, parity_tolerance=parity_tolerance)
-
-
-def moves(stream: TextIO) -> bool:
-    """Is the stream a terminal on which a cursor can move up?"""
+def supports_cursor(stream: TextIO) -> bool:
+    """Return whether the stream is a terminal with cursor movement."""
     return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
 
 
-def speaks_unicode(stream: TextIO) -> bool:
-    """Can the stream carry the blocks of a sparkline?"""
+def supports_unicode(stream: TextIO) -> bool:
+    """Return whether the stream can encode the block characters of a sparkline."""
     try:
         "▁█●·".encode(getattr(stream, "encoding", None) or "ascii")
     except (UnicodeEncodeError, LookupError):

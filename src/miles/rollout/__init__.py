@@ -1,5 +1,5 @@
-"""Room: rollout -- the plane that makes experience: prompts -> attempts -> rewards -> groups.
+"""Rollouts: prompts -> trajectories -> rewards -> groups (layer 2).
 
-Floor 2. Imports: core, config, plug, observe, stdlib, numpy; pyarrow only when a Parquet or Arrow file is read.
-Never: train, schedule, backends, torch, transformers. Tokenizers and engines are handed to it.
+Imports: core, config, hooks, observe, stdlib, numpy; pyarrow only when a Parquet or Arrow file is read.
+Never: train, schedule, backends, torch, transformers. Tokenizers and engines are passed in.
 """

@@ -1,4 +1,4 @@
-"""Held-out scores of the policy as it is now (see core.protocols.Evaluate)."""
+"""Evaluation on held-out prompts: mean reward, response length, pass@k (see core.protocols.Evaluate)."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from fractions import Fraction
 from math import comb
 from statistics import fmean
 
+from miles.core.agents import ROLES, get_role_reward, list_roles
 from miles.core.errors import first_cause
-from miles.core.plugs import EvalFn
-from miles.core.protocols import Engine, Generate, GroupRewardFn, RewardFn, Rollout, Sampling
-from miles.core.roles import ROLES, earned, roles_in
+from miles.core.hooks import EvalFn
+from miles.core.protocols import Engine, Generate, GroupRewardFn, RewardFn, Rollout, SamplingParams
 from miles.core.types import Group, Prompt, Status
-from miles.rollout.own import answered
-from miles.rollout.produce import Producer
-from miles.rollout.seeds import evaluation_seeds
+from miles.rollout.custom import check_eval_groups
+from miles.rollout.group_rollout import GroupRollout
+from miles.rollout.seeds import make_eval_seed_fn
 
 
 class Evaluator:
-    """Attempts every prompt of every named set, with the same seeds each time; an ``own`` function may do it."""
+    """Evaluates every prompt of every named set, with the same seeds each time; ``eval_fn`` may replace it."""
 
     def __init__(
         self,
@@ -28,33 +28,38 @@ class Evaluator:
         *,
         engine: Engine,
         generate: Generate,
-        sampling: Sampling,
-        attempts: int,
+        sampling: SamplingParams,
+        group_size: int,
         seed: int,
         reward: RewardFn | None = None,
         group_reward: GroupRewardFn | None = None,
         reward_key: str | None = None,
+        reward_name: str = "the reward function",
         reward_seconds: float = 300.0,
-        most_unscored: int = 128,
+        max_reward_failures: int = 128,
         log_passrate: bool = False,
-        own: EvalFn | None = None,
+        eval_fn: EvalFn | None = None,
     ) -> None:
         self._log_passrate = log_passrate
-        self._own, self._engine, self._sampling, self._seed = own, engine, sampling, seed
+        self._eval_fn = eval_fn
+        self._engine = engine
+        self._sampling = sampling
+        self._seed = seed
         self._sets = {
             name: (
                 tuple(prompts),
-                Producer(
+                GroupRollout(
                     engine=engine,
                     generate=generate,
                     sampling=sampling,
-                    attempts=attempts,
-                    seed_of=evaluation_seeds(seed, name),
+                    group_size=group_size,
+                    seed_fn=make_eval_seed_fn(seed, name),
                     reward=reward,
                     group_reward=group_reward,
                     reward_key=reward_key,
+                    reward_name=reward_name,
                     reward_seconds=reward_seconds,
-                    most_unscored=most_unscored,
+                    max_reward_failures=max_reward_failures,
                 ),
             )
             for name, prompts in sets.items()
@@ -64,32 +69,38 @@ class Evaluator:
         return self.metrics(await self.groups())
 
     def metrics(self, groups: Mapping[str, Sequence[Group]]) -> dict[str, float]:
-        """The scores of every set, by metric name."""
+        """The metrics of every set by name."""
         metrics: dict[str, float] = {}
-        for name, found in groups.items():
-            measured = scores(found) | role_scores(found) | (pass_rates(found) if self._log_passrate else {})
-            metrics |= {f"eval/{name}/{key}": value for key, value in measured.items()}
+        for name, set_groups in groups.items():
+            set_metrics = (
+                compute_scores(set_groups)
+                | compute_role_scores(set_groups)
+                | (compute_pass_rates(set_groups) if self._log_passrate else {})
+            )
+            metrics |= {f"eval/{name}/{key}": value for key, value in set_metrics.items()}
         return metrics
 
     async def groups(self) -> dict[str, list[Group]]:
-        """Every group of every set, in the order of their prompts."""
+        """All groups of every set, in the order of their prompts."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = {
-                    name: tasks.create_task(self._answer(name, prompts, producer))
-                    for name, (prompts, producer) in self._sets.items()
+                    name: tasks.create_task(self._evaluate_set(name, prompts, rollout))
+                    for name, (prompts, rollout) in self._sets.items()
                 }
         except BaseExceptionGroup as group:
             first = first_cause(group)
             raise first from first.__cause__
         return {name: task.result() for name, task in running.items()}
 
-    async def _answer(self, name: str, prompts: Sequence[Prompt], usual: Rollout) -> list[Group]:
-        if self._own is not None:
+    async def _evaluate_set(self, name: str, prompts: Sequence[Prompt], default_rollout: Rollout) -> list[Group]:
+        if self._eval_fn is not None:
             sampling = replace(self._sampling, seed=self._seed)
-            return answered(name, prompts, await self._own(name, prompts, self._engine, sampling, usual))
+            return check_eval_groups(
+                name, prompts, await self._eval_fn(name, prompts, self._engine, sampling, default_rollout)
+            )
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(_produce(usual, prompt)) for prompt in prompts]
+            running = [tasks.create_task(_produce(default_rollout, prompt)) for prompt in prompts]
         return [task.result() for task in running]
 
 
@@ -97,42 +108,44 @@ async def _produce(rollout: Rollout, prompt: Prompt) -> Group:
     return await rollout.produce(prompt)
 
 
-def scores(groups: Sequence[Group]) -> dict[str, float]:
-    """Mean reward, mean response length in tokens, and the shares of attempts cut at the limit or left unscored."""
-    attempts = [t for group in groups for t in group.trajectories]
+def compute_scores(groups: Sequence[Group]) -> dict[str, float]:
+    """Mean reward, mean response length in tokens, and the fractions of truncated and unscored trajectories."""
+    group_size = [t for group in groups for t in group.trajectories]
     return {
         "reward": fmean(r for group in groups for r in group.rewards),
-        "response_length": fmean(t.response_length for t in attempts),
-        "truncated": fmean(t.status is Status.TRUNCATED for t in attempts),
-        "unscored": fmean("unscored" in t.metadata for t in attempts),
+        "response_length": fmean(t.response_length for t in group_size),
+        "truncated": fmean(t.status is Status.TRUNCATED for t in group_size),
+        "unscored": fmean("unscored" in t.metadata for t in group_size),
     }
 
 
-def role_scores(groups: Sequence[Group]) -> dict[str, float]:
-    """What each role earned on average where it had a part; nothing where there is only one."""
-    attempts = [t for group in groups for t in group.trajectories if ROLES in t.metadata and t.reward is not None]
+def compute_role_scores(groups: Sequence[Group]) -> dict[str, float]:
+    """Mean reward of each role where it took part; empty with a single role."""
+    group_size = [t for group in groups for t in group.trajectories if ROLES in t.metadata and t.reward is not None]
     return {
-        f"reward/{role}": fmean(earned(t.reward, role) for t in attempts if t.reward and role in t.metadata[ROLES])
-        for role in roles_in(groups)
+        f"reward/{role}": fmean(
+            get_role_reward(t.reward, role) for t in group_size if t.reward and role in t.metadata[ROLES]
+        )
+        for role in list_roles(groups)
     }
 
 
-def pass_rates(groups: Sequence[Group]) -> dict[str, float]:
-    """``pass@k`` for k = 1, 2, 4 ... up to the attempts; an attempt passes with a reward of at least 1."""
-    attempts = min(len(group.trajectories) for group in groups)
+def compute_pass_rates(groups: Sequence[Group]) -> dict[str, float]:
+    """``pass@k`` for k = 1, 2, 4 ... up to the group size; a trajectory passes with a reward of at least 1."""
+    group_size = min(len(group.trajectories) for group in groups)
     rates: dict[str, float] = {}
     k = 1
-    while attempts > 1 and k <= attempts:
-        passed = (pass_at(k, len(g.rewards), sum(r >= 1.0 for r in g.rewards)) for g in groups)
+    while group_size > 1 and k <= group_size:
+        passed = (estimate_pass_at_k(k, len(g.rewards), sum(r >= 1.0 for r in g.rewards)) for g in groups)
         rates[f"pass@{k}"] = fmean(passed)
         k *= 2
     return rates
 
 
-def pass_at(k: int, attempts: int, passed: int) -> float:
-    """The chance that ``k`` of the attempts, drawn without replacement, hold one that passed (unbiased pass@k).
+def estimate_pass_at_k(k: int, group_size: int, passed: int) -> float:
+    """Unbiased pass@k: the probability that ``k`` trajectories, sampled without replacement, include one that passed.
 
-    >>> pass_at(1, 4, 1)
+    >>> estimate_pass_at_k(1, 4, 1)
     0.25
     """
-    return float(1 - Fraction(comb(attempts - passed, k), comb(attempts, k)))
+    return float(1 - Fraction(comb(group_size - passed, k), comb(group_size, k)))

@@ -1,6 +1,6 @@
-"""Where randomness comes from: pure hashes of names and numbers, so nothing depends on order, batch mates or restarts.
+"""Seeds: pure hashes of names and numbers, so that nothing depends on order, batch composition or restarts.
 
-Each use has its own stream, so that no training attempt shares a seed with an evaluation, an order or a reward.
+Each use has its own stream, so that training, evaluation, shuffling and rewards never share a seed.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from miles.core.types import Prompt
+from miles.core.types import Prompt, Tokens
 
-SeedOf = Callable[[Prompt, int], int]
-"""The sampling seed of attempt ``index`` at a prompt."""
+SeedFn = Callable[[Prompt, int], int]
+"""(prompt, index) -> the sampling seed of that trajectory."""
 
 _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -23,18 +23,18 @@ _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB
 
 
-class Stream(IntEnum):
-    """What a hash is for."""
+class SeedStream(IntEnum):
+    """Purpose of a hash."""
 
     TRAINING = 1
     EVALUATION = 2
     ORDER = 3
     REWARD = 4
-    LESSON = 5
+    CURRICULUM = 5
 
 
 def mix(*parts: int) -> int:
-    """A 64-bit hash of whole numbers, in their order.
+    """Hash integers, in order, to 64 bits.
 
     >>> mix(1, 2) == mix(1, 2), mix(1, 2) == mix(2, 1)
     (True, False)
@@ -46,33 +46,46 @@ def mix(*parts: int) -> int:
 
 
 def mix_each(prefix: tuple[int, ...], last: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """``mix(*prefix, x)`` for every ``x`` of ``last`` at once."""
+    """``mix(*prefix, x)`` for every ``x`` of ``last``, vectorized."""
     word = last.astype(np.uint64) ^ np.uint64(mix(*prefix))
-    word = word + np.uint64(_GOLDEN)  # arrays of uint64 wrap, which is what is wanted
+    word = word + np.uint64(_GOLDEN)  # uint64 arrays wrap around, as intended
     word = (word ^ (word >> np.uint64(30))) * np.uint64(_FIRST)
     word = (word ^ (word >> np.uint64(27))) * np.uint64(_SECOND)
     return word ^ (word >> np.uint64(31))
 
 
-def text_number(text: str) -> int:
-    """A 64-bit number that stands for a text, the same in every process."""
+def hash_text(text: str) -> int:
+    """Hash a text to 64 bits, the same in every process."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
-def training_seeds(run_seed: int) -> SeedOf:
-    """Seeds of training attempts: a 63-bit hash of (run seed, prompt, epoch, attempt)."""
-    return lambda prompt, index: mix(Stream.TRAINING, run_seed, prompt.id, prompt.epoch, index) >> 1
+def make_training_seed_fn(run_seed: int) -> SeedFn:
+    """Seeds of training: a 63-bit hash of (run seed, prompt, epoch, index)."""
+    return lambda prompt, index: mix(SeedStream.TRAINING, run_seed, prompt.id, prompt.epoch, index) >> 1
 
 
-def evaluation_seeds(run_seed: int, name: str) -> SeedOf:
-    """Seeds of evaluation attempts: the same at every evaluation, and apart from training's."""
-    held_out = text_number(name)
-    return lambda prompt, index: mix(Stream.EVALUATION, run_seed, held_out, prompt.id, index) >> 1
+def make_eval_seed_fn(run_seed: int, name: str) -> SeedFn:
+    """Seeds of evaluation: the same at every evaluation, and distinct from training's."""
+    held_out = hash_text(name)
+    return lambda prompt, index: mix(SeedStream.EVALUATION, run_seed, held_out, prompt.id, index) >> 1
 
 
 def _scramble(word: int) -> int:
-    """One step of splitmix64: every input bit reaches every output bit, and no two inputs meet."""
+    """One step of splitmix64, a bijection of 64-bit integers."""
     word = (word + _GOLDEN) & _WORD
     word = ((word ^ (word >> 30)) * _FIRST) & _WORD
     word = ((word ^ (word >> 27)) * _SECOND) & _WORD
     return word ^ (word >> 31)
+
+
+def hash_context(tokens: Tokens) -> int:
+    """A 64-bit hash of a context."""
+    return int.from_bytes(hashlib.sha256(tokens.tobytes()).digest()[:8], "little")
+
+
+def derive_turn_seed(session_seed: int, context_hash: int, num_repeats: int) -> int:
+    """The seed of a turn, from its session, its context, and how often that context was requested before.
+
+    It does not depend on other pending turns of the session, and changes when a turn is requested again.
+    """
+    return mix(session_seed, context_hash, num_repeats) >> 1

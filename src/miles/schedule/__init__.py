@@ -1,4 +1,4 @@
-"""Room: schedule -- when each plane moves. The only room that knows the order of things.
+"""Package schedule: the training loop, which decides when each plane moves.
 
-Floor 2. Imports: core, config. Never: rollout, train, backends (it sees them as doors), torch.
+Layer 2. Imports: core, config. It never imports rollout, train or backends (it sees them through protocols) or torch.
 """

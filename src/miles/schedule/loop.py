@@ -1,19 +1,19 @@
-"""The loop. One, for every mode.
+"""The training loop, one for all modes: synchronous, one-step-off, fully asynchronous, colocated.
 
-    source -> gate -> rollout -> filter -> credit -> shelf -> trainer -> publish -> (save) -> (eval)
-               ^                                                           |
-               +------------------------- release -------------------------+
+    source -> admission -> rollout -> filter -> advantages -> reorder buffer -> trainer -> publish -> (save) -> (eval)
+                  ^                                                                           |
+                  +------------------------------ release slots ------------------------------+
 
     synchronous          max_staleness = 0
     one step off         max_staleness = 1
     fully asynchronous   max_staleness = k
-    over-sampled         max_staleness = 0, spare groups that are cut when the step has enough
+    over-sampled         max_staleness = 0, with extra groups that are interrupted when the step has enough
     colocated            max_staleness = 0, with a lease that makes the planes take turns
 
-Who waits for whom: the producer waits for the gate (a free place) and, group by group, for the
-rollout plane; the consumer waits for the shelf (the next group in ticket order, with a deadline),
-then for the trainer, then for the publication. A continued run enters at the top of ``_consume``
-exactly where a run that was never stopped passes through.
+Who waits for whom: the producer waits for admission (a free slot) and, group by group, for the
+rollout plane; the consumer waits for the reorder buffer (the next group in ticket order, with a deadline),
+then for the trainer, then for the weight update. A resumed run enters at the top of ``_consume``
+exactly where an uninterrupted run passes through.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ import contextlib
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from miles.core.errors import MilesError, first_cause
 from miles.core.events import (
@@ -38,12 +39,13 @@ from miles.core.events import (
     Saved,
     StepFinished,
 )
-from miles.core.plugs import BufferFilter, DataBuffer
+from miles.core.hooks import BufferFilter, DataBuffer
 from miles.core.protocols import (
-    Credit,
-    Cuttable,
+    AdvantageEstimator,
     Evaluate,
     Filter,
+    FilterResult,
+    InterruptibleRollout,
     Journal,
     Lease,
     Rollout,
@@ -51,91 +53,132 @@ from miles.core.protocols import (
     Trainer,
     WeightSync,
 )
-from miles.core.types import Batch, Group, Prompt, Version
-from miles.schedule.buffer import keep_waiting
-from miles.schedule.cadence import AT_END, NEVER, Cadence
-from miles.schedule.gate import Gate, places
-from miles.schedule.recover import Checkpoints, Cursor, name_of
-from miles.schedule.saver import Saver
-from miles.schedule.shelf import Finished, Shelf
-from miles.schedule.spares import BEGUN, LEFT_OVER, SPARE, Spares
+from miles.core.types import Batch, Group, Prompt, Sample, Version
+from miles.schedule.admission import AdmissionControl, compute_admission_slots
+from miles.schedule.checkpoint_writer import CheckpointWriter
+from miles.schedule.checkpoints import CheckpointDirectory, Cursor, checkpoint_name
+from miles.schedule.oversampling import LEFTOVER, OVERSAMPLED, PARTIAL, Oversampling
+from miles.schedule.reorder_buffer import FinishedGroup, ReorderBuffer, keep_all
 
-_PROBE = 8
+_PROBE_SAMPLES = 8
+_SHOWN_TICKETS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """Due every ``every`` steps (never, if None), and optionally at the start and the end of the run.
+
+    >>> [step for step in range(6) if Interval(every=3, at_end=True).due(step, last=5)]
+    [3, 5]
+    """
+
+    every: int | None
+    at_start: bool = False
+    at_end: bool = False
+
+    def due(self, step: int, *, last: int) -> bool:
+        """Return whether it is due after ``step`` steps of a run that ends after ``last``."""
+        if step == 0:
+            return self.at_start
+        if step == last and self.at_end:
+            return True
+        return self.every is not None and step % self.every == 0
+
+
+Decision = tuple[FilterResult, Sequence[Sample] | None]
+"""What becomes of a finished group: the filter's result, and the samples of a group it keeps."""
+
+NEVER = Interval(every=None)
+AT_END = Interval(every=None, at_end=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planes:
-    """All the loop can see of the world."""
+    """Everything the loop drives: the planes, the filters and hooks between them, checkpoints and the journal.
+
+    ``decide`` calls the group filter and the estimator where these may block; else the loop calls them itself.
+    """
 
     source: Source
     rollout: Rollout
-    keep: Filter
-    credit: Credit
+    group_filter: Filter
+    estimator: AdvantageEstimator
     trainer: Trainer
     sync: WeightSync
     lease: Lease
     evaluate: Evaluate | None
-    checkpoints: Checkpoints
+    checkpoints: CheckpointDirectory
     journal: Journal
     measure: Callable[[tuple[Group, ...], Version], Mapping[str, float]]
-    still: BufferFilter = keep_waiting
-    choose: DataBuffer | None = None
-    cuttable: Cuttable | None = None
+    buffer_filter: BufferFilter = keep_all
+    data_buffer: DataBuffer | None = None
+    interruptible: InterruptibleRollout | None = None
+    decide: Callable[[Callable[[], Decision]], Awaitable[Decision]] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tempo:
-    """Every number the loop goes by.
+class LoopSettings:
+    """Settings of the loop.
 
-    ``spare`` groups enter a step beyond those it needs. When it has these, the others are cut: ``partial`` keeps what
-    was begun for the next step, else it is dropped.
+    ``extra_groups`` are admitted in each step beyond those it needs. When the step has enough, the others are
+    interrupted: ``partial`` resumes them in the next step, else they are dropped.
     """
 
     steps: int
     groups_per_step: int
     max_staleness: int = 0
     window: int = 1
-    spare: int = 0
+    extra_groups: int = 0
     partial: bool = False
     stall_timeout: float = 1800.0
     max_dropped: int = 1000
-    save: Cadence = AT_END
-    evaluate: Cadence = NEVER
+    save: Interval = AT_END
+    evaluate: Interval = NEVER
 
 
 class Loop:
-    """Runs from ``cursor`` (a fresh run's is all zeros) to the last step, or until asked to stop.
+    """Runs from ``cursor`` (a fresh run's is all zeros) to the last step, or until ``stop_soon``.
 
-    ``policy`` is the one whose versions it counts, where there are several.
-    ``finished`` says afterwards which of the two it was.
+    ``policy`` is the main policy, whose versions are counted. ``finished`` tells afterwards whether the last step was
+    reached.
     """
 
-    def __init__(self, planes: Planes, tempo: Tempo, cursor: Cursor | None = None, *, policy: str = "actor") -> None:
+    def __init__(
+        self, planes: Planes, settings: LoopSettings, cursor: Cursor | None = None, *, policy: str = "actor"
+    ) -> None:
         cursor = cursor or Cursor(step=0, version=0)
         self._policy = policy
-        self._p, self._tempo, self._cursor = planes, tempo, cursor
+        self._planes = planes
+        self._settings = settings
+        self._cursor = cursor
         self._stop = False
-        self.finished = cursor.step >= tempo.steps
-        inside = places(groups_per_step=tempo.groups_per_step, max_staleness=tempo.max_staleness, window=tempo.window)
-        wanted = (tempo.steps - cursor.step) * tempo.groups_per_step
-        self._gate = Gate(places=0, wanted=wanted + tempo.spare, first=cursor.ticket, skip=cursor.dealt)
-        self._opening = inside + tempo.spare
-        window = sys.maxsize if tempo.spare else tempo.window
-        self._shelf = Shelf(window=window, first=cursor.ticket, skip=cursor.dealt, choose=planes.choose)
-        self._spares = Spares(planes.cuttable, partial=tempo.partial)
-        self._drawn = cursor.ticket
-        self._source_before: dict[int, Mapping[str, object]] = {}
+        self.finished = cursor.step >= settings.steps
+        slots = compute_admission_slots(
+            groups_per_step=settings.groups_per_step, max_staleness=settings.max_staleness, window=settings.window
+        )
+        needed = max(0, settings.steps - cursor.step) * settings.groups_per_step + settings.extra_groups
+        self._admission = AdmissionControl(slots=0, needed=needed, first=cursor.ticket, skip=cursor.done_tickets)
+        self._initial_slots = slots + settings.extra_groups
+        self._buffer = ReorderBuffer(
+            window=sys.maxsize if settings.extra_groups else settings.window,
+            first=cursor.ticket,
+            skip=cursor.done_tickets,
+            data_buffer=planes.data_buffer,
+        )
+        self._oversampling = Oversampling(planes.interruptible, partial=settings.partial)
+        self._num_read = cursor.ticket
+        self._source_states: dict[int, Mapping[str, object]] = {}
         self._in_flight: dict[int, Prompt] = {}
         self._returned = 0
         self._groups: asyncio.TaskGroup | None = None
-        self._saver = Saver(planes.checkpoints, planes.trainer.save, planes.journal)
+        self._writer = CheckpointWriter(planes.checkpoints, planes.trainer.save, planes.journal)
 
     def stop_soon(self) -> None:
-        """Finish the step under way, save, and return."""
+        """Finish the current step, save, and return."""
         self._stop = True
 
     async def run(self) -> Version:
-        """Train; the first failure of either plane ends both and is the one raised."""
+        """Train; the first failure of either plane stops both and is raised."""
         producing = asyncio.create_task(self._produce(), name="produce")
         consuming = asyncio.create_task(self._consume(), name="consume")
         try:
@@ -152,216 +195,234 @@ class Loop:
                 with contextlib.suppress(asyncio.CancelledError, Exception):
                     await task
             if not isinstance(sys.exception(), asyncio.CancelledError):
-                await self._saver.let_go()
+                await self._writer.drain_after_failure()
 
-    # -- rollout plane: as many prompts in flight as the gate has places --------------------
+    # -- rollout plane: as many prompts in flight as admission control has slots --------------
 
     async def _produce(self) -> None:
         async with asyncio.TaskGroup() as groups:
             self._groups = groups
             while True:
-                ticket = await self._gate.admit()
-                prompt = self._draw(ticket)
-                self._p.journal(PromptAdmitted(ticket=ticket, prompt_id=prompt.id, epoch=prompt.epoch))
-                self._enter(ticket, prompt, self._p.rollout.produce(prompt))
+                ticket = await self._admission.admit()
+                prompt = self._next_prompt(ticket)
+                self._planes.journal(PromptAdmitted(ticket=ticket, prompt_id=prompt.id, epoch=prompt.epoch))
+                self._enter(ticket, prompt, partial(self._planes.rollout.produce, prompt))
 
-    def _enter(self, ticket: int, prompt: Prompt, coming: Awaitable[Group]) -> None:
+    def _enter(self, ticket: int, prompt: Prompt, produce: Callable[[], Awaitable[Group]]) -> None:
         self._in_flight[ticket] = prompt
         assert self._groups is not None
-        self._spares.watch(self._groups.create_task(self._one(ticket, coming), name=f"ticket {ticket}"))
+        task = self._groups.create_task(self._finish_group(ticket, produce), name=f"ticket {ticket}")
+        self._oversampling.watch(task)
 
-    def _draw(self, ticket: int) -> Prompt:
-        """The prompt of ``ticket``; those an earlier life has dealt with are passed over."""
+    def _next_prompt(self, ticket: int) -> Prompt:
+        """Return the prompt of ``ticket``; prompts consumed before the run was resumed are skipped."""
         while True:
-            self._source_before[self._drawn] = self._p.source.state()
-            prompt = self._p.source.next()
-            self._drawn += 1
-            if self._drawn > ticket:
+            self._source_states[self._num_read] = self._planes.source.state()
+            prompt = self._planes.source.next()
+            self._num_read += 1
+            if self._num_read > ticket:
                 return prompt
 
-    async def _one(self, ticket: int, coming: Awaitable[Group]) -> None:
-        group = await coming
-        del self._in_flight[ticket]
-        if (fate := self._spares.fate(ticket, group)) is not None:
-            if fate == BEGUN:
-                return  # its place stays taken: it goes on in the next step
-            self._drop_spare(ticket, group, fate)
+    async def _finish_group(self, ticket: int, produce: Callable[[], Awaitable[Group]]) -> None:
+        group = await produce()
+        reason = self._oversampling.classify(ticket, group)
+        if reason is not None:
+            del self._in_flight[ticket]
+            if reason != PARTIAL:  # that one keeps its slot and resumes in the next step
+                self._drop_extra(ticket, group, reason)
             return
-        verdict = self._p.keep(group)
-        rows = self._p.credit(group) if verdict.keep else None
-        self._shelf.put(Finished(ticket=ticket, group=group, rows=rows, reason=verdict.reason))
-        if verdict.keep:
+        decide = self._planes.decide
+        result, samples = self._decide(group) if decide is None else await decide(lambda: self._decide(group))
+        del self._in_flight[ticket]
+        self._buffer.put(FinishedGroup(ticket=ticket, group=group, samples=samples, reason=result.reason))
+        if result.keep:
             self._returned += 1
         else:
-            self._gate.drop()
+            self._admission.drop()
 
-    # -- training plane: batch in, version out, places back ---------------------------------
+    def _decide(self, group: Group) -> Decision:
+        result = self._planes.group_filter(group)
+        return result, self._planes.estimator(group) if result.keep else None
+
+    # -- training plane: batch in, version out, slots back ------------------------------------
 
     async def _consume(self) -> Version:
-        p, t, cursor = self._p, self._tempo, self._cursor
+        planes, settings, cursor = self._planes, self._settings, self._cursor
         version = Version(self._policy, cursor.version)
-        p.journal(RunStarted(step=cursor.step, steps=t.steps))
-        await p.sync.publish(version)
-        due = t.save.due(cursor.step, last=t.steps)
-        if cursor.marks and due and self._saver.logged:  # the run before may not have come to say so
-            p.journal(Saved(step=cursor.step, name=name_of(cursor.step)))
-        saved, free = cursor.step, self._opening
+        planes.journal(RunStarted(step=cursor.step, steps=settings.steps))
+        await planes.sync.publish(version)
+        due = settings.save.due(cursor.step, last=settings.steps)
+        if cursor.log_offsets and due and self._writer.logged:  # the previous process may have died before logging it
+            planes.journal(Saved(step=cursor.step, name=checkpoint_name(cursor.step)))
+        saved_step, free_slots = cursor.step, self._initial_slots
         while True:
-            await p.lease.to_rollout()
-            await self._evaluate(cursor.step)
-            if cursor.step == t.steps or self._stop:
+            if cursor.step > settings.steps:  # it was continued with fewer steps than it has made
                 break
-            for ticket, begun in self._spares.take_up():
-                assert p.cuttable is not None
-                self._enter(ticket, begun.prompt, p.cuttable.go_on(begun))
-            self._gate.release(free)
-            version = await self._one_step(cursor.step + 1, version)
-            cursor, free = self._cursor_at(cursor.step + 1, version), t.groups_per_step
-            await self._saver.settle(wait=False)
-            if t.save.due(cursor.step, last=t.steps):
-                await self._saver.save(cursor, scheduled=True, last=self._stop or cursor.step == t.steps)
-                saved = cursor.step
-        if cursor.step != saved:  # asked to stop between two saves
-            await self._saver.save(cursor, scheduled=False, last=True)
-        await self._saver.settle()
-        self.finished = cursor.step == t.steps
+            await planes.lease.to_rollout()
+            await self._evaluate(cursor.step)
+            if cursor.step == settings.steps or self._stop:
+                break
+            for ticket, begun in self._oversampling.pop_partial():
+                assert planes.interruptible is not None
+                self._enter(ticket, begun.prompt, partial(planes.interruptible.resume_group, begun))
+            self._admission.release(free_slots)
+            version = await self._run_step(cursor.step + 1, version)
+            cursor, free_slots = self._build_cursor(cursor.step + 1, version), settings.groups_per_step
+            await self._writer.settle(wait=False)
+            if settings.save.due(cursor.step, last=settings.steps):
+                await self._writer.save(cursor, scheduled=True, last=self._stop or cursor.step == settings.steps)
+                saved_step = cursor.step
+        if cursor.step != saved_step:  # stopped between two saves
+            await self._writer.save(cursor, scheduled=False, last=True)
+        await self._writer.settle()
+        self.finished = cursor.step >= settings.steps
         if self.finished:
-            self._tell_leftovers()
-        p.journal(RunEnded(step=cursor.step, finished=self.finished))
-        p.journal.commit()
+            self._log_leftovers()
+        planes.journal(RunEnded(step=cursor.step, finished=self.finished))
+        planes.journal.commit()
         return version
 
-    async def _one_step(self, step: int, version: Version) -> Version:
-        p, clock = self._p, _Clock()
+    async def _run_step(self, step: int, version: Version) -> Version:
+        planes, clock = self._planes, _Clock()
         batch, groups, dropped = await self._next_batch(step, version)
-        cut = await self._cut(step)
+        interrupted = await self._interrupt_extra(step)
         clock.lap("rollout")
-        await p.lease.to_train()
-        report = await p.trainer.step(batch)
+        await planes.lease.to_train()
+        report = await planes.trainer.step(batch)
         clock.lap("train")
-        published = await p.sync.publish(report.version)
+        publish_seconds = await planes.sync.publish(report.version)
         clock.lap("publish")
         metrics = {
-            **p.measure(groups, version),
+            **planes.measure(groups, version),
             **report.metrics,
             "staleness": float(batch.staleness(version)),
             "groups_dropped": float(dropped),
-            **cut,
+            **interrupted,
         }
-        parts = {f"train/{name}": value for name, value in report.seconds.items()}
-        seconds = {**clock.laps, "step": sum(clock.laps.values()), **parts, **published}
-        p.journal(StepFinished(step=step, version=report.version, metrics=metrics, seconds=seconds))
+        train_seconds = {f"train/{name}": value for name, value in report.seconds.items()}
+        seconds = {**clock.laps, "step": sum(clock.laps.values()), **train_seconds, **publish_seconds}
+        planes.journal(StepFinished(step=step, version=report.version, metrics=metrics, seconds=seconds))
         self._returned -= len(groups)
         return report.version
 
     async def _next_batch(self, step: int, version: Version) -> tuple[Batch, tuple[Group, ...], int]:
-        """The next kept groups in line; dropped ones are told of as their turn comes."""
-        kept: list[Finished] = []
+        """Take the next kept groups in order; dropped ones are logged when their turn comes."""
+        kept: list[FinishedGroup] = []
         dropped: Counter[str] = Counter()
-        in_a_row = 0
-        while len(kept) < self._tempo.groups_per_step:
+        dropped_in_a_row = 0
+        while len(kept) < self._settings.groups_per_step:
             finished = await self._take(step, version)
-            is_kept, reason = self._judged(finished, version)
-            self._p.journal(GroupFinished(ticket=finished.ticket, kept=is_kept, reason=reason, group=finished.group))
-            if is_kept:
+            keep, reason = self._filter_buffered(finished, version)
+            self._log_group(finished.ticket, finished.group, reason, kept=keep)
+            if keep:
                 kept.append(finished)
-                in_a_row = 0
+                dropped_in_a_row = 0
                 continue
             dropped[reason] += 1
-            in_a_row += 1
-            if in_a_row >= self._tempo.max_dropped:
-                raise MilesError(_all_dropped(step, in_a_row, dropped))
+            dropped_in_a_row += 1
+            if dropped_in_a_row >= self._settings.max_dropped:
+                raise MilesError(_format_all_dropped(step, dropped_in_a_row, dropped))
         groups = tuple(f.group for f in kept)
-        rows = tuple(row for f in kept for row in f.rows or ())
-        batch = Batch(step=step, samples=rows, num_groups=len(kept), probe=self._shelf.fresh(version, _PROBE))
+        samples = tuple(sample for f in kept for sample in f.samples or ())
+        probe = self._buffer.select_fresh(version, _PROBE_SAMPLES)
+        batch = Batch(step=step, samples=samples, num_groups=len(kept), probe=probe)
         tickets = tuple(f.ticket for f in kept)
-        self._p.journal(BatchTaken(step=step, tickets=tickets, batch=batch, groups=groups))
+        self._planes.journal(BatchTaken(step=step, tickets=tickets, batch=batch, groups=groups))
         return batch, groups, dropped.total()
 
-    def _judged(self, finished: Finished, version: Version) -> tuple[bool, str]:
-        """Is a group trained on, now that its turn has come? One that is not after all makes room for another."""
-        if finished.rows is None:
+    def _filter_buffered(self, finished: FinishedGroup, version: Version) -> tuple[bool, str]:
+        """Apply the buffer filter to a group whose turn has come; a group it drops releases its slot."""
+        if finished.samples is None:
             return False, finished.reason
-        verdict = self._p.still(finished.group, version)
-        if verdict.keep:
+        result = self._planes.buffer_filter(finished.group, version)
+        if result.keep:
             return True, finished.reason
         self._returned -= 1
-        self._gate.drop()
-        return False, verdict.reason
+        self._admission.drop()
+        return False, result.reason
 
-    async def _take(self, step: int, version: Version) -> Finished:
-        wanted = self._tempo.groups_per_step
-        self._p.journal(Progress(step=step, done=min(self._returned, wanted), wanted=wanted))
+    async def _take(self, step: int, version: Version) -> FinishedGroup:
+        total = self._settings.groups_per_step
+        self._planes.journal(Progress(step=step, done=min(self._returned, total), total=total))
         try:
-            async with asyncio.timeout(self._tempo.stall_timeout):
-                return await self._shelf.take(version)
+            async with asyncio.timeout(self._settings.stall_timeout):
+                return await self._buffer.take(version)
         except TimeoutError:
-            held = ", ".join(f"{ticket} (prompt {p.id})" for ticket, p in list(self._in_flight.items())[:8])
             raise MilesError(
-                f"step {step} waited {self._tempo.stall_timeout:.0f} s for the next group and none came back; "
-                f"still in the rollout plane: tickets {held or 'none'}; "
+                f"step {step} waited {self._settings.stall_timeout:.0f} s for the next group and none finished; "
+                f"in flight: tickets {self._format_in_flight()}; "
                 "look for a reward or generate function that hangs, or raise --stall-timeout"
             ) from None
 
-    async def _cut(self, step: int) -> Mapping[str, float]:
-        """A step has its groups: end the others where they are, so that none outlives the weights unseen."""
-        if not self._tempo.spare:
+    async def _interrupt_extra(self, step: int) -> Mapping[str, float]:
+        """Interrupt the extra groups once a step has enough, so that none continues under new weights."""
+        if not self._settings.extra_groups:
             return {}
-        self._gate.shut()
+        self._admission.close()
         try:
-            async with asyncio.timeout(self._tempo.stall_timeout):
-                count = await self._spares.cut()
+            async with asyncio.timeout(self._settings.stall_timeout):
+                count = await self._oversampling.interrupt()
         except TimeoutError:
-            held = ", ".join(f"{ticket} (prompt {p.id})" for ticket, p in list(self._in_flight.items())[:8])
             raise MilesError(
-                f"step {step} had its groups and waited {self._tempo.stall_timeout:.0f} s for the spare ones to end; "
-                f"still in the rollout plane: tickets {held}; look for a reward or generate function that hangs when "
-                "it is aborted, or raise --stall-timeout"
+                f"step {step} had its groups and waited {self._settings.stall_timeout:.0f} s for the interrupted ones "
+                f"to return; in flight: tickets {self._format_in_flight()}; look for a reward or generate function "
+                "that hangs when it is aborted, or raise --stall-timeout"
             ) from None
-        for finished in () if self._tempo.partial else self._shelf.rest():
-            if finished.rows is None:
-                self._p.journal(_dropped(finished, finished.reason))
-                self._shelf.pass_over(finished.ticket)
+        for finished in () if self._settings.partial else self._buffer.drain():
+            if finished.samples is None:
+                self._log_group(finished.ticket, finished.group, finished.reason, kept=False)
+                self._buffer.skip(finished.ticket)
             else:
                 count += 1
                 self._returned -= 1
-                self._drop_spare(finished.ticket, finished.group, SPARE)
-        return {"groups_cut": float(count)}
+                self._drop_extra(finished.ticket, finished.group, OVERSAMPLED)
+        return {"groups_aborted": float(count)}
 
-    def _drop_spare(self, ticket: int, group: Group, reason: str) -> None:
-        self._p.journal(GroupFinished(ticket=ticket, kept=False, reason=reason, group=group))
-        self._shelf.pass_over(ticket)
-        self._gate.drop()
+    def _drop_extra(self, ticket: int, group: Group, reason: str) -> None:
+        self._log_group(ticket, group, reason, kept=False)
+        self._buffer.skip(ticket)
+        self._admission.drop()
 
-    # -- now and then ------------------------------------------------------------------------
+    # -- evaluation, logging, checkpoints -----------------------------------------------------
 
     async def _evaluate(self, step: int) -> None:
-        if self._p.evaluate is None or not self._tempo.evaluate.due(step, last=self._tempo.steps):
+        if self._planes.evaluate is None or not self._settings.evaluate.due(step, last=self._settings.steps):
             return
         clock = _Clock()
-        metrics = await self._p.evaluate()
+        metrics = await self._planes.evaluate()
         clock.lap("evaluate")
-        self._p.journal(Evaluated(step=step, metrics=metrics, seconds=clock.laps))
+        self._planes.journal(Evaluated(step=step, metrics=metrics, seconds=clock.laps))
 
-    def _tell_leftovers(self) -> None:
-        """Spare groups that no step is left for."""
-        over = [(f.ticket, f.group) for f in self._shelf.rest()] + list(self._spares.take_up())
-        for ticket, group in over if self._tempo.spare else ():
-            self._p.journal(GroupFinished(ticket=ticket, kept=False, reason=LEFT_OVER, group=group))
+    def _log_group(self, ticket: int, group: Group, reason: str, *, kept: bool) -> None:
+        self._planes.journal(GroupFinished(ticket=ticket, kept=kept, reason=reason, group=group))
 
-    def _cursor_at(self, step: int, version: Version) -> Cursor:
-        """Where the run stands now, before anything of the next step has happened."""
-        ticket, dealt = self._shelf.cursor
-        for gone in [t for t in self._source_before if t < ticket]:
-            del self._source_before[gone]
-        source = self._source_before[ticket] if ticket < self._drawn else self._p.source.state()
+    def _log_leftovers(self) -> None:
+        """Log the extra groups that no step is left for."""
+        leftovers = [(f.ticket, f.group) for f in self._buffer.drain()] + list(self._oversampling.pop_partial())
+        for ticket, group in leftovers if self._settings.extra_groups else ():
+            self._log_group(ticket, group, LEFTOVER, kept=False)
+
+    def _format_in_flight(self) -> str:
+        shown = list(self._in_flight.items())[:_SHOWN_TICKETS]
+        return ", ".join(f"{ticket} (prompt {prompt.id})" for ticket, prompt in shown) or "none"
+
+    def _build_cursor(self, step: int, version: Version) -> Cursor:
+        """Return the state of the run now, before the next step starts."""
+        ticket, done_tickets = self._buffer.cursor
+        for old in [t for t in self._source_states if t < ticket]:
+            del self._source_states[old]
         return Cursor(
-            step=step, version=version.number, ticket=ticket, dealt=dealt, source=source, marks=self._p.journal.marks()
+            step=step,
+            version=version.number,
+            ticket=ticket,
+            done_tickets=done_tickets,
+            source=self._source_states[ticket] if ticket < self._num_read else self._planes.source.state(),
+            log_offsets=self._planes.journal.offsets(),
         )
 
 
 class _Clock:
-    """Wall-clock laps, for reports only."""
+    """Wall-clock laps, for metrics only."""
 
     def __init__(self) -> None:
         self._last = time.perf_counter()
@@ -373,14 +434,10 @@ class _Clock:
         self._last = now
 
 
-def _dropped(finished: Finished, reason: str) -> GroupFinished:
-    return GroupFinished(ticket=finished.ticket, kept=False, reason=reason, group=finished.group)
-
-
-def _all_dropped(step: int, in_a_row: int, dropped: Counter[str]) -> str:
+def _format_all_dropped(step: int, count: int, dropped: Counter[str]) -> str:
     reasons = ", ".join(f"{reason} {count} times" for reason, count in dropped.most_common())
     return (
-        f"step {step} saw {in_a_row} groups in a row dropped by a filter ({reasons}); "
-        "the task is too hard or too easy for this policy, or the reward is broken; "
-        "look at the rewards without the filter, or raise --max-dropped-groups"
+        f"in step {step} a filter dropped {count} groups in a row ({reasons}): "
+        "the task is too hard or too easy for this policy, or the reward function is wrong; "
+        "check the rewards without the filter, or raise --max-dropped-groups"
     )

@@ -1,4 +1,5 @@
-"""Room: sync -- weights out of a trainer, into engines, as a transaction. One module a transport.
+"""Package sync: weight updates from a trainer to engines, as transactions.
 
-Floor 1. Imports: core, config, torch. Never: train, rollout, backends (they stand behind Receiver).
+Layer 1. Imports: core, config, kernels, cluster, torch. It never imports train, rollout or backends, which implement
+``Receiver``.
 """

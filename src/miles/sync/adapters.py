@@ -1,8 +1,8 @@
-"""Adapters on their way to engines that have the base: small factors, and the digests of what they are added to.
+"""Serialization of LoRA adapters for engines that have the base weights: factors, and digests of the base matrices.
 
-The form: a line of JSON (the scale, and the digest of the base of every matrix that is meant) and a safetensors file.
-``NAME|A`` and ``NAME|B`` in it are the factors of a matrix; one that has none is its base. What comes out is proven by
-digests of the merged matrices, which travel apart.
+Format: a line of JSON (the scale, and the digest of the base of every matrix concerned) and a safetensors file.
+``NAME|A`` and ``NAME|B`` are the factors of a matrix; a matrix without factors equals its base. Receivers verify the
+merged matrices by digests that are sent separately.
 
 Shapes: I inputs, O outputs, r rank.
 """
@@ -26,32 +26,32 @@ _A, _B = "|A", "|B"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parcel:
-    """Factors by the name of their matrix, and the digest of the base of each matrix that is meant."""
+class AdapterPayload:
+    """LoRA factors by matrix name, and the digest of the base of each matrix concerned."""
 
     scale: float
     base: Mapping[str, int]
     factors: Mapping[str, Pair]
 
 
-def packed(parcel: Parcel) -> bytes:
-    """As bytes."""
-    head = {"scale": parcel.scale, "base": {name: str(number) for name, number in parcel.base.items()}}
+def pack_adapters(payload: AdapterPayload) -> bytes:
+    """Serialize the adapters."""
+    header = {"scale": payload.scale, "base": {name: str(number) for name, number in payload.base.items()}}
     parts: dict[str, Tensor] = {}
-    for name, (a_rI, b_Or) in parcel.factors.items():
+    for name, (a_rI, b_Or) in payload.factors.items():
         parts[name + _A], parts[name + _B] = (factor.detach().cpu().contiguous() for factor in (a_rI, b_Or))
-    return json.dumps(head).encode() + b"\n" + safetensors.torch.save(parts)
+    return json.dumps(header).encode() + b"\n" + safetensors.torch.save(parts)
 
 
-def unpacked(body: bytes) -> Parcel:
-    """Refuses (SyncError) what is no parcel."""
+def unpack_adapters(body: bytes) -> AdapterPayload:
+    """Parse adapters; SyncError if the body is invalid."""
     head, _, raw = body.partition(b"\n")
     try:
-        told = json.loads(head)
-        scale, base = float(told["scale"]), {str(name): int(number) for name, number in told["base"].items()}
+        header = json.loads(head)
+        scale, base = float(header["scale"]), {str(name): int(number) for name, number in header["base"].items()}
         parts = safetensors.torch.load(raw)
     except (safetensors.SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise SyncError(f"The body holds no adapters: {error}.") from error
+        raise SyncError(f"The body does not contain adapters: {error}.") from error
     names = {key[: -len(_A)] for key in parts}
     for name in names:
         a_rI, b_Or = parts.get(name + _A), parts.get(name + _B)
@@ -59,4 +59,6 @@ def unpacked(body: bytes) -> Parcel:
             raise SyncError(f"The adapter of {name} is not two matrices and a digest of its base.")
         if len(a_rI) != b_Or.shape[1]:
             raise SyncError(f"The factors of {name} have ranks {len(a_rI)} and {b_Or.shape[1]}.")
-    return Parcel(scale=scale, base=base, factors={name: (parts[name + _A], parts[name + _B]) for name in names})
+    return AdapterPayload(
+        scale=scale, base=base, factors={name: (parts[name + _A], parts[name + _B]) for name in names}
+    )

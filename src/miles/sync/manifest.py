@@ -1,8 +1,8 @@
-"""What a publication promises (names, shapes, dtypes, digests) and who may receive one.
+"""Manifest of a weight update (names, shapes, dtypes, digests) and the protocol of its receivers.
 
 A digest is two wrapping 64-bit sums over the tensor's bit pattern, one of them weighted by position,
-folded into one integer. Integer sums do not depend on the order they are taken in, so the same bits
-give the same digest on every device, at the speed of reading them once.
+combined into one integer. Integer sums do not depend on order, so the same bits
+give the same digest on every device, at the cost of one read.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 
 from miles.core.errors import SyncError
 from miles.core.types import Array, Version
-from miles.kernels.sums import Sums, sums_of
+from miles.kernels.runtime.checksum import Checksum, compute_checksums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """One tensor of a publication."""
+class ManifestEntry:
+    """One tensor of a weight update."""
 
     name: str
     shape: tuple[int, ...]
@@ -33,89 +33,94 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Everything a version consists of."""
+    """All tensors of a version."""
 
     version: Version
-    entries: tuple[Entry, ...]
+    entries: tuple[ManifestEntry, ...]
 
 
 class Receiver(Protocol):
-    """An engine's side of a publication. Until ``commit`` returns it serves the version before."""
+    """An engine's side of a weight update. Until ``commit`` returns it serves the previous version."""
 
     name: str
 
     def begin(self, manifest: Manifest) -> None:
-        """Refuse (SyncError) names, shapes or dtypes that are not this model's."""
+        """SyncError if names, shapes or dtypes are not this model's."""
         ...
 
     def receive(self, name: str, tensor: Tensor, *, own: bool) -> None:
-        """Stage one tensor; the receiver may keep the very tensor it is given, and its ``own`` may write over later."""
+        """Stage one tensor; the receiver may keep it, and may overwrite it later if it is its ``own``."""
         ...
 
     def verify(self) -> None:
-        """Refuse (SyncError) unless everything is staged and every digest is right; nothing changes yet."""
+        """SyncError unless everything is staged with matching digests; nothing changes yet."""
         ...
 
     def commit(self) -> None:
-        """Flip at once to what was verified; later tokens carry the new version."""
+        """Switch atomically to the verified weights; later tokens carry the new version."""
         ...
 
     def rollback(self) -> None:
-        """Forget what was staged."""
+        """Discard what was staged."""
         ...
 
 
-def folded(sums: Sums) -> int:
-    """The digest of a tensor whose plain and placed sums these are."""
+def combine_sums(sums: Checksum) -> int:
+    """Return the digest of a tensor from its plain and position-weighted sums."""
     plain, placed = sums
-    # each element ends up times an odd number (odd + even), so no single element can change unseen
+    # each element is multiplied by an odd number (odd + even), so a change of any single element is detected
     return (plain * 0x9E3779B97F4A7C15 + placed * 0x9E3779B2) & 0xFFFFFFFFFFFFFFFF
 
 
-def folded_all(sums_N2: Array) -> Array:
-    """The digests of many, [N]."""
+def combine_sums_batch(sums_N2: Array) -> Array:
+    """Return the digests of many tensors, [N]."""
     return sums_N2[:, 0] * np.uint64(0x9E3779B97F4A7C15) + sums_N2[:, 1] * np.uint64(0x9E3779B2)
 
 
-def told(digests_N: Array) -> str:
-    """Digests as a text: base64 of their bytes, the least first."""
+def encode_digests(digests_N: Array) -> str:
+    """Encode digests as base64 of little-endian bytes."""
     return base64.b64encode(digests_N.astype("<u8").tobytes()).decode("ascii")
 
 
-def heard(text: str, count: int) -> Array:
-    """The ``count`` digests of a text; refuses (SyncError) another."""
+def decode_digests(text: str, count: int) -> Array:
+    """Decode ``count`` digests; SyncError if the text is invalid."""
     try:
         raw = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise SyncError(f"Digests must be base64: {error}.") from error
     if len(raw) != 8 * count:
-        raise SyncError(f"There are {len(raw) / 8:g} digests, and {count} tensors.")
+        raise SyncError(f"There are {len(raw) / 8:g} digests for {count} tensors.")
     return np.frombuffer(raw, "<u8").astype(np.uint64)
 
 
-def digest(tensor: Tensor) -> int:
-    """A number that changes with any one element of ``tensor``, and almost surely with any of its bits."""
-    return folded(sums_of([tensor])[0])
+def compute_digest(tensor: Tensor) -> int:
+    """Return a digest that changes with any single element of ``tensor``, and almost surely with any of its bits."""
+    return combine_sums(compute_checksums([tensor])[0])
 
 
-def digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Of many, in one pass where they are on one device."""
-    return {name: folded(sums) for name, sums in zip(tensors, sums_of(list(tensors.values())), strict=True)}
+def compute_digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the digests of many tensors, in one pass if they are on one device."""
+    return {
+        name: combine_sums(sums) for name, sums in zip(tensors, compute_checksums(list(tensors.values())), strict=True)
+    }
 
 
-def joined(parts: Iterable[tuple[int, Sums]]) -> int:
-    """The digest of a tensor from the sums of its parts and the place each begins at."""
+def digest_from_parts(parts: Iterable[tuple[int, Checksum]]) -> int:
+    """Return the digest of a tensor from the sums of its parts and their start positions."""
     plain = placed = 0
     for start, (part_plain, part_placed) in parts:
         plain += part_plain
         placed += part_placed + start * part_plain
-    return folded((plain, placed))
+    return combine_sums((plain, placed))
 
 
-def manifest_of(version: Version, tensors: Mapping[str, Tensor], found: Mapping[str, int] | None = None) -> Manifest:
-    """Describe ``tensors`` as they are now; ``found`` are their digests, where these were just taken."""
-    found = digests(tensors) if found is None else found
+def build_manifest(
+    version: Version, tensors: Mapping[str, Tensor], digests: Mapping[str, int] | None = None
+) -> Manifest:
+    """Build the manifest of ``tensors``; ``digests`` may be passed if already computed."""
+    digests = compute_digests(tensors) if digests is None else digests
     entries = tuple(
-        Entry(name=name, shape=tuple(t.shape), dtype=str(t.dtype), digest=found[name]) for name, t in tensors.items()
+        ManifestEntry(name=name, shape=tuple(t.shape), dtype=str(t.dtype), digest=digests[name])
+        for name, t in tensors.items()
     )
     return Manifest(version=version, entries=entries)

@@ -1,45 +1,51 @@
-"""A publication: begin, tensors, commit; all engines flip to the new version or none does.
+"""Weight updates as transactions: begin, tensors, commit; all engines switch to the new version or none does.
 
-Transports differ only in what they hand to ``Receiver.receive``: ``shared`` the trainer's very
-tensor (same process, planes take turns: no byte moves), ``copy`` a copy of it (same process, planes
-overlap: the trainer may go on writing its own), ``made`` one that was made for the engine, as in another precision.
+In-process transports differ only in what they pass to ``Receiver.receive``: ``shared`` the trainer's own
+tensor (planes take turns: no byte moves), ``copy`` a copy (planes overlap: the trainer may keep writing its own),
+``made`` a tensor created for the engine, for instance in another precision.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from miles.cluster.local import Run
+from miles.cluster.executor import Executor
 from miles.core.errors import SyncError
+from miles.core.protocols import WeightSync
 from miles.core.types import Version
-from miles.sync.manifest import Receiver, manifest_of
-from miles.sync.resident import Counted
+from miles.sync.digest_cache import DigestCache
+from miles.sync.manifest import Receiver, build_manifest
 
 Transport = Literal["shared", "copy", "made"]
 
 
-def shared(tensor: Tensor) -> Tensor:
-    """The trainer's own storage."""
+def share_tensor(tensor: Tensor) -> Tensor:
+    """Return the tensor in the trainer's own storage."""
     return tensor.detach()
 
 
-def copied(tensor: Tensor) -> Tensor:
-    """Storage of the engine's own."""
+def copy_tensor(tensor: Tensor) -> Tensor:
+    """Return a copy for the engine."""
     return tensor.detach().clone()
 
 
-TRANSPORTS: Mapping[str, Callable[[Tensor], Tensor]] = {"shared": shared, "copy": copied, "made": shared}
+TRANSPORTS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "shared": share_tensor,
+    "copy": copy_tensor,
+    "made": share_tensor,
+}
 
 
 class Publication:
     """Implements core.protocols.WeightSync for engines in this process.
 
-    ``moving``: names of the weights that alone are ever written to; the others are shared whatever the transport.
+    ``trained``: names of the weights that are ever updated; all others are shared whatever the transport.
     """
 
     def __init__(
@@ -48,36 +54,37 @@ class Publication:
         weights: Callable[[], Mapping[str, Tensor]],
         engines: Sequence[Receiver],
         transport: Transport,
-        run: Run,
-        moving: Collection[str] | None = None,
+        run: Executor,
+        trained: Collection[str] | None = None,
     ) -> None:
         self._weights = weights
         self._engines = tuple(engines)
-        self._carry = TRANSPORTS[transport]
-        # What was made for the publication is one engine's own where there is one.
+        self._transfer = TRANSPORTS[transport]
+        # Tensors made for the update belong to the engine if there is only one.
         self._own = transport == "copy" or (transport == "made" and len(self._engines) == 1)
-        self._run, self._moving = run, moving
-        self._counted = Counted()
+        self._run = run
+        self._trained = trained
+        self._digest_cache = DigestCache()
 
     async def publish(self, version: Version) -> Mapping[str, float]:
-        """Give every engine the weights as they are now; returns wall-clock readings."""
+        """Send the current weights to every engine; returns wall-clock times."""
         return await self._run(lambda: self._transaction(version))
 
     def _transaction(self, version: Version) -> Mapping[str, float]:
         started = time.perf_counter()
         with torch.no_grad():
             tensors = self._weights()
-            manifest = manifest_of(version, tensors, self._counted.digests(tensors))
-            described = time.perf_counter()
+            manifest = build_manifest(version, tensors, self._digest_cache.compute_digests(tensors))
+            manifest_done = time.perf_counter()
             begun: list[Receiver] = []
             try:
                 for engine in self._engines:
                     engine.begin(manifest)
                     begun.append(engine)
                     for name, tensor in tensors.items():
-                        moves = self._moving is None or name in self._moving
-                        given = self._carry(tensor) if moves else shared(tensor)
-                        engine.receive(name, given, own=moves and self._own)
+                        is_trained = self._trained is None or name in self._trained
+                        sent = self._transfer(tensor) if is_trained else share_tensor(tensor)
+                        engine.receive(name, sent, own=is_trained and self._own)
                 for engine in self._engines:
                     engine.verify()
             except SyncError:
@@ -86,4 +93,60 @@ class Publication:
                 raise
             for engine in self._engines:
                 engine.commit()
-        return {"publish/describe": described - started, "publish/transfer": time.perf_counter() - described}
+        return {"publish/describe": manifest_done - started, "publish/transfer": time.perf_counter() - manifest_done}
+
+
+class PostWriteHook(Protocol):
+    """Called when every engine has the weights of ``version``; ``weights`` returns them by name when called."""
+
+    def __call__(self, version: Version, weights: Callable[[], Mapping[str, Tensor]]) -> None: ...
+
+
+class SyncWithHook:
+    """A WeightSync that calls ``post_write`` after each weight update, before any token is sampled."""
+
+    def __init__(
+        self, sync: WeightSync, post_write: PostWriteHook, *, weights: Callable[[], Mapping[str, Tensor]], run: Executor
+    ) -> None:
+        self._sync = sync
+        self._post_write = post_write
+        self._weights = weights
+        self._run = run
+
+    async def publish(self, version: Version) -> Mapping[str, float]:
+        """Publish, and return once the hook has returned."""
+        seconds = await self._sync.publish(version)
+        await self._run(lambda: self._post_write(version, self._weights))
+        return seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySync:
+    """One policy's weight sync, and the current version of its weights."""
+
+    sync: WeightSync
+    version: Callable[[], Version]
+
+
+class MultiPolicySync:
+    """A WeightSync over several policies. Versions count each policy's own updates.
+
+    The published version is the main policy's; a policy with unchanged weights is not published again.
+    """
+
+    def __init__(self, policies: Mapping[str, PolicySync], main: str) -> None:
+        self._policies = policies
+        self._main = main
+        self._live: dict[str, Version] = {}
+
+    async def publish(self, version: Version) -> Mapping[str, float]:
+        assert version == self._policies[self._main].version(), "the loop and the main policy's trainer are in step"
+        total_seconds: dict[str, float] = {}
+        for name, policy in self._policies.items():
+            current = policy.version()
+            if self._live.get(name) == current:
+                continue
+            for part, seconds in (await policy.sync.publish(current)).items():
+                total_seconds[part] = total_seconds.get(part, 0.0) + seconds
+            self._live[name] = current
+        return total_seconds

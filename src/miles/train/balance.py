@@ -1,7 +1,7 @@
-"""Dealing a global batch out over the data-parallel ranks, micro-batch by micro-batch. No torch.
+"""Data-parallel load balancing: partitions a global batch into micro-batches of every rank. No torch.
 
-Ranks wait for each other at every micro-batch, so two things are evened out: what the ranks do at the same time, and
-what each does in all.
+Ranks wait for each other at every micro-batch, so two things are balanced: simultaneous micro-batches, and the total
+of each rank.
 """
 
 from __future__ import annotations
@@ -10,122 +10,127 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from miles.models.footprint import forward_flops_per_token
+from miles.models.accounting.params import forward_flops_per_token
 from miles.models.spec import DecoderSpec
-from miles.train.pack import by_count, by_tokens
+from miles.train.micro_batching import split_by_count, split_by_tokens
 
-Dealt = list[list[list[int]]]
-Price = Callable[[int], float]
-"""What a unit of so many tokens costs."""
+Partition = list[list[list[int]]]
+CostFn = Callable[[int], float]
+"""Cost of a unit of so many tokens."""
 
 
-def deal(
+def partition_micro_batches(
     lengths: Sequence[int],
     *,
-    parts: int,
+    dp_size: int,
     budget: int,
-    context: int = 1,
+    cp_size: int = 1,
     count: int | None = None,
     costs: Sequence[float] | None = None,
     balanced: bool = True,
-    what: str = "sample",
-) -> Dealt:
-    """The micro-batches of every part: indices of units, which are samples or what must stay together.
+    unit_name: str = "sample",
+) -> Partition:
+    """Return the micro-batches of every rank, as indices of units (samples, or samples that must stay together).
 
-    ``lengths`` are the tokens of the units; a micro-batch has ``budget`` times ``context`` of them at most, or
-    ``count`` units where that is given. Every unit is in one micro-batch of one part, and all parts have as many
-    micro-batches, as few as first-fit decreasing finds; one is empty only where there are fewer units than
-    micro-batches. ``costs`` (the lengths when not given) are evened out; not ``balanced``, parts take runs of
-    neighbours. One part has exactly what ``by_tokens`` or ``by_count`` gives. The result is a function of the
-    arguments alone.
+    ``lengths`` are the token counts of the units; a micro-batch has at most ``budget`` times ``cp_size`` tokens, or
+    ``count`` units if given. Every unit is in one micro-batch of one rank, and all ranks have the same number of
+    micro-batches, as few as first-fit decreasing finds; one is empty only if there are fewer units than
+    micro-batches. ``costs`` (default: the lengths) are balanced; if not ``balanced``, ranks take contiguous
+    units. With one rank the result is that of ``split_by_tokens`` or ``split_by_count``. It is deterministic.
 
-    >>> deal([5, 3, 2, 6], parts=2, budget=8)
+    >>> partition_micro_batches([5, 3, 2, 6], dp_size=2, budget=8)
     [[[0, 1]], [[2, 3]]]
     """
-    if parts == 1:
-        return [_packed(lengths, budget, context, count, what)]
-    # Of a fixed count every unit takes one place.
-    sizes, room = (list(lengths), budget * context) if count is None else ([1] * len(lengths), count)
+    if dp_size == 1:
+        return [_pack(lengths, budget, cp_size, count, unit_name)]
+    # With a fixed count every unit has size 1.
+    sizes, capacity = (list(lengths), budget * cp_size) if count is None else ([1] * len(lengths), count)
     if not balanced:
-        return _in_order(lengths, parts, lambda some: _packed(some, budget, context, count, what))
-    packed = _packed(lengths, budget, context, count, what)
-    total = -(-len(packed) // parts) * parts
+        return _partition_contiguous(lengths, dp_size, lambda part: _pack(part, budget, cp_size, count, unit_name))
+    packed = _pack(lengths, budget, cp_size, count, unit_name)
+    total = -(-len(packed) // dp_size) * dp_size
     weights = list(costs if costs is not None else lengths)
-    bins = _even(sizes, weights, total, room) or _filled(packed, total, weights)
-    return _dealt(bins, weights, parts)
+    bins = _fill_cheapest(sizes, weights, total, capacity) or _split_to_total(packed, total, weights)
+    return _assign_to_ranks(bins, weights, dp_size)
 
 
-def flops_of(spec: DecoderSpec) -> Price:
-    """Operations of a sample: its tokens' products, and attention from each to those before it."""
+def build_flops_cost(spec: DecoderSpec) -> CostFn:
+    """Return a cost function in FLOPs of a sample: matmuls and causal attention."""
 
-    def price(length: int) -> float:
+    def cost(length: int) -> float:
         return length * forward_flops_per_token(spec, length / 2)
 
-    return price
+    return cost
 
 
-def _packed(lengths: Sequence[int], budget: int, context: int, count: int | None, what: str) -> list[list[int]]:
-    return by_count(len(lengths), count) if count is not None else by_tokens(lengths, budget, what, context)
+def _pack(lengths: Sequence[int], budget: int, cp_size: int, count: int | None, unit_name: str) -> list[list[int]]:
+    return (
+        split_by_count(len(lengths), count)
+        if count is not None
+        else split_by_tokens(lengths, budget, unit_name, cp_size)
+    )
 
 
-def _even(sizes: Sequence[int], costs: Sequence[float], total: int, room: int) -> list[list[int]] | None:
-    """The dearest unit first, into the cheapest of ``total`` bins that has room; None where one finds none."""
+def _fill_cheapest(sizes: Sequence[int], costs: Sequence[float], total: int, capacity: int) -> list[list[int]] | None:
+    """Put units, by decreasing cost, into the cheapest of ``total`` bins with capacity; None if one fits nowhere."""
     bins: list[list[int]] = [[] for _ in range(total)]
-    cost, free = np.zeros(total), np.full(total, room)
+    cost, free = np.zeros(total), np.full(total, capacity)
     for index in sorted(range(len(sizes)), key=lambda i: (-costs[i], -sizes[i], i)):
         fits = free >= sizes[index]
         if not fits.any():
             return None
-        at = int(np.where(fits, cost, np.inf).argmin())
-        bins[at].append(index)
-        cost[at] += costs[index]
-        free[at] -= sizes[index]
-    # A unit that costs nothing leaves its bin as cheap as an empty one.
-    return _filled(bins, total, costs)
+        cheapest = int(np.where(fits, cost, np.inf).argmin())
+        bins[cheapest].append(index)
+        cost[cheapest] += costs[index]
+        free[cheapest] -= sizes[index]
+    # Units of cost 0 may leave bins empty.
+    return _split_to_total(bins, total, costs)
 
 
-def _filled(bins: Sequence[Sequence[int]], total: int, costs: Sequence[float]) -> list[list[int]]:
-    """``total`` bins of these: the dearest that has several units shares them with an empty one."""
+def _split_to_total(bins: Sequence[Sequence[int]], total: int, costs: Sequence[float]) -> list[list[int]]:
+    """Return ``total`` bins: the most expensive bin with several units is split while there are too few."""
     out = [list(b) for b in bins if b]
     while len(out) < total:
-        several = [b for b in out if len(b) > 1]
-        if not several:
+        splittable = [b for b in out if len(b) > 1]
+        if not splittable:
             break
-        dearest = max(several, key=lambda b: (sum(costs[i] for i in b), -min(b)))
-        out.remove(dearest)
+        largest = max(splittable, key=lambda b: (sum(costs[i] for i in b), -min(b)))
+        out.remove(largest)
         halves: tuple[list[int], list[int]] = ([], [])
         loads = [0.0, 0.0]
-        for index in sorted(dearest, key=lambda i: (-costs[i], i)):
-            at = 0 if (loads[0], len(halves[0])) <= (loads[1], len(halves[1])) else 1
-            halves[at].append(index)
-            loads[at] += costs[index]
+        for index in sorted(largest, key=lambda i: (-costs[i], i)):
+            half = 0 if (loads[0], len(halves[0])) <= (loads[1], len(halves[1])) else 1
+            halves[half].append(index)
+            loads[half] += costs[index]
         out += halves
     return out + [[] for _ in range(total - len(out))]
 
 
-def _dealt(bins: Sequence[list[int]], costs: Sequence[float], parts: int) -> Dealt:
-    """Bins of like cost at the same time, and of each round the dearest to the part that has done least."""
-    price = [sum(costs[i] for i in b) for b in bins]
-    order = sorted(range(len(bins)), key=lambda n: (-price[n], min(bins[n], default=len(costs))))
-    out: Dealt = [[] for _ in range(parts)]
-    done = [0.0] * parts
-    for start in range(0, len(order), parts):
-        free = sorted(range(parts), key=lambda part: (done[part], part))
-        for number, part in zip(order[start : start + parts], free, strict=True):
-            out[part].append(sorted(bins[number]))
-            done[part] += price[number]
+def _assign_to_ranks(bins: Sequence[list[int]], costs: Sequence[float], dp_size: int) -> Partition:
+    """Run bins of similar cost at the same time, and give the largest of each round to the least loaded rank."""
+    bin_cost = [sum(costs[i] for i in b) for b in bins]
+    order = sorted(range(len(bins)), key=lambda n: (-bin_cost[n], min(bins[n], default=len(costs))))
+    out: Partition = [[] for _ in range(dp_size)]
+    load = [0.0] * dp_size
+    for start in range(0, len(order), dp_size):
+        ranks = sorted(range(dp_size), key=lambda rank: (load[rank], rank))
+        for number, rank in zip(order[start : start + dp_size], ranks, strict=True):
+            out[rank].append(sorted(bins[number]))
+            load[rank] += bin_cost[number]
     return out
 
 
-def _in_order(lengths: Sequence[int], parts: int, packed: Callable[[Sequence[int]], list[list[int]]]) -> Dealt:
-    """Parts of neighbours, as many units each, give or take one."""
-    bounds = [len(lengths) * part // parts for part in range(parts + 1)]
-    runs = [range(bounds[part], bounds[part + 1]) for part in range(parts)]
-    found = [[[run[i] for i in chosen] for chosen in packed([lengths[i] for i in run])] for run in runs]
-    most = max(map(len, found))
-    return [sorted(map(sorted, _filled(bins, most, lengths)), key=_order) for bins in found]
+def _partition_contiguous(
+    lengths: Sequence[int], dp_size: int, pack: Callable[[Sequence[int]], list[list[int]]]
+) -> Partition:
+    """Give each rank a contiguous run of units, of equal number up to one."""
+    bounds = [len(lengths) * rank // dp_size for rank in range(dp_size + 1)]
+    runs = [range(bounds[rank], bounds[rank + 1]) for rank in range(dp_size)]
+    packed = [[[run[i] for i in indices] for indices in pack([lengths[i] for i in run])] for run in runs]
+    num_bins = max(map(len, packed))
+    return [sorted(map(sorted, _split_to_total(bins, num_bins, lengths)), key=_sort_key) for bins in packed]
 
 
-def _order(chosen: Sequence[int]) -> tuple[bool, list[int]]:
-    """By their first; empty ones behind."""
-    return not chosen, list(chosen)
+def _sort_key(bin_: Sequence[int]) -> tuple[bool, list[int]]:
+    """Sort bins by their first unit, empty ones last."""
+    return not bin_, list(bin_)

@@ -1,146 +1,197 @@
-"""Knobs of the training plane: batch sizes, optimizer, schedule, memory."""
+"""Options of the training plane: batch sizes, optimizer, schedule, memory, parallelism."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from miles.config.knob import knob
+from miles.config.option import option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """How a batch becomes new weights."""
+    """Backend, batch sizes, optimizer, learning rate, micro-batches, recomputation, critic and checkpoint writing."""
 
-    train_backend: Literal["fsdp", "megatron"] = knob(
-        "fsdp", "Which trainer runs: fsdp, the embedded one that needs only torch, or megatron, by Megatron-Core."
+    train_backend: Literal["fsdp", "megatron"] = option(
+        "fsdp", "Training backend: fsdp, the built-in one that needs only torch, or megatron (Megatron-Core)."
     )
-    global_batch_size: int | None = knob(
-        None, "Trajectories in one optimizer step; when not given it follows from the batch identity.", unit="N"
+    global_batch_size: int | None = option(
+        None, "Trajectories in one optimizer step; when not given it follows from the batch identity.", unit="N", ge=1
     )
-    num_steps_per_rollout: int | None = knob(
-        None, "Optimizer steps made of one rollout batch; when not given it follows from the batch identity.", unit="N"
+    num_steps_per_rollout: int | None = option(
+        None,
+        "Optimizer steps per rollout batch; when not given it follows from the batch identity.",
+        unit="N",
+        ge=1,
     )
-    seed: int = knob(1234, "Seed of the randomness of the training plane.")
-    ref_load: str | None = knob(
+    seed: int = option(1234, "Random seed of the training plane.", ge=-(2**63), le=2**63 - 1)
+    ref_load: str | None = option(
         None, "Folder of the reference model in Hugging Face format; --hf-checkpoint when not given.", path=True
     )
 
-    opd_teacher_load: str | None = knob(
-        None, "Folder of the teacher of distillation in Hugging Face format, for prompts that name none.", path=True
+    opd_teacher_load: str | None = option(
+        None, "Folder of the default distillation teacher in Hugging Face format.", path=True
     )
-    opd_teachers: tuple[str, ...] = knob(
-        (), "Teachers of prompts that name them: a name and a folder for each.", path="pairs"
+    opd_teachers: tuple[str, ...] = option(
+        (), "Distillation teachers by name: a name and a folder for each.", path="pairs"
     )
 
-    critic_load: str | None = knob(
+    critic_load: str | None = option(
         None,
-        "Folder the critic of ppo starts from: a Hugging Face model, or the critic of a checkpoint with its value "
-        "head; --hf-checkpoint when not given.",
+        "Folder of the initial critic of ppo: a Hugging Face model, or the critic of a checkpoint with its "
+        "value head; --hf-checkpoint when not given.",
         path=True,
     )
-    critic_device: str = knob(
+    critic_device: str = option(
         "auto",
-        "Device that the critic has to itself, such as cuda:1 or cpu; auto is the policy's own, of which the two take "
-        "turns with the engine.",
+        "Dedicated device of the critic, such as cuda:1 or cpu; auto shares the policy's device, where both "
+        "take turns with the engine.",
     )
-    critic_lr: float | None = knob(None, "Highest learning rate of the critic; --lr when not given.")
-    critic_lr_warmup_iters: int = knob(
-        0, "Optimizer steps over which the critic's learning rate rises to --critic-lr.", unit="N"
+    critic_lr: float | None = option(None, "Peak learning rate of the critic; --lr when not given.", ge=0)
+    critic_lr_warmup_iters: int = option(
+        0, "Optimizer steps over which the critic's learning rate rises to --critic-lr.", unit="N", ge=0
     )
-    num_critic_only_steps: int = knob(
-        0, "Training steps at the start in which only the critic learns and the policy stays as it is.", unit="N"
-    )
+    num_critic_only_steps: int = option(0, "Training steps at the start that train only the critic.", unit="N", ge=0)
 
-    optimizer: Literal["adam", "muon"] = knob(
+    optimizer: Literal["adam", "muon"] = option(
         "adam",
-        "What updates the weights: adam, with decoupled decay, or muon for the matrices inside layers and adam for the "
-        "rest.",
+        "Optimizer: adam (AdamW), or muon for the matrices inside layers and adam for the rest.",
     )
-    lr: float = knob(1e-6, "Highest learning rate.")
-    min_lr: float = knob(0.0, "Learning rate that a decaying schedule ends at.")
-    lr_decay_style: Literal["constant", "linear", "cosine"] = knob(
-        "constant", "How the learning rate moves after the warm-up."
+    lr: float = option(1e-6, "Peak learning rate.", ge=0)
+    min_lr: float = option(0.0, "Final learning rate of a decaying schedule.", ge=0)
+    lr_decay_style: Literal["constant", "linear", "cosine"] = option(
+        "constant", "Learning-rate schedule after the warm-up."
     )
-    lr_decay_iters: int | None = knob(
-        None, "Optimizer steps, warm-up included, until --min-lr is reached; all of the run's when not given.", unit="N"
+    lr_decay_iters: int | None = option(
+        None,
+        "Optimizer steps, warm-up included, until --min-lr is reached; the whole run when not given.",
+        unit="N",
+        ge=1,
     )
-    lr_warmup_iters: int = knob(0, "Optimizer steps over which the learning rate rises to --lr.", unit="N")
-    lr_warmup_fraction: float | None = knob(
-        None, "The warm-up as a fraction of --lr-decay-iters, instead of --lr-warmup-iters."
+    lr_warmup_iters: int = option(0, "Optimizer steps over which the learning rate rises to --lr.", unit="N", ge=0)
+    lr_warmup_fraction: float | None = option(
+        None, "The warm-up as a fraction of --lr-decay-iters, instead of --lr-warmup-iters.", ge=0, le=1
     )
-    adam_beta1: float = knob(0.9, "Decay of the mean of gradients.")
-    adam_beta2: float = knob(0.999, "Decay of the mean of squared gradients.")
-    adam_eps: float = knob(1e-8, "Added to the root of the mean of squared gradients.")
-    weight_decay: float = knob(0.01, "Decoupled weight decay of matrices; norms and biases are not decayed.")
-    muon_momentum: float = knob(0.95, "Decay of Muon's mean of gradients.")
-    muon_use_nesterov: bool = knob(True, "Let Muon look one gradient ahead of its mean.")
-    muon_num_ns_steps: int = knob(5, "Newton-Schulz iterations by which Muon makes an update orthogonal.", unit="N")
-    muon_scale_mode: Literal["spectral", "shape_scaling", "unit_rms_norm"] = knob(
+    adam_beta1: float = option(0.9, "Adam beta1: decay of the first moment.", ge=0, lt=1)
+    adam_beta2: float = option(0.999, "Adam beta2: decay of the second moment.", ge=0, lt=1)
+    adam_eps: float = option(1e-8, "Adam epsilon.", gt=0)
+    weight_decay: float = option(0.01, "Decoupled weight decay of matrices; norms and biases are not decayed.", ge=0)
+    muon_momentum: float = option(0.95, "Muon momentum.", ge=0, lt=1)
+    muon_use_nesterov: bool = option(True, "Use Nesterov momentum in Muon.")
+    muon_num_ns_steps: int = option(5, "Newton-Schulz iterations of Muon's orthogonalization.", unit="N", ge=1, le=99)
+    muon_scale_mode: Literal["spectral", "shape_scaling", "unit_rms_norm"] = option(
         "spectral",
-        "What Muon's update of a matrix is multiplied with: the root of its longer side, of rows over columns if above "
-        "1, or of rows over columns.",
+        "Scale of Muon's update of a matrix: spectral is the root of its longer side, shape_scaling the root "
+        "of rows over columns if above 1, unit_rms_norm the root of rows over columns.",
     )
-    muon_extra_scale_factor: float = knob(
-        0.2, "Further factor on Muon's update; 0.2 with spectral makes it as long as Adam's, so that --lr fits both."
+    muon_extra_scale_factor: float = option(
+        0.2,
+        "Additional factor of Muon's update; 0.2 with spectral matches Adam's update norm, so that --lr fits both.",
+        gt=0,
     )
-    optimizer_state_dtype: Literal["float32", "bfloat16", "int8"] = knob(
+    optimizer_state_dtype: Literal["float32", "bfloat16", "int8"] = option(
         "float32",
-        "What the optimizer's moments are kept in; int8 is a code with a scale for every 256 numbers, and masters stay "
-        "float32.",
+        "Storage dtype of the optimizer moments; int8 is block-quantized with a scale per 256 values, and "
+        "master weights stay float32.",
     )
-    optimizer_cpu_offload: bool = knob(
+    optimizer_cpu_offload: bool = option(
         False,
-        "Keep moments and masters on the host at all times and stream them through the device in each update.",
+        "Keep optimizer moments and master weights in host memory and stream them through the device in each update.",
     )
-    clip_grad: float = knob(1.0, "Largest global norm of a gradient; longer ones are scaled down, and 0 means never.")
+    clip_grad: float = option(
+        1.0, "Maximum global gradient norm; larger gradients are scaled down, and 0 disables clipping.", ge=0
+    )
 
-    max_tokens_per_gpu: int = knob(
-        16384, "Most tokens in one micro-batch; samples are packed up to it without padding.", unit="TOKENS"
+    max_tokens_per_gpu: int = option(
+        16384, "Maximum tokens per micro-batch; samples are packed up to it without padding.", unit="TOKENS", ge=1
     )
-    use_dynamic_batch_size: bool = knob(
+    use_dynamic_batch_size: bool = option(
         False, "Pack micro-batches by --max-tokens-per-gpu even where --micro-batch-size is given."
     )
-    balance_data: bool = knob(
+    balance_data: bool = option(
         True,
-        "Deal a batch out over the data-parallel ranks so that all have as much to do; off, in the order it came.",
+        "Balance a batch over the data-parallel ranks; off keeps its order.",
     )
-    balance_by: Literal["tokens", "flops"] = knob(
+    balance_by: Literal["tokens", "flops"] = option(
         "tokens",
-        "What --balance-data evens out: tokens, or operations, which grow with the square of a sample's length.",
+        "What --balance-data balances: tokens, or FLOPs, which grow with the square of a sample's length.",
     )
-    share_prefix: bool = knob(
+    share_prefix: bool = option(
         False,
-        "Read what samples of one prompt begin with once for all of them in a micro-batch, in training as well.",
+        "Compute the common prefix of samples of one prompt once per micro-batch, in training too.",
     )
-    micro_batch_size: int | None = knob(
-        None, "Cut micro-batches of this many samples, and not by --max-tokens-per-gpu.", unit="N"
+    micro_batch_size: int | None = option(
+        None, "Samples per micro-batch, instead of packing by --max-tokens-per-gpu.", unit="N", ge=1
     )
-    log_probs_chunk_size: int | None = knob(
-        None, "Tokens whose logits exist at one time; chosen by the vocabulary's size when not given.", unit="TOKENS"
-    )
-    gradient_checkpointing: bool = knob(
-        False, "Keep only the input of each layer for the backward pass: --recompute-granularity full for short."
-    )
-    recompute_granularity: Literal["full", "selective"] | None = knob(
+    log_probs_chunk_size: int | None = option(
         None,
-        "What a backward pass computes again: full, all of a layer but its input; selective, all but the products of "
-        "matrices and attention.",
+        "Tokens whose logits are materialised at a time; chosen by the vocabulary size when not given.",
+        unit="TOKENS",
+        ge=1,
     )
-    recompute_method: Literal["uniform", "block"] = knob(
-        "uniform", "Which layers are recomputed: uniform, each by itself; block, the first --recompute-num-layers."
+    gradient_checkpointing: bool = option(
+        False, "Activation checkpointing of every layer; short for --recompute-granularity full."
     )
-    recompute_num_layers: int = knob(
-        1, "How many layers are recomputed under --recompute-method block; 1 under uniform.", unit="N"
-    )
-    offload_train: bool | None = knob(
+    recompute_granularity: Literal["full", "selective"] | None = option(
         None,
-        "Keep the optimizer's state on the host while the engine has the device; when not given, only where it "
-        "would take a quarter of what is free.",
+        "Activation recomputation: full recomputes a layer from its input; selective recomputes everything "
+        "but matmuls and attention.",
+    )
+    recompute_method: Literal["uniform", "block"] = option(
+        "uniform", "Layers to recompute: uniform, each by itself; block, the first --recompute-num-layers."
+    )
+    recompute_num_layers: int = option(
+        1, "Number of recomputed layers under --recompute-method block; 1 under uniform.", unit="N", ge=1
+    )
+    offload_train: bool | None = option(
+        None,
+        "Offload the optimizer state to host memory while the engine uses the device; when not given, only if"
+        " it needs more than a quarter of the free memory.",
     )
 
-    async_save: bool = knob(
+    async_save: bool = option(
         False,
-        "Write checkpoints while training goes on, out of a copy in host memory; training waits only for the copy.",
+        "Write checkpoints in the background from a copy in host memory; training waits only for the copy.",
     )
-    verify_checkpoints: bool = knob(
-        True, "Read a checkpoint's tensors again from the disk and compare them with what was in memory."
+    verify_checkpoints: bool = option(True, "Read checkpoint files back from disk and compare their digests.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """Tensor, context, expert and pipeline parallel sizes; the remaining ranks are data-parallel and shard."""
+
+    tensor_model_parallel_size: int = option(
+        1,
+        "Tensor-parallel size: ranks that split the heads and channels of every layer, and the vocabulary.",
+        unit="N",
+        ge=1,
+    )
+    sequence_parallel: bool = option(
+        False,
+        "Sequence parallelism: split the tokens between layers over the tensor-parallel ranks, which saves "
+        "activation memory.",
+    )
+    context_parallel_size: int = option(
+        1, "Context-parallel size: ranks that split the tokens of every sequence.", unit="N", ge=1
+    )
+    expert_model_parallel_size: int = option(
+        1,
+        "Expert-parallel size: ranks that split the experts of a layer, out of the ranks that shard parameters.",
+        unit="N",
+        ge=1,
+    )
+    expert_tensor_parallel_size: int | None = option(
+        None, "Tensor-parallel size within an expert; --tensor-model-parallel-size when not given.", unit="N", ge=1
+    )
+    pipeline_model_parallel_size: int = option(
+        1, "Pipeline-parallel size: ranks that hold consecutive layers each; megatron backend only.", unit="N", ge=1
+    )
+    data_parallel_replicate_size: int = option(
+        1, "HSDP replicas of the parameters, each sharded over its own ranks; 1 shards over all ranks.", unit="N", ge=1
+    )
+    fsdp_cpu_offload: bool = option(
+        False,
+        "Keep parameters, gradients and optimizer state in host memory, and copy a layer to the device when "
+        "it is needed.",
+    )
+    distributed_timeout_minutes: int = option(
+        10, "Timeout of collective operations before a rank gives up.", unit="MINUTES", ge=1
     )

@@ -1,4 +1,4 @@
-"""The critic: what may still be earned from a token on, learnt beside the policy and never published.
+"""PPO critic: a value model trained beside the policy and never sent to engines.
 
 ``_R`` trained tokens of a micro-batch.
 """
@@ -12,28 +12,28 @@ import torch
 from torch import Tensor
 
 from miles.algo.config import AlgoConfig
-from miles.algo.value import ValueLoss
+from miles.algo.policy_loss import ValueLoss
 from miles.core.errors import CheckpointError
 from miles.core.types import Version
-from miles.train import checkpoint
+from miles.train.advantages import BatchWithAdvantages
+from miles.train.batch_tensors import MicroBatch
+from miles.train.checkpoint import checkpoint
 from miles.train.config import TrainConfig
-from miles.train.optim import optimizer_of
-from miles.train.peers import ALONE, Peers
-from miles.train.rates import critic_schedule_of
-from miles.train.returns import Judged
-from miles.train.roles import ValueModel
-from miles.train.rows import Rows
-from miles.train.steps import Tally
+from miles.train.dp_group import SINGLE_RANK, DataParallelGroup
+from miles.train.grad_accumulation import MetricSums
+from miles.train.model_protocols import ValueModel
+from miles.train.optim.lr_scheduler import build_critic_lr_schedule
+from miles.train.optim.optimizer import build_optimizer
 
-FOLDER = "critic"
-"""Where in a checkpoint it lies."""
+CRITIC_FOLDER = "critic"
+"""Subfolder of a checkpoint."""
 
 
 class Critic:
-    """A value model with an optimizer and a schedule of its own, for ``updates`` optimizer steps in the whole run.
+    """A value model with its own optimizer and schedule, for ``updates`` optimizer steps in the whole run.
 
-    It may be on another device than the policy: rows go there and values come back. One that is ``apart`` has that
-    device to itself, and never makes room for an engine.
+    It may be on another device than the policy: micro-batches are copied there and values back. With a
+    ``dedicated_device`` it never makes room for an engine.
     """
 
     def __init__(
@@ -43,61 +43,64 @@ class Critic:
         algo: AlgoConfig,
         train: TrainConfig,
         updates: int,
-        apart: bool = False,
-        peers: Peers = ALONE,
+        dedicated_device: bool = False,
+        dp_group: DataParallelGroup = SINGLE_RANK,
     ) -> None:
-        self.apart = apart
-        self._model, self._peers = model, peers
-        self._saving = checkpoint.saving_of(train)
+        self.dedicated_device = dedicated_device
+        self._model = model
+        self._dp_group = dp_group
+        self._saver = checkpoint.build_saver(train)
         self._loss = ValueLoss(clip=algo.value_clip)
         trained = {name: p for name, p in model.parameters().items() if p.requires_grad}
-        schedule = critic_schedule_of(train, updates=updates)
-        self._optimizer = optimizer_of(trained, train, schedule, model=model, rate="--critic-lr")
+        schedule = build_critic_lr_schedule(train, updates=updates)
+        self._optimizer = build_optimizer(trained, train, schedule, model=model, lr_flag="--critic-lr")
 
     @property
     def updates(self) -> int:
-        """Optimizer steps made so far."""
+        """Number of optimizer steps so far."""
         return self._optimizer.updates
 
     @torch.no_grad()
-    def values(self, rows: Rows) -> Tensor:
-        """What it expects where each trained token is about to be drawn, where the rows are."""
-        return self._read(rows.to(self._model.device)).to(rows.tokens_T.device)
+    def values(self, rows: MicroBatch) -> Tensor:
+        """Return the value before each trained token, on the device of ``rows``."""
+        return self._compute_values(rows.to(self._model.device)).to(rows.tokens_T.device)
 
-    def update(self, plan: Sequence[Judged]) -> dict[str, float]:
+    def update(self, batches: Sequence[BatchWithAdvantages]) -> dict[str, float]:
         """One optimizer step on a global batch."""
-        tally = Tally()
-        for part in plan:
-            assert part.value_R is not None and part.return_R is not None, "judged without the critic's values"
-            rows, device = part.rows.to(self._model.device), self._model.device
-            terms = self._loss(self._read(rows), part.value_R.to(device), part.return_R.to(device), rows.layout())
-            terms.loss.backward()
-            for name, value in terms.metrics.items():
-                tally.add(name, value)
-        self._model.settle()
+        sums = MetricSums()
+        device = self._model.device
+        for batch in batches:
+            assert batch.value_R is not None and batch.return_R is not None, "advantages without the critic's values"
+            rows = batch.micro_batch.to(device)
+            value_R = self._compute_values(rows)
+            output = self._loss(value_R, batch.value_R.to(device), batch.return_R.to(device), rows.aggregator())
+            output.loss.backward()
+            for name, value in output.metrics.items():
+                sums.add(name, value)
+        self._model.finalize_grads()
         grad_norm, lr = self._optimizer.step()
-        self._model.updated()
-        return tally.floats(self._peers) | {"critic_grad_norm": grad_norm, "critic_lr": lr}
+        self._model.after_update()
+        return sums.to_floats(self._dp_group) | {"critic_grad_norm": grad_norm, "critic_lr": lr}
 
     def save(self, folder: Path, version: Version) -> None:
-        """Write it into a folder of its own within the checkpoint ``folder``."""
-        (folder / FOLDER).mkdir(exist_ok=True)  # by whichever rank is first
-        checkpoint.save(folder / FOLDER, self._model, self._optimizer, version, self._peers, self._saving)
+        """Write it into a subfolder of the checkpoint ``folder``."""
+        (folder / CRITIC_FOLDER).mkdir(exist_ok=True)  # the first rank creates it
+        checkpoint.save(folder / CRITIC_FOLDER, self._model, self._optimizer, version, self._dp_group, self._saver)
 
     def load(self, folder: Path) -> None:
-        """Take back what ``save`` wrote."""
-        if not (folder / FOLDER).is_dir():
+        """Restore what ``save`` wrote."""
+        if not (folder / CRITIC_FOLDER).is_dir():
             raise CheckpointError(
-                f"{folder} holds no critic, which --advantage-estimator ppo goes on with; "
+                f"{folder} has no critic, which --advantage-estimator ppo needs to resume; "
                 f"to start from its weights alone use --hf-checkpoint {folder}."
             )
-        checkpoint.load(folder / FOLDER, self._model, self._optimizer, self._peers)
+        checkpoint.load(folder / CRITIC_FOLDER, self._model, self._optimizer, self._dp_group)
 
     def move(self, device: torch.device) -> None:
-        """Put the weights and all of the optimizer's state on ``device``: no engine shares them."""
+        """Move the weights and the optimizer state to ``device``."""
         self._model.move(device)
         self._optimizer.move(device)
 
-    def _read(self, rows: Rows) -> Tensor:
-        rows = rows.apart()
+    def _compute_values(self, rows: MicroBatch) -> Tensor:
+        rows = rows.unshare()
         return self._model.values(rows.tokens_T, rows.positions_T, rows.lengths, rows.before_R)

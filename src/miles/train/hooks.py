@@ -1,39 +1,39 @@
-"""A user's own functions inside the trainer; where ranks share a model, every one of them calls them alike."""
+"""User hooks inside the trainer; in distributed training every rank calls them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Protocol
 
-from miles.train.optim import Updates
-from miles.train.roles import Stored
+from miles.train.model_protocols import ShardedParameters
+from miles.train.optim.optimizer import OptimizerProtocol
 
 
-class Init(Protocol):
-    """The model that learns has its weights, and the optimizer is made."""
+class InitHook(Protocol):
+    """Called when the trained model is loaded and the optimizer is built."""
 
-    def __call__(self, model: Stored) -> None: ...
-
-
-class BeforeLogProbs(Protocol):
-    """A training step begins, and no log-prob of its tokens has been computed yet."""
-
-    def __call__(self, step: int, model: Stored) -> None: ...
+    def __call__(self, model: ShardedParameters) -> None: ...
 
 
-class BeforeTrainStep(Protocol):
-    """An optimizer step begins: number ``update``, from 0, of the training step."""
+class BeforeLogProbsHook(Protocol):
+    """Called at the start of a training step, before any log-prob of its tokens is computed."""
 
-    def __call__(self, step: int, update: int, model: Stored, optimizer: Updates) -> None: ...
+    def __call__(self, step: int, model: ShardedParameters) -> None: ...
+
+
+class BeforeTrainStepHook(Protocol):
+    """Called at the start of an optimizer step: number ``update``, from 0, of the training step."""
+
+    def __call__(self, step: int, update: int, model: ShardedParameters, optimizer: OptimizerProtocol) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hooks:
-    """Those that a run has."""
+class TrainHooks:
+    """The hooks of a run; None if not set."""
 
-    init: Init | None = None
-    before_log_probs: BeforeLogProbs | None = None
-    before_train_step: BeforeTrainStep | None = None
+    init: InitHook | None = None
+    before_log_probs: BeforeLogProbsHook | None = None
+    before_train_step: BeforeTrainStepHook | None = None
 
 
-NO_HOOKS = Hooks()
+NO_TRAIN_HOOKS = TrainHooks()

@@ -1,4 +1,4 @@
-"""Time that is a rank's own: running while it computes, standing while it waits for others."""
+"""Stopwatch of a rank's own compute time, without the time it waits for others."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ T = TypeVar("T")
 
 
 class Stopwatch:
-    """Runs inside ``with``, once however deep. On an accelerator it is the device's time, by its own events."""
+    """Measures time inside ``with`` (nesting counts once); on an accelerator by CUDA events."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._depth, self._seconds, self._began = 0, 0.0, 0.0
+        self._depth = 0
+        self._seconds = 0.0
+        self._started = 0.0
         self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def __enter__(self) -> None:
@@ -27,7 +29,7 @@ class Stopwatch:
         if self._depth > 1:
             return
         if self._device.type == "cpu":
-            self._began = time.perf_counter()
+            self._started = time.perf_counter()
         else:
             self._pairs.append((self._now(), torch.cuda.Event(enable_timing=True)))
 
@@ -38,22 +40,22 @@ class Stopwatch:
         if self._depth:
             return
         if self._device.type == "cpu":
-            self._seconds += time.perf_counter() - self._began
+            self._seconds += time.perf_counter() - self._started
         else:
             self._pairs[-1][1].record()
 
-    def around(self, work: Callable[P, T]) -> Callable[P, T]:
-        """The same, timed."""
+    def wrap(self, work: Callable[P, T]) -> Callable[P, T]:
+        """Return ``work`` with timing."""
 
         @functools.wraps(work)
-        def timed(*args: P.args, **kwargs: P.kwargs) -> T:
+        def timed_work(*args: P.args, **kwargs: P.kwargs) -> T:
             with self:
                 return work(*args, **kwargs)
 
-        return timed
+        return timed_work
 
-    def taken(self) -> float:
-        """Seconds since this was last asked; waits for the device."""
+    def read_and_reset(self) -> float:
+        """Return the seconds since the last call; synchronises the device."""
         if self._pairs:
             self._pairs[-1][1].synchronize()
             self._seconds += sum(start.elapsed_time(end) for start, end in self._pairs) / 1000

@@ -1,24 +1,25 @@
-"""What a context rank of a test does; imports little, as every borrowed process does so anew."""
+"""Functions that context-parallel test ranks run; few imports, since every process repeats them."""
 
 from pathlib import Path
 
 import torch
-from tests.backends.fsdp.parted import Found, trained
+from tests.backends.fsdp.load import load_fsdp_model
+from tests.backends.fsdp.sharded_runs import Found, trained
 from torch import distributed as dist
 
-from miles.backends.fsdp.context import cut
-from miles.backends.fsdp.mesh import Mesh, Ring
-from miles.backends.fsdp.sharded import open_sharded
-from miles.kernels.segments_rows import pick
+from miles.backends.fsdp.context_parallel import shard_batch
+from miles.backends.fsdp.device_mesh import CommGroup, FsdpMesh
+from miles.kernels.attention.gather_rows import index_rows
+from miles.kernels.numerics import FAST
+from miles.models.checkpoint.hf import read_config
 from miles.models.decoder import Decoder, Routing
-from miles.models.families import spec_of
-from miles.models.hub import read_config
-from miles.train.logits import Output, logprobs
+from miles.models.families import spec_from_config
+from miles.train.logprobs import HeadOutput, compute_logprobs
 
 CPU = torch.device("cpu")
 
 
-def decoder_of(spec, *, again=False):
+def decoder_of(spec, *, recompute=False):
     """Weights far from tame, so that mistakes show; the same in every process."""
     decoder = Decoder(spec, device="cpu", dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
@@ -26,13 +27,13 @@ def decoder_of(spec, *, again=False):
         for parameter in decoder.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.3 * noise if parameter.dim() == 1 else 0.25 * noise)
-    decoder.checkpoint_layers = again
+    decoder.checkpoint_layers = recompute
     return decoder
 
 
 def learnt(decoder, rows, output):
     """The loss, and every gradient of it."""
-    logp_R, entropy_R = logprobs(output, rows.target_R, chunk=16)
+    logp_R, entropy_R = compute_logprobs(output, rows.target_R, chunk=16)
     loss = (rows.weight_R * (rows.advantage_R * logp_R + 0.1 * entropy_R)).sum()
     loss.backward()
     grads = {name: p.grad for name, p in decoder.named_parameters() if p.grad is not None}
@@ -41,18 +42,21 @@ def learnt(decoder, rows, output):
 
 def share_of(rank, world, cases):
     """Each case cut over the ranks; gradients are summands."""
-    ring, found = Ring(dist.group.WORLD, CPU), []
-    for spec, rows, again, multiple in cases:
-        decoder, part = decoder_of(spec, again=again), cut(rows, ring, multiple=multiple)
-        assert len(part.tokens_t) % multiple == 0
-        routing = None if part.replay_tLk is None else Routing(replay_TLk=part.replay_tLk)
-        hidden_tD = decoder(part.tokens_t, part.positions_t, part.attend, routing)
-        hidden_rD = pick(hidden_tD, part.before_r)
-        output = Output(hidden_RD=hidden_rD, head_VD=decoder.head(), softcap=spec.logit_softcap, tokens=part.tokens)
+    group, found = CommGroup(dist.group.WORLD, CPU, numerics=FAST), []
+    for spec, rows, recompute, multiple in cases:
+        decoder, part = (
+            decoder_of(spec, recompute=recompute),
+            shard_batch(rows, group, multiple=multiple, numerics=FAST),
+        )
+        assert len(part.tokens_T) % multiple == 0
+        routing = None if part.replay_TLk is None else Routing(replay_TLk=part.replay_TLk)
+        hidden_tD = decoder(part.tokens_T, part.positions_T, part.attn_backend, routing)
+        hidden_rD = index_rows(hidden_tD, part.at_r)
+        output = HeadOutput(hidden_RD=hidden_rD, head_VD=decoder.head(), softcap=spec.logit_softcap, tokens=part.tokens)
         loss, read, grads = learnt(decoder, rows, output)
-        summed = {name: ring.sum(grad.clone()) for name, grad in grads.items()}
+        summed = {name: group.sum(grad.clone()) for name, grad in grads.items()}
         joined_RD = part.tokens.join(hidden_rD.detach())
-        found.append((loss, read, summed, joined_RD, len(part.tokens_t)))
+        found.append((loss, read, summed, joined_RD, len(part.tokens_T)))
     return [tuple(_bare(x) for x in each) for each in found] if rank < 2 else None
 
 
@@ -67,7 +71,7 @@ def sharded(rank, world, folder, layouts, plan):
     """A step of a model that the ranks hold together, on one part of a batch or two."""
     found: list[Found] = []
     for layout in layouts:
-        mesh = Mesh(layout, CPU)
-        model = open_sharded(Path(folder), spec_of(read_config(folder)), mesh, dtype=torch.float32)
-        found.append(trained(model, plan[mesh.peers.part :: mesh.peers.parts], mesh.peers, True))
+        mesh = FsdpMesh(layout, CPU)
+        model = load_fsdp_model(Path(folder), spec_from_config(read_config(folder)), mesh, dtype=torch.float32)
+        found.append(trained(model, plan[mesh.dp_group.dp_rank :: mesh.dp_group.dp_size], mesh.dp_group, True))
     return found if rank == 0 else None

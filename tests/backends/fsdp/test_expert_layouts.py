@@ -8,15 +8,15 @@ import torch
 from tests.pool import ranks
 from torch import Tensor
 
-from miles.backends.fsdp.mesh import Mesh
-from miles.backends.fsdp.model import FsdpModel
-from miles.backends.fsdp.sharded import ShardedModel
-from miles.cluster.layout import Layout
+from miles.backends.fsdp.device_mesh import FsdpMesh
+from miles.backends.fsdp.fsdp_model import FsdpModel
+from miles.backends.fsdp.local_model import LocalModel
+from miles.cluster.parallel_dims import ParallelDims
 from miles.models.decoder import Decoder
 from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlaSpec, MlpSpec, MoeSpec, RopeSpec
-from miles.train.logits import Output, logprobs
-from miles.train.roles import TrainModel
-from miles.train.rows import Rows
+from miles.train.batch_tensors import MicroBatch
+from miles.train.logprobs import HeadOutput, compute_logprobs
+from miles.train.model_protocols import TrainModel
 
 CPU = torch.device("cpu")
 VOCAB, WIDTH = 37, 16
@@ -108,7 +108,7 @@ def filled(spec: DecoderSpec) -> Decoder:
     return decoder
 
 
-def rows_of(spec: DecoderSpec, part: int, parts: int, replay: bool) -> Rows:
+def rows_of(spec: DecoderSpec, part: int, parts: int, replay: bool) -> MicroBatch:
     """A part of the batch: the sequences of several of the four ranks where there are fewer parts."""
     lengths = tuple(n for each in LENGTHS[part * 4 // parts : (part + 1) * 4 // parts] for n in each)
     first = sum(n for each in LENGTHS[: part * 4 // parts] for n in each)
@@ -127,7 +127,7 @@ def rows_of(spec: DecoderSpec, part: int, parts: int, replay: bool) -> Rows:
         replay_TLk = replay_TLk[own]
     sample_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     zero_T = torch.zeros(count)
-    return Rows(
+    return MicroBatch(
         lengths=lengths,
         tokens_T=tokens_T,
         positions_T=torch.cat([torch.arange(n) for n in lengths]),
@@ -144,15 +144,15 @@ def rows_of(spec: DecoderSpec, part: int, parts: int, replay: bool) -> Rows:
     )
 
 
-def losses(model: TrainModel, plan: list[Rows]) -> Tensor:
+def losses(model: TrainModel, plan: list[MicroBatch]) -> Tensor:
     """The sum of all losses, differentiated."""
 
-    def judge(number: int, output: Output) -> tuple[Tensor, dict[str, Tensor]]:
-        logp_R, entropy_R = logprobs(output, plan[number].target_R)
+    def judge(number: int, output: HeadOutput) -> tuple[Tensor, dict[str, Tensor]]:
+        logp_R, entropy_R = compute_logprobs(output, plan[number].target_R)
         loss = (plan[number].weight_R * (logp_R + 0.1 * entropy_R)).sum()
         return loss, {"loss": loss.detach()}
 
-    return torch.stack([kept["loss"] for kept in model.each(plan, judge)]).sum()
+    return torch.stack([kept["loss"] for kept in model.forward_backward(plan, judge)]).sum()
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,30 +164,32 @@ class Outcome:
 
 def alone(model: str, replay: bool) -> Outcome:
     spec = spec_of(model)
-    whole = FsdpModel(filled(spec))
+    whole = LocalModel(filled(spec))
     loss = losses(whole, [rows_of(spec, 0, 1, replay)])
     grads = {name: p.grad for name, p in whole.parameters().items() if p.grad is not None}
     return Outcome(loss.item(), whole.norm(grads).item(), grads)
 
 
-def together(rank: int, world: int, model: str, cases: list[tuple[Layout, dict[str, Any]]]) -> list[Outcome]:
+def together(rank: int, world: int, model: str, cases: list[tuple[ParallelDims, dict[str, Any]]]) -> list[Outcome]:
     out: list[Outcome] = []
     spec = spec_of(model)
     whole = dict(filled(spec).named_parameters())
     for layout, how in cases:
-        mesh = Mesh(layout, CPU)
+        mesh = FsdpMesh(layout, CPU)
         dtype = how.get("dtype", torch.float32)
-        shared = ShardedModel(spec, mesh, dtype=dtype, recompute=how.get("recompute", "none"))
+        shared = FsdpModel(spec, mesh, dtype=dtype, recompute=how.get("recompute", "none"))
         with torch.no_grad():
             for name, parameter in shared.parameters().items():
-                parameter.copy_(shared.cut(name, whole[name].detach()))
-        shared.updated()
-        peers = mesh.peers
+                parameter.copy_(shared.shard(name, whole[name].detach()))
+        shared.after_update()
+        dp_group = mesh.dp_group
         # Two micro-batches where there are few parts, so that gradients add up over them too.
-        split = 2 if peers.parts < 4 else 1
-        plan = [rows_of(spec, split * peers.part + i, split * peers.parts, "replay" in how) for i in range(split)]
-        loss = peers.sum(losses(shared, plan))
-        shared.settle()
+        split = 2 if dp_group.dp_size < 4 else 1
+        plan = [
+            rows_of(spec, split * dp_group.dp_rank + i, split * dp_group.dp_size, "replay" in how) for i in range(split)
+        ]
+        loss = dp_group.sum(losses(shared, plan))
+        shared.finalize_grads()
         grads = {name: p.grad for name, p in shared.parameters().items() if p.grad is not None}
         norm = shared.norm(grads).item()
         out.append(Outcome(loss.item(), norm, {name: shared.gather(name, g).numpy() for name, g in grads.items()}))
@@ -203,23 +205,23 @@ def close(ours: Outcome, wanted: Outcome, case: object, bound: float = 1e-5) -> 
         assert apart <= bound, f"{name} is {apart} off under {case}"
 
 
-FOUR: list[tuple[Layout, dict[str, Any]]] = [
-    (Layout(world=4, shard=4, expert=4), {}),
-    (Layout(world=4, shard=4, expert=2), {}),
-    (Layout(world=4, shard=4, expert=2), {"recompute": "full", "replay": True}),
-    (Layout(world=4, replicate=2, shard=2, expert=2), {}),
-    (Layout(world=4, shard=2, tensor=2, expert=2), {}),
-    (Layout(world=4, shard=2, tensor=2, expert=2, sequence=True), {"recompute": "full", "replay": True}),
-    (Layout(world=4, shard=2, context=2, expert=2), {"replay": True}),
-    (Layout(world=4, shard=2, context=2, expert=4), {}),
-    (Layout(world=4, context=2, tensor=2, expert=2), {}),
+FOUR: list[tuple[ParallelDims, dict[str, Any]]] = [
+    (ParallelDims(world=4, shard=4, expert=4), {}),
+    (ParallelDims(world=4, shard=4, expert=2), {}),
+    (ParallelDims(world=4, shard=4, expert=2), {"recompute": "full", "replay": True}),
+    (ParallelDims(world=4, replicate=2, shard=2, expert=2), {}),
+    (ParallelDims(world=4, shard=2, tensor=2, expert=2), {}),
+    (ParallelDims(world=4, shard=2, tensor=2, expert=2, sequence=True), {"recompute": "full", "replay": True}),
+    (ParallelDims(world=4, shard=2, context=2, expert=2), {"replay": True}),
+    (ParallelDims(world=4, shard=2, context=2, expert=4), {}),
+    (ParallelDims(world=4, context=2, tensor=2, expert=2), {}),
 ]
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_any_layout_of_experts_has_the_loss_and_gradients_of_one_process(model):
     told = {replay: alone(model, replay) for replay in (False, True)}
-    cases = [case for case in FOUR if case[0].misfit(spec_of(model)) is None]
+    cases = [case for case in FOUR if case[0].find_model_problem(spec_of(model)) is None]
     assert cases
     for result in ranks(4, together, model, cases)[:1]:
         for ours, (layout, how) in zip(result, cases, strict=True):
@@ -227,7 +229,7 @@ def test_any_layout_of_experts_has_the_loss_and_gradients_of_one_process(model):
 
 
 def test_experts_computed_in_low_precision_are_held_and_added_up_in_float32():
-    case = (Layout(world=4, shard=4, expert=2), {"replay": True, "dtype": torch.bfloat16})
+    case = (ParallelDims(world=4, shard=4, expert=2), {"replay": True, "dtype": torch.bfloat16})
     wanted = alone("qwen3 moe", True)
     (ours,) = ranks(4, together, "qwen3 moe", [case])[0]
     assert all(grad.dtype == "float32" for grad in ours.grads.values())

@@ -1,4 +1,4 @@
-"""Small models in folders, and what one rank of a trainer makes of them: for the tests of this room."""
+"""Small models in folders, and the functions that test ranks run on them."""
 
 import asyncio
 import multiprocessing.process
@@ -20,19 +20,19 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from miles.backends.fsdp.model import FsdpModel
-from miles.cluster.layout import Layout
+from miles.backends.fsdp.local_model import LocalModel
+from miles.cluster.parallel_dims import ParallelDims
 from miles.core.types import Batch, Sample
-from miles.kernels.varlen import PackedAttend
-from miles.models import hub
+from miles.kernels.attention.varlen import VarlenAttentionBackend
+from miles.models.checkpoint import hf
+from miles.models.checkpoint.safetensors_io import read_config
 from miles.models.decoder import Decoder
-from miles.models.families import spec_of
-from miles.models.files import read_config
-from miles.train.optim import Optimizer
-from miles.train.peers import ALONE
-from miles.train.rows import flatten, rows_of
-from miles.train.steps import Reader
-from miles.train.worker import Worker
+from miles.models.families import spec_from_config
+from miles.train.batch_tensors import flatten_batch, pack_micro_batch
+from miles.train.dp_group import SINGLE_RANK
+from miles.train.grad_accumulation import LogprobReader
+from miles.train.optim.optimizer import Optimizer
+from miles.train.policy_trainer import PolicyTrainer
 
 SIZES: dict[str, Any] = {
     "vocab_size": 31,
@@ -83,12 +83,12 @@ ROUTED = {"qwen3_moe": (4, 4, 2), "qwen2_moe": (2, 4, 2), "deepseek_v3": (2, 8, 
 def written(folder: Path, kind: str, seed: int = 0) -> Path:
     """A model with random weights, as Hugging Face has it."""
     config = KINDS[kind]
-    decoder = hub.random(spec_of(config), seed=seed, device="cpu", dtype=torch.float32)
+    decoder = hf.init_random(spec_from_config(config), seed=seed, device="cpu", dtype=torch.float32)
     torch.manual_seed(seed)
     for name, parameter in decoder.named_parameters():
         if "norm" in name or name.endswith(("bias", "correction")):  # ones and zeros would hide a mistake
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    hub.export(decoder, folder, config=config)
+    hf.export(decoder, folder, config=config)
     return folder
 
 
@@ -108,22 +108,22 @@ def samples(kind: str, count: int = 6) -> tuple[Sample, ...]:
 # -- one step -------------------------------------------------------------------------------
 
 
-def trainer_of(model: Any, algo: dict[str, Any], peers: Any) -> Worker:
+def trainer_of(model: Any, algo: dict[str, Any], dp_group: Any) -> PolicyTrainer:
     # What decays or is clipped wrongly is seen.
     how = {"max_tokens_per_gpu": 16, "adam_eps": EPS, "lr": 1e-2, "weight_decay": 0.5, "clip_grad": 0.1}
-    return worker(model, algo=algo, train=how, temperature=0.9, peers=peers)
+    return worker(model, algo=algo, train=how, temperature=0.9, dp_group=dp_group)
 
 
-def stepped(model: Any, batch: tuple[Sample, ...], peers: Any, algo: dict[str, Any]) -> dict[str, Any]:
+def stepped(model: Any, batch: tuple[Sample, ...], dp_group: Any, algo: dict[str, Any]) -> dict[str, Any]:
     """A GRPO step: its metrics, every whole gradient as the optimizer was given it, and the weights it left."""
-    trainer = trainer_of(model, algo, peers)
+    trainer = trainer_of(model, algo, dp_group)
     grads = watch(model, trainer)
     report = asyncio.run(trainer.step(Batch(step=0, samples=batch, num_groups=1)))
     after = {name: model.gather(name, p.detach()).clone() for name, p in model.parameters().items()}
     return {"metrics": dict(report.metrics), "grads": grads, "after": after, "trainer": trainer}
 
 
-def watch(model: Any, trainer: Worker) -> dict[str, torch.Tensor]:
+def watch(model: Any, trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
     """Where every whole gradient of the next step will be, as the optimizer was given it."""
     grads: dict[str, torch.Tensor] = {}
     optimizer: Any = trainer._optimizer
@@ -131,7 +131,7 @@ def watch(model: Any, trainer: Worker) -> dict[str, torch.Tensor]:
 
     def watched() -> tuple[float, float]:
         if isinstance(optimizer, Optimizer):
-            found = {w.name: w.grad for w in optimizer._weights if w.grad is not None}
+            found = {w.name: w.grad for w in optimizer._params if w.grad is not None}
         else:
             found = optimizer.grads()
         grads.update({name: model.gather(name, grad).clone() for name, grad in found.items()})
@@ -143,15 +143,15 @@ def watch(model: Any, trainer: Worker) -> dict[str, torch.Tensor]:
 
 def alone(folder: Path, batch: tuple[Sample, ...], algo: dict[str, Any]) -> dict[str, Any]:
     """The same step of the embedded trainer in one process: the oracle, itself held against transformers."""
-    decoder = hub.load(folder, device="cpu", dtype=torch.float32)
-    return stepped(FsdpModel(decoder, config=read_config(folder)), batch, ALONE, algo)
+    decoder = hf.load(folder, device="cpu", dtype=torch.float32)
+    return stepped(LocalModel(decoder, config=read_config(folder)), batch, SINGLE_RANK, algo)
 
 
 def shared(
     rank: int,
     world: int,
     folder: Path,
-    layout: Layout,
+    layout: ParallelDims,
     flags: tuple[str, ...],
     batch: tuple[Sample, ...],
     algo: dict[str, Any],
@@ -162,42 +162,42 @@ def shared(
     from tests.backends.megatron.shim import on_cpu
 
     with on_cpu():
-        from miles.backends.megatron.layout import leave
-        from miles.backends.megatron.model import open_megatron
+        from miles.backends.megatron.model import load_megatron_model
+        from miles.backends.megatron.parallel_state import destroy_parallel_state
 
-        model = open_megatron(folder, spec_of(read_config(folder)), layout, dtype=dtype, flags=flags)
+        model = load_megatron_model(folder, spec_from_config(read_config(folder)), layout, dtype=dtype, flags=flags)
         try:
             if out is not None:
                 model.save(out / "exported")
-            found = stepped(model, batch, model.peers, algo)
+            found = stepped(model, batch, model.dp_group, algo)
             trainer = found.pop("trainer")
             if out is not None:
                 asyncio.run(trainer.save(out / "checkpoint"))
             return found
         finally:
-            leave()
+            destroy_parallel_state()
 
 
-def handed(rank: int, world: int, folder: Path, made: Layout, read: Layout, out: Path) -> None:
+def handed(rank: int, world: int, folder: Path, made: ParallelDims, read: ParallelDims, out: Path) -> None:
     """Weights that one layout writes in Megatron's own format, read by another and exported."""
     from tests.backends.megatron.shim import on_cpu
 
     with on_cpu():
         from miles.backends.megatron import checkpoint
-        from miles.backends.megatron.layout import leave
-        from miles.backends.megatron.model import open_megatron
+        from miles.backends.megatron.model import load_megatron_model
+        from miles.backends.megatron.parallel_state import destroy_parallel_state
 
         # Megatron writes with processes of its own, which a borrowed rank must be allowed to have.
         multiprocessing.process.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-        other, spec = written(out / f"other{rank}", "qwen3_moe", seed=1), spec_of(read_config(folder))
+        other, spec = written(out / f"other{rank}", "qwen3_moe", seed=1), spec_from_config(read_config(folder))
         try:
-            checkpoint.save(open_megatron(folder, spec, made, dtype=torch.float32), out / "dist")
-            leave()
-            model = open_megatron(other, spec, read, dtype=torch.float32)
+            checkpoint.save(load_megatron_model(folder, spec, made, dtype=torch.float32), out / "dist")
+            destroy_parallel_state()
+            model = load_megatron_model(other, spec, read, dtype=torch.float32)
             checkpoint.load(model, out / "dist")
             model.save(out / "exported")
         finally:
-            leave()
+            destroy_parallel_state()
 
 
 def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance: float) -> dict[str, float]:
@@ -229,7 +229,7 @@ def logprobs_of(
     rank: int,
     world: int,
     folder: Path,
-    layout: Layout,
+    layout: ParallelDims,
     batch: tuple[Sample, ...],
     dtype: torch.dtype,
     share: bool,
@@ -238,17 +238,17 @@ def logprobs_of(
     from tests.backends.megatron.shim import on_cpu
 
     with on_cpu():
-        from miles.backends.megatron.layout import leave
-        from miles.backends.megatron.model import open_megatron
+        from miles.backends.megatron.model import load_megatron_model
+        from miles.backends.megatron.parallel_state import destroy_parallel_state
 
-        model = open_megatron(folder, spec_of(read_config(folder)), layout, dtype=dtype, frozen=True)
+        model = load_megatron_model(folder, spec_from_config(read_config(folder)), layout, dtype=dtype, frozen=True)
         try:
-            flat = flatten([[s] for s in batch], lambda counts: np.ones(len(counts)))
-            rows = rows_of(flat, range(len(batch)), device=model.device, replay=False, share=share)
-            assert bool(rows.stretches) is share
-            return Reader(temperature=1.0, chunk=None).frozen(model, [rows])[0]
+            flat = flatten_batch([[s] for s in batch], lambda counts: np.ones(len(counts)))
+            rows = pack_micro_batch(flat, range(len(batch)), device=model.device, replay=False, share=share)
+            assert bool(rows.tree_nodes) is share
+            return LogprobReader(temperature=1.0, chunk=None).compute_frozen(model, [rows])[0]
         finally:
-            leave()
+            destroy_parallel_state()
 
 
 @torch.no_grad()
@@ -277,8 +277,10 @@ def drawn(decoder: Decoder, seed: int) -> tuple[list[Sample], float]:
     said = torch.zeros(count, 0)
     for _ in range(LENGTH):
         size = tokens.shape[1]
-        places = torch.arange(size).repeat(count)
-        hidden = decoder(tokens.flatten(), places, PackedAttend([size] * count, "cpu")).view(count, size, -1)
+        registry = torch.arange(size).repeat(count)
+        hidden = decoder(tokens.flatten(), registry, VarlenAttentionBackend([size] * count, "cpu")).view(
+            count, size, -1
+        )
         logp = F.log_softmax(hidden[:, -1] @ decoder.head().T, -1)
         told = torch.multinomial(logp.exp(), 1, generator=noise)
         tokens, said = torch.cat((tokens, told), 1), torch.cat((said, logp.gather(1, told)), 1)
@@ -294,10 +296,10 @@ def drawn(decoder: Decoder, seed: int) -> tuple[list[Sample], float]:
     return out, float(reward.mean())
 
 
-def learnt(model: Any, spec: Any, peers: Any, steps: int) -> list[float]:
+def learnt(model: Any, spec: Any, dp_group: Any, steps: int) -> list[float]:
     """The rewards of a short run."""
     how = {"max_tokens_per_gpu": 64, "lr": 2e-2, "adam_eps": 1e-8, "weight_decay": 0.0}
-    trainer = worker(model, train=how, updates=steps, peers=peers)
+    trainer = worker(model, train=how, updates=steps, dp_group=dp_group)
     rewards: list[float] = []
     for number in range(steps):
         decoder = Decoder(spec, device="meta", dtype=torch.float32)
@@ -311,17 +313,17 @@ def learnt(model: Any, spec: Any, peers: Any, steps: int) -> list[float]:
     return rewards
 
 
-def learnt_shared(rank: int, world: int, folder: Path, layout: Layout, steps: int) -> list[float]:
+def learnt_shared(rank: int, world: int, folder: Path, layout: ParallelDims, steps: int) -> list[float]:
     """The run on one of Megatron's ranks."""
     from tests.backends.megatron.shim import on_cpu
 
     with on_cpu():
-        from miles.backends.megatron.layout import leave
-        from miles.backends.megatron.model import open_megatron
+        from miles.backends.megatron.model import load_megatron_model
+        from miles.backends.megatron.parallel_state import destroy_parallel_state
 
-        spec = spec_of(read_config(folder))
-        model = open_megatron(folder, spec, layout, dtype=torch.float32)
+        spec = spec_from_config(read_config(folder))
+        model = load_megatron_model(folder, spec, layout, dtype=torch.float32)
         try:
-            return learnt(model, spec, model.peers, steps)
+            return learnt(model, spec, model.dp_group, steps)
         finally:
-            leave()
+            destroy_parallel_state()

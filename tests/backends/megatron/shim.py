@@ -1,4 +1,4 @@
-"""Lets Megatron-Core, which asks for CUDA by name, run on a CPU over gloo while a test lasts."""
+"""Runs Megatron-Core, which requests CUDA by name, on a CPU over gloo for the duration of a test."""
 
 import contextlib
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Megatron's own flags are read as its config declares them, and what is not the user's to say is refused."""
+"""Megatron's flags are parsed as its config declares them, and reserved fields are rejected."""
 
 from importlib.util import find_spec
 
@@ -12,10 +12,10 @@ pytestmark = [
 ]
 
 
-def read(line: str):
-    from miles.backends.megatron.flags import read
+def parse_flags(line: str):
+    from miles.backends.megatron.flags import parse_flags
 
-    return read(tuple(line.split()))
+    return parse_flags(tuple(line.split()))
 
 
 @pytest.mark.parametrize(
@@ -35,31 +35,31 @@ def read(line: str):
     ],
 )
 def test_a_flag_is_a_field_of_megatrons_config(line: str, fields: dict):
-    assert read(line) == fields
+    assert parse_flags(line) == fields
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
         ("--recompute-granularty full", "did you mean --megatron-recompute-granularity"),
-        ("--bananas 3", "--megatron-bananas is no field"),
+        ("--bananas 3", "--megatron-bananas is not a field"),
         ("--num-layers 3", "follows from config.json"),
-        ("--tensor-model-parallel-size 2", "leave out the megatron-"),
+        ("--tensor-model-parallel-size 2", "without its megatron- prefix"),
         ("--bf16", "--dtype"),
-        ("--moe-aux-loss-coeff 0.1", "its objective and nothing else"),
+        ("--moe-aux-loss-coeff 0.1", "its objective only"),
         ("--recompute-num-layers many", "--megatron-recompute-num-layers many"),
         ("--recompute-num-layers", "expected one value"),
         ("--moe-router-dtype fp13", "expected one of"),
         ("--init-method normal", "cannot be given on a command line"),
-        ("full", "follows no flag"),
+        ("full", "does not follow a --megatron- flag"),
     ],
 )
-def test_a_mistake_is_named_with_its_mend(line: str, said: str):
+def test_a_mistake_is_named_with_its_fix(line: str, said: str):
     with pytest.raises(UsageError, match=said):
-        read(line)
+        parse_flags(line)
 
 
-def test_all_mistakes_are_told_at_once():
+def test_all_mistakes_are_reported_at_once():
     with pytest.raises(UsageError) as told:
-        read("--bananas 3 --num-layers 2 --recompute-granularity full")
+        parse_flags("--bananas 3 --num-layers 2 --recompute-granularity full")
     assert len(told.value.problems) == 2

@@ -1,4 +1,4 @@
-"""Small real engines for the tests of this room."""
+"""Small real engines for the tests of the native backend."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ import pytest
 import torch
 
 from miles.backends.native.config import NativeConfig
-from miles.backends.native.engine import NativeEngine
-from miles.cluster.local import Inline
-from miles.core.protocols import Completion, Sampling
+from miles.backends.native.engine.engine import NativeEngine
+from miles.cluster.executor import InlineExecutor
+from miles.core.protocols import Completion, SamplingParams
 from miles.core.types import Version
-from miles.models import hub
+from miles.models.checkpoint import hf
 from miles.models.decoder import Decoder
 from miles.models.spec import (
     AttentionSpec,
     DecoderSpec,
-    DeltaSpec,
+    GatedDeltaNetSpec,
     LayerSpec,
     MambaSpec,
     MlpSpec,
     MoeSpec,
     RopeSpec,
 )
-from miles.sync.manifest import manifest_of
+from miles.sync.manifest import build_manifest
 
 ATTENTION = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, rope=RopeSpec(theta=1e4), qk_norm="head")
-DELTA = DeltaSpec(key_heads=2, value_heads=4, key_dim=4, value_dim=6, kernel=4, fused=True)
+DELTA = GatedDeltaNetSpec(key_heads=2, value_heads=4, key_dim=4, value_dim=6, kernel=4, fused=True)
 MAMBA = MambaSpec(num_heads=4, head_dim=4, state_dim=6, groups=2, kernel=4, conv_bias=True, bias=False)
 EXPERTS = MoeSpec(num_experts=6, experts_per_token=2, size=16, norm_topk_prob=True)
 
@@ -39,7 +39,7 @@ ALONE: dict[tuple[object, ...], Completion] = {}
 
 
 class Tiny:
-    """A tiny model, engines over it, and the verbs tests need. Engines have ``depth`` steps in flight."""
+    """A tiny model, engines over it, and helpers of the tests. Engines have ``depth`` steps in flight."""
 
     def __init__(self, depth: int = 0) -> None:
         self.depth = depth
@@ -70,7 +70,7 @@ class Tiny:
 
     def decoder(self, seed: int = 0, spec: DecoderSpec | None = None, scale: float = 12.0) -> Decoder:
         """A random decoder with weights large enough that its choices are not all alike."""
-        decoder = hub.random(spec or self.spec, seed=seed, device="cpu", dtype=torch.float32)
+        decoder = hf.init_random(spec or self.spec, seed=seed, device="cpu", dtype=torch.float32)
         with torch.no_grad():
             for parameter in decoder.parameters():
                 if parameter.dim() > 1:
@@ -79,23 +79,23 @@ class Tiny:
 
     def publish(self, engine: NativeEngine, decoder: Decoder, number: int = 0) -> None:
         tensors = dict(decoder.named_parameters())
-        engine.begin(manifest_of(Version(number=number), tensors))
+        engine.begin(build_manifest(Version(number=number), tensors))
         for name, tensor in tensors.items():
             engine.receive(name, tensor)
         engine.verify()
         engine.commit()
 
-    def engine(self, decoder: Decoder | None = None, *, decode=None, run=None, clock=None, **knobs) -> NativeEngine:
+    def engine(self, decoder: Decoder | None = None, *, decode=None, run=None, clock=None, **options) -> NativeEngine:
         """An engine with this decoder's weights, on its device and in its dtype."""
         decoder = decoder or self.decoder()
-        config = NativeConfig(**{f"engine_{name}": value for name, value in knobs.items()})
+        config = NativeConfig(**{f"engine_{name}": value for name, value in options.items()})
         like = decoder.embedding.weight
         engine = NativeEngine(
             decoder.spec,
             device=like.device,
             dtype=like.dtype,
             config=config,
-            run=run or Inline(),
+            run=run or InlineExecutor(),
             decode=decode,
             clock=clock or time.perf_counter,
             _depth=self.depth,
@@ -107,10 +107,10 @@ class Tiny:
         rng = np.random.default_rng(seed)
         return [rng.integers(2, self.spec.vocab_size, rng.integers(low, high)).astype(np.int32) for _ in range(count)]
 
-    def ask(
-        self, engine: NativeEngine, requests: Sequence[tuple[np.ndarray, Sampling]], *, checked: bool = True
+    def generate_all(
+        self, engine: NativeEngine, requests: Sequence[tuple[np.ndarray, SamplingParams]], *, checked: bool = True
     ) -> list[Completion]:
-        """All requests submitted in one turn, and their answers."""
+        """Submit all requests at once and return their completions."""
 
         async def everyone() -> list[Completion]:
             return await asyncio.gather(*(engine.generate(tokens, how) for tokens, how in requests))
@@ -120,9 +120,9 @@ class Tiny:
             self.check(engine)
         return answers
 
-    def mixed(self, count: int, *, new: int = 30) -> list[tuple[np.ndarray, Sampling]]:
-        """Requests that draw in many manners."""
-        manners = [
+    def mixed(self, count: int, *, new: int = 30) -> list[tuple[np.ndarray, SamplingParams]]:
+        """Requests with various sampling parameters."""
+        variants = [
             {},
             {"temperature": 0.7},
             {"temperature": 0.0},
@@ -131,29 +131,29 @@ class Tiny:
             {"min_p": 0.05},
         ]
         return [
-            (prompt, Sampling(max_new_tokens=new, seed=100 + i, **manners[i % len(manners)]))
+            (prompt, SamplingParams(max_new_tokens=new, seed=100 + i, **variants[i % len(variants)]))
             for i, prompt in enumerate(self.prompts(count))
         ]
 
-    def alone(self, request: tuple[np.ndarray, Sampling], **knobs) -> Completion:
-        """The answer of an engine that does nothing else, and has nothing in flight when it plans."""
+    def alone(self, request: tuple[np.ndarray, SamplingParams], **options) -> Completion:
+        """The completion of an engine that runs only this request, without overlap."""
         prompt, how = request
-        key = (prompt.tobytes(), how, *sorted(knobs.items()))
+        key = (prompt.tobytes(), how, *sorted(options.items()))
         if key not in ALONE:
-            ALONE[key] = self.ask(Tiny().engine(**knobs), [request])[0]
+            ALONE[key] = self.generate_all(Tiny().engine(**options), [request])[0]
         return ALONE[key]
 
     def same(self, one: Completion, other: Completion) -> None:
         assert self.tokens(one) == self.tokens(other)
-        assert (one.status, one.reason) == (other.status, other.reason)
+        assert (one.status, one.finish_reason) == (other.status, other.finish_reason)
         np.testing.assert_allclose(self.logprobs(one), self.logprobs(other), atol=5e-5)
 
     def check(self, engine: NativeEngine) -> None:
         """Nothing runs, nothing is in flight, and no page leaked."""
         engine.check()
-        assert not engine._answers
-        assert not engine._flights.aloft
-        assert not list(engine._scheduler.everyone())
+        assert not engine._outputs
+        assert not engine._inflight.steps
+        assert not list(engine._scheduler.iter_reqs())
 
     def tokens(self, completion: Completion) -> list[int]:
         return [int(token) for span in completion.spans for token in span.tokens]
@@ -164,5 +164,5 @@ class Tiny:
 
 @pytest.fixture(params=[0, 1], ids=["at once", "overlapped"])
 def tiny(request: pytest.FixtureRequest) -> Tiny:
-    """Engines that land a step at once, and engines that land it when the next has been launched."""
+    """Engines without and with overlap scheduling."""
     return Tiny(request.param)

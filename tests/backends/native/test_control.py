@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from miles.cluster.local import Threaded
+from miles.backends.native.engine.request import GenerateRequest
+from miles.cluster.executor import ThreadExecutor
 from miles.core.errors import EngineError
-from miles.core.protocols import Sampling
+from miles.core.protocols import SamplingParams
 from miles.core.types import Status
 
-LONG = Sampling(max_new_tokens=30, ignore_eos=True)
+LONG = SamplingParams(max_new_tokens=30, ignore_eos=True)
 
 
 def test_no_step_is_made_while_paused_and_requests_go_on_after(tiny):
@@ -55,7 +56,7 @@ def test_a_pause_keeps_requests_with_their_pages_or_without_or_ends_them(tiny, m
         held = {"in_place": (5, 0), "retract": (0, 5), "abort": (0, 0)}[mode]
         assert (health["running"], health["waiting"]) == held
         assert (used > 0) == (mode == "in_place")
-        assert await engine.flush() == (mode != "in_place")
+        assert await engine.flush_cache() == (mode != "in_place")
         late = asyncio.create_task(engine.generate(*asked[1]))
         for _ in range(10):
             await asyncio.sleep(0)
@@ -81,11 +82,11 @@ def test_flushing_forgets_every_prefix_and_waits_for_nobody(tiny):
 
     async def story():
         first, again = await engine.generate(*request), await engine.generate(*request)
-        assert await engine.flush()
+        assert await engine.flush_cache()
         task = asyncio.create_task(engine.generate(*request))
         while engine.stats()["steps"] < 65:
             await asyncio.sleep(0)
-        assert not await engine.flush()
+        assert not await engine.flush_cache()
         return first, again, await task
 
     answers = asyncio.run(story())
@@ -133,12 +134,12 @@ def test_every_token_carries_the_version_that_wrote_it_through_a_swap_in_flight(
     tiny.check(engine)
     for one, request in zip(answers, asked, strict=True):
         assert [(span.version.number, len(span)) for span in one.spans] == [(0, 11), (1, 19)]
-        before = tiny.ask(tiny.engine(first), [request])[0]
+        before = tiny.generate_all(tiny.engine(first), [request])[0]
         assert tiny.tokens(one)[:11] == tiny.tokens(before)[:11]
         assert tiny.tokens(one) != tiny.tokens(before)
     assert [span.version.number for span in late.spans] == [1]
     assert late.cached_tokens == 0
-    tiny.same(late, tiny.ask(tiny.engine(second), [asked[0]])[0])
+    tiny.same(late, tiny.generate_all(tiny.engine(second), [asked[0]])[0])
 
 
 def test_a_version_published_twice_is_one_version_to_those_under_way(tiny):
@@ -156,7 +157,7 @@ def test_a_version_published_twice_is_one_version_to_those_under_way(tiny):
 
 
 def test_weights_may_come_from_another_thread_while_the_engine_steps_on_its_own(tiny):
-    run = Threaded("engine")
+    run = ThreadExecutor("engine")
     engine = tiny.engine(run=run, page_size=4)
     decoders = [tiny.decoder(seed=seed) for seed in range(3)]
 
@@ -179,16 +180,16 @@ def test_weights_may_come_from_another_thread_while_the_engine_steps_on_its_own(
 def test_routing_is_split_with_the_spans_and_survives_preemption(tiny):
     decoder = tiny.decoder(spec=tiny.moe_spec)
     asked = [(p, replace(LONG, seed=i)) for i, p in enumerate(tiny.prompts(6))]
-    roomy = tiny.ask(tiny.engine(decoder, page_size=4), asked)
+    roomy = tiny.generate_all(tiny.engine(decoder, page_size=4), asked)
     engine = tiny.engine(decoder, page_size=4, kv_tokens=100)
-    tight = tiny.ask(engine, asked)
+    tight = tiny.generate_all(engine, asked)
     assert engine.stats()["preemptions"] > 0
     for one, other in zip(tight, roomy, strict=True):
         routed = one.spans[0].extras["routed_experts"]
         assert np.array_equal(routed, other.spans[0].extras["routed_experts"])
         assert (routed[:-1] < 6).all()
         assert (routed[-1] == 255).all()
-    (plain,) = tiny.ask(tiny.engine(decoder, record_routing=False), asked[:1])
+    (plain,) = tiny.generate_all(tiny.engine(decoder, return_routed_experts=False), asked[:1])
     assert plain.spans[0].extras == {}
 
 
@@ -219,14 +220,14 @@ def test_a_request_that_can_never_be_served_is_refused_in_one_sentence(tiny, tok
     engine = tiny.engine(kv_tokens=128)
     array = np.array(tokens) if tokens and isinstance(tokens[0], float) else np.array(tokens, np.int32)
     with pytest.raises(EngineError, match=message):
-        tiny.ask(engine, [(array, Sampling(**{"max_new_tokens": 4, **how}))])
+        tiny.generate_all(engine, [(array, SamplingParams(**{"max_new_tokens": 4, **how}))])
     tiny.check(engine)
 
 
 def test_a_request_that_fills_the_whole_cache_is_served(tiny):
     engine = tiny.engine(kv_tokens=128)
     prompt = tiny.prompts(1, low=100, high=101)[0]
-    (answer,) = tiny.ask(engine, [(prompt, replace(LONG, max_new_tokens=28))])
+    (answer,) = tiny.generate_all(engine, [(prompt, replace(LONG, max_new_tokens=28))])
     assert len(tiny.tokens(answer)) == 28
 
 
@@ -249,7 +250,67 @@ def test_an_error_in_a_step_reaches_every_caller_and_the_engine_serves_on(tiny):
     tiny.check(engine)
     tiny.publish(engine, good, number=2)
     request = (tiny.prompts(1)[0], LONG)
-    tiny.same(tiny.ask(engine, [request])[0], tiny.alone(request))
+    tiny.same(tiny.generate_all(engine, [request])[0], tiny.alone(request))
+
+
+GREEDY = SamplingParams(max_new_tokens=30, ignore_eos=True, temperature=0.0)
+
+
+def test_a_request_whose_logits_are_not_finite_fails_alone_and_spoils_no_page(tiny):
+    poison = 17
+    decoder = tiny.decoder(spec=replace(tiny.spec, tie_embeddings=False))
+    with torch.no_grad():
+        decoder.embedding.weight[poison] = float("nan")
+        decoder.head()[poison] = 0.0  # so greedy decoding never samples it
+    good = [prompt[prompt != poison] for prompt in tiny.prompts(4)]
+    expected = tiny.generate_all(tiny.engine(decoder, page_size=4), [(prompt, GREEDY) for prompt in good])
+    engine = tiny.engine(decoder, page_size=4, kv_tokens=400)
+
+    async def story():
+        tasks = [asyncio.create_task(engine.generate(prompt, GREEDY)) for prompt in good]
+        while engine.stats()["steps"] < 3:
+            await asyncio.sleep(0)
+        with pytest.raises(EngineError, match="not finite"):
+            await engine.generate(np.array([5, poison, 9] * 4), GREEDY)
+        scored = GenerateRequest(tokens=np.array([5, poison, 9]), sampling=GREEDY, logprob_start_len=0)
+        with pytest.raises(EngineError, match="not finite"):
+            await engine.submit(scored).completion()
+        return await asyncio.gather(*tasks)
+
+    for one, other in zip(asyncio.run(story()), expected, strict=True):
+        tiny.same(one, other)
+    tiny.check(engine)
+    for one, other in zip(tiny.generate_all(engine, [(prompt, GREEDY) for prompt in good]), expected, strict=True):
+        tiny.same(one, other)
+
+
+def test_a_request_that_masks_every_token_fails_alone_and_its_neighbours_are_not_recomputed(tiny):
+    class OnlyEos:
+        def get_allowed_tokens(self):
+            return np.arange(61) == 1
+
+        def advance(self, token): ...
+
+        def is_finished(self):
+            return False
+
+    engine, prompt = tiny.engine(), tiny.prompts(1)[0]
+    masked = GenerateRequest(tokens=prompt, sampling=replace(LONG, ignore_eos=False), min_new_tokens=5)
+    everything = replace(masked.sampling, stop_token_ids=tuple(range(61)))
+
+    async def story():
+        task = asyncio.create_task(engine.generate(prompt, LONG))
+        while engine.stats()["steps"] < 3:
+            await asyncio.sleep(0)
+        with pytest.raises(EngineError, match="no logits that are finite"):
+            await engine.submit(replace(masked, constraint=OnlyEos())).completion()
+        with pytest.raises(EngineError, match="every token is a stop token"):
+            engine.submit(replace(masked, sampling=everything))
+        return await task
+
+    tiny.same(asyncio.run(story()), tiny.alone((prompt, LONG)))
+    assert engine.stats()["preemptions"] == 0
+    tiny.check(engine)
 
 
 def test_a_stop_string_decoder_that_fails_is_the_callers_error_and_no_hang(tiny):
@@ -258,7 +319,7 @@ def test_a_stop_string_decoder_that_fails_is_the_callers_error_and_no_hang(tiny)
 
     engine = tiny.engine(decode=decode)
     with pytest.raises(RuntimeError, match="no such token"):
-        tiny.ask(engine, [(tiny.prompts(1)[0], replace(LONG, stop=("x",)))])
+        tiny.generate_all(engine, [(tiny.prompts(1)[0], replace(LONG, stop=("x",)))])
     tiny.check(engine)
 
 
@@ -297,7 +358,7 @@ def test_a_prompt_that_is_half_computed_when_weights_come_is_computed_by_the_new
     old, new = tiny.decoder(1, spec), tiny.decoder(2, spec)
     engine = tiny.engine(old, prefill_chunk=4, page_size=4)
     prompt = tiny.prompts(1, low=30, high=31)[0]
-    how = Sampling(max_new_tokens=8, seed=5, ignore_eos=True)
+    how = SamplingParams(max_new_tokens=8, seed=5, ignore_eos=True)
 
     async def swapped():
         twice = [asyncio.create_task(engine.generate(prompt, how)) for _ in range(2)]
@@ -309,5 +370,5 @@ def test_a_prompt_that_is_half_computed_when_weights_come_is_computed_by_the_new
 
     for answer in asyncio.run(swapped()):
         assert {span.version.number for span in answer.spans} == {1}
-        tiny.same(answer, tiny.ask(tiny.engine(new), [(prompt, how)])[0])
+        tiny.same(answer, tiny.generate_all(tiny.engine(new), [(prompt, how)])[0])
     tiny.check(engine)

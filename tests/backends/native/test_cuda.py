@@ -6,7 +6,7 @@ import torch
 from tests.backends.native.conftest import Tiny
 from tests.models.oracle import KINDS, SMALL, hf_model, our_logits, twin
 
-from miles.core.protocols import Sampling
+from miles.core.protocols import SamplingParams
 from miles.models.decoder import Decoder
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -32,10 +32,12 @@ def test_logprobs_are_those_of_a_full_forward_on_the_cpu(tiny, kind, dtype):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, SMALL["vocab_size"], n).astype(np.int32) for n in LENGTHS]
     asked = [
-        (prompt, Sampling(max_new_tokens=8, ignore_eos=True, seed=i)) for prompt in prompts for i in range(SAMPLES)
+        (prompt, SamplingParams(max_new_tokens=8, ignore_eos=True, seed=i))
+        for prompt in prompts
+        for i in range(SAMPLES)
     ]
     engine = tiny.engine(there, page_size=4, prefill_chunk=13, max_running=6, kv_tokens=800)
-    answers = tiny.ask(engine, asked)
+    answers = tiny.generate_all(engine, asked)
     whole = [torch.tensor([*prompt, *tiny.tokens(to)]) for (prompt, _), to in zip(asked, answers, strict=True)]
     with torch.no_grad():
         logprobs = our_logits(decoder, whole).log_softmax(-1).split([len(sequence) for sequence in whole])

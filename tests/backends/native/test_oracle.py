@@ -13,9 +13,9 @@ import torch
 from tests.backends.native.conftest import Tiny
 from tests.models.oracle import KINDS, SMALL, hf_model, our_logits, twin
 
-from miles.core.protocols import Sampling
+from miles.core.protocols import SamplingParams
 from miles.models.decoder import Decoder, Routing
-from miles.models.families import spec_of
+from miles.models.families import spec_from_config
 from miles.models.spec import AttentionSpec, DecoderSpec, MlaSpec
 
 NEW = 6
@@ -24,12 +24,12 @@ KNOBS = {"page_size": PAGE, "prefill_chunk": 13, "max_running": 4, "kv_tokens": 
 RNG = np.random.default_rng(0)
 SHORT, MIDDLE, LONG = (RNG.integers(0, SMALL["vocab_size"], n).astype(np.int32) for n in (1, 21, 62))
 SAMPLES = 3
-GREEDY = Sampling(temperature=0.0, max_new_tokens=NEW, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=NEW, ignore_eos=True)
 REQUESTS = [
     (LONG, GREEDY),
-    *((MIDDLE, Sampling(max_new_tokens=NEW, ignore_eos=True, seed=seed)) for seed in range(SAMPLES)),
+    *((MIDDLE, SamplingParams(max_new_tokens=NEW, ignore_eos=True, seed=seed)) for seed in range(SAMPLES)),
     (SHORT, GREEDY),
-    *((LONG, Sampling(max_new_tokens=NEW, ignore_eos=True, seed=seed)) for seed in range(SAMPLES - 1)),
+    *((LONG, SamplingParams(max_new_tokens=NEW, ignore_eos=True, seed=seed)) for seed in range(SAMPLES - 1)),
 ]
 
 
@@ -44,7 +44,7 @@ def pair(kind: str):
 def specs() -> dict[str, DecoderSpec]:
     configs = {name: kind.config(**(SMALL | kind.own)) for name, kind in KINDS.items()}
     return {
-        name: spec_of(config.to_dict() | {"architectures": [KINDS[name].model.__name__]})
+        name: spec_from_config(config.to_dict() | {"architectures": [KINDS[name].model.__name__]})
         for name, config in configs.items()
     }
 
@@ -116,12 +116,12 @@ def test_steps_in_flight_change_nothing_whatever_the_sort_of_model(sort):
 def asked_of(tiny, kind):
     model, decoder = pair(kind)
     engine = tiny.engine(decoder, **KNOBS)
-    answers = tiny.ask(engine, REQUESTS)
+    answers = tiny.generate_all(engine, REQUESTS)
     assert answers[1].cached_tokens == 0
     assert [answer.cached_tokens for answer in answers[2 : SAMPLES + 1]] == (SAMPLES - 1) * [len(MIDDLE)]
     # What a later request has in common with an earlier one is found, but for a state, which stands elsewhere.
     branch = (np.concatenate((LONG[:41], MIDDLE)), GREEDY)
-    (late,) = tiny.ask(engine, [branch])
+    (late,) = tiny.generate_all(engine, [branch])
     assert late.cached_tokens == (0 if decoder.spec.recurrent else 40)
     held_against(tiny, model, [*REQUESTS, branch], [*answers, late])
     if decoder.spec.moe is not None:
@@ -131,11 +131,13 @@ def asked_of(tiny, kind):
 @pytest.mark.parametrize("sort", SORTS)
 def test_preempting_and_computing_anew_changes_nothing(tiny, sort):
     _, decoder = pair(first(sort))
-    asked = [(p, Sampling(max_new_tokens=18, ignore_eos=True, seed=i)) for i, p in enumerate((LONG, MIDDLE, MIDDLE))]
+    asked = [
+        (p, SamplingParams(max_new_tokens=18, ignore_eos=True, seed=i)) for i, p in enumerate((LONG, MIDDLE, MIDDLE))
+    ]
     engine = tiny.engine(decoder, page_size=PAGE, prefill_chunk=13, kv_tokens=104)
-    answers = tiny.ask(engine, asked)
+    answers = tiny.generate_all(engine, asked)
     assert engine.stats()["preemptions"] > 0
-    for one, other in zip(answers, tiny.ask(tiny.engine(decoder, page_size=PAGE), asked), strict=True):
+    for one, other in zip(answers, tiny.generate_all(tiny.engine(decoder, page_size=PAGE), asked), strict=True):
         assert tiny.tokens(one) == tiny.tokens(other)
         np.testing.assert_allclose(tiny.logprobs(one), tiny.logprobs(other), atol=1e-4)
 
@@ -143,9 +145,9 @@ def test_preempting_and_computing_anew_changes_nothing(tiny, sort):
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3 moe"])
 def test_sampled_logprobs_are_those_of_the_temperature_before_any_filter(tiny, kind):
     model, decoder = pair(kind)
-    how = Sampling(temperature=0.7, top_k=9, top_p=0.9, max_new_tokens=20, seed=3, ignore_eos=True)
+    how = SamplingParams(temperature=0.7, top_k=9, top_p=0.9, max_new_tokens=20, seed=3, ignore_eos=True)
     asked = [(prompt, how) for prompt in (LONG, MIDDLE, SHORT)]
-    held_against(tiny, model, asked, tiny.ask(tiny.engine(decoder, page_size=PAGE), asked))
+    held_against(tiny, model, asked, tiny.generate_all(tiny.engine(decoder, page_size=PAGE), asked))
 
 
 def held_against(tiny, model, requests, answers):

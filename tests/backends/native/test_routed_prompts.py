@@ -5,16 +5,16 @@ import asyncio
 import numpy as np
 import torch
 
-from miles.core.extras import ROUTED
-from miles.core.protocols import Sampling
-from miles.kernels.varlen import PackedAttend
+from miles.core.protocols import SamplingParams
+from miles.core.token_fields import ROUTED_EXPERTS
+from miles.kernels.attention.varlen import VarlenAttentionBackend
 from miles.models.decoder import Routing
 
 
 def own(decoder, tokens):
     """What the router chooses in one plain forward, in order."""
     routing = Routing(record=True)
-    ids_T, attend = torch.from_numpy(tokens.astype(np.int64)), PackedAttend([len(tokens)], "cpu")
+    ids_T, attend = torch.from_numpy(tokens.astype(np.int64)), VarlenAttentionBackend([len(tokens)], "cpu")
     with torch.no_grad():
         decoder(ids_T, torch.arange(len(tokens)), attend, routing)
     return np.sort(torch.stack(routing.recorded, 1).numpy(), -1)
@@ -29,7 +29,9 @@ def test_all_tokens_but_the_last_have_their_experts_also_in_answers_of_one_token
 
     async def wave(lengths):
         asks = [(p, n) for p in prompts for n in lengths]
-        made = (engine.generate(p, Sampling(max_new_tokens=n, seed=7 * n + len(p), ignore_eos=True)) for p, n in asks)
+        made = (
+            engine.generate(p, SamplingParams(max_new_tokens=n, seed=7 * n + len(p), ignore_eos=True)) for p, n in asks
+        )
         return asks, await asyncio.gather(*made)
 
     async def both():
@@ -38,7 +40,9 @@ def test_all_tokens_but_the_last_have_their_experts_also_in_answers_of_one_token
     for asks, found in asyncio.run(both()):
         for (prompt, _), completion in zip(asks, found, strict=True):
             tokens = np.concatenate([prompt, *(s.tokens for s in completion.spans)])
-            told = np.concatenate([completion.given[ROUTED], *(s.extras[ROUTED] for s in completion.spans)])
-            assert len(completion.given[ROUTED]) == len(prompt) and told.dtype == np.uint8
+            told = np.concatenate(
+                [completion.prompt_extras[ROUTED_EXPERTS], *(s.extras[ROUTED_EXPERTS] for s in completion.spans)]
+            )
+            assert len(completion.prompt_extras[ROUTED_EXPERTS]) == len(prompt) and told.dtype == np.uint8
             assert np.array_equal(np.sort(told[:-1], -1), own(decoder, tokens)[:-1])
             assert (told[-1] == 255).all()

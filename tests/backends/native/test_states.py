@@ -6,13 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from miles.backends.native.capacity import kv_tokens
 from miles.backends.native.config import NativeConfig
+from miles.backends.native.engine.memory_budget import compute_kv_tokens
 from miles.core.errors import EngineError, UsageError
-from miles.core.protocols import Sampling
-from miles.models.footprint import kv_bytes_per_token, state_bytes_per_sequence
+from miles.core.protocols import SamplingParams
+from miles.kernels.numerics import FAST
+from miles.models.accounting.params import kv_bytes_per_token, state_bytes_per_sequence
 
-LONG = Sampling(max_new_tokens=30, ignore_eos=True)
+LONG = SamplingParams(max_new_tokens=30, ignore_eos=True)
 
 
 @pytest.fixture
@@ -23,8 +24,8 @@ def decoder(tiny):
 @pytest.mark.parametrize("chunk", [1, 5, 16])
 def test_a_prompt_computed_in_chunks_changes_no_token(tiny, decoder, chunk):
     asked = tiny.mixed(8, new=12)
-    at_once = tiny.ask(tiny.engine(decoder, page_size=4), asked)
-    in_chunks = tiny.ask(tiny.engine(decoder, page_size=4, prefill_chunk=chunk), asked)
+    at_once = tiny.generate_all(tiny.engine(decoder, page_size=4), asked)
+    in_chunks = tiny.generate_all(tiny.engine(decoder, page_size=4, prefill_chunk=chunk), asked)
     for one, other in zip(in_chunks, at_once, strict=True):
         tiny.same(one, other)
 
@@ -32,28 +33,30 @@ def test_a_prompt_computed_in_chunks_changes_no_token(tiny, decoder, chunk):
 @pytest.mark.parametrize("chunk", [7, 100])
 def test_samples_of_one_prompt_compute_it_once_and_get_the_tokens_they_would_get_alone(tiny, decoder, chunk):
     prompts = tiny.prompts(3, low=9, high=30)
-    asked = [(p, Sampling(max_new_tokens=10, seed=8 * i + j)) for i, p in enumerate(prompts) for j in range(6)]
+    asked = [(p, SamplingParams(max_new_tokens=10, seed=8 * i + j)) for i, p in enumerate(prompts) for j in range(6)]
     engine = tiny.engine(decoder, page_size=4, prefill_chunk=chunk)
-    answers = tiny.ask(engine, asked)
+    answers = tiny.generate_all(engine, asked)
     assert engine.stats()["prefilled_tokens"] == sum(map(len, prompts))
     assert [a.cached_tokens for a in answers] == [len(p) if j else 0 for p in prompts for j in range(6)]
-    for one, other in zip(answers, tiny.ask(tiny.engine(decoder, prefix_cache=False), asked), strict=True):
+    for one, other in zip(answers, tiny.generate_all(tiny.engine(decoder, prefix_cache=False), asked), strict=True):
         tiny.same(one, other)
 
 
 def test_a_prefix_seen_before_is_not_found_since_its_state_is_gone(tiny, decoder):
     engine = tiny.engine(decoder, page_size=4)
     prompt = tiny.prompts(1, low=20, high=21)[0]
-    first, second = (tiny.ask(engine, [(prompt, LONG)])[0] for _ in range(2))
+    first, second = (tiny.generate_all(engine, [(prompt, LONG)])[0] for _ in range(2))
     assert (first.cached_tokens, second.cached_tokens) == (0, 0)
     tiny.same(first, second)
 
 
 def test_few_seats_and_little_memory_preempt_and_change_no_token(tiny, decoder):
     prompts = tiny.prompts(3, low=9, high=30)
-    asked = [(p, Sampling(max_new_tokens=20, seed=8 * i + j)) for i, p in enumerate(prompts) for j in range(5)]
+    asked = [(p, SamplingParams(max_new_tokens=20, seed=8 * i + j)) for i, p in enumerate(prompts) for j in range(5)]
     engine = tiny.engine(decoder, page_size=4, max_running=5, kv_tokens=100, prefill_chunk=11)
-    for one, other in zip(tiny.ask(engine, asked), tiny.ask(tiny.engine(decoder), asked), strict=True):
+    for one, other in zip(
+        tiny.generate_all(engine, asked), tiny.generate_all(tiny.engine(decoder), asked), strict=True
+    ):
         tiny.same(one, other)
     assert engine.stats()["preemptions"] > 0
 
@@ -75,7 +78,7 @@ def test_an_engine_that_slept_holds_no_states_meanwhile_and_continues_exactly(ti
 
     answers = asyncio.run(story())
     tiny.check(engine)
-    for one, other in zip(answers, tiny.ask(tiny.engine(decoder), asked), strict=True):
+    for one, other in zip(answers, tiny.generate_all(tiny.engine(decoder), asked), strict=True):
         tiny.same(one, other)
 
 
@@ -96,10 +99,10 @@ def test_states_live_on_through_a_swap_of_weights_in_flight(tiny, decoder):
     tiny.check(engine)
     for one, request in zip(answers, asked, strict=True):
         assert [(span.version.number, len(span)) for span in one.spans] == [(0, 11), (1, 19)]
-        before = tiny.ask(tiny.engine(decoder), [request])[0]
+        before = tiny.generate_all(tiny.engine(decoder), [request])[0]
         assert tiny.tokens(one)[:11] == tiny.tokens(before)[:11]
         assert tiny.tokens(one) != tiny.tokens(before)
-    tiny.same(late, tiny.ask(tiny.engine(other), [asked[0]])[0])
+    tiny.same(late, tiny.generate_all(tiny.engine(other), [asked[0]])[0])
 
 
 def test_a_state_that_is_not_finite_spoils_no_later_request(tiny, decoder):
@@ -108,12 +111,12 @@ def test_a_state_that_is_not_finite_spoils_no_later_request(tiny, decoder):
     with torch.no_grad():
         broken.embedding.weight.fill_(float("nan"))
     request = (tiny.prompts(1)[0], LONG)
-    (good,) = tiny.ask(engine, [request])
+    (good,) = tiny.generate_all(engine, [request])
     tiny.publish(engine, broken, number=1)
     with pytest.raises(EngineError, match="not finite"):
-        tiny.ask(engine, [request])
+        tiny.generate_all(engine, [request])
     tiny.publish(engine, decoder, number=2)
-    tiny.same(tiny.ask(engine, [request])[0], good)
+    tiny.same(tiny.generate_all(engine, [request])[0], good)
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul")
@@ -122,7 +125,7 @@ def test_half_precision_keeps_states_in_float32_and_the_inputs_of_filters_in_its
     assert engine._runner._states is not None
     for filtered, state in engine._runner._states.layers.values():
         assert (filtered.dtype, state.dtype) == (torch.bfloat16, torch.float32)
-    (answer,) = tiny.ask(engine, [(tiny.prompts(1)[0], LONG)])
+    (answer,) = tiny.generate_all(engine, [(tiny.prompts(1)[0], LONG)])
     assert len(tiny.tokens(answer)) == 30
 
 
@@ -135,9 +138,14 @@ def test_the_cache_takes_what_the_states_of_all_seats_leave(tiny, decoder):
             return self.free
 
     spec, config = decoder.spec, NativeConfig(engine_max_running=3)
-    states, token = 3 * state_bytes_per_sequence(spec, "float32"), kv_bytes_per_token(spec, "float32")
+    states, token = 3 * state_bytes_per_sequence(spec, "float32"), kv_bytes_per_token(spec, "float32", FAST)
     assert states > 0
-    assert kv_tokens(spec, config, Box(2 * (states + 100 * token)), torch.float32) == 100
-    assert kv_tokens(tiny.spec, config, Box(2 * 100 * kv_bytes_per_token(tiny.spec, "float32")), torch.float32) == 100
+    assert compute_kv_tokens(spec, config, Box(2 * (states + 100 * token)), torch.float32, FAST) == 100
+    assert (
+        compute_kv_tokens(
+            tiny.spec, config, Box(2 * 100 * kv_bytes_per_token(tiny.spec, "float32", FAST)), torch.float32, FAST
+        )
+        == 100
+    )
     with pytest.raises(UsageError, match="lower --engine-max-running"):
-        kv_tokens(spec, config, Box(2 * states - 2), torch.float32)
+        compute_kv_tokens(spec, config, Box(2 * states - 2), torch.float32, FAST)

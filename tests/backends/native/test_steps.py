@@ -7,22 +7,22 @@ from dataclasses import replace
 import pytest
 from tests.backends.native.conftest import Tiny
 
-from miles.backends.native.request import Ask
-from miles.cluster.local import Inline, Threaded
+from miles.backends.native.engine.request import GenerateRequest
+from miles.cluster.executor import InlineExecutor, ThreadExecutor
 from miles.core.errors import EngineError
-from miles.core.protocols import Sampling
+from miles.core.protocols import SamplingParams
 from miles.core.types import Status
 
-LONG = Sampling(max_new_tokens=60, ignore_eos=True)
+LONG = SamplingParams(max_new_tokens=60, ignore_eos=True)
 
 
 class Trips:
     """A ``Run`` that counts what it is asked to do, on a thread of its own."""
 
-    apart = True
+    is_threaded = True
 
     def __init__(self):
-        self.count, self._inner = 0, Threaded("steps")
+        self.count, self._inner = 0, ThreadExecutor("steps")
 
     async def __call__(self, work):
         self.count += 1
@@ -76,19 +76,19 @@ def alone(request):
 def test_a_request_alone_takes_few_trips_and_has_the_same_answer(made):
     engine, trips, _ = made
     request = (Tiny().prompts(1)[0], LONG)
-    Tiny().same(Tiny().ask(engine, [request])[0], alone(request))
+    Tiny().same(Tiny().generate_all(engine, [request])[0], alone(request))
     assert engine.stats()["steps"] == 60
     assert trips.count == 1
 
 
-@pytest.mark.parametrize(("depth", "run"), [(0, Trips), (1, Inline)])
+@pytest.mark.parametrize(("depth", "run"), [(0, Trips), (1, InlineExecutor)])
 def test_without_overlap_or_a_thread_of_its_own_every_step_is_a_trip(depth, run):
     run = run()
     engine = Tiny(depth).engine(page_size=4, run=run)
     steps = []
-    engine._timed, timed = lambda: steps.append(engine.stats()["steps"]) or timed(), engine._timed
+    engine._run_timed_step, timed = lambda: steps.append(engine.stats()["steps"]) or timed(), engine._run_timed_step
     request = (Tiny().prompts(1)[0], replace(LONG, max_new_tokens=9))
-    Tiny().same(Tiny().ask(engine, [request])[0], alone(request))
+    Tiny().same(Tiny().generate_all(engine, [request])[0], alone(request))
     assert steps[:9] == list(range(9))
     run.close()
 
@@ -97,7 +97,7 @@ def test_time_ends_what_nobody_else_does(made):
     engine, trips, clock = made
     Held(engine, -1, lambda number: setattr(clock, "now", clock.now + 0.001))
     request = (Tiny().prompts(1)[0], LONG)
-    Tiny().same(Tiny().ask(engine, [request])[0], alone(request))
+    Tiny().same(Tiny().generate_all(engine, [request])[0], alone(request))
     assert 60 / 4 <= trips.count <= 60 / 2
 
 
@@ -111,7 +111,7 @@ def test_who_ends_is_told_before_another_step_is_made(made):
         deliver(ended)
 
     engine._deliver = delivered
-    for answer, request in zip(Tiny().ask(engine, [short, long]), (short, long), strict=True):
+    for answer, request in zip(Tiny().generate_all(engine, [short, long]), (short, long), strict=True):
         Tiny().same(answer, alone(request))
     assert told == [(1, 6), (1, 60)]  # the first with one more in flight
 
@@ -121,7 +121,7 @@ def test_who_listens_hears_of_every_step(made):
     prompt = Tiny().prompts(1)[0]
 
     async def story():
-        async with engine.open(Ask(tokens=prompt, sampling=LONG)) as answer:
+        async with engine.submit(GenerateRequest(tokens=prompt, sampling=LONG)) as answer:
             return [len(piece.tokens) async for piece in answer]
 
     pieces = asyncio.run(story())
@@ -145,7 +145,7 @@ def test_whoever_comes_ends_it_with_the_step_under_way(made, what):
             await asyncio.sleep(0)
             held.go.set()
             await asyncio.gather(task, return_exceptions=True)
-            assert await engine.flush()  # nobody runs any more
+            assert await engine.flush_cache()  # nobody runs any more
             assert engine.stats()["steps"] <= 12
             return None
         verb = {"arrive": lambda: engine.generate(*second), "pause": engine.pause, "close": engine.close}[what]

@@ -11,9 +11,9 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from miles.core.protocols import Completion, Sampling
+from miles.core.protocols import Completion, SamplingParams
 from miles.core.types import Author, Span, Status, Tokens, Version
-from miles.models.tokenizer import HubTokenizer, load_tokenizer
+from miles.models.tokenizer import HfTokenizer, load_tokenizer
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\nTools:{% for t in tools %}\n{{ t | tojson }}{% endfor %}<|im_end|>\n{% endif %}"
@@ -27,7 +27,7 @@ TEMPLATE = (
 )
 
 
-def chat_tokenizer(folder: Path) -> HubTokenizer:
+def chat_tokenizer(folder: Path) -> HfTokenizer:
     """Of single bytes, with marks around turns and calls as Qwen's have them."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     inner = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
@@ -48,15 +48,15 @@ def call(name: str, **arguments: object) -> str:
 class Scripted:
     """A policy that says what it is told to, in turn, the last for ever; keeps what it was asked and gave."""
 
-    def __init__(self, tokenizer: HubTokenizer, script: Sequence[str] | Callable[[str], str]) -> None:
+    def __init__(self, tokenizer: HfTokenizer, script: Sequence[str] | Callable[[str], str]) -> None:
         self._tokenizer = tokenizer
         self._script = script
-        self.asked: list[tuple[list[int], Sampling]] = []
+        self.asked: list[tuple[list[int], SamplingParams]] = []
         self.gave: list[list[int]] = []
         self.hangs = False
         self.aborts = False
 
-    async def generate(self, tokens: Tokens, sampling: Sampling) -> Completion:
+    async def generate(self, tokens: Tokens, sampling: SamplingParams) -> Completion:
         self.asked.append((tokens.tolist(), sampling))
         if self.hangs:
             await asyncio.Event().wait()
@@ -67,9 +67,9 @@ class Scripted:
         half = len(kept) // 2  # weights that change in mid-reply
         spans = [self._span(kept[:half], 1), self._span(kept[half:], 2)]
         if self.aborts:
-            return Completion(spans=(spans[0],), status=Status.ABORTED, reason="abort")
+            return Completion(spans=(spans[0],), status=Status.ABORTED, finish_reason="abort")
         status = Status.COMPLETED if done else Status.TRUNCATED
-        return Completion(spans=tuple(spans), status=status, reason="stop" if done else "length")
+        return Completion(spans=tuple(spans), status=status, finish_reason="stop" if done else "length")
 
     def _line(self, tokens: Tokens) -> str:
         if callable(self._script):

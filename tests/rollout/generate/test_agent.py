@@ -9,15 +9,15 @@ from types import ModuleType
 import pytest
 from tests.rollout.generate.talking import Scripted, chat_tokenizer
 
-from miles.core.errors import DataError, PlugError
-from miles.core.protocols import Sampling
+from miles.core.errors import DataError, HookError
+from miles.core.protocols import SamplingParams
 from miles.core.types import Author, Prompt, Status
-from miles.rollout.generate.agent import AgentGenerate, abort_of, request_kwargs
-from miles.rollout.session.choose import renderer_for
+from miles.rollout.generate.agent import AgentGenerate, build_request_kwargs, find_abort_hook
+from miles.rollout.session.renderer_detect import build_renderer
 from miles.rollout.session.session import Session
 
 PROMPT = Prompt(id=2, messages=({"role": "user", "content": "Hello?"},), label="hi", metadata={"task": "greet"})
-SAMPLING = Sampling(max_new_tokens=50, temperature=0.5)
+SAMPLING = SamplingParams(max_new_tokens=50, temperature=0.5)
 
 
 class Seats:
@@ -52,7 +52,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture
 def seats(tokenizer):
-    return Seats(renderer_for(tokenizer))
+    return Seats(build_renderer(tokenizer))
 
 
 def run(agent, seats, engine, **more):
@@ -69,7 +69,7 @@ def test_an_agent_is_called_by_name_and_its_tokens_are_what_was_sampled(tokenize
         return {"reward": 0.5, "note": "fine"}
 
     engine = Scripted(tokenizer, ["Hi.", "Bye."])
-    trajectory = run(agent, seats, engine, config={"steps": 3})
+    trajectory = run(agent, seats, engine, config={"steps": 3}, api_key="secret")
     assert trajectory.status is Status.COMPLETED and trajectory.reward is not None and trajectory.reward.value == 0.5
     assert trajectory.metadata["note"] == "fine" and trajectory.metadata["text"] == "Bye."
     sampled = [token for span in trajectory.spans if span.author is Author.POLICY for token in span.tokens.tolist()]
@@ -77,6 +77,7 @@ def test_an_agent_is_called_by_name_and_its_tokens_are_what_was_sampled(tokenize
     assert seen["prompt"] == [{"role": "user", "content": "Hello?"}] and seen["metadata"] == {"task": "greet"}
     assert seen["request_kwargs"] == {"temperature": 0.5, "top_p": 1.0, "max_tokens": 50}
     assert (seen["label"], seen["agent_config"], seen["session_id"]) == ("hi", {"steps": 3}, "1")
+    assert seen["api_key"] == "secret"
     assert seats.closed == ["http://here/sessions/1"]
 
 
@@ -98,16 +99,16 @@ def test_an_agent_that_raises_or_asks_nothing_fails_its_attempt_and_then_the_run
 
     trajectory = run(silent, seats, Scripted(tokenizer, ["Hi."]))
     assert (trajectory.status, trajectory.reward) == (Status.FAILED, None)
-    assert "asked nothing" in trajectory.metadata["failure"]
+    assert "sent no request" in trajectory.metadata["failure"]
     trajectory = run(raising, seats, Scripted(tokenizer, ["Hi."]))
     assert trajectory.status is Status.FAILED and trajectory.metadata["failure"] == "KeyError: 'tool'"
-    generate = AgentGenerate(raising, seats, most_failures=2)
+    generate = AgentGenerate(raising, seats, max_failures=2)
 
     async def both():
         await generate(PROMPT, Scripted(tokenizer, ["Hi."]), SAMPLING)
         await generate(PROMPT, Scripted(tokenizer, ["Hi."]), SAMPLING)
 
-    with pytest.raises(PlugError, match="The agent failed in 2 attempts in a row"):
+    with pytest.raises(HookError, match="The agent failed in 2 trajectories in a row"):
         asyncio.run(both())
 
 
@@ -123,7 +124,7 @@ def test_errors_meant_for_the_user_and_answers_of_the_wrong_kind_stop_the_run(to
         await seats.ask(base_url, prompt)
         return {"reward": "good"}
 
-    for agent, error in ((complaining, DataError), (wrong, PlugError), (worded, PlugError)):
+    for agent, error in ((complaining, DataError), (wrong, HookError), (worded, HookError)):
         with pytest.raises(error):
             run(agent, seats, Scripted(tokenizer, ["Hi."]))
     assert len(seats.closed) == 3
@@ -175,10 +176,10 @@ def test_the_abort_beside_an_agent_is_found(monkeypatch):
     module = ModuleType("some_agent")
     exec("async def agent(base_url, prompt, request_kwargs, metadata): ...", module.__dict__)
     monkeypatch.setitem(sys.modules, "some_agent", module)
-    assert abort_of(module.agent) is None
+    assert find_abort_hook(module.agent) is None
     exec("async def abort(base_url, metadata): ...", module.__dict__)
-    assert abort_of(module.agent) is module.abort
+    assert find_abort_hook(module.agent) is module.abort
 
 
 def test_stops_are_told_to_agents_where_there_are_any():
-    assert request_kwargs(replace(SAMPLING, stop=("END",)))["stop"] == ["END"]
+    assert build_request_kwargs(replace(SAMPLING, stop=("END",)))["stop"] == ["END"]

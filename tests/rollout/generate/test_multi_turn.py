@@ -10,24 +10,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.rollout.generate.talking import Scripted, call, chat_tokenizer
+from tests.tiers import examples
 
-from miles.algo.credit import rows_of
-from miles.core.errors import DataError, PlugError
-from miles.core.protocols import Sampling
+from miles.algo.advantages import build_samples
+from miles.core.errors import DataError, HookError
+from miles.core.protocols import SamplingParams
 from miles.core.types import Author, Group, Prompt, Status, Version
-from miles.observe.metric import group_metrics, unexplained
-from miles.rollout.generate.chosen import Chosen
+from miles.observe.metric import group_metrics, list_undocumented
+from miles.rollout.generate.dispatch import GenerateDispatch
 from miles.rollout.generate.multi_turn import MultiTurn, TurnLimits
-from miles.rollout.produce import Producer
-from miles.rollout.seeds import training_seeds
-from miles.rollout.session.choose import renderer_for
-from miles.rollout.tools.box import Box, Means
-from miles.rollout.tools.environment import Opening, Step, ToolUse
+from miles.rollout.group_rollout import GroupRollout
+from miles.rollout.seeds import make_training_seed_fn
+from miles.rollout.session.renderer_detect import build_renderer
+from miles.rollout.tools.env_registry import EnvironmentFactory
+from miles.rollout.tools.environment import OpenResult, StepResult, ToolEnvironment
 from miles.rollout.tools.tool import EnvironmentFailed, Tool, ToolLimits
-from miles.rollout.tools.worlds import Worlds
+from miles.rollout.tools.toolbox import ToolRegistry, ToolResources
 
 PROMPT = Prompt(id=7, messages=({"role": "user", "content": "What is 6 * 7?"},))
-SAMPLING = Sampling(max_new_tokens=2000)
+SAMPLING = SamplingParams(max_new_tokens=2000)
 SUM = call("calculator", expression="6 * 7")
 
 
@@ -38,12 +39,12 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def renderer(tokenizer):
-    return renderer_for(tokenizer)
+    return build_renderer(tokenizer)
 
 
 def calculating(renderer, **knobs):
     tools = knobs.pop("tools", ToolLimits())
-    return MultiTurn(renderer, Worlds(Box(Means(), ["calculator"]), tools), **knobs)
+    return MultiTurn(renderer, EnvironmentFactory(ToolRegistry(ToolResources(), ["calculator"]), tools), **knobs)
 
 
 def run(generate, engine, prompt=PROMPT, sampling=SAMPLING):
@@ -160,11 +161,11 @@ def test_time_is_up_for_all_of_an_attempt_or_for_its_tools(tokenizer, renderer):
         return [Tool(name="never", description="", parameters={"type": "object"}, call=never)]
 
     engine = Scripted(tokenizer, [call("never"), "Well."])
-    slow = MultiTurn(renderer, lambda prompt: ToolUse(hands, ToolLimits(call_seconds=0.01)))
+    slow = MultiTurn(renderer, lambda prompt: ToolEnvironment(hands, ToolLimits(call_seconds=0.01)))
     trajectory = run(slow, engine)
     assert trajectory.status is Status.COMPLETED
     assert "no answer within 0.01 seconds" in trajectory.metadata["messages"][2]["content"]
-    slower = MultiTurn(renderer, lambda prompt: ToolUse(hands, ToolLimits(tool_seconds=0.01)))
+    slower = MultiTurn(renderer, lambda prompt: ToolEnvironment(hands, ToolLimits(tool_seconds=0.01)))
     trajectory = run(slower, Scripted(tokenizer, [call("never")]))
     assert (trajectory.status, trajectory.metadata["reason"]) == (Status.TRUNCATED, "tool_time")
     assert closed == [True, True]
@@ -181,7 +182,7 @@ class Counting:
     async def open(self, prompt):
         if self.fails == "open":
             raise OSError("the world is on fire")
-        return Opening(messages=({"role": "user", "content": "Count."},), scores=True)
+        return OpenResult(messages=({"role": "user", "content": "Count."},), provides_reward=True)
 
     async def step(self, reply):
         if self.fails == "step":
@@ -189,8 +190,8 @@ class Counting:
         self.number += 1
         right = reply["content"] == str(self.number)
         if not right or self.number == 3:
-            return Step(reward=right / 4, parts={"right": float(right)}, done=True)
-        return Step(messages=[{"role": "user", "content": "And then?"}], reward=1 / 4, parts={"right": 1.0})
+            return StepResult(reward=right / 4, parts={"right": float(right)}, done=True)
+        return StepResult(messages=[{"role": "user", "content": "And then?"}], reward=1 / 4, parts={"right": 1.0})
 
     async def close(self):
         self.closed = True
@@ -216,11 +217,11 @@ def test_a_world_that_fails_marks_the_attempt_failed_and_is_closed(tokenizer, re
         worlds.append(Counting(where))
         return worlds[-1]
 
-    generate = MultiTurn(renderer, world_of, most_failures=2)
+    generate = MultiTurn(renderer, world_of, max_failures=2)
     trajectory = run(generate, Scripted(tokenizer, ["1"]))
     assert (trajectory.status, trajectory.metadata["reason"]) == (Status.FAILED, "environment")
     assert "the world is on fire" in trajectory.metadata["failure"] and trajectory.reward is None
-    with pytest.raises(PlugError, match="failed in 2 attempts in a row, the last at prompt 7"):
+    with pytest.raises(HookError, match="failed in 2 trajectories in a row, the last at prompt 7"):
         run(generate, Scripted(tokenizer, ["1"]))
     assert all(world.closed for world in worlds)
 
@@ -238,13 +239,15 @@ class Compacting:
         self.steps = 0
 
     async def open(self, prompt):
-        return Opening(messages=({"role": "user", "content": "A long story."},))
+        return OpenResult(messages=({"role": "user", "content": "A long story."},))
 
     async def step(self, reply):
         self.steps += 1
         if self.steps == 2:
-            return Step(messages=[{"role": "user", "content": f"So far: {reply['content']}"}], anew=True)
-        return Step(messages=[{"role": "user", "content": "Go on."}], done=self.steps == 4)
+            return StepResult(
+                messages=[{"role": "user", "content": f"So far: {reply['content']}"}], replaces_history=True
+            )
+        return StepResult(messages=[{"role": "user", "content": "Go on."}], done=self.steps == 4)
 
     async def close(self):
         return
@@ -256,16 +259,16 @@ def test_a_conversation_begun_anew_is_a_branch_and_every_reply_is_drawn_with_its
     assert len(trajectory.branches) == 2 and trajectory.status is Status.COMPLETED
     assert joined(sampled(trajectory)) == joined(engine.gave)
     seeds = [sampling.seed for _, sampling in engine.asked]
-    assert len(set(seeds)) == 4, "an engine's random numbers begin anew with every reply"
+    assert len(set(seeds)) == 4, "an engine's random numbers restart with every reply"
 
 
 def test_prompts_may_be_answered_in_different_ways(tokenizer, renderer):
     ways = {"tools": calculating(renderer), "counting": MultiTurn(renderer, lambda prompt: Counting())}
-    chosen = Chosen(ways, "tools")
+    chosen = GenerateDispatch(ways, "tools")
     assert run(chosen, Scripted(tokenizer, ["42"])).reward is None
     counted = run(chosen, Scripted(tokenizer, ["1", "9"]), replace(PROMPT, metadata={"generate": "counting"}))
     assert counted.reward is not None and counted.reward.value == 0.25
-    with pytest.raises(DataError, match="wants to be answered by 'magic'"):
+    with pytest.raises(DataError, match="asks for the generate function 'magic'"):
         run(chosen, Scripted(tokenizer, ["42"]), replace(PROMPT, metadata={"generate": "magic"}))
 
 
@@ -277,7 +280,7 @@ LINES = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(LINES, min_size=1, max_size=5), st.integers(1, 6), st.integers(20, 400))
 def test_whatever_a_policy_says_the_trained_tokens_are_the_sampled_ones(tokenizer, renderer, script, turns, tokens):
     engine = Scripted(tokenizer, script)
@@ -307,15 +310,15 @@ def test_an_attempt_nobody_waits_for_any_more_closes_its_world(tokenizer, render
 
 def test_an_audit_tells_where_tokens_are_not_the_templates(tokenizer, renderer):
     spoken = [SUM, "It is 42."]
-    exact = run(calculating(renderer, audits=True), Scripted(tokenizer, spoken))
-    loose = run(calculating(renderer, audits=True), Scripted(tokenizer, [SUM.replace("\n", ""), "It is 42."]))
+    exact = run(calculating(renderer, audit=True), Scripted(tokenizer, spoken))
+    loose = run(calculating(renderer, audit=True), Scripted(tokenizer, [SUM.replace("\n", ""), "It is 42."]))
     silent = run(calculating(renderer), Scripted(tokenizer, spoken))
     assert exact.metadata["session_mismatch"] == {} and "session_mismatch" not in silent.metadata
     assert loose.metadata["session_mismatch"] == {"whitespace": 1}
     group = Group(prompt=PROMPT, trajectories=(exact, loose, silent))
     found = group_metrics([group], Version(number=2))
     assert found["session_mismatch/whitespace"] == 0.5 and found["session_mismatch/refused"] == 0.0
-    assert not unexplained(found)
+    assert not list_undocumented(found)
     assert not any(
         name.startswith("session_mismatch") for name in group_metrics([replace_tries(group, silent)], Version())
     )
@@ -327,18 +330,18 @@ def replace_tries(group, *tries):
 
 def test_a_group_whose_world_failed_is_scored_credited_and_measured(tokenizer, renderer):
     fails = iter(["open", "", "step", ""])
-    producer = Producer(
+    producer = GroupRollout(
         engine=Scripted(tokenizer, ["1"]),
         generate=MultiTurn(renderer, lambda prompt: Counting(next(fails))),
         sampling=SAMPLING,
-        attempts=4,
-        seed_of=training_seeds(0),
+        group_size=4,
+        seed_fn=make_training_seed_fn(0),
     )
     group = asyncio.run(producer.produce(PROMPT))
     assert [t.status for t in group.trajectories].count(Status.FAILED) == 2
     assert sorted(group.rewards) == [0.0, 0.0, 0.25, 0.25]
     assert all(t.metadata["unscored"] == "failed" for t in group.trajectories if t.status is Status.FAILED)
-    rows = [rows_of(group.prompt.id, t, worth=0.5, trained=Author.POLICY) for t in group.trajectories]
+    rows = [build_samples(group.prompt.id, t, advantage=0.5, trained_author=Author.POLICY) for t in group.trajectories]
     lengths = [sum(int(row.mask.sum()) for row in each) for each in rows]
     assert lengths == [t.response_length for t in group.trajectories] and 0 in lengths
-    assert group_metrics([group], Version(number=2))["unscored_share"] == 0.5
+    assert group_metrics([group], Version(number=2))["unscored_ratio"] == 0.5

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from miles.core.types import Author, Prompt, Reward, Span, Status, Trajectory
-from miles.rollout.reward.chosen import builtin_reward
-from miles.rollout.reward.means import Means
+from miles.rollout.reward.context import GraderContext
+from miles.rollout.reward.mixture import build_builtin_reward
 
 
 def prompt(label: str | None = None, **kw: Any) -> Prompt:
@@ -21,8 +21,10 @@ def attempt(text: str | None = None, index: int = 0, **kw: Any) -> Trajectory:
     return Trajectory(branches=((asked,),), status=Status.COMPLETED, index=index, metadata=metadata, **kw)
 
 
-def reward(name: str, reply: str, label: str | None, *, metadata: Any = None, means: Means | None = None) -> Reward:
-    score = builtin_reward(name, means or Means())
+def reward(
+    name: str, reply: str, label: str | None, *, metadata: Any = None, means: GraderContext | None = None
+) -> Reward:
+    score = build_builtin_reward(name, means or GraderContext())
     return asyncio.run(score(prompt(label, metadata=metadata or {}), attempt(reply)))  # type: ignore[arg-type]
 
 

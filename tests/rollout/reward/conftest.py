@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from miles.rollout.reward.means import Means
-from miles.rollout.reward.workers import Workers
+from miles.rollout.reward.context import GraderContext
+from miles.rollout.reward.grader_pool import GraderPool
 
 
 @pytest.fixture(scope="session")
-def means() -> Iterator[Means]:
-    workers = Workers(1, seconds=30.0)
-    yield Means(workers=workers)
+def means() -> Iterator[GraderContext]:
+    workers = GraderPool(1, seconds=30.0)
+    yield GraderContext(pool=workers)
     workers.close()

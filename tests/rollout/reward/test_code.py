@@ -6,14 +6,17 @@ import json
 import numpy as np
 import pytest
 
-from miles.core.errors import DataError, PlugError, UsageError
+from miles.core.errors import DataError, HookError, UsageError
 from miles.core.types import Author, Prompt, Reward, Span, Status, Trajectory
 from miles.rollout.config import RolloutConfig
 from miles.rollout.reward import code
 from miles.rollout.reward.code import CodeReward
-from miles.rollout.reward.score import GradingError
-from miles.rollout.sandbox import layers
-from miles.rollout.sandbox.limits import MIB, Limits, SandboxError
+from miles.rollout.reward.types import GradingError
+from miles.rollout.sandbox import isolation
+from miles.rollout.sandbox.build import build_sandbox, sandbox_limits_from_config
+from miles.rollout.sandbox.isolation import SandboxError
+from miles.rollout.sandbox.protocol import MIB, SandboxLimits
+from miles.rollout.sandbox.run import create_sandbox
 
 # six exercises in HumanEval's shape: prompt, test, entry point, and answers of every sort
 EXERCISES = {
@@ -56,7 +59,7 @@ EXERCISES = {
         "    return 2 * n - 1 if n > 1 else 2\n",
     ),
 }
-QUICK = Limits(wall=5.0, cpu=1.0, memory=128 * MIB, output=50_000)
+QUICK = SandboxLimits(wall=5.0, cpu=1.0, memory=128 * MIB, output=50_000)
 SUM = json.dumps({"tests": [{"input": "1 2\n", "output": "3\n"}, {"input": "40 2\n", "output": "42\n"}]})
 ADD = json.dumps({"tests": ["assert add(1, 2) == 3", "assert add(2, 2) == 4", "x = add('a', 'b')\nassert x == 'ab'"]})
 RIGHT_SUM = "a, b = map(int, input().split())\nprint(a + b)\n"
@@ -65,7 +68,7 @@ RIGHT_SUM = "a, b = map(int, input().split())\nprint(a + b)\n"
 @pytest.fixture(scope="module")
 def reward() -> CodeReward:
     try:
-        return CodeReward(QUICK, unsandboxed=False)
+        return CodeReward(QUICK, create_sandbox(unsandboxed=False, concurrency=8))
     except UsageError as error:
         pytest.skip(str(error))
 
@@ -193,7 +196,7 @@ def test_limits_are_reasons(reward):
     ],
 )
 def test_the_program_is_the_last_block_of_python(text, program):
-    assert code.program_of(text) == program
+    assert code.extract_program(text) == program
 
 
 @pytest.mark.parametrize(
@@ -221,7 +224,7 @@ def test_tests_that_cannot_be_read_are_the_datas_fault(reward, asked):
 
 
 def test_a_reply_without_text_is_the_plugs_fault(reward):
-    with pytest.raises(PlugError, match="text"):
+    with pytest.raises(HookError, match="text"):
         asyncio.run(reward(prompt(SUM), Trajectory(branches=(), status=Status.COMPLETED)))
 
 
@@ -235,14 +238,14 @@ def test_a_sandbox_that_fails_leaves_the_attempt_unscored(reward, monkeypatch):
 
 
 def test_a_machine_without_walls_is_refused_when_the_reward_is_made(monkeypatch):
-    none = layers.Found(landlock=0, seccomp="prctl: no", user="no", root="no", apart="no")
-    monkeypatch.setattr(layers, "find", lambda: none)
+    none = isolation.IsolationProbe(landlock=0, seccomp="prctl: no", user="no", root="no", apart="no")
+    monkeypatch.setattr(isolation, "probe_isolation", lambda: none)
     with pytest.raises(UsageError, match="--allow-unsandboxed-code"):
-        CodeReward(Limits(), unsandboxed=False)
-    CodeReward(Limits(), unsandboxed=True)
+        build_sandbox(RolloutConfig())
+    build_sandbox(RolloutConfig(allow_unsandboxed_code=True))
 
 
 def test_knobs_set_the_limits():
-    limits = code.code_limits(RolloutConfig(code_memory_mib=100, code_output_kib=3, code_wall_seconds=2.5))
+    limits = sandbox_limits_from_config(RolloutConfig(code_memory_mib=100, code_output_kib=3, code_wall_seconds=2.5))
     assert (limits.memory, limits.output, limits.wall) == (100 * MIB, 3072, 2.5)
-    assert code.code_limits(RolloutConfig()) == Limits()
+    assert sandbox_limits_from_config(RolloutConfig()) == SandboxLimits()

@@ -41,6 +41,12 @@ RIGHT = [
     ("Answer: 72", "The result is \\boxed{72}."),
     ("The answer: 9", "9"),
     ("Answer: 42\nThat is all.", "42"),
+    ("Answer: $50$ dollars", "50"),
+    ("Answer: $42$ apples", "42"),
+    ("Answer: 100 square", "100"),
+    ("Answer: $x$ = $5$", "5"),
+    ("Answer: 12 students", "12"),
+    ("Answer: \\$50", "50"),
 ]
 WRONG = [
     ("Answer: 43", "42"),
@@ -52,6 +58,8 @@ WRONG = [
     ("Answer:   \n42", "41"),
     ("Answer: \\boxed{}", "0"),
     ("Answer: 42 or 43", "42"),
+    ("Answer: $42$ or $43$", "42"),
+    ("Answer: 42 apples", "42"),
     ("Answer: 42, 43", "42"),
     ("Answer: -42", "42"),
     ("Answer: 4.2", "42"),

@@ -42,6 +42,13 @@ RIGHT = [
     ("Clearly a red giant", "C"),
     ("Answer: D\n", "a giant"),
     ("Answer: C", "A red giant"),
+    ("It decays.\nThus, B.", "B"),
+    ("Therefore (B)", "B"),
+    ("Hence it is **B**.", "B"),
+    ("Answer - B", "B"),
+    ("Answer – (B)", "B"),
+    ("Answer: B", "1"),
+    ("Answer: A", "0"),
 ]
 WRONG = [
     ("A", "B"),
@@ -64,6 +71,10 @@ WRONG = [
     ("The answer is a giant", "C"),
     ("either 10^-4 eV or 10^-9 eV", "B"),
     ("ABCD", "B"),
+    ("Thus, B or C", "B"),
+    ("So B is out of the question", "B"),
+    ("Thus, not B.", "B"),
+    ("Answer: B", "2"),
     ("A B C D", "B"),
 ]
 
@@ -94,6 +105,8 @@ def test_the_metadata_says_which_letters_there_are_and_which_is_right():
         ("", {}),
         (None, {}),
         ("E", {"choices": CHOICES}),
+        ("4", {"choices": CHOICES}),
+        ("-1", {"choices": CHOICES}),
         ("a dwarf", {"choices": CHOICES}),
         ("A", {"choices": "ABCD"}),
     ],

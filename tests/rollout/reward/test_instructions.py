@@ -9,12 +9,11 @@ from tests.rollout.reward.asked import reward, value
 from tests.rollout.reward.instructed import MORE
 
 from miles.core.errors import DataError
-from miles.rollout.reward.instructions.language import language_of
-from miles.rollout.reward.instructions.pieces import sentences, words
-from miles.rollout.reward.instructions.syllables import syllables
-from miles.rollout.reward.instructions.table import CHECKS
-from miles.rollout.reward.instructions.verbs import is_verb
-from miles.rollout.reward.score import BadLabel
+from miles.rollout.reward.ifeval.common import split_sentences, split_words
+from miles.rollout.reward.ifeval.linguistic import detect_language
+from miles.rollout.reward.ifeval.registry import CHECKS
+from miles.rollout.reward.ifeval.verbs import is_verb
+from miles.rollout.reward.types import BadLabel
 
 # name, settings, replies that follow, replies that do not
 CASES = [
@@ -196,7 +195,7 @@ def test_thinking_is_not_read_and_nothing_follows_nothing():
         ({"instruction_id_list": ["format:newline"], "kwargs": ["a"]}, "are not an object"),
         (told("keywords:frequency", keyword="a", frequency=1, relation="about"), "must be one of less than, at least"),
         (told("keywords:letter_frequency", letter="ab", let_frequency=1, let_relation="exactly"), "counts one letter"),
-        (told("language:response_language", language="tlh"), "told apart are ar, bg"),
+        (told("language:response_language", language="tlh"), "the known ones are af, ar"),
     ],
 )
 def test_instructions_that_cannot_be_checked_are_the_data_s_fault(metadata, complaint):
@@ -205,15 +204,15 @@ def test_instructions_that_cannot_be_checked_are_the_data_s_fault(metadata, comp
 
 
 def test_words_and_sentences_are_cut_where_a_reader_would():
-    assert words("Don't stop: well-being, 3.5!") == ["Don't", "stop", "well-being", "3", "5"]
-    assert sentences('He said "Go." Then left... Why?! e.g. now') == [
+    assert split_words("Don't stop: well-being, 3.5!") == ["Don't", "stop", "well-being", "3", "5"]
+    assert split_sentences('He said "Go." Then left... Why?! e.g. now') == [
         'He said "Go."',
         "Then left...",
         "Why?!",
         "e.g. now",
     ]
-    assert sentences("1. First\n\n2. Second") == ["1. First", "2. Second"]
-    assert sentences("...") == []
+    assert split_sentences("1. First\n\n2. Second") == ["1. First", "2. Second"]
+    assert split_sentences("...") == []
 
 
 @pytest.mark.parametrize(
@@ -236,34 +235,14 @@ def test_words_and_sentences_are_cut_where_a_reader_would():
         ("", None),
     ],
 )
-def test_languages_are_told_apart(text, code):
-    assert language_of(text) == code
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (
-            1,
-            "a cat tree walked changed makes times clothes square friends eye tongue queue blue fruit school whole",
-        ),
-        (
-            2,
-            "table little running happy wanted boxes changes houses nation social client quiet player doing prism",
-        ),
-        (3, "happier banana radio medium computer elephant beautiful syllable studying easier adventure animal usual"),
-        (4, "society experience material information education television american ability community"),
-        (5, "university imagination communication opportunity international"),
-    ],
-)
-def test_syllables_are_counted_as_they_are_spoken(count, text):
-    assert {word: syllables(word) for word in text.split()} == dict.fromkeys(text.split(), count)
+def test_languages_are_detected(text, code):
+    assert detect_language(text) == code
 
 
 def test_verbs_are_known_in_every_form():
-    forms = words("go goes going went gone stop stopped stopping try tried tying die dying use used using")
+    forms = split_words("go goes going went gone stop stopped stopping try tried tying die dying use used using")
     assert [form for form in forms if not is_verb(form)] == []
-    assert not any(map(is_verb, words("happily house the of my blue")))
+    assert not any(map(is_verb, split_words("happily house the of my blue")))
 
 
 def test_a_span_that_lies_nowhere_is_the_data_s_fault():

@@ -10,9 +10,9 @@ from tests.rollout.reward.served import Asked, Fault, serving
 
 from miles.core.errors import UsageError
 from miles.core.types import Reward
-from miles.rollout.reward.judge import Judge, judge_reward
-from miles.rollout.reward.means import JudgeServer, Means, Server
-from miles.rollout.reward.score import GradingError
+from miles.rollout.reward.context import GraderContext, HTTPEndpoint, JudgeEndpoint
+from miles.rollout.reward.judge import LLMJudge, build_judge_reward
+from miles.rollout.reward.types import GradingError
 
 REPLIES = ["poor", "excellent", "fine", "poor"]
 WORTH = {"poor": 2, "fine": 6, "excellent": 9.5}
@@ -33,8 +33,8 @@ def fair(asked: Asked):
 def judged(answer, replies=REPLIES, *, label="42", seed=0, taken=(), **kw):
     async def run():
         async with serving(answer) as served:
-            server = Server(url=served.url + "/v1", pause=0.0, retries=1, token="key")
-            judge = Judge(JudgeServer(server=server, model="big", **kw), seed=seed)
+            server = HTTPEndpoint(url=served.url + "/v1", pause=0.0, retries=1, token="key")
+            judge = LLMJudge(JudgeEndpoint(server=server, model="big", **kw), seed=seed)
             tries = [attempt(reply, index=i) for i, reply in enumerate(replies)]
             tries = [replace(t, reward=Reward(value=0.0)) if t.index in taken else t for t in tries]
             return await judge(prompt(label, content="6*7?"), tries), served
@@ -114,7 +114,7 @@ def test_the_last_verdict_counts_and_what_an_attempt_says_is_only_text():
         (Fault(status=500), "status 500"),
         (Fault(status=401), "status 401"),
         (Fault(raw=b"{"), "not JSON"),
-        (Fault(hang_up=True), "could not be asked"),
+        (Fault(hang_up=True), "could not be reached"),
     ],
 )
 def test_a_judge_that_gives_no_verdict_fails_the_grade(answer, reason):
@@ -124,4 +124,4 @@ def test_a_judge_that_gives_no_verdict_fails_the_grade(answer, reason):
 
 def test_a_judge_that_was_not_named_is_asked_for():
     with pytest.raises(UsageError, match="--judge-url and --judge-model"):
-        judge_reward(Means())
+        build_judge_reward(GraderContext())

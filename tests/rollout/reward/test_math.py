@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 from tests.rollout.reward.asked import value
 
 from miles.core.errors import DataError
-from miles.rollout.reward.boxed import boxed
-from miles.rollout.reward.math import compare, same
-from miles.rollout.reward.means import Means
-from miles.rollout.reward.workers import Workers
+from miles.rollout.reward.context import GraderContext
+from miles.rollout.reward.grader_pool import GraderPool
+from miles.rollout.reward.math import compare, is_equal
+from miles.rollout.reward.text import extract_boxed
 
 PIECES = [*"\\{}[](),.$^_-+/% 0123459abx", "\\boxed{", "\\frac", "\\text{", "\\{", "\\}"]
 ANYTHING = st.lists(st.sampled_from(PIECES), max_size=60).map("".join)
@@ -39,12 +39,12 @@ ANYTHING = st.lists(st.sampled_from(PIECES), max_size=60).map("".join)
     ],
 )
 def test_the_last_complete_box_is_the_answer(text, inside):
-    assert boxed(text) == inside
+    assert extract_boxed(text) == inside
 
 
 def test_a_pathological_reply_costs_no_more_than_reading_it():
-    assert boxed(r"\boxed{" * 20_000) is None
-    assert boxed(r"\boxed{" * 20_000 + "1" + "}" * 20_000) == "1"
+    assert extract_boxed(r"\boxed{" * 20_000) is None
+    assert extract_boxed(r"\boxed{" * 20_000 + "1" + "}" * 20_000) == "1"
 
 
 AGREE = [
@@ -102,8 +102,8 @@ AGREE = [
 
 @pytest.mark.parametrize(("one", "other"), AGREE)
 def test_answers_that_agree_for_certain(one, other):
-    assert same(one, other)
-    assert same(other, one)
+    assert is_equal(one, other)
+    assert is_equal(other, one)
 
 
 DIFFER = [
@@ -146,17 +146,17 @@ OPEN = [
 @pytest.mark.parametrize(("one", "other"), OPEN)
 def test_what_only_algebra_can_tell_is_left_open(one, other):
     assert compare(one, other) is None
-    assert not same(one, other)
+    assert not is_equal(one, other)
 
 
 @given(one=ANYTHING, other=ANYTHING)
 def test_no_answer_can_upset_the_comparison_and_agreement_is_mutual(one, other):
-    assert same(one, other) == same(other, one)
-    assert same(one, one)
+    assert is_equal(one, other) == is_equal(other, one)
+    assert is_equal(one, one)
 
 
 def test_numbers_too_large_to_compute_with_are_compared_as_text():
-    assert same("9" * 5000, "9" * 5000)
+    assert is_equal("9" * 5000, "9" * 5000)
     assert compare("9" * 5000, "9" * 4999) is False
 
 
@@ -236,9 +236,9 @@ def test_wrong_answers_earn_nothing(reply, label, means):
 
 
 def test_what_can_be_told_at_once_needs_no_process():
-    closed = Workers(1)
+    closed = GraderPool(1)
     closed.close()  # a call would fail
-    alone = Means(workers=closed)
+    alone = GraderContext(pool=closed)
     assert all(value("math", rf"\boxed{{{one}}}", other, means=alone) == 1.0 for one, other in AGREE)
     assert all(value("math", rf"\boxed{{{one}}}", other, means=alone) == 0.0 for one, other in DIFFER)
 
@@ -271,3 +271,19 @@ DEEPSCALER = [
 def test_deepscaler_reads_only_what_comes_after_the_thought(reply, label, score, means):
     assert value("deepscaler", reply, label, means=means) == score
     assert value("boxed_deepscaler", reply, label, means=means) == score
+
+
+GEMMA = [
+    (r"<|channel>thought maybe \boxed{4}<channel|> It is \boxed{5}.", "5", 1.0),
+    (r"<|channel>thought maybe \boxed{5}<channel|> It is \boxed{4}.", "5", 0.0),
+    (r"thought \boxed{5}<channel|> So 5.", "5", 0.0),
+    (r"a<channel|>\boxed{1} b<channel|>\boxed{1+x}", "x+1", 1.0),
+    (r"\boxed{5}", "5", 1.0),
+    (r"<channel|>\boxed{5} </think>", "5", 1.0),
+]
+
+
+@pytest.mark.parametrize(("reply", "label", "score"), GEMMA)
+def test_gemma_math_reads_what_comes_after_the_thinking_channel(reply, label, score, means):
+    assert value("gemma_math", reply, label, means=means) == score
+    assert value("boxed_gemma_math", reply, label, means=means) == score

@@ -8,13 +8,13 @@ import pytest
 from tests.rollout.reward.asked import attempt, prompt
 from tests.rollout.reward.served import Asked, Fault, serving
 
-from miles.core.errors import PlugError, UsageError
+from miles.core.errors import HookError, UsageError
 from miles.core.types import Prompt, Reward
-from miles.rollout.reward.means import Means, ModelServer, Server
-from miles.rollout.reward.remote import ModelReward, RemoteReward, model_reward, remote_reward
-from miles.rollout.reward.score import GradingError, Refused
+from miles.rollout.reward.context import GraderContext, HTTPEndpoint, RewardModelEndpoint
+from miles.rollout.reward.remote import ModelReward, RemoteReward, build_model_reward, build_remote_reward
+from miles.rollout.reward.types import GradingError, NonRetryableError
 
-PATIENT = Server(url="", pause=0.0, seconds=20.0)
+PATIENT = HTTPEndpoint(url="", pause=0.0, seconds=20.0)
 
 
 def scored(answer, *, replies=("yes",), server=PATIENT, wait_for=None, **kw):
@@ -98,7 +98,7 @@ def test_an_answer_in_parts_is_a_reward_in_parts():
     (given,), _ = scored(lambda asked: {"style": 0.5, "form": 2.0}, reward_key="form")
     assert given == Reward(value=2.0, parts={"style": 0.5, "form": 2.0})
     (given,), _ = scored(lambda asked: {"style": 0.5})
-    assert isinstance(given, PlugError) and "--reward-key" in str(given)
+    assert isinstance(given, HookError) and "--reward-key" in str(given)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_fault_that_passes_is_got_over(fault):
     [
         (Fault(status=500), "answered with status 500", 3),
         (Fault(raw=b"<html>"), "answered with something that is not JSON", 3),
-        (Fault(hang_up=True), "could not be asked", 3),
+        (Fault(hang_up=True), "could not be reached", 3),
         (Fault(status=404, raw=b"no such page"), r"answered with status 404 \(no such page\)", 1),
         (Fault(raw=b'"good"'), "gave 'good' for a reward", 1),
         (Fault(raw=b"null"), "gave 'None' for a reward", 1),
@@ -143,7 +143,7 @@ def test_a_server_that_is_not_there_is_told_of():
             url = served.url
         await RemoteReward(replace(PATIENT, url=url, retries=1))(prompt(), attempt("x"))
 
-    with pytest.raises(GradingError, match="could not be asked"):
+    with pytest.raises(GradingError, match="could not be reached"):
         asyncio.run(run())
 
 
@@ -177,7 +177,7 @@ def test_one_that_the_server_refuses_does_not_take_its_batch_along():
         return [1] * len(asked.body)
 
     given, _ = scored(answer, replies=["a", "bad", "b"], server=replace(PATIENT, batch=8))
-    assert [type(one) for one in given] == [Reward, Refused, Reward]
+    assert [type(one) for one in given] == [Reward, NonRetryableError, Reward]
 
 
 @pytest.mark.parametrize("answer", [{"a": 1}, [1, 2, 3]])
@@ -207,7 +207,7 @@ def asked_model(answer, *, replies=("yes",), batch=1, **settings):
     async def run():
         async with serving(answer) as served:
             server = replace(PATIENT, url=served.url, batch=batch)
-            reward = ModelReward(ModelServer(server=server, **settings))
+            reward = ModelReward(RewardModelEndpoint(server=server, **settings))
             given = (reward(prompt(content="Hi "), attempt(reply)) for reply in replies)
             return await asyncio.gather(*given, return_exceptions=True), served
 
@@ -234,7 +234,7 @@ def test_a_conversation_is_rendered_by_the_reward_model_s_own_template():
         lambda asked: [{"embedding": [float(next(numbers))]} for _ in asked.body["input_ids"]],
         replies=("a", "bb"),
         batch=2,
-        tokens_of=lambda messages: [len(m["content"]) for m in messages],
+        render_tokens=lambda messages: [len(m["content"]) for m in messages],
     )
     assert [reward.value for reward in given] == [0.0, 1.0]
     assert served.asked[0].body == {"input_ids": [[3, 1], [3, 2]]}
@@ -244,10 +244,10 @@ def test_a_conversation_is_rendered_by_the_reward_model_s_own_template():
     ("answer", "reason"),
     [
         ({"error": "x"}, "holds no list of scores"),
-        ([{"embedding": [1.0, 2.0]}], "gives 2 numbers an attempt"),
+        ([{"embedding": [1.0, 2.0]}], "gives 2 numbers per trajectory"),
         ([{"label": "good"}], "for a reward"),
         ([{"embedding": [None]}], "for a reward"),
-        ([], "0 answers for 1 attempts"),
+        ([], "0 answers for 1 requests"),
     ],
 )
 def test_a_model_that_is_no_scalar_one_fails_the_grade(answer, reason):
@@ -258,6 +258,6 @@ def test_a_model_that_is_no_scalar_one_fails_the_grade(answer, reason):
 
 def test_a_server_that_was_not_named_is_asked_for():
     with pytest.raises(UsageError, match="--rm-url"):
-        remote_reward(Means())
+        build_remote_reward(GraderContext())
     with pytest.raises(UsageError, match="--reward-model-url"):
-        model_reward(Means())
+        build_model_reward(GraderContext())

@@ -127,7 +127,7 @@ def test_the_whole_reply_must_match_a_pattern(reply, pattern, score, means):
 @pytest.mark.parametrize(
     ("name", "label", "complaint"),
     [
-        ("exact", None, "Prompt 3 has no label to grade by; .*--label-key"),
+        ("exact", None, "Prompt 3 has no label to grade against; .*--label-key"),
         ("int", "many", "Prompt 3 cannot be graded by int: the label 'many' is not an integer"),
         ("regex", "(", r"Prompt 3 cannot be graded by regex: the label '\(' is not a regular expression"),
         ("contains", " ", "Prompt 3 cannot be graded by contains"),

@@ -6,26 +6,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.backends.fsdp.test_serving import serving as serving_rewards
+from tests.backends.fsdp.test_reward_server import serving as serving_rewards
 from tests.backends.native.server.live import serving
 from tests.backends.native.server.tiny import EOS, VOCABULARY, write_tokenizer
 from tests.rollout.reward.served import serving as loopback
 from tests.train.parts import step, worker
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from miles.backends.fsdp.model import FsdpModel
-from miles.backends.fsdp.reward import FsdpReward
-from miles.cluster.local import Inline
+from miles.backends.fsdp.local_model import LocalModel
+from miles.backends.fsdp.reward_model import RewardModel
+from miles.cluster.executor import InlineExecutor
 from miles.core.types import Batch, Prompt, Sample, Status, Trajectory
-from miles.models import hub
-from miles.models.files import read_config
+from miles.models.checkpoint import hf
+from miles.models.checkpoint.safetensors_io import read_config
 from miles.models.tokenizer import load_tokenizer
-from miles.rollout.reward.judge import Judge
-from miles.rollout.reward.means import JudgeServer, ModelServer, Server
+from miles.rollout.reward.context import HTTPEndpoint, JudgeEndpoint, RewardModelEndpoint
+from miles.rollout.reward.judge import LLMJudge
 from miles.rollout.reward.remote import ModelReward
-from miles.rollout.reward.score import GradingError
+from miles.rollout.reward.types import GradingError
 from miles.train.config import TrainConfig
-from miles.train.reward import RewardTrainer
+from miles.train.reward_model_trainer import RewardModelTrainer
 
 VERDICT = '{"scores": [9, 2]}'
 PROMPT = Prompt(id=7, messages=({"role": "user", "content": "Where is the fox?"},), label="here")
@@ -82,7 +82,7 @@ def asked_of_the_judge(trajectories):
     async def listen():
         answer = {"choices": [{"message": {"content": VERDICT}}]}
         async with loopback(lambda asked: answer) as served:
-            judge = Judge(JudgeServer(server=Server(url=served.url), model="tiny"), seed=0)
+            judge = LLMJudge(JudgeEndpoint(server=HTTPEndpoint(url=served.url), model="tiny"), seed=0)
             return await judge(PROMPT, trajectories), served.asked[0].body["messages"]
 
     return asyncio.run(listen())
@@ -93,9 +93,9 @@ def judge(base, tmp_path_factory) -> Path:
     """The model after it was taught its verdict."""
     _, messages = asked_of_the_judge(tried("there", "right here"))
     tokenizer = load_tokenizer(base)
-    question = tokenizer.render(messages, add_generation_prompt=True)
+    question = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     answer = [*tokenizer.encode(VERDICT), EOS]
-    model = FsdpModel(hub.load(base, device="cpu"), like=base, config=read_config(base))
+    model = LocalModel(hf.load(base, device="cpu"), like=base, config=read_config(base))
     trainer = worker(model, algo={"loss_type": "sft_loss"}, updates=40, train={"lr": 5e-3, "adam_eps": 1e-8})
     demonstration = row([*question, *answer], len(question))
     losses = [step(trainer, [demonstration], n).metrics["loss"] for n in range(40)]
@@ -111,8 +111,8 @@ def test_a_judge_behind_our_server_compares_attempts(judge):
 
     async def compare():
         async with serving(judge) as live:
-            settings = JudgeServer(server=Server(url=f"{live.url}/v1"), model="tiny", max_tokens=32)
-            return await Judge(settings, seed=0)(PROMPT, trajectories)
+            settings = JudgeEndpoint(server=HTTPEndpoint(url=f"{live.url}/v1"), model="tiny", max_tokens=32)
+            return await LLMJudge(settings, seed=0)(PROMPT, trajectories)
 
     found = asyncio.run(compare())
     assert [reward.value for reward in found] == [reward.value for reward in expected]
@@ -123,8 +123,8 @@ def test_a_judge_behind_our_server_compares_attempts(judge):
 def test_a_judge_that_babbles_leaves_its_attempts_unscored(base):
     async def compare():
         async with serving(base) as live:
-            settings = JudgeServer(server=Server(url=f"{live.url}/v1", retries=0), model="tiny", max_tokens=8)
-            return await Judge(settings, seed=0)(PROMPT, tried("there", "right here"))
+            settings = JudgeEndpoint(server=HTTPEndpoint(url=f"{live.url}/v1", retries=0), model="tiny", max_tokens=8)
+            return await LLMJudge(settings, seed=0)(PROMPT, tried("there", "right here"))
 
     with pytest.raises(GradingError, match="the judge's answer holds no scores"):
         asyncio.run(compare())
@@ -136,12 +136,14 @@ def test_a_reward_model_of_our_trainer_behind_our_server_rewards_what_was_prefer
     good, bad = ["the fox is here", "here it is"], ["no idea", "go away"]
 
     def rendered(text):
-        return tokenizer.render([*PROMPT.messages, {"role": "assistant", "content": text}], add_generation_prompt=False)
+        return tokenizer.apply_chat_template(
+            [*PROMPT.messages, {"role": "assistant", "content": text}], add_generation_prompt=False
+        )
 
-    model = FsdpReward(hub.load(base, device="cpu"), config=read_config(base), like=base)
-    trainer = RewardTrainer(model, train=TrainConfig(lr=1e-2), steps=1, updates=20, run=Inline())
+    model = RewardModel(hf.load(base, device="cpu"), config=read_config(base), like=base)
+    trainer = RewardModelTrainer(model, train=TrainConfig(lr=1e-2), steps=1, updates=20, run=InlineExecutor())
     pairs = [
-        row(rendered(text), 1, worth=worth, share=2)
+        row(rendered(text), 1, worth=worth, samples_per_trajectory=2)
         for chosen, rejected in zip(good, bad, strict=True)
         for text, worth in ((chosen, 1.0), (rejected, -1.0))
     ]
@@ -151,7 +153,11 @@ def test_a_reward_model_of_our_trainer_behind_our_server_rewards_what_was_prefer
 
     async def rewarded():
         async with serving_rewards(tmp_path) as url:
-            reward = ModelReward(ModelServer(server=Server(url=url, batch=4), tokens_of=lambda m: tokenizer.render(m)))
+            reward = ModelReward(
+                RewardModelEndpoint(
+                    server=HTTPEndpoint(url=url, batch=4), render_tokens=lambda m: tokenizer.apply_chat_template(m)
+                )
+            )
             return [(await reward(PROMPT, one)).value for one in tried(*good, *bad)]
 
     found = asyncio.run(rewarded())

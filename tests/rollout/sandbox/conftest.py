@@ -4,20 +4,20 @@ import sys
 
 import pytest
 
-from miles.rollout.sandbox import layers
-from miles.rollout.sandbox.layers import Found
-from miles.rollout.sandbox.order import Plan
+from miles.rollout.sandbox import isolation
+from miles.rollout.sandbox.isolation import IsolationProbe
+from miles.rollout.sandbox.protocol import IsolationPlan
 
 
 @pytest.fixture(scope="session")
-def found() -> Found:
+def found() -> IsolationProbe:
     if sys.platform != "linux":
         pytest.skip("the sandbox is for Linux")
-    return layers.find()
+    return isolation.probe_isolation()
 
 
 @pytest.fixture(scope="session")
-def plan(found: Found) -> Plan:
-    if problem := layers.missing(found):
+def plan(found: IsolationProbe) -> IsolationPlan:
+    if problem := isolation.find_missing(found):
         pytest.skip(problem)
-    return layers.choose(found)
+    return isolation.choose_plan(found)

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from miles.rollout.sandbox.limits import Limits, SandboxError
-from miles.rollout.sandbox.order import Plan
+from miles.rollout.sandbox.isolation import SandboxError
+from miles.rollout.sandbox.protocol import IsolationPlan, SandboxLimits
 from miles.rollout.sandbox.run import Sandbox
 
 WELL_MEANT = {
@@ -165,14 +165,14 @@ def test_the_same_program_prints_the_same(plan):
 def test_root_makes_the_program_another_user_without_namespaces(found, plan):
     if not found.landlock:
         pytest.skip("no Landlock here")
-    sandbox = Sandbox(Plan(landlock=found.landlock, seccomp=True, apart=True))
-    done = asyncio.run(sandbox.run(["/bin/sh", "-c", "id -u; id -G; echo $$ > mine; cat mine"], limits=Limits()))
+    sandbox = Sandbox(IsolationPlan(landlock=found.landlock, seccomp=True, apart=True))
+    done = asyncio.run(sandbox.run(["/bin/sh", "-c", "id -u; id -G; echo $$ > mine; cat mine"], limits=SandboxLimits()))
     uid, groups, _ = done.stdout.decode().split()
     assert uid == groups != "0" and int(uid) > 1000
 
 
 def test_a_supervisor_that_breaks_is_told_of(plan, monkeypatch):
     broken = [sys.executable, "-I", "-S", "-c", "raise RuntimeError('broken')"]
-    monkeypatch.setattr("miles.rollout.sandbox.layers.supervisor_command", lambda module: broken)
+    monkeypatch.setattr("miles.rollout.sandbox.isolation.supervisor_command", lambda module: broken)
     with pytest.raises(SandboxError, match="broken"):
         asyncio.run(Sandbox(plan).run("print(1)"))

@@ -26,7 +26,7 @@ from tests.rollout.session.templates import (
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from miles.models.tokenizer import HubTokenizer, load_tokenizer
+from miles.models.tokenizer import HfTokenizer, load_tokenizer
 
 _IM = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<think>", "</think>", "<tool_call>", "</tool_call>")
 
@@ -212,7 +212,7 @@ _CORPUS = (
 _WORDS = r"[^\r\n\w]?\w+| ?[^\s\w]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-def save_tokenizer(folder: Path, template: str, marks: tuple[str, ...], end: str) -> HubTokenizer:
+def save_tokenizer(folder: Path, template: str, marks: tuple[str, ...], end: str) -> HfTokenizer:
     """A byte-level BPE trained on a few lines, whose special tokens are the family's marks."""
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.Sequence(

@@ -7,23 +7,23 @@ from collections.abc import Callable
 import pytest
 from tests.rollout.session.test_families import WEATHER, completion, result, user
 
-from miles.models.tokenizer import HubTokenizer
-from miles.rollout.session.audit import CLASSES, audit
-from miles.rollout.session.choose import renderer_for
-from miles.rollout.session.families.qwen3 import QWEN3
+from miles.models.tokenizer import HfTokenizer
+from miles.rollout.session.audit import MISMATCH_KINDS, audit_session
+from miles.rollout.session.families import FAMILIES
+from miles.rollout.session.renderer_detect import build_renderer
 from miles.rollout.session.session import Session
 
-Of = Callable[[str], HubTokenizer]
+Of = Callable[[str], HfTokenizer]
 
 
-def found(tokenizer: HubTokenizer, sampled: list[int]) -> set[str]:
-    session = Session("s", renderer_for(tokenizer))
+def found(tokenizer: HfTokenizer, sampled: list[int]) -> set[str]:
+    session = Session("s", build_renderer(tokenizer))
     reply = session.end(session.begin([user("a")], [WEATHER]), completion(sampled))
     behind = result(reply, "fine") if reply.message.get("tool_calls") else user("b")
     turn = session.begin([user("a"), reply.message, behind], [WEATHER])
     last = tokenizer.encode("done<|im_end|>")
     session.end(turn, completion(last))
-    report = audit(session)
+    report = audit_session(session)
     assert report.tokens == len(turn.tokens) + len(last) and report.conversations == 1
     return {kind for kind, count in report.counts.items() if count}
 
@@ -52,24 +52,24 @@ def test_other_tokens_for_the_same_text_are_named(tokenizer_of: Of) -> None:
 def test_a_call_addressed_in_another_place_is_the_same_call(tokenizer_of: Of) -> None:
     tokenizer = tokenizer_of("gpt-oss")
     words = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city":"Bonn"}<|call|>'
-    session = Session("s", renderer_for(tokenizer))
+    session = Session("s", build_renderer(tokenizer))
     reply = session.end(session.begin([user("a")], [WEATHER]), completion(tokenizer.encode(words)))
     turn = session.begin([user("a"), reply.message, result(reply, "fine")], [WEATHER])
     session.end(turn, completion(tokenizer.encode("<|channel|>final<|message|>done<|return|>")))
-    assert {kind for kind, count in audit(session).counts.items() if count} == {"tool_calls"}
+    assert {kind for kind, count in audit_session(session).counts.items() if count} == {"tool_calls"}
 
 
 def test_what_has_no_name_is_unknown_and_all_are_metrics(tokenizer_of: Of) -> None:
     tokenizer = tokenizer_of("qwen2.5")
-    session = Session("s", renderer_for(tokenizer))
+    session = Session("s", build_renderer(tokenizer))
     # A mark in the middle of a reply: the template would write the reply's words, and they are not these.
     turn = session.begin([user("a")])
     session.end(turn, completion(tokenizer.encode("one<|im_start|>two<|im_end|>")))
     assert session.tree.leaves()[0].messages[-1]["content"] == "one<|im_start|>two"
-    metrics = audit(session).metrics()
-    assert set(metrics) == {f"session_mismatch/{kind}" for kind in (*CLASSES, "refused")}
+    metrics = audit_session(session).metrics()
+    assert set(metrics) == {f"session_mismatch/{kind}" for kind in (*MISMATCH_KINDS, "refused")}
     assert all(isinstance(value, float) for value in metrics.values())
 
 
 def test_differences_a_family_promises_are_classes() -> None:
-    assert set(QWEN3.differs) <= set(CLASSES)
+    assert {kind for family in FAMILIES for kind in family.expected_mismatches} <= set(MISMATCH_KINDS)

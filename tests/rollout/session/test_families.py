@@ -12,13 +12,13 @@ from tests.rollout.session.cases import CASES, Case
 
 from miles.core.protocols import Completion
 from miles.core.types import Author, Span, Status, Version
-from miles.models.tokenizer import HubTokenizer
-from miles.rollout.session.audit import audit
-from miles.rollout.session.choose import renderer_for
-from miles.rollout.session.session import Reply, Session
+from miles.models.tokenizer import HfTokenizer
+from miles.rollout.session.audit import audit_session
+from miles.rollout.session.renderer_detect import build_renderer
+from miles.rollout.session.session import Session, SessionReply
 
-Of = Callable[[str], HubTokenizer]
-pytestmark = pytest.mark.filterwarnings("ignore:The chat template does not tell")
+Of = Callable[[str], HfTokenizer]
+pytestmark = pytest.mark.filterwarnings("ignore:The chat template does not render the tools")
 WEATHER = {
     "type": "function",
     "function": {
@@ -38,10 +38,10 @@ APPENDING = [name for name in ALL if CASES[name].keeps]
 class Talk:
     """A session whose policy says what it is told to, in its family's words."""
 
-    def __init__(self, name: str, tokenizer: HubTokenizer, *, sampled_end: bool = True) -> None:
+    def __init__(self, name: str, tokenizer: HfTokenizer, *, sampled_end: bool = True) -> None:
         self.case: Case = CASES[name]
         self.tokenizer = tokenizer
-        self.session = Session("s", renderer_for(tokenizer))
+        self.session = Session("s", build_renderer(tokenizer))
         self.tools = [WEATHER] if self.case.tools else []
         self.messages: list[Any] = []
         self.sampled_end = sampled_end
@@ -55,9 +55,9 @@ class Talk:
         """What the template itself writes of all that was said, through transformers."""
         tools: dict[str, Any] = {"tools": self.tools} if self.tools else {}
         put = [self._plain(message) for message in self.messages]
-        return self.tokenizer.render(put, add_generation_prompt=True, **tools)
+        return self.tokenizer.apply_chat_template(put, add_generation_prompt=True, **tools)
 
-    def say(self, text: str, thought: str = "", calls: tuple[dict[str, Any], ...] = ()) -> Reply:
+    def say(self, text: str, thought: str = "", calls: tuple[dict[str, Any], ...] = ()) -> SessionReply:
         written = [self.case.call("weather", arguments, self.called + i) for i, arguments in enumerate(calls)]
         self.called += len(calls)
         words = self.case.said(thought if self.case.thinks else "", text, written)
@@ -105,20 +105,20 @@ def completion(ids: list[int], reason: str = "stop", version: int = 0) -> Comple
         version=Version(number=version),
     )
     status = Status.COMPLETED if reason == "stop" else Status.TRUNCATED
-    return Completion(spans=(span,), status=status, reason=reason)
+    return Completion(spans=(span,), status=status, finish_reason=reason)
 
 
 def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def result(reply: Reply, text: str, at: int = 0) -> dict[str, Any]:
+def result(reply: SessionReply, text: str, at: int = 0) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": reply.message["tool_calls"][at]["id"], "content": text}
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_family_is_told_by_what_its_template_writes(name: str, tokenizer_of: Of) -> None:
-    assert renderer_for(tokenizer_of(name)).family.name == CASES[name].family
+    assert build_renderer(tokenizer_of(name)).family.name == CASES[name].family
 
 
 @pytest.mark.parametrize("sampled_end", [True, False])
@@ -186,13 +186,13 @@ def test_a_long_conversation_differs_only_as_its_family_says(name: str, tokenize
         talk.say(f"the answer is {turn}", thought="and I know")
         talk.ask(user(f"and then, {turn}?"))
     talk.say("that is all", thought="done")
-    found = audit(talk.session)
+    found = audit_session(talk.session)
     assert found.refused == 0 and found.conversations == 1
-    assert {kind for kind, count in found.counts.items() if count} <= set(talk.session.renderer.family.differs), (
-        found.findings
-    )
+    assert {kind for kind, count in found.counts.items() if count} <= set(
+        talk.session.renderer.family.expected_mismatches
+    ), found.mismatches
     if CASES[name].keeps:
-        assert not found.findings
+        assert not found.mismatches
     else:
         assert found.counts["thinking"] > 0
 
@@ -206,7 +206,7 @@ def test_what_was_sampled_is_the_beginning_of_all_that_follows(name: str, tokeni
         assert talk.turn.tokens.tolist()[: len(before)] == before
         assert talk.turn.reused == len(before)
         reply = talk.say(f"number {turn}", thought="hm")
-        before = talk.session.tree.path(reply.number).tokens.tolist()
+        before = talk.session.tree.get_conversation(reply.number).tokens.tolist()
         assert reply.message["content"] == f"number {turn}"
         assert reply.message.get("reasoning_content") == ("hm" if CASES[name].thinks else None)
         talk.ask(user("and?"))
@@ -222,7 +222,7 @@ def test_an_end_that_was_sampled_otherwise_is_a_named_difference(tokenizer_of: O
     behind = talk.turn.tokens.tolist()[talk.turn.reused :]
     assert talk.turn.tokens[talk.turn.reused - 1] == eom and behind[0] != eot
     talk.say("bye")
-    assert {k for k, n in audit(talk.session).counts.items() if n} == {"boundary"}
+    assert {k for k, n in audit_session(talk.session).counts.items() if n} == {"boundary"}
 
 
 def test_a_head_that_was_sampled_is_not_written_twice(tokenizer_of: Of) -> None:
@@ -242,7 +242,7 @@ def test_another_end_than_the_next_head_stays_and_the_head_is_written(end: str, 
     talk.ask(user("c"))
     assert talk.tokenizer.decode(talk.turn.tokens.tolist()).endswith(f"b{end}<|user|>\nc<|assistant|>")
     talk.say("d")
-    assert audit(talk.session).counts["unknown"] == 0
+    assert audit_session(talk.session).counts["unknown"] == 0
 
 
 def test_an_end_the_model_took_for_another_is_followed_by_the_true_one(tokenizer_of: Of) -> None:
@@ -256,7 +256,7 @@ def test_an_end_the_model_took_for_another_is_followed_by_the_true_one(tokenizer
 
 
 def test_a_turn_opened_without_thoughts_is_answered_without_their_line(tokenizer_of: Of) -> None:
-    session = Session("s", renderer_for(tokenizer_of("glm")))
+    session = Session("s", build_renderer(tokenizer_of("glm")))
     turn = session.begin([user("a")], enable_thinking=False)
     reply = session.end(turn, completion(tokenizer_of("glm").encode("\nyes<|user|>")))
     assert reply.message["content"] == "yes"
@@ -274,9 +274,9 @@ def test_a_result_is_taken_though_its_call_could_not_be_read(tokenizer_of: Of) -
 
 
 def test_a_word_about_the_coming_turn_alone_keeps_the_conversation(tokenizer_of: Of) -> None:
-    session = Session("s", renderer_for(tokenizer_of("qwen3")))
+    session = Session("s", build_renderer(tokenizer_of("qwen3")))
     turn = session.begin([user("a")], enable_thinking=True)
     reply = session.end(turn, completion(tokenizer_of("qwen3").encode("<think>\nx\n</think>\n\nb<|im_end|>")))
     more = session.begin([user("a"), reply.message, user("c")], enable_thinking=False)
     assert more.reused == len(turn.tokens) + reply.completion_tokens
-    assert session.renderer.text(more.tokens.tolist()).endswith("<think>\n\n</think>\n\n")
+    assert session.renderer.decode(more.tokens.tolist()).endswith("<think>\n\n</think>\n\n")

@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 
-from miles.core.errors import UsageError
-from miles.plug.load import check_fit
-from miles.rollout.session.ledger import Pick
-from miles.rollout.session.match import MATCHES, Match, loose_tool_call, match_named, role_content_only, strict
+from miles.hooks.load import check_signature
+from miles.rollout.session.branches import SamplePicker
+from miles.rollout.session.match import (
+    MessageMatcher,
+    loose_tool_call,
+    role_content_only,
+    strict,
+)
 
 
 def called(arguments: Any = '{"a": 1}', *, id: str = "x", name: str = "f", **rest: Any) -> dict[str, Any]:
@@ -56,12 +60,6 @@ def test_the_order_of_text_and_media_matters() -> None:
     assert not role_content_only(one, other)
 
 
-def test_an_unknown_name_is_refused_with_those_there_are() -> None:
-    with pytest.raises(UsageError, match="strict, loose_tool_call, role_content_only"):
-        match_named("looser")
-    assert match_named("strict") is MATCHES["strict"]
-
-
-def test_the_doors_can_be_plugged() -> None:
-    check_fit(lambda stored, given: True, Match, "mine")
-    check_fit(lambda conversations: conversations[-1:], Pick, "mine")
+def test_both_hooks_can_be_replaced() -> None:
+    check_signature(lambda stored, given: True, MessageMatcher, "mine")
+    check_signature(lambda conversations: conversations[-1:], SamplePicker, "mine")

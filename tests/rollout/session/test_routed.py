@@ -9,8 +9,8 @@ import numpy as np
 from tests.rollout.session.test_families import completion, user
 
 from miles.core.types import Array, Author
-from miles.models.tokenizer import HubTokenizer
-from miles.rollout.session.choose import renderer_for
+from miles.models.tokenizer import HfTokenizer
+from miles.rollout.session.renderer_detect import build_renderer
 from miles.rollout.session.session import Session
 
 NONE = 255
@@ -21,9 +21,9 @@ def recorded(position: int, count: int) -> Array:
     return np.arange(position, position + count, dtype=np.uint8).reshape(count, 1, 1)
 
 
-def test_all_tokens_of_all_turns_but_the_last_have_experts(tokenizer_of: Callable[[str], HubTokenizer]) -> None:
+def test_all_tokens_of_all_turns_but_the_last_have_experts(tokenizer_of: Callable[[str], HfTokenizer]) -> None:
     qwen = tokenizer_of("qwen2.5")
-    session = Session("s", renderer_for(qwen))
+    session = Session("s", build_renderer(qwen))
     messages = [user("the city?")]
     for words in ("the answer", "another", "the end"):
         turn = session.begin(messages)
@@ -33,7 +33,7 @@ def test_all_tokens_of_all_turns_but_the_last_have_experts(tokenizer_of: Callabl
         routed[-1] = NONE
         spans = tuple(replace(span, extras={"routed_experts": routed}) for span in found.spans)
         given = {"routed_experts": recorded(0, len(turn.tokens))}
-        reply = session.end(turn, replace(found, spans=spans, given=given))
+        reply = session.end(turn, replace(found, spans=spans, prompt_extras=given))
         messages = [*messages, reply.message, user("and?")]
     (branch,) = session.trajectory(status=found.status).branches
     assert {span.author for span in branch} == set(Author)

@@ -14,18 +14,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.rollout.session.cases import CASES
 from tests.rollout.session.test_families import WEATHER, user
+from tests.tiers import examples
 
-from miles.algo.credit import rows_of
+from miles.algo.advantages import build_samples
 from miles.core.protocols import Completion
 from miles.core.types import Author, Span, Status, Version
-from miles.models.tokenizer import HubTokenizer
-from miles.rollout.session.audit import audit
-from miles.rollout.session.choose import renderer_for
-from miles.rollout.session.match import MATCHES
-from miles.rollout.session.message import SessionError
-from miles.rollout.session.session import Session, Turn
+from miles.models.tokenizer import HfTokenizer
+from miles.rollout.serving.errors import SessionError
+from miles.rollout.session.audit import audit_session
+from miles.rollout.session.match import MATCHERS
+from miles.rollout.session.renderer_detect import build_renderer
+from miles.rollout.session.session import Session, SessionTurn
 
-Of = Callable[[str], HubTokenizer]
+Of = Callable[[str], HfTokenizer]
 pytestmark = pytest.mark.filterwarnings("ignore:The chat template does not tell")
 Sampled = tuple[int, float, int]
 """A token, its log-prob (a number of its own, so that it tells which one it is) and its version."""
@@ -34,7 +35,7 @@ Sampled = tuple[int, float, int]
 class Dice:
     """An engine that writes whatever falls, and publishes new weights in the middle of it."""
 
-    def __init__(self, random: Random, tokenizer: HubTokenizer, call: str, end: str) -> None:
+    def __init__(self, random: Random, tokenizer: HfTokenizer, call: str, end: str) -> None:
         self._random, self._tokenizer = random, tokenizer
         self._call, self._end = call, tokenizer.encode(end)
         self.version = 0
@@ -55,7 +56,7 @@ class Dice:
             ids = ids[size:]
             self.version += self._random.random() < 0.5
         status = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}[reason]
-        return Completion(spans=tuple(spans), status=status, reason=reason)
+        return Completion(spans=tuple(spans), status=status, finish_reason=reason)
 
     def _span(self, ids: list[int]) -> Span:
         logprobs = -np.arange(self.drawn, self.drawn + len(ids), dtype=np.float32)
@@ -81,7 +82,7 @@ class Agent:
     random: Random
     tools: bool
     talks: list[list[Any]] = field(default_factory=list)
-    asked: list[tuple[Turn, list[Any]]] = field(default_factory=list)
+    asked: list[tuple[SessionTurn, list[Any]]] = field(default_factory=list)
     refused: int = 0
 
     def step(self, act: str) -> None:
@@ -141,11 +142,16 @@ ACTS = st.sampled_from(["open", "append", "append", "append", "retry", "edit", "
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(25),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     acts=st.lists(ACTS, min_size=8, max_size=40),
     seed=st.integers(0, 2**32),
-    match=st.sampled_from(sorted(MATCHES)),
+    match=st.sampled_from(sorted(MATCHERS)),
 )
 def test_what_trains_is_exactly_what_was_sampled_once_each(
     name: str, acts: list[str], seed: int, match: str, tokenizer_of: Of
@@ -153,7 +159,7 @@ def test_what_trains_is_exactly_what_was_sampled_once_each(
     tokenizer, case, random = tokenizer_of(name), CASES[name], Random(seed)
     call = case.said("", "", [case.call("weather", {"city": "Bonn"}, 0)])
     engine = Dice(random, tokenizer, call, case.end)
-    session = Session("s", renderer_for(tokenizer), match=MATCHES[match])
+    session = Session("s", build_renderer(tokenizer), match=MATCHERS[match])
     agent = Agent(session=session, engine=engine, random=random, tools=case.tools)
     for act in ["open", *acts]:
         agent.step(act)
@@ -168,18 +174,18 @@ def test_what_trains_is_exactly_what_was_sampled_once_each(
     ]
     assert sorted(trained) == sorted(engine.sampled)
     assert all(span.extras["routed_experts"][:, 0].tolist() == span.tokens.tolist() for span in spans)
-    rows = rows_of(0, trajectory, worth=1.0, trained=Author.POLICY)
+    rows = build_samples(0, trajectory, advantage=1.0, trained_author=Author.POLICY)
     assert sum(int(row.mask.sum()) for row in rows) == len(engine.sampled)
-    assert {row.share for row in rows} == {len(rows)}
+    assert {row.samples_per_trajectory for row in rows} == {len(rows)}
     check_contexts(session, tokenizer)
-    audit(session)
+    audit_session(session)
 
 
-def check_contexts(session: Session, tokenizer: HubTokenizer) -> None:
+def check_contexts(session: Session, tokenizer: HfTokenizer) -> None:
     """Every reply was drawn behind exactly the tokens its branch has before it, which begin as those before did."""
     for path in session.tree.leaves():
         tokens = path.tokens.tolist()
         for node in path.nodes:
-            upto = session.tree.path(node.number).tokens.tolist()
+            upto = session.tree.get_conversation(node.number).tokens.tolist()
             assert tokens[: len(upto)] == upto
-    assert session.awaited >= 0
+    assert session.num_pending >= 0

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.rollout.tools.calculator import calculator, value_of
+from miles.rollout.tools.calculator import build_calculator_tool, evaluate_expression
 from miles.rollout.tools.tool import ToolError
 
 NUMBERS = st.one_of(st.integers(-999, 999), st.floats(-1e6, 1e6, allow_nan=False).map(lambda x: round(x, 3)))
@@ -24,9 +24,9 @@ def test_expressions_have_the_value_python_gives_them(expression):
         wanted = eval(expression)
     except ZeroDivisionError:
         with pytest.raises(ToolError):
-            value_of(expression)
+            evaluate_expression(expression)
         return
-    assert value_of(expression) == pytest.approx(wanted, rel=1e-12, abs=1e-300)
+    assert evaluate_expression(expression) == pytest.approx(wanted, rel=1e-12, abs=1e-300)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_expressions_have_the_value_python_gives_them(expression):
     ],
 )
 def test_results_are_written_as_one_would_write_them(expression, said):
-    assert asyncio.run(calculator().call({"expression": expression})) == said
+    assert asyncio.run(build_calculator_tool().call({"expression": expression})) == said
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_results_are_written_as_one_would_write_them(expression, said):
 )
 def test_what_is_no_arithmetic_or_too_much_of_it_is_refused(expression):
     try:
-        value = value_of(expression)
+        value = evaluate_expression(expression)
     except ToolError:
         return
     assert expression.strip("-()") == "1" and abs(value) == 1  # deep, but Python's parser took it

@@ -8,8 +8,8 @@ import pytest
 
 from miles.core.errors import UsageError
 from miles.core.types import Prompt
-from miles.rollout.source import read_dataset
-from miles.rollout.tools.environments.textgame import GymnasiumGame, action_of, seed_of
+from miles.rollout.data.dataset import read_dataset
+from miles.rollout.tools.environments.text_games import GymnasiumGame, derive_game_seed, extract_action
 
 PROMPT = Prompt(id=5, messages=({"role": "system", "content": "Guess the number."},), label="7")
 
@@ -55,11 +55,11 @@ class Guessing:
 
 def test_a_game_of_gymnasiums_kind_is_played_to_its_end():
     game = Guessing()
-    number = seed_of(PROMPT) % 7 + 1
+    number = derive_game_seed(PROMPT) % 7 + 1
     wrong = "1" if number > 1 else "2"
     world = GymnasiumGame(make=lambda: game)
     opening, steps = asyncio.run(played(world, [wrong, f"I think <action> {number} </action>"]))
-    assert opening.messages[1]["content"].startswith("A number from 1 to 7") and opening.scores
+    assert opening.messages[1]["content"].startswith("A number from 1 to 7") and opening.provides_reward
     assert [step.messages[0]["content"] if step.messages else "" for step in steps] == (
         ["higher" if number > 1 else "lower", ""]
     )
@@ -68,7 +68,7 @@ def test_a_game_of_gymnasiums_kind_is_played_to_its_end():
 
 
 def test_a_game_that_is_cut_off_or_breaks_says_so():
-    number = seed_of(PROMPT) % 7 + 1
+    number = derive_game_seed(PROMPT) % 7 + 1
     wrong = "1" if number > 1 else "2"
     _, steps = asyncio.run(played(GymnasiumGame(make=Guessing), [wrong] * 4))
     assert (steps[-1].done, steps[-1].limit) == (True, "game")
@@ -79,8 +79,12 @@ def test_a_game_that_is_cut_off_or_breaks_says_so():
 
 
 def test_attempts_at_a_prompt_play_the_same_game():
-    assert seed_of(PROMPT) == seed_of(Prompt(id=5, messages=(), epoch=3)) != seed_of(Prompt(id=6, messages=()))
-    assert seed_of(Prompt(id=5, messages=(), metadata={"seed": 11})) == 11
+    assert (
+        derive_game_seed(PROMPT)
+        == derive_game_seed(Prompt(id=5, messages=(), epoch=3))
+        != derive_game_seed(Prompt(id=6, messages=()))
+    )
+    assert derive_game_seed(Prompt(id=5, messages=(), metadata={"seed": 11})) == 11
 
 
 @pytest.mark.parametrize(
@@ -93,12 +97,12 @@ def test_attempts_at_a_prompt_play_the_same_game():
     ],
 )
 def test_an_action_is_found_in_what_is_said(reply, action):
-    assert action_of({"content": reply}) == action
+    assert extract_action({"content": reply}) == action
 
 
 def test_reasoning_gyms_own_scorers_say_what_is_right():
     pytest.importorskip("reasoning_gym")
-    from miles.rollout.tools.environments.reasoning import ReasoningGym
+    from miles.rollout.tools.environments.reasoning_gym import ReasoningGym
 
     prompt = read_dataset("reasoning_gym:leg_counting?size=2&seed=1", input_key="input").prompts[0]
     right = f"<answer>{prompt.label}</answer>"
@@ -111,7 +115,7 @@ def test_reasoning_gyms_own_scorers_say_what_is_right():
         )
 
     (opening, once), (_, twice), (_, never) = asyncio.run(play())
-    assert opening.messages == prompt.messages and opening.scores
+    assert opening.messages == prompt.messages and opening.provides_reward
     assert (once[0].reward, once[0].done, once[0].parts) == (1.0, True, {"right": 1.0})
     assert [step.done for step in twice] == [False, True] and twice[1].reward == 0.75
     assert never[0].done and never[0].reward is not None and never[0].reward < 1.0
@@ -165,22 +169,22 @@ def verifiers(monkeypatch):
     monkeypatch.setitem(sys.modules, "verifiers", Verifiers("verifiers"))
     from miles.rollout.tools.environments import verifiers as connector
 
-    connector._loaded.cache_clear()
+    connector._load_environment.cache_clear()
     return connector.VerifiersEnvironment
 
 
 def test_an_environment_of_verifiers_drives_itself_and_is_scored_by_its_rubric(verifiers):
     opening, steps = asyncio.run(played(verifiers("quiz"), ["7", "8"]))
     assert opening.messages == [{"role": "system", "content": "Guess the number."}]
-    assert opening.tools[0]["function"]["name"] == "peek" and opening.scores
+    assert opening.tools[0]["function"]["name"] == "peek" and opening.provides_reward
     assert [dict(message) for message in steps[0].messages] == [{"role": "user", "content": "Question 2?"}]
-    assert not steps[0].anew
+    assert not steps[0].replaces_history
     assert (steps[1].done, steps[1].reward, steps[1].parts) == (True, 0.5, {"right": 1.0})
 
 
 def test_an_environment_that_rewrites_the_conversation_begins_it_anew(verifiers):
     _, steps = asyncio.run(played(verifiers("quiz", settings={"forgetful": True}), ["7", "7"]))
-    assert steps[0].anew and steps[0].messages == [{"role": "user", "content": "Question 2?"}]
+    assert steps[0].replaces_history and steps[0].messages == [{"role": "user", "content": "Question 2?"}]
     assert steps[1].reward == 1.0
 
 
@@ -205,5 +209,5 @@ def test_a_verifiers_without_environments_is_refused(monkeypatch):
     with pytest.raises(UsageError, match=r"needs verifiers\.v1, .* pip install 'verifiers>=0\.1\.12,<0\.5'"):
         VerifiersEnvironment("quiz")
     monkeypatch.setitem(sys.modules, "verifiers.v1", ModuleType("verifiers.v1"))
-    with pytest.raises(UsageError, match=r"another kind .* pip install 'verifiers>=0\.1\.12,<0\.5'"):
+    with pytest.raises(UsageError, match=r"unknown kind .* pip install 'verifiers>=0\.1\.12,<0\.5'"):
         VerifiersEnvironment("quiz")

@@ -12,9 +12,9 @@ import pytest
 from tests.launch.small_run import miles
 from tests.rollout.generate.talking import Scripted
 
-from miles.core.protocols import Sampling
+from miles.core.protocols import SamplingParams
 from miles.core.types import Author, Prompt, Status
-from miles.plug.points import GENERATE
+from miles.hooks.registry import GENERATE
 
 
 def load_module(name: str, path: Path) -> ModuleType:
@@ -37,10 +37,10 @@ def test_an_attempt_has_the_tokens_of_a_demonstration():
     generate = GENERATE.load(f"{EXAMPLE / 'generate.py'}:Calculating")
     engine = Scripted(made, [f"{CALL}37*48{DONE}", "1776"])
     prompt = Prompt(id=0, messages=({"role": "user", "content": "37*48"},))
-    trajectory = asyncio.run(generate(prompt, engine, Sampling(max_new_tokens=24)))
+    trajectory = asyncio.run(generate(prompt, engine, SamplingParams(max_new_tokens=24)))
     assert (trajectory.status, trajectory.metadata["text"]) == (Status.COMPLETED, "1776")
     tokens = list(chain.from_iterable(span.tokens.tolist() for span in trajectory.spans))
-    shown = made.render(demonstration(37, 48, calls=True))
+    shown = made.apply_chat_template(demonstration(37, 48, calls=True))
     assert shown == [*tokens, *made.encode("\n")]  # which the template writes behind a last turn, and nobody reads
     said = [span.tokens.tolist() for span in trajectory.spans if span.author is Author.POLICY]
     assert list(chain.from_iterable(said)) == list(chain.from_iterable(engine.gave))

@@ -6,18 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.rollout.tools.files import file_tools
-from miles.rollout.tools.folder import Folder, folder
+from miles.rollout.tools.files import build_file_tools
 from miles.rollout.tools.tool import ToolError
+from miles.rollout.tools.workspace import Workspace, temporary_workspace
 
 
-def use(place: Folder, name: str, **arguments) -> str:
-    (tool,) = (tool for tool in file_tools(place) if tool.name == name)
+def use(place: Workspace, name: str, **arguments) -> str:
+    (tool,) = (tool for tool in build_file_tools(place) if tool.name == name)
     return asyncio.run(tool.call(arguments))
 
 
 def test_files_are_written_listed_read_and_searched(tmp_path):
-    place = Folder(tmp_path)
+    place = Workspace(tmp_path)
     assert use(place, "list_files") == "No files."
     assert use(place, "write_file", path="a/b.txt", content="one\nTwo\nthree\n") == "Wrote 14 bytes to a/b.txt."
     use(place, "write_file", path="c.py", content="two = 2")
@@ -35,7 +35,7 @@ def test_no_path_leads_out(tmp_path, path):
     (tmp_path / "secret").write_text("secret")
     (inside / "link").symlink_to("/etc")
     (inside / "out").symlink_to(tmp_path / "secret")
-    place = Folder(inside)
+    place = Workspace(inside)
     for tool, more in (("read_file", {}), ("write_file", {"content": "x"})):
         with pytest.raises(ToolError):
             use(place, tool, path=path, **more)
@@ -45,17 +45,17 @@ def test_no_path_leads_out(tmp_path, path):
 
 @given(path=st.text(alphabet="a./\\~$ ", max_size=12))
 def test_any_path_stays_inside_or_is_refused(path):
-    with folder() as place:
+    with temporary_workspace() as place:
         try:
             place.write(path, b"x")
         except ToolError:
             return
         assert place.contents() == {place.names()[0]: b"x"}
-        assert place.place(path).is_relative_to(place.root)
+        assert place.resolve(path).is_relative_to(place.root)
 
 
 def test_there_is_only_so_much_room(tmp_path):
-    place = Folder(tmp_path, most_bytes=10, most_files=2)
+    place = Workspace(tmp_path, max_bytes=10, max_files=2)
     place.write("a", b"12345678")
     place.write("a", b"1234567890")  # in its own place
     with pytest.raises(ToolError, match="10 bytes"):
@@ -69,7 +69,7 @@ def test_there_is_only_so_much_room(tmp_path):
 
 
 def test_the_folder_is_gone_when_the_attempt_is():
-    with folder() as place:
+    with temporary_workspace() as place:
         place.write("deep/er/file", b"x")
         root = place.root
     assert not root.exists()

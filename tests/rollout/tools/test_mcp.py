@@ -1,4 +1,4 @@
-"""Any MCP server is a tool: a server written from the specification, and the official package's where it is there."""
+"""MCP servers as tools: a server written from the specification, and one made with the official SDK."""
 
 import asyncio
 import json
@@ -9,25 +9,25 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("mcp")
+
 from miles.core.errors import UsageError
-from miles.rollout.tools.mcp import Server, Servers, read_servers
+from miles.rollout.tools.mcp import MCPServerConfig, MCPServers, read_mcp_config
 from miles.rollout.tools.tool import EnvironmentFailed, Toolbox, ToolError, ToolLimits
 
 SCRIPT = str(Path(__file__).with_name("mcp_server.py"))
 ENVIRON = {"PATH": os.environ["PATH"], "SECRET_TOKEN": "do not tell"}
-OFFICIAL = os.environ.get("MILES_TEST_MCP_PYTHON", "")
-"""A Python that has the package ``mcp``, which the suite's own environment does not."""
 
 
-def server(**more) -> Server:
-    return Server(**{"name": "small", "command": sys.executable, "args": (SCRIPT,), **more})
+def server(**more) -> MCPServerConfig:
+    return MCPServerConfig(**{"name": "small", "command": sys.executable, "args": (SCRIPT,), **more})
 
 
 def using(work, tmp_path, **more):
     """Open the server's tools as an attempt does, and work with them by name."""
 
     async def use():
-        servers = Servers({"small": server(**more)}, environ=ENVIRON)
+        servers = MCPServers({"small": server(**more)}, environ=ENVIRON)
         try:
             async with AsyncExitStack() as stack:
                 tools = {tool.name: tool for tool in await servers.open("small", stack, tmp_path)}
@@ -82,7 +82,7 @@ def test_a_call_that_is_given_up_is_called_off_and_the_server_goes_on(tmp_path):
 
 def test_an_attempts_own_server_that_ends_fails_the_attempt(tmp_path):
     async def work(tools):
-        with pytest.raises(EnvironmentFailed, match="small is gone: it ended with status 3: I am tired"):
+        with pytest.raises(EnvironmentFailed, match="small is gone: it ended: I am tired"):
             await tools["die"].call({})
         with pytest.raises(EnvironmentFailed, match="small ended"):
             await tools["add"].call({"a": 1, "b": 1})
@@ -108,7 +108,7 @@ def test_a_shared_server_that_ends_is_started_again_but_not_for_ever(tmp_path):
 
 def test_a_shared_server_is_one_process_for_all_attempts(tmp_path):
     async def use():
-        servers = Servers({"small": server(shared=True)}, environ=ENVIRON)
+        servers = MCPServers({"small": server(shared=True)}, environ=ENVIRON)
         pids = []
         for _ in range(2):
             async with AsyncExitStack() as stack:
@@ -125,8 +125,8 @@ def test_a_shared_server_is_one_process_for_all_attempts(tmp_path):
     ("more", "complaint"),
     [
         ({"command": "no-such-program-anywhere"}, "did not start: no-such-program-anywhere cannot be started"),
-        ({"args": (SCRIPT, "1999-01-01")}, "speaks version 1999-01-01"),
-        ({"args": ("-c", "raise SystemExit('not today')")}, "did not do initialize: it ended with status 1: not today"),
+        ({"args": (SCRIPT, "1999-01-01")}, "did not do initialize: Unsupported protocol version"),
+        ({"args": ("-c", "raise SystemExit('not today')")}, "did not do initialize: it ended: not today"),
         ({"args": ("-c", "import sys; sys.stdin.read()"), "seconds": 0.05}, "did not do initialize: no answer in time"),
     ],
 )
@@ -142,8 +142,8 @@ def test_servers_are_read_from_the_file_other_programs_use(tmp_path):
     path = tmp_path / "mcp.json"
     entry = {"type": "stdio", "command": "npx", "args": ["-y", "server"], "env": {"A": "b"}, "shared": True}
     path.write_text(json.dumps({"mcpServers": {"files": entry}}))
-    wanted = Server(name="files", command="npx", args=("-y", "server"), env={"A": "b"}, shared=True)
-    assert read_servers(path) == {"files": wanted}
+    wanted = MCPServerConfig(name="files", command="npx", args=("-y", "server"), env={"A": "b"}, shared=True)
+    assert read_mcp_config(path) == {"files": wanted}
     for bad in (
         "{",
         "{}",
@@ -152,13 +152,13 @@ def test_servers_are_read_from_the_file_other_programs_use(tmp_path):
     ):
         path.write_text(bad)
         with pytest.raises(UsageError, match="does not list MCP servers"):
-            read_servers(path)
+            read_mcp_config(path)
 
 
 OFFICIAL_SERVER = """
-from mcp.server.{module} import {name} as Made
+from mcp.server.fastmcp import FastMCP
 
-server = Made("official")
+server = FastMCP("official")
 
 @server.tool()
 def multiply(a: int, b: int) -> int:
@@ -174,13 +174,9 @@ server.run()
 """
 
 
-@pytest.mark.skipif(not OFFICIAL, reason="MILES_TEST_MCP_PYTHON names no Python with the package mcp")
 def test_the_official_packages_server_is_understood(tmp_path):
     script = tmp_path / "server.py"
-    script.write_text(
-        "try:\n    import mcp.server.mcpserver\n    M, N = 'mcpserver', 'MCPServer'\nexcept ImportError:\n"
-        f"    M, N = 'fastmcp', 'FastMCP'\nexec({OFFICIAL_SERVER!r}.format(module=M, name=N))\n"
-    )
+    script.write_text(OFFICIAL_SERVER)
 
     async def work(tools):
         with pytest.raises(ToolError, match="refuse"):
@@ -189,6 +185,6 @@ def test_the_official_packages_server_is_understood(tmp_path):
             await tools["multiply"].call({"a": "x"})
         return tools["multiply"].spec["function"], await tools["multiply"].call({"a": 6, "b": 7})
 
-    about, result = using(work, tmp_path, command=OFFICIAL, args=(str(script),))
+    about, result = using(work, tmp_path, args=(str(script),))
     assert about["description"] == "Multiply two whole numbers." and result == "42"
     assert about["parameters"]["properties"]["a"]["type"] == "integer"

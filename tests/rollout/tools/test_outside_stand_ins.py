@@ -11,7 +11,7 @@ import pytest
 from miles.core.errors import UsageError
 from miles.core.types import Prompt
 from miles.rollout.tools.environments.openenv import OpenEnvEnvironment
-from miles.rollout.tools.environments.textgame import TextArenaGame, seed_of
+from miles.rollout.tools.environments.text_games import TextArenaGame, derive_game_seed
 from miles.rollout.tools.tool import EnvironmentFailed
 
 PROMPT = Prompt(id=5, messages=({"role": "system", "content": "Play."},))
@@ -69,7 +69,7 @@ def test_a_game_of_textarenas_kind_is_played_to_its_end(monkeypatch):
     monkeypatch.setitem(sys.modules, "textarena", Race("textarena"))
     shown, last = play(TextArenaGame("Race-v0"), ["6", "6"])
     assert shown == ["Race to ten.\nThe total is 0.", "The total is 6."] and last.reward == 1.0
-    shown, last = play(TextArenaGame("Race-v0", seats=2), ["6", "6"])
+    shown, last = play(TextArenaGame("Race-v0", num_players=2), ["6", "6"])
     assert shown[1] == "[Player 1]\nThe total is 6." and last.reward == -1.0
 
 
@@ -143,9 +143,9 @@ def at_hand(work):
 def test_a_server_with_a_game_of_its_own_is_played_over_both_its_doors(posts):
     async def work(address, _):
         shown, last = await played(OpenEnvEnvironment(address, observation="text", posts=posts), ["a", "b", "c"])
-        assert shown == [f"seed {seed_of(PROMPT)}", "you said a", "you said b"] and last.reward == 0.5
+        assert shown == [f"seed {derive_game_seed(PROMPT)}", "you said a", "you said b"] and last.reward == 0.5
         shown, _ = await played(OpenEnvEnvironment(address, action="", posts=posts), ['{"message": "x"}', "y"])
-        assert shown[0] == json.dumps({"text": f"seed {seed_of(PROMPT)}"}), "metadata are not the player's"
+        assert shown[0] == json.dumps({"text": f"seed {derive_game_seed(PROMPT)}"}), "metadata are not the player's"
         assert shown[1:] == ['{"text": "you said x"}', '{"text": "you said y"}']
         with pytest.raises(EnvironmentFailed, match=r"refused step: .*it broke"):
             await played(OpenEnvEnvironment(address, posts=posts), ["bad"])

@@ -14,14 +14,15 @@ import pytest
 from tests.rollout.generate.talking import Scripted
 
 from miles.core.errors import DataError, UsageError
-from miles.core.protocols import Sampling
+from miles.core.protocols import SamplingParams
 from miles.core.types import Prompt, Status
-from miles.launch.answering import answering_of
-from miles.launch.main import main, read
-from miles.launch.policy import read_policy
+from miles.launch.build.generation import build_generation
+from miles.launch.build.models import read_policy
+from miles.launch.main import main
+from miles.launch.read_config import read
 from miles.models.tokenizer import load_tokenizer
 from miles.rollout.tools.environments.openenv import OpenEnvEnvironment
-from miles.rollout.tools.environments.textgame import TextArenaGame, seed_of
+from miles.rollout.tools.environments.text_games import TextArenaGame, derive_game_seed
 from miles.rollout.tools.tool import EnvironmentFailed
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "outside_worlds"
@@ -74,7 +75,7 @@ def number_behind(seed: int, most: int) -> int:
 
 
 def test_a_real_game_for_one_is_played_to_its_end(arena):
-    number = number_behind(seed_of(PROMPT), 20)
+    number = number_behind(derive_game_seed(PROMPT), 20)
     wrong = 1 if number > 1 else 2
     shown, last = play(TextArenaGame("GuessTheNumber-v0"), [str(wrong), f"I say <action>[{number}]</action>"])
     assert "between 1 and 20 within 10 turns" in shown[0]
@@ -85,7 +86,7 @@ def test_a_real_game_for_one_is_played_to_its_end(arena):
 
 def test_settings_reach_the_game_and_its_own_score_counts(arena):
     settings = {"min_number": 1, "max_number": 5, "max_turns": 1}
-    number = number_behind(seed_of(PROMPT), 5)
+    number = number_behind(derive_game_seed(PROMPT), 5)
     first, second = [n for n in range(1, 6) if n != number][:2]
     shown, last = play(TextArenaGame("GuessTheNumber-v0", settings=settings), [str(first), str(second)])
     assert "between 1 and 5" in shown[0]
@@ -93,7 +94,7 @@ def test_settings_reach_the_game_and_its_own_score_counts(arena):
 
 
 def test_rules_are_said_once_where_a_game_repeats_them_before_every_board(arena):
-    shown, last = play(TextArenaGame("Nim-v0-train", seats=2, settings={"piles": [1, 2]}), ["0 1", "1 1"])
+    shown, last = play(TextArenaGame("Nim-v0-train", num_players=2, settings={"piles": [1, 2]}), ["0 1", "1 1"])
     assert last is None and "pile 1: 2" in shown[0]
     assert all("Rules:" in text for text in shown[:2]), "each seat is told them"
     assert "Rules:" not in shown[2] and shown[2].endswith("pile 0: 0\n  pile 1: 1")
@@ -106,7 +107,7 @@ def test_a_move_that_is_refused_without_a_word_leaves_no_empty_message(arena):
 
 @pytest.mark.parametrize("seat", [0, 1])
 def test_the_policy_plays_both_seats_and_earns_what_its_own_does(arena, seat):
-    game = TextArenaGame("Nim-v0", seats=2, seat=seat, settings={"piles": [1, 1]})
+    game = TextArenaGame("Nim-v0", num_players=2, player_id=seat, settings={"piles": [1, 1]})
     shown, last = play(game, ["0 1", "1 1"])
     assert [text.splitlines()[0] for text in shown] == ["[Player 0]", "[Player 1]"]
     assert last is not None and last.reward == (-1.0, 1.0)[seat], "who takes the last one wins"
@@ -129,8 +130,8 @@ def test_games_at_once_do_not_disturb_each_other_nor_the_process(arena):
 def test_a_game_that_is_not_there_and_a_seat_that_is_not_are_named(arena):
     with pytest.raises(DataError, match=r"textarena has no game GuesTheNumber-v0; did you mean GuessTheNumber-v0\?"):
         play(TextArenaGame("GuesTheNumber-v0"), [])
-    with pytest.raises(UsageError, match="has no seat 2 of 2"):
-        TextArenaGame("Nim-v0", seats=2, seat=2)
+    with pytest.raises(UsageError, match="has no player 2 of 2"):
+        TextArenaGame("Nim-v0", num_players=2, player_id=2)
 
 
 # -- OpenEnv: the example's server, which is the package's own ----------------------------------
@@ -249,7 +250,7 @@ def test_each_world_is_trained_in(kind, start, tmp_path):
     assert main(["train", *few(run.grpo_flags(kind, folder, address, run.newest(warm), grpo, steps=2))]) == 0
     steps = run.measured(grpo, "train")
     assert len(steps) == 2 and max(row["parity_max_abs"] for row in steps) < 1e-4
-    assert max(row["unscored_share"] for row in steps) == 0.0, "no world failed"
+    assert max(row["unscored_ratio"] for row in steps) == 0.0, "no world failed"
 
 
 def test_an_attempt_has_the_tokens_of_a_demonstration(kind, start, tmp_path):
@@ -262,14 +263,14 @@ def test_an_attempt_has_the_tokens_of_a_demonstration(kind, start, tmp_path):
 
     async def attempt():
         config, _, _ = read("train", run.grpo_flags(kind, folder, address, folder, tmp_path / "unused", steps=1))
-        answering = answering_of(config, read_policy(config))
+        answering = build_generation(config, read_policy(config))
         try:
-            return await answering.generate(prompt, Scripted(tokenizer, said), Sampling(max_new_tokens=64))
+            return await answering.generate(prompt, Scripted(tokenizer, said), SamplingParams(max_new_tokens=64))
         finally:
             await answering.close()
 
     trajectory = asyncio.run(attempt())
     assert trajectory.status is Status.COMPLETED and trajectory.reward is not None, trajectory.metadata
     tokens = list(chain.from_iterable(span.tokens.tolist() for span in trajectory.spans))
-    assert tokenizer.render(shown) == [*tokens, *tokenizer.encode("\n")]
+    assert tokenizer.apply_chat_template(shown) == [*tokens, *tokenizer.encode("\n")]
     assert tokenizer.encode("?")[0] not in tokens, "every word of the world is a token"

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from tests.rollout.generate.talking import Scripted, call, chat_tokenizer
 
-from miles.core.protocols import Sampling
+from miles.core.protocols import SamplingParams
 from miles.core.types import Prompt
-from miles.rollout.tools.box import BUILT_IN
-from miles.rollout.tools.worlds import ENVIRONMENTS
+from miles.rollout.tools.env_registry import ENVIRONMENTS
+from miles.rollout.tools.toolbox import BUILT_IN
 
 PAGE = (Path(__file__).parents[3] / "docs" / "tools.md").read_text()
 
@@ -27,8 +27,10 @@ def test_the_examples_of_the_page_run(tmp_path):
     generate = names["generate_with"](tokenizer)
     prompt = Prompt(id=1, messages=({"role": "user", "content": "Umbrella?"},))
     asked = Scripted(tokenizer, [call("weather", city="Bern", days=2), "Yes."])
-    trajectory = asyncio.run(generate(prompt, asked, Sampling(max_new_tokens=500)))
+    trajectory = asyncio.run(generate(prompt, asked, SamplingParams(max_new_tokens=500)))
     assert trajectory.metadata["messages"][2]["content"] == "Rain in Bern, for 2 days."
     counted = Prompt(id=1, messages=prompt.messages, metadata={"environment": "countdown"})
-    trajectory = asyncio.run(generate(counted, Scripted(tokenizer, ["3", "2", "1"]), Sampling(max_new_tokens=500)))
+    trajectory = asyncio.run(
+        generate(counted, Scripted(tokenizer, ["3", "2", "1"]), SamplingParams(max_new_tokens=500))
+    )
     assert trajectory.reward is not None and trajectory.reward.value == 1.0

@@ -11,13 +11,14 @@ from types import ModuleType
 import pytest
 from tests.rollout.generate.talking import Scripted
 
-from miles.core.protocols import Sampling
+from miles.core.protocols import SamplingParams
 from miles.core.types import Prompt, Status
-from miles.launch.answering import answering_of
-from miles.launch.main import main, read
-from miles.launch.policy import read_policy
+from miles.launch.build.generation import build_generation
+from miles.launch.build.models import read_policy
+from miles.launch.main import main
+from miles.launch.read_config import read
 from miles.models.tokenizer import load_tokenizer
-from miles.rollout.sandbox.run import sandbox_here
+from miles.rollout.sandbox.run import create_sandbox
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "tool_worlds"
 
@@ -47,7 +48,7 @@ def kind(request) -> str:
         pytest.importorskip("reasoning_gym")
     if request.param in ("python", "shell"):
         try:
-            sandbox_here(unsandboxed=False, concurrency=1)
+            create_sandbox(unsandboxed=False, concurrency=1)
         except Exception as error:
             pytest.skip(f"no sandbox here: {error}")
     return request.param
@@ -71,7 +72,7 @@ def test_each_world_is_trained_in(kind, start, tmp_path):
     assert main(["train", *few(run.grpo_flags(kind, start, start, grpo, steps=2))]) == 0
     steps = run.measured(grpo, "train")
     assert len(steps) == 2 and max(row["parity_max_abs"] for row in steps) < 1e-4
-    assert max(row["unscored_share"] for row in steps) == 0.0, "no tool and no world failed"
+    assert max(row["unscored_ratio"] for row in steps) == 0.0, "no tool and no world failed"
 
 
 def test_the_warm_up_is_a_run_of_its_own(tmp_path):
@@ -99,17 +100,17 @@ def test_an_attempt_has_the_tokens_of_a_demonstration(kind, start, tmp_path):
 
     async def attempt():
         config, _, _ = read("train", run.grpo_flags(kind, start, start, tmp_path / "unused", steps=1))
-        answering = answering_of(config, read_policy(config))
+        answering = build_generation(config, read_policy(config))
         prompt = Prompt(id=0, messages=messages, label=asks["label"], metadata=asks["metadata"])
         try:
-            return await answering.generate(prompt, Scripted(tokenizer, said), Sampling(max_new_tokens=64))
+            return await answering.generate(prompt, Scripted(tokenizer, said), SamplingParams(max_new_tokens=64))
         finally:
             await answering.close()
 
     trajectory = asyncio.run(attempt())
     assert (trajectory.status, trajectory.metadata["text"]) == (Status.COMPLETED, asks["label"]), trajectory.metadata
     tokens = list(chain.from_iterable(span.tokens.tolist() for span in trajectory.spans))
-    assert tokenizer.render(shown) == [*tokens, *tokenizer.encode("\n")]
+    assert tokenizer.apply_chat_template(shown) == [*tokens, *tokenizer.encode("\n")]
     if kind not in CALLS or kind == "verifiers":  # a world, which says itself what it was worth
         assert trajectory.reward.value == ((6 - len(said)) / 5 if kind == "game" else 1.0)
 

@@ -55,7 +55,7 @@ def quiz(**settings):
 @environments
 def test_one_turn_is_scored_by_the_rubric():
     opening, (step,) = asyncio.run(played(quiz(), [says("7")]))
-    assert plain(opening.messages) == [("user", "A number?")] and opening.scores and not opening.tools
+    assert plain(opening.messages) == [("user", "A number?")] and opening.provides_reward and not opening.tools
     assert (step.done, step.reward, step.parts["right"]) == (True, 1.0, 1.0)
     assert asyncio.run(played(quiz(), [says("8")]))[1][0].reward == 0.0
 
@@ -70,7 +70,7 @@ def test_a_reply_that_says_nothing_is_worth_nothing():
 def test_several_turns_go_on_until_a_stop_of_its_own():
     _, steps = asyncio.run(played(quiz(kind="several"), [says("3"), says("9"), says("7")]))
     assert [plain(step.messages) for step in steps] == [[("user", "higher")], [("user", "lower")], []]
-    assert [step.anew for step in steps[:2]] == [False, False]
+    assert [step.replaces_history for step in steps[:2]] == [False, False]
     assert (steps[-1].done, steps[-1].reward, steps[-1].parts["num_turns"]) == (True, 1.0, 3.0)
     _, steps = asyncio.run(played(quiz(kind="several", max_turns=1), [says("3")]))
     assert (steps[-1].done, steps[-1].reward) == (True, 0.0)
@@ -81,14 +81,14 @@ def test_its_tools_are_offered_and_called():
     opening, steps = asyncio.run(played(quiz(kind="tool"), [calls("double", number=4), says("7")]))
     offered = opening.tools[0]["function"]
     assert (offered["name"], list(offered["parameters"]["properties"])) == ("double", ["number"])
-    assert plain(steps[0].messages) == [("tool", "8")] and not steps[0].anew
+    assert plain(steps[0].messages) == [("tool", "8")] and not steps[0].replaces_history
     assert (steps[1].done, steps[1].reward, steps[1].parts["total_tool_calls"]) == (True, 1.0, 1.0)
 
 
 @environments
 def test_a_conversation_it_rewrites_begins_anew():
     _, steps = asyncio.run(played(quiz(kind="several", forgetful=True), [says("3"), says("7")]))
-    assert steps[0].anew and plain(steps[0].messages) == [("user", "higher")]
+    assert steps[0].replaces_history and plain(steps[0].messages) == [("user", "higher")]
 
 
 @environments
@@ -113,8 +113,8 @@ def game(harness=None, **settings):
 def test_an_episode_is_played_and_scored_by_its_task(streams):
     prompt = Prompt(id=5, messages=({"role": "system", "content": "Be brief."}, *PROMPT.messages), label="7")
     opening, steps = asyncio.run(played(game({"streams": streams}), [says("8"), says("7")], prompt))
-    assert plain(opening.messages) == [("system", "Be brief."), ("user", "A number?")] and opening.scores
-    assert plain(steps[0].messages) == [("user", "lower")] and not steps[0].anew
+    assert plain(opening.messages) == [("system", "Be brief."), ("user", "A number?")] and opening.provides_reward
+    assert plain(steps[0].messages) == [("user", "lower")] and not steps[0].replaces_history
     assert (steps[1].done, steps[1].reward, steps[1].parts) == (True, 2.0, {"right": 1.0, "replies": 2.0})
 
 

@@ -1,10 +1,10 @@
-"""Room: backends/fsdp -- the embedded trainer's models: the one decoder behind the training plane's doors.
+"""FSDP backend: the trainer's models, run by the decoder in one process or sharded over ranks (layer 3).
 
-Floor 3. Imports: train, models, kernels, cluster, core, torch. Never another backend, never rollout or schedule.
-``model`` is the policy or its reference held by one process, ``value`` the critic, ``reward`` a reward model.
+Imports: train, models, kernels, cluster, core, torch. Never another backend, never rollout or schedule.
+``local_model``, ``local_critic`` and ``reward_model`` run in one process.
 
-Over several ranks: ``mesh`` is who talks to whom and ``collective`` what a gradient flows through between them;
-``tensor``, ``context`` and ``expert`` cut heads, tokens and experts, ``wrap`` gives the rest to FSDP. ``packed`` is
-what a rank reads, ``leaves`` what its optimizer writes to, ``holding`` how whole tensors come of it; ``sharded`` and
-``sharded_value`` put these together.
+Over several ranks: ``device_mesh`` has the process groups, ``autograd_collectives`` the differentiable collectives;
+``tensor_parallel``, ``context_parallel`` and ``expert_parallel`` shard heads, tokens and experts, ``fully_shard`` gives
+the rest to FSDP. ``packed_batch`` is a rank's part of a micro-batch, ``master_params`` are the tensors the optimizer
+updates, ``param_shard`` maps full to local tensors; ``fsdp_model`` and ``fsdp_critic`` combine them.
 """

@@ -1,10 +1,9 @@
-"""Room: backends/megatron -- the trainer's models as Megatron-Core has them, behind the training plane's doors.
+"""Megatron backend: the trainer's models run by Megatron-Core (layer 3).
 
-Floor 3. Imports: train, models, kernels, cluster, core, torch, megatron-core. Never another backend, never rollout or
-schedule; imported only when chosen. ``model`` is the policy or its reference. Megatron's own parts compute: its
-``GPTModel``, its parallel layers, its token dispatcher, its pipeline schedules. Of ours are what a packed batch needs
-(``packed``, ``modules``, ``latent``, ``experts``), the names of weights (``names``), where they live (``places``), and
-the sums of gradients (``model``). Its distributed optimizer, when chosen, has these in its own ``buffers`` and is
-``dealt`` out; ``checkpoint`` speaks its format.
-``patches`` mends Megatron where it is broken.
+Imports: train, models, kernels, cluster, core, torch, megatron-core. Never another backend, never rollout or schedule;
+imported only when selected. ``model`` is the policy or its reference. Megatron's ``GPTModel``, parallel layers, token
+dispatcher and pipeline schedules compute. Ours are what a packed batch needs (``packed_batch``, ``layer_spec``,
+``mla``), the names of weights (``param_mapping``), where they are stored (``param_registry``), and the gradient
+reduction (``model``). With Megatron's ``distributed_optimizer`` gradients are in its own ``buffers``; ``checkpoint``
+reads and writes its format. ``patches`` fixes bugs of Megatron.
 """

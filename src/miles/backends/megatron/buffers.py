@@ -1,7 +1,7 @@
-"""Megatron's own buffers: its weights and their gradients lie one after the other, and go over the wire as they lie.
+"""Megatron's parameter and gradient buffers: contiguous, so that collectives need no copies.
 
-Every rank of those with the same layers comes to have the sum of an even run of the gradients, whatever parameters
-begin or end in it; the distributed optimizer updates that run and gives it to the others.
+Every rank with the same layers gets the sum of an even range of the gradients, whatever parameters begin or end in it;
+the distributed optimizer updates that range and all-gathers it.
 """
 
 # pyright: reportMissingImports=false
@@ -15,84 +15,90 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from torch import Tensor, nn
 
 from miles.backends.megatron import patches
-from miles.backends.megatron.modules import Trunk
-from miles.backends.megatron.names import Home
-from miles.backends.megatron.places import Places
-from miles.backends.megatron.shape import Shape
+from miles.backends.megatron.layer_spec import GPTBackbone
+from miles.backends.megatron.param_mapping import ParamMapping
+from miles.backends.megatron.param_registry import ParamRegistry
+from miles.backends.megatron.transformer_config import DecoderTransformerConfig
 
 
-class Buffers:
-    """The ``chunks`` of one rank in Megatron's data-parallel wrapper, which takes in gradients as they come.
+class ParamGradBuffers:
+    """The ``chunks`` of one rank in Megatron's DistributedDataParallel, which accumulates gradients.
 
-    Gradients are float32 and sums: ``calculate_per_token_loss`` of the shape keeps Megatron from scaling them.
+    Gradients are float32 sums: ``calculate_per_token_loss`` of the config keeps Megatron from scaling them.
     """
 
-    def __init__(self, chunks: Sequence[Trunk], shape: Shape, places: Places, homes: Mapping[str, Home]) -> None:
-        assert shape.calculate_per_token_loss
-        self.shape = shape
-        self._home, self._away = shape.home, False
+    def __init__(
+        self,
+        chunks: Sequence[GPTBackbone],
+        tf_config: DecoderTransformerConfig,
+        registry: ParamRegistry,
+        mappings: Mapping[str, ParamMapping],
+    ) -> None:
+        assert tf_config.calculate_per_token_loss
+        self.tf_config = tf_config
+        self._device, self._offloaded = tf_config.param_device, False
         self._dense: dict[str, Tensor] = {}
-        for name, home in homes.items():
-            tensors = places.modules(name)
-            _mark(tensors, home)
-            if tensors and not home.expert and tensors[0].requires_grad:
+        for name, mapping in mappings.items():
+            tensors = registry.modules(name)
+            _set_parallel_attributes(tensors, mapping)
+            if tensors and not mapping.expert and tensors[0].requires_grad:
                 self._dense[name] = tensors[0]
-        told = DistributedDataParallelConfig(
+        ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=True,
             overlap_grad_reduce=False,
             average_in_collective=False,
             check_for_nan_in_grad=False,
         )
-        self.wrapped: list[Any] = [DistributedDataParallel(shape, told, chunk) for chunk in chunks]
-        patches.buckets_without_gaps(self.wrapped)
-        # Stretches of the weights that others hold; they follow where the weights go.
+        self.ddp_chunks: list[Any] = [DistributedDataParallel(tf_config, ddp_config, chunk) for chunk in chunks]
+        patches.patch_bucket_padding(self.ddp_chunks)
+        # Views of the weights held elsewhere; ``relocate`` moves them with the weights.
         self.views: list[Tensor] = []
-        self.forget()
+        self.zero_grads()
 
     def grads(self) -> dict[str, Tensor]:
-        """What has come to each parameter here, to be changed in place; experts are not among them."""
-        return {name: grad_of(tensor) for name, tensor in self._dense.items()}
+        """Return the accumulated gradients, to be modified in place; without experts."""
+        return {name: get_main_grad(tensor) for name, tensor in self._dense.items()}
 
     def reduce(self) -> None:
-        """Sum over the ranks with the same layers; each has its own run of the buffers after it."""
-        for each in self.wrapped:
+        """Reduce-scatter over the ranks with the same layers; each then has its own range of the buffers."""
+        for each in self.ddp_chunks:
             each.finish_grad_sync()
 
-    def forget(self) -> None:
-        """Let all gradients be zero."""
-        for each in self.wrapped:
+    def zero_grads(self) -> None:
+        """Set all gradients to zero."""
+        for each in self.ddp_chunks:
             each.zero_grad_buffer()
 
     def move(self, device: torch.device) -> None:
-        """The weights to a device; gradients take memory only at home, where they come back as zeros."""
-        away = device.type != self._home.type
-        if away is self._away:
+        """Move the weights to a device; gradient buffers are freed elsewhere and come back as zeros."""
+        offloaded = device.type != self._device.type
+        if offloaded is self._offloaded:
             return
-        self._away = away
+        self._offloaded = offloaded
         self.relocate(lambda flat: flat.to(device))
-        for each in self.wrapped:
-            each.offload_grad_buffers() if away else each.restore_grad_buffers()
+        for each in self.ddp_chunks:
+            each.offload_grad_buffers() if offloaded else each.restore_grad_buffers()
 
     @torch.no_grad()
     def relocate(self, move: Callable[[Tensor], Tensor]) -> None:
-        """Put the memory of all weights elsewhere; every tensor that lay in it lies in the new one as it did."""
-        tensors = [*self._holders()]
+        """Move the storage of all weights; every tensor that is a view of it becomes a view of the new one."""
+        tensors = [*self._views_of_weights()]
         before = [(t.untyped_storage().data_ptr(), t.shape, t.stride(), t.storage_offset()) for t in tensors]
         moved: dict[int, Tensor] = {}
-        for tensor, (where, *_) in zip(tensors, before, strict=True):
-            if where not in moved:
+        for tensor, (storage, *_) in zip(tensors, before, strict=True):
+            if storage not in moved:
                 flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-                moved[where] = move(flat.set_(tensor.untyped_storage()))
-        for tensor, (where, shape, stride, offset) in zip(tensors, before, strict=True):
-            tensor.data = moved[where].as_strided(shape, stride, offset)
-        for each in self.wrapped:
+                moved[storage] = move(flat.set_(tensor.untyped_storage()))
+        for tensor, (storage, shape, stride, offset) in zip(tensors, before, strict=True):
+            tensor.data = moved[storage].as_strided(shape, stride, offset)
+        for each in self.ddp_chunks:
             for group in [*each.bucket_groups, *each.expert_parallel_bucket_groups]:
                 group.cached_param_buffer_shard_list = [None] * len(group.buckets)
 
-    def _holders(self) -> Iterator[Tensor]:
+    def _views_of_weights(self) -> Iterator[Tensor]:
         yield from self.views
-        for each in self.wrapped:
+        for each in self.ddp_chunks:
             for buffer in [*each.buffers, *each.expert_parallel_buffers]:
                 assert buffer.param_data is not None
                 yield buffer.param_data
@@ -100,19 +106,19 @@ class Buffers:
                 yield from buffer.param_index_map
 
 
-def grad_of(tensor: Tensor) -> Tensor:
-    """What has come to one of the modules' tensors: its place in Megatron's buffer."""
+def get_main_grad(tensor: Tensor) -> Tensor:
+    """Return the gradient of a module's parameter: its view of Megatron's buffer."""
     assert isinstance(tensor, nn.Parameter)
-    there: Any = tensor
-    return there.main_grad
+    param: Any = tensor
+    return param.main_grad
 
 
-def _mark(tensors: Sequence[Tensor], home: Home) -> None:
-    """What Megatron's norm and buffers go by, and its own initialisation, which is off, would have told them.
+def _set_parallel_attributes(tensors: Sequence[Tensor], mapping: ParamMapping) -> None:
+    """Set the attributes that Megatron's norm and buffers read; its own initialization, which is off, would set them.
 
-    Experts have buffers of their own in every layout, so that a checkpoint of one is read by another.
+    Experts have buffers of their own in every layout, so that one layout's checkpoint can be read by another.
     """
     for tensor in tensors:
-        there: Any = tensor
-        there.tensor_model_parallel = home.expert or bool(home.share.parts)
-        there.allreduce = not home.expert
+        param: Any = tensor
+        param.tensor_model_parallel = mapping.expert or bool(mapping.tp_shard.segments)
+        param.allreduce = not mapping.expert

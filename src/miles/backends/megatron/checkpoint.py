@@ -1,6 +1,6 @@
-"""Weights and optimizer in Megatron's own distributed format, for other programs that speak it.
+"""Megatron's own distributed checkpoints of weights and optimizer, for other programs that use the format.
 
-Any layout reads any other's. A run's checkpoints are Hugging Face folders and need none of this.
+Any parallel layout reads any other's. A run's checkpoints are Hugging Face folders and do not need this.
 """
 
 # pyright: reportMissingImports=false
@@ -13,73 +13,75 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 
-from miles.backends.megatron.dealt import Dealt
+from miles.backends.megatron.distributed_optimizer import MegatronOptimizer
 from miles.backends.megatron.model import MegatronModel
 from miles.core.errors import CheckpointError, UsageError
-from miles.train.optim import Updates
+from miles.train.optim.optimizer import OptimizerProtocol
 
 _OPTIMIZER, _PROGRESS = "optimizer", "miles"
 
 
-def save(model: MegatronModel, folder: Path, optimizer: Updates | None = None) -> None:
-    """Write ``folder``; all ranks call, and all write. An ``optimizer`` must be Megatron's distributed one."""
+def save(model: MegatronModel, folder: Path, optimizer: OptimizerProtocol | None = None) -> None:
+    """Write ``folder``; all ranks call, and all write. An ``optimizer`` must be a MegatronOptimizer."""
     if find_spec("psutil") is None:
-        raise UsageError("Megatron-Core writes checkpoints with psutil, and waits for ever without it; install psutil.")
-    dealt = _dealt(optimizer)
-    if model.peers.lead:
+        raise UsageError("Megatron-Core needs psutil to write checkpoints and hangs without it; install psutil.")
+    megatron_optimizer = _as_megatron_optimizer(optimizer)
+    if model.dp_group.is_lead:
         folder.mkdir(parents=True, exist_ok=True)
-    _together(model)
+    _barrier(model)
     state = _state(model)
-    if dealt is not None:
-        dealt.begin()
-        state[_OPTIMIZER] = dealt.megatrons.sharded_state_dict(_chosen(state), metadata=_about())
-        state[_PROGRESS] = {"updates": dealt.updates, "steps": dealt.steps}
+    if megatron_optimizer is not None:
+        megatron_optimizer.init_state()
+        state[_OPTIMIZER] = megatron_optimizer.inner.sharded_state_dict(_names_source(state), metadata=_metadata())
+        state[_PROGRESS] = {"updates": megatron_optimizer.updates, "steps": megatron_optimizer.steps}
     dist_checkpointing.save(state, str(folder))
-    _together(model)
+    _barrier(model)
 
 
-def load(model: MegatronModel, folder: Path, optimizer: Updates | None = None) -> None:
-    """Fill this rank's weights, and its ``optimizer``, with what ``save`` wrote, whatever layout it had.
+def load(model: MegatronModel, folder: Path, optimizer: OptimizerProtocol | None = None) -> None:
+    """Load this rank's weights, and its ``optimizer``, from what ``save`` wrote in any layout.
 
-    All ranks call. Without an optimizer that of the checkpoint is left out; read it so before one is made.
+    All ranks call. Without an optimizer that of the checkpoint is ignored; load weights so before building one.
     """
     if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
-        raise CheckpointError(f"{folder} is no distributed checkpoint of Megatron's; give a folder that it wrote.")
-    dealt = _dealt(optimizer)
-    if dealt is not None and _PROGRESS not in dist_checkpointing.load_common_state_dict(str(folder)):
-        raise CheckpointError(f"{folder} holds weights and no optimizer; read it without one.")
+        raise CheckpointError(f"{folder} is not a Megatron distributed checkpoint; use a folder that it wrote.")
+    megatron_optimizer = _as_megatron_optimizer(optimizer)
+    if megatron_optimizer is not None and _PROGRESS not in dist_checkpointing.load_common_state_dict(str(folder)):
+        raise CheckpointError(f"{folder} has weights but no optimizer state; load it without an optimizer.")
     state = _state(model)
-    if dealt is not None:
-        dealt.begin()
-        state[_OPTIMIZER] = dealt.megatrons.sharded_state_dict(_chosen(state), is_loading=True, metadata=_about())
+    if megatron_optimizer is not None:
+        megatron_optimizer.init_state()
+        state[_OPTIMIZER] = megatron_optimizer.inner.sharded_state_dict(
+            _names_source(state), is_loading=True, metadata=_metadata()
+        )
     found: Any = dist_checkpointing.load(state, str(folder))
     for name, chunk in model.chunks().items():
         chunk.load_state_dict(found[name], strict=True)
     model.adopt()
-    if dealt is not None:
-        dealt.megatrons.load_state_dict(found[_OPTIMIZER])
-        dealt.resume(**found[_PROGRESS])
+    if megatron_optimizer is not None:
+        megatron_optimizer.inner.load_state_dict(found[_OPTIMIZER])
+        megatron_optimizer.resume(**found[_PROGRESS])
 
 
-def _dealt(optimizer: Updates | None) -> Dealt | None:
-    if optimizer is None or isinstance(optimizer, Dealt):
+def _as_megatron_optimizer(optimizer: OptimizerProtocol | None) -> MegatronOptimizer | None:
+    if optimizer is None or isinstance(optimizer, MegatronOptimizer):
         return optimizer
     raise UsageError(
-        "Megatron's checkpoints hold the state of its own optimizer alone: add --megatron-use-distributed-optimizer, "
+        "Megatron checkpoints only store the state of Megatron's optimizer: add --megatron-use-distributed-optimizer, "
         "or save the weights without an optimizer."
     )
 
 
 def _state(model: MegatronModel) -> dict[str, Any]:
-    return {name: chunk.sharded_state_dict(metadata=_about()) for name, chunk in model.chunks().items()}
+    return {name: chunk.sharded_state_dict(metadata=_metadata()) for name, chunk in model.chunks().items()}
 
 
-def _chosen(state: dict[str, Any]) -> dict[str, Any]:
-    """What the optimizer takes the names of its tensors from: that of one run of layers, or those of all."""
+def _names_source(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state dict from which the optimizer takes tensor names: one chunk's, or all."""
     return state["model"] if "model" in state else dict(state)
 
 
-def _about() -> dict[str, Any]:
+def _metadata() -> dict[str, Any]:
     return {
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "distrib_optim_sharding_type": "fully_reshardable",
@@ -88,5 +90,5 @@ def _about() -> dict[str, Any]:
     }
 
 
-def _together(model: MegatronModel) -> None:
-    model.rings.everyone.sum(torch.zeros((), device=model.device))
+def _barrier(model: MegatronModel) -> None:
+    model.state.world_group.sum(torch.zeros((), device=model.device))

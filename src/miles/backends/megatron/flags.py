@@ -1,6 +1,7 @@
-"""Megatron-Core's own flags: names and types are its TransformerConfig's, so that its next release brings its own.
+"""Megatron-Core's own flags: names and types are those of its TransformerConfig, so that new releases work as they are.
 
-What the checkpoint, the layout or Miles itself decides cannot be given, and says where it comes from.
+Fields that follow from the checkpoint, the parallel layout or Miles itself cannot be set; the error says where they
+come from.
 """
 
 # pyright: reportMissingImports=false
@@ -18,55 +19,55 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from miles.core.errors import UsageError
 
 PREFIX = "--megatron-"
-DEALT = "use_distributed_optimizer"
-"""The one flag that is no field: Megatron keeps it with its optimizer."""
+DISTRIBUTED_OPTIMIZER = "use_distributed_optimizer"
+"""The one flag that is not a field of the config: it belongs to Megatron's optimizer."""
 
-# What others call a field.
+# Other names of a field.
 _ALIASES: Mapping[str, str] = {
     "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
     "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
     "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
 }
 
-_CHECKPOINT = "follows from config.json of the checkpoint"
-_OURS: Mapping[str, str] = {
-    **dict.fromkeys(
-        (
-            *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
-            *("normalization", "layernorm_epsilon", "layernorm_zero_centered_gamma", "gated_linear_unit"),
-            *("activation_func", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "qk_l2_norm", "softmax_scale"),
-            *("attention_output_gate", "window_size", "window_attn_skip_freq", "softmax_type", "rotary_interleaved"),
-            *("num_moe_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_layer_freq", "moe_router_num_groups"),
-            *("moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor"),
-            *("moe_router_group_topk", "moe_router_enable_expert_bias", "moe_shared_expert_intermediate_size"),
-            *("moe_shared_expert_gate", "moe_latent_size", "multi_latent_attention", "q_lora_rank", "kv_lora_rank"),
-            *("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type", "rotary_base", "rotary_percent"),
-            *("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale"),
-            *("mscale_all_dim", "no_rope_freq", "mtp_num_layers"),
-        ),
-        _CHECKPOINT,
+
+def _reserve(names: str, reason: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), reason)
+
+
+_RESERVED: Mapping[str, str] = {
+    **_reserve(
+        """
+        num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization
+        layernorm_epsilon layernorm_zero_centered_gamma gated_linear_unit activation_func add_bias_linear add_qkv_bias
+        qk_layernorm qk_l2_norm softmax_scale attention_output_gate window_size window_attn_skip_freq softmax_type
+        rotary_interleaved num_moe_experts moe_ffn_hidden_size moe_router_topk moe_layer_freq moe_router_num_groups
+        moe_router_score_function moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_group_topk
+        moe_router_enable_expert_bias moe_shared_expert_intermediate_size moe_shared_expert_gate moe_latent_size
+        multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type
+        rotary_base rotary_percent rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale
+        mscale_all_dim no_rope_freq mtp_num_layers
+        """,
+        "follows from config.json of the checkpoint",
     ),
-    **dict.fromkeys(
-        (
-            *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
-            *("expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel"),
-        ),
-        "follows from the layout of the ranks; leave out the megatron- of the flag",
+    **_reserve(
+        """
+        tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
+        expert_tensor_parallel_size sequence_parallel
+        """,
+        "follows from the parallel layout; use the flag without its megatron- prefix",
     ),
-    **dict.fromkeys(
-        ("params_dtype", "pipeline_dtype", "bf16", "fp16", "autocast_dtype", "enable_autocast"), "follows from --dtype"
+    **_reserve("params_dtype pipeline_dtype bf16 fp16 autocast_dtype enable_autocast", "follows from --dtype"),
+    **_reserve(
+        "calculate_per_token_loss moe_aux_loss_coeff moe_z_loss_coeff moe_router_load_balancing_type",
+        "is set by Miles: the loss of a step is its objective only",
     ),
-    **dict.fromkeys(
-        ("calculate_per_token_loss", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type"),
-        "is decided by Miles: a step's loss is its objective and nothing else",
+    **_reserve(
+        "variable_seq_lengths perform_initialization use_cpu_initialization finalize_model_grads_func",
+        "is set by Miles, which packs sequences, loads weights and reduces gradients itself",
     ),
-    **dict.fromkeys(
-        ("variable_seq_lengths", "perform_initialization", "use_cpu_initialization", "finalize_model_grads_func"),
-        "is decided by Miles, which packs sequences, fills weights and sums gradients itself",
-    ),
-    **dict.fromkeys(
-        ("moe_enable_routing_replay",),
-        "is decided by Miles: --use-rollout-routing-replay replays the engine's experts, --use-routing-replay its own",
+    **_reserve(
+        "moe_enable_routing_replay",
+        "is set by Miles: --use-rollout-routing-replay replays the engine's experts, --use-routing-replay its own",
     ),
 }
 
@@ -74,32 +75,32 @@ _OURS: Mapping[str, str] = {
 @lru_cache(maxsize=1)
 def _hints() -> Mapping[str, Any]:
     hints = get_type_hints(MLATransformerConfig)
-    return {f.name: hints[f.name] for f in fields(MLATransformerConfig)} | {DEALT: bool}
+    return {f.name: hints[f.name] for f in fields(MLATransformerConfig)} | {DISTRIBUTED_OPTIMIZER: bool}
 
 
-def read(words: Sequence[str]) -> dict[str, Any]:
-    """The fields that flags such as ``("--recompute-granularity", "full")`` set; all complaints at once."""
-    found: dict[str, Any] = {}
+def parse_flags(words: Sequence[str]) -> dict[str, Any]:
+    """Parse flags such as ``("--recompute-granularity", "full")`` into config fields; reports all problems at once."""
+    fields_: dict[str, Any] = {}
     problems: list[str] = []
-    for flag, values in _chunks(words):
+    for flag, values in _group_by_flag(words):
         name = flag.replace("-", "_")
         name = _ALIASES.get(name, name)
         negated = name not in _hints() and name.startswith("no_") and name[3:] in _hints()
         name = name[3:] if negated else name
-        problem = _refusal(flag, name)
+        problem = _find_problem(flag, name)
         if problem is None:
             try:
-                found[name] = False if negated and not values else _value(_hints()[name], values)
+                fields_[name] = False if negated and not values else _value(_hints()[name], values)
             except ValueError as error:
                 problem = f"{PREFIX}{flag} {' '.join(values)}".rstrip() + f": {error}."
         if problem is not None:
             problems.append(problem)
     if problems:
         raise UsageError(problems)
-    return found
+    return fields_
 
 
-def _chunks(words: Sequence[str]) -> list[tuple[str, list[str]]]:
+def _group_by_flag(words: Sequence[str]) -> list[tuple[str, list[str]]]:
     out: list[tuple[str, list[str]]] = []
     for word in words:
         if word.startswith("--"):
@@ -108,33 +109,33 @@ def _chunks(words: Sequence[str]) -> list[tuple[str, list[str]]]:
         elif out:
             out[-1][1].append(word)
         else:
-            raise UsageError(f"{word} follows no flag of Megatron's.")
+            raise UsageError(f"{word} does not follow a --megatron- flag.")
     return out
 
 
-def _refusal(flag: str, name: str) -> str | None:
-    if name in _OURS:
-        return f"{PREFIX}{flag} {_OURS[name]}."
+def _find_problem(flag: str, name: str) -> str | None:
+    if name in _RESERVED:
+        return f"{PREFIX}{flag} {_RESERVED[name]}."
     if name in _hints():
         return None
-    near = get_close_matches(name, [n for n in _hints() if n not in _OURS], n=1)
+    near = get_close_matches(name, [n for n in _hints() if n not in _RESERVED], n=1)
     hint = f"; did you mean {PREFIX}{near[0].replace('_', '-')}?" if near else "."
-    return f"{PREFIX}{flag} is no field of Megatron-Core's TransformerConfig{hint}"
+    return f"{PREFIX}{flag} is not a field of Megatron-Core's TransformerConfig{hint}"
 
 
 def _value(hint: Any, words: list[str]) -> Any:
-    """What the words mean as a value of that type; a ValueError says what was expected."""
+    """Parse the words as a value of that type; a ValueError says what was expected."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
-        return _any_of([kind for kind in get_args(hint) if kind is not type(None)], words, hint)
+        return _parse_union([kind for kind in get_args(hint) if kind is not type(None)], words, hint)
     if origin is list or hint is list:
         inner = next(iter(get_args(hint)), str)
         return [_value(inner, [word]) for word in words]
     if hint is bool:
-        told = {"true": True, "false": False}.get(" ".join(words).lower() or "true")
-        if told is None:
+        value = {"true": True, "false": False}.get(" ".join(words).lower() or "true")
+        if value is None:
             raise ValueError("expected true, false or nothing")
-        return told
+        return value
     if len(words) != 1:
         raise ValueError(f"expected one value, not {len(words)}")
     if origin is Literal:
@@ -143,11 +144,11 @@ def _value(hint: Any, words: list[str]) -> Any:
         return words[0]
     if hint in (int, float, str):
         return hint(words[0])
-    raise ValueError("what it wants cannot be given on a command line")
+    raise ValueError("its type cannot be given on a command line")
 
 
-def _any_of(kinds: Sequence[Any], words: list[str], hint: Any) -> Any:
-    """The first kind that the words are; text last, which anything is."""
+def _parse_union(kinds: Sequence[Any], words: list[str], hint: Any) -> Any:
+    """Return the value of the first type that the words match; text last, which matches anything."""
     plain = [k for k in kinds if k is not str] + [k for k in kinds if k is str]
     if len(words) == 1:
         plain.sort(key=lambda k: get_origin(k) is list or k is list)

@@ -1,7 +1,7 @@
-"""A decoder that Megatron-Core computes, as the training plane wants it.
+"""Decoder run by Megatron-Core, as the trainer's model.
 
-A rank holds its pipeline stage's layers, of these its tensor rank's channels and its expert rank's experts. Gradients
-are plain sums: whatever lies as summands on several ranks is added up once, in ``settle``.
+A rank has its pipeline stage's layers, of these its tensor-parallel rank's channels and its expert-parallel rank's
+experts. Gradients are plain sums: partial gradients are reduced once, in ``finalize_grads``.
 """
 
 # pyright: reportMissingImports=false
@@ -15,32 +15,43 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from miles.backends.megatron import flags as own_flags
-from miles.backends.megatron import forward, patches, weights
-from miles.backends.megatron.buffers import Buffers
-from miles.backends.megatron.dealt import Dealt
-from miles.backends.megatron.layout import Rings, join
-from miles.backends.megatron.modules import Trunk, trunk_of
-from miles.backends.megatron.names import TIED, Home, homes
-from miles.backends.megatron.places import Places
-from miles.backends.megatron.shape import Shape, shape_of
-from miles.cluster.layout import Layout
-from miles.models.matrices import Matrices, matrices
-from miles.models.outline import Outline, outline
+from miles.backends.megatron import patches
+from miles.backends.megatron.buffers import ParamGradBuffers
+from miles.backends.megatron.distributed_optimizer import MegatronOptimizer
+from miles.backends.megatron.flags import DISTRIBUTED_OPTIMIZER, parse_flags
+from miles.backends.megatron.forward import run_forward_backward
+from miles.backends.megatron.layer_spec import GPTBackbone, build_gpt_backbone
+from miles.backends.megatron.parallel_state import ParallelState, initialize_parallel_state
+from miles.backends.megatron.param_mapping import TIED, ParamMapping, build_param_mappings
+from miles.backends.megatron.param_registry import ParamRegistry
+from miles.backends.megatron.transformer_config import DecoderTransformerConfig, build_transformer_config
+from miles.cluster.parallel_dims import ParallelDims
+from miles.core.errors import CheckpointError
+from miles.kernels.numerics import FAST, Numerics
+from miles.models.checkpoint import hf
+from miles.models.checkpoint.load import load_params
+from miles.models.checkpoint.param_slices import param_shape
+from miles.models.checkpoint.reader import FileReader
+from miles.models.checkpoint.safetensors_io import read_config, stored_tensors
+from miles.models.checkpoint.save_plan import SavePlan, plan_save
+from miles.models.checkpoint.tensor_sources import locate_tensors, read_quant_config
+from miles.models.decoder import Decoder
+from miles.models.families import spec_from_config
+from miles.models.optim_groups import MuonMatrices, find_muon_matrices
 from miles.models.spec import DecoderSpec
+from miles.train.batch_tensors import MicroBatch
 from miles.train.config import TrainConfig
-from miles.train.optim import Updates
-from miles.train.peers import Peers
-from miles.train.rates import Schedule
-from miles.train.roles import Judge, Kept
-from miles.train.rows import Rows
+from miles.train.dp_group import DataParallelGroup
+from miles.train.model_protocols import KeptTensors, LossCallback
+from miles.train.optim.lr_scheduler import LRSchedule
+from miles.train.optim.optimizer import OptimizerProtocol
 from miles.train.stopwatch import Stopwatch
 
 
-def open_megatron(
+def load_megatron_model(
     folder: Path | str,
     spec: DecoderSpec,
-    layout: Layout,
+    layout: ParallelDims,
     *,
     dtype: torch.dtype,
     flags: Sequence[str] = (),
@@ -49,195 +60,253 @@ def open_megatron(
     config: Mapping[str, Any] | None = None,
     like: Path | None = None,
 ) -> MegatronModel:
-    """The model of the Hugging Face ``folder`` over the ranks of torch's default group; every rank calls it.
+    """Load the model of the Hugging Face ``folder`` over the ranks of torch's default group; every rank calls it.
 
-    ``flags`` are Megatron's own, as on a command line. ``device`` is this rank's; without one its current accelerator,
-    or the CPU where there is none. Saved weights are accompanied by ``config`` and the tokenizer files of ``like``,
-    which are those of ``folder`` when not given.
+    ``flags`` are Megatron's own, as on a command line. ``device`` is this rank's; by default its current GPU, or the
+    CPU. Saved weights are accompanied by ``config`` and the tokenizer files of ``like``, by default those of
+    ``folder``.
     """
-    told = own_flags.read(flags)
-    dealt = bool(told.pop(own_flags.DEALT, False))
+    fields = parse_flags(flags)
+    distributed_optimizer = bool(fields.pop(DISTRIBUTED_OPTIMIZER, False))
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # Megatron makes its tensors on the current device
-    shape = shape_of(spec, layout, told, dtype=dtype, device=device)
-    rings = join(layout, virtual=shape.virtual_pipeline_model_parallel_size)
-    patches.router_without_transformer_engine()
-    patches.latent_without_transformer_engine()
-    patches.optimizer_without_transformer_engine()
+        torch.cuda.set_device(device)  # Megatron allocates on the current device
+    tf_config = build_transformer_config(spec, layout, fields, dtype=dtype, device=device)
+    state = initialize_parallel_state(layout, virtual=tf_config.virtual_pipeline_model_parallel_size)
+    patches.patch_router_without_te()
+    patches.patch_mla_without_te()
+    patches.patch_optimizer_without_te()
     like = Path(folder) if like is None else like
-    model = MegatronModel(shape, rings, frozen=frozen, dealt=dealt, config=config, like=like)
+    model = MegatronModel(
+        tf_config, state, frozen=frozen, distributed_optimizer=distributed_optimizer, config=config, like=like
+    )
     model.load(Path(folder))
     return model
 
 
 class MegatronModel:
-    """A TrainModel over Megatron's modules, to be filled by ``load``; a ``frozen`` one takes no gradient.
+    """A TrainModel over Megatron's modules, filled by ``load``; a ``frozen`` one takes no gradient.
 
-    With ``dealt`` its optimizer is Megatron's distributed one: see ``optimizer``.
+    With ``distributed_optimizer`` its optimizer is Megatron's: see ``optimizer``. Its kernels are not batch-invariant.
     """
+
+    numerics: Numerics = FAST
 
     def __init__(
         self,
-        shape: Shape,
-        rings: Rings,
+        tf_config: DecoderTransformerConfig,
+        state: ParallelState,
         *,
         frozen: bool = False,
-        dealt: bool = False,
+        distributed_optimizer: bool = False,
         config: Mapping[str, Any] | None = None,
         like: Path | None = None,
     ) -> None:
-        self.shape, self.rings, self.spec = shape, rings, shape.decoder
+        self.tf_config = tf_config
+        self.state = state
+        self.spec = tf_config.decoder_spec
         self._config, self._like = config, like
-        self._watch, self._tokens = Stopwatch(shape.home), 0
-        self._chunks = _chunks(shape, rings)
-        self.homes: Mapping[str, Home] = homes(shape.decoder, engine=shape.engine)
-        dealt = dealt and not frozen
-        self._places = Places(self._chunks, shape, rings, trained=not frozen, buffers=dealt)
-        self._buffers = Buffers(self._chunks, shape, self._places, self.homes) if dealt else None
+        self._stopwatch, self._tokens = Stopwatch(tf_config.param_device), 0
+        self._chunks = _build_chunks(tf_config, state)
+        self.mappings: Mapping[str, ParamMapping] = build_param_mappings(
+            tf_config.decoder_spec, transformer_engine=tf_config.transformer_engine
+        )
+        use_buffers = distributed_optimizer and not frozen
+        self._registry = ParamRegistry(self._chunks, tf_config, state, trained=not frozen, buffers=use_buffers)
+        self._buffers = (
+            ParamGradBuffers(self._chunks, tf_config, self._registry, self.mappings) if use_buffers else None
+        )
 
     @property
     def device(self) -> torch.device:
-        return self.shape.home
+        return self.tf_config.param_device
 
     @property
-    def peers(self) -> Peers:
-        """The ranks with the other parts of a batch."""
-        return self.rings.peers
+    def dp_group(self) -> DataParallelGroup:
+        """The data-parallel group."""
+        return self.state.dp_group
 
     def parameters(self) -> Mapping[str, Tensor]:
-        """In float32 where trained; empty where the parameter is another stage's."""
-        return self._places.parameters
+        """Return the parameters, float32 if trained; empty for those of another stage."""
+        return self._registry.parameters
 
-    def each(self, plan: Sequence[Rows], judge: Judge) -> list[Kept]:
+    def forward_backward(self, plan: Sequence[MicroBatch], judge: LossCallback) -> list[KeptTensors]:
         self._tokens += sum(len(rows.tokens_T) for rows in plan)
-        how: dict[str, Any] = {"trained": self._places.trained, "watch": self._watch}
-        return forward.run(self._chunks, self.shape, self.rings, plan, judge, **how)
+        return run_forward_backward(
+            self._chunks,
+            self.tf_config,
+            self.state,
+            plan,
+            judge,
+            trained=self._registry.trained,
+            stopwatch=self._stopwatch,
+        )
 
-    def pace(self) -> float | None:
+    def seconds_per_token(self) -> float | None:
         """Of the forward of this rank's stages."""
-        seconds, tokens, self._tokens = self._watch.taken(), self._tokens, 0
+        seconds = self._stopwatch.read_and_reset()
+        tokens = self._tokens
+        self._tokens = 0
         return seconds / tokens if tokens else None
 
     # -- gradients --------------------------------------------------------------------------
 
-    def settle(self) -> None:
-        rings, table, sequence = self.rings, self.homes, self.shape.sequence_parallel
-        own = self._places.grads() if self._buffers is None else self._buffers.grads()
-        rings.tensor.add([own[n] for n in own if table[n].summed or (sequence and table[n].by_token)])
+    def finalize_grads(self) -> None:
+        state = self.state
+        mappings = self.mappings
+        sequence = self.tf_config.sequence_parallel
+        own = self._registry.grads() if self._buffers is None else self._buffers.grads()
+        state.tp_group.all_reduce_bucketed(
+            [own[n] for n in own if mappings[n].summed or (sequence and mappings[n].by_token)]
+        )
         if self._buffers is not None:
             self._buffers.reduce()
         else:
-            rings.expert_rows.add([own[n] for n in own if table[n].expert])
-            rings.rows.add([own[n] for n in own if not table[n].expert])
-        # Last, and of the same run of numbers on both stages: so that both come to the same bits.
-        if self.spec.tie_embeddings and rings.pipeline.world > 1 and rings.ends is not None and TIED in own:
-            rings.ends.add([own[TIED]])
+            state.expert_dp_group.all_reduce_bucketed([own[n] for n in own if mappings[n].expert])
+            state.dp_cp_group.all_reduce_bucketed([own[n] for n in own if not mappings[n].expert])
+        # Last, and over the same values on both stages, so that both get the same bits.
+        if self.spec.tie_embeddings and state.pp_group.world > 1 and state.embedding_group is not None and TIED in own:
+            state.embedding_group.all_reduce_bucketed([own[TIED]])
         if self._buffers is None:
-            self._places.give(own)
+            self._registry.set_grads(own)
 
-    def optimizer(self, train: TrainConfig, schedule: Schedule, *, rate: str) -> Updates | None:
-        """Megatron's distributed optimizer where that was chosen, once a model; otherwise none."""
+    def optimizer(self, train: TrainConfig, schedule: LRSchedule, *, lr_flag: str) -> OptimizerProtocol | None:
+        """Build Megatron's distributed optimizer if it was selected, once per model; None otherwise."""
         if self._buffers is None:
             return None
-        return Dealt(self._buffers, self._places, self.homes, self.rings, train, schedule, rate=rate)
+        return MegatronOptimizer(
+            self._buffers, self._registry, self.mappings, self.state, train, schedule, rate=lr_flag
+        )
 
     def norm(self, grads: Mapping[str, Tensor]) -> Tensor:
-        parts = [grad for name, grad in grads.items() if self._counts(name)]
+        parts = [grad for name, grad in grads.items() if self._is_counted(name)]
         norms = torch._foreach_norm(parts) if parts else []  # pyright: ignore[reportPrivateImportUsage]
         square = torch.zeros((), dtype=torch.float64, device=self.device)
         for each in norms:
             square += each.to(device=self.device, dtype=torch.float64).square()
-        return self.rings.everyone.sum(square).sqrt().to(torch.float32)
+        return self.state.world_group.sum(square).sqrt().to(torch.float32)
 
-    def _counts(self, name: str) -> bool:
-        """Is this the rank that counts its part of a gradient, of all that have the same?"""
-        home, rings = self.homes[name], self.rings
-        if not self._places.owns(name) or not (home.share.parts or rings.tensor.rank == 0):
+    def _is_counted(self, name: str) -> bool:
+        """Return whether this rank counts its part of a gradient, among all ranks that have the same."""
+        mapping, state = self.mappings[name], self.state
+        if not self._registry.owns(name) or not (mapping.tp_shard.segments or state.tp_group.rank == 0):
             return False
-        same = rings.expert_rows if home.expert else rings.rows
+        same = state.expert_dp_group if mapping.expert else state.dp_cp_group
         return same.rank == 0
 
-    # -- parts and wholes -------------------------------------------------------------------
+    # -- sharding ---------------------------------------------------------------------------
 
     def gather(self, name: str, local: Tensor) -> Tensor:
-        home, ring = self.homes[name], self.rings.pipeline
-        whole = self._joined(home, local) if self._places.owns(name) else local.new_empty(home.shape)
-        return ring.from_rank(whole.contiguous(), self._places.stage(name))
+        mapping, group = self.mappings[name], self.state.pp_group
+        full = self._gather_local(mapping, local) if self._registry.owns(name) else local.new_empty(mapping.shape)
+        return group.broadcast(full.contiguous(), self._registry.stage(name))
 
-    def _joined(self, home: Home, local: Tensor) -> Tensor:
-        if home.expert:
-            part = home.share.gathered(self.rings.expert_tensor.gather(local))
-            found = self.rings.expert.gather(part)
+    def _gather_local(self, mapping: ParamMapping, local: Tensor) -> Tensor:
+        if mapping.expert:
+            part = mapping.tp_shard.gather(self.state.etp_group.gather(local))
+            found = self.state.ep_group.gather(part)
             return found[0] if len(found) == 1 else torch.cat(found)
-        if not home.share.parts:
+        if not mapping.tp_shard.segments:
             return local
-        return home.restored(home.share.gathered(self.rings.tensor.gather(local)))
+        return mapping.from_megatron(mapping.tp_shard.gather(self.state.tp_group.gather(local)))
 
-    def cut(self, name: str, whole: Tensor) -> Tensor:
-        if name not in self._places.held:
-            return whole.new_empty((0, *whole.shape[1:]))
-        home, rings = self.homes[name], self.rings
-        if not home.expert:
-            return self.cut_channels(name, whole)
-        each = len(whole) // rings.expert.world
-        return self.cut_channels(name, whole[rings.expert.rank * each : (rings.expert.rank + 1) * each])
+    def shard(self, name: str, full: Tensor) -> Tensor:
+        if name not in self._registry.local_names:
+            return full.new_empty((0, *full.shape[1:]))
+        mapping, state = self.mappings[name], self.state
+        if not mapping.expert:
+            return self._shard_channels(name, full)
+        each = len(full) // state.ep_group.world
+        return self._shard_channels(name, full[state.ep_group.rank * each : (state.ep_group.rank + 1) * each])
 
-    def matrices(self) -> Mapping[str, Matrices]:
-        return matrices(self.spec)
+    def muon_matrices(self) -> Mapping[str, MuonMatrices]:
+        return find_muon_matrices(self.spec)
 
-    def cut_channels(self, name: str, experts: Tensor) -> Tensor:
-        """This rank's part of a parameter, or of the experts that are this rank's."""
-        home, rings = self.homes[name], self.rings
-        ring = rings.expert_tensor if home.expert else rings.tensor
-        return home.share.of(home.arranged(experts), ring.rank, ring.world)
+    def _shard_channels(self, name: str, experts: Tensor) -> Tensor:
+        """Return this rank's part of a parameter, or of this rank's experts."""
+        mapping, state = self.mappings[name], self.state
+        group = state.etp_group if mapping.expert else state.tp_group
+        return mapping.tp_shard.shard(mapping.to_megatron(experts), group.rank, group.world)
 
-    # -- the rest ---------------------------------------------------------------------------
+    # -- checkpoints and state ----------------------------------------------------------------
 
-    def updated(self) -> None:
-        self._places.publish()
+    def after_update(self) -> None:
+        self._registry.publish()
 
     def move(self, device: torch.device) -> None:
-        self._places.move(device)
+        self._registry.move(device)
         if self._buffers is not None:
             self._buffers.move(device)
 
-    def outline(self) -> Outline:
-        return outline(self.spec, dtype=self.shape.params_dtype, like=self._like, config=self._config)
+    def save_plan(self) -> SavePlan:
+        return plan_save(self.spec, dtype=self.tf_config.params_dtype, like=self._like, config=self._config)
 
     def save(self, folder: Path) -> None:
-        weights.save(self, folder, config=self._config, like=self._like)
+        """Write a folder that transformers loads; all ranks call, and the lead gathers all weights on its host.
+
+        Training checkpoints are written by all ranks, one tensor at a time: see ``train.checkpoint`` and ``save_plan``.
+        """
+        params, gathered = self.parameters(), {}
+        decoder = Decoder(self.spec, device="meta", dtype=self.tf_config.params_dtype, numerics=self.numerics)
+        for name, param in decoder.named_parameters():
+            full = self.gather(name, params[name].detach())
+            if self.dp_group.is_lead:
+                gathered[name] = full.to(device="cpu", dtype=param.dtype)
+        if self.dp_group.is_lead:
+            decoder.load_state_dict(gathered, assign=True)
+            hf.export(decoder, folder, like=self._like, config=self._config)
+        self.state.world_group.sum(torch.zeros((), device=self.device))  # until the files are written
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        weights.load(self, folder)
-        self._places.publish()
+        """Load this rank's parts: only the tensors of its stage and its own experts are read."""
+        config, mappings = read_config(folder), self.mappings
+        sources = locate_tensors(spec_from_config(config), stored_tensors(folder), read_quant_config(config), folder)
+        shapes = {name: param_shape(tuple(s.piece for s in parts)) for name, parts in sources.items()}
+        mismatched = sources.keys() ^ mappings.keys() or {n for n in mappings if shapes[n] != mappings[n].shape}
+        if mismatched:
+            raise CheckpointError(f"{folder} does not match the model in training (see {min(mismatched)}).")
+        params, group = self.parameters(), self.state.ep_group
+        full = {n: torch.empty(mappings[n].shape, device="meta", dtype=params[n].dtype) for n in sources}
+        for expert, rank, world in ((False, 0, 1), (True, group.rank, group.world)):
+            local = {
+                name: parts
+                for name, parts in sources.items()
+                if name in self._registry.local_names and mappings[name].expert is expert
+            }
+            tensors = load_params(local, full, rank=rank, world=world, device=self.device, reader=FileReader())
+            for name, tensor in tensors:
+                params[name].copy_(self._shard_channels(name, tensor))
+        self._registry.publish()
 
-    def chunks(self) -> dict[str, Trunk]:
-        """This rank's runs of layers as Megatron names them in its own checkpoints."""
+    def chunks(self) -> dict[str, GPTBackbone]:
+        """Return this rank's chunks of layers under the names of Megatron's own checkpoints."""
         if len(self._chunks) == 1:
             return {"model": self._chunks[0]}
         return {f"model{number}": chunk for number, chunk in enumerate(self._chunks)}
 
     def adopt(self) -> None:
-        """Megatron's modules were written to: let the parameters be what these are."""
-        self._places.adopt()
-
-    @property
-    def held(self) -> frozenset[str]:
-        """The parameters this rank's stage has."""
-        return self._places.held
+        """Update the parameters after Megatron's modules were written."""
+        self._registry.adopt()
 
 
-def _chunks(shape: Shape, rings: Rings) -> list[Trunk]:
-    """This pipeline rank's runs of layers."""
-    count, rank, last = shape.virtual_pipeline_model_parallel_size, rings.pipeline.rank, rings.pipeline.world - 1
+def _build_chunks(tf_config: DecoderTransformerConfig, state: ParallelState) -> list[GPTBackbone]:
+    """Build this pipeline rank's chunks of layers."""
+    count = tf_config.virtual_pipeline_model_parallel_size
+    rank = state.pp_group.rank
+    last = state.pp_group.world - 1
     if count is None:
-        return [trunk_of(shape, first=rank == 0, last=rank == last, stage=None, rank=rank).to(shape.home)]
-    made: list[Trunk] = []
+        return [
+            build_gpt_backbone(tf_config, first=rank == 0, last=rank == last, stage=None, rank=rank).to(
+                tf_config.param_device
+            )
+        ]
+    chunks: list[GPTBackbone] = []
     for stage in range(count):
         parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
         first, end = rank == 0 and stage == 0, rank == last and stage == count - 1
-        made.append(trunk_of(shape, first=first, last=end, stage=stage, rank=rank).to(shape.home))
-    return made
+        chunks.append(
+            build_gpt_backbone(tf_config, first=first, last=end, stage=stage, rank=rank).to(tf_config.param_device)
+        )
+    return chunks

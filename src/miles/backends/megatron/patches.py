@@ -1,4 +1,4 @@
-"""Mends of Megatron-Core where it is broken: each by name, with its reason and the version it ends at, when asked."""
+"""Patches of Megatron-Core bugs: each with its reason and the version it ends at, applied when called."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
@@ -13,39 +13,39 @@ from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 
-# A name that Megatron-Core 0.16 binds only where Transformer Engine is installed, and reads everywhere.
+# A name that Megatron-Core 0.16 defines only with Transformer Engine, but always reads.
 _GEMM = "te_general_gemm"
 
 
-def router_without_transformer_engine() -> None:
+def patch_router_without_te() -> None:
     """Let routers run without Transformer Engine.
 
-    ``moe_utils.router_gating_linear`` asks whether ``te_general_gemm`` is None, but without Transformer Engine the name
-    does not exist and every forward of a router is a NameError, on a GPU as on a CPU. Seen in megatron-core 0.16.0 and
-    0.16.1; to be removed with the first release that binds the name itself.
+    ``moe_utils.router_gating_linear`` tests whether ``te_general_gemm`` is None, but without Transformer Engine the
+    name does not exist and every forward of a router raises a NameError. Seen in megatron-core 0.16.0 and 0.16.1; to be
+    removed with the first release that defines the name.
     """
     if not hasattr(moe_utils, _GEMM):
         setattr(moe_utils, _GEMM, None)
 
 
-def latent_without_transformer_engine() -> None:
-    """Let latent attention be built without Transformer Engine.
+def patch_mla_without_te() -> None:
+    """Let MLA be built without Transformer Engine.
 
-    ``multi_latent_attention`` takes Transformer Engine to be there when Megatron's own wrappers of it can be imported,
-    which they always can; without it they are no types, and asking whether a layer is one of them is a TypeError. Seen
-    in megatron-core 0.16.1; to be removed with the first release that asks for the package itself.
+    ``multi_latent_attention`` assumes Transformer Engine is installed if Megatron's own wrappers can be imported, which
+    is always true; without it they are not types, and isinstance raises a TypeError. Seen in megatron-core 0.16.1; to
+    be removed with the first release that checks for the package.
     """
     if find_spec("transformer_engine") is None:
         multi_latent_attention.HAVE_TE = False
 
 
-def optimizer_without_transformer_engine() -> None:
-    """Let a distributed optimizer be read from a checkpoint without Transformer Engine and Apex.
+def patch_optimizer_without_te() -> None:
+    """Let a distributed optimizer be loaded from a checkpoint without Transformer Engine and Apex.
 
-    Torch's Adam then stands in, which keeps a count with the moments of every tensor.
-    ``DistributedOptimizer._set_main_param_and_optimizer_states`` looks for it among the tensors of a checkpoint, where
-    it is not (KeyError), and writes into float32 weights that require a gradient (RuntimeError). Seen in megatron-core
-    0.16.1; to be removed with the first release that leaves the count out and writes without a gradient.
+    torch's Adam is then used, which keeps a step count per tensor.
+    ``DistributedOptimizer._set_main_param_and_optimizer_states`` looks for it among the checkpoint's tensors, where it
+    is missing (KeyError), and writes into float32 weights that require a gradient (RuntimeError). Seen in megatron-core
+    0.16.1; to be removed with the first release that skips the count and writes without gradient.
     """
     if distrib_optimizer.HAVE_APEX_OR_TE:
         return
@@ -61,15 +61,15 @@ def _set_states(self: Any, model_param: Tensor, tensors: Mapping[str, Tensor]) -
             kept.copy_(tensors[key])
 
 
-def buckets_without_gaps(wrapped: Sequence[Any]) -> None:
-    """Let a distributed optimizer's checkpoint find what lies behind the first bucket of a buffer.
+def patch_bucket_padding(ddp_chunks: Sequence[Any]) -> None:
+    """Let a distributed optimizer's checkpoint find parameters after the first bucket of a buffer.
 
     A tied embedding has a bucket of its own, and buckets are padded to multiples of 128. The reshardable format of
-    ``DistributedOptimizer`` puts the buckets together without that padding, then looks parameters up where they are
-    with it, and stores shifted numbers with a warning. Here the padding counts as part of a bucket. Seen in
-    megatron-core 0.16.1; to be removed with the first release that puts both into the same places.
+    ``DistributedOptimizer`` concatenates the buckets without that padding, then looks parameters up with it, and stores
+    shifted values with a warning. Here the padding counts as part of a bucket. Seen in megatron-core 0.16.1; to be
+    removed with the first release that uses the same offsets in both.
     """
-    for each in wrapped:
+    for each in ddp_chunks:
         for buffer in [*each.buffers, *each.expert_parallel_buffers]:
             buffer.numel_unpadded = buffer.numel
             for bucket in buffer.buckets:

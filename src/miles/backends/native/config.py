@@ -1,45 +1,50 @@
-"""Knobs of the embedded engine."""
+"""Options of the embedded engine."""
 
 from dataclasses import dataclass
 
-from miles.config.knob import knob
+from miles.config.option import option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeConfig:
-    """How much the engine takes on at once, and what it remembers."""
+    """Batch size, KV cache, prefill and CUDA graph options of the embedded engine."""
 
-    engine_max_running: int = knob(256, "Requests the embedded engine computes at the same time.", unit="requests")
-    engine_page_size: int = knob(16, "Tokens in one page of the key-value cache.", unit="tokens")
-    engine_kv_tokens: int | None = knob(
+    engine_max_running: int = option(
+        256, "Maximum number of requests the embedded engine runs at once.", unit="requests", ge=1
+    )
+    engine_page_size: int = option(16, "Tokens per page of the KV cache.", unit="tokens", ge=1)
+    engine_kv_tokens: int | None = option(
         None,
-        "Tokens the key-value cache holds; without it, all that running requests can need, as far as memory allows.",
+        "Size of the KV cache in tokens; by default what all running requests can need, as far as memory allows.",
         unit="tokens",
+        ge=1,
     )
-    engine_memory_fraction: float = knob(
-        0.5, "Part of the memory, free when the engine is made, that its key-value cache may take."
+    engine_memory_fraction: float = option(
+        0.5, "Maximum fraction of the memory free at engine start that the KV cache takes.", gt=0, le=1
     )
-    engine_prefill_chunk: int | None = knob(
+    engine_prefill_chunk: int | None = option(
         None,
-        "Prompt tokens in one engine step at most, beside a token of every running request; without it 2,048 on a CPU, "
-        "on an accelerator 8,192, or 16,384 under a billion active parameters.",
+        "Maximum prompt tokens per engine step, besides one token per decoding request; by default 2,048 on a CPU, "
+        "8,192 on a GPU, and 16,384 on a GPU for models under a billion active parameters.",
         unit="tokens",
+        ge=1,
     )
-    engine_prefill_patience: int = knob(
+    engine_prefill_delay_steps: int = option(
         8,
-        "Recorded steps that prompts wait for one another at most, where 32 requests or more run; 0 lets none wait.",
+        "Maximum CUDA graph steps that prompts wait to be prefilled together, if 32 or more requests run; 0 disables.",
         unit="steps",
+        ge=0,
     )
-    engine_prefix_cache: bool = knob(
-        True, "Compute a prefix that several requests share only once.", off="--disable-engine-prefix-cache"
+    engine_prefix_cache: bool = option(
+        True, "Reuse the KV cache of prefixes that requests share.", off="--disable-engine-prefix-cache"
     )
-    engine_record_routing: bool = knob(
+    engine_return_routed_experts: bool = option(
         True,
-        "Return the experts every sampled token went to, which a trainer can replay.",
-        off="--disable-engine-record-routing",
+        "Return the routed experts of every token of an MoE model, which a trainer can replay.",
+        off="--disable-engine-return-routed-experts",
     )
-    engine_graphs: bool = knob(
+    engine_cuda_graph: bool = option(
         True,
-        "Record the steps that draw one token for everyone, and replay them; on accelerators only.",
-        off="--disable-engine-graphs",
+        "Run decode-only steps as CUDA graphs; on GPUs only.",
+        off="--disable-engine-cuda-graph",
     )

@@ -1,7 +1,8 @@
-"""Room: cluster/ray -- the Ray runtime: what of a cluster a run asks for, whether it has it, and processes there.
+"""Package: cluster/ray -- the Ray runtime: resource requests, placement groups, ranks and workers on nodes.
 
-Floor 1. Imports: core, config; ``ray`` in ``reserve`` and ``ranks`` alone, which are imported only when Ray is chosen.
+Layer 1. Imports: core, config; ``ray`` in ``placement_group``, ``spmd`` and ``workers`` only, which are imported only
+if Ray is used.
 
-``placement`` is arithmetic over nodes; ``reserve`` connects and holds what was placed; ``ranks`` are followers of a
-team on other nodes.
+``placement`` assigns nodes, without Ray; ``placement_group`` connects and holds the placement groups; ``spmd`` has
+ranks and ``workers`` workers on other nodes.
 """

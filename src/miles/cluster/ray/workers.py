@@ -1,7 +1,7 @@
-"""Workers of a crew on the nodes of a Ray cluster: an actor there has one worker's process, and passes bytes on.
+"""Ray workers: an actor on a node of the cluster has one worker's process, and forwards bytes.
 
-What answers runs in a process of the actor's, and not in the actor: it may hold its process up, set signals and be
-killed, and the actor still hears what is not wanted any more. The process ends with its actor, and that with the run.
+The handler runs in a process of the actor's and not in the actor: it may block, set signal handlers and be killed,
+while the actor still receives cancellations. The process ends with its actor, and that with the run.
 """
 
 # pyright: reportMissingImports=false
@@ -16,83 +16,86 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from miles.cluster.crew.asked import Lost
-from miles.cluster.crew.child import Life
-from miles.cluster.crew.near import Near
-from miles.cluster.ray.reserve import Reserved, actor_at
+from miles.cluster.ray.placement_group import ClusterReservation, create_actor, first_error_line
+from miles.cluster.workers.local import LocalWorker
+from miles.cluster.workers.pool import WorkerLost
+from miles.cluster.workers.process import WorkerSpec
 
-# Calls of an actor that may wait at once: all questions it may have, those that are cut, and the wait for its end.
-_CALLS = 4096
+# Concurrent calls of an actor: all its requests, cancellations, and the wait for its end.
+_MAX_CALLS = 4096
 
 
-class _WorkerSeat:
-    """Has one worker's process on the node it is on. A word in place of bytes says how that was lost."""
+class _WorkerActor:
+    """Has one worker's process on the actor's node. A string instead of bytes is why the worker was lost."""
 
-    def __init__(self, life: Life, seconds: float) -> None:
-        self._near = Near(life, seconds=seconds)
+    def __init__(self, spec: WorkerSpec, seconds: float) -> None:
+        self._worker = LocalWorker(spec, seconds=seconds)
 
     async def open(self) -> str:
-        """Nothing, or why it cannot be."""
+        """Empty, or why it cannot be started."""
         try:
-            await self._near.open()
-        except Lost as error:
+            await self._worker.open()
+        except WorkerLost as error:
             return str(error)
         return ""
 
-    async def ask(self, number: int, question: bytes) -> bytes | str:
+    async def call(self, number: int, request: bytes) -> bytes | str:
         try:
-            return await self._near.ask(number, question)
-        except Lost as error:
+            return await self._worker.call(number, request)
+        except WorkerLost as error:
             return str(error)
 
-    async def cut(self, number: int) -> None:
-        self._near.cut(number)
+    async def cancel(self, number: int) -> None:
+        self._worker.cancel(number)
 
-    async def ended(self) -> str:
-        return await self._near.ended()
+    async def wait_ended(self) -> str:
+        return await self._worker.wait_ended()
 
 
-class Far:
-    """Implements ``Home``: worker ``number`` of those that were placed."""
+class RayWorker:
+    """Implements ``WorkerHost``: worker ``number`` of those that were placed."""
 
-    def __init__(self, life: Life, number: int, reserved: Reserved, *, seconds: float) -> None:
-        self.name, self._life, self._number = life.name, life, number
-        self._reserved, self._seconds = reserved, seconds
+    def __init__(self, spec: WorkerSpec, number: int, reservation: ClusterReservation, *, seconds: float) -> None:
+        self.name = spec.name
+        self._spec = spec
+        self._number = number
+        self._reservation = reservation
+        self._seconds = seconds
         self._actor: ActorHandle[Any] | None = None
 
     async def open(self) -> None:
-        """Start it where there is room; elsewhere than before when its node is gone."""
+        """Start it on its node, or on another one if its node is lost."""
         await self.close()
         try:
-            spot = await asyncio.to_thread(self._reserved.worker, self._number)
-            self._actor = actor_at(spot, "CPU", _WorkerSeat, self._life, self._seconds, threads=_CALLS)
+            bundles = await asyncio.to_thread(self._reservation.worker_bundles, self._number)
+            self._actor = create_actor(bundles, "CPU", _WorkerActor, self._spec, self._seconds, threads=_MAX_CALLS)
             async with asyncio.timeout(2 * self._seconds):
-                why = await self._said("open")
+                reason = await self._call_actor("open")
         except (RayError, TimeoutError) as error:
             await self.close()
-            raise Lost(f"{self.name} could not be started on the cluster: {_first(error)}") from error
-        if why:
+            raise WorkerLost(f"{self.name} could not be started on the cluster: {first_error_line(error)}") from error
+        if reason:
             await self.close()
-            raise Lost(why)
+            raise WorkerLost(reason)
 
-    async def ask(self, number: int, question: bytes) -> bytes:
+    async def call(self, number: int, request: bytes) -> bytes:
         try:
-            answer = await self._said("ask", number, question)
+            response = await self._call_actor("call", number, request)
         except RayError as error:
-            raise Lost(f"{self.name} was lost with its actor: {_first(error)}") from error
-        if isinstance(answer, str):
-            raise Lost(answer)
-        return answer
+            raise WorkerLost(f"{self.name} was lost with its actor: {first_error_line(error)}") from error
+        if isinstance(response, str):
+            raise WorkerLost(response)
+        return response
 
-    def cut(self, number: int) -> None:
+    def cancel(self, number: int) -> None:
         if self._actor is not None:
-            self._actor.cut.remote(number)
+            self._actor.cancel.remote(number)
 
-    async def ended(self) -> str:
+    async def wait_ended(self) -> str:
         try:
-            return await self._said("ended")
+            return await self._call_actor("wait_ended")
         except RayError as error:
-            return f"{self.name} was lost with its actor: {_first(error)}"
+            return f"{self.name} was lost with its actor: {first_error_line(error)}"
 
     async def close(self) -> None:
         actor, self._actor = self._actor, None
@@ -100,13 +103,7 @@ class Far:
             with suppress(RayError):
                 ray.kill(actor)
 
-    async def _said(self, verb: str, *content: Any) -> Any:
+    async def _call_actor(self, method: str, *args: Any) -> Any:
         if self._actor is None:
-            raise Lost(f"{self.name} has ended")
-        return await asyncio.wrap_future(getattr(self._actor, verb).remote(*content).future())
-
-
-def _first(error: BaseException) -> str:
-    """An error in a line: Ray goes on for many."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0].rstrip(".") if lines else type(error).__name__
+            raise WorkerLost(f"{self.name} has ended")
+        return await asyncio.wrap_future(getattr(self._actor, method).remote(*args).future())

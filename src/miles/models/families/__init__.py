@@ -1,8 +1,8 @@
-"""Families: Hugging Face configs read into specs and written back; a file a family, a row in ``table``.
+"""Model families: Hugging Face configs read into decoder specs and written back. No torch.
 
-No torch. To add one: write ``<family>.py`` with ``read`` and ``write``, and put it in the table.
+To add a family, write ``<family>.py`` with a ``read`` function and ``FAMILIES``, and list it in ``registry``.
 """
 
-from miles.models.families.table import config_of, spec_of
+from miles.models.families.registry import config_from_spec, spec_from_config
 
-__all__ = ["config_of", "spec_of"]
+__all__ = ["config_from_spec", "spec_from_config"]

@@ -1,12 +1,12 @@
-"""gpt-oss: attention with sinks, every other layer through a window, and experts with biases and clamped gates."""
+"""gpt-oss: attention sinks, sliding windows in every other layer, experts with biases and clamped SwiGLU."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from miles.models.families.family import Family
-from miles.models.families.fields import Fields
+from miles.models.families.base import ModelFamily
+from miles.models.families.config_reader import ConfigReader
 from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MoeSpec
 
 # transformers' defaults for a config that does not name them.
@@ -22,36 +22,37 @@ _YARN = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-# What the one clamped activation is clamped to.
+# The limit of the clamped SwiGLU.
 _LIMIT = 7.0
 
 
 def read(config: Mapping[str, Any]) -> DecoderSpec:
     stretched = config.get("rope_parameters") or config.get("rope_scaling")
-    fields = Fields(config if stretched else {**config, "rope_parameters": _YARN}, "gpt_oss")
-    common, heads, rope = fields.common(eps=_EPS), fields.heads(head_dim=_HEAD_DIM), fields.rope(theta=_THETA)
-    fields.only("hidden_act", "silu")
-    fields.only("swiglu_limit", _LIMIT)
-    bias = fields.flag("attention_bias", True)
+    reader = ConfigReader(config if stretched else {**config, "rope_parameters": _YARN}, "gpt_oss")
+    common = reader.common_args(eps=_EPS)
+    heads = reader.attention_heads(head_dim=_HEAD_DIM)
+    rope = reader.rope(theta=_THETA)
+    reader.require("hidden_act", "silu")
+    reader.require("swiglu_limit", _LIMIT)
+    bias = reader.flag("attention_bias", True)
     own = {**heads, "rope": rope, "qkv_bias": bias, "output_bias": bias, "sinks": True}
     moe = MoeSpec(
-        **fields.experts("num_local_experts", "num_experts"),
-        size=fields.whole("intermediate_size"),
-        # A softmax over the chosen alone is that over all, normalised again.
+        **reader.expert_counts("num_local_experts", "num_experts"),
+        size=reader.positive_int("intermediate_size"),
+        # A softmax over the selected experts equals the softmax over all, renormalized.
         norm_topk_prob=True,
         router_bias=True,
         activation="swiglu_clamped",
         expert_bias=True,
         interleaved=True,
     )
-    windows = fields.windows(always=True, default=_WINDOW, sliding=lambda i: i % 2 == 0)
-    fields.settle()
+    windows = reader.sliding_windows(always=True, default=_WINDOW, sliding=lambda i: i % 2 == 0)
     layers = (LayerSpec(mixer=AttentionSpec(**own, window=window), ffn=moe) for window in windows)
-    return DecoderSpec(**common, layers=tuple(layers))
+    return reader.build_spec(common, layers)
 
 
 FAMILIES = (
-    Family(
+    ModelFamily(
         model_type="gpt_oss",
         architectures=("GptOssForCausalLM",),
         models="gpt-oss-20b, gpt-oss-120b",

@@ -5,31 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from miles.models.families.family import Family
-from miles.models.families.fields import Fields, written
+from miles.models.families.base import ModelFamily
+from miles.models.families.config_reader import ConfigReader, write_common_config
 from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec
 
 
 def read(config: Mapping[str, Any]) -> DecoderSpec:
-    fields = Fields(config, "llama")
-    common, heads, rope = fields.common(), fields.heads(), fields.rope()
-    bias = fields.flag("attention_bias")
-    fields.only("hidden_act", "silu")
+    reader = ConfigReader(config, "llama")
+    common = reader.common_args()
+    heads = reader.attention_heads()
+    rope = reader.rope()
+    bias = reader.flag("attention_bias")
+    reader.require("hidden_act", "silu")
     attention = AttentionSpec(**heads, rope=rope, qkv_bias=bias, output_bias=bias)
-    mlp = MlpSpec(size=fields.whole("intermediate_size"), bias=fields.flag("mlp_bias"))
-    layers = fields.whole("num_hidden_layers") * (LayerSpec(mixer=attention, ffn=mlp),)
-    fields.settle()
-    return DecoderSpec(**common, layers=layers)
+    mlp = MlpSpec(size=reader.positive_int("intermediate_size"), bias=reader.flag("mlp_bias"))
+    layers = reader.positive_int("num_hidden_layers") * (LayerSpec(mixer=attention, ffn=mlp),)
+    return reader.build_spec(common, layers)
 
 
 def write(spec: DecoderSpec) -> dict[str, Any]:
     mixer, ffn = spec.layers[0].mixer, spec.layers[0].ffn
     assert isinstance(mixer, AttentionSpec) and isinstance(ffn, MlpSpec)
-    return written(spec) | {"attention_bias": mixer.qkv_bias, "mlp_bias": ffn.bias}
+    return write_common_config(spec) | {"attention_bias": mixer.qkv_bias, "mlp_bias": ffn.bias}
 
 
 FAMILIES = (
-    Family(
+    ModelFamily(
         model_type="llama",
         architectures=("LlamaForCausalLM",),
         models="Llama 3, 3.1, 3.2, 3.3; SmolLM2",

@@ -1,12 +1,12 @@
-"""Mixtral: Mistral's attention and, in every layer, experts of which each token takes a few."""
+"""Mixtral: Mistral's attention and a mixture of experts in every layer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from miles.models.families.family import Family
-from miles.models.families.fields import Fields
+from miles.models.families.base import ModelFamily
+from miles.models.families.config_reader import ConfigReader
 from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MoeSpec
 
 # transformers' defaults for a config that does not name them.
@@ -17,25 +17,26 @@ NAMES = {"moe": "block_sparse_moe", "expert_gate": "w1", "expert_up": "w3", "exp
 
 
 def read(config: Mapping[str, Any]) -> DecoderSpec:
-    fields = Fields(config, "mixtral")
-    common, heads, rope = fields.common(eps=_EPS), fields.heads(), fields.rope(theta=_THETA)
-    fields.only("hidden_act", "silu")
-    fields.only("router_jitter_noise", 0.0, None)
+    reader = ConfigReader(config, "mixtral")
+    common = reader.common_args(eps=_EPS)
+    heads = reader.attention_heads()
+    rope = reader.rope(theta=_THETA)
+    reader.require("hidden_act", "silu")
+    reader.require("router_jitter_noise", 0.0, None)
     moe = MoeSpec(
-        **fields.experts("num_local_experts", "num_experts"),
-        size=fields.whole("intermediate_size"),
+        **reader.expert_counts("num_local_experts", "num_experts"),
+        size=reader.positive_int("intermediate_size"),
         norm_topk_prob=True,
     )
     layers = tuple(
         LayerSpec(mixer=AttentionSpec(**heads, rope=rope, window=window), ffn=moe)
-        for window in fields.windows(always=True)
+        for window in reader.sliding_windows(always=True)
     )
-    fields.settle()
-    return DecoderSpec(**common, layers=layers)
+    return reader.build_spec(common, layers)
 
 
 FAMILIES = (
-    Family(
+    ModelFamily(
         model_type="mixtral",
         architectures=("MixtralForCausalLM",),
         models="Mixtral 8x7B, 8x22B",

@@ -1,40 +1,39 @@
-"""Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: fused projections on disk, long contexts by two sets of rotary factors."""
+"""Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: fused projections in the checkpoint, LongRoPE."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from miles.models.families.family import Family
-from miles.models.families.fields import Fields
+from miles.models.families.base import ModelFamily
+from miles.models.families.config_reader import ConfigReader
 from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec
 
-# What transformers takes for a config that leaves it out.
+# transformers' default for a config without the key.
 _DEFAULTS = {"original_max_position_embeddings": 4096}
-# Earlier releases of the models had other names for it.
-_CALLED = {"su": "longrope", "yarn": "longrope"}
+# Earlier releases of the models have other names for the rope type.
+_ROPE_ALIASES = {"su": "longrope", "yarn": "longrope"}
 
 
 def read(config: Mapping[str, Any]) -> DecoderSpec:
-    fields = Fields({**_DEFAULTS, **config}, "phi3")
-    common, heads = fields.common(eps=1e-5), fields.heads()
-    rope = fields.rope(head_dim=heads["head_dim"], called=_CALLED)
+    reader = ConfigReader({**_DEFAULTS, **config}, "phi3")
+    common, heads = reader.common_args(eps=1e-5), reader.attention_heads()
+    rope = reader.rope(head_dim=heads["head_dim"], aliases=_ROPE_ALIASES)
     if rope.kind not in ("default", "longrope"):
-        fields.refuse(fields.rotary()[0], f"asks for rope type {rope.kind}, which this family does not have")
-    fields.only("hidden_act", "silu")
+        reader.reject(reader.rope_group()[0], f"asks for rope type {rope.kind}, which this family does not have")
+    reader.require("hidden_act", "silu")
     for dropout in ("resid_pdrop", "embd_pdrop"):
-        fields.only(dropout, 0.0, None)
-    mlp = MlpSpec(size=fields.whole("intermediate_size"))
+        reader.require(dropout, 0.0, None)
+    mlp = MlpSpec(size=reader.positive_int("intermediate_size"))
     layers = tuple(
         LayerSpec(mixer=AttentionSpec(**heads, rope=rope, window=window), ffn=mlp)
-        for window in fields.windows(always=True)
+        for window in reader.sliding_windows(always=True)
     )
-    fields.settle()
-    return DecoderSpec(**common, layers=layers)
+    return reader.build_spec(common, layers)
 
 
 FAMILIES = (
-    Family(
+    ModelFamily(
         model_type="phi3",
         architectures=("Phi3ForCausalLM",),
         models="Phi-3, Phi-3.5, Phi-4, Phi-4-mini",

@@ -1,42 +1,76 @@
-"""Qwen2 and Qwen2.5: biases on queries, keys and values, none elsewhere."""
+"""Qwen2 and Qwen2.5 (biases on queries, keys and values), Qwen1.5-MoE and Qwen2-MoE (shared expert with a gate)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from miles.models.families.family import Family
-from miles.models.families.fields import Fields, written, written_windows
-from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec
+from miles.models.families.base import ModelFamily
+from miles.models.families.config_reader import ConfigReader, write_common_config, write_window_config
+from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, MoeSpec
 
-# transformers' defaults for a config without max_window_layers and sliding_window.
-_WINDOWED_FROM = 28
+# transformers' defaults for a config that does not name them.
+_MAX_WINDOW_LAYERS = 28
 _WINDOW = 4096
+_SHARED_SIZE = 5632
 
 
-def read(config: Mapping[str, Any]) -> DecoderSpec:
-    fields = Fields(config, "qwen2")
-    common, heads, rope = fields.common(), fields.heads(), fields.rope()
-    fields.only("hidden_act", "silu")
-    mlp = MlpSpec(size=fields.whole("intermediate_size"))
+def read_dense(config: Mapping[str, Any]) -> DecoderSpec:
+    reader = ConfigReader(config, "qwen2")
+    common = reader.common_args()
+    heads = reader.attention_heads()
+    rope = reader.rope()
+    reader.require("hidden_act", "silu")
+    mlp = MlpSpec(size=reader.positive_int("intermediate_size"))
+    first = reader.layer_index("max_window_layers", _MAX_WINDOW_LAYERS)
     layers = tuple(
         LayerSpec(mixer=AttentionSpec(**heads, rope=rope, qkv_bias=True, window=window), ffn=mlp)
-        for window in fields.windows(first=fields.index("max_window_layers", _WINDOWED_FROM), default=_WINDOW)
+        for window in reader.sliding_windows(first=first, default=_WINDOW)
     )
-    fields.settle()
-    return DecoderSpec(**common, layers=layers)
+    return reader.build_spec(common, layers)
 
 
-def write(spec: DecoderSpec) -> dict[str, Any]:
-    return written(spec) | written_windows(spec)
+def write_dense(spec: DecoderSpec) -> dict[str, Any]:
+    return write_common_config(spec) | write_window_config(spec)
+
+
+def read_moe(config: Mapping[str, Any]) -> DecoderSpec:
+    reader = ConfigReader(config, "qwen2_moe")
+    common = reader.common_args()
+    heads = reader.attention_heads()
+    rope = reader.rope()
+    reader.require("hidden_act", "silu")
+    moe = MoeSpec(
+        **reader.expert_counts("num_experts"),
+        size=reader.positive_int("moe_intermediate_size"),
+        norm_topk_prob=reader.flag("norm_topk_prob"),
+        shared=MlpSpec(size=reader.positive_int("shared_expert_intermediate_size", _SHARED_SIZE)),
+        shared_gate=True,
+    )
+    mlp = MlpSpec(size=reader.positive_int("intermediate_size"))
+    before = reader.layer_index("max_window_layers", _MAX_WINDOW_LAYERS)
+    windows = reader.sliding_windows(default=_WINDOW, sliding=lambda i: i % 2 == 0 and i < before)
+    bias = reader.flag("qkv_bias", True)
+    layers = tuple(
+        LayerSpec(mixer=AttentionSpec(**heads, rope=rope, qkv_bias=bias, window=window), ffn=moe if sparse else mlp)
+        for window, sparse in zip(windows, reader.sparse_step_layers(), strict=True)
+    )
+    return reader.build_spec(common, layers)
 
 
 FAMILIES = (
-    Family(
+    ModelFamily(
         model_type="qwen2",
         architectures=("Qwen2ForCausalLM",),
         models="Qwen2, Qwen2.5",
-        read=read,
-        write=write,
+        read=read_dense,
+        write=write_dense,
+    ),
+    ModelFamily(
+        model_type="qwen2_moe",
+        architectures=("Qwen2MoeForCausalLM",),
+        models="Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B",
+        read=read_moe,
+        names={"shared": "shared_expert"},
     ),
 )

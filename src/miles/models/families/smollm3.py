@@ -1,52 +1,53 @@
-"""SmolLM3: Llama with every fourth layer blind to positions."""
+"""SmolLM3: Llama without RoPE in every fourth layer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from miles.models.families.family import Family
-from miles.models.families.fields import Fields
+from miles.models.families.base import ModelFamily
+from miles.models.families.config_reader import ConfigReader
 from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec
 
-# transformers' base for a config that names none.
+# transformers' default for a config without rope_theta.
 _THETA = 2_000_000.0
 
 
 def read(config: Mapping[str, Any]) -> DecoderSpec:
-    fields = Fields(config, "smollm3")
-    common, heads, rope = fields.common(tied=True), fields.heads(), fields.rope(theta=_THETA)
-    bias = fields.flag("attention_bias")
-    fields.only("hidden_act", "silu")
-    mlp = MlpSpec(size=fields.whole("intermediate_size"), bias=fields.flag("mlp_bias"))
-    turned = _turned(fields)
+    reader = ConfigReader(config, "smollm3")
+    common = reader.common_args(tied=True)
+    heads = reader.attention_heads()
+    rope = reader.rope(theta=_THETA)
+    bias = reader.flag("attention_bias")
+    reader.require("hidden_act", "silu")
+    mlp = MlpSpec(size=reader.positive_int("intermediate_size"), bias=reader.flag("mlp_bias"))
+    has_rope = _rope_layers(reader)
     layers = tuple(
         LayerSpec(
             mixer=AttentionSpec(
-                **heads, rope=rope if turned[i] else None, qkv_bias=bias, output_bias=bias, window=window
+                **heads, rope=rope if has_rope[i] else None, qkv_bias=bias, output_bias=bias, window=window
             ),
             ffn=mlp,
         )
-        for i, window in enumerate(fields.windows(sliding=lambda i: not turned[i]))
+        for i, window in enumerate(reader.sliding_windows(sliding=lambda i: not has_rope[i]))
     )
-    fields.settle()
-    return DecoderSpec(**common, layers=layers)
+    return reader.build_spec(common, layers)
 
 
-def _turned(fields: Fields) -> tuple[bool, ...]:
-    """Which layers know positions: ``no_rope_layers`` has a 1 for those, despite its name."""
-    count, every = fields.whole("num_hidden_layers"), fields.whole("no_rope_layer_interval", 4)
-    given = fields.config.get("no_rope_layers")
+def _rope_layers(reader: ConfigReader) -> tuple[bool, ...]:
+    """Read which layers have RoPE: ``no_rope_layers`` has a 1 for those, despite its name."""
+    count, every = reader.positive_int("num_hidden_layers"), reader.positive_int("no_rope_layer_interval", 4)
+    given = reader.config.get("no_rope_layers")
     if given is None:
         return tuple((i + 1) % every != 0 for i in range(count))
     if len(given) < count:
-        fields.refuse("no_rope_layers", f"names {len(given)} layers, but there are {count}")
+        reader.reject("no_rope_layers", f"names {len(given)} layers, but there are {count}")
         return (True,) * count
-    return tuple(bool(turned) for turned in given[:count])
+    return tuple(bool(has_rope) for has_rope in given[:count])
 
 
 FAMILIES = (
-    Family(
+    ModelFamily(
         model_type="smollm3",
         architectures=("SmolLM3ForCausalLM",),
         models="SmolLM3",

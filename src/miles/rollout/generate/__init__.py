@@ -1,4 +1,4 @@
-"""Room: rollout.generate -- ways to answer a prompt, one a file, each a core.protocols.Generate.
+"""Generate functions: single turn, multi turn with tools, agents over HTTP; each a core.protocols.Generate (layer 2).
 
-Floor 2. Imports: core, numpy. Never: a tokenizer or an engine of its own; both are handed in.
+Imports: core, numpy. Never: a tokenizer or an engine of its own; both are passed in.
 """

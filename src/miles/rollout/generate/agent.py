@@ -1,13 +1,13 @@
-"""A user's own agent: an async function that is given an address and talks to the policy there as to any other model.
+"""Agent rollouts: a user's async function gets a base URL and talks to the policy there over an OpenAI-style API.
 
 ::
 
     sessions.open --base_url--> agent(base_url, prompt, request_kwargs, metadata) --HTTP--> session server --> engine
-         |                          returns a dict (``reward``, and what else goes into the metadata) or None
+         |                          returns a dict (``reward``, and further metadata) or None
          `-- the session's tokens ------------------------------------------------------------------> trajectory
 
-An agent that raises or asks nothing marks its attempt failed, with the reason; one that takes too long is cut short.
-Either way, and when the run itself stops waiting, its ``abort``, if it has one, is called to stop what it started.
+An agent that raises or sends no request marks its trajectory failed, with the reason; one that times out is truncated.
+In both cases, and when the run itself stops waiting, the agent's ``abort``, if any, is called to stop what it started.
 """
 
 from __future__ import annotations
@@ -21,20 +21,22 @@ from dataclasses import replace
 from numbers import Real
 from typing import Any, Protocol
 
-from miles.core.errors import MilesError, PlugError
-from miles.core.protocols import Engine, Sampling
+from miles.core.errors import HookError, MilesError, describe_error
+from miles.core.protocols import Engine, SamplingParams
 from miles.core.types import EMPTY, Prompt, Reward, Status, Trajectory
-from miles.rollout.generate.failures import Failures
+from miles.rollout.generate.dispatch import CircuitBreaker
 
 _ABORT_SECONDS = 10.0
-_ENDED = {"length": Status.TRUNCATED, "abort": Status.ABORTED}
+_STATUS_BY_REASON = {"length": Status.TRUNCATED, "abort": Status.ABORTED}
 
 
-class Agent(Protocol):
-    """Answers a prompt by asking the policy at ``base_url`` (``/v1/chat/completions`` and the like stand behind it).
+class AgentFn(Protocol):
+    """Answers a prompt by querying the policy at ``base_url`` (which serves ``/v1/chat/completions`` and the like).
 
-    All are given by name. ``request_kwargs`` go into every request; ``metadata`` is the prompt's. A function that has
-    an argument ``label``, ``agent_config`` or ``session_id``, or takes any, is given those as well.
+    Arguments are passed by name. ``request_kwargs`` go into every request; ``metadata`` is the prompt's. A function
+    with a parameter ``label``, ``agent_config``, ``session_id`` or ``api_key``, or with ``**kwargs``, gets those as
+    well; a server that needs no key has ``api_key`` "none". The ``base_url`` holds a secret of this session;
+    ``session_id`` is its name, which is the same in every run.
     """
 
     async def __call__(
@@ -42,15 +44,16 @@ class Agent(Protocol):
     ) -> Mapping[str, Any] | None: ...
 
 
-class Abort(Protocol):
-    """Stop what an agent started elsewhere for the attempt whose address this is."""
+class AbortFn(Protocol):
+    """Stops what an agent started elsewhere for the trajectory with this address."""
 
     async def __call__(self, base_url: str, metadata: dict[str, Any]) -> None: ...
 
 
-class Seat(Protocol):
-    """One session, as an attempt sees it. Of the trajectory's metadata, ``turns`` is how many replies there were, and
-    ``reason`` why the last ended (stop, length or abort), as session.Session has it."""
+class AgentSession(Protocol):
+    """One session of a trajectory; the last part of ``base_url`` is its secret. In the trajectory's metadata, ``turns``
+    is the number of replies and ``reason`` why the last one ended (stop, length or abort), as session.Session sets
+    them."""
 
     @property
     def id(self) -> str: ...
@@ -61,125 +64,153 @@ class Seat(Protocol):
     ) -> Trajectory: ...
 
 
-class Sessions(Protocol):
-    """Opens a session on the server. What is sampled in it is drawn as ``sampling`` says unless a request says more;
-    when it closes, requests under way are ended and later ones refused."""
+class SessionFactory(Protocol):
+    """Opens a session on the server. It samples with ``sampling`` unless a request overrides it; when it closes,
+    requests in flight are cancelled and later ones refused."""
 
-    def open(self, prompt: Prompt, engine: Engine, sampling: Sampling) -> AbstractAsyncContextManager[Seat]: ...
+    def open(
+        self, prompt: Prompt, engine: Engine, sampling: SamplingParams
+    ) -> AbstractAsyncContextManager[AgentSession]: ...
 
 
 class AgentGenerate:
-    """A core.protocols.Generate. ``config`` is given to agents that have an argument ``agent_config``."""
+    """A core.protocols.Generate. ``config`` is passed to agents with a parameter ``agent_config``, and the session
+    server's ``api_key`` to those with a parameter of that name."""
 
     def __init__(
         self,
-        agent: Agent,
-        sessions: Sessions,
+        agent: AgentFn,
+        sessions: SessionFactory,
         *,
-        abort: Abort | None = None,
+        abort: AbortFn | None = None,
         wall_seconds: float = 3600.0,
         config: Mapping[str, Any] = EMPTY,
-        most_failures: int = 128,
+        api_key: str | None = None,
+        max_failures: int = 128,
     ) -> None:
         self._agent = agent
         self._sessions = sessions
         self._abort = abort
         self._wall_seconds = wall_seconds
         self._config = config
-        self._failures = Failures("The agent", most_failures)
+        self._api_key = api_key or "none"
+        self._breaker = CircuitBreaker("The agent", max_failures)
         parameters = inspect.signature(agent).parameters.values()
-        self._takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-        self._takes = frozenset(parameter.name for parameter in parameters)
+        self._has_var_keyword = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        self._parameter_names = frozenset(parameter.name for parameter in parameters)
 
-    async def __call__(self, prompt: Prompt, engine: Engine, sampling: Sampling) -> Trajectory:
-        async with self._sessions.open(prompt, engine, sampling) as seat:
-            told, failure, late = await self._run(prompt, seat, sampling)
-            reward = _reward(told.pop("reward", None))
-            trajectory = seat.trajectory(status=Status.COMPLETED, reward=reward, metadata=told)
-        trajectory = _judged(trajectory, failure, late)
-        self._failures.count(prompt, trajectory.metadata.get("failure"))
+    async def __call__(self, prompt: Prompt, engine: Engine, sampling: SamplingParams) -> Trajectory:
+        async with self._sessions.open(prompt, engine, sampling) as session:
+            result, failure, late = await self._run(prompt, session, sampling)
+            reward = _parse_reward(result.pop("reward", None))
+            trajectory = session.trajectory(status=Status.COMPLETED, reward=reward, metadata=result)
+        trajectory = _finish(trajectory, failure, late)
+        self._breaker.record(prompt, trajectory.metadata.get("failure"))
         return trajectory
 
-    async def _run(self, prompt: Prompt, seat: Seat, sampling: Sampling) -> tuple[dict[str, Any], str | None, bool]:
-        """What the agent gave back, why it failed if it did, and whether it was cut short."""
+    async def _run(
+        self, prompt: Prompt, session: AgentSession, sampling: SamplingParams
+    ) -> tuple[dict[str, Any], str | None, bool]:
+        """Run the agent; returns its result, the failure if any, and whether it timed out."""
         metadata = dict(prompt.metadata)
         limit = asyncio.timeout(self._wall_seconds)
         try:
             async with limit:
-                given = await self._agent(
-                    base_url=seat.base_url,
+                returned = await self._agent(
+                    base_url=session.base_url,
                     prompt=[dict(message) for message in prompt.messages],
-                    request_kwargs=request_kwargs(sampling),
+                    request_kwargs=build_request_kwargs(sampling),
                     metadata=metadata,
-                    **self._extras(prompt, seat),
+                    **self._optional_arguments(prompt, session),
                 )
         except MilesError:
             raise
         except asyncio.CancelledError:
-            await self._aborted(seat, metadata)
+            await self._call_abort(session, metadata)
             raise
         except Exception as error:
-            await self._aborted(seat, metadata)
+            await self._call_abort(session, metadata)
             if isinstance(error, TimeoutError) and limit.expired():
                 return {}, None, True
-            return {}, f"{type(error).__name__}: {error}", False
-        if given is not None and not isinstance(given, Mapping):
-            raise PlugError(f"The agent gave a {type(given).__name__}; return a dict or None.")
-        return dict(given or {}), None, False
+            return {}, redact_key(describe_error(error), session), False
+        if returned is not None and not isinstance(returned, Mapping):
+            raise HookError(f"The agent gave a {type(returned).__name__}; return a dict or None.")
+        return redact_key(dict(returned or {}), session), None, False
 
-    def _extras(self, prompt: Prompt, seat: Seat) -> dict[str, Any]:
-        known = {"label": prompt.label, "agent_config": dict(self._config), "session_id": seat.id}
-        return {name: value for name, value in known.items() if self._takes_any or name in self._takes}
+    def _optional_arguments(self, prompt: Prompt, session: AgentSession) -> dict[str, Any]:
+        available = {
+            "label": prompt.label,
+            "agent_config": dict(self._config),
+            "session_id": session.id,
+            "api_key": self._api_key,
+        }
+        return {
+            name: value for name, value in available.items() if self._has_var_keyword or name in self._parameter_names
+        }
 
-    async def _aborted(self, seat: Seat, metadata: dict[str, Any]) -> None:
+    async def _call_abort(self, session: AgentSession, metadata: dict[str, Any]) -> None:
         if self._abort is None:
             return
         try:
             async with asyncio.timeout(_ABORT_SECONDS):
-                await self._abort(base_url=seat.base_url, metadata=metadata)
-        except Exception:  # it was a courtesy to what is elsewhere; the attempt has ended, and says why itself
+                await self._abort(base_url=session.base_url, metadata=metadata)
+        except Exception:  # best effort: the trajectory has ended and has its own reason
             return
 
 
-def request_kwargs(sampling: Sampling) -> dict[str, Any]:
-    """How tokens are drawn, in the words of OpenAI's requests; the rest the session knows."""
-    said: dict[str, Any] = {
+def build_request_kwargs(sampling: SamplingParams) -> dict[str, Any]:
+    """Sampling parameters as OpenAI request fields; the session adds the rest."""
+    kwargs: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "max_tokens": sampling.max_new_tokens,
     }
-    return said | ({"stop": list(sampling.stop)} if sampling.stop else {})
+    return kwargs | ({"stop": list(sampling.stop)} if sampling.stop else {})
 
 
-def abort_of(agent: Any) -> Abort | None:
-    """The function ``abort`` that stands beside an agent in its module, if there is one."""
+def redact_key(value: Any, session: AgentSession) -> Any:
+    """``value``, which is to be recorded, with the session's name in place of the secret in its URL.
+
+    HTTP clients put URLs into their error messages.
+    """
+    if isinstance(value, str):
+        return value.replace(session.base_url.rpartition("/")[2], session.id)
+    if isinstance(value, dict):
+        return {redact_key(key, session): redact_key(item, session) for key, item in value.items()}
+    return type(value)(redact_key(item, session) for item in value) if type(value) in (list, tuple) else value
+
+
+def find_abort_hook(agent: Any) -> AbortFn | None:
+    """The function ``abort`` in an agent's module, if there is one."""
     module = sys.modules.get(inspect.unwrap(agent).__module__)
-    found = vars(module).get("abort") if module is not None else None
-    return found if inspect.iscoroutinefunction(found) else None
+    abort_fn = vars(module).get("abort") if module is not None else None
+    return abort_fn if inspect.iscoroutinefunction(abort_fn) else None
 
 
-def _reward(given: Any) -> Reward | None:
-    if given is None or isinstance(given, Reward):
-        return given
-    if isinstance(given, bool) or not isinstance(given, Real):
-        raise PlugError(f"The agent gave {given!r} as the reward; give a number, or leave it to the reward function.")
-    return Reward(value=float(given))
+def _parse_reward(returned: Any) -> Reward | None:
+    if returned is None or isinstance(returned, Reward):
+        return returned
+    if isinstance(returned, bool) or not isinstance(returned, Real):
+        raise HookError(
+            f"The agent gave {returned!r} as the reward; give a number, or leave it to the reward function."
+        )
+    return Reward(value=float(returned))
 
 
-def _judged(trajectory: Trajectory, failure: str | None, late: bool) -> Trajectory:
-    """The trajectory with the status that how it ended comes to."""
+def _finish(trajectory: Trajectory, failure: str | None, late: bool) -> Trajectory:
+    """The trajectory with its final status."""
     replies, reason = trajectory.metadata["turns"], trajectory.metadata["reason"]
-    status, told = _ENDED.get(reason, Status.COMPLETED), {}
+    status, result = _STATUS_BY_REASON.get(reason, Status.COMPLETED), {}
     if not replies:
-        failure = failure or ("it took too long and" if late else "it") + " asked nothing of the address it was given"
+        failure = failure or ("it timed out and" if late else "it") + " sent no request to its base_url"
     if failure is not None and not (replies and status is Status.ABORTED):
-        status, told = Status.FAILED, {"reason": "agent", "failure": failure}
+        status, result = Status.FAILED, {"reason": "agent", "failure": failure}
     elif late:
-        status, told = Status.TRUNCATED, {"reason": "wall_time"}
+        status, result = Status.TRUNCATED, {"reason": "wall_time"}
     unscored = status in (Status.FAILED, Status.ABORTED)
     return replace(
         trajectory,
         status=status,
         reward=None if unscored else trajectory.reward,
-        metadata={**trajectory.metadata, **told},
+        metadata={**trajectory.metadata, **result},
     )

@@ -1,17 +1,17 @@
-"""A prompt, a world and a policy in turns: the policy replies, the world answers, until one of them has had enough.
+"""Multi-turn rollouts: the policy replies, the environment responds, until one of them ends the conversation.
 
 ::
 
     environment.open -> session.begin -> engine.generate -> session.end -> environment.step -> session.begin ...
-                        (tokens of what is new alone)       (the spans, exactly)             |
+                        (new tokens only)                   (exact spans)                    |
                                                                         done, or a limit  ---+--> trajectory
 
-How it ends is the trajectory's status, and ``metadata["reason"]`` says it in a word:
+The status of the trajectory and ``metadata["reason"]`` say how it ended:
 
-    completed   stop (the world, or a reply without calls, ended it)
-    truncated   length, context, turns, tool_time, wall_time, or what bound the world names
-    aborted     abort (the engine was told to stop)
-    failed      environment (``metadata["failure"]`` says how), or wall_time before anything was said
+    completed   stop (the environment, or a reply without calls, ended it)
+    truncated   length, context, turns, tool_time, wall_time, or the limit the environment names
+    aborted     abort (the engine was interrupted)
+    failed      environment or session (``metadata["failure"]`` says how), or wall_time before the first reply
 """
 
 from __future__ import annotations
@@ -21,16 +21,24 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from miles.core.errors import DataError, MilesError
-from miles.core.protocols import Completion, Engine, Sampling
+from miles.core.errors import DataError, MilesError, describe_error
+from miles.core.protocols import Completion, Engine, SamplingParams
 from miles.core.types import EMPTY, Prompt, Reward, Status, Trajectory
-from miles.rollout.generate.failures import Failures
+from miles.rollout.generate.dispatch import CircuitBreaker
 from miles.rollout.seeds import mix
-from miles.rollout.session.audit import mismatch_of
-from miles.rollout.session.render import Renderer
-from miles.rollout.session.session import Reply, Session
+from miles.rollout.serving.errors import SessionError
+from miles.rollout.session.audit import summarize_mismatches
+from miles.rollout.session.render import ChatRenderer
+from miles.rollout.session.session import Session, SessionReply
 from miles.rollout.tools.config import ToolsConfig
-from miles.rollout.tools.environment import NOTES, Environment, Equipped, Opening, Step, ToolUse
+from miles.rollout.tools.environment import (
+    NOTES,
+    Environment,
+    OpenResult,
+    StepResult,
+    ToolAugmentedEnvironment,
+    ToolEnvironment,
+)
 from miles.rollout.tools.tool import EnvironmentFailed, Message
 
 T = TypeVar("T")
@@ -39,7 +47,7 @@ _CLOSE_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnLimits:
-    """Bounds of an attempt: replies, tokens of one reply (None: as many as are left), and seconds from first to last.
+    """Limits of a trajectory: replies, tokens per reply (None: as many as are left), and total seconds.
 
     All replies together have ``sampling.max_new_tokens``.
     """
@@ -49,8 +57,8 @@ class TurnLimits:
     wall_seconds: float = 1800.0
 
 
-def limits_of(config: ToolsConfig) -> TurnLimits:
-    """The limits the knobs set."""
+def turn_limits_from_config(config: ToolsConfig) -> TurnLimits:
+    """Turn limits from the options."""
     return TurnLimits(
         turns=config.generate_max_turns,
         turn_tokens=config.generate_max_turn_len,
@@ -65,67 +73,71 @@ class _End:
 
 
 class MultiTurn:
-    """A core.protocols.Generate. ``world_of`` gives every attempt its environment (see tools.worlds.Worlds).
+    """A core.protocols.Generate. ``make_environment`` creates every trajectory's environment (see tools.env_registry).
 
-    A world that fails costs its attempt, not the run; when ``most_failures`` attempts in a row were lost to it, it is
-    raised. The trajectory's metadata: ``text`` of the last reply, ``messages``, ``turns``, ``reason``, ``tool_calls``
-    and ``tool_failures`` where there were tools, ``notes`` on what could not be read in replies, ``failure``, and, with
-    ``audits``, where its tokens are not those of the chat template (``audit.MISMATCH``).
+    An environment failure fails its trajectory, not the run; after ``max_failures`` consecutive ones it is raised. The
+    trajectory's metadata: ``text`` of the last reply, ``messages``, ``turns``, ``reason``, ``tool_calls`` and
+    ``tool_failures`` where there are tools, ``notes`` on malformed replies, ``failure``, and, with ``audit``, where its
+    tokens differ from the chat template's (``audit.MISMATCH``).
     """
 
     def __init__(
         self,
-        renderer: Renderer,
-        world_of: Callable[[Prompt], Environment],
+        renderer: ChatRenderer,
+        make_environment: Callable[[Prompt], Environment],
         *,
         limits: TurnLimits | None = None,
         max_context_len: int | None = None,
         template: Mapping[str, Any] = EMPTY,
-        most_failures: int = 128,
-        audits: bool = False,
+        max_failures: int = 128,
+        audit: bool = False,
     ) -> None:
         self._renderer = renderer
-        self._world_of = world_of
+        self._make_environment = make_environment
         self._limits = limits or TurnLimits()
         self._max_context_len = max_context_len
         self._template = template
-        self._failures = Failures("The environment", most_failures)
-        self._audits = audits
+        self._breaker = CircuitBreaker("The environment", max_failures)
+        self._audit = audit
 
-    async def __call__(self, prompt: Prompt, engine: Engine, sampling: Sampling) -> Trajectory:
+    async def __call__(self, prompt: Prompt, engine: Engine, sampling: SamplingParams) -> Trajectory:
         session = Session(f"{prompt.id}-{prompt.epoch}-{sampling.seed:x}", self._renderer, prompt=prompt)
-        environment = self._world_of(prompt)
-        attempt = _Attempt(session, environment, engine, sampling, self._limits, self._max_context_len, self._template)
-        told: dict[str, Any] = {}
+        environment = self._make_environment(prompt)
+        conversation = _Conversation(
+            session, environment, engine, sampling, self._limits, self._max_context_len, self._template
+        )
+        metadata: dict[str, Any] = {}
         limit = asyncio.timeout(self._limits.wall_seconds)
         try:
             async with limit:
-                end = await attempt.play(prompt)
+                end = await conversation.play(prompt)
         except EnvironmentFailed as error:
-            end, told["failure"] = _End(Status.FAILED, "environment"), str(error)
+            end, metadata["failure"] = _End(Status.FAILED, "environment"), str(error)
+        except SessionError as error:  # the conversation cannot go on after the tokens it has
+            end, metadata["failure"] = _End(Status.FAILED, "session"), str(error)
         except TimeoutError:
             if not limit.expired():
                 raise
-            end = _End(Status.TRUNCATED if attempt.turns else Status.FAILED, "wall_time")
+            end = _End(Status.TRUNCATED if conversation.turns else Status.FAILED, "wall_time")
         finally:
-            complaint = await _closed(environment)
-        if complaint is not None:
-            told["close_failure"] = complaint
-        self._failures.count(prompt, told.get("failure"))
-        if self._audits:
-            told |= mismatch_of(session)
-        return attempt.trajectory(end, told)
+            close_error = await _close(environment)
+        if close_error is not None:
+            metadata["close_failure"] = close_error
+        self._breaker.record(prompt, metadata.get("failure"))
+        if self._audit:
+            metadata |= summarize_mismatches(session)
+        return conversation.trajectory(end, metadata)
 
 
-class _Attempt:
-    """One attempt under way. What is sampled goes into the session, and nowhere else."""
+class _Conversation:
+    """One running trajectory. All sampled tokens are in the session."""
 
     def __init__(
         self,
         session: Session,
         environment: Environment,
         engine: Engine,
-        sampling: Sampling,
+        sampling: SamplingParams,
         limits: TurnLimits,
         max_context_len: int | None,
         template: Mapping[str, Any],
@@ -137,112 +149,114 @@ class _Attempt:
         self._limits = limits
         self._max_context_len = max_context_len
         self._template = template
-        self._left = sampling.max_new_tokens
-        self._scores = False
-        self._earned: float | None = None
+        self._tokens_left = sampling.max_new_tokens
+        self._provides_reward = False
+        self._total_reward: float | None = None
         self._parts: dict[str, float] = {}
         self._notes: list[str] = []
         self.turns = 0
 
     async def play(self, prompt: Prompt) -> _End:
-        opening = await _asked(self._environment.open(prompt))
-        self._scores = opening.scores
-        messages = list(opening.messages)
+        opened = await _await_environment(self._environment.open(prompt))
+        self._provides_reward = opened.provides_reward
+        messages = list(opened.messages)
         while True:
-            said = await self._reply(prompt, messages, opening)
-            if isinstance(said, _End):
-                return said
+            reply = await self._reply(prompt, messages, opened)
+            if isinstance(reply, _End):
+                return reply
             self.turns += 1
-            self._notes += said.notes
-            if said.finish_reason == "abort":
+            self._notes += reply.notes
+            if reply.finish_reason == "abort":
                 return _End(Status.ABORTED, "abort")
-            if said.finish_reason == "length":
+            if reply.finish_reason == "length":
                 return _End(Status.TRUNCATED, "length")
-            step = await _asked(self._environment.step({**said.message, NOTES: said.notes}))
-            self._earn(step)
+            step = await _await_environment(self._environment.step({**reply.message, NOTES: reply.notes}))
+            self._add_reward(step)
             if step.limit is not None:
                 return _End(Status.TRUNCATED, step.limit)
             if step.done:
                 return _End(Status.COMPLETED, "stop")
             if self.turns >= self._limits.turns:
                 return _End(Status.TRUNCATED, "turns")
-            messages = self._onward(messages, said, step)
+            messages = self._next_messages(messages, reply, step)
 
-    def trajectory(self, end: _End, told: Mapping[str, Any]) -> Trajectory:
-        metadata = {**told, "reason": end.reason, **_tallied(self._environment)}
+    def trajectory(self, end: _End, metadata: Mapping[str, Any]) -> Trajectory:
+        metadata = {**metadata, "reason": end.reason, **_tool_counts(self._environment)}
         if self._notes:
             metadata["notes"] = self._notes
         reward: Reward | None = None
-        if end.status in (Status.COMPLETED, Status.TRUNCATED) and (self._scores or self._earned is not None):
-            reward = Reward(value=self._earned or 0.0, parts=self._parts)
+        if end.status in (Status.COMPLETED, Status.TRUNCATED) and (
+            self._provides_reward or self._total_reward is not None
+        ):
+            reward = Reward(value=self._total_reward or 0.0, parts=self._parts)
         return self._session.trajectory(status=end.status, reward=reward, metadata=metadata)
 
-    async def _reply(self, prompt: Prompt, messages: list[Message], opening: Opening) -> Reply | _End:
-        """What the policy says next, or the limit that keeps it from saying more."""
-        if self._left < 1:
+    async def _reply(self, prompt: Prompt, messages: list[Message], opened: OpenResult) -> SessionReply | _End:
+        """Generate the next reply, or return the limit that prevents it."""
+        if self._tokens_left < 1:
             return _End(Status.TRUNCATED, "length")
-        turn = self._session.begin(messages, opening.tools, **self._template)
+        turn = self._session.begin(messages, opened.tools, **self._template)
         try:
-            room = None if self._max_context_len is None else self._max_context_len - len(turn.tokens)
-            if room is not None and room < 1:
+            context_left = None if self._max_context_len is None else self._max_context_len - len(turn.tokens)
+            if context_left is not None and context_left < 1:
                 if self.turns:
                     self._session.abandon(turn)
                     return _End(Status.TRUNCATED, "context")
                 raise DataError(
                     f"Prompt {prompt.id} has {len(turn.tokens)} tokens with its tools, which leaves no room for a "
-                    f"reply in a context of {self._max_context_len}; set --rollout-max-prompt-len to drop such prompts."
+                    f"reply in a context of {self._max_context_len}."
                 )
-            completion = await self._engine.generate(turn.tokens, self._drawn(room))
+            completion = await self._engine.generate(turn.tokens, self._reply_sampling(context_left))
         except BaseException:
             self._session.abandon(turn)
             raise
-        self._left -= _length(completion)
+        self._tokens_left -= _length(completion)
         return self._session.end(turn, completion)
 
-    def _drawn(self, room: int | None) -> Sampling:
-        """How this reply is drawn. Engines count a request's tokens from its first, so each reply has its own seed."""
-        most = (n for n in (self._left, self._limits.turn_tokens, room) if n is not None)
+    def _reply_sampling(self, context_left: int | None) -> SamplingParams:
+        """Sampling of this reply. Engines count a request's tokens from its first, so each reply has its own seed."""
+        budgets = (n for n in (self._tokens_left, self._limits.turn_tokens, context_left) if n is not None)
         seed = mix(self._sampling.seed, self.turns) if self.turns else self._sampling.seed
-        return replace(self._sampling, max_new_tokens=min(most), seed=seed)
+        return replace(self._sampling, max_new_tokens=min(budgets), seed=seed)
 
-    def _earn(self, step: Step) -> None:
+    def _add_reward(self, step: StepResult) -> None:
         if step.reward is not None:
-            self._earned = (self._earned or 0.0) + step.reward
+            self._total_reward = (self._total_reward or 0.0) + step.reward
         for name, value in step.parts.items():
             self._parts[name] = self._parts.get(name, 0.0) + value
 
-    def _onward(self, messages: list[Message], said: Reply, step: Step) -> list[Message]:
-        if step.anew:
+    def _next_messages(self, messages: list[Message], reply: SessionReply, step: StepResult) -> list[Message]:
+        if step.replaces_history:
             return list(step.messages)
         if not step.messages:
-            raise EnvironmentFailed("it neither answered nor ended")
-        return [*messages, said.message, *step.messages]
+            raise EnvironmentFailed("it neither responded nor ended")
+        return [*messages, reply.message, *step.messages]
 
 
-async def _asked(answer: Awaitable[T]) -> T:
-    """What an environment gives. What it raises is a failure of its own, unless it is meant for the user."""
+async def _await_environment(answer: Awaitable[T]) -> T:
+    """Await an environment; its errors become EnvironmentFailed, unless they are meant for the user."""
     try:
         return await answer
     except (EnvironmentFailed, MilesError):
         raise
     except Exception as error:
-        raise EnvironmentFailed(f"{type(error).__name__}: {error}") from error
+        raise EnvironmentFailed(describe_error(error)) from error
 
 
-async def _closed(environment: Environment) -> str | None:
-    """Close it; why it could not be closed, if so. Its attempt has ended, and is worth what it is worth."""
+async def _close(environment: Environment) -> str | None:
+    """Close the environment; returns the error if that fails, since its trajectory has ended anyway."""
     try:
         async with asyncio.timeout(_CLOSE_SECONDS):
             await environment.close()
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return describe_error(error)
     return None
 
 
-def _tallied(environment: Environment) -> dict[str, int]:
-    if not isinstance(environment, ToolUse | Equipped):
+def _tool_counts(environment: Environment) -> dict[str, int]:
+    if not isinstance(environment, ToolEnvironment | ToolAugmentedEnvironment):
         return {}
-    return {"tool_calls": environment.tally.calls, "tool_failures": environment.tally.failures}
+    return {"tool_calls": environment.stats.calls, "tool_failures": environment.stats.failures}
 
 
 def _length(completion: Completion) -> int:

@@ -1,4 +1,4 @@
-"""One prompt, one reply."""
+"""Single-turn rollouts: one prompt, one response."""
 
 from __future__ import annotations
 
@@ -8,74 +8,80 @@ from dataclasses import replace
 import numpy as np
 
 from miles.core.errors import DataError
-from miles.core.protocols import Completion, Engine, Sampling
+from miles.core.protocols import Completion, Engine, SamplingParams
 from miles.core.types import Author, Prompt, Span, Tokens, Trajectory
-from miles.rollout.given import stamped
+from miles.rollout.span_extras import fill_span_extras
 
 
 class SingleTurn:
-    """A core.protocols.Generate. The reply's text, for graders, is the trajectory's ``metadata["text"]``.
+    """A core.protocols.Generate. The response text, for graders, is the trajectory's ``metadata["text"]``.
 
-    ``text_of`` decodes without special tokens. The text ends before a stop token or stop string;
-    the tokens keep both, because the policy wrote them.
+    ``decode`` omits special tokens. The text ends before a stop token or stop string; the tokens keep both, because the
+    policy sampled them.
     """
 
     def __init__(
         self,
         render: Callable[[Prompt], Tokens],
-        text_of: Callable[[Sequence[int]], str],
+        decode: Callable[[Sequence[int]], str],
         *,
         max_context_len: int | None = None,
     ) -> None:
         self._render = render
-        self._text_of = text_of
+        self._decode = decode
         self._max_context_len = max_context_len
 
-    async def __call__(self, prompt: Prompt, engine: Engine, sampling: Sampling) -> Trajectory:
-        asked = Span(author=Author.PROMPT, tokens=self._render(prompt))
-        completion = await engine.generate(asked.tokens, self._within_context(prompt, len(asked), sampling))
+    async def __call__(self, prompt: Prompt, engine: Engine, sampling: SamplingParams) -> Trajectory:
+        prompt_span = Span(author=Author.PROMPT, tokens=self._render(prompt))
+        completion = await engine.generate(prompt_span.tokens, self._within_context(prompt, len(prompt_span), sampling))
         return Trajectory(
-            branches=((*stamped([asked], completion.given), *completion.spans),),
+            branches=((*fill_span_extras([prompt_span], completion.prompt_extras), *completion.spans),),
             status=completion.status,
-            metadata={"text": self._reply(completion, sampling), "reason": completion.reason},
+            metadata={"text": self._response_text(completion, sampling), "reason": completion.finish_reason},
         )
 
-    async def resume(self, prompt: Prompt, past: Trajectory, engine: Engine, sampling: Sampling) -> Trajectory:
-        """Go on behind the tokens that an attempt has: they stay as they are, under the versions that wrote them.
+    async def resume(self, prompt: Prompt, partial: Trajectory, engine: Engine, sampling: SamplingParams) -> Trajectory:
+        """Continue after the tokens a trajectory has, which keep their versions.
 
-        The randomness of a token follows from its position, so a cut does not change it. What was asked is rendered
-        no more.
+        A token's randomness depends on its position, so an interruption does not change it. The prompt is not rendered
+        again.
         """
-        (asked, *written) = past.branches[0]
-        done = sum(map(len, written))
-        whole = np.concatenate([span.tokens for span in past.branches[0]])
-        left = self._within_context(prompt, len(asked), sampling).max_new_tokens - done
-        completion = await engine.generate(whole, replace(sampling, max_new_tokens=left, drawn=done))
-        both = replace(completion, spans=(*written, *completion.spans))
+        (prompt_span, *sampled) = partial.branches[0]
+        num_sampled = sum(map(len, sampled))
+        tokens = np.concatenate([span.tokens for span in partial.branches[0]])
+        remaining = self._within_context(prompt, len(prompt_span), sampling).max_new_tokens - num_sampled
+        completion = await engine.generate(
+            tokens, replace(sampling, max_new_tokens=remaining, num_prior_tokens=num_sampled)
+        )
+        combined = replace(completion, spans=(*sampled, *completion.spans))
         return replace(
-            past,
-            branches=((asked, *both.spans),),
-            status=both.status,
-            metadata={**past.metadata, "text": self._reply(both, sampling), "reason": both.reason},
+            partial,
+            branches=((prompt_span, *combined.spans),),
+            status=combined.status,
+            metadata={
+                **partial.metadata,
+                "text": self._response_text(combined, sampling),
+                "reason": combined.finish_reason,
+            },
         )
 
-    def _within_context(self, prompt: Prompt, asked: int, sampling: Sampling) -> Sampling:
+    def _within_context(self, prompt: Prompt, prompt_length: int, sampling: SamplingParams) -> SamplingParams:
         if self._max_context_len is None:
             return sampling
-        room = self._max_context_len - asked
-        if room < 1:
+        context_left = self._max_context_len - prompt_length
+        if context_left < 1:
             raise DataError(
-                f"Prompt {prompt.id} has {asked} tokens, which leaves no room for a reply in a context of "
-                f"{self._max_context_len}; set --rollout-max-prompt-len to drop such prompts."
+                f"Prompt {prompt.id} has {prompt_length} tokens, which leaves no room for a reply in a context of "
+                f"{self._max_context_len}."
             )
-        return replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
+        return replace(sampling, max_new_tokens=min(sampling.max_new_tokens, context_left))
 
-    def _reply(self, completion: Completion, sampling: Sampling) -> str:
+    def _response_text(self, completion: Completion, sampling: SamplingParams) -> str:
         ids: list[int] = [int(i) for span in completion.spans for i in span.tokens]
         if ids and ids[-1] in sampling.stop_token_ids:
             ids.pop()
-        text = self._text_of(ids)
-        if completion.reason != "stop":
+        text = self._decode(ids)
+        if completion.finish_reason != "stop":
             return text
-        found = [at for at in (text.find(stop) for stop in sampling.stop) if at >= 0]
-        return text[: min(found)] if found else text
+        stops = [at for at in (text.find(stop) for stop in sampling.stop) if at >= 0]
+        return text[: min(stops)] if stops else text

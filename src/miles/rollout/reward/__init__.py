@@ -1,6 +1,5 @@
-"""Room: rollout.reward -- ways to score an attempt: graders by name, and what makes a RewardFn of one.
+"""Rewards: built-in graders by name, reward servers, LLM judges, mixtures (layer 2).
 
-Floor 2. Imports: core, stdlib. What may not end, or comes from an extra package, runs in a worker
-process with a time limit; servers are asked over HTTP. Never: torch, a clock of its own, a secret
-that was not handed in.
+Imports: core, stdlib. A grader that may not terminate, or that needs an optional package, runs in a worker process with
+a time limit; servers are queried over HTTP. Never: torch, a clock of its own, a secret that was not passed in.
 """

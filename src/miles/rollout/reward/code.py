@@ -1,6 +1,6 @@
-"""The ``code`` reward: does the program in the reply pass the prompt's tests? Run in the sandbox.
+"""Code reward: runs the program in a response against the prompt's tests, in the sandbox.
 
-Where the tests are found, and what each kind looks like::
+Where the tests come from, and their formats::
 
     label  {"tests": [{"input": "1 2", "output": "3"}, ...]}   the program reads stdin and writes stdout
            {"inputs": ["1 2", ...], "outputs": ["3", ...]}      the same
@@ -14,7 +14,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,17 +21,16 @@ from typing import Any
 
 from miles.core.errors import DataError
 from miles.core.types import Prompt, Reward, Trajectory
-from miles.rollout.config import RolloutConfig
-from miles.rollout.reward.reply import reply_of
-from miles.rollout.reward.score import BadLabel, GradingError
-from miles.rollout.sandbox import harness
-from miles.rollout.sandbox.limits import MIB, Limits, Outcome, SandboxError
-from miles.rollout.sandbox.run import sandbox_here
+from miles.rollout.reward.types import BadLabel, GradingError, get_response_text
+from miles.rollout.sandbox import harness, isolation
+from miles.rollout.sandbox.isolation import SandboxError
+from miles.rollout.sandbox.protocol import SandboxLimits, SandboxResult
+from miles.rollout.sandbox.run import Sandbox
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.MULTILINE | re.DOTALL)
 _PYTHON = ("", "python", "py", "python3")
 _HUMAN_EVAL = ("test", "entry_point")
-_WHY = {  # a limit a program ran into, as the part of the reward it is counted under
+_REASONS = {  # exceeded limit -> the reward part it is counted under
     "wall": "timed_out",
     "cpu": "timed_out",
     "memory": "out_of_memory",
@@ -42,102 +40,93 @@ _WHY = {  # a limit a program ran into, as the part of the reward it is counted 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pairs:
-    """Tests by example: what goes in, what must come out."""
+class IOTests:
+    """Tests as pairs of standard input and expected standard output."""
 
     pairs: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Statements:
-    """Tests as Python that must not raise. ``before`` stands above the program; a reply that does not define
-    ``entry_point`` goes on where it ends."""
+class AssertTests:
+    """Tests as Python statements that must not raise. ``before`` precedes the program; a response that does not define
+    ``entry_point`` continues it."""
 
     statements: tuple[str, ...]
     before: str = ""
     entry_point: str = ""
 
 
-Tests = Pairs | Statements
+Tests = IOTests | AssertTests
 
 
 class CodeReward:
     """1 when all tests pass, else 0 (see core.protocols.RewardFn).
 
-    ``parts``: ``passed``, the share of tests that did; ``tests``, their number; and when not all passed, why the first
-    that failed did, as one more part with the value 1: ``no_code``, ``wrong``, ``crashed``, ``timed_out``,
+    ``parts``: ``passed``, the fraction of tests that did; ``tests``, their number; and when not all passed, why the
+    first failure happened, as one more part with the value 1: ``no_code``, ``wrong``, ``crashed``, ``timed_out``,
     ``out_of_memory``, ``too_much_output`` or ``too_many_processes``. A program that ran out of time once is
-    not run again, and its other tests count as failed. Making one finds out whether this machine can hold a
-    sandbox; UsageError if not, unless ``unsandboxed``.
+    not run again, and its other tests count as failed.
     """
 
-    def __init__(self, limits: Limits, unsandboxed: bool, *, concurrency: int = 8) -> None:
+    def __init__(self, limits: SandboxLimits, sandbox: Sandbox) -> None:
         self._limits = limits
-        self._sandbox = sandbox_here(unsandboxed=unsandboxed, concurrency=concurrency)
+        self._sandbox = sandbox
 
     async def __call__(self, prompt: Prompt, trajectory: Trajectory) -> Reward:
-        reply = reply_of("code", trajectory)
+        reply = get_response_text("code", trajectory)
         try:
-            tests = tests_of(prompt)
+            tests = parse_tests(prompt)
         except BadLabel as error:
             raise DataError(f"Prompt {prompt.id} cannot be graded by code: {error}.") from error
-        program = program_of(reply)
+        program = extract_program(reply)
         try:
-            if isinstance(tests, Pairs):
-                reasons = await self._by_example(program, tests)
+            if isinstance(tests, IOTests):
+                reasons = await self._run_io_tests(program, tests)
             else:
-                reasons = await self._by_statements(program, tests)
+                reasons = await self._run_assert_tests(program, tests)
         except SandboxError as error:
             raise GradingError(str(error)) from error
-        return _reward(reasons)
+        return _to_reward(reasons)
 
-    async def _by_example(self, program: str, tests: Pairs) -> list[str]:
+    async def _run_io_tests(self, program: str, tests: IOTests) -> list[str]:
         reasons: list[str] = []
-        for given, wanted in tests.pairs:
+        for inputs_text, expected_output in tests.pairs:
             if not program.strip():
                 reasons.append("no_code")
             elif "timed_out" in reasons:
                 reasons.append("timed_out")
             else:
-                outcome = await self._sandbox.run(program, stdin=given.encode(), limits=self._limits)
-                wrong = "" if _lines(outcome.stdout.decode(errors="replace")) == _lines(wanted) else "wrong"
-                reasons.append(_reason(outcome) or wrong)
+                outcome = await self._sandbox.run(program, stdin=inputs_text.encode(), limits=self._limits)
+                wrong = (
+                    ""
+                    if _comparable_lines(outcome.stdout.decode(errors="replace")) == _comparable_lines(expected_output)
+                    else "wrong"
+                )
+                reasons.append(_failure_reason(outcome) or wrong)
         return reasons
 
-    async def _by_statements(self, program: str, tests: Statements) -> list[str]:
+    async def _run_assert_tests(self, program: str, tests: AssertTests) -> list[str]:
         if not program.strip():
             return ["no_code"] * len(tests.statements)
-        password = secrets.token_hex(16)
+        request = {"tests": tests.statements, "before": tests.before, "entry_point": tests.entry_point}
         outcome = await self._sandbox.run(
-            Path(harness.__file__).read_text(encoding="utf-8"),
-            stdin=json.dumps({"password": password, "tests": tests.statements}).encode(),
+            _harness_command("check"),
+            stdin=json.dumps(request).encode(),
             limits=self._limits,
-            files={harness.SOLUTION: joined(program, tests).encode(errors="replace")},
+            files={harness.SOLUTION: assemble_program(program, tests).encode(errors="replace")},
+            companion=_harness_command("serve"),
         )
-        before, found, verdicts = outcome.stdout.partition(password.encode())
-        if not found or before or not outcome.fine:
-            return [_reason(outcome) or "crashed"] * len(tests.statements)
+        verdicts = _parse_verdicts(outcome, len(tests.statements))
+        if verdicts is None:
+            return [_failure_reason(outcome) or "crashed"] * len(tests.statements)
         kinds = {"": "", "AssertionError": "wrong", "MemoryError": "out_of_memory"}
-        return [kinds.get(verdict, "crashed") for verdict in json.loads(verdicts)]
+        return [kinds.get(verdict, "crashed") for verdict in verdicts]
 
 
-def code_limits(config: RolloutConfig) -> Limits:
-    """The limits the knobs set."""
-    return Limits(
-        wall=config.code_wall_seconds,
-        cpu=config.code_cpu_seconds,
-        memory=config.code_memory_mib * MIB,
-        processes=config.code_processes,
-        file=config.code_scratch_mib * MIB,
-        scratch=config.code_scratch_mib * MIB,
-        output=config.code_output_kib << 10,
-    )
+def extract_program(reply: str) -> str:
+    """The last fenced block of Python, or of any or no language; without a fence, the whole response.
 
-
-def program_of(reply: str) -> str:
-    """The last fenced block of Python, or of any or no language; without a fence, the whole reply.
-
-    >>> program_of("First:\\n```python\\nx = 1\\n```\\nBetter:\\n```python\\nx = 2\\n```\\n")
+    >>> extract_program("First:\\n```python\\nx = 1\\n```\\nBetter:\\n```python\\nx = 2\\n```\\n")
     'x = 2\\n'
     """
     blocks = [(language.lower(), body) for language, body in _FENCE.findall(reply)]
@@ -148,15 +137,15 @@ def program_of(reply: str) -> str:
     return reply if opened < 0 else reply[opened:].partition("\n")[2]
 
 
-def joined(program: str, tests: Statements) -> str:
-    """The program below what stands above it: as its continuation, unless it defines what is asked for itself."""
+def assemble_program(program: str, tests: AssertTests) -> str:
+    """Prepend ``before`` to the program: as its continuation, unless it defines ``entry_point`` itself."""
     if not tests.before:
         return program
-    return tests.before + ("\n\n" if defines(program, tests.entry_point) else "") + program
+    return tests.before + ("\n\n" if defines_name(program, tests.entry_point) else "") + program
 
 
-def defines(program: str, name: str) -> bool:
-    """Whether a program has a function or class of this name at its outermost level."""
+def defines_name(program: str, name: str) -> bool:
+    """Whether a program defines this function or class at module level."""
     try:
         body = ast.parse(program).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -166,83 +155,106 @@ def defines(program: str, name: str) -> bool:
     )
 
 
-def tests_of(prompt: Prompt) -> Tests:
-    """The prompt's tests; BadLabel when there are none that can be read."""
+def parse_tests(prompt: Prompt) -> Tests:
+    """Parse the prompt's tests; BadLabel when there are none."""
     label = prompt.label
     if label is None or not label.strip():
         if all(name in prompt.metadata for name in _HUMAN_EVAL):
-            return _human_eval(prompt.metadata)
+            return _parse_human_eval(prompt.metadata)
         raise BadLabel("it has neither a label (--label-key) nor test and entry_point in its metadata")
     try:
-        given = json.loads(label)
+        parsed = json.loads(label)
     except ValueError:
-        return _statements([label])
-    if not isinstance(given, dict):
-        raise BadLabel(f"its label is a JSON {type(given).__name__}, not an object such as {{'tests': [...]}}")
-    return _of_object(given)
+        return _parse_statements([label])
+    if not isinstance(parsed, dict):
+        raise BadLabel(f"its label is a JSON {type(parsed).__name__}, not an object such as {{'tests': [...]}}")
+    return _parse_tests_object(parsed)
 
 
-def _of_object(given: Mapping[str, Any]) -> Tests:
-    if all(name in given for name in _HUMAN_EVAL):
-        return _human_eval(given)
-    if "inputs" in given and "outputs" in given:
-        return _pairs(given["inputs"], given["outputs"])
-    tests = given.get("tests")
+def _parse_tests_object(parsed: Mapping[str, Any]) -> Tests:
+    if all(name in parsed for name in _HUMAN_EVAL):
+        return _parse_human_eval(parsed)
+    if "inputs" in parsed and "outputs" in parsed:
+        return _parse_pairs(parsed["inputs"], parsed["outputs"])
+    tests = parsed.get("tests")
     if isinstance(tests, str):
-        return _statements([tests])
+        return _parse_statements([tests])
     if not isinstance(tests, list) or not tests:
         raise BadLabel("its label has no tests, nor inputs and outputs, nor test and entry_point")
     if all(isinstance(test, str) for test in tests):
-        return _statements(tests)
+        return _parse_statements(tests)
     try:
-        ends = [(test["input"], test["output"]) if isinstance(test, dict) else tuple(test) for test in tests]
-        inputs, outputs = zip(*ends, strict=True)
+        pairs = [(test["input"], test["output"]) if isinstance(test, dict) else tuple(test) for test in tests]
+        inputs, outputs = zip(*pairs, strict=True)
     except (KeyError, TypeError, ValueError) as error:
         raise BadLabel("a test is neither a statement nor a pair of input and output") from error
-    return _pairs(inputs, outputs)
+    return _parse_pairs(inputs, outputs)
 
 
-def _human_eval(fields: Mapping[str, Any]) -> Statements:
-    before, test, name = fields.get("prompt", ""), fields["test"], fields["entry_point"]
+def _parse_human_eval(fields: Mapping[str, Any]) -> AssertTests:
+    before = fields.get("prompt", "")
+    test = fields["test"]
+    name = fields["entry_point"]
     if not all(isinstance(field, str) for field in (before, test, name)) or not name.isidentifier():
         raise BadLabel("prompt, test and entry_point must be text, and entry_point a name")
-    return Statements(statements=(f"{test}\n\ncheck({name})\n",), before=before, entry_point=name)
+    return AssertTests(statements=(f"{test}\n\ncheck({name})\n",), before=before, entry_point=name)
 
 
-def _statements(tests: Sequence[str]) -> Statements:
+def _parse_statements(tests: Sequence[str]) -> AssertTests:
     for test in tests:
         try:
             compile(test, "test", "exec")
         except (SyntaxError, ValueError) as error:
             raise BadLabel(f"its test is not Python: {error}") from error
-    return Statements(statements=tuple(tests))
+    return AssertTests(statements=tuple(tests))
 
 
-def _pairs(inputs: Any, outputs: Any) -> Pairs:
+def _parse_pairs(inputs: Any, outputs: Any) -> IOTests:
     if not isinstance(inputs, Sequence) or not isinstance(outputs, Sequence) or len(inputs) != len(outputs):
         raise BadLabel("its inputs and outputs are not lists of one length")
     if not inputs:
         raise BadLabel("its list of inputs is empty")
     if not all(isinstance(text, str) for text in (*inputs, *outputs)):
         raise BadLabel("an input or an output is not text")
-    return Pairs(pairs=tuple(zip(inputs, outputs, strict=True)))
+    return IOTests(pairs=tuple(zip(inputs, outputs, strict=True)))
 
 
-def _lines(text: str) -> list[str]:
-    """What is compared: lines without white space at their ends, and without empty ones at the end."""
+def _harness_command(role: str) -> tuple[str, ...]:
+    """The command of one of the harness's processes. The checking one imports nothing from the scratch folder (-P),
+    where the program may write."""
+    source = Path(harness.__file__).read_text(encoding="utf-8")
+    flags = ("-P",) if role == "check" else ()
+    return (isolation.interpreter(), *flags, "-s", "-S", "-B", "-c", source, role)
+
+
+def _parse_verdicts(outcome: SandboxResult, count: int) -> list[str] | None:
+    """The verdicts of the checking process; None where it did not end by itself with one for each test."""
+    if not outcome.is_success or outcome.killed_by is not None:
+        return None
+    try:
+        verdicts = json.loads(outcome.stdout)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(verdicts, list) or len(verdicts) != count:
+        return None
+    return verdicts if all(isinstance(verdict, str) for verdict in verdicts) else None
+
+
+def _comparable_lines(text: str) -> list[str]:
+    """Lines to compare: without surrounding white space, and without trailing empty lines."""
     return [line.strip() for line in text.strip().splitlines()]
 
 
-def _reason(outcome: Outcome) -> str:
-    """Why a run failed, or nothing."""
+def _failure_reason(outcome: SandboxResult) -> str:
+    """The reason a run failed, or an empty string."""
     if outcome.killed_by is not None:
-        return _WHY[outcome.killed_by]
-    if outcome.fine:
+        return _REASONS[outcome.killed_by]
+    if outcome.is_success:
         return ""
     return "out_of_memory" if b"\nMemoryError" in outcome.stderr[-200:] else "crashed"
 
 
-def _reward(reasons: Sequence[str]) -> Reward:
+def _to_reward(reasons: Sequence[str]) -> Reward:
     passed = sum(not reason for reason in reasons)
     first = next((reason for reason in reasons if reason), None)
     parts = {"passed": passed / len(reasons), "tests": float(len(reasons))}

@@ -1,4 +1,4 @@
-"""Multiple choice: which letter a reply settles on, or which choice's text, against the right one."""
+"""Multiple-choice grader (GPQA): the letter or choice text a response settles on, against the correct one."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ import string
 from collections.abc import Mapping
 from typing import Any
 
-from miles.rollout.reward.boxed import boxed
-from miles.rollout.reward.score import BadLabel, Metadata
+from miles.rollout.reward.text import extract_boxed
+from miles.rollout.reward.types import BadLabel, Metadata
 
-_MOST = string.ascii_uppercase[:10]
+_DEFAULT_LETTERS = string.ascii_uppercase[:10]
 _LETTER = r"[\"'(\[*_$]*(?:\\(?:text|textbf|mathrm|mathbf)\{)?\(?([A-Z])(?![A-Za-z'’])[\"')\]}*_$.]*"
 _STATED = re.compile(
-    r"\b(?:answer|option|choice)\b[\s*_]*(?:is|are|:|=|would be|should be|must be)?[\s*_:]*(?:option|choice)?\s*"
+    r"\b(?:answer|option|choice)\b[\s*_]*(?:is|are|:|=|-|–|—|would be|should be|must be)?[\s*_:]*(?:option|choice)?\s*"
     + _LETTER,
     re.IGNORECASE,
 )
 _CORRECT = re.compile(rf"{_LETTER}\s+is\s+(?:the\s+)?(?:correct|right|best)\b")
+_CONCLUDED = re.compile(
+    rf"\b(?:thus|therefore|hence|so|consequently|finally|choose|pick|select)\b[\s,:]*(?:it\s+is\s+|it's\s+)?{_LETTER}\s*$",
+    re.IGNORECASE,
+)
 _ALONE = re.compile(rf"\s*{_LETTER}\s*")
 _LEADING = re.compile(r"\s*[*_]*\(?([A-Z])[).:][*_]*\s+\S")
 _PARENTHESISED = re.compile(r"\(([A-Z])\)")
@@ -25,49 +29,49 @@ _ANOTHER = re.compile(r"\s*(?:or|and|,|/|&)\s*[(*\"']*([A-Z])(?![A-Za-z'’])")
 
 
 def grade(reply: str, label: str, metadata: Metadata) -> float:
-    """1 when the reply, after its thinking, settles on the right letter; or names none, but the right choice's text.
+    """1 when the response, after its thinking, settles on the correct letter, or names only the correct choice's text.
 
-    The right one is ``metadata["correct_letter"]``, or the label: a letter, or a choice's text.
+    The correct one is ``metadata["correct_letter"]``, or the label: a letter, a choice's text, or its index from 0.
     ``metadata["choices"]`` is a list of texts or a mapping from letters to texts; ``metadata["valid_letters"]``
-    says which letters there are, when there are no choices (A to J otherwise).
+    lists the letters when there are no choices (default A to J).
     """
     choices = _choices(metadata)
     letters = _letters(metadata, choices)
-    right = _right_letter(label.strip(), metadata, choices, letters)
-    said = reply.rpartition("</think>")[2]
-    letter = chosen_letter(said, letters)
+    right = _correct_letter(label.strip(), metadata, choices, letters)
+    final_text = reply.rpartition("</think>")[2]
+    letter = extract_choice(final_text, letters)
     if letter is None and choices:
-        letter = _chosen_text(boxed(said) or said, choices)
+        letter = _match_choice_text(extract_boxed(final_text) or final_text, choices)
     return float(letter == right)
 
 
-def chosen_letter(text: str, letters: str) -> str | None:
+def extract_choice(text: str, letters: str) -> str | None:
     r"""The letter a text settles on: in its last box, after its last "answer is", alone on its last line, and so on.
 
-    >>> chosen_letter("Not (A). The answer is **B**.", "ABCD"), chosen_letter("A or B", "ABCD")
+    >>> extract_choice("Not (A). The answer is **B**.", "ABCD"), extract_choice("A or B", "ABCD")
     ('B', None)
     """
-    box = boxed(text)
+    box = extract_boxed(text)
     if box is not None:
         alone = _ALONE.fullmatch(box.replace(r"\ ", " ")) or _LEADING.match(box)
-        return _valid(alone, box, letters)
+        return _unambiguous(alone, box, letters)
     lines = [line for line in text.splitlines() if line.strip()]
     last = lines[-1] if lines else ""
-    for pattern, where in ((_STATED, text), (_CORRECT, text)):
+    for pattern, where in ((_STATED, text), (_CORRECT, text), (_CONCLUDED, last)):
         found = [match for match in pattern.finditer(where) if match[1].isupper() and match[1] in letters]
         if found:
-            return _valid(found[-1], where, letters)
+            return _unambiguous(found[-1], where, letters)
     alone = _ALONE.fullmatch(last) or _LEADING.match(last)
     if alone is not None:
-        return _valid(alone, last, letters)
+        return _unambiguous(alone, last, letters)
     if len(lines) > 1 and (first := _ALONE.fullmatch(lines[0])) is not None:
-        return _valid(first, lines[0], letters)
+        return _unambiguous(first, lines[0], letters)
     shown = [match for match in _PARENTHESISED.finditer(last) if match[1] in letters]
-    return _valid(shown[-1], last, letters) if shown else None
+    return _unambiguous(shown[-1], last, letters) if shown else None
 
 
-def _valid(match: re.Match[str] | None, text: str, letters: str) -> str | None:
-    """The letter, unless the text goes on to name another one: two answers are none."""
+def _unambiguous(match: re.Match[str] | None, text: str, letters: str) -> str | None:
+    """The letter, unless the text continues with another one: two answers are none."""
     if match is None or match[1] not in letters:
         return None
     another = _ANOTHER.match(text, match.end())
@@ -75,44 +79,57 @@ def _valid(match: re.Match[str] | None, text: str, letters: str) -> str | None:
 
 
 def _choices(metadata: Metadata) -> Mapping[str, str]:
-    given: Any = metadata.get("choices")
-    if given is None:
+    raw_choices: Any = metadata.get("choices")
+    if raw_choices is None:
         return {}
-    if isinstance(given, Mapping):
-        return {str(letter).strip().upper(): str(text) for letter, text in given.items()}
-    if isinstance(given, str) or len(given) > len(string.ascii_uppercase):
+    if isinstance(raw_choices, Mapping):
+        return {str(letter).strip().upper(): str(text) for letter, text in raw_choices.items()}
+    if isinstance(raw_choices, str) or len(raw_choices) > len(string.ascii_uppercase):
         raise BadLabel("metadata['choices'] must be a list of texts, or a mapping from letters to texts")
-    return dict(zip(string.ascii_uppercase, map(str, given), strict=False))
+    return dict(zip(string.ascii_uppercase, map(str, raw_choices), strict=False))
 
 
 def _letters(metadata: Metadata, choices: Mapping[str, str]) -> str:
-    given = metadata.get("valid_letters")
-    return "".join(str(letter).strip().upper() for letter in given) if given else "".join(choices) or _MOST
+    raw_choices = metadata.get("valid_letters")
+    return (
+        "".join(str(letter).strip().upper() for letter in raw_choices)
+        if raw_choices
+        else "".join(choices) or _DEFAULT_LETTERS
+    )
 
 
-def _right_letter(label: str, metadata: Metadata, choices: Mapping[str, str], letters: str) -> str:
+def _correct_letter(label: str, metadata: Metadata, choices: Mapping[str, str], letters: str) -> str:
     stated = metadata.get("correct_letter")
-    wanted = (stated.strip() if isinstance(stated, str) else label).strip("()[]. ")
-    if len(wanted) == 1 and wanted.upper() in letters:
-        return wanted.upper()
-    by_text = [letter for letter, text in choices.items() if _plain(text) == _plain(label)]
+    expected = (stated.strip() if isinstance(stated, str) else label).strip("()[]. ")
+    if len(expected) == 1 and expected.upper() in letters:
+        return expected.upper()
+    by_text = [letter for letter, text in choices.items() if _normalize(text) == _normalize(label)]
     if label and len(by_text) == 1:
         return by_text[0]
-    raise BadLabel(f"the right answer {wanted!r} is none of the letters {', '.join(letters)} and the text of no choice")
+    if not isinstance(stated, str) and label.isdecimal() and int(label) < len(letters):
+        return letters[int(label)]
+    raise BadLabel(
+        f"the right answer {expected!r} is none of the letters {', '.join(letters)}, the text of no choice and the "
+        "index of none"
+    )
 
 
-def _chosen_text(said: str, choices: Mapping[str, str]) -> str | None:
-    """The one choice whose text is in the reply; a text within another choice's that is there too does not count."""
-    spoken = f" {_plain(said)} "
-    named = {letter: _plain(text) for letter, text in choices.items() if f" {_plain(text)} " in spoken and _plain(text)}
+def _match_choice_text(final_text: str, choices: Mapping[str, str]) -> str | None:
+    """The one choice whose text is in the response; one inside another matching choice does not count."""
+    padded = f" {_normalize(final_text)} "
+    matching = {
+        letter: _normalize(text)
+        for letter, text in choices.items()
+        if f" {_normalize(text)} " in padded and _normalize(text)
+    }
     longest = [
         letter
-        for letter, text in named.items()
-        if not any(text != other and f" {text} " in f" {other} " for other in named.values())
+        for letter, text in matching.items()
+        if not any(text != other and f" {text} " in f" {other} " for other in matching.values())
     ]
     return longest[0] if len(longest) == 1 else None
 
 
-def _plain(text: str) -> str:
-    said = re.sub(r"\\(?:text|math)[a-z]*\b", " ", text.lower())
-    return " ".join(re.sub(r"[^\w.+-]+|(?<!\d)\.|\.(?!\d)", " ", said).split())
+def _normalize(text: str) -> str:
+    final_text = re.sub(r"\\(?:text|math)[a-z]*\b", " ", text.lower())
+    return " ".join(re.sub(r"[^\w.+-]+|(?<!\d)\.|\.(?!\d)", " ", final_text).split())

@@ -1,32 +1,32 @@
-"""Grade-school arithmetic: the number a reply ends with, against the number after ``####`` in the label."""
+"""GSM8K grader: the number a response ends with, against the number after ``####`` in the label."""
 
 from __future__ import annotations
 
 import re
 from fractions import Fraction
 
-from miles.rollout.reward.score import BadLabel, Metadata
+from miles.rollout.reward.types import BadLabel, Metadata
 
 _NUMBER = re.compile(r"(?:(?<![\w)\].])[-+−])?(?:\d+(?:,\d{3}(?!\d))*(?:\.\d+)?|\.\d+)")
-_LONGEST = 400  # digits: no sum of sheep has more, and cost stays small whatever a policy writes
+_MAX_DIGITS = 400  # digits, which bounds the cost whatever a policy writes
 
 
 def grade(reply: str, label: str, metadata: Metadata) -> float:
-    """1 when the number after the reply's last ``####``, or else its last number, is the label's."""
-    wanted = _last(label.rpartition("####")[2])
-    if wanted is None:
+    """1 when the number after the response's last ``####``, or else its last number, equals the label's."""
+    expected = _last_number(label.rpartition("####")[2])
+    if expected is None:
         raise BadLabel(f"the label {label!r} ends in no number")
     _, marked, after = reply.rpartition("####")
     if marked:
         first = _NUMBER.search(after)
-        return float(first is not None and _value(first[0]) == wanted)
-    return float(_last(reply) == wanted)
+        return float(first is not None and _parse_number(first[0]) == expected)
+    return float(_last_number(reply) == expected)
 
 
-def _last(text: str) -> Fraction | None:
-    found = _NUMBER.findall(text)
-    return _value(found[-1]) if found else None
+def _last_number(text: str) -> Fraction | None:
+    numbers = _NUMBER.findall(text)
+    return _parse_number(numbers[-1]) if numbers else None
 
 
-def _value(text: str) -> Fraction | None:
-    return Fraction(text.replace(",", "").replace("−", "-")) if len(text) <= _LONGEST else None
+def _parse_number(text: str) -> Fraction | None:
+    return Fraction(text.replace(",", "").replace("−", "-")) if len(text) <= _MAX_DIGITS else None

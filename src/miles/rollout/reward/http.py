@@ -1,4 +1,4 @@
-"""Ask a server: JSON over HTTP, a few requests at once, repeated when they fail, never for ever."""
+"""JSON over HTTP with bounded concurrency, timeouts and retries."""
 
 from __future__ import annotations
 
@@ -9,97 +9,97 @@ from typing import Any
 
 import httpx
 
-from miles.rollout.reward.means import Server
-from miles.rollout.reward.score import GradingError, Refused
+from miles.rollout.reward.context import HTTPEndpoint
+from miles.rollout.reward.types import GradingError, NonRetryableError
 
 Trace = Callable[[str, Mapping[str, Any]], Awaitable[None]]
 
-_LONGEST_ANSWER = 16 << 20  # bytes
-_WORTH_REPEATING = frozenset({408, 425, 429, 500, 502, 503, 504})
+_MAX_RESPONSE_BYTES = 16 << 20  # bytes
+_RETRYABLE_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
-class Client:
-    """Asks one server. It belongs to the event loop it is first used in, and starts anew in another.
+class JSONClient:
+    """Client of one endpoint. It belongs to the event loop it is first used in, and reopens in another.
 
-    ``url`` is what paths are added to, the server's own when not given; no answer is ``longest`` bytes or more.
+    ``url`` is the base of the paths, by default the endpoint's; a response of ``max_bytes`` or more is refused.
     """
 
-    def __init__(self, server: Server, *, url: str | None = None, longest: int = _LONGEST_ANSWER) -> None:
-        self._server = server
-        self._url = (url or server.url).rstrip("/")
-        self._longest = longest
+    def __init__(self, endpoint: HTTPEndpoint, *, url: str | None = None, max_bytes: int = _MAX_RESPONSE_BYTES) -> None:
+        self._endpoint = endpoint
+        self._url = (url or endpoint.url).rstrip("/")
+        self._max_bytes = max_bytes
         self._loop: asyncio.AbstractEventLoop | None = None
         self._http: httpx.AsyncClient
-        self._free: asyncio.Semaphore
+        self._slots: asyncio.Semaphore
 
     async def post(self, path: str, body: Any) -> Any:
-        """The answer's JSON; ``GradingError`` when it has not come after every repetition."""
-        return await self._ask("POST", path, body)
+        """Send a POST and return the response's JSON; ``GradingError`` after the last retry."""
+        return await self._send_with_retries("POST", path, body)
 
     async def get(self, path: str) -> Any:
-        """The same of a question without a body."""
-        return await self._ask("GET", path, None)
+        """Send a GET and return the response's JSON."""
+        return await self._send_with_retries("GET", path, None)
 
-    async def _ask(self, method: str, path: str, body: Any) -> Any:
+    async def _send_with_retries(self, method: str, path: str, body: Any) -> Any:
         if asyncio.get_running_loop() is not self._loop:
             self._open()
-        pause = self._server.pause
-        for left in range(self._server.retries, -1, -1):
+        pause = self._endpoint.pause
+        for left in range(self._endpoint.retries, -1, -1):
             try:
-                async with self._free, asyncio.timeout(self._server.seconds):
-                    return await self._heard(method, self._url + path, body)
+                async with self._slots, asyncio.timeout(self._endpoint.seconds):
+                    return await self._send(method, self._url + path, body)
             except (httpx.HTTPError, TimeoutError, ValueError) as error:
                 if left == 0:
-                    raise GradingError(f"{self._url}{path} {_said(error, self._server.seconds)}") from error
+                    raise GradingError(f"{self._url}{path} {_describe(error, self._endpoint.seconds)}") from error
             await asyncio.sleep(pause)
             pause *= 2
         raise AssertionError("the last try returns or raises")
 
     def _open(self) -> None:
         self._loop = asyncio.get_running_loop()
-        token = self._server.token
+        token = self._endpoint.token
         headers: Mapping[str, str] = {} if token is None else {"Authorization": f"Bearer {token}"}
-        limits = httpx.Limits(max_connections=self._server.concurrency)
-        # The user named the server; a proxy in the environment is for other traffic.
+        limits = httpx.Limits(max_connections=self._endpoint.concurrency)
+        # The user named the endpoint; proxies of the environment are for other traffic.
         self._http = httpx.AsyncClient(headers=headers, timeout=None, limits=limits, trust_env=False)
-        self._free = asyncio.Semaphore(self._server.concurrency)
+        self._slots = asyncio.Semaphore(self._endpoint.concurrency)
 
-    async def _heard(self, method: str, url: str, body: Any) -> Any:
-        """Ask, and again at once where a connection kept from before turns out to be dropped: nobody heard that."""
+    async def _send(self, method: str, url: str, body: Any) -> Any:
+        """Send, and resend at once when a kept-alive connection turns out to be closed: that request was not seen."""
         while True:
-            kept = True
+            reused = True
 
             async def trace(event: str, _: Mapping[str, Any]) -> None:
-                nonlocal kept
-                kept = kept and event != "connection.connect_tcp.started"
+                nonlocal reused
+                reused = reused and event != "connection.connect_tcp.started"
 
             try:
-                return await self._once(method, url, body, trace)
+                return await self._send_once(method, url, body, trace)
             except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
-                # Each that fails is kept no longer, so the last try is on a new one.
-                if not kept:
+                # A failed connection is dropped from the pool, so the last try uses a new one.
+                if not reused:
                     raise
 
-    async def _once(self, method: str, url: str, body: Any, trace: Trace) -> Any:
+    async def _send_once(self, method: str, url: str, body: Any, trace: Trace) -> Any:
         async with self._http.stream(method, url, json=body, extensions={"trace": trace}) as response:
-            read = bytearray()
-            async for piece in response.aiter_bytes():
-                read += piece
-                if len(read) > self._longest:
-                    raise Refused(f"{url} answered with more than {self._longest >> 20} MiB")
-        if response.status_code in _WORTH_REPEATING:
+            body_bytes = bytearray()
+            async for chunk in response.aiter_bytes():
+                body_bytes += chunk
+                if len(body_bytes) > self._max_bytes:
+                    raise NonRetryableError(f"{url} answered with more than {self._max_bytes >> 20} MiB")
+        if response.status_code in _RETRYABLE_STATUS:
             response.raise_for_status()
         if not response.is_success:
-            said = bytes(read[:200]).decode(errors="replace").strip()
-            raise Refused(f"{url} answered with status {response.status_code} ({said})")
-        return json.loads(bytes(read))
+            text = bytes(body_bytes[:200]).decode(errors="replace").strip()
+            raise NonRetryableError(f"{url} answered with status {response.status_code} ({text})")
+        return json.loads(bytes(body_bytes))
 
 
-def _said(error: Exception, seconds: float) -> str:
+def _describe(error: Exception, seconds: float) -> str:
     if isinstance(error, httpx.HTTPStatusError):
         return f"answered with status {error.response.status_code}"
     if isinstance(error, TimeoutError):
         return f"did not answer within {seconds:g} s"
     if isinstance(error, ValueError):
         return "answered with something that is not JSON"
-    return f"could not be asked ({type(error).__name__}: {error})"
+    return f"could not be reached ({type(error).__name__}: {error})"

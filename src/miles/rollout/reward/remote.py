@@ -1,4 +1,4 @@
-"""Rewards that a server gives: any server of yours (``remote_rm``), or one with a scalar model (``reward_model``)."""
+"""Remote rewards: a custom HTTP server (``remote_rm``), or a served scalar reward model (``reward_model``)."""
 
 from __future__ import annotations
 
@@ -6,28 +6,27 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from miles.core.errors import PlugError, UsageError
+from miles.core.errors import HookError, UsageError
 from miles.core.protocols import RewardFn
 from miles.core.types import Prompt, Reward, Trajectory
-from miles.rollout.reward.batches import Batches
-from miles.rollout.reward.http import Client
-from miles.rollout.reward.means import Means, ModelServer, Server
-from miles.rollout.reward.reply import reply_of
-from miles.rollout.reward.score import GradingError
+from miles.rollout.reward.batching import RequestBatcher
+from miles.rollout.reward.context import GraderContext, HTTPEndpoint, RewardModelEndpoint
+from miles.rollout.reward.http import JSONClient
+from miles.rollout.reward.types import GradingError, get_response_text
 
 
-def remote_reward(means: Means) -> RewardFn:
-    """What the server at ``--rm-url`` says."""
-    if means.remote is None:
+def build_remote_reward(context: GraderContext) -> RewardFn:
+    """Build the reward that queries ``--rm-url``."""
+    if context.remote is None:
         raise UsageError("--rm-type remote_rm asks a server: give its address with --rm-url.")
-    return RemoteReward(means.remote, reward_key=means.reward_key)
+    return RemoteReward(context.remote, reward_key=context.reward_key)
 
 
-def model_reward(means: Means) -> RewardFn:
-    """What the scalar model served at ``--reward-model-url`` says."""
-    if means.model is None:
+def build_model_reward(context: GraderContext) -> RewardFn:
+    """Build the reward that queries the model at ``--reward-model-url``."""
+    if context.model is None:
         raise UsageError("--rm-type reward_model asks a served model: give its address with --reward-model-url.")
-    return ModelReward(means.model)
+    return ModelReward(context.model)
 
 
 class RemoteReward:
@@ -36,17 +35,17 @@ class RemoteReward:
     With batches of more than one, a list of those is posted, and a list of answers is expected.
     """
 
-    def __init__(self, server: Server, *, reward_key: str | None = None) -> None:
-        self._client = Client(server)
+    def __init__(self, server: HTTPEndpoint, *, reward_key: str | None = None) -> None:
+        self._client = JSONClient(server)
         self._single = server.batch == 1
         self._reward_key = reward_key
-        self._batches = Batches(self._ask, size=server.batch, concurrency=server.concurrency)
+        self._batcher = RequestBatcher(self._send, size=server.batch, concurrency=server.concurrency)
 
     async def __call__(self, prompt: Prompt, trajectory: Trajectory) -> Reward:
-        answer = await self._batches.put(
+        answer = await self._batcher.submit(
             {
-                "prompt": prompt_of(prompt),
-                "response": reply_of("remote_rm", trajectory),
+                "prompt": get_prompt_content(prompt),
+                "response": get_response_text("remote_rm", trajectory),
                 "label": prompt.label,
                 "metadata": dict(prompt.metadata),
                 "id": prompt.id,
@@ -55,12 +54,12 @@ class RemoteReward:
         )
         return self._reward(answer)
 
-    async def _ask(self, questions: Sequence[Any]) -> Sequence[Any]:
+    async def _send(self, requests: Sequence[Any]) -> Sequence[Any]:
         if self._single:
-            return [await self._client.post("", questions[0])]
-        answers = await self._client.post("", list(questions))
+            return [await self._client.post("", requests[0])]
+        answers = await self._client.post("", list(requests))
         if not isinstance(answers, list):
-            raise GradingError("the server answered a list of attempts with something that is not a list")
+            raise GradingError("the server answered a list of requests with something that is not a list")
         return answers
 
     def _reward(self, answer: Any) -> Reward:
@@ -71,7 +70,7 @@ class RemoteReward:
         if value is not None:
             return Reward(value=value, parts=parts)
         if self._reward_key is None or self._reward_key not in parts:
-            raise PlugError(
+            raise HookError(
                 f"The server at --rm-url answered with {', '.join(parts) or 'no number'}, and none is called score or "
                 "reward; name the one to train on with --reward-key."
             )
@@ -79,48 +78,48 @@ class RemoteReward:
 
 
 class ModelReward:
-    """Asks a served classifier for one number an attempt, in SGLang's or in OpenAI's manner (vLLM's, too)."""
+    """Queries a served classifier for one number per trajectory, in SGLang's or OpenAI's format (also vLLM's)."""
 
-    def __init__(self, settings: ModelServer) -> None:
+    def __init__(self, settings: RewardModelEndpoint) -> None:
         self._settings = settings
-        self._client = Client(settings.server)
-        self._batches = Batches(self._ask, size=settings.server.batch, concurrency=settings.server.concurrency)
+        self._client = JSONClient(settings.server)
+        self._batcher = RequestBatcher(self._send, size=settings.server.batch, concurrency=settings.server.concurrency)
 
     async def __call__(self, prompt: Prompt, trajectory: Trajectory) -> Reward:
-        reply = reply_of("reward_model", trajectory)
-        if self._settings.tokens_of is None:
-            asked = prompt_of(prompt)
-            text = asked if isinstance(asked, str) else "\n".join(str(m.get("content", "")) for m in asked)
-            return Reward(value=_scalar(await self._batches.put(text + reply)))
-        whole = [*prompt.messages, {"role": "assistant", "content": reply}]
-        return Reward(value=_scalar(await self._batches.put(self._settings.tokens_of(whole))))
+        reply = get_response_text("reward_model", trajectory)
+        if self._settings.render_tokens is None:
+            content = get_prompt_content(prompt)
+            text = content if isinstance(content, str) else "\n".join(str(m.get("content", "")) for m in content)
+            return Reward(value=_scalar(await self._batcher.submit(text + reply)))
+        conversation = [*prompt.messages, {"role": "assistant", "content": reply}]
+        return Reward(value=_scalar(await self._batcher.submit(self._settings.render_tokens(conversation))))
 
-    async def _ask(self, questions: Sequence[Any]) -> Sequence[Any]:
+    async def _send(self, requests: Sequence[Any]) -> Sequence[Any]:
         name = {} if self._settings.model is None else {"model": self._settings.model}
         if self._settings.api == "openai":
-            answer = await self._client.post("/classify", {**name, "input": list(questions)})
+            answer = await self._client.post("/classify", {**name, "input": list(requests)})
             rows = answer.get("data") if isinstance(answer, dict) else None
         else:
-            key = "text" if self._settings.tokens_of is None else "input_ids"
-            rows = await self._client.post("/classify", {**name, key: list(questions)})
+            key = "text" if self._settings.render_tokens is None else "input_ids"
+            rows = await self._client.post("/classify", {**name, key: list(requests)})
         if not isinstance(rows, list):
             raise GradingError("the reward model's answer holds no list of scores")
         return rows
 
 
-def prompt_of(prompt: Prompt) -> str | list[Mapping[str, Any]]:
-    """A prompt of plain text as text, a conversation as its messages."""
+def get_prompt_content(prompt: Prompt) -> str | list[Mapping[str, Any]]:
+    """The text of a plain-text prompt, or the messages of a conversation."""
     first = prompt.messages[0]
-    alone = len(prompt.messages) == 1 and first.get("role") == "user" and isinstance(first.get("content"), str)
-    return first["content"] if alone else [dict(message) for message in prompt.messages]
+    is_plain = len(prompt.messages) == 1 and first.get("role") == "user" and isinstance(first.get("content"), str)
+    return first["content"] if is_plain else [dict(message) for message in prompt.messages]
 
 
 def _scalar(row: Any) -> float:
-    """The one number of a classifier's row: SGLang's ``embedding``, or ``logits``, ``probs`` or ``score`` elsewhere."""
+    """The one number of a classifier's output: SGLang's ``embedding``, or ``logits``, ``probs`` or ``score``."""
     if isinstance(row, dict):
         row = next((row[key] for key in ("embedding", "logits", "probs", "score") if key in row), None)
     if isinstance(row, list) and len(row) != 1:
-        raise GradingError(f"the reward model gives {len(row)} numbers an attempt, and a scalar one gives 1")
+        raise GradingError(f"the reward model gives {len(row)} numbers per trajectory, and a scalar model gives 1")
     return _number(row[0] if isinstance(row, list) else row)
 
 

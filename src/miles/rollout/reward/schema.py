@@ -1,4 +1,4 @@
-"""JSON that fits a schema. Runs in a worker: a pattern in a schema may take for ever."""
+"""JSON-schema grader. Runs in a worker process: a pattern in a schema may never finish matching."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from jsonschema.validators import validator_for
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
-from miles.rollout.reward.score import BadLabel, Metadata
+from miles.rollout.reward.types import BadLabel, Metadata
 
 _FENCED = re.compile(r"\s*```(?:json)?[ \t]*\n(.*?)\n?[ \t]*```\s*", re.DOTALL | re.IGNORECASE)
 
 
 def grade(reply: str, label: str, metadata: Metadata) -> dict[str, float]:
-    """``score``: the reply, or the fenced block that is all of it, is JSON that fits; ``parsed``: it is JSON at all.
+    """``score``: the response, or the fenced block that is all of it, is JSON that fits; ``parsed``: it is JSON at all.
 
     The schema is ``metadata["json_schema"]``, or the label as JSON.
     """
     validator = _validator(_schema(label, metadata))
     fenced = _FENCED.fullmatch(reply)
     try:
-        document = json.loads(fenced[1] if fenced else reply, parse_constant=_refuse)
+        document = json.loads(fenced[1] if fenced else reply, parse_constant=_reject_constant)
     except (ValueError, RecursionError):
         return {"score": 0.0, "parsed": 0.0}
     try:
@@ -37,14 +37,14 @@ def grade(reply: str, label: str, metadata: Metadata) -> dict[str, float]:
 
 def _schema(label: str, metadata: Metadata) -> Any:
     if "json_schema" in metadata:
-        given = metadata["json_schema"]
-        return given if not isinstance(given, str) else _loaded(given)
+        schema = metadata["json_schema"]
+        return schema if not isinstance(schema, str) else _parse_schema(schema)
     if not label.strip():
         raise BadLabel("there is no schema in metadata['json_schema'] and no label")
-    return _loaded(label)
+    return _parse_schema(label)
 
 
-def _loaded(text: str) -> Any:
+def _parse_schema(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
@@ -59,9 +59,9 @@ def _validator(schema: Any) -> Validator:
         kind.check_schema(schema)
     except SchemaError as error:
         raise BadLabel(f"the schema is not one ({error.message})") from error
-    # An empty registry: a schema that refers to an address is refused, not fetched.
+    # With an empty registry, references to external addresses fail instead of being fetched.
     return kind(schema, registry=Registry(), format_checker=kind.FORMAT_CHECKER)
 
 
-def _refuse(constant: str) -> None:
+def _reject_constant(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")

@@ -1,4 +1,4 @@
-"""Do two formulas mean the same? Asked of a computer algebra system, in a worker: some questions never end."""
+"""Symbolic equivalence of formulas with math-verify, in a worker process: some comparisons never finish."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import Any
 
 from math_verify import LatexExtractionConfig, parse, verify
 
-# It warns that its own alarm is off; the worker that runs this has a harder one.
+# It warns that its own timeout is off; the worker process has a stricter one.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 _WHOLE_BOX = (LatexExtractionConfig(),)
 
 
-def equivalent(answer: str, truth: str) -> bool:
-    r"""Whether ``answer`` means what ``truth`` does; decimals agree to six digits, sets in any order.
+def is_equivalent(answer: str, truth: str) -> bool:
+    r"""Whether two formulas are equivalent; decimals agree to six digits, sets in any order.
 
-    >>> equivalent("x(x+1)", "x^2+x"), equivalent("x(x+1)", "x^2+1")
+    >>> is_equivalent("x(x+1)", "x^2+x"), is_equivalent("x(x+1)", "x^2+1")
     (True, False)
     """
-    given, wanted = _parsed(answer), _parsed(truth)
-    if not given or not wanted:
+    parsed_answer, parsed_truth = _parse_boxed(answer), _parse_boxed(truth)
+    if not parsed_answer or not parsed_truth:
         return False
-    return bool(verify(wanted, given, allow_set_relation_comp=True, timeout_seconds=None))
+    return bool(verify(parsed_truth, parsed_answer, allow_set_relation_comp=True, timeout_seconds=None))
 
 
-def _parsed(text: str) -> Any:
+def _parse_boxed(text: str) -> Any:
     return parse(
         rf"\boxed{{{text}}}",
         extraction_config=_WHOLE_BOX,

@@ -1,13 +1,13 @@
-"""Room: rollout.sandbox -- runs programs a model wrote, without network, with files of their own only, within limits.
+"""Sandbox for model-written programs: no network, private files only, resource limits (layer 2).
 
-Floor 2. Imports: core, stdlib. Never: a shell, a network, the run's own files.
+Imports: core, stdlib. Never: a shell, a network, the run's own files.
 
 ::
 
-    run.py (this process)  --order-->  supervisor.py (a small fresh interpreter)  --fork-->  child.py --exec--> program
-          asks, waits       <-answer--   builds the walls, watches, kills all         locks itself in, becomes it
+    run.py (this process)  --request-->  supervisor.py (small fresh interpreter)  --fork-->  child.py --exec--> program
+          sends, waits     <--result---  isolates, monitors, kills all                    restricts itself
 
-``layers.py`` finds out which walls this machine has and refuses to do with fewer than the minimum.
-What is on the supervisor's side (``kernel``, ``filter``, ``landlock``, ``jail``, ``child``, ``tree``, ``watch``)
-imports only the standard library's quick parts, because it starts anew for every program.
+``isolation.py`` probes which mechanisms this machine has and refuses to run with fewer than the minimum. The modules of
+the supervisor's side (``libc``, ``seccomp``, ``landlock``, ``namespaces``, ``child``, ``process_tree``, ``monitor``)
+import only quick parts of the standard library, because the supervisor starts anew for every program.
 """

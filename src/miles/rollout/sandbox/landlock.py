@@ -1,4 +1,4 @@
-"""Landlock: the kernel refuses this process every path but those named, with no privilege needed (Linux 5.13)."""
+"""Landlock: unprivileged file access control; the process may use only the named paths (Linux 5.13)."""
 
 from __future__ import annotations
 
@@ -7,43 +7,50 @@ import os
 import struct
 from collections.abc import Iterable
 
-from miles.rollout.sandbox.kernel import syscall
+from miles.rollout.sandbox.libc import syscall
 
-_CREATE, _ADD, _RESTRICT = 444, 445, 446
+_CREATE_RULESET = 444
+_ADD_RULE = 445
+_RESTRICT_SELF = 446
 _ASK_VERSION = 1
 _BENEATH = 1
 
-_EXECUTE, _WRITE, _READ, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
+_EXECUTE = 1 << 0
+_WRITE = 1 << 1
+_READ = 1 << 2
+_READ_DIR = 1 << 3
 _TRUNCATE, _IOCTL = 1 << 14, 1 << 15
 _ON_FILES = _EXECUTE | _WRITE | _READ | _TRUNCATE | _IOCTL
-_MAKE_CHAR, _MAKE_SOCK, _MAKE_BLOCK = 1 << 6, 1 << 9, 1 << 11
+_MAKE_CHAR = 1 << 6
+_MAKE_SOCK = 1 << 9
+_MAKE_BLOCK = 1 << 11
 
-_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # how many rights a version of the interface knows; 16 from version 5 on
+_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # number of access rights an ABI version knows; 16 from version 5 on
 _TCP = 0b11  # bind and connect, known from version 4 on
 _OUTSIDE = 0b11  # abstract sockets and signals of processes outside, known from version 6 on
 SCOPES_SIGNALS = 6
 
 
 def version() -> int:
-    """The version of the interface the kernel speaks; 0 when it has none."""
+    """The kernel's Landlock ABI version; 0 without Landlock."""
     try:
-        return syscall("landlock_create_ruleset", _CREATE, None, 0, _ASK_VERSION)
+        return syscall("landlock_create_ruleset", _CREATE_RULESET, None, 0, _ASK_VERSION)
     except OSError:
         return 0
 
 
-def lock(abi: int, *, readable: Iterable[str], devices: Iterable[str], writable: str) -> None:
-    """From here on: read and execute below ``readable``, read and write ``devices``, all below ``writable``."""
+def restrict_self(abi: int, *, readable: Iterable[str], devices: Iterable[str], writable: str) -> None:
+    """Allow only: read and execute under ``readable``, read and write ``devices``, everything under ``writable``."""
     every = (1 << _RIGHTS.get(abi, 16)) - 1
     fields = (every, *((_TCP,) if abi >= 4 else ()), *((_OUTSIDE,) if abi >= SCOPES_SIGNALS else ()))
     attr = ctypes.create_string_buffer(struct.pack(f"<{len(fields)}Q", *fields))
-    rules = syscall("landlock_create_ruleset", _CREATE, attr, 8 * len(fields), 0)
+    rules = syscall("landlock_create_ruleset", _CREATE_RULESET, attr, 8 * len(fields), 0)
     for path in readable:
         _allow(rules, path, _EXECUTE | _READ | _READ_DIR)
     for path in devices:
         _allow(rules, path, (_READ | _WRITE | _TRUNCATE) & every)
     _allow(rules, writable, every & ~(_IOCTL | _MAKE_CHAR | _MAKE_BLOCK | _MAKE_SOCK))
-    syscall("landlock_restrict_self", _RESTRICT, rules, 0)
+    syscall("landlock_restrict_self", _RESTRICT_SELF, rules, 0)
     os.close(rules)
 
 
@@ -51,11 +58,11 @@ def _allow(rules: int, path: str, rights: int) -> None:
     try:
         place = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except (FileNotFoundError, PermissionError):
-        return  # not every machine has every system folder, and what cannot be reached need not be allowed
+        return  # a system folder that is missing or unreachable needs no rule
     try:
         if not os.path.isdir(path):
             rights &= _ON_FILES
         attr = ctypes.create_string_buffer(struct.pack("<Qi", rights, place))
-        syscall(f"landlock_add_rule for {path}", _ADD, rules, _BENEATH, attr, 0)
+        syscall(f"landlock_add_rule for {path}", _ADD_RULE, rules, _BENEATH, attr, 0)
     finally:
         os.close(place)

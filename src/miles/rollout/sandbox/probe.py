@@ -1,4 +1,4 @@
-"""Tries each wall on this machine, in a process of its own, and prints which stood; run in a small interpreter."""
+"""Probe of isolation mechanisms: tries each in a child process and prints the errors; runs in a small interpreter."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from miles.rollout.sandbox import filter, jail, kernel, landlock
-from miles.rollout.sandbox.order import Namespaces, Plan
+from miles.rollout.sandbox import landlock, libc, namespaces, seccomp
+from miles.rollout.sandbox.protocol import IsolationPlan, Namespaces
 
 
 def main() -> None:
@@ -16,53 +16,53 @@ def main() -> None:
     readable: list[str] = json.load(sys.stdin)
     report = {
         "landlock": landlock.version(),
-        "seccomp": tried(_filter),
-        "user": tried(lambda: _separate("user", readable)),
-        "root": tried(lambda: _separate("root", readable)),
-        "apart": tried(lambda: _apart(readable)),
+        "seccomp": try_in_child(_try_seccomp),
+        "user": try_in_child(lambda: _try_namespaces("user", readable)),
+        "root": try_in_child(lambda: _try_namespaces("root", readable)),
+        "apart": try_in_child(lambda: _try_separate_user(readable)),
     }
     os.write(1, json.dumps(report).encode())
 
 
-def tried(act: Callable[[], None]) -> str:
-    """What stood in the way of an act done by a child of this process; empty when nothing did."""
-    told, tell = os.pipe()
+def try_in_child(action: Callable[[], None]) -> str:
+    """Run ``action`` in a child process; returns its error, or an empty string."""
+    read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            act()
-            os.write(tell, b"+")
-        except Exception as error:  # whatever it is, it is why this wall cannot be had
-            os.write(tell, f"{type(error).__name__}: {error}".encode())
+            action()
+            os.write(write_end, b"+")
+        except Exception as error:  # any error is the reason this mechanism is unavailable
+            os.write(write_end, f"{type(error).__name__}: {error}".encode())
         finally:
             os._exit(0)
-    os.close(tell)
-    text = os.read(told, 1 << 12).decode(errors="replace")
-    os.close(told)
+    os.close(write_end)
+    text = os.read(read_end, 1 << 12).decode(errors="replace")
+    os.close(read_end)
     os.waitpid(child, 0)
-    return "" if text == "+" else text or "it ended without a word"
+    return "" if text == "+" else text or "the child ended without output"
 
 
-def _filter() -> None:
-    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-    filter.install(Plan(seccomp=True), may_fork=True)
+def _try_seccomp() -> None:
+    libc.prctl(libc.PR_SET_NO_NEW_PRIVS, 1)
+    seccomp.install(IsolationPlan(seccomp=True), may_fork=True)
 
 
-def _separate(kind: Namespaces, readable: Sequence[str]) -> None:
-    ids = jail.enter(kind)
+def _try_namespaces(kind: Namespaces, readable: Sequence[str]) -> None:
+    ids = namespaces.enter(kind)
 
     def build() -> None:
-        jail.build(readable, scratch_bytes=1 << 20, ids=ids)
+        namespaces.build_root(readable, scratch_bytes=1 << 20, ids=ids)
         os.setresgid(ids.gid, ids.gid, ids.gid)
         os.setresuid(ids.uid, ids.uid, ids.uid)
 
-    if problem := tried(build):
+    if problem := try_in_child(build):
         raise OSError(problem)
 
 
-def _apart(readable: Sequence[str]) -> None:
-    """Can another user read what a program needs? Root's Python is often in root's home, which is closed to others."""
-    ids = jail.spare_ids()
+def _try_separate_user(readable: Sequence[str]) -> None:
+    """Whether another user can read what a program needs: root's Python is often in root's home, closed to others."""
+    ids = namespaces.spare_ids()
     os.setgroups(())
     os.setresgid(ids.gid, ids.gid, ids.gid)
     os.setresuid(ids.uid, ids.uid, ids.uid)

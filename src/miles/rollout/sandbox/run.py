@@ -1,4 +1,4 @@
-"""Run a program in the sandbox and wait for what comes of it."""
+"""Sandbox: run a program through a supervisor process and await its result."""
 
 from __future__ import annotations
 
@@ -11,108 +11,115 @@ from pathlib import PurePosixPath
 from types import MappingProxyType
 
 from miles.core.errors import UsageError
-from miles.rollout.sandbox import layers
-from miles.rollout.sandbox.limits import Limits, Outcome, SandboxError
-from miles.rollout.sandbox.order import Bounds, Order, Plan, packed_order, read_answer
+from miles.rollout.sandbox import isolation
+from miles.rollout.sandbox.isolation import SandboxError
+from miles.rollout.sandbox.protocol import (
+    IsolationPlan,
+    RunRequest,
+    SandboxBackend,
+    SandboxLimits,
+    SandboxResult,
+    decode_result,
+    encode_request,
+)
 
 MAIN = "main.py"
-_NONE: Mapping[str, bytes] = MappingProxyType({})
-_SPARE_SECONDS = 60.0  # what starting and cleaning up may take on a busy machine, besides the program's own time
-_GRACE_SECONDS = 10.0  # how long a supervisor that was told to stop has to bury what it started
+_NO_FILES: Mapping[str, bytes] = MappingProxyType({})
+_SPARE_SECONDS = 60.0  # for starting and cleaning up on a busy machine, besides the program's own time
+_GRACE_SECONDS = 10.0  # for a supervisor that was asked to stop to kill and reap its processes
 
 
 class Sandbox:
-    """Runs programs a model wrote, ``concurrency`` at a time. ``plan`` is which walls to build: see ``layers``.
+    """Runs model-written programs, ``concurrency`` at a time, with the isolation of ``plan`` (see ``isolation``).
 
     >>> outcome = await sandbox_here(unsandboxed=False, concurrency=8).run("print(6 * 7)")  # doctest: +SKIP
     >>> outcome.stdout, outcome.exit, outcome.killed_by  # doctest: +SKIP
     (b'42\\n', 0, None)
     """
 
-    def __init__(self, plan: Plan, *, concurrency: int = 8) -> None:
+    def __init__(self, plan: IsolationPlan, *, concurrency: int = 8) -> None:
         self._plan = plan
-        self._turn = asyncio.Semaphore(concurrency)
+        self._slots = asyncio.Semaphore(concurrency)
 
     async def run(
         self,
         program: str | Sequence[str],
         *,
         stdin: bytes = b"",
-        limits: Limits | None = None,
-        files: Mapping[str, bytes] = _NONE,
-    ) -> Outcome:
+        limits: SandboxLimits | None = None,
+        files: Mapping[str, bytes] = _NO_FILES,
+        companion: Sequence[str] = (),
+    ) -> SandboxResult:
         """Run Python source, or a command, in an empty folder with ``files`` in it.
 
-        However it ends, cancelled too, no process and no file of it is left. Raises SandboxError when the sandbox, not
-        the program, failed.
+        ``companion`` is a second command in the same sandbox, which reads what the first writes to descriptor 4 and
+        writes what the first reads from descriptor 3. The run ends with the first.
+        However it ends, cancellation included, none of its processes and files are left. Raises SandboxError when the
+        sandbox itself failed, not the program.
         """
-        order = order_of(self._plan, program, stdin=stdin, limits=limits, files=files)
-        async with self._turn:
-            data, complaint = await _exchanged(packed_order(order), order.bounds.wall + _SPARE_SECONDS)
-        answer = read_answer(data)
-        if answer is None or answer.error:
-            why = complaint if answer is None else answer.error
-            raise SandboxError(f"The sandbox could not run {order.argv[0]}: {why or 'its supervisor was killed'}.")
-        return Outcome(
-            exit=answer.exit,
-            signal=answer.signal,
-            stdout=answer.stdout,
-            stderr=answer.stderr,
-            seconds=answer.seconds,
-            killed_by=answer.killed_by,
-        )
+        request = build_request(self._plan, program, stdin=stdin, limits=limits, files=files, companion=companion)
+        async with self._slots:
+            seconds = request.limits.wall + _SPARE_SECONDS
+            data, error_line = await _exchange(isolation.start_command(self._plan), encode_request(request), seconds)
+        result = decode_result(data)
+        if result is None or result.error:
+            why = error_line if result is None else result.error
+            raise SandboxError(f"The sandbox could not run {request.argv[0]}: {why or 'its supervisor was killed'}.")
+        return result
 
 
-def sandbox_here(*, unsandboxed: bool, concurrency: int) -> Sandbox:
-    """A sandbox of the strongest walls this machine has, tried out; UsageError when they are too few or it fails.
+def create_sandbox(*, unsandboxed: bool, concurrency: int, backend: SandboxBackend = "native") -> Sandbox:
+    """A sandbox with the strongest isolation this machine has; UsageError when that is too weak or a trial run fails.
 
-    Takes a few tenths of a second, and the event loop's as well.
+    Blocks the event loop for a few tenths of a second.
     """
-    plan = layers.plan_here(unsandboxed=unsandboxed)
-    command, pipe = layers.supervisor_command("supervisor"), subprocess.PIPE
+    plan = isolation.plan_isolation(unsandboxed=unsandboxed, backend=backend)
+    command, pipe = isolation.start_command(plan), subprocess.PIPE
     with subprocess.Popen(command, env={}, start_new_session=True, stdin=pipe, stdout=pipe, stderr=pipe) as process:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(packed_order(order_of(plan, "print(6 * 7)")))
+            process.stdin.write(encode_request(build_request(plan, "print(6 * 7)")))
             process.stdin.flush()
-        data, complaint = process.stdout.read(), process.stderr.read()
-    answer = read_answer(data)
-    if answer is None or answer.stdout != b"42\n":
-        said = complaint if answer is None else answer.error.encode() or answer.stderr
+        data, error_line = process.stdout.read(), process.stderr.read()
+    result = decode_result(data)
+    if result is None or result.stdout != b"42\n":
+        said = error_line if result is None else result.error.encode() or result.stderr
         raise UsageError(
-            f"Not even print(6 * 7) runs in the sandbox here, with {layers.interpreter()}: {layers.last_line(said)}; "
+            f"Not even print(6 * 7) runs in the sandbox here, with {isolation.interpreter()}: "
+            f"{isolation.last_line(said)}; "
             "install Miles with a Python that needs nothing but its own folder and the system's libraries."
         )
     return Sandbox(plan, concurrency=concurrency)
 
 
-def order_of(
-    plan: Plan,
+def build_request(
+    plan: IsolationPlan,
     program: str | Sequence[str],
     *,
     stdin: bytes = b"",
-    limits: Limits | None = None,
-    files: Mapping[str, bytes] = _NONE,
-) -> Order:
-    """What a supervisor is told to run a program."""
+    limits: SandboxLimits | None = None,
+    files: Mapping[str, bytes] = _NO_FILES,
+    companion: Sequence[str] = (),
+) -> RunRequest:
+    """Build the request that runs Python source, or a command."""
     if isinstance(program, str):
         files = {**files, MAIN: program.encode(errors="replace")}
-        argv = (layers.interpreter(), "-s", "-S", "-B", MAIN)
+        argv = (isolation.interpreter(), "-s", "-S", "-B", MAIN)
     else:
         argv = tuple(program)
     for name in files:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or str(path) != name or name == ".":
             raise ValueError(f"{name!r} is not the name of a file in a scratch folder")
-    at = limits or Limits()
-    bounds = Bounds(at.wall, at.cpu, at.memory, at.processes, at.file, at.scratch, at.output)
-    return Order(argv, plan, bounds, layers.readable_paths(), tempfile.gettempdir(), files, stdin)
+    limits = limits or SandboxLimits()
+    readable, temporary = isolation.readable_paths(), tempfile.gettempdir()
+    return RunRequest(argv, plan, limits, readable, temporary, files, stdin, tuple(companion))
 
 
-async def _exchanged(order: bytes, seconds: float) -> tuple[bytes, str]:
-    """What a fresh supervisor answers to an order, and the last of what it complained about."""
+async def _exchange(command: Sequence[str], request: bytes, seconds: float) -> tuple[bytes, str]:
+    """Send a request to a fresh supervisor; returns its reply and its last line of standard error."""
     process = await asyncio.create_subprocess_exec(
-        *layers.supervisor_command("supervisor"),
+        *command,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -122,19 +129,19 @@ async def _exchanged(order: bytes, seconds: float) -> tuple[bytes, str]:
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     try:
         async with asyncio.timeout(seconds):
-            with contextlib.suppress(ConnectionError):  # a supervisor that is gone says why on its standard error
-                process.stdin.write(order)
+            with contextlib.suppress(ConnectionError):  # a dead supervisor reports why on standard error
+                process.stdin.write(request)
                 await process.stdin.drain()
-            data, complaint = await asyncio.gather(process.stdout.read(), process.stderr.read())
+            data, error_line = await asyncio.gather(process.stdout.read(), process.stderr.read())
     except TimeoutError:
-        data, complaint = b"", b"its supervisor did not answer"
+        data, error_line = b"", b"its supervisor did not answer"
     finally:
-        await _stopped(process)
-    return data, layers.last_line(complaint)
+        await _stop(process)
+    return data, isolation.last_line(error_line)
 
 
-async def _stopped(process: asyncio.subprocess.Process) -> None:
-    """Close the supervisor's standard input, which tells it to stop, and see it go, even if cancelled meanwhile."""
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    """Close the supervisor's standard input, which stops it, and await its exit, even if cancelled meanwhile."""
     assert process.stdin is not None
     process.stdin.close()
     gone = asyncio.ensure_future(process.wait())

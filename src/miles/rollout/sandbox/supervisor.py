@@ -1,110 +1,147 @@
-"""The small interpreter that runs one program: reads an order, builds the walls, watches, answers, leaves nothing."""
+"""Sandbox supervisor: a small interpreter that isolates, runs and monitors one program, and leaves nothing behind."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Callable
 
-from miles.rollout.sandbox import jail, kernel
-from miles.rollout.sandbox.child import Place, become
-from miles.rollout.sandbox.order import Answer, Order, packed_answer, read_order
-from miles.rollout.sandbox.tree import Tree
-from miles.rollout.sandbox.watch import Cancelled, Streams, watch
+from miles.rollout.sandbox import libc, namespaces
+from miles.rollout.sandbox.child import ChildSetup, exec_program
+from miles.rollout.sandbox.monitor import Cancelled, PipeStreams, ScratchFolder, monitor
+from miles.rollout.sandbox.process_tree import ProcessTree
+from miles.rollout.sandbox.protocol import RunRequest, SandboxResult, encode_result, read_request
 
-CONTROL, ANSWER = 0, 1
-_KILL = 9
-_DEEPEST = 100  # folders in folders; the way to each is walked again and again
+CONTROL, RESULT = 0, 1
+_MAX_DEPTH = 100  # nested folders; each is walked repeatedly
 
 
 def main() -> None:
-    """An order comes in on standard input, which stays open until its answer has gone out on standard output."""
+    """Read a request from standard input, which stays open until the result is written to standard output."""
     try:
-        order = read_order(lambda size: os.read(CONTROL, size))
+        request = read_request(lambda size: os.read(CONTROL, size))
     except EOFError:
         return
-    _volunteer_when_memory_is_short()
-    if order.plan.namespaces:
-        _in_namespaces(order)
+    _raise_oom_score()
+    _ignore_signals()
+    if request.plan.namespaces == "bubblewrap":
+        _run_in_bubblewrap(request)
+    elif request.plan.namespaces:
+        _run_in_namespaces(request)
     else:
-        _in_place(order)
+        _run_without_namespaces(request)
 
 
-def _in_namespaces(order: Order) -> None:
-    ids = jail.enter(order.plan.namespaces)
+def _run_in_namespaces(request: RunRequest) -> None:
+    ids = namespaces.enter(request.plan.namespaces)
     first = os.fork()  # the first process of the namespace: when it ends, the kernel ends all others
     if first:
         _, status = os.waitpid(first, 0)
         sys.exit(status != 0)
-    kernel.prctl(kernel.PR_SET_PDEATHSIG, _KILL)
+    libc.prctl(libc.PR_SET_PDEATHSIG, signal.SIGKILL)
     outer = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    inner = jail.build(order.readable, scratch_bytes=order.bounds.scratch, ids=ids)
-    tree = Tree(outer if inner is None else inner, first=True, own=inner is not None)
+    inner = namespaces.build_root(request.readable, scratch_bytes=request.limits.scratch, ids=ids)
+    tree = ProcessTree(outer if inner is None else inner, first=True, own=inner is not None)
+    _run_as_first_process(request, ids, tree)
+
+
+def _run_in_bubblewrap(request: RunRequest) -> None:
+    """Run as the first process of namespaces that bwrap made."""
+    ids = namespaces.bubblewrap_ids()
+    processes = namespaces.finish_bubblewrap_root(scratch_bytes=request.limits.scratch, ids=ids)
+    _run_as_first_process(request, ids, ProcessTree(processes, first=True, own=True))
+
+
+def _run_as_first_process(request: RunRequest, ids: namespaces.Ids, tree: ProcessTree) -> None:
     ours = 0 if ids.groups else 2  # without root, this process and its parent are the program's user as well
-    place = Place(jail.SCRATCH, ids, order.bounds.processes + ours + 1)
-    _answer(lambda: supervise(order, place, tree, lambda: False))
+    setup = ChildSetup(namespaces.SCRATCH, ids, _count_processes(request) + ours + 1)
+    scratch = ScratchFolder(memory=lambda: _count_used_bytes(namespaces.SCRATCH), is_full=lambda: False)
+    _send_result(lambda: supervise(request, setup, tree, scratch))
 
 
-def _in_place(order: Order) -> None:
-    kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
-    tree = Tree(os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), first=False, own=False)
-    ids = jail.spare_ids() if order.plan.apart else None
-    scratch = os.path.join(order.temporary, f"miles-sandbox-{os.urandom(8).hex()}")
+def _run_without_namespaces(request: RunRequest) -> None:
+    libc.prctl(libc.PR_SET_CHILD_SUBREAPER, 1)
+    tree = ProcessTree(os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), first=False, own=False)
+    ids = namespaces.spare_ids() if request.plan.apart else None
+    scratch = os.path.join(request.temporary, f"miles-sandbox-{os.urandom(8).hex()}")
     os.mkdir(scratch, 0o700)
-    place = Place(scratch, ids, _tasks(order, ids))
+    setup = ChildSetup(scratch, ids, _task_limit(request, ids))
+    on_disk = ScratchFolder(
+        memory=lambda: 0, is_full=lambda: not fits_limits(scratch, request.limits.scratch - tree.hidden())
+    )
     try:
-        _answer(lambda: supervise(order, place, tree, lambda: not fits(scratch, order.bounds.scratch - tree.hidden())))
+        _send_result(lambda: supervise(request, setup, tree, on_disk))
     finally:
         tree.kill()
-        clear(scratch)
+        remove_tree(scratch)
 
 
-def _answer(run: Callable[[], Answer]) -> None:
+def _send_result(run: Callable[[], SandboxResult]) -> None:
     try:
         answer = run()
     except Cancelled:
         return
-    data = memoryview(packed_answer(answer))
+    data = memoryview(encode_result(answer))
     while data:
-        data = data[os.write(ANSWER, data) :]
+        data = data[os.write(RESULT, data) :]
 
 
-def supervise(order: Order, place: Place, tree: Tree, crowded: Callable[[], bool]) -> Answer:
-    """Start the program, watch it to its end."""
-    lay_out(order, place)
-    pipes = {name: os.pipe() for name in ("stdin", "stdout", "stderr", "fault")}
-    child = os.fork()
-    if child == 0:
-        streams = (pipes["stdin"][0], pipes["stdout"][1], pipes["stderr"][1])
-        become(order, place, streams=streams, fault=pipes["fault"][1])
-    for theirs in (pipes["stdin"][0], pipes["stdout"][1], pipes["stderr"][1], pipes["fault"][1]):
-        os.close(theirs)
-    if fault := os.read(pipes["fault"][0], 1 << 12):  # empty when exec closed it: the program runs
-        os.waitpid(child, 0)
-        return Answer(error=fault.decode(errors="replace"))
-    streams = Streams(
+def supervise(request: RunRequest, setup: ChildSetup, tree: ProcessTree, scratch: ScratchFolder) -> SandboxResult:
+    """Start the program, and its companion if it has one, and monitor it to its end."""
+    write_files(request, setup)
+    pipes = {name: os.pipe() for name in ("stdin", "stdout", "stderr", "calls", "answers")}
+    (stdin, _), (_, stdout), (_, stderr) = pipes["stdin"], pipes["stdout"], pipes["stderr"]
+    calls, answers = pipes["calls"], pipes["answers"]
+    limits = request.limits
+    if request.companion:
+        limits = limits._replace(processes=_count_processes(request))
+        _, fault = _start(request, request.companion, setup, (calls[0], answers[1], stderr))
+        if fault:
+            return SandboxResult(error=fault)
+    streams = (stdin, stdout, stderr, *((answers[0], calls[1]) if request.companion else ()))
+    child, fault = _start(request, request.argv, setup, streams)
+    if fault:
+        return SandboxResult(error=fault)
+    for child_end in (stdin, stdout, stderr, *calls, *answers):
+        os.close(child_end)
+    our_ends = PipeStreams(
         stdin=pipes["stdin"][1],
         stdout=pipes["stdout"][0],
         stderr=pipes["stderr"][0],
         control=CONTROL,
-        text=order.stdin,
-        most=order.bounds.output,
+        text=request.stdin,
+        max_output=limits.output,
     )
-    return watch(child, streams, order.bounds, tree, crowded)
+    return monitor(child, our_ends, limits, tree, scratch)
 
 
-def lay_out(order: Order, place: Place) -> None:
-    """Put the order's files into the scratch folder, as the program's own."""
-    own = [place.scratch]
-    for name, body in order.files.items():
+def _start(request: RunRequest, argv: tuple[str, ...], setup: ChildSetup, streams: tuple[int, ...]) -> tuple[int, str]:
+    """Start a program with these descriptors as 0, 1, 2 and so on; returns its process id, and why it did not start."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        exec_program(request, argv, setup, streams=streams, fault=writing)
+    os.close(writing)
+    fault = os.read(reading, 1 << 12)  # empty when exec closed it: the program runs
+    os.close(reading)
+    if fault:
+        os.waitpid(child, 0)
+    return child, fault.decode(errors="replace")
+
+
+def write_files(request: RunRequest, setup: ChildSetup) -> None:
+    """Write the request's files into the scratch folder, owned by the program's user."""
+    owned = [setup.scratch]
+    for name, body in request.files.items():
         *folders, last = name.split("/")
-        at = place.scratch
+        at = setup.scratch
         for folder in folders:
             at = f"{at}/{folder}"
             if not os.path.isdir(at):
                 os.mkdir(at, 0o700)
-                own.append(at)
+                owned.append(at)
         file = os.open(f"{at}/{last}", os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
         try:
             rest = memoryview(body)
@@ -112,14 +149,14 @@ def lay_out(order: Order, place: Place) -> None:
                 rest = rest[os.write(file, rest) :]
         finally:
             os.close(file)
-        own.append(f"{at}/{last}")
-    if place.ids is not None:
-        for path in own:
-            os.chown(path, place.ids.uid, place.ids.gid)
+        owned.append(f"{at}/{last}")
+    if setup.ids is not None:
+        for path in owned:
+            os.chown(path, setup.ids.uid, setup.ids.gid)
 
 
-def clear(folder: str) -> None:
-    """Remove a folder, however deep and whatever its modes: what is inside a folder is moved up before it goes."""
+def remove_tree(folder: str) -> None:
+    """Remove a folder of any depth and any modes: the contents of each subfolder are moved up before it is removed."""
     top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     prefix, moved = os.urandom(8).hex(), 0
     while names := os.listdir(top):
@@ -132,7 +169,7 @@ def clear(folder: str) -> None:
             inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=top)
             for child in os.listdir(inner):
                 if os.stat(child, dir_fd=inner, follow_symlinks=False).st_mode & 0o170000 == 0o040000:
-                    os.chmod(child, 0o700, dir_fd=inner)  # a folder that may not be written to cannot be moved
+                    os.chmod(child, 0o700, dir_fd=inner)  # a read-only folder cannot be moved
                 os.rename(child, f"{prefix}{moved}", src_dir_fd=inner, dst_dir_fd=top)
                 moved += 1
             os.close(inner)
@@ -141,37 +178,50 @@ def clear(folder: str) -> None:
     os.rmdir(folder)
 
 
-def fits(folder: str, most: int) -> bool:
-    """Whether all files together, their number and depth are within bounds. What cannot be looked at is not."""
-    ahead, bytes_used, count = [(folder, 0)], 0, 0
-    while ahead:
-        place, depth = ahead.pop()
+def _count_used_bytes(folder: str) -> int:
+    """Bytes that the file system of a folder holds, deleted files that are open included."""
+    system = os.statvfs(folder)
+    return (system.f_blocks - system.f_bfree) * system.f_frsize
+
+
+def fits_limits(folder: str, limit: int) -> bool:
+    """Whether size, number and depth of all files are within limits. What cannot be inspected is not."""
+    pending = [(folder, 0)]
+    bytes_used = 0
+    count = 0
+    while pending:
+        setup, depth = pending.pop()
         try:
-            entries = list(os.scandir(place))
+            entries = list(os.scandir(setup))
         except FileNotFoundError:
             continue  # gone meanwhile
         except OSError:
-            return False  # closed to us, and on purpose
+            return False  # the program closed it to us
         count += len(entries)
         for entry in entries:
             with contextlib.suppress(FileNotFoundError):
                 bytes_used += entry.stat(follow_symlinks=False).st_blocks * 512
             if entry.is_dir(follow_symlinks=False):
-                ahead.append((entry.path, depth + 1))
-        if bytes_used > most or count > jail.INODES or depth > _DEEPEST:
+                pending.append((entry.path, depth + 1))
+        if bytes_used > limit or count > namespaces.INODES or depth > _MAX_DEPTH:
             return False
     return True
 
 
-def _tasks(order: Order, ids: jail.Ids | None) -> int | None:
-    """How many processes its user may have. Root's cannot be bounded, so there the program may start none."""
-    most = order.bounds.processes + 1
+def _count_processes(request: RunRequest) -> int:
+    """How many processes the program and its companion may have together."""
+    return request.limits.processes + bool(request.companion)
+
+
+def _task_limit(request: RunRequest, ids: namespaces.Ids | None) -> int | None:
+    """How many processes its user may have. Root's cannot be limited, so root's program may start none."""
+    limit = _count_processes(request) + 1
     if ids is not None:
-        return most
-    return None if os.getuid() == 0 else most + _tasks_of_this_user()
+        return limit
+    return None if os.getuid() == 0 else limit + _count_user_tasks()
 
 
-def _tasks_of_this_user() -> int:
+def _count_user_tasks() -> int:
     me, count = os.getuid(), 0
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
@@ -182,10 +232,18 @@ def _tasks_of_this_user() -> int:
     return count
 
 
-def _volunteer_when_memory_is_short() -> None:
-    """Let the kernel end a program of a model before anything of the run."""
+def _ignore_signals() -> None:
+    """Ignore every signal: a program with our user id may send them, and the kernel keeps from the first process of a
+    namespace only those it has no handler for. SIGCHLD keeps its default, since ignoring it would hide exit statuses.
+    """
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _raise_oom_score() -> None:
+    """Make the kernel's OOM killer prefer the program to the run."""
     try:
         with open("/proc/self/oom_score_adj", "w", encoding="ascii") as score:
             score.write("1000")
     except OSError:
-        return  # a courtesy, not a wall
+        return  # best effort

@@ -1,9 +1,9 @@
-"""Room: rollout/session -- an agent's conversations, kept as the tokens that were sampled.
+"""Agent sessions: conversations stored as the tokens that were sampled (layer 2).
 
-    a request (messages) --> Session.begin --> Turn.tokens --> the engine --> Session.end --> Reply (a message)
-                                 |                                               |
-                                 `---- the append-only tree of what was asked and answered ---- Session.trajectory
+    request (messages) --> Session.begin --> SessionTurn.tokens --> engine --> Session.end --> SessionReply (a message)
+                                 |                                                |
+                                 `---- the append-only tree of questions and replies ---- Session.trajectory
 
-Tokens are the truth: what is replayed keeps its tokens, only what is new is tokenised, and nothing is tokenised twice.
-Floor 2. Imports: core, stdlib, numpy. Tokenizers and engines are handed to it.
+What a request replays keeps its tokens, only what is new is tokenized, and nothing is tokenized twice.
+Imports: core, rollout/serving, the standard library, numpy. Tokenizers and engines are passed in.
 """

@@ -1,7 +1,7 @@
-"""The tokens a session has stored, held against what the chat template would write of the same conversation.
+"""Session audit: compares a session's stored tokens with what the chat template renders of the same conversation.
 
-Both are cut at the marks that frame turns, and each stretch that differs is put in a class: what must be overlooked,
-after all that comes before it in ``CLASSES``, for the two to be the same.
+Both are split at the markers that frame turns, and each segment that differs is classified by what must be ignored,
+after everything that comes before it in ``MISMATCH_KINDS``, for the two to be equal.
 """
 
 from __future__ import annotations
@@ -13,181 +13,181 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 
 from miles.core.errors import MilesError
-from miles.rollout.session.families.family import Difference, Family
-from miles.rollout.session.lenient import values_in
-from miles.rollout.session.message import canonical_json
-from miles.rollout.session.render import Renderer
+from miles.rollout.serving.lenient_json import iterate_json_values
+from miles.rollout.serving.messages import dump_canonical_json
+from miles.rollout.session.families import ChatFamily, MismatchKind
+from miles.rollout.session.render import ChatRenderer
 from miles.rollout.session.session import Session
-from miles.rollout.session.tree import Path
 
-CLASSES: tuple[Difference, ...] = ("retokenised", "boundary", "whitespace", "thinking", "tool_calls", "unknown")
+MISMATCH_KINDS: tuple[MismatchKind, ...] = (
+    "retokenised",
+    "boundary",
+    "whitespace",
+    "thinking",
+    "tool_calls",
+    "unknown",
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """One stretch that differs, in words: as it is stored, and as the template would have it."""
+class TokenMismatch:
+    """One segment that differs, as text: as it is stored, and as the template would render it."""
 
-    kind: Difference
+    kind: MismatchKind
     stored: str
     canonical: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Audit:
-    """All that differs in ``conversations`` of ``tokens`` in all; ``refused`` the template would not write at all."""
+class AuditReport:
+    """All mismatches in ``conversations`` with ``tokens`` in all; the template failed to render ``refused`` of them."""
 
-    findings: tuple[Finding, ...] = ()
+    mismatches: tuple[TokenMismatch, ...] = ()
     tokens: int = 0
     conversations: int = 0
     refused: int = 0
 
     @property
-    def counts(self) -> Mapping[Difference, int]:
-        found = Counter(finding.kind for finding in self.findings)
-        return {kind: found[kind] for kind in CLASSES}
+    def counts(self) -> Mapping[MismatchKind, int]:
+        found = Counter(mismatch.kind for mismatch in self.mismatches)
+        return {kind: found[kind] for kind in MISMATCH_KINDS}
 
     def metrics(self) -> dict[str, float]:
-        """How often each class was found, by metric name."""
-        counted = {f"session_mismatch/{kind}": float(count) for kind, count in self.counts.items()}
-        return {**counted, "session_mismatch/refused": float(self.refused)}
+        """Mismatches of each kind, by metric name."""
+        counts = {f"session_mismatch/{kind}": float(count) for kind, count in self.counts.items()}
+        return {**counts, "session_mismatch/refused": float(self.refused)}
 
 
 MISMATCH = "session_mismatch"
-"""Under which an attempt's metadata tell what an audit of its session found: how often by class, and ``refused``."""
+"""Metadata key of a trajectory: the mismatches of its session's audit by kind, and ``refused``."""
 
 
-def mismatch_of(session: Session) -> dict[str, dict[str, int]]:
-    """What metadata say of a session that was audited; a class that was not found is not in it."""
-    found = audit(session)
-    counts = {**found.counts, "refused": found.refused}
+def summarize_mismatches(session: Session) -> dict[str, dict[str, int]]:
+    """Audit a session for its trajectory's metadata; a kind that was not found is left out."""
+    report = audit_session(session)
+    counts = {**report.counts, "refused": report.refused}
     return {MISMATCH: {kind: count for kind, count in counts.items() if count}}
 
 
-def audit(session: Session) -> Audit:
-    """Every conversation of a session, each up to its last reply."""
-    findings: list[Finding] = []
-    paths = session.tree.leaves()
+def audit_session(session: Session) -> AuditReport:
+    """Compare every conversation of a session, each up to its last reply."""
+    renderer = session.renderer
+    mismatches: list[TokenMismatch] = []
+    conversations = session.tree.leaves()
     refused = 0
-    for path in paths:
+    for conversation in conversations:
+        question = next(node for node in reversed(conversation.nodes) if not node.is_reply)
         try:
-            canonical = _canonical(path, session.renderer)
+            canonical = renderer.render_conversation(conversation.messages, question.tools, **question.template)
         except MilesError:
             refused += 1
             continue
-        findings.extend(differences(path.tokens.tolist(), canonical, session.renderer))
-    tokens = sum(len(path.tokens) for path in paths)
-    return Audit(findings=tuple(findings), tokens=tokens, conversations=len(paths), refused=refused)
+        mismatches.extend(find_mismatches(conversation.tokens.tolist(), canonical, renderer))
+    tokens = sum(len(conversation.tokens) for conversation in conversations)
+    return AuditReport(mismatches=tuple(mismatches), tokens=tokens, conversations=len(conversations), refused=refused)
 
 
-def differences(stored: Sequence[int], canonical: Sequence[int], renderer: Renderer) -> Iterator[Finding]:
-    """Each stretch in which the two differ. The end of the last turn, which may be unwritten, is left out."""
-    marks = renderer.boundaries()
-    kept = [_ended(tokens, renderer, marks) for tokens in (stored, canonical)]
-    if kept[0] == kept[1]:  # as nearly all are, and cutting them up would take long
+def find_mismatches(stored: Sequence[int], canonical: Sequence[int], renderer: ChatRenderer) -> Iterator[TokenMismatch]:
+    """Each segment in which the two differ. The end of the last turn, which may be missing, is ignored."""
+    boundaries = renderer.boundary_tokens()
+    trimmed = [_trim_end(tokens, renderer, boundaries) for tokens in (stored, canonical)]
+    if trimmed[0] == trimmed[1]:  # nearly all are equal, and segmenting is slow
         return
-    ours, theirs = (_stretches(tokens, renderer, marks) for tokens in kept)
-    keys = [[stretch.key for stretch in side] for side in (ours, theirs)]
-    for same, a, b, c, d in SequenceMatcher(None, *keys, autojunk=False).get_opcodes():
-        pairs = zip(ours[a:b], theirs[c:d], strict=True) if same == "equal" else [(_all(ours[a:b]), _all(theirs[c:d]))]
-        for one, other in pairs:
-            if one.tokens != other.tokens:
-                yield _finding(renderer, one.tokens, other.tokens)
+    ours, theirs = (_split_segments(tokens, renderer, boundaries) for tokens in trimmed)
+    keys = [[segment.key for segment in side] for side in (ours, theirs)]
+    for tag, a, b, c, d in SequenceMatcher(None, *keys, autojunk=False).get_opcodes():
+        if tag == "equal":
+            pairs = zip(ours[a:b], theirs[c:d], strict=True)
+        else:
+            pairs = [(_join_segments(ours[a:b]), _join_segments(theirs[c:d]))]
+        for our, their in pairs:
+            if our.tokens != their.tokens:
+                texts = renderer.decode(our.tokens), renderer.decode(their.tokens)
+                yield TokenMismatch(classify_mismatch(*texts, renderer.family), *texts)
 
 
-def classified(stored: str, canonical: str, family: Family) -> Difference:
-    """The class of a difference between two texts whose tokens differ."""
-    pair = stored, canonical
+def classify_mismatch(stored: str, canonical: str, family: ChatFamily) -> MismatchKind:
+    """The kind of mismatch between two texts whose tokens differ."""
     if stored == canonical:
         return "retokenised"
-    for kind in CLASSES[1:-1]:
-        pair = tuple(_overlooking(kind, text, family) for text in pair)
-        if pair[0] == pair[1]:
+    for kind in MISMATCH_KINDS[1:-1]:
+        stored, canonical = _remove(kind, stored, family), _remove(kind, canonical, family)
+        if stored == canonical:
             return kind
     return "unknown"
 
 
-def _overlooking(kind: Difference, text: str, family: Family) -> str:
+def _remove(kind: MismatchKind, text: str, family: ChatFamily) -> str:
+    """``text`` without what a mismatch of this kind ignores."""
     if kind == "boundary":
-        # Thoughts may be told by the marks around them, so those around thoughts are kept for now.
-        return text if re.search(family.thoughts, text, re.DOTALL) else _unmarked(text, family)
+        # Reasoning may be recognised by the markers around it, so those are kept for now.
+        has_reasoning = re.search(family.reasoning_pattern, text, re.DOTALL)
+        return text if has_reasoning else _remove_markers(text, family)
     if kind == "whitespace":
         return re.sub(r"\s+", "", text)
     if kind == "thinking":
-        return _unmarked(re.sub(family.thoughts, "", text, flags=re.DOTALL), family)
-    return _same_json(re.sub(family.wording, "", text))
+        return _remove_markers(re.sub(family.reasoning_pattern, "", text, flags=re.DOTALL), family)
+    return _normalize_json(re.sub(family.call_wording, "", text))
 
 
-def _unmarked(text: str, family: Family) -> str:
-    for mark in (*family.marks, *family.inner):
-        text = text.replace(mark, "")
+def _remove_markers(text: str, family: ChatFamily) -> str:
+    for marker in (*family.frame_markers, *family.inner_markers):
+        text = text.replace(marker, "")
     return text
 
 
-def _same_json(text: str) -> str:
-    """Every JSON value in it written one way, and names of what a call's arguments are called made one."""
-    put: list[str] = []
-    at = 0
-    for value, start, stop in values_in(text):
-        put += [text[at:start], canonical_json(value)]
-        at = stop
-    joined = "".join([*put, text[at:]])
-    return re.sub(r"\s+", "", joined.replace('"parameters":', '"arguments":'))
+def _normalize_json(text: str) -> str:
+    """Every JSON value in canonical form, with one name for a call's arguments."""
+    pieces: list[str] = []
+    position = 0
+    for value, start, stop in iterate_json_values(text):
+        pieces += [text[position:start], dump_canonical_json(value)]
+        position = stop
+    normalized = "".join([*pieces, text[position:]])
+    return re.sub(r"\s+", "", normalized.replace('"parameters":', '"arguments":'))
 
 
-def _canonical(path: Path, renderer: Renderer) -> list[int]:
-    question = next(node for node in reversed(path.nodes) if not node.is_reply)
-    return renderer.whole(path.messages, question.tools, **question.template)
-
-
-def _ended(tokens: Sequence[int], renderer: Renderer, marks: frozenset[int]) -> list[int]:
-    kept = list(tokens)
-    while kept and (kept[-1] in marks or not renderer.text(kept[-1:]).strip()):
-        kept.pop()
-    return kept
+def _trim_end(tokens: Sequence[int], renderer: ChatRenderer, boundaries: frozenset[int]) -> list[int]:
+    trimmed = list(tokens)
+    while trimmed and (trimmed[-1] in boundaries or not renderer.decode(trimmed[-1:]).strip()):
+        trimmed.pop()
+    return trimmed
 
 
 @dataclass(frozen=True, slots=True)
-class _Stretch:
-    """A turn or a part of one; ``key`` is what is left of its words when all is overlooked that has a class."""
+class _Segment:
+    """A turn or a part of one; ``key`` is what is left of its text when everything classifiable is ignored."""
 
     tokens: list[int]
     key: str = ""
 
 
-def _stretches(tokens: Sequence[int], renderer: Renderer, marks: frozenset[int]) -> list[_Stretch]:
-    """The tokens cut before and behind marks; a stretch that says nothing, as thoughts do, is the next one's."""
-    made: list[_Stretch] = []
-    waiting: list[int] = []
-    for run in _runs(tokens, marks):
-        waiting += run
-        if key := _key(renderer.text(waiting), renderer.family):
-            made.append(_Stretch(waiting, key))
-            waiting = []
-    if waiting and made:
-        made[-1] = _Stretch(made[-1].tokens + waiting, made[-1].key)
-    return made
+def _split_segments(tokens: Sequence[int], renderer: ChatRenderer, boundaries: frozenset[int]) -> list[_Segment]:
+    """The tokens split at boundary tokens; a segment with an empty key, such as reasoning, joins the next one."""
+    segments: list[_Segment] = []
+    pending: list[int] = []
+    for run in _split_runs(tokens, boundaries):
+        pending += run
+        key = renderer.decode(pending)
+        for kind in MISMATCH_KINDS[1:-1]:
+            key = _remove(kind, key, renderer.family)
+        if key:
+            segments.append(_Segment(pending, key))
+            pending = []
+    if pending and segments:
+        segments[-1] = _Segment(segments[-1].tokens + pending, segments[-1].key)
+    return segments
 
 
-def _key(text: str, family: Family) -> str:
-    for kind in CLASSES[1:-1]:
-        text = _overlooking(kind, text, family)
-    return text
-
-
-def _runs(tokens: Sequence[int], marks: frozenset[int]) -> Iterator[list[int]]:
+def _split_runs(tokens: Sequence[int], boundaries: frozenset[int]) -> Iterator[list[int]]:
     run: list[int] = []
     for token in tokens:
-        if token in marks and run:
+        if token in boundaries and run:
             yield run
             run = []
         run.append(token)
     yield run
 
 
-def _all(stretches: Sequence[_Stretch]) -> _Stretch:
-    return _Stretch([token for stretch in stretches for token in stretch.tokens])
-
-
-def _finding(renderer: Renderer, stored: list[int], canonical: list[int]) -> Finding:
-    ours, theirs = renderer.text(stored), renderer.text(canonical)
-    return Finding(classified(ours, theirs, renderer.family), ours, theirs)
+def _join_segments(segments: Sequence[_Segment]) -> _Segment:
+    return _Segment([token for segment in segments for token in segment.tokens])

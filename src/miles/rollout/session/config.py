@@ -1,32 +1,39 @@
-"""Knobs of agents: the function that is one, and the sessions it speaks to the policy in."""
+"""Options of agents and of the session server they talk to."""
 
 from dataclasses import dataclass
 
-from miles.config.knob import knob
+from miles.config.option import option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentConfig:
-    """How an agent of the user's own meets the policy."""
+    """Your agent function, and the session server through which it reaches the policy."""
 
-    custom_agent_function_path: str | None = knob(
+    custom_agent_function_path: str | None = option(
         None,
-        "Plug that answers a prompt by asking the policy over HTTP at the address it is given.",
+        "Hook: an agent function that answers a prompt by calling the policy over HTTP at the URL it is given.",
     )
-    session_message_matcher_path: str = knob(
+    session_message_matcher_path: str = option(
         "loose_tool_call",
-        "When a message sent again is the one remembered: strict, loose_tool_call, role_content_only, or a plug.",
+        "When a message sent again equals the stored one: strict, loose_tool_call, role_content_only, or a hook.",
     )
-    session_sample_picker_path: str | None = knob(
-        None, "Plug that says which conversations of a session are trained on; all of them when absent."
+    session_sample_picker_path: str | None = option(
+        None, "Hook: picks the conversations of a session that are trained on; all of them by default."
     )
-    session_audit: bool = knob(
+    session_audit: bool = option(
         True,
-        "Hold the tokens of answers in several turns against what the chat template writes, and count differences.",
+        "Compare the tokens of multi-turn sessions with what the chat template renders, and count mismatches.",
         off="--disable-session-audit",
     )
-    session_server_port: int = knob(
-        0, "Port of the agents' session server on this machine; 0 takes a free one.", unit="port"
+    session_server_host: str = option(
+        "127.0.0.1",
+        "Address the agents' session server listens on; any but a loopback address needs an API key.",
     )
-    agent_timeout: float = knob(3600.0, "Longest an agent may take over one attempt.", unit="seconds")
-    agent_max_turns: int | None = knob(None, "Most replies an agent is given in one attempt.", unit="replies")
+    session_server_port: int = option(
+        0, "Port of the agents' session server on this machine; 0 picks a free one.", unit="port", ge=0, le=65535
+    )
+    session_server_api_key_file: str | None = option(
+        None, "File with the API key that agents must send to the session server.", path=True
+    )
+    agent_timeout: float = option(3600.0, "Time limit of an agent for one trajectory.", unit="seconds", gt=0)
+    agent_max_turns: int | None = option(None, "Maximum replies an agent gets in one trajectory.", unit="replies", ge=1)

@@ -1,4 +1,4 @@
-"""Does a message replay one that is stored, and how far down the tree does a whole request?"""
+"""Message matching: whether a message replays a stored one, and how far a request replays the conversation tree."""
 
 from __future__ import annotations
 
@@ -7,76 +7,69 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from miles.core.errors import UsageError
-from miles.rollout.session.message import Message, calls_of, function_of, said_in
-from miles.rollout.session.tree import Node, Tree
+from miles.rollout.serving.messages import Message, get_function, get_tool_calls, normalize_content
+from miles.rollout.session.tree import ConversationNode, ConversationTree
 
 
-class Match(Protocol):
-    """Does ``given``, from a request, replay ``stored``?"""
+class MessageMatcher(Protocol):
+    """Whether ``given``, from a request, replays ``stored``."""
 
     def __call__(self, stored: Message, given: Message) -> bool: ...
 
 
 def strict(stored: Message, given: Message) -> bool:
-    """All a model may see is equal; None, an empty text and nothing at all are the same, and so are text and its parts.
+    """Everything a model may see is equal; None, "" and absent are the same, and so are a text and its parts.
 
     >>> strict({"role": "assistant", "content": None}, {"role": "assistant", "content": ""})
     True
     """
     return (
         role_content_only(stored, given)
-        and _said(stored) == _said(given)
-        and [_exact(call) for call in calls_of(stored)] == [_exact(call) for call in calls_of(given)]
+        and all(
+            (stored.get(name) or None) == (given.get(name) or None)
+            for name in ("name", "tool_call_id", "reasoning_content")
+        )
+        and list(map(_exact_call, get_tool_calls(stored))) == list(map(_exact_call, get_tool_calls(given)))
     )
 
 
 def loose_tool_call(stored: Message, given: Message) -> bool:
-    """As strict, but arguments of tool calls are compared as JSON, ids not at all, and thoughts may be left out.
+    """As strict, but tool-call arguments are compared as JSON, ids are ignored, and reasoning may be left out.
 
     >>> call = lambda text: {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": text}}]}
     >>> loose_tool_call(call('{"a":1}'), call('{ "a": 1 }'))
     True
     """
-    thought = given.get("reasoning_content")
+    reasoning = given.get("reasoning_content")
     return (
         role_content_only(stored, given)
         and (stored.get("name") or None) == (given.get("name") or None)
-        and (not thought or thought == stored.get("reasoning_content"))
-        and [_meant(call) for call in calls_of(stored)] == [_meant(call) for call in calls_of(given)]
+        and (not reasoning or reasoning == stored.get("reasoning_content"))
+        and list(map(_parsed_call, get_tool_calls(stored))) == list(map(_parsed_call, get_tool_calls(given)))
     )
 
 
 def role_content_only(stored: Message, given: Message) -> bool:
-    """The same role says the same, with the same media; calls, ids and thoughts are not looked at."""
-    return stored.get("role") == given.get("role") and said_in(stored) == said_in(given)
+    """The same role, text and media; calls, ids and reasoning are ignored."""
+    return stored.get("role") == given.get("role") and normalize_content(stored) == normalize_content(given)
 
 
-MATCHES: Mapping[str, Match] = {
+MATCHERS: Mapping[str, MessageMatcher] = {
     "strict": strict,
     "loose_tool_call": loose_tool_call,
     "role_content_only": role_content_only,
 }
 
 
-def match_named(name: str) -> Match:
-    """A built-in match by its name."""
-    if name not in MATCHES:
-        raise UsageError(f"There is no session match {name!r}; choose one of {', '.join(MATCHES)}, or give a function.")
-    return MATCHES[name]
+def _exact_call(call: Mapping[str, Any]) -> tuple[Any, ...]:
+    function = get_function(call)
+    arguments = function.get("arguments")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
+    return call.get("id") or None, function.get("name"), text
 
 
-def _said(message: Message) -> tuple[str | None, ...]:
-    return tuple(message.get(name) or None for name in ("name", "tool_call_id", "reasoning_content"))
-
-
-def _exact(call: Mapping[str, Any]) -> tuple[Any, ...]:
-    function = function_of(call)
-    return call.get("id") or None, function.get("name"), _text(function.get("arguments"))
-
-
-def _meant(call: Mapping[str, Any]) -> tuple[Any, Any]:
-    function = function_of(call)
+def _parsed_call(call: Mapping[str, Any]) -> tuple[Any, Any]:
+    function = get_function(call)
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
@@ -86,50 +79,57 @@ def _meant(call: Mapping[str, Any]) -> tuple[Any, Any]:
     return function.get("name"), {} if arguments is None else arguments
 
 
-def _text(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
-
-
 @dataclass(frozen=True, slots=True)
-class Found:
-    """How far a request replays: through ``reply`` (None: not at all), which is its first ``taken`` messages.
+class ReplayMatch:
+    """How far a request replays: through ``reply`` (None: not at all), which covers its first ``num_messages``.
 
-    ``question`` is a stored question behind it that is all the rest of the request, if there is one.
+    ``question`` is the stored question after it that equals the rest of the request, if there is one.
     """
 
-    reply: Node | None
-    taken: int
-    question: Node | None
+    reply: ConversationNode | None
+    num_messages: int
+    question: ConversationNode | None
 
 
-def longest(tree: Tree, messages: Sequence[Message], match: Match, *, frame: str, words: str) -> Found:
+def find_longest_match(
+    tree: ConversationTree, messages: Sequence[Message], match: MessageMatcher, *, frame: str, key: str
+) -> ReplayMatch:
     """The longest conversation under ``frame`` that the request replays.
 
-    Of several as long: one that can go on, then one that is replayed to the letter, then the youngest.
+    Of several equally long: one that can be continued, then one replayed exactly, then the newest.
     """
-    ends = list(_ends(tree, messages, match, frame))
-    best = max(ends, key=lambda end: (end[1], not end[0].is_cut, end[2], end[0].number), default=None)
-    reply, taken = (None, 0) if best is None else best[:2]
-    rest = messages[taken:]
-    behind = [root for root in tree.roots if root.frame == frame] if reply is None else tree.children(reply.number)
-    same = (q for q in behind if q.words == words and len(q.messages) == len(rest) and _all(q, rest, match))
-    return Found(reply, taken, next(same, None))
+    replays = list(_find_replays(tree, messages, match, frame))
+    best = max(
+        replays, key=lambda found: (found[1], not found[0].is_truncated, found[2], found[0].number), default=None
+    )
+    reply, num_messages = (None, 0) if best is None else best[:2]
+    rest = messages[num_messages:]
+    if reply is None:
+        questions = [root for root in tree.roots if root.frame == frame]
+    else:
+        questions = tree.get_children(reply.number)
+    for question in questions:
+        if question.key == key and len(question.messages) == len(rest) and _matches(question, rest, match):
+            return ReplayMatch(reply, num_messages, question)
+    return ReplayMatch(reply, num_messages, None)
 
 
-def _ends(tree: Tree, messages: Sequence[Message], match: Match, frame: str) -> Iterator[tuple[Node, int, bool]]:
-    """Every stored reply the request replays: with how many messages, and whether to the letter."""
-    waiting = [(root, 0, True) for root in tree.roots if root.frame == frame]
-    while waiting:
-        node, start, exact = waiting.pop()
+def _find_replays(
+    tree: ConversationTree, messages: Sequence[Message], match: MessageMatcher, frame: str
+) -> Iterator[tuple[ConversationNode, int, bool]]:
+    """Every stored reply the request replays, with how many messages it covers and whether exactly."""
+    pending = [(root, 0, True) for root in tree.roots if root.frame == frame]
+    while pending:
+        node, start, exact = pending.pop()
         stop = start + len(node.messages)
         given = messages[start:stop]
-        if len(given) < len(node.messages) or not _all(node, given, match):
+        if len(given) < len(node.messages) or not _matches(node, given, match):
             continue
-        exact = exact and _all(node, given, strict)
+        exact = exact and _matches(node, given, strict)
         if node.is_reply:
             yield node, stop, exact
-        waiting.extend((child, stop, exact) for child in tree.children(node.number))
+        pending.extend((child, stop, exact) for child in tree.get_children(node.number))
 
 
-def _all(node: Node, given: Sequence[Message], match: Match) -> bool:
-    return all(match(a, b) for a, b in zip(node.messages, given, strict=True))
+def _matches(node: ConversationNode, given: Sequence[Message], match: MessageMatcher) -> bool:
+    return all(match(stored, message) for stored, message in zip(node.messages, given, strict=True))

@@ -1,20 +1,20 @@
-"""The door between a session and a chat template: the first question in tokens, and what stands behind a reply."""
+"""The interface between a session and a chat template: render a prompt, render what follows a reply, parse a reply."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from miles.core.types import Tokens
-from miles.rollout.session.families.family import Family
-from miles.rollout.session.message import Message, Tool
-from miles.rollout.session.speech import Parts
+from miles.rollout.serving.messages import Message, Tool
+from miles.rollout.serving.output_parser import ParsedOutput, ParseText
+from miles.rollout.session.families import ChatFamily
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Before:
-    """What stands before new messages: a conversation up to a reply, and the tokens sampled for that reply."""
+class ConversationState:
+    """A conversation up to a reply, and the tokens sampled for that reply."""
 
     messages: Sequence[Message]
     sampled: Tokens
@@ -24,42 +24,40 @@ class Before:
         return self.messages[-1]
 
 
-Reading = Callable[[str], Parts]
-"""A text as far as it has come -> its parts, each the beginning of what ``Renderer.parts`` makes of the whole."""
-
-
-class Renderer(Protocol):
-    """A family's way of writing conversations. ``passing`` are words to the template about the coming turn alone."""
+class ChatRenderer(Protocol):
+    """How a family renders conversations. ``turn_only_kwargs``: template arguments of the coming turn alone."""
 
     @property
-    def family(self) -> Family: ...
+    def family(self) -> ChatFamily: ...
     @property
-    def passing(self) -> frozenset[str]: ...
+    def turn_only_kwargs(self) -> frozenset[str]: ...
 
-    def opening(self, messages: Sequence[Message], tools: Sequence[Tool], **template: Any) -> list[int]:
-        """A whole conversation, as the template writes it, with the assistant's turn opened."""
+    def render_prompt(self, messages: Sequence[Message], tools: Sequence[Tool], **template: Any) -> list[int]:
+        """A conversation as the template renders it, with the assistant's turn opened."""
         ...
 
-    def following(self, before: Before, new: Sequence[Message], tools: Sequence[Tool], **template: Any) -> list[int]:
-        """What goes behind the sampled tokens: the end of that turn if it is missing, ``new``, the next turn opened."""
+    def render_continuation(
+        self, before: ConversationState, new: Sequence[Message], tools: Sequence[Tool], **template: Any
+    ) -> list[int]:
+        """What follows the sampled tokens: the end of that turn if it is missing, ``new``, the next turn opened."""
         ...
 
-    def whole(self, messages: Sequence[Message], tools: Sequence[Tool], **template: Any) -> list[int]:
-        """A whole conversation, as the template writes it, with nothing opened; for those who compare."""
+    def render_conversation(self, messages: Sequence[Message], tools: Sequence[Tool], **template: Any) -> list[int]:
+        """A conversation as the template renders it, with no turn opened; for comparison."""
         ...
 
-    def parts(self, context: Sequence[int], sampled: Sequence[int], tools: Sequence[Tool]) -> Parts:
-        """What was sampled behind ``context`` (the end of it will do), taken apart; never raises."""
+    def parse_reply(self, context: Sequence[int], sampled: Sequence[int], tools: Sequence[Tool]) -> ParsedOutput:
+        """Split what was sampled after ``context`` (its last tokens suffice); never raises."""
         ...
 
-    def growing(self, context: Sequence[int], tools: Sequence[Tool]) -> Reading:
-        """How a text is taken apart that is still coming behind ``context``: what it says is not taken back."""
+    def build_partial_parser(self, context: Sequence[int], tools: Sequence[Tool]) -> ParseText:
+        """A parser for a reply that is still streaming after ``context``: what it returns only grows."""
         ...
 
-    def text(self, tokens: Sequence[int]) -> str:
-        """Tokens in words, every mark written out."""
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, with special tokens."""
         ...
 
-    def boundaries(self) -> frozenset[int]:
+    def boundary_tokens(self) -> frozenset[int]:
         """The tokens that frame turns."""
         ...

@@ -1,11 +1,11 @@
-"""The history of a session: an append-only tree of what the policy was given and what it answered.
+"""Conversation tree of a session: an append-only tree of questions and replies.
 
-    opening (PROMPT) -- reply (POLICY) -- more (ENV) -- reply -- ...
-       |                   `-- another more -- reply                an edit, a branch
-       `-- another reply                                            a retry
-    another opening -- reply                                        a sub-agent, a compacted context
+    first question (PROMPT) -- reply (POLICY) -- question (ENV) -- reply -- ...
+       |                          `-- another question -- reply             an edit, a branch
+       `-- another reply                                                    a retry
+    another first question -- reply                                         a sub-agent, a compacted context
 
-A node is never changed; a conversation is the path from an opening down to a node.
+A node is never changed; a conversation is the path from a root down to a node.
 """
 
 from __future__ import annotations
@@ -17,68 +17,71 @@ from typing import Any
 import numpy as np
 
 from miles.core.types import EMPTY, Array, Author, Span, Tokens
-from miles.rollout.session.message import Message, Tool, canonical_json
+from miles.rollout.serving.messages import Message, Tool, dump_canonical_json
 
-CUT = ("length", "abort")
-"""Why a reply may have ended before the model ended it; such a reply cannot be followed by anything."""
+TRUNCATED_REASONS = ("length", "abort")
+"""Finish reasons of a reply that the model did not end itself; nothing can follow such a reply."""
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
-    """What a question is written with besides its messages. ``passing`` are words about the coming turn alone."""
+class TemplateArgs:
+    """What a question is rendered with besides its messages; ``turn_only`` names the arguments of one turn alone."""
 
     tools: tuple[Tool, ...] = ()
     template: Mapping[str, Any] = field(default_factory=lambda: EMPTY)
-    passing: frozenset[str] = frozenset()
+    turn_only: frozenset[str] = frozenset()
 
     @property
-    def words(self) -> str:
-        return canonical_json(self.template)
+    def key(self) -> str:
+        """Equal for questions whose tokens can be reused."""
+        return dump_canonical_json(self.template)
 
     @property
     def frame(self) -> str:
-        return canonical_json([self.tools, {k: v for k, v in self.template.items() if k not in self.passing}])
+        """Equal for questions of one conversation."""
+        lasting = {name: value for name, value in self.template.items() if name not in self.turn_only}
+        return dump_canonical_json([self.tools, lasting])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
-    """Messages and their tokens. A reply has one message, the policy's spans, and the ``reason`` it ended.
+class ConversationNode:
+    """Messages and their tokens. A reply has one message, the policy's spans and a ``finish_reason``.
 
-    ``given`` is what the engine found out of the last tokens before a reply, where no reply before it had told.
-    A question keeps the ``tools`` and the words to the ``template`` it was written with; ``frame`` and ``words`` are
-    what of these must be equal for another to go on behind it, or to use its tokens again.
+    ``prompt_extras`` are the engine's per-token arrays for the last tokens before a reply that no earlier reply covers.
+    A question stores the ``tools`` and ``template`` arguments it was rendered with; ``frame`` must be equal for another
+    question to follow it, ``key`` for its tokens to be reused.
     """
 
     number: int
     parent: int | None
     messages: tuple[Message, ...]
     spans: tuple[Span, ...]
-    reason: str | None = None
-    given: Mapping[str, Array] = field(default_factory=lambda: EMPTY)
+    finish_reason: str | None = None
+    prompt_extras: Mapping[str, Array] = field(default_factory=lambda: EMPTY)
     tools: tuple[Tool, ...] = ()
     template: Mapping[str, Any] = field(default_factory=lambda: EMPTY)
     frame: str = ""
-    words: str = ""
+    key: str = ""
 
     @property
     def is_reply(self) -> bool:
-        return self.reason is not None
+        return self.finish_reason is not None
 
     @property
-    def is_cut(self) -> bool:
-        """Is it a reply that the model did not end itself?"""
-        return self.reason in CUT
+    def is_truncated(self) -> bool:
+        """Whether this is a reply that the model did not end itself."""
+        return self.finish_reason in TRUNCATED_REASONS
 
 
 @dataclass(frozen=True, slots=True)
-class Path:
-    """A conversation: the nodes from an opening down."""
+class ConversationPath:
+    """A conversation: the nodes from a root down."""
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[ConversationNode, ...]
 
     @property
     def number(self) -> int:
-        """The node it ends in."""
+        """The number of its last node."""
         return self.nodes[-1].number
 
     @property
@@ -94,89 +97,99 @@ class Path:
         return np.concatenate([span.tokens for span in self.spans] or [np.zeros(0, np.int32)])
 
     @property
-    def replies(self) -> tuple[Node, ...]:
+    def replies(self) -> tuple[ConversationNode, ...]:
         return tuple(node for node in self.nodes if node.is_reply)
 
     @property
-    def reason(self) -> str | None:
+    def finish_reason(self) -> str | None:
         """Why its last reply ended; None where it ends with a question."""
-        return self.nodes[-1].reason
+        return self.nodes[-1].finish_reason
 
 
-class Tree:
-    """Nodes by number, in the order they came; nothing is ever taken out."""
+class ConversationTree:
+    """Nodes by number, in the order they were added; nothing is ever removed."""
 
     def __init__(self) -> None:
-        self._nodes: list[Node] = []
+        self._nodes: list[ConversationNode] = []
         self._children: list[list[int]] = []
         self._roots: list[int] = []
 
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def __getitem__(self, number: int) -> Node:
+    def __getitem__(self, number: int) -> ConversationNode:
         return self._nodes[number]
 
     @property
-    def roots(self) -> Sequence[Node]:
+    def roots(self) -> Sequence[ConversationNode]:
         return [self._nodes[number] for number in self._roots]
 
-    def children(self, number: int) -> Sequence[Node]:
+    def get_children(self, number: int) -> Sequence[ConversationNode]:
         return [self._nodes[child] for child in self._children[number]]
 
-    def ask(self, parent: int | None, messages: Sequence[Message], tokens: Sequence[int], written: Words) -> Node:
-        """A question behind reply ``parent``; without one, the opening of a conversation."""
-        assert parent is None or self._nodes[parent].is_reply, "a question stands behind a reply"
+    def add_question(
+        self, parent: int | None, messages: Sequence[Message], tokens: Sequence[int], args: TemplateArgs
+    ) -> ConversationNode:
+        """A question after reply ``parent``; without one, the root of a conversation."""
+        assert parent is None or self._nodes[parent].is_reply, "a question follows a reply"
         author = Author.PROMPT if parent is None else Author.ENV
-        span = Span(author=author, tokens=np.array(tokens, np.int32))
         return self._add(
-            Node(
+            ConversationNode(
                 number=len(self),
                 parent=parent,
                 messages=tuple(messages),
-                spans=(span,),
-                tools=written.tools,
-                template=written.template,
-                frame=written.frame,
-                words=written.words,
+                spans=(Span(author=author, tokens=np.array(tokens, np.int32)),),
+                tools=args.tools,
+                template=args.template,
+                frame=args.frame,
+                key=args.key,
             )
         )
 
-    def answer(
+    def add_reply(
         self,
         parent: int,
         message: Message,
         spans: Sequence[Span],
-        reason: str,
-        given: Mapping[str, Array] = EMPTY,
-    ) -> Node:
-        """A reply to question ``parent``: the engine's own spans, and what it found out of all tokens before them."""
-        assert not self._nodes[parent].is_reply, "a reply stands behind a question"
+        finish_reason: str,
+        prompt_extras: Mapping[str, Array] = EMPTY,
+    ) -> ConversationNode:
+        """A reply to question ``parent``: the engine's own spans, and its per-token arrays for all tokens before."""
+        question = self._nodes[parent]
+        assert not question.is_reply, "a reply follows a question"
         assert all(span.author is Author.POLICY for span in spans), "the policy wrote the reply"
-        kept = tuple(span for span in spans if len(span))
-        # A reply's last token is computed when the next one is drawn; all before it have been told already.
-        new = sum(map(len, self._nodes[parent].spans)) + (self._nodes[parent].parent is not None)
-        told = {name: values[-new:].copy() for name, values in given.items()} if new else {}
-        node = Node(number=len(self), parent=parent, messages=(message,), spans=kept, reason=reason, given=told)
-        return self._add(node)
+        # The last token of a reply is computed when the next token is sampled; earlier ones are covered already.
+        new = sum(map(len, question.spans)) + (question.parent is not None)
+        extras = {name: values[-new:].copy() for name, values in prompt_extras.items()} if new else {}
+        return self._add(
+            ConversationNode(
+                number=len(self),
+                parent=parent,
+                messages=(message,),
+                spans=tuple(span for span in spans if len(span)),
+                finish_reason=finish_reason,
+                prompt_extras=extras,
+            )
+        )
 
-    def path(self, number: int) -> Path:
+    def get_conversation(self, number: int) -> ConversationPath:
         """The conversation that ends in this node."""
-        nodes: list[Node] = []
-        at: int | None = number
-        while at is not None:
-            nodes.append(self._nodes[at])
-            at = nodes[-1].parent
-        return Path(tuple(reversed(nodes)))
+        nodes: list[ConversationNode] = []
+        current: int | None = number
+        while current is not None:
+            nodes.append(self._nodes[current])
+            current = nodes[-1].parent
+        return ConversationPath(tuple(reversed(nodes)))
 
-    def leaves(self) -> list[Path]:
-        """The conversations, in the order their last replies came; questions nobody answered are no end."""
-        return [self.path(node.number) for node in self._nodes if node.is_reply and not self._goes_on(node.number)]
+    def leaves(self) -> list[ConversationPath]:
+        """The conversations, in the order of their last replies; an unanswered question does not end one."""
+        return [
+            self.get_conversation(node.number)
+            for node in self._nodes
+            if node.is_reply and not any(self._children[child] for child in self._children[node.number])
+        ]
 
-    def _goes_on(self, number: int) -> bool:
-        return any(self._children[child] for child in self._children[number])
-
-    def _add(self, node: Node) -> Node:
+    def _add(self, node: ConversationNode) -> ConversationNode:
         self._nodes.append(node)
         self._children.append([])
         (self._roots if node.parent is None else self._children[node.parent]).append(node.number)

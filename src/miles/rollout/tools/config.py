@@ -1,42 +1,42 @@
-"""Knobs of conversations in several turns: the tools a policy has, the world it is in, and the limits of both."""
+"""Options of multi-turn rollouts: the policy's tools and environment, and their limits."""
 
 from dataclasses import dataclass
 
-from miles.config.knob import knob
+from miles.config.option import option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolsConfig:
-    """What ``--custom-generate-function-path multi_turn`` offers a policy."""
+    """Tools, environments and limits of multi-turn generation (--custom-generate-function-path multi_turn)."""
 
-    generate_tools: tuple[str, ...] = knob(
+    generate_tools: tuple[str, ...] = option(
         (),
         "Tools of prompts that name none: calculator, python, shell, files, search, mcp:SERVER, or package.module:name "
-        "of a tool of your own, which prompts may then name too.",
+        "of a user-defined tool, which prompts may then name too.",
     )
-    generate_tool_specs_path: str | None = knob(
-        None, "Plug that is a list of tool specs in OpenAI's form, all run by the execute function."
+    generate_tool_specs_path: str | None = option(
+        None, "Hook: a list of tool specs in OpenAI's format, all run by the execute function."
     )
-    generate_execute_tool_function_path: str | None = knob(
-        None, "Plug that runs the tools of the specs: async def (name, params) -> str."
+    generate_execute_tool_function_path: str | None = option(
+        None, "Hook that runs the tools of the specs: async def (name, params) -> str."
     )
-    generate_environment: str | None = knob(
+    generate_environment: str | None = option(
         None,
-        "World of prompts that name none: gymnasium, textarena, reasoning_gym, verifiers, openenv or "
+        "Environment of prompts that name none: gymnasium, textarena, reasoning_gym, verifiers, openenv or "
         "package.module:name of your own, or a JSON object with a name and settings.",
     )
-    generate_max_turns: int = knob(16, "Most replies of one attempt.", unit="replies")
-    generate_max_turn_len: int | None = knob(
-        None, "Most tokens of one reply; as many as the attempt has left when absent.", unit="tokens"
+    generate_max_turns: int = option(16, "Maximum replies per trajectory.", unit="replies", ge=1)
+    generate_max_turn_len: int | None = option(
+        None, "Maximum tokens per reply; when absent, as many as the trajectory has left.", unit="tokens", ge=1
     )
-    generate_timeout: float = knob(1800.0, "Longest an attempt may take from first to last.", unit="seconds")
-    tool_call_timeout: float = knob(30.0, "Longest one call of a tool may take.", unit="seconds")
-    tool_timeout: float = knob(300.0, "Longest all calls of an attempt may take together.", unit="seconds")
-    tool_calls_per_turn: int = knob(16, "Calls of one reply that are answered.", unit="calls")
-    tool_result_chars: int = knob(8192, "Characters of a result that are shown.", unit="characters")
-    search_documents: str | None = knob(
-        None, "JSONL file of documents (text, title, id) that the tool search looks through.", path=True
+    generate_timeout: float = option(1800.0, "Time limit of a trajectory.", unit="seconds", gt=0)
+    tool_call_timeout: float = option(30.0, "Time limit of one tool call.", unit="seconds", gt=0)
+    tool_timeout: float = option(300.0, "Time limit of all tool calls of a trajectory together.", unit="seconds", gt=0)
+    tool_calls_per_turn: int = option(16, "Maximum tool calls that are answered per reply.", unit="calls", ge=1)
+    tool_result_chars: int = option(8192, "Characters of a tool result that the policy sees.", unit="characters", ge=1)
+    search_documents: str | None = option(
+        None, "JSONL file of documents (text, title, id) for the tool search.", path=True
     )
-    mcp_servers: str | None = knob(
-        None, "JSON file of MCP servers to start over stdio, as other programs have it (mcpServers).", path=True
+    mcp_servers: str | None = option(
+        None, "JSON file of MCP servers to start over stdio, in the usual format (mcpServers).", path=True
     )

@@ -1,4 +1,4 @@
-"""The world an attempt is made in, as the multi-turn loop sees it: it opens, answers replies, and closes.
+"""Environments of multi-turn rollouts, as the loop uses them: open, step for each reply, close.
 
 ::
 
@@ -12,127 +12,141 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, Protocol
 
+from miles.core.errors import UsageError
 from miles.core.types import EMPTY, Prompt
-from miles.rollout.tools.tool import Message, Tally, Tool, Toolbox, ToolLimits, ToolTimeUp
+from miles.rollout.tools.tool import Message, Tool, Toolbox, ToolLimits, ToolStats, ToolTimeExceeded
 
 
-def _nothing() -> Mapping[str, float]:
+def _no_parts() -> Mapping[str, float]:
     return EMPTY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opening:
-    """What the policy reads first, and the tools it is offered (in OpenAI's form).
+class OpenResult:
+    """The first messages, and the tools the policy is offered (OpenAI format).
 
-    ``scores``: the world says what an attempt earns, so that one it gave nothing has earned 0.
+    ``provides_reward``: the environment scores trajectories, so that one without any reward has earned 0.
     """
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()
-    scores: bool = False
+    provides_reward: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """What a reply led to. Rewards and their parts add up over an attempt.
+class StepResult:
+    """The response to a reply. Rewards and their parts add up over a trajectory.
 
-    ``anew``: ``messages`` are the whole conversation, which goes on from them and not from what was said.
-    ``limit`` names a bound the world ran into, which makes the attempt a truncated one.
+    ``replaces_history``: ``messages`` are the whole conversation, which continues from them instead of the history.
+    ``limit`` names a limit the environment hit, which marks the trajectory truncated.
     """
 
     messages: Sequence[Message] = ()
     reward: float | None = None
-    parts: Mapping[str, float] = field(default_factory=_nothing)
+    parts: Mapping[str, float] = field(default_factory=_no_parts)
     done: bool = False
-    anew: bool = False
+    replaces_history: bool = False
     limit: str | None = None
 
 
 NOTES = "notes"
-"""Under this key a reply says what in it could not be read as it was meant, such as a broken call; no model sees it."""
+"""Key of a reply with notes on what could not be parsed, such as a malformed tool call; no model sees it."""
 
 
 class Environment(Protocol):
-    """One attempt's world. What it raises marks the attempt failed; ``close`` is called however it ended."""
+    """One trajectory's environment. An exception marks the trajectory failed; ``close`` is called in any case."""
 
-    async def open(self, prompt: Prompt) -> Opening: ...
-    async def step(self, reply: Message) -> Step: ...
+    async def open(self, prompt: Prompt) -> OpenResult: ...
+    async def step(self, reply: Message) -> StepResult: ...
     async def close(self) -> None: ...
 
 
-Hands = Callable[[Prompt, AsyncExitStack], Awaitable[Sequence[Tool]]]
-"""Opens the tools of one attempt; what they hold is closed with the stack."""
+OpenTools = Callable[[Prompt, AsyncExitStack], Awaitable[Sequence[Tool]]]
+"""Opens the tools of one trajectory; the stack closes their resources."""
 
 
-class ToolUse:
-    """The world of a prompt and tools: calls are answered, and a reply without calls is the last.
+class ToolEnvironment:
+    """A prompt and tools: calls are answered, and a reply without calls is the last.
 
-    A reply whose only calls could not be read is told so, by the user since there is no call to answer to.
+    A reply with only malformed calls gets an error as a user message, since there is no call to answer.
     """
 
-    def __init__(self, hands: Hands, limits: ToolLimits) -> None:
-        self._hands = hands
+    def __init__(self, open_tools: OpenTools, limits: ToolLimits) -> None:
+        self._open_tools = open_tools
         self._limits = limits
         self._stack = AsyncExitStack()
-        self._box = Toolbox((), limits)
+        self._toolbox = Toolbox((), limits)
 
     @property
-    def tally(self) -> Tally:
-        return self._box.tally
+    def stats(self) -> ToolStats:
+        return self._toolbox.stats
 
-    async def open(self, prompt: Prompt) -> Opening:
-        self._box = Toolbox(await self._hands(prompt, self._stack), self._limits)
-        return Opening(messages=prompt.messages, tools=self._box.specs)
+    async def open(self, prompt: Prompt) -> OpenResult:
+        self._toolbox = Toolbox(await self._open_tools(prompt, self._stack), self._limits)
+        return OpenResult(messages=prompt.messages, tools=self._toolbox.specs)
 
-    async def step(self, reply: Message) -> Step:
+    async def step(self, reply: Message) -> StepResult:
         calls = reply.get("tool_calls") or ()
         if not calls:
-            return self._unread(reply)
+            return self._report_malformed_calls(reply)
         try:
-            return Step(messages=await self._box.answer(calls))
-        except ToolTimeUp:
-            return Step(done=True, limit="tool_time")
+            return StepResult(messages=await self._toolbox.answer(calls))
+        except ToolTimeExceeded:
+            return StepResult(done=True, limit="tool_time")
 
     async def close(self) -> None:
         await self._stack.aclose()
 
-    def _unread(self, reply: Message) -> Step:
+    def _report_malformed_calls(self, reply: Message) -> StepResult:
         notes = reply.get(NOTES) or ()
         if not notes:
-            return Step(done=True)
-        self.tally.calls += 1
-        self.tally.failures += 1
-        return Step(messages=[{"role": "user", "content": f"Error: {' '.join(notes)}"}])
+            return StepResult(done=True)
+        self.stats.calls += 1
+        self.stats.failures += 1
+        return StepResult(messages=[{"role": "user", "content": f"Error: {' '.join(notes)}"}])
 
 
-class Equipped:
-    """A world whose policy has tools besides: calls of theirs are answered here, and all other replies go to it."""
+class ToolAugmentedEnvironment:
+    """An environment plus tools: replies that call only these tools are answered here, others by the environment."""
 
-    def __init__(self, world: Environment, hands: Hands, limits: ToolLimits) -> None:
-        self._world = world
-        self._tools = ToolUse(hands, limits)
-        self._own: frozenset[str] = frozenset()
+    def __init__(self, environment: Environment, open_tools: OpenTools, limits: ToolLimits) -> None:
+        self._environment = environment
+        self._tools = ToolEnvironment(open_tools, limits)
+        self._tool_names: frozenset[str] = frozenset()
 
     @property
-    def tally(self) -> Tally:
-        return self._tools.tally
+    def stats(self) -> ToolStats:
+        return self._tools.stats
 
-    async def open(self, prompt: Prompt) -> Opening:
+    async def open(self, prompt: Prompt) -> OpenResult:
         offered = await self._tools.open(prompt)
-        self._own = frozenset(spec["function"]["name"] for spec in offered.tools)
-        opening = await self._world.open(prompt)
-        return Opening(messages=opening.messages, tools=(*offered.tools, *opening.tools), scores=opening.scores)
+        self._tool_names = frozenset(spec["function"]["name"] for spec in offered.tools)
+        opening = await self._environment.open(prompt)
+        return OpenResult(
+            messages=opening.messages, tools=(*offered.tools, *opening.tools), provides_reward=opening.provides_reward
+        )
 
-    async def step(self, reply: Message) -> Step:
+    async def step(self, reply: Message) -> StepResult:
         calls = reply.get("tool_calls") or ()
-        if calls and all(call["function"]["name"] in self._own for call in calls):
+        if calls and all(call["function"]["name"] in self._tool_names for call in calls):
             return await self._tools.step(reply)
-        return await self._world.step(reply)
+        return await self._environment.step(reply)
 
     async def close(self) -> None:
         try:
-            await self._world.close()
+            await self._environment.close()
         finally:
             await self._tools.close()
+
+
+def import_package(name: str, *, environment: str, install: str) -> Any:
+    """Import the package an environment needs; UsageError with the install command when it is missing."""
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"The environment {environment} needs {error.name}, which is not installed; pip install {install}."
+        ) from error

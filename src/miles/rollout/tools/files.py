@@ -1,4 +1,4 @@
-"""Files for a model to work with: read, write, list and search, all within an attempt's own folder."""
+"""File tools: read, write, list and grep, all within a trajectory's workspace."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ from collections.abc import Awaitable, Callable, Mapping
 from fnmatch import fnmatch
 from typing import Any
 
-from miles.rollout.tools.folder import Folder
 from miles.rollout.tools.tool import Tool, ToolError
+from miles.rollout.tools.workspace import Workspace
 
-_MOST_LINES = 200  # of what a search finds
-_LONGEST_LINE = 400
-_LONGEST_PATTERN = 200
+_MAX_LINES = 200  # of what a search finds
+_MAX_LINE_CHARS = 400
+_MAX_PATTERN_CHARS = 200
 
 
-def file_tools(folder: Folder) -> list[Tool]:
+def build_file_tools(workspace: Workspace) -> list[Tool]:
     """``read_file``, ``write_file``, ``list_files`` and ``grep``."""
     text = {"type": "string"}
     path = {"type": "string", "description": "A path from the workspace's root, such as notes/plan.txt."}
 
     async def read(arguments: Mapping[str, Any]) -> str:
-        lines = _text(folder, arguments["path"]).splitlines(keepends=True)
+        lines = _read_text(workspace, arguments["path"]).splitlines(keepends=True)
         first = max(1, arguments.get("first_line", 1))
         return "".join(lines[first - 1 : arguments.get("last_line", len(lines))])
 
     async def write(arguments: Mapping[str, Any]) -> str:
         data = arguments["content"].encode(errors="replace")
-        folder.write(arguments["path"], data)
+        workspace.write(arguments["path"], data)
         return f"Wrote {len(data)} bytes to {arguments['path']}."
 
     async def names(arguments: Mapping[str, Any]) -> str:
         pattern = arguments.get("pattern", "*")
-        found = [name for name in folder.names() if fnmatch(name, pattern)]
-        return "\n".join(f"{name} ({(folder.root / name).stat().st_size} bytes)" for name in found) or "No files."
+        found = [name for name in workspace.names() if fnmatch(name, pattern)]
+        return "\n".join(f"{name} ({(workspace.root / name).stat().st_size} bytes)" for name in found) or "No files."
 
     async def grep(arguments: Mapping[str, Any]) -> str:
-        return _grepped(folder, arguments["text"], arguments.get("pattern", "*"))
+        return _grep_files(workspace, arguments["text"], arguments.get("pattern", "*"))
 
     line = {"type": "integer", "minimum": 1}
     pattern = {"type": "string", "description": "Which paths, such as *.py; all when absent."}
@@ -77,28 +77,28 @@ def _tool(
     return Tool(name=name, description=description, parameters=schema, call=call)
 
 
-def _text(folder: Folder, name: str) -> str:
-    data = folder.read(name)
+def _read_text(workspace: Workspace, name: str) -> str:
+    data = workspace.read(name)
     if b"\0" in data[:4096]:
         raise ToolError(f"{name!r} is not text")
     return data.decode(errors="replace")
 
 
-def _grepped(folder: Folder, wanted: str, pattern: str) -> str:
-    """To the letter: a pattern a model wrote may take for ever to match."""
-    if not wanted or len(wanted) > _LONGEST_PATTERN:
-        raise ToolError(f"the text must have 1 to {_LONGEST_PATTERN} characters")
-    seen = re.compile(re.escape(wanted), re.IGNORECASE)
+def _grep_files(workspace: Workspace, text_to_find: str, pattern: str) -> str:
+    """Search for literal text: a regular expression written by a model may never finish matching."""
+    if not text_to_find or len(text_to_find) > _MAX_PATTERN_CHARS:
+        raise ToolError(f"the text must have 1 to {_MAX_PATTERN_CHARS} characters")
+    regex = re.compile(re.escape(text_to_find), re.IGNORECASE)
     lines: list[str] = []
-    for name in folder.names():
+    for name in workspace.names():
         if not fnmatch(name, pattern):
             continue
-        data = folder.read(name)
+        data = workspace.read(name)
         if b"\0" in data[:4096]:
             continue
         for number, line in enumerate(data.decode(errors="replace").splitlines(), 1):
-            if seen.search(line):
-                lines.append(f"{name}:{number}: {line[:_LONGEST_LINE]}")
-            if len(lines) == _MOST_LINES:
+            if regex.search(line):
+                lines.append(f"{name}:{number}: {line[:_MAX_LINE_CHARS]}")
+            if len(lines) == _MAX_LINES:
                 return "\n".join([*lines, "[... and perhaps more ...]"])
     return "\n".join(lines) or "No line contains it."

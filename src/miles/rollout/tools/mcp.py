@@ -1,46 +1,52 @@
-"""Any Model Context Protocol server as tools: a process is started, asked what it offers, and called over stdio.
+"""Model Context Protocol (MCP) servers as tools, over stdio, through the official ``mcp`` SDK.
 
-A server is shared by all attempts, or each attempt has one of its own that starts in the attempt's folder. A shared one
-that ends is started again, a few times in a row; an attempt's own has taken its state along, and the attempt fails.
+A server is shared by all trajectories, or each trajectory has its own, which runs in the trajectory's workspace. A
+shared server that exits is restarted, a limited number of times in a row; when a trajectory's own server exits, its
+state is lost and the trajectory fails. The SDK is imported when a server starts.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+import logging
+import tempfile
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from miles import __version__
 from miles.core.errors import UsageError
-from miles.rollout.tools.rpc import Gone, Process, RpcError, started
 from miles.rollout.tools.tool import EnvironmentFailed, Tool, ToolError
 
-VERSIONS = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")
-"""Of the protocol, newest first; what is used of it is the same in all."""
+if TYPE_CHECKING:
+    from mcp import ClientSession, types
 
+T = TypeVar("T")
 _INHERITED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "LANG", "LC_ALL", "TMPDIR", "SSL_CERT_FILE")
-_MOST_PAGES = 100
+_MAX_PAGES = 100
+_GRACE_SECONDS = 5.0  # for the SDK to end a server process, which it kills after two
+_CANCEL_SECONDS = 1.0
 
 
-def _nothing() -> Mapping[str, str]:
+def _empty_env() -> Mapping[str, str]:
     return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Server:
-    """How to start one. ``prefix`` goes before the names of its tools; of ``tools``, when given, there are no others.
+class MCPServerConfig:
+    """How to start a server. ``prefix`` is prepended to its tool names; ``tools``, if set, lists the tools to offer.
 
-    ``seconds`` is the longest it may take to start and to answer a call; the limits of an attempt's tools hold as well.
+    ``seconds`` limits startup and each call; the limits of a trajectory's tools apply as well.
     """
 
     name: str
     command: str
     args: tuple[str, ...] = ()
-    env: Mapping[str, str] = field(default_factory=_nothing)
+    env: Mapping[str, str] = field(default_factory=_empty_env)
     cwd: str | None = None
     shared: bool = False
     prefix: str = ""
@@ -49,11 +55,13 @@ class Server:
     restarts: int = 3
 
 
-def read_servers(path: str | Path) -> dict[str, Server]:
-    """From the JSON other programs use too: ``{"mcpServers": {"name": {"command": "...", "args": [...]}}}``."""
+def read_mcp_config(path: str | Path) -> dict[str, MCPServerConfig]:
+    """Read the usual MCP JSON file: ``{"mcpServers": {"name": {"command": "...", "args": [...]}}}``."""
+    if find_spec("mcp") is None:
+        raise UsageError("--mcp-servers needs the package mcp; install it with pip install 'miles-rl[mcp]'.")
     try:
         servers = json.loads(Path(path).read_text(encoding="utf-8"))["mcpServers"]
-        return {name: _server(name, dict(entry)) for name, entry in servers.items()}
+        return {name: _parse_server(name, dict(entry)) for name, entry in servers.items()}
     except OSError as error:
         raise UsageError(f"The MCP servers in {path} cannot be read ({error.strerror}); name a JSON file.") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -62,143 +70,210 @@ def read_servers(path: str | Path) -> dict[str, Server]:
         ) from error
 
 
-def _server(name: str, entry: dict[str, Any]) -> Server:
+def _parse_server(name: str, entry: dict[str, Any]) -> MCPServerConfig:
     if "command" not in entry:
-        raise ValueError(f"{name} has no command, and only servers over stdio are started")
+        raise ValueError(f"{name} has no command, and only stdio servers are supported")
     entry.pop("type", None)
     for key in ("args", "tools"):
         if entry.get(key) is not None:
             entry[key] = tuple(map(str, entry[key]))
-    return Server(name=name, **entry)
+    return MCPServerConfig(name=name, **entry)
 
 
-class Connection:
-    """A server that is running and has said what it offers. Starts anew in another event loop."""
+class _ServerGone(Exception):
+    """The server process exited; the message says why."""
 
-    def __init__(self, server: Server, *, environ: Mapping[str, str], cwd: Path | None = None) -> None:
-        self._server = server
-        self._env = {name: environ[name] for name in _INHERITED if name in environ} | dict(server.env)
-        self._cwd = Path(server.cwd) if server.cwd is not None else cwd
-        self._process: Process | None = None
+
+class MCPConnection:
+    """A running server and its client session. It is reopened in another event loop."""
+
+    def __init__(self, config: MCPServerConfig, *, environ: Mapping[str, str], cwd: Path | None = None) -> None:
+        self._config = config
+        self._env = {name: environ[name] for name in _INHERITED if name in environ} | dict(config.env)
+        self._cwd = Path(config.cwd) if config.cwd is not None else cwd
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting = asyncio.Lock()
-        self._lost = 0
+        self._session: ClientSession | None = None
+        self._process: asyncio.Task[None] | None = None
+        self._stderr: TextIO | None = None
+        self._exits = 0
 
     async def tools(self) -> list[Tool]:
-        """What it offers."""
-        process = await self._running()
+        """List the server's tools, over all pages."""
+        session = await self._connect()
         found: list[Tool] = []
-        params: dict[str, Any] = {}
-        for _ in range(_MOST_PAGES):
-            page = await self._answer(process, "tools/list", params)
-            found += [self._tool(entry) for entry in page["tools"] if self._wanted(entry["name"])]
-            if not page.get("nextCursor"):
+        cursor: str | None = None
+        for _ in range(_MAX_PAGES):
+            page = await self._request_required("tools/list", session.list_tools(cursor))
+            offered = self._config.tools
+            found += [self._build_tool(tool) for tool in page.tools if offered is None or tool.name in offered]
+            if not page.nextCursor:
                 return found
-            params = {"cursor": page["nextCursor"]}
-        raise EnvironmentFailed(f"the MCP server {self._server.name} lists its tools without end")
+            cursor = page.nextCursor
+        raise EnvironmentFailed(f"the MCP server {self._config.name} lists its tools without end")
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """What the tool says; ToolError when it says it failed."""
-        process = await self._running()
-        asked = {"name": name, "arguments": dict(arguments)}
+        """Call a tool and return its text; ToolError when the tool reports a failure."""
+        from mcp import McpError
+
+        session, request_id = await self._connect(), 0
+
+        async def send() -> types.CallToolResult:
+            nonlocal request_id
+            request_id = session._request_id  # pyright: ignore[reportPrivateUsage]  # the id of the next request
+            return await session.call_tool(name, dict(arguments))
+
         try:
-            result = await process.ask("tools/call", asked, seconds=self._server.seconds)
-        except RpcError as error:
-            raise ToolError(str(error)) from error
-        except Gone as error:
-            if not self._server.shared:
-                raise EnvironmentFailed(f"the MCP server {self._server.name} is gone: {error}") from error
+            result = await self._request(send())
+        except McpError as error:
+            raise ToolError(f"{error} (error {error.error.code})") from error
+        except _ServerGone as error:
+            if not self._config.shared:
+                raise EnvironmentFailed(f"the MCP server {self._config.name} is gone: {error}") from error
             raise ToolError(f"{name} failed, because its server ended ({error})") from error
-        self._lost = 0
-        text = _text(result)
-        if result.get("isError"):
+        except (TimeoutError, asyncio.CancelledError):
+            await _send_cancelled(session, request_id)
+            raise
+        self._exits = 0
+        text = _result_text(result)
+        if result.isError:
             raise ToolError(text)
         return text
 
     async def close(self) -> None:
-        process, self._process = self._process, None
+        """Stop the server: the SDK closes its input, then terminates, then kills its process tree."""
+        process = self._process
+        self._process = None
+        self._session = None
         if process is not None and asyncio.get_running_loop() is self._loop:
-            await process.close()
+            process.cancel()
+            await asyncio.gather(process, return_exceptions=True)
 
-    def _wanted(self, name: str) -> bool:
-        return self._server.tools is None or name in self._server.tools
-
-    def _tool(self, entry: Mapping[str, Any]) -> Tool:
-        name = str(entry["name"])
-
+    def _build_tool(self, tool: types.Tool) -> Tool:
         async def call(arguments: Mapping[str, Any]) -> str:
-            return await self.call(name, arguments)
+            return await self.call(tool.name, arguments)
 
-        about = str(entry.get("description") or entry.get("title") or name)
-        return Tool(name=self._server.prefix + name, description=about, parameters=entry["inputSchema"], call=call)
+        description = tool.description or tool.title or tool.name
+        name = self._config.prefix + tool.name
+        return Tool(name=name, description=description, parameters=tool.inputSchema, call=call)
 
-    async def _running(self) -> Process:
+    async def _connect(self) -> ClientSession:
+        """Return the session of the running server, and start or restart it first where needed."""
         loop = asyncio.get_running_loop()
-        if loop is not self._loop:  # what ran in another loop went with it
-            self._loop, self._process, self._starting = loop, None, asyncio.Lock()
+        if loop is not self._loop:  # a server of another event loop ended with that loop
+            self._loop = loop
+            self._process = None
+            self._starting = asyncio.Lock()
         async with self._starting:
-            if self._process is not None and self._process.alive:
-                return self._process
+            if self._process is not None and not self._process.done() and self._session is not None:
+                return self._session
             if self._process is not None:
-                await self._process.close()
-                self._lost += 1
-                if not self._server.shared or self._lost > self._server.restarts:
-                    times = f" {self._lost} times in a row" if self._lost > 1 else ""
-                    raise EnvironmentFailed(f"the MCP server {self._server.name} ended{times}")
-            self._process = await self._opened()
-            return self._process
+                await self.close()
+                self._exits += 1
+                if not self._config.shared or self._exits > self._config.restarts:
+                    times = f" {self._exits} times in a row" if self._exits > 1 else ""
+                    raise EnvironmentFailed(f"the MCP server {self._config.name} ended{times}")
+            return await self._start()
 
-    async def _opened(self) -> Process:
-        server = self._server
+    async def _start(self) -> ClientSession:
+        ready: asyncio.Future[ClientSession] = asyncio.get_running_loop().create_future()
+        self._process = asyncio.create_task(self._run_server(ready))
         try:
-            process = await started((server.command, *server.args), env=self._env, cwd=self._cwd)
-        except Gone as error:
-            raise EnvironmentFailed(f"the MCP server {server.name} did not start: {error}") from error
+            session = await ready
+        except OSError as error:
+            self._process = None
+            reason = f"{self._config.command} cannot be started ({error.strerror})"
+            raise EnvironmentFailed(f"the MCP server {self._config.name} did not start: {reason}") from error
         try:
-            about = {"name": "miles", "version": __version__}
-            asked = {"protocolVersion": VERSIONS[0], "capabilities": {}, "clientInfo": about}
-            said = await self._answer(process, "initialize", asked)
-            if said.get("protocolVersion") not in VERSIONS:
-                raise EnvironmentFailed(
-                    f"the MCP server {server.name} speaks version {said.get('protocolVersion')} of the protocol, and "
-                    f"not {', '.join(VERSIONS)}"
-                )
-            await process.tell("notifications/initialized")
+            await self._request_required("initialize", session.initialize())
         except BaseException:
-            await process.close()
+            await self.close()
             raise
-        return process
+        self._session = session
+        return session
 
-    async def _answer(self, process: Process, method: str, params: Mapping[str, Any]) -> Mapping[str, Any]:
-        """An answer without which there are no tools."""
+    async def _run_server(self, ready: asyncio.Future[ClientSession]) -> None:
+        """Own the process and the session: the SDK's contexts must be entered and exited by one task.
+
+        Messages pass through this task, so that it ends when the server closes its output.
+        """
+        import anyio
+        from mcp import ClientSession, StdioServerParameters, stdio_client
+        from mcp.types import Implementation
+
+        logging.getLogger("mcp").setLevel(logging.CRITICAL)  # a server that prints to stdout is not our error
+        params = StdioServerParameters(
+            command=self._config.command, args=list(self._config.args), env=self._env, cwd=self._cwd
+        )
+        self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  # read after the server ended
+        to_session, from_server = anyio.create_memory_object_stream[Any](0)
         try:
-            return await process.ask(method, params, seconds=self._server.seconds)
-        except (RpcError, Gone, TimeoutError) as error:
-            said = "no answer in time" if isinstance(error, TimeoutError) else str(error)
-            raise EnvironmentFailed(f"the MCP server {self._server.name} did not do {method}: {said}") from error
+            async with (
+                stdio_client(params, self._stderr) as (output, server_input),
+                ClientSession(
+                    from_server, server_input, client_info=Implementation(name="miles", version=__version__)
+                ) as session,
+                to_session,
+            ):
+                ready.set_result(session)
+                async for message in output:
+                    await to_session.send(message)
+        except Exception as error:  # a server that died mid-write; its callers see a closed connection
+            if not ready.done():
+                ready.set_exception(error)
+
+    async def _request(self, answer: Coroutine[Any, Any, T]) -> T:
+        """Await an answer within the time limit; _ServerGone when the server exits first."""
+        from anyio import BrokenResourceError, ClosedResourceError
+
+        assert self._process is not None
+        process, request = self._process, asyncio.create_task(answer)
+        try:
+            async with asyncio.timeout(self._config.seconds):
+                await asyncio.wait({request, process}, return_when=asyncio.FIRST_COMPLETED)
+            if not request.done():
+                raise _ServerGone(await self._exit_reason(process))
+            return request.result()
+        except (ClosedResourceError, BrokenResourceError) as error:
+            raise _ServerGone(await self._exit_reason(process)) from error
+        finally:
+            request.cancel()
+
+    async def _request_required(self, method: str, answer: Coroutine[Any, Any, T]) -> T:
+        """Await an answer without which there are no tools; EnvironmentFailed where it does not come."""
+        try:
+            return await self._request(answer)
+        except Exception as error:
+            reason = "no answer in time" if isinstance(error, TimeoutError) else str(error)
+            raise EnvironmentFailed(f"the MCP server {self._config.name} did not do {method}: {reason}") from error
+
+    async def _exit_reason(self, process: asyncio.Task[None]) -> str:
+        """The last line the server wrote to stderr, once its process is gone."""
+        await asyncio.wait({process}, timeout=_GRACE_SECONDS)
+        assert self._stderr is not None
+        self._stderr.seek(0)
+        lines = self._stderr.read().strip().splitlines()
+        return f"it ended: {lines[-1][:200]}" if lines else "it ended"
 
 
-class Servers:
-    """The servers of a run, by name; of ``environ`` they see a few harmless names. ``close`` ends the shared ones."""
+class MCPServers:
+    """The servers of a run by name. They inherit a few harmless environment variables. ``close`` stops shared ones."""
 
-    def __init__(self, servers: Mapping[str, Server], *, environ: Mapping[str, str]) -> None:
+    def __init__(self, servers: Mapping[str, MCPServerConfig], *, environ: Mapping[str, str]) -> None:
         self._servers = servers
         self._environ = environ
         shared = [server for server in servers.values() if server.shared]
-        self._shared = {server.name: Connection(server, environ=environ) for server in shared}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._servers
+        self._shared = {server.name: MCPConnection(server, environ=environ) for server in shared}
 
     @property
     def names(self) -> Sequence[str]:
         return tuple(self._servers)
 
     async def open(self, name: str, stack: AsyncExitStack, cwd: Path) -> list[Tool]:
-        """Its tools, for one attempt; a server of its own works in ``cwd`` and ends with the stack."""
+        """The tools of a server for one trajectory; a server of its own runs in ``cwd`` and ends with the stack."""
         if name in self._shared:
             return await self._shared[name].tools()
-        connection = Connection(self._servers[name], environ=self._environ, cwd=cwd)
+        connection = MCPConnection(self._servers[name], environ=self._environ, cwd=cwd)
         stack.push_async_callback(connection.close)
         return await connection.tools()
 
@@ -207,20 +282,32 @@ class Servers:
             await connection.close()
 
 
-def _text(result: Mapping[str, Any]) -> str:
-    """The words of a result; media and resources are named, since this model reads text."""
-    said: list[str] = []
-    for part in result.get("content") or ():
-        kind = part.get("type")
-        resource = part.get("resource") or {}
-        if kind == "text":
-            said.append(part["text"])
-        elif kind == "resource" and "text" in resource:
-            said.append(resource["text"])
-        elif kind == "resource_link":
-            said.append(f"[{part.get('name', 'resource')}: {part.get('uri')}]")
+async def _send_cancelled(session: ClientSession, request_id: int) -> None:
+    """Tell the server that nobody waits for a request any more; the SDK does not do that by itself."""
+    from mcp import types
+
+    params = types.CancelledNotificationParams(requestId=request_id, reason="the caller stopped waiting")
+    with suppress(Exception):  # the server may be gone, and the call has failed already
+        async with asyncio.timeout(_CANCEL_SECONDS):
+            await session.send_notification(types.ClientNotification(types.CancelledNotification(params=params)))
+
+
+def _result_text(result: types.CallToolResult) -> str:
+    """The text of a result; media and binary resources are named, since the policy reads text."""
+    from mcp import types
+
+    parts: list[str] = []
+    for part in result.content:
+        if isinstance(part, types.TextContent):
+            parts.append(part.text)
+        elif isinstance(part, types.EmbeddedResource):
+            resource = part.resource
+            is_text = isinstance(resource, types.TextResourceContents)
+            parts.append(resource.text if is_text else f"[resource: {resource.mimeType or 'not text'}]")
+        elif isinstance(part, types.ResourceLink):
+            parts.append(f"[{part.name}: {part.uri}]")
         else:
-            said.append(f"[{kind}: {part.get('mimeType') or resource.get('mimeType') or 'not text'}]")
-    if not said and result.get("structuredContent") is not None:
-        return json.dumps(result["structuredContent"], ensure_ascii=False)
-    return "\n".join(said)
+            parts.append(f"[{part.type}: {part.mimeType}]")
+    if not parts and result.structuredContent is not None:
+        return json.dumps(result.structuredContent, ensure_ascii=False)
+    return "\n".join(parts)

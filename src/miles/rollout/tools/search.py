@@ -1,4 +1,4 @@
-"""Search over documents in memory: Okapi BM25 with an inverted index, built once and shared by all attempts.
+"""Search tool over documents in memory: Okapi BM25 with an inverted index, built once and shared by all trajectories.
 
 A document's score for a query is the sum over the query's words w of
 
@@ -21,16 +21,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from miles.core.errors import UsageError
-from miles.rollout.tools.tool import Tool, cut
+from miles.rollout.tools.tool import Tool, truncate_middle
 
 _WORD = re.compile(r"\w+")
-_MOST_RESULTS = 20
-_SHOWN = 1000  # characters of a result
+_MAX_RESULTS = 20
+_RESULT_CHARS = 1000  # characters of a result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """What can be found."""
+    """A searchable document."""
 
     id: str
     title: str
@@ -38,54 +38,57 @@ class Document:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hit:
-    """A document and how well it fits."""
+class SearchHit:
+    """A document and its BM25 score."""
 
     document: Document
     score: float
 
 
-def words(text: str) -> list[str]:
-    """What is matched: runs of letters and digits, case aside."""
+def tokenize(text: str) -> list[str]:
+    """Split a text into lower-case words of letters and digits."""
     return _WORD.findall(text.casefold())
 
 
-class Index:
-    """The words of documents, and where they are. Titles count as text."""
+class BM25Index:
+    """Inverted index with BM25 scoring. Titles count as text."""
 
     def __init__(self, documents: Iterable[Document], *, k1: float = 1.2, b: float = 0.75) -> None:
         self.documents: tuple[Document, ...] = tuple(documents)
         self._k1 = k1
-        found: dict[str, tuple[list[int], list[int]]] = {}
+        postings: dict[str, tuple[list[int], list[int]]] = {}
         lengths: list[int] = []
         for number, document in enumerate(self.documents):
-            counts = Counter(words(f"{document.title} {document.text}"))
+            counts = Counter(tokenize(f"{document.title} {document.text}"))
             lengths.append(counts.total())
             for word, count in counts.items():
-                where, often = found.setdefault(word, ([], []))
-                where.append(number)
-                often.append(count)
-        self._found: dict[str, tuple[NDArray[np.int32], NDArray[np.float64]]] = {
-            word: (np.array(where, np.int32), np.array(often, np.float64)) for word, (where, often) in found.items()
+                rows, counts_per_row = postings.setdefault(word, ([], []))
+                rows.append(number)
+                counts_per_row.append(count)
+        self._postings: dict[str, tuple[NDArray[np.int32], NDArray[np.float64]]] = {
+            word: (np.array(rows, np.int32), np.array(counts_per_row, np.float64))
+            for word, (rows, counts_per_row) in postings.items()
         }
         length = np.array(lengths, np.float64)
         mean = float(length.mean()) if len(length) and length.any() else 1.0
-        self._weight: NDArray[np.float64] = k1 * (1 - b + b * length / mean)
+        self._length_norm: NDArray[np.float64] = k1 * (1 - b + b * length / mean)
 
-    def search(self, query: str, count: int = 5) -> list[Hit]:
-        """The best documents that have any of the query's words, best first; of equals the earlier."""
+    def search(self, query: str, count: int = 5) -> list[SearchHit]:
+        """The best documents that contain any of the query's words, best first; ties keep their order."""
         scores = np.zeros(len(self.documents))
-        for word, times in Counter(words(query)).items():
-            if word in self._found:
-                where, often = self._found[word]
-                rarity = np.log1p((len(scores) - len(where) + 0.5) / (len(where) + 0.5))
-                scores[where] += times * rarity * often * (self._k1 + 1) / (often + self._weight[where])
+        for word, times in Counter(tokenize(query)).items():
+            if word in self._postings:
+                rows, counts_per_row = self._postings[word]
+                rarity = np.log1p((len(scores) - len(rows) + 0.5) / (len(rows) + 0.5))
+                scores[rows] += (
+                    times * rarity * counts_per_row * (self._k1 + 1) / (counts_per_row + self._length_norm[rows])
+                )
         best = np.argsort(-scores, kind="stable")[:count]
-        return [Hit(document=self.documents[i], score=float(scores[i])) for i in best if scores[i] > 0]
+        return [SearchHit(document=self.documents[i], score=float(scores[i])) for i in best if scores[i] > 0]
 
 
 def read_documents(path: str | Path) -> list[Document]:
-    """Rows of JSONL with ``text`` (or ``contents``), and perhaps ``id`` (else the row's number) and ``title``."""
+    """Read JSONL rows with ``text`` (or ``contents``), and optionally ``id`` (default: row number) and ``title``."""
     documents: list[Document] = []
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -105,12 +108,12 @@ def read_documents(path: str | Path) -> list[Document]:
     return documents
 
 
-def search(index: Index, *, count: int = 3) -> Tool:
-    """The tool ``search``, which gives ``count`` results unless the model asks for another number."""
+def build_search_tool(index: BM25Index, *, count: int = 3) -> Tool:
+    """Build the tool ``search``, which returns ``count`` results unless the model asks for another number."""
 
     async def call(arguments: Mapping[str, Any]) -> str:
-        wanted = min(max(1, arguments.get("count", count)), _MOST_RESULTS)
-        return _told(index.search(arguments["query"], wanted))
+        num_results = min(max(1, arguments.get("count", count)), _MAX_RESULTS)
+        return _format_hits(index.search(arguments["query"], num_results))
 
     return Tool(
         name="search",
@@ -127,9 +130,9 @@ def search(index: Index, *, count: int = 3) -> Tool:
     )
 
 
-def _told(hits: Sequence[Hit]) -> str:
+def _format_hits(hits: Sequence[SearchHit]) -> str:
     if not hits:
         return "Nothing was found."
     heads = [f"[{n}] {hit.document.title or hit.document.id}" for n, hit in enumerate(hits, 1)]
-    bodies = [cut(hit.document.text, _SHOWN) for hit in hits]
+    bodies = [truncate_middle(hit.document.text, _RESULT_CHARS) for hit in hits]
     return "\n\n".join(f"{head}\n{body}" for head, body in zip(heads, bodies, strict=True))

@@ -1,7 +1,7 @@
-"""A tool is a name, a schema and an async call; a toolbox answers one attempt's calls, within limits.
+"""Tools: a name, a JSON schema and an async call; a Toolbox runs one trajectory's calls under limits.
 
-What goes wrong has two sides. A call that fails (bad arguments, a refusal, a crash, no answer in time) is text for the
-model, which may do better. A world that is broken (EnvironmentFailed) is nobody's mistake, and ends the attempt.
+A call that fails (bad arguments, a refusal, a crash, a timeout) is reported to the model, which may try again. A broken
+environment (EnvironmentFailed) is nobody's mistake, and ends the trajectory.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from miles.core.errors import MilesError, PlugError
+from miles.core.errors import HookError, MilesError, describe_error
 
 Message = Mapping[str, Any]
-"""A chat message in OpenAI's form."""
+"""A chat message in OpenAI's format."""
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "string": (str,),
@@ -29,22 +29,22 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 
 
 class ToolError(Exception):
-    """What a tool tells the model instead of a result."""
+    """An error that is reported to the model instead of a result."""
 
 
 class EnvironmentFailed(Exception):
-    """The world an attempt was made in broke; says how. The attempt is marked failed, with this as its reason."""
+    """The environment of a trajectory broke. The trajectory is marked failed, with this message as the reason."""
 
 
-class ToolTimeUp(Exception):
-    """The tools of an attempt have used all the time they have."""
+class ToolTimeExceeded(Exception):
+    """The tools of a trajectory have used up their time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """``parameters`` is a JSON schema of an object; ``call`` gets what was parsed and checked against its types.
+    """``parameters`` is a JSON schema of an object; ``call`` gets arguments that were parsed and type-checked.
 
-    It raises ToolError, or anything else, to be heard by the model, and EnvironmentFailed to end the attempt.
+    It raises ToolError, or any other error, to report it to the model, and EnvironmentFailed to end the trajectory.
     """
 
     name: str
@@ -54,14 +54,14 @@ class Tool:
 
     @property
     def spec(self) -> dict[str, Any]:
-        """As OpenAI's ``tools`` want it, and as chat templates do."""
-        about = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
-        return {"type": "function", "function": about}
+        """The tool in OpenAI's ``tools`` format, which chat templates use too."""
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolLimits:
-    """Bounds of an attempt's tools: seconds of one call and of all together, calls of one turn, length of a result."""
+    """Limits of a trajectory's tools: seconds per call and in total, calls per turn, length of a result."""
 
     call_seconds: float = 30.0
     tool_seconds: float = 300.0
@@ -70,8 +70,8 @@ class ToolLimits:
 
 
 @dataclass(slots=True)
-class Tally:
-    """What an attempt's tools have done so far."""
+class ToolStats:
+    """Call counts and total seconds of a trajectory's tools."""
 
     calls: int = 0
     failures: int = 0
@@ -79,32 +79,32 @@ class Tally:
 
 
 class Toolbox:
-    """One attempt's tools. Calls are made one after the other: one may read what the one before it wrote."""
+    """One trajectory's tools. Calls run one after the other, since one may read what the previous one wrote."""
 
     def __init__(self, tools: Sequence[Tool], limits: ToolLimits) -> None:
         self._tools = {tool.name: tool for tool in tools}
         if len(self._tools) < len(tools):
             names = [tool.name for tool in tools]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise PlugError(f"Two tools are called {twice}; leave one out, or give an MCP server a prefix.")
+            duplicate = next(name for name in names if names.count(name) > 1)
+            raise HookError(f"Two tools are called {duplicate}; leave one out, or give an MCP server a prefix.")
         self._limits = limits
-        self.tally = Tally()
+        self.stats = ToolStats()
 
     @property
     def specs(self) -> tuple[dict[str, Any], ...]:
         return tuple(tool.spec for tool in self._tools.values())
 
     async def answer(self, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """A message of the role ``tool`` for each call; ToolTimeUp when there is no time left to make one."""
-        said: list[dict[str, Any]] = []
+        """Run the calls; returns a ``tool`` message for each. Raises ToolTimeExceeded when no time is left."""
+        messages: list[dict[str, Any]] = []
         for number, call in enumerate(calls):
-            text = await self._result(call, number)
+            text = await self._run_call(call, number)
             name = str(call["function"]["name"])
-            said.append({"role": "tool", "tool_call_id": call["id"], "name": name, "content": self._cut(text)})
-        return said
+            messages.append({"role": "tool", "tool_call_id": call["id"], "name": name, "content": self._truncate(text)})
+        return messages
 
-    async def _result(self, call: Mapping[str, Any], number: int) -> str:
-        self.tally.calls += 1
+    async def _run_call(self, call: Mapping[str, Any], number: int) -> str:
+        self.stats.calls += 1
         try:
             if number >= self._limits.calls_per_turn:
                 raise ToolError(f"only {self._limits.calls_per_turn} calls are answered in one turn")
@@ -112,17 +112,17 @@ class Toolbox:
             if name not in self._tools:
                 raise ToolError(f"there is no tool {name}, only {', '.join(self._tools) or 'none at all'}")
             tool = self._tools[name]
-            return await self._timed(tool, parsed(call["function"]["arguments"], tool.parameters))
+            return await self._call_with_timeout(tool, parse_arguments(call["function"]["arguments"], tool.parameters))
         except ToolError as error:
-            self.tally.failures += 1
+            self.stats.failures += 1
             return f"Error: {error}."
 
-    async def _timed(self, tool: Tool, arguments: Mapping[str, Any]) -> str:
-        left = self._limits.tool_seconds - self.tally.seconds
+    async def _call_with_timeout(self, tool: Tool, arguments: Mapping[str, Any]) -> str:
+        left = self._limits.tool_seconds - self.stats.seconds
         if left <= 0:
-            raise ToolTimeUp
+            raise ToolTimeExceeded
         clock = asyncio.get_running_loop().time
-        began = clock()
+        start = clock()
         limit = asyncio.timeout(min(left, self._limits.call_seconds))
         try:
             async with limit:
@@ -132,33 +132,33 @@ class Toolbox:
         except Exception as error:
             if isinstance(error, TimeoutError) and limit.expired():
                 if left <= self._limits.call_seconds:
-                    raise ToolTimeUp from error
+                    raise ToolTimeExceeded from error
                 raise ToolError(f"{tool.name} gave no answer within {self._limits.call_seconds:g} seconds") from error
-            raise ToolError(f"{tool.name} failed with {type(error).__name__}: {error}") from error
+            raise ToolError(f"{tool.name} failed with {describe_error(error)}") from error
         finally:
-            self.tally.seconds += clock() - began
-        if not isinstance(result, str):  # a plug is not type-checked before it runs
-            raise PlugError(f"The tool {tool.name} gave a {type(result).__name__}; return text.")
+            self.stats.seconds += clock() - start
+        if not isinstance(result, str):  # a user's tool is not type-checked before it runs
+            raise HookError(f"The tool {tool.name} gave a {type(result).__name__}; return text.")
         return result
 
-    def _cut(self, text: str) -> str:
-        return cut(text, self._limits.result_chars)
+    def _truncate(self, text: str) -> str:
+        return truncate_middle(text, self._limits.result_chars)
 
 
-def cut(text: str, most: int) -> str:
-    """At most about ``most`` characters: what is too long loses its middle, and says how much.
+def truncate_middle(text: str, limit: int) -> str:
+    """Cut the middle out of a text that is longer than function ``limit`` characters, and say how much is missing.
 
-    >>> cut("abcdefghij", 4)
+    >>> truncate_middle("abcdefghij", 4)
     'ab\\n[... 6 characters left out ...]\\nij'
     """
-    if len(text) <= most:
+    if len(text) <= limit:
         return text
-    head = most - most // 2
-    return f"{text[:head]}\n[... {len(text) - most} characters left out ...]\n{text[len(text) - most // 2 :]}"
+    head = limit - limit // 2
+    return f"{text[:head]}\n[... {len(text) - limit} characters left out ...]\n{text[len(text) - limit // 2 :]}"
 
 
-def parsed(arguments: Any, schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A call's arguments as an object with what the schema requires, of the types it names; else ToolError."""
+def parse_arguments(arguments: Any, schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Parse a call's arguments and check them against the schema's required names and types; ToolError if invalid."""
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
@@ -184,12 +184,12 @@ def _check(name: str, value: Any, schema: Any) -> None:
         return
     if "enum" in schema and value not in schema["enum"]:
         raise ToolError(f"the argument {name} must be one of {', '.join(map(str, schema['enum']))}")
-    wanted = schema.get("type")
-    if wanted is None:
+    expected = schema.get("type")
+    if expected is None:
         return
-    kinds = [wanted] if isinstance(wanted, str) else list(wanted)
-    fits = any(isinstance(value, _TYPES.get(kind, (object,))) for kind in kinds)
-    if isinstance(value, bool):  # JSON's true is no number, though Python's is
-        fits = "boolean" in kinds
+    types = [expected] if isinstance(expected, str) else list(expected)
+    fits = any(isinstance(value, _TYPES.get(kind, (object,))) for kind in types)
+    if isinstance(value, bool):  # true is no number in JSON, though it is in Python
+        fits = "boolean" in types
     if not fits:
-        raise ToolError(f"the argument {name} must be of type {' or '.join(kinds)}")
+        raise ToolError(f"the argument {name} must be of type {' or '.join(types)}")

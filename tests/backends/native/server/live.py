@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 import aiohttp
 
 from miles.backends.native.config import NativeConfig
-from miles.backends.native.engine import NativeEngine
-from miles.backends.native.server.app import Server
-from miles.backends.native.server.card import Card
+from miles.backends.native.engine.engine import NativeEngine
+from miles.backends.native.server.app import EngineServer
 from miles.backends.native.server.config import ServeConfig
-from miles.cluster.local import Threaded
+from miles.backends.native.server.model_info import ModelInfo
+from miles.cluster.executor import ThreadExecutor
 from miles.core.types import Version
-from miles.models import hub
+from miles.models.checkpoint import hf
 from miles.models.tokenizer import load_tokenizer
 from miles.sync.publish import Publication
 
@@ -32,7 +32,7 @@ GREEDY = {"temperature": 0, "max_new_tokens": 8}
 class Live:
     """A server, its engine, and a client."""
 
-    server: Server
+    server: EngineServer
     engine: NativeEngine
     port: int
     session: aiohttp.ClientSession
@@ -87,7 +87,7 @@ async def serving(
     """Serve ``folder``; when all is over nothing may be held."""
     config = config or ServeConfig()
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(folder)
-    decoder, run = hub.load(folder, device="cpu"), Threaded("engine")
+    decoder, run = hf.load(folder, device="cpu"), ThreadExecutor("engine")
     engine = NativeEngine(
         decoder.spec,
         device="cpu",
@@ -98,16 +98,16 @@ async def serving(
     )
     weights = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
     await Publication(weights=lambda: weights, engines=[engine], transport="shared", run=run).publish(Version())
-    card = Card(model_path=str(folder), tokenizer_path=str(folder), served_model_name="tiny")
-    server = Server(engine, tokenizer, config=config, card=card, api_key=key)
+    model_info = ModelInfo(model_path=str(folder), tokenizer_path=str(folder), served_model_name="tiny")
+    server = EngineServer(engine, tokenizer, config=config, model_info=model_info, api_key=key)
     port = await server.start()
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
         async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(60)) as session:
             yield Live(server=server, engine=engine, port=port, session=session)
         await engine.resume()
-        await server.desk.gate.empty()
-        await engine.flush()
+        await server.handler.lock.wait_idle()
+        await engine.flush_cache()
         engine.check()
     finally:
         await server.stop()

@@ -7,15 +7,22 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.backends.native.server.api.test_chat import WRONG as WRONG_CHATS
+from tests.backends.native.server.api.test_generate import WRONG, WRONG_SAMPLING
 from tests.backends.native.server.live import Live, served, serving
-from tests.backends.native.server.test_chat import WRONG as WRONG_CHATS
-from tests.backends.native.server.test_fields import JSON
-from tests.backends.native.server.test_generate import WRONG, WRONG_SAMPLING
+from tests.rollout.serving.test_body import JSON
+from tests.tiers import examples
 
 STEERED = (
     *("/abort_request", "/pause_generation", "/release_memory_occupation", "/update_weights_from_disk"),
     *("/update_weights_from_tensor", "/init_weights_update_group", "/update_weights_from_distributed"),
     *("/destroy_weights_update_group", "/get_weights_by_name", "/update_weight_version"),
+)
+
+
+UNREADABLE = (
+    *(b"[" * 5000, b'{"a":' * 900 + b"1" + b"}" * 900, b'{"text": "\xed\xa0\x80"}', b'{"text": "\xff"}'),
+    *('{"text": "a"}'.encode(codec) for codec in ("utf-16", "utf-16-le", "utf-32")),
 )
 
 
@@ -44,13 +51,53 @@ def test_wrong_bodies_are_400s_in_the_apis_own_shape(folder: Path):
 def test_what_is_no_object_is_a_400(folder: Path, path: str):
     async def story(live: Live) -> None:
         headers = {"Content-Type": "application/json"}
-        for raw in (b"", b"[1, 2]", b"{", b"null", b'"x"', b"\xff\xfe", b'{"text": "\\ud800"}', b"[" * 5000):
+        for raw in (b"", b"[1, 2]", b"{", b"null", b'"x"', b"\xff\xfe", b'{"text": "\\ud800"}', *UNREADABLE):
             status, told = await live.post(path, raw=raw, headers=headers)
             assert status == 400 and "message" in told, (raw, told)
         wrong_kind = await live.post(path, raw=b"a=b", headers={"Content-Type": "application/x-www-form-urlencoded"})
         assert wrong_kind[0] == 400
 
     served(story, folder)
+
+
+def test_headers_and_names_of_any_kind_are_no_500s(folder: Path):
+    async def story(live: Live) -> None:
+        name = {"model_path": "a" * 300}
+        for path, body, says in (
+            ("/update_weights_from_disk", name, "model_path is not the path of a folder."),
+            ("/update_weights_from_disk", {"model_path": "/tmp/\0"}, "model_path is not the path of a folder."),
+            ("/weights_publication", {"action": "load", "folder": "é" * 200}, "folder is not the path of a folder."),
+            ("/update_weight_version", {"new_version": "a\nb"}, "new_version must be 1 to 256 printable characters."),
+            ("/update_weight_version", {"new_version": ""}, "new_version must be 1 to 256 printable characters."),
+        ):
+            status, told = await live.post(path, body)
+            assert status == 400 and told["error"]["message"] == says, told
+        packed = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+        status, told = await live.post("/generate", raw=b'{"text": "not packed"}', headers=packed)
+        assert status == 400 and "cannot be decoded" in str(told)
+        assert (await live.get("/get_load", headers={"Origin": "http://["}))[0] == 403
+        assert (await live.get("/get_load", headers={"Host": "["}))[0] == 403
+        assert (await live.get("/v1/models/%ED%A0%80"))[0] in (400, 404)
+        # What was refused is not in later replies.
+        assert (await live.generate())["meta_info"]["weight_version"] == "default"
+
+    served(story, folder)
+
+
+async def _ask_raw(live: Live, *lines: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", live.port)
+    writer.write(b"\r\n".join((b"GET /get_load HTTP/1.1", b"Connection: close", *lines, b"", b"")))
+    reply = await asyncio.wait_for(reader.read(), 30)
+    writer.close()
+    return reply.split(b"\r\n", 1)[0]
+
+
+def test_a_key_that_is_not_utf8_is_a_401(folder: Path):
+    async def story(live: Live) -> None:
+        assert b" 401 " in await _ask_raw(live, b"Host: localhost", b"x-api-key: \xff\xfe")
+        assert b" 401 " in await _ask_raw(live, b"Host: localhost", b"Authorization: Bearer \xed\xa0\x80")
+
+    served(story, folder, key="secret")
 
 
 def test_no_body_of_any_kind_is_a_500(folder: Path):
@@ -74,7 +121,7 @@ def test_no_body_of_any_kind_is_a_500(folder: Path):
         "/v1/completions": {"prompt": "a", **small},
     }
 
-    @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=examples(80), deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(path=st.sampled_from((*good, *STEERED)), body=st.dictionaries(fields, JSON, max_size=3), drop=st.booleans())
     def search(path: str, body: dict[str, Any], drop: bool) -> None:
         asked = body if drop else good.get(path, {}) | body

@@ -9,9 +9,9 @@ import pytest
 from tests.backends.native.server.live import GREEDY, PROMPT, Live, served
 from tests.backends.native.server.test_steering import LONG, begun
 
-from miles.backends.native.server.refusal import Refusal
-from miles.backends.native.server.sessions import MOST_SESSIONS, Sessions
-from miles.backends.native.server.wish import Turn
+from miles.backends.native.server.api.request_types import SessionParams
+from miles.backends.native.server.sessions import MAX_SESSIONS, EngineSession, EngineSessions, StoredRequest
+from miles.rollout.serving.errors import RequestError
 
 MORE = [9, 10]
 
@@ -56,7 +56,7 @@ def test_what_a_client_had_that_hung_up_can_be_gone_on_behind(folder: Path):
         name = await opened(live)
         task = await begun(live, rid="one", session_params={"id": name})
         task.cancel()
-        await live.until(lambda: not live.server.desk.live)
+        await live.until(lambda: not live.server.handler.num_running)
         after = await live.generate(input_ids=MORE, session_params={"id": name, "rid": "one"})
         assert len(PROMPT) + len(MORE) + 2 < after["meta_info"]["prompt_tokens"] < len(PROMPT) + len(MORE) + 120
 
@@ -93,38 +93,39 @@ def test_a_streamed_turn_can_be_gone_on_behind_at_once(folder: Path):
 
 def test_a_session_that_nobody_uses_for_as_long_as_it_said_is_forgotten():
     now = [0.0]
-    sessions = Sessions(lambda: now[0])
+    sessions = EngineSessions(lambda: now[0])
     assert sessions.open("mortal", 10.0) and sessions.open("lasting", None) and not sessions.open("mortal", None)
     now[0] = 9.0
-    assert sessions.prompt_of(Turn(session="mortal"), [1], None) == [1]
+    assert sessions.build_prompt(SessionParams(id="mortal"), [1], None) == [1]
     now[0] = 18.0
-    sessions.prompt_of(Turn(session="lasting"), [1], None)
+    sessions.build_prompt(SessionParams(id="lasting"), [1], None)
     assert len(sessions) == 2
     now[0] = 30.0
-    with pytest.raises(Refusal, match="'mortal' is not open"):
-        sessions.prompt_of(Turn(session="mortal"), [1], None)
+    with pytest.raises(RequestError, match="'mortal' is not open"):
+        sessions.build_prompt(SessionParams(id="mortal"), [1], None)
     assert len(sessions) == 1 and sessions.open("mortal", None)
 
 
 def test_the_token_that_begins_a_text_is_no_part_of_its_middle():
-    sessions = Sessions(lambda: 0.0)
+    sessions = EngineSessions(lambda: 0.0)
     sessions.open("s", None)
 
-    class Answered:
-        finish, tokens = object(), [7]
+    class FinishedOutput:
+        finish_reason = object()
+        tokens = (7,)
 
-    sessions.began(Turn(session="s"), "one", [1, 5], Answered())  # pyright: ignore[reportArgumentType]
-    assert sessions.prompt_of(Turn(session="s", behind="one"), [1, 6], 1) == [1, 5, 7, 6]
-    sessions.ended(Turn(session="s"), "one")
-    assert sessions.prompt_of(Turn(session="s", behind="one"), [6], 1) == [1, 5, 7, 6]
-    assert np.array_equal(sessions._open["s"].nodes["one"].written, [7])
+    sessions.add_request(SessionParams(id="s"), "one", [1, 5], FinishedOutput())  # pyright: ignore[reportArgumentType]
+    assert sessions.build_prompt(SessionParams(id="s", rid="one"), [1, 6], 1) == [1, 5, 7, 6]
+    sessions.finish_request(SessionParams(id="s"), "one")
+    assert sessions.build_prompt(SessionParams(id="s", rid="one"), [6], 1) == [1, 5, 7, 6]
+    assert np.array_equal(sessions._sessions["s"].requests["one"].finished_tokens, [7])
 
 
 def test_there_are_not_more_sessions_than_fit():
-    sessions = Sessions(lambda: 0.0)
-    for i in range(MOST_SESSIONS):
+    sessions = EngineSessions(lambda: 0.0)
+    for i in range(MAX_SESSIONS):
         sessions.open(str(i), None)
-    with pytest.raises(Refusal, match="close some"):
+    with pytest.raises(RequestError, match="close some"):
         sessions.open("more", None)
 
 
@@ -135,11 +136,11 @@ def test_a_reply_tells_which_weights_drew_which_tokens_if_it_is_asked(folder: Pa
     async def story(live: Live) -> None:
         body = {"input_ids": PROMPT, "sampling_params": LONG, "rid": "long", "stream": True}
         task = asyncio.create_task(live.stream("/generate", body | {"return_weight_versions": True}))
-        await live.until(lambda: "long" in live.server.desk._live)
-        reply = live.server.desk._live["long"]
-        await live.until(lambda: len(reply.answer.logprobs) > 2)
+        await live.until(lambda: "long" in live.server.handler._running)
+        state = live.server.handler._running["long"]
+        await live.until(lambda: len(state.output.logprobs) > 2)
         await live.post("/pause_generation", {"mode": "in_place"})
-        drawn = len(reply.answer.logprobs)
+        drawn = len(state.output.logprobs)
         await live.post("/update_weights_from_disk", {"model_path": str(other), "weight_version": "b"})
         await live.post("/continue_generation", {})
         pieces = await task
@@ -150,3 +151,12 @@ def test_a_reply_tells_which_weights_drew_which_tokens_if_it_is_asked(folder: Pa
         assert "weight_versions" not in (await live.generate())["meta_info"]
 
     served(story, folder, ServeConfig(incremental_streaming_output=incremental))
+
+
+def test_a_chain_of_many_turns_is_removed_at_once():
+    sessions = EngineSession(timeout=None, last_used=0.0)
+    empty = np.zeros(0, np.int32)
+    for turn in range(5000):
+        sessions.requests[str(turn)] = StoredRequest(empty, None, empty, children=[str(turn + 1)])
+    sessions.remove(["1"])
+    assert list(sessions.requests) == ["0"]

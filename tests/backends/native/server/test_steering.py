@@ -17,9 +17,9 @@ LONG = {"temperature": 0, "max_new_tokens": 120, "ignore_eos": True}
 async def begun(live: Live, *, rid: str = "long", **body: Any) -> asyncio.Task[Any]:
     """A long request that has drawn its first tokens."""
     task = asyncio.create_task(live.generate(rid=rid, sampling_params=LONG, **body))
-    await live.until(lambda: rid in live.server.desk._live)
-    reply = live.server.desk._live[rid]
-    await live.until(lambda: len(reply.answer.logprobs) > 2)
+    await live.until(lambda: rid in live.server.handler._running)
+    state = live.server.handler._running[rid]
+    await live.until(lambda: len(state.output.logprobs) > 2)
     return task
 
 
@@ -45,7 +45,7 @@ def test_all_answers_of_a_named_request_are_aborted_by_its_name(folder: Path):
     async def story(live: Live) -> None:
         body = {"rid": "group", "input_ids": [PROMPT, PROMPT], "sampling_params": LONG}
         task = asyncio.create_task(live.generate(**body))
-        await live.until(lambda: live.server.desk.live == 2)
+        await live.until(lambda: live.server.handler.num_running == 2)
         await live.post("/abort_request", {"rid": "group"})
         assert [reply["meta_info"]["finish_reason"]["type"] for reply in await task] == ["abort", "abort"]
 
@@ -61,7 +61,7 @@ def test_a_pause_keeps_or_aborts_and_an_undisturbed_answer_comes_of_it(folder: P
         assert await live.post("/pause_generation", {"mode": mode}) == (200, paused)
         steps = live.engine.stats()["steps"]
         waiting = asyncio.create_task(live.generate())
-        await live.until(lambda: live.server.desk.live == (1 if mode == "abort" else 2) or waiting.done())
+        await live.until(lambda: live.server.handler.num_running == (1 if mode == "abort" else 2) or waiting.done())
         assert (await live.get("/health"))[0] == 200 and (await live.get("/health_generate"))[0] == 503
         assert live.engine.stats()["steps"] == steps and not waiting.done()
         resumed = {"message": "Generation continued successfully.", "status": "ok"}
@@ -94,7 +94,7 @@ def test_a_sleeping_engine_holds_requests_until_it_wakes(folder: Path):
         before = await live.generate()
         assert await live.post("/release_memory_occupation", {"tags": ["kv_cache"]}) == (200, None)
         task = asyncio.create_task(live.generate())
-        await live.until(lambda: live.server.desk.live == 1)
+        await live.until(lambda: live.server.handler.num_running == 1)
         assert (await live.get("/health_generate"))[0] == 503
         assert await live.post("/resume_memory_occupation", {}) == (200, None)
         assert (await task)["output_ids"] == before["output_ids"]
@@ -147,14 +147,14 @@ def test_whoever_hangs_up_is_forgotten_and_holds_nothing(folder: Path, stream: b
         for _ in range(3):
             async with aiohttp.ClientSession() as session:
                 asking = asyncio.create_task(session.post(f"{live.url}/generate", json=body))
-                await live.until(lambda: live.server.desk.live > 1)
+                await live.until(lambda: live.server.handler.num_running > 1)
                 if stream:
                     await (await asking).content.readany()
                 asking.cancel()
-            await live.until(lambda: live.server.desk.live <= 1)
+            await live.until(lambda: live.server.handler.num_running <= 1)
         assert (await steady)["meta_info"]["completion_tokens"] == 120
         health = await live.engine.health()
-        await live.until(lambda: not live.engine._answers and not live.engine._gone)
+        await live.until(lambda: not live.engine._outputs and not live.engine._cancelled)
         assert health["waiting"] == 0
         live.engine.check()
 
@@ -166,7 +166,7 @@ def test_a_server_told_to_stop_finishes_what_is_under_way(folder: Path):
         async with serving(folder) as live:
             task = await begun(live)
             draining = asyncio.create_task(live.server.drain(60))
-            await live.until(lambda: live.server.desk.draining)
+            await live.until(lambda: live.server.handler.draining)
             assert (await task)["meta_info"]["completion_tokens"] == 120
             await draining
             with pytest.raises(aiohttp.ClientConnectorError):
@@ -181,7 +181,7 @@ def test_what_takes_too_long_is_ended_with_what_it_has(folder: Path):
         async with serving(folder) as live:
             await live.post("/pause_generation", {"mode": "in_place"})
             task = asyncio.create_task(live.generate(sampling_params=LONG))
-            await live.until(lambda: live.server.desk.live == 1)
+            await live.until(lambda: live.server.handler.num_running == 1)
             await live.server.drain(0.01)
             assert (await task)["meta_info"]["finish_reason"]["type"] == "abort"
 
@@ -191,7 +191,7 @@ def test_what_takes_too_long_is_ended_with_what_it_has(folder: Path):
 def test_a_draining_server_refuses_new_requests_on_old_connections(folder: Path):
     async def story(live: Live) -> None:
         assert (await live.get("/health"))[0] == 200
-        live.server.desk.draining = True
+        live.server.handler.draining = True
         status, refused = await live.post("/generate", {"input_ids": PROMPT})
         assert status == 503 and "shutting down" in refused["error"]["message"]
         assert (await live.get("/health"))[0] == 503
@@ -276,7 +276,7 @@ def test_requests_beyond_the_context_are_refused(folder: Path):
     async def story(live: Live) -> None:
         for body, says in (
             ({"input_ids": [3] * 512}, "The prompt has 512 tokens, but the context has room for 512."),
-            ({"input_ids": [3], "return_logprob": True, "top_logprobs_num": 513}, "513 likeliest tokens beside each"),
+            ({"input_ids": [3], "return_logprob": True, "top_logprobs_num": 513}, "513 top log-probs are requested"),
             ({"input_ids": [3], "return_logprob": True, "token_ids_logprob": [512]}, "Token 512 is outside"),
             ({"input_ids": [3], "return_logprob": True, "logprob_start_len": 2}, "logprob_start_len is 2, but the"),
             ({"input_ids": [3, -1]}, "Token -1 of the prompt is outside the vocabulary of 512."),

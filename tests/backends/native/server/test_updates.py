@@ -2,6 +2,8 @@
 
 import asyncio
 import base64
+import itertools
+import os
 import pickle
 import socket
 import sys
@@ -12,13 +14,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save
+from tests.backends.native.server.api.test_sglang_response import theirs
 from tests.backends.native.server.live import PROMPT, Live, served
-from tests.backends.native.server.test_native import theirs
 from tests.backends.native.server.test_steering import begun
 
-from miles.backends.native.server.weights import by_name, index_of, merged
+from miles.backends.native.server.admin import MAX_JOINS
+from miles.backends.native.server.weights.update import build_spec_index, get_tensor, merge_tensors
 from miles.core.errors import SyncError
-from miles.models import hub
+from miles.models.checkpoint import hf
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -134,7 +137,7 @@ def test_an_update_waits_for_what_is_under_way_unless_paused(folder: Path, other
         undisturbed = await live.generate(sampling_params={"temperature": 0, "max_new_tokens": 120, "ignore_eos": True})
         task = await begun(live)
         update = asyncio.create_task(live.post("/update_weights_from_disk", {"model_path": str(other)}))
-        await live.until(lambda: not live.server.desk.gate._open.is_set())
+        await live.until(lambda: not live.server.handler.lock._readable.is_set())
         late = asyncio.create_task(live.generate())
         assert (await task)["output_ids"] == undisturbed["output_ids"]
         assert (await update)[0] == 200
@@ -249,17 +252,85 @@ def test_a_group_that_is_not_there_is_named(folder: Path):
     served(story, folder)
 
 
+def test_peers_that_never_speak_hold_neither_generation_nor_other_updates(folder: Path, other: Path):
+    async def story(live: Live) -> None:
+        before = await outputs(live)
+        with socket.socket() as silent:
+            silent.bind(("127.0.0.1", 0))
+            silent.listen(64)
+            place = {"master_address": "127.0.0.1", "master_port": silent.getsockname()[1], "backend": "gloo"}
+            bodies = [{**place, "rank_offset": 1, "world_size": 2, "group_name": f"g{i}"} for i in range(40)]
+            joins = [asyncio.create_task(live.post("/init_weights_update_group", body)) for body in bodies]
+            refused = [await done for done in itertools.islice(asyncio.as_completed(joins), len(joins) - MAX_JOINS)]
+            assert {status for status, _ in refused} == {400}
+            assert all("wait for their peers already" in told["message"] for _, told in refused)
+            assert await outputs(live) == before
+            update = {"model_path": str(other), "weight_version": "b1"}
+            assert (await live.post("/update_weights_from_disk", update))[0] == 200
+            long = {"text": "word " * 40, "sampling_params": {"max_new_tokens": 1}}
+            assert (await live.post("/generate", long))[0] == 200
+            for join in joins:
+                join.cancel()
+
+    served(story, folder)
+
+
+async def _begin_publication(live: Live, tensors: dict[str, torch.Tensor]) -> None:
+    entries = [{"name": name, "shape": list(tensor.shape), "dtype": "float32"} for name, tensor in tensors.items()]
+    status, told = await live.post("/weights_publication", {"action": "begin", "entries": entries})
+    assert status == 200, told
+
+
+def test_a_publication_is_loaded_from_regular_files_of_the_announced_size(folder: Path, other: Path, tmp_path: Path):
+    async def story(live: Live) -> None:
+        tensors = {"lm_head.weight": tensors_of(other)["lm_head.weight"]}
+        content = save(tensors)
+        endless, pipe, large, linked = (tmp_path / name for name in ("endless", "pipe", "large", "linked"))
+        for each in (endless, pipe, large, linked):
+            each.mkdir()
+        (endless / "a.safetensors").symlink_to("/dev/zero")
+        os.mkfifo(pipe / "a.safetensors")
+        with (large / "a.safetensors").open("wb") as file:
+            file.truncate(1 << 40)
+        (tmp_path / "blob").write_bytes(content)
+        (linked / "a.safetensors").symlink_to(tmp_path / "blob")
+        for where, says in ((endless, "not a regular file"), (pipe, "not a regular file"), (large, "bytes, more than")):
+            await _begin_publication(live, tensors)
+            status, told = await live.post("/weights_publication", {"action": "load", "folder": str(where)})
+            assert status == 400 and says in told["message"], told
+        await _begin_publication(live, tensors)
+        assert (await live.post("/weights_publication", {"action": "load", "folder": str(linked)}))[0] == 200
+        (endless / "config.json").symlink_to(folder / "config.json")
+        status, told = await live.post("/update_weights_from_disk", {"model_path": str(endless)})
+        assert status == 400 and "not a regular file" in told["message"], told
+
+    served(story, folder)
+
+
+def test_more_numbers_of_a_tensor_than_fit_a_response_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("miles.backends.native.server.admin.MAX_SHOWN_NUMBERS", 640)
+
+    async def story(live: Live) -> None:
+        asked = {"name": "lm_head.weight", "truncate_size": 10}
+        status, rows = await live.post("/get_weights_by_name", asked)
+        assert status == 200 and (len(rows), len(rows[0])) == (10, 64)
+        status, told = await live.post("/get_weights_by_name", asked | {"truncate_size": 11})
+        assert status == 400 and "704 numbers, but the limit is 640" in told["error"]["message"]
+
+    served(story, folder)
+
+
 def test_every_tensor_of_a_checkpoint_has_its_place(folder: Path, other: Path):
-    decoder, given = hub.load(folder, device="cpu"), tensors_of(other)
+    decoder, given = hf.load(folder, device="cpu"), tensors_of(other)
     current = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
-    assert set(index_of(decoder.spec)) == set(given)
-    ours = merged(decoder.spec, current, given)
-    wanted = dict(hub.load(other, device="cpu").named_parameters())
+    assert set(build_spec_index(decoder.spec)) == set(given)
+    ours = merge_tensors(decoder.spec, current, given)
+    wanted = dict(hf.load(other, device="cpu").named_parameters())
     assert all(torch.equal(ours[name], wanted[name]) for name in wanted)
-    one = merged(decoder.spec, current, {"model.norm.weight": given["model.norm.weight"]})
+    one = merge_tensors(decoder.spec, current, {"model.norm.weight": given["model.norm.weight"]})
     assert one["embedding.weight"].data_ptr() == current["embedding.weight"].data_ptr()
-    shown = by_name(decoder.spec, ours, "model.layers.0.mlp.up_proj.weight")
+    shown = get_tensor(decoder.spec, ours, "model.layers.0.mlp.up_proj.weight")
     assert shown is not None and torch.equal(shown, given["model.layers.0.mlp.up_proj.weight"])
-    assert by_name(decoder.spec, ours, "nowhere") is None
+    assert get_tensor(decoder.spec, ours, "nowhere") is None
     with pytest.raises(SyncError, match="nowhere"):
-        merged(decoder.spec, current, {"nowhere": torch.zeros(1)})
+        merge_tensors(decoder.spec, current, {"nowhere": torch.zeros(1)})

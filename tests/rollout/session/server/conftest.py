@@ -4,13 +4,13 @@ import json
 
 import pytest
 from tests.rollout.session.server.hosted import TEMPLATE
-from tests.wire.tiny import _tokenizer
+from tests.server_api.tiny import _tokenizer
 
-from miles.models.tokenizer import HubTokenizer, load_tokenizer
+from miles.models.tokenizer import HfTokenizer, load_tokenizer
 
 
 @pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HubTokenizer:
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HfTokenizer:
     folder = tmp_path_factory.mktemp("chatml")
     fast = _tokenizer()
     fast.chat_template = TEMPLATE

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import httpx
 import numpy as np
 
-from miles.core.protocols import Completion, Hear, Sampling
+from miles.core.protocols import Completion, OnTokens, SamplingParams
 from miles.core.types import Author, Span, Status, Tokens, Version
-from miles.models.tokenizer import HubTokenizer
-from miles.rollout.session.choose import renderer_for
+from miles.models.tokenizer import HfTokenizer
+from miles.rollout.session.renderer_detect import build_renderer
 from miles.rollout.session.server.app import SessionServer
 
 T = TypeVar("T")
@@ -61,10 +61,10 @@ Words = Callable[[str, int], str]
 class Scripted:
     """An engine that says what ``words`` has it say, log-probs -1, -2, ... and a version that ``publish`` moves."""
 
-    def __init__(self, tokenizer: HubTokenizer, words: Words) -> None:
+    def __init__(self, tokenizer: HfTokenizer, words: Words) -> None:
         self._tokenizer, self._words = tokenizer, words
         self._end = tokenizer.encode("<|im_end|>")
-        self.asked: list[tuple[list[int], Sampling]] = []
+        self.asked: list[tuple[list[int], SamplingParams]] = []
         self.wrote: list[list[int]] = []
         self.cancelled = 0
         self.version = Version()
@@ -72,21 +72,21 @@ class Scripted:
         self.error: Exception | None = None
         self.abort = False
 
-    async def generate(self, tokens: Tokens, sampling: Sampling) -> Completion:
+    async def generate(self, tokens: Tokens, sampling: SamplingParams) -> Completion:
         return await self._generate(tokens, sampling, lambda tokens: None)
 
-    async def _generate(self, tokens: Tokens, sampling: Sampling, hear: Hear) -> Completion:
+    async def _generate(self, tokens: Tokens, sampling: SamplingParams, on_tokens: OnTokens) -> Completion:
         kept, reason = self._drawn(tokens, sampling)
         try:
-            await self._write(kept, hear)
+            await self._write(kept, on_tokens)
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
         self.wrote.append(kept)
         status = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}[reason]
-        return Completion(spans=tuple(self._spans(kept)), status=status, reason=reason)
+        return Completion(spans=tuple(self._spans(kept)), status=status, finish_reason=reason)
 
-    def _drawn(self, tokens: Tokens, sampling: Sampling) -> tuple[list[int], str]:
+    def _drawn(self, tokens: Tokens, sampling: SamplingParams) -> tuple[list[int], str]:
         text = self._words(self._tokenizer.decode(tokens.tolist()), len(self.asked))
         self.asked.append((tokens.tolist(), sampling))
         if self.error is not None:
@@ -96,7 +96,7 @@ class Scripted:
         kept = ids[: sampling.max_new_tokens]
         return kept, "abort" if self.abort else "stop" if len(kept) == len(ids) else "length"
 
-    async def _write(self, kept: Sequence[int], hear: Hear) -> None:
+    async def _write(self, kept: Sequence[int], on_tokens: OnTokens) -> None:
         await (asyncio.sleep(0) if self.hold is None else self.hold.wait())
 
     def _spans(self, ids: Sequence[int]) -> Iterator[Span]:
@@ -110,22 +110,22 @@ class Scripted:
 
 
 class Speaking(Scripted):
-    """The same, aloud, token by token. With a ``gate`` it waits there before it writes its last ``left`` tokens."""
+    """The same engine, streaming token by token. With a ``gate`` it waits there before its last ``left`` tokens."""
 
-    def __init__(self, tokenizer: HubTokenizer, words: Words) -> None:
+    def __init__(self, tokenizer: HfTokenizer, words: Words) -> None:
         super().__init__(tokenizer, words)
         self.gate: asyncio.Event | None = None
         self.left = 4
 
-    async def generate_aloud(self, tokens: Tokens, sampling: Sampling, hear: Hear) -> Completion:
-        return await self._generate(tokens, sampling, hear)
+    async def generate_stream(self, tokens: Tokens, sampling: SamplingParams, on_tokens: OnTokens) -> Completion:
+        return await self._generate(tokens, sampling, on_tokens)
 
-    async def _write(self, kept: Sequence[int], hear: Hear) -> None:
-        await super()._write(kept, hear)
+    async def _write(self, kept: Sequence[int], on_tokens: OnTokens) -> None:
+        await super()._write(kept, on_tokens)
         for i, token in enumerate(kept):
             if self.gate is not None and i == max(0, len(kept) - self.left):
                 await self.gate.wait()
-            hear([token])
+            on_tokens([token])
             await asyncio.sleep(0)
 
 
@@ -182,9 +182,9 @@ class Hosted:
 
 
 @contextmanager
-def hosted(tokenizer: HubTokenizer, engine: Any, **settings: Any) -> Iterator[Hosted]:
+def hosted(tokenizer: HfTokenizer, engine: Any, **settings: Any) -> Iterator[Hosted]:
     """A server whose sessions ``engine`` answers."""
-    renderer = renderer_for(tokenizer)
+    renderer = build_renderer(tokenizer)
     host = Hosted(lambda: SessionServer(renderer, tokenizer.decode, engine=engine, **settings))
     try:
         yield host

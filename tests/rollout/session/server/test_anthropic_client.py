@@ -6,7 +6,7 @@ from itertools import chain
 import pytest
 from tests.rollout.session.server.hosted import ADD, CALL, Scripted, all_tokens, hosted, policy_tokens
 
-from miles.rollout.session.server.entry import Limits
+from miles.rollout.session.server.registry import SessionLimits
 
 anthropic = pytest.importorskip("anthropic")
 
@@ -73,7 +73,7 @@ def test_a_stream_says_what_a_whole_reply_says_and_is_one_conversation_with_it(h
 
 
 def test_signs_of_life_before_a_reply_are_passed_over_by_the_client(tokenizer, engine):
-    with hosted(tokenizer, engine, limits=Limits(heartbeat_seconds=0.001)) as host:
+    with hosted(tokenizer, engine, limits=SessionLimits(heartbeat_seconds=0.001)) as host:
         engine.hold = host.on_loop(asyncio.Event)
         events = client_of(host.open()).messages.create(**ASKED, messages=[QUESTION], stream=True)
         host.on_loop(engine.hold.set)
@@ -115,13 +115,16 @@ def test_one_session_may_be_spoken_to_in_both_ways(host, engine):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"messages": []}, "at least one message"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "only its maker can run"),
+        ({"messages": []}, "messages must have at least 1 item"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "only Anthropic can run"),
         ({"tool_choice": {"type": "tool", "name": "sub"}}, "no such tool"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice would bend"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, r"messages\[0\].content\[0\].type"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice would bias"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]},
+            r"messages\[0\].content has a block of type",
+        ),
         ({"max_tokens": 0}, "max_tokens is 0"),
-        ({"extra_body": {"output_format": {"type": "json_schema"}}}, "output_format would bend"),
+        ({"extra_body": {"output_format": {"type": "json_schema"}}}, "output_format would bias"),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_one_sentence(host, engine, change, sentence):

@@ -11,20 +11,20 @@ import torch
 from tests.rollout.session.server.hosted import ADD, all_tokens, policy_tokens
 
 from miles.backends.native.config import NativeConfig
-from miles.backends.native.engine import NativeEngine
-from miles.cluster.local import Inline
-from miles.core.protocols import Aloud, Completion, Sampling
+from miles.backends.native.engine.engine import NativeEngine
+from miles.cluster.executor import InlineExecutor
+from miles.core.protocols import Completion, SamplingParams, StreamingEngine
 from miles.core.types import Prompt, Status, Version
-from miles.models import hub
-from miles.models.families import spec_of
+from miles.models.checkpoint import hf
+from miles.models.families import spec_from_config
 from miles.rollout.generate.agent import AgentGenerate
-from miles.rollout.session.choose import renderer_for
+from miles.rollout.session.renderer_detect import build_renderer
 from miles.rollout.session.server.app import SessionServer
-from miles.rollout.session.server.seat import Seats
-from miles.rollout.session.server.told import trajectory_body
+from miles.rollout.session.server.local_client import LocalSessions
+from miles.rollout.session.server.session_api import format_trajectory
 from miles.sync.publish import Publication
 
-SAMPLING = Sampling(max_new_tokens=8, ignore_eos=False, seed=3)
+SAMPLING = SamplingParams(max_new_tokens=8, ignore_eos=False, seed=3)
 QUESTION = {"role": "user", "content": "the quick brown fox"}
 
 
@@ -38,8 +38,8 @@ class Recorded:
     async def generate(self, tokens, sampling):
         return self._kept(await self._engine.generate(tokens, sampling))
 
-    async def generate_aloud(self, tokens, sampling, hear):
-        return self._kept(await self._engine.generate_aloud(tokens, sampling, hear))
+    async def generate_stream(self, tokens, sampling, hear):
+        return self._kept(await self._engine.generate_stream(tokens, sampling, hear))
 
     def _kept(self, completion: Completion) -> Completion:
         self.wrote.append([int(token) for span in completion.spans for token in span.tokens])
@@ -54,8 +54,8 @@ def weights(tokenizer):
         "head_dim": 8, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 1024,
         "tie_word_embeddings": True, "eos_token_id": tokenizer.encode("<|im_end|>")[0], "hidden_act": "silu",
     }  # fmt: skip
-    spec = spec_of(config)
-    return spec, dict(hub.random(spec, seed=0, device="cpu", dtype=torch.float32).named_parameters())
+    spec = spec_from_config(config)
+    return spec, dict(hf.init_random(spec, seed=0, device="cpu", dtype=torch.float32).named_parameters())
 
 
 async def served(tokenizer, weights) -> tuple[SessionServer, Recorded, Publication]:
@@ -65,13 +65,13 @@ async def served(tokenizer, weights) -> tuple[SessionServer, Recorded, Publicati
         device="cpu",
         dtype=torch.float32,
         config=NativeConfig(engine_kv_tokens=8192),
-        run=Inline(),
+        run=InlineExecutor(),
         decode=tokenizer.decode,
     )
-    publication = Publication(weights=lambda: parameters, engines=[engine], transport="shared", run=Inline())
+    publication = Publication(weights=lambda: parameters, engines=[engine], transport="shared", run=InlineExecutor())
     await publication.publish(Version(number=1))
     recorded = Recorded(engine)
-    server = SessionServer(renderer_for(tokenizer), tokenizer.decode, engine=recorded, sampling=SAMPLING, hold=True)
+    server = SessionServer(build_renderer(tokenizer), tokenizer.decode, engine=recorded, sampling=SAMPLING, hold=True)
     await server.start()
     return server, recorded, publication
 
@@ -95,10 +95,10 @@ def test_what_a_model_samples_under_changing_weights_is_what_is_trained_on(token
     async def run():
         server, engine, publication = await served(tokenizer, weights)
         entries = [server.open(engine, SAMPLING, id=f"s{i}") for i in range(3)]
-        await asyncio.gather(*(converse(client_of(server.url(entry.id)), 3) for entry in entries))
+        await asyncio.gather(*(converse(client_of(server.url(entry.key)), 3) for entry in entries))
         await publication.publish(Version(number=2))
-        await converse(client_of(server.url("s0")), 2)
-        bodies = [trajectory_body(entry, extras=True) for entry in entries]
+        await converse(client_of(server.url(entries[0].key)), 2)
+        bodies = [format_trajectory(entry, extras=True) for entry in entries]
         await server.stop()
         return bodies, engine.wrote
 
@@ -115,8 +115,8 @@ def test_a_session_does_not_depend_on_the_others(tokenizer, weights):
     async def run(sessions: int):
         server, engine, _ = await served(tokenizer, weights)
         entries = [server.open(engine, SAMPLING) for _ in range(sessions)]
-        await asyncio.gather(*(converse(client_of(server.url(entry.id)), 2) for entry in entries))
-        body = trajectory_body(entries[0], extras=False)
+        await asyncio.gather(*(converse(client_of(server.url(entry.key)), 2) for entry in entries))
+        body = format_trajectory(entries[0], extras=False)
         await server.stop()
         return all_tokens(body)
 
@@ -130,7 +130,7 @@ def test_an_agent_is_trained_by_its_base_url_alone(tokenizer, weights):
 
     async def run():
         server, engine, _ = await served(tokenizer, weights)
-        generate = AgentGenerate(agent, Seats(server))
+        generate = AgentGenerate(agent, LocalSessions(server))
         prompt = Prompt(id=4, messages=(QUESTION,), metadata={"kind": "test"})
         trajectory = await generate(prompt, engine, SAMPLING)
         left = len(server.sessions)
@@ -150,7 +150,7 @@ def test_the_agent_in_the_docs_runs(tokenizer, weights):
 
     async def run():
         server, engine, _ = await served(tokenizer, weights)
-        generate = AgentGenerate(names["agent"], Seats(server, max_turns=32))
+        generate = AgentGenerate(names["agent"], LocalSessions(server, max_turns=32))
         trajectory = await generate(Prompt(id=1, messages=(QUESTION,)), engine, SAMPLING)
         await server.drain()
         await server.stop()
@@ -170,14 +170,14 @@ def test_an_agent_that_asks_too_often_or_never_is_told_apart(tokenizer, weights)
 
     async def run(agent):
         server, engine, _ = await served(tokenizer, weights)
-        seats = Seats(server, max_turns=2)
+        seats = LocalSessions(server, max_turns=2)
         trajectory = await AgentGenerate(agent, seats)(Prompt(id=1, messages=(QUESTION,)), engine, SAMPLING)
         await server.stop()
         return trajectory
 
     often, never = asyncio.run(run(greedy)), asyncio.run(run(idle))
     assert often.status is never.status is Status.FAILED
-    assert "turns it may have" in often.metadata["failure"] and len(often.branches) == 2
+    assert "has used all of its 2 turns" in often.metadata["failure"] and len(often.branches) == 2
     assert never.response_length == 0
 
 
@@ -185,13 +185,13 @@ def test_what_is_heard_of_the_engine_is_what_it_wrote_and_a_stream_tells_it(toke
     async def scenario() -> None:
         server, engine, _ = await served(tokenizer, weights)
         heard: list[int] = []
-        aloud = await engine.generate_aloud(np.array([3, 4, 5], np.int32), SAMPLING, heard.extend)
+        aloud = await engine.generate_stream(np.array([3, 4, 5], np.int32), SAMPLING, heard.extend)
         whole = await engine.generate(np.array([3, 4, 5], np.int32), SAMPLING)
-        assert isinstance(engine, Aloud) and heard == engine.wrote[0] == engine.wrote[1]
-        assert aloud.reason == whole.reason
+        assert isinstance(engine, StreamingEngine) and heard == engine.wrote[0] == engine.wrote[1]
+        assert aloud.finish_reason == whole.finish_reason
         texts: list[str] = []
         for stream in (False, True):
-            url = server.url(server.open(engine, SAMPLING).id)
+            url = server.url(server.open(engine, SAMPLING).key)
             asked = {"model": "any", "messages": [QUESTION], "max_tokens": 40}
             if not stream:
                 told = await client_of(url).chat.completions.create(**asked)

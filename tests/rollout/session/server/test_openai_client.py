@@ -7,7 +7,7 @@ import openai
 import pytest
 from tests.rollout.session.server.hosted import ADD, CALL, Scripted, all_tokens, hosted, policy_tokens
 
-from miles.rollout.session.server.entry import Limits
+from miles.rollout.session.server.registry import SessionLimits
 
 QUESTION = {"role": "user", "content": "What is 1 + 2?"}
 TOOL = {"type": "function", **ADD["function"]}
@@ -77,7 +77,7 @@ def test_a_stream_says_what_a_whole_reply_says(host):
 
 
 def test_signs_of_life_before_a_reply_are_passed_over_by_the_client(tokenizer, engine):
-    with hosted(tokenizer, engine, limits=Limits(heartbeat_seconds=0.001)) as host:
+    with hosted(tokenizer, engine, limits=SessionLimits(heartbeat_seconds=0.001)) as host:
         engine.hold = host.on_loop(asyncio.Event)
         pieces = client_of(host.open()).chat.completions.create(model="any", messages=[QUESTION], stream=True)
         host.on_loop(engine.hold.set)
@@ -195,15 +195,15 @@ def test_chat_and_responses_of_one_session_are_one_conversation(host, engine):
     ("change", "sentence"),
     [
         ({"n": 2}, "one reply"),
-        ({"messages": []}, "at least one message"),
+        ({"messages": []}, "messages must have at least 1 item"),
         ({"messages": [{"role": "judge", "content": "x"}]}, r"messages\[0\].role"),
         ({"top_logprobs": 3, "logprobs": True}, "top_logprobs"),
         ({"temperature": -1}, "temperature is -1"),
-        ({"tools": [ADD], "tool_choice": "required"}, "tool_choice would bend"),
+        ({"tools": [ADD], "tool_choice": "required"}, "tool_choice would bias"),
         ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}}, "no such tool"),
         ({"logit_bias": {"1": 3}}, "logit_bias"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"messages": [{"role": "assistant", "content": "x"}]}, "cannot be begun by the client"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "a client cannot begin a reply"),
         ({"extra_body": {"functions": [{}]}}, "use tools"),
     ],
 )

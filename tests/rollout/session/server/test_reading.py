@@ -10,21 +10,19 @@ from tests.rollout.session.server.hosted import ADD
 
 from miles.core.protocols import Completion
 from miles.core.types import Status
+from miles.rollout.serving.errors import RequestError
+from miles.rollout.serving.output_parser import ParsedOutput
+from miles.rollout.serving.tool_parsers import ToolCall
 from miles.rollout.session.match import loose_tool_call, strict
-from miles.rollout.session.server.ask import Ask, Call, Told
-from miles.rollout.session.server.chat import read_chat
-from miles.rollout.session.server.chat_reply import ChatPieces, chat_body
-from miles.rollout.session.server.messages import read_anthropic
-from miles.rollout.session.server.messages_reply import AnthropicEvents, anthropic_body
-from miles.rollout.session.server.refusal import Refusal
-from miles.rollout.session.server.responses import Echo, read_responses, reply_message
-from miles.rollout.session.server.responses_reply import ResponseEvents, response_body
-from miles.rollout.session.server.telling import Pieces
-from miles.rollout.session.speech import Parts
+from miles.rollout.session.server.chat import ChatChunks, format_chat, parse_chat
+from miles.rollout.session.server.deltas import StreamFormatter
+from miles.rollout.session.server.messages import AnthropicEvents, format_anthropic, parse_anthropic
+from miles.rollout.session.server.responses import ResponseEcho, ResponseEvents, format_response, parse_responses
+from miles.rollout.session.server.types import TurnRequest, TurnResult
 
 USER = {"role": "user", "content": "go"}
-ASK = Ask(messages=(USER,))
-ECHO = Echo(fields={}, past=(USER,), store=True)
+ASK = TurnRequest(messages=(USER,))
+ECHO = ResponseEcho(fields={}, history=(USER,), store=True)
 words = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 arguments = st.one_of(
     st.dictionaries(words, st.one_of(st.integers(), words, st.none()), max_size=2).map(json.dumps),
@@ -34,29 +32,29 @@ moments = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=6)
 calls = st.lists(st.tuples(st.sampled_from(["add", "look_up"]), arguments), max_size=3)
 
 
-def told_of(content: str, reasoning: str, called: list[tuple[str, str]]) -> Told:
-    return Told(
+def told_of(content: str, reasoning: str, called: list[tuple[str, str]]) -> TurnResult:
+    return TurnResult(
         id="1",
         created=0,
         content=content,
         reasoning=reasoning,
-        calls=tuple(Call(id=f"c{i}", name=name, arguments=text) for i, (name, text) in enumerate(called)),
-        finish="tool_calls" if called else "stop",
-        matched=None,
+        tool_calls=tuple(ToolCall(id=f"c{i}", name=name, arguments=text) for i, (name, text) in enumerate(called)),
+        finish_reason="tool_calls" if called else "stop",
+        matched_stop=None,
         context=np.zeros(3, np.int32),
-        completion=Completion(spans=(), status=Status.COMPLETED, reason="stop"),
+        completion=Completion(spans=(), status=Status.COMPLETED, finish_reason="stop"),
     )
 
 
-def streamed(pieces: Pieces, told: Told, cuts: list[tuple[int, int]]) -> list[dict]:
+def streamed(formatter: StreamFormatter, told: TurnResult, cuts: list[tuple[int, int]]) -> list[dict]:
     """A turn told at moments when so much of its thoughts and words had come."""
     found, thought, said = [], 0, 0
     for more, further in cuts:
         # Words begin when the thoughts have ended.
         thought = min(thought + more, len(told.reasoning))
         said = min(said + further, len(told.content)) if thought == len(told.reasoning) else 0
-        found += pieces.more(Parts(reasoning=told.reasoning[:thought], content=told.content[:said]))
-    return [*found, *pieces.last(told)]
+        found += formatter.format_delta(ParsedOutput(reasoning=told.reasoning[:thought], content=told.content[:said]))
+    return [*found, *formatter.format_end(told)]
 
 
 def no_past(id: str) -> tuple:
@@ -67,16 +65,16 @@ def no_past(id: str) -> tuple:
 @given(words, words, calls)
 def test_a_chat_reply_sent_back_is_the_stored_message(content, reasoning, called):
     told = told_of(content, reasoning, called)
-    message = json.loads(json.dumps(chat_body(told, ASK)["choices"][0]["message"]))
-    back = read_chat({"messages": [USER, message, USER]}).messages[1]
-    assert strict(reply_message(told), back)
+    message = json.loads(json.dumps(format_chat(told, ASK)["choices"][0]["message"]))
+    back = parse_chat({"messages": [USER, message, USER]}).messages[1]
+    assert strict(told.message, back)
 
 
 @settings(deadline=None)
 @given(words, words, calls, moments)
 def test_a_chat_stream_adds_up_to_the_reply(content, reasoning, called, cuts):
     told = told_of(content, reasoning, called)
-    deltas = [piece["choices"][0]["delta"] for piece in streamed(ChatPieces(told, ASK), told, cuts)]
+    deltas = [piece["choices"][0]["delta"] for piece in streamed(ChatChunks(told, ASK), told, cuts)]
     assert deltas[0] == {"role": "assistant", "content": ""} and all("role" not in delta for delta in deltas[1:])
     assert "".join(delta.get("content") or "" for delta in deltas) == content
     assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == reasoning
@@ -89,9 +87,9 @@ def test_a_chat_stream_adds_up_to_the_reply(content, reasoning, called, cuts):
 @given(words, words, calls)
 def test_anthropic_blocks_sent_back_are_the_stored_message(content, reasoning, called):
     told = told_of(content, reasoning, called)
-    blocks = json.loads(json.dumps(anthropic_body(told, ASK)["content"]))
+    blocks = json.loads(json.dumps(format_anthropic(told, ASK)["content"]))
     body = {"max_tokens": 1, "messages": [USER, {"role": "assistant", "content": blocks}, USER]}
-    assert loose_tool_call(reply_message(told), read_anthropic(body).messages[1])
+    assert loose_tool_call(told.message, parse_anthropic(body).messages[1])
 
 
 @settings(deadline=None)
@@ -117,17 +115,17 @@ def test_anthropic_events_add_up_to_the_blocks(content, reasoning, called, cuts)
                 blocks[-1]["input"] = json.loads(partial)
             else:
                 blocks[-1][kind] += delta[kind]
-    assert blocks == anthropic_body(told, ASK)["content"] and not opened
+    assert blocks == format_anthropic(told, ASK)["content"] and not opened
 
 
 @settings(deadline=None)
 @given(words, words, calls)
 def test_response_items_sent_back_are_the_stored_message(content, reasoning, called):
     told = told_of(content, reasoning, called)
-    items = json.loads(json.dumps(response_body(told, ASK, ECHO)["output"]))
-    ask, _ = read_responses({"input": [USER, *items, USER]}, no_past)
+    items = json.loads(json.dumps(format_response(told, ASK, ECHO)["output"]))
+    ask, _ = parse_responses({"input": [USER, *items, USER]}, no_past)
     assert len(ask.messages) == 3
-    assert strict(reply_message(told), ask.messages[1])
+    assert strict(told.message, ask.messages[1])
 
 
 @settings(deadline=None)
@@ -136,7 +134,7 @@ def test_response_events_end_with_the_response(content, reasoning, called, cuts)
     told = told_of(content, reasoning, called)
     events = streamed(ResponseEvents(told, ASK, ECHO), told, cuts)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
-    assert events[-1]["response"] == response_body(told, ASK, ECHO)
+    assert events[-1]["response"] == format_response(told, ASK, ECHO)
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert done == events[-1]["response"]["output"]
     for index, item in enumerate(done):
@@ -148,17 +146,17 @@ def test_response_events_end_with_the_response(content, reasoning, called, cuts)
 def test_media_travel_untouched():
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}, "detail": "high"}
     content = [{"type": "text", "text": "look"}, image]
-    assert read_chat({"messages": [{"role": "user", "content": content}]}).messages[0]["content"] == content
+    assert parse_chat({"messages": [{"role": "user", "content": content}]}).messages[0]["content"] == content
 
 
 def test_images_of_every_api_become_the_same_part():
     url = "data:image/png;base64,AA=="
     source = {"type": "base64", "media_type": "image/png", "data": "AA=="}
-    theirs = read_anthropic(
+    theirs = parse_anthropic(
         {"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "image", "source": source}]}]}
     )
     item = {"role": "user", "content": [{"type": "input_image", "image_url": url}]}
-    ours, _ = read_responses({"input": [item]}, no_past)
+    ours, _ = parse_responses({"input": [item]}, no_past)
     part = {"type": "image_url", "image_url": {"url": url}}
     assert theirs.messages[0]["content"] == ours.messages[0]["content"] == [part]
 
@@ -166,9 +164,9 @@ def test_images_of_every_api_become_the_same_part():
 def test_tools_of_every_api_become_the_same_tool():
     function = ADD["function"]
     theirs = {"name": "add", "description": function["description"], "input_schema": function["parameters"]}
-    responses, _ = read_responses({"input": "x", "tools": [{"type": "function", **function}]}, no_past)
-    anthropic = read_anthropic({"max_tokens": 1, "messages": [USER], "tools": [theirs]})
-    chat = read_chat({"messages": [USER], "tools": [ADD]})
+    responses, _ = parse_responses({"input": "x", "tools": [{"type": "function", **function}]}, no_past)
+    anthropic = parse_anthropic({"max_tokens": 1, "messages": [USER], "tools": [theirs]})
+    chat = parse_chat({"messages": [USER], "tools": [ADD]})
     assert list(chat.tools) == list(responses.tools) == list(anthropic.tools) == [ADD]
 
 
@@ -184,7 +182,7 @@ def test_results_of_tools_stand_before_what_the_user_says_behind_them():
         "system": [{"type": "text", "text": "s"}],
         "messages": [{"role": "user", "content": blocks}],
     }
-    assert list(read_anthropic(body).messages) == [
+    assert list(parse_anthropic(body).messages) == [
         {"role": "system", "content": "s"},
         {"role": "tool", "tool_call_id": "c0", "content": "3"},
         {"role": "tool", "tool_call_id": "c1", "content": "no"},
@@ -194,12 +192,12 @@ def test_results_of_tools_stand_before_what_the_user_says_behind_them():
 
 def test_two_turns_of_the_assistant_in_a_row_stay_two():
     items = [USER, {"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}, USER]
-    ask, _ = read_responses({"input": items}, no_past)
+    ask, _ = parse_responses({"input": items}, no_past)
     assert [message["content"] for message in ask.messages] == ["go", "a", "b", "go"]
 
 
 def test_a_developer_is_a_system_to_templates():
-    assert read_chat({"messages": [{"role": "developer", "content": "d"}, USER]}).messages[0]["role"] == "system"
+    assert parse_chat({"messages": [{"role": "developer", "content": "d"}, USER]}).messages[0]["role"] == "system"
 
 
 json_values = st.recursive(
@@ -216,11 +214,11 @@ names = ["messages", "input", "tools", "tool_choice", "stop", "temperature", "ma
 names += ["stream_options", "response_format", "text", "reasoning", "stop_sequences", "chat_template_kwargs", "n"]
 
 
-@pytest.mark.parametrize("read", [read_chat, read_anthropic, lambda body: read_responses(body, no_past)])
+@pytest.mark.parametrize("read", [parse_chat, parse_anthropic, lambda body: parse_responses(body, no_past)])
 @settings(deadline=None)
 @given(st.one_of(json_values, st.dictionaries(st.sampled_from(names), json_values, max_size=5)))
 def test_any_json_is_read_or_refused_in_a_sentence(read, body):
     try:
         read(body)
-    except Refusal as refusal:
+    except RequestError as refusal:
         assert str(refusal).endswith(".") and refusal.status == 400

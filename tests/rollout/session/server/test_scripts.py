@@ -13,8 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.rollout.session.server.hosted import ADD, CALL, Hosted, Speaking, hosted
+from tests.tiers import examples
 
-from miles.rollout.session.server.entry import Limits
+from miles.rollout.session.server.registry import SessionLimits
 
 SAYINGS = ("Yes.", "the quick brown fox", CALL, "ünï", " spaced ", f"{CALL}\n{CALL}", "")
 Conversation = list[dict[str, Any]]
@@ -27,7 +28,7 @@ def engine(tokenizer):
 
 @pytest.fixture(scope="module")
 def host(tokenizer, engine):
-    with hosted(tokenizer, engine, limits=Limits(heartbeat_seconds=0.005)) as made:
+    with hosted(tokenizer, engine, limits=SessionLimits(heartbeat_seconds=0.005)) as made:
         yield made
 
 
@@ -80,7 +81,7 @@ def refused(host: Hosted, url: str, response: httpx.Response, messages: Conversa
         assert response.status_code == 200, response.read()
         return False
     stored = host.server.sessions.find(url.rpartition("/")[2]).session.tree
-    cut = [stored[n].messages[0]["content"] for n in range(len(stored)) if stored[n].reason == "length"]
+    cut = [stored[n].messages[0]["content"] for n in range(len(stored)) if stored[n].finish_reason == "length"]
     assert b"cannot be extended" in response.read() and any(said.get("content") in cut for said in messages)
     return True
 
@@ -94,7 +95,7 @@ def hang_up(host: Hosted, engine: Speaking, url: str, messages: Conversation, as
             engine.gate = None
             return
         assert next(response.iter_lines())
-    host.until(lambda: engine.cancelled > gone and host.server.sessions.turns == 0)
+    host.until(lambda: engine.cancelled > gone and host.server.sessions.num_turns == 0)
     engine.gate = None
     engine.asked.pop()
 
@@ -131,7 +132,7 @@ def play(host: Hosted, engine: Speaking, url: str, random: Random, turns: int) -
             known.append([*messages, *behind(reply, random)])
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(12), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 10**6), turns=st.integers(1, 8))
 def test_every_sampled_token_is_trained_on_once_behind_the_context_it_was_sampled_in(host, engine, seed, turns):
     engine.asked.clear()

@@ -10,7 +10,7 @@ import openai
 import pytest
 from tests.rollout.session.server.hosted import ADD, CALL, Hosted, Speaking, hosted, policy_tokens
 
-from miles.rollout.session.server.entry import Limits
+from miles.rollout.session.server.registry import SessionLimits
 
 QUESTION: Any = {"role": "user", "content": "What is 1 + 2?"}
 TOOL: Any = {"type": "function", **ADD["function"]}
@@ -108,9 +108,9 @@ def test_who_hangs_up_in_the_middle_of_a_stream_leaves_nothing_behind(host: Host
     body = {"messages": [QUESTION], "input": "What?", "max_tokens": 200, "stream": True}
     with host.http.stream("POST", f"{url}/v1/{path}", json=body) as response:
         next(line for line in response.iter_lines() if '"I' in line)
-    host.until(lambda: engine.cancelled == 1 and host.server.sessions.turns == 0)
+    host.until(lambda: engine.cancelled == 1 and host.server.sessions.num_turns == 0)
     session = host.server.sessions.find(url.rpartition("/")[2])
-    assert not session.session.awaited and not session.turns and not session.written
+    assert not session.session.num_pending and not session.num_turns and not session.num_tokens
     engine.gate = None
     assert "".join(chat(url)) == SAID and "".join(chat(url)) == SAID
     assert policy_tokens(host.trajectory(url)) == engine.wrote and len(engine.asked) == 3
@@ -126,7 +126,7 @@ def test_a_streamed_reply_that_was_cut_cannot_be_extended(host: Hosted, engine: 
 
 
 def test_a_stream_that_says_nothing_for_long_shows_signs_of_life(tokenizer, engine: Speaking):
-    with hosted(tokenizer, engine, limits=Limits(heartbeat_seconds=0.001)) as host:
+    with hosted(tokenizer, engine, limits=SessionLimits(heartbeat_seconds=0.001)) as host:
         engine.gate = host.on_loop(asyncio.Event)
         with host.http.stream(
             "POST", f"{host.open()}/v1/chat/completions", json={"messages": [QUESTION], "stream": True}

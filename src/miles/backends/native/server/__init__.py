@@ -1,10 +1,10 @@
-"""Room: backends/native/server -- the native engine over HTTP: SGLang's native API and OpenAI's.
+"""HTTP server of the native engine: SGLang's native API and OpenAI's (layer 3).
 
-Floor 3. Imports: core, config, models, sync, cluster, the engine. Never: a plane, another backend.
+Imports: core, config, models, sync, cluster, rollout/serving, the engine. Never: schedule, train, another backend.
 
-A request's life: ``app`` checks the key and reads the body -> ``generate``, ``chat`` or ``completions`` make ``Wish``es
-of it (pure: JSON in, nouns out) -> ``desk`` turns each into an ``Ask``, with a ``grammar`` where one is wanted, and
-opens it at the engine -> a ``Reply`` grows as tokens come, its text through ``core.spelling`` -> ``native`` or
-``openai`` write it as JSON (pure again), whole or in pieces (``stream``). ``control`` and ``weights`` are the other
-half: pause, abort, sleep, and new weights through the engine's own doors.
+The path of a request: ``app`` checks the API key -> ``generation`` reads the body -> ``api/generate`` or ``api/chat``
+parse it into ``ParsedRequest``s -> ``request_handler`` tokenizes each, compiles its ``grammar`` and submits a
+``GenerateRequest`` to the engine -> an ``OutputState`` grows as tokens arrive -> ``api/generate`` or
+``api/openai_response`` format it as JSON, complete or as server-sent events. ``admin`` and ``weights`` are the control
+half: pause, abort, sleep, and weight updates. ``routes`` is the table of endpoints, from which OpenAPI is generated.
 """

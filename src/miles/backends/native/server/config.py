@@ -1,52 +1,52 @@
-"""Knobs of the HTTP server."""
+"""Options of the engine's HTTP server."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from miles.config.knob import knob
+from miles.config.option import option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """Where the server listens, who may ask, and how it answers."""
+    """Where the server listens, who may send requests, and how it replies."""
 
-    host: str = knob("127.0.0.1", "The address to listen on; another than this machine's own needs an API key.")
-    port: int = knob(30000, "The port to listen on; 0 takes a free one, which is printed.")
-    served_model_name: str | None = knob(None, "What the model is called, instead of its folder's name.")
-    api_key_file: str | None = knob(
+    host: str = option("127.0.0.1", "The address to listen on; any but a loopback address needs an API key.")
+    port: int = option(30000, "The port to listen on; 0 picks a free one, which is printed.", ge=0, le=65535)
+    served_model_name: str | None = option(None, "The model's name in the API, instead of its folder's.")
+    api_key_file: str | None = option(
         None,
-        "A file that holds the key clients must send; without it the environment's MILES_API_KEY, if set.",
+        "A file with the API key clients must send; by default the environment's MILES_API_KEY, if set.",
         path=True,
     )
-    allow_unauthenticated: bool = knob(
-        False, "Listen to other machines without a key: whoever reaches the port may ask."
+    allow_unauthenticated: bool = option(
+        False, "Serve other machines without an API key: whoever reaches the port may send requests."
     )
-    skip_tokenizer_init: bool = knob(False, "Load no tokenizer: requests bring input_ids and get output_ids back.")
-    server_warmup: bool = knob(
+    skip_tokenizer_init: bool = option(False, "Load no tokenizer: requests send input_ids and get output_ids.")
+    server_warmup: bool = option(
         True,
-        "On an accelerator, record the engine's steps and compile what prompts take before listening.",
+        "On a GPU, capture CUDA graphs and compile the prefill kernels before listening.",
         off="--skip-server-warmup",
     )
-    drain_seconds: float = knob(
-        60.0, "How long requests under way may go on when the server is told to stop.", unit="seconds"
+    drain_seconds: float = option(
+        60.0, "How long running requests may continue when the server is stopped.", unit="seconds", ge=0
     )
-    max_body_mib: int = knob(64, "The largest body of a request; weights are limited by the model's size.", unit="MiB")
-    tool_call_parser: Literal["auto", "none", "qwen", "qwen3_coder", "glm", "mistral", "deepseek", "llama3"] = knob(
-        "auto", "How the model marks tool calls; auto looks at its chat template."
+    max_body_mib: int = option(
+        64, "The largest request body; bodies of weights are limited by the model's size.", unit="MiB", ge=1
     )
-    reasoning_parser: Literal["none", "think"] = knob(
-        "none", "Whether <think> blocks of a chat reply are told apart from its content."
+    tool_call_parser: Literal[
+        "auto", "none", "qwen", "qwen3_coder", "glm", "mistral", "deepseek", "llama3", "kimi", "minimax", "gemma"
+    ] = option("auto", "The format of the model's tool calls; auto detects it from the chat template.")
+    reasoning_parser: Literal["none", "think"] = option(
+        "none", "Whether <think> blocks of a chat reply are returned as reasoning_content."
     )
-    sampling_defaults: Literal["model", "openai"] = knob(
-        "model", "Where a chat that names no temperature and the like gets them: generation_config.json, or OpenAI's."
+    sampling_defaults: Literal["model", "openai"] = option(
+        "model", "Default sampling parameters of a chat: those of generation_config.json, or OpenAI's."
     )
-    weight_version: str = knob("default", "What the weights are called until an update names others.")
-    incremental_streaming_output: bool = knob(
-        False, "Stream what is new of an answer from /generate, and not each time all of it."
+    weight_version: str = option("default", "The weight_version until an update sets another.")
+    incremental_streaming_output: bool = option(
+        False, "Stream only the new part of a completion from /generate, not all of it each time."
     )
-    enable_cache_report: bool = knob(False, "Tell OpenAI clients how many prompt tokens were found computed.")
-    device: Literal["auto", "cpu", "cuda"] = knob(
-        "auto", "What to compute on; auto takes an accelerator if there is one."
-    )
-    num_threads: int | None = knob(None, "CPU threads for one operation; without it torch decides.", unit="threads")
-    tensor_parallel_size: int = knob(1, "Devices that share the model.", unit="devices", aliases=("--tp-size",))
+    enable_cache_report: bool = option(False, "Report cached prompt tokens in OpenAI's usage.")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "The device to run on; auto picks a GPU if there is one.")
+    num_threads: int | None = option(None, "CPU threads of one operation; by default torch's.", unit="threads", ge=1)
+    tensor_parallel_size: int = option(1, "Tensor-parallel GPUs.", unit="devices", aliases=("--tp-size",), ge=1)

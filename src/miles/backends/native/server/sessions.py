@@ -1,8 +1,8 @@
-"""Sessions: what was asked and answered in one is remembered, so that a request says only what is new.
+"""SGLang's sessions: earlier requests and their outputs are stored, so that a request sends only what is new.
 
-A session is a tree of requests by their names. A request begins anew, or goes on behind one that has ended: its prompt
-is then that one's prompt and answer with the new tokens behind. Nothing is computed twice, because the engine finds
-the beginning in its cache.
+A session is a tree of requests by id. A request starts anew, or continues one that has ended: its prompt is then that
+one's prompt and output followed by the new tokens. Nothing is computed twice, since the engine finds the prefix in its
+cache.
 """
 
 from __future__ import annotations
@@ -12,135 +12,137 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from miles.backends.native.answer import Answer
-from miles.backends.native.server.refusal import Refusal
-from miles.backends.native.server.wish import Turn
+from miles.backends.native.engine.req import RequestOutput
+from miles.backends.native.server.api.request_types import SessionParams
 from miles.core.types import Tokens
+from miles.rollout.serving.errors import RequestError
 
-MOST_SESSIONS = 65536
+MAX_SESSIONS = 65536
 
 
 @dataclass(slots=True)
-class Node:
-    """One request of a session. ``answer`` is there while it may still grow."""
+class StoredRequest:
+    """One request of a session. ``output`` is set while it may still grow."""
 
     prompt: Tokens
-    answer: Answer | None
-    written: Tokens
+    output: RequestOutput | None
+    finished_tokens: Tokens
     children: list[str] = field(default_factory=list)
 
     @property
-    def ended(self) -> bool:
-        return self.answer is None or self.answer.finish is not None
+    def has_ended(self) -> bool:
+        return self.output is None or self.output.finish_reason is not None
 
-    def output(self) -> Tokens:
-        """What was answered so far."""
-        return self.written if self.answer is None else _array(self.answer.tokens)
+    @property
+    def output_tokens(self) -> Tokens:
+        return self.finished_tokens if self.output is None else _to_array(self.output.tokens)
 
 
 @dataclass(slots=True)
-class Session:
-    """``seconds`` without a request end it; None: only ``close`` does."""
+class EngineSession:
+    """``timeout`` seconds without a request close it; None: only ``close`` does."""
 
-    seconds: float | None
-    seen: float
-    nodes: dict[str, Node] = field(default_factory=dict)
+    timeout: float | None
+    last_used: float
+    requests: dict[str, StoredRequest] = field(default_factory=dict)
 
-    def forget(self, names: Sequence[str]) -> None:
-        """These requests, and all that went on behind them."""
-        for name in names:
-            node = self.nodes.pop(name, None)
-            if node is not None:
-                self.forget(node.children)
+    def remove(self, rids: Sequence[str]) -> None:
+        """Remove these requests, and all that continued them."""
+        removed = list(rids)
+        while removed:
+            request = self.requests.pop(removed.pop(), None)
+            if request is not None:
+                removed += request.children
 
 
-class Sessions:
-    """All that are open; on one event loop."""
+class EngineSessions:
+    """All open sessions, used on one event loop."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._open: dict[str, Session] = {}
-        self._mortal: set[str] = set()
+        self._sessions: dict[str, EngineSession] = {}
+        self._with_timeout: set[str] = set()
 
     def __len__(self) -> int:
-        return len(self._open)
+        return len(self._sessions)
 
-    def open(self, name: str, seconds: float | None) -> bool:
-        """False where there is one of this name already."""
-        self._reap()
-        if len(self._open) >= MOST_SESSIONS:
-            raise Refusal(f"There are {MOST_SESSIONS} sessions already; close some.")
-        if name in self._open:
+    def open(self, id: str, timeout: float | None) -> bool:
+        """Open a session; returns False where one with this id is open."""
+        self._close_idle()
+        if len(self._sessions) >= MAX_SESSIONS:
+            raise RequestError(f"There are {MAX_SESSIONS} sessions already; close some.")
+        if id in self._sessions:
             return False
-        self._open[name] = Session(seconds, self._clock())
-        if seconds is not None:
-            self._mortal.add(name)
+        self._sessions[id] = EngineSession(timeout, self._clock())
+        if timeout is not None:
+            self._with_timeout.add(id)
         return True
 
-    def close(self, name: str) -> None:
-        """What is under way goes on; a name that nobody has is no error."""
-        self._open.pop(name, None)
-        self._mortal.discard(name)
+    def close(self, id: str) -> None:
+        """Running requests continue; an unknown id is no error."""
+        self._sessions.pop(id, None)
+        self._with_timeout.discard(id)
 
-    def unfinished(self, turn: Turn) -> str | None:
-        """The request under way that a turn takes the place of, and which is to be aborted."""
-        node = self._find(turn).nodes.get(turn.behind or "")
-        return turn.behind if turn.replace and node is not None and not node.ended else None
+    def find_replaced(self, params: SessionParams) -> str | None:
+        """The running request that this one replaces, which is to be aborted."""
+        request = self._find(params).requests.get(params.rid or "")
+        return params.rid if params.replace and request is not None and not request.has_ended else None
 
-    def prompt_of(self, turn: Turn, tokens: list[int], begins: int | None) -> list[int]:
-        """All that the model is to read; ``begins`` is the token a text begins with, and no later part of it."""
-        session = self._find(turn)
-        session.seen = self._clock()
-        if turn.behind is None:
-            if turn.replace:
-                session.nodes.clear()
+    def build_prompt(self, params: SessionParams, tokens: list[int], bos_token: int | None) -> list[int]:
+        """The whole prompt of a request; a continuation drops the BOS token of its own text."""
+        session = self._find(params)
+        session.last_used = self._clock()
+        if params.rid is None:
+            if params.replace:
+                session.requests.clear()
             return tokens
-        node = session.nodes.get(turn.behind)
-        if node is None:
-            raise Refusal(
-                f"Session {turn.session!r} has no request {turn.behind!r} to go on behind.", param="session_params.rid"
-            )
-        if turn.replace:
-            session.forget(node.children)
-            node.children.clear()
-        elif not node.ended:
-            raise Refusal(f"Request {turn.behind!r} has not ended yet, so that none can go on behind it.")
-        before = node.prompt if turn.drop_output else np.concatenate((node.prompt, node.output()))
-        if turn.offset:
-            before = before[: turn.offset]
-        rest = tokens[1:] if begins is not None and tokens[:1] == [begins] else tokens
+        request = session.requests.get(params.rid)
+        if request is None:
+            message = f"Session {params.id!r} has no request {params.rid!r} to continue."
+            raise RequestError(message, param="session_params.rid")
+        if params.replace:
+            session.remove(request.children)
+            request.children.clear()
+        elif not request.has_ended:
+            raise RequestError(f"Request {params.rid!r} has not ended yet, so it cannot be continued.")
+        before = request.prompt
+        if not params.drop_previous_output:
+            before = np.concatenate((request.prompt, request.output_tokens))
+        if params.offset:
+            before = before[: params.offset]
+        rest = tokens[1:] if bos_token is not None and tokens[:1] == [bos_token] else tokens
         return [*before.tolist(), *rest]
 
-    def began(self, turn: Turn, rid: str, prompt: Sequence[int], answer: Answer) -> None:
-        """A turn was taken; others may go on behind it when it has ended."""
-        session = self._find(turn)
-        session.nodes[rid] = Node(_array(prompt), answer, _array(()))
-        if turn.behind is not None and turn.behind in session.nodes:
-            session.nodes[turn.behind].children.append(rid)
+    def add_request(self, params: SessionParams, rid: str, prompt: Sequence[int], output: RequestOutput) -> None:
+        """Store a submitted request; others may continue it when it has ended."""
+        session = self._find(params)
+        session.requests[rid] = StoredRequest(_to_array(prompt), output, _to_array(()))
+        if params.rid is not None and params.rid in session.requests:
+            session.requests[params.rid].children.append(rid)
 
-    def ended(self, turn: Turn, rid: str) -> None:
-        """It grows no more: what it wrote is kept, and nothing else of it."""
-        session = self._open.get(turn.session)
-        node = None if session is None else session.nodes.get(rid)
-        if session is not None and node is not None:
-            node.written, node.answer = node.output(), None
-            session.seen = self._clock()
+    def finish_request(self, params: SessionParams, rid: str) -> None:
+        """The request grows no more: keep its tokens and drop its output stream."""
+        session = self._sessions.get(params.id)
+        request = None if session is None else session.requests.get(rid)
+        if session is not None and request is not None:
+            request.finished_tokens, request.output = request.output_tokens, None
+            session.last_used = self._clock()
 
-    def _find(self, turn: Turn) -> Session:
-        self._reap()
-        session = self._open.get(turn.session)
+    def _find(self, params: SessionParams) -> EngineSession:
+        self._close_idle()
+        session = self._sessions.get(params.id)
         if session is None:
-            raise Refusal(f"Session {turn.session!r} is not open.", param="session_params.id")
+            raise RequestError(f"Session {params.id!r} is not open.", param="session_params.id")
         return session
 
-    def _reap(self) -> None:
+    def _close_idle(self) -> None:
         now = self._clock()
-        for name in list(self._mortal):
-            session = self._open[name]
-            idle = session.seconds is not None and now - session.seen > session.seconds
-            if idle and all(node.ended for node in session.nodes.values()):
-                self.close(name)
+        for id in list(self._with_timeout):
+            session = self._sessions[id]
+            is_idle = session.timeout is not None and now - session.last_used > session.timeout
+            if is_idle and all(request.has_ended for request in session.requests.values()):
+                self.close(id)
 
 
-def _array(tokens: Sequence[int]) -> Tokens:
+def _to_array(tokens: Sequence[int]) -> Tokens:
     return np.array(tokens, np.int32)

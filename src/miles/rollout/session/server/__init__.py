@@ -1,9 +1,10 @@
-"""Room: rollout/session/server -- sessions over HTTP, as OpenAI's chat and responses and Anthropic's messages.
+"""Session server: agents' sessions over HTTP, as OpenAI's chat and responses and Anthropic's messages (layer 2).
 
-Floor 2. Imports: core, rollout/session, aiohttp (the ``serve`` extra). Never: a backend; engines come by their door.
+Imports: core, rollout/serving, rollout/session, aiohttp and pydantic (the ``serve`` extra). Never: a backend; engines
+are passed in as ``core.protocols.Engine``.
 
-A turn's life: ``app`` checks the key -> ``desk`` reads the body -> ``chat``, ``responses`` or ``messages`` make an
-``Ask`` of it (pure: JSON in, nouns out) -> ``turn`` has the session find its tokens, asks the engine, and stores what
-was sampled -> ``chat_reply``, ``responses_reply`` or ``messages_reply`` write it as JSON (pure again), whole or in
-events (``stream``) while tokens come. ``sessions`` knows which are open; ``opening`` and ``told`` are their JSON.
+The path of a request: ``app`` checks the API key -> ``handlers`` reads the body -> ``chat``, ``responses`` or
+``messages`` parse it into a ``TurnRequest`` -> ``turn`` finds the session's tokens, calls the engine and stores what it
+sampled -> the same API module formats the ``TurnResult`` as JSON, or as events (``sse``) while tokens arrive.
+``registry`` holds the open sessions; ``session_api`` has their own endpoints' bodies.
 """

@@ -1,75 +1,82 @@
-"""The server: routes, keys, limits, and the way from a body to a reply."""
+"""Session server: start and stop, API key, limits, and errors in the body of the API that was called."""
 
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from ipaddress import ip_address
-from typing import Any
-from urllib.parse import urlsplit
 
 from aiohttp import web
+from aiohttp.http_exceptions import BadHttpMessage
 
 from miles.core.errors import UsageError
-from miles.core.protocols import Engine, Sampling
-from miles.core.types import EMPTY, Prompt
-from miles.rollout.session.match import Match
-from miles.rollout.session.message import SessionError
-from miles.rollout.session.render import Renderer
-from miles.rollout.session.server.desk import Desk
-from miles.rollout.session.server.entry import Entry, Limits, Terms
-from miles.rollout.session.server.opening import House, matched
-from miles.rollout.session.server.refusal import Dialect, Refusal, body_of
-from miles.rollout.session.server.sessions import Sessions
-from miles.rollout.session.server.stream import dumps
-from miles.rollout.session.server.turn import Turns
+from miles.core.protocols import Engine, SamplingParams
+from miles.core.types import Prompt
+from miles.rollout.serving.errors import RequestError, SessionError, error_body
+from miles.rollout.serving.http import (
+    CONNECTION_SECONDS,
+    dump_json,
+    find_own_address,
+    has_valid_key,
+    is_cross_origin,
+    is_loopback,
+)
+from miles.rollout.session.match import MessageMatcher
+from miles.rollout.session.render import ChatRenderer
+from miles.rollout.session.server.handlers import SessionHandlers
+from miles.rollout.session.server.registry import SessionEntry, SessionLimits, SessionRegistry, SessionSettings
+from miles.rollout.session.server.session_api import SessionDefaults, resolve_matcher
+from miles.rollout.session.server.turn import TurnRunner
 
-HANGING_SECONDS = 5.0
+ABORT_SECONDS = 5.0
+"""How long to wait for engines to release aborted turns."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class SessionServer:
-    """Sessions behind HTTP, over the Engine door. Engines are their maker's to close.
+    """Sessions over HTTP. It does not close the engines it is given.
 
-    ``start``, ``open``, ``close`` and ``stop`` belong to one event loop, that of the engines. ``decode`` keeps special
-    tokens. ``sampling``, ``match`` and ``hold`` are what sessions are opened with over HTTP where a client says
-    nothing; without an ``engine`` only ``open`` opens sessions. ``model`` is the name ``/v1/models`` tells.
+    ``start``, ``open``, ``close`` and ``stop`` run on one event loop, that of the engines. ``decode`` keeps special
+    tokens. ``sampling``, ``match`` and ``hold`` are the defaults of sessions opened over HTTP; without an ``engine``
+    only ``open`` opens sessions. ``model`` is the name in ``/v1/models``.
     """
 
     def __init__(
         self,
-        renderer: Renderer,
+        renderer: ChatRenderer,
         decode: Callable[[Sequence[int]], str],
         *,
         engine: Engine | None = None,
-        sampling: Sampling | None = None,
-        match: str | Match = "loose_tool_call",
+        sampling: SamplingParams | None = None,
+        match: str | MessageMatcher = "loose_tool_call",
         hold: bool = False,
-        limits: Limits | None = None,
+        limits: SessionLimits | None = None,
         max_context_len: int | None = None,
         model: str = "policy",
         api_key: str | None = None,
         allow_unauthenticated: bool = False,
         clock: Callable[[], float] = time.monotonic,
-        wall: Callable[[], float] = time.time,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         if api_key is not None and not api_key.strip():
             raise UsageError("The session server's API key is empty; give it one, or none at all.")
-        self.limits = limits or Limits()
-        self.sessions = Sessions(renderer, limits=self.limits, max_context_len=max_context_len, clock=clock)
-        self._house = House(sampling=sampling or Sampling(), match=match, hold=hold)
-        turns = Turns(self.sessions, decode, wall)
-        self._desk = Desk(
-            self.sessions, turns, self._house, engine, model=model, url_of=self.url, explain=self._failure
+        self.limits = limits or SessionLimits()
+        self.sessions = SessionRegistry(renderer, limits=self.limits, max_context_len=max_context_len, clock=clock)
+        self._defaults = SessionDefaults(sampling=sampling or SamplingParams(), match=match, hold=hold)
+        self._handlers = SessionHandlers(
+            self.sessions,
+            TurnRunner(self.sessions, decode, wall_clock),
+            self._defaults,
+            engine,
+            model=model,
+            get_url=self.url,
+            convert_error=self._convert_error,
         )
         self._key = api_key
-        self._anyone = allow_unauthenticated
+        self._allow_unauthenticated = allow_unauthenticated
         self._address: str | None = None
         self._runner: web.AppRunner | None = None
-        self._site: web.TCPSite | None = None
         self._log: Callable[..., None] | None = None
 
     # -- in this process --------------------------------------------------------------------
@@ -77,65 +84,69 @@ class SessionServer:
     def open(
         self,
         engine: Engine,
-        sampling: Sampling,
+        sampling: SamplingParams,
         *,
         prompt: Prompt | None = None,
         id: str | None = None,
         hold: bool = True,
-        match: str | Match | None = None,
-        metadata: Mapping[str, Any] = EMPTY,
+        match: str | MessageMatcher | None = None,
         max_turns: int | None = None,
         max_tokens: int | None = None,
-    ) -> Entry:
-        """A session whose turns ``engine`` takes. Held, it draws as ``sampling`` says, whatever the agent asks for."""
-        name, function = matched(self._house.match if match is None else match)
-        terms = Terms(
-            sampling=sampling, held=hold, match=name, metadata=metadata, max_turns=max_turns, max_tokens=max_tokens
-        )
-        return self.sessions.open(engine, function, terms, id=id, prompt=prompt, bounded=False)
+    ) -> SessionEntry:
+        """A session whose turns run on ``engine``. With ``hold``, requests cannot change how it samples."""
+        name, matcher = resolve_matcher(self._defaults.match if match is None else match)
+        settings = SessionSettings(sampling=sampling, hold=hold, match=name, max_turns=max_turns, max_tokens=max_tokens)
+        return self.sessions.open(engine, matcher, settings, id=id, prompt=prompt, limited=False)
 
-    def close(self, id: str) -> Entry:
-        """Take a session out, for its ``session.trajectory``; turns under way are aborted."""
-        return self.sessions.close(id)
+    def close(self, key: str) -> SessionEntry:
+        """Remove a session and return it for its ``session.trajectory``; running turns are aborted."""
+        return self.sessions.close(key)
 
-    def url(self, id: str) -> str:
-        """A session's address: Anthropic's base URL, and with ``/v1`` behind it OpenAI's."""
+    def url(self, key: str) -> str:
+        """A session's URL: Anthropic's base URL, and with ``/v1`` appended OpenAI's. It holds the session's secret."""
         assert self._address is not None, "the server has been started"
-        return f"{self._address}/sessions/{id}"
+        return f"{self._address}/sessions/{key}"
 
-    # -- coming and going -------------------------------------------------------------------
+    # -- start and stop ---------------------------------------------------------------------
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:
         """Listen; returns the port, which is a free one for port 0."""
-        if self._key is None and not self._anyone and not is_own(host):
+        if self._key is None and not self._allow_unauthenticated and not is_loopback(host):
             raise UsageError(
                 f"The session server would listen on {host}, where other machines reach it, without an API key; give "
                 "it one, or allow_unauthenticated."
             )
-        app = web.Application(client_max_size=self.limits.body_mib << 20, middlewares=[self._guard])
-        self._desk.add_routes(app)
+        app = web.Application(client_max_size=self.limits.body_mib << 20, middlewares=[self._handle])
+        self._handlers.add_routes(app)
         self._log = app.logger.error
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=1.0,
+            keepalive_timeout=CONNECTION_SECONDS,
+            lingering_time=1.0,
+        )
         await self._runner.setup()
-        self._site = web.TCPSite(self._runner, host, port, backlog=1024, reuse_address=True)
-        await self._site.start()
-        found = int(self._runner.addresses[0][1])
-        shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-        self._address = f"http://{shown}:{found}"
-        return found
+        await web.TCPSite(self._runner, host, port, backlog=1024, reuse_address=True).start()
+        bound_port = int(self._runner.addresses[0][1])
+        url_host = find_own_address() if host in ("0.0.0.0", "::") else host
+        url_host = f"[{url_host}]" if ":" in url_host else url_host
+        self._address = f"http://{url_host}:{bound_port}"
+        return bound_port
 
     async def drain(self) -> None:
-        """Take nothing new; turns under way have ``limits.drain_seconds`` to end, and then are aborted."""
+        """Take no new requests; running turns have ``limits.drain_seconds`` to end, and are then aborted."""
         self.sessions.draining = True
         try:
-            await asyncio.wait_for(self.sessions.quiet(), self.limits.drain_seconds)
+            await asyncio.wait_for(self.sessions.wait_idle(), self.limits.drain_seconds)
         except TimeoutError:
             self.sessions.close_all()
-            with suppress(TimeoutError):  # an engine that does not let go is not waited for
-                await asyncio.wait_for(self.sessions.quiet(), HANGING_SECONDS)
+            with suppress(TimeoutError):  # an engine that does not release its turn is not waited for
+                await asyncio.wait_for(self.sessions.wait_idle(), ABORT_SECONDS)
 
     async def stop(self) -> None:
-        """Close every connection and session; turns under way are aborted."""
+        """Close every connection and session; running turns are aborted."""
         self.sessions.draining = True
         self.sessions.close_all()
         if self._runner is not None:
@@ -145,78 +156,54 @@ class SessionServer:
     # -- every request ----------------------------------------------------------------------
 
     @web.middleware
-    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Check the key; say in the API's own way what went wrong."""
+    async def _handle(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Check the key, and report errors in the body of the API that was called."""
         try:
-            self._admit(request)
+            self._authorize(request)
+        except RequestError as error:
+            response = _error_response(request, error)
+            if request.can_read_body and request.transport is not None:  # the body is not read
+                request.transport.pause_reading()
+                response.force_close()
+            return response
+        try:
             return await handler(request)
-        except Refusal as refusal:
-            return _refused(request, refusal)
-        except web.HTTPRequestEntityTooLarge:
-            limit = f"The body is larger than the {self.limits.body_mib} MiB this server reads."
-            return _refused(request, Refusal(limit, status=413))
         except web.HTTPException as error:
-            told = Refusal(f"{request.method} {request.path[:200]}: {error.reason}.", status=error.status)
-            response = _refused(request, told)
+            reason = f"{request.method} {request.path[:200]}: {error.reason}."
+            response = _error_response(request, RequestError(reason, status=error.status))
             response.headers.extend({"Allow": error.headers["Allow"]} if "Allow" in error.headers else {})
             return response
-        except Exception as error:  # whatever it is, the client is told no more than that it was ours
-            return _refused(request, self._failure(error))
+        except Exception as error:
+            return _error_response(request, self._convert_error(error))
 
-    def _admit(self, request: web.Request) -> None:
-        """Turn away whoever has no key; and, where none is needed, pages that make a browser on this machine ask."""
+    def _authorize(self, request: web.Request) -> None:
+        """Refuse requests without the key; where no key is set, those a foreign web page makes a browser send."""
         if request.path == "/health":
             return
         if self._key is None:
-            if not self._anyone and is_from_a_page(request.headers):
-                raise Refusal("A page of another site may not use this server.", status=403)
-            return
-        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-        given = token if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-        if not secrets.compare_digest(given.encode(), self._key.encode()):
-            raise Refusal("The API key is missing or wrong.", status=401)
+            if not self._allow_unauthenticated and is_cross_origin(request.headers):
+                raise RequestError("A page of another site may not use this server.", status=403)
+        elif not has_valid_key(request.headers, self._key):
+            raise RequestError("The API key is missing or wrong.", status=401)
 
-    def _failure(self, error: Exception) -> Refusal:
-        """What a client is told of an error: our own sentences, and of others only that there was one."""
-        if isinstance(error, Refusal):
+    def _convert_error(self, error: Exception) -> RequestError:
+        """The text of an error that a client receives: our own messages; of any other only its type."""
+        if isinstance(error, RequestError):
             return error
+        if isinstance(error, RecursionError):
+            return RequestError("The body is nested too deeply.")
+        if isinstance(error, BadHttpMessage | web.RequestPayloadError):
+            return RequestError("The body is not what its headers say: it cannot be decoded.")
         if isinstance(error, SessionError):
-            return Refusal(str(error))
+            return RequestError(str(error))
         if self._log is not None:
             self._log("a request failed", exc_info=error)
-        return Refusal(f"The server failed on this request ({type(error).__name__}); its log says more.", status=500)
+        message = f"The server failed on this request ({type(error).__name__}); see its log."
+        return RequestError(message, status=500)
 
 
-def _refused(request: web.Request, refusal: Refusal) -> web.Response:
-    body = dumps(body_of(refusal, dialect_of(request.path)))
-    return web.Response(body=body, status=refusal.status, headers=refusal.headers, content_type="application/json")
-
-
-def dialect_of(path: str) -> Dialect:
-    """Whose way of saying things a path calls for."""
-    return "anthropic" if "/v1/messages" in path else "openai"
-
-
-def is_own(host: str) -> bool:
-    """Is this an address only this machine reaches?"""
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def is_from_a_page(headers: Mapping[str, str]) -> bool:
-    """Does a browser say that another site's page asks, or that it found this server under a name that is not ours?
-
-    An address cannot be made to point elsewhere; a name can.
-    """
-    host = headers.get("Host", "")
-    if "Origin" in headers and urlsplit(headers["Origin"]).netloc != host:
-        return True
-    try:
-        name = urlsplit(f"//{host}").hostname or ""
-        return name != "localhost" and not ip_address(name)
-    except ValueError:
-        return True
+def _error_response(request: web.Request, error: RequestError) -> web.Response:
+    body = error_body(error, "anthropic" if "/v1/messages" in request.path else "openai")
+    return web.Response(
+        body=dump_json(body), status=error.status, headers=error.headers, content_type="application/json"
+    )

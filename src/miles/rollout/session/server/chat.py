@@ -1,168 +1,184 @@
-"""The body of OpenAI's ``/v1/chat/completions``, read into an ``Ask``."""
+"""OpenAI's ``/v1/chat/completions`` of a session: its body as a ``TurnRequest``, its response, and its chunks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from miles.rollout.session.message import Tool
-from miles.rollout.session.server.ask import Ask
-from miles.rollout.session.server.drawing import read_wish
-from miles.rollout.session.server.fields import Fields
-from miles.rollout.session.server.refusal import Refusal
+from miles.rollout.serving.body import parse_body
+from miles.rollout.serving.errors import RequestError
+from miles.rollout.serving.http import SSE_DONE
+from miles.rollout.serving.messages import Message, format_tool_call
+from miles.rollout.serving.openai_bodies import ChatBody, MessageBody, join_text_parts, parse_tool_choice
+from miles.rollout.serving.output_parser import ParsedOutput
+from miles.rollout.session.server.deltas import StreamFormatter
+from miles.rollout.session.server.sampling import find_biasing_fields
+from miles.rollout.session.server.types import TurnHeader, TurnRequest, TurnResult
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-_TEXT = ("text", "input_text", "output_text")
-_TEMPLATE_OWN = frozenset(("messages", "conversation", "tools", "chat_template", "add_generation_prompt", "tokenize"))
-_GONE = {"functions": "tools", "function_call": "tool_choice"}
+
+class SessionChatBody(ChatBody):
+    """``/v1/chat/completions`` of a session."""
+
+    functions: Any = None
+    function_call: Any = None
 
 
-def read_chat(body: Any) -> Ask:
-    """What a chat body asks for."""
-    fields = Fields(body)
-    for old, new in _GONE.items():
-        if old in fields:
-            raise Refusal(f"{old} is no longer part of the API; use {new}.", param=old)
-    only_one(fields)
-    if fields.maybe_integer("top_logprobs", low=0):
-        raise Refusal(
-            "top_logprobs must be 0: a turn's log-probs are those of the tokens it drew.", param="top_logprobs"
-        )
-    tools = tuple(_tool(each) for each in fields.objects("tools"))
-    calls, forced = read_choice(fields, tools)
-    limit = fields.maybe_integer("max_completion_tokens", low=1)
-    if limit is None:
-        limit = fields.maybe_integer("max_tokens", low=1)
-    options = fields.object("stream_options")
-    return Ask(
-        messages=read_messages(fields),
-        tools=tools,
-        wish=read_wish(fields, limit, unforced=(*forced, *_formats(fields, "response_format"))),
-        model=fields.text("model") or "default",
-        calls=calls,
-        stream=fields.flag("stream"),
-        usage=options is not None and options.flag("include_usage"),
-        logprobs=fields.flag("logprobs"),
-        token_ids=fields.flag("return_token_ids"),
-        template=read_template(fields),
+def parse_chat(value: Any) -> TurnRequest:
+    """A chat body as a turn request."""
+    body = parse_body(SessionChatBody, value)
+    for name, new_name in (("functions", "tools"), ("function_call", "tool_choice")):
+        if getattr(body, name) is not None:
+            raise RequestError(f"{name} is no longer part of the API; use {new_name}.", param=name)
+    check_single_choice(body.n)
+    check_no_top_logprobs(body.top_logprobs)
+    choice, _ = parse_tool_choice(body.tool_choice, list(body.tools))
+    constraints = find_choice_constraints(choice, body.parallel_tool_calls, has_tools=bool(body.tools))
+    if body.response_format is not None and body.response_format.type != "text":
+        constraints = (*constraints, "response_format")
+    if body.max_new_tokens == 0:
+        raise RequestError("max_tokens is 0, but must be at least 1.", param="max_tokens")
+    return TurnRequest(
+        messages=build_messages(body.messages),
+        tools=tuple(body.tools),
+        sampling=body,
+        max_new_tokens=body.max_new_tokens,
+        seed=body.seed,
+        constraints=(*constraints, *find_biasing_fields(body)),
+        model=body.model,
+        allow_tool_calls=choice != "none",
+        stream=body.stream,
+        include_usage=body.stream_options.include_usage,
+        logprobs=body.logprobs,
+        return_token_ids=body.return_token_ids,
+        template=body.effort_kwargs() | body.template_kwargs(),
     )
 
 
-def only_one(fields: Fields) -> None:
-    """A turn has one reply."""
-    if (n := fields.maybe_integer("n", low=1)) not in (None, 1):
-        raise Refusal(
+def check_single_choice(n: int) -> None:
+    if n != 1:
+        raise RequestError(
             f"n is {n}, but a turn of a session has one reply; send the request again for another.", param="n"
         )
 
 
-# -- messages -------------------------------------------------------------------------------
+def check_no_top_logprobs(count: int) -> None:
+    if count:
+        raise RequestError(
+            "top_logprobs must be 0: a turn has the log-probs of the tokens it sampled.", param="top_logprobs"
+        )
 
 
-def read_messages(fields: Fields) -> tuple[dict[str, Any], ...]:
-    """The conversation; text in parts is put together, media stay as they are."""
-    given = fields.objects("messages")
-    if not given:
-        raise fields.refuse("messages", "a list of at least one message")
-    return tuple(_message(each) for each in given)
+def find_choice_constraints(choice: str, parallel_tool_calls: bool, *, has_tools: bool) -> tuple[str, ...]:
+    """The fields of a tool choice that only constrained decoding could enforce."""
+    if choice == "none":
+        return ()
+    parallel = ("parallel_tool_calls",) if has_tools and not parallel_tool_calls else ()
+    return ("tool_choice", *parallel) if choice == "required" else parallel
 
 
-def _message(fields: Fields) -> dict[str, Any]:
-    role = fields.needed_text("role")
-    if role not in ROLES:
-        raise fields.refuse("role", f"one of {', '.join(ROLES)}")
-    message: dict[str, Any] = {"role": template_role(role), "content": read_content(fields)}
-    if message["content"] is None and role != "assistant":
-        raise fields.refuse("content", "a string or a list of parts")
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if fields.text(name):
-            message[name] = fields.text(name)
-    if calls := fields.objects("tool_calls"):
-        message["tool_calls"] = [_past_call(each) for each in calls]
-    return message
+def build_messages(messages: Sequence[MessageBody]) -> tuple[Message, ...]:
+    """The conversation; text parts are joined, media parts are kept unchanged."""
+    return tuple(_build_message(message, index) for index, message in enumerate(messages))
 
 
-def template_role(role: str) -> str:
-    """What a role is called in chat templates; they would pass over a developer without a word."""
-    return "system" if role == "developer" else role
+def _build_message(body: MessageBody, index: int) -> Message:
+    path = f"messages[{index}]"
+    content = join_text_parts(body.content)
+    if content is None and body.role != "assistant":
+        raise RequestError(f"{path}.content is missing.", param=f"{path}.content")
+    # Templates know no developer and would skip the message.
+    message: dict[str, Any] = {"role": "system" if body.role == "developer" else body.role, "content": content}
+    fields = {"name": body.name, "tool_call_id": body.tool_call_id, "reasoning_content": body.reasoning_content}
+    message |= {name: value for name, value in fields.items() if value}
+    calls: list[dict[str, Any]] = []
+    for call in body.tool_calls:
+        arguments = "{}" if call.function.arguments is None else call.function.arguments
+        if not isinstance(arguments, str | dict):
+            raise RequestError(f"{path}.tool_calls has arguments that are neither an object nor its text.", param=path)
+        function = {"name": call.function.name, "arguments": arguments}
+        calls.append({"id": call.id or "", "type": "function", "function": function})
+    return message | ({"tool_calls": calls} if calls else {})
 
 
-def read_content(fields: Fields, name: str = "content") -> str | list[Any] | None:
-    """Text, or parts where some of them are not text."""
-    value = fields.raw(name)
-    if value is None or isinstance(value, str):
-        return value
-    parts = fields.objects(name)
-    if any(part.needed_text("type") not in _TEXT for part in parts):
-        return [part.all() for part in parts]
-    return "".join(part.needed_text("text") for part in parts)
+# -- the response ---------------------------------------------------------------------------
 
 
-def _past_call(fields: Fields) -> dict[str, Any]:
-    function = fields.needed_object("function")
-    arguments = function.raw("arguments")
-    if arguments is not None and not isinstance(arguments, str | dict):
-        raise function.refuse("arguments", "a JSON object, or its text")
+def format_chat(result: TurnResult, request: TurnRequest) -> dict[str, Any]:
+    """A ``chat.completion``."""
+    message: dict[str, Any] = dict(result.message) | {"refusal": None}
+    if result.tool_calls:
+        message["content"] = result.content or None
+    choice: dict[str, Any] = {
+        "index": 0,
+        "message": message,
+        "logprobs": format_logprobs(result) if request.logprobs else None,
+        "finish_reason": result.finish_reason,
+        **_format_token_ids(result, request),
+    }
+    return _format_header(result, request, "chat.completion") | {"choices": [choice], "usage": _format_usage(result)}
+
+
+class ChatChunks(StreamFormatter):
+    """``chat.completion.chunk``s: the role, reasoning, content and tool calls, the finish reason, and the usage."""
+
+    named_events = False
+    done = SSE_DONE
+
+    def format_delta(self, output: ParsedOutput) -> Iterator[dict[str, Any]]:
+        for delta in self._deltas.update(output.reasoning, output.content):
+            yield from self._open_once()
+            yield self._format_chunk({"content" if delta.kind == "content" else "reasoning_content": delta.text})
+
+    def format_end(self, result: TurnResult) -> Iterator[dict[str, Any]]:
+        request = self._request
+        yield from self._open_once()
+        yield from self.format_delta(ParsedOutput(reasoning=result.reasoning, content=result.content))
+        if request.logprobs:
+            yield self._format_chunk({"content": ""}, logprobs=format_logprobs(result))
+        for index, call in enumerate(result.tool_calls):
+            tool_call = {"index": index, **format_tool_call(call.id, call.name, call.arguments)}
+            yield self._format_chunk({"tool_calls": [tool_call]})
+        last = self._format_chunk({}, finish_reason=result.finish_reason)
+        last["choices"][0] |= _format_token_ids(result, request)
+        yield last
+        if request.include_usage:
+            header = _format_header(result, request, "chat.completion.chunk")
+            yield header | {"choices": [], "usage": _format_usage(result)}
+
+    def _format_opening(self) -> Iterator[dict[str, Any]]:
+        yield self._format_chunk({"role": "assistant", "content": ""})
+
+    def _format_chunk(
+        self, delta: dict[str, Any], *, logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
+    ) -> dict[str, Any]:
+        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        return _format_header(self._header, self._request, "chat.completion.chunk") | {"choices": [choice]}
+
+
+def format_logprobs(result: TurnResult) -> dict[str, Any]:
+    """The log-prob of each sampled token, including the one that ended the turn."""
+    tokens = [
+        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, logprob in zip(result.token_texts, result.logprobs, strict=True)
+    ]
+    return {"content": tokens, "refusal": None}
+
+
+def _format_usage(result: TurnResult) -> dict[str, Any]:
+    num_prompt, num_completion, num_cached = result.usage
     return {
-        "id": fields.text("id") or "",
-        "type": "function",
-        "function": {"name": function.needed_text("name"), "arguments": "{}" if arguments is None else arguments},
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_completion,
+        "total_tokens": num_prompt + num_completion,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
     }
 
 
-# -- tools and words ------------------------------------------------------------------------
+def _format_token_ids(result: TurnResult, request: TurnRequest) -> dict[str, Any]:
+    if not request.return_token_ids:
+        return {}
+    return {"prompt_token_ids": result.context.tolist(), "token_ids": result.tokens}
 
 
-def _tool(fields: Fields) -> Tool:
-    if fields.raw("type") not in (None, "function") or "function" not in fields:
-        raise Refusal(f"{fields.where} must be an object of type function, with a function in it.", param=fields.where)
-    checked_function(fields.needed_object("function"))
-    return fields.all()
-
-
-def checked_function(function: Fields) -> None:
-    """A tool's name and schema are of the right kinds."""
-    function.needed_text("name")
-    if not isinstance(function.raw("parameters"), Mapping | None):
-        raise function.refuse("parameters", "a JSON schema")
-
-
-def read_choice(fields: Fields, tools: Sequence[Tool]) -> tuple[bool, tuple[str, ...]]:
-    """May tools be called, and what is asked for beyond ``auto`` that nothing here can force."""
-    choice = fields.raw("tool_choice")
-    forced = ("parallel_tool_calls",) if tools and fields.raw("parallel_tool_calls") is False else ()
-    if choice in (None, "auto"):
-        return True, forced
-    if choice == "none":
-        return False, ()
-    named = [str(tool["function"]["name"]) for tool in tools]
-    if choice == "required":
-        if not tools:
-            raise Refusal("tool_choice is required, but there are no tools.", param="tool_choice")
-        return True, ("tool_choice", *forced)
-    must = "none, auto, required, or an object that names a function"
-    if not isinstance(choice, Mapping):
-        raise fields.refuse("tool_choice", must)
-    function = choice.get("function", choice)
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str):
-        raise fields.refuse("tool_choice", must)
-    if name not in named:
-        raise Refusal(f"tool_choice names {name!r}, but there is no such tool.", param="tool_choice")
-    return True, ("tool_choice", *forced)
-
-
-def read_template(fields: Fields) -> dict[str, Any]:
-    """What a client tells the chat template: its own keywords, and how much to think."""
-    given = fields.object("chat_template_kwargs")
-    words: dict[str, Any] = {} if given is None else given.all()
-    for name in words:
-        if name in _TEMPLATE_OWN:
-            raise Refusal(f"chat_template_kwargs may not set {name}.", param="chat_template_kwargs")
-    effort = fields.text("reasoning_effort")
-    return words if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"} | words
-
-
-def _formats(fields: Fields, name: str) -> tuple[str, ...]:
-    given = fields.object(name)
-    return () if given is None or given.raw("type") == "text" else (name,)
+def _format_header(header: TurnHeader, request: TurnRequest, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{header.id}", "object": kind, "created": header.created, "model": request.model}

@@ -1,9 +1,9 @@
-"""One turn: the conversation found again, the engine asked, its tokens stored, the reply told.
+"""One turn: find the stored conversation, call the engine, store its tokens, return the reply.
 
-begin ---> engine.generate ---> end            who waits: the request's task, on the engine alone
+begin ---> engine.generate ---> end            who waits: the request's task, for the engine alone
              |   |
-             |   `-- deadline, client gone, session deleted: the engine's task is cancelled, the turn abandoned
-             `------ tokens as they come, for a reply that is streamed; what is stored is what ``generate`` returns
+             |   `-- deadline, client disconnected, session deleted: the engine's task is cancelled, the turn abandoned
+             `------ tokens as they arrive, for a streamed reply; what ``generate`` returns is what is stored
 """
 
 from __future__ import annotations
@@ -14,109 +14,119 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from miles.core.aloud import generate_aloud
 from miles.core.errors import EngineError
-from miles.core.protocols import Completion, Hear, Sampling
-from miles.rollout.session.hearing import Hearing
-from miles.rollout.session.message import ContextFull, SessionError, calls_of, function_of, text_of
-from miles.rollout.session.server.ask import Ask, Call, Opened, Told
-from miles.rollout.session.server.drawing import context_of, sampling_of, seed_of
-from miles.rollout.session.server.entry import Entry
-from miles.rollout.session.server.refusal import FULL, Refusal
-from miles.rollout.session.server.sessions import Sessions, going_down
-from miles.rollout.session.session import Reply, Turn
+from miles.core.protocols import Completion, OnTokens, SamplingParams, stream_or_generate
+from miles.rollout.seeds import derive_turn_seed, hash_context
+from miles.rollout.serving.errors import CONTEXT_LENGTH_EXCEEDED, ContextLengthError, RequestError, SessionError
+from miles.rollout.serving.messages import extract_text, get_function, get_tool_calls
+from miles.rollout.serving.output_parser import StreamingParser
+from miles.rollout.serving.tool_parsers import ToolCall
+from miles.rollout.session.server.registry import SessionEntry, SessionRegistry, shutdown_error
+from miles.rollout.session.server.sampling import choose_turn_sampling
+from miles.rollout.session.server.types import TurnHeader, TurnRequest, TurnResult
+from miles.rollout.session.session import SessionReply, SessionTurn
 
-_ALL = 2**31 - 1
+_UNLIMITED = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """A turn that may be taken: nothing that is wrong with a request is found after this."""
+class StartedTurn:
+    """A turn that passed every check of its request. ``ignored`` names sampling fields the session does not follow."""
 
-    entry: Entry
-    ask: Ask
-    turn: Turn
-    sampling: Sampling
-    unused: tuple[str, ...]
-    opened: Opened
+    entry: SessionEntry
+    request: TurnRequest
+    turn: SessionTurn
+    sampling: SamplingParams
+    ignored: tuple[str, ...]
+    header: TurnHeader
 
     @property
-    def ended(self) -> Turn:
-        """The turn as its reply is read: where no call is wanted, what looks like one is text.
+    def parsed_turn(self) -> SessionTurn:
+        """The turn as its reply is parsed: where no call is allowed, what looks like one is text.
 
         The tools stay in the conversation all the same.
         """
-        return self.turn if self.ask.calls else replace(self.turn, tools=())
+        return self.turn if self.request.allow_tool_calls else replace(self.turn, tools=())
 
-    def hear(self) -> Hearing:
-        """For the reply while it comes."""
-        return self.entry.session.hear(self.ended, stop=self.sampling.stop)
+    def build_stream_parser(self) -> StreamingParser:
+        return self.entry.session.stream_parser(self.parsed_turn, stop=self.sampling.stop)
 
 
-class Turns:
-    """Takes turns in sessions. ``decode`` keeps special tokens; ``wall`` is what replies are dated with."""
+class TurnRunner:
+    """Runs turns of sessions. ``decode`` keeps special tokens; ``wall_clock`` dates replies."""
 
     def __init__(
-        self, sessions: Sessions, decode: Callable[[Sequence[int]], str], wall: Callable[[], float] = time.time
+        self,
+        sessions: SessionRegistry,
+        decode: Callable[[Sequence[int]], str],
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._sessions = sessions
         self._decode = decode
-        self._wall = wall
+        self._wall_clock = wall_clock
 
-    def count(self, entry: Entry, ask: Ask) -> int:
-        """Tokens the engine would read."""
-        turn = _begin(entry, ask)
+    def count_tokens(self, entry: SessionEntry, request: TurnRequest) -> int:
+        """The number of tokens the engine would read."""
+        turn = _begin_turn(entry, request)
         entry.session.abandon(turn)
         return len(turn.tokens)
 
-    def begin(self, entry: Entry, ask: Ask) -> Begun:
-        """Find out what the engine is to continue, and how; refuses what cannot be served. ``take`` must follow."""
+    def start(self, entry: SessionEntry, request: TurnRequest) -> StartedTurn:
+        """Find what the engine continues, and how it samples; refuses what cannot be served. ``run`` must follow."""
         if self._sessions.draining:
-            raise going_down()
-        left = entry.check()
-        turn = _begin(entry, ask)
-        room = min(each for each in (turn.room, left, _ALL) if each is not None)
-        terms, wish = entry.terms, ask.wish
+            raise shutdown_error()
+        tokens_left = entry.check_limits()
+        turn = _begin_turn(entry, request)
+        limits = (turn.max_new_tokens, tokens_left, _UNLIMITED)
+        settings = entry.settings
         try:
-            sampling, unused = sampling_of(terms.sampling, wish, held=terms.held, room=room)
-        except Refusal:
+            sampling, ignored = choose_turn_sampling(
+                settings.sampling,
+                request,
+                hold=settings.hold,
+                max_new_tokens=min(limit for limit in limits if limit is not None),
+            )
+        except RequestError:
             entry.session.abandon(turn)
             raise
-        if terms.held or wish.seed is None:
-            context = context_of(turn.tokens)
-            seed = seed_of(terms.sampling.seed, context, entry.asked_before(context))
-        else:
-            seed = wish.seed
-        sampling = replace(sampling, seed=seed)
-        opened = Opened(id=uuid.uuid4().hex, created=int(self._wall()), context=turn.tokens)
-        return Begun(entry, ask, turn, sampling, unused, opened)
+        seed = request.seed
+        if settings.hold or seed is None:
+            context_hash = hash_context(turn.tokens)
+            seed = derive_turn_seed(settings.sampling.seed, context_hash, entry.count_request(context_hash))
+        header = TurnHeader(id=uuid.uuid4().hex, created=int(self._wall_clock()), context=turn.tokens)
+        return StartedTurn(entry, request, turn, replace(sampling, seed=seed), ignored, header)
 
-    async def take(self, begun: Begun, hear: Hear | None = None) -> Told:
-        """The reply; ``hear`` is told its tokens as they come. Cancelling this frees the engine."""
-        entry, turn = begun.entry, begun.turn
-        self._sessions.enter()
+    async def run(self, started: StartedTurn, on_tokens: OnTokens | None = None) -> TurnResult:
+        """The reply; ``on_tokens`` gets its tokens as they arrive. Cancelling this frees the engine."""
+        entry = started.entry
+        self._sessions.start_turn()
         try:
-            completion = await self._generated(begun, hear)
+            completion = await self._generate(started, on_tokens)
         except BaseException:
-            entry.session.abandon(turn)
+            entry.session.abandon(started.turn)
             raise
         finally:
-            self._sessions.leave()
-            entry.used = self._sessions.clock()
-        reply = entry.session.end(begun.ended, completion, stop=begun.sampling.stop)
-        entry.turns += 1
-        entry.written += reply.completion_tokens
+            self._sessions.finish_turn()
+            entry.last_used = self._sessions.clock()
+        reply = entry.session.end(started.parsed_turn, completion, stop=started.sampling.stop)
+        entry.num_turns += 1
+        entry.num_tokens += reply.completion_tokens
         entry.notes.extend(reply.notes)
-        if completion.reason == "abort":
+        if completion.finish_reason == "abort":
             entry.aborted, entry.failure = True, "the engine aborted a turn"
-            raise Refusal("The engine aborted this turn; what it wrote is kept, and cannot be extended.", status=503)
-        return self._told(begun, reply, completion)
+            raise RequestError("The engine aborted this turn; its tokens are kept and cannot be extended.", status=503)
+        return self._build_result(started, reply, completion)
 
-    async def _generated(self, begun: Begun, hear: Hear | None) -> Completion:
-        entry, seconds = begun.entry, self._sessions.limits.turn_seconds
-        engine, tokens, sampling = entry.engine, begun.turn.tokens, begun.sampling
-        asked = engine.generate(tokens, sampling) if hear is None else generate_aloud(engine, tokens, sampling, hear)
-        work = asyncio.ensure_future(asked)
+    async def _generate(self, started: StartedTurn, on_tokens: OnTokens | None) -> Completion:
+        entry, seconds = started.entry, self._sessions.limits.turn_seconds
+        engine = entry.engine
+        tokens = started.turn.tokens
+        sampling = started.sampling
+        if on_tokens is None:
+            generation = engine.generate(tokens, sampling)
+        else:
+            generation = stream_or_generate(engine, tokens, sampling, on_tokens)
+        work = asyncio.ensure_future(generation)
         entry.watch(work)
         limit = asyncio.timeout(seconds)
         try:
@@ -126,57 +136,56 @@ class Turns:
             if not limit.expired():
                 raise
             entry.failure = f"a turn took longer than {seconds:g} s"
-            raise Refusal(f"The engine did not end this turn within {seconds:g} s.", status=504) from error
+            raise RequestError(f"The engine did not end this turn within {seconds:g} s.", status=504) from error
         except EngineError as error:
             entry.failure = str(error)
-            raise Refusal(f"The engine cannot serve this turn: {error}.", status=502) from error
+            raise RequestError(f"The engine cannot serve this turn: {error}.", status=502) from error
         except asyncio.CancelledError:
-            if entry.closed and work.cancelled() and not _is_cancelled():
-                raise Refusal(f"Session {entry.id} was closed while this turn was under way.", status=404) from None
+            if entry.closed and work.cancelled() and not _is_cancelling():
+                raise RequestError(f"Session {entry.id} was closed while this turn was running.", status=404) from None
             raise
         finally:
             work.cancel()
 
-    def _told(self, begun: Begun, reply: Reply, completion: Completion) -> Told:
+    def _build_result(self, started: StartedTurn, reply: SessionReply, completion: Completion) -> TurnResult:
         message = reply.message
         tokens = [int(token) for span in completion.spans for token in span.tokens]
-        calls = (
-            Call(id=str(call["id"]), name=str(function_of(call)["name"]), arguments=str(function_of(call)["arguments"]))
-            for call in calls_of(message)
-        )
-        return Told(
-            id=begun.opened.id,
-            created=begun.opened.created,
-            content=text_of(message),
+        functions = [(str(call["id"]), get_function(call)) for call in get_tool_calls(message)]
+        return TurnResult(
+            id=started.header.id,
+            created=started.header.created,
+            content=extract_text(message),
             reasoning=message.get("reasoning_content") or "",
-            calls=tuple(calls),
-            finish=reply.finish_reason,
-            matched=self._matched(begun, tokens, completion),
-            context=begun.opened.context,
+            tool_calls=tuple(
+                ToolCall(id=id, name=str(function["name"]), arguments=str(function["arguments"]))
+                for id, function in functions
+            ),
+            finish_reason=reply.finish_reason,
+            matched_stop=self._find_matched_stop(started, tokens, completion),
+            context=started.header.context,
             completion=completion,
-            words=tuple(self._decode([token]) for token in tokens) if begun.ask.logprobs else (),
-            unused=begun.unused,
+            token_texts=tuple(self._decode([token]) for token in tokens) if started.request.logprobs else (),
+            ignored=started.ignored,
         )
 
-    def _matched(self, begun: Begun, tokens: list[int], completion: Completion) -> str | None:
-        stops = begun.ask.wish.stop
-        if not stops or completion.reason != "stop":
+    def _find_matched_stop(self, started: StartedTurn, tokens: list[int], completion: Completion) -> str | None:
+        stops = started.request.sampling.stop_strings
+        if not stops or completion.finish_reason != "stop":
             return None
         text = self._decode(tokens)
-        found = [(text.find(stop), stop) for stop in stops if stop in text]
-        return min(found)[1] if found else None
+        return min(((text.find(stop), stop) for stop in stops if stop in text), default=(0, None))[1]
 
 
-def _is_cancelled() -> bool:
-    """Is it this task that is told to end, and not only what it waits for?"""
+def _is_cancelling() -> bool:
+    """Whether this task itself is being cancelled, and not only what it awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
-def _begin(entry: Entry, ask: Ask) -> Turn:
+def _begin_turn(entry: SessionEntry, request: TurnRequest) -> SessionTurn:
     try:
-        return entry.session.begin(ask.messages, ask.tools, **ask.template)
-    except ContextFull as error:
-        raise Refusal(str(error), param="messages", code=FULL) from error
+        return entry.session.begin(request.messages, request.tools, **request.template)
+    except ContextLengthError as error:
+        raise RequestError(str(error), param="messages", code=CONTEXT_LENGTH_EXCEEDED) from error
     except SessionError as error:
-        raise Refusal(str(error), param="messages") from error
+        raise RequestError(str(error), param="messages") from error

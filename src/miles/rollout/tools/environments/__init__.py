@@ -1,4 +1,4 @@
-"""Room: rollout.tools.environments -- other people's worlds behind tools.environment.Environment, one kind a file.
+"""Connectors to third-party environments behind tools.environment.Environment, one library per file (layer 2).
 
-Floor 2. Imports: core, rollout, stdlib. A connector's package is imported when an environment of its kind is made.
+Imports: core, rollout, stdlib. A connector imports its package when one of its environments is created.
 """

@@ -1,0 +1,212 @@
+"""Context parallelism: the tokens of a micro-batch are sharded, queries stay local, keys and values are all-gathered.
+
+    segment  |0|1|2|3|4|5|6|7|      with 4 ranks; rank 0 has chunks 0 and 7, rank 1 has 1 and 6, ...
+
+Late chunks attend to many tokens and early ones to few, so that pairing them balances the load.
+
+Shapes: T tokens of the whole micro-batch, t of this rank, padding included, equal on every rank; M = world * t keys of
+all ranks; R trained tokens, r those that this rank predicts; H query heads, G key-value heads, d channels of a key, e
+of a value; L MoE layers, k experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from miles.backends.fsdp.autograd_collectives import CollectiveGroup, gather_from_sequence_region, gather_replicated
+from miles.kernels.attention.params import AttentionInputs
+from miles.kernels.attention.tree import KeyRuns, Segment, TreeAttentionBackend
+from miles.kernels.attention.varlen import FreshRecurrentState
+from miles.kernels.batch_invariant.packed_attention import BatchInvariantTreeBackend
+from miles.kernels.numerics import Numerics
+from miles.models.layers.attention_backend import AttentionBackend
+from miles.train.logprobs import ContextShard
+from miles.train.prefix_sharing import TreeNode
+
+
+class PackedRows(Protocol):
+    """Packed tokens, as in ``train.batch_tensors``."""
+
+    @property
+    def lengths(self) -> Sequence[int]: ...
+
+    @property
+    def tree_nodes(self) -> Sequence[TreeNode]: ...
+
+    @property
+    def tokens_T(self) -> Tensor: ...
+
+    @property
+    def positions_T(self) -> Tensor: ...
+
+    @property
+    def before_R(self) -> Tensor: ...
+
+    @property
+    def replay_TLk(self) -> Tensor | None: ...
+
+
+class ContextParallelAttention:
+    """An AttentionBackend of one rank's queries over the keys and values of all ranks."""
+
+    latent = False
+
+    def __init__(
+        self, segments: Sequence[Segment], own: int, group: CollectiveGroup, device: torch.device, *, numerics: Numerics
+    ) -> None:
+        self._group = group
+        backend_class = BatchInvariantTreeBackend if numerics.batch_invariant else TreeAttentionBackend
+        self._backend = backend_class(segments, device, keys=group.world * own)
+
+    def __call__(self, layer: int, inputs: AttentionInputs) -> Tensor:
+        k_tGd, v_tGe = inputs.k_TGd, inputs.v_TGe
+        # One all-gather for both: keys and values concatenated.
+        both_MGx = gather_from_sequence_region(torch.cat((k_tGd, v_tGe), -1), self._group)
+        k_MGd, v_MGe = both_MGx.split((k_tGd.shape[-1], v_tGe.shape[-1]), dim=-1)
+        return self._backend(layer, inputs._replace(k_TGd=k_MGd, v_TGe=v_MGe))
+
+    def recurrent_state(self, layer: int) -> FreshRecurrentState:
+        return self._backend.recurrent_state(layer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextParallelTokens:
+    """The ContextShard of one rank: ``where_R`` is the index of each trained token in the all-gathered rows, of which
+    each rank sends ``most``.
+    """
+
+    mine_r: Tensor
+    where_R: Tensor
+    most: int
+    group: CollectiveGroup
+
+    def join(self, x_r: Tensor) -> Tensor:
+        missing = self.most - len(x_r)
+        padded = F.pad(x_r, (*(0, 0) * (x_r.ndim - 1), 0, missing)) if missing else x_r
+        return gather_replicated(padded, self.group).index_select(0, self.where_R)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankBatch:
+    """The tokens of one rank; the hidden states after its tokens ``at_r`` are needed.
+
+    Under context parallelism, ``tokens`` says which of the needed ones are this rank's; some are ``repeated`` if
+    samples share a prefix. The last ``fill`` tokens are padding.
+    """
+
+    tokens_T: Tensor
+    positions_T: Tensor
+    attn_backend: AttentionBackend
+    at_r: Tensor
+    replay_TLk: Tensor | None
+    tokens: ContextShard | None = None
+    repeated: bool = False
+    fill: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Assignment:
+    """Token assignment: ``own`` tokens of each rank in order, each token's ``place_T`` among all ranks' slots of
+    ``size`` each, and the chunks of each segment in those slots.
+    """
+
+    own: list[NDArray[np.int64]]
+    size: int
+    place_T: NDArray[np.int64]
+    pieces: list[KeyRuns]
+
+
+def _owner(piece: int, world: int) -> int:
+    return min(piece, 2 * world - 1 - piece)
+
+
+def _assign_tokens(lengths: Sequence[int], world: int, multiple: int) -> _Assignment:
+    """Split every segment into 2 * world chunks and assign them forth and back (zigzag)."""
+    own: list[list[NDArray[np.int64]]] = [[] for _ in range(world)]
+    used = [0] * world
+    found: list[list[tuple[int, int, int]]] = []
+    start = 0
+    for number, length in enumerate(lengths):
+        # The remainder rotates with the segments.
+        bounds = [(length * j + number % (2 * world)) // (2 * world) for j in range(2 * world + 1)]
+        placed: list[tuple[int, int, int]] = []
+        for piece, (lo, hi) in enumerate(pairwise(bounds)):
+            rank = _owner(piece, world)
+            own[rank].append(np.arange(start + lo, start + hi))
+            placed.append((rank, used[rank], hi - lo))
+            used[rank] += hi - lo
+        found.append(placed)
+        start += length
+    size = max(1, -(-max(used) // multiple)) * multiple
+    place_T = np.empty(start, np.int64)
+    joined = [np.concatenate(each) for each in own]
+    for rank, tokens in enumerate(joined):
+        place_T[tokens] = rank * size + np.arange(len(tokens))
+    return _Assignment(joined, size, place_T, [tuple((r * size + at, n) for r, at, n in each) for each in found])
+
+
+def _segments(tree_nodes: Sequence[TreeNode], assignment: _Assignment, rank: int, world: int) -> list[Segment]:
+    """This rank's queries in order, padding last, which attends only to itself."""
+    pasts: list[KeyRuns] = []
+    out: list[Segment] = []
+    for stretch, pieces in zip(tree_nodes, assignment.pieces, strict=True):
+        past = () if stretch.parent is None else pasts[stretch.parent]
+        pasts.append((*past, *pieces))
+        for piece in (rank, 2 * world - 1 - rank):
+            out.append(Segment(pieces[piece][1], (*past, *pieces[: piece + 1])))
+    used = len(assignment.own[rank])
+    return [*out, Segment(assignment.size - used, ((rank * assignment.size + used, assignment.size - used),))]
+
+
+def shard_batch(rows: PackedRows, group: CollectiveGroup, *, numerics: Numerics, multiple: int = 1) -> RankBatch:
+    """Return this rank's part of ``rows``; all ranks' parts are equally long, a ``multiple`` of so many tokens, padded
+    at the end.
+
+    ``rows`` are the same on all ranks of the group, and all call this together.
+    """
+    tree_nodes = rows.tree_nodes or tuple(TreeNode(length) for length in rows.lengths)
+    device = rows.tokens_T.device
+    world = group.world
+    rank = group.rank
+    assignment = _assign_tokens([s.length for s in tree_nodes], world, multiple)
+    own_t = torch.from_numpy(assignment.own[rank]).to(device)
+    more = assignment.size - len(own_t)
+    place_R = torch.from_numpy(assignment.place_T).to(device)[rows.before_R]
+    owner_R = place_R // assignment.size
+    mine_r = (owner_R == rank).nonzero()[:, 0]
+    replay_tLk = None
+    if rows.replay_TLk is not None:
+        replay_tLk = F.pad(rows.replay_TLk.index_select(0, own_t), (0, 0, 0, 0, 0, more), value=-1)
+    return RankBatch(
+        tokens_T=F.pad(rows.tokens_T.index_select(0, own_t), (0, more)),
+        positions_T=F.pad(rows.positions_T.index_select(0, own_t), (0, more)),
+        attn_backend=ContextParallelAttention(
+            _segments(tree_nodes, assignment, rank, world), assignment.size, group, device, numerics=numerics
+        ),
+        at_r=place_R[mine_r] - rank * assignment.size,
+        tokens=_tokens(owner_R, mine_r, group),
+        replay_TLk=replay_tLk,
+        repeated=bool(rows.tree_nodes),
+        fill=more,
+    )
+
+
+def _tokens(owner_R: Tensor, mine_r: Tensor, group: CollectiveGroup) -> ContextParallelTokens:
+    number = owner_R.bincount(minlength=group.world)
+    most = int(number.max())
+    by_owner_R = owner_R.argsort(stable=True)
+    among_R = torch.empty_like(by_owner_R)
+    among_R[by_owner_R] = torch.arange(len(owner_R), device=owner_R.device)
+    first = number.cumsum(0) - number
+    return ContextParallelTokens(
+        mine_r=mine_r, where_R=owner_R * most + among_R - first[owner_R], most=most, group=group
+    )

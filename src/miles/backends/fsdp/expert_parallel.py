@@ -1,0 +1,239 @@
+"""Expert parallelism: each rank has some experts of every layer; tokens are sent to them and back by all-to-all.
+
+Shapes: R rows of this rank, sorted by expert; N rows received; W ranks; E experts of all ranks, e of one; D features.
+
+    rank 0   sort by expert ─ counts ─┐ rows ─┐ sort by own expert ─ experts ─┐ rows back ─ weigh, sum over experts
+    rank 1   sort by expert ─ counts ─┘ rows ─┘ sort by own expert ─ experts ─┘ rows back ─ weigh, sum over experts
+
+The host waits for the device once per layer, for the counts, because they are the sizes of the receive buffers;
+meanwhile the device copies the rows. Backward knows the sizes and does not wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from miles.core.errors import UsageError
+from miles.kernels.moe.grouped_gemm import SortedRows, permute, sort_rows_by_group
+from miles.models.decoder import Decoder, DecoderLayer
+from miles.models.layers.moe import MoeMlp
+from miles.models.spec import DecoderSpec, MoeSpec
+
+__all__ = [
+    "AllToAllDispatcher",
+    "AllToAllGroup",
+    "check_ep_size",
+    "choose_shard_dim",
+    "expert_param_names",
+    "expert_params",
+    "fully_shard_experts",
+    "gather_experts",
+    "set_expert_prefetch",
+    "shard_experts",
+    "slice_experts",
+]
+
+
+class AllToAllGroup(Protocol):
+    """The ranks that share the experts, seen from one of them."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world(self) -> int: ...
+
+    def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Exchange rows: ``sent[i]`` rows of ``x`` go to rank i, ``received[i]`` come from it."""
+        ...
+
+
+# -- sharding -------------------------------------------------------------------------------
+
+
+def expert_param_names(spec: DecoderSpec) -> frozenset[str]:
+    """Return the names of the decoder's parameters that are sharded over expert-parallel ranks, along dimension 0."""
+    return frozenset(
+        f"layers.{i}.moe.{name}"
+        for i, layer in enumerate(spec.layers)
+        if isinstance(layer.ffn, MoeSpec)
+        for name in _stacked_names(layer.ffn)
+    )
+
+
+def _stacked_names(spec: MoeSpec) -> tuple[str, ...]:
+    biases = ("gate_up_bias", "down_bias") if spec.expert_bias else ()
+    return ("gate_up" if spec.gated else "up", "down", *biases)
+
+
+def check_ep_size(spec: DecoderSpec, world: int) -> str | None:
+    """Return why ``world`` ranks cannot share the experts (the end of a sentence), or None if they can."""
+    if world == 1:
+        return None
+    if not spec.moe_layers:
+        return "it has no experts"
+    counts = ((i, layer.ffn.num_experts) for i, layer in enumerate(spec.layers) if isinstance(layer.ffn, MoeSpec))
+    return next((f"layer {i} has {count} experts" for i, count in counts if count % world), None)
+
+
+def slice_experts(stacked: Tensor, rank: int, world: int) -> Tensor:
+    """Return a rank's experts of a stacked tensor: a view."""
+    assert len(stacked) % world == 0
+    return stacked.narrow(0, rank * (len(stacked) // world), len(stacked) // world)
+
+
+def gather_experts(parts: Sequence[Tensor]) -> Tensor:
+    """Return the stacked tensor from the ranks' parts, in order."""
+    return torch.cat(list(parts))
+
+
+def _moe_modules(decoder: nn.Module) -> Iterable[MoeMlp]:
+    """Iterate over the MoE modules, in order."""
+    return (module for module in decoder.modules() if isinstance(module, MoeMlp))
+
+
+def shard_experts(decoder: Decoder, group: AllToAllGroup) -> None:
+    """Keep only this rank's experts in ``decoder`` and connect it to the other ranks.
+
+    On a decoder without storage only the parameter shapes shrink. Otherwise the tensors are copied, so that the other
+    ranks' experts are freed.
+    """
+    problem = check_ep_size(decoder.spec, group.world)
+    if problem is not None:
+        raise UsageError(
+            f"the model's experts cannot be divided evenly among {group.world} ranks: {problem}; "
+            "choose an --expert-model-parallel-size that divides the number of experts."
+        )
+    if group.world == 1:
+        return
+    exchange = AllToAllDispatcher(group)
+    for moe in _moe_modules(decoder):
+        for name in _stacked_names(moe.spec):
+            old = moe.get_parameter(name)
+            own = slice_experts(old.detach(), group.rank, group.world).clone()
+            moe.register_parameter(name, nn.Parameter(own, requires_grad=old.requires_grad))
+        moe.exchange = exchange
+
+
+# -- token dispatch -------------------------------------------------------------------------
+
+
+class AllToAllDispatcher:
+    """Sends rows to the ranks that have their experts, and the results back."""
+
+    def __init__(self, group: AllToAllGroup) -> None:
+        self.world = group.world
+        self._group = group
+
+    def open(self, rows: SortedRows) -> TokenDispatch:
+        count_E = torch.diff(rows.ends_E, prepend=rows.ends_E.new_zeros(1))
+        each = [len(count_E) // self.world] * self.world
+        coming_We = self._group.all_to_all(count_E, each, each).unflatten(0, (self.world, -1))
+        return TokenDispatch(count_E.unflatten(0, (self.world, -1)), coming_We, self._group)
+
+
+class TokenDispatch:
+    """``counts_We`` rows go from here to each rank's experts, ``coming_We`` come from each rank to the experts here."""
+
+    def __init__(self, counts_We: Tensor, coming_We: Tensor, group: AllToAllGroup) -> None:
+        self._coming_We, self._group = coming_We, group
+        # The only copy to the host. Work launched from here on overlaps with the host's wait.
+        self._sizes = torch.stack((counts_We.sum(1), coming_We.sum(1))).to("cpu", non_blocking=True)
+        self._copied = torch.cuda.current_stream(coming_We.device).record_event() if coming_We.is_cuda else None
+
+    def __call__(self, x_RD: Tensor, work: Callable[[Tensor, SortedRows], Tensor]) -> Tensor:
+        if self._copied is not None:
+            self._copied.synchronize()
+        sent, came = self._sizes.tolist()
+        here = _sort_received_by_expert(self._coming_We, sum(came))
+        x_ND = permute(_all_to_all(x_RD, sent, came, self._group), here.order_R, here.place_R)
+        out_ND = permute(work(x_ND, here), here.place_R, here.order_R)
+        return _all_to_all(out_ND, came, sent, self._group)
+
+
+def _sort_received_by_expert(coming_We: Tensor, count: int) -> SortedRows:
+    """Order ``count`` received rows by this rank's experts; rows of one expert by rank, then by token."""
+    ranks, experts = coming_We.shape
+    expert_We = torch.arange(experts, device=coming_We.device).repeat(ranks)
+    expert_N = expert_We.repeat_interleave(coming_We.flatten(), output_size=count)
+    return sort_rows_by_group(expert_N.unsqueeze(1), experts)
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_RD: Tensor, sent: list[int], came: list[int], group: AllToAllGroup) -> Tensor:
+        ctx.sent = sent
+        ctx.came = came
+        ctx.group = group
+        return group.all_to_all(x_RD, sent, came)
+
+    @staticmethod
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        group: AllToAllGroup = ctx.group
+        return group.all_to_all(grad_ND, ctx.came, ctx.sent), None, None, None
+
+
+def _all_to_all(x_RD: Tensor, sent: list[int], came: list[int], group: AllToAllGroup) -> Tensor:
+    """Differentiable all-to-all: ``sent`` rows go to each rank in order, ``came`` rows come from each."""
+    return _AllToAll.apply(x_RD, sent, came, group)  # pyright: ignore[reportReturnType]
+
+
+# -- FSDP of a rank's experts ---------------------------------------------------------------
+
+
+def expert_params(decoder: nn.Module) -> set[nn.Parameter]:
+    """Return the expert parameters that ``fully_shard`` of a layer must leave to ``fully_shard_experts``."""
+    return {moe.get_parameter(name) for moe in _moe_modules(decoder) for name in _stacked_names(moe.spec)}
+
+
+def fully_shard_experts(moe: MoeMlp, mesh: DeviceMesh, *, policy: MixedPrecisionPolicy, offload: OffloadPolicy) -> None:
+    """Shard the experts, and nothing else of ``moe``, over ``mesh``: the ranks that have the same experts.
+
+    The surrounding layer must be sharded first, with these among its ``ignored_params``, because FSDP does not look
+    into modules that are already sharded.
+    """
+    own = expert_params(moe)
+    world = mesh.size(-1)
+
+    def place(parameter: nn.Parameter) -> Shard:
+        return Shard(choose_shard_dim(parameter.shape, world))
+
+    rest = {parameter for parameter in moe.parameters() if parameter not in own}
+    fully_shard(moe, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=rest, shard_placement_fn=place)
+
+
+def choose_shard_dim(shape: Sequence[int], world: int) -> int:
+    """Choose the dimension along which ``world`` ranks shard a rank's experts: whole experts, or their rows if those
+    divide evenly and the experts do not.
+    """
+    return 1 if shape[0] % world and shape[1] % world == 0 else 0
+
+
+def set_expert_prefetch(layers: Sequence[DecoderLayer]) -> None:
+    """Let FSDP prefetch the next layer's parameters during the all-to-all; call it after all layers are sharded.
+
+    FSDP's implicit prefetch needs a host that runs ahead of the device, which waiting for counts prevents; and for the
+    experts, nearly last in a layer's forward and nearly first in its backward, it would always be too late.
+    """
+    for layer, next_layer in pairwise(layers):
+        # With a post-norm, experts are recomputed before their backward, and would prefetch parameters already used.
+        if layer.mlp_post_norm is None:
+            _last(layer).set_modules_to_forward_prefetch(_fsdp_modules(next_layer))
+        _last(next_layer).set_modules_to_backward_prefetch(_fsdp_modules(layer))
+
+
+def _fsdp_modules(layer: DecoderLayer) -> list[FSDPModule]:
+    """Return the modules of a layer that FSDP shards, in forward order."""
+    return [module for module in (layer, layer.moe) if isinstance(module, FSDPModule)]
+
+
+def _last(layer: DecoderLayer) -> FSDPModule:
+    return _fsdp_modules(layer)[-1]

@@ -1,0 +1,258 @@
+"""Decoder sharded over several ranks, as the trainer's model: tensor, context and expert parallelism, and FSDP.
+
+Each rank's decoder has some heads, channels and vocabulary rows (``tensor_parallel``) and some experts
+(``expert_parallel``), of which FSDP shards the rows (``fully_shard``); a rank's part of a parameter is a
+``ParamShard``.
+
+``_T`` packed input tokens, ``_R`` trained tokens, ``L`` MoE layers, ``k`` experts per token, ``D`` hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from miles.backends.fsdp import expert_parallel, tensor_parallel
+from miles.backends.fsdp.autograd_collectives import gather_replicated
+from miles.backends.fsdp.device_mesh import FsdpMesh
+from miles.backends.fsdp.fully_shard import apply_fully_shard
+from miles.backends.fsdp.master_params import MasterParams
+from miles.backends.fsdp.packed_batch import RankBatch, build_rank_batch
+from miles.backends.fsdp.param_shard import build_param_shards
+from miles.backends.fsdp.routing_replay import build_routing, collect_routing_stats
+from miles.core.errors import CheckpointError, UsageError
+from miles.kernels.attention.gather_rows import index_rows
+from miles.kernels.numerics import Numerics
+from miles.models.activation_checkpointing import RecomputeMode, set_recompute
+from miles.models.checkpoint import hf
+from miles.models.checkpoint.save_plan import SavePlan, plan_save
+from miles.models.decoder import Decoder, DecoderLayer
+from miles.models.layers.moe import Routing
+from miles.models.lora.adapters import LoraAdapters
+from miles.models.optim_groups import MuonMatrices, find_muon_matrices
+from miles.models.parallel.tp_decoder import build_tp_decoder
+from miles.models.parallel.tp_sharding import compute_tp_shards
+from miles.models.spec import DecoderSpec
+from miles.train.batch_tensors import MicroBatch
+from miles.train.logprobs import HeadOutput
+from miles.train.model_protocols import KeptTensors, LossCallback
+from miles.train.stopwatch import Stopwatch
+
+
+class FsdpModel:
+    """A TrainModel with uninitialized parameters and the numerics of ``mesh``; a ``frozen`` one takes no gradient.
+
+    It computes in ``dtype``, and its parameters are float32 unless it is frozen. With ``cpu_offload`` they are on the
+    host. Saved weights are accompanied by the tokenizer files of the folder ``like`` and by ``config``, else the config
+    of ``like``, else one built from the spec.
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        mesh: FsdpMesh,
+        *,
+        dtype: torch.dtype,
+        config: Mapping[str, Any] | None = None,
+        like: Path | None = None,
+        recompute: RecomputeMode = "none",
+        recompute_layers: int | None = None,
+        cpu_offload: bool = False,
+        frozen: bool = False,
+    ) -> None:
+        problem = mesh.layout.find_model_problem(spec)
+        if problem is not None:
+            raise UsageError(problem)
+        self.spec = spec
+        self.mesh = mesh
+        self.dtype = dtype
+        self._config, self._like = config, like
+        sharded = mesh.shard_mesh is not None
+        self._decoder = self._build_decoder(torch.float32 if sharded and not frozen else dtype)
+        if frozen:
+            self._decoder.requires_grad_(False)
+        set_recompute(self._decoder, recompute, recompute_layers)
+        self._stopwatch, self._tokens = Stopwatch(mesh.device), 0
+        self._time_layers()
+        rank_shapes = {name: parameter.shape for name, parameter in self._decoder.named_parameters()}
+        replicated = apply_fully_shard(
+            self._decoder, mesh, dtype=dtype if sharded and not frozen else None, cpu_offload=cpu_offload
+        )
+        full = dict(Decoder(spec, device="meta", dtype=dtype, numerics=mesh.numerics).named_parameters())
+        full_shapes = {name: parameter.shape for name, parameter in full.items()}
+        self._shards = build_param_shards(compute_tp_shards(spec), full_shapes, rank_shapes, mesh, unmanaged=replicated)
+        self._decoder.to_empty(device="cpu" if cpu_offload and sharded else mesh.device)
+        for name in replicated:  # FSDP does not move these to the device
+            self._decoder.get_parameter(name).data = self._decoder.get_parameter(name).data.to(mesh.device)
+        self._masters = MasterParams(self._decoder)
+        self._vocab_shard = None
+        if mesh.tp_group.world > 1:
+            self._vocab_shard = tensor_parallel.VocabShard(spec.vocab_size, mesh.tp_group)
+
+    def freeze_head(self) -> None:
+        """Do not train the head, unless it is the embedding; call before the first forward."""
+        if self._decoder.lm_head is not None:
+            self._decoder.lm_head.requires_grad_(False)
+            self.parameters()["lm_head.weight"].requires_grad_(False)
+
+    def attach_adapters(self, adapters: LoraAdapters) -> None:
+        """Attach LoRA adapters, which are replicated on every rank; call before the first forward."""
+        assert self.mesh.tp_group.world == 1, "LoRA does not support tensor parallelism"
+        adapters.attach(self._decoder)
+
+    def first_row(self, name: str) -> int:
+        """Return the first row of the full matrix that this rank has."""
+        return self._shards[name].bounds[0]
+
+    def sum_grad(self, grad: Tensor) -> Tensor:
+        """All-reduce the gradient of replicated factors over all ranks with other tokens."""
+        return self.mesh.dp_cp_group.sum(grad)
+
+    def _build_decoder(self, dtype: torch.dtype) -> Decoder:
+        """Build this rank's decoder, without storage, with its collectives."""
+        collectives = tensor_parallel.build_tp_collectives(self.mesh.tp_group, sequence=self.mesh.layout.sequence)
+        decoder = build_tp_decoder(
+            self.spec,
+            self.mesh.tp_group,
+            device="meta",
+            dtype=dtype,
+            numerics=self.numerics,
+            collectives=collectives,
+        )
+        expert_parallel.shard_experts(decoder, self.mesh.ep_group)
+        return decoder
+
+    @property
+    def device(self) -> torch.device:
+        return self.mesh.device
+
+    @property
+    def numerics(self) -> Numerics:
+        return self.mesh.numerics
+
+    # -- parameters and gradients ---------------------------------------------------------------
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        return self._masters.tensors
+
+    def finalize_grads(self) -> None:
+        grads = self._masters.collect_grads()
+        starts = {name: self._shards[name].bounds[0] for name in grads}
+        tensor_parallel.reduce_partial_grads(
+            grads, compute_tp_shards(self.spec), starts, self.mesh.tp_group, sequence=self.mesh.layout.sequence
+        )
+
+    def squares(self, grads: Mapping[str, Tensor]) -> Tensor:
+        """Compute the sum of squares of the gradient values that no earlier rank has."""
+        found = [self._shards[name].squares(grad).to(self.device) for name, grad in grads.items()]
+        return torch.stack(found).sum() if found else torch.zeros((), dtype=torch.float64, device=self.device)
+
+    def norm(self, grads: Mapping[str, Tensor]) -> Tensor:
+        return self.mesh.world_group.sum(self.squares(grads)).sqrt().float()
+
+    def after_update(self) -> None:
+        self._masters.sync_to_module()
+
+    def gather(self, name: str, local: Tensor) -> Tensor:
+        return self._shards[name].gather(local)
+
+    def shard(self, name: str, full: Tensor) -> Tensor:
+        return self._shards[name].shard(full)
+
+    def muon_matrices(self) -> Mapping[str, MuonMatrices]:
+        return find_muon_matrices(self.spec)
+
+    def move(self, device: torch.device) -> None:
+        self._masters.move(device)
+
+    # -- forward and backward ------------------------------------------------------------------
+
+    def forward_backward(self, plan: Sequence[MicroBatch], judge: LossCallback) -> list[KeptTensors]:
+        kept: list[KeptTensors] = []
+        for number, rows in enumerate(plan):
+            output = self._output(rows)
+            with self._stopwatch:
+                loss, found = judge(number, output)
+            self._tokens += len(rows.tokens_T)
+            if loss is not None:
+                loss.backward()
+            kept.append(found)
+        return kept
+
+    def seconds_per_token(self) -> float | None:
+        """Of the layers' forward, each with its weights brought together already, and of the loss."""
+        seconds = self._stopwatch.read_and_reset()
+        tokens = self._tokens
+        self._tokens = 0
+        return seconds / tokens if tokens else None
+
+    def _time_layers(self) -> None:
+        """Time the layers' forward; called before FSDP wraps them, so that all-gathers are not included."""
+        for layer in self._decoder.layers:
+            assert isinstance(layer, DecoderLayer)
+            layer.forward_deferred = self._stopwatch.wrap(layer.forward_deferred)
+            layer.register_forward_pre_hook(lambda module, args: self._stopwatch.__enter__())
+            layer.register_forward_hook(lambda module, args, out: self._stopwatch.__exit__(None, None, None))
+
+    def _output(self, rows: MicroBatch) -> HeadOutput:
+        packed = build_rank_batch(rows, self.mesh, self.spec)
+        routing = build_routing(self.spec, packed.replay_TLk, rows.routed_cache, device=self.device, fill=packed.fill)
+        hidden_rD = self.read(packed, routing)
+        stats = collect_routing_stats(routing, rows.routed_cache, self.mesh.cp_group.sum)
+        return HeadOutput(
+            hidden_RD=hidden_rD,
+            head_VD=self._decoder.head(),
+            softcap=self.spec.logit_softcap,
+            vocabulary=self._vocab_shard,
+            tokens=packed.tokens,
+            flips=stats.flips,
+            replayed=stats.replayed,
+            load_LE=stats.load_LE,
+            numerics=self.numerics,
+        )
+
+    def read(self, packed: RankBatch, routing: Routing | None = None) -> Tensor:
+        """Compute the needed hidden states of this rank, [r, D], equal on all tensor-parallel ranks."""
+        hidden_TD = self._decoder(packed.tokens_T, packed.positions_T, packed.attn_backend, routing)
+        if self.mesh.layout.sequence:
+            hidden_TD = gather_replicated(hidden_TD, self.mesh.tp_group)
+        return index_rows(hidden_TD, packed.at_r, repeated=packed.repeated)
+
+    # -- checkpoints ---------------------------------------------------------------------------
+
+    def save(self, folder: Path) -> None:
+        decoder = Decoder(self.spec, device="meta", dtype=self.dtype, numerics=self.numerics)
+        lead = self.mesh.dp_group.is_lead
+        found: dict[str, Tensor] = {}
+        for name, wanted in decoder.named_parameters():
+            full = self.gather(name, self.parameters()[name].detach())
+            if lead:
+                found[name] = full.to(device="cpu", dtype=wanted.dtype)
+        if lead:
+            decoder.load_state_dict(found, assign=True)
+            hf.export(decoder, folder, like=self._like, config=self._config)
+        self.barrier()  # until the files are written
+
+    def barrier(self) -> None:
+        """Wait until every rank arrives."""
+        self.mesh.world_group.sum(torch.zeros((), device=self.device))
+
+    def save_plan(self) -> SavePlan:
+        return plan_save(self.spec, dtype=self.dtype, like=self._like, config=self._config)
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        missing = dict(self.parameters())
+        dtype = next((p.dtype for name, p in missing.items() if not name.endswith(".correction")), self.dtype)
+        for name, full in hf.load_slices(folder, rank=0, world=1, device="cpu", dtype=dtype):
+            param = missing.pop(name, None)
+            if param is None or full.shape != self._shards[name].full_shape:
+                raise CheckpointError(f"{folder} does not match the model in training (see {name}).")
+            param.copy_(self.shard(name, full))
+        if missing:
+            raise CheckpointError(f"{folder} does not match the model in training (see {min(missing)}).")
+        self.after_update()

@@ -1,0 +1,228 @@
+"""Decoder in one process, as the trainer's model.
+
+``_T`` packed input tokens, ``D`` hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from miles.backends.fsdp.routing_replay import RoutingStats, build_routing, collect_routing_stats
+from miles.core.errors import CheckpointError, MilesError
+from miles.kernels.attention.gather_rows import index_rows
+from miles.kernels.numerics import Numerics
+from miles.models.base import CausalLM
+from miles.models.checkpoint import hf
+from miles.models.checkpoint.save_plan import SavePlan, plan_save
+from miles.models.decoder import Decoder
+from miles.models.lora.adapters import LoraAdapters
+from miles.models.optim_groups import MuonMatrices, find_muon_matrices
+from miles.models.spec import DecoderSpec
+from miles.train.batch_tensors import MicroBatch, RoutedExpertsCache
+from miles.train.logprobs import HeadOutput
+from miles.train.model_protocols import KeptTensors, LossCallback
+from miles.train.optim.optimizer import full_grad_norm
+from miles.train.prefix_sharing import TreeNode, build_attention, check_supported
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedOutput(RoutingStats):
+    """Hidden states of a packed batch and routing statistics. ``flips`` counts the replayed experts that the router
+    would not have selected, out of ``replayed``; both None if nothing was replayed.
+    """
+
+    hidden_TD: Tensor
+
+
+class _Unsharded:
+    """ShardedParameters in one process: parameters and gradients are always complete."""
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        raise NotImplementedError
+
+    def finalize_grads(self) -> None:
+        """Gradients need no reduction."""
+
+    def norm(self, grads: Mapping[str, Tensor]) -> Tensor:
+        return full_grad_norm(grads)
+
+    def after_update(self) -> None:
+        """There are no copies of the parameters."""
+
+    def gather(self, name: str, local: Tensor) -> Tensor:
+        return local
+
+    def shard(self, name: str, full: Tensor) -> Tensor:
+        return full
+
+    def move(self, device: torch.device) -> None:
+        for parameter in self.parameters().values():
+            parameter.data = parameter.data.to(device)
+
+
+class LocalModel(_Unsharded):
+    """A TrainModel over ``decoder``; a ``frozen`` one takes no gradient.
+
+    Saved weights are accompanied by the tokenizer files of the folder ``like`` and by ``config``, else the config of
+    ``like``, else one built from the spec. Training checkpoints have them in ``save_dtype``, if it is given; the
+    weights as they are trained are then saved with the optimizer state.
+    """
+
+    def __init__(
+        self,
+        decoder: CausalLM,
+        *,
+        config: Mapping[str, Any] | None = None,
+        like: Path | None = None,
+        save_dtype: torch.dtype | None = None,
+        gradient_checkpointing: bool = False,
+        frozen: bool = False,
+    ) -> None:
+        self._decoder = decoder
+        self._config = config
+        self._like = like
+        self._save_dtype = save_dtype
+        if frozen:
+            decoder.requires_grad_(False)
+        decoder.checkpoint_layers = gradient_checkpointing
+        self._parameters: dict[str, Tensor] = dict(decoder.named_parameters())
+
+    @property
+    def device(self) -> torch.device:
+        return self._decoder.head().device
+
+    @property
+    def numerics(self) -> Numerics:
+        return self._decoder.numerics
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        return self._parameters
+
+    def head(self) -> Tensor:
+        """Return the output weight [V, D]."""
+        return self._decoder.head()
+
+    def muon_matrices(self) -> Mapping[str, MuonMatrices]:
+        return find_muon_matrices(self._decoder.spec)
+
+    def attach_adapters(self, adapters: LoraAdapters) -> None:
+        """Attach LoRA adapters; call before the first forward."""
+        assert isinstance(self._decoder, Decoder), "LoRA needs the native decoder"
+        adapters.attach(self._decoder)
+
+    def first_row(self, name: str) -> int:
+        """Return the first row of the full matrix that this rank has."""
+        return 0
+
+    def sum_grad(self, grad: Tensor) -> Tensor:
+        """All-reduce the gradient of replicated factors; a no-op in one process."""
+        return grad
+
+    @property
+    def spec(self) -> DecoderSpec:
+        return self._decoder.spec
+
+    def forward_backward(self, plan: Sequence[MicroBatch], judge: LossCallback) -> list[KeptTensors]:
+        kept: list[KeptTensors] = []
+        for number, rows in enumerate(plan):
+            loss, found = judge(number, self._output(rows))
+            if loss is not None:
+                loss.backward()
+            kept.append(found)
+        return kept
+
+    def _output(self, rows: MicroBatch) -> HeadOutput:
+        spec = self._decoder.spec
+        check_supported(spec, rows.tree_nodes)
+        read = self.read(
+            rows.tokens_T, rows.positions_T, rows.lengths, rows.replay_TLk, rows.tree_nodes, rows.routed_cache
+        )
+        return HeadOutput(
+            hidden_RD=index_rows(read.hidden_TD, rows.before_R, repeated=bool(rows.tree_nodes)),
+            head_VD=self.head(),
+            softcap=spec.logit_softcap,
+            flips=read.flips,
+            replayed=read.replayed,
+            load_LE=read.load_LE,
+            numerics=self.numerics,
+        )
+
+    def read(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        lengths: Sequence[int],
+        replay_TLk: Tensor | None,
+        tree_nodes: Sequence[TreeNode] = (),
+        used: RoutedExpertsCache | None = None,
+    ) -> PackedOutput:
+        """Compute the hidden states of packed sequences without padding, or of a prefix tree of ``tree_nodes``."""
+        longest, most = max(lengths), self._decoder.spec.max_positions
+        if longest > most:
+            raise MilesError(f"a sample of {longest} tokens is longer than the {most} positions of the model's config.")
+        routing = None
+        if isinstance(self._decoder, Decoder):  # routing of transformers modules is neither recorded nor replayed
+            routing = build_routing(self._decoder.spec, replay_TLk, used, device=self.device)
+        attn_backend = build_attention(lengths, tree_nodes, self.device, numerics=self.numerics)
+        hidden_TD = self._decoder(tokens_T, positions_T, attn_backend, routing)
+        stats = collect_routing_stats(routing, used)
+        return PackedOutput(hidden_TD=hidden_TD, flips=stats.flips, replayed=stats.replayed, load_LE=stats.load_LE)
+
+    def save(self, folder: Path) -> None:
+        hf.save_model(self._decoder, folder, like=self._like, config=self._config)
+
+    def save_plan(self) -> SavePlan | None:
+        if self._save_dtype is not None and isinstance(self._decoder, Decoder):
+            return plan_save(self._decoder.spec, dtype=self._save_dtype, like=self._like, config=self._config)
+        return hf.plan_model_save(self._decoder, like=self._like, config=self._config)
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        missing = dict(self._parameters)
+        for name, tensor in hf.iter_model_tensors(self._decoder, folder):
+            param = missing.pop(name, None)
+            if param is None or tensor.shape != param.shape:
+                raise CheckpointError(f"{folder} does not match the model in training (see {name}).")
+            param.copy_(tensor)
+        if missing:
+            raise CheckpointError(f"{folder} does not match the model in training (see {min(missing)}).")
+
+
+class LocalHeadModel(_Unsharded):
+    """A decoder with a small float32 head of its own, initially zero: what critic and reward model have in common.
+
+    The decoder's own head, unless it is the embedding, is saved with the model but not trained.
+    """
+
+    def __init__(
+        self,
+        decoder: CausalLM,
+        head: Mapping[str, tuple[int, ...]],
+        *,
+        config: Mapping[str, Any] | None,
+        like: Path | None,
+        gradient_checkpointing: bool,
+    ) -> None:
+        self._backbone = LocalModel(decoder, config=config, like=like, gradient_checkpointing=gradient_checkpointing)
+        if not decoder.spec.tie_embeddings:
+            decoder.head().requires_grad_(False)
+        self._head: dict[str, Tensor] = {
+            name: nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=self._backbone.device))
+            for name, shape in head.items()
+        }
+
+    @property
+    def device(self) -> torch.device:
+        return self._backbone.device
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        return {**self._backbone.parameters(), **self._head}
+
+    def muon_matrices(self) -> Mapping[str, MuonMatrices]:
+        return self._backbone.muon_matrices()

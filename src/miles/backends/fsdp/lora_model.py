@@ -1,0 +1,180 @@
+"""LoRA training: the base weights are frozen and adapters are trained, in one process or sharded over ranks.
+
+The weights under the usual names are base plus adapters, merged after every update: these are published, saved and used
+in forwards. Each rank has its shard of those, and all of the adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from miles.core.errors import CheckpointError
+from miles.kernels.numerics import Numerics
+from miles.models.checkpoint import peft
+from miles.models.checkpoint.param_slices import HfSlice
+from miles.models.checkpoint.safetensors_io import write_json
+from miles.models.checkpoint.save_plan import SavePlan, SaveUnit
+from miles.models.lora.adapters import LoraAdapters
+from miles.models.lora.targets import LoraSpec
+from miles.models.optim_groups import MuonMatrices
+from miles.models.spec import DecoderSpec
+from miles.train.batch_tensors import MicroBatch
+from miles.train.model_protocols import KeptTensors, LossCallback, ReportsTokenTime, TrainModel
+from miles.train.optim.optimizer import full_grad_norm
+
+_WEIGHTS, _CONFIG = f"{peft.FOLDER}/{peft.WEIGHTS}", f"{peft.FOLDER}/{peft.CONFIG}"
+
+
+class LoraBaseModel(TrainModel, Protocol):
+    """A frozen model that adapters can be attached to."""
+
+    @property
+    def spec(self) -> DecoderSpec: ...
+    def attach_adapters(self, adapters: LoraAdapters) -> None: ...
+    def first_row(self, name: str) -> int: ...
+    def sum_grad(self, grad: Tensor) -> Tensor: ...
+
+
+class LoraModel:
+    """A TrainModel over a frozen ``base_model`` with the weights of the model in the folder ``base``.
+
+    New adapters are initialized from ``seed``, or loaded from the PEFT folder ``start``.
+    """
+
+    def __init__(
+        self, base_model: LoraBaseModel, lora: LoraSpec, *, base: Path, seed: int, start: Path | None = None
+    ) -> None:
+        self._base_model = base_model
+        self._lora = lora
+        self._folder = base
+        self._adapters = LoraAdapters(lora, device=base_model.device, seed=seed)
+        base_model.attach_adapters(self._adapters)
+        params = base_model.parameters()
+        self._base = {name: params[name].detach().clone() for name in self._adapters.targets_by_param}
+        if start is not None:
+            self._adapters.load(_read_adapter(start))
+            self.after_update()
+
+    def adapters(self) -> LoraAdapters:
+        """Return the trained adapters."""
+        return self._adapters
+
+    @property
+    def device(self) -> torch.device:
+        return self._base_model.device
+
+    @property
+    def numerics(self) -> Numerics:
+        return self._base_model.numerics
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        return {**self._base_model.parameters(), **self._adapters.parameters}
+
+    def finalize_grads(self) -> None:
+        self._base_model.finalize_grads()
+        factors = list(self._adapters.parameters.values())
+        flat = torch.cat([torch.zeros_like(p).view(-1) if p.grad is None else p.grad.view(-1) for p in factors])
+        for parameter, grad in zip(
+            factors, self._base_model.sum_grad(flat).split([p.numel() for p in factors]), strict=True
+        ):
+            parameter.grad = grad.view_as(parameter)
+
+    def norm(self, grads: Mapping[str, Tensor]) -> Tensor:
+        return full_grad_norm(grads).to(self.device)
+
+    @torch.no_grad()
+    def after_update(self) -> None:
+        params = self._base_model.parameters()
+        for name, base in self._base.items():
+            self._adapters.merge(name, params[name], base, self._base_model.first_row(name))
+        self._base_model.after_update()
+
+    def gather(self, name: str, local: Tensor) -> Tensor:
+        return local if name in self._adapters.parameters else self._base_model.gather(name, local)
+
+    def shard(self, name: str, full: Tensor) -> Tensor:
+        return full if name in self._adapters.parameters else self._base_model.shard(name, full)
+
+    def muon_matrices(self) -> Mapping[str, MuonMatrices]:
+        return {}
+
+    def move(self, device: torch.device) -> None:
+        self._base_model.move(device)
+        self._adapters.to(device)
+        self._base = {name: base.to(device) for name, base in self._base.items()}
+
+    def forward_backward(self, plan: Sequence[MicroBatch], judge: LossCallback) -> list[KeptTensors]:
+        return self._base_model.forward_backward(plan, judge)
+
+    def seconds_per_token(self) -> float | None:
+        return self._base_model.seconds_per_token() if isinstance(self._base_model, ReportsTokenTime) else None
+
+    # -- checkpoints ---------------------------------------------------------------------------
+
+    def save(self, folder: Path) -> None:
+        self._base_model.save(folder)
+        (folder / peft.FOLDER).mkdir(exist_ok=True)
+        found = {peft.peft_tensor_name(n): p.detach().cpu().contiguous() for n, p in self._adapters.parameters.items()}
+        save_file(found, folder / _WEIGHTS, metadata={"format": "pt"})
+        write_json(folder / _CONFIG, self._peft_config())
+
+    def save_plan(self) -> SavePlan | None:
+        plan = self._base_model.save_plan()
+        if plan is None:
+            return None
+        units = tuple(_unit(name, parameter) for name, parameter in self._adapters.parameters.items())
+        return replace(
+            plan,
+            extra_files={**plan.extra_files, _WEIGHTS: units},
+            json_files={**plan.json_files, _CONFIG: self._peft_config()},
+        )
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        if not (folder / _WEIGHTS).exists():
+            raise CheckpointError(
+                f"{folder} has no adapter because its weights were trained; leave --lora-rank out, or start from "
+                "it as --hf-checkpoint."
+            )
+        tensors = _read_adapter(folder / peft.FOLDER)
+        shapes = {name: p.shape for name, p in self._adapters.parameters.items()}
+        if {name: t.shape for name, t in tensors.items()} != shapes:
+            raise CheckpointError(
+                f"{folder / peft.FOLDER} holds other adapters than --lora-rank and --target-modules select."
+            )
+        self._adapters.load(tensors)
+        self._base_model.load(folder)
+        self._check_base(folder)
+
+    def _check_base(self, folder: Path) -> None:
+        """Raise an error if a checkpoint's weights are not this base plus its adapters."""
+        params = self._base_model.parameters()
+        for name, base in self._base.items():
+            merged = base.clone()
+            self._adapters.merge(name, merged, base, self._base_model.first_row(name))
+            if not torch.equal(merged, params[name].detach()):
+                raise CheckpointError(
+                    f"{folder} was trained over another base than {self._folder}, or merged on another type of "
+                    f"device (see {name}); use the --hf-checkpoint and --lora-alpha it was trained with."
+                )
+
+    def _peft_config(self) -> dict[str, object]:
+        return peft.build_peft_config(self._lora, self._base_model.spec, str(self._folder))
+
+
+def _unit(name: str, parameter: Tensor) -> SaveUnit:
+    shape = tuple(parameter.shape)
+    piece = HfSlice(peft.peft_tensor_name(name), shape, 0, shape[0])
+    return SaveUnit(name=name, shape=shape, dtype=parameter.dtype, pieces=(piece,))
+
+
+def _read_adapter(folder: Path) -> dict[str, Tensor]:
+    found = load_file(folder / peft.WEIGHTS)
+    return {name.removeprefix(peft.peft_tensor_name("")): tensor for name, tensor in found.items()}

@@ -1,0 +1,77 @@
+"""A rank's part of a packed micro-batch, with or without context parallelism.
+
+``_T`` input tokens of this rank, ``_R`` tokens whose hidden states are needed, ``_r`` those of them on this rank, ``L``
+MoE layers, ``k`` experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from miles.backends.fsdp.context_parallel import PackedRows, RankBatch, shard_batch
+from miles.backends.fsdp.device_mesh import FsdpMesh
+from miles.core.errors import MilesError
+from miles.models.spec import DecoderSpec
+from miles.train.prefix_sharing import TreeNode, build_attention, check_supported
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedText:
+    """Packed tokens without sampling data."""
+
+    lengths: Sequence[int]
+    tokens_T: Tensor
+    positions_T: Tensor
+    before_R: Tensor
+    replay_TLk: Tensor | None = None
+    tree_nodes: Sequence[TreeNode] = ()
+
+
+def build_rank_batch(rows: PackedRows, mesh: FsdpMesh, spec: DecoderSpec) -> RankBatch:
+    """Build this rank's part of ``rows``, which is the same on all ranks of a data-parallel part."""
+    check_supported(spec, rows.tree_nodes)
+    longest, most = max(rows.lengths), spec.max_positions
+    if longest > most:
+        raise MilesError(f"a sample of {longest} tokens is longer than the {most} positions of the model's config.")
+    multiple = mesh.tp_group.world if mesh.layout.sequence else 1
+    if mesh.cp_group.world > 1:
+        return shard_batch(rows, mesh.cp_group, numerics=mesh.numerics, multiple=multiple)
+    padded = _pad(rows, -len(rows.tokens_T) % multiple)
+    return RankBatch(
+        tokens_T=padded.tokens_T,
+        positions_T=padded.positions_T,
+        attn_backend=build_attention(padded.lengths, padded.tree_nodes, mesh.device, numerics=mesh.numerics),
+        at_r=padded.before_R,
+        replay_TLk=padded.replay_TLk,
+        repeated=bool(rows.tree_nodes),
+        fill=len(padded.tokens_T) - len(rows.tokens_T),
+    )
+
+
+def _pad(rows: PackedRows, missing: int) -> PackedText:
+    """Append ``missing`` padding tokens as a sequence, so that ranks that share tokens have equally many."""
+    text = PackedText(
+        lengths=rows.lengths,
+        tokens_T=rows.tokens_T,
+        positions_T=rows.positions_T,
+        before_R=rows.before_R,
+        replay_TLk=rows.replay_TLk,
+        tree_nodes=rows.tree_nodes,
+    )
+    if not missing:
+        return text
+    replay_TLk = rows.replay_TLk
+    if replay_TLk is not None:
+        replay_TLk = torch.cat((replay_TLk, replay_TLk.new_full((missing, *replay_TLk.shape[1:]), -1)))
+    return replace(
+        text,
+        lengths=(*rows.lengths, missing),
+        tokens_T=torch.cat((rows.tokens_T, rows.tokens_T.new_zeros(missing))),
+        positions_T=torch.cat((rows.positions_T, torch.arange(missing, device=rows.positions_T.device))),
+        replay_TLk=replay_TLk,
+        tree_nodes=(*rows.tree_nodes, TreeNode(missing)) if rows.tree_nodes else (),
+    )

@@ -1,0 +1,208 @@
+"""Megatron layer specs with our modules: RMSNorm, attention over packed sequences, grouped experts, routing replay.
+
+Shapes: ``t`` slots of this rank, 1 Megatron's batch dimension, H query heads, G key-value heads, N = H + G, d channels
+of a key, e of a value, D features; R rows sorted by expert, I channels and E experts of this rank.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
+from torch import Tensor, nn
+
+from miles.backends.megatron.mla import PackedMLASelfAttention
+from miles.backends.megatron.packed_batch import LayerRoutingReplay, PackedParams
+from miles.backends.megatron.transformer_config import DecoderTransformerConfig
+from miles.kernels.attention.params import AttentionInputs, AttentionParams
+from miles.kernels.fused.activation import gated_activation_inference
+from miles.kernels.fused.rms_norm import rms_norm
+from miles.kernels.moe.grouped_gemm import SortedRows, grouped_linear
+from miles.kernels.numerics import FAST
+from miles.models.layers.rope import Positions, apply_rotary
+from miles.models.spec import AttentionSpec, MlaSpec, MoeSpec
+
+
+class MegatronRMSNorm(nn.Module):
+    """RMSNorm that supports sequence parallelism, without Transformer Engine or Apex."""
+
+    def __init__(self, config: DecoderTransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype, device=config.param_device))
+        # Megatron reads this attribute.
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps, numerics=FAST)
+
+
+class PackedCoreAttention(MegatronModule):
+    """Attention within each sequence of a packed batch, with the attention backends of the FSDP trainer.
+
+    RoPE is applied here, except for MLA.
+    """
+
+    def __init__(self, config: DecoderTransformerConfig, layer_number: int, **_: Any) -> None:
+        super().__init__(config=config)
+        self.layer = layer_number - 1
+        mixer = config.decoder_spec.layers[self.layer].mixer
+        assert isinstance(mixer, AttentionSpec | MlaSpec)
+        self.spec = mixer
+        scale = mixer.head_dim**-0.5 if mixer.scale is None else mixer.scale
+        self.params = AttentionParams(scale=scale)
+        if isinstance(mixer, AttentionSpec):
+            self.params = AttentionParams(scale=scale, window=mixer.window, chunk=mixer.chunk, softcap=mixer.softcap)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedParams | None = None,
+    ) -> Tensor:
+        assert packed_seq_params is not None and attention_mask is None and attention_bias is None
+        q_tHd, k_tGd = query, key
+        if isinstance(self.spec, AttentionSpec):
+            q_tHd, k_tGd = _apply_positions(self.spec, q_tHd, k_tGd, packed_seq_params.positions)
+        return packed_seq_params.attn_backend(self.layer, AttentionInputs(q_tHd, k_tGd, value, self.params)).flatten(1)
+
+
+def _apply_positions(spec: AttentionSpec, q_tHd: Tensor, k_tGd: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
+    """Apply RoPE and position-dependent temperature to queries and keys."""
+    if spec.rope is not None:
+        heads = (q_tHd.shape[1], k_tGd.shape[1])
+        cos_sin = positions.cos_sin(spec.rope, spec.head_dim)
+        both_tNd, interleaved = torch.cat((q_tHd, k_tGd), 1), spec.rope.interleaved
+        qk_tNd = apply_rotary(both_tNd, cos_sin, interleaved=interleaved, numerics=FAST)
+        q_tHd, k_tGd = qk_tNd.split(heads, dim=1)
+    if spec.temperature is not None:
+        q_tHd = (q_tHd * positions.temperature(*spec.temperature)).to(q_tHd.dtype)
+    return q_tHd, k_tGd
+
+
+class GroupedExperts(SequentialMLP):
+    """Megatron's experts without Transformer Engine, computed by one grouped GEMM."""
+
+    def forward(
+        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        config: Any = self.config
+        assert isinstance(config, DecoderTransformerConfig) and config.decoder_spec.moe is not None
+        if config.moe_apply_probs_on_input:
+            return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
+        x_RD, experts = permuted_local_hidden_states, list(self.local_experts)
+        ends_E = tokens_per_expert.cumsum(0).to(device=x_RD.device, dtype=torch.int32)
+        none = ends_E[:0]  # rows are already sorted
+        rows = SortedRows(order_R=none, place_R=none, group_R=none, ends_E=ends_E, per_token=1)
+        first: list[Any] = [expert.get_submodule("linear_fc1").weight for expert in experts]
+        down: list[Any] = [expert.get_submodule("linear_fc2").weight for expert in experts]
+        inner_R2I = grouped_linear(x_RD, torch.stack(first), rows)
+        out_RI = gated_activation_inference(inner_R2I, config.decoder_spec.moe.activation) * permuted_probs.unsqueeze(
+            -1
+        )
+        return grouped_linear(out_RI.to(x_RD.dtype), torch.stack(down), rows), None
+
+
+class ReplayTransformerLayer(TransformerLayer):
+    """Megatron's layer, which passes the routing replay of the micro-batch to its router."""
+
+    def forward(self, *args: Any, packed_seq_params: PackedParams | None = None, **kwargs: Any) -> Any:
+        config = self.config
+        assert packed_seq_params is not None and isinstance(config, DecoderTransformerConfig)
+        if isinstance(config.decoder_spec.layers[self.layer_number - 1].ffn, MoeSpec):
+            replay, slot = packed_seq_params.replay, config.decoder_spec.moe_layers.index(self.layer_number - 1)
+            mlp: Any = self.mlp
+            mlp.router.router_replay = None if replay is None else LayerRoutingReplay(replay, slot)
+        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+
+
+class GPTBackbone(GPTModel):
+    """Megatron's GPTModel up to the hidden states, without the output layer."""
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden_states
+
+    def head(self) -> Tensor:
+        """Return the output weight, this tensor-parallel rank's rows."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        weight = self.output_layer.weight
+        assert weight is not None
+        return weight
+
+
+# -- layer specs ----------------------------------------------------------------------------
+
+
+def build_gpt_backbone(
+    config: DecoderTransformerConfig, *, first: bool, last: bool, stage: int | None, rank: int
+) -> GPTBackbone:
+    """Build the layers of this pipeline ``rank``, its ``stage``-th virtual stage if it has several; uninitialized."""
+    decoder = config.decoder_spec
+    size = -(-decoder.vocab_size // config.tensor_model_parallel_size) * config.tensor_model_parallel_size
+    layers: Any = _block_spec(config, stage, rank)
+    return GPTBackbone(
+        config=config,
+        transformer_layer_spec=layers,
+        vocab_size=size,
+        max_sequence_length=decoder.max_positions,
+        pre_process=first,
+        post_process=last,
+        share_embeddings_and_output_weights=decoder.tie_embeddings,
+        position_embedding_type="none",
+        vp_stage=stage,
+    )
+
+
+def _block_spec(config: DecoderTransformerConfig, stage: int | None, rank: int) -> TransformerBlockSubmodules:
+    count = get_num_layers_to_build(config, vp_stage=stage, pp_rank=rank)
+    offset = get_transformer_layer_offset(config, vp_stage=stage, pp_rank=rank)
+    specs = [_layer_module_spec(config, i) for i in range(offset, offset + count)]
+    norm: Any = MegatronRMSNorm
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
+
+
+def _layer_module_spec(config: DecoderTransformerConfig, index: int) -> ModuleSpec:
+    """Return Megatron's spec of a layer, with our modules in place of those that do not support packed batches."""
+    moe = isinstance(config.decoder_spec.layers[index].ffn, MoeSpec)
+    how = {
+        "num_experts": config.num_moe_experts if moe else None,
+        "moe_grouped_gemm": config.moe_grouped_gemm,
+        "qk_layernorm": config.qk_layernorm,
+        "multi_latent_attention": config.multi_latent_attention,
+    }
+    if config.transformer_engine:
+        spec = get_gpt_layer_with_transformer_engine_spec(**how)
+    else:
+        spec = get_gpt_layer_local_spec(**how, normalization="RMSNorm")
+    spec.module = ReplayTransformerLayer
+    submodules: Any = spec.submodules
+    for name in ("input_layernorm", "pre_mlp_layernorm"):
+        if getattr(submodules, name) is not IdentityOp:
+            setattr(submodules, name, MegatronRMSNorm)
+    if moe and submodules.mlp.submodules.experts.module is SequentialMLP:
+        submodules.mlp.submodules.experts.module = GroupedExperts
+    attention = submodules.self_attention.submodules
+    attention.core_attention = PackedCoreAttention
+    if config.multi_latent_attention:
+        submodules.self_attention.module = PackedMLASelfAttention
+    for name in ("q_layernorm", "kv_layernorm" if config.multi_latent_attention else "k_layernorm"):
+        if getattr(attention, name) is not IdentityOp:
+            setattr(attention, name, MegatronRMSNorm)
+    return spec

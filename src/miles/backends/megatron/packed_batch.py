@@ -1,0 +1,319 @@
+"""Packed micro-batches for Megatron's layers: padded where ranks need equal parts, sharded under context parallelism.
+
+A sequence is split over context-parallel ranks into twice as many equal chunks, and a rank has one from the front and
+its mirror image from the back, which balances the attention work (zigzag). Padding tokens follow a sequence's own, or
+are a sequence of their own: no token attends to them, and they are not trained on.
+
+``_T`` tokens of the rows, ``_t`` slots of this rank, padding included; ``_R`` trained tokens and ``_r`` those this rank
+predicts; ``L`` MoE layers, ``k`` experts per token, ``E`` all experts, ``G`` key-value heads.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from numpy.typing import NDArray
+from torch import Tensor
+
+from miles.backends.megatron.parallel_state import MegatronGroup, ParallelState
+from miles.core.errors import MilesError
+from miles.kernels.attention.params import AttentionInputs
+from miles.kernels.attention.tree import Segment, TreeAttentionBackend
+from miles.kernels.numerics import FAST
+from miles.models.layers.attention_backend import AttentionBackend
+from miles.models.layers.rope import Positions
+from miles.models.spec import DecoderSpec
+from miles.train.batch_tensors import MicroBatch, RoutedExpertsCache
+from miles.train.prefix_sharing import TreeNode, build_attention
+
+# -- routing --------------------------------------------------------------------------------
+
+
+class RoutingReplay:
+    """The experts to replay in the slots of one rank, if any; counts those the router would not have selected.
+
+    ``used`` is filled with the experts used if it is empty, and replayed if it is not; ``real_t`` are the slots that
+    hold a token of the rows.
+    """
+
+    def __init__(
+        self, spec: DecoderSpec, replay_tLk: Tensor | None, used: RoutedExpertsCache | None, real_t: Tensor
+    ) -> None:
+        assert spec.moe is not None
+        self._real_t, self._device = real_t, real_t.device
+        earlier_tLk = None if used is None else used.experts_tLk
+        self.replay_tLk = replay_tLk if earlier_tLk is None else earlier_tLk
+        self.used = used if earlier_tLk is None else None
+        self.counts: dict[int, Tensor] = {}
+        self.selected: dict[int, Tensor] = {}
+        self._experts, self._layers = spec.moe.num_experts, len(spec.moe_layers)
+
+    def total(self) -> Tensor:
+        """Return flips and replayed experts over this rank's layers and slots."""
+        none = torch.zeros(2, dtype=torch.int64, device=self._device)
+        return torch.stack([none, *self.counts.values()]).sum(0)
+
+    def load(self) -> Tensor:
+        """Return how often each expert was selected for this rank's slots, [L, E]; zero in layers of other stages."""
+        out_LE = torch.zeros(self._layers, self._experts, dtype=torch.int64, device=self._device)
+        for slot, selected_tk in self.selected.items():
+            out_LE[slot] = torch.bincount(selected_tk[self._real_t].flatten(), minlength=self._experts)
+        return out_LE
+
+    def store_used(self) -> None:
+        """Store the experts that were used."""
+        if self.used is not None and self.selected:
+            some_tk = next(iter(self.selected.values()))
+            none_tk = torch.full_like(some_tk, -1)
+            rows = [self.selected.get(slot, none_tk) for slot in range(self._layers)]
+            experts_tLk = torch.stack(rows, 1).to(torch.int32)
+            self.used.experts_tLk = torch.where(self._real_t[:, None, None], experts_tLk, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRoutingReplay:
+    """A ``RoutingReplay`` of one layer, with the interface of Megatron's RouterReplay."""
+
+    replay: RoutingReplay
+    slot: int
+
+    def get_replay_topk(
+        self,
+        scores_tE: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        choose: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """Return the scores and indices of each token's experts; gradients flow through the scores."""
+        replay, slot = self.replay, self.slot
+        _, used_tk = choose(scores_tE.detach(), topk, num_groups, group_topk)
+        if replay.replay_tLk is not None:
+            own_tk, replay_tk = used_tk, replay.replay_tLk[:, slot].to(used_tk.dtype)
+            known_t = (replay_tk >= 0).all(-1)
+            used_tk = torch.where(known_t[:, None], replay_tk, own_tk)
+            agreed_tk = (used_tk[:, :, None] == own_tk[:, None, :]).any(-1)
+            replay.counts[slot] = torch.stack((((~agreed_tk) & known_t[:, None]).sum(), known_t.sum() * topk))
+        # A recomputed layer counts once.
+        replay.selected.setdefault(slot, used_tk.detach())
+        return scores_tE.gather(1, used_tk), used_tk
+
+
+# -- context parallelism --------------------------------------------------------------------
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_r: Tensor, mine_r: Tensor, count: int, group: MegatronGroup) -> Tensor:
+        ctx.mine_r = mine_r
+        out_R = x_r.new_zeros((count, *x_r.shape[1:]))
+        out_R[mine_r] = x_r
+        return group.sum(out_R)
+
+    @staticmethod
+    def backward(ctx: Any, grad_R: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad_R.index_select(0, ctx.mine_r), None, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class ContextTokens:
+    """The trained tokens that this context-parallel rank predicts."""
+
+    mine_r: Tensor
+    count: int
+    group: MegatronGroup
+
+    def join(self, x_r: Tensor) -> Tensor:
+        """Gather the ranks' values into one [R, ...] on each rank; the gradient is sliced."""
+        return _Join.apply(x_r, self.mine_r, self.count, self.group)  # pyright: ignore[reportReturnType]
+
+
+class GatheredKVAttention:
+    """An AttentionBackend of this rank's queries over the keys and values of all context-parallel ranks."""
+
+    latent = False
+
+    def __init__(self, inner: TreeAttentionBackend, group: MegatronGroup) -> None:
+        self._inner, self._group = inner, group
+
+    def __call__(self, layer: int, inputs: AttentionInputs) -> Tensor:
+        k_TGd, v_TGe = inputs.k_TGd, inputs.v_TGe
+        both = gather_from_sequence_parallel_region(torch.cat((k_TGd, v_TGe), -1), group=self._group.process_group)
+        k_MGd, v_MGe = both.split((k_TGd.shape[-1], v_TGe.shape[-1]), -1)
+        return self._inner(layer, inputs._replace(k_TGd=k_MGd, v_TGe=v_MGe))
+
+    def recurrent_state(self, layer: int) -> Any:
+        """Recurrent states are not supported: they are on another rank."""
+        raise AssertionError(f"layer {layer} is recurrent, which context parallelism does not support")
+
+
+# -- slots ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLayout:
+    """``source_t`` is the token in each of this rank's slots, -1 for padding; ``place_t`` is its position.
+
+    ``lengths`` are the padded sequence lengths, which divide into ``pieces`` each.
+    """
+
+    source_t: NDArray[np.int64]
+    place_t: NDArray[np.int64]
+    lengths: list[int]
+    pieces: int
+
+
+def build_slots(lengths: Sequence[int], *, rank: int, context: int, multiple: int) -> SlotLayout:
+    """Build the slots of one of several ``context`` ranks, equally many on each, a ``multiple`` of so many.
+
+    >>> build_slots([3, 5], rank=0, context=2, multiple=1).source_t.tolist()
+    [0, -1, 3, 4, -1, -1]
+    """
+    pieces = 2 * context
+    padded = [-(-n // pieces) * pieces for n in lengths]
+    while sum(padded) // context % multiple:
+        padded[-1] += pieces
+    sources: list[NDArray[np.int64]] = []
+    places: list[NDArray[np.int64]] = []
+    start = 0
+    for real, length in zip(lengths, padded, strict=True):
+        size = length // pieces
+        place = np.concatenate([np.arange(j * size, (j + 1) * size) for j in (rank, pieces - 1 - rank)])
+        sources.append(np.where(place < real, start + place, -1))
+        places.append(np.where(place < real, place, 0))
+        start += real
+    return SlotLayout(np.concatenate(sources), np.concatenate(places), padded, pieces)
+
+
+def build_segments(slots: SlotLayout, *, rank: int, context: int) -> list[Segment]:
+    """Return this rank's runs of queries, and the positions of their keys among all ranks' slots."""
+    each = len(slots.source_t)
+    out: list[Segment] = []
+    offset = 0
+    for length in slots.lengths:
+        size = length // slots.pieces
+        # Chunk j is the first of rank j's two, or the second of its mirror rank's.
+        firsts = [
+            min(j, slots.pieces - 1 - j) * each + offset + (0 if j < context else size) for j in range(slots.pieces)
+        ]
+        for j in (rank, slots.pieces - 1 - rank):
+            out.append(Segment(size, tuple((first, size) for first in firsts[: j + 1])))
+        offset += 2 * size
+    return out
+
+
+# -- micro-batch ----------------------------------------------------------------------------
+
+
+@dataclass
+class PackedParams(PackedSeqParams):
+    """Passed to every layer of a forward, also when it is recomputed in backward."""
+
+    qkv_format: str = "thd"
+    positions: Positions = field(kw_only=True)
+    attn_backend: AttentionBackend = field(kw_only=True)
+    replay: RoutingReplay | None = field(default=None, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronBatch:
+    """A micro-batch of this rank: its tokens, the layers' arguments, and the slots ``at_r`` that predict."""
+
+    tokens_1t: Tensor
+    packed: PackedParams
+    at_r: Tensor
+    tokens: ContextTokens | None
+
+
+def build_megatron_batch(
+    rows: MicroBatch,
+    spec: DecoderSpec,
+    state: ParallelState,
+    *,
+    sequence: bool,
+    dtype: torch.dtype,
+    counted: bool = False,
+) -> MegatronBatch:
+    """Build this rank's part of ``rows``; ``sequence`` says that sequence parallelism is on.
+
+    Experts are ``counted`` even if none are replayed.
+    """
+    longest, most = max(rows.lengths), spec.max_positions
+    if longest > most:
+        raise MilesError(f"a sample of {longest} tokens is longer than the {most} positions of the model's config.")
+    multiple = state.tp_group.world if sequence else 1
+    local = _pad(rows, multiple) if state.cp_group.world == 1 else _shard(rows.unshare(), state.cp_group, multiple)
+    replay = None
+    if spec.moe is not None and (local.replay_tLk is not None or rows.routed_cache is not None or counted):
+        part = state.tp_group.rank if sequence else 0
+        replay_tLk = None if local.replay_tLk is None else local.replay_tLk.chunk(multiple)[part]
+        replay = RoutingReplay(spec, replay_tLk, rows.routed_cache, local.real_t.chunk(multiple)[part])
+    positions = Positions(local.positions_t, most, dtype, numerics=FAST)
+    packed = PackedParams(positions=positions, attn_backend=local.attn_backend, replay=replay)
+    return MegatronBatch(tokens_1t=local.tokens_t[None], packed=packed, at_r=local.at_r, tokens=local.tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LocalSlots:
+    """This rank's slots, which of them hold a token of the rows, and the slots that predict."""
+
+    tokens_t: Tensor
+    real_t: Tensor
+    positions_t: Tensor
+    replay_tLk: Tensor | None
+    attn_backend: AttentionBackend
+    at_r: Tensor
+    tokens: ContextTokens | None = None
+
+
+def _pad(rows: MicroBatch, multiple: int) -> _LocalSlots:
+    """All of the rows, followed by a padding sequence."""
+    missing = -len(rows.tokens_T) % multiple
+    lengths, tree_nodes, replay_tLk = rows.lengths, rows.tree_nodes, rows.replay_TLk
+    if missing:
+        lengths, tree_nodes = (*lengths, missing), (*tree_nodes, TreeNode(missing)) if tree_nodes else ()
+        if replay_tLk is not None:
+            replay_tLk = torch.cat((replay_tLk, replay_tLk.new_full((missing, *replay_tLk.shape[1:]), -1)))
+    none_m = rows.tokens_T.new_zeros(missing)
+    return _LocalSlots(
+        tokens_t=torch.cat((rows.tokens_T, none_m)),
+        real_t=torch.cat((torch.ones_like(rows.tokens_T), none_m)).bool(),
+        positions_t=torch.cat((rows.positions_T, none_m)),
+        replay_tLk=replay_tLk,
+        attn_backend=build_attention(lengths, tree_nodes, rows.tokens_T.device, numerics=FAST),
+        at_r=rows.before_R,
+    )
+
+
+def _shard(rows: MicroBatch, group: MegatronGroup, multiple: int) -> _LocalSlots:
+    """This context-parallel rank's chunks of every sequence."""
+    device = rows.tokens_T.device
+    slots = build_slots(rows.lengths, rank=group.rank, context=group.world, multiple=multiple)
+    source_t = torch.from_numpy(slots.source_t).to(device)
+    real_t, taken_t = source_t >= 0, source_t.clamp(min=0)
+    replay_tLk = rows.replay_TLk
+    if replay_tLk is not None:
+        replay_tLk = torch.where(real_t[:, None, None], replay_tLk.index_select(0, taken_t), -1)
+    slot_T = np.full(sum(rows.lengths), -1, np.int64)
+    filled = np.flatnonzero(slots.source_t >= 0)
+    slot_T[slots.source_t[filled]] = filled
+    at_R = torch.from_numpy(slot_T).to(device).index_select(0, rows.before_R)
+    mine_r = (at_R >= 0).nonzero()[:, 0]
+    segments = build_segments(slots, rank=group.rank, context=group.world)
+    inner = TreeAttentionBackend(segments, device, keys=group.world * len(source_t))
+    return _LocalSlots(
+        real_t=real_t,
+        tokens_t=torch.where(real_t, rows.tokens_T.index_select(0, taken_t), 0),
+        positions_t=torch.from_numpy(slots.place_t).to(device),
+        replay_tLk=replay_tLk,
+        attn_backend=GatheredKVAttention(inner, group),
+        at_r=at_R.index_select(0, mine_r),
+        tokens=ContextTokens(mine_r, len(at_R), group),
+    )

@@ -1,0 +1,180 @@
+"""Megatron's TransformerConfig built from a decoder spec."""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from torch.nn import functional as F
+
+from miles.backends.megatron.supported_models import ACTIVATIONS, check_megatron_support
+from miles.cluster.parallel_dims import ParallelDims
+from miles.core.errors import UsageError
+from miles.models.spec import AttentionSpec, DecoderSpec, MlaSpec, MlpSpec, MoeSpec
+
+
+@dataclass
+class DecoderTransformerConfig(MLATransformerConfig):
+    """Megatron's config plus what our modules need: the spec, the device of parameters, and whether layers are
+    Transformer Engine's.
+    """
+
+    decoder_spec: DecoderSpec = field(kw_only=True)
+    param_device: torch.device = field(kw_only=True)
+    transformer_engine: bool = field(default=False, kw_only=True)
+
+
+def build_transformer_config(
+    spec: DecoderSpec, layout: ParallelDims, flags: Mapping[str, Any], *, dtype: torch.dtype, device: torch.device
+) -> DecoderTransformerConfig:
+    """Build the config for ``spec``; ``flags`` are fields of Megatron's own. Its errors become UsageErrors."""
+    problem = check_megatron_support(spec, layout)
+    if problem is not None:
+        raise UsageError(problem)
+    transformer_engine = device.type == "cuda" and find_spec("transformer_engine") is not None
+    fields = {
+        **_decoder(spec),
+        **_moe(spec, transformer_engine=transformer_engine),
+        **_parallel(layout, device, interleaved=flags.get("virtual_pipeline_model_parallel_size") is not None),
+        **_precision(dtype),
+        "calculate_per_token_loss": True,  # the schedules then do not scale the loss
+        "perform_initialization": False,
+        "use_cpu_initialization": device.type == "cpu",
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        # Fusions of other packages, or of kernels that our attention replaces.
+        "persist_layer_norm": False,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "apply_rope_fusion": False,
+        **flags,
+    }
+    try:
+        return DecoderTransformerConfig(
+            **fields, decoder_spec=spec, param_device=device, transformer_engine=transformer_engine
+        )
+    except (ValueError, AssertionError, NotImplementedError) as error:
+        raise UsageError(f"Megatron-Core rejects this model and parallel layout: {error}") from error
+
+
+def _decoder(spec: DecoderSpec) -> dict[str, Any]:
+    mlp = _mlp(spec)
+    return {
+        "num_layers": spec.num_layers,
+        "hidden_size": spec.hidden_size,
+        "ffn_hidden_size": mlp.size,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": spec.norm_eps,
+        "gated_linear_unit": True,
+        "activation_func": _ACTIVATIONS[mlp.activation],
+        **_attention(spec.layers[0].mixer),
+    }
+
+
+def _attention(mixer: object) -> dict[str, Any]:
+    if isinstance(mixer, MlaSpec):
+        return {
+            "multi_latent_attention": True,
+            "num_attention_heads": mixer.num_heads,
+            "num_query_groups": mixer.num_heads,
+            "kv_channels": mixer.value_dim,
+            "q_lora_rank": mixer.query_rank,
+            "kv_lora_rank": mixer.kv_rank,
+            "qk_head_dim": mixer.nope_dim,
+            "qk_pos_emb_head_dim": mixer.rope_dim,
+            "v_head_dim": mixer.value_dim,
+            "rope_type": "rope",  # replaced by ours
+            "rotary_scaling_factor": 1.0,
+            "add_bias_linear": False,
+            "qk_layernorm": True,
+        }
+    assert isinstance(mixer, AttentionSpec)
+    return {
+        "multi_latent_attention": False,
+        "num_attention_heads": mixer.num_heads,
+        "num_query_groups": mixer.num_kv_heads,
+        "kv_channels": mixer.head_dim,
+        "add_bias_linear": mixer.output_bias,
+        "add_qkv_bias": mixer.qkv_bias and not mixer.output_bias,
+        "qk_layernorm": mixer.qk_norm == "head",
+    }
+
+
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = dict(
+    zip(ACTIVATIONS, (F.silu, _gelu_tanh), strict=True)
+)
+
+
+def _moe(spec: DecoderSpec, *, transformer_engine: bool) -> dict[str, Any]:
+    moe = spec.moe
+    if moe is None:
+        return {}
+    out: dict[str, Any] = {
+        "num_moe_experts": moe.num_experts,
+        "moe_router_topk": moe.experts_per_token,
+        "moe_ffn_hidden_size": moe.size,
+        "moe_layer_freq": [int(isinstance(layer.ffn, MoeSpec)) for layer in spec.layers],
+        "moe_router_score_function": moe.score,
+        # Normalized weights equal a softmax over the selected experts.
+        "moe_router_pre_softmax": moe.score == "softmax" and not moe.norm_topk_prob,
+        "moe_router_topk_scaling_factor": None if moe.scale == 1.0 else moe.scale,
+        "moe_router_enable_expert_bias": moe.correction,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_dtype": "fp32" if moe.wide_router or moe.score == "sigmoid" else None,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": transformer_engine,
+    }
+    if moe.groups > 1:
+        out |= {"moe_router_num_groups": moe.groups, "moe_router_group_topk": moe.kept_groups}
+    if moe.shared is not None:
+        out |= {"moe_shared_expert_intermediate_size": moe.shared.size, "moe_shared_expert_gate": moe.shared_gate}
+    return out
+
+
+def _parallel(layout: ParallelDims, device: torch.device, *, interleaved: bool) -> dict[str, Any]:
+    out: dict[str, Any] = {
+        "tensor_model_parallel_size": layout.tensor,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "context_parallel_size": layout.context,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_tensor or layout.tensor,
+        "sequence_parallel": layout.sequence,
+        # Packed micro-batches vary in length, which only this dispatcher supports.
+        "variable_seq_lengths": layout.pipeline > 1,
+        "moe_token_dispatcher_type": "alltoall",
+        "deallocate_pipeline_outputs": device.type != "cpu",
+    }
+    if device.type == "cpu" and interleaved:
+        # Over gloo the batched sends of interleaved stages are reordered and give wrong results.
+        out |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+    return out
+
+
+def _precision(dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+    }
+
+
+def _mlp(spec: DecoderSpec) -> MlpSpec:
+    """Return the MLP of dense layers; without any, one like the experts."""
+    found = next((layer.ffn for layer in spec.layers if isinstance(layer.ffn, MlpSpec)), None)
+    if found is not None:
+        return found
+    assert spec.moe is not None
+    return MlpSpec(size=spec.moe.size, activation=spec.moe.activation)

@@ -1,0 +1,515 @@
+"""The native engine: continuous batching with overlap scheduling; requests in, versioned tokens out.
+
+Who waits for whom: a ``RequestOutput`` waits for the step loop, one task that lives while there is work, which runs
+steps and notifies outputs; pause, abort, sleep and wake wait for ``_step_lock`` between two steps. A weight update may
+come from another thread, so whoever touches requests or pages also holds ``_lock``.
+
+On a GPU a step is scheduled and launched before the output of the previous one is processed, so that the device does
+not wait for the host. Whatever does not fit that order drains all in-flight steps first (``InflightSteps``). Steps
+that nobody on the event loop waits for follow each other without returning to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from miles.backends.native.config import NativeConfig
+from miles.backends.native.engine.forward_batch import ForwardBatch, InflightStep, ScheduledStep
+from miles.backends.native.engine.memory_budget import resolve_prefill_chunk, resolve_prefill_delay
+from miles.backends.native.engine.prefix_cache import PageAllocator
+from miles.backends.native.engine.req import DecodeFn, Req, RequestOutput
+from miles.backends.native.engine.req_slots import ReqSlots
+from miles.backends.native.engine.request import GenerateRequest
+from miles.backends.native.engine.scheduler import RoutedExpertsStore, RunningBatch, Scheduler
+from miles.backends.native.engine.validate import RequestValidator
+from miles.backends.native.runner.factory import build_runner
+from miles.cluster.executor import Executor
+from miles.cluster.platform import detect_platform
+from miles.core.errors import EngineError
+from miles.core.protocols import Completion, OnTokens, SamplingParams
+from miles.core.token_fields import TOP_TOKENS
+from miles.core.types import Span, Tokens, Version
+from miles.kernels.numerics import FAST, Numerics
+from miles.models.base import CausalLM
+from miles.models.spec import DecoderSpec
+from miles.sync.manifest import Manifest
+
+PauseMode = Literal["in_place", "retract", "abort"]
+
+# Seconds that steps may follow each other before the event loop gets a turn.
+_MAX_SECONDS_OFF_LOOP = 0.003
+
+
+class StepLauncher(Protocol):
+    """What ``InflightSteps`` needs of a model runner."""
+
+    def launch(self, batch: ForwardBatch) -> InflightStep: ...
+    def clear(self) -> None: ...
+
+
+class InflightSteps:
+    """Overlap scheduling: at most ``depth`` steps are in flight when the next one is scheduled.
+
+    ``undelivered`` requests ended, and ``error`` was raised, while a weight update drained the steps; the step loop
+    delivers both.
+    """
+
+    def __init__(self, scheduler: Scheduler, depth: int) -> None:
+        self.steps: list[tuple[ScheduledStep, InflightStep, Version]] = []
+        self.undelivered: list[Req] = []
+        self.error: Exception | None = None
+        self._scheduler = scheduler
+        self._depth = depth
+
+    @property
+    def pending(self) -> bool:
+        """Whether a step is in flight, or a result is undelivered."""
+        return bool(self.steps or self.undelivered or self.error)
+
+    def run_step(self, runner: StepLauncher, version: Version) -> list[Req]:
+        """Schedule and launch one step, and process what is beyond ``depth``; return the requests that ended."""
+        scheduler = self._scheduler
+        ended = self.drain() if self.steps and self._must_drain() else []
+        if scheduler.must_clear_cache:
+            scheduler.preempt_all()
+            runner.clear()
+            scheduler.must_clear_cache = False
+        step = scheduler.schedule_step()
+        if step is None:
+            return ended + self.drain()
+        inflight = runner.launch(step.batch)
+        scheduler.mark_launched(step)
+        self.steps.append((step, inflight, version))
+        return ended + self.drain(keep=self._depth)
+
+    def _must_drain(self) -> bool:
+        return self._scheduler.must_clear_cache or self._scheduler.must_wait_for_inflight()
+
+    def run_steps(self, runner: StepLauncher, version: Version, may_continue: Callable[[], bool]) -> list[Req]:
+        """Run steps while some are in flight, no request ended and ``may_continue()``; return those that ended."""
+        ended = self.run_step(runner, version)
+        while self.steps and not ended and may_continue():
+            ended = self.run_step(runner, version)
+        return ended
+
+    def drain(self, keep: int = 0) -> list[Req]:
+        """Process the output of all in-flight steps but the last ``keep``; return the requests that ended."""
+        ended: list[Req] = []
+        while len(self.steps) > keep:
+            step, inflight, version = self.steps.pop(0)
+            ended += self._scheduler.process_output(step, inflight.result(), version)
+        return ended
+
+    def drain_deferred(self) -> None:
+        """Process all in-flight steps; leave ended requests and errors for ``take_deferred``."""
+        try:
+            self.undelivered += self.drain()
+        except Exception as error:
+            self.error = error
+
+    def take_deferred(self) -> list[Req]:
+        """Return the requests that ended in ``drain_deferred``, or raise its error."""
+        undelivered, error = self.undelivered, self.error
+        self.undelivered, self.error = [], None
+        if error is not None:
+            raise error
+        return undelivered
+
+    def discard(self) -> None:
+        self.steps = []
+        self.undelivered = []
+        self.error = None
+
+
+class NativeEngine:
+    """Implements core.protocols.Engine and EngineControl, and sync.manifest.Receiver.
+
+    With several ``devices``, the first of which is ``device``, the model is tensor-parallel with a rank on each.
+    ``_depth`` is the number of steps in flight when the next is launched: by default 1 on a GPU, 0 on a CPU.
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        config: NativeConfig,
+        run: Executor,
+        decode: DecodeFn | None,
+        numerics: Numerics = FAST,
+        name: str = "engine 0",
+        model: CausalLM | None = None,
+        devices: Sequence[torch.device] = (),
+        clock: Callable[[], float] = time.perf_counter,
+        _depth: int | None = None,
+    ) -> None:
+        self.spec = spec
+        self.name = name
+        self.version: Version | None = None
+        device = torch.device(device)
+        self._platform = replace(detect_platform(device.type), device=device)
+        page_size = config.engine_page_size
+        self._runner, num_pages = build_runner(
+            spec, config, self._platform, dtype=dtype, numerics=numerics, model=model, devices=devices, name=name
+        )
+        no_expert = self._runner.no_expert
+        # A recurrent state belongs to one position: a prefix cannot find it, only a fork from its leader can.
+        self._pages = PageAllocator(num_pages, page_size, share=config.engine_prefix_cache and not spec.recurrent)
+        max_pages = min(num_pages, -(-spec.max_positions // page_size))
+        running_batch = RunningBatch(
+            self._pages,
+            ReqSlots(config.engine_max_running, max_pages, spec.vocab_size),
+            share_prefill=config.engine_prefix_cache,
+            routed_experts=None if no_expert is None else RoutedExpertsStore(no_expert, num_pages, page_size),
+            clock=clock,
+        )
+        self._scheduler = Scheduler(
+            running_batch,
+            prefill_chunk=resolve_prefill_chunk(spec, config, self._platform),
+            decode=decode,
+            prefill_delay=resolve_prefill_delay(config, self._runner.uses_cuda_graphs),
+        )
+        self._inflight = InflightSteps(self._scheduler, int(device.type != "cpu") if _depth is None else _depth)
+        self._validator = RequestValidator(name, spec, num_pages * page_size, has_tokenizer=decode is not None)
+        self._weights = self._runner.build_weight_update(name, self._commit_weights)
+        self._run = run
+        self._clock = clock
+        self._step_seconds = 0.0
+        self._outputs: dict[Req, RequestOutput] = {}
+        self._waiting_outputs: list[RequestOutput] = []
+        self._arrived: list[Req] = []
+        self._cancelled: list[Req] = []
+        self._loop_task: asyncio.Task[None] | None = None
+        self._step_lock = asyncio.Lock()
+        self._lock = threading.Lock()
+        self._paused = False
+        self._asleep = False
+        self._closed = False
+        self._weights_torn = False
+
+    def step(self) -> list[Req]:
+        """Run one step, or several while nobody waits for output; return the requests that ended."""
+        assert self.version is not None
+        until = self._clock() + _MAX_SECONDS_OFF_LOOP
+        return self._inflight.run_steps(
+            self._runner, self.version, lambda: self._may_stay_off_loop() and self._clock() < until
+        )
+
+    # -- Engine -----------------------------------------------------------------------------
+
+    async def generate(self, tokens: Tokens, sampling: SamplingParams) -> Completion:
+        """Continue ``tokens``. Cancelling the caller's task cancels the request."""
+        return await self._submit_prompt(tokens, sampling).completion()
+
+    async def generate_stream(self, tokens: Tokens, sampling: SamplingParams, on_tokens: OnTokens) -> Completion:
+        """``generate``, with ``on_tokens`` called with new tokens as they are sampled."""
+        async with self._submit_prompt(tokens, sampling) as output:
+            async for chunk in output:
+                on_tokens(chunk.tokens)
+            return await output.completion()
+
+    def _submit_prompt(self, tokens: Tokens, sampling: SamplingParams) -> RequestOutput:
+        if sampling.max_new_tokens == 0:
+            raise EngineError(f"{self.name} cannot serve the request: max_new_tokens is 0, must be at least 1")
+        return self.submit(GenerateRequest(tokens=tokens, sampling=sampling))
+
+    def submit(self, request: GenerateRequest) -> RequestOutput:
+        """Queue a request, or raise ``EngineError`` if it cannot be served. Call on the event loop."""
+        if self._closed:
+            raise EngineError(f"{self.name} was closed and takes no more requests")
+        self._runner.check()
+        if self.version is None:
+            raise EngineError(f"{self.name} has no weights yet; publish a version to it first")
+        req = self._validator.create_req(request, self._clock())
+        output = RequestOutput(
+            req, self._runner.no_expert, on_wait=self._waiting_outputs.append, on_cancel=self._cancel_output
+        )
+        self._outputs[req] = output
+        self._arrived.append(req)
+        self._start_loop()
+        return output
+
+    def _cancel_output(self, output: RequestOutput) -> None:
+        if self._outputs.pop(output.req, None) is not None:
+            self._cancelled.append(output.req)
+            output.set_result(EngineError(f"the request to {self.name} was cancelled"))
+            self._start_loop()
+
+    # -- EngineControl ----------------------------------------------------------------------
+
+    async def warm_up(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Capture all CUDA graphs before the first request; ``on_progress`` gets the number done and the total."""
+        async with self._step_lock:
+            await self._run(lambda: self._runner.warm_up(on_progress))
+
+    async def pause(self, mode: PauseMode = "in_place") -> None:
+        """Stop stepping. Requests are kept with their pages or (``retract``) without, or aborted."""
+        self._paused = True
+        async with self._step_lock:
+            await self._drain()
+            with self._lock:
+                for req in list(self._scheduler.running) if mode == "retract" else ():
+                    self._scheduler.preempt(req)
+        if mode == "abort":
+            await self.abort()
+
+    async def resume(self) -> None:
+        self._paused = False
+        self._start_loop()
+
+    async def abort(self, rid: str | None = None, message: str = "aborted") -> int:
+        """End all requests, or those with this ``rid``, with their tokens so far; return how many."""
+        async with self._step_lock:
+            await self._drain()
+            with self._lock:
+                ended = [req for req in self._scheduler.iter_reqs() if rid is None or req.request.rid == rid]
+                for req in ended:
+                    self._scheduler.remove(req, message)
+            self._deliver(ended)
+        return len(ended)
+
+    async def flush_cache(self) -> bool:
+        """Empty the prefix cache; do nothing and return False while requests hold pages."""
+        async with self._step_lock:
+            await self._drain()
+            with self._lock:
+                if self._scheduler.running:
+                    return False
+                self._pages.flush()
+        return True
+
+    async def sleep(self) -> None:
+        """Release the KV cache memory. Running requests wait and are recomputed after ``wake``."""
+        async with self._step_lock:
+            await self._drain()
+            with self._lock:
+                self._asleep = True
+                for req in list(self._scheduler.running):
+                    self._scheduler.preempt(req)
+                self._pages.flush()
+            self._runner.free()
+            self._platform.empty_cache()
+
+    async def wake(self) -> None:
+        async with self._step_lock:
+            if self._asleep:
+                self._runner.allocate()
+                self._asleep = False
+        self._start_loop()
+
+    async def health(self) -> Mapping[str, float]:
+        self._runner.check()
+        total, waiting = len(list(self._scheduler.iter_reqs())), len(self._scheduler.waiting)
+        return {
+            "running": float(total - waiting),
+            "waiting": float(waiting + len(self._arrived)),
+            "free_pages": float(self._pages.available),
+            "pages": float(self._pages.total),
+            **{name: value for name, value in self.stats().items() if name != "seconds"},
+        }
+
+    def stats(self) -> Mapping[str, float]:
+        """Return the counters since the engine was created, and the seconds spent in steps."""
+        counters = {name: float(count) for name, count in asdict(self._scheduler.counters).items()}
+        return {**counters, "seconds": self._step_seconds}
+
+    async def close(self) -> None:
+        """Reject further requests and fail those in progress. The caller closes the executor ``run``."""
+        self._closed = True
+        async with self._step_lock:
+            self._fail_all(EngineError(f"{self.name} was closed"))
+        if self._loop_task is not None:
+            await self._loop_task
+        self._runner.close()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether no steps run now: paused, asleep, or during an in-place weight write."""
+        return self._paused or self._asleep or self._weights_torn
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the engine can never run another step: it was closed, or one of its ranks died."""
+        try:
+            self._runner.check()
+        except EngineError:
+            return True
+        return self._closed
+
+    @property
+    def kv_tokens(self) -> int:
+        """Capacity of the KV cache in tokens."""
+        return self._pages.total * self._pages.size
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Return the current weights by name."""
+        return self._runner.weights()
+
+    def check(self) -> None:
+        """Assert that scheduler and pages agree, and that everything is free when there are no requests."""
+        with self._lock:
+            self._scheduler.check()
+            if not (self._outputs or self._cancelled or self._inflight.pending):
+                assert not list(self._scheduler.iter_reqs())
+                assert self._pages.available == self._pages.total
+
+    # -- Receiver (weight updates) ------------------------------------------------------------
+
+    def begin(self, manifest: Manifest) -> None:
+        self._weights.begin(manifest)
+
+    def receive(self, name: str, tensor: Tensor, known: int | None = None, *, own: bool = False) -> None:
+        self._weights.receive(name, tensor, known, own=own)
+
+    def verify(self) -> None:
+        self._weights.verify()
+
+    def commit(self) -> None:
+        self._weights.commit()
+
+    def rollback(self) -> None:
+        self._weights.rollback()
+
+    def _commit_weights(self, tensors: Mapping[str, Tensor], version: Version, own: Collection[str]) -> None:
+        """Switch weights between two steps: running requests keep their KV cache, new ones share none of it.
+
+        A half computed prompt starts again, because its whole response is stamped with the new version.
+        """
+        with self._lock:
+            self._inflight.drain_deferred()  # the step loop, not this thread, notifies the callers
+            self._runner.set_weights(tensors, own)
+            self._set_version(version)
+
+    def write_weights_in_place(self, write: Callable[[], None]) -> None:
+        """Overwrite weights by ``write()``. No step runs until ``commit_in_place``, or until new weights commit."""
+        with self._lock:
+            self._inflight.drain_deferred()
+            self._weights_torn = True
+            write()
+
+    def commit_in_place(self, version: Version) -> None:
+        """Declare the overwritten weights complete, as ``version``."""
+        with self._lock:
+            self._set_version(version)
+
+    def _set_version(self, version: Version) -> None:
+        self._scheduler.restart_prompts()
+        self._pages.flush()
+        self.version, self._weights_torn = version, False
+
+    # -- the step loop ----------------------------------------------------------------------
+
+    def _start_loop(self) -> None:
+        if self._loop_task is None:
+            self._loop_task = asyncio.get_running_loop().create_task(self._run_loop())
+
+    async def _run_loop(self) -> None:
+        try:
+            while True:
+                await asyncio.sleep(0)  # let tasks that were started or answered in this turn submit first
+                async with self._step_lock:
+                    if not self._has_work():
+                        return
+                    self._deliver(await self._run(self._run_timed_step))
+        except Exception as error:
+            self._fail_all(error)
+        finally:
+            self._loop_task = None
+
+    def _has_work(self) -> bool:
+        with self._lock:
+            self._update_queue()
+            work = self._scheduler.running or self._scheduler.waiting or self._inflight.pending
+            return bool(work) and not self.is_paused
+
+    def _run_timed_step(self) -> list[Req]:
+        with self._lock:
+            started = self._clock()
+            ended = self._inflight.take_deferred() + self.step()
+            self._step_seconds += self._clock() - started
+            return ended
+
+    def _may_stay_off_loop(self) -> bool:
+        """Return whether the event loop needs no turn before the next step. Called from the step thread."""
+        needed = self._arrived or self._cancelled or self._waiting_outputs or self.is_paused or self._closed
+        return self._run.is_threaded and not needed
+
+    async def _drain(self) -> None:
+        """Holding ``_step_lock``: process and deliver all in-flight steps, then update the queue."""
+        try:
+            self._deliver(await self._run(self._drain_steps) if self._inflight.pending else [])
+        except Exception as error:
+            self._fail_all(error)
+        with self._lock:
+            self._update_queue()
+
+    def _drain_steps(self) -> list[Req]:
+        with self._lock:
+            return self._inflight.take_deferred() + self._inflight.drain()
+
+    def _update_queue(self) -> None:
+        """Between two steps: queue new requests and remove cancelled ones."""
+        for req in self._arrived:
+            self._scheduler.submit(req)
+        for req in self._cancelled:
+            if not req.finish_kind:
+                self._scheduler.remove(req)
+        self._arrived, self._cancelled = [], []
+
+    def _deliver(self, ended: list[Req]) -> None:
+        """Complete the outputs of ended requests, and wake readers that wait for more tokens."""
+        for req in ended:
+            output = self._outputs.pop(req, None)
+            if output is not None:
+                output.set_result()
+        self._waiting_outputs[:] = [output for output in self._waiting_outputs if not output.notify()]
+
+    def _fail_all(self, error: Exception) -> None:
+        """Fail every request, and clear the KV cache, which may be half written."""
+        with self._lock:
+            self._inflight.discard()
+            self._update_queue()
+            for req in list(self._scheduler.iter_reqs()):
+                self._scheduler.remove(req)
+            self._pages.flush()
+            self._runner.clear()
+        outputs, self._outputs = self._outputs, {}
+        for output in outputs.values():
+            output.set_result(error)
+        self._waiting_outputs.clear()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopLogprobsEngine:
+    """A core.protocols.Engine whose spans carry the ``k`` most likely tokens at each position as an extra.
+
+    A vocabulary of fewer tokens gives all it has; the rest are -1.
+    """
+
+    engine: NativeEngine
+    k: int
+
+    async def generate(self, tokens: Tokens, sampling: SamplingParams) -> Completion:
+        output = self.engine.submit(GenerateRequest(tokens=tokens, sampling=sampling, top_logprobs_num=self.k))
+        completion = await output.completion()
+        top_logprobs = output.top_logprobs
+        top_nk = np.full((len(top_logprobs), self.k), -1, np.int32)
+        for row, candidates in zip(top_nk, top_logprobs, strict=True):
+            row[: len(candidates)] = [token for token, _ in candidates[: self.k]]
+        assert len(top_nk) == sum(map(len, completion.spans)), "every sampled token has its top log-probs"
+        spans: list[Span] = []
+        start = 0
+        for span in completion.spans:
+            spans.append(replace(span, extras={**span.extras, TOP_TOKENS: top_nk[start : start + len(span)]}))
+            start += len(span)
+        return replace(completion, spans=tuple(spans))

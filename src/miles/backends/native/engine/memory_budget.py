@@ -1,0 +1,60 @@
+"""Resolved limits of the engine: KV cache size in tokens, prefill chunk size and prefill delay."""
+
+from __future__ import annotations
+
+import torch
+
+from miles.backends.native.config import NativeConfig
+from miles.cluster.platform import Platform
+from miles.core.errors import UsageError
+from miles.kernels.numerics import Numerics
+from miles.models.accounting.params import forward_flops_per_token, kv_bytes_per_token, state_bytes_per_sequence
+from miles.models.spec import DecoderSpec
+
+# Prompt tokens that keep the device busy for one step; more would only delay the decoding requests.
+_CPU_CHUNK = 2048
+_GPU_CHUNK = 8192
+# Below this many FLOPs per token the chunk is doubled: otherwise a step ends before the next is launched.
+_SMALL_MODEL_FLOPS = 2e9
+
+
+def resolve_prefill_chunk(spec: DecoderSpec, config: NativeConfig, platform: Platform) -> int:
+    """Return the maximum prompt tokens per step: as configured, or a default for the device and model."""
+    if config.engine_prefill_chunk is not None:
+        return config.engine_prefill_chunk
+    if platform.kind == "cpu":
+        return _CPU_CHUNK
+    return _GPU_CHUNK * (2 if forward_flops_per_token(spec) < _SMALL_MODEL_FLOPS else 1)
+
+
+def resolve_prefill_delay(config: NativeConfig, uses_cuda_graphs: bool) -> int:
+    """Return the maximum steps a prefill is delayed: 0 without CUDA graphs, since then all steps cost the same."""
+    if config.engine_prefill_delay_steps < 0:
+        raise UsageError(f"--engine-prefill-delay-steps is {config.engine_prefill_delay_steps}, must be at least 0")
+    return config.engine_prefill_delay_steps if uses_cuda_graphs else 0
+
+
+def compute_kv_tokens(
+    spec: DecoderSpec, config: NativeConfig, platform: Platform, dtype: torch.dtype, numerics: Numerics
+) -> int:
+    """Return the KV cache size: as configured, or what all running requests need within the memory fraction."""
+    size, fraction, chunk = config.engine_page_size, config.engine_memory_fraction, config.engine_prefill_chunk
+    if min(size, config.engine_max_running, 1 if chunk is None else chunk) < 1:
+        raise UsageError("--engine-page-size, --engine-max-running and --engine-prefill-chunk must be at least 1")
+    if not 0 < fraction <= 1:
+        raise UsageError(f"--engine-memory-fraction is {fraction}, must be above 0 and at most 1")
+    if config.engine_kv_tokens is not None:
+        if config.engine_kv_tokens < size:
+            raise UsageError(f"--engine-kv-tokens {config.engine_kv_tokens} is less than one page of {size} tokens")
+        return config.engine_kv_tokens
+    dtype_name = str(dtype).removeprefix("torch.")
+    budget = int(platform.free_bytes() * fraction)
+    state_bytes = config.engine_max_running * state_bytes_per_sequence(spec, dtype_name)
+    if state_bytes > budget:
+        raise UsageError(
+            f"the recurrent states of --engine-max-running {config.engine_max_running} requests take "
+            f"{state_bytes / 2**30:.1f} GiB, but {fraction:.0%} of the free memory is {budget / 2**30:.1f} GiB; "
+            "lower --engine-max-running"
+        )
+    tokens = (budget - state_bytes) // max(1, kv_bytes_per_token(spec, dtype_name, numerics))
+    return max(size, min(tokens, config.engine_max_running * (-(-spec.max_positions // size) * size)))

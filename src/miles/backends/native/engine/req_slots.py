@@ -1,0 +1,113 @@
+"""Request slots: one row of scheduling and sampling state per running request, as arrays a step indexes at once.
+
+Shapes: S slots, P pages of the longest sequence, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from miles.backends.native.engine.req import Req
+from miles.backends.native.engine.request import Ints
+
+
+class ReqSlots:
+    """Structure of arrays with one row per running request.
+
+    ``num_computed_S`` tokens have keys and values in the request's pages, counting launched steps; the pages have
+    capacity for ``capacity_S``. The request has ``length_S`` tokens, including one that may still be in flight, and
+    computes ``target_S`` in all. ``token_S`` is its last token, -1 if it was sampled on the device in this slot.
+    ``prefix_page_S`` is the last page that holds only prompt tokens (samples of one prompt share it), and
+    ``prefix_tokens_S`` the number of tokens up to its end. ``stop_counts_V`` counts the requests each token would
+    end. ``copies`` (target -> source) of recurrent states are due before the next step.
+    """
+
+    def __init__(self, count: int, max_pages: int, vocab_size: int) -> None:
+        self.count = count
+        self.reqs: list[Req | None] = [None] * count
+        self.block_table_SP = np.zeros((count, max_pages), np.int64)
+        self.num_computed_S = _zeros(count)
+        self.length_S = _zeros(count)
+        self.target_S = _zeros(count)
+        self.capacity_S = _zeros(count)
+        self.prompt_S = _zeros(count)
+        self.max_length_S = _zeros(count)
+        self.token_S = _zeros(count)
+        self.prefix_page_S = _zeros(count)
+        self.prefix_tokens_S = _zeros(count)
+        self.rng_start_S = _zeros(count)
+        self.rng_stream_S = np.zeros(count, np.uint64)
+        self.stop_counts_V = np.zeros(vocab_size, np.int32)
+        self.needs_check_S = np.zeros(count, np.bool_)
+        self.has_edits_S = np.zeros(count, np.bool_)
+        self.has_queries_S = np.zeros(count, np.bool_)
+        self.temperature_S = np.ones(count, np.float32)
+        self.top_k_S = _zeros(count)
+        self.top_p_S = np.ones(count, np.float32)
+        self.min_p_S = np.zeros(count, np.float32)
+        self.has_filter_S = np.zeros(count, np.bool_)
+        self.copies: dict[int, int] = {}
+        self._free = list(range(count - 1, -1, -1))
+
+    @property
+    def free(self) -> int:
+        """Number of free slots."""
+        return len(self._free)
+
+    def allocate(self, req: Req) -> None:
+        """Give the request a slot, without pages yet."""
+        sampling, slot = req.request.sampling, self._free.pop()
+        req.slot = slot
+        self.reqs[slot] = req
+        self.prompt_S[slot] = req.prompt_length
+        self.rng_start_S[slot] = req.prompt_length - sampling.num_prior_tokens
+        self.length_S[slot] = len(req.tokens)
+        self.max_length_S[slot] = req.max_length
+        # The last token is never computed; if none is sampled, the whole prompt is.
+        self.target_S[slot] = max(req.prompt_length, req.max_length - 1)
+        self.stop_counts_V[list(req.stop_token_ids)] += 1
+        self.needs_check_S[slot] = req.needs_token_check
+        self.has_edits_S[slot] = req.has_logit_edits
+        self.has_queries_S[slot] = req.has_logprob_queries
+        self.temperature_S[slot] = sampling.temperature
+        self.top_k_S[slot] = sampling.top_k
+        self.top_p_S[slot] = sampling.top_p
+        self.min_p_S[slot] = sampling.min_p
+        filtered = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+        self.has_filter_S[slot] = sampling.temperature > 0 and filtered
+        self.rng_stream_S[slot] = req.rng_stream
+
+    def start(self, req: Req, num_computed: int, page_size: int) -> None:
+        """Fill in the pages of a request, of which ``num_computed`` tokens are computed."""
+        slot, pages = req.slot, req.pages
+        self.block_table_SP[slot, : len(pages)] = pages
+        # Padded attention reads past the end and masks it: that must not be a page of another request, since a number
+        # that is not finite stays so under a mask.
+        self.block_table_SP[slot, len(pages) :] = pages[0]
+        self.capacity_S[slot] = len(pages) * page_size
+        self.num_computed_S[slot] = num_computed
+        self.token_S[slot] = req.tokens[-1]
+        full_pages = req.prompt_length // page_size
+        self.prefix_page_S[slot] = pages[full_pages - 1] if full_pages else -1
+        self.prefix_tokens_S[slot] = full_pages * page_size
+
+    def add_page(self, req: Req, page: int, page_size: int) -> None:
+        self.block_table_SP[req.slot, len(req.pages)] = page
+        self.capacity_S[req.slot] += page_size
+        req.pages.append(page)
+
+    def release(self, req: Req) -> None:
+        self.stop_counts_V[list(req.stop_token_ids)] -= 1
+        self.copies.pop(req.slot, None)
+        self._free.append(req.slot)
+        self.reqs[req.slot] = None
+        req.slot = -1
+
+    def take_copies(self) -> dict[int, int]:
+        """Return the due copies; the caller must perform them."""
+        copies, self.copies = self.copies, {}
+        return copies
+
+
+def _zeros(count: int) -> Ints:
+    return np.zeros(count, np.int64)

@@ -1,0 +1,157 @@
+"""Request validation: reject what the engine can never serve, and turn the rest into ``Req``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain, count
+
+import numpy as np
+
+from miles.backends.native.engine.forward_batch import derive_rng_streams
+from miles.backends.native.engine.req import Req, pack_token_mask
+from miles.backends.native.engine.request import GenerateRequest
+from miles.backends.native.engine.stop_regex import compile_stop_pattern
+from miles.core.errors import EngineError
+from miles.core.protocols import SamplingParams
+from miles.core.sampling_limits import (
+    GREEDY_TEMPERATURE,
+    MAX_LOGIT_BIAS,
+    MAX_TEMPERATURE,
+    MIN_REPETITION_PENALTY,
+    MIN_TOP_P,
+)
+from miles.core.types import Array
+from miles.models.spec import DecoderSpec
+
+
+class RequestValidator:
+    """Checks requests against the limits of the model and of the KV cache (``kv_tokens``)."""
+
+    def __init__(self, name: str, spec: DecoderSpec, kv_tokens: int, *, has_tokenizer: bool) -> None:
+        self._name = name
+        self._spec = spec
+        self._kv_tokens = kv_tokens
+        self._has_tokenizer = has_tokenizer
+        self._numbers = count()
+
+    def create_req(self, request: GenerateRequest, now: float) -> Req:
+        """Return the state of a request that can be served; raise ``EngineError`` otherwise."""
+        prompt = np.asarray(request.tokens)
+        sampling, spec = request.sampling, self._spec
+        problems = chain(
+            self._check_lengths(prompt, request),
+            _check_sampling(sampling),
+            self._check_options(request),
+        )
+        if (problem := next(problems, None)) is not None:
+            raise EngineError(f"{self._name} cannot serve the request: {problem}")
+        try:
+            patterns = tuple(map(compile_stop_pattern, request.stop_regex))
+        except EngineError as error:
+            raise EngineError(f"{self._name} cannot serve the request: {error}") from error
+        stops, number = sampling.stop_token_ids, next(self._numbers)
+        # Tokens outside the vocabulary cannot be sampled and end nothing.
+        end_tokens = tuple(token for token in (*spec.eos_token_ids, *stops) if 0 <= token < spec.vocab_size)
+        prompt_T = prompt.astype(np.int64)
+        seed = np.array([sampling.seed & 0xFFFFFFFFFFFFFFFF], np.uint64)
+        req = Req(
+            number=number,
+            request=request,
+            prompt_length=len(prompt),
+            prompt_T=prompt_T,
+            prompt_key=prompt_T.tobytes(),
+            stop_token_ids=frozenset(token for token in end_tokens if token in stops or not sampling.ignore_eos),
+            banned_tokens=end_tokens,
+            stop_window=compute_stop_window(request),
+            stop_patterns=patterns,
+            tokens=prompt_T.tolist(),
+            max_length=len(prompt) + sampling.max_new_tokens,
+            sort_key=(-request.priority, number),
+            rng_stream=int(derive_rng_streams(seed)[0]),
+            vocab_size=spec.vocab_size,
+            arrival_time=now,
+        )
+        req.reset_prompt_logprobs()
+        if req.needs_last_token:
+            req.token_counts = Counter()
+        if request.constraint is not None:
+            req.grammar_mask_Z = pack_token_mask(request.constraint.get_allowed_tokens(), spec.vocab_size)
+        return req
+
+    def _check_lengths(self, prompt: Array, request: GenerateRequest) -> Iterator[str]:
+        if prompt.ndim != 1 or len(prompt) == 0 or prompt.dtype.kind not in "iu":
+            yield f"a prompt is a non-empty list of tokens, not {prompt.dtype} of shape {prompt.shape}"
+            return
+        max_new, positions = request.sampling.max_new_tokens, self._spec.max_positions
+        if (token := self._find_unknown_token(prompt)) is not None:
+            yield f"token {token} is outside the vocabulary of {self._spec.vocab_size}"
+        if max_new < 0:
+            yield f"max_new_tokens is {max_new}, must be at least 0"
+        lengths = f"{len(prompt)} prompt tokens and max_new_tokens {max_new}"
+        if len(prompt) + max_new > positions:
+            yield f"{lengths} exceed the model's {positions} positions"
+        if len(prompt) + max_new > self._kv_tokens:
+            yield f"{lengths} exceed the key-value cache of {self._kv_tokens} tokens; raise --engine-kv-tokens"
+        start = request.logprob_start_len
+        if start is not None and not 0 <= start <= len(prompt):
+            yield f"logprob_start_len is {start}, must be between 0 and the prompt's {len(prompt)} tokens"
+
+    def _check_options(self, request: GenerateRequest) -> Iterator[str]:
+        if (request.sampling.stop or request.stop_regex) and not self._has_tokenizer:
+            yield "stop strings need a tokenizer, and this engine has none; use stop_token_ids"
+        if request.top_logprobs_num < 0:
+            yield f"top_logprobs_num is {request.top_logprobs_num}, must be at least 0"
+        if not 0 <= request.min_new_tokens <= request.sampling.max_new_tokens:
+            yield f"min_new_tokens is {request.min_new_tokens}, must be between 0 and max_new_tokens"
+        named = (("token_ids_logprob", request.token_ids_logprob), ("logit_bias", tuple(request.logit_bias)))
+        for name, tokens in named:
+            if tokens and (token := self._find_unknown_token(np.array(tokens))) is not None:
+                yield f"{name} names token {token}, outside the vocabulary of {self._spec.vocab_size}"
+        yield from _check_penalties(request)
+        stops = {*self._spec.eos_token_ids, *request.sampling.stop_token_ids}
+        if (
+            request.min_new_tokens
+            and sum(0 <= token < self._spec.vocab_size for token in stops) == self._spec.vocab_size
+        ):
+            yield "every token is a stop token, so min_new_tokens leaves none to sample"
+
+    def _find_unknown_token(self, tokens: Array) -> int | None:
+        """Return a token outside the vocabulary, if there is one."""
+        least, most = int(tokens.min()), int(tokens.max())
+        return least if least < 0 else most if most >= self._spec.vocab_size else None
+
+
+def _check_penalties(request: GenerateRequest) -> Iterator[str]:
+    if not all(abs(bias) <= MAX_LOGIT_BIAS for bias in request.logit_bias.values()):
+        yield f"a logit_bias is not a number between {-MAX_LOGIT_BIAS:g} and {MAX_LOGIT_BIAS:g}"
+    for name, value in (("frequency", request.frequency_penalty), ("presence", request.presence_penalty)):
+        if not -2 <= value <= 2:
+            yield f"{name}_penalty is {value}, must be between -2 and 2"
+    if not MIN_REPETITION_PENALTY <= request.repetition_penalty <= 2:
+        yield f"repetition_penalty is {request.repetition_penalty}, must be between {MIN_REPETITION_PENALTY:g} and 2"
+
+
+def _check_sampling(sampling: SamplingParams) -> Iterator[str]:
+    if sampling.temperature != 0 and not GREEDY_TEMPERATURE <= sampling.temperature <= MAX_TEMPERATURE:
+        bounds = f"between {GREEDY_TEMPERATURE:g} and {MAX_TEMPERATURE:g}"
+        yield f"temperature is {sampling.temperature}, must be 0 (greedy) or {bounds}"
+    if not MIN_TOP_P <= sampling.top_p <= 1:
+        yield f"top_p is {sampling.top_p}, must be between {MIN_TOP_P:g} and 1"
+    if sampling.top_k != -1 and sampling.top_k < 1:
+        yield f"top_k is {sampling.top_k}, must be -1 (off) or at least 1"
+    if not 0 <= sampling.min_p <= 1:
+        yield f"min_p is {sampling.min_p}, must be between 0 and 1"
+    if "" in sampling.stop:
+        yield "a stop string is empty"
+
+
+def compute_stop_window(request: GenerateRequest) -> int:
+    """Return how many last tokens can hold a stop string that the last token completed; for a pattern, all of them.
+
+    A token is at least one byte, so a string of n bytes lies in n tokens; four more keep it clear of a character
+    split at the start of the window.
+    """
+    if request.stop_regex:
+        return request.sampling.max_new_tokens
+    return 4 + max(len(text.encode()) for text in request.sampling.stop) if request.sampling.stop else 0

@@ -1,0 +1,368 @@
+"""CUDA graphs for decode-only batches, captured per padded batch size.
+
+A graph reads what changes from step to step out of one input buffer at a fixed device address, and pages out of a
+block table there; the host copies the buffer, and only the changed entries of the table. Padding rows, when there are
+fewer requests than rows, write to a page, a request slot and a table entry that no request uses.
+
+Shapes: R rows of the largest graph, n of one, M pages of the longest sequence, L MoE layers, k experts per token.
+"""
+
+from __future__ import annotations
+
+import gc
+from bisect import bisect_left
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from miles.backends.native.engine.forward_batch import ForwardBatch, StepOutput
+from miles.backends.native.engine.request import Ints
+from miles.core.types import Array
+from miles.kernels.attention.gpu_backend import SplitKVPlans, StepMetadata, TritonAttentionBackend
+from miles.kernels.batch_invariant import sampling as batch_invariant_sampling
+from miles.kernels.batch_invariant.paged_attention import BatchInvariantTritonBackend
+from miles.kernels.fused.lm_head import compute_logits
+from miles.kernels.runtime.graph_inputs import unpack_graph_inputs
+from miles.kernels.runtime.kv_cache import PagedKVCache
+from miles.kernels.sampling.sample import sample_tokens
+from miles.models.decoder import Decoder, DecoderLayer
+from miles.models.layers.moe import Routing
+
+_INT_COLUMNS = ("tokens", "positions", "cache_locs", "req_slots", "top_k")
+_FLOAT_COLUMNS = ("temperature", "uniform", "top_p", "min_p")
+# Changed block table entries that fit into the input buffer; beyond that the table is copied whole.
+_MAX_TABLE_UPDATES = 1024
+# Host buffers in rotation: one the device reads, one being filled, one spare.
+_NUM_HOST_BUFFERS = 3
+
+
+def capture_batch_sizes(max_batch_size: int) -> list[int]:
+    """Return the batch sizes to capture: close together where one more padding row costs most."""
+    sizes = [1, 2, 4, 8, 12, *range(16, 64, 8), *range(64, 256, 16), *range(256, 1025, 32)]
+    return [*(size for size in sizes if size < max_batch_size), max_batch_size]
+
+
+class GraphKey(NamedTuple):
+    """What a graph is captured for: rows, whether some share a prefix, whether some have a top-k/top-p/min-p."""
+
+    batch_size: int
+    has_prefixes: bool
+    has_filter: bool
+
+
+class CapturedGraph(NamedTuple):
+    """A captured step, and whether its kernels read the split-KV plans: the batch-size-1 kernels do not."""
+
+    graph: torch.cuda.CUDAGraph
+    reads_plans: bool
+
+
+class _InputBuffers:
+    """The inputs of all graphs: one buffer on the device, several in pinned host memory."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self._rows = rows
+        size = rows * (len(_INT_COLUMNS) + len(_FLOAT_COLUMNS)) + 2 * _MAX_TABLE_UPDATES
+        self._device = torch.zeros(size, dtype=torch.int32, device=device)
+        self._hosts = [torch.zeros(size, dtype=torch.int32).pin_memory() for _ in range(_NUM_HOST_BUFFERS)]
+        self._host_columns = [
+            {name: column.numpy() for name, column in self._split(host).items()} for host in self._hosts
+        ]
+        self.columns = self._split(self._device)
+        self._current = 0
+
+    def next(self) -> dict[str, Array]:
+        """Return the columns of a host buffer that the device no longer reads."""
+        self._current = (self._current + 1) % _NUM_HOST_BUFFERS
+        return self._host_columns[self._current]
+
+    def send(self) -> None:
+        """Copy the buffer last returned by ``next`` to the device."""
+        self._device.copy_(self._hosts[self._current], non_blocking=True)
+
+    def _split(self, buffer: Tensor) -> dict[str, Tensor]:
+        names = (*_INT_COLUMNS, *_FLOAT_COLUMNS)
+        columns: dict[str, Tensor] = dict(zip(names, buffer.split(self._rows), strict=False))
+        for name in _FLOAT_COLUMNS:
+            columns[name] = columns[name].view(torch.float32)
+        columns["table_index"], columns["table_pages"] = buffer[-2 * _MAX_TABLE_UPDATES :].split(_MAX_TABLE_UPDATES)
+        return columns
+
+
+class _OutputBuffers:
+    """The outputs of all graphs: one buffer on the device, several in pinned host memory."""
+
+    def __init__(self, rows: int, no_expert: Array | None, device: torch.device) -> None:
+        # Tokens and log-probs share one buffer, so that one copy brings both.
+        self._samples = torch.zeros(rows * 3, dtype=torch.int32, device=device)
+        self.tokens_R, self.logprobs_R = _split_samples(self._samples, rows)
+        self.experts_RLk: Tensor | None = None
+        self._host_experts: list[Tensor] = []
+        if no_expert is not None:
+            dtype = torch.uint8 if no_expert.dtype == np.uint8 else torch.int16
+            self.experts_RLk = torch.zeros(rows, *no_expert.shape, dtype=dtype, device=device)
+            self._host_experts = [
+                torch.zeros_like(self.experts_RLk, device="cpu").pin_memory() for _ in range(_NUM_HOST_BUFFERS)
+            ]
+        self._hosts = [torch.zeros_like(self._samples, device="cpu").pin_memory() for _ in range(_NUM_HOST_BUFFERS)]
+        self._host_samples = [tuple(part.numpy() for part in _split_samples(host, rows)) for host in self._hosts]
+        self._events = [torch.cuda.Event() for _ in range(_NUM_HOST_BUFFERS)]
+        self._current = 0
+
+    def fetch(self, count: int) -> GraphReplay:
+        """Start copying the first ``count`` rows to the host."""
+        current = self._current = (self._current + 1) % _NUM_HOST_BUFFERS
+        event, experts = self._events[current], None
+        self._hosts[current].copy_(self._samples, non_blocking=True)
+        if self.experts_RLk is not None:
+            host_experts = self._host_experts[current][:count]
+            host_experts.copy_(self.experts_RLk[:count], non_blocking=True)
+            experts = _as_unsigned(host_experts.numpy())
+        event.record()
+        tokens_R, logprobs_R = self._host_samples[current]
+        return GraphReplay(event, tokens_R[:count], logprobs_R[:count], experts)
+
+
+class GraphReplay:
+    """A launched graph (an ``InflightStep``)."""
+
+    def __init__(self, event: torch.cuda.Event, tokens_n: Array, logprobs_n: Array, experts_nLk: Array | None) -> None:
+        self._event = event
+        self._tokens_n = tokens_n
+        self._logprobs_n = logprobs_n
+        self._experts_nLk = experts_nLk
+
+    def result(self) -> StepOutput:
+        """Wait for the device and return a copy of its output."""
+        self._event.synchronize()
+        return StepOutput(
+            tokens_D=self._tokens_n.copy(),
+            logprobs_D=self._logprobs_n.copy(),
+            routed_experts_TLx=None if self._experts_nLk is None else self._experts_nLk.copy(),
+        )
+
+
+class CudaGraphRunner:
+    """The CUDA graphs of one engine. ``plans`` and ``last_tokens_S`` are shared with eager steps.
+
+    ``supported`` is False if this process computes only part of a step (tensor parallelism): then nothing is captured.
+    ``last_tokens_S`` has one padding slot, and ``padding_cache_loc`` lies in a page of no request: padding rows write
+    there. ``warmed_up`` holds the keys that ran eagerly once; it outlives the graphs.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        cache: PagedKVCache,
+        plans: SplitKVPlans,
+        last_tokens_S: Tensor,
+        max_batch_size: int,
+        max_pages: int,
+        page_size: int,
+        padding_cache_loc: int,
+        no_expert: Array | None,
+        warmed_up: set[GraphKey],
+    ) -> None:
+        self.cache = cache
+        self.supported = all(
+            layer.reduce_from_tp is None for layer in decoder.layers if isinstance(layer, DecoderLayer)
+        )
+        self._decoder = decoder
+        self._plans = plans
+        self._last_tokens_S = last_tokens_S
+        self._page_size = page_size
+        self._padding_cache_loc = padding_cache_loc
+        self._padding_slot = len(last_tokens_S) - 1
+        self._record_experts = no_expert is not None
+        self._warmed_up = warmed_up
+        self._batch_sizes = capture_batch_sizes(max_batch_size)
+        device = last_tokens_S.device
+        self._inputs = _InputBuffers(max_batch_size, device)
+        self._outputs = _OutputBuffers(max_batch_size, no_expert, device)
+        self._block_table_RM = torch.zeros(max_batch_size + 1, max_pages, dtype=torch.int32, device=device)
+        self._padding_table_index = self._block_table_RM.numel() - 1
+        self._sent_table_RM = np.zeros((max_batch_size, max_pages), np.int32)
+        self._rows_R = torch.arange(max_batch_size, dtype=torch.int32, device=device)
+        self._graphs: dict[GraphKey, CapturedGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @property
+    def has_graphs(self) -> bool:
+        return bool(self._graphs)
+
+    def can_run(self, batch: ForwardBatch) -> bool:
+        """Return whether a step can run as a graph: decode-only, and computed by this rank alone."""
+        return batch.decode_only and self.supported
+
+    def replay(self, batch: ForwardBatch) -> GraphReplay:
+        """Launch a step, capturing its graph on first use; nothing waits for the device."""
+        count = len(batch.req_slots_B)
+        batch_size = self._batch_sizes[bisect_left(self._batch_sizes, count)]
+        key = GraphKey(batch_size, bool(batch.shared_B.any()), bool(batch.sampling.has_filter_D.any()))
+        captured = self._graphs.get(key)
+        if captured is None:
+            captured = self._capture(key)
+        self._send_inputs(batch, batch_size, reads_plans=captured.reads_plans)
+        captured.graph.replay()
+        return self._outputs.fetch(count)
+
+    def capture_all(self) -> Iterator[tuple[int, int]]:
+        """Capture every batch size, the largest first; yield the number done and the total."""
+        keys = [GraphKey(size, prefixes, False) for size in reversed(self._batch_sizes) for prefixes in (False, True)]
+        for done, key in enumerate(keys if self.supported else ()):
+            if key not in self._graphs:
+                self._capture(key)
+            yield done + 1, len(keys)
+
+    def invalidate(self) -> None:
+        """Drop all graphs, because the weights move to other addresses."""
+        self._graphs.clear()
+        # A library that keeps memory of the old pool would keep it from being reused.
+        self._pool = torch.cuda.graph_pool_handle()
+
+    # -- inputs of a step ---------------------------------------------------------------------
+
+    def _send_inputs(self, batch: ForwardBatch, batch_size: int, *, reads_plans: bool) -> None:
+        count, size = len(batch.req_slots_B), self._page_size
+        sampling, starts_B = batch.sampling, batch.starts_B
+        columns = self._inputs.next()
+        last_page_B = batch.block_table_BM[np.arange(count), starts_B // size]
+        values: dict[str, tuple[Array, float]] = {
+            "tokens": (batch.tokens_T, 0),
+            "positions": (starts_B, 0),
+            "cache_locs": (last_page_B * size + starts_B % size, self._padding_cache_loc),
+            "req_slots": (batch.req_slots_B, self._padding_slot),
+            "top_k": (sampling.top_k_D, -1),
+            "temperature": (sampling.temperature_D, 1),
+            "uniform": (sampling.uniform_D, 0),
+            "top_p": (sampling.top_p_D, 1),
+            "min_p": (sampling.min_p_D, 0),
+        }
+        for name, (value, padding) in values.items():
+            columns[name][:count] = value
+            if count < batch_size:
+                columns[name][count:batch_size] = padding
+        self._update_block_table(batch.block_table_BM, columns)
+        self._inputs.send()
+        if reads_plans:
+            lengths_R = np.zeros(batch_size, np.int64)
+            lengths_R[:count] = starts_B + 1
+            pad = (0, batch_size - count)
+            self._plans.fill(lengths_R, np.pad(batch.group_B, pad, constant_values=-1), np.pad(batch.shared_B, pad))
+
+    def _update_block_table(self, block_table_BM: Ints, columns: dict[str, Array]) -> None:
+        """Send changed entries of the block table: in the input buffer if they fit, else the whole table."""
+        count, max_pages = block_table_BM.shape
+        sent_BM = self._sent_table_RM[:count, :max_pages]
+        rows, pages = (sent_BM != block_table_BM).nonzero()
+        columns["table_index"][:] = self._padding_table_index
+        if not len(rows):
+            return
+        if len(rows) <= _MAX_TABLE_UPDATES:
+            columns["table_index"][: len(rows)] = rows * self._sent_table_RM.shape[1] + pages
+            columns["table_pages"][: len(rows)] = block_table_BM[rows, pages]
+        else:
+            pinned_BM = torch.from_numpy(block_table_BM.astype(np.int32)).pin_memory()
+            self._block_table_RM[:count, :max_pages].copy_(pinned_BM, non_blocking=True)
+        sent_BM[rows, pages] = block_table_BM[rows, pages]
+
+    def _send_padding_inputs(self, batch_size: int) -> None:
+        """Send inputs that consist of padding rows only."""
+        columns = self._inputs.next()
+        for name in (*_INT_COLUMNS, *_FLOAT_COLUMNS):
+            columns[name][:] = 0
+        columns["temperature"][:] = 1
+        columns["top_p"][:] = 1
+        columns["cache_locs"][:] = self._padding_cache_loc
+        columns["req_slots"][:] = self._padding_slot
+        columns["table_index"][:] = self._padding_table_index
+        self._inputs.send()
+        zeros = np.zeros(batch_size, np.int64)
+        self._plans.fill(zeros, zeros - 1, zeros)
+
+    # -- capture ------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _capture(self, key: GraphKey) -> CapturedGraph:
+        self._send_padding_inputs(key.batch_size)
+        if key not in self._warmed_up:
+            # Compilers and libraries allocate on the first run, which a capture could not contain.
+            self._forward(key)
+            torch.cuda.synchronize()
+            self._warmed_up.add(key)
+        graph = torch.cuda.CUDAGraph()
+        self._plans.used = False
+        with _gc_disabled(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            self._forward(key)
+        self._graphs[key] = captured = CapturedGraph(graph, self._plans.used)
+        return captured
+
+    def _forward(self, key: GraphKey) -> None:
+        """The computation of one graph: unpack inputs, decode, sample, store outputs."""
+        n, columns = key.batch_size, self._inputs.columns
+        inputs = unpack_graph_inputs(
+            columns["tokens"][:n],
+            columns["positions"][:n],
+            columns["cache_locs"][:n],
+            columns["req_slots"][:n],
+            last_tokens_S=self._last_tokens_S,
+            table_index_N=columns["table_index"],
+            pages_N=columns["table_pages"],
+            block_table_RM=self._block_table_RM,
+        )
+        routing = Routing(record=True) if self._record_experts else None
+        step = StepMetadata(
+            slots_T=inputs.slots_n,
+            block_table_BM=self._block_table_RM,
+            req_slots_B=self._rows_R[:n],
+            num_decodes=n,
+            plans=self._plans,
+            has_prefixes=key.has_prefixes,
+            prefill_tiles=None,
+            page_size=self._page_size,
+        )
+        decoder, outputs = self._decoder, self._outputs
+        invariant = decoder.numerics.batch_invariant
+        attention = (BatchInvariantTritonBackend if invariant else TritonAttentionBackend)(self.cache, step)
+        hidden_nD = decoder(inputs.tokens_n, inputs.positions_n, attention, routing)
+        sample_fn = batch_invariant_sampling.sample_tokens if invariant else sample_tokens
+        sample_fn(
+            compute_logits(hidden_nD, decoder.head(), decoder.spec.logit_softcap, numerics=decoder.numerics),
+            columns["temperature"][:n],
+            columns["uniform"][:n],
+            top_k_B=columns["top_k"][:n],
+            top_p_B=columns["top_p"][:n],
+            min_p_B=columns["min_p"][:n],
+            filters=key.has_filter,
+            tokens_out_B=outputs.tokens_R[:n],
+            logprobs_out_B=outputs.logprobs_R[:n],
+        )
+        self._last_tokens_S.index_copy_(0, inputs.req_slots_n, outputs.tokens_R[:n])
+        if routing is not None and outputs.experts_RLk is not None:
+            outputs.experts_RLk[:n] = torch.stack(routing.recorded, 1)
+
+
+@contextmanager
+def _gc_disabled() -> Iterator[None]:
+    """Disable garbage collection: freeing graphs of a deleted engine during a capture would invalidate it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _split_samples(buffer: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Return the tokens, and their log-probs behind them."""
+    return buffer[: 2 * rows].view(torch.int64), buffer[2 * rows :].view(torch.float32)
+
+
+def _as_unsigned(experts_nLk: Array) -> Array:
+    return experts_nLk if experts_nLk.dtype == np.uint8 else experts_nLk.view(np.uint16)

@@ -1,0 +1,61 @@
+"""Runner factory: a single-device model runner, or the leader of tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from miles.backends.native.config import NativeConfig
+from miles.backends.native.engine.memory_budget import compute_kv_tokens
+from miles.backends.native.runner.model_runner import ModelRunner
+from miles.cluster.platform import Platform
+from miles.kernels.numerics import Numerics
+from miles.models.base import CausalLM
+from miles.models.spec import DecoderSpec
+
+
+def build_runner(
+    spec: DecoderSpec,
+    config: NativeConfig,
+    platform: Platform,
+    *,
+    dtype: torch.dtype,
+    numerics: Numerics,
+    model: CausalLM | None,
+    devices: Sequence[torch.device],
+    name: str,
+) -> tuple[ModelRunner, int]:
+    """Return the runner of the engine ``name`` and its number of pages; with several ``devices``, tensor-parallel."""
+    page_size = config.engine_page_size
+
+    def compute_num_pages(rank_spec: DecoderSpec, rank_platform: Platform) -> int:
+        return compute_kv_tokens(rank_spec, config, rank_platform, dtype, numerics) // page_size
+
+    if len(devices) > 1:
+        from miles.backends.native.tp.runner import RunnerSpec, launch_tp_runner
+
+        runner_spec = RunnerSpec(
+            spec=spec,
+            page_size=page_size,
+            num_slots=config.engine_max_running,
+            return_routed_experts=config.engine_return_routed_experts,
+            dtype=dtype,
+            numerics=numerics,
+        )
+        tp_runner = launch_tp_runner(name, runner_spec, devices, compute_num_pages=compute_num_pages)
+        return tp_runner, tp_runner.num_pages
+    num_pages = compute_num_pages(spec, platform)
+    runner = ModelRunner(
+        spec,
+        num_pages=num_pages,
+        page_size=page_size,
+        num_slots=config.engine_max_running,
+        return_routed_experts=config.engine_return_routed_experts,
+        device=platform.device,
+        dtype=dtype,
+        numerics=numerics,
+        model=model,
+        use_cuda_graphs=config.engine_cuda_graph,
+    )
+    return runner, num_pages

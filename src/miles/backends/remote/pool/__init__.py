@@ -1,0 +1,1 @@
+"""Pool of remote engines: least-loaded dispatch, health monitoring, straggler detection (layer 3)."""

@@ -1,0 +1,1 @@
+"""Weight transports to remote engines: HTTP, NCCL, disk, delta, CUDA IPC, LoRA (layer 3)."""

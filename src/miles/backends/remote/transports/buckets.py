@@ -1,0 +1,150 @@
+"""Weight buckets: a trainer's weights under Hugging Face names, in host copies of bounded size, and their manifests."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.multiprocessing
+from safetensors.torch import save
+from torch import Tensor
+
+from miles.models.checkpoint import param_map
+from miles.models.hf_adapter.spec import HfAdapterSpec
+from miles.models.spec import DecoderSpec
+from miles.sync.manifest import compute_digest
+
+Named = tuple[str, Tensor]
+
+
+def iter_hf_named(spec: DecoderSpec, weights: Mapping[str, Tensor]) -> Iterator[Named]:
+    """Views of the weights under their checkpoint names."""
+    if isinstance(spec, HfAdapterSpec):  # a transformers module has them already
+        yield from weights.items()
+        return
+    for ours, pieces in param_map.build_param_map(spec).items():
+        for piece in pieces if ours in weights else ():
+            yield piece.hf_name, piece.view(weights[ours])
+
+
+def split_into_buckets(tensors: Iterable[Named], limit: int) -> list[list[Named]]:
+    """The tensors in order, in buckets of at most ``limit`` bytes; a larger tensor has a bucket of its own."""
+    groups: list[list[Named]] = [[]]
+    used = 0
+    for name, tensor in tensors:
+        if groups[-1] and used + tensor.nbytes > limit:
+            groups.append([])
+            used = 0
+        groups[-1].append((name, tensor))
+        used += tensor.nbytes
+    return groups
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Host copies of tensors; read-only."""
+
+    tensors: Mapping[str, Tensor]
+
+    @cached_property
+    def digests(self) -> dict[str, int]:
+        return {name: compute_digest(tensor) for name, tensor in self.tensors.items()}
+
+    @cached_property
+    def as_safetensors(self) -> bytes:
+        return save(dict(self.tensors))
+
+    @cached_property
+    def flat(self) -> Tensor:
+        """The concatenated bytes of all tensors."""
+        return torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in self.tensors.values()])
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Names, dtypes and shapes, in order."""
+        return {
+            "names": list(self.tensors),
+            "dtypes": [dtype_name(tensor) for tensor in self.tensors.values()],
+            "shapes": [list(tensor.shape) for tensor in self.tensors.values()],
+        }
+
+    @cached_property
+    def as_pickle(self) -> str:
+        """SGLang's ``flattened_bucket``: the flat tensor as a file in shared memory, and the offsets of the tensors."""
+        offsets: list[SimpleNamespace] = []
+        start = 0
+        for name, tensor in self.tensors.items():
+            end = start + tensor.nbytes
+            # SGLang reads attributes, and its unpickler knows this class.
+            offsets.append(
+                SimpleNamespace(
+                    name=name, shape=tensor.shape, dtype=tensor.dtype, start_idx=start, end_idx=end, numel=tensor.nbytes
+                )
+            )
+            start = end
+        out = io.BytesIO()
+        strategy = torch.multiprocessing.get_sharing_strategy()
+        # With torch's default, file descriptors, a receiver that is not a child of this process fails.
+        torch.multiprocessing.set_sharing_strategy("file_system")
+        try:
+            ForkingPickler(out).dump({"flattened_tensor": self.flat, "metadata": offsets})
+        finally:
+            torch.multiprocessing.set_sharing_strategy(strategy)
+        return base64.b64encode(out.getvalue()).decode("ascii")
+
+    def drop_encodings(self) -> None:
+        """Free the serialized forms; the tensors stay."""
+        for name in ("as_safetensors", "flat", "as_pickle"):
+            self.__dict__.pop(name, None)
+
+
+class ShapeManifest(dict[str, Tensor]):
+    """Tensors by name, whose shapes and dtypes start an update. Without ``full`` servers keep all other tensors.
+
+    ``keeps``: only those of the tensors that have changed will be sent.
+    """
+
+    full = True
+    keeps = False
+
+    @cached_property
+    def begin_body(self) -> bytes:
+        """The request that begins the update, encoded once for all servers."""
+        entries = [
+            {"name": name, "shape": list(tensor.shape), "dtype": dtype_name(tensor)} for name, tensor in self.items()
+        ]
+        return json.dumps({"action": "begin", "whole": self.full, "keeps": self.keeps, "entries": entries}).encode()
+
+
+class DigestManifest(dict[str, int]):
+    """The expected digest of each tensor."""
+
+    @cached_property
+    def verify_body(self) -> bytes:
+        """The request that verifies the update, encoded once for all servers."""
+        digests = {name: str(digest) for name, digest in self.items()}
+        return json.dumps({"action": "verify", "digests": digests}).encode()
+
+
+def pack_bucket(group: Sequence[Named]) -> Bucket:
+    """Host copies of some tensors, with their digests."""
+    with torch.no_grad():
+        bucket = Bucket({name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in group})
+        assert bucket.digests is not None  # computed here, while the previous bucket is sent
+    return bucket
+
+
+def dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+GetWeights = Callable[[], Mapping[str, Tensor]]
+"""Returns the trainer's current weights."""

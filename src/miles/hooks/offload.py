@@ -1,0 +1,99 @@
+"""User functions off the event loop: each protocol's hook wrapped so that it runs in a worker thread (see worker)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from typing import Any
+
+from miles.core.hooks import EvalFn, RolloutFn
+from miles.core.protocols import (
+    Completion,
+    Engine,
+    Generate,
+    OnTokens,
+    Rollout,
+    SamplingParams,
+    stream_or_generate,
+)
+from miles.core.types import Group, Prompt, Tokens, Trajectory
+from miles.hooks.worker import HookWorker
+
+
+def offload_function(worker: HookWorker, function: Callable[..., Any], name: str) -> Any:
+    """An async function that needs nothing of the run's loop, such as a reward, a tool or an agent over HTTP."""
+
+    @wraps(function, updated=())
+    async def call(*args: Any, **kwargs: Any) -> Any:
+        return await worker.run(partial(function, *args, **kwargs), name)
+
+    return call
+
+
+def offload_generate(worker: HookWorker, generate: Generate, name: str) -> Generate:
+    """A generate function; its engine requests are made on the run's loop."""
+
+    async def call(prompt: Prompt, engine: Engine, sampling: SamplingParams) -> Trajectory:
+        return await worker.run(partial(generate, prompt, MainLoopEngine(worker, engine), sampling), name)
+
+    resume = getattr(generate, "resume", None)
+    if resume is not None:  # core.protocols.ResumableGenerate
+
+        async def call_resume(
+            prompt: Prompt, partial_trajectory: Trajectory, engine: Engine, sampling: SamplingParams
+        ) -> Trajectory:
+            proxy = MainLoopEngine(worker, engine)
+            return await worker.run(partial(resume, prompt, partial_trajectory, proxy, sampling), name)
+
+        vars(call)["resume"] = call_resume
+    return call
+
+
+def offload_rollout(worker: HookWorker, make_group: RolloutFn, name: str) -> RolloutFn:
+    """A rollout function; the engine and the default rollout are used on the run's loop."""
+
+    async def call(
+        prompt: Prompt, engine: Engine, sampling: SamplingParams, num_samples: int, default_rollout: Rollout
+    ) -> Group:
+        proxies = MainLoopEngine(worker, engine), sampling, num_samples, MainLoopRollout(worker, default_rollout)
+        return await worker.run(partial(make_group, prompt, *proxies), name)
+
+    return call
+
+
+def offload_evaluation(worker: HookWorker, evaluate: EvalFn, title: str) -> EvalFn:
+    """An evaluation function; the engine and the default rollout are used on the run's loop."""
+
+    async def call(
+        name: str, prompts: Sequence[Prompt], engine: Engine, sampling: SamplingParams, default_rollout: Rollout
+    ) -> Sequence[Group]:
+        proxies = MainLoopEngine(worker, engine), sampling, MainLoopRollout(worker, default_rollout)
+        return await worker.run(partial(evaluate, name, prompts, *proxies), title)
+
+    return call
+
+
+class MainLoopEngine:
+    """A core.protocols.StreamingEngine for a user function: requests are made on the run's loop."""
+
+    def __init__(self, worker: HookWorker, engine: Engine) -> None:
+        self._worker = worker
+        self._engine = engine
+
+    async def generate(self, tokens: Tokens, sampling: SamplingParams) -> Completion:
+        return await self._worker.run_on_main_loop(partial(self._engine.generate, tokens, sampling))
+
+    async def generate_stream(self, tokens: Tokens, sampling: SamplingParams, on_tokens: OnTokens) -> Completion:
+        forward = self._worker.post(on_tokens)
+        return await self._worker.run_on_main_loop(partial(stream_or_generate, self._engine, tokens, sampling, forward))
+
+
+class MainLoopRollout:
+    """A core.protocols.Rollout for a user function: groups are produced on the run's loop."""
+
+    def __init__(self, worker: HookWorker, rollout: Rollout) -> None:
+        self._worker = worker
+        self._rollout = rollout
+
+    async def produce(self, prompt: Prompt) -> Group:
+        return await self._worker.run_on_main_loop(partial(self._rollout.produce, prompt))

@@ -1,0 +1,262 @@
+"""Paged attention backend in torch: writes new keys and values into their pages, attends to each sequence's own.
+
+Shapes: T new tokens of all sequences, B of them decode tokens, H query heads, G key-value heads, r = H / G, d channels
+of a key, e of a value; in a block: N rows of pages, Q queries of the longest row, q some of them, X real ones, C tokens
+of the longest context, R = Q * r, h some heads of an indexer, k tokens it selects.
+
+Layers with full attention use blocks with shared prefixes; those with a window, chunk, softcap or sinks use blocks in
+which every row holds all that its queries see. While no context exceeds the window, both are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from miles.kernels.attention.metadata import (
+    AttentionBlock,
+    AttentionBlocks,
+    AttentionMetadata,
+    build_attention_metadata,
+)
+from miles.kernels.attention.params import AttentionInputs, AttentionParams, IndexerInputs
+from miles.kernels.runtime.kv_cache import (
+    Ints,
+    KvShape,
+    LayerKVCache,
+    PagedKVCache,
+    PagedTensor,
+    PooledRecurrentState,
+    RecurrentStatePool,
+    StepStates,
+)
+
+__all__ = ["Ints", "KvShape", "PagedAttentionBackend", "PagedKVCache", "RecurrentStatePool", "build_attention_metadata"]
+
+_SDPA_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# The most scores that are materialized at once.
+_MAX_SCORES = 1 << 26
+
+
+class _LayerCall(NamedTuple):
+    """One layer's queries, KV cache and parameters."""
+
+    q_THd: Tensor
+    cache: LayerKVCache
+    heads: int
+    params: AttentionParams
+    sinks_H: Tensor | None
+
+    def read(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
+        """Keys and values of a block; with MLA the values are the first channels of the keys."""
+        keys, values = self.cache.keys, self.cache.values
+        k_NGCd = keys.read(block.pages, block.rows, block.context).transpose(1, 2)
+        if values is None:
+            return k_NGCd, k_NGCd
+        return k_NGCd, values.read(block.pages, block.rows, block.context).transpose(1, 2)
+
+
+class PagedAttentionBackend:
+    """Attention backend of one step: new tokens attend to the pages of their own sequence.
+
+    ``states`` are the recurrent states of a model that has recurrent layers.
+    """
+
+    latent = True
+
+    def __init__(self, cache: PagedKVCache, metadata: AttentionMetadata, states: StepStates | None = None) -> None:
+        self._cache = cache
+        self._metadata = metadata
+        self._states = states
+        self._selections: dict[int, list[Tensor] | None] = {}
+
+    def recurrent_state(self, layer: int) -> PooledRecurrentState:
+        """What a recurrent layer left behind, and where to leave it."""
+        assert self._states is not None, "the model has recurrent layers, but no recurrent states were given"
+        return self._states.recurrent_state(layer)
+
+    def __call__(self, layer: int, inputs: AttentionInputs) -> Tensor:
+        q_THd, k_TGd, v_TGe, params, sinks_H, index = inputs
+        cache, slots_T = self._cache.layers[layer], self._metadata.slots_T
+        cache.keys.slots.index_copy_(0, slots_T, k_TGd)
+        if cache.values is not None:
+            cache.values.slots.index_copy_(0, slots_T, v_TGe)
+        selected = None if index is None else self._select_tokens(layer, cache, index)
+        call = _LayerCall(q_THd, cache, k_TGd.shape[1], params, sinks_H)
+        # Shapes change every step, and cuDNN would build a plan for each.
+        with sdpa_kernel(_SDPA_BACKENDS) if q_THd.is_cuda else nullcontext():
+            out_THe = self._attend(call, selected)
+        return out_THe if cache.values is not None else out_THe[..., : v_TGe.shape[-1]]
+
+    def _attend(self, call: _LayerCall, selected: list[Tensor] | None) -> Tensor:
+        window, chunk = self._limit_if_exceeded(call.params.window), self._limit_if_exceeded(call.params.chunk)
+        materialize = call.params.softcap is not None or call.sinks_H is not None
+        # The kernel that returns log-sum-exps needs keys and values of equal width.
+        if window is None and chunk is None and selected is None and not materialize and call.cache.equal_dims:
+            return self._attend_full(call)
+        assert selected is None or (window is None and chunk is None), (
+            "sparse attention with a window or chunk is not supported"
+        )
+        blocks = self._metadata.get_blocks(window, chunk)
+        masks = [block.mask for block in (*blocks.decode, *blocks.prefill)] if selected is None else selected
+        return _attend_blocks(call, blocks, masks, materialize)
+
+    def _limit_if_exceeded(self, limit: int | None) -> int | None:
+        """The window or chunk, if some context exceeds it already."""
+        return None if limit is None or limit >= self._metadata.longest else limit
+
+    # -- full attention ----------------------------------------------------------------------
+
+    def _attend_full(self, call: _LayerCall) -> Tensor:
+        blocks = self._metadata.full_blocks
+        outs = [_attend_prefill(call, block, block.mask) for block in blocks.prefill]
+        if blocks.decode:
+            outs.insert(0, self._attend_decode(call))
+        return _concat(outs)
+
+    def _attend_decode(self, call: _LayerCall) -> Tensor:
+        blocks = self._metadata.full_blocks
+        if blocks.prefix_tokens is None:
+            out_BHe = _concat([_attend_shared_rows(call, block, block.mask) for block in blocks.decode])
+            return out_BHe if blocks.decode_order is None else out_BHe.index_select(0, blocks.decode_order)
+        suffix_BHe, suffix_BH = _attend_with_lse(call, blocks.decode)
+        if blocks.decode_order is not None:
+            suffix_BHe, suffix_BH = (x.index_select(0, blocks.decode_order) for x in (suffix_BHe, suffix_BH))
+        prefix_XHe, prefix_XH = _attend_with_lse(call, blocks.prefix)
+        tokens = blocks.prefix_tokens
+        weight_XH = torch.sigmoid(prefix_XH - suffix_BH.index_select(0, tokens)).to(call.q_THd.dtype)
+        merged_XHe = torch.lerp(suffix_BHe.index_select(0, tokens), prefix_XHe, weight_XH.unsqueeze(-1))
+        return suffix_BHe.index_copy(0, tokens, merged_XHe)
+
+    # -- sparse attention --------------------------------------------------------------------
+
+    def _select_tokens(self, layer: int, cache: LayerKVCache, index: IndexerInputs | int) -> list[Tensor] | None:
+        """Masks, one per block, of the tokens that the indexer selected; None while that is all of them."""
+        if not isinstance(index, IndexerInputs):
+            return self._selections[index]
+        assert cache.index is not None, "a layer with an indexer needs index keys in the KV cache"
+        cache.index.slots.index_copy_(0, self._metadata.slots_T, index.k_Td)
+        self._selections[layer] = None
+        if index.topk < self._metadata.longest:
+            blocks = self._metadata.get_blocks()
+            self._selections[layer] = [
+                _mask_unselected(block, cache.index, index) for block in (*blocks.decode, *blocks.prefill)
+            ]
+        return self._selections[layer]
+
+
+# -- one block --------------------------------------------------------------------------------
+
+
+def _attend_blocks(call: _LayerCall, blocks: AttentionBlocks, masks: Sequence[Tensor], materialize: bool) -> Tensor:
+    """Attention over blocks without prefixes, under these masks."""
+    prefill_fn, decode_fn = (
+        (_attend_materialized, _attend_materialized) if materialize else (_attend_prefill, _attend_shared_rows)
+    )
+    functions = [decode_fn] * len(blocks.decode) + [prefill_fn] * len(blocks.prefill)
+    work = zip(functions, (*blocks.decode, *blocks.prefill), masks, strict=True)
+    outs = [function(call, block, mask) for function, block, mask in work]
+    if blocks.decode_order is not None:
+        num_decode = len(blocks.decode)
+        outs = [_concat(outs[:num_decode]).index_select(0, blocks.decode_order), *outs[num_decode:]]
+    return _concat(outs)
+
+
+def _attend_shared_rows(call: _LayerCall, block: AttentionBlock, mask: Tensor) -> Tensor:
+    """All queries of a row see the same tokens: the query heads of a key-value head become queries of one head."""
+    out_NGRe = F.scaled_dot_product_attention(
+        _fold_queries(call, block), *call.read(block), attn_mask=mask, scale=call.params.scale
+    )
+    return _unfold_queries(out_NGRe, block).flatten(2, 3).flatten(0, 1)
+
+
+def _attend_with_lse(call: _LayerCall, blocks: Sequence[AttentionBlock]) -> tuple[Tensor, Tensor]:
+    """Outputs of blocks whose queries share a row's tokens, and their log-sum-exps."""
+    outs: list[Tensor] = []
+    lses: list[Tensor] = []
+    for block in blocks:
+        out_NGRe, lse_NGR = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            _fold_queries(call, block), *call.read(block), attn_mask=block.mask, scale=call.params.scale
+        )
+        out_XHe, lse_XH = (_unfold_queries(x, block).flatten(2, 3).flatten(0, 1) for x in (out_NGRe, lse_NGR))
+        outs.append(out_XHe if block.real is None else out_XHe.index_select(0, block.real))
+        lses.append(lse_XH if block.real is None else lse_XH.index_select(0, block.real))
+    return _concat(outs), _concat(lses)
+
+
+def _fold_queries(call: _LayerCall, block: AttentionBlock) -> Tensor:
+    q_XHd = block.select_queries(call.q_THd)
+    q_NQGrd = q_XHd.unflatten(1, (call.heads, -1)).unflatten(0, (block.rows, block.width))
+    return q_NQGrd.transpose(1, 2).flatten(2, 3)
+
+
+def _unfold_queries(x_NGR: Tensor, block: AttentionBlock) -> Tensor:
+    """The queries of each row separated again, [N, Q, G, r, ...]."""
+    return x_NGR.unflatten(2, (block.width, -1)).transpose(1, 2)
+
+
+def _attend_prefill(call: _LayerCall, block: AttentionBlock, mask: Tensor) -> Tensor:
+    """Prefill rows: every query has its own mask."""
+    q_NHQd = block.select_queries(call.q_THd).unflatten(0, (block.rows, block.width)).transpose(1, 2)
+    out_NHQe = F.scaled_dot_product_attention(
+        q_NHQd,
+        *call.read(block),
+        attn_mask=mask,
+        scale=call.params.scale,
+        enable_gqa=call.q_THd.shape[1] != call.heads,
+    )
+    return _drop_padding(out_NHQe, block)
+
+
+def _attend_materialized(call: _LayerCall, block: AttentionBlock, mask: Tensor) -> Tensor:
+    """Softcap or sinks: scores are materialized in float32, some queries at a time."""
+    wide = torch.promote_types(call.q_THd.dtype, torch.float32)
+    k_NGCd, v_NGCe = (x.to(wide) for x in call.read(block))
+    q_NQHd = block.select_queries(call.q_THd).unflatten(0, (block.rows, block.width))
+    q_NGrQd = q_NQHd.transpose(1, 2).unflatten(1, (call.heads, -1)).to(wide)
+    step = max(1, _MAX_SCORES // (block.rows * q_NQHd.shape[2] * block.context))
+    outs: list[Tensor] = []
+    for lo in range(0, block.width, step):
+        q_NGrqd = q_NGrQd[..., lo : lo + step, :]
+        scores_NGrqC = (q_NGrqd.flatten(2, 3) @ k_NGCd.transpose(-1, -2)).view(*q_NGrqd.shape[:4], -1)
+        scores_NGrqC.mul_(call.params.scale)
+        if call.params.softcap is not None:
+            scores_NGrqC.div_(call.params.softcap).tanh_().mul_(call.params.softcap)
+        scores_NGrqC.add_(mask[:, :, None, lo : lo + step])
+        lse_NGrq1 = scores_NGrqC.logsumexp(-1, keepdim=True)
+        if call.sinks_H is not None:
+            lse_NGrq1 = torch.logaddexp(lse_NGrq1, call.sinks_H.to(wide).view(call.heads, -1, 1, 1))
+        probs_NGrqC = scores_NGrqC.sub_(lse_NGrq1).exp_()
+        out_NGrqe = (probs_NGrqC.flatten(2, 3) @ v_NGCe).view(*q_NGrqd.shape[:4], -1)
+        outs.append(out_NGrqe.flatten(1, 2).to(call.q_THd.dtype))
+    return _drop_padding(outs[0] if len(outs) == 1 else torch.cat(outs, 2), block)
+
+
+def _drop_padding(out_NHQe: Tensor, block: AttentionBlock) -> Tensor:
+    out_XHe = out_NHQe.transpose(1, 2).flatten(0, 1)
+    return out_XHe if block.real is None else out_XHe.index_select(0, block.real)
+
+
+def _mask_unselected(block: AttentionBlock, keys: PagedTensor, index: IndexerInputs) -> Tensor:
+    """The block's mask, restricted to the selected tokens of each query."""
+    q_NQHd, weights_NQH = (
+        block.select_queries(x).unflatten(0, (block.rows, block.width)).float() for x in (index.q_THd, index.weights_TH)
+    )
+    k_N1dC = keys.read(block.pages, block.rows, block.context).float().transpose(1, 2).unsqueeze(1)
+    scores_NQC = block.mask.squeeze(1).float().expand(-1, block.width, -1)
+    step = max(1, _MAX_SCORES // scores_NQC.numel())
+    for q_NQhd, weights_NQh in zip(q_NQHd.split(step, 2), weights_NQH.split(step, 2), strict=True):
+        scores_NQC = scores_NQC + (weights_NQh.unsqueeze(-2) @ (q_NQhd @ k_N1dC).relu_()).squeeze(-2)
+    best_NQk = scores_NQC.topk(min(index.topk, block.context), dim=-1).indices
+    unselected_NQC = torch.full_like(scores_NQC, -torch.inf, dtype=block.mask.dtype).scatter_(-1, best_NQk, 0.0)
+    return block.mask + unselected_NQC.unsqueeze(1)
+
+
+def _concat(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -1,0 +1,65 @@
+"""Attention parameters of a layer, and the inputs of one attention call.
+
+Shapes: T tokens, H query heads (of ``IndexerInputs``: indexer heads), G key-value heads, d channels of a key, e of a
+value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionParams:
+    """Softmax scale, softcap and mask of one layer's causal attention.
+
+    Scores are multiplied by ``scale``, then bounded by ``softcap``. A token attends to itself and to earlier tokens: to
+    at most ``window`` tokens in all, and to none outside its own ``chunk`` of positions.
+    """
+
+    scale: float
+    window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexerInputs:
+    """Sparse attention (DSA): a token attends to the ``topk`` tokens with the largest sum of ``weights * relu(q . k)``.
+
+    No gradient flows through the selection. ``weights_TH`` include the scales.
+    """
+
+    q_THd: Tensor
+    k_Td: Tensor
+    weights_TH: Tensor
+    topk: int
+
+
+class AttentionInputs(NamedTuple):
+    """One layer's attention call.
+
+    ``sinks_H`` are attention-sink logits. ``indexer`` restricts attention to the tokens an indexer selects; an integer
+    reuses the selection that layer made in the same forward.
+    """
+
+    q_THd: Tensor
+    k_TGd: Tensor
+    v_TGe: Tensor
+    params: AttentionParams
+    sinks_H: Tensor | None = None
+    indexer: IndexerInputs | int | None = None
+
+
+class PagedAttentionParams(NamedTuple):
+    """``AttentionParams``, attention sinks and page size as the Triton kernels take them; page size 0: no pages."""
+
+    page_size: int
+    scale: float
+    window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+    sinks_H: Tensor | None = None

@@ -1,0 +1,202 @@
+"""Compile-time configuration and tile sizes of the paged attention kernels.
+
+Shapes: H query heads, G key-value heads, d channels of a key, e of a value, M queries and N tokens of a tile.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from miles.kernels.attention.params import PagedAttentionParams
+
+
+class TileTuning(NamedTuple):
+    """Tokens of a tile, warps and pipeline stages of a program, resident programs per SM.
+
+    A token's slot is loaded before the token itself: one more tile in flight takes two more stages.
+    """
+
+    tokens: int
+    warps: int
+    stages: int
+    resident: int = 1
+
+
+class PrefillTile(NamedTuple):
+    """Queries of a prefill tile and its tuning."""
+
+    queries: int
+    tuning: TileTuning
+
+
+# Half precision, by head dim (64, 128, 256) and queries of a tile.
+DECODE_TUNINGS: dict[tuple[int, int], TileTuning] = {
+    (64, 16): TileTuning(128, 4, 5, 3),
+    (64, 32): TileTuning(128, 4, 5, 3),
+    (64, 64): TileTuning(128, 4, 5, 2),
+    (128, 16): TileTuning(64, 4, 5, 3),
+    (128, 32): TileTuning(64, 4, 5, 2),
+    (128, 64): TileTuning(64, 4, 5, 2),
+    (256, 16): TileTuning(32, 4, 5, 2),
+    (256, 32): TileTuning(32, 4, 5, 2),
+    (256, 64): TileTuning(32, 8, 5, 1),
+}
+PREFILL_TILES: dict[int, PrefillTile] = {
+    64: PrefillTile(128, TileTuning(128, 8, 5)),
+    128: PrefillTile(128, TileTuning(128, 8, 3)),
+    256: PrefillTile(128, TileTuning(64, 8, 3)),
+}
+# MLA (values of 512 channels, keys of 576), decode by queries of a tile.
+MLA_DECODE_TUNINGS: dict[int, TileTuning] = {
+    16: TileTuning(32, 4, 5, 2),
+    32: TileTuning(32, 8, 5, 1),
+    64: TileTuning(64, 8, 3, 1),
+}
+MLA_PREFILL_TILE = PrefillTile(64, TileTuning(64, 8, 3))
+# Float32, which is multiplied without tensor cores.
+FP32_DECODE_TUNINGS: dict[int, TileTuning] = {
+    16: TileTuning(32, 8, 3, 2),
+    32: TileTuning(32, 8, 3, 1),
+    64: TileTuning(16, 8, 3, 1),
+}
+FP32_PREFILL_TILE = PrefillTile(16, TileTuning(16, 8, 3))
+FP32_MLA_DECODE_TUNINGS: dict[int, TileTuning] = {
+    16: TileTuning(16, 8, 3, 1),
+    32: TileTuning(16, 8, 2, 1),
+    64: TileTuning(16, 16, 2, 1),
+}
+
+# Splits of a row that the reduction kernel reads at once, and channels one of its programs reduces.
+REDUCED_SPLITS = 8
+REDUCED_CHANNELS = 512
+
+
+class KernelConfig(NamedTuple):
+    """Compile-time constants of an attention kernel (``CFG`` in the Triton sources).
+
+    G key-value heads of r query heads, at most R of them in a tile; d, e, x channels of keys, of values, of keys beyond
+    the values' (D, E, X: padded to a tile); strides of a token in the cache; 0 stands for no ``window``, no ``chunk``.
+    ``latent`` (MLA): values are the first channels of the keys.
+    """
+
+    G: int
+    r: int
+    R: int
+    d: int
+    e: int
+    x: int
+    D: int
+    E: int
+    X: int
+    M: int
+    N: int
+    k_stride: int
+    v_stride: int
+    page_size: int
+    window: int
+    chunk: int
+    has_softcap: bool
+    has_sinks: bool
+    latent: bool
+
+    @property
+    def heads(self) -> int:
+        """Number of query heads."""
+        return self.G * self.r
+
+    @property
+    def head_tiles(self) -> int:
+        """Tiles per key-value head that its query heads are split into."""
+        return -(-self.r // self.R)
+
+    @property
+    def is_windowed(self) -> bool:
+        """Whether a window or chunk may hide earlier tokens."""
+        return self.window + self.chunk > 0
+
+
+def build_kernel_config(
+    q_THd: Tensor, k_SGd: Tensor, v_SGe: Tensor, params: PagedAttentionParams, *, latent: bool = False
+) -> KernelConfig:
+    """The configuration for these tensors, tile sizes M and N still unset."""
+    _, heads, width = q_THd.shape
+    _, groups, keys = k_SGd.shape
+    _, _, values = v_SGe.shape
+    assert heads % groups == 0, "query heads must be a multiple of key-value heads"
+    assert width == keys and q_THd.stride()[1:] == (keys, 1), "the heads of a query must be contiguous"
+    assert k_SGd.stride()[1:] == (keys, 1), "the keys of a token must be contiguous"
+    assert latent or v_SGe.stride()[1:] == (values, 1), "the values of a token must be contiguous"
+    shape, strides = (heads, groups, keys, values), (k_SGd.stride(0), v_SGe.stride(0))
+    return _build_shape_config(shape, strides, latent)._replace(
+        page_size=params.page_size,
+        window=params.window or 0,
+        chunk=params.chunk or 0,
+        has_softcap=params.softcap is not None,
+        has_sinks=params.sinks_H is not None,
+    )
+
+
+@cache
+def _build_shape_config(shape: tuple[int, int, int, int], strides: tuple[int, int], latent: bool) -> KernelConfig:
+    heads, groups, keys, values = shape
+    main = values if latent else keys
+    return KernelConfig(
+        G=groups,
+        r=heads // groups,
+        R=heads // groups,
+        d=main,
+        e=values,
+        x=keys - main,
+        D=pad_dim(main),
+        E=pad_dim(values),
+        X=pad_dim(keys - main) if keys > main else 0,
+        M=0,
+        N=0,
+        k_stride=strides[0],
+        v_stride=strides[1],
+        page_size=0,
+        window=0,
+        chunk=0,
+        has_softcap=False,
+        has_sinks=False,
+        latent=latent,
+    )
+
+
+def select_decode_tunings(config: KernelConfig, dtype: torch.dtype) -> dict[int, TileTuning]:
+    """Tunings of decode kernels, by queries of a tile."""
+    if dtype == torch.float32:
+        table = FP32_MLA_DECODE_TUNINGS if config.latent else FP32_DECODE_TUNINGS
+    elif config.latent:
+        table = MLA_DECODE_TUNINGS
+    else:
+        table = {queries: DECODE_TUNINGS[_table_width(config), queries] for queries in (16, 32, 64)}
+    return {queries: _fit_to_device(tuning, config) for queries, tuning in table.items()}
+
+
+def select_prefill_tile(config: KernelConfig, dtype: torch.dtype) -> PrefillTile:
+    """The tile of prefill kernels."""
+    half = MLA_PREFILL_TILE if config.latent else PREFILL_TILES[_table_width(config)]
+    tile = FP32_PREFILL_TILE if dtype == torch.float32 else half
+    return PrefillTile(tile.queries, _fit_to_device(tile.tuning, config))
+
+
+def _fit_to_device(tuning: TileTuning, config: KernelConfig) -> TileTuning:
+    """On ROCm a compute unit has 64 KiB of LDS, and loads are pipelined one stage ahead through registers."""
+    if torch.version.hip is None:
+        return tuning
+    return tuning._replace(tokens=min(tuning.tokens, 32 if config.latent else 64), stages=2)
+
+
+def _table_width(config: KernelConfig) -> int:
+    assert max(config.D, config.E) <= 256, "head dims over 256 are supported for MLA only"
+    return max(config.D, config.E, 64)
+
+
+def pad_dim(value: int) -> int:
+    """The next power of two that ``tl.dot`` accepts as a dimension: at least 16."""
+    return max(16, 1 << (value - 1).bit_length())

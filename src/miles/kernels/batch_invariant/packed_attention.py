@@ -1,0 +1,68 @@
+"""Batch-invariant attention backends of a trainer: packed sequences, and trees of segments.
+
+Shapes: T tokens, M keys where there are more, H query heads, G key-value heads, d channels of a key, e of a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from miles.kernels.attention.gather_rows import RowGather, gather_rows
+from miles.kernels.attention.params import AttentionInputs
+from miles.kernels.attention.tree import Segment
+from miles.kernels.attention.varlen import FreshRecurrentState
+from miles.kernels.batch_invariant.attention import span_attention
+from miles.kernels.batch_invariant.attention_metadata import AttentionSpans, SpanBatch, build_packed_spans
+
+
+class _SpanBackend:
+    """Attention over spans of queries, and the gather of their keys, if any."""
+
+    latent = False
+
+    def __init__(self, spans: AttentionSpans, gather: RowGather | None) -> None:
+        self._batch = SpanBatch(spans)
+        self._gather = gather
+
+    def __call__(self, layer: int, inputs: AttentionInputs) -> Tensor:
+        q_THd, k_MGd, v_MGe, params, sinks_H, index = inputs
+        assert index is None, "sparse attention is not supported in batch-invariant mode"
+        total = self._batch.spans.queries
+        assert len(q_THd) == total, f"got {len(q_THd)} queries for spans of {total} in all"
+        if not total:
+            return q_THd[..., :1].expand(-1, -1, v_MGe.shape[-1])
+        if self._gather is not None:
+            k_MGd, v_MGe = gather_rows(k_MGd, self._gather), gather_rows(v_MGe, self._gather)
+        return span_attention(q_THd, k_MGd, v_MGe, self._batch, params, sinks_H)
+
+    def recurrent_state(self, layer: int) -> FreshRecurrentState:
+        raise AssertionError(f"layer {layer} is recurrent, which batch-invariant mode does not support")
+
+
+class BatchInvariantVarlenBackend(_SpanBackend):
+    """Attention backend over a packed batch of ``lengths``; built once per forward, used by every layer."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device | str) -> None:
+        super().__init__(build_packed_spans([int(n) for n in lengths]), None)
+
+
+class BatchInvariantTreeBackend(_SpanBackend):
+    """Attention backend over ``segments``, whose queries are concatenated; built once per forward, used by every layer.
+
+    There may be more keys and values than queries: ``keys`` of them.
+    """
+
+    def __init__(self, segments: Sequence[Segment], device: torch.device | str, *, keys: int | None = None) -> None:
+        segments = [s for s in segments if s.length]
+        assert all(s.length <= s.keys for s in segments), "a segment needs at least as many keys as queries"
+        count_N = np.array([s.length for s in segments], np.int64)
+        keys_N = np.array([s.keys for s in segments], np.int64)
+        runs = [np.arange(first, first + n) for s in segments for first, n in s.runs]
+        row_K = np.concatenate(runs) if runs else np.empty(0, np.int64)
+        rows = int(count_N.sum()) if keys is None else keys
+        spans = AttentionSpans(count_N.cumsum() - count_N, count_N, keys_N.cumsum() - keys_N, keys_N)
+        super().__init__(spans, RowGather(row_K, rows, device))

@@ -1,0 +1,119 @@
+"""Batch-invariant attention backends of an engine step, in torch and in Triton.
+
+Shapes: T new tokens, B sequences of a step, M pages of the longest, H query heads, G key-value heads, d channels of a
+key, e of a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from miles.kernels.attention.gpu_backend import DecodeShape, SplitKVPlans, TritonAttentionBackend
+from miles.kernels.attention.params import AttentionInputs, AttentionParams
+from miles.kernels.batch_invariant.attention_metadata import build_paged_spans
+from miles.kernels.batch_invariant.attention_paged import decode_attention, prefill_attention
+from miles.kernels.batch_invariant.attention_reference import reference_attention
+from miles.kernels.batch_invariant.attention_split_kv import BatchInvariantSplitKVPlan
+from miles.kernels.batch_invariant.attention_tile_config import pack_heads
+from miles.kernels.fused.qk_norm_rope import QKNormRopeParams
+from miles.kernels.numerics import BATCH_INVARIANT
+from miles.kernels.runtime.kv_cache import Ints, LayerKVCache, PagedKVCache, PooledRecurrentState
+
+# Partial results allocated beyond two per row: a chunk of 512 tokens each.
+_SPARE_ITEMS = 2048
+# Queries of a prefix tile: the states of more exceed the registers, which pays off only with many heads per row.
+_PREFIX_QUERIES = 32
+_MANY_HEADS = 8
+
+
+class BatchInvariantPagedBackend:
+    """Attention backend of one step in torch.
+
+    Sequence b has ``starts_B[b]`` cached tokens and ``counts_B[b]`` new ones, in any order and number. MLA layers
+    store expanded keys and values.
+    """
+
+    latent = False
+
+    def __init__(
+        self, cache: PagedKVCache, starts_B: Ints, counts_B: Ints, block_table_BM: Ints, page_size: int
+    ) -> None:
+        self._cache = cache
+        self._spans = spans = build_paged_spans(starts_B, counts_B, block_table_BM, page_size)
+        assert spans.row_K is not None
+        index_T = np.arange(spans.queries) - spans.first_N.repeat(counts_B)
+        self._slots_T = torch.from_numpy(spans.row_K[(spans.start_N + starts_B).repeat(counts_B) + index_T])
+
+    def recurrent_state(self, layer: int) -> PooledRecurrentState:
+        raise AssertionError(f"layer {layer} is recurrent, which batch-invariant mode does not support")
+
+    def __call__(self, layer: int, inputs: AttentionInputs) -> Tensor:
+        q_THd, k_TGd, v_TGe, params, sinks_H, index = inputs
+        assert index is None, "sparse attention is not supported in batch-invariant mode"
+        cache, slots_T = self._cache.layers[layer], self._slots_T.to(q_THd.device)
+        assert cache.values is not None, "batch-invariant attention needs a cache with separate values"
+        cache.keys.slots.index_copy_(0, slots_T, k_TGd)
+        cache.values.slots.index_copy_(0, slots_T, v_TGe)
+        return reference_attention(q_THd, cache.keys.slots, cache.values.slots, self._spans, params, sinks_H)[0]
+
+
+class BatchInvariantSplitKVPlans(SplitKVPlans):
+    """``SplitKVPlans`` that split at the fixed chunks of batch-invariant attention."""
+
+    def __init__(self, shapes: Mapping[DecodeShape, int], *, max_rows: int, device: torch.device, sms: int) -> None:
+        super().__init__({}, max_rows=max_rows, device=device, sms=sms)
+        max_items = 2 * max_rows + _SPARE_ITEMS
+        self._plans = {
+            shape: BatchInvariantSplitKVPlan(
+                max_rows,
+                max_items,
+                device,
+                prefix_queries=queries if shape.queries_per_kv > _MANY_HEADS else min(queries, _PREFIX_QUERIES),
+            )
+            for shape, queries in shapes.items()
+        }
+
+
+class BatchInvariantTritonBackend(TritonAttentionBackend):
+    """Attention backend of one step on a GPU. The step's plans are ``BatchInvariantSplitKVPlans``.
+
+    MLA layers store expanded keys and values.
+    """
+
+    latent = False
+    numerics = BATCH_INVARIANT
+
+    def _is_bs1(self, heads: QKNormRopeParams) -> bool:
+        """Never: that kernel splits a row by its length, while batch-invariant sums are split at fixed chunks."""
+        return False
+
+    def _attend(self, q_THd: Tensor, cache: LayerKVCache, params: AttentionParams, sinks_H: Tensor | None) -> Tensor:
+        assert cache.values is not None, "batch-invariant attention needs a cache with separate values"
+        step = self._step
+        keys = cache.keys.slots
+        values = cache.values.slots
+        kv_heads = keys.shape[1]
+        q_THd = pack_heads(q_THd)
+        out_THe = torch.empty(*q_THd.shape[:2], values.shape[-1], dtype=q_THd.dtype, device=q_THd.device)
+        paged = self._paged_params(params, sinks_H)
+        if step.num_decodes:
+            plan = step.plans[DecodeShape(kv_heads, q_THd.shape[1] // kv_heads, params.window, params.chunk)]
+            assert isinstance(plan, BatchInvariantSplitKVPlan), "the step needs batch-invariant split-KV plans"
+            decode_attention(
+                q_THd[: step.num_decodes],
+                keys,
+                values,
+                step.block_table_BM,
+                step.req_slots_B[: step.num_decodes],
+                plan,
+                paged,
+                out=out_THe[: step.num_decodes],
+                has_prefixes=step.has_prefixes,
+            )
+        if step.prefill_tiles is not None:
+            prefill_attention(q_THd, keys, values, step.block_table_BM, step.prefill_tiles, paged, out=out_THe)
+        return out_THe

@@ -1,0 +1,63 @@
+"""Causal depthwise conv1d within each sequence of a packed batch.
+
+Shapes: T tokens, C channels, K taps, k = K - 1 earlier inputs, B sequences, L = T + B * k: each sequence's tokens after
+its k earlier inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from miles.kernels.linear_attention.chunked_scan import is_decode_step
+
+
+def causal_conv1d(
+    x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, lengths: Sequence[int], state_BCk: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Each token's weighted sum of itself (the last tap) and the k inputs before it, and the new state.
+
+    ``state_BCk`` are the last k inputs of earlier tokens, zeros before the first; None: all sequences start here and no
+    state is returned.
+    """
+    assert len(x_TC) == sum(lengths), f"got {len(x_TC)} tokens for sequences of {sum(lengths)} in all"
+    earlier = weight_CK.shape[1] - 1
+    if state_BCk is not None and is_decode_step(lengths, len(x_TC)):
+        window_BCK = torch.cat((state_BCk, x_TC.unsqueeze(-1)), -1)
+        return _sum_taps(window_BCK.unbind(-1), weight_CK, bias_C).to(x_TC.dtype), window_BCK[..., 1:]
+    index_T, head_X, tail_X = _build_indices(tuple(lengths), earlier, x_TC.device)
+    rows_LC = x_TC.new_zeros(len(x_TC) + len(lengths) * earlier, x_TC.shape[1]).index_copy_(0, index_T, x_TC)
+    tail_BCk = None
+    if state_BCk is not None:
+        rows_LC.index_copy_(0, head_X, state_BCk.to(x_TC.dtype).transpose(1, 2).flatten(0, 1))
+        tail_BCk = rows_LC.index_select(0, tail_X).unflatten(0, (len(lengths), earlier)).transpose(1, 2).contiguous()
+    count = len(rows_LC) - earlier
+    out_LC = _sum_taps([rows_LC[j : j + count] for j in range(earlier + 1)], weight_CK, bias_C)
+    return out_LC.index_select(0, index_T - earlier).to(x_TC.dtype), tail_BCk
+
+
+def _sum_taps(inputs_C: Sequence[Tensor], weight_CK: Tensor, bias_C: Tensor | None) -> Tensor:
+    """The sum in float32, tap by tap: one summation order for one token and for many."""
+    weight_KC = weight_CK.to(torch.promote_types(weight_CK.dtype, torch.float32)).t()
+    out = inputs_C[0] * weight_KC[0]
+    for x, weight_C in zip(inputs_C[1:], weight_KC[1:], strict=True):
+        out = torch.addcmul(out, x, weight_C)
+    return out if bias_C is None else out + bias_C
+
+
+@lru_cache(maxsize=16)
+def _build_indices(lengths: tuple[int, ...], earlier: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Which of the L rows are tokens, which are earlier inputs, and which are each sequence's last ones."""
+    length_B = np.asarray(lengths, dtype=np.int64)
+    end_B = np.cumsum(length_B + earlier)
+    index_T = np.arange(int(length_B.sum())) + earlier * (1 + np.repeat(np.arange(len(length_B)), length_B))
+    head_Bk = (end_B - length_B - earlier)[:, None] + np.arange(earlier)
+    tail_Bk = end_B[:, None] - earlier + np.arange(earlier)
+    # Created outside inference mode, since a trainer in the same process saves it for backward.
+    with torch.inference_mode(False), torch.no_grad():
+        place, head, tail = (torch.from_numpy(x.ravel()).to(device) for x in (index_T, head_Bk, tail_Bk))
+    return place, head, tail

@@ -1,0 +1,1 @@
+"""Kernel runtime: Triton compatibility, KV cache storage, CUDA-graph inputs, checksum, self-test (layer 1)."""

@@ -1,0 +1,432 @@
+"""Cases of the on-device self-test: each runs a Triton kernel and returns pairs of its result and torch's.
+
+Inputs have a fixed seed and are as the engine would pass them; the same functions in float64 are computed by torch.
+Shapes: T tokens, D features, E experts, k of them per token, B rows, H query heads, G key-value heads, d channels of a
+head, V vocabulary, S slots of a cache, P pages of a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from miles.kernels.attention.decode_bs1 import allocate_scratch, decode_bs1_attention
+from miles.kernels.attention.mla import (
+    count_head_tiles,
+    mla_decode_attention,
+    mla_decode_reference,
+    mla_prefill_attention,
+    mla_prefill_reference,
+)
+from miles.kernels.attention.paged_decode import decode_attention, decode_reference
+from miles.kernels.attention.paged_prefill import build_prefill_tiles, prefill_attention, prefill_reference
+from miles.kernels.attention.params import PagedAttentionParams
+from miles.kernels.attention.split_kv import SplitKVPlan
+from miles.kernels.fused.activation import gated_activation_inference
+from miles.kernels.fused.gemv import gated_linear, gemv_fp32, linear
+from miles.kernels.fused.qk_norm_rope import QKNormRopeParams, qk_norm_rope_write_kv
+from miles.kernels.fused.rms_norm import add_rms_norm, rms_norm
+from miles.kernels.moe.fused_moe import moe_forward
+from miles.kernels.moe.topk_router import route_topk
+from miles.kernels.numerics import FAST
+from miles.kernels.runtime.graph_inputs import unpack_graph_inputs
+from miles.kernels.runtime.kv_cache import Ints
+from miles.kernels.runtime.triton_compat import count_sms
+from miles.kernels.sampling.sample import sample_tokens
+
+Pairs = Iterable[tuple[Tensor, Tensor]]
+
+_EPS, _PAGE = 1e-6, 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelfTestShapes:
+    """Shapes of the layers that kernels are tested on, and of their inputs."""
+
+    features: int = 1280
+    inner: int = 768
+    products: tuple[tuple[int, int], ...] = ((1280, 300), (9728, 96))
+    experts: int = 8
+    # Token counts, with two experts each, that cover every tile configuration.
+    tokens: tuple[int, ...] = (2, 12, 32, 64, 128)
+    routed: int = 128
+    heads: int = 8
+    kv_heads: int = 2
+    widths: tuple[int, ...] = (64, 128, 256)
+    # Heads, channels of a key, and how many of these are its value.
+    latent: tuple[int, int, int] = (16, 576, 512)
+    lengths: tuple[int, ...] = (900, 700, 1, 130, 37)
+    shared: int = 512
+    window: int = 200
+    vocabulary: int = 20_000
+
+
+# Float32 is rarely used for sampling: one shape of each.
+FP32_SHAPES = SelfTestShapes(products=((1280, 300),), tokens=(12,), widths=(128,))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelfTestContext:
+    """Device, dtype and shapes of a self-test."""
+
+    device: torch.device
+    dtype: torch.dtype
+    shapes: SelfTestShapes
+    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
+
+    @property
+    def sms(self) -> int:
+        """The number of SMs that work is split for."""
+        return count_sms(self.device)
+
+    def random(self, *shape: int) -> Tensor:
+        """Normal numbers, generated on the CPU so that they are the same everywhere."""
+        return torch.randn(*shape, generator=self.generator).to(self.device, self.dtype)
+
+    def run(self, kernel: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+        """Run a kernel after all its inputs are complete: with PDL kernels may read weights and tables early."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return kernel(*inputs, **options)
+
+    def permutation(self, num_new: int) -> Tensor:
+        """The integers below ``count`` in random order."""
+        return torch.randperm(num_new, generator=self.generator).to(self.device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelfTestCase:
+    """A kernel by name, its pairs of result and expected result, and the factor by which it rounds more than usual."""
+
+    name: str
+    run: Callable[[SelfTestContext], Pairs]
+    slack: float = 1.0
+
+
+def list_cases(shapes: SelfTestShapes) -> Iterator[SelfTestCase]:
+    """All cases, those that every model needs first."""
+    middle = shapes.widths[len(shapes.widths) // 2]
+    yield SelfTestCase(name="norm", run=_norm)
+    yield SelfTestCase(name="graph inputs", run=_graph_inputs)
+    yield SelfTestCase(name="activation", run=_activation, slack=2)
+    yield SelfTestCase(name="qk-norm and rope", run=partial(_qk_norm_rope_case, width=middle))
+    for width in shapes.widths:
+        yield SelfTestCase(name=f"decode attention, head dim {width}", run=partial(_decode, width=width))
+        yield SelfTestCase(name=f"prefill attention, head dim {width}", run=partial(_prefill, width=width))
+        yield SelfTestCase(
+            name=f"batch-1 decode attention, head dim {width}", run=partial(_decode_bs1, width=width), slack=2
+        )
+    yield SelfTestCase(name="decode attention, shared prefix", run=partial(_decode, width=middle, shared=shapes.shared))
+    yield SelfTestCase(name="decode attention, window", run=partial(_decode, width=middle, windowed=True))
+    yield SelfTestCase(name="prefill attention, window", run=partial(_prefill, width=middle, windowed=True))
+    yield SelfTestCase(name="mla decode attention", run=_mla_decode)
+    yield SelfTestCase(name="mla prefill attention", run=_mla_prefill)
+    yield SelfTestCase(name="gemv", run=_gemv)
+    yield SelfTestCase(name="gated gemv", run=_gated_gemv)
+    yield SelfTestCase(name="gemv logits", run=_gemv_logits)
+    yield SelfTestCase(name="router", run=_routes)
+    yield SelfTestCase(name="fused moe", run=partial(_experts, tokens=shapes.tokens), slack=2)
+    yield SelfTestCase(name="moe gemv", run=partial(_experts, tokens=(1,)), slack=2)
+    yield SelfTestCase(name="sampling", run=partial(_sampling, filters=False))
+    yield SelfTestCase(name="sampling with filters", run=partial(_sampling, filters=True))
+
+
+def _wide(*tensors: Tensor) -> list[Tensor]:
+    """The same numbers in float64, for torch."""
+    return [tensor.double() if tensor.is_floating_point() else tensor for tensor in tensors]
+
+
+# -- row kernels -----------------------------------------------------------------------------
+
+
+def _graph_inputs(g: SelfTestContext) -> Pairs:
+    inputs_4n = torch.stack([g.permutation(9)[:7] for _ in range(4)]).int()
+    inputs_4n[0, ::2] = -1
+    last_tokens_S = g.permutation(9)
+    pages_N = g.permutation(80).int()
+    block_table_RM = g.permutation(99).int().view(9, 11)
+    table_index_N, tokens_n = (
+        g.permutation(98)[:80].int(),
+        torch.where(inputs_4n[0] < 0, last_tokens_S[inputs_4n[3].long()], inputs_4n[0]),
+    )
+    expected_RM = block_table_RM.view(-1).index_put((table_index_N.long(),), pages_N).view(9, 11)
+    begun = g.run(
+        unpack_graph_inputs,
+        *inputs_4n,
+        last_tokens_S=last_tokens_S,
+        table_index_N=table_index_N,
+        pages_N=pages_N,
+        block_table_RM=block_table_RM,
+    )
+    yield from zip((*begun, block_table_RM), (tokens_n, *inputs_4n[1:].long(), expected_RM), strict=True)
+
+
+def _norm(g: SelfTestContext) -> Pairs:
+    x_TD, delta_TD = 3 * g.random(5, g.shapes.features), g.random(5, g.shapes.features)
+    weight_D = g.random(g.shapes.features)
+    x, delta, weight = _wide(x_TD, delta_TD, weight_D)
+    yield g.run(rms_norm, x_TD, weight_D, _EPS, numerics=FAST), rms_norm(x, weight, _EPS, numerics=FAST)
+    results = g.run(add_rms_norm, x_TD, delta_TD, weight_D, _EPS, offset=1.0, numerics=FAST)
+    yield from zip(results, add_rms_norm(x, delta, weight, _EPS, offset=1.0, numerics=FAST), strict=True)
+
+
+def _activation(g: SelfTestContext) -> Pairs:
+    inner_R2I = 4 * g.random(5, 2 * g.shapes.inner)
+    for kind in ("silu", "gelu_tanh", "relu2", "swiglu_clamped"):
+        yield g.run(gated_activation_inference, inner_R2I, kind), gated_activation_inference(inner_R2I.double(), kind)
+    yield (
+        g.run(gated_activation_inference, inner_R2I, "silu", interleaved=True),
+        gated_activation_inference(inner_R2I.double(), "silu", interleaved=True),
+    )
+
+
+def _gemv(g: SelfTestContext) -> Pairs:
+    for in_features, out_features in g.shapes.products:
+        inputs = g.random(1, in_features), g.random(out_features, in_features), g.random(out_features)
+        yield g.run(linear, *inputs, numerics=FAST), linear(*_wide(*inputs), numerics=FAST)
+        yield g.run(linear, *inputs[:2], numerics=FAST), linear(*_wide(*inputs[:2]), numerics=FAST)
+
+
+def _gated_gemv(g: SelfTestContext) -> Pairs:
+    for in_features, out_features in g.shapes.products:
+        x_1K, weight_NK = g.random(1, in_features), in_features**-0.5 * g.random(out_features, in_features)
+        expected = gated_linear(x_1K.double(), weight_NK.double(), None, "silu", numerics=FAST)
+        yield g.run(gated_linear, x_1K, weight_NK, None, "silu", numerics=FAST), expected
+
+
+def _gemv_logits(g: SelfTestContext) -> Pairs:
+    for in_features, out_features in g.shapes.products:
+        inputs = g.random(1, in_features), g.random(out_features, in_features)
+        yield g.run(gemv_fp32, *inputs), linear(*_wide(*inputs), numerics=FAST)
+
+
+def _experts(g: SelfTestContext, tokens: Sequence[int]) -> Pairs:
+    num_experts, width, inner = g.shapes.experts, g.shapes.features, g.shapes.inner
+    first_EFD, down_EDI = (
+        width**-0.5 * g.random(num_experts, 2 * inner, width),
+        inner**-0.5 * g.random(num_experts, width, inner),
+    )
+    for rows in tokens:
+        experts_Tk = torch.stack([g.permutation(num_experts)[:2] for _ in range(rows)])
+        inputs = g.random(rows, width), g.random(rows, 2).softmax(-1), experts_Tk, first_EFD, down_EDI
+        options: dict[str, Any] = {"activation": "silu", "numerics": FAST}
+        yield g.run(moe_forward, *inputs, **options), moe_forward(*_wide(*inputs), **options)
+
+
+def _routes(g: SelfTestContext) -> Pairs:
+    # All distinct in any precision, so that there is one answer.
+    ranks_TE = torch.stack([g.permutation(g.shapes.routed) for _ in range(7)]) - g.shapes.routed / 2
+    logits_TE = (ranks_TE / 16).to(g.dtype)
+    for normalise in (False, True):
+        options: dict[str, Any] = {"normalise": normalise, "scale": 1.5}
+        expected = route_topk(logits_TE.double(), 3, **options, dtype=torch.float64)
+        yield from zip(g.run(route_topk, logits_TE, 3, **options, dtype=g.dtype), expected, strict=True)
+
+
+def _sampling(g: SelfTestContext, filters: bool) -> Pairs:
+    heat_B, uniform_B = torch.tensor([[0, 1, 0.7, 1, 1.3, 1], [0.5, 0.1, 0.3, 0.55, 0.75, 0.95]], device=g.device)
+    top_k_B = torch.tensor([0, 0, 4, 0, 0, 6], device=g.device)
+    top_p_B, min_p_B = torch.tensor([[1, 1, 1, 0.8, 1, 0.9], [0, 0, 0, 0, 0.2, 0.1]], device=g.device)
+    # A few tokens have nearly all the probability, each far more than the rounding error of sums.
+    likely_BL = torch.stack([g.permutation(g.shapes.vocabulary)[:12] for _ in heat_B])
+    logits_BV = g.random(len(heat_B), g.shapes.vocabulary).float() - 20
+    logits_BV.scatter_(1, likely_BL, torch.linspace(3, 0.25, 12, device=g.device).expand_as(likely_BL))
+    limits: dict[str, Any] = {"top_k_B": top_k_B, "top_p_B": top_p_B, "min_p_B": min_p_B, "filters": filters}
+    results: list[tuple[Tensor, Tensor]] = []
+    for x_BV in (logits_BV, logits_BV.double()):
+        tokens_B, logprobs_B = torch.full_like(top_k_B, -1), torch.full_like(heat_B, torch.nan)
+        g.run(sample_tokens, x_BV, heat_B, uniform_B, **limits, tokens_out_B=tokens_B, logprobs_out_B=logprobs_B)
+        results.append((tokens_B, logprobs_B))
+    yield from zip(*results, strict=True)
+
+
+# -- attention ------------------------------------------------------------------------------
+
+
+class _CachedSequences(NamedTuple):
+    """Sequences in scattered pages of a cache; unused slots are NaN."""
+
+    lengths_B: Ints
+    k_SGd: Tensor
+    v_SGd: Tensor
+    block_table_SP: Tensor
+    req_slots_B: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.k_SGd, self.v_SGd, self.block_table_SP, self.req_slots_B
+
+    def lengths_on(self, device: torch.device) -> Tensor:
+        return torch.from_numpy(self.lengths_B).to(device)
+
+
+def _build_cache(
+    g: SelfTestContext, lengths: Sequence[int], groups: int, width: int, shared: int = 0
+) -> _CachedSequences:
+    """Build a cache; the first ``shared`` tokens (whole pages) of the first two sequences are the same."""
+    length_B = np.array(lengths)
+    counts_B = -(-length_B // _PAGE)
+    total, rows = int(counts_B.sum()), len(length_B)
+    free = iter(g.permutation(total).tolist())
+    pages_BP = np.full((rows, int(counts_B.max()) + 1), total, np.int32)
+    used = np.zeros((total + 1, _PAGE), bool)
+    for row, (length, num_new) in enumerate(zip(length_B.tolist(), counts_B.tolist(), strict=True)):
+        pages_BP[row, :num_new] = [next(free) for _ in range(num_new)]
+        if row == 1:
+            pages_BP[row, : shared // _PAGE] = pages_BP[0, : shared // _PAGE]
+        used[pages_BP[row, np.arange(length) // _PAGE], np.arange(length) % _PAGE] = True
+    k_SGd, v_SGd = (g.random(used.size, groups, width) for _ in range(2))
+    for caches in (k_SGd, v_SGd):
+        caches[torch.from_numpy(~used.ravel()).to(g.device)] = torch.nan
+    req_slots_B = np.arange(rows)[::-1].astype(np.int32)
+    return _CachedSequences(
+        length_B, k_SGd, v_SGd, *(torch.from_numpy(x.copy()).to(g.device) for x in (pages_BP[req_slots_B], req_slots_B))
+    )
+
+
+def _build_plan(
+    g: SelfTestContext, cache: _CachedSequences, shape: tuple[int, int], queries: int, shared: int = 0
+) -> SplitKVPlan:
+    """Split-KV plan of one new token per row; ``shape`` is key-value heads and query heads of each."""
+    rows = len(cache.lengths_B)
+    group_B, shared_B = np.maximum(np.arange(rows), 1), np.zeros(rows, np.int64)
+    shared_B[:2] = shared
+    plan = SplitKVPlan(rows, 2 * rows + 512, g.device, prefix_queries=queries)
+    plan.fill(cache.lengths_B, group_B, shared_B, kv_heads=shape[0], queries_per_kv=shape[1], sms=g.sms)
+    plan.copy_to_device()
+    assert plan.has_prefixes == bool(shared)
+    return plan
+
+
+def _build_params(g: SelfTestContext, width: int, windowed: bool = False) -> PagedAttentionParams:
+    """Full attention, or a window with softcap and sinks."""
+    if not windowed:
+        return PagedAttentionParams(_PAGE, width**-0.5)
+    sinks_H = g.random(g.shapes.heads)
+    return PagedAttentionParams(_PAGE, width**-0.5, window=g.shapes.window, softcap=3.0, sinks_H=sinks_H)
+
+
+def _decode(g: SelfTestContext, width: int, *, shared: int = 0, windowed: bool = False) -> Pairs:
+    heads, groups = g.shapes.heads, g.shapes.kv_heads
+    cache = _build_cache(g, g.shapes.lengths, groups, width, shared)
+    plan, params = _build_plan(g, cache, (groups, heads // groups), 64, shared), _build_params(g, width, windowed)
+    q_BHd = g.random(len(cache.lengths_B), heads, width)
+    q, k, v = _wide(q_BHd, cache.k_SGd, cache.v_SGd)
+    expected = decode_reference(q, k, v, cache.block_table_SP, cache.req_slots_B, cache.lengths_on(g.device), params)
+    yield g.run(decode_attention, q_BHd, *cache.tensors, plan, params), expected
+
+
+def _build_tiles(g: SelfTestContext, cache: _CachedSequences) -> tuple[int, Tensor]:
+    """The second half of each sequence is new: the number of tokens, and their tiles."""
+    starts_B = cache.lengths_B // 2
+    counts_B = cache.lengths_B - starts_B
+    tiles = build_prefill_tiles(starts_B, counts_B, cache.req_slots_B.cpu().numpy(), 0)
+    return int(counts_B.sum()), torch.from_numpy(tiles).to(g.device)
+
+
+def _prefill(g: SelfTestContext, width: int, *, windowed: bool = False) -> Pairs:
+    cache, params = _build_cache(g, g.shapes.lengths, g.shapes.kv_heads, width), _build_params(g, width, windowed)
+    num_new, tiles = _build_tiles(g, cache)
+    q_THd = g.random(num_new, g.shapes.heads, width)
+    q, k, v = _wide(q_THd, cache.k_SGd, cache.v_SGd)
+    tensors = q_THd, cache.k_SGd, cache.v_SGd, cache.block_table_SP, tiles
+    yield (
+        g.run(prefill_attention, *tensors, params),
+        prefill_reference(q, k, v, cache.block_table_SP, tiles, params),
+    )
+
+
+def _mla_decode(g: SelfTestContext) -> Pairs:
+    heads, width, value_dim = g.shapes.latent
+    cache, params = _build_cache(g, g.shapes.lengths, 1, width), _build_params(g, width)
+    plan = _build_plan(g, cache, (count_head_tiles(heads), heads), 64 if g.dtype.itemsize == 2 else 16)
+    q_BHd = g.random(len(cache.lengths_B), heads, width)
+    pages = cache.block_table_SP
+    req_slots_B = cache.req_slots_B
+    q, k = _wide(q_BHd, cache.k_SGd)
+    expected = mla_decode_reference(q, k, pages, req_slots_B, cache.lengths_on(g.device), params, value_dim=value_dim)
+    yield (
+        g.run(mla_decode_attention, q_BHd, cache.k_SGd, pages, req_slots_B, plan, params, value_dim=value_dim),
+        expected,
+    )
+
+
+def _mla_prefill(g: SelfTestContext) -> Pairs:
+    heads, width, value_dim = g.shapes.latent
+    cache, params = _build_cache(g, g.shapes.lengths, 1, width), _build_params(g, width)
+    num_new, tiles = _build_tiles(g, cache)
+    q_THd, pages = g.random(num_new, heads, width), cache.block_table_SP
+    q, k = _wide(q_THd, cache.k_SGd)
+    expected = mla_prefill_reference(q, k, pages, tiles, params, value_dim=value_dim)
+    yield g.run(mla_prefill_attention, q_THd, cache.k_SGd, pages, tiles, params, value_dim=value_dim), expected
+
+
+def _heads(
+    g: SelfTestContext, width: int, positions_T: Tensor, *, norm: bool = True, interleaved: bool = False
+) -> QKNormRopeParams:
+    turns_Pr = g.random(int(positions_T.max()) + 1, width // 2).float()
+    cos, sin = turns_Pr.cos(), turns_Pr.sin()
+    rotation = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1).to(g.dtype).contiguous()
+    weights = (g.random(width), g.random(width)) if norm else (None, None)
+    return QKNormRopeParams(
+        heads=g.shapes.heads,
+        kv_heads=g.shapes.kv_heads,
+        head_dim=width,
+        rotation=rotation,
+        positions_T=positions_T,
+        interleaved=interleaved,
+        q_weight_d=weights[0],
+        k_weight_d=weights[1],
+        eps=_EPS,
+        offset=0.0,
+    )
+
+
+def _qk_norm_rope(qkv_TN: Tensor, heads: QKNormRopeParams, k_SGd: Tensor, v_SGd: Tensor, slots_T: Tensor) -> Tensor:
+    if qkv_TN.dtype == torch.float64:
+        fields = {name: getattr(heads, name) for name in QKNormRopeParams.__dataclass_fields__}
+        tensors = {name: x for name, x in fields.items() if isinstance(x, Tensor) and x.is_floating_point()}
+        heads = replace(heads, **{name: x.double() for name, x in tensors.items()})
+    return qk_norm_rope_write_kv(qkv_TN, heads, key_slots=k_SGd, value_slots=v_SGd, slots_T=slots_T, numerics=FAST)
+
+
+def _qk_norm_rope_case(g: SelfTestContext, width: int) -> Pairs:
+    slots_T = g.permutation(9)[:4]
+    slots_T[2] = -1
+    for plain in (False, True):
+        heads = _heads(g, width, g.permutation(60)[:4], norm=not plain, interleaved=plain)
+        qkv_TN = g.random(4, (heads.heads + 2 * heads.kv_heads) * width)
+        caches = [g.random(9, heads.kv_heads, width) for _ in range(2)]
+        k_SGd, v_SGd = _wide(*caches)
+        expected_THd = _qk_norm_rope(qkv_TN.double(), heads, k_SGd, v_SGd, slots_T)
+        yield g.run(_qk_norm_rope, qkv_TN, heads, *caches, slots_T), expected_THd
+        yield from zip(caches, (k_SGd, v_SGd), strict=True)
+
+
+def _decode_bs1(g: SelfTestContext, width: int) -> Pairs:
+    groups, queries_per_kv = g.shapes.kv_heads, g.shapes.heads // g.shapes.kv_heads
+    scratch = allocate_scratch(groups, queries_per_kv, width, sms=g.sms, device=g.device)
+    for length in (g.shapes.lengths[0], g.shapes.lengths[-1]):
+        cache = _build_cache(g, [length], groups, width)
+        position = length - 1
+        params = _build_params(g, width)
+        heads = _heads(g, width, torch.tensor([position], device=g.device))
+        qkv_1N = g.random(1, (heads.heads + 2 * groups) * width)
+        slot_1 = (cache.block_table_SP[cache.req_slots_B.long(), position // _PAGE] * _PAGE + position % _PAGE).long()
+        k_SGd, v_SGd = _wide(cache.k_SGd, cache.v_SGd)
+        q_1Hd = _qk_norm_rope(qkv_1N.double(), heads, k_SGd, v_SGd, slot_1)
+        tensors = q_1Hd, k_SGd, v_SGd, cache.block_table_SP, cache.req_slots_B
+        expected_1Hd = decode_reference(*tensors, cache.lengths_on(g.device), params)
+        yield (
+            g.run(decode_bs1_attention, qkv_1N, heads, *cache.tensors, slot_1, params, scratch),
+            expected_1Hd.flatten(1),
+        )
+        for results, expected in ((cache.k_SGd, k_SGd), (cache.v_SGd, v_SGd)):
+            yield results.nan_to_num(9.0), expected.nan_to_num(9.0)
+    yield scratch.done_G, torch.zeros_like(scratch.done_G)

@@ -1,0 +1,103 @@
+"""Debug runs: saved and replayed rollouts, training without sampling, and sampling without training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from miles.core.errors import DataError
+from miles.core.protocols import AdvantageEstimator, Trainer
+from miles.core.token_fields import ROUTED_EXPERTS
+from miles.core.types import Batch, StepReport, Version
+from miles.launch.config import Config
+from miles.models.base import CausalLM
+from miles.models.tokenizer import fingerprint_vocabulary
+from miles.observe.config import format_step_path
+from miles.observe.event_bus import DurableSink
+from miles.observe.rollout_reader import VOCABULARY
+from miles.observe.rollouts import RolloutDump
+from miles.rollout.offline.replay_source import ReplaySource, RolloutRecording
+
+
+def build_rollout_dumps(config: Config, directory: Path) -> list[DurableSink]:
+    """The sinks that save the groups of a run: in its directory, and where the user asked for them."""
+    o, sinks = config.observe, list[DurableSink]()
+    folder = config.models.hf_checkpoint
+    vocabulary = None if folder is None else fingerprint_vocabulary(Path(folder))
+    about = {} if vocabulary is None else {VOCABULARY: vocabulary}
+    if o.save_rollouts:
+        # Routed experts are large and only read for replay.
+        without = () if config.algo.use_rollout_routing_replay else (ROUTED_EXPERTS,)
+        sinks.append(
+            RolloutDump(
+                directory / "rollouts", file_metadata=about, excluded_extras=without, keep=config.observe.keep_rollouts
+            )
+        )
+    if o.save_debug_rollout_data is not None:
+        sinks.append(RolloutDump(partial(format_step_path, o.save_debug_rollout_data), file_metadata=about))
+    return sinks
+
+
+def open_recorded_rollouts(config: Config, *, first: int, steps: int) -> ReplaySource | None:
+    """The groups of ``--load-debug-rollout-data`` from step ``first`` on; None without it; raises for missing steps."""
+    path = config.observe.load_debug_rollout_data
+    if path is None:
+        return None
+    recording = RolloutRecording(path)
+    if (missing := recording.missing(range(first, steps + 1))) is not None:
+        found = recording.available_steps()
+        present = f"; it has steps {found[0]} to {found[-1]}" if found else ""
+        raise DataError(
+            f"--load-debug-rollout-data {path} has no step {missing} ({recording.path(missing)}){present}; lower "
+            "--num-rollout, or name files with every step."
+        )
+    assert config.models.hf_checkpoint is not None
+    return ReplaySource(
+        recording,
+        steps=range(first, max(first, steps) + 1),
+        num_groups=config.rollout.rollout_batch_size,
+        num_trajectories=config.rollout.n_samples_per_prompt,
+        vocabulary=fingerprint_vocabulary(Path(config.models.hf_checkpoint)),
+        needs=(ROUTED_EXPERTS,) if config.algo.use_rollout_routing_replay else (),
+    )
+
+
+class ProbingTrainer:
+    """A trainer that also gets the probe samples that were waiting when the groups were recorded."""
+
+    def __init__(self, trainer: Trainer, recorded: ReplaySource, advantages: AdvantageEstimator) -> None:
+        self._trainer = trainer
+        self._recorded = recorded
+        self._advantages = advantages
+        self.save, self.load = trainer.save, trainer.load
+        self.sleep, self.wake = trainer.sleep, trainer.wake
+
+    async def step(self, batch: Batch) -> StepReport:
+        return await self._trainer.step(replace(batch, probe=self._recorded.probe(batch.step, self._advantages)))
+
+
+class FrozenTrainer:
+    """A PublishingTrainer that trains nothing: the loaded weights stay version 0."""
+
+    def __init__(self, model: CausalLM) -> None:
+        self._weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return self._weights
+
+    async def step(self, batch: Batch) -> StepReport:
+        return StepReport(version=Version())
+
+    async def save(self, folder: Path) -> None:
+        """Nothing has changed, so nothing is saved."""
+
+    async def load(self, folder: Path) -> None:
+        """Nothing was saved."""
+
+    async def sleep(self) -> None: ...
+
+    async def wake(self) -> None: ...

@@ -1,0 +1,102 @@
+"""Engines in this process: the native engine of a policy, and how weights are published to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeAlias
+
+from torch import Tensor
+
+from miles.backends.native.engine.engine import NativeEngine
+from miles.cluster import platform
+from miles.cluster.executor import Executor, InlineExecutor
+from miles.core.types import Version
+from miles.launch.build.models import PolicyCheckpoint, load_model
+from miles.launch.config import Config
+from miles.models.base import CausalLM
+from miles.models.checkpoint import hf
+from miles.models.decoder import Decoder
+from miles.models.lora.adapters import LoraAdapters
+from miles.models.model_provider import apply_model_provider
+from miles.sync.publish import Publication, Transport
+
+if TYPE_CHECKING:
+    from miles.backends.remote.remote_engine import RemoteEngine
+
+GetWeights = Callable[[], Mapping[str, Tensor]]
+RolloutEngine: TypeAlias = "NativeEngine | RemoteEngine"
+"""An engine that samples for a run; it can sleep, wake up and close."""
+
+
+def build_native_engine(
+    config: Config, policy: PolicyCheckpoint, run: Executor, model: CausalLM | None, *, name: str = "engine 0"
+) -> NativeEngine:
+    """An engine without weights for the architecture of ``model``, or of the checkpoint where there is none."""
+    return NativeEngine(
+        policy.spec if model is None else model.spec,
+        device=policy.platform.device,
+        dtype=policy.rollout_dtype,
+        config=config.native,
+        run=run,
+        decode=policy.tokenizer.decode,
+        numerics=policy.numerics,
+        name=name,
+        model=None if model is None else _build_empty_model(policy, model),
+        devices=platform.consecutive_devices(policy.platform.device, config.cluster.rollout_num_gpus_per_engine),
+    )
+
+
+def _build_empty_model(policy: PolicyCheckpoint, model: CausalLM) -> CausalLM | None:
+    """The module that published weights are written into; None where the engine builds it."""
+    empty = hf.build_engine_model(model)
+    if policy.provide is None or empty is not None:
+        return empty
+    decoder = Decoder(model.spec, device="meta", dtype=policy.rollout_dtype, numerics=policy.numerics)
+    return apply_model_provider(decoder, policy.provide)
+
+
+def build_native_sync(
+    policy: PolicyCheckpoint,
+    engine: NativeEngine | None,
+    weights: GetWeights,
+    run: Executor,
+    *,
+    copies: bool,
+    adapters: LoraAdapters | None,
+) -> Publication:
+    """The weight sync to an engine in this process; weights are shared unless it ``copies`` them."""
+    published = get_rollout_weights(policy, weights)
+    transport: Transport = "copy" if copies else "shared" if published is weights else "made"
+    return Publication(
+        weights=published,
+        engines=[] if engine is None else [engine],
+        transport=transport,
+        run=run,
+        trained=None if adapters is None else frozenset(adapters.targets_by_param),
+    )
+
+
+async def load_engine(config: Config, policy: PolicyCheckpoint, *, name: str = "actor") -> NativeEngine:
+    """An engine with the checkpoint's own weights, as version 0 of the policy ``name``."""
+    source = replace(policy, dtype=policy.rollout_dtype)
+    if config.cluster.rollout_num_gpus_per_engine > 1:  # the whole model need not fit on one GPU
+        source = replace(source, platform=platform.detect_platform("cpu"))
+    model = load_model(source)
+    engine = build_native_engine(config, policy, InlineExecutor(), model)
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    sync = Publication(weights=lambda: weights, engines=[engine], transport="shared", run=InlineExecutor())
+    await sync.publish(Version(name))
+    return engine
+
+
+def get_rollout_weights(policy: PolicyCheckpoint, weights: GetWeights) -> GetWeights:
+    """The trainer's weights in the engine's dtype: the same tensors where it is the trainer's, else new ones.
+
+    Parameters that must keep their precision keep their dtype.
+    """
+    if policy.rollout_dtype == policy.dtype:
+        return weights
+    decoder = Decoder(policy.spec, device="meta", dtype=policy.rollout_dtype, numerics=policy.numerics)
+    dtypes = {name: parameter.dtype for name, parameter in decoder.named_parameters()}
+    return lambda: {name: tensor.detach().to(dtypes[name], copy=True) for name, tensor in weights().items()}

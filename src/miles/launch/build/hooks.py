@@ -1,0 +1,108 @@
+"""User hooks: load the functions named by flags, and what functions with upstream signatures may read of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from miles.algo.advantages import build_samples
+from miles.algo.config import uses_distillation
+from miles.algo.distillation_loss import TeacherAssignedEstimator
+from miles.algo.registry import AlgoHooks, build_advantage_estimator
+from miles.config.provenance import flatten_values
+from miles.config.schema import get_options
+from miles.core.protocols import AdvantageEstimator
+from miles.core.types import Prompt
+from miles.hooks import registry
+from miles.hooks.compat.types import UpstreamArgs, UpstreamContext
+from miles.hooks.registry import HookPoint
+from miles.launch.config import Config
+from miles.launch.plan.plan import parse_teacher_folders
+from miles.models.tokenizer import HfTokenizer, load_tokenizer
+from miles.rollout.prompt_renderer import PromptRenderer
+from miles.rollout.span_extras import fill_span_extras
+from miles.train.hooks import TrainHooks
+
+# An unreachable name: requests go to the engine directly, whatever host they name.
+_ROUTER = {"sglang_router_ip": "engine.invalid", "sglang_router_port": 80}
+
+
+def load_hook(config: Config, point: HookPoint, *, upstream: bool = True) -> Any:
+    """The user's function for a hook point, checked against its protocol; None where no flag names one.
+
+    ``upstream`` also accepts functions with the upstream signature. What it raises later names it.
+    """
+    path: str | None = getattr(getattr(config, get_options(Config)[point.option].section), point.option)
+    if path is None:
+        return None
+    return point.load_guarded(path, build_upstream_context(config) if upstream else None)
+
+
+def names_user_function(config: Config, point: HookPoint) -> bool:
+    """Whether a hook point has a function of the user's, and not a built-in."""
+    path: str | None = getattr(getattr(config, get_options(Config)[point.option].section), point.option)
+    return path is not None and not point.is_builtin(path)
+
+
+def load_trainer_hooks(config: Config) -> TrainHooks:
+    """The hooks that the trainer calls, on every rank."""
+    return TrainHooks(
+        init=load_hook(config, registry.TRAINER_INIT),
+        before_log_probs=load_hook(config, registry.BEFORE_LOG_PROBS),
+        before_train_step=load_hook(config, registry.BEFORE_TRAIN_STEP),
+    )
+
+
+def load_algo_hooks(config: Config) -> AlgoHooks:
+    """The user's loss, loss reducer and correction."""
+    return AlgoHooks(
+        loss_fn=load_hook(config, registry.OBJECTIVE, upstream=False),
+        reducer=load_hook(config, registry.REDUCER, upstream=False),
+        correction=load_hook(config, registry.CORRECTION, upstream=False),
+    )
+
+
+def build_policy_advantages(config: Config) -> AdvantageEstimator:
+    """The advantage estimator of one policy: scored groups in, training samples out."""
+    a = config.algo
+    estimator = build_advantage_estimator(
+        a,
+        response_limit=config.rollout.rollout_max_response_len,
+        advantage_fn=load_hook(config, registry.REWARD_POST_PROCESS),
+        estimator=load_hook(config, registry.CONVERT_SAMPLES),
+    )
+    if uses_distillation(a) and config.train.opd_teachers:
+        names = tuple(parse_teacher_folders(config))
+        return TeacherAssignedEstimator(estimator=estimator, names=names, key=a.opd_teacher_key)
+    return estimator
+
+
+def build_upstream_context(config: Config) -> UpstreamContext:
+    """What functions with upstream signatures may read: flags, tokenizer (loaded on first use) and prompts."""
+    r, m = config.rollout, config.models
+
+    @cache
+    def tokenizer() -> HfTokenizer:
+        assert m.hf_checkpoint is not None
+        return load_tokenizer(m.hf_checkpoint, m.trust_remote_code)
+
+    @cache
+    def renderer() -> PromptRenderer:
+        return PromptRenderer(tokenizer(), chat=r.apply_chat_template, template=r.apply_chat_template_kwargs)
+
+    def show_prompt(prompt: Prompt) -> str | Sequence[Mapping[str, Any]]:
+        if r.apply_chat_template:
+            template = r.apply_chat_template_kwargs
+            return tokenizer().render_chat_text(prompt.messages, add_generation_prompt=True, **template)
+        single = prompt.messages[0]["content"] if len(prompt.messages) == 1 else None
+        return single if isinstance(single, str) else [dict(message) for message in prompt.messages]
+
+    return UpstreamContext(
+        args=UpstreamArgs({**_ROUTER, **flatten_values(config)}),
+        tokenizer=lambda: tokenizer().inner,
+        render=lambda prompt: renderer()(prompt),
+        prompt_text=show_prompt,
+        fill_extras=fill_span_extras,
+        build_samples=build_samples,
+    )

@@ -1,0 +1,305 @@
+"""Models of a run: the base checkpoint, the model factory of a process, and the policy trainer built from one.
+
+A ``ModelFactory`` loads the models of a run: whole in one process (``LocalModelFactory``), or the shard of one rank
+(``distributed.models_fsdp``, ``distributed.models_megatron``). What is built from them is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from miles.algo.config import CRITIC_ESTIMATORS
+from miles.algo.registry import AlgoHooks
+from miles.backends.fsdp.local_critic import HEAD, LocalCritic
+from miles.backends.fsdp.local_model import LocalModel
+from miles.backends.fsdp.lora_model import LoraModel
+from miles.backends.fsdp.reward_model import RewardModel
+from miles.cluster import platform
+from miles.cluster.executor import Executor
+from miles.cluster.platform import Platform
+from miles.core.types import Version
+from miles.hooks.registry import MODEL_PROVIDER
+from miles.kernels.numerics import Numerics
+from miles.launch.build.hooks import load_hook, load_trainer_hooks
+from miles.launch.config import Config
+from miles.launch.plan.layout_memory import (
+    estimate_rank_lora_memory,
+    estimate_rank_memory,
+    get_recompute_layers,
+    get_recompute_mode,
+)
+from miles.launch.plan.lora import build_lora, get_adapter_folder
+from miles.launch.plan.plan import Plan
+from miles.models.activation_checkpointing import set_recompute
+from miles.models.base import CausalLM
+from miles.models.checkpoint import hf
+from miles.models.checkpoint.safetensors_io import config_dtype, read_config
+from miles.models.model_provider import ModelProvider, apply_model_provider
+from miles.models.resolve import resolve_spec
+from miles.models.spec import AttentionSpec, DecoderSpec
+from miles.models.tokenizer import HfTokenizer, load_tokenizer
+from miles.schedule.checkpoints import verify_weights
+from miles.train.balance import build_flops_cost
+from miles.train.critic import Critic
+from miles.train.dp_group import SINGLE_RANK, DataParallelGroup
+from miles.train.model_protocols import TrainModel, ValueModel
+from miles.train.policy_trainer import PolicyTrainer
+
+# -- checkpoints ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseCheckpoint:
+    """The checkpoint a run starts from, before its weights are loaded; ``provide`` is the user's model provider.
+
+    Its engine, its trainer and the models beside it (reference, critic, teachers) all have its ``numerics``.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    spec: DecoderSpec
+    trust_remote_code: bool
+    platform: Platform
+    dtype: torch.dtype
+    rollout_dtype: torch.dtype
+    numerics: Numerics
+    provide: ModelProvider | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyCheckpoint(BaseCheckpoint):
+    """A base checkpoint with its tokenizer, which ranks that only train do not need."""
+
+    tokenizer: HfTokenizer
+
+
+def read_policy(config: Config) -> PolicyCheckpoint:
+    """Read the checkpoint's config, its tokenizer and the device; raises before anything large is loaded."""
+    assert config.models.hf_checkpoint is not None
+    verify_weights(Path(config.models.hf_checkpoint))
+    base = read_checkpoint(config, platform.detect_platform(config.cluster.device, threads=config.cluster.num_threads))
+    values = {field.name: getattr(base, field.name) for field in fields(base)}
+    return PolicyCheckpoint(**values, tokenizer=load_tokenizer(base.folder, base.trust_remote_code))
+
+
+def read_checkpoint(config: Config, found: Platform) -> BaseCheckpoint:
+    """Read the checkpoint's config, for loading it on ``found``."""
+    assert config.models.hf_checkpoint is not None
+    folder = Path(config.models.hf_checkpoint)
+    raw = read_config(folder)
+    dtype, rollout_dtype = hf.choose_dtype(config.models.dtype, raw, found.device), config.models.rollout_dtype
+    return BaseCheckpoint(
+        folder=folder,
+        config=raw,
+        spec=limit_positions(resolve_spec(folder, config.models.model_impl), config.rollout.rollout_max_context_len),
+        trust_remote_code=config.models.trust_remote_code,
+        platform=found,
+        dtype=dtype,
+        rollout_dtype=dtype if rollout_dtype == "auto" else hf.choose_dtype(rollout_dtype, raw, found.device),
+        numerics=config.models.numerics,
+        provide=load_hook(config, MODEL_PROVIDER),
+    )
+
+
+def resolve_side_spec(config: Config, policy: BaseCheckpoint, folder: Path) -> DecoderSpec:
+    """The spec of another model that reads the policy's contexts."""
+    return limit_positions(resolve_spec(folder, config.models.model_impl), policy.spec.max_positions)
+
+
+def limit_positions(spec: DecoderSpec, context: int | None) -> DecoderSpec:
+    """The spec for contexts of at most ``context`` tokens.
+
+    It only matters for LongRoPE, which has short and long factors: a run uses one set of them throughout.
+    """
+    mixers = (layer.mixer for layer in spec.layers)
+    longrope = any(isinstance(m, AttentionSpec) and m.rope is not None and m.rope.kind == "longrope" for m in mixers)
+    if context is None or not longrope:
+        return spec
+    return replace(spec, max_positions=min(context, spec.max_positions))
+
+
+def load_model(policy: BaseCheckpoint, folder: Path | None = None) -> CausalLM:
+    """The policy's model with its weights on the device, or that of another checkpoint of its architecture."""
+    model = hf.load_model(
+        folder or policy.folder,
+        policy.spec,
+        device=policy.platform.device,
+        dtype=policy.dtype,
+        numerics=policy.numerics,
+        trust_remote_code=policy.trust_remote_code,
+    )
+    return apply_model_provider(model, policy.provide)
+
+
+def load_side_model(config: Config, policy: BaseCheckpoint, folder: Path) -> CausalLM:
+    """A model of any architecture that reads the policy's contexts."""
+    return load_model(replace(policy, spec=resolve_side_spec(config, policy, folder), provide=None), folder)
+
+
+# -- factories ------------------------------------------------------------------------------
+
+
+class ModelFactory(Protocol):
+    """Loads the models of a run as one rank has them; all ranks call it in the same order."""
+
+    @property
+    def dp_group(self) -> DataParallelGroup: ...
+
+    def actor(self) -> TrainModel: ...
+
+    def reference(self, folder: Path) -> TrainModel:
+        """A frozen model of the policy's architecture."""
+        ...
+
+    def teacher(self, folder: Path) -> TrainModel:
+        """A frozen model of any architecture."""
+        ...
+
+    def value(self, folder: Path) -> ValueModel:
+        """The model the critic starts from."""
+        ...
+
+
+class LocalModelFactory:
+    """The ``ModelFactory`` of a single process, which has loaded ``model`` as its actor already."""
+
+    dp_group = SINGLE_RANK
+
+    def __init__(self, config: Config, policy: BaseCheckpoint, model: CausalLM) -> None:
+        self._config = config
+        self._policy = policy
+        self._model = model
+
+    def actor(self) -> TrainModel:
+        config, policy = self._config, self._policy
+        lora = build_lora(config.lora, policy.spec)
+        base = LocalModel(
+            self._model,
+            config=policy.config,
+            like=policy.folder,
+            save_dtype=self._choose_save_dtype() if lora is None else None,
+            gradient_checkpointing=self._set_recompute(self._model),
+            frozen=lora is not None,
+        )
+        if lora is None:
+            return base
+        start = get_adapter_folder(config.lora)
+        return LoraModel(base, lora, base=policy.folder, seed=config.train.seed, start=start)
+
+    def reference(self, folder: Path) -> TrainModel:
+        return LocalModel(load_model(self._policy, folder), config=self._policy.config, frozen=True)
+
+    def teacher(self, folder: Path) -> TrainModel:
+        return LocalModel(load_side_model(self._config, self._policy, folder), frozen=True)
+
+    def value(self, folder: Path) -> ValueModel:
+        model = load_side_model(self._config, self._place_critic(), folder)
+        value = LocalCritic(
+            model, config=read_config(folder), like=folder, gradient_checkpointing=self._set_recompute(model)
+        )
+        if (folder / HEAD).exists():
+            value.load_head(folder)
+        return value
+
+    def reward_model(self) -> RewardModel:
+        """The actor with a scalar head, trained as a reward model."""
+        return RewardModel(
+            self._model,
+            config=self._policy.config,
+            like=self._policy.folder,
+            gradient_checkpointing=self._set_recompute(self._model),
+        )
+
+    def _choose_save_dtype(self) -> torch.dtype | None:
+        """The dtype the model came in, where --dtype auto trains it in float32."""
+        if self._config.models.dtype != "auto" or self._policy.dtype != torch.float32:
+            return None
+        return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(config_dtype(self._policy.config) or "")
+
+    def _set_recompute(self, model: CausalLM) -> bool:
+        """Set activation recomputation on ``model``; whether any is used."""
+        recompute = get_recompute_mode(self._config.train)
+        set_recompute(model, recompute, get_recompute_layers(self._config.train))
+        return recompute != "none"
+
+    def _place_critic(self) -> BaseCheckpoint:
+        """The checkpoint with the critic's device and the dtype for it."""
+        config = self._config
+        policy = self._policy
+        name = self._config.train.critic_device
+        device = policy.platform.device if name == "auto" else platform.parse_device(name, "--critic-device")
+        if device == policy.platform.device:
+            return policy
+        dtype = hf.choose_dtype(config.models.dtype, policy.config, device)
+        return replace(policy, platform=replace(policy.platform, device=device), dtype=dtype)
+
+
+# -- the policy trainer ---------------------------------------------------------------------
+
+
+def build_policy_trainer(
+    config: Config,
+    plan: Plan,
+    policy: BaseCheckpoint,
+    run: Executor,
+    models: ModelFactory,
+    actor: TrainModel,
+    *,
+    steps: int,
+    algo_hooks: AlgoHooks,
+    name: str = "actor",
+) -> PolicyTrainer:
+    """The trainer of one rank for ``steps`` training steps of the policy ``name``."""
+    updates = steps * plan.num_steps_per_rollout
+    critic = None
+    if plan.critic is not None:
+        critic = Critic(
+            models.value(plan.critic),
+            algo=config.algo,
+            train=config.train,
+            updates=updates,
+            dedicated_device=config.train.critic_device != "auto",
+            dp_group=models.dp_group,
+        )
+    return PolicyTrainer(
+        actor,
+        algo=config.algo,
+        train=config.train,
+        steps=plan.num_steps_per_rollout,
+        updates=updates,
+        temperature=config.rollout.rollout_temperature,
+        run=run,
+        reference=None if plan.reference is None else models.reference(plan.reference),
+        critic=critic,
+        teachers=[models.teacher(folder) for folder in plan.teachers.values()],
+        algo_hooks=algo_hooks,
+        hooks=load_trainer_hooks(config),
+        version=Version(name),
+        parity_tolerance=config.schedule.parity_tolerance,
+        parity_stop=config.schedule.parity_stop,
+        parity_no_replay_interval=config.schedule.parity_no_replay_interval,
+        offload=_offloads_optimizer(config, plan, policy),
+        shares_weights=plan.transport == "shared",
+        dp_group=models.dp_group,
+        cost_fn=build_flops_cost(policy.spec) if config.train.balance_by == "flops" else None,
+    )
+
+
+def _offloads_optimizer(config: Config, plan: Plan, policy: BaseCheckpoint) -> bool:
+    """Whether the optimizer is offloaded while the engine runs: as configured, else when it takes much memory."""
+    train = config.train
+    if train.offload_train is not None:
+        return train.offload_train
+    count = 2 if config.algo.advantage_estimator in CRITIC_ESTIMATORS and train.critic_device == "auto" else 1
+    dtype, moments = str(policy.dtype).removeprefix("torch."), train.optimizer_state_dtype
+    lora = build_lora(config.lora, policy.spec)
+    if lora is not None:
+        memory = estimate_rank_lora_memory(policy.spec, plan.layout, dtype, lora, moments=moments)
+    else:
+        memory = estimate_rank_memory(policy.spec, plan.layout, dtype, moments=moments, optimizer=train.optimizer)
+    return count * memory.optimizer > policy.platform.free_bytes() // 4

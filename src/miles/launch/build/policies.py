@@ -1,0 +1,366 @@
+"""Policies of a run: for each set of weights a model, an engine, a weight sync, and a trainer if it is trained.
+
+With one policy its trainer, engine and sync are used directly; with several, composites fan out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from miles.algo.advantages import MultiAgentEstimator, RoleEstimator
+from miles.algo.registry import AlgoHooks
+from miles.backends.native.engine.engine import NativeEngine
+from miles.cluster.executor import Executor, InlineExecutor, ThreadExecutor
+from miles.core.protocols import AdvantageEstimator, Lease, Trainer, WeightSync
+from miles.core.types import Version
+from miles.launch.build.debug import FrozenTrainer
+from miles.launch.build.engines import (
+    GetWeights,
+    RolloutEngine,
+    build_native_engine,
+    build_native_sync,
+    get_rollout_weights,
+    load_engine,
+)
+from miles.launch.build.hooks import build_policy_advantages, load_algo_hooks, load_trainer_hooks
+from miles.launch.build.models import (
+    LocalModelFactory,
+    PolicyCheckpoint,
+    build_policy_trainer,
+    load_model,
+    read_policy,
+)
+from miles.launch.config import Config
+from miles.launch.distributed.driver import DistributedTrainer, start_distributed_trainer
+from miles.launch.distributed.resilient_trainer import RecoveryState, ResilientTrainer
+from miles.launch.plan.plan import Plan, build_plan
+from miles.launch.plan.topology import build_parallel_dims, is_distributed, is_remote, with_ranks
+from miles.launch.policies.config import PolicyConfig, get_policies, is_trained, list_roles
+from miles.models.base import CausalLM
+from miles.models.lora.adapters import LoraAdapters
+from miles.schedule.device_lease import ColocatedLease, DisjointLease, SleepGroup
+from miles.sync.publish import MultiPolicySync, PolicySync
+from miles.train.multi_policy import MultiPolicyTrainer, PolicyLearner
+from miles.train.policy_trainer import PolicyTrainer
+from miles.train.reward_model_trainer import RewardModelTrainer
+
+if TYPE_CHECKING:
+    from miles.backends.remote.remote_engine import RemoteEngine
+
+Report = Callable[[str], None]
+"""Called with a sentence for the user."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySpec:
+    """A policy with its own weights, before anything large is loaded: its checkpoint, plan and algorithm hooks."""
+
+    policy: PolicyConfig
+    plan: Plan
+    checkpoint: PolicyCheckpoint
+    algo_hooks: AlgoHooks
+
+    @property
+    def config(self) -> Config:
+        return self.policy.config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policies:
+    """All policies of a run, the main one first, and by name those with their own weights."""
+
+    all: tuple[PolicyConfig, ...]
+    owners: Mapping[str, PolicySpec]
+
+    @property
+    def main(self) -> PolicySpec:
+        return self.owners[self.all[0].name]
+
+    def get_owner(self, policy: PolicyConfig) -> PolicySpec:
+        """The policy whose weights it has."""
+        return self.owners[policy.weights]
+
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know about the policies other than the main one."""
+        return tuple(f"policy {p.name}: {_describe_policy(p, self.get_owner(p))}" for p in self.all[1:])
+
+
+class PublishingTrainer(Trainer, Protocol):
+    """A trainer whose weights can be published."""
+
+    def weights(self) -> Mapping[str, Tensor]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltTrainer:
+    """A trainer as built: ``local`` is a policy trainer in this process, ``resilient`` one of several ranks."""
+
+    trainer: PublishingTrainer
+    local: PolicyTrainer | None = None
+    resilient: ResilientTrainer | None = None
+
+    def adapters(self) -> LoraAdapters | None:
+        """The LoRA adapters it trains, if it does."""
+        source = self.local or self.resilient
+        return None if source is None else source.adapters()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyStack:
+    """What the loop uses: engines by policy name, and one trainer, sync and lease.
+
+    ``servers`` is the main policy's engine where it is remote, ``resilient`` the trainer where it has several ranks.
+    """
+
+    engines: Mapping[str, RolloutEngine]
+    native_engines: tuple[NativeEngine, ...]
+    servers: RemoteEngine | None
+    trainer: PublishingTrainer
+    resilient: ResilientTrainer | None
+    sync: WeightSync
+    lease: Lease
+    executors: tuple[Executor, ...]
+
+
+def read_policies(config: Config, plan: Plan | None = None) -> Policies:
+    """Read every policy's checkpoint config, tokenizer and hooks; ``plan`` is the main one's where it is known."""
+    policies = get_policies(config)
+    owners: dict[str, PolicySpec] = {}
+    for policy in (p for p in policies if p.owns_weights):
+        own_plan = plan if plan is not None and policy is policies[0] else build_plan(policy.config)
+        owners[policy.name] = PolicySpec(
+            policy=policy,
+            plan=_scale_batches(own_plan, policy, len(list_roles(policy, policies))),
+            checkpoint=read_policy(policy.config),
+            algo_hooks=load_algo_hooks(policy.config),
+        )
+    return Policies(all=policies, owners=owners)
+
+
+def build_advantages(config: Config, policies: Policies) -> AdvantageEstimator:
+    """The advantage estimator: that of the only policy, or one for each trained role."""
+    if config.multi_agent.custom_cast_function_path is None:
+        return build_policy_advantages(policies.main.config)
+    roles = [
+        RoleEstimator(role=p.name, policy=p.weights, estimator=build_policy_advantages(p.config))
+        for p in policies.all
+        if is_trained(p, policies.all)
+    ]
+    return MultiAgentEstimator(roles=roles)
+
+
+def build_stack(
+    policies: Policies, *, overlap: bool, steps: int, recovery: RecoveryState, report: Report
+) -> PolicyStack:
+    """Models, engines and trainers for ``steps`` steps, in which trainer and engines ``overlap`` or take turns."""
+    owners, main = policies.owners, policies.main.policy.name
+    # A remote engine is monitored while a step is trained, so training must not block this thread.
+    remote = any(is_remote(owner.config) for owner in owners.values())
+    train_executor: Executor = ThreadExecutor("trainer") if overlap or remote else InlineExecutor()
+    executors: dict[str, Executor] = {
+        name: ThreadExecutor(f"engine {name}") if overlap else InlineExecutor() for name in owners
+    }
+    # Ranks that share a model load only their own shard.
+    models = {name: None if is_distributed(o.config) else load_model(o.checkpoint) for name, o in owners.items()}
+    natives, remotes = _build_engines(policies, executors, models, report)
+    engines: dict[str, RolloutEngine] = {**natives, **remotes}
+    trainers = {
+        name: build_trainer(o, train_executor, models[name], steps=steps, recovery=recovery, report=report)
+        for name, o in owners.items()
+        if not o.policy.frozen
+    }
+    syncs = {
+        name: _build_sync(o, trainers.get(name), models[name], natives.get(name), remotes.get(name), executors[name])
+        for name, o in owners.items()
+    }
+    trainer, sync = trainers[main].trainer, syncs[main]
+    if len(owners) > 1:
+        trainer, sync = _combine_policies(owners, trainers, syncs, main)
+    colocated = engines and not overlap
+    return PolicyStack(
+        engines=engines,
+        native_engines=tuple(natives.values()),
+        servers=remotes.get(main),
+        trainer=trainer,
+        resilient=trainers[main].resilient,
+        sync=sync,
+        lease=ColocatedLease(engine=SleepGroup(list(engines.values())), trainer=trainer)
+        if colocated
+        else DisjointLease(),
+        executors=(*executors.values(), train_executor),
+    )
+
+
+def _combine_policies(
+    owners: Mapping[str, PolicySpec],
+    trainers: Mapping[str, BuiltTrainer],
+    syncs: Mapping[str, WeightSync],
+    main: str,
+) -> tuple[MultiPolicyTrainer, MultiPolicySync]:
+    learners: dict[str, PolicyLearner] = {}
+    for name, built in trainers.items():
+        assert built.local is not None, "each of several policies is trained in this process"
+        learners[name] = PolicyLearner(trainer=built.local, every=owners[name].policy.train_every)
+    streams = {
+        name: PolicySync(sync=sync, version=_make_version_getter(learners.get(name), name))
+        for name, sync in syncs.items()
+    }
+    return MultiPolicyTrainer(learners, main), MultiPolicySync(streams, main)
+
+
+def _make_version_getter(learner: PolicyLearner | None, name: str) -> Callable[[], Version]:
+    return (lambda: Version(name)) if learner is None else (lambda: learner.trainer.version)
+
+
+# -- engines and weight syncs ---------------------------------------------------------------
+
+
+async def load_engines(policies: Policies) -> dict[str, NativeEngine]:
+    """An engine for each policy with the weights of its checkpoint, as version 0, for runs that do not train."""
+    return {
+        name: await load_engine(
+            split_engine_memory(owner.policy, index, len(policies.owners)), owner.checkpoint, name=name
+        )
+        for index, (name, owner) in enumerate(policies.owners.items())
+    }
+
+
+def split_engine_memory(policy: PolicyConfig, index: int, count: int) -> Config:
+    """The policy's config for the engine ``index`` of ``count`` on one GPU: each takes an equal part of the memory.
+
+    An engine takes its fraction of what those before it left.
+    """
+    fraction = policy.config.native.engine_memory_fraction
+    if count == 1 or "engine_memory_fraction" in policy.own_options:
+        return policy.config
+    part = (fraction / count) / (1 - index * fraction / count)
+    return replace(policy.config, native=replace(policy.config.native, engine_memory_fraction=part))
+
+
+def _build_engines(
+    policies: Policies,
+    executors: Mapping[str, Executor],
+    models: Mapping[str, CausalLM | None],
+    report: Report,
+) -> tuple[dict[str, NativeEngine], dict[str, RemoteEngine]]:
+    """Native and remote engines by policy; none where the run does not sample."""
+    natives: dict[str, NativeEngine] = {}
+    remotes: dict[str, RemoteEngine] = {}
+    count = len(policies.owners) if policies.main.plan.samples else 0
+    for index, (name, owner) in enumerate(list(policies.owners.items())[:count]):
+        config = split_engine_memory(owner.policy, index, count)
+        if is_remote(config):
+            from miles.launch.build.servers import build_remote_engine
+
+            label = "engine" if count == 1 else f"engine of {name}"
+            remotes[name] = build_remote_engine(config, owner.plan, owner.checkpoint, name=label, report=report)
+        else:
+            label = "engine 0" if count == 1 else f"engine of {name}"
+            natives[name] = build_native_engine(config, owner.checkpoint, executors[name], models[name], name=label)
+    return natives, remotes
+
+
+def _build_sync(
+    owner: PolicySpec,
+    built: BuiltTrainer | None,
+    model: CausalLM | None,
+    native: NativeEngine | None,
+    remote: RemoteEngine | None,
+    executor: Executor,
+) -> WeightSync:
+    weights = _get_frozen_weights(model) if built is None else built.trainer.weights
+    adapters: Callable[[], LoraAdapters | None] = (lambda: None) if built is None else built.adapters
+    if remote is not None:
+        from miles.launch.build.servers import build_remote_sync
+
+        published = get_rollout_weights(owner.checkpoint, weights)
+        return build_remote_sync(owner.config, owner.plan, owner.checkpoint, remote, published, executor, adapters)
+    copies = owner.plan.transport == "copy" and built is not None
+    return build_native_sync(owner.checkpoint, native, weights, executor, copies=copies, adapters=adapters())
+
+
+def _get_frozen_weights(model: CausalLM | None) -> GetWeights:
+    assert model is not None, "a frozen policy is loaded in this process"
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    return lambda: weights
+
+
+# -- trainers -------------------------------------------------------------------------------
+
+
+def build_trainer(
+    owner: PolicySpec,
+    executor: Executor,
+    model: CausalLM | None,
+    *,
+    steps: int,
+    recovery: RecoveryState,
+    report: Report,
+) -> BuiltTrainer:
+    """The trainer of a policy: in this process with ``model`` as the actor, or an SPMD group without one."""
+    config, plan, checkpoint = owner.config, owner.plan, owner.checkpoint
+    steps = max(1, steps // owner.policy.train_every)
+    if model is None:
+        resilient = ResilientTrainer(
+            partial(_start_ranks, owner, executor, steps),
+            config.cluster.actor_num_gpus_per_node,
+            executor,
+            max_restarts=config.fault_tolerance.trainer_max_restarts,
+            slow_factor=config.fault_tolerance.slow_rank_factor,
+            recovery=recovery,
+            report=report,
+        )
+        return BuiltTrainer(trainer=resilient, resilient=resilient)
+    if config.observe.debug_rollout_only:
+        return BuiltTrainer(trainer=FrozenTrainer(model))
+    models = LocalModelFactory(config, checkpoint, model)
+    if config.algo.loss_type == "rm_loss":
+        reward_trainer = RewardModelTrainer(
+            models.reward_model(),
+            train=config.train,
+            hooks=load_trainer_hooks(config),
+            steps=plan.num_steps_per_rollout,
+            updates=steps * plan.num_steps_per_rollout,
+            run=executor,
+        )
+        return BuiltTrainer(trainer=reward_trainer)
+    local = build_policy_trainer(
+        config,
+        plan,
+        checkpoint,
+        executor,
+        models,
+        models.actor(),
+        steps=steps,
+        algo_hooks=owner.algo_hooks,
+        name=owner.policy.name,
+    )
+    return BuiltTrainer(trainer=local, local=local)
+
+
+def _start_ranks(owner: PolicySpec, executor: Executor, steps: int, ranks: int) -> DistributedTrainer:
+    config = with_ranks(owner.config, ranks)
+    plan = replace(owner.plan, layout=build_parallel_dims(config))
+    return start_distributed_trainer(config, plan, owner.checkpoint, executor, steps=steps, algo_hooks=owner.algo_hooks)
+
+
+def _scale_batches(plan: Plan, policy: PolicyConfig, roles: int) -> Plan:
+    """The plan of a policy whose steps have the samples of several roles, or of several steps of the run."""
+    times = roles * policy.train_every
+    if policy.config.train.global_batch_size is not None:
+        return replace(plan, num_steps_per_rollout=plan.num_steps_per_rollout * times)
+    return replace(plan, global_batch_size=plan.global_batch_size * times)
+
+
+def _describe_policy(policy: PolicyConfig, owner: PolicySpec) -> str:
+    if not policy.owns_weights:
+        return f"the weights of {policy.weights}"
+    if policy.frozen:
+        return f"{owner.checkpoint.folder}, frozen"
+    every = "every step" if policy.train_every == 1 else f"every {policy.train_every} steps"
+    return f"{owner.checkpoint.folder}, trained {every}"

@@ -1,0 +1,283 @@
+"""Remote engines of a run: how each server is started or reached, the engine pool, and its weight transport."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from miles.backends.remote import sglang_flags
+from miles.backends.remote.client import SglangClient
+from miles.backends.remote.pool.engine_pool import EnginePool
+from miles.backends.remote.pool.health_monitor import HealthConfig
+from miles.backends.remote.process.server import ExternalServer, LocalServer, ServerCommand, ServerHost
+from miles.backends.remote.remote_engine import RemoteEngine
+from miles.backends.remote.response_stitching import RoutedExpertsShape
+from miles.backends.remote.transports.delta import DeltaTransport
+from miles.backends.remote.transports.ipc import IpcTransport
+from miles.backends.remote.transports.lora import LoraTransport, base_digests
+from miles.backends.remote.transports.senders import (
+    DiskTransport,
+    DistributedTransport,
+    HttpTransport,
+    WeightTransport,
+)
+from miles.cluster.executor import Executor
+from miles.cluster.straggler import EngineThroughput
+from miles.config.schema import get_options
+from miles.core.errors import UsageError
+from miles.core.protocols import WeightSync
+from miles.launch.build.models import PolicyCheckpoint
+from miles.launch.config import Config, ServeRoot
+from miles.launch.distributed.ray_placement import get_reservation
+from miles.launch.plan.plan import Plan
+from miles.launch.plan.topology import count_engines, get_engine_devices
+from miles.launch.runtime.run_directory import append_log_line
+from miles.models.lora.adapters import LoraAdapters
+from miles.models.lora.targets import LoraSpec
+from miles.models.spec import DecoderSpec
+
+API_KEY = "MILES_API_KEY"
+_SERVE_SECTIONS = ("models", "native")
+_NOT_PASSED_ON = ("hf_checkpoint", "dtype", "rollout_dtype")
+
+# -- the engine and its weights -------------------------------------------------------------
+
+
+def build_remote_engine(
+    config: Config, plan: Plan, policy: PolicyCheckpoint, *, name: str, report: Callable[[str], None]
+) -> RemoteEngine:
+    """The servers of a policy, which ``build_remote_sync`` starts; ``report`` is called with notes for the user."""
+    s, eos_token_id = config.sglang, policy.tokenizer.eos_token_id
+    addresses = s.rollout_external_engine_addrs
+    names = [f"{name} {i}" for i in range(len(addresses) or count_engines(config))]
+    log = _open_engine_log(plan)
+    pool = EnginePool(
+        names,
+        eos_token_ids=frozenset(policy.spec.eos_token_ids) | frozenset([] if eos_token_id is None else [eos_token_id]),
+        decode=lambda tokens: policy.tokenizer.decode(list(tokens)),
+        experts=_build_routed_experts_shape(policy.spec) if returns_routed_experts(config) else None,
+        mode=config.async_rollout.pause_generation_mode,
+        throughput=EngineThroughput(config.fault_tolerance.slow_rank_factor, log=(log, report)),
+        log=log,
+    )
+    launchers = ServerLaunchers(config, plan, policy, routed_experts=pool.experts is not None)
+    if addresses:
+        servers = [launchers.external(server, address) for server, address in zip(names, addresses, strict=True)]
+    else:
+        servers = [launchers.own(server, index) for index, server in enumerate(names)]
+    health = HealthConfig(
+        interval=s.rollout_health_check_interval,
+        timeout=s.rollout_health_check_timeout,
+        first_wait=s.rollout_health_check_first_wait,
+        max_restarts=s.rollout_max_restarts,
+    )
+    return RemoteEngine(pool, servers, health, log)
+
+
+def build_remote_sync(
+    config: Config,
+    plan: Plan,
+    policy: PolicyCheckpoint,
+    servers: RemoteEngine,
+    weights: Callable[[], Mapping[str, Tensor]],
+    run: Executor,
+    adapters: Callable[[], LoraAdapters | None],
+) -> WeightSync:
+    """The weight sync that sends ``weights``, or only the LoRA ``adapters``, to the servers; starts them."""
+    s = config.sglang
+    return servers.sync(
+        weights,
+        policy.spec,
+        transport=_build_transport(config, plan, policy, adapters),
+        executor=run,
+        bucket_bytes=s.update_weight_buffer_size,
+        seconds=s.update_weight_timeout,
+        self_test=s.check_weight_update_equal,
+    )
+
+
+def _build_transport(
+    config: Config, plan: Plan, policy: PolicyCheckpoint, adapters: Callable[[], LoraAdapters | None]
+) -> WeightTransport:
+    s = config.sglang
+    log = _open_engine_log(plan)
+    current = adapters()
+    if current is not None and _can_send_adapters(config, policy):
+        return _build_lora_transport(policy, adapters, current.lora, s.update_weight_timeout, log)
+    match s.update_weight_transport:
+        case "ipc":
+            return IpcTransport()
+        case "tensor":
+            return HttpTransport()
+        case "delta":
+            return DeltaTransport()
+        case "disk":
+            return DiskTransport(plan.run_dir / "weights", policy.folder)
+        case "distributed":
+            cluster = get_reservation()
+            if cluster is None:
+                return DistributedTransport(policy.platform, s.update_weight_timeout)
+            return DistributedTransport(policy.platform, s.update_weight_timeout, address=cluster.address)
+        case "auto":
+            return IpcTransport(HttpTransport(), log)
+
+
+def _can_send_adapters(config: Config, policy: PolicyCheckpoint) -> bool:
+    """Whether servers are ours with the trainer's dtype, and the user chose no transport."""
+    s = config.sglang
+    ours = s.rollout_backend == "served" and not s.rollout_external_engine_addrs
+    return ours and s.update_weight_transport == "auto" and policy.rollout_dtype == policy.dtype
+
+
+def _build_lora_transport(
+    policy: PolicyCheckpoint,
+    adapters: Callable[[], LoraAdapters | None],
+    lora: LoraSpec,
+    seconds: float,
+    log: Callable[[str], None],
+) -> LoraTransport:
+    folder, spec, dtype = policy.folder, policy.spec, policy.dtype
+
+    def get_adapters() -> LoraAdapters:
+        found = adapters()  # restarted ranks have others
+        assert found is not None
+        return found
+
+    return LoraTransport(get_adapters, lambda: base_digests(folder, spec, lora, dtype), seconds=seconds, log=log)
+
+
+def returns_routed_experts(config: Config) -> bool:
+    """Whether responses have routed experts: stock SGLang when started with its flag, ours as the flag says."""
+    if config.sglang.rollout_backend == "sglang" or config.sglang.rollout_external_engine_addrs:
+        return config.algo.use_rollout_routing_replay
+    return config.native.engine_return_routed_experts
+
+
+def _build_routed_experts_shape(spec: DecoderSpec) -> RoutedExpertsShape | None:
+    if spec.moe is None:
+        return None
+    return RoutedExpertsShape(
+        num_layers=len(spec.moe_layers),
+        experts_per_token=spec.moe.experts_per_token,
+        num_experts=spec.moe.num_experts,
+    )
+
+
+def _open_engine_log(plan: Plan) -> Callable[[str], None]:
+    """A function that appends a line with the time to logs/engines.log."""
+    path = plan.run_dir / "logs" / "engines.log"
+    return lambda text: append_log_line(path, text)
+
+
+# -- servers --------------------------------------------------------------------------------
+
+
+class ServerLaunchers:
+    """Creates the hosts of servers, at start and later. Servers of the run share an API key made here."""
+
+    def __init__(self, config: Config, plan: Plan, policy: PolicyCheckpoint, *, routed_experts: bool) -> None:
+        self._config = config
+        self._plan = plan
+        self._policy = policy
+        self._routed_experts = routed_experts
+        self._token = secrets.token_hex(16)
+
+    def external(self, name: str, address: str, *, seconds: float | None = None) -> ServerHost:
+        """A server that runs already; it gets the user's token for such servers, never the run's own key."""
+        s = self._config.sglang
+        token = None if s.rollout_engine_token_env is None else os.environ[s.rollout_engine_token_env]
+        timeout = s.rollout_start_timeout if seconds is None else seconds
+        return ExternalServer(name, normalize_url(address), self._connect(name, token), seconds=timeout)
+
+    def own(self, name: str, index: int) -> ServerHost:
+        """A server to start: a process on this machine, or on a node of the reserved Ray cluster.
+
+        ``index`` selects its GPUs: 0 has the first ones after the trainer's, -1 the last ones of the trainer, which
+        the trainer must have released.
+        """
+        s, cluster = self._config.sglang, get_reservation()
+        log = self._plan.run_dir / "logs" / f"{name.replace(' ', '-')}.log"
+        command = _build_server_command(self._config, self._policy, index, self._token)
+        connect = self._connect(name, self._token if s.rollout_backend == "served" or cluster is not None else None)
+        if cluster is None:
+            return LocalServer(name, command, log, connect, seconds=s.rollout_start_timeout)
+        from miles.backends.remote.process.ray_server import RayServer
+
+        return RayServer(name, index, command, log, connect, cluster, s.rollout_start_timeout)
+
+    def get_gpus(self, index: int) -> range:
+        """The GPUs of the server with that index."""
+        return get_engine_devices(self._config, index)
+
+    def _connect(self, name: str, token: str | None) -> Callable[[str], SglangClient]:
+        vocab_size, routed_experts = self._policy.spec.vocab_size, self._routed_experts
+        return lambda url: SglangClient(url, name, token=token, vocab_size=vocab_size, routed_experts=routed_experts)
+
+
+def normalize_url(address: str) -> str:
+    """The address with a scheme and without a trailing slash."""
+    return (address if "://" in address else f"http://{address}").rstrip("/")
+
+
+def _build_server_command(config: Config, policy: PolicyCheckpoint, index: int, token: str) -> ServerCommand:
+    ranks, device = config.cluster.rollout_num_gpus_per_engine, policy.platform.device.type
+    dtype, cluster = str(policy.rollout_dtype).removeprefix("torch."), get_reservation()
+    # On a cluster the node assigns GPUs; the server is reachable from other nodes there, so it needs a key.
+    visible = _set_visible_gpus(config, index) if device != "cpu" and cluster is None else {}
+    threads = config.cluster.num_threads
+    if config.sglang.rollout_backend == "sglang":
+        argv = sglang_flags.build_command(
+            config.sglang.sglang_python or sys.executable,
+            str(policy.folder.resolve()),
+            config.sglang.sglang_flags,
+            device=device,
+            dtype=dtype,
+            ranks=ranks,
+            routed_experts=returns_routed_experts(config) and policy.spec.moe is not None,
+            trust_remote_code=policy.trust_remote_code,
+        )
+        environment = {**sglang_flags.build_environment(device), **visible}
+        if threads:
+            environment["OMP_NUM_THREADS"] = str(threads)
+        return ServerCommand(argv=argv, environment=environment, settings={} if cluster is None else {"api-key": token})
+    argv = (sys.executable, "-m", "miles.launch.main", "serve", str(policy.folder.resolve()))
+    argv += ("--device", device, "--dtype", dtype, "--tensor-parallel-size", str(ranks))
+    argv += ("--incremental-streaming-output", "--drain-seconds", "1")
+    if threads is not None:
+        argv += ("--num-threads", str(threads))
+    return ServerCommand(argv=(*argv, *_build_serve_flags(config)), environment={API_KEY: token, **visible})
+
+
+def _build_serve_flags(config: Config) -> list[str]:
+    """The model and engine options that are not at their defaults, as flags of ``miles serve``."""
+    words: list[str] = []
+    for option in get_options(ServeRoot).values():
+        if option.section not in _SERVE_SECTIONS or option.name in _NOT_PASSED_ON:
+            continue
+        value = getattr(getattr(config, option.section), option.name)
+        if value == option.default:
+            continue
+        if value is False or value is None or value == ():
+            assert option.negation is not None
+            words.append(option.negation)
+        else:
+            values = value if isinstance(value, tuple) else () if value is True else (value,)
+            words += [option.flag, *map(str, values)]
+    return words
+
+
+def _set_visible_gpus(config: Config, index: int) -> dict[str, str]:
+    gpus, known = get_engine_devices(config, index), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if known is None:
+        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+    visible = known.split(",")
+    if gpus.stop > len(visible):
+        raise UsageError(
+            f"engine {index} needs GPUs {gpus[0]} to {gpus[-1]}, but CUDA_VISIBLE_DEVICES has {len(visible)}; lower "
+            "--rollout-num-gpus."
+        )
+    return {"CUDA_VISIBLE_DEVICES": ",".join(visible[gpus.start : gpus.stop])}

@@ -1,0 +1,267 @@
+"""``miles serve``: serve a checkpoint over HTTP, on the native engine or as a reward model, until a signal.
+
+What a server needs is imported when one is started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from miles.backends.native.server.config import ServeConfig
+from miles.cluster import stack_dump
+from miles.config.cli import parse, split_argv
+from miles.core.errors import UsageError
+from miles.kernels.numerics import configure_cublas
+from miles.launch.config import ServeRoot
+from miles.launch.rules.paths import find_checkpoint_problem, find_newest_checkpoint, read_spec_or_none
+from miles.launch.runtime.http_service import API_KEY, find_key_problem, read_key, select_event_loop
+from miles.models.capabilities import check_batch_invariance
+from miles.models.checkpoint.safetensors_io import read_config
+from miles.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from miles.backends.fsdp.reward_inference import BatchedScorer
+    from miles.backends.fsdp.reward_server import RewardServer
+    from miles.backends.native.engine.engine import NativeEngine
+    from miles.backends.native.server.app import EngineServer
+    from miles.cluster.executor import Executor
+    from miles.observe.view import ProgressStage, View
+
+_PACKAGES = {"aiohttp": "aiohttp", "prometheus_client": "prometheus-client"}
+# Prompt lengths that compile all prefill kernels: a long one, and one that is not a round number.
+_WARMUP_LENGTHS = (2048, 37)
+
+
+def serve(config: ServeRoot, environment: Mapping[str, str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT."""
+    environment = os.environ if environment is None else environment
+    key = read_key("--api-key-file", config.serve.api_key_file, environment.get(API_KEY))
+    unauthenticated = config.serve.allow_unauthenticated
+    if problem := find_key_problem(config.serve.host, key, allow_unauthenticated=unauthenticated):
+        raise UsageError(problem)
+    stack_dump.register_process(f"server {config.serve.port}")
+    configure_cublas(config.models.numerics)
+    with asyncio.Runner(loop_factory=select_event_loop()) as runner:
+        runner.run(_serve(config, key))
+    return 0
+
+
+def read_serve_config(argv: Sequence[str]) -> ServeRoot:
+    """The config of the server; raises UsageError with every problem."""
+    words, _ = split_argv(argv)
+    flags, problems = list(argv[len(words) :]), list[str]()
+    if len(words) > 1:
+        problems.append(f"miles serve takes one model, but was given {len(words)}: {' '.join(words)}.")
+    if words:
+        flags = ["--hf-checkpoint", str(find_newest_checkpoint(Path(words[0])) or words[0]), *flags]
+    result = parse(ServeRoot, flags)
+    problems += result.problems
+    if result.config is not None:
+        problems += _check_model(result.config.models)
+        problems += _check_packages()
+    if problems or result.config is None:
+        raise UsageError(problems)
+    return result.config
+
+
+def _check_model(config: ModelConfig) -> Iterator[str]:
+    if config.hf_checkpoint is None:
+        yield "The model is missing: name the folder of a checkpoint or of a run, as in miles serve MODEL."
+    elif problem := find_checkpoint_problem(Path(config.hf_checkpoint)):
+        yield f"{config.hf_checkpoint} {problem}"
+    spec = read_spec_or_none(config.hf_checkpoint, config.model_impl) if config.parity == "exact" else None
+    if spec is not None and (problem := check_batch_invariance(spec)) is not None:
+        yield f"--parity exact does not work with this model: {problem}; remove it."
+
+
+def _check_packages() -> Iterator[str]:
+    missing = [package for module, package in _PACKAGES.items() if find_spec(module) is None]
+    if missing:
+        yield f"miles serve needs {' and '.join(missing)}: pip install 'miles-rl[serve]'."
+
+
+async def _serve(config: ServeRoot, key: str | None) -> None:
+    from miles.cluster.executor import ThreadExecutor
+    from miles.launch.runtime.gc_tuning import reduce_gc
+
+    run = ThreadExecutor("engine")
+    started = time.perf_counter()
+    assert config.models.hf_checkpoint is not None
+    native: NativeEngine | None = None
+    if is_reward_model(config.models.hf_checkpoint):
+        server, engine = await build_reward_server(config, key, run)
+        name = server.served_model_name
+    else:
+        server, native = await build_server(config, key, run)
+        engine, name = native, server.model_info.served_model_name
+    try:
+        if native is not None and config.serve.server_warmup:
+            await _warm_up_with_progress(native, config.serve)
+        port = await _listen(server, config.serve)
+        host = f"[{config.serve.host}]" if ":" in config.serve.host else config.serve.host
+        seconds = time.perf_counter() - started
+        print(f"Serving {name} at http://{host}:{port} (ready in {seconds:.1f} s).", flush=True)
+        with reduce_gc():
+            await _wait_for_signal()
+        print(f"Finishing requests in flight, for up to {config.serve.drain_seconds:g} s.", file=sys.stderr, flush=True)
+        await server.drain(config.serve.drain_seconds)
+    finally:
+        await server.stop()
+        await engine.close()
+        run.close()
+
+
+async def _warm_up_with_progress(engine: NativeEngine, config: ServeConfig) -> None:
+    from miles.cluster import platform
+    from miles.observe.factory import build_view
+
+    if platform.detect_platform(config.device).kind == "cpu":
+        return
+    view = build_view("auto", stream=sys.stderr)
+    try:
+        await warm_up(engine, view)
+    finally:
+        view.close()
+
+
+async def warm_up(engine: NativeEngine, view: View) -> None:
+    """Capture the CUDA graphs and compile the kernels of prefill, so that no request waits; nothing on a CPU."""
+    import numpy as np
+
+    from miles.core.protocols import SamplingParams
+
+    stages: list[ProgressStage] = []
+
+    def show_progress(done: int, total: int) -> None:
+        if done == 1:
+            stages.append(view.stage("Capturing CUDA graphs", total))
+        stages[0]()
+
+    await engine.warm_up(show_progress)
+    if not stages:
+        return
+    limit = min(engine.kv_tokens, engine.spec.max_positions) - 1
+    with view.stage("Prefilling prompts", len(_WARMUP_LENGTHS)) as advance:
+        for token, length in enumerate(_WARMUP_LENGTHS):  # different tokens, so that no prefix is cached
+            prompt = np.full(min(length, limit), token, np.int32)
+            await engine.generate(prompt, SamplingParams(max_new_tokens=1, ignore_eos=True))
+            advance()
+    await engine.flush_cache()
+
+
+async def _listen(server: EngineServer | RewardServer, config: ServeConfig) -> int:
+    try:
+        return await server.start(config.host, config.port)
+    except OSError as error:
+        raise UsageError(
+            f"--host {config.host} --port {config.port} is not available: {error.strerror}; choose another."
+        ) from None
+
+
+async def build_server(config: ServeRoot, key: str | None, run: Executor) -> tuple[EngineServer, NativeEngine]:
+    """The engine with the checkpoint's weights as version 0, and its server."""
+    from miles.backends.native.engine.engine import NativeEngine
+    from miles.backends.native.server.app import EngineServer
+    from miles.backends.native.server.model_info import load_model_info
+    from miles.cluster import platform
+    from miles.cluster.executor import InlineExecutor
+    from miles.core.types import Version
+    from miles.models.checkpoint import hf
+    from miles.models.parallel.tp_sharding import shard_spec
+    from miles.models.resolve import resolve_spec
+    from miles.models.tokenizer import load_tokenizer
+    from miles.sync.publish import Publication
+
+    assert config.models.hf_checkpoint is not None
+    folder = Path(config.models.hf_checkpoint)
+    raw, trusted = read_config(folder), config.models.trust_remote_code
+    spec = resolve_spec(folder, config.models.model_impl)
+    tokenizer = None if config.serve.skip_tokenizer_init else load_tokenizer(folder, trusted)
+    device = platform.detect_platform(config.serve.device, threads=config.serve.num_threads).device
+    dtype = hf.choose_dtype(config.models.dtype, raw, device)
+    devices = platform.consecutive_devices(device, config.serve.tensor_parallel_size)
+    shard_spec(spec, len(devices))  # refuse before loading what cannot be sharded
+    load_device = device if len(devices) == 1 else "cpu"  # the whole model need not fit on one GPU
+    numerics = config.models.numerics
+    model = hf.load_model(folder, spec, device=load_device, dtype=dtype, numerics=numerics, trust_remote_code=trusted)
+    engine = NativeEngine(
+        model.spec,
+        device=device,
+        dtype=dtype,
+        config=config.native,
+        run=run,
+        decode=None if tokenizer is None else tokenizer.decode,
+        numerics=numerics,
+        model=hf.build_engine_model(model),
+        devices=devices,
+    )
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    await Publication(weights=lambda: weights, engines=[engine], transport="shared", run=InlineExecutor()).publish(
+        Version()
+    )
+    model_info = load_model_info(
+        folder,
+        raw,
+        config.serve.served_model_name,
+        created=int(time.time()),
+        use_model_defaults=config.serve.sampling_defaults == "model",
+    )
+    return EngineServer(engine, tokenizer, config=config.serve, model_info=model_info, api_key=key), engine
+
+
+async def build_reward_server(config: ServeRoot, key: str | None, run: Executor) -> tuple[RewardServer, BatchedScorer]:
+    """A reward model, a sequence classifier with one label, and its server with ``/classify``."""
+    from miles.backends.fsdp.reward_inference import BatchedScorer
+    from miles.backends.fsdp.reward_model import load_reward_model
+    from miles.backends.fsdp.reward_server import RewardServer
+    from miles.cluster import platform
+    from miles.models.checkpoint import hf
+    from miles.models.tokenizer import load_tokenizer
+
+    assert config.models.hf_checkpoint is not None
+    if config.serve.tensor_parallel_size > 1:
+        raise UsageError("--tensor-parallel-size is not for reward models, which are served on one GPU; remove it.")
+    folder = Path(config.models.hf_checkpoint)
+    device = platform.detect_platform(config.serve.device, threads=config.serve.num_threads).device
+    dtype = hf.choose_dtype(config.models.dtype, read_config(folder), device)
+    model = load_reward_model(folder, device=device, dtype=dtype, numerics=config.models.numerics)
+    tokenizer = None
+    if not config.serve.skip_tokenizer_init:
+        tokenizer = load_tokenizer(folder, config.models.trust_remote_code)
+    scorer = BatchedScorer(model, run=run)
+    server = RewardServer(
+        scorer,
+        tokenizer,
+        model.spec,
+        name=config.serve.served_model_name or str(folder),
+        api_key=key,
+        body_mib=config.serve.max_body_mib,
+    )
+    return server, scorer
+
+
+def is_reward_model(folder: str | Path) -> bool:
+    """Whether the checkpoint is a sequence classifier."""
+    architectures = read_config(folder).get("architectures") or ()
+    return any(str(name).endswith("ForSequenceClassification") for name in architectures)
+
+
+async def _wait_for_signal() -> None:
+    """Wait for SIGTERM or SIGINT; a second one ends the process at once."""
+    loop, received = asyncio.get_running_loop(), asyncio.Event()
+
+    def receive(number: signal.Signals) -> None:
+        received.set()
+        loop.remove_signal_handler(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, receive, number)
+    await received.wait()

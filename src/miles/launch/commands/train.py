@@ -1,0 +1,364 @@
+"""``miles train``: claim the run directory, build the run, run the loop, and report how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from miles.cluster import stack_dump
+from miles.core.errors import ParityError, ResumeError, storage_errors
+from miles.core.events import Event, StepFinished
+from miles.core.protocols import Observer
+from miles.kernels.numerics import configure_cublas
+from miles.launch.build.debug import build_rollout_dumps
+from miles.launch.build.run import TrainingRun, build_run
+from miles.launch.build.user_hooks import load_trackers
+from miles.launch.config import Config
+from miles.launch.distributed.ray_placement import reserve_cluster
+from miles.launch.plan.plan import Plan, build_plan, count_samples_per_prompt
+from miles.launch.plan.topology import get_split, restore_split
+from miles.launch.rules.paths import find_newest_checkpoint
+from miles.launch.runtime.gc_tuning import reduce_gc
+from miles.launch.runtime.input_fingerprint import check_inputs
+from miles.launch.runtime.oom_report import report_out_of_memory
+from miles.launch.runtime.run_directory import RunDirectory
+from miles.launch.runtime.signals import StopSignals, exit_code_from_signal
+from miles.launch.runtime.watchdog import StallWatchdog
+from miles.observe.event_bus import DurableSink, EventBus
+from miles.observe.factory import build_view
+from miles.observe.formatting import ParityStatus, classify_parity
+from miles.observe.log import RunLogs
+from miles.observe.log_reader import read_rows
+from miles.observe.plots import plot_curves
+from miles.observe.prompt_audit import audit_prompts
+from miles.observe.summary import BeforeAfter, Summary, print_summary, summarise
+from miles.observe.tensorboard import TensorBoard
+from miles.observe.trace import LoopTrace
+from miles.observe.view import View
+from miles.schedule.checkpoints import CheckpointDirectory, Cursor, read_cursor
+from miles.schedule.loop import Loop
+
+StopCondition = Callable[[Event], bool]
+"""Called with every event; the loop stops soon after it returns true."""
+
+
+def train(config: Config, plan: Plan, origins: Mapping[str, str]) -> int:
+    """Run a training command; 0 when it finished, 128 + signal when a signal stopped it early."""
+    view = build_view(config.observe.view, parity_tolerance=config.schedule.parity_tolerance)
+    signals = StopSignals(view.note, view.close)
+    try:
+        finished = run(config, plan, origins, view=view, signals=signals)
+    finally:
+        view.close()
+    directory = plan.run_dir
+    if not finished:
+        command = f"miles train {directory / 'config.toml'} --save {directory}"
+        print(f"Stopped early and saved. The same command resumes the run: {command}")
+        return exit_code_from_signal(signals.received or signal.SIGINT)
+    print_summary(summarize_run(directory, commands=_list_next_commands(directory)), sys.stdout)
+    return 0
+
+
+def summarize_run(
+    directory: Path,
+    *,
+    commands: Sequence[tuple[str, str]],
+    examples: Sequence[BeforeAfter] = (),
+    wall_seconds: float | None = None,
+) -> Summary:
+    """The summary of the run in ``directory``."""
+    return summarise(
+        read_rows(directory / "metrics.jsonl"),
+        folder=directory,
+        timings=read_rows(directory / "timings.jsonl"),
+        wall_seconds=wall_seconds,
+        examples=examples,
+        commands=commands,
+    )
+
+
+def run(
+    config: Config,
+    plan: Plan,
+    origins: Mapping[str, str],
+    *,
+    view: View,
+    stop_when: StopCondition | None = None,
+    signals: StopSignals | None = None,
+) -> bool:
+    """Run the loop to its end or until it is stopped; true when it reached its end."""
+    configure_cublas(config.models.numerics)
+    signals = signals or StopSignals(view.note, view.close)
+    with (
+        reserve_cluster(config, plan.run_dir),
+        signals.handling(),  # after Ray has installed its handlers
+        add_parity_command(config, plan.run_dir),
+        report_out_of_memory(config, plan),
+    ):
+        directory = RunDirectory(
+            plan.run_dir,
+            keep_checkpoints=config.schedule.keep_checkpoints,
+            background=config.train.async_save,
+            forgiving=config.schedule.save_failure == "warn",
+        )
+        try:
+            start = directory.claim(config, origins)
+            if start is not None and start[1].step > plan.steps:
+                view.note(
+                    f"{plan.run_dir} has finished {start[1].step} steps, and this command asks for {plan.steps}: "
+                    "nothing is left to train; raise --num-rollout or --num-epoch to train further."
+                )
+                return True
+            config, plan = _restore_elastic_split(config, plan, view.note)
+            resumed = start is not None
+            with storage_errors(plan.run_dir):
+                for note in check_inputs(plan.run_dir, config, plan, newest=start[0] if start else None):
+                    view.note(note)
+            loads_other_run = config.schedule.load is not None and not _is_same_run(config.schedule.load, plan)
+            if start is None and config.schedule.load is not None and loads_other_run:
+                start = resolve_load(Path(config.schedule.load), plan.steps)
+                if config.observe.load_debug_rollout_data is not None:
+                    start = reset_prompt_cursor(start)
+            work = _run(
+                config, plan, directory, start, resumed=resumed, view=view, stop_when=stop_when, signals=signals
+            )
+            finished = asyncio.run(work)
+            if finished:
+                _audit_prompts(config, directory.path)
+            return finished
+        finally:
+            directory.release()
+
+
+def _audit_prompts(config: Config, directory: Path) -> None:
+    """Raise PromptAuditError if the log shows a prompt twice, or an epoch that skipped one."""
+    passes_over_all = (
+        config.hooks.data_source_path is None
+        and config.rollout.curriculum_path is None
+        and len(config.rollout.prompt_data) == 1
+        and config.observe.load_debug_rollout_data is None
+    )
+    if config.observe.load_debug_rollout_data is None:
+        with storage_errors(directory):
+            audit_prompts(directory / "events.jsonl", whole_epochs=passes_over_all)
+
+
+def _is_same_run(load: str, plan: Plan) -> bool:
+    """Whether --load names the directory of this run, which is continued anyway once it has a checkpoint."""
+    return Path(load).resolve() == plan.run_dir.resolve()
+
+
+def _restore_elastic_split(config: Config, plan: Plan, note: Callable[[str], None]) -> tuple[Config, Plan]:
+    """Config and plan with the ranks and engines that an elastic run had last."""
+    restored = restore_split(config, plan.run_dir)
+    if restored is config:
+        return config, plan
+    split = get_split(restored)
+    note(f"Ranks {split.ranks}, engines {split.engines}, as this run had them last (--elastic).")
+    return restored, build_plan(restored)
+
+
+async def _run(
+    config: Config,
+    plan: Plan,
+    directory: RunDirectory,
+    start: tuple[Path, Cursor] | None,
+    *,
+    resumed: bool,
+    view: View,
+    stop_when: StopCondition | None,
+    signals: StopSignals,
+) -> bool:
+    with storage_errors(directory.path):
+        stack_dump.create_dump_dir(directory.path / "logs" / "stacks")
+    watchdog = StallWatchdog(directory.path / "logs", config.schedule.stall_timeout, view.note)
+    stopper = _EarlyStop(stop_when or (lambda event: False))
+    views = [view, watchdog, ParityHint(config, directory.path, view.note), *load_trackers(config), stopper]
+    with storage_errors(directory.path):
+        journal = _build_journal(config, directory, start[1] if start and resumed else None, view, views)
+    try:
+        with view.stage("Loading the model and the prompts"):
+            training = await build_run(
+                config, plan, checkpoints=directory.checkpoints, journal=journal, start=start, report=view.note
+            )
+        try:
+            _print_start(training, start, resumed, view)
+            inflight = _count_inflight_trajectories(config)
+            with (
+                signals.stopping(training.loop.stop_soon),
+                stopper.stopping(training.loop),
+                watchdog.watching(training.generation.hook_worker.list_loops),
+                reduce_gc(inflight),
+            ):
+                await training.run()
+            _plot_curves(directory.path, view)
+            return training.loop.finished
+        finally:
+            await training.close()
+    finally:
+        stack_dump.remove_dump_dir()
+        journal.close()
+
+
+def _count_inflight_trajectories(config: Config) -> int:
+    """Most trajectories between admission and training."""
+    r = config.rollout
+    groups = config.async_rollout.over_sampling_batch_size or r.rollout_batch_size
+    return (config.schedule.max_weight_staleness + 1) * groups * count_samples_per_prompt(config)
+
+
+def _plot_curves(directory: Path, view: View) -> None:
+    title = f"{directory.resolve().parent.name}/{directory.name}"
+    try:
+        plot_curves(directory / "metrics.jsonl", directory / "curves.png", title)
+    except (ImportError, OSError) as error:
+        view.note(f"curves.png was not written: {error}")
+
+
+def _build_journal(
+    config: Config, directory: RunDirectory, cursor: Cursor | None, view: View, views: Sequence[Observer]
+) -> EventBus:
+    """Every log and sink of the run; logs must repeat exactly where the order of events depends only on the seed."""
+    ordered = config.schedule.max_weight_staleness == 0 and config.async_rollout.over_sampling_batch_size is None
+    strict = ordered and not directory.rescheduled
+    is_new = cursor is None and not (directory.path / "events.jsonl").exists()
+    offsets = None if is_new else (cursor.log_offsets if cursor is not None else {})
+    sinks: list[DurableSink] = [LoopTrace(directory.path / "trace", clock=time.time)]
+    sinks += build_rollout_dumps(config, directory.path)
+    if config.observe.use_tensorboard:
+        folder = Path(config.observe.tb_dir) if config.observe.tb_dir else directory.path / "tensorboard"
+        sinks.append(TensorBoard(folder, clock=time.time))
+    logs = RunLogs(directory.path, resume_at=offsets, strict=strict, clock=time.time)
+    return EventBus(logs, folder=directory.path, sinks=sinks, views=views, report=view.note)
+
+
+def _print_start(training: TrainingRun, start: tuple[Path, Cursor] | None, resumed: bool, view: View) -> None:
+    policy = training.policy
+    view.note(f"{policy.folder} on {policy.platform.name} in {str(policy.dtype).removeprefix('torch.')}")
+    for note in training.notes:
+        view.note(note)
+    if start is not None:
+        view.note(f"{'Resuming' if resumed else 'Starting'} from {start[0]}, after step {start[1].step}")
+
+
+def _list_next_commands(directory: Path) -> list[tuple[str, str]]:
+    commands: list[tuple[str, str]] = []
+    if find_newest_checkpoint(directory) is not None:
+        commands.append((f"miles chat {directory}", "chat with it"))
+    if (directory / "rollouts").is_dir():
+        commands.append((f"miles show {directory}", "read its trajectories"))
+    return [*commands, (f"miles plan {directory / 'config.toml'}", "every option of this run and its origin")]
+
+
+# -- where a run starts ---------------------------------------------------------------------
+
+
+def resolve_load(folder: Path, steps: int) -> tuple[Path, Cursor]:
+    """The checkpoint of ``--load``, a checkpoint or a run, whose newest is used; the logs of a new run start empty."""
+    found = CheckpointDirectory(folder / "checkpoints").latest()
+    if found is None:
+        if not (folder / "cursor.json").exists():
+            raise ResumeError(
+                f"--load {folder} has no checkpoint of a run; give a plain Hugging Face folder to --hf-checkpoint"
+            )
+        found = folder, read_cursor(folder)
+    if not (found[0] / "config.json").is_file():
+        raise ResumeError(f"--load {found[0]} has no weights, since its run did not train; name a run that did")
+    if found[1].step >= steps:
+        raise ResumeError(
+            f"--load {found[0]} is at step {found[1].step}, but this run ends after {steps}; raise --num-rollout, or "
+            "start from its weights alone with --hf-checkpoint"
+        )
+    return found[0], replace(found[1], log_offsets={})
+
+
+def reset_prompt_cursor(start: tuple[Path, Cursor]) -> tuple[Path, Cursor]:
+    """The start for a run with recorded groups, which has no use for the other run's position in its prompts."""
+    return start[0], replace(start[1], ticket=0, done_tickets=(), source={})
+
+
+# -- how it ends ----------------------------------------------------------------------------
+
+
+class _EarlyStop:
+    """An observer that stops the loop when the condition is met."""
+
+    def __init__(self, condition: StopCondition) -> None:
+        self._condition = condition
+        self._stop: Callable[[], None] = lambda: None
+
+    @contextmanager
+    def stopping(self, loop: Loop) -> Iterator[None]:
+        self._stop = loop.stop_soon
+        yield
+
+    def __call__(self, event: Event) -> None:
+        if self._condition(event):
+            self._stop()
+
+
+# -- parity hint ----------------------------------------------------------------------------
+
+
+def format_parity_command(config: Config, directory: Path, step: int | None = None) -> str:
+    """The ``miles parity`` command for a run: its engine and trainer, on the tokens of ``step`` if they are saved."""
+    s, saved = config.sglang, find_newest_checkpoint(directory) is not None
+    words = ["miles", "parity", str(directory) if saved else str(config.models.hf_checkpoint)]
+    if saved and step is not None and config.observe.save_rollouts:
+        words += ["--step", str(step)]
+    if s.rollout_external_engine_addrs:
+        address = s.rollout_external_engine_addrs[0]
+        engine = address if "://" in address else f"http://{address}"
+    else:
+        engine = "sglang" if s.rollout_backend == "sglang" else "native"
+    words += ["--a", engine, "--b", config.train.train_backend]
+    if engine == "sglang" and s.sglang_python is not None:
+        words += ["--sglang-python", s.sglang_python]
+    if config.models.dtype != "auto":
+        words += ["--dtype", config.models.dtype]
+    if config.cluster.device != "auto":
+        words += ["--device", config.cluster.device]
+    if config.models.parity == "exact":
+        words += ["--parity", "exact", "--exact"]
+    if config.models.trust_remote_code:
+        words.append("--trust-remote-code")
+    return shlex.join(words)
+
+
+class ParityHint:
+    """An observer: when the parity status first turns red, ``note`` is called with the parity command."""
+
+    def __init__(self, config: Config, directory: Path, note: Callable[[str], None]) -> None:
+        self._config = config
+        self._directory = directory
+        self._note = note
+        self._is_reported = False
+
+    def __call__(self, event: Event) -> None:
+        if self._is_reported or not isinstance(event, StepFinished) or "parity_mean_abs" not in event.metrics:
+            return
+        gap = event.metrics["parity_mean_abs"]
+        if classify_parity(gap, self._config.schedule.parity_tolerance) is ParityStatus.RED:
+            self._is_reported = True
+            command = format_parity_command(self._config, self._directory, event.step)
+            self._note(
+                f"Parity is red at step {event.step} (mean difference {gap:.2e}); find the operation in which engine "
+                f"and trainer first differ with: {command}"
+            )
+
+
+@contextmanager
+def add_parity_command(config: Config, directory: Path) -> Iterator[None]:
+    """Add the parity command to the error of a run that stops because engine and trainer differ."""
+    try:
+        yield
+    except ParityError as error:
+        command = format_parity_command(config, directory)
+        raise ParityError(f"{error}; {command} finds the operation in which they first differ") from error

@@ -1,0 +1,408 @@
+"""Distributed trainer: this process is rank 0 of an SPMD group and drives the other ranks.
+
+    loop -> DistributedTrainer -> sends a command to every rank, runs it on rank 0, collects and compares the results
+
+Every rank builds the same policy trainer from the run's config, and trains on its part of the same batch. A failure on
+one rank ends all: the others may be waiting for it in a collective, so their process groups are aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import socket
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from miles.algo.registry import AlgoHooks
+from miles.cluster import platform, process_group
+from miles.cluster.executor import Executor
+from miles.cluster.spmd import (
+    RankChannel,
+    RankContext,
+    RankLost,
+    SpmdGroup,
+    log_traceback,
+    spawn_ranks,
+    summarize_error,
+)
+from miles.core.errors import CheckpointError, MilesError, TrainerError
+from miles.core.serialization import CORE_TYPES, Codec
+from miles.core.types import Batch, StepReport, Version
+from miles.kernels.numerics import configure_cublas
+from miles.launch.build.hooks import load_algo_hooks
+from miles.launch.build.models import BaseCheckpoint, ModelFactory, build_policy_trainer, read_checkpoint
+from miles.launch.config import Config
+from miles.launch.distributed.ray_placement import get_reservation
+from miles.launch.plan.hardware import count_cores
+from miles.launch.plan.plan import Plan, build_plan
+from miles.models.lora.adapters import LoraAdapters
+from miles.train.model_protocols import ReportsTokenTime, TrainModel, get_engine_weights
+from miles.train.policy_trainer import PolicyTrainer
+
+if TYPE_CHECKING:
+    from miles.cluster.ray.spmd import RayRankLauncher
+
+T = TypeVar("T")
+
+# Seconds a process may take to start, with all that it imports.
+_START_TIMEOUT = 300.0
+# Largest relative difference between ranks of a number that all of them compute.
+_TOLERANCE = 1e-6
+# Key in a report's seconds of the rank's own seconds per token.
+_SECONDS_PER_TOKEN = "compute_per_token"
+
+
+# -- one rank -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSetup:
+    """What a rank needs to build its trainer."""
+
+    config: Config
+    steps: int
+
+
+CODEC = Codec((*CORE_TYPES, RankSetup, Config, *(f.type for f in fields(Config) if isinstance(f.type, type))))
+
+
+class RankTrainer:
+    """The trainer of one rank, and the commands that all ranks run together."""
+
+    def __init__(self, trainer: PolicyTrainer, actor: TrainModel, dtype: torch.dtype, device: torch.device) -> None:
+        self._trainer = trainer
+        self._actor = actor
+        self._dtype = dtype
+        self._device = device
+        self.commands: Mapping[str, Callable[[Any], Any]] = {
+            "step": self.step,
+            "save": self.save,
+            "load": self.load,
+            "sleep": self.sleep,
+            "wake": self.wake,
+            "weights": self.weights,
+        }
+
+    def step(self, batch: Batch) -> StepReport:
+        report = _run_without_waiting(self._trainer.step(batch))
+        seconds = self._actor.seconds_per_token() if isinstance(self._actor, ReportsTokenTime) else None
+        if seconds is None:
+            return report
+        return replace(report, seconds={**report.seconds, _SECONDS_PER_TOKEN: seconds})
+
+    def save(self, folder: Path) -> CheckpointError | None:
+        """Save; an error is returned, since on rank 0 it need not end the run."""
+        try:
+            _run_without_waiting(self._trainer.save(folder))
+        except CheckpointError as error:
+            return error
+        return None
+
+    def load(self, folder: Path) -> Version:
+        _run_without_waiting(self._trainer.load(folder))
+        return self._trainer.version
+
+    def sleep(self, _: None) -> None:
+        _run_without_waiting(self._trainer.sleep())
+
+    def wake(self, _: None) -> None:
+        _run_without_waiting(self._trainer.wake())
+
+    def weights(self, keep: bool | None) -> dict[str, Tensor]:
+        """Gather every full parameter in the model's dtype, one after the other; returned if ``keep``."""
+        gathered: dict[str, Tensor] = {}
+        with torch.no_grad():
+            for name, local in get_engine_weights(self._actor).items():
+                tensor = self._actor.gather(name, local.to(self._dtype))
+                if keep:
+                    gathered[name] = tensor.to(self._device)
+        return gathered
+
+    def adapters(self) -> LoraAdapters | None:
+        return self._trainer.adapters()
+
+
+def _run_without_waiting(work: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that never waits."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        return done.value
+    raise AssertionError("the trainer of a rank waited for something")
+
+
+class _SyncExecutor:
+    """An Executor that calls the function at once."""
+
+    is_threaded = False
+
+    async def __call__(self, work: Callable[[], T]) -> T:
+        return work()
+
+    def close(self) -> None: ...
+
+
+def _build_model_factory(config: Config, plan: Plan, checkpoint: BaseCheckpoint) -> ModelFactory:
+    """The factory of ``--train-backend``, once the ranks have joined."""
+    if config.train.train_backend == "megatron":
+        from miles.launch.distributed.models_megatron import MegatronModelFactory
+
+        return MegatronModelFactory(config, plan, checkpoint)
+    from miles.launch.distributed.models_fsdp import build_fsdp_factory
+
+    return build_fsdp_factory(config, plan, checkpoint)
+
+
+def _build_rank_trainer(
+    config: Config, plan: Plan, checkpoint: BaseCheckpoint, *, steps: int, algo_hooks: AlgoHooks
+) -> RankTrainer:
+    """The trainer of this rank; all ranks, which have joined, build theirs at once."""
+    models = _build_model_factory(config, plan, checkpoint)
+    actor = models.actor()
+    trainer = build_policy_trainer(
+        config, plan, checkpoint, _SyncExecutor(), models, actor, steps=steps, algo_hooks=algo_hooks
+    )
+    return RankTrainer(trainer, actor, checkpoint.dtype, checkpoint.platform.device)
+
+
+def _share_cores(config: Config, world: int) -> None:
+    """Divide the count_cores among ranks on a CPU, which would otherwise slow each other down."""
+    if config.cluster.num_threads is None:
+        torch.set_num_threads(max(1, count_cores() // world))
+
+
+def run_rank(context: RankContext, channel: RankChannel) -> None:
+    """The main function of every rank but 0: receive the setup, join, build, run commands until closed."""
+    channel.send("here")
+    command, setup = channel.receive()
+    if command == "close":
+        return
+    config: Config = setup.config
+    configure_cublas(config.models.numerics)
+    device = process_group.init_process_group(context)
+    found = platform.detect_platform(device.type, threads=config.cluster.num_threads)
+    if device.type == "cpu":
+        _share_cores(config, context.world_size)
+    with process_group.convert_group_errors():
+        checkpoint = read_checkpoint(config, replace(found, device=device))
+        rank = _build_rank_trainer(
+            config, build_plan(config), checkpoint, steps=setup.steps, algo_hooks=load_algo_hooks(config)
+        )
+        process_group.set_group_timeouts(context.timeout)
+    channel.send("open", socket.gethostname())
+    while True:
+        command, content = channel.receive()
+        if command == "close":
+            process_group.destroy_process_group()
+            return
+        with process_group.convert_group_errors():
+            result = rank.commands[command](content)
+        if isinstance(result, CheckpointError):
+            raise result
+        channel.send(command, result if isinstance(result, StepReport | Version) else None)
+
+
+# -- rank 0 ---------------------------------------------------------------------------------
+
+
+def start_distributed_trainer(
+    config: Config, plan: Plan, checkpoint: BaseCheckpoint, run: Executor, *, steps: int, algo_hooks: AlgoHooks
+) -> DistributedTrainer:
+    """Start the other ranks, join them, and build the trainer of rank 0."""
+    if get_reservation() is None:
+        devices = platform.consecutive_devices(checkpoint.platform.device, plan.layout.world)
+    else:  # every rank sees only its own device
+        devices = [checkpoint.platform.device] * plan.layout.world
+    return start_on_devices(devices, config, plan, checkpoint, run, steps=steps, algo_hooks=algo_hooks)
+
+
+def start_on_devices(
+    devices: Sequence[torch.device],
+    config: Config,
+    plan: Plan,
+    checkpoint: BaseCheckpoint,
+    run: Executor,
+    *,
+    steps: int,
+    algo_hooks: AlgoHooks,
+) -> DistributedTrainer:
+    """A distributed trainer with a rank on each of these devices, which may repeat."""
+    launcher = _build_ray_launcher() if len(devices) > 1 else None
+    group = SpmdGroup(
+        "the trainer",
+        [str(device) for device in devices],
+        run_rank,
+        codec=CODEC,
+        exclusive_devices=launcher is not None or len(set(devices)) == len(devices),
+        timeout=60.0 * config.parallel.distributed_timeout_minutes,
+        error=TrainerError,
+        hint="the same command resumes from the last checkpoint",
+        log_dir=plan.run_dir.resolve() / "logs",
+        launcher=spawn_ranks if launcher is None else launcher,
+        heartbeat_timeout=config.fault_tolerance.heartbeat_timeout,
+        rendezvous="" if launcher is None else launcher.rendezvous,
+    )
+    trainer = DistributedTrainer(group, run)
+    try:
+        group.gather_replies(_START_TIMEOUT)
+        group.broadcast("open", RankSetup(config=config, steps=steps))
+        trainer.open(partial(_join_ranks, group, config, plan, checkpoint, steps=steps, algo_hooks=algo_hooks))
+        group.start_heartbeat_monitor()
+        return trainer
+    except BaseException:
+        trainer.close()
+        raise
+
+
+def _build_ray_launcher() -> RayRankLauncher | None:
+    cluster = get_reservation()
+    if cluster is None:
+        return None
+    from miles.cluster.ray.spmd import RayRankLauncher
+
+    return RayRankLauncher(cluster)
+
+
+def _join_ranks(
+    group: SpmdGroup, config: Config, plan: Plan, checkpoint: BaseCheckpoint, *, steps: int, algo_hooks: AlgoHooks
+) -> RankTrainer:
+    group.watch(process_group.abort_process_groups)  # also while ranks are joining
+    device = process_group.init_process_group(group.context)
+    if device.type == "cpu":
+        _share_cores(config, group.world_size)
+    placed = replace(checkpoint, platform=replace(checkpoint.platform, device=device))
+    rank = _build_rank_trainer(config, plan, placed, steps=steps, algo_hooks=algo_hooks)
+    process_group.set_group_timeouts(group.timeout)
+    return rank
+
+
+class DistributedTrainer:
+    """Rank 0 of an SPMD group, and the core.protocols.Trainer that the loop uses.
+
+    Ranks with different results, or without one, end the run with an error.
+    """
+
+    def __init__(self, group: SpmdGroup, run: Executor) -> None:
+        self._group = group
+        self._run = run
+        self._rank: RankTrainer | None = None
+        self._hosts = [socket.gethostname()]
+        self.seconds_per_token: Mapping[str, float] = {}
+        """Each rank's own seconds per token in the last step."""
+
+    def open(self, build: Callable[[], RankTrainer]) -> None:
+        """Build the trainer of rank 0 while the other ranks build theirs."""
+        self._rank = self._run_own(build)
+        self._hosts += self._group.gather_replies()
+
+    async def step(self, batch: Batch) -> StepReport:
+        return await self._run(lambda: self.run_all("step", batch))
+
+    async def save(self, folder: Path) -> None:
+        failure = await self._run(lambda: self.run_all("save", folder))
+        if failure is not None:
+            raise failure
+
+    async def load(self, folder: Path) -> None:
+        await self._run(lambda: self.run_all("load", folder))
+
+    async def sleep(self) -> None:
+        await self._run(lambda: self.run_all("sleep"))
+
+    async def wake(self) -> None:
+        await self._run(lambda: self.run_all("wake"))
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """All weights, gathered into new tensors that the caller may keep."""
+        return self.run_all("weights", None, own_content=True)
+
+    def adapters(self) -> LoraAdapters | None:
+        """The LoRA adapters, if they are trained; every rank has all of them."""
+        assert self._rank is not None
+        return self._rank.adapters()
+
+    @property
+    def group(self) -> SpmdGroup:
+        """The other ranks."""
+        return self._group
+
+    async def wait_for_loss(self) -> None:
+        """Wait until a rank ends unexpectedly, and raise why."""
+        ended, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def set_ended() -> None:
+            with suppress(RuntimeError):  # the loop is closed, and nobody waits
+                loop.call_soon_threadsafe(ended.set)
+
+        self._group.watch(set_ended)
+        await ended.wait()
+        self._group.raise_if_failed()
+
+    def close(self) -> None:
+        """Stop all ranks; none is left when this returns."""
+        broken = bool(self._group.fault)
+        self._group.close()
+        process_group.destroy_process_group(broken=broken)
+
+    def run_all(self, command: str, content: Any = None, *, own_content: Any = None) -> Any:
+        """Run ``command`` on all ranks; rank 0 may have content of its own."""
+        assert self._rank is not None
+        with self._group.lock:
+            self._group.broadcast(command, content)
+            run = partial(self._rank.commands[command], content if own_content is None else own_content)
+            own = self._run_own(run)
+            replies = self._group.gather_replies()
+            if isinstance(own, StepReport):
+                self.seconds_per_token = self._read_seconds_per_token([own, *replies])
+            for rank, reply in enumerate(replies, 1):
+                if difference := _describe_difference(own, reply):
+                    raise self._group.fail(
+                        f"rank {rank} of {self._group.world_size} has another result than rank 0: {difference}"
+                    )
+            return own
+
+    def _read_seconds_per_token(self, reports: Sequence[StepReport]) -> dict[str, float]:
+        names = (f"rank {rank} on {host}" for rank, host in enumerate(self._hosts))
+        pairs = zip(names, reports, strict=True)
+        return {name: r.seconds[_SECONDS_PER_TOKEN] for name, r in pairs if _SECONDS_PER_TOKEN in r.seconds}
+
+    def _run_own(self, work: Callable[[], T]) -> T:
+        """Run the part of rank 0; an error leaves the other ranks in the middle of a step, so it ends them."""
+        group, rank = self._group, f"rank 0 of {self._group.world_size}"
+        try:
+            with process_group.convert_group_errors():
+                return work()
+        except RankLost as error:
+            raise group.fail(error=error) from error
+        except MilesError as error:  # every rank has the same error
+            group.fail(f"{rank} failed: {summarize_error(error)}")
+            raise
+        except Exception as error:
+            cause = f"{rank} failed: {summarize_error(error)}{log_traceback(error, group.context)}"
+            raise group.fail(cause) from error
+
+
+def _describe_difference(own: Any, other: Any) -> str:
+    """How the result of another rank differs from that of rank 0; empty where they agree."""
+    if isinstance(own, Version) and own != other:
+        return f"its weights are version {other.number}, not {own.number}"
+    if not isinstance(own, StepReport):
+        return ""
+    if difference := _describe_difference(own.version, other.version):
+        return difference
+    if odd := sorted(own.metrics.keys() ^ other.metrics.keys()):
+        return f"only one of them has the metric {odd[0]}"
+    for name, value in own.metrics.items():
+        theirs = other.metrics[name]
+        equal = math.isclose(value, theirs, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+        if not equal and not (math.isnan(value) and math.isnan(theirs)):
+            return f"{name} is {theirs:.9g} there and {value:.9g} here"
+    return ""

@@ -1,0 +1,85 @@
+"""FSDP model factory: the models of a run as one rank holds them under ``--train-backend fsdp``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from miles.backends.fsdp.device_mesh import FsdpMesh
+from miles.backends.fsdp.fsdp_critic import FsdpCritic
+from miles.backends.fsdp.fsdp_model import FsdpModel
+from miles.backends.fsdp.local_critic import HEAD
+from miles.backends.fsdp.lora_model import LoraModel
+from miles.launch.build.models import BaseCheckpoint, resolve_side_spec
+from miles.launch.config import Config
+from miles.launch.plan.layout_memory import get_recompute_layers, get_recompute_mode
+from miles.launch.plan.lora import build_lora, get_adapter_folder
+from miles.launch.plan.plan import Plan
+from miles.models.checkpoint.safetensors_io import read_config
+from miles.models.spec import DecoderSpec
+from miles.train.dp_group import DataParallelGroup
+from miles.train.model_protocols import TrainModel, ValueModel
+
+
+def build_fsdp_factory(config: Config, plan: Plan, checkpoint: BaseCheckpoint) -> FsdpModelFactory:
+    """The factory of this rank; all ranks, which have joined, build theirs at once."""
+    mesh = FsdpMesh(plan.layout, checkpoint.platform.device, numerics=checkpoint.numerics)
+    return FsdpModelFactory(config, checkpoint, mesh)
+
+
+class FsdpModelFactory:
+    """A ``ModelFactory`` of models sharded over the ranks of a device mesh."""
+
+    def __init__(self, config: Config, checkpoint: BaseCheckpoint, mesh: FsdpMesh) -> None:
+        self._config = config
+        self._checkpoint = checkpoint
+        self._mesh = mesh
+
+    @property
+    def dp_group(self) -> DataParallelGroup:
+        return self._mesh.dp_group
+
+    def actor(self) -> TrainModel:
+        checkpoint, config = self._checkpoint, self._config
+        lora = build_lora(config.lora, checkpoint.spec)
+        base = self._load_trained(checkpoint.folder, checkpoint.spec, checkpoint.config, frozen=lora is not None)
+        if lora is None:
+            return base
+        start = get_adapter_folder(config.lora)
+        return LoraModel(base, lora, base=checkpoint.folder, seed=config.train.seed, start=start)
+
+    def reference(self, folder: Path) -> TrainModel:
+        return self._load_frozen(folder, self._checkpoint.spec)
+
+    def teacher(self, folder: Path) -> TrainModel:
+        return self._load_frozen(folder, resolve_side_spec(self._config, self._checkpoint, folder))
+
+    def value(self, folder: Path) -> ValueModel:
+        spec = resolve_side_spec(self._config, self._checkpoint, folder)
+        value = FsdpCritic(self._load_trained(folder, spec, read_config(folder), frozen=False))
+        if (folder / HEAD).exists():
+            value.load_head(folder)
+        return value
+
+    def _load_trained(self, folder: Path, spec: DecoderSpec, config: Mapping[str, Any], *, frozen: bool) -> FsdpModel:
+        """A model that is trained, or whose adapters are if it is ``frozen``."""
+        train = self._config.train
+        model = FsdpModel(
+            spec,
+            self._mesh,
+            config=config,
+            like=folder,
+            dtype=self._checkpoint.dtype,
+            frozen=frozen,
+            cpu_offload=self._config.parallel.fsdp_cpu_offload,
+            recompute=get_recompute_mode(train),
+            recompute_layers=get_recompute_layers(train),
+        )
+        model.load(folder)
+        return model
+
+    def _load_frozen(self, folder: Path, spec: DecoderSpec) -> FsdpModel:
+        model = FsdpModel(spec, self._mesh, dtype=self._checkpoint.dtype, frozen=True)
+        model.load(folder)
+        return model

@@ -1,0 +1,71 @@
+"""Megatron model factory: the models of a run as one rank holds them under ``--train-backend megatron``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from miles.backends.megatron.config import build_recompute_flags
+from miles.backends.megatron.model import MegatronModel, load_megatron_model
+from miles.backends.megatron.parallel_state import initialize_parallel_state
+from miles.core.errors import UsageError
+from miles.launch.build.models import BaseCheckpoint, resolve_side_spec
+from miles.launch.config import Config
+from miles.launch.plan.layout_memory import get_recompute_layers, get_recompute_mode
+from miles.launch.plan.plan import Plan
+from miles.models.spec import DecoderSpec
+from miles.train.dp_group import DataParallelGroup
+from miles.train.model_protocols import TrainModel, ValueModel
+
+
+class MegatronModelFactory:
+    """A ``ModelFactory`` of Megatron-Core models; all ranks, which have joined, build theirs at once."""
+
+    def __init__(self, config: Config, plan: Plan, checkpoint: BaseCheckpoint) -> None:
+        assert not checkpoint.numerics.batch_invariant, "a rule refuses --parity exact with Megatron"
+        self._config = config
+        self._plan = plan
+        self._checkpoint = checkpoint
+        self._dp_group: DataParallelGroup | None = None
+
+    @property
+    def dp_group(self) -> DataParallelGroup:
+        if self._dp_group is None:  # Megatron's parallel state belongs to the actor
+            self._dp_group = initialize_parallel_state(self._plan.layout).dp_group
+        return self._dp_group
+
+    def actor(self) -> TrainModel:
+        checkpoint = self._checkpoint
+        model = self._load(checkpoint.folder, checkpoint.spec, config=checkpoint.config)
+        self._dp_group = model.dp_group
+        return model
+
+    def reference(self, folder: Path) -> TrainModel:
+        return self._load(folder, self._checkpoint.spec)
+
+    def teacher(self, folder: Path) -> TrainModel:
+        return self._load(folder, resolve_side_spec(self._config, self._checkpoint, folder))
+
+    def value(self, folder: Path) -> ValueModel:
+        raise UsageError("--train-backend megatron has no critic; use --train-backend fsdp.")
+
+    def _get_flags(self) -> tuple[str, ...]:
+        """Megatron's own flags, and ours under its names."""
+        train = self._config.train
+        recompute = build_recompute_flags(get_recompute_mode(train), get_recompute_layers(train))
+        return (*self._config.megatron.megatron_flags, *recompute)
+
+    def _load(self, folder: Path, spec: DecoderSpec, config: Mapping[str, Any] | None = None) -> MegatronModel:
+        """A model that is trained and saved with ``config``, or frozen without it."""
+        return load_megatron_model(
+            folder,
+            spec,
+            self._plan.layout,
+            dtype=self._checkpoint.dtype,
+            device=self._checkpoint.platform.device,
+            config=config,
+            like=None if config is None else folder,
+            frozen=config is None,
+            flags=self._get_flags(),
+        )

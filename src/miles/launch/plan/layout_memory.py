@@ -1,0 +1,122 @@
+"""Memory of one trainer rank, from the model's spec and the parallel dims."""
+
+from dataclasses import dataclass, replace
+
+from miles.cluster.parallel_dims import ParallelDims
+from miles.models.accounting.activations import RecomputeMode, activation_bytes
+from miles.models.accounting.params import (
+    BYTES,
+    ShardingDegrees,
+    moment_bytes,
+    rank_bytes,
+    rank_gradient_bytes,
+    rank_optimizer_bytes,
+    unsharded_bytes,
+)
+from miles.models.hf_adapter.spec import HfAdapterSpec
+from miles.models.lora.targets import LoraSpec
+from miles.models.parallel.tp_sharding import shard_spec
+from miles.models.spec import DecoderSpec
+from miles.train.config import TrainConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """Bytes of the fullest rank: what it keeps of a trained model, and what is gathered within a step."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    gathered: int
+
+    @property
+    def total(self) -> int:
+        """The sum."""
+        return self.weights + self.gradients + self.optimizer + self.gathered
+
+
+def get_sharding_degrees(layout: ParallelDims) -> ShardingDegrees:
+    """Over how many ranks parameters are sharded."""
+    return ShardingDegrees(
+        tensor=layout.tensor,
+        expert=layout.expert,
+        pieces=layout.shard_group_size,
+        copies=layout.replicate,
+        expert_tensor=layout.expert_tensor,
+    )
+
+
+def estimate_rank_memory(
+    spec: DecoderSpec, layout: ParallelDims, dtype: str, *, moments: str = "float32", optimizer: str = "adam"
+) -> RankMemory:
+    """Memory of a model trained in ``dtype``."""
+    spec, degrees = get_pipeline_stage(spec, layout), get_sharding_degrees(layout)
+    return RankMemory(
+        weights=rank_bytes(spec, degrees, dtype),
+        gradients=rank_gradient_bytes(spec, degrees),
+        optimizer=rank_optimizer_bytes(spec, degrees, dtype, moments=moments, optimizer=optimizer),
+        gathered=unsharded_bytes(spec, degrees, dtype),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraRankMemory(RankMemory):
+    """Memory with LoRA: also the adapters, and the base weights of adapted modules."""
+
+    base: int
+    adapters: int
+
+
+def estimate_rank_lora_memory(
+    spec: DecoderSpec, layout: ParallelDims, dtype: str, lora: LoraSpec, *, moments: str = "float32"
+) -> LoraRankMemory:
+    """Memory of a model trained with LoRA; every rank has all adapters."""
+    return LoraRankMemory(
+        weights=estimate_rank_frozen_bytes(spec, layout, dtype),
+        base=-(-lora.num_base_parameters // layout.shard_group_size) * BYTES[dtype],
+        adapters=4 * lora.num_parameters,
+        gradients=4 * lora.num_parameters,
+        optimizer=sum(
+            2 * moment_bytes(lora.rank * size, moments) for t in lora.targets for size in (t.inputs, t.outputs)
+        ),
+        gathered=unsharded_bytes(spec, get_sharding_degrees(layout), dtype),
+    )
+
+
+def estimate_rank_frozen_bytes(spec: DecoderSpec, layout: ParallelDims, dtype: str) -> int:
+    """Bytes of a frozen model."""
+    return rank_bytes(get_pipeline_stage(spec, layout), get_sharding_degrees(layout), dtype, trained=False)
+
+
+def estimate_rank_activations(
+    spec: DecoderSpec, layout: ParallelDims, dtype: str, tokens: int, config: TrainConfig, *, fused: bool
+) -> int:
+    """Bytes of the activations of a micro-batch of ``tokens``, which context ranks share."""
+    stage = get_pipeline_stage(spec, layout)
+    shard = stage if isinstance(stage, HfAdapterSpec) else shard_spec(stage, layout.tensor)
+    return activation_bytes(
+        shard,
+        -(-tokens // layout.context),
+        size=BYTES[dtype],
+        fused=fused,
+        recompute=get_recompute_mode(config),
+        first=get_recompute_layers(config),
+        sequence=layout.tensor if layout.sequence else 1,
+    )
+
+
+def get_recompute_mode(config: TrainConfig) -> RecomputeMode:
+    """What the backward pass recomputes."""
+    return config.recompute_granularity or ("full" if config.gradient_checkpointing else "none")
+
+
+def get_recompute_layers(config: TrainConfig) -> int | None:
+    """The number of first layers that are recomputed; None for all."""
+    return config.recompute_num_layers if config.recompute_method == "block" else None
+
+
+def get_pipeline_stage(spec: DecoderSpec, layout: ParallelDims) -> DecoderSpec:
+    """The layers of the fullest pipeline stage, with embedding and head."""
+    if layout.pipeline == 1:
+        return spec
+    return replace(spec, layers=spec.layers[: -(-len(spec.layers) // layout.pipeline)])

@@ -1,0 +1,52 @@
+"""LoRA settings of a run: rank, alpha and target modules from the config or from an adapter folder. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from miles.core.errors import UsageError
+from miles.models.checkpoint import peft
+from miles.models.lora.config import LoraConfig
+from miles.models.lora.targets import LoraSpec, select_targets
+from miles.models.spec import DecoderSpec
+
+_DEFAULT_ALPHA = 16.0
+
+
+def build_lora(config: LoraConfig, spec: DecoderSpec) -> LoraSpec | None:
+    """The adapters to train for a model of ``spec``; None where its weights are trained; raises UsageError."""
+    if not config.is_enabled:
+        return None
+    if config.lora_adapter_path is not None:
+        return _read_adapter(config, Path(config.lora_adapter_path), spec)
+    alpha = _DEFAULT_ALPHA if config.lora_alpha is None else config.lora_alpha
+    return LoraSpec(
+        rank=config.lora_rank, alpha=alpha, targets=select_targets(spec, config.target_modules, config.exclude_modules)
+    )
+
+
+def get_adapter_folder(config: LoraConfig) -> Path | None:
+    """The folder of the adapter to start from."""
+    return None if config.lora_adapter_path is None else Path(config.lora_adapter_path)
+
+
+def _read_adapter(config: LoraConfig, folder: Path, spec: DecoderSpec) -> LoraSpec:
+    lora = peft.find_adapter(folder, spec).lora
+    if config.lora_rank not in (0, lora.rank):
+        raise UsageError(
+            f"--lora-adapter-path {folder} has rank {lora.rank}, but --lora-rank is {config.lora_rank}; "
+            "remove --lora-rank."
+        )
+    if config.lora_alpha not in (None, lora.alpha):
+        raise UsageError(
+            f"--lora-adapter-path {folder} has alpha {lora.alpha:g}, but --lora-alpha is {config.lora_alpha:g}; "
+            "remove --lora-alpha."
+        )
+    if config.target_modules is None and config.exclude_modules is None:
+        return lora
+    if set(select_targets(spec, config.target_modules, config.exclude_modules)) != set(lora.targets):
+        raise UsageError(
+            f"--lora-adapter-path {folder} has adapters on other modules than --target-modules and --exclude-modules "
+            "select; remove these flags."
+        )
+    return lora

@@ -1,0 +1,234 @@
+"""Memory plan: what a run will hold on its GPU, estimated from the model's spec."""
+
+from dataclasses import dataclass, replace
+
+from miles.launch.config import Config
+from miles.launch.plan.hardware import get_free_memory
+from miles.launch.plan.layout_memory import (
+    estimate_rank_activations,
+    estimate_rank_frozen_bytes,
+    estimate_rank_lora_memory,
+    estimate_rank_memory,
+    get_recompute_mode,
+)
+from miles.launch.plan.lora import build_lora
+from miles.launch.plan.plan import Plan
+from miles.launch.rules.paths import read_spec_or_none
+from miles.models.accounting.params import (
+    BYTES,
+    gradient_bytes,
+    kv_bytes_per_token,
+    optimizer_bytes,
+    parameter_count,
+    state_bytes_per_sequence,
+    weight_bytes,
+)
+from miles.models.lora.targets import LoraSpec
+from miles.models.parallel.tp_sharding import shard_spec
+from miles.models.spec import DecoderSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryShare:
+    """One user of the GPU's memory."""
+
+    name: str
+    bytes: int
+    note: str
+
+
+def estimate_memory(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[MemoryShare, ...]:
+    """The peak memory of a run on the fullest GPU, as far as the spec determines it."""
+    dtype = plan.dtype
+    reference = estimate_rank_frozen_bytes(spec, plan.layout, dtype) if plan.reference is not None else 0
+    weights, shared = weight_bytes(spec, dtype), plan.transport == "shared"
+    trained = (
+        *_estimate_policy(config, plan, spec),
+        MemoryShare(name="reference", bytes=reference, note=str(plan.reference) if plan.reference else "not needed"),
+    )
+    trained += (
+        *_estimate_critic(config, plan),
+        *_estimate_teachers(config, plan),
+        _estimate_activations(config, plan, spec),
+    )
+    if config.observe.debug_rollout_only:
+        trained = (MemoryShare(name="weights", bytes=weights, note=f"{dtype}: nothing is trained"),)
+    if not plan.samples:
+        return trained
+    world = config.cluster.rollout_num_gpus_per_engine
+    if config.models.rollout_dtype != "auto":
+        dtype = config.models.rollout_dtype
+        weights = weight_bytes(spec, dtype)
+    size, note = (0, "shares the trainer's") if shared else (weights, "its own copy")
+    if plan.transport == "served" and world == 1 and (lora := build_lora(config.lora, spec)) is not None:
+        size += lora.num_base_parameters * BYTES[dtype]
+        note = "its own copy, and the base weights of adapted modules"
+    if world > 1:
+        spec = shard_spec(spec, world)
+        size, note = weight_bytes(spec, dtype), f"its own copy of one of {world} shards"
+    tokens, why = estimate_kv_tokens(config, plan, spec)
+    kv_bytes = tokens * kv_bytes_per_token(spec, dtype, config.models.numerics)
+    return (
+        *trained,
+        MemoryShare(name="engine", bytes=size, note=note),
+        MemoryShare(name="kv cache", bytes=kv_bytes, note=f"{tokens:,} tokens: {why}"),
+        *_estimate_states(config, plan, spec),
+    )
+
+
+def _estimate_policy(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[MemoryShare, ...]:
+    """The policy in training, or this rank's shard of it."""
+    if (lora := build_lora(config.lora, spec)) is not None:
+        return _estimate_lora(config, plan, spec, lora)
+    dtype = plan.dtype
+    layout = plan.layout
+    train = config.train
+    memory = estimate_rank_memory(spec, layout, dtype, moments=train.optimizer_state_dtype, optimizer=train.optimizer)
+    part = "" if layout.world == 1 else f", rank shard of {layout.world} ranks, sharded {_count_shards(plan)} ways"
+    sharded = layout.shard_group_size * layout.replicate > 1
+    kind = "momentum and moments" if train.optimizer == "muon" else "two moments"
+    masters = kind if sharded or dtype == "float32" else f"{kind} and float32 masters"
+    form = "" if train.optimizer_state_dtype == "float32" else f" in {train.optimizer_state_dtype}"
+    note = f"{train.optimizer.capitalize()}: {masters}{form}"
+    on_gpu = plan.device != "cpu"
+    host = on_gpu and config.parallel.fsdp_cpu_offload
+    shares = (
+        _place(host, MemoryShare(name="weights", bytes=memory.weights, note=("float32" if sharded else dtype) + part)),
+        _place(host, MemoryShare(name="gradients", bytes=memory.gradients, note="float32")),
+        _place(
+            host or (on_gpu and train.optimizer_cpu_offload),
+            MemoryShare(name="optimizer", bytes=memory.optimizer, note=note),
+        ),
+    )
+    if not memory.gathered:
+        return shares
+    note = f"{dtype}: embedding, head, and one layer at a time with its gradients"
+    return (*shares, MemoryShare(name="gathered", bytes=memory.gathered, note=note))
+
+
+def _estimate_lora(config: Config, plan: Plan, spec: DecoderSpec, lora: LoraSpec) -> tuple[MemoryShare, ...]:
+    """The policy with LoRA: every rank has all adapters, and its shard of the rest."""
+    dtype = plan.dtype
+    layout = plan.layout
+    train = config.train
+    memory = estimate_rank_lora_memory(spec, layout, dtype, lora, moments=train.optimizer_state_dtype)
+    part = "" if layout.world == 1 else f", one of {layout.shard_group_size} shards"
+    form = "" if train.optimizer_state_dtype == "float32" else f" in {train.optimizer_state_dtype}"
+    host = plan.device != "cpu" and train.optimizer_cpu_offload
+    shares = (
+        MemoryShare(name="weights", bytes=memory.weights, note=f"{dtype}, with adapters merged{part}"),
+        MemoryShare(name="base", bytes=memory.base, note=f"{dtype}: base weights of adapted modules"),
+        MemoryShare(
+            name="adapters",
+            bytes=memory.adapters,
+            note=f"float32: {lora.num_parameters:,} parameters of rank {lora.rank}",
+        ),
+        MemoryShare(name="gradients", bytes=memory.gradients, note="float32, of the adapters only"),
+        _place(
+            host, MemoryShare(name="optimizer", bytes=memory.optimizer, note=f"Adam: two moments of adapters{form}")
+        ),
+    )
+    if not memory.gathered:
+        return shares
+    return (
+        *shares,
+        MemoryShare(name="gathered", bytes=memory.gathered, note=f"{dtype}: embedding, head, and one layer at a time"),
+    )
+
+
+def _place(host: bool, share: MemoryShare) -> MemoryShare:
+    """The share, which takes no GPU memory where it is in host memory."""
+    return replace(share, bytes=0, note=f"{share.note}, {format_bytes(share.bytes)} of host memory") if host else share
+
+
+def _estimate_critic(config: Config, plan: Plan) -> tuple[MemoryShare, ...]:
+    """The critic; on a device of its own it takes no memory here."""
+    spec = None if plan.critic is None else read_spec_or_none(str(plan.critic), config.models.model_impl)
+    if spec is None:
+        return ()
+    dtype, device = plan.dtype, config.train.critic_device
+    if device not in ("auto", plan.device):
+        return (MemoryShare(name="critic", bytes=0, note=f"on {device}, from {plan.critic}"),)
+    weights, gradients, optimizer = (round(whole / _count_shards(plan)) for whole in estimate_critic_bytes(spec, dtype))
+    return (
+        MemoryShare(name="critic", bytes=weights, note=f"{dtype}, from {plan.critic}"),
+        MemoryShare(name="critic grad", bytes=gradients, note="float32"),
+        MemoryShare(name="critic adam", bytes=optimizer, note="its own optimizer"),
+    )
+
+
+def _count_shards(plan: Plan) -> int:
+    """Number of shards of a model."""
+    return plan.layout.shard_group_size * plan.layout.tensor * plan.layout.pipeline
+
+
+def estimate_critic_bytes(spec: DecoderSpec, dtype: str) -> tuple[int, int, int]:
+    """Weights, gradients and optimizer of a critic; an untied output weight is held but not trained."""
+    untrained = 0 if spec.tie_embeddings else spec.vocab_size * spec.hidden_size
+    head, total = spec.hidden_size + 1, parameter_count(spec)
+    trained = (total - untrained) / total
+
+    def scale(size: int, bytes_per_head: int) -> int:
+        return round(size * trained) + head * bytes_per_head
+
+    return (
+        weight_bytes(spec, dtype) + 4 * head,
+        scale(gradient_bytes(spec, dtype), 4),
+        scale(optimizer_bytes(spec, dtype), 8),
+    )
+
+
+def _estimate_teachers(config: Config, plan: Plan) -> tuple[MemoryShare, ...]:
+    """Frozen teacher models, all in memory at once."""
+    found = {name: read_spec_or_none(str(folder), config.models.model_impl) for name, folder in plan.teachers.items()}
+    total = sum(
+        estimate_rank_frozen_bytes(spec, plan.layout, plan.dtype) for spec in found.values() if spec is not None
+    )
+    note = ", ".join(f"{name}: {plan.teachers[name]}" for name in found)
+    return (MemoryShare(name="teacher", bytes=total, note=f"{plan.dtype}, {note}"),) if found else ()
+
+
+def _estimate_activations(config: Config, plan: Plan, spec: DecoderSpec) -> MemoryShare:
+    """Activations kept for the backward pass; no micro-batch has more tokens than the global batch."""
+    tokens = config.train.max_tokens_per_gpu * plan.layout.context
+    longest = config.rollout.rollout_max_context_len or spec.max_positions
+    tokens = min(tokens, plan.global_batch_size * longest)
+    fused = plan.device != "cpu"
+    size = estimate_rank_activations(spec, plan.layout, plan.dtype, tokens, config.train, fused=fused)
+    recompute = {"none": "", "full": ", layers recomputed", "selective": ", all but matmuls and attention recomputed"}
+    note = f"{tokens:,} tokens at once" + recompute[get_recompute_mode(config.train)]
+    if plan.layout.context > 1:
+        note += f", over {plan.layout.context} context ranks"
+    return MemoryShare(name="activations", bytes=size, note=note)
+
+
+def _estimate_states(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[MemoryShare, ...]:
+    """The states of recurrent layers, for each running request."""
+    each = state_bytes_per_sequence(spec, plan.dtype)
+    running = config.native.engine_max_running
+    return (MemoryShare(name="states", bytes=each * running, note=f"of {running} requests"),) if each else ()
+
+
+def estimate_kv_tokens(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[int, str]:
+    """How many tokens the KV cache holds, and why; the same rule as the engine's, as far as known here."""
+    if config.native.engine_kv_tokens is not None:
+        return config.native.engine_kv_tokens, "--engine-kv-tokens"
+    page, running = config.native.engine_page_size, config.native.engine_max_running
+    part = config.native.engine_memory_fraction
+    most = running * (-(-spec.max_positions // page) * page)
+    why = f"{running} requests of {spec.max_positions:,} positions"
+    if plan.device != "cpu":
+        return most, f"{why} at most; the engine takes at most {part:.0%} of the free memory"
+    free = get_free_memory()
+    each = max(1, kv_bytes_per_token(spec, plan.dtype, config.models.numerics))
+    fits = most if free is None else int(free * part) // each
+    return (most, why) if most <= fits else (fits, f"{part:.0%} of the free memory")
+
+
+def format_bytes(count: float) -> str:
+    """A number of bytes with a unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

@@ -1,0 +1,264 @@
+"""Output of ``miles plan``: as text and as JSON."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from miles.config.provenance import DEFAULT, Origins, flatten_values
+from miles.config.schema import get_options, get_sections
+from miles.config.value_types import format_value
+from miles.launch.config import Config
+from miles.launch.plan.hardware import choose_device, count_cores, get_free_memory
+from miles.launch.plan.memory import MemoryShare, estimate_memory, format_bytes
+from miles.launch.plan.objective_text import format_objective
+from miles.launch.plan.plan import Plan, count_samples_per_prompt
+from miles.launch.plan.topology import (
+    build_resource_request,
+    count_engines,
+    get_engine_devices,
+    is_remote,
+    list_splits,
+    shares_devices,
+    uses_ray,
+)
+from miles.launch.policies.config import get_main_config
+from miles.launch.policies.plan import describe_policies, format_policies
+from miles.launch.rules.paths import read_spec_or_none
+from miles.models.accounting.params import active_parameter_count, parameter_count
+from miles.models.spec import DecoderSpec
+
+
+def as_text(config: Config, plan: Plan, origins: Origins, *, every: bool = False) -> str:
+    """The options that were set, or ``every`` one, with their origins, and what follows from them."""
+    main = get_main_config(config)
+    spec = read_spec_or_none(main.models.hf_checkpoint, main.models.model_impl)
+    assert spec is not None, "the config has passed the rules"
+    policies = format_policies(config)
+    parts = [
+        *(_format_options(config, origins) if every else _format_set_options(config, origins)),
+        *(_format_section("policies", policies) if policies else ()),
+        *_format_section(
+            "batch", [format_batch_sizes(config, plan), *_format_steps(plan), *_format_data_parallel(plan)]
+        ),
+        *_format_section("memory", _format_memory(main, plan, spec)),
+        *_format_section("placement", _format_placement(main, plan, spec)),
+        *_format_section("objective", [format_objective(main, plan)]),
+    ]
+    if not every:
+        unset = sum(origin == DEFAULT for origin in origins.values())
+        parts.append(f"\n{unset} other options have their defaults; --all prints every one.")
+    return "\n".join(parts).lstrip("\n")
+
+
+def as_json(config: Config, plan: Plan, origins: Origins) -> str:
+    """The same for programs."""
+    main = get_main_config(config)
+    spec = read_spec_or_none(main.models.hf_checkpoint, main.models.model_impl)
+    assert spec is not None, "the config has passed the rules"
+    sections = {option.name: option.section for option in get_options(type(config)).values()}
+    options = {
+        name: {"value": value, "origin": origins[name], "section": sections[name]}
+        for name, value in flatten_values(config).items()
+    }
+    output: dict[str, Any] = {
+        "options": options,
+        "plan": asdict(plan) | {"optimizer_steps": plan.optimizer_steps},
+        "policies": describe_policies(config),
+        "objective": format_objective(main, plan),
+        "model": asdict(spec) | {"parameters": parameter_count(spec), "active": active_parameter_count(spec)},
+        "memory": [asdict(share) for share in estimate_memory(main, plan, spec)],
+    }
+    return json.dumps(output, indent=2, ensure_ascii=False, default=str)
+
+
+def format_batch_sizes(config: Config, plan: Plan) -> str:
+    """The equation of the batch sizes, with its numbers."""
+    r = config.rollout
+    return (
+        f"rollout_batch_size {r.rollout_batch_size} × n_samples_per_prompt {count_samples_per_prompt(config)} "
+        f"= {plan.samples_per_step} = "
+        f"global_batch_size {plan.global_batch_size} × num_steps_per_rollout {plan.num_steps_per_rollout}"
+    )
+
+
+def _format_options(config: Config, origins: Origins) -> Iterator[str]:
+    values = flatten_values(config)
+    width = max(map(len, values))
+    for section in get_sections(type(config)):
+        yield f"\n[{section}]"
+        for name, option in get_options(type(config)).items():
+            if option.section == section:
+                mark = " " if origins[name] == DEFAULT else "*"
+                yield f"{mark} {name.ljust(width)}  {format_value(values[name]).ljust(24)}  {origins[name]}"
+
+
+def _format_set_options(config: Config, origins: Origins) -> Iterator[str]:
+    """The options that are not at their defaults, in the order of their sections."""
+    values = {name: value for name, value in flatten_values(config).items() if origins[name] != DEFAULT}
+    width = max(map(len, values), default=0)
+    yield "options"
+    yield from (
+        f"  {name.ljust(width)}  {format_value(value).ljust(24)}  {origins[name]}" for name, value in values.items()
+    )
+
+
+def _format_section(name: str, lines: list[str]) -> Iterator[str]:
+    yield f"\n{name}"
+    yield from (f"  {line}" for line in lines)
+
+
+def _format_steps(plan: Plan) -> list[str]:
+    return [f"{plan.steps:,} training steps, {plan.optimizer_steps:,} updates of the weights"]
+
+
+def _format_data_parallel(plan: Plan) -> list[str]:
+    """How a global batch is split over data-parallel ranks."""
+    size, parts = plan.global_batch_size, plan.layout.data_parallel_size
+    if parts == 1:
+        return []
+    each = f"{size // parts}" if size % parts == 0 else f"{size // parts} or {size // parts + 1}"
+    idle = f"; {parts - size} parts would have none" if size < parts else ""
+    return [f"each global batch in {parts} parts of about {each} trajectories, by tokens{idle}"]
+
+
+def _format_layout(config: Config, plan: Plan) -> list[str]:
+    """The parallel sizes; nothing with a single rank."""
+    at = plan.layout
+    if at.world == 1:
+        return []
+    sizes = {
+        f"{at.tensor} tensor" + (" (sequence parallel)" if at.sequence else ""): at.tensor,
+        f"{at.context} context": at.context,
+        f"{at.shard} shard": at.shard,
+        f"{at.replicate} replicate": at.replicate,
+        f"{at.pipeline} pipeline": at.pipeline,
+    }
+    product = " × ".join(name for name, size in sizes.items() if size > 1)
+    experts = f"; experts over {at.expert} of them" if at.expert > 1 else ""
+    shards = at.shard_group_size * at.tensor * at.pipeline
+    timeout = config.parallel.distributed_timeout_minutes
+    return [
+        f"layout     {at.world} ranks = {product}{experts}",
+        f"           a rank holds 1/{shards} of the parameters and waits {timeout} min for the others",
+    ]
+
+
+def _format_memory(config: Config, plan: Plan, spec: DecoderSpec) -> list[str]:
+    shares = estimate_memory(config, plan, spec)
+    total = sum(share.bytes for share in shares)
+    lines = [_format_share(share) for share in shares]
+    lines.append(_format_share(MemoryShare(name="together", bytes=total, note="if all of it were held at once")))
+    free = get_free_memory() if plan.device == "cpu" else None
+    if free is not None:
+        verdict = "which fits in" if total < free else "which does NOT fit in"
+        lines.append(f"{verdict} the {format_bytes(free)} of free memory here")
+    return lines
+
+
+def _format_share(share: MemoryShare) -> str:
+    return f"{share.name.ljust(11)} {format_bytes(share.bytes).rjust(10)}  {share.note}"
+
+
+def _describe_engines(config: Config) -> str:
+    if not is_remote(config):
+        return "native engine in this process"
+    addresses = config.sglang.rollout_external_engine_addrs
+    if addresses:
+        return f"running servers: {', '.join(addresses)}"
+    kind = "stock SGLang" if config.sglang.rollout_backend == "sglang" else "miles serve"
+    return f"{count_engines(config)} × {kind}, {'Ray actors' if uses_ray(config) else 'processes of their own'}"
+
+
+def _format_devices(config: Config, plan: Plan) -> list[str]:
+    """The GPUs of trainer and servers on this machine."""
+    starts_servers = is_remote(config) and plan.samples and not config.sglang.rollout_external_engine_addrs
+    if not starts_servers or uses_ray(config) or plan.device == "cpu":
+        return []
+    first, last = get_engine_devices(config, 0), get_engine_devices(config, count_engines(config) - 1)
+    whose = "shared with the trainer, in turns" if plan.lease == "colocated" else "shared with the trainer"
+    engines = f"engines {_format_range(range(first.start, last.stop))}, " + (
+        whose if shares_devices(config) else "their own"
+    )
+    return [f"GPUs       trainer {_format_range(range(config.cluster.actor_num_gpus_per_node))}; {engines}"]
+
+
+def _format_range(numbers: range) -> str:
+    return f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+
+
+def _format_elastic(config: Config) -> list[str]:
+    """How far GPUs may move between trainer and engines."""
+    if not config.elastic.elastic:
+        return []
+    splits, patience = list_splits(config), config.elastic.elastic_patience
+    ranks, engines = [split.ranks for split in splits], [split.engines for split in splits]
+    return [
+        f"elastic    {min(ranks)} to {max(ranks)} ranks, {min(engines)} to {max(engines)} engines; a GPU moves when "
+        f"one side waits for the other {patience} versions in a row"
+    ]
+
+
+def _format_rewards(config: Config) -> list[str]:
+    """The reward workers, if there are any."""
+    count, each = config.rollout.reward_num_workers, config.rollout.reward_worker_concurrency
+    if not count:
+        return []
+    where = "spread over the cluster" if uses_ray(config) else "on this machine"
+    return [f"rewards    in {count} {'process' if count == 1 else 'processes'} {where}, {each} at once in each"]
+
+
+def _format_cluster(config: Config) -> list[str]:
+    """What the run requests from a Ray cluster."""
+    if not uses_ray(config):
+        return []
+    first, *rest = build_resource_request(config).describe()
+    return [f"cluster    Ray at {config.ray.ray_address or 'RAY_ADDRESS, else started here'}; {first}"] + [
+        f"           {line}" for line in rest
+    ]
+
+
+def _describe_absent_device(plan: Plan) -> str:
+    """That the device asked for is not on this machine."""
+    found = choose_device("auto")
+    return f", but not available here ({found.why})" if plan.device != "cpu" and found.name == "cpu" else ""
+
+
+def _format_placement(config: Config, plan: Plan, spec: DecoderSpec) -> list[str]:
+    size, active = parameter_count(spec), active_parameter_count(spec)
+    experts = "" if active == size else f", {active / 1e6:,.2f}M active per token"
+    impl = (
+        "" if config.models.model_impl != "transformers" else "; the module of transformers, slower than the native one"
+    )
+    k = config.schedule.max_weight_staleness
+    staleness = "on-policy" if k == 0 else f"tokens at most {k} version{'s' if k > 1 else ''} old"
+    threads = "" if plan.device != "cpu" else f" ({config.cluster.num_threads or count_cores()} threads)"
+    moves = {
+        "shared": "the engine reads the trainer's tensors",
+        "copy": "copied at each publication",
+        "gathered": "gathered on rank 0 at each publication",
+        "served": f"sent to servers at each publication ({config.sglang.update_weight_transport})",
+    }[plan.transport]
+    turns = "take turns" if plan.lease == "colocated" else "overlap"
+    where = "in this process" if plan.layout.world == 1 else f"in {plan.layout.world} processes"
+    rollout = f"{_describe_engines(config)}, {plan.tickets} prompts in flight, {staleness}"
+    if config.observe.load_debug_rollout_data is not None:
+        rollout = f"none: groups are read from {config.observe.load_debug_rollout_data}"
+    elif not plan.samples:
+        rollout = "none: trains on demonstrations"
+    train = f"{config.train.train_backend} {where}, {config.train.max_tokens_per_gpu:,} tokens at once"
+    if config.observe.debug_rollout_only:
+        train = "none: --debug-rollout-only"
+    return [
+        f"model      {spec.family}, {size / 1e6:,.2f}M parameters{experts}, {plan.dtype}{impl}",
+        f"device     {plan.device}{threads}: {plan.device_why}{_describe_absent_device(plan)}",
+        f"rollout    {rollout}",
+        f"train      {train}",
+        *_format_devices(config, plan),
+        *_format_layout(config, plan),
+        *_format_rewards(config),
+        *_format_elastic(config),
+        *_format_cluster(config),
+        f"weights    {plan.transport}: {moves}; trainer and engines {turns}",
+        f"run        {plan.run_dir}",
+    ]

@@ -1,0 +1,1 @@
+"""Runs with several policies: their configuration, plan and rules (layer 4)."""

@@ -1,0 +1,137 @@
+"""Read the config of a command: parse recipe and flags, apply rules, build the plan, report all problems at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from miles.config.cli import parse, split_argv
+from miles.config.files import SUFFIXES, read_layers
+from miles.config.provenance import Origins, ParseResult
+from miles.config.schema import Dataclass
+from miles.core.errors import UsageError
+from miles.launch.config import Config
+from miles.launch.rules.removed_flags import explain_removed_flag
+
+if TYPE_CHECKING:
+    from miles.launch.plan.plan import Plan
+    from miles.launch.rules.check import Command
+
+Options = TypeVar("Options", bound=Dataclass)
+
+_TRAINING_PROMPTS = 256
+"""How many training prompts of each entry are evaluated where a run has no held-out set."""
+
+
+def read(command: Command, argv: Sequence[str]) -> tuple[Config, Plan, Origins]:
+    """The config of a command, its plan and the origin of every value; raises UsageError with every problem."""
+    # Rules and plans import the model families, for which --help should not wait.
+    from miles.launch.plan.plan import build_plan
+    from miles.launch.rules.check import check_rules
+
+    recipe, flags = _split_recipe(command, argv)
+    problems: list[str] = []
+    layers = ()
+    try:
+        layers = read_layers(recipe) if recipe is not None else ()
+    except UsageError as error:
+        problems += error.problems
+    result = parse(Config, flags, layers, explain_removed_flag)
+    recipe_was_read = not problems
+    problems += result.problems
+    if recipe_was_read:
+        problems += check_rules(result, command)
+    if problems or result.config is None:
+        raise UsageError(list(dict.fromkeys(problems)))
+    return result.config, build_plan(result.config), result.origins
+
+
+def read_without_rules(argv: Sequence[str]) -> Config:
+    """A config that need not be complete."""
+    return _get_config(parse(Config, argv, (), explain_removed_flag))
+
+
+def read_options(root: type[Options], argv: Sequence[str]) -> Options:
+    """The options of a command that has its own."""
+    return _get_config(parse(root, argv))
+
+
+def _get_config(result: ParseResult[Options]) -> Options:
+    if result.problems or result.config is None:
+        raise UsageError(result.problems)
+    return result.config
+
+
+def _split_recipe(command: Command, argv: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The recipe, if the first word is one, and the flags; eval and chat also take a checkpoint's or run's folder."""
+    if not argv or not split_argv(argv[:1])[0]:
+        return None, list(argv)
+    first, flags = argv[0], list(argv[1:])
+    if command in ("eval", "chat") and not first.endswith(SUFFIXES):
+        return _split_folder(first, flags)
+    return first, flags
+
+
+def find_run(folder: Path) -> Path | None:
+    """The directory of the run that ``folder`` is, or whose checkpoint it is."""
+    candidates = (folder, folder.parent.parent if folder.parent.name == "checkpoints" else folder)
+    return next((run for run in candidates if (run / "config.toml").is_file()), None)
+
+
+def _split_folder(folder: str, flags: list[str]) -> tuple[str | None, list[str]]:
+    """The recipe of the run that a folder belongs to, and flags that name its checkpoint and what flags replace."""
+    from miles.launch.rules.paths import find_newest_checkpoint
+
+    given = {args.flag for args in split_argv(flags)[1]}
+    if "--hf-checkpoint" in given:
+        raise UsageError(f"{folder} and --hf-checkpoint both name a checkpoint; keep one.")
+    flags = ["--hf-checkpoint", str(find_newest_checkpoint(Path(folder)) or folder), *flags]
+    run = find_run(Path(folder))
+    if run is None:
+        return None, flags
+    # A checkpoint has its adapters merged into its weights, and the latest weights of every policy.
+    return str(run / "config.toml"), [
+        "--lora-rank",
+        "0",
+        "--no-lora-adapter-path",
+        *_replace_options(run, given),
+        *flags,
+    ]
+
+
+def _replace_options(run: Path, given: Container[str]) -> list[str]:
+    """Flags for options of a run that mean something else without training, or that ``given`` flags replace."""
+    values = {name: value for layer in read_layers(str(run / "config.toml")) for name, value in _flatten(layer.values)}
+    words: list[str] = []
+    for flag, other in (("--rm-type", "custom_rm_path"), ("--custom-rm-path", "rm_type")):
+        if flag in given and other in values:
+            words.append(f"--no-{other.replace('_', '-')}")
+    if "policies" in values and "--policies" not in given:
+        tables = json.loads(values["policies"]) if isinstance(values["policies"], str) else values["policies"]
+        own = {
+            name: {key: value for key, value in table.items() if key != "hf_checkpoint"}
+            for name, table in tables.items()
+        }
+        words += ["--policies", json.dumps(own)] if own else []
+    if not values.get("eval_prompt_data") and "--eval-prompt-data" not in given:
+        words += _name_training_prompts(values.get("prompt_data", ()))
+    return words
+
+
+def _flatten(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        yield from value.items() if isinstance(value, dict) else ((name, value),)
+
+
+def _name_training_prompts(entries: Sequence[str]) -> list[str]:
+    """The first training prompts as held-out sets, for a run that has none of its own."""
+    from miles.rollout.data.paths import parse_entry
+
+    words: list[str] = []
+    for number, entry in enumerate(entries, 1):
+        path = entry if parse_entry(entry).weight is None else entry.rpartition("*")[0]
+        sliced = path if path.endswith("]") else f"{path}@[:{_TRAINING_PROMPTS}]"
+        words += ["train" if number == 1 else f"train-{number}", sliced]
+    return ["--eval-prompt-data", *words] if words else []

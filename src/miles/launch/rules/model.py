@@ -1,0 +1,167 @@
+"""Rules of models: checkpoints, precision, batch-invariant parity, LoRA adapters, and models of transformers."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from miles.algo.config import OFFLINE_LOSSES
+from miles.core.errors import MilesError, UsageError
+from miles.launch.config import Config
+from miles.launch.plan.hardware import choose_device
+from miles.launch.plan.lora import build_lora
+from miles.launch.rules.flags import Rule
+from miles.launch.rules.paths import find_checkpoint_problem, read_spec_or_none
+from miles.models import capabilities
+from miles.models.capabilities import check_batch_invariance
+from miles.models.hf_adapter.spec import HfAdapterSpec
+from miles.models.resolve import resolve_spec
+
+# -- checkpoints and devices ----------------------------------------------------------------
+
+
+def check_checkpoint(c: Config) -> Iterator[str]:
+    name = c.models.hf_checkpoint
+    if name is None:
+        yield "--hf-checkpoint is missing: name the folder of the model to start from."
+    elif problem := find_checkpoint_problem(Path(name)):
+        yield f"--hf-checkpoint {name} {problem}"
+    else:
+        try:
+            resolve_spec(name, c.models.model_impl)
+        except MilesError as error:
+            yield f"--hf-checkpoint {name} cannot be used: {error}"
+
+
+def check_reference_checkpoint(c: Config) -> Iterator[str]:
+    name = c.train.ref_load
+    if name is not None and (problem := find_checkpoint_problem(Path(name))):
+        yield f"--ref-load {name} {problem}"
+
+
+def check_accelerator(c: Config) -> Iterator[str]:
+    if c.cluster.device == "cuda" and (found := choose_device("auto")).name == "cpu":
+        yield f"--device cuda is not available: {found.why}; use --device cpu, or see miles doctor."
+
+
+def check_transformers_models(c: Config) -> Iterator[str]:
+    if c.models.model_impl != "transformers":
+        return
+    if c.models.rollout_dtype != "auto":
+        yield (
+            f"--rollout-dtype {c.models.rollout_dtype} needs the native model; remove it, or --model-impl transformers."
+        )
+    if c.train.optimizer == "muon":
+        yield "--optimizer muon needs the native model; use --optimizer adam, or remove --model-impl transformers."
+
+
+def check_prefix_sharing(c: Config) -> Iterator[str]:
+    if not c.train.share_prefix or not c.models.hf_checkpoint:
+        return
+    spec = read_spec_or_none(c.models.hf_checkpoint, c.models.model_impl)
+    if isinstance(spec, HfAdapterSpec):
+        yield "--share-prefix needs the native model; remove it, or --model-impl transformers."
+    elif spec is not None and (problem := capabilities.check_prefix_sharing(spec)) is not None:
+        yield f"--share-prefix does not work with {c.models.hf_checkpoint}: {problem}; remove it."
+
+
+# -- parity exact ---------------------------------------------------------------------------
+
+
+def check_exact_model(c: Config) -> Iterator[str]:
+    if c.models.parity != "exact":
+        return
+    spec = read_spec_or_none(c.models.hf_checkpoint, c.models.model_impl)
+    if spec is not None and (problem := check_batch_invariance(spec)) is not None:
+        yield f"--parity exact does not work with this model: {problem}; remove it."
+
+
+def check_exact_side_models(c: Config) -> Iterator[str]:
+    if c.models.parity != "exact":
+        return
+    folders = [("--critic-load", c.train.critic_load), ("--opd-teacher-load", c.train.opd_teacher_load)]
+    folders += [("--opd-teachers", folder) for folder in c.train.opd_teachers[1::2]]
+    for flag, folder in folders:
+        spec = read_spec_or_none(folder, c.models.model_impl)
+        if spec is not None and (problem := check_batch_invariance(spec)) is not None:
+            yield f"--parity exact does not work with {flag} {folder}: {problem}; remove it, or name another model."
+
+
+def check_exact_setup(c: Config) -> Iterator[str]:
+    m, backend = c.models, c.train.train_backend
+    if m.parity != "exact":
+        return
+    if m.rollout_dtype not in ("auto", m.dtype):
+        yield (
+            f"--parity exact needs one precision, but --rollout-dtype {m.rollout_dtype} is not --dtype {m.dtype}; "
+            "remove --rollout-dtype."
+        )
+    if backend != "fsdp":
+        yield f"--parity exact does not work with --train-backend {backend}, which has its own kernels; use fsdp."
+    if c.sglang.rollout_backend == "sglang":
+        yield "--parity exact does not work with SGLang, which has its own kernels; use --rollout-backend served."
+    engine, trainer = c.cluster.rollout_num_gpus_per_engine, c.parallel.tensor_model_parallel_size
+    if c.algo.loss_type not in OFFLINE_LOSSES and engine != trainer:
+        yield (
+            "--parity exact needs the same tensor-parallel size in engine and trainer, but "
+            f"--rollout-num-gpus-per-engine {engine} is not --tensor-model-parallel-size {trainer}; make them equal."
+        )
+
+
+# -- LoRA -----------------------------------------------------------------------------------
+
+
+def check_lora_setup(c: Config) -> Iterator[str]:
+    if c.lora.lora_dropout:
+        yield (
+            f"--lora-dropout {c.lora.lora_dropout:g} is not supported: adapters are merged into the weights, so their "
+            "inputs cannot be dropped; use 0."
+        )
+    if not c.lora.is_enabled:
+        return
+    p = c.parallel
+    unsupported = {
+        "--train-backend megatron": c.train.train_backend == "megatron",
+        "--optimizer muon": c.train.optimizer == "muon",
+        "--loss-type rm_loss": c.algo.loss_type == "rm_loss",
+        "--model-impl transformers": c.models.model_impl == "transformers",
+        "--tensor-model-parallel-size": p.tensor_model_parallel_size > 1,
+        "--expert-model-parallel-size": p.expert_model_parallel_size > 1,
+        "--fsdp-cpu-offload": p.fsdp_cpu_offload,
+    }
+    for flag in (flag for flag, is_set in unsupported.items() if is_set):
+        yield f"--lora-rank does not work with {flag}; remove one of them."
+    if c.observe.debug_rollout_only:
+        yield "--debug-rollout-only trains nothing, so --lora-rank and --lora-adapter-path have no effect; remove them."
+
+
+def check_lora_fits_model(c: Config) -> Iterator[str]:
+    spec = read_spec_or_none(c.models.hf_checkpoint, c.models.model_impl)
+    if not c.lora.is_enabled or spec is None or isinstance(spec, HfAdapterSpec):
+        return
+    path = c.lora.lora_adapter_path
+    if path is not None and not Path(path).is_dir():
+        yield f"--lora-adapter-path {path} is not a folder; name one with adapter_config.json in it."
+        return
+    try:
+        build_lora(c.lora, spec)
+    except UsageError as error:
+        yield from error.problems
+
+
+def check_no_lora(c: Config) -> Iterator[str]:
+    if c.lora.is_enabled:
+        yield (
+            "--lora-rank and --lora-adapter-path are for training; a checkpoint of such a run has the adapter merged "
+            "into its weights, so give that as --hf-checkpoint."
+        )
+
+
+MODEL_RULES: tuple[Rule, ...] = (
+    check_reference_checkpoint,
+    check_transformers_models,
+    check_prefix_sharing,
+    check_exact_model,
+    check_exact_side_models,
+    check_exact_setup,
+    check_lora_setup,
+    check_lora_fits_model,
+)

@@ -1,0 +1,305 @@
+"""Parameter counts, weight and optimizer bytes, and FLOPs of a decoder, from its spec. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from miles.kernels.numerics import FAST, Numerics
+from miles.models.accounting.kv_cache import PerSequenceState, PerTokenCache, cache_layout
+from miles.models.checkpoint.hf_names import HF_NAMES
+from miles.models.checkpoint.param_map import build_layer_map, param_shape
+from miles.models.checkpoint.param_slices import ModuleNames
+from miles.models.families.registry import find_family
+from miles.models.hf_adapter.spec import HfAdapterSpec
+from miles.models.parallel.tp_sharding import shard_spec
+from miles.models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    GatedDeltaNetSpec,
+    LayerSpec,
+    MambaSpec,
+    Mixer,
+    MlaSpec,
+    MoeSpec,
+)
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+# Chunk length of recurrent layers in training.
+CHUNK = 64
+
+# Adam: two float32 moments, and float32 master weights for low-precision weights.
+_MOMENT_BYTES = 8
+_MASTER_BYTES = 4
+
+
+# Parameters with one expert per row of dimension 0.
+_EXPERTS = frozenset(f".moe.{name}" for name in ("gate_up", "up", "down", "gate_up_bias", "down_bias"))
+# Parameters too small to shard.
+_SHORT = frozenset({".moe.correction"})
+
+# 8-bit optimizer state: values that share a scale, and the smallest parameter that is quantized.
+_QUANTIZED_BLOCK = 256
+_QUANTIZED_SMALLEST = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """Parameters of a layer: all, those of its routed experts, and those used in matmuls, experts excluded."""
+
+    total: int
+    routed: int
+    matmul: int
+
+
+@lru_cache(maxsize=256)
+def _layer_size(layer: LayerSpec, width: int, family: str) -> _Size:
+    shapes = _shapes(layer, width, family)
+    return _Size(
+        total=sum(map(prod, shapes.values())),
+        routed=sum(prod(shape) for name, shape in shapes.items() if name in _EXPERTS),
+        # A convolution's weight has three axes; norms, biases and sinks have one.
+        matmul=sum(prod(shape) for name, shape in shapes.items() if len(shape) == 2 and name not in _EXPERTS),
+    )
+
+
+def _shapes(layer: LayerSpec, width: int, family: str) -> dict[str, tuple[int, ...]]:
+    """Return a layer's parameter shapes by name suffix."""
+    params = build_layer_map(layer, width, ModuleNames("", "", {**HF_NAMES, **find_family(family).names}))
+    return {name: tuple(param_shape(slices)) for name, slices in params.items()}
+
+
+def _active_fraction(layer: LayerSpec) -> float:
+    """Return the fraction of a layer's experts that one token uses."""
+    return layer.ffn.experts_per_token / layer.ffn.num_experts if isinstance(layer.ffn, MoeSpec) else 0.0
+
+
+def _vocabulary(spec: DecoderSpec) -> int:
+    return spec.vocab_size * spec.hidden_size
+
+
+def parameter_count(spec: DecoderSpec) -> int:
+    """Count all parameters; tied embeddings once."""
+    if isinstance(spec, HfAdapterSpec):
+        return spec.parameters
+    layers = sum(_layer_size(layer, spec.hidden_size, spec.family).total for layer in spec.layers)
+    return layers + spec.hidden_size + _vocabulary(spec) * (1 if spec.tie_embeddings else 2)
+
+
+def active_parameter_count(spec: DecoderSpec) -> int:
+    """Count the parameters used per token: of the routed experts only the selected ones."""
+    if isinstance(spec, HfAdapterSpec):
+        return spec.active
+    idle = (
+        _layer_size(layer, spec.hidden_size, spec.family).routed * (1 - _active_fraction(layer))
+        for layer in spec.layers
+    )
+    return parameter_count(spec) - round(sum(idle))
+
+
+def weight_bytes(spec: DecoderSpec, dtype: str) -> int:
+    """Compute the size of the weights in memory or on disk."""
+    return parameter_count(spec) * BYTES[dtype]
+
+
+def gradient_bytes(spec: DecoderSpec, dtype: str) -> int:
+    """Compute the size of the gradients, accumulated in float32 whatever the weights are."""
+    return parameter_count(spec) * max(4, BYTES[dtype])
+
+
+def optimizer_bytes(spec: DecoderSpec, dtype: str) -> int:
+    """Compute the size of Adam's state: two float32 moments, and float32 master weights for low-precision weights."""
+    return parameter_count(spec) * (_MOMENT_BYTES + (_MASTER_BYTES if BYTES[dtype] < 4 else 0))
+
+
+# -- sharded over ranks ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardingDegrees:
+    """Over how many ranks parameters are sharded.
+
+    Heads, channels and the vocabulary are sharded over ``tensor`` ranks; rows of the rest over ``pieces`` ranks, among
+    which ``expert`` ranks share the experts. Channels of experts are sharded over ``expert_tensor`` ranks (as many as
+    other channels where None); the tensor ranks beyond these hold other experts. There are ``copies`` replicas.
+    """
+
+    tensor: int = 1
+    expert: int = 1
+    pieces: int = 1
+    copies: int = 1
+    expert_tensor: int | None = None
+
+    @property
+    def expert_pieces(self) -> int:
+        """Over how many ranks the rows of one expert are sharded."""
+        return self.pieces * (self.tensor // (self.expert_tensor or self.tensor)) // self.expert
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP shards parameters and all-gathers them layer by layer; the shards are then float32."""
+        return self.pieces * self.copies > 1
+
+
+@dataclass(frozen=True, slots=True)
+class RankParam:
+    """Values of one parameter on the rank that holds the most, and its size when all-gathered."""
+
+    name: str
+    count: int
+    gathered: int
+    axes: int
+
+
+def list_rank_params(spec: DecoderSpec, degrees: ShardingDegrees) -> tuple[RankParam, ...]:
+    """List every parameter as one rank holds it; tied embeddings once."""
+    if isinstance(spec, HfAdapterSpec):
+        return (RankParam("", -(-spec.parameters // degrees.pieces), spec.parameters, 2),)
+    small = shard_spec(spec, degrees.tensor)
+    vocabulary = (small.vocab_size, small.hidden_size)
+    shapes = {"embedding.weight": vocabulary, "norm.weight": (small.hidden_size,)}
+    if not small.tie_embeddings:
+        shapes["lm_head.weight"] = vocabulary
+    outer = tuple(_rank_param(name, shape, degrees) for name, shape in shapes.items())
+    experts = small if degrees.expert_tensor is None else shard_spec(spec, degrees.expert_tensor)
+    return outer + tuple(
+        RankParam(f"layers.{i}{param.name}", param.count, param.gathered, param.axes)
+        for i, (layer, expert_layer) in enumerate(zip(small.layers, experts.layers, strict=True))
+        for param in _layer_rank_params(layer, expert_layer, small.hidden_size, small.family, degrees)
+    )
+
+
+@lru_cache(maxsize=256)
+def _layer_rank_params(
+    layer: LayerSpec, expert_layer: LayerSpec, width: int, family: str, degrees: ShardingDegrees
+) -> tuple[RankParam, ...]:
+    experts = {name: shape for name, shape in _shapes(expert_layer, width, family).items() if name in _EXPERTS}
+    shapes = _shapes(layer, width, family) | experts
+    return tuple(_rank_param(name, shape, degrees) for name, shape in shapes.items())
+
+
+def _rank_param(name: str, shape: tuple[int, ...], degrees: ShardingDegrees) -> RankParam:
+    world, dim = degrees.pieces, 0
+    if name in _EXPERTS and (degrees.expert > 1 or degrees.expert_tensor is not None):
+        shape, world = (-(-shape[0] // degrees.expert), *shape[1:]), degrees.expert_pieces
+        # Whole experts, or their rows if those divide evenly and experts do not.
+        dim = 1 if shape[0] % world and shape[1] % world == 0 else 0
+    gathered = prod(shape)
+    if name in _SHORT:
+        return RankParam(name, gathered, gathered, len(shape))
+    return RankParam(name, gathered // shape[dim] * -(-shape[dim] // world), gathered, len(shape))
+
+
+def rank_bytes(spec: DecoderSpec, degrees: ShardingDegrees, dtype: str, *, trained: bool = True) -> int:
+    """Compute the parameters of a rank: float32 if FSDP shards them and they are trained, else ``dtype``."""
+    size = 4 if degrees.is_sharded and trained else BYTES[dtype]
+    return sum(param.count for param in list_rank_params(spec, degrees)) * size
+
+
+def rank_gradient_bytes(spec: DecoderSpec, degrees: ShardingDegrees) -> int:
+    """Compute the float32 gradients of a rank."""
+    return 4 * sum(param.count for param in list_rank_params(spec, degrees))
+
+
+def rank_optimizer_bytes(
+    spec: DecoderSpec, degrees: ShardingDegrees, dtype: str, *, moments: str = "float32", optimizer: str = "adam"
+) -> int:
+    """Compute two moments per value of a rank, or one for matrices inside layers under Muon; and master weights.
+
+    Parameters that are float32 need no master weights.
+    """
+    total = 0
+    for param in list_rank_params(spec, degrees):
+        within = param.name.startswith("layers.") and param.axes > 1 and not param.name.endswith("bias")
+        total += (1 if optimizer == "muon" and within else 2) * moment_bytes(param.count, moments)
+        total += 0 if degrees.is_sharded or BYTES[dtype] >= 4 else _MASTER_BYTES * param.count
+    return total
+
+
+def moment_bytes(count: int, form: str) -> int:
+    if form == "int8":
+        return 4 * count if count < _QUANTIZED_SMALLEST else count + 4 * -(-count // _QUANTIZED_BLOCK)
+    return (4 if form == "float32" else 2) * count
+
+
+def unsharded_bytes(spec: DecoderSpec, degrees: ShardingDegrees, dtype: str) -> int:
+    """Compute the temporary memory of all-gathered parameters: this layer's, the next one's, and gradients being
+    reduced.
+
+    Embedding, final norm and head stay gathered for the whole step. A layer exists three times (as received, as used,
+    and the next layer), its gradients in the model's precision and once more in float32.
+    """
+    if not degrees.is_sharded:
+        return 0
+    size, params = BYTES[dtype], list_rank_params(spec, degrees)
+    layers: dict[str, int] = {}
+    outer = 0
+    for param in params:
+        if param.name.startswith("layers."):
+            layer = param.name.split(".", 2)[1]
+            layers[layer] = layers.get(layer, 0) + param.gathered
+        else:
+            outer += param.gathered
+    return outer * (2 * size + 4) + max(layers.values(), default=0) * (4 * size + 4)
+
+
+# -- KV cache and FLOPs ---------------------------------------------------------------------
+
+
+def kv_bytes_per_token(spec: DecoderSpec, dtype: str, numerics: Numerics) -> int:
+    """Compute the KV-cache bytes of one token in all layers."""
+    layouts = (cache_layout(layer.mixer, numerics) for layer in spec.layers)
+    return sum(layout.numbers for layout in layouts if isinstance(layout, PerTokenCache)) * BYTES[dtype]
+
+
+def state_bytes_per_sequence(spec: DecoderSpec, dtype: str) -> int:
+    """Compute the recurrent-state bytes of one sequence, whatever its length."""
+    layouts = (cache_layout(layer.mixer, FAST) for layer in spec.layers)  # recurrent layers have no other numerics
+    return sum(
+        prod(shape) * (4 if wide else BYTES[dtype])
+        for layout in layouts
+        if isinstance(layout, PerSequenceState)
+        for shape, wide in zip(layout.shapes, layout.wide, strict=True)
+    )
+
+
+def forward_flops_per_token(spec: DecoderSpec, context: float = 0.0) -> float:
+    """Compute the FLOPs of one token (a multiply-add is two), logits included.
+
+    ``context`` is the average number of earlier tokens. A training step costs three times as much.
+    """
+    matmul = float(_vocabulary(spec))
+    attention = 0.0
+    if isinstance(spec, HfAdapterSpec):  # nearly everything except the embedding is a matmul weight
+        matmul = float(spec.active - (0 if spec.tie_embeddings else _vocabulary(spec)))
+    for layer in spec.layers:
+        attention += _mixer_flops(layer.mixer, context)
+        if not isinstance(spec, HfAdapterSpec):
+            size = _layer_size(layer, spec.hidden_size, spec.family)
+            matmul += size.matmul + size.routed * _active_fraction(layer)
+    return 2.0 * matmul + attention
+
+
+def _mixer_flops(mixer: Mixer | None, context: float) -> float:
+    """Compute the FLOPs of a token attending to earlier tokens."""
+    match mixer:
+        case AttentionSpec():
+            visible = min(context, mixer.window or context, mixer.chunk or context)
+            return 4.0 * visible * mixer.num_heads * mixer.head_dim
+        case MlaSpec():
+            index = mixer.indexer
+            visible = context if index is None else min(context, index.top)
+            scored = (
+                0.0 if index is None or index.source is not None else 2.0 * context * index.num_heads * index.head_dim
+            )
+            return 2.0 * visible * mixer.num_heads * (mixer.head_dim + mixer.value_dim) + scored
+        case GatedDeltaNetSpec():
+            within = 4.0 * mixer.key_heads * mixer.key_dim + 2.0 * mixer.value_heads * mixer.value_dim
+            return 6.0 * mixer.value_heads * mixer.key_dim * mixer.value_dim + within * CHUNK
+        case MambaSpec():
+            within = 2.0 * (mixer.groups * mixer.state_dim + mixer.num_heads * mixer.head_dim)
+            return 4.0 * mixer.num_heads * mixer.head_dim * mixer.state_dim + within * CHUNK
+        case None:
+            return 0.0

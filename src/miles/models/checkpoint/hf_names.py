@@ -1,0 +1,213 @@
+"""Hugging Face tensor names and shapes of every module kind: attention, MLA, Gated DeltaNet, Mamba-2, MLP, MoE.
+
+``HF_NAMES`` is what most families call a tensor; a family overrides the entries in which it differs. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from miles.models.checkpoint.param_slices import HfSlice, ModuleNames, ParamMap, concat_slices
+from miles.models.spec import AttentionSpec, GatedDeltaNetSpec, IndexerSpec, MambaSpec, MlaSpec, MlpSpec, MoeSpec
+
+HF_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "embedding": "model.embed_tokens",
+        "layer": "model.layers.{}",
+        "norm": "model.norm",
+        "lm_head": "lm_head",
+        "attention_norm": "input_layernorm",
+        "attention_post_norm": "post_attention_layernorm",
+        "mlp_norm": "post_attention_layernorm",
+        "mlp_post_norm": "post_feedforward_layernorm",
+        # mixers
+        "attention": "self_attn",
+        "mla": "self_attn",
+        "delta": "linear_attn",
+        "mamba": "mixer",
+        "q": "q_proj",
+        "k": "k_proj",
+        "v": "v_proj",
+        "o": "o_proj",
+        "q_norm": "q_norm",
+        "k_norm": "k_norm",
+        "sinks": "sinks",
+        "q_a": "q_a_proj",
+        "q_a_norm": "q_a_layernorm",
+        "q_b": "q_b_proj",
+        "kv_a": "kv_a_proj_with_mqa",
+        "kv_a_norm": "kv_a_layernorm",
+        "kv_b": "kv_b_proj",
+        "indexer": "indexer",
+        "index_q": "wq_b",
+        "index_k": "wk",
+        "index_k_norm": "k_norm",
+        "index_weights": "weights_proj",
+        "delta_qkvz": "in_proj_qkvz",
+        "delta_ba": "in_proj_ba",
+        "delta_qkv": "in_proj_qkv",
+        "delta_z": "in_proj_z",
+        "delta_b": "in_proj_b",
+        "delta_a": "in_proj_a",
+        "mamba_in": "in_proj",
+        "conv": "conv1d",
+        "dt_bias": "dt_bias",
+        "a_log": "A_log",
+        "skip": "D",
+        "gated_norm": "norm",
+        "recurrent_out": "out_proj",
+        # feed-forward
+        "mlp": "mlp",
+        "gate": "gate_proj",
+        "up": "up_proj",
+        "down": "down_proj",
+        "moe": "mlp",
+        "router": "gate",
+        "correction": "gate.e_score_correction_bias",
+        "expert": "experts.{}",
+        "expert_gate": "gate_proj",
+        "expert_up": "up_proj",
+        "expert_down": "down_proj",
+        "experts_gate_up": "experts.gate_up_proj",
+        "experts_up": "experts.up_proj",
+        "experts_down": "experts.down_proj",
+        "experts_gate_up_bias": "experts.gate_up_proj_bias",
+        "experts_down_bias": "experts.down_proj_bias",
+        "shared": "shared_experts",
+        "shared_gate": "shared_expert_gate",
+        "latent_in": "fc1_latent_proj",
+        "latent_out": "fc2_latent_proj",
+    }
+)
+
+
+def map_attention(spec: AttentionSpec, width: int, module: ModuleNames) -> ParamMap:
+    """Softmax attention: queries (with their gates, head by head, if gated), keys and values in one projection."""
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    rows = {"q": queries * (2 if spec.gated else 1), "k": keys, "v": keys}
+    params = module.linear("qkv", rows, width, bias=spec.qkv_bias, fused="qkv")
+    params |= module.linear("output", {"o": width}, queries, bias=spec.output_bias)
+    if spec.qk_norm in ("head", "all"):
+        per_head = spec.qk_norm == "head"
+        params |= module.tensor("q_norm.weight", "q_norm", (spec.head_dim if per_head else queries,))
+        params |= module.tensor("k_norm.weight", "k_norm", (spec.head_dim if per_head else keys,))
+    if spec.sinks:
+        params |= module.tensor("sinks", "sinks", (spec.num_heads,), suffix="")
+    return params
+
+
+def map_mla(spec: MlaSpec, width: int, module: ModuleNames) -> ParamMap:
+    """Multi-head latent attention: every projection is one tensor in the checkpoint too."""
+    queries, values = spec.num_heads * spec.head_dim, spec.num_heads * spec.value_dim
+    if spec.query_rank is None:
+        params = module.linear("q", {"q": queries}, width, bias=False)
+    else:
+        params = module.linear("q_a", {"q_a": spec.query_rank}, width, bias=spec.bias)
+        params |= module.tensor("q_a_norm.weight", "q_a_norm", (spec.query_rank,))
+        params |= module.linear("q_b", {"q_b": queries}, spec.query_rank, bias=False)
+    params |= module.linear("kv_a", {"kv_a": spec.kv_rank + spec.rope_dim}, width, bias=spec.bias)
+    params |= module.tensor("kv_a_norm.weight", "kv_a_norm", (spec.kv_rank,))
+    params |= module.linear("kv_b", {"kv_b": spec.num_heads * spec.nope_dim + values}, spec.kv_rank, bias=False)
+    params |= module.linear("output", {"o": width}, values, bias=spec.bias)
+    if spec.indexer is not None and spec.indexer.source is None:
+        assert spec.query_rank is not None, "the DSA indexer reads the query latent"
+        params |= _map_indexer(spec.indexer, spec.query_rank, width, module.submodule("indexer", "indexer"))
+    return params
+
+
+def _map_indexer(spec: IndexerSpec, rank: int, width: int, module: ModuleNames) -> ParamMap:
+    params = module.linear("wq_b", {"index_q": spec.num_heads * spec.head_dim}, rank, bias=False)
+    params |= module.linear("wk", {"index_k": spec.head_dim}, width, bias=False)
+    params |= module.tensor("k_norm.weight", "index_k_norm", (spec.head_dim,))
+    params |= module.tensor("k_norm.bias", "index_k_norm", (spec.head_dim,), suffix="bias")
+    return params | module.linear("weights_proj", {"index_weights": spec.num_heads}, width, bias=False)
+
+
+def map_gated_deltanet(spec: GatedDeltaNetSpec, width: int, module: ModuleNames) -> ParamMap:
+    """Gated DeltaNet: one projection for queries, keys, values and gates, and one for betas and decay steps.
+
+    Rows are in the checkpoint's order: grouped by key head if it is ``fused``, else one kind after the other.
+    """
+    keys, values = spec.key_heads * spec.key_dim, spec.value_heads * spec.value_dim
+    qkv, heads = 2 * keys + values, spec.value_heads
+    if spec.fused:
+        params = module.linear("qkvz", {"delta_qkvz": qkv + values}, width, bias=False)
+        params |= module.linear("ba", {"delta_ba": 2 * heads}, width, bias=False)
+    else:
+        params = module.linear("qkvz", {"delta_qkv": qkv, "delta_z": values}, width, bias=False)
+        params |= module.linear("ba", {"delta_b": heads, "delta_a": heads}, width, bias=False)
+    params |= module.tensor("conv", "conv", (qkv, 1, spec.kernel))
+    params |= module.tensor("dt_bias", "dt_bias", (heads,), suffix="")
+    params |= module.tensor("A_log", "a_log", (heads,), suffix="")
+    params |= module.tensor("norm.weight", "gated_norm", (spec.value_dim,))
+    return params | module.linear("output", {"recurrent_out": width}, values, bias=False)
+
+
+def map_mamba(spec: MambaSpec, width: int, module: ModuleNames) -> ParamMap:
+    """Mamba-2: gates, convolved channels and time steps in one projection, as in the checkpoint."""
+    inner, heads = spec.num_heads * spec.head_dim, spec.num_heads
+    channels = inner + 2 * spec.groups * spec.state_dim
+    params = module.linear("input", {"mamba_in": inner + channels + heads}, width, bias=spec.bias)
+    params |= module.tensor("conv", "conv", (channels, 1, spec.kernel))
+    if spec.conv_bias:
+        params |= module.tensor("conv_bias", "conv", (channels,), suffix="bias")
+    params |= module.tensor("dt_bias", "dt_bias", (heads,), suffix="")
+    params |= module.tensor("A_log", "a_log", (heads,), suffix="")
+    params |= module.tensor("skip", "skip", (heads,), suffix="")
+    params |= module.tensor("norm.weight", "gated_norm", (inner,))
+    return params | module.linear("output", {"recurrent_out": width}, inner, bias=spec.bias)
+
+
+def map_mlp(spec: MlpSpec, width: int, module: ModuleNames) -> ParamMap:
+    """MLP: gate and up are one projection."""
+    rows = {"gate": spec.size, "up": spec.size} if spec.gated else {"up": spec.size}
+    first = module.linear("gate_up" if spec.gated else "up", rows, width, bias=spec.bias, fused="gate_up")
+    return first | module.linear("down", {"down": width}, spec.size, bias=spec.bias)
+
+
+def map_moe(spec: MoeSpec, width: int, module: ModuleNames) -> ParamMap:
+    """MoE: ``gate_up`` [E, 2I, D] (``up`` [E, I, D] if not gated), ``down`` [E, D, I], router, shared experts."""
+    inner, count = spec.latent or width, spec.num_experts
+    params = module.tensor("correction", "correction", (count,), suffix="") if spec.correction else {}
+    rows = 2 * spec.size if spec.gated else spec.size
+    name = "gate_up" if spec.gated else "up"
+    if "stacked" in module.names:
+        params |= _map_stacked_experts(spec, name, (count, rows, inner), module)
+    else:
+        params |= _map_separate_experts(spec, name, inner, module)
+    params |= module.linear("router", {"router": count}, width, bias=spec.router_bias)
+    if spec.latent is not None:
+        params |= module.linear("into", {"latent_in": spec.latent}, width, bias=spec.latent_bias)
+        params |= module.linear("outof", {"latent_out": width}, spec.latent, bias=spec.latent_bias)
+    if spec.shared is not None:
+        params |= map_mlp(spec.shared, width, module.submodule("shared", "shared"))
+        if spec.shared_gate:
+            params |= module.tensor("shared_gate.weight", "shared_gate", (1, width))
+    return params
+
+
+def _map_stacked_experts(spec: MoeSpec, name: str, shape: tuple[int, int, int], module: ModuleNames) -> ParamMap:
+    """One tensor for all experts; the role ``stacked`` is ``transposed`` if inputs come before outputs in it."""
+    count, rows, inner = shape
+    transposed = module.names["stacked"] == "transposed"
+    params = module.tensor(name, f"experts_{name}", shape, suffix="", transposed=transposed)
+    params |= module.tensor("down", "experts_down", (count, inner, spec.size), suffix="", transposed=transposed)
+    if spec.expert_bias:
+        params |= module.tensor(f"{name}_bias", f"experts_{name}_bias", (count, rows), suffix="")
+        params |= module.tensor("down_bias", "experts_down_bias", (count, inner), suffix="")
+    return params
+
+
+def _map_separate_experts(spec: MoeSpec, name: str, inner: int, module: ModuleNames) -> ParamMap:
+    """Separate tensors for each expert, and for its gate and up projections."""
+    assert not spec.expert_bias, "no family stores expert biases one expert a tensor"
+    first: list[HfSlice] = []
+    down: list[HfSlice] = []
+    keys = ("gate", "up") if spec.gated else ("up",)
+    for e in range(spec.num_experts):
+        prefix = f"{module.hf_prefix}.{module.names['expert'].format(e)}"
+        tensors = ((f"{prefix}.{module.names[f'expert_{key}']}.weight", (spec.size, inner)) for key in keys)
+        first += concat_slices(*tensors, expert=e)
+        down += concat_slices((f"{prefix}.{module.names['expert_down']}.weight", (inner, spec.size)), expert=e)
+    return {f"{module.prefix}.{name}": tuple(first), f"{module.prefix}.down": tuple(down)}

@@ -1,0 +1,110 @@
+"""Mapping between decoder parameter names and Hugging Face tensor names. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+from miles.models.checkpoint.hf_names import (
+    HF_NAMES,
+    map_attention,
+    map_gated_deltanet,
+    map_mamba,
+    map_mla,
+    map_mlp,
+    map_moe,
+)
+from miles.models.checkpoint.param_slices import HfSlice, ModuleNames, ParamMap, concat_slices, param_shape
+from miles.models.families.registry import find_family
+from miles.models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    FeedForward,
+    GatedDeltaNetSpec,
+    LayerSpec,
+    MambaSpec,
+    Mixer,
+    MlaSpec,
+    MlpSpec,
+)
+
+__all__ = ["HfSlice", "build_layer_map", "build_param_map", "is_ignorable", "param_shape", "stacked_expert_names"]
+
+
+def _map_mixer(mixer: Mixer, width: int, layer: ModuleNames) -> ParamMap:
+    match mixer:
+        case AttentionSpec():
+            return map_attention(mixer, width, layer.submodule("attention", "attention"))
+        case MlaSpec():
+            return map_mla(mixer, width, layer.submodule("mla", "mla"))
+        case GatedDeltaNetSpec():
+            return map_gated_deltanet(mixer, width, layer.submodule("delta", "delta"))
+        case MambaSpec():
+            return map_mamba(mixer, width, layer.submodule("mamba", "mamba"))
+
+
+def _map_ffn(ffn: FeedForward, width: int, layer: ModuleNames) -> ParamMap:
+    if isinstance(ffn, MlpSpec):
+        return map_mlp(ffn, width, layer.submodule("mlp", "mlp"))
+    return map_moe(ffn, width, layer.submodule("moe", "moe"))
+
+
+def build_layer_map(spec: LayerSpec, width: int, layer: ModuleNames) -> ParamMap:
+    """Map the parameters of one layer, in the decoder's order."""
+    params: ParamMap = {}
+    if spec.mixer is not None:
+        params |= layer.tensor("attention_norm.weight", "attention_norm", (width,))
+        params |= _map_mixer(spec.mixer, width, layer)
+        if spec.post_norms:
+            params |= layer.tensor("attention_post_norm.weight", "attention_post_norm", (width,))
+    if spec.ffn is not None:
+        params |= layer.tensor("mlp_norm.weight", "mlp_norm", (width,))
+        params |= _map_ffn(spec.ffn, width, layer)
+        if spec.post_norms:
+            params |= layer.tensor("mlp_post_norm.weight", "mlp_post_norm", (width,))
+    return params
+
+
+@lru_cache(maxsize=8)
+def build_param_map(spec: DecoderSpec) -> Mapping[str, tuple[HfSlice, ...]]:
+    """Map every decoder parameter, in the decoder's order, to the Hugging Face tensors it consists of."""
+    names = {**HF_NAMES, **find_family(spec.family).names}
+    vocabulary, width = (spec.vocab_size, spec.hidden_size), spec.hidden_size
+    params: ParamMap = {"embedding.weight": concat_slices((f"{names['embedding']}.weight", vocabulary))}
+    for i, layer in enumerate(spec.layers):
+        params |= build_layer_map(layer, width, ModuleNames(f"layers.{i}", names["layer"].format(i), names))
+    params["norm.weight"] = concat_slices((f"{names['norm']}.weight", (width,)))
+    if not spec.tie_embeddings:
+        params["lm_head.weight"] = concat_slices((f"{names['lm_head']}.weight", vocabulary))
+    return params
+
+
+def stacked_expert_names(spec: DecoderSpec) -> Mapping[str, str]:
+    """Map decoder name -> Hugging Face name for experts that a checkpoint may store as one stacked tensor.
+
+    transformers keeps experts that way in memory, and some tools save them so where others save one tensor an expert.
+    """
+    names = {**HF_NAMES, **find_family(spec.family).names}
+    if "stacked" in names or spec.moe is None:
+        return {}
+    first = "gate_up" if spec.moe.gated else "up"
+    return {
+        f"layers.{i}.moe.{param}": f"{names['layer'].format(i)}.{names['moe']}.{HF_NAMES[f'experts_{param}']}"
+        for i in spec.moe_layers
+        for param in (first, "down")
+    }
+
+
+def is_ignorable(spec: DecoderSpec, hf_name: str) -> bool:
+    """Return whether a checkpoint may contain this tensor although no decoder parameter is read from it.
+
+    Rotary buffers follow from the config; the lm_head of a tied model is a copy; a family declares what else its
+    checkpoints contain that this decoder does not compute (multi-token-prediction layers, a vision tower).
+    """
+    family = find_family(spec.family)
+    if hf_name.endswith(".rotary_emb.inv_freq"):
+        return True
+    head = {**HF_NAMES, **family.names}["lm_head"]
+    if spec.tie_embeddings and hf_name == f"{head}.weight":
+        return True
+    return family.is_unused(spec, hf_name)

@@ -1,0 +1,91 @@
+"""Slices of Hugging Face tensors that make up one decoder parameter: one tensor, or several concatenated. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Shape = tuple[int, ...]
+ParamMap = dict[str, "tuple[HfSlice, ...]"]
+"""Decoder parameter name -> the Hugging Face tensors it consists of."""
+
+
+@dataclass(frozen=True, slots=True)
+class HfSlice:
+    """A Hugging Face tensor of ``shape`` and the part of the decoder parameter that it fills.
+
+    That part is rows ``start`` to ``stop``, of one expert's matrix if ``expert`` is set. The last two dimensions of a
+    ``transposed`` tensor are swapped on disk.
+    """
+
+    hf_name: str
+    shape: Shape
+    start: int
+    stop: int
+    expert: int | None = None
+    transposed: bool = False
+
+    def view(self, tensor: Any) -> Any:
+        """Return the part of the decoder parameter ``tensor`` that this slice is: a view, shaped as on disk."""
+        matrix = tensor if self.expert is None else tensor[self.expert]
+        part = matrix if self.stop - self.start == len(matrix) else matrix[self.start : self.stop]
+        return part.transpose(-1, -2) if self.transposed else part
+
+
+def param_shape(slices: tuple[HfSlice, ...]) -> Shape:
+    """Compute the shape of the decoder parameter that the slices fill."""
+    last = slices[-1]
+    shape = (*last.shape[:-2], last.shape[-1], last.shape[-2]) if last.transposed else last.shape
+    inner = (max(s.stop for s in slices), *shape[1:])
+    return inner if last.expert is None else (last.expert + 1, *inner)
+
+
+def concat_slices(*tensors: tuple[str, Shape], expert: int | None = None) -> tuple[HfSlice, ...]:
+    """Build the slices of tensors (name, shape) concatenated along dimension 0."""
+    slices: list[HfSlice] = []
+    start = 0
+    for hf_name, shape in tensors:
+        slices.append(HfSlice(hf_name, shape, start, start + shape[0], expert))
+        start += shape[0]
+    return tuple(slices)
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleNames:
+    """A module: its prefix in the decoder, its prefix in the checkpoint, and the Hugging Face ``names`` by role."""
+
+    prefix: str
+    hf_prefix: str
+    names: Mapping[str, str]
+
+    def submodule(self, name: str, key: str) -> ModuleNames:
+        """Return the names of a module inside this one."""
+        return ModuleNames(f"{self.prefix}.{name}", f"{self.hf_prefix}.{self.names[key]}", self.names)
+
+    def hf_name(self, key: str, suffix: str = "weight") -> str:
+        """Return the Hugging Face name of a tensor; roles that already name a full tensor take no ``suffix``."""
+        return f"{self.hf_prefix}.{self.names[key]}" + (f".{suffix}" if suffix else "")
+
+    def linear(
+        self, name: str, keys: Mapping[str, int], width: int, *, bias: bool, fused: str | None = None
+    ) -> ParamMap:
+        """Map a linear layer of ``width`` inputs whose output rows are those of ``keys`` (role -> rows), concatenated.
+
+        If the family names the role ``fused``, the checkpoint also keeps it as one tensor.
+        """
+        rows = {fused: sum(keys.values())} if fused is not None and fused in self.names else keys
+        weights = concat_slices(*((self.hf_name(k), (n, width)) for k, n in rows.items()))
+        params: ParamMap = {f"{self.prefix}.{name}.weight": weights}
+        if bias:
+            biases = concat_slices(*((self.hf_name(k, "bias"), (n,)) for k, n in rows.items()))
+            params[f"{self.prefix}.{name}.bias"] = biases
+        return params
+
+    def tensor(
+        self, name: str, key: str, shape: Shape, *, suffix: str = "weight", transposed: bool = False
+    ) -> ParamMap:
+        """Map one tensor; ``shape`` is the decoder's."""
+        hf_shape = (*shape[:-2], shape[-1], shape[-2]) if transposed else shape
+        hf_slice = HfSlice(self.hf_name(key, suffix), hf_shape, 0, shape[0], None, transposed)
+        return {f"{self.prefix}.{name}": (hf_slice,)}

@@ -1,0 +1,133 @@
+"""Save a decoder as a Hugging Face checkpoint, one tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from miles.models.checkpoint import param_map
+from miles.models.checkpoint.reader import FileReader
+from miles.models.checkpoint.safetensors_io import (
+    INDEX,
+    WEIGHTS,
+    StoredTensor,
+    TensorHeader,
+    encode_header,
+    shard_file_name,
+    write_atomically,
+    write_json,
+)
+from miles.models.checkpoint.save_plan import CODES, plan_decoder_save
+from miles.models.decoder import Decoder
+
+# A tensor to be written: in memory, or stored in another checkpoint.
+Entry = tuple[str, Tensor | StoredTensor]
+
+SHARD_BYTES = 4 << 30
+"""Maximum bytes of tensors per weight file, unless one tensor is larger."""
+
+# Bytes copied at a time of a tensor whose layout in memory differs from that on disk.
+_COPY_BYTES = 16 << 20
+
+
+def iter_hf_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor under its Hugging Face name: detached views of the live parameters."""
+    parameters = dict(decoder.named_parameters())
+    for name, slices in param_map.build_param_map(decoder.spec).items():
+        tensor = parameters[name].detach()
+        for piece in slices:
+            yield piece.hf_name, piece.view(tensor)
+
+
+def export(
+    decoder: Decoder,
+    folder: Path | str,
+    *,
+    like: Path | str | None = None,
+    config: Mapping[str, Any] | None = None,
+    max_shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write a folder that transformers loads: weights, ``config.json`` last, and the tokenizer files of ``like``.
+
+    The config is the one given, else that of ``like``, else built from the spec. Weights are written in their current
+    dtype: what was loaded from a quantized checkpoint is written without its ``quantization_config``. Tensors of
+    ``like`` that this decoder does not compute (a vision tower, multi-token-prediction layers) are copied unless they
+    are quantized. Each file is written atomically.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    plan = plan_decoder_save(decoder, like=like, config=config)
+    shards = _shards([*iter_hf_tensors(decoder), *plan.extra_tensors], max_shard_bytes)
+    files = [shard_file_name(WEIGHTS, i, len(shards)) for i in range(len(shards))]
+    for file, shard in zip(files, shards, strict=True):
+        write_atomically(folder / file, lambda out, shard=shard: _write_safetensors(out, shard))
+    if len(shards) > 1:
+        total = sum(_bytes(t) for shard in shards for _, t in shard)
+        weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name, _ in shard}
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    _remove_stale_weights(folder, files)
+    plan.write_metadata(folder)
+
+
+def _bytes(tensor: Tensor | StoredTensor) -> int:
+    return tensor.nbytes if isinstance(tensor, Tensor) else tensor.stop - tensor.start
+
+
+def _shards(tensors: Iterable[Entry], limit: int) -> list[list[Entry]]:
+    shards: list[list[Entry]] = [[]]
+    used = 0
+    for name, tensor in tensors:
+        if shards[-1] and used + _bytes(tensor) > limit:
+            shards.append([])
+            used = 0
+        shards[-1].append((name, tensor))
+        used += _bytes(tensor)
+    return shards
+
+
+def _remove_stale_weights(folder: Path, files: Sequence[str]) -> None:
+    """Remove weight files of an earlier save."""
+    if len(files) == 1:
+        (folder / INDEX).unlink(missing_ok=True)
+    for old in folder.glob("model*.safetensors"):
+        if old.name not in files:
+            old.unlink()
+
+
+def _write_safetensors(out: BinaryIO, tensors: Sequence[Entry]) -> None:
+    out.write(encode_header(_tensor_header(name, tensor) for name, tensor in tensors))
+    with FileReader() as reader:
+        for name, tensor in tensors:
+            if isinstance(tensor, StoredTensor):
+                for part in read_stored_bytes(name, tensor, reader):
+                    out.write(part)
+                continue
+            for part in split_for_copy(tensor):
+                out.write(part.to("cpu").contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
+def _tensor_header(name: str, tensor: Tensor | StoredTensor) -> TensorHeader:
+    code = tensor.dtype if isinstance(tensor, StoredTensor) else CODES[tensor.dtype]
+    return TensorHeader(name, code, tuple(tensor.shape), _bytes(tensor))
+
+
+def read_stored_bytes(name: str, stored: StoredTensor, reader: FileReader) -> Iterator[memoryview]:
+    """Yield the bytes of a stored tensor in parts, reusing one buffer."""
+    buffer = memoryview(bytearray(min(_COPY_BYTES, stored.stop - stored.start)))
+    for start in range(stored.start, stored.stop, _COPY_BYTES):
+        part = buffer[: stored.stop - start]
+        reader.read(name, stored.file, start, part)
+        yield part
+
+
+def split_for_copy(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the tensor in runs of rows small enough to be copied, or as it is if no copy is needed."""
+    if tensor.device.type == "cpu" and tensor.is_contiguous():
+        yield tensor
+        return
+    rows = max(1, _COPY_BYTES * len(tensor) // max(1, tensor.nbytes))
+    yield from tensor.split(rows)

@@ -1,0 +1,178 @@
+"""Save plan: the files and tensors of a model's Hugging Face folder, known before any tensor is gathered or written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from miles.core.errors import CheckpointError
+from miles.models.checkpoint import load, param_map
+from miles.models.checkpoint.param_slices import HfSlice
+from miles.models.checkpoint.safetensors_io import (
+    INDEX,
+    WEIGHTS,
+    StoredTensor,
+    TensorHeader,
+    copy_tokenizer_files,
+    read_config,
+    stored_tensors,
+    write_json,
+)
+from miles.models.checkpoint.tensor_sources import read_quant_config
+from miles.models.decoder import Decoder
+from miles.models.families import config_from_spec, spec_from_config
+from miles.models.families.registry import find_family
+from miles.models.spec import DecoderSpec
+
+CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in load.DTYPES.items()} | {
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+"""Safetensors' names of torch dtypes."""
+
+DTYPES = {code: dtype for dtype, code in CODES.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveUnit:
+    """A full decoder parameter: name, shape, dtype on disk, and the Hugging Face tensors it is written as."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[HfSlice, ...]
+
+    def headers(self) -> tuple[TensorHeader, ...]:
+        """Return the headers of the tensors on disk, in order."""
+        size = self.dtype.itemsize
+        return tuple(TensorHeader(p.hf_name, CODES[self.dtype], p.shape, prod(p.shape) * size) for p in self.pieces)
+
+    def views(self, param: Tensor) -> list[Tensor]:
+        """Return the tensors that ``headers`` describes from the parameter, which may have a wider dtype."""
+        narrow = param.detach().to(self.dtype)
+        return [piece.view(narrow) for piece in self.pieces]
+
+
+def single_tensor_unit(name: str, tensor: Tensor) -> SaveUnit:
+    """Build the unit of a tensor with the same name and shape on disk."""
+    shape = tuple(tensor.shape)
+    return SaveUnit(name=name, shape=shape, dtype=tensor.dtype, pieces=(HfSlice(name, shape, 0, shape[0]),))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavePlan:
+    """The folder: ``units`` and ``extra_tensors`` are its weights, ``extra_files`` are further small safetensors files.
+
+    ``extra_tensors`` are stored in ``like`` and not part of the model; ``config`` is the content of config.json, and
+    ``json_files`` that of other JSON files by path.
+    """
+
+    units: tuple[SaveUnit, ...]
+    config: Mapping[str, Any]
+    extra_tensors: tuple[tuple[str, StoredTensor], ...] = ()
+    extra_files: Mapping[str, tuple[SaveUnit, ...]]
+    like: Path | None = None
+    json_files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
+
+    def full_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the unsharded shape of every parameter."""
+        every = [*self.units, *(unit for units in self.extra_files.values() for unit in units)]
+        return {unit.name: unit.shape for unit in every}
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Return the dtype of every parameter on disk."""
+        every = [*self.units, *(unit for units in self.extra_files.values() for unit in units)]
+        return {unit.name: unit.dtype for unit in every}
+
+    def write_metadata(self, folder: Path) -> None:
+        """Write everything except tensors: tokenizer files of ``like``, and ``config.json`` last."""
+        if self.like is not None:
+            copy_tokenizer_files(self.like, folder)
+        for path, content in self.json_files.items():
+            (folder / path).parent.mkdir(exist_ok=True)
+            write_json(folder / path, content)
+        write_json(folder / "config.json", self.config)
+
+
+def plan_save(
+    spec: DecoderSpec,
+    *,
+    dtype: torch.dtype,
+    like: Path | str | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> SavePlan:
+    """Plan the folder of a decoder of ``spec`` in ``dtype``; parameters that are always float32 stay so.
+
+    The config is the one given, else that of ``like``, else built from the spec.
+    """
+    return _build_plan(Decoder(spec, device="meta", dtype=dtype), dtype, like, config)
+
+
+def plan_decoder_save(
+    decoder: Decoder, *, like: Path | str | None = None, config: Mapping[str, Any] | None = None
+) -> SavePlan:
+    """Plan the folder of an existing decoder, in the dtypes it has."""
+    return _build_plan(decoder, decoder.head().dtype, like, config)
+
+
+def _build_plan(
+    decoder: Decoder, dtype: torch.dtype, like: Path | str | None, config: Mapping[str, Any] | None
+) -> SavePlan:
+    spec, parameters = decoder.spec, dict(decoder.named_parameters())
+    config_json = dict(config or (config_from_spec(spec) if like is None else read_config(like)))
+    if _weights_spec(spec_from_config(config_json)) != _weights_spec(spec):
+        raise CheckpointError(
+            "The config to be written describes another model than the weights; check the config that is passed."
+        )
+    units = tuple(
+        SaveUnit(name=name, shape=param_map.param_shape(pieces), dtype=parameters[name].dtype, pieces=pieces)
+        for name, pieces in param_map.build_param_map(spec).items()
+    )
+    return SavePlan(
+        units=units,
+        config=_config_for_dtype(config_json, dtype),
+        extra_tensors=tuple(_unused_tensors(spec, like)),
+        extra_files={},
+        like=None if like is None else Path(like),
+    )
+
+
+def _config_for_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Return the config with the current dtype and without quantization keys."""
+    removed = ("torch_dtype", "quantization_config", "compression_config")
+    config_json = {key: value for key, value in config.items() if key not in removed}
+    if isinstance(config_json.get("text_config"), Mapping):
+        config_json["text_config"] = _config_for_dtype(config_json["text_config"], dtype)
+    return config_json | {"dtype": str(dtype).removeprefix("torch.")}
+
+
+def _weights_spec(spec: DecoderSpec) -> DecoderSpec:
+    """Return the spec without fields that do not affect the weights: context length and EOS tokens."""
+    return replace(spec, eos_token_ids=(), max_positions=0)
+
+
+def _unused_tensors(spec: DecoderSpec, like: Path | str | None) -> list[tuple[str, StoredTensor]]:
+    """List the tensors of ``like`` that this decoder does not use but that are to be copied."""
+    if like is None or not any((Path(like) / name).exists() for name in (WEIGHTS, INDEX)):
+        return []
+    if read_quant_config(read_config(like)) is not None:
+        return []
+    own = {piece.hf_name for pieces in param_map.build_param_map(spec).values() for piece in pieces}
+    own |= set(param_map.stacked_expert_names(spec).values())
+    is_unused = find_family(spec.family).is_unused
+    return [
+        (name, stored) for name, stored in stored_tensors(like).items() if name not in own and is_unused(spec, name)
+    ]

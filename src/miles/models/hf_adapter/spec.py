@@ -1,0 +1,115 @@
+"""Spec of a model run by transformers, from its config and tensor headers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from miles.core.errors import UsageError
+from miles.models.checkpoint.safetensors_io import StoredTensor, stored_tensors
+from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec
+
+# Names that configs have for one quantity, the usual one first.
+_VOCABULARY = ("vocab_size",)
+_HIDDEN = ("hidden_size", "n_embd", "d_model")
+_INNER = ("intermediate_size", "n_inner", "ffn_dim")
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+_KV_HEADS = ("num_key_value_heads",)
+_HEAD_DIM = ("head_dim",)
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
+
+# These rope types depend on the longest sequence of a batch beyond the original length, which rules out packing.
+_BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HfAdapterSpec(DecoderSpec):
+    """A model computed by transformers. ``layers`` describe its attention, from which the KV cache follows; the rest of
+    them is a guess.
+
+    Hidden states are multiplied by ``hidden_scale`` before the head. ``active`` counts the parameters used per token.
+    ``recurrent`` and ``moe`` are never set: recurrent models are rejected, and routing is internal to transformers.
+    """
+
+    architecture: str
+    parameters: int
+    active: int
+    hidden_scale: float = 1.0
+
+
+def build_hf_adapter_spec(config: Mapping[str, Any], folder: Path | str) -> HfAdapterSpec:
+    """Build the spec of the checkpoint in ``folder`` as far as its files tell; loading the model completes it."""
+    text: Mapping[str, Any] = config.get("text_config") or config
+    if config.get("quantization_config"):
+        raise UsageError(
+            "quantization_config of config.json says the weights are quantized; quantized weights cannot be trained."
+        )
+    heads = _size(text, _HEADS)
+    kv_heads = _size(text, _KV_HEADS, heads)
+    hidden = _size(text, _HIDDEN)
+    attention = AttentionSpec(
+        num_heads=heads,
+        num_kv_heads=kv_heads if heads % kv_heads == 0 else heads,
+        head_dim=_size(text, _HEAD_DIM, max(1, hidden // heads)),
+        rope=None,
+    )
+    stored = stored_tensors(folder)
+    total, active = _parameters(text, stored)
+    architectures = config.get("architectures") or (config.get("model_type"),)
+    return HfAdapterSpec(
+        family=str(config.get("model_type")),
+        architecture=str(architectures[0]),
+        vocab_size=_size(text, _VOCABULARY),
+        hidden_size=hidden,
+        norm_eps=0.0,
+        layers=(LayerSpec(mixer=attention, ffn=MlpSpec(size=_size(text, _INNER, 4 * hidden))),) * _size(text, _LAYERS),
+        tie_embeddings=not any(name.endswith(("lm_head.weight", "embed_out.weight")) for name in stored),
+        max_positions=_positions(text),
+        eos_token_ids=_eos_token_ids(config, text),
+        parameters=total,
+        active=active,
+    )
+
+
+def _size(config: Mapping[str, Any], keys: tuple[str, ...], default: int | None = None) -> int:
+    for key in keys:
+        value = config.get(key)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    if default is not None:
+        return default
+    raise UsageError(f"config.json has no {keys[0]} (a positive integer); add it.")
+
+
+def _positions(config: Mapping[str, Any]) -> int:
+    """Return the context length up to which RoPE frequencies do not depend on the batch."""
+    longest = _size(config, _POSITIONS)
+    groups: list[Mapping[str, Any]] = [
+        group for key in ("rope_scaling", "rope_parameters") if isinstance(group := config.get(key), Mapping)
+    ]
+    groups += [inner for group in groups for inner in group.values() if isinstance(inner, Mapping)]
+    for group in groups:
+        if (group.get("rope_type") or group.get("type")) in _BATCH_DEPENDENT_ROPE:
+            key = "original_max_position_embeddings"
+            longest = min(longest, _size(group, (key,), _size(config, (key,), longest)))
+    return longest
+
+
+def _eos_token_ids(*configs: Mapping[str, Any]) -> tuple[int, ...]:
+    value = next((c["eos_token_id"] for c in configs if c.get("eos_token_id") is not None), ())
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _parameters(config: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> tuple[int, int]:
+    """Count all parameters, and those used per token."""
+    sizes = {name: prod(tensor.shape) for name, tensor in stored.items()}
+    total = sum(sizes.values())
+    experts = _size(config, _EXPERTS, 1)
+    routed = sum(size for name, size in sizes.items() if ".experts." in name)
+    return total, total - routed + routed * min(experts, _size(config, _PER_TOKEN, experts)) // experts

@@ -1,0 +1,171 @@
+"""Grouped-query attention; keys and values are cached by the attention backend that is passed in.
+
+Shapes: T tokens, D hidden, H query heads, G key-value heads, N = H + G, d head_dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from miles.kernels.attention.gpu_backend import TritonAttentionBackend
+from miles.kernels.batch_invariant import qk_norm_rope as invariant_qk
+from miles.kernels.batch_invariant import rms_norm as invariant_norm
+from miles.kernels.batch_invariant.activation import sigmoid
+from miles.kernels.fused.qk_norm_rope import QKNormRopeParams, QKVShape, qk_norm_rope_training
+from miles.kernels.numerics import Numerics
+from miles.kernels.runtime.triton_compat import use_triton, use_triton_training
+from miles.models.layers.attention_backend import AttentionBackend, AttentionInputs, AttentionParams
+from miles.models.layers.linear import Linear
+from miles.models.layers.norm import RMSNorm
+from miles.models.layers.rope import Positions, apply_rotary
+from miles.models.spec import AttentionSpec, DecoderSpec
+
+
+class Attention(nn.Module):
+    """Project, apply QK-norm if the family has one, apply RoPE, attend, project back."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        model: DecoderSpec,
+        layer: int,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        numerics: Numerics,
+    ) -> None:
+        super().__init__()
+        self.layer = layer
+        self.spec = spec
+        self.eps = model.norm_eps
+        self.numerics = numerics
+        scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
+        self.params = AttentionParams(scale=scale, window=spec.window, chunk=spec.chunk, softcap=spec.softcap)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype, "numerics": numerics}
+        queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        width = queries * (2 if spec.gated else 1) + 2 * keys
+        self.qkv = Linear(model.hidden_size, width, bias=spec.qkv_bias, **factory)
+        self.output = Linear(queries, model.hidden_size, bias=spec.output_bias, **factory)
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if spec.qk_norm in ("head", "all"):
+            sizes = (spec.head_dim, spec.head_dim) if spec.qk_norm == "head" else (queries, keys)
+            norms = (RMSNorm(n, model.norm_eps, offset=model.norm_offset, **factory) for n in sizes)
+            self.q_norm, self.k_norm = norms
+        self.sinks = nn.Parameter(torch.empty(spec.num_heads, device=device, dtype=dtype)) if spec.sinks else None
+        # The fused kernel covers QK-norm per head and RoPE; nothing else may be between projection and attention.
+        self._fusable = not spec.gated and spec.qk_norm in ("none", "head") and spec.temperature is None
+
+    def forward(self, x_TD: Tensor, positions: Positions, attn_backend: AttentionBackend) -> Tensor:
+        if (
+            self._fusable
+            and isinstance(attn_backend, TritonAttentionBackend)
+            and (heads := self._qk_norm_rope_params(positions)) is not None
+        ):
+            return self.output(attn_backend.forward_qkv(self.layer, self.qkv(x_TD), heads, self.params, self.sinks))
+        if self._fusable and (use_triton(x_TD) if self.numerics.batch_invariant else use_triton_training(x_TD)):
+            return self.output(self._fused_attention(x_TD, positions, attn_backend).flatten(1))
+        gate_THd, qk_TNd, v_TGd = self._project(x_TD)
+        qk_TNd = self._normalise(qk_TNd)
+        rope = self.spec.rope
+        if rope is not None:
+            cos_sin = positions.cos_sin(rope, self.spec.head_dim)
+            qk_TNd = apply_rotary(qk_TNd, cos_sin, interleaved=rope.interleaved, numerics=self.numerics)
+        if self.spec.qk_norm == "unit":
+            qk_TNd = self._unit_norm(qk_TNd)
+        q_THd, k_TGd = qk_TNd.split((self.spec.num_heads, self.spec.num_kv_heads), dim=1)
+        if self.spec.temperature is not None:
+            q_THd = (q_THd * positions.temperature(*self.spec.temperature)).to(q_THd.dtype)
+        out_THd = attn_backend(self.layer, AttentionInputs(q_THd, k_TGd, v_TGd, self.params, self.sinks))
+        if gate_THd is not None:
+            out_THd = out_THd * (sigmoid(gate_THd) if self.numerics.batch_invariant else gate_THd.sigmoid())
+        return self.output(out_THd.flatten(1))
+
+    def _fused_attention(self, x_TD: Tensor, positions: Positions, attn_backend: AttentionBackend) -> Tensor:
+        """Attention in training: one fused kernel from the projection to the heads, and one for its backward."""
+        spec, rope = self.spec, self.spec.rope
+        shape = QKVShape(
+            heads=spec.num_heads,
+            kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            interleaved=rope is not None and rope.interleaved,
+            eps=self.eps,
+            offset=0.0 if self.q_norm is None else self.q_norm.offset,
+        )
+        weights = (
+            (None, None) if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
+        )
+        if self.numerics.batch_invariant:
+            cos_sin = self._cos_sin_table(positions)
+            q_THd, k_TGd, v_TGd = invariant_qk.qk_norm_rope(self.qkv(x_TD), *cos_sin, *weights, shape)
+        else:
+            cos_sin_T2r = None if rope is None else positions.cos_sin(rope, spec.head_dim)
+            q_THd, k_TGd, v_TGd = qk_norm_rope_training(self.qkv(x_TD), cos_sin_T2r, *weights, shape)
+        return attn_backend(self.layer, AttentionInputs(q_THd, k_TGd, v_TGd, self.params, self.sinks))
+
+    def _qk_norm_rope_params(self, positions: Positions) -> QKNormRopeParams | None:
+        """Return the arguments of the fused QK-norm + RoPE kernel; None if it does not apply."""
+        spec = self.spec
+        rotation, positions_T = self._cos_sin_table(positions)
+        if spec.rope is not None and positions_T is None and not self.numerics.batch_invariant:
+            return None
+        return QKNormRopeParams(
+            heads=spec.num_heads,
+            kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            rotation=rotation,
+            positions_T=positions_T,
+            interleaved=spec.rope is not None and spec.rope.interleaved,
+            q_weight_d=None if self.q_norm is None else self.q_norm.weight,
+            k_weight_d=None if self.k_norm is None else self.k_norm.weight,
+            eps=self.eps,
+            offset=0.0 if self.q_norm is None else self.q_norm.offset,
+        )
+
+    def _cos_sin_table(self, positions: Positions) -> tuple[Tensor | None, Tensor | None]:
+        """Return a cos/sin table and the positions to look up; or cos/sin for every token, and None."""
+        rope, dim = self.spec.rope, self.spec.head_dim
+        if rope is None:
+            return None, positions.positions_T
+        cache_P2d = positions.cos_sin_cache(rope, dim)
+        return (
+            (positions.cos_sin(rope, dim).contiguous(), None)
+            if cache_P2d is None
+            else (cache_P2d, positions.positions_T)
+        )
+
+    def _unit_norm(self, qk_TNd: Tensor) -> Tensor:
+        if self.numerics.batch_invariant:
+            return invariant_norm.rms_norm(qk_TNd, None, self.eps)
+        return F.rms_norm(qk_TNd, (self.spec.head_dim,), None, self.eps)
+
+    def _project(self, x_TD: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Return gates (if gated), queries and keys side by side, and values."""
+        num_q, num_k, d = self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim
+        qkv_TNd = self.qkv(x_TD).unflatten(-1, (-1, d))
+        if not self.spec.gated:
+            qk_TNd, v_TGd = qkv_TNd.split((num_q + num_k, num_k), dim=1)
+            return None, qk_TNd, v_TGd
+        q_THd, gate_THd = qkv_TNd[:, : 2 * num_q].unflatten(1, (num_q, 2)).unbind(2)
+        k_TGd, v_TGd = qkv_TNd[:, 2 * num_q :].split((num_k, num_k), dim=1)
+        return gate_THd, torch.cat((q_THd, k_TGd), 1), v_TGd
+
+    def _normalise(self, qk_TNd: Tensor) -> Tensor:
+        if self.q_norm is None or self.k_norm is None:
+            return qk_TNd
+        num_q, num_k = self.spec.num_heads, self.spec.num_kv_heads
+        if self.spec.qk_norm == "all":
+            q_THd, k_TGd = qk_TNd.split((num_q, num_k), dim=1)
+            q_THd = self.q_norm(q_THd.flatten(1)).view(q_THd.shape)
+            return torch.cat((q_THd, self.k_norm(k_TGd.flatten(1)).view(k_TGd.shape)), 1)
+        if self.numerics.batch_invariant:
+            q_THd, k_TGd = qk_TNd.split((num_q, num_k), dim=1)
+            return torch.cat((self.q_norm(q_THd), self.k_norm(k_TGd)), 1)
+        # Queries and keys in one pass: for small models the number of kernel launches dominates.
+        scale_Nd = torch.cat((self.q_norm.scale().expand(num_q, -1), self.k_norm.scale().expand(num_k, -1)))
+        wide_TNd = qk_TNd.to(torch.promote_types(qk_TNd.dtype, scale_Nd.dtype))
+        return (F.rms_norm(wide_TNd, self.q_norm.shape, None, self.eps) * scale_Nd).to(qk_TNd.dtype)

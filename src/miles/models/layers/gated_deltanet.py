@@ -1,0 +1,106 @@
+"""Gated DeltaNet layer: its past is one matrix per head, not a list of tokens.
+
+Shapes: T tokens, D hidden, G key heads, H value heads, k channels of a key, v of a value, C = 2Gk + Hv convolved
+channels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from miles.kernels.linear_attention.causal_conv1d import causal_conv1d
+from miles.kernels.linear_attention.gated_delta_rule import gated_delta_rule
+from miles.kernels.numerics import Numerics
+from miles.models.layers.attention_backend import AttentionBackend
+from miles.models.layers.linear import Linear
+from miles.models.layers.norm import RMSNorm
+from miles.models.layers.rope import Positions
+from miles.models.spec import DecoderSpec, GatedDeltaNetSpec
+
+# Avoids division by zero for all-zero keys; part of the architecture.
+_UNIT_EPS = 1e-6
+
+
+class GatedDeltaNet(nn.Module):
+    """Project, convolve, apply the gated delta rule, normalize and gate the output, project back."""
+
+    def __init__(
+        self,
+        spec: GatedDeltaNetSpec,
+        model: DecoderSpec,
+        layer: int,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        numerics: Numerics,
+    ) -> None:
+        super().__init__()
+        self.layer, self.spec = layer, spec
+        factory = {"device": device, "dtype": dtype}
+        layer_factory: dict[str, Any] = {**factory, "numerics": numerics}
+        keys, values = spec.key_heads * spec.key_dim, spec.value_heads * spec.value_dim
+        self.sizes = (keys, keys, values)
+        self.qkvz = Linear(model.hidden_size, sum(self.sizes) + values, bias=False, **layer_factory)
+        self.ba = Linear(model.hidden_size, 2 * spec.value_heads, bias=False, **layer_factory)
+        self.conv = nn.Parameter(torch.empty(sum(self.sizes), 1, spec.kernel, **factory))
+        self.dt_bias = nn.Parameter(torch.empty(spec.value_heads, **factory))
+        self.A_log = nn.Parameter(torch.empty(spec.value_heads, **factory))
+        self.norm = RMSNorm(spec.value_dim, model.norm_eps, **layer_factory)
+        self.output = Linear(values, model.hidden_size, bias=False, **layer_factory)
+
+    def forward(self, x_TD: Tensor, positions: Positions, attn_backend: AttentionBackend) -> Tensor:
+        recurrent = attn_backend.recurrent_state(self.layer)
+        inputs, state = (None, None) if recurrent.state is None else recurrent.state
+        qkv_TC, z_THv, b_TH, a_TH = self._project(x_TD)
+        qkv_TC, inputs = causal_conv1d(qkv_TC, self.conv.squeeze(1), None, recurrent.lengths, inputs)
+        q_TX, k_TX, v_TX = F.silu(qkv_TC).split(self.sizes, dim=-1)
+        q_TGk, k_TGk = (_normalize(x.unflatten(-1, (-1, self.spec.key_dim))) for x in (q_TX, k_TX))
+        out_THv, state = gated_delta_rule(
+            q_TGk * self.spec.key_dim**-0.5,
+            k_TGk,
+            v_TX.unflatten(-1, (-1, self.spec.value_dim)),
+            self._log_decay(a_TH),
+            b_TH.sigmoid(),
+            recurrent.lengths,
+            state,
+        )
+        if inputs is not None and state is not None:
+            recurrent.update((inputs, state))
+        return self.output(self._gate(out_THv, z_THv).flatten(1))
+
+    def _project(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return queries, keys and values side by side, gates, betas before the sigmoid, time steps before the
+        softplus.
+        """
+        spec = self.spec
+        qkvz, ba = self.qkvz(x_TD), self.ba(x_TD)
+        if not spec.fused:
+            qkv_TC, z_TX = qkvz.split((sum(self.sizes), self.sizes[-1]), dim=-1)
+            b_TH, a_TH = ba.chunk(2, dim=-1)
+            return qkv_TC, z_TX.unflatten(-1, (-1, spec.value_dim)), b_TH, a_TH
+        share = spec.value_heads // spec.key_heads
+        sizes = (spec.key_dim, spec.key_dim, share * spec.value_dim, share * spec.value_dim)
+        q, k, v, z = qkvz.unflatten(-1, (spec.key_heads, -1)).split(sizes, dim=-1)
+        b, a = ba.unflatten(-1, (spec.key_heads, 2, share)).unbind(2)
+        qkv_TC = torch.cat([x.flatten(1) for x in (q, k, v)], -1)
+        return qkv_TC, z.flatten(1).unflatten(-1, (-1, spec.value_dim)), b.flatten(1), a.flatten(1)
+
+    def _log_decay(self, a_TH: Tensor) -> Tensor:
+        """Compute the logarithm of the state decay of each token, in float32 because it is exponentiated again."""
+        wide = torch.promote_types(a_TH.dtype, torch.float32)
+        return -self.A_log.to(wide).exp() * F.softplus(a_TH.to(wide) + self.dt_bias.to(wide))
+
+    def _gate(self, out_THv: Tensor, z_THv: Tensor) -> Tensor:
+        wide = torch.promote_types(z_THv.dtype, torch.float32)
+        normed_THv = F.rms_norm(out_THv.to(wide), self.norm.shape, self.norm.weight.to(wide), self.norm.eps)
+        return (normed_THv * F.silu(z_THv.to(wide))).to(z_THv.dtype)
+
+
+def _normalize(x_TGk: Tensor) -> Tensor:
+    """L2-normalize each head's vector, in float32."""
+    x_TGk = x_TGk.to(torch.promote_types(x_TGk.dtype, torch.float32))
+    return x_TGk * torch.rsqrt(x_TGk.square().sum(-1, keepdim=True) + _UNIT_EPS)

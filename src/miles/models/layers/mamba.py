@@ -1,0 +1,81 @@
+"""Mamba-2 layer: its past is one state matrix per head, not a list of tokens.
+
+Shapes: T tokens, D hidden, H heads, p channels of a head, I = Hp, G groups, n channels of the state, C = I + 2Gn
+convolved channels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from miles.kernels.linear_attention.causal_conv1d import causal_conv1d
+from miles.kernels.linear_attention.mamba2_ssd import mamba2_ssd
+from miles.kernels.numerics import Numerics
+from miles.models.layers.attention_backend import AttentionBackend
+from miles.models.layers.linear import Linear
+from miles.models.layers.norm import RMSNorm
+from miles.models.layers.rope import Positions
+from miles.models.spec import DecoderSpec, MambaSpec
+
+
+class Mamba2(nn.Module):
+    """Project, convolve, run the SSD scan, gate and normalize the output, project back."""
+
+    def __init__(
+        self,
+        spec: MambaSpec,
+        model: DecoderSpec,
+        layer: int,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        numerics: Numerics,
+    ) -> None:
+        super().__init__()
+        self.layer, self.spec = layer, spec
+        factory = {"device": device, "dtype": dtype}
+        layer_factory: dict[str, Any] = {**factory, "numerics": numerics}
+        inner, both = spec.num_heads * spec.head_dim, spec.groups * spec.state_dim
+        self.sizes = (inner, both, both)
+        channels = sum(self.sizes)
+        self.input = Linear(model.hidden_size, inner + channels + spec.num_heads, bias=spec.bias, **layer_factory)
+        self.conv = nn.Parameter(torch.empty(channels, 1, spec.kernel, **factory))
+        self.conv_bias = nn.Parameter(torch.empty(channels, **factory)) if spec.conv_bias else None
+        self.dt_bias = nn.Parameter(torch.empty(spec.num_heads, **factory))
+        self.A_log = nn.Parameter(torch.empty(spec.num_heads, **factory))
+        self.skip = nn.Parameter(torch.empty(spec.num_heads, **factory))
+        self.norm = RMSNorm(inner, model.norm_eps, **layer_factory)
+        self.output = Linear(inner, model.hidden_size, bias=spec.bias, **layer_factory)
+
+    def forward(self, x_TD: Tensor, positions: Positions, attn_backend: AttentionBackend) -> Tensor:
+        recurrent = attn_backend.recurrent_state(self.layer)
+        inputs, state = (None, None) if recurrent.state is None else recurrent.state
+        spec, wide = self.spec, torch.promote_types(x_TD.dtype, torch.float32)
+        z_TI, xbc_TC, dt_TH = self.input(x_TD).split((self.sizes[0], sum(self.sizes), spec.num_heads), dim=-1)
+        xbc_TC, inputs = causal_conv1d(xbc_TC, self.conv.squeeze(1), self.conv_bias, recurrent.lengths, inputs)
+        x_TI, b_TX, c_TX = F.silu(xbc_TC).split(self.sizes, dim=-1)
+        dt_TH = F.softplus(dt_TH.to(wide) + self.dt_bias.to(wide)).clamp(*spec.step_limit)
+        y_THp, state = mamba2_ssd(
+            x_TI.unflatten(-1, (-1, spec.head_dim)),
+            dt_TH,
+            -self.A_log.to(wide).exp(),
+            b_TX.unflatten(-1, (-1, spec.state_dim)),
+            c_TX.unflatten(-1, (-1, spec.state_dim)),
+            self.skip,
+            recurrent.lengths,
+            state,
+        )
+        if inputs is not None and state is not None:
+            recurrent.update((inputs, state))
+        return self.output(self._gate(y_THp.flatten(1), z_TI))
+
+    def _gate(self, y_TI: Tensor, z_TI: Tensor) -> Tensor:
+        """Gate first, then normalize within each group."""
+        wide = torch.promote_types(z_TI.dtype, torch.float32)
+        gated_TGi = (y_TI.to(wide) * F.silu(z_TI.to(wide))).unflatten(-1, (self.spec.groups, -1))
+        normed_TI = F.rms_norm(gated_TGi, gated_TGi.shape[-1:], None, self.norm.eps).flatten(-2)
+        return (normed_TI * self.norm.weight.to(wide)).to(z_TI.dtype)

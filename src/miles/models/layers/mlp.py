@@ -1,0 +1,55 @@
+"""MLP of a layer, also used as the shared expert of MoE layers.
+
+Shapes: T tokens, D hidden, I intermediate.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from miles.kernels.batch_invariant.activation import gated_activation as exact_gate
+from miles.kernels.batch_invariant.activation import ungated_activation
+from miles.kernels.fused.activation import apply_activation, gated_activation
+from miles.kernels.fused.gemv import gated_linear
+from miles.kernels.numerics import Numerics
+from miles.models.layers.linear import Linear
+from miles.models.spec import Activation, MlpSpec
+
+
+class Mlp(nn.Module):
+    """Up projection, activation, down projection; if gated, gate and up are one projection."""
+
+    def __init__(
+        self, width: int, spec: MlpSpec, *, device: torch.device | str, dtype: torch.dtype, numerics: Numerics
+    ) -> None:
+        super().__init__()
+        self.activation: Activation = spec.activation
+        self.numerics = numerics
+        factory: dict[str, Any] = {"bias": spec.bias, "device": device, "dtype": dtype, "numerics": numerics}
+        self.gate_up: Linear | None = None
+        self.up: Linear | None = None
+        if spec.gated:
+            self.gate_up = Linear(width, 2 * spec.size, **factory)
+        else:
+            self.up = Linear(width, spec.size, **factory)
+        self.down = Linear(spec.size, width, **factory)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        if self.gate_up is not None and self.gate_up.adapter is not None:
+            inner_T2I = self.gate_up(x_TD)
+            return self.down(
+                exact_gate(inner_T2I, self.activation)
+                if self.numerics.batch_invariant
+                else gated_activation(inner_T2I, self.activation)
+            )
+        if self.gate_up is not None:
+            gate_up = self.gate_up
+            return self.down(gated_linear(x_TD, gate_up.weight, gate_up.bias, self.activation, numerics=self.numerics))
+        assert self.up is not None
+        up_TI = self.up(x_TD)
+        if self.numerics.batch_invariant:
+            return self.down(ungated_activation(up_TI, self.activation))
+        return self.down(apply_activation(up_TI, None, self.activation))

@@ -1,0 +1,224 @@
+"""Mixture of experts: router in float32, fused expert computation, and recording or replay of the routed experts.
+
+Shapes: T tokens, D hidden, I intermediate, E experts, k experts per token, R = T * k rows, L MoE layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from miles.kernels.batch_invariant import topk_router as invariant_router
+from miles.kernels.batch_invariant.activation import sigmoid
+from miles.kernels.fused.gemv import linear
+from miles.kernels.moe.fused_moe import moe_forward
+from miles.kernels.moe.grouped_gemm import ExpertExchange
+from miles.kernels.moe.topk_router import route_topk
+from miles.kernels.numerics import Numerics
+from miles.kernels.runtime.triton_compat import use_triton, use_triton_inference
+from miles.models.layers.linear import Linear
+from miles.models.layers.mlp import Mlp
+from miles.models.spec import MoeSpec
+
+# Avoids 0 / 0 for the weights of replayed experts with zero router probability.
+_TINY = 1e-20
+
+
+def _topk_indices(scores: Tensor, count: int) -> Tensor:
+    return scores.topk(count, dim=-1).indices
+
+
+@dataclass(slots=True, kw_only=True)
+class Routing:
+    """The routed experts of one forward; use a new object for each forward.
+
+    ``replay_TLk`` are experts to use in place of the router's selection, L counting MoE layers in ascending order; a
+    token with a negative entry in a layer keeps the router's selection there. With ``record``, ``recorded`` receives
+    one integer tensor [T, k] per MoE layer, in order. ``load_LE``, if given, is incremented by how often each expert
+    was selected.
+    """
+
+    replay_TLk: Tensor | None = None
+    record: bool = False
+    recorded: list[Tensor] = field(default_factory=list)
+    load_LE: Tensor | None = None
+    counted: set[int] = field(default_factory=set)
+
+    def choose(self, slot: int, own_Tk: Tensor) -> Tensor:
+        """Return the experts to use in the ``slot``-th MoE layer, given the router's own selection."""
+        experts_Tk = own_Tk
+        if self.replay_TLk is not None:
+            replayed_Tk = self.replay_TLk[:, slot].to(own_Tk.dtype)
+            experts_Tk = torch.where((replayed_Tk >= 0).all(-1, keepdim=True), replayed_Tk, own_Tk)
+        # A checkpointed layer runs again in backward, when its slot is already filled.
+        if self.record and len(self.recorded) == slot:
+            self.recorded.append(experts_Tk.detach())
+        if self.load_LE is not None and slot not in self.counted:
+            self.counted.add(slot)
+            choices_R = experts_Tk.flatten()
+            self.load_LE[slot].scatter_add_(0, choices_R, torch.ones_like(choices_R))
+        return experts_Tk
+
+
+def imbalance(load_LE: Tensor) -> Tensor:
+    """Compute the load of the busiest expert over the mean load, averaged over the layers; 1 is balanced.
+
+    ``load_LE`` is ``Routing.load_LE`` summed over all ranks that have tokens.
+    """
+    load_LE = load_LE.to(torch.float64)
+    return (load_LE.amax(1) / load_LE.mean(1).clamp(min=torch.finfo(load_LE.dtype).tiny)).mean()
+
+
+class MoeMlp(nn.Module):
+    """A router and its stacked experts: ``gate_up`` [E, 2I, D] (``up`` [E, I, D] if not gated), ``down`` [E, D, I].
+
+    ``slot`` is the index among MoE layers. With an ``exchange`` (expert parallelism), E in the stacked tensors is the
+    number of this rank's experts; the router scores all ranks' experts.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        spec: MoeSpec,
+        slot: int,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        numerics: Numerics,
+    ) -> None:
+        super().__init__()
+        self.slot = slot
+        self.spec = spec
+        self.numerics = numerics
+        self.exchange: ExpertExchange | None = None
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        layer_factory: dict[str, Any] = {**factory, "numerics": numerics}
+        inner, count = spec.latent or width, spec.num_experts
+        rows = 2 * spec.size if spec.gated else spec.size
+        self.router = Linear(width, count, bias=spec.router_bias, **layer_factory)
+        self.correction: nn.Parameter | None = None
+        if spec.correction:
+            # It follows the load of the experts, not a gradient, and must stay in float32.
+            self.correction = nn.Parameter(torch.empty(count, device=device, dtype=torch.float32), requires_grad=False)
+        # A plain softmax top-k router is one fused kernel.
+        self._fused_router = spec.score == "softmax" and not (spec.wide_router or spec.correction) and spec.groups == 1
+        first = nn.Parameter(torch.empty(count, rows, inner, **factory))
+        self.gate_up, self.up = (first, None) if spec.gated else (None, first)
+        self.down = nn.Parameter(torch.empty(count, inner, spec.size, **factory))
+        assert spec.gated or not spec.expert_bias, "ungated experts have no bias"
+        self.gate_up_bias = nn.Parameter(torch.empty(count, rows, **factory)) if spec.expert_bias else None
+        self.down_bias = nn.Parameter(torch.empty(count, inner, **factory)) if spec.expert_bias else None
+        self.into = Linear(width, inner, bias=spec.latent_bias, **layer_factory) if spec.latent else None
+        self.outof = Linear(inner, width, bias=spec.latent_bias, **layer_factory) if spec.latent else None
+        self.shared = Mlp(width, spec.shared, **layer_factory) if spec.shared else None
+        self.shared_gate = Linear(width, 1, bias=False, **layer_factory) if spec.shared_gate else None
+
+    def route(self, x_TD: Tensor, routing: Routing | None) -> tuple[Tensor, Tensor]:
+        """Return the weights of each token's experts, [T, k], and their indices; gradients flow through the weights."""
+        spec = self.spec
+        if self.numerics.batch_invariant:
+            return self._batch_invariant_route(x_TD, routing)
+        if self._fused_router and use_triton_inference(x_TD) and (routing is None or routing.replay_TLk is None):
+            weights_Tk, experts_Tk = route_topk(
+                self.router(x_TD),
+                spec.experts_per_token,
+                normalise=spec.norm_topk_prob,
+                scale=spec.scale,
+                dtype=x_TD.dtype,
+            )
+            return weights_Tk, experts_Tk if routing is None else routing.choose(self.slot, experts_Tk)
+        logits_TE, scores_TE = self._score(x_TD)
+        experts_Tk = self._select_experts(logits_TE.detach(), scores_TE.detach())
+        if routing is not None:
+            experts_Tk = routing.choose(self.slot, experts_Tk)
+        weights_Tk = scores_TE.gather(-1, experts_Tk)
+        if spec.norm_topk_prob:
+            weights_Tk = weights_Tk / (weights_Tk.sum(-1, keepdim=True) + _TINY)
+        if spec.scale != 1.0:
+            weights_Tk = weights_Tk * spec.scale
+        return weights_Tk.to(x_TD.dtype), experts_Tk
+
+    def _batch_invariant_route(self, x_TD: Tensor, routing: Routing | None) -> tuple[Tensor, Tensor]:
+        """``route`` with batch-invariant kernels: bitwise the same in engine and trainer."""
+        spec = self.spec
+        weighting: dict[str, Any] = {"normalise": spec.norm_topk_prob, "scale": spec.scale, "dtype": x_TD.dtype}
+        fp32 = torch.promote_types(x_TD.dtype, torch.float32)
+        if self._fused_router or (spec.score == "softmax" and not spec.wide_router):
+            logits_TE = self.router(x_TD)
+        else:
+            bias_E = None if self.router.bias is None else self.router.bias.to(fp32)
+            logits_TE = linear(x_TD.to(fp32), self.router.weight.to(fp32), bias_E, numerics=self.numerics)
+        if self._fused_router and use_triton(logits_TE):
+            weights_Tk, own_Tk = invariant_router.route_topk(logits_TE, spec.experts_per_token, **weighting)
+            experts_Tk = own_Tk if routing is None else routing.choose(self.slot, own_Tk)
+            if routing is not None and routing.replay_TLk is not None:
+                weights_Tk, _ = invariant_router.route_topk(
+                    logits_TE, spec.experts_per_token, **weighting, experts_Tk=experts_Tk
+                )
+            return weights_Tk, experts_Tk
+        scores_TE = invariant_router.compute_scores(logits_TE, spec.score)
+        experts_Tk = self._select_experts(logits_TE.detach(), scores_TE.detach(), top=invariant_router.stable_topk)
+        if routing is not None:
+            experts_Tk = routing.choose(self.slot, experts_Tk)
+        return invariant_router.compute_weights(scores_TE, experts_Tk, **weighting), experts_Tk
+
+    def _score(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the router logits and scores, in float32 at least."""
+        fp32 = torch.promote_types(x_TD.dtype, torch.float32)
+        if self.spec.score == "softmax" and not self.spec.wide_router:
+            logits_TE = self.router(x_TD)
+            return logits_TE, F.softmax(logits_TE, dim=-1, dtype=fp32)
+        bias_E = None if self.router.bias is None else self.router.bias.to(fp32)
+        logits_TE = F.linear(x_TD.to(fp32), self.router.weight.to(fp32), bias_E)
+        return logits_TE, logits_TE.softmax(-1) if self.spec.score == "softmax" else logits_TE.sigmoid()
+
+    def _select_experts(
+        self, logits_TE: Tensor, scores_TE: Tensor, top: Callable[[Tensor, int], Tensor] = _topk_indices
+    ) -> Tensor:
+        spec = self.spec
+        if self.correction is None and spec.groups == 1:
+            # The same order as the scores, but without ties where those saturate at 1 or 0.
+            return top(logits_TE, spec.experts_per_token)
+        if self.correction is not None:
+            scores_TE = scores_TE + self.correction
+        if spec.groups > 1:
+            groups_TgE = scores_TE.unflatten(-1, (spec.groups, -1))
+            tops = groups_TgE.gather(-1, top(groups_TgE, spec.group_top)).unbind(-1)
+            score_Tg = sum(tops[1:], start=tops[0])
+            selected_Tg = torch.zeros_like(score_Tg, dtype=torch.bool)
+            selected_Tg.scatter_(-1, top(score_Tg, spec.kept_groups), True)
+            scores_TE = groups_TgE.masked_fill(~selected_Tg.unsqueeze(-1), -torch.inf).flatten(-2)
+        return top(scores_TE, spec.experts_per_token)
+
+    def forward(self, x_TD: Tensor, routing: Routing | None) -> Tensor:
+        spec, first = self.spec, self.up if self.gate_up is None else self.gate_up
+        assert first is not None
+        weights_Tk, experts_Tk = self.route(x_TD, routing)
+        out_TD = moe_forward(
+            x_TD if self.into is None else self.into(x_TD),
+            weights_Tk,
+            experts_Tk,
+            first,
+            self.down,
+            activation=spec.activation,
+            numerics=self.numerics,
+            interleaved=spec.interleaved,
+            first_bias_EF=self.gate_up_bias,
+            down_bias_ED=self.down_bias,
+            weigh_input=spec.weigh_input,
+            exchange=self.exchange,
+        )
+        if self.outof is not None:
+            out_TD = self.outof(out_TD)
+        if self.shared is None:
+            return out_TD
+        shared_TD = self.shared(x_TD)
+        if self.shared_gate is not None:
+            gate_T1 = self.shared_gate(x_TD)
+            shared_TD = shared_TD * (sigmoid(gate_T1) if self.numerics.batch_invariant else gate_T1.sigmoid())
+        return out_TD + shared_TD

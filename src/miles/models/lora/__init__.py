@@ -1,0 +1,1 @@
+"""LoRA: adapters, their configuration, target modules (layer 1)."""

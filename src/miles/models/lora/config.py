@@ -1,0 +1,45 @@
+"""Options of LoRA adapters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from miles.config.option import option
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraConfig:
+    """Whether LoRA adapters are trained in place of the weights, and on which modules."""
+
+    lora_rank: int = option(
+        0,
+        "Rank of the LoRA adapters that are trained in place of the weights; 0 trains the weights, or the "
+        "adapters of --lora-adapter-path at their own rank.",
+        unit="N",
+        ge=0,
+    )
+    lora_alpha: float | None = option(
+        None,
+        "LoRA alpha: an adapter's product is scaled by alpha over rank; 16 by default, or that of --lora-adapter-path.",
+        gt=0,
+    )
+    lora_dropout: float = option(
+        0.0,
+        "Dropout of upstream's adapters; must be 0, as adapters here are merged into the weights.",
+        ge=0,
+        lt=1,
+    )
+    target_modules: str | None = option(
+        None,
+        "Projections with adapters, comma-separated: attn, mlp, or names as in the checkpoint, such as "
+        "q_proj; all-linear, the default, is attn and mlp.",
+    )
+    exclude_modules: str | None = option(None, "Projections to exclude from --target-modules, comma-separated.")
+    lora_adapter_path: str | None = option(
+        None, "Folder of a PEFT adapter to start from, instead of a new one.", path=True
+    )
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether adapters are trained, not the weights."""
+        return self.lora_rank > 0 or self.lora_adapter_path is not None

@@ -1,0 +1,397 @@
+"""Tensor-parallel sharding: the spec of each rank's decoder, and which part of each tensor it holds. No torch.
+
+A rank has some of the heads, some inner channels of every MLP and expert, and some rows of the vocabulary, so its
+tensors form an ordinary decoder of a smaller spec. The output of a mixer or feed-forward part on one rank is a partial
+sum; summed over the ranks it is the full decoder's. Norms, routers and MLA latents are replicated on every rank. Sizes
+that do not divide evenly are padded with zero rows, which add nothing; heads are never padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from miles.core.errors import UsageError
+from miles.models.hf_adapter.spec import HfAdapterSpec
+from miles.models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    FeedForward,
+    GatedDeltaNetSpec,
+    LayerSpec,
+    MambaSpec,
+    Mixer,
+    MlaSpec,
+    MlpSpec,
+    MoeSpec,
+)
+
+__all__ = [
+    "ReplicatedRows",
+    "ShardSegment",
+    "TpShard",
+    "check_tp_size",
+    "compute_tp_shards",
+    "gather_param",
+    "shard_param",
+    "shard_spec",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSegment:
+    """``units`` of ``rows`` rows each, distributed over the ranks in order.
+
+    If there are more ranks than units, units with ``repeat`` are replicated on neighbouring ranks; others are on the
+    first ranks only.
+    """
+
+    units: int
+    rows: int = 1
+    repeat: bool = False
+
+    def units_per_rank(self, world: int) -> int:
+        """Units per rank, padding included."""
+        return -(-self.units // world)
+
+    def bounds(self, rank: int, world: int) -> tuple[int, int]:
+        """Return the row range of a rank; shorter than its padded size where the rest is padding."""
+        if self.repeat and world > self.units:
+            first = rank * self.units // world
+            return first * self.rows, (first + 1) * self.rows
+        first = min(rank * self.units_per_rank(world), self.units)
+        return first * self.rows, min(first + self.units_per_rank(world), self.units) * self.rows
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicatedRows:
+    """Rows ``start`` to ``start + rows`` of a rank, which are one of ``units`` that neighbouring ranks share.
+
+    ``first`` says that no earlier rank has them.
+    """
+
+    start: int
+    rows: int
+    unit: int
+    units: int
+    first: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TpShard:
+    """How one tensor is sharded: dimension ``dim`` consists of ``segments``, and each rank has a part of each.
+
+    Without segments the tensor is replicated; with ``first_rank_only`` the first rank has it and the others have zeros,
+    for biases that must be added once. A replicated tensor inside a mixer or feed-forward part has ``partial_grad``:
+    its gradient is the sum over the ranks. ``stacked`` tensors have one expert per row of dimension 0.
+    """
+
+    dim: int = 0
+    segments: tuple[ShardSegment, ...] = ()
+    first_rank_only: bool = False
+    partial_grad: bool = False
+    stacked: bool = False
+
+    def shard(self, tensor: Any, rank: int, world: int) -> Any:
+        """Return the part of ``tensor`` that ``rank`` holds: contiguous, and a copy unless it is the full tensor."""
+        if self.first_rank_only and rank:
+            return tensor.new_zeros(tensor.shape)
+        if not self.segments or world == 1:
+            return tensor
+        size = sum(segment.units_per_rank(world) * segment.rows for segment in self.segments)
+        out = tensor.new_zeros((*tensor.shape[: self.dim], size, *tensor.shape[self.dim + 1 :]))
+        for full_start, rank_start, count in self._runs(rank, world):
+            out.narrow(self.dim, rank_start, count).copy_(tensor.narrow(self.dim, full_start, count))
+        return out
+
+    def gather(self, tensors: Sequence[Any]) -> Any:
+        """Return the full tensor from the ranks' parts, in order."""
+        first = tensors[0]
+        if not self.segments or len(tensors) == 1:
+            return first
+        size = sum(segment.units * segment.rows for segment in self.segments)
+        full = first.new_empty((*first.shape[: self.dim], size, *first.shape[self.dim + 1 :]))
+        for rank, tensor in enumerate(tensors):
+            for full_start, rank_start, count in self._runs(rank, len(tensors)):
+                full.narrow(self.dim, full_start, count).copy_(tensor.narrow(self.dim, rank_start, count))
+        return full
+
+    def replicated_rows(self, rank: int, world: int) -> list[ReplicatedRows]:
+        """Return the runs of rows along ``dim`` that other ranks hold too."""
+        out: list[ReplicatedRows] = []
+        here = 0
+        for segment in self.segments:
+            rows = segment.units_per_rank(world) * segment.rows
+            if segment.repeat and world > segment.units:
+                unit = rank * segment.units // world
+                first = rank == 0 or (rank - 1) * segment.units // world < unit
+                out.append(ReplicatedRows(start=here, rows=rows, unit=unit, units=segment.units, first=first))
+            here += rows
+        return out
+
+    def _runs(self, rank: int, world: int) -> Iterable[tuple[int, int, int]]:
+        """Yield where a run of rows starts in the full tensor and on the rank, and its length."""
+        there = here = 0
+        for segment in self.segments:
+            start, stop = segment.bounds(rank, world)
+            if stop > start:
+                yield there + start, here, stop - start
+            there, here = there + segment.units * segment.rows, here + segment.units_per_rank(world) * segment.rows
+
+
+_RESIDUAL = TpShard()  # on the residual stream, which is replicated
+_REPLICATED = TpShard(partial_grad=True)
+_FIRST_RANK = TpShard(first_rank_only=True)
+
+TpShards = dict[str, TpShard]
+
+
+def shard_param(spec: DecoderSpec, name: str, tensor: Any, rank: int, world: int) -> Any:
+    """Return the part of the full decoder's parameter ``name`` that ``rank`` of ``world`` holds."""
+    return compute_tp_shards(spec)[name].shard(tensor, rank, world)
+
+
+def gather_param(spec: DecoderSpec, name: str, tensors: Sequence[Any]) -> Any:
+    """Return the full decoder's parameter ``name`` from the ranks' parts: the inverse of ``shard_param``."""
+    return compute_tp_shards(spec)[name].gather(tensors)
+
+
+# -- the spec of a rank ---------------------------------------------------------------------
+
+
+def shard_spec(spec: DecoderSpec, world: int) -> DecoderSpec:
+    """Return the spec of each rank's decoder; UsageError if the model cannot be sharded so. All ranks' are equal."""
+    problem = check_tp_size(spec, world)
+    if problem is not None:
+        raise UsageError(f"the model cannot be sharded over {world} tensor-parallel ranks: {problem}.")
+    if world == 1:
+        return spec
+    layers = tuple(
+        LayerSpec(mixer=_shard_mixer(layer.mixer, world), ffn=_shard_ffn(layer.ffn, world), post_norms=layer.post_norms)
+        for layer in spec.layers
+    )
+    return replace(spec, vocab_size=ShardSegment(spec.vocab_size).units_per_rank(world), layers=layers)
+
+
+def _shard_mixer(mixer: Mixer | None, world: int) -> Mixer | None:
+    match mixer:
+        case AttentionSpec():
+            kv_heads = ShardSegment(mixer.num_kv_heads).units_per_rank(world)
+            return replace(mixer, num_heads=mixer.num_heads // world, num_kv_heads=kv_heads)
+        case MlaSpec():
+            return replace(mixer, num_heads=mixer.num_heads // world)
+        case GatedDeltaNetSpec():
+            return replace(mixer, key_heads=mixer.key_heads // world, value_heads=mixer.value_heads // world)
+        case MambaSpec():
+            return replace(mixer, num_heads=mixer.num_heads // world, groups=mixer.groups // world)
+        case None:
+            return None
+
+
+def _shard_ffn(ffn: FeedForward | None, world: int) -> FeedForward | None:
+    if ffn is None:
+        return None
+    inner = ShardSegment(ffn.size).units_per_rank(world)
+    if isinstance(ffn, MlpSpec):
+        return replace(ffn, size=inner)
+    shared = (
+        None if ffn.shared is None else replace(ffn.shared, size=ShardSegment(ffn.shared.size).units_per_rank(world))
+    )
+    return replace(ffn, size=inner, shared=shared)
+
+
+def check_tp_size(spec: DecoderSpec, world: int) -> str | None:
+    """Return why ``world`` ranks cannot share this model (the end of a sentence), or None if they can."""
+    if world == 1:
+        return None
+    if isinstance(spec, HfAdapterSpec):
+        return f"{spec.architecture} is computed by transformers, which is not sharded"
+    problems = ((i, _check_mixer(layer.mixer, world)) for i, layer in enumerate(spec.layers))
+    return next((f"layer {i} has {problem}" for i, problem in problems if problem is not None), None)
+
+
+def _check_mixer(mixer: Mixer | None, world: int) -> str | None:
+    match mixer:
+        case AttentionSpec() | MlaSpec():
+            count, unit = mixer.num_heads, "attention heads"
+        case GatedDeltaNetSpec():
+            count, unit = mixer.key_heads, "key heads in its Gated DeltaNet"
+        case MambaSpec():
+            count, unit = mixer.groups, "groups in its Mamba-2 mixer"
+        case None:
+            return None
+    if count % world:
+        return f"{count} {unit}, which they cannot divide evenly"
+    if isinstance(mixer, AttentionSpec) and mixer.num_kv_heads % world and world % mixer.num_kv_heads:
+        return f"{mixer.num_kv_heads} key-value heads, which they can neither divide nor repeat evenly"
+    return None
+
+
+# -- the shards of each parameter -----------------------------------------------------------
+
+
+@lru_cache(maxsize=8)
+def compute_tp_shards(spec: DecoderSpec) -> Mapping[str, TpShard]:
+    """Return how each parameter of the full decoder is sharded, for any number of ranks."""
+    vocabulary = _row_shard(ShardSegment(spec.vocab_size))
+    table: TpShards = {"embedding.weight": vocabulary}
+    for i, layer in enumerate(spec.layers):
+        table |= {f"layers.{i}.{name}": share for name, share in _layer_shards(layer).items()}
+    table["norm.weight"] = _RESIDUAL
+    if not spec.tie_embeddings:
+        table["lm_head.weight"] = vocabulary
+    return table
+
+
+def _layer_shards(layer: LayerSpec) -> TpShards:
+    out: TpShards = {}
+    if layer.mixer is not None:
+        out["attention_norm.weight"] = _RESIDUAL
+        out |= _mixer_shards(layer.mixer)
+    if layer.ffn is not None:
+        out["mlp_norm.weight"] = _RESIDUAL
+        out |= _ffn_shards(layer.ffn)
+    if layer.post_norms:
+        kinds = {"attention": layer.mixer, "mlp": layer.ffn}
+        out |= {f"{kind}_post_norm.weight": _RESIDUAL for kind, there in kinds.items() if there is not None}
+    return out
+
+
+def _mixer_shards(mixer: Mixer) -> TpShards:
+    match mixer:
+        case AttentionSpec():
+            return _prefix("attention", _attention(mixer))
+        case MlaSpec():
+            return _prefix("mla", _mla(mixer))
+        case GatedDeltaNetSpec():
+            return _prefix("delta", _delta(mixer))
+        case MambaSpec():
+            return _prefix("mamba", _mamba(mixer))
+
+
+def _ffn_shards(ffn: FeedForward) -> TpShards:
+    return _prefix("mlp", _mlp(ffn)) if isinstance(ffn, MlpSpec) else _prefix("moe", _moe(ffn))
+
+
+def _attention(spec: AttentionSpec) -> TpShards:
+    queries, keys = (
+        ShardSegment(spec.num_heads, spec.head_dim),
+        ShardSegment(spec.num_kv_heads, spec.head_dim, repeat=True),
+    )
+    gated = ShardSegment(spec.num_heads, 2 * spec.head_dim) if spec.gated else queries
+    out = _column_parallel("qkv", _row_shard(gated, keys, keys), bias=spec.qkv_bias)
+    out |= _row_parallel("output", queries, bias=spec.output_bias)
+    if spec.qk_norm in ("head", "all"):
+        each = spec.qk_norm == "head"
+        out["q_norm.weight"] = _REPLICATED if each else _row_shard(queries)
+        out["k_norm.weight"] = _REPLICATED if each else _row_shard(keys)
+    if spec.sinks:
+        out["sinks"] = _row_shard(ShardSegment(spec.num_heads))
+    return out
+
+
+def _mla(spec: MlaSpec) -> TpShards:
+    queries = _row_shard(ShardSegment(spec.num_heads, spec.head_dim))
+    if spec.query_rank is None:
+        out = _column_parallel("q", queries, bias=False)
+    else:
+        out = _column_parallel("q_a", _REPLICATED, bias=spec.bias) | _column_parallel("q_b", queries, bias=False)
+        out["q_a_norm.weight"] = _REPLICATED
+    out |= _column_parallel("kv_a", _REPLICATED, bias=spec.bias)
+    out["kv_a_norm.weight"] = _REPLICATED
+    out |= _column_parallel(
+        "kv_b", _row_shard(ShardSegment(spec.num_heads, spec.nope_dim + spec.value_dim)), bias=False
+    )
+    if spec.indexer is not None and spec.indexer.source is None:
+        names = ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
+        out |= {f"indexer.{name}": _REPLICATED for name in names}
+    return out | _row_parallel("output", ShardSegment(spec.num_heads, spec.value_dim), bias=spec.bias)
+
+
+def _delta(spec: GatedDeltaNetSpec) -> TpShards:
+    keys, values = ShardSegment(spec.key_heads, spec.key_dim), ShardSegment(spec.value_heads, spec.value_dim)
+    heads = ShardSegment(spec.value_heads)
+    out: TpShards = {}
+    if spec.fused:
+        share = spec.value_heads // spec.key_heads
+        out["qkvz.weight"] = _row_shard(ShardSegment(spec.key_heads, 2 * (spec.key_dim + share * spec.value_dim)))
+        out["ba.weight"] = _row_shard(ShardSegment(spec.key_heads, 2 * share))
+    else:
+        out["qkvz.weight"] = _row_shard(keys, keys, values, values)
+        out["ba.weight"] = _row_shard(heads, heads)
+    out |= {
+        "conv": _row_shard(keys, keys, values),
+        "dt_bias": _row_shard(heads),
+        "A_log": _row_shard(heads),
+        "norm.weight": _REPLICATED,
+    }
+    return out | _row_parallel("output", values, bias=False)
+
+
+def _mamba(spec: MambaSpec) -> TpShards:
+    inner, both, heads = (
+        ShardSegment(spec.num_heads, spec.head_dim),
+        ShardSegment(spec.groups, spec.state_dim),
+        ShardSegment(spec.num_heads),
+    )
+    out = _column_parallel("input", _row_shard(inner, inner, both, both, heads), bias=spec.bias)
+    out["conv"] = _row_shard(inner, both, both)
+    if spec.conv_bias:
+        out["conv_bias"] = _row_shard(inner, both, both)
+    out |= {name: _row_shard(heads) for name in ("dt_bias", "A_log", "skip")}
+    out["norm.weight"] = _row_shard(inner)
+    return out | _row_parallel("output", inner, bias=spec.bias)
+
+
+def _mlp(spec: MlpSpec) -> TpShards:
+    inner = ShardSegment(spec.size)
+    if spec.gated:
+        out = _column_parallel("gate_up", _row_shard(inner, inner), bias=spec.bias)
+    else:
+        out = _column_parallel("up", _row_shard(inner), bias=spec.bias)
+    return out | _row_parallel("down", inner, bias=spec.bias)
+
+
+def _moe(spec: MoeSpec) -> TpShards:
+    """Each expert is on all ranks with some of its channels, so no token is sent to another rank."""
+    inner = ShardSegment(spec.size)
+    out: TpShards = {"correction": _REPLICATED} if spec.correction else {}
+    out |= _column_parallel("router", _REPLICATED, bias=spec.router_bias)
+    if spec.gated:
+        parts = (ShardSegment(spec.size, 2),) if spec.interleaved else (inner, inner)
+        first = out["gate_up"] = TpShard(dim=1, segments=parts, stacked=True)
+    else:
+        first = out["up"] = TpShard(dim=1, segments=(inner,), stacked=True)
+    out["down"] = TpShard(dim=2, segments=(inner,), stacked=True)
+    if spec.expert_bias:
+        out |= {"gate_up_bias": first, "down_bias": TpShard(first_rank_only=True, stacked=True)}
+    if spec.latent is not None:
+        out |= _column_parallel("into", _REPLICATED, bias=spec.latent_bias)
+        out["outof.weight"] = _REPLICATED
+        if spec.latent_bias:
+            out["outof.bias"] = _FIRST_RANK
+    if spec.shared is not None:
+        out |= _prefix("shared", _mlp(spec.shared))
+        if spec.shared_gate:
+            out["shared_gate.weight"] = _REPLICATED
+    return out
+
+
+def _row_shard(*parts: ShardSegment) -> TpShard:
+    return TpShard(segments=parts)
+
+
+def _column_parallel(name: str, rows: TpShard, *, bias: bool) -> TpShards:
+    """A column-parallel projection: its outputs are sharded."""
+    return {f"{name}.weight": rows} | ({f"{name}.bias": rows} if bias else {})
+
+
+def _row_parallel(name: str, inputs: ShardSegment, *, bias: bool) -> TpShards:
+    """A row-parallel projection: its inputs are sharded, its output is a partial sum, and its bias is added once."""
+    return {f"{name}.weight": TpShard(dim=1, segments=(inputs,))} | ({f"{name}.bias": _FIRST_RANK} if bias else {})
+
+
+def _prefix(module: str, inner: TpShards) -> TpShards:
+    return {f"{module}.{name}": share for name, share in inner.items()}

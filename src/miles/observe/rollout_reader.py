@@ -1,0 +1,128 @@
+"""Reader of rollout dumps (see ``observe.rollouts``): reconstructs the exact groups of a training step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from miles.core.errors import DataError
+from miles.core.serialization import SerializationError
+from miles.core.types import Array, Author, Group, Prompt, Reward, Span, Status, Trajectory, Version
+from miles.observe.rollouts import AUTHORS, CODEC, FORMAT_VERSION, read_file
+
+_AUTHOR_BY_CODE = {code: author for author, code in AUTHORS.items()}
+VOCABULARY = "vocabulary"
+"""Metadata key: the vocabulary of the file's tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRollouts:
+    """The groups that one step was trained on.
+
+    ``probe`` identifies probe samples by prompt, trajectory and digest (``rollouts.compute_sample_digest``).
+    ``advantages`` are by group, trajectory and branch; None if the branch yielded no sample. ``lost`` names values that
+    a file cannot hold, with their types; ``excluded_extras`` the extras that were left out.
+    """
+
+    path: Path
+    step: int
+    tickets: tuple[int, ...]
+    groups: tuple[Group, ...]
+    probe: tuple[tuple[int, int, str], ...]
+    advantages: tuple[tuple[tuple[Array | None, ...], ...], ...]
+    vocabulary: str | None
+    lost: Mapping[str, str]
+    excluded_extras: tuple[str, ...]
+
+
+def read_step_rollouts(path: Path) -> StepRollouts:
+    """Read the groups of one file; DataError if it is not a complete rollout dump."""
+    rows, file_metadata = read_file(path)
+    version = file_metadata.get("miles.rollouts")
+    if version != FORMAT_VERSION:
+        problem = "is not a rollout dump" if version is None else f"has format {version}, which lacks parts of a group"
+        raise DataError(f"{path} {problem}; write it again with this version of Miles.")
+    lost: dict[str, str] = {}
+    try:
+        rows_by_group = [list(part) for _, part in groupby(rows, key=lambda row: row["ticket"])]
+        groups = tuple(_read_group(part, lost) for part in rows_by_group)
+        probe = tuple((int(p), int(t), str(digest)) for p, t, digest in json.loads(file_metadata["probe"]))
+        step = int(file_metadata["step"])
+        excluded_extras = tuple(map(str, json.loads(file_metadata["without"])))
+    except (KeyError, ValueError, TypeError, SerializationError) as error:
+        raise DataError(f"{path} does not hold complete groups: {error}") from error
+    return StepRollouts(
+        path=path,
+        step=step,
+        tickets=tuple(part[0]["ticket"] for part in rows_by_group),
+        groups=groups,
+        probe=probe,
+        advantages=tuple(
+            tuple(tuple(r["advantages"] for r in branches) for branches in _split_trajectories(part))
+            for part in rows_by_group
+        ),
+        vocabulary=file_metadata.get(VOCABULARY),
+        lost=lost,
+        excluded_extras=excluded_extras,
+    )
+
+
+def _read_group(rows: list[dict[str, Any]], lost: dict[str, str]) -> Group:
+    content = CODEC.unpack(rows[0]["prompt"])[1]
+    lost |= content["lost"]
+    prompt = Prompt(
+        id=rows[0]["prompt_id"],
+        messages=content["messages"],
+        label=rows[0]["label"],
+        epoch=rows[0]["epoch"],
+        metadata=content["metadata"],
+    )
+    return Group(prompt=prompt, trajectories=tuple(_read_trajectory(part, lost) for part in _split_trajectories(rows)))
+
+
+def _split_trajectories(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Yield the rows of each trajectory; the first row of each has metadata."""
+    branches: list[dict[str, Any]] = []
+    for row in rows:
+        if row["metadata"] is not None and branches:
+            yield branches
+            branches = []
+        branches.append(row)
+    yield branches
+
+
+def _read_trajectory(rows: list[dict[str, Any]], lost: dict[str, str]) -> Trajectory:
+    first = rows[0]
+    content = CODEC.unpack(first["metadata"])[1]
+    lost |= content["lost"]
+    reward = None if first["reward"] is None else Reward(value=first["reward"], parts=first["reward_parts"])
+    return Trajectory(
+        branches=tuple(tuple(_read_spans(row)) for row in rows),
+        status=Status(first["status"]),
+        reward=reward,
+        index=first["trajectory"],
+        metadata=content["metadata"],
+    )
+
+
+def _read_spans(row: Mapping[str, Any]) -> Iterator[Span]:
+    lengths = row["span_lengths"]
+    extras = ({},) * len(lengths) if row["extras"] is None else CODEC.unpack(row["extras"])[1]
+    ends = np.cumsum(lengths)
+    columns = zip(lengths, ends, row["span_authors"], row["span_versions"], row["span_policies"], extras, strict=True)
+    for length, end, code, number, policy, span_extras in columns:
+        author, part = _AUTHOR_BY_CODE[int(code)], slice(end - length, end)
+        sampled = author is Author.POLICY
+        yield Span(
+            author=author,
+            tokens=row["tokens"][part].copy(),
+            logprobs=row["logprobs"][part].copy() if sampled else None,
+            version=Version(policy, int(number)) if sampled else None,
+            extras=span_extras,
+        )

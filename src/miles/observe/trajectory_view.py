@@ -1,0 +1,145 @@
+"""Terminal rendering of a trajectory: spans by author, policy tokens coloured by probability."""
+
+from __future__ import annotations
+
+import os
+import unicodedata
+from collections.abc import Iterator, Sequence
+from typing import IO, Protocol
+
+import numpy as np
+
+from miles.core.agents import ROLES
+from miles.core.types import Author, Floats, Span, Trajectory
+from miles.observe.formatting import format_fixed
+
+RESET = "\x1b[0m"
+DIM = "\x1b[2m"
+BOLD = "\x1b[1m"
+BANDS: tuple[tuple[float, str, str], ...] = (
+    (0.9, "\x1b[38;5;252m", "above 0.9"),
+    (0.5, "\x1b[38;5;114m", "0.5 to 0.9"),
+    (0.1, "\x1b[38;5;221m", "0.1 to 0.5"),
+    (0.01, "\x1b[38;5;208m", "0.01 to 0.1"),
+    (0.0, "\x1b[38;5;196m", "below 0.01"),
+)
+"""Colour bands from likely to unlikely tokens: minimum probability, colour, and legend text."""
+_CONTEXT = 6
+"""Context tokens that affect how a token decodes, such as whether a space comes first."""
+_MAX_PIECE = 24
+"""Maximum number of tokens that are joined to complete a character."""
+
+
+class TokenDecoder(Protocol):
+    """Decodes tokens to text, with special tokens."""
+
+    def decode(self, tokens: Sequence[int]) -> str: ...
+
+
+def is_coloured(requested: bool, out: IO[str]) -> bool:
+    """Return whether to use colour: on a terminal that allows it."""
+    return requested and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb" and out.isatty()
+
+
+def legend() -> str:
+    """Return the colour legend."""
+    return "probability of a token: " + "  ".join(f"{colour}{name}{RESET}" for _, colour, name in BANDS)
+
+
+def render_trajectory(trajectory: Trajectory, tokenizer: TokenDecoder, *, colour: bool) -> str:
+    """Render every span under its author's name, branch by branch, with roles in multi-agent trajectories."""
+    lines: list[str] = []
+    roles = trajectory.metadata.get(ROLES, ())
+    for number, branch in enumerate(trajectory.branches):
+        role = f", {escape_control(roles[number])}" if roles else ""
+        if len(trajectory.branches) > 1 or role:
+            lines.append(_bold(f"-- branch {number}{role}", colour))
+        before: list[int] = []
+        for span in branch:
+            if len(span):
+                lines += [_bold(_format_author(span), colour), _render_span(span, before, tokenizer, colour)]
+            before = [*before, *span.tokens.tolist()][-_CONTEXT:]
+    return "\n".join(lines)
+
+
+def summarize_logprobs(trajectory: Trajectory, tokenizer: TokenDecoder) -> str:
+    """Summarise the log-probs of the sampled tokens in one line; empty if there are none."""
+    spans = [span for span in trajectory.spans if span.author is Author.POLICY and len(span)]
+    if not spans:
+        return ""
+    tokens = np.concatenate([span.tokens for span in spans])
+    logprobs: Floats = np.concatenate([span.logprobs for span in spans if span.logprobs is not None])
+    index = int(logprobs.argmin())
+    text = escape_control(tokenizer.decode([int(tokens[index])]))
+    lowest = f"lowest {format_fixed(float(logprobs[index]))} at token {index}, {text!r}"
+    return f"log-prob mean {format_fixed(float(logprobs.mean()))}, {lowest}"
+
+
+def escape_control(text: str) -> str:
+    """Escape terminal control characters."""
+    return "".join(c if c in "\n\t" or unicodedata.category(c)[0] != "C" else _escape(c) for c in text)
+
+
+def _escape(char: str) -> str:
+    return repr(char)[1:-1] if not char.isprintable() else char
+
+
+def _format_author(span: Span) -> str:
+    if span.author is not Author.POLICY:
+        return f"{'environment' if span.author is Author.ENV else 'prompt'} ({len(span)} tokens)"
+    assert span.version is not None
+    name = "policy" if span.version.policy == "actor" else span.version.policy
+    return f"{name}, version {span.version.number} ({len(span)} tokens)"
+
+
+def _render_span(span: Span, before: list[int], tokenizer: TokenDecoder, colour: bool) -> str:
+    if span.logprobs is None:
+        text = escape_control(_decode_after(before, span.tokens.tolist(), tokenizer))
+        return f"{DIM}{text}{RESET}" if colour else text
+    pieces = split_into_pieces(span.tokens.tolist(), before, tokenizer)
+    if not colour:
+        return "".join(escape_control(text) for text, _ in pieces)
+    out: list[str] = []
+    start = 0
+    for text, count in pieces:
+        lowest = float(span.logprobs[start : start + count].min())
+        out.append(f"{_select_colour(lowest)}{_mark_blanks(text)}{RESET}")
+        start += count
+    return "".join(out)
+
+
+def split_into_pieces(
+    tokens: Sequence[int], before: Sequence[int], tokenizer: TokenDecoder
+) -> Iterator[tuple[str, int]]:
+    """Split the text at token boundaries; yields each piece and its number of tokens (several for split characters)."""
+    context = list(before)
+    pending: list[int] = []
+    for index, token in enumerate(tokens):
+        pending.append(token)
+        text = _decode_after(context, pending, tokenizer)
+        if text.endswith("\ufffd") and len(pending) < _MAX_PIECE and index + 1 < len(tokens):
+            continue
+        yield text, len(pending)
+        context = [*context, *pending][-_CONTEXT:]
+        pending = []
+
+
+def _decode_after(context: Sequence[int], tokens: Sequence[int], tokenizer: TokenDecoder) -> str:
+    """Return the text that tokens add to the text of their context."""
+    prefix, full = tokenizer.decode(list(context)), tokenizer.decode([*context, *tokens])
+    return full[len(prefix) :] if full.startswith(prefix) else tokenizer.decode(list(tokens))
+
+
+def _select_colour(logprob: float) -> str:
+    probability = float(np.exp(logprob))
+    return next((colour for least, colour, _ in BANDS if probability >= least), BANDS[-1][1])
+
+
+def _mark_blanks(text: str) -> str:
+    """Make whitespace visible in text that is only whitespace."""
+    text = escape_control(text)
+    return text if text.strip() else text.replace(" ", "·").replace("\t", "→\t").replace("\n", "↵\n")
+
+
+def _bold(text: str, colour: bool) -> str:
+    return f"{BOLD}{text}{RESET}" if colour else text

@@ -1,0 +1,50 @@
+"""Duplicate samples in a group: copies that chance cannot explain, as when an engine uses one seed for all samples.
+
+Two independent samples are equal with the probability of the sample itself, the exponential of its summed log-probs. A
+group of copies whose probability is below e^-60 was not sampled independently: its advantages are zero, and a run on
+such groups learns nothing without an error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from miles.core.protocols import SamplingParams
+from miles.core.types import Author, Trajectory
+
+MIN_LOG_PROBABILITY = -60.0
+
+
+def find_improbable_copies(trajectories: Sequence[Trajectory], sampling: SamplingParams) -> str | None:
+    """A phrase that describes copies which independent sampling would not give; None when there are none.
+
+    Log-probs are those before top-p, which makes a token at most 1/top_p times as likely. With top-k or min-p there is
+    no such bound, and greedy sampling gives copies by itself: nothing is reported then.
+    """
+    if sampling.temperature == 0 or sampling.top_k > 0 or sampling.top_p <= 0:
+        return None
+    samples = [sample for sample in map(_read_sample, trajectories) if sample is not None]
+    counts = Counter(tokens for tokens, _ in samples)
+    for tokens, logprob in samples:
+        copies = counts[tokens]
+        length = len(tokens) // 4
+        log_probability = (copies - 1) * min(0.0, logprob - length * math.log(sampling.top_p))
+        if copies > 1 and log_probability < MIN_LOG_PROBABILITY:
+            return (
+                f"{copies} of {len(trajectories)} samples have the same {length} tokens, which independent sampling "
+                f"gives with probability e^{log_probability:.0f}"
+            )
+    return None
+
+
+def _read_sample(trajectory: Trajectory) -> tuple[bytes, float] | None:
+    """The sampled tokens as bytes of int32, and their summed log-probs; None if the policy sampled nothing."""
+    spans = [span for span in trajectory.spans if span.author is Author.POLICY]
+    if not sum(map(len, spans)):
+        return None
+    tokens = np.concatenate([span.tokens for span in spans]).astype("<i4").tobytes()
+    return tokens, float(sum(span.logprobs.sum(dtype=np.float64) for span in spans if span.logprobs is not None))

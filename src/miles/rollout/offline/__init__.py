@@ -1,0 +1,1 @@
+"""Offline data as rollouts: SFT demonstrations, preference pairs, replayed rollouts (layer 2)."""

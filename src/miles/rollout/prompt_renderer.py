@@ -1,0 +1,54 @@
+"""Prompt rendering: the chat template or plain text, as the tokens the policy continues."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from miles.core.errors import DataError
+from miles.core.protocols import Tokenizer
+from miles.core.types import EMPTY, Prompt, Tokens
+
+_CACHE_SIZE = 64
+"""Trajectories of one prompt start together, so a small cache renders each prompt once."""
+
+
+class PromptRenderer:
+    """Applies the chat template, or encodes plain text without adding special tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, *, chat: bool, template: Mapping[str, Any] = EMPTY) -> None:
+        self._tokenizer = tokenizer
+        self._chat = chat
+        self._template = template
+        self._cache: OrderedDict[int, tuple[Sequence[Any], Tokens]] = OrderedDict()
+
+    def __call__(self, prompt: Prompt) -> Tokens:
+        """The prompt's tokens. The array is shared and read-only."""
+        key = id(prompt.messages)  # kept alive below, so that the id stays unique
+        if key not in self._cache:
+            self._cache[key] = prompt.messages, self._render(prompt)
+            if len(self._cache) > _CACHE_SIZE:
+                self._cache.popitem(last=False)
+        return self._cache[key][1]
+
+    def _render(self, prompt: Prompt) -> Tokens:
+        if self._chat:
+            ids = self._tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True, **self._template)
+        else:
+            ids = self._tokenizer.encode(get_plain_text(prompt))
+        if not ids:
+            raise DataError(f"Prompt {prompt.id} renders to no token at all; remove it from the data or give it text.")
+        tokens = np.array(ids, np.int32)
+        tokens.flags.writeable = False
+        return tokens
+
+
+def get_plain_text(prompt: Prompt) -> str:
+    """The text of a prompt that is a single text message."""
+    content = prompt.messages[0]["content"]
+    if len(prompt.messages) > 1 or not isinstance(content, str):
+        raise DataError(f"Prompt {prompt.id} is a conversation; render it with --apply-chat-template.")
+    return content

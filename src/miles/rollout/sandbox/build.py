@@ -1,0 +1,27 @@
+"""Build the sandbox and its limits from the options, for everything that runs model-written programs."""
+
+from __future__ import annotations
+
+from miles.rollout.config import RolloutConfig
+from miles.rollout.sandbox.protocol import MIB, SandboxLimits
+from miles.rollout.sandbox.run import Sandbox, create_sandbox
+
+
+def build_sandbox(config: RolloutConfig) -> Sandbox:
+    """Probe and create the sandbox; UsageError when it is unavailable."""
+    return create_sandbox(
+        unsandboxed=config.allow_unsandboxed_code, concurrency=config.code_concurrency, backend=config.code_sandbox
+    )
+
+
+def sandbox_limits_from_config(config: RolloutConfig) -> SandboxLimits:
+    """Sandbox limits from the options."""
+    return SandboxLimits(
+        wall=config.code_wall_seconds,
+        cpu=config.code_cpu_seconds,
+        memory=config.code_memory_mib * MIB,
+        processes=config.code_processes,
+        file=config.code_scratch_mib * MIB,
+        scratch=config.code_scratch_mib * MIB,
+        output=config.code_output_kib << 10,
+    )

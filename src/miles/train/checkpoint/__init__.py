@@ -1,0 +1,1 @@
+"""Trainer checkpoints: sharded tensors, staging to host memory, writers (layer 2)."""

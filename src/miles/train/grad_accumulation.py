@@ -1,0 +1,234 @@
+"""Gradient accumulation: micro-batches of a global batch, their forward passes, losses and summed metrics.
+
+``_R`` trained tokens of a micro-batch; ``L`` MoE layers, ``E`` experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from miles.algo.policy_loss import LossFn, LossInputs
+from miles.models.layers.moe import imbalance
+from miles.train.balance import CostFn, partition_micro_batches
+from miles.train.batch_tensors import FlatBatch, MicroBatch, build_token_paths, pack_micro_batch
+from miles.train.config import TrainConfig
+from miles.train.distillation import Distillation
+from miles.train.dp_group import SINGLE_RANK, DataParallelGroup
+from miles.train.logprobs import HeadOutput, compute_logprobs
+from miles.train.model_protocols import KeptTensors, TrainModel
+from miles.train.prefix_sharing import bundle_by_prefix
+
+_LOGP, _LOAD = "logp", "expert_load"
+"""Names of kept tensors that are not metrics."""
+
+
+@dataclass(slots=True)
+class MetricSums:
+    """Sums and maxima of metrics over micro-batches, kept on the device until the end of a step.
+
+    ``load_LE`` is how often each expert was chosen, for MoE models. ``compared`` are the micro-batches compared with
+    the engine and the trainer's log-probs of them, kept if a single difference must be located.
+    """
+
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    maxima: dict[str, Tensor] = field(default_factory=dict)
+    load_LE: Tensor | None = None
+    compared: list[tuple[MicroBatch, Tensor]] = field(default_factory=list)
+
+    def add(self, name: str, value: Tensor) -> None:
+        self.sums[name] = self.sums[name] + value if name in self.sums else value
+
+    def update_max(self, name: str, value: Tensor) -> None:
+        self.maxima[name] = torch.maximum(self.maxima[name], value) if name in self.maxima else value
+
+    def add_expert_load(self, load_LE: Tensor) -> None:
+        """Add to how often each expert was chosen."""
+        self.load_LE = load_LE if self.load_LE is None else self.load_LE + load_LE
+
+    def expert_imbalance(self, dp_group: DataParallelGroup = SINGLE_RANK) -> dict[str, float]:
+        """Return the expert imbalance over all ranks; empty if no load was counted."""
+        if self.load_LE is None:
+            return {}
+        return {"expert_imbalance": float(imbalance(dp_group.sum(self.load_LE.to(torch.float64))))}
+
+    def to_floats(self, dp_group: DataParallelGroup = SINGLE_RANK) -> dict[str, float]:
+        """Return all entries as floats, reduced over all ranks, with one device synchronisation."""
+        totals: dict[str, Tensor] = {}
+        for entries, reduce in ((self.sums, dp_group.sum), (self.maxima, dp_group.max)):
+            names = dp_group.union_names(list(entries))
+            if names:
+                zero = next(iter((self.sums | self.maxima).values())).new_zeros((), dtype=torch.float64)
+                stacked = torch.stack([entries.get(name, zero).detach().to(torch.float64) for name in names])
+                totals |= dict(zip(names, reduce(stacked).unbind(), strict=True))
+        return dict(zip(totals, torch.stack(list(totals.values())).tolist(), strict=True)) if totals else {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobReader:
+    """Computes log-probs with a model, at a temperature, with the logits of ``chunk`` tokens at a time."""
+
+    temperature: float
+    chunk: int | None
+
+    def run_model(self, model: TrainModel, rows: MicroBatch) -> HeadOutput:
+        """Return the hidden states that predict the trained tokens."""
+        outputs: list[HeadOutput] = []
+
+        def collect(_: int, output: HeadOutput) -> tuple[None, KeptTensors]:
+            outputs.append(output)
+            return None, {}
+
+        model.forward_backward([rows], collect)
+        return outputs[0]
+
+    def compute_logprobs(self, output: HeadOutput, target_R: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the log-probs of the tokens ``target_R``, and the entropies of their distributions."""
+        return compute_logprobs(output, target_R, temperature=self.temperature, chunk=self.chunk)
+
+    @torch.no_grad()
+    def compute_frozen(self, model: TrainModel, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Return the log-probs of each micro-batch's trained tokens, without gradients."""
+
+        def compute(index: int, output: HeadOutput) -> tuple[None, KeptTensors]:
+            return None, {_LOGP: self.compute_logprobs(output, micro_batches[index].target_R)[0]}
+
+        return [kept[_LOGP] for kept in model.forward_backward(micro_batches, compute)]
+
+
+def build_micro_batches(
+    flat: FlatBatch,
+    config: TrainConfig,
+    *,
+    device: torch.device,
+    replay: bool,
+    paired: bool = False,
+    dp_group: DataParallelGroup = SINGLE_RANK,
+    cost_fn: CostFn | None = None,
+) -> list[MicroBatch]:
+    """Pack this rank's part of a global batch; ``paired`` samples (0 and 1, 2 and 3, ...) stay together.
+
+    All ranks have the same number of micro-batches; one without samples has weight 0. ``cost_fn`` gives the cost of a
+    number of tokens to balance; by default the number itself.
+    """
+    unit_size = 2 if paired else 1
+    share = config.share_prefix
+    count = None if config.micro_batch_size is None or config.use_dynamic_batch_size else config.micro_batch_size
+    limit = config.max_tokens_per_gpu * dp_group.cp_size if share and count is None else None
+    units, lengths = _build_units(flat, unit_size=unit_size, replay=replay, limit=limit, dp_size=dp_group.dp_size)
+    if not units:
+        return []
+    bins = partition_micro_batches(
+        lengths,
+        dp_size=dp_group.dp_size,
+        budget=config.max_tokens_per_gpu,
+        cp_size=dp_group.cp_size,
+        count=None if count is None else max(1, count // unit_size),
+        costs=None if cost_fn is None else [cost_fn(length) for length in lengths],
+        balanced=config.balance_data,
+        unit_name="pair" if paired else "sample",
+    )[dp_group.dp_rank]
+    smallest = units[min(range(len(units)), key=lengths.__getitem__)]
+    return [
+        pack_micro_batch(flat, [i for unit in chosen for i in units[unit]], device=device, replay=replay, share=share)
+        if chosen
+        else _make_idle(pack_micro_batch(flat, smallest, device=device, replay=replay))
+        for chosen in bins
+    ]
+
+
+def _build_units(
+    flat: FlatBatch, *, unit_size: int, replay: bool, limit: int | None, dp_size: int
+) -> tuple[list[list[int]], list[int]]:
+    """Return the units that stay together and their token counts; with ``limit``, bundles of samples of a prompt."""
+    trained = np.flatnonzero(flat.length_S).tolist()
+    if limit is not None:
+        paths = build_token_paths(flat, trained, replay=replay)
+        bundles = bundle_by_prefix(paths, limit=limit, dp_size=dp_size, unit_size=unit_size)
+        return [[trained[i] for i in bundle.members] for bundle in bundles], [bundle.tokens for bundle in bundles]
+    units = [trained[start : start + unit_size] for start in range(0, len(trained), unit_size)]
+    return units, [int(flat.length_S[unit].sum()) for unit in units]
+
+
+def _make_idle(rows: MicroBatch) -> MicroBatch:
+    """Return the micro-batch with weight 0, for a rank without samples that must take part in collectives."""
+    return replace(
+        rows,
+        idle=True,
+        oldest_R=torch.full_like(rows.oldest_R, -1),
+        weight_R=torch.zeros_like(rows.weight_R),
+        mean_R=torch.zeros_like(rows.mean_R),
+        advantage_R=torch.zeros_like(rows.advantage_R),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradAccumulator:
+    """Accumulates the gradient of one global batch."""
+
+    actor: TrainModel
+    reference: TrainModel | None
+    loss_fn: LossFn
+    reader: LogprobReader
+    distillation: Distillation | None = None
+
+    def accumulate(
+        self, micro_batches: Sequence[MicroBatch], old_logprobs: Sequence[Tensor | None], sums: MetricSums
+    ) -> list[Tensor]:
+        """Run forward, loss and backward of every micro-batch; returns the log-probs before the update.
+
+        Without old log-probs the current ones are used: the ratio is 1 and only its gradient matters.
+        """
+        ref_logprobs: Sequence[Tensor | None] = [None] * len(micro_batches)
+        if self.reference is not None:
+            unreplayed = [rows.without_replay() for rows in micro_batches]
+            ref_logprobs = self.reader.compute_frozen(self.reference, unreplayed)
+
+        def compute_loss(index: int, output: HeadOutput) -> tuple[Tensor, KeptTensors]:
+            return self._compute_loss(micro_batches[index], old_logprobs[index], ref_logprobs[index], output)
+
+        results = self.actor.forward_backward(micro_batches, compute_loss)
+        for kept in results:
+            if _LOAD in kept:
+                sums.add_expert_load(kept[_LOAD])
+            for name, value in kept.items():
+                if name not in (_LOGP, _LOAD):
+                    sums.add(name, value)
+        return [kept[_LOGP] for kept in results]
+
+    def _compute_loss(
+        self, rows: MicroBatch, old_logp_R: Tensor | None, ref_logp_R: Tensor | None, output: HeadOutput
+    ) -> tuple[Tensor, KeptTensors]:
+        teacher_outputs = None
+        if self.distillation is not None:
+            teacher_outputs = self.distillation.forward(rows, self.reader.run_model)
+        logp_R, entropy_R = self.reader.compute_logprobs(output, rows.target_R)
+        current_logp_R = logp_R.detach()
+        old_logp_R = current_logp_R if old_logp_R is None else old_logp_R
+        advantage_R, distill_terms = rows.advantage_R, None
+        if self.distillation is not None and teacher_outputs is not None:
+            distill_terms = self.distillation.compute_terms(teacher_outputs, output, rows)
+            advantage_R = distill_terms.add_to_advantages(advantage_R, old_logp_R)
+        inputs = LossInputs(
+            logp_R=logp_R,
+            old_logp_R=old_logp_R,
+            engine_logp_R=rows.engine_logp_R,
+            advantage_R=advantage_R,
+            entropy_R=entropy_R,
+            sample_R=rows.sample_R,
+            samples=len(rows.lengths),
+            ref_logp_R=ref_logp_R,
+        )
+        loss = self.loss_fn(inputs, rows.aggregator())
+        if distill_terms is not None:
+            loss = distill_terms.add_to_loss(loss, old_logp_R, rows.aggregator())
+        kept = {name: part.detach() for name, part in loss.metrics.items()}
+        if output.flips is not None and output.replayed is not None:
+            kept |= {"routing_mismatches": output.flips, "routing_replayed": output.replayed}
+        if output.load_LE is not None:
+            kept[_LOAD] = output.load_LE if not rows.idle else torch.zeros_like(output.load_LE)
+        return loss.loss, {**kept, _LOGP: current_logp_R}

@@ -1,0 +1,248 @@
+"""Log-probabilities and entropies from hidden states, a chunk of tokens at a time.
+
+The logits of all tokens at once would be the largest tensor of a training step. Here only one chunk
+of them exists: forward keeps two numbers per token, and backward recomputes each chunk.
+If one chunk holds everything, its log-probabilities are kept and nothing is recomputed.
+
+With a vocabulary split over tensor-parallel ranks each rank has the logits of its own rows, and a chunk costs two small
+reductions: the maximum logit of each token, then the sums relative to it. Backward reduces only the gradient of the
+hidden states.
+
+``_R`` trained tokens, ``_r`` those of this rank, ``_C`` tokens of a chunk, ``D`` hidden size, ``V`` vocabulary or this
+rank's rows of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from miles.kernels.numerics import FAST, Numerics
+from miles.kernels.runtime.triton_compat import use_triton_training
+from miles.train import vocab_parallel_logprobs
+from miles.train.vocab_parallel_logprobs import (
+    LogitParams,
+    TruncatedVocabShard,
+    VocabPartition,
+    compute_local_logits,
+    dense_log_softmax,
+)
+
+_CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
+
+
+class ContextShard(Protocol):
+    """A micro-batch split over context-parallel ranks: ``mine_r`` are the trained tokens that this rank predicts."""
+
+    @property
+    def mine_r(self) -> Tensor: ...
+
+    def join(self, x_r: Tensor) -> Tensor:
+        """Gather the ranks' token values as one [R, ...] on each; backward returns the own part of the gradient."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadOutput:
+    """Inputs of the LM head: hidden states, head weight and softcap, and the numerics of the log-probs.
+
+    With a split over ranks (context or vocabulary parallel) these are the rank's own. ``flips`` counts the replayed
+    experts that the model's own router would not have chosen, out of ``replayed``, over the whole micro-batch; both
+    None without replay. ``load_LE`` is how often each expert of each layer was chosen, if counted.
+    """
+
+    hidden_RD: Tensor
+    head_VD: Tensor
+    softcap: float | None = None
+    vocabulary: VocabPartition | None = None
+    tokens: ContextShard | None = None
+    flips: Tensor | None = None
+    replayed: Tensor | None = None
+    load_LE: Tensor | None = None
+    numerics: Numerics = FAST
+
+
+def compute_logprobs(
+    output: HeadOutput, target_R: Tensor, *, temperature: float = 1.0, chunk: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the log-probability of each target and the entropy of each distribution, both differentiable.
+
+    Logits are soft-capped by ``softcap`` if set, divided by ``temperature`` and computed in float32 (float64
+    for float64 inputs), ``chunk`` tokens at a time. Targets and results are those of the whole micro-batch, also
+    with context parallelism.
+    """
+    tokens = output.tokens
+    target_r = target_R if tokens is None else target_R.index_select(0, tokens.mine_r)
+    params = LogitParams(
+        temperature=temperature,
+        softcap=output.softcap,
+        # The fused kernel needs no second tensor of the logits' size, so chunks may be twice as large.
+        chunk_size=chunk or default_chunk_size(output.head_VD) * (2 if use_triton_training(output.hidden_RD) else 1),
+        vocabulary=output.vocabulary,
+        numerics=output.numerics,
+    )
+    logp_r, entropy_r = _ChunkedLogprobs.apply(output.hidden_RD, output.head_VD, target_r, params)  # pyright: ignore[reportGeneralTypeIssues]
+    if tokens is None:
+        return logp_r, entropy_r
+    logp_R, entropy_R = tokens.join(torch.stack((logp_r, entropy_r), -1)).unbind(-1)
+    return logp_R, entropy_R
+
+
+def default_chunk_size(head_VD: Tensor, vocabulary: int | None = None) -> int:
+    """Return how many tokens' logits fit a buffer that is small compared with a training step's activations.
+
+    A token has as many logits as the head has rows, or ``vocabulary`` if those of all ranks are gathered.
+    """
+    return max(1, _CHUNK_ELEMENTS.get(head_VD.device.type, _CHUNK_ELEMENTS["cpu"]) // (vocabulary or head_VD.shape[0]))
+
+
+def get_vocab_size(output: HeadOutput) -> int:
+    """Return the vocabulary size over all ranks; synchronises the device if it is split."""
+    partition = output.vocabulary
+    if partition is None:
+        return len(output.head_VD)
+    return int(partition.max(torch.tensor(partition.first + partition.size, device=output.head_VD.device)))
+
+
+def truncate_vocab(output: HeadOutput, size: int) -> HeadOutput:
+    """Restrict the output to the first ``size`` tokens of the vocabulary."""
+    partition = output.vocabulary
+    if partition is None:
+        return replace(output, head_VD=output.head_VD[:size])
+    local_size = max(0, min(partition.size, size - partition.first))
+    truncated = TruncatedVocabShard(first=partition.first, size=local_size, full=partition)
+    return replace(output, vocabulary=truncated)
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_RD: Tensor, head_VD: Tensor, target_R: Tensor, params: LogitParams
+    ) -> tuple[Tensor, Tensor]:
+        ctx.params = params
+        ctx.set_materialize_grads(False)
+        parts: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        last_CV: Tensor | None = None
+        ctx.fused = use_triton_training(hidden_RD)
+        forward = vocab_parallel_logprobs.forward_fused if ctx.fused else vocab_parallel_logprobs.forward
+        if params.numerics.batch_invariant:
+            forward = partial(vocab_parallel_logprobs.forward_exact, fused=ctx.fused)
+        for start in range(0, max(len(hidden_RD), 1), params.chunk_size):
+            part = slice(start, start + params.chunk_size)
+            results, last_CV = forward(hidden_RD[part], head_VD, target_R[part], params)
+            parts.append(results)
+        logp_R, entropy_R = torch.cat([a for a, _, _ in parts]), torch.cat([b for _, b, _ in parts])
+        lse_R = None if parts[0][2] is None else torch.cat([c for _, _, c in parts if c is not None])
+        # The gradient of a soft-capped logit needs the logit itself, not the log-probs.
+        kept = last_CV if len(parts) == 1 and (ctx.fused or params.softcap is None) else None
+        ctx.save_for_backward(hidden_RD, head_VD, target_R, entropy_R, lse_R, kept)
+        return logp_R, entropy_R
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad_logp_R: Tensor | None, grad_entropy_R: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
+        if grad_logp_R is None and grad_entropy_R is None:
+            return None, None, None, None
+        hidden_RD, head_VD, target_R, entropy_R, lse_R, kept = ctx.saved_tensors
+        params: LogitParams = ctx.params
+        chunks = range(0, max(len(hidden_RD), 1), params.chunk_size)
+        accumulator = ChunkedBackward(
+            head_VD,
+            chunks=len(chunks),
+            accumulation_dtype=entropy_R.dtype,
+            needs=ctx.needs_input_grad[:2],
+            vocabulary=params.vocabulary,
+        )
+        for start in chunks:
+            part = slice(start, start + params.chunk_size)
+            backward = vocab_parallel_logprobs.backward_fused if ctx.fused else vocab_parallel_logprobs.backward
+            grad_CV = backward(
+                hidden_RD[part],
+                head_VD,
+                target_R[part],
+                entropy_R[part],
+                _slice(lse_R, part),
+                kept,
+                _slice(grad_logp_R, part),
+                _slice(grad_entropy_R, part),
+                params,
+            )
+            accumulator.add(grad_CV, hidden_RD[part])
+        return *accumulator.finish(), None, None
+
+
+class ChunkedBackward:
+    """Accumulates the gradients of hidden states and head from chunks of logit gradients, as far as ``needs`` says.
+
+    With a ``vocabulary`` split over ranks the gradient of the hidden states is summed over them.
+    """
+
+    def __init__(
+        self,
+        head_VD: Tensor,
+        *,
+        chunks: int,
+        accumulation_dtype: torch.dtype,
+        needs: Sequence[bool],
+        vocabulary: VocabPartition | None = None,
+    ) -> None:
+        self._head_VD = head_VD
+        self._chunks = chunks
+        self._accumulation_dtype = accumulation_dtype
+        self._vocabulary = vocabulary
+        self._needs_hidden, self._needs_head = needs
+        self._grad_hidden: list[Tensor] = []
+        self._grad_head_VD: Tensor | None = None
+
+    def add(self, grad_CV: Tensor, hidden_CD: Tensor) -> None:
+        """Add the next chunk's logit gradient, rounded to the head's dtype."""
+        grad_CV = grad_CV.to(self._head_VD.dtype)
+        if self._needs_hidden:
+            self._grad_hidden.append(grad_CV @ self._head_VD)
+        if self._needs_head:
+            # Summed over chunks in the accumulation dtype, rounded to the parameter's dtype once at the end.
+            part_VD = grad_CV.T @ hidden_CD
+            if self._grad_head_VD is None:
+                self._grad_head_VD = part_VD if self._chunks == 1 else part_VD.to(self._accumulation_dtype)
+            else:
+                self._grad_head_VD += part_VD
+
+    def finish(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of the hidden states and of the head."""
+        head_VD = None if self._grad_head_VD is None else self._grad_head_VD.to(self._head_VD.dtype)
+        if not self._needs_hidden:
+            return None, head_VD
+        hidden_RD = torch.cat(self._grad_hidden)
+        return hidden_RD if self._vocabulary is None else self._vocabulary.sum(hidden_RD), head_VD
+
+
+def _slice(x_R: Tensor | None, part: slice) -> Tensor | None:
+    return None if x_R is None else x_R[part]
+
+
+def compute_log_softmax(output: HeadOutput, part: slice, temperature: float, size: int) -> tuple[Tensor, Tensor | None]:
+    """Return the full log-probabilities of some of an output's tokens over the first ``size`` of the vocabulary.
+
+    With a split vocabulary the columns of all ranks are gathered. Also returns the gradient of the softcap, for this
+    rank's rows only.
+    """
+    hidden_CD, partition = output.hidden_RD[part], output.vocabulary
+    if partition is None:
+        return dense_log_softmax(
+            hidden_CD, output.head_VD[:size], temperature, output.softcap, numerics=output.numerics
+        )
+    local_Cv, slope_Cv = compute_local_logits(
+        hidden_CD, output.head_VD, temperature, output.softcap, partition, numerics=output.numerics
+    )
+    full_CV = local_Cv.new_zeros(len(local_Cv), size)
+    own_Cv = full_CV[:, partition.first : partition.first + partition.size]
+    own_Cv.copy_(local_Cv[:, : own_Cv.shape[1]])
+    return torch.log_softmax(partition.sum(full_CV), dim=-1), slope_Cv

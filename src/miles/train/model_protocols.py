@@ -1,0 +1,138 @@
+"""Protocols of models in training (policy, critic, reward model), for any backend and any number of ranks.
+
+``_T`` packed input tokens, ``_R`` some of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from miles.kernels.numerics import Numerics
+from miles.models.checkpoint.save_plan import SavePlan
+from miles.models.lora.adapters import LoraAdapters
+from miles.models.optim_groups import MuonMatrices
+from miles.train.batch_tensors import MicroBatch
+from miles.train.logprobs import HeadOutput
+
+KeptTensors = Mapping[str, Tensor]
+LossCallback = Callable[[int, HeadOutput], tuple[Tensor | None, KeptTensors]]
+"""Maps a micro-batch index and the model's output to the loss to differentiate, if any, and tensors to keep."""
+
+
+class ShardedParameters(Protocol):
+    """Live parameters of a checkpoint, of which each rank has a shard.
+
+    In distributed training all ranks make the same calls in the same order. On a single rank ``gather`` and ``cut``
+    return their argument.
+    """
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """Return this rank's shard of each parameter by name, a tied head once; updated in place, never replaced.
+
+        Parameters that do not require a gradient are not trained.
+        """
+        ...
+
+    def finalize_grads(self) -> None:
+        """Finish gradient reduction after the last backward pass of an optimizer step."""
+        ...
+
+    def norm(self, grads: Mapping[str, Tensor]) -> Tensor:
+        """Return the norm of a sharded gradient, bitwise equal on every rank."""
+        ...
+
+    def after_update(self) -> None:
+        """Called after the parameters were updated."""
+        ...
+
+    def gather(self, name: str, local: Tensor) -> Tensor:
+        """Gather the full tensor of parameter ``name``, or of a tensor sharded like it."""
+        ...
+
+    def shard(self, name: str, full: Tensor, /) -> Tensor:
+        """Return this rank's shard: the inverse of ``gather``."""
+        ...
+
+    def muon_matrices(self) -> Mapping[str, MuonMatrices]:
+        """Return the parameters that Muon treats as matrices, with full shapes; empty if unknown."""
+        ...
+
+    def move(self, device: torch.device) -> None:
+        """Move the parameters to ``device``; they stay the same objects."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write a Hugging Face model into an existing folder."""
+        ...
+
+    def save_plan(self) -> SavePlan | None:
+        """Return the plan of what ``save`` writes, for sharded writers; None if only ``save`` can write it."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Load the live parameters from what ``save`` wrote into ``folder``."""
+        ...
+
+
+class TrainModel(ShardedParameters, Protocol):
+    """A trainable decoder."""
+
+    @property
+    def numerics(self) -> Numerics:
+        """The numerics of its layers and of its log-probs."""
+        ...
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], callback: LossCallback, /) -> list[KeptTensors]:
+        """Run forward on each micro-batch, compute its loss by the callback, and run backward if there is a loss.
+
+        Returns the kept tensors in order, on every rank that shares the micro-batch.
+        """
+        ...
+
+
+@runtime_checkable
+class HasAdapters(Protocol):
+    """A model with trained LoRA adapters (``models.lora``)."""
+
+    def adapters(self) -> LoraAdapters:
+        """Return the trained adapters, which engines do not have; every rank has all of them in full."""
+        ...
+
+
+def get_engine_weights(model: ShardedParameters) -> dict[str, Tensor]:
+    """Return this rank's shard of the weights that an engine uses."""
+    adapters = model.adapters().parameters if isinstance(model, HasAdapters) else {}
+    return {name: parameter.detach() for name, parameter in model.parameters().items() if name not in adapters}
+
+
+@runtime_checkable
+class ReportsTokenTime(Protocol):
+    """A model that reports this rank's own compute time."""
+
+    def seconds_per_token(self) -> float | None:
+        """Return the compute seconds per token, without waiting, since the last call; None without tokens."""
+        ...
+
+
+class ScoreModel(ShardedParameters, Protocol):
+    """A decoder with a scalar head: one score per sequence."""
+
+    def scores(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Return the score of each sequence at its last token, in float32; sequences are concatenated."""
+        ...
+
+
+class ValueModel(ShardedParameters, Protocol):
+    """A decoder with a scalar head: one value per token."""
+
+    def values(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], at_R: Tensor) -> Tensor:
+        """Return the values after the input tokens ``at_R``, in float32; sequences are concatenated."""
+        ...

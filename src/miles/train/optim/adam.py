@@ -1,0 +1,166 @@
+"""AdamW with optionally quantized moments and host-offloaded moments and master weights.
+
+If both are float32 and on the parameters' device, one fused call updates everything. Otherwise each parameter is
+processed in slices that are fetched, dequantized, updated and written back, so that only a few slices exist twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from zlib import crc32
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from miles.train.config import TrainConfig
+from miles.train.optim import offload_pipeline
+from miles.train.optim.master_weights import StateDevice, TrainedParam, copy_masters_to_params, select_state_device
+from miles.train.optim.quantized_state import make_random_fn, select_formats
+from miles.train.optim.state import OptimizerMoments
+
+FIRST = "exp_avg"
+SECOND = "exp_avg_sq"
+STEP = "step"
+# Elements of a slice: 64 MiB in float32. A multiple of the quantization block size.
+_SLICE = 1 << 24
+
+
+class Adam:
+    """Updates ``params``, which are all on one device."""
+
+    def __init__(self, params: Sequence[TrainedParam], config: TrainConfig) -> None:
+        self._params = list(params)
+        self._config = config
+        self._offloaded = config.optimizer_cpu_offload
+        self._moments: dict[str, OptimizerMoments] = {}
+        self._steps: dict[str, int] = {}
+        self._state_device: StateDevice | None = None
+
+    def step(self, lr: float, update: int) -> None:
+        """Apply the gradients; ``update`` is the number of the optimizer step in the run."""
+        params = [p for p in self._params if p.grad is not None and p.parameter.numel()]
+        if not params:
+            return
+        for param in params:
+            if param.name not in self._moments:
+                self._moments[param.name] = self._create_moments(param)
+        if self._config.optimizer_state_dtype == "float32" and not self._offloaded:
+            self._update_fused(params, lr)
+        else:
+            offload_pipeline.run(self._build_jobs(params, lr, update), params[0].device)
+        for param in params:
+            self._steps[param.name] = self._steps.get(param.name, 0) + 1
+
+    def state_factories(self) -> dict[str, Callable[[], Tensor]]:
+        """Return a factory for each entry of the state."""
+        out: dict[str, Callable[[], Tensor]] = {}
+        for name, moments in self._moments.items():
+            out[f"{STEP}.{name}"] = partial(torch.tensor, float(self._steps[name]))
+            out |= moments.state_factories()
+        return out
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Load its entries and remove them from ``state``."""
+        self._moments.clear()
+        self._steps.clear()
+        for param in self._params:
+            count = state.pop(f"{STEP}.{param.name}", None)
+            if count is not None:
+                self._steps[param.name] = int(count)
+                self._moments[param.name] = self._create_moments(param)
+                self._moments[param.name].load(state)
+
+    def move(self, device: torch.device) -> None:
+        """Move the state to ``device``, unless it is offloaded to the host."""
+        if not self._offloaded:
+            self._state_device = StateDevice(device)
+            for moments in self._moments.values():
+                moments.move(device)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the moments."""
+        return sum(m.bytes for m in self._moments.values())
+
+    def _create_moments(self, param: TrainedParam) -> OptimizerMoments:
+        device = self._state_device or select_state_device(param.device, offloaded=self._offloaded)
+        first, second = select_formats(self._config.optimizer_state_dtype, param.parameter.numel())
+        return OptimizerMoments(param, {FIRST: first, SECOND: second}, device)
+
+    def _update_fused(self, params: Sequence[TrainedParam], lr: float) -> None:
+        for decayed in (True, False):
+            group = [p for p in params if p.is_decayed == decayed]
+            moments = [self._moments[p.name].slice(0, p.parameter.numel()) for p in group]
+            self._adamw(
+                [p.master for p in group],
+                [p.grad for p in group],
+                [pair[0].view(p.parameter.shape) for p, pair in zip(group, moments, strict=True)],
+                [pair[1].view(p.parameter.shape) for p, pair in zip(group, moments, strict=True)],
+                [self._steps.get(p.name, 0) for p in group],
+                lr=lr,
+                decayed=decayed,
+            )
+        copy_masters_to_params(params)
+
+    def _build_jobs(
+        self, params: Sequence[TrainedParam], lr: float, update: int
+    ) -> Iterator[offload_pipeline.OffloadJob]:
+        for param in params:
+            moments, master_N = self._moments[param.name], param.master.detach().view(-1)
+            for start in range(0, len(master_N), _SLICE):
+                stop = min(start + _SLICE, len(master_N))
+                work = partial(self._update_slice, param, start, stop, lr, update)
+                yield offload_pipeline.OffloadJob(
+                    tensors=(master_N[start:stop], *moments.slice(start, stop)), work=work
+                )
+
+    def _update_slice(
+        self, param: TrainedParam, start: int, stop: int, lr: float, update: int, tensors: tuple[Tensor, ...]
+    ) -> None:
+        assert param.grad is not None
+        master_N, *raws = tensors
+        moments, step = self._moments[param.name], self._steps.get(param.name, 0)
+        first, second = moments.decode(tuple(raws))
+        grad_N = param.grad.reshape(-1)[start:stop]
+        self._adamw([master_N], [grad_N], [first], [second], [step], lr=lr, decayed=param.is_decayed)
+        seed = crc32(f"{self._config.seed} {update} {param.name} {start}".encode())
+        moments.encode(tuple(raws), [first, second], make_random_fn(seed, master_N.device))
+        if not param.is_own_master:
+            param.parameter.detach().view(-1)[start:stop].copy_(master_N)
+
+    @torch.no_grad()
+    def _adamw(
+        self,
+        masters: list[Tensor],
+        grads: list[Tensor | None],
+        firsts: list[Tensor],
+        seconds: list[Tensor],
+        steps: list[int],
+        *,
+        lr: float,
+        decayed: bool,
+    ) -> None:
+        if not masters:
+            return
+        config, device = self._config, masters[0].device
+        # The fused kernel reads the step counts on its device; torch's other implementation on the host.
+        counts = torch.tensor(steps, dtype=torch.float32).to(device, non_blocking=True).unbind()
+        adamw(
+            masters,
+            grads,  # pyright: ignore[reportArgumentType]
+            firsts,
+            seconds,
+            [],
+            list(counts),
+            fused=device.type == "cuda",
+            foreach=device.type != "cuda",
+            amsgrad=False,
+            beta1=config.adam_beta1,
+            beta2=config.adam_beta2,
+            lr=lr,
+            weight_decay=config.weight_decay if decayed else 0.0,
+            eps=config.adam_eps,
+            maximize=False,
+        )

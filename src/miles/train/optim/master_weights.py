@@ -1,0 +1,131 @@
+"""Master weights: a parameter, the float32 copy that the optimizer updates, and its gradient.
+
+A low-precision parameter has a float32 master: gradients are accumulated in float32, the update happens in the master,
+and the parameter is its rounding. A float32 parameter is its own master. Masters, like the rest of the optimizer
+state, may be offloaded to the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from miles.core.errors import CheckpointError
+
+_WIDE = (torch.float32, torch.float64)
+_HOST = torch.device("cpu")
+
+
+class TrainedParam:
+    """One trained parameter. With ``offloaded`` its separate master, if any, is on the host."""
+
+    def __init__(self, name: str, parameter: Tensor, *, offloaded: bool) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.master = parameter
+        self._grad_sum: Tensor | None = None
+        if parameter.dtype not in _WIDE:
+            self.master = copy_to_state_device(
+                parameter.detach().float(), select_state_device(parameter.device, offloaded=offloaded)
+            )
+            parameter.register_post_accumulate_grad_hook(self._accumulate)
+
+    @property
+    def is_own_master(self) -> bool:
+        """Whether the parameter is its own master."""
+        return self.master is self.parameter
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameter."""
+        return self.parameter.device
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The accumulated gradient."""
+        return self.parameter.grad if self.is_own_master else self._grad_sum
+
+    def zero_grad(self) -> None:
+        """Drop the gradient."""
+        self._grad_sum = self.parameter.grad = None
+
+    @property
+    def is_decayed(self) -> bool:
+        return is_decayed(self.name, self.parameter.ndim)
+
+    def _accumulate(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self._grad_sum = parameter.grad.float() if self._grad_sum is None else self._grad_sum.add_(parameter.grad)
+        parameter.grad = None
+
+
+def is_decayed(name: str, axes: int) -> bool:
+    """Return whether weight decay applies: to matrices, but not to norms (fewer than two axes) and biases."""
+    return axes >= 2 and not name.endswith("bias")
+
+
+@torch.no_grad()
+def copy_masters_to_params(params: Sequence[TrainedParam]) -> None:
+    """Round the masters into their parameters."""
+    pairs = [(p.parameter, p.master) for p in params if not p.is_own_master]
+    if pairs:
+        torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
+            [p for p, _ in pairs], [m for _, m in pairs]
+        )
+
+
+# -- device of the optimizer state ------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StateDevice:
+    """Device of the state between updates; ``pinned`` host memory allows asynchronous copies."""
+
+    device: torch.device
+    pinned: bool = False
+
+
+def select_state_device(device: torch.device, *, offloaded: bool) -> StateDevice:
+    """Return the state device of parameters on ``device``."""
+    if not offloaded or device.type == "cpu":
+        return StateDevice(device)
+    return StateDevice(_HOST, pinned=True)
+
+
+def copy_to_state_device(tensor: Tensor, target: StateDevice) -> Tensor:
+    """Return the tensor on the state device."""
+    if target.pinned:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+    return tensor.to(target.device)
+
+
+# -- states by name -------------------------------------------------------------------------
+
+
+class LazyStates(Mapping[str, Tensor]):
+    """Tensors by name, each created on access."""
+
+    def __init__(self, factories: Mapping[str, Callable[[], Tensor]]) -> None:
+        self._factories = factories
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._factories[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._factories)
+
+    def __len__(self) -> int:
+        return len(self._factories)
+
+
+def pop_state(state: dict[str, Tensor], name: str, like: Tensor) -> Tensor:
+    """Remove and return the entry ``name`` of a state; it must have the shape of ``like``."""
+    if name not in state:
+        raise CheckpointError(f"the optimizer state lacks {name}; the checkpoint is incomplete or of another model.")
+    value = state.pop(name)
+    if value.shape != like.shape:
+        raise CheckpointError(f"{name} has shape {tuple(value.shape)} in the optimizer state, not {tuple(like.shape)}.")
+    return value

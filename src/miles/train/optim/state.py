@@ -1,0 +1,68 @@
+"""Optimizer moments of one parameter, in any storage format and on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from miles.train.optim.master_weights import StateDevice, TrainedParam, pop_state
+from miles.train.optim.quantized_state import RandomFn, RawState, StateFormat
+
+
+class OptimizerMoments:
+    """Moments of a parameter's gradient by name, each in its storage format; initially zero."""
+
+    def __init__(self, param: TrainedParam, formats: Mapping[str, StateFormat], device: StateDevice) -> None:
+        self._param = param
+        self._formats = dict(formats)
+        count = param.parameter.numel()
+        self._raws = {key: form.zeros(count, device.device, pinned=device.pinned) for key, form in formats.items()}
+
+    def slice(self, start: int, stop: int) -> RawState:
+        """Return the raw tensors of a slice of all moments, concatenated."""
+        return tuple(t for key, form in self._formats.items() for t in form.slice(self._raws[key], start, stop))
+
+    def decode(self, raws: RawState) -> list[Tensor]:
+        """Return the moments of what ``cut`` returned (or copies of it), in the dtype of the master."""
+        dtype = self._param.master.dtype
+        return [form.decode(raw).to(dtype) for form, raw in self._split(raws)]
+
+    def encode(self, raws: RawState, values: list[Tensor], random: RandomFn | None) -> None:
+        """Write moments back."""
+        for (form, raw), value in zip(self._split(raws), values, strict=True):
+            form.encode(raw, value, random)
+
+    def state_factories(self) -> dict[str, Callable[[], Tensor]]:
+        """Return a factory for each entry of the state: float32 and shaped like the parameter, whatever the format."""
+
+        def factory(key: str) -> Callable[[], Tensor]:
+            return lambda: self._formats[key].decode(self._raws[key]).view(self._param.parameter.shape)
+
+        return {f"{key}.{self._param.name}": factory(key) for key in self._formats}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Load these and remove them from ``state``."""
+        for key, form in self._formats.items():
+            value = pop_state(state, f"{key}.{self._param.name}", self._param.parameter)
+            raw = self._raws[key]
+            form.encode(raw, value.to(raw[0].device, torch.float32).flatten(), None)
+
+    def move(self, device: torch.device) -> None:
+        """Move them to ``device``."""
+        self._raws = {key: tuple(t.to(device) for t in raw) for key, raw in self._raws.items()}
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the moments."""
+        return sum(t.nbytes for raw in self._raws.values() for t in raw)
+
+    def _split(self, raws: RawState) -> list[tuple[StateFormat, RawState]]:
+        out: list[tuple[StateFormat, RawState]] = []
+        start = 0
+        for key, form in self._formats.items():
+            size = len(self._raws[key])
+            out.append((form, raws[start : start + size]))
+            start += size
+        return out

@@ -1,0 +1,426 @@
+"""Policy trainer: one training step turns a batch into a new version of the weights.
+
+    batch -> global batches (one optimizer step each) -> micro-batches -> gradient -> update
+
+If advantages need the whole batch, the log-probs and values of all tokens are computed before the first update.
+
+Blocking work goes through ``run``.
+
+``_R`` trained tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from miles.algo.config import CRITIC_ESTIMATORS, OFFLINE_LOSSES, PREFERENCE_LOSSES, AlgoConfig
+from miles.algo.correction_schedule import CorrectionChoice, build_correction_schedule
+from miles.algo.importance_sampling import finalize_metrics
+from miles.algo.registry import NO_ALGO_HOOKS, AlgoHooks, build_loss, build_reducer, select_metric_reducer
+from miles.cluster.executor import Executor
+from miles.core.errors import ParityError, UsageError
+from miles.core.types import Batch, Sample, StepReport, Version
+from miles.models.lora.adapters import LoraAdapters
+from miles.train.advantages import BatchLogprobs, BatchWithAdvantages, build_advantage_computer
+from miles.train.balance import CostFn
+from miles.train.batch_tensors import FlatBatch, MicroBatch, RoutedExpertsCache, flatten_batch, group_by_trajectory
+from miles.train.checkpoint import checkpoint
+from miles.train.config import TrainConfig
+from miles.train.correction import CorrectionSelector, correction_metrics
+from miles.train.critic import Critic
+from miles.train.distillation import build_teachers
+from miles.train.dp_group import SINGLE_RANK, DataParallelGroup
+from miles.train.grad_accumulation import GradAccumulator, LogprobReader, MetricSums, build_micro_batches
+from miles.train.hooks import NO_TRAIN_HOOKS, TrainHooks
+from miles.train.model_protocols import HasAdapters, TrainModel, get_engine_weights
+from miles.train.optim.lr_scheduler import build_lr_schedule
+from miles.train.optim.optimizer import OptimizerProtocol, build_optimizer
+from miles.train.parity_check import accumulate_parity, check_exact_parity, format_parity_error, parity_metrics
+
+
+class PolicyTrainer:
+    """Trains ``actor``; implements the Trainer protocol.
+
+    ``steps`` is the number of optimizer steps per batch, ``updates`` that of the whole run (for the LR schedule). The
+    policy loss divides logits by ``temperature``, the engine's sampling temperature. ``reference`` is the reference
+    model of the KL. A ``critic`` is trained on every batch too, possibly alone in the first steps. ``teachers`` are
+    local distillation teachers, one per sample; without any, the samples carry the log-probs of served teachers. With
+    ``shares_weights`` an engine uses the policy's weights in place. Each rank of ``dp_group`` trains its part of the
+    batch, balanced by tokens or by ``cost_fn``.
+    """
+
+    def __init__(
+        self,
+        actor: TrainModel,
+        *,
+        algo: AlgoConfig,
+        train: TrainConfig,
+        steps: int,
+        updates: int,
+        temperature: float,
+        run: Executor,
+        reference: TrainModel | None = None,
+        critic: Critic | None = None,
+        teachers: Sequence[TrainModel] = (),
+        algo_hooks: AlgoHooks = NO_ALGO_HOOKS,
+        hooks: TrainHooks = NO_TRAIN_HOOKS,
+        version: Version | None = None,
+        parity_tolerance: float = 0.01,
+        parity_stop: float | None = None,
+        parity_no_replay_interval: int = 0,
+        offload: bool = True,
+        shares_weights: bool = True,
+        dp_group: DataParallelGroup = SINGLE_RANK,
+        cost_fn: CostFn | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        _check_options(algo, temperature, reference, critic)
+        self.version = version or Version()
+        self._actor, self._critic = actor, critic
+        self._algo = algo
+        self._train = train
+        self._hooks = hooks
+        self._run = run
+        self._clock = clock
+        self._steps = steps
+        self._dp_group, self._cost_fn = dp_group, cost_fn
+        self._saver = checkpoint.build_saver(train)
+        self._parity_stop = parity_stop
+        self._no_replay_interval = parity_no_replay_interval
+        schedule = build_correction_schedule(tolerance=parity_tolerance, stop=parity_stop)
+        custom = algo_hooks.correction
+        self._correction = CorrectionSelector(algo=algo, schedule=schedule, custom=custom, dp_group=dp_group)
+        self._device, self._offload = actor.device, offload and actor.device.type != "cpu"
+        frozen = [*teachers] if reference is None else [reference, *teachers]
+        self._offloaded_models = frozen if shares_weights else [actor, *frozen]
+        self._reducer = build_reducer(algo, algo_hooks)
+        self._metric_reducer = select_metric_reducer(algo)
+        self._is_policy_loss = algo.loss_type not in OFFLINE_LOSSES
+        self._reader = LogprobReader(
+            temperature=temperature if self._is_policy_loss else 1.0, chunk=train.log_probs_chunk_size
+        )
+        self._advantages = build_advantage_computer(algo, dp_group, actor.device) if self._is_policy_loss else None
+        self._critic_only_updates = train.num_critic_only_steps * steps if critic is not None else 0
+        self._reward_reference = reference if algo.kl_coef else None
+        self._gradient = self._build_gradient(algo_hooks, reference, teachers, temperature)
+        self._optimizer = self._build_optimizer(updates - self._critic_only_updates)
+        if hooks.init is not None:
+            hooks.init(actor)
+
+    def _build_gradient(
+        self, hooks: AlgoHooks, reference: TrainModel | None, teachers: Sequence[TrainModel], temperature: float
+    ) -> GradAccumulator:
+        algo = self._algo
+        chunk = self._train.log_probs_chunk_size
+        return GradAccumulator(
+            actor=self._actor,
+            reference=reference if algo.use_kl_loss or not algo.kl_coef else None,
+            loss_fn=build_loss(algo, hooks),
+            reader=self._reader,
+            distillation=build_teachers(algo, teachers, temperature=temperature, chunk=chunk, dp_group=self._dp_group),
+        )
+
+    def _build_optimizer(self, updates: int) -> OptimizerProtocol:
+        trained = {name: p for name, p in self._actor.parameters().items() if p.requires_grad}
+        lr_schedule = build_lr_schedule(self._train, updates=max(1, updates))
+        return build_optimizer(trained, self._train, lr_schedule, model=self._actor)
+
+    async def step(self, batch: Batch) -> StepReport:
+        """Train on ``batch``; the report's version is the new one."""
+        return await self._run(lambda: self._step(batch))
+
+    async def save(self, folder: Path) -> None:
+        await self._run(lambda: self._save(folder))
+
+    async def load(self, folder: Path) -> None:
+        self.version = await self._run(lambda: self._load(folder))
+
+    async def sleep(self) -> None:
+        """Release the accelerator for the engine: everything moves to the host except what the engine uses in place.
+
+        Those are the policy's weights if ``shares_weights``. A critic with a dedicated device stays there.
+        """
+        if self._offload:
+            await self._run(lambda: self._move(torch.device("cpu")))
+
+    async def wake(self) -> None:
+        if self._offload:
+            await self._run(lambda: self._move(self._device))
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Return the live weights by name; the next step changes them in place."""
+        return get_engine_weights(self._actor)
+
+    def adapters(self) -> LoraAdapters | None:
+        """Return the trained LoRA adapters, if any."""
+        return self._actor.adapters() if isinstance(self._actor, HasAdapters) else None
+
+    def _save(self, folder: Path) -> None:
+        checkpoint.save(folder, self._actor, self._optimizer, self.version, self._dp_group, self._saver)
+        if self._critic is not None:
+            self._critic.save(folder, self.version)
+
+    def _load(self, folder: Path) -> Version:
+        if self._critic is not None:
+            self._critic.load(folder)
+        return checkpoint.load(folder, self._actor, self._optimizer, self._dp_group)
+
+    def _move(self, device: torch.device) -> None:
+        self._optimizer.move(device)
+        for model in self._offloaded_models:
+            model.move(device)
+        if self._critic is not None and not self._critic.dedicated_device:
+            self._critic.move(device)
+
+    def _step(self, batch: Batch) -> StepReport:
+        started = self._clock()
+        flats = self._build_global_batches(batch.samples)
+        plan = [self._build_micro_batches(flat) for flat in flats]
+        if self._algo.use_routing_replay:
+            plan = [[replace(rows, routed_cache=RoutedExpertsCache()) for rows in part] for part in plan]
+        packed = self._clock()
+        critic_only = self._critic is not None and self._critic.updates < self._critic_only_updates
+        if self._hooks.before_log_probs is not None:
+            self._hooks.before_log_probs(batch.step, self._actor)
+        old_logprobs = self._compute_old_logprobs(flats, plan, critic_only=critic_only)
+        previous = self._clock()
+        seconds = {"pack": packed - started, "old_logprobs": previous - packed}
+        with_advantages, extra_metrics = self._compute_advantages(plan, old_logprobs)
+        if self._advantages is not None:
+            now = self._clock()
+            seconds["returns"], previous = now - previous, now
+        sums = MetricSums()
+        if batch.probe and self._is_policy_loss and not self._has_current_samples(flats[0]):
+            self._compare_probe(batch.probe, sums)
+        extra_metrics |= self._measure_without_replay(plan[0])
+        choice = None
+        if not critic_only:
+            choice = self._choose_correction(plan[0], old_logprobs[0], sums, stale=self._is_stale(flats))
+        steps: list[dict[str, float]] = []
+        for number, (part, old) in enumerate(zip(with_advantages, old_logprobs, strict=True)):
+            if self._hooks.before_train_step is not None:
+                self._hooks.before_train_step(batch.step, number, self._actor, self._optimizer)
+            micro_batches = [each.micro_batch for each in part]
+            if critic_only:
+                metrics = self._compare_only(micro_batches, sums, first=number == 0)
+            else:
+                metrics = self._update(micro_batches, old, sums, first=number == 0, choice=choice)
+            steps.append(metrics if self._critic is None else metrics | self._critic.update(part))
+        metrics = _mean_over_steps(steps) | parity_metrics(sums, self._dp_group) | correction_metrics(choice)
+        metrics |= _batch_metrics(flats) | extra_metrics
+        metrics["micro_batches"] = float(sum(len(rows) for rows in plan) * self._dp_group.dp_size)
+        if self._train.share_prefix:
+            metrics["tokens_shared"] = _count_saved_tokens(plan, self._dp_group)
+        self.version = self.version.next()
+        seconds["optimize"] = self._clock() - previous
+        return StepReport(version=self.version, metrics=metrics, seconds=seconds)
+
+    def _compute_advantages(
+        self, plan: list[list[MicroBatch]], old_logprobs: list[list[Tensor | None]]
+    ) -> tuple[list[list[BatchWithAdvantages]], dict[str, float]]:
+        """Return the micro-batches with batch-level advantages, if configured, and their metrics."""
+        if self._advantages is None:
+            return [[BatchWithAdvantages(micro_batch=rows) for rows in part] for part in plan], {}
+        pairs = zip(plan, old_logprobs, strict=True)
+        inputs = [each for part, old in pairs for each in self._collect_logprobs(part, old)]
+        results, metrics = self._advantages(inputs)
+        remaining = iter(results)
+        return [[next(remaining) for _ in part] for part in plan], metrics
+
+    def _collect_logprobs(
+        self, micro_batches: list[MicroBatch], old_logprobs: list[Tensor | None]
+    ) -> list[BatchLogprobs]:
+        ref_logprobs: Sequence[Tensor | None] = [None] * len(micro_batches)
+        values: Sequence[Tensor | None] = [None] * len(micro_batches)
+        if self._reward_reference is not None:
+            unreplayed = [rows.without_replay() for rows in micro_batches]
+            ref_logprobs = self._reader.compute_frozen(self._reward_reference, unreplayed)
+        if self._critic is not None:
+            values = [self._critic.values(rows) for rows in micro_batches]
+        return [
+            BatchLogprobs(micro_batch=rows, old_logp_R=old, ref_logp_R=ref, value_R=value)
+            for rows, old, ref, value in zip(micro_batches, old_logprobs, ref_logprobs, values, strict=True)
+        ]
+
+    def _build_global_batches(self, samples: Sequence[Sample]) -> list[FlatBatch]:
+        """Split the batch into the global batches of its optimizer steps; trajectories stay in order and complete."""
+        trajectories = group_by_trajectory(samples)
+        size, rest = divmod(len(trajectories), self._steps)
+        assert not rest and size, f"{len(trajectories)} trajectories cannot make {self._steps} equal global batches"
+        starts = range(0, len(trajectories), size)
+        return [flatten_batch(trajectories[i : i + size], self._reducer, self._metric_reducer) for i in starts]
+
+    def _build_micro_batches(self, flat: FlatBatch) -> list[MicroBatch]:
+        return build_micro_batches(
+            flat,
+            self._train,
+            device=self._actor.device,
+            replay=self._algo.use_rollout_routing_replay,
+            paired=self._algo.loss_type in PREFERENCE_LOSSES,
+            dp_group=self._dp_group,
+            cost_fn=self._cost_fn,
+        )
+
+    def _compute_old_logprobs(
+        self, flats: Sequence[FlatBatch], plan: list[list[MicroBatch]], *, critic_only: bool
+    ) -> list[list[Tensor | None]]:
+        """Return the old log-probs of the ratio, or of a KL in the reward; None uses the step's own forward pass.
+
+        The trainer's own forward pass is the better estimate for tokens of the current version. It cannot reproduce
+        tokens of older versions, so a batch with such tokens uses the engine's log-probs, unless the correction is
+        about the very difference between the two.
+        """
+        if not self._is_policy_loss:
+            return [[None] * len(part) for part in plan]
+        use_engine = self._algo.use_rollout_logprobs
+        if use_engine is None:
+            use_engine = not self._correction.active and self._is_stale(flats)
+        if use_engine:
+            if self._algo.use_routing_replay and len(plan) > 1 and not critic_only:
+                for part in plan:
+                    self._reader.compute_frozen(self._actor, part)  # fills the routed experts caches
+            return [[rows.engine_logp_R for rows in part] for part in plan]
+        unneeded = len(plan) == 1 and not self._correction.needs_old_logprobs
+        if self._reward_reference is None and (unneeded or critic_only):
+            return [[None] * len(part) for part in plan]
+        return [list(self._reader.compute_frozen(self._actor, part)) for part in plan]
+
+    def _is_stale(self, flats: Sequence[FlatBatch]) -> bool:
+        """Return whether any trained token was sampled by another version than the current one."""
+        return any(bool((f.versions_N[f.mask_N] != self.version.number).any()) for f in flats)
+
+    def _has_current_samples(self, flat: FlatBatch) -> bool:
+        """Return whether any sample was sampled by the current version alone."""
+        return bool((flat.oldest_S == self.version.number).any())
+
+    def _compare_probe(self, samples: Sequence[Sample], sums: MetricSums) -> None:
+        """Compare engine and trainer on samples that are not trained on, if the batch has only older ones."""
+        flat = flatten_batch([[s] for s in samples], self._reducer, self._metric_reducer)
+        replay = self._algo.use_rollout_routing_replay
+        micro_batches = build_micro_batches(
+            flat, self._train, device=self._actor.device, replay=replay, dp_group=self._dp_group
+        )
+        self._compare(micro_batches, sums)
+
+    def _compare(self, micro_batches: Sequence[MicroBatch], sums: MetricSums) -> None:
+        """Accumulate the parity of engine and trainer over micro-batches."""
+        logprobs = self._reader.compute_frozen(self._actor, micro_batches)
+        for logp_R, rows in zip(logprobs, micro_batches, strict=True):
+            accumulate_parity(logp_R, rows, self.version.number, sums, numerics=self._actor.numerics)
+
+    def _measure_without_replay(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+        """Measure the parity of one micro-batch without routing replay, at the configured interval."""
+        every = self._no_replay_interval
+        due = self._algo.use_rollout_routing_replay and every and self.version.number % every == 0
+        if not due or not micro_batches:
+            return {}
+        if not self._dp_group.union_names(["replayed"] if micro_batches[0].replay_TLk is not None else []):
+            return {}
+        sums = MetricSums()
+        self._compare([micro_batches[0].without_replay()], sums)
+        metrics = parity_metrics(sums, self._dp_group)
+        return {"parity_mean_abs_no_replay": metrics["parity_mean_abs"]} if metrics else {}
+
+    def _compare_only(self, micro_batches: list[MicroBatch], sums: MetricSums, *, first: bool) -> dict[str, float]:
+        """Check the parity of engine and trainer in a step that trains only the critic."""
+        if first:
+            self._compare(micro_batches, sums)
+            self._check_parity(sums)
+        return {}
+
+    def _choose_correction(
+        self, micro_batches: list[MicroBatch], old_logprobs: list[Tensor | None], sums: MetricSums, *, stale: bool
+    ) -> CorrectionChoice | None:
+        """Choose the correction from the parity of the first global batch, if it is automatic."""
+        if not self._correction.auto:
+            return None
+        for rows, old_logp_R in zip(micro_batches, old_logprobs, strict=True):
+            assert old_logp_R is not None, "the automatic correction needs the old log-probs"
+            accumulate_parity(old_logp_R, rows, self.version.number, sums, numerics=self._actor.numerics)
+        return self._correction.choose(parity_metrics(sums, self._dp_group), self.version.number, stale=stale)
+
+    def _update(
+        self,
+        micro_batches: list[MicroBatch],
+        old_logprobs: list[Tensor | None],
+        sums: MetricSums,
+        *,
+        first: bool,
+        choice: CorrectionChoice | None,
+    ) -> dict[str, float]:
+        step_sums = MetricSums()
+        loss_fn = self._correction.correct_loss(self._gradient.loss_fn, choice, micro_batches, old_logprobs)
+        logprobs = replace(self._gradient, loss_fn=loss_fn).accumulate(micro_batches, old_logprobs, step_sums)
+        for logp_R, rows in zip(logprobs, micro_batches, strict=True):
+            if first and choice is None:
+                accumulate_parity(logp_R, rows, self.version.number, sums, numerics=self._actor.numerics)
+        if first:
+            self._check_parity(sums)
+        self._actor.finalize_grads()
+        grad_norm, lr = self._optimizer.step()
+        self._actor.after_update()
+        metrics = finalize_metrics(step_sums.to_floats(self._dp_group)) | step_sums.expert_imbalance(self._dp_group)
+        return metrics | {"grad_norm": grad_norm, "lr": lr}
+
+    def _check_parity(self, sums: MetricSums) -> None:
+        """Raise ParityError, before the weights change, if engine and trainer log-probs differ too much."""
+        if self._actor.numerics.batch_invariant:
+            check_exact_parity(sums, self._dp_group, self.version.number)
+        limit = self._parity_stop
+        if limit is None:
+            return
+        metrics = parity_metrics(sums, self._dp_group)
+        if not metrics.get("parity_mean_abs", 0.0) <= limit:
+            raise ParityError(format_parity_error(metrics, self.version.number, limit))
+
+
+def _check_options(algo: AlgoConfig, temperature: float, reference: TrainModel | None, critic: Critic | None) -> None:
+    """UsageError if the options do not allow training."""
+    needs_critic = algo.loss_type not in OFFLINE_LOSSES and algo.advantage_estimator in CRITIC_ESTIMATORS
+    assert critic is not None or not needs_critic, "the advantage estimator needs a critic"
+    if temperature <= 0:
+        raise UsageError(f"--rollout-temperature {temperature} must be above 0 for training.")
+    needs_reference = {
+        "--use-kl-loss": algo.use_kl_loss,
+        "--kl-coef": bool(algo.kl_coef),
+        "--loss-type dpo_loss": algo.loss_type == "dpo_loss",
+    }
+    flag = next((flag for flag, needed in needs_reference.items() if needed), None)
+    if flag is not None and reference is None:
+        raise UsageError(f"{flag} needs a reference model; give --ref-load or --hf-checkpoint.")
+
+
+def _mean_over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return each metric's mean over optimizer steps, the last learning rates, and ratios of counts."""
+    names = dict.fromkeys(name for step in steps for name in step)
+    out = {name: fmean(step[name] for step in steps if name in step) for name in names}
+    out |= {name: steps[-1][name] for name in ("lr", "critic_lr") if name in steps[-1]}
+    replayed = out.pop("routing_replayed", 0.0)
+    mismatches = out.pop("routing_mismatches", 0.0)
+    return out | ({"routing_mismatch_ratio": mismatches / replayed} if replayed else {})
+
+
+def _count_saved_tokens(plan: Sequence[Sequence[MicroBatch]], dp_group: DataParallelGroup) -> float:
+    """Return the number of input tokens saved by prefix sharing, on all ranks."""
+    local = sum(rows.saved_tokens for part in plan for rows in part if not rows.idle)
+    return float(dp_group.sum(torch.tensor(float(local), dtype=torch.float64)))
+
+
+def _batch_metrics(flats: Sequence[FlatBatch]) -> dict[str, float]:
+    advantage_R = np.concatenate([f.advantages_N[f.mask_N] for f in flats]).astype(np.float64)
+    return {
+        "tokens": float(sum(len(f.tokens_N) for f in flats)),
+        "train_tokens": float(sum(int(f.length_S.sum()) for f in flats)),
+        "trained_tokens": float(len(advantage_R)),
+        "samples": float(sum(len(f.samples) for f in flats)),
+        "advantage_mean": float(advantage_R.mean()) if len(advantage_R) else 0.0,
+        "advantage_std": float(advantage_R.std()) if len(advantage_R) else 0.0,
+    }

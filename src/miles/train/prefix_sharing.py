@@ -1,0 +1,259 @@
+"""Prefix sharing in training: samples of one prompt as a prefix tree, whose common prefixes are computed once.
+
+``_T`` tokens of the tree, ``_P`` tokens of all samples concatenated, without sharing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from miles.core.errors import UsageError
+from miles.kernels.attention.tree import KeyRuns, Segment, TreeAttentionBackend
+from miles.kernels.attention.varlen import VarlenAttentionBackend
+from miles.kernels.batch_invariant.packed_attention import BatchInvariantTreeBackend, BatchInvariantVarlenBackend
+from miles.kernels.numerics import Numerics
+from miles.models.capabilities import check_prefix_sharing
+from miles.models.spec import DecoderSpec
+
+MIN_SHARED_TOKENS = 8
+"""Shorter common prefixes are not shared: every fork costs an attention call or a row of its table."""
+# With so many prompts per data-parallel rank, whole prompts balance well enough.
+_PROMPTS_PER_RANK = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TreeNode:
+    """A run of tokens that continues node ``parent``; None for the start of a sequence."""
+
+    length: int
+    parent: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenPath:
+    """The input tokens of one sample. Only samples of one ``prompt`` share; replayed experts must be equal too."""
+
+    prompt: int
+    tokens: NDArray[np.int32]
+    routed: NDArray[np.integer] | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixTree:
+    """``ends`` is the last node of each sample, whose tokens are those of the nodes on the path to it.
+
+    ``kept_T`` are the tree's tokens among those of all samples, and ``slot_P`` is the position in the tree of each.
+    """
+
+    nodes: tuple[TreeNode, ...]
+    ends: tuple[int, ...]
+    kept_T: NDArray[np.int64]
+    slot_P: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixBundle:
+    """Samples that are packed into one micro-batch together, and their number of tokens there."""
+
+    members: tuple[int, ...]
+    tokens: int
+
+
+# -- building the tree ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _BuildNode:
+    """The tokens ``start`` to ``end`` of ``sample``, which continue node ``parent``."""
+
+    sample: int
+    start: int
+    end: int
+    parent: int | None
+
+
+class _TreeBuilder:
+    """Nodes in order of discovery, parents before children, and the last node of each sample."""
+
+    def __init__(self, paths: Sequence[TokenPath], min_shared: int) -> None:
+        self.paths = paths
+        self.min_shared = min_shared
+        self.nodes: list[_BuildNode] = []
+        self.ends: dict[int, int] = {}
+
+    def add(self, members: Sequence[int], start: int, parent: int | None) -> None:
+        """Add samples that are equal up to ``start`` and continue node ``parent``."""
+        first = members[0]
+        common = min(self._common_end(first, i, start) for i in members)
+        if len(members) > 1 and common - start < self.min_shared:
+            # Too few tokens to share: samples that continue together try again, and those that end here stay alone.
+            for part in self._group_by_token(members, common):
+                for subset in [part] if len(self.paths[part[0]]) > common else [[i] for i in part]:
+                    self.add(subset, start, parent)
+            return
+        ending = [i for i in members if len(self.paths[i]) == common]
+        node = len(self.nodes)
+        self.nodes.append(_BuildNode(first, start, common, parent))
+        self.ends |= dict.fromkeys(ending, node)
+        for part in self._group_by_token([i for i in members if i not in ending], common):
+            self.add(part, common, node)
+
+    def _common_end(self, a: int, b: int, start: int) -> int:
+        """Return the end of the common prefix of two samples that are equal up to ``start``."""
+        left, right = self.paths[a], self.paths[b]
+        end = min(len(left), len(right))
+        differ = left.tokens[start:end] != right.tokens[start:end]
+        if left.routed is not None or right.routed is not None:
+            if left.routed is None or right.routed is None:
+                return start
+            differ |= (left.routed[start:end] != right.routed[start:end]).reshape(end - start, -1).any(1)
+        return start + int(differ.argmax()) if differ.any() else end
+
+    def _group_by_token(self, members: Sequence[int], position: int) -> list[list[int]]:
+        """Group samples by their token at ``position``, in order of appearance; those that end there are one group."""
+        parts: dict[object, list[int]] = {}
+        for i in members:
+            path = self.paths[i]
+            key: object = None
+            if len(path) > position:
+                key = int(path.tokens[position]), None if path.routed is None else path.routed[position].tobytes()
+            parts.setdefault(key, []).append(i)
+        return list(parts.values())
+
+
+def _build(paths: Sequence[TokenPath], min_shared: int) -> _TreeBuilder:
+    assert min_shared > 0
+    builder = _TreeBuilder(paths, min_shared)
+    prompts: dict[int, list[int]] = {}
+    for number, path in enumerate(paths):
+        prompts.setdefault(path.prompt, []).append(number)
+    for members in prompts.values():
+        builder.add(members, 0, None)
+    return builder
+
+
+def build_prefix_tree(paths: Sequence[TokenPath], *, min_shared: int = MIN_SHARED_TOKENS) -> PrefixTree:
+    """Build the tree in which common prefixes of samples of one prompt occur once.
+
+    Samples fork where at least ``min_shared`` tokens were equal since the last fork.
+    """
+    builder = _build(paths, min_shared)
+    offsets = [0, *accumulate(map(len, paths))]
+    nodes = tuple(TreeNode(node.end - node.start, node.parent) for node in builder.nodes)
+    ends = tuple(builder.ends[i] for i in range(len(paths)))
+    kept = [np.arange(offsets[n.sample] + n.start, offsets[n.sample] + n.end) for n in builder.nodes]
+    return PrefixTree(
+        nodes=nodes,
+        ends=ends,
+        kept_T=np.concatenate(kept) if kept else np.empty(0, np.int64),
+        slot_P=compute_slots(nodes, ends),
+    )
+
+
+def compute_slots(nodes: Sequence[TreeNode], ends: Sequence[int]) -> NDArray[np.int64]:
+    """Return the position in the tree of each token of each sample, concatenated."""
+    runs = compute_runs(nodes)
+    slots = [np.arange(first, first + n) for end in ends for first, n in runs[end]]
+    return np.concatenate(slots) if slots else np.empty(0, np.int64)
+
+
+def collect_ancestors(nodes: Sequence[TreeNode], ends: Sequence[int]) -> list[int]:
+    """Return the nodes on the paths to any of ``ends``, ascending."""
+    ancestors: set[int] = set()
+    for end in ends:
+        node: int | None = end
+        while node is not None and node not in ancestors:
+            ancestors.add(node)
+            node = nodes[node].parent
+    return sorted(ancestors)
+
+
+# -- packing --------------------------------------------------------------------------------
+
+
+def count_tree_tokens(paths: Sequence[TokenPath], *, min_shared: int = MIN_SHARED_TOKENS) -> int:
+    """Return the number of tokens of the samples in one micro-batch, with common prefixes counted once."""
+    return sum(node.end - node.start for node in _build(paths, min_shared).nodes)
+
+
+def bundle_by_prefix(
+    paths: Sequence[TokenPath],
+    *,
+    limit: int,
+    dp_size: int = 1,
+    unit_size: int = 1,
+    min_shared: int = MIN_SHARED_TOKENS,
+) -> list[PrefixBundle]:
+    """Bundle the samples of a prompt for packing into one micro-batch, up to ``limit`` tokens.
+
+    With few prompts for ``dp_size`` ranks bundles are smaller: computing a prefix twice costs less than a waiting
+    rank. The order of a prompt's samples is kept, and every ``unit_size`` samples stay together, even if they are
+    longer than ``limit``.
+
+    >>> same = np.arange(10, dtype=np.int32)
+    >>> bundle_by_prefix([TokenPath(prompt=0, tokens=same), TokenPath(prompt=0, tokens=same[:9])], limit=10)
+    [PrefixBundle(members=(0, 1), tokens=10)]
+    """
+    order = sorted(range(len(paths)), key=lambda i: paths[i].prompt)
+    prompts = [list(members) for _, members in groupby(order, key=lambda i: paths[i].prompt)]
+
+    def make_bundle(members: list[int]) -> PrefixBundle:
+        return PrefixBundle(
+            members=tuple(members), tokens=count_tree_tokens([paths[i] for i in members], min_shared=min_shared)
+        )
+
+    waiting = [make_bundle(members) for members in reversed(prompts)]
+    if dp_size > 1 and len(prompts) < _PROMPTS_PER_RANK * dp_size:
+        limit = min(limit, -(-sum(b.tokens for b in waiting) // (2 * dp_size)))
+    out: list[PrefixBundle] = []
+    while waiting:
+        bundle = waiting.pop()
+        members = list(bundle.members)
+        if bundle.tokens <= limit or len(members) <= unit_size:
+            out.append(bundle)
+        else:
+            half = -(-len(members) // (2 * unit_size)) * unit_size
+            waiting += [make_bundle(members[half:]), make_bundle(members[:half])]
+    return out
+
+
+# -- attention over the tree ------------------------------------------------------------------
+
+
+def compute_runs(nodes: Sequence[TreeNode]) -> list[KeyRuns]:
+    """Return the positions of the tokens up to the end of each node, as runs."""
+    starts = [0, *accumulate(node.length for node in nodes)]
+    runs: list[KeyRuns] = []
+    for node, start in zip(nodes, starts, strict=False):
+        assert node.parent is None or node.parent < len(runs), "parents come before children"
+        prefix = () if node.parent is None else runs[node.parent]
+        runs.append((*prefix, (start, node.length)))
+    return runs
+
+
+def build_attention(
+    lengths: Sequence[int], nodes: Sequence[TreeNode], device: torch.device, *, numerics: Numerics
+) -> VarlenAttentionBackend | TreeAttentionBackend | BatchInvariantVarlenBackend | BatchInvariantTreeBackend:
+    """Build the attention of a micro-batch: over its prefix tree if it has one, else over sequences of ``lengths``."""
+    if not nodes:
+        varlen_class = BatchInvariantVarlenBackend if numerics.batch_invariant else VarlenAttentionBackend
+        return varlen_class(lengths, device)
+    segments = [Segment(s.length, each) for s, each in zip(nodes, compute_runs(nodes), strict=True)]
+    tree_class = BatchInvariantTreeBackend if numerics.batch_invariant else TreeAttentionBackend
+    return tree_class(segments, device)
+
+
+def check_supported(spec: DecoderSpec, nodes: Sequence[TreeNode]) -> None:
+    """UsageError if a model of ``spec`` does not support prefix sharing."""
+    problem = check_prefix_sharing(spec) if nodes else None
+    if problem is not None:
+        raise UsageError(f"--share-prefix does not support this model: {problem}; leave it out.")

@@ -1,0 +1,124 @@
+"""Reward model trainer: Bradley-Terry loss over pairs of chosen and rejected responses.
+
+    batch -> global batches (one optimizer step each) -> micro-batches of whole pairs -> gradient -> update
+
+``_T`` packed input tokens, ``_B`` samples (chosen and rejected alternating) of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from miles.algo.dpo import BradleyTerryLoss
+from miles.cluster.executor import Executor
+from miles.core.types import Batch, Sample, StepReport, Version
+from miles.train.batch_tensors import group_by_trajectory
+from miles.train.checkpoint import checkpoint
+from miles.train.config import TrainConfig
+from miles.train.grad_accumulation import MetricSums
+from miles.train.hooks import NO_TRAIN_HOOKS, TrainHooks
+from miles.train.micro_batching import split_by_count, split_by_tokens
+from miles.train.model_protocols import ScoreModel
+from miles.train.optim.lr_scheduler import build_lr_schedule
+from miles.train.optim.optimizer import build_optimizer
+
+
+class RewardModelTrainer:
+    """Trains ``model``; implements the Trainer protocol. There is no engine to make room for.
+
+    ``steps`` is the number of optimizer steps per batch, ``updates`` that of the whole run (for the LR schedule).
+    """
+
+    def __init__(
+        self,
+        model: ScoreModel,
+        *,
+        train: TrainConfig,
+        steps: int,
+        updates: int,
+        run: Executor,
+        hooks: TrainHooks = NO_TRAIN_HOOKS,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.version = Version()
+        self._model = model
+        self._train = train
+        self._steps = steps
+        self._run = run
+        self._clock = clock
+        self._saver = checkpoint.build_saver(train)
+        self._loss = BradleyTerryLoss()
+        trained = {name: p for name, p in model.parameters().items() if p.requires_grad}
+        self._optimizer = build_optimizer(trained, train, build_lr_schedule(train, updates=updates), model=model)
+        self._hooks = hooks
+        if hooks.init is not None:
+            hooks.init(model)
+
+    async def step(self, batch: Batch) -> StepReport:
+        """Train on ``batch``; the report's version is the new one."""
+        return await self._run(lambda: self._step(batch))
+
+    async def save(self, folder: Path) -> None:
+        await self._run(lambda: checkpoint.save(folder, self._model, self._optimizer, self.version, saver=self._saver))
+
+    async def load(self, folder: Path) -> None:
+        self.version = await self._run(lambda: checkpoint.load(folder, self._model, self._optimizer))
+
+    async def sleep(self) -> None:
+        """No engine needs the accelerator."""
+
+    async def wake(self) -> None:
+        """Nothing was released."""
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Return the live weights by name; the next step changes them in place."""
+        return {name: p.detach() for name, p in self._model.parameters().items()}
+
+    def _step(self, batch: Batch) -> StepReport:
+        started = self._clock()
+        pairs = group_by_trajectory(batch.samples)
+        size, rest = divmod(len(pairs), self._steps)
+        assert not rest and size, f"{len(pairs)} pairs cannot make {self._steps} equal global batches"
+        global_batches = [list(self._split(pairs[start : start + size])) for start in range(0, len(pairs), size)]
+        steps = [self._update(batch.step, n, micro_batches, size) for n, micro_batches in enumerate(global_batches)]
+        metrics = {name: fmean(step[name] for step in steps) for name in steps[0]} | {"lr": steps[-1]["lr"]}
+        metrics |= {"samples": float(len(batch.samples)), "micro_batches": float(sum(map(len, global_batches)))}
+        metrics |= {"tokens": float(batch.tokens), "train_tokens": float(batch.tokens)}
+        self.version = self.version.next()
+        return StepReport(version=self.version, metrics=metrics, seconds={"optimize": self._clock() - started})
+
+    def _update(self, step: int, number: int, micro_batches: Sequence[list[Sample]], pairs: int) -> dict[str, float]:
+        if self._hooks.before_train_step is not None:
+            self._hooks.before_train_step(step, number, self._model, self._optimizer)
+        sums = MetricSums()
+        for samples in micro_batches:
+            output = self._loss(self._compute_scores(samples), pairs)
+            output.loss.backward()
+            for name, part in output.metrics.items():
+                sums.add(name, part)
+        self._model.finalize_grads()
+        grad_norm, lr = self._optimizer.step()
+        self._model.after_update()
+        return sums.to_floats() | {"grad_norm": grad_norm, "lr": lr}
+
+    def _split(self, pairs: Sequence[Sequence[Sample]]) -> Iterator[list[Sample]]:
+        count = self._train.micro_batch_size
+        if count is not None and not self._train.use_dynamic_batch_size:
+            bins = split_by_count(len(pairs), max(1, count // 2))
+        else:
+            bins = split_by_tokens([sum(map(len, pair)) for pair in pairs], self._train.max_tokens_per_gpu, "pair")
+        for indices in bins:
+            yield [sample for index in indices for sample in pairs[index]]
+
+    def _compute_scores(self, samples: Sequence[Sample]) -> Tensor:
+        device, lengths = self._model.device, tuple(len(s) for s in samples)
+        tokens_T = torch.from_numpy(np.concatenate([s.tokens for s in samples])).to(device, torch.int64)
+        positions_T = torch.from_numpy(np.concatenate([np.arange(n) for n in lengths])).to(device, torch.int64)
+        return self._model.scores(tokens_T, positions_T, lengths)

@@ -1,0 +1,133 @@
+"""Context parallelism against the same micro-batch in one process."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.backends.fsdp.context_ranks import CPU, decoder_of, learnt, sharded, share_of
+from tests.backends.fsdp.sharded_runs import trained
+from tests.models.kinds.small import SMALL
+from tests.models.oracle import KINDS
+from tests.pool import ranks
+from tests.train.alike import group
+
+from miles.algo.loss_aggregation import mean_per_token
+from miles.backends.fsdp.context_parallel import _assign_tokens
+from miles.backends.fsdp.local_model import LocalModel
+from miles.cluster.parallel_dims import ParallelDims
+from miles.kernels.attention.varlen import VarlenAttentionBackend
+from miles.models.checkpoint import hf
+from miles.models.decoder import Routing
+from miles.models.families import spec_from_config
+from miles.train.batch_tensors import flatten_batch, group_by_trajectory, pack_micro_batch
+from miles.train.dp_group import SINGLE_RANK
+from miles.train.logprobs import HeadOutput
+
+
+def rows_for(spec, *, share, replay, seed=0):
+    rng = np.random.default_rng(seed)
+    experts = (len(spec.moe_layers), spec.moe.num_experts, spec.moe.experts_per_token) if replay else None
+    samples = [s for i in range(2) for s in group(rng, i, prompt=11 + 5 * i, replies=(7, 1, 20), experts=experts)]
+    flat = flatten_batch(group_by_trajectory(samples), mean_per_token)
+    return pack_micro_batch(flat, range(len(samples)), device=CPU, replay=replay, share=share)
+
+
+def whole(spec, rows):
+    rows, decoder = rows.unshare(), decoder_of(spec)
+    routing = None if rows.replay_TLk is None else Routing(replay_TLk=rows.replay_TLk)
+    hidden_TD = decoder(rows.tokens_T, rows.positions_T, VarlenAttentionBackend(rows.lengths, "cpu"), routing)
+    output = HeadOutput(hidden_RD=hidden_TD[rows.before_R], head_VD=decoder.head(), softcap=spec.logit_softcap)
+    return *learnt(decoder, rows, output), hidden_TD[rows.before_R].detach()
+
+
+def off(found, wanted):
+    wanted = wanted.detach().numpy()
+    return np.abs(found - wanted).max() / max(np.abs(wanted).max(), 1e-3)
+
+
+def compare(world, cases):
+    wanted = [whole(spec, rows) for spec, rows, _, _ in cases]
+    each = ranks(world, share_of, cases)
+    for rank in range(2):
+        for (_, rows, _, _), found, right in zip(cases, each[rank], wanted, strict=True):
+            loss, read, grads, hidden_RD, length = found
+            assert loss == pytest.approx(right[0], rel=1e-5, abs=1e-6)
+            assert off(read, right[1]) < 1e-5 and off(hidden_RD, right[3]) < 1e-5
+            assert grads.keys() == right[2].keys()
+            assert max(off(grads[name], right[2][name]) for name in grads) < 1e-5
+            assert length < len(rows.tokens_T)
+
+
+def config_of(kind, **changes):
+    wanted = KINDS[kind]
+    config = wanted.config(**(SMALL | wanted.own | changes)).to_dict()
+    return config | {"architectures": [wanted.model.__name__]}
+
+
+def case(kind, *, share=False, replay=False, recompute=False, multiple=1, **changes):
+    spec = spec_from_config(config_of(kind, **changes))
+    return spec, rows_for(spec, share=share, replay=replay), recompute, multiple
+
+
+def test_two_ranks_learn_what_one_learns_whatever_the_layers_are():
+    compare(
+        2,
+        [
+            case("qwen3"),
+            case("qwen3", share=True, recompute=True),
+            case("qwen3 moe", replay=True, share=True, multiple=8),
+            case("gemma2", sliding_window=9),
+            case("gpt-oss", sliding_window=9, share=True),
+            case("deepseek v3", share=True),
+            case("llama 4", share=True),
+        ],
+    )
+
+
+def test_four_ranks_learn_what_one_learns():
+    compare(4, [case("qwen3 moe", replay=True), case("qwen3", share=True)])
+
+
+CUT = {
+    "context": ParallelDims(world=4, context=4),
+    "context x fsdp": ParallelDims(world=4, context=2, shard=2),
+    "context x tensor and sequence": ParallelDims(world=4, context=2, tensor=2, sequence=True),
+    "context x expert": ParallelDims(world=4, context=2, shard=2, expert=2),
+}
+
+
+def test_a_model_held_by_ranks_that_cut_a_tree_of_samples_gets_the_gradient_of_one_process(tmp_path):
+    config = config_of("qwen3 moe")
+    spec = spec_from_config(config)
+    plan = [rows_for(spec, share=True, replay=True, seed=seed) for seed in range(2)]
+    hf.export(decoder_of(spec), tmp_path, config=config)
+    wanted = trained(LocalModel(decoder_of(spec)), [rows.unshare() for rows in plan], SINGLE_RANK, True)
+    results = ranks(4, sharded, str(tmp_path), list(CUT.values()), plan)[0]
+    for name, found in zip(CUT, results, strict=True):
+        assert found.loss == pytest.approx(wanted.loss, rel=1e-5), name
+        assert found.norm == pytest.approx(wanted.norm, rel=1e-5), name
+        assert found.grads.keys() == wanted.grads.keys()
+        apart = {n: off(found.grads[n], torch.from_numpy(wanted.grads[n])) for n in wanted.grads}
+        assert max(apart.values()) < 1e-5, (name, apart)
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 5), st.sampled_from([1, 4]))
+def test_every_token_has_one_place_and_ranks_have_as_many(lengths, world, multiple):
+    assignment = _assign_tokens(lengths, world, multiple)
+    assert sorted(np.concatenate(assignment.own).tolist()) == list(range(sum(lengths)))
+    assert len(set(assignment.place_T.tolist())) == sum(lengths) and assignment.size % multiple == 0
+    sizes = [len(own) for own in assignment.own]
+    assert max(sizes) <= assignment.size and max(sizes) - min(sizes) <= 2 * len(lengths)
+    for pieces, start, length in zip(assignment.pieces, np.cumsum([0, *lengths]), lengths, strict=False):
+        slots = [at + i for at, n in pieces for i in range(n)]
+        assert slots == assignment.place_T[start : start + length].tolist()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_rank_sees_about_as_many_keys(world):
+    lengths = [1000, 37, 512]
+    assignment = _assign_tokens(lengths, world, 1)
+    positions = np.concatenate([np.arange(n) for n in lengths])
+    work = [positions[own].sum() for own in assignment.own]
+    assert max(work) < 1.02 * min(work)

@@ -1,0 +1,168 @@
+"""A model whose adapters alone are trained: what changes, what is kept of it, and what an engine sees."""
+
+import asyncio
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.train.parts import DENSE, MOE, distance, model, ragged, step, weights, worker
+
+from miles.backends.fsdp.lora_model import LoraModel
+from miles.backends.native.config import NativeConfig
+from miles.backends.native.engine.engine import NativeEngine
+from miles.cluster.executor import InlineExecutor
+from miles.core.errors import CheckpointError
+from miles.models.checkpoint import hf
+from miles.models.families import spec_from_config
+from miles.models.lora.targets import LoraSpec, select_targets
+from miles.sync.publish import Publication
+
+
+def adapted(base, config=DENSE, *, seed=0, dtype=torch.float32, rank=2, start=None, **how):
+    """The model whose random weights come of ``seed``, under adapters."""
+    base_model = model(config, seed=seed, dtype=dtype, frozen=True, **how)
+    lora = LoraSpec(rank=rank, alpha=4.0, targets=select_targets(spec_from_config(config), None, None))
+    return LoraModel(base_model, lora, base=base, seed=1, start=start)
+
+
+@pytest.mark.parametrize("config", [DENSE, MOE], ids=["dense", "moe"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_step_moves_the_targets_by_the_product_and_nothing_else(tmp_path, config, dtype):
+    actor = adapted(tmp_path, config, dtype=dtype)
+    trainer = worker(actor)
+    before = weights(trainer)
+    step(trainer, ragged())
+    after, adapters = weights(trainer), actor.adapters()
+    for name, tensor in after.items():
+        expected = before[name].clone()
+        if name in adapters.targets_by_param:
+            adapters.merge(name, expected, before[name])
+            assert not torch.equal(expected, before[name]), name
+        assert torch.equal(tensor, expected), name
+    assert after.keys() == model(config).parameters().keys()
+
+
+def test_the_optimizer_has_moments_of_adapters_alone(tmp_path):
+    actor = adapted(tmp_path)
+    trainer = worker(actor)
+    step(trainer, ragged())
+    assert trainer._optimizer.bytes == 8 * actor.adapters().lora.num_parameters
+    assert {name.partition(".")[2] for name in trainer._optimizer.state()} <= {"", *actor.adapters().parameters}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_adapters_learn_what_they_are_rewarded_for(tmp_path, checkpointing):
+    trainer = worker(adapted(tmp_path, gradient_checkpointing=checkpointing), train={"lr": 3e-2})
+    rewarded = ragged(4)
+    told = [step(trainer, rewarded, number).metrics for number in range(6)]
+    assert told[-1]["loss"] < told[0]["loss"]
+
+
+def test_a_run_that_is_taken_up_again_goes_on_to_the_bit(tmp_path):
+    one, two = (worker(adapted(tmp_path)) for _ in range(2))
+    for number in range(2):
+        step(one, ragged(seed=number), number)
+    (tmp_path / "kept").mkdir()
+    asyncio.run(one.save(tmp_path / "kept"))
+    asyncio.run(two.load(tmp_path / "kept"))
+    assert two.version == one.version
+    for number in (2, 3):
+        assert step(one, ragged(seed=number), number).metrics == step(two, ragged(seed=number), number).metrics
+    assert distance(weights(one), weights(two)) == 0.0
+    mine, theirs = one.adapters(), two.adapters()
+    assert mine is not None and theirs is not None
+    for name, parameter in mine.parameters.items():
+        assert torch.equal(parameter, theirs.parameters[name]), name
+
+
+def test_a_checkpoint_is_a_whole_model_and_an_adapter_beside_it(tmp_path):
+    actor = adapted(tmp_path, dtype=torch.bfloat16)
+    trainer = worker(actor)
+    step(trainer, ragged())
+    (tmp_path / "kept").mkdir()
+    asyncio.run(trainer.save(tmp_path / "kept"))
+    whole = dict(hf.load_slices(tmp_path / "kept", rank=0, world=1, device="cpu", dtype=torch.bfloat16))
+    assert all(torch.equal(whole[name], tensor) for name, tensor in weights(trainer).items())
+    found = load_file(tmp_path / "kept" / "adapter" / "adapter_model.safetensors")
+    for name, parameter in actor.adapters().parameters.items():
+        stored = found[f"base_model.model.{name}"]
+        assert stored.dtype == torch.float32 and torch.equal(stored, parameter)
+    (tmp_path / "alone").mkdir()
+    actor.save(tmp_path / "alone")
+    assert load_file(tmp_path / "alone" / "adapter" / "adapter_model.safetensors").keys() == found.keys()
+
+
+def test_an_adapter_to_start_from_is_where_training_begins(tmp_path):
+    trainer = worker(adapted(tmp_path))
+    step(trainer, ragged())
+    (tmp_path / "kept").mkdir()
+    asyncio.run(trainer.save(tmp_path / "kept"))
+    restarted = adapted(tmp_path, start=tmp_path / "kept" / "adapter")
+    assert distance(weights(trainer), weights(worker(restarted))) == 0.0
+
+
+def test_a_checkpoint_over_another_base_or_of_other_adapters_or_of_none_is_refused(tmp_path):
+    trainer = worker(adapted(tmp_path))
+    step(trainer, ragged())
+    (tmp_path / "kept").mkdir()
+    asyncio.run(trainer.save(tmp_path / "kept"))
+    with pytest.raises(CheckpointError, match="was trained over another base"):
+        asyncio.run(worker(adapted(tmp_path, seed=5)).load(tmp_path / "kept"))
+    with pytest.raises(CheckpointError, match="holds other adapters than --lora-rank"):
+        asyncio.run(worker(adapted(tmp_path, rank=3)).load(tmp_path / "kept"))
+    plain = worker(model())
+    (tmp_path / "plain").mkdir()
+    asyncio.run(plain.save(tmp_path / "plain"))
+    with pytest.raises(CheckpointError, match="has no adapter because its weights were trained"):
+        asyncio.run(worker(adapted(tmp_path)).load(tmp_path / "plain"))
+
+
+def test_an_engine_of_this_process_reads_the_merged_weights_where_they_are(tmp_path):
+    trainer = worker(adapted(tmp_path))
+    config = NativeConfig(engine_kv_tokens=256)
+    engine = NativeEngine(
+        spec_from_config(DENSE),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        config=config,
+        run=InlineExecutor(),
+        decode=None,
+    )
+    sync = Publication(weights=trainer.weights, engines=[engine], transport="shared", run=InlineExecutor())
+    asyncio.run(sync.publish(trainer.version))
+    places = {name: tensor.data_ptr() for name, tensor in engine.weights().items()}
+    step(trainer, ragged())
+    asyncio.run(sync.publish(trainer.version))
+    assert {name: tensor.data_ptr() for name, tensor in engine.weights().items()} == places
+    assert {name: tensor.data_ptr() for name, tensor in trainer.weights().items()} == places
+    asyncio.run(engine.close())
+
+
+def test_an_engine_that_samples_meanwhile_has_copies_of_what_changes_and_no_others(tmp_path):
+    actor = adapted(tmp_path)
+    trainer, places = worker(actor), actor.adapters().targets_by_param
+    config = NativeConfig(engine_kv_tokens=256)
+    how = {
+        "device": torch.device("cpu"),
+        "dtype": torch.float32,
+        "config": config,
+        "run": InlineExecutor(),
+        "decode": None,
+    }
+    engine = NativeEngine(spec_from_config(DENSE), **how)
+    sync = Publication(
+        weights=trainer.weights, engines=[engine], transport="copy", run=InlineExecutor(), trained=places
+    )
+    asyncio.run(sync.publish(trainer.version))
+    own = {name: tensor.data_ptr() for name, tensor in trainer.weights().items()}
+    for name, tensor in engine.weights().items():
+        assert (tensor.data_ptr() == own[name]) == (name not in places), name
+    asyncio.run(engine.close())
+
+
+def test_settling_gives_factors_that_were_not_reached_a_gradient_of_zero(tmp_path):
+    actor = adapted(tmp_path)
+    actor.finalize_grads()
+    grads = {name: p.grad for name, p in actor.adapters().parameters.items() if p.grad is not None}
+    assert grads.keys() == actor.adapters().parameters.keys() and not any(bool(grad.any()) for grad in grads.values())
+    assert float(actor.norm(grads)) == 0.0

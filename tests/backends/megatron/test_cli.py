@@ -1,0 +1,49 @@
+"""A run from the command line with two Megatron ranks, against the FSDP trainer in one process."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.launch.small_run import ROOT, flags, write_world
+
+pytestmark = [
+    pytest.mark.megatron,
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed: miles-rl[megatron]"),
+]
+
+
+def train(world: Path, run: Path, *more: str) -> list[float]:
+    """The rewards of a short run."""
+    here = Path(__file__).parent / "cpu"
+    paths = os.pathsep.join([str(here), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    line = [sys.executable, "-W", "ignore", "-m", "miles.launch.main", "train", *flags(world, run, *more, steps=3)]
+    env = os.environ | {"PYTHONPATH": paths, "MILES_TEST_MEGATRON": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [told["reward"] for told in lines if "reward" in told]
+
+
+@pytest.mark.parametrize("more", [(), ("--megatron-use-distributed-optimizer",)], ids=["ours", "megatrons"])
+def test_a_run_on_megatron_is_the_run_on_fsdp(tmp_path: Path, more: tuple[str, ...]):
+    world = write_world(tmp_path / "world", moe=True)
+    replay = "--use-rollout-routing-replay"
+    wanted = train(world, tmp_path / "fsdp", replay)
+    ranks = ("--train-backend", "megatron", "--actor-num-gpus-per-node", "2", "--pipeline-model-parallel-size", "2")
+    found = train(world, tmp_path / "megatron", replay, *ranks, *more)
+    assert len(found) == 3 and found == pytest.approx(wanted, abs=1e-6)
+    last = "checkpoints/step-000003"
+    one, two = (_weights(tmp_path / name / last) for name in ("fsdp", "megatron"))
+    assert one.keys() == two.keys() and all(torch.allclose(one[n], two[n], atol=2e-3) for n in one)
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    files = sorted(folder.glob("model*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}

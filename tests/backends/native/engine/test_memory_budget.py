@@ -1,0 +1,82 @@
+"""KV cache size, prefill chunk and prefill delay by options and free memory."""
+
+import pytest
+import torch
+
+from miles.backends.native.config import NativeConfig
+from miles.backends.native.engine.memory_budget import compute_kv_tokens, resolve_prefill_chunk, resolve_prefill_delay
+from miles.core.errors import UsageError
+from miles.kernels.numerics import FAST
+from miles.models.accounting.known_models import find_known_config
+from miles.models.accounting.params import kv_bytes_per_token
+from miles.models.families.registry import spec_from_config
+
+
+class Box:
+    """A device with so much free memory."""
+
+    def __init__(self, free: int = 0, kind: str = "cuda") -> None:
+        self.free, self.kind = free, kind
+
+    def free_bytes(self) -> int:
+        return self.free
+
+
+def held(tiny, box, **knobs):
+    config = NativeConfig(**{f"engine_{name}": value for name, value in knobs.items()})
+    return compute_kv_tokens(tiny.spec, config, box, torch.float32, FAST)
+
+
+def test_the_cache_takes_its_part_of_the_free_memory_but_no_more_than_can_run(tiny):
+    token = kv_bytes_per_token(tiny.spec, "float32", FAST)
+    assert held(tiny, Box(1000 * token)) == 500
+    assert held(tiny, Box(1000 * token), memory_fraction=0.85) == 850
+    assert held(tiny, Box(1000 * token), memory_fraction=1.0) == 1000
+    assert held(tiny, Box(10**15), max_running=3) == 3 * 256
+    assert held(tiny, Box(0)) == 16
+    assert held(tiny, Box(0), kv_tokens=123) == 123
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"memory_fraction": 0.0}, "--engine-memory-fraction is 0.0"),
+        ({"memory_fraction": 1.2}, "--engine-memory-fraction is 1.2"),
+        ({"kv_tokens": 15}, "less than one page of 16"),
+        ({"prefill_chunk": 0}, "--engine-prefill-chunk must be at least 1"),
+        ({"max_running": 0}, "--engine-max-running"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(tiny, knobs, message):
+    with pytest.raises(UsageError, match=message):
+        held(tiny, Box(10**9), **knobs)
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens"),
+    [
+        ("Qwen3-0.6B", 16_384),
+        ("SmolLM2-135M", 16_384),
+        ("Qwen3-1.7B", 8192),
+        ("Qwen3-4B", 8192),
+        ("Qwen3-30B-A3B", 8192),
+    ],
+)
+def test_a_step_takes_more_prompt_tokens_on_an_accelerator_and_of_a_little_model(model, tokens):
+    config = find_known_config(model)
+    assert config is not None
+    spec = spec_from_config(config)
+    assert resolve_prefill_chunk(spec, NativeConfig(), Box(kind="cpu")) == 2048
+    assert {resolve_prefill_chunk(spec, NativeConfig(), Box(kind=kind)) for kind in ("cuda", "rocm")} == {tokens}
+    assert resolve_prefill_chunk(spec, NativeConfig(engine_prefill_chunk=77), Box(kind="cuda")) == 77
+
+
+def test_prompts_wait_only_where_steps_are_recorded():
+    assert (
+        resolve_prefill_delay(NativeConfig(), uses_cuda_graphs=False)
+        == 0
+        < resolve_prefill_delay(NativeConfig(), uses_cuda_graphs=True)
+    )
+    assert resolve_prefill_delay(NativeConfig(engine_prefill_delay_steps=0), uses_cuda_graphs=True) == 0
+    with pytest.raises(UsageError, match="--engine-prefill-delay-steps is -1, must be at least 0"):
+        resolve_prefill_delay(NativeConfig(engine_prefill_delay_steps=-1), uses_cuda_graphs=False)

@@ -1,0 +1,363 @@
+"""CUDA graphs without a GPU: replays repeat what was captured, and the engine samples what an eager one samples.
+
+Kernels run in Triton's interpreter; CUDA graphs, events and pinned memory are stubs that call what was captured.
+"""
+
+import asyncio
+import io
+import os
+import sys
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from tests.backends.native.conftest import Tiny
+from tests.kernels import interpreter  # noqa: F401
+from tests.kernels.device import CARD, needs_triton
+from tests.models.oracle import KINDS, hf_model, twin
+
+import miles
+from miles.backends.native.engine.scheduler import PrefillDelay
+from miles.backends.native.runner import cuda_graph as module
+from miles.backends.native.runner import model_runner
+from miles.backends.native.runner.gpu_runner import supports_gpu_kernels
+from miles.cluster.executor import InlineExecutor
+from miles.core.protocols import SamplingParams
+from miles.core.types import Version
+from miles.kernels.runtime import triton_compat
+from miles.launch.commands import serve
+from miles.launch.commands.serve import warm_up
+from miles.observe.factory import build_view
+from miles.sync.publish import Publication
+
+pytestmark = [needs_triton, pytest.mark.skipif(CARD, reason="a GPU is available: see test_cuda_graph.py")]
+
+# One layer each: interpreted kernels take their time.
+DENSE, EXPERTS = (replace(spec, layers=spec.layers[:1]) for spec in (Tiny.spec, Tiny.moe_spec))
+LONG = SamplingParams(max_new_tokens=5, ignore_eos=True)
+
+
+class Event:
+    def record(self): ...
+    def synchronize(self): ...
+
+
+class Graph:
+    """Replays by calling: ``call`` is what was recorded."""
+
+    def replay(self):
+        with torch.inference_mode():
+            self.call()
+
+
+@pytest.fixture
+def recording(monkeypatch):
+    """Make engines capture graphs; returns the keys of all replays."""
+    forward, begun, replayed = module.CudaGraphRunner._forward, [], []
+
+    def noted(self, key):
+        begun.append(lambda: (replayed.append(key), forward(self, key)))
+        forward(self, key)
+
+    @contextmanager
+    def graph(made, **_):
+        yield
+        made.call = begun[-1]
+
+    monkeypatch.setattr(module.CudaGraphRunner, "_forward", noted)
+    for name, fake in {
+        "CUDAGraph": Graph,
+        "graph": graph,
+        "Event": Event,
+        "graph_pool_handle": lambda: None,
+        "synchronize": lambda: None,
+        "get_device_properties": lambda device: SimpleNamespace(multi_processor_count=1),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    monkeypatch.setattr(model_runner, "supports_gpu_kernels", lambda spec, model, device: True)
+    return replayed
+
+
+def wanted(requests, spec):
+    """What an engine without CUDA graphs samples."""
+    tiny = Tiny()
+    with pytest.MonkeyPatch.context() as plain:
+        plain.setattr(model_runner, "supports_gpu_kernels", lambda spec, model, device: False)
+        return tiny.generate_all(tiny.engine(tiny.decoder(spec=spec), page_size=4), requests)
+
+
+@pytest.mark.parametrize(
+    ("spec", "count", "depth"),
+    [(DENSE, 1, 1), (DENSE, 3, 1), (EXPERTS, 1, 1), (EXPERTS, 3, 0)],
+    ids=["alone", "several", "alone with experts", "several with experts"],
+)
+def test_what_is_replayed_is_what_would_have_been_drawn(recording, spec, count, depth):
+    tiny = Tiny(depth)
+    requests = [(p, replace(LONG, seed=i, max_new_tokens=5 + i)) for i, p in enumerate(tiny.prompts(count))]
+    engine = tiny.engine(tiny.decoder(spec=spec), page_size=4, max_running=4)
+    answers = tiny.generate_all(engine, requests)
+    for one, other in zip(answers, wanted(requests, spec), strict=True):
+        assert tiny.tokens(one) == tiny.tokens(other)
+        np.testing.assert_allclose(tiny.logprobs(one), tiny.logprobs(other), atol=1e-4)
+        for a, b in zip(one.spans, other.spans, strict=True):
+            assert {name: value.tolist() for name, value in a.extras.items()} == {
+                name: value.tolist() for name, value in b.extras.items()
+            }
+    assert (
+        {key.batch_size for key in recording} == {1}
+        if count == 1
+        else {1, 2, 4} >= {key.batch_size for key in recording}
+    )
+    made = engine._runner._graphs._graphs
+    assert all(each.reads_plans == (key.batch_size > 1) for key, each in made.items())
+
+
+def test_a_lone_row_after_others_and_before_them_is_cut_anew(recording):
+    tiny = Tiny()
+    engine = tiny.engine(tiny.decoder(spec=DENSE), page_size=4, max_running=4)
+    first, second, third = ((p, replace(LONG, seed=i)) for i, p in enumerate(tiny.prompts(3)))
+    got = [
+        *tiny.generate_all(engine, [first]),
+        *tiny.generate_all(engine, [second, third]),
+        *tiny.generate_all(engine, [first]),
+    ]
+    for one, other in zip(got, wanted([first, second, third, first], DENSE), strict=True):
+        assert tiny.tokens(one) == tiny.tokens(other)
+
+
+def test_more_new_pages_than_a_sheet_holds_are_sent_as_a_table(recording, monkeypatch):
+    monkeypatch.setattr(module, "_MAX_TABLE_UPDATES", 3)
+    tiny = Tiny()
+    requests = [(p, replace(LONG, seed=i)) for i, p in enumerate(tiny.prompts(4, low=20))]
+    answers = tiny.generate_all(tiny.engine(tiny.decoder(spec=DENSE), page_size=4, max_running=4), requests)
+    for one, other in zip(answers, wanted(requests, DENSE), strict=True):
+        assert tiny.tokens(one) == tiny.tokens(other)
+
+
+def test_filters_and_greedy_rows_are_replayed_side_by_side(recording):
+    tiny = Tiny()
+    manners = [{"top_k": 5}, {"temperature": 0.0}, {"top_p": 0.8, "temperature": 1.3}]
+    requests = [
+        (p, replace(LONG, seed=i, **how)) for i, (p, how) in enumerate(zip(tiny.prompts(3), manners, strict=True))
+    ]
+    answers = tiny.generate_all(tiny.engine(tiny.decoder(spec=DENSE), page_size=4, max_running=4), requests)
+    for one, other in zip(answers, wanted(requests, DENSE), strict=True):
+        assert tiny.tokens(one) == tiny.tokens(other)
+    assert {key.has_filter for key in recording} == {True}
+
+
+def test_prompts_that_wait_for_recorded_steps_are_answered_as_ever(recording, monkeypatch):
+    tiny, eager, heard, came = Tiny(1), [], [], []
+    launch = model_runner.ModelRunner._run_eager
+
+    def counted(self, batch):
+        eager.append(len(recording))
+        return launch(self, batch)
+
+    monkeypatch.setattr(model_runner.ModelRunner, "_run_eager", counted)
+    engine = tiny.engine(tiny.decoder(spec=DENSE), page_size=4, max_running=8)
+    assert engine._runner.uses_cuda_graphs
+    engine._scheduler.prefill_delay = PrefillDelay(4, min_running=2)
+    requests = [(p, replace(LONG, seed=i, max_new_tokens=16)) for i, p in enumerate(tiny.prompts(5))]
+
+    async def story():
+        begun = asyncio.Event()
+
+        def hear(tokens):
+            heard.extend(tokens)
+            if len(heard) > 3:
+                begun.set()
+
+        asked = [asyncio.create_task(engine.generate_stream(*requests[0], hear))]
+        asked += [asyncio.create_task(engine.generate(*request)) for request in requests[1:3]]
+        await begun.wait()
+        came.append(len(recording))
+        asked += [asyncio.create_task(engine.generate(*request)) for request in requests[3:]]
+        return await asyncio.gather(*asked)
+
+    answers = asyncio.run(story())
+    # The first at once; the others, which came together, when four recorded steps had gone before them.
+    assert len(eager) == 2 and eager[0] == 0 and eager[1] >= came[0] + 4
+    for one, other in zip(answers, wanted(requests, DENSE), strict=True):
+        assert tiny.tokens(one) == tiny.tokens(other)
+    tiny.check(engine)
+
+
+def test_a_server_records_all_before_it_listens_and_tells_how_far_it_is(recording, monkeypatch):
+    monkeypatch.setattr(serve, "_WARMUP_LENGTHS", (24, 7))  # interpreted kernels take their time
+    tiny, out = Tiny(), io.StringIO()
+    engine = tiny.engine(tiny.decoder(spec=DENSE), page_size=4, max_running=2)
+    asyncio.run(warm_up(engine, build_view("plain", stream=out)))
+    sizes = 2 * len(module.capture_batch_sizes(2))
+    said = out.getvalue().splitlines()
+    assert (said[0], said[-1]) == (f"Capturing CUDA graphs ... (0/{sizes})", "Prefilling prompts ... done"), said
+    made = dict(engine._runner._graphs._graphs)
+    assert len(made) == sizes and not recording
+    engine.check()
+    requests = [(p, replace(LONG, seed=i)) for i, p in enumerate(tiny.prompts(2))]
+    for one, other in zip(tiny.generate_all(engine, requests), wanted(requests, DENSE), strict=True):
+        assert tiny.tokens(one) == tiny.tokens(other)
+    assert recording and engine._runner._graphs._graphs == made
+
+
+def test_where_nothing_is_recorded_nothing_is_said():
+    tiny, out = Tiny(), io.StringIO()
+    engine = tiny.engine(tiny.decoder(spec=DENSE), page_size=4)
+    asyncio.run(warm_up(engine, build_view("plain", stream=out)))
+    assert not out.getvalue() and not engine.stats()["steps"]
+
+
+class Lent:
+    """Memory that comes back where it was, and is spoilt in between."""
+
+    def __init__(self):
+        self.held, self.there = [], True
+
+    def zeros(self, shape, dtype):
+        self.held.append(torch.zeros(shape, dtype=dtype))
+        return self.held[-1]
+
+    def release(self):
+        self.there = False
+        for tensor in self.held:
+            tensor.fill_(float("nan"))
+
+    def restore(self):
+        self.there = True
+        for tensor in self.held:
+            tensor.zero_()
+
+
+def test_recordings_outlive_sleep_where_the_cache_comes_back_to_its_place(recording, monkeypatch):
+    lent, tiny = Lent(), Tiny()
+    monkeypatch.setattr(model_runner, "create_vmm_allocator", lambda device: lent)
+    model, other = tiny.decoder(spec=DENSE), tiny.decoder(seed=1, spec=DENSE)
+    engine = tiny.engine(model, page_size=4, max_running=2)
+    requests = [(p, replace(LONG, seed=i)) for i, p in enumerate(tiny.prompts(2))]
+    before = tiny.generate_all(engine, requests)
+    made = dict(engine._runner._graphs._graphs)
+    assert made and len(lent.held) == 2
+
+    asyncio.run(engine.sleep())
+    assert not lent.there
+    asyncio.run(engine.warm_up())  # nothing is recorded over memory that is not there
+    asyncio.run(engine.wake())
+    assert lent.there
+    for one, again in zip(before, tiny.generate_all(engine, requests), strict=True):
+        assert tiny.tokens(one) == tiny.tokens(again)
+    assert engine._runner._graphs._graphs == made and len(lent.held) == 2
+
+    asyncio.run(engine.sleep())
+    tiny.publish(engine, other)  # other tensors, while it sleeps: what was recorded reads the old ones
+    assert not engine._runner._graphs._graphs
+    asyncio.run(engine.wake())
+    with pytest.MonkeyPatch.context() as plain:
+        plain.setattr(model_runner, "supports_gpu_kernels", lambda spec, model, device: False)
+        fresh = tiny.generate_all(tiny.engine(other, page_size=4), requests)
+    for one, again in zip(fresh, tiny.generate_all(engine, requests), strict=True):
+        assert tiny.tokens(one) == tiny.tokens(again)
+
+
+def sent(engine, model, transport, number):
+    """Publish a model's weights; the tensors that were to travel."""
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    job = Publication(weights=lambda: weights, engines=[engine], transport=transport, run=InlineExecutor())
+    asyncio.run(job.publish(Version(number=number)))
+    return weights
+
+
+def test_recordings_stay_true_where_new_weights_are_written_over_the_engines_own(recording):
+    tiny = Tiny()
+    models = [tiny.decoder(seed=seed, spec=DENSE) for seed in range(3)]
+    requests = [(np.array([3, 7, 5], np.int32), replace(LONG, max_new_tokens=3))]
+
+    def drawn(seed):
+        with pytest.MonkeyPatch.context() as plain:
+            plain.setattr(model_runner, "supports_gpu_kernels", lambda spec, model, device: False)
+            return [tiny.tokens(one) for one in tiny.generate_all(tiny.engine(models[seed], page_size=4), requests)]
+
+    engine = tiny.engine(models[0], page_size=4, max_running=1)
+    lent = dict(models[0].named_parameters())
+    bits = {name: p.detach().clone() for name, p in lent.items()}
+    tiny.generate_all(engine, requests)
+    graphs = engine._runner._graphs
+
+    # Its tensors are the model's: they are left alone, and what was recorded over them is forgotten.
+    given = sent(engine, models[1], "made", 2)
+    assert not graphs.has_graphs and all(torch.equal(bits[name], p) for name, p in lent.items())
+    assert all(tensor.data_ptr() == given[name].data_ptr() for name, tensor in engine.weights().items())
+    assert [tiny.tokens(one) for one in tiny.generate_all(engine, requests)] == drawn(1)
+    made = dict(graphs._graphs)
+    assert made
+
+    # They are its own now: what comes is written there.
+    for number, seed, transport in ((3, 2, "copy"), (4, 0, "made")):
+        sent(engine, models[seed], transport, number)
+        assert graphs._graphs == made
+        assert all(tensor.data_ptr() == given[name].data_ptr() for name, tensor in engine.weights().items())
+        assert [tiny.tokens(one) for one in tiny.generate_all(engine, requests)] == drawn(seed)
+    assert graphs._graphs == made
+
+    # And somebody else's again.
+    given = sent(engine, models[1], "shared", 5)
+    assert not graphs.has_graphs
+    tiny.generate_all(engine, requests)
+    bits = {name: tensor.clone() for name, tensor in given.items()}
+    sent(engine, models[2], "made", 6)
+    assert all(torch.equal(bits[name], tensor) for name, tensor in given.items())
+    assert [tiny.tokens(one) for one in tiny.generate_all(engine, requests)] == drawn(2)
+
+
+OURS = os.path.dirname(miles.__file__)
+# What asks a device for numbers, which no recording can hold.
+READS = ("tolist", "item", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__")
+# Experts whose input is weighed, and a scale that is rounded; the others are told apart by what the slow tests run.
+OFTEN = ("llama 4 with two experts a token", "gemma3")
+
+
+@contextmanager
+def unread():
+    """Our own code may not read a tensor on the host; the interpreter has to."""
+
+    def refused(name, read):
+        def reads(tensor, *given, **more):
+            asking = sys._getframe(1).f_code.co_filename
+            assert not asking.startswith(OURS), f"{name} in {asking} while a step is recorded"
+            return read(tensor, *given, **more)
+
+        return reads
+
+    with pytest.MonkeyPatch.context() as refusing:
+        for name in READS:
+            refusing.setattr(torch.Tensor, name, refused(name, getattr(torch.Tensor, name)))
+        yield
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in OFTEN else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
+def test_no_kind_of_model_asks_the_device_for_numbers_while_it_is_recorded(recording, monkeypatch, kind):
+    spec = twin(hf_model(kind)).spec
+    model = Tiny().decoder(spec=replace(spec, layers=spec.layers[-1:]))
+    if not supports_gpu_kernels(spec, model, torch.device("cuda")):
+        pytest.skip("its steps are not captured")
+    ready, graph = triton_compat.use_triton_inference, torch.cuda.graph
+    for name, each in list(sys.modules.items()):
+        if name.startswith("miles.") and getattr(each, "use_triton_inference", None) is ready:
+            monkeypatch.setattr(each, "use_triton_inference", lambda x: torch.is_inference_mode_enabled())
+
+    @contextmanager
+    def strict(made, **how):
+        with unread(), graph(made, **how):
+            yield
+
+    monkeypatch.setattr(torch.cuda, "graph", strict)
+    graphs = Tiny().engine(model, page_size=4, max_running=3, kv_tokens=40)._runner._graphs
+    keys = [module.GraphKey(rows, False, False) for rows in (1, 3)]
+    for key in keys:
+        graphs._capture(key)
+    assert list(graphs._graphs) == keys

@@ -1,0 +1,138 @@
+"""A completion stitched from several responses equals that of one response, and versions are exact."""
+
+import base64
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miles.backends.remote.response import GenerateResponse
+from miles.backends.remote.response_stitching import ResponseStitcher, RoutedExpertsShape
+from miles.core.protocols import SamplingParams
+from miles.core.token_fields import ROUTED_EXPERTS
+from miles.core.types import Status, Version
+
+PROMPT, END = [7, 8, 9], 2
+EXPERTS = RoutedExpertsShape(num_layers=2, experts_per_token=2, num_experts=8)
+
+
+def parts(sampling=None, *, decode=None, experts=None):
+    return ResponseStitcher(
+        PROMPT,
+        sampling or SamplingParams(max_new_tokens=40),
+        eos_token_ids=frozenset([END]),
+        decode=decode,
+        experts=experts,
+    )
+
+
+def reply(tokens, reason=None, experts=None):
+    tokens = list(tokens)
+    return GenerateResponse(
+        vocab_size=300,
+        limit=100,
+        tokens=tokens,
+        logprobs=[-float(token) / 100 for token in tokens],
+        finish_reason=reason,
+        experts=experts,
+    )
+
+
+def add(answer, written, number=0):
+    answer.add(written, [(Version(number=number), len(written.tokens))])
+
+
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(3, 200), max_size=6), st.integers(0, 3)),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_every_token_keeps_its_version_and_neighbours_of_one_version_are_one_span(attempts):
+    attempts.sort(key=lambda attempt: attempt[1])
+    answer = parts()
+    for tokens, number in attempts:
+        add(answer, reply(tokens, "abort"), number)
+    done = answer.completion("abort")
+    written = [(token, number) for tokens, number in attempts for token in tokens]
+    told = [(int(t), span.version.number) for span in done.spans for t in span.tokens if span.version is not None]
+    assert told == written
+    versions = [span.version for span in done.spans]
+    assert all(a != b for a, b in itertools.pairwise(versions)) and all(len(span) for span in done.spans)
+    assert answer.remaining.max_new_tokens == 40 - len(written) and answer.input_ids == [
+        *PROMPT,
+        *(t for t, _ in written),
+    ]
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), max_size=4), max_size=4))
+def test_an_attempt_that_was_kept_while_weights_came_has_a_span_for_each_version_that_wrote_in_it(attempts):
+    answer, written = parts(SamplingParams(max_new_tokens=200, ignore_eos=True)), []
+    for runs in attempts:
+        numbers = [number for number, count in sorted(runs) for _ in range(count)]
+        answer.add(reply(range(10, 10 + len(numbers)), "abort"), [(Version(number=n), c) for n, c in sorted(runs)])
+        written += zip(range(10, 10 + len(numbers)), numbers, strict=True)
+    spans = answer.completion("abort").spans
+    assert [(int(t), span.version.number) for span in spans for t in span.tokens if span.version is not None] == written
+    assert all(a.version != b.version for a, b in itertools.pairwise(spans)) and all(len(span) for span in spans)
+
+
+@pytest.mark.parametrize(("last", "reason"), [(END, "stop"), (5, "stop"), (6, None)])
+def test_a_server_lost_behind_the_last_token_has_ended_the_answer(last, reason):
+    answer = parts(SamplingParams(max_new_tokens=40, stop_token_ids=(5,)))
+    add(answer, reply([10, last]))
+    assert answer.finish_reason == reason
+
+
+def test_a_server_lost_at_the_limit_has_ended_the_answer():
+    answer = parts(SamplingParams(max_new_tokens=2))
+    add(answer, reply([10, 11]))
+    assert answer.finish_reason == "length" and answer.completion("length").status is Status.TRUNCATED
+
+
+def test_the_end_of_a_sequence_that_is_ignored_ends_nothing():
+    answer = parts(SamplingParams(max_new_tokens=9, ignore_eos=True))
+    add(answer, reply([10, END]))
+    assert answer.finish_reason is None
+
+
+def decoded(tokens):
+    return "".join(chr(token) for token in tokens)
+
+
+def test_a_stop_text_that_lies_across_two_attempts_stops_and_what_is_behind_it_is_left_out():
+    answer = parts(SamplingParams(max_new_tokens=40, stop=("abc",)), decode=decoded)
+    add(answer, reply(map(ord, "xxa"), "abort"), 1)
+    add(answer, reply(map(ord, "bcdd"), "length"), 2)
+    done = answer.completion(answer.finish_reason or "")
+    assert answer.finish_reason == "stop" and decoded(t for span in done.spans for t in span.tokens) == "xxabc"
+    assert [len(span) for span in done.spans] == [3, 2]
+
+
+def routed(rows):
+    return base64.b64encode(np.array(rows, np.int32).tobytes()).decode()
+
+
+def rows(first, count):
+    return [[[(first + i) % 8, 1], [2, 3]] for i in range(count)]
+
+
+def test_experts_are_those_of_the_attempt_that_computed_a_token_first():
+    answer = parts(experts=EXPERTS)
+    add(answer, reply([10, 11], "abort", routed(rows(0, 4))), 1)  # all but the last token
+    add(answer, reply([12, END], "stop", routed(rows(4, 6))), 2)
+    done = answer.completion("stop")
+    told = np.concatenate([done.prompt_extras[ROUTED_EXPERTS], *(span.extras[ROUTED_EXPERTS] for span in done.spans)])
+    assert told[:, 0, 0].tolist() == [0, 1, 2, 3, 0, 1, 255] and told.dtype == np.uint8
+
+
+def test_experts_that_never_came_are_told_as_unknown():
+    answer = parts(experts=EXPERTS)
+    add(answer, reply([10, END]))
+    done = answer.completion("stop")
+    assert (done.spans[0].extras[ROUTED_EXPERTS] == 255).all() and len(done.prompt_extras[ROUTED_EXPERTS]) == len(
+        PROMPT
+    )

@@ -1,0 +1,332 @@
+"""What follows from a config, and how it is shown."""
+
+import json
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+
+import pytest
+from tests.launch.house import furnish
+
+from miles.config.cli import parse
+from miles.config.files import Layer, read_layers
+from miles.config.provenance import to_toml
+from miles.config.schema import get_options
+from miles.core.errors import UsageError
+from miles.launch.config import Config
+from miles.launch.main import main
+from miles.launch.plan.hardware import choose_device
+from miles.launch.plan.memory import estimate_memory, format_bytes
+from miles.launch.plan.plan import Plan
+from miles.launch.plan.render import format_batch_sizes, format_objective
+from miles.launch.read_config import read
+from miles.models.accounting.activations import activation_bytes
+from miles.models.checkpoint.safetensors_io import read_config
+from miles.models.families import spec_from_config
+
+
+@pytest.fixture(autouse=True)
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    furnish(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def planned(line: str = "") -> tuple[Config, Plan]:
+    config, plan, _ = read("plan", ["good.toml", *line.split()])
+    return config, plan
+
+
+@pytest.mark.parametrize(
+    ("line", "size", "steps"),
+    [
+        ("", 128, 1),
+        ("--num-steps-per-rollout 4", 32, 4),
+        ("--global-batch-size 64", 64, 2),
+        ("--global-batch-size 16 --num-steps-per-rollout 8", 16, 8),
+    ],
+)
+def test_the_batch_identity_is_completed(line: str, size: int, steps: int):
+    config, plan = planned(line)
+    assert (plan.samples_per_step, plan.global_batch_size, plan.num_steps_per_rollout) == (128, size, steps)
+    assert plan.optimizer_steps == 10 * steps
+    said = f"16 × n_samples_per_prompt 8 = 128 = global_batch_size {size} × num_steps_per_rollout {steps}"
+    assert said in format_batch_sizes(config, plan)
+
+
+@pytest.mark.parametrize(
+    ("line", "steps"), [("", 10), ("--no-num-rollout --num-epoch 4", 10), ("--no-num-rollout --num-epoch 1", 2)]
+)
+def test_epochs_become_steps(line: str, steps: int):
+    assert planned(line)[1].steps == steps  # 40 prompts, 16 a step
+
+
+def test_epochs_over_a_slice_and_over_parquet(tmp_path: Path):
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(
+        pyarrow.table({"input": ["x"] * 100, "label": ["y"] * 100}), tmp_path / "data" / "p.parquet"
+    )
+    for data, steps in (("data/train.jsonl@[0:20]", 2), ("data/p.parquet", 12), ("data/p.parquet@[-32:]", 4)):
+        assert planned(f"--no-num-rollout --num-epoch 2 --prompt-data {data}")[1].steps == steps
+
+
+@pytest.mark.parametrize(
+    ("line", "lease", "transport", "tickets"),
+    [("", "colocated", "shared", 16), ("--max-weight-staleness 2", "disjoint", "copy", 48)],
+)
+def test_the_staleness_budget_decides_who_waits(line: str, lease: str, transport: str, tickets: int):
+    plan = planned(line)[1]
+    assert (plan.lease, plan.transport, plan.tickets) == (lease, transport, tickets)
+
+
+@pytest.mark.parametrize(
+    ("line", "layout", "parts", "transport"),
+    [
+        ("", "", "", "shared"),
+        ("--actor-num-gpus-per-node 4", "4 ranks = 4 shard", "in 4 parts of about 32 traj", "gathered"),
+        (
+            "--actor-num-gpus-per-node 8 --tensor-model-parallel-size 2 --sequence-parallel "
+            "--data-parallel-replicate-size 2",
+            "8 ranks = 2 tensor (sequence parallel) × 2 shard × 2 replicate",
+            "in 4 parts of about 32 traj",
+            "gathered",
+        ),
+        (
+            "--actor-num-gpus-per-node 6 --context-parallel-size 2 --hf-checkpoint moe --expert-model-parallel-size 2",
+            "6 ranks = 2 context × 3 shard; experts over 2 of them",
+            "in 3 parts of about 42 or 43 traj",
+            "gathered",
+        ),
+        (
+            "--actor-num-gpus-per-node 4 --global-batch-size 2",
+            "4 ranks = 4 shard",
+            "in 4 parts of about 0 or 1 trajectories, by tokens; 2 parts would have none",
+            "gathered",
+        ),
+    ],
+)
+def test_a_plan_tells_the_layout_and_the_parts_of_a_batch(
+    line: str, layout: str, parts: str, transport: str, capsys: pytest.CaptureFixture[str]
+):
+    assert planned(line)[1].transport == transport
+    assert main(["plan", "good.toml", *line.split()]) == 0
+    out = capsys.readouterr().out
+    assert layout in out and parts in out
+    assert ("layout  " in out) == bool(layout)
+
+
+@pytest.mark.parametrize(
+    ("line", "folder"),
+    [("", "runs/model-grpo"), ("--save here", "here"), ("--hf-checkpoint ./moe/", "runs/moe-grpo")],
+)
+def test_a_run_has_a_directory(line: str, folder: str):
+    assert planned(line)[1].run_dir == Path(folder)
+
+
+@pytest.mark.parametrize(
+    ("line", "reference"),
+    [("", None), ("--use-kl-loss", "model"), ("--use-kl-loss --ref-load moe", "moe"), ("--ref-load moe", None)],
+)
+def test_a_reference_is_held_only_for_a_penalty(line: str, reference: str | None):
+    assert planned(line)[1].reference == (None if reference is None else Path(reference))
+
+
+def test_a_plan_is_frozen():
+    with pytest.raises(FrozenInstanceError):
+        planned()[1].steps = 3  # pyright: ignore
+
+
+def test_the_device_is_settled_without_torch(monkeypatch: pytest.MonkeyPatch):
+    assert (planned()[1].device, planned()[1].dtype) == ("cpu", "float32")
+    assert (planned("--device cuda")[1].device, planned("--device cuda")[1].dtype) == ("cuda", "float32")
+    assert planned("--dtype bfloat16")[1].dtype == "bfloat16"
+    monkeypatch.setattr("miles.launch.plan.hardware.list_accelerators", lambda: ["/dev/nvidia0"])
+    monkeypatch.setattr("miles.launch.plan.hardware.get_torch_build", lambda: None)
+    assert choose_device("auto").name == "cpu"
+    monkeypatch.setattr("miles.launch.plan.hardware.get_torch_build", lambda: "CUDA 13.0")
+    assert choose_device("auto").name == "cuda"
+    assert choose_device("cpu").name == "cpu"
+
+
+def test_an_accelerator_holds_weights_as_the_checkpoint_does(tmp_path: Path):
+    file = tmp_path / "model" / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"torch_dtype": "bfloat16"}))
+    assert (planned()[1].dtype, planned("--device cuda")[1].dtype) == ("float32", "bfloat16")
+    file.write_text(json.dumps(config | {"dtype": "float8_e4m3fn"}))
+    with pytest.raises(UsageError, match="--hf-checkpoint model is in float8_e4m3fn; choose a --dtype for it"):
+        planned("--device cuda")
+
+
+@pytest.mark.parametrize(
+    ("line", "formula"),
+    [
+        (
+            "",
+            "maximise mean over 128 trajectories of mean over tokens of min(ρ·A, clip(ρ, 0.8, 1.2)·A); "
+            "ρ = π/π_old, A = (R − mean R) / std R over the 8 trajectories of a prompt",
+        ),
+        (
+            "--eps-clip-high 0.28 --eps-clip-c 3 --use-kl-loss --kl-loss-coef 0.001 --kl-loss-type k3 "
+            "--entropy-coef 0.01 --disable-grpo-std-normalization --calculate-per-token-loss",
+            "maximise mean over all tokens of 128 trajectories of [max(min(ρ·A, clip(ρ, 0.8, 1.28)·A), 3·A where "
+            "A < 0) − 0.001·KL[k3](π, π_ref) + 0.01·H(π)]; ρ = π/π_old, A = R − mean R over the 8 trajectories of a "
+            "prompt",
+        ),
+        (
+            "--advantage-estimator gspo --eps-clip 0.0003 --eps-clip-high 0.0004 --use-opsm --constant-loss-length 64",
+            "maximise mean over 128 trajectories of 1/64 of the sum over tokens of "
+            "m·min(ρ·A, clip(ρ, 0.9997, 1.0004)·A); ρ = exp(mean over the sample of log π/π_old), "
+            "A = (R − mean R) / std R over the 8 trajectories of a prompt; "
+            "m = 0 where A < 0 and mean over the sample of log π_engine/π > 0.0001, else 1",
+        ),
+        (
+            "--advantage-estimator cispo --eps-clip 1 --eps-clip-high 3 --use-kl-loss --kl-loss-coef 0.1 "
+            "--kl-loss-type k3 --use-unbiased-kl --disable-grpo-std-normalization --use-tis",
+            "maximise mean over 128 trajectories of mean over tokens of [w·sg[clip(ρ, 0, 4)]·A·log π − "
+            "0.1·(π/π_old)·KL[k3](π, π_ref)]; ρ = π/π_old, A = R − mean R over the 8 trajectories of a prompt; "
+            "w = clip(π_old/π_engine, 0, 2)",
+        ),
+        (
+            "--advantage-estimator rloo --advantage-role-key side --overlong-buffer-len 16",
+            "maximise mean over 128 trajectories of mean over tokens of min(ρ·A, clip(ρ, 0.8, 1.2)·A); ρ = π/π_old, "
+            "A = R − mean of the others' R over the 8 trajectories of a prompt with the same side, "
+            "R less 1·clip((length − 48) / 16, 0, 1)",
+        ),
+        (
+            "--loss-type custom_loss --custom-loss-function-path mine.py:loss --advantage-estimator maxrl",
+            "minimise mine.py:loss, where a mean is the mean over 128 trajectories of mean over tokens; "
+            "A = (R − mean R) / mean R over the 8 trajectories of a prompt",
+        ),
+        (
+            "--custom-pg-loss-reducer-function-path mine.py:weigh --custom-reward-post-process-path mine.py:worth "
+            "--use-tis --tis-mode mask --tis-level sequence --use-rs --rs-veto-threshold 0.001 --tis-batch-normalize",
+            "maximise sum over the tokens of 128 trajectories, weighted by mine.py:weigh, of w·min(ρ·A, clip(ρ, 0.8, "
+            "1.2)·A); ρ = π/π_old, A = mine.py:worth(R); w = Π over the sample of π_old/π_engine within [0, 2] and "
+            "else 0, 0 where π_old/π_engine is outside [0.5, 2] or any π_old/π_engine of the sample is below 0.001, "
+            "over its mean",
+        ),
+        (
+            "--advantage-estimator ppo --gamma 0.99 --lambd 0.95 --kl-coef 0.01 --normalize-advantages",
+            "maximise mean over 128 trajectories of mean over tokens of min(ρ·A, clip(ρ, 0.8, 1.2)·A); ρ = π/π_old, "
+            "A = GAE(γ 0.99, λ 0.95) of r and the critic's V, r = (R at the last token) − "
+            "0.01·KL[k1](π_old, π_ref), A normalized to mean 0 and deviation 1 over the batch",
+        ),
+        (
+            "--loss-type sft_loss --no-rm-type --n-samples-per-prompt 1",
+            "maximise mean over 16 trajectories of mean over tokens of log π(token)",
+        ),
+    ],
+)
+def test_the_objective_is_one_line_with_its_numbers(line: str, formula: str):
+    assert format_objective(*planned(line)) == formula
+
+
+def test_the_memory_plan_counts_what_is_known():
+    config, plan = planned("--use-kl-loss --engine-kv-tokens 1000 --max-weight-staleness 1 --dtype bfloat16")
+    spec = spec_from_config(read_config("model"))
+    # By hand: embedding, then two layers of attention (q, k, v, o and two norms of 24), MLP, two norms; one last norm.
+    layer = (4 + 2 + 2 + 4) * 24 * 96 + 2 * 24 + 3 * 96 * 256 + 2 * 96
+    parameters = 1000 * 96 + 2 * layer + 96
+    sizes = {share.name: share.bytes for share in estimate_memory(config, plan, spec)}
+    assert sizes.pop("activations") == activation_bytes(spec, 16384, size=2, fused=False, checkpointing=False)
+    assert sizes == {
+        "weights": 2 * parameters,
+        "engine": 2 * parameters,
+        "gradients": 4 * parameters,
+        "optimizer": 12 * parameters,
+        "reference": 2 * parameters,
+        "kv cache": 1000 * (2 * 2 * 2 * 24) * 2,
+    }
+
+
+def test_the_cache_is_sized_by_what_can_run_at_once():
+    spec = spec_from_config(read_config("model"))
+    for line, tokens in (
+        ("--device cpu", 256 * 512),
+        ("--device cpu --engine-max-running 10 --engine-page-size 100", 10 * 600),
+    ):
+        (share,) = (s for s in estimate_memory(*planned(line), spec) if s.name == "kv cache")
+        assert f"{tokens:,} tokens" in share.note
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 30, "3.0 GiB"), (1 << 50, "1024.0 TiB")]
+)
+def test_bytes_are_shown_for_people(count: int, text: str):
+    assert format_bytes(count) == text
+
+
+def test_a_plan_shows_every_knob_with_its_origin(capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "good.toml", "--lr", "3e-5", "--all"]) == 0
+    out = capsys.readouterr().out
+    rows = {line[2:].split()[0]: line for line in out.splitlines() if line[:2] in ("* ", "  ") and line[2:3].islower()}
+    assert get_options(Config).keys() <= rows.keys()
+    assert rows["lr"].split() == ["*", "lr", "3e-05", "flag"]
+    assert rows["num_rollout"].split() == ["*", "num_rollout", "10", "good.toml"]
+    assert rows["eps_clip"].split() == ["eps_clip", "0.2", "default"]
+    for word in (
+        "batch\n",
+        "objective\n",
+        "memory\n",
+        "placement\n",
+        "10 training steps",
+        "run        runs/model-grpo",
+    ):
+        assert word in out
+
+
+def test_a_plan_can_be_read_by_programs(capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "--json", "--lr", "3e-5", *_flags_of_the_recipe()]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["options"]["lr"] == {"value": 3e-5, "origin": "flag", "section": "train"}
+    assert told["plan"]["global_batch_size"] == 128 and told["plan"]["run_dir"] == "runs/model-grpo"
+    assert told["model"]["family"] == "qwen3" and len(told["memory"]) == 7
+
+
+def _flags_of_the_recipe() -> list[str]:
+    return [
+        *("--hf-checkpoint", "model", "--prompt-data", "data/train.jsonl", "--rm-type", "math", "--num-rollout", "10"),
+        *("--label-key", "label"),
+        *("--rollout-batch-size", "16", "--n-samples-per-prompt", "8", "--rollout-max-response-len", "64"),
+    ]
+
+
+def test_the_config_a_run_writes_reads_back_as_itself_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    flags = "--eval-prompt-data held data/held.jsonl --rollout-stop a b --save run --lr 3e-7 --no-use-rollout-logprobs"
+    config, _, origins = read("plan", ["good.toml", *flags.split()])
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").write_text(to_toml(config, origins))
+    monkeypatch.chdir("/")
+    again = parse(Config, [], read_layers(str(tmp_path / "run" / "config.toml"))).config
+    assert again is not None
+    assert again.models.hf_checkpoint == str(tmp_path / "model")
+    assert again.schedule.save == str(tmp_path / "run")
+    assert to_toml(again, origins) == to_toml(parse(Config, [], [_layer(tmp_path)]).config or again, origins)
+    assert (again.algo, again.train, again.cluster) == (config.algo, config.train, config.cluster)
+
+
+def _layer(folder: Path) -> Layer:
+    import tomllib
+
+    text = (folder / "run" / "config.toml").read_text()
+    return Layer(label=str(folder / "run" / "config.toml"), values=tomllib.loads(text))
+
+
+def test_an_accelerator_that_is_not_here_is_remarked(capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "good.toml", "--device", "cuda"]) == 0
+    assert (
+        "cuda: set by --device, but not available here (this machine shows no accelerator)" in capsys.readouterr().out
+    )
+
+
+def test_a_plan_leads_with_what_was_set_and_lists_all_on_request(capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "good.toml", "--lr", "3e-5"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "options" and any(line.split() == ["lr", "3e-05", "flag"] for line in lines)
+    assert not any("adam_beta2" in line for line in lines) and len(lines) < 50
+    assert [line for line in lines if line and line[0] != " "][1:5] == ["batch", "memory", "placement", "objective"]
+    assert lines[-1].endswith("other options have their defaults; --all prints every one.")
+    assert main(["plan", "good.toml", "--all"]) == 0
+    assert "adam_beta2" in capsys.readouterr().out

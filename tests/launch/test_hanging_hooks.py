@@ -1,0 +1,107 @@
+"""Whole runs whose user functions block, ignore their cancellation, or never answer: the run goes on, or ends."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from tests.launch.small_run import Command, miles, write_world
+
+from miles.core.protocols import Engine, FilterResult, SamplingParams
+from miles.core.types import Group, Prompt, Reward, Trajectory
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_world(tmp_path_factory.mktemp("world"))
+
+
+def line(world: Path, run: Path, *more: str, steps: int = 1) -> list[str]:
+    return [
+        *("train", "--hf-checkpoint", str(world), "--prompt-data", str(world / "train.jsonl"), "--save", str(run)),
+        *("--label-key", "label", "--apply-chat-template", "--rollout-batch-size", "2", "--n-samples-per-prompt", "2"),
+        *("--rollout-max-response-len", "4", "--num-rollout", str(steps), "--num-threads", "1", "--device", "cpu"),
+        *("--view", "plain", *more),
+    ]
+
+
+async def blocks(prompt: Prompt, trajectory: Trajectory) -> Reward:
+    """A blocking call in the second trajectory of each prompt."""
+    if trajectory.index == 1:
+        time.sleep(1e6)
+    return Reward(value=1.0)
+
+
+async def swallows(prompt: Prompt, trajectory: Trajectory) -> Reward:
+    """Ignores its cancellation in the second trajectory of each prompt."""
+    while trajectory.index == 1:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(1e6)
+    return Reward(value=1.0)
+
+
+async def generate_and_block(prompt: Prompt, engine: Engine, sampling: SamplingParams) -> Trajectory:
+    os.write(1, b"blocked\n")
+    time.sleep(1e6)
+    raise AssertionError
+
+
+def filter_and_block(group: Group) -> FilterResult:
+    os.write(1, b"blocked\n")
+    time.sleep(1e6)
+    raise AssertionError
+
+
+@pytest.mark.parametrize("name", ["blocks", "swallows"])
+def test_a_reward_that_never_ends_fails_its_trajectories_and_the_run_goes_on(world: Path, tmp_path: Path, name: str):
+    more = ("--custom-rm-path", f"{__name__}:{name}", "--reward-timeout", "1")
+    done = miles(*line(world, tmp_path / "run", *more))
+    assert done.returncode == 0, done.stderr
+    (row,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(row)["unscored_ratio"] == 0.5
+    assert "The reward function did not end when it was cancelled" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flag", "name"),
+    [
+        ("--custom-generate-function-path", "generate_and_block"),
+        ("--dynamic-sampling-filter-path", "filter_and_block"),
+    ],
+)
+def test_a_function_that_blocks_for_ever_ends_the_run_at_the_stall_timeout(world, tmp_path: Path, flag, name):
+    limits = ("--stall-timeout", "7", "--reward-timeout", "6")
+    more = ("--rm-type", "deterministic_random", flag, f"{__name__}:{name}", *limits)
+    done = miles(*line(world, tmp_path / "run", *more))
+    assert done.returncode == 1
+    assert "waited 7 s for the next group and none finished" in done.stderr
+    assert "ticket 0" in done.stderr or "tickets 0" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_second_signal_ends_a_run_whose_function_blocks(world: Path, tmp_path: Path, number: int):
+    more = ("--rm-type", "deterministic_random", "--custom-generate-function-path", f"{__name__}:generate_and_block")
+    command = Command(*line(world, tmp_path / "run", *more))
+    command.wait_to_hear("blocked")
+    assert command.pid is not None
+    os.kill(command.pid, number)
+    command.wait_to_hear("Stopping: this step is finished and saved first")
+    os.kill(command.pid, number)
+    done = command.done()
+    assert done.returncode == 128 + number
+    assert "Traceback" not in done.stderr
+
+
+def test_sighup_saves_before_it_ends_the_run(world: Path, tmp_path: Path):
+    command = Command(*line(world, tmp_path / "run", "--rm-type", "deterministic_random", steps=10000))
+    command.wait_to_hear("/10000")
+    assert command.pid is not None
+    os.kill(command.pid, signal.SIGHUP)
+    done = command.done()
+    assert done.returncode == 128 + signal.SIGHUP, done.stderr
+    assert "Stopped early and saved" in done.stdout
+    assert any((tmp_path / "run" / "checkpoints").iterdir())

@@ -1,0 +1,153 @@
+"""Sizes and costs, against real decoders, transformers and published figures."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.models.oracle import KINDS, hf_model, twin
+from torch.utils.flop_counter import FlopCounterMode
+
+from miles.kernels.fused.lm_head import compute_logits
+from miles.kernels.numerics import FAST
+from miles.models.accounting import params
+from miles.models.accounting.known_models import load_known_models
+from miles.models.decoder import Decoder
+from miles.models.families import spec_from_config
+from miles.models.spec import AttentionSpec, MlaSpec
+
+TOKENS = 64
+QWEN3_06B, QWEN3_30B_A3B, LLAMA_8B = (load_known_models()[n] for n in ("Qwen3-0.6B", "Qwen3-30B-A3B", "Llama-3.1-8B"))
+
+# Published parameter counts: in full where they are known so, else in billions.
+EXACT = {
+    "Qwen2.5-0.5B": 494_032_768,
+    "Qwen2.5-7B": 7_615_616_512,
+    "Qwen2.5-32B": 32_763_876_352,
+    "Qwen2.5-72B": 72_706_203_648,
+    "Qwen3-0.6B": 596_049_920,
+    "Qwen3-4B": 4_022_468_096,
+    "Qwen3-8B": 8_190_735_360,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen3-235B-A22B": 235_093_634_560,
+    "Llama-3.2-1B": 1_235_814_400,
+    "Llama-3.1-8B": 8_030_261_248,
+    "Llama-3.3-70B": 70_553_706_496,
+    "Llama-3.1-405B": 405_853_388_800,
+    "SmolLM2-135M": 134_515_008,
+    "SmolLM3-3B": 3_075_098_624,
+    "Mistral-7B-v0.3": 7_248_023_552,
+    "Mixtral-8x7B-v0.1": 46_702_792_704,
+    "Phi-4": 14_659_507_200,
+    "Gemma-2-2B": 2_614_341_888,
+    "Gemma-2-9B": 9_241_705_984,
+    "Gemma-3-1B": 999_885_952,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+}
+ROUNDED = {
+    "Qwen3-Next-80B-A3B": 79.7,
+    "GLM-4.5": 352.8,
+    "GLM-4.5-Air": 106.9,
+    "DeepSeek-V3": 671.0,
+    "Kimi-K2": 1026.4,
+    "MiniMax-M2": 228.7,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_count_is_that_of_the_real_decoder_and_of_transformers(kind):
+    model = hf_model(kind)
+    decoder = twin(model)
+    counted = params.parameter_count(decoder.spec)
+    kept = model.state_dict()  # buffers that are saved too: a bias that steers the router is one of our parameters
+    buffers = sum(buffer.numel() for name, buffer in model.named_buffers() if name in kept)
+    assert counted == sum(p.numel() for p in decoder.parameters()) == model.num_parameters() + buffers
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_published_models_have_their_published_size(name):
+    spec = spec_from_config(load_known_models()[name])
+    assert params.parameter_count(spec) == EXACT[name]
+    assert params.weight_bytes(spec, "bfloat16") == 2 * EXACT[name]
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_the_largest_models_have_their_published_size(name):
+    assert round(params.parameter_count(spec_from_config(load_known_models()[name])) / 1e9, 1) == ROUNDED[name]
+
+
+@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "DeepSeek-V3", "gpt-oss-120b", "Qwen3-Next-80B-A3B"])
+def test_a_decoder_without_storage_has_the_counted_size(name):
+    spec = spec_from_config(load_known_models()[name])
+    on_meta = Decoder(spec, device="meta", dtype=torch.bfloat16)
+    assert sum(p.numel() for p in on_meta.parameters()) == params.parameter_count(spec)
+
+
+def test_every_published_model_is_in_one_of_the_tables():
+    assert set(EXACT) | set(ROUNDED) <= set(load_known_models())
+
+
+def test_a_token_meets_only_the_experts_it_is_sent_to():
+    spec = spec_from_config(QWEN3_30B_A3B)
+    assert round(params.active_parameter_count(spec) / 1e9, 1) == 3.4  # 3.0 without the vocabulary's two matrices
+    assert params.active_parameter_count(spec_from_config(QWEN3_06B)) == 596_049_920
+
+
+def test_keys_and_values_of_a_token_are_counted_in_every_layer():
+    assert params.kv_bytes_per_token(spec_from_config(QWEN3_06B), "bfloat16", FAST) == 2 * 28 * 8 * 128 * 2
+    assert params.kv_bytes_per_token(spec_from_config(LLAMA_8B), "bfloat16", FAST) == 131072
+
+
+def test_adam_keeps_two_moments_and_a_master_of_low_precision_weights():
+    spec = spec_from_config(QWEN3_06B)
+    assert params.optimizer_bytes(spec, "float32") == 8 * 596_049_920
+    assert params.optimizer_bytes(spec, "bfloat16") == 12 * 596_049_920
+    assert params.gradient_bytes(spec, "bfloat16") == 4 * 596_049_920
+
+
+class Plainly:
+    """An Attend that looks at every token of one sequence, as matrix products torch can count."""
+
+    latent = False
+    lengths = (TOKENS,)
+    state = None
+
+    def __call__(self, layer, inputs):
+        q_THd, k_TGd, v_TGe, params, _, index = inputs
+        if index is not None and not isinstance(index, int):
+            torch.einsum("thd,sd->hts", index.q_THd, index.k_Td)
+        each = q_THd.shape[1] // k_TGd.shape[1]
+        k_THd, v_THe = k_TGd.repeat_interleave(each, 1), v_TGe.repeat_interleave(each, 1)
+        scores_HTT = (q_THd.transpose(0, 1) @ k_THd.permute(1, 2, 0)) * params.scale
+        return (scores_HTT.softmax(-1) @ v_THe.transpose(0, 1)).transpose(0, 1)
+
+    def recurrent_state(self, layer):
+        return self
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_forward_operations_are_those_torch_counts(kind):
+    """Torch counts matrix products only, and all of a causal square; so the context is every token's."""
+    decoder = twin(hf_model(kind))
+    spec = replace(decoder.spec, layers=tuple(unlimited(layer) for layer in decoder.spec.layers))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        hidden = decoder(torch.arange(TOKENS) % spec.vocab_size, torch.arange(TOKENS), Plainly())
+        compute_logits(hidden, decoder.head(), numerics=decoder.numerics)
+    said = params.forward_flops_per_token(spec, context=TOKENS) * TOKENS
+    assert counter.get_total_flops() == pytest.approx(said, rel=0.02)
+
+
+def unlimited(layer):
+    """The layer without a window: ``Plainly`` looks at everything."""
+    if isinstance(layer.mixer, AttentionSpec):
+        return replace(layer, mixer=replace(layer.mixer, window=None, chunk=None))
+    if isinstance(layer.mixer, MlaSpec) and layer.mixer.indexer is not None:
+        return replace(layer, mixer=replace(layer.mixer, indexer=replace(layer.mixer.indexer, top=TOKENS)))
+    return layer
+
+
+def test_longer_contexts_cost_more():
+    spec = spec_from_config(LLAMA_8B)
+    more = params.forward_flops_per_token(spec, 1000) - params.forward_flops_per_token(spec)
+    assert more == 4 * 1000 * 32 * 4096
+    assert params.forward_flops_per_token(replace(spec, tie_embeddings=True)) == params.forward_flops_per_token(spec)

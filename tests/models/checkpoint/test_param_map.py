@@ -1,0 +1,39 @@
+"""The names table: a bijection between our tensors and Hugging Face's."""
+
+import pytest
+import torch
+from tests.models.oracle import KINDS, hf_model, saved, twin
+
+from miles.models.checkpoint import param_map
+from miles.models.checkpoint.hf import iter_hf_tensors
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_tile_each_of_our_tensors_exactly_once(kind):
+    spec = twin(hf_model(kind)).spec
+    for ours, pieces in param_map.build_param_map(spec).items():
+        covered = torch.zeros(param_map.param_shape(pieces))
+        for piece in pieces:
+            part = piece.view(covered)
+            assert part.shape == piece.shape, ours
+            part += 1
+        assert torch.equal(covered, torch.ones_like(covered)), ours
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hf_tensors_are_transformers_own_tensors_by_name_and_value(kind):
+    model = hf_model(kind)
+    theirs = saved(model)
+    if twin(model).spec.tie_embeddings:
+        del theirs["lm_head.weight"]
+    ours = dict(iter_hf_tensors(twin(model)))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_hf_tensors_are_views_of_the_live_parameters():
+    decoder = twin(hf_model("qwen3 moe"))
+    with torch.no_grad():
+        decoder.layers[0].moe.gate_up.zero_()
+    tensors = dict(iter_hf_tensors(decoder))
+    assert not tensors["model.layers.0.mlp.experts.3.up_proj.weight"].any()

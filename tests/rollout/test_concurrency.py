@@ -1,0 +1,75 @@
+"""At most so many attempts at once, in the order they came; fewer where the engine's memory is short."""
+
+import asyncio
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miles.rollout.concurrency import ConcurrencyLimiter
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4)), max_size=30), st.integers(1, 8), st.booleans())
+def test_no_more_than_the_limit_are_inside_and_all_get_in(groups, limit, by_group):
+    async def play():
+        throttle = ConcurrencyLimiter(limit, granularity="group" if by_group else "sample")
+        most, entered = 0, []
+
+        async def one(number, size, turns):
+            nonlocal most
+            async with throttle.group(size) if by_group else throttle.sample():
+                entered.append(number)
+                most = max(most, throttle.running)
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+
+        await asyncio.gather(*(one(n, *group) for n, group in enumerate(groups)))
+        assert throttle.running == 0
+        return most, entered
+
+    most, entered = asyncio.run(play())
+    assert entered == list(range(len(groups)))
+    assert most <= max([limit, *(size for size, _ in groups)]) if by_group else most <= limit
+
+
+def test_one_who_gives_up_waiting_takes_no_place():
+    async def play():
+        throttle = ConcurrencyLimiter(1, granularity="sample")
+        async with throttle.sample():
+            waiting = [asyncio.create_task(throttle.sample().__aenter__()) for _ in range(2)]
+            await asyncio.sleep(0)
+            waiting[0].cancel()
+        await waiting[1]
+        return throttle.running, waiting[0].cancelled()
+
+    assert asyncio.run(play()) == (1, True)
+
+
+def test_the_limit_follows_the_engines_memory():
+    told = {"preemptions": 0.0, "waiting": 0.0}
+
+    async def pressure():
+        return told
+
+    async def play():
+        throttle = ConcurrencyLimiter(20, granularity="sample", load=pressure)
+        limits = []
+
+        async def batch(count):
+            async def one():
+                async with throttle.sample():
+                    await asyncio.sleep(0)
+
+            await asyncio.gather(*(one() for _ in range(count)))
+            limits.append(throttle.limit)
+
+        await batch(20)
+        told["preemptions"] = 1.0
+        await batch(20)
+        told["waiting"] = 3.0
+        await batch(3)
+        told["waiting"] = 0.0
+        await batch(400)
+        return limits
+
+    calm, short, held, again = asyncio.run(play())
+    assert calm == 20 and short < 20 and held == short and again == 20

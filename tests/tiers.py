@@ -1,0 +1,58 @@
+"""Test tiers: which tests `make test` runs, which only `make test-extended`, and how many hypothesis examples."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import resource
+import time
+from pathlib import Path
+
+import pytest
+
+EXTENDED_LIST = Path(__file__).with_name("extended.txt")
+EXTENDED_RUN = os.environ.get("MILES_TEST_TIER") == "extended"
+DEFAULT_EXAMPLES = 15
+# A loop, and what it takes on two idle cores of a 2.x GHz server; busy or slower machines get a longer limit.
+CALIBRATION_LOOPS = 2_000_000
+CALIBRATION_SECONDS = 0.1
+
+
+def examples(count: int) -> int:
+    """Hypothesis examples of a property: ``count`` in the extended run, few otherwise."""
+    return count if EXTENDED_RUN else min(count, DEFAULT_EXAMPLES)
+
+
+def read_extended_patterns() -> list[str]:
+    """Node ids, or shell patterns of them, of the tests that `make test` leaves to `make test-extended`."""
+    lines = EXTENDED_LIST.read_text(encoding="utf-8").splitlines()
+    return [line for line in map(str.strip, lines) if line and not line.startswith("#")]
+
+
+def mark_tiers(items: list[pytest.Item]) -> None:
+    """Mark tests of the extended list, and property tests, which the extended run repeats with all their examples."""
+    patterns = read_extended_patterns()
+    exact = {pattern for pattern in patterns if not set(pattern) & set("*?")}
+    globs = [pattern.replace("[", "[[]") for pattern in patterns if set(pattern) & set("*?")]
+    for item in items:
+        node_id = item.nodeid
+        names = (node_id, node_id.split("[")[0], node_id.split("::")[0])
+        if exact.intersection(names) or any(fnmatch.fnmatchcase(node_id, glob) for glob in globs):
+            item.add_marker(pytest.mark.extended)
+        if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            item.add_marker(pytest.mark.property)
+
+
+def measure_slowdown() -> float:
+    """CPU time of a fixed loop, relative to the machine that the limit of a default test was set on; at least 1."""
+    started = time.process_time()
+    total = 0
+    for number in range(CALIBRATION_LOOPS):
+        total += number & 7
+    return max(1.0, (time.process_time() - started) / CALIBRATION_SECONDS)
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process and of the children it has waited for."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
