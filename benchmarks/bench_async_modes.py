@@ -100,10 +100,12 @@ def main() -> None:
         print(f"{'tempo':36}{'s':>8}{'tok/s':>9}{'x':>7}{'stale':>7}")
         for number, name in enumerate(args.only):
             flags = tuple(flag.format(**known) for flag in TEMPOS[name])
-            told = run_training(world, Path(folder, f"run-{number}"), flags, args)
-            rate = told["tokens"] / told["seconds"]
+            reported = run_training(world, Path(folder, f"run-{number}"), flags, args)
+            rate = reported["tokens"] / reported["seconds"]
             base = rate if base is None else base
-            print(f"{name:36}{told['seconds']:8.1f}{rate:9.0f}{rate / base:7.2f}{told['stale']:7.0f}", flush=True)
+            print(
+                f"{name:36}{reported['seconds']:8.1f}{rate:9.0f}{rate / base:7.2f}{reported['stale']:7.0f}", flush=True
+            )
 
 
 if __name__ == "__main__":

@@ -60,8 +60,8 @@ class Training:
         ends = torch.arange(self.rows + 1, device=DEVICE, dtype=torch.int32) * self.length
         seed = torch.zeros(2, dtype=torch.uint64, device=DEVICE)
         read = (self.grad, self.q, self.k, self.v, self.out, self.lse.T.contiguous(), ends, ends)
-        told = (self.length, self.length, 0.0, True, seed, torch.empty(0, device=DEVICE))
-        return torch.ops.aten._flash_attention_backward(*read, *told, scale=self.params.scale)
+        reported = (self.length, self.length, 0.0, True, seed, torch.empty(0, device=DEVICE))
+        return torch.ops.aten._flash_attention_backward(*read, *reported, scale=self.params.scale)
 
     def torchs(self, cudnn: bool) -> tuple[float, float]:
         """Milliseconds of torch's forward and backward: cuDNN's over padded sequences, or the packed kernel."""

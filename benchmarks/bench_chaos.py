@@ -210,13 +210,13 @@ def run_with_faults(
 
     What it says is beside its folder as it goes, in a file of the same name.
     """
-    told, stage = RunOutcome(), stage or Here()
+    reported, stage = RunOutcome(), stage or Here()
     with run.with_suffix(".txt").open("w+") as out:
         words = [sys.executable, "-m", "miles.launch.main", "train", *line]
         around = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", **stage.around}
         going = subprocess.Popen(words, stdout=out, stderr=out, env=around, cwd=ROOT)
         try:
-            _live(going, run, blows, told, stage, patience, tell)
+            _live(going, run, blows, reported, stage, patience, tell)
         finally:
             if going.poll() is None:
                 going.send_signal(signal.SIGTERM)
@@ -224,35 +224,35 @@ def run_with_faults(
                     going.wait(30)
                 going.kill()
                 going.wait()
-        told.code = going.returncode
-        told.left = _wait_for_leftovers(stage)
+        reported.code = going.returncode
+        reported.left = _wait_for_leftovers(stage)
         out.seek(0)
-        told.said = out.read()
-    return told
+        reported.said = out.read()
+    return reported
 
 
 def _live(
     going: subprocess.Popen[bytes],
     run: Path,
     blows: Sequence[tuple[str, str]],
-    told: RunOutcome,
+    reported: RunOutcome,
     stage: Stage,
     patience: float,
     tell: Callable[[Blow], None],
 ) -> None:
     """Look at the run until it has ended; strike it each time that it has made a few steps since the last blow."""
     began, coming, made, last, blow = time.monotonic(), list(blows), 0, count_steps(run), None
-    while going.poll() is None and told.seconds < patience:
-        told.seconds = time.monotonic() - began
+    while going.poll() is None and reported.seconds < patience:
+        reported.seconds = time.monotonic() - began
         now = count_steps(run)  # fewer when the run has gone back to a checkpoint
         made, last = made + max(0, now - last), now
         if blow is not None and blow.until is None and made:
-            blow.until = told.seconds - blow.at
+            blow.until = reported.seconds - blow.at
             tell(blow)
         stage.tend(going=made >= 2)  # the first may have been under way
         if coming and made >= _BETWEEN and (struck := stage.strike(going.pid, *coming[0])) is not None:
-            blow = Blow(at=told.seconds, whom=struck, how=coming.pop(0)[1])
-            told.blows.append(blow)
+            blow = Blow(at=reported.seconds, whom=struck, how=coming.pop(0)[1])
+            reported.blows.append(blow)
             made = 0
         time.sleep(_LOOK)
 
@@ -288,20 +288,20 @@ def steps_for(blows: Sequence[tuple[str, str]]) -> int:
     return _FEW + sum(_STEPS.get(whom, _FEW) for whom, _ in blows)
 
 
-def report(folder: Path, told: Mapping[str, RunOutcome]) -> None:
+def report(folder: Path, expected: Mapping[str, RunOutcome]) -> None:
     """The table, and why anything was started again."""
-    for name, one in told.items():
+    for name, one in expected.items():
         found = summarize_run(folder / name)
         print(
             f"{name:7} {found['steps']:4} steps {one.seconds:7.1f} s   {found['trained']} tickets trained on, "
             f"{found['dropped']} dropped   reward at the end {fmean(final_rewards(folder / name)):.3f}"
         )
-    struck = told["struck"].blows
+    struck = expected["struck"].blows
     for what, kind in sorted(Counter((blow.whom.split()[0], blow.how) for blow in struck).items()):
         waits = sorted(b.until for b in struck if (b.whom.split()[0], b.how) == what and b.until is not None)
         middle = f"{waits[len(waits) // 2]:.1f} s, at most {waits[-1]:.1f} s" if waits else "-"
         print(f"  {what[0]} {what[1]:7} {kind:3} times; until the next step {middle}")
-    again = Counter("the run" if "the run " in line else "ranks" for line in _again(told["struck"].said))
+    again = Counter("the run" if "the run " in line else "ranks" for line in _again(expected["struck"].said))
     print(f"blows   {len(struck):4}   started again: {', '.join(f'{whom} {n} times' for whom, n in again.items())}")
 
 
@@ -336,7 +336,7 @@ def main() -> None:
     kinds = [kind for kind in kinds if not args.only or kind[0] in args.only]
     blows = shares(kinds, args.kills)
     steps = args.steps or steps_for(blows)
-    told: dict[str, RunOutcome] = {}
+    reported: dict[str, RunOutcome] = {}
     with ExitStack() as held:
         folder = args.keep or Path(held.enter_context(tempfile.TemporaryDirectory()))
         world = write_world(folder.resolve() / "world")
@@ -348,14 +348,14 @@ def main() -> None:
             run = folder.resolve() / name
             line = flags(world, run, steps=steps, deterministic=args.deterministic, reward=args.reward, ray=ray)
             how = {"patience": args.patience, "stage": stage, "tell": lambda blow: print(blow, flush=True)}
-            one = told[name] = run_with_faults(line, run, struck, **how)
+            one = reported[name] = run_with_faults(line, run, struck, **how)
             if one.code != 0 or len(one.blows) < len(struck):
                 print(one.said[-6000:])
                 more = "" if one.code else "; give it more --steps"
                 sys.exit(f"the {name} run ended with {one.code} after {len(one.blows)} of {len(struck)} blows{more}")
             if one.left:
                 sys.exit(f"the {name} run left processes behind: {one.left}")
-        report(folder, told)
+        report(folder, reported)
         far, bound = compare_weights(folder / "calm", folder / "struck")
         print(f"rewards {far:.3f} apart at the end, which is {'within' if far <= bound else 'BEYOND'} {bound:.3f}")
         if args.deterministic:

@@ -88,7 +88,7 @@ def measure_run(size: Size) -> dict[str, Any]:
         "parts": mean,
         "bytes": (_resident("VmHWM") - before) / (seen.most_inside * size.attempts),
         "peak": _resident("VmHWM"),
-        "told": seen.events / driver,
+        "events": seen.events / driver,
         "log": log / count,
         "publish_each": 1e6 * published / size.engines,
         "sent_each": sum(world.sent.values()) / (seen.steps + 1) / size.engines,
@@ -107,7 +107,7 @@ def _resident(field: str) -> int:
 def format_rows(name: str, size: Size, found: Mapping[str, Any]) -> Sequence[str]:
     """A size's rows of the table."""
     head = (
-        f"{name:28}{found['each']:9.0f}{found['bytes'] / 1024:9.1f}{found['peak'] / 2**30:8.2f}{found['told']:9.0f}"
+        f"{name:28}{found['each']:9.0f}{found['bytes'] / 1024:9.1f}{found['peak'] / 2**30:8.2f}{found['events']:9.0f}"
         f"{found['log']:7.0f}{found['publish_each']:9.0f}{100 * found['engines']:8.0f}{100 * found['trainer']:8.0f}"
         f"{found['longest_collection']:8.2f}{found['span']:9.0f}{found['cpu']:8.1f}{found['most_under_way']:9d}"
     )
@@ -122,7 +122,7 @@ def main() -> None:
     if args.one is not None:
         print(json.dumps(measure_run(SIZES[args.one])))
         return
-    print("microseconds of CPU a trajectory; KiB more memory a trajectory inside; GiB at the peak; events told a CPU")
+    print("microseconds of CPU a trajectory; KiB more memory a trajectory inside; GiB at the peak; events a CPU")
     print("second; bytes of event log a trajectory; microseconds of publication an engine; % busy; s; s; s; requests")
     print(
         f"{'size':28}{'us each':>9}{'KiB each':>9}{'GiB':>8}{'events/s':>9}{'log':>7}{'pub us':>9}{'engines':>8}"

@@ -45,10 +45,10 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, tok
     writer.close()
 
 
-def serve(tokens: int, told: Connection) -> None:
+def serve(tokens: int, expected: Connection) -> None:
     async def run() -> None:
         server = await asyncio.start_server(lambda r, w: answer(r, w, tokens), "127.0.0.1", 0)
-        told.send(server.sockets[0].getsockname()[1])
+        expected.send(server.sockets[0].getsockname()[1])
         await server.serve_forever()
 
     asyncio.run(run())

@@ -122,10 +122,10 @@ async def agent(client: aiohttp.ClientSession, url: str, plan: dict[str, Any], n
         messages.append({"role": "user", "content": question(random)})
         before = time.perf_counter()
         async with client.post(f"{address}/{path}", json={"messages": messages, "max_tokens": REPLY}) as reply:
-            told = orjson.loads(await reply.read())
+            reported = orjson.loads(await reply.read())
         seconds.append(time.perf_counter() - before)
-        assert reply.status == 200, told
-        content = told["content"] if plan["api"] == "messages" else told["choices"][0]["message"]["content"]
+        assert reply.status == 200, reported
+        content = reported["content"] if plan["api"] == "messages" else reported["choices"][0]["message"]["content"]
         messages.append({"role": "assistant", "content": content})
     return seconds
 
@@ -137,8 +137,8 @@ async def agents(url: str, plan: dict[str, Any]) -> None:
     async with aiohttp.ClientSession(connector=connector, timeout=limit, json_serialize=encode) as client:
         begun = time.perf_counter()
         seconds = await asyncio.gather(*(agent(client, url, plan, i) for i in range(plan["sessions"])))
-        told = {"wall": time.perf_counter() - begun, "turns": [x for row in seconds for x in row]}
-    print(json.dumps(told))
+        reported = {"wall": time.perf_counter() - begun, "turns": [x for row in seconds for x in row]}
+    print(json.dumps(reported))
 
 
 SILENT = {"cpu": 0.0, "theirs": 0.0, "grown": 0.0, "others": 0.0}
@@ -177,14 +177,18 @@ async def run_server(tokenizer: HfTokenizer, plan: dict[str, Any]) -> dict[str, 
         process.kill()
         raise
     assert process.returncode == 0, "the agents failed"
-    told = json.loads(out)
+    reported = json.loads(out)
     mine, of_agents = time.process_time() - cpu, children_seconds() - theirs
-    told |= {"most": engine.most, "cpu": mine / len(told["turns"]), "theirs": of_agents / len(told["turns"])}
-    told["others"] = (busy_seconds() - busy - mine - of_agents) / told["wall"]
-    told["grown"] = (resident_bytes() - resident) / plan["sessions"]
+    reported |= {
+        "most": engine.most,
+        "cpu": mine / len(reported["turns"]),
+        "theirs": of_agents / len(reported["turns"]),
+    }
+    reported["others"] = (busy_seconds() - busy - mine - of_agents) / reported["wall"]
+    reported["grown"] = (resident_bytes() - resident) / plan["sessions"]
     check(server, engine, plan)
     await server.stop()
-    return told
+    return reported
 
 
 def check(server: SessionServer, engine: Waiting, plan: dict[str, Any]) -> None:
@@ -216,13 +220,14 @@ def busy_seconds() -> float:
     return (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK")
 
 
-def format_row(name: str, told: dict[str, Any], engine_seconds: float) -> str:
-    ours = sorted(1000 * (x - engine_seconds) for x in told["turns"])
+def format_row(name: str, result: dict[str, Any], engine_seconds: float) -> str:
+    ours = sorted(1000 * (x - engine_seconds) for x in result["turns"])
     at = [ours[min(len(ours) - 1, int(q * len(ours)))] for q in (0.5, 0.95, 0.99)]
-    rate = len(told["turns"]) / told["wall"]
+    rate = len(result["turns"]) / result["wall"]
     return (
-        f"{name:9} {statistics.mean(ours):8.1f} {at[0]:8.1f} {at[1]:8.1f} {at[2]:8.1f} {1000 * told['cpu']:7.2f} "
-        f"{1000 * told['theirs']:7.2f} {told['others']:7.1f} {told['most']:7d} {rate:8.0f} {told['grown'] / 1024:8.0f}"
+        f"{name:9} {statistics.mean(ours):8.1f} {at[0]:8.1f} {at[1]:8.1f} {at[2]:8.1f} {1000 * result['cpu']:7.2f} "
+        f"{1000 * result['theirs']:7.2f} {result['others']:7.1f} {result['most']:7d} {rate:8.0f} "
+        f"{result['grown'] / 1024:8.0f}"
     )
 
 
@@ -248,8 +253,8 @@ def main() -> None:
         print("              mean      p50      p95      p99  server  agents   cores   engine           session")
         for name, (seconds, spread) in (rows | {"at once": (0.0, 0.0)}).items():
             run = bare if name == "bare" else run_server
-            told = uvloop.run(run(tokenizer, plan | {"seconds": seconds, "spread": spread}))
-            print(format_row(name, told, seconds), flush=True)
+            reported = uvloop.run(run(tokenizer, plan | {"seconds": seconds, "spread": spread}))
+            print(format_row(name, reported, seconds), flush=True)
 
 
 if __name__ == "__main__":

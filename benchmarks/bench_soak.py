@@ -23,7 +23,7 @@ from random import Random
 from typing import Any
 
 import aiohttp
-from tests.server_api.served import Hosted
+from tests.server_api.live_servers import Hosted
 from tests.server_api.tiny import VOCABULARY, make
 
 EVERY = 15
@@ -56,10 +56,10 @@ class Result:
 
 
 def read(answer: Body) -> Result:
-    told = answer["meta_info"]
-    lines = told["output_token_logprobs"]
-    reason = told["finish_reason"]["type"] if told["finish_reason"] else ""
-    return Result(tuple(answer["output_ids"]), tuple(line[0] for line in lines), reason, told["weight_version"])
+    reported = answer["meta_info"]
+    lines = reported["output_token_logprobs"]
+    reason = reported["finish_reason"]["type"] if reported["finish_reason"] else ""
+    return Result(tuple(answer["output_ids"]), tuple(line[0] for line in lines), reason, reported["weight_version"])
 
 
 def kinds(random: Random, count: int) -> list[Body]:
@@ -325,9 +325,9 @@ class Soak:
         books.count["lost"] += 0
         if sum(number for name, number in books.count.items() if name.startswith(OUTCOMES)) != self._requests:
             books.wrong.append("the ends of requests do not add up to the requests")
-        told = {f"r{number}" for number in range(self._requests)}
-        strangers = books.answers.keys() - told
-        silent = told - books.answers.keys() - books.cut
+        response = {f"r{number}" for number in range(self._requests)}
+        strangers = books.answers.keys() - response
+        silent = response - books.answers.keys() - books.cut
         books.wrong += [f"{rid} was never asked" for rid in strangers] + [f"{rid} was never answered" for rid in silent]
 
     async def _health(self) -> dict[str, float]:

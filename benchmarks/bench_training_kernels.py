@@ -73,10 +73,10 @@ def attention(heads: int, kv_heads: int, length: int, count: int) -> None:
     needed = 3.5 * 2 * length * length * count * heads * DIM
     for name, way in ways.items():
         try:
-            told = f"{needed / both_ways(way) / 1e12:.0f} TFLOP/s"
+            reported = f"{needed / both_ways(way) / 1e12:.0f} TFLOP/s"
         except RuntimeError as error:
-            told = str(error).splitlines()[0][:60]
-        print(f"| {heads}/{kv_heads} heads, {count} x {length:,} | {name} | {told} |", flush=True)
+            reported = str(error).splitlines()[0][:60]
+        print(f"| {heads}/{kv_heads} heads, {count} x {length:,} | {name} | {reported} |", flush=True)
 
 
 def pairs(model: str) -> dict[str, tuple[Callable[[], tuple[Tensor, ...]], Callable[[], tuple[Tensor, ...]]]]:

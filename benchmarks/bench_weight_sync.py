@@ -48,13 +48,13 @@ class TimedClient:
             word = found[1].decode()
         elif isinstance(body, dict):
             word = body.get("action", path)
-        told: Any = None
+        reported: Any = None
         try:
-            told = await self._ask(method, path, body, **more)
-            return told
+            reported = await self._ask(method, path, body, **more)
+            return reported
         finally:
             self.seconds[f"request {word}"] += time.perf_counter() - started
-            for name, spent in told.get("seconds", {}).items() if isinstance(told, dict) else ():
+            for name, spent in reported.get("seconds", {}).items() if isinstance(reported, dict) else ():
                 self.seconds[f"  server: {name}"] += spent
 
 

@@ -121,8 +121,8 @@ def matrix(name: str) -> None:
         except Exception as error:  # the others are still to be told of
             lines = [f"FAILED {type(error).__name__}: {str(error)[:300]}"]
         spent = time.perf_counter() - began
-        told = "; ".join(lines) if lines else "equal to the last bit"
-        print(f"  {WHERE:4s} {name:14s} {str(dtype)[6:]:8s} {told} ({spent:.0f} s)", flush=True)
+        reported = "; ".join(lines) if lines else "equal to the last bit"
+        print(f"  {WHERE:4s} {name:14s} {str(dtype)[6:]:8s} {reported} ({spent:.0f} s)", flush=True)
 
 
 def check(spec: Any, dtype: Any) -> list[str]:

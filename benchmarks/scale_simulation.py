@@ -169,10 +169,10 @@ class SimulatedServer(SglangClient):
         done = world.loop.time() - began
         self.busy += done
         written = left if whole else min(left - 1, int(left * done / seconds))
-        told = loads(world.build_stream(written, "stop" if whole else "abort", self._label))
+        reported = loads(world.build_stream(written, "stop" if whole else "abort", self._label))
         if body.get("return_weight_versions"):
-            told["meta_info"]["weight_versions"] = self._runs(began, written, seconds / left)
-        response.add_event(told)
+            reported["meta_info"]["weight_versions"] = self._runs(began, written, seconds / left)
+        response.add_event(reported)
         on_tokens(response.tokens)
 
     def _runs(self, began: float, written: int, each: float) -> list[list[Any]]:

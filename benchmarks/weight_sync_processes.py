@@ -117,8 +117,8 @@ def _watch(writing: Any) -> None:
 
     def written(self: Any, fields: Any) -> dict[str, Any]:
         started = time.perf_counter()
-        told = write(self, fields)
-        return {**told, "seconds": {**spent, "write": time.perf_counter() - started}}
+        reported = write(self, fields)
+        return {**reported, "seconds": {**spent, "write": time.perf_counter() - started}}
 
     writing._prepare, writing.write = prepared, written
 
@@ -174,8 +174,8 @@ def _load(raw: bytes) -> dict[str, Any]:
 
     start = 8 + int.from_bytes(raw[:8], "little")
     found = {}
-    for name, told in json.loads(raw[8:start]).items():
-        begin, end = told["data_offsets"]
+    for name, reported in json.loads(raw[8:start]).items():
+        begin, end = reported["data_offsets"]
         part = torch.frombuffer(bytearray(raw[start + begin : start + end]), dtype=torch.uint8)
-        found[name] = part.view(getattr(torch, told["dtype"])).view(told["shape"])
+        found[name] = part.view(getattr(torch, reported["dtype"])).view(reported["shape"])
     return found

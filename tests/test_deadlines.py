@@ -126,7 +126,7 @@ def calls_of(tree: ast.Module) -> Iterator[tuple[str, ast.Call, bool]]:
 
 
 def has_deadline(call: ast.Call) -> bool:
-    """Is it told how long to wait?"""
+    """Does the call have a timeout?"""
     return any(keyword.arg in ("timeout", None) for keyword in call.keywords)
 
 

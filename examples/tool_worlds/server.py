@@ -30,5 +30,5 @@ if __name__ == "__main__":
     for line in sys.stdin:
         message = json.loads(line)
         if "id" in message and "method" in message:
-            told = result(message["method"], message.get("params", {}))
-            print(json.dumps({"jsonrpc": "2.0", "id": message["id"], "result": told}), flush=True)
+            reply = result(message["method"], message.get("params", {}))
+            print(json.dumps({"jsonrpc": "2.0", "id": message["id"], "result": reply}), flush=True)

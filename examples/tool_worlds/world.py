@@ -124,12 +124,12 @@ def demonstration(kind: str, key: str, chance: random.Random, *, well: bool = Tr
     name, head, tail = CALLS[kind]
     arguments = json.loads(f"{head}{key}{tail}")
     call = {"type": "function", "function": {"name": name, "arguments": arguments}}
-    told = f"[1] {key}\n{number}" if kind == "search" else number
+    reported = f"[1] {key}\n{number}" if kind == "search" else number
     return [
         *offered,
         asked,
         {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": told},
+        {"role": "tool", "content": reported},
         {"role": "assistant", "content": number},
     ]
 

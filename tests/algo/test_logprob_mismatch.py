@@ -34,8 +34,8 @@ def totals(samples, *, counted=None):
     """Sums and largest values of samples of gaps (engine - trainer)."""
     gap = torch.tensor([x for s in samples for x in s], dtype=R)
     kept = [True] * len(samples) if counted is None else counted
-    told = torch.tensor([k for k, s in zip(kept, samples, strict=True) for _ in s])
-    found = sum_mismatch(gap - 1.0, torch.full_like(gap, -1.0), told, layout([len(s) for s in samples]))
+    reported = torch.tensor([k for k, s in zip(kept, samples, strict=True) for _ in s])
+    found = sum_mismatch(gap - 1.0, torch.full_like(gap, -1.0), reported, layout([len(s) for s in samples]))
     return {name: float(value) for name, value in (found.sums | found.maxima).items()}
 
 

@@ -163,9 +163,13 @@ def test_advantages_that_are_all_equal_whiten_to_nothing():
 def test_explained_variance_is_one_for_a_prophet_and_nothing_for_a_constant():
     came = torch.tensor([1.0, 2.0, 4.0], dtype=R)
 
-    def told(value):
+    def report_value(value):
         return explained_variance(BatchMoments.from_values(came - value), BatchMoments.from_values(came)).item()
 
-    assert told(came) == 1.0 and told(came + 5) == pytest.approx(1.0) and told(0 * came) == pytest.approx(0.0)
-    assert told(-came) == pytest.approx(-3.0)
+    assert (
+        report_value(came) == 1.0
+        and report_value(came + 5) == pytest.approx(1.0)
+        and report_value(0 * came) == pytest.approx(0.0)
+    )
+    assert report_value(-came) == pytest.approx(-3.0)
     assert explained_variance(BatchMoments.from_values(came), BatchMoments.from_values(torch.ones(3))).item() == 0.0

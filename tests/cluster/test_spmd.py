@@ -106,10 +106,10 @@ def test_the_rank_that_failed_is_named_and_not_those_who_lost_it(tmp_path: Path)
     with team(3, logs=tmp_path / "logs") as made:
         made.gather_replies()
         made.broadcast("fail", 2)
-        with pytest.raises(TrainerError) as told:
+        with pytest.raises(TrainerError) as raised:
             made.gather_replies()
         log = tmp_path / "logs" / "rank-2.txt"
-        assert str(told.value) == (
+        assert str(raised.value) == (
             "the team was stopped, because rank 2 of 3 failed: ValueError: this rank is the one "
             f"(its traceback is in {log}); begin again"
         )
@@ -125,9 +125,9 @@ def test_a_rank_that_is_frozen_misses_its_heartbeats_and_is_ended():
         made.start_heartbeat_monitor()
         made.broadcast("wait", 2)  # the other one only waits, which is no crime
         os.kill(pids[0], signal.SIGSTOP)
-        with pytest.raises(TrainerError) as told:
+        with pytest.raises(TrainerError) as raised:
             made.gather_replies()
-        assert "because rank 1 of 3 sent no heartbeat for 4 s (--heartbeat-timeout) and was killed" in str(told.value)
+        assert "because rank 1 of 3 sent no heartbeat for 4 s (--heartbeat-timeout) and was killed" in str(raised.value)
         assert made.rank_died
 
 

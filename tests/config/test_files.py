@@ -90,16 +90,16 @@ def test_yaml_anchors_and_merges_work(tmp_path: Path):
 )
 def test_a_broken_recipe_is_told_in_one_sentence(files: dict[str, str], says: str, tmp_path: Path):
     write(tmp_path, **files)
-    with pytest.raises(UsageError) as told:
+    with pytest.raises(UsageError) as raised:
         read_layers("a.toml")
-    assert told.value.problems == (says,)
+    assert raised.value.problems == (says,)
 
 
 def test_all_broken_includes_are_told_at_once(tmp_path: Path):
     write(tmp_path, a_toml='include = ["b.toml", "c.toml", "d"]')
-    with pytest.raises(UsageError) as told:
+    with pytest.raises(UsageError) as raised:
         read_layers("a.toml")
-    assert len(told.value.problems) == 3
+    assert len(raised.value.problems) == 3
 
 
 def test_a_file_that_is_not_text_is_refused(tmp_path: Path):

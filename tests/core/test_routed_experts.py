@@ -17,11 +17,12 @@ def test_what_was_recorded_comes_back_from_sglangs_form(experts, tokens, layers,
     routed = rng.integers(0, experts, (tokens, layers, chosen)).astype(dtype)
     routed[::2] = unrecorded_id(dtype)
     assert not (routed[1::2] == unrecorded_id(dtype)).any(), "no expert has the number of none"
-    told = encode_for_sglang(routed)
+    reported = encode_for_sglang(routed)
     assert (
-        np.frombuffer(base64.b64decode(told), np.int32).reshape(routed.shape).tolist() == to_signed_ids(routed).tolist()
+        np.frombuffer(base64.b64decode(reported), np.int32).reshape(routed.shape).tolist()
+        == to_signed_ids(routed).tolist()
     )
-    back = decode_from_sglang(told, tokens=tokens, layers=layers, top_k=chosen, experts=experts)
+    back = decode_from_sglang(reported, tokens=tokens, layers=layers, top_k=chosen, experts=experts)
     assert back.dtype == dtype and np.array_equal(back, routed)
 
 

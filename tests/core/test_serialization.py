@@ -204,9 +204,9 @@ def reward(**fields) -> dict:
     ],
 )
 def test_bytes_that_are_no_message_are_refused(tree, says):
-    with pytest.raises(SerializationError) as told:
+    with pytest.raises(SerializationError) as raised:
         CODEC.unpack(written(tree))
-    assert says in str(told.value)
+    assert says in str(raised.value)
 
 
 def test_arrays_that_do_not_belong_together_are_refused():

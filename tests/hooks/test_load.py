@@ -24,19 +24,19 @@ def plugs_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     "name", ["reward", "reward_with_default", "reward_of_anything", "Scorer", "scorer", "partial", "Shelf.reward"]
 )
 def test_what_can_be_called_like_the_door_fits(name: str):
-    assert callable(load_hook(f"plugs_to_load:{name}", RewardFn))
+    assert callable(load_hook(f"hooks_to_load:{name}", RewardFn))
 
 
 def test_both_spellings_of_an_address_are_the_same_plug():
-    assert load_hook("plugs_to_load.reward", RewardFn) is load_hook("plugs_to_load:reward", RewardFn)
+    assert load_hook("hooks_to_load.reward", RewardFn) is load_hook("hooks_to_load:reward", RewardFn)
 
 
 def test_a_class_gives_its_instance():
-    assert type(load_hook("plugs_to_load:Scorer", RewardFn)).__name__ == "Scorer"
+    assert type(load_hook("hooks_to_load:Scorer", RewardFn)).__name__ == "Scorer"
 
 
 def test_a_file_is_an_address_and_is_read_once():
-    path = str(HERE / "plugs_to_load.py")
+    path = str(HERE / "hooks_to_load.py")
     assert load_hook(f"{path}:reward", RewardFn) is load_hook(f"{path}:reward", RewardFn)
 
 
@@ -50,29 +50,29 @@ def test_a_module_where_one_stands_is_found(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("path", "door", "says"),
     [
-        ("plugs_to_load:too_many", RewardFn, f"takes (prompt, trajectory, extra), but {REWARD_WANTS}."),
-        ("plugs_to_load:too_few", RewardFn, f"takes (prompt), but {REWARD_WANTS}."),
-        ("plugs_to_load:keyword_only", RewardFn, f"takes (prompt, trajectory, *, scale), but {REWARD_WANTS}."),
-        ("plugs_to_load:not_async", RewardFn, f"is a plain function, but {REWARD_WANTS}; write async def."),
+        ("hooks_to_load:too_many", RewardFn, f"takes (prompt, trajectory, extra), but {REWARD_WANTS}."),
+        ("hooks_to_load:too_few", RewardFn, f"takes (prompt), but {REWARD_WANTS}."),
+        ("hooks_to_load:keyword_only", RewardFn, f"takes (prompt, trajectory, *, scale), but {REWARD_WANTS}."),
+        ("hooks_to_load:not_async", RewardFn, f"is a plain function, but {REWARD_WANTS}; write async def."),
         (
-            "plugs_to_load:keep_async",
+            "hooks_to_load:keep_async",
             Filter,
             "is async, but Filter wants def (group: Group) -> FilterResult; drop its async.",
         ),
         (
-            "plugs_to_load:model_provider",
+            "hooks_to_load:model_provider",
             ModelProvider,
             "whose optional parameter pre_process would be given the model; ModelProvider wants def (model: CausalLM)",
         ),
-        ("plugs_to_load:NUMBER", RewardFn, f"is a int, which cannot be called; {REWARD_WANTS}."),
-        ("plugs_to_load:NotCallable", RewardFn, f"is a NotCallable, which cannot be called; {REWARD_WANTS}."),
+        ("hooks_to_load:NUMBER", RewardFn, f"is a int, which cannot be called; {REWARD_WANTS}."),
+        ("hooks_to_load:NotCallable", RewardFn, f"is a NotCallable, which cannot be called; {REWARD_WANTS}."),
         (
-            "plugs_to_load:NeedsArguments",
+            "hooks_to_load:NeedsArguments",
             RewardFn,
             "is a class whose constructor needs arguments (missing a required argument: 'scale'); give them defaults.",
         ),
-        ("plugs_to_load:rewrad", RewardFn, ": plugs_to_load has no rewrad; did you mean reward?"),
-        ("plugs_to_load:zzz", RewardFn, ": plugs_to_load has no zzz."),
+        ("hooks_to_load:rewrad", RewardFn, ": hooks_to_load has no rewrad; did you mean reward?"),
+        ("hooks_to_load:zzz", RewardFn, ": hooks_to_load has no zzz."),
         ("nowhere.at_all:x", RewardFn, ": there is no module nowhere on the path or in"),
         ("missing.py:x", RewardFn, ": there is no file missing.py."),
         ("word", RewardFn, "is not a built-in; a hook of your own is package.module:name."),
@@ -81,10 +81,10 @@ def test_a_module_where_one_stands_is_found(tmp_path: Path, monkeypatch: pytest.
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_signature_that_would(path: str, door: type, says: str):
-    with pytest.raises(HookError) as told:
+    with pytest.raises(HookError) as raised:
         load_hook(path, door, flag="--the-flag")
-    assert str(told.value).startswith(f"--the-flag {path}")
-    assert says in str(told.value)
+    assert str(raised.value).startswith(f"--the-flag {path}")
+    assert says in str(raised.value)
 
 
 def test_a_module_that_breaks_when_imported_is_told_with_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -105,9 +105,9 @@ def test_the_built_ins_of_every_point_fit_their_door():
 
 
 def test_a_built_in_that_does_not_exist_is_refused_with_those_that_do():
-    with pytest.raises(HookError) as told:
+    with pytest.raises(HookError) as raised:
         FILTER.load("nonzero_sdt")
-    assert str(told.value) == (
+    assert str(raised.value) == (
         "--dynamic-sampling-filter-path nonzero_sdt is not a built-in (there are nonzero_std, keep_all); "
         "did you mean nonzero_std?"
     )

@@ -26,10 +26,10 @@ def test_every_point_has_a_flag_that_takes_an_address(point: HookPoint):
 @pytest.mark.parametrize("point", HOOK_POINTS, ids=name_of)
 def test_what_does_not_fit_is_refused_with_the_signature_to_write(point: HookPoint, tmp_path: Path):
     (tmp_path / "mine.py").write_text("def wrong(a, b, c, d, e, f, g):\n    return None\n")
-    with pytest.raises(HookError) as told:
+    with pytest.raises(HookError) as raised:
         point.load(f"{tmp_path / 'mine.py'}:wrong")
-    assert str(told.value).startswith(f"{point.flag} {tmp_path / 'mine.py'}:wrong takes (a, b, c, d, e, f, g), but ")
-    assert f"{point.protocol_name} wants {format_signature(point.protocol())}" in str(told.value)
+    assert str(raised.value).startswith(f"{point.flag} {tmp_path / 'mine.py'}:wrong takes (a, b, c, d, e, f, g), but ")
+    assert f"{point.protocol_name} wants {format_signature(point.protocol())}" in str(raised.value)
     with pytest.raises(HookError, match="wants"):
         point.check(f"{tmp_path / 'mine.py'}:wrong")
 
@@ -73,6 +73,6 @@ def test_an_object_has_the_verbs_of_its_door():
     check_object(Whole(), Source, "--data-source-path x")
     wants = "Source wants next() -> Prompt, state() -> dict[str, Any], load(state: Mapping[str, Any]) -> None"
     for thing, says in ((Lacks(), "without load"), (Odd(), "whose load has too many positional arguments")):
-        with pytest.raises(HookError) as told:
+        with pytest.raises(HookError) as raised:
             check_object(thing, Source, "--data-source-path x")
-        assert says in str(told.value) and wants in str(told.value)
+        assert says in str(raised.value) and wants in str(raised.value)

@@ -69,9 +69,9 @@ def the_run(**args) -> UpstreamContext:
 
 def trajectory(index: int = 0, value: float = 1.0) -> Trajectory:
     asked = Span(author=Author.PROMPT, tokens=np.array([1, 2, 3], np.int32))
-    told = Span(author=Author.ENV, tokens=np.array([5], np.int32))
+    env_span = Span(author=Author.ENV, tokens=np.array([5], np.int32))
     return Trajectory(
-        branches=((asked, wrote(10, 2), told, wrote(20, 2, 1)),),
+        branches=((asked, wrote(10, 2), env_span, wrote(20, 2, 1)),),
         status=Status.TRUNCATED,
         reward=Reward(value=value),
         index=index,
@@ -172,9 +172,9 @@ def test_an_attempt_that_was_given_up_is_its_prompt():
     ],
 )
 def test_a_function_that_does_not_keep_to_the_interface_is_refused(name: str, says: str):
-    with pytest.raises(HookError) as told:
+    with pytest.raises(HookError) as raised:
         answered(name)
-    assert says in str(told.value)
+    assert says in str(raised.value)
 
 
 @pytest.mark.parametrize(("name", "token"), [("tokenised_anew", 3), ("shifted", 4), ("unmasked", 7)])
@@ -307,9 +307,9 @@ def test_a_data_source_deals_out_prompts_and_goes_on_where_it_was():
     ],
 )
 def test_what_cannot_be_fitted_is_refused_with_the_signature_to_write(point, name: str, wants: str):
-    with pytest.raises(HookError) as told:
+    with pytest.raises(HookError) as raised:
         theirs(point, name)
-    assert str(told.value).startswith(f"{point.flag} upstream_functions:{name} ") and wants in str(told.value)
+    assert str(raised.value).startswith(f"{point.flag} upstream_functions:{name} ") and wants in str(raised.value)
 
 
 def test_where_upstream_had_what_is_built_in_leads_to_it():

@@ -19,12 +19,12 @@ async def twice(base_url: str, prompt: list[dict[str, Any]], request_kwargs: dic
         for question in ("again", None):
             body = {"model": "policy", "messages": messages, **request_kwargs}
             async with http.post(f"{base_url}/v1/chat/completions", json=body) as response:
-                told = await response.json()
+                reported = await response.json()
                 if response.status != 200:
                     return {"reward": 0.0}
-            reply = told["choices"][0]["message"]
+            reply = reported["choices"][0]["message"]
             messages += [{"role": "assistant", "content": reply["content"] or ""}]
-            if told["choices"][0]["finish_reason"] == "length":
+            if reported["choices"][0]["finish_reason"] == "length":
                 break
             if question is not None:
                 messages += [{"role": "user", "content": "abc"}]
@@ -77,7 +77,7 @@ def test_a_world_that_scores_needs_no_other_reward(world, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "expected"),
     [
         (
             "--custom-agent-function-path a.b:c --custom-generate-function-path multi_turn",
@@ -91,6 +91,6 @@ def test_a_world_that_scores_needs_no_other_reward(world, tmp_path):
         ("--custom-agent-function-path nowhere.at:all", "nowhere"),
     ],
 )
-def test_what_does_not_go_together_is_said(world, tmp_path, capsys, line, told):
+def test_what_does_not_go_together_is_said(world, tmp_path, capsys, line, expected):
     assert main(["train", *flags(world, tmp_path / "run", *line.split(), steps=1)]) != 0
-    assert told in capsys.readouterr().err
+    assert expected in capsys.readouterr().err

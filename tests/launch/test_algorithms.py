@@ -7,7 +7,7 @@ from tests.launch.small_run import flags, miles, write_world
 
 from miles.observe.metric import list_undocumented
 
-OWN = "tests.launch.own_mathematics"
+OWN = "tests.launch.custom_algorithm"
 
 
 @pytest.fixture(scope="module")

@@ -10,22 +10,24 @@ REWARD = "tests.launch.small_run:shared_letters"
 BLOWS = [("rank", "killed"), ("engine", "killed"), ("driver", "killed")]
 
 
-def whole(told: bench_chaos.RunOutcome, run, blows, steps: int) -> None:
+def whole(expected: bench_chaos.RunOutcome, run, blows, steps: int) -> None:
     """It came to its end, all that was to happen did, every ticket has one end, and nothing is left."""
-    assert told.code == 0, told.said
-    assert [(blow.whom.split()[0], blow.how) for blow in told.blows] == blows
+    assert expected.code == 0, expected.said
+    assert [(blow.whom.split()[0], blow.how) for blow in expected.blows] == blows
     assert bench_chaos.summarize_run(run)["steps"] == steps
-    assert not told.left
-    assert "the trainer's ranks are restarted" in told.said
-    assert "miles: the run was ended by SIGKILL" in told.said
+    assert not expected.left
+    assert "the trainer's ranks are restarted" in expected.said
+    assert "miles: the run was ended by SIGKILL" in expected.said
     assert "engine" in (run / "logs" / "engines.log").read_text()
 
 
 @pytest.mark.slow
 def test_a_run_that_is_struck_again_and_again_completes_and_every_ticket_has_one_end(tmp_path):
     world, run = bench_chaos.write_world(tmp_path / "world"), tmp_path / "run"
-    told = bench_chaos.run_with_faults(bench_chaos.flags(world, run, steps=14, reward=REWARD), run, BLOWS, patience=600)
-    whole(told, run, BLOWS, 14)
+    reported = bench_chaos.run_with_faults(
+        bench_chaos.flags(world, run, steps=14, reward=REWARD), run, BLOWS, patience=600
+    )
+    whole(reported, run, BLOWS, 14)
 
 
 @pytest.mark.ray
@@ -37,5 +39,5 @@ def test_a_run_on_a_cluster_that_loses_one_of_each_kind_completes_and_every_tick
     steps = bench_chaos.steps_for(blows)
     with Cluster(tmp_path / "nodes", namespaces=wires).up() as cluster:
         line = bench_chaos.flags(world, run, steps=steps, reward=REWARD, ray=cluster.address)
-        told = bench_chaos.run_with_faults(line, run, blows, patience=1500, stage=bench_chaos.OnCluster(cluster))
-    whole(told, run, blows, steps)
+        reported = bench_chaos.run_with_faults(line, run, blows, patience=1500, stage=bench_chaos.OnCluster(cluster))
+    whole(reported, run, blows, steps)

@@ -11,8 +11,8 @@ from typing import cast
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.launch.house import furnish
-from tests.launch.wrong_lines import WRONG
+from tests.launch.invalid_options import WRONG
+from tests.launch.small_config import furnish
 from tests.tiers import examples
 
 from miles import __version__
@@ -39,8 +39,8 @@ def complaints(line: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
     assert main(shlex.split(line)) == 2, line
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert all(told.startswith("miles: ") for told in captured.err.splitlines())
-    return [told.removeprefix("miles: ") for told in captured.err.splitlines()]
+    assert all(reported.startswith("miles: ") for reported in captured.err.splitlines())
+    return [reported.removeprefix("miles: ") for reported in captured.err.splitlines()]
 
 
 @pytest.mark.parametrize(("line", "says"), WRONG, ids=[line for line, _ in WRONG])

@@ -59,14 +59,14 @@ def damage(finished: Path, folder: Path, name: str, harm) -> Path:
     return run
 
 
-def check(argv: list[str], capsys, told: str) -> None:
+def check(argv: list[str], capsys, expected: str) -> None:
     """The command works, or ends with sentences."""
     status = main(argv)
     error = capsys.readouterr().err
-    assert status in (0, 1, 2), told
-    assert "Traceback" not in error, told
+    assert status in (0, 1, 2), expected
+    assert "Traceback" not in error, expected
     if status:
-        assert all(line.startswith("miles: ") for line in error.strip().splitlines()), told + error
+        assert all(line.startswith("miles: ") for line in error.strip().splitlines()), expected + error
 
 
 @pytest.mark.parametrize("harm", HARMS)

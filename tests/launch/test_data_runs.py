@@ -5,7 +5,7 @@ import signal
 
 import pytest
 from tests.launch.small_run import everything, flags, miles, write_world
-from tests.rollout.written import write_parts
+from tests.rollout.dataset_files import write_parts
 
 from miles.core.protocols import CurriculumState
 from miles.rollout.data.mixture import PART_ID_STRIDE

@@ -108,15 +108,15 @@ def test_sampling_alone_gives_the_first_groups_and_holds_no_trainer(world, whole
 
 def test_a_plan_of_sampling_alone_counts_no_optimizer(world, tmp_path, capsys):
     assert main(["plan", *flags(world, tmp_path / "run", "--debug-rollout-only")]) == 0
-    told = capsys.readouterr().out
-    assert "optimizer " not in told.split("memory")[-1] and "nothing is trained" in told
+    output = capsys.readouterr().out
+    assert "optimizer " not in output.split("memory")[-1] and "nothing is trained" in output
 
 
 # -- what is refused ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "expected"),
     [
         (
             "--debug-rollout-only --debug-train-only",
@@ -134,24 +134,24 @@ def test_a_plan_of_sampling_alone_counts_no_optimizer(world, tmp_path, capsys):
         ("--debug-rollout-only --load RUN", "samples with the weights of --hf-checkpoint"),
     ],
 )
-def test_what_contradicts_itself_is_said(world, whole, tmp_path, capsys, line, told):
+def test_what_contradicts_itself_is_said(world, whole, tmp_path, capsys, line, expected):
     words = line.replace("RUN", str(whole)).split()
     assert main(["train", *flags(world, tmp_path / "run", *words, steps=1)]) == 2
-    assert told in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "expected"),
     [
         ("--num-rollout 9", "has no step 5"),
         ("--rollout-batch-size 8", "holds 4 groups, and a step of this run has 8; give --rollout-batch-size 4"),
         ("--n-samples-per-prompt 2", "holds 4 trajectories for prompt"),
     ],
 )
-def test_groups_that_do_not_fit_are_refused(whole, tmp_path, capsys, line, told):
+def test_groups_that_do_not_fit_are_refused(whole, tmp_path, capsys, line, expected):
     more = ("--no-save-debug-rollout-data", "--load-debug-rollout-data", str(whole), *line.split())
     assert again(whole, tmp_path / "run", *more) == 1
-    assert told in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
 def test_groups_of_another_vocabulary_are_refused(world, whole, tmp_path, capsys):
@@ -174,23 +174,23 @@ def test_groups_of_another_vocabulary_are_refused(world, whole, tmp_path, capsys
 @pytest.mark.parametrize("step", [1, 3, 4])
 def test_a_step_of_a_run_repeats_to_the_bit(whole, capsys, step):
     assert main(["replay", str(whole), str(step)]) == 0
-    told = capsys.readouterr().out
-    assert "log-probs      16 of 16 equal" in told and told.rstrip().endswith("equal bit for bit")
-    assert ("24 of 24 equal" in told) == (step == 4)
+    output = capsys.readouterr().out
+    assert "log-probs      16 of 16 equal" in output and output.rstrip().endswith("equal bit for bit")
+    assert ("24 of 24 equal" in output) == (step == 4)
 
 
 def test_steps_of_overlapping_planes_are_trained_again_and_not_sampled(overlapped, capsys):
     assert main(["replay", str(overlapped), "4"]) == 0
-    told = capsys.readouterr().out
-    assert "tokens" not in told and "optimizer" in told and "sampling   not repeated" in told
+    output = capsys.readouterr().out
+    assert "tokens" not in output and "optimizer" in output and "sampling   not repeated" in output
     assert main(["replay", str(overlapped), "4", "--sample", "0"]) == 2
     assert "depend on timing, so --sample cannot repeat one" in capsys.readouterr().err
 
 
 def test_one_trajectory_is_sampled_again_and_printed(whole, capsys):
     assert main(["replay", str(whole), "2", "--sample", "5"]) == 0
-    told = capsys.readouterr().out
-    assert "policy, version 1 (" in told and "tokens          1 of 1 equal" in told and "metrics" not in told
+    output = capsys.readouterr().out
+    assert "policy, version 1 (" in output and "tokens          1 of 1 equal" in output and "metrics" not in output
     assert main(["replay", str(whole), "2", "--sample", "16"]) == 2
     assert "step 2 has trajectories 0 to 15" in capsys.readouterr().err
 
@@ -203,9 +203,9 @@ def test_a_token_that_was_another_is_named(whole, tmp_path, capsys):
     rows[6][-1] = (rows[6][-1] + 1) % 20
     put(path, table, "tokens", rows)
     assert main(["replay", str(run), "2"]) == 1
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     last = len(rows[6]) - 1
-    assert "different; the first: trajectory 6 (prompt " in told and f"token {last} of {last + 1} was " in told
+    assert "different; the first: trajectory 6 (prompt " in output and f"token {last} of {last + 1} was " in output
 
 
 def test_a_log_prob_that_was_another_is_named_with_how_far_it_is(whole, tmp_path, capsys):
@@ -216,8 +216,8 @@ def test_a_log_prob_that_was_another_is_named_with_how_far_it_is(whole, tmp_path
     rows[3][-1] += 0.25
     put(path, table, "logprobs", rows)
     assert main(["replay", str(run), "1", "--sample", "3"]) == 1
-    told = capsys.readouterr().out
-    assert f"the log-prob of token {len(rows[3]) - 1} of {len(rows[3])} was " in told and "(0.25 apart)" in told
+    output = capsys.readouterr().out
+    assert f"the log-prob of token {len(rows[3]) - 1} of {len(rows[3])} was " in output and "(0.25 apart)" in output
     assert main(["replay", str(run), "1", "--sample", "3", "--tolerance", "0.3"]) == 0
 
 
@@ -258,36 +258,36 @@ def put(path, table, name, rows):
 
 def test_the_best_and_the_worst_of_the_last_step_are_shown(whole, capsys):
     assert main(["show", str(whole)]) == 0
-    told = capsys.readouterr().out
-    assert told.startswith(f"step 4 of {whole}: 4 prompts, 16 trajectories, reward ")
-    assert told.count("policy, version 3 (") == 2 and "\x1b" not in told and "label " in told
+    output = capsys.readouterr().out
+    assert output.startswith(f"step 4 of {whole}: 4 prompts, 16 trajectories, reward ")
+    assert output.count("policy, version 3 (") == 2 and "\x1b" not in output and "label " in output
 
 
 def test_a_trajectory_is_shown_with_its_reward_tokens_and_advantage(whole, capsys):
     assert main(["show", str(whole), "--step", "2", "--sample", "5"]) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     row = pq.read_table(step_path(whole / "rollouts", 2)).to_pylist()[5]
-    assert f"trajectory 5 of 16: prompt {row['prompt_id']} (epoch 0), sample {row['trajectory']}" in told
-    assert f"reward {row['reward']:.3f}; advantage " in told and row["status"] in told
+    assert f"trajectory 5 of 16: prompt {row['prompt_id']} (epoch 0), sample {row['trajectory']}" in output
+    assert f"reward {row['reward']:.3f}; advantage " in output and row["status"] in output
 
 
 def test_all_attempts_at_a_prompt_are_shown(whole, capsys):
     assert main(["show", str(whole), "--group", "--worst"]) == 0
-    told = capsys.readouterr().out
-    assert [f"sample {n}\n" in told for n in range(5)] == [True, True, True, True, False]
+    output = capsys.readouterr().out
+    assert [f"sample {n}\n" in output for n in range(5)] == [True, True, True, True, False]
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "expected"),
     [
         ("--sample 16", "step 4 has trajectories 0 to 15"),
         ("--step 9", "has no rollouts of step 9; it has steps 1 to 4"),
         ("--best --worst", "--best and --worst each select one; keep one."),
     ],
 )
-def test_trajectories_that_are_not_there_are_refused(whole, capsys, line, told):
+def test_trajectories_that_are_not_there_are_refused(whole, capsys, line, expected):
     assert main(["show", str(whole), *line.split()]) == 2
-    assert told in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
 # -- conversations --------------------------------------------------------------------------

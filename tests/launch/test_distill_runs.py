@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-from tests.launch.house import QWEN3, furnish
+from tests.launch.small_config import QWEN3, furnish
 from tests.launch.small_run import everything, flags, miles, write_world
 
 from miles.config.cli import parse
@@ -43,7 +43,7 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
-def told(line: str) -> list[str]:
+def list_problems(line: str) -> list[str]:
     reading = parse(Config, line.split(), read_layers("good.toml"))
     return [*reading.problems, *check_rules(reading, "train")]
 
@@ -65,7 +65,7 @@ def told(line: str) -> list[str]:
     ],
 )
 def test_what_goes_together_is_accepted(line: str):
-    assert told(line) == []
+    assert list_problems(line) == []
 
 
 @pytest.mark.usefixtures("house")
@@ -191,7 +191,7 @@ def test_what_goes_together_is_accepted(line: str):
     ],
 )
 def test_what_contradicts_itself_is_told(line: str, sentence: str):
-    assert told(line) == [sentence]
+    assert list_problems(line) == [sentence]
 
 
 @pytest.mark.usefixtures("house")
@@ -331,8 +331,8 @@ def test_a_student_comes_nearer_to_its_teacher_and_does_as_well(more, demo, tmp_
     kls = [row["distill_kl"] for row in rows(run)]
     before, after = (row["eval/heldout/reward"] for row in rows(run, "eval"))
     first, last = fmean(kls[:3]), fmean(kls[-3:])
-    told = f"reverse KL {first:.4f} -> {last:.4f}, held out {before:.3f} -> {after:.3f}"
-    assert last < 0.6 * first and after > before + 0.1, told
+    reported = f"reverse KL {first:.4f} -> {last:.4f}, held out {before:.3f} -> {after:.3f}"
+    assert last < 0.6 * first and after > before + 0.1, reported
 
 
 @pytest.fixture(scope="module")

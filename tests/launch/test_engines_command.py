@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tests.launch.small_run import Command, flags, miles, write_world
 from tests.launch.test_server_runs import accounted
-from tests.server_api.served import Hosted
+from tests.server_api.live_servers import Hosted
 
 from miles.launch.elastic.mailbox import REQUESTS_FOLDER, Mailbox
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.launch.small_run import everything, flags, miles, write_world
-from tests.models.kinds.small import SMALL
 from tests.models.oracle import hf_model
+from tests.models.small_families.small import SMALL
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration, SiglipVisionConfig
 
 from miles.launch.main import main
@@ -53,7 +53,7 @@ COMMON = ("--device", "cpu", "--num-threads", "1", "--rollout-max-response-len",
 
 
 def ids_of(world):
-    """What a model of the small world's tokens is told of them."""
+    """Config values for a model with the small vocabulary."""
     config = json.loads((world / "config.json").read_text())
     ids = {key: config[key] for key in ("vocab_size", "eos_token_id", "max_position_embeddings")}
     return ids | {"bos_token_id": None, "pad_token_id": None}

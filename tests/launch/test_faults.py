@@ -94,9 +94,9 @@ def test_a_run_that_stands_still_says_who_waits_for_whom(world, tmp_path):
     assert done.returncode == 1
     assert "step 1 waited 10 s for the next group and none finished" in done.stderr
     assert "the stacks of all processes are in" in done.stderr
-    told = (run / "logs" / "stall-1.txt").read_text()
-    assert "step 1 waits for its next group (0 of 4 are done)" in told
-    assert "ticket 0, prompt" in told
-    assert "the trainer rank 1 (process" in told
-    assert "in never" in told  # the task that hangs
-    assert "in receive" in told  # what the rank is in
+    reported = (run / "logs" / "stall-1.txt").read_text()
+    assert "step 1 waits for its next group (0 of 4 are done)" in reported
+    assert "ticket 0, prompt" in reported
+    assert "the trainer rank 1 (process" in reported
+    assert "in never" in reported  # the task that hangs
+    assert "in receive" in reported  # what the rank is in

@@ -54,17 +54,17 @@ def fail_and_continue(world: Path, calm: Path, run: Path, number: int, code: int
     if not faults.failed:
         assert status == 0
         return False
-    told = f"{number}: {faults.failed}: {error}"
-    assert "Traceback" not in error, told
+    reported = f"{number}: {faults.failed}: {error}"
+    assert "Traceback" not in error, reported
     if status != 0:  # a file that is not needed, such as a stack dump, may fail
-        assert status == 1, told
+        assert status == 1, reported
         lines = error.strip().splitlines()
-        assert len(lines) == 1 and lines[0].startswith("miles: "), told
-        assert os.strerror(code) in error, told
-        assert main(command(world, run)) == 0, told + capsys.readouterr().err
+        assert len(lines) == 1 and lines[0].startswith("miles: "), reported
+        assert os.strerror(code) in error, reported
+        assert main(command(world, run)) == 0, reported + capsys.readouterr().err
         capsys.readouterr()
-    assert (run / "metrics.jsonl").read_bytes() == (calm / "metrics.jsonl").read_bytes(), told
-    assert (run / "events.jsonl").read_bytes() == (calm / "events.jsonl").read_bytes(), told
+    assert (run / "metrics.jsonl").read_bytes() == (calm / "metrics.jsonl").read_bytes(), reported
+    assert (run / "events.jsonl").read_bytes() == (calm / "events.jsonl").read_bytes(), reported
     return True
 
 

@@ -54,5 +54,5 @@ def test_an_algorithm_improves_what_it_maximises(name, warm, tmp_path):
     rewards = [row["reward"] for row in rows(run, "train")]
     before, after = (row["eval/heldout/reward"] for row in rows(run, "eval"))
     first, last = fmean(rewards[:5]), fmean(rewards[-5:])
-    told = f"trained on {first:.3f} -> {last:.3f}, held out {before:.3f} -> {after:.3f}"
-    assert last > first + 0.1 and after > before + 0.1, told
+    reported = f"trained on {first:.3f} -> {last:.3f}, held out {before:.3f} -> {after:.3f}"
+    assert last > first + 0.1 and after > before + 0.1, reported

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.launch.house import furnish
+from tests.launch.small_config import furnish
 from tests.launch.small_run import everything, flags, miles, write_world
 
 from miles.config.cli import parse
@@ -117,7 +117,7 @@ def house(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def told(line: str, command: Command = "train") -> list[str]:
+def list_problems(line: str, command: Command = "train") -> list[str]:
     reading = parse(Config, line.split(), read_layers("good.toml"))
     return [*reading.problems, *check_rules(reading, command)]
 
@@ -132,7 +132,7 @@ def told(line: str, command: Command = "train") -> list[str]:
     ],
 )
 def test_upstreams_flags_are_taken(house, line):
-    assert told(line) == []
+    assert list_problems(line) == []
 
 
 @pytest.mark.parametrize(
@@ -150,11 +150,11 @@ def test_upstreams_flags_are_taken(house, line):
     ],
 )
 def test_what_adapters_cannot_do_is_refused_in_a_sentence(house, line, sentence):
-    assert any(sentence in each for each in told(line)), told(line)
+    assert any(sentence in each for each in list_problems(line)), list_problems(line)
 
 
 def test_who_only_answers_is_given_a_checkpoint(house):
-    assert any("are for training" in each for each in told("--lora-rank 8", "chat"))
+    assert any("are for training" in each for each in list_problems("--lora-rank 8", "chat"))
 
 
 def test_the_memory_plan_counts_moments_of_adapters_alone(house):

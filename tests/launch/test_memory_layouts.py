@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.launch.held_ranks import held
-from tests.launch.house import furnish
+from tests.launch.memory_ranks import held
+from tests.launch.small_config import furnish
 from tests.pool import ranks
 
 from miles.cluster.parallel_dims import ParallelDims
@@ -60,10 +60,10 @@ LAYOUTS = {
 
 def test_ranks_hold_what_the_plan_says():
     cases = [(small(name), layout, *how) for (name, *how), many in LAYOUTS.items() for layout in many]
-    told = ranks(4, held, cases)
+    reported = ranks(4, held, cases)
     for number, (spec, layout, dtype, moments) in enumerate(cases):
         plan = estimate_rank_memory(spec, layout, dtype, moments=moments)
-        weights, grads, state = (max(of[number][i] for of in told) for i in range(3))
+        weights, grads, state = (max(of[number][i] for of in reported) for i in range(3))
         assert plan.gradients == grads, layout
         # The masters of parameters nobody cuts are beside them, and the plan counts them with the optimizer.
         assert plan.weights + plan.optimizer == weights + state, layout

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tests.launch.parity.test_command import CPU, compared, model_of
 from tests.models.oracle import hf_model
-from tests.server_api.served import PYTHON, STUB
+from tests.server_api.live_servers import PYTHON, STUB
 from tests.server_api.tiny import make
 
 from miles.backends.remote import sglang_dumps
@@ -42,8 +42,8 @@ def answering(answer) -> Iterator[str]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
-            status, told = answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            body = json.dumps(told).encode()
+            status, reported = answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            body = json.dumps(reported).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -108,7 +108,7 @@ def test_a_server_is_compared_by_all_that_it_tells(tmp_path, capsys, kind, tells
 
 
 @pytest.mark.parametrize(
-    ("told", "complaint"),
+    ("expected", "complaint"),
     [
         ((500, {}), "/generate request failed: HTTP Error 500"),
         ((400, {}), "/generate request failed: HTTP Error 400"),
@@ -117,8 +117,8 @@ def test_a_server_is_compared_by_all_that_it_tells(tmp_path, capsys, kind, tells
         ((200, {"meta_info": {"input_token_logprobs": [[None, 1, None]]}}), "returned 0 log-probs for 19 tokens"),
     ],
 )
-def test_a_server_that_answers_otherwise_is_told_in_one_sentence(experts, told, complaint):
-    with answering(lambda _: told) as url, pytest.raises(EngineError, match=complaint):
+def test_a_server_that_answers_otherwise_is_told_in_one_sentence(experts, expected, complaint):
+    with answering(lambda _: expected) as url, pytest.raises(EngineError, match=complaint):
         compared(experts, "fsdp", url)
 
 
@@ -134,23 +134,23 @@ def written(folder: Path, trace: dict, spec, sequences, *, step: int) -> list[Pa
         for first in range(0, len(tokens), step):
             last = min(first + step, len(tokens))
             rows = slice(start + first, start + last)
-            told: dict[str, Any] = {"model.embed_tokens": trace[-1, "embedding"][rows]}
+            reported: dict[str, Any] = {"model.embed_tokens": trace[-1, "embedding"][rows]}
             for i in range(layers):
                 at = f"model.layers.{i}"
                 stream = trace[i - 1, "residual"][rows] if i else None
                 normed = trace[i, "norm"][rows]
-                told[f"{at}.input_layernorm"] = normed if stream is None else [normed, stream]
-                told[f"{at}.self_attn.qkv_proj"] = trace[i, "qkv"][rows]
-                told[f"{at}.self_attn.rotary_emb"] = list(trace[layers - 1, "rotation"][rows].split((32, 16), -1))
-                told[f"{at}.self_attn.attn"] = trace[i, "attention"][rows]
-                told[f"{at}.self_attn.o_proj"] = trace[i, "output"][rows]
-                told[f"{at}.post_attention_layernorm"] = [trace[i, "mlp norm"][rows], trace[i, "mlp norm"][rows]]
-                told[f"{at}.mlp.gate"] = trace[i, "router"][rows]
-                told[f"{at}.mlp.topk"] = [trace[i, "gates"][rows], trace[i, "experts"][rows].int()]
-            told["model.norm"] = [trace[layers, "final norm"][rows], trace[layers - 1, "residual"][rows]]
-            told["model.forward_batch_info.input_ids"] = torch.from_numpy(tokens[first:last].astype(np.int64))
-            told["model.forward_batch_info.positions"] = torch.arange(first, last)
-            torch.save(told, folder / f"Pass{number:05d}.pt")
+                reported[f"{at}.input_layernorm"] = normed if stream is None else [normed, stream]
+                reported[f"{at}.self_attn.qkv_proj"] = trace[i, "qkv"][rows]
+                reported[f"{at}.self_attn.rotary_emb"] = list(trace[layers - 1, "rotation"][rows].split((32, 16), -1))
+                reported[f"{at}.self_attn.attn"] = trace[i, "attention"][rows]
+                reported[f"{at}.self_attn.o_proj"] = trace[i, "output"][rows]
+                reported[f"{at}.post_attention_layernorm"] = [trace[i, "mlp norm"][rows], trace[i, "mlp norm"][rows]]
+                reported[f"{at}.mlp.gate"] = trace[i, "router"][rows]
+                reported[f"{at}.mlp.topk"] = [trace[i, "gates"][rows], trace[i, "experts"][rows].int()]
+            reported["model.norm"] = [trace[layers, "final norm"][rows], trace[layers - 1, "residual"][rows]]
+            reported["model.forward_batch_info.input_ids"] = torch.from_numpy(tokens[first:last].astype(np.int64))
+            reported["model.forward_batch_info.positions"] = torch.arange(first, last)
+            torch.save(reported, folder / f"Pass{number:05d}.pt")
             number += 1
         start += len(tokens)
     return sglang_dumps.list_steps(folder)
@@ -160,11 +160,11 @@ def test_what_a_server_wrote_is_read_under_our_names_whatever_its_steps(experts,
     spec, model = resolve_spec(experts, "native"), model_of(experts)
     rng = np.random.default_rng(0)
     sequences = [rng.integers(0, spec.vocab_size, n).astype(np.int32) for n in (19, 5, 8)]
-    told = dict(get_backend("fsdp")(model, sequences))
+    reported = dict(get_backend("fsdp")(model, sequences))
     for step in (64, 7):
-        steps, trace = written(tmp_path / str(step), told, spec, sequences, step=step), ActivationTrace()
+        steps, trace = written(tmp_path / str(step), reported, spec, sequences, step=step), ActivationTrace()
         sglang_dumps.read_dumps(steps, spec, sequences, trace)
-        found = compare(told, trace.concatenate(), layers=spec.num_layers)
+        found = compare(reported, trace.concatenate(), layers=spec.num_layers)
         assert all(gap.equal for gap in found.gaps) and len(found.gaps) == 21
         assert describe_not_compared(found) == [
             "Not compared, since only one backend records it: rotation (in 1 of 2 layers), mlp, logits, log-probs."
@@ -202,8 +202,8 @@ def test_stock_sglang_agrees_with_the_trainer_and_a_weight_that_is_off_is_found(
     model = model_of(experts, sglang_python=str(python))
     rng = np.random.default_rng(0)
     sequences = [rng.integers(0, model.spec.vocab_size, n).astype(np.int32) for n in (19, 5, 8)]
-    told, trainer = get_backend("sglang", sglang_python=str(python))(model, sequences), get_backend("fsdp")
-    found = compare(told, trainer(model, sequences), layers=2)
+    reported, trainer = get_backend("sglang", sglang_python=str(python))(model, sequences), get_backend("fsdp")
+    found = compare(reported, trainer(model, sequences), layers=2)
     assert found.first(5e-5) is None, describe_difference(found, a="sglang", b="fsdp", tolerance=5e-5)
     unseen = {place for place in found.not_compared if place[1] != "logits"}
     assert unseen == {(0, "rotation"), (0, "mlp"), (1, "mlp")}
@@ -221,5 +221,5 @@ def test_stock_sglang_agrees_with_the_trainer_and_a_weight_that_is_off_is_found(
         with torch.no_grad():
             decoder.get_parameter(name).mul_(1.01)
         hf.export(decoder, tmp_path / name, like=experts)
-        first = compare(told, trainer(model_of(tmp_path / name), sequences), layers=2).first(1e-4)
+        first = compare(reported, trainer(model_of(tmp_path / name), sequences), layers=2).first(1e-4)
         assert first is not None and first.place == place, name

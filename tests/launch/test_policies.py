@@ -1,4 +1,4 @@
-"""Several policies as they are named: each gets its own knobs, what is wrong is told at once, and a plan shows them."""
+"""Options of several policies: each has its own values, errors come at once, and the plan shows them."""
 
 import json
 from dataclasses import replace
@@ -96,7 +96,7 @@ def test_everything_that_is_wrong_is_told_at_once(world):
 
 
 @pytest.mark.parametrize(
-    ("table", "told"),
+    ("table", "expected"),
     [
         ({"Solver!": {}}, "--policies: 'Solver!' is not a policy name"),
         ({"a": 3}, "--policies: a takes a table of options"),
@@ -115,8 +115,8 @@ def test_everything_that_is_wrong_is_told_at_once(world):
         ({"a": {}, "b": {"rollout_temperature": 0.0}}, "--policies: for b, --rollout-temperature 0 is greedy"),
     ],
 )
-def test_what_a_policy_cannot_be_is_said(world, table, told):
-    assert any(told in sentence for sentence in complaints(world, table))
+def test_what_a_policy_cannot_be_is_said(world, table, expected):
+    assert any(expected in sentence for sentence in complaints(world, table))
 
 
 def test_what_all_policies_break_is_said_once(world):
@@ -126,7 +126,7 @@ def test_what_all_policies_break_is_said_once(world):
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "expected"),
     [
         ("--custom-generate-function-path multi_turn", "both generate responses; keep one."),
         ("--train-backend megatron", "--policies trains each policy in this process"),
@@ -134,7 +134,7 @@ def test_what_all_policies_break_is_said_once(world):
         ("--no-custom-cast-function-path", "--policies needs a function that runs them together"),
     ],
 )
-def test_what_does_not_go_with_several_policies_is_said(world, more, told):
+def test_what_does_not_go_with_several_policies_is_said(world, more, expected):
     given = line(world, {"a": {}, "b": {}})
     for flag in ("--apply-chat-template", "--custom-cast-function-path"):
         if f"--no{flag[1:]}" in more:
@@ -143,15 +143,15 @@ def test_what_does_not_go_with_several_policies_is_said(world, more, told):
             more = ""
     with pytest.raises(UsageError) as refused:
         read("plan", [*given, *more.split()])
-    assert any(told in sentence for sentence in refused.value.problems)
+    assert any(expected in sentence for sentence in refused.value.problems)
 
 
 def test_a_plan_shows_the_policies(world, capsys):
     table = {"solver": {"lr": 1e-3}, "verifier": {"train_every": 2}, "judge": {"weights": "solver"}}
     assert main(["plan", *line(world, table)]) == 0
-    told = capsys.readouterr().out
-    assert "\npolicies\n" in told and "grpo at lr 0.001 every step (the main policy" in told
-    assert "every 2 steps on the samples of all of them" in told and "the weights of solver" in told
+    output = capsys.readouterr().out
+    assert "\npolicies\n" in output and "grpo at lr 0.001 every step (the main policy" in output
+    assert "every 2 steps on the samples of all of them" in output and "the weights of solver" in output
     assert main(["plan", *line(world, table), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["policies"]
     assert [(row["name"], row["weights"], row["train_every"]) for row in rows] == [

@@ -159,8 +159,8 @@ def test_the_right_word_comes_to_be_preferred(world, tmp_path, loss):
     before = right_share(world, tmp_path / "unseen.jsonl")
     after = right_share(last_of(run), tmp_path / "unseen.jsonl")
     found, accuracy = rows(run), f"{loss.removesuffix('_loss')}_accuracy"
-    told = f"unseen pairs {before:.3f} -> {after:.3f}, loss {found[0]['loss']:.3f} -> {found[-1]['loss']:.3f}"
-    assert after > max(before, 0.5) + 0.2 and found[-1][accuracy] > 0.8, told
+    reported = f"unseen pairs {before:.3f} -> {after:.3f}, loss {found[0]['loss']:.3f} -> {found[-1]['loss']:.3f}"
+    assert after > max(before, 0.5) + 0.2 and found[-1][accuracy] > 0.8, reported
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ def jobs():
     from ray.job_submission import JobSubmissionClient
 
     head: dict[str, Any] = {"num_cpus": 3, "object_store_memory": 80 << 20, "include_dashboard": True}
-    # Its agents take long to start on a machine that is busy: where their ports are known, nobody waits to be told.
+    # Its agents take long to start on a machine that is busy: with known ports nothing waits for them.
     agents = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
     port, *ports = free_ports(1 + len(agents))
     head |= dict(zip(agents, ports, strict=True))
@@ -89,9 +89,9 @@ def test_the_command_line_submits_with_the_folder_it_stands_in(jobs, tmp_path):
     run, here = tmp_path / "run", tmp_path / "here"
     here.mkdir()
     (here / "train.py").write_text((ROOT / "train.py").read_text())
-    told = json.dumps({"env_vars": around()})
+    reported = json.dumps({"env_vars": around()})
     words = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--address", url]
-    words += ["--working-dir", str(here), "--runtime-env-json", told, "--", *shlex.split(line(tmp_path, run))]
+    words += ["--working-dir", str(here), "--runtime-env-json", reported, "--", *shlex.split(line(tmp_path, run))]
     done = subprocess.run(words, env=dict(os.environ), capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     went_well(run)

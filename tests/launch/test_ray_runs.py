@@ -207,7 +207,7 @@ def test_a_run_that_goes_on_waits_for_nodes_that_were_lost(cluster, monkeypatch)
     need = ResourceRequest(kind="CPU", nodes=3, per_node=1, engines=0, per_engine=1, shared=False)
     with pytest.raises(UsageError, match="too small for this run: it needs 3 nodes"):
         placement_group.ClusterReservation(need, address=cluster.address, seconds=300)
-    assert len(looks) == 1  # who has not been there before is told at once
+    assert len(looks) == 1  # a new node is reported at once
     held = placement_group.ClusterReservation(need, address=cluster.address, seconds=300, returning=True)
     try:
         assert len({placement_group.find_group_node(held.rank_bundles(number).group) for number in range(3)}) == 3

@@ -15,7 +15,7 @@ KILLS = {
     "while the weights of a checkpoint are written": "miles.models.checkpoint.safetensors_io:write_atomically:6",
     "before a written checkpoint is sealed": "miles.schedule.checkpoints:CheckpointDirectory._seal:2",
     "before a sealed checkpoint is put in place": "miles.schedule.checkpoints:CheckpointDirectory._rename_into_place:2",
-    "after it is in place, before anyone is told": "miles.schedule.checkpoints:CheckpointDirectory._prune:2",
+    "after it is in place, before it is reported": "miles.schedule.checkpoints:CheckpointDirectory._prune:2",
     "while the event log is written": "miles.observe.log:EventLog.write:40",
     "while a rollout is dumped": "miles.observe.rollouts:write_step:3",
     "in the last evaluation": "miles.rollout.evaluate:compute_scores:3",

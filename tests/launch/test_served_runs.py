@@ -8,7 +8,7 @@ import torch
 from tests.launch.small_run import miles, write_world
 from tests.launch.test_distill_runs import OPD, line, rows
 from tests.rollout.distill.scoring import in_a_thread, scorer
-from tests.rollout.reward.served import Fault
+from tests.rollout.reward.scripted_server import Fault
 from tests.train.test_served_teacher import logps_of
 
 from miles.backends.fsdp.local_model import LocalModel

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.launch.small_run import Command, flags, miles, write_world
-from tests.server_api.served import PYTHON, STUB
+from tests.server_api.live_servers import PYTHON, STUB
 
 EXACT = ("--parity", "exact")
 TWO = ("--rollout-backend", "served", "--rollout-num-engines", "2")
@@ -70,8 +70,8 @@ def test_a_run_on_two_servers_one_of_which_is_killed_is_the_run_on_an_engine_ins
     assert done.returncode == 0, done.stderr
     same(run, inside)
     accounted(run)
-    told = (run / "logs" / "engines.log").read_text().splitlines()
-    assert any("engine 0 " in line and "restarting it (restart 1 of at most 5)" in line for line in told)
+    reported = (run / "logs" / "engines.log").read_text().splitlines()
+    assert any("engine 0 " in line and "restarting it (restart 1 of at most 5)" in line for line in reported)
 
 
 @pytest.mark.slow
@@ -97,9 +97,9 @@ def test_an_asynchronous_run_goes_on_when_a_server_is_killed(world, tmp_path, mo
     accounted(run)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert max(row["staleness"] for row in rows if "staleness" in row) <= 2
-    told = (run / "logs" / "engines.log").read_text()
+    reported = (run / "logs" / "engines.log").read_text()
     assert (
-        f"engine 1 keeps its in-flight requests during weight updates (--pause-generation-mode {mode})" in told
+        f"engine 1 keeps its in-flight requests during weight updates (--pause-generation-mode {mode})" in reported
     ) == (mode != "abort")
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from tests.launch.small_run import miles
-from tests.server_api.served import PYTHON, STUB
+from tests.server_api.live_servers import PYTHON, STUB
 
 STEPS = 120
 

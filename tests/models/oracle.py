@@ -1,6 +1,6 @@
 """Small transformers models with random weights, and decoders with the same weights.
 
-Every file of ``tests/models/kinds`` adds kinds of models, and every test that asks for ``KINDS`` runs on all of them.
+Every file of ``tests/models/small_families`` adds kinds of models; a test that takes ``KINDS`` runs on all of them.
 """
 
 import importlib
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from tests.models.kinds.small import SMALL, Kind
+from tests.models.small_families.small import SMALL, Kind
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -19,9 +19,11 @@ from miles.models.checkpoint import param_map
 from miles.models.decoder import Decoder, Routing
 from miles.models.families import spec_from_config
 
-_FILES = sorted(file.stem for file in (Path(__file__).parent / "kinds").glob("*.py") if file.stem != "small")
+_FILES = sorted(file.stem for file in (Path(__file__).parent / "small_families").glob("*.py") if file.stem != "small")
 KINDS: dict[str, Kind] = {
-    name: kind for file in _FILES for name, kind in importlib.import_module(f"tests.models.kinds.{file}").KINDS.items()
+    name: kind
+    for file in _FILES
+    for name, kind in importlib.import_module(f"tests.models.small_families.{file}").KINDS.items()
 }
 
 

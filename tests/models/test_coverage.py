@@ -157,7 +157,9 @@ def test_the_generated_table_of_families_is_up_to_date(regenerate: bool, tmp_pat
     table, after = rest.split(END)
     found = specs()
     every = [(family, found[SAME.get(family.model_type, family.model_type)]) for family in FAMILIES]
-    assert not [family.model_type for family, kinds in every if not kinds], "a family has no kind in tests/models/kinds"
+    assert not [family.model_type for family, kinds in every if not kinds], (
+        "a family has no kind in tests/models/small_families"
+    )
     own = [(family, kinds) for family, kinds in every if family.model_type not in SAME]
     rows = [error_row(family, kinds, tmp_path if regenerate else None) for family, kinds in own]
     lines = "\n".join((*FAMILY_HEAD, *(family_row(*each) for each in every), "", *ERROR_HEAD, *rows, LEGEND))

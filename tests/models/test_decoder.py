@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.models.kinds.llama_qwen import KINDS as PLAIN
 from tests.models.oracle import (
     KINDS,
     assemble,
@@ -17,6 +16,7 @@ from tests.models.oracle import (
     tokens_of,
     twin,
 )
+from tests.models.small_families.llama_qwen import KINDS as PLAIN
 from tests.tiers import examples
 
 from miles.kernels.attention.varlen import VarlenAttentionBackend

@@ -136,10 +136,10 @@ SPARSE = without(LLAMA, "hidden_act", "rms_norm_eps", "eos_token_id", "num_key_v
     ],
 )
 def test_what_a_config_leaves_out_is_what_transformers_takes(config, architecture, given):
-    told = SPARSE | {"num_key_value_heads": 8, "moe_intermediate_size": 768, "num_experts_per_tok": 8} | given
-    told = without(told, "model_type")
-    theirs = config(**told).to_dict()
-    ours = spec_from_config(told | {"architectures": [architecture]})
+    reported = SPARSE | {"num_key_value_heads": 8, "moe_intermediate_size": 768, "num_experts_per_tok": 8} | given
+    reported = without(reported, "model_type")
+    theirs = config(**reported).to_dict()
+    ours = spec_from_config(reported | {"architectures": [architecture]})
     assert replace(ours, eos_token_ids=()) == replace(
         spec_from_config(theirs | {"architectures": [architecture]}), eos_token_ids=()
     )
@@ -363,8 +363,8 @@ def test_a_spec_survives_being_written_and_read(spec):
 
 @given(specs())
 def test_transformers_understands_a_written_spec_as_we_do(spec):
-    told = config_from_spec(spec)
-    theirs = AutoConfig.for_model(**told).to_dict() | {"architectures": told["architectures"]}
+    reported = config_from_spec(spec)
+    theirs = AutoConfig.for_model(**reported).to_dict() | {"architectures": reported["architectures"]}
     assert spec_from_config(theirs) == spec
 
 

@@ -317,9 +317,9 @@ UNFIT = {
 def test_what_cannot_be_held_is_refused_in_a_sentence(what, dtype, tmp_path):
     name, own, why = UNFIT[what]
     made(name, **own).save_pretrained(tmp_path)
-    with pytest.raises(UsageError, match=why) as told:
+    with pytest.raises(UsageError, match=why) as raised:
         ours(tmp_path, dtype)
-    assert f"{name}ForCausalLM" in str(told.value) and str(tmp_path) in str(told.value)
+    assert f"{name}ForCausalLM" in str(raised.value) and str(tmp_path) in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -363,9 +363,9 @@ def test_an_architecture_without_a_spec_is_refused_with_the_way_out(folders, tmp
     folder = folders["factors everywhere"]
     with pytest.raises(UsageError, match=r"GraniteForCausalLM.*--model-impl transformers runs"):
         resolve_spec(folder, "auto")
-    with pytest.raises(UsageError) as told:
+    with pytest.raises(UsageError) as raised:
         resolve_spec(folder, "native")
-    assert "--model-impl" not in str(told.value)
+    assert "--model-impl" not in str(raised.value)
     unheard = rewritten(folder, tmp_path, architectures=["OddForCausalLM"], model_type="odd")
     with pytest.raises(UsageError, match=r"OddForCausalLM.*does not support it either"):
         resolve_spec(unheard, "auto")

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tests.models.kinds.moe import KINDS, LLAMA4, LLAMA4_ROPE
-from tests.models.kinds.small import SMALL
 from tests.models.oracle import hf_logits, our_logits, relative, tokens_of, twin
+from tests.models.small_families.moe import KINDS, LLAMA4, LLAMA4_ROPE
+from tests.models.small_families.small import SMALL
 from transformers import Llama4Config, Llama4ForConditionalGeneration
 
 from miles.core.errors import UsageError

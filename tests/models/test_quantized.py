@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.models.kinds.small import SMALL
 from tests.models.oracle import hf_model
+from tests.models.small_families.small import SMALL
 from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -69,8 +69,8 @@ def write_fp8(model, folder, block, scales=torch.float32):
                 assert torch.equal(values[name], theirs)
 
     model.save_pretrained(folder)
-    told = {"quant_method": "fp8", "weight_block_size": block, "activation_scheme": "dynamic"}
-    edit(folder, quantise, quantization_config=told)
+    reported = {"quant_method": "fp8", "weight_block_size": block, "activation_scheme": "dynamic"}
+    edit(folder, quantise, quantization_config=reported)
     return plain(model, folder / "plain", lambda tensors: tensors.update(values))
 
 
@@ -184,9 +184,9 @@ def mxfp4_folder(tmp_path):
 
 def refused(folder, match, change=lambda tensors: None, **config):
     edit(folder, change, **config)
-    with pytest.raises(CheckpointError, match=match) as told:
+    with pytest.raises(CheckpointError, match=match) as raised:
         hf.load(folder, device="cpu")
-    assert str(told.value).count("\n") == 0
+    assert str(raised.value).count("\n") == 0
 
 
 def test_a_missing_scale_is_named_with_the_weight_that_needs_it(fp8_folder):
@@ -215,8 +215,8 @@ def test_fp8_that_the_config_does_not_announce_is_refused(fp8_folder):
 
 
 def test_a_scale_a_tensor_that_is_several_is_refused(fp8_folder):
-    told = {"quant_method": "fp8", "weight_block_size": None}
-    refused(fp8_folder, "one scale a matrix", quantization_config=told)
+    reported = {"quant_method": "fp8", "weight_block_size": None}
+    refused(fp8_folder, "one scale a matrix", quantization_config=reported)
 
 
 def test_missing_misshapen_or_wrongly_stored_parts_of_mxfp4_are_named(mxfp4_folder):
@@ -240,9 +240,9 @@ def test_missing_misshapen_or_wrongly_stored_parts_of_mxfp4_are_named(mxfp4_fold
 @pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes", "compressed-tensors", None])
 def test_other_methods_are_refused_by_name(method, fp8_folder):
     edit(fp8_folder, quantization_config={"quant_method": method, "bits": 4})
-    with pytest.raises(UsageError, match=rf"quantization_config\.quant_method of config\.json is {method!r}") as told:
+    with pytest.raises(UsageError, match=rf"quantization_config\.quant_method of config\.json is {method!r}") as raised:
         hf.load(fp8_folder, device="cpu")
-    assert len(told.value.problems) == 1
+    assert len(raised.value.problems) == 1
 
 
 @pytest.mark.parametrize("block", [[128], "128", [0, 128], [128, 1.5]])

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tests.models.kinds.recurrent import DELTA, MOE, MROPE, NEMOTRON
-from tests.models.kinds.small import SMALL
 from tests.models.oracle import KINDS, hf_logits, hf_model, our_logits, relative, tokens_of, twin
+from tests.models.small_families.recurrent import DELTA, MOE, MROPE, NEMOTRON
+from tests.models.small_families.small import SMALL
 from tests.tiers import examples
 from transformers import (
     AutoModelForCausalLM,
@@ -376,8 +376,8 @@ def test_what_is_not_implemented_is_refused_by_its_key(base, key, value):
 
 
 def test_defaults_left_out_of_a_config_are_those_of_transformers():
-    told = NemotronHConfig(**SMALL | {"layers_block_type": ["mamba", "attention"]}).to_dict()
-    told = {key: value for key, value in told.items() if value is not None}
-    bare = {key: told[key] for key in (*(SMALL.keys() & told.keys()), "layers_block_type")}
+    reported = NemotronHConfig(**SMALL | {"layers_block_type": ["mamba", "attention"]}).to_dict()
+    reported = {key: value for key, value in reported.items() if value is not None}
+    bare = {key: reported[key] for key in (*(SMALL.keys() & reported.keys()), "layers_block_type")}
     arch = {"architectures": ["NemotronHForCausalLM"]}
-    assert replace(spec_from_config(told | arch), eos_token_ids=()) == spec_from_config(bare | arch)
+    assert replace(spec_from_config(reported | arch), eos_token_ids=()) == spec_from_config(bare | arch)

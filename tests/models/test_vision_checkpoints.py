@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from tests.models.kinds.small import SMALL
 from tests.models.oracle import hf_logits, our_logits, relative, tokens_of
+from tests.models.small_families.small import SMALL
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, SiglipVisionConfig
 
 from miles.models.checkpoint import hf

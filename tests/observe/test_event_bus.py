@@ -1,7 +1,7 @@
 """What must be kept fails loudly; what is only shown does not."""
 
 import pytest
-from tests.observe.story import story
+from tests.observe.example_events import story
 
 from miles.core.errors import ResumeError, StorageError
 from miles.observe.event_bus import EventBus

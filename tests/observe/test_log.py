@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.observe.story import finished, group, story
+from tests.observe.example_events import finished, group, story
 from tests.tiers import examples
 
 from miles.core.errors import ResumeError

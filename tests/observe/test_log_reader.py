@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from tests.observe.story import story
+from tests.observe.example_events import story
 
 from miles.core.errors import DataError
 from miles.observe.event_records import encode_line, metric_record, timing_record

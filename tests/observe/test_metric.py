@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.observe.story import finished, group, span, story, trajectory
+from tests.observe.example_events import finished, group, span, story, trajectory
 
 from miles.core.types import Author, Group, Prompt, Status, Trajectory, Version
 from miles.observe.metric import SECTIONS, find_metric, group_metrics, list_undocumented, render_docs

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.observe.story import group, span, taken, trajectory
+from tests.observe.example_events import group, span, taken, trajectory
 from tests.tiers import examples
 
 from miles.core.errors import DataError

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from tests.observe.story import group, span, story, taken, trajectory
+from tests.observe.example_events import group, span, story, taken, trajectory
 
 from miles.core.errors import DataError
 from miles.core.events import Saved

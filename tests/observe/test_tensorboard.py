@@ -3,7 +3,7 @@
 import importlib.util
 
 import pytest
-from tests.observe.story import finished
+from tests.observe.example_events import finished
 
 from miles.core.errors import UsageError
 from miles.core.events import Evaluated, RunStarted

@@ -1,4 +1,4 @@
-"""Trajectories in the terminal: no token is lost, likely ones are told from unlikely ones, nothing commands it."""
+"""Trajectories in the terminal: no token is lost, likely and unlikely ones differ, and no escape sequence passes."""
 
 import io
 

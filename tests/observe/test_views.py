@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 from rich.console import Console
-from tests.observe.story import finished, group, story, taken
+from tests.observe.example_events import finished, group, story, taken
 
 from miles.core.events import Evaluated, Progress, RunEnded, RunStarted, Saved, StepFinished
 from miles.core.types import Version

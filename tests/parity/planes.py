@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from tests.models.kinds.small import SMALL
 from tests.models.oracle import KINDS
+from tests.models.small_families.small import SMALL
 
 from miles.algo.config import AlgoConfig
 from miles.algo.registry import NO_ALGO_HOOKS, build_reducer, select_metric_reducer

@@ -134,10 +134,12 @@ def test_tokens_that_are_given_are_scored_as_those_that_were_drawn(written):
     engine = engine_of(decoder, prefill_chunk=7)
     for (prompt, _), answer in zip(cold, ask(engine, cold), strict=True):
         whole = np.concatenate([prompt, *(span.tokens for span in answer.spans)])
-        told = GenerateRequest(tokens=whole, sampling=SamplingParams(max_new_tokens=0), logprob_start_len=len(prompt))
+        reported = GenerateRequest(
+            tokens=whole, sampling=SamplingParams(max_new_tokens=0), logprob_start_len=len(prompt)
+        )
 
-        async def scored(told=told):
-            found = engine_of(decoder, prefix_cache=False).submit(told)
+        async def scored(reported=reported):
+            found = engine_of(decoder, prefix_cache=False).submit(reported)
             await found.completion()
             return found.prompt_logprobs.logprobs
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from tests.launch.small_run import everything, flags, miles, write_world
 from tests.models.oracle import hf_model
-from tests.parity.skewed import skewed
+from tests.parity.skewed_engine import skewed
 
 from miles.core.errors import UsageError
 from miles.launch.commands.demo import DemoFolders, grpo_flags, warmup_flags

@@ -45,10 +45,10 @@ def test_one_who_gives_up_waiting_takes_no_place():
 
 
 def test_the_limit_follows_the_engines_memory():
-    told = {"preemptions": 0.0, "waiting": 0.0}
+    reported = {"preemptions": 0.0, "waiting": 0.0}
 
     async def pressure():
-        return told
+        return reported
 
     async def play():
         throttle = ConcurrencyLimiter(20, granularity="sample", load=pressure)
@@ -63,11 +63,11 @@ def test_the_limit_follows_the_engines_memory():
             limits.append(throttle.limit)
 
         await batch(20)
-        told["preemptions"] = 1.0
+        reported["preemptions"] = 1.0
         await batch(20)
-        told["waiting"] = 3.0
+        reported["waiting"] = 3.0
         await batch(3)
-        told["waiting"] = 0.0
+        reported["waiting"] = 0.0
         await batch(400)
         return limits
 

@@ -24,13 +24,13 @@ def experts(spans):
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=5), st.data())
 def test_the_last_tokens_are_told_whichever_spans_they_are_of(sizes, data):
-    told = data.draw(st.integers(0, sum(sizes)))
-    values = np.arange(told, dtype=np.uint8).repeat(2).reshape(told, 1, 2)
+    reported = data.draw(st.integers(0, sum(sizes)))
+    values = np.arange(reported, dtype=np.uint8).repeat(2).reshape(reported, 1, 2)
     spans = fill_span_extras([span(n) for n in sizes], {"routed_experts": values})
     found = [s.extras.get("routed_experts", np.full((len(s), 1, 2), NONE)) for s in spans]
-    missing = sum(sizes) - told
+    missing = sum(sizes) - reported
     assert [len(s) for s in spans] == sizes
-    assert np.concatenate(found)[:, 0, 0].tolist() == [NONE] * missing + list(range(told))
+    assert np.concatenate(found)[:, 0, 0].tolist() == [NONE] * missing + list(range(reported))
 
 
 def test_a_token_keeps_what_was_found_out_first():

@@ -1,4 +1,4 @@
-"""Saving behind the loop's back: one at a time, told when it is there, and never instead of an error."""
+"""Asynchronous checkpoint writer: one save at a time, reported when complete, errors raised."""
 
 import asyncio
 import os
@@ -46,7 +46,7 @@ def run(world, steps=6, every=2):
     return loop
 
 
-def told(world, kind):
+def list_events(world, kind):
     return [event.step for event in world.events if isinstance(event, kind)]
 
 
@@ -56,7 +56,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path):
     world = Slow(tmp_path, may=may)
     world.planes.journal.hear = lambda e: may.set() if isinstance(e, StepFinished) and e.step == 3 else None
     assert run(world).finished
-    assert told(world, Saved) == [2, 4, 6]
+    assert list_events(world, Saved) == [2, 4, 6]
     kinds = [(type(e), e.step) for e in world.events if isinstance(e, StepFinished | Saved | RunEnded)]
     assert kinds.index((Saved, 2)) > kinds.index((StepFinished, 3))
     assert kinds.index((Saved, 4)) < kinds.index((RunEnded, 6)) and kinds[-2:] == [(Saved, 6), (RunEnded, 6)]
@@ -94,7 +94,7 @@ def test_a_checkpoint_that_could_not_be_written_ends_the_run_and_leaves_the_one_
 def test_with_warn_the_run_goes_on_and_the_next_checkpoint_is_tried(tmp_path):
     world = Slow(tmp_path, fails=(2,), forgiving=True)
     assert run(world).finished
-    assert told(world, SaveFailed) == [2] and told(world, Saved) == [4, 6]
+    assert list_events(world, SaveFailed) == [2] and list_events(world, Saved) == [4, 6]
     assert sorted(os.listdir(tmp_path)) == ["step-000004", "step-000006"]
 
 

@@ -177,12 +177,12 @@ def test_the_manifest_lists_dtype_and_shape_of_tensors(tmp_path):
 # -- ranks that write by themselves -----------------------------------------------------------
 
 
-def ranked(*told):
+def ranked(*expected):
     """A trainer whose ranks have left these notes when it returns: files, a failure, or nothing yet."""
 
     async def write(folder):
-        markers.announce_ranks(folder, len(told))
-        for rank, word in enumerate(told):
+        markers.announce_ranks(folder, len(expected))
+        for rank, word in enumerate(expected):
             leave(folder, rank, word)
 
     return write

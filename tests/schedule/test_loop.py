@@ -165,11 +165,11 @@ def test_no_prompt_is_drawn_that_no_step_will_eat(tmp_path):
 def test_every_drawn_prompt_is_trained_or_dropped_with_a_reason(tmp_path):
     world = World(tmp_path, drop=0.4)
     asyncio.run(Loop(world.planes, LoopSettings(steps=5, groups_per_step=3)).run())
-    told = [e for e in world.events if isinstance(e, GroupFinished)]
-    assert sorted(e.ticket for e in told) == list(range(world.position)) == [e.ticket for e in told]
-    assert {e.reason for e in told if not e.kept} == {"unlucky"}
+    reported = [e for e in world.events if isinstance(e, GroupFinished)]
+    assert sorted(e.ticket for e in reported) == list(range(world.position)) == [e.ticket for e in reported]
+    assert {e.reason for e in reported if not e.kept} == {"unlucky"}
     taken = [t for e in world.events if isinstance(e, BatchTaken) for t in e.tickets]
-    assert taken == [e.ticket for e in told if e.kept]
+    assert taken == [e.ticket for e in reported if e.kept]
 
 
 def test_colocated_planes_never_overlap(tmp_path):
@@ -304,12 +304,12 @@ def test_spare_groups_are_cut_and_every_ticket_is_accounted_for(tmp_path, partia
     world = Oversampled(tmp_path, drop=drop, colocated=colocated)
     asyncio.run(Loop(world.planes, LoopSettings(steps=6, groups_per_step=4, extra_groups=3, partial=partial)).run())
     assert [len(batch.samples) for batch in world.batches] == [4] * 6
-    told = [event for event in world.events if isinstance(event, GroupFinished)]
+    reported = [event for event in world.events if isinstance(event, GroupFinished)]
     admitted = [event.ticket for event in world.events if isinstance(event, PromptAdmitted)]
-    assert sorted(event.ticket for event in told) == sorted(admitted)
+    assert sorted(event.ticket for event in reported) == sorted(admitted)
     assert len({row.prompt_id for batch in world.batches for row in batch.samples}) == 24
-    assert sum(event.kept for event in told) == 24
-    reasons = {event.reason for event in told if not event.kept} - {"unlucky"}
+    assert sum(event.kept for event in reported) == 24
+    reasons = {event.reason for event in reported if not event.kept} - {"unlucky"}
     assert reasons <= ({"leftover"} if partial else {"aborted", "oversampled"}) and reasons
     assert bool(world.resumed) == partial
     if not partial:

@@ -23,7 +23,7 @@ def test_thousands_of_trajectories_are_each_trained_once_and_none_too_late(
     assert len(seen.trained) == size.steps * size.groups_per_step * size.attempts
     assert seen.groups == size.steps * size.groups_per_step + seen.dropped and seen.dropped
     assert 0 < seen.stalest <= size.staleness
-    # a dropped group's place is free at once, and told of in its turn
+    # a dropped group's place is free at once, and reported in its turn
     assert (
         size.admission_slots <= seen.most_inside <= size.admission_slots + seen.dropped
         and seen.most_under_way <= size.inside

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from tests.server_api import results
 from tests.server_api.differences import difference_of
-from tests.server_api.served import Wire, miles, sglang
+from tests.server_api.live_servers import Wire, miles, sglang
 from tests.server_api.tiny import make
 
 BOTH = [pytest.param("miles"), pytest.param("sglang", marks=pytest.mark.sglang)]

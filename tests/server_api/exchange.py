@@ -1,4 +1,4 @@
-"""What an exchange is, and how two replies to it are compared: what may vary is told by its kind, all else is equal."""
+"""A request exchange and how two replies to it are compared: varying fields by kind, all others exactly."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FRESH = re.compile(r"[0-9a-f]{32}|call_[0-9a-f]{24}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """One request, told in a sentence. Where the two servers differ on purpose, ``why`` says so and ``ours`` how.
+    """One request, described in a sentence. Where the two servers differ on purpose, ``why`` says so and ``ours`` how.
 
     ``fatal``: SGLang's process ends on it, so that it is not sent there.
     """
@@ -53,7 +53,7 @@ class Exchange:
         return http.request(self.method, self.path, json=self.body)
 
 
-def told(response: httpx.Response) -> dict[str, Any]:
+def read_reply(response: httpx.Response) -> dict[str, Any]:
     """A reply as it is written down: status, kind of content, and the body without what varies."""
     kind = response.headers.get("content-type", "").partition(";")[0]
     if kind == "application/json":
@@ -93,7 +93,7 @@ def kind_of(value: Any) -> str:
 
 
 def differences(ours: Any, theirs: Any, path: str = "") -> list[str]:
-    """Where two told replies are not the same."""
+    """Where two replies differ."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         names = [name for name in ours.keys() | theirs.keys() if name not in LOOSE]
         if "error" in theirs:  # an error in this shape must be there in this shape

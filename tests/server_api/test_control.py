@@ -1,4 +1,4 @@
-"""Aborts, pauses and flushes: what is cut is told so, and what goes on is as if nothing had happened."""
+"""Abort, pause and flush: an aborted request says so, and the others continue unchanged."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tests.server_api.exchanges import GREEDY, PROMPT, SHORT
-from tests.server_api.served import Wire
+from tests.server_api.live_servers import Wire
 
 LONG = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}
 SOME = {"temperature": 0, "max_new_tokens": 80, "ignore_eos": True}
@@ -60,7 +60,7 @@ def test_aborting_one_leaves_the_others_alone(server: Wire, later: Later):
 @pytest.mark.endpoint("/abort_request")
 def test_aborting_all_ends_single_requests_and_batches(server: Wire, later: Later):
     sent = [later(input_ids=PROMPT, sampling_params=LONG), later(input_ids=[PROMPT, SHORT], sampling_params=LONG)]
-    server.until(lambda: server.told("/get_load")[0]["num_reqs"] == 3)
+    server.until(lambda: server.get_json("/get_load")[0]["num_reqs"] == 3)
     server.post("/abort_request", {"abort_all": True})
     single, batch = (each.result().json() for each in sent)
     assert [reason(answer) for answer in (single, *batch)] == ["abort"] * 3
@@ -115,7 +115,7 @@ def test_what_comes_during_a_pause_waits_for_its_end(server: Wire, later: Later,
     server.ok("/pause_generation", mode=mode)
     sent = later(input_ids=PROMPT, sampling_params=GREEDY, arrives=False)
     for _ in range(3):
-        assert server.told("/model_info") and not sent.done()
+        assert server.get_json("/model_info") and not sent.done()
     server.ok("/continue_generation")
     assert reason(sent.result().json()) == "length"
 
@@ -157,9 +157,9 @@ def test_a_flushed_cache_knows_no_prompt(server: Wire):
 
 @pytest.mark.endpoint("/get_load")
 def test_the_load_counts_what_is_under_way(server: Wire, later: Later):
-    assert server.told("/get_load")[0]["num_reqs"] == 0
+    assert server.get_json("/get_load")[0]["num_reqs"] == 0
     later(input_ids=[PROMPT, SHORT], sampling_params=LONG, rid="counted")
-    server.until(lambda: server.told("/get_load")[0]["num_reqs"] == 2)
+    server.until(lambda: server.get_json("/get_load")[0]["num_reqs"] == 2)
     server.post("/abort_request", {"abort_all": True})
 
 
@@ -171,10 +171,10 @@ def test_a_paused_server_is_not_healthy(server: Wire):
 
 @pytest.mark.endpoint("/server_info")
 def test_the_server_tells_its_size_and_its_state(server: Wire):
-    told = server.told("/server_info")
-    assert told["model_path"] == str(server.folder) and told["max_total_num_tokens"] == 8192
-    assert isinstance(told["internal_states"], list) and isinstance(told["version"], str)
-    assert server.told("/get_server_info").keys() == told.keys()
+    reported = server.get_json("/server_info")
+    assert reported["model_path"] == str(server.folder) and reported["max_total_num_tokens"] == 8192
+    assert isinstance(reported["internal_states"], list) and isinstance(reported["version"], str)
+    assert server.get_json("/get_server_info").keys() == reported.keys()
 
 
 @pytest.mark.endpoint("/release_memory_occupation")

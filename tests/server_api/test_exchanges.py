@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from tests.server_api import exchanges, openai_exchanges
-from tests.server_api.exchange import Exchange, differences, told
-from tests.server_api.served import Wire
+from tests.server_api.exchange import Exchange, differences, read_reply
+from tests.server_api.live_servers import Wire
 
 ALL = [*exchanges.EXCHANGES, *openai_exchanges.EXCHANGES]
 RECORDED = Path(__file__).with_name("recorded.json")
@@ -25,7 +25,7 @@ def recorded() -> dict[str, dict]:
 def test_a_request_is_answered_as_sglang_answered_it(server: Wire, exchange: Exchange, regenerate: bool):
     if server.kind == "sglang" and exchange.fatal:
         pytest.skip(exchange.why)
-    reply = told(exchange.send(server.http))
+    reply = read_reply(exchange.send(server.http))
     if server.kind == "sglang" and regenerate:
         NEW[exchange.name] = reply
         return

@@ -5,8 +5,8 @@ import base64
 import numpy as np
 import pytest
 from tests.server_api.exchanges import GREEDY, PROMPT, SHORT
+from tests.server_api.live_servers import Wire
 from tests.server_api.oracle import Oracle
-from tests.server_api.served import Wire
 from tests.server_api.tiny import EXPERTS, SIZES
 
 pytestmark = pytest.mark.endpoint("/generate")
@@ -15,8 +15,8 @@ ASKED = {"sampling_params": GREEDY | {"ignore_eos": True}, "return_routed_expert
 
 
 def experts_of(answer: dict) -> np.ndarray:
-    told = base64.b64decode(answer["meta_info"]["routed_experts"])
-    return np.frombuffer(told, np.int32).reshape(-1, LAYERS, EACH)
+    reported = base64.b64decode(answer["meta_info"]["routed_experts"])
+    return np.frombuffer(reported, np.int32).reshape(-1, LAYERS, EACH)
 
 
 def test_the_experts_of_prompt_and_answer_are_those_of_transformers(expert_server: Wire, folders):
@@ -59,8 +59,8 @@ def test_experts_come_only_if_asked_for(expert_server: Wire):
 @pytest.mark.endpoint("/v1/chat/completions")
 def test_a_chat_carries_experts_beside_its_choices(expert_server: Wire):
     messages = [{"role": "user", "content": "the fox"}]
-    told = expert_server.ok(
+    reported = expert_server.ok(
         "/v1/chat/completions", model="tiny", messages=messages, max_tokens=3, return_routed_experts=True
     )
-    rows = np.frombuffer(base64.b64decode(told["sglext"]["routed_experts"]), np.int32).reshape(-1, LAYERS, EACH)
-    assert len(rows) == told["usage"]["total_tokens"] - 1
+    rows = np.frombuffer(base64.b64decode(reported["sglext"]["routed_experts"]), np.int32).reshape(-1, LAYERS, EACH)
+    assert len(rows) == reported["usage"]["total_tokens"] - 1

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.server_api import exchanges, openai_exchanges
 from tests.server_api.exchange import Exchange
-from tests.server_api.served import Wire, miles
+from tests.server_api.live_servers import Wire, miles
 from tests.tiers import examples
 
 # Joining a group waits for its other members, who are not there.

@@ -17,8 +17,8 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.rollout.session.server.hosted import Scripted, hosted
-from tests.server_api.served import Wire, miles
+from tests.rollout.session.server.live_session_server import Scripted, hosted
+from tests.server_api.live_servers import Wire, miles
 from tests.tiers import examples
 
 from miles.cluster.router.config import RouterConfig

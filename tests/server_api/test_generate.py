@@ -7,8 +7,8 @@ import jsonschema
 import pytest
 from tests.server_api import results
 from tests.server_api.exchanges import GREEDY, PAIR, PROMPT, SHORT
+from tests.server_api.live_servers import Wire
 from tests.server_api.oracle import Oracle
-from tests.server_api.served import Wire
 from tests.server_api.tiny import CONTEXT
 
 pytestmark = pytest.mark.endpoint("/generate")
@@ -21,9 +21,9 @@ def oracle(folders) -> Oracle:
     return Oracle(folders.a)
 
 
-def near(server: Wire, told: list, expected: list[float], what: str) -> None:
-    """Log-probs as told, against those expected; the largest difference is kept for the docs."""
-    off = max(abs(entry[0] - value) for entry, value in zip(told, expected, strict=True))
+def near(server: Wire, message: list, expected: list[float], what: str) -> None:
+    """Log-probs in the reply, against those expected; the largest difference is kept for the docs."""
+    off = max(abs(entry[0] - value) for entry, value in zip(message, expected, strict=True))
     name = {"miles": "Miles", "sglang": "SGLang"}[server.kind]
     results.measure(f"log-probs of {what}, {name} against transformers", off)
     assert off <= NEAR
@@ -33,9 +33,9 @@ def test_greedy_tokens_and_their_log_probs_are_those_of_transformers(server: Wir
     answers = server.generate(input_ids=PROMPTS, sampling_params=GREEDY | {"ignore_eos": True}, return_logprob=True)
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         assert answer["output_ids"] == oracle.greedy(prompt, 8)
-        told = answer["meta_info"]["output_token_logprobs"]
-        assert [token for _, token, _ in told] == answer["output_ids"]
-        near(server, told, oracle.logprobs(prompt, answer["output_ids"]), "greedy tokens")
+        reported = answer["meta_info"]["output_token_logprobs"]
+        assert [token for _, token, _ in reported] == answer["output_ids"]
+        near(server, reported, oracle.logprobs(prompt, answer["output_ids"]), "greedy tokens")
 
 
 @pytest.mark.parametrize("how", [{}, {"top_p": 0.7}, {"top_k": 5}, {"min_p": 0.1}], ids=str)
@@ -43,8 +43,8 @@ def test_log_probs_of_drawn_tokens_are_scaled_by_temperature_and_not_cut(server:
     params = {"temperature": 0.7, "max_new_tokens": 12, "ignore_eos": True} | how
     answers = server.generate(input_ids=PROMPTS, sampling_params=params, return_logprob=True)
     for prompt, answer in zip(PROMPTS, answers, strict=True):
-        told, written = answer["meta_info"]["output_token_logprobs"], answer["output_ids"]
-        near(server, told, oracle.logprobs(prompt, written, 0.7), "drawn tokens")
+        reported, written = answer["meta_info"]["output_token_logprobs"], answer["output_ids"]
+        near(server, reported, oracle.logprobs(prompt, written, 0.7), "drawn tokens")
 
 
 def test_log_probs_of_a_prompt_are_those_of_transformers(server: Wire, oracle: Oracle):
@@ -59,10 +59,10 @@ def test_log_probs_of_a_prompt_are_those_of_transformers(server: Wire, oracle: O
 def test_the_likeliest_tokens_come_in_order_and_are_those_of_transformers(server: Wire, oracle: Oracle):
     answer = server.generate(input_ids=PROMPT, sampling_params=GREEDY, return_logprob=True, top_logprobs_num=4)
     rows = oracle.logits([*PROMPT, *answer["output_ids"]])[len(PROMPT) - 1 : -1].log_softmax(-1)
-    for told, row in zip(answer["meta_info"]["output_top_logprobs"], rows, strict=True):
+    for reported, row in zip(answer["meta_info"]["output_top_logprobs"], rows, strict=True):
         best = row.topk(4)
-        assert [token for _, token, _ in told] == best.indices.tolist()
-        near(server, told, best.values.tolist(), "the likeliest tokens")
+        assert [token for _, token, _ in reported] == best.indices.tolist()
+        near(server, reported, best.values.tolist(), "the likeliest tokens")
 
 
 def test_a_seed_draws_the_same_again_alone_and_among_others(server: Wire):
@@ -79,8 +79,8 @@ def test_attempts_at_a_prompt_differ_and_each_is_scored(server: Wire, oracle: Or
     answers = server.generate(input_ids=PROMPT, sampling_params=params, return_logprob=True)
     assert len({tuple(answer["output_ids"]) for answer in answers}) == 4
     for answer in answers:
-        told = answer["meta_info"]["output_token_logprobs"]
-        near(server, told, oracle.logprobs(PROMPT, answer["output_ids"]), "drawn tokens")
+        reported = answer["meta_info"]["output_token_logprobs"]
+        near(server, reported, oracle.logprobs(PROMPT, answer["output_ids"]), "drawn tokens")
 
 
 def test_a_repeated_prompt_is_found_in_the_cache_and_answered_alike(server: Wire):
@@ -119,7 +119,11 @@ def test_an_answer_runs_to_the_end_of_the_context_if_nothing_limits_it(server: W
 
 
 def test_an_answer_carries_what_was_counted(server: Wire):
-    told = server.generate(input_ids=PROMPT, sampling_params=GREEDY)["meta_info"]
-    assert (told["prompt_tokens"], told["completion_tokens"], told["num_retractions"]) == (len(PROMPT), 8, 0)
-    assert told["weight_version"] == "default"
-    assert isinstance(told["e2e_latency"], float) and told["e2e_latency"] > 0
+    reported = server.generate(input_ids=PROMPT, sampling_params=GREEDY)["meta_info"]
+    assert (reported["prompt_tokens"], reported["completion_tokens"], reported["num_retractions"]) == (
+        len(PROMPT),
+        8,
+        0,
+    )
+    assert reported["weight_version"] == "default"
+    assert isinstance(reported["e2e_latency"], float) and reported["e2e_latency"] > 0

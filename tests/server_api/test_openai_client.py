@@ -5,8 +5,8 @@ import json
 import jsonschema
 import openai
 import pytest
+from tests.server_api.live_servers import Wire
 from tests.server_api.openai_exchanges import ADD, MESSAGES, SCHEMA
-from tests.server_api.served import Wire
 
 
 @pytest.fixture
@@ -16,12 +16,12 @@ def client(server: Wire) -> openai.OpenAI:
 
 @pytest.mark.endpoint("/v1/chat/completions")
 def test_the_client_chats(client: openai.OpenAI):
-    told = client.chat.completions.create(
+    response = client.chat.completions.create(
         model="tiny", messages=MESSAGES, temperature=0, max_tokens=6, logprobs=True, top_logprobs=2
     )
-    lines = told.choices[0].logprobs.content
-    assert told.usage.completion_tokens == len(lines) == 6 and len(lines[0].top_logprobs) == 2
-    assert told.choices[0].finish_reason == "length"
+    lines = response.choices[0].logprobs.content
+    assert response.usage.completion_tokens == len(lines) == 6 and len(lines[0].top_logprobs) == 2
+    assert response.choices[0].finish_reason == "length"
 
 
 @pytest.mark.endpoint("/v1/chat/completions")
@@ -34,10 +34,10 @@ def test_the_client_reads_a_streamed_chat(client: openai.OpenAI):
 
 @pytest.mark.endpoint("/v1/chat/completions")
 def test_the_client_gets_what_a_schema_allows(client: openai.OpenAI):
-    told = client.chat.completions.create(
+    response = client.chat.completions.create(
         model="tiny", messages=MESSAGES, temperature=1, seed=3, max_tokens=300, n=4, response_format=SCHEMA
     )
-    ended = [choice.message.content for choice in told.choices if choice.finish_reason == "stop"]
+    ended = [choice.message.content for choice in response.choices if choice.finish_reason == "stop"]
     assert ended
     for text in ended:
         jsonschema.validate(json.loads(text), SCHEMA["json_schema"]["schema"])
@@ -46,8 +46,10 @@ def test_the_client_gets_what_a_schema_allows(client: openai.OpenAI):
 @pytest.mark.endpoint("/v1/chat/completions")
 def test_a_tool_that_must_be_called_is_called(client: openai.OpenAI):
     how = {"temperature": 1, "seed": 3, "max_tokens": 200, "n": 12}
-    told = client.chat.completions.create(model="tiny", messages=MESSAGES, tools=[ADD], tool_choice="required", **how)
-    calls = [call for choice in told.choices for call in choice.message.tool_calls or ()]
+    response = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, tools=[ADD], tool_choice="required", **how
+    )
+    calls = [call for choice in response.choices for call in choice.message.tool_calls or ()]
     assert calls
     for call in calls:
         assert call.type == "function" and call.function.name == "add" and call.id
@@ -63,9 +65,9 @@ def test_a_seed_gives_the_same_chat_again(client: openai.OpenAI):
 
 @pytest.mark.endpoint("/v1/completions")
 def test_the_client_completes(client: openai.OpenAI):
-    told = client.completions.create(model="tiny", prompt=["the", " dog"], temperature=0, max_tokens=4, logprobs=1)
-    assert [choice.index for choice in told.choices] == [0, 1]
-    assert all(len(choice.logprobs.token_logprobs) == 4 for choice in told.choices)
+    response = client.completions.create(model="tiny", prompt=["the", " dog"], temperature=0, max_tokens=4, logprobs=1)
+    assert [choice.index for choice in response.choices] == [0, 1]
+    assert all(len(choice.logprobs.token_logprobs) == 4 for choice in response.choices)
 
 
 @pytest.mark.endpoint("/v1/models")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tests.server_api.exchanges import PROMPT, SHORT
-from tests.server_api.served import Wire
+from tests.server_api.live_servers import Wire
 
 SOME = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
 
@@ -20,7 +20,7 @@ def session(server: Wire) -> Iterator[str]:
 
 
 def asked(server: Wire, session: str, tokens: list[int], **where: Any) -> tuple[str, list[int], dict]:
-    """A turn of a session: its name, what it wrote, and what is told of it."""
+    """A turn of a session: its name, what it wrote, and its metadata."""
     rid = uuid.uuid4().hex
     params = {"id": session, **where}
     answer = server.generate(input_ids=tokens, sampling_params=SOME, rid=rid, session_params=params)

@@ -5,8 +5,8 @@ from itertools import pairwise
 import pytest
 from tests.server_api.exchange import differences, steady
 from tests.server_api.exchanges import GREEDY, PROMPT, SHORT
+from tests.server_api.live_servers import Wire
 from tests.server_api.openai_exchanges import MESSAGES
-from tests.server_api.served import Wire
 
 CHAT = {"model": "tiny", "messages": MESSAGES, "temperature": 0, "max_tokens": 12}
 TEXT = {"model": "tiny", "prompt": "the quick brown fox", "temperature": 0, "max_tokens": 12}
@@ -93,8 +93,8 @@ def test_the_usage_of_a_streamed_chat_comes_last_if_asked_for(server: Wire):
 def test_the_log_probs_of_a_streamed_chat_make_up_the_whole(server: Wire):
     asked = CHAT | {"logprobs": True, "top_logprobs": 2}
     whole = server.ok("/v1/chat/completions", **asked)["choices"][0]["logprobs"]["content"]
-    told = [event["choices"][0]["logprobs"] for event in server.events("/v1/chat/completions", **asked)]
-    pieces = [line for lines in told if lines for line in lines["content"]]
+    reported = [event["choices"][0]["logprobs"] for event in server.events("/v1/chat/completions", **asked)]
+    pieces = [line for lines in reported if lines for line in lines["content"]]
     assert not differences(steady(pieces), steady(whole))
 
 
@@ -115,5 +115,5 @@ def test_the_pieces_of_a_completion_make_up_the_whole(server: Wire):
     choices = [event["choices"][0] for event in pieces]
     assert "".join(choice["text"] for choice in choices) == whole["text"]
     assert choices[-1]["finish_reason"] == whole["finish_reason"]
-    told = [line for choice in choices if choice["logprobs"] for line in choice["logprobs"]["token_logprobs"]]
-    assert not differences(steady(told), steady(whole["logprobs"]["token_logprobs"]))
+    reported = [line for choice in choices if choice["logprobs"] for line in choice["logprobs"]["token_logprobs"]]
+    assert not differences(steady(reported), steady(whole["logprobs"]["token_logprobs"]))

@@ -16,8 +16,8 @@ import torch
 import torch.multiprocessing
 from safetensors.torch import load_file, save
 from tests.server_api.exchanges import GREEDY, PROMPT, SHORT
+from tests.server_api.live_servers import ROOT, Wire
 from tests.server_api.oracle import Oracle
-from tests.server_api.served import ROOT, Wire
 
 LONG = {"temperature": 0, "max_new_tokens": 150, "ignore_eos": True}
 
@@ -35,11 +35,11 @@ def written(server: Wire, prompt: list[int] = PROMPT) -> tuple[list[int], str]:
 
 @pytest.mark.endpoint("/update_weights_from_disk")
 def test_weights_from_disk_write_the_next_answer(restored: Wire, folders, oracles):
-    told = restored.ok("/update_weights_from_disk", model_path=str(folders.b), weight_version="b1")
-    assert told["success"] is True and "b1" in told["message"] and told["num_paused_requests"] == 0
+    reported = restored.ok("/update_weights_from_disk", model_path=str(folders.b), weight_version="b1")
+    assert reported["success"] is True and "b1" in reported["message"] and reported["num_paused_requests"] == 0
     assert written(restored) == (oracles["b"].greedy(PROMPT, 8), "b1")
-    assert restored.told("/model_info")["weight_version"] == "b1"
-    assert restored.told("/model_info")["model_path"] == str(folders.b)
+    assert restored.get_json("/model_info")["weight_version"] == "b1"
+    assert restored.get_json("/model_info")["model_path"] == str(folders.b)
 
 
 @pytest.mark.endpoint("/update_weights_from_disk")
@@ -106,15 +106,17 @@ def test_a_paused_request_goes_on_with_the_new_weights(restored: Wire, folders, 
 
 @pytest.mark.endpoint("/update_weight_version")
 def test_weights_can_be_called_by_another_name(restored: Wire):
-    told = restored.ok("/update_weight_version", new_version="v9")
-    assert told["success"] is True and told["new_version"] == "v9"
+    reported = restored.ok("/update_weight_version", new_version="v9")
+    assert reported["success"] is True and reported["new_version"] == "v9"
     assert written(restored)[1] == "v9"
 
 
 @pytest.mark.endpoint("/update_weights_from_tensor")
 def test_weights_as_tensors_write_the_next_answer(restored: Wire, folders, oracles):
-    told = restored.ok("/update_weights_from_tensor", weight_version="t1", **packed(restored, load_file(of(folders.b))))
-    assert told["success"] is True
+    reported = restored.ok(
+        "/update_weights_from_tensor", weight_version="t1", **packed(restored, load_file(of(folders.b)))
+    )
+    assert reported["success"] is True
     assert written(restored) == (oracles["b"].greedy(PROMPT, 8), "t1")
 
 
@@ -177,7 +179,7 @@ def packed(server: Wire, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 @contextmanager
 def trainer(folder: Any) -> Iterator[tuple[Any, int]]:
-    """A program that holds a group's store and sends the checkpoint when told."""
+    """A program that holds a group's store and sends the checkpoint on request."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

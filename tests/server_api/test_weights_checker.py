@@ -1,10 +1,10 @@
-"""``/weights_checker``: what weights are there is told in numbers, and weights can be made noise to see what comes."""
+"""``/weights_checker``: checksums of the weights, and weights that are overwritten with noise."""
 
 import pytest
 from safetensors.torch import load_file
 from tests.server_api.exchanges import GREEDY, PROMPT
+from tests.server_api.live_servers import Wire
 from tests.server_api.oracle import Oracle
-from tests.server_api.served import Wire
 
 
 def check(server: Wire, action: str) -> dict:
@@ -29,7 +29,7 @@ def test_checksums_tell_weights_apart(restored: Wire, folders):
     assert other["per_engine_checksum"] != first["per_engine_checksum"]
     assert not set(rank["checksums"].values()) & set(other["ranks"][0]["checksums"].values())
     restored.ok("/update_weights_from_disk", model_path=str(folders.a))
-    assert check(restored, "checksum") == first == restored.told("/weights_checker")
+    assert check(restored, "checksum") == first == restored.get_json("/weights_checker")
 
 
 @pytest.mark.endpoint("/weights_checker")
@@ -47,9 +47,9 @@ def test_weights_are_compared_with_a_snapshot(restored: Wire, folders):
 def test_weights_made_noise_are_noise_until_others_come(restored: Wire, folders):
     calm = Oracle(folders.a).greedy(PROMPT, 8)
     assert written(restored) == calm
-    version = restored.told("/model_info")["weight_version"]
+    version = restored.get_json("/model_info")["weight_version"]
     assert check(restored, "reset_tensors") == {"success": True, "message": "Success."}
-    assert written(restored) != calm and restored.told("/model_info")["weight_version"] == version
+    assert written(restored) != calm and restored.get_json("/model_info")["weight_version"] == version
     assert restored.ok("/update_weights_from_disk", model_path=str(folders.a))["success"]
     restored.post("/flush_cache")
     assert written(restored) == calm

@@ -15,7 +15,7 @@ def test_only_the_same_names_in_the_same_memory_are_those_of_the_last_time():
     assert resident.same({name: tensor.detach() for name, tensor in tensors.items()}), "other views of one memory"
     tensors["a"].add_(1)
     assert resident.same(tensors), "numbers may change"
-    assert not resident.same({"b": tensors["b"], "a": tensors["a"]}), "the order is told to others"
+    assert not resident.same({"b": tensors["b"], "a": tensors["a"]}), "the order is part of what is published"
     assert not resident.same({"b": tensors["b"], "a": tensors["a"].clone()})
     resident.forget()
     assert not resident.same(tensors) and resident.same(tensors)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 import torch
-from tests.train.parts import DENSE, MOE, distance, model, ragged, sample, step, weights, worker
+from tests.train.small_trainer import DENSE, MOE, distance, model, ragged, sample, step, weights, worker
 
 from miles.train.logprobs import HeadOutput, compute_logprobs
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tests.train.parts import EPS, distance, model, named, ragged, step, twin, weights, worker
+from tests.train.small_trainer import EPS, distance, model, named, ragged, step, twin, weights, worker
 
 from miles.algo.loss_aggregation import mean_per_token
 from miles.algo.policy_loss import LossOutput

@@ -3,7 +3,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.train.parts import DENSE
+from tests.train.small_trainer import DENSE
 
 from miles.core.errors import UsageError
 from miles.models.families import spec_from_config

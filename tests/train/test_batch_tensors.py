@@ -3,7 +3,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.train.parts import sample
+from tests.train.small_trainer import sample
 
 from miles.algo.loss_aggregation import mean_per_token, mean_per_trajectory
 from miles.core.types import Sample

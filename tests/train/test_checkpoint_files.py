@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tests.models.test_vision_checkpoints import TEXT, VISION
 from tests.tiers import examples
-from tests.train.parts import DENSE, MOE
-from tests.train.saved import VERSION, alone, on_disk, optimizer_for, same, save_alone, stepped
+from tests.train.checkpoint_ranks import VERSION, alone, on_disk, optimizer_for, same, save_alone, stepped
+from tests.train.small_trainer import DENSE, MOE
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, SiglipVisionConfig
 
 from miles.backends.fsdp.local_model import LocalModel

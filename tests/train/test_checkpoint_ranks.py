@@ -8,8 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.pool import ranks
-from tests.train.parts import DENSE, MOE
-from tests.train.saved import (
+from tests.train.checkpoint_ranks import (
     VERSION,
     alone,
     empty_handed,
@@ -21,6 +20,7 @@ from tests.train.saved import (
     save_alone,
     stepped,
 )
+from tests.train.small_trainer import DENSE, MOE
 from transformers import AutoModelForCausalLM
 
 from miles.cluster.parallel_dims import ParallelDims
@@ -50,8 +50,8 @@ def test_one_process_two_ranks_tensor_ranks_and_one_process_again_hand_on_every_
         stepped(first, optimizer, seed)
     folders = [tmp_path / str(number) for number in range(len(layouts) + 2)]
     save_alone(folders[0], first, optimizer)
-    told = ranks(2, passed_on, layouts, [str(folder) for folder in folders[:-1]], config, dtype)
-    assert told == [[(VERSION, 2)] * len(layouts)] * 2
+    reported = ranks(2, passed_on, layouts, [str(folder) for folder in folders[:-1]], config, dtype)
+    assert reported == [[(VERSION, 2)] * len(layouts)] * 2
     last = alone(config, dtype, seed=9)
     again = optimizer_for(last)
     assert checkpoint.load(folders[-2], last, again) == VERSION

@@ -1,11 +1,11 @@
-"""Corrections in the trainer: which one a batch gets, what of it reaches the weights, and when it is told to stop."""
+"""Importance-sampling correction in the trainer: which one a batch gets, its effect on the weights, when it stops."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from tests.train.parts import distance, model, ragged, step, weights, worker
+from tests.train.small_trainer import distance, model, ragged, step, weights, worker
 
 from miles.algo.loss_aggregation import mean_per_trajectory
 from miles.algo.policy_loss import TokenWeights
@@ -15,7 +15,7 @@ from miles.train.batch_tensors import flatten_batch
 from miles.train.grad_accumulation import LogprobReader, build_micro_batches
 
 
-def told(actor, samples, trainer):
+def train_and_report(actor, samples, trainer):
     """The trainer's own log-probs in place of what the samples' engine said, to the bit."""
     flat = flatten_batch([[s] for s in samples], mean_per_trajectory)
     rows = build_micro_batches(flat, trainer._train, device=actor.device, replay=False)
@@ -33,7 +33,7 @@ def engine_off_by(gap, *, seed=1, spread=0.0, **changes):
     """Samples whose engine is ``gap`` nats off, ``spread`` more at random; and the same as the trainer has it."""
     samples = ragged(**changes)
     actor = model()
-    right = told(actor, samples, worker(actor))
+    right = train_and_report(actor, samples, worker(actor))
     rng = np.random.default_rng(seed)
     wrong = tuple(
         replace(s, logprobs=np.where(s.mask, s.logprobs + gap + spread * rng.normal(size=len(s)), 0).astype(np.float32))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from tests.backends.fsdp.test_local_critic import critic as value_model
-from tests.train.parts import DENSE, EPS, distance, model, named, ragged, sample, step, twin, weights, worker
+from tests.train.small_trainer import DENSE, EPS, distance, model, named, ragged, sample, step, twin, weights, worker
 
 from miles.algo.config import AlgoConfig
 from miles.core.errors import CheckpointError, MilesError, ParityError, UsageError
@@ -136,14 +136,14 @@ def test_a_whole_ppo_step_is_its_transformers_twin(tmp_path, budget, whitened):
         losses.append([x.item() for x in pair])
         descend(*policy_adam, pair[0])
         descend(*critic_adam, pair[1])
-    came, told = torch.cat(comes), torch.cat(values)
+    came, reported = torch.cat(comes), torch.cat(values)
     assert [found["pg_loss"], found["value_loss"]] == pytest.approx(np.mean(losses, 0).tolist(), rel=1e-4)
     assert found["reward_kl"] == pytest.approx(np.concatenate(kls).mean(), rel=1e-4)
     assert [found["return_mean"], found["value_mean"]] == pytest.approx(
-        [came.mean().item(), told.mean().item()], rel=1e-4
+        [came.mean().item(), reported.mean().item()], rel=1e-4
     )
     assert found["return_std"] == pytest.approx(came.std(correction=0).item(), rel=1e-4)
-    assert found["explained_variance"] == pytest.approx(1 - ((came - told).var() / came.var()).item(), abs=1e-4)
+    assert found["explained_variance"] == pytest.approx(1 - ((came - reported).var() / came.var()).item(), abs=1e-4)
     assert found["critic_lr"] == 2e-2 and found["lr"] == 1e-2
     assert found["advantage_mean"] == pytest.approx(np.concatenate(worths).mean(), abs=1e-5)
     assert distance(weights(trainer), named(policy, tmp_path / "a")) < 1e-5
@@ -251,8 +251,8 @@ def test_a_critic_learns_to_foresee_the_returns():
         train={"num_critic_only_steps": 60, "adam_eps": 1e-8, "critic_lr": 3e-3},
     )
     samples = [replace_version(s, 0) for s in talks(8)]
-    told = [step(trainer, samples, n).metrics["explained_variance"] for n in range(60)]
-    assert told[0] == pytest.approx(0.0, abs=1e-6) and told[-1] > 0.9
+    reported = [step(trainer, samples, n).metrics["explained_variance"] for n in range(60)]
+    assert reported[0] == pytest.approx(0.0, abs=1e-6) and reported[-1] > 0.9
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

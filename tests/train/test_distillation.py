@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tests.train.parts import DENSE, distance, model, ragged, sample, step, twin, weights, worker
+from tests.train.small_trainer import DENSE, distance, model, ragged, sample, step, twin, weights, worker
 
 from miles.algo.distillation_loss import TEACHER_INDEX, TOKEN_SETS, TopKTokens, compute_log_ratios
 from miles.algo.distillation_loss import reverse_kl as vocab_reverse_kl
@@ -135,10 +135,10 @@ def test_a_drawn_token_is_worth_what_the_teacher_finds_it_likelier(tmp_path):
             given[s.mask] = 0.5 * (q - p).gather(1, drawn[:, None])[:, 0].numpy()
             worth.append(replace(s, advantages=given))
     # The same step as with these advantages, given by hand; the rewards' own are no part of it.
-    taught, told = distiller(actor, teacher, algo={"opd_kl_coef": 0.5}), worker(model())
+    taught, reported = distiller(actor, teacher, algo={"opd_kl_coef": 0.5}), worker(model())
     report = step(taught, silent(samples))
-    step(told, worth)
-    assert distance(weights(taught), weights(told)) < 1e-6
+    step(reported, worth)
+    assert distance(weights(taught), weights(reported)) < 1e-6
     mean = np.mean([-2 * s.advantages[s.mask].mean() for s in worth])
     assert report.metrics["distill_kl"] == pytest.approx(mean, rel=1e-4)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from tests.models.oracle import hf_model
-from tests.train.parts import EPS, distance, named, ragged, sample, step, weights, worker
+from tests.train.small_trainer import EPS, distance, named, ragged, sample, step, weights, worker
 
 from miles.backends.fsdp.local_model import LocalModel
 from miles.models.checkpoint import hf

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 import torch
-from tests.train.parts import EPS, MOE, distance, model, named, ragged, sample, step, twin, weights, worker
+from tests.train.small_trainer import EPS, MOE, distance, model, named, ragged, sample, step, twin, weights, worker
 
 from miles.core.errors import MilesError, ParityError, UsageError
 from miles.core.types import Batch, Sample
@@ -306,7 +306,7 @@ def routed(experts):
 
 def test_replayed_experts_are_used_where_the_engine_said_and_flips_are_counted():
     samples = [sample(np.random.default_rng(i), prompt=3, reply=5, trajectory=i) for i in range(3)]
-    told = [routed([4, 1])(s) for s in samples]
+    reported = [routed([4, 1])(s) for s in samples]
     replay = {"use_rollout_routing_replay": True}
 
     def run(rows, algo):
@@ -314,10 +314,10 @@ def test_replayed_experts_are_used_where_the_engine_said_and_flips_are_counted()
         return step(trainer, rows).metrics, weights(trainer)
 
     plain, free = run(samples, {})
-    forced, held = run(told, replay)
+    forced, held = run(reported, replay)
     assert 0 < forced["routing_mismatch_ratio"] <= 1 and "routing_mismatch_ratio" not in plain
     assert distance(free, held) > 0
-    assert run(told, {})[0]["entropy"] == plain["entropy"]
+    assert run(reported, {})[0]["entropy"] == plain["entropy"]
     assert run(samples, replay)[0] == plain
 
 

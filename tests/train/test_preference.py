@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tests.train.parts import EPS, distance, model, named, sample, step, twin, weights, worker
+from tests.train.small_trainer import EPS, distance, model, named, sample, step, twin, weights, worker
 from torch.nn.functional import logsigmoid
 
 from miles.core.errors import UsageError

@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.models.kinds.small import SMALL
 from tests.models.oracle import KINDS
-from tests.train.alike import group, sample
-from tests.train.parts import DENSE, MOE, model, step, worker
+from tests.models.small_families.small import SMALL
+from tests.train.shared_prefix_samples import group, sample
+from tests.train.small_trainer import DENSE, MOE, model, step, worker
 from tests.train.test_critic import ppo
 
 from miles.algo.loss_aggregation import mean_per_token
@@ -83,10 +83,10 @@ def test_other_prompts_and_other_experts_share_nothing():
     other = experts.copy()
     other[12:] = 1
     alone = TokenPath(prompt=1, tokens=tokens)
-    told = TokenPath(prompt=0, tokens=tokens, routed=experts)
+    reported = TokenPath(prompt=0, tokens=tokens, routed=experts)
     assert count_tree_tokens([alone, replace(alone, prompt=0)]) == 40
-    assert count_tree_tokens([replace(alone, prompt=0), told]) == 40
-    assert count_tree_tokens([told, replace(told, routed=other)]) == 12 + 8 + 8
+    assert count_tree_tokens([replace(alone, prompt=0), reported]) == 40
+    assert count_tree_tokens([reported, replace(reported, routed=other)]) == 12 + 8 + 8
 
 
 @given(texts_of, st.integers(1, 30), st.integers(1, 2))

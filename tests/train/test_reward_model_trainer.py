@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.train.parts import DENSE, EPS, MOE, SIZES, distance
+from tests.train.small_trainer import DENSE, EPS, MOE, SIZES, distance
 from tests.train.test_preference import pairs
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, LlamaConfig
@@ -57,11 +57,11 @@ def scores(theirs, samples):
 def test_its_folder_is_a_classifier_to_the_bit(config, tmp_path):
     mine, samples = scorer(config), pairs(3)
     mine.save(tmp_path)
-    theirs, told = AutoModelForSequenceClassification.from_pretrained(
+    theirs, reported = AutoModelForSequenceClassification.from_pretrained(
         tmp_path, num_labels=1, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
-    assert not told["missing_keys"] and not told["mismatched_keys"]
-    assert set(told["unexpected_keys"]) <= {"lm_head.weight"}
+    assert not reported["missing_keys"] and not reported["mismatched_keys"]
+    assert set(reported["unexpected_keys"]) <= {"lm_head.weight"}
     assert type(theirs).__name__ == theirs.config.architectures[0]
     assert torch.equal(theirs.score.weight, mine.parameters()[SCORE])
     for s in samples:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from tests.train.parts import MOE, distance, model, ragged, step, weights, worker
+from tests.train.small_trainer import MOE, distance, model, ragged, step, weights, worker
 
 from miles.backends.fsdp.local_model import LocalModel
 from miles.models.layers.moe import MoeMlp
@@ -117,9 +117,11 @@ def test_the_gap_without_replay_is_measured_now_and_then_and_changes_nothing():
     algo, found = {"use_rollout_routing_replay": True}, []
     for every in (0, 2):
         trainer = worker(model(MOE), algo=algo, parity_no_replay_interval=every)
-        told = ["parity_mean_abs_no_replay" in step(trainer, routed(ragged(4, version=n))).metrics for n in range(4)]
-        found.append((told, weights(trainer)))
-    assert [told for told, _ in found] == [[False] * 4, [True, False, True, False]]
+        reported = [
+            "parity_mean_abs_no_replay" in step(trainer, routed(ragged(4, version=n))).metrics for n in range(4)
+        ]
+        found.append((reported, weights(trainer)))
+    assert [reported for reported, _ in found] == [[False] * 4, [True, False, True, False]]
     assert distance(found[0][1], found[1][1]) == 0
     metrics = step(worker(model(MOE), algo=algo, parity_no_replay_interval=1), routed(ragged(4))).metrics
     plain = step(worker(model(MOE)), ragged(4)).metrics

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from tests.rollout.distill.scoring import scorer
-from tests.rollout.reward.served import serving
-from tests.train.parts import distance, model, ragged, step, weights, worker
+from tests.rollout.reward.scripted_server import serving
+from tests.train.small_trainer import distance, model, ragged, step, weights, worker
 
 from miles.algo.advantages import build_samples
 from miles.core.errors import MilesError
@@ -90,10 +90,10 @@ def test_a_served_teacher_gives_the_loss_and_the_gradient_of_one_that_is_held(st
     algo = knobs(opd_log_prob_top_k=k, opd_reward_weight_mode=whose) | ({"opd_top_k_strategy": strategy} if k else {})
     actor, teacher = model(), model(seed=1, frozen=True)
     samples = [replace(s, advantages=np.zeros_like(s.advantages)) for s in ragged(6)]
-    told = taught(samples, actor, teacher, top)
+    reported = taught(samples, actor, teacher, top)
     how = {"algo": algo, "temperature": TEMPERATURE, "train": {"clip_grad": 1e9, "max_tokens_per_gpu": 24}}
     held, served = worker(model(), teachers=[teacher], **how), worker(model(), **how)
-    one, other = step(held, samples), step(served, told)
+    one, other = step(held, samples), step(served, reported)
     for name in ("loss", "distill_kl", "teacher_logp", "grad_norm"):
         assert other.metrics[name] == pytest.approx(one.metrics[name], rel=1e-5, abs=1e-5)
     # Adam's first update with a large epsilon is as smooth as the gradient.

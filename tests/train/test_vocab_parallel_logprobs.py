@@ -12,7 +12,7 @@ from tests.kernels import interpreter  # noqa: F401  loops over numbers read fro
 from tests.kernels.device import needs_triton
 from tests.pool import ranks
 from tests.tiers import examples
-from tests.train.shared import Cut, Room, corner, in_threads, loss_of, rows_of
+from tests.train.tensor_parallel_ranks import Cut, Room, corner, in_threads, loss_of, rows_of
 
 from miles.algo.config import AlgoConfig
 from miles.algo.distillation_loss import KL_DIRECTIONS, TOKEN_SETS, TopKTokens
@@ -251,8 +251,8 @@ def test_what_served_teachers_said_is_learnt_from_alike():
     chosen = logq.topk(4, -1).indices
     chosen[::3, -1] = -1
     said = logq.gather(1, chosen.clamp(min=0)).masked_fill(chosen < 0, 0)
-    told = TeacherLogprobs(logp_R=logq.gather(1, target[:, None])[:, 0], set_RS=chosen, set_logp_RS=said)
-    compare(whole, rows_with(target, teacher_logprobs=told), ServedTeachers(exact=True, **HOW))
+    reported = TeacherLogprobs(logp_R=logq.gather(1, target[:, None])[:, 0], set_RS=chosen, set_logp_RS=said)
+    compare(whole, rows_with(target, teacher_logprobs=reported), ServedTeachers(exact=True, **HOW))
 
 
 def test_a_teacher_without_a_sample_is_read_where_ranks_must_keep_in_step():

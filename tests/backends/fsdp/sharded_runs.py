@@ -182,8 +182,8 @@ def ranked(
         mesh.staged |= staged
         spec = spec_from_config(config)
         model = load_fsdp_model(Path(folder), spec, mesh, dtype=getattr(torch, dtype), recompute=recompute)
-        told = trained(model, part_of(mesh, spec, replay=replay), mesh.dp_group, exact(model, whole))
-        found.append(told if rank == 0 else None)
+        reported = trained(model, part_of(mesh, spec, replay=replay), mesh.dp_group, exact(model, whole))
+        found.append(reported if rank == 0 else None)
     return found
 
 

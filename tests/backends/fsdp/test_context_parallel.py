@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.backends.fsdp.context_ranks import CPU, decoder_of, learnt, sharded, share_of
 from tests.backends.fsdp.sharded_runs import trained
-from tests.models.kinds.small import SMALL
 from tests.models.oracle import KINDS
+from tests.models.small_families.small import SMALL
 from tests.pool import ranks
-from tests.train.alike import group
+from tests.train.shared_prefix_samples import group
 
 from miles.algo.loss_aggregation import mean_per_token
 from miles.backends.fsdp.context_parallel import _assign_tokens

@@ -220,12 +220,12 @@ FOUR: list[tuple[ParallelDims, dict[str, Any]]] = [
 
 @pytest.mark.parametrize("model", MODELS)
 def test_any_layout_of_experts_has_the_loss_and_gradients_of_one_process(model):
-    told = {replay: alone(model, replay) for replay in (False, True)}
+    reported = {replay: alone(model, replay) for replay in (False, True)}
     cases = [case for case in FOUR if case[0].find_model_problem(spec_of(model)) is None]
     assert cases
     for result in ranks(4, together, model, cases)[:1]:
         for ours, (layout, how) in zip(result, cases, strict=True):
-            close(ours, told[how.get("replay", False)], (layout, how))
+            close(ours, reported[how.get("replay", False)], (layout, how))
 
 
 def test_experts_computed_in_low_precision_are_held_and_added_up_in_float32():

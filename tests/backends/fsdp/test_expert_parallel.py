@@ -70,7 +70,7 @@ def tokens_of(count: int, vocab: int = 29) -> Tensor:
     return torch.randint(0, vocab, (count,), generator=torch.Generator().manual_seed(1))
 
 
-def told(hidden_TD: Tensor, at: int) -> Tensor:
+def dispatch_row(hidden_TD: Tensor, at: int) -> Tensor:
     """A loss to which every channel of every token adds its own share."""
     weight_TD = torch.randn(64, hidden_TD.shape[1], generator=torch.Generator().manual_seed(2)).to(hidden_TD)
     return (hidden_TD.sin() * weight_TD[at : at + len(hidden_TD)]).sum()
@@ -86,7 +86,7 @@ Outcome = tuple[Any, dict[str, Any]]  # a rank's hidden states, and whole gradie
 def alone(spec: DecoderSpec, count: int, replay_TLk: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
     decoder = filled(spec)
     hidden_TD = read(decoder, tokens_of(count), 0, Routing(replay_TLk=replay_TLk))
-    told(hidden_TD, 0).backward()
+    dispatch_row(hidden_TD, 0).backward()
     return hidden_TD.detach(), {name: p.grad for name, p in decoder.named_parameters() if p.grad is not None}
 
 
@@ -104,7 +104,7 @@ def together(
         replay_TLk = None if replay is None else torch.tensor(replay)[first : first + counts[rank]]
         tokens_T = tokens_of(sum(counts))[first : first + counts[rank]]
         hidden_TD = read(decoder, tokens_T, first, Routing(replay_TLk=replay_TLk))
-        told(hidden_TD, first).backward()
+        dispatch_row(hidden_TD, first).backward()
         grads: dict[str, Any] = {}
         for name, parameter in decoder.named_parameters():
             grad = parameter.grad

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from tests.backends.fsdp.sharded_runs import Found, critics, decoder_of, moved, one_critic, one_process, ranked
-from tests.models.kinds.small import SMALL
 from tests.models.oracle import KINDS
+from tests.models.small_families.small import SMALL
 from tests.pool import ranks
 
 from miles.cluster.parallel_dims import ParallelDims
@@ -76,8 +76,8 @@ def same(found: Found, wanted: Found, name: str, bound: float = 1e-5) -> None:
 
 def check(kind: str, layouts: dict[str, ParallelDims], tmp_path: Path, bound: float = 1e-5, **options) -> None:
     world = next(iter(layouts.values())).world
-    told = ranks(world, ranked, folder_of(kind, tmp_path), list(layouts.values()), *options.values())[0]
-    for name, found in zip(layouts, told, strict=True):
+    reported = ranks(world, ranked, folder_of(kind, tmp_path), list(layouts.values()), *options.values())[0]
+    for name, found in zip(layouts, reported, strict=True):
         same(found, expected(kind, bool(options.get("replay"))), f"{kind}, {name}", bound)
 
 
@@ -123,9 +123,9 @@ def test_ranks_that_talk_by_way_of_the_host_say_the_same(tmp_path):
 
 
 def test_low_precision_stays_near(tmp_path):
-    told = ranks(4, ranked, folder_of("qwen3", tmp_path), list(FOUR.values()), "bfloat16")[0]
+    reported = ranks(4, ranked, folder_of("qwen3", tmp_path), list(FOUR.values()), "bfloat16")[0]
     wanted = expected("qwen3", False)
-    for name, found in zip(FOUR, told, strict=True):
+    for name, found in zip(FOUR, reported, strict=True):
         assert found.exact, name
         assert found.loss == pytest.approx(wanted.loss, rel=0.05), name
         assert found.norm == pytest.approx(wanted.norm, rel=0.02), name
@@ -135,8 +135,8 @@ def test_low_precision_stays_near(tmp_path):
 def test_a_critic_s_gradient_is_that_of_one_process(kind, tmp_path):
     wanted = one_critic(decoder_of(config_of(kind)))
     layouts = {**FOUR, "cp x fsdp": ParallelDims(world=4, context=2, shard=2)}
-    for told in ranks(4, critics, folder_of(kind, tmp_path), list(layouts.values())):
-        for name, found in zip(layouts, told, strict=True):
+    for reported in ranks(4, critics, folder_of(kind, tmp_path), list(layouts.values())):
+        for name, found in zip(layouts, reported, strict=True):
             assert found.keys() == wanted.keys(), name
             apart = {n: relative(found[n], wanted[n]) for n in wanted}
             assert max(apart.values()) < 1e-5, (name, apart)
@@ -145,8 +145,8 @@ def test_a_critic_s_gradient_is_that_of_one_process(kind, tmp_path):
 def test_parameters_sleep_wake_and_are_written_as_they_were_read(tmp_path):
     folder, out = folder_of("qwen3", tmp_path), tmp_path / "out"
     out.mkdir()
-    for told in ranks(4, moved, folder, str(out)):
-        assert all(told.values()), told
+    for reported in ranks(4, moved, folder, str(out)):
+        assert all(reported.values()), reported
     before, after = (hf.load(f, device="cpu", dtype=torch.float32) for f in (folder, out))
     for (name, a), (_, b) in zip(before.named_parameters(), after.named_parameters(), strict=True):
         assert torch.equal(a.bfloat16(), b.bfloat16()), name

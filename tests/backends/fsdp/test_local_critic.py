@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tests.train.parts import DENSE, MOE, twin
+from tests.train.small_trainer import DENSE, MOE, twin
 from transformers import AutoModelForCausalLM
 
 from miles.backends.fsdp.local_critic import HEAD, LocalCritic

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.train.parts import DENSE, MOE, model, twin
+from tests.train.small_trainer import DENSE, MOE, model, twin
 from transformers import Olmo2Config, Olmo2ForCausalLM
 
 from miles.backends.fsdp.local_model import LocalModel
@@ -39,9 +39,9 @@ def test_flips_count_the_replayed_experts_the_router_would_not_have_chosen(check
     found = read(actor, sequences(), nothing)
     assert found.replayed is not None and found.replayed == 0 and found.flips == 0
     assert torch.equal(found.hidden_TD, read(actor, sequences()).hidden_TD)
-    told = nothing.clone()
-    told[2:6, 0] = torch.tensor([5, 0])
-    found = read(actor, sequences(), told)
+    reported = nothing.clone()
+    reported[2:6, 0] = torch.tensor([5, 0])
+    found = read(actor, sequences(), reported)
     found.hidden_TD.sum().backward()
     assert found.replayed == 8 and found.flips is not None and 0 <= int(found.flips) <= 8
 

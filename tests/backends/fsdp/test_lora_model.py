@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.train.parts import DENSE, MOE, distance, model, ragged, step, weights, worker
+from tests.train.small_trainer import DENSE, MOE, distance, model, ragged, step, weights, worker
 
 from miles.backends.fsdp.lora_model import LoraModel
 from miles.backends.native.config import NativeConfig
@@ -54,8 +54,8 @@ def test_the_optimizer_has_moments_of_adapters_alone(tmp_path):
 def test_adapters_learn_what_they_are_rewarded_for(tmp_path, checkpointing):
     trainer = worker(adapted(tmp_path, gradient_checkpointing=checkpointing), train={"lr": 3e-2})
     rewarded = ragged(4)
-    told = [step(trainer, rewarded, number).metrics for number in range(6)]
-    assert told[-1]["loss"] < told[0]["loss"]
+    reported = [step(trainer, rewarded, number).metrics for number in range(6)]
+    assert reported[-1]["loss"] < reported[0]["loss"]
 
 
 def test_a_run_that_is_taken_up_again_goes_on_to_the_bit(tmp_path):

@@ -65,7 +65,7 @@ async def serving(folder: Path, *, most: int = 16384, **how):
 
 
 def asked(folder, story, **how):
-    async def told():
+    async def report_value():
         async with serving(folder, **how) as url, aiohttp.ClientSession() as session:
 
             async def post(body, **more):
@@ -74,7 +74,7 @@ def asked(folder, story, **how):
 
             return await story(url, post)
 
-    return asyncio.run(told())
+    return asyncio.run(report_value())
 
 
 @pytest.mark.parametrize("most", [16384, 1], ids=["together", "one by one"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.train.parts import EPS, ragged, sample, worker
+from tests.train.small_trainer import EPS, ragged, sample, worker
 from torch.nn import functional as F
 from transformers import (
     AutoModelForCausalLM,
@@ -282,8 +282,8 @@ def drawn(decoder: Decoder, seed: int) -> tuple[list[Sample], float]:
             count, size, -1
         )
         logp = F.log_softmax(hidden[:, -1] @ decoder.head().T, -1)
-        told = torch.multinomial(logp.exp(), 1, generator=noise)
-        tokens, said = torch.cat((tokens, told), 1), torch.cat((said, logp.gather(1, told)), 1)
+        reported = torch.multinomial(logp.exp(), 1, generator=noise)
+        tokens, said = torch.cat((tokens, reported), 1), torch.cat((said, logp.gather(1, reported)), 1)
     reward = (tokens[:, 2:] == WANTED).float().mean(1)
     worth = reward.view(PROMPTS, TRIES)
     worth = ((worth - worth.mean(1, keepdim=True)) / (worth.std(1, keepdim=True) + 1e-6)).flatten()

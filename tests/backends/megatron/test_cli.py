@@ -28,7 +28,7 @@ def train(world: Path, run: Path, *more: str) -> list[float]:
     done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [told["reward"] for told in lines if "reward" in told]
+    return [reported["reward"] for reported in lines if "reward" in reported]
 
 
 @pytest.mark.parametrize("more", [(), ("--megatron-use-distributed-optimizer",)], ids=["ours", "megatrons"])

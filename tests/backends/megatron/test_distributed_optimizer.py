@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.backends.megatron import cases, resumed
+from tests.backends.megatron import cases, optimizer_ranks
 from tests.backends.megatron.test_model import DISTRIBUTED_OPTIMIZER, INTERLEAVED, layout
 from tests.pool import ranks
 
@@ -33,8 +33,8 @@ TENSOR, STAGES = {"tensor": 2, "sequence": True}, {"pipeline": 2}
 def test_megatrons_checkpoint_with_its_optimizer_is_read_by_another_layout(tmp_path: Path, kind, made, read):
     cases.written(tmp_path / "model", kind)
     (sizes, flags), (others, more) = made, read
-    told = (layout(sizes), flags), (layout(others), more), tmp_path, "megatron"
-    for wanted, found in ranks(2, resumed.carried, kind, *told):
+    reported = (layout(sizes), flags), (layout(others), more), tmp_path, "megatron"
+    for wanted, found in ranks(2, optimizer_ranks.carried, kind, *reported):
         assert not cases.apart(found, wanted, 1e-5)
 
 
@@ -43,7 +43,7 @@ def test_a_run_goes_on_to_the_bit_from_its_own_checkpoint(tmp_path: Path, dtype:
     cases.written(tmp_path / "model", "qwen3_moe")
     (tmp_path / "checkpoint").mkdir()
     same = (layout(EXPERTS), DISTRIBUTED_OPTIMIZER)
-    for wanted, found in ranks(2, resumed.carried, "qwen3_moe", same, same, tmp_path, "own", dtype):
+    for wanted, found in ranks(2, optimizer_ranks.carried, "qwen3_moe", same, same, tmp_path, "own", dtype):
         assert wanted.keys() == found.keys() and all(torch.equal(wanted[n], found[n]) for n in wanted)
 
 
@@ -53,15 +53,15 @@ def test_a_run_goes_on_to_the_bit_from_its_own_checkpoint(tmp_path: Path, dtype:
 def test_either_optimizer_goes_on_from_the_others_checkpoint(tmp_path: Path, made, read):
     cases.written(tmp_path / "model", "qwen3")
     (tmp_path / "checkpoint").mkdir()
-    told = (layout(CONTEXT), made), (layout(STAGES), read), tmp_path, "own"
-    for wanted, found in ranks(2, resumed.carried, "qwen3", *told):
+    reported = (layout(CONTEXT), made), (layout(STAGES), read), tmp_path, "own"
+    for wanted, found in ranks(2, optimizer_ranks.carried, "qwen3", *reported):
         assert not cases.apart(found, wanted, 1e-4)
 
 
 @pytest.mark.parametrize("sizes", [PARTS, STAGES], ids=str)
 def test_a_gradient_that_is_no_number_is_named_and_changes_nothing(tmp_path: Path, sizes: dict):
     folder, name = cases.written(tmp_path / "model", "qwen3"), "layers.2.mlp.down.weight"
-    for said, same in ranks(2, resumed.spoiled, folder, layout(sizes), DISTRIBUTED_OPTIMIZER, name):
+    for said, same in ranks(2, optimizer_ranks.spoiled, folder, layout(sizes), DISTRIBUTED_OPTIMIZER, name):
         assert same and f"first at {name}" in said and "nothing was updated" in said
 
 

@@ -60,6 +60,6 @@ def test_a_mistake_is_named_with_its_fix(line: str, said: str):
 
 
 def test_all_mistakes_are_reported_at_once():
-    with pytest.raises(UsageError) as told:
+    with pytest.raises(UsageError) as raised:
         parse_flags("--bananas 3 --num-layers 2 --recompute-granularity full")
-    assert len(told.value.problems) == 2
+    assert len(raised.value.problems) == 2

@@ -40,9 +40,9 @@ def test_all_tokens_but_the_last_have_their_experts_also_in_answers_of_one_token
     for asks, found in asyncio.run(both()):
         for (prompt, _), completion in zip(asks, found, strict=True):
             tokens = np.concatenate([prompt, *(s.tokens for s in completion.spans)])
-            told = np.concatenate(
+            reported = np.concatenate(
                 [completion.prompt_extras[ROUTED_EXPERTS], *(s.extras[ROUTED_EXPERTS] for s in completion.spans)]
             )
-            assert len(completion.prompt_extras[ROUTED_EXPERTS]) == len(prompt) and told.dtype == np.uint8
-            assert np.array_equal(np.sort(told[:-1], -1), own(decoder, tokens)[:-1])
-            assert (told[-1] == 255).all()
+            assert len(completion.prompt_extras[ROUTED_EXPERTS]) == len(prompt) and reported.dtype == np.uint8
+            assert np.array_equal(np.sort(reported[:-1], -1), own(decoder, tokens)[:-1])
+            assert (reported[-1] == 255).all()

@@ -33,7 +33,7 @@ class Trips:
 
 
 class Clock:
-    """Stands still until it is told."""
+    """Blocks until it is released."""
 
     now = 0.0
 
@@ -104,16 +104,16 @@ def test_time_ends_what_nobody_else_does(made):
 def test_who_ends_is_told_before_another_step_is_made(made):
     engine, _, _ = made
     short, long = (Tiny().prompts(2)[0], replace(LONG, max_new_tokens=5)), (Tiny().prompts(2)[1], LONG)
-    told, deliver = [], engine._deliver
+    reported, deliver = [], engine._deliver
 
     def delivered(ended):
-        told.append((len(ended), engine.stats()["steps"]))
+        reported.append((len(ended), engine.stats()["steps"]))
         deliver(ended)
 
     engine._deliver = delivered
     for answer, request in zip(Tiny().generate_all(engine, [short, long]), (short, long), strict=True):
         Tiny().same(answer, alone(request))
-    assert told == [(1, 6), (1, 60)]  # the first with one more in flight
+    assert reported == [(1, 6), (1, 60)]  # the first with one more in flight
 
 
 def test_who_listens_hears_of_every_step(made):

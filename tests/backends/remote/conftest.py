@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-from tests.server_api.served import Hosted
+from tests.server_api.live_servers import Hosted
 from tests.server_api.tiny import make
 
 

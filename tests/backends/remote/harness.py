@@ -8,7 +8,7 @@ import aiohttp
 import numpy as np
 import torch
 from aiohttp import web
-from tests.server_api.served import Hosted
+from tests.server_api.live_servers import Hosted
 from tests.server_api.tiny import END, VOCABULARY
 
 from miles.backends.remote.client import PauseMode, SglangClient

@@ -47,7 +47,7 @@ async def publication(request: web.Request) -> web.Response:
     return reply({"success": True, "verified": len(body.get("digests", {}))})
 
 
-async def told(request: web.Request) -> web.Response:
+async def handle_info(request: web.Request) -> web.Response:
     models = {"data": [{"owned_by": "miles"}], "pid": os.getpid()}
     return reply({**models, "model_path": "stub", "weight_version": STATE["label"], "tp_size": 1})
 
@@ -78,7 +78,7 @@ def main() -> None:
         sys.exit("this server cannot start: out of luck")
     app = web.Application(client_max_size=1 << 30)
     for path in ("/server_info", "/model_info", "/v1/models"):
-        app.router.add_get(path, told)
+        app.router.add_get(path, handle_info)
     for path in ("/health", "/health_generate"):
         app.router.add_get(path, health)
     app.router.add_post("/generate", generate)

@@ -13,9 +13,12 @@ VOCABULARY = 50
 
 def event(tokens, logprobs, *, total=None, finish=None, **meta):
     lines = [[value, token, None] for token, value in zip(tokens, logprobs, strict=True)]
-    told = {"completion_tokens": len(tokens) if total is None else total, "output_token_logprobs": lines}
+    reported = {"completion_tokens": len(tokens) if total is None else total, "output_token_logprobs": lines}
     reason = None if finish is None else {"type": finish}
-    return {"output_ids": tokens, "meta_info": {**told, "finish_reason": reason, "weight_version": "actor-1", **meta}}
+    return {
+        "output_ids": tokens,
+        "meta_info": {**reported, "finish_reason": reason, "weight_version": "actor-1", **meta},
+    }
 
 
 def fresh(limit=64):

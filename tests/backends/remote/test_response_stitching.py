@@ -58,8 +58,8 @@ def test_every_token_keeps_its_version_and_neighbours_of_one_version_are_one_spa
         add(answer, reply(tokens, "abort"), number)
     done = answer.completion("abort")
     written = [(token, number) for tokens, number in attempts for token in tokens]
-    told = [(int(t), span.version.number) for span in done.spans for t in span.tokens if span.version is not None]
-    assert told == written
+    reported = [(int(t), span.version.number) for span in done.spans for t in span.tokens if span.version is not None]
+    assert reported == written
     versions = [span.version for span in done.spans]
     assert all(a != b for a, b in itertools.pairwise(versions)) and all(len(span) for span in done.spans)
     assert answer.remaining.max_new_tokens == 40 - len(written) and answer.input_ids == [
@@ -125,8 +125,10 @@ def test_experts_are_those_of_the_attempt_that_computed_a_token_first():
     add(answer, reply([10, 11], "abort", routed(rows(0, 4))), 1)  # all but the last token
     add(answer, reply([12, END], "stop", routed(rows(4, 6))), 2)
     done = answer.completion("stop")
-    told = np.concatenate([done.prompt_extras[ROUTED_EXPERTS], *(span.extras[ROUTED_EXPERTS] for span in done.spans)])
-    assert told[:, 0, 0].tolist() == [0, 1, 2, 3, 0, 1, 255] and told.dtype == np.uint8
+    reported = np.concatenate(
+        [done.prompt_extras[ROUTED_EXPERTS], *(span.extras[ROUTED_EXPERTS] for span in done.spans)]
+    )
+    assert reported[:, 0, 0].tolist() == [0, 1, 2, 3, 0, 1, 255] and reported.dtype == np.uint8
 
 
 def test_experts_that_never_came_are_told_as_unknown():

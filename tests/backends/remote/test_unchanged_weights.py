@@ -68,12 +68,12 @@ def test_only_the_matrices_that_adapters_are_merged_into_travel_and_engines_hold
             everything, sent = size(made.current), []
             for number in (1, 2):
                 made.current = merged(made.current, adapted, number)
-                told = await made.sync.publish(Version(number=number))
-                sent.append(told["publish/bytes"])
+                reported = await made.sync.publish(Version(number=number))
+                sent.append(reported["publish/bytes"])
                 assert labels(pair) == [f"actor-{number}"] * 2
                 assert all(holds(hosted, made.current) for hosted in pair)
-            told = await made.sync.publish(Version(number=3))
-            assert labels(pair) == ["actor-3"] * 2 and told["publish/bytes"] == 0, "nothing had changed"
+            reported = await made.sync.publish(Version(number=3))
+            assert labels(pair) == ["actor-3"] * 2 and reported["publish/bytes"] == 0, "nothing had changed"
             return made.current, sent, everything
 
     expected, sent, everything = asyncio.run(run())
@@ -112,9 +112,9 @@ def test_a_server_that_lost_what_it_was_to_keep_is_sent_everything_and_that_is_s
         async with running_pool(folders.a, urls(pair), transport=transport()) as made:
             pair[1].engine.weights()["norm.weight"].data.view(-1)[0] += 1
             made.current = merged(made.current, ["layers.1.mlp.down.weight"], 5)
-            told = await made.sync.publish(Version(number=1))
+            reported = await made.sync.publish(Version(number=1))
             assert any("engine 1 has another model.norm.weight than it was sent" in said for said in made.said)
-            return made.current, told["publish/bytes"]
+            return made.current, reported["publish/bytes"]
 
     expected, sent = asyncio.run(run())
     assert labels(pair) == ["actor-1"] * 2 and all(holds(hosted, expected) for hosted in pair)
@@ -136,8 +136,8 @@ def test_whatever_changes_engines_hold_it_and_no_byte_more_is_sent(pair, folders
                 theirs = dict(iter_hf_named(spec, made.current))
                 for name in changed:  # a part of what the engine has as one tensor, such as the keys of an attention
                     theirs[name].view(-1)[number] += 1
-                told = await made.sync.publish(Version(number=number))
-                assert told["publish/bytes"] == sum(theirs[name].nbytes for name in changed)
+                reported = await made.sync.publish(Version(number=number))
+                assert reported["publish/bytes"] == sum(theirs[name].nbytes for name in changed)
                 assert all(holds(hosted, made.current) for hosted in pair)
 
     asyncio.run(run())

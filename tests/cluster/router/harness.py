@@ -94,7 +94,7 @@ class LogCapture:
                 future.set_result(None)
 
     async def wait_for(self, words: str, since: int = 0) -> None:
-        """Wait until a sentence with these words is told, unless one was among those after the first ``since``."""
+        """Wait until a log line with these words is printed, unless one was among those after the first ``since``."""
         if any(words in sentence for sentence in self.messages[since:]):
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()

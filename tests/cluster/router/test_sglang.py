@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.launch.commands.test_route import started
-from tests.server_api.served import Wire, miles, sglang
+from tests.server_api.live_servers import Wire, miles, sglang
 from tests.server_api.tiny import make
 
 pytestmark = pytest.mark.sglang
@@ -65,5 +65,5 @@ def both_answer_alike(client: httpx.Client, ours: Wire, theirs: Wire, second: Pa
     assert len({json.dumps(answer["output_ids"]) for answer in after.values()}) == 1
     assert [answer["meta_info"]["weight_version"] for answer in after.values()] == ["7", "7"]
 
-    assert theirs.told("/server_info")["tp_size"] == 1
+    assert theirs.get_json("/server_info")["tp_size"] == 1
     assert client.post("/abort_request", json={"abort_all": True}).status_code == 200

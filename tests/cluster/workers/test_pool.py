@@ -148,7 +148,7 @@ def test_workers_that_cannot_begin_are_given_up_and_say_why(monkeypatch):
 
 
 class FlakyHost:
-    """A home that loses what it has whenever it is told to, and counts what it has at once."""
+    """A home that loses what it has on request, and counts what it has at once."""
 
     def __init__(self, name: str) -> None:
         self.name, self.has, self.most = name, set[int](), 0
@@ -196,7 +196,7 @@ def test_every_question_is_answered_by_its_own_answer_and_no_worker_has_more_tha
                 await asyncio.sleep(0)
             host = hosts[which % workers]
             if host.fails is not None and not host.fails.done():
-                host.fails.set_result("it was told to")
+                host.fails.set_result("on request")
         answers = await asyncio.gather(*asked)
         assert all(worker.load == 0 for worker in made._workers) and not made._waiting
         await made.close()

@@ -200,8 +200,8 @@ def test_the_device_code_computes_what_torch_does():
     logits, chosen, wanted = there(logits, chosen, wanted)
     weights, experts = topk_router._launch(logits, None, how)
     assert torch.equal(experts, chosen) and torch.allclose(weights, wanted, atol=1e-6)
-    again, told = topk_router._launch(logits, chosen.flip(-1), how)
-    assert torch.equal(told, chosen.flip(-1)) and torch.allclose(again, weights.flip(-1), atol=1e-6)
+    again, reported = topk_router._launch(logits, chosen.flip(-1), how)
+    assert torch.equal(reported, chosen.flip(-1)) and torch.allclose(again, weights.flip(-1), atol=1e-6)
 
 
 @needs_triton

@@ -19,7 +19,7 @@ from miles.launch.read_config import read
 from miles.rollout.reward.types import GradingError
 
 TWO = ("--n-samples-per-prompt", "2")
-OWN = ("--custom-rm-path", "tests.launch.own_rewards:score")
+OWN = ("--custom-rm-path", "tests.launch.custom_rewards:score")
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_groups_and_built_in_rewards_are_computed_there_too(world):
     replies = [attempt("abc"), attempt("a"), attempt("four")]
 
     async def run():
-        compare = ("--custom-rm-path", "tests.launch.own_rewards:compare", "--group-rm")
+        compare = ("--custom-rm-path", "tests.launch.custom_rewards:compare", "--group-rm")
         async with scored(world, *compare) as (own, asked):
             assert list(await asked(prompt(None), replies)) == await own(prompt(None), replies)
         async with scored(world, "--rm-type", "deterministic_random:0.75+contains:0.25", "--label-key", "label") as (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.launch.house import MOE, QWEN3
+from tests.launch.small_config import MOE, QWEN3
 
 from miles.cluster import platform
 from miles.kernels.runtime.selftest import SelfTestResult
@@ -192,8 +192,8 @@ def test_where_no_kernel_agrees_none_is_called_the_worst(monkeypatch: pytest.Mon
 @pytest.mark.usefixtures("card")
 def test_on_a_card_the_report_says_how_its_kernels_are_tried(monkeypatch: pytest.MonkeyPatch, capsys):
     assert main(["doctor"]) == 0
-    told = "  kernels       not tried; miles doctor --kernels holds each against torch on this GPU\n"
-    assert told in capsys.readouterr().out
+    reported = "  kernels       not tried; miles doctor --kernels holds each against torch on this GPU\n"
+    assert reported in capsys.readouterr().out
     monkeypatch.setattr("miles.kernels.runtime.triton_compat.HAVE_TRITON", False)
     assert main(["doctor"]) == 0
     assert "kernels       none: device code is compiled by Triton, and that is not" in capsys.readouterr().out

@@ -100,8 +100,8 @@ def with_engine(test: Callable[[ScriptedEngine], Awaitable[None]]) -> None:
 def test_a_router_serves_and_stops_when_it_is_told():
     async def test(engine: ScriptedEngine):
         process, port = await asyncio.to_thread(started, "--engine-urls", engine.url)
-        told = await asyncio.to_thread(ask, port, "/generate", {"rid": "a"})
-        assert told["meta_info"]["id"] == "a"
+        reported = await asyncio.to_thread(ask, port, "/generate", {"rid": "a"})
+        assert reported["meta_info"]["id"] == "a"
         process.send_signal(signal.SIGTERM)
         out, err = await asyncio.to_thread(process.communicate, timeout=20)
         assert process.returncode == 0
@@ -162,9 +162,9 @@ def test_a_port_that_is_taken_is_told():
         command = [sys.executable, "-m", "miles.launch.main", "route", "--port", str(engine.port)]
         run = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=20)
         assert run.returncode == 2
-        told = (
+        reported = (
             f"miles: --host 127.0.0.1 --port {engine.port} is not available: Address already in use; choose another.\n"
         )
-        assert run.stderr == told
+        assert run.stderr == reported
 
     with_engine(test)

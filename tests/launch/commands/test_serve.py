@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def complaints(line: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
     assert main(["serve", *line]) == 2
-    return [told.removeprefix("miles: ") for told in capsys.readouterr().err.splitlines()]
+    return [output.removeprefix("miles: ") for output in capsys.readouterr().err.splitlines()]
 
 
 @pytest.mark.parametrize("line", [["--help"], [], ["nowhere"], ["--prot", "3"]])
@@ -41,17 +41,17 @@ def test_help_and_complaints_load_nothing_heavy(line: list[str]):
 
 
 def test_everything_wrong_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    told = complaints([str(tmp_path / "none"), "--port", "70000", "--drain-seconds", "-1", "--prot", "1"], capsys)
-    assert told == [
+    reported = complaints([str(tmp_path / "none"), "--port", "70000", "--drain-seconds", "-1", "--prot", "1"], capsys)
+    assert reported == [
         "--prot is not a flag; did you mean --port?",
         "--port must be at least 0 and at most 65535, not 70000.",
         "--drain-seconds must be at least 0, not -1.",
         f"{tmp_path / 'none'} does not exist; name the local folder of a Hugging Face checkpoint.",
     ]
-    (told,) = complaints([], capsys)
-    assert told.startswith("The model is missing")
-    (told, *_) = complaints(["a", "b"], capsys)
-    assert told == "miles serve takes one model, but was given 2: a b."
+    (reported,) = complaints([], capsys)
+    assert reported.startswith("The model is missing")
+    (reported, *_) = complaints(["a", "b"], capsys)
+    assert reported == "miles serve takes one model, but was given 2: a b."
 
 
 def test_a_run_is_served_from_its_newest_checkpoint(folder: Path, tmp_path: Path):

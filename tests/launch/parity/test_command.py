@@ -60,10 +60,10 @@ def test_engine_and_trainer_agree_in_every_operation(saved, kind):
 def test_the_engine_agrees_with_transformers_in_every_operation(saved, kind):
     found = compared(saved(kind), "native", "transformers")
     assert found.first(5e-5) is None, describe_difference(found, a="native", b="transformers", tolerance=5e-5)
-    told = {gap.place[1] for gap in found.gaps}
+    reported = {gap.place[1] for gap in found.gaps}
     wanted = set(OPERATIONS) - (set() if "moe" in kind else {"router", "experts", "gates"})
     if kind in KINDS[:5]:
-        assert told == wanted
+        assert reported == wanted
 
 
 @pytest.mark.parametrize(

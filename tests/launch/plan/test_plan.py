@@ -5,7 +5,7 @@ from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import pytest
-from tests.launch.house import furnish
+from tests.launch.small_config import furnish
 
 from miles.config.cli import parse
 from miles.config.files import Layer, read_layers
@@ -279,10 +279,10 @@ def test_a_plan_shows_every_knob_with_its_origin(capsys: pytest.CaptureFixture[s
 
 def test_a_plan_can_be_read_by_programs(capsys: pytest.CaptureFixture[str]):
     assert main(["plan", "--json", "--lr", "3e-5", *_flags_of_the_recipe()]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["options"]["lr"] == {"value": 3e-5, "origin": "flag", "section": "train"}
-    assert told["plan"]["global_batch_size"] == 128 and told["plan"]["run_dir"] == "runs/model-grpo"
-    assert told["model"]["family"] == "qwen3" and len(told["memory"]) == 7
+    output = json.loads(capsys.readouterr().out)
+    assert output["options"]["lr"] == {"value": 3e-5, "origin": "flag", "section": "train"}
+    assert output["plan"]["global_batch_size"] == 128 and output["plan"]["run_dir"] == "runs/model-grpo"
+    assert output["model"]["family"] == "qwen3" and len(output["memory"]) == 7
 
 
 def _flags_of_the_recipe() -> list[str]:

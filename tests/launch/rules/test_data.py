@@ -1,4 +1,4 @@
-"""What may be named as data: every kind is accepted, and what cannot be read is told before anything starts."""
+"""Data options: every kind of source is accepted, and an unreadable one is an error before anything starts."""
 
 import json
 import os
@@ -6,8 +6,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from tests.launch.house import furnish
-from tests.rollout.written import write_parts, write_splits
+from tests.launch.small_config import furnish
+from tests.rollout.dataset_files import write_parts, write_splits
 
 from miles.config.cli import parse
 from miles.config.files import read_layers
@@ -32,7 +32,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(procedural, "find_task_problem", lambda path: None)
 
 
-def told(*flags: str) -> list[str]:
+def list_problems(*flags: str) -> list[str]:
     reading = parse(Config, flags, read_layers("good.toml"))
     return [*reading.problems, *check_rules(reading, "plan")]
 
@@ -52,9 +52,11 @@ def told(*flags: str) -> list[str]:
 )
 def test_every_kind_of_data_is_accepted(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("miles.launch.rules.paths.find_task_problem", lambda path: None)
-    assert told("--prompt-data", *words) == []
+    assert list_problems("--prompt-data", *words) == []
     assert (
-        told("--eval-interval", "2", "--eval-prompt-data", "held", words[0].partition("*0.")[0].removesuffix("*1"))
+        list_problems(
+            "--eval-interval", "2", "--eval-prompt-data", "held", words[0].partition("*0.")[0].removesuffix("*1")
+        )
         == []
     )
 
@@ -73,17 +75,17 @@ def test_every_kind_of_data_is_accepted(words: tuple[str, ...], monkeypatch: pyt
     ],
 )
 def test_what_cannot_be_read_is_told_once(words: tuple[str, ...], complaint: str):
-    (problem,) = told("--prompt-data", *words)
+    (problem,) = list_problems("--prompt-data", *words)
     assert problem.startswith(complaint)
 
 
 def test_a_task_that_cannot_be_generated_is_told(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("miles.launch.rules.paths.find_task_problem", lambda path: f"{path}: no such task.")
-    assert told("--prompt-data", GYM) == [f"--prompt-data {GYM}: no such task."]
+    assert list_problems("--prompt-data", GYM) == [f"--prompt-data {GYM}: no such task."]
 
 
 def test_a_held_out_set_has_no_weight():
-    (problem,) = told("--eval-interval", "2", "--eval-prompt-data", "held", "data/held.jsonl*0.5")
+    (problem,) = list_problems("--eval-interval", "2", "--eval-prompt-data", "held", "data/held.jsonl*0.5")
     assert (
         problem == "--eval-prompt-data held data/held.jsonl*0.5 has a weight, but a held-out set is read once, whole."
     )
@@ -91,11 +93,11 @@ def test_a_held_out_set_has_no_weight():
 
 def test_a_curriculum_wants_groups_in_their_order():
     more = ("--max-weight-staleness", "2", "--reorder-window", "3")
-    assert told("--curriculum-path", "unsolved_first") == []
-    assert told("--curriculum-path", "unsolved_first", "--max-weight-staleness", "2") == []
-    (problem,) = told("--curriculum-path", "unsolved_first", *more)
+    assert list_problems("--curriculum-path", "unsolved_first") == []
+    assert list_problems("--curriculum-path", "unsolved_first", "--max-weight-staleness", "2") == []
+    (problem,) = list_problems("--curriculum-path", "unsolved_first", *more)
     assert problem.startswith("--curriculum-path chooses prompts by the results of earlier ones")
-    (problem,) = told("--curriculum-path", "unsolved")
+    (problem,) = list_problems("--curriculum-path", "unsolved")
     assert problem.endswith("built in are learnable_parts, unsolved_first.")
 
 
@@ -141,20 +143,20 @@ def test_a_column_that_the_first_rows_lack_is_told_before_anything_is_loaded(com
 
 
 def test_a_grader_that_compares_needs_the_column_of_the_answer():
-    assert told("--no-label-key") == [
+    assert list_problems("--no-label-key") == [
         "--rm-type math compares with a reference answer; name its column with --label-key."
     ]
-    assert told("--no-label-key", "--rm-type", "deterministic_random") == []
-    assert told("--no-label-key", "--no-rm-type", "--custom-rm-path", "a.b:c") == []
+    assert list_problems("--no-label-key", "--rm-type", "deterministic_random") == []
+    assert list_problems("--no-label-key", "--no-rm-type", "--custom-rm-path", "a.b:c") == []
 
 
 def test_a_template_has_a_place_for_the_question_and_a_system_prompt_a_chat():
-    assert told("--prompt-template", "Think. {prompt}") == []
-    assert told("--prompt-template", "Think.") == [
+    assert list_problems("--prompt-template", "Think. {prompt}") == []
+    assert list_problems("--prompt-template", "Think.") == [
         "--prompt-template has no {prompt}, the place of the question; put it in."
     ]
-    assert told("--system-prompt", "Think.", "--apply-chat-template") == []
-    (problem,) = told("--system-prompt", "Think.")
+    assert list_problems("--system-prompt", "Think.", "--apply-chat-template") == []
+    (problem,) = list_problems("--system-prompt", "Think.")
     assert problem.startswith("--system-prompt is a message of a chat; add --apply-chat-template")
 
 

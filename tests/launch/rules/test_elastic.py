@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.launch.house import furnish
+from tests.launch.small_config import furnish
 
 from miles.launch.main import main
 from miles.launch.plan.topology import get_split, list_splits, restore_split, with_split

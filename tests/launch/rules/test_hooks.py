@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tests.launch.house import furnish
+from tests.launch.small_config import furnish
 
 from miles.config.cli import parse
 from miles.config.files import read_layers
@@ -19,7 +19,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def told(line: str) -> list[str]:
+def list_problems(line: str) -> list[str]:
     reading = parse(Config, line.split(), read_layers("good.toml"))
     return [*reading.problems, *check_rules(reading, "plan")]
 
@@ -38,7 +38,7 @@ def told(line: str) -> list[str]:
     ],
 )
 def test_what_is_called_is_let_in(line: str):
-    assert told(line) == []
+    assert list_problems(line) == []
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_what_is_called_is_let_in(line: str):
     ],
 )
 def test_what_no_part_of_the_run_would_call_is_refused(line: str, says: str):
-    assert any(says in sentence for sentence in told(line)), told(line)
+    assert any(says in sentence for sentence in list_problems(line)), list_problems(line)
 
 
 @pytest.mark.parametrize(
@@ -84,4 +84,4 @@ def test_what_no_part_of_the_run_would_call_is_refused(line: str, says: str):
 )
 def test_demonstrations_leave_plugs_of_attempts_idle(flag: str):
     line = f"--loss-type sft_loss --no-rm-type --n-samples-per-prompt 1 {flag} {OWN}"
-    assert [sentence for sentence in told(line) if f"so {flag} has no effect; remove it" in sentence]
+    assert [sentence for sentence in list_problems(line) if f"so {flag} has no effect; remove it" in sentence]

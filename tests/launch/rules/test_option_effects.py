@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from tests.launch.house import MOE, furnish
+from tests.launch.small_config import MOE, furnish
 
 import miles
 from miles.backends.megatron.config import build_recompute_flags

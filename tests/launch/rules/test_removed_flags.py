@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tests.launch.house import furnish
+from tests.launch.small_config import furnish
 
 from miles.config.cli import parse
 from miles.config.files import read_layers

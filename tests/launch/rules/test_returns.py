@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.launch.house import QWEN3, furnish
+from tests.launch.small_config import QWEN3, furnish
 
 from miles.config.cli import parse
 from miles.config.files import read_layers
@@ -30,7 +30,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
-def told(line: str) -> list[str]:
+def list_problems(line: str) -> list[str]:
     reading = parse(Config, line.split(), read_layers("good.toml"))
     return [*reading.problems, *check_rules(reading, "train")]
 
@@ -49,7 +49,7 @@ def told(line: str) -> list[str]:
     ],
 )
 def test_what_goes_together_is_accepted(line: str):
-    assert told(line) == []
+    assert list_problems(line) == []
 
 
 def test_devices_of_a_cluster_are_explained():
@@ -120,7 +120,7 @@ def test_devices_of_a_cluster_are_explained():
     ],
 )
 def test_what_does_not_is_told_in_one_sentence(line: str, sentence: str):
-    assert told(line) == [sentence]
+    assert list_problems(line) == [sentence]
 
 
 @pytest.mark.parametrize(

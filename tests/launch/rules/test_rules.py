@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.launch.house import furnish
+from tests.launch.small_config import furnish
 
 from miles.config.cli import parse
 from miles.config.files import read_layers
@@ -37,13 +37,13 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def told(line: str, command: Command = "train") -> list[str]:
+def list_problems(line: str, command: Command = "train") -> list[str]:
     reading = parse(Config, line.split(), read_layers("good.toml"))
     return [*reading.problems, *check_rules(reading, command)]
 
 
 def test_a_complete_recipe_breaks_no_rule():
-    assert told("") == []
+    assert list_problems("") == []
 
 
 @pytest.mark.parametrize(
@@ -103,17 +103,17 @@ def test_a_complete_recipe_breaks_no_rule():
     ],
 )
 def test_what_goes_together_is_accepted(line: str):
-    assert told(line) == []
+    assert list_problems(line) == []
 
 
 def test_a_rule_is_silent_about_what_could_not_be_read():
-    assert told("--n-samples-per-prompt one --global-batch-size 7") == [
+    assert list_problems("--n-samples-per-prompt one --global-batch-size 7") == [
         "--n-samples-per-prompt takes a whole number, not 'one'."
     ]
 
 
 def test_a_number_out_of_range_is_told_once():
-    assert told("--n-samples-per-prompt 0 --global-batch-size 7") == [
+    assert list_problems("--n-samples-per-prompt 0 --global-batch-size 7") == [
         "--n-samples-per-prompt must be at least 1, not 0."
     ]
 
@@ -127,8 +127,8 @@ def test_talking_and_scoring_need_less_than_training():
 
 def test_an_accelerator_asked_for_must_be_there_to_train_but_not_to_plan(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert told("--device cuda", "plan") == []
-    assert told("--device cuda", "train") == [
+    assert list_problems("--device cuda", "plan") == []
+    assert list_problems("--device cuda", "train") == [
         "--device cuda is not available: this machine shows no accelerator; use --device cpu, or see miles doctor."
     ]
 
@@ -136,44 +136,44 @@ def test_an_accelerator_asked_for_must_be_there_to_train_but_not_to_plan(monkeyp
 def test_an_engine_spans_no_more_devices_than_there_are(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     line = "--rollout-num-gpus-per-engine 2 --device cuda"
-    assert told(line, "plan") == []
-    (problem, *_) = [sentence for sentence in told(line, "train") if "per-engine" in sentence]
+    assert list_problems(line, "plan") == []
+    (problem, *_) = [sentence for sentence in list_problems(line, "train") if "per-engine" in sentence]
     assert problem == ("--rollout-num-gpus-per-engine 2 exceeds the 1 GPUs of this machine; lower it.")
-    assert told("--rollout-num-gpus-per-engine 2 --device cpu", "train") == []
+    assert list_problems("--rollout-num-gpus-per-engine 2 --device cpu", "train") == []
 
 
 def test_a_trainer_spans_no_more_devices_than_there_are(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setattr("miles.launch.plan.hardware.list_accelerators", lambda: ["/dev/nvidia0"])
     monkeypatch.setattr("miles.launch.plan.hardware.get_torch_build", lambda: "CUDA 13.0")
-    (sentence,) = told("--actor-num-gpus-per-node 4")
+    (sentence,) = list_problems("--actor-num-gpus-per-node 4")
     assert sentence == ("--actor-num-gpus-per-node 4 exceeds the 2 GPUs of this machine; lower it.")
-    assert told("--actor-num-gpus-per-node 4 --device cpu") == []
-    assert told("--actor-num-gpus-per-node 4", "plan") == []
+    assert list_problems("--actor-num-gpus-per-node 4 --device cpu") == []
+    assert list_problems("--actor-num-gpus-per-node 4", "plan") == []
 
 
 def test_megatron_is_refused_where_it_is_not_there_or_lacks_what_is_asked(monkeypatch: pytest.MonkeyPatch):
     line = "--train-backend megatron --actor-num-gpus-per-node 4 --pipeline-model-parallel-size 2"
     for found, missing in ((None, 1), (object(), 0)):
         monkeypatch.setattr("miles.launch.rules.training.find_spec", lambda _, found=found: found)
-        assert len([s for s in told(line, "plan") if "megatron-core, which is not installed" in s]) == missing
-    assert told(line, "plan") == []
-    assert told(f"{line} --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1", "plan") == []
-    assert told(f"{line} --megatron-moe-token-dispatcher-type alltoall", "plan") == []
-    (copies, critic) = told(f"{line} --advantage-estimator ppo --data-parallel-replicate-size 2", "plan")
+        assert len([s for s in list_problems(line, "plan") if "megatron-core, which is not installed" in s]) == missing
+    assert list_problems(line, "plan") == []
+    assert list_problems(f"{line} --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1", "plan") == []
+    assert list_problems(f"{line} --megatron-moe-token-dispatcher-type alltoall", "plan") == []
+    (copies, critic) = list_problems(f"{line} --advantage-estimator ppo --data-parallel-replicate-size 2", "plan")
     assert "needs a critic, which --train-backend megatron does not have" in critic
     assert "--data-parallel-replicate-size needs --train-backend fsdp" in copies
 
 
 def test_a_config_that_is_not_json_is_told(tmp_path: Path):
     (tmp_path / "model" / "config.json").write_text("{")
-    (problem,) = told("")
+    (problem,) = list_problems("")
     assert problem.startswith("--hf-checkpoint model cannot be used: model/config.json is not valid JSON")
 
 
 def test_a_path_that_cannot_be_looked_at_is_told():
     name = "x" * 300
-    assert told(f"--ref-load {name}") == [f"{name} cannot be read: File name too long."]
+    assert list_problems(f"--ref-load {name}") == [f"{name} cannot be read: File name too long."]
 
 
 def test_every_rule_is_in_use():
@@ -224,13 +224,15 @@ def test_a_session_server_that_other_machines_reach_needs_a_key(tmp_path: Path):
     agent = "--no-rm-type --custom-agent-function-path mine.py:agent --apply-chat-template"
     key = tmp_path / "key"
     for host in ("0.0.0.0", "10.0.0.7", "example.org"):
-        assert told(f"{agent} --session-server-host {host}") == [
+        assert list_problems(f"{agent} --session-server-host {host}") == [
             f"--session-server-host {host} is reachable from other machines, but there is no key: give "
             "--session-server-api-key-file."
         ]
     with_key = f"{agent} --session-server-host 0.0.0.0 --session-server-api-key-file {key}"
-    assert told(with_key) == [f"--session-server-api-key-file {key} cannot be read: No such file or directory."]
+    assert list_problems(with_key) == [
+        f"--session-server-api-key-file {key} cannot be read: No such file or directory."
+    ]
     key.write_text("\n")
-    assert told(with_key) == [f"--session-server-api-key-file {key} has no key; write one on its only line."]
+    assert list_problems(with_key) == [f"--session-server-api-key-file {key} has no key; write one on its only line."]
     key.write_text("secret\n")
-    assert told(with_key) == told(f"{agent} --session-server-host ::1") == []
+    assert list_problems(with_key) == list_problems(f"{agent} --session-server-host ::1") == []

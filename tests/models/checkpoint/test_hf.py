@@ -248,10 +248,10 @@ def test_an_export_takes_over_config_and_tokenizer_of_the_model_it_came_from(tmp
     config = json.loads((tmp_path / "base" / "config.json").read_text()) | {"torch_dtype": "float16", "author": "we"}
     (tmp_path / "base" / "config.json").write_text(json.dumps(config))
     hf.export(twin(model), tmp_path / "out", like=tmp_path / "base")
-    told = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert told["author"] == "we"
-    assert told["dtype"] == "float32"
-    assert "torch_dtype" not in told
+    reported = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert reported["author"] == "we"
+    assert reported["dtype"] == "float32"
+    assert "torch_dtype" not in reported
     for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "base" / name).read_bytes()
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from tests.models.kinds.small import SMALL
 from tests.models.oracle import KINDS, our_logits, tokens_of
+from tests.models.small_families.small import SMALL
 
 from miles.models.checkpoint import hf
 from miles.models.decoder import Decoder

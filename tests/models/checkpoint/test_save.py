@@ -19,14 +19,14 @@ def test_the_outline_of_a_spec_is_what_an_export_of_its_decoder_holds(kind, tmp_
     hf_model(kind).save_pretrained(tmp_path / "theirs")
     decoder = hf.load(tmp_path / "theirs", device="cpu", dtype=torch.bfloat16)
     hf.export(decoder, tmp_path / "ours", like=tmp_path / "theirs")
-    told = plan_save(decoder.spec, dtype=torch.bfloat16, like=tmp_path / "theirs")
-    assert told == plan_decoder_save(decoder, like=tmp_path / "theirs")
-    said = {d.name: (d.dtype, d.shape, d.nbytes) for unit in told.units for d in unit.headers()}
+    reported = plan_save(decoder.spec, dtype=torch.bfloat16, like=tmp_path / "theirs")
+    assert reported == plan_decoder_save(decoder, like=tmp_path / "theirs")
+    said = {d.name: (d.dtype, d.shape, d.nbytes) for unit in reported.units for d in unit.headers()}
     found = stored_tensors(tmp_path / "ours")
     assert said == {name: (s.dtype, s.shape, s.stop - s.start) for name, s in found.items()}
-    assert told.config == json.loads((tmp_path / "ours" / "config.json").read_text())
-    assert told.full_shapes() == {name: tuple(p.shape) for name, p in decoder.named_parameters()}
-    assert told.dtypes() == {name: p.dtype for name, p in decoder.named_parameters()}
+    assert reported.config == json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert reported.full_shapes() == {name: tuple(p.shape) for name, p in decoder.named_parameters()}
+    assert reported.dtypes() == {name: p.dtype for name, p in decoder.named_parameters()}
 
 
 @pytest.mark.parametrize("kind", ["qwen3 moe", "llama 4"])
@@ -34,17 +34,17 @@ def test_a_wide_tensor_is_narrowed_to_what_the_outline_says(kind, tmp_path):
     """As a float32 shard is, for a model that computes in bfloat16."""
     hf_model(kind).save_pretrained(tmp_path)
     wide, narrow = twin(hf_model(kind)), twin(hf_model(kind), torch.bfloat16)
-    told, live = plan_decoder_save(narrow, like=tmp_path), dict(wide.named_parameters())
+    reported, live = plan_decoder_save(narrow, like=tmp_path), dict(wide.named_parameters())
     theirs = dict(hf.iter_hf_tensors(narrow))
-    for unit in told.units:
+    for unit in reported.units:
         for described, view in zip(unit.headers(), unit.views(live[unit.name]), strict=True):
             assert view.dtype == theirs[described.name].dtype
             assert torch.equal(view, theirs[described.name]), described.name
 
 
 def test_a_header_is_one_that_safetensors_reads(tmp_path):
-    told = plan_decoder_save(twin(hf_model("qwen3")))
-    tensors = [d for unit in told.units for d in unit.headers()]
+    reported = plan_decoder_save(twin(hf_model("qwen3")))
+    tensors = [d for unit in reported.units for d in unit.headers()]
     (tmp_path / "file").write_bytes(encode_header(tensors) + bytes(sum(d.nbytes for d in tensors)))
     with safe_open(tmp_path / "file", framework="pt") as file:
         assert {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()} == {  # noqa: SIM118

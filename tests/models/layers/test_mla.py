@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.models.kinds.mla import KINDS
 from tests.models.oracle import hf_logits, hf_model, relative, tokens_of, twin
+from tests.models.small_families.mla import KINDS
 from tests.tiers import examples
 from torch import Tensor
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.models.kinds.dense import LONGROPE
 from tests.models.oracle import assemble, gradients, hf_logits, hf_model, our_logits, relative, tokens_of, twin
+from tests.models.small_families.dense import LONGROPE
 from transformers import GlmConfig, LlamaConfig, Phi3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from tests.models.kinds.small import SMALL
 from tests.models.oracle import KINDS, hf_model, our_logits, relative, tokens_of, twin
+from tests.models.small_families.small import SMALL
 from tests.tiers import examples
 
 from miles.core.errors import UsageError
@@ -192,7 +192,7 @@ def test_an_adapter_is_found_as_it_was_written(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "expected"),
     [
         ({"use_dora": True}, "has use_dora in its adapter_config.json"),
         ({"rank_pattern": {"q_proj": 2}}, "has rank_pattern"),
@@ -201,9 +201,9 @@ def test_an_adapter_is_found_as_it_was_written(tmp_path):
         ({"lora_alpha": None}, "must have r and lora_alpha"),
     ],
 )
-def test_an_adapter_of_another_kind_or_shape_is_refused_in_a_sentence(tmp_path, changes, told):
+def test_an_adapter_of_another_kind_or_shape_is_refused_in_a_sentence(tmp_path, changes, expected):
     spec = spec_for("qwen3")
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=expected):
         peft.find_adapter(written(tmp_path / "adapter", filled(lora_for(spec)), spec, **changes), spec)
 
 

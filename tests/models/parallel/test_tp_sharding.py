@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.models.kinds.small import SMALL
 from tests.models.oracle import KINDS, positions_of, relative, tokens_of
+from tests.models.small_families.small import SMALL
 from tests.tiers import examples
 from torch import Tensor
 

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.rollout.written import write_arrow, write_parts, write_splits
+from tests.rollout.dataset_files import write_arrow, write_parts, write_splits
 from tests.tiers import examples
 
 from miles.core.errors import DataError

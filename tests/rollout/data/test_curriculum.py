@@ -1,4 +1,4 @@
-"""Curricula: what they are told and when, what they may answer, and a cursor that resumes to the same prompts."""
+"""Curricula: which results they receive, what they may return, and a cursor that resumes at the same prompts."""
 
 import json
 from fractions import Fraction
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.rollout.written import part
+from tests.rollout.dataset_files import part
 from tests.tiers import examples
 
 from miles.core.errors import HookError, ResumeError
@@ -104,21 +104,21 @@ def test_no_curriculum_makes_two_groups_of_one_prompt_and_epoch(curriculum, draw
 @settings(deadline=None)
 @given(order=st.permutations(range(8)))
 def test_what_a_curriculum_is_told_does_not_depend_on_which_group_came_first(order):
-    told: list[CurriculumState] = []
-    source = CurriculumSource(PARTS, lambda state: told.append(state) or IDS[:8])
+    expected: list[CurriculumState] = []
+    source = CurriculumSource(PARTS, lambda state: expected.append(state) or IDS[:8])
     prompts = [source.next() for _ in range(8)]
     for i in order:
         source(finished(prompts[i], *score(prompts[i])))
     source(step_done(1))
     source.next()
-    assert {index: past.mean for index, past in told[1].stats.items()} == {
+    assert {index: past.mean for index, past in expected[1].stats.items()} == {
         p.id: pytest.approx(sum(score(p)) / 2) for p in prompts
     }
 
 
 def test_what_was_heard_counts_from_the_end_of_its_step_on():
-    told: list[tuple[int, dict[int, PromptStats]]] = []
-    source = CurriculumSource(PARTS, lambda state: told.append((state.step, dict(state.stats))) or [state.number])
+    expected: list[tuple[int, dict[int, PromptStats]]] = []
+    source = CurriculumSource(PARTS, lambda state: expected.append((state.step, dict(state.stats))) or [state.number])
     first = source.next()
     source(finished(first, 1.0, 0.0))
     second = source.next()
@@ -129,10 +129,10 @@ def test_what_was_heard_counts_from_the_end_of_its_step_on():
     source(finished(first, 1.0))
     source(step_done(2))
     source.next()
-    assert told[:2] == [(0, {}), (0, {})]
-    assert told[2] == (1, {first.id: PromptStats(groups=1, mean=0.5, last=0.5, step=1)})
-    assert told[3][1][first.id] == PromptStats(groups=2, mean=0.75, last=1.0, step=2)
-    assert told[3][1][third.id] == PromptStats(groups=1, mean=0.0, last=0.0, step=2)
+    assert expected[:2] == [(0, {}), (0, {})]
+    assert expected[2] == (1, {first.id: PromptStats(groups=1, mean=0.5, last=0.5, step=1)})
+    assert expected[3][1][first.id] == PromptStats(groups=2, mean=0.75, last=1.0, step=2)
+    assert expected[3][1][third.id] == PromptStats(groups=1, mean=0.0, last=0.0, step=2)
 
 
 def test_a_lesson_shows_the_parts_and_the_shares_they_would_have():
@@ -259,11 +259,11 @@ def test_a_journal_is_overheard_without_being_changed():
         def offsets(self):
             return {"events": len(self.events)}
 
-    told, source = Told(), CurriculumSource(PARTS, lambda state: [0])
-    journal = CurriculumJournal(told, source)
+    reported, source = Told(), CurriculumSource(PARTS, lambda state: [0])
+    journal = CurriculumJournal(reported, source)
     events = [finished(source.next(), 1.0), step_done(4)]
     for event in events:
         journal(event)
     journal.commit()
-    assert (told.events, told.commits, journal.offsets()) == (events, 1, {"events": 2})
+    assert (reported.events, reported.commits, journal.offsets()) == (events, 1, {"events": 2})
     assert source.state()["known"]["step"] == 4

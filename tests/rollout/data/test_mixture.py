@@ -7,7 +7,7 @@ from itertools import accumulate
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.rollout.written import part
+from tests.rollout.dataset_files import part
 
 from miles.core.errors import DataError, ResumeError, UsageError
 from miles.rollout.data.dataset import DatasetSource, PromptCheck

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.rollout.written import write_arrow, write_parts
+from tests.rollout.dataset_files import write_arrow, write_parts
 from tests.tiers import examples
 
 from miles.core.errors import DataError, UsageError
@@ -191,9 +191,9 @@ def test_a_bad_line_is_named(tmp_path, content, complaint):
 def test_a_bad_line_that_is_let_through_keeps_its_number(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"input": "0"}\nno\n\n{"input": "2"}\n[]\n')
     (tmp_path / "b.jsonl").write_text('{"input": "4"}\n')
-    told: list[DataError] = []
-    assert [row.index for row in read_rows(str(tmp_path), on_bad_row=told.append)] == [0, 2, 4]
-    assert [str(error).partition(":")[0] for error in told] == [f"{tmp_path / 'a.jsonl'}, line {n}" for n in (2, 5)]
+    expected: list[DataError] = []
+    assert [row.index for row in read_rows(str(tmp_path), on_bad_row=expected.append)] == [0, 2, 4]
+    assert [str(error).partition(":")[0] for error in expected] == [f"{tmp_path / 'a.jsonl'}, line {n}" for n in (2, 5)]
 
 
 def test_unusual_line_separators_inside_text_do_not_end_a_row(tmp_path):

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from tests.rollout.reward.served import Asked, Fault, Served, serving
+from tests.rollout.reward.scripted_server import Asked, Fault, Served, serving
 
 Logps = Callable[[Sequence[int], float], np.ndarray]
 """Tokens and a temperature -> log-probs [tokens, vocabulary] of what comes after each."""

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from tests.rollout.distill.scoring import scorer, table
-from tests.rollout.reward.served import Fault, serving
+from tests.rollout.reward.scripted_server import Fault, serving
 
 from miles.core.errors import UsageError
 from miles.rollout.distill.preflight import TeacherRequirements, check_teacher

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from tests.rollout.distill.scoring import scorer, table
-from tests.rollout.reward.served import Fault, serving
+from tests.rollout.reward.scripted_server import Fault, serving
 
 from miles.core.errors import EngineError, HookError
 from miles.core.protocols import SamplingParams

@@ -9,8 +9,8 @@ import pytest
 import torch
 from tests.backends.native.server.live import served, serving
 from tests.backends.native.server.tiny import VOCABULARY, write_model
-from tests.server_api.served import sglang
-from tests.train.parts import distance, sample, step, worker
+from tests.server_api.live_servers import sglang
+from tests.train.small_trainer import distance, sample, step, worker
 from tests.train.test_served_teacher import TEMPERATURE, keep, knobs, logps_of, spans_of
 
 from miles.algo.advantages import build_samples
@@ -73,11 +73,11 @@ def top_of(strategy):
     return None if strategy == "sampled" else TopKSet(k=4, strategy=strategy, vocab_size=VOCABULARY)
 
 
-def compare(folder, teacher_folder, told, strategy):
-    """A step of a trainer that holds the teacher, and one of a trainer that was told."""
+def compare(folder, teacher_folder, expected, strategy):
+    """A step of a trainer that holds the teacher, and one of a trainer that asks a server."""
     algo = knobs() if strategy == "sampled" else knobs(opd_log_prob_top_k=4, opd_top_k_strategy=strategy)
     found, metrics = [], []
-    for teachers, rows in (([held(teacher_folder, frozen=True)], drawn()), ([], told)):
+    for teachers, rows in (([held(teacher_folder, frozen=True)], drawn()), ([], expected)):
         actor = held(folder)
         trainer = worker(actor, algo=algo, teachers=teachers, train={"clip_grad": 0.0})
         found.append({})
@@ -92,8 +92,8 @@ def compare(folder, teacher_folder, told, strategy):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_loss_and_gradients_are_those_of_a_teacher_that_is_held(folder, teacher_folder, strategy):
-    told = served(lambda live: taught(drawn(), held(folder), live, top_of(strategy), 1.0), teacher_folder)
-    compare(folder, teacher_folder, told, strategy)
+    reported = served(lambda live: taught(drawn(), held(folder), live, top_of(strategy), 1.0), teacher_folder)
+    compare(folder, teacher_folder, reported, strategy)
 
 
 @pytest.mark.sglang
@@ -103,8 +103,8 @@ def test_stock_sglang_teaches_the_same(folder, teacher_folder, tmp_path):
         with pytest.raises(UsageError, match="returns log-probs at temperature 1 whatever is requested"):
             asyncio.run(look(wire, folder, temperature=TEMPERATURE))
         for strategy in STRATEGIES:
-            told = asyncio.run(taught(drawn(), held(folder), wire, top_of(strategy), 1.0))
-            compare(folder, teacher_folder, told, strategy)
+            reported = asyncio.run(taught(drawn(), held(folder), wire, top_of(strategy), 1.0))
+            compare(folder, teacher_folder, reported, strategy)
 
 
 def look(live, folder, *, temperature=1.0, **changed):

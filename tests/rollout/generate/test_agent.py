@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import ModuleType
 
 import pytest
-from tests.rollout.generate.talking import Scripted, chat_tokenizer
+from tests.rollout.generate.scripted_engine import Scripted, chat_tokenizer
 
 from miles.core.errors import DataError, HookError
 from miles.core.protocols import SamplingParams
@@ -131,19 +131,19 @@ def test_errors_meant_for_the_user_and_answers_of_the_wrong_kind_stop_the_run(to
 
 
 def test_an_agent_that_takes_too_long_is_cut_short_and_told_to_stop(tokenizer, seats):
-    told = []
+    reported = []
 
     async def slow(base_url, prompt, request_kwargs, metadata):
         await seats.ask(base_url, prompt)
         await asyncio.Event().wait()
 
     async def abort(base_url, metadata):
-        told.append((base_url, metadata))
+        reported.append((base_url, metadata))
         raise OSError("nobody there")
 
     trajectory = run(slow, seats, Scripted(tokenizer, ["Hi."]), abort=abort, wall_seconds=0.05)
     assert (trajectory.status, trajectory.metadata["reason"]) == (Status.TRUNCATED, "wall_time")
-    assert told == [("http://here/sessions/1", {"task": "greet"})]
+    assert reported == [("http://here/sessions/1", {"task": "greet"})]
 
     async def cancelled():
         engine = Scripted(tokenizer, ["Hi."])
@@ -154,7 +154,7 @@ def test_an_agent_that_takes_too_long_is_cut_short_and_told_to_stop(tokenizer, s
         await asyncio.gather(task, return_exceptions=True)
         return task.cancelled()
 
-    assert asyncio.run(cancelled()) and len(told) == 2 and len(seats.closed) == 2
+    assert asyncio.run(cancelled()) and len(reported) == 2 and len(seats.closed) == 2
 
 
 @pytest.mark.parametrize(("how", "status"), [("length", Status.TRUNCATED), ("abort", Status.ABORTED)])

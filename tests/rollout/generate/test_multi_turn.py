@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.rollout.generate.talking import Scripted, call, chat_tokenizer
+from tests.rollout.generate.scripted_engine import Scripted, call, chat_tokenizer
 from tests.tiers import examples
 
 from miles.algo.advantages import build_samples

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from tests.rollout.generate.talking import Scripted, chat_tokenizer
+from tests.rollout.generate.scripted_engine import Scripted, chat_tokenizer
 
 from miles.core.agents import ROLES, select_role_part
 from miles.core.errors import HookError
@@ -112,7 +112,7 @@ def test_seeds_are_the_attempts_own_and_another_when_a_question_is_asked_again(t
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "expected"),
     [
         ({"solver": 1.0}, "no reward for verifier, which spoke at prompt 3"),
         ({"solver": 1.0, "verifier": 0.0, "judge": 1.0}, "rewards 'judge' at prompt 3, which is no role"),
@@ -120,13 +120,13 @@ def test_seeds_are_the_attempts_own_and_another_when_a_question_is_asked_again(t
         (0.5, "gave a float; return the roles' rewards by their names"),
     ],
 )
-def test_rewards_that_are_none_are_refused_by_name(tokenizer, given, told):
+def test_rewards_that_are_none_are_refused_by_name(tokenizer, given, expected):
     async def play(prompt: Prompt, cast: Agents):
         for player in cast.values():
             await player.chat(prompt.messages)
         return given
 
-    with pytest.raises(HookError, match=told):
+    with pytest.raises(HookError, match=expected):
         made(play, roles(tokenizer, solver=["4"], verifier=["no"]))
 
 

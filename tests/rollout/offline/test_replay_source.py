@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from tests.observe.story import group, samples, taken
+from tests.observe.example_events import group, samples, taken
 
 from miles.core.errors import DataError
 from miles.observe.config import format_step_path
@@ -57,7 +57,7 @@ def test_rows_that_waited_are_found_in_the_steps_they_were_taken_by(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "expected"),
     [
         ({"num_groups": 3}, "holds 2 groups, and a step of this run has 3; give --rollout-batch-size 2"),
         (
@@ -68,9 +68,9 @@ def test_rows_that_waited_are_found_in_the_steps_they_were_taken_by(tmp_path):
         ({"needs": ("routed_experts",)}, "was written without routed_experts, which this run replays"),
     ],
 )
-def test_steps_this_run_cannot_train_on_are_refused(tmp_path, more, told):
+def test_steps_this_run_cannot_train_on_are_refused(tmp_path, more, expected):
     write(tmp_path, file_metadata={VOCABULARY: "ours"}, excluded_extras=("routed_experts",))
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=expected):
         recorded(tmp_path, **more).next()
 
 

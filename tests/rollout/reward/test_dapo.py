@@ -1,7 +1,7 @@
 r"""The ``dapo`` reward: a last line ``Answer: ...``, worth 1 or -1."""
 
 import pytest
-from tests.rollout.reward.asked import reward, value
+from tests.rollout.reward.reward_case import reward, value
 
 RIGHT = [
     ("Answer: 42", "42"),

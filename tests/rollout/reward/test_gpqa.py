@@ -1,7 +1,7 @@
 r"""The ``gpqa`` reward: which choice a reply settles on."""
 
 import pytest
-from tests.rollout.reward.asked import value
+from tests.rollout.reward.reward_case import value
 
 from miles.core.errors import DataError
 

@@ -7,7 +7,7 @@ import os
 import weakref
 
 import pytest
-from tests.rollout.reward.asked import attempt, prompt, value
+from tests.rollout.reward.reward_case import attempt, prompt, value
 
 from miles.rollout.reward.context import GraderContext
 from miles.rollout.reward.grader_pool import GraderPool

@@ -5,8 +5,8 @@ import inspect
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.rollout.reward.asked import reward, value
-from tests.rollout.reward.instructed import MORE
+from tests.rollout.reward.instruction_cases import MORE
+from tests.rollout.reward.reward_case import reward, value
 
 from miles.core.errors import DataError
 from miles.rollout.reward.ifeval.common import split_sentences, split_words
@@ -167,19 +167,19 @@ def test_settings_that_are_missing_are_named(name):
         CHECKS[name]("Some words. And more\n\nof them", {})
 
 
-def told(*names, **kwargs):
+def describe_task(*names, **kwargs):
     return {"instruction_id_list": list(names), "kwargs": [kwargs] * len(names)}
 
 
 def test_all_instructions_must_be_followed_and_the_share_is_told():
-    both = told("punctuation:no_comma", "change_case:english_lowercase")
+    both = describe_task("punctuation:no_comma", "change_case:english_lowercase")
     assert reward("ifbench", "all good", None, metadata=both).parts == {"score": 1.0, "share": 1.0}
     assert reward("ifeval", "Not all good", None, metadata=both).parts == {"score": 0.0, "share": 0.5}
     assert value("ifbench", "Not all good", None, metadata=both) == 0.0
 
 
 def test_thinking_is_not_read_and_nothing_follows_nothing():
-    quiet = told("punctuation:no_comma")
+    quiet = describe_task("punctuation:no_comma")
     assert value("ifbench", "<think>well, hm,</think>yes", None, metadata=quiet) == 1.0
     assert value("ifbench", "<think>well, hm</think>  ", None, metadata=quiet) == 0.0
     assert value("boxed_ifbench", r"a, b \boxed{c}", None, metadata=quiet) == 1.0
@@ -190,12 +190,21 @@ def test_thinking_is_not_read_and_nothing_follows_nothing():
     [
         ({}, "names no instructions"),
         ({"instruction_id_list": []}, "names no instructions"),
-        (told("punctuation:no_coma"), "no check for the instruction punctuation:no_coma; is it punctuation:no_comma?"),
+        (
+            describe_task("punctuation:no_coma"),
+            "no check for the instruction punctuation:no_coma; is it punctuation:no_comma?",
+        ),
         ({"instruction_id_list": ["format:newline"], "kwargs": [{}, {}]}, "an object for each of the 1"),
         ({"instruction_id_list": ["format:newline"], "kwargs": ["a"]}, "are not an object"),
-        (told("keywords:frequency", keyword="a", frequency=1, relation="about"), "must be one of less than, at least"),
-        (told("keywords:letter_frequency", letter="ab", let_frequency=1, let_relation="exactly"), "counts one letter"),
-        (told("language:response_language", language="tlh"), "the known ones are af, ar"),
+        (
+            describe_task("keywords:frequency", keyword="a", frequency=1, relation="about"),
+            "must be one of less than, at least",
+        ),
+        (
+            describe_task("keywords:letter_frequency", letter="ab", let_frequency=1, let_relation="exactly"),
+            "counts one letter",
+        ),
+        (describe_task("language:response_language", language="tlh"), "the known ones are af, ar"),
     ],
 )
 def test_instructions_that_cannot_be_checked_are_the_data_s_fault(metadata, complaint):

@@ -5,8 +5,8 @@ import json
 from dataclasses import replace
 
 import pytest
-from tests.rollout.reward.asked import attempt, prompt
-from tests.rollout.reward.served import Asked, Fault, serving
+from tests.rollout.reward.reward_case import attempt, prompt
+from tests.rollout.reward.scripted_server import Asked, Fault, serving
 
 from miles.core.errors import UsageError
 from miles.core.types import Reward

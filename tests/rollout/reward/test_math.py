@@ -3,7 +3,7 @@ r"""The ``math``, ``math_exact`` and ``deepscaler`` rewards: boxed answers, exac
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.rollout.reward.asked import value
+from tests.rollout.reward.reward_case import value
 
 from miles.core.errors import DataError
 from miles.rollout.reward.context import GraderContext

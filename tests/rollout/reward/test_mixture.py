@@ -6,8 +6,8 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.rollout.reward.asked import attempt, prompt, reward, value
-from tests.rollout.reward.served import serving
+from tests.rollout.reward.reward_case import attempt, prompt, reward, value
+from tests.rollout.reward.scripted_server import serving
 
 from miles.core.errors import DataError, HookError, UsageError
 from miles.core.types import Reward

@@ -2,7 +2,7 @@
 
 import pytest
 import reasoning_gym
-from tests.rollout.reward.asked import value
+from tests.rollout.reward.reward_case import value
 
 from miles.core.errors import DataError
 from miles.rollout.reward.reasoning_gym import extract_answer

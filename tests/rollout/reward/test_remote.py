@@ -5,8 +5,8 @@ from dataclasses import replace
 from itertools import count
 
 import pytest
-from tests.rollout.reward.asked import attempt, prompt
-from tests.rollout.reward.served import Asked, Fault, serving
+from tests.rollout.reward.reward_case import attempt, prompt
+from tests.rollout.reward.scripted_server import Asked, Fault, serving
 
 from miles.core.errors import HookError, UsageError
 from miles.core.types import Prompt, Reward

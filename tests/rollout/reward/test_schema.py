@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tests.rollout.reward.asked import reward, value
+from tests.rollout.reward.reward_case import reward, value
 
 from miles.core.errors import DataError
 

@@ -1,7 +1,7 @@
 """The graders of plain text: ``exact``, ``contains``, ``int``, ``f1``, ``gsm8k``, ``regex``."""
 
 import pytest
-from tests.rollout.reward.asked import value
+from tests.rollout.reward.reward_case import value
 
 from miles.core.errors import DataError
 

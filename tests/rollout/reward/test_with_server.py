@@ -9,8 +9,8 @@ import torch
 from tests.backends.fsdp.test_reward_server import serving as serving_rewards
 from tests.backends.native.server.live import serving
 from tests.backends.native.server.tiny import EOS, VOCABULARY, write_tokenizer
-from tests.rollout.reward.served import serving as loopback
-from tests.train.parts import step, worker
+from tests.rollout.reward.scripted_server import serving as loopback
+from tests.train.small_trainer import step, worker
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from miles.backends.fsdp.local_model import LocalModel

@@ -1,4 +1,4 @@
-"""Bombs go off inside, are told apart by the limit they ran into, and leave nothing behind."""
+"""Sandbox resource limits: a program that exceeds one is ended, the limit is named, and nothing is left behind."""
 
 import asyncio
 import os
@@ -80,7 +80,7 @@ def test_a_huge_request_for_memory_is_refused(walls):
 
 def test_a_fork_bomb_without_forks_is_a_loop(walls):
     if can_fork(walls):
-        pytest.skip("this one is told below")
+        pytest.skip("tested below")
     assert run(walls, escape_programs.FORKING["processes"], SandboxLimits(wall=60.0, cpu=0.5)).killed_by == "cpu"
 
 
@@ -234,8 +234,8 @@ plan = IsolationPlan(sys.argv[3], int(sys.argv[4]), True, sys.argv[5] == "True")
 asyncio.run(Sandbox(plan).run(["/bin/sh", "-c", f"while :; do :; done # {sys.argv[1][::-1]}"]))
 """
     tmp_path.chmod(0o711)
-    told = [marker[::-1], str(tmp_path), walls.namespaces, str(walls.landlock), str(walls.apart)]
-    process = subprocess.Popen([sys.executable, "-c", asking, *told])
+    reported = [marker[::-1], str(tmp_path), walls.namespaces, str(walls.landlock), str(walls.apart)]
+    process = subprocess.Popen([sys.executable, "-c", asking, *reported])
     while not escape_programs.running_with(marker):
         assert process.poll() is None
     process.kill()

@@ -59,7 +59,7 @@ SMOLLM3 = QWEN3.replace(
     "{%- if tools %}{{ '<|im_start|>system' }}", "{{ '<|im_start|>system\\nYou are called SmolLM.' }}{%- if true %}"
 )
 
-# Headers by name, text trimmed, tools told in the first question, one call a turn, results by ipython as JSON.
+# Headers by name, text trimmed, tools described in the first question, one call a turn, results by ipython as JSON.
 LLAMA3 = (
     "{{- '<|begin_of_text|>' }}"
     "{%- for m in messages %}"

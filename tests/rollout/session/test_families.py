@@ -36,7 +36,7 @@ APPENDING = [name for name in ALL if CASES[name].keeps]
 
 
 class Talk:
-    """A session whose policy says what it is told to, in its family's words."""
+    """A session whose policy samples a given script, in its family's format."""
 
     def __init__(self, name: str, tokenizer: HfTokenizer, *, sampled_end: bool = True) -> None:
         self.case: Case = CASES[name]
@@ -268,8 +268,8 @@ def test_a_result_is_taken_though_its_call_could_not_be_read(tokenizer_of: Of) -
         talk.ask(user("a"))
         reply = talk.session.end(talk.turn, completion(talk.tokenizer.encode("<tool_call>{oops" + talk.case.end)))
         assert "tool_calls" not in reply.message
-        told = {"role": "tool", "tool_call_id": "call_0", "name": "weather", "content": "that was no call"}
-        turn = talk.session.begin([user("a"), reply.message, told], talk.tools)
+        reported = {"role": "tool", "tool_call_id": "call_0", "name": "weather", "content": "that was no call"}
+        turn = talk.session.begin([user("a"), reply.message, reported], talk.tools)
         assert "that was no call" in talk.tokenizer.decode(turn.tokens[turn.reused :].tolist())
 
 

@@ -1,4 +1,4 @@
-"""What is told of a reply while it comes is the beginning of what it says, whoever writes it and wherever it is cut."""
+"""Streaming output parser: what is streamed is a prefix of the final parse, for every family and every split."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ SAID = (
 
 
 def heard(session: Session, tokens: list[int], random: Random, *, tools: bool, stop: tuple[str, ...]) -> None:
-    """Play one turn, a few tokens at a time; what is told must be what is said."""
+    """Play one turn, a few tokens at a time; what is streamed must be what is parsed at the end."""
     turn = session.begin(ASKED, TOOLS if tools else ())
     parser = session.stream_parser(turn, stop=stop)
-    told: list[Any] = []
+    expected: list[Any] = []
     at = 0
     while at < len(tokens):
         step = random.randint(1, 3)
         parser.add(tokens[at : at + step])
         at += step
-        told.append(parser.parse())
+        expected.append(parser.parse())
     span = Span(
         author=Author.POLICY,
         tokens=np.array(tokens, np.int32),
@@ -49,7 +49,7 @@ def heard(session: Session, tokens: list[int], random: Random, *, tools: bool, s
     )
     text = session.renderer.decode(tokens)
     reply = session.end(turn, Completion(spans=(span,), status=Status.COMPLETED, finish_reason="stop"), stop=stop)
-    for now, later in zip(told, [*told[1:], reply.output], strict=True):
+    for now, later in zip(expected, [*expected[1:], reply.output], strict=True):
         assert later.reasoning.startswith(now.reasoning), text
         assert later.content.startswith(now.content), text
         assert not any(each in now.content or each in now.reasoning for each in stop)

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 from tests.launch.small_run import miles
-from tests.rollout.generate.talking import Scripted
+from tests.rollout.generate.scripted_engine import Scripted
 
 from miles.core.protocols import SamplingParams
 from miles.core.types import Author, Prompt, Status
@@ -56,6 +56,6 @@ def test_a_small_model_learns_to_reach_for_its_calculator(tmp_path):
     assert done.returncode == 0, done.stderr
     before, after = (row["eval/heldout/reward"] for row in run.measured(grpo, "eval"))
     rewards = [row["reward"] for row in run.measured(grpo, "train")]
-    told = f"trained on {fmean(rewards[:3]):.3f} -> {fmean(rewards[-5:]):.3f}, held out {before:.3f} -> {after:.3f}"
-    assert 0.2 < before < 0.7 and after > before + 0.25 and fmean(rewards[-5:]) > 0.65, told
+    reported = f"trained on {fmean(rewards[:3]):.3f} -> {fmean(rewards[-5:]):.3f}, held out {before:.3f} -> {after:.3f}"
+    assert 0.2 < before < 0.7 and after > before + 0.25 and fmean(rewards[-5:]) > 0.65, reported
     assert max(row["parity_mean_abs"] for row in run.measured(grpo, "train")) < 1e-5

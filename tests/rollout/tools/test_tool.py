@@ -189,7 +189,7 @@ def test_a_box_opens_what_is_asked_for():
 
 
 class Asking:
-    """A world that wants to be told a number."""
+    """An environment that asks for a number."""
 
     def __init__(self, wanted: int = 0):
         self.wanted = wanted

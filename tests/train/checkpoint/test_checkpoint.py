@@ -3,7 +3,7 @@ import json
 
 import pytest
 import torch
-from tests.train.parts import DENSE, MOE, distance, model, ragged, step, weights, worker
+from tests.train.small_trainer import DENSE, MOE, distance, model, ragged, step, weights, worker
 from transformers import AutoModelForCausalLM
 
 from miles.core.errors import CheckpointError

@@ -17,7 +17,7 @@ from tests.train.matrix_ranks import (
     one,
     trained,
 )
-from tests.train.parts import DENSE, MOE, model, ragged, step, weights, worker
+from tests.train.small_trainer import DENSE, MOE, model, ragged, step, weights, worker
 
 from miles.cluster.parallel_dims import ParallelDims
 from miles.core.errors import UsageError

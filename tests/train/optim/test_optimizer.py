@@ -184,15 +184,15 @@ def test_all_ranks_name_the_same_first_bad_parameter():
 
     def norm(grads):
         asked.append(len(grads))
-        theirs = {"norm": torch.tensor([float("nan")])} if len(asked) == 1 else told[len(asked) - 2]
+        theirs = {"norm": torch.tensor([float("nan")])} if len(asked) == 1 else reported[len(asked) - 2]
         return full_grad_norm({**{f"mine {n}": g for n, g in grads.items()}, **theirs})
 
     # The other rank's marks: its bad one is number 1 of the list, asked for in halves of 2**20.
-    told, low, high = [{"theirs": torch.ones(1)}], 0, 1 << 20
+    reported, low, high = [{"theirs": torch.ones(1)}], 0, 1 << 20
     for _ in range(20):
         middle = (low + high) // 2
         inside = low <= 1 < middle
-        told.append({"theirs": torch.full((1,), float(inside))})
+        reported.append({"theirs": torch.full((1,), float(inside))})
         low, high = (low, middle) if inside else (middle, high)
     optimizer = Optimizer(params, config, build_lr_schedule(config, updates=9), norm=norm)
     give(params, 0)

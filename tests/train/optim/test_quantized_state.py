@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.tiers import examples
-from tests.train.parts import model, ragged, step, weights, worker
+from tests.train.small_trainer import model, ragged, step, weights, worker
 
 from miles.train.config import TrainConfig
 from miles.train.optim.lr_scheduler import build_lr_schedule

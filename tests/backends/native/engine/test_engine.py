@@ -1,4 +1,4 @@
-"""What the engine writes does not depend on how it was scheduled, and ends where it was told to."""
+"""The engine's output does not depend on how it was scheduled, and ends at its stop conditions."""
 
 import asyncio
 from dataclasses import replace

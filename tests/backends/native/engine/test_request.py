@@ -257,11 +257,11 @@ class Song:
 
     def __init__(self, places, vocabulary, *, bits=False):
         self.places, self.vocabulary, self.bits = list(places), vocabulary, bits
-        self.told = []
+        self.tokens = []
 
     def get_allowed_tokens(self):
         truth = np.zeros(self.vocabulary, np.bool_)
-        truth[list(self.places[len(self.told)])] = True
+        truth[list(self.places[len(self.tokens)])] = True
         if not self.bits:
             return truth
         words = np.zeros(-(-self.vocabulary // 32), np.uint32)
@@ -270,10 +270,10 @@ class Song:
         return words.view(np.int32)
 
     def advance(self, token):
-        self.told.append(token)
+        self.tokens.append(token)
 
     def is_finished(self):
-        return len(self.told) == len(self.places)
+        return len(self.tokens) == len(self.places)
 
 
 @pytest.mark.parametrize("bits", [False, True])
@@ -293,7 +293,7 @@ def test_a_constraint_decides_what_may_be_drawn_and_when_it_ends(tiny, bits):
     )
     tiny.check(engine)
     for answer, song in zip(sung, songs, strict=True):
-        assert song.told == answer.tokens
+        assert song.tokens == answer.tokens
         assert all(token in place for token, place in zip(answer.tokens, places, strict=True))
         assert (answer.finish_reason.kind, answer.finish_reason.matched) == ("stop", answer.tokens[-1])
         assert answer.logprobs[1] == pytest.approx(0.0, abs=1e-6)
@@ -314,7 +314,7 @@ def test_a_constraint_decides_what_may_be_drawn_and_when_it_ends(tiny, bits):
 def test_what_a_constraint_breaks_is_its_own_requests_alone(tiny, places, message):
     class Broken(Song):
         def is_finished(self):
-            if len(self.told) == len(self.places):
+            if len(self.tokens) == len(self.places):
                 raise RuntimeError("broken song")
             return False
 

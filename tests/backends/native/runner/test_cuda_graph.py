@@ -105,6 +105,6 @@ def test_recordings_of_the_first_engine_are_made_again_for_weights_that_lie_else
 @card
 def test_warming_up_records_every_rung_and_tells_how_far_it_is(tiny):
     engine = tiny.engine(there("qwen3"), page_size=4, max_running=9, kv_tokens=2400)
-    told = []
-    asyncio.run(engine.warm_up(lambda done, of: told.append((done, of))))
-    assert told == [(i + 1, 2 * len(capture_batch_sizes(9))) for i in range(2 * len(capture_batch_sizes(9)))]
+    reported = []
+    asyncio.run(engine.warm_up(lambda done, of: reported.append((done, of))))
+    assert reported == [(i + 1, 2 * len(capture_batch_sizes(9))) for i in range(2 * len(capture_batch_sizes(9)))]

@@ -315,7 +315,7 @@ def test_recordings_stay_true_where_new_weights_are_written_over_the_engines_own
 OURS = os.path.dirname(miles.__file__)
 # What asks a device for numbers, which no recording can hold.
 READS = ("tolist", "item", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__")
-# Experts whose input is weighed, and a scale that is rounded; the others are told apart by what the slow tests run.
+# Experts whose input is weighed, and a scale that is rounded; the slow tests cover the others.
 OFTEN = ("llama 4 with two experts a token", "gemma3")
 
 

@@ -118,8 +118,8 @@ async def serving(
 def served(story: Callable[[Live], Awaitable[T]], folder: Path, config: ServeConfig | None = None, **more: Any) -> T:
     """Run ``story`` with a server."""
 
-    async def told() -> T:
+    async def report_value() -> T:
         async with serving(folder, config, **more) as live:
             return await story(live)
 
-    return asyncio.run(told())
+    return asyncio.run(report_value())

@@ -91,7 +91,7 @@ def test_a_text_far_longer_than_the_context_is_refused_before_it_is_tokenized(fo
             ("/v1/completions", {"prompt": long}),
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": long}]}),
         ):
-            status, told = await live.post(path, body)
-            assert status == 400 and "far more than the context" in told["error"]["message"], told
+            status, response = await live.post(path, body)
+            assert status == 400 and "far more than the context" in response["error"]["message"], response
 
     served(story, folder)

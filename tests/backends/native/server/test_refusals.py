@@ -32,17 +32,17 @@ def test_wrong_bodies_are_400s_in_the_apis_own_shape(folder: Path):
             *WRONG,
             *(({"text": "a", "sampling_params": wrong}, says) for wrong, says in WRONG_SAMPLING),
         ]:
-            status, told = await live.post("/generate", body)
-            message = told["message"] if "object" in told else told["error"]["message"]
-            assert status == 400 and message.startswith(says), (body, told)
-            if "object" not in told and isinstance(body.get("stream", False), bool):
+            status, response = await live.post("/generate", body)
+            message = response["message"] if "object" in response else response["error"]["message"]
+            assert status == 400 and message.startswith(says), (body, response)
+            if "object" not in response and isinstance(body.get("stream", False), bool):
                 (piece,) = await live.stream("/generate", body | {"stream": True})
                 assert piece["error"]["code"] == 400 and piece["error"]["message"].startswith(says)
         for body, says in WRONG_CHATS:
             wrong = {"messages": [{"role": "user", "content": "a"}]} | body
-            status, told = await live.post("/v1/chat/completions", wrong)
-            assert status == 400 and told["error"]["message"] == told["message"], (body, told)
-            assert told["message"].startswith(says) and told["object"] == "error"
+            status, response = await live.post("/v1/chat/completions", wrong)
+            assert status == 400 and response["error"]["message"] == response["message"], (body, response)
+            assert response["message"].startswith(says) and response["object"] == "error"
 
     served(story, folder)
 
@@ -52,8 +52,8 @@ def test_what_is_no_object_is_a_400(folder: Path, path: str):
     async def story(live: Live) -> None:
         headers = {"Content-Type": "application/json"}
         for raw in (b"", b"[1, 2]", b"{", b"null", b'"x"', b"\xff\xfe", b'{"text": "\\ud800"}', *UNREADABLE):
-            status, told = await live.post(path, raw=raw, headers=headers)
-            assert status == 400 and "message" in told, (raw, told)
+            status, response = await live.post(path, raw=raw, headers=headers)
+            assert status == 400 and "message" in response, (raw, response)
         wrong_kind = await live.post(path, raw=b"a=b", headers={"Content-Type": "application/x-www-form-urlencoded"})
         assert wrong_kind[0] == 400
 
@@ -70,11 +70,11 @@ def test_headers_and_names_of_any_kind_are_no_500s(folder: Path):
             ("/update_weight_version", {"new_version": "a\nb"}, "new_version must be 1 to 256 printable characters."),
             ("/update_weight_version", {"new_version": ""}, "new_version must be 1 to 256 printable characters."),
         ):
-            status, told = await live.post(path, body)
-            assert status == 400 and told["error"]["message"] == says, told
+            status, response = await live.post(path, body)
+            assert status == 400 and response["error"]["message"] == says, response
         packed = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
-        status, told = await live.post("/generate", raw=b'{"text": "not packed"}', headers=packed)
-        assert status == 400 and "cannot be decoded" in str(told)
+        status, response = await live.post("/generate", raw=b'{"text": "not packed"}', headers=packed)
+        assert status == 400 and "cannot be decoded" in str(response)
         assert (await live.get("/get_load", headers={"Origin": "http://["}))[0] == 403
         assert (await live.get("/get_load", headers={"Host": "["}))[0] == 403
         assert (await live.get("/v1/models/%ED%A0%80"))[0] in (400, 404)
@@ -127,10 +127,10 @@ def test_no_body_of_any_kind_is_a_500(folder: Path):
         asked = body if drop else good.get(path, {}) | body
         if path == "/generate" and "sampling_params" not in body:
             asked["sampling_params"] = {"max_new_tokens": 2}
-        status, told = loop.run_until_complete(live.post(path, asked))
+        status, response = loop.run_until_complete(live.post(path, asked))
         loop.run_until_complete(live.post("/continue_generation", {}))
         loop.run_until_complete(live.post("/resume_memory_occupation", {}))
-        assert status in (200, 400), (path, asked, told)
+        assert status in (200, 400), (path, asked, response)
 
     try:
         search()
@@ -145,7 +145,7 @@ def test_an_engine_that_can_make_no_more_steps_is_not_healthy(folder: Path):
         await live.engine.close()
         assert (await live.get("/health"))[0] == (await live.get("/health_generate"))[0] == 503
         for path, body in (("/generate", {"text": "a"}), ("/v1/completions", {"model": "tiny", "prompt": "a"})):
-            status, told = await live.post(path, body)
-            assert status == 503 and "was closed and takes no more requests" in str(told), (path, told)
+            status, response = await live.post(path, body)
+            assert status == 503 and "was closed and takes no more requests" in str(response), (path, response)
 
     served(story, folder)

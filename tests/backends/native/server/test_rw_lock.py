@@ -7,19 +7,19 @@ from miles.backends.native.server.request_handler import RWLock
 
 def test_a_change_waits_for_all_and_holds_those_that_come():
     async def story() -> list[str]:
-        lock, told, leave = RWLock(), [], asyncio.Event()
+        lock, reported, leave = RWLock(), [], asyncio.Event()
 
         async def answer(name: str) -> None:
             async with lock.acquire_read():
-                told.append(f"{name} in")
+                reported.append(f"{name} in")
                 await leave.wait()
-                told.append(f"{name} out")
+                reported.append(f"{name} out")
 
         async def change(name: str) -> None:
             async with lock.acquire_write():
-                told.append(f"{name} begins with {lock._num_readers}")
+                reported.append(f"{name} begins with {lock._num_readers}")
                 await asyncio.sleep(0)
-                told.append(f"{name} ends")
+                reported.append(f"{name} ends")
 
         first = asyncio.create_task(answer("a"))
         await asyncio.sleep(0)
@@ -27,10 +27,10 @@ def test_a_change_waits_for_all_and_holds_those_that_come():
         await asyncio.sleep(0)
         late = asyncio.create_task(answer("b"))
         await asyncio.sleep(0)
-        assert told == ["a in"] and lock._num_readers == 1
+        assert reported == ["a in"] and lock._num_readers == 1
         leave.set()
         await asyncio.gather(first, *changes, late)
-        return told
+        return reported
 
     assert asyncio.run(story()) == [
         *("a in", "a out", "x begins with 0", "x ends", "y begins with 0", "y ends"),

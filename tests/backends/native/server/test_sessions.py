@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.backends.native.server.live import GREEDY, PROMPT, Live, served
-from tests.backends.native.server.test_steering import LONG, begun
+from tests.backends.native.server.test_control_endpoints import LONG, begun
 
 from miles.backends.native.server.api.request_types import SessionParams
 from miles.backends.native.server.sessions import MAX_SESSIONS, EngineSession, EngineSessions, StoredRequest
@@ -27,8 +27,10 @@ def test_all_that_a_session_has_can_be_replaced(folder: Path):
         name = await opened(live)
         await live.generate(rid="one", session_params={"id": name})
         await live.generate(rid="two", session_params={"id": name, "replace": True})
-        status, told = await live.post("/generate", {"input_ids": MORE, "session_params": {"id": name, "rid": "one"}})
-        assert status == 400 and "no request 'one'" in told["error"]["message"]
+        status, response = await live.post(
+            "/generate", {"input_ids": MORE, "session_params": {"id": name, "rid": "one"}}
+        )
+        assert status == 400 and "no request 'one'" in response["error"]["message"]
         await live.generate(input_ids=MORE, session_params={"id": name, "rid": "two"})
 
     served(story, folder)
@@ -39,8 +41,8 @@ def test_a_turn_behind_one_under_way_is_refused_or_takes_its_place(folder: Path)
         name = await opened(live)
         task = await begun(live, rid="one", session_params={"id": name})
         behind = {"input_ids": MORE, "sampling_params": GREEDY, "session_params": {"id": name, "rid": "one"}}
-        status, told = await live.post("/generate", behind)
-        assert status == 400 and "has not ended" in told["error"]["message"]
+        status, response = await live.post("/generate", behind)
+        assert status == 400 and "has not ended" in response["error"]["message"]
         behind["session_params"] |= {"replace": True}
         after = (await live.post("/generate", behind))[1]
         cut = await task
@@ -146,8 +148,8 @@ def test_a_reply_tells_which_weights_drew_which_tokens_if_it_is_asked(folder: Pa
         pieces = await task
         assert pieces[-1]["meta_info"]["weight_versions"] == [["default", drawn], ["b", 120 - drawn]]
         for piece in pieces:
-            told = piece["meta_info"]
-            assert sum(count for _, count in told["weight_versions"]) == told["completion_tokens"]
+            reported = piece["meta_info"]
+            assert sum(count for _, count in reported["weight_versions"]) == reported["completion_tokens"]
         assert "weight_versions" not in (await live.generate())["meta_info"]
 
     served(story, folder, ServeConfig(incremental_streaming_output=incremental))

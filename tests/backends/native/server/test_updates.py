@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save
 from tests.backends.native.server.api.test_sglang_response import theirs
 from tests.backends.native.server.live import PROMPT, Live, served
-from tests.backends.native.server.test_steering import begun
+from tests.backends.native.server.test_control_endpoints import begun
 
 from miles.backends.native.server.admin import MAX_JOINS
 from miles.backends.native.server.weights.update import build_spec_index, get_tensor, merge_tensors
@@ -36,9 +36,9 @@ async def outputs(live: Live) -> tuple[list[int], str]:
 def test_the_weights_of_another_checkpoint_answer_as_its_own_server_would(folder: Path, other: Path):
     async def story(live: Live) -> None:
         assert await outputs(live) == (theirs(folder, PROMPT, 8)[0], "default")
-        told = {"message": "Succeeded to update model weights. Weight version updated to b1.", "success": True}
+        reported = {"message": "Succeeded to update model weights. Weight version updated to b1.", "success": True}
         body = {"model_path": str(other), "weight_version": "b1"}
-        assert await live.post("/update_weights_from_disk", body) == (200, {**told, "num_paused_requests": 0})
+        assert await live.post("/update_weights_from_disk", body) == (200, {**reported, "num_paused_requests": 0})
         assert await outputs(live) == (theirs(other, PROMPT, 8)[0], "b1")
         _, info = await live.get("/model_info")
         assert (info["model_path"], info["weight_version"]) == (str(other), "b1")
@@ -52,8 +52,8 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(folder: Path, tmp_path: 
     async def story(live: Live) -> None:
         before = await outputs(live)
         for path in (tmp_path / "none", tmp_path):
-            status, told = await live.post("/update_weights_from_disk", {"model_path": str(path)})
-            assert status == 400 and not told["success"] and str(path) in told["message"]
+            status, response = await live.post("/update_weights_from_disk", {"model_path": str(path)})
+            assert status == 400 and not response["success"] and str(path) in response["message"]
         assert await outputs(live) == before
 
     served(story, folder)
@@ -64,7 +64,7 @@ def test_tensors_in_a_body_take_the_place_of_those_they_name(folder: Path, other
     async def story(live: Live) -> None:
         file = save(tensors_of(other))
         if raw:
-            told = await live.post(
+            response = await live.post(
                 "/update_weights_from_tensor",
                 raw=file,
                 headers={"Content-Type": "application/octet-stream"},
@@ -73,8 +73,8 @@ def test_tensors_in_a_body_take_the_place_of_those_they_name(folder: Path, other
         else:
             text = base64.b64encode(file).decode()
             body = {"serialized_named_tensors": [text], "load_format": "safetensors", "weight_version": "t1"}
-            told = await live.post("/update_weights_from_tensor", body)
-        assert told[0] == 200 and told[1]["success"], told
+            response = await live.post("/update_weights_from_tensor", body)
+        assert response[0] == 200 and response[1]["success"], response
         assert await outputs(live) == (theirs(other, PROMPT, 8)[0], "t1")
         back = save({"lm_head.weight": tensors_of(folder)["lm_head.weight"]})
         await live.post("/update_weights_from_tensor", raw=back, headers={"Content-Type": "application/octet-stream"})
@@ -97,11 +97,11 @@ def test_pickles_are_refused_unopened(folder: Path):
         bomb = base64.b64encode(pickle.dumps(Bomb())).decode()
         for how in (None, "flattened_bucket", "direct"):
             body = {"serialized_named_tensors": [bomb], "load_format": how}
-            status, told = await live.post("/update_weights_from_tensor", body)
-            assert status == 400 and "unpickles nothing" in told["message"] and told["success"] is False
+            status, response = await live.post("/update_weights_from_tensor", body)
+            assert status == 400 and "unpickles nothing" in response["message"] and response["success"] is False
         body = {"serialized_named_tensors": [bomb], "load_format": "safetensors"}
-        status, told = await live.post("/update_weights_from_tensor", body)
-        assert status == 400 and "safetensors" in told["message"]
+        status, response = await live.post("/update_weights_from_tensor", body)
+        assert status == 400 and "safetensors" in response["message"]
         assert await outputs(live) == before
 
     served(story, folder)
@@ -121,12 +121,12 @@ def test_pickles_are_refused_unopened(folder: Path):
 def test_tensors_that_do_not_fit_are_refused_by_name(folder: Path, given: dict[str, torch.Tensor], says: str):
     async def story(live: Live) -> None:
         before = await outputs(live)
-        status, told = await live.post(
+        status, response = await live.post(
             "/update_weights_from_tensor",
             raw=save({**given, "model.embed_tokens.weight": torch.zeros(512, 64)}),
             headers={"Content-Type": "application/octet-stream"},
         )
-        assert status == 400 and told["message"].startswith(says)
+        assert status == 400 and response["message"].startswith(says)
         assert await outputs(live) == before
 
     served(story, folder)
@@ -159,8 +159,8 @@ def test_an_update_waits_for_what_is_under_way_unless_paused(folder: Path, other
 
 def test_weights_can_be_called_by_another_name(folder: Path):
     async def story(live: Live) -> None:
-        told = {"success": True, "message": "Weight version updated to v9", "new_version": "v9"}
-        assert await live.post("/update_weight_version", {"new_version": "v9"}) == (200, told)
+        reported = {"success": True, "message": "Weight version updated to v9", "new_version": "v9"}
+        assert await live.post("/update_weight_version", {"new_version": "v9"}) == (200, reported)
         assert (await outputs(live))[1] == "v9"
 
     served(story, folder)
@@ -210,8 +210,8 @@ def test_a_group_of_ranks_sends_weights(folder: Path, other: Path):
         sender = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
         group = {"group_name": "trainer"}
         place = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
-        status, told = await live.post("/init_weights_update_group", {**group, **place, "backend": "gloo"})
-        assert status == 200 and told["success"], told
+        status, response = await live.post("/init_weights_update_group", {**group, **place, "backend": "gloo"})
+        assert status == 200 and response["success"], response
         tensors = load_file(file)
         body = {
             **group,
@@ -220,12 +220,12 @@ def test_a_group_of_ranks_sends_weights(folder: Path, other: Path):
             "shapes": [list(t.shape) for t in tensors.values()],
             "weight_version": "g1",
         }
-        status, told = await live.post("/update_weights_from_distributed", body)
-        assert status == 200 and told["success"], told
+        status, response = await live.post("/update_weights_from_distributed", body)
+        assert status == 200 and response["success"], response
         assert await outputs(live) == (theirs(other, PROMPT, 8)[0], "g1")
         body |= {"load_format": "flattened_bucket", "weight_version": "g2"}
-        status, told = await live.post("/update_weights_from_distributed", body)
-        assert status == 200 and told["success"], told
+        status, response = await live.post("/update_weights_from_distributed", body)
+        assert status == 200 and response["success"], response
         _, shown = await live.post("/get_weights_by_name", {"name": "model.norm.weight"})
         np.testing.assert_array_equal(shown, (-tensors["model.norm.weight"]).tolist()[:100])
         assert (await outputs(live))[1] == "g2"
@@ -239,15 +239,15 @@ def test_a_group_of_ranks_sends_weights(folder: Path, other: Path):
 def test_a_group_that_is_not_there_is_named(folder: Path):
     async def story(live: Live) -> None:
         body = {"names": ["lm_head.weight"], "dtypes": ["float32"], "shapes": [[512, 64]], "group_name": "g"}
-        status, told = await live.post("/update_weights_from_distributed", body)
-        assert status == 400 and "'g'" in told["message"]
+        status, response = await live.post("/update_weights_from_distributed", body)
+        assert status == 400 and "'g'" in response["message"]
         wrong = body | {"dtypes": ["int8"]}
         assert (await live.post("/update_weights_from_distributed", wrong))[0] == 400
         huge = body | {"shapes": [[1 << 40, 64]]}
         assert (await live.post("/update_weights_from_distributed", huge))[0] == 400
         place = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2, "backend": "nccl"}
-        status, told = await live.post("/init_weights_update_group", place)
-        assert status == 400 and "gloo" in told["message"]
+        status, response = await live.post("/init_weights_update_group", place)
+        assert status == 400 and "gloo" in response["message"]
 
     served(story, folder)
 
@@ -263,7 +263,7 @@ def test_peers_that_never_speak_hold_neither_generation_nor_other_updates(folder
             joins = [asyncio.create_task(live.post("/init_weights_update_group", body)) for body in bodies]
             refused = [await done for done in itertools.islice(asyncio.as_completed(joins), len(joins) - MAX_JOINS)]
             assert {status for status, _ in refused} == {400}
-            assert all("wait for their peers already" in told["message"] for _, told in refused)
+            assert all("wait for their peers already" in reported["message"] for _, reported in refused)
             assert await outputs(live) == before
             update = {"model_path": str(other), "weight_version": "b1"}
             assert (await live.post("/update_weights_from_disk", update))[0] == 200
@@ -277,8 +277,8 @@ def test_peers_that_never_speak_hold_neither_generation_nor_other_updates(folder
 
 async def _begin_publication(live: Live, tensors: dict[str, torch.Tensor]) -> None:
     entries = [{"name": name, "shape": list(tensor.shape), "dtype": "float32"} for name, tensor in tensors.items()]
-    status, told = await live.post("/weights_publication", {"action": "begin", "entries": entries})
-    assert status == 200, told
+    status, response = await live.post("/weights_publication", {"action": "begin", "entries": entries})
+    assert status == 200, response
 
 
 def test_a_publication_is_loaded_from_regular_files_of_the_announced_size(folder: Path, other: Path, tmp_path: Path):
@@ -296,13 +296,13 @@ def test_a_publication_is_loaded_from_regular_files_of_the_announced_size(folder
         (linked / "a.safetensors").symlink_to(tmp_path / "blob")
         for where, says in ((endless, "not a regular file"), (pipe, "not a regular file"), (large, "bytes, more than")):
             await _begin_publication(live, tensors)
-            status, told = await live.post("/weights_publication", {"action": "load", "folder": str(where)})
-            assert status == 400 and says in told["message"], told
+            status, response = await live.post("/weights_publication", {"action": "load", "folder": str(where)})
+            assert status == 400 and says in response["message"], response
         await _begin_publication(live, tensors)
         assert (await live.post("/weights_publication", {"action": "load", "folder": str(linked)}))[0] == 200
         (endless / "config.json").symlink_to(folder / "config.json")
-        status, told = await live.post("/update_weights_from_disk", {"model_path": str(endless)})
-        assert status == 400 and "not a regular file" in told["message"], told
+        status, response = await live.post("/update_weights_from_disk", {"model_path": str(endless)})
+        assert status == 400 and "not a regular file" in response["message"], response
 
     served(story, folder)
 
@@ -314,8 +314,8 @@ def test_more_numbers_of_a_tensor_than_fit_a_response_are_refused(folder: Path, 
         asked = {"name": "lm_head.weight", "truncate_size": 10}
         status, rows = await live.post("/get_weights_by_name", asked)
         assert status == 200 and (len(rows), len(rows[0])) == (10, 64)
-        status, told = await live.post("/get_weights_by_name", asked | {"truncate_size": 11})
-        assert status == 400 and "704 numbers, but the limit is 640" in told["error"]["message"]
+        status, response = await live.post("/get_weights_by_name", asked | {"truncate_size": 11})
+        assert status == 400 and "704 numbers, but the limit is 640" in response["error"]["message"]
 
     served(story, folder)
 

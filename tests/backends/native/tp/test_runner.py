@@ -1,4 +1,4 @@
-"""An engine whose model several processes share answers as one that has it alone; and when one dies, all is told.
+"""Tensor-parallel engine: several processes answer as one does; when one dies, every request fails with the reason.
 
 Few groups of processes for many checks: starting one costs more than all that is asked of it.
 """

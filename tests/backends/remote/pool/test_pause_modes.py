@@ -143,7 +143,7 @@ def test_a_request_may_see_many_versions_and_a_pause_alone_changes_nothing(pair,
 
 def test_a_server_that_tells_one_version_a_reply_is_asked_again_beside_one_that_keeps(pair, folders, oracles):
     class Stock(SglangClient):
-        """As of stock SGLang: its tokens' versions cannot be told apart."""
+        """As of stock SGLang: its tokens' versions cannot be distinguished."""
 
         @property
         def keeps_requests(self) -> bool:
@@ -191,12 +191,12 @@ def test_what_a_server_had_that_dies_while_it_is_paused_goes_on_elsewhere_from_t
             had = first.num_inflight
 
             async def dies(method, path, body=None, **more):
-                told = await ask(method, path, body, **more)
+                reported = await ask(method, path, body, **more)
                 if path == paths[word] and (word != "commit" or b"commit" in str(body).encode()):
                     first.url = "http://127.0.0.1:9"  # nobody is there any more,
                     first.interrupt_all()  # and its connections are gone
                     return await ask(method, path, body, **more)
-                return told
+                return reported
 
             first.request = dies
             made.current = weights_of(folders.b)

@@ -81,8 +81,8 @@ def test_servers_write_what_stays_where_it_is_into_the_tensors_they_have(pair, f
     async def then(made):
         assert memory.shows == 0, "what is there for the first time may be gone the next"
         memory.put(weights_of(folders.b))
-        told = await made.sync.publish(Version(number=2))
-        assert (memory.shows, told["publish/bytes"]) == (2, total(memory.tensors))
+        reported = await made.sync.publish(Version(number=2))
+        assert (memory.shows, reported["publish/bytes"]) == (2, total(memory.tensors))
         before = [hosted.engine.weights()["norm.weight"].data_ptr() for hosted in pair]
         memory.put(weights_of(folders.a))
         await made.sync.publish(Version(number=3))
@@ -90,7 +90,7 @@ def test_servers_write_what_stays_where_it_is_into_the_tensors_they_have(pair, f
         memory.put(weights_of(folders.b))
         await made.sync.publish(Version(number=4))
         assert before == [hosted.engine.weights()["norm.weight"].data_ptr() for hosted in pair]
-        assert memory.shows == 2, "servers are told once"
+        assert memory.shows == 2, "servers are notified once"
         return await made.pool.generate(PROMPT, SHORT)
 
     assert publishing(folders, pair, memory, then).spans[0].version == Version(number=4)
@@ -180,9 +180,9 @@ def test_of_a_model_that_is_mostly_frozen_the_rest_alone_is_written_and_all_of_i
         assert sent == [total(memory.tensors)] * 2 + [memory.tensors[trained].nbytes], "the first two show what moves"
         pair[1].engine.weights()["norm.weight"].data.view(-1)[0] += 1
         memory.tensors[trained].add_(1)
-        told = await made.sync.publish(Version(number=5))
+        reported = await made.sync.publish(Version(number=5))
         assert any("engine 1 has another model.norm.weight than it was sent" in said for said in made.said)
-        assert told["publish/bytes"] == total(memory.tensors)
+        assert reported["publish/bytes"] == total(memory.tensors)
 
     publishing(folders, pair, memory, then)
     assert labels(pair) == ["actor-5"] * 2 and all(holds(hosted, memory.tensors) for hosted in pair)

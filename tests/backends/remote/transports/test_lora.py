@@ -76,11 +76,11 @@ def test_only_adapters_travel_and_servers_have_the_trainers_weights(pair, folder
             for number in (1, 2, 3):
                 trainer.step(number)
                 made.current = trainer.weights()
-                told = await made.sync.publish(Version(number=number))
+                reported = await made.sync.publish(Version(number=number))
                 assert all(holds(hosted, made.current) for hosted in pair)
                 numbers = sum(p.nbytes for p in trainer.adapters.parameters.values())
                 moved = sum(made.current[ours].nbytes for ours in trainer.adapters.targets_by_param)
-                assert numbers <= told["publish/bytes"] < numbers + 400 * len(trainer.base) and numbers < moved / 3
+                assert numbers <= reported["publish/bytes"] < numbers + 400 * len(trainer.base) and numbers < moved / 3
             assert not sent and not trainer.said
             return await made.pool.generate(PROMPT, SHORT)
 

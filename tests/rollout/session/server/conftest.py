@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tests.rollout.session.server.hosted import TEMPLATE
+from tests.rollout.session.server.live_session_server import TEMPLATE
 from tests.server_api.tiny import _tokenizer
 
 from miles.models.tokenizer import HfTokenizer, load_tokenizer

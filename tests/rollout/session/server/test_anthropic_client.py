@@ -4,7 +4,7 @@ import asyncio
 from itertools import chain
 
 import pytest
-from tests.rollout.session.server.hosted import ADD, CALL, Scripted, all_tokens, hosted, policy_tokens
+from tests.rollout.session.server.live_session_server import ADD, CALL, Scripted, all_tokens, hosted, policy_tokens
 
 from miles.rollout.session.server.registry import SessionLimits
 
@@ -90,8 +90,8 @@ def test_a_retry_and_an_edit_are_branches(host, engine):
 
 
 def test_a_stop_sequence_is_named(host):
-    told = client_of(host.open()).messages.create(**ASKED, messages=[QUESTION], stop_sequences=["dd"])
-    assert (told.content[0].text, told.stop_reason, told.stop_sequence) == ("I a", "stop_sequence", "dd")
+    response = client_of(host.open()).messages.create(**ASKED, messages=[QUESTION], stop_sequences=["dd"])
+    assert (response.content[0].text, response.stop_reason, response.stop_sequence) == ("I a", "stop_sequence", "dd")
 
 
 def test_tokens_are_counted_as_the_engine_would_read_them(host, engine):

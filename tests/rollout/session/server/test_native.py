@@ -8,7 +8,7 @@ import numpy as np
 import openai
 import pytest
 import torch
-from tests.rollout.session.server.hosted import ADD, all_tokens, policy_tokens
+from tests.rollout.session.server.live_session_server import ADD, all_tokens, policy_tokens
 
 from miles.backends.native.config import NativeConfig
 from miles.backends.native.engine.engine import NativeEngine
@@ -84,9 +84,9 @@ async def converse(client: openai.AsyncOpenAI, turns: int) -> None:
     """Ask; where the reply was cut, which is most of the time, ask something else."""
     messages: list = [QUESTION]
     for turn in range(turns):
-        told = (await client.chat.completions.create(model="any", messages=messages, tools=[ADD])).choices[0]
-        if told.finish_reason != "length":
-            messages += [told.message, {"role": "user", "content": "and"}]
+        response = (await client.chat.completions.create(model="any", messages=messages, tools=[ADD])).choices[0]
+        if response.finish_reason != "length":
+            messages += [response.message, {"role": "user", "content": "and"}]
         else:
             messages = [*messages[:-1], {"role": "user", "content": f"{QUESTION['content']} {turn}"}]
 
@@ -125,8 +125,8 @@ def test_a_session_does_not_depend_on_the_others(tokenizer, weights):
 
 def test_an_agent_is_trained_by_its_base_url_alone(tokenizer, weights):
     async def agent(base_url, prompt, request_kwargs, metadata):
-        told = await client_of(base_url).chat.completions.create(model="any", messages=prompt, **request_kwargs)
-        return {"reward": 0.5, "said": told.choices[0].message.content}
+        response = await client_of(base_url).chat.completions.create(model="any", messages=prompt, **request_kwargs)
+        return {"reward": 0.5, "said": response.choices[0].message.content}
 
     async def run():
         server, engine, _ = await served(tokenizer, weights)
@@ -194,8 +194,8 @@ def test_what_is_heard_of_the_engine_is_what_it_wrote_and_a_stream_tells_it(toke
             url = server.url(server.open(engine, SAMPLING).key)
             asked = {"model": "any", "messages": [QUESTION], "max_tokens": 40}
             if not stream:
-                told = await client_of(url).chat.completions.create(**asked)
-                texts.append(told.choices[0].message.content or "")
+                response = await client_of(url).chat.completions.create(**asked)
+                texts.append(response.choices[0].message.content or "")
                 continue
             pieces = await client_of(url).chat.completions.create(**asked, stream=True)
             texts.append("".join([piece.choices[0].delta.content or "" async for piece in pieces]))

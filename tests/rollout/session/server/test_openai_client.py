@@ -5,7 +5,7 @@ from itertools import chain
 
 import openai
 import pytest
-from tests.rollout.session.server.hosted import ADD, CALL, Scripted, all_tokens, hosted, policy_tokens
+from tests.rollout.session.server.live_session_server import ADD, CALL, Scripted, all_tokens, hosted, policy_tokens
 
 from miles.rollout.session.server.registry import SessionLimits
 
@@ -52,15 +52,15 @@ def test_an_agent_with_tools_is_trained_on_exactly_what_was_sampled(host, engine
 
 def test_spans_tell_log_probs_versions_and_authors(host, engine):
     url = host.open()
-    told = client_of(url).chat.completions.create(model="any", messages=[QUESTION], logprobs=True)
+    response = client_of(url).chat.completions.create(model="any", messages=[QUESTION], logprobs=True)
     (branch,) = host.trajectory(url)["branches"]
     assert [span["author"] for span in branch["spans"]] == ["prompt", "policy", "policy"]
     assert [span["version"]["number"] for span in branch["spans"][1:]] == [0, 1]
     logprobs = [x for span in branch["spans"][1:] for x in span["logprobs"]]
-    lines = told.choices[0].logprobs.content
+    lines = response.choices[0].logprobs.content
     assert [line.logprob for line in lines] == logprobs == [-1.0 - i for i in range(len(logprobs))]
-    assert "".join(line.token for line in lines) == told.choices[0].message.content + "<|im_end|>"
-    assert told.usage.completion_tokens == len(logprobs) == len(engine.wrote[0])
+    assert "".join(line.token for line in lines) == response.choices[0].message.content + "<|im_end|>"
+    assert response.usage.completion_tokens == len(logprobs) == len(engine.wrote[0])
 
 
 def test_a_stream_says_what_a_whole_reply_says(host):
@@ -122,8 +122,8 @@ def test_what_looks_like_a_call_is_text_where_no_tool_may_be_called(host, engine
     url = host.open()
     client = client_of(url)
     asked = {"model": "any", "messages": [QUESTION], "tools": [ADD]}
-    told = client.chat.completions.create(**asked, tool_choice="none").choices[0]
-    assert told.message.content == CALL and not told.message.tool_calls and told.finish_reason == "stop"
+    response = client.chat.completions.create(**asked, tool_choice="none").choices[0]
+    assert response.message.content == CALL and not response.message.tool_calls and response.finish_reason == "stop"
     client.chat.completions.create(**asked)
     assert engine.asked[0][0] == engine.asked[1][0], "the tools stay in the conversation"
 
@@ -141,8 +141,8 @@ def test_a_reply_that_was_cut_cannot_be_extended(host):
 def test_a_conversation_without_room_is_told_as_agents_know_it(tokenizer, engine):
     with hosted(tokenizer, engine, max_context_len=40) as host:
         client = client_of(host.open())
-        told = client.chat.completions.create(model="any", messages=[{"role": "user", "content": "hi"}])
-        assert told.usage.total_tokens <= 40
+        response = client.chat.completions.create(model="any", messages=[{"role": "user", "content": "hi"}])
+        assert response.usage.total_tokens <= 40
         with pytest.raises(openai.BadRequestError) as error:
             client.chat.completions.create(model="any", messages=[{"role": "user", "content": "x" * 60}])
         assert error.value.code == "context_length_exceeded"

@@ -6,7 +6,7 @@ import logging
 import aiohttp
 import httpx
 import pytest
-from tests.rollout.session.server.hosted import ADD, Scripted, hosted, policy_tokens
+from tests.rollout.session.server.live_session_server import ADD, Scripted, hosted, policy_tokens
 
 from miles.core.errors import EngineError, UsageError
 from miles.core.protocols import SamplingParams
@@ -54,11 +54,11 @@ def test_a_session_says_what_it_is_and_ends_when_it_is_deleted(tokenizer, engine
             max_turns=4,
         )
         assert chat(host, url).status_code == 200
-        told = host.http.get(url).json()
-        assert (told["id"], told["metadata"], told["match"]) == ("mine", {"task": 3}, "strict")
-        assert told["sampling"]["temperature"] == 0.5 and told["sampling"]["max_new_tokens"] == 50
-        assert (told["turns"], told["branches"], told["status"]) == (1, 1, "completed")
-        assert told["tokens"] == len(engine.wrote[0]) and told["base_url"] == f"{url}/v1"
+        response = host.http.get(url).json()
+        assert (response["id"], response["metadata"], response["match"]) == ("mine", {"task": 3}, "strict")
+        assert response["sampling"]["temperature"] == 0.5 and response["sampling"]["max_new_tokens"] == 50
+        assert (response["turns"], response["branches"], response["status"]) == (1, 1, "completed")
+        assert response["tokens"] == len(engine.wrote[0]) and response["base_url"] == f"{url}/v1"
         assert host.http.delete(url).json() == {"id": "mine", "object": "session", "deleted": True}
         assert host.http.get(url).status_code == chat(host, url).status_code == 404
 
@@ -262,8 +262,8 @@ def test_an_engine_that_refuses_is_told_in_either_way(tokenizer, engine):
         url = host.open()
         assert "no weights yet" in chat(host, url).json()["error"]["message"]
         body = ASKED | {"max_tokens": 5, "stream": True}
-        told = host.http.post(f"{url}/v1/messages", json=body)
-        assert told.status_code == 502 and told.json()["error"]["type"] == "api_error"
+        response = host.http.post(f"{url}/v1/messages", json=body)
+        assert response.status_code == 502 and response.json()["error"]["type"] == "api_error"
 
 
 def test_an_error_behind_the_first_sign_of_life_is_an_event(tokenizer, engine):
@@ -271,9 +271,9 @@ def test_an_error_behind_the_first_sign_of_life_is_an_event(tokenizer, engine):
     with hosted(tokenizer, engine, limits=limits) as host:
         engine.hold = asyncio.Event()
         url = host.open()
-        told = host.http.post(f"{url}/v1/messages", json=ASKED | {"max_tokens": 5, "stream": True})
-        assert told.status_code == 200 and told.text.startswith(": working\n\n")
-        assert told.text.splitlines()[-2].startswith('data: {"type":"error"') and "event: error" in told.text
+        response = host.http.post(f"{url}/v1/messages", json=ASKED | {"max_tokens": 5, "stream": True})
+        assert response.status_code == 200 and response.text.startswith(": working\n\n")
+        assert response.text.splitlines()[-2].startswith('data: {"type":"error"') and "event: error" in response.text
         assert '{"error":{"message":"The engine did not end' in chat(host, url, stream=True).text
 
 

@@ -49,8 +49,8 @@ def test_greedy_is_one_thing_however_it_is_asked_for(given: dict[str, Any]):
 
 
 def test_stop_tokens_are_not_looked_at_when_the_end_is_ignored():
-    told = {"ignore_eos": True, "stop_token_ids": [3], "stop": ["x", ""]}
-    sampling = parse_one(text="a", sampling_params=told).sampling
+    reported = {"ignore_eos": True, "stop_token_ids": [3], "stop": ["x", ""]}
+    sampling = parse_one(text="a", sampling_params=reported).sampling
     assert (sampling.stop_token_ids, sampling.stop) == ((), ("x",))
 
 

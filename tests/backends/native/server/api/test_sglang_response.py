@@ -87,9 +87,9 @@ def test_prompt_log_probs_begin_where_they_were_asked_for(folder: Path, start: i
         reply = await live.generate(return_logprob=True, logprob_start_len=start)
         return reply["meta_info"]["input_token_logprobs"]
 
-    told = served(story, folder)
-    assert [token for _, token, _ in told] == PROMPT[start:]
-    assert all((lp is None) == (i == 0) for i, (lp, _, _) in enumerate(told))
+    reported = served(story, folder)
+    assert [token for _, token, _ in reported] == PROMPT[start:]
+    assert all((lp is None) == (i == 0) for i, (lp, _, _) in enumerate(reported))
 
 
 def test_no_new_tokens_scores_the_prompt_and_no_more(folder: Path):

@@ -1,0 +1,57 @@
+"""A model config and some prompts for command lines, small and without weights."""
+
+import json
+from pathlib import Path
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 1000,
+    "hidden_size": 96,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6,
+}
+MOE = QWEN3 | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+RECIPE = """
+hf_checkpoint = "model"
+prompt_data = "data/train.jsonl"
+rm_type = "math"
+label_key = "label"
+[rollout]
+rollout_batch_size = 16
+n_samples_per_prompt = 8
+rollout_max_response_len = 64
+[schedule]
+num_rollout = 10
+"""
+
+
+def furnish(folder: Path) -> None:
+    """A model, a mixture, a model nobody knows, prompts, and a recipe that is complete."""
+    for name, config in {"model": QWEN3, "moe": MOE, "odd": {"architectures": ["OddForCausalLM"]}}.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+    (folder / "empty").mkdir()
+    (folder / "weights").mkdir()
+    (folder / "weights" / "model.safetensors").write_text("")
+    (folder / "data").mkdir()
+    rows = "".join(json.dumps({"input": f"{i} + 1 = ?", "label": str(i + 1)}) + "\n" for i in range(40))
+    for name in ("train", "held"):
+        (folder / "data" / f"{name}.jsonl").write_text(rows)
+    (folder / "data" / "notes.txt").write_text("no")
+    (folder / "good.toml").write_text(RECIPE)

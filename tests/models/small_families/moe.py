@@ -1,0 +1,119 @@
+"""Mixtral, Qwen2-MoE, GLM-4.5, MiniMax-M2, gpt-oss and Llama 4: mixtures of experts over softmax attention."""
+
+from tests.models.small_families.small import Kind
+from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+)
+
+EAGER = {"experts_implementation": "eager"}
+MIXTRAL = EAGER | {"num_local_experts": 5, "num_experts_per_tok": 2}
+QWEN2 = EAGER | {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 36,
+}
+GLM = EAGER | {
+    "head_dim": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 12,
+    "first_k_dense_replace": 1,
+    "num_hidden_layers": 3,
+    "attention_bias": True,
+    "routed_scaling_factor": 2.5,
+    "partial_rotary_factor": 0.5,
+}
+MINIMAX = EAGER | {"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 12}
+OSS = EAGER | {"head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 16}
+OSS_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 8.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 32,
+}
+LLAMA4 = EAGER | {
+    "head_dim": 8,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "intermediate_size": 24,
+    "intermediate_size_mlp": 40,
+    "num_hidden_layers": 4,
+    "attention_chunk_size": 16,
+    "floor_scale": 16,
+    "attn_scale": 0.3,
+}
+# The published ones have no band between the two frequencies.
+LLAMA4_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 16.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 1.0,
+    "original_max_position_embeddings": 64,
+}
+
+KINDS = {
+    "mixtral": Kind(MixtralForCausalLM, MixtralConfig, MIXTRAL),
+    "mixtral with a window": Kind(
+        MixtralForCausalLM, MixtralConfig, MIXTRAL | {"sliding_window": 20, "tie_word_embeddings": True}
+    ),
+    "qwen2 moe": Kind(Qwen2MoeForCausalLM, Qwen2MoeConfig, QWEN2),
+    "qwen2 moe in some layers, normalised": Kind(
+        Qwen2MoeForCausalLM,
+        Qwen2MoeConfig,
+        QWEN2 | {"num_hidden_layers": 3, "decoder_sparse_step": 2, "norm_topk_prob": True, "qkv_bias": False},
+    ),
+    "qwen2 moe with windows": Kind(
+        Qwen2MoeForCausalLM,
+        Qwen2MoeConfig,
+        QWEN2 | {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 2, "num_hidden_layers": 4},
+    ),
+    "glm-4.5": Kind(Glm4MoeForCausalLM, Glm4MoeConfig, GLM | {"use_qk_norm": True}),
+    "glm-4.5 air, two shared": Kind(
+        Glm4MoeForCausalLM, Glm4MoeConfig, GLM | {"n_shared_experts": 2, "norm_topk_prob": False}
+    ),
+    "glm-4.5 in groups": Kind(
+        Glm4MoeForCausalLM, Glm4MoeConfig, GLM | {"n_group": 4, "topk_group": 2, "attention_bias": False}
+    ),
+    "minimax-m2": Kind(MiniMaxM2ForCausalLM, MiniMaxM2Config, MINIMAX | {"partial_rotary_factor": 0.5}),
+    "minimax-m2 turning whole heads": Kind(MiniMaxM2ForCausalLM, MiniMaxM2Config, MINIMAX),
+    "gpt-oss": Kind(GptOssForCausalLM, GptOssConfig, OSS | {"rope_parameters": OSS_ROPE}),
+    "gpt-oss without attention biases": Kind(
+        GptOssForCausalLM,
+        GptOssConfig,
+        OSS | {"attention_bias": False, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
+    "llama 4": Kind(Llama4ForCausalLM, Llama4TextConfig, LLAMA4 | {"rope_parameters": LLAMA4_ROPE}),
+    "llama 4 with experts in some layers": Kind(
+        Llama4ForCausalLM,
+        Llama4TextConfig,
+        LLAMA4 | {"interleave_moe_layer_step": 2, "use_qk_norm": False, "attention_bias": True},
+    ),
+    "llama 4 with two experts a token": Kind(
+        Llama4ForCausalLM,
+        Llama4TextConfig,
+        LLAMA4
+        | {
+            "num_experts_per_tok": 2,
+            "num_hidden_layers": 3,
+            "no_rope_layers": [1, 0, 1],
+            "attn_temperature_tuning": False,
+        },
+    ),
+}

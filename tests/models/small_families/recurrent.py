@@ -1,0 +1,119 @@
+"""Qwen3-Next, Qwen3.5 and Nemotron-H: layers whose past is a state."""
+
+from tests.models.small_families.small import Kind
+from transformers import (
+    NemotronHConfig,
+    NemotronHForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+
+DELTA = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+MOE = {
+    "experts_implementation": "eager",
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+}
+MROPE = {
+    "rope_type": "default",
+    "rope_theta": 5000.0,
+    "partial_rotary_factor": 0.5,
+    "mrope_interleaved": True,
+    "mrope_section": [2, 1, 1],
+}
+# transformers takes time_step_min for the shortest step; the models were made with time_step_limit.
+NEMOTRON = {
+    "num_hidden_layers": None,
+    "head_dim": 8,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 6,
+    "n_groups": 2,
+    "ssm_state_size": 5,
+    "chunk_size": 32,
+    "time_step_min": 1e-12,
+    "layer_norm_epsilon": 1e-4,
+    "eos_token_id": None,
+}
+ROUTED = {
+    "experts_implementation": "eager",
+    "moe_intermediate_size": 12,
+    "moe_shared_expert_intermediate_size": 20,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "routed_scaling_factor": 2.5,
+}
+
+KINDS = {
+    "hybrid qwen3 next": Kind(
+        Qwen3NextForCausalLM,
+        Qwen3NextConfig,
+        DELTA
+        | MOE
+        | {"num_hidden_layers": 3, "layer_types": None, "full_attention_interval": 2, "mlp_only_layers": [1]},
+    ),
+    "hybrid qwen3 next with biases, gates not normalised": Kind(
+        Qwen3NextForCausalLM,
+        Qwen3NextConfig,
+        DELTA
+        | MOE
+        | {
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "linear_num_value_heads": 2,
+            "linear_conv_kernel_dim": 3,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "hybrid qwen3.5": Kind(Qwen3_5ForCausalLM, Qwen3_5TextConfig, DELTA | {"rope_parameters": MROPE}),
+    "hybrid qwen3.5 tied": Kind(
+        Qwen3_5ForCausalLM,
+        Qwen3_5TextConfig,
+        DELTA | {"tie_word_embeddings": True, "linear_num_value_heads": 2, "attention_bias": True},
+    ),
+    "hybrid qwen3.5 moe": Kind(Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig, DELTA | MOE | {"rope_parameters": MROPE}),
+    "hybrid nemotron h": Kind(
+        NemotronHForCausalLM,
+        NemotronHConfig,
+        NEMOTRON
+        | {
+            "hybrid_override_pattern": "M-*-",
+            "mlp_bias": True,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "n_groups": 1,
+        },
+    ),
+    "hybrid nemotron 3": Kind(
+        NemotronHForCausalLM,
+        NemotronHConfig,
+        NEMOTRON | ROUTED | {"layers_block_type": ["mamba", "moe", "attention", "moe", "mamba"]},
+    ),
+    "hybrid nemotron 3 latent, in groups": Kind(
+        NemotronHForCausalLM,
+        NemotronHConfig,
+        NEMOTRON
+        | ROUTED
+        | {
+            "layers_block_type": ["moe", "mamba", "attention"],
+            "moe_latent_size": 16,
+            "mlp_bias": True,
+            "n_group": 3,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+        },
+    ),
+}
