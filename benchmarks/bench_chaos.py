@@ -160,7 +160,7 @@ def _signal(victims: Sequence[int], whom: str, how: str) -> str | None:
 # -- a run --------------------------------------------------------------------------------------
 
 
-def write_world(folder: Path) -> Path:
+def write_inputs(folder: Path) -> Path:
     """A random checkpoint of the demo's size, and words to reverse."""
     folder.mkdir(parents=True, exist_ok=True)
     demo_task.write_task(folder, demo_task.Task(warmup_words=64, train_words=64, heldout_words=8, longest=4), seed=1)
@@ -339,7 +339,7 @@ def main() -> None:
     reported: dict[str, RunOutcome] = {}
     with ExitStack() as held:
         folder = args.keep or Path(held.enter_context(tempfile.TemporaryDirectory()))
-        world = write_world(folder.resolve() / "world")
+        world = write_inputs(folder.resolve() / "world")
         stage, ray = Here(), None
         if args.ray:
             cluster = held.enter_context(Cluster(folder / "nodes", namespaces=args.namespaces).up())

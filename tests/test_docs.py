@@ -215,7 +215,7 @@ def test_every_toml_example_holds_only_keys(page: Path):
         ("square_root", Reducer),
     ],
 )
-def test_every_plug_in_the_docs_fits_its_door(name: str, door: type, tmp_path: Path):
+def test_every_hook_in_the_docs_fits_its_door(name: str, door: type, tmp_path: Path):
     body = next(body for body in blocks(ROOT / "docs" / "hooks.md", "python") if f"def {name}(" in body)
     (tmp_path / f"{name}.py").write_text(body)
     load_hook(f"{tmp_path / name}.py:{name}", door)

@@ -21,8 +21,12 @@ class Calculating:
     """A core.protocols.Generate: at most three replies, and whatever they call is answered."""
 
     def __init__(self) -> None:
-        worlds = EnvironmentFactory(ToolRegistry(ToolResources(), default=["calculator"]), ToolLimits(result_chars=16))
-        self._generate = MultiTurn(build_renderer(tokenizer()), worlds, limits=TurnLimits(turns=3), max_context_len=96)
+        environments = EnvironmentFactory(
+            ToolRegistry(ToolResources(), default=["calculator"]), ToolLimits(result_chars=16)
+        )
+        self._generate = MultiTurn(
+            build_renderer(tokenizer()), environments, limits=TurnLimits(turns=3), max_context_len=96
+        )
 
     async def __call__(self, prompt: Prompt, engine: Engine, sampling: SamplingParams) -> Trajectory:
         return await self._generate(prompt, engine, sampling)

@@ -1,4 +1,4 @@
-"""A world for a small model that cannot multiply: questions, demonstrations with and without a calculator, and itself.
+"""A multiplication task for a small model: questions, demonstrations with and without a calculator, and the model.
 
 Half the demonstrations call the calculator, half give the answer off the cuff. A model this small copies well and
 multiplies badly, so what it learns from the second half is to be wrong: which habit pays is for GRPO to find out.

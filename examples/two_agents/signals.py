@@ -1,4 +1,4 @@
-"""A world for two small models that share no language: things to tell each other, a tokenizer, and the two of them.
+"""A signalling task for two small models: things to name, a tokenizer, and both models.
 
 Both are random at first, so the speaker's signals mean nothing and the listener guesses. Neither can earn anything by
 itself: a signal is worth what the listener makes of it.

@@ -265,7 +265,7 @@ def test_a_length_penalty_counts_before_attempts_are_compared_and_rows_keep_what
     assert [row.reward for row in rows] == [1.0, 1.0, 1.0]
 
 
-# -- plugs ----------------------------------------------------------------------------------
+# -- hooks ----------------------------------------------------------------------------------
 
 
 def test_a_users_own_worth_takes_the_place_of_the_comparison():

@@ -151,7 +151,7 @@ def test_a_teacher_that_agrees_teaches_exactly_nothing():
 
 
 def group(metadata, rewards=(1.0, 0.0)):
-    def attempt(index, reward):
+    def trajectory(index, reward):
         said = Span(
             author=Author.POLICY,
             tokens=np.array([5, 6], np.int32),
@@ -167,7 +167,7 @@ def group(metadata, rewards=(1.0, 0.0)):
         )
 
     prompt = Prompt(id=7, messages=[{"role": "user", "content": "?"}], metadata=metadata)
-    return Group(prompt=prompt, trajectories=tuple(attempt(i, r) for i, r in enumerate(rewards)))
+    return Group(prompt=prompt, trajectories=tuple(trajectory(i, r) for i, r in enumerate(rewards)))
 
 
 @pytest.mark.parametrize(("metadata", "number"), [({}, 0), ({"who": "code"}, 2), ({"who": "default"}, 0)])

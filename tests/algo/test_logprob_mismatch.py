@@ -79,7 +79,7 @@ def test_a_gap_of_a_rounding_error_is_not_lost_in_its_square():
 
 
 @given(SAMPLES, st.data())
-def test_parts_add_up_however_the_samples_are_dealt_out(samples, data):
+def test_parts_add_up_however_the_samples_are_distributed_out(samples, data):
     whole = totals(samples)
     order = data.draw(st.permutations(range(len(samples))))
     cut = data.draw(st.integers(0, len(samples)))

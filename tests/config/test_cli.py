@@ -35,7 +35,7 @@ class Pantry:
     jars: tuple[int, ...] = option((), "Sizes of the jars.")
     labels: tuple[str, ...] | None = option(None, "What is written on them.")
     extra: dict[str, Any] = option(factory=dict, help="JSON of what else there is.")
-    shelf: str | None = option(None, "The folder it is in.", path=True)
+    buffer: str | None = option(None, "The folder it is in.", path=True)
     books: tuple[str, ...] = option((), "Names and files.", path="pairs")
     letters: tuple[str, ...] = passthrough("aunt", "Flags for the aunt.")
 
@@ -66,11 +66,11 @@ def problems(line: str, *files: dict[str, Any]) -> tuple[str, ...]:
 def test_every_kind_of_value_is_read():
     house = read(
         "--heat -1e-5 --pots=3 --lid --without-salt --no-stir --style fast --timer 5 --jars 1 -2 3 "
-        """--labels -1 "a b" --extra '{"x": [1, -2]}' --shelf=--odd --books one a.txt two b.txt"""
+        """--labels -1 "a b" --extra '{"x": [1, -2]}' --buffer=--odd --books one a.txt two b.txt"""
     )
     assert house.kitchen == Kitchen(heat=-1e-5, pots=3, lid=True, salt=False, stir=False, style="fast", timer=5)
     assert house.pantry.jars == (1, -2, 3) and house.pantry.labels == ("-1", "a b")
-    assert house.pantry.extra == {"x": [1, -2]} and house.pantry.shelf == "--odd"
+    assert house.pantry.extra == {"x": [1, -2]} and house.pantry.buffer == "--odd"
 
 
 def test_a_config_is_frozen():
@@ -130,7 +130,7 @@ def test_mail_is_delivered_unopened():
         ("--pots", "--pots needs a value: a whole number."),
         ("--pots --lid", "--pots needs a value: a whole number."),
         ("--pots ''", "--pots was given an empty value, but takes a whole number (is a shell variable unset?)."),
-        ("--shelf=", "--shelf was given an empty value, but takes text (is a shell variable unset?)."),
+        ("--buffer=", "--buffer was given an empty value, but takes text (is a shell variable unset?)."),
         ("--heat warm", "--heat takes a number, not 'warm'."),
         ("--heat nan", "--heat takes a number, not 'nan'."),
         ("--heat -inf", "--heat takes a number, not '-inf'."),
@@ -188,7 +188,7 @@ def test_the_last_of_repeated_flags_wins():
         ({"jars": 3}, "f0.toml: jars takes whole numbers in brackets, not 3."),
         ({"jars": [3, "4"]}, "f0.toml: jars takes whole numbers, not the text '4'."),
         ({"extra": 3}, "f0.toml: extra takes a JSON object like '{\"key\": 1}', not 3."),
-        ({"shelf": ""}, "f0.toml: shelf is empty, but takes text."),
+        ({"buffer": ""}, "f0.toml: buffer is empty, but takes text."),
         ({"without_salt": True}, "f0.toml: without_salt is not a key; write salt = false instead."),
         ({"pans": 2}, "f0.toml: pans is not a key; write pots = ... instead."),
     ],
@@ -225,12 +225,12 @@ def test_a_knob_without_default_is_required():
 
 
 def test_paths_in_a_file_are_relative_to_it_and_others_to_where_one_stands():
-    layer = Layer(label="deep/er/f.toml", values={"shelf": "../s", "books": ["one", "a.txt", "two", "/b.txt"]})
+    layer = Layer(label="deep/er/f.toml", values={"buffer": "../s", "books": ["one", "a.txt", "two", "/b.txt"]})
     reading = parse(House, [], [layer])
     assert reading.config is not None
-    assert reading.config.pantry.shelf == "deep/s"
+    assert reading.config.pantry.buffer == "deep/s"
     assert reading.config.pantry.books == ("one", "deep/er/a.txt", "two", "/b.txt")
-    assert read("--shelf ../s").pantry.shelf == "../s"
+    assert read("--buffer ../s").pantry.buffer == "../s"
 
 
 @given(st.lists(st.text(min_size=1).filter(lambda w: not is_flag(w)), min_size=1))
@@ -257,7 +257,7 @@ def test_help_shows_every_flag_with_its_sentence_and_default():
         "--style {slow,fast,raw}",
         "--jars N ...",
         "--extra JSON",
-        "--shelf PATH",
+        "--buffer PATH",
         "--books NAME PATH ...",
     ):
         assert part in " ".join(text.split())
@@ -282,7 +282,7 @@ houses = st.builds(
         jars=st.lists(st.integers(0, 9)).map(tuple),
         labels=st.none() | st.lists(texts).map(tuple),
         extra=st.dictionaries(texts, st.none() | st.booleans() | texts | st.integers(0, 9)),
-        shelf=st.none() | st.sampled_from(["/a", "/b/c"]),
+        buffer=st.none() | st.sampled_from(["/a", "/b/c"]),
         letters=st.just(()),
     ),
 )

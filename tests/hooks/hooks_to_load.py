@@ -69,5 +69,5 @@ scorer = Scorer()
 NUMBER = 3
 
 
-class Shelf:
+class Buffer:
     reward = staticmethod(reward)

@@ -16,18 +16,18 @@ REWARD_WANTS = "RewardFn wants async def (prompt: Prompt, trajectory: Trajectory
 
 
 @pytest.fixture(autouse=True)
-def plugs_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def hooks_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(HERE))
 
 
 @pytest.mark.parametrize(
-    "name", ["reward", "reward_with_default", "reward_of_anything", "Scorer", "scorer", "partial", "Shelf.reward"]
+    "name", ["reward", "reward_with_default", "reward_of_anything", "Scorer", "scorer", "partial", "Buffer.reward"]
 )
 def test_what_can_be_called_like_the_door_fits(name: str):
     assert callable(load_hook(f"hooks_to_load:{name}", RewardFn))
 
 
-def test_both_spellings_of_an_address_are_the_same_plug():
+def test_both_spellings_of_an_address_are_the_same_hook():
     assert load_hook("hooks_to_load.reward", RewardFn) is load_hook("hooks_to_load:reward", RewardFn)
 
 

@@ -1,4 +1,4 @@
-"""The table of plug points: every row has a door, a knob, and an error that shows what to write."""
+"""The table of hook points: every row has a door, a knob, and an error that shows what to write."""
 
 from pathlib import Path
 

@@ -161,11 +161,11 @@ def log_eval(rollout_id, args, data, extra_metrics):
 
 class Deck:
     def __init__(self, args):
-        self.size, self.dealt = args.rollout_batch_size, 0
+        self.size, self.distributed = args.rollout_batch_size, 0
 
     def get_samples(self, num_samples):
-        self.dealt += 1
-        return [[Sample(prompt=f"question {self.dealt}", label=str(self.dealt))]]
+        self.distributed += 1
+        return [[Sample(prompt=f"question {self.distributed}", label=str(self.distributed))]]
 
 
 def generate_rollout(args, rollout_id, data_buffer, evaluation=False):

@@ -46,7 +46,7 @@ def case(
     page_size: int = 16,
     dtype: torch.dtype = torch.float32,
 ) -> Case:
-    """Rows sit in seats in no order, pages lie anywhere; rows of a family begin with the same pages."""
+    """Rows sit in slots in no order, pages lie anywhere; rows of a family begin with the same pages."""
     rng = np.random.default_rng(len(lengths))
     most = max(1, -(-max(lengths) // page_size))
     pages_BP = np.zeros((len(lengths), most), np.int64)

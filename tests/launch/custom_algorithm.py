@@ -13,13 +13,13 @@ from miles.core.types import Author, Group, Sample
 
 
 def best_of_all(group: Group) -> list[float]:
-    """Only the best attempts are learned from."""
+    """Only the best trajectories are learned from."""
     best = max(group.rewards)
     return [float(reward == best) for reward in group.rewards]
 
 
 def first_token_only(group: Group) -> list[Sample]:
-    """Rows in which only the first token an attempt wrote is trained on."""
+    """Rows in which only the first token a trajectory wrote is trained on."""
     rows = []
     for trajectory, reward in zip(group.trajectories, group.rewards, strict=True):
         (row,) = build_samples(group.prompt.id, trajectory, advantage=reward, trained_author=Author.POLICY)

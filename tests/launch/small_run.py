@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 FORKS = multiprocessing.get_context("forkserver")
 
 
-def write_world(folder: Path, *, moe: bool = False) -> Path:
+def write_inputs(folder: Path, *, moe: bool = False) -> Path:
     """A random checkpoint and words to reverse, in ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     demo_task.write_task(folder, demo_task.Task(warmup_words=64, train_words=24, heldout_words=6, longest=4), seed=1)
@@ -33,11 +33,11 @@ def write_world(folder: Path, *, moe: bool = False) -> Path:
 
 
 def flags(
-    world: Path, run: Path, *more: str, steps: int = STEPS, lr: str = "1e-2", reward: str = "shared_letters"
+    inputs: Path, run: Path, *more: str, steps: int = STEPS, lr: str = "1e-2", reward: str = "shared_letters"
 ) -> list[str]:
     """GRPO with everything that must survive: shuffling, epochs, a filter that drops, evaluation, a schedule."""
     return [
-        *("--hf-checkpoint", str(world), "--prompt-data", str(world / "train.jsonl"), "--save", str(run)),
+        *("--hf-checkpoint", str(inputs), "--prompt-data", str(inputs / "train.jsonl"), "--save", str(run)),
         *(
             "--label-key",
             "label",
@@ -50,7 +50,7 @@ def flags(
         *("--rollout-max-response-len", "6", "--num-rollout", str(steps), "--lr", lr),
         *("--lr-decay-style", "cosine", "--lr-warmup-iters", "2", "--use-kl-loss", "--kl-loss-coef", "0.01"),
         *("--dynamic-sampling-filter-path", "nonzero_std", "--save-interval", "2", "--num-threads", "1"),
-        *("--eval-interval", "3", "--eval-prompt-data", "heldout", str(world / "heldout.jsonl")),
+        *("--eval-interval", "3", "--eval-prompt-data", "heldout", str(inputs / "heldout.jsonl")),
         *("--device", "cpu", "--view", "plain", *more),
     ]
 

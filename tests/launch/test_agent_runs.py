@@ -5,7 +5,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from tests.launch.small_run import flags, write_world
+from tests.launch.small_run import flags, write_inputs
 
 from miles.core.types import Prompt
 from miles.launch.main import main
@@ -32,7 +32,7 @@ async def twice(base_url: str, prompt: list[dict[str, Any]], request_kwargs: dic
 
 
 class Letters:
-    """A world that says itself what an attempt earned: a point for every wanted letter."""
+    """A run that says itself what a trajectory earned: a point for every wanted letter."""
 
     async def open(self, prompt: Prompt) -> OpenResult:
         self._wanted = set(prompt.label or "")
@@ -46,30 +46,30 @@ class Letters:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory):
-    return write_world(tmp_path_factory.mktemp("agents") / "world")
+def inputs(tmp_path_factory: pytest.TempPathFactory):
+    return write_inputs(tmp_path_factory.mktemp("agents") / "inputs")
 
 
-def test_an_agent_trains_the_policy_it_asks(world, tmp_path):
+def test_an_agent_trains_the_policy_it_asks(inputs, tmp_path):
     run = tmp_path / "agent"
     more = ("--custom-agent-function-path", f"{__name__}:twice")
-    assert main(["train", *flags(world, run, *more, steps=2)]) == 0
+    assert main(["train", *flags(inputs, run, *more, steps=2)]) == 0
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert max(row["parity_max_abs"] for row in steps if row["kind"] == "train") < 1e-4
 
 
-def test_tools_are_offered_in_several_turns(world, tmp_path):
+def test_tools_are_offered_in_several_turns(inputs, tmp_path):
     run = tmp_path / "tools"
     more = ("--custom-generate-function-path", "multi_turn", "--generate-max-turns", "2")
-    assert main(["train", *flags(world, run, *more, steps=2)]) == 0
+    assert main(["train", *flags(inputs, run, *more, steps=2)]) == 0
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert max(row["parity_max_abs"] for row in steps if row["kind"] == "train") < 1e-4
 
 
-def test_a_world_that_scores_needs_no_other_reward(world, tmp_path):
+def test_an_environment_that_scores_needs_no_other_reward(inputs, tmp_path):
     run = tmp_path / "scored"
     more = ("--custom-generate-function-path", "multi_turn", "--generate-environment", f"{__name__}:Letters")
-    line = flags(world, run, *more, steps=2)
+    line = flags(inputs, run, *more, steps=2)
     reward = line.index("--custom-rm-path")
     assert main(["train", *line[:reward], *line[reward + 2 :]]) == 0
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -91,6 +91,6 @@ def test_a_world_that_scores_needs_no_other_reward(world, tmp_path):
         ("--custom-agent-function-path nowhere.at:all", "nowhere"),
     ],
 )
-def test_what_does_not_go_together_is_said(world, tmp_path, capsys, line, expected):
-    assert main(["train", *flags(world, tmp_path / "run", *line.split(), steps=1)]) != 0
+def test_what_does_not_go_together_is_said(inputs, tmp_path, capsys, line, expected):
+    assert main(["train", *flags(inputs, tmp_path / "run", *line.split(), steps=1)]) != 0
     assert expected in capsys.readouterr().err

@@ -1,9 +1,9 @@
-"""Every algorithm that compares attempts, and a user's own, through the front door."""
+"""Every algorithm that compares trajectories, and a user's own, through the front door."""
 
 import json
 
 import pytest
-from tests.launch.small_run import flags, miles, write_world
+from tests.launch.small_run import flags, miles, write_inputs
 
 from miles.observe.metric import list_undocumented
 
@@ -11,12 +11,12 @@ OWN = "tests.launch.custom_algorithm"
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return write_world(tmp_path_factory.mktemp("world"))
+def inputs(tmp_path_factory):
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-def trained(world, run, *more, without=()):
-    done = miles("train", *(flag for flag in flags(world, run, *more, steps=3) if flag not in without))
+def trained(inputs, run, *more, without=()):
+    done = miles("train", *(flag for flag in flags(inputs, run, *more, steps=3) if flag not in without))
     assert done.returncode == 0, done.stderr
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [row for row in lines if row["kind"] == "train"]
@@ -33,8 +33,8 @@ def trained(world, run, *more, without=()):
     ],
     ids=lambda more: more.split()[0],
 )
-def test_an_algorithm_trains(world, tmp_path, more):
-    rows = trained(world, tmp_path / "run", "--advantage-estimator", *more.split())
+def test_an_algorithm_trains(inputs, tmp_path, more):
+    rows = trained(inputs, tmp_path / "run", "--advantage-estimator", *more.split())
     assert len(rows) == 3
     for row in rows:
         assert row["grad_norm"] > 0 and row["advantage_std"] > 0 and row["parity_max_abs"] < 1e-4
@@ -43,9 +43,9 @@ def test_an_algorithm_trains(world, tmp_path, more):
     assert ("opsm_clipfrac" in rows[0]) == ("--use-opsm" in more)
 
 
-def test_mathematics_of_ones_own_trains(world, tmp_path):
+def test_mathematics_of_ones_own_trains(inputs, tmp_path):
     rows = trained(
-        world,
+        inputs,
         tmp_path / "run",
         *("--custom-reward-post-process-path", f"{OWN}:best_of_all", "--loss-type", "custom_loss"),
         *("--custom-loss-function-path", f"{OWN}:likelihood", "--custom-pg-loss-reducer-function-path"),
@@ -55,13 +55,13 @@ def test_mathematics_of_ones_own_trains(world, tmp_path):
     assert all(row["grad_norm"] > 0 and row["advantage_mean"] > 0 and "pg_loss" not in row for row in rows)
 
 
-def test_rows_of_ones_own_are_what_is_trained_on(world, tmp_path):
-    rows = trained(world, tmp_path / "run", "--custom-convert-samples-to-train-data-path", f"{OWN}:first_token_only")
+def test_rows_of_ones_own_are_what_is_trained_on(inputs, tmp_path):
+    rows = trained(inputs, tmp_path / "run", "--custom-convert-samples-to-train-data-path", f"{OWN}:first_token_only")
     assert all(row["trained_tokens"] == 16 for row in rows)
 
 
-def test_a_plug_that_does_not_fit_is_told_before_anything_starts(world, tmp_path):
+def test_a_hook_that_does_not_fit_is_told_before_anything_starts(inputs, tmp_path):
     more = ("--custom-reward-post-process-path", f"{OWN}:likelihood")
-    done = miles("train", *flags(world, tmp_path / "run", *more))
+    done = miles("train", *flags(inputs, tmp_path / "run", *more))
     assert done.returncode == 1
     assert "but AdvantageFn wants def (group: Group) -> Sequence[float]" in done.stderr

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.launch.small_run import ROOT, flags, write_world
+from tests.launch.small_run import ROOT, flags, write_inputs
 
 from miles.launch.main import main
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory):
-    return write_world(tmp_path_factory.mktemp("tempo") / "world")
+def inputs(tmp_path_factory: pytest.TempPathFactory):
+    return write_inputs(tmp_path_factory.mktemp("schedule") / "inputs")
 
 
 def read(run: Path, name: str) -> list[dict[str, Any]]:
@@ -32,9 +32,9 @@ def accounted(run: Path) -> int:
     return sum(event["kept"] for event in reported)
 
 
-def test_spare_prompts_are_cut_and_the_policy_stays_on_policy(world: Path, tmp_path: Path):
+def test_spare_prompts_are_cut_and_the_policy_stays_on_policy(inputs: Path, tmp_path: Path):
     run = tmp_path / "spare"
-    assert main(["train", *flags(world, run, "--over-sampling-batch-size", "7", steps=4)]) == 0
+    assert main(["train", *flags(inputs, run, "--over-sampling-batch-size", "7", steps=4)]) == 0
     rows = trained(run)
     assert sum(row["groups_aborted"] for row in rows) > 0
     assert max(row["staleness"] for row in rows) == 0.0
@@ -42,22 +42,22 @@ def test_spare_prompts_are_cut_and_the_policy_stays_on_policy(world: Path, tmp_p
     assert accounted(run) == 16
 
 
-def test_attempts_that_were_cut_go_on_under_new_weights(world: Path, tmp_path: Path):
+def test_trajectories_that_were_cut_go_on_under_new_weights(inputs: Path, tmp_path: Path):
     run = tmp_path / "partial"
     more = ("--over-sampling-batch-size", "7", "--partial-rollout", "--mask-offpolicy-in-partial-rollout")
     more = (*more, "--async-max-concurrent-samples", "9", "--rollout-submission-granularity", "sample")
-    assert main(["train", *flags(world, run, *more, steps=4)]) == 0
+    assert main(["train", *flags(inputs, run, *more, steps=4)]) == 0
     rows = trained(run)
     assert sum(row["groups_aborted"] for row in rows) > 0
     assert accounted(run) == 16
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
-def test_new_weights_find_attempts_under_way(world: Path, tmp_path: Path, mode: str):
+def test_new_weights_find_trajectories_under_way(inputs: Path, tmp_path: Path, mode: str):
     run = tmp_path / mode
     more = ("--max-weight-staleness", "2", "--pause-generation-mode", mode, "--async-max-concurrent-samples", "5")
     more = (*more, "--rollout-submission-granularity", "sample", "--adaptive-concurrency")
-    assert main(["train", *flags(world, run, *more, steps=4)]) == 0
+    assert main(["train", *flags(inputs, run, *more, steps=4)]) == 0
     rows = trained(run)
     assert len(rows) == 4 and max(row["staleness"] for row in rows) <= 2.0
     assert accounted(run) == 16
@@ -77,13 +77,13 @@ def test_new_weights_find_attempts_under_way(world: Path, tmp_path: Path, mode: 
         ("--pause-generation-mode retract", "--pause-generation-mode needs --max-weight-staleness 1 or more;"),
     ],
 )
-def test_what_does_not_go_together_is_told(world: Path, tmp_path: Path, capsys, line: str, sentence: str):
-    assert main(["train", *flags(world, tmp_path / "run", *line.split())]) == 2
+def test_what_does_not_go_together_is_told(inputs: Path, tmp_path: Path, capsys, line: str, sentence: str):
+    assert main(["train", *flags(inputs, tmp_path / "run", *line.split())]) == 2
     assert sentence in capsys.readouterr().err
 
 
-def test_train_async_py_is_miles_train_one_step_off(world: Path, tmp_path: Path):
-    command = [sys.executable, ROOT / "train_async.py", *flags(world, tmp_path / "run", "--colocate")]
+def test_train_async_py_is_miles_train_one_step_off(inputs: Path, tmp_path: Path):
+    command = [sys.executable, ROOT / "train_async.py", *flags(inputs, tmp_path / "run", "--colocate")]
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 2
     assert "--max-weight-staleness 1" in run.stderr

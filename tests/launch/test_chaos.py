@@ -23,9 +23,9 @@ def whole(expected: bench_chaos.RunOutcome, run, blows, steps: int) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_is_struck_again_and_again_completes_and_every_ticket_has_one_end(tmp_path):
-    world, run = bench_chaos.write_world(tmp_path / "world"), tmp_path / "run"
+    inputs, run = bench_chaos.write_inputs(tmp_path / "inputs"), tmp_path / "run"
     reported = bench_chaos.run_with_faults(
-        bench_chaos.flags(world, run, steps=14, reward=REWARD), run, BLOWS, patience=600
+        bench_chaos.flags(inputs, run, steps=14, reward=REWARD), run, BLOWS, patience=600
     )
     whole(reported, run, BLOWS, 14)
 
@@ -33,11 +33,11 @@ def test_a_run_that_is_struck_again_and_again_completes_and_every_ticket_has_one
 @pytest.mark.ray
 @pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed: make test-ray")
 def test_a_run_on_a_cluster_that_loses_one_of_each_kind_completes_and_every_ticket_has_one_end(tmp_path):
-    world, run = bench_chaos.write_world(tmp_path / "world"), tmp_path / "run"
+    inputs, run = bench_chaos.write_inputs(tmp_path / "inputs"), tmp_path / "run"
     wires = networks()
     blows = [("node", "killed"), *BLOWS, *([("link", "down")] if wires else [])]
     steps = bench_chaos.steps_for(blows)
     with Cluster(tmp_path / "nodes", namespaces=wires).up() as cluster:
-        line = bench_chaos.flags(world, run, steps=steps, reward=REWARD, ray=cluster.address)
+        line = bench_chaos.flags(inputs, run, steps=steps, reward=REWARD, ray=cluster.address)
         reported = bench_chaos.run_with_faults(line, run, blows, patience=1500, stage=bench_chaos.OnCluster(cluster))
     whole(reported, run, blows, steps)

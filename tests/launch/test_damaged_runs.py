@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.launch.small_run import write_world
+from tests.launch.small_run import write_inputs
 from tests.launch.test_file_faults import command
 
 from miles.launch.commands import train as train_command
@@ -12,16 +12,16 @@ from miles.launch.main import main
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory) -> Path:
-    return write_world(tmp_path_factory.mktemp("world"))
+def inputs(tmp_path_factory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="module")
-def finished(world, tmp_path_factory) -> Path:
+def finished(inputs, tmp_path_factory) -> Path:
     run = tmp_path_factory.mktemp("runs") / "finished"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_command, "plot_curves", lambda *args: False)
-        assert main(command(world, run)) == 0
+        assert main(command(inputs, run)) == 0
     return run
 
 
@@ -70,28 +70,28 @@ def check(argv: list[str], capsys, expected: str) -> None:
 
 
 @pytest.mark.parametrize("harm", HARMS)
-def test_a_damaged_config_file_is_a_sentence_for_every_command(world, finished, tmp_path, capsys, harm):
+def test_a_damaged_config_file_is_a_sentence_for_every_command(inputs, finished, tmp_path, capsys, harm):
     run = damage(finished, tmp_path, "config.toml", harm)
     check(["show", str(run), "--no-color"], capsys, "show")
     check(["engines", str(run)], capsys, "engines")
     check(["plan", str(run / "config.toml")], capsys, "plan")
     check(["replay", str(run), "2"], capsys, "replay")
-    assert main(command(world, run)) == 1
+    assert main(command(inputs, run)) == 1
     assert capsys.readouterr().err.startswith("miles: ")
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "cursor.json", "model.safetensors", "optimizer.safetensors"])
 @pytest.mark.parametrize("harm", HARMS)
-def test_a_damaged_checkpoint_is_a_sentence(world, finished, tmp_path, capsys, name, harm):
+def test_a_damaged_checkpoint_is_a_sentence(inputs, finished, tmp_path, capsys, name, harm):
     run = damage(finished, tmp_path, f"checkpoints/step-000002/{name}", harm)
-    assert main(command(world, run)) == 1
+    assert main(command(inputs, run)) == 1
     error = capsys.readouterr().err
     assert error.startswith("miles: ") and "step-000002" in error
     assert len(error.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize("harm", HARMS)
-def test_every_file_of_a_run_may_be_damaged(world, finished, tmp_path, capsys, harm, monkeypatch):
+def test_every_file_of_a_run_may_be_damaged(inputs, finished, tmp_path, capsys, harm, monkeypatch):
     monkeypatch.setattr(train_command, "plot_curves", lambda *args: False)
     files = sorted(str(path.relative_to(finished)) for path in finished.rglob("*") if path.is_file())
     assert len(files) > 10
@@ -100,6 +100,6 @@ def test_every_file_of_a_run_may_be_damaged(world, finished, tmp_path, capsys, h
         check(["show", str(run), "--no-color"], capsys, f"show {name}")
         check(["replay", str(run), "2"], capsys, f"replay {name}")
         check(["plan", str(run / "config.toml")], capsys, f"plan {name}")
-        argv = command(world, run)
+        argv = command(inputs, run)
         argv[argv.index("--num-rollout") + 1] = "3"
         check(argv, capsys, f"train {name}")

@@ -4,7 +4,7 @@ import json
 import signal
 
 import pytest
-from tests.launch.small_run import everything, flags, miles, write_world
+from tests.launch.small_run import everything, flags, miles, write_inputs
 from tests.rollout.dataset_files import write_parts
 
 from miles.core.protocols import CurriculumState
@@ -14,8 +14,8 @@ STEPS = 4
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    folder = write_world(tmp_path_factory.mktemp("world"))
+def inputs(tmp_path_factory):
+    folder = write_inputs(tmp_path_factory.mktemp("inputs"))
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     write_parts(folder / "saved", rows[:9], shards=2)
     with (folder / "spoilt.jsonl").open("w") as file:
@@ -23,8 +23,8 @@ def world(tmp_path_factory):
     return folder
 
 
-def command(world, run, words, *more):
-    argv = flags(world, run, *more, steps=STEPS)
+def command(inputs, run, words, *more):
+    argv = flags(inputs, run, *more, steps=STEPS)
     at = argv.index("--prompt-data")
     return ["train", *argv[: at + 1], *words, *argv[at + 2 :]]
 
@@ -53,13 +53,13 @@ def drawn(run):
     ],
     ids=["mixture", "list", "weights"],
 )
-def test_a_killed_run_over_several_parts_continues_to_the_bit(world, tmp_path, more):
-    words = [f"{world}/saved*0.3", f"{world}/train.jsonl@[:12]*0.7"]
+def test_a_killed_run_over_several_parts_continues_to_the_bit(inputs, tmp_path, more):
+    words = [f"{inputs}/saved*0.3", f"{inputs}/train.jsonl@[:12]*0.7"]
     calm, run = tmp_path / "calm", tmp_path / "run"
-    assert miles(*command(world, calm, words, *more)).returncode == 0
-    killed = miles(*command(world, run, words, *more), kill_at="miles.train.optim.optimizer:Optimizer.step:6")
+    assert miles(*command(inputs, calm, words, *more)).returncode == 0
+    killed = miles(*command(inputs, run, words, *more), kill_at="miles.train.optim.optimizer:Optimizer.step:6")
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    again = miles(*command(world, run, words, *more))
+    again = miles(*command(inputs, run, words, *more))
     assert again.returncode == 0, again.stderr
     assert everything(run) == everything(calm)
     parts = [index // PART_ID_STRIDE for index in drawn(calm)]
@@ -68,12 +68,12 @@ def test_a_killed_run_over_several_parts_continues_to_the_bit(world, tmp_path, m
         assert all(abs(0.7 * n - sum(parts[:n])) <= 0.5 + 1e-9 for n in range(len(parts)))
 
 
-def test_bad_rows_stop_a_run_or_are_counted_where_it_says_so(world, tmp_path):
-    words = [f"{world}/spoilt.jsonl"]
-    stopped = miles(*command(world, tmp_path / "run", words))
+def test_bad_rows_stop_a_run_or_are_counted_where_it_says_so(inputs, tmp_path):
+    words = [f"{inputs}/spoilt.jsonl"]
+    stopped = miles(*command(inputs, tmp_path / "run", words))
     assert stopped.returncode == 2
     assert "spoilt.jsonl, line 2: this is not JSON" in stopped.stderr and "Traceback" not in stopped.stderr
-    done = miles(*command(world, tmp_path / "run", words, "--skip-bad-rows"))
+    done = miles(*command(inputs, tmp_path / "run", words, "--skip-bad-rows"))
     assert done.returncode == 0, done.stderr
     assert "7 of 14 rows of" in done.stdout + done.stderr
     assert set(drawn(tmp_path / "run")) <= {0, 2, 4, 6, 8, 10, 12}

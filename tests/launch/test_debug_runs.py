@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import load_file, save_file
-from tests.launch.small_run import flags, write_world
+from tests.launch.small_run import flags, write_inputs
 
 from miles.launch.main import main
 from miles.observe.log_reader import read_rows
@@ -18,25 +18,25 @@ LEARNED = ("model.safetensors", "optimizer.safetensors", "trainer.json")
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return write_world(tmp_path_factory.mktemp("world"))
+def inputs(tmp_path_factory):
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="module")
-def whole(world, tmp_path_factory):
+def whole(inputs, tmp_path_factory):
     """A run of both planes that wrote its groups down twice."""
     folder = tmp_path_factory.mktemp("whole")
     dump = str(folder / "dump" / "at-{rollout_id}.parquet")
-    assert main(["train", *flags(world, folder / "run", "--save-debug-rollout-data", dump, steps=4)]) == 0
+    assert main(["train", *flags(inputs, folder / "run", "--save-debug-rollout-data", dump, steps=4)]) == 0
     return folder / "run"
 
 
 @pytest.fixture(scope="module")
-def overlapped(world, tmp_path_factory):
+def overlapped(inputs, tmp_path_factory):
     """A run whose planes overlapped, and whose corrections go by rows that waited."""
     run = tmp_path_factory.mktemp("overlapped") / "run"
     more = ("--max-weight-staleness", "1", "--use-tis", "--tis-mode", "auto")
-    assert main(["train", *flags(world, run, *more, steps=4)]) == 0
+    assert main(["train", *flags(inputs, run, *more, steps=4)]) == 0
     return run
 
 
@@ -93,10 +93,10 @@ def _never(*args, **kwargs):
 # -- sampling alone -------------------------------------------------------------------------
 
 
-def test_sampling_alone_gives_the_first_groups_and_holds_no_trainer(world, whole, tmp_path, monkeypatch):
+def test_sampling_alone_gives_the_first_groups_and_holds_no_trainer(inputs, whole, tmp_path, monkeypatch):
     monkeypatch.setattr("miles.train.policy_trainer.PolicyTrainer.__init__", _never)
     run = tmp_path / "run"
-    assert main(["train", *flags(world, run, "--debug-rollout-only", steps=3)]) == 0
+    assert main(["train", *flags(inputs, run, "--debug-rollout-only", steps=3)]) == 0
     first = step_path(whole / "rollouts", 1), step_path(run / "rollouts", 1)
     assert pq.read_table(first[0]).equals(pq.read_table(first[1]))
     rows = read_rows(run / "metrics.jsonl").select("train")
@@ -106,8 +106,8 @@ def test_sampling_alone_gives_the_first_groups_and_holds_no_trainer(world, whole
     assert not list((run / "checkpoints").rglob("*.safetensors"))
 
 
-def test_a_plan_of_sampling_alone_counts_no_optimizer(world, tmp_path, capsys):
-    assert main(["plan", *flags(world, tmp_path / "run", "--debug-rollout-only")]) == 0
+def test_a_plan_of_sampling_alone_counts_no_optimizer(inputs, tmp_path, capsys):
+    assert main(["plan", *flags(inputs, tmp_path / "run", "--debug-rollout-only")]) == 0
     output = capsys.readouterr().out
     assert "optimizer " not in output.split("memory")[-1] and "nothing is trained" in output
 
@@ -134,9 +134,9 @@ def test_a_plan_of_sampling_alone_counts_no_optimizer(world, tmp_path, capsys):
         ("--debug-rollout-only --load RUN", "samples with the weights of --hf-checkpoint"),
     ],
 )
-def test_what_contradicts_itself_is_said(world, whole, tmp_path, capsys, line, expected):
+def test_what_contradicts_itself_is_said(inputs, whole, tmp_path, capsys, line, expected):
     words = line.replace("RUN", str(whole)).split()
-    assert main(["train", *flags(world, tmp_path / "run", *words, steps=1)]) == 2
+    assert main(["train", *flags(inputs, tmp_path / "run", *words, steps=1)]) == 2
     assert expected in capsys.readouterr().err
 
 
@@ -154,9 +154,9 @@ def test_groups_that_do_not_fit_are_refused(whole, tmp_path, capsys, line, expec
     assert expected in capsys.readouterr().err
 
 
-def test_groups_of_another_vocabulary_are_refused(world, whole, tmp_path, capsys):
+def test_groups_of_another_vocabulary_are_refused(inputs, whole, tmp_path, capsys):
     other = tmp_path / "other"
-    shutil.copytree(world, other)
+    shutil.copytree(inputs, other)
     text = (other / "tokenizer.json").read_text()
     tokenizer = json.loads(text)
     words = tokenizer["model"]["vocab"]
@@ -271,7 +271,7 @@ def test_a_trajectory_is_shown_with_its_reward_tokens_and_advantage(whole, capsy
     assert f"reward {row['reward']:.3f}; advantage " in output and row["status"] in output
 
 
-def test_all_attempts_at_a_prompt_are_shown(whole, capsys):
+def test_all_trajectories_at_a_prompt_are_shown(whole, capsys):
     assert main(["show", str(whole), "--group", "--worst"]) == 0
     output = capsys.readouterr().out
     assert [f"sample {n}\n" in output for n in range(5)] == [True, True, True, True, False]
@@ -293,10 +293,10 @@ def test_trajectories_that_are_not_there_are_refused(whole, capsys, line, expect
 # -- conversations --------------------------------------------------------------------------
 
 
-def test_an_agents_sessions_are_audited_written_down_and_repeated(world, tmp_path, capsys):
+def test_an_agents_sessions_are_audited_written_down_and_repeated(inputs, tmp_path, capsys):
     run = tmp_path / "run"
     more = ("--custom-agent-function-path", "tests.launch.test_agent_runs:twice")
-    assert main(["train", *flags(world, run, *more, steps=2)]) == 0
+    assert main(["train", *flags(inputs, run, *more, steps=2)]) == 0
     rows = read_rows(run / "metrics.jsonl").select("train")
     assert all(0.0 <= row.values["session_mismatch/retokenised"] <= 1.0 for row in rows)
     capsys.readouterr()
@@ -310,12 +310,12 @@ def test_an_agents_sessions_are_audited_written_down_and_repeated(world, tmp_pat
 
 
 def test_the_routing_of_experts_is_written_down_where_it_is_replayed(tmp_path, capsys):
-    world, run, plain = write_world(tmp_path / "world", moe=True), tmp_path / "run", tmp_path / "plain"
-    assert main(["train", *flags(world, run, "--use-rollout-routing-replay", steps=2)]) == 0
+    inputs, run, plain = write_inputs(tmp_path / "inputs", moe=True), tmp_path / "run", tmp_path / "plain"
+    assert main(["train", *flags(inputs, run, "--use-rollout-routing-replay", steps=2)]) == 0
     assert again(run, tmp_path / "loaded", "--load-debug-rollout-data", str(run)) == 0
     assert trained(tmp_path / "loaded") == trained(run)
     assert main(["replay", str(run), "2"]) == 0
-    assert main(["train", *flags(world, plain, steps=2)]) == 0
+    assert main(["train", *flags(inputs, plain, steps=2)]) == 0
     extras = [pq.read_table(step_path(one / "rollouts", 1))["extras"].null_count for one in (run, plain)]
     assert extras == [0, 16]
     capsys.readouterr()

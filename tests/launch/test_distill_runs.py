@@ -7,7 +7,7 @@ from statistics import fmean
 
 import pytest
 from tests.launch.small_config import QWEN3, furnish
-from tests.launch.small_run import everything, flags, miles, write_world
+from tests.launch.small_run import everything, flags, miles, write_inputs
 
 from miles.config.cli import parse
 from miles.config.files import read_layers
@@ -216,9 +216,9 @@ def test_a_plan_says_what_is_learned_and_what_the_teachers_take():
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory) -> Path:
+def inputs(tmp_path_factory) -> Path:
     """A policy, two teachers of which one is a mixture of experts, and prompts that ask for one or the other."""
-    folder = write_world(tmp_path_factory.mktemp("world"))
+    folder = write_inputs(tmp_path_factory.mktemp("inputs"))
     for name, moe in {"dense": False, "moe": True}.items():
         demo_task.write_checkpoint(folder / name, moe=moe, seed=2)
     lines = map(json.loads, (folder / "train.jsonl").read_text().splitlines())
@@ -227,8 +227,8 @@ def world(tmp_path_factory) -> Path:
     return folder
 
 
-def line(world, run, *more, steps=3, scored=True):
-    plain = flags(world, run, steps=steps)
+def line(inputs, run, *more, steps=3, scored=True):
+    plain = flags(inputs, run, steps=steps)
     drop = {"--dynamic-sampling-filter-path": 2, "--use-kl-loss": 1, "--kl-loss-coef": 2}
     if not scored:
         drop |= {"--custom-rm-path": 2, "--eval-interval": 2, "--eval-prompt-data": 3}
@@ -238,10 +238,10 @@ def line(world, run, *more, steps=3, scored=True):
     return [*plain, *more]
 
 
-def routed(world, run, *more, **how):
-    out = line(world, run, *OPD.split(), "--opd-teacher-load", str(world / "dense"), *more, **how)
-    out[out.index("--prompt-data") + 1] = str(world / "asked.jsonl")
-    return [*out, "--opd-teachers", "moe", str(world / "moe")]
+def routed(inputs, run, *more, **how):
+    out = line(inputs, run, *OPD.split(), "--opd-teacher-load", str(inputs / "dense"), *more, **how)
+    out[out.index("--prompt-data") + 1] = str(inputs / "asked.jsonl")
+    return [*out, "--opd-teachers", "moe", str(inputs / "moe")]
 
 
 def rows(run, kind="train"):
@@ -258,10 +258,10 @@ def rows(run, kind="train"):
     ],
     ids=["drawn tokens", "whole vocabulary", "top tokens beside rewards"],
 )
-def test_three_steps_leave_metrics_that_are_explained(world, tmp_path, more):
-    run, teacher = tmp_path / "run", str(world / "moe")
+def test_three_steps_leave_metrics_that_are_explained(inputs, tmp_path, more):
+    run, teacher = tmp_path / "run", str(inputs / "moe")
     scored = "--use-opd" in more
-    done = miles("train", *line(world, run, *more.split(), "--opd-teacher-load", teacher, scored=scored))
+    done = miles("train", *line(inputs, run, *more.split(), "--opd-teacher-load", teacher, scored=scored))
     assert done.returncode == 0, done.stderr
     seen = rows(run)
     assert len(seen) == 3
@@ -272,11 +272,11 @@ def test_three_steps_leave_metrics_that_are_explained(world, tmp_path, more):
         assert (row["advantage_std"] > 0) == scored
 
 
-def test_a_killed_run_with_two_teachers_continues_to_the_bit(world, tmp_path):
+def test_a_killed_run_with_two_teachers_continues_to_the_bit(inputs, tmp_path):
     calm, run = tmp_path / "calm", tmp_path / "run"
-    done = miles("train", *routed(world, calm, "--opd-log-prob-top-k", "6", steps=4))
+    done = miles("train", *routed(inputs, calm, "--opd-log-prob-top-k", "6", steps=4))
     assert done.returncode == 0, done.stderr
-    again = routed(world, run, "--opd-log-prob-top-k", "6", steps=4)
+    again = routed(inputs, run, "--opd-log-prob-top-k", "6", steps=4)
     killed = miles("train", *again, kill_at="miles.train.optim.optimizer:Optimizer.step:6")
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     done = miles("train", *again)
@@ -287,21 +287,21 @@ def test_a_killed_run_with_two_teachers_continues_to_the_bit(world, tmp_path):
         assert everything(run)[name] == content, f"{name} differs"
 
 
-def test_a_teacher_of_other_words_is_told_before_anything_starts(world, tmp_path):
+def test_a_teacher_of_other_words_is_told_before_anything_starts(inputs, tmp_path):
     other = tmp_path / "other"
     demo_task.write_checkpoint(other, moe=False, seed=3)
     written = json.loads((other / "tokenizer.json").read_text())
     vocabulary = written["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (other / "tokenizer.json").write_text(json.dumps(written))
-    done = miles("train", *line(world, tmp_path / "run", *OPD.split(), "--opd-teacher-load", str(other)))
+    done = miles("train", *line(inputs, tmp_path / "run", *OPD.split(), "--opd-teacher-load", str(other)))
     assert done.returncode == 2
     assert f"the teacher in {other} has another tokenizer than --hf-checkpoint" in done.stderr
     assert not (tmp_path / "run" / "metrics.jsonl").exists() or not rows(tmp_path / "run")
 
 
-def test_a_prompt_that_asks_for_nobody_is_told_before_anything_starts(world, tmp_path):
-    asks = routed(world, tmp_path / "run")
+def test_a_prompt_that_asks_for_nobody_is_told_before_anything_starts(inputs, tmp_path):
+    asks = routed(inputs, tmp_path / "run")
     asks[asks.index("--opd-teachers") + 1] = "art"
     done = miles("train", *asks)
     assert done.returncode == 1

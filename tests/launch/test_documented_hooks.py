@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.launch.documented_hooks import Examples, names
-from tests.launch.small_run import flags, write_world
+from tests.launch.small_run import flags, write_inputs
 
 from miles.core.types import Batch, Group, Prompt, Reward, Trajectory
 from miles.hooks.registry import HOOK_POINTS
@@ -19,19 +19,19 @@ async def odd_or_even(prompt: Prompt, trajectory: Trajectory) -> Reward:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_world(tmp_path_factory.mktemp("documented") / "world")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("documented") / "inputs")
 
 
 @pytest.fixture
-def examples(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Examples:
+def examples(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Examples:
     monkeypatch.chdir(tmp_path)
-    return Examples(tmp_path, MODEL=str(world))
+    return Examples(tmp_path, MODEL=str(inputs))
 
 
-def trained(world: Path, run: Path, *more: str, steps: int = 2, reward: str = f"{__name__}:odd_or_even") -> list[dict]:
+def trained(inputs: Path, run: Path, *more: str, steps: int = 2, reward: str = f"{__name__}:odd_or_even") -> list[dict]:
     """The rows of metrics.jsonl of a whole run; a flag that is given again is given anew."""
-    usual = _words(flags(world, run, steps=steps))
+    usual = _words(flags(inputs, run, steps=steps))
     for flag in ("--lr-decay-style", "--lr-warmup-iters", "--use-kl-loss", "--kl-loss-coef"):
         del usual[flag]
     line = usual | {"--custom-rm-path": [reward]} | _words(more)
@@ -59,9 +59,9 @@ def test_every_example_of_the_page_is_in_one_of_these_tests():
     assert not [point.flag for point in HOOK_POINTS if point.flag not in code and point.flag not in shown_elsewhere]
 
 
-def test_the_planes_are_the_users_own(world: Path, tmp_path: Path, examples: Examples):
+def test_the_planes_are_the_users_own(inputs: Path, tmp_path: Path, examples: Examples):
     rows = trained(
-        world,
+        inputs,
         tmp_path / "run",
         *("--rollout-function-path", examples("second_chance"), "--data-source-path", examples("ShortFirst")),
         *("--eval-function-path", examples("by_majority"), "--custom-tracker-path", examples("Tracker")),
@@ -86,9 +86,9 @@ def test_the_planes_are_the_users_own(world: Path, tmp_path: Path, examples: Exa
     assert lengths[:8] == sorted(lengths[:8])
 
 
-def test_the_trainer_calls_the_users_functions_in_their_order(world: Path, tmp_path: Path, examples: Examples, capsys):
+def test_the_trainer_calls_the_users_functions_in_their_order(inputs: Path, tmp_path: Path, examples: Examples, capsys):
     trained(
-        world,
+        inputs,
         tmp_path / "run",
         *("--custom-model-provider-path", examples("only_the_last_layers")),
         *("--custom-megatron-init-path", examples("count")),
@@ -114,9 +114,9 @@ def test_the_trainer_calls_the_users_functions_in_their_order(world: Path, tmp_p
         assert isinstance(batch, Batch) and len(batch.samples) == 16
 
 
-def test_what_is_learned_follows_from_the_users_functions(world: Path, tmp_path: Path, examples: Examples):
+def test_what_is_learned_follows_from_the_users_functions(inputs: Path, tmp_path: Path, examples: Examples):
     rows = trained(
-        world,
+        inputs,
         tmp_path / "run",
         *("--dynamic-sampling-filter-path", examples("neither_easy_nor_hopeless")),
         *("--custom-convert-samples-to-train-data-path", examples("later_tokens_count_less")),
@@ -130,9 +130,9 @@ def test_what_is_learned_follows_from_the_users_functions(world: Path, tmp_path:
     assert all(0 < row["tis_weight"] < 2 for row in rows if row["kind"] == "train")
 
 
-def test_a_loss_and_a_worth_of_ones_own(world: Path, tmp_path: Path, examples: Examples):
+def test_a_loss_and_a_worth_of_ones_own(inputs: Path, tmp_path: Path, examples: Examples):
     rows = trained(
-        world,
+        inputs,
         tmp_path / "run",
         *("--loss-type", "custom_loss", "--custom-loss-function-path", examples("softly_bounded")),
         *("--custom-reward-post-process-path", examples("ranked")),
@@ -141,17 +141,17 @@ def test_a_loss_and_a_worth_of_ones_own(world: Path, tmp_path: Path, examples: E
     assert all(row["ratio"] == pytest.approx(1, abs=0.5) for row in rows if row["kind"] == "train")
 
 
-def test_rewards_of_ones_own(world: Path, tmp_path: Path, examples: Examples):
+def test_rewards_of_ones_own(inputs: Path, tmp_path: Path, examples: Examples):
     keep = ("--dynamic-sampling-filter-path", "keep_all")
-    rows = trained(world, tmp_path / "one", *keep, reward=examples("score"), steps=1)
+    rows = trained(inputs, tmp_path / "one", *keep, reward=examples("score"), steps=1)
     assert {"reward/right", "reward/brief"} <= set(rows[-2])
-    trained(world, tmp_path / "all", *keep, "--group-rm", reward=examples("shortest_wins"), steps=1)
+    trained(inputs, tmp_path / "all", *keep, "--group-rm", reward=examples("shortest_wins"), steps=1)
     assert len(examples.of("score")) == 16 + 2 * 6 and len(examples.of("shortest_wins")) == 4 + 2 * 6
 
 
-def test_a_buffer_of_ones_own(world: Path, tmp_path: Path, examples: Examples):
+def test_a_buffer_of_ones_own(inputs: Path, tmp_path: Path, examples: Examples):
     rows = trained(
-        world,
+        inputs,
         tmp_path / "run",
         *("--max-weight-staleness", "2", "--reorder-window", "3", "--eval-interval", "100"),
         *("--custom-async-data-buffer-path", examples("most_telling")),
@@ -164,10 +164,10 @@ def test_a_buffer_of_ones_own(world: Path, tmp_path: Path, examples: Examples):
     assert all(row["staleness"] <= 1 for row in rows if row["kind"] == "train")
 
 
-def test_a_curriculum_and_a_generate_function_of_ones_own(world: Path, tmp_path: Path, examples: Examples):
-    data = (f"{world / 'train.jsonl'}@[0:12]", f"{world / 'train.jsonl'}@[12:24]")
+def test_a_curriculum_and_a_generate_function_of_ones_own(inputs: Path, tmp_path: Path, examples: Examples):
+    data = (f"{inputs / 'train.jsonl'}@[0:12]", f"{inputs / 'train.jsonl'}@[12:24]")
     trained(
-        world,
+        inputs,
         tmp_path / "run",
         *("--prompt-data", *data, "--curriculum-path", examples("harder_when_ready")),
         *("--custom-generate-function-path", examples("think_again"), "--eval-interval", "100"),
@@ -176,20 +176,20 @@ def test_a_curriculum_and_a_generate_function_of_ones_own(world: Path, tmp_path:
     assert examples.of("harder_when_ready") and len(examples.of("think_again")) >= 16
 
 
-def test_an_agent_with_a_matcher_and_a_picker(world: Path, tmp_path: Path, examples: Examples):
+def test_an_agent_with_a_matcher_and_a_picker(inputs: Path, tmp_path: Path, examples: Examples):
     pytest.importorskip("openai")
     pytest.importorskip("aiohttp")
     asks = ("--custom-agent-function-path", examples("agent"), "--eval-interval", "100")
-    trained(world, tmp_path / "once", *asks, "--session-sample-picker-path", examples("the_longest"), steps=1)
+    trained(inputs, tmp_path / "once", *asks, "--session-sample-picker-path", examples("the_longest"), steps=1)
     assert len(examples.of("agent")) >= 16 and len(examples.of("the_longest")) >= 16
     replays = ("--custom-agent-function-path", "tests.launch.test_agent_runs:twice", "--eval-interval", "100")
-    trained(world, tmp_path / "again", *replays, "--session-message-matcher-path", examples("but_for_spaces"), steps=1)
+    trained(inputs, tmp_path / "again", *replays, "--session-message-matcher-path", examples("but_for_spaces"), steps=1)
     assert any(stored["role"] == "user" == given["role"] for stored, given in examples.of("but_for_spaces"))
 
 
-def test_functions_written_for_upstream_train(world: Path, tmp_path: Path, examples: Examples):
+def test_functions_written_for_upstream_train(inputs: Path, tmp_path: Path, examples: Examples):
     rows = trained(
-        world,
+        inputs,
         tmp_path / "run",
         *("--custom-generate-function-path", examples("ask_twice")),
         reward=examples("letters"),

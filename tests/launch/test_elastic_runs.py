@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.chaos_report import summarize_run
-from tests.launch.small_run import Command, flags, miles, shared_letters, write_world
+from tests.launch.small_run import Command, flags, miles, shared_letters, write_inputs
 from tests.launch.test_engines_command import events
 
 from miles.core.types import Prompt, Reward, Trajectory
@@ -18,8 +18,8 @@ ELASTIC = (
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory) -> Path:
-    return write_world(tmp_path_factory.mktemp("world"))
+def inputs(tmp_path_factory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 async def late(prompt: Prompt, trajectory: Trajectory) -> Reward:
@@ -29,9 +29,9 @@ async def late(prompt: Prompt, trajectory: Trajectory) -> Reward:
 
 
 @pytest.mark.slow  # a run of minutes; what is decided is tested by itself
-def test_a_rank_becomes_an_engine_where_the_trainer_waits(world, tmp_path):
+def test_a_rank_becomes_an_engine_where_the_trainer_waits(inputs, tmp_path):
     run = tmp_path / "run"
-    line = flags(world, run, *ELASTIC, steps=1000)
+    line = flags(inputs, run, *ELASTIC, steps=1000)
     line[line.index("--custom-rm-path") + 1] = f"{__name__}:late"
     going = Command("train", *line)
     going.wait_to_hear("engine 1 at")
@@ -57,10 +57,10 @@ def test_a_rank_becomes_an_engine_where_the_trainer_waits(world, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_engine_becomes_a_rank_where_rollout_waits(world, tmp_path):
+def test_an_engine_becomes_a_rank_where_rollout_waits(inputs, tmp_path):
     run = tmp_path / "run"
     sizes = {"--actor-num-gpus-per-node": "1", "--rollout-num-gpus": "2"}
-    line = flags(world, run, *ELASTIC, steps=14)
+    line = flags(inputs, run, *ELASTIC, steps=14)
     for flag, size in sizes.items():
         line[line.index(flag) + 1] = size
     line[line.index("--n-samples-per-prompt") + 1] = "16"  # more to train on than an engine needs to sample it

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.launch.small_run import Command, flags, miles, write_world
+from tests.launch.small_run import Command, flags, miles, write_inputs
 from tests.launch.test_server_runs import accounted
 from tests.server_api.live_servers import Hosted
 
@@ -14,8 +14,8 @@ SERVED = ("--rollout-backend", "served", "--rollout-num-engines", "1", "--max-we
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory) -> Path:
-    return write_world(tmp_path_factory.mktemp("world"))
+def inputs(tmp_path_factory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 def events(run: Path, *kinds: str) -> list[dict]:
@@ -31,10 +31,10 @@ def listed(said: str) -> list[list[str]]:
 
 
 @pytest.mark.slow  # a whole run, beside which servers start and end
-def test_engines_join_and_leave_while_a_run_goes_on(world, tmp_path):
+def test_engines_join_and_leave_while_a_run_goes_on(inputs, tmp_path):
     run = tmp_path / "run"
-    going = Command("train", *flags(world, run, *SERVED, steps=2000))
-    other = Hosted(world, "--incremental-streaming-output")
+    going = Command("train", *flags(inputs, run, *SERVED, steps=2000))
+    other = Hosted(inputs, "--incremental-streaming-output")
     url = f"http://127.0.0.1:{other.port}"
     try:
         going.wait_to_hear("step")
@@ -76,16 +76,16 @@ def test_engines_join_and_leave_while_a_run_goes_on(world, tmp_path):
     assert all(e["version"][1] > 0 for e in came if e["event"] == "EngineJoined")
     ended = miles("engines", str(run))
     assert ended.returncode == 2 and "is not running now" in ended.stderr
-    again = miles("train", *flags(world, run, *SERVED, steps=events(run, "StepFinished")[-1]["step"] + 2))
+    again = miles("train", *flags(inputs, run, *SERVED, steps=events(run, "StepFinished")[-1]["step"] + 2))
     assert again.returncode == 0, again.stderr
     accounted(run)
 
 
-def test_what_no_engine_can_join_is_told_so(world, tmp_path):
+def test_what_no_engine_can_join_is_told_so(inputs, tmp_path):
     nowhere = miles("engines", str(tmp_path / "nowhere"))
     assert nowhere.returncode == 2 and "is not a run; name the directory a run was saved to" in nowhere.stderr
     run = tmp_path / "run"
-    done = miles("train", *flags(world, run, steps=2))
+    done = miles("train", *flags(inputs, run, steps=2))
     assert done.returncode == 0, done.stderr
     inside = miles("engines", str(run), "--add", "http://127.0.0.1:9")
     assert inside.returncode == 2

@@ -4,7 +4,7 @@ import json
 import signal
 
 import pytest
-from tests.launch.small_run import everything, flags, miles, write_world
+from tests.launch.small_run import everything, flags, miles, write_inputs
 
 from miles.observe.metric import list_undocumented
 
@@ -20,12 +20,12 @@ ESTIMATORS = {
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return write_world(tmp_path_factory.mktemp("world"))
+def inputs(tmp_path_factory):
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-def line(world, run, estimator, *more, steps=3):
-    plain = flags(world, run, steps=steps)
+def line(inputs, run, estimator, *more, steps=3):
+    plain = flags(inputs, run, steps=steps)
     at = plain.index("--use-kl-loss")
     del plain[at : at + len(WITHOUT)]
     return [*plain, "--advantage-estimator", estimator, *ESTIMATORS[estimator], *more]
@@ -37,9 +37,9 @@ def rows(run, kind="train"):
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_three_steps_of_each_leave_metrics_that_are_explained(world, tmp_path, estimator):
+def test_three_steps_of_each_leave_metrics_that_are_explained(inputs, tmp_path, estimator):
     run = tmp_path / "run"
-    done = miles("train", *line(world, run, estimator))
+    done = miles("train", *line(inputs, run, estimator))
     assert done.returncode == 0, done.stderr
     seen = rows(run)
     assert len(seen) == 3 and list_undocumented(seen[-1].keys() - {"kind", "step"}) == []
@@ -57,15 +57,15 @@ def test_three_steps_of_each_leave_metrics_that_are_explained(world, tmp_path, e
         assert all("loss" in row for row in seen[1:])
 
 
-def test_a_killed_run_with_a_critic_continues_to_the_bit(world, tmp_path):
+def test_a_killed_run_with_a_critic_continues_to_the_bit(inputs, tmp_path):
     calm, run = tmp_path / "calm", tmp_path / "run"
-    done = miles("train", *line(world, calm, "ppo", steps=5))
+    done = miles("train", *line(inputs, calm, "ppo", steps=5))
     assert done.returncode == 0, done.stderr
     # In the first step only the critic's optimizer moves, then both do, twice a step: this is the middle of the fourth.
-    killed = miles("train", *line(world, run, "ppo", steps=5), kill_at="miles.train.optim.optimizer:Optimizer.step:12")
+    killed = miles("train", *line(inputs, run, "ppo", steps=5), kill_at="miles.train.optim.optimizer:Optimizer.step:12")
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-000002"]
-    again = miles("train", *line(world, run, "ppo", steps=5))
+    again = miles("train", *line(inputs, run, "ppo", steps=5))
     assert again.returncode == 0, again.stderr
     expected = everything(calm)
     assert {"critic/optimizer.safetensors", "critic/value_head.safetensors"} <= expected.keys()
@@ -74,16 +74,16 @@ def test_a_killed_run_with_a_critic_continues_to_the_bit(world, tmp_path):
         assert everything(run)[name] == content, f"{name} differs"
 
 
-def test_a_critic_of_another_run_is_taken_up_with_its_head(world, tmp_path):
+def test_a_critic_of_another_run_is_taken_up_with_its_head(inputs, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
-    assert miles("train", *line(world, first, "ppo")).returncode == 0
+    assert miles("train", *line(inputs, first, "ppo")).returncode == 0
     taken = first / "checkpoints" / "step-000003" / "critic"
-    done = miles("train", *line(world, second, "ppo", "--critic-load", str(taken)))
+    done = miles("train", *line(inputs, second, "ppo", "--critic-load", str(taken)))
     assert done.returncode == 0, done.stderr
     assert rows(first)[0]["value_mean"] == 0.0 != rows(second)[0]["value_mean"]
 
 
-def test_planes_may_overlap_with_a_critic_too(world, tmp_path):
-    done = miles("train", *line(world, tmp_path / "run", "ppo", "--max-weight-staleness", "1"))
+def test_planes_may_overlap_with_a_critic_too(inputs, tmp_path):
+    done = miles("train", *line(inputs, tmp_path / "run", "ppo", "--max-weight-staleness", "1"))
     assert done.returncode == 0, done.stderr
     assert len(rows(tmp_path / "run")) == 3

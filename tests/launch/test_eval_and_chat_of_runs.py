@@ -4,7 +4,7 @@ import io
 import json
 
 import pytest
-from tests.launch.small_run import flags, undrawn, write_world
+from tests.launch.small_run import flags, undrawn, write_inputs
 
 from miles.launch.commands import train as train_command
 from miles.launch.commands.chat import ReplyPrinter
@@ -16,11 +16,11 @@ from miles.launch.read_config import read
 def run(tmp_path_factory):
     """A run of one step with a prompt template, whose ``--load`` names its own new directory."""
     folder = tmp_path_factory.mktemp("run")
-    world, run = write_world(folder / "world"), folder / "run"
+    inputs, run = write_inputs(folder / "inputs"), folder / "run"
     more = ("--prompt-template", "oo{prompt}", "--load", str(run), "--lr-warmup-iters", "0", "--no-eval-interval")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_command, "plot_curves", undrawn)
-        words = flags(world, run, *more, "--dynamic-sampling-filter-path", "keep_all", steps=1)
+        words = flags(inputs, run, *more, "--dynamic-sampling-filter-path", "keep_all", steps=1)
         assert main(["train", *words, "--save-interval", "1"]) == 0
     return run
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.launch.small_run import write_world
+from tests.launch.small_run import write_inputs
 
 from miles.core.errors import MilesError
 from miles.launch import main as launch_main
@@ -63,15 +63,15 @@ def log(step, groups, metrics):
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_world(tmp_path_factory.mktemp("world"))
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_inputs(tmp_path_factory.mktemp("inputs"))
     (folder / "hooks.py").write_text(HOOKS)
     return folder
 
 
-def line(world: Path, run: Path, *more: str) -> list[str]:
+def line(inputs: Path, run: Path, *more: str) -> list[str]:
     return [
-        *("train", "--hf-checkpoint", str(world), "--prompt-data", str(world / "train.jsonl"), "--save", str(run)),
+        *("train", "--hf-checkpoint", str(inputs), "--prompt-data", str(inputs / "train.jsonl"), "--save", str(run)),
         *("--label-key", "label", "--apply-chat-template", "--rollout-batch-size", "2", "--n-samples-per-prompt", "2"),
         *("--rollout-max-response-len", "4", "--num-rollout", "1", "--num-threads", "1", "--device", "cpu"),
         *("--rm-type", "deterministic_random", "--view", "plain", *more),
@@ -86,19 +86,19 @@ def test_the_table_lists_every_status():
     assert listed == {0, 1, 2, *map(exit_code_from_signal, STOP_SIGNALS), 128 + signal.SIGKILL}
 
 
-def test_a_finished_run_and_only_that_is_0(world: Path, tmp_path: Path):
-    assert main(line(world, tmp_path / "run")) == 0
-    assert main(line(world, tmp_path / "run")) == 0
+def test_a_finished_run_and_only_that_is_0(inputs: Path, tmp_path: Path):
+    assert main(line(inputs, tmp_path / "run")) == 0
+    assert main(line(inputs, tmp_path / "run")) == 0
 
 
-def test_a_wrong_command_is_2(world: Path, tmp_path: Path):
-    assert main(line(world, tmp_path / "run", "--rollout-batch-size", "none")) == 2
+def test_a_wrong_command_is_2(inputs: Path, tmp_path: Path):
+    assert main(line(inputs, tmp_path / "run", "--rollout-batch-size", "none")) == 2
     assert not (tmp_path / "run").exists()
 
 
-def test_data_whose_first_rows_cannot_be_read_is_2(world: Path, tmp_path: Path, capsys):
+def test_data_whose_first_rows_cannot_be_read_is_2(inputs: Path, tmp_path: Path, capsys):
     (tmp_path / "bad.jsonl").write_text("{")
-    command = line(world, tmp_path / "run")
+    command = line(inputs, tmp_path / "run")
     command[command.index("--prompt-data") + 1] = str(tmp_path / "bad.jsonl")
     assert main(command) == 2
     assert "bad.jsonl" in capsys.readouterr().err
@@ -119,9 +119,9 @@ def test_data_whose_first_rows_cannot_be_read_is_2(world: Path, tmp_path: Path, 
         ("--custom-rollout-log-function-path", "log", "hooks.py:log raised BrokenPipeError"),
     ],
 )
-def test_a_hook_that_raises_is_1_and_named(world: Path, tmp_path: Path, capsys, flag: str, name: str, says: str):
-    more = (flag, f"{world / 'hooks.py'}:{name}", "--max-reward-failures", "3")
-    command = line(world, tmp_path / "run", *more)
+def test_a_hook_that_raises_is_1_and_named(inputs: Path, tmp_path: Path, capsys, flag: str, name: str, says: str):
+    more = (flag, f"{inputs / 'hooks.py'}:{name}", "--max-reward-failures", "3")
+    command = line(inputs, tmp_path / "run", *more)
     if flag == "--custom-rm-path":
         at = command.index("--rm-type")
         del command[at : at + 2]
@@ -148,7 +148,7 @@ class OutOfMemoryError(RuntimeError):
     ],
 )
 def test_other_ends_have_their_status_and_a_sentence(
-    world: Path, tmp_path: Path, capsys, monkeypatch, error, status, says
+    inputs: Path, tmp_path: Path, capsys, monkeypatch, error, status, says
 ):
     def fail(*_):
         raise error
@@ -156,19 +156,19 @@ def test_other_ends_have_their_status_and_a_sentence(
     monkeypatch.setattr("miles.launch.commands.train.train", fail)
     before = signal.getsignal(signal.SIGINT)
     try:
-        assert main(line(world, tmp_path / "run")) == status
+        assert main(line(inputs, tmp_path / "run")) == status
     finally:
         signal.signal(signal.SIGINT, before)
     assert says in capsys.readouterr().err
 
 
-def test_an_error_of_the_program_is_raised(world: Path, tmp_path: Path, monkeypatch):
+def test_an_error_of_the_program_is_raised(inputs: Path, tmp_path: Path, monkeypatch):
     def fail(*_):
         raise ZeroDivisionError
 
     monkeypatch.setattr("miles.launch.commands.train.train", fail)
     with pytest.raises(ZeroDivisionError):
-        main(line(world, tmp_path / "run"))
+        main(line(inputs, tmp_path / "run"))
 
 
 def test_a_thread_that_never_ends_does_not_keep_the_process():

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from tests.launch.small_run import Command, everything, flags, write_world
+from tests.launch.small_run import Command, everything, flags, write_inputs
 
 from miles.core.protocols import Engine, SamplingParams
 from miles.core.types import Prompt, Trajectory
@@ -21,15 +21,15 @@ PAIR = ("--actor-num-gpus-per-node", "2")
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory) -> Path:
-    return write_world(tmp_path_factory.mktemp("world"))
+def inputs(tmp_path_factory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="module")
-def calm(world, tmp_path_factory) -> Path:
+def calm(inputs, tmp_path_factory) -> Path:
     """The run of two ranks that nothing happens to."""
     run = tmp_path_factory.mktemp("runs") / "calm"
-    done = Command("train", *flags(world, run, *PAIR)).done()
+    done = Command("train", *flags(inputs, run, *PAIR)).done()
     assert done.returncode == 0, done.stderr
     return run
 
@@ -52,9 +52,9 @@ RANK, RUN = b"spawn_main", b"miles.launch.main"
 
 
 @pytest.mark.parametrize("number", STRUCK)
-def test_a_lost_rank_is_replaced_and_the_run_is_the_calm_one_to_the_bit(world, calm, tmp_path, number):
+def test_a_lost_rank_is_replaced_and_the_run_is_the_calm_one_to_the_bit(inputs, calm, tmp_path, number):
     run = tmp_path / "run"
-    going = Command("train", *flags(world, run, *PAIR, "--heartbeat-timeout", "15"))
+    going = Command("train", *flags(inputs, run, *PAIR, "--heartbeat-timeout", "15"))
     going.wait_to_hear("step 3/6")
     os.kill(child_of(going.pid, RANK), number)
     done = going.done()
@@ -67,9 +67,9 @@ def test_a_lost_rank_is_replaced_and_the_run_is_the_calm_one_to_the_bit(world, c
 
 @pytest.mark.slow  # two lives of a run
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
-def test_a_supervised_run_that_is_lost_goes_on_to_the_same_end(world, calm, tmp_path, number):
+def test_a_supervised_run_that_is_lost_goes_on_to_the_same_end(inputs, calm, tmp_path, number):
     run = tmp_path / "run"
-    going = Command("train", *flags(world, run, *PAIR, "--max-restarts", "2", "--heartbeat-timeout", "15"))
+    going = Command("train", *flags(inputs, run, *PAIR, "--max-restarts", "2", "--heartbeat-timeout", "15"))
     going.wait_to_hear("step 3/6")
     os.kill(child_of(going.pid, RUN), number)
     done = going.done()
@@ -86,10 +86,10 @@ async def never(prompt: Prompt, engine: Engine, sampling: SamplingParams) -> Tra
     raise AssertionError
 
 
-def test_a_run_that_stands_still_says_who_waits_for_whom(world, tmp_path):
+def test_a_run_that_stands_still_says_who_waits_for_whom(inputs, tmp_path):
     run = tmp_path / "run"
     more = ("--stall-timeout", "10", "--reward-timeout", "1", "--skip-eval-before-train")
-    line = flags(world, run, *PAIR, *more, "--custom-generate-function-path", f"{__name__}:never")
+    line = flags(inputs, run, *PAIR, *more, "--custom-generate-function-path", f"{__name__}:never")
     done = Command("train", *line).done()
     assert done.returncode == 1
     assert "step 1 waited 10 s for the next group and none finished" in done.stderr

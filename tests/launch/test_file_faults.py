@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.launch.file_faults import ERRORS, FileFaults, inject
-from tests.launch.small_run import flags, write_world
+from tests.launch.small_run import flags, write_inputs
 
 from miles.launch.commands import train as train_command
 from miles.launch.main import main
@@ -16,8 +16,8 @@ LAST = 400
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory) -> Path:
-    return write_world(tmp_path_factory.mktemp("world"))
+def inputs(tmp_path_factory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(autouse=True)
@@ -25,9 +25,9 @@ def no_plots(monkeypatch):
     monkeypatch.setattr(train_command, "plot_curves", lambda *args: False)
 
 
-def command(world: Path, run: Path) -> list[str]:
+def command(inputs: Path, run: Path) -> list[str]:
     more = ("--keep-checkpoints", "1", "--save-interval", "1", "--view", "none")
-    argv = flags(world, run, steps=2)
+    argv = flags(inputs, run, steps=2)
     for flag, count in (("--save-interval", 2), ("--eval-interval", 2), ("--eval-prompt-data", 3), ("--view", 2)):
         at = argv.index(flag)
         del argv[at : at + count]
@@ -37,19 +37,19 @@ def command(world: Path, run: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def calm(world, tmp_path_factory) -> Path:
+def calm(inputs, tmp_path_factory) -> Path:
     run = tmp_path_factory.mktemp("runs") / "calm"
     train_command.plot_curves, plot = (lambda *args: False), train_command.plot_curves
-    assert main(command(world, run)) == 0
+    assert main(command(inputs, run)) == 0
     train_command.plot_curves = plot
     return run
 
 
-def fail_and_continue(world: Path, calm: Path, run: Path, number: int, code: int, capsys) -> bool:
+def fail_and_continue(inputs: Path, calm: Path, run: Path, number: int, code: int, capsys) -> bool:
     """Let operation ``number`` fail; whether the run makes so many."""
     faults = FileFaults(run, number, code)
     with inject(faults):
-        status = main(command(world, run))
+        status = main(command(inputs, run))
     error = capsys.readouterr().err
     if not faults.failed:
         assert status == 0
@@ -61,7 +61,7 @@ def fail_and_continue(world: Path, calm: Path, run: Path, number: int, code: int
         lines = error.strip().splitlines()
         assert len(lines) == 1 and lines[0].startswith("miles: "), reported
         assert os.strerror(code) in error, reported
-        assert main(command(world, run)) == 0, reported + capsys.readouterr().err
+        assert main(command(inputs, run)) == 0, reported + capsys.readouterr().err
         capsys.readouterr()
     assert (run / "metrics.jsonl").read_bytes() == (calm / "metrics.jsonl").read_bytes(), reported
     assert (run / "events.jsonl").read_bytes() == (calm / "events.jsonl").read_bytes(), reported
@@ -69,34 +69,34 @@ def fail_and_continue(world: Path, calm: Path, run: Path, number: int, code: int
 
 
 @pytest.mark.parametrize("number", [1, 6, 12])
-def test_a_file_operation_that_fails_at_the_start_is_one_sentence(world, tmp_path, capsys, number):
+def test_a_file_operation_that_fails_at_the_start_is_one_sentence(inputs, tmp_path, capsys, number):
     faults = FileFaults(tmp_path / "run", number)
     with inject(faults):
-        assert main(command(world, tmp_path / "run")) == 1
+        assert main(command(inputs, tmp_path / "run")) == 1
     assert faults.failed
     error = capsys.readouterr().err
     assert error.startswith("miles: ") and len(error.strip().splitlines()) == 1
     assert "No space left on device" in error
 
 
-def test_a_run_directory_below_a_file_is_one_sentence(world, tmp_path, capsys):
+def test_a_run_directory_below_a_file_is_one_sentence(inputs, tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    assert main(command(world, tmp_path / "file" / "run")) == 1
+    assert main(command(inputs, tmp_path / "file" / "run")) == 1
     error = capsys.readouterr().err
     assert error.startswith(f"miles: the run directory {tmp_path / 'file' / 'run'} cannot be used: Not a directory;")
     assert len(error.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize("number", [31, 75, 136])
-def test_a_run_whose_file_operation_failed_is_continued_as_if_it_had_not(world, calm, tmp_path, capsys, number):
-    assert fail_and_continue(world, calm, tmp_path / "run", number, ERRORS[number % len(ERRORS)], capsys)
+def test_a_run_whose_file_operation_failed_is_continued_as_if_it_had_not(inputs, calm, tmp_path, capsys, number):
+    assert fail_and_continue(inputs, calm, tmp_path / "run", number, ERRORS[number % len(ERRORS)], capsys)
 
 
 @pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
-def test_every_file_operation_may_fail(world, calm, tmp_path, capsys, stride):
+def test_every_file_operation_may_fail(inputs, calm, tmp_path, capsys, stride):
     for number in range(1, LAST, stride):
         run = tmp_path / f"run-{number}"
-        if not fail_and_continue(world, calm, run, number, ERRORS[number % len(ERRORS)], capsys):
+        if not fail_and_continue(inputs, calm, run, number, ERRORS[number % len(ERRORS)], capsys):
             return
         shutil.rmtree(run)
     pytest.fail("the run makes more operations than this test counts")

@@ -9,20 +9,20 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.launch.small_run import Command, miles, write_world
+from tests.launch.small_run import Command, miles, write_inputs
 
 from miles.core.protocols import Engine, FilterResult, SamplingParams
 from miles.core.types import Group, Prompt, Reward, Trajectory
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_world(tmp_path_factory.mktemp("world"))
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-def line(world: Path, run: Path, *more: str, steps: int = 1) -> list[str]:
+def line(inputs: Path, run: Path, *more: str, steps: int = 1) -> list[str]:
     return [
-        *("train", "--hf-checkpoint", str(world), "--prompt-data", str(world / "train.jsonl"), "--save", str(run)),
+        *("train", "--hf-checkpoint", str(inputs), "--prompt-data", str(inputs / "train.jsonl"), "--save", str(run)),
         *("--label-key", "label", "--apply-chat-template", "--rollout-batch-size", "2", "--n-samples-per-prompt", "2"),
         *("--rollout-max-response-len", "4", "--num-rollout", str(steps), "--num-threads", "1", "--device", "cpu"),
         *("--view", "plain", *more),
@@ -57,9 +57,9 @@ def filter_and_block(group: Group) -> FilterResult:
 
 
 @pytest.mark.parametrize("name", ["blocks", "swallows"])
-def test_a_reward_that_never_ends_fails_its_trajectories_and_the_run_goes_on(world: Path, tmp_path: Path, name: str):
+def test_a_reward_that_never_ends_fails_its_trajectories_and_the_run_goes_on(inputs: Path, tmp_path: Path, name: str):
     more = ("--custom-rm-path", f"{__name__}:{name}", "--reward-timeout", "1")
-    done = miles(*line(world, tmp_path / "run", *more))
+    done = miles(*line(inputs, tmp_path / "run", *more))
     assert done.returncode == 0, done.stderr
     (row,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(row)["unscored_ratio"] == 0.5
@@ -73,19 +73,19 @@ def test_a_reward_that_never_ends_fails_its_trajectories_and_the_run_goes_on(wor
         ("--dynamic-sampling-filter-path", "filter_and_block"),
     ],
 )
-def test_a_function_that_blocks_for_ever_ends_the_run_at_the_stall_timeout(world, tmp_path: Path, flag, name):
+def test_a_function_that_blocks_for_ever_ends_the_run_at_the_stall_timeout(inputs, tmp_path: Path, flag, name):
     limits = ("--stall-timeout", "7", "--reward-timeout", "6")
     more = ("--rm-type", "deterministic_random", flag, f"{__name__}:{name}", *limits)
-    done = miles(*line(world, tmp_path / "run", *more))
+    done = miles(*line(inputs, tmp_path / "run", *more))
     assert done.returncode == 1
     assert "waited 7 s for the next group and none finished" in done.stderr
     assert "ticket 0" in done.stderr or "tickets 0" in done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_second_signal_ends_a_run_whose_function_blocks(world: Path, tmp_path: Path, number: int):
+def test_a_second_signal_ends_a_run_whose_function_blocks(inputs: Path, tmp_path: Path, number: int):
     more = ("--rm-type", "deterministic_random", "--custom-generate-function-path", f"{__name__}:generate_and_block")
-    command = Command(*line(world, tmp_path / "run", *more))
+    command = Command(*line(inputs, tmp_path / "run", *more))
     command.wait_to_hear("blocked")
     assert command.pid is not None
     os.kill(command.pid, number)
@@ -96,8 +96,8 @@ def test_a_second_signal_ends_a_run_whose_function_blocks(world: Path, tmp_path:
     assert "Traceback" not in done.stderr
 
 
-def test_sighup_saves_before_it_ends_the_run(world: Path, tmp_path: Path):
-    command = Command(*line(world, tmp_path / "run", "--rm-type", "deterministic_random", steps=10000))
+def test_sighup_saves_before_it_ends_the_run(inputs: Path, tmp_path: Path):
+    command = Command(*line(inputs, tmp_path / "run", "--rm-type", "deterministic_random", steps=10000))
     command.wait_to_hear("/10000")
     assert command.pid is not None
     os.kill(command.pid, signal.SIGHUP)

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 import transformers
-from tests.launch.small_run import everything, flags, miles, write_world
+from tests.launch.small_run import everything, flags, miles, write_inputs
 from transformers import AutoModelForCausalLM
 
 from miles.launch.main import main
@@ -31,9 +31,9 @@ KINDS = {
 
 
 def furnish(folder, kind):
-    """The small world, its model replaced by a foreign one of the same vocabulary."""
-    world = write_world(folder)
-    config = json.loads((world / "config.json").read_text())
+    """The small inputs, its model replaced by a foreign one of the same vocabulary."""
+    inputs = write_inputs(folder)
+    config = json.loads((inputs / "config.json").read_text())
     name, own = KINDS[kind]
     ids = {key: config[key] for key in ("vocab_size", "eos_token_id")}
     torch.manual_seed(0)
@@ -43,8 +43,8 @@ def furnish(folder, kind):
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(5)
-    model.save_pretrained(world)
-    return world
+    model.save_pretrained(inputs)
+    return inputs
 
 
 @pytest.fixture(scope="module")
@@ -92,14 +92,22 @@ def test_planes_that_overlap_keep_parity_too(worlds, tmp_path):
 
 
 def test_it_is_scored_and_talked_to(worlds, capsys, monkeypatch):
-    world = worlds["olmoe"]
-    argv = ("--eval-prompt-data", "heldout", str(world / "heldout.jsonl"), "--rm-type", "exact", "--label-key", "label")
+    inputs = worlds["olmoe"]
+    argv = (
+        "--eval-prompt-data",
+        "heldout",
+        str(inputs / "heldout.jsonl"),
+        "--rm-type",
+        "exact",
+        "--label-key",
+        "label",
+    )
     common = ("--device", "cpu", "--num-threads", "1", "--rollout-max-response-len", "5")
-    scored = miles("eval", str(world), *FOREIGN, *argv, "--apply-chat-template", *common)
+    scored = miles("eval", str(inputs), *FOREIGN, *argv, "--apply-chat-template", *common)
     assert scored.returncode == 0, scored.stderr
     assert "eval/heldout/reward" in scored.stdout
     monkeypatch.setattr("sys.stdin", io.StringIO("abc\ncba\n"))
-    assert main(["chat", str(world), *FOREIGN, *common]) == 0
+    assert main(["chat", str(inputs), *FOREIGN, *common]) == 0
     assert len(capsys.readouterr().out.splitlines()) >= 2
 
 
@@ -124,17 +132,17 @@ def test_its_routing_is_not_replayed(worlds, tmp_path, capsys):
 
 
 def test_a_model_of_ours_can_be_computed_by_transformers_as_well(tmp_path):
-    world, run = write_world(tmp_path / "world"), tmp_path / "run"
-    done = miles("train", *flags(world, run, *FOREIGN, steps=2))
+    inputs, run = write_inputs(tmp_path / "inputs"), tmp_path / "run"
+    done = miles("train", *flags(inputs, run, *FOREIGN, steps=2))
     assert done.returncode == 0, done.stderr
     assert all(row["parity_max_abs"] < 1e-4 for row in rows(run))
 
 
 def test_a_model_that_does_not_fit_is_one_sentence(tmp_path):
-    world = write_world(tmp_path / "world")
-    config = json.loads((world / "config.json").read_text())
+    inputs = write_inputs(tmp_path / "inputs")
+    config = json.loads((inputs / "config.json").read_text())
     ids = {key: config[key] for key in ("vocab_size", "eos_token_id")}
     made = transformers.Lfm2Config(**(SMALL | ids | {"layer_types": ["conv", "full_attention"]}))
-    transformers.Lfm2ForCausalLM(made).save_pretrained(world)
-    done = miles("train", *flags(world, tmp_path / "run", *FOREIGN))
+    transformers.Lfm2ForCausalLM(made).save_pretrained(inputs)
+    done = miles("train", *flags(inputs, tmp_path / "run", *FOREIGN))
     assert done.returncode == 2 and "more than attention" in done.stderr and "Traceback" not in done.stderr

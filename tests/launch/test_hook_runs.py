@@ -5,7 +5,7 @@ import multiprocessing
 from pathlib import Path
 
 import pytest
-from tests.launch.small_run import everything, write_world
+from tests.launch.small_run import everything, write_inputs
 
 from miles.cluster import spmd
 from miles.launch.main import main
@@ -14,64 +14,64 @@ PLUGS = "tests.launch.example_hooks"
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_world(tmp_path_factory.mktemp("edges") / "world")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("edges") / "inputs")
 
 
-def line(world: Path, run: Path, *more: str, steps: int = 1, data: bool = True) -> list[str]:
-    prompts = ("--prompt-data", str(world / "train.jsonl")) if data else ()
+def line(inputs: Path, run: Path, *more: str, steps: int = 1, data: bool = True) -> list[str]:
+    prompts = ("--prompt-data", str(inputs / "train.jsonl")) if data else ()
     return [
-        *("train", "--hf-checkpoint", str(world), *prompts, "--save", str(run), "--label-key", "label"),
+        *("train", "--hf-checkpoint", str(inputs), *prompts, "--save", str(run), "--label-key", "label"),
         *("--apply-chat-template", "--rm-type", "deterministic_random", "--rollout-batch-size", "2"),
         *("--n-samples-per-prompt", "2", "--rollout-max-response-len", "4", "--num-rollout", str(steps)),
         *("--num-threads", "1", "--device", "cpu", "--view", "plain", "--lr", "1e-2", *more),
     ]
 
 
-def held_out(world: Path) -> tuple[str, ...]:
-    return ("--eval-prompt-data", "held", str(world / "heldout.jsonl"))
+def held_out(inputs: Path) -> tuple[str, ...]:
+    return ("--eval-prompt-data", "held", str(inputs / "heldout.jsonl"))
 
 
 def rows(run: Path) -> list[dict]:
     return [json.loads(row) for row in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_with_plugs_goes_on_as_if_it_had_not_been_stopped(world: Path, tmp_path: Path):
+def test_a_run_with_hooks_goes_on_as_if_it_had_not_been_stopped(inputs: Path, tmp_path: Path):
     more = (
         *("--data-source-path", f"{PLUGS}:Counting", "--buffer-filter-path", f"{PLUGS}:not_every_third"),
         *("--custom-advantage-function-path", f"{PLUGS}:halved", "--save-interval", "1"),
     )
-    assert main(line(world, tmp_path / "whole", *more, steps=4, data=False)) == 0
-    assert main(line(world, tmp_path / "parts", *more, steps=2, data=False)) == 0
-    assert main(line(world, tmp_path / "parts", *more, steps=4, data=False)) == 0
+    assert main(line(inputs, tmp_path / "whole", *more, steps=4, data=False)) == 0
+    assert main(line(inputs, tmp_path / "parts", *more, steps=2, data=False)) == 0
+    assert main(line(inputs, tmp_path / "parts", *more, steps=4, data=False)) == 0
     assert everything(tmp_path / "whole") == everything(tmp_path / "parts")
     dropped = [json.loads(row) for row in (tmp_path / "whole" / "events.jsonl").read_text().splitlines()]
     assert {row["reason"] for row in dropped if row.get("kept") is False} == {"third"}
 
 
-def test_lowering_num_rollout_below_finished_steps_ends_the_run(world: Path, tmp_path: Path, capsys):
-    assert main(line(world, tmp_path / "run", steps=2)) == 0
+def test_lowering_num_rollout_below_finished_steps_ends_the_run(inputs: Path, tmp_path: Path, capsys):
+    assert main(line(inputs, tmp_path / "run", steps=2)) == 0
     before = everything(tmp_path / "run")
-    assert main(line(world, tmp_path / "run", steps=1)) == 0
+    assert main(line(inputs, tmp_path / "run", steps=1)) == 0
     assert "has finished 2 steps, and this command asks for 1: nothing is left to train" in capsys.readouterr().out
     assert everything(tmp_path / "run") == before
 
 
-def test_attempts_that_are_left_out_teach_nothing(world: Path, tmp_path: Path):
-    assert main(line(world, tmp_path / "all")) == 0
-    assert main(line(world, tmp_path / "some", "--rollout-sample-filter-path", f"{PLUGS}:first_only")) == 0
+def test_trajectories_that_are_left_out_teach_nothing(inputs: Path, tmp_path: Path):
+    assert main(line(inputs, tmp_path / "all")) == 0
+    assert main(line(inputs, tmp_path / "some", "--rollout-sample-filter-path", f"{PLUGS}:first_only")) == 0
     (everyone,), (some,) = rows(tmp_path / "all"), rows(tmp_path / "some")
     assert 0 < some["trained_tokens"] < everyone["trained_tokens"] and some["samples"] == everyone["samples"]
 
 
-def test_advantages_of_ones_own_are_what_is_trained_with(world: Path, tmp_path: Path):
-    assert main(line(world, tmp_path / "usual")) == 0
-    assert main(line(world, tmp_path / "halved", "--custom-advantage-function-path", f"{PLUGS}:halved")) == 0
+def test_advantages_of_ones_own_are_what_is_trained_with(inputs: Path, tmp_path: Path):
+    assert main(line(inputs, tmp_path / "usual")) == 0
+    assert main(line(inputs, tmp_path / "halved", "--custom-advantage-function-path", f"{PLUGS}:halved")) == 0
     (usual,), (halved,) = rows(tmp_path / "usual"), rows(tmp_path / "halved")
     assert halved["advantage_std"] == pytest.approx(usual["advantage_std"] / 2)
 
 
-def test_hooks_are_called_on_every_rank(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_hooks_are_called_on_every_rank(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     # Ranks are forked from a process that has what they import.
     multiprocessing.set_forkserver_preload(["miles.launch.distributed.models_fsdp", "tests.launch.small_run"])
     monkeypatch.setattr(spmd, "START_METHOD", "forkserver")
@@ -87,18 +87,18 @@ def test_hooks_are_called_on_every_rank(world: Path, tmp_path: Path, monkeypatch
         *("--custom-megatron-init-path", f"{tmp_path / 'hooks.py'}:begun", "--actor-num-gpus-per-node", "2"),
         *("--custom-megatron-before-train-step-hook-path", f"{tmp_path / 'hooks.py'}:stepped"),
     )
-    assert main(line(world, tmp_path / "run", *more)) == 0
+    assert main(line(inputs, tmp_path / "run", *more)) == 0
     reported = (tmp_path / "events").read_text().split()
     assert len(set(reported[1::2])) == 2 and sorted(reported[0::2]) == ["init"] * 2 + ["step"] * 2
 
 
-def test_a_tracker_that_fails_is_told_no_more_and_the_run_goes_on(world: Path, tmp_path: Path, capsys):
-    assert main(line(world, tmp_path / "run", "--custom-tracker-path", f"{PLUGS}:silent_tracker", steps=2)) == 0
+def test_a_tracker_that_fails_is_told_no_more_and_the_run_goes_on(inputs: Path, tmp_path: Path, capsys):
+    assert main(line(inputs, tmp_path / "run", "--custom-tracker-path", f"{PLUGS}:silent_tracker", steps=2)) == 0
     said = capsys.readouterr()
     assert (said.out + said.err).count("the service is down") == 1
 
 
-def test_an_evaluation_alone_asks_the_same_functions(world: Path, capsys):
+def test_an_evaluation_alone_asks_the_same_functions(inputs: Path, capsys):
     more = (
         "--eval-function-path",
         f"{PLUGS}:doubled",
@@ -107,17 +107,17 @@ def test_an_evaluation_alone_asks_the_same_functions(world: Path, capsys):
     )
     fixed = ("--apply-chat-template", "--rm-type", "deterministic_random", "--num-threads", "1", "--device", "cpu")
     short = ("--label-key", "label", "--rollout-max-response-len", "4", "--view", "none")
-    assert main(["eval", "--hf-checkpoint", str(world), *held_out(world), *fixed, *short, *more]) == 0
+    assert main(["eval", "--hf-checkpoint", str(inputs), *held_out(inputs), *fixed, *short, *more]) == 0
     assert capsys.readouterr().out.split()[:4] == ["eval/mine", "12.0000", "eval/step", "0.0000"]
 
 
-def test_upstreams_addresses_of_what_is_built_in_are_known(world: Path, tmp_path: Path):
+def test_upstreams_addresses_of_what_is_built_in_are_known(inputs: Path, tmp_path: Path):
     more = (
         *("--custom-generate-function-path", "miles.rollout.generate_hub.multi_turn.generate"),
         *("--rollout-function-path", "miles.rollout.sglang_rollout.generate_rollout"),
         *("--data-source-path", "miles.rollout.data_source.RolloutDataSourceWithBuffer"),
     )
-    assert main(line(world, tmp_path / "run", *more)) == 0
+    assert main(line(inputs, tmp_path / "run", *more)) == 0
 
 
 @pytest.mark.parametrize(
@@ -144,9 +144,9 @@ def test_upstreams_addresses_of_what_is_built_in_are_known(world: Path, tmp_path
         ("--custom-eval-rollout-log-function-path", "words", "returned None; return the metrics to log"),
     ],
 )
-def test_a_plug_that_does_not_keep_to_its_door_ends_the_run_in_a_sentence(
-    world: Path, tmp_path: Path, capsys, flag: str, name: str, says: str
+def test_a_hook_that_does_not_keep_to_its_door_ends_the_run_in_a_sentence(
+    inputs: Path, tmp_path: Path, capsys, flag: str, name: str, says: str
 ):
-    more = (flag, f"{PLUGS}:{name}", "--eval-interval", "1", *held_out(world))
-    assert main(line(world, tmp_path / "run", *more)) != 0
+    more = (flag, f"{PLUGS}:{name}", "--eval-interval", "1", *held_out(inputs))
+    assert main(line(inputs, tmp_path / "run", *more)) != 0
     assert says in capsys.readouterr().err.replace("\n", " ")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.launch.small_config import furnish
-from tests.launch.small_run import everything, flags, miles, write_world
+from tests.launch.small_run import everything, flags, miles, write_inputs
 
 from miles.config.cli import parse
 from miles.config.files import read_layers
@@ -23,14 +23,14 @@ LORA = ("--lora-rank", "4", "--lora-alpha", "8")
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return write_world(tmp_path_factory.mktemp("world"))
+def inputs(tmp_path_factory):
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="module")
-def calm(world, tmp_path_factory):
+def calm(inputs, tmp_path_factory):
     run = tmp_path_factory.mktemp("calm") / "run"
-    done = miles("train", *flags(world, run, *LORA, steps=4))
+    done = miles("train", *flags(inputs, run, *LORA, steps=4))
     assert done.returncode == 0, done.stderr
     return run
 
@@ -45,11 +45,11 @@ def train_rows(run: Path) -> list[dict]:
 
 
 def weights_in(folder: Path) -> dict[str, torch.Tensor]:
-    return dict(hf.load_slices(folder, rank=0, world=1, device="cpu", dtype=torch.float32))
+    return dict(hf.load_slices(folder, rank=0, inputs=1, device="cpu", dtype=torch.float32))
 
 
-def test_a_run_moves_the_targets_and_leaves_the_rest_as_it_was(world, calm):
-    before, after = weights_in(world), weights_in(last(calm))
+def test_a_run_moves_the_targets_and_leaves_the_rest_as_it_was(inputs, calm):
+    before, after = weights_in(inputs), weights_in(last(calm))
     moved = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
     assert moved == {name for name in after if name.split(".")[-2] in ("qkv", "output", "gate_up", "down")}
     assert all(row["parity_max_abs"] < 1e-4 for row in train_rows(calm))
@@ -58,9 +58,9 @@ def test_a_run_moves_the_targets_and_leaves_the_rest_as_it_was(world, calm):
     assert {name.partition(".")[2] for name in state} == {name.removeprefix("base_model.model.") for name in found}
 
 
-def test_a_killed_run_of_adapters_continues_to_the_bit(world, calm, tmp_path):
+def test_a_killed_run_of_adapters_continues_to_the_bit(inputs, calm, tmp_path):
     run = tmp_path / "run"
-    line = flags(world, run, *LORA, steps=4)
+    line = flags(inputs, run, *LORA, steps=4)
     assert miles("train", *line, kill_at="miles.train.optim.optimizer:Optimizer.step:6").returncode == -signal.SIGKILL
     again = miles("train", *line)
     assert again.returncode == 0, again.stderr
@@ -68,27 +68,27 @@ def test_a_killed_run_of_adapters_continues_to_the_bit(world, calm, tmp_path):
 
 
 @pytest.mark.slow
-def test_engine_and_trainer_agree_to_the_last_bit_under_exact_parity(world, tmp_path):
-    done = miles("train", *flags(world, tmp_path / "run", *LORA, "--parity", "exact", steps=3))
+def test_engine_and_trainer_agree_to_the_last_bit_under_exact_parity(inputs, tmp_path):
+    done = miles("train", *flags(inputs, tmp_path / "run", *LORA, "--parity", "exact", steps=3))
     assert done.returncode == 0, done.stderr
     assert all(row["parity_max_abs"] == 0.0 for row in train_rows(tmp_path / "run"))
 
 
 @pytest.mark.slow
-def test_ranks_come_to_what_one_process_comes_to(world, calm, tmp_path):
+def test_ranks_come_to_what_one_process_comes_to(inputs, calm, tmp_path):
     run = tmp_path / "run"
-    done = miles("train", *flags(world, run, *LORA, "--actor-num-gpus-per-node", "2", steps=4))
+    done = miles("train", *flags(inputs, run, *LORA, "--actor-num-gpus-per-node", "2", steps=4))
     assert done.returncode == 0, done.stderr
     mine, theirs = weights_in(last(run)), weights_in(last(calm))
     assert max(float((mine[name] - theirs[name]).abs().max()) for name in mine) < 1e-3
-    further = miles("train", *flags(world, run, *LORA, steps=5))  # by one process, from what two have saved
+    further = miles("train", *flags(inputs, run, *LORA, steps=5))  # by one process, from what two have saved
     assert further.returncode == 0, further.stderr
 
 
 @pytest.mark.slow
-def test_a_served_run_is_sent_adapters_alone_and_comes_to_the_same(world, calm, tmp_path):
+def test_a_served_run_is_sent_adapters_alone_and_comes_to_the_same(inputs, calm, tmp_path):
     run = tmp_path / "run"
-    done = miles("train", *flags(world, run, *LORA, "--rollout-backend", "served", steps=4))
+    done = miles("train", *flags(inputs, run, *LORA, "--rollout-backend", "served", steps=4))
     assert done.returncode == 0, done.stderr
     mine, theirs = weights_in(last(run)), weights_in(last(calm))
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
@@ -100,9 +100,9 @@ def test_a_served_run_is_sent_adapters_alone_and_comes_to_the_same(world, calm, 
 
 
 @pytest.mark.slow
-def test_a_run_starts_from_the_adapter_of_another(world, calm, tmp_path):
+def test_a_run_starts_from_the_adapter_of_another(inputs, calm, tmp_path):
     start = str(last(calm) / "adapter")
-    done = miles("train", *flags(world, tmp_path / "run", "--lora-adapter-path", start, lr="0", steps=2))
+    done = miles("train", *flags(inputs, tmp_path / "run", "--lora-adapter-path", start, lr="0", steps=2))
     assert done.returncode == 0, done.stderr
     mine, theirs = weights_in(last(tmp_path / "run")), weights_in(last(calm))
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)

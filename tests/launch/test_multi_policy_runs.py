@@ -113,7 +113,7 @@ def test_a_policy_with_the_weights_of_another_is_one_more_role_of_it(start, tmp_
     flags[flags.index("--policies") + 1] = json.dumps(table)
     assert main(["train", *flags]) == 0
     steps = measured(run, "train")
-    assert [row["samples"] for row in steps] == [32, 32], "a row for each role of each attempt"
+    assert [row["samples"] for row in steps] == [32, 32], "a row for each role of each trajectory"
     assert not [name for row in steps for name in row if name.startswith("policy/")]
     assert not (run / "checkpoints" / "step-000002" / "policies").exists()
 

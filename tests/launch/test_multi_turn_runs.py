@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from tests.launch.small_run import miles, write_world
+from tests.launch.small_run import miles, write_inputs
 
 from miles.launch.commands import demo_task
 from miles.models.tokenizer import load_tokenizer
@@ -14,8 +14,8 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }}{{ '<eos>' if m['role'] == 
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    folder = write_world(tmp_path_factory.mktemp("world"))
+def inputs(tmp_path_factory):
+    folder = write_inputs(tmp_path_factory.mktemp("inputs"))
     words = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     talks = []
     for a, b in zip(words[0::2], words[1::2], strict=True):
@@ -31,26 +31,26 @@ def asked(row):
     return row["input"] if isinstance(row["input"], list) else [{"role": "user", "content": row["input"]}]
 
 
-def learn(world, run, *more):
-    done = ran(world, run, *more)
+def learn(inputs, run, *more):
+    done = ran(inputs, run, *more)
     assert done.returncode == 0, done.stderr
     (row,) = [r for r in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if r["kind"] == "train"]
     return row
 
 
-def ran(world, run, *more):
+def ran(inputs, run, *more):
     return miles(
         "train",
-        *("--hf-checkpoint", str(world), "--prompt-data", str(world / "talks.jsonl"), "--save", str(run)),
+        *("--hf-checkpoint", str(inputs), "--prompt-data", str(inputs / "talks.jsonl"), "--save", str(run)),
         *("--apply-chat-template", "--loss-type", "sft_loss", "--rollout-batch-size", "8", "--num-rollout", "1"),
         *("--calculate-per-token-loss", "--num-threads", "1", "--device", "cpu", "--view", "plain", *more),
     )
 
 
-def test_all_turns_are_learned_in_one_row_or_each_in_its_own(world, tmp_path):
-    every, each, last = (learn(world, tmp_path / how, "--loss-mask-type", how) for how in ("all", "each", "last"))
-    talks = [json.loads(line)["input"] for line in (world / "talks.jsonl").read_text().splitlines()][:8]
-    tokenizer = load_tokenizer(world)
+def test_all_turns_are_learned_in_one_row_or_each_in_its_own(inputs, tmp_path):
+    every, each, last = (learn(inputs, tmp_path / how, "--loss-mask-type", how) for how in ("all", "each", "last"))
+    talks = [json.loads(line)["input"] for line in (inputs / "talks.jsonl").read_text().splitlines()][:8]
+    tokenizer = load_tokenizer(inputs)
     lengths = [[len(tokenizer.encode(t["content"])) + 1 for t in talk if t["role"] == "assistant"] for talk in talks]
     taught = sum(map(sum, lengths)) - lengths[0][0]
     assert every["trained_tokens"] == each["trained_tokens"] == taught
@@ -62,9 +62,9 @@ def test_all_turns_are_learned_in_one_row_or_each_in_its_own(world, tmp_path):
     )
 
 
-def test_a_template_that_forgets_earlier_turns_is_refused_before_anything_starts(world, tmp_path):
+def test_a_template_that_forgets_earlier_turns_is_refused_before_anything_starts(inputs, tmp_path):
     own = tmp_path / "own"
-    shutil.copytree(world, own)
+    shutil.copytree(inputs, own)
     settings = json.loads((own / "tokenizer_config.json").read_text())
     (own / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": demo_task.TEMPLATE}))
     done = ran(own, tmp_path / "run")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from safetensors import safe_open
-from tests.launch.small_run import flags, miles, write_world
+from tests.launch.small_run import flags, miles, write_inputs
 
 from miles.models.base import CausalLM
 
@@ -32,11 +32,11 @@ def sizes(checkpoint: Path) -> tuple[int, int]:
     "transport", ["tensor", *(pytest.param(each, marks=pytest.mark.slow) for each in ("auto", "distributed", "disk"))]
 )
 def test_servers_are_sent_what_is_trained_and_the_run_is_the_one_with_the_engine_inside(tmp_path, transport):
-    world, run, inside = write_world(tmp_path / "world"), tmp_path / "run", tmp_path / "inside"
+    inputs, run, inside = write_inputs(tmp_path / "inputs"), tmp_path / "run", tmp_path / "inside"
     more = ("--rollout-backend", "served", "--rollout-num-engines", "2", "--update-weight-transport", transport)
-    served = miles("train", *flags(world, run, *PROVIDED, *more, "--update-weight-buffer-size", "20000", steps=2))
+    served = miles("train", *flags(inputs, run, *PROVIDED, *more, "--update-weight-buffer-size", "20000", steps=2))
     assert served.returncode == 0, served.stderr
-    plain = miles("train", *flags(world, inside, *PROVIDED, steps=2))
+    plain = miles("train", *flags(inputs, inside, *PROVIDED, steps=2))
     assert plain.returncode == 0, plain.stderr
     assert (run / "metrics.jsonl").read_text() == (inside / "metrics.jsonl").read_text()
     ends = [max((each / "checkpoints").iterdir()) / "model.safetensors" for each in (run, inside)]

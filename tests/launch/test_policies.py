@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.launch.small_run import write_world
+from tests.launch.small_run import write_inputs
 
 from miles.backends.native.config import NativeConfig
 from miles.config.cli import parse
@@ -24,33 +24,33 @@ from miles.rollout.filters import nonzero_std
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory) -> Path:
-    return write_world(tmp_path_factory.mktemp("policies") / "world")
+def inputs(tmp_path_factory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("policies") / "inputs")
 
 
-def line(world: Path, policies: object, *more: str) -> list[str]:
+def line(inputs: Path, policies: object, *more: str) -> list[str]:
     return [
-        *("--hf-checkpoint", str(world), "--prompt-data", str(world / "train.jsonl"), "--apply-chat-template"),
+        *("--hf-checkpoint", str(inputs), "--prompt-data", str(inputs / "train.jsonl"), "--apply-chat-template"),
         *("--custom-cast-function-path", "solver_verifier", "--rm-type", "exact", "--label-key", "label"),
         *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--num-rollout", "2", "--device", "cpu"),
         *("--policies", json.dumps(policies), *more),
     ]
 
 
-def complaints(world: Path, policies: object, *more: str) -> list[str]:
+def complaints(inputs: Path, policies: object, *more: str) -> list[str]:
     with pytest.raises(UsageError) as refused:
-        read("plan", line(world, policies, *more))
+        read("plan", line(inputs, policies, *more))
     return list(refused.value.problems)
 
 
-def test_a_policy_has_its_own_knobs_over_those_outside(world):
+def test_a_policy_has_its_own_knobs_over_those_outside(inputs):
     table = {
         "solver": {"lr": 1e-3, "use_kl_loss": True, "kl_loss_coef": 0.1},
         "verifier": {"advantage_estimator": "rloo", "train_every": 3, "rollout_temperature": 0.7},
         "judge": {"frozen": True},
         "second": {"weights": "solver", "rollout_max_response_len": 5},
     }
-    config, plan, _ = read("plan", line(world, table, "--lr", "1e-4"))
+    config, plan, _ = read("plan", line(inputs, table, "--lr", "1e-4"))
     solver, verifier, judge, second = get_policies(config)
     assert (solver.config.train.lr, verifier.config.train.lr) == (1e-3, 1e-4)
     assert verifier.config.algo.advantage_estimator == "rloo" and verifier.train_every == 3
@@ -59,32 +59,32 @@ def test_a_policy_has_its_own_knobs_over_those_outside(world):
     assert second.config == replace(
         solver.config, rollout=replace(solver.config.rollout, rollout_max_response_len=5)
     ), "what has the weights of another has its knobs, too"
-    assert plan.reference == world, "the plan is the main policy's"
+    assert plan.reference == inputs, "the plan is the main policy's"
 
 
-def test_the_main_policy_is_the_first_or_the_actor(world):
-    config, _, _ = read("plan", line(world, {"judge": {"lr": 1e-3}, "actor": {"lr": 1e-5}}))
+def test_the_main_policy_is_the_first_or_the_actor(inputs):
+    config, _, _ = read("plan", line(inputs, {"judge": {"lr": 1e-3}, "actor": {"lr": 1e-5}}))
     assert [m.name for m in get_policies(config)] == ["actor", "judge"]
     assert get_main_config(config).train.lr == 1e-5
     alone = parse(Config, ()).config
     assert alone is not None and get_policies(alone) == (PolicyConfig(name="actor", config=alone, weights="actor"),)
 
 
-def test_a_policy_starts_from_its_place_in_a_checkpoint_of_all(world, tmp_path):
-    whole = write_world(tmp_path / "step-000002")
-    write_world(whole / "policies" / "verifier")
-    config, _, _ = read("plan", line(whole, {"solver": {}, "verifier": {}, "judge": {"hf_checkpoint": str(world)}}))
+def test_a_policy_starts_from_its_place_in_a_checkpoint_of_all(inputs, tmp_path):
+    whole = write_inputs(tmp_path / "step-000002")
+    write_inputs(whole / "policies" / "verifier")
+    config, _, _ = read("plan", line(whole, {"solver": {}, "verifier": {}, "judge": {"hf_checkpoint": str(inputs)}}))
     folders = {m.name: m.config.models.hf_checkpoint for m in get_policies(config)}
-    assert folders == {"solver": str(whole), "verifier": str(whole / "policies" / "verifier"), "judge": str(world)}
+    assert folders == {"solver": str(whole), "verifier": str(whole / "policies" / "verifier"), "judge": str(inputs)}
 
 
-def test_everything_that_is_wrong_is_told_at_once(world):
+def test_everything_that_is_wrong_is_told_at_once(inputs):
     table = {
         "solver": {"train_every": 2, "lr": "fast"},
         "verifier": {"frozen": True, "lr": 1e-3, "bananas": 1, "rollout_batch_size": 3},
         "second": {"weights": "solver", "adam_beta1": 0.5, "train_every": 2},
     }
-    assert complaints(world, table)[:7] == [
+    assert complaints(inputs, table)[:7] == [
         "--policies: solver is the main policy and is trained every step; remove its train_every.",
         "--policies: lr of verifier has no effect for a frozen policy; remove it.",
         "--policies: verifier has no option bananas.",
@@ -115,12 +115,12 @@ def test_everything_that_is_wrong_is_told_at_once(world):
         ({"a": {}, "b": {"rollout_temperature": 0.0}}, "--policies: for b, --rollout-temperature 0 is greedy"),
     ],
 )
-def test_what_a_policy_cannot_be_is_said(world, table, expected):
-    assert any(expected in sentence for sentence in complaints(world, table))
+def test_what_a_policy_cannot_be_is_said(inputs, table, expected):
+    assert any(expected in sentence for sentence in complaints(inputs, table))
 
 
-def test_what_all_policies_break_is_said_once(world):
-    said = complaints(world, {"a": {}, "b": {}}, "--n-samples-per-prompt", "4", "--kl-loss-coef", "0.5")
+def test_what_all_policies_break_is_said_once(inputs):
+    said = complaints(inputs, {"a": {}, "b": {}}, "--n-samples-per-prompt", "4", "--kl-loss-coef", "0.5")
     assert len([sentence for sentence in said if "--kl-loss-coef needs --use-kl-loss" in sentence]) == 1
     assert not [sentence for sentence in said if "for b" in sentence]
 
@@ -134,8 +134,8 @@ def test_what_all_policies_break_is_said_once(world):
         ("--no-custom-cast-function-path", "--policies needs a function that runs them together"),
     ],
 )
-def test_what_does_not_go_with_several_policies_is_said(world, more, expected):
-    given = line(world, {"a": {}, "b": {}})
+def test_what_does_not_go_with_several_policies_is_said(inputs, more, expected):
+    given = line(inputs, {"a": {}, "b": {}})
     for flag in ("--apply-chat-template", "--custom-cast-function-path"):
         if f"--no{flag[1:]}" in more:
             at = given.index(flag)
@@ -146,13 +146,13 @@ def test_what_does_not_go_with_several_policies_is_said(world, more, expected):
     assert any(expected in sentence for sentence in refused.value.problems)
 
 
-def test_a_plan_shows_the_policies(world, capsys):
+def test_a_plan_shows_the_policies(inputs, capsys):
     table = {"solver": {"lr": 1e-3}, "verifier": {"train_every": 2}, "judge": {"weights": "solver"}}
-    assert main(["plan", *line(world, table)]) == 0
+    assert main(["plan", *line(inputs, table)]) == 0
     output = capsys.readouterr().out
     assert "\npolicies\n" in output and "grpo at lr 0.001 every step (the main policy" in output
     assert "every 2 steps on the samples of all of them" in output and "the weights of solver" in output
-    assert main(["plan", *line(world, table), "--json"]) == 0
+    assert main(["plan", *line(inputs, table), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["policies"]
     assert [(row["name"], row["weights"], row["train_every"]) for row in rows] == [
         *[("solver", "solver", 1), ("verifier", "verifier", 2), ("judge", "solver", 1)]

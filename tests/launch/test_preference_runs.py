@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.launch.small_run import everything, miles, write_world
+from tests.launch.small_run import everything, miles, write_inputs
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from miles.launch.main import main
@@ -31,16 +31,16 @@ def write_ranked(path: Path, words: list[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory) -> Path:
-    folder = write_world(tmp_path_factory.mktemp("world"))
+def inputs(tmp_path_factory) -> Path:
+    folder = write_inputs(tmp_path_factory.mktemp("inputs"))
     words = [json.loads(line)["input"] for line in (folder / "train.jsonl").read_text().splitlines()]
     write_pairs(folder / "pairs.jsonl", words)
     return folder
 
 
-def flags(world: Path, run: Path, *more: str) -> list[str]:
+def flags(inputs: Path, run: Path, *more: str) -> list[str]:
     return [
-        *("--hf-checkpoint", str(world), "--prompt-data", str(world / "pairs.jsonl"), "--save", str(run)),
+        *("--hf-checkpoint", str(inputs), "--prompt-data", str(inputs / "pairs.jsonl"), "--save", str(run)),
         *("--apply-chat-template", "--loss-type", "dpo_loss", "--rollout-batch-size", "8", "--rollout-shuffle"),
         *("--device", "cpu", "--view", "plain", "--num-threads", "1", *more),
     ]
@@ -51,10 +51,10 @@ def rows(run: Path) -> list[dict[str, float]]:
     return [row for row in lines if row["kind"] == "train"]
 
 
-def test_three_steps_on_pairs_need_no_engine_and_start_at_log_two(world, tmp_path):
+def test_three_steps_on_pairs_need_no_engine_and_start_at_log_two(inputs, tmp_path):
     run = tmp_path / "run"
     cut = ("--num-rollout", "3", "--num-steps-per-rollout", "2", "--max-tokens-per-gpu", "40", "--lr", "1e-3")
-    done = miles("train", *flags(world, run, *cut, "--dpo-beta", "0.5", "--dpo-label-smoothing", "0.1"))
+    done = miles("train", *flags(inputs, run, *cut, "--dpo-beta", "0.5", "--dpo-label-smoothing", "0.1"))
     assert done.returncode == 0, done.stderr
     found = rows(run)
     assert len(found) == 3 and found[0]["loss"] == pytest.approx(0.69, abs=0.05)
@@ -65,20 +65,20 @@ def test_three_steps_on_pairs_need_no_engine_and_start_at_log_two(world, tmp_pat
         assert not list_undocumented(row.keys() - {"kind", "step", "version"})
 
 
-def test_a_plan_says_what_is_maximised_and_what_with(world, tmp_path, capsys):
-    argv = flags(world, tmp_path / "run", "--num-rollout", "3", "--dpo-label-smoothing", "0.1")
+def test_a_plan_says_what_is_maximised_and_what_with(inputs, tmp_path, capsys):
+    argv = flags(inputs, tmp_path / "run", "--num-rollout", "3", "--dpo-label-smoothing", "0.1")
     assert main(["plan", *argv]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "maximise mean over 8 pairs of 0.9·log σ(m) + 0.1·log σ(−m); m = 0.1·(Σ log π/π_ref" in said
     _, plan, _ = read("plan", argv)
-    assert plan.reference == world and not plan.samples and plan.samples_per_step == 8
+    assert plan.reference == inputs and not plan.samples and plan.samples_per_step == 8
 
 
-def test_a_bad_row_stops_a_run_with_its_file_and_line(world, tmp_path):
+def test_a_bad_row_stops_a_run_with_its_file_and_line(inputs, tmp_path):
     good = {"input": "ab", "chosen": "ba", "rejected": "ab"}
     lines = [json.dumps(row) for row in (good, good | {"chosen": "ab"})]
     (tmp_path / "bad.jsonl").write_text("\n".join(lines) + "\n")
-    argv = flags(world, tmp_path / "run", "--num-rollout", "1")
+    argv = flags(inputs, tmp_path / "run", "--num-rollout", "1")
     argv[argv.index("--prompt-data") + 1] = str(tmp_path / "bad.jsonl")
     done = miles("train", *argv)
     assert done.returncode == 1 and "Traceback" not in done.stderr
@@ -105,8 +105,8 @@ def test_a_bad_row_stops_a_run_with_its_file_and_line(world, tmp_path):
         ),
     ],
 )
-def test_what_means_nothing_to_pairs_is_refused(world, tmp_path, capsys, more, complaint):
-    argv = flags(world, tmp_path / "run", "--num-rollout", "3")
+def test_what_means_nothing_to_pairs_is_refused(inputs, tmp_path, capsys, more, complaint):
+    argv = flags(inputs, tmp_path / "run", "--num-rollout", "3")
     words = more.split()
     if words[0] == "--loss-type":
         at = argv.index("--loss-type")
@@ -143,20 +143,20 @@ def last_of(run: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["dpo_loss", "rm_loss"])
-def test_the_right_word_comes_to_be_preferred(world, tmp_path, loss):
+def test_the_right_word_comes_to_be_preferred(inputs, tmp_path, loss):
     chance, alphabet = random.Random(3), "abcdefghijklmnopqrstuvwxyz"
     words = ["".join(chance.choices(alphabet, k=chance.choice((3, 4)))) for _ in range(2400)]
     write = write_pairs if loss == "dpo_loss" else write_ranked
     write(tmp_path / "words.jsonl", words[400:])
     write(tmp_path / "unseen.jsonl", words[:400])
     run = tmp_path / "run"
-    argv = flags(world, run, "--num-rollout", "80", "--lr", "3e-3")
+    argv = flags(inputs, run, "--num-rollout", "80", "--lr", "3e-3")
     data = str(tmp_path / "words.jsonl")
     for flag, value in (("--prompt-data", data), ("--rollout-batch-size", "32"), ("--loss-type", loss)):
         argv[argv.index(flag) + 1] = value
     done = miles("train", *argv)
     assert done.returncode == 0, done.stderr
-    before = right_share(world, tmp_path / "unseen.jsonl")
+    before = right_share(inputs, tmp_path / "unseen.jsonl")
     after = right_share(last_of(run), tmp_path / "unseen.jsonl")
     found, accuracy = rows(run), f"{loss.removesuffix('_loss')}_accuracy"
     reported = f"unseen pairs {before:.3f} -> {after:.3f}, loss {found[0]['loss']:.3f} -> {found[-1]['loss']:.3f}"
@@ -165,9 +165,9 @@ def test_the_right_word_comes_to_be_preferred(world, tmp_path, loss):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["dpo_loss", "rm_loss"])
-def test_a_killed_run_on_pairs_continues_to_the_bit(world, tmp_path, loss):
+def test_a_killed_run_on_pairs_continues_to_the_bit(inputs, tmp_path, loss):
     def command(run: Path) -> list[str]:
-        argv = flags(world, run, "--num-rollout", "4", "--save-interval", "2", "--lr", "1e-3")
+        argv = flags(inputs, run, "--num-rollout", "4", "--save-interval", "2", "--lr", "1e-3")
         argv[argv.index("--loss-type") + 1] = loss
         return ["train", *argv]
 
@@ -179,9 +179,9 @@ def test_a_killed_run_on_pairs_continues_to_the_bit(world, tmp_path, loss):
     assert everything(tmp_path / "calm") == everything(tmp_path / "run")
 
 
-def test_a_reward_model_trains_and_is_a_classifier(world, tmp_path):
+def test_a_reward_model_trains_and_is_a_classifier(inputs, tmp_path):
     run = tmp_path / "run"
-    argv = flags(world, run, "--num-rollout", "3", "--lr", "3e-3", "--max-tokens-per-gpu", "60")
+    argv = flags(inputs, run, "--num-rollout", "3", "--lr", "3e-3", "--max-tokens-per-gpu", "60")
     argv[argv.index("dpo_loss")] = "rm_loss"
     done = miles("train", *argv)
     assert done.returncode == 0, done.stderr
@@ -195,14 +195,14 @@ def test_a_reward_model_trains_and_is_a_classifier(world, tmp_path):
     assert model(ids).logits.shape == (1, 1) and model.score.weight.abs().max() > 0
 
 
-def test_a_reward_model_is_planned_without_reference_engine_or_evaluation(world, tmp_path, capsys):
-    argv = flags(world, tmp_path / "run", "--num-rollout", "3")
+def test_a_reward_model_is_planned_without_reference_engine_or_evaluation(inputs, tmp_path, capsys):
+    argv = flags(inputs, tmp_path / "run", "--num-rollout", "3")
     argv[argv.index("dpo_loss")] = "rm_loss"
     _, plan, _ = read("plan", argv)
     assert plan.reference is None and not plan.samples
     assert main(["plan", *argv]) == 0
     assert "log σ(score of the chosen − score of the rejected)" in " ".join(capsys.readouterr().out.split())
-    held = ("--eval-prompt-data", "held", str(world / "heldout.jsonl"), "--rm-type", "exact")
+    held = ("--eval-prompt-data", "held", str(inputs / "heldout.jsonl"), "--rm-type", "exact")
     assert main(["plan", *argv, *held, "--dpo-beta", "0.3"]) != 0
     said = " ".join(capsys.readouterr().err.split())
     assert "trains a model that cannot generate; remove --eval-prompt-data" in said

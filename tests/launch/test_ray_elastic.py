@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.chaos_report import summarize_run
-from tests.launch.small_run import Command, flags, miles, write_world
+from tests.launch.small_run import Command, flags, miles, write_inputs
 from tests.launch.test_elastic_runs import ELASTIC
 from tests.launch.test_engines_command import events
 from tests.launch.test_ray_runs import WATCH
@@ -18,8 +18,8 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory) -> Path:
-    return write_world(tmp_path_factory.mktemp("world"))
+def inputs(tmp_path_factory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +36,8 @@ def cluster():
         made.shutdown()
 
 
-def line_of(world: Path, run: Path, cluster, ranks: int, engines: int, steps: int) -> list[str]:
-    line = flags(world, run, *ELASTIC, "--runtime", "ray", "--ray-address", cluster.address, steps=steps)
+def line_of(inputs: Path, run: Path, cluster, ranks: int, engines: int, steps: int) -> list[str]:
+    line = flags(inputs, run, *ELASTIC, "--runtime", "ray", "--ray-address", cluster.address, steps=steps)
     line[line.index("--actor-num-gpus-per-node") + 1] = str(ranks)
     line[line.index("--rollout-num-gpus") + 1] = str(engines)
     return line
@@ -48,9 +48,9 @@ def slowly(step: int, update: int, model: object, optimizer: object) -> None:
     threading.Event().wait(6.0)
 
 
-def test_a_rank_on_a_node_becomes_an_engine_and_a_run_that_goes_on_has_what_it_had(world, cluster, tmp_path):
+def test_a_rank_on_a_node_becomes_an_engine_and_a_run_that_goes_on_has_what_it_had(inputs, cluster, tmp_path):
     run = tmp_path / "run"
-    line = line_of(world, run, cluster, ranks=2, engines=1, steps=1000)
+    line = line_of(inputs, run, cluster, ranks=2, engines=1, steps=1000)
     line[line.index("--custom-rm-path") + 1] = "tests.launch.test_elastic_runs:late"
     going = Command("train", *line)
     going.wait_to_hear("engine 1 at")
@@ -69,9 +69,9 @@ def test_a_rank_on_a_node_becomes_an_engine_and_a_run_that_goes_on_has_what_it_h
     assert summarize_run(run)["steps"] == made + 2 and len(events(run, "DevicesMoved")) == 1
 
 
-def test_an_engine_becomes_a_rank_on_its_node(world, cluster, tmp_path):
+def test_an_engine_becomes_a_rank_on_its_node(inputs, cluster, tmp_path):
     run = tmp_path / "run"
-    line = line_of(world, run, cluster, ranks=1, engines=2, steps=8)
+    line = line_of(inputs, run, cluster, ranks=1, engines=2, steps=8)
     line += ["--custom-megatron-before-train-step-hook-path", f"{__name__}:slowly"]
     done = miles("train", *line)
     assert done.returncode == 0, done.stderr

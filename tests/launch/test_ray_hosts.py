@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 from benchmarks.chaos_ray_cluster import Cluster, networks
-from tests.launch.small_run import ROOT, flags, miles, write_world
+from tests.launch.small_run import ROOT, flags, miles, write_inputs
 from tests.launch.test_ray_runs import same_parts
 
 pytestmark = [
@@ -25,14 +25,14 @@ def cluster(tmp_path_factory):
 
 def test_ranks_and_engines_on_other_hosts_make_the_run_of_one_machine(cluster, tmp_path):
     """The cluster is found by RAY_ADDRESS, as in a job; weights go by broadcast."""
-    world, far, near = write_world(tmp_path / "world"), tmp_path / "far", tmp_path / "near"
+    inputs, far, near = write_inputs(tmp_path / "inputs"), tmp_path / "far", tmp_path / "near"
     ranks = ("--actor-num-nodes", "2", "--rollout-num-gpus", "1", "--update-weight-transport", "distributed")
-    line = flags(world, far, "--parity", "exact", "--runtime", "ray", "--rollout-backend", "served", *ranks, steps=3)
+    line = flags(inputs, far, "--parity", "exact", "--runtime", "ray", "--rollout-backend", "served", *ranks, steps=3)
     words = (sys.executable, "-m", "miles.launch.main", "train", *line)
     around = {**os.environ, **cluster.around, "RAY_ADDRESS": cluster.address, "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
     done = subprocess.run(words, env=around, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    done = miles("train", *flags(world, near, "--parity", "exact", "--actor-num-gpus-per-node", "2", steps=3))
+    done = miles("train", *flags(inputs, near, "--parity", "exact", "--actor-num-gpus-per-node", "2", steps=3))
     assert done.returncode == 0, done.stderr
     same_parts(far, near)
     words = (far / "logs" / "engine-0.log").read_text().splitlines()[0].split()
@@ -40,9 +40,9 @@ def test_ranks_and_engines_on_other_hosts_make_the_run_of_one_machine(cluster, t
 
 
 def test_a_cluster_that_asks_for_a_token_says_so_to_whoever_has_none(cluster, tmp_path):
-    world, run = write_world(tmp_path / "world"), tmp_path / "run"
+    inputs, run = write_inputs(tmp_path / "inputs"), tmp_path / "run"
     more = ("--runtime", "ray", "--ray-address", cluster.address, "--rollout-backend", "served")
-    words = (sys.executable, "-m", "miles.launch.main", "train", *flags(world, run, *more, steps=3))
+    words = (sys.executable, "-m", "miles.launch.main", "train", *flags(inputs, run, *more, steps=3))
     around = {**os.environ, "RAY_AUTH_MODE": "disabled"}
     done = subprocess.run(words, env=around, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2

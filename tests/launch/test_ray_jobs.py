@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.launch.small_run import ROOT, flags, write_world
+from tests.launch.small_run import ROOT, flags, write_inputs
 
 pytest.importorskip("ray")
 # What ray[default] adds: without it a cluster has no door for jobs.
@@ -57,9 +57,9 @@ def around() -> dict[str, str]:
 
 
 def line(tmp_path: Path, run: Path, *more: str) -> str:
-    world = write_world(tmp_path / "world")
+    inputs = write_inputs(tmp_path / "inputs")
     words = ("--runtime", "ray", "--rollout-backend", "served", "--rollout-num-gpus", "1", *more)
-    return shlex.join([sys.executable, "train.py", *flags(world, run, *words, steps=2)])
+    return shlex.join([sys.executable, "train.py", *flags(inputs, run, *words, steps=2)])
 
 
 def went_well(run: Path) -> None:

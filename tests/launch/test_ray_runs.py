@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.cluster.workers.handlers import workers_of_ray
-from tests.launch.small_run import Command, flags, miles, write_world
+from tests.launch.small_run import Command, flags, miles, write_inputs
 from tests.launch.test_server_runs import accounted, same, server_of
 
 from miles.core.errors import UsageError
@@ -29,15 +29,15 @@ WATCH = {
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory) -> Path:
-    return write_world(tmp_path_factory.mktemp("world"))
+def inputs(tmp_path_factory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="module")
-def near(world, tmp_path_factory) -> Path:
+def near(inputs, tmp_path_factory) -> Path:
     """The run without a cluster."""
     run = tmp_path_factory.mktemp("runs") / "near"
-    done = miles("train", *flags(world, run, *EXACT, steps=3))
+    done = miles("train", *flags(inputs, run, *EXACT, steps=3))
     assert done.returncode == 0, done.stderr
     return run
 
@@ -97,8 +97,8 @@ def actor_of(run: Path, number: int) -> int:
     return parent(parent(server_of(run, number)))
 
 
-def test_a_cluster_that_is_too_small_is_refused_with_the_numbers(world, cluster, tmp_path):
-    done = miles("train", *flags(world, tmp_path / "run", *on(cluster, "--rollout-num-gpus", "5"), steps=3))
+def test_a_cluster_that_is_too_small_is_refused_with_the_numbers(inputs, cluster, tmp_path):
+    done = miles("train", *flags(inputs, tmp_path / "run", *on(cluster, "--rollout-num-gpus", "5"), steps=3))
     assert done.returncode == 2
     assert "needs 1 node with 1 CPU for the trainer" in done.stderr and "5 engines of 1 CPU" in done.stderr
     assert "of its 3 nodes" in done.stderr and "(3 CPU in total)" in done.stderr
@@ -127,10 +127,10 @@ def test_engines_see_the_devices_they_were_given(cluster, shared):
 
 
 def test_a_run_on_engines_of_other_nodes_one_of_whose_actors_is_killed_is_the_run_without_a_cluster(
-    world, near, cluster, tmp_path
+    inputs, near, cluster, tmp_path
 ):
     run = tmp_path / "far"
-    going = Command("train", *flags(world, run, *on(cluster, "--rollout-num-gpus", "2"), steps=3))
+    going = Command("train", *flags(inputs, run, *on(cluster, "--rollout-num-gpus", "2"), steps=3))
     going.wait_to_hear("step 1/3")
     server = server_of(run, 0)
     os.kill(actor_of(run, 0), signal.SIGKILL)
@@ -145,10 +145,10 @@ def test_a_run_on_engines_of_other_nodes_one_of_whose_actors_is_killed_is_the_ru
 
 
 def test_rewards_that_a_worker_on_a_node_computes_are_those_of_the_run_also_when_it_is_killed(
-    world, near, cluster, tmp_path
+    inputs, near, cluster, tmp_path
 ):
     run, more = tmp_path / "far", ("--rollout-num-gpus", "1", "--reward-num-workers", "1")
-    going = Command("train", *flags(world, run, *on(cluster, *more), steps=3))
+    going = Command("train", *flags(inputs, run, *on(cluster, *more), steps=3))
     going.wait_to_hear("step 1/3")
     os.kill(next(iter(workers_of_ray().values())), signal.SIGKILL)
     done = going.done()
@@ -158,30 +158,30 @@ def test_rewards_that_a_worker_on_a_node_computes_are_those_of_the_run_also_when
     assert "reward worker 0 was lost with its actor" in (run / "logs" / "rewards.log").read_text()
 
 
-def test_ranks_on_two_nodes_one_of_which_is_killed_train_as_two_ranks_on_one(world, cluster, tmp_path):
+def test_ranks_on_two_nodes_one_of_which_is_killed_train_as_two_ranks_on_one(inputs, cluster, tmp_path):
     far, near = tmp_path / "far", tmp_path / "near"
     more = on(cluster, "--actor-num-nodes", "2", "--rollout-num-gpus", "1")
-    going = Command("train", *flags(world, far, *more, steps=3))
+    going = Command("train", *flags(inputs, far, *more, steps=3))
     going.wait_to_hear("step 1/3")
     os.kill(rank_of(going.pid), signal.SIGKILL)
     done = going.done()
     assert done.returncode == 0, done.stderr
-    done = miles("train", *flags(world, near, *EXACT, "--actor-num-gpus-per-node", "2", steps=3))
+    done = miles("train", *flags(inputs, near, *EXACT, "--actor-num-gpus-per-node", "2", steps=3))
     assert done.returncode == 0, done.stderr
     same_parts(far, near)
 
 
-def test_without_an_address_a_cluster_is_started_whose_devices_engines_share(world, near, tmp_path):
+def test_without_an_address_a_cluster_is_started_whose_devices_engines_share(inputs, near, tmp_path):
     run = tmp_path / "own"
     more = ("--runtime", "ray", "--rollout-backend", "served", "--rollout-num-engines", "2")
-    done = miles("train", *flags(world, run, *EXACT, *more, steps=3))
+    done = miles("train", *flags(inputs, run, *EXACT, *more, steps=3))
     assert done.returncode == 0, done.stderr
     same(run, near)
 
 
-def test_an_engine_whose_node_is_lost_is_started_on_another(world, near, cluster, tmp_path):
+def test_an_engine_whose_node_is_lost_is_started_on_another(inputs, near, cluster, tmp_path):
     run = tmp_path / "moved"
-    going = Command("train", *flags(world, run, *on(cluster, "--rollout-num-gpus", "1"), steps=3))
+    going = Command("train", *flags(inputs, run, *on(cluster, "--rollout-num-gpus", "1"), steps=3))
     going.wait_to_hear("step 1/3")
     gone = next(node for node in cluster.worker_nodes if owns(node, actor_of(run, 0)))
     cluster.remove_node(gone)

@@ -5,7 +5,7 @@ import signal
 
 import pyarrow.parquet as pq
 import pytest
-from tests.launch.small_run import STEPS, Command, everything, flags, miles, write_world
+from tests.launch.small_run import STEPS, Command, everything, flags, miles, write_inputs
 
 KILLS = {
     "before anything was saved": "miles.backends.native.engine.engine:NativeEngine.step:5",
@@ -23,25 +23,25 @@ KILLS = {
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return write_world(tmp_path_factory.mktemp("world"))
+def inputs(tmp_path_factory):
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="module")
-def calm(world, tmp_path_factory):
+def calm(inputs, tmp_path_factory):
     """The run that was never stopped."""
     run = tmp_path_factory.mktemp("calm") / "run"
-    done = miles("train", *flags(world, run))
+    done = miles("train", *flags(inputs, run))
     assert done.returncode == 0, done.stderr
     return run
 
 
 @pytest.mark.parametrize("when", KILLS)
-def test_a_killed_run_continues_to_the_bit(world, calm, tmp_path, when):
+def test_a_killed_run_continues_to_the_bit(inputs, calm, tmp_path, when):
     run = tmp_path / "run"
-    killed = miles("train", *flags(world, run), kill_at=KILLS[when])
+    killed = miles("train", *flags(inputs, run), kill_at=KILLS[when])
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    again = miles("train", *flags(world, run))
+    again = miles("train", *flags(inputs, run))
     assert again.returncode == 0, again.stderr
     assert everything(run).keys() == everything(calm).keys()
     for name, content in everything(calm).items():
@@ -51,15 +51,15 @@ def test_a_killed_run_continues_to_the_bit(world, calm, tmp_path, when):
         assert pq.read_table(run / name).equals(pq.read_table(calm / name))
 
 
-def test_a_run_killed_again_and_again_continues_to_the_bit(world, calm, tmp_path):
+def test_a_run_killed_again_and_again_continues_to_the_bit(inputs, calm, tmp_path):
     run = tmp_path / "run"
     for point in (
         "train.optim.optimizer:Optimizer.step:7",
         "observe.log:EventLog.write:25",
         "schedule.checkpoints:CheckpointDirectory._seal:1",
     ):
-        assert miles("train", *flags(world, run), kill_at=f"miles.{point}").returncode == -signal.SIGKILL
-    assert miles("train", *flags(world, run)).returncode == 0
+        assert miles("train", *flags(inputs, run), kill_at=f"miles.{point}").returncode == -signal.SIGKILL
+    assert miles("train", *flags(inputs, run)).returncode == 0
     assert everything(run) == everything(calm)
 
 
@@ -73,22 +73,22 @@ def test_the_calm_run_did_what_the_flags_said(calm):
     assert all(m["staleness"] == 0 for m in metrics if m["kind"] == "train")
 
 
-def test_the_same_command_on_a_finished_run_changes_nothing(world, calm):
+def test_the_same_command_on_a_finished_run_changes_nothing(inputs, calm):
     before = everything(calm)
-    again = miles("train", *flags(world, calm))
+    again = miles("train", *flags(inputs, calm))
     assert again.returncode == 0, again.stderr
     assert everything(calm) == before
 
 
-def test_another_command_is_refused_with_what_changed(world, calm):
-    done = miles("train", *flags(world, calm, lr="3e-2"))
+def test_another_command_is_refused_with_what_changed(inputs, calm):
+    done = miles("train", *flags(inputs, calm, lr="3e-2"))
     assert done.returncode == 1
     assert "lr was 0.01 and is now 0.03" in done.stderr and "--hf-checkpoint" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_changed_prompts_are_refused(world, calm, tmp_path):
-    other = write_world(tmp_path / "other")
+def test_changed_prompts_are_refused(inputs, calm, tmp_path):
+    other = write_inputs(tmp_path / "other")
     rows = (other / "train.jsonl").read_text().splitlines()
     (other / "train.jsonl").write_text("\n".join(reversed(rows)) + "\n")
     run = tmp_path / "run"
@@ -99,18 +99,18 @@ def test_changed_prompts_are_refused(world, calm, tmp_path):
     assert done.returncode == 1 and "does not have the prompts" in done.stderr
 
 
-def test_a_longer_run_goes_on_from_a_finished_one(world, tmp_path):
+def test_a_longer_run_goes_on_from_a_finished_one(inputs, tmp_path):
     run = tmp_path / "run"
-    assert miles("train", *flags(world, run, "--lr-decay-iters", "12", steps=2)).returncode == 0
-    done = miles("train", *flags(world, run, "--lr-decay-iters", "12", steps=4))
+    assert miles("train", *flags(inputs, run, "--lr-decay-iters", "12", steps=2)).returncode == 0
+    done = miles("train", *flags(inputs, run, "--lr-decay-iters", "12", steps=4))
     assert done.returncode == 0, done.stderr
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines() if '"train"' in line]
     assert steps == [1, 2, 3, 4]
 
 
-def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(world, calm, tmp_path):
+def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(inputs, calm, tmp_path):
     run = tmp_path / "run"
-    command = Command("train", *flags(world, run))
+    command = Command("train", *flags(inputs, run))
     command.wait_to_hear("step 1/")
     command.interrupt()
     done = command.done()
@@ -122,10 +122,10 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(world, calm, tmp_p
     assert everything(run) == everything(calm)
 
 
-def test_two_processes_cannot_run_one_directory(world, tmp_path):
+def test_two_processes_cannot_run_one_directory(inputs, tmp_path):
     run = tmp_path / "run"
-    first = Command("train", *flags(world, run))
+    first = Command("train", *flags(inputs, run))
     first.wait_to_hear("step 1/")
-    second = miles("train", *flags(world, run))
+    second = miles("train", *flags(inputs, run))
     assert second.returncode == 1 and f"process {first.pid} is running" in second.stderr
     assert first.done().returncode == 0

@@ -4,7 +4,7 @@ import json
 import signal
 
 import pytest
-from tests.launch.small_run import STEPS, everything, flags, miles, write_world
+from tests.launch.small_run import STEPS, everything, flags, miles, write_inputs
 
 KILLS = {
     "while tensors are copied to the host": "miles.train.checkpoint.staging:StagingWriter.write_tensor:100",
@@ -15,15 +15,15 @@ KILLS = {
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return write_world(tmp_path_factory.mktemp("world"))
+def inputs(tmp_path_factory):
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="module")
-def calm(world, tmp_path_factory):
+def calm(inputs, tmp_path_factory):
     """A run that was never stopped, and whose checkpoints were waited for."""
     run = tmp_path_factory.mktemp("calm") / "run"
-    done = miles("train", *flags(world, run))
+    done = miles("train", *flags(inputs, run))
     assert done.returncode == 0, done.stderr
     return learnt(run)
 
@@ -38,9 +38,9 @@ def learnt(run):
     return kept | {"cursor": {name: value for name, value in cursor.items() if name != "log_offsets"}}
 
 
-def test_a_run_saved_behind_its_back_learns_the_same_and_says_when_it_saved(world, calm, tmp_path):
+def test_a_run_saved_behind_its_back_learns_the_same_and_says_when_it_saved(inputs, calm, tmp_path):
     run = tmp_path / "run"
-    done = miles("train", *flags(world, run, "--async-save"))
+    done = miles("train", *flags(inputs, run, "--async-save"))
     assert done.returncode == 0, done.stderr
     assert learnt(run) == calm
     sessions = [json.loads(line) for line in (run / "logs" / "sessions.jsonl").read_text().splitlines()]
@@ -49,11 +49,11 @@ def test_a_run_saved_behind_its_back_learns_the_same_and_says_when_it_saved(worl
 
 
 @pytest.mark.parametrize("when", KILLS)
-def test_a_run_killed_while_it_saves_behind_its_back_continues_to_the_bit(world, calm, tmp_path, when):
+def test_a_run_killed_while_it_saves_behind_its_back_continues_to_the_bit(inputs, calm, tmp_path, when):
     run = tmp_path / "run"
-    killed = miles("train", *flags(world, run, "--async-save"), kill_at=KILLS[when])
+    killed = miles("train", *flags(inputs, run, "--async-save"), kill_at=KILLS[when])
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    again = miles("train", *flags(world, run, "--async-save"))
+    again = miles("train", *flags(inputs, run, "--async-save"))
     assert again.returncode == 0, again.stderr
     assert learnt(run) == calm
     assert not list((run / "checkpoints").glob(".writing-*")), "torn drafts are swept by the next save"

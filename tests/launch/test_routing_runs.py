@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.launch.small_run import flags, write_world
+from tests.launch.small_run import flags, write_inputs
 
 from miles.launch.commands import demo_task
 from miles.launch.main import main
@@ -15,8 +15,8 @@ from miles.models.spec import LayerSpec, MoeSpec
 
 
 def write_experts(folder, experts=64, layers=4):
-    """The small world with a model whose routers choose among many experts, which have a say."""
-    write_world(folder, moe=True)
+    """The small inputs with a model whose routers choose among many experts, which have a say."""
+    write_inputs(folder, moe=True)
     made = demo_task.spec(moe=True)
     moe = MoeSpec(num_experts=experts, experts_per_token=2, size=16, norm_topk_prob=True)
     spec = replace(made, layers=(LayerSpec(mixer=made.layers[0].mixer, ffn=moe),) * layers)
@@ -37,15 +37,15 @@ def rows(run):
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return write_experts(tmp_path_factory.mktemp("world") / "start")
+def inputs(tmp_path_factory):
+    return write_experts(tmp_path_factory.mktemp("inputs") / "start")
 
 
-def test_replay_leaves_a_small_part_of_the_gap_between_precisions(world, tmp_path):
+def test_replay_leaves_a_small_part_of_the_gap_between_precisions(inputs, tmp_path):
     how = ("--dtype", "float32", "--rollout-dtype", "bfloat16", "--parity-no-replay-interval", "1")
     replayed, plain = tmp_path / "replayed", tmp_path / "plain"
-    assert main(["train", *flags(world, replayed, *how, "--use-rollout-routing-replay", steps=2, lr="0")]) == 0
-    assert main(["train", *flags(world, plain, *how, steps=2, lr="0")]) == 0
+    assert main(["train", *flags(inputs, replayed, *how, "--use-rollout-routing-replay", steps=2, lr="0")]) == 0
+    assert main(["train", *flags(inputs, plain, *how, steps=2, lr="0")]) == 0
     for row, other in zip(rows(replayed), rows(plain), strict=True):
         assert row["parity_mean_abs"] < 0.3 * row["parity_mean_abs_no_replay"]
         assert row["parity_mean_abs_no_replay"] == pytest.approx(other["parity_mean_abs"], rel=1e-3)
@@ -53,23 +53,23 @@ def test_replay_leaves_a_small_part_of_the_gap_between_precisions(world, tmp_pat
         assert "parity_mean_abs_no_replay" not in other and other["expert_imbalance"] > 1
 
 
-def test_an_engine_of_its_own_precision_also_overlaps_with_the_trainer(world, tmp_path):
+def test_an_engine_of_its_own_precision_also_overlaps_with_the_trainer(inputs, tmp_path):
     run = tmp_path / "run"
     how = ("--dtype", "float32", "--rollout-dtype", "bfloat16", "--max-weight-staleness", "1")
     assert (
-        main(["train", *flags(world, run, *how, "--use-rollout-routing-replay", "--use-routing-replay", steps=3)]) == 0
+        main(["train", *flags(inputs, run, *how, "--use-rollout-routing-replay", "--use-routing-replay", steps=3)]) == 0
     )
     assert all(row["parity_mean_abs"] < 0.05 for row in rows(run))
 
 
 def test_replay_of_the_trainers_own_experts_is_refused_where_there_are_none(tmp_path, capsys):
-    world = write_world(tmp_path / "dense")
-    assert main(["plan", *flags(world, tmp_path / "run", "--use-routing-replay")]) == 2
+    inputs = write_inputs(tmp_path / "dense")
+    assert main(["plan", *flags(inputs, tmp_path / "run", "--use-routing-replay")]) == 2
     assert (
         "--use-routing-replay is for mixture-of-experts models, which --hf-checkpoint is not" in capsys.readouterr().err
     )
     foreign = ("--use-routing-replay", "--rollout-dtype", "bfloat16", "--model-impl", "transformers")
-    assert main(["plan", *flags(world, tmp_path / "run", *foreign)]) == 2
+    assert main(["plan", *flags(inputs, tmp_path / "run", *foreign)]) == 2
     said = capsys.readouterr().err
     assert (
         "--use-routing-replay needs the native model" in said

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.launch.small_run import Command, flags, miles, write_world
+from tests.launch.small_run import Command, flags, miles, write_inputs
 from tests.server_api.live_servers import PYTHON, STUB
 
 EXACT = ("--parity", "exact")
@@ -15,15 +15,15 @@ TWO = ("--rollout-backend", "served", "--rollout-num-engines", "2")
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory) -> Path:
-    return write_world(tmp_path_factory.mktemp("world"))
+def inputs(tmp_path_factory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="module")
-def inside(world, tmp_path_factory) -> Path:
+def inside(inputs, tmp_path_factory) -> Path:
     """The run with the engine in its own process."""
     run = tmp_path_factory.mktemp("runs") / "inside"
-    done = miles("train", *flags(world, run, *EXACT, steps=4))
+    done = miles("train", *flags(inputs, run, *EXACT, steps=4))
     assert done.returncode == 0, done.stderr
     return run
 
@@ -61,9 +61,9 @@ def server_of(run: Path, number: int) -> int:
     raise AssertionError(f"no process of engine {number} listens on {port}")
 
 
-def test_a_run_on_two_servers_one_of_which_is_killed_is_the_run_on_an_engine_inside(world, inside, tmp_path):
+def test_a_run_on_two_servers_one_of_which_is_killed_is_the_run_on_an_engine_inside(inputs, inside, tmp_path):
     run = tmp_path / "outside"
-    going = Command("train", *flags(world, run, *EXACT, *TWO, steps=4))
+    going = Command("train", *flags(inputs, run, *EXACT, *TWO, steps=4))
     going.wait_to_hear("step 1/4")
     os.kill(server_of(run, 0), signal.SIGKILL)
     done = going.done()
@@ -76,20 +76,20 @@ def test_a_run_on_two_servers_one_of_which_is_killed_is_the_run_on_an_engine_ins
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["tensor", "delta", "disk", "distributed"])
-def test_every_transport_brings_the_same_weights(world, inside, tmp_path, transport):
+def test_every_transport_brings_the_same_weights(inputs, inside, tmp_path, transport):
     run = tmp_path / transport
     more = ("--update-weight-transport", transport, "--update-weight-buffer-size", "20000")
-    done = miles("train", *flags(world, run, *EXACT, *TWO, *more, steps=4))
+    done = miles("train", *flags(inputs, run, *EXACT, *TWO, *more, steps=4))
     assert done.returncode == 0, done.stderr
     same(run, inside)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
-def test_an_asynchronous_run_goes_on_when_a_server_is_killed(world, tmp_path, mode):
+def test_an_asynchronous_run_goes_on_when_a_server_is_killed(inputs, tmp_path, mode):
     run = tmp_path / "run"
     drifting = ("--max-weight-staleness", "2", "--pause-generation-mode", mode)
-    going = Command("train", *flags(world, run, *TWO, *drifting, steps=8))
+    going = Command("train", *flags(inputs, run, *TWO, *drifting, steps=8))
     going.wait_to_hear("step 2/8")
     os.kill(server_of(run, 1), signal.SIGKILL)
     done = going.done()
@@ -104,9 +104,9 @@ def test_an_asynchronous_run_goes_on_when_a_server_is_killed(world, tmp_path, mo
 
 
 @pytest.mark.slow
-def test_no_server_outlives_a_run_that_is_killed(world, tmp_path):
+def test_no_server_outlives_a_run_that_is_killed(inputs, tmp_path):
     run = tmp_path / "run"
-    going = Command("train", *flags(world, run, *TWO, steps=50))
+    going = Command("train", *flags(inputs, run, *TWO, steps=50))
     going.wait_to_hear("1/50")
     pids = [server_of(run, number) for number in range(2)]
     assert going.pid is not None
@@ -120,12 +120,12 @@ def test_no_server_outlives_a_run_that_is_killed(world, tmp_path):
 @pytest.mark.sglang
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["tensor", "distributed", "disk"])
-def test_a_run_on_stock_sglang_samples_what_the_trainer_computes(world, tmp_path, transport):
+def test_a_run_on_stock_sglang_samples_what_the_trainer_computes(inputs, tmp_path, transport):
     run, python = tmp_path / "run", tmp_path / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={STUB} exec {PYTHON} "$@"\n')
     python.chmod(0o755)
     more = ("--rollout-backend", "sglang", "--sglang-python", str(python), "--sglang-max-total-tokens", "4096")
-    line = flags(world, run, *more, "--update-weight-transport", transport, "--parity-tolerance", "1e-4", steps=3)
+    line = flags(inputs, run, *more, "--update-weight-transport", transport, "--parity-tolerance", "1e-4", steps=3)
     done = miles("train", *line, patience=900)
     assert done.returncode == 0, done.stderr
     accounted(run)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.launch.small_run import flags, write_world
+from tests.launch.small_run import flags, write_inputs
 from torch import distributed as dist
 
 from miles.algo.loss_aggregation import LossAggregator
@@ -37,9 +37,9 @@ def laboured(evidence: LossInputs, layout: LossAggregator) -> LossOutput:
     return LossOutput(loss=loss, metrics={"loss": loss.detach()})
 
 
-def line(world: Path, run: Path, *more: str) -> list[str]:
+def line(inputs: Path, run: Path, *more: str) -> list[str]:
     """A short run of two ranks; a loss of one's own has no divergence beside it."""
-    words = flags(world, run, "--actor-num-gpus-per-node", "2", *LOSS, *more, steps=CONSECUTIVE_CHECKS + 1)
+    words = flags(inputs, run, "--actor-num-gpus-per-node", "2", *LOSS, *more, steps=CONSECUTIVE_CHECKS + 1)
     at = words.index("--use-kl-loss")
     del words[at : at + 3]
     return words
@@ -47,12 +47,12 @@ def line(world: Path, run: Path, *more: str) -> list[str]:
 
 @pytest.mark.slow
 def test_a_rank_that_stays_behind_is_named_once_with_its_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    world, run = write_world(tmp_path / "world"), tmp_path / "run"
-    assert main(["train", *line(world, run)]) == 0
+    inputs, run = write_inputs(tmp_path / "inputs"), tmp_path / "run"
+    assert main(["train", *line(inputs, run)]) == 0
     said = [each for each in capsys.readouterr().out.splitlines() if "times the median of the others" in each]
     assert len(said) == 1 and "rank 1 on " in said[0] and "since step 1." in said[0]
     rows = [json.loads(each)["seconds"] for each in (run / "timings.jsonl").read_text().splitlines()]
     ratios = [row["train/straggler_ratio"] for row in rows if "train/straggler_ratio" in row]
     assert len(ratios) == CONSECUTIVE_CHECKS + 1 and min(ratios) > 1.5
-    assert main(["train", *line(world, tmp_path / "quiet", "--slow-rank-factor", "0")]) == 0
+    assert main(["train", *line(inputs, tmp_path / "quiet", "--slow-rank-factor", "0")]) == 0
     assert "the median of the others" not in capsys.readouterr().out

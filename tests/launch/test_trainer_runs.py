@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.launch.small_run import flags, shared_letters, write_world
+from tests.launch.small_run import flags, shared_letters, write_inputs
 from torch import distributed as dist
 
 from miles.algo.loss_aggregation import LossAggregator
@@ -41,12 +41,12 @@ def swift() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_world(tmp_path_factory.mktemp("world") / "world").parent
+    return write_inputs(tmp_path_factory.mktemp("inputs") / "inputs").parent
 
 
 def trained(places: Path, name: str, *more: str, steps: int = 3) -> Path:
     run = places / name
-    assert main(["train", *flags(places / "world", run, *STEADY, *more, steps=steps)]) == 0
+    assert main(["train", *flags(places / "inputs", run, *STEADY, *more, steps=steps)]) == 0
     return run
 
 
@@ -145,7 +145,7 @@ async def interrupting(prompt: Prompt, trajectory: Trajectory) -> Reward:
 def failed(places: Path, name: str, capsys: pytest.CaptureFixture[str], *more: str) -> str:
     """What a run says that fails, within seconds."""
     started = time.monotonic()
-    line = flags(places / "world", places / name, *STEADY, *more)
+    line = flags(places / "inputs", places / name, *STEADY, *more)
     if "custom_loss" in more:  # which has no such part
         at = line.index("--use-kl-loss")
         del line[at : at + 3]
@@ -160,28 +160,28 @@ def failed(places: Path, name: str, capsys: pytest.CaptureFixture[str], *more: s
 def test_a_rank_that_is_killed_in_a_step_ends_the_run_in_a_sentence(
     places: Path, layout: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ):
-    plug = ("--custom-pg-loss-reducer-function-path", f"{__name__}:killed", "--trainer-max-restarts", "0")
-    said = failed(places, f"killed-{len(layout)}", capsys, *layout, *plug)
+    hook = ("--custom-pg-loss-reducer-function-path", f"{__name__}:killed", "--trainer-max-restarts", "0")
+    said = failed(places, f"killed-{len(layout)}", capsys, *layout, *hook)
     assert "rank 1 of 2 ended with SIGKILL; the same command resumes from" in said
 
 
 def test_a_rank_that_fails_in_a_step_is_quoted(places: Path, capsys: pytest.CaptureFixture[str]):
-    plug = ("--custom-pg-loss-reducer-function-path", f"{__name__}:raises")
-    said = failed(places, "raises", capsys, *PAIR, *plug)
+    hook = ("--custom-pg-loss-reducer-function-path", f"{__name__}:raises")
+    said = failed(places, "raises", capsys, *PAIR, *hook)
     assert f"rank 1 of 2 failed: --custom-pg-loss-reducer-function-path {__name__}:raises" in said
     assert "ValueError: this rank has no patience left" in said and "test_trainer_runs.py, line" in said
 
 
 def test_ranks_that_come_to_different_results_are_stopped(places: Path, capsys: pytest.CaptureFixture[str]):
-    plug = ("--loss-type", "custom_loss", "--custom-loss-function-path", f"{__name__}:odd")
-    said = failed(places, "odd", capsys, *TENSOR, *plug)
+    hook = ("--loss-type", "custom_loss", "--custom-loss-function-path", f"{__name__}:odd")
+    said = failed(places, "odd", capsys, *TENSOR, *hook)
     assert "rank 1 of 2 has another result than rank 0: own is" in said
 
 
 def test_ctrl_c_saves_and_the_same_command_goes_on(places: Path, pair: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(globals(), "calls", 0)
-    run, plug = places / "stopped", ("--custom-rm-path", f"{__name__}:interrupting")
-    line = ["train", *flags(places / "world", run, *STEADY, *PAIR, *plug, steps=3)]
+    run, hook = places / "stopped", ("--custom-rm-path", f"{__name__}:interrupting")
+    line = ["train", *flags(places / "inputs", run, *STEADY, *PAIR, *hook, steps=3)]
     reward = line.index("tests.launch.small_run:shared_letters")
     del line[reward - 1 : reward + 1]
     assert main(line) == 130

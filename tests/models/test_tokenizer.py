@@ -98,7 +98,7 @@ def test_a_template_whose_code_fails_says_how(tmp_path):
         failing.apply_chat_template(CONVERSATION)
 
 
-def test_text_with_a_lone_surrogate_is_refused_in_one_sentence(tokenizer):
+def test_text_with_a_single_surrogate_is_refused_in_one_sentence(tokenizer):
     with pytest.raises(DataError, match="has a lone surrogate, which is no character and cannot be tokenized"):
         tokenizer.encode("time in \ud800")
 

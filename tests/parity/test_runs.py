@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tests.launch.small_run import everything, flags, miles, write_world
+from tests.launch.small_run import everything, flags, miles, write_inputs
 from tests.models.oracle import hf_model
 from tests.parity.skewed_engine import skewed
 
@@ -20,29 +20,29 @@ TIGHT = (
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["dense", "experts"])
-def world(request, tmp_path_factory):
-    return write_world(tmp_path_factory.mktemp("world"), moe=request.param)
+def inputs(request, tmp_path_factory):
+    return write_inputs(tmp_path_factory.mktemp("inputs"), moe=request.param)
 
 
-def trained(world, run, *more):
-    done = miles("train", *flags(world, run, *more, steps=2))
+def trained(inputs, run, *more):
+    done = miles("train", *flags(inputs, run, *more, steps=2))
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if row["kind"] == "train"]
 
 
-def test_a_run_in_tight_quarters_says_zero_at_every_step_and_repeats_to_the_bit(world, tmp_path):
-    rows = trained(world, tmp_path / "one", *TIGHT)
+def test_a_run_in_tight_quarters_says_zero_at_every_step_and_repeats_to_the_bit(inputs, tmp_path):
+    rows = trained(inputs, tmp_path / "one", *TIGHT)
     assert [row["parity_max_abs"] for row in rows] == [0.0, 0.0]
     assert all(row["parity_tokens"] > 0 for row in rows)
-    trained(world, tmp_path / "two", *TIGHT)
+    trained(inputs, tmp_path / "two", *TIGHT)
     assert everything(tmp_path / "one") == everything(tmp_path / "two")
 
 
 def test_a_run_whose_engine_says_another_bit_is_stopped_before_the_update(tmp_path):
-    world = write_world(tmp_path / "world")
+    inputs = write_inputs(tmp_path / "inputs")
     (tmp_path / "said").mkdir()
-    done = skewed(tmp_path / "said", "train", *flags(world, tmp_path / "run", "--parity", "exact", steps=2))
+    done = skewed(tmp_path / "said", "train", *flags(inputs, tmp_path / "run", "--parity", "exact", steps=2))
     assert done.returncode == 1
     assert "--parity exact requires equal log-probs, but after version 0 they differ at token" in done.stderr
     assert "the weights were not changed; miles parity" in done.stderr and "Traceback" not in done.stderr
@@ -52,10 +52,10 @@ def test_a_run_whose_engine_says_another_bit_is_stopped_before_the_update(tmp_pa
 
 
 def problems(kind, tmp_path, *more):
-    world = write_world(tmp_path / "world")
-    hf_model(kind).save_pretrained(world)
+    inputs = write_inputs(tmp_path / "inputs")
+    hf_model(kind).save_pretrained(inputs)
     with pytest.raises(UsageError) as refused:
-        read("train", flags(world, tmp_path / "run", "--parity", "exact", *more))
+        read("train", flags(inputs, tmp_path / "run", "--parity", "exact", *more))
     return [sentence for sentence in refused.value.problems if "--parity exact" in sentence]
 
 

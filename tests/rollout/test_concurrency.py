@@ -1,4 +1,4 @@
-"""At most so many attempts at once, in the order they came; fewer where the engine's memory is short."""
+"""At most so many trajectories at once, in the order they came; fewer where the engine's memory is short."""
 
 import asyncio
 

@@ -32,7 +32,7 @@ def test_sampling_follows_the_knobs():
     assert build_eval_sampling(config) == expected
 
 
-def test_evaluation_may_have_wishes_of_its_own():
+def test_evaluation_may_have_requests_of_its_own():
     config = RolloutConfig(eval_temperature=0.0, eval_top_p=0.5, eval_top_k=1, eval_max_response_len=8)
     assert build_eval_sampling(config) == SamplingParams(temperature=0.0, top_p=0.5, top_k=1, max_new_tokens=8)
     assert build_training_sampling(config).temperature == 1.0

@@ -52,11 +52,11 @@ def test_measuring_again_gives_the_same(tokenizer):
     assert asyncio.run(measure()) == asyncio.run(measure())
 
 
-def test_attempts_cut_at_the_limit_are_counted(tokenizer):
+def test_trajectories_cut_at_the_limit_are_counted(tokenizer):
     assert asyncio.run(evaluator(tokenizer, {"easy": PROMPTS}, max_new_tokens=1)())["eval/easy/truncated"] == 1.0
 
 
-def test_pass_rates_grow_with_the_attempts(tokenizer):
+def test_pass_rates_grow_with_the_trajectories(tokenizer):
     found = asyncio.run(evaluator(tokenizer, {"easy": PROMPTS}, group_size=6, log_passrate=True)())
     rates = [found[f"eval/easy/pass@{k}"] for k in (1, 2, 4)]
     assert rates == sorted(rates)
@@ -64,7 +64,7 @@ def test_pass_rates_grow_with_the_attempts(tokenizer):
     assert "eval/easy/pass@8" not in found
 
 
-def test_one_attempt_has_no_pass_rate(tokenizer):
+def test_one_trajectory_has_no_pass_rate(tokenizer):
     found = asyncio.run(evaluator(tokenizer, {"easy": PROMPTS}, group_size=1, log_passrate=True)())
     assert not any("pass@" in name for name in found)
 
@@ -77,7 +77,7 @@ def test_an_error_in_evaluation_is_raised_bare(tokenizer):
         asyncio.run(evaluator(tokenizer, {"easy": PROMPTS}, reward=reward)())
 
 
-def test_attempts_that_nothing_could_score_are_counted(tokenizer):
+def test_trajectories_that_nothing_could_score_are_counted(tokenizer):
     async def reward(prompt, trajectory):
         if prompt.id == PROMPTS[0].id:
             raise ZeroDivisionError("no judge")
@@ -87,9 +87,9 @@ def test_attempts_that_nothing_could_score_are_counted(tokenizer):
     assert (found["eval/easy/unscored"], found["eval/easy/reward"]) == (0.5, 0.5)
 
 
-@given(data=st.data(), attempts=st.integers(1, 7))
-def test_pass_at_k_is_the_share_of_draws_that_hold_a_pass(data, attempts):
-    passed = data.draw(st.integers(0, attempts))
-    k = data.draw(st.integers(1, attempts))
-    draws = list(combinations([True] * passed + [False] * (attempts - passed), k))
-    assert estimate_pass_at_k(k, attempts, passed) == pytest.approx(sum(map(any, draws)) / len(draws))
+@given(data=st.data(), trajectories=st.integers(1, 7))
+def test_pass_at_k_is_the_share_of_draws_that_hold_a_pass(data, trajectories):
+    passed = data.draw(st.integers(0, trajectories))
+    k = data.draw(st.integers(1, trajectories))
+    draws = list(combinations([True] * passed + [False] * (trajectories - passed), k))
+    assert estimate_pass_at_k(k, trajectories, passed) == pytest.approx(sum(map(any, draws)) / len(draws))

@@ -49,7 +49,7 @@ async def one_point(prompt, trajectory):
     return Reward(value=1.0, parts={"form": 0.25})
 
 
-def test_a_group_holds_every_attempt_in_order_with_its_own_seed_and_score(tokenizer):
+def test_a_group_holds_every_trajectory_in_order_with_its_own_seed_and_score(tokenizer):
     group = produce(producer(tokenizer, reward=build_builtin_reward("int", GraderContext(seed=0))))
     seeds = [make_training_seed_fn(42)(QUESTION, i) for i in range(8)]
     assert [t.index for t in group.trajectories] == list(range(8))
@@ -89,7 +89,7 @@ def test_the_first_error_is_raised_bare_and_ends_the_siblings(tokenizer):
     assert len(cancelled) == 7
 
 
-def test_a_reward_that_raises_costs_its_attempt_the_score_and_nothing_else(tokenizer):
+def test_a_reward_that_raises_costs_its_trajectory_the_score_and_nothing_else(tokenizer):
     async def reward(prompt, trajectory):
         if trajectory.index == 3:
             raise ZeroDivisionError("no judge")
@@ -197,7 +197,7 @@ def test_a_reward_that_is_a_bare_number_says_what_to_return(tokenizer):
 
 
 @pytest.mark.parametrize("status", [Status.ABORTED, Status.FAILED])
-def test_an_attempt_that_did_not_end_by_itself_earns_nothing_unseen(tokenizer, status):
+def test_a_trajectory_that_did_not_end_by_itself_earns_nothing_unseen(tokenizer, status):
     async def generate(prompt, engine, sampling):
         return ended(status, metadata={"text": "half"})
 
@@ -217,7 +217,7 @@ def test_an_environment_may_score_as_it_goes(tokenizer):
     assert produce(producer(tokenizer, generate=generate, group_size=2, reward=one_point)).rewards == [0.5, 0.5]
 
 
-def test_an_attempt_that_nothing_scores_is_an_error(tokenizer):
+def test_a_trajectory_that_nothing_scores_is_an_error(tokenizer):
     with pytest.raises(HookError, match=r"Nothing scores the trajectories of prompt 11; .*--rm-type"):
         produce(producer(tokenizer))
 
@@ -230,7 +230,7 @@ def test_the_reward_key_chooses_the_part_to_train_on(tokenizer):
         produce(producer(tokenizer, reward=one_point, reward_key="shape"))
 
 
-def test_a_group_reward_sees_all_attempts_in_order(tokenizer):
+def test_a_group_reward_sees_all_trajectories_in_order(tokenizer):
     async def rank(prompt, trajectories):
         best = max(int(t.metadata["text"]) for t in trajectories)
         return [Reward(value=float(int(t.metadata["text"]) == best)) for t in trajectories]
@@ -240,7 +240,7 @@ def test_a_group_reward_sees_all_attempts_in_order(tokenizer):
     assert group.rewards == [float(n == max(said)) for n in said]
 
 
-def test_a_group_reward_must_score_every_attempt(tokenizer):
+def test_a_group_reward_must_score_every_trajectory(tokenizer):
     async def some(prompt, trajectories):
         return [Reward(value=1.0)]
 

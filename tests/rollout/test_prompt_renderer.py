@@ -1,4 +1,4 @@
-"""Rendering prompts to tokens, and single-turn attempts."""
+"""Rendering prompts to tokens, and single-turn trajectories."""
 
 import asyncio
 
@@ -62,7 +62,7 @@ def answer(tokenizer, reply: str, sampling: SamplingParams, **kw):
     return asyncio.run(generate(asking(*CHAT), engine, sampling)), engine
 
 
-def test_an_attempt_is_the_prompts_tokens_and_then_the_policys(tokenizer):
+def test_a_trajectory_is_the_prompts_tokens_and_then_the_policys(tokenizer):
     trajectory, engine = answer(tokenizer, "In Rome.", SamplingParams(max_new_tokens=50))
     prompt, reply = trajectory.branches[0]
     assert (prompt.author, reply.author) == (Author.PROMPT, Author.POLICY)
@@ -72,7 +72,7 @@ def test_an_attempt_is_the_prompts_tokens_and_then_the_policys(tokenizer):
     assert trajectory.metadata == {"text": "In Rome.", "reason": "stop"}
 
 
-def test_an_attempt_cut_at_the_limit_is_truncated(tokenizer):
+def test_a_trajectory_cut_at_the_limit_is_truncated(tokenizer):
     trajectory, _ = answer(tokenizer, "In Rome.", SamplingParams(max_new_tokens=3))
     assert trajectory.status is Status.TRUNCATED
     assert trajectory.response_length == 3
@@ -88,7 +88,7 @@ def test_the_text_ends_before_what_stopped_it_and_the_tokens_do_not(tokenizer):
     assert cut.metadata["text"] == "Rome"
 
 
-def test_the_context_limit_shortens_the_attempt(tokenizer):
+def test_the_context_limit_shortens_the_trajectory(tokenizer):
     asked = len(PromptRenderer(tokenizer, chat=True)(asking(*CHAT)))
     trajectory, engine = answer(tokenizer, "In Rome.", SamplingParams(max_new_tokens=50), max_context_len=asked + 4)
     assert engine.asked[0][1].max_new_tokens == trajectory.response_length == 4

@@ -31,7 +31,7 @@ def test_hashing_an_array_is_hashing_each_entry(prefix, values):
     assert found.tolist() == [mix(*prefix, value) for value in values]
 
 
-def test_no_two_attempts_share_a_seed():
+def test_no_two_trajectories_share_a_seed():
     of = {run: make_training_seed_fn(run) for run in (0, 1, 42)}
     held_out = {name: make_eval_seed_fn(42, name) for name in ("easy", "hard")}
     seeds = [f(at(p, e), i) for f in of.values() for p in range(40) for e in range(4) for i in range(8)]

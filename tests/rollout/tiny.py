@@ -45,7 +45,7 @@ class Echo:
 
     async def generate(self, tokens: Tokens, sampling: SamplingParams) -> Completion:
         self.asked.append((tokens.tolist(), sampling))
-        for _ in range(sampling.seed % 5):  # let attempts overtake each other
+        for _ in range(sampling.seed % 5):  # let trajectories overtake each other
             await asyncio.sleep(0)
         ids = [*self._encode(self._words(sampling.seed)), self._end]
         kept = ids[: sampling.max_new_tokens]

@@ -52,7 +52,7 @@ def test_a_gate_stops_when_the_run_needs_no_more_groups():
     asyncio.run(scenario())
 
 
-def test_a_gate_passes_over_what_an_earlier_life_dealt_with():
+def test_a_gate_passes_over_what_an_earlier_life_distributed_with():
     async def scenario():
         gate = AdmissionControl(slots=8, needed=8, first=10, skip=(11, 12, 14))
         assert [await at_once(gate.admit()) for _ in range(4)] == [10, 13, 15, 16]

@@ -6,7 +6,7 @@ import threading
 from dataclasses import replace
 
 import pytest
-from tests.schedule.test_loop import World
+from tests.schedule.test_loop import Harness
 
 from miles.core import markers
 from miles.core.errors import CheckpointError, MilesError
@@ -15,8 +15,8 @@ from miles.schedule.checkpoints import CheckpointDirectory, read_cursor
 from miles.schedule.loop import Interval, Loop, LoopSettings
 
 
-class Slow(World):
-    """A world whose trainer leaves its note in a thread, when ``may`` says so; ``fails`` names steps it cannot save."""
+class Slow(Harness):
+    """A harness whose trainer saves in a thread, when ``may`` says so; ``fails`` names steps it cannot save."""
 
     def __init__(self, folder, *, fails=(), may=None, **checkpoints):
         super().__init__(folder)
@@ -40,27 +40,27 @@ class Slow(World):
             markers.mark_complete(folder, 0, {})
 
 
-def run(world, steps=6, every=2):
-    loop = Loop(world.planes, LoopSettings(steps=steps, groups_per_step=2, save=Interval(every=every, at_end=True)))
+def run(harness, steps=6, every=2):
+    loop = Loop(harness.planes, LoopSettings(steps=steps, groups_per_step=2, save=Interval(every=every, at_end=True)))
     asyncio.run(loop.run())
     return loop
 
 
-def list_events(world, kind):
-    return [event.step for event in world.events if isinstance(event, kind)]
+def list_events(harness, kind):
+    return [event.step for event in harness.events if isinstance(event, kind)]
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path):
     """The first save ends only after step 3, so it cannot have been waited for; the next save waits."""
     may = threading.Event()
-    world = Slow(tmp_path, may=may)
-    world.planes.journal.hear = lambda e: may.set() if isinstance(e, StepFinished) and e.step == 3 else None
-    assert run(world).finished
-    assert list_events(world, Saved) == [2, 4, 6]
-    kinds = [(type(e), e.step) for e in world.events if isinstance(e, StepFinished | Saved | RunEnded)]
+    harness = Slow(tmp_path, may=may)
+    harness.planes.journal.hear = lambda e: may.set() if isinstance(e, StepFinished) and e.step == 3 else None
+    assert run(harness).finished
+    assert list_events(harness, Saved) == [2, 4, 6]
+    kinds = [(type(e), e.step) for e in harness.events if isinstance(e, StepFinished | Saved | RunEnded)]
     assert kinds.index((Saved, 2)) > kinds.index((StepFinished, 3))
     assert kinds.index((Saved, 4)) < kinds.index((RunEnded, 6)) and kinds[-2:] == [(Saved, 6), (RunEnded, 6)]
-    assert not any(e.scheduled for e in world.events if isinstance(e, Saved)), "when it ends is no function of a seed"
+    assert not any(e.scheduled for e in harness.events if isinstance(e, Saved)), "when it ends is no function of a seed"
     assert {name: (tmp_path / name / "trained").read_text() for name in os.listdir(tmp_path)} == {
         "step-000002": "2",
         "step-000004": "4",
@@ -70,10 +70,10 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path):
 
 def test_the_cursor_is_that_of_the_copy_and_not_of_the_end_of_writing(tmp_path):
     may = threading.Event()
-    world = Slow(tmp_path, may=may)
-    world.planes.journal.hear = lambda e: may.set() if isinstance(e, StepFinished) and e.step == 3 else None
-    run(world, steps=3)
-    calm = World(tmp_path / "calm")
+    harness = Slow(tmp_path, may=may)
+    harness.planes.journal.hear = lambda e: may.set() if isinstance(e, StepFinished) and e.step == 3 else None
+    run(harness, steps=3)
+    calm = Harness(tmp_path / "calm")
     tempo = LoopSettings(steps=3, groups_per_step=2, save=Interval(every=2, at_end=True))
     asyncio.run(Loop(calm.planes, tempo).run())
     for name in ("step-000002", "step-000003"):
@@ -85,31 +85,31 @@ def test_the_cursor_is_that_of_the_copy_and_not_of_the_end_of_writing(tmp_path):
 
 
 def test_a_checkpoint_that_could_not_be_written_ends_the_run_and_leaves_the_one_before(tmp_path):
-    world = Slow(tmp_path, fails=(4,))
+    harness = Slow(tmp_path, fails=(4,))
     with pytest.raises(CheckpointError, match=r"step-000004: rank 0 .* no luck at 4; .*latest: step-000002"):
-        run(world)
+        run(harness)
     assert os.listdir(tmp_path) == ["step-000002"]
 
 
 def test_with_warn_the_run_goes_on_and_the_next_checkpoint_is_tried(tmp_path):
-    world = Slow(tmp_path, fails=(2,), forgiving=True)
-    assert run(world).finished
-    assert list_events(world, SaveFailed) == [2] and list_events(world, Saved) == [4, 6]
+    harness = Slow(tmp_path, fails=(2,), forgiving=True)
+    assert run(harness).finished
+    assert list_events(harness, SaveFailed) == [2] and list_events(harness, Saved) == [4, 6]
     assert sorted(os.listdir(tmp_path)) == ["step-000004", "step-000006"]
 
 
 @pytest.mark.parametrize("behind", [True, False])
 def test_the_last_checkpoint_is_never_done_without(tmp_path, behind):
-    world = Slow(tmp_path, fails=(6,), forgiving=True)
-    world.planes.checkpoints.background = behind
+    harness = Slow(tmp_path, fails=(6,), forgiving=True)
+    harness.planes.checkpoints.background = behind
     with pytest.raises(CheckpointError, match="no luck at 6"):
-        run(world)
+        run(harness)
 
 
 def test_an_error_elsewhere_is_the_one_shown_and_the_checkpoint_under_way_is_still_made(tmp_path):
     may = threading.Event()
-    world = Slow(tmp_path, may=may)
-    step = world.step
+    harness = Slow(tmp_path, may=may)
+    step = harness.step
 
     async def broken(batch):
         if batch.step == 3:
@@ -117,7 +117,7 @@ def test_an_error_elsewhere_is_the_one_shown_and_the_checkpoint_under_way_is_sti
             raise MilesError("NaN in step 3")
         return await step(batch)
 
-    world.step = broken
+    harness.step = broken
     with pytest.raises(MilesError, match="NaN in step 3"):
-        run(world)
+        run(harness)
     assert os.listdir(tmp_path) == ["step-000002"]

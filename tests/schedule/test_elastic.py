@@ -12,7 +12,7 @@ from miles.schedule.elastic import LOAD_CHANGE, MIN_GAIN, DeviceSplit, ElasticBa
 
 
 @dataclass(frozen=True)
-class World:
+class Harness:
     """Planes that overlap: a version takes as long as the slower of the two, and the other waits for it."""
 
     train: float
@@ -30,12 +30,12 @@ class World:
         )
 
 
-def lived(balance: ElasticBalancer, world: World, versions: int) -> list[DeviceSplit]:
+def lived(balance: ElasticBalancer, harness: Harness, versions: int) -> list[DeviceSplit]:
     """The splits of so many versions, with every piece of advice followed."""
     been = []
     for _ in range(versions):
         been.append(balance.split)
-        if (target := balance.observe(world.reading(balance.split))) is not None:
+        if (target := balance.observe(harness.reading(balance.split))) is not None:
             balance.on_moved(target)
     return been
 
@@ -46,7 +46,7 @@ def reachable(split: DeviceSplit, bounds: ElasticBounds) -> list[DeviceSplit]:
 
 
 seconds = st.floats(0.05, 100.0)
-worlds = st.builds(World, train=seconds, sample=seconds, fixed_train=st.floats(0, 5), fixed_sample=st.floats(0, 5))
+harnesses = st.builds(Harness, train=seconds, sample=seconds, fixed_train=st.floats(0, 5), fixed_sample=st.floats(0, 5))
 bounds_of = st.builds(ElasticBounds, min_ranks=st.integers(1, 3), min_engines=st.integers(1, 3), unit=st.integers(1, 2))
 
 
@@ -56,16 +56,16 @@ def starts(draw: st.DrawFn) -> tuple[DeviceSplit, ElasticBounds]:
     return DeviceSplit(bounds.min_ranks + draw(st.integers(0, 8)), bounds.min_engines + draw(st.integers(0, 8))), bounds
 
 
-@given(starts(), worlds, st.integers(1, 4))
-def test_a_world_that_does_not_change_comes_to_rest_near_its_best_split(start, world, patience):
+@given(starts(), harnesses, st.integers(1, 4))
+def test_a_harness_that_does_not_change_comes_to_rest_near_its_best_split(start, harness, patience):
     split, bounds = start
     every = reachable(split, bounds)
     turns = 2 * len(every) * (patience + 2)
-    been = lived(ElasticBalancer(split, bounds, window=patience), world, 2 * turns)
+    been = lived(ElasticBalancer(split, bounds, window=patience), harness, 2 * turns)
     assert set(been) <= set(every)
     assert len(set(been[turns:])) == 1, "it goes back and forth"
-    best = min(world.reading(each).seconds for each in every)
-    assert world.reading(been[-1]).seconds * (1 - MIN_GAIN) <= best * (1 + 1e-9)
+    best = min(harness.reading(each).seconds for each in every)
+    assert harness.reading(been[-1]).seconds * (1 - MIN_GAIN) <= best * (1 + 1e-9)
 
 
 waits = st.floats(0, 50)
@@ -93,35 +93,35 @@ def test_whatever_is_read_one_device_moves_at_a_time_and_never_beyond_the_bounds
             balance.on_moved(target)
 
 
-@given(starts(), worlds, st.integers(1, 4))
-def test_a_device_moves_only_after_as_many_versions_as_was_asked_for(start, world, patience):
-    been = lived(ElasticBalancer(*start, window=patience), world, 60)
+@given(starts(), harnesses, st.integers(1, 4))
+def test_a_device_moves_only_after_as_many_versions_as_was_asked_for(start, harness, patience):
+    been = lived(ElasticBalancer(*start, window=patience), harness, 60)
     moves = [i for i in range(1, 60) if been[i] != been[i - 1]]
     assert all(later - earlier > patience for earlier, later in zip([-1, *moves], moves, strict=False))
 
 
 def test_the_trainer_gives_to_rollout_and_rollout_to_the_trainer():
-    slow_rollout, slow_trainer = World(train=1, sample=20), World(train=20, sample=1)
+    slow_rollout, slow_trainer = Harness(train=1, sample=20), Harness(train=20, sample=1)
     bounds = ElasticBounds(min_ranks=2, min_engines=1)
     assert lived(ElasticBalancer(DeviceSplit(5, 2), bounds, window=3), slow_rollout, 60)[-1] == DeviceSplit(2, 5)
     assert lived(ElasticBalancer(DeviceSplit(2, 5), bounds, window=3), slow_trainer, 60)[-1] == DeviceSplit(6, 1)
 
 
-def test_when_the_world_changes_devices_follow_it():
+def test_when_the_harness_changes_devices_follow_it():
     balance = ElasticBalancer(DeviceSplit(4, 4), ElasticBounds(), window=2)
-    assert lived(balance, World(train=1, sample=30), 60)[-1] == DeviceSplit(1, 7)
-    assert lived(balance, World(train=30, sample=1), 60)[-1] == DeviceSplit(7, 1)
-    assert lived(balance, World(train=8, sample=8), 60)[-1] == DeviceSplit(4, 4)
+    assert lived(balance, Harness(train=1, sample=30), 60)[-1] == DeviceSplit(1, 7)
+    assert lived(balance, Harness(train=30, sample=1), 60)[-1] == DeviceSplit(7, 1)
+    assert lived(balance, Harness(train=8, sample=8), 60)[-1] == DeviceSplit(4, 4)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_little_noise_moves_nothing_back_and_forth(seed):
     draws = random.Random(seed)
     noise = [draws.uniform(-0.05, 0.05) for _ in range(120)]
-    world, balance = World(train=10, sample=14), ElasticBalancer(DeviceSplit(4, 2), ElasticBounds(), window=3)
+    harness, balance = Harness(train=10, sample=14), ElasticBalancer(DeviceSplit(4, 2), ElasticBounds(), window=3)
     been = []
     for each in noise:
-        clean = world.reading(balance.split)
+        clean = harness.reading(balance.split)
         noisy = StepTimes(
             seconds=clean.seconds * (1 + each),
             trainer_waited=clean.trainer_waited * (1 + each),

@@ -18,7 +18,7 @@ from miles.schedule.device_lease import ColocatedLease, DisjointLease
 from miles.schedule.loop import Interval, Loop, LoopSettings, Planes
 
 
-class World:
+class Harness:
     """A source that counts, an engine that answers out of order, a trainer and a journal that remember."""
 
     def __init__(self, folder: Path, *, seed: int = 0, drop: float = 0.0, colocated: bool = False) -> None:
@@ -106,15 +106,15 @@ class World:
 
 
 class _Sleeper:
-    def __init__(self, world: World, who: str) -> None:
-        self.world, self.who = world, who
+    def __init__(self, harness: Harness, who: str) -> None:
+        self.harness, self.who = harness, who
 
     async def sleep(self) -> None:
-        assert self.who == "trainer" or not self.world.busy, "put to sleep while writing"
-        self.world.awake[self.who] = False
+        assert self.who == "trainer" or not self.harness.busy, "put to sleep while writing"
+        self.harness.awake[self.who] = False
 
     async def wake(self) -> None:
-        self.world.awake[self.who] = True
+        self.harness.awake[self.who] = True
 
 
 class _Journal:
@@ -132,116 +132,118 @@ class _Journal:
         return {"events": len(self.events)}
 
 
-def prompts_of(world: World) -> list[int]:
-    return [s.prompt_id for b in world.batches for s in b.samples]
+def prompts_of(harness: Harness) -> list[int]:
+    return [s.prompt_id for b in harness.batches for s in b.samples]
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("k", [0, 1, 3])
 def test_no_token_is_staler_than_asked_and_the_budget_is_used(tmp_path, k, seed):
-    world = World(tmp_path, seed=seed)
-    version = asyncio.run(Loop(world.planes, LoopSettings(steps=12, groups_per_step=4, max_staleness=k)).run())
+    harness = Harness(tmp_path, seed=seed)
+    version = asyncio.run(Loop(harness.planes, LoopSettings(steps=12, groups_per_step=4, max_staleness=k)).run())
     assert version.number == 12
-    assert max(world.staleness) == k
+    assert max(harness.staleness) == k
 
 
 @pytest.mark.parametrize("k", [0, 2])
 @pytest.mark.parametrize("drop", [0.0, 0.5])
 def test_every_step_trains_on_whole_batches_in_the_order_the_prompts_came(tmp_path, k, drop):
-    world = World(tmp_path, drop=drop)
-    asyncio.run(Loop(world.planes, LoopSettings(steps=6, groups_per_step=4, max_staleness=k)).run())
-    assert [b.num_groups for b in world.batches] == [4] * 6
-    kept = [i for i in range(world.position) if random.Random(i).random() >= drop]
-    assert prompts_of(world) == kept[:24]
-    assert max(world.staleness) <= k
+    harness = Harness(tmp_path, drop=drop)
+    asyncio.run(Loop(harness.planes, LoopSettings(steps=6, groups_per_step=4, max_staleness=k)).run())
+    assert [b.num_groups for b in harness.batches] == [4] * 6
+    kept = [i for i in range(harness.position) if random.Random(i).random() >= drop]
+    assert prompts_of(harness) == kept[:24]
+    assert max(harness.staleness) <= k
 
 
 def test_no_prompt_is_drawn_that_no_step_will_eat(tmp_path):
-    world = World(tmp_path)
-    asyncio.run(Loop(world.planes, LoopSettings(steps=3, groups_per_step=4, max_staleness=2)).run())
-    assert world.position == 12
+    harness = Harness(tmp_path)
+    asyncio.run(Loop(harness.planes, LoopSettings(steps=3, groups_per_step=4, max_staleness=2)).run())
+    assert harness.position == 12
 
 
 def test_every_drawn_prompt_is_trained_or_dropped_with_a_reason(tmp_path):
-    world = World(tmp_path, drop=0.4)
-    asyncio.run(Loop(world.planes, LoopSettings(steps=5, groups_per_step=3)).run())
-    reported = [e for e in world.events if isinstance(e, GroupFinished)]
-    assert sorted(e.ticket for e in reported) == list(range(world.position)) == [e.ticket for e in reported]
+    harness = Harness(tmp_path, drop=0.4)
+    asyncio.run(Loop(harness.planes, LoopSettings(steps=5, groups_per_step=3)).run())
+    reported = [e for e in harness.events if isinstance(e, GroupFinished)]
+    assert sorted(e.ticket for e in reported) == list(range(harness.position)) == [e.ticket for e in reported]
     assert {e.reason for e in reported if not e.kept} == {"unlucky"}
-    taken = [t for e in world.events if isinstance(e, BatchTaken) for t in e.tickets]
+    taken = [t for e in harness.events if isinstance(e, BatchTaken) for t in e.tickets]
     assert taken == [e.ticket for e in reported if e.kept]
 
 
 def test_colocated_planes_never_overlap(tmp_path):
-    world = World(tmp_path, colocated=True, drop=0.3)
-    asyncio.run(Loop(world.planes, LoopSettings(steps=5, groups_per_step=4)).run())  # the world asserts who is awake
-    assert world.staleness == [0] * 5
+    harness = Harness(tmp_path, colocated=True, drop=0.3)
+    asyncio.run(
+        Loop(harness.planes, LoopSettings(steps=5, groups_per_step=4)).run()
+    )  # the harness asserts who is awake
+    assert harness.staleness == [0] * 5
 
 
 def test_a_failing_reward_ends_the_run_and_is_the_error_shown(tmp_path):
-    world = World(tmp_path)
+    harness = Harness(tmp_path)
 
     async def broken(prompt):
         raise MilesError(f"no reward for {prompt.id}")
 
-    world.produce = broken
+    harness.produce = broken
     with pytest.raises(MilesError, match="no reward for 0"):
-        asyncio.run(Loop(world.planes, LoopSettings(steps=5, groups_per_step=4)).run())
+        asyncio.run(Loop(harness.planes, LoopSettings(steps=5, groups_per_step=4)).run())
 
 
 def test_a_failing_trainer_ends_the_run(tmp_path):
-    world = World(tmp_path)
+    harness = Harness(tmp_path)
 
     async def broken(batch):
         raise MilesError("NaN in step 1")
 
-    world.step = broken
+    harness.step = broken
     with pytest.raises(MilesError, match="NaN in step 1"):
-        asyncio.run(Loop(world.planes, LoopSettings(steps=5, groups_per_step=4, max_staleness=1)).run())
+        asyncio.run(Loop(harness.planes, LoopSettings(steps=5, groups_per_step=4, max_staleness=1)).run())
 
 
 def test_a_rollout_that_hangs_is_named_when_its_deadline_passes(tmp_path):
-    world = World(tmp_path)
+    harness = Harness(tmp_path)
 
     async def hangs(prompt):
         await asyncio.Event().wait()
 
-    world.produce = hangs
+    harness.produce = hangs
     tempo = LoopSettings(steps=1, groups_per_step=2, stall_timeout=0.01)
     with pytest.raises(MilesError, match=r"step 1 waited .* tickets 0 \(prompt 0\), 1 \(prompt 1\)"):
-        asyncio.run(Loop(world.planes, tempo).run())
+        asyncio.run(Loop(harness.planes, tempo).run())
 
 
 def test_a_filter_that_drops_everything_ends_the_run_with_its_reasons(tmp_path):
-    world = World(tmp_path, drop=1.0)
+    harness = Harness(tmp_path, drop=1.0)
     tempo = LoopSettings(steps=1, groups_per_step=2, max_dropped=30)
     with pytest.raises(MilesError, match=r"dropped 30 groups in a row \(unlucky 30 times\).*--max-dropped-groups"):
-        asyncio.run(Loop(world.planes, tempo).run())
+        asyncio.run(Loop(harness.planes, tempo).run())
 
 
 def test_evaluations_and_saves_come_when_they_are_due(tmp_path):
-    world = World(tmp_path)
+    harness = Harness(tmp_path)
     tempo = LoopSettings(
         steps=5,
         groups_per_step=2,
         evaluate=Interval(every=2, at_start=True, at_end=True),
         save=Interval(every=3, at_end=True),
     )
-    asyncio.run(Loop(world.planes, tempo).run())
-    assert [(e.step, e.metrics["eval/version"]) for e in world.events if isinstance(e, Evaluated)] == [
+    asyncio.run(Loop(harness.planes, tempo).run())
+    assert [(e.step, e.metrics["eval/version"]) for e in harness.events if isinstance(e, Evaluated)] == [
         (0, 0),
         (2, 2),
         (4, 4),
         (5, 5),
     ]
-    assert [e.step for e in world.events if isinstance(e, Saved)] == [3, 5]
+    assert [e.step for e in harness.events if isinstance(e, Saved)] == [3, 5]
 
 
 @pytest.mark.parametrize(("k", "drop"), [(0, 0.0), (0, 0.4), (2, 0.0), (2, 0.4)])
 def test_a_continued_run_trains_on_what_the_first_life_did_not(tmp_path, k, drop):
     """Stop early at some step, go on in a new loop with a new source: no prompt twice, none left out."""
     tempo = LoopSettings(steps=6, groups_per_step=3, max_staleness=k)
-    first = World(tmp_path, drop=drop)
+    first = Harness(tmp_path, drop=drop)
     loop = Loop(first.planes, tempo)
     first.planes.journal.hear = lambda e: loop.stop_soon() if isinstance(e, StepFinished) and e.step == 2 else None
     asyncio.run(loop.run())
@@ -249,29 +251,29 @@ def test_a_continued_run_trains_on_what_the_first_life_did_not(tmp_path, k, drop
     folder, cursor = CheckpointDirectory(tmp_path).latest()
     assert (cursor.step, folder.name) == (2, "step-000002")
 
-    second = World(tmp_path, drop=drop, seed=5)
+    second = Harness(tmp_path, drop=drop, seed=5)
     second.position, second.trained = cursor.source["position"], cursor.version
     asyncio.run(Loop(second.planes, tempo, cursor).run())
-    calm = World(tmp_path / "calm", drop=drop)
+    calm = Harness(tmp_path / "calm", drop=drop)
     asyncio.run(Loop(calm.planes, tempo).run())
     assert prompts_of(first) + prompts_of(second) == prompts_of(calm)
 
 
 def test_a_loop_that_starts_beyond_its_last_step_ends_without_training(tmp_path):
     tempo = LoopSettings(steps=4, groups_per_step=2)
-    first = World(tmp_path)
+    first = Harness(tmp_path)
     asyncio.run(Loop(first.planes, tempo).run())
     found = CheckpointDirectory(tmp_path).latest()
     assert found is not None
-    second = World(tmp_path)
+    second = Harness(tmp_path)
     loop = Loop(second.planes, replace(tempo, steps=2, evaluate=Interval(every=1)), found[1])
     asyncio.run(asyncio.wait_for(loop.run(), 60))
     assert loop.finished and not second.batches
     assert second.events[-1] == RunEnded(step=4, finished=True)
 
 
-class Oversampled(World):
-    """Attempts take a few turns each, unless they are cut; what was begun goes on."""
+class Oversampled(Harness):
+    """Trajectories take a few turns each, unless they are cut; what was begun goes on."""
 
     def __init__(self, folder: Path, **how) -> None:
         super().__init__(folder, **how)
@@ -301,20 +303,20 @@ class Oversampled(World):
 @pytest.mark.parametrize("colocated", [False, True])
 @pytest.mark.parametrize("drop", [0.0, 0.4])
 def test_spare_groups_are_cut_and_every_ticket_is_accounted_for(tmp_path, partial, colocated, drop):
-    world = Oversampled(tmp_path, drop=drop, colocated=colocated)
-    asyncio.run(Loop(world.planes, LoopSettings(steps=6, groups_per_step=4, extra_groups=3, partial=partial)).run())
-    assert [len(batch.samples) for batch in world.batches] == [4] * 6
-    reported = [event for event in world.events if isinstance(event, GroupFinished)]
-    admitted = [event.ticket for event in world.events if isinstance(event, PromptAdmitted)]
+    harness = Oversampled(tmp_path, drop=drop, colocated=colocated)
+    asyncio.run(Loop(harness.planes, LoopSettings(steps=6, groups_per_step=4, extra_groups=3, partial=partial)).run())
+    assert [len(batch.samples) for batch in harness.batches] == [4] * 6
+    reported = [event for event in harness.events if isinstance(event, GroupFinished)]
+    admitted = [event.ticket for event in harness.events if isinstance(event, PromptAdmitted)]
     assert sorted(event.ticket for event in reported) == sorted(admitted)
-    assert len({row.prompt_id for batch in world.batches for row in batch.samples}) == 24
+    assert len({row.prompt_id for batch in harness.batches for row in batch.samples}) == 24
     assert sum(event.kept for event in reported) == 24
     reasons = {event.reason for event in reported if not event.kept} - {"unlucky"}
     assert reasons <= ({"leftover"} if partial else {"aborted", "oversampled"}) and reasons
-    assert bool(world.resumed) == partial
+    assert bool(harness.resumed) == partial
     if not partial:
-        assert max(world.staleness) == 0
-    finished = [event for event in world.events if isinstance(event, StepFinished)]
+        assert max(harness.staleness) == 0
+    finished = [event for event in harness.events if isinstance(event, StepFinished)]
     assert all("groups_aborted" in event.metrics for event in finished)
 
 

@@ -18,8 +18,8 @@ def group(number: int, version: int = 0) -> Group:
         logprobs=np.zeros(1, np.float32),
         version=Version(number=version),
     )
-    attempt = Trajectory(branches=((asked, wrote),), status=Status.COMPLETED, reward=Reward(value=0.0))
-    return Group(prompt=Prompt(id=number, messages=[]), trajectories=(attempt,))
+    trajectory = Trajectory(branches=((asked, wrote),), status=Status.COMPLETED, reward=Reward(value=0.0))
+    return Group(prompt=Prompt(id=number, messages=[]), trajectories=(trajectory,))
 
 
 def finished(ticket: int, *, kept: bool = True, version: int = 0) -> FinishedGroup:
@@ -39,10 +39,10 @@ def test_only_groups_of_the_window_are_shown_and_every_one_comes_in_the_end():
             assert version == Version(number=9)
             return len(waiting) - 1
 
-        shelf = ReorderBuffer(window=3, data_buffer=last)
+        buffer = ReorderBuffer(window=3, data_buffer=last)
         for ticket in range(6):
-            shelf.put(finished(ticket))
-        order = [(await shelf.take(Version(number=9))).ticket for _ in range(6)]
+            buffer.put(finished(ticket))
+        order = [(await buffer.take(Version(number=9))).ticket for _ in range(6)]
         assert max(seen) == 3
         return order
 
@@ -53,10 +53,10 @@ def test_only_groups_of_the_window_are_shown_and_every_one_comes_in_the_end():
 
 def test_what_was_dropped_does_not_wait_to_be_chosen():
     async def taken() -> list[int]:
-        shelf = ReorderBuffer(window=3, data_buffer=lambda waiting, version: len(waiting) - 1)
+        buffer = ReorderBuffer(window=3, data_buffer=lambda waiting, version: len(waiting) - 1)
         for ticket, kept in enumerate((True, False, True)):
-            shelf.put(finished(ticket, kept=kept))
-        return [(await shelf.take()).ticket for _ in range(3)]
+            buffer.put(finished(ticket, kept=kept))
+        return [(await buffer.take()).ticket for _ in range(3)]
 
     assert asyncio.run(taken())[0] == 1
 

@@ -17,10 +17,10 @@ def test_thousands_of_trajectories_are_each_trained_once_and_none_too_late(
     tmp_path: Path, overtake: int, steps: int, mode: PauseMode
 ):
     size = Size(engines=16, inside=1024, steps=steps, overtake=overtake, tensors=12, prove=1, mode=mode)
-    world = run_simulation(size, tmp_path)
-    seen = world.seen
+    harness = run_simulation(size, tmp_path)
+    seen = harness.seen
     assert seen.steps == size.steps and set(seen.trained.values()) == {1}
-    assert len(seen.trained) == size.steps * size.groups_per_step * size.attempts
+    assert len(seen.trained) == size.steps * size.groups_per_step * size.trajectories
     assert seen.groups == size.steps * size.groups_per_step + seen.dropped and seen.dropped
     assert 0 < seen.stalest <= size.staleness
     # a dropped group's place is free at once, and reported in its turn
@@ -28,8 +28,8 @@ def test_thousands_of_trajectories_are_each_trained_once_and_none_too_late(
         size.admission_slots <= seen.most_inside <= size.admission_slots + seen.dropped
         and seen.most_under_way <= size.inside
     )
-    assert all(slot.load == 0 for slot in world.pool.slots) and world.sync.committed_version is not None
-    assert world.sync.committed_version.number == size.steps
+    assert all(slot.load == 0 for slot in harness.pool.slots) and harness.sync.committed_version is not None
+    assert harness.sync.committed_version.number == size.steps
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     tickets = [event["ticket"] for event in events if event["event"] == "GroupFinished"]
     assert len(tickets) == len(set(tickets)) == seen.groups
@@ -40,7 +40,7 @@ def test_a_simulated_run_repeats_to_the_byte(tmp_path: Path):
     first, second = (run_simulation(size, tmp_path / name) for name in ("first", "second"))
     assert first.loop.time() == second.loop.time()
     logs = [(tmp_path / name / "events.jsonl").read_bytes() for name in ("first", "second")]
-    assert logs[0] == logs[1] and len(logs[0]) < 200 * first.seen.groups * size.attempts
+    assert logs[0] == logs[1] and len(logs[0]) < 200 * first.seen.groups * size.trajectories
 
 
 def test_a_trajectory_inside_costs_the_driver_little_memory(tmp_path: Path):

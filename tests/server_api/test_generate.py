@@ -74,7 +74,7 @@ def test_a_seed_draws_the_same_again_alone_and_among_others(server: Wire):
     assert other != alone
 
 
-def test_attempts_at_a_prompt_differ_and_each_is_scored(server: Wire, oracle: Oracle):
+def test_trajectories_at_a_prompt_differ_and_each_is_scored(server: Wire, oracle: Oracle):
     params = {"temperature": 1.0, "max_new_tokens": 12, "n": 4, "ignore_eos": True}
     answers = server.generate(input_ids=PROMPT, sampling_params=params, return_logprob=True)
     assert len({tuple(answer["output_ids"]) for answer in answers}) == 4

@@ -54,7 +54,7 @@ def test_the_events_of_a_batch_say_whose_they_are(server: Wire):
 
 
 @pytest.mark.endpoint("/generate")
-def test_attempts_are_streamed_side_by_side(server: Wire):
+def test_trajectories_are_streamed_side_by_side(server: Wire):
     params = {"temperature": 1.0, "max_new_tokens": 5, "n": 3, "ignore_eos": True}
     events = server.events("/generate", input_ids=PROMPT, sampling_params=params)
     ends = {event["index"]: event["output_ids"] for event in events if event["meta_info"]["finish_reason"]}

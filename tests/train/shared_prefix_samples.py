@@ -6,7 +6,7 @@ from miles.core.types import Sample
 
 
 def group(rng, prompt_id, *, prompt=12, replies=(5, 9, 1), vocab=31, experts=None):
-    """Attempts at one prompt; with ``experts`` (layers, experts, experts a token) as an engine would record them."""
+    """Trajectories of one prompt; with ``experts`` (layers, experts, experts a token) as an engine records them."""
     start = rng.integers(0, vocab, prompt)
     routed = None if experts is None else _routed(rng, prompt, *experts)
     out: list[Sample] = []

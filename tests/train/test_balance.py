@@ -22,16 +22,16 @@ HOW = st.fixed_dictionaries(
 )
 
 
-def flat(dealt):
-    return sorted(i for part in dealt for chosen in part for i in chosen)
+def flat(distributed):
+    return sorted(i for part in distributed for chosen in part for i in chosen)
 
 
 @given(LENGTHS, HOW)
 def test_every_unit_is_in_one_micro_batch_of_one_part_and_none_is_over_its_room(lengths, how):
-    dealt = partition_micro_batches(lengths, **how)
-    assert len(dealt) == how["dp_size"]
-    assert flat(dealt) == list(range(len(lengths)))
-    for chosen in (chosen for part in dealt for chosen in part):
+    distributed = partition_micro_batches(lengths, **how)
+    assert len(distributed) == how["dp_size"]
+    assert flat(distributed) == list(range(len(lengths)))
+    for chosen in (chosen for part in distributed for chosen in part):
         assert chosen == sorted(chosen)
         if how["count"] is None:
             assert sum(lengths[i] for i in chosen) <= how["budget"] * how["cp_size"]
@@ -41,22 +41,22 @@ def test_every_unit_is_in_one_micro_batch_of_one_part_and_none_is_over_its_room(
 
 @given(LENGTHS, HOW)
 def test_all_parts_have_as_many_micro_batches_and_only_a_lack_of_units_leaves_one_empty(lengths, how):
-    dealt = partition_micro_batches(lengths, **how)
-    assert len({len(part) for part in dealt}) == 1
-    bins = [chosen for part in dealt for chosen in part]
+    distributed = partition_micro_batches(lengths, **how)
+    assert len({len(part) for part in distributed}) == 1
+    bins = [chosen for part in distributed for chosen in part]
     empty = bins.count([])
     if how["balanced"]:
         assert not empty or len(lengths) == len(bins) - empty
     else:
-        assert all(not part.count([]) or sum(map(len, part)) == len(part) - part.count([]) for part in dealt)
+        assert all(not part.count([]) or sum(map(len, part)) == len(part) - part.count([]) for part in distributed)
 
 
 @given(LENGTHS, HOW)
 def test_no_more_micro_batches_are_made_than_the_packing_of_the_whole_batch_needs(lengths, how):
-    dealt = partition_micro_batches(lengths, **(how | {"balanced": True}))
+    distributed = partition_micro_batches(lengths, **(how | {"balanced": True}))
     budget, count = how["budget"] * how["cp_size"], how["count"]
     needed = len(split_by_tokens(lengths, budget) if count is None else split_by_count(len(lengths), count))
-    assert len(dealt[0]) == -(-needed // how["dp_size"])
+    assert len(distributed[0]) == -(-needed // how["dp_size"])
 
 
 @given(LENGTHS, st.integers(100, 300), st.booleans())
@@ -74,8 +74,8 @@ def test_the_deal_is_the_same_every_time(lengths, how):
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=60), st.integers(2, 6))
 def test_with_room_enough_the_parts_are_as_even_as_the_dearest_first_makes_them(lengths, parts):
-    dealt = partition_micro_batches(lengths, dp_size=parts, budget=10_000)
-    loads = [sum(lengths[i] for chosen in part for i in chosen) for part in dealt]
+    distributed = partition_micro_batches(lengths, dp_size=parts, budget=10_000)
+    loads = [sum(lengths[i] for chosen in part for i in chosen) for part in distributed]
     # No deal is better than the mean and the longest; the dearest first is never a third worse than the best.
     assert max(loads) <= 4 / 3 * max(sum(lengths) / parts + max(lengths), max(lengths))
     assert max(loads) - min(loads) <= max(lengths)
@@ -83,8 +83,8 @@ def test_with_room_enough_the_parts_are_as_even_as_the_dearest_first_makes_them(
 
 @given(st.lists(st.integers(20, 100), min_size=30, max_size=60), st.integers(2, 4))
 def test_parts_differ_by_no_more_than_their_dearest_micro_batch_however_tight_the_room(lengths, parts):
-    dealt = partition_micro_batches(lengths, dp_size=parts, budget=150)
-    loads = [[sum(lengths[i] for i in chosen) for chosen in part] for part in dealt]
+    distributed = partition_micro_batches(lengths, dp_size=parts, budget=150)
+    loads = [[sum(lengths[i] for i in chosen) for chosen in part] for part in distributed]
     totals = [sum(part) for part in loads]
     assert max(totals) - min(totals) <= max(max(part) for part in loads)
     # What is done at the same time is alike: each round's cheapest is no cheaper than the next round's dearest.

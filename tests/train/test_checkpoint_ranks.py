@@ -114,7 +114,7 @@ def test_a_rank_that_cannot_write_is_named_and_the_others_can_save_again(tmp_pat
 
 
 @given(sizes=st.lists(st.integers(0, 50), max_size=12), count=st.integers(1, 5), limit=st.none() | st.integers(1, 60))
-def test_every_tensor_is_dealt_to_one_rank_and_none_has_much_more_than_another(sizes, count, limit):
+def test_every_tensor_is_distributed_to_one_rank_and_none_has_much_more_than_another(sizes, count, limit):
     owners = assign_owners(sizes, count)
     held = [sum(size for size, owner in zip(sizes, owners, strict=True) if owner == rank) for rank in range(count)]
     assert max(held) - min(held) <= max(sizes, default=0)

@@ -27,7 +27,7 @@ def ppo(actor, *, algo=None, train=None, updates=10, seed=7, dtype=torch.float32
 
 
 def talks(count=6, seed=0):
-    """Attempts in which the environment speaks in between; of one length, mask and worth each its own."""
+    """Trajectories in which the environment speaks in between; of one length, mask and worth each its own."""
     rng = np.random.default_rng(seed)
     out = []
     for number in range(count):

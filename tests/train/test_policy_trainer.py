@@ -186,16 +186,16 @@ def test_several_optimizer_steps_of_one_batch_take_the_ratio_against_the_weights
 def test_branches_share_one_denominator():
     rng = np.random.default_rng(0)
     long, short = sample(rng, reply=6, share=2), sample(rng, reply=2, share=2)
-    lone = sample(rng, reply=5, trajectory=1)
-    metrics, _ = trained([long, short, lone], algo={"loss_type": "sft_loss"})
+    single = sample(rng, reply=5, trajectory=1)
+    metrics, _ = trained([long, short, single], algo={"loss_type": "sft_loss"})
     actor = model()
 
     def nll(s):
         return step(worker(actor, algo={"loss_type": "sft_loss"}, train={"lr": 0.0}), [s]).metrics["loss"]
 
     rng = np.random.default_rng(0)
-    long, short, lone = sample(rng, reply=6), sample(rng, reply=2), sample(rng, reply=5)
-    expected = ((6 * nll(long) + 2 * nll(short)) / 8 + nll(lone)) / 2
+    long, short, single = sample(rng, reply=6), sample(rng, reply=2), sample(rng, reply=5)
+    expected = ((6 * nll(long) + 2 * nll(short)) / 8 + nll(single)) / 2
     assert metrics["loss"] == pytest.approx(expected, rel=1e-5)
 
 
@@ -355,7 +355,7 @@ def test_a_policy_that_drifted_from_its_engine_is_not_trained_on():
     assert all(torch.equal(before[name], tensor) for name, tensor in trainer.weights().items())
 
 
-def test_an_attempt_that_older_weights_began_is_not_compared():
+def test_a_trajectory_that_older_weights_began_is_not_compared():
     fresh, begun = ragged(3), ragged(3, seed=1)
     for s in begun:
         s.versions[s.mask.argmax()] = -1  # the rest was sampled from what those weights remembered of it

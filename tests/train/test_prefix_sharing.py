@@ -203,7 +203,7 @@ def test_the_gradient_is_that_of_samples_read_one_by_one(config, algo, train):
     assert ours["micro_batches"] <= plain["micro_batches"]
 
 
-def test_prompts_are_read_once_for_all_their_attempts():
+def test_prompts_are_read_once_for_all_their_trajectories():
     trainer = worker(actor(DENSE), train={"share_prefix": True})
     # The last prompt token of each predicts the first of a reply, and a reply's last predicts nothing.
     assert step(trainer, talks(DENSE)).metrics["tokens_shared"] == 3 * (9 + 12 + 15)

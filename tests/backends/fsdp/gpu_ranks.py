@@ -29,7 +29,7 @@ CARD = torch.device("cuda", 0)
 
 
 def samples(vocabulary: int, count: int = 8) -> tuple[Sample, ...]:
-    """Attempts of many lengths."""
+    """Trajectories of many lengths."""
     rng = np.random.default_rng(0)
     made: list[Sample] = []
     for number in range(count):

@@ -144,7 +144,7 @@ def test_a_rank_whose_experts_nobody_wants_has_gradients_of_zero():
         assert not results[0][0][1][name][3:].any(), name
 
 
-class Seat:
+class Slot:
     """A place among ranks that are not there."""
 
     def __init__(self, rank, world):
@@ -157,7 +157,7 @@ class Seat:
 def test_experts_that_do_not_divide_are_refused_with_a_mend():
     decoder = Decoder(of_experts(FORMS["plain"]), device="meta", dtype=torch.float32)
     with pytest.raises(UsageError, match=r"4 ranks: layer 0 has 6 experts; choose an --expert-model-parallel-size"):
-        expert_parallel.shard_experts(decoder, Seat(0, 4))
+        expert_parallel.shard_experts(decoder, Slot(0, 4))
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
@@ -165,7 +165,7 @@ def test_expert_parameters_are_those_that_have_a_row_for_each_expert(form):
     spec = of_experts(form)
     whole = dict(filled(spec).named_parameters())
     cut = filled(spec)
-    expert_parallel.shard_experts(cut, Seat(1, 3))
+    expert_parallel.shard_experts(cut, Slot(1, 3))
     smaller = {name for name, parameter in cut.named_parameters() if parameter.shape != whole[name].shape}
     assert smaller == expert_parallel.expert_param_names(spec)
     for name in smaller:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.launch.small_run import ROOT, flags, write_world
+from tests.launch.small_run import ROOT, flags, write_inputs
 
 pytestmark = [
     pytest.mark.megatron,
@@ -19,11 +19,11 @@ pytestmark = [
 ]
 
 
-def train(world: Path, run: Path, *more: str) -> list[float]:
+def train(inputs: Path, run: Path, *more: str) -> list[float]:
     """The rewards of a short run."""
     here = Path(__file__).parent / "cpu"
     paths = os.pathsep.join([str(here), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    line = [sys.executable, "-W", "ignore", "-m", "miles.launch.main", "train", *flags(world, run, *more, steps=3)]
+    line = [sys.executable, "-W", "ignore", "-m", "miles.launch.main", "train", *flags(inputs, run, *more, steps=3)]
     env = os.environ | {"PYTHONPATH": paths, "MILES_TEST_MEGATRON": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -33,11 +33,11 @@ def train(world: Path, run: Path, *more: str) -> list[float]:
 
 @pytest.mark.parametrize("more", [(), ("--megatron-use-distributed-optimizer",)], ids=["ours", "megatrons"])
 def test_a_run_on_megatron_is_the_run_on_fsdp(tmp_path: Path, more: tuple[str, ...]):
-    world = write_world(tmp_path / "world", moe=True)
+    inputs = write_inputs(tmp_path / "inputs", moe=True)
     replay = "--use-rollout-routing-replay"
-    wanted = train(world, tmp_path / "fsdp", replay)
+    wanted = train(inputs, tmp_path / "fsdp", replay)
     ranks = ("--train-backend", "megatron", "--actor-num-gpus-per-node", "2", "--pipeline-model-parallel-size", "2")
-    found = train(world, tmp_path / "megatron", replay, *ranks, *more)
+    found = train(inputs, tmp_path / "megatron", replay, *ranks, *more)
     assert len(found) == 3 and found == pytest.approx(wanted, abs=1e-6)
     last = "checkpoints/step-000003"
     one, two = (_weights(tmp_path / name / last) for name in ("fsdp", "megatron"))

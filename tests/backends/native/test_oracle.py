@@ -1,7 +1,7 @@
 """Whatever the kind of model, the engine writes what transformers would write: tokens, log-probs and routing.
 
 Every kind is asked by an engine with small pages and short prefill chunks: ragged prompts, one of them by several at
-once, more requests than seats. Answers are held against full forwards of the finished sequences.
+once, more requests than slots. Answers are held against full forwards of the finished sequences.
 """
 
 import functools

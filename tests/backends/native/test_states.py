@@ -50,7 +50,7 @@ def test_a_prefix_seen_before_is_not_found_since_its_state_is_gone(tiny, decoder
     tiny.same(first, second)
 
 
-def test_few_seats_and_little_memory_preempt_and_change_no_token(tiny, decoder):
+def test_few_slots_and_little_memory_preempt_and_change_no_token(tiny, decoder):
     prompts = tiny.prompts(3, low=9, high=30)
     asked = [(p, SamplingParams(max_new_tokens=20, seed=8 * i + j)) for i, p in enumerate(prompts) for j in range(5)]
     engine = tiny.engine(decoder, page_size=4, max_running=5, kv_tokens=100, prefill_chunk=11)
@@ -129,7 +129,7 @@ def test_half_precision_keeps_states_in_float32_and_the_inputs_of_filters_in_its
     assert len(tiny.tokens(answer)) == 30
 
 
-def test_the_cache_takes_what_the_states_of_all_seats_leave(tiny, decoder):
+def test_the_cache_takes_what_the_states_of_all_slots_leave(tiny, decoder):
     class Box:
         def __init__(self, free: int) -> None:
             self.free = free

@@ -51,13 +51,13 @@ def add(answer, written, number=0):
         max_size=6,
     )
 )
-def test_every_token_keeps_its_version_and_neighbours_of_one_version_are_one_span(attempts):
-    attempts.sort(key=lambda attempt: attempt[1])
+def test_every_token_keeps_its_version_and_neighbours_of_one_version_are_one_span(trajectories):
+    trajectories.sort(key=lambda trajectory: trajectory[1])
     answer = parts()
-    for tokens, number in attempts:
+    for tokens, number in trajectories:
         add(answer, reply(tokens, "abort"), number)
     done = answer.completion("abort")
-    written = [(token, number) for tokens, number in attempts for token in tokens]
+    written = [(token, number) for tokens, number in trajectories for token in tokens]
     reported = [(int(t), span.version.number) for span in done.spans for t in span.tokens if span.version is not None]
     assert reported == written
     versions = [span.version for span in done.spans]
@@ -69,9 +69,9 @@ def test_every_token_keeps_its_version_and_neighbours_of_one_version_are_one_spa
 
 
 @given(st.lists(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), max_size=4), max_size=4))
-def test_an_attempt_that_was_kept_while_weights_came_has_a_span_for_each_version_that_wrote_in_it(attempts):
+def test_a_trajectory_that_was_kept_while_weights_came_has_a_span_for_each_version_that_wrote_in_it(trajectories):
     answer, written = parts(SamplingParams(max_new_tokens=200, ignore_eos=True)), []
-    for runs in attempts:
+    for runs in trajectories:
         numbers = [number for number, count in sorted(runs) for _ in range(count)]
         answer.add(reply(range(10, 10 + len(numbers)), "abort"), [(Version(number=n), c) for n, c in sorted(runs)])
         written += zip(range(10, 10 + len(numbers)), numbers, strict=True)
@@ -103,7 +103,7 @@ def decoded(tokens):
     return "".join(chr(token) for token in tokens)
 
 
-def test_a_stop_text_that_lies_across_two_attempts_stops_and_what_is_behind_it_is_left_out():
+def test_a_stop_text_that_lies_across_two_trajectories_stops_and_what_is_behind_it_is_left_out():
     answer = parts(SamplingParams(max_new_tokens=40, stop=("abc",)), decode=decoded)
     add(answer, reply(map(ord, "xxa"), "abort"), 1)
     add(answer, reply(map(ord, "bcdd"), "length"), 2)
@@ -120,7 +120,7 @@ def rows(first, count):
     return [[[(first + i) % 8, 1], [2, 3]] for i in range(count)]
 
 
-def test_experts_are_those_of_the_attempt_that_computed_a_token_first():
+def test_experts_are_those_of_the_trajectory_that_computed_a_token_first():
     answer = parts(experts=EXPERTS)
     add(answer, reply([10, 11], "abort", routed(rows(0, 4))), 1)  # all but the last token
     add(answer, reply([12, END], "stop", routed(rows(4, 6))), 2)

@@ -287,7 +287,7 @@ def states() -> RecurrentStatePool:
     return made
 
 
-def test_a_sequence_finds_the_state_of_its_seat_and_nothing_when_it_begins():
+def test_a_sequence_finds_the_state_of_its_slot_and_nothing_when_it_begins():
     cache = PagedKVCache([None], pages=1, page_size=4, device=CPU, dtype=torch.float32)
     starts, counts = np.array([7, 0, 3]), np.array([1, 1, 4])
     _, layout = build_attention_metadata(starts, counts, np.zeros((3, 2), np.int64), 4, device=CPU, dtype=torch.float32)
@@ -302,7 +302,7 @@ def test_a_sequence_finds_the_state_of_its_seat_and_nothing_when_it_begins():
         assert held.flatten(1)[:, 0].tolist() == [11, 10, 3, 4, 15]
 
 
-def test_a_seat_may_be_copied_while_it_is_overwritten():
+def test_a_slot_may_be_copied_while_it_is_overwritten():
     made = states()
     made.copy(np.array([0, 1, 1]), np.array([1, 2, 4]))
     for held in made.layers[3]:

@@ -32,8 +32,8 @@ def test_tiles_hold_every_new_token_once_and_those_that_see_most_come_first(rows
     starts, counts = (np.array(column) for column in zip(*rows, strict=True))
     seats = np.arange(len(rows))[::-1]
     tiles = build_prefill_tiles(starts, counts, seats, first)
-    found = {row + i: (seat, position + i) for seat, row, count, position in tiles.tolist() for i in range(count)}
-    wanted = [(seat, s + i) for seat, s, n in zip(seats.tolist(), starts, counts, strict=True) for i in range(n)]
+    found = {row + i: (slot, position + i) for slot, row, count, position in tiles.tolist() for i in range(count)}
+    wanted = [(slot, s + i) for slot, s, n in zip(seats.tolist(), starts, counts, strict=True) for i in range(n)]
     assert [found[first + i] for i in range(len(wanted))] == wanted
     assert len(found) == tiles[:, 2].sum() == counts.sum()
     assert tiles[:, 2].min() > 0 and tiles[:, 2].max() <= TILE

@@ -49,13 +49,13 @@ made = case([200, 180, 150, 9], [(0, 3, 96)], heads=1, width=width, dtype=torch.
 q = torch.zeros(4, heads, width, dtype=torch.bfloat16)
 tiles = torch.from_numpy(build_prefill_tiles(np.array([5]), np.array([4]), np.array([0]), 0))
 params = PagedAttentionParams(16, 1.0)
-keys, seats = (made.k_SGd, made.v_SGe, made.block_table_SP), made.req_slots_B
+keys, slots = (made.k_SGd, made.v_SGe, made.block_table_SP), made.req_slots_B
 if kind == "decode":
-    decode_attention(q, *keys, seats, made.work(heads, sms=132), params, has_prefixes=True)
+    decode_attention(q, *keys, slots, made.work(heads, sms=132), params, has_prefixes=True)
 elif kind == "prefill":
     prefill_attention(q, *keys, tiles, params)
 else:
-    mla_decode_attention(q, keys[0], keys[2], seats, made.work(heads, sms=132), params, value_dim=512)
+    mla_decode_attention(q, keys[0], keys[2], slots, made.work(heads, sms=132), params, value_dim=512)
     mla_prefill_attention(q, keys[0], keys[2], tiles, params, value_dim=512)
 """
 

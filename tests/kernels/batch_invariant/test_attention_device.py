@@ -169,8 +169,8 @@ def test_only_in_fast_arithmetic_a_row_that_is_alone_takes_one_launch(monkeypatc
         {DecodeShape(2, 2): 64}, max_rows=1, device=DEVICE, sms=4
     )
     works.fill(np.array([30]), np.array([0]), np.array([0]))
-    pages, seat = torch.arange(9, dtype=torch.int32, device=DEVICE)[None], torch.zeros_like(at)
-    where = {"slots_T": at, "block_table_BM": pages, "req_slots_B": seat, "plans": works, "page_size": size}
+    pages, slot = torch.arange(9, dtype=torch.int32, device=DEVICE)[None], torch.zeros_like(at)
+    where = {"slots_T": at, "block_table_BM": pages, "req_slots_B": slot, "plans": works, "page_size": size}
     step = StepMetadata(**where, num_decodes=1, has_prefixes=False, prefill_tiles=None)
     turned = {"rotation": None, "positions_T": at, "interleaved": False, "q_weight_d": None, "k_weight_d": None}
     heads = QKNormRopeParams(heads=4, kv_heads=2, head_dim=width, eps=1e-6, offset=0.0, **turned)

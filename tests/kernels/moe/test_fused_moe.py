@@ -139,7 +139,7 @@ def one_processor(monkeypatch):
 @needs_triton
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", LONE)
-def test_a_lone_tokens_experts_are_the_definitions(on_device, one_processor, shape, dtype):
+def test_a_single_tokens_experts_are_the_definitions(on_device, one_processor, shape, dtype):
     *given, biases = case(shape, dtype)
     assert moe_gemv.can_use_moe_gemv(given[0], given[2], given[3], given[4])
     out = moe_forward(*given, activation="silu", numerics=FAST)
@@ -150,7 +150,7 @@ def test_a_lone_tokens_experts_are_the_definitions(on_device, one_processor, sha
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "relu2", "swiglu_clamped"])
 @pytest.mark.parametrize("shape", [(3, 3, 5, 20, 12), (2, 5, 7, 33, 7)] + ([(3, 8, 128, 2048, 768)] if CARD else []))
-def test_a_lone_token_has_the_experts_it_has_among_others(on_device, shape, kind, dtype):
+def test_a_single_token_has_the_experts_it_has_among_others(on_device, shape, kind, dtype):
     x, weights, experts, *stacked, _ = case(shape, dtype)
     together = moe_forward(x, weights, experts, *stacked, activation=kind, numerics=FAST)
     for i in range(len(x)):
@@ -163,7 +163,7 @@ def test_a_lone_token_has_the_experts_it_has_among_others(on_device, shape, kind
 
 @needs_triton
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_how_many_programs_share_a_lone_token_changes_nothing(on_device, monkeypatch, dtype):
+def test_how_many_programs_share_a_single_token_changes_nothing(on_device, monkeypatch, dtype):
     *given, _ = case((1, 5, 7, 37, 11), dtype)
     outs = []
     for processors in (1, 2, 3, 100):

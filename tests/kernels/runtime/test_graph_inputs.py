@@ -8,7 +8,7 @@ from miles.kernels.runtime import graph_inputs as module
 from miles.kernels.runtime.graph_inputs import unpack_graph_inputs
 
 
-def sent(rows, news, *, seats=20, table=(9, 31)):
+def sent(rows, news, *, slots=20, table=(9, 31)):
     """What a host may send: some tokens known, some drawn before, some entries of the table, the rest for nobody."""
     size = table[0] * table[1]
 
@@ -19,9 +19,9 @@ def sent(rows, news, *, seats=20, table=(9, 31)):
     new = min(news, size - 1) // 2
     places[:new] = torch.randperm(size - 1, device=DEVICE)[:new].int()
     return (
-        [ints(100, rows, low=-1), ints(5000, rows), ints(1 << 20, rows), ints(seats, rows)],
+        [ints(100, rows, low=-1), ints(5000, rows), ints(1 << 20, rows), ints(slots, rows)],
         {
-            "last_tokens_S": torch.randint(100, (seats,), device=DEVICE),
+            "last_tokens_S": torch.randint(100, (slots,), device=DEVICE),
             "table_index_N": places,
             "pages_N": ints(900, news),
             "block_table_RM": ints(900, *table),
@@ -43,7 +43,7 @@ def test_one_launch_begins_a_step_as_torch_does(monkeypatch, poisoned, rows, new
     assert all(each.data_ptr() % 16 == 0 for each in got)
 
 
-def test_a_token_that_is_not_known_is_the_one_its_seat_drew():
+def test_a_token_that_is_not_known_is_the_one_its_slot_drew():
     columns, rest = sent(3, 4)
     columns[0] = torch.tensor([-1, 5, -1], dtype=torch.int32, device=DEVICE)
     columns[3] = torch.tensor([7, 0, 2], dtype=torch.int32, device=DEVICE)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.launch.small_run import flags, write_world
+from tests.launch.small_run import flags, write_inputs
 
 import miles
 from miles.backends.native.engine.engine import NativeEngine
@@ -42,8 +42,8 @@ EXPECTED = {"fast": FAST, "exact": BATCH_INVARIANT}
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return write_world(tmp_path_factory.mktemp("world"), moe=True)
+def inputs(tmp_path_factory):
+    return write_inputs(tmp_path_factory.mktemp("inputs"), moe=True)
 
 
 def numerics_of(model) -> set[Numerics]:
@@ -56,9 +56,9 @@ def engine_numerics(engine: NativeEngine) -> set[Numerics]:
 
 
 @pytest.mark.parametrize("parity", EXPECTED)
-def test_engine_trainer_reference_and_critic_have_the_numerics_of_the_run(world, tmp_path, parity):
+def test_engine_trainer_reference_and_critic_have_the_numerics_of_the_run(inputs, tmp_path, parity):
     more = ("--parity", parity, "--advantage-estimator", "ppo")
-    config, plan, _ = read("train", flags(world, tmp_path / "run", *more))
+    config, plan, _ = read("train", flags(inputs, tmp_path / "run", *more))
     policies = read_policies(config, plan)
     recovery = RecoveryState(
         checkpoints=CheckpointDirectory(tmp_path), rollouts=None, estimator=build_advantages(config, policies)
@@ -72,8 +72,8 @@ def test_engine_trainer_reference_and_critic_have_the_numerics_of_the_run(world,
     asyncio.run(engine.close())
 
 
-def test_a_rank_of_the_trainer_has_the_numerics_of_the_run(world, tmp_path):
-    config, plan, _ = read("train", flags(world, tmp_path / "run", "--parity", "exact"))
+def test_a_rank_of_the_trainer_has_the_numerics_of_the_run(inputs, tmp_path):
+    config, plan, _ = read("train", flags(inputs, tmp_path / "run", "--parity", "exact"))
     policy, hooks = read_policy(config), load_algo_hooks(config)
     device, run = policy.platform.device, InlineExecutor()
     trainer = start_on_devices([device], config, plan, policy, run, steps=2, algo_hooks=hooks)
@@ -86,9 +86,9 @@ def test_a_rank_of_the_trainer_has_the_numerics_of_the_run(world, tmp_path):
 
 
 @pytest.mark.parametrize("parity", EXPECTED)
-def test_chat_eval_and_serve_have_the_numerics_of_their_flags(world, tmp_path, parity):
-    config, _, _ = read("chat", ["--hf-checkpoint", str(world), "--device", "cpu", "--parity", parity])
-    options = [str(world), "--device", "cpu", "--engine-kv-tokens", "64", "--parity", parity]
+def test_chat_eval_and_serve_have_the_numerics_of_their_flags(inputs, tmp_path, parity):
+    config, _, _ = read("chat", ["--hf-checkpoint", str(inputs), "--device", "cpu", "--parity", parity])
+    options = [str(inputs), "--device", "cpu", "--engine-kv-tokens", "64", "--parity", parity]
 
     async def build() -> list[NativeEngine]:
         _, served = await build_server(read_serve_config(options), None, InlineExecutor())
@@ -100,8 +100,8 @@ def test_chat_eval_and_serve_have_the_numerics_of_their_flags(world, tmp_path, p
     assert [engine_numerics(engine) for engine in asyncio.run(build())] == 2 * [{EXPECTED[parity]}]
 
 
-def test_a_model_provider_that_loses_the_numerics_is_refused(world):
-    config, _, _ = read("chat", ["--hf-checkpoint", str(world), "--device", "cpu", "--parity", "exact"])
+def test_a_model_provider_that_loses_the_numerics_is_refused(inputs):
+    config, _, _ = read("chat", ["--hf-checkpoint", str(inputs), "--device", "cpu", "--parity", "exact"])
     how = {"device": "meta", "dtype": torch.float32}
     given = Decoder(read_policy(config).spec, **how, numerics=BATCH_INVARIANT)
     with pytest.raises(HookError, match="build it with numerics=model"):

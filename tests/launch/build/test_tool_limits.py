@@ -5,7 +5,7 @@ import re
 from contextlib import AsyncExitStack
 
 import pytest
-from tests.launch.small_run import write_world
+from tests.launch.small_run import write_inputs
 
 from miles.core.errors import UsageError
 from miles.core.types import Prompt
@@ -20,8 +20,8 @@ MULTI_TURN = ("--custom-generate-function-path", "multi_turn", "--apply-chat-tem
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory):
-    world = write_world(tmp_path_factory.mktemp("world"))
-    line = ["--hf-checkpoint", str(world), "--prompt-data", str(world / "train.jsonl"), *TOOLS, *MULTI_TURN]
+    inputs = write_inputs(tmp_path_factory.mktemp("inputs"))
+    line = ["--hf-checkpoint", str(inputs), "--prompt-data", str(inputs / "train.jsonl"), *TOOLS, *MULTI_TURN]
 
     def build(*more: str):
         config, _, _ = read("train", [*line, "--n-samples-per-prompt", "2", *more])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.launch.small_run import flags, write_world
+from tests.launch.small_run import flags, write_inputs
 from torch import distributed as dist
 
 from miles.cluster.executor import InlineExecutor
@@ -47,7 +47,7 @@ def made(
 ) -> Iterator[tuple[DistributedTrainer, dict[str, torch.Tensor], Path]]:
     """A team of one: all that a trainer of ranks does, and no other process."""
     root = tmp_path_factory.mktemp("team")
-    config, plan, _ = read("train", flags(write_world(root / "world"), root / "run"))
+    config, plan, _ = read("train", flags(write_inputs(root / "inputs"), root / "run"))
     policy = read_policy(config)
     whole = {name: p.detach().clone() for name, p in load_model(policy).named_parameters()}
     trainer = start_on_devices(

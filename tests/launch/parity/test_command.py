@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.launch.small_run import flags, write_world
+from tests.launch.small_run import flags, write_inputs
 from tests.models.oracle import hf_model
 
 from miles.kernels.numerics import FAST
@@ -146,8 +146,8 @@ def test_a_model_must_be_named_and_be_there(capsys):
 
 
 def test_a_trajectory_of_a_run_is_read_again(tmp_path, capsys):
-    world, run = write_world(tmp_path / "world", moe=True), tmp_path / "run"
-    assert main(["train", *flags(world, run, steps=2)]) == 0
+    inputs, run = write_inputs(tmp_path / "inputs", moe=True), tmp_path / "run"
+    assert main(["train", *flags(inputs, run, steps=2)]) == 0
     capsys.readouterr()
     assert main(["parity", str(run), "--step", "2", "--sample", "3", "--device", "cpu"]) == 0
     assert "experts" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Rules of a user's own code: a plug that no part of the run would call is refused before anything starts."""
+"""Rules of a user's own code: a hook that no part of the run would call is refused before anything starts."""
 
 from pathlib import Path
 
@@ -82,6 +82,6 @@ def test_what_no_part_of_the_run_would_call_is_refused(line: str, says: str):
         "--custom-megatron-before-log-prob-hook-path",
     ],
 )
-def test_demonstrations_leave_plugs_of_attempts_idle(flag: str):
+def test_demonstrations_leave_hooks_of_trajectories_idle(flag: str):
     line = f"--loss-type sft_loss --no-rm-type --n-samples-per-prompt 1 {flag} {OWN}"
     assert [sentence for sentence in list_problems(line) if f"so {flag} has no effect; remove it" in sentence]

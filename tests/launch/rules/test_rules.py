@@ -206,15 +206,15 @@ def test_a_range_contains_what_its_words_say(a: float, b: float, x: float):
 
 
 @given(st.integers(1, 60), st.integers(1, 12), st.integers(1, 800), st.integers(1, 800))
-def test_the_batch_identity_holds_exactly_when_no_rule_objects(prompts: int, attempts: int, size: int, steps: int):
-    line = f"--rollout-batch-size {prompts} --n-samples-per-prompt {attempts}"
+def test_the_batch_identity_holds_exactly_when_no_rule_objects(prompts: int, trajectories: int, size: int, steps: int):
+    line = f"--rollout-batch-size {prompts} --n-samples-per-prompt {trajectories}"
 
     def objects(more: str) -> bool:
         config = parse(Config, f"{line} {more}".split()).config
         assert config is not None
         return bool(list(check_global_batch_size(config)))
 
-    made = prompts * attempts
+    made = prompts * trajectories
     assert objects(f"--global-batch-size {size}") == (made % size != 0)
     assert objects(f"--num-steps-per-rollout {steps}") == (made % steps != 0)
     assert objects(f"--global-batch-size {size} --num-steps-per-rollout {steps}") == (made != size * steps)

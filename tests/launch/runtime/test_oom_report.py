@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from tests.launch.small_run import flags, write_world
+from tests.launch.small_run import flags, write_inputs
 
 from miles.core.errors import TrainerError
 from miles.launch.main import main
@@ -14,8 +14,8 @@ from miles.launch.runtime.run_directory import MAY_CHANGE
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return write_world(tmp_path_factory.mktemp("world"))
+def inputs(tmp_path_factory):
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 def test_an_allocation_of_torch_that_fails_is_found_behind_its_wrappers():
@@ -34,9 +34,9 @@ def test_an_allocation_of_torch_that_fails_is_found_behind_its_wrappers():
 
 
 def test_a_step_that_runs_out_of_memory_ends_with_a_ledger_and_is_resumed_with_the_advice(
-    world, tmp_path, capsys, monkeypatch
+    inputs, tmp_path, capsys, monkeypatch
 ):
-    argv = flags(world, tmp_path / "run", steps=4)
+    argv = flags(inputs, tmp_path / "run", steps=4)
     argv[argv.index("--custom-rm-path") + 1] = f"{__name__}:reward"
     from miles.train.policy_trainer import PolicyTrainer
 
@@ -64,8 +64,8 @@ async def reward(prompt, trajectory):
     return Reward(value=float(trajectory.index))
 
 
-def test_advice_for_a_resumed_run_is_accepted_by_it(world, tmp_path):
-    config, plan, _ = read("train", flags(world, tmp_path / "run"))
+def test_advice_for_a_resumed_run_is_accepted_by_it(inputs, tmp_path):
+    config, plan, _ = read("train", flags(inputs, tmp_path / "run"))
     with pytest.raises(OutOfMemoryError) as raised, report_out_of_memory(config, plan):
         raise MemoryError("no memory")
     text = str(raised.value)

@@ -41,10 +41,10 @@ class Circle:
     def __init__(self, world: int) -> None:
         self.barrier = Barrier(world, timeout=60)
         self.slots: list[Tensor | None] = [None] * world
-        self.seats = [Seat(self, rank, world) for rank in range(world)]
+        self.seats = [Slot(self, rank, world) for rank in range(world)]
 
 
-class Seat:
+class Slot:
     def __init__(self, circle: Circle, rank: int, world: int) -> None:
         self.circle, self.rank, self.world = circle, rank, world
 
@@ -82,18 +82,18 @@ def logits(decoder: Decoder, routing: Routing | None) -> Tensor:
 def tp_logits(decoder: Decoder, world: int, routing: Routing | None) -> Tensor:
     """The same, out of as many decoders as there are ranks."""
 
-    def run(seat: Seat) -> Tensor:
+    def run(slot: Slot) -> Tensor:
         try:
             with torch.no_grad():
-                part = build_tp_decoder(decoder.spec, seat, device="meta", dtype=torch.float32)
+                part = build_tp_decoder(decoder.spec, slot, device="meta", dtype=torch.float32)
                 own = {
-                    name: shard_param(decoder.spec, name, tensor, seat.rank, world)
+                    name: shard_param(decoder.spec, name, tensor, slot.rank, world)
                     for name, tensor in decoder.named_parameters()
                 }
                 part.load_state_dict(own, assign=True)
-                return logits(part, None if routing is None else routing if seat.rank == 0 else Routing(record=True))
+                return logits(part, None if routing is None else routing if slot.rank == 0 else Routing(record=True))
         except BaseException:
-            seat.circle.barrier.abort()
+            slot.circle.barrier.abort()
             raise
 
     with ThreadPoolExecutor(world) as threads:
@@ -102,7 +102,7 @@ def tp_logits(decoder: Decoder, world: int, routing: Routing | None) -> Tensor:
 
 
 def worlds(spec: DecoderSpec, *wanted: int) -> list[int]:
-    """Those numbers of ranks that this model can be cut across; two are always among them but for a lone group."""
+    """Those numbers of ranks that this model can be cut across; two are always among them but for a single group."""
     fit = [world for world in wanted if check_tp_size(spec, world) is None]
     single = any(isinstance(layer.mixer, MambaSpec) and layer.mixer.groups == 1 for layer in spec.layers)
     assert (2 in fit) is not single

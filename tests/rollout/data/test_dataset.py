@@ -206,7 +206,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
 
 
 @pytest.mark.parametrize("column", ["input", "label", "metadata"])
-def test_a_lone_surrogate_is_a_bad_row(tmp_path, column):
+def test_a_single_surrogate_is_a_bad_row(tmp_path, column):
     good = {"input": "a", "label": "b", "metadata": {"key": "c \U0001f600"}}
     bad = {**good, column: {"key": "\ud800"} if column == "metadata" else "\ud800"}
     path = write(tmp_path, good, bad)

@@ -39,8 +39,8 @@ def scorer(logps: Logps, *, scales: bool = True, info: dict[str, Any] | None = N
         count = len(body["input_ids"])
         tops = body.get("top_logprobs_num", [0] * count)
         watch = body.get("token_ids_logprob", [[]] * count)
-        wishes = zip(body["input_ids"], body["logprob_start_len"], tops, watch, strict=True)
-        return [scored(logps(tokens, temperature), tokens, *rest) for tokens, *rest in wishes]
+        requests = zip(body["input_ids"], body["logprob_start_len"], tops, watch, strict=True)
+        return [scored(logps(tokens, temperature), tokens, *rest) for tokens, *rest in requests]
 
     return answer
 

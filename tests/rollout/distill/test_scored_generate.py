@@ -1,4 +1,4 @@
-"""Attempts are stamped with what their teacher says of exactly the tokens the policy wrote."""
+"""Trajectories are stamped with what their teacher says of exactly the tokens the policy wrote."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -178,7 +178,7 @@ def test_a_dead_or_wrong_teacher_ends_the_step_with_one_sentence(answer, complai
     assert said.startswith("the teacher 0 did not score a trajectory") and "\n" not in said
 
 
-def test_many_attempts_go_together_and_never_too_many_at_once():
+def test_many_trajectories_go_together_and_never_too_many_at_once():
     async def many():
         async def wait(served):
             for _ in range(3):

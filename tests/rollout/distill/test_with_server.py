@@ -173,7 +173,7 @@ def test_the_engine_tells_the_tokens_it_found_likeliest(folder):
     served(story, folder)
 
 
-def test_many_attempts_are_scored_side_by_side(folder):
+def test_many_trajectories_are_scored_side_by_side(folder):
     async def story():
         async with serving(folder) as live:
             student = held(folder)

@@ -20,7 +20,7 @@ PROMPT = Prompt(id=2, messages=({"role": "user", "content": "Hello?"},), label="
 SAMPLING = SamplingParams(max_new_tokens=50, temperature=0.5)
 
 
-class Seats:
+class Slots:
     """Sessions without HTTP: an agent asks by the address it was given, through ``ask``."""
 
     def __init__(self, renderer):
@@ -51,25 +51,25 @@ def tokenizer(tmp_path_factory):
 
 
 @pytest.fixture
-def seats(tokenizer):
-    return Seats(build_renderer(tokenizer))
+def slots(tokenizer):
+    return Slots(build_renderer(tokenizer))
 
 
-def run(agent, seats, engine, **more):
-    return asyncio.run(AgentGenerate(agent, seats, **more)(PROMPT, engine, SAMPLING))
+def run(agent, slots, engine, **more):
+    return asyncio.run(AgentGenerate(agent, slots, **more)(PROMPT, engine, SAMPLING))
 
 
-def test_an_agent_is_called_by_name_and_its_tokens_are_what_was_sampled(tokenizer, seats):
+def test_an_agent_is_called_by_name_and_its_tokens_are_what_was_sampled(tokenizer, slots):
     seen = {}
 
     async def agent(base_url, prompt, request_kwargs=None, metadata=None, **more):
         seen.update(prompt=prompt, request_kwargs=request_kwargs, metadata=metadata, **more)
-        said = await seats.ask(base_url, prompt)
-        await seats.ask(base_url, [*prompt, said, {"role": "user", "content": "And?"}])
+        said = await slots.ask(base_url, prompt)
+        await slots.ask(base_url, [*prompt, said, {"role": "user", "content": "And?"}])
         return {"reward": 0.5, "note": "fine"}
 
     engine = Scripted(tokenizer, ["Hi.", "Bye."])
-    trajectory = run(agent, seats, engine, config={"steps": 3}, api_key="secret")
+    trajectory = run(agent, slots, engine, config={"steps": 3}, api_key="secret")
     assert trajectory.status is Status.COMPLETED and trajectory.reward is not None and trajectory.reward.value == 0.5
     assert trajectory.metadata["note"] == "fine" and trajectory.metadata["text"] == "Bye."
     sampled = [token for span in trajectory.spans if span.author is Author.POLICY for token in span.tokens.tolist()]
@@ -78,31 +78,31 @@ def test_an_agent_is_called_by_name_and_its_tokens_are_what_was_sampled(tokenize
     assert seen["request_kwargs"] == {"temperature": 0.5, "top_p": 1.0, "max_tokens": 50}
     assert (seen["label"], seen["agent_config"], seen["session_id"]) == ("hi", {"steps": 3}, "1")
     assert seen["api_key"] == "secret"
-    assert seats.closed == ["http://here/sessions/1"]
+    assert slots.closed == ["http://here/sessions/1"]
 
 
-def test_an_agent_is_given_only_what_it_takes(tokenizer, seats):
+def test_an_agent_is_given_only_what_it_takes(tokenizer, slots):
     async def agent(base_url, prompt, request_kwargs, metadata):
-        await seats.ask(base_url, prompt)
+        await slots.ask(base_url, prompt)
 
-    trajectory = run(agent, seats, Scripted(tokenizer, ["Hi."]))
+    trajectory = run(agent, slots, Scripted(tokenizer, ["Hi."]))
     assert trajectory.status is Status.COMPLETED and trajectory.reward is None
 
 
-def test_an_agent_that_raises_or_asks_nothing_fails_its_attempt_and_then_the_run(tokenizer, seats):
+def test_an_agent_that_raises_or_asks_nothing_fails_its_attempt_and_then_the_run(tokenizer, slots):
     async def silent(base_url, prompt, request_kwargs, metadata):
         return {"reward": 1.0}
 
     async def raising(base_url, prompt, request_kwargs, metadata):
-        await seats.ask(base_url, prompt)
+        await slots.ask(base_url, prompt)
         raise KeyError("tool")
 
-    trajectory = run(silent, seats, Scripted(tokenizer, ["Hi."]))
+    trajectory = run(silent, slots, Scripted(tokenizer, ["Hi."]))
     assert (trajectory.status, trajectory.reward) == (Status.FAILED, None)
     assert "sent no request" in trajectory.metadata["failure"]
-    trajectory = run(raising, seats, Scripted(tokenizer, ["Hi."]))
+    trajectory = run(raising, slots, Scripted(tokenizer, ["Hi."]))
     assert trajectory.status is Status.FAILED and trajectory.metadata["failure"] == "KeyError: 'tool'"
-    generate = AgentGenerate(raising, seats, max_failures=2)
+    generate = AgentGenerate(raising, slots, max_failures=2)
 
     async def both():
         await generate(PROMPT, Scripted(tokenizer, ["Hi."]), SAMPLING)
@@ -112,62 +112,62 @@ def test_an_agent_that_raises_or_asks_nothing_fails_its_attempt_and_then_the_run
         asyncio.run(both())
 
 
-def test_errors_meant_for_the_user_and_answers_of_the_wrong_kind_stop_the_run(tokenizer, seats):
+def test_errors_meant_for_the_user_and_answers_of_the_wrong_kind_stop_the_run(tokenizer, slots):
     async def complaining(base_url, prompt, request_kwargs, metadata):
         raise DataError("no such task")
 
     async def wrong(base_url, prompt, request_kwargs, metadata):
-        await seats.ask(base_url, prompt)
+        await slots.ask(base_url, prompt)
         return 1.0
 
     async def worded(base_url, prompt, request_kwargs, metadata):
-        await seats.ask(base_url, prompt)
+        await slots.ask(base_url, prompt)
         return {"reward": "good"}
 
     for agent, error in ((complaining, DataError), (wrong, HookError), (worded, HookError)):
         with pytest.raises(error):
-            run(agent, seats, Scripted(tokenizer, ["Hi."]))
-    assert len(seats.closed) == 3
+            run(agent, slots, Scripted(tokenizer, ["Hi."]))
+    assert len(slots.closed) == 3
 
 
-def test_an_agent_that_takes_too_long_is_cut_short_and_told_to_stop(tokenizer, seats):
+def test_an_agent_that_takes_too_long_is_cut_short_and_told_to_stop(tokenizer, slots):
     reported = []
 
     async def slow(base_url, prompt, request_kwargs, metadata):
-        await seats.ask(base_url, prompt)
+        await slots.ask(base_url, prompt)
         await asyncio.Event().wait()
 
     async def abort(base_url, metadata):
         reported.append((base_url, metadata))
         raise OSError("nobody there")
 
-    trajectory = run(slow, seats, Scripted(tokenizer, ["Hi."]), abort=abort, wall_seconds=0.05)
+    trajectory = run(slow, slots, Scripted(tokenizer, ["Hi."]), abort=abort, wall_seconds=0.05)
     assert (trajectory.status, trajectory.metadata["reason"]) == (Status.TRUNCATED, "wall_time")
     assert reported == [("http://here/sessions/1", {"task": "greet"})]
 
     async def cancelled():
         engine = Scripted(tokenizer, ["Hi."])
-        task = asyncio.create_task(AgentGenerate(slow, seats, abort=abort)(PROMPT, engine, SAMPLING))
+        task = asyncio.create_task(AgentGenerate(slow, slots, abort=abort)(PROMPT, engine, SAMPLING))
         while not engine.gave:
             await asyncio.sleep(0)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         return task.cancelled()
 
-    assert asyncio.run(cancelled()) and len(reported) == 2 and len(seats.closed) == 2
+    assert asyncio.run(cancelled()) and len(reported) == 2 and len(slots.closed) == 2
 
 
 @pytest.mark.parametrize(("how", "status"), [("length", Status.TRUNCATED), ("abort", Status.ABORTED)])
-def test_how_the_last_reply_ended_is_how_the_attempt_did(tokenizer, seats, how, status):
+def test_how_the_last_reply_ended_is_how_the_attempt_did(tokenizer, slots, how, status):
     async def agent(base_url, prompt, request_kwargs, metadata):
-        await seats.ask(base_url, prompt)
+        await slots.ask(base_url, prompt)
         if how == "abort":
             raise ConnectionError("the server said 503")
         return {"reward": 1.0}
 
     engine = Scripted(tokenizer, ["x" * 100])
     engine.aborts = how == "abort"
-    trajectory = run(agent, seats, engine)
+    trajectory = run(agent, slots, engine)
     assert (trajectory.status, trajectory.metadata["reason"]) == (status, how)
     assert (trajectory.reward is None) == (how == "abort")
 

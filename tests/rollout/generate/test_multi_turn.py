@@ -110,7 +110,7 @@ def test_a_failing_tool_is_text_to_the_model_which_goes_on(tokenizer, renderer):
         (TurnLimits(), SAMPLING, 700, "length"),
     ],
 )
-def test_limits_cut_an_attempt_short_and_say_which(tokenizer, renderer, limits, sampling, context, reason):
+def test_limits_cut_a_trajectory_short_and_say_which(tokenizer, renderer, limits, sampling, context, reason):
     engine = Scripted(tokenizer, [SUM])
     trajectory = run(calculating(renderer, limits=limits, max_context_len=context), engine, sampling=sampling)
     assert (trajectory.status, trajectory.metadata["reason"]) == (Status.TRUNCATED, reason)
@@ -120,7 +120,7 @@ def test_limits_cut_an_attempt_short_and_say_which(tokenizer, renderer, limits, 
         assert sum(map(len, trajectory.branches[0])) <= context
 
 
-def test_a_result_that_leaves_no_room_for_a_reply_ends_the_attempt(tokenizer, renderer):
+def test_a_result_that_leaves_no_room_for_a_reply_ends_the_trajectory(tokenizer, renderer):
     engine = Scripted(tokenizer, [call("list_files")])
     prompt = replace(PROMPT, metadata={"tools": ["files"], "files": {f"file-{i:03}": "" for i in range(60)}})
     first = run(calculating(renderer, limits=TurnLimits(turns=1)), engine, prompt)
@@ -135,7 +135,7 @@ def test_a_prompt_that_fills_the_context_is_the_datas_fault(tokenizer, renderer)
         run(calculating(renderer, max_context_len=20), Scripted(tokenizer, ["42"]))
 
 
-def test_an_engine_that_is_told_to_stop_aborts_the_attempt_and_keeps_its_tokens(tokenizer, renderer):
+def test_an_engine_that_is_told_to_stop_aborts_the_trajectory_and_keeps_its_tokens(tokenizer, renderer):
     engine = Scripted(tokenizer, [SUM])
     engine.aborts = True
     trajectory = run(calculating(renderer), engine)
@@ -143,7 +143,7 @@ def test_an_engine_that_is_told_to_stop_aborts_the_attempt_and_keeps_its_tokens(
     assert sampled(trajectory) == [engine.gave[0][: len(engine.gave[0]) // 2]]
 
 
-def test_time_is_up_for_all_of_an_attempt_or_for_its_tools(tokenizer, renderer):
+def test_time_is_up_for_all_of_a_trajectory_or_for_its_tools(tokenizer, renderer):
     hanging = Scripted(tokenizer, ["42"])
     hanging.hangs = True
     trajectory = run(calculating(renderer, limits=TurnLimits(wall_seconds=0.02)), hanging)
@@ -210,7 +210,7 @@ def test_a_worlds_rewards_add_up_over_its_turns(tokenizer, renderer):
 
 
 @pytest.mark.parametrize("where", ["open", "step"])
-def test_a_world_that_fails_marks_the_attempt_failed_and_is_closed(tokenizer, renderer, where):
+def test_a_world_that_fails_marks_the_trajectory_failed_and_is_closed(tokenizer, renderer, where):
     worlds = []
 
     def world_of(prompt):
@@ -226,7 +226,7 @@ def test_a_world_that_fails_marks_the_attempt_failed_and_is_closed(tokenizer, re
     assert all(world.closed for world in worlds)
 
 
-def test_a_world_that_cannot_be_closed_does_not_cost_its_attempt(tokenizer, renderer):
+def test_a_world_that_cannot_be_closed_does_not_cost_its_trajectory(tokenizer, renderer):
     trajectory = run(MultiTurn(renderer, lambda prompt: Counting("close")), Scripted(tokenizer, ["1", "2", "3"]))
     assert trajectory.status is Status.COMPLETED and trajectory.reward is not None
     assert "the door is stuck" in trajectory.metadata["close_failure"]
@@ -292,7 +292,7 @@ def test_whatever_a_policy_says_the_trained_tokens_are_the_sampled_ones(tokenize
     assert all(whole[: len(asked)] == asked for asked, _ in engine.asked)
 
 
-def test_an_attempt_nobody_waits_for_any_more_closes_its_world(tokenizer, renderer):
+def test_a_trajectory_nobody_waits_for_any_more_closes_its_world(tokenizer, renderer):
     world = Counting()
     engine = Scripted(tokenizer, ["1"])
     engine.hangs = True

@@ -95,7 +95,7 @@ def test_each_owns_its_tokens_under_its_own_version(tokenizer):
     assert (attempt.status, attempt.metadata["reason"]) == (Status.COMPLETED, "stop")
 
 
-def test_seeds_are_the_attempts_own_and_another_when_a_question_is_asked_again(tokenizer):
+def test_seeds_are_the_trajectories_own_and_another_when_a_question_is_asked_again(tokenizer):
     async def play(prompt: Prompt, cast: Agents):
         for _ in range(2):
             await cast["a"].chat(prompt.messages)

@@ -223,12 +223,12 @@ def test_tests_that_cannot_be_read_are_the_datas_fault(reward, asked):
         asyncio.run(reward(asked, reply("x")))
 
 
-def test_a_reply_without_text_is_the_plugs_fault(reward):
+def test_a_reply_without_text_is_the_hooks_fault(reward):
     with pytest.raises(HookError, match="text"):
         asyncio.run(reward(prompt(SUM), Trajectory(branches=(), status=Status.COMPLETED)))
 
 
-def test_a_sandbox_that_fails_leaves_the_attempt_unscored(reward, monkeypatch):
+def test_a_sandbox_that_fails_leaves_the_trajectory_unscored(reward, monkeypatch):
     async def broken(*_: object, **__: object) -> None:
         raise SandboxError("The sandbox could not run it.")
 

@@ -7,7 +7,7 @@ import os
 import weakref
 
 import pytest
-from tests.rollout.reward.reward_case import attempt, prompt, value
+from tests.rollout.reward.reward_case import prompt, trajectory, value
 
 from miles.rollout.reward.context import GraderContext
 from miles.rollout.reward.grader_pool import GraderPool
@@ -46,7 +46,7 @@ def test_others_are_graded_while_one_hangs():
 
     async def graded(score, reply, name):
         with contextlib.suppress(GradingError):
-            await score(prompt("x+1"), attempt(reply))
+            await score(prompt("x+1"), trajectory(reply))
         order.append(name)
 
     async def both():

@@ -1,4 +1,4 @@
-"""Which reward scores an attempt: one, a mixture, a prompt's own; alone or with its group."""
+"""Which reward scores a trajectory: one, a mixture, a prompt's own; alone or with its group."""
 
 import asyncio
 import json
@@ -6,7 +6,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.rollout.reward.reward_case import attempt, prompt, reward, value
+from tests.rollout.reward.reward_case import prompt, reward, trajectory, value
 from tests.rollout.reward.scripted_server import serving
 
 from miles.core.errors import DataError, HookError, UsageError
@@ -49,7 +49,7 @@ def test_a_prompt_may_name_its_own_reward():
 
 
 @pytest.mark.parametrize(
-    ("wish", "complaint"),
+    ("grader", "complaint"),
     [
         ("exakt", r"Prompt 3: --rm-type exakt is not a built-in reward.* did you mean exact\?"),
         (7, r"Prompt 3: metadata\['rm_type'\] must be the name of a reward, not 7"),
@@ -57,14 +57,14 @@ def test_a_prompt_may_name_its_own_reward():
         ("llm_judge", "Prompt 3 asks for llm_judge, which compares all trajectories of a prompt; give --group-rm"),
     ],
 )
-def test_a_wish_that_cannot_be_granted_names_the_prompt(wish, complaint):
+def test_a_request_that_cannot_be_granted_names_the_prompt(grader, complaint):
     with pytest.raises(DataError, match=complaint):
-        value("exact", "7", "7", metadata={"rm_type": wish})
+        value("exact", "7", "7", metadata={"rm_type": grader})
 
 
 def test_a_reply_without_text_is_the_generate_functions_fault():
     with pytest.raises(HookError, match="stored none in metadata"):
-        asyncio.run(build_builtin_reward("exact", GraderContext())(prompt("7"), attempt()))
+        asyncio.run(build_builtin_reward("exact", GraderContext())(prompt("7"), trajectory()))
 
 
 def test_a_server_that_is_missing_is_told_before_anything_starts():
@@ -73,33 +73,35 @@ def test_a_server_that_is_missing_is_told_before_anything_starts():
 
 
 def together(rm_type, replies, means, label="7", metadata=None):
-    tries = [attempt(reply, index=i) for i, reply in enumerate(replies)]
+    tries = [trajectory(reply, index=i) for i, reply in enumerate(replies)]
     score = build_builtin_group_reward(rm_type, means)
     return asyncio.run(score(prompt(label, metadata=metadata or {}), tries))
 
 
-def test_single_rewards_score_a_group_attempt_by_attempt():
+def test_single_rewards_score_a_group_trajectory_by_trajectory():
     assert [r.value for r in together("int", ["7", "8", "7"], GraderContext())] == [1.0, 0.0, 1.0]
     assert [r.value for r in together("int", ["it is 7"], GraderContext(), metadata={"rm_type": "exact"})] == [0.0]
 
 
-def test_an_attempt_that_has_a_reward_is_not_scored_again():
-    tries = [attempt("7", reward=Reward(value=0.25)), attempt("7", index=1)]
+def test_a_trajectory_that_has_a_reward_is_not_scored_again():
+    tries = [trajectory("7", reward=Reward(value=0.25)), trajectory("7", index=1)]
     given = asyncio.run(build_builtin_group_reward("int", GraderContext())(prompt("7"), tries))
     assert [r.value for r in given] == [0.25, 1.0]
 
 
 def test_a_judge_and_a_rule_may_share_the_verdict():
     def answer(asked):
-        attempts = json.loads(asked.body["messages"][1]["content"])["attempts"]
-        scores = {"scores": [10 if "please" in one else 0 for one in attempts]}
+        trajectories = json.loads(asked.body["messages"][1]["content"])["trajectories"]
+        scores = {"scores": [10 if "please" in one else 0 for one in trajectories]}
         return {"choices": [{"message": {"content": json.dumps(scores)}}]}
 
     async def run():
         async with serving(answer) as served:
             means = GraderContext(judge=JudgeEndpoint(server=HTTPEndpoint(url=served.url), model="m"))
             score = build_builtin_group_reward("int:0.75+llm_judge:0.25", means)
-            return await score(prompt("7"), [attempt("7 please"), attempt("7", index=1), attempt("8 please", index=2)])
+            return await score(
+                prompt("7"), [trajectory("7 please"), trajectory("7", index=1), trajectory("8 please", index=2)]
+            )
 
     given = asyncio.run(run())
     assert [r.value for r in given] == pytest.approx([0.75 + 0.25 * 0.75, 0.75, 0.25 * 0.75])
@@ -109,7 +111,7 @@ def test_a_judge_and_a_rule_may_share_the_verdict():
 def test_the_random_reward_is_chance_that_repeats():
     async def drawn(seed):
         score = build_builtin_reward("random", GraderContext(seed=seed))
-        asked = [(prompt(id=p, epoch=e), attempt(index=i)) for p in range(20) for e in (0, 1) for i in range(8)]
+        asked = [(prompt(id=p, epoch=e), trajectory(index=i)) for p in range(20) for e in (0, 1) for i in range(8)]
         return [(await score(*one)).value for one in asked]
 
     first, again, other = (asyncio.run(drawn(seed)) for seed in (1, 1, 2))

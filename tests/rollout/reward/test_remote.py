@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import count
 
 import pytest
-from tests.rollout.reward.reward_case import attempt, prompt
+from tests.rollout.reward.reward_case import prompt, trajectory
 from tests.rollout.reward.scripted_server import Asked, Fault, serving
 
 from miles.core.errors import HookError, UsageError
@@ -23,7 +23,7 @@ def scored(answer, *, replies=("yes",), server=PATIENT, wait_for=None, **kw):
     async def run():
         async with serving(answer, wait_for=wait_for) as served:
             reward = RemoteReward(replace(server, url=served.url + "/score"), **kw)
-            given = (reward(prompt("7"), attempt(reply, index=i)) for i, reply in enumerate(replies))
+            given = (reward(prompt("7"), trajectory(reply, index=i)) for i, reply in enumerate(replies))
             return await asyncio.gather(*given, return_exceptions=True), served
 
     return asyncio.run(run())
@@ -56,7 +56,7 @@ def test_a_kept_connection_that_was_dropped_costs_no_try(together):
             url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/score"
             reward = RemoteReward(replace(PATIENT, url=url, retries=0))
             return [
-                await asyncio.gather(*(reward(prompt("7"), attempt("yes", index=i)) for i in range(together)))
+                await asyncio.gather(*(reward(prompt("7"), trajectory("yes", index=i)) for i in range(together)))
                 for _ in range(3)
             ]
 
@@ -64,7 +64,7 @@ def test_a_kept_connection_that_was_dropped_costs_no_try(together):
     assert sum(connections) == 3 * together and max(connections) == 1
 
 
-def test_an_attempt_is_posted_with_all_a_server_may_want():
+def test_a_trajectory_is_posted_with_all_a_server_may_want():
     (given,), served = scored(lambda asked: 0.25)
     assert given == Reward(value=0.25)
     (asked,) = served.asked
@@ -78,7 +78,7 @@ def test_a_conversation_is_posted_as_its_messages():
 
     async def run():
         async with serving(lambda asked: 1) as served:
-            await RemoteReward(replace(PATIENT, url=served.url))(Prompt(id=1, messages=messages), attempt("x"))
+            await RemoteReward(replace(PATIENT, url=served.url))(Prompt(id=1, messages=messages), trajectory("x"))
             return served.asked[0].body["prompt"]
 
     assert asyncio.run(run()) == list(messages)
@@ -141,7 +141,7 @@ def test_a_server_that_is_not_there_is_told_of():
     async def run():
         async with serving(lambda asked: 1) as served:
             url = served.url
-        await RemoteReward(replace(PATIENT, url=url, retries=1))(prompt(), attempt("x"))
+        await RemoteReward(replace(PATIENT, url=url, retries=1))(prompt(), trajectory("x"))
 
     with pytest.raises(GradingError, match="could not be reached"):
         asyncio.run(run())
@@ -158,7 +158,7 @@ def test_no_more_requests_are_under_way_than_allowed():
     assert served.most_at_once == 3
 
 
-def test_attempts_travel_in_batches_and_come_back_to_their_own():
+def test_trajectories_travel_in_batches_and_come_back_to_their_own():
     def answer(asked: Asked):
         assert isinstance(asked.body, list) and len(asked.body) <= 4
         return [len(one["response"]) for one in asked.body]
@@ -186,11 +186,11 @@ def test_a_batch_answered_out_of_shape_fails(answer):
     assert all(isinstance(one, GradingError) for one in given)
 
 
-def test_an_attempt_whose_grade_is_no_longer_wanted_is_not_asked_for():
+def test_a_trajectory_whose_grade_is_no_longer_wanted_is_not_asked_for():
     async def run():
         async with serving(lambda asked: Fault(stall=True)) as served:
             reward = RemoteReward(replace(PATIENT, url=served.url, concurrency=1))
-            waiting = [asyncio.create_task(reward(prompt(), attempt("x"))) for _ in range(3)]
+            waiting = [asyncio.create_task(reward(prompt(), trajectory("x"))) for _ in range(3)]
             while not served.asked:
                 await asyncio.sleep(0)
             for task in waiting[1:]:
@@ -208,7 +208,7 @@ def asked_model(answer, *, replies=("yes",), batch=1, **settings):
         async with serving(answer) as served:
             server = replace(PATIENT, url=served.url, batch=batch)
             reward = ModelReward(RewardModelEndpoint(server=server, **settings))
-            given = (reward(prompt(content="Hi "), attempt(reply)) for reply in replies)
+            given = (reward(prompt(content="Hi "), trajectory(reply)) for reply in replies)
             return await asyncio.gather(*given, return_exceptions=True), served
 
     return asyncio.run(run())

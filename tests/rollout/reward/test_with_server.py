@@ -105,7 +105,7 @@ def judge(base, tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_judge_behind_our_server_compares_attempts(judge):
+def test_a_judge_behind_our_server_compares_trajectories(judge):
     trajectories = tried("there", "right here")
     expected, _ = asked_of_the_judge(trajectories)
 
@@ -120,7 +120,7 @@ def test_a_judge_behind_our_server_compares_attempts(judge):
     assert sorted(reward.parts["score"] for reward in found) == [0.2, 0.9]
 
 
-def test_a_judge_that_babbles_leaves_its_attempts_unscored(base):
+def test_a_judge_that_babbles_leaves_its_trajectories_unscored(base):
     async def compare():
         async with serving(base) as live:
             settings = JudgeEndpoint(server=HTTPEndpoint(url=f"{live.url}/v1", retries=0), model="tiny", max_tokens=8)

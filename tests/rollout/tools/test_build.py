@@ -1,4 +1,4 @@
-"""From flags to tools and worlds, with a sentence for each mistake."""
+"""From flags to tools and environments, with a sentence for each mistake."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ async def double(x: int) -> str:
 def plain(name, params):
     return name
 
-class World:
+class Environment:
     def __init__(self, level=1):
         self.level = level
     async def open(self, prompt): ...
@@ -46,9 +46,9 @@ def own(monkeypatch):
     return module
 
 
-def world(prompt_metadata=None, **knobs):
-    worlds = build_environments(ToolsConfig(**knobs), sandbox=None, code_limits=SandboxLimits(), environ={})
-    return worlds(Prompt(id=1, messages=({"role": "user", "content": "?"},), metadata=prompt_metadata or {}))
+def env(prompt_metadata=None, **knobs):
+    environments = build_environments(ToolsConfig(**knobs), sandbox=None, code_limits=SandboxLimits(), environ={})
+    return environments(Prompt(id=1, messages=({"role": "user", "content": "?"},), metadata=prompt_metadata or {}))
 
 
 def offered(made):
@@ -68,22 +68,22 @@ def test_defaults_of_the_knobs_are_those_of_the_limits():
 def test_tools_are_built_in_ones_and_the_users_own(own, tmp_path):
     documents = tmp_path / "documents.jsonl"
     documents.write_text(json.dumps({"text": "a"}))
-    assert offered(world()) == []
-    assert offered(world(generate_tools=("calculator", "own_tools:double"))) == ["calculator", "double"]
-    assert offered(world(generate_tools=("search",), search_documents=str(documents))) == ["search"]
+    assert offered(env()) == []
+    assert offered(env(generate_tools=("calculator", "own_tools:double"))) == ["calculator", "double"]
+    assert offered(env(generate_tools=("search",), search_documents=str(documents))) == ["search"]
     pair = {
         "generate_tool_specs_path": "own_tools.SPECS",
         "generate_execute_tool_function_path": "own_tools:execute",
     }
-    assert offered(world(**pair)) == ["ask"]
+    assert offered(env(**pair)) == ["ask"]
 
 
 def test_a_world_of_the_users_own_may_have_settings(own):
-    assert isinstance(world(), ToolEnvironment)
-    assert world(generate_environment="own_tools:World").level == 1
-    asked = json.dumps({"name": "own_tools:World", "level": 3})
-    assert world(generate_environment=asked).level == 3
-    assert isinstance(world(generate_environment=asked, generate_tools=("calculator",)), ToolAugmentedEnvironment)
+    assert isinstance(env(), ToolEnvironment)
+    assert env(generate_environment="own_tools:Environment").level == 1
+    asked = json.dumps({"name": "own_tools:Environment", "level": 3})
+    assert env(generate_environment=asked).level == 3
+    assert isinstance(env(generate_environment=asked, generate_tools=("calculator",)), ToolAugmentedEnvironment)
 
 
 @pytest.mark.parametrize(
@@ -119,13 +119,13 @@ def test_a_world_of_the_users_own_may_have_settings(own):
 )
 def test_every_mistake_has_its_sentence(own, knobs, complaint):
     with pytest.raises(MilesError, match=complaint):
-        world(**knobs)
+        env(**knobs)
 
 
-def test_the_shared_things_of_a_run_are_opened_for_every_attempt(tmp_path):
+def test_the_shared_things_of_a_run_are_opened_for_every_trajectory(tmp_path):
     path = tmp_path / "mcp.json"
     path.write_text(json.dumps({"mcpServers": {"x": {"command": "true"}}}))
-    worlds = build_environments(
+    environments = build_environments(
         ToolsConfig(generate_tools=("mcp:x",), mcp_servers=str(path)),
         sandbox=None,
         code_limits=SandboxLimits(),
@@ -134,7 +134,7 @@ def test_the_shared_things_of_a_run_are_opened_for_every_attempt(tmp_path):
 
     async def opens():
         async with AsyncExitStack() as stack:
-            made = worlds(Prompt(id=1, messages=()))
+            made = environments(Prompt(id=1, messages=()))
             stack.push_async_callback(made.close)
             await made.open(Prompt(id=1, messages=()))
 

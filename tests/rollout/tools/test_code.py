@@ -1,4 +1,4 @@
-"""Python and shell in the sandbox, on the attempt's files."""
+"""Python and shell in the sandbox, on the trajectory's files."""
 
 import asyncio
 
@@ -17,14 +17,14 @@ def sandbox():
 
 
 @pytest.fixture
-def desk(sandbox):
+def server(sandbox):
     with temporary_workspace() as place:
         programs = CodeRunner(sandbox, place, SandboxLimits(wall=20.0, output=1 << 12))
         yield place, build_python_tool(programs), build_shell_tool(programs)
 
 
-def test_files_pass_from_call_to_call_and_from_tool_to_tool(desk):
-    place, build_python_tool, build_shell_tool = desk
+def test_files_pass_from_call_to_call_and_from_tool_to_tool(server):
+    place, build_python_tool, build_shell_tool = server
     place.write("given.txt", b"7 6")
     code = "a, b = map(int, open('given.txt').read().split())\nprint(a * b, file=open('out/made.txt', 'w'))"
 
@@ -39,8 +39,8 @@ def test_files_pass_from_call_to_call_and_from_tool_to_tool(desk):
     assert place.contents() == {"given.txt": b"7 6", "out/made.txt": b"42\n"}
 
 
-def test_what_goes_wrong_is_told_with_what_was_said_before(desk):
-    place, build_python_tool, build_shell_tool = desk
+def test_what_goes_wrong_is_told_with_what_was_said_before(server):
+    place, build_python_tool, build_shell_tool = server
 
     async def work():
         failed = await build_python_tool.call({"code": "print('so far')\nraise ValueError('no')"})
@@ -65,7 +65,7 @@ def test_a_program_that_never_ends_is_ended(sandbox):
             asyncio.run(build_python_tool(programs).call({"code": "import time\ntime.sleep(1000)"}))
 
 
-def test_links_and_the_program_itself_are_not_kept(desk):
-    place, _, build_shell_tool = desk
+def test_links_and_the_program_itself_are_not_kept(server):
+    place, _, build_shell_tool = server
     asyncio.run(build_shell_tool.call({"command": "ln -s /etc/passwd link; echo x > real"}))
     assert place.names() == ["real"]

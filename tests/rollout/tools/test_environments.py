@@ -18,18 +18,18 @@ def says(text):
     return {"role": "assistant", "content": text}
 
 
-async def played(world, replies, prompt=PROMPT):
-    """What the world showed at each turn, and the steps."""
+async def played(env, replies, prompt=PROMPT):
+    """What the env showed at each turn, and the steps."""
     try:
-        opening = await world.open(prompt)
+        opening = await env.open(prompt)
         steps = []
         for reply in replies:
-            steps.append(await world.step(reply(opening, steps) if callable(reply) else says(reply)))
+            steps.append(await env.step(reply(opening, steps) if callable(reply) else says(reply)))
             if steps[-1].done:
                 break
         return opening, steps
     finally:
-        await world.close()
+        await env.close()
 
 
 class Guessing:
@@ -57,8 +57,8 @@ def test_a_game_of_gymnasiums_kind_is_played_to_its_end():
     game = Guessing()
     number = derive_game_seed(PROMPT) % 7 + 1
     wrong = "1" if number > 1 else "2"
-    world = GymnasiumGame(make=lambda: game)
-    opening, steps = asyncio.run(played(world, [wrong, f"I think <action> {number} </action>"]))
+    env = GymnasiumGame(make=lambda: game)
+    opening, steps = asyncio.run(played(env, [wrong, f"I think <action> {number} </action>"]))
     assert opening.messages[1]["content"].startswith("A number from 1 to 7") and opening.provides_reward
     assert [step.messages[0]["content"] if step.messages else "" for step in steps] == (
         ["higher" if number > 1 else "lower", ""]
@@ -72,13 +72,13 @@ def test_a_game_that_is_cut_off_or_breaks_says_so():
     wrong = "1" if number > 1 else "2"
     _, steps = asyncio.run(played(GymnasiumGame(make=Guessing), [wrong] * 4))
     assert (steps[-1].done, steps[-1].limit) == (True, "game")
-    with pytest.raises(TypeError, match="not a number"):  # which the loop makes a failed attempt of
+    with pytest.raises(TypeError, match="not a number"):  # which the loop makes a failed trajectory of
         asyncio.run(played(GymnasiumGame(make=Guessing), ["seven"]))
     _, steps = asyncio.run(played(GymnasiumGame(make=Guessing, actions={"low": "1"}), ["high"]))
     assert "'high' is not an action; there are low" in steps[0].messages[0]["content"]
 
 
-def test_attempts_at_a_prompt_play_the_same_game():
+def test_trajectories_at_a_prompt_play_the_same_game():
     assert (
         derive_game_seed(PROMPT)
         == derive_game_seed(Prompt(id=5, messages=(), epoch=3))
@@ -193,9 +193,9 @@ def test_what_an_environment_of_verifiers_raises_comes_out_and_nothing_is_left_r
         asyncio.run(played(verifiers("quiz", settings={"breaks": True}), ["7"]))
 
     async def leave():
-        world = verifiers("quiz")
-        await world.open(PROMPT)
-        await world.close()
+        env = verifiers("quiz")
+        await env.open(PROMPT)
+        await env.close()
         return [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
 
     assert asyncio.run(leave()) == []

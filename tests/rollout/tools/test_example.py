@@ -32,7 +32,7 @@ from products import CALL, DONE, demonstration, tokenizer, write_start  # noqa: 
 run = load_module("calculator_run", EXAMPLE / "run.py")
 
 
-def test_an_attempt_has_the_tokens_of_a_demonstration():
+def test_a_trajectory_has_the_tokens_of_a_demonstration():
     made = tokenizer()
     generate = GENERATE.load(f"{EXAMPLE / 'generate.py'}:Calculating")
     engine = Scripted(made, [f"{CALL}37*48{DONE}", "1776"])

@@ -20,7 +20,7 @@ from miles.launch.read_config import read
 from miles.models.tokenizer import load_tokenizer
 from miles.rollout.sandbox.run import create_sandbox
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "tool_worlds"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "tool_environments"
 
 
 def load_module(name: str, path: Path) -> ModuleType:
@@ -32,10 +32,10 @@ def load_module(name: str, path: Path) -> ModuleType:
 
 
 sys.path.insert(0, str(EXAMPLE))
+from environment import CALLS, KINDS, around, demonstration, hidden, pieces, row, write_start  # noqa: E402
 from words import words  # noqa: E402
-from world import CALLS, KINDS, around, demonstration, hidden, pieces, row, write_start  # noqa: E402
 
-run = load_module("tool_worlds_run", EXAMPLE / "run.py")
+run = load_module("tool_environments_run", EXAMPLE / "run.py")
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -72,7 +72,7 @@ def test_each_world_is_trained_in(kind, start, tmp_path):
     assert main(["train", *few(run.grpo_flags(kind, start, start, grpo, steps=2))]) == 0
     steps = run.measured(grpo, "train")
     assert len(steps) == 2 and max(row["parity_max_abs"] for row in steps) < 1e-4
-    assert max(row["unscored_ratio"] for row in steps) == 0.0, "no tool and no world failed"
+    assert max(row["unscored_ratio"] for row in steps) == 0.0, "no tool and no environment failed"
 
 
 def test_the_warm_up_is_a_run_of_its_own(tmp_path):
@@ -111,7 +111,7 @@ def test_an_attempt_has_the_tokens_of_a_demonstration(kind, start, tmp_path):
     assert (trajectory.status, trajectory.metadata["text"]) == (Status.COMPLETED, asks["label"]), trajectory.metadata
     tokens = list(chain.from_iterable(span.tokens.tolist() for span in trajectory.spans))
     assert tokenizer.apply_chat_template(shown) == [*tokens, *tokenizer.encode("\n")]
-    if kind not in CALLS or kind == "verifiers":  # a world, which says itself what it was worth
+    if kind not in CALLS or kind == "verifiers":  # an environment, which gives the reward itself
         assert trajectory.reward.value == ((6 - len(said)) / 5 if kind == "game" else 1.0)
 
 

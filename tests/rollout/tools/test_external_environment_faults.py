@@ -45,15 +45,15 @@ class Race(ModuleType):
         return self
 
     def reset(self, *, num_players, seed):
-        self.total, self.turn, self.seats, self.rules = 0, 0, num_players, "Race to ten.\n"
+        self.total, self.turn, self.slots, self.rules = 0, 0, num_players, "Race to ten.\n"
         reported = [(-1, "Race to ten.", 1)]
         self.state = SimpleNamespace(observations=dict.fromkeys(range(num_players), reported))
 
     def get_observation(self):
-        if self.seats == 1:  # all of the game so far
+        if self.slots == 1:  # all of the game so far
             self.rules += f"The total is {self.total}.\n"
             return 0, self.rules
-        return self.turn % self.seats, [(-1, f"The total is {self.total}.", None)]
+        return self.turn % self.slots, [(-1, f"The total is {self.total}.", None)]
 
     def step(self, *, action):
         self.total += int(action)
@@ -61,8 +61,8 @@ class Race(ModuleType):
         return self.total >= 10, {}
 
     def close(self):
-        winner = (self.turn - 1) % self.seats
-        return {seat: 1 if seat == winner else -1 for seat in range(self.seats)}, {}
+        winner = (self.turn - 1) % self.slots
+        return {slot: 1 if slot == winner else -1 for slot in range(self.slots)}, {}
 
 
 def test_a_game_of_textarenas_kind_is_played_to_its_end(monkeypatch):
@@ -169,7 +169,7 @@ def test_a_server_that_asks_whether_anybody_is_there_is_answered_while_the_polic
     assert at_hand(work).messages[0]["content"] == "you said a"
 
 
-def test_a_server_that_hangs_up_fails_the_attempt_and_leaves_nothing_running():
+def test_a_server_that_hangs_up_fails_the_trajectory_and_leaves_nothing_running():
     async def work(address, _):
         with pytest.raises(EnvironmentFailed, match=r"hung up at step \(code 1000\)"):
             await played(OpenEnvEnvironment(address), ["bye"])
@@ -178,7 +178,7 @@ def test_a_server_that_hangs_up_fails_the_attempt_and_leaves_nothing_running():
     assert "_Line._read" not in at_hand(work)
 
 
-def test_a_server_that_is_not_there_fails_the_attempt_and_no_address_the_run():
+def test_a_server_that_is_not_there_fails_the_trajectory_and_no_address_the_run():
     pytest.importorskip("aiohttp")
     for posts in (False, True):
         with pytest.raises(EnvironmentFailed, match=r"127\.0\.0\.1:9"):

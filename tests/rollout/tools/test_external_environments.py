@@ -25,7 +25,7 @@ from miles.rollout.tools.environments.openenv import OpenEnvEnvironment
 from miles.rollout.tools.environments.text_games import TextArenaGame, derive_game_seed
 from miles.rollout.tools.tool import EnvironmentFailed
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "outside_worlds"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "external_environments"
 PROMPT = Prompt(id=5, messages=({"role": "system", "content": "Play."},))
 
 
@@ -37,11 +37,11 @@ def load_module(name: str, path: Path) -> ModuleType:
     return module
 
 
-world = load_module("outside_worlds_world", EXAMPLE / "world.py")
+environment = load_module("external_environments_environment", EXAMPLE / "environment.py")
 with pytest.MonkeyPatch.context() as patch:  # another example has a file of that name too
-    patch.setitem(sys.modules, "world", world)
+    patch.setitem(sys.modules, "environment", environment)
     patch.syspath_prepend(EXAMPLE)
-    run = load_module("outside_worlds_run", EXAMPLE / "run.py")
+    run = load_module("external_environments_run", EXAMPLE / "run.py")
 
 
 async def played(game, replies, prompt=PROMPT):
@@ -105,12 +105,12 @@ def test_a_move_that_is_refused_without_a_word_leaves_no_empty_message(arena):
     assert last is None and shown[1] == shown[0] and "Guess The Number" in shown[0]
 
 
-@pytest.mark.parametrize("seat", [0, 1])
-def test_the_policy_plays_both_seats_and_earns_what_its_own_does(arena, seat):
-    game = TextArenaGame("Nim-v0", num_players=2, player_id=seat, settings={"piles": [1, 1]})
+@pytest.mark.parametrize("slot", [0, 1])
+def test_the_policy_plays_both_slots_and_earns_what_its_own_does(arena, slot):
+    game = TextArenaGame("Nim-v0", num_players=2, player_id=slot, settings={"piles": [1, 1]})
     shown, last = play(game, ["0 1", "1 1"])
     assert [text.splitlines()[0] for text in shown] == ["[Player 0]", "[Player 1]"]
-    assert last is not None and last.reward == (-1.0, 1.0)[seat], "who takes the last one wins"
+    assert last is not None and last.reward == (-1.0, 1.0)[slot], "who takes the last one wins"
 
 
 def test_games_at_once_do_not_disturb_each_other_nor_the_process(arena):
@@ -127,7 +127,7 @@ def test_games_at_once_do_not_disturb_each_other_nor_the_process(arena):
     assert random.getstate() == before and len({tuple(shown) for shown in alone}) > 1
 
 
-def test_a_game_that_is_not_there_and_a_seat_that_is_not_are_named(arena):
+def test_a_game_that_is_not_there_and_a_slot_that_is_not_are_named(arena):
     with pytest.raises(DataError, match=r"textarena has no game GuesTheNumber-v0; did you mean GuessTheNumber-v0\?"):
         play(TextArenaGame("GuesTheNumber-v0"), [])
     with pytest.raises(UsageError, match="has no player 2 of 2"):
@@ -141,7 +141,7 @@ def test_a_game_that_is_not_there_and_a_seat_that_is_not_are_named(arena):
 def url() -> Iterator[str]:
     pytest.importorskip("openenv.core.env_server")
     pytest.importorskip("aiohttp")
-    with world.served() as address:
+    with environment.served() as address:
         yield address
 
 
@@ -189,12 +189,12 @@ def test_a_field_that_actions_do_not_have_stops_the_run(url, posts):
 
 
 def test_a_post_is_answered_from_a_fresh_board_by_a_real_server(url):
-    """Which is why attempts have a WebSocket unless somebody asks for posts."""
+    """Which is why trajectories have a WebSocket unless somebody asks for posts."""
     shown, _ = play(walking(url, posts=True), ["north", "north", "upwards"])
     assert " to " in shown[0] and [seen[:2] for seen in shown[1:3]] == ["a2", "a2"] and "Input should be" in shown[3]
 
 
-def test_attempts_wait_for_a_place_on_a_server_that_is_full():
+def test_trajectories_wait_for_a_place_on_a_server_that_is_full():
     pytest.importorskip("openenv.core.env_server")
     pytest.importorskip("aiohttp")
 
@@ -210,7 +210,7 @@ def test_attempts_wait_for_a_place_on_a_server_that_is_full():
         finally:
             await first.close()
 
-    with world.served("1") as address:
+    with environment.served("1") as address:
         assert len({tuple(shown) for shown, _ in asyncio.run(three(address))}) == 1
         with pytest.raises(EnvironmentFailed, match=r"refused reset: .*capacity"):
             asyncio.run(one_too_many(address))
@@ -219,7 +219,7 @@ def test_attempts_wait_for_a_place_on_a_server_that_is_full():
 # -- the example ---------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=world.KINDS)
+@pytest.fixture(scope="module", params=environment.KINDS)
 def kind(request) -> str:
     pytest.importorskip(request.param)
     return request.param
@@ -228,8 +228,8 @@ def kind(request) -> str:
 @pytest.fixture(scope="module")
 def start(kind, tmp_path_factory) -> Iterator[tuple[Path, str]]:
     folder = tmp_path_factory.mktemp(kind)
-    with world.served() if kind == "openenv" else nullcontext("") as address:
-        world.write_start(folder, kind, address, shown=32)
+    with environment.served() if kind == "openenv" else nullcontext("") as address:
+        environment.write_start(folder, kind, address, shown=32)
         yield folder, address
 
 
@@ -243,22 +243,22 @@ def few(flags: list[str]) -> list[str]:
     return [small.get(before, word) for before, word in zip(["", *flags], flags, strict=False)]
 
 
-def test_each_world_is_trained_in(kind, start, tmp_path):
+def test_each_environment_is_trained_in(kind, start, tmp_path):
     folder, address = start
     warm, grpo = tmp_path / "warm", tmp_path / "grpo"
     assert main(["train", *few(run.warmup_flags(folder, warm, steps=2))]) == 0
     assert main(["train", *few(run.grpo_flags(kind, folder, address, run.newest(warm), grpo, steps=2))]) == 0
     steps = run.measured(grpo, "train")
     assert len(steps) == 2 and max(row["parity_max_abs"] for row in steps) < 1e-4
-    assert max(row["unscored_ratio"] for row in steps) == 0.0, "no world failed"
+    assert max(row["unscored_ratio"] for row in steps) == 0.0, "no environment failed"
 
 
 def test_an_attempt_has_the_tokens_of_a_demonstration(kind, start, tmp_path):
     folder, address = start
     tokenizer = load_tokenizer(folder)
-    prompt = world.prompt_of(kind, 11)
-    player = world.guess if kind == "textarena" else world.walk
-    shown = asyncio.run(world.played(world.world_of(kind, address), prompt, player, random.Random(3)))
+    prompt = environment.prompt_of(kind, 11)
+    player = environment.guess if kind == "textarena" else environment.walk
+    shown = asyncio.run(environment.played(environment.environment_of(kind, address), prompt, player, random.Random(3)))
     said = [message["content"] for message in shown if message["role"] == "assistant"]
 
     async def attempt():
@@ -273,4 +273,4 @@ def test_an_attempt_has_the_tokens_of_a_demonstration(kind, start, tmp_path):
     assert trajectory.status is Status.COMPLETED and trajectory.reward is not None, trajectory.metadata
     tokens = list(chain.from_iterable(span.tokens.tolist() for span in trajectory.spans))
     assert tokenizer.apply_chat_template(shown) == [*tokens, *tokenizer.encode("\n")]
-    assert tokenizer.encode("?")[0] not in tokens, "every word of the world is a token"
+    assert tokenizer.encode("?")[0] not in tokens, "every word of the environment is a token"

@@ -1,4 +1,4 @@
-"""An attempt's folder keeps what is inside inside."""
+"""A trajectory's folder keeps what is inside inside."""
 
 import asyncio
 
@@ -68,7 +68,7 @@ def test_there_is_only_so_much_room(tmp_path):
         place.write(".", b"")
 
 
-def test_the_folder_is_gone_when_the_attempt_is():
+def test_the_folder_is_gone_when_the_trajectory_is():
     with temporary_workspace() as place:
         place.write("deep/er/file", b"x")
         root = place.root

@@ -24,7 +24,7 @@ def server(**more) -> MCPServerConfig:
 
 
 def using(work, tmp_path, **more):
-    """Open the server's tools as an attempt does, and work with them by name."""
+    """Open the server's tools as a trajectory does, and work with them by name."""
 
     async def use():
         servers = MCPServers({"small": server(**more)}, environ=ENVIRON)
@@ -51,7 +51,7 @@ def test_tools_are_listed_page_by_page_and_called(tmp_path):
     assert results == ["5", "words\n[image: image/png]\na file\n[b: file:///b]"]
 
 
-def test_a_server_of_an_attempts_own_works_in_its_folder_and_sees_no_secrets(tmp_path):
+def test_a_server_of_a_trajectory_s_own_works_in_its_folder_and_sees_no_secrets(tmp_path):
     async def work(tools):
         return json.loads(await tools["here_where"].call({}))
 
@@ -80,7 +80,7 @@ def test_a_call_that_is_given_up_is_called_off_and_the_server_goes_on(tmp_path):
     assert json.loads(answers) == [["mine", False], ["yours", True]]  # refused, and answered
 
 
-def test_an_attempts_own_server_that_ends_fails_the_attempt(tmp_path):
+def test_a_trajectory_s_own_server_that_ends_fails_the_trajectory(tmp_path):
     async def work(tools):
         with pytest.raises(EnvironmentFailed, match="small is gone: it ended: I am tired"):
             await tools["die"].call({})
@@ -106,7 +106,7 @@ def test_a_shared_server_that_ends_is_started_again_but_not_for_ever(tmp_path):
     assert using(work, tmp_path, shared=True, restarts=2) == "2"
 
 
-def test_a_shared_server_is_one_process_for_all_attempts(tmp_path):
+def test_a_shared_server_is_one_process_for_all_trajectories(tmp_path):
     async def use():
         servers = MCPServers({"small": server(shared=True)}, environ=ENVIRON)
         pids = []

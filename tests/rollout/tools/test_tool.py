@@ -1,4 +1,4 @@
-"""Calls are parsed, checked, timed and cut; users' own functions are tools; boxes and worlds are chosen by name."""
+"""Calls are parsed, checked, timed and cut; users' own functions are tools; sandboxes and environments have names."""
 
 import asyncio
 import json
@@ -204,18 +204,18 @@ class Asking:
         return
 
 
-def test_worlds_are_chosen_by_name_and_may_have_tools_besides():
-    worlds = EnvironmentFactory(ToolRegistry(ToolResources()), LIMITS, custom={"asking": Asking})
+def test_environments_are_chosen_by_name_and_may_have_tools_besides():
+    environments = EnvironmentFactory(ToolRegistry(ToolResources()), LIMITS, custom={"asking": Asking})
 
-    def world(**metadata):
-        return worlds(Prompt(id=3, messages=PROMPT.messages, metadata=metadata))
+    def env(**metadata):
+        return environments(Prompt(id=3, messages=PROMPT.messages, metadata=metadata))
 
-    assert isinstance(world(), ToolEnvironment)
-    asking = world(environment={"name": "asking", "wanted": 4})
+    assert isinstance(env(), ToolEnvironment)
+    asking = env(environment={"name": "asking", "wanted": 4})
     assert isinstance(asking, Asking) and asking.wanted == 4
 
     async def play():
-        both = world(environment={"name": "asking", "wanted": 4}, tools=["calculator"])
+        both = env(environment={"name": "asking", "wanted": 4}, tools=["calculator"])
         assert isinstance(both, ToolAugmentedEnvironment)
         opening = await both.open(Prompt(id=3, messages=PROMPT.messages, metadata={"tools": ["calculator"]}))
         said = await both.step({"content": "", "tool_calls": [asked("calculator", '{"expression": "2+2"}')]})
@@ -228,4 +228,4 @@ def test_worlds_are_chosen_by_name_and_may_have_tools_besides():
     assert end.done and end.reward == 1.0
     for bad in ("askin", {"wanted": 4}, {"name": "asking", "other": 1}, 7):
         with pytest.raises(DataError, match="Prompt 3"):
-            world(environment=bad)
+            env(environment=bad)

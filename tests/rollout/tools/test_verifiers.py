@@ -35,13 +35,13 @@ def calls(name, **arguments):
     return {"role": "assistant", "content": "", "tool_calls": [{"id": "c0", "type": "function", "function": function}]}
 
 
-async def played(world, replies, prompt=PROMPT):
+async def played(environment, replies, prompt=PROMPT):
     """The opening and the steps; nothing may be left running."""
     try:
-        opening = await world.open(prompt)
-        return opening, [await world.step(reply) for reply in replies]
+        opening = await environment.open(prompt)
+        return opening, [await environment.step(reply) for reply in replies]
     finally:
-        await world.close()
+        await environment.close()
 
 
 def plain(messages):
@@ -92,14 +92,14 @@ def test_a_conversation_it_rewrites_begins_anew():
 
 
 @environments
-def test_what_breaks_in_it_is_a_failed_attempt_and_what_cannot_be_loaded_a_users_error():
+def test_what_breaks_in_it_is_a_failed_trajectory_and_what_cannot_be_loaded_a_users_error():
     with pytest.raises(EnvironmentFailed, match="the quiz is off"):
         asyncio.run(played(quiz(kind="broken"), []))
     with pytest.raises(UsageError, match=r"no_such_env|no-such-env"):
         asyncio.run(played(VerifiersEnvironment("no-such-env"), []))
     with pytest.raises(UsageError, match="quiz-env cannot be loaded"):
         asyncio.run(played(quiz(kind="none"), []))
-    with pytest.raises(UsageError, match=r"cannot score an attempt by itself.*group-level"):
+    with pytest.raises(UsageError, match=r"cannot score a trajectory by itself.*group-level"):
         asyncio.run(played(quiz(kind="group"), [says("7")]))
 
 
@@ -129,7 +129,7 @@ def test_a_prompts_metadata_has_the_rest_of_a_task():
 
 
 @episodes
-def test_an_episode_that_breaks_is_a_failed_attempt_and_one_left_early_leaves_nothing_behind():
+def test_an_episode_that_breaks_is_a_failed_trajectory_and_one_left_early_leaves_nothing_behind():
     with pytest.raises(EnvironmentFailed, match="the quiz is off"):
         asyncio.run(played(game({"breaks": True}), []))
     with pytest.raises(UsageError, match="no-such-env cannot be loaded"):

@@ -64,7 +64,7 @@ def test_samples_of_a_long_prompt_get_the_tokens_they_would_get_without_sharing(
         tiny.same(one, other)
 
 
-def test_few_seats_and_little_memory_still_serve_everyone(tiny):
+def test_few_slots_and_little_memory_still_serve_everyone(tiny):
     prompts = tiny.prompts(3, low=9, high=30)
     asked = [(p, SamplingParams(max_new_tokens=20, seed=8 * i + j)) for i, p in enumerate(prompts) for j in range(8)]
     engine = tiny.engine(page_size=4, max_running=5, kv_tokens=100, prefill_chunk=11)

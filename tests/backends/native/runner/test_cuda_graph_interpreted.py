@@ -116,7 +116,7 @@ def test_what_is_replayed_is_what_would_have_been_drawn(recording, spec, count, 
     assert all(each.reads_plans == (key.batch_size > 1) for key, each in made.items())
 
 
-def test_a_lone_row_after_others_and_before_them_is_cut_anew(recording):
+def test_a_single_row_after_others_and_before_them_is_cut_anew(recording):
     tiny = Tiny()
     engine = tiny.engine(tiny.decoder(spec=DENSE), page_size=4, max_running=4)
     first, second, third = ((p, replace(LONG, seed=i)) for i, p in enumerate(tiny.prompts(3)))

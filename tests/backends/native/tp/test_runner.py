@@ -313,7 +313,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_no_rank_outlives_an_engine_that_is_killed(tmp_path: Path):
-    script = tmp_path / "lone.py"
+    script = tmp_path / "single.py"
     script.write_text(LONE)
     pipe = subprocess.PIPE
     environment = os.environ | {"PYTHONPATH": os.getcwd()}

@@ -44,7 +44,7 @@ def test_a_pool_answers_as_the_engines_in_it(pair, folders):
         assert [span.version for span in answer.spans] == [Version()]
 
 
-def test_attempts_at_one_prompt_go_to_one_server_until_it_has_too_much_to_do(pair, folders):
+def test_trajectories_at_one_prompt_go_to_one_server_until_it_has_too_much_to_do(pair, folders):
     async def run():
         async with running_pool(folders.a, [url_of(h) for h in pair]) as made:
             first = [asyncio.create_task(made.pool.generate(PROMPT, replace(LONG, seed=i))) for i in range(4)]

@@ -170,8 +170,8 @@ def test_an_agent_that_asks_too_often_or_never_is_told_apart(tokenizer, weights)
 
     async def run(agent):
         server, engine, _ = await served(tokenizer, weights)
-        seats = LocalSessions(server, max_turns=2)
-        trajectory = await AgentGenerate(agent, seats)(Prompt(id=1, messages=(QUESTION,)), engine, SAMPLING)
+        slots = LocalSessions(server, max_turns=2)
+        trajectory = await AgentGenerate(agent, slots)(Prompt(id=1, messages=(QUESTION,)), engine, SAMPLING)
         await server.stop()
         return trajectory
 
@@ -185,10 +185,10 @@ def test_what_is_heard_of_the_engine_is_what_it_wrote_and_a_stream_tells_it(toke
     async def scenario() -> None:
         server, engine, _ = await served(tokenizer, weights)
         heard: list[int] = []
-        aloud = await engine.generate_stream(np.array([3, 4, 5], np.int32), SAMPLING, heard.extend)
+        streamed = await engine.generate_stream(np.array([3, 4, 5], np.int32), SAMPLING, heard.extend)
         whole = await engine.generate(np.array([3, 4, 5], np.int32), SAMPLING)
         assert isinstance(engine, StreamingEngine) and heard == engine.wrote[0] == engine.wrote[1]
-        assert aloud.finish_reason == whole.finish_reason
+        assert streamed.finish_reason == whole.finish_reason
         texts: list[str] = []
         for stream in (False, True):
             url = server.url(server.open(engine, SAMPLING).key)

@@ -54,7 +54,7 @@ def test_stop_tokens_are_not_looked_at_when_the_end_is_ignored():
     assert (sampling.stop_token_ids, sampling.stop) == ((), ("x",))
 
 
-def test_answers_are_ordered_by_prompt_and_then_by_attempt():
+def test_answers_are_ordered_by_prompt_and_then_by_trajectory():
     requests, single = parse(input_ids=[[1], [2]], sampling_params={"n": 2}, rid="r")
     assert [(request.prompt, request.sample_index, request.rid) for request in requests] == [
         ((1,), 0, "r_0"),

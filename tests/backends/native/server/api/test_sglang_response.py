@@ -133,7 +133,7 @@ def test_a_batch_is_answered_in_its_order_as_each_alone_would_be(folder: Path):
     served(story, folder)
 
 
-def test_several_attempts_differ_and_repeat_with_their_seed(folder: Path):
+def test_several_trajectories_differ_and_repeat_with_their_seed(folder: Path):
     async def story(live: Live) -> None:
         how = {"temperature": 1.0, "max_new_tokens": 12, "n": 3, "sampling_seed": 7}
         first, second = await live.generate(sampling_params=how), await live.generate(sampling_params=how)

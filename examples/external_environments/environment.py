@@ -1,9 +1,9 @@
-"""Two worlds of other people's packages, and a small model that has seen them played: badly, but by the rules.
+"""Two environments of other people's packages, and a small model that has seen them played: badly, but by the rules.
 
     textarena   TextArena's own GuessTheNumber: a number from 1 to 20 in four guesses, each answered higher or lower
     openenv     a board of three by three with a chest on it, served by OpenEnv's own server (``server.py``)
 
-Demonstrations are played in the very worlds the policy will play in, by somebody who often does not think.
+Demonstrations are played in the very environments the policy will play in, by somebody who often does not think.
 """
 
 from __future__ import annotations
@@ -63,24 +63,24 @@ def settings_of(kind: str, url: str) -> dict[str, Any]:
     return {"name": kind, "url": url, "action": "move", "observation": "text"}
 
 
-def world_of(kind: str, url: str) -> Environment:
-    """The same world, for one game."""
+def build_environment(kind: str, url: str) -> Environment:
+    """The same environment, for one game."""
     settings = {key: value for key, value in settings_of(kind, url).items() if key != "name"}
     return TextArenaGame(**settings) if kind == "textarena" else OpenEnvEnvironment(**settings)
 
 
-async def played(world: Environment, prompt: Prompt, player: Player, chance: random.Random) -> Talk:
+async def played(environment: Environment, prompt: Prompt, player: Player, chance: random.Random) -> Talk:
     """A game from its first word to its last."""
     try:
-        said: Talk = [dict(message) for message in (await world.open(prompt)).messages]
+        said: Talk = [dict(message) for message in (await environment.open(prompt)).messages]
         while True:
             said.append({"role": "assistant", "content": player(said, chance)})
-            step = await world.step(said[-1])
+            step = await environment.step(said[-1])
             if step.done:
                 return said
             said += [dict(message) for message in step.messages]
     finally:
-        await world.close()
+        await environment.close()
 
 
 def guess(said: Talk, chance: random.Random) -> str:
@@ -108,7 +108,7 @@ def demonstrations(kind: str, url: str, count: int, chance: random.Random) -> li
 
     async def all_of_them() -> list[Talk]:
         return [
-            await played(world_of(kind, url), prompt_of(kind, chance.randrange(1 << 30)), player, chance)
+            await played(build_environment(kind, url), prompt_of(kind, chance.randrange(1 << 30)), player, chance)
             for _ in range(count)
         ]
 

@@ -6,7 +6,7 @@
     search         a document with that title holds it
     mcp            a server knows it
     verifiers      an environment of that package has a tool that knows it
-    game           nobody tells: a number is guessed, and the world says higher or lower
+    game           nobody tells: a number is guessed, and the environment says higher or lower
     reasoning_gym  another question: a word is spelled backward, and that package's scorer says how well
 
 Two demonstrations in three are done well (one call and its answer, guesses that heed what was said, a word turned

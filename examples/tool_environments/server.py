@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from world import hidden  # the file beside this one
+from environment import hidden  # the file beside this one
 
 SCHEMA = {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]}
 TOOL = {"name": "look_up", "description": "The number behind two letters.", "inputSchema": SCHEMA}

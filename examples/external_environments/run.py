@@ -1,6 +1,6 @@
-"""Teach the small model to play in other people's worlds: a warm-up on games played badly, then GRPO.
+"""Teach the small model to play in other people's environments: a warm-up on games played badly, then GRPO.
 
-python examples/outside_worlds/run.py textarena|openenv [FOLDER]
+python examples/external_environments/run.py textarena|openenv [FOLDER]
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from world import DEMONSTRATIONS, KINDS, served, settings_of, write_start  # the file beside this one
+from environment import DEMONSTRATIONS, KINDS, served, settings_of, write_start  # the file beside this one
 
 WARMUP_STEPS = {"textarena": 200, "openenv": 150}
 STEPS = {"textarena": 40, "openenv": 60}
@@ -34,7 +34,7 @@ def warmup_flags(start: Path, save: Path, steps: int) -> list[str]:
 
 
 def grpo_flags(kind: str, start: Path, url: str, warm: Path, save: Path, steps: int) -> list[str]:
-    """Reinforcement learning from what its games were worth; that the world says, and the reward is never asked."""
+    """Flags of GRPO with the reward of the environment; the grader named here is never called."""
     return [
         *("--hf-checkpoint", str(warm), "--save", str(save), "--advantage-estimator", "grpo", "--rm-type", "exact"),
         *("--prompt-data", str(start / "train.jsonl"), "--input-key", "input"),
@@ -61,7 +61,7 @@ def main() -> None:
     if len(sys.argv) < 2 or sys.argv[1] not in KINDS:
         sys.exit(f"usage: python {sys.argv[0]} {'|'.join(KINDS)} [FOLDER]")
     kind = sys.argv[1]
-    root = Path(sys.argv[2] if len(sys.argv) > 2 else f"runs/outside_worlds/{kind}")
+    root = Path(sys.argv[2] if len(sys.argv) > 2 else f"runs/external_environments/{kind}")
     start, warmup, grpo = root / "start", root / "warmup", root / "grpo"
     train = [sys.executable, "-m", "miles.launch.main", "train"]
     with served() if kind == "openenv" else nullcontext("") as url:

@@ -1,4 +1,4 @@
-"""A world of OpenEnv's, served by its own server: walk to a chest on a board, the straighter the better.
+"""An environment of OpenEnv's, served by its own server: walk to a chest on a board, the straighter the better.
 
 python server.py [GAMES]    prints http://127.0.0.1:PORT, and serves there, so many games at once, until it is ended
 """

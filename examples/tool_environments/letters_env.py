@@ -9,7 +9,7 @@ import verifiers as vf
 from datasets import Dataset
 
 sys.path.insert(0, str(Path(__file__).parent))
-from world import hidden  # the file beside this one
+from environment import hidden  # the file beside this one
 
 
 async def look_up(key: str) -> str:

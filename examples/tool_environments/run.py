@@ -1,6 +1,6 @@
-"""Teach the small model to find something out in one of the ways of world.py: a warm-up on demonstrations, then GRPO.
+"""Train the small model in one of the environments of environment.py: a warm-up on demonstrations, then GRPO.
 
-python examples/tool_worlds/run.py python|shell|files|search|mcp|verifiers|game|reasoning_gym [FOLDER]
+python examples/tool_environments/run.py python|shell|files|search|mcp|verifiers|game|reasoning_gym [FOLDER]
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from world import HERE, KINDS, write_start  # the file beside this one
+from environment import HERE, KINDS, write_start  # the file beside this one
 
 WARMUP_STEPS = 200
 STEPS = 40
@@ -52,7 +52,7 @@ def warmup_flags(start: Path, save: Path, steps: int = WARMUP_STEPS) -> list[str
 
 
 def grpo_flags(kind: str, start: Path, warm: Path, save: Path, steps: int = STEPS) -> list[str]:
-    """Reinforcement learning from what the world makes of its replies."""
+    """Reinforcement learning from what the environment makes of its replies."""
     return [
         *("--hf-checkpoint", str(warm), "--save", str(save), "--advantage-estimator", "grpo"),
         *("--prompt-data", str(start / "train.jsonl"), "--input-key", "input", "--label-key", "label"),
@@ -80,7 +80,7 @@ def main() -> None:
     if len(sys.argv) < 2 or sys.argv[1] not in KINDS:
         sys.exit(f"usage: python {sys.argv[0]} {'|'.join(KINDS)} [FOLDER]")
     kind = sys.argv[1]
-    root = Path(sys.argv[2] if len(sys.argv) > 2 else f"runs/tool_worlds/{kind}")
+    root = Path(sys.argv[2] if len(sys.argv) > 2 else f"runs/tool_environments/{kind}")
     start, warmup, grpo = root / "start", root / "warmup", root / "grpo"
     write_start(start, kind)
     train = [sys.executable, "-m", "miles.launch.main", "train"]
