@@ -217,7 +217,7 @@ class Cluster:
 
     def _busy(self) -> Node | None:
         """A worker that has a part of the run."""
-        parts = (b"ray::_RankSeat", b"ray::Warden")
+        parts = (b"ray::_RankActor", b"ray::Warden")
         above = {parent for _, parent, words in processes() if words.startswith(parts)}
         busy = [node for node in self.workers if _raylet(node) in above]
         return random.choice(busy) if busy else None
@@ -244,7 +244,7 @@ class Cluster:
             pid
             for pid, (parent, words) in family.items()
             if b"spawn_main" in words
-            and family.get(parent, (0, b""))[1].startswith(b"ray::_RankSeat")
+            and family.get(parent, (0, b""))[1].startswith(b"ray::_RankActor")
             and _is_marked(pid, self.mark)
         ]
 
