@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.launch.small_run import ROOT, flags, write_inputs
+from tests.launch.small_run import ROOT, everything, flags, write_inputs
 
 from miles.launch.main import main
 
@@ -87,3 +87,17 @@ def test_train_async_py_is_miles_train_one_step_off(inputs: Path, tmp_path: Path
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 2
     assert "--max-weight-staleness 1" in run.stderr
+
+
+def test_staleness_zero_in_the_asynchronous_layout_is_the_synchronous_run(inputs: Path, tmp_path: Path):
+    """Trainer and engines in processes of their own, started by train_async.py: the same numbers, the same weights."""
+    alone, apart = tmp_path / "alone", tmp_path / "apart"
+    assert main(["train", *flags(inputs, alone, "--parity", "exact", steps=4)]) == 0
+    layout = ("--max-weight-staleness", "0", "--rollout-backend", "served", "--rollout-num-engines", "2")
+    command = [sys.executable, "train_async.py", *flags(inputs, apart, *layout, "--parity", "exact", steps=4)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert max(row["parity_max_abs"] for row in trained(apart)) == 0.0
+    expected, found = everything(alone), everything(apart)
+    assert expected.keys() == found.keys()
+    assert [name for name in expected if expected[name] != found[name]] == []
