@@ -330,6 +330,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     random.seed(args.seed)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the run and the cluster are ended too
     kinds = IN_STEP if args.deterministic else LOCAL
     if args.ray:
         kinds = NAMESPACES if args.namespaces else CLUSTER

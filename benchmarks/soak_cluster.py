@@ -218,7 +218,7 @@ class Soak:
             server.wait()
         self.command = flags(model, self.run, steps=100_000, reward="tests.launch.small_run:shared_letters")
         self.command += ["--custom-agent-function-path", "benchmarks.soak_cluster:ask_twice"]
-        self.command += ["--failed-trajectories", "drop", "--keep-rollouts", "8", "--max-failed-groups", "100000"]
+        self.command += ["--keep-rollouts", "8", "--max-reward-failures", "100000"]
 
     def live(self) -> None:
         """Start the run again whenever it has ended, until the time is over; then stop it, and let it be complete."""
@@ -392,7 +392,7 @@ class Soak:
                     found.problems.append(f"{name}: {what} grew from {early:.0f} to {late:.0f}")
         try:
             print("run:", summarize_run(self.run))
-        except AssertionError as error:
+        except (AssertionError, OSError, ValueError) as error:
             found.problems.append(f"the run's event log: {error}")
         said = (self.folder / "run.txt").read_text(errors="replace")
         if "Traceback" in said:

@@ -15,7 +15,7 @@ from miles.train.optim.lr_scheduler import build_lr_schedule
 from miles.train.optim.optimizer import build_optimizer
 
 
-def held(rank: int, inputs: int, cases: list[tuple[DecoderSpec, ParallelDims, str, str]]) -> list[tuple[int, int, int]]:
+def held(rank: int, world: int, cases: list[tuple[DecoderSpec, ParallelDims, str, str]]) -> list[tuple[int, int, int]]:
     """Bytes of parameters and masters, of gradients, and of moments, in each case."""
     found = []
     for spec, layout, dtype, moments in cases:

@@ -1,6 +1,7 @@
 """Runs in which prompts are answered in several turns, through the front door: by an agent, and with tools."""
 
 import json
+import os
 from typing import Any
 
 import aiohttp
@@ -45,6 +46,16 @@ class Letters:
         return
 
 
+async def fail_in_every_session(base_url: str, prompt: Any, request_kwargs: Any, metadata: Any):
+    raise ConnectionError("the sandbox is gone")
+
+
+async def abort(base_url: str, metadata: Any) -> None:
+    """Called by the run after an agent of this module failed."""
+    with open(os.environ["ABORTED_SESSIONS"], "a") as file:
+        file.write(f"{base_url}\n")
+
+
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory):
     return write_inputs(tmp_path_factory.mktemp("agents") / "inputs")
@@ -56,6 +67,13 @@ def test_an_agent_trains_the_policy_it_asks(inputs, tmp_path):
     assert main(["train", *flags(inputs, run, *more, steps=2)]) == 0
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert max(row["parity_max_abs"] for row in steps if row["kind"] == "train") < 1e-4
+
+
+def test_the_abort_of_an_agents_module_is_called_for_every_failed_session(inputs, tmp_path, monkeypatch):
+    monkeypatch.setenv("ABORTED_SESSIONS", str(tmp_path / "aborted"))
+    more = ("--custom-agent-function-path", f"{__name__}:fail_in_every_session", "--max-reward-failures", "8", "--lr-warmup-iters", "0")
+    assert main(["train", *flags(inputs, tmp_path / "run", *more, steps=1)]) == 1
+    assert len(set((tmp_path / "aborted").read_text().split())) >= 8
 
 
 def test_tools_are_offered_in_several_turns(inputs, tmp_path):

@@ -45,7 +45,7 @@ def train_rows(run: Path) -> list[dict]:
 
 
 def weights_in(folder: Path) -> dict[str, torch.Tensor]:
-    return dict(hf.load_slices(folder, rank=0, inputs=1, device="cpu", dtype=torch.float32))
+    return dict(hf.load_slices(folder, rank=0, world=1, device="cpu", dtype=torch.float32))
 
 
 def test_a_run_moves_the_targets_and_leaves_the_rest_as_it_was(inputs, calm):

@@ -95,7 +95,7 @@ def test_all_ranks_together_hold_little_more_than_one_alone(name):
     ):
         plan = estimate_rank_memory(spec, layout, "bfloat16")
         once = 4 * parameter_count(spec) * layout.replicate
-        assert once <= plan.weights * layout.inputs < 1.03 * once
+        assert once <= plan.weights * layout.world < 1.03 * once
         assert plan.optimizer == 2 * plan.gradients == 2 * plan.weights
         assert estimate_rank_frozen_bytes(spec, layout, "bfloat16") * 2 == plan.weights
         assert 0 < plan.gathered < weight_bytes(spec, "float32")

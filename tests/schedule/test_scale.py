@@ -20,7 +20,7 @@ def test_thousands_of_trajectories_are_each_trained_once_and_none_too_late(
     harness = run_simulation(size, tmp_path)
     seen = harness.seen
     assert seen.steps == size.steps and set(seen.trained.values()) == {1}
-    assert len(seen.trained) == size.steps * size.groups_per_step * size.trajectories
+    assert len(seen.trained) == size.steps * size.groups_per_step * size.attempts
     assert seen.groups == size.steps * size.groups_per_step + seen.dropped and seen.dropped
     assert 0 < seen.stalest <= size.staleness
     # a dropped group's place is free at once, and reported in its turn
@@ -40,7 +40,7 @@ def test_a_simulated_run_repeats_to_the_byte(tmp_path: Path):
     first, second = (run_simulation(size, tmp_path / name) for name in ("first", "second"))
     assert first.loop.time() == second.loop.time()
     logs = [(tmp_path / name / "events.jsonl").read_bytes() for name in ("first", "second")]
-    assert logs[0] == logs[1] and len(logs[0]) < 200 * first.seen.groups * size.trajectories
+    assert logs[0] == logs[1] and len(logs[0]) < 200 * first.seen.groups * size.attempts
 
 
 def test_a_trajectory_inside_costs_the_driver_little_memory(tmp_path: Path):

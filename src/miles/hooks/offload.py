@@ -32,21 +32,32 @@ def offload_function(worker: HookWorker, function: Callable[..., Any], name: str
 
 def offload_generate(worker: HookWorker, generate: Generate, name: str) -> Generate:
     """A generate function; its engine requests are made on the run's loop."""
+    kind = OffloadedGenerate if getattr(generate, "resume", None) is None else OffloadedResumableGenerate
+    return kind(worker, generate, name)
 
-    async def call(prompt: Prompt, engine: Engine, sampling: SamplingParams) -> Trajectory:
-        return await worker.run(partial(generate, prompt, MainLoopEngine(worker, engine), sampling), name)
 
-    resume = getattr(generate, "resume", None)
-    if resume is not None:  # core.protocols.ResumableGenerate
+class OffloadedGenerate:
+    """A core.protocols.Generate that calls a user's generate function in the worker thread."""
 
-        async def call_resume(
-            prompt: Prompt, partial_trajectory: Trajectory, engine: Engine, sampling: SamplingParams
-        ) -> Trajectory:
-            proxy = MainLoopEngine(worker, engine)
-            return await worker.run(partial(resume, prompt, partial_trajectory, proxy, sampling), name)
+    def __init__(self, worker: HookWorker, generate: Any, name: str) -> None:
+        self._worker = worker
+        self._generate = generate
+        self._name = name
 
-        vars(call)["resume"] = call_resume
-    return call
+    async def __call__(self, prompt: Prompt, engine: Engine, sampling: SamplingParams) -> Trajectory:
+        proxy = MainLoopEngine(self._worker, engine)
+        return await self._worker.run(partial(self._generate, prompt, proxy, sampling), self._name)
+
+
+class OffloadedResumableGenerate(OffloadedGenerate):
+    """A core.protocols.ResumableGenerate: partial trajectories are continued by the user's ``resume``."""
+
+    async def resume(
+        self, prompt: Prompt, partial_trajectory: Trajectory, engine: Engine, sampling: SamplingParams
+    ) -> Trajectory:
+        proxy = MainLoopEngine(self._worker, engine)
+        call = partial(self._generate.resume, prompt, partial_trajectory, proxy, sampling)
+        return await self._worker.run(call, self._name)
 
 
 def offload_rollout(worker: HookWorker, make_group: RolloutFn, name: str) -> RolloutFn:

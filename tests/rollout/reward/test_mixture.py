@@ -91,7 +91,7 @@ def test_a_trajectory_that_has_a_reward_is_not_scored_again():
 
 def test_a_judge_and_a_rule_may_share_the_verdict():
     def answer(asked):
-        trajectories = json.loads(asked.body["messages"][1]["content"])["trajectories"]
+        trajectories = json.loads(asked.body["messages"][1]["content"])["attempts"]
         scores = {"scores": [10 if "please" in one else 0 for one in trajectories]}
         return {"choices": [{"message": {"content": json.dumps(scores)}}]}
 

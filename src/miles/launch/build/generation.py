@@ -23,7 +23,7 @@ from miles.launch.build.rewards import build_pooled_rewards, name_reward
 from miles.launch.config import Config
 from miles.launch.policies.config import PolicyConfig, is_trained
 from miles.launch.rules.paths import read_key_file
-from miles.rollout.generate.agent import AgentGenerate, AgentSession
+from miles.rollout.generate.agent import AgentGenerate, AgentSession, find_abort_hook
 from miles.rollout.generate.dispatch import GenerateDispatch
 from miles.rollout.generate.multi_turn import MultiTurn, turn_limits_from_config
 from miles.rollout.generate.single_turn import SingleTurn
@@ -115,10 +115,12 @@ def build_generation(
         default = CUSTOM
     if config.agents.custom_agent_function_path:
         agents = build_agent_sessions(config, policy, limit, port=config.agents.session_server_port)
-        agent = offload_function(worker, load_hook(config, registry.AGENT, upstream=False), "The agent")
+        agent = load_hook(config, registry.AGENT, upstream=False)
+        abort = find_abort_hook(agent)
         functions[AGENT] = AgentGenerate(
-            agent,
+            offload_function(worker, agent, "The agent"),
             agents,
+            abort=None if abort is None else offload_function(worker, abort, "The agent's abort"),
             wall_seconds=config.agents.agent_timeout,
             max_failures=r.max_reward_failures,
             api_key=read_session_key(config),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -27,6 +28,7 @@ from miles.launch.commands import demo_task
 from miles.launch.commands.train import run, summarize_run
 from miles.launch.config import Config, DemoOptions
 from miles.launch.read_config import read
+from miles.launch.runtime.signals import StopSignals, exit_code_from_signal
 from miles.observe.factory import build_view
 from miles.observe.summary import BeforeAfter, print_summary
 from miles.observe.view import NullView, ProgressStage, View
@@ -63,18 +65,19 @@ class DemoFolders:
 
 
 def demo(options: DemoOptions) -> int:
-    """Run the demo, or resume one that was interrupted; 130 when interrupted again."""
+    """Run the demo, or resume one that was interrupted; 128 + the signal when a signal stops it."""
     folders = DemoFolders(root=_find_root(options))
     view = build_view("plain" if options.plain else "auto")
+    signals = StopSignals(view.note, view.close)
     began = time.perf_counter()
     try:
         _write_initial_model(folders, options, view)
-        warm = _warm_up(folders, options, view)
+        warm = _warm_up(folders, options, view, signals)
         if warm is None:
-            return _report_interrupted(options, view)
+            return _report_interrupted(options, view, signals)
         config, plan, origins = read("train", grpo_flags(folders, options, warm))
-        if not run(config, plan, origins, view=view):
-            return _report_interrupted(options, view)
+        if not run(config, plan, origins, view=view, signals=signals):
+            return _report_interrupted(options, view, signals)
         examples = _compare_responses(config, warm, _find_newest_checkpoint(folders.grpo), view)
     finally:
         view.close()
@@ -191,14 +194,14 @@ def _write_initial_model(folders: DemoFolders, options: DemoOptions, view: View)
         (folders.root / "demo.json").write_text(json.dumps(_describe_options(options)))
 
 
-def _warm_up(folders: DemoFolders, options: DemoOptions, view: View) -> Path | None:
+def _warm_up(folders: DemoFolders, options: DemoOptions, view: View, signals: StopSignals) -> Path | None:
     """Train on demonstrations until enough responses are right; the checkpoint, or None when interrupted first."""
     passed = folders.warmup / "passed.json"
     if not passed.exists():
         config, plan, origins = read("train", warmup_flags(folders, options))
         condition = _WarmUpCondition()
         with view.stage("Warm-up on demonstrations", total=None) as stage:
-            finished = run(config, plan, origins, view=_WarmUpView(stage), stop_when=condition)
+            finished = run(config, plan, origins, view=_WarmUpView(stage), stop_when=condition, signals=signals)
         if condition.reward is None and finished:
             raise MilesError(
                 f"{WARMUP_LIMIT} steps of warm-up did not bring the held-out reward to {WARMUP_REWARD}; "
@@ -276,14 +279,14 @@ def _find_newest_checkpoint(run_directory: Path) -> Path:
     return found[0]
 
 
-def _report_interrupted(options: DemoOptions, view: View) -> int:
+def _report_interrupted(options: DemoOptions, view: View, signals: StopSignals) -> int:
     values = {"--seed": options.seed or None, "--steps": options.steps, "--save": options.save}
     values["--parity"] = options.parity if options.parity != "fast" else None
     values["--device"] = options.device if options.device != "auto" else None
     flags = [f" {flag} {value}" for flag, value in values.items() if value is not None]
     command = "miles demo" + (" --moe" if options.moe else "") + "".join(flags)
     view.note(f"Stopped early and saved; the same command resumes the demo: {command}")
-    return 130
+    return exit_code_from_signal(signals.received or signal.SIGINT)
 
 
 def _list_next_commands(folders: DemoFolders, options: DemoOptions) -> list[tuple[str, str]]:
