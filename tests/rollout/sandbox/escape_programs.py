@@ -298,6 +298,7 @@ def burn(seconds):
     end = time.process_time() + seconds
     while time.process_time() < end: pass
 while True:
+    ended, alive = os.pipe()
     child = os.fork()
     if child == 0:
         if os.fork() == 0:
@@ -305,6 +306,9 @@ while True:
             burn(0.005)
         os._exit(0)
     os.waitpid(child, 0)
+    os.close(alive)
+    os.read(ended, 1)  # one at a time: until the orphan has ended
+    os.close(ended)
 """
 
 
