@@ -37,15 +37,17 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from benchmarks.bench_chaos import flags, write_inputs
+from benchmarks.bench_chaos import count_steps, flags, write_inputs
 from benchmarks.chaos_ray_cluster import ROOT, find_marked_processes, processes
 from benchmarks.chaos_report import summarize_run
 
 MARK = "MILES_CHAOS_MARK"
 ADDRESS_FILE = "MILES_SOAK_ADDRESS"
 DISK_MIB = 96
-STATUSES = {"term": {143}, "kill": {0, 137, 143}, "disk": {1}, "end": {0, 143}}
-"""Exit statuses of a run by what ended it; a killed one is restarted by its supervisor, and ends with its last life."""
+STATUSES = {"term": {143}, "end": {143}}
+"""Exit statuses of a run by what ended it; after a kill or a full disk its supervisor restarts it."""
+SERVER_STATUSES = {0, -signal.SIGTERM}
+"""A server finishes its requests and ends with 0; one that is still starting is ended by the signal."""
 PATHS = (
     *("/generate", "/v1/chat/completions", "/v1/completions", "/v1/messages", "/health", "/get_load", "/server_info"),
     *("/tokenize", "/sessions/none", "/metrics", "/flush_cache", "/abort_request", "/engines", "/openapi.json"),
@@ -76,6 +78,7 @@ class Findings:
     requests: Counter[str] = field(default_factory=Counter)
     server_errors: list[str] = field(default_factory=list)
     compared: Counter[str] = field(default_factory=Counter)
+    compared_errors: set[str] = field(default_factory=set)
     strikes: Counter[str] = field(default_factory=Counter)
     lives: list[tuple[str, int]] = field(default_factory=list)
     usage: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
@@ -202,6 +205,7 @@ class Soak:
         self.run = self.disk / "run"
         self.life: subprocess.Popen[bytes] | None = None
         self.ended_by = "end"
+        self.steps_seen = 0
 
     @property
     def is_over(self) -> bool:
@@ -256,14 +260,13 @@ class Soak:
         return self._signal(engines, signal.SIGKILL if "kill" in kind else signal.SIGSTOP, chance)
 
     def _run(self, kind: str, chance: random.Random) -> bool:
-        if self.life is None or self.life.poll() is not None or not (self.run / "timings.jsonl").exists():
+        if self.life is None or not self._has_progressed():
             return False
         if "term" in kind:
             self.ended_by = "term"
             self.life.terminate()
             return True
         drivers = [pid for pid, parent, _ in processes() if parent == self.life.pid]
-        self.ended_by = "kill"
         return self._signal(drivers, signal.SIGKILL, chance)
 
     def _server(self, kind: str, chance: random.Random) -> bool:
@@ -286,20 +289,21 @@ class Soak:
         return True
 
     def _disk(self, kind: str, chance: random.Random) -> bool:
-        if not self.is_small_disk or self.life is None or self.life.poll() is not None:
+        if not self.is_small_disk or not self._has_progressed():
             return False
-        self.ended_by = "disk"
         with suppress(OSError), (self.disk / "filler").open("wb") as filler:
             while True:
                 filler.write(bytes(1 << 20))
                 filler.flush()
-        deadline = time.monotonic() + 60
-        while self.life.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.2)
-        if self.life.poll() is None:  # nothing was written in that time
-            self.ended_by = "end"
+        time.sleep(chance.uniform(5, 20))
         self._free_disk()
         return True
+
+    def _has_progressed(self) -> bool:
+        """Has the run made a step since it was last struck?"""
+        now = count_steps(self.run)
+        progressed, self.steps_seen = now > self.steps_seen, now
+        return progressed
 
     def _free_disk(self) -> None:
         (self.disk / "filler").unlink(missing_ok=True)
@@ -343,7 +347,7 @@ class Soak:
         chance = random.Random(self.seed + 1)
         bodies = [
             {
-                "input_ids": [chance.randrange(3, 30) for _ in range(6)],
+                "input_ids": [chance.randrange(4, 24) for _ in range(6)],
                 "sampling_params": {"max_new_tokens": 8, "temperature": 0.8, "sampling_seed": n},
             }
             for n in range(16)
@@ -358,6 +362,7 @@ class Soak:
                 continue
             if status != 200:
                 self.found.compared[f"status {status}"] += 1
+                self.found.compared_errors.add(f"{status} {reply[:160]!r}")
                 continue
             tokens = json.loads(reply)["output_ids"]
             same = expected.setdefault(n, tokens) == tokens
@@ -377,7 +382,9 @@ class Soak:
             if code not in STATUSES[ended_by]:
                 found.problems.append(f"a run ended by {ended_by} has exit status {code}")
         codes = {server.name: server.stop() for server in (self.router, *self.servers)}
-        found.problems += [f"{name} has exit status {code} at SIGTERM" for name, code in codes.items() if code != 143]
+        found.problems += [
+            f"{name} has exit status {code} at SIGTERM" for name, code in codes.items() if code not in SERVER_STATUSES
+        ]
         found.problems += [f"status 500: {line}" for line in found.server_errors[:10]]
         if found.compared["DIFFERENT"]:
             found.problems.append(f"{found.compared['DIFFERENT']} responses differ from the first one")
@@ -428,7 +435,7 @@ def main() -> None:
         soak.check()
         found = soak.found
         print("requests:", dict(sorted(found.requests.items())))
-        print("compared:", dict(found.compared))
+        print("compared:", dict(found.compared), *sorted(found.compared_errors), sep="\n  ")
         print("strikes:", dict(found.strikes))
         print("exit statuses:", dict(Counter(found.lives)))
         print("problems:", len(found.problems), *found.problems, sep="\n  " if found.problems else " ")
