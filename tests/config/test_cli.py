@@ -144,10 +144,6 @@ def test_mail_is_delivered_unopened():
         ("--jars", "--jars needs a value: whole numbers."),
         ("--extra {", "--extra takes a JSON object like '{\"key\": 1}', not '{'."),
         ("--extra [1]", "--extra takes a JSON object like '{\"key\": 1}', not '[1]'."),
-        (
-            "--jars 1 --jars 2",
-            "'--jars 1' and '--jars 2' are two lists for one option; give all values after one flag.",
-        ),
         ("--no-heat", "--no-heat is not a flag; did you mean --heat?"),
         ("word", "'word' is not expected here: values follow their flag, as in --lr 1e-6."),
     ],

@@ -234,8 +234,8 @@ LEARNING: list[tuple[str, list[str]]] = [
         ],
     ),
     (
-        "--loss-mask-type qwen3",
-        ["--loss-mask-type takes one of all, last, each, not 'qwen3'."],
+        "--loss-mask-type none",
+        ["--loss-mask-type takes one of all, last, each, not 'none'."],
     ),
     (
         "--calculate-per-token-loss --constant-loss-length 64",

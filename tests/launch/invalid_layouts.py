@@ -69,7 +69,7 @@ LAYOUTS: list[tuple[str, list[str]]] = [
     ),
     (
         "--eval-prompt-data held",
-        ["--eval-prompt-data takes pairs of a name and a file, and these do not pair up: held."],
+        ["--eval-prompt-data held held does not exist."],
     ),
     (
         "--eval-prompt-data a data/held.jsonl a data/held.jsonl",
@@ -118,14 +118,14 @@ LAYOUTS: list[tuple[str, list[str]]] = [
         ],
     ),
     (
-        "--rollout-num-gpus-per-engine 2 --rollout-num-gpus 4",
+        "--rollout-num-gpus-per-engine 2 --rollout-num-gpus 4 --rollout-backend native",
         [
             "--rollout-num-gpus 4 with --rollout-num-gpus-per-engine 2 is not one engine, and this "
             "process runs only one; remove --rollout-num-gpus, or use --rollout-backend served.",
         ],
     ),
     (
-        "--actor-num-nodes 2 --tensor-model-parallel-size 2",
+        "--actor-num-nodes 2 --tensor-model-parallel-size 2 --runtime local",
         [
             "--actor-num-nodes 2 needs several machines, but --runtime local is one; use --runtime ray, "
             "or give all GPUs of this machine with --actor-num-gpus-per-node.",
@@ -140,8 +140,8 @@ LAYOUTS: list[tuple[str, list[str]]] = [
     (
         "--runtime ray",
         [
-            *NO_RAY,
             "--runtime ray starts engines as servers on its nodes; use --rollout-backend served or sglang.",
+            *NO_RAY,
         ],
     ),
     (
@@ -149,10 +149,10 @@ LAYOUTS: list[tuple[str, list[str]]] = [
         [
             "--rollout-num-gpus-per-engine 3 cannot shard this model: layer 0 has 4 attention heads, "
             "which they cannot divide evenly; choose another number.",
-            *NO_RAY,
             "--rollout-num-gpus-per-engine 3 does not divide --actor-num-gpus-per-node 4, but an engine "
             "that shares the trainer's devices must be on one node; choose a divisor, or give engines "
             "devices of their own with --rollout-num-gpus.",
+            *NO_RAY,
         ],
     ),
     (
@@ -178,7 +178,7 @@ LAYOUTS: list[tuple[str, list[str]]] = [
     ),
     (
         "--actor-num-gpus-per-node 4 --hf-checkpoint moe --expert-model-parallel-size 3 "
-        "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1",
+        "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --train-backend fsdp",
         [
             "--expert-model-parallel-size 3 does not divide the 2 ranks that shard parameters here; use 1 or 2.",
             "--expert-tensor-parallel-size 1 is not --tensor-model-parallel-size 2, but --train-backend "
@@ -193,12 +193,10 @@ LAYOUTS: list[tuple[str, list[str]]] = [
         ],
     ),
     (
-        "--actor-num-gpus-per-node 2 --pipeline-model-parallel-size 2 --sequence-parallel",
+        "--actor-num-gpus-per-node 2 --pipeline-model-parallel-size 2 --train-backend fsdp",
         [
             "--pipeline-model-parallel-size needs --train-backend megatron; add that, or remove "
             "--pipeline-model-parallel-size.",
-            "--sequence-parallel needs --tensor-model-parallel-size 2 or more; add that, or remove "
-            "--sequence-parallel.",
         ],
     ),
     (

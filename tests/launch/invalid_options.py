@@ -22,13 +22,6 @@ WRONG: list[tuple[str, list[str]]] = [
     ("--lr 1,5", ["--lr takes a number, not '1,5'."]),
     ("--lr 1e-6 2e-6", ["--lr takes one value, but was given 2: 1e-6 2e-6."]),
     ("--lr nan", ["--lr takes a number, not 'nan'."]),
-    (
-        "--rollout-stop-token-ids 1 --rollout-stop-token-ids 2",
-        [
-            "'--rollout-stop-token-ids 1' and '--rollout-stop-token-ids 2' are two lists for one option; give all "
-            "values after one flag."
-        ],
-    ),
     ("--num-rollout 1e3", ["--num-rollout takes a whole number, not '1e3'."]),
     ("--num-rollout ten", ["--num-rollout takes a whole number, not 'ten'."]),
     (
@@ -56,15 +49,13 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "--attention-dropout 0.1",
         [
-            "--attention-dropout is a field of Megatron's config; write --megatron-attention-dropout "
-            "(--train-backend megatron).",
+            "--attention-dropout 0.1 asks for dropout in training, which is not supported.",
         ],
     ),
     (
-        "--sglang-mem-fraction-static 0.8",
+        "--sglang-mem-fraction-static 1.8",
         [
-            "--sglang-mem-fraction-static needs --rollout-backend sglang; add that, or remove "
-            "--sglang-mem-fraction-static.",
+            "--engine-memory-fraction must be above 0 and at most 1, not 1.8.",
         ],
     ),
     (
@@ -104,14 +95,13 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "--num-layers 28",
         [
-            "--num-layers describes the model, which the checkpoint's own config.json does here; remove it.",
+            "--num-layers 28 disagrees with config.json of --hf-checkpoint, which says 2; remove it.",
         ],
     ),
     (
-        "--use-wandb",
+        "--fp8-format e4m3",
         [
-            "--use-wandb asks for logging to Weights & Biases, which is not supported; use --use-tensorboard, or read "
-            "metrics.jsonl in the run directory."
+            "--fp8-format asks for training in FP8, which is not supported.",
         ],
     ),
     # ranges

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from miles.launch import read_config
 from miles.launch.config import Config, DemoConfig
 from miles.launch.main import COMMANDS, main
 from miles.launch.rules.check import Command
-from miles.launch.rules.removed_flags import explain_removed_flag, load_flag_synonyms, load_removed_flags
+from miles.launch.upstream.table import RECORDED, explain_unknown_flag, load_flag_synonyms, load_upstream_flags
 
 ROOT = Path(__file__).parents[2]
 
@@ -133,8 +134,7 @@ def test_a_recipe_is_told_its_own_mistakes_with_its_name(tmp_path: Path, capsys:
     assert complaints("train bad.toml", capsys) == [
         "bad.toml: lr takes a number, not the text '1'.",
         "bad.toml: bananas is not a key; see miles train --help all.",
-        "bad.toml: moe_router_dtype is a field of Megatron's config; write --megatron-moe-router-dtype "
-        "(--train-backend megatron).",
+        "bad.toml: moe_router_dtype is a flag of upstream; give it on the command line.",
         "bad.toml: lr belongs in [train], not in [algo].",
         "bad.toml: there is no section [shedule]; did you mean [schedule]?",
         "--eps-clip must be at least 0, not -1 (from bad.toml).",
@@ -240,7 +240,12 @@ def test_an_upstream_command_line_is_answered_flag_by_flag(capsys: pytest.Captur
     assert main(shlex.split(line.replace("train ", "plan ", 1))) == 0
     capsys.readouterr()
     foreign = "--hidden-dropout 0.0 --attention-dropout 0.0 --sglang-ep-size 8 --swiglu --use-wandb"
-    assert len(complaints(line + foreign, capsys)) == 5
+    assert main(shlex.split(f"{line} {foreign}".replace("train ", "plan ", 1))) == 0
+    out = capsys.readouterr().out
+    assert "1 flag restates the checkpoint: agreed" in out
+    assert "2 flags of Megatron's implementation: what is computed here is at least that exact" in out
+    assert "2 flags have no effect here: --use-wandb, --sglang-ep-size" in out
+    assert len(complaints(f"{line} --fp8-format hybrid --num-layers 3 --hidden-dropout 0.1", capsys)) == 3
     wide = line.replace("--actor-num-gpus-per-node 1", "--actor-num-gpus-per-node 8")
     layout = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 1 "
     layout += "--context-parallel-size 2 --expert-model-parallel-size 1 --expert-tensor-parallel-size 2"
@@ -248,7 +253,7 @@ def test_an_upstream_command_line_is_answered_flag_by_flag(capsys: pytest.Captur
     assert "8 ranks = 2 tensor (sequence parallel) × 2 context × 2 shard" in capsys.readouterr().out
 
 
-FLAGS = sorted({*index_flags(get_options(Config)), *list(load_removed_flags())[::20]})
+FLAGS = sorted({*index_flags(get_options(Config)), *list(load_upstream_flags())[::20]})
 WORDS = st.sampled_from([*FLAGS, "good.toml", "model", "0", "-1", "1e9", "{}", "x=y", "--", "-", "", "--lr=", "none"])
 
 
@@ -266,16 +271,20 @@ def test_no_words_whatever_bring_the_reading_down(command: str, words: list[str]
 
 def test_no_flag_is_both_ours_and_retired():
     ours = index_flags(get_options(Config)).keys()
-    assert not load_removed_flags().keys() & ours
+    rows = load_upstream_flags()
+    assert {flag for flag, row in rows.items() if row.kind == "used"} == rows.keys() & ours
     assert not {flag_from_name(name) for name in load_flag_synonyms()} & ours
-    texts = [*(text for _, text in load_removed_flags().values()), *load_flag_synonyms().values()]
-    named = {word for text in texts for word in text.replace(",", " ").split() if word[:2] == "--"}
+    texts = [*(f"{row.text} {row.feature}" for row in rows.values()), *load_flag_synonyms().values()]
+    named = {word for text in texts for word in re.split("[ ,;]", text) if word[:2] == "--"}
     assert named <= ours
 
 
-def test_every_retired_flag_is_explained():
-    assert all(explain_removed_flag(flag) for flag in load_removed_flags())
-    assert explain_removed_flag("--nothing-known") is None
+def test_every_flag_of_upstream_is_explained_in_a_file():
+    rows = load_upstream_flags()
+    assert all(
+        explain_unknown_flag(flag) for flag, row in rows.items() if row.kind in (*RECORDED, "map", "use", "missing")
+    )
+    assert explain_unknown_flag("--nothing-known") is None
 
 
 def test_the_plan_is_printed_without_loading_what_is_heavy(tmp_path: Path):
@@ -321,7 +330,7 @@ def test_help_finds_flags_by_name_and_by_sentence(capsys: pytest.CaptureFixture[
 def test_section_titles_say_what_is_in_them(capsys: pytest.CaptureFixture[str]):
     assert main(["train", "--help", "all"]) == 0
     titles = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
-    assert len(titles) == 20 and not any("] Options of" in title for title in titles)
+    assert len(titles) == 21 and not any("] Options of" in title for title in titles)
 
 
 def test_warnings_of_transformers_are_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch):

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from miles.config.files import Layer
 from miles.config.provenance import FLAG, ConfigBuilder, Explain, ParseResult, resolve_paths
 from miles.config.schema import Dataclass, Option, flag_from_name, get_sections
-from miles.config.value_types import InvalidValue
+from miles.config.value_types import InvalidValue, ValueType
 
 C = TypeVar("C", bound=Dataclass)
 
@@ -82,7 +82,6 @@ def _parse_flags(builder: ConfigBuilder[Any], argv: Sequence[str], explain: Expl
     positionals, flags = split_argv(argv)
     for word in positionals:
         _handle_positional(builder, word, known, explain)
-    lists: dict[str, tuple[FlagArgs, Any]] = {}
     for args in flags:
         if args.flag not in known:
             _handle_unknown_flag(builder, args, known, explain)
@@ -93,11 +92,6 @@ def _parse_flags(builder: ConfigBuilder[Any], argv: Sequence[str], explain: Expl
         except InvalidValue as error:
             builder.add_problem(_end_sentence(f"{args.flag} {error}"), option.name)
             continue
-        if option.value_type.many:
-            first_args, first_value = lists.setdefault(option.name, (args, value))
-            if first_value != value:
-                problem = f"'{first_args}' and '{args}' are two lists for one option; give all values after one flag."
-                builder.add_problem(problem, option.name)
         builder.set(option.name, value, FLAG)
 
 
@@ -171,7 +165,9 @@ def _parse_layer(builder: ConfigBuilder[Any], layer: Layer, explain: Explain) ->
     folder, seen = os.path.dirname(layer.label), set[str]()
     for section, key, value in _iter_entries(builder, layer):
         option = builder.options.get(key)
-        if option is None:
+        if option is None and builder.is_passthrough(key):
+            _parse_passthrough(builder, layer.label, key, value)
+        elif option is None:
             _handle_unknown_key(builder, layer.label, key, explain)
         elif section is not None and section != option.section:
             builder.add_problem(f"{layer.label}: {key} belongs in [{option.section}], not in [{section}].", key)
@@ -185,6 +181,14 @@ def _parse_layer(builder: ConfigBuilder[Any], layer: Layer, explain: Explain) ->
                 builder.set(key, value, layer.label)
             except InvalidValue as error:
                 builder.add_problem(_end_sentence(f"{layer.label}: {key} {error}"), key)
+
+
+def _parse_passthrough(builder: ConfigBuilder[Any], label: str, key: str, value: Any) -> None:
+    """Flags of another program in a file: a list of words, before those of the command line."""
+    try:
+        builder.extend_passthrough(key, ValueType(scalar=str, many=True).from_file(value))
+    except InvalidValue as error:
+        builder.add_problem(_end_sentence(f"{label}: {key} {error}"))
 
 
 def _iter_entries(builder: ConfigBuilder[Any], layer: Layer) -> Iterator[tuple[str | None, str, Any]]:

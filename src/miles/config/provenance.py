@@ -5,7 +5,7 @@ An origin is "default", a file as the user named it ("recipes/small.toml"), or "
 
 import json
 import os.path
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -58,6 +58,15 @@ class ConfigBuilder(Generic[C]):
         if name is not None:
             self.invalid.add(name)
 
+    def is_passthrough(self, key: str) -> bool:
+        """Whether a key of a file is the field of a passthrough."""
+        return any(field == key for _, field in get_passthroughs(self.root).values())
+
+    def extend_passthrough(self, key: str, words: Sequence[str]) -> None:
+        """Add the words of a file to the passthrough with this field."""
+        prefix = next(prefix for prefix, (_, field) in get_passthroughs(self.root).items() if field == key)
+        self.passthrough[prefix] += words
+
     def build(self) -> ParseResult[C]:
         """Build the config from the values set so far."""
         for option in self.options.values():
@@ -109,7 +118,15 @@ def to_toml(config: Dataclass, origins: Origins) -> str:
             if option.section == section:
                 origin = " ".join(origins[option.name].split())
                 lines.append(f"{_format_assignment(option, values[option.name])}  # {origin}")
+        lines += _format_passthroughs(config, section)
     return "\n".join(lines) + "\n"
+
+
+def _format_passthroughs(config: Dataclass, section: str) -> list[str]:
+    """The flags of other programs that were given."""
+    found = [field for owner, field in get_passthroughs(type(config)).values() if owner == section]
+    words = {field: getattr(getattr(config, section), field) for field in found}
+    return [f"{field} = {_to_toml_value(value)}" for field, value in words.items() if value]
 
 
 def resolve_paths(option: Option, value: Any, folder: str) -> Any:

@@ -27,6 +27,15 @@ from miles.train.config import ParallelConfig, TrainConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UpstreamConfig:
+    """Flags of upstream's launch lines that change no option here; they are given without a prefix."""
+
+    upstream_flags: tuple[str, ...] = passthrough(
+        "upstream", "Flags that restate the checkpoint or have no effect here, as miles plan lists them."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """The config of ``miles train``, frozen; what follows from it is a Plan."""
 
@@ -50,6 +59,7 @@ class Config:
     fault_tolerance: FaultConfig
     observe: ObserveConfig
     hooks: HooksConfig
+    upstream: UpstreamConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

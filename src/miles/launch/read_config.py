@@ -7,13 +7,15 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from miles.config.cli import parse, split_argv
-from miles.config.files import SUFFIXES, read_layers
+from miles.config.cli import index_flags, parse, split_argv
+from miles.config.files import SUFFIXES, Layer, read_layers
 from miles.config.provenance import Origins, ParseResult
-from miles.config.schema import Dataclass
+from miles.config.schema import Dataclass, get_options
 from miles.core.errors import UsageError
 from miles.launch.config import Config
-from miles.launch.rules.removed_flags import explain_removed_flag
+from miles.launch.upstream.implied import list_implied_options
+from miles.launch.upstream.rewrite import LaunchContext, rewrite_argv
+from miles.launch.upstream.table import explain_unknown_flag
 
 if TYPE_CHECKING:
     from miles.launch.plan.plan import Plan
@@ -38,7 +40,7 @@ def read(command: Command, argv: Sequence[str]) -> tuple[Config, Plan, Origins]:
         layers = read_layers(recipe) if recipe is not None else ()
     except UsageError as error:
         problems += error.problems
-    result = parse(Config, flags, layers, explain_removed_flag)
+    result = _parse_launch_line(flags, layers)
     recipe_was_read = not problems
     problems += result.problems
     if recipe_was_read:
@@ -50,7 +52,32 @@ def read(command: Command, argv: Sequence[str]) -> tuple[Config, Plan, Origins]:
 
 def read_without_rules(argv: Sequence[str]) -> Config:
     """A config that need not be complete."""
-    return _get_config(parse(Config, argv, (), explain_removed_flag))
+    return _get_config(_parse_launch_line(argv, ()))
+
+
+def _parse_launch_line(argv: Sequence[str], layers: Sequence[Layer]) -> ParseResult[Config]:
+    """Parse flags of ours and of upstream over ``layers``, and add what upstream's flags imply."""
+    argv = rewrite_argv(argv, index_flags(get_options(Config)), _read_context(argv, layers))
+    result = parse(Config, argv, layers, explain_unknown_flag)
+    implied = list_implied_options(result)
+    return parse(Config, argv, (*implied, *layers), explain_unknown_flag) if implied else result
+
+
+_CONTEXT_FLAGS = ("--rollout-backend", "--train-backend", "--hf-checkpoint", "--pipeline-model-parallel-size")
+
+
+def _read_context(argv: Sequence[str], layers: Sequence[Layer]) -> LaunchContext:
+    """The options on which the meaning of upstream's flags depends."""
+    words = [word for args in split_argv(argv)[1] if args.flag in _CONTEXT_FLAGS for word in (args.flag, *args.words)]
+    result = parse(Config, words, layers)
+    for layer in list_implied_options(result):
+        result = parse(Config, words, (layer, *layers))
+    assert result.config is not None, "every option has a default"
+    return LaunchContext(
+        uses_sglang=result.config.sglang.rollout_backend == "sglang",
+        uses_megatron=result.config.train.train_backend == "megatron",
+        checkpoint=result.config.models.hf_checkpoint,
+    )
 
 
 def read_options(root: type[Options], argv: Sequence[str]) -> Options:

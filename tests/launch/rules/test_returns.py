@@ -12,7 +12,6 @@ from miles.launch.config import Config
 from miles.launch.plan.memory import estimate_memory
 from miles.launch.read_config import read
 from miles.launch.rules.check import check_rules
-from miles.launch.rules.removed_flags import explain_removed_flag
 from miles.models.accounting.params import parameter_count
 from miles.models.checkpoint.safetensors_io import read_config
 from miles.models.families import spec_from_config
@@ -50,11 +49,6 @@ def list_problems(line: str) -> list[str]:
 )
 def test_what_goes_together_is_accepted(line: str):
     assert list_problems(line) == []
-
-
-def test_devices_of_a_cluster_are_explained():
-    for flag in ("--critic-num-gpus-per-node", "--critic-num-nodes"):
-        assert "--critic-device" in (explain_removed_flag(flag) or "")
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def build_parallel_dims(c: Config) -> ParallelDims:
         expert=p.expert_model_parallel_size,
         pipeline=p.pipeline_model_parallel_size,
         expert_tensor=p.expert_tensor_parallel_size,
-        sequence=p.sequence_parallel,
+        sequence=p.sequence_parallel and p.tensor_model_parallel_size > 1,
     )
 
 

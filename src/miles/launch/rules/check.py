@@ -13,7 +13,7 @@ from miles.launch.policies.rules import check_policies
 from miles.launch.rules.algorithm import ALGORITHM_RULES
 from miles.launch.rules.data import DATA_RULES, GENERATION_RULES, check_eval_has_held_out_sets, check_max_positions
 from miles.launch.rules.distillation import DISTILLATION_RULES
-from miles.launch.rules.engines import ENGINE_RULES, SERVER_RULES, check_engine_gpus
+from miles.launch.rules.engines import ENGINE_MACHINE_RULES, ENGINE_RULES, SERVER_RULES, check_engine_gpus
 from miles.launch.rules.flags import FLAG_RULES, Rule
 from miles.launch.rules.hooks import HOOK_RULES, check_hook_paths
 from miles.launch.rules.model import (
@@ -24,7 +24,8 @@ from miles.launch.rules.model import (
     check_no_lora,
 )
 from miles.launch.rules.schedule import SCHEDULE_RULES
-from miles.launch.rules.training import TRAINING_RULES, check_trainer_gpus
+from miles.launch.rules.training import TRAINING_MACHINE_RULES, TRAINING_RULES
+from miles.launch.upstream.verify import check_upstream_flags
 
 Command = Literal["train", "plan", "eval", "chat"]
 
@@ -51,9 +52,13 @@ _TRAIN_RULES: tuple[Rule, ...] = (
     *SERVER_RULES,
     *TRAINING_RULES,
     check_max_positions,
+    check_upstream_flags,
 )
+_MACHINE_RULES: tuple[Rule, ...] = (check_accelerator, *ENGINE_MACHINE_RULES, *TRAINING_MACHINE_RULES)
+"""What this machine must have; a plan may be for another one, and says what is missing here."""
+
 RULES: dict[Command, tuple[Rule, ...]] = {
-    "train": (*_TRAIN_RULES, check_accelerator, check_engine_gpus, check_trainer_gpus),
+    "train": (*_TRAIN_RULES, *_MACHINE_RULES),
     "plan": _TRAIN_RULES,
     "eval": (
         *_CHAT_RULES,
@@ -76,6 +81,11 @@ def check_rules(result: ParseResult[Config], command: Command) -> list[str]:
         return [problem for rule in RULES[command] for problem in _apply_rule(rule, guarded)]
 
     return check_policies(result.config, check)
+
+
+def list_machine_problems(config: Config) -> list[str]:
+    """Why a run that can be planned could not be trained on this machine."""
+    return [problem for rule in _MACHINE_RULES for problem in _apply_rule(rule, config)]
 
 
 class _InvalidOptionRead(Exception):

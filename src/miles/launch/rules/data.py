@@ -1,7 +1,6 @@
 """Rules of prompts, held-out sets, rewards and multi-turn generation."""
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 
 from miles.algo.config import DISTILLATION_ESTIMATOR, OFFLINE_LOSSES, PREFERENCE_LOSSES
 from miles.core.errors import UsageError
@@ -208,8 +207,6 @@ def check_one_generate_function(c: Config) -> Iterator[str]:
         )
     if uses_agent and not agent:
         yield f"{GENERATE.flag} {path} runs an agent; name it with --custom-agent-function-path."
-    if agent and find_spec("aiohttp") is None:
-        yield "--custom-agent-function-path needs aiohttp, which is not installed: pip install 'miles-rl[serve]'."
 
 
 def check_session_server(c: Config) -> Iterator[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from miles.algo.config import OFFLINE_LOSSES
-from miles.backends.remote.sglang_flags import PREFIX, find_flag_problems, parse_flag_names
+from miles.backends.remote.sglang_flags import find_flag_problems
 from miles.core.errors import UsageError
 from miles.launch.config import Config
 from miles.launch.plan.hardware import choose_device, count_accelerators
@@ -66,9 +66,6 @@ def check_sglang_flags(c: Config) -> Iterator[str]:
     words = c.sglang.sglang_flags
     if c.sglang.rollout_backend == "sglang" and not c.sglang.rollout_external_engine_addrs:
         yield from find_flag_problems(words)
-        return
-    for name in parse_flag_names(words):
-        yield f"{PREFIX}{name} needs --rollout-backend sglang; add that, or remove {PREFIX}{name}."
 
 
 def check_external_servers(c: Config) -> Iterator[str]:
@@ -84,6 +81,8 @@ def check_external_servers(c: Config) -> Iterator[str]:
 def check_server_packages(c: Config) -> Iterator[str]:
     if is_remote(c) and find_spec("aiohttp") is None:
         yield "Engines behind HTTP need the package aiohttp: pip install 'miles-rl[sglang]'."
+    if c.agents.custom_agent_function_path and find_spec("aiohttp") is None:
+        yield "--custom-agent-function-path needs aiohttp, which is not installed: pip install 'miles-rl[serve]'."
     if c.sglang.rollout_backend == "served" and find_spec("prometheus_client") is None:
         yield "--rollout-backend served needs the packages of miles serve: pip install 'miles-rl[serve]'."
     if c.sglang.rollout_backend != "sglang" or c.sglang.rollout_external_engine_addrs:
@@ -98,11 +97,14 @@ def check_server_packages(c: Config) -> Iterator[str]:
         yield f"--sglang-python {python} is not an executable; name a Python interpreter."
 
 
+def check_ray_package(c: Config) -> Iterator[str]:
+    if uses_ray(c) and find_spec("ray") is None:
+        yield "--runtime ray needs the package ray: pip install 'miles-rl[ray]'."
+
+
 def check_ray(c: Config) -> Iterator[str]:
     if not uses_ray(c):
         return
-    if find_spec("ray") is None:
-        yield "--runtime ray needs the package ray: pip install 'miles-rl[ray]'."
     if not is_remote(c) and c.algo.loss_type not in OFFLINE_LOSSES:
         yield "--runtime ray starts engines as servers on its nodes; use --rollout-backend served or sglang."
     if c.multi_agent.policies:
@@ -119,4 +121,5 @@ def check_ray(c: Config) -> Iterator[str]:
 
 
 ENGINE_RULES: tuple[Rule, ...] = (check_engine_tensor_parallel, check_engine_count, check_sglang_flags)
-SERVER_RULES: tuple[Rule, ...] = (check_colocation, check_external_servers, check_server_packages, check_ray)
+SERVER_RULES: tuple[Rule, ...] = (check_colocation, check_external_servers, check_ray)
+ENGINE_MACHINE_RULES: tuple[Rule, ...] = (check_engine_gpus, check_server_packages, check_ray_package)

@@ -153,6 +153,27 @@ def _starts_engines(c: Config) -> bool:
     return not c.sglang.rollout_external_engine_addrs
 
 
+_HTTP_ENGINES = "engines behind HTTP: --rollout-backend served or sglang, or --rollout-external-engine-addrs"
+NOTED_FLAGS = (
+    FlagsNeed(
+        (
+            "--update-weight-transport",
+            "--update-weight-buffer-size",
+            "--rollout-health-check-interval",
+            "--rollout-health-check-timeout",
+            "--rollout-health-check-first-wait",
+        ),
+        _HTTP_ENGINES,
+        is_remote,
+    ),
+    FlagsNeed(
+        ("--sequence-parallel",),
+        "--tensor-model-parallel-size 2 or more",
+        lambda c: c.parallel.tensor_model_parallel_size > 1,
+    ),
+)
+"""Flags that upstream's launch lines often have where nothing follows from them: they are noted, not refused."""
+
 _ENGINE_RULES = (
     FlagsNeed(
         tuple(flag_from_name(field.name) for field in fields(NativeConfig)),
@@ -160,18 +181,7 @@ _ENGINE_RULES = (
         _starts_native_engines,
     ),
     FlagsNeed(
-        (
-            "--update-weight-transport",
-            "--update-weight-buffer-size",
-            "--update-weight-timeout",
-            "--rollout-start-timeout",
-            "--rollout-health-check-interval",
-            "--rollout-health-check-timeout",
-            "--rollout-health-check-first-wait",
-            "--rollout-max-restarts",
-        ),
-        "engines behind HTTP: --rollout-backend served or sglang, or --rollout-external-engine-addrs",
-        is_remote,
+        ("--update-weight-timeout", "--rollout-start-timeout", "--rollout-max-restarts"), _HTTP_ENGINES, is_remote
     ),
     FlagsNeed(
         ("--rollout-num-gpus", "--rollout-num-gpus-per-engine", "--colocate"),
@@ -230,11 +240,6 @@ _CLUSTER_RULES = (
         ("--pipeline-model-parallel-size",),
         "--train-backend megatron",
         lambda c: c.train.train_backend == "megatron",
-    ),
-    FlagsNeed(
-        ("--sequence-parallel",),
-        "--tensor-model-parallel-size 2 or more",
-        lambda c: c.parallel.tensor_model_parallel_size > 1,
     ),
     FlagsNeed(("--rollout-num-engines", "--rollout-engine-token-env"), "--rollout-backend served or sglang", is_remote),
     FlagsNeed(("--ray-address", "--ray-placement-timeout"), "--runtime ray", uses_ray),

@@ -6,6 +6,7 @@ from typing import cast
 
 from miles.algo.config import OFFLINE_LOSSES
 from miles.config.value_types import format_value
+from miles.hooks.registry import ROLLOUT
 from miles.launch.config import Config
 from miles.launch.plan.topology import get_split, is_remote, list_splits
 from miles.launch.rules.flags import Rule
@@ -80,7 +81,8 @@ def check_over_sampling(c: Config) -> Iterator[str]:
         )
     if c.algo.loss_type in OFFLINE_LOSSES:
         yield f"--over-sampling-batch-size has no effect with --loss-type {c.algo.loss_type}; remove it."
-    if c.hooks.rollout_function_path is not None:
+    path = c.hooks.rollout_function_path
+    if path is not None and not ROLLOUT.is_builtin(path):
         yield (
             "--over-sampling-batch-size interrupts the built-in rollout, but --rollout-function-path replaces it; "
             "remove one of them."

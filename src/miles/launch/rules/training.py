@@ -115,8 +115,9 @@ def check_expert_parallel_size(c: Config) -> Iterator[str]:
 
 def check_expert_tensor_parallel_size(c: Config) -> Iterator[str]:
     expert_tensor, tensor = c.parallel.expert_tensor_parallel_size, c.parallel.tensor_model_parallel_size
-    if expert_tensor is None or expert_tensor == tensor:
-        return
+    spec = read_spec_or_none(c.models.hf_checkpoint, c.models.model_impl)
+    if expert_tensor is None or expert_tensor == tensor or (spec is not None and spec.moe is None):
+        return  # a dense model has no experts to shard
     if c.train.train_backend == "fsdp":
         yield (
             f"--expert-tensor-parallel-size {expert_tensor} is not --tensor-model-parallel-size {tensor}, but "
@@ -144,10 +145,6 @@ def check_megatron(c: Config) -> Iterator[str]:
             flag = f"--megatron-{c.megatron.megatron_flags[0][2:]}"
             yield f"{flag} needs --train-backend megatron; add that, or remove {flag}."
         return
-    if find_spec("megatron") is None:
-        yield (
-            "--train-backend megatron needs the package megatron-core, which is not installed; install it, or use fsdp."
-        )
     if c.algo.advantage_estimator in CRITIC_ESTIMATORS and c.algo.loss_type not in OFFLINE_LOSSES:
         yield (
             f"--advantage-estimator {c.algo.advantage_estimator} needs a critic, which --train-backend megatron does "
@@ -166,6 +163,13 @@ def check_megatron(c: Config) -> Iterator[str]:
         )
 
 
+def check_megatron_package(c: Config) -> Iterator[str]:
+    if c.train.train_backend == "megatron" and find_spec("megatron") is None:
+        yield (
+            "--train-backend megatron needs the package megatron-core, which is not installed; install it, or use fsdp."
+        )
+
+
 def check_model_fits_parallel_dims(c: Config) -> Iterator[str]:
     """Checks that depend on the model; the rules above check the rest."""
     spec = read_spec_or_none(c.models.hf_checkpoint, c.models.model_impl)
@@ -173,8 +177,6 @@ def check_model_fits_parallel_dims(c: Config) -> Iterator[str]:
         return
     if isinstance(spec, HfAdapterSpec):
         yield f"{_name_distributed_flag(c)} does not work with --model-impl transformers; remove one of them."
-        return
-    if c.parallel.sequence_parallel and c.parallel.tensor_model_parallel_size == 1:
         return
     try:
         dims = build_parallel_dims(c)
@@ -225,6 +227,7 @@ PARALLEL_RULES: tuple[Rule, ...] = (
     check_model_fits_parallel_dims,
     check_single_process_features,
 )
+TRAINING_MACHINE_RULES: tuple[Rule, ...] = (check_trainer_gpus, check_megatron_package)
 TRAINING_RULES: tuple[Rule, ...] = (
     check_global_batch_size,
     check_learning_rate_schedule,

@@ -9,11 +9,11 @@ from miles.config.cli import parse
 from miles.config.files import read_layers
 from miles.launch.config import Config
 from miles.launch.rules.check import check_rules
-from miles.launch.rules.removed_flags import explain_removed_flag, load_removed_flags
+from miles.launch.upstream.table import explain_unknown_flag, load_upstream_flags
 
 
 def find_problems(line: str) -> list[str]:
-    return list(parse(Config, line.split(), (), explain_removed_flag).problems)
+    return list(parse(Config, line.split(), (), explain_unknown_flag).problems)
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,7 @@ def test_beta_names_both_meanings():
         ("--multimodal-keys", "images and other media"),
         ("--multi-lora-n-adapters", "several LoRA adapters"),
         ("--eval-num-gpus", "engines that only evaluate"),
-        ("--use-mlflow", "logging to MLflow"),
-        ("--wandb-mode", "logging to Weights & Biases"),
+        ("--vllm-dtype", "vLLM"),
     ],
 )
 def test_a_missing_feature_is_said_to_be_missing(flag: str, feature: str):
@@ -66,9 +65,8 @@ def test_a_missing_feature_is_said_to_be_missing(flag: str, feature: str):
 
 
 def test_no_missing_feature_is_to_be_removed_from_the_command_line():
-    for flag, (kind, text) in load_removed_flags().items():
-        if kind == "missing":
-            assert "remove it" not in text or "with 0" in text, flag
+    for flag, row in load_upstream_flags().items():
+        assert "remove it" not in f"{row.text} {row.feature}", flag
 
 
 @pytest.mark.parametrize(
@@ -91,13 +89,6 @@ def test_a_flag_is_not_suggested_for_another_one(flag: str):
 def test_a_misspelled_or_shortened_flag_is_suggested(flag: str, meant: str):
     (problem,) = find_problems(f"{flag} 1")
     assert meant in problem
-
-
-def test_options_of_the_router_are_found_in_miles_route():
-    for flag in ("--router-policy", "--sglang-router-policy"):
-        assert find_problems(f"{flag} x") == [
-            f"{flag} is an option of the router, which is a command of its own: see miles route --help."
-        ]
 
 
 def test_loading_and_saving_one_new_folder_starts_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
