@@ -220,7 +220,9 @@ _ROLLOUT_RULES = (
     ),
     FlagsNeed((DATA_BUFFER.flag,), "--reorder-window 2 or more", lambda c: c.schedule.reorder_window > 1),
     FlagsNeed(
-        ("--debug-train-only",), "--load-debug-rollout-data", lambda c: c.observe.load_debug_rollout_data is not None
+        ("--debug-train-only",),
+        "--load-debug-rollout-data",
+        lambda c: c.observe.load_debug_rollout_data is not None or _is_offline(c),
     ),
 )
 _CLUSTER_RULES = (

@@ -8,8 +8,10 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
+from miles.config.value_types import format_value
 from miles.models.accounting.known_models import find_known_config
 from miles.models.hf_adapter.spec import HfAdapterSpec
 from miles.models.spec import (
@@ -92,7 +94,8 @@ def find_shape_problem(flag: str, words: Sequence[str], spec: DecoderSpec, confi
     if isinstance(expected, bool):
         if expected and not said:
             return None
-        return f"{line} disagrees with config.json of --hf-checkpoint, which has {_describe_absence(flag)}; remove it."
+        says = "so, without a value" if expected else "otherwise"
+        return f"{line} disagrees with config.json of --hf-checkpoint, which says {says}; remove it."
     if isinstance(expected, Limit):
         limit = _parse_number(said)
         agrees = limit is not None and limit <= expected.value
@@ -100,7 +103,7 @@ def find_shape_problem(flag: str, words: Sequence[str], spec: DecoderSpec, confi
     else:
         several = expected if isinstance(expected, tuple) else (expected,)
         agrees = any(_agrees(said, value) for value in several)
-        text = " or ".join(str(value) for value in dict.fromkeys(several))
+        text = " or ".join(dict.fromkeys(_format_expected(value) for value in several))
     return None if agrees else f"{line} disagrees with config.json of --hf-checkpoint, which says {text}; remove it."
 
 
@@ -113,8 +116,11 @@ def get_expected(flag: str, spec: DecoderSpec, config: Mapping[str, Any]) -> Any
     return None if check is None else check(Shape(spec, text if isinstance(text, dict) else config))
 
 
-def _describe_absence(flag: str) -> str:
-    return "it" if flag.startswith("--no-") else f"no {flag[2:].replace('-', ' ')}"
+def _format_expected(value: Any) -> str:
+    """A value as the flag takes it; the layers with experts as ``[0]*3+[1]*58``."""
+    if not isinstance(value, list):
+        return format_value(value)
+    return "+".join(f"[{each}]*{len(list(run))}" for each, run in groupby(value))
 
 
 def _agrees(said: str, value: Any) -> bool:
