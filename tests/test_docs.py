@@ -20,6 +20,7 @@ from miles.launch.config import Config
 from miles.launch.main import COMMANDS
 from miles.launch.read_config import read
 from miles.launch.runtime.run_directory import MAY_CHANGE
+from miles.launch.upstream.table import load_upstream_flags
 from miles.models.families.registry import FAMILIES
 from miles.rollout.reward.registry import GRADERS, RANDOM
 
@@ -112,7 +113,8 @@ def test_the_readme_is_one_page():
 
 def test_every_flag_that_is_written_exists():
     roots = {command.root for command in COMMANDS.values() if command.root is not None}
-    known = {*OTHERS, *(flag for root in roots for flag in index_flags(get_options(root)))}
+    known = {*OTHERS, *(flag.rstrip("*") for flag in load_upstream_flags())}
+    known |= {*(flag for root in roots for flag in index_flags(get_options(root)))}
     unknown = {
         f"{named(page)}: {flag}"
         for page in [*PAGES, *RECIPES]

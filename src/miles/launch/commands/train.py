@@ -32,7 +32,7 @@ from miles.launch.runtime.oom_report import report_out_of_memory
 from miles.launch.runtime.run_directory import RunDirectory
 from miles.launch.runtime.signals import StopSignals, exit_code_from_signal
 from miles.launch.runtime.watchdog import StallWatchdog
-from miles.launch.upstream.verify import format_flag_fates, list_flag_fates
+from miles.launch.upstream.verify import format_flag_outcomes, list_flag_outcomes
 from miles.observe.event_bus import DurableSink, EventBus
 from miles.observe.factory import build_view
 from miles.observe.formatting import ParityStatus, classify_parity
@@ -55,7 +55,7 @@ def train(config: Config, plan: Plan, origins: Mapping[str, str]) -> int:
     """Run a training command; 0 when it finished, 128 + signal when a signal stopped it early."""
     view = build_view(config.observe.view, parity_tolerance=config.schedule.parity_tolerance)
     signals = StopSignals(view.note, view.close)
-    for line in format_flag_fates(list_flag_fates(get_main_config(config))):
+    for line in format_flag_outcomes(list_flag_outcomes(get_main_config(config))):
         view.note(line)
     try:
         finished = run(config, plan, origins, view=view, signals=signals)

@@ -26,7 +26,7 @@ from miles.launch.policies.config import get_main_config
 from miles.launch.policies.plan import describe_policies, format_policies
 from miles.launch.rules.check import list_machine_problems
 from miles.launch.rules.paths import read_spec_or_none
-from miles.launch.upstream.verify import FlagFate, format_flag_fates, list_flag_fates
+from miles.launch.upstream.verify import FlagOutcome, format_flag_outcomes, list_flag_outcomes
 from miles.models.accounting.params import active_parameter_count, parameter_count
 from miles.models.spec import DecoderSpec
 
@@ -46,7 +46,7 @@ def as_text(config: Config, plan: Plan, origins: Origins, *, every: bool = False
         *_format_section("memory", _format_memory(main, plan, spec)),
         *_format_section("placement", _format_placement(main, plan, spec)),
         *_format_section("objective", [format_objective(main, plan)]),
-        *_format_flag_fates(list_flag_fates(main), every=every),
+        *_format_flag_outcomes(list_flag_outcomes(main), every=every),
         *(_format_section("this machine cannot run it", problems) if (problems := list_machine_problems(main)) else ()),
     ]
     if not every:
@@ -73,7 +73,7 @@ def as_json(config: Config, plan: Plan, origins: Origins) -> str:
         "model": asdict(spec) | {"parameters": parameter_count(spec), "active": active_parameter_count(spec)},
         "memory": [asdict(share) for share in estimate_memory(main, plan, spec)],
         "machine_problems": list_machine_problems(main),
-        "upstream_flags": [asdict(each) for each in list_flag_fates(main)],
+        "upstream_flags": [asdict(each) for each in list_flag_outcomes(main)],
     }
     return json.dumps(output, indent=2, ensure_ascii=False, default=str)
 
@@ -109,14 +109,14 @@ def _format_set_options(config: Config, origins: Origins) -> Iterator[str]:
     )
 
 
-def _format_flag_fates(fates: list[FlagFate], *, every: bool) -> Iterator[str]:
+def _format_flag_outcomes(outcomes: list[FlagOutcome], *, every: bool) -> Iterator[str]:
     """Upstream's flags that change no option: counted by what became of them, or ``every`` one with the reason."""
-    if not fates:
+    if not outcomes:
         return
-    lines = format_flag_fates(fates)
+    lines = format_flag_outcomes(outcomes)
     if every:
-        width = max(len(each.given) for each in fates)
-        lines += [f"{each.given.ljust(width)}  {each.text}" for each in fates]
+        width = max(len(each.given) for each in outcomes)
+        lines += [f"{each.given.ljust(width)}  {each.text}" for each in outcomes]
     yield from _format_section("upstream flags", lines)
 
 

@@ -27,8 +27,8 @@ def list_implied_options(result: ParseResult[Config]) -> list[Layer]:
 
 def _list_implied(c: Config) -> Iterator[tuple[str, Any, str]]:
     """(option, value, the flag that implies it)."""
-    p, total, each = c.parallel, c.cluster.rollout_num_gpus, c.cluster.rollout_num_gpus_per_engine
-    nodes = c.cluster.actor_num_nodes
+    p, nodes = c.parallel, c.cluster.actor_num_nodes
+    total, each = c.cluster.rollout_num_gpus, c.cluster.rollout_num_gpus_per_engine
     if p.pipeline_model_parallel_size > 1:
         yield "train_backend", "megatron", f"--pipeline-model-parallel-size {p.pipeline_model_parallel_size}"
     elif p.expert_tensor_parallel_size not in (None, p.tensor_model_parallel_size) and _has_experts(c):

@@ -162,13 +162,16 @@ def _parse_layers(text: str, count: int) -> list[int] | None:
 def _find_name_problem(words: Sequence[str], config: Mapping[str, Any]) -> str | None:
     """A name is compared where it is a published model's: then the architectures must be the same."""
     known = find_known_config(" ".join(words))
-    theirs = (known or {}).get("architectures") or ()
-    ours = config.get("architectures") or ()
-    if known is None or not ours:
+    theirs, ours = _get_architecture(known or {}), _get_architecture(config)
+    if theirs is None or ours is None:
         raise KeyError("--model-name")
-    if list(theirs)[:1] == list(ours)[:1]:
+    if theirs == ours:
         return None
-    return f"--model-name {' '.join(words)} is a {theirs[0]}, but --hf-checkpoint is a {ours[0]}; correct one of them."
+    return f"--model-name {' '.join(words)} is a {theirs}, but --hf-checkpoint is a {ours}; correct one of them."
+
+
+def _get_architecture(config: Mapping[str, Any]) -> str | None:
+    return next(iter(config.get("architectures") or ()), None)
 
 
 # -- what each flag must say ----------------------------------------------------------------

@@ -16,15 +16,15 @@ from miles.launch.upstream.table import UpstreamFlag, describe_missing, find_ups
 from miles.models.checkpoint.safetensors_io import read_config
 from miles.models.spec import DecoderSpec
 
-Fate = Literal["checkpoint", "exact", "design", "noted", "problem"]
+Outcome = Literal["checkpoint", "exact", "design", "noted", "problem"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlagFate:
+class FlagOutcome:
     """A flag as it was given, and what became of it; ``text`` is why, or the sentence of a problem."""
 
     given: str
-    fate: Fate
+    outcome: Outcome
     text: str
 
 
@@ -38,19 +38,19 @@ _OWN_FLAGS = {
 
 def check_upstream_flags(c: Config) -> Iterator[str]:
     """A rule: flags of upstream that disagree with the checkpoint, or ask for what is not supported."""
-    yield from (each.text for each in list_flag_fates(c) if each.fate == "problem")
+    yield from (each.text for each in list_flag_outcomes(c) if each.outcome == "problem")
 
 
-def list_flag_fates(c: Config) -> list[FlagFate]:
+def list_flag_outcomes(c: Config) -> list[FlagOutcome]:
     """What became of every flag of upstream that changes no option, in the order given; of repeated ones the last."""
     flags = {args.flag: args for args in split_argv(c.upstream.upstream_flags)[1]}
     spec = read_spec_or_none(c.models.hf_checkpoint, c.models.model_impl) if flags else None
     config = _read_config(c.models.hf_checkpoint) if spec is not None else {}
-    fates = [_judge(args, c, spec, config) for args in flags.values()]
-    return [*fates, *_list_unused_sglang_flags(c), *_list_unused_options(c)]
+    outcomes = [_judge(args, c, spec, config) for args in flags.values()]
+    return [*outcomes, *_list_unused_sglang_flags(c), *_list_unused_options(c)]
 
 
-def _judge(args: FlagArgs, c: Config, spec: DecoderSpec | None, config: Mapping[str, Any]) -> FlagFate:
+def _judge(args: FlagArgs, c: Config, spec: DecoderSpec | None, config: Mapping[str, Any]) -> FlagOutcome:
     row = find_upstream_flag(args.flag)
     if row is None:
         return _refuse(args, "is not a flag of upstream; remove it")
@@ -60,7 +60,7 @@ def _judge(args: FlagArgs, c: Config, spec: DecoderSpec | None, config: Mapping[
         case "shape":
             return _judge_shape(args, spec, config)
         case "exact" | "design" if row.accepts(args.words):
-            return FlagFate(given=str(args), fate=row.kind, text=row.text)
+            return FlagOutcome(given=str(args), outcome=row.kind, text=row.text)
         case "exact" | "design":
             return _refuse(args, describe_missing(row.feature))
         case "fresh" if _loads_state(c):
@@ -71,7 +71,7 @@ def _judge(args: FlagArgs, c: Config, spec: DecoderSpec | None, config: Mapping[
             return _note(args, row.text)
 
 
-def _judge_shape(args: FlagArgs, spec: DecoderSpec | None, config: Mapping[str, Any]) -> FlagFate:
+def _judge_shape(args: FlagArgs, spec: DecoderSpec | None, config: Mapping[str, Any]) -> FlagOutcome:
     if spec is None:  # another rule says why
         return _note(args, "the checkpoint cannot be read")
     try:
@@ -79,11 +79,11 @@ def _judge_shape(args: FlagArgs, spec: DecoderSpec | None, config: Mapping[str, 
     except KeyError:
         return _note(args, "config.json of the checkpoint does not say")
     if problem is not None:
-        return FlagFate(given=str(args), fate="problem", text=problem)
-    return FlagFate(given=str(args), fate="checkpoint", text="config.json of the checkpoint says the same")
+        return FlagOutcome(given=str(args), outcome="problem", text=problem)
+    return FlagOutcome(given=str(args), outcome="checkpoint", text="config.json of the checkpoint says the same")
 
 
-def _list_unused_sglang_flags(c: Config) -> list[FlagFate]:
+def _list_unused_sglang_flags(c: Config) -> list[FlagOutcome]:
     """Flags of SGLang's server where no such server is started."""
     if c.sglang.rollout_backend == "sglang" and not c.sglang.rollout_external_engine_addrs:
         return []
@@ -92,11 +92,11 @@ def _list_unused_sglang_flags(c: Config) -> list[FlagFate]:
     return [_note(args, _explain_unused(find_upstream_flag(args.flag))) for args in named]
 
 
-def _list_unused_options(c: Config) -> list[FlagFate]:
+def _list_unused_options(c: Config) -> list[FlagOutcome]:
     """Options here that have no effect in this run."""
     unmet = [rule for rule in NOTED_FLAGS if not rule.is_met(c)]
     return [
-        FlagFate(given=flag, fate="noted", text=f"it needs {rule.needed}")
+        FlagOutcome(given=flag, outcome="noted", text=f"it needs {rule.needed}")
         for rule in unmet
         for flag in list_set_flags(c, *rule.flags)
     ]
@@ -117,28 +117,29 @@ def _read_config(folder: str | None) -> Mapping[str, Any]:
         return {}
 
 
-def _note(args: FlagArgs, text: str) -> FlagFate:
-    return FlagFate(given=str(args), fate="noted", text=text)
+def _note(args: FlagArgs, text: str) -> FlagOutcome:
+    return FlagOutcome(given=str(args), outcome="noted", text=text)
 
 
-def _refuse(args: FlagArgs, text: str) -> FlagFate:
-    return FlagFate(given=str(args), fate="problem", text=f"{args} {text}.")
+def _refuse(args: FlagArgs, text: str) -> FlagOutcome:
+    return FlagOutcome(given=str(args), outcome="problem", text=f"{args} {text}.")
 
 
-def format_flag_fates(fates: Sequence[FlagFate]) -> list[str]:
-    """One folded line for each kind of fate."""
-    counts = {fate: [each for each in fates if each.fate == fate] for fate in ("checkpoint", "exact", "design")}
-    endings = {
-        "checkpoint": "the checkpoint: agreed",
-        "exact": "of Megatron's implementation: what is computed here is at least that exact",
-        "design": "what a run does anyway",
-    }
+_FOLDED: Mapping[Outcome, str] = {
+    "checkpoint": "the checkpoint: agreed",
+    "exact": "of Megatron's implementation: what is computed here is at least that exact",
+    "design": "what a run does anyway",
+}
+
+
+def format_flag_outcomes(outcomes: Sequence[FlagOutcome]) -> list[str]:
+    """One folded line for each kind of outcome."""
     lines: list[str] = []
-    for fate, found in counts.items():
-        if found:
-            verb = "" if fate == "exact" else " restates" if len(found) == 1 else " restate"
-            lines.append(f"{_count(len(found))}{verb} {endings[fate]}")
-    noted = [each.given.split()[0] for each in fates if each.fate == "noted"]
+    for outcome, text in _FOLDED.items():
+        if found := [each for each in outcomes if each.outcome == outcome]:
+            verb = "" if outcome == "exact" else " restates" if len(found) == 1 else " restate"
+            lines.append(f"{_count(len(found))}{verb} {text}")
+    noted = [each.given.split()[0] for each in outcomes if each.outcome == "noted"]
     if noted:
         lines.append(f"{_count(len(noted))} {'has' if len(noted) == 1 else 'have'} no effect here: {', '.join(noted)}")
     return lines
