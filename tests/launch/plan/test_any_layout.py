@@ -104,7 +104,7 @@ UNEQUAL_EXPERTS = shlex.split(
 NO_FUNCTION_SCOPE = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
-@settings(suppress_health_check=NO_FUNCTION_SCOPE, max_examples=examples(25), deadline=None)
+@settings(suppress_health_check=NO_FUNCTION_SCOPE, max_examples=examples(200), deadline=None)
 @example("Qwen3-30B-A3B", UNEQUAL_EXPERTS)
 @given(st.sampled_from(CHECKPOINTS), lines())
 def test_a_plan_and_a_run_refuse_the_same_in_sentences(
@@ -118,7 +118,7 @@ def test_a_plan_and_a_run_refuse_the_same_in_sentences(
     assert set(planned) <= set(trained) and bool(planned) == bool(trained)
 
 
-@settings(suppress_health_check=NO_FUNCTION_SCOPE, max_examples=examples(15), deadline=None)
+@settings(suppress_health_check=NO_FUNCTION_SCOPE, max_examples=examples(100), deadline=None)
 @example("Qwen3-30B-A3B", UNEQUAL_EXPERTS)
 @given(st.sampled_from(CHECKPOINTS), lines())
 def test_the_requirements_of_a_model_are_printed_or_refused_in_sentences(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os.path
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -44,7 +45,8 @@ def check_inputs(run_dir: Path, config: Config, plan: Plan, *, newest: Path | No
     if newest is not None and path.exists():
         stored = _read_fingerprints(path)
         for role in sorted(stored.keys() & current.keys() - {_GRADERS}):
-            if (file := _find_difference(stored[role], current[role])) is not None:
+            before = {os.path.abspath(file): digest for file, digest in stored[role].items()}
+            if (file := _find_difference(before, current[role])) is not None:
                 raise ResumeError(
                     f"the {role} of {run_dir} is not what the run was started with: {file} has changed; restore it, or "
                     f"start a new run from the weights of this one with --hf-checkpoint {newest} --save NEW"
@@ -65,7 +67,7 @@ def fingerprint_inputs(config: Config, plan: Plan) -> Fingerprints:
         own = plan if index == 0 else build_plan(policy.config)
         prefix = "" if len(policies) == 1 else f"{policy.name} "
         for role, files in _list_files(policy.config, own):
-            found[prefix + role] = {str(file): _fingerprint_file(file) for file in files}
+            found[prefix + role] = {os.path.abspath(file): _fingerprint_file(file) for file in files}
     return {**found, _GRADERS: _fingerprint_graders(config)}
 
 

@@ -6,7 +6,7 @@ trains. All others stay as they are.
 """
 
 import os
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,10 +33,11 @@ def rewrite_argv(argv: Sequence[str], known: Container[str], context: LaunchCont
     """The words of a launch line with upstream's flags replaced; ``known`` are the flags of options here."""
     positionals, flags = split_argv(argv)
     given = {args.flag for args in flags}
+    names = {Path(path).name.lower() for path in (context.checkpoint, *_get_words(flags, "--model-name")) if path}
     words = list(positionals)
     for args in flags:
         row = None if args.flag in known else find_upstream_flag(args.flag)
-        new = _rewrite_own(args, context) if row is None else _rewrite(args, row, context, given)
+        new = _rewrite_own(args, names) if row is None else _rewrite(args, row, context, given)
         words += _join(new)
     return words
 
@@ -54,23 +55,26 @@ def _rewrite(args: FlagArgs, row: UpstreamFlag, context: LaunchContext, given: C
     return _record(args) if row.kind in RECORDED else args
 
 
-def _rewrite_own(args: FlagArgs, context: LaunchContext) -> FlagArgs:
-    """An option here of which upstream takes more values."""
+def _get_words(flags: Sequence[FlagArgs], flag: str) -> Iterator[str]:
+    return (word for args in flags if args.flag == flag for word in args.words)
+
+
+def _rewrite_own(args: FlagArgs, names: Container[str]) -> FlagArgs:
+    """An option here of which upstream takes more values; ``names`` are those of the checkpoint."""
     if args.flag == "--eval-prompt-data" and len(args.words) == 1:
         path = args.words[0]
         return FlagArgs(flag=args.flag, words=(Path(parse_entry(path).path).stem or path, path))
     if args.flag == "--loss-mask-type" and args.words[:1] and args.words[0].startswith(("qwen", "distill_qwen")):
         return _record(args)
     if args.flag in ("--ref-load", "--load") and len(args.words) == 1:
-        return _record(args) if _is_converted(args.words[0], context.checkpoint) else args
+        return _record(args) if _is_converted(args.words[0], names) else args
     return args
 
 
-def _is_converted(path: str, checkpoint: str | None) -> bool:
+def _is_converted(path: str, names: Container[str]) -> bool:
     """Whether a folder is, or was to be, upstream's conversion of the checkpoint, which is not needed here."""
-    name = Path(path).name
-    stem = next((name.removesuffix(end) for end in _CONVERTED if name.endswith(end)), None)
-    return stem is not None and checkpoint is not None and stem.lower() == Path(checkpoint).name.lower()
+    name = Path(path).name.lower()
+    return any(name.endswith(end) and name.removesuffix(end) in names for end in _CONVERTED)
 
 
 def find_model(name: str) -> str:
