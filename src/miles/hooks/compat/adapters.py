@@ -28,6 +28,7 @@ from miles.core.types import Author, Batch, Group, Prompt, Reward, Sample, Statu
 from miles.hooks.compat.convert import (
     build_failed_trajectory,
     build_pending_sample,
+    prompt_from_sample,
     reward_from_upstream,
     sample_from_trajectory,
     samples_from_group,
@@ -248,9 +249,7 @@ class UpstreamDataSource:
         if len(groups) != 1 or not groups[0] or not isinstance(groups[0][0], UpstreamSample):
             raise HookError("get_samples(1) of the data source gives a list of one list of samples, all of one prompt.")
         sample, self._count = groups[0][0], self._count + 1
-        prompt = sample.prompt
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        return Prompt(id=self._count - 1, messages=messages, label=sample.label, metadata=dict(sample.metadata))
+        return prompt_from_sample(sample, self._count - 1)
 
     def state(self) -> dict[str, Any]:
         return {"drawn": self._count}

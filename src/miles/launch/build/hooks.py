@@ -15,6 +15,7 @@ from miles.config.schema import get_options
 from miles.core.protocols import AdvantageEstimator
 from miles.core.types import Prompt
 from miles.hooks import registry
+from miles.hooks.compat.engine import ROUTER_HOST
 from miles.hooks.compat.types import UpstreamArgs, UpstreamContext
 from miles.hooks.registry import HookPoint
 from miles.launch.config import Config
@@ -24,8 +25,8 @@ from miles.rollout.prompt_renderer import PromptRenderer
 from miles.rollout.span_extras import fill_span_extras
 from miles.train.hooks import TrainHooks
 
-# An unreachable name: requests go to the engine directly, whatever host they name.
-_ROUTER = {"sglang_router_ip": "engine.invalid", "sglang_router_port": 80}
+
+_ROUTER = {"sglang_router_ip": ROUTER_HOST, "sglang_router_port": 80}
 
 
 def load_hook(config: Config, point: HookPoint, *, upstream: bool = True) -> Any:
