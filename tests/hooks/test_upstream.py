@@ -299,8 +299,8 @@ def test_a_data_source_deals_out_prompts_and_goes_on_where_it_was():
 @pytest.mark.parametrize(
     ("point", "name", "wants"),
     [
-        (registry.ROLLOUT, "generate_rollout", "RolloutFn wants async def (prompt: Prompt, engine: Engine"),
-        (registry.EVALUATE, "generate_rollout", "EvalFn wants async def (name: str, prompts: Sequence[Prompt]"),
+        (registry.ROLLOUT, "keep", "RolloutFn wants async def (prompt: Prompt, engine: Engine"),
+        (registry.EVALUATE, "newest", "EvalFn wants async def (name: str, prompts: Sequence[Prompt]"),
         (registry.OBJECTIVE, "keep", "LossFn wants def (inputs: LossInputs, aggregator: LossAggregator) -> LossOutput"),
         (registry.FILTER, "newest", "Filter wants def (group: Group) -> FilterResult"),
         (registry.REWARD, "generate", "RewardFn wants async def (prompt: Prompt, trajectory: Trajectory) -> Reward"),

@@ -45,8 +45,10 @@ def load_hook(
     """
     source = f"{flag} {path}" if flag else path
     if run is not None:
-        _install_upstream_modules()
+        _install_slime_alias()
     hook = _find(path, builtins, source)
+    if run is not None and inspect.isclass(hook) and not is_factory:
+        hook = _adapt_upstream(hook, protocol, run, source)
     if inspect.isclass(hook) and not is_factory:
         hook = _instance(hook, source, only_check=only_check)
     if run is not None:
@@ -102,15 +104,17 @@ def check_signature(hook: Any, protocol: type, source: str) -> None:
         signature = inspect.signature(hook)
     except ValueError as error:
         raise HookError(f"{source} has no signature that can be read; {expected}.") from error
+    takes_args = signature.parameters.get("args")
+    is_upstream = takes_args is not None and takes_args.kind is not inspect.Parameter.VAR_POSITIONAL
     try:
         signature.bind(*wanted)
     except TypeError as error:
-        raise HookError(f"{source} takes {signature}, but {expected}.") from error
-    first = next(iter(signature.parameters.values()))
-    if first.name == "args" and first.kind is not inspect.Parameter.VAR_POSITIONAL:
+        shapes = _format_upstream(protocol) if is_upstream else ""
+        raise HookError(f"{source} takes {signature}, but {expected}{shapes}.") from error
+    if is_upstream:
         raise HookError(
-            f"{source} takes {signature}, as upstream hooks with all arguments do; here a hook gets only what it "
-            f"needs: {expected}."
+            f"{source} takes {signature}, as upstream hooks with all arguments do, and would be called wrongly: "
+            f"{expected}{_format_upstream(protocol)}."
         )
     for given, parameter in zip(wanted, signature.parameters.values(), strict=False):
         if parameter.default is not parameter.empty and parameter.name != given:
@@ -211,11 +215,18 @@ def _format_method(protocol: type, method: str) -> str:
     return f"{method}{shown}".replace(chr(39), "")
 
 
-def _install_upstream_modules() -> None:
+def _install_slime_alias() -> None:
     # Imported on demand: command-line help must not load numpy.
-    from miles.hooks.compat.signature_adapter import install_upstream_modules
+    from miles.hooks.compat.signature_adapter import install_slime_alias
 
-    install_upstream_modules()
+    install_slime_alias()
+
+
+def _format_upstream(protocol: type) -> str:
+    from miles.hooks.compat.signature_adapter import format_signatures
+
+    signatures = format_signatures(protocol.__name__)
+    return f", or upstream's {signatures}" if signatures else ""
 
 
 def _adapt_upstream(hook: Any, protocol: type, run: UpstreamContext, source: str) -> Any:

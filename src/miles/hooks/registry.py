@@ -60,8 +60,11 @@ class HookPoint:
 
     def load_guarded(self, path: str, run: UpstreamContext | None = None) -> Any:
         """Load as ``load`` does; what a user's function raises then names it (see ``guard``)."""
+        # Imported on demand: command-line help must not load numpy.
+        from miles.hooks.compat.rollout import is_batch_function
+
         hook = self.load(path, run)
-        if self.is_builtin(path):
+        if self.is_builtin(path) or is_batch_function(hook):
             return hook
         return guard_hook(hook, f"{self.flag} {path}", is_async=is_async(hook), is_contained=self.is_contained)
 

@@ -7,18 +7,22 @@ tensor (planes take turns: no byte moves), ``copy`` a copy (planes overlap: the 
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from miles.cluster.executor import Executor
 from miles.core.errors import SyncError
 from miles.core.protocols import WeightSync
 from miles.core.types import Version
+from miles.hooks.compat.types import UpstreamContext
 from miles.sync.digest_cache import DigestCache
 from miles.sync.manifest import Receiver, build_manifest
 
@@ -100,6 +104,23 @@ class PostWriteHook(Protocol):
     """Called when every engine has the weights of ``version``; ``weights`` returns them by name when called."""
 
     def __call__(self, version: Version, weights: Callable[[], Mapping[str, Tensor]]) -> None: ...
+
+
+def adapt_post_write(function: Callable[..., None], run: UpstreamContext) -> PostWriteHook:
+    """Upstream's ``f(args, version_dir, rollout_engines)``: the weights are written to a folder for it, the last two
+    versions of which are kept; engines of the run have them already, so the list of engines is empty."""
+    parent = Path(run.args.save or ".") / "published"
+
+    def call(version: Version, weights: Callable[[], Mapping[str, Tensor]]) -> None:
+        folder = parent / f"weight_v{version.number:06d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights().items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        for old in sorted(parent.glob("weight_v*"))[:-2]:
+            shutil.rmtree(old)
+        function(run.args, str(folder), [])
+
+    return call
 
 
 class SyncWithHook:

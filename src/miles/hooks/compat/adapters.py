@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from inspect import signature
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from miles.core.errors import HookError, TrajectoryError
-from miles.core.hooks import AllSamples, BufferFilter, DataSource, EvalLog, PostProcess, RolloutLog, SampleFilter
+from miles.core.hooks import (
+    AllSamples,
+    BufferFilter,
+    DataBuffer,
+    DataSource,
+    EvalLog,
+    PostProcess,
+    PostSave,
+    RolloutLog,
+    SampleFilter,
+)
 from miles.core.protocols import (
     AdvantageEstimator,
     AdvantageFn,
@@ -24,7 +37,7 @@ from miles.core.protocols import (
     RewardFn,
     SamplingParams,
 )
-from miles.core.types import Author, Batch, Group, Prompt, Reward, Sample, Status, Trajectory, Version
+from miles.core.types import Author, Batch, Group, Prompt, Reward, Sample, Span, Status, Trajectory, Version
 from miles.hooks.compat.convert import (
     build_failed_trajectory,
     build_pending_sample,
@@ -34,9 +47,21 @@ from miles.hooks.compat.convert import (
     samples_from_group,
     trajectory_from_samples,
 )
+from miles.hooks.compat.data_source import provide_prompts
 from miles.hooks.compat.engine import TrajectoryRequests, record_requests, sampling_params_dict
-from miles.hooks.compat.types import DynamicFilterOutput, UpstreamContext, UpstreamSample
+from miles.hooks.compat.generation import call_generate_function
+from miles.hooks.compat.generation import run as run_coroutine
+from miles.hooks.compat.tracking import collect_logged
+from miles.hooks.compat.types import (
+    DataBufferConstructorInput,
+    DataBufferInput,
+    DynamicFilterOutput,
+    UpstreamContext,
+    UpstreamSample,
+    UpstreamStatus,
+)
 
+_BUFFER_SECONDS = 60.0
 _IS_EVALUATION: ContextVar[bool] = ContextVar("evaluates", default=False)
 
 
@@ -54,15 +79,15 @@ def mark_evaluation(adapt_generate: Generate) -> Generate:
 
 
 def adapt_generate(function: Callable[..., Awaitable[Any]], run: UpstreamContext) -> Generate:
-    """``async f(args, sample, sampling_params[, evaluation]) -> Sample``, or a list of them."""
-    takes_evaluation = "evaluation" in inspect.signature(function).parameters
+    """``async f(args, sample, sampling_params[, evaluation]) -> Sample``, or a list of them; or
+    ``async f(input: GenerateFnInput) -> GenerateFnOutput``."""
 
     async def answer(prompt: Prompt, engine: Engine, sampling: SamplingParams) -> Trajectory:
-        requests = TrajectoryRequests(run=run, engine=engine, sampling=sampling)
-        extra_arguments = {"evaluation": _IS_EVALUATION.get()} if takes_evaluation else {}
+        evaluation = _IS_EVALUATION.get()
+        requests = TrajectoryRequests(run=run, engine=engine, sampling=sampling, evaluation=evaluation)
         with record_requests(requests):
-            result = await function(
-                run.args, build_pending_sample(run, prompt), sampling_params_dict(sampling), **extra_arguments
+            result = await call_generate_function(
+                function, run.args, build_pending_sample(run, prompt), sampling_params_dict(sampling), evaluation
             )
         try:
             return trajectory_from_samples(run, prompt, requests, result)
@@ -202,7 +227,10 @@ def adapt_rollout_log(function: Callable[..., Any], run: UpstreamContext) -> Rol
     def log(step: int, groups: Sequence[Group], metrics: Mapping[str, float]) -> Mapping[str, float]:
         logged = dict(metrics)
         samples = [sample for group in groups for sample in samples_from_group(run, group)]
-        return {} if function(step - 1, run.args, samples, logged, 0.0) else logged
+        tracked: dict[str, float] = {}
+        with collect_logged(tracked):
+            is_logged = function(step - 1, run.args, samples, logged, 0.0)
+        return tracked if is_logged else {**logged, **tracked}
 
     return log
 
@@ -220,7 +248,10 @@ def adapt_eval_log(function: Callable[..., Any], run: UpstreamContext) -> EvalLo
             }
             for name, found in groups.items()
         }
-        return {} if function(step, run.args, data, logged) else logged
+        tracked: dict[str, float] = {}
+        with collect_logged(tracked):
+            is_logged = function(step, run.args, data, logged)
+        return tracked if is_logged else {**logged, **tracked}
 
     return log
 
@@ -232,6 +263,114 @@ def adapt_init(function: Callable[..., Any], run: UpstreamContext) -> Callable[[
         function(run.args)
 
     return begin
+
+
+class UpstreamModel:
+    """A Megatron model chunk as hooks see it: this rank's shards of the parameters by name."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def named_parameters(self) -> Iterator[tuple[str, Any]]:
+        """The parameters with their names."""
+        return iter(self._model.parameters().items())
+
+    def parameters(self) -> Iterator[Any]:
+        """The parameters."""
+        return iter(self._model.parameters().values())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def adapt_before_log_probs(function: Callable[..., Any], run: UpstreamContext) -> Callable[[int, Any], None]:
+    """``f(args, model, store_prefix)``, with a list of one model chunk and an empty prefix."""
+
+    def call(step: int, model: Any) -> None:
+        function(run.args, [UpstreamModel(model)], "")
+
+    return call
+
+
+def adapt_before_train_step(function: Callable[..., Any], run: UpstreamContext) -> Callable[[int, int, Any, Any], None]:
+    """``f(args, rollout_id, step_id, model, optimizer, opt_param_scheduler)``; of the last, ``num_steps`` is known."""
+
+    def call(step: int, update: int, model: Any, optimizer: Any) -> None:
+        schedule = SimpleNamespace(num_steps=optimizer.updates, optimizer=optimizer)
+        function(run.args, step - 1, update, [UpstreamModel(model)], optimizer, schedule)
+
+    return call
+
+
+def adapt_post_save(function: Callable[..., Any], run: UpstreamContext) -> PostSave:
+    """``f(args, rollout_id, checkpoint_dir, hf_checkpoint_dir)``: one folder has both."""
+
+    def call(step: int, folder: Path) -> None:
+        function(run.args, step - 1, str(folder), str(folder))
+
+    return call
+
+
+def adapt_data_buffer(buffer_class: Callable[..., Any], run: UpstreamContext) -> DataBuffer:
+    """A class with ``async put(input)`` and ``async get()``: finished groups are put once, and ``get`` chooses.
+
+    A group that it evicts is chosen when there is no other.
+    """
+    entries: dict[int, tuple[Group, DataBufferInput]] = {}
+    evicted: set[int] = set()
+    buffers: list[Any] = []
+
+    def evict(prompt_group: list[UpstreamSample]) -> None:
+        evicted.update(key for key, (_, entry) in entries.items() if entry.prompt_group is prompt_group)
+
+    async def choose(groups: Sequence[Group], version: int) -> Group:
+        if not buffers:
+            buffers.append(buffer_class(DataBufferConstructorInput(args=run.args, unused_handler_fn=evict)))
+        for group in groups:
+            if id(group) not in entries:
+                samples = samples_from_group(run, group)
+                entry = DataBufferInput(prompt_group=list(samples), group=list(samples), weight_version=version)
+                entries[id(group)] = group, entry
+                await buffers[0].put(entry)
+        left = [group for group in groups if id(group) not in evicted]
+        if not left:
+            return groups[0]
+        found = await asyncio.wait_for(buffers[0].get(), _BUFFER_SECONDS)
+        return next((group for group, entry in entries.values() if entry.group is found.group), left[0])
+
+    def take(waiting: Sequence[Group], version: Version) -> int:
+        chosen = run_coroutine(choose(waiting, version.number))
+        entries.pop(id(chosen), None)
+        evicted.discard(id(chosen))
+        return next((at for at, group in enumerate(waiting) if group is chosen), 0)
+
+    return take
+
+
+def adapt_sample_picker(function: Callable[..., Any], run: UpstreamContext) -> Callable[[Sequence[Any]], list[Any]]:
+    """``f(leaf_samples, session_metadata) -> samples``: a selection of a session's conversations."""
+
+    def pick(conversations: Sequence[Any]) -> list[Any]:
+        samples = [_sample_from_spans(conversation.spans) for conversation in conversations]
+        by_sample = {id(sample): each for sample, each in zip(samples, conversations, strict=True)}
+        chosen = function(list(samples), {"num_leaves": len(samples)})
+        if not all(id(sample) in by_sample for sample in chosen):
+            raise HookError(f"{run.source} returned a sample that it was not given; it selects some of them.")
+        return [by_sample[id(sample)] for sample in chosen]
+
+    return pick
+
+
+def _sample_from_spans(spans: Sequence[Span]) -> UpstreamSample:
+    start = next((i for i, span in enumerate(spans) if span.author is not Author.PROMPT), len(spans))
+    response = spans[start:]
+    return UpstreamSample(
+        tokens=[int(token) for span in spans for token in span.tokens],
+        response_length=sum(map(len, response)),
+        loss_mask=[int(span.author is Author.POLICY) for span in response for _ in span.tokens],
+        weight_versions=[str(span.version.number) for span in response if span.version is not None],
+        status=UpstreamStatus.COMPLETED,
+    )
 
 
 class UpstreamDataSource:
@@ -263,7 +402,8 @@ def adapt_data_source(result: Callable[..., Any], run: UpstreamContext) -> DataS
     """A class ``C(args)`` with ``get_samples(count)``."""
 
     def make(prompts: Sequence[Prompt]) -> UpstreamDataSource:
-        inner = result(run.args)
+        with provide_prompts(run, prompts):
+            inner = result(run.args)
         if not callable(getattr(inner, "get_samples", None)):
             raise HookError(
                 f"The data source is a {type(inner).__name__} without get_samples; write it as def "

@@ -19,7 +19,6 @@ from miles.core.types import DEMONSTRATION, Author, Group, Prompt, Reward, Span,
 from miles.hooks.compat.engine import TrajectoryRequests
 from miles.hooks.compat.types import UpstreamContext, UpstreamSample, UpstreamStatus
 
-
 SAMPLE_FIELDS = "sample_fields"
 """Metadata key of a trajectory: attributes of its sample that only upstream's functions know."""
 REMOVED = "remove_sample"
@@ -98,7 +97,7 @@ def sample_from_trajectory(run: UpstreamContext, prompt: Prompt, trajectory: Tra
     sample.rollout_log_probs = [p for span in response for p in _logprobs(span)]
     sample.weight_versions = [str(span.version.number) for span in response if span.version is not None]
     sample.status = UpstreamStatus(str(trajectory.status))
-    sample.reward = _upstream_reward(run, trajectory.reward)
+    sample.reward = upstream_reward(run, trajectory.reward)
     sample.metadata |= {n: v for n, v in trajectory.metadata.items() if n not in ("text", SAMPLE_FIELDS)}
     vars(sample).update(trajectory.metadata.get(SAMPLE_FIELDS, {}))
     return sample
@@ -162,7 +161,8 @@ def reward_from_upstream(run: UpstreamContext, result: Any) -> Reward:
     return Reward(value=result)
 
 
-def _upstream_reward(run: UpstreamContext, reward: Reward | None) -> float | dict[str, Any] | None:
+def upstream_reward(run: UpstreamContext, reward: Reward | None) -> float | dict[str, Any] | None:
+    """A reward as upstream's samples have it: a number, or its parts where --reward-key names one of them."""
     if reward is None:
         return None
     return dict(reward.parts) if run.args.reward_key else reward.value

@@ -227,10 +227,10 @@ async def _send_http(
     content = {} if body is None else {"Content-Type": "application/json"}
     if urlsplit(url).scheme not in ("http", "https"):
         raise HookError(f"{url} is no http address.")
-    request = urllib.request.Request(url, data=body, headers={**content, **(headers or {})})  # noqa: S310
+    request = urllib.request.Request(url, data=body, headers={**content, **(headers or {})})
 
     def send() -> Any:
-        with urllib.request.urlopen(request, timeout=_HTTP_SECONDS) as reply:  # noqa: S310
+        with urllib.request.urlopen(request, timeout=_HTTP_SECONDS) as reply:
             return json.loads(reply.read() or b"null")
 
     for attempt in range(1, max(1, max_retries) + 1):
@@ -255,9 +255,7 @@ def _parse_input(run: UpstreamContext, payload: Mapping[str, Any]) -> Tokens:
     return np.array(ids, np.int32)
 
 
-def _parse_sampling(
-    trajectory: TrajectoryRequests, tokens: Tokens, parameters: Mapping[str, Any]
-) -> SamplingParams:
+def _parse_sampling(trajectory: TrajectoryRequests, tokens: Tokens, parameters: Mapping[str, Any]) -> SamplingParams:
     if unknown := sorted(parameters.keys() - _SAMPLING_FIELDS - _TEXT_FIELDS):
         raise HookError(
             f"sampling_params of a request to /generate has {unknown[0]}, which this engine does not know; leave it "

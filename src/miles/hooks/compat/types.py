@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
@@ -440,3 +441,19 @@ class DataBufferInput:
     prompt_group: list[UpstreamSample]
     group: UpstreamGroup
     weight_version: int | None
+
+
+class BaseDataBuffer(ABC):
+    """A store of finished groups between the rollouts and the trainer."""
+
+    @abstractmethod
+    async def put(self, input: DataBufferInput) -> None:
+        """Take a finished group."""
+
+    @abstractmethod
+    async def get(self) -> DataBufferInput:
+        """The next group to train on."""
+
+    def get_metrics(self) -> dict[str, float]:
+        """Metrics since the last call."""
+        return {}

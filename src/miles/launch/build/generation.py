@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,12 +15,13 @@ from miles.cluster.workers.pool import WorkerPool
 from miles.core.protocols import Engine, Generate, GroupRewardFn, RewardFn, SamplingParams
 from miles.core.types import Prompt
 from miles.hooks import registry
+from miles.hooks.compat.types import UpstreamServices
 from miles.hooks.offload import offload_function, offload_generate
 from miles.hooks.worker import PATIENCE, HookWorker
 from miles.launch.build.hooks import load_hook
 from miles.launch.build.models import PolicyCheckpoint
 from miles.launch.build.policies import Policies
-from miles.launch.build.rewards import build_pooled_rewards, name_reward
+from miles.launch.build.rewards import build_pooled_rewards, build_rewards, name_reward
 from miles.launch.config import Config
 from miles.launch.policies.config import PolicyConfig, is_trained
 from miles.launch.rules.paths import read_key_file
@@ -111,7 +113,9 @@ def build_generation(
         )
         default = MULTI_TURN
     elif name not in (None, SINGLE_TURN, AGENT):
-        functions[CUSTOM] = offload_generate(worker, load_hook(config, registry.GENERATE), "The generate function")
+        services = UpstreamServices(rewards=cache(lambda: build_rewards(config)))
+        generate = load_hook(config, registry.GENERATE, services=services)
+        functions[CUSTOM] = offload_generate(worker, generate, "The generate function")
         default = CUSTOM
     if config.agents.custom_agent_function_path:
         agents = build_agent_sessions(config, policy, limit, port=config.agents.session_server_port)
@@ -204,7 +208,7 @@ def build_agent_sessions(config: Config, policy: PolicyCheckpoint, limit: int | 
     a = config.agents
     name = a.session_message_matcher_path
     match = name if name in MATCHERS else load_hook(config, registry.MESSAGE_MATCHER, upstream=False)
-    pick = load_hook(config, registry.SAMPLE_PICKER, upstream=False)
+    pick = load_hook(config, registry.SAMPLE_PICKER)
     renderer = build_renderer(policy.tokenizer, template=config.rollout.apply_chat_template_kwargs)
     key = read_session_key(config)
     server = SessionServer(renderer, policy.tokenizer.decode, max_context_len=limit, api_key=key)

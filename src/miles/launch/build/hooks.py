@@ -16,7 +16,7 @@ from miles.core.protocols import AdvantageEstimator
 from miles.core.types import Prompt
 from miles.hooks import registry
 from miles.hooks.compat.engine import ROUTER_HOST
-from miles.hooks.compat.types import UpstreamArgs, UpstreamContext
+from miles.hooks.compat.types import NO_SERVICES, UpstreamArgs, UpstreamContext, UpstreamServices
 from miles.hooks.registry import HookPoint
 from miles.launch.config import Config
 from miles.launch.plan.plan import parse_teacher_folders
@@ -25,19 +25,21 @@ from miles.rollout.prompt_renderer import PromptRenderer
 from miles.rollout.span_extras import fill_span_extras
 from miles.train.hooks import TrainHooks
 
-
 _ROUTER = {"sglang_router_ip": ROUTER_HOST, "sglang_router_port": 80}
 
 
-def load_hook(config: Config, point: HookPoint, *, upstream: bool = True) -> Any:
+def load_hook(
+    config: Config, point: HookPoint, *, upstream: bool = True, services: UpstreamServices = NO_SERVICES
+) -> Any:
     """The user's function for a hook point, checked against its protocol; None where no flag names one.
 
-    ``upstream`` also accepts functions with the upstream signature. What it raises later names it.
+    ``upstream`` also accepts functions with the upstream signature, which may use ``services``. What it raises later
+    names it.
     """
     path: str | None = getattr(getattr(config, get_options(Config)[point.option].section), point.option)
     if path is None:
         return None
-    return point.load_guarded(path, build_upstream_context(config) if upstream else None)
+    return point.load_guarded(path, build_upstream_context(config, services) if upstream else None)
 
 
 def names_user_function(config: Config, point: HookPoint) -> bool:
@@ -58,9 +60,9 @@ def load_trainer_hooks(config: Config) -> TrainHooks:
 def load_algo_hooks(config: Config) -> AlgoHooks:
     """The user's loss, loss reducer and correction."""
     return AlgoHooks(
-        loss_fn=load_hook(config, registry.OBJECTIVE, upstream=False),
-        reducer=load_hook(config, registry.REDUCER, upstream=False),
-        correction=load_hook(config, registry.CORRECTION, upstream=False),
+        loss_fn=load_hook(config, registry.OBJECTIVE),
+        reducer=load_hook(config, registry.REDUCER),
+        correction=load_hook(config, registry.CORRECTION),
     )
 
 
@@ -79,7 +81,7 @@ def build_policy_advantages(config: Config) -> AdvantageEstimator:
     return estimator
 
 
-def build_upstream_context(config: Config) -> UpstreamContext:
+def build_upstream_context(config: Config, services: UpstreamServices = NO_SERVICES) -> UpstreamContext:
     """What functions with upstream signatures may read: flags, tokenizer (loaded on first use) and prompts."""
     r, m = config.rollout, config.models
 
@@ -106,4 +108,5 @@ def build_upstream_context(config: Config) -> UpstreamContext:
         prompt_text=show_prompt,
         fill_extras=fill_span_extras,
         build_samples=build_samples,
+        services=services,
     )

@@ -23,12 +23,10 @@ from miles.algo.config import OFFLINE_LOSSES
 from miles.backends.native.engine.engine import NativeEngine
 from miles.cluster.executor import Executor
 from miles.core.errors import UsageError
-from miles.core.hooks import EvalFn
 from miles.core.protocols import AdvantageEstimator, Filter, Journal, Rollout, Source, Trainer, WeightSync
-from miles.core.types import Version
+from miles.core.types import Prompt, Version
 from miles.hooks import registry
 from miles.hooks.compat.adapters import mark_evaluation
-from miles.hooks.offload import offload_evaluation
 from miles.hooks.worker import HookWorker
 from miles.launch.build.debug import ProbingTrainer, open_recorded_rollouts
 from miles.launch.build.engines import RolloutEngine
@@ -53,7 +51,7 @@ from miles.launch.build.prompts import (
     wrap_journal,
 )
 from miles.launch.build.teachers import WithTeachers, build_teachers
-from miles.launch.build.user_hooks import UserHooks, load_user_hooks, wrap_rollout
+from miles.launch.build.user_hooks import UserHooks, load_eval_function, load_user_hooks, wrap_rollout
 from miles.launch.config import Config
 from miles.launch.distributed.resilient_trainer import RecoveryState, ResilientTrainer
 from miles.launch.plan.plan import Plan
@@ -154,7 +152,7 @@ async def build_run(
         policies, overlap=config.schedule.max_weight_staleness > 0, steps=steps, recovery=recovery, report=report
     )
     train_generation, eval_generation = _connect_agents(multi_agent, generation, stack)
-    rollout = recorded or _build_rollout(main, train_generation, stack, add_teachers, report)
+    rollout = recorded or _build_rollout(main, train_generation, stack, add_teachers, source.next, report)
     if start is not None:
         await stack.trainer.load(start[0])
         source.load(start[1].source)
@@ -312,9 +310,14 @@ def _build_generation_check(config: Config, generation: Generation) -> PromptChe
 
 
 def _build_rollout(
-    main: PolicySpec, generation: Generation, stack: PolicyStack, add_teachers: WithTeachers, report: Report
+    main: PolicySpec,
+    generation: Generation,
+    stack: PolicyStack,
+    add_teachers: WithTeachers,
+    next_prompt: Callable[[], Prompt],
+    report: Report,
 ) -> Rollout:
-    """The rollout of the main policy."""
+    """The rollout of the main policy; a user's function may read further prompts."""
     config = main.config
     policy = main.checkpoint
     name = main.policy.name
@@ -342,7 +345,7 @@ def _build_rollout(
         allow_duplicates=r.allow_duplicate_samples,
         report=report,
     )
-    return wrap_rollout(config, default, engine, generation.hook_worker)
+    return wrap_rollout(config, default, engine, generation.hook_worker, next_prompt)
 
 
 def build_evaluator(
@@ -353,7 +356,7 @@ def build_evaluator(
     if engine is None or not r.eval_prompt_data:
         return None, ()
     pairs, limit = zip(r.eval_prompt_data[::2], r.eval_prompt_data[1::2], strict=True), resolve_prompt_limit(r)
-    eval_fn: EvalFn | None = load_hook(config, registry.EVALUATE)
+    eval_fn = load_eval_function(config, generation.hook_worker)
     check = _build_generation_check(config, generation)
     sets = {name: read_held_out_set(path, config, generation.render, limit, check) for name, path in pairs}
     evaluator = Evaluator(
@@ -370,7 +373,7 @@ def build_evaluator(
         reward_seconds=r.reward_timeout,
         max_reward_failures=r.max_reward_failures,
         log_passrate=r.log_passrate,
-        eval_fn=eval_fn and offload_evaluation(generation.hook_worker, eval_fn, "The evaluation function"),
+        eval_fn=eval_fn,
     )
     return evaluator, tuple(dataset.note for dataset in sets.values() if dataset.note)
 

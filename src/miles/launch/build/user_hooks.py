@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from miles.core.hooks import (
     AllSamples,
     BufferFilter,
     DataBuffer,
+    EvalFn,
     EvalLog,
     PostProcess,
     PostSave,
@@ -26,11 +28,14 @@ from miles.core.hooks import (
     SampleFilter,
 )
 from miles.core.protocols import AdvantageEstimator, Engine, Journal, Observer, Rollout, Trainer
-from miles.core.types import Batch, Group, Sample, StepReport, Version
+from miles.core.types import Batch, Group, Prompt, Sample, StepReport, Version
 from miles.hooks import registry
-from miles.hooks.offload import offload_rollout
+from miles.hooks.compat.rollout import is_batch_function
+from miles.hooks.compat.types import UpstreamServices
+from miles.hooks.offload import offload_evaluation, offload_rollout
 from miles.hooks.worker import HookWorker
 from miles.launch.build.hooks import build_upstream_context, load_hook
+from miles.launch.build.rewards import build_rewards
 from miles.launch.config import Config
 from miles.rollout.custom import CustomRollout, FilteredAdvantages
 from miles.rollout.evaluate import Evaluator
@@ -125,20 +130,41 @@ def load_user_hooks(config: Config) -> UserHooks:
     )
 
 
-def wrap_rollout(config: Config, default_rollout: Rollout, engine: Engine, worker: HookWorker) -> Rollout:
-    """The user's rollout function around the default one, if there is one; it runs in the ``worker``'s thread."""
-    make: RolloutFn | None = load_hook(config, registry.ROLLOUT)
+def wrap_rollout(
+    config: Config, default_rollout: Rollout, engine: Engine, worker: HookWorker, next_prompt: Callable[[], Prompt]
+) -> Rollout:
+    """The user's rollout function around the default one, if there is one; it runs in the ``worker``'s thread.
+
+    One with upstream's signature has a thread of its own, and may read further prompts with ``next_prompt``.
+    """
+    services = UpstreamServices(rewards=cache(lambda: build_rewards(config)), next_prompt=next_prompt)
+    make: RolloutFn | None = load_hook(config, registry.ROLLOUT, services=services)
     if make is None:
         return default_rollout
     r = config.rollout
     return CustomRollout(
-        offload_rollout(worker, make, "The rollout function"),
+        make if is_batch_function(make) else offload_rollout(worker, make, "The rollout function"),
         default_rollout,
         engine=engine,
         sampling=build_training_sampling(r),
         group_size=r.n_samples_per_prompt,
         seed_fn=make_training_seed_fn(r.rollout_seed),
     )
+
+
+def load_eval_function(config: Config, worker: HookWorker) -> EvalFn | None:
+    """The user's evaluation function; with upstream's signature, --rollout-function-path is one too."""
+    services = UpstreamServices(rewards=cache(lambda: build_rewards(config)))
+    evaluate: EvalFn | None = load_hook(config, registry.EVALUATE, services=services)
+    path = config.hooks.rollout_function_path
+    if evaluate is None and path is not None and not registry.ROLLOUT.is_builtin(path):
+        context = build_upstream_context(config, services)
+        if is_batch_function(registry.ROLLOUT.load(path, context)):
+            point = replace(registry.EVALUATE, flag=registry.ROLLOUT.flag)
+            return point.load_guarded(path, context)
+    if evaluate is None or is_batch_function(evaluate):
+        return evaluate
+    return offload_evaluation(worker, evaluate, "The evaluation function")
 
 
 def log_evaluation(config: Config, groups: dict[str, list[Group]], metrics: dict[str, float]) -> Mapping[str, float]:

@@ -67,7 +67,7 @@ def f1(reply: str, label: str, metadata: Metadata) -> float:
     alternatives = metadata.get("answers", ())
     if isinstance(alternatives, str) or not all(isinstance(answer, str) for answer in alternatives):
         raise BadLabel("metadata['answers'] must be a list of texts")
-    return max(_token_f1(reply, answer) for answer in (label, *alternatives))
+    return max(measure_token_f1(reply, answer)[0] for answer in (label, *alternatives))
 
 
 def regex(reply: str, label: str, metadata: Metadata) -> float:
@@ -91,15 +91,18 @@ def _parse_int(text: str) -> int | None:
     return None if fraction.strip("0") else int(whole)
 
 
-def _token_f1(reply: str, answer: str) -> float:
+def measure_token_f1(reply: str, answer: str) -> tuple[float, float, float]:
+    """F1, precision and recall of a response's words."""
     response_words, expected = _count_words(reply), _count_words(answer)
     if (
         not response_words
         or not expected
         or any(" ".join(bag.elements()) in _ALL_OR_NOTHING for bag in (response_words, expected))
     ):
-        return float(response_words == expected)
-    return 2 * (response_words & expected).total() / (response_words.total() + expected.total())
+        return (float(response_words == expected),) * 3
+    shared = (response_words & expected).total()
+    f1 = 2 * shared / (response_words.total() + expected.total())
+    return f1, shared / response_words.total(), shared / expected.total()
 
 
 def _count_words(text: str) -> Counter[str]:

@@ -1,0 +1,1 @@
+"""Upstream's former module names for functions that its losses import."""

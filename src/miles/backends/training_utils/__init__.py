@@ -1,0 +1,1 @@
+"""Upstream's module names for functions that its losses import."""

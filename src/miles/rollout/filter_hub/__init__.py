@@ -1,0 +1,1 @@
+"""Upstream's filters of groups."""

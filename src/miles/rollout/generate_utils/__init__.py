@@ -1,0 +1,1 @@
+"""Upstream's parts of generate functions."""

@@ -1,0 +1,5 @@
+"""Upstream's event loop for plain functions."""
+
+from miles.hooks.compat.generation import run
+
+__all__ = ["run"]
