@@ -40,10 +40,10 @@ class BaseDataSource(ABC):
         """Take back groups, to be returned first."""
         raise NotImplementedError(f"{type(self).__name__} takes no samples back")
 
-    def save(self, rollout_id: int) -> None:
+    def save(self, rollout_id: int) -> None:  # noqa: B027
         """Save its state; a run does not call it."""
 
-    def load(self, rollout_id: int | None = None) -> None:
+    def load(self, rollout_id: int | None = None) -> None:  # noqa: B027
         """Load its state; a run does not call it."""
 
     def get_buffer_length(self) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 from miles.algo.advantages import build_samples
@@ -16,7 +17,7 @@ from miles.core.protocols import AdvantageEstimator
 from miles.core.types import Prompt
 from miles.hooks import registry
 from miles.hooks.compat.engine import ROUTER_HOST
-from miles.hooks.compat.types import NO_SERVICES, UpstreamArgs, UpstreamContext, UpstreamServices
+from miles.hooks.compat.types import NO_SERVICES, EvalDatasetConfig, UpstreamArgs, UpstreamContext, UpstreamServices
 from miles.hooks.registry import HookPoint
 from miles.launch.config import Config
 from miles.launch.plan.plan import parse_teacher_folders
@@ -25,7 +26,29 @@ from miles.rollout.prompt_renderer import PromptRenderer
 from miles.rollout.span_extras import fill_span_extras
 from miles.train.hooks import TrainHooks
 
-_ROUTER = {"sglang_router_ip": ROUTER_HOST, "sglang_router_port": 80}
+_ONLY_UPSTREAM: Mapping[str, Any] = MappingProxyType(
+    {
+        "sglang_router_ip": ROUTER_HOST,
+        "sglang_router_port": 80,
+        "sglang_router_policy": None,
+        "sglang_model_routers": None,
+        "sglang_server_concurrency": 512,
+        "sglang_dp_size": 1,
+        "sglang_speculative_algorithm": None,
+        "sglang_enable_deterministic_inference": False,
+        "use_miles_router": False,
+        "rollout_global_dataset": True,
+        "rollout_skip_special_tokens": False,
+        "chat_template_path": None,
+        "multimodal_keys": None,
+        "tool_key": None,
+        "dump_details": None,
+        "ci_test": False,
+    }
+)
+"""Arguments that upstream's functions read and no flag of ours sets, with what holds in every run."""
+_DEFAULTS: Mapping[str, Any] = MappingProxyType({"tis_clip": 2.0, "tis_clip_low": 0.0, "use_rollout_logprobs": False})
+"""Upstream's defaults of flags that have no fixed one here."""
 
 
 def load_hook(
@@ -102,7 +125,7 @@ def build_upstream_context(config: Config, services: UpstreamServices = NO_SERVI
         return single if isinstance(single, str) else [dict(message) for message in prompt.messages]
 
     return UpstreamContext(
-        args=UpstreamArgs({**_ROUTER, **flatten_values(config)}),
+        args=_build_args(config),
         tokenizer=lambda: tokenizer().inner,
         render=lambda prompt: renderer()(prompt),
         prompt_text=show_prompt,
@@ -110,3 +133,15 @@ def build_upstream_context(config: Config, services: UpstreamServices = NO_SERVI
         build_samples=build_samples,
         services=services,
     )
+
+
+def _build_args(config: Config) -> UpstreamArgs:
+    """The run's flags with the values that upstream's functions expect of those that are not set."""
+    values = {**_ONLY_UPSTREAM, **flatten_values(config)}
+    values |= {name: default for name, default in _DEFAULTS.items() if values.get(name) is None}
+    if values["eps_clip_high"] is None:
+        values["eps_clip_high"] = values["eps_clip"]
+    pairs = values["eval_prompt_data"] or ()
+    sets = zip(pairs[::2], pairs[1::2], strict=False)
+    values["eval_datasets"] = [EvalDatasetConfig(name=name, path=path) for name, path in sets]
+    return UpstreamArgs(values)
