@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from miles.hooks.load import find_object
+from miles.hooks.import_path import find_object
 
 PAGE = Path(__file__).parents[2] / "docs" / "hooks.md"
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -41,7 +41,7 @@ class PolicyLogits:
 
 
 @dataclass(frozen=True, slots=True)
-class ParallelState:
+class LossParallelState:
     """The parallel layout a loss sees: its tokens are all on this rank."""
 
     cp_size: int = 1
@@ -63,10 +63,20 @@ def get_log_probs_and_entropy(logits: PolicyLogits, **_: Any) -> dict[str, list[
     return {"log_probs": _split(inputs, inputs.logp_R), "entropy": _split(inputs, inputs.entropy_R)}
 
 
+def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int, *_: Any, **__: Any) -> Tensor:
+    """The values of a sample's tokens on all ranks: those of this one."""
+    return tensor
+
+
+def slice_log_prob_with_cp(log_prob: Any, total_length: int, response_length: int, *_: Any, **__: Any) -> Any:
+    """The values of a sample's tokens on this rank: all of them."""
+    return log_prob
+
+
 def adapt_loss(function: Callable[..., Any], run: UpstreamContext) -> LossFn:
     """``f(args, [parallel_state,] batch, logits, sum_of_sample_mean) -> (loss, metrics)``."""
     _check_context_parallel(run)
-    state = [ParallelState()] if "parallel_state" in inspect.signature(function).parameters else []
+    state = [LossParallelState()] if "parallel_state" in inspect.signature(function).parameters else []
 
     def compute(inputs: LossInputs, aggregator: LossAggregator) -> LossOutput:
         result = function(run.args, *state, _build_batch(inputs), PolicyLogits(inputs), aggregator.reduce)

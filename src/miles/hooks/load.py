@@ -6,25 +6,18 @@ starts: the number of arguments, and plain or async.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
-import os
-import re
-import sys
 from collections.abc import Mapping
-from difflib import get_close_matches
 from functools import partial
-from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from miles.core.errors import HookError, MilesError, describe_error
+from miles.hooks.import_path import NO_BUILTINS, find_address
 
 if TYPE_CHECKING:
     from miles.hooks.compat.types import UpstreamContext
 
 P = TypeVar("P")
-NO_BUILTINS: Mapping[str, str] = MappingProxyType({})
 
 
 def load_hook(
@@ -46,7 +39,7 @@ def load_hook(
     source = f"{flag} {path}" if flag else path
     if run is not None:
         _install_slime_alias()
-    hook = _find(path, builtins, source)
+    hook = find_address(path, builtins, source)
     if run is not None and inspect.isclass(hook) and not is_factory:
         hook = _adapt_upstream(hook, protocol, run, source)
     if inspect.isclass(hook) and not is_factory:
@@ -55,16 +48,6 @@ def load_hook(
         hook = _adapt_upstream(hook, protocol, run, source)
     check_signature(hook, protocol, source)
     return cast(P, hook)
-
-
-def find_object(path: str, *, flag: str | None = None) -> Any:
-    """Load the object at ``path`` without checking its signature."""
-    return _find(path, NO_BUILTINS, f"{flag} {path}" if flag else path)
-
-
-def is_path(path: str) -> bool:
-    """Whether ``path`` looks like an address and not like a built-in's short name."""
-    return ":" in path or "." in path
 
 
 def format_signature(protocol: type) -> str:
@@ -126,61 +109,6 @@ def check_signature(hook: Any, protocol: type, source: str) -> None:
     if asynchronous != is_async(_call_method(protocol)):
         kind, fix = ("async", "drop its async") if asynchronous else ("a plain function", "write async def")
         raise HookError(f"{source} is {kind}, but {expected}; {fix}.")
-
-
-def _find(path: str, builtins: Mapping[str, str], source: str) -> Any:
-    address = builtins.get(path, path)
-    if not is_path(address):
-        close = get_close_matches(path, builtins, n=1)
-        hint = f"did you mean {close[0]}?" if close else "a hook of your own is package.module:name."
-        listed = f" (there are {', '.join(builtins)})" if builtins else ""
-        raise HookError(f"{source} is not a built-in{listed}; {hint}")
-    where, _, name = address.rpartition(":" if ":" in address else ".")
-    if not where or not all(part.isidentifier() for part in name.split(".")):
-        raise HookError(f"{source} is not an address; write package.module:name.")
-    found: Any = _module(where, source)
-    for part in name.split("."):
-        if not hasattr(found, part):
-            close = get_close_matches(part, dir(found), n=1)
-            hint = f"; did you mean {close[0]}?" if close else "."
-            raise HookError(f"{source}: {where} has no {part}{hint}")
-        found = getattr(found, part)
-    return found
-
-
-def _module(where: str, source: str) -> ModuleType:
-    # The console script adds its own folder to the path, not the working directory.
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        return _file_module(where) if where.endswith(".py") else importlib.import_module(where)
-    except FileNotFoundError as error:
-        raise HookError(f"{source}: there is no file {where}.") from error
-    except ModuleNotFoundError as error:
-        if error.name is not None and (where == error.name or where.startswith(f"{error.name}.")):
-            reason = f"there is no module {error.name} on the path or in {os.getcwd()}"
-        else:
-            reason = f"{where} imports {error.name}, which is not installed"
-        raise HookError(f"{source}: {reason}.") from error
-    except (Exception, SystemExit) as error:  # any error of a user's module
-        raise HookError(f"{source}: {where} fails when imported, with {describe_error(error)}.") from error
-
-
-def _file_module(where: str) -> ModuleType:
-    if not os.path.isfile(where):
-        raise FileNotFoundError(where)
-    name = "miles_hook_" + re.sub(r"\W", "_", os.path.abspath(where))
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, where)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
 
 
 def _instance(cls: type, source: str, *, only_check: bool) -> Any:

@@ -8,7 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from miles.hooks.guard import guard_hook
-from miles.hooks.load import NO_BUILTINS, is_async, load_hook
+from miles.hooks.import_path import NO_BUILTINS
+from miles.hooks.load import is_async, load_hook
 
 if TYPE_CHECKING:
     from miles.hooks.compat.types import UpstreamContext

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from miles.hooks.load import find_object
+from miles.hooks.import_path import find_object
 
 
 def load_function(path: str | None, **_: Any) -> Any:

@@ -97,6 +97,15 @@ def adapt_generate(function: Callable[..., Awaitable[Any]], run: UpstreamContext
     return answer
 
 
+def adapt_agent(function: Callable[..., Awaitable[Any]], run: UpstreamContext) -> Callable[..., Awaitable[Any]]:
+    """``async f(base_url, prompt, request_kwargs)``, without the prompt's metadata."""
+
+    async def call(base_url: str, prompt: Any, request_kwargs: dict[str, Any], metadata: dict[str, Any]) -> Any:
+        return await function(base_url, prompt, request_kwargs)
+
+    return call
+
+
 def adapt_reward(function: Callable[..., Awaitable[Any]], run: UpstreamContext) -> RewardFn:
     """``async f(args, sample) -> float | dict``."""
 
@@ -445,6 +454,8 @@ def _samples_with_mask(
 def _to_filter_result(answer: Any) -> FilterResult:
     if isinstance(answer, DynamicFilterOutput):
         return FilterResult(keep=bool(answer.keep), reason=answer.reason or ("kept" if answer.keep else "filter"))
+    if not isinstance(answer, bool | np.bool_) and callable(getattr(answer, "item", None)):
+        answer = bool(answer.item())  # a tensor
     if not isinstance(answer, bool | np.bool_):
         raise HookError(f"The filter gave a {type(answer).__name__}; it gives True, False or a DynamicFilterOutput.")
     return FilterResult(keep=True) if answer else FilterResult(keep=False, reason="filter")

@@ -23,14 +23,22 @@ SAMPLE_FIELDS = "sample_fields"
 """Metadata key of a trajectory: attributes of its sample that only upstream's functions know."""
 REMOVED = "remove_sample"
 """Its field that excludes a trajectory from the loss."""
-_KEPT_FIELDS = (REMOVED, "train_metadata", "session_id", "generate_function_path", "non_generation_time")
+_KEPT_FIELDS = (
+    REMOVED,
+    "prompt",
+    "label",
+    "train_metadata",
+    "session_id",
+    "generate_function_path",
+    "non_generation_time",
+)
 _SAMPLE_NAMES = {each.name for each in fields(UpstreamSample)}
 
 
-def _collect_fields(samples: Sequence[UpstreamSample]) -> dict[str, Any]:
+def _collect_fields(samples: Sequence[UpstreamSample], pending: UpstreamSample) -> dict[str, Any]:
     """What later functions may read of a sample and our types have no place for; plain values only."""
     found = {n: v for n, v in vars(samples[-1]).items() if n in _KEPT_FIELDS or n not in _SAMPLE_NAMES}
-    default = vars(UpstreamSample())
+    default = vars(pending)
     kept = {n: v for n, v in found.items() if v != default.get(n) and _is_plain(v)}
     if any(sample.remove_sample for sample in samples):
         kept[REMOVED] = True
@@ -59,7 +67,7 @@ def trajectory_to_score(run: UpstreamContext, prompt: Prompt, sample: UpstreamSa
         logprobs = np.zeros(sample.response_length, np.float32)
         spans.append(Span(author=Author.POLICY, tokens=tokens[start:], logprobs=logprobs, version=DEMONSTRATION))
     status = UpstreamStatus.COMPLETED if sample.status is UpstreamStatus.PENDING else sample.status
-    metadata = {**sample.metadata, "text": sample.response, **_collect_fields([sample])}
+    metadata = {**sample.metadata, "text": sample.response, **_collect_fields([sample], sample)}
     index = (sample.index or 0) % run.args.n_samples_per_prompt
     return Trajectory(branches=(tuple(spans),), status=types.Status(status.value), index=index, metadata=metadata)
 
@@ -132,7 +140,11 @@ def trajectory_from_samples(
         branches=tuple(_build_branch(run, prompt, trajectory_requests, sample) for sample in samples),
         status=types.Status(last.status.value),
         reward=rewards[0] if rewards else None,
-        metadata={**last.metadata, "text": last.response, **_collect_fields(samples)},
+        metadata={
+            **last.metadata,
+            "text": last.response,
+            **_collect_fields(samples, build_pending_sample(run, prompt)),
+        },
     )
 
 

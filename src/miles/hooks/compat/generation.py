@@ -23,7 +23,7 @@ from miles.hooks.compat.types import (
     UpstreamSample,
     UpstreamStatus,
 )
-from miles.hooks.load import find_object
+from miles.hooks.import_path import find_object
 
 T = TypeVar("T")
 _OPEN = (UpstreamStatus.PENDING, UpstreamStatus.ABORTED)

@@ -81,6 +81,17 @@ class _Keywords(UpstreamSignature):
         return self.anchor in parameters and required <= {*self.names}
 
 
+class _Agent(UpstreamSignature):
+    """An agent of exactly these parameters: one with a fourth for the metadata is ours."""
+
+    def matches(self, hook: Any) -> bool:
+        try:
+            parameters = inspect.signature(hook).parameters
+        except (TypeError, ValueError):
+            return False
+        return [*parameters] == [*self.names]
+
+
 _GROUPS = UpstreamSignature(("args", "groups"), adapters.adapt_sample_filter)
 _ROLLOUT = ("args", "rollout_id", "data_source")
 _LOSS = "miles.algo.hook_adapters:adapt_loss"
@@ -100,6 +111,7 @@ UPSTREAM_SIGNATURES: Mapping[str, tuple[UpstreamSignature, ...]] = MappingProxyT
             UpstreamSignature(("args", "sample", "sampling_params"), adapters.adapt_generate, optional=("evaluation",)),
             UpstreamSignature(("input",), adapters.adapt_generate, anchor=None),
         ),
+        "AgentFn": (_Agent(("base_url", "prompt", "request_kwargs"), adapters.adapt_agent, anchor="base_url"),),
         "RewardFn": (UpstreamSignature(("args", "sample"), adapters.adapt_reward),),
         "GroupRewardFn": (UpstreamSignature(("args", "samples"), adapters.adapt_group_reward),),
         "Filter": (UpstreamSignature(("args", "samples"), adapters.adapt_filter),),

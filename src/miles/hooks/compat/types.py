@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 from miles.core.protocols import GroupRewardFn, RewardFn
 from miles.core.types import Array, Author, Prompt, Sample, Span, Tokens, Trajectory
@@ -20,47 +21,22 @@ class BuildRows(Protocol):
     ) -> list[Sample]: ...
 
 
-class UpstreamArgs:
-    """The run's flags by name, read-only.
+class UpstreamArgs(Namespace):
+    """The run's flags by name. What a function sets is for other functions alone: a run does not read it.
 
-    >>> UpstreamArgs({"lr": 1e-6}).lr
+    >>> UpstreamArgs(lr=1e-6).lr
     1e-06
     """
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        object.__setattr__(self, "_values", dict(values))
-
     def __getattr__(self, name: str) -> Any:
-        values: dict[str, Any] = object.__getattribute__(self, "_values")
-        if name not in values:
-            raise AttributeError(
-                f"args has no {name}: this run has no such flag; read what the function needs from sample.metadata, "
-                "or from the environment."
-            )
-        return values[name]
-
-    def __setattr__(self, name: str, value: Any) -> NoReturn:
-        raise AttributeError(f"args.{name} cannot be set: a run's flags are never written to.")
-
-    def __delattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"args.{name} cannot be removed: a run's flags are never written to.")
-
-    def __contains__(self, name: str) -> bool:
-        return name in vars(self)
+        raise AttributeError(
+            f"args has no {name}: this run has no such flag; set it with --custom-config-path, or read what the "
+            "function needs from sample.metadata or the environment."
+        )
 
     def replace(self, **values: Any) -> UpstreamArgs:
         """The same flags with some other values."""
-        return UpstreamArgs({**vars(self), **values})
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(vars(self))
-
-    @property
-    def __dict__(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return dict(object.__getattribute__(self, "_values"))
-
-    def __repr__(self) -> str:
-        return f"Arguments({vars(self)!r})"
+        return UpstreamArgs(**{**vars(self), **values})
 
 
 def _no_rewards() -> tuple[None, None]:

@@ -119,7 +119,7 @@ def build_generation(
         default = CUSTOM
     if config.agents.custom_agent_function_path:
         agents = build_agent_sessions(config, policy, limit, port=config.agents.session_server_port)
-        agent = load_hook(config, registry.AGENT, upstream=False)
+        agent = load_hook(config, registry.AGENT)
         abort = find_abort_hook(agent)
         functions[AGENT] = AgentGenerate(
             offload_function(worker, agent, "The agent"),

@@ -40,6 +40,7 @@ _ONLY_UPSTREAM: Mapping[str, Any] = MappingProxyType(
         "rollout_global_dataset": True,
         "rollout_skip_special_tokens": False,
         "chat_template_path": None,
+        "eval_max_context_len": None,
         "multimodal_keys": None,
         "tool_key": None,
         "dump_details": None,
@@ -144,4 +145,4 @@ def _build_args(config: Config) -> UpstreamArgs:
     pairs = values["eval_prompt_data"] or ()
     sets = zip(pairs[::2], pairs[1::2], strict=False)
     values["eval_datasets"] = [EvalDatasetConfig(name=name, path=path) for name, path in sets]
-    return UpstreamArgs(values)
+    return UpstreamArgs(**values)

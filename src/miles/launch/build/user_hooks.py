@@ -30,11 +30,12 @@ from miles.core.hooks import (
 from miles.core.protocols import AdvantageEstimator, Engine, Journal, Observer, Rollout, Trainer
 from miles.core.types import Batch, Group, Prompt, Sample, StepReport, Version
 from miles.hooks import registry
+from miles.hooks.compat.convert import is_removed
 from miles.hooks.compat.rollout import is_batch_function
 from miles.hooks.compat.types import UpstreamServices
 from miles.hooks.offload import offload_evaluation, offload_rollout
 from miles.hooks.worker import HookWorker
-from miles.launch.build.hooks import build_upstream_context, load_hook
+from miles.launch.build.hooks import build_upstream_context, load_hook, names_user_function
 from miles.launch.build.rewards import build_rewards
 from miles.launch.config import Config
 from miles.rollout.custom import CustomRollout, FilteredAdvantages
@@ -119,7 +120,7 @@ def load_user_hooks(config: Config) -> UserHooks:
     return UserHooks(
         data_buffer=load_hook(config, registry.DATA_BUFFER),
         buffer_filter=load_hook(config, registry.BUFFER_FILTER),
-        sample_filter=load_hook(config, registry.SAMPLE_FILTER),
+        sample_filter=_load_sample_filter(config),
         all_samples=load_hook(config, registry.ALL_SAMPLES),
         advantage=load_hook(config, registry.ADVANTAGE),
         post_process=load_hook(config, registry.POST_PROCESS),
@@ -128,6 +129,21 @@ def load_user_hooks(config: Config) -> UserHooks:
         rollout_log=load_hook(config, registry.ROLLOUT_LOG),
         eval_log=load_hook(config, registry.EVAL_LOG),
     )
+
+
+def _load_sample_filter(config: Config) -> SampleFilter | None:
+    """The user's sample filter, and what functions with upstream's signatures exclude by ``remove_sample``."""
+    own: SampleFilter | None = load_hook(config, registry.SAMPLE_FILTER)
+    if not any(names_user_function(config, point) for point in (registry.ROLLOUT, registry.GENERATE)):
+        return own
+
+    def keep(group: Group) -> list[bool]:
+        kept = [True] * len(group.trajectories) if own is None else list(own(group))
+        if len(kept) != len(group.trajectories):
+            return kept
+        return [k and not is_removed(t) for k, t in zip(kept, group.trajectories, strict=True)]
+
+    return keep
 
 
 def wrap_rollout(

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from miles.algo.config import OFFLINE_LOSSES
 from miles.config.schema import get_options
-from miles.hooks.load import is_path
+from miles.hooks.import_path import is_path
 from miles.hooks.registry import DATA_SOURCE, HOOK_POINTS, MODEL_PROVIDER, ROLLOUT
 from miles.launch.config import Config
 from miles.launch.plan.topology import is_distributed

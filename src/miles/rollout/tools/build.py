@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from miles.core.errors import HookError, UsageError
-from miles.hooks.load import check_signature, find_object, is_path
+from miles.hooks.import_path import find_object, is_path
+from miles.hooks.load import check_signature
 from miles.hooks.offload import offload_function
 from miles.hooks.worker import HookWorker
 from miles.rollout.sandbox.protocol import SandboxLimits
