@@ -25,7 +25,6 @@ LEARNING: list[tuple[str, list[str]]] = [
         "--no-rm-type --custom-generate-function-path multi_turn --apply-chat-template --generate-tools calculator",
         ["--rm-type is missing: name a built-in reward, or your own with --custom-rm-path."],
     ),
-    ("--custom-rm-path a.b:c", ["--rm-type and --custom-rm-path both name a reward; keep one."]),
     (
         "--rm-type remote_rm",
         [

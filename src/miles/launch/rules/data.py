@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from miles.algo.config import DISTILLATION_ESTIMATOR, OFFLINE_LOSSES, PREFERENCE_LOSSES
 from miles.core.errors import UsageError
-from miles.hooks.registry import GENERATE
+from miles.hooks.registry import GENERATE, ROLLOUT
 from miles.launch.config import Config
 from miles.launch.rules.flags import Rule, list_set_flags
 from miles.launch.rules.paths import (
@@ -138,20 +138,20 @@ def check_reward_is_named(c: Config) -> Iterator[str]:
     samples = (learns and c.observe.load_debug_rollout_data is None) or r.eval_prompt_data
     if samples and r.rm_type is None and r.custom_rm_path is None and not _may_score_itself(c):
         yield "--rm-type is missing: name a built-in reward, or your own with --custom-rm-path."
-    if r.rm_type is not None and r.custom_rm_path is not None:
-        yield "--rm-type and --custom-rm-path both name a reward; keep one."
 
 
 def _may_score_itself(c: Config) -> bool:
     """Whether what generates responses may also return rewards; unscored trajectories fail during the run."""
     generate = GENERATE.resolve_name(c.rollout.custom_generate_function_path)
     custom = generate is not None and generate not in GENERATE.runtime_names
+    rollout = c.hooks.rollout_function_path
     functions = (
         c.tools.generate_environment,
         c.agents.custom_agent_function_path,
         c.multi_agent.custom_cast_function_path,
     )
-    return custom or any(function is not None for function in functions)
+    makes_groups = rollout is not None and not ROLLOUT.is_builtin(rollout)
+    return custom or makes_groups or any(function is not None for function in functions)
 
 
 def check_reward_type(c: Config) -> Iterator[str]:
