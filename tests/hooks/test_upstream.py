@@ -3,7 +3,9 @@
 import asyncio
 from copy import deepcopy
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,14 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles.algo.advantages import build_samples
-from miles.core.errors import HookError
+from miles.core.errors import HookError, MilesError
 from miles.core.protocols import Completion, FilterResult, SamplingParams
 from miles.core.types import Author, Batch, Group, Prompt, Reward, Span, Status, Trajectory, Version
 from miles.hooks import registry
 from miles.hooks.compat.adapters import mark_evaluation
-from miles.hooks.compat.convert import sample_from_trajectory, trajectory_from_samples
+from miles.hooks.compat.convert import is_removed, sample_from_trajectory, trajectory_from_samples
 from miles.hooks.compat.engine import TrajectoryRequests
-from miles.hooks.compat.types import UpstreamArgs, UpstreamContext, UpstreamSample, UpstreamStatus
+from miles.hooks.compat.types import (
+    UpstreamArgs,
+    UpstreamContext,
+    UpstreamSample,
+    UpstreamServices,
+    UpstreamStatus,
+)
 
 PROMPT = Prompt(id=4, messages=[{"role": "user", "content": "hello"}], label="olleh", metadata={"level": 2})
 
@@ -162,9 +170,27 @@ def test_an_attempt_that_was_given_up_is_its_prompt():
     assert made.status is Status.ABORTED and [len(branch) for branch in made.branches] == [1]
 
 
+def test_what_a_function_leaves_on_its_sample_is_there_for_the_next():
+    made = answered("marked")
+    sample = sample_from_trajectory(the_run(), PROMPT, made)
+    assert (sample.prompt, sample.turns, sample.remove_sample) == ("rewritten", [1, 2], True) and is_removed(made)
+    assert "sample_fields" not in sample.metadata and not is_removed(answered("generate"))
+    again = UpstreamSample.from_dict(sample.to_dict())
+    assert again == sample and again.turns == [1, 2]
+
+
+def test_a_generate_function_of_one_argument_is_told_everything():
+    assert _flat(answered("generate_input").branches[0]) == _flat(answered("generate").branches[0])
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [
+        (
+            "short_log_probs",
+            "--custom-generate-function-path upstream_functions:short_log_probs: the sample of prompt 4 has a "
+            "response_length of 4 and 1 rollout_log_probs",
+        ),
         ("short_mask", "has 7 tokens, a response_length of 4 and a loss_mask of 1"),
         ("pending", "is still pending"),
         ("elsewhere", "post to http://engine.invalid/flush_cache does not reach the engine"),
@@ -293,6 +319,73 @@ def test_a_data_source_deals_out_prompts_and_goes_on_where_it_was():
     assert other.next() == source.next()
 
 
+# -- whole rollouts -------------------------------------------------------------------------
+
+
+def prompts(count: int) -> list[Prompt]:
+    return [replace(PROMPT, id=number) for number in range(count)]
+
+
+def produced(name: str, wanted: list[Prompt]) -> list[Group]:
+    spare = iter(prompts(99)[50:])
+    services = UpstreamServices(next_prompt=lambda: next(spare))
+    run = replace(the_run(rollout_batch_size=2), services=services)
+    make = registry.ROLLOUT.load_guarded(f"upstream_functions:{name}", run)
+
+    async def produce() -> list[Group]:
+        calls = [make(prompt, Counting(), SamplingParams(seed=prompt.id), 2, None) for prompt in wanted]
+        return await asyncio.gather(*calls)
+
+    return asyncio.run(produce())
+
+
+def test_a_rollout_function_is_called_for_all_prompts_in_flight():
+    import upstream_functions
+
+    upstream_functions.LOOKED.clear()
+    groups = produced("rollout", prompts(3))
+    assert upstream_functions.LOOKED == [(0, 2), (1, 1)]  # two calls, the second for what was left
+    # The first call read prompts 0, 1 and a further one, and returned the group of 0, which the second put back again.
+    assert [group.prompt.id for group in groups] == [50, 1, 2]
+    assert all([t.index for t in group.trajectories] == [0, 1] for group in groups)
+    assert all(t.response_length == 4 and t.reward is not None for group in groups for t in group.trajectories)
+    assert [group.prompt.id for group in produced("RolloutClass", prompts(2))] == [0, 1]
+
+
+def test_an_evaluation_function_scores_every_prompt_of_a_set():
+    evaluate = theirs(registry.EVALUATE, "rollout")
+    groups = asyncio.run(evaluate("held", prompts(2), Counting(), SamplingParams(), None))
+    assert [group.rewards for group in groups] == [[1.0], [0.0]]
+    assert groups[1].trajectories[0].status is Status.TRUNCATED
+    with pytest.raises(HookError, match="returned no rewards of other"):
+        asyncio.run(evaluate("other", prompts(2), Counting(), SamplingParams(), None))
+    with pytest.raises(HookError, match="returned 2 rewards for the 3 prompts of held"):
+        asyncio.run(evaluate("held", prompts(3), Counting(), SamplingParams(), None))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("rollout_of_one", "returned 1 groups, and args.rollout_batch_size is 2; return as many."),
+        ("rollout_of_nothing", "returns a list of groups, each a list of samples."),
+        ("rollout_that_fails", "raised OSError: no network"),
+    ],
+)
+def test_a_rollout_function_that_fails_ends_the_run_in_a_sentence(name: str, says: str):
+    with pytest.raises(MilesError) as told:
+        produced(name, prompts(2))
+    assert str(told.value).startswith(f"--rollout-function-path upstream_functions:{name}") and says in str(told.value)
+
+
+def test_a_buffer_and_a_picker_choose_among_what_they_are_given():
+    choose = theirs(registry.DATA_BUFFER, "LastIn")
+    waiting = [replace(GROUP), replace(GROUP), replace(GROUP)]
+    assert choose(waiting, Version(number=1)) == 2
+    assert choose(waiting[:2], Version(number=1)) == 1
+    short, long = (SimpleNamespace(spans=trajectory().branches[0][:count]) for count in (2, 4))
+    assert theirs(registry.SAMPLE_PICKER, "pick_longest")([short, long]) == [long]
+
+
 # -- what is theirs, and what is not --------------------------------------------------------
 
 
@@ -303,6 +396,9 @@ def test_a_data_source_deals_out_prompts_and_goes_on_where_it_was():
         (registry.EVALUATE, "newest", "EvalFn wants async def (name: str, prompts: Sequence[Prompt]"),
         (registry.OBJECTIVE, "keep", "LossFn wants def (inputs: LossInputs, aggregator: LossAggregator) -> LossOutput"),
         (registry.FILTER, "newest", "Filter wants def (group: Group) -> FilterResult"),
+        (registry.REWARD, "score_group", "it is called with one sample; add --group-rm"),
+        (registry.GROUP_REWARD, "score", "--group-rm calls it with a list of them; remove --group-rm"),
+        (registry.ROLLOUT, "rollout_without_a_source", "or upstream's (args, rollout_id, data_source, evaluation=...)"),
         (registry.REWARD, "generate", "RewardFn wants async def (prompt: Prompt, trajectory: Trajectory) -> Reward"),
     ],
 )
@@ -323,6 +419,13 @@ def test_where_upstream_had_what_is_built_in_leads_to_it():
     assert registry.DATA_SOURCE.load("miles.rollout.data_source.RolloutDataSource") is registry.DATA_SOURCE.load(
         "in_order"
     )
+
+
+def test_modules_have_their_names_in_slime_too():
+    theirs(registry.FILTER, "keep")
+    assert import_module("slime.utils.types") is import_module("miles.utils.types")
+    assert import_module("miles").__spec__.name == "miles"
+    assert import_module("slime.rollout.rm_hub").async_rm is import_module("miles.rollout.sglang_rollout").async_rm
 
 
 def test_our_own_functions_are_left_as_they_are(tmp_path: Path):

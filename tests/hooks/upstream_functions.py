@@ -1,6 +1,8 @@
 """Functions as upstream's users write them, and some that cannot be fitted."""
 
+from miles.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from miles.rollout.filter_hub.base_types import DynamicFilterOutput
+from miles.utils.async_utils import run
 from miles.utils.http_utils import post
 from miles.utils.types import Sample
 
@@ -174,3 +176,80 @@ def generate_rollout(args, rollout_id, data_buffer, evaluation=False):
 
 def init(args):
     LOOKED.append(args.lr)
+
+
+async def marked(args, sample, sampling_params):
+    sample = await generate(args, sample, sampling_params)
+    sample.prompt, sample.turns, sample.remove_sample = "rewritten", [1, 2], True
+    return sample
+
+
+async def short_log_probs(args, sample, sampling_params):
+    sample = await generate(args, sample, sampling_params)
+    sample.rollout_log_probs = [0.0]
+    return sample
+
+
+async def generate_input(input):
+    return await generate(input.args, input.sample, input.sampling_params)
+
+
+async def _fill(args, groups):
+    for group in groups:
+        for sample in group:
+            await generate(args, sample, {})
+            sample.reward = float(sample.index)
+    return groups
+
+
+def rollout(args, rollout_id, data_source, evaluation=False):
+    LOOKED.append((rollout_id, args.rollout_batch_size))
+    if evaluation:
+        return RolloutFnEvalOutput(data={"held": {"rewards": [1.0, 0.0], "truncated": [False, True]}})
+    spare, *groups = run(_fill(args, data_source.get_samples(args.rollout_batch_size + 1)))
+    data_source.add_samples([spare])
+    return RolloutFnTrainOutput(samples=groups)
+
+
+def rollout_of_one(args, rollout_id, data_source, evaluation=False):
+    return run(_fill(args, data_source.get_samples(1)))
+
+
+def rollout_of_nothing(args, rollout_id, data_source, evaluation=False):
+    return None
+
+
+def rollout_that_fails(args, rollout_id, data_source, evaluation=False):
+    raise OSError("no network")
+
+
+class RolloutClass:
+    def __init__(self, input):
+        self.source = input.data_source
+
+    async def __call__(self, input):
+        assert not input.evaluation
+        return RolloutFnTrainOutput(samples=await _fill(None, self.source.get_samples(2)))
+
+
+class LastIn:
+    def __init__(self, input):
+        self.entries = []
+
+    async def put(self, input):
+        self.entries.append(input)
+
+    async def get(self):
+        return self.entries.pop()
+
+
+def pick_longest(leaf_samples, session_metadata):
+    return [max(leaf_samples, key=lambda sample: sample.response_length)]
+
+
+async def score_group(args, samples):
+    return [0.0 for _ in samples]
+
+
+def rollout_without_a_source(args, rollout_id):
+    return []

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from miles.core.errors import HookError, TrajectoryError
 from miles.core.protocols import Completion, Engine, Rollout, SamplingParams
@@ -46,12 +46,13 @@ def build_call(hook: Any, source: str) -> Call:
     instances: list[Any] = []
 
     def call(run: UpstreamContext, rollout_id: int, data_source: RolloutFnSource, evaluation: bool) -> Any:
-        if not inspect.isclass(hook):
+        if not isinstance(hook, type):
             result = hook(run.args, rollout_id, data_source, evaluation=evaluation)
         else:
             if not instances:
-                instances.append(hook(RolloutFnConstructorInput(args=run.args, data_source=data_source)))
-            result = instances[0]((RolloutFnEvalInput if evaluation else RolloutFnTrainInput)(rollout_id))
+                instances.append(cast(Any, hook)(RolloutFnConstructorInput(args=run.args, data_source=data_source)))
+            kind = RolloutFnEvalInput if evaluation else RolloutFnTrainInput
+            result = instances[0](kind(rollout_id=rollout_id))
         return run_coroutine(_await(result)) if inspect.isawaitable(result) else result
 
     return guard_hook(call, source, is_async=False)

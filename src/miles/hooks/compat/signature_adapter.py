@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import MappingProxyType, ModuleType
 from typing import Any
 
@@ -196,7 +197,10 @@ def _check_names(hook: Any, protocol_name: str, source: str) -> None:
 
 
 class _SlimeFinder(MetaPathFinder, Loader):
-    """Finds ``slime.x`` as ``miles.x``, after all real modules: where slime is installed, its own is imported."""
+    """Finds ``slime.x`` as ``miles.x``, the same module object."""
+
+    def __init__(self) -> None:
+        self._specs: dict[str, ModuleSpec | None] = {}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -208,16 +212,19 @@ class _SlimeFinder(MetaPathFinder, Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         assert spec.origin is not None
-        return import_module(spec.origin)
+        module = import_module(spec.origin)
+        self._specs[module.__name__] = module.__spec__
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing: the module was executed under its own name."""
+        """Give the module, which was executed under its own name, its own spec back."""
+        module.__spec__ = self._specs[module.__name__]
 
 
 _FINDER = _SlimeFinder()
 
 
 def install_slime_alias() -> None:
-    """Make modules of ours importable by their names in slime."""
-    if _FINDER not in sys.meta_path:
-        sys.meta_path.append(_FINDER)
+    """Make modules of ours importable by their names in slime, unless slime is installed."""
+    if _FINDER not in sys.meta_path and find_spec("slime") is None:
+        sys.meta_path.insert(0, _FINDER)  # before the search through the folder of the package it stands for
