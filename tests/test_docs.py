@@ -1,5 +1,7 @@
 """The docs say what is there: links lead somewhere, flags exist, recipes are read, examples fit their doors."""
 
+import importlib
+import importlib.util
 import json
 import re
 import tomllib
@@ -221,3 +223,19 @@ def test_every_hook_in_the_docs_fits_its_door(name: str, door: type, tmp_path: P
     body = next(body for body in blocks(ROOT / "docs" / "hooks.md", "python") if f"def {name}(" in body)
     (tmp_path / f"{name}.py").write_text(body)
     load_hook(f"{tmp_path / name}.py:{name}", door)
+
+
+def test_modules_of_upstreams_that_the_docs_list_have_the_names_they_list():
+    text = (ROOT / "docs" / "hooks.md").read_text(encoding="utf-8")
+    rows = [row.split("|")[1:3] for row in text.splitlines() if row.startswith("| `miles.")]
+    assert len(rows) > 15
+    for where, names in rows:
+        first, *others = re.findall(r"`([\w.]+)`", where)
+        modules = [importlib.import_module(first)]
+        for other in others:
+            parent = first if "its" in where else first.rpartition(".")[0]
+            full = other if other.startswith("miles.") else f"{parent}.{other.removeprefix('...')}"
+            parents = [full, full.replace("training_utils", "megatron_utils")]
+            modules += [importlib.import_module(name) for name in parents if importlib.util.find_spec(name)]
+        found = re.findall(r"`(\w+)`", names)
+        assert found and not [name for name in found if not any(hasattr(module, name) for module in modules)], where

@@ -415,6 +415,7 @@ def test_where_upstream_had_what_is_built_in_leads_to_it():
     assert registry.GENERATE.resolve_name(f"{hub}.agentic_tool_call.generate") == "agent"
     former = "miles.rollout.sglang_rollout.generate_rollout"
     assert registry.ROLLOUT.load(former) is registry.ROLLOUT.load("standard")
+    assert registry.ROLLOUT.is_builtin("slime.rollout.sglang_rollout:generate_rollout")
     assert registry.EVALUATE.load(former) is registry.EVALUATE.load("standard")
     assert registry.DATA_SOURCE.load("miles.rollout.data_source.RolloutDataSource") is registry.DATA_SOURCE.load(
         "in_order"

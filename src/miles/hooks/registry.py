@@ -46,11 +46,11 @@ class HookPoint:
 
     def resolve_name(self, path: str | None) -> str | None:
         """Our name for ``path``, if it is one of upstream's."""
-        return path if path is None else self.upstream_names.get(path, path)
+        return path if path is None else self._translate(path)
 
     def is_builtin(self, path: str) -> bool:
         """Whether ``path`` names a built-in, by its own name or upstream's."""
-        return self.upstream_names.get(path, path) in self.builtins
+        return self._translate(path) in self.builtins
 
     def load(self, path: str, run: UpstreamContext | None = None) -> Any:
         """Load what the user named under this flag, and check it against the protocol.
@@ -73,9 +73,14 @@ class HookPoint:
         """Check as ``load`` does, without instantiating a class."""
         self._load(path, run, only_check=True)
 
+    def _translate(self, path: str) -> str:
+        address = path.replace(":", ".")
+        address = f"miles.{address.removeprefix('slime.')}" if address.startswith("slime.") else address
+        return self.upstream_names.get(address, path)
+
     def _load(self, path: str, run: UpstreamContext | None, *, only_check: bool) -> Any:
         return load_hook(
-            self.upstream_names.get(path, path),
+            self._translate(path),
             self.protocol(),
             builtins=self.builtins,
             flag=self.flag,

@@ -98,7 +98,7 @@ class UpstreamRollout:
         self._source = RolloutFnSource(run)
         self._waiting: list[_Ticket] = []
         self._is_running = False
-        self._calls = 0
+        self._calls = run.services.first_rollout
         self._requests: RolloutRequests | None = None
 
     async def __call__(

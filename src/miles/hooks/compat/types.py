@@ -48,11 +48,12 @@ class UpstreamServices:
     """Parts of a run that whole rollout functions use: its rewards, and further prompts of its data source.
 
     ``rewards`` builds the function that scores a trajectory or the one that scores a group, for use on the caller's
-    event loop.
+    event loop. ``first_rollout`` is the number of steps that were made before the run was resumed.
     """
 
     rewards: Callable[[], tuple[RewardFn | None, GroupRewardFn | None]] = _no_rewards
     next_prompt: Callable[[], Prompt] | None = None
+    first_rollout: int = 0
 
 
 NO_SERVICES = UpstreamServices()

@@ -24,9 +24,10 @@ from miles.backends.native.engine.engine import NativeEngine
 from miles.cluster.executor import Executor
 from miles.core.errors import UsageError
 from miles.core.protocols import AdvantageEstimator, Filter, Journal, Rollout, Source, Trainer, WeightSync
-from miles.core.types import Prompt, Version
+from miles.core.types import Version
 from miles.hooks import registry
 from miles.hooks.compat.adapters import mark_evaluation
+from miles.hooks.compat.types import UpstreamServices
 from miles.hooks.worker import HookWorker
 from miles.launch.build.debug import ProbingTrainer, open_recorded_rollouts
 from miles.launch.build.engines import RolloutEngine
@@ -152,7 +153,8 @@ async def build_run(
         policies, overlap=config.schedule.max_weight_staleness > 0, steps=steps, recovery=recovery, report=report
     )
     train_generation, eval_generation = _connect_agents(multi_agent, generation, stack)
-    rollout = recorded or _build_rollout(main, train_generation, stack, add_teachers, source.next, report)
+    services = UpstreamServices(next_prompt=source.next, first_rollout=start[1].step if start else 0)
+    rollout = recorded or _build_rollout(main, train_generation, stack, add_teachers, services, report)
     if start is not None:
         await stack.trainer.load(start[0])
         source.load(start[1].source)
@@ -314,10 +316,10 @@ def _build_rollout(
     generation: Generation,
     stack: PolicyStack,
     add_teachers: WithTeachers,
-    next_prompt: Callable[[], Prompt],
+    services: UpstreamServices,
     report: Report,
 ) -> Rollout:
-    """The rollout of the main policy; a user's function may read further prompts."""
+    """The rollout of the main policy; a user's function may use ``services``."""
     config = main.config
     policy = main.checkpoint
     name = main.policy.name
@@ -345,7 +347,7 @@ def _build_rollout(
         allow_duplicates=r.allow_duplicate_samples,
         report=report,
     )
-    return wrap_rollout(config, default, engine, generation.hook_worker, next_prompt)
+    return wrap_rollout(config, default, engine, generation.hook_worker, services)
 
 
 def build_evaluator(

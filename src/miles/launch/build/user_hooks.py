@@ -28,7 +28,7 @@ from miles.core.hooks import (
     SampleFilter,
 )
 from miles.core.protocols import AdvantageEstimator, Engine, Journal, Observer, Rollout, Trainer
-from miles.core.types import Batch, Group, Prompt, Sample, StepReport, Version
+from miles.core.types import Batch, Group, Sample, StepReport, Version
 from miles.hooks import registry
 from miles.hooks.compat.convert import is_removed
 from miles.hooks.compat.rollout import is_batch_function
@@ -147,13 +147,13 @@ def _load_sample_filter(config: Config) -> SampleFilter | None:
 
 
 def wrap_rollout(
-    config: Config, default_rollout: Rollout, engine: Engine, worker: HookWorker, next_prompt: Callable[[], Prompt]
+    config: Config, default_rollout: Rollout, engine: Engine, worker: HookWorker, services: UpstreamServices
 ) -> Rollout:
     """The user's rollout function around the default one, if there is one; it runs in the ``worker``'s thread.
 
-    One with upstream's signature has a thread of its own, and may read further prompts with ``next_prompt``.
+    One with upstream's signature has a thread of its own, and may use ``services`` and the run's rewards.
     """
-    services = UpstreamServices(rewards=cache(lambda: build_rewards(config)), next_prompt=next_prompt)
+    services = replace(services, rewards=cache(lambda: build_rewards(config)))
     make: RolloutFn | None = load_hook(config, registry.ROLLOUT, services=services)
     if make is None:
         return default_rollout
