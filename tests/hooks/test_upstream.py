@@ -386,6 +386,18 @@ def test_a_buffer_and_a_picker_choose_among_what_they_are_given():
     assert theirs(registry.SAMPLE_PICKER, "pick_longest")([short, long]) == [long]
 
 
+def test_a_postprocessor_excludes_tokens_and_sets_the_reward():
+    made = theirs(registry.SAMPLE_POSTPROCESSOR, "only_the_end")(trajectory())
+    (branch,) = made.branches
+    authors = [span.author for span in branch for _ in span.tokens]
+    assert authors == [Author.PROMPT] * 3 + [Author.ENV] * 3 + [Author.POLICY, Author.ENV]
+    before = trajectory().branches[0]
+    assert [t for span in branch for t in span.tokens] == [t for span in before for t in span.tokens]
+    assert made.reward == Reward(value=7.0) and branch[-2].version == Version(number=1)
+    with pytest.raises(HookError, match="may only exclude tokens"):
+        theirs(registry.SAMPLE_POSTPROCESSOR, "invented")(trajectory())
+
+
 # -- what is theirs, and what is not --------------------------------------------------------
 
 

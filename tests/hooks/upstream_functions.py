@@ -253,3 +253,16 @@ async def score_group(args, samples):
 
 def rollout_without_a_source(args, rollout_id):
     return []
+
+
+def only_the_end(leaf_samples, session_metadata):
+    for sample in leaf_samples:
+        sample.loss_mask = [0, 0, *sample.loss_mask[2:-1], 0]
+        sample.reward = 7.0
+    return leaf_samples
+
+
+def invented(leaf_samples, session_metadata):
+    for sample in leaf_samples:
+        sample.loss_mask = [1] * sample.response_length
+    return leaf_samples

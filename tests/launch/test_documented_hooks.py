@@ -180,8 +180,10 @@ def test_an_agent_with_a_matcher_and_a_picker(inputs: Path, tmp_path: Path, exam
     pytest.importorskip("openai")
     pytest.importorskip("aiohttp")
     asks = ("--custom-agent-function-path", examples("agent"), "--eval-interval", "100")
-    trained(inputs, tmp_path / "once", *asks, "--session-sample-picker-path", examples("the_longest"), steps=1)
-    assert len(examples.of("agent")) >= 16 and len(examples.of("the_longest")) >= 16
+    picks = ("--session-sample-picker-path", examples("the_longest"))
+    processes = ("--session-sample-postprocessor-path", examples("halved_when_truncated"))
+    trained(inputs, tmp_path / "once", *asks, *picks, *processes, steps=1)
+    assert all(len(examples.of(name)) >= 16 for name in ("agent", "the_longest", "halved_when_truncated"))
     replays = ("--custom-agent-function-path", "tests.launch.test_agent_runs:twice", "--eval-interval", "100")
     trained(inputs, tmp_path / "again", *replays, "--session-message-matcher-path", examples("but_for_spaces"), steps=1)
     assert any(stored["role"] == "user" == given["role"] for stored, given in examples.of("but_for_spaces"))

@@ -13,3 +13,6 @@ TEACHER_TOKENS = "teacher_tokens"
 """[S] Token set at this position for which the teacher's log-probs are known."""
 TEACHER_LOGPROBS = "teacher_logprobs"
 """[S] The teacher's log-probs of that token set."""
+
+SAMPLING_FIELDS = (TOP_TOKENS, TEACHER_LOGPROB, TEACHER_TOKENS, TEACHER_LOGPROBS)
+"""Those about how a token was sampled; a context token does not need them, but it needs its routing."""

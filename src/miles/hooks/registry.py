@@ -139,6 +139,13 @@ SAMPLE_PICKER = HookPoint(
     when="once for each trajectory of an agent",
     module="miles.rollout.session.branches",
 )
+SAMPLE_POSTPROCESSOR = HookPoint(
+    flag="--session-sample-postprocessor-path",
+    protocol_name="TrajectoryPostProcess",
+    default="the trajectory as the session has it",
+    when="once for each trajectory of an agent that did not fail",
+    module="miles.rollout.session.branches",
+)
 REWARD = HookPoint(
     flag="--custom-rm-path",
     protocol_name="RewardFn",
@@ -357,6 +364,7 @@ HOOK_POINTS: tuple[HookPoint, ...] = (
     MULTI_AGENT,
     MESSAGE_MATCHER,
     SAMPLE_PICKER,
+    SAMPLE_POSTPROCESSOR,
     REWARD,
     GROUP_REWARD,
     FILTER,

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from inspect import signature
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +38,7 @@ from miles.core.protocols import (
     RewardFn,
     SamplingParams,
 )
+from miles.core.token_fields import SAMPLING_FIELDS
 from miles.core.types import Author, Batch, Group, Prompt, Reward, Sample, Span, Status, Trajectory, Version
 from miles.hooks.compat.convert import (
     build_failed_trajectory,
@@ -368,6 +370,60 @@ def adapt_sample_picker(function: Callable[..., Any], run: UpstreamContext) -> C
         return [by_sample[id(sample)] for sample in chosen]
 
     return pick
+
+
+def adapt_postprocessor(function: Callable[..., Any], run: UpstreamContext) -> Callable[[Trajectory], Trajectory]:
+    """``f(leaf_samples, session_metadata) -> samples``: the same samples, whose loss masks and rewards are taken."""
+
+    def process(trajectory: Trajectory) -> Trajectory:
+        samples = [_sample_from_spans(branch) for branch in trajectory.branches]
+        for sample in samples:
+            sample.status, sample.metadata = UpstreamStatus(str(trajectory.status)), dict(trajectory.metadata)
+            sample.reward = None if trajectory.reward is None else trajectory.reward.value
+        result = list(function(list(samples), {"num_leaves": len(samples)}))
+        if [id(sample) for sample in result] != [id(sample) for sample in samples]:
+            raise HookError(f"{run.source} returns the samples it was given, in their order.")
+        pairs = zip(trajectory.branches, samples, strict=True)
+        reward = trajectory.reward
+        if samples[-1].reward is not None and (reward is None or samples[-1].reward != reward.value):
+            reward = reward_from_upstream(run, samples[-1].reward)
+        return replace(
+            trajectory,
+            branches=tuple(_exclude_tokens(run, branch, sample.loss_mask or []) for branch, sample in pairs),
+            reward=reward,
+            metadata={**trajectory.metadata, **samples[-1].metadata},
+        )
+
+    return process
+
+
+def _exclude_tokens(run: UpstreamContext, branch: Sequence[Span], mask: Sequence[int]) -> tuple[Span, ...]:
+    """The branch, with tokens of the policy that the mask excludes as context."""
+    start = sum(len(span) for span in branch) - len(mask)
+    kept = np.array([*([0] * max(start, 0)), *mask], bool)
+    trained = np.concatenate([span.mask for span in branch])
+    if len(kept) != len(trained) or (kept & ~trained).any():
+        raise HookError(f"{run.source} gave a loss mask that trains on a new token; it may only exclude tokens.")
+    spans: list[Span] = []
+    at = 0
+    for span in branch:
+        keep = kept[at : at + len(span)]
+        cuts = [0, *(np.flatnonzero(np.diff(keep)) + 1).tolist(), len(span)]
+        at += len(span)
+        if span.author is not Author.POLICY or keep.all():
+            spans.append(span)
+            continue
+        spans += [_cut_span(span, a, b, is_trained=bool(keep[a])) for a, b in pairwise(cuts) if b > a]
+    return tuple(spans)
+
+
+def _cut_span(span: Span, start: int, end: int, *, is_trained: bool) -> Span:
+    extras = {name: values[start:end] for name, values in span.extras.items()}
+    if is_trained:
+        assert span.logprobs is not None
+        return replace(span, tokens=span.tokens[start:end], logprobs=span.logprobs[start:end], extras=extras)
+    context = {name: values for name, values in extras.items() if name not in SAMPLING_FIELDS}
+    return Span(author=Author.ENV, tokens=span.tokens[start:end], extras=context)
 
 
 def _sample_from_spans(spans: Sequence[Span]) -> UpstreamSample:

@@ -131,6 +131,9 @@ UPSTREAM_SIGNATURES: Mapping[str, tuple[UpstreamSignature, ...]] = MappingProxyT
         "SamplePicker": (
             UpstreamSignature(("leaf_samples", "session_metadata"), adapters.adapt_sample_picker, anchor=None),
         ),
+        "TrajectoryPostProcess": (
+            UpstreamSignature(("leaf_samples", "session_metadata"), adapters.adapt_postprocessor, anchor=None),
+        ),
         "RolloutLog": (
             UpstreamSignature(("rollout_id", "args", "samples", "metrics", "time"), adapters.adapt_rollout_log),
         ),

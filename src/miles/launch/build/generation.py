@@ -128,6 +128,7 @@ def build_generation(
             wall_seconds=config.agents.agent_timeout,
             max_failures=r.max_reward_failures,
             api_key=read_session_key(config),
+            postprocess=load_hook(config, registry.SAMPLE_POSTPROCESSOR),
         )
         default = AGENT
     reward, group_reward, workers = build_pooled_rewards(config, logs, worker)

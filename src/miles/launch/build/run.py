@@ -146,8 +146,7 @@ async def build_run(
         main.config, plan, parts, tokenizer=policy.tokenizer, spec=policy.spec, render=generation.render
     )
     source = recorded or build_prompt_source(main.config, parts)
-    recovery = _build_recovery(config, plan, checkpoints, estimator)
-    steps = _count_steps(config, len(source))
+    recovery, steps = _build_recovery(config, plan, checkpoints, estimator), _count_steps(config, len(source))
     report(f"{'Recorded groups are' if recorded else f'{len(source):,} prompts are'} read; loading {policy.folder}")
     stack = build_stack(
         policies, overlap=config.schedule.max_weight_staleness > 0, steps=steps, recovery=recovery, report=report

@@ -25,6 +25,7 @@ from miles.core.errors import HookError, MilesError, describe_error
 from miles.core.protocols import Engine, SamplingParams
 from miles.core.types import EMPTY, Prompt, Reward, Status, Trajectory
 from miles.rollout.generate.dispatch import CircuitBreaker
+from miles.rollout.session.branches import TrajectoryPostProcess
 
 _ABORT_SECONDS = 10.0
 _STATUS_BY_REASON = {"length": Status.TRUNCATED, "abort": Status.ABORTED}
@@ -75,7 +76,7 @@ class SessionFactory(Protocol):
 
 class AgentGenerate:
     """A core.protocols.Generate. ``config`` is passed to agents with a parameter ``agent_config``, and the session
-    server's ``api_key`` to those with a parameter of that name."""
+    server's ``api_key`` to those with a parameter of that name. ``postprocess`` may change what is trained on."""
 
     def __init__(
         self,
@@ -87,7 +88,9 @@ class AgentGenerate:
         config: Mapping[str, Any] = EMPTY,
         api_key: str | None = None,
         max_failures: int = 128,
+        postprocess: TrajectoryPostProcess | None = None,
     ) -> None:
+        self._postprocess = postprocess
         self._agent = agent
         self._sessions = sessions
         self._abort = abort
@@ -106,7 +109,15 @@ class AgentGenerate:
             trajectory = session.trajectory(status=Status.COMPLETED, reward=reward, metadata=result)
         trajectory = _finish(trajectory, failure, late)
         self._breaker.record(prompt, trajectory.metadata.get("failure"))
-        return trajectory
+        if self._postprocess is None or trajectory.status is Status.FAILED:
+            return trajectory
+        processed = self._postprocess(trajectory)
+        if not isinstance(processed, Trajectory):
+            raise HookError(
+                f"--session-sample-postprocessor-path gave a {type(processed).__name__}; it gives the "
+                "miles.core.types.Trajectory to train on."
+            )
+        return processed
 
     async def _run(
         self, prompt: Prompt, session: AgentSession, sampling: SamplingParams

@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from miles.core.token_fields import TEACHER_LOGPROB, TEACHER_LOGPROBS, TEACHER_TOKENS, TOP_TOKENS
-from miles.core.types import Author, Span
+from miles.core.token_fields import SAMPLING_FIELDS
+from miles.core.types import Author, Span, Trajectory
 from miles.rollout.session.tree import ConversationPath
 from miles.rollout.span_extras import fill_span_extras
-
-_SAMPLING_EXTRAS = (TOP_TOKENS, TEACHER_LOGPROB, TEACHER_TOKENS, TEACHER_LOGPROBS)
-"""Per-token extras about how a token was sampled; a context token does not need them, but it needs its routing."""
 
 
 class SamplePicker(Protocol):
     """Which of a session's conversations become branches, and in which order; each ends in a reply."""
 
     def __call__(self, conversations: Sequence[ConversationPath]) -> Sequence[ConversationPath]: ...
+
+
+class TrajectoryPostProcess(Protocol):
+    """Return the trajectory of an agent to train on: with fewer trained tokens, another reward or more metadata."""
+
+    def __call__(self, trajectory: Trajectory) -> Trajectory: ...
 
 
 def build_branches(conversations: Sequence[ConversationPath]) -> tuple[tuple[Span, ...], ...]:
@@ -37,7 +40,7 @@ def build_branches(conversations: Sequence[ConversationPath]) -> tuple[tuple[Spa
 
 def convert_to_context(span: Span) -> Span:
     """The same tokens as context that is not trained on."""
-    extras = {name: values for name, values in span.extras.items() if name not in _SAMPLING_EXTRAS}
+    extras = {name: values for name, values in span.extras.items() if name not in SAMPLING_FIELDS}
     return Span(author=Author.ENV, tokens=span.tokens, extras=extras)
 
 

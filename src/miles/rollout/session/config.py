@@ -20,6 +20,9 @@ class AgentConfig:
     session_sample_picker_path: str | None = option(
         None, "Hook: picks the conversations of a session that are trained on; all of them by default."
     )
+    session_sample_postprocessor_path: str | None = option(
+        None, "Hook: returns the trajectory of an agent to train on, with fewer trained tokens or another reward."
+    )
     session_audit: bool = option(
         True,
         "Compare the tokens of multi-turn sessions with what the chat template renders, and count mismatches.",
