@@ -119,7 +119,7 @@ WRONG: list[tuple[str, list[str]]] = [
     # what is on disk
     (
         "--hf-checkpoint nowhere",
-        ["--hf-checkpoint nowhere does not exist; name the local folder of a Hugging Face checkpoint."],
+        ["--hf-checkpoint nowhere does not exist; name the folder of a Hugging Face checkpoint, or hf://ORG/NAME."],
     ),
     ("--hf-checkpoint good.toml", ["--hf-checkpoint good.toml is a file; name the folder it is in."]),
     (
@@ -160,7 +160,7 @@ WRONG: list[tuple[str, list[str]]] = [
             "as in file.jsonl@[0:100]."
         ],
     ),
-    ("--ref-load nowhere", ["--ref-load nowhere does not exist; name the local folder of a Hugging Face checkpoint."]),
+    ("--ref-load nowhere", ["--ref-load nowhere does not exist; name the folder of a Hugging Face checkpoint, or hf://ORG/NAME."]),
     ("--load nowhere", ["--load nowhere is not a folder; name a run or one of its checkpoints."]),
     ("--save good.toml", ["--save good.toml is a file; name a folder for the run."]),
     # what does not go together

@@ -94,11 +94,11 @@ def test_a_wrong_command_line_is_told_all_that_is_wrong(line: str, says: list[st
         ("doctor --kernel", ["--kernel is not a flag; did you mean --kernels?"]),
         ("doctor --kernels model", ["--kernels takes no value, but was given 'model'."]),
         ("doctor a b", ["miles doctor takes one model folder, but was given 2: a b."]),
-        ("doctor nowhere", ["nowhere does not exist; name the local folder of a Hugging Face checkpoint."]),
+        ("doctor nowhere", ["nowhere does not exist; name the folder of a Hugging Face checkpoint, or hf://ORG/NAME."]),
         ("chat", ["--hf-checkpoint is missing: name the folder of the model to start from."]),
         (
             "chat nowhere",
-            ["--hf-checkpoint nowhere does not exist; name the local folder of a Hugging Face checkpoint."],
+            ["--hf-checkpoint nowhere does not exist; name the folder of a Hugging Face checkpoint, or hf://ORG/NAME."],
         ),
         (
             "chat model --hf-checkpoint moe",

@@ -102,7 +102,7 @@ def test_what_goes_together_is_accepted(line: str):
         ),
         (
             "--use-opd --opd-teachers a nowhere",
-            "--opd-teachers a nowhere does not exist; name the local folder of a Hugging Face checkpoint.",
+            "--opd-teachers a nowhere does not exist; name the folder of a Hugging Face checkpoint, or hf://ORG/NAME.",
         ),
         (
             f"{OPD} --opd-teacher-load narrow",

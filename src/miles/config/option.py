@@ -24,6 +24,7 @@ def option(
     schemes: tuple[str, ...] = (),
     inner: tuple[str, ...] = (),
     text: bool = False,
+    hub: Literal["model", "dataset"] | None = None,
 ) -> Any:
     """Declare an option with its default and a one-sentence help text.
 
@@ -34,6 +35,8 @@ def option(
     ``path`` says that a relative value in a file is relative to that file ("pairs": every second value of a list is
     such a path, the others are names; "tables": the paths are under the keys ``inner`` of every table in a table);
     ``scheme:rest`` is not a path for any of ``schemes``.
+
+    ``hub`` says that a path option also takes a name on the Hugging Face hub, or a URL, of that kind.
 
     ``text`` says that ``@file`` stands for the content of a file, read at once, so that the config has the text.
     """
@@ -48,6 +51,7 @@ def option(
         "schemes": schemes,
         "inner": inner,
         "text": text,
+        "hub": hub,
     }
     if factory is not None:
         return field(default_factory=factory, metadata=metadata)

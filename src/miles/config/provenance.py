@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from miles.config.schema import Dataclass, Option, get_options, get_passthroughs, get_sections
 from miles.config.value_types import InvalidValue
+from miles.core.hub_names import is_path
 
 Origins = Mapping[str, str]
 Explain = Callable[[str], str | None]
@@ -138,6 +139,8 @@ def resolve_paths(option: Option, value: Any, folder: str) -> Any:
 
     def resolve(path: str) -> str:
         if path.startswith(tuple(f"{scheme}:" for scheme in option.schemes)):
+            return path
+        if option.hub is not None and not is_path(option.hub, path, folder):
             return path
         joined = os.path.join(folder, os.path.expanduser(path))
         return os.path.normpath(joined) if folder else joined

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from functools import cache
-from typing import Any, ClassVar, Protocol, get_type_hints
+from typing import Any, ClassVar, Literal, Protocol, get_type_hints
 
 from miles.config.value_types import NumberRange, ValueType, value_type_from_annotation
 
@@ -32,6 +32,7 @@ class Option:
     range: NumberRange
     inner: tuple[str, ...]
     text: bool
+    hub: Literal["model", "dataset"] | None
 
     @property
     def flag(self) -> str:
@@ -115,4 +116,5 @@ def _section_options(section: str, cls: type[Dataclass]) -> Iterator[Option]:
             range=f.metadata.get("range", NumberRange()),
             inner=f.metadata.get("inner", ()),
             text=f.metadata.get("text", False),
+            hub=f.metadata.get("hub"),
         )

@@ -186,7 +186,9 @@ class ParityOptions:
         "native", "First backend: native, sglang, transformers, fsdp, megatron, or the URL of an SGLang server."
     )
     b: str = option("fsdp", "Second backend, likewise.")
-    other: str | None = option(None, "Another checkpoint of the same shape for --b, instead of MODEL.", path=True)
+    other: str | None = option(
+        None, "Another checkpoint of the same shape for --b, instead of MODEL.", path=True, hub="model"
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = option("auto", "Precision of both, as in miles train.")
     parity: Literal["fast", "exact"] = option("fast", "Numerics of engine and trainer, as in miles train.")
     exact: bool = option(False, "Any different bit counts as a difference.")

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -141,7 +141,7 @@ def _plan(argv: list[str]) -> int:
 
 
 def _check(argv: list[str]) -> int:
-    config, plan, _ = read("train", argv)
+    config, plan, _ = read("train", argv, weights=False)
     from miles.launch.commands.check import check
 
     return check(config, plan)
@@ -203,8 +203,9 @@ def _doctor(argv: list[str]) -> int:
         raise UsageError(f"miles doctor takes one model folder, but was given {len(words)}: {' '.join(words)}.")
     options = read_options(DoctorRoot, argv[len(words) :]).doctor
     from miles.launch.commands.doctor import doctor
+    from miles.launch.hub.resolve import resolve_model
 
-    return doctor(Path(words[0]) if words else None, kernels=options.kernels)
+    return doctor(Path(resolve_model(words[0])) if words else None, kernels=options.kernels)
 
 
 def _show(argv: list[str]) -> int:
@@ -247,9 +248,11 @@ def _parity(argv: list[str]) -> int:
     if len(words) != 1:
         raise UsageError(f"miles parity takes one model or run before its flags, but was given {len(words)}.")
     options = read_options(ParityRoot, argv[1:]).parity
+    from miles.launch.hub.resolve import resolve_model
     from miles.launch.parity.command import parity
 
-    return parity(words[0], options)
+    other = None if options.other is None else resolve_model(options.other)
+    return parity(resolve_model(words[0]), replace(options, other=other))
 
 
 def _split_run(command: str, argv: list[str], *, words: int) -> tuple[list[str], list[str]]:
@@ -282,7 +285,9 @@ _MODEL = (
     "Instead of a recipe, a model may be given (a folder, a config.json, or the name of a published one such as "
     "Qwen3-30B-A3B): its memory needs are computed from its config alone. "
 )
-_FOLDER = "Instead of a recipe, the folder of a checkpoint or of a run may be given. "
+_FOLDER = (
+    "Instead of a recipe, the folder of a checkpoint or of a run, or the name of a model on the hub, may be given. "
+)
 COMMANDS: dict[str, _Command] = {
     "train": _Command(usage="[RECIPE] [--flags]", help="Train a model.", run=_train, root=Config, details=_RECIPE),
     "plan": _Command(
@@ -309,7 +314,7 @@ COMMANDS: dict[str, _Command] = {
         help="Report what this machine can run, what is missing, and whether MODEL fits.",
         run=_doctor,
         root=DoctorRoot,
-        details="MODEL is the folder of a Hugging Face checkpoint.",
+        details="MODEL is the folder of a Hugging Face checkpoint, or its name on the hub.",
     ),
     "eval": _Command(
         usage="[RECIPE | FOLDER] [--flags]",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,10 +28,15 @@ _TRAINING_PROMPTS = 256
 """How many training prompts of each entry are evaluated where a run has no held-out set."""
 
 
-def read(command: Command, argv: Sequence[str]) -> tuple[Config, Plan, Origins]:
-    """The config of a command, its plan and the origin of every value; raises UsageError with every problem."""
+def read(command: Command, argv: Sequence[str], *, weights: bool = True) -> tuple[Config, Plan, Origins]:
+    """The config of a command, its plan and the origin of every value; raises UsageError with every problem.
+
+    Models and data named by their place on the hub are downloaded; without ``weights`` only a model's config and
+    tokenizer are, and the plan lists the rest.
+    """
     # Rules and plans import the model families, for which --help should not wait.
-    from miles.launch.plan.plan import build_plan
+    from miles.launch.hub.resolve import NameResolver, read_pins
+    from miles.launch.plan.plan import build_plan, choose_run_dir
     from miles.launch.rules.check import check_rules
 
     recipe, flags = _split_recipe(command, argv)
@@ -43,11 +49,16 @@ def read(command: Command, argv: Sequence[str]) -> tuple[Config, Plan, Origins]:
     result = _parse_launch_line(flags, layers)
     recipe_was_read = not problems
     problems += result.problems
-    if recipe_was_read:
+    names = NameResolver(weights=weights and command != "plan")
+    if recipe_was_read and result.config is not None:
+        names.pins = read_pins(choose_run_dir(result.config))
+        result = replace(result, config=names.resolve(result.config), invalid=result.invalid | names.invalid)
+        problems += names.problems
         problems += check_rules(result, command)
     if problems or result.config is None:
         raise UsageError(list(dict.fromkeys(problems)))
-    return result.config, build_plan(result.config), result.origins
+    plan = replace(build_plan(result.config), downloads=tuple(names.downloads.values()))
+    return result.config, plan, result.origins
 
 
 def read_without_rules(argv: Sequence[str]) -> Config:

@@ -14,7 +14,10 @@ class ModelConfig:
     """Which model is loaded, by which implementation, and in what precision."""
 
     hf_checkpoint: str | None = option(
-        None, "Folder of a Hugging Face checkpoint: config.json, safetensors and tokenizer.", path=True
+        None,
+        "Folder of a Hugging Face checkpoint, its name on the hub such as Qwen/Qwen3-0.6B, or a URL such as s3://.",
+        path=True,
+        hub="model",
     )
     model_impl: Literal["auto", "native", "transformers"] = option(
         "auto",

@@ -13,9 +13,10 @@ class RolloutConfig:
     # -- data
     prompt_data: tuple[str, ...] = option(
         (),
-        "Prompts: files, folders, globs or reasoning_gym:TASK, each optionally with a slice and a weight, "
-        "as in data.jsonl@[0:100]*0.3.",
+        "Prompts: files, folders, globs, splits on the hub such as openai/gsm8k:main@train, or reasoning_gym:TASK, "
+        "each optionally with a slice and a weight, as in data.jsonl@[0:100]*0.3.",
         path=True,
+        hub="dataset",
         schemes=("reasoning_gym",),
     )
     skip_bad_rows: bool = option(
@@ -129,7 +130,10 @@ class RolloutConfig:
     )
     reward_model_name: str | None = option(None, "Name of the reward model, where its server serves several.")
     reward_model_tokenizer: str | None = option(
-        None, "Checkpoint whose chat template renders conversations for the reward model; absent sends text.", path=True
+        None,
+        "Checkpoint whose chat template renders conversations for the reward model; absent sends text.",
+        path=True,
+        hub="model",
     )
     reward_model_token_env: str | None = option(None, "Environment variable with the token that reward_model sends.")
     judge_url: str | None = option(
@@ -158,8 +162,9 @@ class RolloutConfig:
     # -- evaluation
     eval_prompt_data: tuple[str, ...] = option(
         (),
-        "Held-out sets as pairs of a name and a file, such as easy data.jsonl.",
+        "Held-out sets as pairs of a name and a file or a split on the hub, such as easy data.jsonl.",
         path="pairs",
+        hub="dataset",
         schemes=("reasoning_gym",),
     )
     n_samples_per_eval_prompt: int = option(1, "Trajectories per held-out prompt.", unit="trajectories", ge=1)

@@ -24,21 +24,22 @@ class TrainConfig:
     )
     seed: int = option(1234, "Random seed of the training plane.", ge=-(2**63), le=2**63 - 1)
     ref_load: str | None = option(
-        None, "Folder of the reference model in Hugging Face format; --hf-checkpoint when not given.", path=True
+        None, "Folder or hub name of the reference model; --hf-checkpoint when not given.", path=True, hub="model"
     )
 
     opd_teacher_load: str | None = option(
-        None, "Folder of the default distillation teacher in Hugging Face format.", path=True
+        None, "Folder or hub name of the default distillation teacher.", path=True, hub="model"
     )
     opd_teachers: tuple[str, ...] = option(
-        (), "Distillation teachers by name: a name and a folder for each.", path="pairs"
+        (), "Distillation teachers by name: a name, and a folder or hub name, for each.", path="pairs", hub="model"
     )
 
     critic_load: str | None = option(
         None,
-        "Folder of the initial critic of ppo: a Hugging Face model, or the critic of a checkpoint with its "
+        "Folder or hub name of the initial critic of ppo: a Hugging Face model, or the critic of a checkpoint with its "
         "value head; --hf-checkpoint when not given.",
         path=True,
+        hub="model",
     )
     critic_device: str = option(
         "auto",

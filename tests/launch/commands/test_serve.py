@@ -46,7 +46,7 @@ def test_everything_wrong_is_told_at_once(tmp_path: Path, capsys: pytest.Capture
         "--prot is not a flag; did you mean --port?",
         "--port must be at least 0 and at most 65535, not 70000.",
         "--drain-seconds must be at least 0, not -1.",
-        f"{tmp_path / 'none'} does not exist; name the local folder of a Hugging Face checkpoint.",
+        f"{tmp_path / 'none'} does not exist; name the folder of a Hugging Face checkpoint, or hf://ORG/NAME.",
     ]
     (reported,) = complaints([], capsys)
     assert reported.startswith("The model is missing")

@@ -92,7 +92,7 @@ def test_what_goes_together_is_accepted(line: str):
         ("--critic-lr 1e-5", "--critic-lr needs --advantage-estimator ppo; add that, or remove --critic-lr."),
         (
             f"{PPO} --critic-load nowhere",
-            "--critic-load nowhere does not exist; name the local folder of a Hugging Face checkpoint.",
+            "--critic-load nowhere does not exist; name the folder of a Hugging Face checkpoint, or hf://ORG/NAME.",
         ),
         (
             f"{PPO} --critic-load narrow",

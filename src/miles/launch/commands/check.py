@@ -51,7 +51,15 @@ class CheckResult:
 def check(config: Config, plan: Plan) -> int:
     """Print every result; 0 when nothing would keep the run from starting, else 1."""
     results: list[CheckResult] = []
-    for part in (_check_packages, _check_devices, _check_environment, _check_disk, _check_ports, _check_data):
+    for part in (
+        _check_downloads,
+        _check_packages,
+        _check_devices,
+        _check_environment,
+        _check_disk,
+        _check_ports,
+        _check_data,
+    ):
         for result in _run_part(part, config, plan):
             results.append(result)
             mark = "!" if result.problem else "?" if result.warning else " "
@@ -77,6 +85,13 @@ def _run_part(
 
 
 # -- machine --------------------------------------------------------------------------------
+
+
+def _check_downloads(config: Config, plan: Plan) -> Iterator[CheckResult]:
+    for download in plan.downloads:
+        yield CheckResult(
+            name="download", text=f"{download.name}: {format_bytes(download.size)} before training starts"
+        )
 
 
 def _check_packages(config: Config, plan: Plan) -> Iterator[CheckResult]:

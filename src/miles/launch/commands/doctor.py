@@ -43,6 +43,7 @@ REQUIRED: Mapping[str, str] = MappingProxyType(
         "numpy": "2.0",
         "safetensors": "0.6",
         "transformers": "5.0",
+        "huggingface-hub": "1.33",
         "pyarrow": "18",
         "pyyaml": "6.0",
         "rich": "13.7",

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from miles.cluster.hub_client import get_model_name
 from miles.config.provenance import flatten_values
 from miles.config.schema import get_options
 from miles.core.types import Group
@@ -19,6 +20,7 @@ from miles.launch.build.policies import load_engines, read_policies
 from miles.launch.build.run import build_evaluator
 from miles.launch.build.user_hooks import log_evaluation
 from miles.launch.config import Config
+from miles.launch.hub.resolve import describe_name
 from miles.observe.factory import build_view
 from miles.observe.formatting import format_fixed
 from miles.observe.view import View
@@ -65,7 +67,7 @@ def compute_uncertainty(groups: Groups) -> dict[str, float]:
 
 def save_evaluation(config: Config, run: Path, groups: Groups, metrics: Mapping[str, float]) -> Path:
     """Write ``eval/CHECKPOINT-N.json``, and the samples to ``.jsonl`` beside it; returns the former."""
-    folder, stem = run / "eval", Path(str(config.models.hf_checkpoint)).name
+    folder, stem = run / "eval", get_model_name(str(config.models.hf_checkpoint))
     folder.mkdir(exist_ok=True)
     number = next(n for n in range(1, 10**6) if not (folder / f"{stem}-{n}.json").exists())
     result = folder / f"{stem}-{number}.json"
@@ -74,7 +76,7 @@ def save_evaluation(config: Config, run: Path, groups: Groups, metrics: Mapping[
             file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
     defaults = {option.name: option.default for option in get_options(Config).values()}
     options = {name: value for name, value in flatten_values(config).items() if value != defaults[name]}
-    content = {"checkpoint": str(config.models.hf_checkpoint), "metrics": metrics, "options": options}
+    content = {"checkpoint": describe_name(str(config.models.hf_checkpoint)), "metrics": metrics, "options": options}
     result.write_text(json.dumps(content, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
     return result
 

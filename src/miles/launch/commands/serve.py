@@ -11,16 +11,19 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from miles.backends.native.server.config import ServeConfig
 from miles.cluster import stack_dump
+from miles.cluster.hub_client import name_from_folder
 from miles.config.cli import parse, split_argv
 from miles.core.errors import UsageError
 from miles.kernels.numerics import configure_cublas
 from miles.launch.config import ServeRoot
+from miles.launch.hub.resolve import NameResolver
 from miles.launch.rules.paths import find_checkpoint_problem, find_newest_checkpoint, read_spec_or_none
 from miles.launch.runtime.http_service import API_KEY, find_key_problem, read_key, select_event_loop
 from miles.models.capabilities import check_batch_invariance
@@ -64,12 +67,23 @@ def read_serve_config(argv: Sequence[str]) -> ServeRoot:
         flags = ["--hf-checkpoint", str(find_newest_checkpoint(Path(words[0])) or words[0]), *flags]
     result = parse(ServeRoot, flags)
     problems += result.problems
+    names = NameResolver()
     if result.config is not None:
-        problems += _check_model(result.config.models)
+        result = replace(result, config=_name_served_model(names.resolve(result.config)))
+        assert result.config is not None
+        problems += names.problems or _check_model(result.config.models)
         problems += _check_packages()
     if problems or result.config is None:
         raise UsageError(problems)
     return result.config
+
+
+def _name_served_model(config: ServeRoot) -> ServeRoot:
+    """The config with the model's name on the hub as its name in the API, where it has no other."""
+    name = name_from_folder(config.models.hf_checkpoint or "")
+    if name is None or config.serve.served_model_name is not None:
+        return config
+    return replace(config, serve=replace(config.serve, served_model_name=name.repo))
 
 
 def _check_model(config: ModelConfig) -> Iterator[str]:

@@ -22,6 +22,7 @@ from miles.launch.build.run import TrainingRun, build_run
 from miles.launch.build.user_hooks import load_trackers
 from miles.launch.config import Config
 from miles.launch.distributed.ray_placement import reserve_cluster
+from miles.launch.hub.resolve import describe_name
 from miles.launch.plan.plan import Plan, build_plan, count_samples_per_prompt
 from miles.launch.plan.topology import get_split, restore_split
 from miles.launch.policies.config import get_main_config
@@ -245,7 +246,9 @@ def _build_journal(
 
 def _print_start(training: TrainingRun, start: tuple[Path, Cursor] | None, resumed: bool, view: View) -> None:
     policy = training.policy
-    view.note(f"{policy.folder} on {policy.platform.name} in {str(policy.dtype).removeprefix('torch.')}")
+    view.note(
+        f"{describe_name(str(policy.folder))} on {policy.platform.name} in {str(policy.dtype).removeprefix('torch.')}"
+    )
     for note in training.notes:
         view.note(note)
     if start is not None:

@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from miles.algo.config import CRITIC_ESTIMATORS, OFFLINE_LOSSES, uses_distillation
+from miles.cluster.hub_client import get_model_name
 from miles.cluster.parallel_dims import ParallelDims
 from miles.core.errors import UsageError
+from miles.core.hub_names import parse_hub_name
 from miles.launch.config import Config
+from miles.launch.hub.resolve import resolve_model
 from miles.launch.plan.layout_memory import estimate_rank_lora_memory
 from miles.launch.plan.lora import build_lora
 from miles.launch.plan.memory import estimate_critic_bytes, format_bytes
@@ -89,6 +92,8 @@ def find_model_config(model: str) -> tuple[str, Mapping[str, Any]]:
         return path.resolve().parent.name, read_json(path)
     if (config := find_known_config(model)) is not None:
         return model, config
+    if parse_hub_name("model", model) is not None:
+        return get_model_name(model), read_config(resolve_model(model, weights=False))
     near = get_close_matches(model.rpartition("/")[2], load_known_models(), n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}" if near else f"known are {', '.join(load_known_models())}"
     raise UsageError(f"{model} is not a recipe, a folder with a config.json or a known published model; {hint}.")

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Literal
 
 from miles.algo.config import CRITIC_ESTIMATORS, DEFAULT_TEACHER, OFFLINE_LOSSES, uses_distillation
+from miles.cluster.hub_client import get_model_name
 from miles.cluster.parallel_dims import ParallelDims
 from miles.core.errors import UsageError
 from miles.launch.config import Config
+from miles.launch.hub.resolve import PendingDownload
 from miles.launch.plan.hardware import choose_device
 from miles.launch.plan.topology import build_parallel_dims, is_distributed, is_remote
 from miles.launch.policies.config import get_main_config
@@ -28,7 +30,7 @@ class Plan:
     not train. ``reference`` is the folder of the reference model, None without a KL term or DPO; ``critic`` the folder
     the critic starts from, None without one; only it is trained in the first ``critic_only_steps``. ``teachers`` are
     folders by name, ``teacher_urls`` the URLs of served ones. ``samples`` says whether the run needs an engine.
-    ``layout`` are the parallel dims of the trainer.
+    ``layout`` are the parallel dims of the trainer. ``downloads`` are weights on the hub that are not in the cache.
     """
 
     run_dir: Path
@@ -50,6 +52,7 @@ class Plan:
     teacher_urls: Mapping[str, str]
     samples: bool
     eval_sets: Mapping[str, str]
+    downloads: tuple[PendingDownload, ...] = ()
 
     @property
     def optimizer_steps(self) -> int:
@@ -70,7 +73,7 @@ def build_plan(config: Config) -> Plan:
     needs_reference = config.algo.use_kl_loss or config.algo.kl_coef > 0 or config.algo.loss_type == "dpo_loss"
     reference = (config.train.ref_load or config.models.hf_checkpoint) if needs_reference and trains else None
     return Plan(
-        run_dir=_choose_run_dir(config),
+        run_dir=choose_run_dir(config),
         device=device.name,
         device_why=device.why,
         dtype=_choose_dtype(config, device.name),
@@ -143,12 +146,13 @@ def _count_steps(config: Config) -> int:
     return s.num_epoch * count_prompts(r.prompt_data) // r.rollout_batch_size
 
 
-def _choose_run_dir(config: Config) -> Path:
+def choose_run_dir(config: Config) -> Path:
+    """The run directory: --save, or one named after the checkpoint."""
     if config.schedule.save is not None:
         return Path(config.schedule.save)
     loss = config.algo.loss_type
     kind = loss.removesuffix("_loss") if loss in OFFLINE_LOSSES else config.algo.advantage_estimator
-    name = Path(config.models.hf_checkpoint or "model").resolve().name
+    name = get_model_name(config.models.hf_checkpoint or "model")
     return RUNS / f"{name}-{kind}"
 
 

@@ -9,6 +9,7 @@ from miles.config.provenance import DEFAULT, Origins, flatten_values
 from miles.config.schema import get_options, get_sections
 from miles.config.value_types import format_value
 from miles.launch.config import Config
+from miles.launch.hub.resolve import describe_names
 from miles.launch.plan.hardware import choose_device, count_cores, get_free_memory
 from miles.launch.plan.memory import MemoryShare, estimate_memory, format_bytes
 from miles.launch.plan.objective_text import format_objective
@@ -36,7 +37,7 @@ def as_text(config: Config, plan: Plan, origins: Origins, *, every: bool = False
     main = get_main_config(config)
     spec = read_spec_or_none(main.models.hf_checkpoint, main.models.model_impl)
     assert spec is not None, "the config has passed the rules"
-    policies = format_policies(config)
+    policies, config = format_policies(config), describe_names(config)
     parts = [
         *(_format_options(config, origins) if every else _format_set_options(config, origins)),
         *(_format_section("policies", policies) if policies else ()),
@@ -46,6 +47,7 @@ def as_text(config: Config, plan: Plan, origins: Origins, *, every: bool = False
         *_format_section("memory", _format_memory(main, plan, spec)),
         *_format_section("placement", _format_placement(main, plan, spec)),
         *_format_section("objective", [format_objective(main, plan)]),
+        *(_format_section("downloads", _format_downloads(plan)) if plan.downloads else ()),
         *_format_flag_outcomes(list_flag_outcomes(main), every=every),
         *(_format_section("this machine cannot run it", problems) if (problems := list_machine_problems(main)) else ()),
     ]
@@ -63,7 +65,7 @@ def as_json(config: Config, plan: Plan, origins: Origins) -> str:
     sections = {option.name: option.section for option in get_options(type(config)).values()}
     options = {
         name: {"value": value, "origin": origins[name], "section": sections[name]}
-        for name, value in flatten_values(config).items()
+        for name, value in flatten_values(describe_names(config)).items()
     }
     output: dict[str, Any] = {
         "options": options,
@@ -123,6 +125,14 @@ def _format_flag_outcomes(outcomes: list[FlagOutcome], *, every: bool) -> Iterat
 def _format_section(name: str, lines: list[str]) -> Iterator[str]:
     yield f"\n{name}"
     yield from (f"  {line}" for line in lines)
+
+
+def _format_downloads(plan: Plan) -> list[str]:
+    """What a run would download before it starts."""
+    return [
+        f"{download.name}: {format_bytes(download.size)} of weights, before training starts"
+        for download in plan.downloads
+    ]
 
 
 def _format_steps(plan: Plan) -> list[str]:

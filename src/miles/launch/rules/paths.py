@@ -79,7 +79,7 @@ def check_url(flag: str, url: str, token_flag: str) -> Iterator[str]:
 def find_checkpoint_problem(folder: Path) -> str | None:
     """The end of a sentence that starts with the folder, or None when it is a checkpoint."""
     if not folder.exists():
-        return "does not exist; name the local folder of a Hugging Face checkpoint."
+        return "does not exist; name the folder of a Hugging Face checkpoint, or hf://ORG/NAME."
     if not folder.is_dir():
         return "is a file; name the folder it is in."
     if (folder / "config.json").is_file():

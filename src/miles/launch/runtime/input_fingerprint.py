@@ -16,6 +16,7 @@ from pathlib import Path
 from miles import __version__
 from miles.core.errors import ResumeError, describe_error
 from miles.launch.config import Config
+from miles.launch.hub.resolve import describe_name
 from miles.launch.plan.lora import get_adapter_folder
 from miles.launch.plan.plan import Plan, build_plan
 from miles.launch.policies.config import get_policies
@@ -67,7 +68,7 @@ def fingerprint_inputs(config: Config, plan: Plan) -> Fingerprints:
         own = plan if index == 0 else build_plan(policy.config)
         prefix = "" if len(policies) == 1 else f"{policy.name} "
         for role, files in _list_files(policy.config, own):
-            found[prefix + role] = {os.path.abspath(file): _fingerprint_file(file) for file in files}
+            found[prefix + role] = {_describe_file(file): _fingerprint_file(file) for file in files}
     return {**found, _GRADERS: _fingerprint_graders(config)}
 
 
@@ -85,6 +86,11 @@ def _list_files(config: Config, plan: Plan) -> Iterator[tuple[str, list[Path]]]:
         yield "critic to start from", _list_weights(plan.critic)
     for name, folder in plan.teachers.items():
         yield f"teacher {name}", _list_weights(folder)
+
+
+def _describe_file(file: Path) -> str:
+    """A file of the hub's cache by its name and revision, which are the same on another machine; others by path."""
+    return f"{describe_name(os.path.abspath(file.parent))}/{file.name}"
 
 
 def _list_weights(folder: Path) -> list[Path]:

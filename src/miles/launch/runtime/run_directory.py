@@ -15,6 +15,7 @@ from miles.config.cli import parse
 from miles.config.provenance import flatten_values, to_toml
 from miles.core.errors import ResumeError, StorageError, storage_errors
 from miles.launch.config import Config
+from miles.launch.hub.resolve import describe_names
 from miles.schedule.checkpoints import CheckpointDirectory, Cursor
 
 _LOCK = "lock"
@@ -164,7 +165,7 @@ class RunDirectory:
             self.rescheduled = bool(differences)
         elif any(p.name not in _OWN_FILES for p in self.path.iterdir()):
             raise ResumeError(f"{self.path} is not empty and is not a run; name another directory with --save")
-        write_atomically(written, to_toml(config, origins))
+        write_atomically(written, to_toml(describe_names(config), origins))
         return self.checkpoints.latest()
 
     def release(self) -> None:
@@ -222,6 +223,7 @@ def read_run_config(run: Path) -> dict[str, dict[str, Any]]:
 
 def _flatten(config: Config) -> dict[str, Any]:
     """Every option that is set, as a file has it."""
+    config = describe_names(config)
     return _merge_sections(tomllib.loads(to_toml(config, dict.fromkeys(flatten_values(config), "now"))))
 
 

@@ -36,7 +36,7 @@ class LoraConfig:
     )
     exclude_modules: str | None = option(None, "Projections to exclude from --target-modules, comma-separated.")
     lora_adapter_path: str | None = option(
-        None, "Folder of a PEFT adapter to start from, instead of a new one.", path=True
+        None, "Folder or hub name of a PEFT adapter to start from, instead of a new one.", path=True, hub="model"
     )
 
     @property

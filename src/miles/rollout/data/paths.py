@@ -1,6 +1,7 @@
 """Prompt data paths: files, folders, globs, slices and weights, Hugging Face dataset folders, and reading their rows.
 
-An entry is ``path``, ``path@[a:b]``, ``path*weight`` or ``path@[a:b]*weight``.
+A path may also be a split on the hub, as in ``openai/gsm8k:main@train``. An entry is ``path``, ``path@[a:b]``,
+``path*weight`` or ``path@[a:b]*weight``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from miles.core.errors import DataError, UsageError
+from miles.core.hub_names import parse_hub_name
 from miles.rollout.data.procedural import is_procedural, parse_task
 from miles.rollout.data.schema import Columns, DataRow, OnBadRow, raise_bad_row
 
@@ -39,6 +41,8 @@ class DataEntry:
         """Its name: the file unweighted folders and suffix, or the procedural task."""
         if is_procedural(self.path):
             return parse_task(self.path).name
+        if (name := parse_hub_name("dataset", self.path)) is not None:
+            return name.repo.rpartition("/")[2]
         last = Path(self.path).name
         suffix = next((suffix for suffix in SUFFIXES if last.endswith(suffix)), "")
         return last.removesuffix(suffix) or self.path
@@ -116,8 +120,13 @@ def parse_named_paths(pairs: Sequence[str]) -> dict[str, str]:
 def resolve_files(path: str) -> tuple[Path, ...]:
     """The data files of a path in reading order: the file itself, those of a folder, or those a glob matches.
 
-    A folder saved by ``datasets`` stands for the Arrow files it lists; any other for the data files directly in it.
+    A name on the hub stands for the files of its split in the cache, a folder saved by ``datasets`` for the Arrow files
+    it lists, any other folder for the data files directly in it.
     """
+    if (name := parse_hub_name("dataset", path)) is not None:
+        from miles.rollout.data.hub_dataset import find_files
+
+        return find_files(name)
     given = Path(path)
     if given.is_dir():
         return _list_folder(given)

@@ -16,6 +16,7 @@ class MultiAgentConfig:
         "and train_every, frozen or weights.",
         path="tables",
         inner=("hf_checkpoint", "ref_load", "critic_load"),
+        hub="model",
     )
     custom_cast_function_path: str | None = option(
         None, "Hook that runs the policies over a prompt, and may return each one's reward."
