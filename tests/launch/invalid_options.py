@@ -160,7 +160,10 @@ WRONG: list[tuple[str, list[str]]] = [
             "as in file.jsonl@[0:100]."
         ],
     ),
-    ("--ref-load nowhere", ["--ref-load nowhere does not exist; name the folder of a Hugging Face checkpoint, or hf://ORG/NAME."]),
+    (
+        "--ref-load nowhere",
+        ["--ref-load nowhere does not exist; name the folder of a Hugging Face checkpoint, or hf://ORG/NAME."],
+    ),
     ("--load nowhere", ["--load nowhere is not a folder; name a run or one of its checkpoints."]),
     ("--save good.toml", ["--save good.toml is a file; name a folder for the run."]),
     # what does not go together

@@ -190,7 +190,9 @@ class RolloutConfig:
     code_processes: int = option(16, "Maximum processes and threads of a program.", unit="processes", ge=1)
     code_scratch_mib: int = option(64, "Size limit of a program's scratch folder.", unit="MiB", ge=1)
     code_output_kib: int = option(1024, "Size limit of standard output and error together.", unit="KiB", ge=1)
-    code_concurrency: int = option(8, "Programs that run concurrently.", unit="programs", ge=1)
+    code_concurrency: int = option(
+        8, "Programs of rewards and tools together that run concurrently in a process.", unit="programs", ge=1
+    )
     code_sandbox: Literal["native", "bubblewrap"] = option(
         "native",
         "What builds the namespaces of programs: native for Miles itself, bubblewrap for the installed bwrap; limits, "

@@ -9,12 +9,13 @@ from tests.launch.small_run import write_inputs
 
 from miles.core.errors import UsageError
 from miles.core.types import Prompt
-from miles.launch.build.generation import build_hook_worker, build_tool_environments
+from miles.launch.build.generation import build_generation, build_hook_worker, build_tool_environments
+from miles.launch.build.policies import read_policies
 from miles.launch.read_config import read
 from miles.rollout.sandbox import isolation, run
 from miles.rollout.tools.tool import ToolError
 
-TOOLS = ("--num-rollout", "1", "--rm-type", "math", "--generate-tools", "python", "shell")
+TOOLS = ("--num-rollout", "1", "--rm-type", "math", "--label-key", "label", "--generate-tools", "python", "shell")
 MULTI_TURN = ("--custom-generate-function-path", "multi_turn", "--apply-chat-template", "--device", "cpu")
 
 
@@ -27,6 +28,7 @@ def build(tmp_path_factory):
         config, _, _ = read("train", [*line, "--n-samples-per-prompt", "2", *more])
         return build_tool_environments(config, build_hook_worker(config, print))
 
+    build.line = line
     return build
 
 
@@ -78,3 +80,16 @@ def test_as_many_programs_of_tools_run_at_once_as_the_option_says(build, monkeyp
     assert asyncio.run(call(environments, "shell", command="echo 1")) == "1"
     assert asyncio.run(call(environments, "shell", command="echo 2")) == "2"
     assert created == [{"unsandboxed": True, "concurrency": 3, "backend": "native"}]
+
+
+def test_tools_and_the_code_reward_share_that_number(build, monkeypatch):
+    created = []
+    monkeypatch.setattr(
+        "miles.rollout.sandbox.build.create_sandbox",
+        lambda **given: created.append(given) or run.create_sandbox(**given),
+    )
+    config, plan, _ = read("train", [*build.line, "--rm-type", "code", "--code-concurrency", "3"])
+    generation = build_generation(config, read_policies(config, plan).main.checkpoint)
+    assert asyncio.run(call(generation.environments, "shell", command="echo 1")) == "1"
+    asyncio.run(generation.close())
+    assert [given["concurrency"] for given in created] == [3]

@@ -221,14 +221,11 @@ def test_the_batch_identity_holds_exactly_when_no_rule_objects(prompts: int, tra
     assert objects(f"--global-batch-size {size} --num-steps-per-rollout {steps}") == (made != size * steps)
 
 
-def test_a_session_server_that_other_machines_reach_needs_a_key(tmp_path: Path):
+def test_a_session_server_that_other_machines_reach_has_a_key_of_a_file_or_of_the_run(tmp_path: Path):
     agent = "--no-rm-type --custom-agent-function-path mine.py:agent --apply-chat-template"
     key = tmp_path / "key"
     for host in ("0.0.0.0", "10.0.0.7", "example.org"):
-        assert list_problems(f"{agent} --session-server-host {host}") == [
-            f"--session-server-host {host} is reachable from other machines, but there is no key: give "
-            "--session-server-api-key-file."
-        ]
+        assert list_problems(f"{agent} --session-server-ip {host}") == []
     with_key = f"{agent} --session-server-host 0.0.0.0 --session-server-api-key-file {key}"
     assert list_problems(with_key) == [
         f"--session-server-api-key-file {key} cannot be read: No such file or directory."
@@ -237,3 +234,18 @@ def test_a_session_server_that_other_machines_reach_needs_a_key(tmp_path: Path):
     assert list_problems(with_key) == [f"--session-server-api-key-file {key} has no key; write one on its only line."]
     key.write_text("secret\n")
     assert list_problems(with_key) == list_problems(f"{agent} --session-server-host ::1") == []
+
+
+def test_the_certificate_of_a_session_server_is_checked(tmp_path: Path):
+    agent = "--no-rm-type --custom-agent-function-path mine.py:agent --apply-chat-template"
+    missing = tmp_path / "cert.pem"
+    assert list_problems(f"{agent} --session-server-ssl-certfile {missing}") == [
+        f"--session-server-ssl-certfile {missing} does not exist; give a PEM file."
+    ]
+    missing.write_text("")
+    assert list_problems(f"{agent} --session-server-ssl-keyfile {missing}") == [
+        "--session-server-ssl-keyfile needs --session-server-ssl-certfile; add it."
+    ]
+    assert list_problems(f"{agent} --session-server-advertise-host http://a/") == [
+        "--session-server-advertise-host http://a/ is not a host; leave out the scheme."
+    ]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
+import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from miles.cluster.workers.pool import WorkerPool
+from miles.core.errors import UsageError, describe_error
 from miles.core.protocols import Engine, Generate, GroupRewardFn, RewardFn, SamplingParams
 from miles.core.types import Prompt
 from miles.hooks import registry
@@ -34,6 +37,9 @@ from miles.rollout.multi_agent.generate import MultiAgentGenerate
 from miles.rollout.prompt_renderer import PromptRenderer
 from miles.rollout.sampling import build_eval_sampling, build_training_sampling, resolve_context_limit
 from miles.rollout.sandbox.build import build_sandbox, sandbox_limits_from_config
+from miles.rollout.sandbox.run import Sandbox
+from miles.rollout.serving.http import is_loopback
+from miles.rollout.session.config import AgentConfig
 from miles.rollout.session.match import MATCHERS
 from miles.rollout.session.render import ChatRenderer
 from miles.rollout.session.renderer_detect import build_renderer
@@ -94,6 +100,7 @@ def build_generation(
     """
     r = config.rollout
     worker = build_hook_worker(config, report)
+    sandbox = cache(partial(build_sandbox, r))  # one for tools and rewards: --code-concurrency counts both
     render = PromptRenderer(policy.tokenizer, chat=r.apply_chat_template, template=r.apply_chat_template_kwargs)
     limit = resolve_context_limit(r, policy.spec.max_positions)
     functions: dict[str, Generate] = {SINGLE_TURN: SingleTurn(render, policy.tokenizer.text, max_context_len=limit)}
@@ -102,7 +109,7 @@ def build_generation(
     default = SINGLE_TURN
     name = registry.GENERATE.resolve_name(r.custom_generate_function_path)
     if name == MULTI_TURN:
-        environments = build_tool_environments(config, worker)
+        environments = build_tool_environments(config, worker, sandbox)
         functions[MULTI_TURN] = MultiTurn(
             build_renderer(policy.tokenizer, template=r.apply_chat_template_kwargs),
             environments,
@@ -118,20 +125,9 @@ def build_generation(
         functions[CUSTOM] = offload_generate(worker, generate, "The generate function")
         default = CUSTOM
     if config.agents.custom_agent_function_path:
-        agents = build_agent_sessions(config, policy, limit, port=config.agents.session_server_port)
-        agent = load_hook(config, registry.AGENT)
-        abort = find_abort_hook(agent)
-        functions[AGENT] = AgentGenerate(
-            offload_function(worker, agent, "The agent"),
-            agents,
-            abort=None if abort is None else offload_function(worker, abort, "The agent's abort"),
-            wall_seconds=config.agents.agent_timeout,
-            max_failures=r.max_reward_failures,
-            api_key=read_session_key(config),
-            postprocess=load_hook(config, registry.SAMPLE_POSTPROCESSOR),
-        )
+        agents, functions[AGENT] = _build_agent(config, policy, limit, worker)
         default = AGENT
-    reward, group_reward, workers = build_pooled_rewards(config, logs, worker)
+    reward, group_reward, workers = build_pooled_rewards(config, logs, worker, sandbox)
     single = len(functions) == 1 or default == CUSTOM
     return Generation(
         generate=functions[default] if single else GenerateDispatch(functions, default),
@@ -149,20 +145,43 @@ def build_generation(
     )
 
 
+def _build_agent(
+    config: Config, policy: PolicyCheckpoint, limit: int | None, worker: HookWorker
+) -> tuple[AgentSessions, AgentGenerate]:
+    """The user's agent, and the sessions it uses."""
+    key = read_session_key(config)
+    sessions = build_agent_sessions(config, policy, limit, key, port=config.agents.session_server_port)
+    agent = load_hook(config, registry.AGENT)
+    abort = find_abort_hook(agent)
+    generate = AgentGenerate(
+        offload_function(worker, agent, "The agent"),
+        sessions,
+        abort=None if abort is None else offload_function(worker, abort, "The agent's abort"),
+        wall_seconds=config.agents.agent_timeout,
+        max_failures=config.rollout.max_reward_failures,
+        api_key=key,
+        postprocess=load_hook(config, registry.SAMPLE_POSTPROCESSOR),
+    )
+    _check_agent_key(config, generate)
+    return sessions, generate
+
+
 def build_hook_worker(config: Config, report: Callable[[str], None]) -> HookWorker:
     """The worker of user functions; where planes take turns, in lockstep, so that the run stays reproducible."""
     patience = min(PATIENCE, config.rollout.reward_timeout / 2)
     return HookWorker(lockstep=config.schedule.max_weight_staleness == 0, patience=patience, report=report)
 
 
-def build_tool_environments(config: Config, worker: HookWorker) -> EnvironmentFactory:
+def build_tool_environments(
+    config: Config, worker: HookWorker, sandbox: Callable[[], Sandbox] | None = None
+) -> EnvironmentFactory:
     """The environments of multi-turn rollouts; the programs of their tools have the limits of the code options."""
     # A program is stopped a little before its call times out, so that the sandbox can report why.
     limits = sandbox_limits_from_config(config.rollout)
     programs = limits._replace(wall=min(limits.wall, 0.9 * config.tools.tool_call_timeout))
     return build_environments(
         config.tools,
-        sandbox=lambda: build_sandbox(config.rollout),
+        sandbox=sandbox or partial(build_sandbox, config.rollout),
         code_limits=programs,
         environ=os.environ,
         worker=worker,
@@ -175,10 +194,11 @@ def build_tool_environments(config: Config, worker: HookWorker) -> EnvironmentFa
 class AgentSessions:
     """A rollout.generate.agent.SessionFactory on a local HTTP server, which the first session starts."""
 
-    def __init__(self, server: SessionServer, sessions: LocalSessions, host: str, port: int) -> None:
+    def __init__(self, server: SessionServer, sessions: LocalSessions, config: AgentConfig, port: int) -> None:
         self._server = server
         self._sessions = sessions
-        self._host = host
+        self._config = config
+        self._tls = load_session_tls(config)
         self._port = port
         self._started = False
         self._lock = asyncio.Lock()
@@ -188,7 +208,13 @@ class AgentSessions:
         """A session for one trajectory."""
         async with self._lock:
             if not self._started:
-                await self._server.start(self._host, self._port)
+                a = self._config
+                await self._server.start(
+                    a.session_server_host,
+                    self._port,
+                    tls=self._tls,
+                    advertised_host=a.session_server_advertise_host,
+                )
                 self._started = True
         async with self._sessions.open(prompt, engine, sampling) as session:
             yield session
@@ -200,7 +226,9 @@ class AgentSessions:
             await self._server.stop()
 
 
-def build_agent_sessions(config: Config, policy: PolicyCheckpoint, limit: int | None, *, port: int) -> AgentSessions:
+def build_agent_sessions(
+    config: Config, policy: PolicyCheckpoint, limit: int | None, key: str | None, *, port: int
+) -> AgentSessions:
     """Sessions for a policy on a server of its own, with contexts of at most ``limit`` tokens."""
     # The server's packages are an optional extra.
     from miles.rollout.session.server.app import SessionServer
@@ -211,23 +239,51 @@ def build_agent_sessions(config: Config, policy: PolicyCheckpoint, limit: int | 
     match = name if name in MATCHERS else load_hook(config, registry.MESSAGE_MATCHER, upstream=False)
     pick = load_hook(config, registry.SAMPLE_PICKER)
     renderer = build_renderer(policy.tokenizer, template=config.rollout.apply_chat_template_kwargs)
-    key = read_session_key(config)
     server = SessionServer(renderer, policy.tokenizer.decode, max_context_len=limit, api_key=key)
     sessions = LocalSessions(server, match=match, max_turns=a.agent_max_turns, pick=pick, audits=a.session_audit)
-    return AgentSessions(server, sessions, a.session_server_host, port)
+    return AgentSessions(server, sessions, a, port)
 
 
 def read_session_key(config: Config) -> str | None:
-    """The API key of the session server; None where agents send none."""
-    file = config.agents.session_server_api_key_file
-    return None if file is None else read_key_file("--session-server-api-key-file", file)
+    """The API key of the session server: that of a file, a new one where other machines reach the server, or None."""
+    file, host = config.agents.session_server_api_key_file, config.agents.session_server_host
+    if file is not None:
+        return read_key_file("--session-server-api-key-file", file)
+    return None if is_loopback(host) else secrets.token_urlsafe(32)
+
+
+def load_session_tls(config: AgentConfig) -> ssl.SSLContext | None:
+    """The TLS context of the session server; None without a certificate, UsageError for one that cannot be used."""
+    certificate, key = config.session_server_ssl_certfile, config.session_server_ssl_keyfile
+    if certificate is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(certificate, key)
+    except (OSError, ssl.SSLError) as error:
+        flags = f"--session-server-ssl-certfile {certificate}" + (f" --session-server-ssl-keyfile {key}" if key else "")
+        reason = error.strerror or describe_error(error)
+        raise UsageError(f"{flags} cannot be used: {reason}; give PEM files of a certificate and its key.") from error
+    return context
+
+
+def _check_agent_key(config: Config, generate: AgentGenerate) -> None:
+    """Refuse an agent that could not know the key that is made for this run."""
+    a = config.agents
+    if not is_loopback(a.session_server_host) and not a.session_server_api_key_file and not generate.takes_key:
+        raise UsageError(
+            f"--session-server-ip {a.session_server_host} is reachable from other machines, so the run makes an API "
+            f"key, which {a.custom_agent_function_path} does not take: give it a parameter api_key, or give "
+            "--session-server-api-key-file."
+        )
 
 
 class LazyAgentSessions:
     """A SessionFactory of one policy whose server is built for the first session."""
 
-    def __init__(self, config: Config, policy: PolicyCheckpoint, limit: int, port: int) -> None:
+    def __init__(self, config: Config, policy: PolicyCheckpoint, limit: int, key: str | None, port: int) -> None:
         self._config = config
+        self._key = key
         self._policy = policy
         self._limit = limit
         self._port = port
@@ -237,7 +293,7 @@ class LazyAgentSessions:
     async def open(self, prompt: Prompt, engine: Engine, sampling: SamplingParams) -> AsyncIterator[AgentSession]:
         """A session for one role of one trajectory."""
         if self._agents is None:
-            self._agents = build_agent_sessions(self._config, self._policy, self._limit, port=self._port)
+            self._agents = build_agent_sessions(self._config, self._policy, self._limit, self._key, port=self._port)
         async with self._agents.open(prompt, engine, sampling) as session:
             yield session
 
@@ -305,7 +361,7 @@ def build_multi_agent(config: Config, policies: Policies) -> MultiAgentGeneratio
     """The multi-agent setup of a run; None where one policy generates by itself."""
     if config.multi_agent.custom_cast_function_path is None:
         return None
-    first_port = config.agents.session_server_port
+    first_port, key = config.agents.session_server_port, read_session_key(config)
     roles: list[_RoleSetup] = []
     for index, policy in enumerate(policies.all):
         checkpoint, rollout = policies.get_owner(policy).checkpoint, policy.config.rollout
@@ -317,7 +373,7 @@ def build_multi_agent(config: Config, policies: Policies) -> MultiAgentGeneratio
                 trained=is_trained(policy, policies.all),
                 renderer=build_renderer(checkpoint.tokenizer, template=rollout.apply_chat_template_kwargs),
                 limit=limit,
-                sessions=LazyAgentSessions(policy.config, checkpoint, limit, port),
+                sessions=LazyAgentSessions(policy.config, checkpoint, limit, key, port),
             )
         )
     function = load_hook(config, registry.MULTI_AGENT, upstream=False)

@@ -33,6 +33,7 @@ from miles.rollout.reward.context import RenderTokens
 from miles.rollout.reward.mixture import build_builtin_group_reward, build_builtin_reward
 from miles.rollout.reward.registry import is_group_rm
 from miles.rollout.reward.types import GradingError, check_group_rewards, check_reward
+from miles.rollout.sandbox.run import Sandbox
 
 CODEC = Codec(CORE_TYPES)
 # Seconds until a worker has imported all that its reward needs, on a busy machine.
@@ -40,7 +41,9 @@ _START_TIMEOUT = 300.0
 _MAX_REASON_LENGTH = 2000
 
 
-def build_rewards(config: Config) -> tuple[RewardFn | None, GroupRewardFn | None]:
+def build_rewards(
+    config: Config, sandbox: Callable[[], Sandbox] | None = None
+) -> tuple[RewardFn | None, GroupRewardFn | None]:
     """The function that scores a trajectory, or the one that scores a group; user functions are checked here."""
     r = config.rollout
     if r.custom_rm_path:
@@ -54,7 +57,7 @@ def build_rewards(config: Config) -> tuple[RewardFn | None, GroupRewardFn | None
         tokenizer = load_tokenizer(folder, config.models.trust_remote_code)
         return lambda messages: tokenizer.apply_chat_template(messages, add_generation_prompt=False)
 
-    context = build_grader_context(r, environ=os.environ, render_tokens=load_chat_template)
+    context = build_grader_context(r, environ=os.environ, render_tokens=load_chat_template, sandbox=sandbox)
     if r.group_rm or is_group_rm(r.rm_type):
         return None, build_builtin_group_reward(r.rm_type, context)
     return build_builtin_reward(r.rm_type, context), None
@@ -75,13 +78,13 @@ async def _return_zero(prompt: Prompt, trajectory: Trajectory) -> Reward:
 
 
 def build_pooled_rewards(
-    config: Config, logs: Path | None, worker: HookWorker
+    config: Config, logs: Path | None, worker: HookWorker, sandbox: Callable[[], Sandbox] | None = None
 ) -> tuple[RewardFn | None, GroupRewardFn | None, WorkerPool | None]:
     """The rewards of a run, computed by a worker pool where --reward-num-workers asks for one; it logs to ``logs``.
 
-    Without a pool, the user's functions run in the ``worker``'s thread.
+    Without a pool, the user's functions run in the ``worker``'s thread, and programs in the tools' ``sandbox``.
     """
-    reward, group_reward = build_rewards(config)
+    reward, group_reward = build_rewards(config, sandbox)
     if not config.rollout.reward_num_workers:
         if config.rollout.custom_rm_path is not None:
             reward = reward and offload_function(worker, reward, "The reward function")

@@ -207,7 +207,7 @@ def _check_ports(config: Config, plan: Plan) -> Iterator[CheckResult]:
     try:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("127.0.0.1", port))
+            probe.bind((config.agents.session_server_host, port))
     except OSError as error:
         yield CheckResult(
             name="port",

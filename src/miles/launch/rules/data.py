@@ -1,6 +1,8 @@
 """Rules of prompts, held-out sets, rewards and multi-turn generation."""
 
 from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
 
 from miles.algo.config import DISTILLATION_ESTIMATOR, OFFLINE_LOSSES, PREFERENCE_LOSSES
 from miles.core.errors import UsageError
@@ -216,11 +218,21 @@ def check_session_server(c: Config) -> Iterator[str]:
             read_key_file("--session-server-api-key-file", a.session_server_api_key_file)
         except UsageError as error:
             yield str(error)
-    elif not is_loopback(a.session_server_host):
+    elif c.multi_agent.custom_cast_function_path and not is_loopback(a.session_server_host):
         yield (
-            f"--session-server-host {a.session_server_host} is reachable from other machines, but there is no key: "
-            "give --session-server-api-key-file."
+            f"--session-server-ip {a.session_server_host} is reachable from other machines, and a multi-agent function "
+            "is given no key: give --session-server-api-key-file."
         )
+    if a.session_server_ssl_keyfile and not a.session_server_ssl_certfile:
+        yield "--session-server-ssl-keyfile needs --session-server-ssl-certfile; add it."
+    for flag, file in (
+        ("--session-server-ssl-certfile", a.session_server_ssl_certfile),
+        ("--session-server-ssl-keyfile", a.session_server_ssl_keyfile),
+    ):
+        if file is not None and not Path(file).is_file():
+            yield f"{flag} {file} does not exist; give a PEM file."
+    if "/" in (a.session_server_advertise_host or ""):
+        yield f"--session-server-advertise-host {a.session_server_advertise_host} is not a host; leave out the scheme."
 
 
 def check_multi_turn_is_chat(c: Config) -> Iterator[str]:

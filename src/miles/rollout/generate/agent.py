@@ -102,6 +102,11 @@ class AgentGenerate:
         self._has_var_keyword = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         self._parameter_names = frozenset(parameter.name for parameter in parameters)
 
+    @property
+    def takes_key(self) -> bool:
+        """Whether the agent gets the API key."""
+        return self._has_var_keyword or "api_key" in self._parameter_names
+
     async def __call__(self, prompt: Prompt, engine: Engine, sampling: SamplingParams) -> Trajectory:
         async with self._sessions.open(prompt, engine, sampling) as session:
             result, failure, late = await self._run(prompt, session, sampling)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from miles.core.errors import UsageError
 from miles.core.protocols import RewardFn
@@ -16,12 +17,21 @@ from miles.rollout.reward.context import (
     RewardModelEndpoint,
 )
 from miles.rollout.reward.grader_pool import GraderPool
+from miles.rollout.sandbox.build import build_sandbox, sandbox_limits_from_config
+from miles.rollout.sandbox.run import Sandbox
 
 
 def build_grader_context(
-    config: RolloutConfig, *, environ: Mapping[str, str], render_tokens: Callable[[str], RenderTokens]
+    config: RolloutConfig,
+    *,
+    environ: Mapping[str, str],
+    render_tokens: Callable[[str], RenderTokens],
+    sandbox: Callable[[], Sandbox] | None = None,
 ) -> GraderContext:
-    """Build the context. Secrets are read from ``environ``; ``load_template`` loads a checkpoint's chat template."""
+    """Build the context. Secrets are read from ``environ``; ``render_tokens`` loads a checkpoint's chat template.
+
+    ``sandbox`` gives the one that the tools of this process use too, so that --code-concurrency counts both.
+    """
     remote = _build_endpoint(config, config.rm_url, "--rm-token-env", config.rm_token_env, environ)
     model = _build_endpoint(
         config, config.reward_model_url, "--reward-model-token-env", config.reward_model_token_env, environ
@@ -46,17 +56,16 @@ def build_grader_context(
             rubric=config.judge_rubric or DEFAULT_RUBRIC,
             max_tokens=config.judge_max_tokens,
         ),
-        code=lambda: _build_code_reward(config),
+        code=lambda: _build_code_reward(config, sandbox or partial(build_sandbox, config)),
         reward_key=config.reward_key,
     )
 
 
-def _build_code_reward(config: RolloutConfig) -> RewardFn:
+def _build_code_reward(config: RolloutConfig, sandbox: Callable[[], Sandbox]) -> RewardFn:
     """Created only when used, since it probes the sandbox at once."""
     from miles.rollout.reward.code import CodeReward
-    from miles.rollout.sandbox.build import build_sandbox, sandbox_limits_from_config
 
-    return CodeReward(sandbox_limits_from_config(config), build_sandbox(config))
+    return CodeReward(sandbox_limits_from_config(config), sandbox())
 
 
 def _build_endpoint(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -109,8 +110,18 @@ class SessionServer:
 
     # -- start and stop ---------------------------------------------------------------------
 
-    async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:
-        """Listen; returns the port, which is a free one for port 0."""
+    async def start(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        tls: ssl.SSLContext | None = None,
+        advertised_host: str | None = None,
+    ) -> int:
+        """Listen, with ``tls`` over HTTPS; returns the port, which is a free one for port 0.
+
+        URLs have the ``advertised_host``, else ``host``, else, for all interfaces, the address of the default route.
+        """
         if self._key is None and not self._allow_unauthenticated and not is_loopback(host):
             raise UsageError(
                 f"The session server would listen on {host}, where other machines reach it, without an API key; give "
@@ -128,11 +139,11 @@ class SessionServer:
             lingering_time=1.0,
         )
         await self._runner.setup()
-        await web.TCPSite(self._runner, host, port, backlog=1024, reuse_address=True).start()
+        await web.TCPSite(self._runner, host, port, backlog=1024, reuse_address=True, ssl_context=tls).start()
         bound_port = int(self._runner.addresses[0][1])
-        url_host = find_own_address() if host in ("0.0.0.0", "::") else host
+        url_host = advertised_host or (find_own_address() if host in ("0.0.0.0", "::") else host)
         url_host = f"[{url_host}]" if ":" in url_host else url_host
-        self._address = f"http://{url_host}:{bound_port}"
+        self._address = f"{'http' if tls is None else 'https'}://{url_host}:{bound_port}"
         return bound_port
 
     async def drain(self) -> None:
