@@ -1,7 +1,6 @@
 """Rules of prompts, held-out sets, rewards and multi-turn generation."""
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 from miles.algo.config import DISTILLATION_ESTIMATOR, OFFLINE_LOSSES, PREFERENCE_LOSSES
