@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.launch.small_run import write_world
+from tests.launch.small_run import write_inputs
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted(file.name for file in (ROOT / "scripts").iterdir() if file.name != "common.sh")
@@ -23,7 +23,7 @@ PLANNED = {
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_world(tmp_path_factory.mktemp("world"))
+    return write_inputs(tmp_path_factory.mktemp("world"))
 
 
 def plan(script: str, world: Path, *more: str) -> subprocess.CompletedProcess[str]:

@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from tests.launch.small_run import write_world
+from tests.launch.small_run import write_inputs
 
 from miles.launch.main import main
 
@@ -61,7 +61,7 @@ RUNS: dict[str, tuple[str, ...]] = {
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_world(tmp_path_factory.mktemp("style") / "world")
+    return write_inputs(tmp_path_factory.mktemp("style") / "world")
 
 
 @pytest.fixture

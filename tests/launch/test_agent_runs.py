@@ -71,7 +71,14 @@ def test_an_agent_trains_the_policy_it_asks(inputs, tmp_path):
 
 def test_the_abort_of_an_agents_module_is_called_for_every_failed_session(inputs, tmp_path, monkeypatch):
     monkeypatch.setenv("ABORTED_SESSIONS", str(tmp_path / "aborted"))
-    more = ("--custom-agent-function-path", f"{__name__}:fail_in_every_session", "--max-reward-failures", "8", "--lr-warmup-iters", "0")
+    more = (
+        "--custom-agent-function-path",
+        f"{__name__}:fail_in_every_session",
+        "--max-reward-failures",
+        "8",
+        "--lr-warmup-iters",
+        "0",
+    )
     assert main(["train", *flags(inputs, tmp_path / "run", *more, steps=1)]) == 1
     assert len(set((tmp_path / "aborted").read_text().split())) >= 8
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.fake_hub import FakeHub, serving, use_hub
-from tests.launch.small_run import flags, write_world
+from tests.launch.small_run import flags, write_inputs
 
 from miles.launch.commands.serve import read_serve_config
 from miles.launch.main import main
@@ -15,7 +15,7 @@ from miles.launch.main import main
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_world(tmp_path_factory.mktemp("world"))
+    return write_inputs(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from tests.launch.small_run import flags, write_world
+from tests.launch.small_run import flags, write_inputs
 
 from miles.launch.main import main
 
@@ -38,7 +38,7 @@ async def keyless(base_url: str, prompt: list[Any], request_kwargs: dict[str, An
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_world(tmp_path_factory.mktemp("agents") / "world")
+    return write_inputs(tmp_path_factory.mktemp("agents") / "world")
 
 
 @pytest.fixture(scope="module")

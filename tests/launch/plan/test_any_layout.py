@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from tests.launch.house import furnish
+from tests.launch.small_config import furnish
 from tests.launch.upstream.launch_lines import MODELS
 from tests.tiers import examples
 

@@ -7,7 +7,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from tests.launch.small_run import ROOT, write_world
+from tests.launch.small_run import ROOT, write_inputs
 
 FIRST = "--advantage-estimator grpo --model-name qwen3-30b-a3b --rollout-batch-size 4 --n-samples-per-prompt 4"
 DATA = "--prompt-data qwen3-30b-a3b/train.jsonl --label-key label --apply-chat-template --num-rollout 2 --save run"
@@ -20,7 +20,7 @@ USUAL = (
 
 
 def test_the_first_command_of_upstream_trains_two_steps_and_resumes_from_its_record(tmp_path: Path):
-    write_world(tmp_path / "qwen3-30b-a3b", moe=True)
+    write_inputs(tmp_path / "qwen3-30b-a3b", moe=True)
     environment = dict(os.environ) | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
 
     def run(*words: str) -> str:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.launch.house import MOE, furnish
+from tests.launch.small_config import MOE, furnish
 
 from miles.config.cli import parse
 from miles.config.files import read_layers
