@@ -14,13 +14,12 @@ from miles.config.provenance import Origins, ParseResult
 from miles.config.schema import Dataclass, get_options
 from miles.core.errors import UsageError
 from miles.launch.config import Config
-from miles.launch.upstream.implied import list_implied_options
-from miles.launch.upstream.rewrite import LaunchContext, rewrite_argv
 from miles.launch.upstream.table import explain_unknown_flag
 
 if TYPE_CHECKING:
     from miles.launch.plan.plan import Plan
     from miles.launch.rules.check import Command
+    from miles.launch.upstream.rewrite import LaunchContext
 
 Options = TypeVar("Options", bound=Dataclass)
 
@@ -68,26 +67,45 @@ def read_without_rules(argv: Sequence[str]) -> Config:
 
 def _parse_launch_line(argv: Sequence[str], layers: Sequence[Layer]) -> ParseResult[Config]:
     """Parse flags of ours and of upstream over ``layers``, and add what upstream's flags imply."""
+    from miles.launch.upstream.implied import list_implied_options
+    from miles.launch.upstream.rewrite import rewrite_argv
+
     argv = rewrite_argv(argv, index_flags(get_options(Config)), _read_context(argv, layers))
     result = parse(Config, argv, layers, explain_unknown_flag)
     implied = list_implied_options(result)
     return parse(Config, argv, (*implied, *layers), explain_unknown_flag) if implied else result
 
 
-_CONTEXT_FLAGS = ("--rollout-backend", "--train-backend", "--hf-checkpoint", "--pipeline-model-parallel-size")
+_CONTEXT_FLAGS = (
+    "--rollout-backend",
+    "--train-backend",
+    "--hf-checkpoint",
+    "--model-impl",
+    "--tensor-model-parallel-size",
+    "--pipeline-model-parallel-size",
+    "--expert-tensor-parallel-size",
+)
 
 
 def _read_context(argv: Sequence[str], layers: Sequence[Layer]) -> LaunchContext:
     """The options on which the meaning of upstream's flags depends."""
-    words = [word for args in split_argv(argv)[1] if args.flag in _CONTEXT_FLAGS for word in (args.flag, *args.words)]
-    result = parse(Config, words, layers)
-    for layer in list_implied_options(result):
-        result = parse(Config, words, (layer, *layers))
-    assert result.config is not None, "every option has a default"
+    from miles.launch.upstream.implied import list_implied_options
+    from miles.launch.upstream.rewrite import LaunchContext, find_model
+
+    flags = split_argv(argv)[1]
+    words = [word for args in flags if args.flag in _CONTEXT_FLAGS for word in (args.flag, *args.words)]
+    config = parse(Config, words, layers).config
+    assert config is not None, "every option has a default"
+    checkpoint = config.models.hf_checkpoint
+    names = [args.words[0] for args in flags if args.flag == "--model-name" and args.words]
+    if checkpoint is None and names:
+        words += ["--hf-checkpoint", find_model(names[-1])]
+    config = parse(Config, words, (*list_implied_options(parse(Config, words, layers)), *layers)).config
+    assert config is not None, "every option has a default"
     return LaunchContext(
-        uses_sglang=result.config.sglang.rollout_backend == "sglang",
-        uses_megatron=result.config.train.train_backend == "megatron",
-        checkpoint=result.config.models.hf_checkpoint,
+        uses_sglang=config.sglang.rollout_backend == "sglang",
+        uses_megatron=config.train.train_backend == "megatron",
+        checkpoint=checkpoint,
     )
 
 

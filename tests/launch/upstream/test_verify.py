@@ -135,6 +135,9 @@ def test_flags_of_megatron_are_passed_on_to_megatron():
         "alltoall",
     )
     assert plan(f"{line} --train-backend fsdp").megatron.megatron_flags == ()
+    implied = "--hf-checkpoint moe --actor-num-gpus-per-node 2 --tensor-model-parallel-size 2 --sequence-parallel "
+    implied += "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
+    assert plan(f"{implied} {line}").megatron.megatron_flags == ("--moe-token-dispatcher-type", "alltoall")
 
 
 def test_a_recorded_config_has_the_flags_of_other_programs(tmp_path: Path):
