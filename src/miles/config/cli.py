@@ -122,7 +122,7 @@ def _handle_unknown_flag(
     if explanation := explain(args.flag):
         builder.add_problem(f"{args.flag} {explanation}.")
     elif prefix is not None:
-        builder.passthrough[prefix] += ["--" + args.flag[len(prefix) + 3 :], *args.words]
+        builder.extend_passthrough(prefix, ["--" + args.flag[len(prefix) + 3 :], *args.words])
     else:
         close = suggest_name(args.flag, known)
         hint = f"; did you mean {close}?" if close else "; see --help all."
@@ -165,8 +165,8 @@ def _parse_layer(builder: ConfigBuilder[Any], layer: Layer, explain: Explain) ->
     folder, seen = os.path.dirname(layer.label), set[str]()
     for section, key, value in _iter_entries(builder, layer):
         option = builder.options.get(key)
-        if option is None and builder.is_passthrough(key):
-            _parse_passthrough(builder, layer.label, key, value)
+        if option is None and (prefix := builder.find_passthrough(key)) is not None:
+            _parse_passthrough(builder, layer.label, key, prefix, value)
         elif option is None:
             _handle_unknown_key(builder, layer.label, key, explain)
         elif section is not None and section != option.section:
@@ -183,10 +183,10 @@ def _parse_layer(builder: ConfigBuilder[Any], layer: Layer, explain: Explain) ->
                 builder.add_problem(_end_sentence(f"{layer.label}: {key} {error}"), key)
 
 
-def _parse_passthrough(builder: ConfigBuilder[Any], label: str, key: str, value: Any) -> None:
+def _parse_passthrough(builder: ConfigBuilder[Any], label: str, key: str, prefix: str, value: Any) -> None:
     """Flags of another program in a file: a list of words, before those of the command line."""
     try:
-        builder.extend_passthrough(key, ValueType(scalar=str, many=True).from_file(value))
+        builder.extend_passthrough(prefix, ValueType(scalar=str, many=True).from_file(value))
     except InvalidValue as error:
         builder.add_problem(_end_sentence(f"{label}: {key} {error}"))
 

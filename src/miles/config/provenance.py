@@ -42,7 +42,7 @@ class ConfigBuilder(Generic[C]):
     def __init__(self, root: type[C]) -> None:
         self.root = root
         self.options: Mapping[str, Option] = get_options(root)
-        self.passthrough: dict[str, list[str]] = {prefix: [] for prefix in get_passthroughs(root)}
+        self.passthrough: dict[str, dict[str, list[str]]] = {prefix: {} for prefix in get_passthroughs(root)}
         self.problems: list[str] = []
         self.invalid: set[str] = set()
         self._values: dict[str, Any] = {}
@@ -59,14 +59,18 @@ class ConfigBuilder(Generic[C]):
         if name is not None:
             self.invalid.add(name)
 
-    def is_passthrough(self, key: str) -> bool:
-        """Whether a key of a file is the field of a passthrough."""
-        return any(field == key for _, field in get_passthroughs(self.root).values())
+    def find_passthrough(self, key: str) -> str | None:
+        """The prefix of the passthrough whose field is this key of a file."""
+        return next((prefix for prefix, (_, field) in get_passthroughs(self.root).items() if field == key), None)
 
-    def extend_passthrough(self, key: str, words: Sequence[str]) -> None:
-        """Add the words of a file to the passthrough with this field."""
-        prefix = next(prefix for prefix, (_, field) in get_passthroughs(self.root).items() if field == key)
-        self.passthrough[prefix] += words
+    def extend_passthrough(self, prefix: str, words: Sequence[str]) -> None:
+        """Add flags of another program; of a flag given twice the last one counts."""
+        flags, flag = self.passthrough[prefix], ""
+        for word in words:
+            if word.startswith("--"):
+                flag = word.partition("=")[0]
+                flags.pop(flag, None)
+            flags.setdefault(flag, []).append(word)
 
     def build(self) -> ParseResult[C]:
         """Build the config from the values set so far."""
@@ -96,7 +100,7 @@ class ConfigBuilder(Generic[C]):
         for name, value in self._values.items():
             values[self.options[name].section][name] = value
         for prefix, (section, field) in get_passthroughs(self.root).items():
-            values[section][field] = tuple(self.passthrough[prefix])
+            values[section][field] = tuple(word for words in self.passthrough[prefix].values() for word in words)
         return self.root(**{section: cls(**values[section]) for section, cls in get_sections(self.root).items()})
 
 

@@ -149,6 +149,9 @@ def test_a_recorded_config_has_the_flags_of_other_programs(tmp_path: Path):
     assert again.config.sglang.sglang_flags == ("--mem-fraction-static", "0.7")
     assert again.config.megatron.megatron_flags == ("--moe-token-dispatcher-type", "alltoall")
     assert again.config.upstream.upstream_flags == ("--num-layers", "2")
+    changed = read("plan", ["config.toml", "--sglang-mem-fraction-static", "0.6", "--num-layers", "2"])[0]
+    assert changed.sglang.sglang_flags == ("--mem-fraction-static", "0.6")
+    assert changed.upstream.upstream_flags == ("--num-layers", "2")
 
 
 def test_a_line_implies_the_backends_it_needs():
