@@ -99,7 +99,8 @@ def measure_token_f1(reply: str, answer: str) -> tuple[float, float, float]:
         or not expected
         or any(" ".join(bag.elements()) in _ALL_OR_NOTHING for bag in (response_words, expected))
     ):
-        return (float(response_words == expected),) * 3
+        equal = float(response_words == expected)
+        return equal, equal, equal
     shared = (response_words & expected).total()
     f1 = 2 * shared / (response_words.total() + expected.total())
     return f1, shared / response_words.total(), shared / expected.total()
