@@ -8,6 +8,6 @@
     data_source        upstream's data sources over the run's prompts
     tracking           metrics that a log function sends to a tracker
 
-Imports: core, stdlib, numpy; adapters that need torch are beside what they adapt to (``algo.hook_adapters``). No text is
+Imports: core, stdlib, numpy; adapters that need torch are in ``algo.hook_adapters`` and ``sync.publish``. No text is
 tokenized again: tokens that cannot be traced back to the engine are rejected.
 """
