@@ -119,10 +119,12 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/api/repos/create":
             wanted = json.loads(body)
             repo = f"{wanted['organization']}/{wanted['name']}" if wanted.get("organization") else wanted["name"]
-            if wanted.get("private"):
+            if wanted.get("private") or wanted.get("visibility") == "private":
                 self.hub.private.add(repo)
             self.hub.refs.setdefault((wanted.get("type", "model"), repo), {})
             return self._send_json({"url": f"{self.hub.url}/{repo}"})
+        if path == "/api/validate-yaml":
+            return self._send_json({"errors": [], "warnings": []})
         if path.endswith("/info/lfs/objects/batch"):
             objects = [
                 {

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from tests.fake_hub import FakeHub, serving, use_hub
 from tests.launch.small_run import flags, write_inputs
 
@@ -118,3 +119,34 @@ def test_a_check_reads_data_and_grader_without_the_weights(
     assert main(["check", *hub_flags(world, tmp_path / "run")]) == 0
     assert "download     hf://org/tiny@" in capsys.readouterr().out
     assert not list((tmp_path / "hub").rglob("*.safetensors"))
+
+
+def test_a_finished_run_is_uploaded_with_its_card(
+    hub: FakeHub, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.commit("model", "org/tiny", {"README.md": b"---\nlicense: apache-2.0\n---\n"})
+    argv = hub_flags(world, tmp_path / "run", "--push-to-hub", "me/reverser", "--hub-private", "--hub-revision", "v1")
+    assert main(["train", *argv]) == 2
+    assert "--push-to-hub needs a token that may write to me/reverser: set HF_TOKEN" in capsys.readouterr().err
+    monkeypatch.setenv("HF_TOKEN", "mine")
+    hub.token = "mine"
+    hub.refuses_commits = True
+    assert main(["train", *argv]) == 3
+    assert "The run itself is complete; the same command tries again." in capsys.readouterr().err
+    hub.refuses_commits = False
+    assert main(["train", *argv]) == 0
+    assert "Uploaded to" in capsys.readouterr().out
+    files = hub.files("me/reverser", "v1")
+    saved = tmp_path / "run" / "checkpoints" / "step-000002"
+    assert files["model.safetensors"] == (saved / "model.safetensors").read_bytes()
+    assert "config.json" in files
+    assert not any(name.startswith(("optimizer", "trainer", "cursor", "manifest")) for name in files)
+    assert "me/reverser" in hub.private
+    card = files["README.md"].decode()
+    header = yaml.safe_load(card.split("---")[1])
+    assert header["base_model"] == "org/tiny"
+    assert header["license"] == "apache-2.0"
+    assert header["datasets"] == ["org/words"]
+    assert "| `--lr` | `0.01` |" in card
+    assert "| step | mean reward |" in card
+    assert str(tmp_path) not in card

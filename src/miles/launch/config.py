@@ -15,6 +15,7 @@ from miles.cluster.config import ClusterConfig, FaultConfig, RayConfig
 from miles.cluster.router.config import RouterConfig
 from miles.config.option import option, passthrough
 from miles.hooks.config import HooksConfig
+from miles.launch.hub.config import HubConfig
 from miles.models.config import ModelConfig
 from miles.models.lora.config import LoraConfig
 from miles.observe.config import ObserveConfig
@@ -59,6 +60,7 @@ class Config:
     fault_tolerance: FaultConfig
     observe: ObserveConfig
     hooks: HooksConfig
+    hub: HubConfig
     upstream: UpstreamConfig
 
 

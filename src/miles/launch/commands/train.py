@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
 import signal
 import sys
@@ -13,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from miles.cluster import stack_dump
+from miles.cluster.hub_client import HubError
 from miles.core.errors import ParityError, ResumeError, storage_errors
 from miles.core.events import Event, StepFinished
 from miles.core.protocols import Observer
@@ -26,6 +28,7 @@ from miles.launch.hub.resolve import describe_name
 from miles.launch.plan.plan import Plan, build_plan, count_samples_per_prompt
 from miles.launch.plan.topology import get_split, restore_split
 from miles.launch.policies.config import get_main_config
+from miles.launch.rules.model import HUB_TOKEN
 from miles.launch.rules.paths import find_newest_checkpoint
 from miles.launch.runtime.gc_tuning import reduce_gc
 from miles.launch.runtime.input_fingerprint import check_inputs
@@ -39,6 +42,7 @@ from miles.observe.factory import build_view
 from miles.observe.formatting import ParityStatus, classify_parity
 from miles.observe.log import RunLogs
 from miles.observe.log_reader import read_rows
+from miles.observe.output import print_error
 from miles.observe.plots import plot_curves
 from miles.observe.prompt_audit import audit_prompts
 from miles.observe.summary import BeforeAfter, Summary, print_summary, summarise
@@ -48,12 +52,14 @@ from miles.observe.view import View
 from miles.schedule.checkpoints import CheckpointDirectory, Cursor, read_cursor
 from miles.schedule.loop import Loop
 
+UPLOAD_FAILED = 3
+"""Exit status of a run that finished but was not uploaded."""
 StopCondition = Callable[[Event], bool]
 """Called with every event; the loop stops soon after it returns true."""
 
 
 def train(config: Config, plan: Plan, origins: Mapping[str, str]) -> int:
-    """Run a training command; 0 when it finished, 128 + signal when a signal stopped it early."""
+    """Run a training command; 0 when it finished, 3 when only its upload failed, 128 + signal if one stopped it."""
     view = build_view(config.observe.view, parity_tolerance=config.schedule.parity_tolerance)
     signals = StopSignals(view.note, view.close)
     for line in format_flag_outcomes(list_flag_outcomes(get_main_config(config))):
@@ -68,6 +74,18 @@ def train(config: Config, plan: Plan, origins: Mapping[str, str]) -> int:
         print(f"Stopped early and saved. The same command resumes the run: {command}")
         return exit_code_from_signal(signals.received or signal.SIGINT)
     print_summary(summarize_run(directory, commands=_list_next_commands(directory)), sys.stdout)
+    return 0 if config.hub.push_to_hub is None else _upload(config, directory)
+
+
+def _upload(config: Config, directory: Path) -> int:
+    """Upload the finished run; 3 where that failed, which changes nothing of the run."""
+    from miles.launch.hub.upload import push_to_hub
+
+    try:
+        print(f"Uploaded to {push_to_hub(config, directory, os.environ[HUB_TOKEN])}")
+    except HubError as error:
+        print_error(f"miles: {error}")
+        return UPLOAD_FAILED
     return 0
 
 

@@ -21,7 +21,9 @@ from miles.launch.rules.model import (
     check_accelerator,
     check_checkpoint,
     check_exact_model,
+    check_hub_token,
     check_no_lora,
+    check_push_to_hub,
 )
 from miles.launch.rules.schedule import SCHEDULE_RULES
 from miles.launch.rules.training import TRAINING_MACHINE_RULES, TRAINING_RULES
@@ -39,6 +41,7 @@ _CHAT_RULES: tuple[Rule, ...] = (
 )
 _TRAIN_RULES: tuple[Rule, ...] = (
     check_checkpoint,
+    check_push_to_hub,
     *DATA_RULES,
     *GENERATION_RULES,
     check_hook_paths,
@@ -54,7 +57,12 @@ _TRAIN_RULES: tuple[Rule, ...] = (
     check_max_positions,
     check_upstream_flags,
 )
-_MACHINE_RULES: tuple[Rule, ...] = (check_accelerator, *ENGINE_MACHINE_RULES, *TRAINING_MACHINE_RULES)
+_MACHINE_RULES: tuple[Rule, ...] = (
+    check_accelerator,
+    check_hub_token,
+    *ENGINE_MACHINE_RULES,
+    *TRAINING_MACHINE_RULES,
+)
 """What this machine must have; a plan may be for another one, and says what is missing here."""
 
 RULES: dict[Command, tuple[Rule, ...]] = {

@@ -1,5 +1,7 @@
 """Rules of models: checkpoints, precision, batch-invariant parity, LoRA adapters, and models of transformers."""
 
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,8 @@ from miles.models import capabilities
 from miles.models.capabilities import check_batch_invariance
 from miles.models.hf_adapter.spec import HfAdapterSpec
 from miles.models.resolve import resolve_spec
+
+HUB_TOKEN = "HF_TOKEN"
 
 # -- checkpoints and devices ----------------------------------------------------------------
 
@@ -35,6 +39,21 @@ def check_reference_checkpoint(c: Config) -> Iterator[str]:
     name = c.train.ref_load
     if name is not None and (problem := find_checkpoint_problem(Path(name))):
         yield f"--ref-load {name} {problem}"
+
+
+def check_push_to_hub(c: Config) -> Iterator[str]:
+    repo, h = c.hub.push_to_hub, c.hub
+    if repo is not None and not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repo):
+        yield f"--push-to-hub {repo} is not a repository; write ORG/NAME."
+    if repo is None and (h.hub_private or h.hub_revision):
+        yield "--hub-private and --hub-revision are about --push-to-hub; add it, or remove them."
+    if repo is not None and c.observe.debug_rollout_only:
+        yield "--push-to-hub uploads weights, and --debug-rollout-only trains none; remove one of them."
+
+
+def check_hub_token(c: Config) -> Iterator[str]:
+    if c.hub.push_to_hub is not None and not os.environ.get(HUB_TOKEN):
+        yield f"--push-to-hub needs a token that may write to {c.hub.push_to_hub}: set {HUB_TOKEN} in the environment."
 
 
 def check_accelerator(c: Config) -> Iterator[str]:

@@ -116,6 +116,9 @@ MAY_CHANGE = frozenset(
         "runtime",
         "ray_address",
         "ray_placement_timeout",
+        "push_to_hub",
+        "hub_private",
+        "hub_revision",
     ]
 )
 """Options that a resumed run may change: they do not affect what is learned."""
