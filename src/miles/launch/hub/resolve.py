@@ -1,4 +1,4 @@
-"""Resolve hub names in a config: models become folders of the cache, datasets names with a pinned revision.
+"""Resolve names in a config: models of the hub or of an object store become folders of a cache, datasets are pinned.
 
 A run records names, not folders: ``describe_names`` is the way back, and ``read_pins`` gives a resumed run the
 revisions that it was started with.
@@ -17,6 +17,7 @@ from miles.config.provenance import flatten_values
 from miles.config.schema import Dataclass, Option, get_options
 from miles.core.errors import DataError, UsageError
 from miles.core.hub_names import HubName, parse_hub_name, split_entry
+from miles.launch.hub.object_store import stage_checkpoint, url_from_folder
 
 Root = TypeVar("Root", bound=Dataclass)
 Pins = Mapping[tuple[str, str], str]
@@ -52,6 +53,11 @@ class NameResolver:
 
     def resolve_model(self, text: str) -> str:
         """The folder of a model; HubError if its name is on the hub and it can be neither found nor downloaded."""
+        if "://" in text and not text.startswith("hf://"):
+            folder, missing = stage_checkpoint(text, weights=self.weights)
+            if missing:
+                self.downloads[text] = PendingDownload(name=text, size=missing)
+            return str(folder)
         name = parse_hub_name("model", text)
         if name is None:
             return text
@@ -91,14 +97,14 @@ def resolve_model(text: str, *, weights: bool = True) -> str:
 
 
 def describe_names(config: Root) -> Root:
-    """The config with the name and revision of each model whose folder is in the cache of the hub."""
+    """The config with the name and revision, or the URL, of each model whose folder is in a cache."""
     return _map_names(config, lambda _, text: describe_name(text))
 
 
 def describe_name(folder: str) -> str:
-    """The name and revision of a folder of the cache; any other path as it is."""
+    """The name and revision, or the URL, of a folder of the caches; any other path as it is."""
     name = name_from_folder(folder)
-    return folder if name is None else str(name)
+    return url_from_folder(folder) or folder if name is None else str(name)
 
 
 def read_pins(run: Path) -> dict[tuple[str, str], str]:
