@@ -249,3 +249,13 @@ def test_the_certificate_of_a_session_server_is_checked(tmp_path: Path):
     assert list_problems(f"{agent} --session-server-advertise-host http://a/") == [
         "--session-server-advertise-host http://a/ is not a host; leave out the scheme."
     ]
+
+
+def test_where_a_run_is_copied_to_is_checked():
+    assert told("--push-to-hub nowhere", "plan") == ["--push-to-hub nowhere is not a repository; write ORG/NAME."]
+    assert told("--hub-private") == [
+        "--hub-private and --hub-revision are about --push-to-hub; add it, or remove them."
+    ]
+    assert told("--save-remote backups") == [
+        "--save-remote backups is not a URL: write s3://bucket/run, or use --save for a folder."
+    ]

@@ -24,6 +24,7 @@ from miles.launch.build.run import TrainingRun, build_run
 from miles.launch.build.user_hooks import load_trackers
 from miles.launch.config import Config
 from miles.launch.distributed.ray_placement import reserve_cluster
+from miles.launch.hub.mirror import CheckpointMirror, restore_run
 from miles.launch.hub.resolve import describe_name
 from miles.launch.plan.plan import Plan, build_plan, count_samples_per_prompt
 from miles.launch.plan.topology import get_split, restore_split
@@ -131,6 +132,8 @@ def run(
             background=config.train.async_save,
             forgiving=config.schedule.save_failure == "warn",
         )
+        if config.hub.save_remote is not None and (name := restore_run(config.hub.save_remote, plan.run_dir)):
+            view.note(f"{name} was copied back from {config.hub.save_remote}")
         try:
             start = directory.claim(config, origins)
             if start is not None and start[1].step > plan.steps:
@@ -203,7 +206,15 @@ async def _run(
         stack_dump.create_dump_dir(directory.path / "logs" / "stacks")
     watchdog = StallWatchdog(directory.path / "logs", config.schedule.stall_timeout, view.note)
     stopper = _EarlyStop(stop_when or (lambda event: False))
-    views = [view, watchdog, ParityHint(config, directory.path, view.note), *load_trackers(config), stopper]
+    mirror = _build_mirror(config, directory, view)
+    views = [
+        *([] if mirror is None else [mirror]),
+        view,
+        watchdog,
+        ParityHint(config, directory.path, view.note),
+        *load_trackers(config),
+        stopper,
+    ]
     with storage_errors(directory.path):
         journal = _build_journal(config, directory, start[1] if start and resumed else None, view, views)
     try:
@@ -228,6 +239,13 @@ async def _run(
     finally:
         stack_dump.remove_dump_dir()
         journal.close()
+        if mirror is not None:
+            mirror.close()
+
+
+def _build_mirror(config: Config, directory: RunDirectory, view: View) -> CheckpointMirror | None:
+    h, keep = config.hub, config.schedule.keep_checkpoints
+    return None if h.save_remote is None else CheckpointMirror(h.save_remote, directory.path, keep=keep, note=view.note)
 
 
 def _count_inflight_trajectories(config: Config) -> int:

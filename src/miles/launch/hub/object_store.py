@@ -28,13 +28,9 @@ def stage_checkpoint(url: str, *, weights: bool) -> tuple[Path, int]:
     Files that have changed at ``url`` are copied again. Each is there whole or not at all; without ``weights`` only the
     config and the tokenizer are copied.
     """
-    import fsspec
-
+    store, path = open_store(url)
     try:
-        store, path = fsspec.core.url_to_fs(url)
         listing = {Path(file["name"]).name: file for file in store.ls(path, detail=True) if file["type"] == "file"}
-    except ImportError as error:
-        raise _explain_import(url, error) from error
     except Exception as error:  # every store has errors of its own
         raise HubError(f"{url} cannot be listed: {describe_error(error)}") from error
     patterns = (*CONFIG_FILES, *WEIGHT_FILES)
@@ -46,6 +42,18 @@ def stage_checkpoint(url: str, *, weights: bool) -> tuple[Path, int]:
     chosen = [name for name in missing if weights or not name.endswith(".safetensors")]
     _copy(store, url, folder, {name: wanted[name] for name in chosen})
     return folder, sum(int(wanted[name]["size"]) for name in missing if name not in chosen)
+
+
+def open_store(url: str) -> tuple[Any, str]:
+    """The file system of fsspec that a URL names, and the path in it; HubError if what it needs is not installed."""
+    import fsspec
+
+    try:
+        return fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        raise _explain_import(url, error) from error
+    except ValueError as error:
+        raise HubError(f"{url} cannot be used: {describe_error(error)}") from error
 
 
 def url_from_folder(folder: str) -> str | None:

@@ -24,6 +24,7 @@ from miles.launch.rules.model import (
     check_hub_token,
     check_no_lora,
     check_push_to_hub,
+    check_save_remote,
 )
 from miles.launch.rules.schedule import SCHEDULE_RULES
 from miles.launch.rules.training import TRAINING_MACHINE_RULES, TRAINING_RULES
@@ -42,6 +43,7 @@ _CHAT_RULES: tuple[Rule, ...] = (
 _TRAIN_RULES: tuple[Rule, ...] = (
     check_checkpoint,
     check_push_to_hub,
+    check_save_remote,
     *DATA_RULES,
     *GENERATION_RULES,
     check_hook_paths,

@@ -51,6 +51,11 @@ def check_push_to_hub(c: Config) -> Iterator[str]:
         yield "--push-to-hub uploads weights, and --debug-rollout-only trains none; remove one of them."
 
 
+def check_save_remote(c: Config) -> Iterator[str]:
+    if c.hub.save_remote is not None and "://" not in c.hub.save_remote:
+        yield f"--save-remote {c.hub.save_remote} is not a URL: write s3://bucket/run, or use --save for a folder."
+
+
 def check_hub_token(c: Config) -> Iterator[str]:
     if c.hub.push_to_hub is not None and not os.environ.get(HUB_TOKEN):
         yield f"--push-to-hub needs a token that may write to {c.hub.push_to_hub}: set {HUB_TOKEN} in the environment."

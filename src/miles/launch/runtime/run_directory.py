@@ -119,6 +119,7 @@ MAY_CHANGE = frozenset(
         "push_to_hub",
         "hub_private",
         "hub_revision",
+        "save_remote",
     ]
 )
 """Options that a resumed run may change: they do not affect what is learned."""
