@@ -8,7 +8,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from tests.launch.small_run import everything, flags, write_world
+from tests.launch.small_run import everything, flags, write_inputs
 
 from miles.cluster.hub_client import HubError
 from miles.core.events import Saved
@@ -61,7 +61,7 @@ def test_the_package_of_a_scheme_is_named() -> None:
 
 
 def test_a_run_records_the_url(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    world = write_world(tmp_path / "world")
+    world = write_inputs(tmp_path / "world")
     url = f"file://{world}"
     argv = [url if word == str(world) else word for word in flags(world, tmp_path / "run", steps=2)]
     assert main(["plan", *argv]) == 0
@@ -75,7 +75,7 @@ def test_a_run_records_the_url(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_a_run_whose_directory_is_lost_resumes_from_its_mirror_to_the_bit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    world = write_world(tmp_path / "world")
+    world = write_inputs(tmp_path / "world")
     whole, lost, remote = tmp_path / "whole", tmp_path / "lost", tmp_path / "remote"
     assert main(["train", *flags(world, whole, steps=4)]) == 0
     argv = flags(world, lost, "--save-remote", f"file://{remote}", steps=4)
