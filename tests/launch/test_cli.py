@@ -239,7 +239,7 @@ def test_an_upstream_command_line_is_answered_flag_by_flag(capsys: pytest.Captur
     )
     assert main(shlex.split(line.replace("train ", "plan ", 1))) == 0
     capsys.readouterr()
-    foreign = "--hidden-dropout 0.0 --attention-dropout 0.0 --sglang-ep-size 8 --swiglu --use-wandb"
+    foreign = "--hidden-dropout 0.0 --attention-dropout 0.0 --sglang-ep-size 8 --swiglu --use-trackio"
     assert len(complaints(line + foreign, capsys)) == 5
     wide = line.replace("--actor-num-gpus-per-node 1", "--actor-num-gpus-per-node 8")
     layout = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 1 "

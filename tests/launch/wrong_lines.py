@@ -108,11 +108,8 @@ WRONG: list[tuple[str, list[str]]] = [
         ],
     ),
     (
-        "--use-wandb",
-        [
-            "--use-wandb asks for logging to Weights & Biases, which is not supported; use --use-tensorboard, or read "
-            "metrics.jsonl in the run directory."
-        ],
+        "--wandb-project P",
+        ["--wandb-project needs --use-wandb; add that, or remove --wandb-project."],
     ),
     # ranges
     ("--lr -1", ["--lr must be at least 0, not -1."]),

@@ -1,6 +1,6 @@
 """Option declaration: a dataclass field whose name is its flag (``eps_clip`` <-> ``--eps-clip``)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, field
 from typing import Any, Literal
 
@@ -24,6 +24,8 @@ def option(
     schemes: tuple[str, ...] = (),
     inner: tuple[str, ...] = (),
     text: bool = False,
+    secret: bool = False,
+    presets: Mapping[str, Any] | None = None,
 ) -> Any:
     """Declare an option with its default and a one-sentence help text.
 
@@ -36,6 +38,9 @@ def option(
     ``scheme:rest`` is not a path for any of ``schemes``.
 
     ``text`` says that ``@file`` stands for the content of a file, read at once, so that the config has the text.
+
+    ``secret`` keeps the value out of everything that is written or printed. ``presets`` are flags without a value,
+    each with the value it sets the option to.
     """
     bounds = NumberRange(ge=ge, gt=gt, le=le, lt=lt, or_value=or_value)
     metadata = {
@@ -48,6 +53,8 @@ def option(
         "schemes": schemes,
         "inner": inner,
         "text": text,
+        "secret": secret,
+        "presets": presets or {},
     }
     if factory is not None:
         return field(default_factory=factory, metadata=metadata)

@@ -32,6 +32,8 @@ class Option:
     range: NumberRange
     inner: tuple[str, ...]
     text: bool
+    secret: bool
+    presets: Mapping[str, Any]
 
     @property
     def flag(self) -> str:
@@ -115,4 +117,6 @@ def _section_options(section: str, cls: type[Dataclass]) -> Iterator[Option]:
             range=f.metadata.get("range", NumberRange()),
             inner=f.metadata.get("inner", ()),
             text=f.metadata.get("text", False),
+            secret=f.metadata.get("secret", False),
+            presets=f.metadata.get("presets", {}),
         )

@@ -55,8 +55,10 @@ def load_hook(
     return cast(P, hook)
 
 
-def find_object(path: str, *, flag: str | None = None) -> Any:
-    """Load the object at ``path`` without checking its signature."""
+def find_object(path: str, *, flag: str | None = None, upstream: bool = False) -> Any:
+    """Load the object at ``path`` without checking its signature; ``upstream`` lets it import upstream's modules."""
+    if upstream:
+        _install_upstream_modules()
     return _find(path, NO_BUILTINS, f"{flag} {path}" if flag else path)
 
 

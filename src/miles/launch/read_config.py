@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from miles.config.cli import parse, split_argv
-from miles.config.files import SUFFIXES, read_layers
+from miles.config.files import SUFFIXES, Layer, read_layers
 from miles.config.provenance import Origins, ParseResult
 from miles.config.schema import Dataclass
+from miles.config.value_types import InvalidValue
 from miles.core.errors import UsageError
 from miles.launch.config import Config
+from miles.launch.hook_arguments import extract_hook_arguments
 from miles.launch.rules.removed_flags import explain_removed_flag
 
 if TYPE_CHECKING:
@@ -38,8 +40,15 @@ def read(command: Command, argv: Sequence[str]) -> tuple[Config, Plan, Origins]:
         layers = read_layers(recipe) if recipe is not None else ()
     except UsageError as error:
         problems += error.problems
-    result = parse(Config, flags, layers, explain_removed_flag)
     recipe_was_read = not problems
+    overrides: list[Layer] = []
+    try:
+        flags, overrides = extract_hook_arguments(flags, layers, always=command in ("train", "eval"))
+    except InvalidValue:
+        pass  # parsing reports it
+    except UsageError as error:
+        raise UsageError([*problems, *error.problems]) from error
+    result = parse(Config, flags, layers, explain_removed_flag, overrides)
     problems += result.problems
     if recipe_was_read:
         problems += check_rules(result, command)

@@ -55,8 +55,7 @@ def test_beta_names_both_meanings():
         ("--multimodal-keys", "images and other media"),
         ("--multi-lora-n-adapters", "several LoRA adapters"),
         ("--eval-num-gpus", "engines that only evaluate"),
-        ("--use-mlflow", "logging to MLflow"),
-        ("--wandb-mode", "logging to Weights & Biases"),
+        ("--trackio-project", "logging to Trackio"),
     ],
 )
 def test_a_missing_feature_is_said_to_be_missing(flag: str, feature: str):
@@ -72,7 +71,7 @@ def test_no_missing_feature_is_to_be_removed_from_the_command_line():
 
 
 @pytest.mark.parametrize(
-    "flag", ["--use-mlflow", "--wandb-mode", "--update-weight-disk-dir", "--use-vllm", "--frobnicate"]
+    "flag", ["--use-trackio", "--prometheus-port", "--update-weight-disk-dir", "--use-vllm", "--frobnicate"]
 )
 def test_a_flag_is_not_suggested_for_another_one(flag: str):
     (problem,) = find_problems(f"{flag} x")

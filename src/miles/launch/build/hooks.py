@@ -99,7 +99,7 @@ def build_upstream_context(config: Config) -> UpstreamContext:
         return single if isinstance(single, str) else [dict(message) for message in prompt.messages]
 
     return UpstreamContext(
-        args=UpstreamArgs({**_ROUTER, **flatten_values(config)}),
+        args=UpstreamArgs({**_ROUTER, **flatten_values(config), **config.hooks.hook_arguments}),
         tokenizer=lambda: tokenizer().inner,
         render=lambda prompt: renderer()(prompt),
         prompt_text=show_prompt,

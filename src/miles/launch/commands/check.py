@@ -87,6 +87,8 @@ def _check_packages(config: Config, plan: Plan) -> Iterator[CheckResult]:
         "megatron-core": config.train.train_backend == "megatron",
         "ray": config.ray.runtime == "ray",
         "tensorboard": config.observe.use_tensorboard,
+        "wandb": config.observe.use_wandb,
+        "mlflow-skinny": config.observe.use_mlflow,
     }
     found = list(check_packages(needed=[name for name, needed in wanted.items() if needed]))
     problems = [finding.lacks for finding in found if finding.lacks]

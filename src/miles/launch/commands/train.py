@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from miles.cluster import stack_dump
+from miles.config.provenance import flatten_values
 from miles.core.errors import ParityError, ResumeError, storage_errors
 from miles.core.events import Event, StepFinished
 from miles.core.protocols import Observer
@@ -41,6 +42,7 @@ from miles.observe.prompt_audit import audit_prompts
 from miles.observe.summary import BeforeAfter, Summary, print_summary, summarise
 from miles.observe.tensorboard import TensorBoard
 from miles.observe.trace import LoopTrace
+from miles.observe.trackers import build_external_trackers
 from miles.observe.view import View
 from miles.schedule.checkpoints import CheckpointDirectory, Cursor, read_cursor
 from miles.schedule.loop import Loop
@@ -182,7 +184,10 @@ async def _run(
     stopper = _EarlyStop(stop_when or (lambda event: False))
     views = [view, watchdog, ParityHint(config, directory.path, view.note), *load_trackers(config), stopper]
     with storage_errors(directory.path):
-        journal = _build_journal(config, directory, start[1] if start and resumed else None, view, views)
+        trackers = build_external_trackers(
+            config.observe, directory.path, flatten_values(config), steps_per_rollout=plan.num_steps_per_rollout
+        )
+        journal = _build_journal(config, directory, start[1] if start and resumed else None, view, [*views, *trackers])
     try:
         with view.stage("Loading the model and the prompts"):
             training = await build_run(
@@ -205,6 +210,8 @@ async def _run(
     finally:
         stack_dump.remove_dump_dir()
         journal.close()
+        for tracker in trackers:
+            tracker.close()
 
 
 def _count_inflight_trajectories(config: Config) -> int:
@@ -233,10 +240,16 @@ def _build_journal(
     sinks: list[DurableSink] = [LoopTrace(directory.path / "trace", clock=time.time)]
     sinks += build_rollout_dumps(config, directory.path)
     if config.observe.use_tensorboard:
-        folder = Path(config.observe.tb_dir) if config.observe.tb_dir else directory.path / "tensorboard"
-        sinks.append(TensorBoard(folder, clock=time.time))
+        sinks.append(TensorBoard(_find_tensorboard_folder(config, directory.path), clock=time.time))
     logs = RunLogs(directory.path, resume_at=offsets, strict=strict, clock=time.time)
     return EventBus(logs, folder=directory.path, sinks=sinks, views=views, report=view.note)
+
+
+def _find_tensorboard_folder(config: Config, run: Path) -> Path:
+    o = config.observe
+    if o.tb_project_name is not None:
+        return Path(o.tb_project_name) / (o.tb_experiment_name or run.name)
+    return Path(o.tb_dir) if o.tb_dir else run / "tensorboard"
 
 
 def _print_start(training: TrainingRun, start: tuple[Path, Cursor] | None, resumed: bool, view: View) -> None:

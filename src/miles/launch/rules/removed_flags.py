@@ -25,13 +25,11 @@ _SENTENCES: dict[str, Callable[[str, str], str]] = {
 
 _PREFIXES = {
     "--eval-sglang-": ("missing", "other options of SGLang for evaluation"),
-    "--mlflow-": ("missing", f"logging to MLflow{_LOGGING}"),
     "--prometheus-": ("missing", f"metrics for Prometheus{_LOGGING}"),
     "--router-": ("router", ""),
     "--sglang-router-": ("router", ""),
     "--trackio-": ("missing", f"logging to Trackio{_LOGGING}"),
     "--vllm-": ("missing", "vLLM; engines are --rollout-backend native, served or sglang"),
-    "--wandb-": ("missing", f"logging to Weights & Biases{_LOGGING}"),
 }
 
 
