@@ -180,7 +180,8 @@ def suggest_name(name: str, known: Iterable[str]) -> str | None:
 
 
 def _parse_layer(builder: ConfigBuilder[Any], layer: Layer, explain: Explain) -> None:
-    folder, seen = os.path.dirname(layer.label), set[str]()
+    folder = os.path.dirname(layer.label) if layer.folder is None else layer.folder
+    seen = set[str]()
     for section, key, value in _iter_entries(builder, layer):
         option = builder.options.get(key)
         if option is None:

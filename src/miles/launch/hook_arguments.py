@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 from argparse import ArgumentError, ArgumentParser
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from miles.config.cli import FlagArgs, index_flags, split_argv
 from miles.config.files import Layer, read_layers
-from miles.config.schema import get_options
+from miles.config.schema import get_options, get_sections
 from miles.core.errors import HookError, UsageError
 from miles.hooks.load import find_object, is_path
 from miles.hooks.registry import HOOK_POINTS, HookPoint
@@ -88,16 +89,21 @@ class _Declarations:
 
 
 def _read_custom_config(flags: Sequence[str], layers: Sequence[Layer]) -> tuple[Layer, ...]:
-    path = _find_value(flags, layers, _CUSTOM_CONFIG)
-    return read_layers(str(path)) if path is not None else ()
+    path = find_file_option(flags, layers, _CUSTOM_CONFIG)
+    return tuple(replace(layer, folder="") for layer in read_layers(path)) if path is not None else ()
+
+
+def find_file_option(flags: Sequence[str], layers: Sequence[Layer], name: str) -> str | None:
+    """The file that an option names; None also where a run's own config.toml has what is in it already."""
+    resolved = [layer for layer in layers if get_sections(Config).keys() <= layer.values.keys()]
+    return _find_value(flags, [layer for layer in layers if layer not in resolved], name)
 
 
 def _split_keys(custom: Sequence[Layer]) -> tuple[list[Layer], dict[str, Any]]:
     """Options of the run, as layers, and all other keys."""
     options = get_options(Config)
     known = [
-        Layer(label=layer.label, values={key: value for key, value in layer.values.items() if key in options})
-        for layer in custom
+        replace(layer, values={key: value for key, value in layer.values.items() if key in options}) for layer in custom
     ]
     others = {key: value for layer in custom for key, value in layer.values.items() if key not in options}
     return known, others

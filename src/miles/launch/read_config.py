@@ -14,7 +14,8 @@ from miles.config.schema import Dataclass
 from miles.config.value_types import InvalidValue
 from miles.core.errors import UsageError
 from miles.launch.config import Config
-from miles.launch.hook_arguments import extract_hook_arguments
+from miles.launch.eval_config import read_eval_config
+from miles.launch.hook_arguments import extract_hook_arguments, find_file_option
 from miles.launch.rules.removed_flags import explain_removed_flag
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ def read(command: Command, argv: Sequence[str]) -> tuple[Config, Plan, Origins]:
     overrides: list[Layer] = []
     try:
         flags, overrides = extract_hook_arguments(flags, layers, always=command in ("train", "eval"))
+        sets = find_file_option(flags, [*layers, *overrides], "eval_config")
+        overrides += [read_eval_config(sets)] if sets is not None else []
     except InvalidValue:
         pass  # parsing reports it
     except UsageError as error:

@@ -148,6 +148,7 @@ RESTATED = {
     "lora_dropout": "check_lora_setup",
     "debug_train_only": "check_debug_modes",
     "custom_config_path": "extract_hook_arguments",
+    "eval_config": "read_eval_config",
 }
 
 

@@ -240,7 +240,10 @@ def _check_data(config: Config, plan: Plan) -> Iterator[CheckResult]:
         sets.append(("train data", read_training))
     for name, path in plan.eval_sets.items():
         sets.append(
-            (f"eval {name}", lambda path=path: read_held_out_set(path, config, generation.render, limit, rows).prompts)
+            (
+                f"eval {name}",
+                lambda name=name, path=path: read_held_out_set(name, path, config, generation.render, rows).prompts,
+            )
         )
     for name, read in sets:
         try:
