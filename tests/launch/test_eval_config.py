@@ -105,17 +105,20 @@ async def grade(args, sample):
 
 def test_the_chat_template_lists_the_tools_of_a_row(tmp_path: Path):
     world = write_world(tmp_path / "world")
-    template = world / "chat_template.jinja"
-    template.write_text("{% if tools %}[{{ tools[0].name }}]{% endif %}" + template.read_text())
+    file = world / "tokenizer_config.json"
+    tokenizer = json.loads(file.read_text())
+    tokenizer["chat_template"] = "{% if tools %}[{{ tools[0].name }}]{% endif %}" + tokenizer["chat_template"]
+    file.write_text(json.dumps(tokenizer))
     rows = [json.loads(row) for row in (world / "train.jsonl").read_text().splitlines()]
     tools = json.dumps([{"name": "abc"}])
     (tmp_path / "data.jsonl").write_text("\n".join(json.dumps(row | {"tools": tools}) for row in rows))
     (tmp_path / "hook.py").write_text(TOOL_HOOK)
-    data = ("--prompt-data", str(tmp_path / "data.jsonl"), "--tool-key", "tools", "--no-eval-prompt-data")
+    (tmp_path / "data.jsonl").rename(world / "train.jsonl")
     hook = (
         "--custom-rm-path",
         f"{tmp_path / 'hook.py'}:grade",
-        "--no-eval-interval",
         "--no-dynamic-sampling-filter-path",
+        "--no-eval-interval",
     )
-    assert main(["train", *flags(world, tmp_path / "run", *data, *hook, steps=2)]) == 0
+    line = flags(world, tmp_path / "run", "--tool-key", "tools", *hook, "--skip-eval-before-train", steps=2)
+    assert main(["train", *line]) == 0

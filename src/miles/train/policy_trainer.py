@@ -42,7 +42,7 @@ from miles.train.grad_accumulation import GradAccumulator, LogprobReader, Metric
 from miles.train.hooks import NO_TRAIN_HOOKS, TrainHooks
 from miles.train.model_protocols import HasAdapters, TrainModel, get_engine_weights
 from miles.train.optim.lr_scheduler import build_lr_schedule
-from miles.train.optim.optimizer import OptimizerProtocol, build_optimizer
+from miles.train.optim.optimizer import MASTER, OptimizerProtocol, build_optimizer
 from miles.train.parity_check import accumulate_parity, check_exact_parity, format_parity_error, parity_metrics
 
 
@@ -135,7 +135,10 @@ class PolicyTrainer:
 
     async def step(self, batch: Batch) -> StepReport:
         """Train on ``batch``; the report's version is the new one."""
-        return await self._run(lambda: self._step(batch))
+        report = await self._run(lambda: self._step(batch))
+        if self._train.reset_optimizer_states:
+            await self._run(self._reset_optimizer)
+        return report
 
     async def save(self, folder: Path) -> None:
         await self._run(lambda: self._save(folder))
@@ -222,6 +225,12 @@ class PolicyTrainer:
         self.version = self.version.next()
         seconds["optimize"] = self._clock() - previous
         return StepReport(version=self.version, metrics=metrics, seconds=seconds)
+
+    def _reset_optimizer(self) -> None:
+        """Forget the moments, and keep master weights and the number of updates."""
+        state = self._optimizer.state()
+        masters = {name: state[name].clone() for name in state if name.startswith(f"{MASTER}.")}
+        self._optimizer.load(masters, updates=self._optimizer.updates)
 
     def _compute_advantages(
         self, plan: list[list[MicroBatch]], old_logprobs: list[list[Tensor | None]]

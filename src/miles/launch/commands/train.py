@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from miles.cluster import stack_dump
@@ -22,6 +23,7 @@ from miles.launch.build.debug import build_rollout_dumps
 from miles.launch.build.run import TrainingRun, build_run
 from miles.launch.build.user_hooks import load_trackers
 from miles.launch.config import Config
+from miles.launch.distributed.driver import set_train_env_vars
 from miles.launch.distributed.ray_placement import reserve_cluster
 from miles.launch.plan.plan import Plan, build_plan, count_samples_per_prompt
 from miles.launch.plan.topology import get_split, restore_split
@@ -32,6 +34,7 @@ from miles.launch.runtime.oom_report import report_out_of_memory
 from miles.launch.runtime.run_directory import RunDirectory
 from miles.launch.runtime.signals import StopSignals, exit_code_from_signal
 from miles.launch.runtime.watchdog import StallWatchdog
+from miles.observe.config import format_step_path
 from miles.observe.event_bus import DurableSink, EventBus
 from miles.observe.factory import build_view
 from miles.observe.formatting import ParityStatus, classify_parity
@@ -45,6 +48,7 @@ from miles.observe.trace import LoopTrace
 from miles.observe.trackers import build_external_trackers
 from miles.observe.view import View
 from miles.schedule.checkpoints import CheckpointDirectory, Cursor, read_cursor
+from miles.schedule.hf_export import HfExport
 from miles.schedule.loop import Loop
 
 StopCondition = Callable[[Event], bool]
@@ -63,7 +67,8 @@ def train(config: Config, plan: Plan, origins: Mapping[str, str]) -> int:
     if not finished:
         command = f"miles train {directory / 'config.toml'} --save {directory}"
         print(f"Stopped early and saved. The same command resumes the run: {command}")
-        return exit_code_from_signal(signals.received or signal.SIGINT)
+        ended_as_asked = signals.received is None and config.schedule.debug_exit_after_rollout is not None
+        return 0 if ended_as_asked else exit_code_from_signal(signals.received or signal.SIGINT)
     print_summary(summarize_run(directory, commands=_list_next_commands(directory)), sys.stdout)
     return 0
 
@@ -96,6 +101,7 @@ def run(
     signals: StopSignals | None = None,
 ) -> bool:
     """Run the loop to its end or until it is stopped; true when it reached its end."""
+    set_train_env_vars(config)
     configure_cublas(config.models.numerics)
     signals = signals or StopSignals(view.note, view.close)
     with (
@@ -181,7 +187,8 @@ async def _run(
     with storage_errors(directory.path):
         stack_dump.create_dump_dir(directory.path / "logs" / "stacks")
     watchdog = StallWatchdog(directory.path / "logs", config.schedule.stall_timeout, view.note)
-    stopper = _EarlyStop(stop_when or (lambda event: False))
+    first = start[1].step if start else 0
+    stopper = _EarlyStop(stop_when or partial(_is_last_step, config.schedule.debug_exit_after_rollout, first))
     views = [view, watchdog, ParityHint(config, directory.path, view.note), *load_trackers(config), stopper]
     with storage_errors(directory.path):
         trackers = build_external_trackers(
@@ -239,6 +246,8 @@ def _build_journal(
     offsets = None if is_new else (cursor.log_offsets if cursor is not None else {})
     sinks: list[DurableSink] = [LoopTrace(directory.path / "trace", clock=time.time)]
     sinks += build_rollout_dumps(config, directory.path)
+    if config.schedule.save_hf is not None:
+        sinks.append(HfExport(directory.path / "checkpoints", partial(format_step_path, config.schedule.save_hf)))
     if config.observe.use_tensorboard:
         sinks.append(TensorBoard(_find_tensorboard_folder(config, directory.path), clock=time.time))
     logs = RunLogs(directory.path, resume_at=offsets, strict=strict, clock=time.time)
@@ -298,6 +307,11 @@ def reset_prompt_cursor(start: tuple[Path, Cursor]) -> tuple[Path, Cursor]:
 
 
 # -- how it ends ----------------------------------------------------------------------------
+
+
+def _is_last_step(count: int | None, first: int, event: Event) -> bool:
+    """Whether this command has made the steps of --debug-exit-after-rollout."""
+    return count is not None and isinstance(event, StepFinished) and event.step - first >= count
 
 
 class _EarlyStop:
