@@ -98,3 +98,95 @@ def test_what_does_not_go_together_is_refused(world: Path, tmp_path: Path, more:
     with pytest.raises(UsageError) as error:
         read("plan", flags(world, tmp_path, *more.split()))
     assert any(problem in one for one in error.value.problems), error.value.problems
+
+
+def write_dump(path: Path, rollout_id: int, *, groups: int = 4, size: int = 4, **more: object) -> None:
+    """A file as upstream writes it."""
+    import torch
+
+    samples = [
+        {
+            "group_index": rollout_id * groups + group,
+            "index": index,
+            "prompt": "abc",
+            "tokens": [5, 6, 7, 8, 9, 10],
+            "response": "xyz",
+            "response_length": 3,
+            "label": "c",
+            "reward": float(index % 2),
+            "loss_mask": [1, 0, 1],
+            "rollout_log_probs": [-1.0, -2.0, -3.0],
+            "weight_versions": ["1"],
+            "status": "completed",
+            "metadata": {"level": 1},
+            **more,
+        }
+        for group in range(groups)
+        for index in range(size)
+    ]
+    torch.save({"rollout_id": rollout_id, "samples": samples}, path)
+
+
+def replay_flags(world: Path, run: Path, dumps: str, *more: str) -> list[str]:
+    line = flags(world, run, "--load-debug-rollout-data", dumps, "--no-eval-interval", *more, steps=2)
+    return [*line, "--no-dynamic-sampling-filter-path"]
+
+
+def test_a_run_trains_on_dumps_of_upstream(world: Path, tmp_path: Path):
+    import torch
+
+    for rollout_id in range(2):
+        write_dump(tmp_path / f"{rollout_id}.pt", rollout_id)
+    data = ("--save-debug-train-data", f"{tmp_path}/train-{{rollout_id}}.pt", "--log-correct-samples")
+    assert main(["train", *replay_flags(world, tmp_path / "run", f"{tmp_path}/{{rollout_id}}.pt", *data)]) == 0
+    assert read_metrics(tmp_path / "run", "correct_ratio") == [0.5, 0.5]
+    assert read_metrics(tmp_path / "run", "correct_response_length") == [2.0, 2.0]
+    assert read_metrics(tmp_path / "run", "trained_tokens") == [32.0, 32.0]
+    written = torch.load(tmp_path / "train-2.pt", weights_only=True)
+    assert written["rollout_id"] == 2
+    assert written["rollout_data"]["loss_masks"][0].tolist() == [False, False, False, True, False, True]
+
+
+def test_a_share_of_recorded_groups_is_trained_on(world: Path, tmp_path: Path):
+    for rollout_id in range(2):
+        write_dump(tmp_path / f"{rollout_id}.pt", rollout_id, groups=8)
+    share = ("--load-debug-rollout-data-subsample", "0.5")
+    assert main(["train", *replay_flags(world, tmp_path / "run", f"{tmp_path}/{{rollout_id}}.pt", *share)]) == 0
+    assert read_metrics(tmp_path / "run", "samples") == [16.0, 16.0]
+
+
+class Exploit:
+    """An object whose pickle would run code when it is read."""
+
+    def __init__(self, target: Path) -> None:
+        self._target = target
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        import os
+
+        return os.mkdir, (str(self._target),)
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        ({"rollout_log_probs": None}, "rollout_log_probs must have a log-prob"),
+        ({"reward": {"a": 1.0, "b": 0.0}}, "name one with --reward-key"),
+        ({"response_length": 9}, "cannot be trained on"),
+    ],
+)
+def test_a_dump_that_cannot_be_trained_on_is_refused(
+    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: dict[str, object], problem: str
+):
+    for rollout_id in range(2):
+        write_dump(tmp_path / f"{rollout_id}.pt", rollout_id, **more)
+    assert main(["train", *replay_flags(world, tmp_path / "run", f"{tmp_path}/{{rollout_id}}.pt")]) != 0
+    assert problem in capsys.readouterr().err
+
+
+def test_a_dump_runs_no_code(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for rollout_id in range(2):
+        write_dump(tmp_path / f"{rollout_id}.pt", rollout_id, metadata={"x": Exploit(tmp_path / "pwned")})
+    assert main(["train", *replay_flags(world, tmp_path / "run", f"{tmp_path}/{{rollout_id}}.pt")]) != 0
+    assert "cannot be read without running code of the file" in capsys.readouterr().err
+    assert not (tmp_path / "pwned").exists()

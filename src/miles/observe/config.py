@@ -64,6 +64,9 @@ class ObserveConfig:
         None, "Name of the run in MLflow; the name of the run directory when not given."
     )
     mlflow_run_id: str | None = option(None, "Run of MLflow to continue, instead of a new one.")
+    log_correct_samples: bool = option(
+        False, "Also report the share and the response length of trajectories with a reward of at least 1."
+    )
     save_rollouts: bool = option(
         True,
         "Write every step's trajectories, with their tokens and log-probs, to rollouts/step-*.parquet.",
@@ -86,6 +89,18 @@ class ObserveConfig:
     load_debug_rollout_data: str | None = option(
         None,
         "Train on groups read from here and sample none: files as --save-debug-rollout-data names them, or a run.",
+        path=True,
+    )
+    load_debug_rollout_data_subsample: float | None = option(
+        None,
+        "Share of the recorded groups of every step to train on, the first ones; --rollout-batch-size is their number.",
+        gt=0,
+        le=1,
+    )
+    save_debug_train_data: str | None = option(
+        None,
+        "Also write the training samples of every step, with masks and advantages, to this file of torch.save, in "
+        "whose name {rollout_id} stands for the step.",
         path=True,
     )
     debug_rollout_only: bool = option(

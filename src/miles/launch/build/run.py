@@ -25,7 +25,7 @@ from miles.cluster.executor import Executor
 from miles.core.errors import UsageError
 from miles.core.hooks import EvalFn
 from miles.core.protocols import AdvantageEstimator, Filter, Journal, Rollout, Source, Trainer, WeightSync
-from miles.core.types import Version
+from miles.core.types import Group, Version
 from miles.hooks import registry
 from miles.hooks.compat.adapters import mark_evaluation
 from miles.hooks.offload import offload_evaluation
@@ -59,7 +59,7 @@ from miles.launch.build.user_hooks import UserHooks, load_user_hooks, wrap_rollo
 from miles.launch.config import Config
 from miles.launch.distributed.resilient_trainer import RecoveryState, ResilientTrainer
 from miles.launch.plan.plan import Plan
-from miles.observe.metric import group_metrics
+from miles.observe.metric import correct_metrics, group_metrics
 from miles.rollout.bad_rows import BadRowRollout, drop_empty_groups
 from miles.rollout.concurrency import ConcurrencyLimiter
 from miles.rollout.data.dataset import PromptCheck
@@ -235,12 +235,16 @@ def _build_planes(
         evaluate=evaluator,
         checkpoints=checkpoints,
         journal=wrap_journal(source, journal),
-        measure=group_metrics,
+        measure=_measure_with_correct if config.observe.log_correct_samples else group_metrics,
         decide=partial(worker.run_sync, name="The filter or advantage function") if is_offloaded else None,
         interruptible=rollout if isinstance(rollout, GroupRollout) and count_extra_groups(config) else None,
     )
     weights, run = stack.trainer.weights, stack.executors[0]
     return hooks.wrap_planes(planes, evaluator=evaluator, weights=weights, run=run, recorded=recorded)
+
+
+def _measure_with_correct(groups: tuple[Group, ...], version: Version) -> Mapping[str, float]:
+    return {**group_metrics(groups, version), **correct_metrics(groups)}
 
 
 def _build_group_filter(config: Config) -> Filter:

@@ -179,6 +179,14 @@ def check_saved_rollouts(c: Config) -> Iterator[str]:
         yield f"{_SAVE_DATA} and {_LOAD_DATA} name the same files, which would be overwritten; name others."
 
 
+def check_saved_train_data(c: Config) -> Iterator[str]:
+    path = c.observe.save_debug_train_data
+    if path is not None:
+        yield from _check_step_pattern("--save-debug-train-data", path)
+    if c.observe.load_debug_rollout_data_subsample is not None and c.observe.load_debug_rollout_data is None:
+        yield f"--load-debug-rollout-data-subsample takes a share of what {_LOAD_DATA} reads; add that."
+
+
 def _check_step_pattern(flag: str, path: str) -> Iterator[str]:
     try:
         is_constant = format_step_path(path, 1) == format_step_path(path, 2)
@@ -296,6 +304,7 @@ SCHEDULE_RULES: tuple[Rule, ...] = (
     check_train_env_vars,
     check_loaded_rollouts,
     check_saved_rollouts,
+    check_saved_train_data,
     check_elastic_schedule,
     check_elastic_engines,
     check_elastic_trainer,

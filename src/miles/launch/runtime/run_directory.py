@@ -64,6 +64,8 @@ MAY_CHANGE = frozenset(
         "keep_rollouts",
         "num_threads",
         "save_debug_rollout_data",
+        "save_debug_train_data",
+        "log_correct_samples",
         "session_audit",
         "session_server_host",
         "session_server_port",
