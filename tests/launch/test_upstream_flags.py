@@ -52,6 +52,18 @@ def test_moments_are_forgotten_after_every_rollout_step(world: Path, tmp_path: P
     assert state["updates"] == 4
 
 
+def test_the_reference_follows_the_policy_also_when_resumed(world: Path, tmp_path: Path):
+    still, whole, parted = tmp_path / "still", tmp_path / "whole", tmp_path / "parted"
+    assert main(["train", *flags(world, still, "--save-interval", "1", steps=4)]) == 0
+    line = ("--ref-update-interval", "2", "--save-interval", "1")
+    assert main(["train", *flags(world, whole, *line, steps=4)]) == 0
+    assert main(["train", *flags(world, parted, *line, "--debug-exit-after-rollout", "3", steps=4)]) == 0
+    assert main(["train", *flags(world, parted, *line, steps=4)]) == 0
+    assert everything(whole) == everything(parted)
+    kl, drift = read_metrics(whole, "kl"), read_metrics(still, "kl")
+    assert kl[:2] == drift[:2] and abs(kl[2]) < abs(drift[2])
+
+
 def test_rewards_are_trained_on_as_they_are(world: Path, tmp_path: Path):
     run = tmp_path / "run"
     assert main(["train", *flags(world, run, "--disable-rewards-normalization", steps=2)]) == 0
@@ -91,6 +103,9 @@ def test_balancing_by_flops_is_an_option(world: Path, tmp_path: Path):
         ("--save-hf models/{step}", "--save-hf models/{step} has a placeholder"),
         ('--train-env-vars {"A":[1]}', "--train-env-vars A must be a text or a number"),
         ("--disable-rewards-normalization --advantage-estimator rloo", "--disable-rewards-normalization is for grpo"),
+        ("--ref-update-interval 3", "give a --save-interval that divides it"),
+        ("--ref-update-interval 4 --keep-checkpoints 1", "raise --keep-checkpoints to 3"),
+        ("--ref-update-interval 2 --lora-rank 4", "--ref-update-interval is not supported with"),
         ("--balance-by-flops 1", "--balance-by-flops takes no value"),
     ],
 )

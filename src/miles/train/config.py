@@ -27,6 +27,13 @@ class TrainConfig:
         None, "Folder of the reference model in Hugging Face format; --hf-checkpoint when not given.", path=True
     )
 
+    ref_update_interval: int | None = option(
+        None,
+        "Steps after which the reference model becomes a copy of the policy; never when not given.",
+        unit="steps",
+        ge=1,
+    )
+
     opd_teacher_load: str | None = option(
         None, "Folder of the default distillation teacher in Hugging Face format.", path=True
     )

@@ -26,7 +26,7 @@ from miles.algo.correction_schedule import CorrectionChoice, build_correction_sc
 from miles.algo.importance_sampling import finalize_metrics
 from miles.algo.registry import NO_ALGO_HOOKS, AlgoHooks, build_loss, build_reducer, select_metric_reducer
 from miles.cluster.executor import Executor
-from miles.core.errors import ParityError, UsageError
+from miles.core.errors import CheckpointError, ParityError, UsageError
 from miles.core.types import Batch, Sample, StepReport, Version
 from miles.models.lora.adapters import LoraAdapters
 from miles.train.advantages import BatchLogprobs, BatchWithAdvantages, build_advantage_computer
@@ -85,6 +85,7 @@ class PolicyTrainer:
         _check_options(algo, temperature, reference, critic)
         self.version = version or Version()
         self._actor, self._critic = actor, critic
+        self._reference = reference
         self._algo = algo
         self._train = train
         self._hooks = hooks
@@ -136,6 +137,9 @@ class PolicyTrainer:
     async def step(self, batch: Batch) -> StepReport:
         """Train on ``batch``; the report's version is the new one."""
         report = await self._run(lambda: self._step(batch))
+        every = self._train.ref_update_interval
+        if every is not None and self.version.number % every == 0:
+            await self._run(self._update_reference)
         if self._train.reset_optimizer_states:
             await self._run(self._reset_optimizer)
         return report
@@ -174,7 +178,34 @@ class PolicyTrainer:
     def _load(self, folder: Path) -> Version:
         if self._critic is not None:
             self._critic.load(folder)
-        return checkpoint.load(folder, self._actor, self._optimizer, self._dp_group)
+        version = checkpoint.load(folder, self._actor, self._optimizer, self._dp_group)
+        self._restore_reference(folder, version.number)
+        return version
+
+    def _restore_reference(self, folder: Path, version: int) -> None:
+        """Load the reference of --ref-update-interval: the policy of an earlier checkpoint, beside this one."""
+        every = self._train.ref_update_interval
+        updated = 0 if every is None else version - version % every
+        if not updated or self._reference is None:
+            return
+        if updated == version:
+            self._update_reference()
+            return
+        earlier = folder.with_name(f"step-{updated:06d}")
+        if not earlier.is_dir():
+            raise CheckpointError(
+                f"{folder} cannot be continued: the reference of --ref-update-interval {every} is the policy of "
+                f"{earlier}, which is missing."
+            )
+        self._reference.load(earlier)
+
+    @torch.no_grad()
+    def _update_reference(self) -> None:
+        assert self._reference is not None, "a rule requires a reference"
+        targets = self._reference.parameters()
+        for name, parameter in self._actor.parameters().items():
+            targets[name].copy_(parameter)
+        self._reference.after_update()
 
     def _move(self, device: torch.device) -> None:
         self._optimizer.move(device)

@@ -82,7 +82,8 @@ def open_recorded_rollouts(config: Config, *, first: int, steps: int) -> ReplayS
     path = config.observe.load_debug_rollout_data
     if path is None:
         return None
-    recording = RolloutRecording(path, reward_key=config.rollout.reward_key)
+    load = partial(torch.load, map_location="cpu", weights_only=True)
+    recording = RolloutRecording(path, load=load, reward_key=config.rollout.reward_key)
     if (missing := recording.missing(range(first, steps + 1))) is not None:
         found = recording.available_steps()
         present = f"; it has steps {found[0]} to {found[-1]}" if found else ""

@@ -16,7 +16,7 @@ from miles.core.types import Group, Prompt, Sample
 from miles.observe.config import format_step_path
 from miles.observe.rollout_reader import StepRollouts, read_step_rollouts
 from miles.observe.rollouts import compute_sample_digest, step_path
-from miles.rollout.offline.torch_dump import is_torch_dump, read_torch_dump
+from miles.rollout.offline.torch_dump import LoadFn, is_torch_dump, read_torch_dump
 
 _NAME = re.compile(r"step-(\d{6,})\.parquet")
 _MAX_STEPS_AHEAD = 64
@@ -26,15 +26,15 @@ _MAX_STEPS_AHEAD = 64
 class RolloutRecording:
     """Rollout files by step: of a run directory, of a folder of such files, or of a name pattern with a placeholder.
 
-    Upstream's dumps count steps from 0 and have rewards of several parts, of which ``reward_key`` is trained on.
+    Upstream's dumps, which ``load`` reads, count steps from 0; of a reward with parts ``reward_key`` is trained on.
     """
 
-    def __init__(self, location: str, *, reward_key: str | None = None) -> None:
+    def __init__(self, location: str, *, load: LoadFn | None = None, reward_key: str | None = None) -> None:
         self.location = location
         folder = Path(location)
         inner = folder / "rollouts"
         self._folder = None if "{" in location else inner if inner.is_dir() else folder
-        self._read = lru_cache(maxsize=4)(partial(_read_file, reward_key=reward_key))
+        self._read = lru_cache(maxsize=4)(partial(_read_file, load=load, reward_key=reward_key))
 
     def path(self, step: int) -> Path:
         if self._folder is not None:
@@ -61,16 +61,18 @@ class RolloutRecording:
         return self._read(self.path(step), step)
 
 
-def _read_file(path: Path, step: int, *, reward_key: str | None) -> StepRollouts:
-    is_foreign = path.is_file() and is_torch_dump(path)
-    return read_torch_dump(path, step=step, reward_key=reward_key) if is_foreign else read_step_rollouts(path)
+def _read_file(path: Path, step: int, *, load: LoadFn | None, reward_key: str | None) -> StepRollouts:
+    if load is None or not path.is_file() or not is_torch_dump(path):
+        return read_step_rollouts(path)
+    return read_torch_dump(path, load, step=step, reward_key=reward_key)
 
 
 class ReplaySource:
     """A core.protocols.Source and Rollout: the prompts of the recorded groups, and each one's group as it was.
 
     Reads ``steps`` in order, of each the first ``share`` of its groups. A step is rejected if its vocabulary differs,
-    if these are not ``num_groups`` of ``num_trajectories`` each, or if it was saved without extras the trainer ``needs``.
+    if these are not ``num_groups`` of ``num_trajectories`` each, or if it was saved without extras the trainer
+    ``needs``.
     """
 
     def __init__(

@@ -6,7 +6,7 @@ is refused. Log-probs are those of the engine that sampled; the tokens count as 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from pickle import UnpicklingError
@@ -19,6 +19,7 @@ from miles.core.token_fields import ROUTED_EXPERTS
 from miles.core.types import Author, Group, Prompt, Reward, Span, Status, Trajectory, Version
 from miles.observe.rollout_reader import StepRollouts
 
+LoadFn = Callable[[Path], Any]
 _STATUS = {"completed": Status.COMPLETED, "truncated": Status.TRUNCATED, "failed": Status.FAILED}
 
 
@@ -28,12 +29,13 @@ def is_torch_dump(path: Path) -> bool:
         return file.read(4) == b"PK\x03\x04"
 
 
-def read_torch_dump(path: Path, *, step: int, reward_key: str | None = None) -> StepRollouts:
-    """The groups of a dump; DataError if it is not one, or holds what cannot be trained on."""
-    import torch
+def read_torch_dump(path: Path, load: LoadFn, *, step: int, reward_key: str | None = None) -> StepRollouts:
+    """The groups of a dump; DataError if it is not one, or holds what cannot be trained on.
 
+    ``load`` reads a file of ``torch.save`` and raises UnpicklingError for objects that are not plain data.
+    """
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = load(path)
     except (UnpicklingError, RuntimeError, EOFError) as error:
         raise DataError(
             f"{path} cannot be read without running code of the file: {str(error).splitlines()[0].rstrip('.')}; write "
