@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.launch.small_run import everything, flags, write_world
@@ -115,7 +116,7 @@ def test_what_does_not_go_together_is_refused(world: Path, tmp_path: Path, more:
     assert any(problem in one for one in error.value.problems), error.value.problems
 
 
-def write_dump(path: Path, rollout_id: int, *, groups: int = 4, size: int = 4, **more: object) -> None:
+def write_dump(path: Path, rollout_id: int, *, groups: int = 4, size: int = 4, **more: Any) -> None:
     """A file as upstream writes it."""
     import torch
 
@@ -191,7 +192,7 @@ class Exploit:
     ],
 )
 def test_a_dump_that_cannot_be_trained_on_is_refused(
-    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: dict[str, object], problem: str
+    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: dict[str, Any], problem: str
 ):
     for rollout_id in range(2):
         write_dump(tmp_path / f"{rollout_id}.pt", rollout_id, **more)

@@ -228,7 +228,8 @@ PARALLEL_RULES: tuple[Rule, ...] = (
 
 
 def check_reference_updates(c: Config) -> Iterator[str]:
-    every, s, flag = c.train.ref_update_interval, c.schedule, "--ref-update-interval"
+    every, s = c.train.ref_update_interval, c.schedule
+    flag = "--ref-update-interval"
     if every is None:
         return
     if not c.algo.use_kl_loss and not c.algo.kl_coef and c.algo.loss_type != "dpo_loss":
