@@ -104,6 +104,10 @@ WRONG: list[tuple[str, list[str]]] = [
             "--fp8-format asks for training in FP8, which is not supported.",
         ],
     ),
+    (
+        "--wandb-project P",
+        ["--wandb-project needs --use-wandb; add that, or remove --wandb-project."],
+    ),
     # ranges
     ("--lr -1", ["--lr must be at least 0, not -1."]),
     ("--rollout-top-p 0", ["--rollout-top-p must be above 0 and at most 1, not 0."]),

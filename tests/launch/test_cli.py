@@ -239,12 +239,12 @@ def test_an_upstream_command_line_is_answered_flag_by_flag(capsys: pytest.Captur
     )
     assert main(shlex.split(line.replace("train ", "plan ", 1))) == 0
     capsys.readouterr()
-    foreign = "--hidden-dropout 0.0 --attention-dropout 0.0 --sglang-ep-size 8 --swiglu --use-wandb"
+    foreign = "--hidden-dropout 0.0 --attention-dropout 0.0 --sglang-ep-size 8 --swiglu --use-trackio"
     assert main(shlex.split(f"{line} {foreign}".replace("train ", "plan ", 1))) == 0
     out = capsys.readouterr().out
     assert "1 flag restates the checkpoint: agreed" in out
     assert "2 flags of Megatron's implementation: what is computed here is at least that exact" in out
-    assert "2 flags have no effect here: --use-wandb, --sglang-ep-size" in out
+    assert "2 flags have no effect here: --use-trackio, --sglang-ep-size" in out
     assert len(complaints(f"{line} --fp8-format hybrid --num-layers 3 --hidden-dropout 0.1", capsys)) == 3
     wide = line.replace("--actor-num-gpus-per-node 1", "--actor-num-gpus-per-node 8")
     layout = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 1 "

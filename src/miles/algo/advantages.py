@@ -44,6 +44,11 @@ def grpo_advantages(reward_I: Floats64, length_I: Floats64) -> Floats64:
     return dr_grpo_advantages(reward_I, length_I) / (reward_I.std(ddof=1) + _EPSILON)
 
 
+def raw_advantages(reward_I: Floats64, length_I: Floats64) -> Floats64:
+    """The rewards themselves: REINFORCE without a baseline."""
+    return reward_I
+
+
 def dr_grpo_advantages(reward_I: Floats64, length_I: Floats64) -> Floats64:
     """Dr.GRPO: reward minus the group mean, 0 in a group of one.
 

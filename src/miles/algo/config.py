@@ -71,6 +71,12 @@ class AlgoConfig:
         "Divide a group's centred rewards by their standard deviation; off is Dr.GRPO.",
         off="--disable-grpo-std-normalization",
     )
+    rewards_normalization: bool = option(
+        True,
+        "Subtract the group's mean from rewards and divide by its deviation, as the estimator says; off trains on the "
+        "rewards as they are.",
+        off="--disable-rewards-normalization",
+    )
     advantage_role_key: str | None = option(
         None, "Compare only trajectories of a prompt that have the same value under this metadata key."
     )

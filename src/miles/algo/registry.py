@@ -20,6 +20,7 @@ from miles.algo.advantages import (
     grpo_advantages,
     maxrl_advantages,
     opo_advantages,
+    raw_advantages,
     raw_reward_advantages,
     rloo_advantages,
     zero_advantages,
@@ -165,6 +166,8 @@ def build_advantage_estimator(
 
 def select_group_advantages(config: AlgoConfig) -> GroupAdvantageFn:
     """Return the group advantage function of --advantage-estimator."""
+    if not config.rewards_normalization:
+        return raw_advantages
     advantages = ALGORITHMS[config.advantage_estimator].advantages
     return dr_grpo_advantages if advantages is grpo_advantages and not config.grpo_std_normalization else advantages
 

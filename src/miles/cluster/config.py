@@ -1,7 +1,7 @@
 """Options of the hardware, of fault tolerance and of the Ray runtime."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from miles.config.option import option
 
@@ -14,6 +14,11 @@ class ClusterConfig:
         "auto", "Device to compute on; auto takes an accelerator if there is one (ROCm counts as cuda)."
     )
     num_threads: int | None = option(None, "CPU threads per operation; torch's default if unset.", unit="threads", ge=1)
+    train_env_vars: dict[str, Any] = option(
+        factory=dict,
+        help="JSON object of environment variables of the trainer's processes; the first of them is this command, "
+        "whose engines inherit them.",
+    )
     actor_num_nodes: int = option(1, "Nodes for training.", unit="nodes", ge=1)
     actor_num_gpus_per_node: int = option(1, "GPUs for training on each node.", unit="devices", ge=1)
     rollout_num_gpus: int | None = option(

@@ -34,9 +34,13 @@ class FlagArgs:
 
 
 def parse(
-    root: type[C], argv: Sequence[str], layers: Sequence[Layer] = (), explain: Explain = lambda flag: None
+    root: type[C],
+    argv: Sequence[str],
+    layers: Sequence[Layer] = (),
+    explain: Explain = lambda flag: None,
+    overrides: Sequence[Layer] = (),
 ) -> ParseResult[C]:
-    """Parse ``argv`` over ``layers`` over defaults.
+    """Parse ``overrides`` over ``argv`` over ``layers`` over defaults.
 
     ``explain`` is called with flags and keys that no section has; it may return the end of a sentence that starts with
     the flag.
@@ -45,6 +49,8 @@ def parse(
     for layer in layers:
         _parse_layer(builder, layer, explain)
     _parse_flags(builder, argv, explain)
+    for layer in overrides:
+        _parse_layer(builder, layer, explain)
     return builder.build()
 
 
@@ -96,10 +102,10 @@ def _parse_flags(builder: ConfigBuilder[Any], argv: Sequence[str], explain: Expl
 
 
 def index_flags(options: Mapping[str, Option]) -> dict[str, Option]:
-    """Options by every flag that sets them: their own, aliases, the ``--no-`` form, and ``off``."""
+    """Options by every flag that sets them: their own, aliases, presets, the ``--no-`` form, and ``off``."""
     known: dict[str, Option] = {}
     for option in options.values():
-        for flag in (option.negation, option.off, *option.aliases, option.flag):
+        for flag in (option.negation, option.off, *option.aliases, *option.presets, option.flag):
             if flag is not None:
                 owner = known.setdefault(flag, option)
                 assert owner is option, f"{flag} is a flag of both {owner.name} and {option.name}"
@@ -107,10 +113,16 @@ def index_flags(options: Mapping[str, Option]) -> dict[str, Option]:
 
 
 def _parse_flag_value(option: Option, args: FlagArgs) -> Any:
-    if args.flag in (option.negation, option.off):
+    fixed: dict[str | None, Any] = {
+        **option.presets,
+        **dict.fromkeys((option.negation, option.off), option.negated_value),
+    }
+    if args.flag in fixed:
         if args.words:
             raise InvalidValue(f"takes no value, but was given {args.words[0]!r}")
-        return option.negated_value
+        return fixed[args.flag]
+    if option.secret and args.words == ("",):  # a shell variable that is unset
+        return None
     return option.value_type.from_words(args.words)
 
 
@@ -162,7 +174,8 @@ def suggest_name(name: str, known: Iterable[str]) -> str | None:
 
 
 def _parse_layer(builder: ConfigBuilder[Any], layer: Layer, explain: Explain) -> None:
-    folder, seen = os.path.dirname(layer.label), set[str]()
+    folder = os.path.dirname(layer.label) if layer.folder is None else layer.folder
+    seen = set[str]()
     for section, key, value in _iter_entries(builder, layer):
         option = builder.options.get(key)
         if option is None and (prefix := builder.find_passthrough(key)) is not None:

@@ -18,10 +18,14 @@ SUFFIXES = (".toml", ".yaml", ".yml")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """The values of one file under the name the user gave; included files are layers of their own."""
+    """The values of one file under the name the user gave; included files are layers of their own.
+
+    Relative paths start at ``folder``, by default the file's own.
+    """
 
     label: str
     values: Mapping[str, Any]
+    folder: str | None = None
 
 
 def read_layers(path: str) -> tuple[Layer, ...]:

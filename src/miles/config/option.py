@@ -1,6 +1,6 @@
 """Option declaration: a dataclass field whose name is its flag (``eps_clip`` <-> ``--eps-clip``)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, field
 from typing import Any, Literal
 
@@ -25,6 +25,8 @@ def option(
     inner: tuple[str, ...] = (),
     text: bool = False,
     hub: Literal["model", "dataset"] | None = None,
+    secret: bool = False,
+    presets: Mapping[str, Any] | None = None,
 ) -> Any:
     """Declare an option with its default and a one-sentence help text.
 
@@ -39,6 +41,9 @@ def option(
     ``hub`` says that a path option also takes a name on the Hugging Face hub, or a URL, of that kind.
 
     ``text`` says that ``@file`` stands for the content of a file, read at once, so that the config has the text.
+
+    ``secret`` keeps the value out of everything that is written or printed. ``presets`` are flags without a value,
+    each with the value it sets the option to.
     """
     bounds = NumberRange(ge=ge, gt=gt, le=le, lt=lt, or_value=or_value)
     metadata = {
@@ -52,6 +57,8 @@ def option(
         "inner": inner,
         "text": text,
         "hub": hub,
+        "secret": secret,
+        "presets": presets or {},
     }
     if factory is not None:
         return field(default_factory=factory, metadata=metadata)

@@ -17,6 +17,8 @@ Origins = Mapping[str, str]
 Explain = Callable[[str], str | None]
 C = TypeVar("C", bound=Dataclass)
 
+HIDDEN = "***"
+"""What is shown instead of a secret."""
 DEFAULT = "default"
 FLAG = "flag"
 
@@ -105,9 +107,10 @@ class ConfigBuilder(Generic[C]):
 
 
 def flatten_values(config: Dataclass) -> dict[str, Any]:
-    """Every option's value by name."""
+    """Every option's value by name, those of secrets hidden."""
     options = get_options(type(config)).values()
-    return {option.name: getattr(getattr(config, option.section), option.name) for option in options}
+    values = {option.name: getattr(getattr(config, option.section), option.name) for option in options}
+    return values | {o.name: HIDDEN for o in options if o.secret and values[o.name] is not None}
 
 
 def to_toml(config: Dataclass, origins: Origins) -> str:
@@ -179,6 +182,8 @@ def _resolve_table(table: Any, keys: Collection[str], resolve: Callable[[str], s
 def _format_assignment(option: Option, value: Any) -> str:
     if value is None:
         return f"# {option.name} is unset"
+    if option.secret:
+        return f"# {option.name} is secret and not written"
     if option.text:
         return f"{option.name} = {_to_toml_value('@' + value if value.startswith('@') else value)}"
     return f"{option.name} = {_to_toml_value(resolve_paths(option, value, os.getcwd()))}"

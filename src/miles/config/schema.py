@@ -33,6 +33,8 @@ class Option:
     inner: tuple[str, ...]
     text: bool
     hub: Literal["model", "dataset"] | None
+    secret: bool
+    presets: Mapping[str, Any]
 
     @property
     def flag(self) -> str:
@@ -117,4 +119,6 @@ def _section_options(section: str, cls: type[Dataclass]) -> Iterator[Option]:
             inner=f.metadata.get("inner", ()),
             text=f.metadata.get("text", False),
             hub=f.metadata.get("hub"),
+            secret=f.metadata.get("secret", False),
+            presets=f.metadata.get("presets", {}),
         )

@@ -1,6 +1,7 @@
 """Options of user hooks at the boundaries of rollout, training and scheduling."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from miles.config.option import option
 
@@ -62,4 +63,14 @@ class HooksConfig:
     )
     custom_tracker_path: str | None = option(
         None, "Hook that receives every event of the run (see core.protocols.Observer)."
+    )
+    custom_config_path: str | None = option(
+        None,
+        "A YAML or TOML file that wins over flags: keys that are options set them, all others are attributes of "
+        "the args that functions with upstream signatures get.",
+        path=True,
+    )
+    hook_arguments: dict[str, Any] = option(
+        factory=dict,
+        help="JSON object of further attributes of these args; those that hooks declare with add_arguments are added.",
     )

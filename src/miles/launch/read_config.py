@@ -12,8 +12,11 @@ from miles.config.cli import index_flags, parse, split_argv
 from miles.config.files import SUFFIXES, Layer, read_layers
 from miles.config.provenance import Origins, ParseResult
 from miles.config.schema import Dataclass, get_options
+from miles.config.value_types import InvalidValue
 from miles.core.errors import UsageError
 from miles.launch.config import Config
+from miles.launch.eval_config import read_eval_config
+from miles.launch.hook_arguments import extract_hook_arguments, find_file_option
 from miles.launch.upstream.table import explain_unknown_flag
 
 if TYPE_CHECKING:
@@ -45,8 +48,17 @@ def read(command: Command, argv: Sequence[str], *, weights: bool = True) -> tupl
         layers = read_layers(recipe) if recipe is not None else ()
     except UsageError as error:
         problems += error.problems
-    result = _parse_launch_line(flags, layers)
     recipe_was_read = not problems
+    overrides: list[Layer] = []
+    try:
+        flags, overrides = extract_hook_arguments(flags, layers, always=command in ("train", "eval"))
+        sets = find_file_option(flags, [*layers, *overrides], "eval_config")
+        overrides += [read_eval_config(sets)] if sets is not None else []
+    except InvalidValue:
+        pass  # parsing reports it
+    except UsageError as error:
+        raise UsageError([*problems, *error.problems]) from error
+    result = _parse_launch_line(flags, layers, overrides)
     problems += result.problems
     names = NameResolver(weights=weights and command != "plan")
     if recipe_was_read and result.config is not None:
@@ -65,15 +77,17 @@ def read_without_rules(argv: Sequence[str]) -> Config:
     return _get_config(_parse_launch_line(argv, ()))
 
 
-def _parse_launch_line(argv: Sequence[str], layers: Sequence[Layer]) -> ParseResult[Config]:
-    """Parse flags of ours and of upstream over ``layers``, and add what upstream's flags imply."""
+def _parse_launch_line(
+    argv: Sequence[str], layers: Sequence[Layer], overrides: Sequence[Layer] = ()
+) -> ParseResult[Config]:
+    """Parse ``overrides`` over flags of ours and of upstream over ``layers``; add what upstream's flags imply."""
     from miles.launch.upstream.implied import list_implied_options
     from miles.launch.upstream.rewrite import rewrite_argv
 
     argv = rewrite_argv(argv, index_flags(get_options(Config)), _read_context(argv, layers))
-    result = parse(Config, argv, layers, explain_unknown_flag)
+    result = parse(Config, argv, layers, explain_unknown_flag, overrides)
     implied = list_implied_options(result)
-    return parse(Config, argv, (*implied, *layers), explain_unknown_flag) if implied else result
+    return parse(Config, argv, (*implied, *layers), explain_unknown_flag, overrides) if implied else result
 
 
 _CONTEXT_FLAGS = (

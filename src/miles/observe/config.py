@@ -12,7 +12,7 @@ STEP_PLACEHOLDER = "rollout_id"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObserveConfig:
-    """Console view, TensorBoard, recorded rollouts and debug runs."""
+    """Console view, TensorBoard, Weights & Biases, MLflow, recorded rollouts and debug runs."""
 
     view: Literal["auto", "live", "plain", "none"] = option(
         "auto", "What the terminal shows: live bars, plain lines, nothing, or live exactly when it is a terminal."
@@ -20,6 +20,52 @@ class ObserveConfig:
     use_tensorboard: bool = option(False, "Also write every metric for TensorBoard.")
     tb_dir: str | None = option(
         None, "Where TensorBoard files go, instead of the folder tensorboard inside the run directory.", path=True
+    )
+    tb_project_name: str | None = option(
+        None, "Folder of the TensorBoard files of several runs, each in its own --tb-experiment-name.", path=True
+    )
+    tb_experiment_name: str | None = option(
+        None, "Folder of this run inside --tb-project-name; the name of the run directory when not given."
+    )
+
+    # -- Weights & Biases and MLflow
+    use_wandb: bool = option(False, "Also log every metric to Weights & Biases.")
+    wandb_project: str | None = option(None, "Project of Weights & Biases; miles when not given.")
+    wandb_group: str | None = option(None, "Group of Weights & Biases, and the first part of the run's name there.")
+    wandb_team: str | None = option(None, "Team (entity) of Weights & Biases; the account's default when not given.")
+    wandb_host: str | None = option(None, "URL of a Weights & Biases server of your own.")
+    wandb_mode: Literal["online", "offline", "disabled", "shared"] | None = option(
+        None, "Mode of Weights & Biases; offline writes files for wandb sync, without a network."
+    )
+    wandb_dir: str | None = option(
+        None, "Where Weights & Biases keeps its files, instead of the folder wandb inside the run directory.", path=True
+    )
+    wandb_run_id: str | None = option(None, "Run of Weights & Biases to continue, instead of a new one.")
+    wandb_random_suffix: bool = option(
+        True,
+        "End the group's name with random letters, so that no two runs share it.",
+        off="--disable-wandb-random-suffix",
+    )
+    wandb_always_use_train_step: bool = option(
+        False, "Count optimizer steps on the horizontal axis of Weights & Biases, instead of rollout steps."
+    )
+    wandb_key: str | None = option(
+        None,
+        "API key of Weights & Biases, never written down; other users of the machine can read a command line, so "
+        "prefer the environment variable WANDB_API_KEY.",
+        secret=True,
+    )
+    use_mlflow: bool = option(False, "Also log every metric to MLflow.")
+    mlflow_tracking_uri: str | None = option(
+        None, "URL or folder of the MLflow tracking store; MLFLOW_TRACKING_URI or mlruns when not given."
+    )
+    mlflow_experiment_name: str | None = option(None, "Experiment of MLflow; miles when not given.")
+    mlflow_run_name: str | None = option(
+        None, "Name of the run in MLflow; the name of the run directory when not given."
+    )
+    mlflow_run_id: str | None = option(None, "Run of MLflow to continue, instead of a new one.")
+    log_correct_samples: bool = option(
+        False, "Also report the share and the response length of trajectories with a reward of at least 1."
     )
     save_rollouts: bool = option(
         True,
@@ -43,6 +89,18 @@ class ObserveConfig:
     load_debug_rollout_data: str | None = option(
         None,
         "Train on groups read from here and sample none: files as --save-debug-rollout-data names them, or a run.",
+        path=True,
+    )
+    load_debug_rollout_data_subsample: float | None = option(
+        None,
+        "Share of the recorded groups of every step to train on, the first ones; --rollout-batch-size is their number.",
+        gt=0,
+        le=1,
+    )
+    save_debug_train_data: str | None = option(
+        None,
+        "Also write the training samples of every step, with masks and advantages, to this file of torch.save, in "
+        "whose name {rollout_id} stands for the step.",
         path=True,
     )
     debug_rollout_only: bool = option(

@@ -52,6 +52,9 @@ ROLLOUT = _parse_rows(
     unscored_ratio      | fraction | Fraction of trajectories without a score, since they or their reward failed.
     failed_ratio        | fraction | Fraction of trajectories whose environment or agent failed.
     reward/<part>       | reward   | Mean of a named part of the reward over the trajectories that have it.
+    correct_ratio       | fraction | With --log-correct-samples: share of trajectories with a reward of at least 1.
+    correct_response_length | tokens | With --log-correct-samples: mean response length of these trajectories.
+    correct_response_length_max | tokens | With --log-correct-samples: longest response of these trajectories.
     zero_std_ratio      | fraction | Fraction of groups whose rewards are all equal.
     staleness           | versions | How many versions behind the trainer's the oldest token of the batch was.
     staleness_mean      | versions | Mean over trajectories of how many versions their oldest token was behind.
@@ -205,6 +208,16 @@ def group_metrics(groups: Sequence[Group], version: Version) -> dict[str, float]
     if ages:
         metrics |= {"staleness": float(max(ages)), "staleness_mean": fmean(ages)}
     return {name: float(value) for name, value in metrics.items()}
+
+
+def correct_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Share and response length of correct trajectories; without any, no length."""
+    trajectories = [t for group in groups for t in group.trajectories if t.reward is not None]
+    correct = [t.response_length for t in trajectories if t.reward is not None and t.reward.value >= 1]
+    metrics = {"correct_ratio": len(correct) / max(1, len(trajectories))}
+    if correct:
+        metrics |= {"correct_response_length": fmean(correct), "correct_response_length_max": float(max(correct))}
+    return metrics
 
 
 def _has_equal_rewards(group: Group) -> bool:

@@ -42,10 +42,8 @@ class TensorBoard:
         match event:
             case RunStarted() if event.step:
                 self._void_after(event.step)
-            case StepFinished():
-                self._write(event.step, _add_section(event.metrics, "train") | _add_section(event.seconds, "seconds"))
-            case Evaluated():
-                self._write(event.step, _add_section(event.metrics, "eval") | _add_section(event.seconds, "seconds"))
+            case StepFinished() | Evaluated():
+                self._write(event.step, scalars_from_event(event))
             case _:
                 pass
 
@@ -70,8 +68,14 @@ class TensorBoard:
         self._writer.add_event(self._events.Event(wall_time=self._clock(), step=step, **payload))
 
 
+def scalars_from_event(event: StepFinished | Evaluated) -> dict[str, float]:
+    """Metrics and seconds of a step or an evaluation, by names with a section."""
+    section = "train" if isinstance(event, StepFinished) else "eval"
+    return _add_section(event.metrics, section) | _add_section(event.seconds, "seconds")
+
+
 def _add_section(values: Mapping[str, float], section: str) -> dict[str, float]:
-    """Prefix names with the section, by which TensorBoard groups charts."""
+    """Prefix names with the section, by which charts are grouped."""
     return {
         name if name.startswith(f"{section}/") else f"{section}/{name}": float(value) for name, value in values.items()
     }

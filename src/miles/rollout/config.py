@@ -37,6 +37,9 @@ class RolloutConfig:
     chosen_key: str = option("chosen", "Column of the preferred reply of a pair, text or chat messages.")
     rejected_key: str = option("rejected", "Column of the rejected reply of a pair, text or chat messages.")
     metadata_key: str = option("metadata", "Column of an object passed to hooks as it is; rows may lack it.")
+    tool_key: str | None = option(
+        None, "Column of the tools that the chat template lists, a list or its JSON; hooks see it as metadata tools."
+    )
     apply_chat_template: bool = option(False, "Render prompts with the tokenizer's chat template.")
     apply_chat_template_kwargs: dict[str, Any] = option(
         factory=dict, help="JSON object of extra arguments for the chat template."
@@ -167,6 +170,14 @@ class RolloutConfig:
         hub="dataset",
         schemes=("reasoning_gym",),
     )
+    eval_config: str | None = option(
+        None,
+        "A YAML file of held-out sets, each with its own data, columns, sampling, number of trajectories and grader.",
+        path=True,
+    )
+    eval_options: dict[str, Any] = option(
+        factory=dict, help="JSON object of the options of each held-out set by name, with the keys of --eval-config."
+    )
     n_samples_per_eval_prompt: int = option(1, "Trajectories per held-out prompt.", unit="trajectories", ge=1)
     eval_temperature: float | None = option(
         None, "Sampling temperature of evaluation; the rollout's when absent.", ge=0
@@ -176,8 +187,21 @@ class RolloutConfig:
     eval_max_response_len: int | None = option(
         None, "Maximum response tokens in evaluation; the rollout's when absent.", unit="tokens", ge=1
     )
+    eval_max_prompt_len: int | None = option(
+        None, "Maximum prompt tokens of the held-out sets; the rollout's when absent.", unit="tokens", ge=1
+    )
+    eval_max_context_len: int | None = option(
+        None,
+        "Maximum tokens of prompt and response together in evaluation; the rollout's when absent.",
+        unit="tokens",
+        ge=2,
+    )
+    eval_reward_key: str | None = option(
+        None, "Named part of the reward that evaluation reports; the reward key when absent."
+    )
     eval_input_key: str | None = option(None, "Prompt column of the held-out sets; the input key when absent.")
     eval_label_key: str | None = option(None, "Answer column of the held-out sets; the label key when absent.")
+    eval_tool_key: str | None = option(None, "Tools column of the held-out sets; the tool key when absent.")
     skip_eval_before_train: bool = option(False, "Do not evaluate before the first training step.")
     log_passrate: bool = option(False, "Also report pass@k, for every power of two up to the trajectories per prompt.")
 

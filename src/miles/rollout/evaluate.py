@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence, Sized
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import comb
 from statistics import fmean
@@ -13,14 +13,30 @@ from miles.core.agents import ROLES, get_role_reward, list_roles
 from miles.core.errors import first_cause
 from miles.core.hooks import EvalFn
 from miles.core.protocols import Engine, Generate, GroupRewardFn, RewardFn, Rollout, SamplingParams
-from miles.core.types import Group, Prompt, Status
+from miles.core.types import EMPTY, Group, Prompt, Status, Trajectory
 from miles.rollout.custom import check_eval_groups
 from miles.rollout.group_rollout import GroupRollout
 from miles.rollout.seeds import make_eval_seed_fn
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSettings:
+    """How one held-out set is sampled and scored."""
+
+    generate: Generate
+    sampling: SamplingParams
+    group_size: int
+    reward: RewardFn | None = None
+    group_reward: GroupRewardFn | None = None
+    reward_key: str | None = None
+    reward_name: str = "the reward function"
+
+
 class Evaluator:
-    """Evaluates every prompt of every named set, with the same seeds each time; ``eval_fn`` may replace it."""
+    """Evaluates every prompt of every named set, with the same seeds each time; ``eval_fn`` may replace it.
+
+    ``settings`` are those of sets that have their own.
+    """
 
     def __init__(
         self,
@@ -39,25 +55,35 @@ class Evaluator:
         max_reward_failures: int = 128,
         log_passrate: bool = False,
         eval_fn: EvalFn | None = None,
+        settings: Mapping[str, EvalSettings] = EMPTY,
     ) -> None:
         self._log_passrate = log_passrate
         self._eval_fn = eval_fn
         self._engine = engine
-        self._sampling = sampling
         self._seed = seed
+        default = EvalSettings(
+            generate=generate,
+            sampling=sampling,
+            group_size=group_size,
+            reward=reward,
+            group_reward=group_reward,
+            reward_key=reward_key,
+            reward_name=reward_name,
+        )
+        self._settings = {name: settings.get(name, default) for name in sets}
         self._sets = {
             name: (
                 tuple(prompts),
                 GroupRollout(
                     engine=engine,
-                    generate=generate,
-                    sampling=sampling,
-                    group_size=group_size,
                     seed_fn=make_eval_seed_fn(seed, name),
-                    reward=reward,
-                    group_reward=group_reward,
-                    reward_key=reward_key,
-                    reward_name=reward_name,
+                    generate=self._settings[name].generate,
+                    sampling=self._settings[name].sampling,
+                    group_size=self._settings[name].group_size,
+                    reward=self._settings[name].reward,
+                    group_reward=self._settings[name].group_reward,
+                    reward_key=self._settings[name].reward_key,
+                    reward_name=self._settings[name].reward_name,
                     reward_seconds=reward_seconds,
                     max_reward_failures=max_reward_failures,
                 ),
@@ -95,13 +121,23 @@ class Evaluator:
 
     async def _evaluate_set(self, name: str, prompts: Sequence[Prompt], default_rollout: Rollout) -> list[Group]:
         if self._eval_fn is not None:
-            sampling = replace(self._sampling, seed=self._seed)
+            sampling = replace(self._settings[name].sampling, seed=self._seed)
             return check_eval_groups(
                 name, prompts, await self._eval_fn(name, prompts, self._engine, sampling, default_rollout)
             )
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(_produce(default_rollout, prompt)) for prompt in prompts]
         return [task.result() for task in running]
+
+
+def limit_context(generate: Generate, render: Callable[[Prompt], Sized], limit: int) -> Generate:
+    """The function with responses that fit, with the prompt, within ``limit`` tokens."""
+
+    async def generate_within(prompt: Prompt, engine: Engine, sampling: SamplingParams) -> Trajectory:
+        room = min(sampling.max_new_tokens, limit - len(render(prompt)))
+        return await generate(prompt, engine, replace(sampling, max_new_tokens=room))
+
+    return generate_within
 
 
 async def _produce(rollout: Rollout, prompt: Prompt) -> Group:

@@ -11,18 +11,22 @@ import numpy as np
 from miles.core.errors import DataError
 from miles.core.protocols import Tokenizer
 from miles.core.types import EMPTY, Prompt, Tokens
+from miles.rollout.data.schema import TOOLS
 
 _CACHE_SIZE = 64
 """Trajectories of one prompt start together, so a small cache renders each prompt once."""
 
 
 class PromptRenderer:
-    """Applies the chat template, or encodes plain text without adding special tokens."""
+    """Applies the chat template, with a prompt's ``tools`` if asked, or encodes text without special tokens."""
 
-    def __init__(self, tokenizer: Tokenizer, *, chat: bool, template: Mapping[str, Any] = EMPTY) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, chat: bool, template: Mapping[str, Any] = EMPTY, tools: bool = False
+    ) -> None:
         self._tokenizer = tokenizer
         self._chat = chat
         self._template = template
+        self._tools = tools
         self._cache: OrderedDict[int, tuple[Sequence[Any], Tokens]] = OrderedDict()
 
     def __call__(self, prompt: Prompt) -> Tokens:
@@ -36,7 +40,9 @@ class PromptRenderer:
 
     def _render(self, prompt: Prompt) -> Tokens:
         if self._chat:
-            ids = self._tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True, **self._template)
+            tools = {TOOLS: prompt.metadata[TOOLS]} if self._tools and TOOLS in prompt.metadata else {}
+            template = {**self._template, **tools}
+            ids = self._tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True, **template)
         else:
             ids = self._tokenizer.encode(get_plain_text(prompt))
         if not ids:

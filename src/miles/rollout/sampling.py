@@ -1,5 +1,7 @@
 """Sampling parameters and length limits of training and evaluation, from the options."""
 
+from dataclasses import replace
+
 from miles.core.protocols import SamplingParams
 from miles.rollout.config import RolloutConfig
 
@@ -39,6 +41,17 @@ def resolve_prompt_limit(config: RolloutConfig) -> int | None:
     context = config.rollout_max_context_len
     limits = (config.rollout_max_prompt_len, None if context is None else context - 1)
     return min((limit for limit in limits if limit is not None), default=None)
+
+
+def resolve_eval_prompt_limit(config: RolloutConfig) -> int | None:
+    """Maximum tokens of a held-out prompt, as ``resolve_prompt_limit``."""
+    return resolve_prompt_limit(
+        replace(
+            config,
+            rollout_max_prompt_len=config.eval_max_prompt_len or config.rollout_max_prompt_len,
+            rollout_max_context_len=config.eval_max_context_len or config.rollout_max_context_len,
+        )
+    )
 
 
 def _first_set(limit: float | None, default: float) -> float:

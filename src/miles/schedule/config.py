@@ -14,11 +14,22 @@ class ScheduleConfig:
     num_epoch: int | None = option(
         None, "Number of passes over the prompts, instead of --num-rollout.", unit="epochs", ge=1
     )
+    debug_exit_after_rollout: int | None = option(
+        None,
+        "Save and end the command after this many steps of its own; the schedule is still that of the whole run.",
+        unit="steps",
+        ge=1,
+    )
     max_weight_staleness: int = option(
         0, "Maximum age, in weight versions, of a token when it is trained on; 0 is on-policy.", unit="versions", ge=0
     )
     colocate: bool = option(
         False, "Trainer and engines share the devices and take turns, also with --rollout-num-gpus."
+    )
+    offload_rollout: bool | None = option(
+        None,
+        "Release the engines' memory while the trainer works; when not given, exactly where both take turns on the "
+        "same devices.",
     )
     reorder_window: int = option(
         1, "Number of finished groups that may overtake an unfinished one; 1 keeps strict order.", unit="groups", ge=1
@@ -36,6 +47,12 @@ class ScheduleConfig:
     save_failure: Literal["stop", "warn"] = option(
         "stop",
         "What a failed checkpoint save does: stop the run or warn; the last save of a run always stops it.",
+    )
+    save_hf: str | None = option(
+        None,
+        "Also write the model of every checkpoint, without the optimizer, to this folder, in whose name {rollout_id} "
+        "stands for the step.",
+        path=True,
     )
     eval_interval: int | None = option(None, "Steps between evaluations.", unit="steps", ge=1)
     parity_tolerance: float = option(

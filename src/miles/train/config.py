@@ -27,6 +27,13 @@ class TrainConfig:
         None, "Folder or hub name of the reference model; --hf-checkpoint when not given.", path=True, hub="model"
     )
 
+    ref_update_interval: int | None = option(
+        None,
+        "Steps after which the reference model becomes a copy of the policy; never when not given.",
+        unit="steps",
+        ge=1,
+    )
+
     opd_teacher_load: str | None = option(
         None, "Folder or hub name of the default distillation teacher.", path=True, hub="model"
     )
@@ -93,6 +100,9 @@ class TrainConfig:
         "Storage dtype of the optimizer moments; int8 is block-quantized with a scale per 256 values, and "
         "master weights stay float32.",
     )
+    reset_optimizer_states: bool = option(
+        False, "Forget the optimizer's moments after every rollout step; master weights and the schedule stay."
+    )
     optimizer_cpu_offload: bool = option(
         False,
         "Keep optimizer moments and master weights in host memory and stream them through the device in each update.",
@@ -113,7 +123,9 @@ class TrainConfig:
     )
     balance_by: Literal["tokens", "flops"] = option(
         "tokens",
-        "What --balance-data balances: tokens, or FLOPs, which grow with the square of a sample's length.",
+        "What --balance-data balances: tokens, or FLOPs (--balance-by-flops), which grow with the square of a sample's "
+        "length.",
+        presets={"--balance-by-flops": "flops"},
     )
     share_prefix: bool = option(
         False,
@@ -148,6 +160,7 @@ class TrainConfig:
         " it needs more than a quarter of the free memory.",
     )
 
+    offload: bool = option(False, "Short for --offload-train --offload-rollout.")
     async_save: bool = option(
         False,
         "Write checkpoints in the background from a copy in host memory; training waits only for the copy.",

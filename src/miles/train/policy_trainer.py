@@ -26,7 +26,7 @@ from miles.algo.correction_schedule import CorrectionChoice, build_correction_sc
 from miles.algo.importance_sampling import finalize_metrics
 from miles.algo.registry import NO_ALGO_HOOKS, AlgoHooks, build_loss, build_reducer, select_metric_reducer
 from miles.cluster.executor import Executor
-from miles.core.errors import ParityError, UsageError
+from miles.core.errors import CheckpointError, ParityError, UsageError
 from miles.core.types import Batch, Sample, StepReport, Version
 from miles.models.lora.adapters import LoraAdapters
 from miles.train.advantages import BatchLogprobs, BatchWithAdvantages, build_advantage_computer
@@ -42,7 +42,7 @@ from miles.train.grad_accumulation import GradAccumulator, LogprobReader, Metric
 from miles.train.hooks import NO_TRAIN_HOOKS, TrainHooks
 from miles.train.model_protocols import HasAdapters, TrainModel, get_engine_weights
 from miles.train.optim.lr_scheduler import build_lr_schedule
-from miles.train.optim.optimizer import OptimizerProtocol, build_optimizer
+from miles.train.optim.optimizer import MASTER, OptimizerProtocol, build_optimizer
 from miles.train.parity_check import accumulate_parity, check_exact_parity, format_parity_error, parity_metrics
 
 
@@ -85,6 +85,7 @@ class PolicyTrainer:
         _check_options(algo, temperature, reference, critic)
         self.version = version or Version()
         self._actor, self._critic = actor, critic
+        self._reference = reference
         self._algo = algo
         self._train = train
         self._hooks = hooks
@@ -135,7 +136,13 @@ class PolicyTrainer:
 
     async def step(self, batch: Batch) -> StepReport:
         """Train on ``batch``; the report's version is the new one."""
-        return await self._run(lambda: self._step(batch))
+        report = await self._run(lambda: self._step(batch))
+        every = self._train.ref_update_interval
+        if every is not None and self.version.number % every == 0:
+            await self._run(self._update_reference)
+        if self._train.reset_optimizer_states:
+            await self._run(self._reset_optimizer)
+        return report
 
     async def save(self, folder: Path) -> None:
         await self._run(lambda: self._save(folder))
@@ -171,7 +178,34 @@ class PolicyTrainer:
     def _load(self, folder: Path) -> Version:
         if self._critic is not None:
             self._critic.load(folder)
-        return checkpoint.load(folder, self._actor, self._optimizer, self._dp_group)
+        version = checkpoint.load(folder, self._actor, self._optimizer, self._dp_group)
+        self._restore_reference(folder, version.number)
+        return version
+
+    def _restore_reference(self, folder: Path, version: int) -> None:
+        """Load the reference of --ref-update-interval: the policy of an earlier checkpoint, beside this one."""
+        every = self._train.ref_update_interval
+        updated = 0 if every is None else version - version % every
+        if not updated or self._reference is None:
+            return
+        if updated == version:
+            self._update_reference()
+            return
+        earlier = folder.with_name(f"step-{updated:06d}")
+        if not earlier.is_dir():
+            raise CheckpointError(
+                f"{folder} cannot be continued: the reference of --ref-update-interval {every} is the policy of "
+                f"{earlier}, which is missing."
+            )
+        self._reference.load(earlier)
+
+    @torch.no_grad()
+    def _update_reference(self) -> None:
+        assert self._reference is not None, "a rule requires a reference"
+        targets = self._reference.parameters()
+        for name, parameter in self._actor.parameters().items():
+            targets[name].copy_(parameter)
+        self._reference.after_update()
 
     def _move(self, device: torch.device) -> None:
         self._optimizer.move(device)
@@ -222,6 +256,12 @@ class PolicyTrainer:
         self.version = self.version.next()
         seconds["optimize"] = self._clock() - previous
         return StepReport(version=self.version, metrics=metrics, seconds=seconds)
+
+    def _reset_optimizer(self) -> None:
+        """Forget the moments, and keep master weights and the number of updates."""
+        state = self._optimizer.state()
+        masters = {name: state[name].clone() for name in state if name.startswith(f"{MASTER}.")}
+        self._optimizer.load(masters, updates=self._optimizer.updates)
 
     def _compute_advantages(
         self, plan: list[list[MicroBatch]], old_logprobs: list[list[Tensor | None]]

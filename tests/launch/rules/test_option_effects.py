@@ -141,6 +141,8 @@ RESTATED = {
     "opd_type": "check_teacher_location",
     "lora_dropout": "check_lora_setup",
     "debug_train_only": "check_debug_modes",
+    "custom_config_path": "extract_hook_arguments",
+    "eval_config": "read_eval_config",
 }
 
 

@@ -252,10 +252,10 @@ def test_the_certificate_of_a_session_server_is_checked(tmp_path: Path):
 
 
 def test_where_a_run_is_copied_to_is_checked():
-    assert told("--push-to-hub nowhere", "plan") == ["--push-to-hub nowhere is not a repository; write ORG/NAME."]
-    assert told("--hub-private") == [
+    assert list_problems("--push-to-hub nowhere", "plan") == ["--push-to-hub nowhere is not a repository; write ORG/NAME."]
+    assert list_problems("--hub-private") == [
         "--hub-private and --hub-revision are about --push-to-hub; add it, or remove them."
     ]
-    assert told("--save-remote backups") == [
+    assert list_problems("--save-remote backups") == [
         "--save-remote backups is not a URL: write s3://bucket/run, or use --save for a folder."
     ]

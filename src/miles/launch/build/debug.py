@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from miles.core.errors import DataError
+from miles.core.events import BatchTaken, Event
 from miles.core.protocols import AdvantageEstimator, Trainer
 from miles.core.token_fields import ROUTED_EXPERTS
 from miles.core.types import Batch, StepReport, Version
@@ -39,7 +41,40 @@ def build_rollout_dumps(config: Config, directory: Path) -> list[DurableSink]:
         )
     if o.save_debug_rollout_data is not None:
         sinks.append(RolloutDump(partial(format_step_path, o.save_debug_rollout_data), file_metadata=about))
+    if o.save_debug_train_data is not None:
+        sinks.append(TrainDataDump(partial(format_step_path, o.save_debug_train_data)))
     return sinks
+
+
+class TrainDataDump:
+    """A sink that writes the samples of every step with ``torch.save``: a dict of lists, an entry for each sample."""
+
+    def __init__(self, find_path: Callable[[int], Path]) -> None:
+        self._find_path = find_path
+
+    def __call__(self, event: Event) -> None:
+        if not isinstance(event, BatchTaken):
+            return
+        path = self._find_path(event.step)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        samples = event.batch.samples
+        data = {
+            "tokens": [torch.tensor(s.tokens) for s in samples],
+            "loss_masks": [torch.tensor(s.mask) for s in samples],
+            "rollout_log_probs": [torch.tensor(s.logprobs) for s in samples],
+            "advantages": [torch.tensor(s.advantages) for s in samples],
+            "weight_versions": [torch.tensor(s.versions) for s in samples],
+            "rewards": [s.reward for s in samples],
+            "prompt_ids": [s.prompt_id for s in samples],
+            "trajectories": [s.trajectory for s in samples],
+        }
+        torch.save({"rollout_id": event.step, "rollout_data": data}, path)
+
+    def commit(self) -> None:
+        """Nothing is buffered."""
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 def open_recorded_rollouts(config: Config, *, first: int, steps: int) -> ReplaySource | None:
@@ -47,7 +82,8 @@ def open_recorded_rollouts(config: Config, *, first: int, steps: int) -> ReplayS
     path = config.observe.load_debug_rollout_data
     if path is None:
         return None
-    recording = RolloutRecording(path)
+    load = partial(torch.load, map_location="cpu", weights_only=True)
+    recording = RolloutRecording(path, load=load, reward_key=config.rollout.reward_key)
     if (missing := recording.missing(range(first, steps + 1))) is not None:
         found = recording.available_steps()
         present = f"; it has steps {found[0]} to {found[-1]}" if found else ""
@@ -62,6 +98,7 @@ def open_recorded_rollouts(config: Config, *, first: int, steps: int) -> ReplayS
         num_groups=config.rollout.rollout_batch_size,
         num_trajectories=config.rollout.n_samples_per_prompt,
         vocabulary=fingerprint_vocabulary(Path(config.models.hf_checkpoint)),
+        share=config.observe.load_debug_rollout_data_subsample or 1.0,
         needs=(ROUTED_EXPERTS,) if config.algo.use_rollout_routing_replay else (),
     )
 

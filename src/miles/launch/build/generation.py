@@ -28,6 +28,7 @@ from miles.launch.build.rewards import build_pooled_rewards, build_rewards, name
 from miles.launch.config import Config
 from miles.launch.policies.config import PolicyConfig, is_trained
 from miles.launch.rules.paths import read_key_file
+from miles.rollout.eval_options import lists_tools
 from miles.rollout.generate.agent import AgentGenerate, AgentSession, find_abort_hook
 from miles.rollout.generate.dispatch import GenerateDispatch
 from miles.rollout.generate.multi_turn import MultiTurn, turn_limits_from_config
@@ -101,7 +102,9 @@ def build_generation(
     r = config.rollout
     worker = build_hook_worker(config, report)
     sandbox = cache(partial(build_sandbox, r))  # one for tools and rewards: --code-concurrency counts both
-    render = PromptRenderer(policy.tokenizer, chat=r.apply_chat_template, template=r.apply_chat_template_kwargs)
+    render = PromptRenderer(
+        policy.tokenizer, chat=r.apply_chat_template, template=r.apply_chat_template_kwargs, tools=lists_tools(r)
+    )
     limit = resolve_context_limit(r, policy.spec.max_positions)
     functions: dict[str, Generate] = {SINGLE_TURN: SingleTurn(render, policy.tokenizer.text, max_context_len=limit)}
     agents = None

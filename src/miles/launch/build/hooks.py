@@ -22,6 +22,8 @@ from miles.hooks.registry import HookPoint
 from miles.launch.config import Config
 from miles.launch.plan.plan import parse_teacher_folders
 from miles.models.tokenizer import HfTokenizer, load_tokenizer
+from miles.rollout.data.schema import TOOLS
+from miles.rollout.eval_options import lists_tools
 from miles.rollout.prompt_renderer import PromptRenderer
 from miles.rollout.span_extras import fill_span_extras
 from miles.train.hooks import TrainHooks
@@ -116,11 +118,13 @@ def build_upstream_context(config: Config, services: UpstreamServices = NO_SERVI
 
     @cache
     def renderer() -> PromptRenderer:
-        return PromptRenderer(tokenizer(), chat=r.apply_chat_template, template=r.apply_chat_template_kwargs)
+        template = r.apply_chat_template_kwargs
+        return PromptRenderer(tokenizer(), chat=r.apply_chat_template, template=template, tools=lists_tools(r))
 
     def show_prompt(prompt: Prompt) -> str | Sequence[Mapping[str, Any]]:
         if r.apply_chat_template:
-            template = r.apply_chat_template_kwargs
+            tools = {TOOLS: prompt.metadata[TOOLS]} if lists_tools(r) and TOOLS in prompt.metadata else {}
+            template = {**r.apply_chat_template_kwargs, **tools}
             return tokenizer().render_chat_text(prompt.messages, add_generation_prompt=True, **template)
         single = prompt.messages[0]["content"] if len(prompt.messages) == 1 else None
         return single if isinstance(single, str) else [dict(message) for message in prompt.messages]
@@ -138,7 +142,7 @@ def build_upstream_context(config: Config, services: UpstreamServices = NO_SERVI
 
 def _build_args(config: Config) -> UpstreamArgs:
     """The run's flags with the values that upstream's functions expect of those that are not set."""
-    values = {**_ONLY_UPSTREAM, **flatten_values(config)}
+    values = {**_ONLY_UPSTREAM, **flatten_values(config), **config.hooks.hook_arguments}
     values |= {name: default for name, default in _DEFAULTS.items() if values.get(name) is None}
     if values["eps_clip_high"] is None:
         values["eps_clip_high"] = values["eps_clip"]

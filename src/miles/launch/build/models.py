@@ -293,6 +293,8 @@ def build_policy_trainer(
 def _offloads_optimizer(config: Config, plan: Plan, policy: BaseCheckpoint) -> bool:
     """Whether the optimizer is offloaded while the engine runs: as configured, else when it takes much memory."""
     train = config.train
+    if train.offload and train.offload_train is None:
+        return True
     if train.offload_train is not None:
         return train.offload_train
     count = 2 if config.algo.advantage_estimator in CRITIC_ESTIMATORS and train.critic_device == "auto" else 1

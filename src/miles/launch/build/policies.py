@@ -182,6 +182,7 @@ def build_stack(
     if len(owners) > 1:
         trainer, sync = _combine_policies(owners, trainers, syncs, main)
     colocated = engines and not overlap
+    offloads = policies.main.config.schedule.offload_rollout is not False
     return PolicyStack(
         engines=engines,
         native_engines=tuple(natives.values()),
@@ -189,7 +190,7 @@ def build_stack(
         trainer=trainer,
         resilient=trainers[main].resilient,
         sync=sync,
-        lease=ColocatedLease(engine=SleepGroup(list(engines.values())), trainer=trainer)
+        lease=ColocatedLease(engine=SleepGroup(list(engines.values()) if offloads else ()), trainer=trainer)
         if colocated
         else DisjointLease(),
         executors=(*executors.values(), train_executor),

@@ -18,8 +18,10 @@ from miles.rollout.data.dataset import Dataset, DatasetSource, PromptCheck, chec
 from miles.rollout.data.mixture import MixturePart, MixtureSource, build_source, check_parts, read_parts
 from miles.rollout.data.prompt_template import PromptTemplate, apply_prompt_template
 from miles.rollout.data.schema import PreferenceColumns
+from miles.rollout.eval_options import get_metadata_overrides, list_set_options
 from miles.rollout.offline.preference import PreferenceRollout
 from miles.rollout.offline.sft import SFTRollout
+from miles.rollout.sampling import resolve_eval_prompt_limit
 
 AnySource = DatasetSource | MixtureSource | CurriculumSource | CustomSource
 
@@ -34,6 +36,7 @@ def read_training_parts(
         input_key=r.input_key,
         label_key=r.label_key,
         metadata_key=r.metadata_key,
+        tool_key=r.tool_key,
         skip_bad_rows=r.skip_bad_rows,
         pair=PreferenceColumns(chosen=r.chosen_key, rejected=r.rejected_key)
         if config.algo.loss_type in PREFERENCE_LOSSES
@@ -70,18 +73,29 @@ def build_prompt_check(config: Config, *, context: int | None, renders: bool) ->
     return PromptCheck(context=context, max_rows=r.check_rows if renders else 0, skip_bad=r.skip_bad_rows)
 
 
+def get_set_config(config: Config, name: str) -> Config:
+    """The config of one held-out set, with its own options."""
+    return replace(config, rollout=replace(config.rollout, **list_set_options(config.rollout, name)))
+
+
 def read_held_out_set(
-    path: str, config: Config, render: Callable[[Prompt], Sized], limit: int | None, check: PromptCheck
+    name: str, path: str, config: Config, render: Callable[[Prompt], Sized], check: PromptCheck
 ) -> Dataset:
     """One set of ``--eval-prompt-data``, without the prompts that are too long or cannot be used."""
-    r = config.rollout
+    r = get_set_config(config, name).rollout
+    limit = resolve_eval_prompt_limit(r)
+    overrides = get_metadata_overrides(r, name)
     dataset = read_dataset(
         path,
         input_key=r.eval_input_key or r.input_key,
         label_key=r.eval_label_key or r.label_key,
         metadata_key=r.metadata_key,
+        tool_key=r.eval_tool_key or r.tool_key,
         skip_bad_rows=r.skip_bad_rows,
     )
+    if overrides:
+        prompts = tuple(replace(prompt, metadata={**prompt.metadata, **overrides}) for prompt in dataset.prompts)
+        dataset = replace(dataset, prompts=prompts)
     dataset = apply_prompt_template(dataset, build_prompt_template(config))
     checked = check_prompts(dataset, render, limit=limit, check=check)
     return replace(checked, prompts=tuple(p for p in checked.prompts if p.id not in checked.bad_ids))

@@ -84,16 +84,24 @@ def build_pooled_rewards(
 
     Without a pool, the user's functions run in the ``worker``'s thread, and programs in the tools' ``sandbox``.
     """
-    reward, group_reward = build_rewards(config, sandbox)
     if not config.rollout.reward_num_workers:
-        if config.rollout.custom_rm_path is not None:
-            reward = reward and offload_function(worker, reward, "The reward function")
-            group_reward = group_reward and offload_function(worker, group_reward, "The group reward function")
-        return reward, group_reward, None
+        return *build_offloaded_rewards(config, worker, sandbox), None
+    _, group_reward = build_rewards(config)
     pool = _build_worker_pool(config, partial(_log_to, logs))
     if group_reward is not None:
         return None, PooledGroupReward(pool), pool
     return PooledReward(pool), None, pool
+
+
+def build_offloaded_rewards(
+    config: Config, worker: HookWorker, sandbox: Callable[[], Sandbox] | None = None
+) -> tuple[RewardFn | None, GroupRewardFn | None]:
+    """The rewards, computed in this process; the user's functions run in the ``worker``'s thread."""
+    reward, group_reward = build_rewards(config, sandbox)
+    if config.rollout.custom_rm_path is not None:
+        reward = reward and offload_function(worker, reward, "The reward function")
+        group_reward = group_reward and offload_function(worker, group_reward, "The group reward function")
+    return reward, group_reward
 
 
 def _build_worker_pool(config: Config, log: Callable[[str], None]) -> WorkerPool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -24,7 +24,7 @@ from miles.backends.native.engine.engine import NativeEngine
 from miles.cluster.executor import Executor
 from miles.core.errors import UsageError
 from miles.core.protocols import AdvantageEstimator, Filter, Journal, Rollout, Source, Trainer, WeightSync
-from miles.core.types import Version
+from miles.core.types import Group, Version
 from miles.hooks import registry
 from miles.hooks.compat.adapters import mark_evaluation
 from miles.hooks.compat.types import UpstreamServices
@@ -46,22 +46,24 @@ from miles.launch.build.prompts import (
     build_offline_rollout,
     build_prompt_check,
     build_prompt_source,
+    get_set_config,
     list_data_notes,
     read_held_out_set,
     read_training_parts,
     wrap_journal,
 )
+from miles.launch.build.rewards import build_offloaded_rewards, name_reward
 from miles.launch.build.teachers import WithTeachers, build_teachers
 from miles.launch.build.user_hooks import UserHooks, load_eval_function, load_user_hooks, wrap_rollout
 from miles.launch.config import Config
 from miles.launch.distributed.resilient_trainer import RecoveryState, ResilientTrainer
 from miles.launch.plan.plan import Plan
-from miles.observe.metric import group_metrics
+from miles.observe.metric import correct_metrics, group_metrics
 from miles.rollout.bad_rows import BadRowRollout, drop_empty_groups
 from miles.rollout.concurrency import ConcurrencyLimiter
 from miles.rollout.data.dataset import PromptCheck
 from miles.rollout.data.mixture import MixturePart
-from miles.rollout.evaluate import Evaluator
+from miles.rollout.evaluate import EvalSettings, Evaluator, limit_context
 from miles.rollout.filters import drop_unscored, keep_all
 from miles.rollout.group_rollout import GroupRollout
 from miles.rollout.offline.replay_source import ReplaySource, RolloutRecording
@@ -232,12 +234,16 @@ def _build_planes(
         evaluate=evaluator,
         checkpoints=checkpoints,
         journal=wrap_journal(source, journal),
-        measure=group_metrics,
+        measure=_measure_with_correct if config.observe.log_correct_samples else group_metrics,
         decide=partial(worker.run_sync, name="The filter or advantage function") if is_offloaded else None,
         interruptible=rollout if isinstance(rollout, GroupRollout) and count_extra_groups(config) else None,
     )
     weights, run = stack.trainer.weights, stack.executors[0]
     return hooks.wrap_planes(planes, evaluator=evaluator, weights=weights, run=run, recorded=recorded)
+
+
+def _measure_with_correct(groups: tuple[Group, ...], version: Version) -> Mapping[str, float]:
+    return {**group_metrics(groups, version), **correct_metrics(groups)}
 
 
 def _build_group_filter(config: Config) -> Filter:
@@ -356,27 +362,52 @@ def build_evaluator(
     r = config.rollout
     if engine is None or not r.eval_prompt_data:
         return None, ()
-    pairs, limit = zip(r.eval_prompt_data[::2], r.eval_prompt_data[1::2], strict=True), resolve_prompt_limit(r)
+    pairs = zip(r.eval_prompt_data[::2], r.eval_prompt_data[1::2], strict=True)
     eval_fn = load_eval_function(config, generation.hook_worker)
     check = _build_generation_check(config, generation)
-    sets = {name: read_held_out_set(path, config, generation.render, limit, check) for name, path in pairs}
+    sets = {name: read_held_out_set(name, path, config, generation.render, check) for name, path in pairs}
+    default = _build_eval_settings(config, generation)
     evaluator = Evaluator(
         {name: dataset.prompts for name, dataset in sets.items()},
         engine=engine,
-        generate=mark_evaluation(generation.generate),
-        sampling=build_eval_sampling(r),
-        group_size=r.n_samples_per_eval_prompt,
+        generate=default.generate,
+        sampling=default.sampling,
+        group_size=default.group_size,
         seed=r.rollout_seed,
-        reward=generation.reward,
-        group_reward=generation.group_reward,
-        reward_key=generation.reward_key,
-        reward_name=generation.reward_name,
+        reward=default.reward,
+        group_reward=default.group_reward,
+        reward_key=default.reward_key,
+        reward_name=default.reward_name,
+        settings={
+            name: _build_eval_settings(get_set_config(config, name), generation, config) for name in r.eval_options
+        },
         reward_seconds=r.reward_timeout,
         max_reward_failures=r.max_reward_failures,
         log_passrate=r.log_passrate,
         eval_fn=eval_fn,
     )
     return evaluator, tuple(dataset.note for dataset in sets.values() if dataset.note)
+
+
+def _build_eval_settings(config: Config, generation: Generation, run: Config | None = None) -> EvalSettings:
+    """How a held-out set is sampled and scored; one with a reward other than that of the ``run`` has its own."""
+    r = config.rollout
+    reward, group_reward = generation.reward, generation.group_reward
+    if run is not None and (r.rm_type, r.custom_rm_path) != (run.rollout.rm_type, run.rollout.custom_rm_path):
+        scored = replace(config, rollout=replace(r, reward_key=r.eval_reward_key or r.reward_key))
+        reward, group_reward = build_offloaded_rewards(scored, generation.hook_worker)
+    generate = mark_evaluation(generation.generate)
+    if r.eval_max_context_len is not None:
+        generate = limit_context(generate, generation.render, r.eval_max_context_len)
+    return EvalSettings(
+        generate=generate,
+        sampling=build_eval_sampling(r),
+        group_size=r.n_samples_per_eval_prompt,
+        reward=reward,
+        group_reward=group_reward,
+        reward_key=r.eval_reward_key or generation.reward_key,
+        reward_name=name_reward(config),
+    )
 
 
 # -- async rollout --------------------------------------------------------------------------

@@ -102,6 +102,8 @@ def _check_packages(config: Config, plan: Plan) -> Iterator[CheckResult]:
         "megatron-core": config.train.train_backend == "megatron",
         "ray": config.ray.runtime == "ray",
         "tensorboard": config.observe.use_tensorboard,
+        "wandb": config.observe.use_wandb,
+        "mlflow-skinny": config.observe.use_mlflow,
     }
     found = list(check_packages(needed=[name for name, needed in wanted.items() if needed]))
     problems = [finding.lacks for finding in found if finding.lacks]
@@ -253,7 +255,10 @@ def _check_data(config: Config, plan: Plan) -> Iterator[CheckResult]:
         sets.append(("train data", read_training))
     for name, path in plan.eval_sets.items():
         sets.append(
-            (f"eval {name}", lambda path=path: read_held_out_set(path, config, generation.render, limit, rows).prompts)
+            (
+                f"eval {name}",
+                lambda name=name, path=path: read_held_out_set(name, path, config, generation.render, rows).prompts,
+            )
         )
     for name, read in sets:
         try:

@@ -53,6 +53,8 @@ REQUIRED: Mapping[str, str] = MappingProxyType(
 OPTIONAL: Mapping[str, str] = MappingProxyType(
     {
         "tensorboard": "curves in a browser, with --use-tensorboard",
+        "wandb": "curves in Weights & Biases, with --use-wandb",
+        "mlflow-skinny": "curves in MLflow, with --use-mlflow",
         "ray": "many machines, with --runtime ray",
         "sglang": "the SGLang engine, with --rollout-backend sglang",
         "megatron-core": "the Megatron trainer, with --train-backend megatron",

@@ -11,10 +11,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from miles.cluster import stack_dump
 from miles.cluster.hub_client import HubError
+from miles.config.provenance import flatten_values
 from miles.core.errors import ParityError, ResumeError, storage_errors
 from miles.core.events import Event, StepFinished
 from miles.core.protocols import Observer
@@ -23,6 +25,7 @@ from miles.launch.build.debug import build_rollout_dumps
 from miles.launch.build.run import TrainingRun, build_run
 from miles.launch.build.user_hooks import load_trackers
 from miles.launch.config import Config
+from miles.launch.distributed.driver import set_train_env_vars
 from miles.launch.distributed.ray_placement import reserve_cluster
 from miles.launch.hub.mirror import CheckpointMirror, restore_run
 from miles.launch.hub.resolve import describe_name
@@ -38,6 +41,7 @@ from miles.launch.runtime.run_directory import RunDirectory
 from miles.launch.runtime.signals import StopSignals, exit_code_from_signal
 from miles.launch.runtime.watchdog import StallWatchdog
 from miles.launch.upstream.verify import format_flag_outcomes, list_flag_outcomes
+from miles.observe.config import format_step_path
 from miles.observe.event_bus import DurableSink, EventBus
 from miles.observe.factory import build_view
 from miles.observe.formatting import ParityStatus, classify_parity
@@ -49,8 +53,10 @@ from miles.observe.prompt_audit import audit_prompts
 from miles.observe.summary import BeforeAfter, Summary, print_summary, summarise
 from miles.observe.tensorboard import TensorBoard
 from miles.observe.trace import LoopTrace
+from miles.observe.trackers import build_external_trackers
 from miles.observe.view import View
 from miles.schedule.checkpoints import CheckpointDirectory, Cursor, read_cursor
+from miles.schedule.hf_export import HfExport
 from miles.schedule.loop import Loop
 
 UPLOAD_FAILED = 3
@@ -73,7 +79,8 @@ def train(config: Config, plan: Plan, origins: Mapping[str, str]) -> int:
     if not finished:
         command = f"miles train {directory / 'config.toml'} --save {directory}"
         print(f"Stopped early and saved. The same command resumes the run: {command}")
-        return exit_code_from_signal(signals.received or signal.SIGINT)
+        ended_as_asked = signals.received is None and config.schedule.debug_exit_after_rollout is not None
+        return 0 if ended_as_asked else exit_code_from_signal(signals.received or signal.SIGINT)
     print_summary(summarize_run(directory, commands=_list_next_commands(directory)), sys.stdout)
     return 0 if config.hub.push_to_hub is None else _upload(config, directory)
 
@@ -118,6 +125,7 @@ def run(
     signals: StopSignals | None = None,
 ) -> bool:
     """Run the loop to its end or until it is stopped; true when it reached its end."""
+    set_train_env_vars(config)
     configure_cublas(config.models.numerics)
     signals = signals or StopSignals(view.note, view.close)
     with (
@@ -205,7 +213,8 @@ async def _run(
     with storage_errors(directory.path):
         stack_dump.create_dump_dir(directory.path / "logs" / "stacks")
     watchdog = StallWatchdog(directory.path / "logs", config.schedule.stall_timeout, view.note)
-    stopper = _EarlyStop(stop_when or (lambda event: False))
+    first = start[1].step if start else 0
+    stopper = _EarlyStop(stop_when or partial(_is_last_step, config.schedule.debug_exit_after_rollout, first))
     mirror = _build_mirror(config, directory, view)
     views = [
         *([] if mirror is None else [mirror]),
@@ -216,7 +225,10 @@ async def _run(
         stopper,
     ]
     with storage_errors(directory.path):
-        journal = _build_journal(config, directory, start[1] if start and resumed else None, view, views)
+        trackers = build_external_trackers(
+            config.observe, directory.path, flatten_values(config), steps_per_rollout=plan.num_steps_per_rollout
+        )
+        journal = _build_journal(config, directory, start[1] if start and resumed else None, view, [*views, *trackers])
     try:
         with view.stage("Loading the model and the prompts"):
             training = await build_run(
@@ -239,6 +251,8 @@ async def _run(
     finally:
         stack_dump.remove_dump_dir()
         journal.close()
+        for tracker in trackers:
+            tracker.close()
         if mirror is not None:
             mirror.close()
 
@@ -273,11 +287,19 @@ def _build_journal(
     offsets = None if is_new else (cursor.log_offsets if cursor is not None else {})
     sinks: list[DurableSink] = [LoopTrace(directory.path / "trace", clock=time.time)]
     sinks += build_rollout_dumps(config, directory.path)
+    if config.schedule.save_hf is not None:
+        sinks.append(HfExport(directory.path / "checkpoints", partial(format_step_path, config.schedule.save_hf)))
     if config.observe.use_tensorboard:
-        folder = Path(config.observe.tb_dir) if config.observe.tb_dir else directory.path / "tensorboard"
-        sinks.append(TensorBoard(folder, clock=time.time))
+        sinks.append(TensorBoard(_find_tensorboard_folder(config, directory.path), clock=time.time))
     logs = RunLogs(directory.path, resume_at=offsets, strict=strict, clock=time.time)
     return EventBus(logs, folder=directory.path, sinks=sinks, views=views, report=view.note)
+
+
+def _find_tensorboard_folder(config: Config, run: Path) -> Path:
+    o = config.observe
+    if o.tb_project_name is not None:
+        return Path(o.tb_project_name) / (o.tb_experiment_name or run.name)
+    return Path(o.tb_dir) if o.tb_dir else run / "tensorboard"
 
 
 def _print_start(training: TrainingRun, start: tuple[Path, Cursor] | None, resumed: bool, view: View) -> None:
@@ -328,6 +350,11 @@ def reset_prompt_cursor(start: tuple[Path, Cursor]) -> tuple[Path, Cursor]:
 
 
 # -- how it ends ----------------------------------------------------------------------------
+
+
+def _is_last_step(count: int | None, first: int, event: Event) -> bool:
+    """Whether this command has made the steps of --debug-exit-after-rollout."""
+    return count is not None and isinstance(event, StepFinished) and event.step - first >= count
 
 
 class _EarlyStop:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import socket
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
@@ -179,6 +180,11 @@ def _share_cores(config: Config, world: int) -> None:
         torch.set_num_threads(max(1, count_cores() // world))
 
 
+def set_train_env_vars(config: Config) -> None:
+    """Set --train-env-vars in this process, before libraries read them."""
+    os.environ.update({name: str(value) for name, value in config.cluster.train_env_vars.items()})
+
+
 def run_rank(context: RankContext, channel: RankChannel) -> None:
     """The main function of every rank but 0: receive the setup, join, build, run commands until closed."""
     channel.send("here")
@@ -186,6 +192,7 @@ def run_rank(context: RankContext, channel: RankChannel) -> None:
     if command == "close":
         return
     config: Config = setup.config
+    set_train_env_vars(config)
     configure_cublas(config.models.numerics)
     device = process_group.init_process_group(context)
     found = platform.detect_platform(device.type, threads=config.cluster.num_threads)

@@ -169,6 +169,8 @@ def _format_group_advantage(config: Config) -> str:
         return "R"
     if a.advantage_estimator == DISTILLATION_ESTIMATOR:
         return "0"
+    if not a.rewards_normalization:
+        return "R"
     grpo = "(R − mean R) / std R" if a.grpo_std_normalization else "R − mean R"
     role = "" if a.advantage_role_key is None else f" with the same {a.advantage_role_key}"
     over = f"over the {config.rollout.n_samples_per_prompt} trajectories of a prompt{role}"

@@ -87,6 +87,18 @@ def check_custom_loss(c: Config) -> Iterator[str]:
         yield f"--loss-type custom_loss replaces the policy loss that {flag} belongs to; remove one of them."
 
 
+_NORMALIZING = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
+
+
+def check_rewards_normalization(c: Config) -> Iterator[str]:
+    a = c.algo
+    if not a.rewards_normalization and a.advantage_estimator not in _NORMALIZING:
+        yield (
+            f"--disable-rewards-normalization is for {', '.join(_NORMALIZING)}; --advantage-estimator "
+            f"{a.advantage_estimator} has no such normalization to leave out, so remove it."
+        )
+
+
 def check_preference_loss(c: Config) -> Iterator[str]:
     a = c.algo
     r = c.rollout
@@ -299,6 +311,7 @@ def check_routing_replay(c: Config) -> Iterator[str]:
 ALGORITHM_RULES: tuple[Rule, ...] = (
     check_offline_loss,
     check_custom_loss,
+    check_rewards_normalization,
     check_preference_loss,
     check_loss_reduction,
     check_clipping,

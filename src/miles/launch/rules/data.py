@@ -20,6 +20,7 @@ from miles.launch.rules.paths import (
 from miles.rollout.data.paths import parse_entries, parse_named_paths
 from miles.rollout.data.procedural import is_procedural
 from miles.rollout.data.schema import Columns, PreferenceColumns
+from miles.rollout.eval_options import list_set_options
 from miles.rollout.reward.registry import BOXED, RewardTerm, check_rm_type, parse_rm_type
 from miles.rollout.serving.http import is_loopback
 
@@ -60,9 +61,42 @@ def check_columns(c: Config) -> Iterator[str]:
 
 def check_held_out_columns(c: Config) -> Iterator[str]:
     r = c.rollout
-    columns = Columns(input=r.eval_input_key or r.input_key, label=r.eval_label_key or r.label_key)
-    for path in r.eval_prompt_data[1::2]:
+    for name, path in zip(r.eval_prompt_data[::2], r.eval_prompt_data[1::2], strict=False):
+        own = list_set_options(r, name)
+        columns = Columns(
+            input=own.get("eval_input_key") or r.eval_input_key or r.input_key,
+            label=own.get("eval_label_key") or r.eval_label_key or r.label_key,
+        )
         yield from check_first_rows(path, columns, skip_bad_rows=r.skip_bad_rows)
+
+
+def check_eval_options(c: Config) -> Iterator[str]:
+    r = c.rollout
+    for name, given in r.eval_options.items():
+        if name not in r.eval_prompt_data[::2]:
+            yield f"--eval-options has {name}, which is no held-out set of --eval-prompt-data; add it, or remove it."
+        if "rm_type" in given:
+            yield from (f"Held-out set {name}: {text}" for text in collect_problems(check_rm_type, given["rm_type"]))
+        if "rm_type" in given and "custom_rm_path" in given:
+            yield f"Held-out set {name} has both rm_type and custom_rm_path; keep one."
+
+
+def check_tool_key(c: Config) -> Iterator[str]:
+    r = c.rollout
+    for flag in list_set_flags(c, "--tool-key", "--eval-tool-key"):
+        if not r.apply_chat_template:
+            yield f"{flag} lists tools in the chat template; add --apply-chat-template, or remove {flag}."
+        elif c.algo.loss_type in OFFLINE_LOSSES and flag == "--tool-key":
+            yield f"--loss-type {c.algo.loss_type} trains on replies of the data, so {flag} has no effect; remove it."
+
+
+def check_eval_context(c: Config) -> Iterator[str]:
+    generates = (c.rollout.custom_generate_function_path, c.agents.custom_agent_function_path)
+    if c.rollout.eval_max_context_len is not None and any(path is not None for path in generates):
+        yield (
+            "--eval-max-context-len limits single-turn responses; remove it, or use --rollout-max-context-len, which "
+            "limits every conversation."
+        )
 
 
 def check_label_key(c: Config) -> Iterator[str]:
@@ -271,6 +305,9 @@ GENERATION_RULES: tuple[Rule, ...] = (
     check_context_fits_prompt,
     check_held_out_sets,
     check_held_out_columns,
+    check_eval_options,
+    check_tool_key,
+    check_eval_context,
     check_label_key,
     check_prompt_template,
 )

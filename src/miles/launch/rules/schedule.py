@@ -101,6 +101,37 @@ def check_offpolicy_mask(c: Config) -> Iterator[str]:
 # -- debug runs -----------------------------------------------------------------------------
 
 
+def check_offload_rollout(c: Config) -> Iterator[str]:
+    flags = [
+        flag
+        for flag, given in (("--offload", c.train.offload), ("--offload-rollout", c.schedule.offload_rollout))
+        if given
+    ]
+    if c.schedule.max_weight_staleness > 0:
+        for flag in flags:
+            yield (
+                f"{flag} is for engines and a trainer that take turns, but --max-weight-staleness "
+                f"{c.schedule.max_weight_staleness} lets both work at once; remove one of them."
+            )
+    if c.train.offload and c.schedule.offload_rollout is False:
+        yield "--offload stands for --offload-rollout too, so --no-offload-rollout contradicts it; keep one."
+
+
+def check_save_hf(c: Config) -> Iterator[str]:
+    path = c.schedule.save_hf
+    try:
+        if path is not None:
+            format_step_path(path, 1)
+    except ValueError as error:
+        yield f"--save-hf {path} has a placeholder that {error}; the step is {{{STEP_PLACEHOLDER}}}."
+
+
+def check_train_env_vars(c: Config) -> Iterator[str]:
+    for name, value in c.cluster.train_env_vars.items():
+        if not isinstance(value, str | int | float) or isinstance(value, bool):
+            yield f'--train-env-vars {name} must be a text or a number, as in \'{{"{name}": "1"}}\'.'
+
+
 def check_debug_modes(c: Config) -> Iterator[str]:
     o = c.observe
     if o.debug_rollout_only and o.debug_train_only:
@@ -148,6 +179,14 @@ def check_saved_rollouts(c: Config) -> Iterator[str]:
     yield from (problems := list(_check_step_pattern(_SAVE_DATA, path)))
     if not problems and c.observe.load_debug_rollout_data == path:
         yield f"{_SAVE_DATA} and {_LOAD_DATA} name the same files, which would be overwritten; name others."
+
+
+def check_saved_train_data(c: Config) -> Iterator[str]:
+    path = c.observe.save_debug_train_data
+    if path is not None:
+        yield from _check_step_pattern("--save-debug-train-data", path)
+    if c.observe.load_debug_rollout_data_subsample is not None and c.observe.load_debug_rollout_data is None:
+        yield f"--load-debug-rollout-data-subsample takes a share of what {_LOAD_DATA} reads; add that."
 
 
 def _check_step_pattern(flag: str, path: str) -> Iterator[str]:
@@ -262,8 +301,12 @@ SCHEDULE_RULES: tuple[Rule, ...] = (
     check_over_sampling,
     check_offpolicy_mask,
     check_debug_modes,
+    check_offload_rollout,
+    check_save_hf,
+    check_train_env_vars,
     check_loaded_rollouts,
     check_saved_rollouts,
+    check_saved_train_data,
     check_elastic_schedule,
     check_elastic_engines,
     check_elastic_trainer,

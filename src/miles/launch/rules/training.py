@@ -227,8 +227,32 @@ PARALLEL_RULES: tuple[Rule, ...] = (
     check_model_fits_parallel_dims,
     check_single_process_features,
 )
+
+
+def check_reference_updates(c: Config) -> Iterator[str]:
+    every, s = c.train.ref_update_interval, c.schedule
+    flag = "--ref-update-interval"
+    if every is None:
+        return
+    if not c.algo.use_kl_loss and not c.algo.kl_coef and c.algo.loss_type != "dpo_loss":
+        yield f"{flag} changes the reference of the KL; add --use-kl-loss or --kl-coef, or remove it."
+    if c.train.train_backend == "megatron" or c.lora.lora_rank or c.multi_agent.policies:
+        yield f"{flag} is not supported with --train-backend megatron, --lora-rank or --policies; remove it."
+    if s.save_interval is None or every % s.save_interval:
+        yield (
+            f"{flag} {every} needs a checkpoint of every step it takes the reference from, to continue a run; give a "
+            "--save-interval that divides it."
+        )
+    elif s.keep_checkpoints is not None and s.keep_checkpoints <= every // s.save_interval:
+        yield (
+            f"{flag} {every} needs the checkpoints of its last {every} steps; raise --keep-checkpoints to "
+            f"{every // s.save_interval + 1}."
+        )
+
+
 TRAINING_MACHINE_RULES: tuple[Rule, ...] = (check_trainer_gpus, check_megatron_package)
 TRAINING_RULES: tuple[Rule, ...] = (
+    check_reference_updates,
     check_global_batch_size,
     check_learning_rate_schedule,
     check_recompute,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
@@ -16,7 +17,7 @@ from miles.core.errors import DataError, ResumeError
 from miles.core.types import EMPTY, Prompt
 from miles.rollout.data.paths import read_rows, split_slice
 from miles.rollout.data.procedural import generate_entries, is_procedural, parse_task
-from miles.rollout.data.schema import Columns, DataRow, OnBadRow, PreferenceColumns, raise_bad_row
+from miles.rollout.data.schema import TOOLS, Columns, DataRow, OnBadRow, PreferenceColumns, raise_bad_row
 from miles.rollout.offline.preference import PREFERENCE, build_preference_pair
 from miles.rollout.seeds import SeedStream, mix_each
 
@@ -67,6 +68,7 @@ def read_dataset(
     input_key: str,
     label_key: str | None = None,
     metadata_key: str = "metadata",
+    tool_key: str | None = None,
     skip_bad_rows: bool = False,
     first_id: int = 0,
     pair: PreferenceColumns | None = None,
@@ -84,7 +86,7 @@ def read_dataset(
         prompts = tuple(_generate_prompts(name, range(parse_task(name).size)[rows], first_id))
     else:
         on_bad_row = skipped if skip_bad_rows else raise_bad_row
-        columns = Columns(input=input_key, label=label_key, metadata=metadata_key, pair=pair)
+        columns = Columns(input=input_key, label=label_key, metadata=metadata_key, tool=tool_key, pair=pair)
         prompts = tuple(_build_prompts(read_rows(path, columns, on_bad_row), columns, first_id, on_bad_row))
     if not prompts and skipped.count:
         raise DataError(f"None of the {skipped.count} rows of {path} can be read; the first: {skipped.first}")
@@ -266,11 +268,22 @@ def _build_prompt(row: DataRow, columns: Columns, first_id: int) -> Prompt:
     metadata = row.columns.get(columns.metadata)
     if metadata is not None and not isinstance(metadata, dict):
         raise DataError(f"{row.where}: {columns.metadata} must be an object, and is a {type(metadata).__name__}.")
+    if columns.tool is not None and row.columns.get(columns.tool):
+        metadata = {**(metadata or {}), TOOLS: _parse_tools(row, columns.tool)}
     if columns.pair is not None:
         if PREFERENCE in (metadata or {}):
             raise DataError(f"{row.where}: {columns.metadata} has its own {PREFERENCE}, which is reserved; rename it.")
         metadata = {**(metadata or {}), PREFERENCE: _build_preference(row, columns.pair, messages)}
     return Prompt(id=first_id + row.index, messages=messages, label=label, metadata=metadata or EMPTY)
+
+
+def _parse_tools(row: DataRow, key: str) -> list[Any]:
+    tools = row.columns[key]
+    with contextlib.suppress(ValueError):
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+    if not isinstance(tools, list):
+        raise DataError(f"{row.where}: {key} must be a list of tools or its JSON, and is {_preview(tools)}.")
+    return tools
 
 
 def _build_preference(

@@ -35,6 +35,7 @@ def read_parts(
     input_key: str,
     label_key: str | None = None,
     metadata_key: str = "metadata",
+    tool_key: str | None = None,
     skip_bad_rows: bool = False,
     pair: PreferenceColumns | None = None,
 ) -> tuple[MixturePart, ...]:
@@ -49,6 +50,7 @@ def read_parts(
             input_key=input_key,
             label_key=label_key,
             metadata_key=metadata_key,
+            tool_key=tool_key,
             skip_bad_rows=skip_bad_rows,
             first_id=number * PART_ID_STRIDE,
             pair=pair,

@@ -8,6 +8,9 @@ from typing import Any
 
 from miles.core.errors import DataError
 
+TOOLS = "tools"
+"""Key of a prompt's metadata with the tools that the chat template lists."""
+
 OnBadRow = Callable[[DataError], None]
 """Called with the error of a bad row; raises, or counts it and continues."""
 
@@ -42,6 +45,7 @@ class Columns:
     input: str
     label: str | None = None
     metadata: str = "metadata"
+    tool: str | None = None
     pair: PreferenceColumns | None = None
 
     @property
@@ -54,7 +58,9 @@ class Columns:
     @property
     def names(self) -> frozenset[str]:
         """Every column to read where it exists."""
-        return frozenset({key for key, _ in self.required_columns} | {self.metadata})
+        return frozenset(
+            {key for key, _ in self.required_columns} | {self.metadata} | ({self.tool} if self.tool else set())
+        )
 
     def missing_column(self, where: str, key: str, flag: str, found: Sequence[str]) -> DataError:
         """The error of a row without the column ``key``."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from dataclasses import replace
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from miles.core.types import Group, Prompt, Sample
 from miles.observe.config import format_step_path
 from miles.observe.rollout_reader import StepRollouts, read_step_rollouts
 from miles.observe.rollouts import compute_sample_digest, step_path
+from miles.rollout.offline.torch_dump import LoadFn, is_torch_dump, read_torch_dump
 
 _NAME = re.compile(r"step-(\d{6,})\.parquet")
 _MAX_STEPS_AHEAD = 64
@@ -22,17 +24,28 @@ _MAX_STEPS_AHEAD = 64
 
 
 class RolloutRecording:
-    """Rollout files by step: of a run directory, of a folder of such files, or of a name pattern with a placeholder."""
+    """Rollout files by step: of a run directory, of a folder of such files, or of a name pattern with a placeholder.
 
-    def __init__(self, location: str) -> None:
+    Upstream's dumps, which ``load`` reads, count steps from 0; of a reward with parts ``reward_key`` is trained on.
+    """
+
+    def __init__(self, location: str, *, load: LoadFn | None = None, reward_key: str | None = None) -> None:
         self.location = location
         folder = Path(location)
         inner = folder / "rollouts"
         self._folder = None if "{" in location else inner if inner.is_dir() else folder
-        self._read = lru_cache(maxsize=4)(read_step_rollouts)
+        self._read = lru_cache(maxsize=4)(partial(_read_file, load=load, reward_key=reward_key))
 
     def path(self, step: int) -> Path:
-        return format_step_path(self.location, step) if self._folder is None else step_path(self._folder, step)
+        if self._folder is not None:
+            return step_path(self._folder, step)
+        return format_step_path(self.location, step - self._offset)
+
+    @cached_property
+    def _offset(self) -> int:
+        """1 if the steps of a name pattern are counted from 0."""
+        first = format_step_path(self.location, 0)
+        return 1 if first.is_file() and is_torch_dump(first) else 0
 
     def missing(self, steps: range) -> int | None:
         """The first of these steps without a file."""
@@ -45,14 +58,21 @@ class RolloutRecording:
         return sorted(int(found[1]) for path in self._folder.iterdir() if (found := _NAME.fullmatch(path.name)))
 
     def read(self, step: int) -> StepRollouts:
-        return self._read(self.path(step))
+        return self._read(self.path(step), step)
+
+
+def _read_file(path: Path, step: int, *, load: LoadFn | None, reward_key: str | None) -> StepRollouts:
+    if load is None or not path.is_file() or not is_torch_dump(path):
+        return read_step_rollouts(path)
+    return read_torch_dump(path, load, step=step, reward_key=reward_key)
 
 
 class ReplaySource:
     """A core.protocols.Source and Rollout: the prompts of the recorded groups, and each one's group as it was.
 
-    Reads ``steps`` in order. A step is rejected if its vocabulary differs, if it does not have ``num_groups``
-    groups of ``num_trajectories`` each, or if it was saved without extras the trainer ``needs``.
+    Reads ``steps`` in order, of each the first ``share`` of its groups. A step is rejected if its vocabulary differs,
+    if these are not ``num_groups`` of ``num_trajectories`` each, or if it was saved without extras the trainer
+    ``needs``.
     """
 
     def __init__(
@@ -64,6 +84,7 @@ class ReplaySource:
         num_trajectories: int,
         vocabulary: str | None,
         needs: Sequence[str] = (),
+        share: float = 1.0,
     ) -> None:
         self._recording = recording
         self._steps = steps
@@ -72,6 +93,7 @@ class ReplaySource:
         self._num_trajectories = num_trajectories
         self._vocabulary = vocabulary
         self._needs = tuple(needs)
+        self._share = share
         self._prompts: deque[Prompt] = deque()
         self._groups_by_prompt: dict[tuple[int, int], deque[Group]] = {}
 
@@ -118,6 +140,7 @@ class ReplaySource:
     def read_checked(self, step: int) -> StepRollouts:
         """Read a step's groups; DataError where this run cannot train on them."""
         taken = self._recording.read(step)
+        taken = replace(taken, groups=taken.groups[: max(1, round(self._share * len(taken.groups)))])
         if self._vocabulary and taken.vocabulary and self._vocabulary != taken.vocabulary:
             raise DataError(
                 f"{taken.path} holds tokens of another vocabulary than the tokenizer of --hf-checkpoint has; name the "

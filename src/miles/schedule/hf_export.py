@@ -1,0 +1,54 @@
+"""Export of checkpoints as plain Hugging Face folders (--save-hf): model and tokenizer, without the optimizer."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from miles.core.events import Event, Saved
+
+_OWN_FILES = ("cursor.json", "manifest.json", "trainer.json")
+"""Files of a checkpoint that continue a run and are no part of the model."""
+
+
+class HfExport:
+    """Copies the model of every complete checkpoint in ``checkpoints`` to the folder of its step.
+
+    Files are linked where the file system allows it, so a copy takes no space while the checkpoint is there. A folder
+    appears complete or not at all, and replaces one of the same name.
+    """
+
+    def __init__(self, checkpoints: Path, find_target: Callable[[int], Path]) -> None:
+        self._checkpoints = checkpoints
+        self._find_target = find_target
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Saved):
+            _export(self._checkpoints / event.name, self._find_target(event.step))
+
+    def commit(self) -> None:
+        """Nothing is buffered."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _export(checkpoint: Path, target: Path) -> None:
+    draft = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
+    draft.mkdir(parents=True)
+    for file in sorted(checkpoint.iterdir()):
+        if file.is_file() and file.name not in _OWN_FILES and not file.name.startswith("optimizer"):
+            _link_or_copy(file, draft / file.name)
+    if target.exists():
+        shutil.rmtree(target)
+    draft.rename(target)
+
+
+def _link_or_copy(file: Path, target: Path) -> None:
+    try:
+        os.link(file, target)
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(file, target)
