@@ -16,7 +16,7 @@ from miles.config.cli import FlagArgs, index_flags, split_argv
 from miles.config.files import Layer, read_layers
 from miles.config.schema import get_options, get_sections
 from miles.core.errors import HookError, UsageError
-from miles.hooks.load import find_object, is_path
+from miles.hooks.import_path import find_object, is_path
 from miles.hooks.registry import HOOK_POINTS, HookPoint
 from miles.launch.config import Config
 
@@ -146,7 +146,7 @@ def _find_declaration(point: HookPoint, path: str) -> Callable[[Any], Any] | Non
     if point.is_builtin(path) or point.resolve_name(path) in point.runtime_names or not is_path(path):
         return None
     try:
-        hook = find_object(path, flag=point.flag, upstream=True)
+        hook = find_object(path, flag=point.flag)
         beside = path.rpartition(":" if ":" in path else ".")[0] + ":add_arguments"
         declare = getattr(hook, "add_arguments", None) or find_object(beside, flag=point.flag)
     except HookError:  # it has none, or cannot be imported, which is reported when it is loaded

@@ -252,7 +252,9 @@ def test_the_certificate_of_a_session_server_is_checked(tmp_path: Path):
 
 
 def test_where_a_run_is_copied_to_is_checked():
-    assert list_problems("--push-to-hub nowhere", "plan") == ["--push-to-hub nowhere is not a repository; write ORG/NAME."]
+    assert list_problems("--push-to-hub nowhere", "plan") == [
+        "--push-to-hub nowhere is not a repository; write ORG/NAME."
+    ]
     assert list_problems("--hub-private") == [
         "--hub-private and --hub-revision are about --push-to-hub; add it, or remove them."
     ]
