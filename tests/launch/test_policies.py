@@ -161,6 +161,7 @@ def test_a_plan_shows_the_policies(inputs, capsys):
 
 def test_a_recipe_names_policies_in_tables_with_paths_of_its_own(tmp_path):
     recipe = tmp_path / "two.toml"
+    (tmp_path / "models").mkdir()  # otherwise it would be a name on the hub
     recipe.write_text('lr = 1e-5\n[policies.a]\nhf_checkpoint = "models/a"\n[policies.b]\nlr = 1e-3\n')
     config = parse(Config, (), read_layers(str(recipe))).config
     assert config is not None
