@@ -11,6 +11,7 @@ from tests.launch.small_run import write_inputs
 
 from miles.core.errors import MilesError
 from miles.launch import main as launch_main
+from miles.launch.commands.train import UPLOAD_FAILED
 from miles.launch.main import main
 from miles.launch.runtime.signals import STOP_SIGNALS, StopSignal, exit_code_from_signal
 
@@ -83,7 +84,7 @@ def test_the_table_lists_every_status():
     table = page.partition("## Exit status")[2].partition("\n## ")[0]
     rows = [row.split("|")[1] for row in table.splitlines() if re.match(r"\| [\d, ]+ \|", row)]
     listed = {int(number) for row in rows for number in row.split(",")}
-    assert listed == {0, 1, 2, *map(exit_code_from_signal, STOP_SIGNALS), 128 + signal.SIGKILL}
+    assert listed == {0, 1, 2, UPLOAD_FAILED, *map(exit_code_from_signal, STOP_SIGNALS), 128 + signal.SIGKILL}
 
 
 def test_a_finished_run_and_only_that_is_0(inputs: Path, tmp_path: Path):
