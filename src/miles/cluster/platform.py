@@ -50,10 +50,11 @@ def detect_platform(device_name: str = "auto", *, threads: int | None = None) ->
             "use --device cpu, or run miles doctor to see what is missing"
         )
     if device_name == "cpu" or not has_accelerator:
+        count = torch.get_num_threads()
         return Platform(
             kind="cpu",
             device=torch.device("cpu"),
-            name=f"CPU, {torch.get_num_threads()} threads",
+            name=f"CPU, {count} thread{'s' * (count > 1)}",
             memory_bytes=_host_memory(),
         )
     device = torch.device("cuda", torch.cuda.current_device())

@@ -167,9 +167,9 @@ def summary_text(summary: Summary, *, blocks: str = BLOCKS) -> str:
     return "\n".join(lines) + "\n"
 
 
-def print_summary(summary: Summary, stream: TextIO) -> None:
-    """Print the summary: as tables on a terminal, as plain text elsewhere."""
-    if not (supports_cursor(stream) and supports_unicode(stream)):
+def print_summary(summary: Summary, stream: TextIO, *, plain: bool = False) -> None:
+    """Print the summary: as tables on a terminal, as ``plain`` text elsewhere."""
+    if plain or not (supports_cursor(stream) and supports_unicode(stream)):
         encoding = getattr(stream, "encoding", None) or "ascii"
         blocks = BLOCKS if supports_unicode(stream) else ASCII_BLOCKS
         stream.write(summary_text(summary, blocks=blocks).encode(encoding, "replace").decode(encoding))

@@ -87,7 +87,7 @@ def demo(options: DemoOptions) -> int:
         examples=examples,
         wall_seconds=time.perf_counter() - began,
     )
-    print_summary(summary, sys.stdout)
+    print_summary(summary, sys.stdout, plain=options.plain)
     return 0
 
 

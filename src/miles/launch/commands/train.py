@@ -81,7 +81,8 @@ def train(config: Config, plan: Plan, origins: Mapping[str, str]) -> int:
         print(f"Stopped early and saved. The same command resumes the run: {command}")
         ended_as_asked = signals.received is None and config.schedule.debug_exit_after_rollout is not None
         return 0 if ended_as_asked else exit_code_from_signal(signals.received or signal.SIGINT)
-    print_summary(summarize_run(directory, commands=_list_next_commands(directory)), sys.stdout)
+    summary = summarize_run(directory, commands=_list_next_commands(directory))
+    print_summary(summary, sys.stdout, plain=config.observe.view == "plain")
     return 0 if config.hub.push_to_hub is None else _upload(config, directory)
 
 
