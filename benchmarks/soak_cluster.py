@@ -62,6 +62,8 @@ async def ask_twice(base_url: str, prompt: list[dict[str, Any]], request_kwargs:
         for turn in range(2):
             body = {"model": "policy", "messages": messages, **request_kwargs}
             async with client.post(f"{base_url}/v1/chat/completions", json=body) as response:
+                if response.status == 400 and turn:
+                    return  # the conversation is longer than the context
                 if response.status != 200:
                     raise RuntimeError(f"turn {turn}: status {response.status}")
                 choice = (await response.json())["choices"][0]

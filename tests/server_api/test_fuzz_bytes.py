@@ -260,3 +260,13 @@ def test_bytes_that_are_no_http_harm_nobody(target: Target):
 
     endure()
     check(target, before)
+
+
+def test_what_clients_send_wrongly_is_not_in_the_servers_log(target: Target, caplog: pytest.LogCaptureFixture):
+    """They have their reply; a log of tracebacks would be theirs to fill."""
+    method, path = next(each for each in target.operations if each[0] == "POST")
+    for coding in (b"gzip", b"br", b"deflate", b"nothing"):
+        assert send(target, method, path, {b"Content-Encoding": coding}, b"{") in (201, 400, 415)
+    for raw in (b"\x00\x01\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"POST / HTTP/1.1\r\nContent-Length: x\r\n\r\n"):
+        exchange(target, raw, end=True)
+    assert [record.getMessage() for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")] == []

@@ -26,7 +26,8 @@ from miles.backends.native.server.weights.checker import WeightsChecker
 from miles.core.errors import EngineError
 from miles.models.tokenizer import HfTokenizer
 from miles.rollout.serving.errors import RequestError, error_body
-from miles.rollout.serving.http import CONNECTION_SECONDS, has_valid_key, is_cross_origin
+from miles.rollout.serving.http import has_valid_key, is_cross_origin
+from miles.rollout.serving.http_runner import build_runner
 from miles.rollout.serving.openapi import build_openapi
 
 ABORT_SECONDS = 5.0
@@ -81,14 +82,7 @@ class EngineServer:
         """Listen; returns the port, which is a free one for port 0."""
         app = web.Application(client_max_size=self.config.max_body_mib << 20, middlewares=[self._handle])
         add_routes(app, self.endpoints)
-        self._runner = web.AppRunner(
-            app,
-            handler_cancellation=True,
-            access_log=None,
-            shutdown_timeout=1.0,
-            keepalive_timeout=CONNECTION_SECONDS,
-            lingering_time=1.0,
-        )
+        self._runner = build_runner(app)
         await self._runner.setup()
         self._site = web.TCPSite(self._runner, host, port, reuse_address=True)
         await self._site.start()

@@ -16,13 +16,13 @@ from miles.core.protocols import Engine, SamplingParams
 from miles.core.types import Prompt
 from miles.rollout.serving.errors import RequestError, SessionError, error_body
 from miles.rollout.serving.http import (
-    CONNECTION_SECONDS,
     dump_json,
     find_own_address,
     has_valid_key,
     is_cross_origin,
     is_loopback,
 )
+from miles.rollout.serving.http_runner import build_runner
 from miles.rollout.session.match import MessageMatcher
 from miles.rollout.session.render import ChatRenderer
 from miles.rollout.session.server.handlers import SessionHandlers
@@ -130,14 +130,7 @@ class SessionServer:
         app = web.Application(client_max_size=self.limits.body_mib << 20, middlewares=[self._handle])
         self._handlers.add_routes(app)
         self._log = app.logger.error
-        self._runner = web.AppRunner(
-            app,
-            handler_cancellation=True,
-            access_log=None,
-            shutdown_timeout=1.0,
-            keepalive_timeout=CONNECTION_SECONDS,
-            lingering_time=1.0,
-        )
+        self._runner = build_runner(app)
         await self._runner.setup()
         await web.TCPSite(self._runner, host, port, backlog=1024, reuse_address=True, ssl_context=tls).start()
         bound_port = int(self._runner.addresses[0][1])
