@@ -111,7 +111,7 @@ def read_pins(run: Path) -> dict[tuple[str, str], str]:
     """The revisions of the models and datasets in the config of a run; none where there is no run."""
     try:
         text = (run / "config.toml").read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
+    except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
         return {}
     models = {("model", repo): revision for repo, revision in _PINNED_MODEL.findall(text)}
     return models | {("dataset", repo): revision for repo, revision in _PINNED_DATASET.findall(text)}
