@@ -35,7 +35,7 @@ def test_a_missing_package_is_named_before_the_model_is_loaded(world: Path, tmp_
         pytest.skip("wandb is installed")
     done = miles("train", *flags(world, tmp_path / "run", "--use-wandb"))
     assert done.returncode == 2
-    assert "--use-wandb needs the wandb package" in done.stderr
+    assert "--use-wandb needs the package wandb" in done.stderr
 
 
 def test_an_offline_wandb_run_has_every_metric_and_is_continued(world: Path, tmp_path: Path):

@@ -1,13 +1,8 @@
 """TensorBoard's own reader finds what was written."""
 
-import importlib.util
-
-import pytest
 from tests.observe.example_events import finished
 
-from miles.core.errors import UsageError
 from miles.core.events import Evaluated, RunStarted
-from miles.observe import tensorboard
 from miles.observe.tensorboard import TensorBoard
 
 
@@ -44,10 +39,3 @@ def test_a_continued_run_hides_the_points_it_repeats(tmp_path):
         second(finished(step, reward=step / 8))
     second.close()
     assert scalars(tmp_path)["train/reward"] == [(step, step / 8) for step in (1, 2, 3, 4, 5)]
-
-
-def test_without_the_package_the_extra_is_named(tmp_path, monkeypatch):
-    real = importlib.util.find_spec
-    monkeypatch.setattr(tensorboard, "find_spec", lambda name: None if name == "tensorboard" else real(name))
-    with pytest.raises(UsageError, match=r"miles-rl\[tensorboard\]"):
-        TensorBoard(tmp_path, clock=float)

@@ -4,19 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from miles.core.errors import UsageError
 from miles.core.events import Evaluated, Event, RunStarted, StepFinished
-
-
-def missing_package_error() -> str | None:
-    """Return an error message if the tensorboard package is missing; checked before anything expensive starts."""
-    if find_spec("tensorboard") is not None:
-        return None
-    return '--use-tensorboard needs the tensorboard package; install it with: pip install "miles-rl[tensorboard]"'
 
 
 class TensorBoard:
@@ -26,9 +17,6 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, *, clock: Callable[[], float]) -> None:
-        problem = missing_package_error()
-        if problem is not None:
-            raise UsageError(problem)
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         folder.mkdir(parents=True, exist_ok=True)

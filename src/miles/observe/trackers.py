@@ -11,7 +11,6 @@ import os
 import secrets
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +23,6 @@ _DEFAULT_PROJECT = "miles"
 # MLflow refuses more parameters per call, and longer ones.
 _MLFLOW_PARAMS = 100
 _MLFLOW_CHARS = 500
-_PACKAGES = {"wandb": ("use_wandb", "wandb"), "mlflow": ("use_mlflow", "mlflow")}
 
 
 class ExternalTracker(Protocol):
@@ -43,9 +41,7 @@ def build_external_trackers(
         "mlflow": lambda: MlflowTracker(config, run, options),
     }
     trackers: list[ExternalTracker] = []
-    for name in (name for name, (option, _) in _PACKAGES.items() if getattr(config, option)):
-        if find_spec(name) is None:
-            raise UsageError(f'--use-{name} needs the {name} package; install it with: pip install "miles-rl[{name}]"')
+    for name in (name for name, is_used in (("wandb", config.use_wandb), ("mlflow", config.use_mlflow)) if is_used):
         try:
             trackers.append(builders[name]())
         except Exception as error:  # whatever the package raises: no network, no key, a wrong id

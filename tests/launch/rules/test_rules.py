@@ -261,3 +261,10 @@ def test_where_a_run_is_copied_to_is_checked():
     assert list_problems("--save-remote backups") == [
         "--save-remote backups is not a URL: write s3://bucket/run, or use --save for a folder."
     ]
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
+def test_a_tracker_that_is_not_installed_stops_a_run_and_no_plan(monkeypatch, name):
+    monkeypatch.setattr("miles.launch.rules.engines.find_spec", lambda _: None)
+    assert list_problems(f"--use-{name}", "plan") == []
+    assert list_problems(f"--use-{name}") == [f"--use-{name} needs the package {name}: pip install 'miles-rl[{name}]'."]

@@ -46,8 +46,7 @@ def check_inputs(run_dir: Path, config: Config, plan: Plan, *, newest: Path | No
     if newest is not None and path.exists():
         stored = _read_fingerprints(path)
         for role in sorted(stored.keys() & current.keys() - {_GRADERS}):
-            before = {os.path.abspath(file): digest for file, digest in stored[role].items()}
-            if (file := _find_difference(before, current[role])) is not None:
+            if (file := _find_difference(stored[role], current[role])) is not None:
                 raise ResumeError(
                     f"the {role} of {run_dir} is not what the run was started with: {file} has changed; restore it, or "
                     f"start a new run from the weights of this one with --hf-checkpoint {newest} --save NEW"
