@@ -64,7 +64,7 @@ def test_the_body_of_a_request_without_the_key_is_not_read(folder: Path):
 
 def test_a_client_that_sends_too_slowly_is_cut_off(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("miles.rollout.serving.http.BODY_SECONDS", 0.1)
-    monkeypatch.setattr("miles.backends.native.server.app.CONNECTION_SECONDS", 0.2)
+    monkeypatch.setattr("miles.rollout.serving.http_runner.CONNECTION_SECONDS", 0.2)
 
     async def story(live: Live) -> None:
         post = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 100\r\n\r\n{"
