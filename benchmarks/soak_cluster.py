@@ -44,8 +44,10 @@ from benchmarks.chaos_report import summarize_run
 MARK = "MILES_CHAOS_MARK"
 ADDRESS_FILE = "MILES_SOAK_ADDRESS"
 DISK_MIB = 96
-STATUSES = {"term": {143}, "end": {143}}
-"""Exit statuses of a run by what ended it; after a kill or a full disk its supervisor restarts it."""
+STATUSES = {"term": {143, 137}, "end": {143}}
+"""Exit statuses of a run by what ended it; after a kill or a full disk its supervisor restarts it, unless it stops."""
+QUIET_SECONDS = 90.0
+"""Within this time after the last client has gone, the router has closed their connections."""
 SERVER_STATUSES = {0, -signal.SIGTERM}
 """A server finishes its requests and ends with 0; one that is still starting is ended by the signal."""
 PATHS = (
@@ -222,6 +224,7 @@ class Soak:
         self.router = Server("router", ["route", *urls, *checks], self.mark)
         for server in (*self.servers, self.router):
             server.wait()
+        self.idle_descriptors = read_usage(self.router.process.pid)[1]
         self.command = flags(model, self.run, steps=100_000, reward="tests.launch.small_run:shared_letters")
         self.command += ["--custom-agent-function-path", "benchmarks.soak_cluster:ask_twice"]
         self.command += ["--keep-rollouts", "8", "--max-reward-failures", "100000"]
@@ -378,8 +381,19 @@ class Soak:
                     self.found.usage.setdefault(server.name, []).append(read_usage(server.process.pid))
             time.sleep(5)
 
+    def check_connections(self) -> None:
+        """Descriptors of the router once its clients have gone: those it had before they came."""
+        before = self.idle_descriptors
+        deadline = time.monotonic() + QUIET_SECONDS
+        while (now := read_usage(self.router.process.pid)[1]) > before + 8 and time.monotonic() < deadline:
+            time.sleep(1)
+        print(f"router: {before} descriptors before the clients, {now} after them")
+        if now > before + 8:
+            self.found.problems.append(f"router: descriptors grew from {before} to {now}")
+
     def check(self) -> None:
         found = self.found
+        self.check_connections()
         for ended_by, code in found.lives:
             if code not in STATUSES[ended_by]:
                 found.problems.append(f"a run ended by {ended_by} has exit status {code}")
@@ -393,7 +407,7 @@ class Soak:
         found.problems += [f"a process is left: {pid}" for pid in self._marked()]
         for name, rows in found.usage.items():
             quarter = max(1, len(rows) // 4)
-            for what, column in (("KiB resident", 0), ("descriptors", 1), ("threads", 2)):
+            for what, column in (("KiB resident", 0), ("threads", 2)):
                 early = statistics.median(row[column] for row in rows[quarter : 2 * quarter] or rows)
                 late = statistics.median(row[column] for row in rows[-quarter:])
                 print(f"{name}: {what} {early:.0f} in the second quarter, {late:.0f} in the last")
