@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from benchmarks.bench_chaos import count_steps, flags, write_inputs
+from benchmarks.bench_chaos import Here, count_steps, flags, write_inputs
 from benchmarks.chaos_ray_cluster import ROOT, find_marked_processes, processes
 from benchmarks.chaos_report import summarize_run
 
@@ -259,10 +259,9 @@ class Soak:
                 self.found.strikes[kind] += 1
 
     def _engine(self, kind: str, chance: random.Random) -> bool:
-        family = {pid: (parent, words) for pid, parent, words in processes()}
-        guards = {pid for pid in self._marked() if b"guard.py" in family.get(pid, (0, b""))[1]}
-        engines = [pid for pid, (parent, _) in family.items() if parent in guards]
-        return self._signal(engines, signal.SIGKILL if "kill" in kind else signal.SIGSTOP, chance)
+        if self.life is None or self.life.poll() is not None:
+            return False
+        return Here().strike(self.life.pid, "engine", "killed" if "kill" in kind else "frozen") is not None
 
     def _run(self, kind: str, chance: random.Random) -> bool:
         if self.life is None or not self._has_progressed():
