@@ -69,7 +69,7 @@ def row_block(format: WeightFormat, rows: int, segments: Sequence[int] | None = 
     block = format.rows or rows
     if segments is None or len(segments) == 1:
         return block
-    return block if all(length % block == 0 for length in segments) else 1
+    return block if all(length % block == 0 for length in segments[:-1]) else 1
 
 
 def _segment_lengths(rows: int, segments: Sequence[int] | None) -> Sequence[int]:
