@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
+from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from miles.models.checkpoint.tensor_formats import PlainTensor
 from miles.models.checkpoint.tensor_sources import ParamSource
 from miles.models.checkpoint.tiles import DTYPES, Span, Tile, has_same_bytes
 
-__all__ = ["DTYPES", "load_params", "shard_bounds"]
+__all__ = ["DTYPES", "ParamReader", "load_params", "shard_bounds"]
 
 # Bytes per read and reads in flight: their product bounds the memory beside the parameters.
 # Reads straight into a parameter need no buffer, and may be larger.
@@ -56,14 +57,36 @@ def load_params(
     Only the bytes of those rows are read, except for a matrix that is transposed on disk, which is read in full. A
     tensor is yielded as soon as it is complete; the reader is closed at the end.
     """
-    with reader, ThreadPoolExecutor(_THREADS, thread_name_prefix="load") as pool:
-        stream = _Stream(reader, pool, torch.device(device))
+    with ParamReader(device, reader) as params:
         for name, sources in plan.items():
             full = parameters[name]
             first, last = shard_bounds(len(full), rank, world)
-            target = torch.empty((last - first, *full.shape[1:]), dtype=full.dtype, device=device)
-            stream.run([tile for source in sources for tile in _tiles(source, target, first, stream)])
-            yield name, target
+            yield name, params.read(sources, (last - first, *full.shape[1:]), full.dtype, first=first)
+
+
+class ParamReader:
+    """Reads rows of decoder parameters into new tensors on ``device``; closes its reader at the end."""
+
+    def __init__(self, device: torch.device | str, reader: FileReader | None = None) -> None:
+        self.files = reader or FileReader()
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="load")
+        self._stream = _Stream(self.files, self._pool, torch.device(device))
+        self._device = device
+
+    def __enter__(self) -> ParamReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.shutdown()
+        self.files.__exit__(kind, error, trace)
+
+    def read(self, sources: Sequence[ParamSource], shape: tuple[int, ...], dtype: torch.dtype, *, first: int) -> Tensor:
+        """Return ``shape[0]`` rows of a parameter (experts, if it has them), from ``first`` on."""
+        target = torch.empty(shape, dtype=dtype, device=self._device)
+        self._stream.run([tile for source in sources for tile in _tiles(source, target, first, self._stream)])
+        return target
 
 
 # -- tiles ------------------------------------------------------------------------------------
