@@ -14,12 +14,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["E2M1_VALUES", "MXFP4_GROUP", "dequantize_blocks", "dequantize_mxfp4"]
+from miles.precision.microscaling import E2M1_VALUES
+
+__all__ = ["MXFP4_GROUP", "dequantize_blocks", "dequantize_mxfp4"]
 
 MXFP4_GROUP = 32
-
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""The value of each 4-bit code."""
 
 # Values converted at a time, so that the intermediate tensors stay small.
 _CHUNK = 1 << 20

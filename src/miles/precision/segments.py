@@ -13,7 +13,7 @@ from torch import Tensor
 from miles.precision.quantize import row_block
 from miles.precision.quantized_tensor import QuantizedTensor
 
-__all__ = ["concat_segments", "split_segments", "stack_matrices"]
+__all__ = ["concat_segments", "split_segments", "stack", "unstack"]
 
 
 def concat_segments(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
@@ -54,7 +54,7 @@ def split_segments(packed: QuantizedTensor, segments: Sequence[int]) -> list[Qua
     return parts
 
 
-def stack_matrices(matrices: Sequence[QuantizedTensor]) -> QuantizedTensor:
+def stack(matrices: Sequence[QuantizedTensor]) -> QuantizedTensor:
     """Stack packed matrices of one shape into [E, N, K]."""
     first = matrices[0]
     zeros = [matrix.zero for matrix in matrices if matrix.zero is not None]
@@ -67,3 +67,18 @@ def stack_matrices(matrices: Sequence[QuantizedTensor]) -> QuantizedTensor:
         torch.stack(zeros) if zeros else None,
         torch.stack(totals) if totals else None,
     )
+
+
+def unstack(packed: QuantizedTensor) -> list[QuantizedTensor]:
+    """Return the packed matrices of a stack: the inverse of ``stack``."""
+    return [
+        QuantizedTensor(
+            packed.format,
+            packed.data[number],
+            packed.scale[number],
+            packed.row_block,
+            None if packed.zero is None else packed.zero[number],
+            None if packed.global_scale is None else packed.global_scale[number],
+        )
+        for number in range(len(packed.data))
+    ]

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from miles.precision.dequantize import E2M1_VALUES
+from miles.precision.e8m0 import decode_e8m0
+from miles.precision.microscaling import decode_e2m1, pack_nibbles, unpack_nibbles
 
 __all__ = [
     "INT_OFFSET",
@@ -21,10 +22,8 @@ __all__ = [
     "dequantize_e2m1",
     "dequantize_gptq",
     "dequantize_words",
-    "pack_nibbles",
     "pack_words",
     "unpack_awq",
-    "unpack_nibbles",
     "unpack_row_words",
     "unpack_words",
 ]
@@ -36,16 +35,6 @@ INT_OFFSET = {4: 8, 8: 128}
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 # Values converted at a time, so that the intermediate tensors stay small.
 _CHUNK = 1 << 20
-
-
-def unpack_nibbles(bytes_Rb: Tensor) -> Tensor:
-    """Return the two 4-bit values of each byte, the low half first, [R, 2b]."""
-    return torch.stack((bytes_Rb & 15, bytes_Rb >> 4), -1).flatten(-2)
-
-
-def pack_nibbles(values_RC: Tensor) -> Tensor:
-    """Pack pairs of 4-bit values into bytes, the first in the low half, [R, C / 2]."""
-    return values_RC[..., 0::2] | (values_RC[..., 1::2] << 4)
 
 
 def unpack_words(words_Rw: Tensor, bits: int) -> Tensor:
@@ -82,15 +71,12 @@ def dequantize_words(words_Rw: Tensor, scale_RG: Tensor, zero_RG: Tensor | None,
 
 
 def dequantize_e2m1(bytes_Rb: Tensor, scale_RG: Tensor, global_scale: Tensor | None, out_RC: Tensor) -> None:
-    """Write E2M1 value * (scale * global scale); scales in uint8 are E8M0 exponents."""
-    table = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=bytes_Rb.device)
+    """Write E2M1 value * scale * global scale; scales in uint8 are E8M0 exponents."""
     for part in _row_chunks(out_RC):
-        values = table[unpack_nibbles(bytes_Rb[part]).int()]
-        scale = scale_RG[part]
-        scale = (scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale).float()
-        if global_scale is not None:
-            scale = scale * global_scale.float()
-        out_RC[part].copy_(values.unflatten(-1, (scale.shape[1], -1)).mul_(scale.unsqueeze(-1)).flatten(-2))
+        values = decode_e2m1(unpack_nibbles(bytes_Rb[part]))
+        scale = decode_e8m0(scale_RG[part]) if scale_RG.dtype == torch.uint8 else scale_RG[part].float()
+        values = values.unflatten(-1, (scale.shape[1], -1)).mul_(scale.unsqueeze(-1)).flatten(-2)
+        out_RC[part].copy_(values if global_scale is None else values.mul_(global_scale.float()))
 
 
 def dequantize_awq(

@@ -19,8 +19,9 @@ from miles.core.errors import CheckpointError
 from miles.models.checkpoint.param_slices import HfSlice
 from miles.models.checkpoint.safetensors_io import ITEM_BYTES, TensorHeader
 from miles.precision.formats import WeightFormat
+from miles.precision.microscaling import unpack_nibbles
 from miles.precision.quantized_tensor import QuantizedTensor
-from miles.precision.unpack import pack_words, unpack_nibbles
+from miles.precision.unpack import pack_words
 
 __all__ = ["HfLayout", "QuantLayout", "choose_layout"]
 

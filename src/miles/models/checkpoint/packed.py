@@ -34,10 +34,11 @@ from miles.models.checkpoint.tensor_sources import ParamSource, locate_tensors
 from miles.models.checkpoint.tiles import STORED_DTYPES
 from miles.models.spec import DecoderSpec
 from miles.precision.formats import WeightFormat
+from miles.precision.microscaling import pack_nibbles
 from miles.precision.quantize import quantize
 from miles.precision.quantized_tensor import QuantizedTensor
-from miles.precision.segments import concat_segments, stack_matrices
-from miles.precision.unpack import INT_OFFSET, pack_nibbles, unpack_awq, unpack_row_words, unpack_words
+from miles.precision.segments import concat_segments, stack
+from miles.precision.unpack import INT_OFFSET, unpack_awq, unpack_row_words, unpack_words
 
 __all__ = ["load_packed", "read_packed_matrix", "read_packed_piece"]
 
@@ -85,7 +86,7 @@ def _read_param(
     if len(shape) == 2:
         return read_packed_matrix(sources, None, shape, segments, format, params)
     matrix = (shape[1], shape[2])
-    return stack_matrices([read_packed_matrix(sources, e, matrix, segments, format, params) for e in range(shape[0])])
+    return stack([read_packed_matrix(sources, e, matrix, segments, format, params) for e in range(shape[0])])
 
 
 def read_packed_matrix(
