@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from miles.precision.e8m0 import decode_e8m0
-from miles.precision.microscaling import decode_e2m1, pack_nibbles, unpack_nibbles
+from miles.precision.integer import pack_nibbles, unpack_nibbles
+from miles.precision.microscaling import decode_e2m1
 
 __all__ = [
     "INT_OFFSET",

@@ -19,7 +19,7 @@ from miles.core.errors import CheckpointError
 from miles.models.checkpoint.param_slices import HfSlice
 from miles.models.checkpoint.safetensors_io import ITEM_BYTES, TensorHeader
 from miles.precision.formats import WeightFormat
-from miles.precision.microscaling import unpack_nibbles
+from miles.precision.integer import unpack_nibbles
 from miles.precision.quantized_tensor import QuantizedTensor
 from miles.precision.unpack import pack_words
 

@@ -34,7 +34,7 @@ from miles.models.checkpoint.tensor_sources import ParamSource, locate_tensors
 from miles.models.checkpoint.tiles import STORED_DTYPES
 from miles.models.spec import DecoderSpec
 from miles.precision.formats import WeightFormat
-from miles.precision.microscaling import pack_nibbles
+from miles.precision.integer import pack_nibbles
 from miles.precision.quantize import quantize
 from miles.precision.quantized_tensor import QuantizedTensor
 from miles.precision.segments import concat_segments, stack
