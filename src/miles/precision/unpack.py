@@ -47,7 +47,8 @@ def unpack_words(words_Rw: Tensor, bits: int) -> Tensor:
 def pack_words(values_RC: Tensor, bits: int) -> Tensor:
     """Pack unsigned values into 32-bit words, the inverse of ``unpack_words``; rows are padded with zeros."""
     padded = torch.nn.functional.pad(values_RC, (0, -values_RC.shape[-1] % (32 // bits)))
-    return (pack_nibbles(padded) if bits == 4 else padded).contiguous().view(torch.int32)
+    bytes_Rb = pack_nibbles(padded) if bits == 4 else padded
+    return bytes_Rb.flatten().view(torch.int32).view(*bytes_Rb.shape[:-1], -1)
 
 
 def unpack_row_words(words_wC: Tensor, bits: int) -> Tensor:

@@ -1,6 +1,7 @@
 """Checkpoints quantized by compressed-tensors, and by small packers of the AWQ and GPTQ layouts, with their values."""
 
 import json
+import re
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
@@ -29,6 +30,9 @@ SCHEMES = {
     "int4 per channel": ({**INT4, "strategy": "channel"}, None),
     "int4 asymmetric": ({**INT4, "group_size": 16, "symmetric": False}, None),
     "nvfp4": ({"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, **E4M3}, None),
+    "int8 in groups": ({"num_bits": 8, "type": "int", "strategy": "group", "group_size": 32}, None),
+    "int4 in groups": ({**INT4, "group_size": 32}, None),
+    "int4 asymmetric in groups": ({**INT4, "group_size": 32, "symmetric": False}, None),
     "mxfp4": ({"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, **U8}, None),
     "mxfp8": ({**FP8, "strategy": "group", "group_size": 32, **U8}, TOKENS),
 }
@@ -59,13 +63,21 @@ def _blocks(weight, args):
             return weight.unflatten(1, (-1, args.group_size))
 
 
-def compress(weight, scheme):
-    """The tensors of one weight, and the values they stand for, by compressed-tensors itself."""
+def fused_name(name):
+    """Weights of one fused layer, which share a global scale."""
+    return re.sub(r"(q|k|v|gate|up)_proj", lambda match: "qkv" if match[1] in "qkv" else "gate_up", name)
+
+
+def compress(weight, scheme, largest):
+    """The tensors of one weight, and the values they stand for, by compressed-tensors itself.
+
+    ``largest`` is the largest magnitude of the fused weight.
+    """
     args = scheme.weights
     blocks = _blocks(weight, args)
     extra = {}
     if args.strategy == "tensor_group":
-        extra["weight_global_scale"] = generate_gparam(weight.min(), weight.max())
+        extra["weight_global_scale"] = generate_gparam(-largest, largest)
     scale, zero = calculate_qparams(blocks.amin(-1), blocks.amax(-1), args, extra.get("weight_global_scale"))
     scale = scale.reshape(1) if args.strategy == "tensor" else scale
     if not args.symmetric:
@@ -107,12 +119,17 @@ def write_compressed(model, folder, kind, keep=(), dtype=torch.float32):
     scheme.format = infer_module_format(nn.Linear, scheme)
 
     def quantize(tensors):
-        for name in [name for name, tensor in tensors.items() if is_linear(name, tensor)]:
+        names = [name for name, tensor in tensors.items() if is_linear(name, tensor)]
+        largest = {}
+        for name in names:
+            here = tensors[name].abs().max()
+            largest[fused_name(name)] = torch.maximum(largest.get(fused_name(name), here), here)
+        for name in names:
             module = name.removesuffix(".weight")
             if any(word in name for word in keep):
                 ignore.append(module)
                 continue
-            parts, values[name] = compress(tensors.pop(name).to(dtype), scheme)
+            parts, values[name] = compress(tensors.pop(name).to(dtype), scheme, largest[fused_name(name)])
             tensors |= {f"{module}.{part}": tensor for part, tensor in parts.items()}
 
     model.save_pretrained(folder)
