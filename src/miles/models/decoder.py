@@ -24,6 +24,7 @@ from miles.models.layers.mlp import Mlp
 from miles.models.layers.moe import MoeMlp, Routing
 from miles.models.layers.norm import RMSNorm
 from miles.models.layers.rope import Positions
+from miles.models.quantization import QuantizedParam, plan_quantization
 from miles.models.spec import AttentionSpec, DecoderSpec, GatedDeltaNetSpec, MambaSpec, MlaSpec, MlpSpec, MoeSpec
 
 __all__ = ["AttentionBackend", "CheckpointFn", "Decoder", "DecoderLayer", "Routing", "checkpoint_full"]
@@ -143,6 +144,22 @@ class Decoder(nn.Module):
         self.lm_head: Linear | None = None
         if not spec.tie_embeddings:
             self.lm_head = Linear(spec.hidden_size, spec.vocab_size, bias=False, **factory)
+        self._quantize()
+
+    def _quantize(self) -> None:
+        """Quantize the layers that the spec says are quantized."""
+        experts: dict[str, dict[str, QuantizedParam]] = {}
+        for name, quantized in plan_quantization(self.spec).items():
+            path, _, attribute = name.rpartition(".")
+            module = self.get_submodule(path)
+            if isinstance(module, Linear):
+                module.quantize(quantized)
+            else:
+                experts.setdefault(path, {})[attribute] = quantized
+        for path, params in experts.items():
+            module = self.get_submodule(path)
+            assert isinstance(module, MoeMlp)
+            module.quantize(params)
 
     def forward(
         self, tokens_T: Tensor, positions_T: Tensor, attn_backend: AttentionBackend, routing: Routing | None = None

@@ -17,14 +17,27 @@ from torch import Tensor
 from miles.precision.formats import WeightFormat
 from miles.precision.quantized_tensor import QuantizedActivation, QuantizedTensor
 
-__all__ = ["E4M3_MAX", "dequantize", "dequantize_activation", "packed_layout", "quantize", "quantize_activation"]
+__all__ = [
+    "E4M3_MAX",
+    "dequantize",
+    "dequantize_activation",
+    "packed_layout",
+    "quantize",
+    "quantize_activation",
+    "row_block",
+]
 
 E4M3_MAX = 448.0
 
 
-def quantize(weight: Tensor, format: WeightFormat, segments: Sequence[int] | None = None) -> QuantizedTensor:
-    """Quantize a weight [N, K] or a stack [E, N, K]; ``segments`` are the rows of the weights it is fused of."""
-    block = row_block(format, weight.shape[-2], segments)
+def quantize(
+    weight: Tensor, format: WeightFormat, segments: Sequence[int] | None = None, parts: int = 1
+) -> QuantizedTensor:
+    """Quantize a weight [N, K] or a stack [E, N, K]; ``segments`` are the rows of the weights it is fused of.
+
+    Stored scales can be sharded into ``parts`` (see ``row_block``).
+    """
+    block = row_block(format, weight.shape[-2], segments, parts)
     scale = _block_scale(weight, format, segments)
     data = _round_e4m3(weight.float() / _expand_scale(scale, format, weight.shape, segments))
     stored = scale if block != 1 else _expand_rows(scale, format, weight.shape[-2], segments)
@@ -55,21 +68,26 @@ def dequantize_activation(x: QuantizedActivation) -> Tensor:
 
 
 def packed_layout(
-    format: WeightFormat, shape: Sequence[int], segments: Sequence[int] | None = None
+    format: WeightFormat, shape: Sequence[int], segments: Sequence[int] | None = None, parts: int = 1
 ) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return the shape and dtype of each packed tensor of a weight, by its suffix ("" is the values)."""
     *stack, rows, columns = shape
-    block = row_block(format, rows, segments)
+    block = row_block(format, rows, segments, parts)
     scales = (-(-rows // block), format.scale_shape(rows, columns)[1])
     return {"": (tuple(shape), torch.float8_e4m3fn), "_scale": ((*stack, *scales), torch.float32)}
 
 
-def row_block(format: WeightFormat, rows: int, segments: Sequence[int] | None = None) -> int:
-    """Return how many rows share a stored scale: 1 where a block of the format would cross into the next segment."""
+def row_block(format: WeightFormat, rows: int, segments: Sequence[int] | None = None, parts: int = 1) -> int:
+    """Return how many rows share a stored scale.
+
+    It is 1 where a block of the format would cross into the next segment, or, if each segment is to be sharded into
+    ``parts`` equal runs of rows, into the next of these.
+    """
     block = format.rows or rows
-    if segments is None or len(segments) == 1:
-        return block
-    return block if all(length % block == 0 for length in segments[:-1]) else 1
+    lengths = (rows,) if segments is None else segments
+    if parts > 1:
+        return block if all(length % (block * parts) == 0 for length in lengths) else 1
+    return block if all(length % block == 0 for length in lengths[:-1]) else 1
 
 
 def _segment_lengths(rows: int, segments: Sequence[int] | None) -> Sequence[int]:

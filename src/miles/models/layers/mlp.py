@@ -38,7 +38,7 @@ class Mlp(nn.Module):
         self.down = Linear(spec.size, width, **factory)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        if self.gate_up is not None and self.gate_up.adapter is not None:
+        if self.gate_up is not None and (self.gate_up.adapter is not None or self.gate_up.quantized is not None):
             inner_T2I = self.gate_up(x_TD)
             return self.down(
                 exact_gate(inner_T2I, self.activation)

@@ -5,7 +5,7 @@ Shapes: T tokens, D hidden, I intermediate, E experts, k experts per token, R = 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,9 +20,11 @@ from miles.kernels.moe.fused_moe import moe_forward
 from miles.kernels.moe.grouped_gemm import ExpertExchange
 from miles.kernels.moe.topk_router import route_topk
 from miles.kernels.numerics import Numerics
+from miles.kernels.quantized.moe import QuantizedExperts, quantized_moe
 from miles.kernels.runtime.triton_compat import use_triton, use_triton_inference
-from miles.models.layers.linear import Linear
+from miles.models.layers.linear import Linear, pack_parameter, read_weight
 from miles.models.layers.mlp import Mlp
+from miles.models.quantization import QuantizedParam
 from miles.models.spec import MoeSpec
 
 # Avoids 0 / 0 for the weights of replayed experts with zero router probability.
@@ -96,6 +98,7 @@ class MoeMlp(nn.Module):
         self.spec = spec
         self.numerics = numerics
         self.exchange: ExpertExchange | None = None
+        self.quantized: dict[str, QuantizedParam] = {}
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         layer_factory: dict[str, Any] = {**factory, "numerics": numerics}
         inner, count = spec.latent or width, spec.num_experts
@@ -196,23 +199,8 @@ class MoeMlp(nn.Module):
         return top(scores_TE, spec.experts_per_token)
 
     def forward(self, x_TD: Tensor, routing: Routing | None) -> Tensor:
-        spec, first = self.spec, self.up if self.gate_up is None else self.gate_up
-        assert first is not None
         weights_Tk, experts_Tk = self.route(x_TD, routing)
-        out_TD = moe_forward(
-            x_TD if self.into is None else self.into(x_TD),
-            weights_Tk,
-            experts_Tk,
-            first,
-            self.down,
-            activation=spec.activation,
-            numerics=self.numerics,
-            interleaved=spec.interleaved,
-            first_bias_EF=self.gate_up_bias,
-            down_bias_ED=self.down_bias,
-            weigh_input=spec.weigh_input,
-            exchange=self.exchange,
-        )
+        out_TD = self._run_experts(x_TD if self.into is None else self.into(x_TD), weights_Tk, experts_Tk)
         if self.outof is not None:
             out_TD = self.outof(out_TD)
         if self.shared is None:
@@ -222,3 +210,41 @@ class MoeMlp(nn.Module):
             gate_T1 = self.shared_gate(x_TD)
             shared_TD = shared_TD * (sigmoid(gate_T1) if self.numerics.batch_invariant else gate_T1.sigmoid())
         return out_TD + shared_TD
+
+    def quantize(self, quantized: Mapping[str, QuantizedParam]) -> None:
+        """Quantize the stacked weights of experts from now on, by their names in this module."""
+        self.quantized = dict(quantized)
+        for name, param in quantized.items():
+            pack_parameter(self, name, param)
+
+    def _run_experts(self, x_TD: Tensor, weights_Tk: Tensor, experts_Tk: Tensor) -> Tensor:
+        spec, first_name = self.spec, "up" if self.gate_up is None else "gate_up"
+        first, down = (read_weight(self, name, self.quantized.get(name)) for name in (first_name, "down"))
+        if not (isinstance(first, Tensor) or isinstance(down, Tensor)):
+            experts = QuantizedExperts(
+                first,
+                down,
+                self.gate_up_bias,
+                self.down_bias,
+                activation=spec.activation,
+                interleaved=spec.interleaved,
+                numerics=self.numerics,
+            )
+            return quantized_moe(
+                x_TD, weights_Tk, experts_Tk, experts, weigh_input=spec.weigh_input, exchange=self.exchange
+            )
+        assert isinstance(first, Tensor) and isinstance(down, Tensor), "experts are quantized together or not at all"
+        return moe_forward(
+            x_TD,
+            weights_Tk,
+            experts_Tk,
+            first,
+            down,
+            activation=spec.activation,
+            numerics=self.numerics,
+            interleaved=spec.interleaved,
+            first_bias_EF=self.gate_up_bias,
+            down_bias_ED=self.down_bias,
+            weigh_input=spec.weigh_input,
+            exchange=self.exchange,
+        )
