@@ -77,7 +77,7 @@ def torch_scaled_mm(x: QuantizedActivation, weight: QuantizedTensor) -> Callable
     from torch.nn.functional import ScalingType, SwizzleType, scaled_mm  # pyright: ignore
 
     x_scale = x.scale.t().contiguous().t()
-    weight_scale = weight.scale.t().contiguous()
+    weight_scale = weight.scale.t()
 
     def run() -> Tensor:
         return scaled_mm(
@@ -126,7 +126,9 @@ def main() -> None:
     for (rows, inputs), tokens in product(SHAPES, arguments.tokens):
         x = torch.randn(tokens, inputs, device="cuda", dtype=torch.bfloat16)
         weight = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
-        limit = max((rows * inputs + tokens * inputs + 2 * tokens * rows) / BANDWIDTH, 2 * rows * inputs * tokens / FP8_PEAK)
+        limit = max(
+            (rows * inputs + tokens * inputs + 2 * tokens * rows) / BANDWIDTH, 2 * rows * inputs * tokens / FP8_PEAK
+        )
         times = [limit * 1e3, time_ms(lambda: F.linear(x, weight))]
         for name in ("fp8", "fp8_channel"):
             packed, activation = quantize(weight, FORMATS[name]), quantize_rows_fp8(x, FORMATS[name])
@@ -134,7 +136,9 @@ def main() -> None:
             times.append(attempt(torch_scaled_mm(activation, packed)))
         times.append(time_ms(lambda: quantize_rows_fp8(x, FORMATS["fp8"])))
         tile = select_fp8_tile(tokens, rows, x.device)
-        print(f"{rows:>8} {inputs:>8} {tokens:>8}", " ".join(f"{ms * 1e3:8.1f}" for ms in times), tuple(tile), flush=True)
+        print(
+            f"{rows:>8} {inputs:>8} {tokens:>8}", " ".join(f"{ms * 1e3:8.1f}" for ms in times), tuple(tile), flush=True
+        )
         if arguments.sweep:
             packed, activation = quantize(weight, FORMATS["fp8"]), quantize_rows_fp8(x, FORMATS["fp8"])
             found = sorted((attempt(lambda: fp8_gemm(activation, packed, None, t)), t) for t in candidates(tokens))

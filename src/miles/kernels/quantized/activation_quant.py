@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from miles.kernels.fused.activation import ActivationKind, activate_and_multiply
-from miles.kernels.runtime.triton_compat import device_guard, gdc_launch_dependents, gdc_wait, jit, pdl_options, tl, triton
+from miles.kernels.runtime.triton_compat import (
+    device_guard,
+    gdc_launch_dependents,
+    gdc_wait,
+    jit,
+    pdl_options,
+    tl,
+    triton,
+)
 from miles.precision.formats import WeightFormat
 from miles.precision.quantized_tensor import QuantizedActivation
 
@@ -71,9 +79,7 @@ def rms_norm_fp8(
     tensors = (x_TK, residual, weight_K, sum_TK, x_TK if norm_TK is None else norm_TK, out.data, out.scale)
     mode = "norm" if residual_TK is None else "add_norm"
     with device_guard(x_TK):
-        _quantize_kernel[(len(x_TK),)](
-            *tensors, x_TK.shape[1], len(x_TK), eps, offset, MODE=mode, KEEP=keep, **options
-        )
+        _quantize_kernel[(len(x_TK),)](*tensors, x_TK.shape[1], len(x_TK), eps, offset, MODE=mode, KEEP=keep, **options)
     return sum_TK, out, norm_TK
 
 
