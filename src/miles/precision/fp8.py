@@ -74,6 +74,7 @@ def pad_columns(x: Tensor, block: int) -> Tensor:
 
 def _scale_of(amax: Tensor, format: WeightFormat) -> Tensor:
     """The scale of blocks with this largest magnitude; 1 for a block of zeros."""
-    scale = amax / E4M3_MAX
+    # Division by a tensor is correctly rounded on every device; by a number, a GPU multiplies with its reciprocal.
+    scale = amax / torch.full_like(amax, E4M3_MAX)
     rounded = decode_e8m0(encode_e8m0(scale).clamp(min=1)) if format.power_of_two else scale
     return torch.where(scale == 0, torch.ones_like(scale), rounded)

@@ -16,13 +16,16 @@ from miles.precision.quantized_tensor import QuantizedTensor
 __all__ = ["concat_segments", "split_segments", "stack", "unstack"]
 
 
-def concat_segments(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
-    """Concatenate packed weights by rows, as ``quantize`` packs the fused weight; they share a global scale."""
-    if len(parts) == 1:
-        return parts[0]
+def concat_segments(parts: Sequence[QuantizedTensor], shards: int = 1) -> QuantizedTensor:
+    """Concatenate packed weights by rows, as ``quantize`` packs the fused weight; they share a global scale.
+
+    Stored scales can be sharded into ``shards`` (see ``row_block``).
+    """
     first = parts[0]
     lengths = [part.shape[-2] for part in parts]
-    block = row_block(first.format, sum(lengths), lengths)
+    block = row_block(first.format, sum(lengths), lengths, shards)
+    if len(parts) == 1 and block == first.row_block:
+        return first
     scales = [part.scale if block == part.row_block else _expand_rows(part) for part in parts]
     zeros = [part.zero for part in parts if part.zero is not None]
     return QuantizedTensor(
@@ -41,7 +44,7 @@ def _expand_rows(part: QuantizedTensor) -> Tensor:
 
 def split_segments(packed: QuantizedTensor, segments: Sequence[int]) -> list[QuantizedTensor]:
     """Split a fused weight into those it consists of: the inverse of ``concat_segments``."""
-    if len(segments) == 1:
+    if len(segments) == 1 and packed.row_block == (packed.format.rows or segments[0]):
         return [packed]
     block = packed.row_block
     scales = packed.scale.split([-(-length // block) for length in segments], -2)

@@ -37,10 +37,10 @@ from miles.precision.formats import WeightFormat
 from miles.precision.integer import pack_nibbles
 from miles.precision.quantize import quantize
 from miles.precision.quantized_tensor import QuantizedTensor
-from miles.precision.segments import concat_segments, stack
+from miles.precision.segments import concat_segments, split_segments, stack
 from miles.precision.unpack import INT_OFFSET, unpack_awq, unpack_row_words, unpack_words
 
-__all__ = ["load_packed", "read_packed_matrix", "read_packed_piece"]
+__all__ = ["load_packed", "read_packed_segments"]
 
 _BITS = {"int4": 4, "int8": 8}
 
@@ -51,16 +51,18 @@ def load_packed(
     plan: Mapping[str, WeightFormat],
     *,
     device: torch.device | str = "cpu",
+    tensor_parallel_size: int = 1,
     reader: FileReader | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the packed tensors of the parameters in ``plan`` (decoder name -> format), as ``QuantizedTensor`` names
     them, in the order of the files.
 
-    No more than one parameter is in memory beside what was yielded. Checks are made at once, as in ``hf.load``.
+    No more than one parameter is in memory beside what was yielded. Scales are stored such that the parameters can be
+    sharded over ``tensor_parallel_size`` ranks. Checks are made at once, as in ``hf.load``.
     """
     config = read_config(folder)
     sources = locate_tensors(spec, stored_tensors(folder), read_quant_config(config), Path(folder))
-    return _iterate(sources, spec, plan, device, reader)
+    return _iterate(sources, spec, plan, device, tensor_parallel_size, reader)
 
 
 def _iterate(
@@ -68,47 +70,53 @@ def _iterate(
     spec: DecoderSpec,
     plan: Mapping[str, WeightFormat],
     device: torch.device | str,
+    shards: int,
     reader: FileReader | None,
 ) -> Iterator[tuple[str, Tensor]]:
     slices = param_map.build_param_map(spec)
     with ParamReader("cpu", reader) as params:
         for name, own in sources.items():
             if name in plan:
-                packed = _read_param(own, slices[name], plan[name], params)
+                packed = _read_param(own, slices[name], plan[name], shards, params)
                 for part, tensor in packed.tensors(name).items():
                     yield part, tensor.to(device)
 
 
 def _read_param(
-    sources: Sequence[ParamSource], slices: tuple[HfSlice, ...], format: WeightFormat, params: ParamReader
+    sources: Sequence[ParamSource], slices: tuple[HfSlice, ...], format: WeightFormat, shards: int, params: ParamReader
 ) -> QuantizedTensor:
     shape, segments = param_map.param_shape(slices), weight_segments(slices)
-    if len(shape) == 2:
-        return read_packed_matrix(sources, None, shape, segments, format, params)
-    matrix = (shape[1], shape[2])
-    return stack([read_packed_matrix(sources, e, matrix, segments, format, params) for e in range(shape[0])])
+    rows, columns = shape[-2:]
+    experts = [None] if len(shape) == 2 else range(shape[0])
+    matrices = [
+        concat_segments(read_packed_segments(sources, expert, segments, columns, format, params), shards)
+        for expert in experts
+    ]
+    assert sum(segments) == rows
+    return matrices[0] if len(shape) == 2 else stack(matrices)
 
 
-def read_packed_matrix(
+def read_packed_segments(
     sources: Sequence[ParamSource],
     expert: int | None,
-    shape: tuple[int, ...],
     segments: Sequence[int],
+    columns: int,
     format: WeightFormat,
     params: ParamReader,
-) -> QuantizedTensor:
-    """Return a matrix [N, K] of a parameter, that of ``expert`` if it has experts, packed in ``format``."""
+) -> list[QuantizedTensor]:
+    """Return the packed weights that a matrix of a parameter is fused of, that of ``expert`` if it has experts."""
     own = [source for source in sources if source.piece.expert in (None, expert)]
-    parts = [read_packed_piece(source, expert, format, params.files) for source in own]
+    parts = [_read_piece(source, expert, format, params.files) for source in own]
     exact = [part for part in parts if part is not None]
-    if len(exact) == len(parts) and len(parts) == len(segments) and _share_global_scale(exact):
-        return concat_segments(exact)
+    if len(exact) == len(parts) == len(segments) and _share_global_scale(exact):
+        return exact
+    shape = (sum(segments), columns)
     first = 0 if expert is None else expert
     whole = params.read(own, shape if expert is None else (1, *shape), torch.float32, first=first).view(shape)
     if format.global_scale or len(parts) != len(segments):
-        return quantize(whole, format, segments)
+        return split_segments(quantize(whole, format, segments), segments)
     wide = whole.split(list(segments))
-    return concat_segments([quantize(w, format) if p is None else p for p, w in zip(parts, wide, strict=True)])
+    return [quantize(w, format) if p is None else p for p, w in zip(parts, wide, strict=True)]
 
 
 def _share_global_scale(parts: Sequence[QuantizedTensor]) -> bool:
@@ -133,7 +141,7 @@ class _PieceFiles(NamedTuple):
         return flat.view(STORED_DTYPES[stored.dtype]).view(shape)
 
 
-def read_packed_piece(
+def _read_piece(
     source: ParamSource, expert: int | None, format: WeightFormat, reader: FileReader
 ) -> QuantizedTensor | None:
     """Return the stored bytes of a checkpoint's matrix in our layout; None if it is stored in another format."""

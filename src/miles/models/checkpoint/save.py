@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from miles.models.checkpoint import param_map
-from miles.models.checkpoint.param_slices import weight_segments
 from miles.models.checkpoint.reader import FileReader
 from miles.models.checkpoint.safetensors_io import (
     INDEX,
@@ -26,7 +25,6 @@ from miles.models.checkpoint.safetensors_io import (
 from miles.models.checkpoint.save_plan import SaveUnit, plan_decoder_save
 from miles.models.decoder import Decoder
 from miles.precision.formats import WeightFormat
-from miles.precision.quantize import row_block
 from miles.precision.quantized_tensor import QuantizedTensor
 
 # A tensor to be written: its header, and how to get it, or where it is stored in another checkpoint.
@@ -103,8 +101,9 @@ def _get_param(decoder: Decoder, name: str, formats: Mapping[str, WeightFormat])
     parameters = dict(decoder.named_parameters())
     if name not in formats or f"{name}_scale" not in parameters:
         return parameters[name]
-    segments = weight_segments(param_map.build_param_map(decoder.spec)[name])
-    block = row_block(formats[name], sum(segments), segments)
+    rows = parameters[name].shape[-2]
+    scale_rows = parameters[f"{name}_scale"].shape[-2]
+    block = 1 if scale_rows == rows else formats[name].rows or rows
     return QuantizedTensor.from_tensors(formats[name], name, parameters, block)
 
 

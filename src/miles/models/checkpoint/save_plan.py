@@ -58,7 +58,8 @@ PACKED_DTYPES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.
 class SaveUnit:
     """A full decoder parameter: name, shape, dtype on disk, and the Hugging Face tensors it is written as.
 
-    With ``layouts``, one for each piece, it is written quantized, and ``dtype`` is that of the packed values.
+    With ``layouts``, one for each piece, it is written quantized: ``dtype`` is that of the packed values, and the
+    parameter is rounded to ``wide_dtype`` first, in which it is published.
     """
 
     name: str
@@ -66,6 +67,7 @@ class SaveUnit:
     dtype: torch.dtype
     pieces: tuple[HfSlice, ...]
     layouts: tuple[HfLayout, ...] = ()
+    wide_dtype: torch.dtype | None = None
 
     def headers(self) -> tuple[TensorHeader, ...]:
         """Return the headers of the tensors on disk, in order."""
@@ -88,9 +90,7 @@ class SaveUnit:
     def _quantized_views(self, param: Tensor | QuantizedTensor) -> list[Tensor]:
         format, segments = self.layouts[0].format, weight_segments(self.pieces)
         if isinstance(param, Tensor):
-            param = quantize(param.detach(), format, segments)
-        if len(self.layouts) == 1:
-            return self.layouts[0].tensors(param)
+            param = quantize(param.detach().to(self.wide_dtype), format, segments)
         parts = split_segments(param, segments)
         matrices = (
             parts if len(self.shape) == 2 else [p for each in zip(*map(unstack, parts), strict=True) for p in each]
@@ -182,7 +182,8 @@ def _build_plan(
     pieces = param_map.build_param_map(spec)
     method = quant_method(pieces, formats)
     units = tuple(
-        plan_unit(name, own, parameters[name].dtype, formats.get(name), method) for name, own in pieces.items()
+        plan_unit(name, own, dtype if name in formats else parameters[name].dtype, formats.get(name), method)
+        for name, own in pieces.items()
     )
     extra = tuple(_unused_tensors(spec, like))
     config_json = _config_for_dtype(config_json, dtype)
@@ -212,7 +213,8 @@ def plan_unit(
     if format is None:
         return SaveUnit(name=name, shape=shape, dtype=dtype, pieces=pieces)
     layouts = tuple(HfLayout(piece, format, method) for piece in pieces)
-    return SaveUnit(name=name, shape=shape, dtype=PACKED_DTYPES[format.element], pieces=pieces, layouts=layouts)
+    packed = PACKED_DTYPES[format.element]
+    return SaveUnit(name=name, shape=shape, dtype=packed, pieces=pieces, layouts=layouts, wide_dtype=dtype)
 
 
 def _config_for_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -225,8 +227,8 @@ def _config_for_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str
 
 
 def _weights_spec(spec: DecoderSpec) -> DecoderSpec:
-    """Return the spec without fields that do not affect the weights: context length and EOS tokens."""
-    return replace(spec, eos_token_ids=(), max_positions=0)
+    """Return the spec without what does not affect the saved weights: context length, EOS tokens, quantization."""
+    return replace(spec, eos_token_ids=(), max_positions=0, quantization=None)
 
 
 def _unused_tensors(spec: DecoderSpec, like: Path | str | None) -> list[tuple[str, StoredTensor]]:
