@@ -235,6 +235,11 @@ def _quantized_parts(
     unit: SaveUnit, sources: Sequence[ParamSource], format: WeightFormat, params: ParamReader
 ) -> Iterator[_Part]:
     segments, columns = weight_segments(unit.pieces), unit.shape[-1]
+    if len(unit.shape) == 2 and len(sources) == len(unit.layouts) and not format.global_scale:
+        for source, layout, rows in zip(sources, unit.layouts, segments, strict=True):
+            (part,) = read_packed_segments([source], None, (rows,), columns, format, params)
+            yield from zip(layout.headers(), layout.tensors(part), strict=True)
+        return
     experts = [None] if len(unit.shape) == 2 else range(unit.shape[0])
     for expert in experts:
         parts = read_packed_segments(sources, expert, segments, columns, format, params)
