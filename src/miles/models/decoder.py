@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from miles.kernels.numerics import FAST, Numerics
+from miles.kernels.quantized.activation_quant import supports_fused_quantization
 from miles.models.activation_checkpointing import CheckpointFn, checkpoint_full
 from miles.models.layers.attention import Attention
 from miles.models.layers.attention_backend import AttentionBackend
@@ -24,7 +25,10 @@ from miles.models.layers.mlp import Mlp
 from miles.models.layers.moe import MoeMlp, Routing
 from miles.models.layers.norm import RMSNorm
 from miles.models.layers.rope import Positions
+from miles.models.quantization import QuantizedParam, plan_quantization
 from miles.models.spec import AttentionSpec, DecoderSpec, GatedDeltaNetSpec, MambaSpec, MlaSpec, MlpSpec, MoeSpec
+from miles.precision.formats import WeightFormat
+from miles.precision.quantized_tensor import QuantizedActivation
 
 __all__ = ["AttentionBackend", "CheckpointFn", "Decoder", "DecoderLayer", "Routing", "checkpoint_full"]
 
@@ -90,13 +94,13 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the residual stream and the output still to be added to it: the next norm fuses add and norm."""
         if self.attention_norm is not None:
-            x_TD, y_TD = self.attention_norm.add_norm(x_TD, deferred_TD)
+            x_TD, y_TD = self.attention_norm.add_norm_quantized(x_TD, deferred_TD)
             mixer = self.get_submodule(self._mixer)
             deferred_TD = self._leave_tp(mixer(self._enter_tp(y_TD), positions, attn_backend))
             if self.attention_post_norm is not None:
                 deferred_TD = self.attention_post_norm(deferred_TD)
         if self.mlp_norm is not None:
-            x_TD, y_TD = self.mlp_norm.add_norm(x_TD, deferred_TD)
+            x_TD, y_TD = self.mlp_norm.add_norm_quantized(x_TD, deferred_TD)
             y_TD = self._enter_tp(y_TD)
             if self.mlp is not None:
                 deferred_TD = self._leave_tp(self.mlp(y_TD))
@@ -113,8 +117,24 @@ class DecoderLayer(nn.Module):
         x_TD, deferred_TD = self.forward_deferred(x_TD, None, positions, attn_backend, routing)
         return x_TD if deferred_TD is None else x_TD + deferred_TD
 
-    def _enter_tp(self, x_TD: Tensor) -> Tensor:
-        return x_TD if self.copy_to_tp is None else self.copy_to_tp(x_TD)
+    def fuse_quantization(self) -> None:
+        """Let the norms quantize what the layers behind them read, where one format serves all of them."""
+        attention, mlp, moe = getattr(self, "attention", None), self.mlp, self.moe
+        if isinstance(attention, Attention) and self.attention_norm is not None:
+            self.attention_norm.quantize_to = _fusable_format(attention.qkv.quantized, self.attention_norm)
+        if self.mlp_norm is None:
+            return
+        if mlp is not None:
+            self.mlp_norm.quantize_to = _fusable_format((mlp.gate_up or mlp.up or mlp.down).quantized, self.mlp_norm)
+        elif moe is not None and moe.into is None:
+            self.mlp_norm.quantize_to = _fusable_format(next(iter(moe.quantized.values()), None), self.mlp_norm)
+            self.mlp_norm.keep_wide = True
+
+    def _enter_tp(self, x_TD: Tensor | QuantizedActivation) -> Tensor | QuantizedActivation:
+        if self.copy_to_tp is None:
+            return x_TD
+        assert isinstance(x_TD, Tensor), "engines, which quantize activations early, have no gradient to copy"
+        return self.copy_to_tp(x_TD)
 
     def _leave_tp(self, part_TD: Tensor) -> Tensor:
         return part_TD if self.reduce_from_tp is None else self.reduce_from_tp(part_TD)
@@ -143,6 +163,25 @@ class Decoder(nn.Module):
         self.lm_head: Linear | None = None
         if not spec.tie_embeddings:
             self.lm_head = Linear(spec.hidden_size, spec.vocab_size, bias=False, **factory)
+        self._quantize()
+
+    def _quantize(self) -> None:
+        """Quantize the layers that the spec says are quantized."""
+        experts: dict[str, dict[str, QuantizedParam]] = {}
+        for name, quantized in plan_quantization(self.spec).items():
+            path, _, attribute = name.rpartition(".")
+            module = self.get_submodule(path)
+            if isinstance(module, Linear):
+                module.quantize(quantized)
+            else:
+                experts.setdefault(path, {})[attribute] = quantized
+        for path, params in experts.items():
+            module = self.get_submodule(path)
+            assert isinstance(module, MoeMlp)
+            module.quantize(params)
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            layer.fuse_quantization()
 
     def forward(
         self, tokens_T: Tensor, positions_T: Tensor, attn_backend: AttentionBackend, routing: Routing | None = None
@@ -168,6 +207,12 @@ class Decoder(nn.Module):
     def head(self) -> Tensor:
         """Return the output weight [V, D]: the embedding itself if tied."""
         return self.embedding.weight if self.lm_head is None else self.lm_head.weight
+
+
+def _fusable_format(quantized: QuantizedParam | None, norm: RMSNorm) -> WeightFormat | None:
+    if quantized is None or not quantized.packed:
+        return None
+    return quantized.format if supports_fused_quantization(quantized.format, norm.shape[0]) else None
 
 
 @cache

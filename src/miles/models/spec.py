@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from miles.precision.formats import QuantizationSpec
+
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
 Activation = Literal["silu", "gelu_tanh", "relu2", "swiglu_clamped"]
 
@@ -214,7 +216,7 @@ class DecoderSpec:
     """One decoder-only transformer. ``eos_token_ids`` are the tokens that end a response.
 
     ``norm_offset`` is added to every norm's weight. ``embedding_scale`` multiplies the embedding; ``logit_softcap``
-    soft-caps the logits.
+    soft-caps the logits. ``quantization`` says which weights are quantized; None is none of them.
     """
 
     family: str
@@ -228,6 +230,7 @@ class DecoderSpec:
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
     logit_softcap: float | None = None
+    quantization: QuantizationSpec | None = None
 
     @property
     def num_layers(self) -> int:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from miles.core.errors import UsageError
 
-__all__ = ["FORMATS", "ElementType", "ScaleType", "WeightFormat", "get_format"]
+__all__ = ["FORMATS", "ElementType", "QuantizationSpec", "ScaleType", "WeightFormat", "get_format"]
 
 ElementType = Literal["e4m3", "e2m1", "int8", "int4"]
 ScaleType = Literal["float32", "bfloat16", "e8m0", "e4m3"]
@@ -132,3 +132,21 @@ def get_format(name: str) -> WeightFormat:
     if name not in FORMATS:
         raise UsageError(f"{name} is not a precision; use one of {', '.join(FORMATS)}.")
     return FORMATS[name]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizationSpec:
+    """Which layers of a decoder are quantized, and how.
+
+    ``packed``: their parameters hold the packed tensors, as in an engine; otherwise they keep the model's dtype and are
+    quantized in every forward, as in training. The first ``layers_at_start`` and the last ``layers_at_end`` layers keep
+    the model's dtype; with ``experts_only`` so does everything but routed experts. Scales are stored such that the
+    parameters can be sharded over ``tensor_parallel_size`` ranks.
+    """
+
+    format: WeightFormat
+    packed: bool
+    layers_at_start: int = 0
+    layers_at_end: int = 0
+    experts_only: bool = False
+    tensor_parallel_size: int = 1

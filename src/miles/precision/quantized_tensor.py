@@ -16,14 +16,14 @@ one zero point in a byte. E8M0 scales are uint8 (an exponent with a bias of 127)
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from miles.precision.formats import WeightFormat
 
-__all__ = ["QuantizedActivation", "QuantizedTensor"]
+__all__ = ["QuantizedActivation", "QuantizedTensor", "StraightThroughWeight", "Weight"]
 
 
 class QuantizedTensor(NamedTuple):
@@ -69,10 +69,32 @@ class QuantizedTensor(NamedTuple):
 
 
 class QuantizedActivation(NamedTuple):
-    """Quantized rows [T, K] with float32 scales [T, K / columns]; ``columns`` values of a row share one."""
+    """Quantized rows [T, K] with float32 scales [T, K / columns]; ``columns`` values of a row share one.
+
+    ``dtype`` is what the rows had, and what results take; ``wide`` are the rows before they were quantized, if
+    something else reads them too.
+    """
 
     data: Tensor
     scale: Tensor
     columns: int
     dtype: torch.dtype
-    """The dtype that the rows had, and that results take."""
+    wide: Tensor | None = None
+
+
+class StraightThroughWeight(NamedTuple):
+    """A weight in training: the forward multiplies with ``quantize(weight, format, segments)``, and the gradient of
+    that is passed to ``weight`` unchanged (straight-through estimator).
+    """
+
+    format: WeightFormat
+    weight: Tensor
+    segments: tuple[int, ...]
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.weight.shape
+
+
+Weight: TypeAlias = Tensor | QuantizedTensor | StraightThroughWeight
+"""The weight of a linear layer, or the stacked weights of experts."""

@@ -160,8 +160,8 @@ def _config_for_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str
 
 
 def _weights_spec(spec: DecoderSpec) -> DecoderSpec:
-    """Return the spec without fields that do not affect the weights: context length and EOS tokens."""
-    return replace(spec, eos_token_ids=(), max_positions=0)
+    """Return the spec without what does not affect the saved weights: context length, EOS tokens, quantization."""
+    return replace(spec, eos_token_ids=(), max_positions=0, quantization=None)
 
 
 def _unused_tensors(spec: DecoderSpec, like: Path | str | None) -> list[tuple[str, StoredTensor]]:

@@ -9,15 +9,24 @@ from torch import Tensor, nn
 
 from miles.kernels.fused.gemv import linear
 from miles.kernels.numerics import Numerics
+from miles.kernels.quantized.linear import quantized_linear
+from miles.models.quantization import QuantizedParam
+from miles.precision.quantize import packed_layout, row_block
+from miles.precision.quantized_tensor import QuantizedActivation, QuantizedTensor, StraightThroughWeight, Weight
+
+__all__ = ["Embedding", "Linear", "pack_parameter", "read_weight"]
 
 
 class Linear(nn.Linear):
     """A linear layer with uninitialized parameters.
 
     An ``adapter`` (LoRA) receives the layer's output and input, and returns the output with gradients to its factors.
+    ``quantized`` says how the weight is quantized; where it is ``packed``, ``weight`` and the parameters beside it are
+    the packed tensors.
     """
 
     adapter: Callable[[Tensor, Tensor], Tensor] | None = None
+    quantized: QuantizedParam | None = None
 
     def __init__(
         self,
@@ -34,9 +43,49 @@ class Linear(nn.Linear):
 
     def reset_parameters(self) -> None: ...
 
-    def forward(self, input: Tensor) -> Tensor:
-        out = linear(input, self.weight, self.bias, numerics=self.numerics)
-        return out if self.adapter is None else self.adapter(out, input)
+    def forward(self, input: Tensor | QuantizedActivation) -> Tensor:
+        weight = self.operand()
+        if isinstance(weight, Tensor):
+            assert isinstance(input, Tensor)
+            out = linear(input, weight, self.bias, numerics=self.numerics)
+        else:
+            out = quantized_linear(input, weight, self.bias, numerics=self.numerics)
+        if self.adapter is None:
+            return out
+        assert isinstance(input, Tensor), "adapters read the input before it is quantized"
+        return self.adapter(out, input)
+
+    def operand(self) -> Weight:
+        """Return the weight that the forward multiplies with."""
+        return read_weight(self, "weight", self.quantized)
+
+    def quantize(self, quantized: QuantizedParam) -> None:
+        """Quantize the weight from now on."""
+        self.quantized = quantized
+        pack_parameter(self, "weight", quantized)
+
+
+def read_weight(module: nn.Module, name: str, quantized: QuantizedParam | None) -> Weight:
+    """Return the parameter ``name`` of a module as its forward uses it."""
+    weight: Tensor = getattr(module, name)
+    if quantized is None:
+        return weight
+    if not quantized.packed:
+        return StraightThroughWeight(quantized.format, weight, quantized.segments)
+    block = row_block(quantized.format, weight.shape[-2], quantized.segments, quantized.tensor_parallel_size)
+    parts: dict[str, Tensor] = {f"{name}{suffix}": getattr(module, f"{name}{suffix}") for suffix in quantized.suffixes}
+    return QuantizedTensor.from_tensors(quantized.format, name, parts, block)
+
+
+def pack_parameter(module: nn.Module, name: str, quantized: QuantizedParam) -> None:
+    """Replace the parameter ``name`` by its packed tensors, without content, if they are to be packed."""
+    if not quantized.packed:
+        return
+    weight: Tensor = getattr(module, name)
+    layout = packed_layout(quantized.format, weight.shape, quantized.segments, quantized.tensor_parallel_size)
+    for suffix, (shape, dtype) in layout.items():
+        packed = nn.Parameter(torch.empty(shape, dtype=dtype, device=weight.device), requires_grad=False)
+        setattr(module, f"{name}{suffix}", packed)
 
 
 class Embedding(nn.Embedding):

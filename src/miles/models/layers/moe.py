@@ -5,7 +5,7 @@ Shapes: T tokens, D hidden, I intermediate, E experts, k experts per token, R = 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,10 +20,13 @@ from miles.kernels.moe.fused_moe import moe_forward
 from miles.kernels.moe.grouped_gemm import ExpertExchange
 from miles.kernels.moe.topk_router import route_topk
 from miles.kernels.numerics import Numerics
+from miles.kernels.quantized.moe import QuantizedExperts, quantized_moe
 from miles.kernels.runtime.triton_compat import use_triton, use_triton_inference
-from miles.models.layers.linear import Linear
+from miles.models.layers.linear import Linear, pack_parameter, read_weight
 from miles.models.layers.mlp import Mlp
+from miles.models.quantization import QuantizedParam
 from miles.models.spec import MoeSpec
+from miles.precision.quantized_tensor import QuantizedActivation
 
 # Avoids 0 / 0 for the weights of replayed experts with zero router probability.
 _TINY = 1e-20
@@ -96,6 +99,7 @@ class MoeMlp(nn.Module):
         self.spec = spec
         self.numerics = numerics
         self.exchange: ExpertExchange | None = None
+        self.quantized: dict[str, QuantizedParam] = {}
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         layer_factory: dict[str, Any] = {**factory, "numerics": numerics}
         inner, count = spec.latent or width, spec.num_experts
@@ -195,16 +199,51 @@ class MoeMlp(nn.Module):
             scores_TE = groups_TgE.masked_fill(~selected_Tg.unsqueeze(-1), -torch.inf).flatten(-2)
         return top(scores_TE, spec.experts_per_token)
 
-    def forward(self, x_TD: Tensor, routing: Routing | None) -> Tensor:
-        spec, first = self.spec, self.up if self.gate_up is None else self.gate_up
-        assert first is not None
+    def forward(self, x: Tensor | QuantizedActivation, routing: Routing | None) -> Tensor:
+        x_TD = x.wide if isinstance(x, QuantizedActivation) else x
+        assert x_TD is not None, "the router reads the input before it is quantized"
         weights_Tk, experts_Tk = self.route(x_TD, routing)
-        out_TD = moe_forward(
-            x_TD if self.into is None else self.into(x_TD),
+        out_TD = self._run_experts(x if self.into is None else self.into(x_TD), weights_Tk, experts_Tk)
+        if self.outof is not None:
+            out_TD = self.outof(out_TD)
+        if self.shared is None:
+            return out_TD
+        shared_TD = self.shared(x)
+        if self.shared_gate is not None:
+            gate_T1 = self.shared_gate(x_TD)
+            shared_TD = shared_TD * (sigmoid(gate_T1) if self.numerics.batch_invariant else gate_T1.sigmoid())
+        return out_TD + shared_TD
+
+    def quantize(self, quantized: Mapping[str, QuantizedParam]) -> None:
+        """Quantize the stacked weights of experts from now on, by their names in this module."""
+        self.quantized = dict(quantized)
+        for name, param in quantized.items():
+            pack_parameter(self, name, param)
+
+    def _run_experts(self, x_TD: Tensor | QuantizedActivation, weights_Tk: Tensor, experts_Tk: Tensor) -> Tensor:
+        spec, first_name = self.spec, "up" if self.gate_up is None else "gate_up"
+        first, down = (read_weight(self, name, self.quantized.get(name)) for name in (first_name, "down"))
+        if not (isinstance(first, Tensor) or isinstance(down, Tensor)):
+            experts = QuantizedExperts(
+                first,
+                down,
+                self.gate_up_bias,
+                self.down_bias,
+                activation=spec.activation,
+                interleaved=spec.interleaved,
+                numerics=self.numerics,
+            )
+            return quantized_moe(
+                x_TD, weights_Tk, experts_Tk, experts, weigh_input=spec.weigh_input, exchange=self.exchange
+            )
+        assert isinstance(first, Tensor) and isinstance(down, Tensor), "experts are quantized together or not at all"
+        assert isinstance(x_TD, Tensor)
+        return moe_forward(
+            x_TD,
             weights_Tk,
             experts_Tk,
             first,
-            self.down,
+            down,
             activation=spec.activation,
             numerics=self.numerics,
             interleaved=spec.interleaved,
@@ -213,12 +252,3 @@ class MoeMlp(nn.Module):
             weigh_input=spec.weigh_input,
             exchange=self.exchange,
         )
-        if self.outof is not None:
-            out_TD = self.outof(out_TD)
-        if self.shared is None:
-            return out_TD
-        shared_TD = self.shared(x_TD)
-        if self.shared_gate is not None:
-            gate_T1 = self.shared_gate(x_TD)
-            shared_TD = shared_TD * (sigmoid(gate_T1) if self.numerics.batch_invariant else gate_T1.sigmoid())
-        return out_TD + shared_TD

@@ -1,0 +1,88 @@
+"""Quantization plan of a decoder: the format and the fused segments of each quantized parameter. No torch.
+
+Quantized are the projections of attention and MLA, MLPs, shared and routed experts, and the large projections of
+recurrent layers. Embeddings, the head, norms, routers, indexers and small projections keep the model's dtype, and so
+does MLA's ``kv_b``, which the engine absorbs into queries and outputs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from miles.core.errors import UsageError
+from miles.models.checkpoint.param_map import build_param_map
+from miles.models.checkpoint.param_slices import HfSlice, param_shape
+from miles.models.spec import DecoderSpec
+from miles.precision.formats import QuantizationSpec, WeightFormat
+
+__all__ = ["QuantizedParam", "plan_quantization"]
+
+_EXPERTS = re.compile(r"layers\.(\d+)\.moe\.(gate_up|up|down)")
+_LINEARS = re.compile(
+    r"layers\.(\d+)\.(attention\.(qkv|output)|mla\.(q|q_a|q_b|kv_a|output)|delta\.(qkvz|output)|mamba\.(input|output)"
+    r"|mlp\.(gate_up|up|down)|moe\.shared\.(gate_up|up|down)|moe\.(into|outof))\.weight"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedParam:
+    """How one parameter is quantized. ``segments`` are the rows of the checkpoint's tensors that it is fused of."""
+
+    format: WeightFormat
+    segments: tuple[int, ...]
+    packed: bool
+    tensor_parallel_size: int = 1
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """Suffixes of the names of the packed tensors."""
+        return ("", *self.format.suffixes)
+
+
+@lru_cache(maxsize=8)
+def plan_quantization(spec: DecoderSpec) -> Mapping[str, QuantizedParam]:
+    """Return the quantized parameters of a decoder by name; UsageError if a shape does not allow the format."""
+    quantization = spec.quantization
+    if quantization is None:
+        return {}
+    plan: dict[str, QuantizedParam] = {}
+    for name, slices in build_param_map(spec).items():
+        if not _is_quantized(name, spec, quantization):
+            continue
+        columns = param_shape(slices)[-1]
+        _check_columns(name, columns, quantization.format)
+        segments = _segments(slices)
+        plan[name] = QuantizedParam(
+            quantization.format, segments, quantization.packed, quantization.tensor_parallel_size
+        )
+    return plan
+
+
+def _is_quantized(name: str, spec: DecoderSpec, quantization: QuantizationSpec) -> bool:
+    match = _EXPERTS.fullmatch(name) or (None if quantization.experts_only else _LINEARS.fullmatch(name))
+    if match is None:
+        return False
+    return quantization.layers_at_start <= int(match[1]) < spec.num_layers - quantization.layers_at_end
+
+
+def _segments(slices: Sequence[HfSlice]) -> tuple[int, ...]:
+    """The rows of each tensor of the checkpoint in the parameter, or in one expert's matrix."""
+    if slices[0].expert is not None:
+        return tuple(each.stop - each.start for each in slices if each.expert == 0)
+    shape = param_shape(tuple(slices))
+    if len(shape) == 3:  # experts that are stacked in the checkpoint
+        return (shape[1],)
+    return tuple(each.stop - each.start for each in slices)
+
+
+def _check_columns(name: str, columns: int, format: WeightFormat) -> None:
+    group = format.columns or columns
+    needed = 1 if format.name.startswith("fp8") else group
+    if columns % needed:
+        raise UsageError(
+            f"{name} has {columns} input channels, which {format.name} cannot quantize in groups of {group}; choose "
+            "another precision, such as one with smaller groups."
+        )
