@@ -8,6 +8,8 @@ model's dtype first. Scales are stored transposed, [G, T], so that a GEMM loads 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -24,10 +26,11 @@ from miles.kernels.runtime.triton_compat import (
 from miles.precision.formats import WeightFormat
 from miles.precision.quantized_tensor import QuantizedActivation
 
-__all__ = ["gated_activation_fp8", "quantize_rows_fp8", "rms_norm_fp8", "supports_fused_quantization"]
+__all__ = ["gated_activation_fp8", "pad_tokens", "quantize_rows_fp8", "rms_norm_fp8", "supports_fused_quantization"]
 
 # The most features of a row that one program has in its registers.
 _MAX_FEATURES = 16384
+_FEATURES_PER_PROGRAM = 1024
 
 
 def supports_fused_quantization(format: WeightFormat, features: int) -> bool:
@@ -39,9 +42,9 @@ def supports_fused_quantization(format: WeightFormat, features: int) -> bool:
 def quantize_rows_fp8(x_TK: Tensor, format: WeightFormat) -> QuantizedActivation:
     """``quantize_activation`` of contiguous rows."""
     x_TK = x_TK.contiguous()
-    out, options = _allocate(x_TK, x_TK.shape[1], format)
+    out, grid, options = _allocate(x_TK, x_TK.shape[1], format, whole_row=False)
     with device_guard(x_TK):
-        _quantize_kernel[(len(x_TK),)](
+        _quantize_kernel[grid](
             x_TK, x_TK, x_TK, x_TK, x_TK, out.data, out.scale, x_TK.shape[1], len(x_TK), 0.0, 0.0, MODE="", **options
         )
     return out
@@ -51,12 +54,10 @@ def gated_activation_fp8(gate_up_T2I: Tensor, kind: ActivationKind, format: Weig
     """The quantized ``gated_activation`` of gates and ups side by side."""
     gate_up_T2I = gate_up_T2I.contiguous()
     size = gate_up_T2I.shape[1] // 2
-    out, options = _allocate(gate_up_T2I, size, format)
+    out, grid, options = _allocate(gate_up_T2I, size, format, whole_row=False)
     tensors = (gate_up_T2I, gate_up_T2I, gate_up_T2I, gate_up_T2I, gate_up_T2I, out.data, out.scale)
     with device_guard(gate_up_T2I):
-        _quantize_kernel[(len(gate_up_T2I),)](
-            *tensors, size, len(gate_up_T2I), 0.0, 0.0, MODE="gate", ACTIVATION=kind, **options
-        )
+        _quantize_kernel[grid](*tensors, size, len(gate_up_T2I), 0.0, 0.0, MODE="gate", ACTIVATION=kind, **options)
     return out
 
 
@@ -72,32 +73,43 @@ def rms_norm_fp8(
 ) -> tuple[Tensor, QuantizedActivation, Tensor | None]:
     """``x + residual``, its quantized RMS norm, and with ``keep`` the norm before it is quantized."""
     x_TK = x_TK.contiguous()
-    out, options = _allocate(x_TK, x_TK.shape[1], format)
+    out, grid, options = _allocate(x_TK, x_TK.shape[1], format, whole_row=True)
     sum_TK = x_TK if residual_TK is None else torch.empty_like(x_TK)
     norm_TK = torch.empty_like(x_TK) if keep else None
     residual = x_TK if residual_TK is None else residual_TK.contiguous()
     tensors = (x_TK, residual, weight_K, sum_TK, x_TK if norm_TK is None else norm_TK, out.data, out.scale)
     mode = "norm" if residual_TK is None else "add_norm"
     with device_guard(x_TK):
-        _quantize_kernel[(len(x_TK),)](*tensors, x_TK.shape[1], len(x_TK), eps, offset, MODE=mode, KEEP=keep, **options)
+        _quantize_kernel[grid](*tensors, x_TK.shape[1], len(x_TK), eps, offset, MODE=mode, KEEP=keep, **options)
     return sum_TK, out, norm_TK
 
 
-def _allocate(x: Tensor, features: int, format: WeightFormat) -> tuple[QuantizedActivation, dict[str, object]]:
-    """The output of a kernel, and the launch options that follow from its shape."""
+def pad_tokens(tokens: int) -> int:
+    """The rows that are allocated for so many tokens: cuBLAS needs the scales of a block of inputs aligned."""
+    return -(-tokens // 16) * 16
+
+
+def _allocate(
+    x: Tensor, features: int, format: WeightFormat, *, whole_row: bool
+) -> tuple[QuantizedActivation, tuple[int, int], dict[str, Any]]:
+    """The output of a kernel, its grid, and the launch options that follow from its shape.
+
+    A program has a ``whole_row``, or some blocks of one.
+    """
     tokens, columns = len(x), format.activation_columns or features
-    blocks = -(-features // columns)
-    data_TK = torch.empty(tokens, features, dtype=torch.float8_e4m3fn, device=x.device)
-    scale_TG = torch.empty(blocks, tokens, dtype=torch.float32, device=x.device).t()
+    padded_tokens, blocks = pad_tokens(tokens), -(-features // columns)
+    data_TK = torch.empty(padded_tokens, features, dtype=torch.float8_e4m3fn, device=x.device)[:tokens]
+    scale_TG = torch.empty(blocks, padded_tokens, dtype=torch.float32, device=x.device).t()[:tokens]
     padded = triton.next_power_of_2(features)
-    options: dict[str, object] = {
-        "K": padded,
+    part = padded if whole_row or blocks == 1 else min(padded, _FEATURES_PER_PROGRAM)
+    options: dict[str, Any] = {
+        "K": part,
         "COLUMNS": columns if blocks > 1 else padded,
         "POWER_OF_TWO": format.power_of_two,
-        "num_warps": max(1, min(8, padded // 512)),
+        "num_warps": max(1, min(16, part // 512)),
         **pdl_options(x.device),
     }
-    return QuantizedActivation(data_TK, scale_TG, columns, x.dtype), options
+    return QuantizedActivation(data_TK, scale_TG, columns, x.dtype), (tokens, triton.cdiv(features, part)), options
 
 
 _jit_any_tokens = jit(do_not_specialize=["tokens"])
@@ -126,10 +138,14 @@ def _quantize_kernel(
 ) -> None:
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
-    k_K = tl.arange(0, K)
+    k_K = tl.program_id(1) * K + tl.arange(0, K)
     valid_K = k_K < features
+    weight_K = valid_K
+    if MODE == "norm" or MODE == "add_norm":
+        weight_K = tl.load(weight_ptr + k_K, valid_K, other=0.0).to(tl.float32) + offset
+    if PDL:
+        gdc_wait()
     at_K = token * features + k_K
     dtype = x_ptr.dtype.element_ty  # pyright: ignore
     if MODE == "gate":
@@ -146,22 +162,21 @@ def _quantize_kernel(
         if MODE == "norm" or MODE == "add_norm":
             wide_K = y_K.to(tl.float32)
             mean = tl.sum(wide_K * wide_K, 0) / features
-            weight_K = tl.load(weight_ptr + k_K, valid_K, other=0.0).to(tl.float32) + offset
             y_K = (wide_K * tl.rsqrt(mean + eps) * weight_K).to(dtype)
             if KEEP:
                 tl.store(norm_ptr + at_K, y_K, valid_K)
-    _store_fp8(y_K.to(tl.float32), token, k_K, valid_K, out_ptr + at_K, scale_ptr, tokens, K, COLUMNS, POWER_OF_TWO)
+    stride = (tokens + 15) // 16 * 16
+    _store_fp8(y_K.to(tl.float32), token, valid_K, out_ptr + at_K, scale_ptr, stride, K, COLUMNS, POWER_OF_TWO)
 
 
 @jit
 def _store_fp8(
     y_K: tl.tensor,
     token: tl.tensor,
-    k_K: tl.tensor,
     valid_K: tl.tensor,
     at_K: tl.tensor,
     scale_ptr: tl.tensor,
-    tokens: tl.tensor,
+    stride: tl.tensor,
     K: tl.constexpr,
     COLUMNS: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -176,6 +191,6 @@ def _store_fp8(
     # The largest quotient rounds to 448, and a value that is not finite becomes NaN.
     y_GC = tl.div_rn(y_GC, tl.broadcast_to(scale_G[:, None], (K // COLUMNS, COLUMNS)))
     tl.store(at_K, tl.reshape(y_GC, (K,)).to(tl.float8e4nv), valid_K)
-    g_G = tl.arange(0, K // COLUMNS)
+    g_G = tl.program_id(1) * (K // COLUMNS) + tl.arange(0, K // COLUMNS)
     first_G = tl.max(tl.reshape(valid_K.to(tl.int32), (K // COLUMNS, COLUMNS)), 1) > 0
-    tl.store(scale_ptr + g_G * tokens + token, scale_G, first_G)
+    tl.store(scale_ptr + g_G * stride + token, scale_G, first_G)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from miles.kernels.numerics import Numerics
+from miles.kernels.quantized.activation_quant import pad_tokens
 from miles.kernels.runtime.triton_compat import (
     HAVE_TRITON,
     count_sms,
@@ -59,8 +60,9 @@ TILES: tuple[tuple[int, tuple[tuple[float, Fp8Tile], ...]], ...] = (
 )
 # Tiles of tokens that are scheduled together, to share weights in the L2 cache.
 _GROUP = 8
-# From so many tokens on torch's scaled matmul is faster.
+# From so many tokens on torch's scaled matmul is faster: by row, and by block.
 _MIN_LIBRARY_TOKENS = 96
+_MIN_LIBRARY_TOKENS_BLOCK = 16
 
 
 def supports_fp8_gemm(x: Tensor, weight: QuantizedTensor) -> bool:
@@ -75,7 +77,7 @@ def _has_fp8(device: torch.device) -> bool:
 
 def fp8_linear(x: QuantizedActivation, weight: QuantizedTensor, bias_N: Tensor | None, *, numerics: Numerics) -> Tensor:
     """``fp8_gemm``, or torch's scaled matmul where it is faster and its tiles need not be batch-invariant."""
-    if not numerics.batch_invariant and len(x.data) >= _MIN_LIBRARY_TOKENS and _supports_scaled_mm(x, weight):
+    if not numerics.batch_invariant and _supports_scaled_mm(x, weight):
         out_TN = _scaled_mm(x, weight)
         return out_TN if bias_N is None else out_TN + bias_N
     return fp8_gemm(x, weight, bias_N)
@@ -87,8 +89,10 @@ def _supports_scaled_mm(x: QuantizedActivation, weight: QuantizedTensor) -> bool
     is_nvidia = x.data.is_cuda and torch.version.hip is None
     if not is_nvidia or x.dtype != torch.bfloat16 or inputs % 16 or outputs % 16:
         return False
-    by_row = x.columns == weight.column_block == inputs and weight.row_block == 1
-    return by_row or (x.columns == DEPTH and weight.row_block == DEPTH and not (inputs % DEPTH or outputs % DEPTH))
+    if x.columns == weight.column_block == inputs and weight.row_block == 1:
+        return len(x.data) >= _MIN_LIBRARY_TOKENS
+    by_block = x.columns == DEPTH and weight.row_block == DEPTH and not (inputs % DEPTH or outputs % DEPTH)
+    return by_block and len(x.data) >= _MIN_LIBRARY_TOKENS_BLOCK
 
 
 def _scaled_mm(x: QuantizedActivation, weight: QuantizedTensor) -> Tensor:
@@ -97,15 +101,17 @@ def _scaled_mm(x: QuantizedActivation, weight: QuantizedTensor) -> Tensor:
             x.data, weight.data.t(), x.scale, weight.scale.t(), out_dtype=x.dtype, use_fast_accum=True
         )
     functional: Any = torch.nn.functional  # newer than torch's type stubs
-    return functional.scaled_mm(
-        x.data,
+    (tokens, inputs), padded = x.data.shape, pad_tokens(len(x.data))
+    out_TN = functional.scaled_mm(
+        x.data.as_strided((padded, inputs), (inputs, 1)),
         weight.data.t(),
-        x.scale,
+        x.scale.as_strided((padded, x.scale.shape[1]), (1, padded)),
         functional.ScalingType.BlockWise1x128,
         weight.scale.t(),
         functional.ScalingType.BlockWise128x128,
         output_dtype=x.dtype,
     )
+    return out_TN[:tokens]
 
 
 def list_fp8_tiles() -> list[Fp8Tile]:
@@ -225,12 +231,7 @@ def _fp8_gemm_kernel(
         a_nk = weight + tl.minimum(n_n, outputs - 1).to(tl.int64)[:, None] * inputs + k_k[None, :]
         b_tk = x + tl.minimum(t_t, tokens - 1).to(tl.int64)[:, None] * inputs + k_k[None, :]
     sum_nt = tl.zeros((N, T), tl.float32)
-    blocks = tl.cdiv(inputs, K)
-    # Scales are loaded two blocks ahead of their use: the compiler pipelines only the operands of the dot product.
-    scale_t = tl.load(x_scale_t)
-    next_scale_t = tl.load(x_scale_t + (1 % blocks) * x_scale_stride_g)
-    scale_n, next_scale_n = _load_row_scales(scale_row, scale_row_n, 0, 1 % blocks, ROW_BLOCK, N)
-    for block in range(0, blocks):
+    for block in range(0, tl.cdiv(inputs, K)):
         if TMA:
             w_nk = weight.load([row_block * N, block * K])  # pyright: ignore
             x_tk = x.load([token_block * T, block * K])  # pyright: ignore
@@ -241,16 +242,12 @@ def _fp8_gemm_kernel(
             w_nk = tl.load(a_nk + block * K, valid_k, other=0.0)
             x_tk = tl.load(b_tk + block * K, valid_k, other=0.0)
         if PER_BLOCK:
-            later = tl.minimum(block + 2, blocks - 1)
-            later_scale_t = tl.load(x_scale_t + later * x_scale_stride_g)
-            later_scale_n = _load_row_scale(scale_row, scale_row_n, later, ROW_BLOCK, N)
+            scale_t = tl.load(x_scale_t + block * x_scale_stride_g)
             dot_nt = tl.dot(w_nk, x_tk.T)
             if ROW_BLOCK % N == 0:
-                sum_nt += dot_nt * (scale_n * scale_t)[None, :]
+                sum_nt += dot_nt * (tl.load(scale_row + block) * scale_t)[None, :]
             else:
-                sum_nt += dot_nt * (scale_n[:, None] * scale_t[None, :])
-            scale_t, next_scale_t = next_scale_t, later_scale_t
-            scale_n, next_scale_n = next_scale_n, later_scale_n
+                sum_nt += dot_nt * (tl.load(scale_row_n + block)[:, None] * scale_t[None, :])
         else:
             sum_nt += tl.dot(w_nk, x_tk.T)
     if not PER_BLOCK:
@@ -260,32 +257,6 @@ def _fp8_gemm_kernel(
     out_tn = tl.trans(sum_nt).to(out_ptr.dtype.element_ty)  # pyright: ignore
     at_tn = out_ptr + t_t.to(tl.int64)[:, None] * outputs + n_n[None, :]
     tl.store(at_tn, out_tn, (t_t < tokens)[:, None] & (n_n < outputs)[None, :])
-
-
-@jit
-def _load_row_scale(
-    scale_row: tl.tensor, scale_row_n: tl.tensor, block: tl.tensor, ROW_BLOCK: tl.constexpr, N: tl.constexpr
-) -> Any:
-    """The scale of a tile's rows in a block of inputs: one number if all of them share it."""
-    if ROW_BLOCK % N == 0:
-        return tl.load(scale_row + block)
-    else:
-        return tl.load(scale_row_n + block)
-
-
-@jit
-def _load_row_scales(
-    scale_row: tl.tensor,
-    scale_row_n: tl.tensor,
-    first: tl.tensor,
-    second: tl.tensor,
-    ROW_BLOCK: tl.constexpr,
-    N: tl.constexpr,
-) -> Any:
-    return (
-        _load_row_scale(scale_row, scale_row_n, first, ROW_BLOCK, N),
-        _load_row_scale(scale_row, scale_row_n, second, ROW_BLOCK, N),
-    )
 
 
 @jit

@@ -246,35 +246,25 @@ def _fp8_expert_kernel(
     gate_scale_n = scale_ptr + valid_n // ROW_BLOCK * scale_stride_n
     up_scale_n = scale_ptr + (columns + valid_n) // ROW_BLOCK * scale_stride_n
     gate_nm, up_nm = tl.zeros((N, M), tl.float32), tl.zeros((N, M), tl.float32)
-    blocks = tl.cdiv(depth, K)
-    scale_m = tl.load(x_scale_m)
-    gate_n, up_n = tl.load(gate_scale_n), tl.load(gate_scale_n)
-    if GATED:
-        up_n = tl.load(up_scale_n)
-    for start in range(0, blocks):
+    for start in range(0, tl.cdiv(depth, K)):
         x = _load_tile(x_mk, start * K, depth, EVEN, K)
         gate = _load_tile(gate_nk, start * K, depth, EVEN, K)
         if PER_BLOCK:
-            # Scales are loaded one block ahead: the compiler pipelines only the operands of the dot products.
-            later = tl.minimum(start + 1, blocks - 1)
-            later_m = tl.load(x_scale_m + later * x_scale_stride_g)
-            later_gate_n = tl.load(gate_scale_n + later)
-            gate_nm += tl.dot(gate, x.T) * (gate_n[:, None] * scale_m[None, :])
+            scale_m = tl.load(x_scale_m + start * x_scale_stride_g)
+            gate_nm += tl.dot(gate, x.T) * (tl.load(gate_scale_n + start)[:, None] * scale_m[None, :])
             if GATED:
-                later_up_n = tl.load(up_scale_n + later)
                 up = _load_tile(gate_nk + columns.to(tl.int64) * depth, start * K, depth, EVEN, K)
-                up_nm += tl.dot(up, x.T) * (up_n[:, None] * scale_m[None, :])
-                up_n = later_up_n
-            scale_m, gate_n = later_m, later_gate_n
+                up_nm += tl.dot(up, x.T) * (tl.load(up_scale_n + start)[:, None] * scale_m[None, :])
         else:
             gate_nm += tl.dot(gate, x.T)
             if GATED:
                 up = _load_tile(gate_nk + columns.to(tl.int64) * depth, start * K, depth, EVEN, K)
                 up_nm += tl.dot(up, x.T)
     if not PER_BLOCK:
-        gate_nm *= gate_n[:, None] * scale_m[None, :]
+        scale_m = tl.load(x_scale_m)
+        gate_nm *= tl.load(gate_scale_n)[:, None] * scale_m[None, :]
         if GATED:
-            up_nm *= up_n[:, None] * scale_m[None, :]
+            up_nm *= tl.load(up_scale_n)[:, None] * scale_m[None, :]
     dtype = tl.bfloat16 if QUANTIZES else out_ptr.dtype.element_ty  # pyright: ignore
     out_nm = gate_nm.to(dtype)
     if ACTIVATION != "":
