@@ -133,7 +133,7 @@ def _launch(
     blocks = triton.cdiv(rows, tile.tokens) if expert_P is None else len(expert_P)
     group = weight.column_block if weight.column_block < inputs else 0
     # A tile holds whole groups or is part of one.
-    depth = max(16, min(tile.depth, triton.next_power_of_2(inputs)))
+    depth = max(16, min(tile.depth, 1 << (inputs - 1).bit_length()))
     depth = depth if x.dtype.itemsize < 4 else min(depth, 64)
     with device_guard(x):
         _gemm_kernel[(blocks * triton.cdiv(outputs, tile.rows),)](

@@ -3,11 +3,12 @@
 Shapes: E experts, N outputs, K in; a program has N rows of G groups with S stored units each. A unit is a byte of INT8,
 or an int32 with eight 4-bit values.
 
-As in ``fused.gemv``, every program loads whole packed rows at once, with PDL before the input is ready. At this speed
-there are about three instructions for a value, so values are not converted one by one:
+As in ``fused.gemv``, programs load whole packed rows at once, with PDL before the input is ready. They are persistent:
+the input is prepared once, and the next rows are loaded while these are multiplied. At this speed there are about three
+instructions for a value, so values are not converted one by one:
 
-- INT4: four bits are put into the mantissa of a float between 1 and 2, and what that adds is subtracted from the sum of
-  the group.
+- INT4: a byte is put into the mantissa of a float between 1 and 2, and its high half alone into another. Even columns
+  are the difference of the two; what the ones of the others add is subtracted from the sum of the group.
 - E2M1: exponent and mantissa are put where float32 has them. That is the value times 2**-126 (a subnormal number for
   0.5), and the input and the sum are multiplied by 2**63 each.
 """
@@ -22,6 +23,7 @@ from torch import Tensor
 from miles.kernels.fused.activation import ActivationKind, activate_and_multiply
 from miles.kernels.quantized.packed_weight import decode_scale, kernel_scale
 from miles.kernels.runtime.triton_compat import (
+    count_sms,
     device_guard,
     gdc_launch_dependents,
     gdc_wait,
@@ -36,15 +38,20 @@ __all__ = ["GemvTile", "expert_gemv", "select_gemv_tile", "supports_gemv", "weig
 
 
 class GemvTile(NamedTuple):
-    """Rows of a program, which with a gate are half as many outputs, and its warps."""
+    """Rows that a program has at once (with a gate, half as many outputs), its warps, and programs of an SM.
+
+    ``registers`` is the most that a thread may use on an NVIDIA GPU, so that these programs fit.
+    """
 
     rows: int
     warps: int
+    resident: int
+    registers: int = 168
 
 
 # The most units of a row that are in flight at once, a power of two, and the tiles by the most bytes of a row.
 MAX_HEAD = 16384
-TILES = ((2048, GemvTile(16, 4)), (8192, GemvTile(16, 8)), (1 << 62, GemvTile(8, 8)))
+TILES = ((2048, GemvTile(4, 4, 3)), (8192, GemvTile(4, 8, 1, 232)), (1 << 62, GemvTile(2, 8, 1, 232)))
 
 
 def supports_gemv(weight: QuantizedTensor) -> bool:
@@ -111,7 +118,9 @@ def _launch(
     whole = weight.column_block >= inputs
     group = max(head, rest) if whole else weight.column_block // (1 if weight.format.bits == 8 else 8)
     with device_guard(x):
-        _gemv_kernel[(triton.cdiv(outputs, per_program), len(out))](
+        tiles = triton.cdiv(outputs, per_program)
+        programs = min(tiles, max(1, tile.resident * count_sms(x.device) // len(out)))
+        _gemv_kernel[(programs, len(out))](
             x,
             data,
             kernel_scale(weight),
@@ -122,6 +131,7 @@ def _launch(
             out,
             outputs,
             inputs if len(x) > 1 else 0,
+            tiles,
             STORED=stored,
             GROUPS=weight.scale.shape[-1],
             ELEMENT=weight.format.element,
@@ -138,8 +148,13 @@ def _launch(
             GROUP=group,
             num_warps=tile.warps,
             num_stages=1,
+            **_register_limit(tile, x.device),
             **pdl_options(x.device),
         )
+
+
+def _register_limit(tile: GemvTile, device: torch.device) -> dict[str, int]:
+    return {"maxnreg": tile.registers} if device.type == "cuda" and torch.version.hip is None else {}
 
 
 @jit
@@ -154,6 +169,7 @@ def _gemv_kernel(
     out_ptr: tl.tensor,
     outputs: tl.tensor,
     x_stride: tl.tensor,
+    tiles: tl.tensor,
     STORED: tl.constexpr,
     GROUPS: tl.constexpr,
     ELEMENT: tl.constexpr,
@@ -172,7 +188,7 @@ def _gemv_kernel(
 ) -> None:
     if PDL:
         gdc_launch_dependents()
-    n_N = tl.program_id(0) * N + tl.arange(0, N)
+    first, step = tl.program_id(0), tl.num_programs(0)
     choice = tl.program_id(1)
     expert = tl.full((), 0, tl.int64)
     if EXPERTS:
@@ -180,15 +196,19 @@ def _gemv_kernel(
         if PDL:
             gdc_wait()
         expert = tl.load(experts_ptr + choice).to(tl.int64)
-    gate_N = expert * (outputs if ACTIVATION == "" else 2 * outputs) + (2 * n_N if INTERLEAVED else n_N)
-    up_N = gate_N + (1 if INTERLEAVED else outputs)
-    valid_N = n_N < outputs
-    tensors = (data_ptr, scale_ptr, zero_ptr)
+    begin = expert * (outputs if ACTIVATION == "" else 2 * outputs)
+    up_offset = 1 if INTERLEAVED else outputs
     # Weights are loaded while the previous kernel still computes the row.
-    gate = _load_rows(gate_N, valid_N, *tensors, STORED, GROUPS, ZERO, H, R, GROUP)
-    up = gate
+    n_N = first * N + tl.arange(0, N)
+    row_N = begin + (2 * n_N if INTERLEAVED else n_N)
+    h, hs, hz, r, rs, rz = _load_rows(
+        row_N, n_N < outputs, data_ptr, scale_ptr, zero_ptr, STORED, GROUPS, ZERO, H, R, GROUP
+    )
+    uh, uhs, uhz, ur, urs, urz = h, hs, hz, r, rs, rz
     if ACTIVATION != "":
-        up = _load_rows(up_N, valid_N, *tensors, STORED, GROUPS, ZERO, H, R, GROUP)
+        uh, uhs, uhz, ur, urs, urz = _load_rows(
+            row_N + up_offset, n_N < outputs, data_ptr, scale_ptr, zero_ptr, STORED, GROUPS, ZERO, H, R, GROUP
+        )
     if PDL and not EXPERTS:
         gdc_wait()
     x_ptr += choice * x_stride
@@ -196,14 +216,41 @@ def _gemv_kernel(
     x_rest = x_head
     if R > 0:
         x_rest = _load_input(x_ptr, STORED // H * H, STORED, ELEMENT, R, GROUP)
-    row = (gate_N, valid_N, expert, x_ptr, data_ptr, scale_ptr, zero_ptr, global_ptr, bias_ptr)
-    out_N = _dot_rows(*gate, x_head, x_rest, *row, STORED, GROUPS, ELEMENT, SCALE, ZERO, GLOBAL, BIAS, H, R, GROUP)
     out_dtype = out_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue]
-    if ACTIVATION != "":
-        row = (up_N, valid_N, expert, x_ptr, data_ptr, scale_ptr, zero_ptr, global_ptr, bias_ptr)
-        up_out_N = _dot_rows(*up, x_head, x_rest, *row, STORED, GROUPS, ELEMENT, SCALE, ZERO, GLOBAL, BIAS, H, R, GROUP)
-        out_N = activate_and_multiply(out_N.to(out_dtype), up_out_N.to(out_dtype), ACTIVATION, True)
-    tl.store(out_ptr + choice * outputs + n_N, out_N.to(out_dtype), valid_N)
+    for tile in range(first, tiles, step):  # pyright: ignore[reportArgumentType]
+        n_N = tile * N + tl.arange(0, N)
+        next_N = n_N + step * N
+        row_N = begin + (2 * n_N if INTERLEAVED else n_N)
+        next_row_N = begin + (2 * next_N if INTERLEAVED else next_N)
+        more = (n_N < outputs, expert, x_ptr, data_ptr, scale_ptr, zero_ptr, global_ptr, bias_ptr)
+        now = (h, hs, hz, r, rs, rz)
+        h, hs, hz, r, rs, rz = _load_rows(
+            next_row_N, next_N < outputs, data_ptr, scale_ptr, zero_ptr, STORED, GROUPS, ZERO, H, R, GROUP
+        )
+        out_N = _dot_rows(
+            *now, x_head, x_rest, row_N, *more, STORED, GROUPS, ELEMENT, SCALE, ZERO, GLOBAL, BIAS, H, R, GROUP
+        )
+        if ACTIVATION != "":
+            now = (uh, uhs, uhz, ur, urs, urz)
+            row_N = row_N + up_offset
+            uh, uhs, uhz, ur, urs, urz = _load_rows(
+                next_row_N + up_offset,
+                next_N < outputs,
+                data_ptr,
+                scale_ptr,
+                zero_ptr,
+                STORED,
+                GROUPS,
+                ZERO,
+                H,
+                R,
+                GROUP,
+            )
+            up_out_N = _dot_rows(
+                *now, x_head, x_rest, row_N, *more, STORED, GROUPS, ELEMENT, SCALE, ZERO, GLOBAL, BIAS, H, R, GROUP
+            )
+            out_N = activate_and_multiply(out_N.to(out_dtype), up_out_N.to(out_dtype), ACTIVATION, True)
+        tl.store(out_ptr + choice * outputs + n_N, out_N.to(out_dtype), n_N < outputs)
 
 
 @jit
@@ -237,8 +284,8 @@ def _dot_rows(
     rest_NGS: tl.tensor,
     rest_scale_NG: tl.tensor,
     rest_zero_NG: tl.tensor,
-    x_head: tl.tuple,
-    x_rest: tl.tuple,
+    x_head: tl.tensor,
+    x_rest: tl.tensor,
     row_N: tl.tensor,
     valid_N: tl.tensor,
     expert: tl.tensor,
@@ -338,7 +385,7 @@ def _dot(
     data_NGS: tl.tensor,
     scale_NG: tl.tensor,
     zero_NG: tl.tensor,
-    x: tl.tuple,
+    x: tl.tensor,
     ELEMENT: tl.constexpr,
     SCALE: tl.constexpr,
     ZERO: tl.constexpr,
@@ -350,9 +397,9 @@ def _dot(
     elif ELEMENT == "int4":
         sum_NG = _sum_int4(data_NGS, zero_NG, x, ZERO)
     else:
-        factor: tl.constexpr = 9223372036854775808.0  # 2**63
+        factor = 9223372036854775808.0  # 2**63
         product_NGS = _decode_e2m1(data_NGS << 28) * (x[0] * factor)[None, :, :]
-        for i in tl.static_range(1, 8):
+        for i in tl.static_range(1, 8):  # pyright: ignore
             product_NGS += _decode_e2m1(data_NGS << (28 - 4 * i)) * (x[i] * factor)[None, :, :]
         sum_NG = tl.sum(product_NGS, 2) * factor
     return tl.sum(sum_NG * scale_NG, 1)
@@ -365,18 +412,14 @@ def _decode_e2m1(bits: tl.tensor) -> Any:
 
 
 @jit
-def _sum_int4(data_NGS: tl.tensor, zero_NG: tl.tensor, x: tl.tuple, ZERO: tl.constexpr) -> Any:
-    """The sums of groups. Of a byte, the low half makes 1 + value / 256, the high half 1 + value / 16."""
-    x1, x3, x5, x7 = x[1] * 0.0625, x[3] * 0.0625, x[5] * 0.0625, x[7] * 0.0625
-    product_NGS = _low(data_NGS << 15) * x[0][None, :, :] + _high(data_NGS << 15) * x1[None, :, :]
-    product_NGS += _low(data_NGS << 7) * x[2][None, :, :]
-    product_NGS += _high(data_NGS << 7) * x3[None, :, :]
-    product_NGS += _low(data_NGS >> 1) * x[4][None, :, :]
-    product_NGS += _high(data_NGS >> 1) * x5[None, :, :]
-    product_NGS += _low(data_NGS >> 9) * x[6][None, :, :]
-    product_NGS += _high(data_NGS >> 9) * x7[None, :, :]
-    low_GS, high_GS = (x[0] + x[2]) + (x[4] + x[6]), (x1 + x3) + (x5 + x7)
-    ones_G, step_G = tl.sum(low_GS + high_GS, 1), tl.sum(low_GS + 16.0 * high_GS, 1)
+def _sum_int4(data_NGS: tl.tensor, zero_NG: tl.tensor, x: tl.tensor, ZERO: tl.constexpr) -> Any:
+    """The sums of groups: of each byte as 1 + byte / 256, and of its high half as 1 + half / 16."""
+    product_NGS = _add_byte(tl.zeros(data_NGS.shape, tl.float32), data_NGS << 15, x[0], x[1])
+    product_NGS = _add_byte(product_NGS, data_NGS << 7, x[2], x[3])
+    product_NGS = _add_byte(product_NGS, data_NGS >> 1, x[4], x[5])
+    product_NGS = _add_byte(product_NGS, data_NGS >> 9, x[6], x[7])
+    low_GS, high_GS = (x[0] + x[2]) + (x[4] + x[6]), (x[1] + x[3]) + (x[5] + x[7])
+    ones_G, step_G = tl.sum(high_GS, 1) * 0.0625, tl.sum(low_GS + high_GS, 1)
     sum_NG = 256.0 * (tl.sum(product_NGS, 2) - ones_G[None, :])
     if ZERO:
         return sum_NG - zero_NG.to(tl.float32) * step_G[None, :]
@@ -385,10 +428,9 @@ def _sum_int4(data_NGS: tl.tensor, zero_NG: tl.tensor, x: tl.tuple, ZERO: tl.con
 
 
 @jit
-def _low(bits: tl.tensor) -> Any:
-    return ((bits & 0x78000) | 0x3F800000).to(tl.float32, bitcast=True)
-
-
-@jit
-def _high(bits: tl.tensor) -> Any:
-    return ((bits & 0x780000) | 0x3F800000).to(tl.float32, bitcast=True)
+def _add_byte(sum_NGS: tl.tensor, bits_NGS: tl.tensor, even_GS: tl.tensor, odd_GS: tl.tensor) -> Any:
+    """Add the byte at bits 15 to 22: its low half / 256 times the even input, its high half / 256 times the odd one."""
+    both_NGS = (bits_NGS & 0x7F8000) | 0x3F800000
+    high_NGS = (both_NGS & 0x7FF80000).to(tl.float32, bitcast=True)
+    sum_NGS += both_NGS.to(tl.float32, bitcast=True) * even_GS[None, :, :]
+    return sum_NGS + high_NGS * (odd_GS * 0.0625 - even_GS)[None, :, :]
