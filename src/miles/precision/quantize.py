@@ -80,14 +80,12 @@ def packed_layout(
 def row_block(format: WeightFormat, rows: int, segments: Sequence[int] | None = None, parts: int = 1) -> int:
     """Return how many rows share a stored scale.
 
-    It is 1 where a block of the format would cross into the next segment, or, if each segment is to be sharded into
-    ``parts`` equal runs of rows, into the next of these.
+    It is 1 where a block of the format would cross into the next segment, and where the weight is to be sharded into
+    ``parts``: a shard may begin inside a block.
     """
     block = format.rows or rows
     lengths = (rows,) if segments is None else segments
-    if parts > 1:
-        return block if all(length % (block * parts) == 0 for length in lengths) else 1
-    return block if all(length % block == 0 for length in lengths[:-1]) else 1
+    return block if parts == 1 and all(length % block == 0 for length in lengths[:-1]) else 1
 
 
 def _segment_lengths(rows: int, segments: Sequence[int] | None) -> Sequence[int]:
