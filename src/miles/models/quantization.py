@@ -16,7 +16,7 @@ from miles.core.errors import UsageError
 from miles.models.checkpoint.param_map import build_param_map
 from miles.models.checkpoint.param_slices import HfSlice, param_shape
 from miles.models.spec import DecoderSpec
-from miles.precision.formats import QuantizationSpec, WeightFormat
+from miles.precision.formats import BackwardPrecision, QuantizationSpec, WeightFormat
 
 __all__ = ["QuantizedParam", "plan_quantization"]
 
@@ -35,6 +35,7 @@ class QuantizedParam:
     segments: tuple[int, ...]
     packed: bool
     tensor_parallel_size: int = 1
+    backward: BackwardPrecision = "wide"
 
     @property
     def suffixes(self) -> tuple[str, ...]:
@@ -56,7 +57,11 @@ def plan_quantization(spec: DecoderSpec) -> Mapping[str, QuantizedParam]:
         _check_columns(name, columns, quantization.format)
         segments = _segments(slices)
         plan[name] = QuantizedParam(
-            quantization.format, segments, quantization.packed, quantization.tensor_parallel_size
+            quantization.format,
+            segments,
+            quantization.packed,
+            quantization.tensor_parallel_size,
+            quantization.backward,
         )
     return plan
 

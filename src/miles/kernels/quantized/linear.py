@@ -9,6 +9,7 @@ are.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 
 from miles.kernels.batch_invariant import linear as invariant
 from miles.kernels.numerics import Numerics
+from miles.kernels.quantized.autograd import apply_with_grad, needs_grad
 from miles.precision.formats import WeightFormat
 from miles.precision.quantize import dequantize, dequantize_activation, quantize, quantize_activation
 from miles.precision.quantized_tensor import QuantizedActivation, QuantizedTensor, StraightThroughWeight
@@ -33,9 +35,19 @@ def quantized_linear(
     *,
     numerics: Numerics,
 ) -> Tensor:
-    """Rows times a quantized weight, plus a bias."""
+    """Rows times a quantized weight, plus a bias; with the gradients of ``autograd``."""
+    forward = partial(linear_forward, numerics=numerics)
+    if isinstance(x_TK, Tensor) and needs_grad(x_TK, weight):
+        return apply_with_grad(forward, x_TK, weight, bias_N)
     if isinstance(weight, StraightThroughWeight):
         weight = quantize(weight.weight, weight.format, weight.segments)
+    return forward(x_TK, weight, bias_N)
+
+
+def linear_forward(
+    x_TK: Tensor | QuantizedActivation, weight: QuantizedTensor, bias_N: Tensor | None, *, numerics: Numerics
+) -> Tensor:
+    """``quantized_linear`` without a gradient."""
     return linear_reference(x_TK, weight, bias_N, numerics=numerics)
 
 

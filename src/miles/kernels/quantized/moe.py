@@ -5,6 +5,7 @@ Shapes: T tokens, k experts per token, R = T * k rows, E experts, N out, K in, D
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -17,9 +18,10 @@ from miles.kernels.fused.activation import ActivationKind, apply_activation, gat
 from miles.kernels.moe import grouped_gemm
 from miles.kernels.moe.grouped_gemm import ExpertExchange, SortedRows, dispatch, scale_rows, sort_rows_by_group
 from miles.kernels.numerics import Numerics
+from miles.kernels.quantized.autograd import apply_with_grad, needs_grad
 from miles.kernels.quantized.linear import round_activation
 from miles.precision.quantize import dequantize, quantize
-from miles.precision.quantized_tensor import QuantizedTensor, StraightThroughWeight
+from miles.precision.quantized_tensor import QuantizedActivation, QuantizedTensor, StraightThroughWeight
 
 __all__ = ["QuantizedExperts", "quantized_moe"]
 
@@ -84,9 +86,24 @@ def grouped_quantized_linear(
     *,
     numerics: Numerics,
 ) -> Tensor:
-    """Each row times its expert's quantized weight, plus its bias."""
+    """Each row times its expert's quantized weight, plus its bias; with the gradients of ``autograd``."""
+    forward = partial(grouped_forward, rows=rows, numerics=numerics)
+    if needs_grad(x_RK, weight):
+        return apply_with_grad(forward, x_RK, weight, bias_EN, rows)
     if isinstance(weight, StraightThroughWeight):
         weight = quantize(weight.weight, weight.format, weight.segments)
+    return forward(x_RK, weight, bias_EN)
+
+
+def grouped_forward(
+    x_RK: Tensor | QuantizedActivation,
+    weight: QuantizedTensor,
+    bias_EN: Tensor | None,
+    *,
+    rows: SortedRows,
+    numerics: Numerics,
+) -> Tensor:
+    """``grouped_quantized_linear`` without a gradient."""
     rounded_RK, dtype = round_activation(x_RK, weight.format)
     weight_ENK = dequantize(weight, rounded_RK.dtype)
     bias = None if bias_EN is None else bias_EN.to(rounded_RK.dtype)
