@@ -12,11 +12,28 @@ from typing import Literal
 
 from miles.core.errors import UsageError
 
-__all__ = ["FORMATS", "BackwardPrecision", "ElementType", "QuantizationSpec", "ScaleType", "WeightFormat", "get_format"]
+__all__ = ["FORMATS", "BackwardPrecision", "ElementType", "FormatName", "QuantizationSpec", "ScaleType", "WeightFormat", "get_format"]
 
 ElementType = Literal["e4m3", "e2m1", "int8", "int4"]
 ScaleType = Literal["float32", "bfloat16", "e8m0", "e4m3"]
 
+FormatName = Literal[
+    "fp8",
+    "fp8_pow2",
+    "fp8_channel",
+    "fp8_tensor",
+    "mxfp8",
+    "mxfp4",
+    "nvfp4",
+    "int8",
+    "int8_g128",
+    "int8_g32",
+    "int4",
+    "int4_g32",
+    "int4_asym",
+    "int4_g32_asym",
+]
+"""The names of ``FORMATS``."""
 BackwardPrecision = Literal["wide", "e4m3", "hybrid"]
 """The precision of the GEMMs in backward: the model's dtype, or FP8 with gradients in E4M3 or (hybrid) E5M2."""
 

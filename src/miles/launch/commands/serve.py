@@ -202,6 +202,7 @@ async def build_server(config: ServeRoot, key: str | None, run: Executor) -> tup
     device = platform.detect_platform(config.serve.device, threads=config.serve.num_threads).device
     dtype = hf.choose_dtype(config.models.dtype, raw, device)
     devices = platform.consecutive_devices(device, config.serve.tensor_parallel_size)
+    spec = replace(spec, quantization=config.models.rollout_quantization(len(devices)))
     shard_spec(spec, len(devices))  # refuse before loading what cannot be sharded
     load_device = device if len(devices) == 1 else "cpu"  # the whole model need not fit on one GPU
     numerics = config.models.numerics
