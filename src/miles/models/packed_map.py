@@ -31,7 +31,8 @@ def build_packed_map(spec: DecoderSpec) -> Mapping[str, tuple[HfSlice, ...]]:
 
 
 def _pack_slices(name: str, slices: tuple[HfSlice, ...], quantized: QuantizedParam) -> dict[str, tuple[HfSlice, ...]]:
-    format, parts, shape = quantized.format, quantized.tensor_parallel_size, param_shape(slices)
+    format, parts = quantized.format, quantized.tensor_parallel_size
+    shape = param_shape(slices)
     block = row_block(format, shape[-2], quantized.segments, parts)
     packed: dict[str, tuple[HfSlice, ...]] = {}
     for suffix, (packed_shape, _) in packed_layout(format, shape, quantized.segments, parts).items():

@@ -18,7 +18,15 @@ from miles.models.checkpoint.param_slices import HfSlice, param_shape
 from miles.models.spec import DecoderSpec
 from miles.precision.formats import BackwardPrecision, QuantizationSpec, WeightFormat
 
-__all__ = ["QuantizedParam", "plan_quantization"]
+__all__ = ["MEGATRON_RECIPES", "QuantizedParam", "plan_quantization"]
+
+MEGATRON_RECIPES: Mapping[str, str] = {
+    "fp8": "blockwise",
+    "fp8_pow2": "blockwise",
+    "fp8_tensor": "tensorwise",
+    "mxfp8": "mxfp8",
+}
+"""The ``fp8_recipe`` of Transformer Engine for a format."""
 
 _EXPERTS = re.compile(r"layers\.(\d+)\.moe\.(gate_up|up|down)")
 _LINEARS = re.compile(

@@ -12,7 +12,16 @@ from typing import Literal
 
 from miles.core.errors import UsageError
 
-__all__ = ["FORMATS", "BackwardPrecision", "ElementType", "FormatName", "QuantizationSpec", "ScaleType", "WeightFormat", "get_format"]
+__all__ = [
+    "FORMATS",
+    "BackwardPrecision",
+    "ElementType",
+    "FormatName",
+    "QuantizationSpec",
+    "ScaleType",
+    "WeightFormat",
+    "get_format",
+]
 
 ElementType = Literal["e4m3", "e2m1", "int8", "int4"]
 ScaleType = Literal["float32", "bfloat16", "e8m0", "e4m3"]

@@ -71,18 +71,22 @@ def apply_with_grad(
 class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TK: Tensor, trained: Tensor | None, bias: Tensor | None, op: _Operation) -> Tensor:
-        format, packed = op.weight.format, _pack(op.weight)
+        format = op.weight.format
+        packed = _pack(op.weight)
         x = quantize_activation(x_TK, format) if format.quantizes_activations else x_TK
-        ctx.format, ctx.rows, ctx.has_bias = format, op.rows, bias is not None
+        ctx.format = format
+        ctx.rows = op.rows
         ctx.groups = len(packed.data) if op.rows is not None else 0
-        ctx.saves_x = ctx.needs_input_grad[1]
-        saved = () if not ctx.saves_x else x[:2] if isinstance(x, QuantizedActivation) else (x,)
+        saved: tuple[Tensor, ...] = ()
+        if ctx.needs_input_grad[1]:
+            saved = (x.data, x.scale) if isinstance(x, QuantizedActivation) else (x,)
         ctx.columns = x.columns if isinstance(x, QuantizedActivation) else None
         if isinstance(op.weight, StraightThroughWeight):
             ctx.backward_precision, ctx.segments = op.weight.backward, op.weight.segments
             ctx.save_for_backward(op.weight.weight, *saved)
         else:
-            ctx.backward_precision, ctx.segments, ctx.row_block = "wide", None, packed.row_block
+            ctx.backward_precision, ctx.segments = "wide", None
+            ctx.row_block = packed.row_block
             ctx.save_for_backward(packed.data, packed.scale, packed.zero, packed.global_scale, *saved)
         return op.forward(x, packed, bias)
 
