@@ -3,6 +3,8 @@
     python benchmarks/bench_engine_gpu.py [--models Qwen3-0.6B Qwen3-4B] [--sides ours sglang transformers]
         [--sglang FOLDER]
 
+A side ``ours:fp8`` serves the model in that ``--rollout-precision``.
+
 bf16, random weights of the published shapes, log-probs on, temperature 1, no EOS. Two workloads:
 
 - ``W``: 256 requests, prompt and response lengths uniform in 100..1024 (133,966 response tokens);
@@ -25,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -66,7 +69,9 @@ def spec_named(model: str) -> Any:
 # -- sides, each in its own process ---------------------------------------------------------
 
 
-def ours(model: str, names: list[str], profile: bool, folder: str) -> dict[str, Any]:
+def ours(model: str, names: list[str], profile: bool, folder: str, precision: str = "") -> dict[str, Any]:
+    from dataclasses import replace
+
     import torch
 
     from miles.backends.native.config import NativeConfig
@@ -76,6 +81,8 @@ def ours(model: str, names: list[str], profile: bool, folder: str) -> dict[str, 
     from miles.core.types import Version
     from miles.launch.runtime.gc_tuning import reduce_gc
     from miles.models.decoder import Decoder
+    from miles.models.packing import pack_params
+    from miles.precision.formats import QuantizationSpec, get_format
     from miles.sync.publish import Publication
 
     platform = detect_platform("cuda")
@@ -83,10 +90,15 @@ def ours(model: str, names: list[str], profile: bool, folder: str) -> dict[str, 
     decoder = Decoder(spec, device=platform.device, dtype=torch.bfloat16)
     for parameter in decoder.parameters():
         parameter.data.normal_(std=0.02)
+    weights = {name: p.detach() for name, p in decoder.named_parameters()}
+    if precision:
+        spec = replace(spec, quantization=QuantizationSpec(format=get_format(precision), packed=True))
+        weights = pack_params(spec, weights, torch.bfloat16)
+        del decoder
+        torch.cuda.empty_cache()
     run = ThreadExecutor("engine")
     config = NativeConfig(engine_max_running=256, engine_kv_tokens=420_000)
     engine = NativeEngine(spec, device=platform.device, dtype=torch.bfloat16, config=config, run=run, decode=None)
-    weights = {name: p.detach() for name, p in decoder.named_parameters()}
     publication = Publication(weights=lambda: weights, engines=[engine], transport="shared", run=run)
 
     async def serve() -> dict[str, Any]:
@@ -252,7 +264,7 @@ def transformers(model: str, names: list[str], profile: bool, folder: str) -> di
     return {"W": {"s": spent, "tokens": sum(len(one.generated_tokens) for one in out.values())}}
 
 
-SIDES = {"ours": ours, "sglang": sglang, "transformers": transformers}
+SIDES: dict[str, Callable[..., dict[str, Any]]] = {"ours": ours, "sglang": sglang, "transformers": transformers}
 
 
 def limits(models: list[str], names: list[str]) -> dict[str, Any]:
@@ -351,11 +363,11 @@ def show(model: str, limit: dict[str, Any], found: dict[str, dict[str, Any] | No
             rate, most = one["tokens"] / one["s"], limit[model][name]
             extra = f"; {one['prefilled_tokens']:,.0f} prompt tokens computed" if "prefilled_tokens" in one else ""
             parts = [f"{100 * rate / value:.0f} % of {value:,.0f} ({kind})" for kind, value in most.items()]
-            print(f"  {name:5s} {side:13s} {rate:8,.0f} tok/s, {', '.join(parts)}{extra}")
-    mine = found.get("ours")
-    for name, rows in (("profile", "256 rows"), ("profile_alone", "one row")):
+            print(f"  {name:5s} {side:16s} {rate:8,.0f} tok/s, {', '.join(parts)}{extra}")
+    profiles = (("profile", "256 rows"), ("profile_alone", "one row"))
+    for (side, mine), (name, rows) in itertools.product(found.items(), profiles):
         if mine is not None and name in mine:
-            print(f"  where a step of {rows} goes (ms):")
+            print(f"  where a step of {rows} goes (ms), {side}:")
             for part, value in mine[name].items():
                 print(f"    {value:8.3f}  {part}")
 
@@ -368,13 +380,15 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--sglang", help="a folder with SGLang and what it needs")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--folder", help=argparse.SUPPRESS)
-    parser.add_argument("--side", choices=[*SIDES, "limits"], help=argparse.SUPPRESS)
+    parser.add_argument("--side", help=argparse.SUPPRESS)
     args = parser.parse_args(given)
     if args.side is not None:
         if args.side == "limits":
             result = limits(args.models, args.workloads)
         else:
-            result = SIDES[args.side](args.models[0], args.workloads, args.profile, args.folder)
+            side, _, precision = args.side.partition(":")
+            extra = (precision,) if precision else ()
+            result = SIDES[side](args.models[0], args.workloads, args.profile, args.folder, *extra)
         print("RESULT", json.dumps(result))
         return
     limit = run_side("limits", ["--models", *args.models, "--workloads", *args.workloads], None)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from miles.kernels.numerics import FAST, Numerics
+from miles.kernels.quantized.activation_quant import supports_fused_quantization
 from miles.models.activation_checkpointing import CheckpointFn, checkpoint_full
 from miles.models.layers.attention import Attention
 from miles.models.layers.attention_backend import AttentionBackend
@@ -28,7 +29,8 @@ from miles.models.layers.rope import Positions
 from miles.models.packing import pack_params
 from miles.models.quantization import QuantizedParam, plan_quantization
 from miles.models.spec import AttentionSpec, DecoderSpec, GatedDeltaNetSpec, MambaSpec, MlaSpec, MlpSpec, MoeSpec
-from miles.precision.formats import QuantizationSpec
+from miles.precision.formats import QuantizationSpec, WeightFormat
+from miles.precision.quantized_tensor import QuantizedActivation
 
 __all__ = ["AttentionBackend", "CheckpointFn", "Decoder", "DecoderLayer", "Routing", "checkpoint_full"]
 
@@ -94,13 +96,13 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the residual stream and the output still to be added to it: the next norm fuses add and norm."""
         if self.attention_norm is not None:
-            x_TD, y_TD = self.attention_norm.add_norm(x_TD, deferred_TD)
+            x_TD, y_TD = self.attention_norm.add_norm_quantized(x_TD, deferred_TD)
             mixer = self.get_submodule(self._mixer)
             deferred_TD = self._leave_tp(mixer(self._enter_tp(y_TD), positions, attn_backend))
             if self.attention_post_norm is not None:
                 deferred_TD = self.attention_post_norm(deferred_TD)
         if self.mlp_norm is not None:
-            x_TD, y_TD = self.mlp_norm.add_norm(x_TD, deferred_TD)
+            x_TD, y_TD = self.mlp_norm.add_norm_quantized(x_TD, deferred_TD)
             y_TD = self._enter_tp(y_TD)
             if self.mlp is not None:
                 deferred_TD = self._leave_tp(self.mlp(y_TD))
@@ -117,8 +119,24 @@ class DecoderLayer(nn.Module):
         x_TD, deferred_TD = self.forward_deferred(x_TD, None, positions, attn_backend, routing)
         return x_TD if deferred_TD is None else x_TD + deferred_TD
 
-    def _enter_tp(self, x_TD: Tensor) -> Tensor:
-        return x_TD if self.copy_to_tp is None else self.copy_to_tp(x_TD)
+    def fuse_quantization(self) -> None:
+        """Let the norms quantize what the layers behind them read, where one format serves all of them."""
+        attention, mlp, moe = getattr(self, "attention", None), self.mlp, self.moe
+        if isinstance(attention, Attention) and self.attention_norm is not None:
+            self.attention_norm.quantize_to = _fusable_format(attention.qkv.quantized, self.attention_norm)
+        if self.mlp_norm is None:
+            return
+        if mlp is not None:
+            self.mlp_norm.quantize_to = _fusable_format((mlp.gate_up or mlp.up or mlp.down).quantized, self.mlp_norm)
+        elif moe is not None and moe.into is None:
+            self.mlp_norm.quantize_to = _fusable_format(next(iter(moe.quantized.values()), None), self.mlp_norm)
+            self.mlp_norm.keep_wide = True
+
+    def _enter_tp(self, x_TD: Tensor | QuantizedActivation) -> Tensor | QuantizedActivation:
+        if self.copy_to_tp is None:
+            return x_TD
+        assert isinstance(x_TD, Tensor), "engines, which quantize activations early, have no gradient to copy"
+        return self.copy_to_tp(x_TD)
 
     def _leave_tp(self, part_TD: Tensor) -> Tensor:
         return part_TD if self.reduce_from_tp is None else self.reduce_from_tp(part_TD)
@@ -163,6 +181,9 @@ class Decoder(nn.Module):
             module = self.get_submodule(path)
             assert isinstance(module, MoeMlp)
             module.quantize(params)
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            layer.fuse_quantization()
 
     def quantize(self, quantization: QuantizationSpec) -> None:
         """Quantize the layers of a decoder that has its weights already; packed ones are packed at once."""
@@ -205,6 +226,12 @@ class Decoder(nn.Module):
     def head(self) -> Tensor:
         """Return the output weight [V, D]: the embedding itself if tied."""
         return self.embedding.weight if self.lm_head is None else self.lm_head.weight
+
+
+def _fusable_format(quantized: QuantizedParam | None, norm: RMSNorm) -> WeightFormat | None:
+    if quantized is None or not quantized.packed:
+        return None
+    return quantized.format if supports_fused_quantization(quantized.format, norm.shape[0]) else None
 
 
 @cache

@@ -25,7 +25,7 @@ def packed_spec(spec: DecoderSpec) -> DecoderSpec:
 
 @torch.no_grad()
 def pack_params(spec: DecoderSpec, params: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Quantize what ``spec`` quantizes, and return everything else in ``dtype``, except float32 parameters that stay so.
+    """Quantize the parameters that ``spec`` quantizes, and return all others as they are.
 
     ``params`` are rounded to ``dtype`` first, as a trainer's forward does, so that the bytes are those it multiplied
     with. A weight that is not finite is an error: its block would be, too.

@@ -127,7 +127,8 @@ def _expand_scale(scale: Tensor, format: WeightFormat, shape: Sequence[int], seg
 
 def _scale_of(amax: Tensor, format: WeightFormat) -> Tensor:
     """The scale of blocks with this largest magnitude; 1 for a block of zeros."""
-    scale = amax / E4M3_MAX
+    # Division by a tensor is correctly rounded on every device; by a number, a GPU multiplies with its reciprocal.
+    scale = amax / torch.full_like(amax, E4M3_MAX)
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     if format.power_of_two:
         scale = torch.exp2(torch.ceil(torch.log2(scale)))

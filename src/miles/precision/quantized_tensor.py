@@ -69,13 +69,17 @@ class QuantizedTensor(NamedTuple):
 
 
 class QuantizedActivation(NamedTuple):
-    """Quantized rows [T, K] with float32 scales [T, K / columns]; ``columns`` values of a row share one."""
+    """Quantized rows [T, K] with float32 scales [T, K / columns]; ``columns`` values of a row share one.
+
+    ``dtype`` is what the rows had, and what results take; ``wide`` are the rows before they were quantized, if
+    something else reads them too.
+    """
 
     data: Tensor
     scale: Tensor
     columns: int
     dtype: torch.dtype
-    """The dtype that the rows had, and that results take."""
+    wide: Tensor | None = None
 
 
 class StraightThroughWeight(NamedTuple):

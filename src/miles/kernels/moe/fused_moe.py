@@ -166,13 +166,12 @@ def _launch(
 ) -> Tensor:
     (tokens, per_token), (experts, width, size) = experts_Tk.shape, down_EDI.shape
     rows = tokens * per_token
-    out_TD = torch.empty(tokens, width, dtype=x_TD.dtype, device=x_TD.device)
     if tokens == 0:
-        return out_TD
+        return torch.empty(tokens, width, dtype=x_TD.dtype, device=x_TD.device)
     x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
     assert first_EFD.is_contiguous() and down_EDI.is_contiguous()
     pdl = pdl_options(x_TD.device)
-    rows_PM, expert_P = _place_rows(experts_Tk, experts, config.rows, pdl)
+    rows_PM, expert_P = place_rows(experts_Tk, experts, config.rows)
     blocks = len(expert_P)
     inner_I = torch.empty(blocks * config.rows, size, dtype=x_TD.dtype, device=x_TD.device)
     out_RD = torch.empty(rows, width, dtype=x_TD.dtype, device=x_TD.device)
@@ -201,14 +200,28 @@ def _launch(
             num_stages=tile.stages,
             **pdl,
         )
+    return combine_choices(out_RD, weights_Tk)
+
+
+def combine_choices(out_RD: Tensor, weights_Tk: Tensor) -> Tensor:
+    """The weighted sum of each token's rows, in the order of its choices."""
+    (tokens, per_token), width = weights_Tk.shape, out_RD.shape[1]
+    out_TD = torch.empty(tokens, width, dtype=out_RD.dtype, device=out_RD.device)
     block = min(triton.next_power_of_2(width), 1024)
     _combine_kernel[(tokens, triton.cdiv(width, block))](
-        out_RD, weights_Tk.contiguous(), out_TD, width, PER_TOKEN=per_token, BLOCK=block, num_warps=4, **pdl
+        out_RD,
+        weights_Tk.contiguous(),
+        out_TD,
+        width,
+        PER_TOKEN=per_token,
+        BLOCK=block,
+        num_warps=4,
+        **pdl_options(out_RD.device),
     )
     return out_TD
 
 
-def _place_rows(experts_Tk: Tensor, experts: int, block_rows: int, pdl: dict[str, bool]) -> tuple[Tensor, Tensor]:
+def place_rows(experts_Tk: Tensor, experts: int, block_rows: int) -> tuple[Tensor, Tensor]:
     """Sort rows by expert into blocks: the rows of each block and its expert."""
     rows = experts_Tk.numel()
     blocks = min(rows, rows // block_rows + experts)
@@ -224,7 +237,7 @@ def _place_rows(experts_Tk: Tensor, experts: int, block_rows: int, pdl: dict[str
         BLOCK_R=min(triton.next_power_of_2(rows), 8192),
         M=block_rows,
         num_warps=8 if rows <= 2048 else 16,
-        **pdl,
+        **pdl_options(experts_Tk.device),
     )
     return rows_PM, expert_P
 

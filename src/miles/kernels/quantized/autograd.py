@@ -26,6 +26,8 @@ from torch.autograd.function import once_differentiable
 
 from miles.kernels.moe import grouped_gemm
 from miles.kernels.moe.grouped_gemm import SortedRows, supports_grouped_mm
+from miles.kernels.quantized.activation_quant import quantize_rows_fp8, supports_fused_quantization
+from miles.kernels.quantized.fp8_gemm import supports_fp8_gemm
 from miles.precision.formats import BackwardPrecision, WeightFormat
 from miles.precision.quantize import dequantize, dequantize_activation, quantize, quantize_activation
 from miles.precision.quantized_tensor import QuantizedActivation, QuantizedTensor, StraightThroughWeight
@@ -73,7 +75,7 @@ class _QuantizedLinear(torch.autograd.Function):
     def forward(ctx: Any, x_TK: Tensor, trained: Tensor | None, bias: Tensor | None, op: _Operation) -> Tensor:
         format = op.weight.format
         packed = _pack(op.weight)
-        x = quantize_activation(x_TK, format) if format.quantizes_activations else x_TK
+        x = _quantize_input(x_TK.reshape(-1, x_TK.shape[-1]), packed)
         ctx.format = format
         ctx.rows = op.rows
         ctx.groups = len(packed.data) if op.rows is not None else 0
@@ -88,7 +90,7 @@ class _QuantizedLinear(torch.autograd.Function):
             ctx.backward_precision, ctx.segments = "wide", None
             ctx.row_block = packed.row_block
             ctx.save_for_backward(packed.data, packed.scale, packed.zero, packed.global_scale, *saved)
-        return op.forward(x, packed, bias)
+        return op.forward(x, packed, bias).view(*x_TK.shape[:-1], packed.shape[-2])
 
     @staticmethod
     @once_differentiable
@@ -103,7 +105,7 @@ class _QuantizedLinear(torch.autograd.Function):
             grad_x = grad_input(grad_rows, weight, rows, precision).view(*grad_TN.shape[:-1], weight.shape[-1])
         if needs_weight:
             x_TK = _read_input(saved, ctx.columns, grad_TN.dtype)
-            grad_weight_out = grad_weight(grad_rows, x_TK.reshape(-1, x_TK.shape[-1]), rows, ctx.groups, precision)
+            grad_weight_out = grad_weight(grad_rows, x_TK, rows, ctx.groups, precision)
         grad_bias = _grad_bias(grad_rows, rows, ctx.groups) if needs_bias else None
         return grad_x, grad_weight_out, grad_bias, None
 
@@ -112,6 +114,15 @@ def _pack(weight: QuantizedTensor | StraightThroughWeight) -> QuantizedTensor:
     if isinstance(weight, QuantizedTensor):
         return weight
     return quantize(weight.weight.detach(), weight.format, weight.segments)
+
+
+def _quantize_input(x_TK: Tensor, weight: QuantizedTensor) -> Tensor | QuantizedActivation:
+    """The input as the forward multiplies it."""
+    if not weight.format.quantizes_activations:
+        return x_TK
+    if supports_fp8_gemm(x_TK, weight) and supports_fused_quantization(weight.format, x_TK.shape[-1]):
+        return quantize_rows_fp8(x_TK, weight.format)
+    return quantize_activation(x_TK, weight.format)
 
 
 def _read_saved(ctx: Any) -> tuple[QuantizedTensor, tuple[Tensor, ...]]:

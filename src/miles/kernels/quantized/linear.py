@@ -17,7 +17,9 @@ from torch.nn import functional as F
 
 from miles.kernels.batch_invariant import linear as invariant
 from miles.kernels.numerics import Numerics
+from miles.kernels.quantized.activation_quant import quantize_rows_fp8
 from miles.kernels.quantized.autograd import apply_with_grad, needs_grad
+from miles.kernels.quantized.fp8_gemm import fp8_linear, supports_fp8_gemm
 from miles.precision.formats import WeightFormat
 from miles.precision.quantize import dequantize, dequantize_activation, quantize, quantize_activation
 from miles.precision.quantized_tensor import QuantizedActivation, QuantizedTensor, StraightThroughWeight
@@ -25,7 +27,7 @@ from miles.precision.quantized_tensor import QuantizedActivation, QuantizedTenso
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["quantized_linear", "round_activation"]
+__all__ = ["is_fp8", "linear_reference", "quantized_linear", "round_activation"]
 
 
 def quantized_linear(
@@ -48,7 +50,17 @@ def linear_forward(
     x_TK: Tensor | QuantizedActivation, weight: QuantizedTensor, bias_N: Tensor | None, *, numerics: Numerics
 ) -> Tensor:
     """``quantized_linear`` without a gradient."""
-    return linear_reference(x_TK, weight, bias_N, numerics=numerics)
+    rows = x_TK.data if isinstance(x_TK, QuantizedActivation) else x_TK
+    if not (is_fp8(weight.format) and supports_fp8_gemm(rows, weight)):
+        return linear_reference(x_TK, weight, bias_N, numerics=numerics)
+    if not isinstance(x_TK, QuantizedActivation):
+        x_TK = quantize_rows_fp8(x_TK.reshape(-1, x_TK.shape[-1]), weight.format)
+    return fp8_linear(x_TK, weight, bias_N, numerics=numerics).view(*rows.shape[:-1], -1)
+
+
+def is_fp8(format: WeightFormat) -> bool:
+    """Whether the FP8 kernels apply: weight and activation are E4M3 with scales in float32."""
+    return format.element == "e4m3" and format.scale == "float32"
 
 
 def linear_reference(

@@ -18,8 +18,12 @@ from miles.kernels.fused.activation import ActivationKind, apply_activation, gat
 from miles.kernels.moe import grouped_gemm
 from miles.kernels.moe.grouped_gemm import ExpertExchange, SortedRows, dispatch, scale_rows, sort_rows_by_group
 from miles.kernels.numerics import Numerics
+from miles.kernels.quantized.activation_quant import quantize_rows_fp8
 from miles.kernels.quantized.autograd import apply_with_grad, needs_grad
-from miles.kernels.quantized.linear import round_activation
+from miles.kernels.quantized.fp8_gemm import supports_fp8_gemm
+from miles.kernels.quantized.fp8_moe import fp8_grouped_gemm, fp8_moe
+from miles.kernels.quantized.linear import is_fp8, round_activation
+from miles.kernels.runtime.triton_compat import use_triton_inference
 from miles.precision.quantize import dequantize, quantize
 from miles.precision.quantized_tensor import QuantizedActivation, QuantizedTensor, StraightThroughWeight
 
@@ -57,7 +61,7 @@ class QuantizedExperts(NamedTuple):
 
 
 def quantized_moe(
-    x_TD: Tensor,
+    x: Tensor | QuantizedActivation,
     weights_Tk: Tensor,
     experts_Tk: Tensor,
     experts: QuantizedExperts,
@@ -66,6 +70,12 @@ def quantized_moe(
     exchange: ExpertExchange | None = None,
 ) -> Tensor:
     """As ``moe.fused_moe.moe_forward``, with quantized experts."""
+    if exchange is None and not weigh_input and _can_fuse(x, experts):
+        assert isinstance(experts.first, QuantizedTensor) and isinstance(experts.down, QuantizedTensor)
+        rows = x if isinstance(x, QuantizedActivation) else quantize_rows_fp8(x, experts.first.format)
+        return fp8_moe(rows, weights_Tk, experts_Tk, experts.first, experts.down, experts.activation)
+    x_TD = x.wide if isinstance(x, QuantizedActivation) else x
+    assert x_TD is not None, "experts read the input before it is quantized"
     count = experts.first.shape[0] * (1 if exchange is None else exchange.world)
     is_invariant = experts.numerics.batch_invariant
     rows = sort_by_expert(experts_Tk, count) if is_invariant else sort_rows_by_group(experts_Tk, count)
@@ -76,6 +86,19 @@ def quantized_moe(
     out_RD = experts(x_RD, rows) if handle is None else handle(x_RD, experts)
     combine = invariant.combine_rows if is_invariant else grouped_gemm.combine_rows
     return combine(out_RD, None if weigh_input else weights_Tk, rows)
+
+
+def _can_fuse(x: Tensor | QuantizedActivation, experts: QuantizedExperts) -> bool:
+    """Whether the fused FP8 kernels of an engine apply."""
+    first, down = experts.first, experts.down
+    if (
+        not (isinstance(first, QuantizedTensor) and isinstance(down, QuantizedTensor))
+        or experts.numerics.batch_invariant
+    ):
+        return False
+    biased = experts.first_bias_EF is not None or experts.down_bias_ED is not None
+    rows = x.data if isinstance(x, QuantizedActivation) else x
+    return is_fp8(first.format) and not (biased or experts.interleaved) and use_triton_inference(rows)
 
 
 def grouped_quantized_linear(
@@ -104,6 +127,11 @@ def grouped_forward(
     numerics: Numerics,
 ) -> Tensor:
     """``grouped_quantized_linear`` without a gradient."""
+    values = x_RK.data if isinstance(x_RK, QuantizedActivation) else x_RK
+    if is_fp8(weight.format) and supports_fp8_gemm(values, weight):
+        x = x_RK if isinstance(x_RK, QuantizedActivation) else quantize_rows_fp8(x_RK, weight.format)
+        out_RN = fp8_grouped_gemm(x, weight, rows)
+        return out_RN if bias_EN is None else out_RN + bias_EN.index_select(0, rows.group_R)
     rounded_RK, dtype = round_activation(x_RK, weight.format)
     weight_ENK = dequantize(weight, rounded_RK.dtype)
     bias = None if bias_EN is None else bias_EN.to(rounded_RK.dtype)

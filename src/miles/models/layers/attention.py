@@ -23,6 +23,7 @@ from miles.models.layers.linear import Linear
 from miles.models.layers.norm import RMSNorm
 from miles.models.layers.rope import Positions, apply_rotary
 from miles.models.spec import AttentionSpec, DecoderSpec
+from miles.precision.quantized_tensor import QuantizedActivation
 
 
 class Attention(nn.Module):
@@ -60,14 +61,18 @@ class Attention(nn.Module):
         # The fused kernel covers QK-norm per head and RoPE; nothing else may be between projection and attention.
         self._fusable = not spec.gated and spec.qk_norm in ("none", "head") and spec.temperature is None
 
-    def forward(self, x_TD: Tensor, positions: Positions, attn_backend: AttentionBackend) -> Tensor:
+    def forward(
+        self, x_TD: Tensor | QuantizedActivation, positions: Positions, attn_backend: AttentionBackend
+    ) -> Tensor:
         if (
             self._fusable
             and isinstance(attn_backend, TritonAttentionBackend)
             and (heads := self._qk_norm_rope_params(positions)) is not None
         ):
             return self.output(attn_backend.forward_qkv(self.layer, self.qkv(x_TD), heads, self.params, self.sinks))
-        if self._fusable and (use_triton(x_TD) if self.numerics.batch_invariant else use_triton_training(x_TD)):
+        is_quantized = isinstance(x_TD, QuantizedActivation)
+        use_fused = use_triton if self.numerics.batch_invariant else use_triton_training
+        if self._fusable and not is_quantized and use_fused(x_TD):
             return self.output(self._fused_attention(x_TD, positions, attn_backend).flatten(1))
         gate_THd, qk_TNd, v_TGd = self._project(x_TD)
         qk_TNd = self._normalise(qk_TNd)
@@ -143,7 +148,7 @@ class Attention(nn.Module):
             return invariant_norm.rms_norm(qk_TNd, None, self.eps)
         return F.rms_norm(qk_TNd, (self.spec.head_dim,), None, self.eps)
 
-    def _project(self, x_TD: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+    def _project(self, x_TD: Tensor | QuantizedActivation) -> tuple[Tensor | None, Tensor, Tensor]:
         """Return gates (if gated), queries and keys side by side, and values."""
         num_q, num_k, d = self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim
         qkv_TNd = self.qkv(x_TD).unflatten(-1, (-1, d))

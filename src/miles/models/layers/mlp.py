@@ -15,8 +15,11 @@ from miles.kernels.batch_invariant.activation import ungated_activation
 from miles.kernels.fused.activation import apply_activation, gated_activation
 from miles.kernels.fused.gemv import gated_linear
 from miles.kernels.numerics import Numerics
+from miles.kernels.quantized.activation_quant import gated_activation_fp8, supports_fused_quantization
+from miles.kernels.runtime.triton_compat import use_triton_inference
 from miles.models.layers.linear import Linear
 from miles.models.spec import Activation, MlpSpec
+from miles.precision.quantized_tensor import QuantizedActivation
 
 
 class Mlp(nn.Module):
@@ -37,7 +40,11 @@ class Mlp(nn.Module):
             self.up = Linear(width, spec.size, **factory)
         self.down = Linear(spec.size, width, **factory)
 
-    def forward(self, x_TD: Tensor) -> Tensor:
+    def forward(self, x_TD: Tensor | QuantizedActivation) -> Tensor:
+        if self.gate_up is not None and self._fuses_quantization(x_TD):
+            down = self.down.quantized
+            assert down is not None
+            return self.down(gated_activation_fp8(self.gate_up(x_TD), self.activation, down.format))
         if self.gate_up is not None and (self.gate_up.adapter is not None or self.gate_up.quantized is not None):
             inner_T2I = self.gate_up(x_TD)
             return self.down(
@@ -47,9 +54,18 @@ class Mlp(nn.Module):
             )
         if self.gate_up is not None:
             gate_up = self.gate_up
+            assert isinstance(x_TD, Tensor)
             return self.down(gated_linear(x_TD, gate_up.weight, gate_up.bias, self.activation, numerics=self.numerics))
         assert self.up is not None
         up_TI = self.up(x_TD)
         if self.numerics.batch_invariant:
             return self.down(ungated_activation(up_TI, self.activation))
         return self.down(apply_activation(up_TI, None, self.activation))
+
+    def _fuses_quantization(self, x_TD: Tensor | QuantizedActivation) -> bool:
+        """Whether the activation's kernel also quantizes the input of ``down``: in an engine, without adapters."""
+        quantized = self.down.quantized
+        if quantized is None or not quantized.packed or self.down.adapter is not None or self.numerics.batch_invariant:
+            return False
+        rows = x_TD.data if isinstance(x_TD, QuantizedActivation) else x_TD
+        return use_triton_inference(rows) and supports_fused_quantization(quantized.format, self.down.in_features)

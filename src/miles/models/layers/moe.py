@@ -26,6 +26,7 @@ from miles.models.layers.linear import Linear, pack_parameter, read_weight
 from miles.models.layers.mlp import Mlp
 from miles.models.quantization import QuantizedParam
 from miles.models.spec import MoeSpec
+from miles.precision.quantized_tensor import QuantizedActivation
 
 # Avoids 0 / 0 for the weights of replayed experts with zero router probability.
 _TINY = 1e-20
@@ -198,14 +199,16 @@ class MoeMlp(nn.Module):
             scores_TE = groups_TgE.masked_fill(~selected_Tg.unsqueeze(-1), -torch.inf).flatten(-2)
         return top(scores_TE, spec.experts_per_token)
 
-    def forward(self, x_TD: Tensor, routing: Routing | None) -> Tensor:
+    def forward(self, x: Tensor | QuantizedActivation, routing: Routing | None) -> Tensor:
+        x_TD = x.wide if isinstance(x, QuantizedActivation) else x
+        assert x_TD is not None, "the router reads the input before it is quantized"
         weights_Tk, experts_Tk = self.route(x_TD, routing)
-        out_TD = self._run_experts(x_TD if self.into is None else self.into(x_TD), weights_Tk, experts_Tk)
+        out_TD = self._run_experts(x if self.into is None else self.into(x_TD), weights_Tk, experts_Tk)
         if self.outof is not None:
             out_TD = self.outof(out_TD)
         if self.shared is None:
             return out_TD
-        shared_TD = self.shared(x_TD)
+        shared_TD = self.shared(x)
         if self.shared_gate is not None:
             gate_T1 = self.shared_gate(x_TD)
             shared_TD = shared_TD * (sigmoid(gate_T1) if self.numerics.batch_invariant else gate_T1.sigmoid())
@@ -217,7 +220,7 @@ class MoeMlp(nn.Module):
         for name, param in quantized.items():
             pack_parameter(self, name, param)
 
-    def _run_experts(self, x_TD: Tensor, weights_Tk: Tensor, experts_Tk: Tensor) -> Tensor:
+    def _run_experts(self, x_TD: Tensor | QuantizedActivation, weights_Tk: Tensor, experts_Tk: Tensor) -> Tensor:
         spec, first_name = self.spec, "up" if self.gate_up is None else "gate_up"
         first, down = (read_weight(self, name, self.quantized.get(name)) for name in (first_name, "down"))
         if not (isinstance(first, Tensor) or isinstance(down, Tensor)):
@@ -234,6 +237,7 @@ class MoeMlp(nn.Module):
                 x_TD, weights_Tk, experts_Tk, experts, weigh_input=spec.weigh_input, exchange=self.exchange
             )
         assert isinstance(first, Tensor) and isinstance(down, Tensor), "experts are quantized together or not at all"
+        assert isinstance(x_TD, Tensor)
         return moe_forward(
             x_TD,
             weights_Tk,

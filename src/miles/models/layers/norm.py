@@ -7,10 +7,21 @@ from torch import Tensor, nn
 
 from miles.kernels.fused.rms_norm import add_rms_norm, rms_norm
 from miles.kernels.numerics import Numerics
+from miles.kernels.quantized.activation_quant import rms_norm_fp8
+from miles.kernels.runtime.triton_compat import use_triton_inference
+from miles.precision.formats import WeightFormat
+from miles.precision.quantized_tensor import QuantizedActivation
 
 
 class RMSNorm(nn.Module):
-    """Scale the last dimension to unit mean square, then by a learned weight plus ``offset``."""
+    """Scale the last dimension to unit mean square, then by a learned weight plus ``offset``.
+
+    With ``quantize_to`` an engine's kernel also quantizes the result for the layer that reads it; ``keep_wide``: some
+    other layer reads it unquantized.
+    """
+
+    quantize_to: WeightFormat | None = None
+    keep_wide: bool = False
 
     def __init__(
         self,
@@ -37,6 +48,15 @@ class RMSNorm(nn.Module):
         if residual is None:
             return x, self(x)
         return add_rms_norm(x, residual, self.weight, self.eps, offset=self.offset, numerics=self.numerics)
+
+    def add_norm_quantized(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | QuantizedActivation]:
+        """``add_norm``, with the result quantized where ``quantize_to`` says so and a fused kernel does it."""
+        if self.quantize_to is None or self.numerics.batch_invariant or not use_triton_inference(x):
+            return self.add_norm(x, residual)
+        total, quantized, wide = rms_norm_fp8(
+            x, residual, self.weight, self.eps, self.quantize_to, offset=self.offset, keep=self.keep_wide
+        )
+        return total, quantized._replace(wide=wide)
 
     def scale(self) -> Tensor:
         """Return the factor of the normalized input."""

@@ -1,0 +1,315 @@
+"""FP8 experts in Triton: grouped GEMM of E4M3 rows with E4M3 expert weights, and the fused MoE of an engine.
+
+Shapes: T tokens, k experts per token, R = T * k rows, E experts, N out, K in, D features, I intermediate, G blocks of
+inputs with a scale; a tile has n rows of a weight, m rows of tokens and 128 inputs; P blocks of m rows.
+
+As in ``fp8_gemm`` the weight is the left operand of the tensor cores and blocks of 128 inputs are scaled and added in
+float32 in ascending order, so a row's result does not depend on the tile or on the other rows.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from miles.kernels.fused.activation import ActivationKind, activate_and_multiply
+from miles.kernels.moe.fused_moe import combine_choices, place_rows
+from miles.kernels.moe.grouped_gemm import SortedRows
+from miles.kernels.quantized.activation_quant import quantize_rows_fp8
+from miles.kernels.runtime.triton_compat import (
+    device_guard,
+    gdc_launch_dependents,
+    gdc_wait,
+    jit,
+    pdl_options,
+    tl,
+    triton,
+)
+from miles.precision.quantized_tensor import QuantizedActivation, QuantizedTensor
+
+__all__ = ["Fp8ExpertTile", "fp8_grouped_gemm", "fp8_moe", "select_expert_tile"]
+
+DEPTH = 128
+
+
+class Fp8ExpertTile(NamedTuple):
+    """Tokens and weight rows of a tile, warps and pipeline stages."""
+
+    tokens: int
+    rows: int
+    warps: int
+    stages: int
+
+
+# By the most rows per expert on average.
+TILES: tuple[tuple[float, Fp8ExpertTile], ...] = (
+    (9.0, Fp8ExpertTile(16, 64, 4, 5)),
+    (26.0, Fp8ExpertTile(32, 64, 4, 5)),
+    (72.0, Fp8ExpertTile(64, 128, 8, 4)),
+    (float("inf"), Fp8ExpertTile(128, 128, 8, 3)),
+)
+
+
+@cache
+def select_expert_tile(rows_per_expert: float) -> Fp8ExpertTile:
+    """The tile that is likely the fastest."""
+    return next(tile for most, tile in TILES if rows_per_expert <= most)
+
+
+def fp8_grouped_gemm(x: QuantizedActivation, weight: QuantizedTensor, rows: SortedRows) -> Tensor:
+    """Rows sorted by expert times their expert's weight, in the rows' dtype."""
+    count, experts = len(x.data), weight.data.shape[0]
+    out_RN = torch.empty(count, weight.data.shape[1], dtype=x.dtype, device=x.data.device)
+    if count:
+        tile = select_expert_tile(count / experts)
+        rows_PM, expert_P = place_rows(rows.group_R.unsqueeze(1), experts, tile.tokens)
+        _launch(x, weight, out_RN, None, (rows_PM, expert_P), tile, reads_rows=True, writes_rows=True)
+    return out_RN
+
+
+def fp8_moe(
+    x: QuantizedActivation,
+    weights_Tk: Tensor,
+    experts_Tk: Tensor,
+    first: QuantizedTensor,
+    down: QuantizedTensor,
+    activation: ActivationKind,
+) -> Tensor:
+    """The weighted sum of each token's experts, for inference: two grouped GEMMs, quantized in between."""
+    (tokens, per_token), (experts, width, size) = experts_Tk.shape, down.data.shape
+    if not tokens:
+        return torch.empty(tokens, width, dtype=x.dtype, device=x.data.device)
+    tile = select_expert_tile(experts_Tk.numel() / experts)
+    places = place_rows(experts_Tk, experts, tile.tokens)
+    padded = places[0].numel()
+    device = x.data.device
+    fuses = first.column_block == DEPTH and size % DEPTH == 0
+    if fuses:
+        inner = QuantizedActivation(
+            torch.empty(padded, size, dtype=torch.float8_e4m3fn, device=device),
+            torch.empty(size // DEPTH, padded, dtype=torch.float32, device=device).t(),
+            DEPTH,
+            x.dtype,
+        )
+        _launch(
+            x,
+            first,
+            inner.data,
+            inner.scale,
+            places,
+            tile._replace(rows=DEPTH),
+            reads_rows=True,
+            writes_rows=False,
+            per_token=per_token,
+            activation=activation,
+            size=size,
+        )
+    else:
+        inner_PI = torch.empty(padded, size, dtype=x.dtype, device=device)
+        _launch(
+            x,
+            first,
+            inner_PI,
+            None,
+            places,
+            tile,
+            reads_rows=True,
+            writes_rows=False,
+            per_token=per_token,
+            activation=activation,
+            size=size,
+        )
+        inner = quantize_rows_fp8(inner_PI, down.format)
+    out_RD = torch.empty(tokens * per_token, width, dtype=x.dtype, device=device)
+    _launch(inner, down, out_RD, None, places, tile, reads_rows=False, writes_rows=True)
+    return combine_choices(out_RD, weights_Tk)
+
+
+def _launch(
+    x: QuantizedActivation,
+    weight: QuantizedTensor,
+    out: Tensor,
+    out_scale: Tensor | None,
+    places: tuple[Tensor, Tensor],
+    tile: Fp8ExpertTile,
+    *,
+    reads_rows: bool,
+    writes_rows: bool,
+    per_token: int = 1,
+    activation: ActivationKind | None = None,
+    size: int = 0,
+) -> None:
+    """One grouped GEMM. Rows of tokens are read, and results written, at their row or at their place in a block."""
+    rows_PM, expert_P = places
+    columns, depth = out.shape[1], x.data.shape[1]
+    per_block = x.columns < depth or weight.column_block < depth
+    assert not per_block or x.columns == weight.column_block == DEPTH, "blocks of inputs must be 128 wide"
+    gated = activation is not None and weight.data.shape[1] == 2 * size
+    rows = len(x.data) * per_token if reads_rows else len(out)
+    with device_guard(x.data):
+        _fp8_expert_kernel[(triton.cdiv(columns, tile.rows), len(expert_P))](
+            weight.data,
+            x.data,
+            weight.scale,
+            x.scale,
+            out,
+            out_scale,
+            rows_PM,
+            expert_P,
+            columns,
+            depth,
+            rows,
+            rows_PM.numel(),
+            weight.scale.stride(0),
+            weight.scale.stride(1),
+            x.scale.stride(0),
+            x.scale.stride(1),
+            PER_TOKEN=per_token,
+            ACTIVATION=activation or "",
+            GATED=gated,
+            READS_ROWS=reads_rows,
+            WRITES_ROWS=writes_rows,
+            QUANTIZES=out_scale is not None,
+            POWER_OF_TWO=weight.format.power_of_two,
+            ROW_BLOCK=weight.row_block,
+            PER_BLOCK=per_block,
+            EVEN=depth % DEPTH == 0,
+            M=tile.tokens,
+            N=tile.rows,
+            K=DEPTH,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            **pdl_options(x.data.device),
+        )
+
+
+_jit_any_rows: Any = jit(do_not_specialize=["rows", "padded"])
+
+
+@_jit_any_rows
+def _fp8_expert_kernel(
+    weight_ptr: tl.tensor,
+    x_ptr: tl.tensor,
+    weight_scale_ptr: tl.tensor,
+    x_scale_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    out_scale_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    block_expert_ptr: tl.tensor,
+    columns: tl.tensor,
+    depth: tl.tensor,
+    rows: tl.tensor,
+    padded: tl.tensor,
+    scale_stride_e: tl.tensor,
+    scale_stride_n: tl.tensor,
+    x_scale_stride_t: tl.tensor,
+    x_scale_stride_g: tl.tensor,
+    PER_TOKEN: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    READS_ROWS: tl.constexpr,
+    WRITES_ROWS: tl.constexpr,
+    QUANTIZES: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
+    PER_BLOCK: tl.constexpr,
+    EVEN: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """A block's rows times its expert's weight; out-of-range rows are computed with valid data and not stored."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    block = tl.program_id(1)
+    expert = tl.load(block_expert_ptr + block).to(tl.int64)
+    if expert < 0:
+        return
+    place_m = block * M + tl.arange(0, M)
+    row_m = tl.load(rows_ptr + place_m)
+    source_m = place_m
+    if READS_ROWS:
+        source_m = tl.where(row_m < rows, row_m // PER_TOKEN, 0)
+    column_n = tl.program_id(0) * N + tl.arange(0, N)
+    valid_n = tl.minimum(column_n, columns - 1)
+    weight_rows = 2 * columns if GATED else columns
+    k_k = tl.arange(0, K)
+    x_mk = x_ptr + source_m.to(tl.int64)[:, None] * depth + k_k[None, :]
+    gate_nk = weight_ptr + (expert * weight_rows + valid_n)[:, None] * depth + k_k[None, :]
+    x_scale_m = x_scale_ptr + source_m * x_scale_stride_t
+    scale_ptr = weight_scale_ptr + expert * scale_stride_e
+    gate_scale_n = scale_ptr + valid_n // ROW_BLOCK * scale_stride_n
+    up_scale_n = scale_ptr + (columns + valid_n) // ROW_BLOCK * scale_stride_n
+    gate_nm, up_nm = tl.zeros((N, M), tl.float32), tl.zeros((N, M), tl.float32)
+    for start in range(0, tl.cdiv(depth, K)):
+        x = _load_tile(x_mk, start * K, depth, EVEN, K)
+        gate = _load_tile(gate_nk, start * K, depth, EVEN, K)
+        if PER_BLOCK:
+            scale_m = tl.load(x_scale_m + start * x_scale_stride_g)
+            gate_nm += tl.dot(gate, x.T) * (tl.load(gate_scale_n + start)[:, None] * scale_m[None, :])
+            if GATED:
+                up = _load_tile(gate_nk + columns.to(tl.int64) * depth, start * K, depth, EVEN, K)
+                up_nm += tl.dot(up, x.T) * (tl.load(up_scale_n + start)[:, None] * scale_m[None, :])
+        else:
+            gate_nm += tl.dot(gate, x.T)
+            if GATED:
+                up = _load_tile(gate_nk + columns.to(tl.int64) * depth, start * K, depth, EVEN, K)
+                up_nm += tl.dot(up, x.T)
+    if not PER_BLOCK:
+        scale_m = tl.load(x_scale_m)
+        gate_nm *= tl.load(gate_scale_n)[:, None] * scale_m[None, :]
+        if GATED:
+            up_nm *= tl.load(up_scale_n)[:, None] * scale_m[None, :]
+    dtype = tl.bfloat16 if QUANTIZES else out_ptr.dtype.element_ty  # pyright: ignore
+    out_nm = gate_nm.to(dtype)
+    if ACTIVATION != "":
+        out_nm = activate_and_multiply(out_nm, up_nm.to(dtype), ACTIVATION, GATED)
+    target_m = place_m
+    if WRITES_ROWS:
+        target_m = row_m
+    out_mn = tl.trans(out_nm)
+    at_mn = out_ptr + target_m.to(tl.int64)[:, None] * columns + column_n[None, :]
+    valid_mn = (row_m < rows)[:, None] & (column_n < columns)[None, :]
+    if QUANTIZES:
+        _store_quantized(
+            out_mn.to(tl.float32), at_mn, valid_mn, out_scale_ptr, place_m, row_m < rows, padded, M, N, POWER_OF_TWO
+        )
+    else:
+        tl.store(at_mn, out_mn, valid_mn)
+
+
+@jit
+def _store_quantized(
+    out_mn: tl.tensor,
+    at_mn: tl.tensor,
+    valid_mn: tl.tensor,
+    scale_ptr: tl.tensor,
+    place_m: tl.tensor,
+    valid_m: tl.tensor,
+    padded: tl.tensor,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+) -> None:
+    """Store a tile, which is one block of every row, as E4M3 with its scales."""
+    scale_m = tl.div_rn(tl.max(tl.abs(out_mn), 1), tl.full((M,), 448.0, tl.float32))
+    scale_m = tl.where(scale_m == 0.0, 1.0, scale_m)
+    if POWER_OF_TWO:
+        scale_m = tl.exp2(tl.ceil(tl.log2(scale_m)))
+    quotient_mn = tl.div_rn(out_mn, tl.broadcast_to(scale_m[:, None], (M, N)))
+    tl.store(at_mn, quotient_mn.to(tl.float8e4nv), valid_mn)
+    tl.store(scale_ptr + tl.program_id(0) * padded + place_m, scale_m, valid_m)
+
+
+@jit
+def _load_tile(
+    tile_ptr: tl.tensor, start: tl.tensor, depth: tl.tensor, EVEN: tl.constexpr, K: tl.constexpr
+) -> tl.tensor:
+    if EVEN:
+        return tl.load(tile_ptr + start)
+    return tl.load(tile_ptr + start, (start + tl.arange(0, K) < depth)[None, :], other=0.0)
