@@ -21,7 +21,7 @@ __all__ = ["build_packed_map"]
 
 @lru_cache(maxsize=8)
 def build_packed_map(spec: DecoderSpec) -> Mapping[str, tuple[HfSlice, ...]]:
-    """Map every parameter of the decoder of ``spec``, which may be packed, to the tensors it consists of on the wire."""
+    """Map every parameter of a decoder, which may be packed, to the tensors it consists of on the wire."""
     wide = build_param_map(spec)
     plan = {name: quantized for name, quantized in plan_quantization(spec).items() if quantized.packed}
     params: dict[str, tuple[HfSlice, ...]] = {}

@@ -14,12 +14,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from miles.precision.microscaling import E2M1_VALUES
+
 __all__ = ["MXFP4_GROUP", "dequantize_fp8", "dequantize_mxfp4"]
 
 MXFP4_GROUP = 32
 
-# The E2M1 values.
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 # Values converted at a time, so that the intermediate tensors stay small.
 _CHUNK = 1 << 20
 
@@ -57,6 +57,6 @@ def dequantize_mxfp4(blocks_RGb: Tensor, scales_RG: Tensor, out_RC: Tensor) -> N
 
 def _build_pair_table(device: torch.device) -> Tensor:
     """The two values of each of the 256 bytes: two float32 viewed as one float64."""
-    half = torch.tensor(_E2M1, dtype=torch.float32)
+    half = torch.tensor(E2M1_VALUES, dtype=torch.float32)
     table = torch.stack((half.repeat(16), half.repeat_interleave(16)), dim=-1)
     return table.view(torch.float64).flatten().to(device)

@@ -58,8 +58,8 @@ from miles.train.policy_trainer import PolicyTrainer
 class BaseCheckpoint:
     """The checkpoint a run starts from, before its weights are loaded; ``provide`` is the user's model provider.
 
-    Its engine, its trainer and the models beside it (reference, critic, teachers) all have its ``numerics``. ``spec`` is
-    the trainer's, and the reference's; the engine's weights have ``rollout_quantization``.
+    Its engine, its trainer and the models beside it (reference, critic, teachers) all have its ``numerics``.
+    ``spec`` is the trainer's, and the reference's; the engine's weights have ``rollout_quantization``.
     """
 
     folder: Path
