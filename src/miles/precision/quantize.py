@@ -53,12 +53,14 @@ def quantize(
     weight: Tensor,
     format: WeightFormat,
     segments: Sequence[int] | None = None,
+    parts: int = 1,
     *,
     global_scale: Tensor | None = None,
 ) -> QuantizedTensor:
     """Quantize a weight [N, K] or a stack [E, N, K]; ``segments`` are the rows of the weights it is fused of.
 
-    ``global_scale`` (NVFP4, [] or [E]) is that of the whole fused weight where ``weight`` is only a part of it.
+    Stored scales can be sharded into ``parts`` (see ``row_block``). ``global_scale`` (NVFP4, [] or [E]) is that of the
+    whole fused weight where ``weight`` is only a part of it.
     """
     rows, columns = weight.shape[-2:]
     _check_columns(format, columns)
@@ -66,7 +68,7 @@ def quantize(
     assert sum(lengths) == rows, "the segments of a fused weight must add up to its rows"
     if format.element == "e4m3" and format.scale == "float32":
         data, scale = quantize_fp8(weight, format, lengths)
-        block = row_block(format, rows, lengths)
+        block = row_block(format, rows, lengths, parts)
         return QuantizedTensor(format, data, scale if block != 1 else expand_rows(scale, format, lengths), block)
     if format.element == "e4m3":
         return QuantizedTensor(format, *quantize_mxfp8(weight), row_block=1)
@@ -108,12 +110,12 @@ def dequantize_activation(x: QuantizedActivation) -> Tensor:
 
 
 def packed_layout(
-    format: WeightFormat, shape: Sequence[int], segments: Sequence[int] | None = None
+    format: WeightFormat, shape: Sequence[int], segments: Sequence[int] | None = None, parts: int = 1
 ) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return the shape and dtype of each packed tensor of a weight, by its suffix ("" is the values)."""
     *stack, rows, columns = shape
     _check_columns(format, columns)
-    scales = (*stack, -(-rows // row_block(format, rows, segments)), format.scale_shape(rows, columns)[1])
+    scales = (*stack, -(-rows // row_block(format, rows, segments, parts)), format.scale_shape(rows, columns)[1])
     layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "": ((*stack, rows, columns * format.bits // 8), _DATA_DTYPES[format.element]),
         "_scale": (scales, _SCALE_DTYPES[format.scale]),
@@ -125,12 +127,17 @@ def packed_layout(
     return layout
 
 
-def row_block(format: WeightFormat, rows: int, segments: Sequence[int] | None = None) -> int:
-    """Return how many rows share a stored scale: 1 where a block of the format would cross into the next segment."""
+def row_block(format: WeightFormat, rows: int, segments: Sequence[int] | None = None, parts: int = 1) -> int:
+    """Return how many rows share a stored scale.
+
+    It is 1 where a block of the format would cross into the next segment, or, if each segment is to be sharded into
+    ``parts`` equal runs of rows, into the next of these.
+    """
     block = format.rows or rows
-    if segments is None or len(segments) == 1:
-        return block
-    return block if all(length % block == 0 for length in segments[:-1]) else 1
+    lengths = (rows,) if segments is None else segments
+    if parts > 1:
+        return block if all(length % (block * parts) == 0 for length in lengths) else 1
+    return block if all(length % block == 0 for length in lengths[:-1]) else 1
 
 
 def _check_columns(format: WeightFormat, columns: int) -> None:

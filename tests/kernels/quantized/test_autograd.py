@@ -17,7 +17,7 @@ from miles.precision.formats import FORMATS
 from miles.precision.quantize import dequantize, dequantize_activation, quantize, quantize_activation
 from miles.precision.quantized_tensor import StraightThroughWeight
 
-IMPLEMENTED = ("fp8", "fp8_pow2", "fp8_channel", "fp8_tensor")
+IMPLEMENTED = tuple(FORMATS)
 SEGMENTS = (160, 32)
 N, K = sum(SEGMENTS), 160
 

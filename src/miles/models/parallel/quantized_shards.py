@@ -29,6 +29,8 @@ def find_divided_block(spec: DecoderSpec, world: int) -> str | None:
         shard, format = shards[name], quantized.format
         if not shard.segments:
             continue
+        if format.global_scale:
+            return f"{name} has a scale of the whole weight, of which {world} ranks would each have a part"
         full, own = param_shape(full_map[name]), param_shape(rank_map[name])
         by_rows = shard.dim == len(full) - 2
         block = format.rows if by_rows else format.columns
