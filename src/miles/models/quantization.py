@@ -16,9 +16,17 @@ from miles.core.errors import UsageError
 from miles.models.checkpoint.param_map import build_param_map
 from miles.models.checkpoint.param_slices import HfSlice, param_shape
 from miles.models.spec import DecoderSpec
-from miles.precision.formats import QuantizationSpec, WeightFormat
+from miles.precision.formats import BackwardPrecision, QuantizationSpec, WeightFormat
 
-__all__ = ["QuantizedParam", "plan_quantization"]
+__all__ = ["MEGATRON_RECIPES", "QuantizedParam", "plan_quantization"]
+
+MEGATRON_RECIPES: Mapping[str, str] = {
+    "fp8": "blockwise",
+    "fp8_pow2": "blockwise",
+    "fp8_tensor": "tensorwise",
+    "mxfp8": "mxfp8",
+}
+"""The ``fp8_recipe`` of Transformer Engine for a format."""
 
 _EXPERTS = re.compile(r"layers\.(\d+)\.moe\.(gate_up|up|down)")
 _LINEARS = re.compile(
@@ -35,6 +43,7 @@ class QuantizedParam:
     segments: tuple[int, ...]
     packed: bool
     tensor_parallel_size: int = 1
+    backward: BackwardPrecision = "wide"
 
     @property
     def suffixes(self) -> tuple[str, ...]:
@@ -56,7 +65,11 @@ def plan_quantization(spec: DecoderSpec) -> Mapping[str, QuantizedParam]:
         _check_columns(name, columns, quantization.format)
         segments = _segments(slices)
         plan[name] = QuantizedParam(
-            quantization.format, segments, quantization.packed, quantization.tensor_parallel_size
+            quantization.format,
+            segments,
+            quantization.packed,
+            quantization.tensor_parallel_size,
+            quantization.backward,
         )
     return plan
 

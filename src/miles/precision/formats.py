@@ -12,10 +12,39 @@ from typing import Literal
 
 from miles.core.errors import UsageError
 
-__all__ = ["FORMATS", "ElementType", "QuantizationSpec", "ScaleType", "WeightFormat", "get_format"]
+__all__ = [
+    "FORMATS",
+    "BackwardPrecision",
+    "ElementType",
+    "FormatName",
+    "QuantizationSpec",
+    "ScaleType",
+    "WeightFormat",
+    "get_format",
+]
 
 ElementType = Literal["e4m3", "e2m1", "int8", "int4"]
 ScaleType = Literal["float32", "bfloat16", "e8m0", "e4m3"]
+
+FormatName = Literal[
+    "fp8",
+    "fp8_pow2",
+    "fp8_channel",
+    "fp8_tensor",
+    "mxfp8",
+    "mxfp4",
+    "nvfp4",
+    "int8",
+    "int8_g128",
+    "int8_g32",
+    "int4",
+    "int4_g32",
+    "int4_asym",
+    "int4_g32_asym",
+]
+"""The names of ``FORMATS``."""
+BackwardPrecision = Literal["wide", "e4m3", "hybrid"]
+"""The precision of the GEMMs in backward: the model's dtype, or FP8 with gradients in E4M3 or (hybrid) E5M2."""
 
 _BITS: Mapping[str, int] = {"e4m3": 8, "e2m1": 4, "int8": 8, "int4": 4}
 _SCALE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "e8m0": 1, "e4m3": 1}
@@ -141,7 +170,7 @@ class QuantizationSpec:
     ``packed``: their parameters hold the packed tensors, as in an engine; otherwise they keep the model's dtype and are
     quantized in every forward, as in training. The first ``layers_at_start`` and the last ``layers_at_end`` layers keep
     the model's dtype; with ``experts_only`` so does everything but routed experts. Scales are stored such that the
-    parameters can be sharded over ``tensor_parallel_size`` ranks.
+    parameters can be sharded over ``tensor_parallel_size`` ranks. ``backward`` is the precision of gradients' GEMMs.
     """
 
     format: WeightFormat
@@ -150,3 +179,4 @@ class QuantizationSpec:
     layers_at_end: int = 0
     experts_only: bool = False
     tensor_parallel_size: int = 1
+    backward: BackwardPrecision = "wide"

@@ -34,6 +34,7 @@ from miles.models.decoder import Decoder, DecoderLayer
 from miles.models.layers.moe import Routing
 from miles.models.lora.adapters import LoraAdapters
 from miles.models.optim_groups import MuonMatrices, find_muon_matrices
+from miles.models.parallel.quantized_shards import find_divided_block
 from miles.models.parallel.tp_decoder import build_tp_decoder
 from miles.models.parallel.tp_sharding import compute_tp_shards
 from miles.models.spec import DecoderSpec
@@ -67,6 +68,8 @@ class FsdpModel:
         problem = mesh.layout.find_model_problem(spec)
         if problem is not None:
             raise UsageError(problem)
+        if (divided := find_divided_block(spec, mesh.tp_group.world)) is not None:
+            raise UsageError(f"{divided}; lower --tensor-model-parallel-size.")
         self.spec = spec
         self.mesh = mesh
         self.dtype = dtype

@@ -43,6 +43,7 @@ from miles.models.model_provider import ModelProvider, apply_model_provider
 from miles.models.resolve import resolve_spec
 from miles.models.spec import AttentionSpec, DecoderSpec
 from miles.models.tokenizer import HfTokenizer, load_tokenizer
+from miles.precision.formats import QuantizationSpec
 from miles.schedule.checkpoints import verify_weights
 from miles.train.balance import build_flops_cost
 from miles.train.critic import Critic
@@ -58,6 +59,7 @@ class BaseCheckpoint:
     """The checkpoint a run starts from, before its weights are loaded; ``provide`` is the user's model provider.
 
     Its engine, its trainer and the models beside it (reference, critic, teachers) all have its ``numerics``.
+    ``spec`` is the trainer's, and the reference's; the engine's weights have ``rollout_quantization``.
     """
 
     folder: Path
@@ -69,6 +71,12 @@ class BaseCheckpoint:
     rollout_dtype: torch.dtype
     numerics: Numerics
     provide: ModelProvider | None = None
+    rollout_quantization: QuantizationSpec | None = None
+
+    @property
+    def rollout_spec(self) -> DecoderSpec:
+        """The spec of the engine's decoder."""
+        return replace(self.spec, quantization=self.rollout_quantization)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,16 +101,18 @@ def read_checkpoint(config: Config, found: Platform) -> BaseCheckpoint:
     folder = Path(config.models.hf_checkpoint)
     raw = read_config(folder)
     dtype, rollout_dtype = hf.choose_dtype(config.models.dtype, raw, found.device), config.models.rollout_dtype
+    spec = limit_positions(resolve_spec(folder, config.models.model_impl), config.rollout.rollout_max_context_len)
     return BaseCheckpoint(
         folder=folder,
         config=raw,
-        spec=limit_positions(resolve_spec(folder, config.models.model_impl), config.rollout.rollout_max_context_len),
+        spec=replace(spec, quantization=config.models.train_quantization()),
         trust_remote_code=config.models.trust_remote_code,
         platform=found,
         dtype=dtype,
         rollout_dtype=dtype if rollout_dtype == "auto" else hf.choose_dtype(rollout_dtype, raw, found.device),
         numerics=config.models.numerics,
         provide=load_hook(config, MODEL_PROVIDER),
+        rollout_quantization=config.models.rollout_quantization(config.cluster.rollout_num_gpus_per_engine),
     )
 
 

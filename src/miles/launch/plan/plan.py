@@ -170,8 +170,9 @@ def _choose_transport(config: Config, *, copies: bool) -> Literal["shared", "cop
 
 
 def _has_rollout_dtype(config: Config) -> bool:
-    """Whether the engine has another dtype, and hence weights of its own."""
-    return config.models.rollout_dtype not in ("auto", config.models.dtype)
+    """Whether the engine has another dtype or quantized weights, and hence weights of its own."""
+    models = config.models
+    return models.rollout_dtype not in ("auto", models.dtype) or models.rollout_format is not None
 
 
 def _choose_dtype(config: Config, device: str) -> str:

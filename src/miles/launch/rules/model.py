@@ -118,6 +118,11 @@ def check_exact_setup(c: Config) -> Iterator[str]:
             f"--parity exact needs one precision, but --rollout-dtype {m.rollout_dtype} is not --dtype {m.dtype}; "
             "remove --rollout-dtype."
         )
+    if m.rollout_format is not None and m.train_precision == "auto":
+        yield (
+            f"--parity exact needs one precision, but --rollout-precision {m.rollout_precision} quantizes only the "
+            f"engine; use --train-precision {m.rollout_precision}."
+        )
     if backend != "fsdp":
         yield f"--parity exact does not work with --train-backend {backend}, which has its own kernels; use fsdp."
     if c.sglang.rollout_backend == "sglang":

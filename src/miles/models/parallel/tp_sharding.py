@@ -103,7 +103,7 @@ class TpShard:
             return tensor
         size = sum(segment.units_per_rank(world) * segment.rows for segment in self.segments)
         out = tensor.new_zeros((*tensor.shape[: self.dim], size, *tensor.shape[self.dim + 1 :]))
-        for full_start, rank_start, count in self._runs(rank, world):
+        for full_start, rank_start, count in self.runs(rank, world):
             out.narrow(self.dim, rank_start, count).copy_(tensor.narrow(self.dim, full_start, count))
         return out
 
@@ -115,7 +115,7 @@ class TpShard:
         size = sum(segment.units * segment.rows for segment in self.segments)
         full = first.new_empty((*first.shape[: self.dim], size, *first.shape[self.dim + 1 :]))
         for rank, tensor in enumerate(tensors):
-            for full_start, rank_start, count in self._runs(rank, len(tensors)):
+            for full_start, rank_start, count in self.runs(rank, len(tensors)):
                 full.narrow(self.dim, full_start, count).copy_(tensor.narrow(self.dim, rank_start, count))
         return full
 
@@ -132,7 +132,7 @@ class TpShard:
             here += rows
         return out
 
-    def _runs(self, rank: int, world: int) -> Iterable[tuple[int, int, int]]:
+    def runs(self, rank: int, world: int) -> Iterable[tuple[int, int, int]]:
         """Yield where a run of rows starts in the full tensor and on the rank, and its length."""
         there = here = 0
         for segment in self.segments:
