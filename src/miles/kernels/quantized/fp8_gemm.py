@@ -62,7 +62,7 @@ TILES: tuple[tuple[int, tuple[tuple[float, Fp8Tile], ...]], ...] = (
 _GROUP = 8
 # From so many tokens on torch's scaled matmul is faster: by row, and by block.
 _MIN_LIBRARY_TOKENS = 96
-_MIN_LIBRARY_TOKENS_BLOCK = 16
+_MIN_LIBRARY_TOKENS_BLOCK = 1
 
 
 def supports_fp8_gemm(x: Tensor, weight: QuantizedTensor) -> bool:
