@@ -49,7 +49,7 @@ def quantize_rows_fp8(x_TK: Tensor, format: WeightFormat) -> tuple[Tensor, Tenso
     x_TKg = pad_columns(x_TK.float(), columns).unflatten(-1, (-1, columns))
     scale_TK = _scale_of(x_TKg.abs().amax(-1), format)
     data_TK = round_e4m3(x_TKg / scale_TK.unsqueeze(-1)).flatten(-2)[..., : x_TK.shape[-1]]
-    return data_TK, scale_TK
+    return data_TK.contiguous(), scale_TK
 
 
 def expand_rows(scale: Tensor, format: WeightFormat, segments: Sequence[int]) -> Tensor:

@@ -27,7 +27,7 @@ def quantize_symmetric(weight: Tensor, bits: int, group: int) -> tuple[Tensor, T
     half = 2 ** (bits - 1)
     scale_G = _round_scale(divide(x_Gg.abs().amax(-1), half - 0.5))
     value = _round_integer(x_Gg / scale_G.float().unsqueeze(-1), half).flatten(-2)[..., : weight.shape[-1]]
-    return (value if bits == 8 else pack_nibbles((value + half).to(torch.uint8))), scale_G
+    return (value.contiguous() if bits == 8 else pack_nibbles((value + half).to(torch.uint8))), scale_G
 
 
 def quantize_asymmetric(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
