@@ -18,7 +18,7 @@ from miles.models.checkpoint.param_slices import HfSlice, param_shape
 from miles.models.spec import DecoderSpec
 from miles.precision.formats import BackwardPrecision, QuantizationSpec, WeightFormat
 
-__all__ = ["MEGATRON_RECIPES", "QuantizedParam", "plan_quantization"]
+__all__ = ["MEGATRON_RECIPES", "QuantizedParam", "fused_segments", "plan_quantization"]
 
 MEGATRON_RECIPES: Mapping[str, str] = {
     "fp8": "blockwise",
@@ -63,7 +63,7 @@ def plan_quantization(spec: DecoderSpec) -> Mapping[str, QuantizedParam]:
             continue
         columns = param_shape(slices)[-1]
         _check_columns(name, columns, quantization.format)
-        segments = _segments(slices)
+        segments = fused_segments(slices)
         plan[name] = QuantizedParam(
             quantization.format,
             segments,
@@ -81,7 +81,7 @@ def _is_quantized(name: str, spec: DecoderSpec, quantization: QuantizationSpec) 
     return quantization.layers_at_start <= int(match[1]) < spec.num_layers - quantization.layers_at_end
 
 
-def _segments(slices: Sequence[HfSlice]) -> tuple[int, ...]:
+def fused_segments(slices: Sequence[HfSlice]) -> tuple[int, ...]:
     """The rows of each tensor of the checkpoint in the parameter, or in one expert's matrix."""
     if slices[0].expert is not None:
         return tuple(each.stop - each.start for each in slices if each.expert == 0)
