@@ -6,6 +6,7 @@ import signal
 import pytest
 from tests.launch.small_run import everything, flags, miles, write_inputs
 
+FIRST = ("--first-last-layers-bf16", "--num-layers-at-end-in-bf16", "0")
 RANKS = ("--actor-num-gpus-per-node", "2")
 
 
@@ -28,7 +29,7 @@ def train(inputs, run, *more, steps=2):
         (False, ("--train-precision", "fp8", "--dtype", "bfloat16", "--gradient-checkpointing")),
         (True, ("--train-precision", "fp8", "--rollout-backend", "served")),
         (True, ("--train-precision", "fp8", "--expert-model-parallel-size", "2", *RANKS)),
-        (False, ("--train-precision", "fp8", "--fp8-format", "hybrid", "--first-last-layers-bf16", *RANKS)),
+        (False, ("--train-precision", "fp8", "--fp8-format", "hybrid", *FIRST, *RANKS)),
         (True, ("--train-precision", "int4_g32", "--optimizer-state-dtype", "int8")),
         (False, ("--train-precision", "int4_g32_asym", "--rollout-backend", "served")),
         (True, ("--train-precision", "nvfp4", "--quantize-experts-only")),
