@@ -6,7 +6,7 @@ they are quantized too, have one scale for each row and each ``activation_column
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -92,6 +92,30 @@ class WeightFormat:
         (2, 2)
         """
         return -(-rows // (self.rows or rows)), -(-columns // (self.columns or columns))
+
+    def row_block(self, rows: int, segments: Sequence[int] | None = None, parts: int = 1) -> int:
+        """Return how many rows share a stored scale.
+
+        It is 1 where a block of the format would cross into the next segment, and where the weight is to be sharded
+        into ``parts``: a shard may begin inside a block.
+        """
+        block = self.rows or rows
+        lengths = (rows,) if segments is None else segments
+        return block if parts == 1 and all(length % block == 0 for length in lengths[:-1]) else 1
+
+    def stored_bytes(self, rows: int, columns: int, segments: Sequence[int] | None = None, parts: int = 1) -> int:
+        """Bytes of one packed matrix as a decoder holds it, fused of ``segments``."""
+        scales = -(-rows // self.row_block(rows, segments, parts)) * self.scale_shape(rows, columns)[1]
+        each = _SCALE_BYTES[self.scale] + (1 if self.zero_point else 0)
+        return rows * columns * self.bits // 8 + scales * each + (4 if self.global_scale else 0)
+
+    @property
+    def activation_bytes(self) -> float | None:
+        """Bytes of one value of a quantized input with its part of a scale; None if inputs are not quantized."""
+        if not self.quantizes_activations:
+            return None
+        scale = 1 if self.scale == "e8m0" else 4
+        return 1.0 if self.activation_columns is None else 1.0 + scale / self.activation_columns
 
     def bytes_of(self, rows: int, columns: int) -> int:
         """Bytes of one packed matrix with its scales."""

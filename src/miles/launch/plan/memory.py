@@ -19,6 +19,7 @@ from miles.models.accounting.params import (
     gradient_bytes,
     kv_bytes_per_token,
     optimizer_bytes,
+    packed_weight_bytes,
     parameter_count,
     state_bytes_per_sequence,
     weight_bytes,
@@ -58,14 +59,17 @@ def estimate_memory(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Memo
     world = config.cluster.rollout_num_gpus_per_engine
     if config.models.rollout_dtype != "auto":
         dtype = config.models.rollout_dtype
-        weights = weight_bytes(spec, dtype)
-    size, note = (0, "shares the trainer's") if shared else (weights, "its own copy")
-    if plan.transport == "served" and world == 1 and (lora := build_lora(config.lora, spec)) is not None:
+    spec = replace(spec, quantization=config.models.rollout_quantization(world))
+    form = "" if spec.quantization is None else f" in {spec.quantization.format.name}"
+    weights = packed_weight_bytes(spec, dtype)
+    size, note = (0, "shares the trainer's") if shared else (weights, f"its own copy{form}")
+    adapted = plan.transport == "served" and world == 1 and spec.quantization is None
+    if adapted and (lora := build_lora(config.lora, spec)) is not None:
         size += lora.num_base_parameters * BYTES[dtype]
         note = "its own copy, and the base weights of adapted modules"
     if world > 1:
         spec = shard_spec(spec, world)
-        size, note = weight_bytes(spec, dtype), f"its own copy of one of {world} shards"
+        size, note = packed_weight_bytes(spec, dtype), f"its own copy of one of {world} shards{form}"
     tokens, why = estimate_kv_tokens(config, plan, spec)
     kv_bytes = tokens * kv_bytes_per_token(spec, dtype, config.models.numerics)
     return (
@@ -194,6 +198,7 @@ def _estimate_activations(config: Config, plan: Plan, spec: DecoderSpec) -> Memo
     longest = config.rollout.rollout_max_context_len or spec.max_positions
     tokens = min(tokens, plan.global_batch_size * longest)
     fused = plan.device != "cpu"
+    spec = replace(spec, quantization=config.models.train_quantization())
     size = estimate_rank_activations(spec, plan.layout, plan.dtype, tokens, config.train, fused=fused)
     recompute = {"none": "", "full": ", layers recomputed", "selective": ", all but matmuls and attention recomputed"}
     note = f"{tokens:,} tokens at once" + recompute[get_recompute_mode(config.train)]

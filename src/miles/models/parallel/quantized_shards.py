@@ -12,7 +12,7 @@ from itertools import accumulate
 from miles.models.checkpoint.param_map import build_param_map
 from miles.models.checkpoint.param_slices import param_shape
 from miles.models.parallel.tp_sharding import compute_tp_shards, shard_spec
-from miles.models.quantization import plan_quantization
+from miles.models.quantization import fused_segments, plan_quantization
 from miles.models.spec import DecoderSpec
 
 __all__ = ["find_divided_block"]
@@ -24,7 +24,7 @@ def find_divided_block(spec: DecoderSpec, world: int) -> str | None:
         return None
     rank_spec = shard_spec(spec, world)
     full_map, rank_map = build_param_map(spec), build_param_map(rank_spec)
-    shards, rank_plan = compute_tp_shards(spec), plan_quantization(rank_spec)
+    shards = compute_tp_shards(spec)
     for name, quantized in plan_quantization(spec).items():
         shard, format = shards[name], quantized.format
         if not shard.segments:
@@ -36,7 +36,7 @@ def find_divided_block(spec: DecoderSpec, world: int) -> str | None:
         block = format.rows if by_rows else format.columns
         size, rank_size = (full[-2], own[-2]) if by_rows else (full[-1], own[-1])
         borders = _borders(quantized.segments if by_rows else (size,), block)
-        rank_borders = _borders(rank_plan[name].segments if by_rows else (rank_size,), block)
+        rank_borders = _borders(fused_segments(rank_map[name]) if by_rows else (rank_size,), block)
         for rank in range(world):
             if not _keeps_blocks(shard.runs(rank, world), borders, rank_borders):
                 kind = "rows" if by_rows else "columns"
