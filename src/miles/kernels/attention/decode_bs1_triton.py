@@ -22,7 +22,6 @@ from typing import Any
 from miles.kernels.attention.tiles_triton import (
     LOG2E,
     apply_softcap,
-    apply_value_scales,
     exp2_factor,
     find_slots,
     first_visible,
@@ -33,7 +32,7 @@ from miles.kernels.attention.tiles_triton import (
     online_softmax,
     store_rows,
 )
-from miles.kernels.fused.kv_cache_fp8 import decode_e4m3, quantize_rows, scale_offset
+from miles.kernels.fused.kv_cache_fp8 import dequantize_rows, quantize_rows, scale_offset
 from miles.kernels.fused.qk_norm_rope import load_heads, load_norm_weights, load_rotation, norm_and_rotate
 from miles.kernels.runtime.triton_compat import gdc_launch_dependents, gdc_wait, jit, jit_paged, tl
 
@@ -86,8 +85,8 @@ def decode_bs1_kernel(
         )
         pages = block_table_SP + tl.load(req_slot).to(tl.int64) * block_table_stride
         k, v = k_SGd + group * CFG.d, v_SGd + group * CFG.d
-        kv = k, v, key_scales + group * CFG.page_size, value_scales + group * CFG.page_size
-        k_ND, v_ND, k_scale_N, v_scale_N = load_kv_tile(*kv, pages, begin, end, CFG)
+        kv_scales = key_scales + group * CFG.page_size, value_scales + group * CFG.page_size
+        k_ND, v_ND, k_scale_N, v_scale_N = load_kv_tile(k, v, *kv_scales, pages, begin, end, CFG)
         out_slot = tl.load(slot).to(tl.int64)
         if PDL:
             gdc_wait()
@@ -101,13 +100,13 @@ def decode_bs1_kernel(
             v_code_1D, v_scale_11, v_1D = quantize_rows(v_1D)
             if first:
                 store_kv(k, v, out_slot, k_code_QD, v_code_1D, CFG, Q)
-                store_scales(*kv[2:], out_slot, k_scale_Q1, v_scale_11, CFG, Q)
+                store_scales(*kv_scales, out_slot, k_scale_Q1, v_scale_11, CFG, Q)
         elif first:
             store_kv(k, v, out_slot, k_QD, v_1D, CFG, Q)
         if first:
             store_new_partial(part_GSRd, sum_GSR, q_QD, k_QD, v_1D, first_split, scale, softcap, CFG, Q)
-        kv_inputs = *kv, pages, k_ND, v_ND, k_scale_N, v_scale_N, begin, end, scale, softcap
-        out_MD, max_M, sum_M = attend_past(repeat_queries(q_QD, CFG, Q), *kv_inputs, CFG)
+        kv_inputs = pages, k_ND, v_ND, k_scale_N, v_scale_N, begin, end, scale, softcap
+        out_MD, max_M, sum_M = attend_past(repeat_queries(q_QD, CFG, Q), k, v, *kv_scales, *kv_inputs, CFG)
         store_partial(part_GSRd, sum_GSR, out_MD, max_M, sum_M, first_split + 1 + split, scale, CFG)
         if is_last_program(done_G + group, splits):
             reduce_partials(part_GSRd, sum_GSR, sinks_H, out_Hd, group, first_split, 1 + splits, CFG, C)
@@ -256,19 +255,12 @@ def attend_past(
     for start in range(begin, tl.maximum(end, begin + 1), CFG.N):
         valid_N = start + tl.arange(0, CFG.N) < end
         if CFG.fp8:
-            score_MN = tl.dot(
-                q_MD, tl.trans(decode_e4m3(k_ND, q_MD.dtype, CFG.native_fp8)), input_precision="ieee"
-            )
-            score_MN = apply_softcap(score_MN * k_scale_N[None, :], scale, softcap, CFG)
-        else:
-            score_MN = apply_softcap(tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee"), scale, softcap, CFG)
+            k_ND = dequantize_rows(k_ND, k_scale_N, q_MD.dtype, CFG.native_fp8)
+            v_ND = dequantize_rows(v_ND, v_scale_N, q_MD.dtype, CFG.native_fp8)
+        score_MN = apply_softcap(tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee"), scale, softcap, CFG)
         score_MN = tl.where(valid_N[None, :], score_MN, float("-inf"))
         p_MN, rescale_M, max_M, sum_M = online_softmax(score_MN, max_M, sum_M, exp2_factor(scale, CFG), True)
-        value_ND = v_ND
-        if CFG.fp8:
-            value_ND = decode_e4m3(v_ND, q_MD.dtype, CFG.native_fp8)
-            p_MN, value_ND = apply_value_scales(p_MN, value_ND, v_scale_N)
-        out_MD = tl.dot(p_MN.to(value_ND.dtype), value_ND, out_MD * rescale_M[:, None], input_precision="ieee")
+        out_MD = tl.dot(p_MN.to(v_ND.dtype), v_ND, out_MD * rescale_M[:, None], input_precision="ieee")
         k_ND, v_ND, k_scale_N, v_scale_N = load_kv_tile(k, v, k_scales, v_scales, pages, start + CFG.N, end, CFG)
     return out_MD, max_M, sum_M
 
@@ -327,8 +319,8 @@ def load_kv_tile(
     N: tl.constexpr = CFG.N
     k_scale_N, v_scale_N = tl.full([N], 1.0, tl.float32), tl.full([N], 1.0, tl.float32)
     if CFG.fp8:
-        k_scale_N = load_scales(k_scales, slot_N, valid_N, CFG.G, CFG)
-        v_scale_N = load_scales(v_scales, slot_N, valid_N, CFG.G, CFG)
+        k_scale_N = load_scales(k_scales, slot_N, valid_N, CFG)
+        v_scale_N = load_scales(v_scales, slot_N, valid_N, CFG)
     return k_ND, v_ND, k_scale_N, v_scale_N
 
 

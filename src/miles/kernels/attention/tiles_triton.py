@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from miles.kernels.fused.kv_cache_fp8 import decode_e4m3, scale_offset
+from miles.kernels.fused.kv_cache_fp8 import dequantize_rows, scale_offset
 from miles.kernels.runtime.triton_compat import jit, tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -62,21 +62,25 @@ def load_rows(
 
 
 @jit
-def load_scales(
-    scales: tl.tensor, slot_N: tl.tensor, valid_N: tl.tensor, HEADS: tl.constexpr, CFG: tl.constexpr
-) -> Any:
+def load_scales(scales: tl.tensor, slot_N: tl.tensor, valid_N: tl.tensor, CFG: tl.constexpr) -> Any:
     """Scales of one head's tokens in an FP8 KV cache; ``scales`` points to that head's first."""
+    HEADS: tl.constexpr = 2 if CFG.latent else CFG.G
     return tl.load(scales + scale_offset(slot_N, CFG.page_size, HEADS), mask=valid_N, other=0.0)
 
 
 @jit
-def apply_value_scales(p_MN: tl.tensor, v_NE: tl.tensor, v_scale_N: tl.tensor) -> Any:
-    """Multiply the weights by the scales of their values; in float16, where they would underflow, the values."""
-    if v_NE.dtype == tl.float16:
-        v_NE = (v_NE.to(tl.float32) * v_scale_N[:, None]).to(tl.float16)
-    else:
-        p_MN = p_MN * v_scale_N[None, :]
-    return p_MN, v_NE
+def dequantize(
+    rows_ND: tl.tensor,
+    scales: tl.tensor,
+    slot_N: tl.tensor,
+    valid_N: tl.tensor,
+    DTYPE: tl.constexpr,
+    CFG: tl.constexpr,
+) -> Any:
+    """Keys or values as loaded; those of an FP8 cache times their scales, in the dtype of the queries."""
+    if CFG.fp8:
+        rows_ND = dequantize_rows(rows_ND, load_scales(scales, slot_N, valid_N, CFG), DTYPE, CFG.native_fp8)
+    return rows_ND
 
 
 @jit
@@ -164,20 +168,12 @@ def attend_range(
         slot_N = find_slots(pages, token_N, end, CFG)
         valid_N = token_N < end
         k_ND = load_rows(k, slot_N, CFG.k_stride, valid_N, CFG.d, CFG.D, BOUNDED)
-        # Scales are powers of two: scaling scores and weights gives the same bits as scaling keys and values.
-        if CFG.fp8:
-            k_ND = decode_e4m3(k_ND, q_MD.dtype, CFG.native_fp8)
+        k_ND = dequantize(k_ND, k_scales, slot_N, valid_N, q_MD.dtype, CFG)
         score_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee")
-        if CFG.fp8:
-            k_scale_N = load_scales(k_scales, slot_N, valid_N, 2 if CFG.latent else CFG.G, CFG)
-            score_MN = score_MN * k_scale_N[None, :]
         if CFG.x > 0:
             k_NX = load_rows(k + CFG.d, slot_N, CFG.k_stride, valid_N, CFG.x, CFG.X, BOUNDED)
-            if CFG.fp8:
-                rope_MN = tl.dot(q_MX, tl.trans(decode_e4m3(k_NX, q_MX.dtype, CFG.native_fp8)), input_precision="ieee")
-                score_MN += rope_MN * load_scales(k_scales + CFG.page_size, slot_N, valid_N, 2, CFG)[None, :]
-            else:
-                score_MN = tl.dot(q_MX, tl.trans(k_NX), score_MN, input_precision="ieee")
+            k_NX = dequantize(k_NX, k_scales + CFG.page_size, slot_N, valid_N, q_MX.dtype, CFG)
+            score_MN = tl.dot(q_MX, tl.trans(k_NX), score_MN, input_precision="ieee")
         score_MN = apply_softcap(score_MN, scale, softcap, CFG)
         if BOUNDED:
             score_MN = tl.where(valid_N[None, :], score_MN, float("-inf"))
@@ -189,11 +185,7 @@ def attend_range(
         v_NE = k_ND
         if not CFG.latent:
             v_NE = load_rows(v, slot_N, CFG.v_stride, valid_N, CFG.e, CFG.E, BOUNDED)
-            if CFG.fp8:
-                v_NE = decode_e4m3(v_NE, q_MD.dtype, CFG.native_fp8)
-        if CFG.fp8:
-            v_scale_N = k_scale_N if CFG.latent else load_scales(v_scales, slot_N, valid_N, CFG.G, CFG)
-            p_MN, v_NE = apply_value_scales(p_MN, v_NE, v_scale_N)
+            v_NE = dequantize(v_NE, v_scales, slot_N, valid_N, q_MD.dtype, CFG)
         out_ME = tl.dot(p_MN.to(v_NE.dtype), v_NE, out_ME * rescale_M[:, None], input_precision="ieee")
     return out_ME, max_M, sum_M
 

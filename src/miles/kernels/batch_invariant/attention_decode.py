@@ -10,15 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 from miles.kernels.attention.paged_decode_triton import find_queries, take_unit
-from miles.kernels.attention.tiles_triton import first_visible
+from miles.kernels.attention.tiles_triton import dequantize, first_visible
 from miles.kernels.batch_invariant.attention_triton import (
     CHUNK,
     add_sink,
     apply_softcap,
     find_rows,
-    load_keys,
     load_rows,
-    load_values,
     merge_states,
     merge_states_transposed,
     normalize,
@@ -103,11 +101,14 @@ def paged_decode_kernel(
         q_MD = load_rows(q_BHd, row_M.to(tl.int64) * q_stride + head_M * CFG.d, real_M, 0, 1, CFG.d, CFG.D, True)
         pages = block_table_SP + tl.load(req_slots_B + row).to(tl.int64) * block_table_stride
         group = unit % UNITS // CFG.head_tiles
+        keys_values = (k_SGd + group * CFG.d, v_SGe + group * CFG.e)
         scales = (k_scales + group * CFG.page_size, v_scales + group * CFG.page_size)
-        kv_inputs = (k_SGd + group * CFG.d, v_SGe + group * CFG.e, *scales, pages, length_B, row_M, real_M)
+        kv_inputs = (pages, length_B, row_M, real_M)
         partials = (part_IHe, part_IH2, split_M)
         out_EM, max_M, sum_XM = attend_range(
             q_MD,
+            *keys_values,
+            *scales,
             *kv_inputs,
             begin,
             tl.where(rows > 0, end, begin),
@@ -167,18 +168,18 @@ def attend_range(
         for start in range(tl.maximum(chunk_start, first), tl.minimum(chunk_start + CHUNK, end), CFG.N):
             token_N = start + tl.arange(0, CFG.N)
             row_N, valid_N = find_rows(pages, token_N, end, CFG), token_N < end
-            k_ND, k_scale_N = load_keys(k, k_scales, row_N, valid_N, q_MD.dtype, CFG, True)
+            k_ND = load_rows(k, row_N, valid_N, 0, CFG.k_stride, CFG.d, CFG.D, True)
+            k_ND = dequantize(k_ND, k_scales, row_N, valid_N, q_MD.dtype, CFG)
             score_NM = tl.dot(k_ND, tl.trans(q_MD), input_precision="ieee")
-            if CFG.fp8:
-                score_NM = score_NM * k_scale_N[:, None]
             score_NM = apply_softcap(score_NM, softcap_factor, softcap, CFG)
             visible_NM = valid_N[:, None]
             if CFG.is_windowed:
                 visible_NM = visible_NM & (token_N[:, None] >= low_M[None, :])
             score_NM = tl.where(visible_NM, score_NM, float("-inf"))
-            v_NE, v_scale_N = load_values(v, v_scales, row_N, valid_N, 0, q_MD.dtype, CFG, True)
+            v_NE = load_rows(v, row_N, valid_N, 0, CFG.v_stride, CFG.e, CFG.E, True)
+            v_NE = dequantize(v_NE, v_scales, row_N, valid_N, q_MD.dtype, CFG)
             chunk_EM, chunk_max_M, chunk_XM = update_state_transposed(
-                chunk_EM, chunk_max_M, chunk_XM, score_NM, v_NE, v_scale_N, exp2_factor, CFG.fp8
+                chunk_EM, chunk_max_M, chunk_XM, score_NM, v_NE, exp2_factor
             )
         out_EM, max_M, sum_XM = merge_states_transposed(out_EM, max_M, sum_XM, chunk_EM, chunk_max_M, chunk_XM)
     return out_EM, max_M, sum_XM

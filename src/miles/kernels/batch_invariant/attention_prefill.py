@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from miles.kernels.attention.tiles_triton import first_visible
+from miles.kernels.attention.tiles_triton import dequantize, first_visible
 from miles.kernels.batch_invariant.attention_triton import (
     CHUNK,
     add_sink,
     apply_softcap,
     find_rows,
-    load_keys,
     load_rows,
-    load_values,
     merge_states,
     normalize,
     update_state,
@@ -58,18 +56,18 @@ def attend_block(
     """Attend to the keys at positions ``start`` to ``start + N``; without MASKED every query sees all of them."""
     token_N = start + tl.arange(0, CFG.N)
     row_N, valid_N = find_rows(pages, token_N, end, CFG), token_N < end
-    k_ND, k_scale_N = load_keys(k, k_scales, row_N, valid_N, q_MD.dtype, CFG, MASKED)
+    k_ND = load_rows(k, row_N, valid_N, 0, CFG.k_stride, CFG.d, CFG.D, MASKED)
+    k_ND = dequantize(k_ND, k_scales, row_N, valid_N, q_MD.dtype, CFG)
     score_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee")
-    if CFG.fp8:
-        score_MN = score_MN * k_scale_N[None, :]
     score_MN = apply_softcap(score_MN, softcap_factor, softcap, CFG)
     if MASKED:
         visible_MN = token_N[None, :] <= high_M[:, None]
         if CFG.is_windowed:
             visible_MN = visible_MN & (token_N[None, :] >= low_M[:, None])
         score_MN = tl.where(visible_MN, score_MN, float("-inf"))
-    v_NE, v_scale_N = load_values(v, v_scales, row_N, valid_N, first, q_MD.dtype, CFG, MASKED)
-    return update_state(out_ME, max_M, sum_MX, score_MN, v_NE, v_scale_N, exp2_factor, MASKED, CFG.fp8)
+    v_NE = load_rows(v, row_N, valid_N, first, CFG.v_stride, CFG.e, CFG.E, MASKED)
+    v_NE = dequantize(v_NE, v_scales, row_N, valid_N, q_MD.dtype, CFG)
+    return update_state(out_ME, max_M, sum_MX, score_MN, v_NE, exp2_factor, MASKED)
 
 
 @jit

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from miles.kernels.attention.tiles_triton import apply_value_scales, load_scales
-from miles.kernels.fused.kv_cache_fp8 import decode_e4m3
 from miles.kernels.runtime.triton_compat import jit, tl
 
 CHUNK = tl.constexpr(512)
@@ -47,47 +45,6 @@ def load_rows(
     else:
         rows_ND = tl.load(at_ND)
     return rows_ND
-
-
-@jit
-def load_keys(
-    base: tl.tensor,
-    scales: tl.tensor,
-    row_N: tl.tensor,
-    valid_N: tl.tensor,
-    DTYPE: tl.constexpr,
-    CFG: tl.constexpr,
-    MASKED: tl.constexpr,
-) -> Any:
-    """Keys of a block, and their scales, if they are FP8, which the scores still have to be multiplied by."""
-    N: tl.constexpr = CFG.N
-    k_ND = load_rows(base, row_N, valid_N, 0, CFG.k_stride, CFG.d, CFG.D, MASKED)
-    scale_N = tl.full([N], 1.0, tl.float32)
-    if CFG.fp8:
-        k_ND = decode_e4m3(k_ND, DTYPE, CFG.native_fp8)
-        scale_N = load_scales(scales, row_N, valid_N, CFG.G, CFG)
-    return k_ND, scale_N
-
-
-@jit
-def load_values(
-    base: tl.tensor,
-    scales: tl.tensor,
-    row_N: tl.tensor,
-    valid_N: tl.tensor,
-    first: tl.tensor,
-    DTYPE: tl.constexpr,
-    CFG: tl.constexpr,
-    MASKED: tl.constexpr,
-) -> Any:
-    """Values of a block from channel ``first`` on, and the scales they still lack if they are FP8."""
-    N: tl.constexpr = CFG.N
-    v_NE = load_rows(base, row_N, valid_N, first, CFG.v_stride, CFG.e, CFG.E, MASKED)
-    scale_N = tl.full([N], 1.0, tl.float32)
-    if CFG.fp8:
-        v_NE = decode_e4m3(v_NE, DTYPE, CFG.native_fp8)
-        scale_N = load_scales(scales, row_N, valid_N, CFG.G, CFG)
-    return v_NE, scale_N
 
 
 @jit
@@ -121,15 +78,10 @@ def update_state(
     sum_MX: tl.tensor,
     score_MN: tl.tensor,
     v_NE: tl.tensor,
-    v_scale_N: tl.tensor,
     exp2_factor: tl.tensor,
     MASKED: tl.constexpr,
-    FP8: tl.constexpr,
 ) -> Any:
-    """Attend to a block, queries as rows. ``MASKED``: scores may be minus infinity, and queries may see nothing yet.
-
-    ``FP8``: the values still lack their scales.
-    """
+    """Attend to a block, queries as rows. ``MASKED``: scores may be minus infinity, and queries may see nothing yet."""
     N: tl.constexpr = score_MN.shape[1]
     X: tl.constexpr = sum_MX.shape[1]
     new_max_M = tl.maximum(max_M, tl.max(score_MN, 1) * exp2_factor)
@@ -137,11 +89,7 @@ def update_state(
     p_MN = tl.exp2(tl.fma(score_MN, exp2_factor, -finite_max_M[:, None]))
     p_MN = p_MN.to(v_NE.dtype)
     rescale_M1 = tl.exp2(max_M - finite_max_M)[:, None]
-    weight_MN = p_MN
-    if FP8:
-        weight_MN, v_NE = apply_value_scales(p_MN, v_NE, v_scale_N)
-        weight_MN = weight_MN.to(v_NE.dtype)
-    out_ME = tl.dot(weight_MN, v_NE, out_ME * rescale_M1, input_precision="ieee")
+    out_ME = tl.dot(p_MN, v_NE, out_ME * rescale_M1, input_precision="ieee")
     ones_NX = tl.full([N, X], 1.0, v_NE.dtype)
     sum_MX = tl.dot(p_MN, ones_NX, sum_MX * rescale_M1, input_precision="ieee")
     return out_ME, new_max_M, sum_MX
@@ -149,14 +97,7 @@ def update_state(
 
 @jit
 def update_state_transposed(
-    out_EM: tl.tensor,
-    max_M: tl.tensor,
-    sum_XM: tl.tensor,
-    score_NM: tl.tensor,
-    v_NE: tl.tensor,
-    v_scale_N: tl.tensor,
-    exp2_factor: tl.tensor,
-    FP8: tl.constexpr,
+    out_EM: tl.tensor, max_M: tl.tensor, sum_XM: tl.tensor, score_NM: tl.tensor, v_NE: tl.tensor, exp2_factor: tl.tensor
 ) -> Any:
     """``update_state`` with queries as columns, always masked."""
     N: tl.constexpr = score_NM.shape[0]
@@ -166,13 +107,7 @@ def update_state_transposed(
     p_NM = tl.exp2(tl.fma(score_NM, exp2_factor, -finite_max_M[None, :]))
     p_NM = p_NM.to(v_NE.dtype)
     rescale_1M = tl.exp2(max_M - finite_max_M)[None, :]
-    weight_NM = p_NM
-    if FP8:
-        if v_NE.dtype == tl.float16:
-            v_NE = (v_NE.to(tl.float32) * v_scale_N[:, None]).to(tl.float16)
-        else:
-            weight_NM = (p_NM * v_scale_N[:, None]).to(v_NE.dtype)
-    out_EM = tl.dot(tl.trans(v_NE), weight_NM, out_EM * rescale_1M, input_precision="ieee")
+    out_EM = tl.dot(tl.trans(v_NE), p_NM, out_EM * rescale_1M, input_precision="ieee")
     ones_XN = tl.full([X, N], 1.0, v_NE.dtype)
     sum_XM = tl.dot(ones_XN, p_NM, sum_XM * rescale_1M, input_precision="ieee")
     return out_EM, new_max_M, sum_XM

@@ -66,6 +66,16 @@ def decode_e4m3(code_ND: tl.tensor, DTYPE: tl.constexpr, NATIVE: tl.constexpr) -
 
 
 @jit
+def dequantize_rows(code_ND: tl.tensor, scale_N: tl.tensor, DTYPE: tl.constexpr, NATIVE: tl.constexpr) -> Any:
+    """Rows of E4M3 bytes times their scales, rounded once: exact unless DTYPE is float16."""
+    if DTYPE == tl.float16:  # too narrow for some scales
+        rows_ND = (decode_e4m3(code_ND, tl.float32, NATIVE) * scale_N[:, None]).to(DTYPE)
+    else:
+        rows_ND = decode_e4m3(code_ND, DTYPE, NATIVE) * scale_N.to(DTYPE)[:, None]
+    return rows_ND
+
+
+@jit
 def scale_offset(slot_N: tl.tensor, page_size: tl.constexpr, HEADS: tl.constexpr) -> Any:
     """Where the first head's scales of these slots are: scales are [pages, HEADS, page_size]."""
     slot_N = slot_N.to(tl.int64)
