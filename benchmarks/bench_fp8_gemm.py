@@ -141,13 +141,13 @@ def main() -> None:
         )
         for name in ("fp8", "fp8_channel") if arguments.sweep else ():
             packed, activation = quantize(weight, FORMATS[name]), quantize_rows_fp8(x, FORMATS[name])
-            chosen = select_split_tile(tokens, rows, inputs, x.device)
+            chosen = select_split_tile(tokens, rows, inputs, x.device) or tile
             expected = fp8_gemm(activation, packed).float()
             found = []
-            for tile in (chosen, *candidates(tokens)):
-                out = fp8_gemm(activation, packed, None, tile).float()
-                assert float((out - expected).abs().max()) < 0.01 * float(expected.abs().max()), tile
-                found.append((attempt(partial(fp8_gemm, activation, packed, None, tile)), tile))
+            for one in (chosen, *candidates(tokens)):
+                out = fp8_gemm(activation, packed, None, one).float()
+                assert float((out - expected).abs().max()) < 0.01 * float(expected.abs().max()), one
+                found.append((attempt(partial(fp8_gemm, activation, packed, None, one)), one))
             best = sorted(found)[:4]
             print(f"    {name} chosen {found[0][0] * 1e3:.1f} {tuple(chosen)}; best", end=" ")
             print("; ".join(f"{ms * 1e3:.1f} {tuple(t)}" for ms, t in best), flush=True)

@@ -71,15 +71,9 @@ TILES: tuple[tuple[int, tuple[tuple[float, Fp8Tile], ...]], ...] = (
     ),
 )
 # Tiles of split GEMMs, by the most tokens.
-SPLIT_TILES: tuple[tuple[int, Fp8Tile], ...] = (
-    (16, Fp8Tile(128, 16, 4, 6)),
-    (32, Fp8Tile(128, 32, 4, 5)),
-    (64, Fp8Tile(128, 64, 4, 4)),
-    (128, Fp8Tile(128, 128, 8, 3)),
-    (256, Fp8Tile(128, 256, 8, 3)),
-)
-MAX_SPLIT_TOKENS = 256
-_PROGRAMS_PER_SM, _MIN_BLOCKS_PER_SPLIT, _MAX_SPLIT = 1, 4, 8
+SPLIT_TILES: tuple[tuple[int, Fp8Tile], ...] = ((16, Fp8Tile(64, 16, 4, 6)), (64, Fp8Tile(64, 32, 4, 4)))
+MAX_SPLIT_TOKENS = SPLIT_TILES[-1][0]
+_PROGRAMS_PER_SM, _MIN_BLOCKS_PER_SPLIT, _MAX_SPLIT = 3, 4, 8
 # Tiles of tokens that are scheduled together, to share weights in the L2 cache.
 _GROUP = 8
 
@@ -96,13 +90,13 @@ def _has_fp8(device: torch.device) -> bool:
 
 def fp8_linear(x: QuantizedActivation, weight: QuantizedTensor, bias_N: Tensor | None, *, numerics: Numerics) -> Tensor:
     """``fp8_gemm``, or torch's scaled matmul where it is faster and its tiles need not be batch-invariant."""
-    if not numerics.batch_invariant and len(x.data) <= MAX_SPLIT_TOKENS:
-        rows, inputs = weight.data.shape
-        return fp8_gemm(x, weight, bias_N, select_split_tile(len(x.data), rows, inputs, x.data.device))
-    if not numerics.batch_invariant and _supports_scaled_mm(x, weight):
+    if numerics.batch_invariant:
+        return fp8_gemm(x, weight, bias_N)
+    tile = select_split_tile(len(x.data), *weight.data.shape, x.data.device)
+    if tile is None and _supports_scaled_mm(x, weight):
         out_TN = _scaled_mm(x, weight)
         return out_TN if bias_N is None else out_TN + bias_N
-    return fp8_gemm(x, weight, bias_N)
+    return fp8_gemm(x, weight, bias_N, tile)
 
 
 def _supports_scaled_mm(x: QuantizedActivation, weight: QuantizedTensor) -> bool:
@@ -148,12 +142,14 @@ def select_fp8_tile(tokens: int, rows: int, device: torch.device) -> Fp8Tile:
     return min((-(-_count_tiles(tokens, rows, tile) // sms) * cost, tile) for cost, tile in tiles)[1]
 
 
-def select_split_tile(tokens: int, rows: int, inputs: int, device: torch.device) -> Fp8Tile:
-    """A tile for few tokens, split over the inputs until there are enough programs to read the weight at full speed."""
+def select_split_tile(tokens: int, rows: int, inputs: int, device: torch.device) -> Fp8Tile | None:
+    """The tile of few tokens, split over the inputs so that enough programs read the weight; None if it is not."""
+    if tokens > MAX_SPLIT_TOKENS:
+        return None
     tile = next(tile for most, tile in SPLIT_TILES if tokens <= most)
-    programs = _PROGRAMS_PER_SM * count_sms(device)
-    split = max(1, round(programs / _count_tiles(tokens, rows, tile)))
-    return tile._replace(split=min(split, -(-inputs // DEPTH) // _MIN_BLOCKS_PER_SPLIT or 1, _MAX_SPLIT))
+    wanted = _PROGRAMS_PER_SM * count_sms(device) // _count_tiles(tokens, rows, tile)
+    split = min(wanted, -(-inputs // DEPTH) // _MIN_BLOCKS_PER_SPLIT, _MAX_SPLIT)
+    return tile._replace(split=split) if split > 1 else None
 
 
 def _count_tiles(tokens: int, rows: int, tile: Fp8Tile) -> int:
