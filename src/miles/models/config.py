@@ -65,6 +65,11 @@ class ModelConfig:
         "Numerics of engine and trainer: fast uses the fastest kernels, exact uses batch-invariant kernels that give "
         "a token bitwise the same log-prob in both, and stops the run if they differ.",
     )
+    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = option(
+        "auto",
+        "Storage of the engine's keys and values: auto is the precision of the model; fp8_e4m3 is FP8 with a scale for "
+        "each token and head, which holds about twice as many tokens, and the trainer then rounds its own alike.",
+    )
     trust_remote_code: bool = option(
         False,
         "Allow a checkpoint's tokenizer, and its model with --model-impl transformers, to run its own Python code.",
@@ -72,8 +77,8 @@ class ModelConfig:
 
     @property
     def numerics(self) -> Numerics:
-        """The numerics of ``--parity``, for all models of a run, its engines and its trainer."""
-        return numerics_from_parity(self.parity)
+        """The numerics of ``--parity`` and ``--kv-cache-dtype``, for all models of a run, its engines and its trainer."""
+        return numerics_from_parity(self.parity, self.kv_cache_dtype)
 
     @property
     def rollout_format(self) -> FormatName | None:

@@ -1,6 +1,6 @@
-"""Dequantization of FP8 block-scaled weights (DeepSeek-V3) and MXFP4 weights (gpt-oss).
+"""Dequantization of block-scaled FP8 and INT8 weights (DeepSeek-V3) and of MXFP4 weights (gpt-oss).
 
-FP8: float8_e4m3 values with one scale for each block of a matrix.
+FP8 and INT8: one scale for each block of a matrix; scales in uint8 are E8M0 exponents (MXFP8).
 
 MXFP4 (OCP microscaling): a byte is two E2M1 values, the low half first; 32 values share an E8M0 scale, an exponent
 with a bias of 127, where 255 is NaN.
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from miles.precision.microscaling import E2M1_VALUES
 
-__all__ = ["MXFP4_GROUP", "dequantize_fp8", "dequantize_mxfp4"]
+__all__ = ["MXFP4_GROUP", "dequantize_blocks", "dequantize_mxfp4"]
 
 MXFP4_GROUP = 32
 
@@ -24,7 +24,7 @@ MXFP4_GROUP = 32
 _CHUNK = 1 << 20
 
 
-def dequantize_fp8(
+def dequantize_blocks(
     weight_RC: Tensor, scale_rc: Tensor, block: tuple[int, int], out_RC: Tensor, *, first: int = 0
 ) -> None:
     """Write each value times its block's scale into ``out_RC``: multiplied in float32, rounded once to ``out``'s dtype.
@@ -34,12 +34,16 @@ def dequantize_fp8(
     """
     rows, columns = weight_RC.shape
     block_rows, block_columns = block
-    skipped = first % block_rows
-    scale_rC = scale_rc.float().repeat_interleave(block_columns, dim=1)[:, :columns]
-    # One row of blocks at a time: the intermediate tensor stays in the CPU cache.
-    for number, start in enumerate(range(-skipped, rows, block_rows)):
-        part = slice(max(start, 0), min(start + block_rows, rows))
-        out_RC[part].copy_(weight_RC[part].to(torch.float32).mul_(scale_rC[number]))
+    scale_rc = scale_rc.view(torch.float8_e8m0fnu) if scale_rc.dtype == torch.uint8 else scale_rc
+    # A few rows of blocks at a time: the intermediate tensors stay small.
+    step = max(block_rows, _CHUNK // max(1, columns) // block_rows * block_rows)
+    for start in range(-(first % block_rows), rows, step):
+        part = slice(max(start, 0), min(start + step, rows))
+        blocks = slice((start + first % block_rows) // block_rows, None)
+        scale = scale_rc[blocks][: -(-step // block_rows)].float().repeat_interleave(block_columns, 1)[:, :columns]
+        if scale.shape[0] > 1:
+            scale = scale.repeat_interleave(block_rows, 0)[part.start - start :][: part.stop - part.start]
+        out_RC[part].copy_(weight_RC[part].to(torch.float32).mul_(scale))
 
 
 def dequantize_mxfp4(blocks_RGb: Tensor, scales_RG: Tensor, out_RC: Tensor) -> None:

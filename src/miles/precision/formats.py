@@ -96,14 +96,12 @@ class WeightFormat:
     def row_block(self, rows: int, segments: Sequence[int] | None = None, parts: int = 1) -> int:
         """Return how many rows share a stored scale.
 
-        It is 1 where a block of the format would cross into the next segment, or, if each segment is to be sharded
-        into ``parts`` equal runs of rows, into the next of these.
+        It is 1 where a block of the format would cross into the next segment, and where the weight is to be sharded
+        into ``parts``: a shard may begin inside a block.
         """
         block = self.rows or rows
         lengths = (rows,) if segments is None else segments
-        if parts > 1:
-            return block if all(length % (block * parts) == 0 for length in lengths) else 1
-        return block if all(length % block == 0 for length in lengths[:-1]) else 1
+        return block if parts == 1 and all(length % block == 0 for length in lengths[:-1]) else 1
 
     def stored_bytes(self, rows: int, columns: int, segments: Sequence[int] | None = None, parts: int = 1) -> int:
         """Bytes of one packed matrix as a decoder holds it, fused of ``segments``."""

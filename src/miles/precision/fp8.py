@@ -21,7 +21,7 @@ from torch import Tensor
 from miles.precision.e8m0 import decode_e8m0, encode_e8m0
 from miles.precision.formats import WeightFormat
 
-__all__ = ["E4M3_MAX", "expand_rows", "pad_columns", "quantize_fp8", "quantize_rows_fp8", "round_e4m3"]
+__all__ = ["E4M3_MAX", "divide", "expand_rows", "pad_columns", "quantize_fp8", "quantize_rows_fp8", "round_e4m3"]
 
 E4M3_MAX = 448.0
 
@@ -49,7 +49,7 @@ def quantize_rows_fp8(x_TK: Tensor, format: WeightFormat) -> tuple[Tensor, Tenso
     x_TKg = pad_columns(x_TK.float(), columns).unflatten(-1, (-1, columns))
     scale_TK = _scale_of(x_TKg.abs().amax(-1), format)
     data_TK = round_e4m3(x_TKg / scale_TK.unsqueeze(-1)).flatten(-2)[..., : x_TK.shape[-1]]
-    return data_TK, scale_TK
+    return data_TK.contiguous(), scale_TK
 
 
 def expand_rows(scale: Tensor, format: WeightFormat, segments: Sequence[int]) -> Tensor:
@@ -67,6 +67,11 @@ def round_e4m3(x: Tensor) -> Tensor:
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
+def divide(x: Tensor, number: float) -> Tensor:
+    """Divide and round correctly on every device: by a plain number, a GPU multiplies with its reciprocal."""
+    return x / torch.full_like(x, number)
+
+
 def pad_columns(x: Tensor, block: int) -> Tensor:
     """Add zeros until the columns are whole blocks."""
     return torch.nn.functional.pad(x, (0, -x.shape[-1] % block))
@@ -74,6 +79,6 @@ def pad_columns(x: Tensor, block: int) -> Tensor:
 
 def _scale_of(amax: Tensor, format: WeightFormat) -> Tensor:
     """The scale of blocks with this largest magnitude; 1 for a block of zeros."""
-    scale = amax / E4M3_MAX
+    scale = divide(amax, E4M3_MAX)
     rounded = decode_e8m0(encode_e8m0(scale).clamp(min=1)) if format.power_of_two else scale
     return torch.where(scale == 0, torch.ones_like(scale), rounded)

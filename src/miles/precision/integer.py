@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from miles.precision.fp8 import pad_columns
+from miles.precision.fp8 import divide, pad_columns
 
 __all__ = ["decode_integers", "pack_nibbles", "quantize_asymmetric", "quantize_symmetric", "unpack_nibbles"]
 
@@ -25,16 +25,16 @@ def quantize_symmetric(weight: Tensor, bits: int, group: int) -> tuple[Tensor, T
     """Return int8 values, or bytes of two 4-bit values plus 8, and bfloat16 scales [E, N, G]."""
     x_Gg = pad_columns(weight.float(), group).unflatten(-1, (-1, group))
     half = 2 ** (bits - 1)
-    scale_G = _round_scale(x_Gg.abs().amax(-1) / (half - 0.5))
+    scale_G = _round_scale(divide(x_Gg.abs().amax(-1), half - 0.5))
     value = _round_integer(x_Gg / scale_G.float().unsqueeze(-1), half).flatten(-2)[..., : weight.shape[-1]]
-    return (value if bits == 8 else pack_nibbles((value + half).to(torch.uint8))), scale_G
+    return (value.contiguous() if bits == 8 else pack_nibbles((value + half).to(torch.uint8))), scale_G
 
 
 def quantize_asymmetric(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return bytes of two unsigned 4-bit values, bfloat16 scales and uint8 zero points, both [E, N, G]."""
     x_Gg = pad_columns(weight.float(), group).unflatten(-1, (-1, group))
     low_G, high_G = x_Gg.amin(-1).clamp(max=0), x_Gg.amax(-1).clamp(min=0)
-    exact_G = (high_G - low_G) / 15
+    exact_G = divide(high_G - low_G, 15)
     # The zero point comes from the scale before it is rounded. A group of zeros has none: it takes the middle.
     zero_G = (-8 - low_G / exact_G).clamp(-8, 7).nan_to_num(nan=0.0).round()
     scale_G = _round_scale(exact_G)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from miles.precision.e8m0 import decode_e8m0, encode_e8m0
-from miles.precision.fp8 import E4M3_MAX, round_e4m3
+from miles.precision.fp8 import E4M3_MAX, divide, round_e4m3
 from miles.precision.integer import pack_nibbles
 
 __all__ = [
@@ -63,15 +63,15 @@ def quantize_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
 def quantize_nvfp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
     """Return packed E2M1 values, [.., K / 2], and E4M3 scales, [.., K / 16]; ``global_scale`` broadcasts to rows."""
     x_Gg = x.float().unflatten(-1, (-1, NVFP4_GROUP))
-    scale_G = x_Gg.abs().amax(-1) / E2M1_MAX / global_scale
+    scale_G = divide(x_Gg.abs().amax(-1), E2M1_MAX) / global_scale
     scale_G = scale_G.clamp(_E4M3_TINY, E4M3_MAX).to(torch.float8_e4m3fn)
-    reciprocal_G = (1.0 / global_scale) / scale_G.float()
+    reciprocal_G = (torch.ones_like(global_scale) / global_scale) / scale_G.float()
     return pack_nibbles(encode_e2m1((x_Gg * reciprocal_G.unsqueeze(-1)).flatten(-2))), scale_G
 
 
 def nvfp4_global_scale(amax: Tensor) -> Tensor:
     """Return the global scale of matrices with this largest magnitude: amax / (6 * 448), 1 where there is nothing."""
-    scale = amax.float() / (E4M3_MAX * E2M1_MAX)
+    scale = divide(amax.float(), E4M3_MAX * E2M1_MAX)
     return torch.where(scale < _GLOBAL_TINY, torch.ones_like(scale), scale)
 
 
@@ -97,7 +97,7 @@ def decode_e2m1(code: Tensor) -> Tensor:
 def _scale_mx(x: Tensor, largest: float) -> tuple[Tensor, Tensor]:
     """The values over their group's scale, and the bytes of the scales."""
     x_Gg = x.float().unflatten(-1, (-1, MX_GROUP))
-    byte_G = encode_e8m0(x_Gg.abs().amax(-1) / largest)
+    byte_G = encode_e8m0(divide(x_Gg.abs().amax(-1), largest))
     # Byte 0: numbers this small are divided by 1, which makes them zeros.
     scale_G = torch.where(byte_G == 0, 1.0, decode_e8m0(byte_G))
     return (x_Gg / scale_G.unsqueeze(-1)).flatten(-2), byte_G

@@ -59,8 +59,8 @@ def quantize(
 ) -> QuantizedTensor:
     """Quantize a weight [N, K] or a stack [E, N, K]; ``segments`` are the rows of the weights it is fused of.
 
-    Stored scales can be sharded into ``parts`` (see ``row_block``). ``global_scale`` (NVFP4, [] or [E]) is that of the
-    whole fused weight where ``weight`` is only a part of it.
+    Stored scales can be sharded into ``parts`` (see ``row_block``).
+    ``global_scale`` (NVFP4, [] or [E]) is that of the whole fused weight where ``weight`` is only a part of it.
     """
     rows, columns = weight.shape[-2:]
     _check_columns(format, columns)

@@ -76,6 +76,7 @@ class ClientConnection(asyncio.Protocol):
         self._chunked = False
         self._keep_alive = True
         self._out: list[bytes] = []
+        self._unsent = 0
         self.last_active = clock.now()
 
     # -- sending a response --------------------------------------------------------------------
@@ -146,8 +147,14 @@ class ClientConnection(asyncio.Protocol):
             self._transport.close()
 
     def close_if_idle(self) -> None:
-        """Close a connection that was idle for too long."""
+        """Close a connection that was idle for too long, or whose client reads nothing of the last response."""
         if self.task is not None:
+            return
+        if self._transport.is_closing():
+            unsent = self._transport.get_write_buffer_size()
+            if unsent == self._unsent:
+                self._transport.abort()
+            self._unsent = unsent
             return
         now = self._clock.now()
         silent, waited = now - self.last_active, now - self._started_at

@@ -27,7 +27,9 @@ from torch.autograd.function import once_differentiable
 from miles.kernels.moe import grouped_gemm
 from miles.kernels.moe.grouped_gemm import SortedRows, supports_grouped_mm
 from miles.kernels.quantized.activation_quant import quantize_rows_fp8, supports_fused_quantization
+from miles.kernels.quantized.fp8_backward import fp8_grad_input, fp8_grad_weight, supports_fp8_backward
 from miles.kernels.quantized.fp8_gemm import supports_fp8_gemm
+from miles.kernels.quantized.tile_quant import quantize_weight_fp8
 from miles.precision.formats import BackwardPrecision, WeightFormat
 from miles.precision.quantize import dequantize, dequantize_activation, quantize, quantize_activation
 from miles.precision.quantized_tensor import QuantizedActivation, QuantizedTensor, StraightThroughWeight
@@ -102,9 +104,16 @@ class _QuantizedLinear(torch.autograd.Function):
         grad_rows = grad_TN.reshape(-1, grad_TN.shape[-1])
         precision: BackwardPrecision = ctx.backward_precision
         grad_x = grad_weight_out = None
+        use_fp8 = precision == "e4m3" and ctx.columns is not None and supports_fp8_backward(grad_rows, weight)
         if needs_x:
-            grad_x = grad_input(grad_rows, weight, rows, precision).view(*grad_TN.shape[:-1], weight.shape[-1])
-        if needs_weight:
+            grad_x = (
+                fp8_grad_input(grad_rows, weight) if use_fp8 else grad_input(grad_rows, weight, rows, precision)
+            ).view(*grad_TN.shape[:-1], weight.shape[-1])
+        if needs_weight and use_fp8:
+            grad_weight_out = fp8_grad_weight(
+                grad_rows, QuantizedActivation(saved[0], saved[1], ctx.columns, grad_TN.dtype)
+            )
+        elif needs_weight:
             x_TK = _read_input(saved, ctx.columns, grad_TN.dtype)
             grad_weight_out = grad_weight(grad_rows, x_TK, rows, ctx.groups, precision)
         grad_bias = _grad_bias(grad_rows, rows, ctx.groups) if needs_bias else None
@@ -114,7 +123,12 @@ class _QuantizedLinear(torch.autograd.Function):
 def _pack(weight: QuantizedTensor | StraightThroughWeight) -> QuantizedTensor:
     if isinstance(weight, QuantizedTensor):
         return weight
-    return quantize(weight.weight.detach(), weight.format, weight.segments)
+    return _quantize_weight(weight.weight.detach(), weight.format, weight.segments)
+
+
+def _quantize_weight(weight: Tensor, format: WeightFormat, segments: tuple[int, ...]) -> QuantizedTensor:
+    """``quantize``, in one kernel where there is one."""
+    return quantize_weight_fp8(weight, format, segments) or quantize(weight, format, segments)
 
 
 def _quantize_input(x_TK: Tensor, weight: QuantizedTensor) -> Tensor | QuantizedActivation:
@@ -130,7 +144,7 @@ def _read_saved(ctx: Any) -> tuple[QuantizedTensor, tuple[Tensor, ...]]:
     format: WeightFormat = ctx.format
     if ctx.segments is not None:
         wide, *saved = ctx.saved_tensors
-        return quantize(wide.detach(), format, ctx.segments), tuple(saved)
+        return _quantize_weight(wide.detach(), format, ctx.segments), tuple(saved)
     data, scale, zero, global_scale, *saved = ctx.saved_tensors
     return QuantizedTensor(format, data, scale, ctx.row_block, zero, global_scale), tuple(saved)
 

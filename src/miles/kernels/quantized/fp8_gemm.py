@@ -62,7 +62,7 @@ TILES: tuple[tuple[int, tuple[tuple[float, Fp8Tile], ...]], ...] = (
 _GROUP = 8
 # From so many tokens on torch's scaled matmul is faster: by row, and by block.
 _MIN_LIBRARY_TOKENS = 96
-_MIN_LIBRARY_TOKENS_BLOCK = 16
+_MIN_LIBRARY_TOKENS_BLOCK = 1
 
 
 def supports_fp8_gemm(x: Tensor, weight: QuantizedTensor) -> bool:
@@ -91,7 +91,8 @@ def _supports_scaled_mm(x: QuantizedActivation, weight: QuantizedTensor) -> bool
         return False
     if x.columns == weight.column_block == inputs and weight.row_block == 1:
         return len(x.data) >= _MIN_LIBRARY_TOKENS
-    by_block = x.columns == DEPTH and weight.row_block == DEPTH and not (inputs % DEPTH or outputs % DEPTH)
+    # cuBLAS wants the number of blocks of inputs to be a multiple of four.
+    by_block = x.columns == DEPTH and weight.row_block == DEPTH and not (inputs % (4 * DEPTH) or outputs % DEPTH)
     return by_block and len(x.data) >= _MIN_LIBRARY_TOKENS_BLOCK
 
 

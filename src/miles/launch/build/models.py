@@ -175,6 +175,13 @@ class ModelFactory(Protocol):
         ...
 
 
+def choose_save_dtype(config: Config, policy: BaseCheckpoint) -> torch.dtype | None:
+    """The dtype the policy's model came in, where --dtype auto trains it in float32."""
+    if config.models.dtype != "auto" or policy.dtype != torch.float32:
+        return None
+    return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(config_dtype(policy.config) or "")
+
+
 class LocalModelFactory:
     """The ``ModelFactory`` of a single process, which has loaded ``model`` as its actor already."""
 
@@ -192,7 +199,7 @@ class LocalModelFactory:
             self._model,
             config=policy.config,
             like=policy.folder,
-            save_dtype=self._choose_save_dtype() if lora is None else None,
+            save_dtype=choose_save_dtype(config, policy),
             gradient_checkpointing=self._set_recompute(self._model),
             frozen=lora is not None,
         )
@@ -224,12 +231,6 @@ class LocalModelFactory:
             like=self._policy.folder,
             gradient_checkpointing=self._set_recompute(self._model),
         )
-
-    def _choose_save_dtype(self) -> torch.dtype | None:
-        """The dtype the model came in, where --dtype auto trains it in float32."""
-        if self._config.models.dtype != "auto" or self._policy.dtype != torch.float32:
-            return None
-        return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(config_dtype(self._policy.config) or "")
 
     def _set_recompute(self, model: CausalLM) -> bool:
         """Set activation recomputation on ``model``; whether any is used."""

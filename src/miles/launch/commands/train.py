@@ -35,6 +35,7 @@ from miles.launch.policies.config import get_main_config
 from miles.launch.rules.model import HUB_TOKEN
 from miles.launch.rules.paths import find_newest_checkpoint
 from miles.launch.runtime.gc_tuning import reduce_gc
+from miles.launch.runtime.hook_watchdog import HookWatchdog
 from miles.launch.runtime.input_fingerprint import check_inputs
 from miles.launch.runtime.oom_report import report_out_of_memory
 from miles.launch.runtime.run_directory import RunDirectory
@@ -132,6 +133,7 @@ def run(
     with (
         reserve_cluster(config, plan.run_dir),
         signals.handling(),  # after Ray has installed its handlers
+        HookWatchdog(config.schedule.stall_timeout, lambda: signals.received, print_error).watching(),
         add_parity_command(config, plan.run_dir),
         report_out_of_memory(config, plan),
     ):

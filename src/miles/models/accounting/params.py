@@ -280,7 +280,8 @@ def unsharded_bytes(spec: DecoderSpec, degrees: ShardingDegrees, dtype: str) -> 
 def kv_bytes_per_token(spec: DecoderSpec, dtype: str, numerics: Numerics) -> int:
     """Compute the KV-cache bytes of one token in all layers."""
     layouts = (cache_layout(layer.mixer, numerics) for layer in spec.layers)
-    return sum(layout.numbers for layout in layouts if isinstance(layout, PerTokenCache)) * BYTES[dtype]
+    size = BYTES[dtype]
+    return sum(layout.bytes_per_token(size, numerics) for layout in layouts if isinstance(layout, PerTokenCache))
 
 
 def state_bytes_per_sequence(spec: DecoderSpec, dtype: str) -> int:

@@ -43,6 +43,18 @@ def param_shape(slices: tuple[HfSlice, ...]) -> Shape:
     return inner if last.expert is None else (last.expert + 1, *inner)
 
 
+def weight_segments(slices: tuple[HfSlice, ...]) -> tuple[int, ...]:
+    """Return the rows of the checkpoint's matrices that one matrix of the decoder parameter is fused of.
+
+    >>> weight_segments(concat_slices(("q", (8, 4)), ("k", (2, 4)), ("v", (2, 4))))
+    (8, 2, 2)
+    """
+    first = slices[0]
+    if len(first.shape) > 2:
+        return (first.shape[-1 if first.transposed else -2],)
+    return tuple(s.stop - s.start for s in slices if s.expert == first.expert)
+
+
 def concat_slices(*tensors: tuple[str, Shape], expert: int | None = None) -> tuple[HfSlice, ...]:
     """Build the slices of tensors (name, shape) concatenated along dimension 0."""
     slices: list[HfSlice] = []
