@@ -223,9 +223,7 @@ def test_one_row_in_one_launch_does_what_the_chain_does(poisoned, shape, length)
     )
     params, lengths = PagedAttentionParams(row.page_size, 0.3), torch.tensor([length], device=DEVICE)
     read = (row.block_table_SP, row.req_slots_B)
-    wanted = decode_reference(
-        q.double(), wanted_k, wanted_v, *read, lengths, params._replace(kv_scales=wanted_scales)
-    )
+    wanted = decode_reference(q.double(), wanted_k, wanted_v, *read, lengths, params._replace(kv_scales=wanted_scales))
     room = allocate_scratch(shape[1], shape[0] // shape[1], shape[2], sms=8, device=DEVICE)
     ours = decode_bs1_attention(
         qkv, heads, narrow.k_SGd, narrow.v_SGe, *read, slot, params._replace(kv_scales=scales), room

@@ -22,9 +22,7 @@ from miles.kernels.runtime.triton_compat import jit, tl
 @cache
 def has_native_e4m3(device: torch.device) -> bool:
     """Whether Triton converts ``float8e4nv`` in hardware on this device: NVIDIA GPUs from compute capability 8.9 on."""
-    return (
-        device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
-    )
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 @jit

@@ -34,7 +34,7 @@ from miles.launch.plan.layout_memory import (
     get_recompute_mode,
 )
 from miles.launch.plan.lora import build_lora, get_adapter_folder
-from miles.launch.plan.plan import Plan
+from miles.launch.plan.plan import Plan, choose_parity_tolerance
 from miles.models.activation_checkpointing import set_recompute
 from miles.models.base import CausalLM
 from miles.models.checkpoint import hf
@@ -291,7 +291,7 @@ def build_policy_trainer(
         algo_hooks=algo_hooks,
         hooks=load_trainer_hooks(config),
         version=Version(name),
-        parity_tolerance=config.schedule.parity_tolerance,
+        parity_tolerance=choose_parity_tolerance(config),
         parity_stop=config.schedule.parity_stop,
         parity_no_replay_interval=config.schedule.parity_no_replay_interval,
         offload=_offloads_optimizer(config, plan, policy),
