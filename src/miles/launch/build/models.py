@@ -32,6 +32,7 @@ from miles.launch.plan.layout_memory import (
     estimate_rank_memory,
     get_recompute_layers,
     get_recompute_mode,
+    packs_reference,
 )
 from miles.launch.plan.lora import build_lora, get_adapter_folder
 from miles.launch.plan.plan import Plan, choose_parity_tolerance
@@ -40,6 +41,7 @@ from miles.models.base import CausalLM
 from miles.models.checkpoint import hf
 from miles.models.checkpoint.safetensors_io import config_dtype, read_config
 from miles.models.model_provider import ModelProvider, apply_model_provider
+from miles.models.packing import packed_spec
 from miles.models.resolve import resolve_spec
 from miles.models.spec import AttentionSpec, DecoderSpec
 from miles.models.tokenizer import HfTokenizer, load_tokenizer
@@ -209,7 +211,10 @@ class LocalModelFactory:
         return LoraModel(base, lora, base=policy.folder, seed=config.train.seed, start=start)
 
     def reference(self, folder: Path) -> TrainModel:
-        return LocalModel(load_model(self._policy, folder), config=self._policy.config, frozen=True)
+        policy = self._policy
+        if packs_reference(self._config):
+            policy = replace(policy, spec=packed_spec(policy.spec))
+        return LocalModel(load_model(policy, folder), config=policy.config, frozen=True)
 
     def teacher(self, folder: Path) -> TrainModel:
         return LocalModel(load_side_model(self._config, self._policy, folder), frozen=True)
