@@ -44,7 +44,8 @@ class HfLayout:
     method: QuantLayout
 
     def __post_init__(self) -> None:
-        name, shape, format = self.piece.hf_name, self.piece.shape, self.format
+        name, shape = self.piece.hf_name, self.piece.shape
+        format = self.format
         if self.method == "mxfp4":
             if len(shape) != 3 or format.name != "mxfp4":
                 raise CheckpointError(

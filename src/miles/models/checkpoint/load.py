@@ -19,7 +19,7 @@ from miles.models.checkpoint.reader import FileReader
 from miles.models.checkpoint.safetensors_io import ITEM_BYTES
 from miles.models.checkpoint.tensor_formats import PlainTensor
 from miles.models.checkpoint.tensor_sources import ParamSource
-from miles.models.checkpoint.tiles import DTYPES, Span, Tile, has_same_bytes
+from miles.models.checkpoint.tiles import DTYPES, ByteRange, Tile, has_same_bytes
 
 __all__ = ["DTYPES", "ParamReader", "load_params", "shard_bounds"]
 
@@ -125,7 +125,7 @@ def _slice_tiles(source: ParamSource, view: Tensor, first: int) -> Iterator[Tile
     if isinstance(tensor, PlainTensor):
         most = _DIRECT_TILE if has_same_bytes(view, tensor.stored) else _TILE
         for part, at in _runs(view, first * prod(view.shape[1:]), most // ITEM_BYTES[tensor.stored.dtype]):
-            yield Tile((Span(name, tensor.stored, at, tuple(part.shape)),), part)
+            yield Tile((ByteRange(name, tensor.stored, at, tuple(part.shape)),), part)
     elif view.dim() == 2:
         yield from quantized_tiles(name, tensor, view, 0, first, _TILE)
     else:
@@ -186,21 +186,21 @@ class _Stream:
 
     def _read(self, tile: Tile, buffer: Tensor | None) -> None:
         if buffer is None:
-            self._fetch(tile.spans[0], tile.into.view(-1).view(torch.uint8))
+            self._fetch(tile.ranges[0], tile.into.view(-1).view(torch.uint8))
             return
-        for span, start in zip(tile.spans, _offsets(tile), strict=False):
-            self._fetch(span, buffer[start : start + span.nbytes])
+        for byte_range, start in zip(tile.ranges, _offsets(tile), strict=False):
+            self._fetch(byte_range, buffer[start : start + byte_range.nbytes])
 
-    def _fetch(self, span: Span, memory: Tensor) -> None:
-        self._reader.read(span.name, span.stored.file, span.start, memory.numpy().data)
+    def _fetch(self, byte_range: ByteRange, memory: Tensor) -> None:
+        self._reader.read(byte_range.name, byte_range.stored.file, byte_range.start, memory.numpy().data)
 
     def _finish(self, done: Future[None], tile: Tile, buffer: Tensor | None) -> None:
         done.result()
         if buffer is None:
             return
         parts = [
-            buffer[start : start + span.nbytes].to(self._device).view(span.dtype).view(span.shape)
-            for span, start in zip(tile.spans, _offsets(tile), strict=False)
+            buffer[start : start + byte_range.nbytes].to(self._device).view(byte_range.dtype).view(byte_range.shape)
+            for byte_range, start in zip(tile.ranges, _offsets(tile), strict=False)
         ]
         if tile.convert is None:
             tile.into.copy_(parts[0])
@@ -210,8 +210,8 @@ class _Stream:
 
 
 def _offsets(tile: Tile) -> list[int]:
-    """Return where each span lies in a buffer, and the buffer's length."""
+    """Return where each byte_range lies in a buffer, and the buffer's length."""
     offsets = [0]
-    for span in tile.spans:
-        offsets.append(offsets[-1] + -(-span.nbytes // _ALIGNMENT) * _ALIGNMENT)
+    for byte_range in tile.ranges:
+        offsets.append(offsets[-1] + -(-byte_range.nbytes // _ALIGNMENT) * _ALIGNMENT)
     return offsets

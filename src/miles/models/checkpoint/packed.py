@@ -132,7 +132,8 @@ class _PieceFiles(NamedTuple):
 
     def read(self, stored: StoredTensor, number: int | None = None) -> Tensor:
         """Return the tensor, or matrix ``number`` of a stack."""
-        shape, size, start = stored.shape, stored.stop - stored.start, stored.start
+        shape, start = stored.shape, stored.start
+        size = stored.stop - stored.start
         if number is not None:
             shape, size = stored.shape[1:], size // stored.shape[0]
             start += number * size

@@ -108,10 +108,10 @@ def read_quant_config(config: Mapping[str, Any]) -> QuantConfig | None:
             return QuantConfig("gptq", ((_EVERY, _read_gptq(quant)),))
         case _:
             names = ", ".join(_METHODS[:-1])
-            raise _unsupported("quant_method", method, f"{names} and {_METHODS[-1]}")
+            raise _unsupported_error("quant_method", method, f"{names} and {_METHODS[-1]}")
 
 
-def _unsupported(key: str, value: object, supported: str) -> UsageError:
+def _unsupported_error(key: str, value: object, supported: str) -> UsageError:
     return UsageError(f"{_CONFIG}.{key} of config.json is {value!r}, but only {supported} are supported: {_ADVICE}.")
 
 
@@ -135,7 +135,7 @@ def _read_fp8(quant: Mapping[str, Any]) -> WeightScheme:
 
 def _read_compressed_tensors(quant: Mapping[str, Any]) -> QuantConfig:
     if quant.get("format", _COMPRESSED_FORMATS[0]) not in _COMPRESSED_FORMATS:
-        raise _unsupported("format", quant["format"], ", ".join(_COMPRESSED_FORMATS))
+        raise _unsupported_error("format", quant["format"], ", ".join(_COMPRESSED_FORMATS))
     for key in ("sparsity_config", "transform_config"):
         content = quant.get(key) or {}
         if content.get("config_groups") or content.get("format", "dense") != "dense":
@@ -144,7 +144,7 @@ def _read_compressed_tensors(quant: Mapping[str, Any]) -> QuantConfig:
     for name, group in (quant.get("config_groups") or {}).items():
         key = f"config_groups.{name}"
         if not isinstance(group, Mapping):
-            raise _unsupported(key, group, "groups with targets and weights")
+            raise _unsupported_error(key, group, "groups with targets and weights")
         group = cast("Mapping[str, Any]", group)
         if group.get("weights") is not None:
             groups.append(
@@ -157,12 +157,12 @@ def _read_weight_args(key: str, args: Mapping[str, Any]) -> WeightScheme:
     bits, kind = args.get("num_bits", 8), args.get("type", "int")
     element = _ELEMENTS.get((kind, bits))
     if element is None:
-        raise _unsupported(f"{key}.num_bits", f"{bits} {kind}", "8 and 4 with type float or int")
+        raise _unsupported_error(f"{key}.num_bits", f"{bits} {kind}", "8 and 4 with type float or int")
     if args.get("actorder") not in (None, False, "weight", "static"):
-        raise _unsupported(f"{key}.actorder", args["actorder"], "null and 'weight'")
+        raise _unsupported_error(f"{key}.actorder", args["actorder"], "null and 'weight'")
     symmetric = args.get("symmetric", True)
     if not symmetric and element != "int4":
-        raise _unsupported(f"{key}.symmetric", symmetric, "false with 4 bits and true")
+        raise _unsupported_error(f"{key}.symmetric", symmetric, "false with 4 bits and true")
     group = args.get("group_size")
     strategy = args.get("strategy") or ("tensor" if group is None else "channel" if group == -1 else "group")
     match strategy:
@@ -180,7 +180,7 @@ def _read_weight_args(key: str, args: Mapping[str, Any]) -> WeightScheme:
                 element=element, rows=1, columns=columns, zero_point=not symmetric, global_scale=is_global
             )
         case _:
-            raise _unsupported(f"{key}.strategy", strategy, "tensor, channel, group, tensor_group and block")
+            raise _unsupported_error(f"{key}.strategy", strategy, "tensor, channel, group, tensor_group and block")
 
 
 def _read_group_size(key: str, size: object) -> int:
@@ -201,26 +201,26 @@ def _read_modelopt(quant: Mapping[str, Any]) -> WeightScheme:
         case "NVFP4":
             return WeightScheme(element="e2m1", rows=1, columns=quant.get("group_size") or 16, global_scale=True)
         case other:
-            raise _unsupported("quant_algo", other, "FP8, FP8_PER_CHANNEL_PER_TOKEN and NVFP4")
+            raise _unsupported_error("quant_algo", other, "FP8, FP8_PER_CHANNEL_PER_TOKEN and NVFP4")
 
 
 def _read_awq(quant: Mapping[str, Any]) -> WeightScheme:
     bits, version = quant.get("bits", quant.get("w_bit", 4)), quant.get("version", "gemm")
     if bits != 4:
-        raise _unsupported("bits", bits, "4 bits in awq")
+        raise _unsupported_error("bits", bits, "4 bits in awq")
     if str(version).lower() != "gemm":
-        raise _unsupported("version", version, "weights in the layout 'gemm'")
+        raise _unsupported_error("version", version, "weights in the layout 'gemm'")
     if not quant.get("zero_point", True):
-        raise _unsupported("zero_point", False, "awq weights with zero points")
+        raise _unsupported_error("zero_point", False, "awq weights with zero points")
     return WeightScheme(element="int4", rows=1, columns=_read_columns(quant, "q_group_size"), zero_point=True)
 
 
 def _read_gptq(quant: Mapping[str, Any]) -> WeightScheme:
     bits, layout = quant.get("bits", 4), quant.get("checkpoint_format", "gptq")
     if bits not in (4, 8):
-        raise _unsupported("bits", bits, "4 and 8 bits in gptq")
+        raise _unsupported_error("bits", bits, "4 and 8 bits in gptq")
     if layout not in ("gptq", "gptq_v2"):
-        raise _unsupported("checkpoint_format", layout, "'gptq' and 'gptq_v2'")
+        raise _unsupported_error("checkpoint_format", layout, "'gptq' and 'gptq_v2'")
     if quant.get("dynamic"):
         raise UsageError(f"{_CONFIG}.dynamic of config.json is set, but not supported: {_ADVICE}.")
     return WeightScheme(

@@ -22,7 +22,7 @@ from miles.models.checkpoint.tensor_formats import (
     QuantizedFormat,
     ScaledTensor,
 )
-from miles.models.checkpoint.tiles import Span, Tile
+from miles.models.checkpoint.tiles import ByteRange, Tile
 from miles.precision.dequantize import dequantize_blocks, dequantize_mxfp4
 from miles.precision.unpack import (
     dequantize_awq,
@@ -84,10 +84,10 @@ def _build_tile(name: str, source: QuantizedFormat, into: Tensor, number: int, f
             return _gptq_tile(source, into, first)
 
 
-def _rows_span(name: str, stored: StoredTensor, first: int, stop: int) -> Span:
+def _row_range(name: str, stored: StoredTensor, first: int, stop: int) -> ByteRange:
     """The rows ``first`` to ``stop`` of a stored matrix."""
     inner = tuple(stored.shape[1:])
-    return Span(name, stored, first * prod(inner), (stop - first, *inner))
+    return ByteRange(name, stored, first * prod(inner), (stop - first, *inner))
 
 
 def _scaled_tile(name: str, source: ScaledTensor, into: Tensor, number: int, first: int) -> Tile:
@@ -99,16 +99,16 @@ def _scaled_tile(name: str, source: ScaledTensor, into: Tensor, number: int, fir
     def convert(out_RC: Tensor, weight_RC: Tensor, scale_rc: Tensor) -> None:
         dequantize_blocks(weight_RC, scale_rc, source.block, out_RC, first=first)
 
-    weight = Span(name, source.stored, (number * rows + first) * columns, (len(into), columns))
-    scale = Span(source.scale_name, source.scale, (number * r + top) * c, (bottom - top, c))
+    weight = ByteRange(name, source.stored, (number * rows + first) * columns, (len(into), columns))
+    scale = ByteRange(source.scale_name, source.scale, (number * r + top) * c, (bottom - top, c))
     return Tile((weight, scale), into, convert)
 
 
 def _mxfp4_tile(name: str, source: Mxfp4Tensor, into: Tensor, number: int, first: int) -> Tile:
     rows, groups, each = source.blocks.shape[-3:]
     at = (number * rows + first) * groups
-    blocks = Span(f"{name}_blocks", source.blocks, at * each, (len(into), groups, each))
-    scales = Span(f"{name}_scales", source.scales, at, (len(into), groups))
+    blocks = ByteRange(f"{name}_blocks", source.blocks, at * each, (len(into), groups, each))
+    scales = ByteRange(f"{name}_scales", source.scales, at, (len(into), groups))
     return Tile((blocks, scales), into, _convert_mxfp4)
 
 
@@ -118,63 +118,64 @@ def _convert_mxfp4(out_RC: Tensor, blocks_RGb: Tensor, scales_RG: Tensor) -> Non
 
 def _e2m1_tile(source: PackedTensor, into: Tensor, first: int) -> Tile:
     stop = first + len(into)
-    spans = [
-        _rows_span(source.name, source.packed, first, stop),
-        _rows_span(f"{source.name}_scale", source.scale, first, stop),
+    ranges = [
+        _row_range(source.name, source.packed, first, stop),
+        _row_range(f"{source.name}_scale", source.scale, first, stop),
     ]
     if source.global_scale is not None:
-        spans.append(Span(f"{source.name}_global_scale", source.global_scale, 0, (1,)))
+        ranges.append(ByteRange(f"{source.name}_global_scale", source.global_scale, 0, (1,)))
 
     def convert(out_RC: Tensor, bytes_Rb: Tensor, scale_RG: Tensor, total: Tensor | None = None) -> None:
         total = 1 / total.float() if total is not None and source.divides else total
         dequantize_e2m1(bytes_Rb, scale_RG, total, out_RC)
 
-    return Tile(tuple(spans), into, convert)
+    return Tile(tuple(ranges), into, convert)
 
 
 def _words_tile(source: PackedTensor, into: Tensor, first: int) -> Tile:
     stop, bits = first + len(into), 4 if source.scheme.element == "int4" else 8
-    spans = [
-        _rows_span(source.name, source.packed, first, stop),
-        _rows_span(f"{source.name}_scale", source.scale, first, stop),
+    ranges = [
+        _row_range(source.name, source.packed, first, stop),
+        _row_range(f"{source.name}_scale", source.scale, first, stop),
     ]
     each = 32 // bits
     if source.zero is not None:
-        spans.append(_rows_span(f"{source.name}_zero_point", source.zero, first // each, -(-stop // each)))
+        ranges.append(_row_range(f"{source.name}_zero_point", source.zero, first // each, -(-stop // each)))
 
     def convert(out_RC: Tensor, words_Rw: Tensor, scale_RG: Tensor, zero_wG: Tensor | None = None) -> None:
         zero_RG = None if zero_wG is None else unpack_row_words(zero_wG, bits)[first % each :][: len(out_RC)]
         dequantize_words(words_Rw, scale_RG, zero_RG, bits, out_RC)
 
-    return Tile(tuple(spans), into, convert)
+    return Tile(tuple(ranges), into, convert)
 
 
 def _awq_tile(source: AwqTensor, into: Tensor, first: int) -> Tile:
     stop = first + len(into)
     groups = first // source.group, -(-stop // source.group)
-    spans = (
-        _rows_span(f"{source.name}qweight", source.qweight, first, stop),
-        _rows_span(f"{source.name}qzeros", source.qzeros, *groups),
-        _rows_span(f"{source.name}scales", source.scales, *groups),
+    ranges = (
+        _row_range(f"{source.name}qweight", source.qweight, first, stop),
+        _row_range(f"{source.name}qzeros", source.qzeros, *groups),
+        _row_range(f"{source.name}scales", source.scales, *groups),
     )
 
     def convert(out_KN: Tensor, qweight_Kn: Tensor, qzeros_Gn: Tensor, scales_GN: Tensor) -> None:
         dequantize_awq(qweight_Kn, qzeros_Gn, scales_GN, source.group, out_KN, first=first)
 
-    return Tile(spans, into, convert)
+    return Tile(ranges, into, convert)
 
 
 def _gptq_tile(source: GptqTensor, into: Tensor, first: int) -> Tile:
-    bits, stop, scheme = 4 if source.scheme.element == "int4" else 8, first + len(into), source.scheme
+    bits = 4 if source.scheme.element == "int4" else 8
+    stop, scheme = first + len(into), source.scheme
     each = 32 // bits
     low, high = (0, source.scales.shape[0]) if scheme.act_order else (first // source.group, -(-stop // source.group))
-    spans = [
-        _rows_span(f"{source.name}qweight", source.qweight, first // each, -(-stop // each)),
-        _rows_span(f"{source.name}qzeros", source.qzeros, low, high),
-        _rows_span(f"{source.name}scales", source.scales, low, high),
+    ranges = [
+        _row_range(f"{source.name}qweight", source.qweight, first // each, -(-stop // each)),
+        _row_range(f"{source.name}qzeros", source.qzeros, low, high),
+        _row_range(f"{source.name}scales", source.scales, low, high),
     ]
     if source.g_idx is not None:
-        spans.append(_rows_span(f"{source.name}g_idx", source.g_idx, first, stop))
+        ranges.append(_row_range(f"{source.name}g_idx", source.g_idx, first, stop))
 
     def convert(
         out_KN: Tensor, qweight_kN: Tensor, qzeros_Gn: Tensor, scales_GN: Tensor, g_idx_K: Tensor | None = None
@@ -190,4 +191,4 @@ def _gptq_tile(source: GptqTensor, into: Tensor, first: int) -> Tile:
         zeros_GN = (unpack_words(qzeros_Gn, bits) + scheme.zero_offset) & (2**bits - 1)
         dequantize_gptq(qweight_kN, zeros_GN, scales_GN, index_K - low, bits, out_KN)
 
-    return Tile(tuple(spans), into, convert)
+    return Tile(tuple(ranges), into, convert)

@@ -92,10 +92,11 @@ class SaveUnit:
         if isinstance(param, Tensor):
             param = quantize(param.detach().to(self.wide_dtype), format, segments)
         parts = split_segments(param, segments)
-        matrices = (
-            parts if len(self.shape) == 2 else [p for each in zip(*map(unstack, parts), strict=True) for p in each]
-        )
-        return [t for layout, part in zip(self.layouts, matrices, strict=True) for t in layout.tensors(part)]
+        if len(self.layouts) == 1:
+            return self.layouts[0].tensors(parts[0])
+        if len(self.shape) == 3:  # the matrices of an expert are one after the other
+            parts = [part for expert in zip(*map(unstack, parts), strict=True) for part in expert]
+        return [t for layout, part in zip(self.layouts, parts, strict=True) for t in layout.tensors(part)]
 
 
 def single_tensor_unit(name: str, tensor: Tensor) -> SaveUnit:

@@ -134,23 +134,23 @@ class _Search:
             return None
         if weight is not None and weight.dtype == _NARROW.get(scheme.element):
             suffix = "_scale_inv" if quant.method == "fp8" else "_scale"
-            return self._scaled(name, shape, scheme, suffix)
+            return self._find_scaled(name, shape, scheme, suffix)
         base = name.removesuffix("weight")
         match quant.method:
             case "mxfp4" if f"{name}_blocks" in self._stored:
-                return self._mxfp4(name, shape)
+                return self._find_mxfp4(name, shape)
             case "compressed-tensors" if f"{name}_packed" in self._stored:
-                return self._packed(name, _matrix(name, shape), scheme)
+                return self._find_packed(name, _matrix(name, shape), scheme)
             case "modelopt" if scheme.element == "e2m1" and weight is not None and weight.dtype == "U8":
-                return self._modelopt_nvfp4(name, _matrix(name, shape), scheme)
+                return self._find_modelopt_nvfp4(name, _matrix(name, shape), scheme)
             case "awq" if f"{base}qweight" in self._stored:
-                return self._awq(base, _matrix(name, shape), scheme)
+                return self._find_awq(base, _matrix(name, shape), scheme)
             case "gptq" if f"{base}qweight" in self._stored:
-                return self._gptq(base, _matrix(name, shape), scheme)
+                return self._find_gptq(base, _matrix(name, shape), scheme)
             case _:
                 return None
 
-    def _scaled(self, name: str, shape: Shape, scheme: WeightScheme, suffix: str) -> ScaledTensor:
+    def _find_scaled(self, name: str, shape: Shape, scheme: WeightScheme, suffix: str) -> ScaledTensor:
         stored = self._take(name, shape, "config.json requires it")
         scale = f"{name}{suffix}"
         *lead, rows, columns = shape
@@ -172,7 +172,7 @@ class _Search:
             )
         return ScaledTensor(stored, found, block, scale)
 
-    def _mxfp4(self, name: str, shape: Shape) -> Mxfp4Tensor:
+    def _find_mxfp4(self, name: str, shape: Shape) -> Mxfp4Tensor:
         *lead, columns, rows = shape
         if columns % _GROUP:
             raise CheckpointError(
@@ -183,7 +183,7 @@ class _Search:
         scales = self._take(f"{name}_scales", groups, f"{name}_blocks needs it", "U8")
         return Mxfp4Tensor(blocks, scales)
 
-    def _packed(self, name: str, shape: tuple[int, int], scheme: WeightScheme) -> PackedTensor:
+    def _find_packed(self, name: str, shape: tuple[int, int], scheme: WeightScheme) -> PackedTensor:
         """compressed-tensors: ``weight_packed`` with ``weight_scale`` and, by the scheme, further tensors."""
         rows, columns = shape
         why = f"{name}_packed needs it"
@@ -209,7 +209,7 @@ class _Search:
             zero = self._take(f"{name}_zero_point", (-(-rows // each), groups), why, "I32")
         return PackedTensor(name, packed, scale, scheme, zero)
 
-    def _modelopt_nvfp4(self, name: str, shape: tuple[int, int], scheme: WeightScheme) -> PackedTensor:
+    def _find_modelopt_nvfp4(self, name: str, shape: tuple[int, int], scheme: WeightScheme) -> PackedTensor:
         rows, columns = shape
         groups = self._count_groups(name, columns, scheme)
         packed = self._take(name, (rows, columns // 2), "config.json requires it", "U8")
@@ -219,7 +219,7 @@ class _Search:
             raise CheckpointError(f"{name} has a pre_quant_scale, which is not supported; use a checkpoint without it.")
         return PackedTensor(name, packed, scale, scheme, global_scale=total)
 
-    def _awq(self, base: str, shape: tuple[int, int], scheme: WeightScheme) -> AwqTensor:
+    def _find_awq(self, base: str, shape: tuple[int, int], scheme: WeightScheme) -> AwqTensor:
         rows, columns = shape
         groups, why = self._count_groups(f"{base}qweight", columns, scheme), f"{base}qweight needs it"
         qweight = self._take(f"{base}qweight", (columns, rows // 8), "config.json requires it", "I32")
@@ -227,7 +227,7 @@ class _Search:
         scales = self._take(f"{base}scales", (groups, rows), why, *FLOATS)
         return AwqTensor(base, qweight, qzeros, scales, scheme.columns or columns)
 
-    def _gptq(self, base: str, shape: tuple[int, int], scheme: WeightScheme) -> GptqTensor:
+    def _find_gptq(self, base: str, shape: tuple[int, int], scheme: WeightScheme) -> GptqTensor:
         rows, columns = shape
         each = 8 if scheme.element == "int4" else 4
         groups, why = self._count_groups(f"{base}qweight", columns, scheme), f"{base}qweight needs it"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from miles.models.checkpoint.safetensors_io import ITEM_BYTES, StoredTensor
 
-__all__ = ["DTYPES", "STORED_DTYPES", "Span", "Tile", "has_same_bytes"]
+__all__ = ["DTYPES", "STORED_DTYPES", "ByteRange", "Tile", "has_same_bytes"]
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 STORED_DTYPES = {
@@ -27,7 +27,7 @@ STORED_DTYPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ByteRange:
     """A range of values of a stored tensor."""
 
     name: str
@@ -50,16 +50,16 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Spans read together, their target, and the conversion; ``convert`` None is a plain dtype conversion."""
+    """Byte ranges read together, their target, and the conversion; ``convert`` None is a plain dtype conversion."""
 
-    spans: tuple[Span, ...]
+    ranges: tuple[ByteRange, ...]
     into: Tensor
     convert: Callable[..., None] | None = None
 
     @property
     def direct(self) -> bool:
         """Whether the bytes on disk are exactly the bytes wanted in memory."""
-        return self.convert is None and has_same_bytes(self.into, self.spans[0].stored)
+        return self.convert is None and has_same_bytes(self.into, self.ranges[0].stored)
 
 
 def has_same_bytes(view: Tensor, stored: StoredTensor) -> bool:

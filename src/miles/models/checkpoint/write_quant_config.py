@@ -44,7 +44,7 @@ def _build_compressed_tensors(
     used = {format.name: format for format in formats.values()}
     groups: dict[str, dict[str, Any]] = {}
     for number, (name, format) in enumerate(used.items()):
-        modules = [_pattern(p) for param, own in pieces.items() if _named(formats, param) == name for p in own]
+        modules = [_pattern(p) for param, own in pieces.items() if _format_name(formats, param) == name for p in own]
         targets = ["Linear"] if len(used) == 1 else list(dict.fromkeys(modules))
         groups[f"group_{number}"] = {"targets": targets, **_build_group(format)}
     layouts = {group["format"] for group in groups.values()}
@@ -59,7 +59,7 @@ def _build_compressed_tensors(
     }
 
 
-def _named(formats: Mapping[str, WeightFormat], param: str) -> str | None:
+def _format_name(formats: Mapping[str, WeightFormat], param: str) -> str | None:
     return formats[param].name if param in formats else None
 
 
