@@ -54,6 +54,11 @@ class ScheduleConfig:
         "stands for the step.",
         path=True,
     )
+    save_hf_precision: Literal["wide", "rollout"] = option(
+        "wide",
+        "Precision of --save-hf: wide is the checkpoint's own, rollout quantizes as the engine's weights are "
+        "(--rollout-precision), for serving.",
+    )
     eval_interval: int | None = option(None, "Steps between evaluations.", unit="steps", ge=1)
     parity_tolerance: float | None = option(
         None,

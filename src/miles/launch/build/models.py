@@ -6,7 +6,7 @@ A ``ModelFactory`` loads the models of a run: whole in one process (``LocalModel
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -39,6 +39,7 @@ from miles.launch.plan.plan import Plan, choose_parity_tolerance
 from miles.models.activation_checkpointing import set_recompute
 from miles.models.base import CausalLM
 from miles.models.checkpoint import hf
+from miles.models.checkpoint.convert import convert_checkpoint, plan_conversion
 from miles.models.checkpoint.safetensors_io import config_dtype, read_config
 from miles.models.model_provider import ModelProvider, apply_model_provider
 from miles.models.packing import packed_spec
@@ -151,6 +152,21 @@ def load_model(policy: BaseCheckpoint, folder: Path | None = None) -> CausalLM:
 def load_side_model(config: Config, policy: BaseCheckpoint, folder: Path) -> CausalLM:
     """A model of any architecture that reads the policy's contexts."""
     return load_model(replace(policy, spec=resolve_side_spec(config, policy, folder), provide=None), folder)
+
+
+def build_hf_conversion(config: Config) -> Callable[[Path, Path], None] | None:
+    """Writes the model of a checkpoint as --save-hf-precision says; None where that is the checkpoint's own."""
+    if config.schedule.save_hf_precision == "wide":
+        return None
+    quantization = config.models.rollout_quantization(1)
+    assert quantization is not None, "a rule requires a format"
+
+    def convert(checkpoint: Path, target: Path) -> None:
+        dtype = hf.choose_dtype(config_dtype(read_config(checkpoint)) or "bfloat16", {}, "cpu")
+        plan = plan_conversion(checkpoint, format=quantization.format, dtype=dtype, quantization=quantization)
+        convert_checkpoint(plan, target)
+
+    return convert
 
 
 # -- factories ------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from miles.core.events import Event, StepFinished
 from miles.core.protocols import Observer
 from miles.kernels.numerics import configure_cublas
 from miles.launch.build.debug import build_rollout_dumps
+from miles.launch.build.models import build_hf_conversion
 from miles.launch.build.run import TrainingRun, build_run
 from miles.launch.build.user_hooks import load_trackers
 from miles.launch.config import Config
@@ -291,7 +292,8 @@ def _build_journal(
     sinks: list[DurableSink] = [LoopTrace(directory.path / "trace", clock=time.time)]
     sinks += build_rollout_dumps(config, directory.path)
     if config.schedule.save_hf is not None:
-        sinks.append(HfExport(directory.path / "checkpoints", partial(format_step_path, config.schedule.save_hf)))
+        target = partial(format_step_path, config.schedule.save_hf)
+        sinks.append(HfExport(directory.path / "checkpoints", target, build_hf_conversion(config)))
     if config.observe.use_tensorboard:
         sinks.append(TensorBoard(_find_tensorboard_folder(config, directory.path), clock=time.time))
     logs = RunLogs(directory.path, resume_at=offsets, strict=strict, clock=time.time)
