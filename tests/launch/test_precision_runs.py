@@ -2,9 +2,18 @@
 
 import json
 import signal
+from dataclasses import replace
 
 import pytest
+import torch
 from tests.launch.small_run import everything, flags, miles, write_inputs
+
+from miles.models.checkpoint import hf
+from miles.models.packing import pack_params
+from miles.models.quantization import plan_quantization
+from miles.precision.formats import FORMATS, QuantizationSpec
+from miles.precision.quantize import dequantize, row_block
+from miles.precision.quantized_tensor import QuantizedTensor
 
 FIRST = ("--first-last-layers-bf16", "--num-layers-at-end-in-bf16", "0")
 RANKS = ("--actor-num-gpus-per-node", "2")
@@ -50,6 +59,26 @@ def test_a_killed_run_in_fp8_continues_to_the_bit(inputs, tmp_path):
     again = miles("train", *line)
     assert again.returncode == 0, again.stderr
     assert everything(tmp_path / "run") == everything(tmp_path / "calm")
+
+
+def test_an_export_in_the_engines_precision_has_the_bytes_that_were_served(inputs, tmp_path):
+    more = ("--train-precision", "int4_g32", "--dtype", "bfloat16", "--save-hf-precision", "rollout")
+    train(inputs[True], tmp_path / "run", *more, "--save-hf", str(tmp_path / "hf"), "--quantize-experts-only")
+    quantization = QuantizationSpec(format=FORMATS["int4_g32"], packed=True, experts_only=True)
+    checkpoint, exported = (
+        hf.load(folder, device="cpu", dtype=torch.bfloat16)
+        for folder in (max((tmp_path / "run" / "checkpoints").iterdir()), tmp_path / "hf")
+    )
+    spec = replace(checkpoint.spec, quantization=quantization)
+    params = {name: p.detach() for name, p in checkpoint.named_parameters()}
+    packed = pack_params(spec, params, torch.bfloat16)
+    again = pack_params(spec, {name: p.detach() for name, p in exported.named_parameters()}, torch.bfloat16)
+    for name, plan in plan_quantization(spec).items():
+        block = row_block(plan.format, params[name].shape[-2], plan.segments)
+        served = dequantize(QuantizedTensor.from_tensors(plan.format, name, packed, block), torch.bfloat16)
+        assert torch.equal(exported.get_parameter(name), served)
+        del again[name]
+    assert all(torch.equal(again[name], params[name]) for name in again if name in params)
 
 
 def test_an_engine_in_fp8_beside_a_wide_trainer_differs_by_the_rounding(inputs, tmp_path):

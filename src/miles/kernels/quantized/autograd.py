@@ -83,7 +83,8 @@ class _QuantizedLinear(torch.autograd.Function):
         ctx.groups = len(packed.data) if op.rows is not None else 0
         saved: tuple[Tensor, ...] = ()
         if ctx.needs_input_grad[1]:
-            saved = (x.data, x.scale) if isinstance(x, QuantizedActivation) else (x,)
+            # A copy where the rows were padded, whose memory would be saved as well.
+            saved = (x.data.contiguous(), x.scale) if isinstance(x, QuantizedActivation) else (x,)
         ctx.columns = x.columns if isinstance(x, QuantizedActivation) else None
         if isinstance(op.weight, StraightThroughWeight):
             ctx.backward_precision, ctx.segments = op.weight.backward, op.weight.segments

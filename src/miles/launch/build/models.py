@@ -6,7 +6,7 @@ A ``ModelFactory`` loads the models of a run: whole in one process (``LocalModel
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,14 +32,17 @@ from miles.launch.plan.layout_memory import (
     estimate_rank_memory,
     get_recompute_layers,
     get_recompute_mode,
+    packs_reference,
 )
 from miles.launch.plan.lora import build_lora, get_adapter_folder
-from miles.launch.plan.plan import Plan
+from miles.launch.plan.plan import Plan, choose_parity_tolerance
 from miles.models.activation_checkpointing import set_recompute
 from miles.models.base import CausalLM
 from miles.models.checkpoint import hf
+from miles.models.checkpoint.convert import convert_checkpoint, plan_conversion
 from miles.models.checkpoint.safetensors_io import config_dtype, read_config
 from miles.models.model_provider import ModelProvider, apply_model_provider
+from miles.models.packing import packed_spec
 from miles.models.resolve import resolve_spec
 from miles.models.spec import AttentionSpec, DecoderSpec
 from miles.models.tokenizer import HfTokenizer, load_tokenizer
@@ -151,6 +154,21 @@ def load_side_model(config: Config, policy: BaseCheckpoint, folder: Path) -> Cau
     return load_model(replace(policy, spec=resolve_side_spec(config, policy, folder), provide=None), folder)
 
 
+def build_hf_conversion(config: Config) -> Callable[[Path, Path], None] | None:
+    """Writes the model of a checkpoint as --save-hf-precision says; None where that is the checkpoint's own."""
+    if config.schedule.save_hf_precision == "wide":
+        return None
+    quantization = config.models.rollout_quantization(1)
+    assert quantization is not None, "a rule requires a format"
+
+    def convert(checkpoint: Path, target: Path) -> None:
+        dtype = hf.choose_dtype(config_dtype(read_config(checkpoint)) or "bfloat16", {}, "cpu")
+        plan = plan_conversion(checkpoint, format=quantization.format, dtype=dtype, quantization=quantization)
+        convert_checkpoint(plan, target)
+
+    return convert
+
+
 # -- factories ------------------------------------------------------------------------------
 
 
@@ -209,7 +227,10 @@ class LocalModelFactory:
         return LoraModel(base, lora, base=policy.folder, seed=config.train.seed, start=start)
 
     def reference(self, folder: Path) -> TrainModel:
-        return LocalModel(load_model(self._policy, folder), config=self._policy.config, frozen=True)
+        policy = self._policy
+        if packs_reference(self._config):
+            policy = replace(policy, spec=packed_spec(policy.spec))
+        return LocalModel(load_model(policy, folder), config=policy.config, frozen=True)
 
     def teacher(self, folder: Path) -> TrainModel:
         return LocalModel(load_side_model(self._config, self._policy, folder), frozen=True)
@@ -291,7 +312,7 @@ def build_policy_trainer(
         algo_hooks=algo_hooks,
         hooks=load_trainer_hooks(config),
         version=Version(name),
-        parity_tolerance=config.schedule.parity_tolerance,
+        parity_tolerance=choose_parity_tolerance(config),
         parity_stop=config.schedule.parity_stop,
         parity_no_replay_interval=config.schedule.parity_no_replay_interval,
         offload=_offloads_optimizer(config, plan, policy),

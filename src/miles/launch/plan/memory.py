@@ -10,6 +10,7 @@ from miles.launch.plan.layout_memory import (
     estimate_rank_lora_memory,
     estimate_rank_memory,
     get_recompute_mode,
+    packs_reference,
 )
 from miles.launch.plan.lora import build_lora
 from miles.launch.plan.plan import Plan
@@ -41,7 +42,7 @@ class MemoryShare:
 def estimate_memory(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[MemoryShare, ...]:
     """The peak memory of a run on the fullest GPU, as far as the spec determines it."""
     dtype = plan.dtype
-    reference = estimate_rank_frozen_bytes(spec, plan.layout, dtype) if plan.reference is not None else 0
+    reference = 0 if plan.reference is None else _estimate_reference(config, plan, spec)
     weights, shared = weight_bytes(spec, dtype), plan.transport == "shared"
     trained = (
         *_estimate_policy(config, plan, spec),
@@ -78,6 +79,14 @@ def estimate_memory(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Memo
         MemoryShare(name="kv cache", bytes=kv_bytes, note=f"{tokens:,} tokens: {why}"),
         *_estimate_states(config, plan, spec),
     )
+
+
+def _estimate_reference(config: Config, plan: Plan, spec: DecoderSpec) -> int:
+    if packs_reference(config):
+        return packed_weight_bytes(
+            replace(spec, quantization=config.models.train_quantization(packed=True)), plan.dtype
+        )
+    return estimate_rank_frozen_bytes(spec, plan.layout, plan.dtype)
 
 
 def _estimate_policy(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[MemoryShare, ...]:

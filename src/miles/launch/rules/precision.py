@@ -93,6 +93,16 @@ def check_quantized_backends(c: Config) -> Iterator[str]:
         )
 
 
+def check_export(c: Config) -> Iterator[str]:
+    if c.schedule.save_hf_precision == "wide":
+        return
+    if c.schedule.save_hf is None or c.models.rollout_format is None:
+        yield (
+            "--save-hf-precision rollout quantizes what --save-hf writes, as --rollout-precision or --train-precision "
+            "say; add what is missing, or remove it."
+        )
+
+
 def check_transformer_engine(c: Config) -> Iterator[str]:
     m = c.models
     if m.train_precision == "auto" or c.train.train_backend != "megatron":
@@ -109,4 +119,5 @@ PRECISION_RULES: tuple[Rule, ...] = (
     check_quantized_model,
     check_quantized_shards,
     check_quantized_backends,
+    check_export,
 )
