@@ -47,5 +47,5 @@ class ModelConfig:
 
     @property
     def numerics(self) -> Numerics:
-        """The numerics of ``--parity`` and ``--kv-cache-dtype``, for all models of a run, its engines and its trainer."""
+        """The numerics of ``--parity`` and ``--kv-cache-dtype``, for a run's models, engines and trainer."""
         return numerics_from_parity(self.parity, self.kv_cache_dtype)

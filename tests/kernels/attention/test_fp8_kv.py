@@ -109,7 +109,7 @@ def test_a_copied_page_takes_its_scales_along():
 
 def fp8(made: Case) -> tuple[Case, Case, KVScales]:
     """The case in FP8, the same numbers in the wide dtype, and scales; unused slots hold no numbers in any of them."""
-    slots, heads, _ = made.k_SGd.shape
+    heads = made.k_SGd.shape[1]
     results = [quantize_kv(x) for x in (made.k_SGd, made.v_SGe)]
     unused = made.k_SGd.isnan().any(-1)
     scales = []
@@ -223,9 +223,7 @@ def test_one_row_in_one_launch_does_what_the_chain_does(poisoned, shape, length)
     )
     params, lengths = PagedAttentionParams(row.page_size, 0.3), torch.tensor([length], device=DEVICE)
     read = (row.block_table_SP, row.req_slots_B)
-    wanted = decode_reference(
-        q.double(), wanted_k, wanted_v, *read, lengths, params._replace(kv_scales=wanted_scales)
-    )
+    wanted = decode_reference(q.double(), wanted_k, wanted_v, *read, lengths, params._replace(kv_scales=wanted_scales))
     room = allocate_scratch(shape[1], shape[0] // shape[1], shape[2], sms=8, device=DEVICE)
     ours = decode_bs1_attention(
         qkv, heads, narrow.k_SGd, narrow.v_SGe, *read, slot, params._replace(kv_scales=scales), room
