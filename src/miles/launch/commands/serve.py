@@ -95,7 +95,8 @@ def _check_model(config: ModelConfig) -> Iterator[str]:
     if spec is not None and (problem := check_batch_invariance(spec)) is not None:
         yield f"--parity exact does not work with this model: {problem}; remove it."
     if config.kv_cache_dtype != "auto" and config.model_impl == "transformers":
-        yield f"--kv-cache-dtype {config.kv_cache_dtype} needs the native model; remove it or --model-impl transformers."
+        kept = f"--kv-cache-dtype {config.kv_cache_dtype}"
+        yield f"{kept} needs the native model; remove it, or --model-impl transformers."
 
 
 def _check_packages() -> Iterator[str]:
