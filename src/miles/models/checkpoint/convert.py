@@ -78,18 +78,27 @@ class Conversion:
 
 
 def plan_conversion(
-    source: Path, *, format: WeightFormat | None, dtype: torch.dtype, keep: Sequence[str] = ()
+    source: Path,
+    *,
+    format: WeightFormat | None,
+    dtype: torch.dtype,
+    keep: Sequence[str] = (),
+    quantization: QuantizationSpec | None = None,
 ) -> Conversion:
     """Check the source on its headers and plan the target: ``format`` None is ``dtype`` throughout.
 
     Otherwise ``dtype`` is that of what is not quantized: what is not by default, and modules that match a pattern in
-    ``keep``. A CheckpointError or UsageError says what cannot be read or written.
+    ``keep``; or all but what ``quantization``, that of an engine, quantizes. A CheckpointError or UsageError says what
+    cannot be read or written.
     """
     config = read_config(source)
     spec = spec_from_config(config)
     stored = stored_tensors(source)
     sources = locate_tensors(spec, stored, read_quant_config(config), source)
     formats = {} if format is None else _choose_formats(spec, format, keep)
+    if quantization is not None:
+        quantized = plan_quantization(replace(spec, quantization=quantization))
+        formats = {name: param.format for name, param in quantized.items()}
     plan = plan_save(spec, dtype=dtype, like=source, config=config, formats=formats)
     used = {(part.file, part.start) for own in sources.values() for s in own for part in stored_parts(s.tensor)}
     used |= {(extra.file, extra.start) for _, extra in plan.extra_tensors}

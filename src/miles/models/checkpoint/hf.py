@@ -69,6 +69,8 @@ def load_model(
         return hf_adapter.load(folder, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     decoder = load(folder, device=device, dtype=dtype, numerics=numerics)
     decoder.spec = replace(decoder.spec, max_positions=spec.max_positions)
+    if spec.quantization is not None:
+        decoder.quantize(spec.quantization)
     return decoder
 
 
