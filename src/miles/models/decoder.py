@@ -121,7 +121,8 @@ class DecoderLayer(nn.Module):
 
     def fuse_quantization(self) -> None:
         """Let the norms quantize what the layers behind them read, where one format serves all of them."""
-        attention, mlp, moe = getattr(self, "attention", None), self.mlp, self.moe
+        attention, mlp = getattr(self, "attention", None), self.mlp
+        moe = self.moe
         if isinstance(attention, Attention) and self.attention_norm is not None:
             self.attention_norm.quantize_to = _fusable_format(attention.qkv.quantized, self.attention_norm)
         if self.mlp_norm is None:

@@ -232,55 +232,80 @@ def _fp8_expert_kernel(
         return
     place_m = block * M + tl.arange(0, M)
     row_m = tl.load(rows_ptr + place_m)
-    source_m = place_m
-    if READS_ROWS:
-        source_m = tl.where(row_m < rows, row_m // PER_TOKEN, 0)
+    source_m = tl.where(row_m < rows, row_m // PER_TOKEN, 0) if READS_ROWS else place_m
     column_n = tl.program_id(0) * N + tl.arange(0, N)
     valid_n = tl.minimum(column_n, columns - 1)
-    weight_rows = 2 * columns if GATED else columns
-    k_k = tl.arange(0, K)
-    x_mk = x_ptr + source_m.to(tl.int64)[:, None] * depth + k_k[None, :]
-    gate_nk = weight_ptr + (expert * weight_rows + valid_n)[:, None] * depth + k_k[None, :]
+    weight_ptr += expert * (2 * columns if GATED else columns) * depth
+    weight_scale_ptr += expert * scale_stride_e
     x_scale_m = x_scale_ptr + source_m * x_scale_stride_t
-    scale_ptr = weight_scale_ptr + expert * scale_stride_e
-    gate_scale_n = scale_ptr + valid_n // ROW_BLOCK * scale_stride_n
-    up_scale_n = scale_ptr + (columns + valid_n) // ROW_BLOCK * scale_stride_n
+    x_mk = x_ptr + source_m.to(tl.int64)[:, None] * depth + tl.arange(0, K)[None, :]
+    gate_nm, up_nm = _multiply(
+        x_mk,
+        x_scale_m,
+        weight_ptr + valid_n.to(tl.int64)[:, None] * depth + tl.arange(0, K)[None, :],
+        weight_scale_ptr + valid_n // ROW_BLOCK * scale_stride_n,
+        columns.to(tl.int64) * depth,
+        weight_scale_ptr + (columns + valid_n) // ROW_BLOCK * scale_stride_n,
+        x_scale_stride_g,
+        depth,
+        GATED,
+        PER_BLOCK,
+        EVEN,
+        M,
+        N,
+        K,
+    )
+    dtype = tl.bfloat16 if QUANTIZES else out_ptr.dtype.element_ty  # pyright: ignore
+    out_nm = gate_nm.to(dtype)
+    if ACTIVATION != "":
+        out_nm = activate_and_multiply(out_nm, up_nm.to(dtype), ACTIVATION, GATED)
+    target_m = row_m if WRITES_ROWS else place_m
+    at_mn = out_ptr + target_m.to(tl.int64)[:, None] * columns + column_n[None, :]
+    valid_mn = (row_m < rows)[:, None] & (column_n < columns)[None, :]
+    if QUANTIZES:
+        scales = (out_scale_ptr, place_m, row_m < rows, padded)
+        _store_quantized(tl.trans(out_nm).to(tl.float32), at_mn, valid_mn, *scales, M, N, POWER_OF_TWO)
+    else:
+        tl.store(at_mn, tl.trans(out_nm), valid_mn)
+
+
+@jit
+def _multiply(
+    x_mk: tl.tensor,
+    x_scale_m: tl.tensor,
+    gate_nk: tl.tensor,
+    gate_scale_n: tl.tensor,
+    up_offset: tl.tensor,
+    up_scale_n: tl.tensor,
+    x_scale_stride_g: tl.tensor,
+    depth: tl.tensor,
+    GATED: tl.constexpr,
+    PER_BLOCK: tl.constexpr,
+    EVEN: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+) -> Any:
+    """The products of a tile with the rows at ``gate_nk`` and, if gated, with those ``up_offset`` behind them."""
     gate_nm, up_nm = tl.zeros((N, M), tl.float32), tl.zeros((N, M), tl.float32)
-    for start in range(0, tl.cdiv(depth, K)):
-        x = _load_tile(x_mk, start * K, depth, EVEN, K)
-        gate = _load_tile(gate_nk, start * K, depth, EVEN, K)
+    for block in range(0, tl.cdiv(depth, K)):
+        x = _load_tile(x_mk, block * K, depth, EVEN, K)
+        gate = tl.dot(_load_tile(gate_nk, block * K, depth, EVEN, K), x.T)
         if PER_BLOCK:
-            scale_m = tl.load(x_scale_m + start * x_scale_stride_g)
-            gate_nm += tl.dot(gate, x.T) * (tl.load(gate_scale_n + start)[:, None] * scale_m[None, :])
-            if GATED:
-                up = _load_tile(gate_nk + columns.to(tl.int64) * depth, start * K, depth, EVEN, K)
-                up_nm += tl.dot(up, x.T) * (tl.load(up_scale_n + start)[:, None] * scale_m[None, :])
-        else:
-            gate_nm += tl.dot(gate, x.T)
-            if GATED:
-                up = _load_tile(gate_nk + columns.to(tl.int64) * depth, start * K, depth, EVEN, K)
-                up_nm += tl.dot(up, x.T)
+            scale_m = tl.load(x_scale_m + block * x_scale_stride_g)
+            gate *= tl.load(gate_scale_n + block)[:, None] * scale_m[None, :]
+        gate_nm += gate
+        if GATED:
+            up = tl.dot(_load_tile(gate_nk + up_offset, block * K, depth, EVEN, K), x.T)
+            if PER_BLOCK:
+                up *= tl.load(up_scale_n + block)[:, None] * scale_m[None, :]
+            up_nm += up
     if not PER_BLOCK:
         scale_m = tl.load(x_scale_m)
         gate_nm *= tl.load(gate_scale_n)[:, None] * scale_m[None, :]
         if GATED:
             up_nm *= tl.load(up_scale_n)[:, None] * scale_m[None, :]
-    dtype = tl.bfloat16 if QUANTIZES else out_ptr.dtype.element_ty  # pyright: ignore
-    out_nm = gate_nm.to(dtype)
-    if ACTIVATION != "":
-        out_nm = activate_and_multiply(out_nm, up_nm.to(dtype), ACTIVATION, GATED)
-    target_m = place_m
-    if WRITES_ROWS:
-        target_m = row_m
-    out_mn = tl.trans(out_nm)
-    at_mn = out_ptr + target_m.to(tl.int64)[:, None] * columns + column_n[None, :]
-    valid_mn = (row_m < rows)[:, None] & (column_n < columns)[None, :]
-    if QUANTIZES:
-        _store_quantized(
-            out_mn.to(tl.float32), at_mn, valid_mn, out_scale_ptr, place_m, row_m < rows, padded, M, N, POWER_OF_TWO
-        )
-    else:
-        tl.store(at_mn, out_mn, valid_mn)
+    return gate_nm, up_nm
 
 
 @jit
