@@ -1,5 +1,6 @@
 """The kernel's out-of-memory killer, told from other senders of SIGKILL by planted cgroup files."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -9,10 +10,12 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.cluster.test_spmd import team
 from tests.tiers import examples
 
 from miles.backends.remote.process.server import ServerCommand, ServerProcess
 from miles.cluster.oom_kill import MemoryCgroup, OomKillMonitor
+from miles.core.errors import TrainerError
 from miles.launch.runtime.supervisor import Supervisor
 
 GIB = 1 << 30
@@ -112,7 +115,7 @@ def test_a_kill_of_long_ago_was_that_of_another_process(tmp_path: Path):
 def oom_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A command that ends as the OOM killer ends it: its cgroup counts the kill."""
     planted = plant_v2(tmp_path, limit=str(4 * GIB))
-    monkeypatch.setattr(MemoryCgroup, "find", classmethod(lambda cls: planted))
+    monkeypatch.setattr(MemoryCgroup, "find", classmethod(lambda cls, *places: planted))
     assert planted is not None
     events = planted.folder / "memory.events"
     program = f"import os; open({str(events)!r}, 'w').write('oom_kill 1\\n'); os.kill(os.getpid(), 9)"
@@ -131,6 +134,18 @@ def test_an_engine_server_that_is_killed_for_its_memory_says_so(tmp_path: Path, 
         assert server.wait() == server.exit_reason() == f"engine 0 ended with {REACHED}"
     finally:
         server.end()
+
+
+def test_a_rank_that_is_killed_for_its_memory_is_named_with_the_limit(tmp_path: Path, monkeypatch):
+    planted = plant_v2(tmp_path, limit=str(4 * GIB))
+    monkeypatch.setattr(MemoryCgroup, "find", classmethod(lambda cls, *places: planted))
+    with team(2) as made:
+        (pid,) = made.gather_replies()
+        plant_v2(tmp_path, kills=1, limit=str(4 * GIB))
+        made.broadcast("wait", 1)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(TrainerError, match=f"rank 1 of 2 ended with {REACHED}; begin again"):
+            made.gather_replies()
 
 
 def test_a_child_that_somebody_kills_is_not_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

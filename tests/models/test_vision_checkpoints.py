@@ -1,11 +1,14 @@
 """Text models that are published beside a vision tower."""
 
+import json
+
 import pytest
 import torch
 from tests.models.oracle import hf_logits, our_logits, relative, tokens_of
 from tests.models.small_families.small import SMALL
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, SiglipVisionConfig
 
+from miles.launch.main import main
 from miles.models.checkpoint import hf
 
 VISION = {
@@ -55,3 +58,15 @@ def test_a_saved_text_model_keeps_its_vision_tower(model, tmp_path):
     for name, tensor in model.state_dict().items():
         pictures = "vision_tower" in name or "multi_modal_projector" in name
         assert torch.equal(again[name], tensor if pictures else tensor * 1.5), name
+
+
+def test_a_converted_text_model_keeps_its_vision_tower_wide(model, tmp_path):
+    model.save_pretrained(tmp_path / "in")
+    assert main(["convert", str(tmp_path / "in"), str(tmp_path / "fp8"), "--format", "fp8_channel"]) == 0
+    config = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]
+    assert any("vision_tower" in name and name.endswith("q_proj") for name in config["ignore"])
+    assert main(["convert", str(tmp_path / "fp8"), str(tmp_path / "wide"), "--format", "float32"]) == 0
+    again = Gemma3ForConditionalGeneration.from_pretrained(tmp_path / "wide").state_dict()
+    for name, tensor in model.state_dict().items():
+        pictures = "vision_tower" in name or "multi_modal_projector" in name
+        assert relative(again[name], tensor) <= (0 if pictures else 2**-4), name

@@ -67,8 +67,8 @@ class ModelConfig:
     )
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = option(
         "auto",
-        "Storage of the engine's keys and values: auto is the precision of the model; fp8_e4m3 is FP8 with a scale for "
-        "each token and head, which holds about twice as many tokens, and the trainer then rounds its own alike.",
+        "Storage of keys and values in the engine: auto is the model's precision; fp8_e4m3 is FP8 with a scale per "
+        "token and head, in half the memory, and the trainer rounds its own alike.",
     )
     trust_remote_code: bool = option(
         False,
@@ -77,7 +77,7 @@ class ModelConfig:
 
     @property
     def numerics(self) -> Numerics:
-        """The numerics of ``--parity`` and ``--kv-cache-dtype``, for all models of a run, its engines and its trainer."""
+        """The numerics of ``--parity`` and ``--kv-cache-dtype``, for a run's models, engines and trainer."""
         return numerics_from_parity(self.parity, self.kv_cache_dtype)
 
     @property

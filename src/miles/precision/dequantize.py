@@ -22,6 +22,8 @@ MXFP4_GROUP = 32
 
 # Values converted at a time, so that the intermediate tensors stay small.
 _CHUNK = 1 << 20
+# The same where a block is a few rows: the intermediate tensors stay in the CPU cache.
+_SMALL_CHUNK = 1 << 17
 
 
 def dequantize_blocks(
@@ -35,13 +37,16 @@ def dequantize_blocks(
     rows, columns = weight_RC.shape
     block_rows, block_columns = block
     scale_rc = scale_rc.view(torch.float8_e8m0fnu) if scale_rc.dtype == torch.uint8 else scale_rc
-    # A few rows of blocks at a time: the intermediate tensors stay small.
-    step = max(block_rows, _CHUNK // max(1, columns) // block_rows * block_rows)
-    for start in range(-(first % block_rows), rows, step):
+    skipped = first % block_rows
+    # Some rows of blocks at a time, so that the intermediate tensors stay small; one of large blocks shares its scales.
+    step = block_rows * max(1, _SMALL_CHUNK // max(1, columns) // block_rows)
+    for start in range(-skipped, rows, step):
         part = slice(max(start, 0), min(start + step, rows))
-        blocks = slice((start + first % block_rows) // block_rows, None)
-        scale = scale_rc[blocks][: -(-step // block_rows)].float().repeat_interleave(block_columns, 1)[:, :columns]
-        if scale.shape[0] > 1:
+        top = (start + skipped) // block_rows
+        scale = scale_rc[top : top + step // block_rows].float()
+        if block_columns < columns:
+            scale = scale.repeat_interleave(block_columns, 1)[:, :columns]
+        if scale.shape[0] > 1 and block_rows > 1:
             scale = scale.repeat_interleave(block_rows, 0)[part.start - start :][: part.stop - part.start]
         out_RC[part].copy_(weight_RC[part].to(torch.float32).mul_(scale))
 

@@ -5,8 +5,8 @@ Shapes: T tokens, G key-value heads, d channels of a head; the functions take ve
 The vector of a token and head is stored as E4M3 values with one float32 scale: its largest magnitude over 448, rounded
 up to a power of two. E4M3 rounds relative to each value, so that costs little (3 % more rounding error on normal
 vectors); and because of it a dequantized value is exact in bfloat16 and float32, scaling commutes with every later
-rounding, and rounding twice is rounding once. So a kernel may scale scores instead of keys, and a trainer that attends
-to ``round_kv`` of its keys and values computes what an engine computes from its cache, bit for bit.
+rounding, and rounding twice is rounding once. So a trainer that attends to ``round_kv`` of its keys and values computes
+what an engine computes from its cache, bit for bit.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from tests.cluster.router.harness import PATIENCE, RouterHarness, ScriptedEngine
 
 from miles.cluster.router import http_client
 from miles.cluster.router.http_client import IDLE_SECONDS
+from miles.cluster.router.http_server import STALLED_SECONDS
 from miles.cluster.router.router import _IDLE_CHECK_SECONDS
 
 
@@ -139,8 +140,7 @@ def test_a_client_that_reads_nothing_of_its_last_response_is_disconnected():
             head = b"POST /get_load HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\ncontent-length: 2\r\n\r\n"
             writer.write(head + b"{}")
             assert b" 502 " in await reader.readuntil(b"\r\n\r\n")
-            for _ in range(2):
-                h.clock.advance(_IDLE_CHECK_SECONDS)
+            h.clock.advance(STALLED_SECONDS + 2 * _IDLE_CHECK_SECONDS)
             received = 0
             with contextlib.suppress(ConnectionResetError):
                 while data := await reader.read(1 << 20):

@@ -109,7 +109,7 @@ def test_a_copied_page_takes_its_scales_along():
 
 def fp8(made: Case) -> tuple[Case, Case, KVScales]:
     """The case in FP8, the same numbers in the wide dtype, and scales; unused slots hold no numbers in any of them."""
-    slots, heads, _ = made.k_SGd.shape
+    heads = made.k_SGd.shape[1]
     results = [quantize_kv(x) for x in (made.k_SGd, made.v_SGe)]
     unused = made.k_SGd.isnan().any(-1)
     scales = []

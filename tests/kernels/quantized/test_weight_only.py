@@ -53,7 +53,7 @@ def test_rows_of_many_bytes_are_read_in_several_parts(name, monkeypatch):
     monkeypatch.setattr("miles.kernels.quantized.weight_only_gemv.MAX_HEAD", 64)
     packed, wide = pack(name, 6, 416)
     x = random(1, 416)
-    assert apart(weight_only_gemv(x, packed, tile=GemvTile(4, 4)), split(x, None, wide)) < 2e-4
+    assert apart(weight_only_gemv(x, packed, tile=GemvTile(4, 4, 1)), split(x, None, wide)) < 2e-4
 
 
 @pytest.mark.parametrize("name", NAMES)

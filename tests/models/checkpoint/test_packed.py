@@ -1,6 +1,7 @@
 """Packed weights are read and written in place: the bytes of a checkpoint are those that are multiplied with."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,7 +21,10 @@ from miles.models.checkpoint.param_map import build_param_map
 from miles.models.checkpoint.param_slices import weight_segments
 from miles.models.checkpoint.safetensors_io import stored_tensors
 from miles.models.checkpoint.save_plan import plan_decoder_save
-from miles.precision.formats import FORMATS
+from miles.models.decoder import Decoder
+from miles.models.packing import pack_params
+from miles.models.quantization import plan_quantization
+from miles.precision.formats import FORMATS, QuantizationSpec
 from miles.precision.quantize import dequantize, quantize
 
 # Of the tests' schemes, those that are one of our formats: their groups are ours in the small models below.
@@ -117,6 +121,17 @@ def test_awq_and_gptq_keep_their_integers(tmp_path):
             packed = type(quantized(values, {param: format})[param]).from_tensors(format, param, read, 1)
             exact = values.get_parameter(param)
             assert relative(dequantize(packed, torch.float32), exact) < 2**-8, param  # scales are rounded to bfloat16
+
+
+def test_scales_can_be_sharded_over_ranks(tmp_path):
+    decoder = twin(wide())
+    formats, pieces = plan(decoder.spec, "fp8"), build_param_map(decoder.spec)
+    hf.export(decoder, tmp_path, formats=formats)
+    read = dict(load_packed(tmp_path, decoder.spec, formats, tensor_parallel_size=2))
+    for name, format in formats.items():
+        weight = quantize(decoder.get_parameter(name).detach(), format, weight_segments(pieces[name]), 2)
+        for part, tensor in weight.tensors(name).items():
+            equal(read[part], tensor, part)
 
 
 # -- writing ----------------------------------------------------------------------------------
@@ -219,6 +234,21 @@ def test_gpt_oss_experts_are_written_as_published(tmp_path):
         )
         assert torch.equal(theirs.transpose(-1, -2), dequantize(weight, torch.float32))
     assert json.loads((tmp_path / "config.json").read_text())["quantization_config"]["quant_method"] == "mxfp4"
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3 moe"])
+def test_a_packed_decoder_is_written_as_a_wide_one_is(kind, tmp_path):
+    model = wide() if kind == "llama" else small(kind, moe_intermediate_size=32)
+    decoder = twin(model)
+    spec = replace(decoder.spec, quantization=QuantizationSpec(format=FORMATS["fp8"], packed=True))
+    packed = Decoder(spec, device="cpu", dtype=torch.float32)
+    packed.load_state_dict(pack_params(spec, decoder.state_dict(), torch.float32))
+    formats = {name: quantized.format for name, quantized in plan_quantization(spec).items()}
+    for name, each in (("packed", packed), ("wide", decoder)):
+        hf.export(each, tmp_path / name, formats=formats)
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("packed", "wide"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[n].view(torch.uint8), theirs[n].view(torch.uint8)) for n in theirs)
 
 
 def test_formats_may_differ_between_layers(tmp_path):

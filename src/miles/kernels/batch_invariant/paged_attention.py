@@ -61,11 +61,12 @@ class BatchInvariantPagedBackend:
         assert cache.values is not None, "batch-invariant attention needs a cache with separate values"
         cache.keys.write(slots_T, k_TGd)
         cache.values.write(slots_T, v_TGe)
-        keys, values, spans = cache.keys.slots, cache.values.slots, self._spans
-        if cache.keys.scales is not None:
-            row_K = self._rows_K.to(q_THd.device)
-            keys, values, spans = cache.keys.read_slots(row_K), cache.values.read_slots(row_K), self._gathered_spans
-        return reference_attention(q_THd, keys, values, spans, params, sinks_H)[0]
+        if cache.keys.scales is None:
+            return reference_attention(q_THd, cache.keys.slots, cache.values.slots, self._spans, params, sinks_H)[0]
+        row_K = self._rows_K.to(q_THd.device)
+        keys_KGd = cache.keys.read_slots(row_K)
+        values_KGe = cache.values.read_slots(row_K)
+        return reference_attention(q_THd, keys_KGd, values_KGe, self._gathered_spans, params, sinks_H)[0]
 
 
 class BatchInvariantSplitKVPlans(SplitKVPlans):

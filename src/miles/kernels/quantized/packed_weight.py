@@ -68,9 +68,9 @@ def load_weight_tile(
 
     ``GROUP`` is 0 if a row has one scale. Columns past the last are finite numbers.
     """
-    PER_BYTE: tl.constexpr = 1 if ELEMENT == "int8" else 2
+    PER_BYTE: tl.constexpr = 1 if ELEMENT == "int8" else 2  # pyright: ignore[reportAssignmentType]
     C: tl.constexpr = K // PER_BYTE
-    G: tl.constexpr = 1 if GROUP == 0 or GROUP >= K else K // GROUP
+    G: tl.constexpr = 1 if GROUP == 0 or GROUP >= K else K // GROUP  # pyright: ignore[reportAssignmentType]
     stored = inputs // PER_BYTE
     at_C = start // PER_BYTE + tl.arange(0, C)
     valid_NC = valid_N[:, None] & (at_C < stored)[None, :]
@@ -106,7 +106,7 @@ def _decode_pairs(data_NC: tl.tensor, ELEMENT: tl.constexpr) -> Any:
         return low_NC, high_NC
     else:
         # Exponent and mantissa where float32 has them: the value times 2**-126.
-        factor: tl.constexpr = 85070591730234615865843651857942052864.0  # 2**126
+        factor = 85070591730234615865843651857942052864.0  # 2**126
         low_NC = (((data_NC << 28) >> 6) & -0x7E400000).to(tl.float32, bitcast=True) * factor
         high_NC = (((data_NC << 24) >> 6) & -0x7E400000).to(tl.float32, bitcast=True) * factor
         return low_NC, high_NC

@@ -17,7 +17,7 @@ from miles.kernels.moe.grouped_gemm import SortedRows
 from miles.kernels.numerics import Numerics
 from miles.kernels.quantized.packed_weight import is_weight_only
 from miles.kernels.quantized.weight_only_gemm import expert_gemm, weight_only_gemm
-from miles.kernels.quantized.weight_only_gemv import expert_gemv, weight_only_gemv
+from miles.kernels.quantized.weight_only_gemv import expert_gemv, supports_gemv, weight_only_gemv
 from miles.kernels.runtime.triton_compat import use_triton, use_triton_inference
 from miles.precision.quantized_tensor import QuantizedTensor
 
@@ -73,7 +73,7 @@ def weight_only_moe(
     if not tokens:
         return torch.empty(0, width, dtype=x_TD.dtype, device=x_TD.device)
     experts = experts_Tk.reshape(-1)
-    if tokens == 1:
+    if tokens == 1 and supports_gemv(first) and supports_gemv(down):
         inner_RI = expert_gemv(x_TD.contiguous(), first, biases[0], experts, activation, interleaved=interleaved)
         out_RD = expert_gemv(inner_RI, down, biases[1], experts)
     else:
@@ -88,7 +88,8 @@ def _linear(
     x_TK: Tensor, weight: QuantizedTensor, bias_N: Tensor | None, kind: ActivationKind | None, numerics: Numerics
 ) -> Tensor:
     rows_TK = x_TK.reshape(-1, x_TK.shape[-1])
-    if len(rows_TK) == 1 and not numerics.batch_invariant and use_triton_inference(x_TK):
+    is_decode = len(rows_TK) == 1 and not numerics.batch_invariant and use_triton_inference(x_TK)
+    if is_decode and supports_gemv(weight):
         out_TN = weight_only_gemv(rows_TK.contiguous(), weight, bias_N, kind)
     else:
         out_TN = weight_only_gemm(rows_TK, weight, bias_N, kind)

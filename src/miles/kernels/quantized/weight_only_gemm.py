@@ -133,7 +133,7 @@ def _launch(
     blocks = triton.cdiv(rows, tile.tokens) if expert_P is None else len(expert_P)
     group = weight.column_block if weight.column_block < inputs else 0
     # A tile holds whole groups or is part of one.
-    depth = max(16, min(tile.depth, triton.next_power_of_2(inputs)))
+    depth = max(16, min(tile.depth, 1 << (inputs - 1).bit_length()))
     depth = depth if x.dtype.itemsize < 4 else min(depth, 64)
     with device_guard(x):
         _gemm_kernel[(blocks * triton.cdiv(outputs, tile.rows),)](
@@ -234,14 +234,17 @@ def _gemm_kernel(
     up_NT = tl.zeros((N, T), tl.float32)
     factor = tl.load(global_ptr + expert) if GLOBAL else 1.0
     tensors = (data_ptr, scale_ptr, zero_ptr, factor)
-    settings = (inputs, groups, ELEMENT, SCALE, ZERO, GLOBAL, GROUP, dtype, N, K)
     for start in range(0, inputs, K):  # pyright: ignore[reportArgumentType]
         valid_TK = valid_T[:, None] if EVEN_K else valid_T[:, None] & (start + k_K < inputs)[None, :]
         b_TK = tl.load(x_TK + start, valid_TK, other=0.0)
-        a_NK = load_weight_tile(*tensors, gate_N, valid_N, start, *settings)
+        a_NK = load_weight_tile(
+            *tensors, gate_N, valid_N, start, inputs, groups, ELEMENT, SCALE, ZERO, GLOBAL, GROUP, dtype, N, K
+        )
         sum_NT = tl.dot(a_NK, tl.trans(b_TK), sum_NT, input_precision="ieee")
         if ACTIVATION != "":
-            c_NK = load_weight_tile(*tensors, up_N, valid_N, start, *settings)
+            c_NK = load_weight_tile(
+                *tensors, up_N, valid_N, start, inputs, groups, ELEMENT, SCALE, ZERO, GLOBAL, GROUP, dtype, N, K
+            )
             up_NT = tl.dot(c_NK, tl.trans(b_TK), up_NT, input_precision="ieee")
     out_dtype = out_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue]
     out_NT = _round_with_bias(sum_NT, bias_ptr, gate_N, valid_N, out_dtype, BIAS)

@@ -113,10 +113,16 @@ def read_checkpoint(config: Config, found: Platform) -> BaseCheckpoint:
         platform=found,
         dtype=dtype,
         rollout_dtype=dtype if rollout_dtype == "auto" else hf.choose_dtype(rollout_dtype, raw, found.device),
-        numerics=config.models.numerics,
+        numerics=resolve_numerics(config),
         provide=load_hook(config, MODEL_PROVIDER),
         rollout_quantization=config.models.rollout_quantization(config.cluster.rollout_num_gpus_per_engine),
     )
+
+
+def resolve_numerics(config: Config) -> Numerics:
+    """The numerics of the run's models. SGLang scales an FP8 KV cache in its own way, which no trainer here follows."""
+    numerics = config.models.numerics
+    return replace(numerics, kv_cache_dtype="auto") if config.sglang.rollout_backend == "sglang" else numerics
 
 
 def resolve_side_spec(config: Config, policy: BaseCheckpoint, folder: Path) -> DecoderSpec:

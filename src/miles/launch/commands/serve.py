@@ -97,6 +97,9 @@ def _check_model(config: ModelConfig) -> Iterator[str]:
         yield f"--parity exact does not work with this model: {problem}; remove it."
     if config.rollout_format is not None:
         yield from find_quantization_problems(config)
+    if config.kv_cache_dtype != "auto" and config.model_impl == "transformers":
+        kept = f"--kv-cache-dtype {config.kv_cache_dtype}"
+        yield f"{kept} needs the native model; remove it, or --model-impl transformers."
 
 
 def _check_packages() -> Iterator[str]:

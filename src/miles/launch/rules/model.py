@@ -73,6 +73,11 @@ def check_transformers_models(c: Config) -> Iterator[str]:
         yield (
             f"--rollout-dtype {c.models.rollout_dtype} needs the native model; remove it, or --model-impl transformers."
         )
+    if c.models.kv_cache_dtype != "auto":
+        yield (
+            f"--kv-cache-dtype {c.models.kv_cache_dtype} needs the native model; remove it, or "
+            "--model-impl transformers."
+        )
     if c.train.optimizer == "muon":
         yield "--optimizer muon needs the native model; use --optimizer adam, or remove --model-impl transformers."
 

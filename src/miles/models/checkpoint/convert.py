@@ -10,6 +10,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from math import prod
@@ -51,6 +52,8 @@ RECEIPT = "conversion.json"
 
 # Bytes of a parameter that is not quantized, read and written at a time.
 _CHUNK_BYTES = 64 << 20
+
+_HASH_THREADS = 2
 
 Progress = Callable[[str, int, int], None]
 """Called with the parameter that is next, and the bytes written so far and in all."""
@@ -149,23 +152,28 @@ def _write(conversion: Conversion, draft: Path, progress: Progress, max_shard_by
     extra = [TensorHeader(name, s.dtype, s.shape, s.stop - s.start) for name, s in plan.extra_tensors]
     headers = [header for unit in plan.units for header in unit.headers()] + extra
     names = {(tensor.file, tensor.start): name for name, tensor in conversion.stored.items()}
-    read: dict[str, str] = {}
-    with _Output(draft, headers, max_shard_bytes) as output, ParamReader("cpu") as params:
+    hashes: dict[str, Future[str]] = {}
+    with (
+        ThreadPoolExecutor(_HASH_THREADS, thread_name_prefix="hash") as pool,
+        ParamReader("cpu") as params,
+        _Output(draft, headers, max_shard_bytes, pool) as output,
+    ):
         for unit in plan.units:
             progress(unit.name, output.done_bytes, conversion.total_bytes)
             sources = conversion.sources[unit.name]
-            for part in dict.fromkeys(part for source in sources for part in stored_parts(source.tensor)):
-                name = names[part.file, part.start]
-                read[name] = _hash_stored(name, part, params)
+            parts = dict.fromkeys(part for source in sources for part in stored_parts(source.tensor))
+            own = {names[part.file, part.start]: part for part in parts}
+            # While the weights are converted: the second read of their bytes is from memory.
+            hashes |= {name: pool.submit(_hash_stored, name, part, params) for name, part in own.items()}
             for header, tensor in _unit_parts(unit, sources, conversion.formats.get(unit.name), params):
                 output.append(header, tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+            wait([hashes[name] for name in own])
         for header, (name, stored) in zip(extra, plan.extra_tensors, strict=True):
-            digest = hashlib.sha256()
+            hashes[name] = pool.submit(_hash_stored, name, stored, params)
             for data in read_stored_bytes(name, stored, params.files):
-                digest.update(data)
-                output.append(header, data)
-            read[name] = digest.hexdigest()
+                output.append(header, memoryview(bytes(data)))  # the buffer is used again
         written = output.finish()
+        read = {name: done.result() for name, done in hashes.items()}
     progress("", conversion.total_bytes, conversion.total_bytes)
     write_json(draft / RECEIPT, _build_receipt(conversion, read, written))
     plan.write_metadata(draft)
@@ -244,6 +252,11 @@ def _quantized_parts(
     unit: SaveUnit, sources: Sequence[ParamSource], format: WeightFormat, params: ParamReader
 ) -> Iterator[_Part]:
     segments, columns = weight_segments(unit.pieces), unit.shape[-1]
+    if len(unit.shape) == 2 and len(sources) == len(unit.layouts) and not format.global_scale:
+        for source, layout, rows in zip(sources, unit.layouts, segments, strict=True):
+            (part,) = read_packed_segments([source], None, (rows,), columns, format, params)
+            yield from zip(layout.headers(), layout.tensors(part), strict=True)
+        return
     experts = [None] if len(unit.shape) == 2 else range(unit.shape[0])
     for expert in experts:
         parts = read_packed_segments(sources, expert, segments, columns, format, params)
@@ -258,8 +271,12 @@ def _quantized_parts(
 class _Output:
     """Safetensors files of known tensors, which are written in runs: each tensor's in order, tensors in any."""
 
-    def __init__(self, folder: Path, headers: Sequence[TensorHeader], max_shard_bytes: int) -> None:
+    def __init__(
+        self, folder: Path, headers: Sequence[TensorHeader], max_shard_bytes: int, pool: ThreadPoolExecutor
+    ) -> None:
         self._folder = folder
+        self._pool = pool
+        self._hashing: Future[None] | None = None
         self.done_bytes = 0
         self._digests = {header.name: hashlib.sha256() for header in headers}
         self._position: dict[str, int] = {}
@@ -295,16 +312,22 @@ class _Output:
             os.close(self._descriptors.popitem()[1])
 
     def append(self, header: TensorHeader, data: memoryview) -> None:
-        """Write the next bytes of a tensor."""
-        self._digests[header.name].update(data)
+        """Write the next bytes of a tensor; they are hashed meanwhile, and must not change until the next call."""
+        self._wait_for_hash()
+        self._hashing = self._pool.submit(self._digests[header.name].update, data)
         descriptor, done = self._descriptors[self._file_of[header.name]], 0
         while done < len(data):
             done += os.pwrite(descriptor, data[done:], self._position[header.name] + done)
         self._position[header.name] += len(data)
         self.done_bytes += len(data)
 
+    def _wait_for_hash(self) -> None:
+        if self._hashing is not None:
+            self._hashing.result()
+
     def finish(self) -> dict[str, str]:
         """Sync all files, write the index, and return the SHA-256 of every tensor."""
+        self._wait_for_hash()
         for descriptor in self._descriptors.values():
             os.fsync(descriptor)
         if len(self._descriptors) > 1:

@@ -104,14 +104,17 @@ def read_packed_segments(
     format: WeightFormat,
     params: ParamReader,
 ) -> list[QuantizedTensor]:
-    """Return the packed weights that a matrix of a parameter is fused of, that of ``expert`` if it has experts."""
+    """Return the packed weights that a matrix of a parameter is fused of, that of ``expert`` if it has experts.
+
+    ``sources`` may be some of a parameter's, one after the other, with their ``segments``.
+    """
     own = [source for source in sources if source.piece.expert in (None, expert)]
     parts = [_read_piece(source, expert, format, params.files) for source in own]
     exact = [part for part in parts if part is not None]
     if len(exact) == len(parts) == len(segments) and _share_global_scale(exact):
         return exact
     shape = (sum(segments), columns)
-    first = 0 if expert is None else expert
+    first = own[0].piece.start if expert is None else expert
     whole = params.read(own, shape if expert is None else (1, *shape), torch.float32, first=first).view(shape)
     if format.global_scale or len(parts) != len(segments):
         return split_segments(quantize(whole, format, segments), segments)

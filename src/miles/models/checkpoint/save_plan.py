@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -25,7 +26,7 @@ from miles.models.checkpoint.safetensors_io import (
     stored_tensors,
     write_json,
 )
-from miles.models.checkpoint.tensor_sources import read_quant_config
+from miles.models.checkpoint.tensor_sources import FLOATS, read_quant_config
 from miles.models.checkpoint.write_quant_config import build_quantization_config
 from miles.models.decoder import Decoder
 from miles.models.families import config_from_spec, spec_from_config
@@ -233,14 +234,29 @@ def _weights_spec(spec: DecoderSpec) -> DecoderSpec:
 
 
 def _unused_tensors(spec: DecoderSpec, like: Path | str | None) -> list[tuple[str, StoredTensor]]:
-    """List the tensors of ``like`` that this decoder does not use but that are to be copied."""
+    """List the tensors of ``like`` that this decoder does not use but that are to be copied.
+
+    Of a quantized checkpoint these are parts that are not quantized, such as a vision tower.
+    """
     if like is None or not any((Path(like) / name).exists() for name in (WEIGHTS, INDEX)):
-        return []
-    if read_quant_config(read_config(like)) is not None:
         return []
     own = {piece.hf_name for pieces in param_map.build_param_map(spec).values() for piece in pieces}
     own |= set(param_map.stacked_expert_names(spec).values())
     is_unused = find_family(spec.family).is_unused
-    return [
+    unused = [
         (name, stored) for name, stored in stored_tensors(like).items() if name not in own and is_unused(spec, name)
     ]
+    if read_quant_config(read_config(like)) is None:
+        return unused
+    quantized = {_part_of_model(name) for name, stored in unused if stored.dtype not in FLOATS}
+    return [(name, stored) for name, stored in unused if _part_of_model(name) not in quantized]
+
+
+def _part_of_model(hf_name: str) -> str:
+    """The layer that a tensor belongs to, or the first two words of its name.
+
+    >>> _part_of_model("model.layers.61.eh_proj.weight"), _part_of_model("model.vision_tower.norm.weight")
+    ('model.layers.61', 'model.vision_tower')
+    """
+    match = re.match(r"[^.]+\.layers\.\d+", hf_name)
+    return match[0] if match else ".".join(hf_name.split(".")[:2])
