@@ -101,7 +101,8 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "--fp8-format e4m3",
         [
-            "--fp8-format asks for training in FP8, which is not supported.",
+            "--fp8-format e4m3 is about training in FP8; add --train-precision fp8 (Megatron's blockwise recipe), or "
+            "remove it.",
         ],
     ),
     (

@@ -49,7 +49,7 @@ def test_beta_names_both_meanings():
 @pytest.mark.parametrize(
     ("flag", "feature"),
     [
-        ("--fp8-format", "training in FP8"),
+        ("--te-precision-config-file", "precision by a file"),
         ("--fp4-recipe", "training in FP4"),
         ("--enable-mtp-training", "multi-token prediction"),
         ("--multimodal-keys", "images and other media"),
