@@ -44,7 +44,7 @@ JITFunction.run = compile_only
 from miles.kernels.runtime import triton_compat
 if family == "cuda":
     triton_compat.pdl_options = lambda device: {"PDL": True, "launch_pdl": True}
-from miles.kernels.quantized import dot_scaled, weight_only_gemm, weight_only_gemv
+from miles.kernels.quantized import dot_scaled, quantize_triton, weight_only_gemm, weight_only_gemv
 from miles.precision.formats import FORMATS
 from miles.precision.quantize import quantize
 
@@ -54,7 +54,10 @@ stack = quantize(torch.randn(2, 512, 1024, dtype=torch.bfloat16), format)
 bias = torch.zeros(512, dtype=torch.bfloat16)
 x = torch.randn(20, 1024, dtype=torch.bfloat16)
 experts = torch.zeros(20, 1, dtype=torch.int64)
-if format.quantizes_activations:
+if what.startswith("fp8"):
+    quantize_triton.quantize_weight(x, format, transposed=format.rows != 1)
+elif format.quantizes_activations:
+    quantize_triton.quantize_rows_mxfp8(x)
     dot_scaled.dot_scaled_linear(dot_scaled.quantize_rows_microscaling(x, format), weight, bias)
 else:
     weight_only_gemv.weight_only_gemv(x[:1], weight, bias)
@@ -74,11 +77,13 @@ print(names)
 
 @pytest.mark.slow
 @pytest.mark.skipif(not HAVE_TRITON, reason="needs Triton")
-@pytest.mark.parametrize("name", ["int4", "int4_g32_asym", "mxfp4", "nvfp4", "int8", "mxfp8"])
+@pytest.mark.parametrize(
+    "name", ["int4", "int4_g32_asym", "mxfp4", "nvfp4", "int8", "mxfp8", "fp8_pow2", "fp8_channel"]
+)
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_kernels_compile_and_fit(target, name, tmp_path):
-    if name == "mxfp8" and target != "blackwell":
-        pytest.skip("only GPUs with native microscaling use this kernel")
+    if (name == "mxfp8" and target != "blackwell") or ("fp8" in name and target == "mi300"):
+        pytest.skip("this GPU multiplies another format")
     environment = dict(os.environ) | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *map(str, TARGETS[target]), str(LIMITS[target]), name],

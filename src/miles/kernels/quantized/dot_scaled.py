@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from miles.kernels.quantized.packed_weight import kernel_scale
+from miles.kernels.quantized.quantize_triton import quantize_rows_mxfp8
 from miles.kernels.runtime.triton_compat import (
     HAVE_TRITON,
     device_guard,
@@ -52,7 +53,8 @@ def supports_dot_scaled(x: Tensor, weight: QuantizedTensor) -> bool:
 def quantize_rows_microscaling(x_TK: Tensor, format: WeightFormat) -> MicroscaledRows:
     """Quantize each row by itself to the element type and scales of ``format``; NVFP4 has a global scale for each."""
     if format.element == "e4m3":
-        return MicroscaledRows(*quantize_mxfp8(x_TK), None, x_TK.dtype)
+        packed = quantize_rows_mxfp8(x_TK) if use_triton(x_TK) else quantize_mxfp8(x_TK)
+        return MicroscaledRows(*packed, None, x_TK.dtype)
     if not format.global_scale:
         return MicroscaledRows(*quantize_mxfp4(x_TK), None, x_TK.dtype)
     factor_T1 = nvfp4_global_scale(x_TK.abs().amax(-1, keepdim=True))
