@@ -28,7 +28,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Protocol
 
-from benchmarks.chaos_ray_cluster import ROOT, Cluster, processes
+from benchmarks.chaos_ray_cluster import GUARD, ROOT, Cluster, processes
 from benchmarks.chaos_report import compare_weights, final_rewards, load_final_weights, summarize_run
 
 from miles.launch.commands import demo_task
@@ -112,7 +112,7 @@ class Here:
             return driver
         if whom == "rank":
             return [p for p, (parent, words) in family.items() if parent in driver and b"spawn_main" in words]
-        guards = [p for p, (parent, words) in family.items() if parent in driver and b"guard.py" in words]
+        guards = [p for p, (parent, words) in family.items() if parent in driver and GUARD in words]
         return [p for p, (parent, _) in family.items() if parent in guards]
 
 

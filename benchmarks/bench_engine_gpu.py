@@ -3,7 +3,8 @@
     python benchmarks/bench_engine_gpu.py [--models Qwen3-0.6B Qwen3-4B] [--sides ours sglang transformers]
         [--sglang FOLDER]
 
-A side ``ours:fp8`` serves the model in that ``--rollout-precision``.
+A side ``ours:fp8`` serves the model in that ``--rollout-precision``, and ``ours:fp8+kv`` also stores the KV cache in
+FP8.
 
 bf16, random weights of the published shapes, log-probs on, temperature 1, no EOS. Two workloads:
 
@@ -79,6 +80,7 @@ def ours(model: str, names: list[str], profile: bool, folder: str, precision: st
     from miles.cluster.executor import ThreadExecutor
     from miles.cluster.platform import detect_platform
     from miles.core.types import Version
+    from miles.kernels.numerics import FAST
     from miles.launch.runtime.gc_tuning import reduce_gc
     from miles.models.decoder import Decoder
     from miles.models.packing import pack_params
@@ -91,14 +93,18 @@ def ours(model: str, names: list[str], profile: bool, folder: str, precision: st
     for parameter in decoder.parameters():
         parameter.data.normal_(std=0.02)
     weights = {name: p.detach() for name, p in decoder.named_parameters()}
-    if precision:
+    precision, _, kv = precision.partition("+")
+    numerics = replace(FAST, kv_cache_dtype="fp8_e4m3") if kv else FAST
+    if precision not in ("", "bf16"):
         spec = replace(spec, quantization=QuantizationSpec(format=get_format(precision), packed=True))
         weights = pack_params(spec, weights, torch.bfloat16)
         del decoder
         torch.cuda.empty_cache()
     run = ThreadExecutor("engine")
     config = NativeConfig(engine_max_running=256, engine_kv_tokens=420_000)
-    engine = NativeEngine(spec, device=platform.device, dtype=torch.bfloat16, config=config, run=run, decode=None)
+    engine = NativeEngine(
+        spec, device=platform.device, dtype=torch.bfloat16, config=config, run=run, decode=None, numerics=numerics
+    )
     publication = Publication(weights=lambda: weights, engines=[engine], transport="shared", run=run)
 
     async def serve() -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import product
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from miles.kernels.quantized.activation_quant import quantize_rows_fp8
-from miles.kernels.quantized.fp8_gemm import Fp8Tile, fp8_gemm, list_fp8_tiles, select_fp8_tile
+from miles.kernels.quantized.fp8_gemm import Fp8Tile, fp8_gemm, list_fp8_tiles, select_fp8_tile, select_split_tile
 from miles.precision.formats import FORMATS
 from miles.precision.quantize import dequantize, dequantize_activation, quantize, quantize_activation
 from miles.precision.quantized_tensor import QuantizedActivation, QuantizedTensor
@@ -28,7 +29,7 @@ TOKENS = (1, 16, 32, 64, 128, 256, 1024, 8192)
 BANDWIDTH, FP8_PEAK = 4.3e12, 1979e12
 
 
-def time_ms(run: Callable[[], object], repeats: int = 20) -> float:
+def time_ms(run: Callable[[], object], repeats: int = 9) -> float:
     """The median time of a run with a cold L2 cache, as a CUDA graph would run it."""
     flush = torch.empty(64 << 20, dtype=torch.int32, device="cuda")
     for _ in range(3):
@@ -96,14 +97,13 @@ def torch_scaled_mm(x: QuantizedActivation, weight: QuantizedTensor) -> Callable
 
 
 def candidates(tokens: int) -> Iterable[Fp8Tile]:
-    """Tiles that a sweep tries."""
-    sizes = [size for size in (16, 32, 64, 128, 256) if size < 2 * tokens or size == 16]
-    for rows, size in product((64, 128, 256), sizes[-3:]):
-        for warps, stages in product((4, 8), (3, 4, 5, 6, 8)):
-            shared = (rows + size) * 128 * stages
-            if shared <= 220_000 and rows * size <= 128 * 256 and not (warps == 8 and rows == 64):
-                if rows * size // (warps * 32) <= 160:
-                    yield Fp8Tile(rows, size, warps, stages)
+    """Split tiles that a sweep tries."""
+    size = min(256, max(16, 1 << (tokens - 1).bit_length()))
+    for rows, columns, split in product((64, 128), sorted({size, max(16, size // 2)}), (1, 2, 4, 6)):
+        warps = 8 if rows * columns >= 128 * 128 else 4
+        for stages in (3, 4):
+            if (rows + columns) * 128 * stages <= 220_000:
+                yield Fp8Tile(rows, columns, warps, stages, split)
 
 
 def attempt(run: Callable[[], object]) -> float:
@@ -139,10 +139,18 @@ def main() -> None:
         print(
             f"{rows:>8} {inputs:>8} {tokens:>8}", " ".join(f"{ms * 1e3:8.1f}" for ms in times), tuple(tile), flush=True
         )
-        if arguments.sweep:
-            packed, activation = quantize(weight, FORMATS["fp8"]), quantize_rows_fp8(x, FORMATS["fp8"])
-            found = sorted((attempt(lambda: fp8_gemm(activation, packed, None, t)), t) for t in candidates(tokens))
-            print("   ", "; ".join(f"{ms * 1e3:.1f} {tuple(t)}" for ms, t in found[:5]), flush=True)
+        for name in ("fp8", "fp8_channel") if arguments.sweep else ():
+            packed, activation = quantize(weight, FORMATS[name]), quantize_rows_fp8(x, FORMATS[name])
+            chosen = select_split_tile(tokens, rows, inputs, x.device) or tile
+            expected = fp8_gemm(activation, packed).float()
+            found = []
+            for one in (chosen, *candidates(tokens)):
+                out = fp8_gemm(activation, packed, None, one).float()
+                assert float((out - expected).abs().max()) < 0.01 * float(expected.abs().max()), one
+                found.append((attempt(partial(fp8_gemm, activation, packed, None, one)), one))
+            best = sorted(found)[:4]
+            print(f"    {name} chosen {found[0][0] * 1e3:.1f} {tuple(chosen)}; best", end=" ")
+            print("; ".join(f"{ms * 1e3:.1f} {tuple(t)}" for ms, t in best), flush=True)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ bf16, scattered pages of 16 tokens. Every time is the median of graph replays of
 cache cleared before each. Bytes are those of keys and values, once for every row, or once for every shared prefix, and
 of queries and outputs; "of copy" is their rate over the measured rate of a copy (which reads and writes). FLOPs are
 those of causal attention; beside them torch's SDPA over unpaged tensors. "error" is relative to plain torch in float32.
+"FP8" is the same over an FP8 KV cache: its time and speed-up, and for decode the bytes it reads, scales included.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import argparse
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,8 @@ from miles.kernels.attention.paged_prefill import TILE, build_prefill_tiles, pre
 from miles.kernels.attention.params import PagedAttentionParams
 from miles.kernels.attention.split_kv import SplitKVPlan
 from miles.kernels.attention.tile_config import PrefillTile, TileTuning
+from miles.kernels.runtime.kv_cache import KVScales
+from miles.precision.kv_cache import quantize_kv
 
 PAGE = 16
 DEVICE = torch.device("cuda")
@@ -65,6 +68,17 @@ def apart(out: Tensor, wanted: Tensor) -> float:
     return float((out.float() - wanted.float()).norm() / wanted.float().norm())
 
 
+def quantized(k: Tensor, v: Tensor, value_dim: int | None) -> tuple[Tensor, Tensor, KVScales]:
+    """Bytes of FP8 keys and values and their scales; of an MLA latent with ``value_dim``, one for its RoPE channels."""
+    codes, scales = [], []
+    for x in (k, v):
+        width = x.shape[-1]
+        parts = [quantize_kv(part) for part in x.split((value_dim, width - value_dim) if value_dim else (width,), -1)]
+        codes.append(torch.cat([data.view(torch.uint8) for data, _ in parts], -1))
+        scales.append(torch.cat([scale for _, scale in parts], -1).unflatten(0, (-1, PAGE)).mT.contiguous())
+    return codes[0], codes[0] if value_dim else codes[1], KVScales(scales[0], scales[0] if value_dim else scales[1])
+
+
 @dataclass
 class Decode:
     """Rows of these lengths; neighbours in runs of ``family`` begin with ``common`` tokens that are the same."""
@@ -80,6 +94,7 @@ class Decode:
     shared: bool = True
     latent: bool = False
     values: int = 128
+    fp8: bool = False
     work: SplitKVPlan = field(init=False)
 
     def __post_init__(self) -> None:
@@ -95,6 +110,10 @@ class Decode:
         keys = (slots, self.groups, self.width)
         self.k = torch.randn(keys, device=DEVICE, dtype=BF16)
         self.v = self.k if self.latent else torch.randn(keys, device=DEVICE, dtype=BF16)
+        self.params = PagedAttentionParams(PAGE, self.width**-0.5)
+        if self.fp8:
+            self.k, self.v, scales = quantized(self.k, self.v, self.values if self.latent else None)
+            self.params = self.params._replace(kv_scales=scales)
         self.q = torch.randn(rows, self.groups * self.share, self.width, device=DEVICE, dtype=BF16)
         self.pages, self.seats = torch.from_numpy(pages).to(DEVICE), torch.arange(rows, device=DEVICE)
         self.work = SplitKVPlan(rows, max(2 * rows, 4096), DEVICE, prefix_queries=self.prefix_queries)
@@ -109,7 +128,7 @@ class Decode:
         self.work.copy_to_device()
 
     def run(self) -> Tensor:
-        params = PagedAttentionParams(PAGE, self.width**-0.5)
+        params = self.params
         if self.latent:
             return mla_decode_attention(
                 self.q, self.k, self.pages, self.seats, self.work, params, value_dim=self.values
@@ -117,7 +136,7 @@ class Decode:
         return decode_attention(self.q, self.k, self.v, self.pages, self.seats, self.work, params)
 
     def error(self) -> float:
-        params = PagedAttentionParams(PAGE, self.width**-0.5)
+        params = self.params
         lengths = torch.from_numpy(self.lengths).to(DEVICE)
         if self.latent:
             wanted = mla_decode_reference(
@@ -130,9 +149,10 @@ class Decode:
     def read_bytes(self) -> int:
         lists = self.work.host_arrays()
         tokens = int(np.diff(lists.items_I[:, 3:], axis=1).sum())
-        vectors = self.groups * self.width * (1 if self.latent else 2)
+        vectors = self.groups * (1 if self.latent else 2)
         ends = self.q.numel() + len(self.q) * self.q.shape[1] * (self.values if self.latent else self.width)
-        return 2 * (tokens * vectors + ends)
+        scales = 4 * (2 if self.latent else vectors)
+        return tokens * (vectors * self.width + scales if self.fp8 else 2 * vectors * self.width) + 2 * ends
 
     def line(self, copy: float) -> str:
         spent = milliseconds(self.run)
@@ -140,8 +160,15 @@ class Decode:
         prefixes, suffixes = self.work.host_arrays().counts.tolist()
         return (
             f"{self.name:44s} {spent * 1e3:9.1f} us  {rate / 1e12:5.2f} TB/s  {100 * rate / copy:4.0f} % of copy  "
-            f"items {prefixes:4d} + {suffixes:4d}  error {self.error():.1e}"
+            f"items {prefixes:4d} + {suffixes:4d}  error {self.error():.1e}{self.fp8_column(spent)}"
         )
+
+    def fp8_column(self, spent: float) -> str:
+        """The same over an FP8 cache."""
+        narrow = replace(self, fp8=True)
+        took = milliseconds(narrow.run)
+        rate = narrow.read_bytes() / took / 1e9
+        return f"  FP8 {took * 1e3:9.1f} us ({spent / took:.2f}x)  {rate:5.2f} TB/s  error {narrow.error():.1e}"
 
 
 @dataclass
@@ -156,6 +183,7 @@ class Prefill:
     width: int = 128
     latent: bool = False
     values: int = 128
+    fp8: bool = False
 
     def __post_init__(self) -> None:
         pages = -(-self.length // PAGE)
@@ -164,16 +192,25 @@ class Prefill:
         self.q = torch.randn(tokens, self.heads, self.width, device=DEVICE, dtype=BF16)
         self.k = torch.randn(self.rows * pages * PAGE, self.groups, self.width, device=DEVICE, dtype=BF16)
         self.v = torch.randn_like(self.k)
+        self.params = PagedAttentionParams(PAGE, self.width**-0.5)
+        if self.fp8:
+            self.k, self.v, scales = quantized(self.k, self.v, self.values if self.latent else None)
+            self.params = self.params._replace(kv_scales=scales)
         self.pages = torch.from_numpy(table.astype(np.int32)).to(DEVICE)
         ones = np.ones(self.rows, np.int64)
         tiles = build_prefill_tiles(0 * ones, self.length * ones, np.arange(self.rows), 0)
         self.tiles = torch.from_numpy(tiles).to(DEVICE)
 
     def run(self) -> Tensor:
-        params = PagedAttentionParams(PAGE, self.width**-0.5)
+        params = self.params
         if self.latent:
             return mla_prefill_attention(self.q, self.k, self.pages, self.tiles, params, value_dim=self.values)
         return prefill_attention(self.q, self.k, self.v, self.pages, self.tiles, params)
+
+    def fp8_column(self, spent: float) -> str:
+        """The same over an FP8 cache."""
+        took = milliseconds(replace(self, fp8=True).run)
+        return f"  FP8 {took * 1e3:9.1f} us ({spent / took:.2f}x)"
 
     def line(self, copy: float) -> str:
         spent = milliseconds(self.run)
@@ -182,7 +219,7 @@ class Prefill:
         rate = 2 * self.heads * (self.width + values) * seen / spent * 1e3
         line = f"{self.name:44s} {spent * 1e3:9.1f} us  {rate / 1e12:5.0f} TFLOP/s"
         if self.latent:
-            return line
+            return line + self.fp8_column(spent)
         slots = (self.pages.long()[:, :, None] * PAGE + torch.arange(PAGE, device=DEVICE)).flatten(1)[:, : self.length]
         k, v = (x[slots].transpose(1, 2).contiguous() for x in (self.k, self.v))
         q = self.q.view(self.rows, self.length, self.heads, self.width).transpose(1, 2).contiguous()
@@ -192,7 +229,8 @@ class Prefill:
 
         theirs = milliseconds(torchs)
         error = apart(self.run(), torchs().transpose(1, 2).flatten(0, 1))
-        return f"{line}  torch {theirs * 1e3:9.1f} us ({theirs / spent:.2f}x its speed)  apart {error:.1e}"
+        line += f"  torch {theirs * 1e3:9.1f} us ({theirs / spent:.2f}x its speed)  apart {error:.1e}"
+        return line + self.fp8_column(spent)
 
 
 def cases() -> list[Callable[[], Decode | Prefill]]:

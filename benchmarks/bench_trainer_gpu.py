@@ -44,6 +44,7 @@ class Case:
     count: int = 1
     frozen: bool = False
     again: bool = False
+    optimizer_state: Literal["float32", "int8"] = "float32"
 
     @property
     def tokens(self) -> int:
@@ -55,6 +56,7 @@ CASES = {
     "0.6B-8x2k": Case("Qwen3-0.6B", 2048, 8),
     "4B-8k": Case("Qwen3-4B", 8192),
     "4B-8k-again": Case("Qwen3-4B", 8192, again=True),
+    "8B-8k-int8": Case("Qwen3-8B", 8192, again=True, optimizer_state="int8"),
     "30B-A3B-frozen-8k": Case("Qwen3-30B-A3B", 8192, frozen=True, again=True),
 }
 PREFIX, REPLY, GROUP = 1024, 1024, 8
@@ -125,7 +127,8 @@ def sample(rng: Any, index: int, tokens: Any, prompt: int, prompt_id: int) -> An
     )
 
 
-def trainer(case: Case, parity: Literal["fast", "exact"] = "fast", **knobs: Any) -> Any:
+def trainer(case: Case, parity: Literal["fast", "exact"] = "fast", precision: str = "", **knobs: Any) -> Any:
+    """The trainer of a case; ``precision`` is that of --train-precision, with an E4M3 backward if it is FP8."""
     import torch
 
     from miles.algo.config import AlgoConfig
@@ -133,18 +136,23 @@ def trainer(case: Case, parity: Literal["fast", "exact"] = "fast", **knobs: Any)
     from miles.cluster.executor import InlineExecutor
     from miles.kernels.numerics import numerics_from_parity
     from miles.models.decoder import Decoder
+    from miles.precision.formats import QuantizationSpec, get_format
     from miles.train.config import TrainConfig
     from miles.train.policy_trainer import PolicyTrainer
 
     numerics = numerics_from_parity(parity)
-    decoder = Decoder(spec_named(case.model), device="cuda", dtype=torch.bfloat16, numerics=numerics)
+    spec = spec_named(case.model)
+    if precision:
+        quantization = QuantizationSpec(format=get_format(precision), packed=False, backward="e4m3")
+        spec = replace(spec, quantization=quantization)
+    decoder = Decoder(spec, device="cuda", dtype=torch.bfloat16, numerics=numerics)
     with torch.no_grad():
         for parameter in decoder.parameters():
             parameter.normal_(0.0, 0.02)
     if case.frozen:
         for name, parameter in decoder.named_parameters():
             parameter.requires_grad_(".moe.gate_up" not in name and ".moe.down" not in name)
-    train = TrainConfig(max_tokens_per_gpu=case.tokens, **knobs)
+    train = TrainConfig(max_tokens_per_gpu=case.tokens, optimizer_state_dtype=case.optimizer_state, **knobs)
     model = LocalModel(decoder, gradient_checkpointing=case.again)
     return PolicyTrainer(
         model, algo=AlgoConfig(), train=train, steps=1, updates=100, temperature=1.0, run=InlineExecutor()
@@ -160,7 +168,7 @@ def build_step(worker: Any, samples: Any) -> Callable[[], Any]:
     return lambda: asyncio.run(worker.step(batch))
 
 
-def ours(case: Case, *, plain: bool = False) -> Callable[[], Any]:
+def ours(case: Case, *, plain: bool = False, precision: str = "") -> Callable[[], Any]:
     import numpy as np
 
     if plain:
@@ -168,7 +176,7 @@ def ours(case: Case, *, plain: bool = False) -> Callable[[], Any]:
     rng, vocab = np.random.default_rng(0), spec_named(case.model).vocab_size
     # A sample is read up to its last token but one.
     samples = [sample(rng, 0, rng.integers(0, vocab, case.length + 1), 1, i) for i in range(case.count * BATCHES)]
-    return build_step(trainer(case), samples)
+    return build_step(trainer(case, precision=precision), samples)
 
 
 def without_kernels() -> None:
@@ -216,6 +224,8 @@ def theirs(case: Case) -> Callable[[], Any]:
 
 SIDES: dict[str, Callable[[Case], Callable[[], Any]]] = {
     "ours": ours,
+    "ours:fp8": lambda case: ours(case, precision="fp8"),
+    "ours:fp8_channel": lambda case: ours(case, precision="fp8_channel"),
     "torch": lambda case: ours(case, plain=True),
     "transformers": theirs,
 }

@@ -22,6 +22,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from miles.cluster import process
+
 ROOT = Path(__file__).parents[1]
 MARK = "MILES_CHAOS"
 """In the environment of all processes of a cluster: whose they are."""
@@ -251,8 +253,12 @@ class Cluster:
     def engines(self) -> list[int]:
         """The processes of engine servers: children of a guard that an actor has."""
         family = {pid: (parent, words) for pid, parent, words in processes()}
-        guards = {pid for pid, (_, words) in family.items() if b"guard.py" in words and _is_marked(pid, self.mark)}
+        guards = {pid for pid, (_, words) in family.items() if GUARD in words and _is_marked(pid, self.mark)}
         return [pid for pid, (parent, _) in family.items() if parent in guards]
+
+
+GUARD = os.fsencode(process.__file__)
+"""A word of the command of each guard; the engine server is its child."""
 
 
 def processes() -> Iterator[tuple[int, int, bytes]]:

@@ -6,7 +6,7 @@ Two ``miles serve`` processes behind ``miles route``, and a ``miles train`` with
 come from an agent over the session server. For so many minutes, at the same time:
 
 - malformed requests and raw bytes go to every port: both servers, the router, the session server, the run's engines;
-- processes are killed or frozen: engines of the run, the run itself, servers behind the router;
+- processes are killed or frozen: engines and trainer ranks of the run, the run itself, servers behind the router;
 - CPU burners take every core, and the disk of the run fills up (a tmpfs, where this process is root);
 - a client repeats seeded requests through the router and compares each response with the undisturbed one.
 
@@ -38,10 +38,9 @@ from typing import Any
 
 import aiohttp
 from benchmarks.bench_chaos import Here, count_steps, flags, write_inputs
-from benchmarks.chaos_ray_cluster import ROOT, find_marked_processes, processes
+from benchmarks.chaos_ray_cluster import MARK, ROOT, find_marked_processes, processes
 from benchmarks.chaos_report import summarize_run
 
-MARK = "MILES_CHAOS_MARK"
 ADDRESS_FILE = "MILES_SOAK_ADDRESS"
 DISK_MIB = 96
 STATUSES = {"term": {143, 137}, "end": {143}}
@@ -50,6 +49,7 @@ QUIET_SECONDS = 90.0
 """Within this time after the last client has gone, the router has closed their connections."""
 SERVER_STATUSES = {0, -signal.SIGTERM}
 """A server finishes its requests and ends with 0; one that is still starting is ended by the signal."""
+STRIKES = ("engine kill", "engine kill", "engine freeze", "rank kill", "run kill", "run term", "server", "cpu", "disk")
 PATHS = (
     *("/generate", "/v1/chat/completions", "/v1/completions", "/v1/messages", "/health", "/get_load", "/server_info"),
     *("/tokenize", "/sessions/none", "/metrics", "/flush_cache", "/abort_request", "/engines", "/openapi.json"),
@@ -254,14 +254,19 @@ class Soak:
         chance = random.Random(self.seed)
         while not self.is_over:
             time.sleep(chance.uniform(5, 20))
-            kind = chance.choice(["engine kill", "engine freeze", "run kill", "run term", "server", "cpu", "disk"])
+            kind = chance.choice(STRIKES)
             if getattr(self, "_" + kind.split()[0])(kind, chance):
                 self.found.strikes[kind] += 1
 
     def _engine(self, kind: str, chance: random.Random) -> bool:
         if self.life is None or self.life.poll() is not None:
             return False
-        return Here().strike(self.life.pid, "engine", "killed" if "kill" in kind else "frozen") is not None
+        if not self._has_progressed() and chance.random() < 0.8:
+            return False  # most engines are struck in the middle of a run, some while it starts
+        whom, how = kind.split()
+        return Here().strike(self.life.pid, whom, "killed" if how == "kill" else "frozen") is not None
+
+    _rank = _engine
 
     def _run(self, kind: str, chance: random.Random) -> bool:
         if self.life is None or not self._has_progressed():
@@ -344,6 +349,9 @@ class Soak:
         with suppress(OSError, AttributeError):
             match = re.search(r":(\d+)", self.address.read_text())
             ports += [("session server", int(match[1]))] if match else []
+        for log in (self.run / "logs").glob("engine-*.log"):
+            started = re.findall(r"^--- .* --port (\d+)", log.read_text(errors="replace"), re.MULTILINE)
+            ports += [("engine", int(started[-1]))] if started else []
         return ports
 
     def compare(self) -> None:
@@ -390,6 +398,16 @@ class Soak:
         if now > before + 8:
             self.found.problems.append(f"router: descriptors grew from {before} to {now}")
 
+    def check_engines(self) -> None:
+        """Engines of the run that were lost and that came back; a life that ends meanwhile takes its engines along."""
+        lines = (self.run / "logs" / "engines.log").read_text(errors="replace").splitlines()
+        lost = sum("restarting it" in line for line in lines)
+        back = sum(line.endswith(" is back.") for line in lines)
+        print(f"engines of the run: {lost} lost, {back} restarted in the same life of the run")
+        self.found.problems += [f"engines.log: {line}" for line in lines if "is given up" in line]
+        if self.found.strikes["engine kill"] > 4 and not back:
+            self.found.problems.append("no engine of the run came back")
+
     def check(self) -> None:
         found = self.found
         self.check_connections()
@@ -406,12 +424,13 @@ class Soak:
         found.problems += [f"a process is left: {pid}" for pid in self._marked()]
         for name, rows in found.usage.items():
             quarter = max(1, len(rows) // 4)
-            for what, column in (("KiB resident", 0), ("threads", 2)):
+            for what, column in (("KiB resident", 0), ("descriptors", 1), ("threads", 2)):
                 early = statistics.median(row[column] for row in rows[quarter : 2 * quarter] or rows)
                 late = statistics.median(row[column] for row in rows[-quarter:])
                 print(f"{name}: {what} {early:.0f} in the second quarter, {late:.0f} in the last")
                 if late > 1.3 * early + 16:
                     found.problems.append(f"{name}: {what} grew from {early:.0f} to {late:.0f}")
+        self.check_engines()
         try:
             print("run:", summarize_run(self.run))
         except (AssertionError, OSError, ValueError) as error:

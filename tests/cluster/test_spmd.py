@@ -161,7 +161,7 @@ def test_a_rank_that_is_killed_is_noticed_at_once_and_named():
         os.kill(pids[1], signal.SIGKILL)
         assert noticed.wait(PATIENCE)
         started = time.monotonic()
-        with pytest.raises(TrainerError, match=r"rank 2 of 3 ended with SIGKILL; begin"):
+        with pytest.raises(TrainerError, match=r"rank 2 of 3 ended with SIGKILL[^;]*; begin"):
             made.gather_replies()
         assert time.monotonic() - started < PATIENCE / 2
 

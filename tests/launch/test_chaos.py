@@ -17,7 +17,7 @@ def whole(expected: bench_chaos.RunOutcome, run, blows, steps: int) -> None:
     assert bench_chaos.summarize_run(run)["steps"] == steps
     assert not expected.left
     assert "the trainer's ranks are restarted" in expected.said
-    assert "miles: the run was ended by SIGKILL" in expected.said
+    assert "miles: the run was killed by SIGKILL" in expected.said
     assert "engine" in (run / "logs" / "engines.log").read_text()
 
 

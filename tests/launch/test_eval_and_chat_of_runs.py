@@ -43,6 +43,35 @@ def test_eval_of_a_run_needs_nothing_else_and_saves_its_samples(run, capsys):
     assert isinstance(samples[0]["response"], str)
 
 
+FAILING = """
+from miles.core.types import Reward
+
+async def some(prompt, trajectory):
+    if prompt.id == 1:
+        raise ValueError("no judge for this")
+    return Reward(value=1.0)
+
+async def always(prompt, trajectory):
+    raise OSError("the judge is away")
+"""
+
+
+def test_eval_reports_the_first_reward_that_failed_and_fails_without_any(run, tmp_path, capsys, monkeypatch):
+    (tmp_path / "failing_judge.py").write_text(FAILING)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["eval", str(run), "--custom-rm-path", "failing_judge:some"]) == 0
+    printed = capsys.readouterr().err
+    assert (
+        "1 of 6 trajectories of heldout (17%) have no reward and count as 0; the first is sample 0 of prompt" in printed
+    )
+    assert "ValueError: no judge for this" in printed and "Traceback" not in printed
+    assert main(["eval", str(run), "--custom-rm-path", "failing_judge:always"]) == 1
+    assert "6 of 6 trajectories of heldout (100%) have no reward" in capsys.readouterr().err
+    assert main(["eval", str(run), "--custom-rm-path", "failing_judge:always", "--max-reward-failures", "4"]) == 1
+    printed = capsys.readouterr().err
+    assert "The reward failed for 4 trajectories in a row" in printed and "the judge is away" in printed
+
+
 def test_flags_replace_what_a_run_was_trained_with(run):
     config, _, _ = read("eval", [str(run), "--rm-type", "exact"])
     assert (config.rollout.rm_type, config.rollout.custom_rm_path) == ("exact", None)

@@ -4,9 +4,12 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.launch.small_run import Command, miles, write_inputs
@@ -80,6 +83,98 @@ def test_a_function_that_blocks_for_ever_ends_the_run_at_the_stall_timeout(input
     assert done.returncode == 1
     assert "waited 7 s for the next group and none finished" in done.stderr
     assert "ticket 0" in done.stderr or "tickets 0" in done.stderr
+
+
+class SilentSource:
+    """A data source without a second prompt."""
+
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
+        self._prompts = list(prompts)
+
+    def next(self) -> Prompt:
+        if not self._prompts:
+            block()
+        prompt = self._prompts[0]
+        self._prompts.clear()
+        return prompt
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load(self, state: Mapping[str, Any]) -> None: ...
+
+
+def block(*args: Any) -> Any:
+    os.write(1, b"blocked\n")
+    time.sleep(1e6)
+
+
+def block_and_catch(*args: Any) -> Any:
+    """Not even the exception that ends the hook ends it."""
+    os.write(1, b"blocked\n")
+    while True:
+        with contextlib.suppress(Exception):
+            time.sleep(1e6)
+
+
+STALL = ("--stall-timeout", "7", "--reward-timeout", "6")
+_MAIN_THREAD_HOOKS = [
+    ("--custom-advantage-function-path", "block"),
+    ("--rollout-data-postprocess-path", "block"),
+    ("--custom-rollout-log-function-path", "block"),
+    ("--rollout-all-samples-process-path", "block_and_catch"),
+]
+
+
+def test_a_data_source_that_blocks_the_main_thread_for_ever_ends_the_run(inputs, tmp_path: Path):
+    more = ("--rm-type", "deterministic_random", "--data-source-path", f"{__name__}:SilentSource", *STALL)
+    done = miles(*line(inputs, tmp_path / "run", *more))
+    assert done.returncode == 1
+    # Two deadlines pass at the same time, that of the hook and that of the step which waits for it.
+    assert re.search(r"[Tt]he data source has (blocked the run for|not returned the next prompt)", done.stderr)
+
+
+@pytest.mark.parametrize(("flag", "name"), _MAIN_THREAD_HOOKS)
+def test_a_hook_of_the_main_thread_that_blocks_for_ever_ends_the_run(inputs, tmp_path: Path, flag, name):
+    more = ("--rm-type", "deterministic_random", flag, f"{__name__}:{name}", *STALL)
+    done = miles(*line(inputs, tmp_path / "run", *more))
+    assert done.returncode == 1
+    assert f"{flag} {__name__}:{name} has blocked the run for " in done.stderr
+    assert "(--stall-timeout); give what it waits for a time limit" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "says"),
+    [
+        ("--data-source-path", "SilentSource", "the data source has not returned the next prompt (--data-source-path)"),
+        ("--rollout-data-postprocess-path", "block", "--rollout-data-postprocess-path did not return within 7 s"),
+    ],
+)
+def test_a_hook_beside_the_loop_that_blocks_for_ever_ends_the_run(inputs, tmp_path: Path, flag, name, says):
+    more = ("--rm-type", "deterministic_random", flag, f"{__name__}:{name}", "--max-weight-staleness", "1", *STALL)
+    done = miles(*line(inputs, tmp_path / "run", *more))
+    assert done.returncode == 1
+    assert says in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_tracker_that_blocks_for_ever_is_removed_and_the_run_goes_on(inputs: Path, tmp_path: Path):
+    more = ("--rm-type", "deterministic_random", "--custom-tracker-path", f"{__name__}:block", *STALL)
+    done = miles(*line(inputs, tmp_path / "run", *more))
+    assert done.returncode == 0, done.stderr
+    assert f"--custom-tracker-path {__name__}:block has blocked the run for" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["block", "block_and_catch"])
+def test_one_signal_ends_a_run_whose_main_thread_is_blocked_by_a_hook(inputs: Path, tmp_path: Path, name: str):
+    more = ("--rm-type", "deterministic_random", "--rollout-data-postprocess-path", f"{__name__}:{name}")
+    command = Command(*line(inputs, tmp_path / "run", *more))
+    command.wait_to_hear("blocked")
+    assert command.pid is not None
+    os.kill(command.pid, signal.SIGTERM)
+    done = command.done()
+    assert done.returncode == 128 + signal.SIGTERM
+    assert f"{name} has blocked the run for" in done.stderr and "the run was asked to stop" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

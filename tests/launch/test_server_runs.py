@@ -10,6 +10,8 @@ import pytest
 from tests.launch.small_run import Command, flags, miles, write_inputs
 from tests.server_api.live_servers import PYTHON, STUB
 
+from miles.cluster import process
+
 EXACT = ("--parity", "exact")
 TWO = ("--rollout-backend", "served", "--rollout-num-engines", "2")
 
@@ -56,7 +58,7 @@ def server_of(run: Path, number: int) -> int:
                 words = (entry / "cmdline").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if port.encode() in words and b"serve" in words and not any(b"guard.py" in word for word in words):
+            if port.encode() in words and b"serve" in words and os.fsencode(process.__file__) not in words:
                 return int(entry.name)
     raise AssertionError(f"no process of engine {number} listens on {port}")
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from miles.precision.dequantize import dequantize_fp8
+from miles.precision.dequantize import dequantize_blocks
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -28,7 +28,7 @@ def e4m3(byte):
 def test_every_byte_means_what_the_format_says():
     bytes_1R = torch.arange(256, dtype=torch.uint8)[None].view(torch.float8_e4m3fn)
     out = torch.empty(1, 256)
-    dequantize_fp8(bytes_1R, torch.tensor([[0.5, 2.0]]), (128, 128), out)
+    dequantize_blocks(bytes_1R, torch.tensor([[0.5, 2.0]]), (128, 128), out)
     wanted = torch.tensor([[e4m3(byte) * (0.5 if byte < 128 else 2.0) for byte in range(256)]])
     assert torch.equal(out.nan_to_num(1e9), wanted.nan_to_num(1e9))
 
@@ -39,7 +39,7 @@ def test_whole_blocks_are_what_transformers_makes_of_them(dtype, scales):
     weight, scale = weight_and_scale(256, 384, (128, 128))
     scale = scale.to(scales)
     out = torch.empty(256, 384, dtype=dtype)
-    dequantize_fp8(weight, scale, (128, 128), out)
+    dequantize_blocks(weight, scale, (128, 128), out)
     assert torch.equal(out, Fp8Dequantize(None)._dequantize_one(weight, scale, output_dtype=dtype))
 
 
@@ -55,5 +55,5 @@ def test_any_rows_of_a_matrix_of_any_shape_are_values_times_their_blocks_scale(r
     first, last = sorted(round(end * rows) for end in ends)
     out = torch.empty(columns, last - first).T  # wherever it lies in memory
     kept = scale[first // block[0] : -(-last // block[0])]
-    dequantize_fp8(weight[first:last], kept, block, out, first=first)
+    dequantize_blocks(weight[first:last], kept, block, out, first=first)
     assert torch.equal(out, weight[first:last].float() * wide[first:last])

@@ -89,8 +89,9 @@ def test_blocks_differ_from_those_of_transformers_in_the_last_bit_of_a_scale_at_
     assert (steps > 0).float().mean() <= 0.02
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8_pow2", "fp8_channel", "fp8_tensor"])
+@pytest.mark.parametrize("name", ["fp8", "fp8_channel", "fp8_tensor"])
 def test_what_was_dequantized_is_quantized_to_the_same_bytes(name):
+    """Not so ``fp8_pow2``: a block whose largest value rounds down to 224 gets half the scale the second time."""
     weight = torch.randn(256, 256)
     first = quantize(weight, get_format(name))
     again = quantize(dequantize(first, torch.float32), get_format(name))

@@ -239,11 +239,39 @@ def test_evaluations_and_saves_come_when_they_are_due(tmp_path):
     assert [e.step for e in harness.events if isinstance(e, Saved)] == [3, 5]
 
 
+def read_slowly(seed: int):
+    """Calls the source a little later, and is not told of its result at once, as with a source in another thread."""
+    chance = random.Random(seed)
+
+    async def read(call):
+        for _ in range(chance.randrange(30)):
+            await asyncio.sleep(0)
+        result = call()
+        for _ in range(chance.randrange(30)):
+            await asyncio.sleep(0)
+        return result
+
+    return read
+
+
+def test_a_data_source_that_hangs_is_named_when_the_deadline_passes(tmp_path):
+    harness = Harness(tmp_path)
+
+    async def read(call):
+        return await asyncio.Event().wait() if harness.position == 3 else call()
+
+    tempo = LoopSettings(steps=2, groups_per_step=2, stall_timeout=0.05)
+    with pytest.raises(MilesError, match=r"the data source has not returned the next prompt \(--data-source-path\)"):
+        asyncio.run(Loop(replace(harness.planes, read=read), tempo).run())
+
+
+@pytest.mark.parametrize("read", [None, *map(read_slowly, range(4))])
 @pytest.mark.parametrize(("k", "drop"), [(0, 0.0), (0, 0.4), (2, 0.0), (2, 0.4)])
-def test_a_continued_run_trains_on_what_the_first_life_did_not(tmp_path, k, drop):
+def test_a_continued_run_trains_on_what_the_first_life_did_not(tmp_path, k, drop, read):
     """Stop early at some step, go on in a new loop with a new source: no prompt twice, none left out."""
     tempo = LoopSettings(steps=6, groups_per_step=3, max_staleness=k)
     first = Harness(tmp_path, drop=drop)
+    first.planes = replace(first.planes, read=read)
     loop = Loop(first.planes, tempo)
     first.planes.journal.hear = lambda e: loop.stop_soon() if isinstance(e, StepFinished) and e.step == 2 else None
     asyncio.run(loop.run())

@@ -52,9 +52,15 @@ def stepped(model: ShardedParameters, optimizer: Any, seed: int = 0) -> None:
     model.after_update()
 
 
-def alone(config: Mapping[str, Any], dtype: torch.dtype, like: Path | None = None, seed: int = 0) -> LocalModel:
+def alone(
+    config: Mapping[str, Any],
+    dtype: torch.dtype,
+    like: Path | None = None,
+    seed: int = 0,
+    save_dtype: torch.dtype | None = None,
+) -> LocalModel:
     decoder = hf.init_random(spec_from_config(config), seed=seed, device="cpu", dtype=dtype)
-    return LocalModel(decoder, config=config, like=like)
+    return LocalModel(decoder, config=config, like=like, save_dtype=save_dtype)
 
 
 def on_disk(folder: Path, stem: str) -> dict[str, Tensor]:
@@ -74,15 +80,20 @@ def same(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> None:
 
 
 def passed_on(
-    rank: int, world: int, layouts: list[ParallelDims], folders: list[str], config: Any, dtype: Any
+    rank: int,
+    world: int,
+    layouts: list[ParallelDims],
+    folders: list[str],
+    config: Any,
+    dtype: Any,
+    save_dtype: Any = None,
 ) -> list[Any]:
     """Load the first folder in the first layout, save the next folder, load that in the next layout, and so on."""
     reported = []
     for layout, (start, end) in zip(layouts, pairwise(folders), strict=True):
         mesh = FsdpMesh(layout, torch.device("cpu"))
-        model = load_fsdp_model(
-            Path(start), spec_from_config(config), mesh, dtype=dtype, config=config, like=Path(start)
-        )
+        spec, like = spec_from_config(config), Path(start)
+        model = load_fsdp_model(like, spec, mesh, dtype=dtype, config=config, like=like, save_dtype=save_dtype)
         optimizer = optimizer_for(model)
         version = checkpoint.load(Path(start), model, optimizer, mesh.dp_group)
         Path(end).mkdir(exist_ok=True)

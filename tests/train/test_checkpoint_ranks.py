@@ -71,6 +71,24 @@ def test_one_process_two_ranks_tensor_ranks_and_one_process_again_hand_on_every_
     assert {value.dtype for value in theirs[1].values()} == {dtype}
 
 
+def test_ranks_export_in_the_dtype_asked_for_and_hand_on_the_float32_weights(tmp_path):
+    layouts, narrow = [FSDP, TENSOR], torch.bfloat16
+    first = alone(DENSE, torch.float32, save_dtype=narrow)
+    optimizer = optimizer_for(first)
+    stepped(first, optimizer)
+    folders = [tmp_path / str(number) for number in range(3)]
+    save_alone(folders[0], first, optimizer)
+    ranks(2, passed_on, layouts, [str(folder) for folder in folders], DENSE, torch.float32, narrow)
+    for folder in folders[1:]:
+        for stem in ("model", "optimizer"):
+            same(on_disk(folders[0], stem), on_disk(folder, stem))
+        assert {tensor.dtype for tensor in on_disk(folder, "model").values()} == {narrow}
+        assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+    last = alone(DENSE, torch.float32, seed=9, save_dtype=narrow)
+    assert checkpoint.load(folders[-1], last, optimizer_for(last)) == VERSION
+    same({n: p.detach() for n, p in first.parameters().items()}, {n: p.detach() for n, p in last.parameters().items()})
+
+
 def test_a_rank_without_a_row_of_a_parameter_saves_with_the_others(tmp_path):
     """Fifteen rows over four ranks of a matrix that has three: one rank has none, and no moments either."""
     config = DENSE | {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 3 * 2, "hidden_size": 6}

@@ -28,6 +28,7 @@ from typing import Any, Literal, Protocol, cast
 
 from miles.cluster import stack_dump
 from miles.cluster.heartbeat import HeartbeatMonitor, heartbeat_interval, start_heartbeat
+from miles.cluster.oom_kill import OomKillMonitor
 from miles.cluster.process import describe_exit
 from miles.core.errors import MilesError
 from miles.core.serialization import Codec
@@ -233,6 +234,7 @@ class SpmdGroup:
         self._sending_to = 0
         self._ended = threading.Event()
         self._contexts = [replace(self.context, rank=rank, device=devices[rank]) for rank in range(1, self.world_size)]
+        self._oom_kills = OomKillMonitor()
         started = launcher(main, self._contexts, codec)
         self._processes: list[RankProcess] = [process for process, _ in started]
         self._pipes: list[Connection] = [pipe for _, pipe in started]
@@ -355,6 +357,7 @@ class SpmdGroup:
         timeout = self.context.heartbeat_timeout
         monitors = {context.rank: HeartbeatMonitor(context.heartbeat_file, timeout) for context in self._contexts}
         while not self._ended.wait(heartbeat_interval(timeout)):
+            self._oom_kills.note_alive()
             for rank in [rank for rank, monitor in monitors.items() if not monitor.is_alive()]:
                 del monitors[rank]
                 self._killed[rank] = f"sent no heartbeat for {timeout:g} s (--heartbeat-timeout) and was killed"
@@ -375,12 +378,16 @@ class SpmdGroup:
                 code = process.exitcode
                 assert code is not None
                 if code not in (0, RANK_LOST_EXIT_CODE):
-                    return f"rank {rank} of {self.world_size} ended with {describe_exit(code)}", True
+                    return f"rank {rank} of {self.world_size} ended with {self._describe_exit(code)}", True
             left = deadline - time.monotonic()
             if not alive or left <= 0:
                 symptom = f" ({summarize_error(error)})" if error else ""
                 return f"its {self.world_size} ranks lost the connection to each other{symptom}", True
             wait(alive, left)
+
+    def _describe_exit(self, code: int) -> str:
+        """How a rank ended; the memory of other nodes is not known here."""
+        return describe_exit(code) if self.context.rendezvous else self._oom_kills.describe_exit(code)
 
     def _read_failure(self, rank: int) -> str:
         pipe = self._pipes[rank - 1]

@@ -8,12 +8,32 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
+import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, NoReturn
 
 from miles.core.errors import HookRuntimeError, MilesError, describe_error
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunningHook:
+    """A call of a synchronous hook that has not returned, and when it began (``time.monotonic``)."""
+
+    source: str
+    started: float
+
+
+_running: dict[int, list[RunningHook]] = {}
+"""Thread -> the hooks it is in, the outermost first."""
+
+
+def get_running_hook(thread: int) -> RunningHook | None:
+    """The outermost synchronous hook that a thread is in."""
+    return next(iter(_running.get(thread, ())), None)
 
 
 class HookExit(Exception):
@@ -36,10 +56,14 @@ def guard_hook(hook: Callable[..., Any], source: str, *, is_async: bool, is_cont
 def _guard_sync(hook: Callable[..., Any], source: str, is_contained: bool) -> Any:
     @wraps(hook, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
+        calls = _running.setdefault(threading.get_ident(), [])
+        calls.append(RunningHook(source, time.monotonic()))
         try:
             return hook(*args, **kwargs)
         except (Exception, SystemExit, GeneratorExit, asyncio.CancelledError) as error:
             _raise_failure(error, hook, source, is_contained)
+        finally:
+            calls.pop()
 
     return call
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
-from typing import Any
+from typing import Any, TypeVar
 
+from miles.core.errors import HookRuntimeError
 from miles.core.hooks import EvalFn, RolloutFn
 from miles.core.protocols import (
     Completion,
@@ -18,6 +20,8 @@ from miles.core.protocols import (
 )
 from miles.core.types import Group, Prompt, Tokens, Trajectory
 from miles.hooks.worker import HookWorker
+
+T = TypeVar("T")
 
 
 def offload_function(worker: HookWorker, function: Callable[..., Any], name: str) -> Any:
@@ -82,6 +86,29 @@ def offload_evaluation(worker: HookWorker, evaluate: EvalFn, title: str) -> Eval
         return await worker.run(partial(evaluate, name, prompts, *proxies), title)
 
     return call
+
+
+class HookCaller:
+    """Calls synchronous hooks in the worker's thread, within ``seconds``; without a worker, here and now."""
+
+    def __init__(self, worker: HookWorker | None, seconds: float) -> None:
+        self._worker = worker
+        self._seconds = seconds
+
+    async def __call__(self, hook: Callable[[], T], name: str) -> T:
+        if self._worker is None:
+            return hook()
+        limit = asyncio.timeout(self._seconds)
+        try:
+            async with limit:
+                return await self._worker.run_sync(hook, name)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise HookRuntimeError(
+                f"{name} did not return within {self._seconds:g} s (--stall-timeout); give what it waits for a time "
+                "limit, and the same command resumes the run"
+            ) from None
 
 
 class MainLoopEngine:

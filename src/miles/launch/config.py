@@ -164,6 +164,25 @@ class BundleRoot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertOptions:
+    """Convert: the precision that is written, and what stays in a wide dtype."""
+
+    format: str | None = option(
+        None, "Precision to write, as in docs/convert.md: fp8, int4, nvfp4, ..., or bfloat16, float32, float16."
+    )
+    keep: tuple[str, ...] = option(
+        (), "Modules to leave in the wide dtype, by name, part of a name or pattern, as in o_proj or model.layers.0.*."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertRoot:
+    """Root config of ``miles convert``."""
+
+    convert: ConvertOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EnginesOptions:
     """Engines: which ones join or leave a live run."""
 

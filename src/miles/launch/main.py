@@ -26,6 +26,7 @@ from miles.core.errors import MilesError, UsageError, describe_os_error
 from miles.launch.config import (
     BundleRoot,
     Config,
+    ConvertRoot,
     DemoConfig,
     DoctorRoot,
     EnginesRoot,
@@ -224,6 +225,17 @@ def _bundle(argv: list[str]) -> int:
     return bundle(Path(run), options)
 
 
+def _convert(argv: list[str]) -> int:
+    words, _ = split_argv(argv)
+    if len(words) != 2:
+        raise UsageError(f"miles convert takes {COMMANDS['convert'].usage}, but was given {len(words)} folders.")
+    options = read_options(ConvertRoot, argv[2:]).convert
+    from miles.launch.commands.convert import convert
+    from miles.launch.hub.resolve import resolve_model
+
+    return convert(Path(resolve_model(words[0])), Path(words[1]), options)
+
+
 def _engines(argv: list[str]) -> int:
     (run,), flags = _split_run("engines", argv, words=1)
     options = read_options(EnginesRoot, flags).engines
@@ -356,6 +368,14 @@ COMMANDS: dict[str, _Command] = {
         run=_replay,
         root=ReplayRoot,
         details="RUN is the directory of a run. The exit code is 0 if all is equal, else 1.",
+    ),
+    "convert": _Command(
+        usage="IN OUT --format NAME [--keep MODULE ...]",
+        help="Write a checkpoint in another precision: quantized as published ones are, or wide.",
+        run=_convert,
+        root=ConvertRoot,
+        details="IN is the folder of a Hugging Face checkpoint, or its name on the hub; OUT is a folder that does not "
+        "exist yet. A GPU is not needed.",
     ),
     "serve": _Command(
         usage="MODEL [--flags]",

@@ -6,6 +6,7 @@ Shapes: T all tokens of a packed batch, D hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -25,9 +26,10 @@ from miles.models.layers.mlp import Mlp
 from miles.models.layers.moe import MoeMlp, Routing
 from miles.models.layers.norm import RMSNorm
 from miles.models.layers.rope import Positions
+from miles.models.packing import pack_params
 from miles.models.quantization import QuantizedParam, plan_quantization
 from miles.models.spec import AttentionSpec, DecoderSpec, GatedDeltaNetSpec, MambaSpec, MlaSpec, MlpSpec, MoeSpec
-from miles.precision.formats import WeightFormat
+from miles.precision.formats import QuantizationSpec, WeightFormat
 from miles.precision.quantized_tensor import QuantizedActivation
 
 __all__ = ["AttentionBackend", "CheckpointFn", "Decoder", "DecoderLayer", "Routing", "checkpoint_full"]
@@ -182,6 +184,23 @@ class Decoder(nn.Module):
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
             layer.fuse_quantization()
+
+    def quantize(self, quantization: QuantizationSpec) -> None:
+        """Quantize the layers of a decoder that has its weights already; packed ones are packed at once."""
+        assert self.spec.quantization is None, "the decoder is quantized already"
+        self.spec = replace(self.spec, quantization=quantization)
+        if not quantization.packed:
+            self._quantize()
+            return
+        packed: dict[str, Tensor] = {}
+        for name in plan_quantization(self.spec):  # one at a time, so that no more than one is there twice
+            path, _, attribute = name.rpartition(".")
+            wide = self.get_parameter(name)
+            packed |= pack_params(self.spec, {name: wide}, wide.dtype)
+            empty = nn.Parameter(torch.empty_like(wide, device="meta"), requires_grad=False)
+            setattr(self.get_submodule(path), attribute, empty)
+        self._quantize()
+        self.load_state_dict(packed, strict=False, assign=True)
 
     def forward(
         self, tokens_T: Tensor, positions_T: Tensor, attn_backend: AttentionBackend, routing: Routing | None = None

@@ -16,9 +16,24 @@ from miles.core.errors import UsageError
 from miles.models.checkpoint.param_map import build_param_map
 from miles.models.checkpoint.param_slices import HfSlice, param_shape
 from miles.models.spec import DecoderSpec
-from miles.precision.formats import QuantizationSpec, WeightFormat
+from miles.precision.formats import BackwardPrecision, QuantizationSpec, WeightFormat
 
-__all__ = ["QuantizedParam", "plan_quantization"]
+__all__ = [
+    "MEGATRON_RECIPES",
+    "QuantizedParam",
+    "find_quantized_layer",
+    "fused_segments",
+    "plan_quantization",
+    "quantizes_layer",
+]
+
+MEGATRON_RECIPES: Mapping[str, str] = {
+    "fp8": "blockwise",
+    "fp8_pow2": "blockwise",
+    "fp8_tensor": "tensorwise",
+    "mxfp8": "mxfp8",
+}
+"""The ``fp8_recipe`` of Transformer Engine for a format."""
 
 _EXPERTS = re.compile(r"layers\.(\d+)\.moe\.(gate_up|up|down)")
 _LINEARS = re.compile(
@@ -35,6 +50,7 @@ class QuantizedParam:
     segments: tuple[int, ...]
     packed: bool
     tensor_parallel_size: int = 1
+    backward: BackwardPrecision = "wide"
 
     @property
     def suffixes(self) -> tuple[str, ...]:
@@ -54,21 +70,34 @@ def plan_quantization(spec: DecoderSpec) -> Mapping[str, QuantizedParam]:
             continue
         columns = param_shape(slices)[-1]
         _check_columns(name, columns, quantization.format)
-        segments = _segments(slices)
+        segments = fused_segments(slices)
         plan[name] = QuantizedParam(
-            quantization.format, segments, quantization.packed, quantization.tensor_parallel_size
+            quantization.format,
+            segments,
+            quantization.packed,
+            quantization.tensor_parallel_size,
+            quantization.backward,
         )
     return plan
 
 
 def _is_quantized(name: str, spec: DecoderSpec, quantization: QuantizationSpec) -> bool:
-    match = _EXPERTS.fullmatch(name) or (None if quantization.experts_only else _LINEARS.fullmatch(name))
-    if match is None:
-        return False
-    return quantization.layers_at_start <= int(match[1]) < spec.num_layers - quantization.layers_at_end
+    layer = find_quantized_layer(name, experts_only=quantization.experts_only)
+    return layer is not None and quantizes_layer(quantization, layer, spec.num_layers)
 
 
-def _segments(slices: Sequence[HfSlice]) -> tuple[int, ...]:
+def find_quantized_layer(name: str, *, experts_only: bool) -> int | None:
+    """Return the layer of a parameter that can be quantized; None for those that keep the model's dtype."""
+    match = _EXPERTS.fullmatch(name) or (None if experts_only else _LINEARS.fullmatch(name))
+    return None if match is None else int(match[1])
+
+
+def quantizes_layer(quantization: QuantizationSpec, layer: int, num_layers: int) -> bool:
+    """Return whether a layer is not one of those at the start or end that keep the model's dtype."""
+    return quantization.layers_at_start <= layer < num_layers - quantization.layers_at_end
+
+
+def fused_segments(slices: Sequence[HfSlice]) -> tuple[int, ...]:
     """The rows of each tensor of the checkpoint in the parameter, or in one expert's matrix."""
     if slices[0].expert is not None:
         return tuple(each.stop - each.start for each in slices if each.expert == 0)

@@ -1,6 +1,6 @@
-"""Dequantization of FP8 block-scaled weights (DeepSeek-V3) and MXFP4 weights (gpt-oss).
+"""Dequantization of block-scaled FP8 and INT8 weights (DeepSeek-V3) and of MXFP4 weights (gpt-oss).
 
-FP8: float8_e4m3 values with one scale for each block of a matrix.
+FP8 and INT8: one scale for each block of a matrix; scales in uint8 are E8M0 exponents (MXFP8).
 
 MXFP4 (OCP microscaling): a byte is two E2M1 values, the low half first; 32 values share an E8M0 scale, an exponent
 with a bias of 127, where 255 is NaN.
@@ -16,15 +16,17 @@ from torch import Tensor
 
 from miles.precision.microscaling import E2M1_VALUES
 
-__all__ = ["MXFP4_GROUP", "dequantize_fp8", "dequantize_mxfp4"]
+__all__ = ["MXFP4_GROUP", "dequantize_blocks", "dequantize_mxfp4"]
 
 MXFP4_GROUP = 32
 
 # Values converted at a time, so that the intermediate tensors stay small.
 _CHUNK = 1 << 20
+# The same where a block is a few rows: the intermediate tensors stay in the CPU cache.
+_SMALL_CHUNK = 1 << 17
 
 
-def dequantize_fp8(
+def dequantize_blocks(
     weight_RC: Tensor, scale_rc: Tensor, block: tuple[int, int], out_RC: Tensor, *, first: int = 0
 ) -> None:
     """Write each value times its block's scale into ``out_RC``: multiplied in float32, rounded once to ``out``'s dtype.
@@ -34,12 +36,19 @@ def dequantize_fp8(
     """
     rows, columns = weight_RC.shape
     block_rows, block_columns = block
+    scale_rc = scale_rc.view(torch.float8_e8m0fnu) if scale_rc.dtype == torch.uint8 else scale_rc
     skipped = first % block_rows
-    scale_rC = scale_rc.float().repeat_interleave(block_columns, dim=1)[:, :columns]
-    # One row of blocks at a time: the intermediate tensor stays in the CPU cache.
-    for number, start in enumerate(range(-skipped, rows, block_rows)):
-        part = slice(max(start, 0), min(start + block_rows, rows))
-        out_RC[part].copy_(weight_RC[part].to(torch.float32).mul_(scale_rC[number]))
+    # Some rows of blocks at a time, so that the intermediate tensors stay small; one of large blocks shares its scales.
+    step = block_rows * max(1, _SMALL_CHUNK // max(1, columns) // block_rows)
+    for start in range(-skipped, rows, step):
+        part = slice(max(start, 0), min(start + step, rows))
+        top = (start + skipped) // block_rows
+        scale = scale_rc[top : top + step // block_rows].float()
+        if block_columns < columns:
+            scale = scale.repeat_interleave(block_columns, 1)[:, :columns]
+        if scale.shape[0] > 1 and block_rows > 1:
+            scale = scale.repeat_interleave(block_rows, 0)[part.start - start :][: part.stop - part.start]
+        out_RC[part].copy_(weight_RC[part].to(torch.float32).mul_(scale))
 
 
 def dequantize_mxfp4(blocks_RGb: Tensor, scales_RG: Tensor, out_RC: Tensor) -> None:

@@ -6,16 +6,45 @@ they are quantized too, have one scale for each row and each ``activation_column
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from miles.core.errors import UsageError
 
-__all__ = ["FORMATS", "ElementType", "QuantizationSpec", "ScaleType", "WeightFormat", "get_format"]
+__all__ = [
+    "FORMATS",
+    "BackwardPrecision",
+    "ElementType",
+    "FormatName",
+    "QuantizationSpec",
+    "ScaleType",
+    "WeightFormat",
+    "get_format",
+]
 
 ElementType = Literal["e4m3", "e2m1", "int8", "int4"]
 ScaleType = Literal["float32", "bfloat16", "e8m0", "e4m3"]
+
+FormatName = Literal[
+    "fp8",
+    "fp8_pow2",
+    "fp8_channel",
+    "fp8_tensor",
+    "mxfp8",
+    "mxfp4",
+    "nvfp4",
+    "int8",
+    "int8_g128",
+    "int8_g32",
+    "int4",
+    "int4_g32",
+    "int4_asym",
+    "int4_g32_asym",
+]
+"""The names of ``FORMATS``."""
+BackwardPrecision = Literal["wide", "e4m3", "hybrid"]
+"""The precision of the GEMMs in backward: the model's dtype, or FP8 with gradients in E4M3 or (hybrid) E5M2."""
 
 _BITS: Mapping[str, int] = {"e4m3": 8, "e2m1": 4, "int8": 8, "int4": 4}
 _SCALE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "e8m0": 1, "e4m3": 1}
@@ -63,6 +92,30 @@ class WeightFormat:
         (2, 2)
         """
         return -(-rows // (self.rows or rows)), -(-columns // (self.columns or columns))
+
+    def row_block(self, rows: int, segments: Sequence[int] | None = None, parts: int = 1) -> int:
+        """Return how many rows share a stored scale.
+
+        It is 1 where a block of the format would cross into the next segment, and where the weight is to be sharded
+        into ``parts``: a shard may begin inside a block.
+        """
+        block = self.rows or rows
+        lengths = (rows,) if segments is None else segments
+        return block if parts == 1 and all(length % block == 0 for length in lengths[:-1]) else 1
+
+    def stored_bytes(self, rows: int, columns: int, segments: Sequence[int] | None = None, parts: int = 1) -> int:
+        """Bytes of one packed matrix as a decoder holds it, fused of ``segments``."""
+        scales = -(-rows // self.row_block(rows, segments, parts)) * self.scale_shape(rows, columns)[1]
+        each = _SCALE_BYTES[self.scale] + (1 if self.zero_point else 0)
+        return rows * columns * self.bits // 8 + scales * each + (4 if self.global_scale else 0)
+
+    @property
+    def activation_bytes(self) -> float | None:
+        """Bytes of one value of a quantized input with its part of a scale; None if inputs are not quantized."""
+        if not self.quantizes_activations:
+            return None
+        scale = 1 if self.scale == "e8m0" else 4
+        return 1.0 if self.activation_columns is None else 1.0 + scale / self.activation_columns
 
     def bytes_of(self, rows: int, columns: int) -> int:
         """Bytes of one packed matrix with its scales."""
@@ -141,7 +194,7 @@ class QuantizationSpec:
     ``packed``: their parameters hold the packed tensors, as in an engine; otherwise they keep the model's dtype and are
     quantized in every forward, as in training. The first ``layers_at_start`` and the last ``layers_at_end`` layers keep
     the model's dtype; with ``experts_only`` so does everything but routed experts. Scales are stored such that the
-    parameters can be sharded over ``tensor_parallel_size`` ranks.
+    parameters can be sharded over ``tensor_parallel_size`` ranks. ``backward`` is the precision of gradients' GEMMs.
     """
 
     format: WeightFormat
@@ -150,3 +203,4 @@ class QuantizationSpec:
     layers_at_end: int = 0
     experts_only: bool = False
     tensor_parallel_size: int = 1
+    backward: BackwardPrecision = "wide"

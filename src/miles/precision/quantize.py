@@ -128,16 +128,8 @@ def packed_layout(
 
 
 def row_block(format: WeightFormat, rows: int, segments: Sequence[int] | None = None, parts: int = 1) -> int:
-    """Return how many rows share a stored scale.
-
-    It is 1 where a block of the format would cross into the next segment, or, if each segment is to be sharded into
-    ``parts`` equal runs of rows, into the next of these.
-    """
-    block = format.rows or rows
-    lengths = (rows,) if segments is None else segments
-    if parts > 1:
-        return block if all(length % (block * parts) == 0 for length in lengths) else 1
-    return block if all(length % block == 0 for length in lengths[:-1]) else 1
+    """Return how many rows share a stored scale (see ``WeightFormat.row_block``)."""
+    return format.row_block(rows, segments, parts)
 
 
 def _check_columns(format: WeightFormat, columns: int) -> None:

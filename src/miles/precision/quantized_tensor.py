@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from miles.precision.formats import WeightFormat
+from miles.precision.formats import BackwardPrecision, WeightFormat
 
 __all__ = ["QuantizedActivation", "QuantizedTensor", "StraightThroughWeight", "Weight"]
 
@@ -90,6 +90,7 @@ class StraightThroughWeight(NamedTuple):
     format: WeightFormat
     weight: Tensor
     segments: tuple[int, ...]
+    backward: BackwardPrecision = "wide"
 
     @property
     def shape(self) -> torch.Size:

@@ -54,9 +54,18 @@ class ScheduleConfig:
         "stands for the step.",
         path=True,
     )
+    save_hf_precision: Literal["wide", "rollout"] = option(
+        "wide",
+        "Precision of --save-hf: wide is the checkpoint's own, rollout quantizes as the engine's weights are "
+        "(--rollout-precision), for serving.",
+    )
     eval_interval: int | None = option(None, "Steps between evaluations.", unit="steps", ge=1)
-    parity_tolerance: float = option(
-        0.01, "Mean |Δ log-prob| between engine and trainer above which the parity light is red.", unit="nats", gt=0
+    parity_tolerance: float | None = option(
+        None,
+        "Mean |Δ log-prob| between engine and trainer above which the parity light is red; 0.01 by default, and 0.05 "
+        "or 0.2 with a --rollout-precision of 8 or 4 bits that is not trained in.",
+        unit="nats",
+        gt=0,
     )
     parity_stop: float | None = option(
         None, "Mean |Δ log-prob| between engine and trainer above which the run stops.", unit="nats", gt=0

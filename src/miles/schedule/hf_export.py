@@ -18,16 +18,23 @@ class HfExport:
     """Copies the model of every complete checkpoint in ``checkpoints`` to the folder of its step.
 
     Files are linked where the file system allows it, so a copy takes no space while the checkpoint is there. A folder
-    appears complete or not at all, and replaces one of the same name.
+    appears complete or not at all, and replaces one of the same name. With ``convert`` the model is written by that,
+    given the checkpoint and a folder that does not exist.
     """
 
-    def __init__(self, checkpoints: Path, find_target: Callable[[int], Path]) -> None:
+    def __init__(
+        self,
+        checkpoints: Path,
+        find_target: Callable[[int], Path],
+        convert: Callable[[Path, Path], None] | None = None,
+    ) -> None:
         self._checkpoints = checkpoints
         self._find_target = find_target
+        self._convert = link_model if convert is None else convert
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, Saved):
-            _export(self._checkpoints / event.name, self._find_target(event.step))
+            _export(self._checkpoints / event.name, self._find_target(event.step), self._convert)
 
     def commit(self) -> None:
         """Nothing is buffered."""
@@ -36,12 +43,17 @@ class HfExport:
         """Nothing is open."""
 
 
-def _export(checkpoint: Path, target: Path) -> None:
-    draft = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
-    draft.mkdir(parents=True)
+def link_model(checkpoint: Path, target: Path) -> None:
+    """Copy or link the files of the model."""
+    target.mkdir(parents=True)
     for file in sorted(checkpoint.iterdir()):
         if file.is_file() and file.name not in _OWN_FILES and not file.name.startswith("optimizer"):
-            _link_or_copy(file, draft / file.name)
+            _link_or_copy(file, target / file.name)
+
+
+def _export(checkpoint: Path, target: Path, convert: Callable[[Path, Path], None]) -> None:
+    draft = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
+    convert(checkpoint, draft)
     if target.exists():
         shutil.rmtree(target)
     draft.rename(target)

@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from miles.core.errors import MilesError, first_cause
 from miles.core.events import (
@@ -96,7 +97,8 @@ AT_END = Interval(every=None, at_end=True)
 class Planes:
     """Everything the loop drives: the planes, the filters and hooks between them, checkpoints and the journal.
 
-    ``decide`` calls the group filter and the estimator where these may block; else the loop calls them itself.
+    ``decide`` calls the group filter and the estimator where these may block, and ``read`` the source; else the loop
+    calls them itself.
     """
 
     source: Source
@@ -114,6 +116,7 @@ class Planes:
     data_buffer: DataBuffer | None = None
     interruptible: InterruptibleRollout | None = None
     decide: Callable[[Callable[[], Decision]], Awaitable[Decision]] | None = None
+    read: Callable[[Callable[[], Any]], Awaitable[Any]] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +171,7 @@ class Loop:
         self._oversampling = Oversampling(planes.interruptible, partial=settings.partial)
         self._num_read = cursor.ticket
         self._source_states: dict[int, Mapping[str, object]] = {}
+        self._is_reading = False
         self._in_flight: dict[int, Prompt] = {}
         self._returned = 0
         self._groups: asyncio.TaskGroup | None = None
@@ -204,7 +208,7 @@ class Loop:
             self._groups = groups
             while True:
                 ticket = await self._admission.admit()
-                prompt = self._next_prompt(ticket)
+                prompt = await self._next_prompt(ticket)
                 self._planes.journal(PromptAdmitted(ticket=ticket, prompt_id=prompt.id, epoch=prompt.epoch))
                 self._enter(ticket, prompt, partial(self._planes.rollout.produce, prompt))
 
@@ -214,11 +218,14 @@ class Loop:
         task = self._groups.create_task(self._finish_group(ticket, produce), name=f"ticket {ticket}")
         self._oversampling.watch(task)
 
-    def _next_prompt(self, ticket: int) -> Prompt:
+    async def _next_prompt(self, ticket: int) -> Prompt:
         """Return the prompt of ``ticket``; prompts consumed before the run was resumed are skipped."""
+        source, read = self._planes.source, self._planes.read
         while True:
-            self._source_states[self._num_read] = self._planes.source.state()
-            prompt = self._planes.source.next()
+            self._is_reading = True
+            self._source_states[self._num_read] = source.state() if read is None else await read(source.state)
+            prompt = source.next() if read is None else await read(source.next)
+            self._is_reading = False
             self._num_read += 1
             if self._num_read > ticket:
                 return prompt
@@ -348,10 +355,14 @@ class Loop:
             async with asyncio.timeout(self._settings.stall_timeout):
                 return await self._buffer.take(version)
         except TimeoutError:
+            cause = "look for a reward or generate function that hangs"
+            if self._is_reading:
+                cause = (
+                    "the data source has not returned the next prompt (--data-source-path): find out what it waits for"
+                )
             raise MilesError(
                 f"step {step} waited {self._settings.stall_timeout:.0f} s for the next group and none finished; "
-                f"in flight: tickets {self._format_in_flight()}; "
-                "look for a reward or generate function that hangs, or raise --stall-timeout"
+                f"in flight: tickets {self._format_in_flight()}; {cause}, or raise --stall-timeout"
             ) from None
 
     async def _interrupt_extra(self, step: int) -> Mapping[str, float]:
@@ -416,7 +427,8 @@ class Loop:
             version=version.number,
             ticket=ticket,
             done_tickets=done_tickets,
-            source=self._source_states[ticket] if ticket < self._num_read else self._planes.source.state(),
+            # That of the next prompt is here already while the prompt is read.
+            source=self._source_states[ticket] if ticket in self._source_states else self._planes.source.state(),
             log_offsets=self._planes.journal.offsets(),
         )
 

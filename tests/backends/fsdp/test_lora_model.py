@@ -1,6 +1,7 @@
 """A model whose adapters alone are trained: what changes, what is kept of it, and what an engine sees."""
 
 import asyncio
+import json
 
 import pytest
 import torch
@@ -73,6 +74,28 @@ def test_a_run_that_is_taken_up_again_goes_on_to_the_bit(tmp_path):
     assert mine is not None and theirs is not None
     for name, parameter in mine.parameters.items():
         assert torch.equal(parameter, theirs.parameters[name]), name
+
+
+@pytest.mark.parametrize("config", [DENSE, MOE], ids=["dense", "moe"])
+def test_a_base_that_came_in_bfloat16_is_saved_in_it_and_taken_up_again_to_the_bit(tmp_path, config):
+    """The weights of this base are not exact in bfloat16, so that nothing may be taken from the rounded files."""
+    one, two = (worker(adapted(tmp_path, config, save_dtype=torch.bfloat16)) for _ in range(2))
+    for number in range(2):
+        step(one, ragged(seed=number), number)
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    asyncio.run(one.save(kept))
+    stored = {tensor.dtype for tensor in load_file(kept / "model.safetensors").values()}
+    assert torch.bfloat16 in stored
+    assert json.loads((kept / "config.json").read_text())["dtype"] == "bfloat16"
+    assert {t.dtype for t in load_file(kept / "adapter" / "adapter_model.safetensors").values()} == {torch.float32}
+    asyncio.run(two.load(kept))
+    assert distance(weights(one), weights(two)) == 0.0
+    for number in (2, 3):
+        assert step(one, ragged(seed=number), number).metrics == step(two, ragged(seed=number), number).metrics
+    assert distance(weights(one), weights(two)) == 0.0
+    with pytest.raises(CheckpointError, match="was trained over another base"):
+        asyncio.run(worker(adapted(tmp_path, config, seed=5, save_dtype=torch.bfloat16)).load(kept))
 
 
 def test_a_checkpoint_is_a_whole_model_and_an_adapter_beside_it(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tests.launch.small_run import flags, write_inputs
 
+from miles.cluster.oom_kill import OOM_KILLED
 from miles.core.errors import TrainerError
 from miles.launch.main import main
 from miles.launch.read_config import read
@@ -30,6 +31,9 @@ def test_an_allocation_of_torch_that_fails_is_found_behind_its_wrappers():
         wrapped = ExceptionGroup("tasks", [ValueError("other"), error])
     assert find_allocation_failure(wrapped) is real.value
     assert find_allocation_failure(ValueError("no memory of this")) is None
+    killed = f"rank 1 of 2 ended with SIGKILL: {OOM_KILLED} the cgroup's memory limit of 4 GiB was reached"
+    assert find_allocation_failure(TrainerError(killed)) is not None
+    assert find_allocation_failure(TrainerError("rank 1 of 2 ended with SIGKILL, which another process sent")) is None
     assert find_allocation_failure(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")) is not None
 
 

@@ -10,6 +10,7 @@ from miles.models.accounting import activations
 from miles.models.accounting.activations import layer_bytes
 from miles.models.accounting.params import CHUNK
 from miles.models.decoder import Decoder
+from miles.precision.formats import FORMATS, QuantizationSpec
 from miles.train import logprobs
 
 LENGTHS = (60, 60)
@@ -38,6 +39,24 @@ def test_layers_keep_what_they_are_said_to_keep(kind):
     said = sum(layer_bytes(spec, layer, size=4, fused=False) for layer in spec.layers) * sum(LENGTHS)
     ends = (3 * spec.hidden_size * 4 + 8) * sum(LENGTHS)  # the final norm, and the tokens
     assert said + ends == pytest.approx(kept_bytes(decoder), rel=0.1)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3 moe", "qwen2 moe", "gpt-oss", "glm4"])
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+@pytest.mark.parametrize("experts_only", [False, True])
+def test_quantized_layers_keep_what_they_are_said_to_keep(kind, name, experts_only):
+    decoder = twin(hf_model(kind, hidden_size=128))
+    if experts_only and decoder.spec.moe is None:
+        return
+    before, kept = decoder.spec, kept_bytes(decoder)
+    decoder.quantize(QuantizationSpec(format=FORMATS[name], packed=False, experts_only=experts_only))
+
+    def said(spec):
+        return sum(layer_bytes(spec, layer, size=4, fused=False) for layer in spec.layers) * sum(LENGTHS)
+
+    change = kept_bytes(decoder) - kept
+    assert said(decoder.spec) - said(before) == pytest.approx(change, abs=0.03 * kept)
+    assert (change == 0) == (name == "int8")
 
 
 def test_recurrent_layers_are_counted_in_the_chunks_they_are_computed_in():

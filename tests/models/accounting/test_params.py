@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.models.oracle import KINDS, hf_model, twin
+from tests.parity.planes import spec_of_kind
 from torch.utils.flop_counter import FlopCounterMode
 
 from miles.kernels.fused.lm_head import compute_logits
@@ -14,6 +15,7 @@ from miles.models.accounting.known_models import load_known_models
 from miles.models.decoder import Decoder
 from miles.models.families import spec_from_config
 from miles.models.spec import AttentionSpec, MlaSpec
+from miles.precision.formats import FORMATS, QuantizationSpec
 
 TOKENS = 64
 QWEN3_06B, QWEN3_30B_A3B, LLAMA_8B = (load_known_models()[n] for n in ("Qwen3-0.6B", "Qwen3-30B-A3B", "Llama-3.1-8B"))
@@ -151,3 +153,22 @@ def test_longer_contexts_cost_more():
     more = params.forward_flops_per_token(spec, 1000) - params.forward_flops_per_token(spec)
     assert more == 4 * 1000 * 32 * 4096
     assert params.forward_flops_per_token(replace(spec, tie_embeddings=True)) == params.forward_flops_per_token(spec)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3 moe", "gpt-oss", "phi3", "deepseek v3"])
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_packed_weights_have_the_bytes_of_the_packed_parameters(kind, name, ranks):
+    heads = {"head_dim": 32} if kind == "qwen3" else {}
+    wide = spec_of_kind(kind, hidden_size=128, intermediate_size=256, moe_intermediate_size=128, **heads)
+    quantization = QuantizationSpec(
+        format=FORMATS[name],
+        packed=True,
+        layers_at_start=1,
+        tensor_parallel_size=ranks,
+        experts_only=wide.moe is not None,
+    )
+    spec = replace(wide, quantization=quantization)
+    decoder = Decoder(spec, device="meta", dtype=torch.bfloat16)
+    held = sum(p.nbytes - (2 * p.numel() if n.endswith(".correction") else 0) for n, p in decoder.named_parameters())
+    assert params.packed_weight_bytes(spec, "bfloat16") == held < params.weight_bytes(spec, "bfloat16")

@@ -34,6 +34,7 @@ from miles.models.decoder import Decoder, DecoderLayer
 from miles.models.layers.moe import Routing
 from miles.models.lora.adapters import LoraAdapters
 from miles.models.optim_groups import MuonMatrices, find_muon_matrices
+from miles.models.parallel.quantized_shards import find_divided_block
 from miles.models.parallel.tp_decoder import build_tp_decoder
 from miles.models.parallel.tp_sharding import compute_tp_shards
 from miles.models.spec import DecoderSpec
@@ -48,7 +49,7 @@ class FsdpModel:
 
     It computes in ``dtype``, and its parameters are float32 unless it is frozen. With ``cpu_offload`` they are on the
     host. Saved weights are accompanied by the tokenizer files of the folder ``like`` and by ``config``, else the config
-    of ``like``, else one built from the spec.
+    of ``like``, else one built from the spec. Training checkpoints have them in ``save_dtype``, by default ``dtype``.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class FsdpModel:
         dtype: torch.dtype,
         config: Mapping[str, Any] | None = None,
         like: Path | None = None,
+        save_dtype: torch.dtype | None = None,
         recompute: RecomputeMode = "none",
         recompute_layers: int | None = None,
         cpu_offload: bool = False,
@@ -67,10 +69,13 @@ class FsdpModel:
         problem = mesh.layout.find_model_problem(spec)
         if problem is not None:
             raise UsageError(problem)
+        if (divided := find_divided_block(spec, mesh.tp_group.world)) is not None:
+            raise UsageError(f"{divided}; lower --tensor-model-parallel-size.")
         self.spec = spec
         self.mesh = mesh
         self.dtype = dtype
         self._config, self._like = config, like
+        self._save_dtype = save_dtype or dtype
         sharded = mesh.shard_mesh is not None
         self._decoder = self._build_decoder(torch.float32 if sharded and not frozen else dtype)
         if frozen:
@@ -242,7 +247,7 @@ class FsdpModel:
         self.mesh.world_group.sum(torch.zeros((), device=self.device))
 
     def save_plan(self) -> SavePlan:
-        return plan_save(self.spec, dtype=self.dtype, like=self._like, config=self._config)
+        return plan_save(self.spec, dtype=self._save_dtype, like=self._like, config=self._config)
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:

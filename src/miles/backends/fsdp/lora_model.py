@@ -150,16 +150,29 @@ class LoraModel:
                 f"{folder / peft.FOLDER} holds other adapters than --lora-rank and --target-modules select."
             )
         self._adapters.load(tensors)
+        params, plan = self._base_model.parameters(), self._base_model.save_plan()
+        saved = {} if plan is None else plan.dtypes()
+        rounded = {name: dtype for name, dtype in saved.items() if name in params and params[name].dtype != dtype}
+        frozen = {name: params[name].detach().clone() for name in rounded if name not in self._base}
         self._base_model.load(folder)
-        self._check_base(folder)
+        self._check_base(folder, frozen, rounded)
+        for name, value in frozen.items():
+            params[name].copy_(value)
+        self.after_update()
 
-    def _check_base(self, folder: Path) -> None:
-        """Raise an error if a checkpoint's weights are not this base plus its adapters."""
+    def _check_base(self, folder: Path, frozen: Mapping[str, Tensor], rounded: Mapping[str, torch.dtype]) -> None:
+        """Raise an error if the weights of a checkpoint, ``rounded`` in its files, are not this base plus its adapters.
+
+        ``frozen`` are weights of the base without an adapter.
+        """
         params = self._base_model.parameters()
-        for name, base in self._base.items():
+        for name, base in {**self._base, **frozen}.items():
             merged = base.clone()
-            self._adapters.merge(name, merged, base, self._base_model.first_row(name))
-            if not torch.equal(merged, params[name].detach()):
+            if name in self._base:
+                self._adapters.merge(name, merged, base, self._base_model.first_row(name))
+            in_file = merged.to(rounded.get(name, merged.dtype)).to(merged.dtype)
+            loaded = params[name].detach()
+            if not torch.equal(merged, loaded) and not torch.equal(in_file, loaded):
                 raise CheckpointError(
                     f"{folder} was trained over another base than {self._folder}, or merged on another type of "
                     f"device (see {name}); use the --hf-checkpoint and --lora-alpha it was trained with."

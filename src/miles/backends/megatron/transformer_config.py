@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from miles.backends.megatron.supported_models import ACTIVATIONS, check_megatron_support
 from miles.cluster.parallel_dims import ParallelDims
 from miles.core.errors import UsageError
+from miles.models.quantization import MEGATRON_RECIPES
 from miles.models.spec import AttentionSpec, DecoderSpec, MlaSpec, MlpSpec, MoeSpec
 
 
@@ -42,6 +43,7 @@ def build_transformer_config(
         **_moe(spec, transformer_engine=transformer_engine),
         **_parallel(layout, device, interleaved=flags.get("virtual_pipeline_model_parallel_size") is not None),
         **_precision(dtype),
+        **_quantization(spec, transformer_engine=transformer_engine),
         "calculate_per_token_loss": True,  # the schedules then do not scale the loss
         "perform_initialization": False,
         "use_cpu_initialization": device.type == "cpu",
@@ -168,6 +170,29 @@ def _precision(dtype: torch.dtype) -> dict[str, Any]:
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
+    }
+
+
+def _quantization(spec: DecoderSpec, *, transformer_engine: bool) -> dict[str, Any]:
+    """Transformer Engine's FP8, if the spec is quantized."""
+    quantization = spec.quantization
+    if quantization is None:
+        return {}
+    name = quantization.format.name
+    if not transformer_engine:
+        raise UsageError(
+            f"--train-precision {name} with --train-backend megatron needs Transformer Engine on a GPU; install it, or "
+            "use --train-backend fsdp."
+        )
+    keeps = quantization.layers_at_start + quantization.layers_at_end > 0
+    return {
+        "fp8": "hybrid" if quantization.backward == "hybrid" else "e4m3",
+        "fp8_recipe": MEGATRON_RECIPES[name],
+        "first_last_layers_bf16": keeps,
+        "num_layers_at_start_in_bf16": quantization.layers_at_start,
+        "num_layers_at_end_in_bf16": quantization.layers_at_end,
+        # FP8 GEMMs need row counts that are multiples of 16.
+        **({} if spec.moe is None else {"moe_router_padding_for_quantization": True}),
     }
 
 

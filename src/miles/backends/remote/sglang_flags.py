@@ -46,6 +46,7 @@ def build_command(
     *,
     device: str,
     dtype: str,
+    kv_cache_dtype: str = "auto",
     ranks: int,
     routed_experts: bool,
     trust_remote_code: bool,
@@ -56,6 +57,8 @@ def build_command(
     command += ["--dtype", dtype, "--tp-size", str(ranks)]
     # Incremental events of several tokens keep streaming cheap.
     defaults: dict[str, tuple[str, ...]] = {"incremental-streaming-output": (), "stream-interval": ("8",)}
+    if kv_cache_dtype != "auto":
+        defaults["kv-cache-dtype"] = (kv_cache_dtype,)
     if device == "cpu":
         command += ["--device", "cpu"]
         defaults |= {"attention-backend": ("torch_native",), "sampling-backend": ("pytorch",)}

@@ -241,6 +241,8 @@ class RouterEnginePool:
         if not self._index.set_state(engine, state, why):
             return
         self._log(f"Engine {engine.name} is {state.value}{f': {why}' if why else ''}.")
+        if state in (EngineState.QUARANTINED, EngineState.DRAINING):
+            engine.connections.close_idle(0.0)
         self.on_change(engine)
         if engine.open:
             self.dispatch_waiting()

@@ -1,4 +1,4 @@
-"""HTTP client of the router: connections to engines, kept open between requests, one request at a time on each.
+"""HTTP client of the router: connection pools of engines (HTTP keep-alive), one request at a time on each connection.
 
 A response handler is called as bytes come in: ``on_head`` once, ``on_body`` for each piece, ``flush`` when nothing more
 is available, and at the end ``on_end`` or ``on_failure``, once. It may stop the reading with ``pause``.
@@ -18,6 +18,7 @@ from miles.cluster.router.http_types import Clock, Header, HttpError, HttpRespon
 
 # uvicorn closes a connection after five idle seconds; the router must close it before.
 IDLE_SECONDS = 4.0
+MAX_IDLE_CONNECTIONS = 128  # to one engine; a burst of requests must not leave thousands of descriptors behind
 _HEADERS_LIMIT = 256 << 10
 _MAX_COPIED_BODY = 64 << 10  # a shorter body is written together with its head
 _MAX_RESPONSE = 64 << 20  # of the router's own requests
@@ -102,6 +103,7 @@ class EngineConnection(asyncio.Protocol):
         self._reading = True
         self.num_requests = 0
         self.idle_since = 0.0
+        self.keep_alive = True
 
     # -- for the rest of the router ----------------------------------------------------------
 
@@ -118,7 +120,8 @@ class EngineConnection(asyncio.Protocol):
             self._transport.write(body)
 
     def pause(self) -> None:
-        if self._reading and not self._transport.is_closing():
+        """Stop the reading of a response; an idle connection is always read, or its next response would not be."""
+        if self._reading and self._handler is not None and not self._transport.is_closing():
             self._reading = False
             self._transport.pause_reading()
 
@@ -214,7 +217,7 @@ class EngineConnection(asyncio.Protocol):
     def _finish(self) -> None:
         handler, self._handler = self._handler, None
         assert handler is not None
-        if self._until_close or not self._parser.should_keep_alive():
+        if self._until_close or not self.keep_alive or not self._parser.should_keep_alive():
             self._transport.close()
         else:
             self.resume()
@@ -232,6 +235,7 @@ class ConnectionPool:
         self._connect_seconds = connect_seconds
         self._idle: list[EngineConnection] = []
         self._connections: set[EngineConnection] = set()
+        self._closed = False
         self._tls = ssl.create_default_context() if address.tls else None
 
     def take_idle(self) -> EngineConnection | None:
@@ -273,24 +277,30 @@ class ConnectionPool:
         return connection
 
     def release(self, connection: EngineConnection) -> None:
-        """Keep a connection whose response has ended."""
+        """Keep a connection whose response has ended; of too many, the one that was used first is closed."""
+        if self._closed:
+            connection.drop()
+            return
         connection.idle_since = self._clock.now()
         self._idle.append(connection)
+        if len(self._idle) > MAX_IDLE_CONNECTIONS:
+            self._idle.pop(0).drop()
 
     def forget(self, connection: EngineConnection) -> None:
         self._connections.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
 
-    def close_idle(self) -> None:
-        """Close connections that were idle for too long."""
-        limit = self._clock.now() - IDLE_SECONDS
+    def close_idle(self, seconds: float = IDLE_SECONDS) -> None:
+        """Close connections that have been idle for so long."""
+        limit = self._clock.now() - seconds
         for connection in [connection for connection in self._idle if connection.idle_since <= limit]:
             self._idle.remove(connection)
             connection.drop()
 
     def close(self, why: str) -> None:
-        """Close every connection; handlers in use are called with why."""
+        """Close every connection, and keep none from now on; handlers in use are called with why."""
+        self._closed = True
         for connection in list(self._connections):
             connection.fail(ConnectionFailed(why))
         self._idle.clear()
@@ -347,7 +357,7 @@ class EngineRequest:
 
 
 async def send_request(pool: ConnectionPool, clock: Clock, seconds: float, request: EngineRequest) -> HttpResponse:
-    """Send one request on a new connection, so that it is never sent twice.
+    """Send one request on a new connection, so that it is never sent twice; the connection is closed after it.
 
     Raises ``ConnectionFailed`` or ``DeadlineExceeded``.
     """
@@ -361,8 +371,10 @@ async def send_request(pool: ConnectionPool, clock: Clock, seconds: float, reque
     timer = clock.call_later(seconds, time_out)
     try:
         connection = await pool.connect()
+        connection.keep_alive = False
         target = address.prefix + request.target
-        head = request_head(request.method, target, address.authority, request.headers, len(request.body))
+        headers = (*request.headers, (b"connection", b"close"))
+        head = request_head(request.method, target, address.authority, headers, len(request.body))
         connection.send(head, request.body, handler)
         return await handler.response
     except BaseException:

@@ -24,7 +24,9 @@ from miles.cluster.router.http_types import (
 )
 
 IDLE_SECONDS = 75.0
-STALLED_SECONDS = 30.0  # for a request that was received in part: its head, and each pause in its body
+STALLED_SECONDS = (
+    30.0  # for a request received in part: its head, and each pause in its body; or a response sent in part
+)
 BODY_SECONDS = 60.0
 MIN_BODY_RATE = 64 << 10  # a body may take longer than BODY_SECONDS if that many bytes arrive each second
 _HEADERS_LIMIT = 64 << 10
@@ -76,6 +78,7 @@ class ClientConnection(asyncio.Protocol):
         self._chunked = False
         self._keep_alive = True
         self._out: list[bytes] = []
+        self._unsent = 0
         self.last_active = clock.now()
 
     # -- sending a response --------------------------------------------------------------------
@@ -146,10 +149,16 @@ class ClientConnection(asyncio.Protocol):
             self._transport.close()
 
     def close_if_idle(self) -> None:
-        """Close a connection that was idle for too long."""
+        """Close a connection that was idle for too long, or whose client reads nothing of the last response."""
         if self.task is not None:
             return
         now = self._clock.now()
+        if self._transport.is_closing():  # it has not sent everything
+            if (unsent := self._transport.get_write_buffer_size()) != self._unsent:
+                self._unsent, self.last_active = unsent, now
+            elif now - self.last_active > STALLED_SECONDS:
+                self._transport.abort()
+            return
         silent, waited = now - self.last_active, now - self._started_at
         if not self._partial:
             stalled = max(silent, waited) > IDLE_SECONDS

@@ -222,11 +222,11 @@ class Router:
         return task
 
     def _close_idle(self) -> None:
+        self._idle_timer = self._clock.call_later(_IDLE_CHECK_SECONDS, self._close_idle)
         for client in list(self._clients):
             client.close_if_idle()
         for engine in self.pool.engines.values():
             engine.connections.close_idle()
-        self._idle_timer = self._clock.call_later(_IDLE_CHECK_SECONDS, self._close_idle)
 
 
 def _is_own_host(host: bytes | None) -> bool:

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from miles.cluster.process import ChildProcess, describe_exit, python_environment
+from miles.cluster.oom_kill import OomKillMonitor
+from miles.cluster.process import ChildProcess, python_environment
 from miles.cluster.workers.pool import WorkerLost
 from miles.cluster.workers.process import CODEC, LENGTH, WorkerSpec
 
@@ -25,6 +26,7 @@ class LocalWorker:
         self._spec = spec
         self._seconds = seconds
         self._process: ChildProcess | None = None
+        self._oom_kills = OomKillMonitor()
         self._writer: asyncio.StreamWriter | None = None
         self._pending: dict[int, asyncio.Future[bytes]] = {}
         self._reading: asyncio.Task[None] | None = None
@@ -39,6 +41,7 @@ class LocalWorker:
         parent_end, child_end = socket.socketpair()
         with child_end:
             argv = [sys.executable, "-m", "miles.cluster.workers.process", str(child_end.fileno())]
+            self._oom_kills = OomKillMonitor()
             try:
                 self._process = ChildProcess(argv, env=python_environment(), pass_fds=(child_end.fileno(),))
             except OSError as error:
@@ -65,6 +68,7 @@ class LocalWorker:
     async def call(self, number: int, request: bytes) -> bytes:
         if self._reading is None or self._reading.done():
             raise WorkerLost(f"{self.name} has ended")
+        self._oom_kills.note_alive()
         self._pending[number] = response = asyncio.get_running_loop().create_future()
         self._send(CODEC.pack("call", (number, request)))
         try:
@@ -119,7 +123,7 @@ class LocalWorker:
     async def _describe_end(self) -> str:
         assert self._process is not None
         with suppress(subprocess.TimeoutExpired):  # its connection has closed: it has ended, or is about to
-            return describe_exit(await asyncio.to_thread(self._process.wait, 1.0))
+            return self._oom_kills.describe_exit(await asyncio.to_thread(self._process.wait, 1.0))
         return "its connection closed"
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from miles.kernels.attention.params import PagedAttentionParams
-from miles.kernels.attention.tile_config import build_kernel_config, pad_dim
+from miles.kernels.attention.tile_config import build_kernel_config, pad_dim, scale_tensors
 from miles.kernels.fused.qk_norm_rope import QKNormRopeParams, rounds_norm
 from miles.kernels.runtime.triton_compat import pdl_options
 
@@ -78,6 +78,7 @@ def decode_bs1_attention(
         qkv_1N,
         k_SGd,
         v_SGd,
+        *scale_tensors(params, qkv_1N),
         block_table_SP,
         req_slot_1,
         slot_1,

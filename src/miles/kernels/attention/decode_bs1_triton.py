@@ -27,10 +27,12 @@ from miles.kernels.attention.tiles_triton import (
     first_visible,
     init_state,
     load_rows,
+    load_scales,
     normalize,
     online_softmax,
     store_rows,
 )
+from miles.kernels.fused.kv_cache_fp8 import dequantize_rows, quantize_rows, scale_offset
 from miles.kernels.fused.qk_norm_rope import load_heads, load_norm_weights, load_rotation, norm_and_rotate
 from miles.kernels.runtime.triton_compat import gdc_launch_dependents, gdc_wait, jit, jit_paged, tl
 
@@ -40,6 +42,8 @@ def decode_bs1_kernel(
     qkv: tl.tensor,
     k_SGd: tl.tensor,
     v_SGd: tl.tensor,
+    key_scales: tl.tensor,
+    value_scales: tl.tensor,
     block_table_SP: tl.tensor,
     req_slot: tl.tensor,
     slot: tl.tensor,
@@ -81,7 +85,8 @@ def decode_bs1_kernel(
         )
         pages = block_table_SP + tl.load(req_slot).to(tl.int64) * block_table_stride
         k, v = k_SGd + group * CFG.d, v_SGd + group * CFG.d
-        k_ND, v_ND = load_kv_tile(k, v, pages, begin, end, CFG)
+        kv_scales = key_scales + group * CFG.page_size, value_scales + group * CFG.page_size
+        k_ND, v_ND, k_scale_N, v_scale_N = load_kv_tile(k, v, *kv_scales, pages, begin, end, CFG)
         out_slot = tl.load(slot).to(tl.int64)
         if PDL:
             gdc_wait()
@@ -89,11 +94,19 @@ def decode_bs1_kernel(
         q_QD = norm_and_rotate(*q_loaded, *rope, *q_scales, eps, offset, CFG.d, ROTARY_DIM, NORM, ROUND_NORM)
         # Left to where it is used, the compiler would load the key only after the queries are ready.
         k_QD = norm_and_rotate(*k_loaded, *rope, *k_scales, eps, offset, CFG.d, ROTARY_DIM, NORM, ROUND_NORM)
-        if first:
+        if CFG.fp8:
+            # The new token is attended to as the cache returns it.
+            k_code_QD, k_scale_Q1, k_QD = quantize_rows(k_QD)
+            v_code_1D, v_scale_11, v_1D = quantize_rows(v_1D)
+            if first:
+                store_kv(k, v, out_slot, k_code_QD, v_code_1D, CFG, Q)
+                store_scales(*kv_scales, out_slot, k_scale_Q1, v_scale_11, CFG, Q)
+        elif first:
             store_kv(k, v, out_slot, k_QD, v_1D, CFG, Q)
+        if first:
             store_new_partial(part_GSRd, sum_GSR, q_QD, k_QD, v_1D, first_split, scale, softcap, CFG, Q)
-        kv_inputs = k, v, pages, k_ND, v_ND, begin, end, scale, softcap
-        out_MD, max_M, sum_M = attend_past(repeat_queries(q_QD, CFG, Q), *kv_inputs, CFG)
+        kv_inputs = pages, k_ND, v_ND, k_scale_N, v_scale_N, begin, end, scale, softcap
+        out_MD, max_M, sum_M = attend_past(repeat_queries(q_QD, CFG, Q), k, v, *kv_scales, *kv_inputs, CFG)
         store_partial(part_GSRd, sum_GSR, out_MD, max_M, sum_M, first_split + 1 + split, scale, CFG)
         if is_last_program(done_G + group, splits):
             reduce_partials(part_GSRd, sum_GSR, sinks_H, out_Hd, group, first_split, 1 + splits, CFG, C)
@@ -174,6 +187,22 @@ def store_kv(
 
 
 @jit
+def store_scales(
+    k_scales: tl.tensor,
+    v_scales: tl.tensor,
+    out_slot: tl.tensor,
+    k_scale_Q1: tl.tensor,
+    v_scale_11: tl.tensor,
+    CFG: tl.constexpr,
+    Q: tl.constexpr,
+) -> None:
+    """Write the scales of the new token beside its KV-cache slot, unless that is negative."""
+    row_Q1, at = tl.arange(0, Q)[:, None], scale_offset(out_slot, CFG.page_size, CFG.G)
+    tl.store(k_scales + at + row_Q1 * 0, k_scale_Q1, (row_Q1 == 0) & (out_slot >= 0))
+    tl.store(v_scales + at + tl.zeros([1, 1], tl.int32), v_scale_11, out_slot + tl.zeros([1, 1], tl.int32) >= 0)
+
+
+@jit
 def store_new_partial(
     part_GSRd: tl.tensor,
     sum_GSR: tl.tensor,
@@ -208,9 +237,13 @@ def attend_past(
     q_MD: tl.tensor,
     k: tl.tensor,
     v: tl.tensor,
+    k_scales: tl.tensor,
+    v_scales: tl.tensor,
     pages: tl.tensor,
     k_ND: tl.tensor,
     v_ND: tl.tensor,
+    k_scale_N: tl.tensor,
+    v_scale_N: tl.tensor,
     begin: tl.tensor,
     end: tl.tensor,
     scale: tl.tensor,
@@ -221,11 +254,14 @@ def attend_past(
     out_MD, max_M, sum_M = init_state(CFG)
     for start in range(begin, tl.maximum(end, begin + 1), CFG.N):
         valid_N = start + tl.arange(0, CFG.N) < end
+        if CFG.fp8:
+            k_ND = dequantize_rows(k_ND, k_scale_N, q_MD.dtype, CFG.native_fp8)
+            v_ND = dequantize_rows(v_ND, v_scale_N, q_MD.dtype, CFG.native_fp8)
         score_MN = apply_softcap(tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee"), scale, softcap, CFG)
         score_MN = tl.where(valid_N[None, :], score_MN, float("-inf"))
         p_MN, rescale_M, max_M, sum_M = online_softmax(score_MN, max_M, sum_M, exp2_factor(scale, CFG), True)
         out_MD = tl.dot(p_MN.to(v_ND.dtype), v_ND, out_MD * rescale_M[:, None], input_precision="ieee")
-        k_ND, v_ND = load_kv_tile(k, v, pages, start + CFG.N, end, CFG)
+        k_ND, v_ND, k_scale_N, v_scale_N = load_kv_tile(k, v, k_scales, v_scales, pages, start + CFG.N, end, CFG)
     return out_MD, max_M, sum_M
 
 
@@ -266,13 +302,26 @@ def repeat_queries(q_QD: tl.tensor, CFG: tl.constexpr, Q: tl.constexpr) -> Any:
 
 @jit
 def load_kv_tile(
-    k: tl.tensor, v: tl.tensor, pages: tl.tensor, start: tl.tensor, end: tl.tensor, CFG: tl.constexpr
+    k: tl.tensor,
+    v: tl.tensor,
+    k_scales: tl.tensor,
+    v_scales: tl.tensor,
+    pages: tl.tensor,
+    start: tl.tensor,
+    end: tl.tensor,
+    CFG: tl.constexpr,
 ) -> Any:
-    """Keys and values of tokens from ``start`` on; zeros from ``end`` on."""
+    """Keys and values of tokens from ``start`` on, and their scales if they are FP8; zeros from ``end`` on."""
     token_N = start + tl.arange(0, CFG.N)
     slot_N, valid_N = find_slots(pages, token_N, end, CFG), token_N < end
     k_ND = load_rows(k, slot_N, CFG.k_stride, valid_N, CFG.d, CFG.D, True)
-    return k_ND, load_rows(v, slot_N, CFG.v_stride, valid_N, CFG.d, CFG.D, True)
+    v_ND = load_rows(v, slot_N, CFG.v_stride, valid_N, CFG.d, CFG.D, True)
+    N: tl.constexpr = CFG.N
+    k_scale_N, v_scale_N = tl.full([N], 1.0, tl.float32), tl.full([N], 1.0, tl.float32)
+    if CFG.fp8:
+        k_scale_N = load_scales(k_scales, slot_N, valid_N, CFG)
+        v_scale_N = load_scales(v_scales, slot_N, valid_N, CFG)
+    return k_ND, v_ND, k_scale_N, v_scale_N
 
 
 @jit

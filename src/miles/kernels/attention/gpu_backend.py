@@ -138,11 +138,17 @@ class TritonAttentionBackend:
                 step.block_table_BM,
                 step.req_slots_B,
                 step.slots_T,
-                self._paged_params(params, sinks_H),
+                self._paged_params(params, cache, sinks_H),
                 step.plans.get_bs1_scratch(kv_heads, heads.heads // kv_heads, heads.head_dim),
             )
         q_THd = qk_norm_rope_write_kv(
-            qkv_TN, heads, key_slots=keys, value_slots=values, slots_T=step.slots_T, numerics=self.numerics
+            qkv_TN,
+            heads,
+            key_slots=keys,
+            value_slots=values,
+            slots_T=step.slots_T,
+            numerics=self.numerics,
+            scales=cache.scales,
         )
         return self._attend(q_THd, cache, params, sinks_H).flatten(1)
 
@@ -158,15 +164,17 @@ class TritonAttentionBackend:
         q_THd, k_TGd, v_TGe, params, sinks_H, index = inputs
         assert index is None, "sparse attention layers are not supported by the GPU attention backend"
         cache = self._cache.layers[layer]
-        cache.keys.slots.index_copy_(0, self._step.slots_T, k_TGd)
+        cache.keys.write(self._step.slots_T, k_TGd)
         if cache.values is None:
             return self._attend_mla(q_THd, cache, params, v_TGe.shape[-1])
-        cache.values.slots.index_copy_(0, self._step.slots_T, v_TGe)
+        cache.values.write(self._step.slots_T, v_TGe)
         return self._attend(q_THd, cache, params, sinks_H)
 
-    def _paged_params(self, params: AttentionParams, sinks_H: Tensor | None) -> PagedAttentionParams:
+    def _paged_params(
+        self, params: AttentionParams, cache: LayerKVCache, sinks_H: Tensor | None
+    ) -> PagedAttentionParams:
         return PagedAttentionParams(
-            self._step.page_size, params.scale, params.window, params.chunk, params.softcap, sinks_H
+            self._step.page_size, params.scale, params.window, params.chunk, params.softcap, sinks_H, cache.scales
         )
 
     def _attend(self, q_THd: Tensor, cache: LayerKVCache, params: AttentionParams, sinks_H: Tensor | None) -> Tensor:
@@ -176,7 +184,7 @@ class TritonAttentionBackend:
         values = cache.values.slots
         kv_heads = keys.shape[1]
         out_THe = q_THd.new_empty(*q_THd.shape[:2], values.shape[-1])
-        paged = self._paged_params(params, sinks_H)
+        paged = self._paged_params(params, cache, sinks_H)
         if step.num_decodes:
             decode_attention(
                 q_THd[: step.num_decodes],
@@ -198,7 +206,7 @@ class TritonAttentionBackend:
         keys = cache.keys.slots
         heads = q_THd.shape[1]
         out_THe = q_THd.new_empty(len(q_THd), heads, value_dim)
-        paged = PagedAttentionParams(step.page_size, params.scale)
+        paged = PagedAttentionParams(step.page_size, params.scale, kv_scales=cache.scales)
         if step.num_decodes:
             mla_decode_attention(
                 q_THd[: step.num_decodes],

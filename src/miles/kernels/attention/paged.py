@@ -84,9 +84,9 @@ class PagedAttentionBackend:
     def __call__(self, layer: int, inputs: AttentionInputs) -> Tensor:
         q_THd, k_TGd, v_TGe, params, sinks_H, index = inputs
         cache, slots_T = self._cache.layers[layer], self._metadata.slots_T
-        cache.keys.slots.index_copy_(0, slots_T, k_TGd)
+        cache.keys.write(slots_T, k_TGd)
         if cache.values is not None:
-            cache.values.slots.index_copy_(0, slots_T, v_TGe)
+            cache.values.write(slots_T, v_TGe)
         selected = None if index is None else self._select_tokens(layer, cache, index)
         call = _LayerCall(q_THd, cache, k_TGd.shape[1], params, sinks_H)
         # Shapes change every step, and cuDNN would build a plan for each.
@@ -141,7 +141,7 @@ class PagedAttentionBackend:
         if not isinstance(index, IndexerInputs):
             return self._selections[index]
         assert cache.index is not None, "a layer with an indexer needs index keys in the KV cache"
-        cache.index.slots.index_copy_(0, self._metadata.slots_T, index.k_Td)
+        cache.index.write(self._metadata.slots_T, index.k_Td)
         self._selections[layer] = None
         if index.topk < self._metadata.longest:
             blocks = self._metadata.get_blocks()

@@ -22,6 +22,7 @@ from miles.kernels.attention.tile_config import (
     KernelConfig,
     build_kernel_config,
     pad_dim,
+    scale_tensors,
     select_decode_tunings,
 )
 from miles.kernels.runtime.triton_compat import pdl_options
@@ -79,6 +80,7 @@ def launch_decode(
         tiled = config._replace(M=queries, N=tuning.tokens, R=heads_per_tile)
         paged_decode_kernel[(plan.sms * tuning.resident,)](
             *tensors,
+            *scale_tensors(params, q_BHd),
             *plan_arrays,
             *scratch,
             out,

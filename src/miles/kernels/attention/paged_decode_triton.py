@@ -34,6 +34,8 @@ def paged_decode_kernel(
     v_SGe: tl.tensor,
     block_table_SP: tl.tensor,
     req_slots_B: tl.tensor,
+    k_scales: tl.tensor,
+    v_scales: tl.tensor,
     counts: tl.tensor,
     length_B: tl.tensor,
     base_B: tl.tensor,
@@ -73,9 +75,11 @@ def paged_decode_kernel(
         out_ME, max_M, sum_M = init_state(CFG)
         group = unit % UNITS // CFG.head_tiles
         k, v = k_SGd + group * (CFG.d + CFG.x), v_SGe + group * CFG.e
-        kv_range = (k, v, pages, begin, tl.where(rows > 0, end, begin), low_M, low_M, scale, softcap)
+        head_k_scales, head_v_scales = k_scales + group * CFG.page_size, v_scales + group * CFG.page_size
+        kv_inputs = (q_MD, q_MX, k, v, head_k_scales, head_v_scales, pages)
+        token_range = (begin, tl.where(rows > 0, end, begin), low_M, low_M, scale, softcap)
         out_ME, max_M, sum_M = attend_range(
-            out_ME, max_M, sum_M, q_MD, q_MX, *kv_range, CFG, True, CFG.is_windowed, False
+            out_ME, max_M, sum_M, *kv_inputs, *token_range, CFG, True, CFG.is_windowed, False
         )
         factor = exp2_factor(scale, CFG)
         is_single_split = False if PREFIX else tl.load(base_B + row + 1) == tl.load(base_B + row) + 1

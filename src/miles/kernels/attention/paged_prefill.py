@@ -13,7 +13,12 @@ from torch import Tensor
 
 from miles.kernels.attention.params import PagedAttentionParams
 from miles.kernels.attention.reference import paged_attention_reference
-from miles.kernels.attention.tile_config import KernelConfig, build_kernel_config, select_prefill_tile
+from miles.kernels.attention.tile_config import (
+    KernelConfig,
+    build_kernel_config,
+    scale_tensors,
+    select_prefill_tile,
+)
 from miles.kernels.runtime.kv_cache import Ints
 
 # New tokens of a tile; a kernel may split it further.
@@ -74,6 +79,7 @@ def launch_prefill(
         # Heads are the fastest grid axis: those of one key-value head share its keys in the L2 cache.
         paged_prefill_kernel[(heads, len(tiles), TILE // queries)](
             *tensors,
+            *scale_tensors(params, q_THd),
             out,
             q_THd if params.sinks_H is None else params.sinks_H,
             q_THd.stride(0),

@@ -28,6 +28,8 @@ def paged_prefill_kernel(
     v_SGe: tl.tensor,
     block_table_SP: tl.tensor,
     tiles_I4: tl.tensor,
+    k_scales: tl.tensor,
+    v_scales: tl.tensor,
     out_THe: tl.tensor,
     sinks_H: tl.tensor,
     q_stride: tl.tensor,
@@ -60,7 +62,8 @@ def paged_prefill_kernel(
         diagonal = tl.maximum((first + 1) // CFG.N * CFG.N, begin)
         full_begin = tl.minimum(full_begin, diagonal)
         out_ME, max_M, sum_M = init_state(CFG)
-        kv_inputs = (q_MD, q_MX, k, v, pages)
+        head_k_scales, head_v_scales = k_scales + group * CFG.page_size, v_scales + group * CFG.page_size
+        kv_inputs = (q_MD, q_MX, k, v, head_k_scales, head_v_scales, pages)
         mask_inputs = (low_M, high_M, scale, softcap)
         if CFG.is_windowed:
             out_ME, max_M, sum_M = attend_range(

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from miles.kernels.runtime.kv_cache import KVScales
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionParams:
@@ -55,7 +57,10 @@ class AttentionInputs(NamedTuple):
 
 
 class PagedAttentionParams(NamedTuple):
-    """``AttentionParams``, attention sinks and page size as the Triton kernels take them; page size 0: no pages."""
+    """``AttentionParams``, attention sinks and page size as the Triton kernels take them; page size 0: no pages.
+
+    With ``kv_scales`` keys and values are the bytes of an FP8 KV cache.
+    """
 
     page_size: int
     scale: float
@@ -63,3 +68,4 @@ class PagedAttentionParams(NamedTuple):
     chunk: int | None = None
     softcap: float | None = None
     sinks_H: Tensor | None = None
+    kv_scales: KVScales | None = None

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from miles.kernels.attention.params import PagedAttentionParams
+from miles.kernels.runtime.kv_cache import KVScales
+from miles.precision.kv_cache import dequantize_kv
 
 
 def paged_attention_reference(
@@ -20,7 +22,12 @@ def paged_attention_reference(
     token_C = torch.arange(int(position_T.max()) + 1, device=q_THd.device)
     slot_C = pages_P[token_C // page_size].long() * page_size + token_C % page_size
     queries_per_kv = q_THd.shape[1] // k_SGd.shape[1]
-    k_CHd, v_CHe = (x[slot_C].to(wide).repeat_interleave(queries_per_kv, 1) for x in (k_SGd, v_SGe))
+    k_CGd, v_CGe = k_SGd[slot_C], v_SGe[slot_C]
+    if params.kv_scales is not None:
+        parts = (v_SGe.shape[2], k_SGd.shape[2] - v_SGe.shape[2]) if _has_rope_scale(k_SGd, params.kv_scales) else ()
+        k_CGd = _dequantize(k_CGd, params.kv_scales.keys_PGp, slot_C, wide, parts or (k_SGd.shape[2],))
+        v_CGe = _dequantize(v_CGe, params.kv_scales.values_PGp, slot_C, wide, (v_SGe.shape[2],))
+    k_CHd, v_CHe = (x.to(wide).repeat_interleave(queries_per_kv, 1) for x in (k_CGd, v_CGe))
     score_HTC = torch.einsum("thd,chd->htc", q_THd.to(wide), k_CHd) * params.scale
     if params.softcap is not None:
         score_HTC = params.softcap * torch.tanh(score_HTC / params.softcap)
@@ -36,3 +43,18 @@ def paged_attention_reference(
         lse_HT = torch.logaddexp(lse_HT, params.sinks_H.to(wide)[:, None])
     out_THe = torch.einsum("htc,che->the", (score_HTC - lse_HT[..., None]).exp(), v_CHe)
     return out_THe.to(q_THd.dtype)
+
+
+def _has_rope_scale(k_SGd: Tensor, scales: KVScales) -> bool:
+    """Whether keys have two scales, of their latent and of their RoPE channels (MLA)."""
+    return scales.keys_PGp.shape[1] == 2 * k_SGd.shape[1]
+
+
+def _dequantize(
+    codes_CGd: Tensor, scales_PGp: Tensor, slot_C: Tensor, wide: torch.dtype, parts: tuple[int, ...]
+) -> Tensor:
+    """Keys or values of an FP8 cache in these slots; each of the ``parts`` of the channels has its scales."""
+    page_size, groups = scales_PGp.shape[2], codes_CGd.shape[1]
+    scale_CG = scales_PGp[slot_C // page_size, :, slot_C % page_size]
+    data = codes_CGd.contiguous().view(torch.float8_e4m3fn).float().split(parts, -1)
+    return torch.cat([dequantize_kv(x, s, wide) for x, s in zip(data, scale_CG.split(groups, 1), strict=False)], -1)

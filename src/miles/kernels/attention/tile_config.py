@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from miles.kernels.attention.params import PagedAttentionParams
+from miles.kernels.fused.kv_cache_fp8 import has_native_e4m3
 
 
 class TileTuning(NamedTuple):
@@ -80,7 +81,8 @@ class KernelConfig(NamedTuple):
 
     G key-value heads of r query heads, at most R of them in a tile; d, e, x channels of keys, of values, of keys beyond
     the values' (D, E, X: padded to a tile); strides of a token in the cache; 0 stands for no ``window``, no ``chunk``.
-    ``latent`` (MLA): values are the first channels of the keys.
+    ``latent`` (MLA): values are the first channels of the keys. ``fp8``: keys and values are E4M3 bytes with scales,
+    which the GPU converts itself if ``native_fp8``.
     """
 
     G: int
@@ -102,6 +104,8 @@ class KernelConfig(NamedTuple):
     has_softcap: bool
     has_sinks: bool
     latent: bool
+    fp8: bool = False
+    native_fp8: bool = False
 
     @property
     def heads(self) -> int:
@@ -130,6 +134,7 @@ def build_kernel_config(
     assert width == keys and q_THd.stride()[1:] == (keys, 1), "the heads of a query must be contiguous"
     assert k_SGd.stride()[1:] == (keys, 1), "the keys of a token must be contiguous"
     assert latent or v_SGe.stride()[1:] == (values, 1), "the values of a token must be contiguous"
+    assert (params.kv_scales is None) == (k_SGd.dtype != torch.uint8), "FP8 keys and values need their scales"
     shape, strides = (heads, groups, keys, values), (k_SGd.stride(0), v_SGe.stride(0))
     return _build_shape_config(shape, strides, latent)._replace(
         page_size=params.page_size,
@@ -137,6 +142,8 @@ def build_kernel_config(
         chunk=params.chunk or 0,
         has_softcap=params.softcap is not None,
         has_sinks=params.sinks_H is not None,
+        fp8=params.kv_scales is not None,
+        native_fp8=params.kv_scales is not None and has_native_e4m3(q_THd.device),
     )
 
 
@@ -195,6 +202,11 @@ def _fit_to_device(tuning: TileTuning, config: KernelConfig) -> TileTuning:
 def _table_width(config: KernelConfig) -> int:
     assert max(config.D, config.E) <= 256, "head dims over 256 are supported for MLA only"
     return max(config.D, config.E, 64)
+
+
+def scale_tensors(params: PagedAttentionParams, unused: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales of an FP8 KV cache as kernel arguments; without one, any tensor, which is not read."""
+    return (unused, unused) if params.kv_scales is None else params.kv_scales
 
 
 def pad_dim(value: int) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from miles.kernels.fused.kv_cache_fp8 import dequantize_rows, scale_offset
 from miles.kernels.runtime.triton_compat import jit, tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -57,6 +58,28 @@ def load_rows(
         rows_ND = tl.load(at_ND, mask=channel_D[None, :] < d, other=0.0)
     else:
         rows_ND = tl.load(at_ND)
+    return rows_ND
+
+
+@jit
+def load_scales(scales: tl.tensor, slot_N: tl.tensor, valid_N: tl.tensor, CFG: tl.constexpr) -> Any:
+    """Scales of one head's tokens in an FP8 KV cache; ``scales`` points to that head's first."""
+    HEADS: tl.constexpr = 2 if CFG.latent else CFG.G
+    return tl.load(scales + scale_offset(slot_N, CFG.page_size, HEADS), mask=valid_N, other=0.0)
+
+
+@jit
+def dequantize(
+    rows_ND: tl.tensor,
+    scales: tl.tensor,
+    slot_N: tl.tensor,
+    valid_N: tl.tensor,
+    DTYPE: tl.constexpr,
+    CFG: tl.constexpr,
+) -> Any:
+    """Keys or values as loaded; those of an FP8 cache times their scales, in the dtype of the queries."""
+    if CFG.fp8:
+        rows_ND = dequantize_rows(rows_ND, load_scales(scales, slot_N, valid_N, CFG), DTYPE, CFG.native_fp8)
     return rows_ND
 
 
@@ -121,6 +144,8 @@ def attend_range(
     q_MX: tl.tensor,
     k: tl.tensor,
     v: tl.tensor,
+    k_scales: tl.tensor,
+    v_scales: tl.tensor,
     pages: tl.tensor,
     begin: tl.tensor,
     end: tl.tensor,
@@ -143,9 +168,11 @@ def attend_range(
         slot_N = find_slots(pages, token_N, end, CFG)
         valid_N = token_N < end
         k_ND = load_rows(k, slot_N, CFG.k_stride, valid_N, CFG.d, CFG.D, BOUNDED)
+        k_ND = dequantize(k_ND, k_scales, slot_N, valid_N, q_MD.dtype, CFG)
         score_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee")
         if CFG.x > 0:
             k_NX = load_rows(k + CFG.d, slot_N, CFG.k_stride, valid_N, CFG.x, CFG.X, BOUNDED)
+            k_NX = dequantize(k_NX, k_scales + CFG.page_size, slot_N, valid_N, q_MX.dtype, CFG)
             score_MN = tl.dot(q_MX, tl.trans(k_NX), score_MN, input_precision="ieee")
         score_MN = apply_softcap(score_MN, scale, softcap, CFG)
         if BOUNDED:
@@ -158,6 +185,7 @@ def attend_range(
         v_NE = k_ND
         if not CFG.latent:
             v_NE = load_rows(v, slot_N, CFG.v_stride, valid_N, CFG.e, CFG.E, BOUNDED)
+            v_NE = dequantize(v_NE, v_scales, slot_N, valid_N, q_MD.dtype, CFG)
         out_ME = tl.dot(p_MN.to(v_NE.dtype), v_NE, out_ME * rescale_M[:, None], input_precision="ieee")
     return out_ME, max_M, sum_M
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from miles.kernels.attention.paged_decode_triton import find_queries, take_unit
-from miles.kernels.attention.tiles_triton import first_visible
+from miles.kernels.attention.tiles_triton import dequantize, first_visible
 from miles.kernels.batch_invariant.attention_triton import (
     CHUNK,
     add_sink,
@@ -63,6 +63,8 @@ def paged_decode_kernel(
     v_SGe: tl.tensor,
     block_table_SP: tl.tensor,
     req_slots_B: tl.tensor,
+    k_scales: tl.tensor,
+    v_scales: tl.tensor,
     counts: tl.tensor,
     length_B: tl.tensor,
     base_B: tl.tensor,
@@ -99,10 +101,14 @@ def paged_decode_kernel(
         q_MD = load_rows(q_BHd, row_M.to(tl.int64) * q_stride + head_M * CFG.d, real_M, 0, 1, CFG.d, CFG.D, True)
         pages = block_table_SP + tl.load(req_slots_B + row).to(tl.int64) * block_table_stride
         group = unit % UNITS // CFG.head_tiles
-        kv_inputs = (k_SGd + group * CFG.d, v_SGe + group * CFG.e, pages, length_B, row_M, real_M)
+        keys_values = (k_SGd + group * CFG.d, v_SGe + group * CFG.e)
+        scales = (k_scales + group * CFG.page_size, v_scales + group * CFG.page_size)
+        kv_inputs = (pages, length_B, row_M, real_M)
         partials = (part_IHe, part_IH2, split_M)
         out_EM, max_M, sum_XM = attend_range(
             q_MD,
+            *keys_values,
+            *scales,
             *kv_inputs,
             begin,
             tl.where(rows > 0, end, begin),
@@ -131,6 +137,8 @@ def attend_range(
     q_MD: tl.tensor,
     k: tl.tensor,
     v: tl.tensor,
+    k_scales: tl.tensor,
+    v_scales: tl.tensor,
     pages: tl.tensor,
     length_B: tl.tensor,
     row_M: tl.tensor,
@@ -161,6 +169,7 @@ def attend_range(
             token_N = start + tl.arange(0, CFG.N)
             row_N, valid_N = find_rows(pages, token_N, end, CFG), token_N < end
             k_ND = load_rows(k, row_N, valid_N, 0, CFG.k_stride, CFG.d, CFG.D, True)
+            k_ND = dequantize(k_ND, k_scales, row_N, valid_N, q_MD.dtype, CFG)
             score_NM = tl.dot(k_ND, tl.trans(q_MD), input_precision="ieee")
             score_NM = apply_softcap(score_NM, softcap_factor, softcap, CFG)
             visible_NM = valid_N[:, None]
@@ -168,6 +177,7 @@ def attend_range(
                 visible_NM = visible_NM & (token_N[:, None] >= low_M[None, :])
             score_NM = tl.where(visible_NM, score_NM, float("-inf"))
             v_NE = load_rows(v, row_N, valid_N, 0, CFG.v_stride, CFG.e, CFG.E, True)
+            v_NE = dequantize(v_NE, v_scales, row_N, valid_N, q_MD.dtype, CFG)
             chunk_EM, chunk_max_M, chunk_XM = update_state_transposed(
                 chunk_EM, chunk_max_M, chunk_XM, score_NM, v_NE, exp2_factor
             )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from miles.kernels.attention.paged_prefill import TILE
 from miles.kernels.attention.params import PagedAttentionParams
-from miles.kernels.attention.tile_config import pad_dim
+from miles.kernels.attention.tile_config import pad_dim, scale_tensors
 from miles.kernels.batch_invariant.attention_split_kv import BatchInvariantSplitKVPlan
 from miles.kernels.batch_invariant.attention_tile_config import (
     build_invariant_config,
@@ -64,6 +64,7 @@ def decode_attention(
         tiled, tuning = select_decode_tuning(config, q_BHd.dtype, queries, heads_per_tile)
         paged_decode_kernel[(plan.sms * tuning.resident,)](
             *tensors,
+            *scale_tensors(params, q_BHd),
             *plan_arrays,
             *partials,
             out,
@@ -122,6 +123,7 @@ def launch_prefill(
         # Heads are the fastest grid axis: those of one key-value head share its keys in the L2 cache.
         prefill_kernel[(q_THd.shape[1], len(tiles), TILE // tile.queries * parts)](
             *tensors,
+            *scale_tensors(params, q_THd),
             out_THe,
             out_THe if lse_TH is None else lse_TH,
             q_THd if params.sinks_H is None else params.sinks_H,

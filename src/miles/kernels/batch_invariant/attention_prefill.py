@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from miles.kernels.attention.tiles_triton import first_visible
+from miles.kernels.attention.tiles_triton import dequantize, first_visible
 from miles.kernels.batch_invariant.attention_triton import (
     CHUNK,
     add_sink,
@@ -39,6 +39,8 @@ def attend_block(
     q_MD: tl.tensor,
     k: tl.tensor,
     v: tl.tensor,
+    k_scales: tl.tensor,
+    v_scales: tl.tensor,
     pages: tl.tensor,
     start: tl.tensor,
     end: tl.tensor,
@@ -55,6 +57,7 @@ def attend_block(
     token_N = start + tl.arange(0, CFG.N)
     row_N, valid_N = find_rows(pages, token_N, end, CFG), token_N < end
     k_ND = load_rows(k, row_N, valid_N, 0, CFG.k_stride, CFG.d, CFG.D, MASKED)
+    k_ND = dequantize(k_ND, k_scales, row_N, valid_N, q_MD.dtype, CFG)
     score_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee")
     score_MN = apply_softcap(score_MN, softcap_factor, softcap, CFG)
     if MASKED:
@@ -63,6 +66,7 @@ def attend_block(
             visible_MN = visible_MN & (token_N[None, :] >= low_M[:, None])
         score_MN = tl.where(visible_MN, score_MN, float("-inf"))
     v_NE = load_rows(v, row_N, valid_N, first, CFG.v_stride, CFG.e, CFG.E, MASKED)
+    v_NE = dequantize(v_NE, v_scales, row_N, valid_N, q_MD.dtype, CFG)
     return update_state(out_ME, max_M, sum_MX, score_MN, v_NE, exp2_factor, MASKED)
 
 
@@ -71,6 +75,8 @@ def attend_chunks(
     q_MD: tl.tensor,
     k: tl.tensor,
     v: tl.tensor,
+    k_scales: tl.tensor,
+    v_scales: tl.tensor,
     pages: tl.tensor,
     begin: tl.tensor,
     first: tl.tensor,
@@ -84,7 +90,8 @@ def attend_chunks(
     CFG: tl.constexpr,
 ) -> Any:
     """The state of queries from position ``first`` on after all visible keys, which begin at ``begin`` or later."""
-    kv_inputs, block_inputs = (q_MD, k, v, pages), (end, channel, low_M, high_M, exp2_factor, softcap_factor, softcap)
+    kv_inputs = (q_MD, k, v, k_scales, v_scales, pages)
+    block_inputs = (end, channel, low_M, high_M, exp2_factor, softcap_factor, softcap)
     out_ME, max_M, sum_MX = init_state(CFG.M, CFG.E)
     # Chunks that all queries see completely, then those that are partly masked. A loop per chunk lets the compiler know
     # when it must wait for an asynchronous matmul.
@@ -114,6 +121,8 @@ def prefill_kernel(
     v_SGe: tl.tensor,
     block_table_SP: tl.tensor,
     tiles_I4: tl.tensor,
+    k_scales: tl.tensor,
+    v_scales: tl.tensor,
     out_THe: tl.tensor,
     lse_TH: tl.tensor,
     sinks_H: tl.tensor,
@@ -148,7 +157,9 @@ def prefill_kernel(
             k, v = k + key_start * CFG.k_stride, v + key_start * CFG.v_stride
         block_inputs = (end, channel, low_M, high_M, exp2_factor, softcap_factor, softcap)
         begin = first_visible(first, CFG) // CFG.N * CFG.N
-        out_ME, max_M, sum_MX = attend_chunks(q_MD, k, v, pages, begin, first, *block_inputs, CFG)
+        group = head // CFG.r
+        scales = (k_scales + group * CFG.page_size, v_scales + group * CFG.page_size)
+        out_ME, max_M, sum_MX = attend_chunks(q_MD, k, v, *scales, pages, begin, first, *block_inputs, CFG)
         total_M = tl.max(sum_MX, 1)
         if CFG.has_sinks:
             total_M = add_sink(max_M, total_M, tl.zeros_like(total_M) + tl.load(sinks_H + head).to(tl.float32))

@@ -7,6 +7,7 @@ key, e of a value.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -46,6 +47,8 @@ class BatchInvariantPagedBackend:
         self._spans = spans = build_paged_spans(starts_B, counts_B, block_table_BM, page_size)
         assert spans.row_K is not None
         index_T = np.arange(spans.queries) - spans.first_N.repeat(counts_B)
+        self._rows_K = torch.from_numpy(spans.row_K)
+        self._gathered_spans = replace(spans, row_K=None)
         self._slots_T = torch.from_numpy(spans.row_K[(spans.start_N + starts_B).repeat(counts_B) + index_T])
 
     def recurrent_state(self, layer: int) -> PooledRecurrentState:
@@ -56,9 +59,14 @@ class BatchInvariantPagedBackend:
         assert index is None, "sparse attention is not supported in batch-invariant mode"
         cache, slots_T = self._cache.layers[layer], self._slots_T.to(q_THd.device)
         assert cache.values is not None, "batch-invariant attention needs a cache with separate values"
-        cache.keys.slots.index_copy_(0, slots_T, k_TGd)
-        cache.values.slots.index_copy_(0, slots_T, v_TGe)
-        return reference_attention(q_THd, cache.keys.slots, cache.values.slots, self._spans, params, sinks_H)[0]
+        cache.keys.write(slots_T, k_TGd)
+        cache.values.write(slots_T, v_TGe)
+        if cache.keys.scales is None:
+            return reference_attention(q_THd, cache.keys.slots, cache.values.slots, self._spans, params, sinks_H)[0]
+        row_K = self._rows_K.to(q_THd.device)
+        keys_KGd = cache.keys.read_slots(row_K)
+        values_KGe = cache.values.read_slots(row_K)
+        return reference_attention(q_THd, keys_KGd, values_KGe, self._gathered_spans, params, sinks_H)[0]
 
 
 class BatchInvariantSplitKVPlans(SplitKVPlans):
@@ -99,7 +107,7 @@ class BatchInvariantTritonBackend(TritonAttentionBackend):
         kv_heads = keys.shape[1]
         q_THd = pack_heads(q_THd)
         out_THe = torch.empty(*q_THd.shape[:2], values.shape[-1], dtype=q_THd.dtype, device=q_THd.device)
-        paged = self._paged_params(params, sinks_H)
+        paged = self._paged_params(params, cache, sinks_H)
         if step.num_decodes:
             plan = step.plans[DecodeShape(kv_heads, q_THd.shape[1] // kv_heads, params.window, params.chunk)]
             assert isinstance(plan, BatchInvariantSplitKVPlan), "the step needs batch-invariant split-KV plans"

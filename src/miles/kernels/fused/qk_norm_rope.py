@@ -18,7 +18,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from miles.kernels.fused.kv_cache_fp8 import quantize_rows, scale_offset
 from miles.kernels.numerics import Numerics
+from miles.kernels.runtime.kv_cache import KVScales, write_fp8
 from miles.kernels.runtime.triton_compat import (
     device_guard,
     gdc_launch_dependents,
@@ -65,17 +67,18 @@ def qk_norm_rope_write_kv(
     slots_T: Tensor,
     numerics: Numerics,
     gated: bool = False,
+    scales: KVScales | None = None,
 ) -> Tensor:
     """Queries [T, H, d] after QK-norm and RoPE; writes keys, treated alike, and values to their slots [S, G, d].
 
     A token with a negative slot is not written. ``gated`` projections have a gate after each query head, which is
-    skipped.
+    skipped. With ``scales`` the slots are those of an FP8 KV cache.
     """
     assert (params.q_weight_d is None) == (params.k_weight_d is None)
     if use_triton_inference(qkv_TN):
         invariant = numerics.batch_invariant
         pdl = select_pdl_options(qkv_TN, params.positions_T) if invariant else pdl_options(qkv_TN.device)
-        return launch_qk_norm_rope(qkv_TN, params, key_slots, value_slots, slots_T, gated, pdl)
+        return launch_qk_norm_rope(qkv_TN, params, key_slots, value_slots, slots_T, gated, pdl, scales)
     heads, kv_heads, head_dim = params.heads, params.kv_heads, params.head_dim
     qkv_TNd = qkv_TN.unflatten(-1, (-1, head_dim))
     if gated:
@@ -94,6 +97,10 @@ def qk_norm_rope_write_kv(
         qk_TNd = _apply_rope(qk_TNd, rotation_T2r, params.interleaved)
     q_THd, k_TGd = qk_TNd.split((heads, kv_heads), dim=1)
     written = slots_T >= 0
+    if scales is not None:
+        write_fp8(key_slots, scales.keys_PGp, slots_T[written], k_TGd[written])
+        write_fp8(value_slots, scales.values_PGp, slots_T[written], v_TGd[written])
+        return q_THd
     key_slots.index_copy_(0, slots_T[written], k_TGd[written])
     value_slots.index_copy_(0, slots_T[written], v_TGd[written])
     return q_THd
@@ -131,6 +138,7 @@ def launch_qk_norm_rope(
     slots_T: Tensor,
     gated: bool,
     pdl: Mapping[str, bool],
+    scales: KVScales | None = None,
 ) -> Tensor:
     """``qk_norm_rope_write_kv`` as a Triton kernel, launched with the options ``pdl``."""
     heads, kv_heads, head_dim, rotation = params.heads, params.kv_heads, params.head_dim, params.rotation
@@ -149,6 +157,8 @@ def launch_qk_norm_rope(
         q_THd,
         key_slots,
         value_slots,
+        None if scales is None else scales.keys_PGp,
+        None if scales is None else scales.values_PGp,
         qkv_TN.stride(0),
         key_slots.stride(0),
         value_slots.stride(0),
@@ -163,6 +173,7 @@ def launch_qk_norm_rope(
         NORM=params.q_weight_d is not None,
         ROUND_NORM=rounds_norm(params, qkv_TN.dtype),
         STEP=2 if gated else 1,
+        FP8_PAGE=0 if scales is None else scales.keys_PGp.shape[-1],
         BLOCK_N=block_n,
         BLOCK_D=block_d,
         num_warps=4,
@@ -182,6 +193,8 @@ def qk_norm_rope_kernel(
     q_ptr: tl.tensor,
     keys_ptr: tl.tensor,
     values_ptr: tl.tensor,
+    key_scales_ptr: tl.tensor,
+    value_scales_ptr: tl.tensor,
     qkv_stride: tl.tensor,
     key_stride: tl.tensor,
     value_stride: tl.tensor,
@@ -196,6 +209,7 @@ def qk_norm_rope_kernel(
     NORM: tl.constexpr,
     ROUND_NORM: tl.constexpr,
     STEP: tl.constexpr,
+    FP8_PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
@@ -223,6 +237,11 @@ def qk_norm_rope_kernel(
     tl.store(q_ptr + (token * HEADS + head_N1) * DIM + column_1d, x_Nd, valid_Nd & query_N1)
     key_N1, value_N1 = head_N1 - HEADS, head_N1 - HEADS - KV_HEADS
     written_Nd = valid_Nd & (slot >= 0)
+    if FP8_PAGE > 0:
+        x_Nd, scale_N1, _ = quantize_rows(x_Nd)
+        scale_at_N1, scaled_N1 = scale_offset(slot, FP8_PAGE, KV_HEADS), (slot >= 0) & (value_N1 < KV_HEADS)
+        tl.store(key_scales_ptr + scale_at_N1 + key_N1 * FP8_PAGE, scale_N1, scaled_N1 & is_qk_N1 & (key_N1 >= 0))
+        tl.store(value_scales_ptr + scale_at_N1 + value_N1 * FP8_PAGE, scale_N1, scaled_N1 & (value_N1 >= 0))
     tl.store(keys_ptr + slot * key_stride + key_N1 * DIM + column_1d, x_Nd, written_Nd & is_qk_N1 & (key_N1 >= 0))
     tl.store(values_ptr + slot * value_stride + value_N1 * DIM + column_1d, x_Nd, written_Nd & (value_N1 >= 0))
 

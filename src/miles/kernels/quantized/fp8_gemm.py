@@ -34,16 +34,28 @@ from miles.kernels.runtime.triton_compat import (
 )
 from miles.precision.quantized_tensor import QuantizedActivation, QuantizedTensor
 
-__all__ = ["Fp8Tile", "fp8_gemm", "fp8_linear", "list_fp8_tiles", "select_fp8_tile", "supports_fp8_gemm"]
+__all__ = [
+    "Fp8Tile",
+    "fp8_gemm",
+    "fp8_linear",
+    "list_fp8_tiles",
+    "select_fp8_tile",
+    "select_split_tile",
+    "supports_fp8_gemm",
+]
 
 
 class Fp8Tile(NamedTuple):
-    """Rows of the weight and tokens of a tile, warps and pipeline stages; its depth is always 128."""
+    """Rows of the weight and tokens of a tile, warps and pipeline stages; its depth is always 128.
+
+    ``split`` programs share the inputs of a tile; the last of them to finish adds their sums, in a fixed order.
+    """
 
     rows: int
     tokens: int
     warps: int
     stages: int
+    split: int = 1
 
 
 DEPTH = 128
@@ -58,11 +70,12 @@ TILES: tuple[tuple[int, tuple[tuple[float, Fp8Tile], ...]], ...] = (
         ((0.6, Fp8Tile(64, 128, 4, 5)), (1.0, Fp8Tile(128, 128, 8, 4)), (1.85, Fp8Tile(128, 256, 8, 3))),
     ),
 )
+# Tiles of split GEMMs, by the most tokens.
+SPLIT_TILES: tuple[tuple[int, Fp8Tile], ...] = ((16, Fp8Tile(64, 16, 4, 6)), (64, Fp8Tile(64, 32, 4, 4)))
+MAX_SPLIT_TOKENS = SPLIT_TILES[-1][0]
+_PROGRAMS_PER_SM, _MIN_BLOCKS_PER_SPLIT, _MAX_SPLIT = 3, 4, 8
 # Tiles of tokens that are scheduled together, to share weights in the L2 cache.
 _GROUP = 8
-# From so many tokens on torch's scaled matmul is faster: by row, and by block.
-_MIN_LIBRARY_TOKENS = 96
-_MIN_LIBRARY_TOKENS_BLOCK = 16
 
 
 def supports_fp8_gemm(x: Tensor, weight: QuantizedTensor) -> bool:
@@ -77,10 +90,13 @@ def _has_fp8(device: torch.device) -> bool:
 
 def fp8_linear(x: QuantizedActivation, weight: QuantizedTensor, bias_N: Tensor | None, *, numerics: Numerics) -> Tensor:
     """``fp8_gemm``, or torch's scaled matmul where it is faster and its tiles need not be batch-invariant."""
-    if not numerics.batch_invariant and _supports_scaled_mm(x, weight):
+    if numerics.batch_invariant:
+        return fp8_gemm(x, weight, bias_N)
+    tile = select_split_tile(len(x.data), *weight.data.shape, x.data.device)
+    if tile is None and _supports_scaled_mm(x, weight):
         out_TN = _scaled_mm(x, weight)
         return out_TN if bias_N is None else out_TN + bias_N
-    return fp8_gemm(x, weight, bias_N)
+    return fp8_gemm(x, weight, bias_N, tile)
 
 
 def _supports_scaled_mm(x: QuantizedActivation, weight: QuantizedTensor) -> bool:
@@ -90,9 +106,9 @@ def _supports_scaled_mm(x: QuantizedActivation, weight: QuantizedTensor) -> bool
     if not is_nvidia or x.dtype != torch.bfloat16 or inputs % 16 or outputs % 16:
         return False
     if x.columns == weight.column_block == inputs and weight.row_block == 1:
-        return len(x.data) >= _MIN_LIBRARY_TOKENS
-    by_block = x.columns == DEPTH and weight.row_block == DEPTH and not (inputs % DEPTH or outputs % DEPTH)
-    return by_block and len(x.data) >= _MIN_LIBRARY_TOKENS_BLOCK
+        return True
+    # cuBLAS wants the number of blocks of inputs to be a multiple of four.
+    return x.columns == DEPTH and weight.row_block == DEPTH and not (inputs % (4 * DEPTH) or outputs % DEPTH)
 
 
 def _scaled_mm(x: QuantizedActivation, weight: QuantizedTensor) -> Tensor:
@@ -126,6 +142,16 @@ def select_fp8_tile(tokens: int, rows: int, device: torch.device) -> Fp8Tile:
     return min((-(-_count_tiles(tokens, rows, tile) // sms) * cost, tile) for cost, tile in tiles)[1]
 
 
+def select_split_tile(tokens: int, rows: int, inputs: int, device: torch.device) -> Fp8Tile | None:
+    """The tile of few tokens, split over the inputs so that enough programs read the weight; None if it is not."""
+    if tokens > MAX_SPLIT_TOKENS:
+        return None
+    tile = next(tile for most, tile in SPLIT_TILES if tokens <= most)
+    wanted = _PROGRAMS_PER_SM * count_sms(device) // _count_tiles(tokens, rows, tile)
+    split = min(wanted, -(-inputs // DEPTH) // _MIN_BLOCKS_PER_SPLIT, _MAX_SPLIT)
+    return tile._replace(split=split) if split > 1 else None
+
+
 def _count_tiles(tokens: int, rows: int, tile: Fp8Tile) -> int:
     return -(-tokens // tile.tokens) * -(-rows // tile.rows)
 
@@ -139,6 +165,8 @@ def fp8_gemm(
     if not (tokens and outputs):
         return out_TN
     tile = tile or select_fp8_tile(tokens, outputs, x.data.device)
+    tiles = _count_tiles(tokens, outputs, tile)
+    partial, counter = (out_TN, out_TN) if tile.split == 1 else _split_buffers(weight.data, tiles, tile)
     per_block = x.columns < inputs or weight.column_block < inputs
     assert not per_block or x.columns == weight.column_block == DEPTH, "blocks of inputs must be 128 wide"
     use_tma = _supports_tma(x.data, weight.data)
@@ -146,13 +174,15 @@ def fp8_gemm(
     if use_tma:
         a, b = _descriptor(weight.data, tile.rows), _descriptor(x.data, tile.tokens)
     with device_guard(x.data):
-        _fp8_gemm_kernel[(_count_tiles(tokens, outputs, tile),)](
+        _fp8_gemm_kernel[(tiles * tile.split,)](
             a,
             b,
             weight.scale,
             x.scale,
             bias_N,
             out_TN,
+            partial,
+            counter,
             tokens,
             inputs,
             outputs,
@@ -168,11 +198,31 @@ def fp8_gemm(
             T=tile.tokens,
             K=DEPTH,
             GROUP=_GROUP,
+            SPLIT=tile.split,
             num_warps=tile.warps,
             num_stages=tile.stages,
             **pdl_options(x.data.device),
         )
     return out_TN
+
+
+# Counters of the programs that finished, [weights, tiles of a weight]: zero before and after every launch.
+_COUNTERS_PER_WEIGHT, _MAX_WEIGHTS = 512, 4096
+
+
+@cache
+def _counters(device: torch.device) -> tuple[Tensor, dict[int, int]]:
+    """The counters of a device, and the row of each weight's, by its address."""
+    return torch.zeros(_MAX_WEIGHTS, _COUNTERS_PER_WEIGHT, dtype=torch.int32, device=device), {}
+
+
+def _split_buffers(weight_NK: Tensor, tiles: int, tile: Fp8Tile) -> tuple[Tensor, Tensor]:
+    """Memory for the sums of all programs, and the counters of this weight's tiles."""
+    assert tiles <= _COUNTERS_PER_WEIGHT
+    counters, row_of = _counters(weight_NK.device)
+    row = row_of.setdefault(weight_NK.data_ptr(), len(row_of) % _MAX_WEIGHTS)
+    size = tiles * tile.split * tile.rows * tile.tokens
+    return torch.empty(size, dtype=torch.float32, device=weight_NK.device), counters[row]
 
 
 def _supports_tma(x_TK: Tensor, weight_NK: Tensor) -> bool:
@@ -197,6 +247,8 @@ def _fp8_gemm_kernel(
     x_scale_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    partial_ptr: tl.tensor,
+    counter_ptr: tl.tensor,
     tokens: tl.tensor,
     inputs: tl.tensor,
     outputs: tl.tensor,
@@ -212,13 +264,15 @@ def _fp8_gemm_kernel(
     T: tl.constexpr,
     K: tl.constexpr,
     GROUP: tl.constexpr,
+    SPLIT: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     if PDL:
         # A trainer's weights may be written by the previous launch: nothing is read early.
         gdc_launch_dependents()
         gdc_wait()
-    row_block, token_block = _tile_index(tl.program_id(0), tl.cdiv(outputs, N), tl.cdiv(tokens, T), GROUP)
+    tile, part = tl.program_id(0) // SPLIT, tl.program_id(0) % SPLIT
+    row_block, token_block = _tile_index(tile, tl.cdiv(outputs, N), tl.cdiv(tokens, T), GROUP)
     n_n = row_block * N + tl.arange(0, N)
     t_t = token_block * T + tl.arange(0, T)
     scale_row_n = weight_scale_ptr + tl.minimum(n_n, outputs - 1) // ROW_BLOCK * weight_scale_stride
@@ -231,7 +285,8 @@ def _fp8_gemm_kernel(
         a_nk = weight + tl.minimum(n_n, outputs - 1).to(tl.int64)[:, None] * inputs + k_k[None, :]
         b_tk = x + tl.minimum(t_t, tokens - 1).to(tl.int64)[:, None] * inputs + k_k[None, :]
     sum_nt = tl.zeros((N, T), tl.float32)
-    for block in range(0, tl.cdiv(inputs, K)):
+    blocks = tl.cdiv(inputs, K)
+    for block in range(part * blocks // SPLIT, (part + 1) * blocks // SPLIT):
         if TMA:
             w_nk = weight.load([row_block * N, block * K])  # pyright: ignore
             x_tk = x.load([token_block * T, block * K])  # pyright: ignore
@@ -250,6 +305,12 @@ def _fp8_gemm_kernel(
                 sum_nt += dot_nt * (tl.load(scale_row_n + block)[:, None] * scale_t[None, :])
         else:
             sum_nt += tl.dot(w_nk, x_tk.T)
+    if SPLIT > 1:
+        sum_nt, is_last = _add_parts(
+            sum_nt, partial_ptr + tile * (SPLIT * N * T), counter_ptr + tile, part, N, T, SPLIT
+        )
+        if not is_last:
+            return
     if not PER_BLOCK:
         sum_nt *= tl.load(scale_row_n)[:, None] * tl.load(x_scale_t)[None, :]
     if BIAS:
@@ -257,6 +318,30 @@ def _fp8_gemm_kernel(
     out_tn = tl.trans(sum_nt).to(out_ptr.dtype.element_ty)  # pyright: ignore
     at_tn = out_ptr + t_t.to(tl.int64)[:, None] * outputs + n_n[None, :]
     tl.store(at_tn, out_tn, (t_t < tokens)[:, None] & (n_n < outputs)[None, :])
+
+
+@jit
+def _add_parts(
+    sum_nt: tl.tensor,
+    partial_ptr: tl.tensor,
+    counter_ptr: tl.tensor,
+    part: tl.tensor,
+    N: tl.constexpr,
+    T: tl.constexpr,
+    SPLIT: tl.constexpr,
+) -> Any:
+    """Store this program's sum; the last program of a tile returns the sum of all of them, in order, and True."""
+    at_nt = tl.arange(0, N)[:, None] * T + tl.arange(0, T)[None, :]
+    tl.store(partial_ptr + part * (N * T) + at_nt, sum_nt)
+    tl.debug_barrier()
+    finished = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
+    is_last = finished == SPLIT - 1
+    if is_last:
+        tl.atomic_xchg(counter_ptr, 0)
+        sum_nt = tl.load(partial_ptr + at_nt, cache_modifier=".cg")
+        for other in tl.static_range(1, SPLIT):
+            sum_nt += tl.load(partial_ptr + other * (N * T) + at_nt, cache_modifier=".cg")
+    return sum_nt, is_last
 
 
 @jit

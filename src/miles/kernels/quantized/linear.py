@@ -9,6 +9,7 @@ are.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 from miles.kernels.batch_invariant import linear as invariant
 from miles.kernels.numerics import Numerics
 from miles.kernels.quantized.activation_quant import quantize_rows_fp8
+from miles.kernels.quantized.autograd import apply_with_grad, needs_grad
 from miles.kernels.quantized.fp8_gemm import fp8_linear, supports_fp8_gemm
 from miles.precision.formats import WeightFormat
 from miles.precision.quantize import dequantize, dequantize_activation, quantize, quantize_activation
@@ -35,9 +37,19 @@ def quantized_linear(
     *,
     numerics: Numerics,
 ) -> Tensor:
-    """Rows times a quantized weight, plus a bias."""
+    """Rows times a quantized weight, plus a bias; with the gradients of ``autograd``."""
+    forward = partial(linear_forward, numerics=numerics)
+    if isinstance(x_TK, Tensor) and needs_grad(x_TK, weight):
+        return apply_with_grad(forward, x_TK, weight, bias_N)
     if isinstance(weight, StraightThroughWeight):
         weight = quantize(weight.weight, weight.format, weight.segments)
+    return forward(x_TK, weight, bias_N)
+
+
+def linear_forward(
+    x_TK: Tensor | QuantizedActivation, weight: QuantizedTensor, bias_N: Tensor | None, *, numerics: Numerics
+) -> Tensor:
+    """``quantized_linear`` without a gradient."""
     rows = x_TK.data if isinstance(x_TK, QuantizedActivation) else x_TK
     if not (is_fp8(weight.format) and supports_fp8_gemm(rows, weight)):
         return linear_reference(x_TK, weight, bias_N, numerics=numerics)

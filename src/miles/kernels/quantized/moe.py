@@ -5,6 +5,7 @@ Shapes: T tokens, k experts per token, R = T * k rows, E experts, N out, K in, D
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -18,6 +19,7 @@ from miles.kernels.moe import grouped_gemm
 from miles.kernels.moe.grouped_gemm import ExpertExchange, SortedRows, dispatch, scale_rows, sort_rows_by_group
 from miles.kernels.numerics import Numerics
 from miles.kernels.quantized.activation_quant import quantize_rows_fp8
+from miles.kernels.quantized.autograd import apply_with_grad, needs_grad
 from miles.kernels.quantized.fp8_gemm import supports_fp8_gemm
 from miles.kernels.quantized.fp8_moe import fp8_grouped_gemm, fp8_moe
 from miles.kernels.quantized.linear import is_fp8, round_activation
@@ -107,11 +109,28 @@ def grouped_quantized_linear(
     *,
     numerics: Numerics,
 ) -> Tensor:
-    """Each row times its expert's quantized weight, plus its bias."""
+    """Each row times its expert's quantized weight, plus its bias; with the gradients of ``autograd``."""
+    forward = partial(grouped_forward, rows=rows, numerics=numerics)
+    if needs_grad(x_RK, weight):
+        return apply_with_grad(forward, x_RK, weight, bias_EN, rows)
     if isinstance(weight, StraightThroughWeight):
         weight = quantize(weight.weight, weight.format, weight.segments)
-    if is_fp8(weight.format) and supports_fp8_gemm(x_RK, weight):
-        out_RN = fp8_grouped_gemm(quantize_rows_fp8(x_RK, weight.format), weight, rows)
+    return forward(x_RK, weight, bias_EN)
+
+
+def grouped_forward(
+    x_RK: Tensor | QuantizedActivation,
+    weight: QuantizedTensor,
+    bias_EN: Tensor | None,
+    *,
+    rows: SortedRows,
+    numerics: Numerics,
+) -> Tensor:
+    """``grouped_quantized_linear`` without a gradient."""
+    values = x_RK.data if isinstance(x_RK, QuantizedActivation) else x_RK
+    if is_fp8(weight.format) and supports_fp8_gemm(values, weight):
+        x = x_RK if isinstance(x_RK, QuantizedActivation) else quantize_rows_fp8(x_RK, weight.format)
+        out_RN = fp8_grouped_gemm(x, weight, rows)
         return out_RN if bias_EN is None else out_RN + bias_EN.index_select(0, rows.group_R)
     rounded_RK, dtype = round_activation(x_RK, weight.format)
     weight_ENK = dequantize(weight, rounded_RK.dtype)

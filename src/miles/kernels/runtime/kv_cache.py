@@ -1,7 +1,11 @@
-"""Paged KV cache, and the pool of recurrent states (one row per request slot).
+"""Paged KV cache, in the model's dtype or FP8, and the pool of recurrent states (one row per request slot).
 
 Shapes: T new tokens, G key-value heads, d channels of a key, e of a value, i of an index key, L layers of one shape, P
-pages of p slots each, S = P * p slots in all, B sequences of a step.
+pages of p slots each, S = P * p slots in all, B sequences of a step; N rows of pages, C tokens of each.
+
+FP8 pages hold E4M3 bytes, and beside them the scale of every token and head: ``scales`` [P, G, p], so that those of a
+head's tokens in one page are contiguous. MLA has two scales per token, of the latent and of the RoPE channels: they
+take the place of two heads. Index keys are never quantized.
 """
 
 from __future__ import annotations
@@ -16,31 +20,95 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from miles.kernels.numerics import KVCacheDtype
+from miles.precision.kv_cache import dequantize_kv, quantize_kv
+
 Ints = NDArray[np.int64]
 
 
 class KvShape(NamedTuple):
-    """What a token stores in a layer. With a ``value_dim`` of 0 (MLA) values are the first channels of the keys."""
+    """What a token stores in a layer. With a ``value_dim`` of 0 (MLA) values are the first channels of the keys, of
+    which the last ``rope_dim`` have an FP8 scale of their own.
+    """
 
     heads: int
     key_dim: int
     value_dim: int
     index_dim: int = 0
+    rope_dim: int = 0
 
 
 class PagedTensor:
-    """One tensor of a layer's cache: ``pages`` [P, p * G * d] to read whole pages, ``slots`` [S, G, d] to write."""
+    """One tensor of a layer's cache: ``pages`` [P, p * G * d] to read whole pages, ``slots`` [S, G, d] to write.
 
-    __slots__ = ("_shape", "pages", "slots")
+    With ``scales`` it is FP8: bytes of E4M3, one scale for each head (or of ``parts`` of the channels of one head), and
+    reads return ``dtype``.
+    """
 
-    def __init__(self, pages_PpGd: Tensor) -> None:
+    __slots__ = ("_dtype", "_page_size", "_parts", "_shape", "pages", "scales", "slots")
+
+    def __init__(
+        self,
+        pages_PpGd: Tensor,
+        scales_PGp: Tensor | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        parts: tuple[int, ...] = (),
+    ) -> None:
         self.pages = pages_PpGd.flatten(1)
         self.slots = pages_PpGd.flatten(0, 1)
+        self.scales = scales_PGp
         self._shape = (-1, *pages_PpGd.shape[2:])
+        self._page_size = pages_PpGd.shape[1]
+        self._dtype = pages_PpGd.dtype if dtype is None else dtype
+        self._parts = parts or (pages_PpGd.shape[-1],)
 
     def read(self, pages: Tensor, rows: int, context: int) -> Tensor:
         """The first ``context`` tokens of each row of pages, [rows, context, G, d]."""
-        return self.pages.index_select(0, pages).view(rows, *self._shape)[:, :context]
+        x_NCGd = self.pages.index_select(0, pages).view(rows, *self._shape)[:, :context]
+        if self.scales is None:
+            return x_NCGd
+        scale_NCG = self.scales.index_select(0, pages).mT.reshape(rows, -1, self.scales.shape[1])[:, :context]
+        return self._dequantize(x_NCGd, scale_NCG)
+
+    def read_slots(self, slots_T: Tensor) -> Tensor:
+        """The tokens in these slots, [T, G, d]."""
+        x_TGd = self.slots.index_select(0, slots_T)
+        if self.scales is None:
+            return x_TGd
+        return self._dequantize(x_TGd, self.scales[slots_T // self._page_size, :, slots_T % self._page_size])
+
+    def write(self, slots_T: Tensor, x_TGd: Tensor) -> None:
+        """Store tokens in their slots, quantized if the cache is FP8."""
+        if self.scales is None:
+            self.slots.index_copy_(0, slots_T, x_TGd)
+            return
+        write_fp8(self.slots, self.scales, slots_T, x_TGd, self._parts)
+
+    def _dequantize(self, x_TGd: Tensor, scale_TG: Tensor) -> Tensor:
+        data_TGd = x_TGd.view(torch.float8_e4m3fn)
+        if len(self._parts) == 1:
+            return dequantize_kv(data_TGd, scale_TG, self._dtype)
+        parts = zip(data_TGd.float().split(self._parts, -1), scale_TG.split(1, -1), strict=True)
+        return torch.cat([dequantize_kv(data, scale, self._dtype) for data, scale in parts], -1)
+
+
+def write_fp8(
+    codes_SGd: Tensor, scales_PGp: Tensor, slots_T: Tensor, x_TGd: Tensor, parts: tuple[int, ...] | None = None
+) -> None:
+    """Quantize tokens and store their E4M3 bytes and scales; ``parts`` of the channels have scales of their own."""
+    quantized = [quantize_kv(part) for part in x_TGd.split(parts or (x_TGd.shape[-1],), -1)]
+    data_TGd, scale_TG = (torch.cat(part, -1) if len(part) > 1 else part[0] for part in zip(*quantized, strict=True))
+    page_size = scales_PGp.shape[-1]
+    codes_SGd.index_copy_(0, slots_T, data_TGd.view(torch.uint8))
+    scales_PGp[slots_T // page_size, :, slots_T % page_size] = scale_TG
+
+
+class KVScales(NamedTuple):
+    """Scales of a layer's FP8 keys and values, [P, G, p] each; with MLA both are those of the keys, [P, 2, p]."""
+
+    keys_PGp: Tensor
+    values_PGp: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +123,21 @@ class LayerKVCache:
     index: PagedTensor | None
     equal_dims: bool
 
+    @property
+    def scales(self) -> KVScales | None:
+        """Scales of keys and values, if they are FP8."""
+        if self.keys.scales is None:
+            return None
+        values_PGp = self.keys.scales if self.values is None else self.values.scales
+        assert values_PGp is not None, "FP8 keys need FP8 values"
+        return KVScales(self.keys.scales, values_PGp)
+
 
 class PagedKVCache:
     """Keys and values of every attention layer. Pages start as zeros: a masked slot must still hold a finite number.
 
-    Layers of one shape share one tensor, of which ``layers`` are views. ``zeros`` allocates such a tensor.
+    Layers of one shape share one tensor, of which ``layers`` are views. ``zeros`` allocates such a tensor. With a
+    ``kv_dtype`` of fp8_e4m3 keys and values are stored so, and read as ``dtype``.
     """
 
     def __init__(
@@ -70,23 +148,35 @@ class PagedKVCache:
         page_size: int,
         device: torch.device,
         dtype: torch.dtype,
+        kv_dtype: KVCacheDtype = "auto",
         zeros: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None,
     ) -> None:
         self._tensors: list[Tensor] = []
         self.layers: dict[int, LayerKVCache] = {}
 
-        def allocate(layers: int, *vector: int) -> list[PagedTensor]:
-            shape = (layers, pages, page_size, *vector)
-            pages_LPpGd = _zeros(shape, device, dtype) if zeros is None else zeros(shape, dtype)
-            self._tensors.append(pages_LPpGd)
-            return [PagedTensor(tensor) for tensor in pages_LPpGd.unbind(0)]
+        def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+            tensor = _zeros(shape, device, dtype) if zeros is None else zeros(shape, dtype)
+            self._tensors.append(tensor)
+            return list(tensor.unbind(0))
+
+        def allocate_wide(layers: int, *vector: int) -> list[PagedTensor]:
+            return [PagedTensor(tensor) for tensor in allocate((layers, pages, page_size, *vector), dtype)]
+
+        def allocate_kv(layers: int, heads: int, *parts: int) -> list[PagedTensor]:
+            if kv_dtype == "auto":
+                return allocate_wide(layers, heads, sum(parts))
+            data = allocate((layers, pages, page_size, heads, sum(parts)), torch.uint8)
+            scales = allocate((layers, pages, heads * len(parts), page_size), torch.float32)
+            return [PagedTensor(*each, dtype=dtype, parts=parts) for each in zip(data, scales, strict=True)]
 
         for shape in dict.fromkeys(shape for shape in shapes if shape is not None):
             layers = [i for i, each in enumerate(shapes) if each == shape]
             no_tensors = [None] * len(layers)
-            keys = allocate(len(layers), shape.heads, shape.key_dim)
-            values = allocate(len(layers), shape.heads, shape.value_dim) if shape.value_dim else no_tensors
-            index = allocate(len(layers), shape.index_dim) if shape.index_dim else no_tensors
+            assert not shape.rope_dim or shape.heads == 1, "RoPE channels have a scale of their own with one head (MLA)"
+            parts = (shape.key_dim - shape.rope_dim, *((shape.rope_dim,) if shape.rope_dim else ()))
+            keys = allocate_kv(len(layers), shape.heads, *parts)
+            values = allocate_kv(len(layers), shape.heads, shape.value_dim) if shape.value_dim else no_tensors
+            index = allocate_wide(len(layers), shape.index_dim) if shape.index_dim else no_tensors
             equal_dims = shape.value_dim in (0, shape.key_dim)
             for layer, k, v, i in zip(layers, keys, values, index, strict=True):
                 self.layers[layer] = LayerKVCache(k, v, i, equal_dims)

@@ -36,9 +36,10 @@ from miles.kernels.moe.fused_moe import moe_forward
 from miles.kernels.moe.topk_router import route_topk
 from miles.kernels.numerics import FAST
 from miles.kernels.runtime.graph_inputs import unpack_graph_inputs
-from miles.kernels.runtime.kv_cache import Ints
+from miles.kernels.runtime.kv_cache import Ints, KVScales
 from miles.kernels.runtime.triton_compat import count_sms
 from miles.kernels.sampling.sample import sample_tokens
+from miles.precision.kv_cache import quantize_kv
 
 Pairs = Iterable[tuple[Tensor, Tensor]]
 
@@ -127,6 +128,18 @@ def list_cases(shapes: SelfTestShapes) -> Iterator[SelfTestCase]:
     yield SelfTestCase(name="prefill attention, window", run=partial(_prefill, width=middle, windowed=True))
     yield SelfTestCase(name="mla decode attention", run=_mla_decode)
     yield SelfTestCase(name="mla prefill attention", run=_mla_prefill)
+    for width in shapes.widths:
+        yield SelfTestCase(name=f"decode attention, FP8, head dim {width}", run=partial(_decode, width=width, fp8=True))
+        yield SelfTestCase(
+            name=f"prefill attention, FP8, head dim {width}", run=partial(_prefill, width=width, fp8=True)
+        )
+    yield SelfTestCase(
+        name="decode attention, FP8, shared prefix", run=partial(_decode, width=middle, shared=shapes.shared, fp8=True)
+    )
+    yield SelfTestCase(name="batch-1 decode attention, FP8", run=partial(_decode_bs1_fp8, width=middle), slack=2)
+    yield SelfTestCase(name="mla decode attention, FP8", run=partial(_mla_decode, fp8=True))
+    yield SelfTestCase(name="mla prefill attention, FP8", run=partial(_mla_prefill, fp8=True))
+    yield SelfTestCase(name="KV write, FP8", run=partial(_write_fp8, width=middle))
     yield SelfTestCase(name="gemv", run=_gemv)
     yield SelfTestCase(name="gated gemv", run=_gated_gemv)
     yield SelfTestCase(name="gemv logits", run=_gemv_logits)
@@ -312,10 +325,27 @@ def _build_params(g: SelfTestContext, width: int, windowed: bool = False) -> Pag
     return PagedAttentionParams(_PAGE, width**-0.5, window=g.shapes.window, softcap=3.0, sinks_H=sinks_H)
 
 
-def _decode(g: SelfTestContext, width: int, *, shared: int = 0, windowed: bool = False) -> Pairs:
+def _to_fp8(
+    cache: _CachedSequences, params: PagedAttentionParams, value_dim: int | None = None
+) -> tuple[_CachedSequences, PagedAttentionParams]:
+    """The cache in FP8, and parameters with its scales; for MLA with ``value_dim``, whose other channels are RoPE's."""
+    codes: list[Tensor] = []
+    scales: list[Tensor] = []
+    for x_SGd in (cache.k_SGd, cache.v_SGd):
+        width = x_SGd.shape[-1]
+        parts = [quantize_kv(x) for x in x_SGd.split((value_dim, width - value_dim) if value_dim else (width,), -1)]
+        codes.append(torch.cat([data.view(torch.uint8) for data, _ in parts], -1))
+        scales.append(torch.cat([scale for _, scale in parts], -1).unflatten(0, (-1, _PAGE)).mT.contiguous())
+    narrow = cache._replace(k_SGd=codes[0], v_SGd=codes[1])
+    return narrow, params._replace(kv_scales=KVScales(scales[0], scales[0] if value_dim else scales[1]))
+
+
+def _decode(g: SelfTestContext, width: int, *, shared: int = 0, windowed: bool = False, fp8: bool = False) -> Pairs:
     heads, groups = g.shapes.heads, g.shapes.kv_heads
     cache = _build_cache(g, g.shapes.lengths, groups, width, shared)
     plan, params = _build_plan(g, cache, (groups, heads // groups), 64, shared), _build_params(g, width, windowed)
+    if fp8:
+        cache, params = _to_fp8(cache, params)
     q_BHd = g.random(len(cache.lengths_B), heads, width)
     q, k, v = _wide(q_BHd, cache.k_SGd, cache.v_SGd)
     expected = decode_reference(q, k, v, cache.block_table_SP, cache.req_slots_B, cache.lengths_on(g.device), params)
@@ -330,8 +360,10 @@ def _build_tiles(g: SelfTestContext, cache: _CachedSequences) -> tuple[int, Tens
     return int(counts_B.sum()), torch.from_numpy(tiles).to(g.device)
 
 
-def _prefill(g: SelfTestContext, width: int, *, windowed: bool = False) -> Pairs:
+def _prefill(g: SelfTestContext, width: int, *, windowed: bool = False, fp8: bool = False) -> Pairs:
     cache, params = _build_cache(g, g.shapes.lengths, g.shapes.kv_heads, width), _build_params(g, width, windowed)
+    if fp8:
+        cache, params = _to_fp8(cache, params)
     num_new, tiles = _build_tiles(g, cache)
     q_THd = g.random(num_new, g.shapes.heads, width)
     q, k, v = _wide(q_THd, cache.k_SGd, cache.v_SGd)
@@ -342,9 +374,11 @@ def _prefill(g: SelfTestContext, width: int, *, windowed: bool = False) -> Pairs
     )
 
 
-def _mla_decode(g: SelfTestContext) -> Pairs:
+def _mla_decode(g: SelfTestContext, *, fp8: bool = False) -> Pairs:
     heads, width, value_dim = g.shapes.latent
     cache, params = _build_cache(g, g.shapes.lengths, 1, width), _build_params(g, width)
+    if fp8:
+        cache, params = _to_fp8(cache, params, value_dim)
     plan = _build_plan(g, cache, (count_head_tiles(heads), heads), 64 if g.dtype.itemsize == 2 else 16)
     q_BHd = g.random(len(cache.lengths_B), heads, width)
     pages = cache.block_table_SP
@@ -357,9 +391,11 @@ def _mla_decode(g: SelfTestContext) -> Pairs:
     )
 
 
-def _mla_prefill(g: SelfTestContext) -> Pairs:
+def _mla_prefill(g: SelfTestContext, *, fp8: bool = False) -> Pairs:
     heads, width, value_dim = g.shapes.latent
     cache, params = _build_cache(g, g.shapes.lengths, 1, width), _build_params(g, width)
+    if fp8:
+        cache, params = _to_fp8(cache, params, value_dim)
     num_new, tiles = _build_tiles(g, cache)
     q_THd, pages = g.random(num_new, heads, width), cache.block_table_SP
     q, k = _wide(q_THd, cache.k_SGd)
@@ -388,12 +424,21 @@ def _heads(
     )
 
 
-def _qk_norm_rope(qkv_TN: Tensor, heads: QKNormRopeParams, k_SGd: Tensor, v_SGd: Tensor, slots_T: Tensor) -> Tensor:
+def _qk_norm_rope(
+    qkv_TN: Tensor,
+    heads: QKNormRopeParams,
+    k_SGd: Tensor,
+    v_SGd: Tensor,
+    slots_T: Tensor,
+    scales: KVScales | None = None,
+) -> Tensor:
     if qkv_TN.dtype == torch.float64:
         fields = {name: getattr(heads, name) for name in QKNormRopeParams.__dataclass_fields__}
         tensors = {name: x for name, x in fields.items() if isinstance(x, Tensor) and x.is_floating_point()}
         heads = replace(heads, **{name: x.double() for name, x in tensors.items()})
-    return qk_norm_rope_write_kv(qkv_TN, heads, key_slots=k_SGd, value_slots=v_SGd, slots_T=slots_T, numerics=FAST)
+    return qk_norm_rope_write_kv(
+        qkv_TN, heads, key_slots=k_SGd, value_slots=v_SGd, slots_T=slots_T, numerics=FAST, scales=scales
+    )
 
 
 def _qk_norm_rope_case(g: SelfTestContext, width: int) -> Pairs:
@@ -429,4 +474,48 @@ def _decode_bs1(g: SelfTestContext, width: int) -> Pairs:
         )
         for results, expected in ((cache.k_SGd, k_SGd), (cache.v_SGd, v_SGd)):
             yield results.nan_to_num(9.0), expected.nan_to_num(9.0)
+    yield scratch.done_G, torch.zeros_like(scratch.done_G)
+
+
+# -- FP8 KV cache -----------------------------------------------------------------------------
+
+
+def _write_fp8(g: SelfTestContext, width: int) -> Pairs:
+    """Bytes and scales are those of the keys and values that the same kernel writes without FP8, bit for bit."""
+    slots_T = g.permutation(2 * _PAGE)[:6]
+    slots_T[2] = -1
+    written = slots_T[slots_T >= 0]
+    heads = _heads(g, width, g.permutation(60)[:6])
+    qkv_TN = g.random(6, (heads.heads + 2 * heads.kv_heads) * width)
+    wide = [torch.zeros(2 * _PAGE, heads.kv_heads, width, dtype=g.dtype, device=g.device) for _ in range(2)]
+    codes = [torch.zeros_like(x, dtype=torch.uint8) for x in wide]
+    scales = KVScales(*(torch.zeros(2, heads.kv_heads, _PAGE, device=g.device) for _ in range(2)))
+    expected_THd = g.run(_qk_norm_rope, qkv_TN, heads, *wide, slots_T)
+    yield g.run(_qk_norm_rope, qkv_TN, heads, *codes, slots_T, scales), expected_THd
+    for x_SGd, code_SGd, scale_PGp in zip(wide, codes, scales, strict=True):
+        data_TGd, scale_TG = quantize_kv(x_SGd[written])
+        yield code_SGd[written], data_TGd.view(torch.uint8)
+        yield scale_PGp.mT.flatten(0, 1)[written].view(torch.int32), scale_TG.view(torch.int32)
+
+
+def _decode_bs1_fp8(g: SelfTestContext, width: int) -> Pairs:
+    """Against the KV write and the reference over the cache it leaves."""
+    groups, queries_per_kv = g.shapes.kv_heads, g.shapes.heads // g.shapes.kv_heads
+    scratch = allocate_scratch(groups, queries_per_kv, width, sms=g.sms, device=g.device)
+    for length in (g.shapes.lengths[0], g.shapes.lengths[-1]):
+        position = length - 1
+        cache, params = _to_fp8(_build_cache(g, [length], groups, width), _build_params(g, width))
+        assert params.kv_scales is not None
+        heads = _heads(g, width, torch.tensor([position], device=g.device))
+        qkv_1N = g.random(1, (heads.heads + 2 * groups) * width)
+        slot_1 = (cache.block_table_SP[cache.req_slots_B.long(), position // _PAGE] * _PAGE + position % _PAGE).long()
+        codes = [cache.k_SGd.clone(), cache.v_SGd.clone()]
+        scales = KVScales(*(x.clone() for x in params.kv_scales))
+        q_1Hd = g.run(_qk_norm_rope, qkv_1N, heads, *codes, slot_1, scales)
+        tensors = q_1Hd.double(), *codes, cache.block_table_SP, cache.req_slots_B, cache.lengths_on(g.device)
+        expected_1Hd = decode_reference(*tensors, params._replace(kv_scales=scales))
+        out_1N = g.run(decode_bs1_attention, qkv_1N, heads, *cache.tensors, slot_1, params, scratch)
+        yield out_1N, expected_1Hd.flatten(1)
+        yield cache.v_SGd, codes[1]
+        yield params.kv_scales.values_PGp, scales.values_PGp
     yield scratch.done_G, torch.zeros_like(scratch.done_G)

@@ -19,6 +19,7 @@ from miles.models.checkpoint import hf
 from miles.models.decoder import Decoder
 from miles.models.lora.adapters import LoraAdapters
 from miles.models.model_provider import apply_model_provider
+from miles.models.packing import pack_params
 from miles.sync.publish import Publication, Transport
 
 if TYPE_CHECKING:
@@ -33,8 +34,9 @@ def build_native_engine(
     config: Config, policy: PolicyCheckpoint, run: Executor, model: CausalLM | None, *, name: str = "engine 0"
 ) -> NativeEngine:
     """An engine without weights for the architecture of ``model``, or of the checkpoint where there is none."""
+    spec = policy.spec if model is None else model.spec
     return NativeEngine(
-        policy.spec if model is None else model.spec,
+        replace(spec, quantization=policy.rollout_quantization),
         device=policy.platform.device,
         dtype=policy.rollout_dtype,
         config=config.native,
@@ -52,7 +54,8 @@ def _build_empty_model(policy: PolicyCheckpoint, model: CausalLM) -> CausalLM | 
     empty = hf.build_engine_model(model)
     if policy.provide is None or empty is not None:
         return empty
-    decoder = Decoder(model.spec, device="meta", dtype=policy.rollout_dtype, numerics=policy.numerics)
+    spec = replace(model.spec, quantization=policy.rollout_quantization)
+    decoder = Decoder(spec, device="meta", dtype=policy.rollout_dtype, numerics=policy.numerics)
     return apply_model_provider(decoder, policy.provide)
 
 
@@ -67,7 +70,7 @@ def build_native_sync(
 ) -> Publication:
     """The weight sync to an engine in this process; weights are shared unless it ``copies`` them."""
     published = get_rollout_weights(policy, weights)
-    transport: Transport = "copy" if copies else "shared" if published is weights else "made"
+    transport: Transport = "made" if published is not weights else "copy" if copies else "shared"
     return Publication(
         weights=published,
         engines=[] if engine is None else [engine],
@@ -79,7 +82,7 @@ def build_native_sync(
 
 async def load_engine(config: Config, policy: PolicyCheckpoint, *, name: str = "actor") -> NativeEngine:
     """An engine with the checkpoint's own weights, as version 0 of the policy ``name``."""
-    source = replace(policy, dtype=policy.rollout_dtype)
+    source = replace(policy, dtype=policy.rollout_dtype, spec=policy.rollout_spec)
     if config.cluster.rollout_num_gpus_per_engine > 1:  # the whole model need not fit on one GPU
         source = replace(source, platform=platform.detect_platform("cpu"))
     model = load_model(source)
@@ -91,12 +94,24 @@ async def load_engine(config: Config, policy: PolicyCheckpoint, *, name: str = "
 
 
 def get_rollout_weights(policy: PolicyCheckpoint, weights: GetWeights) -> GetWeights:
-    """The trainer's weights in the engine's dtype: the same tensors where it is the trainer's, else new ones.
+    """The trainer's weights as the engine has them: the same tensors where nothing differs, else new ones.
 
-    Parameters that must keep their precision keep their dtype.
+    Weights that the engine has quantized are packed from their values in the trainer's dtype, which are those that its
+    forward quantizes. Parameters that must keep their precision keep their dtype.
     """
-    if policy.rollout_dtype == policy.dtype:
+    quantized = policy.rollout_quantization is not None
+    if policy.rollout_dtype == policy.dtype and not quantized:
         return weights
-    decoder = Decoder(policy.spec, device="meta", dtype=policy.rollout_dtype, numerics=policy.numerics)
+    spec = policy.rollout_spec
+    decoder = Decoder(spec, device="meta", dtype=policy.rollout_dtype, numerics=policy.numerics)
     dtypes = {name: parameter.dtype for name, parameter in decoder.named_parameters()}
-    return lambda: {name: tensor.detach().to(dtypes[name], copy=True) for name, tensor in weights().items()}
+
+    def convert() -> dict[str, Tensor]:
+        own = weights()
+        tensors = pack_params(spec, own, policy.dtype) if quantized else own
+        return {
+            name: tensor.detach().to(dtypes[name], copy=name in own and tensor is own[name])
+            for name, tensor in tensors.items()
+        }
+
+    return convert

@@ -6,7 +6,7 @@ A ``ModelFactory`` loads the models of a run: whole in one process (``LocalModel
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,17 +32,21 @@ from miles.launch.plan.layout_memory import (
     estimate_rank_memory,
     get_recompute_layers,
     get_recompute_mode,
+    packs_reference,
 )
 from miles.launch.plan.lora import build_lora, get_adapter_folder
-from miles.launch.plan.plan import Plan
+from miles.launch.plan.plan import Plan, choose_parity_tolerance
 from miles.models.activation_checkpointing import set_recompute
 from miles.models.base import CausalLM
 from miles.models.checkpoint import hf
+from miles.models.checkpoint.convert import convert_checkpoint, plan_conversion
 from miles.models.checkpoint.safetensors_io import config_dtype, read_config
 from miles.models.model_provider import ModelProvider, apply_model_provider
+from miles.models.packing import packed_spec
 from miles.models.resolve import resolve_spec
 from miles.models.spec import AttentionSpec, DecoderSpec
 from miles.models.tokenizer import HfTokenizer, load_tokenizer
+from miles.precision.formats import QuantizationSpec
 from miles.schedule.checkpoints import verify_weights
 from miles.train.balance import build_flops_cost
 from miles.train.critic import Critic
@@ -58,6 +62,7 @@ class BaseCheckpoint:
     """The checkpoint a run starts from, before its weights are loaded; ``provide`` is the user's model provider.
 
     Its engine, its trainer and the models beside it (reference, critic, teachers) all have its ``numerics``.
+    ``spec`` is the trainer's, and the reference's; the engine's weights have ``rollout_quantization``.
     """
 
     folder: Path
@@ -69,6 +74,12 @@ class BaseCheckpoint:
     rollout_dtype: torch.dtype
     numerics: Numerics
     provide: ModelProvider | None = None
+    rollout_quantization: QuantizationSpec | None = None
+
+    @property
+    def rollout_spec(self) -> DecoderSpec:
+        """The spec of the engine's decoder."""
+        return replace(self.spec, quantization=self.rollout_quantization)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,17 +104,25 @@ def read_checkpoint(config: Config, found: Platform) -> BaseCheckpoint:
     folder = Path(config.models.hf_checkpoint)
     raw = read_config(folder)
     dtype, rollout_dtype = hf.choose_dtype(config.models.dtype, raw, found.device), config.models.rollout_dtype
+    spec = limit_positions(resolve_spec(folder, config.models.model_impl), config.rollout.rollout_max_context_len)
     return BaseCheckpoint(
         folder=folder,
         config=raw,
-        spec=limit_positions(resolve_spec(folder, config.models.model_impl), config.rollout.rollout_max_context_len),
+        spec=replace(spec, quantization=config.models.train_quantization()),
         trust_remote_code=config.models.trust_remote_code,
         platform=found,
         dtype=dtype,
         rollout_dtype=dtype if rollout_dtype == "auto" else hf.choose_dtype(rollout_dtype, raw, found.device),
-        numerics=config.models.numerics,
+        numerics=resolve_numerics(config),
         provide=load_hook(config, MODEL_PROVIDER),
+        rollout_quantization=config.models.rollout_quantization(config.cluster.rollout_num_gpus_per_engine),
     )
+
+
+def resolve_numerics(config: Config) -> Numerics:
+    """The numerics of the run's models. SGLang scales an FP8 KV cache in its own way, which no trainer here follows."""
+    numerics = config.models.numerics
+    return replace(numerics, kv_cache_dtype="auto") if config.sglang.rollout_backend == "sglang" else numerics
 
 
 def resolve_side_spec(config: Config, policy: BaseCheckpoint, folder: Path) -> DecoderSpec:
@@ -141,6 +160,21 @@ def load_side_model(config: Config, policy: BaseCheckpoint, folder: Path) -> Cau
     return load_model(replace(policy, spec=resolve_side_spec(config, policy, folder), provide=None), folder)
 
 
+def build_hf_conversion(config: Config) -> Callable[[Path, Path], None] | None:
+    """Writes the model of a checkpoint as --save-hf-precision says; None where that is the checkpoint's own."""
+    if config.schedule.save_hf_precision == "wide":
+        return None
+    quantization = config.models.rollout_quantization(1)
+    assert quantization is not None, "a rule requires a format"
+
+    def convert(checkpoint: Path, target: Path) -> None:
+        dtype = hf.choose_dtype(config_dtype(read_config(checkpoint)) or "bfloat16", {}, "cpu")
+        plan = plan_conversion(checkpoint, format=quantization.format, dtype=dtype, quantization=quantization)
+        convert_checkpoint(plan, target)
+
+    return convert
+
+
 # -- factories ------------------------------------------------------------------------------
 
 
@@ -165,6 +199,13 @@ class ModelFactory(Protocol):
         ...
 
 
+def choose_save_dtype(config: Config, policy: BaseCheckpoint) -> torch.dtype | None:
+    """The dtype the policy's model came in, where --dtype auto trains it in float32."""
+    if config.models.dtype != "auto" or policy.dtype != torch.float32:
+        return None
+    return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(config_dtype(policy.config) or "")
+
+
 class LocalModelFactory:
     """The ``ModelFactory`` of a single process, which has loaded ``model`` as its actor already."""
 
@@ -182,7 +223,7 @@ class LocalModelFactory:
             self._model,
             config=policy.config,
             like=policy.folder,
-            save_dtype=self._choose_save_dtype() if lora is None else None,
+            save_dtype=choose_save_dtype(config, policy),
             gradient_checkpointing=self._set_recompute(self._model),
             frozen=lora is not None,
         )
@@ -192,7 +233,10 @@ class LocalModelFactory:
         return LoraModel(base, lora, base=policy.folder, seed=config.train.seed, start=start)
 
     def reference(self, folder: Path) -> TrainModel:
-        return LocalModel(load_model(self._policy, folder), config=self._policy.config, frozen=True)
+        policy = self._policy
+        if packs_reference(self._config):
+            policy = replace(policy, spec=packed_spec(policy.spec))
+        return LocalModel(load_model(policy, folder), config=policy.config, frozen=True)
 
     def teacher(self, folder: Path) -> TrainModel:
         return LocalModel(load_side_model(self._config, self._policy, folder), frozen=True)
@@ -214,12 +258,6 @@ class LocalModelFactory:
             like=self._policy.folder,
             gradient_checkpointing=self._set_recompute(self._model),
         )
-
-    def _choose_save_dtype(self) -> torch.dtype | None:
-        """The dtype the model came in, where --dtype auto trains it in float32."""
-        if self._config.models.dtype != "auto" or self._policy.dtype != torch.float32:
-            return None
-        return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(config_dtype(self._policy.config) or "")
 
     def _set_recompute(self, model: CausalLM) -> bool:
         """Set activation recomputation on ``model``; whether any is used."""
@@ -280,7 +318,7 @@ def build_policy_trainer(
         algo_hooks=algo_hooks,
         hooks=load_trainer_hooks(config),
         version=Version(name),
-        parity_tolerance=config.schedule.parity_tolerance,
+        parity_tolerance=choose_parity_tolerance(config),
         parity_stop=config.schedule.parity_stop,
         parity_no_replay_interval=config.schedule.parity_no_replay_interval,
         offload=_offloads_optimizer(config, plan, policy),

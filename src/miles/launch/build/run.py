@@ -28,6 +28,7 @@ from miles.core.types import Group, Version
 from miles.hooks import registry
 from miles.hooks.compat.adapters import mark_evaluation
 from miles.hooks.compat.types import UpstreamServices
+from miles.hooks.offload import HookCaller
 from miles.hooks.worker import HookWorker
 from miles.launch.build.debug import ProbingTrainer, open_recorded_rollouts
 from miles.launch.build.engines import RolloutEngine
@@ -238,8 +239,13 @@ def _build_planes(
         decide=partial(worker.run_sync, name="The filter or advantage function") if is_offloaded else None,
         interruptible=rollout if isinstance(rollout, GroupRollout) and count_extra_groups(config) else None,
     )
+    # Where planes take turns, nothing else goes on meanwhile, and the order of events must not depend on a hook's time.
+    free = worker if config.schedule.max_weight_staleness > 0 else None
+    if free is not None and not recorded and names_user_function(config, registry.DATA_SOURCE):
+        planes = replace(planes, read=partial(free.run_sync, name="The data source"))
     weights, run = stack.trainer.weights, stack.executors[0]
-    return hooks.wrap_planes(planes, evaluator=evaluator, weights=weights, run=run, recorded=recorded)
+    call = HookCaller(free, config.schedule.stall_timeout)
+    return hooks.wrap_planes(planes, evaluator=evaluator, weights=weights, run=run, call=call, recorded=recorded)
 
 
 def _measure_with_correct(groups: tuple[Group, ...], version: Version) -> Mapping[str, float]:

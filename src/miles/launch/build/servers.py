@@ -42,7 +42,7 @@ from miles.models.spec import DecoderSpec
 
 API_KEY = "MILES_API_KEY"
 _SERVE_SECTIONS = ("models", "native")
-_NOT_PASSED_ON = ("hf_checkpoint", "dtype", "rollout_dtype")
+_NOT_PASSED_ON = ("hf_checkpoint", "dtype", "rollout_dtype", "rollout_precision", "train_precision", "fp8_format")
 
 # -- the engine and its weights -------------------------------------------------------------
 
@@ -91,7 +91,7 @@ def build_remote_sync(
     s = config.sglang
     return servers.sync(
         weights,
-        policy.spec,
+        policy.rollout_spec,
         transport=_build_transport(config, plan, policy, adapters),
         executor=run,
         bucket_bytes=s.update_weight_buffer_size,
@@ -127,10 +127,11 @@ def _build_transport(
 
 
 def _can_send_adapters(config: Config, policy: PolicyCheckpoint) -> bool:
-    """Whether servers are ours with the trainer's dtype, and the user chose no transport."""
+    """Whether servers are ours with the trainer's weights, and the user chose no transport."""
     s = config.sglang
     ours = s.rollout_backend == "served" and not s.rollout_external_engine_addrs
-    return ours and s.update_weight_transport == "auto" and policy.rollout_dtype == policy.dtype
+    same = policy.rollout_dtype == policy.dtype and policy.rollout_quantization is None
+    return ours and s.update_weight_transport == "auto" and same
 
 
 def _build_lora_transport(
@@ -236,6 +237,7 @@ def _build_server_command(config: Config, policy: PolicyCheckpoint, index: int, 
             config.sglang.sglang_flags,
             device=device,
             dtype=dtype,
+            kv_cache_dtype=config.models.kv_cache_dtype,
             ranks=ranks,
             routed_experts=returns_routed_experts(config) and policy.spec.moe is not None,
             trust_remote_code=policy.trust_remote_code,
@@ -247,6 +249,8 @@ def _build_server_command(config: Config, policy: PolicyCheckpoint, index: int, 
     argv = (sys.executable, "-m", "miles.launch.main", "serve", str(policy.folder.resolve()))
     argv += ("--device", device, "--dtype", dtype, "--tensor-parallel-size", str(ranks))
     argv += ("--incremental-streaming-output", "--drain-seconds", "1")
+    if config.models.rollout_format is not None:
+        argv += ("--rollout-precision", config.models.rollout_format)
     if threads is not None:
         argv += ("--num-threads", str(threads))
     return ServerCommand(argv=(*argv, *_build_serve_flags(config)), environment={API_KEY: token, **visible})

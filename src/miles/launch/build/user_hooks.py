@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from miles.hooks import registry
 from miles.hooks.compat.convert import is_removed
 from miles.hooks.compat.rollout import is_batch_function
 from miles.hooks.compat.types import UpstreamServices
-from miles.hooks.offload import offload_evaluation, offload_rollout
+from miles.hooks.offload import HookCaller, offload_evaluation, offload_rollout
 from miles.hooks.worker import HookWorker
 from miles.launch.build.hooks import build_upstream_context, load_hook, names_user_function
 from miles.launch.build.rewards import build_rewards
@@ -84,11 +84,13 @@ class UserHooks:
         evaluator: Evaluator | None,
         weights: Callable[[], Mapping[str, Tensor]],
         run: Executor,
+        call: HookCaller,
         recorded: bool,
     ) -> Planes:
         """The planes with the user's functions; groups that were ``recorded`` have been filtered already.
 
-        ``weights`` are the trainer's; ``run`` executes what blocks on the engine's side.
+        ``weights`` are the trainer's; ``run`` executes what blocks on the engine's side; ``call`` calls the functions
+        of batches and evaluations.
         """
         step = StepCounter()
         observers: list[Observer] = [step]
@@ -101,13 +103,13 @@ class UserHooks:
         if self.rollout_log is not None:
             planes = replace(planes, measure=_wrap_measure(planes.measure, self.rollout_log, step))
         if self.advantage is not None or self.post_process is not None:
-            planes = replace(planes, trainer=PreparingTrainer(planes.trainer, self.advantage, self.post_process))
+            planes = replace(planes, trainer=PreparingTrainer(planes.trainer, self.advantage, self.post_process, call))
         if self.post_write is not None:
             planes = replace(planes, sync=SyncWithHook(planes.sync, self.post_write, weights=weights, run=run))
         if self.post_save is not None:
             observers.append(PostSaveObserver(self.post_save, planes.checkpoints))
         if self.eval_log is not None and evaluator is not None:
-            planes = replace(planes, evaluate=LoggedEvaluator(evaluator, self.eval_log, step))
+            planes = replace(planes, evaluate=LoggedEvaluator(evaluator, self.eval_log, step, call))
         return replace(planes, journal=FanoutJournal(planes.journal, observers))
 
 
@@ -272,16 +274,16 @@ def _wrap_measure(measure: Measure, log: RolloutLog, step: StepCounter) -> Measu
 class LoggedEvaluator:
     """A core.protocols.Evaluate whose metrics pass through the user's function."""
 
-    def __init__(self, evaluator: Evaluator, log: EvalLog, step: StepCounter) -> None:
+    def __init__(self, evaluator: Evaluator, log: EvalLog, step: StepCounter, call: HookCaller) -> None:
         self._evaluator = evaluator
         self._log = log
         self._step = step
+        self._call = call
 
     async def __call__(self) -> Mapping[str, float]:
         groups = await self._evaluator.groups()
-        return _check_metrics(
-            self._log(self._step.done, groups, self._evaluator.metrics(groups)), registry.EVAL_LOG.flag
-        )
+        log = partial(self._log, self._step.done, groups, self._evaluator.metrics(groups))
+        return _check_metrics(await self._call(log, registry.EVAL_LOG.flag), registry.EVAL_LOG.flag)
 
 
 def _check_metrics(metrics: Any, flag: str) -> dict[str, float]:
@@ -296,18 +298,23 @@ def _check_metrics(metrics: Any, flag: str) -> dict[str, float]:
 class PreparingTrainer:
     """A trainer whose batches pass through the user's functions."""
 
-    def __init__(self, trainer: Trainer, advantage: Advantage | None, process: PostProcess | None) -> None:
+    def __init__(
+        self, trainer: Trainer, advantage: Advantage | None, process: PostProcess | None, call: HookCaller
+    ) -> None:
         self._trainer = trainer
         self._advantage = advantage
         self._process = process
+        self._call = call
         self.save, self.load = trainer.save, trainer.load
         self.sleep, self.wake = trainer.sleep, trainer.wake
 
     async def step(self, batch: Batch) -> StepReport:
         if self._advantage is not None:
-            batch = replace(batch, samples=_set_advantages(batch, self._advantage(batch)))
+            advantages = await self._call(partial(self._advantage, batch), registry.ADVANTAGE.flag)
+            batch = replace(batch, samples=_set_advantages(batch, advantages))
         if self._process is not None:
-            batch = _check_same_trajectories(batch, self._process(batch))
+            processed = await self._call(partial(self._process, batch), registry.POST_PROCESS.flag)
+            batch = _check_same_trajectories(batch, processed)
         return await self._trainer.step(batch)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from miles.cluster.hub_client import get_model_name
 from miles.config.provenance import flatten_values
 from miles.config.schema import get_options
-from miles.core.types import Group
+from miles.core.types import UNSCORED, Group
 from miles.kernels.numerics import configure_cublas
 from miles.launch.build.generation import build_generation, build_multi_agent
 from miles.launch.build.policies import load_engines, read_policies
@@ -23,6 +23,7 @@ from miles.launch.config import Config
 from miles.launch.hub.resolve import describe_name
 from miles.observe.factory import build_view
 from miles.observe.formatting import format_fixed
+from miles.observe.output import print_error
 from miles.observe.view import View
 from miles.rollout.evaluate import compute_pass_rates
 
@@ -45,7 +46,28 @@ def evaluate(config: Config, run: Path | None = None) -> int:
         print(f"{name.ljust(width)}  {text}")
     if run is not None:
         print(f"Saved {save_evaluation(config, run, groups, metrics)} and its samples.", file=sys.stderr)
-    return 0
+    return report_failed_rewards(groups)
+
+
+def report_failed_rewards(groups: Groups) -> int:
+    """Print how many trajectories of each set have no reward and why the first has none; 1 if a whole set has none.
+
+    Consecutive failures up to ``--max-reward-failures`` have ended the evaluation before, as they end training.
+    """
+    code = 0
+    for name, each in groups.items():
+        trajectories = [(group.prompt, t) for group in each for t in group.trajectories]
+        failed = [(prompt, t) for prompt, t in trajectories if UNSCORED in t.metadata]
+        if not failed:
+            continue
+        prompt, first = failed[0]
+        share = f"{len(failed) / len(trajectories):.0%}"
+        print_error(
+            f"miles: {len(failed)} of {len(trajectories)} trajectories of {name} ({share}) have no reward and count as "
+            f"0; the first is sample {first.index} of prompt {prompt.id}: {first.metadata[UNSCORED]}"
+        )
+        code = max(code, int(len(failed) == len(trajectories)))
+    return code
 
 
 def compute_uncertainty(groups: Groups) -> dict[str, float]:

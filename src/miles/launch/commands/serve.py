@@ -25,6 +25,7 @@ from miles.kernels.numerics import configure_cublas
 from miles.launch.config import ServeRoot
 from miles.launch.hub.resolve import NameResolver
 from miles.launch.rules.paths import find_checkpoint_problem, find_newest_checkpoint, read_spec_or_none
+from miles.launch.rules.precision import find_quantization_problems
 from miles.launch.runtime.http_service import API_KEY, find_key_problem, read_key, select_event_loop
 from miles.models.capabilities import check_batch_invariance
 from miles.models.checkpoint.safetensors_io import read_config
@@ -94,6 +95,11 @@ def _check_model(config: ModelConfig) -> Iterator[str]:
     spec = read_spec_or_none(config.hf_checkpoint, config.model_impl) if config.parity == "exact" else None
     if spec is not None and (problem := check_batch_invariance(spec)) is not None:
         yield f"--parity exact does not work with this model: {problem}; remove it."
+    if config.rollout_format is not None:
+        yield from find_quantization_problems(config)
+    if config.kv_cache_dtype != "auto" and config.model_impl == "transformers":
+        kept = f"--kv-cache-dtype {config.kv_cache_dtype}"
+        yield f"{kept} needs the native model; remove it, or --model-impl transformers."
 
 
 def _check_packages() -> Iterator[str]:
@@ -202,6 +208,7 @@ async def build_server(config: ServeRoot, key: str | None, run: Executor) -> tup
     device = platform.detect_platform(config.serve.device, threads=config.serve.num_threads).device
     dtype = hf.choose_dtype(config.models.dtype, raw, device)
     devices = platform.consecutive_devices(device, config.serve.tensor_parallel_size)
+    spec = replace(spec, quantization=config.models.rollout_quantization(len(devices)))
     shard_spec(spec, len(devices))  # refuse before loading what cannot be sharded
     load_device = device if len(devices) == 1 else "cpu"  # the whole model need not fit on one GPU
     numerics = config.models.numerics

@@ -22,6 +22,7 @@ from miles.core.events import Event, StepFinished
 from miles.core.protocols import Observer
 from miles.kernels.numerics import configure_cublas
 from miles.launch.build.debug import build_rollout_dumps
+from miles.launch.build.models import build_hf_conversion
 from miles.launch.build.run import TrainingRun, build_run
 from miles.launch.build.user_hooks import load_trackers
 from miles.launch.config import Config
@@ -29,12 +30,13 @@ from miles.launch.distributed.driver import set_train_env_vars
 from miles.launch.distributed.ray_placement import reserve_cluster
 from miles.launch.hub.mirror import CheckpointMirror, restore_run
 from miles.launch.hub.resolve import describe_name
-from miles.launch.plan.plan import Plan, build_plan, count_samples_per_prompt
+from miles.launch.plan.plan import Plan, build_plan, choose_parity_tolerance, count_samples_per_prompt
 from miles.launch.plan.topology import get_split, restore_split
 from miles.launch.policies.config import get_main_config
 from miles.launch.rules.model import HUB_TOKEN
 from miles.launch.rules.paths import find_newest_checkpoint
 from miles.launch.runtime.gc_tuning import reduce_gc
+from miles.launch.runtime.hook_watchdog import HookWatchdog
 from miles.launch.runtime.input_fingerprint import check_inputs
 from miles.launch.runtime.oom_report import report_out_of_memory
 from miles.launch.runtime.run_directory import RunDirectory
@@ -67,7 +69,7 @@ StopCondition = Callable[[Event], bool]
 
 def train(config: Config, plan: Plan, origins: Mapping[str, str]) -> int:
     """Run a training command; 0 when it finished, 3 when only its upload failed, 128 + signal if one stopped it."""
-    view = build_view(config.observe.view, parity_tolerance=config.schedule.parity_tolerance)
+    view = build_view(config.observe.view, parity_tolerance=choose_parity_tolerance(config))
     signals = StopSignals(view.note, view.close)
     for line in format_flag_outcomes(list_flag_outcomes(get_main_config(config))):
         view.note(line)
@@ -132,6 +134,7 @@ def run(
     with (
         reserve_cluster(config, plan.run_dir),
         signals.handling(),  # after Ray has installed its handlers
+        HookWatchdog(config.schedule.stall_timeout, lambda: signals.received, print_error).watching(),
         add_parity_command(config, plan.run_dir),
         report_out_of_memory(config, plan),
     ):
@@ -289,7 +292,8 @@ def _build_journal(
     sinks: list[DurableSink] = [LoopTrace(directory.path / "trace", clock=time.time)]
     sinks += build_rollout_dumps(config, directory.path)
     if config.schedule.save_hf is not None:
-        sinks.append(HfExport(directory.path / "checkpoints", partial(format_step_path, config.schedule.save_hf)))
+        target = partial(format_step_path, config.schedule.save_hf)
+        sinks.append(HfExport(directory.path / "checkpoints", target, build_hf_conversion(config)))
     if config.observe.use_tensorboard:
         sinks.append(TensorBoard(_find_tensorboard_folder(config, directory.path), clock=time.time))
     logs = RunLogs(directory.path, resume_at=offsets, strict=strict, clock=time.time)
@@ -416,7 +420,7 @@ class ParityHint:
         if self._is_reported or not isinstance(event, StepFinished) or "parity_mean_abs" not in event.metrics:
             return
         gap = event.metrics["parity_mean_abs"]
-        if classify_parity(gap, self._config.schedule.parity_tolerance) is ParityStatus.RED:
+        if classify_parity(gap, choose_parity_tolerance(self._config)) is ParityStatus.RED:
             self._is_reported = True
             command = format_parity_command(self._config, self._directory, event.step)
             self._note(

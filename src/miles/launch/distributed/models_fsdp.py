@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from miles.backends.fsdp.device_mesh import FsdpMesh
 from miles.backends.fsdp.fsdp_critic import FsdpCritic
 from miles.backends.fsdp.fsdp_model import FsdpModel
 from miles.backends.fsdp.local_critic import HEAD
 from miles.backends.fsdp.lora_model import LoraModel
-from miles.launch.build.models import BaseCheckpoint, resolve_side_spec
+from miles.launch.build.models import BaseCheckpoint, choose_save_dtype, resolve_side_spec
 from miles.launch.config import Config
 from miles.launch.plan.layout_memory import get_recompute_layers, get_recompute_mode
 from miles.launch.plan.lora import build_lora, get_adapter_folder
@@ -43,7 +45,13 @@ class FsdpModelFactory:
     def actor(self) -> TrainModel:
         checkpoint, config = self._checkpoint, self._config
         lora = build_lora(config.lora, checkpoint.spec)
-        base = self._load_trained(checkpoint.folder, checkpoint.spec, checkpoint.config, frozen=lora is not None)
+        base = self._load_trained(
+            checkpoint.folder,
+            checkpoint.spec,
+            checkpoint.config,
+            frozen=lora is not None,
+            save_dtype=choose_save_dtype(config, checkpoint),
+        )
         if lora is None:
             return base
         start = get_adapter_folder(config.lora)
@@ -62,7 +70,15 @@ class FsdpModelFactory:
             value.load_head(folder)
         return value
 
-    def _load_trained(self, folder: Path, spec: DecoderSpec, config: Mapping[str, Any], *, frozen: bool) -> FsdpModel:
+    def _load_trained(
+        self,
+        folder: Path,
+        spec: DecoderSpec,
+        config: Mapping[str, Any],
+        *,
+        frozen: bool,
+        save_dtype: torch.dtype | None = None,
+    ) -> FsdpModel:
         """A model that is trained, or whose adapters are if it is ``frozen``."""
         train = self._config.train
         model = FsdpModel(
@@ -71,6 +87,7 @@ class FsdpModelFactory:
             config=config,
             like=folder,
             dtype=self._checkpoint.dtype,
+            save_dtype=save_dtype,
             frozen=frozen,
             cpu_offload=self._config.parallel.fsdp_cpu_offload,
             recompute=get_recompute_mode(train),

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 
 from miles.cluster.parallel_dims import ParallelDims
+from miles.launch.config import Config
+from miles.launch.plan.topology import is_distributed
 from miles.models.accounting.activations import RecomputeMode, activation_bytes
 from miles.models.accounting.params import (
     BYTES,
@@ -86,6 +88,12 @@ def estimate_rank_lora_memory(
 def estimate_rank_frozen_bytes(spec: DecoderSpec, layout: ParallelDims, dtype: str) -> int:
     """Bytes of a frozen model."""
     return rank_bytes(get_pipeline_stage(spec, layout), get_sharding_degrees(layout), dtype, trained=False)
+
+
+def packs_reference(config: Config) -> bool:
+    """Whether the reference holds packed weights: it is quantized, in one process, and never updated."""
+    quantized = config.models.train_precision != "auto"
+    return quantized and config.train.ref_update_interval is None and not is_distributed(config)
 
 
 def estimate_rank_activations(

@@ -10,6 +10,7 @@ from miles.launch.plan.layout_memory import (
     estimate_rank_lora_memory,
     estimate_rank_memory,
     get_recompute_mode,
+    packs_reference,
 )
 from miles.launch.plan.lora import build_lora
 from miles.launch.plan.plan import Plan
@@ -19,6 +20,7 @@ from miles.models.accounting.params import (
     gradient_bytes,
     kv_bytes_per_token,
     optimizer_bytes,
+    packed_weight_bytes,
     parameter_count,
     state_bytes_per_sequence,
     weight_bytes,
@@ -40,7 +42,7 @@ class MemoryShare:
 def estimate_memory(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[MemoryShare, ...]:
     """The peak memory of a run on the fullest GPU, as far as the spec determines it."""
     dtype = plan.dtype
-    reference = estimate_rank_frozen_bytes(spec, plan.layout, dtype) if plan.reference is not None else 0
+    reference = 0 if plan.reference is None else _estimate_reference(config, plan, spec)
     weights, shared = weight_bytes(spec, dtype), plan.transport == "shared"
     trained = (
         *_estimate_policy(config, plan, spec),
@@ -58,14 +60,17 @@ def estimate_memory(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Memo
     world = config.cluster.rollout_num_gpus_per_engine
     if config.models.rollout_dtype != "auto":
         dtype = config.models.rollout_dtype
-        weights = weight_bytes(spec, dtype)
-    size, note = (0, "shares the trainer's") if shared else (weights, "its own copy")
-    if plan.transport == "served" and world == 1 and (lora := build_lora(config.lora, spec)) is not None:
+    spec = replace(spec, quantization=config.models.rollout_quantization(world))
+    form = "" if spec.quantization is None else f" in {spec.quantization.format.name}"
+    weights = packed_weight_bytes(spec, dtype)
+    size, note = (0, "shares the trainer's") if shared else (weights, f"its own copy{form}")
+    adapted = plan.transport == "served" and world == 1 and spec.quantization is None
+    if adapted and (lora := build_lora(config.lora, spec)) is not None:
         size += lora.num_base_parameters * BYTES[dtype]
         note = "its own copy, and the base weights of adapted modules"
     if world > 1:
         spec = shard_spec(spec, world)
-        size, note = weight_bytes(spec, dtype), f"its own copy of one of {world} shards"
+        size, note = packed_weight_bytes(spec, dtype), f"its own copy of one of {world} shards{form}"
     tokens, why = estimate_kv_tokens(config, plan, spec)
     kv_bytes = tokens * kv_bytes_per_token(spec, dtype, config.models.numerics)
     return (
@@ -74,6 +79,14 @@ def estimate_memory(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Memo
         MemoryShare(name="kv cache", bytes=kv_bytes, note=f"{tokens:,} tokens: {why}"),
         *_estimate_states(config, plan, spec),
     )
+
+
+def _estimate_reference(config: Config, plan: Plan, spec: DecoderSpec) -> int:
+    if packs_reference(config):
+        return packed_weight_bytes(
+            replace(spec, quantization=config.models.train_quantization(packed=True)), plan.dtype
+        )
+    return estimate_rank_frozen_bytes(spec, plan.layout, plan.dtype)
 
 
 def _estimate_policy(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[MemoryShare, ...]:
@@ -194,6 +207,7 @@ def _estimate_activations(config: Config, plan: Plan, spec: DecoderSpec) -> Memo
     longest = config.rollout.rollout_max_context_len or spec.max_positions
     tokens = min(tokens, plan.global_batch_size * longest)
     fused = plan.device != "cpu"
+    spec = replace(spec, quantization=config.models.train_quantization())
     size = estimate_rank_activations(spec, plan.layout, plan.dtype, tokens, config.train, fused=fused)
     recompute = {"none": "", "full": ", layers recomputed", "selective": ", all but matmuls and attention recomputed"}
     note = f"{tokens:,} tokens at once" + recompute[get_recompute_mode(config.train)]

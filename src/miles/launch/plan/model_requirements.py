@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from math import ceil
 from pathlib import Path
@@ -29,6 +29,7 @@ from miles.models.accounting.params import (
     gradient_bytes,
     kv_bytes_per_token,
     optimizer_bytes,
+    packed_weight_bytes,
     parameter_count,
     state_bytes_per_sequence,
     weight_bytes,
@@ -71,6 +72,8 @@ class ModelRequirements:
     kv_per_token: int
     state_per_sequence: int
     forward_flops: float
+    rollout_precision: str
+    rollout_weights: int
     gpus_to_sample: dict[int, int]
     gpus_to_train: dict[int, int]
     gpus_to_train_checkpointed: dict[int, int]
@@ -112,6 +115,7 @@ def estimate_requirements(model: str, run: Config) -> ModelRequirements:
         for checkpointing in (False, True)
     ]
     weights = weight_bytes(spec, dtype)
+    rollout_weights = packed_weight_bytes(replace(spec, quantization=run.models.rollout_quantization(1)), dtype)
     others = _estimate_side_models(spec, run, dtype)
     gradients, optimizer = gradient_bytes(spec, dtype), optimizer_bytes(spec, dtype)
     lora = build_lora(run.lora, spec)
@@ -145,7 +149,9 @@ def estimate_requirements(model: str, run: Config) -> ModelRequirements:
         kv_per_token=kv_per_token,
         state_per_sequence=state_bytes_per_sequence(spec, dtype),
         forward_flops=forward_flops_per_token(spec, context / 2),
-        gpus_to_sample={size: ceil((weights + sequence) / (size * _USABLE)) for size in GPU_SIZES},
+        rollout_precision=run.models.rollout_format or dtype,
+        rollout_weights=rollout_weights,
+        gpus_to_sample={size: ceil((rollout_weights + sequence) / (size * _USABLE)) for size in GPU_SIZES},
         gpus_to_train={size: _count_gpus(fixed, kept, size) for size in GPU_SIZES},
         gpus_to_train_checkpointed={size: _count_gpus(fixed, activations[1], size) for size in GPU_SIZES},
     )
@@ -244,6 +250,11 @@ def as_text(requirements: ModelRequirements) -> str:
             "kv cache",
             n.kv_per_token,
             f"per token; {format_bytes(n.kv_per_token * n.context)} for a context of {n.context:,}",
+        ),
+        *(
+            [("engine", n.rollout_weights, f"weights in {n.rollout_precision}")]
+            if n.rollout_weights != n.weights
+            else []
         ),
         *([("state", n.state_per_sequence, "per sequence of any length")] if n.state_per_sequence else []),
     ]

@@ -17,9 +17,14 @@ from miles.launch.policies.config import get_main_config
 from miles.launch.rules.paths import count_prompts
 from miles.models.accounting.params import BYTES
 from miles.models.checkpoint.safetensors_io import config_dtype, read_config
+from miles.precision.formats import FORMATS
 from miles.rollout.data.paths import parse_named_paths
 
 RUNS = Path("runs")
+
+# Mean |Δ log-prob| that rounding does not explain: of equal weights, and of an engine's weights of so many bits.
+_TOLERANCE = 0.01
+_ROUNDED_TOLERANCES = {8: 0.05, 4: 0.2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +98,16 @@ def build_plan(config: Config) -> Plan:
         samples=_needs_engine(config),
         eval_sets=parse_named_paths(config.rollout.eval_prompt_data),
     )
+
+
+def choose_parity_tolerance(config: Config) -> float:
+    """The difference of log-probs that turns the parity light red: more where only the engine's weights are rounded."""
+    m, given = config.models, config.schedule.parity_tolerance
+    if given is not None:
+        return given
+    if m.rollout_format is None or m.train_precision != "auto":
+        return _TOLERANCE
+    return _ROUNDED_TOLERANCES[FORMATS[m.rollout_format].bits]
 
 
 def count_samples_per_prompt(config: Config) -> int:
@@ -170,8 +185,9 @@ def _choose_transport(config: Config, *, copies: bool) -> Literal["shared", "cop
 
 
 def _has_rollout_dtype(config: Config) -> bool:
-    """Whether the engine has another dtype, and hence weights of its own."""
-    return config.models.rollout_dtype not in ("auto", config.models.dtype)
+    """Whether the engine has another dtype or quantized weights, and hence weights of its own."""
+    models = config.models
+    return models.rollout_dtype not in ("auto", models.dtype) or models.rollout_format is not None
 
 
 def _choose_dtype(config: Config, device: str) -> str:

@@ -245,6 +245,21 @@ def _format_cluster(config: Config) -> list[str]:
     ]
 
 
+def _format_precision(config: Config, plan: Plan) -> list[str]:
+    """A line on quantized weights, if there are any."""
+    m = config.models
+    if m.rollout_format is None:
+        return []
+    sides = f"engine {m.rollout_format}, trainer {plan.dtype}, which differs by the rounding"
+    if m.train_precision != "auto":
+        sides = f"engine and trainer {m.train_precision}, the same bytes"
+    backward = "" if m.fp8_format is None else f", gradients' GEMMs in FP8 ({m.fp8_format})"
+    kept = m.num_layers_at_start_in_bf16 + m.num_layers_at_end_in_bf16 if m.first_last_layers_bf16 else 0
+    layers = f", {kept} layers not quantized" if kept else ""
+    experts = ", routed experts only" if m.quantize_experts_only else ""
+    return [f"precision  {sides}{backward}{layers}{experts}"]
+
+
 def _describe_absent_device(plan: Plan) -> str:
     """That the device asked for is not on this machine."""
     found = choose_device("auto")
@@ -278,6 +293,7 @@ def _format_placement(config: Config, plan: Plan, spec: DecoderSpec) -> list[str
         train = "none: --debug-rollout-only"
     return [
         f"model      {spec.family}, {size / 1e6:,.2f}M parameters{experts}, {plan.dtype}{impl}",
+        *_format_precision(config, plan),
         f"device     {plan.device}{threads}: {plan.device_why}{_describe_absent_device(plan)}",
         f"rollout    {rollout}",
         f"train      {train}",

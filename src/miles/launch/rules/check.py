@@ -26,6 +26,7 @@ from miles.launch.rules.model import (
     check_push_to_hub,
     check_save_remote,
 )
+from miles.launch.rules.precision import PRECISION_RULES, check_quantized_model, check_transformer_engine
 from miles.launch.rules.schedule import SCHEDULE_RULES
 from miles.launch.rules.training import TRAINING_MACHINE_RULES, TRAINING_RULES
 from miles.launch.upstream.verify import check_upstream_flags
@@ -37,6 +38,7 @@ _CHAT_RULES: tuple[Rule, ...] = (
     check_no_lora,
     *ENGINE_RULES,
     check_exact_model,
+    check_quantized_model,
     check_engine_gpus,
     check_accelerator,
 )
@@ -52,6 +54,7 @@ _TRAIN_RULES: tuple[Rule, ...] = (
     *FLAG_RULES,
     *DISTILLATION_RULES,
     *MODEL_RULES,
+    *PRECISION_RULES,
     *HOOK_RULES,
     *ENGINE_RULES,
     *SERVER_RULES,
@@ -64,6 +67,7 @@ _MACHINE_RULES: tuple[Rule, ...] = (
     check_hub_token,
     *ENGINE_MACHINE_RULES,
     *TRAINING_MACHINE_RULES,
+    check_transformer_engine,
 )
 """What this machine must have; a plan may be for another one, and says what is missing here."""
 

@@ -73,6 +73,11 @@ def check_transformers_models(c: Config) -> Iterator[str]:
         yield (
             f"--rollout-dtype {c.models.rollout_dtype} needs the native model; remove it, or --model-impl transformers."
         )
+    if c.models.kv_cache_dtype != "auto":
+        yield (
+            f"--kv-cache-dtype {c.models.kv_cache_dtype} needs the native model; remove it, or "
+            "--model-impl transformers."
+        )
     if c.train.optimizer == "muon":
         yield "--optimizer muon needs the native model; use --optimizer adam, or remove --model-impl transformers."
 
@@ -117,6 +122,11 @@ def check_exact_setup(c: Config) -> Iterator[str]:
         yield (
             f"--parity exact needs one precision, but --rollout-dtype {m.rollout_dtype} is not --dtype {m.dtype}; "
             "remove --rollout-dtype."
+        )
+    if m.rollout_format is not None and m.train_precision == "auto":
+        yield (
+            f"--parity exact needs one precision, but --rollout-precision {m.rollout_precision} quantizes only the "
+            f"engine; use --train-precision {m.rollout_precision}."
         )
     if backend != "fsdp":
         yield f"--parity exact does not work with --train-backend {backend}, which has its own kernels; use fsdp."

@@ -8,6 +8,7 @@ from miles.algo.config import OFFLINE_LOSSES
 from miles.config.value_types import format_value
 from miles.hooks.registry import ROLLOUT
 from miles.launch.config import Config
+from miles.launch.plan.plan import choose_parity_tolerance
 from miles.launch.plan.topology import get_split, is_remote, list_splits
 from miles.launch.rules.flags import Rule
 from miles.launch.rules.training import PARALLEL_RULES
@@ -43,7 +44,7 @@ def check_staleness(c: Config) -> Iterator[str]:
 
 
 def check_parity_thresholds(c: Config) -> Iterator[str]:
-    stop, tolerance = c.schedule.parity_stop, c.schedule.parity_tolerance
+    stop, tolerance = c.schedule.parity_stop, choose_parity_tolerance(c)
     if stop is not None and stop < tolerance:
         yield (
             f"--parity-stop {format_value(stop)} is below --parity-tolerance {format_value(tolerance)}, which warns "

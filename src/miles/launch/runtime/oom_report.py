@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from miles.cluster.oom_kill import OOM_KILLED
 from miles.core.errors import MilesError
 from miles.launch.config import Config
 from miles.launch.plan.hardware import get_free_memory
@@ -49,7 +50,8 @@ def find_allocation_failure(error: BaseException) -> BaseException | None:
         seen.add(id(each))
         text = str(each).lower()
         by_type = isinstance(each, MemoryError) or type(each).__name__ == "OutOfMemoryError"
-        if by_type or (isinstance(each, RuntimeError | MilesError) and (_CPU_MESSAGE in text or _GPU_MESSAGE in text)):
+        by_text = any(message in text for message in (_CPU_MESSAGE, _GPU_MESSAGE, OOM_KILLED))
+        if by_type or (isinstance(each, RuntimeError | MilesError) and by_text):
             return each
         waiting += [one for one in (each.__cause__, each.__context__) if one is not None]
         waiting += each.exceptions if isinstance(each, BaseExceptionGroup) else ()
@@ -57,7 +59,7 @@ def find_allocation_failure(error: BaseException) -> BaseException | None:
 
 
 def _format_report(config: Config, plan: Plan, cause: BaseException) -> Iterator[str]:
-    on_gpu = plan.device != "cpu" and not isinstance(cause, MemoryError)
+    on_gpu = plan.device != "cpu" and not isinstance(cause, MemoryError) and OOM_KILLED not in str(cause)
     yield f"the {'GPU' if on_gpu else 'host'} ran out of memory: {_first_sentence(cause)}"
     spec = read_spec_or_none(config.models.hf_checkpoint, config.models.model_impl)
     shares = () if spec is None else estimate_memory(config, plan, spec)

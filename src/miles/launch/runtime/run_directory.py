@@ -36,6 +36,7 @@ MAY_CHANGE = frozenset(
         "save_failure",
         "stall_timeout",
         "save_hf",
+        "save_hf_precision",
         "debug_exit_after_rollout",
         "offload",
         "offload_rollout",

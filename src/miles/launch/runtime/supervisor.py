@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from miles.cluster.heartbeat import HeartbeatMonitor, heartbeat_interval, start_heartbeat
+from miles.cluster.oom_kill import OomKillMonitor
 from miles.cluster.process import ChildProcess, restart_delay
 from miles.core.errors import DataError, HookError, MilesError, ParityError, ResumeError, UsageError
 from miles.launch.runtime.signals import STOP_SIGNALS, exit_code_from_signal
@@ -120,8 +121,9 @@ class Supervisor:
             file = Path(folder) / "beat"
             environment = {HEARTBEAT_FILE: str(file), HEARTBEAT_TIMEOUT: str(self._heartbeat_timeout)}
             # In a session of its own, so that the terminal's Ctrl-C reaches it once, through the parent.
+            oom_kills = OomKillMonitor()
             self._child = child = ChildProcess(self._argv, env={**os.environ, **environment}, stdin=None)
-            hung = self._watch(child, HeartbeatMonitor(file, self._heartbeat_timeout or _POLL_INTERVAL))
+            hung = self._watch(child, HeartbeatMonitor(file, self._heartbeat_timeout or _POLL_INTERVAL), oom_kills)
             code = child.wait()
             child.kill()  # what it left behind, such as a rank that hangs
             self._child = None
@@ -130,16 +132,16 @@ class Supervisor:
             return 128 + signal.SIGKILL, f"sent no heartbeat for {timeout} and was killed"
         if code >= 0:
             return code, f"ended with exit code {code}"
-        hint = " (the kernel does this when memory runs out)" if code == -signal.SIGKILL else ""
-        return 128 - code, f"was killed by {signal.Signals(-code).name}{hint}"
+        return 128 - code, f"was killed by {oom_kills.describe_exit(code)}"
 
-    def _watch(self, child: ChildProcess, monitor: HeartbeatMonitor) -> bool:
+    def _watch(self, child: ChildProcess, monitor: HeartbeatMonitor, oom_kills: OomKillMonitor) -> bool:
         """Return when the process has ended; true when it hung and was killed."""
         timeout = self._heartbeat_timeout
         while True:
             with suppress(subprocess.TimeoutExpired):
                 child.wait(heartbeat_interval(timeout) if timeout else _POLL_INTERVAL)
                 return False
+            oom_kills.note_alive()
             if timeout and not monitor.is_alive():
                 child.kill()
                 return True

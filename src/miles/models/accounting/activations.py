@@ -35,12 +35,18 @@ _LOGIT_COPIES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SavedBytes:
-    """Bytes per token saved by each module, in a model of ``size`` bytes per value."""
+    """Bytes per token saved by each module, in a model of ``size`` bytes per value.
+
+    ``quantized`` are the bytes of a value in a quantized input, which a linear layer saves in place of its input; None
+    where inputs are not quantized. With ``experts_only`` those of routed experts alone are.
+    """
 
     size: int
     fused: bool
     offset: bool
     sequence: int = 1
+    quantized: float | None = None
+    experts_only: bool = False
 
     @property
     def triton_training(self) -> bool:
@@ -132,8 +138,28 @@ class _SavedBytes:
             total += self.mlp(spec.shared) + (self.numbers(width) if spec.shared_gate else 0)
         return total + (self.numbers(inner + width) if spec.latent else 0)
 
-    def layer(self, layer: LayerSpec, width: int) -> float:
+    def quantized_inputs(self, layer: LayerSpec, width: int) -> float:
+        """The bytes that the quantized inputs of linear layers take, less those of the inputs in their place.
+
+        The output of attention and the input of a router are saved in any case.
+        """
+        if self.quantized is None:
+            return 0.0
+        each, less = self.quantized, self.quantized - self.size
         total = 0.0
+        if isinstance(layer.mixer, AttentionSpec) and not self.experts_only:
+            total += width * less
+            total += layer.mixer.num_heads * layer.mixer.head_dim * (less if layer.mixer.gated else each)
+        if isinstance(layer.ffn, MlpSpec) and not self.experts_only:
+            total += (width + layer.ffn.size) * less
+        if isinstance(layer.ffn, MoeSpec):
+            total += layer.ffn.experts_per_token * ((layer.ffn.latent or width) + layer.ffn.size) * less
+            if layer.ffn.shared is not None and not self.experts_only:
+                total += width * each + layer.ffn.shared.size * less
+        return total
+
+    def layer(self, layer: LayerSpec, width: int) -> float:
+        total = self.quantized_inputs(layer, width)
         if layer.mixer is not None:
             total += self.norm(width) + (self.post_norm(width) if layer.post_norms else 0.0)
             match layer.mixer:
@@ -153,7 +179,15 @@ class _SavedBytes:
 
 def layer_bytes(spec: DecoderSpec, layer: LayerSpec, *, size: int, fused: bool, sequence: int = 1) -> float:
     """Compute what one layer saves per token; ``size`` is the bytes of a value."""
-    count = _SavedBytes(size=size, fused=fused, offset=spec.norm_offset != 0, sequence=sequence)
+    quantization = spec.quantization
+    count = _SavedBytes(
+        size=size,
+        fused=fused,
+        offset=spec.norm_offset != 0,
+        sequence=sequence,
+        quantized=None if quantization is None else quantization.format.activation_bytes,
+        experts_only=quantization is not None and quantization.experts_only,
+    )
     return count.layer(layer, spec.hidden_size)
 
 

@@ -11,18 +11,27 @@ from miles.models.spec import AttentionSpec, GatedDeltaNetSpec, MambaSpec, Mixer
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerTokenCache:
     """A key and a value for each of ``heads``, and an indexer key. With ``value_dim`` 0 values are a slice of the keys
-    (MLA).
+    (MLA), whose last ``rope_dim`` channels have an FP8 scale of their own.
     """
 
     heads: int
     key_dim: int
     value_dim: int
     index_dim: int = 0
+    rope_dim: int = 0
 
-    @property
-    def numbers(self) -> int:
-        """Values per token."""
-        return self.heads * (self.key_dim + self.value_dim) + self.index_dim
+    def bytes_per_token(self, size: int, numerics: Numerics) -> int:
+        """Bytes of one token in a model whose numbers have ``size`` bytes; FP8 adds a float32 scale per vector.
+
+        >>> layout = PerTokenCache(heads=8, key_dim=128, value_dim=128)
+        >>> fp8 = Numerics(batch_invariant=False, kv_cache_dtype="fp8_e4m3")
+        >>> layout.bytes_per_token(2, Numerics(batch_invariant=False)), layout.bytes_per_token(2, fp8)
+        (4096, 2112)
+        """
+        values, index = self.heads * (self.key_dim + self.value_dim), self.index_dim * size
+        if not numerics.fp8_kv_cache:
+            return values * size + index
+        return values + 4 * self.heads * (1 + (self.value_dim > 0) + (self.rope_dim > 0)) + index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +56,13 @@ def cache_layout(mixer: Mixer | None, numerics: Numerics) -> PerTokenCache | Per
                 numerics.batch_invariant
             ):  # the engine then caches expanded keys and values, as the trainer computes them
                 return PerTokenCache(heads=mixer.num_heads, key_dim=mixer.head_dim, value_dim=mixer.value_dim)
-            return PerTokenCache(heads=1, key_dim=mixer.kv_rank + mixer.rope_dim, value_dim=0, index_dim=index)
+            return PerTokenCache(
+                heads=1,
+                key_dim=mixer.kv_rank + mixer.rope_dim,
+                value_dim=0,
+                index_dim=index,
+                rope_dim=mixer.rope_dim,
+            )
         case GatedDeltaNetSpec():
             channels = 2 * mixer.key_heads * mixer.key_dim + mixer.value_heads * mixer.value_dim
             state = (mixer.value_heads, mixer.key_dim, mixer.value_dim)

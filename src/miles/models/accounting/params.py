@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
@@ -14,6 +14,7 @@ from miles.models.checkpoint.param_slices import ModuleNames
 from miles.models.families.registry import find_family
 from miles.models.hf_adapter.spec import HfAdapterSpec
 from miles.models.parallel.tp_sharding import shard_spec
+from miles.models.quantization import find_quantized_layer, fused_segments, quantizes_layer
 from miles.models.spec import (
     AttentionSpec,
     DecoderSpec,
@@ -24,6 +25,7 @@ from miles.models.spec import (
     MlaSpec,
     MoeSpec,
 )
+from miles.precision.formats import QuantizationSpec
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -102,6 +104,33 @@ def active_parameter_count(spec: DecoderSpec) -> int:
 def weight_bytes(spec: DecoderSpec, dtype: str) -> int:
     """Compute the size of the weights in memory or on disk."""
     return parameter_count(spec) * BYTES[dtype]
+
+
+def packed_weight_bytes(spec: DecoderSpec, dtype: str) -> int:
+    """Compute the size of the weights in memory as a decoder of ``spec`` holds them, packed where it quantizes them."""
+    quantization = spec.quantization
+    if quantization is None or not quantization.packed or isinstance(spec, HfAdapterSpec):
+        return weight_bytes(spec, dtype)
+    saved = (
+        _packed_saving(layer, spec.hidden_size, spec.family, replace(quantization, layers_at_start=0), BYTES[dtype])
+        for i, layer in enumerate(spec.layers)
+        if quantizes_layer(quantization, i, spec.num_layers)
+    )
+    return weight_bytes(spec, dtype) - sum(saved)
+
+
+@lru_cache(maxsize=256)
+def _packed_saving(layer: LayerSpec, width: int, family: str, quantization: QuantizationSpec, size: int) -> int:
+    """Compute the bytes that packing saves in one layer."""
+    names = ModuleNames("layers.0", "", {**HF_NAMES, **find_family(family).names})
+    format, saved = quantization.format, 0
+    for name, slices in build_layer_map(layer, width, names).items():
+        if find_quantized_layer(name, experts_only=quantization.experts_only) is None:
+            continue
+        *stack, rows, columns = param_shape(slices)
+        packed = format.stored_bytes(rows, columns, fused_segments(slices), quantization.tensor_parallel_size)
+        saved += prod(stack) * (rows * columns * size - packed)
+    return saved
 
 
 def gradient_bytes(spec: DecoderSpec, dtype: str) -> int:
@@ -251,7 +280,8 @@ def unsharded_bytes(spec: DecoderSpec, degrees: ShardingDegrees, dtype: str) -> 
 def kv_bytes_per_token(spec: DecoderSpec, dtype: str, numerics: Numerics) -> int:
     """Compute the KV-cache bytes of one token in all layers."""
     layouts = (cache_layout(layer.mixer, numerics) for layer in spec.layers)
-    return sum(layout.numbers for layout in layouts if isinstance(layout, PerTokenCache)) * BYTES[dtype]
+    size = BYTES[dtype]
+    return sum(layout.bytes_per_token(size, numerics) for layout in layouts if isinstance(layout, PerTokenCache))
 
 
 def state_bytes_per_sequence(spec: DecoderSpec, dtype: str) -> int:

@@ -69,6 +69,8 @@ def load_model(
         return hf_adapter.load(folder, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     decoder = load(folder, device=device, dtype=dtype, numerics=numerics)
     decoder.spec = replace(decoder.spec, max_positions=spec.max_positions)
+    if spec.quantization is not None:
+        decoder.quantize(spec.quantization)
     return decoder
 
 
@@ -123,7 +125,7 @@ def load(
     """Load the decoder in a checkpoint folder; ``dtype`` None is ``choose_dtype`` of ``auto``.
 
     Parameters are allocated one at a time on ``device`` and filled from disk in place, so that no more than one extra
-    tensor is in memory. FP8 block and MXFP4 weights are dequantized. Anything missing, unknown, mis-shaped or truncated
+    tensor is in memory. Quantized weights are dequantized. Anything missing, unknown, mis-shaped or truncated
     raises a CheckpointError before any weight is read.
     """
     decoder, tensors = _open_checkpoint(folder, 0, 1, device, dtype, numerics)

@@ -1,26 +1,27 @@
 """Checkpoint loading in tiles: read ahead by a few threads, converted in the calling thread, in place.
 
-Shapes: R rows and C columns of a matrix, r and c its blocks, G groups of a row, b bytes of a group.
+Shapes: R rows and C columns of a matrix.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from math import prod
+from types import TracebackType
 
 import torch
 from torch import Tensor
 
+from miles.models.checkpoint.quantized_tiles import quantized_tiles
 from miles.models.checkpoint.reader import FileReader
-from miles.models.checkpoint.safetensors_io import ITEM_BYTES, StoredTensor
-from miles.models.checkpoint.tensor_sources import Fp8Tensor, Mxfp4Tensor, ParamSource, PlainTensor
-from miles.precision.dequantize import dequantize_fp8, dequantize_mxfp4
+from miles.models.checkpoint.safetensors_io import ITEM_BYTES
+from miles.models.checkpoint.tensor_formats import PlainTensor
+from miles.models.checkpoint.tensor_sources import ParamSource
+from miles.models.checkpoint.tiles import DTYPES, ByteRange, Tile, has_same_bytes
 
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_STORED = {**DTYPES, "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "U8": torch.uint8}
+__all__ = ["DTYPES", "ParamReader", "load_params", "shard_bounds"]
 
 # Bytes per read and reads in flight: their product bounds the memory beside the parameters.
 # Reads straight into a parameter need no buffer, and may be larger.
@@ -29,46 +30,6 @@ _DIRECT_TILE = 16 << 20
 _THREADS = 4
 _READS_IN_FLIGHT = 6
 _ALIGNMENT = 64
-
-
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """A range of values of a stored tensor."""
-
-    name: str
-    stored: StoredTensor
-    first: int
-    shape: tuple[int, ...]
-
-    @property
-    def start(self) -> int:
-        return self.stored.start + self.first * ITEM_BYTES[self.stored.dtype]
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * ITEM_BYTES[self.stored.dtype]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return _STORED[self.stored.dtype]
-
-
-@dataclass(frozen=True, slots=True)
-class _Tile:
-    """Spans read together, their target, and the conversion; ``convert`` None is a plain dtype conversion."""
-
-    spans: tuple[_Span, ...]
-    into: Tensor
-    convert: Callable[..., None] | None = None
-
-    @property
-    def direct(self) -> bool:
-        """Whether the bytes on disk are exactly the bytes wanted in memory."""
-        return self.convert is None and _same_bytes(self.into, self.spans[0].stored)
-
-
-def _same_bytes(view: Tensor, stored: StoredTensor) -> bool:
-    return view.device.type == "cpu" and view.dtype == _STORED[stored.dtype] and view.is_contiguous()
 
 
 def shard_bounds(length: int, rank: int, world: int) -> tuple[int, int]:
@@ -96,20 +57,42 @@ def load_params(
     Only the bytes of those rows are read, except for a matrix that is transposed on disk, which is read in full. A
     tensor is yielded as soon as it is complete; the reader is closed at the end.
     """
-    with reader, ThreadPoolExecutor(_THREADS, thread_name_prefix="load") as pool:
-        stream = _Stream(reader, pool, torch.device(device))
+    with ParamReader(device, reader) as params:
         for name, sources in plan.items():
             full = parameters[name]
             first, last = shard_bounds(len(full), rank, world)
-            target = torch.empty((last - first, *full.shape[1:]), dtype=full.dtype, device=device)
-            stream.run([tile for source in sources for tile in _tiles(source, target, first, stream)])
-            yield name, target
+            yield name, params.read(sources, (last - first, *full.shape[1:]), full.dtype, first=first)
+
+
+class ParamReader:
+    """Reads rows of decoder parameters into new tensors on ``device``; closes its reader at the end."""
+
+    def __init__(self, device: torch.device | str, reader: FileReader | None = None) -> None:
+        self.files = reader or FileReader()
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="load")
+        self._stream = _Stream(self.files, self._pool, torch.device(device))
+        self._device = device
+
+    def __enter__(self) -> ParamReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.shutdown()
+        self.files.__exit__(kind, error, trace)
+
+    def read(self, sources: Sequence[ParamSource], shape: tuple[int, ...], dtype: torch.dtype, *, first: int) -> Tensor:
+        """Return ``shape[0]`` rows of a parameter (experts, if it has them), from ``first`` on."""
+        target = torch.empty(shape, dtype=dtype, device=self._device)
+        self._stream.run([tile for source in sources for tile in _tiles(source, target, first, self._stream)])
+        return target
 
 
 # -- tiles ------------------------------------------------------------------------------------
 
 
-def _tiles(source: ParamSource, target: Tensor, first: int, stream: _Stream) -> Iterator[_Tile]:
+def _tiles(source: ParamSource, target: Tensor, first: int, stream: _Stream) -> Iterator[Tile]:
     """Yield what must be read of one slice for ``target``, which is the rows of the parameter from ``first`` on."""
     piece = source.piece
     if piece.expert is not None:
@@ -136,18 +119,18 @@ def _as_on_disk(part: Tensor, source: ParamSource) -> Tensor:
     return part.transpose(-1, -2) if source.is_transposed else part
 
 
-def _slice_tiles(source: ParamSource, view: Tensor, first: int) -> Iterator[_Tile]:
+def _slice_tiles(source: ParamSource, view: Tensor, first: int) -> Iterator[Tile]:
     """Yield tiles of ``view``, which is the stored tensor from its row ``first`` on."""
     name, tensor = source.piece.hf_name, source.tensor
     if isinstance(tensor, PlainTensor):
-        most = _DIRECT_TILE if _same_bytes(view, tensor.stored) else _TILE
+        most = _DIRECT_TILE if has_same_bytes(view, tensor.stored) else _TILE
         for part, at in _runs(view, first * prod(view.shape[1:]), most // ITEM_BYTES[tensor.stored.dtype]):
-            yield _Tile((_Span(name, tensor.stored, at, tuple(part.shape)),), part)
+            yield Tile((ByteRange(name, tensor.stored, at, tuple(part.shape)),), part)
     elif view.dim() == 2:
-        yield from _quantized_tiles(name, tensor, view, 0, first)
+        yield from quantized_tiles(name, tensor, view, 0, first, _TILE)
     else:
         for number, matrix_RC in enumerate(view, first):
-            yield from _quantized_tiles(name, tensor, matrix_RC, number, 0)
+            yield from quantized_tiles(name, tensor, matrix_RC, number, 0, _TILE)
 
 
 def _runs(view: Tensor, first: int, most: int) -> Iterator[tuple[Tensor, int]]:
@@ -165,53 +148,6 @@ def _runs(view: Tensor, first: int, most: int) -> Iterator[tuple[Tensor, int]]:
         yield view[i : i + step], first + i * inner
 
 
-def _quantized_tiles(
-    name: str, source: Fp8Tensor | Mxfp4Tensor, view_RC: Tensor, number: int, first: int
-) -> Iterator[_Tile]:
-    """Yield tiles of the rows from ``first`` on of matrix ``number`` of a quantized tensor."""
-    step = _rows_per_tile(source, view_RC.shape[1])
-    for start in range(0, len(view_RC), step):
-        into = view_RC[start : start + step]
-        if isinstance(source, Fp8Tensor):
-            yield _fp8_tile(name, source, into, number, first + start)
-        else:
-            yield _mxfp4_tile(name, source, into, number, first + start)
-
-
-def _rows_per_tile(source: Fp8Tensor | Mxfp4Tensor, columns: int) -> int:
-    """Rows per tile: whole blocks if they fit, so that no scale is read twice."""
-    if isinstance(source, Mxfp4Tensor):
-        return max(1, 2 * _TILE // columns)
-    rows = max(1, _TILE // columns)
-    return rows - rows % source.block[0] or rows
-
-
-def _fp8_tile(name: str, source: Fp8Tensor, into: Tensor, number: int, first: int) -> _Tile:
-    rows, columns = source.stored.shape[-2:]
-    block_rows, block_columns = source.block
-    r, c = -(-rows // block_rows), -(-columns // block_columns)
-    top, bottom = first // block_rows, -(-(first + len(into)) // block_rows)
-
-    def convert(out_RC: Tensor, weight_RC: Tensor, scale_rc: Tensor) -> None:
-        dequantize_fp8(weight_RC, scale_rc, source.block, out_RC, first=first)
-
-    weight = _Span(name, source.stored, (number * rows + first) * columns, (len(into), columns))
-    scale = _Span(f"{name}_scale_inv", source.scale, (number * r + top) * c, (bottom - top, c))
-    return _Tile((weight, scale), into, convert)
-
-
-def _mxfp4_tile(name: str, source: Mxfp4Tensor, into: Tensor, number: int, first: int) -> _Tile:
-    rows, groups, each = source.blocks.shape[-3:]
-    at = (number * rows + first) * groups
-    blocks = _Span(f"{name}_blocks", source.blocks, at * each, (len(into), groups, each))
-    scales = _Span(f"{name}_scales", source.scales, at, (len(into), groups))
-    return _Tile((blocks, scales), into, _convert_mxfp4)
-
-
-def _convert_mxfp4(out_RC: Tensor, blocks_RGb: Tensor, scales_RG: Tensor) -> None:
-    dequantize_mxfp4(blocks_RGb, scales_RG, out_RC)
-
-
 # -- the stream -------------------------------------------------------------------------------
 
 
@@ -227,12 +163,12 @@ class _Stream:
         self._device = device
         self._free_buffers: list[Tensor] = []
 
-    def run(self, tiles: Sequence[_Tile]) -> None:
+    def run(self, tiles: Sequence[Tile]) -> None:
         """Read and convert all tiles; returns when they are complete."""
         if len(tiles) == 1 and tiles[0].direct:  # a thread switch would cost more
             self._read(tiles[0], None)
             return
-        pending: deque[tuple[Future[None], _Tile, Tensor | None]] = deque()
+        pending: deque[tuple[Future[None], Tile, Tensor | None]] = deque()
         for tile in tiles:
             if len(pending) == _READS_IN_FLIGHT:
                 self._finish(*pending.popleft())
@@ -241,30 +177,30 @@ class _Stream:
         while pending:
             self._finish(*pending.popleft())
 
-    def _buffer(self, tile: _Tile) -> Tensor:
+    def _buffer(self, tile: Tile) -> Tensor:
         wanted = _offsets(tile)[-1]
         if self._free_buffers and len(self._free_buffers[-1]) >= wanted:
             return self._free_buffers.pop()
         pinned = self._device.type == "cuda"  # DMA from pinned memory
         return torch.empty(max(wanted, _TILE + _TILE // 8), dtype=torch.uint8, pin_memory=pinned)
 
-    def _read(self, tile: _Tile, buffer: Tensor | None) -> None:
+    def _read(self, tile: Tile, buffer: Tensor | None) -> None:
         if buffer is None:
-            self._fetch(tile.spans[0], tile.into.view(-1).view(torch.uint8))
+            self._fetch(tile.ranges[0], tile.into.view(-1).view(torch.uint8))
             return
-        for span, start in zip(tile.spans, _offsets(tile), strict=False):
-            self._fetch(span, buffer[start : start + span.nbytes])
+        for byte_range, start in zip(tile.ranges, _offsets(tile), strict=False):
+            self._fetch(byte_range, buffer[start : start + byte_range.nbytes])
 
-    def _fetch(self, span: _Span, memory: Tensor) -> None:
-        self._reader.read(span.name, span.stored.file, span.start, memory.numpy().data)
+    def _fetch(self, byte_range: ByteRange, memory: Tensor) -> None:
+        self._reader.read(byte_range.name, byte_range.stored.file, byte_range.start, memory.numpy().data)
 
-    def _finish(self, done: Future[None], tile: _Tile, buffer: Tensor | None) -> None:
+    def _finish(self, done: Future[None], tile: Tile, buffer: Tensor | None) -> None:
         done.result()
         if buffer is None:
             return
         parts = [
-            buffer[start : start + span.nbytes].to(self._device).view(span.dtype).view(span.shape)
-            for span, start in zip(tile.spans, _offsets(tile), strict=False)
+            buffer[start : start + byte_range.nbytes].to(self._device).view(byte_range.dtype).view(byte_range.shape)
+            for byte_range, start in zip(tile.ranges, _offsets(tile), strict=False)
         ]
         if tile.convert is None:
             tile.into.copy_(parts[0])
@@ -273,9 +209,9 @@ class _Stream:
         self._free_buffers.append(buffer)
 
 
-def _offsets(tile: _Tile) -> list[int]:
-    """Return where each span lies in a buffer, and the buffer's length."""
+def _offsets(tile: Tile) -> list[int]:
+    """Return where each byte_range lies in a buffer, and the buffer's length."""
     offsets = [0]
-    for span in tile.spans:
-        offsets.append(offsets[-1] + -(-span.nbytes // _ALIGNMENT) * _ALIGNMENT)
+    for byte_range in tile.ranges:
+        offsets.append(offsets[-1] + -(-byte_range.nbytes // _ALIGNMENT) * _ALIGNMENT)
     return offsets

@@ -29,6 +29,8 @@ class HfSlice:
     def view(self, tensor: Any) -> Any:
         """Return the part of the decoder parameter ``tensor`` that this slice is: a view, shaped as on disk."""
         matrix = tensor if self.expert is None else tensor[self.expert]
+        if not self.shape:
+            return matrix
         part = matrix if self.stop - self.start == len(matrix) else matrix[self.start : self.stop]
         return part.transpose(-1, -2) if self.transposed else part
 
@@ -39,6 +41,18 @@ def param_shape(slices: tuple[HfSlice, ...]) -> Shape:
     shape = (*last.shape[:-2], last.shape[-1], last.shape[-2]) if last.transposed else last.shape
     inner = (max(s.stop for s in slices), *shape[1:])
     return inner if last.expert is None else (last.expert + 1, *inner)
+
+
+def weight_segments(slices: tuple[HfSlice, ...]) -> tuple[int, ...]:
+    """Return the rows of the checkpoint's matrices that one matrix of the decoder parameter is fused of.
+
+    >>> weight_segments(concat_slices(("q", (8, 4)), ("k", (2, 4)), ("v", (2, 4))))
+    (8, 2, 2)
+    """
+    first = slices[0]
+    if len(first.shape) > 2:
+        return (first.shape[-1 if first.transposed else -2],)
+    return tuple(s.stop - s.start for s in slices if s.expert == first.expert)
 
 
 def concat_slices(*tensors: tuple[str, Shape], expert: int | None = None) -> tuple[HfSlice, ...]:

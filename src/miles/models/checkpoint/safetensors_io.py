@@ -66,7 +66,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_config(folder: Path | str) -> dict[str, Any]:
     """Read ``config.json``, with ``eos_token_id`` from ``generation_config.json`` if that has one (it is more
-    complete).
+    complete), and with the ``quantization_config`` that modelopt writes into ``hf_quant_config.json``.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -77,6 +77,9 @@ def read_config(folder: Path | str) -> dict[str, Any]:
         eos_token_id = read_json(generation).get("eos_token_id")
         if eos_token_id is not None:
             config["eos_token_id"] = eos_token_id
+    modelopt = folder / "hf_quant_config.json"
+    if modelopt.exists() and "quantization_config" not in config:
+        config["quantization_config"] = {"quant_method": "modelopt"} | read_json(modelopt).get("quantization", {})
     return config
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from miles.core.errors import CheckpointError
 from miles.models.checkpoint import load, param_map
-from miles.models.checkpoint.param_slices import HfSlice
+from miles.models.checkpoint.hf_layouts import HfLayout, QuantLayout, choose_layout
+from miles.models.checkpoint.param_slices import HfSlice, weight_segments
 from miles.models.checkpoint.safetensors_io import (
     INDEX,
     WEIGHTS,
@@ -25,10 +26,15 @@ from miles.models.checkpoint.safetensors_io import (
     write_json,
 )
 from miles.models.checkpoint.tensor_sources import read_quant_config
+from miles.models.checkpoint.write_quant_config import build_quantization_config
 from miles.models.decoder import Decoder
 from miles.models.families import config_from_spec, spec_from_config
 from miles.models.families.registry import find_family
 from miles.models.spec import DecoderSpec
+from miles.precision.formats import WeightFormat
+from miles.precision.quantize import quantize
+from miles.precision.quantized_tensor import QuantizedTensor
+from miles.precision.segments import split_segments, unstack
 
 CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in load.DTYPES.items()} | {
     torch.float64: "F64",
@@ -44,26 +50,53 @@ CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in load.DTYPES.item
 """Safetensors' names of torch dtypes."""
 
 DTYPES = {code: dtype for dtype, code in CODES.items()}
+PACKED_DTYPES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8, "e2m1": torch.uint8}
+"""Dtypes of packed values by their element type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveUnit:
-    """A full decoder parameter: name, shape, dtype on disk, and the Hugging Face tensors it is written as."""
+    """A full decoder parameter: name, shape, dtype on disk, and the Hugging Face tensors it is written as.
+
+    With ``layouts``, one for each piece, it is written quantized: ``dtype`` is that of the packed values, and the
+    parameter is rounded to ``wide_dtype`` first, in which it is published.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: tuple[HfSlice, ...]
+    layouts: tuple[HfLayout, ...] = ()
+    wide_dtype: torch.dtype | None = None
 
     def headers(self) -> tuple[TensorHeader, ...]:
         """Return the headers of the tensors on disk, in order."""
+        if self.layouts:
+            return tuple(header for layout in self.layouts for header in layout.headers())
         size = self.dtype.itemsize
         return tuple(TensorHeader(p.hf_name, CODES[self.dtype], p.shape, prod(p.shape) * size) for p in self.pieces)
 
-    def views(self, param: Tensor) -> list[Tensor]:
-        """Return the tensors that ``headers`` describes from the parameter, which may have a wider dtype."""
+    def views(self, param: Tensor | QuantizedTensor) -> list[Tensor]:
+        """Return the tensors that ``headers`` describes from the parameter, which may have a wider dtype.
+
+        A parameter that is written quantized may be packed already.
+        """
+        if self.layouts:
+            return self._quantized_views(param)
+        assert isinstance(param, Tensor), f"{self.name} is packed, but is to be written in {self.dtype}"
         narrow = param.detach().to(self.dtype)
         return [piece.view(narrow) for piece in self.pieces]
+
+    def _quantized_views(self, param: Tensor | QuantizedTensor) -> list[Tensor]:
+        format, segments = self.layouts[0].format, weight_segments(self.pieces)
+        if isinstance(param, Tensor):
+            param = quantize(param.detach().to(self.wide_dtype), format, segments)
+        parts = split_segments(param, segments)
+        if len(self.layouts) == 1:
+            return self.layouts[0].tensors(parts[0])
+        if len(self.shape) == 3:  # the matrices of an expert are one after the other
+            parts = [part for expert in zip(*map(unstack, parts), strict=True) for part in expert]
+        return [t for layout, part in zip(self.layouts, parts, strict=True) for t in layout.tensors(part)]
 
 
 def single_tensor_unit(name: str, tensor: Tensor) -> SaveUnit:
@@ -113,23 +146,33 @@ def plan_save(
     dtype: torch.dtype,
     like: Path | str | None = None,
     config: Mapping[str, Any] | None = None,
+    formats: Mapping[str, WeightFormat] | None = None,
 ) -> SavePlan:
     """Plan the folder of a decoder of ``spec`` in ``dtype``; parameters that are always float32 stay so.
 
-    The config is the one given, else that of ``like``, else built from the spec.
+    The config is the one given, else that of ``like``, else built from the spec. Parameters in ``formats`` are written
+    quantized; a CheckpointError names a tensor whose shape does not allow that.
     """
-    return _build_plan(Decoder(spec, device="meta", dtype=dtype), dtype, like, config)
+    return _build_plan(Decoder(spec, device="meta", dtype=dtype), dtype, like, config, formats or {})
 
 
 def plan_decoder_save(
-    decoder: Decoder, *, like: Path | str | None = None, config: Mapping[str, Any] | None = None
+    decoder: Decoder,
+    *,
+    like: Path | str | None = None,
+    config: Mapping[str, Any] | None = None,
+    formats: Mapping[str, WeightFormat] | None = None,
 ) -> SavePlan:
-    """Plan the folder of an existing decoder, in the dtypes it has."""
-    return _build_plan(decoder, decoder.head().dtype, like, config)
+    """Plan the folder of an existing decoder, in the dtypes it has; ``formats`` as in ``plan_save``."""
+    return _build_plan(decoder, decoder.head().dtype, like, config, formats or {})
 
 
 def _build_plan(
-    decoder: Decoder, dtype: torch.dtype, like: Path | str | None, config: Mapping[str, Any] | None
+    decoder: Decoder,
+    dtype: torch.dtype,
+    like: Path | str | None,
+    config: Mapping[str, Any] | None,
+    formats: Mapping[str, WeightFormat],
 ) -> SavePlan:
     spec, parameters = decoder.spec, dict(decoder.named_parameters())
     config_json = dict(config or (config_from_spec(spec) if like is None else read_config(like)))
@@ -137,17 +180,42 @@ def _build_plan(
         raise CheckpointError(
             "The config to be written describes another model than the weights; check the config that is passed."
         )
+    pieces = param_map.build_param_map(spec)
+    method = quant_method(pieces, formats)
     units = tuple(
-        SaveUnit(name=name, shape=param_map.param_shape(pieces), dtype=parameters[name].dtype, pieces=pieces)
-        for name, pieces in param_map.build_param_map(spec).items()
+        plan_unit(name, own, dtype if name in formats else parameters[name].dtype, formats.get(name), method)
+        for name, own in pieces.items()
     )
+    extra = tuple(_unused_tensors(spec, like))
+    config_json = _config_for_dtype(config_json, dtype)
+    if formats:
+        linear = [name for name, stored in extra if name.endswith(".weight") and len(stored.shape) == 2]
+        config_json["quantization_config"] = build_quantization_config(method, pieces, formats, linear)
     return SavePlan(
         units=units,
-        config=_config_for_dtype(config_json, dtype),
-        extra_tensors=tuple(_unused_tensors(spec, like)),
+        config=config_json,
+        extra_tensors=extra,
         extra_files={},
         like=None if like is None else Path(like),
     )
+
+
+def quant_method(pieces: Mapping[str, Sequence[HfSlice]], formats: Mapping[str, WeightFormat]) -> QuantLayout:
+    """Return the ``quant_method`` under which the parameters in ``formats`` are written."""
+    stacked = any(len(piece.shape) == 3 and piece.transposed for name in formats for piece in pieces[name])
+    return choose_layout(set(formats.values()), stacked=stacked)
+
+
+def plan_unit(
+    name: str, pieces: tuple[HfSlice, ...], dtype: torch.dtype, format: WeightFormat | None, method: QuantLayout
+) -> SaveUnit:
+    """Build the unit of a parameter: in ``dtype``, or quantized if a format is given."""
+    shape = param_map.param_shape(pieces)
+    if format is None:
+        return SaveUnit(name=name, shape=shape, dtype=dtype, pieces=pieces)
+    layouts = tuple(HfLayout(piece, format, method) for piece in pieces)
+    packed = PACKED_DTYPES[format.element]
+    return SaveUnit(name=name, shape=shape, dtype=packed, pieces=pieces, layouts=layouts, wide_dtype=dtype)
 
 
 def _config_for_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:

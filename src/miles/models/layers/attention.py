@@ -23,11 +23,16 @@ from miles.models.layers.linear import Linear
 from miles.models.layers.norm import RMSNorm
 from miles.models.layers.rope import Positions, apply_rotary
 from miles.models.spec import AttentionSpec, DecoderSpec
+from miles.precision.kv_cache import round_kv
 from miles.precision.quantized_tensor import QuantizedActivation
 
 
 class Attention(nn.Module):
-    """Project, apply QK-norm if the family has one, apply RoPE, attend, project back."""
+    """Project, apply QK-norm if the family has one, apply RoPE, attend, project back.
+
+    Keys and values are rounded as an FP8 KV cache rounds them, if the numerics have one: the engine's cache, which
+    rounds them itself, then changes nothing.
+    """
 
     def __init__(
         self,
@@ -85,6 +90,8 @@ class Attention(nn.Module):
         q_THd, k_TGd = qk_TNd.split((self.spec.num_heads, self.spec.num_kv_heads), dim=1)
         if self.spec.temperature is not None:
             q_THd = (q_THd * positions.temperature(*self.spec.temperature)).to(q_THd.dtype)
+        if self.numerics.fp8_kv_cache:
+            k_TGd, v_TGd = round_kv(k_TGd), round_kv(v_TGd)
         out_THd = attn_backend(self.layer, AttentionInputs(q_THd, k_TGd, v_TGd, self.params, self.sinks))
         if gate_THd is not None:
             out_THd = out_THd * (sigmoid(gate_THd) if self.numerics.batch_invariant else gate_THd.sigmoid())
@@ -110,6 +117,8 @@ class Attention(nn.Module):
         else:
             cos_sin_T2r = None if rope is None else positions.cos_sin(rope, spec.head_dim)
             q_THd, k_TGd, v_TGd = qk_norm_rope_training(self.qkv(x_TD), cos_sin_T2r, *weights, shape)
+        if self.numerics.fp8_kv_cache:
+            k_TGd, v_TGd = round_kv(k_TGd), round_kv(v_TGd)
         return attn_backend(self.layer, AttentionInputs(q_THd, k_TGd, v_TGd, self.params, self.sinks))
 
     def _qk_norm_rope_params(self, positions: Positions) -> QKNormRopeParams | None:

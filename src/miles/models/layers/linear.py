@@ -71,7 +71,7 @@ def read_weight(module: nn.Module, name: str, quantized: QuantizedParam | None) 
     if quantized is None:
         return weight
     if not quantized.packed:
-        return StraightThroughWeight(quantized.format, weight, quantized.segments)
+        return StraightThroughWeight(quantized.format, weight, quantized.segments, quantized.backward)
     block = row_block(quantized.format, weight.shape[-2], quantized.segments, quantized.tensor_parallel_size)
     parts: dict[str, Tensor] = {f"{name}{suffix}": getattr(module, f"{name}{suffix}") for suffix in quantized.suffixes}
     return QuantizedTensor.from_tensors(quantized.format, name, parts, block)

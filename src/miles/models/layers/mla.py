@@ -21,6 +21,7 @@ from miles.models.layers.linear import Linear
 from miles.models.layers.norm import RMSNorm
 from miles.models.layers.rope import Positions, apply_rotary
 from miles.models.spec import DecoderSpec, MlaSpec
+from miles.precision.kv_cache import round_kv
 
 
 class MultiHeadLatentAttention(nn.Module):
@@ -71,7 +72,13 @@ class MultiHeadLatentAttention(nn.Module):
         latent_TK = self.kv_a_norm(latent_TK)
         k_T1r = apply_rotary(k_Tr.unsqueeze(1), cos_sin, interleaved=rope.interleaved, numerics=self.numerics)
         if not attn_backend.latent:
+            # Round what the engine caches: the latent, or with batch-invariant numerics the expanded keys and values.
+            round_latent = self.numerics.fp8_kv_cache and not self.numerics.batch_invariant
+            if round_latent:
+                latent_TK, k_T1r = round_kv(latent_TK), round_kv(k_T1r)
             q_THd, k_THd, v_THv = self._expand(q_THn, q_THr, latent_TK, k_T1r)
+            if self.numerics.fp8_kv_cache and not round_latent:
+                k_THd, v_THv = round_kv(k_THd), round_kv(v_THv)
             return self.output(
                 attn_backend(self.layer, AttentionInputs(q_THd, k_THd, v_THv, self.params, indexer=index)).flatten(1)
             )

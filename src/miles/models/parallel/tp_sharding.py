@@ -15,6 +15,7 @@ from typing import Any
 
 from miles.core.errors import UsageError
 from miles.models.hf_adapter.spec import HfAdapterSpec
+from miles.models.quantization import QuantizedParam, plan_quantization
 from miles.models.spec import (
     AttentionSpec,
     DecoderSpec,
@@ -102,7 +103,7 @@ class TpShard:
             return tensor
         size = sum(segment.units_per_rank(world) * segment.rows for segment in self.segments)
         out = tensor.new_zeros((*tensor.shape[: self.dim], size, *tensor.shape[self.dim + 1 :]))
-        for full_start, rank_start, count in self._runs(rank, world):
+        for full_start, rank_start, count in self.runs(rank, world):
             out.narrow(self.dim, rank_start, count).copy_(tensor.narrow(self.dim, full_start, count))
         return out
 
@@ -114,7 +115,7 @@ class TpShard:
         size = sum(segment.units * segment.rows for segment in self.segments)
         full = first.new_empty((*first.shape[: self.dim], size, *first.shape[self.dim + 1 :]))
         for rank, tensor in enumerate(tensors):
-            for full_start, rank_start, count in self._runs(rank, len(tensors)):
+            for full_start, rank_start, count in self.runs(rank, len(tensors)):
                 full.narrow(self.dim, full_start, count).copy_(tensor.narrow(self.dim, rank_start, count))
         return full
 
@@ -131,7 +132,7 @@ class TpShard:
             here += rows
         return out
 
-    def _runs(self, rank: int, world: int) -> Iterable[tuple[int, int, int]]:
+    def runs(self, rank: int, world: int) -> Iterable[tuple[int, int, int]]:
         """Yield where a run of rows starts in the full tensor and on the rank, and its length."""
         there = here = 0
         for segment in self.segments:
@@ -242,7 +243,41 @@ def compute_tp_shards(spec: DecoderSpec) -> Mapping[str, TpShard]:
     table["norm.weight"] = _RESIDUAL
     if not spec.tie_embeddings:
         table["lm_head.weight"] = vocabulary
+    for name, quantized in plan_quantization(spec).items():
+        if quantized.packed:
+            table |= _packed_shards(name, table[name], quantized)
     return table
+
+
+def _packed_shards(name: str, weight: TpShard, quantized: QuantizedParam) -> TpShards:
+    """The shards of a packed parameter's tensors, which has a scale for each of its rows."""
+    format, world = quantized.format, quantized.tensor_parallel_size
+    by_row = not weight.segments or weight.dim == (1 if weight.stacked else 0)
+    if by_row:
+        data = scale = weight
+    else:
+        data = _coarsen(name, weight, 8 // format.bits, world)
+        scale = TpShard(stacked=weight.stacked) if format.columns is None else None
+        scale = scale or _coarsen(name, weight, format.columns or 1, world)
+    shards = {"": data, "_scale": scale, "_zero": scale, "_global_scale": TpShard(stacked=weight.stacked)}
+    return {f"{name}{suffix}": shards[suffix] for suffix in quantized.suffixes}
+
+
+def _coarsen(name: str, weight: TpShard, columns: int, world: int) -> TpShard:
+    """The shard of a tensor with one column for each ``columns`` of a weight that is sharded by its inputs."""
+    segments: list[ShardSegment] = []
+    for segment in weight.segments:
+        total = segment.units * segment.rows
+        if segment.rows % columns == 0:
+            segments.append(replace(segment, rows=segment.rows // columns))
+        elif total % (columns * world) == 0:
+            segments.append(ShardSegment(total // columns))
+        else:
+            raise UsageError(
+                f"{name} has {total} input channels, which {world} tensor-parallel ranks cannot share in blocks of "
+                f"{columns}; use fewer ranks per engine or another precision."
+            )
+    return replace(weight, segments=tuple(segments))
 
 
 def _layer_shards(layer: LayerSpec) -> TpShards:

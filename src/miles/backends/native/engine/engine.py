@@ -154,6 +154,7 @@ class NativeEngine:
         _depth: int | None = None,
     ) -> None:
         self.spec = spec
+        self.numerics = numerics
         self.name = name
         self.version: Version | None = None
         device = torch.device(device)

@@ -215,6 +215,7 @@ class ModelRunner:
             page_size=self._page_size,
             device=self.device,
             dtype=self.dtype,
+            kv_dtype=self.numerics.kv_cache_dtype,
             zeros=None if self._vmm is None else self._vmm.zeros,
         )
         if self._gpu is not None and self._use_cuda_graphs and isinstance(self.decoder, Decoder):
@@ -385,7 +386,7 @@ class ModelRunner:
 
 
 def _kv_shape(layout: PerTokenCache) -> KvShape:
-    return KvShape(layout.heads, layout.key_dim, layout.value_dim, layout.index_dim)
+    return KvShape(layout.heads, layout.key_dim, layout.value_dim, layout.index_dim, layout.rope_dim)
 
 
 def _state_shapes(layout: PerSequenceState, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:

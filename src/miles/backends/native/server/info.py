@@ -103,6 +103,7 @@ class InfoApi:
             "tp_size": self._config.tensor_parallel_size,
             "vocab_size": engine.spec.vocab_size,
             "max_total_num_tokens": engine.kv_tokens,
+            "kv_cache_dtype": engine.numerics.kv_cache_dtype,
             "weight_version": self._handler.weight_version,
             "internal_states": [{**dict(await engine.health()), "resting": engine.is_paused}],
             "version": miles.__version__,

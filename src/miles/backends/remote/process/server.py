@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Protocol
 
 from miles.backends.remote.client import ServerLost, SglangClient
-from miles.cluster.process import ChildProcess, describe_exit, find_free_port, read_log_tail
+from miles.cluster.oom_kill import OomKillMonitor
+from miles.cluster.process import ChildProcess, find_free_port, read_log_tail
 from miles.core.errors import EngineError
 
 LOOPBACK = "127.0.0.1"
@@ -49,6 +50,7 @@ class ServerProcess:
         self.name = name
         self.log_path = log_path
         self._process: ChildProcess | None = None
+        self._oom_kills = OomKillMonitor()
         self._settings: Path | None = None
         self._log_start = 0
 
@@ -70,6 +72,7 @@ class ServerProcess:
             self._log_start = out.tell()
             try:
                 env = {**os.environ, **command.environment}
+                self._oom_kills = OomKillMonitor()
                 self._process = ChildProcess(argv, env=env, stdout=out, stderr=out, guarded=True)
             except OSError as error:
                 raise EngineError(f"{self.name} cannot be started: {error}") from error
@@ -85,12 +88,15 @@ class ServerProcess:
     def exit_reason(self) -> str | None:
         """How it ended; None while it runs."""
         code = None if self._process is None else self._process.poll()
-        return None if code is None else f"{self.name} ended with {describe_exit(code)}"
+        if code is None:
+            self._oom_kills.note_alive()
+            return None
+        return f"{self.name} ended with {self._oom_kills.describe_exit(code)}"
 
     def wait(self) -> str:
         """How it ended, when it has."""
         assert self._process is not None
-        return f"{self.name} ended with {describe_exit(self._process.wait())}"
+        return f"{self.name} ended with {self._oom_kills.describe_exit(self._process.wait())}"
 
     def read_tail(self) -> str:
         """The last lines of its log since it was started."""

@@ -17,8 +17,8 @@ import torch.multiprocessing
 from safetensors.torch import save
 from torch import Tensor
 
-from miles.models.checkpoint import param_map
 from miles.models.hf_adapter.spec import HfAdapterSpec
+from miles.models.packed_map import build_packed_map
 from miles.models.spec import DecoderSpec
 from miles.sync.manifest import compute_digest
 
@@ -26,11 +26,11 @@ Named = tuple[str, Tensor]
 
 
 def iter_hf_named(spec: DecoderSpec, weights: Mapping[str, Tensor]) -> Iterator[Named]:
-    """Views of the weights under their checkpoint names."""
+    """Views of the weights under their checkpoint names; packed ones as ``packed_map`` names them."""
     if isinstance(spec, HfAdapterSpec):  # a transformers module has them already
         yield from weights.items()
         return
-    for ours, pieces in param_map.build_param_map(spec).items():
+    for ours, pieces in build_packed_map(spec).items():
         for piece in pieces if ours in weights else ():
             yield piece.hf_name, piece.view(weights[ours])
 

@@ -19,8 +19,8 @@ from miles.backends.native.server.generation import json_response
 from miles.backends.native.server.request_handler import RequestHandler
 from miles.backends.native.server.weights.update import WeightUpdater, get_tensors
 from miles.core.errors import SyncError
-from miles.models.checkpoint import param_map
 from miles.models.hf_adapter.spec import HfAdapterSpec
+from miles.models.packed_map import build_packed_map
 from miles.sync.manifest import compute_digests
 
 _SUCCESS = {"success": True, "message": "Success."}
@@ -60,7 +60,7 @@ class WeightsChecker:
         spec, current = self._engine.spec, self._engine.weights()
         if isinstance(spec, HfAdapterSpec):
             return {name: tensor.detach() for name, tensor in current.items()}
-        names = [piece.hf_name for pieces in param_map.build_param_map(spec).values() for piece in pieces]
+        names = [piece.hf_name for pieces in build_packed_map(spec).values() for piece in pieces]
         return get_tensors(spec, current, names)
 
     def _digests(self) -> dict[str, int]:
@@ -86,6 +86,9 @@ class WeightsChecker:
 
 
 def _build_noise(tensor: Tensor) -> Tensor:
+    if not tensor.is_floating_point():  # packed values
+        limits = torch.iinfo(tensor.dtype)
+        return torch.randint(limits.min, limits.max + 1, tensor.shape, device=tensor.device, dtype=tensor.dtype)
     return torch.rand(tensor.shape, device=tensor.device, dtype=torch.float32).to(tensor.dtype)
 
 

@@ -39,6 +39,8 @@ class LoraMerger:
         """The merged matrices; refuses (SyncError) where the base is not available."""
         if isinstance(self._engine.spec, HfAdapterSpec):
             raise SyncError("A model run by transformers takes no adapters; send tensors instead.")
+        if self._engine.spec.quantization is not None:
+            raise SyncError("An engine with quantized weights takes no adapters; send tensors instead.")
         if self._num_ranks > 1:
             raise SyncError(f"An engine of {self._num_ranks} ranks takes no adapters; send tensors instead.")
         self._load_bases(payload.base)

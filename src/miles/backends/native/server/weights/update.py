@@ -24,6 +24,8 @@ from miles.models.checkpoint import hf, param_map
 from miles.models.checkpoint.param_slices import HfSlice, param_shape
 from miles.models.checkpoint.safetensors_io import read_config
 from miles.models.hf_adapter.spec import HfAdapterSpec
+from miles.models.packed_map import build_packed_map
+from miles.models.packing import pack_params
 from miles.models.spec import DecoderSpec
 from miles.sync.manifest import Manifest, ManifestEntry, compute_digests
 from miles.sync.publish import Publication
@@ -36,8 +38,8 @@ DTYPES = {
     name: dtype
     for name, dtype in vars(torch).items()
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point and not name.startswith("_")
-}
-"""Floating-point dtypes by the names a client may use: ``bfloat16``, ``half``."""
+} | {"int8": torch.int8, "uint8": torch.uint8}
+"""Dtypes of weights by the names a client may use: ``bfloat16``, ``half``, and the integers of packed weights."""
 
 
 class ToThreadExecutor:
@@ -54,7 +56,7 @@ class ToThreadExecutor:
 @lru_cache(maxsize=8)
 def build_spec_index(spec: DecoderSpec) -> TensorIndex:
     """The index of a model of ours."""
-    slices = param_map.build_param_map(spec)
+    slices = build_packed_map(spec)
     index = {piece.hf_name: (name, piece) for name, pieces in slices.items() for piece in pieces}
     for name, hf_name in param_map.stacked_expert_names(spec).items():
         shape = param_shape(slices[name])
@@ -81,12 +83,21 @@ def merge_tensors(spec: DecoderSpec, current: Mapping[str, Tensor], updates: Map
         name, piece = index[hf_name]
         if tuple(tensor.shape) != piece.shape:
             raise SyncError(f"{hf_name} has shape {tuple(tensor.shape)}, but this model's has {piece.shape}.")
-        if not tensor.is_floating_point():
-            raise SyncError(f"{hf_name} is {tensor.dtype}, but weights are floating-point numbers.")
+        if problem := _find_dtype_problem(tensor.dtype, current[name].dtype):
+            raise SyncError(f"{hf_name} is {tensor.dtype}, but {problem}.")
         if name not in fresh:
             fresh[name] = current[name].detach().clone()
         piece.view(fresh[name]).copy_(tensor)
     return {**{name: tensor.detach() for name, tensor in current.items()}, **fresh}
+
+
+def _find_dtype_problem(dtype: torch.dtype, own: torch.dtype) -> str | None:
+    """Why a tensor of ``dtype`` cannot be copied into one of ``own`` (the end of a sentence); packed values are copied
+    as they are, others are rounded.
+    """
+    if own.itemsize == 1 and dtype != own:
+        return f"this model's is quantized ({own}); send packed tensors, or update from a checkpoint on disk"
+    return None if dtype == own or dtype.is_floating_point else "weights are floating-point numbers"
 
 
 def get_tensor(spec: DecoderSpec, current: Mapping[str, Tensor], hf_name: str) -> Tensor | None:
@@ -170,6 +181,14 @@ class WeightUpdater:
         )
         return version
 
+    def _load_packed(self, folder: Path, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The parameters of the engine's decoder; those that it has quantized are packed one after the other."""
+        spec, tensors = self._engine.spec, hf.load_slices(folder, rank=0, world=1, device=device, dtype=dtype)
+        packed: dict[str, Tensor] = {}
+        for name, tensor in tensors:
+            packed |= pack_params(spec, {name: tensor}, dtype)
+        return packed
+
     def _load_checkpoint(self, folder: Path) -> Mapping[str, Tensor]:
         engine = self._engine
         if isinstance(engine.spec, HfAdapterSpec):
@@ -185,7 +204,7 @@ class WeightUpdater:
             like = find_small_tensor(engine)
             device = like.device if self._num_ranks == 1 else "cpu"
             read_config(folder)
-            return dict(hf.load_slices(folder, rank=0, world=1, device=device, dtype=like.dtype))
+            return self._load_packed(folder, device, like.dtype)
         except UsageError as error:
             raise SyncError(str(error)) from error
         except OSError as error:

@@ -1,0 +1,71 @@
+"""``miles convert``: write a Hugging Face checkpoint in another precision, one matrix at a time, with a receipt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from miles.core.errors import UsageError
+from miles.launch.config import ConvertOptions
+from miles.launch.plan.memory import format_bytes
+from miles.models.checkpoint.convert import RECEIPT, Conversion, convert_checkpoint, plan_conversion
+from miles.models.checkpoint.safetensors_io import config_dtype, read_config
+from miles.models.checkpoint.tensor_sources import is_kv_cache_scale
+from miles.models.checkpoint.tiles import DTYPES
+from miles.precision.formats import FORMATS, WeightFormat, get_format
+
+_WIDE = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+_PROGRESS_LINES = 20
+
+
+def convert(source: Path, target: Path, options: ConvertOptions) -> int:
+    """Convert the checkpoint and print what was written."""
+    if target.exists():
+        raise UsageError(f"{target} exists already; name a folder that does not.")
+    format, dtype = _read_format(source, options.format)
+    if format is None and options.keep:
+        raise UsageError("--keep names modules that are not quantized, but --format quantizes nothing; remove --keep.")
+    conversion = plan_conversion(source, format=format, dtype=dtype, keep=options.keep)
+    _print_plan(conversion, target)
+    convert_checkpoint(conversion, target, progress=_ProgressLines().show)
+    print(f"{target} is complete; {RECEIPT} in it lists the digests of all tensors.")
+    return 0
+
+
+def _read_format(source: Path, name: str | None) -> tuple[WeightFormat | None, torch.dtype]:
+    """The format, None if nothing is to be quantized, and the dtype of what is not quantized."""
+    if name is None:
+        raise UsageError(f"--format is missing; use one of {', '.join([*_WIDE, *FORMATS])}.")
+    if name in _WIDE:
+        return None, _WIDE[name]
+    if name not in FORMATS:
+        raise UsageError(f"--format {name} is not a precision; use one of {', '.join([*_WIDE, *FORMATS])}.")
+    return get_format(name), _WIDE.get(config_dtype(read_config(source)) or "bfloat16", torch.bfloat16)
+
+
+def _print_plan(conversion: Conversion, target: Path) -> None:
+    quantized = sum(len(unit.pieces) for unit in conversion.plan.units if unit.layouts)
+    wide = sum(len(unit.pieces) for unit in conversion.plan.units if not unit.layouts)
+    read = sum(tensor.stop - tensor.start for tensor in conversion.stored.values())
+    print(f"{conversion.source}: {len(conversion.stored)} tensors, {format_bytes(read)}")
+    print(f"{target}: {quantized} quantized weights, {wide} others, {format_bytes(conversion.total_bytes)}")
+    cache = [name for name in conversion.left_out if is_kv_cache_scale(name)]
+    if cache:
+        print(f"  left out: {len(cache)} scales of a quantized KV cache, such as {cache[0]}")
+    rest = [name for name in conversion.left_out if name not in cache]
+    if rest:
+        print(f"  left out: {len(rest)} tensors that are not weights of the decoder, such as {rest[0]}")
+
+
+class _ProgressLines:
+    """Prints a line for each twentieth that is done."""
+
+    def __init__(self) -> None:
+        self._shown = 0
+
+    def show(self, name: str, done: int, total: int) -> None:
+        part = _PROGRESS_LINES * done // max(1, total)
+        if part > self._shown:
+            self._shown = part
+            print(f"  {100 * done // max(1, total):3d}%  {name}", flush=True)

@@ -1,0 +1,123 @@
+"""Rules of low precision: the formats of engine and trainer, and the backends that have them."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+
+from miles.core.errors import UsageError
+from miles.launch.config import Config
+from miles.launch.plan.topology import is_remote
+from miles.launch.rules.flags import Rule
+from miles.launch.rules.paths import read_spec_or_none
+from miles.models.config import ModelConfig
+from miles.models.hf_adapter.spec import HfAdapterSpec
+from miles.models.parallel.quantized_shards import find_divided_block
+from miles.models.quantization import MEGATRON_RECIPES, plan_quantization
+from miles.precision.formats import FORMATS
+
+
+def name_precision(m: ModelConfig) -> str:
+    """The flag that quantizes, with its value."""
+    if m.train_precision != "auto":
+        return f"--train-precision {m.train_precision}"
+    return f"--rollout-precision {m.rollout_precision}"
+
+
+def check_formats(c: Config) -> Iterator[str]:
+    m = c.models
+    if m.train_precision != "auto" and m.rollout_precision not in ("auto", m.train_precision):
+        yield (
+            f"--rollout-precision {m.rollout_precision} would sample from other weights than --train-precision "
+            f"{m.train_precision} trains; remove --rollout-precision."
+        )
+    if m.fp8_format is None:
+        return
+    if m.train_precision == "auto" or not FORMATS[m.train_precision].quantizes_activations:
+        yield (
+            f"--fp8-format {m.fp8_format} is about training in FP8; add --train-precision fp8 (Megatron's blockwise "
+            "recipe), or remove it."
+        )
+
+
+def find_quantization_problems(m: ModelConfig) -> Iterator[str]:
+    """Why the model cannot be quantized as the options say."""
+    spec = read_spec_or_none(m.hf_checkpoint, m.model_impl)
+    if m.rollout_format is None or spec is None:
+        return
+    if isinstance(spec, HfAdapterSpec):
+        yield f"{name_precision(m)} needs the native model; remove it, or --model-impl transformers."
+        return
+    try:
+        plan = plan_quantization(replace(spec, quantization=m.rollout_quantization(1)))
+    except UsageError as error:
+        yield f"{name_precision(m)} does not fit this model: {error}"
+        return
+    if not plan:
+        yield (
+            f"{name_precision(m)} quantizes no weight of this model; remove --quantize-experts-only, or lower "
+            "--num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16."
+        )
+
+
+def check_quantized_model(c: Config) -> Iterator[str]:
+    yield from find_quantization_problems(c.models)
+
+
+def check_quantized_shards(c: Config) -> Iterator[str]:
+    m, ranks = c.models, c.parallel.tensor_model_parallel_size
+    spec = read_spec_or_none(m.hf_checkpoint, m.model_impl)
+    if m.train_precision == "auto" or c.train.train_backend != "fsdp" or isinstance(spec, HfAdapterSpec | None):
+        return
+    try:
+        problem = find_divided_block(replace(spec, quantization=m.train_quantization()), ranks)
+    except UsageError:  # another rule says why the model cannot be quantized or sharded so
+        return
+    if problem is not None:
+        yield f"{problem}, so --tensor-model-parallel-size {ranks} does not work with {name_precision(m)}; lower it."
+
+
+def check_quantized_backends(c: Config) -> Iterator[str]:
+    m = c.models
+    if m.train_precision != "auto" and c.train.train_backend == "megatron":
+        if m.train_precision not in MEGATRON_RECIPES:
+            yield (
+                f"--train-precision {m.train_precision} is not one of Transformer Engine's; use "
+                f"{', '.join(MEGATRON_RECIPES)}, or --train-backend fsdp."
+            )
+        elif m.quantize_experts_only:
+            yield "--quantize-experts-only does not work with --train-backend megatron; remove one of them."
+    if m.rollout_format is not None and is_remote(c) and c.sglang.rollout_backend == "sglang":
+        yield (
+            f"{name_precision(m)} does not work with SGLang, which would be sent weights in its own precision; use "
+            "--rollout-backend served."
+        )
+
+
+def check_export(c: Config) -> Iterator[str]:
+    if c.schedule.save_hf_precision == "wide":
+        return
+    if c.schedule.save_hf is None or c.models.rollout_format is None:
+        yield (
+            "--save-hf-precision rollout quantizes what --save-hf writes, as --rollout-precision or --train-precision "
+            "say; add what is missing, or remove it."
+        )
+
+
+def check_transformer_engine(c: Config) -> Iterator[str]:
+    m = c.models
+    if m.train_precision == "auto" or c.train.train_backend != "megatron":
+        return
+    if find_spec("transformer_engine") is None:
+        yield (
+            f"--train-precision {m.train_precision} with --train-backend megatron needs Transformer Engine, which is "
+            "not installed; install it, or use --train-backend fsdp."
+        )
+
+
+PRECISION_RULES: tuple[Rule, ...] = (
+    check_formats,
+    check_quantized_model,
+    check_quantized_shards,
+    check_quantized_backends,
+    check_export,
+)

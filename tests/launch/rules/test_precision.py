@@ -1,0 +1,88 @@
+"""Rules of low precision: what is refused, each with one sentence, and what a plan says of the rest."""
+
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from tests.launch.small_config import furnish
+
+from miles.config.cli import parse
+from miles.config.files import read_layers
+from miles.core.errors import UsageError
+from miles.launch.commands.serve import read_serve_config
+from miles.launch.config import Config
+from miles.launch.plan.plan import choose_parity_tolerance
+from miles.launch.rules.check import check_rules
+from miles.precision.formats import FORMATS, FormatName
+
+
+@pytest.fixture(autouse=True)
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    furnish(tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+
+def list_problems(line: str) -> list[str]:
+    reading = parse(Config, line.split(), read_layers("good.toml"))
+    return [*reading.problems, *check_rules(reading, "plan")]
+
+
+def test_the_flags_take_every_format():
+    assert get_args(FormatName) == tuple(FORMATS)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--train-precision fp8",
+        "--train-precision fp8 --rollout-precision fp8",
+        "--train-precision fp8 --fp8-format hybrid --parity exact",
+        "--train-precision int4_g32 --lora-rank 4",
+        "--rollout-precision fp8 --rollout-backend served",
+        "--hf-checkpoint moe --train-precision fp8 --quantize-experts-only",
+        "--train-backend megatron --train-precision fp8",
+    ],
+)
+def test_what_works_is_accepted(line):
+    assert list_problems(line) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("--train-precision int4_g32 --rollout-precision fp8", "would sample from other weights than"),
+        ("--fp8-format e4m3", "--fp8-format e4m3 is about training in FP8"),
+        ("--train-precision int4_g32 --fp8-format e4m3", "--fp8-format e4m3 is about training in FP8"),
+        ("--train-precision fp8 --quantize-experts-only", "quantizes no weight of this model"),
+        ("--rollout-precision fp8 --parity exact", "use --train-precision fp8"),
+        ("--rollout-precision fp8 --rollout-backend sglang", "does not work with SGLang"),
+        ("--train-backend megatron --train-precision int4_g32", "is not one of Transformer Engine's"),
+        (
+            "--train-precision fp8 --actor-num-gpus-per-node 2 --tensor-model-parallel-size 2",
+            "blocks of 128 rows that 2 ranks would divide",
+        ),
+    ],
+)
+def test_what_does_not_work_is_refused_with_one_sentence(line, complaint):
+    (problem,) = list_problems(line)
+    assert complaint in problem
+
+
+def test_a_server_refuses_a_format_that_does_not_fit():
+    with pytest.raises(UsageError, match="--rollout-precision fp8 quantizes no weight"):
+        read_serve_config(["model", "--rollout-precision", "fp8", "--quantize-experts-only"])
+
+
+@pytest.mark.parametrize(
+    ("line", "tolerance"),
+    [
+        ("", 0.01),
+        ("--train-precision int4_g32", 0.01),
+        ("--rollout-precision fp8", 0.05),
+        ("--rollout-precision nvfp4", 0.2),
+        ("--rollout-precision fp8 --parity-tolerance 0.02", 0.02),
+    ],
+)
+def test_the_parity_light_allows_for_the_rounding_of_an_engine(line, tolerance):
+    config = parse(Config, line.split(), read_layers("good.toml")).config
+    assert config is not None and choose_parity_tolerance(config) == tolerance
