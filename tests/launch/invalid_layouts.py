@@ -14,6 +14,14 @@ LAYOUTS: list[tuple[str, list[str]]] = [
         ],
     ),
     (
+        "--kv-cache-dtype fp8_e4m3 --model-impl transformers",
+        [
+            "--hf-checkpoint model cannot be used: model holds neither model.safetensors nor "
+            "model.safetensors.index.json: save the model as safetensors.",
+            "--kv-cache-dtype fp8_e4m3 needs the native model; remove it, or --model-impl transformers.",
+        ],
+    ),
+    (
         "--fsdp-cpu-offload",
         [
             "--fsdp-cpu-offload needs parameters sharded over at least 2 ranks; use more GPUs with "

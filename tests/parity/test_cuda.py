@@ -17,6 +17,7 @@ from tests.parity.planes import (
 )
 
 from miles.backends.fsdp.local_model import LocalModel
+from miles.kernels.numerics import Numerics
 from miles.models.activation_checkpointing import set_recompute
 from miles.models.capabilities import check_batch_invariance
 
@@ -53,6 +54,31 @@ def test_every_family_is_read_back_to_the_last_bit(kind, dtype):
     engine = engine_of(decoder, page_size=4, prefill_chunk=13, kv_tokens=400, max_running=6)
     plan = plan_of(samples_of(asked, ask(engine, asked)), "cuda", max_tokens_per_gpu=90)
     assert gap_of(plan, trained(LocalModel(decoder), plan)) == 0.0
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["steps one by one", "recorded steps"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3 moe normalised", "gpt-oss", "deepseek v3"])
+def test_an_fp8_kv_cache_is_read_back_to_the_last_bit(kind, graphs):
+    spec = spec_of_kind(kind)
+    numerics = Numerics(batch_invariant=True, kv_cache_dtype="fp8_e4m3")
+    decoder = decoder_of(spec, torch.bfloat16, "cuda", numerics=numerics)
+    asked = requests_of(spec.vocab_size, high=60)
+    engine = engine_of(decoder, page_size=4, prefill_chunk=13, kv_tokens=400, max_running=6, cuda_graph=graphs)
+    plan = plan_of(samples_of(asked, ask(engine, asked)), "cuda", max_tokens_per_gpu=90)
+    assert gap_of(plan, trained(LocalModel(decoder), plan)) == 0.0
+
+
+@pytest.mark.parametrize("running", [1, 6], ids=["one request at a time", "several"])
+@pytest.mark.parametrize("kind", ["qwen3", "gpt-oss", "deepseek v3"])
+def test_an_fp8_kv_cache_is_read_back_to_rounding_with_fast_kernels(kind, running):
+    spec = spec_of_kind(kind)
+    numerics = Numerics(batch_invariant=False, kv_cache_dtype="fp8_e4m3")
+    decoder = decoder_of(spec, torch.float32, "cuda", numerics=numerics)
+    asked = requests_of(spec.vocab_size, high=60)
+    engine = engine_of(decoder, page_size=4, prefill_chunk=13, kv_tokens=400, max_running=running)
+    plan = plan_of(samples_of(asked, ask(engine, asked)), "cuda", max_tokens_per_gpu=90)
+    # A key between two FP8 numbers may be rounded to the other one by a kernel that adds in another order.
+    assert gap_of(plan, trained(LocalModel(decoder), plan)) < 0.05
 
 
 @pytest.fixture(scope="module", params=["qwen3", "qwen3 moe normalised"])

@@ -173,6 +173,7 @@ def test_a_paused_server_is_not_healthy(server: Wire):
 def test_the_server_tells_its_size_and_its_state(server: Wire):
     reported = server.get_json("/server_info")
     assert reported["model_path"] == str(server.folder) and reported["max_total_num_tokens"] == 8192
+    assert reported["kv_cache_dtype"] == "auto"
     assert isinstance(reported["internal_states"], list) and isinstance(reported["version"], str)
     assert server.get_json("/get_server_info").keys() == reported.keys()
 

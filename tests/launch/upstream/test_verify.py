@@ -102,7 +102,8 @@ def test_flags_of_sglang_become_options_of_the_native_engine():
     words += (
         "--sglang-context-length 256 --sglang-disable-cuda-graph --sglang-disable-radix-cache --sglang-dtype float "
     )
-    words += "--sglang-page-size 8 --sglang-max-total-tokens 4096 --sglang-tp-size 2 --sglang-dp-size 4"
+    words += "--sglang-page-size 8 --sglang-max-total-tokens 4096 --sglang-tp-size 2 --sglang-dp-size 4 "
+    words += "--sglang-kv-cache-dtype fp8"
     for backend in ("native", "served"):
         config = plan(f"{words} --rollout-backend {backend}")
         native = config.native
@@ -110,7 +111,7 @@ def test_flags_of_sglang_become_options_of_the_native_engine():
         assert (native.engine_page_size, native.engine_kv_tokens) == (8, 4096)
         assert not native.engine_cuda_graph and not native.engine_prefix_cache
         assert config.rollout.rollout_max_context_len == 256 and config.models.rollout_dtype == "float32"
-        assert config.cluster.rollout_num_gpus_per_engine == 2
+        assert config.cluster.rollout_num_gpus_per_engine == 2 and config.models.kv_cache_dtype == "fp8_e4m3"
         assert [each.given for each in list_flag_outcomes(config)] == ["--sglang-dp-size 4"]
 
 

@@ -83,7 +83,7 @@ class PagedTensor:
         if self.scales is None:
             self.slots.index_copy_(0, slots_T, x_TGd)
             return
-        write_fp8(self.slots, self.scales, slots_T, x_TGd, self._parts)
+        write_fp8(self.slots, self.scales, slots_T, x_TGd, self._parts if len(self._parts) > 1 else None)
 
     def _dequantize(self, x_TGd: Tensor, scale_TG: Tensor) -> Tensor:
         data_TGd = x_TGd.view(torch.float8_e4m3fn)
@@ -98,7 +98,8 @@ def write_fp8(
 ) -> None:
     """Quantize tokens and store their E4M3 bytes and scales; ``parts`` of the channels have scales of their own."""
     quantized = [quantize_kv(part) for part in x_TGd.split(parts or (x_TGd.shape[-1],), -1)]
-    data_TGd, scale_TG = (torch.cat(part, -1) if len(part) > 1 else part[0] for part in zip(*quantized, strict=True))
+    data_TGd = torch.cat([data for data, _ in quantized], -1) if parts else quantized[0][0]
+    scale_TG = torch.cat([scale for _, scale in quantized], -1) if parts else quantized[0][1]
     page_size = scales_PGp.shape[-1]
     codes_SGd.index_copy_(0, slots_T, data_TGd.view(torch.uint8))
     scales_PGp[slots_T // page_size, :, slots_T % page_size] = scale_TG

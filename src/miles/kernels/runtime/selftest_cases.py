@@ -512,8 +512,15 @@ def _decode_bs1_fp8(g: SelfTestContext, width: int) -> Pairs:
         codes = [cache.k_SGd.clone(), cache.v_SGd.clone()]
         scales = KVScales(*(x.clone() for x in params.kv_scales))
         q_1Hd = g.run(_qk_norm_rope, qkv_1N, heads, *codes, slot_1, scales)
-        tensors = q_1Hd.double(), *codes, cache.block_table_SP, cache.req_slots_B, cache.lengths_on(g.device)
-        expected_1Hd = decode_reference(*tensors, params._replace(kv_scales=scales))
+        expected_1Hd = decode_reference(
+            q_1Hd.double(),
+            codes[0],
+            codes[1],
+            cache.block_table_SP,
+            cache.req_slots_B,
+            cache.lengths_on(g.device),
+            params._replace(kv_scales=scales),
+        )
         out_1N = g.run(decode_bs1_attention, qkv_1N, heads, *cache.tensors, slot_1, params, scratch)
         yield out_1N, expected_1Hd.flatten(1)
         yield cache.v_SGd, codes[1]
