@@ -22,6 +22,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import statistics
@@ -37,14 +38,18 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from benchmarks.bench_chaos import Here, count_steps, flags, write_inputs
+from benchmarks.bench_chaos import Here, count_steps, find_driver, flags, write_inputs
 from benchmarks.chaos_ray_cluster import MARK, ROOT, find_marked_processes, processes
 from benchmarks.chaos_report import summarize_run
+
+from miles.cluster import stack_dump
 
 ADDRESS_FILE = "MILES_SOAK_ADDRESS"
 DISK_MIB = 96
 STATUSES = {"term": {143, 137}, "end": {143}}
 """Exit statuses of a run by what ended it; after a kill or a full disk its supervisor restarts it, unless it stops."""
+END_SECONDS = 120.0
+"""Within this time after SIGTERM, a run has finished its step, saved and ended."""
 QUIET_SECONDS = 90.0
 """Within this time after the last client has gone, the router has closed their connections."""
 SERVER_STATUSES = {0, -signal.SIGTERM}
@@ -241,13 +246,24 @@ class Soak:
                 time.sleep(0.2)
             if self.is_over and self.life.poll() is None:
                 self.life.terminate()
-                with suppress(subprocess.TimeoutExpired):
-                    self.life.wait(120)
+                try:
+                    self.life.wait(END_SECONDS)
+                except subprocess.TimeoutExpired:
+                    self._explain_late_end(self.life.pid)
             self.life.kill()
             code = self.life.wait()
             self.found.lives.append((self.ended_by, code if code >= 0 else 128 - code))
             self._free_disk()
         log.close()
+
+    def _explain_late_end(self, supervisor: int) -> None:
+        """Keep the logs of a run that did not end in time, with the stacks of its processes."""
+        for pid in find_driver(supervisor):
+            with suppress(OSError):
+                os.kill(pid, stack_dump.DUMP_SIGNAL)
+        time.sleep(3)
+        shutil.copytree(self.run / "logs", self.folder / "late", dirs_exist_ok=True)
+        self.found.problems.append(f"the run did not end within {END_SECONDS:g} s of SIGTERM; see {self.folder}/late")
 
     def strike(self) -> None:
         """Every few seconds a process is killed or frozen, the CPU is taken, or the disk is filled."""

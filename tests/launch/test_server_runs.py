@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,23 @@ def server_of(run: Path, number: int) -> int:
             if port.encode() in words and b"serve" in words and os.fsencode(process.__file__) not in words:
                 return int(entry.name)
     raise AssertionError(f"no process of engine {number} listens on {port}")
+
+
+def test_a_run_that_is_stopped_while_an_engine_hangs_at_its_start_ends(inputs, tmp_path):
+    run = tmp_path / "run"
+    going = Command("train", *flags(inputs, run, *EXACT, *TWO, steps=4))
+    assert going.pid is not None
+    deadline, engine = time.monotonic() + 120, None
+    while engine is None and time.monotonic() < deadline:
+        with suppress(AssertionError, OSError, IndexError):
+            engine = server_of(run, 0)
+    assert engine is not None, "no engine was started"
+    os.kill(engine, signal.SIGSTOP)
+    going.wait_to_hear("on CPU")  # from here on a signal is a request to stop
+    os.kill(going.pid, signal.SIGTERM)
+    done = going.done()
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_run_on_two_servers_one_of_which_is_killed_is_the_run_on_an_engine_inside(inputs, inside, tmp_path):

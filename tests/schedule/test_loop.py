@@ -214,6 +214,36 @@ def test_a_rollout_that_hangs_is_named_when_its_deadline_passes(tmp_path):
         asyncio.run(Loop(harness.planes, tempo).run())
 
 
+def test_a_run_that_is_stopped_while_its_engines_start_ends_without_a_step(tmp_path):
+    harness = Harness(tmp_path)
+    ended: list[str] = []
+
+    async def start_for_ever(version):
+        loop.stop_soon()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("publish")
+
+    harness.publish = start_for_ever
+    loop = Loop(harness.planes, LoopSettings(steps=3, groups_per_step=2))
+    asyncio.run(loop.run())
+    assert not loop.finished and not harness.batches and ended == ["publish"]
+    assert harness.events[-1] == RunEnded(step=0, finished=False)
+    assert CheckpointDirectory(tmp_path).latest() is None
+
+
+def test_engines_that_cannot_start_end_the_run_with_their_error(tmp_path):
+    harness = Harness(tmp_path)
+
+    async def fail(version):
+        raise MilesError("engine 0 ended with SIGKILL while it started")
+
+    harness.publish = fail
+    with pytest.raises(MilesError, match="engine 0 ended with SIGKILL while it started"):
+        asyncio.run(Loop(harness.planes, LoopSettings(steps=3, groups_per_step=2)).run())
+
+
 def test_a_filter_that_drops_everything_ends_the_run_with_its_reasons(tmp_path):
     harness = Harness(tmp_path, drop=1.0)
     tempo = LoopSettings(steps=1, groups_per_step=2, max_dropped=30)

@@ -91,6 +91,8 @@ Decision = tuple[FilterResult, Sequence[Sample] | None]
 
 NEVER = Interval(every=None)
 AT_END = Interval(every=None, at_end=True)
+_STOP_POLL_SECONDS = 0.2
+_CANCEL_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,13 +259,13 @@ class Loop:
         planes, settings, cursor = self._planes, self._settings, self._cursor
         version = Version(self._policy, cursor.version)
         planes.journal(RunStarted(step=cursor.step, steps=settings.steps))
-        await planes.sync.publish(version)
+        started = await self._publish_first(version)
         due = settings.save.due(cursor.step, last=settings.steps)
         if cursor.log_offsets and due and self._writer.logged:  # the previous process may have died before logging it
             planes.journal(Saved(step=cursor.step, name=checkpoint_name(cursor.step)))
         saved_step, free_slots = cursor.step, self._initial_slots
         while True:
-            if cursor.step > settings.steps:  # it was continued with fewer steps than it has made
+            if cursor.step > settings.steps or not started:  # > where it is continued with fewer steps than it has made
                 break
             await planes.lease.to_rollout()
             await self._evaluate(cursor.step)
@@ -288,6 +290,22 @@ class Loop:
         planes.journal(RunEnded(step=cursor.step, finished=self.finished))
         planes.journal.commit()
         return version
+
+    async def _publish_first(self, version: Version) -> bool:
+        """Have the engines start and take the first weights; false if the run is asked to stop before they have.
+
+        Servers may take minutes to start, and there is nothing to save yet.
+        """
+        publishing = asyncio.ensure_future(self._planes.sync.publish(version))
+        try:
+            while not publishing.done() and not self._stop:  # set by the thread of the signals
+                await asyncio.wait((publishing,), timeout=_STOP_POLL_SECONDS)
+            if publishing.done():
+                publishing.result()
+            return publishing.done()
+        finally:
+            publishing.cancel()
+            await asyncio.wait((publishing,), timeout=_CANCEL_SECONDS)
 
     async def _run_step(self, step: int, version: Version) -> Version:
         planes, clock = self._planes, _Clock()
