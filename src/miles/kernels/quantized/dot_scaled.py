@@ -32,7 +32,9 @@ from miles.precision.quantized_tensor import QuantizedTensor
 
 __all__ = ["MicroscaledRows", "dot_scaled_linear", "quantize_rows_microscaling", "supports_dot_scaled"]
 
-_ROWS, _OUTPUTS, _DEPTH = 128, 128, 128
+_ROWS = 128
+_OUTPUTS = 128
+_DEPTH = 128
 
 
 class MicroscaledRows(NamedTuple):

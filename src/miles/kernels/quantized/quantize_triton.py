@@ -115,7 +115,8 @@ def _quantize_blocks_kernel(
     B: tl.constexpr,
 ) -> None:
     """One block of B x B values."""
-    column, row, matrix = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    column, row = tl.program_id(0), tl.program_id(1)
+    matrix = tl.program_id(2).to(tl.int64)
     n_N, k_K = row * B + tl.arange(0, B), column * B + tl.arange(0, B)
     valid_NK = (n_N < rows)[:, None] & (k_K < columns)[None, :]
     first = matrix * rows * columns

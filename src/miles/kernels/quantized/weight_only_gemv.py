@@ -190,21 +190,14 @@ def _gemv_kernel(
         gdc_launch_dependents()
     first, step = tl.program_id(0), tl.num_programs(0)
     choice = tl.program_id(1)
-    expert = tl.full((), 0, tl.int64)
-    if EXPERTS:
-        # The router's output, on which the weights depend, may be that of the previous kernel.
-        if PDL:
-            gdc_wait()
-        expert = tl.load(experts_ptr + choice).to(tl.int64)
+    expert = _load_expert(experts_ptr, choice, EXPERTS, PDL)
     begin = expert * (outputs if ACTIVATION == "" else 2 * outputs)
     up_offset = 1 if INTERLEAVED else outputs
-    # Weights are loaded while the previous kernel still computes the row.
     n_N = first * N + tl.arange(0, N)
     row_N = begin + (2 * n_N if INTERLEAVED else n_N)
-    h, hs, hz, r, rs, rz = _load_rows(
-        row_N, n_N < outputs, data_ptr, scale_ptr, zero_ptr, STORED, GROUPS, ZERO, H, R, GROUP
-    )
-    uh, uhs, uhz, ur, urs, urz = h, hs, hz, r, rs, rz
+    rows = _load_rows(row_N, n_N < outputs, data_ptr, scale_ptr, zero_ptr, STORED, GROUPS, ZERO, H, R, GROUP)
+    h, hs, hz, r, rs, rz = rows
+    uh, uhs, uhz, ur, urs, urz = rows
     if ACTIVATION != "":
         uh, uhs, uhz, ur, urs, urz = _load_rows(
             row_N + up_offset, n_N < outputs, data_ptr, scale_ptr, zero_ptr, STORED, GROUPS, ZERO, H, R, GROUP
@@ -254,6 +247,17 @@ def _gemv_kernel(
 
 
 @jit
+def _load_expert(experts_ptr: tl.tensor, choice: tl.tensor, EXPERTS: tl.constexpr, PDL: tl.constexpr) -> Any:
+    """The expert of a choice; 0 without any. The router's output may be that of the previous kernel."""
+    expert = tl.full((), 0, tl.int64)
+    if EXPERTS:
+        if PDL:
+            gdc_wait()
+        expert = tl.load(experts_ptr + choice).to(tl.int64)
+    return expert
+
+
+@jit
 def _load_rows(
     row_N: tl.tensor,
     valid_N: tl.tensor,
@@ -267,7 +271,10 @@ def _load_rows(
     R: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> Any:
-    """The first bytes of each row, and the remainder beyond all whole blocks."""
+    """The first units of each row, and the remainder beyond all whole blocks.
+
+    Those of the first rows are loaded while the previous kernel still computes the input.
+    """
     head = _load_packed(row_N, valid_N, data_ptr, scale_ptr, zero_ptr, 0, STORED, GROUPS, ZERO, H, GROUP)
     rest = head
     if R > 0:
