@@ -187,7 +187,8 @@ def _store_fp8(
     scale_G = tl.div_rn(largest_G, tl.full((K // COLUMNS,), 448.0, tl.float32))
     scale_G = tl.where(scale_G == 0.0, 1.0, scale_G)
     if POWER_OF_TWO:
-        scale_G = tl.exp2(tl.ceil(tl.log2(scale_G)))
+        # The next power of two, from the bits.
+        scale_G = ((scale_G.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
     # The largest quotient rounds to 448, and a value that is not finite becomes NaN.
     y_GC = tl.div_rn(y_GC, tl.broadcast_to(scale_G[:, None], (K // COLUMNS, COLUMNS)))
     tl.store(at_K, tl.reshape(y_GC, (K,)).to(tl.float8e4nv), valid_K)

@@ -29,7 +29,8 @@ from miles.kernels.moe.grouped_gemm import SortedRows, supports_grouped_mm
 from miles.kernels.quantized.activation_quant import quantize_rows_fp8, supports_fused_quantization
 from miles.kernels.quantized.fp8_backward import fp8_grad_input, fp8_grad_weight, supports_fp8_backward
 from miles.kernels.quantized.fp8_gemm import supports_fp8_gemm
-from miles.kernels.quantized.tile_quant import quantize_weight_fp8
+from miles.kernels.quantized.quantize_triton import quantize_weight, supports_quantize_weight
+from miles.kernels.runtime.triton_compat import use_triton
 from miles.precision.formats import BackwardPrecision, WeightFormat
 from miles.precision.quantize import dequantize, dequantize_activation, quantize, quantize_activation
 from miles.precision.quantized_tensor import QuantizedActivation, QuantizedTensor, StraightThroughWeight
@@ -128,7 +129,9 @@ def _pack(weight: QuantizedTensor | StraightThroughWeight) -> QuantizedTensor:
 
 def _quantize_weight(weight: Tensor, format: WeightFormat, segments: tuple[int, ...]) -> QuantizedTensor:
     """``quantize``, in one kernel where there is one."""
-    return quantize_weight_fp8(weight, format, segments) or quantize(weight, format, segments)
+    if use_triton(weight) and supports_quantize_weight(weight, format, segments):
+        return quantize_weight(weight, format)[0]
+    return quantize(weight, format, segments)
 
 
 def _quantize_input(x_TK: Tensor, weight: QuantizedTensor) -> Tensor | QuantizedActivation:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from miles.kernels.quantized.activation_quant import pad_tokens, quantize_rows_fp8
-from miles.kernels.quantized.tile_quant import TILE, quantize_transposed_fp8, transpose_fp8
+from miles.kernels.quantized.transposed_quant import TILE, quantize_transposed_fp8, transpose_fp8
 from miles.precision.formats import FORMATS
 from miles.precision.quantized_tensor import QuantizedActivation, QuantizedTensor
 

@@ -325,7 +325,8 @@ def _store_quantized(
     scale_m = tl.div_rn(tl.max(tl.abs(out_mn), 1), tl.full((M,), 448.0, tl.float32))
     scale_m = tl.where(scale_m == 0.0, 1.0, scale_m)
     if POWER_OF_TWO:
-        scale_m = tl.exp2(tl.ceil(tl.log2(scale_m)))
+        # The next power of two, from the bits.
+        scale_m = ((scale_m.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
     quotient_mn = tl.div_rn(out_mn, tl.broadcast_to(scale_m[:, None], (M, N)))
     tl.store(at_mn, quotient_mn.to(tl.float8e4nv), valid_mn)
     tl.store(scale_ptr + tl.program_id(0) * padded + place_m, scale_m, valid_m)
