@@ -70,9 +70,28 @@ def spec_named(model: str) -> Any:
 # -- sides, each in its own process ---------------------------------------------------------
 
 
-def ours(model: str, names: list[str], profile: bool, folder: str, precision: str = "") -> dict[str, Any]:
+def build_weights(model: str, precision: str) -> tuple[Any, dict[str, Any]]:
+    """The engine's spec and random weights, packed if a precision is given."""
     from dataclasses import replace
 
+    import torch
+
+    from miles.models.decoder import Decoder
+    from miles.models.packing import pack_params
+    from miles.precision.formats import QuantizationSpec, get_format
+
+    spec = spec_named(model)
+    decoder = Decoder(spec, device="cuda", dtype=torch.bfloat16)
+    for parameter in decoder.parameters():
+        parameter.data.normal_(std=0.02)
+    weights = {name: p.detach() for name, p in decoder.named_parameters()}
+    if precision in ("", "bf16"):
+        return spec, weights
+    spec = replace(spec, quantization=QuantizationSpec(format=get_format(precision), packed=True))
+    return spec, pack_params(spec, weights, torch.bfloat16)
+
+
+def ours(model: str, names: list[str], profile: bool, folder: str, precision: str = "") -> dict[str, Any]:
     import torch
 
     from miles.backends.native.config import NativeConfig
@@ -80,30 +99,24 @@ def ours(model: str, names: list[str], profile: bool, folder: str, precision: st
     from miles.cluster.executor import ThreadExecutor
     from miles.cluster.platform import detect_platform
     from miles.core.types import Version
-    from miles.kernels.numerics import FAST
+    from miles.kernels.numerics import numerics_from_parity
     from miles.launch.runtime.gc_tuning import reduce_gc
-    from miles.models.decoder import Decoder
-    from miles.models.packing import pack_params
-    from miles.precision.formats import QuantizationSpec, get_format
     from miles.sync.publish import Publication
 
     platform = detect_platform("cuda")
-    spec = spec_named(model)
-    decoder = Decoder(spec, device=platform.device, dtype=torch.bfloat16)
-    for parameter in decoder.parameters():
-        parameter.data.normal_(std=0.02)
-    weights = {name: p.detach() for name, p in decoder.named_parameters()}
     precision, _, kv = precision.partition("+")
-    numerics = replace(FAST, kv_cache_dtype="fp8_e4m3") if kv else FAST
-    if precision not in ("", "bf16"):
-        spec = replace(spec, quantization=QuantizationSpec(format=get_format(precision), packed=True))
-        weights = pack_params(spec, weights, torch.bfloat16)
-        del decoder
-        torch.cuda.empty_cache()
+    spec, weights = build_weights(model, precision)
+    torch.cuda.empty_cache()
     run = ThreadExecutor("engine")
     config = NativeConfig(engine_max_running=256, engine_kv_tokens=420_000)
     engine = NativeEngine(
-        spec, device=platform.device, dtype=torch.bfloat16, config=config, run=run, decode=None, numerics=numerics
+        spec,
+        device=platform.device,
+        dtype=torch.bfloat16,
+        config=config,
+        run=run,
+        decode=None,
+        numerics=numerics_from_parity("fast", "fp8_e4m3" if kv else "auto"),
     )
     publication = Publication(weights=lambda: weights, engines=[engine], transport="shared", run=run)
 

@@ -68,8 +68,8 @@ def check() -> None:
         print(f"{name:12} {tokens:4} x {rows} x {inputs}: quantized {same}, error {error:.1e}, tiles equal {equal}")
 
 
-def torch_scaled_mm(x: QuantizedActivation, weight: QuantizedTensor) -> Callable[[], Tensor] | None:
-    """torch's own scaled matmul of the same operands, where it has one."""
+def torch_scaled_mm(x: QuantizedActivation, weight: QuantizedTensor) -> Callable[[], Tensor]:
+    """torch's own scaled matmul of the same operands."""
     if x.columns == x.data.shape[1]:
         scales = (x.scale.contiguous(), weight.scale.expand(len(weight.data), 1).t().contiguous())
         return lambda: torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
@@ -121,7 +121,8 @@ def main() -> None:
     check()
     columns = ("N", "K", "T", "limit", "bf16", "block", "cuBLAS", "channel", "torch", "quant", "tile")
     print(" ".join(f"{column:>8}" for column in columns), "(microseconds)")
-    for (rows, inputs), tokens in product(SHAPES, arguments.tokens):
+    cases: list[tuple[int, int, int]] = [(*shape, tokens) for shape in SHAPES for tokens in arguments.tokens]
+    for rows, inputs, tokens in cases:
         x = torch.randn(tokens, inputs, device="cuda", dtype=torch.bfloat16)
         weight = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
         limit = max(

@@ -51,7 +51,8 @@ def run_one(model: str, out: Path, setting: str, seed: int, steps: int) -> dict[
     command += ["--n-samples-per-eval-prompt", "2", "--rm-type", "last_int", "--rollout-shuffle", "--dtype", "bfloat16"]
     command += ["--rollout-batch-size", "64", "--n-samples-per-prompt", "8", "--rollout-max-response-len", "48"]
     command += ["--lr", "1e-5", "--lr-warmup-iters", "5", "--num-rollout", str(steps), "--seed", str(seed)]
-    command += ["--rollout-seed", str(seed), "--engine-memory-fraction", "0.05", "--engine-max-running", "512"]
+    command += ["--rollout-seed", str(seed), "--engine-memory-fraction", "0.02", "--engine-max-running", "512"]
+    command += ["--max-tokens-per-gpu", "8192"]
     command += ["--disable-save-rollouts", "--save", str(save), "--save-interval", str(steps), *SETTINGS[setting]]
     began = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True)
@@ -74,9 +75,12 @@ def read_metrics(path: Path) -> dict[str, Any]:
         return {row["step"]: row[key] for row in train if key in row}
 
     heldout = {row["step"]: row["eval/heldout/reward"] for row in rows if "eval/heldout/reward" in row}
-    names = {key for row in train for key in row}
-    parity = next((key for key in ("parity/mean", "parity", "parity/mean_abs") if key in names), "parity")
-    return {"heldout": heldout, "parity": series(parity), "entropy": series("entropy"), "reward": series("reward")}
+    return {
+        "heldout": heldout,
+        "parity": series("parity_mean_abs"),
+        "entropy": series("entropy"),
+        "reward": series("reward"),
+    }
 
 
 def evaluate_converted(out: Path, seed: int, steps: int) -> dict[str, Any]:
@@ -88,9 +92,9 @@ def evaluate_converted(out: Path, seed: int, steps: int) -> dict[str, Any]:
     command += ["--rollout-max-response-len", "48", "--dtype", "bfloat16", "--rollout-precision", "int4_g32"]
     done = subprocess.run(command, capture_output=True, text=True)
     (out / f"converted-{seed}.log").write_text(done.stdout + done.stderr)
-    words = (done.stdout + done.stderr).split()
-    values = [words[i + 1] for i, word in enumerate(words[:-1]) if word in ("heldout", "reward")]
-    return {"setting": CONVERTED, "seed": seed, "rc": done.returncode, "said": values[:4]}
+    reports = sorted((out / "runs" / f"bf16-{seed}" / "eval").glob("*.json"))
+    reward = json.loads(reports[-1].read_text())["metrics"]["eval/heldout/reward"] if reports else float("nan")
+    return {"setting": CONVERTED, "seed": seed, "rc": done.returncode, "heldout": {steps: reward}}
 
 
 def plot(found: list[dict[str, Any]], path: Path) -> None:
@@ -129,7 +133,7 @@ def main() -> None:
     write_data(args.out)
     jobs = [(setting, seed) for seed in args.seeds for setting in args.settings]
     with ThreadPoolExecutor(args.at_once) as pool:
-        found = list(pool.map(lambda job: run_one(args.model, args.out, *job, args.steps), jobs))
+        found = list(pool.map(lambda job: run_one(args.model, args.out, job[0], job[1], args.steps), jobs))
         if "bf16" in args.settings:
             found += pool.map(lambda seed: evaluate_converted(args.out, seed, args.steps), args.seeds)
     (args.out / "curves.json").write_text(json.dumps(found))
@@ -139,7 +143,7 @@ def main() -> None:
         entropy = list(one.get("entropy", {}).values())
         print(
             f"{one['setting']:18} seed {one['seed']} rc {one['rc']} {one.get('seconds', 0):5.0f} s held-out",
-            f"{ends[0][1]:.3f} -> {ends[-1][1]:.3f}" if ends else one.get("said"),
+            f"{ends[0][1]:.3f} -> {ends[-1][1]:.3f}" if ends else "",
             f"parity {sum(parity) / len(parity):.4f}" if parity else "",
             f"entropy {entropy[0]:.3f} -> {entropy[-1]:.3f}" if entropy else "",
             flush=True,

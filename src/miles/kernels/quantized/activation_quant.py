@@ -43,10 +43,9 @@ def quantize_rows_fp8(x_TK: Tensor, format: WeightFormat) -> QuantizedActivation
     """``quantize_activation`` of contiguous rows."""
     x_TK = x_TK.contiguous()
     out, grid, options = _allocate(x_TK, x_TK.shape[1], format, whole_row=False)
+    tensors, modes = (x_TK, x_TK, x_TK, x_TK, x_TK, out.data, out.scale), {"MODE": "", "ACTIVATION": "", "KEEP": False}
     with device_guard(x_TK):
-        _quantize_kernel[grid](
-            x_TK, x_TK, x_TK, x_TK, x_TK, out.data, out.scale, x_TK.shape[1], len(x_TK), 0.0, 0.0, MODE="", **options
-        )
+        _quantize_kernel[grid](*tensors, x_TK.shape[1], len(x_TK), 0.0, 0.0, **modes, **options)
     return out
 
 
@@ -56,8 +55,9 @@ def gated_activation_fp8(gate_up_T2I: Tensor, kind: ActivationKind, format: Weig
     size = gate_up_T2I.shape[1] // 2
     out, grid, options = _allocate(gate_up_T2I, size, format, whole_row=False)
     tensors = (gate_up_T2I, gate_up_T2I, gate_up_T2I, gate_up_T2I, gate_up_T2I, out.data, out.scale)
+    modes = {"MODE": "gate", "ACTIVATION": kind, "KEEP": False}
     with device_guard(gate_up_T2I):
-        _quantize_kernel[grid](*tensors, size, len(gate_up_T2I), 0.0, 0.0, MODE="gate", ACTIVATION=kind, **options)
+        _quantize_kernel[grid](*tensors, size, len(gate_up_T2I), 0.0, 0.0, **modes, **options)
     return out
 
 
@@ -78,9 +78,9 @@ def rms_norm_fp8(
     norm_TK = torch.empty_like(x_TK) if keep else None
     residual = x_TK if residual_TK is None else residual_TK.contiguous()
     tensors = (x_TK, residual, weight_K, sum_TK, x_TK if norm_TK is None else norm_TK, out.data, out.scale)
-    mode = "norm" if residual_TK is None else "add_norm"
+    modes = {"MODE": "norm" if residual_TK is None else "add_norm", "ACTIVATION": "", "KEEP": keep}
     with device_guard(x_TK):
-        _quantize_kernel[grid](*tensors, x_TK.shape[1], len(x_TK), eps, offset, MODE=mode, KEEP=keep, **options)
+        _quantize_kernel[grid](*tensors, x_TK.shape[1], len(x_TK), eps, offset, **modes, **options)
     return sum_TK, out, norm_TK
 
 
@@ -109,7 +109,7 @@ def _allocate(
         "num_warps": max(1, min(16, part // 512)),
         **pdl_options(x.device),
     }
-    return QuantizedActivation(data_TK, scale_TG, columns, x.dtype), (tokens, triton.cdiv(features, part)), options
+    return QuantizedActivation(data_TK, scale_TG, columns, x.dtype), (tokens, -(-features // part)), options
 
 
 _jit_any_tokens = jit(do_not_specialize=["tokens"])
@@ -132,9 +132,9 @@ def _quantize_kernel(
     COLUMNS: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     MODE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    KEEP: tl.constexpr,
     PDL: tl.constexpr,
-    ACTIVATION: tl.constexpr = "",
-    KEEP: tl.constexpr = False,
 ) -> None:
     if PDL:
         gdc_launch_dependents()
