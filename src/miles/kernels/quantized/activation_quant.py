@@ -21,7 +21,6 @@ from miles.kernels.runtime.triton_compat import (
     jit,
     pdl_options,
     tl,
-    triton,
 )
 from miles.precision.formats import WeightFormat
 from miles.precision.quantized_tensor import QuantizedActivation
@@ -100,7 +99,7 @@ def _allocate(
     padded_tokens, blocks = pad_tokens(tokens), -(-features // columns)
     data_TK = torch.empty(padded_tokens, features, dtype=torch.float8_e4m3fn, device=x.device)[:tokens]
     scale_TG = torch.empty(blocks, padded_tokens, dtype=torch.float32, device=x.device).t()[:tokens]
-    padded = triton.next_power_of_2(features)
+    padded = 1 << (features - 1).bit_length()
     part = padded if whole_row or blocks == 1 else min(padded, _FEATURES_PER_PROGRAM)
     options: dict[str, Any] = {
         "K": part,

@@ -111,8 +111,7 @@ class _QuantizedLinear(torch.autograd.Function):
                 fp8_grad_input(grad_rows, weight) if use_fp8 else grad_input(grad_rows, weight, rows, precision)
             ).view(*grad_TN.shape[:-1], weight.shape[-1])
         if needs_weight and use_fp8:
-            columns: int = ctx.columns
-            x = QuantizedActivation(saved[0], saved[1], columns, grad_TN.dtype)
+            x = QuantizedActivation(saved[0], saved[1], int(ctx.columns or 0), grad_TN.dtype)
             grad_weight_out = fp8_grad_weight(grad_rows, x)
         elif needs_weight:
             x_TK = _read_input(saved, ctx.columns, grad_TN.dtype)

@@ -31,9 +31,8 @@ def quantize_transposed_fp8(x: Tensor | QuantizedActivation) -> QuantizedActivat
     padded = -(-tokens // TILE) * TILE
     data = torch.empty(features, padded, dtype=torch.float8_e4m3fn, device=source.device)
     scale = torch.empty(padded // TILE, features, dtype=torch.float32, device=source.device)
-    old_scale, strides, columns = source, (0, 0), 0
-    if isinstance(x, QuantizedActivation):
-        old_scale, strides, columns = x.scale, x.scale.stride(), x.columns
+    is_quantized = isinstance(x, QuantizedActivation)
+    old_scale = x.scale if is_quantized else source
     with device_guard(source):
         _quantize_transposed_kernel[(padded // TILE, triton.cdiv(features, TILE))](
             source,
@@ -43,8 +42,8 @@ def quantize_transposed_fp8(x: Tensor | QuantizedActivation) -> QuantizedActivat
             tokens,
             features,
             padded,
-            *strides,
-            SCALE_COLUMNS=columns,
+            *(old_scale.stride() if is_quantized else (0, 0)),
+            SCALE_COLUMNS=x.columns if is_quantized else 0,
             TILE=TILE,
             num_warps=8,
         )
