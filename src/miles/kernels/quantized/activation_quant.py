@@ -8,6 +8,7 @@ model's dtype first. Scales are stored transposed, [G, T], so that a GEMM loads 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,7 +26,14 @@ from miles.kernels.runtime.triton_compat import (
 from miles.precision.formats import WeightFormat
 from miles.precision.quantized_tensor import QuantizedActivation
 
-__all__ = ["gated_activation_fp8", "pad_tokens", "quantize_rows_fp8", "rms_norm_fp8", "supports_fused_quantization"]
+__all__ = [
+    "gated_activation_fp8",
+    "has_fp8",
+    "pad_tokens",
+    "quantize_rows_fp8",
+    "rms_norm_fp8",
+    "supports_fused_quantization",
+]
 
 # The most features of a row that one program has in its registers.
 _MAX_FEATURES = 16384
@@ -36,6 +44,14 @@ def supports_fused_quantization(format: WeightFormat, features: int) -> bool:
     """Whether the kernels here write this format: E4M3 with a float32 scale for 128 values or for a row."""
     blocks = format.activation_columns in (None, 128) and format.element == "e4m3"
     return blocks and format.quantizes_activations and features <= _MAX_FEATURES
+
+
+@cache
+def has_fp8(device: torch.device) -> bool:
+    """Whether a GPU converts and multiplies E4M3; elsewhere weights and activations are dequantized."""
+    if torch.version.hip is not None:
+        return False  # MI300 has another E4M3 (fnuz)
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def quantize_rows_fp8(x_TK: Tensor, format: WeightFormat) -> QuantizedActivation:

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from miles.kernels.moe import grouped_gemm
 from miles.kernels.moe.grouped_gemm import SortedRows, supports_grouped_mm
-from miles.kernels.quantized.activation_quant import quantize_rows_fp8, supports_fused_quantization
+from miles.kernels.quantized.activation_quant import has_fp8, quantize_rows_fp8, supports_fused_quantization
 from miles.kernels.quantized.fp8_backward import fp8_grad_input, fp8_grad_weight, supports_fp8_backward
 from miles.kernels.quantized.fp8_gemm import supports_fp8_gemm
 from miles.kernels.quantized.quantize_triton import quantize_weight, supports_quantize_weight
@@ -128,7 +128,7 @@ def _pack(weight: QuantizedTensor | StraightThroughWeight) -> QuantizedTensor:
 
 def _quantize_weight(weight: Tensor, format: WeightFormat, segments: tuple[int, ...]) -> QuantizedTensor:
     """``quantize``, in one kernel where there is one."""
-    if use_triton(weight) and supports_quantize_weight(weight, format, segments):
+    if use_triton(weight) and has_fp8(weight.device) and supports_quantize_weight(weight, format, segments):
         return quantize_weight(weight, format)[0]
     return quantize(weight, format, segments)
 

@@ -12,14 +12,13 @@ and every tile shape uses the same instruction, so that tiles change the speed a
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from miles.kernels.numerics import Numerics
-from miles.kernels.quantized.activation_quant import pad_tokens
+from miles.kernels.quantized.activation_quant import has_fp8, pad_tokens
 from miles.kernels.runtime.triton_compat import (
     HAVE_TRITON,
     count_sms,
@@ -73,12 +72,7 @@ _MIN_LIBRARY_TOKENS = 96
 
 def supports_fp8_gemm(x: Tensor, weight: QuantizedTensor) -> bool:
     """Whether the kernel applies: a GPU with FP8 tensor cores, or the interpreter."""
-    return use_triton(x) and weight.data.dtype == torch.float8_e4m3fn and _has_fp8(x.device)
-
-
-@cache
-def _has_fp8(device: torch.device) -> bool:
-    return device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 9)
+    return use_triton(x) and weight.data.dtype == torch.float8_e4m3fn and has_fp8(x.device)
 
 
 def fp8_linear(x: QuantizedActivation, weight: QuantizedTensor, bias_N: Tensor | None, *, numerics: Numerics) -> Tensor:

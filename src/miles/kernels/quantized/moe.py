@@ -18,7 +18,7 @@ from miles.kernels.fused.activation import ActivationKind, apply_activation, gat
 from miles.kernels.moe import grouped_gemm
 from miles.kernels.moe.grouped_gemm import ExpertExchange, SortedRows, dispatch, scale_rows, sort_rows_by_group
 from miles.kernels.numerics import Numerics
-from miles.kernels.quantized.activation_quant import quantize_rows_fp8
+from miles.kernels.quantized.activation_quant import has_fp8, quantize_rows_fp8
 from miles.kernels.quantized.autograd import apply_with_grad, needs_grad
 from miles.kernels.quantized.fp8_gemm import supports_fp8_gemm
 from miles.kernels.quantized.fp8_moe import fp8_grouped_gemm, fp8_moe
@@ -98,7 +98,8 @@ def _can_fuse(x: Tensor | QuantizedActivation, experts: QuantizedExperts) -> boo
         return False
     biased = experts.first_bias_EF is not None or experts.down_bias_ED is not None
     rows = x.data if isinstance(x, QuantizedActivation) else x
-    return is_fp8(first.format) and not (biased or experts.interleaved) and use_triton_inference(rows)
+    is_plain = is_fp8(first.format) and not (biased or experts.interleaved)
+    return is_plain and use_triton_inference(rows) and has_fp8(rows.device)
 
 
 def grouped_quantized_linear(

@@ -15,7 +15,7 @@ from miles.kernels.batch_invariant.activation import ungated_activation
 from miles.kernels.fused.activation import apply_activation, gated_activation
 from miles.kernels.fused.gemv import gated_linear
 from miles.kernels.numerics import Numerics
-from miles.kernels.quantized.activation_quant import gated_activation_fp8, supports_fused_quantization
+from miles.kernels.quantized.activation_quant import gated_activation_fp8, has_fp8, supports_fused_quantization
 from miles.kernels.runtime.triton_compat import use_triton_inference
 from miles.models.layers.linear import Linear
 from miles.models.spec import Activation, MlpSpec
@@ -68,4 +68,5 @@ class Mlp(nn.Module):
         if quantized is None or not quantized.packed or self.down.adapter is not None or self.numerics.batch_invariant:
             return False
         rows = x_TD.data if isinstance(x_TD, QuantizedActivation) else x_TD
-        return use_triton_inference(rows) and supports_fused_quantization(quantized.format, self.down.in_features)
+        supported = supports_fused_quantization(quantized.format, self.down.in_features)
+        return supported and use_triton_inference(rows) and has_fp8(rows.device)

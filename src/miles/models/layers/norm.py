@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from miles.kernels.fused.rms_norm import add_rms_norm, rms_norm
 from miles.kernels.numerics import Numerics
-from miles.kernels.quantized.activation_quant import rms_norm_fp8
+from miles.kernels.quantized.activation_quant import has_fp8, rms_norm_fp8
 from miles.kernels.runtime.triton_compat import use_triton_inference
 from miles.precision.formats import WeightFormat
 from miles.precision.quantized_tensor import QuantizedActivation
@@ -51,7 +51,8 @@ class RMSNorm(nn.Module):
 
     def add_norm_quantized(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | QuantizedActivation]:
         """``add_norm``, with the result quantized where ``quantize_to`` says so and a fused kernel does it."""
-        if self.quantize_to is None or self.numerics.batch_invariant or not use_triton_inference(x):
+        is_fused = not self.numerics.batch_invariant and use_triton_inference(x) and has_fp8(x.device)
+        if self.quantize_to is None or not is_fused:
             return self.add_norm(x, residual)
         total, quantized, wide = rms_norm_fp8(
             x, residual, self.weight, self.eps, self.quantize_to, offset=self.offset, keep=self.keep_wide
