@@ -66,7 +66,10 @@ def check(kind: str, name: str) -> str:
     served = replace(spec, quantization=QuantizationSpec(format=FORMATS[name], packed=True))
     packed = pack_params(served, params, torch.bfloat16)
     on_gpu = pack_params(served, {key: value.cuda() for key, value in params.items()}, torch.bfloat16)
-    same_bytes = all(torch.equal(packed[key].view(torch.uint8), on_gpu[key].cpu().view(torch.uint8)) for key in packed)
+    same_bytes = all(
+        torch.equal(packed[key].reshape(-1).view(torch.uint8), on_gpu[key].cpu().reshape(-1).view(torch.uint8))
+        for key in packed
+    )
     lengths = [37, 150, 1]
     tokens = torch.randint(0, 320, (sum(lengths),), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():

@@ -14,7 +14,8 @@ from miles.precision.unpack import pack_words, unpack_row_words, unpack_words
 def equal(ours, theirs):
     pairs = zip(ours.tensors("w").items(), theirs.tensors("w").items(), strict=True)
     return ours.row_block == theirs.row_block and all(
-        a == b and torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for (a, x), (b, y) in pairs
+        a == b and torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
+        for (a, x), (b, y) in pairs
     )
 
 

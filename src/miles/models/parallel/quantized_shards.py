@@ -20,7 +20,7 @@ __all__ = ["find_divided_block"]
 
 def find_divided_block(spec: DecoderSpec, world: int) -> str | None:
     """Return which weight has blocks that ``world`` tensor-parallel ranks would divide, as the start of a sentence."""
-    if world == 1:
+    if world == 1 or spec.quantization is None:
         return None
     rank_spec = shard_spec(spec, world)
     full_map, rank_map = build_param_map(spec), build_param_map(rank_spec)
