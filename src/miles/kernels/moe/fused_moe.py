@@ -340,10 +340,10 @@ def _expert_gemm_kernel(
     up_NK = weight_ptr + up_N[:, None] * depth + depth_K[None, :]
     gate_MN, up_MN = tl.zeros((M, N), tl.float32), tl.zeros((M, N), tl.float32)
     for start in range(0, depth, K):
-        x, gate = _load_tile(x_MK, start, depth, EVEN, K), _load_tile(gate_NK, start, depth, EVEN, K)
+        x, gate = load_tile(x_MK, start, depth, EVEN, K), load_tile(gate_NK, start, depth, EVEN, K)
         gate_MN = tl.dot(x, tl.trans(gate), gate_MN, input_precision="ieee")
         if GATED:
-            up_MN = tl.dot(x, tl.trans(_load_tile(up_NK, start, depth, EVEN, K)), up_MN, input_precision="ieee")
+            up_MN = tl.dot(x, tl.trans(load_tile(up_NK, start, depth, EVEN, K)), up_MN, input_precision="ieee")
     out_MN = _round_with_bias(gate_MN, bias_ptr, expert * weight_rows + gate_N, x_ptr.dtype.element_ty, BIAS)
     if FIRST:
         if GATED:
@@ -354,7 +354,7 @@ def _expert_gemm_kernel(
 
 
 @jit
-def _load_tile(
+def load_tile(
     tile_ptr: tl.tensor, start: tl.tensor, depth: tl.tensor, EVEN: tl.constexpr, K: tl.constexpr
 ) -> tl.tensor:
     if EVEN:

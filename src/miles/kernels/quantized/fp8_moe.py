@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from miles.kernels.fused.activation import ActivationKind, activate_and_multiply
-from miles.kernels.moe.fused_moe import combine_choices, place_rows
+from miles.kernels.moe.fused_moe import combine_choices, load_tile, place_rows
 from miles.kernels.moe.grouped_gemm import SortedRows
 from miles.kernels.quantized.activation_quant import quantize_rows_fp8
 from miles.kernels.runtime.triton_compat import (
@@ -289,14 +289,14 @@ def _multiply(
     """The products of a tile with the rows at ``gate_nk`` and, if gated, with those ``up_offset`` behind them."""
     gate_nm, up_nm = tl.zeros((N, M), tl.float32), tl.zeros((N, M), tl.float32)
     for block in range(0, tl.cdiv(depth, K)):
-        x = _load_tile(x_mk, block * K, depth, EVEN, K)
-        gate = tl.dot(_load_tile(gate_nk, block * K, depth, EVEN, K), x.T)
+        x = load_tile(x_mk, block * K, depth, EVEN, K)
+        gate = tl.dot(load_tile(gate_nk, block * K, depth, EVEN, K), x.T)
         if PER_BLOCK:
             scale_m = tl.load(x_scale_m + block * x_scale_stride_g)
             gate *= tl.load(gate_scale_n + block)[:, None] * scale_m[None, :]
         gate_nm += gate
         if GATED:
-            up = tl.dot(_load_tile(gate_nk + up_offset, block * K, depth, EVEN, K), x.T)
+            up = tl.dot(load_tile(gate_nk + up_offset, block * K, depth, EVEN, K), x.T)
             if PER_BLOCK:
                 up *= tl.load(up_scale_n + block)[:, None] * scale_m[None, :]
             up_nm += up
@@ -330,12 +330,3 @@ def _store_quantized(
     quotient_mn = tl.div_rn(out_mn, tl.broadcast_to(scale_m[:, None], (M, N)))
     tl.store(at_mn, quotient_mn.to(tl.float8e4nv), valid_mn)
     tl.store(scale_ptr + tl.program_id(0) * padded + place_m, scale_m, valid_m)
-
-
-@jit
-def _load_tile(
-    tile_ptr: tl.tensor, start: tl.tensor, depth: tl.tensor, EVEN: tl.constexpr, K: tl.constexpr
-) -> tl.tensor:
-    if EVEN:
-        return tl.load(tile_ptr + start)
-    return tl.load(tile_ptr + start, (start + tl.arange(0, K) < depth)[None, :], other=0.0)
