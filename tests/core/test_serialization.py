@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as arrays
 from tests.tiers import examples
 
 from miles.config.cli import parse
-from miles.core import types
+from miles.core import media, types
 from miles.core.serialization import CORE_TYPES, Codec, SerializationError
 from miles.core.types import (
     Author,
@@ -139,7 +139,8 @@ def test_an_object_round_trips(value):
 
 
 def test_every_core_type_can_be_serialized():
-    own = {cls for cls in vars(types).values() if isinstance(cls, type) and cls.__module__ == types.__name__}
+    modules = (types, media)
+    own = {cls for m in modules for cls in vars(m).values() if isinstance(cls, type) and cls.__module__ == m.__name__}
     assert own == set(CORE_TYPES)
 
 

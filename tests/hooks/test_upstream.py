@@ -49,7 +49,7 @@ class Counting:
     def __init__(self) -> None:
         self.asked: list[tuple[list[int], SamplingParams]] = []
 
-    async def generate(self, tokens, sampling: SamplingParams) -> Completion:
+    async def generate(self, tokens, sampling: SamplingParams, images=()) -> Completion:
         self.asked.append((tokens.tolist(), sampling))
         first, second = (wrote(at, 2, version) for at, version in ((10, 0), (12, 1)))
         return Completion(spans=(first, second), status=Status.COMPLETED, finish_reason="stop")

@@ -43,7 +43,7 @@ class Echo:
         self._encode, self._words, self._end = encode, words, end
         self.asked: list[tuple[list[int], SamplingParams]] = []
 
-    async def generate(self, tokens: Tokens, sampling: SamplingParams) -> Completion:
+    async def generate(self, tokens: Tokens, sampling: SamplingParams, images=()) -> Completion:
         self.asked.append((tokens.tolist(), sampling))
         for _ in range(sampling.seed % 5):  # let trajectories overtake each other
             await asyncio.sleep(0)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from miles.core.events import Event
+from miles.core.media import Images
 from miles.core.types import (
     EMPTY,
     Array,
@@ -193,9 +194,12 @@ class Source(Protocol):
 
 
 class Engine(Protocol):
-    """Inference engine as the rollout plane sees it: generates tokens with the current policy."""
+    """Inference engine as the rollout plane sees it: generates tokens with the current policy.
 
-    async def generate(self, tokens: Tokens, sampling: SamplingParams) -> Completion: ...
+    ``images`` are placed among ``tokens``, which have their placeholders.
+    """
+
+    async def generate(self, tokens: Tokens, sampling: SamplingParams, images: Images = ()) -> Completion: ...
 
 
 OnTokens = Callable[[Sequence[int]], None]
@@ -207,16 +211,18 @@ class StreamingEngine(Engine, Protocol):
     """An Engine that streams tokens. The returned completion is authoritative: if a stop string is detected late,
     ``on_tokens`` has received tokens beyond it."""
 
-    async def generate_stream(self, tokens: Tokens, sampling: SamplingParams, on_tokens: OnTokens) -> Completion: ...
+    async def generate_stream(
+        self, tokens: Tokens, sampling: SamplingParams, on_tokens: OnTokens, images: Images = ()
+    ) -> Completion: ...
 
 
 async def stream_or_generate(
-    engine: Engine, tokens: Tokens, sampling: SamplingParams, on_tokens: OnTokens
+    engine: Engine, tokens: Tokens, sampling: SamplingParams, on_tokens: OnTokens, images: Images = ()
 ) -> Completion:
     """Stream tokens to ``on_tokens`` if the engine supports streaming, else generate without calling it."""
     if isinstance(engine, StreamingEngine):
-        return await engine.generate_stream(tokens, sampling, on_tokens)
-    return await engine.generate(tokens, sampling)
+        return await engine.generate_stream(tokens, sampling, on_tokens, images)
+    return await engine.generate(tokens, sampling, images)
 
 
 class EngineControl(Protocol):

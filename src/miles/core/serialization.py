@@ -22,7 +22,7 @@ from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hin
 
 import numpy as np
 
-from miles.core import types
+from miles.core import media, types
 from miles.core.errors import MilesError
 from miles.core.types import Array
 
@@ -49,8 +49,10 @@ CORE_TYPES: tuple[type, ...] = (
     types.Sample,
     types.Batch,
     types.StepReport,
+    media.ImageInput,
+    media.PlacedImage,
 )
-"""All types of ``core.types``."""
+"""All types of ``core.types`` and ``core.media``."""
 
 
 class Codec:

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from miles.core.media import PlacedImage, check_placement
+
 Tokens = NDArray[np.int32]
 Floats = NDArray[np.float32]
 Array = NDArray[Any]
@@ -56,7 +58,8 @@ class Span:
     """A run of tokens by one author under one policy version.
 
     The loss mask is not stored: it *is* ``author is POLICY``. Anything per-token (routed experts,
-    teacher logprobs) is in ``extras``, first axis ``len(tokens)``. Arrays are made read-only.
+    teacher logprobs) is in ``extras``, first axis ``len(tokens)``. Arrays are made read-only. ``images`` are placed
+    within the span; the policy samples none.
 
     >>> Span(author=Author.PROMPT, tokens=np.array([1, 2], np.int32)).mask.tolist()
     [False, False]
@@ -67,9 +70,14 @@ class Span:
     logprobs: Floats | None = None
     version: Version | None = None
     extras: Mapping[str, Array] = field(default_factory=_empty)
+    images: tuple[PlacedImage, ...] = ()
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
+        if self.images:
+            if self.author is Author.POLICY:
+                raise ValueError("a POLICY span has no images")
+            check_placement(self.images, n)
         sampled = self.author is Author.POLICY
         if (self.logprobs is not None, self.version is not None) != (sampled, sampled):
             raise ValueError("logprobs and version must be set on POLICY spans and only there")
@@ -92,13 +100,17 @@ class Span:
         return np.full(len(self.tokens), self.author is Author.POLICY)
 
     def truncate(self, length: int) -> Span:
-        """Return the first ``length`` tokens with their per-token data."""
+        """Return the first ``length`` tokens with their per-token data; they must not end within an image."""
+        images = tuple(placed for placed in self.images if placed.start < length)
+        if images and images[-1].end > length:
+            raise ValueError(f"a span cannot end at token {length}, within an image of {images[-1].length} tokens")
         return Span(
             author=self.author,
             tokens=self.tokens[:length],
             logprobs=None if self.logprobs is None else self.logprobs[:length],
             version=self.version,
             extras={name: values[:length] for name, values in self.extras.items()},
+            images=images,
         )
 
 
@@ -192,7 +204,7 @@ class Sample:
 
     ``logprobs`` are the engine's, zero where nothing was sampled; ``versions`` the policy version number
     of each token, -1 for tokens not sampled by the policy; ``samples_per_trajectory`` the number of samples its
-    trajectory yields (they share one loss denominator).
+    trajectory yields (they share one loss denominator); ``images`` are placed among its tokens.
     """
 
     prompt_id: int
@@ -206,9 +218,11 @@ class Sample:
     samples_per_trajectory: int = 1
     reward: float = 0.0
     extras: Mapping[str, Array] = field(default_factory=_empty)
+    images: tuple[PlacedImage, ...] = ()
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
+        check_placement(self.images, n)
         arrays = {
             "mask": self.mask,
             "logprobs": self.logprobs,

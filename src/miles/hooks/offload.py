@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from miles.core.errors import HookRuntimeError
 from miles.core.hooks import EvalFn, RolloutFn
+from miles.core.media import Images
 from miles.core.protocols import (
     Completion,
     Engine,
@@ -118,12 +119,16 @@ class MainLoopEngine:
         self._worker = worker
         self._engine = engine
 
-    async def generate(self, tokens: Tokens, sampling: SamplingParams) -> Completion:
-        return await self._worker.run_on_main_loop(partial(self._engine.generate, tokens, sampling))
+    async def generate(self, tokens: Tokens, sampling: SamplingParams, images: Images = ()) -> Completion:
+        return await self._worker.run_on_main_loop(partial(self._engine.generate, tokens, sampling, images))
 
-    async def generate_stream(self, tokens: Tokens, sampling: SamplingParams, on_tokens: OnTokens) -> Completion:
+    async def generate_stream(
+        self, tokens: Tokens, sampling: SamplingParams, on_tokens: OnTokens, images: Images = ()
+    ) -> Completion:
         forward = self._worker.post(on_tokens)
-        return await self._worker.run_on_main_loop(partial(stream_or_generate, self._engine, tokens, sampling, forward))
+        return await self._worker.run_on_main_loop(
+            partial(stream_or_generate, self._engine, tokens, sampling, forward, images)
+        )
 
 
 class MainLoopRollout:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from miles.models.vision.spec import VisionSpec
 from miles.precision.formats import QuantizationSpec
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
@@ -217,6 +218,7 @@ class DecoderSpec:
 
     ``norm_offset`` is added to every norm's weight. ``embedding_scale`` multiplies the embedding; ``logit_softcap``
     soft-caps the logits. ``quantization`` says which weights are quantized; None is none of them.
+    ``vision`` is the vision tower of a vision-language model.
     """
 
     family: str
@@ -231,6 +233,7 @@ class DecoderSpec:
     embedding_scale: float = 1.0
     logit_softcap: float | None = None
     quantization: QuantizationSpec | None = None
+    vision: VisionSpec | None = None
 
     @property
     def num_layers(self) -> int:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from miles.core.errors import EngineError, HookError, MilesError, describe_error, first_cause
+from miles.core.media import Images
 from miles.core.protocols import (
     Completion,
     Engine,
@@ -56,15 +57,17 @@ class InterruptibleEngine:
         self._engine = engine
         self.interrupted = False
 
-    async def generate(self, tokens: Tokens, sampling: SamplingParams) -> Completion:
+    async def generate(self, tokens: Tokens, sampling: SamplingParams, images: Images = ()) -> Completion:
         if self.interrupted:
             return Completion(spans=(), status=Status.ABORTED, finish_reason="abort")
-        return await self._engine.generate(tokens, sampling)
+        return await self._engine.generate(tokens, sampling, images)
 
-    async def generate_stream(self, tokens: Tokens, sampling: SamplingParams, on_tokens: OnTokens) -> Completion:
+    async def generate_stream(
+        self, tokens: Tokens, sampling: SamplingParams, on_tokens: OnTokens, images: Images = ()
+    ) -> Completion:
         if self.interrupted:
-            return await self.generate(tokens, sampling)
-        return await stream_or_generate(self._engine, tokens, sampling, on_tokens)
+            return await self.generate(tokens, sampling, images)
+        return await stream_or_generate(self._engine, tokens, sampling, on_tokens, images)
 
 
 class GroupRollout:

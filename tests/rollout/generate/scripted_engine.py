@@ -56,7 +56,7 @@ class Scripted:
         self.hangs = False
         self.aborts = False
 
-    async def generate(self, tokens: Tokens, sampling: SamplingParams) -> Completion:
+    async def generate(self, tokens: Tokens, sampling: SamplingParams, images=()) -> Completion:
         self.asked.append((tokens.tolist(), sampling))
         if self.hangs:
             await asyncio.Event().wait()

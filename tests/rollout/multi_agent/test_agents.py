@@ -27,7 +27,7 @@ class Stamped(Scripted):
         super().__init__(tokenizer, script)
         self._version = Version(name, number)
 
-    async def generate(self, tokens: Tokens, sampling: SamplingParams) -> Completion:
+    async def generate(self, tokens: Tokens, sampling: SamplingParams, images=()) -> Completion:
         given = await super().generate(tokens, sampling)
         ids = np.concatenate([span.tokens for span in given.spans])
         span = Span(author=Author.POLICY, tokens=ids, logprobs=np.zeros(len(ids), np.float32), version=self._version)

@@ -13,6 +13,7 @@ from miles.backends.remote.transports.buckets import GetWeights
 from miles.backends.remote.transports.senders import WeightTransport
 from miles.backends.remote.weight_update import RemoteWeightUpdate
 from miles.cluster.executor import Executor
+from miles.core.media import Images
 from miles.core.protocols import Completion, OnTokens, SamplingParams
 from miles.core.types import Tokens, Version
 from miles.models.spec import DecoderSpec
@@ -88,11 +89,13 @@ class RemoteEngine:
         """How often a server was restarted."""
         return 0 if self._monitor is None else self._monitor.restarts
 
-    async def generate(self, tokens: Tokens, sampling: SamplingParams) -> Completion:
-        return await self.pool.generate(tokens, sampling)
+    async def generate(self, tokens: Tokens, sampling: SamplingParams, images: Images = ()) -> Completion:
+        return await self.pool.generate(tokens, sampling, images)
 
-    async def generate_stream(self, tokens: Tokens, sampling: SamplingParams, on_tokens: OnTokens) -> Completion:
-        return await self.pool.generate_stream(tokens, sampling, on_tokens)
+    async def generate_stream(
+        self, tokens: Tokens, sampling: SamplingParams, on_tokens: OnTokens, images: Images = ()
+    ) -> Completion:
+        return await self.pool.generate_stream(tokens, sampling, on_tokens, images)
 
     async def pause(self) -> None:
         await self.pool.pause()

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 from miles.core.errors import HookError, TrajectoryError
+from miles.core.media import Images
 from miles.core.protocols import Completion, Engine, Rollout, SamplingParams
 from miles.core.types import UNSCORED, Group, Prompt, Reward, Status, Tokens, Trajectory
 from miles.hooks.compat.convert import build_failed_trajectory, reward_from_upstream, trajectory_from_samples
@@ -69,10 +70,10 @@ class LoopEngine:
     loop: asyncio.AbstractEventLoop
     engine: Engine
 
-    async def generate(self, tokens: Tokens, sampling: SamplingParams) -> Completion:
+    async def generate(self, tokens: Tokens, sampling: SamplingParams, images: Images = ()) -> Completion:
         if self.loop.is_closed():
             raise HookError("The run has ended, and with it its engine.")
-        request = self.engine.generate(tokens, sampling)
+        request = self.engine.generate(tokens, sampling, images)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(request, self.loop))  # pyright: ignore
 
 

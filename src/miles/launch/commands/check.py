@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from miles.core.errors import MilesError
+from miles.core.media import Images
 from miles.core.protocols import Completion, SamplingParams
 from miles.core.types import Author, Prompt, Span, Status, Tokens, Version
 from miles.launch.build.generation import Generation, build_generation
@@ -229,7 +230,7 @@ class _ScriptedEngine:
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
 
-    async def generate(self, tokens: Tokens, sampling: SamplingParams) -> Completion:
+    async def generate(self, tokens: Tokens, sampling: SamplingParams, images: Images = ()) -> Completion:
         reply = self._tokens[: sampling.max_new_tokens]
         span = Span(author=Author.POLICY, tokens=reply, logprobs=np.zeros(len(reply), np.float32), version=Version())
         return Completion(spans=(span,), status=Status.COMPLETED, finish_reason="stop")

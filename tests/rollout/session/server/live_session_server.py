@@ -72,7 +72,7 @@ class Scripted:
         self.error: Exception | None = None
         self.abort = False
 
-    async def generate(self, tokens: Tokens, sampling: SamplingParams) -> Completion:
+    async def generate(self, tokens: Tokens, sampling: SamplingParams, images=()) -> Completion:
         return await self._generate(tokens, sampling, lambda tokens: None)
 
     async def _generate(self, tokens: Tokens, sampling: SamplingParams, on_tokens: OnTokens) -> Completion:
@@ -117,7 +117,9 @@ class Speaking(Scripted):
         self.gate: asyncio.Event | None = None
         self.left = 4
 
-    async def generate_stream(self, tokens: Tokens, sampling: SamplingParams, on_tokens: OnTokens) -> Completion:
+    async def generate_stream(
+        self, tokens: Tokens, sampling: SamplingParams, on_tokens: OnTokens, images=()
+    ) -> Completion:
         return await self._generate(tokens, sampling, on_tokens)
 
     async def _write(self, kept: Sequence[int], on_tokens: OnTokens) -> None:

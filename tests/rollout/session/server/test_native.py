@@ -35,10 +35,10 @@ class Recorded:
         self._engine = engine
         self.wrote: list[list[int]] = []
 
-    async def generate(self, tokens, sampling):
+    async def generate(self, tokens, sampling, images=()):
         return self._kept(await self._engine.generate(tokens, sampling))
 
-    async def generate_stream(self, tokens, sampling, hear):
+    async def generate_stream(self, tokens, sampling, hear, images=()):
         return self._kept(await self._engine.generate_stream(tokens, sampling, hear))
 
     def _kept(self, completion: Completion) -> Completion:

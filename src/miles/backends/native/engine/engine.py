@@ -35,6 +35,7 @@ from miles.backends.native.runner.factory import build_runner
 from miles.cluster.executor import Executor
 from miles.cluster.platform import detect_platform
 from miles.core.errors import EngineError
+from miles.core.media import Images
 from miles.core.protocols import Completion, OnTokens, SamplingParams
 from miles.core.token_fields import TOP_TOKENS
 from miles.core.types import Span, Tokens, Version
@@ -208,27 +209,31 @@ class NativeEngine:
 
     # -- Engine -----------------------------------------------------------------------------
 
-    async def generate(self, tokens: Tokens, sampling: SamplingParams) -> Completion:
+    async def generate(self, tokens: Tokens, sampling: SamplingParams, images: Images = ()) -> Completion:
         """Continue ``tokens``. Cancelling the caller's task cancels the request."""
-        return await self._submit_prompt(tokens, sampling).completion()
+        return await self._submit_prompt(tokens, sampling, images).completion()
 
-    async def generate_stream(self, tokens: Tokens, sampling: SamplingParams, on_tokens: OnTokens) -> Completion:
+    async def generate_stream(
+        self, tokens: Tokens, sampling: SamplingParams, on_tokens: OnTokens, images: Images = ()
+    ) -> Completion:
         """``generate``, with ``on_tokens`` called with new tokens as they are sampled."""
-        async with self._submit_prompt(tokens, sampling) as output:
+        async with self._submit_prompt(tokens, sampling, images) as output:
             async for chunk in output:
                 on_tokens(chunk.tokens)
             return await output.completion()
 
-    def _submit_prompt(self, tokens: Tokens, sampling: SamplingParams) -> RequestOutput:
+    def _submit_prompt(self, tokens: Tokens, sampling: SamplingParams, images: Images) -> RequestOutput:
         if sampling.max_new_tokens == 0:
             raise EngineError(f"{self.name} cannot serve the request: max_new_tokens is 0, must be at least 1")
-        return self.submit(GenerateRequest(tokens=tokens, sampling=sampling))
+        return self.submit(GenerateRequest(tokens=tokens, sampling=sampling, images=images))
 
     def submit(self, request: GenerateRequest) -> RequestOutput:
         """Queue a request, or raise ``EngineError`` if it cannot be served. Call on the event loop."""
         if self._closed:
             raise EngineError(f"{self.name} was closed and takes no more requests")
         self._runner.check()
+        if request.images and self.spec.vision is None:
+            raise EngineError(f"{self.name} cannot serve the request: its model takes no images")
         if self.version is None:
             raise EngineError(f"{self.name} has no weights yet; publish a version to it first")
         req = self._validator.create_req(request, self._clock())
@@ -500,8 +505,9 @@ class TopLogprobsEngine:
     engine: NativeEngine
     k: int
 
-    async def generate(self, tokens: Tokens, sampling: SamplingParams) -> Completion:
-        output = self.engine.submit(GenerateRequest(tokens=tokens, sampling=sampling, top_logprobs_num=self.k))
+    async def generate(self, tokens: Tokens, sampling: SamplingParams, images: Images = ()) -> Completion:
+        request = GenerateRequest(tokens=tokens, sampling=sampling, top_logprobs_num=self.k, images=images)
+        output = self.engine.submit(request)
         completion = await output.completion()
         top_logprobs = output.top_logprobs
         top_nk = np.full((len(top_logprobs), self.k), -1, np.int32)

@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from miles.core.media import Images
 from miles.core.protocols import SamplingParams
 from miles.core.types import Tokens
 
@@ -49,7 +50,8 @@ class GenerateRequest:
     ``logprob_start_len``: return log-probs of the prompt tokens from this position on. ``top_logprobs_num``: return
     this many most likely tokens at each sampled and scored position; ``token_ids_logprob``: return the log-probs of
     these tokens at each position. Penalties count the tokens sampled so far; ``min_new_tokens`` bans EOS and stop
-    tokens until then. Among waiting requests a higher ``priority`` is scheduled first.
+    tokens until then. Among waiting requests a higher ``priority`` is scheduled first. ``images`` are placed among
+    ``tokens``.
     """
 
     tokens: Tokens
@@ -67,6 +69,7 @@ class GenerateRequest:
     min_new_tokens: int = 0
     stop_regex: tuple[str, ...] = ()
     return_routed_experts: bool = True
+    images: Images = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ from miles.backends.remote.response_stitching import Decode, ResponseStitcher, R
 from miles.cluster.least_loaded import LeastLoadedIndex
 from miles.cluster.straggler import EngineThroughput
 from miles.core.errors import EngineError
+from miles.core.media import Images
 from miles.core.protocols import Completion, OnTokens, SamplingParams
 from miles.core.types import Tokens, Version
 
@@ -139,12 +140,16 @@ class EnginePool:
 
     # -- Engine -----------------------------------------------------------------------------
 
-    async def generate(self, tokens: Tokens, sampling: SamplingParams) -> Completion:
+    async def generate(self, tokens: Tokens, sampling: SamplingParams, images: Images = ()) -> Completion:
         """Continue ``tokens`` on the least loaded server, and on another one if that is lost."""
-        return await self.generate_stream(tokens, sampling, lambda tokens: None)
+        return await self.generate_stream(tokens, sampling, lambda tokens: None, images)
 
-    async def generate_stream(self, tokens: Tokens, sampling: SamplingParams, on_tokens: OnTokens) -> Completion:
+    async def generate_stream(
+        self, tokens: Tokens, sampling: SamplingParams, on_tokens: OnTokens, images: Images = ()
+    ) -> Completion:
         """``generate``, with ``on_tokens`` called with new tokens as they arrive, from whichever server."""
+        if images:
+            raise EngineError("served engines take no images; use an engine in the process of the run")
         stitcher = ResponseStitcher(
             tokens.tolist(), sampling, eos_token_ids=self._eos_token_ids, decode=self._decode, experts=self.experts
         )
