@@ -16,10 +16,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from miles.kernels.batch_invariant import linear as invariant
+from miles.kernels.fused.activation import ActivationKind, gated_activation
 from miles.kernels.numerics import Numerics
 from miles.kernels.quantized.activation_quant import quantize_rows_fp8
 from miles.kernels.quantized.autograd import apply_with_grad, needs_grad
 from miles.kernels.quantized.fp8_gemm import fp8_linear, supports_fp8_gemm
+from miles.kernels.quantized.weight_only import gated_weight_only_linear, use_weight_only, weight_only_linear
 from miles.precision.formats import WeightFormat
 from miles.precision.quantize import dequantize, dequantize_activation, quantize, quantize_activation
 from miles.precision.quantized_tensor import QuantizedActivation, QuantizedTensor, StraightThroughWeight
@@ -27,7 +29,7 @@ from miles.precision.quantized_tensor import QuantizedActivation, QuantizedTenso
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["is_fp8", "linear_reference", "quantized_linear", "round_activation"]
+__all__ = ["gated_quantized_linear", "is_fp8", "linear_reference", "quantized_linear", "round_activation"]
 
 
 def quantized_linear(
@@ -51,11 +53,32 @@ def linear_forward(
 ) -> Tensor:
     """``quantized_linear`` without a gradient."""
     rows = x_TK.data if isinstance(x_TK, QuantizedActivation) else x_TK
+    if isinstance(x_TK, Tensor) and use_weight_only(x_TK, weight, numerics):
+        return weight_only_linear(x_TK, weight, bias_N, numerics=numerics)
     if not (is_fp8(weight.format) and supports_fp8_gemm(rows, weight)):
         return linear_reference(x_TK, weight, bias_N, numerics=numerics)
     if not isinstance(x_TK, QuantizedActivation):
         x_TK = quantize_rows_fp8(x_TK.reshape(-1, x_TK.shape[-1]), weight.format)
     return fp8_linear(x_TK, weight, bias_N, numerics=numerics).view(*rows.shape[:-1], -1)
+
+
+def gated_quantized_linear(
+    x_TK: Tensor | QuantizedActivation,
+    weight: QuantizedTensor | StraightThroughWeight,
+    bias_N: Tensor | None,
+    activation: ActivationKind,
+    *,
+    numerics: Numerics,
+) -> Tensor:
+    """``quantized_linear`` followed by ``gated_activation``, in one kernel where there is one; not batch-invariant."""
+    if (
+        isinstance(x_TK, Tensor)
+        and isinstance(weight, QuantizedTensor)
+        and not needs_grad(x_TK, weight)
+        and use_weight_only(x_TK, weight, numerics)
+    ):
+        return gated_weight_only_linear(x_TK, weight, bias_N, activation, numerics=numerics)
+    return gated_activation(quantized_linear(x_TK, weight, bias_N, numerics=numerics), activation)
 
 
 def is_fp8(format: WeightFormat) -> bool:

@@ -23,6 +23,7 @@ from miles.kernels.quantized.autograd import apply_with_grad, needs_grad
 from miles.kernels.quantized.fp8_gemm import supports_fp8_gemm
 from miles.kernels.quantized.fp8_moe import fp8_grouped_gemm, fp8_moe
 from miles.kernels.quantized.linear import is_fp8, round_activation
+from miles.kernels.quantized.weight_only import grouped_weight_only_linear, use_weight_only, weight_only_moe
 from miles.kernels.runtime.triton_compat import use_triton_inference
 from miles.precision.quantize import dequantize, quantize
 from miles.precision.quantized_tensor import QuantizedActivation, QuantizedTensor, StraightThroughWeight
@@ -74,6 +75,18 @@ def quantized_moe(
         assert isinstance(experts.first, QuantizedTensor) and isinstance(experts.down, QuantizedTensor)
         rows = x if isinstance(x, QuantizedActivation) else quantize_rows_fp8(x, experts.first.format)
         return fp8_moe(rows, weights_Tk, experts_Tk, experts.first, experts.down, experts.activation)
+    if exchange is None and not weigh_input and isinstance(x, Tensor) and _can_fuse_weight_only(x, experts):
+        assert isinstance(experts.first, QuantizedTensor) and isinstance(experts.down, QuantizedTensor)
+        return weight_only_moe(
+            x,
+            weights_Tk,
+            experts_Tk,
+            experts.first,
+            experts.down,
+            experts.activation,
+            (experts.first_bias_EF, experts.down_bias_ED),
+            interleaved=experts.interleaved,
+        )
     x_TD = x.wide if isinstance(x, QuantizedActivation) else x
     assert x_TD is not None, "experts read the input before it is quantized"
     count = experts.first.shape[0] * (1 if exchange is None else exchange.world)
@@ -100,6 +113,16 @@ def _can_fuse(x: Tensor | QuantizedActivation, experts: QuantizedExperts) -> boo
     rows = x.data if isinstance(x, QuantizedActivation) else x
     is_plain = is_fp8(first.format) and not (biased or experts.interleaved)
     return is_plain and use_triton_inference(rows) and has_fp8(rows.device)
+
+
+def _can_fuse_weight_only(x_TD: Tensor, experts: QuantizedExperts) -> bool:
+    """Whether the fused weight-only kernels of an engine apply."""
+    first, down = experts.first, experts.down
+    if not (isinstance(first, QuantizedTensor) and isinstance(down, QuantizedTensor)):
+        return False
+    is_gated = first.shape[1] == 2 * down.shape[2]
+    is_plain = is_gated and not experts.numerics.batch_invariant and use_triton_inference(x_TD)
+    return is_plain and all(use_weight_only(x_TD, each, experts.numerics, first.shape[0]) for each in (first, down))
 
 
 def grouped_quantized_linear(
@@ -133,6 +156,8 @@ def grouped_forward(
         x = x_RK if isinstance(x_RK, QuantizedActivation) else quantize_rows_fp8(x_RK, weight.format)
         out_RN = fp8_grouped_gemm(x, weight, rows)
         return out_RN if bias_EN is None else out_RN + bias_EN.index_select(0, rows.group_R)
+    if isinstance(x_RK, Tensor) and use_weight_only(x_RK, weight, numerics, weight.shape[0]):
+        return grouped_weight_only_linear(x_RK, weight, rows, bias_EN)
     rounded_RK, dtype = round_activation(x_RK, weight.format)
     weight_ENK = dequantize(weight, rounded_RK.dtype)
     bias = None if bias_EN is None else bias_EN.to(rounded_RK.dtype)

@@ -25,14 +25,26 @@ __all__ = [
     "gated_weight_only_linear",
     "grouped_weight_only_linear",
     "supports_weight_only",
+    "use_weight_only",
     "weight_only_linear",
     "weight_only_moe",
 ]
 
 
+# Beyond so many rows (of an expert), dequantizing the weight once and multiplying with the vendor's GEMM is faster.
+_MAX_ROWS = 512
+
+
 def supports_weight_only(x: Tensor, weight: QuantizedTensor) -> bool:
-    """Whether the kernels apply: a GPU, a weight-only format, contiguous packed tensors."""
-    return use_triton(x) and is_weight_only(weight.format) and weight.data.is_contiguous()
+    """Whether the kernels apply: a GPU, 16-bit inputs, a weight-only format, contiguous packed tensors."""
+    is_half = x.dtype in (torch.bfloat16, torch.float16)
+    return use_triton(x) and is_half and is_weight_only(weight.format) and weight.data.is_contiguous()
+
+
+def use_weight_only(x: Tensor, weight: QuantizedTensor, numerics: Numerics, experts: int = 1) -> bool:
+    """Whether to take the kernels: always where they must be batch-invariant, else for few rows."""
+    rows = x.numel() // max(1, x.shape[-1])
+    return (numerics.batch_invariant or rows <= _MAX_ROWS * experts) and supports_weight_only(x, weight)
 
 
 def weight_only_linear(x_TK: Tensor, weight: QuantizedTensor, bias_N: Tensor | None, *, numerics: Numerics) -> Tensor:

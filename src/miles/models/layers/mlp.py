@@ -16,6 +16,7 @@ from miles.kernels.fused.activation import apply_activation, gated_activation
 from miles.kernels.fused.gemv import gated_linear
 from miles.kernels.numerics import Numerics
 from miles.kernels.quantized.activation_quant import gated_activation_fp8, has_fp8, supports_fused_quantization
+from miles.kernels.quantized.linear import gated_quantized_linear
 from miles.kernels.runtime.triton_compat import use_triton_inference
 from miles.models.layers.linear import Linear
 from miles.models.spec import Activation, MlpSpec
@@ -45,6 +46,12 @@ class Mlp(nn.Module):
             down = self.down.quantized
             assert down is not None
             return self.down(gated_activation_fp8(self.gate_up(x_TD), self.activation, down.format))
+        if self.gate_up is not None and self.gate_up.adapter is None and self._gates_quantized():
+            weight = self.gate_up.operand()
+            assert not isinstance(weight, Tensor)
+            return self.down(
+                gated_quantized_linear(x_TD, weight, self.gate_up.bias, self.activation, numerics=self.numerics)
+            )
         if self.gate_up is not None and (self.gate_up.adapter is not None or self.gate_up.quantized is not None):
             inner_T2I = self.gate_up(x_TD)
             return self.down(
@@ -61,6 +68,10 @@ class Mlp(nn.Module):
         if self.numerics.batch_invariant:
             return self.down(ungated_activation(up_TI, self.activation))
         return self.down(apply_activation(up_TI, None, self.activation))
+
+    def _gates_quantized(self) -> bool:
+        """Whether gate and up are quantized, and the activation follows in the same call."""
+        return self.gate_up is not None and self.gate_up.quantized is not None and not self.numerics.batch_invariant
 
     def _fuses_quantization(self, x_TD: Tensor | QuantizedActivation) -> bool:
         """Whether the activation's kernel also quantizes the input of ``down``: in an engine, without adapters."""
