@@ -402,7 +402,7 @@ def main() -> None:
     for part in args.parts:
         cases = ("Qwen3-0.6B", "Qwen3-4B") if part == "prefix" else args.cases
         for case in cases:
-            for side in args.sides if part == "steps" else ("ours",):
+            for side in ("ours",) if part == "prefix" else args.sides:
                 found = spawn(part, case, side)
                 if part == "steps" and found is not None:
                     rows.append((case, side, found))

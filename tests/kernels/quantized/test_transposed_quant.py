@@ -4,7 +4,7 @@ import pytest
 import torch
 from tests.kernels.device import needs_triton, random
 
-from miles.kernels.quantized.transposed_quant import quantize_transposed_fp8, transpose_fp8
+from miles.kernels.quantized.transposed_quant import quantize_both_fp8, quantize_transposed_fp8, transpose_fp8
 from miles.precision.formats import FORMATS
 from miles.precision.quantize import dequantize, dequantize_activation, quantize, quantize_activation
 
@@ -23,6 +23,16 @@ def test_rows_are_quantized_transposed_in_groups_of_tokens(quantized):
     padded = torch.nn.functional.pad(wide, (0, 0, 0, 256 - 150)).T.contiguous()
     expected = quantize_activation(padded, FORMATS["fp8"])
     assert torch.equal(bits(found.data), bits(expected.data)) and torch.equal(found.scale, expected.scale)
+
+
+@needs_triton
+def test_one_kernel_quantizes_rows_and_columns():
+    x = random(150, 384, dtype=torch.bfloat16)
+    rows, columns = quantize_both_fp8(x)
+    expected_rows, expected_columns = quantize_activation(x, FORMATS["fp8"]), quantize_transposed_fp8(x)
+    assert torch.equal(bits(rows.data), bits(expected_rows.data)) and torch.equal(rows.scale, expected_rows.scale)
+    assert torch.equal(bits(columns.data), bits(expected_columns.data))
+    assert torch.equal(columns.scale, expected_columns.scale)
 
 
 def test_a_transposed_weight_dequantizes_to_the_transpose():

@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from miles.kernels.moe import grouped_gemm
 from miles.kernels.moe.grouped_gemm import SortedRows, supports_grouped_mm
 from miles.kernels.quantized.activation_quant import has_fp8, quantize_rows_fp8, supports_fused_quantization
-from miles.kernels.quantized.fp8_backward import fp8_grad_input, fp8_grad_weight, supports_fp8_backward
+from miles.kernels.quantized.fp8_backward import fp8_gradients, supports_fp8_backward
 from miles.kernels.quantized.fp8_gemm import supports_fp8_gemm
 from miles.kernels.quantized.quantize_triton import quantize_weight, supports_quantize_weight
 from miles.kernels.runtime.triton_compat import use_triton
@@ -100,22 +100,24 @@ class _QuantizedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        weight, saved = _read_saved(ctx)
+        weight, transposed, saved = _read_saved(ctx)
         rows: SortedRows | None = ctx.rows
         grad_rows = grad_TN.reshape(-1, grad_TN.shape[-1])
         precision: BackwardPrecision = ctx.backward_precision
         grad_x = grad_weight_out = None
         use_fp8 = precision == "e4m3" and ctx.columns is not None and supports_fp8_backward(grad_rows, weight)
-        if needs_x:
-            grad_x = (
-                fp8_grad_input(grad_rows, weight) if use_fp8 else grad_input(grad_rows, weight, rows, precision)
-            ).view(*grad_TN.shape[:-1], weight.shape[-1])
-        if needs_weight and use_fp8:
-            x = QuantizedActivation(saved[0], saved[1], int(ctx.columns or 0), grad_TN.dtype)
-            grad_weight_out = fp8_grad_weight(grad_rows, x)
-        elif needs_weight:
-            x_TK = _read_input(saved, ctx.columns, grad_TN.dtype)
-            grad_weight_out = grad_weight(grad_rows, x_TK, rows, ctx.groups, precision)
+        if use_fp8:
+            columns = int(ctx.columns or 0)
+            x = QuantizedActivation(saved[0], saved[1], columns, grad_TN.dtype) if needs_weight else None
+            grad_x, grad_weight_out = fp8_gradients(grad_rows, weight, transposed, x)
+        else:
+            if needs_x:
+                grad_x = grad_input(grad_rows, weight, rows, precision)
+            if needs_weight:
+                x_TK = _read_input(saved, ctx.columns, grad_TN.dtype)
+                grad_weight_out = grad_weight(grad_rows, x_TK, rows, ctx.groups, precision)
+        if grad_x is not None:
+            grad_x = grad_x.view(*grad_TN.shape[:-1], weight.shape[-1])
         grad_bias = _grad_bias(grad_rows, rows, ctx.groups) if needs_bias else None
         return grad_x, grad_weight_out, grad_bias, None
 
@@ -142,13 +144,18 @@ def _quantize_input(x_TK: Tensor, weight: QuantizedTensor) -> Tensor | Quantized
     return quantize_activation(x_TK, weight.format)
 
 
-def _read_saved(ctx: Any) -> tuple[QuantizedTensor, tuple[Tensor, ...]]:
+def _read_saved(ctx: Any) -> tuple[QuantizedTensor, QuantizedTensor | None, tuple[Tensor, ...]]:
+    """The weight as the forward multiplied it, the same transposed for an FP8 backward, and the input."""
     format: WeightFormat = ctx.format
     if ctx.segments is not None:
         wide, *saved = ctx.saved_tensors
-        return _quantize_weight(wide.detach(), format, ctx.segments), tuple(saved)
+        wide = wide.detach()
+        can_transpose = use_triton(wide) and supports_quantize_weight(wide, format, ctx.segments, transposed=True)
+        if ctx.backward_precision == "e4m3" and can_transpose and has_fp8(wide.device):
+            return *quantize_weight(wide, format, transposed=True), tuple(saved)
+        return _quantize_weight(wide, format, ctx.segments), None, tuple(saved)
     data, scale, zero, global_scale, *saved = ctx.saved_tensors
-    return QuantizedTensor(format, data, scale, ctx.row_block, zero, global_scale), tuple(saved)
+    return QuantizedTensor(format, data, scale, ctx.row_block, zero, global_scale), None, tuple(saved)
 
 
 def _read_input(saved: tuple[Tensor, ...], columns: int | None, dtype: torch.dtype) -> Tensor:

@@ -15,11 +15,16 @@ import torch
 from torch import Tensor
 
 from miles.kernels.quantized.activation_quant import pad_tokens, quantize_rows_fp8
-from miles.kernels.quantized.transposed_quant import TILE, quantize_transposed_fp8, transpose_fp8
+from miles.kernels.quantized.transposed_quant import (
+    TILE,
+    quantize_both_fp8,
+    quantize_transposed_fp8,
+    transpose_fp8,
+)
 from miles.precision.formats import FORMATS
 from miles.precision.quantized_tensor import QuantizedActivation, QuantizedTensor
 
-__all__ = ["fp8_grad_input", "fp8_grad_weight", "supports_fp8_backward"]
+__all__ = ["fp8_grad_input", "fp8_grad_weight", "fp8_gradients", "supports_fp8_backward"]
 
 # cuBLAS wants the number of groups along the summed dimension to be a multiple of four.
 _ALIGNMENT = 4 * TILE
@@ -35,35 +40,55 @@ def supports_fp8_backward(grad_TN: Tensor, weight: QuantizedTensor) -> bool:
     return weight.data.ndim == 2 and (square or by_row) and not (rows % _ALIGNMENT or columns % TILE)
 
 
-def fp8_grad_input(grad_TN: Tensor, weight: QuantizedTensor) -> Tensor:
+def fp8_gradients(
+    grad_TN: Tensor,
+    weight: QuantizedTensor,
+    transposed: QuantizedTensor | None,
+    x: Tensor | QuantizedActivation | None,
+) -> tuple[Tensor, Tensor | None]:
+    """dy W' [T, K], and dy^T x' [N, K] if there is ``x``; ``transposed`` is the weight as [K, N] where it is known.
+
+    The gradient is read once for both of its quantized forms, where both are needed.
+    """
+    if x is None or weight.row_block != TILE:
+        return fp8_grad_input(grad_TN, weight, transposed), None if x is None else fp8_grad_weight(grad_TN, x)
+    rows, columns = quantize_both_fp8(grad_TN)
+    return _multiply_blocks(rows, transposed or transpose_fp8(weight)), fp8_grad_weight(columns, x)
+
+
+def fp8_grad_input(grad_TN: Tensor, weight: QuantizedTensor, transposed: QuantizedTensor | None = None) -> Tensor:
     """dy W', [T, K]."""
     if weight.row_block != TILE:
         grad_TN = grad_TN * weight.scale.view(-1).to(grad_TN.dtype)
         grad = quantize_rows_fp8(grad_TN, FORMATS["fp8_channel"])
-        transposed = weight.data.view(torch.uint8).t().contiguous().view(weight.data.dtype)
-        ones = torch.ones(1, len(transposed), dtype=torch.float32, device=grad_TN.device)
+        weight_KN = weight.data.view(torch.uint8).t().contiguous().view(weight.data.dtype)
+        ones = torch.ones(1, len(weight_KN), dtype=torch.float32, device=grad_TN.device)
         return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
-            grad.data, transposed.t(), grad.scale, ones, out_dtype=grad_TN.dtype, use_fast_accum=True
+            grad.data, weight_KN.t(), grad.scale, ones, out_dtype=grad_TN.dtype, use_fast_accum=True
         )
-    grad = quantize_rows_fp8(grad_TN, FORMATS["fp8"])
-    transposed_weight = transpose_fp8(weight)
-    tokens, padded = len(grad_TN), pad_tokens(len(grad_TN))
+    return _multiply_blocks(quantize_rows_fp8(grad_TN, FORMATS["fp8"]), transposed or transpose_fp8(weight))
+
+
+def _multiply_blocks(grad: QuantizedActivation, transposed: QuantizedTensor) -> Tensor:
+    tokens, padded = len(grad.data), pad_tokens(len(grad.data))
     functional: Any = torch.nn.functional  # newer than torch's type stubs
     out_TK = functional.scaled_mm(
         grad.data.as_strided((padded, grad.data.shape[1]), (grad.data.shape[1], 1)),
-        transposed_weight.data.t(),
+        transposed.data.t(),
         grad.scale.as_strided((padded, grad.scale.shape[1]), (1, padded)),
         functional.ScalingType.BlockWise1x128,
-        transposed_weight.scale.t(),
+        transposed.scale.t(),
         functional.ScalingType.BlockWise128x128,
-        output_dtype=grad_TN.dtype,
+        output_dtype=grad.dtype,
     )
     return out_TK[:tokens]
 
 
-def fp8_grad_weight(grad_TN: Tensor, x: Tensor | QuantizedActivation) -> Tensor:
-    """dy^T x', [N, K]."""
-    grad, rows = quantize_transposed_fp8(grad_TN), quantize_transposed_fp8(x)
+def fp8_grad_weight(grad: Tensor | QuantizedActivation, x: Tensor | QuantizedActivation) -> Tensor:
+    """dy^T x', [N, K], of dy [T, N], or of what ``quantize_transposed_fp8`` makes of it."""
+    if isinstance(grad, Tensor):
+        grad = quantize_transposed_fp8(grad)
+    rows = quantize_transposed_fp8(x)
     functional: Any = torch.nn.functional
     return functional.scaled_mm(
         grad.data,
@@ -72,5 +97,5 @@ def fp8_grad_weight(grad_TN: Tensor, x: Tensor | QuantizedActivation) -> Tensor:
         functional.ScalingType.BlockWise1x128,
         rows.scale,
         functional.ScalingType.BlockWise1x128,
-        output_dtype=grad_TN.dtype,
+        output_dtype=grad.dtype,
     )

@@ -21,7 +21,9 @@ from miles.kernels.numerics import Numerics
 from miles.kernels.quantized.activation_quant import quantize_rows_fp8
 from miles.kernels.quantized.autograd import apply_with_grad, needs_grad
 from miles.kernels.quantized.fp8_gemm import fp8_linear, supports_fp8_gemm
+from miles.kernels.quantized.packed_weight import dequantize_weight, is_weight_only
 from miles.kernels.quantized.weight_only import gated_weight_only_linear, use_weight_only, weight_only_linear
+from miles.kernels.runtime.triton_compat import use_triton
 from miles.precision.formats import WeightFormat
 from miles.precision.quantize import dequantize, dequantize_activation, quantize, quantize_activation
 from miles.precision.quantized_tensor import QuantizedActivation, QuantizedTensor, StraightThroughWeight
@@ -29,7 +31,14 @@ from miles.precision.quantized_tensor import QuantizedActivation, QuantizedTenso
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["gated_quantized_linear", "is_fp8", "linear_reference", "quantized_linear", "round_activation"]
+__all__ = [
+    "dequantize_fast",
+    "gated_quantized_linear",
+    "is_fp8",
+    "linear_reference",
+    "quantized_linear",
+    "round_activation",
+]
 
 
 def quantized_linear(
@@ -91,7 +100,7 @@ def linear_reference(
 ) -> Tensor:
     """``quantized_linear`` on dequantized operands."""
     rounded_TK, dtype = round_activation(x_TK, weight.format)
-    weight_NK = dequantize(weight, rounded_TK.dtype)
+    weight_NK = dequantize_fast(weight, rounded_TK.dtype)
     bias = None if bias_N is None else bias_N.to(rounded_TK.dtype)
     out_TN = (
         invariant.linear(rounded_TK, weight_NK, bias)
@@ -99,6 +108,13 @@ def linear_reference(
         else F.linear(rounded_TK, weight_NK, bias)
     )
     return out_TN.to(dtype)
+
+
+def dequantize_fast(weight: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+    """``dequantize``, in one kernel on a GPU where there is one."""
+    if use_triton(weight.data) and is_weight_only(weight.format) and weight.data.is_contiguous():
+        return dequantize_weight(weight, dtype)
+    return dequantize(weight, dtype)
 
 
 def round_activation(x_TK: Tensor | QuantizedActivation, format: WeightFormat) -> tuple[Tensor, torch.dtype]:

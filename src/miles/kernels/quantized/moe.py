@@ -22,10 +22,10 @@ from miles.kernels.quantized.activation_quant import has_fp8, quantize_rows_fp8
 from miles.kernels.quantized.autograd import apply_with_grad, needs_grad
 from miles.kernels.quantized.fp8_gemm import supports_fp8_gemm
 from miles.kernels.quantized.fp8_moe import fp8_grouped_gemm, fp8_moe
-from miles.kernels.quantized.linear import is_fp8, round_activation
+from miles.kernels.quantized.linear import dequantize_fast, is_fp8, round_activation
 from miles.kernels.quantized.weight_only import grouped_weight_only_linear, use_weight_only, weight_only_moe
 from miles.kernels.runtime.triton_compat import use_triton_inference
-from miles.precision.quantize import dequantize, quantize
+from miles.precision.quantize import quantize
 from miles.precision.quantized_tensor import QuantizedActivation, QuantizedTensor, StraightThroughWeight
 
 __all__ = ["QuantizedExperts", "quantized_moe"]
@@ -159,7 +159,7 @@ def grouped_forward(
     if isinstance(x_RK, Tensor) and use_weight_only(x_RK, weight, numerics, weight.shape[0]):
         return grouped_weight_only_linear(x_RK, weight, rows, bias_EN)
     rounded_RK, dtype = round_activation(x_RK, weight.format)
-    weight_ENK = dequantize(weight, rounded_RK.dtype)
+    weight_ENK = dequantize_fast(weight, rounded_RK.dtype)
     bias = None if bias_EN is None else bias_EN.to(rounded_RK.dtype)
     module = invariant if numerics.batch_invariant else grouped_gemm
     return module.grouped_linear(rounded_RK, weight_ENK, rows, bias).to(dtype)

@@ -10,11 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from miles.kernels.runtime.triton_compat import jit, tl
+from miles.kernels.runtime.triton_compat import device_guard, jit, tl, triton
 from miles.precision.formats import WeightFormat
 from miles.precision.quantized_tensor import QuantizedTensor
 
-__all__ = ["decode_scale", "is_weight_only", "kernel_scale", "load_weight_tile"]
+__all__ = ["decode_scale", "dequantize_weight", "is_weight_only", "kernel_scale", "load_weight_pairs"]
+
+
+# Rows and columns that a program dequantizes.
+_ROWS = 8
+_COLUMNS = 1024
 
 
 def is_weight_only(format: WeightFormat) -> bool:
@@ -25,6 +30,69 @@ def is_weight_only(format: WeightFormat) -> bool:
 def kernel_scale(weight: QuantizedTensor) -> Tensor:
     """The scales as kernels read them: E4M3 as bytes, since not every GPU converts it."""
     return weight.scale.view(torch.uint8) if weight.format.scale == "e4m3" else weight.scale
+
+
+def dequantize_weight(weight: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+    """``precision.quantize.dequantize`` of a weight-only format, or of a stack, in one kernel."""
+    assert weight.data.is_contiguous() and weight.row_block == 1
+    *_, rows, columns = weight.shape
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.data.device)
+    count = out.numel() // columns
+    width = max(16, min(_COLUMNS, 1 << (columns - 1).bit_length()))
+    if count:
+        with device_guard(weight.data):
+            _dequantize_kernel[(triton.cdiv(columns, width), triton.cdiv(rows, _ROWS), count // rows)](
+                weight.data,
+                kernel_scale(weight),
+                weight.zero,
+                weight.global_scale,
+                out,
+                rows,
+                columns,
+                weight.scale.shape[-1],
+                ELEMENT=weight.format.element,
+                SCALE=weight.format.scale,
+                ZERO=weight.zero is not None,
+                GLOBAL=weight.global_scale is not None,
+                GROUP=weight.column_block if weight.column_block < columns else 0,
+                N=_ROWS,
+                K=width,
+                num_warps=4,
+            )
+    return out
+
+
+@jit
+def _dequantize_kernel(
+    data_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    zero_ptr: tl.tensor,
+    global_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    groups: tl.tensor,
+    ELEMENT: tl.constexpr,
+    SCALE: tl.constexpr,
+    ZERO: tl.constexpr,
+    GLOBAL: tl.constexpr,
+    GROUP: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+) -> None:
+    """A tile of one matrix of the stack."""
+    matrix = tl.program_id(2).to(tl.int64)
+    n_N, start = tl.program_id(1) * N + tl.arange(0, N), tl.program_id(0) * K
+    row_N = matrix * rows + n_N
+    valid_N = n_N < rows
+    factor = tl.load(global_ptr + matrix) if GLOBAL else 1.0
+    dtype: tl.constexpr = out_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue]
+    tensors = (data_ptr, scale_ptr, zero_ptr, factor)
+    value_NK = load_weight_tile(
+        *tensors, row_N, valid_N, start, columns, groups, ELEMENT, SCALE, ZERO, GLOBAL, GROUP, dtype, N, K
+    )
+    k_K = start + tl.arange(0, K)
+    tl.store(out_ptr + row_N[:, None] * columns + k_K[None, :], value_NK, valid_N[:, None] & (k_K < columns)[None, :])
 
 
 @jit
@@ -68,6 +136,52 @@ def load_weight_tile(
 
     ``GROUP`` is 0 if a row has one scale. Columns past the last are finite numbers.
     """
+    low_NC, high_NC = load_weight_pairs(
+        data_ptr,
+        scale_ptr,
+        zero_ptr,
+        factor,
+        row_N,
+        valid_N,
+        start,
+        inputs,
+        groups,
+        ELEMENT,
+        SCALE,
+        ZERO,
+        GLOBAL,
+        GROUP,
+        DTYPE,
+        N,
+        K,
+    )
+    if ELEMENT == "int8":
+        return low_NC
+    else:
+        return tl.reshape(tl.join(low_NC, high_NC), (N, K))
+
+
+@jit
+def load_weight_pairs(
+    data_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    zero_ptr: tl.tensor,
+    factor: tl.tensor,
+    row_N: tl.tensor,
+    valid_N: tl.tensor,
+    start: tl.tensor,
+    inputs: tl.tensor,
+    groups: tl.tensor,
+    ELEMENT: tl.constexpr,
+    SCALE: tl.constexpr,
+    ZERO: tl.constexpr,
+    GLOBAL: tl.constexpr,
+    GROUP: tl.constexpr,
+    DTYPE: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+) -> Any:
+    """``load_weight_tile`` as its even and its odd columns, [N, K / 2] each; INT8 as all columns, twice."""
     PER_BYTE: tl.constexpr = 1 if ELEMENT == "int8" else 2  # pyright: ignore[reportAssignmentType]
     C: tl.constexpr = K // PER_BYTE
     G: tl.constexpr = 1 if GROUP == 0 or GROUP >= K else K // GROUP  # pyright: ignore[reportAssignmentType]
@@ -82,7 +196,8 @@ def load_weight_tile(
     valid_NG = valid_N[:, None] & (group_G < groups)[None, :]
     scale_NC = _expand(decode_scale(tl.load(scale_ptr + at_NG, valid_NG, other=0), SCALE), N, G, C)
     if ELEMENT == "int8":
-        return (data_NC.to(tl.float32) * scale_NC).to(DTYPE)
+        value_NC = (data_NC.to(tl.float32) * scale_NC).to(DTYPE)
+        return value_NC, value_NC
     else:
         low_NC, high_NC = _decode_pairs(data_NC, ELEMENT)
         if ZERO:
@@ -94,7 +209,7 @@ def load_weight_tile(
         low_NC, high_NC = low_NC * scale_NC, high_NC * scale_NC
         if GLOBAL:
             low_NC, high_NC = low_NC * factor, high_NC * factor
-        return tl.reshape(tl.join(low_NC.to(DTYPE), high_NC.to(DTYPE)), (N, K))
+        return low_NC.to(DTYPE), high_NC.to(DTYPE)
 
 
 @jit

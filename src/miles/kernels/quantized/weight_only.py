@@ -2,8 +2,9 @@
 
 Shapes: T tokens, K in, N out, k experts per token, R = T * k rows, E experts, D features, I intermediate.
 
-A single row in inference takes the GEMV, which dequantizes in float32. All else, and everything that must be
-batch-invariant, takes the GEMM, which rounds the weight to the input's dtype as the reference does.
+A single row in inference takes the GEMV, which dequantizes in float32, and a few rows take the GEMM, which rounds the
+weight to the input's dtype as the reference does. Beyond that, and where results must be batch-invariant, the weight is
+dequantized by ``packed_weight.dequantize_weight`` and multiplied as a wide one is.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ __all__ = [
 ]
 
 
-# Beyond so many rows (of an expert), dequantizing the weight once and multiplying with the vendor's GEMM is faster.
-_MAX_ROWS = 512
+# Beyond so many rows (of an expert), dequantizing the weight and multiplying with the vendor's GEMM is faster.
+MAX_ROWS = 64
 
 
 def supports_weight_only(x: Tensor, weight: QuantizedTensor) -> bool:
@@ -42,9 +43,9 @@ def supports_weight_only(x: Tensor, weight: QuantizedTensor) -> bool:
 
 
 def use_weight_only(x: Tensor, weight: QuantizedTensor, numerics: Numerics, experts: int = 1) -> bool:
-    """Whether to take the kernels: always where they must be batch-invariant, else for few rows."""
+    """Whether to take the kernels: for few rows, and where the result need not be batch-invariant."""
     rows = x.numel() // max(1, x.shape[-1])
-    return (numerics.batch_invariant or rows <= _MAX_ROWS * experts) and supports_weight_only(x, weight)
+    return not numerics.batch_invariant and rows <= MAX_ROWS * experts and supports_weight_only(x, weight)
 
 
 def weight_only_linear(x_TK: Tensor, weight: QuantizedTensor, bias_N: Tensor | None, *, numerics: Numerics) -> Tensor:
@@ -62,7 +63,7 @@ def gated_weight_only_linear(
 def grouped_weight_only_linear(
     x_RK: Tensor, weight: QuantizedTensor, rows: SortedRows, bias_EN: Tensor | None = None
 ) -> Tensor:
-    """Each row times its expert's weight, plus its bias; ``rows`` are sorted by expert. Batch-invariant."""
+    """Each row times its expert's weight, plus its bias; ``rows`` are sorted by expert."""
     return expert_gemm(x_RK, weight, bias_EN, rows.group_R)
 
 

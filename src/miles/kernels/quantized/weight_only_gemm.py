@@ -3,10 +3,10 @@
 Shapes: T tokens, R rows of a token's experts, K in, N out, E experts; n, t and k are a tile's rows of the weight,
 tokens and depth; P blocks of t rows sorted by expert.
 
-A tile of the weight is rounded to the input's dtype, bitwise as ``precision.quantize.dequantize`` does, and an output
-is one sum over all inputs in ascending order, in float32 and rounded once. It does not depend on the tile nor on the
-other rows (batch invariance), and is what ``batch_invariant.linear`` makes of the dequantized weight. The weight is
-always the left operand, so that its rows fill the instruction however few tokens there are.
+A tile of the weight is rounded to the input's dtype, bitwise as ``precision.quantize.dequantize`` does. A byte has two
+values, so even and odd columns are two matmuls, which leaves the values in the registers where they were decoded; sums
+are in float32 and rounded once. Tiles differ in the order of the sum: this is not batch-invariant. The weight is the
+left operand, so that its rows fill the instruction however few tokens there are.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from miles.kernels.fused.activation import ActivationKind, activate_and_multiply
 from miles.kernels.moe.fused_moe import place_rows
-from miles.kernels.quantized.packed_weight import kernel_scale, load_weight_tile
+from miles.kernels.quantized.packed_weight import kernel_scale, load_weight_pairs
 from miles.kernels.runtime.triton_compat import (
     HAVE_TRITON,
     count_sms,
@@ -133,7 +133,7 @@ def _launch(
     blocks = triton.cdiv(rows, tile.tokens) if expert_P is None else len(expert_P)
     group = weight.column_block if weight.column_block < inputs else 0
     # A tile holds whole groups or is part of one.
-    depth = max(16, min(tile.depth, 1 << (inputs - 1).bit_length()))
+    depth = max(32, min(tile.depth, 1 << (inputs - 1).bit_length()))
     depth = depth if x.dtype.itemsize < 4 else min(depth, 64)
     with device_guard(x):
         _gemm_kernel[(blocks * triton.cdiv(outputs, tile.rows),)](
@@ -237,15 +237,18 @@ def _gemm_kernel(
     for start in range(0, inputs, K):  # pyright: ignore[reportArgumentType]
         valid_TK = valid_T[:, None] if EVEN_K else valid_T[:, None] & (start + k_K < inputs)[None, :]
         b_TK = tl.load(x_TK + start, valid_TK, other=0.0)
-        a_NK = load_weight_tile(
+        even_TC, odd_TC = b_TK, b_TK
+        if ELEMENT != "int8":
+            even_TC, odd_TC = tl.split(tl.reshape(b_TK, (T, K // 2, 2)))
+        pairs = load_weight_pairs(
             *tensors, gate_N, valid_N, start, inputs, groups, ELEMENT, SCALE, ZERO, GLOBAL, GROUP, dtype, N, K
         )
-        sum_NT = tl.dot(a_NK, tl.trans(b_TK), sum_NT, input_precision="ieee")
+        sum_NT = _dot_pairs(sum_NT, pairs[0], pairs[1], even_TC, odd_TC, ELEMENT)
         if ACTIVATION != "":
-            c_NK = load_weight_tile(
+            pairs = load_weight_pairs(
                 *tensors, up_N, valid_N, start, inputs, groups, ELEMENT, SCALE, ZERO, GLOBAL, GROUP, dtype, N, K
             )
-            up_NT = tl.dot(c_NK, tl.trans(b_TK), up_NT, input_precision="ieee")
+            up_NT = _dot_pairs(up_NT, pairs[0], pairs[1], even_TC, odd_TC, ELEMENT)
     out_dtype = out_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue]
     out_NT = _round_with_bias(sum_NT, bias_ptr, gate_N, valid_N, out_dtype, BIAS)
     if ACTIVATION != "":
@@ -253,6 +256,22 @@ def _gemm_kernel(
         out_NT = activate_and_multiply(out_NT, up_NT, ACTIVATION, True).to(out_dtype)
     at_TN = out_ptr + row_T.to(tl.int64)[:, None] * outputs + n_N[None, :]
     tl.store(at_TN, tl.trans(out_NT), valid_T[:, None] & valid_N[None, :])
+
+
+@jit
+def _dot_pairs(
+    sum_NT: tl.tensor,
+    low_NC: tl.tensor,
+    high_NC: tl.tensor,
+    even_TC: tl.tensor,
+    odd_TC: tl.tensor,
+    ELEMENT: tl.constexpr,
+) -> Any:
+    """Add the products of the even and of the odd columns; INT8 has all columns in the first."""
+    sum_NT = tl.dot(low_NC, tl.trans(even_TC), sum_NT, input_precision="ieee")
+    if ELEMENT != "int8":
+        sum_NT = tl.dot(high_NC, tl.trans(odd_TC), sum_NT, input_precision="ieee")
+    return sum_NT
 
 
 @jit

@@ -51,7 +51,7 @@ class GemvTile(NamedTuple):
 
 # The most units of a row that are in flight at once, a power of two, and the tiles by the most bytes of a row.
 MAX_HEAD = 16384
-TILES = ((2048, GemvTile(4, 4, 3)), (8192, GemvTile(4, 8, 1, 232)), (1 << 62, GemvTile(2, 8, 1, 232)))
+TILES = ((2048, GemvTile(2, 4, 4, 128)), (1 << 62, GemvTile(2, 8, 2, 128)))
 
 
 def supports_gemv(weight: QuantizedTensor) -> bool:
