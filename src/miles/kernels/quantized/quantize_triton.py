@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from miles.kernels.quantized.transposed_quant import pack_bytes
 from miles.kernels.runtime.triton_compat import (
     device_guard,
     gdc_launch_dependents,
@@ -42,7 +43,8 @@ def supports_quantize_weight(
         return False
     if format.rows == 1:
         return not transposed and weight.shape[-1] <= _MAX_COLUMNS
-    return format.rows == format.columns == _BLOCK == row_block(format, weight.shape[-2], segments)
+    whole = not transposed or weight.shape[-2] % _BLOCK == 0
+    return whole and format.rows == format.columns == _BLOCK == row_block(format, weight.shape[-2], segments)
 
 
 def quantize_weight(
@@ -114,23 +116,56 @@ def _quantize_blocks_kernel(
     TRANSPOSED: tl.constexpr,
     B: tl.constexpr,
 ) -> None:
-    """One block of B x B values."""
+    """One block of B x B values; a quarter has every fourth row."""
     column, row = tl.program_id(0), tl.program_id(1)
     matrix = tl.program_id(2).to(tl.int64)
-    n_N, k_K = row * B + tl.arange(0, B), column * B + tl.arange(0, B)
-    valid_NK = (n_N < rows)[:, None] & (k_K < columns)[None, :]
     first = matrix * rows * columns
-    at_NK = first + n_N.to(tl.int64)[:, None] * columns + k_K[None, :]
-    x_NK = tl.load(x_ptr + at_NK, valid_NK, other=0.0).to(tl.float32)
-    scale = _scale_of(_largest(_largest(tl.abs(x_NK), 1), 0), POWER_OF_TWO)
-    data_NK = _round_e4m3(tl.div_rn(x_NK, tl.broadcast_to(scale, (B, B))))
-    tl.store(out_ptr + at_NK, data_NK, valid_NK)
+    n_N, k_K = row * B + 4 * tl.arange(0, B // 4), column * B + tl.arange(0, B)
+    inputs = (k_K, x_ptr + first, rows, columns)
+    x0_NK = _load_rows(n_N, *inputs)
+    x1_NK = _load_rows(n_N + 1, *inputs)
+    x2_NK = _load_rows(n_N + 2, *inputs)
+    x3_NK = _load_rows(n_N + 3, *inputs)
+    largest_NK = _maximum(_maximum(tl.abs(x0_NK), tl.abs(x1_NK)), _maximum(tl.abs(x2_NK), tl.abs(x3_NK)))
+    scale = _scale_of(_largest(_largest(largest_NK, 1), 0), POWER_OF_TWO)
+    outputs = (k_K, scale, out_ptr + first, rows, columns)
+    x0_NK = _store_rows(x0_NK, n_N, *outputs)
+    x1_NK = _store_rows(x1_NK, n_N + 1, *outputs)
+    x2_NK = _store_rows(x2_NK, n_N + 2, *outputs)
+    x3_NK = _store_rows(x3_NK, n_N + 3, *outputs)
     blocks_n, blocks_k = tl.cdiv(rows, B), tl.cdiv(columns, B)
     tl.store(scale_ptr + (matrix * blocks_n + row) * blocks_k + column, scale)
     if TRANSPOSED:
-        at_KN = first + k_K.to(tl.int64)[:, None] * rows + n_N[None, :]
-        tl.store(transposed_ptr + at_KN, tl.trans(data_NK), tl.trans(valid_NK))
+        # The number of rows is a multiple of the block, so rows of words are whole.
+        words = blocks_n * (B // 4)
+        words_ptr = (transposed_ptr + first).to(tl.pointer_type(tl.int32))
+        word_N = row * (B // 4) + tl.arange(0, B // 4)
+        word_KN = tl.trans(pack_bytes(x0_NK, x1_NK, x2_NK, x3_NK))
+        tl.store(words_ptr + k_K.to(tl.int64)[:, None] * words + word_N[None, :], word_KN, (k_K < columns)[:, None])
         tl.store(transposed_scale_ptr + (matrix * blocks_k + column) * blocks_n + row, scale)
+
+
+@jit
+def _load_rows(n_N: tl.tensor, k_K: tl.tensor, x_ptr: tl.tensor, rows: tl.tensor, columns: tl.tensor) -> Any:
+    valid_NK = (n_N < rows)[:, None] & (k_K < columns)[None, :]
+    return tl.load(x_ptr + n_N.to(tl.int64)[:, None] * columns + k_K[None, :], valid_NK, other=0.0).to(tl.float32)
+
+
+@jit
+def _store_rows(
+    x_NK: tl.tensor,
+    n_N: tl.tensor,
+    k_K: tl.tensor,
+    scale: tl.tensor,
+    out_ptr: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+) -> Any:
+    """Quantize rows, store them, and return them."""
+    data_NK = _round_e4m3(tl.div_rn(x_NK, tl.broadcast_to(scale, x_NK.shape)))
+    valid_NK = (n_N < rows)[:, None] & (k_K < columns)[None, :]
+    tl.store(out_ptr + n_N.to(tl.int64)[:, None] * columns + k_K[None, :], data_NK, valid_NK)
+    return data_NK
 
 
 @jit

@@ -7,6 +7,8 @@ Bits are those of ``precision.quantize``: the same scale and the same division, 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,7 @@ from miles.kernels.quantized.activation_quant import pad_tokens
 from miles.kernels.runtime.triton_compat import device_guard, jit, tl, triton
 from miles.precision.quantized_tensor import QuantizedActivation, QuantizedTensor
 
-__all__ = ["TILE", "quantize_both_fp8", "quantize_transposed_fp8", "transpose_fp8"]
+__all__ = ["TILE", "pack_bytes", "quantize_both_fp8", "quantize_transposed_fp8", "transpose_fp8"]
 
 TILE = 128
 
@@ -58,7 +60,7 @@ def _quantize(x: Tensor | QuantizedActivation, rows: QuantizedActivation | None)
             source if rows is None else rows.scale,
             tokens,
             features,
-            padded,
+            padded // TILE,
             pad_tokens(tokens),
             *(old_scale.stride() if is_quantized else (0, 0)),
             SCALE_COLUMNS=x.columns if is_quantized else 0,
@@ -69,7 +71,7 @@ def _quantize(x: Tensor | QuantizedActivation, rows: QuantizedActivation | None)
     return QuantizedActivation(data, scale.t(), TILE, dtype)
 
 
-@jit(do_not_specialize=["rows", "padded", "row_stride"])
+@jit(do_not_specialize=["rows", "tiles", "row_stride"])
 def _quantize_transposed_kernel(
     x_ptr: tl.tensor,
     x_scale_ptr: tl.tensor,
@@ -79,7 +81,7 @@ def _quantize_transposed_kernel(
     row_scale_ptr: tl.tensor,
     rows: tl.tensor,
     columns: tl.tensor,
-    padded: tl.tensor,
+    tiles: tl.tensor,
     row_stride: tl.tensor,
     x_scale_stride_r: tl.tensor,
     x_scale_stride_g: tl.tensor,
@@ -89,27 +91,81 @@ def _quantize_transposed_kernel(
 ) -> None:
     """Quantize a tile with a scale for each of its columns, and with ``ROWS`` also with one for each of its rows.
 
-    Rows beyond the last are zeros, which pad the transposed result.
+    Rows beyond the last are zeros, which pad the transposed result. A quarter has every fourth row.
     """
     column_block, row_block = tl.program_id(0), tl.program_id(1)
-    r_R = row_block * TILE + tl.arange(0, TILE)
+    r_R = row_block * TILE + 4 * tl.arange(0, TILE // 4)
     c_C = column_block * TILE + tl.arange(0, TILE)
-    valid_RC = (r_R < rows)[:, None] & (c_C < columns)[None, :]
-    at_RC = r_R.to(tl.int64)[:, None] * columns + c_C[None, :]
-    x_RC = tl.load(x_ptr + at_RC, valid_RC, other=0.0).to(tl.float32)
-    if SCALE_COLUMNS > 0:
-        group = column_block * TILE // SCALE_COLUMNS
-        x_scale_R = tl.load(x_scale_ptr + r_R * x_scale_stride_r + group * x_scale_stride_g, r_R < rows, other=0.0)
-        x_RC *= x_scale_R[:, None]
+    scales = (x_scale_ptr + column_block * TILE // max(SCALE_COLUMNS, 1) * x_scale_stride_g, x_scale_stride_r)
+    inputs = (c_C, x_ptr, scales[0], scales[1], rows, columns, SCALE_COLUMNS)
+    x0_RC = _load_quarter(r_R, *inputs)
+    x1_RC = _load_quarter(r_R + 1, *inputs)
+    x2_RC = _load_quarter(r_R + 2, *inputs)
+    x3_RC = _load_quarter(r_R + 3, *inputs)
     if ROWS:
-        row_scale_R = tl.div_rn(tl.max(tl.abs(x_RC), 1), tl.full((TILE,), 448.0, tl.float32))
-        row_scale_R = tl.where(row_scale_R == 0.0, 1.0, row_scale_R)
-        by_row_RC = tl.div_rn(x_RC, tl.broadcast_to(row_scale_R[:, None], (TILE, TILE))).to(tl.float8e4nv)
-        tl.store(row_out_ptr + at_RC, by_row_RC, valid_RC)
-        tl.store(row_scale_ptr + column_block * row_stride + r_R, row_scale_R, r_R < rows)
-    scale_C = tl.div_rn(tl.max(tl.abs(x_RC), 0), tl.full((TILE,), 448.0, tl.float32))
+        outputs = (c_C, row_out_ptr, row_scale_ptr + column_block * row_stride, rows, columns)
+        _store_rows(x0_RC, r_R, *outputs)
+        _store_rows(x1_RC, r_R + 1, *outputs)
+        _store_rows(x2_RC, r_R + 2, *outputs)
+        _store_rows(x3_RC, r_R + 3, *outputs)
+    largest_RC = tl.maximum(tl.maximum(tl.abs(x0_RC), tl.abs(x1_RC)), tl.maximum(tl.abs(x2_RC), tl.abs(x3_RC)))
+    scale_C = tl.div_rn(tl.max(largest_RC, 0), tl.full((TILE,), 448.0, tl.float32))
     scale_C = tl.where(scale_C == 0.0, 1.0, scale_C)
-    quotient_RC = tl.div_rn(x_RC, tl.broadcast_to(scale_C[None, :], (TILE, TILE))).to(tl.float8e4nv)
-    at_CR = out_ptr + c_C.to(tl.int64)[:, None] * padded + r_R[None, :]
-    tl.store(at_CR, tl.trans(quotient_RC), (c_C < columns)[:, None])
+    scale_RC = tl.broadcast_to(scale_C[None, :], (TILE // 4, TILE))
+    word_RC = pack_bytes(
+        tl.div_rn(x0_RC, scale_RC).to(tl.float8e4nv),
+        tl.div_rn(x1_RC, scale_RC).to(tl.float8e4nv),
+        tl.div_rn(x2_RC, scale_RC).to(tl.float8e4nv),
+        tl.div_rn(x3_RC, scale_RC).to(tl.float8e4nv),
+    )
+    words_R = row_block * (TILE // 4) + tl.arange(0, TILE // 4)
+    words_ptr = out_ptr.to(tl.pointer_type(tl.int32))
+    at_CR = words_ptr + c_C.to(tl.int64)[:, None] * (tiles * (TILE // 4)) + words_R[None, :]
+    tl.store(at_CR, tl.trans(word_RC), (c_C < columns)[:, None])
     tl.store(scale_ptr + row_block * columns + c_C, scale_C, c_C < columns)
+
+
+@jit
+def pack_bytes(b0: tl.tensor, b1: tl.tensor, b2: tl.tensor, b3: tl.tensor) -> Any:
+    """Four tensors of bytes as one of little-endian words, so that a transpose moves words between threads."""
+    low = b0.to(tl.uint8, bitcast=True).to(tl.int32) | (b1.to(tl.uint8, bitcast=True).to(tl.int32) << 8)
+    high = b2.to(tl.uint8, bitcast=True).to(tl.int32) | (b3.to(tl.uint8, bitcast=True).to(tl.int32) << 8)
+    return low | (high << 16)
+
+
+@jit
+def _load_quarter(
+    r_R: tl.tensor,
+    c_C: tl.tensor,
+    x_ptr: tl.tensor,
+    x_scale_ptr: tl.tensor,
+    x_scale_stride_r: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    SCALE_COLUMNS: tl.constexpr,
+) -> Any:
+    """Rows of the input in float32."""
+    valid_RC = (r_R < rows)[:, None] & (c_C < columns)[None, :]
+    x_RC = tl.load(x_ptr + r_R.to(tl.int64)[:, None] * columns + c_C[None, :], valid_RC, other=0.0).to(tl.float32)
+    if SCALE_COLUMNS > 0:
+        x_RC *= tl.load(x_scale_ptr + r_R * x_scale_stride_r, r_R < rows, other=0.0)[:, None]
+    return x_RC
+
+
+@jit
+def _store_rows(
+    x_RC: tl.tensor,
+    r_R: tl.tensor,
+    c_C: tl.tensor,
+    out_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+) -> None:
+    """Quantize rows with a scale each."""
+    scale_R = tl.div_rn(tl.max(tl.abs(x_RC), 1), tl.full((x_RC.shape[0],), 448.0, tl.float32))
+    scale_R = tl.where(scale_R == 0.0, 1.0, scale_R)
+    value_RC = tl.div_rn(x_RC, tl.broadcast_to(scale_R[:, None], x_RC.shape)).to(tl.float8e4nv)
+    valid_RC = (r_R < rows)[:, None] & (c_C < columns)[None, :]
+    tl.store(out_ptr + r_R.to(tl.int64)[:, None] * columns + c_C[None, :], value_RC, valid_RC)
+    tl.store(scale_ptr + r_R, scale_R, r_R < rows)

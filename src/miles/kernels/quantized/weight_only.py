@@ -2,9 +2,9 @@
 
 Shapes: T tokens, K in, N out, k experts per token, R = T * k rows, E experts, D features, I intermediate.
 
-A single row in inference takes the GEMV, which dequantizes in float32, and a few rows take the GEMM, which rounds the
-weight to the input's dtype as the reference does. Beyond that, and where results must be batch-invariant, the weight is
-dequantized by ``packed_weight.dequantize_weight`` and multiplied as a wide one is.
+A single row in inference takes the GEMV, which dequantizes in float32, and a few rows of experts take the GEMM, which
+rounds the weight to the input's dtype as the reference does. Beyond that, and where results must be batch-invariant,
+the weight is dequantized by ``packed_weight.dequantize_weight`` and multiplied as a wide one is.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ __all__ = [
 ]
 
 
-# Beyond so many rows (of an expert), dequantizing the weight and multiplying with the vendor's GEMM is faster.
-MAX_ROWS = 64
+# Beyond so many rows, or rows of an expert, dequantizing the weight and multiplying with the vendor's GEMM is faster.
+MAX_ROWS = 1
+MAX_EXPERT_ROWS = 16
 
 
 def supports_weight_only(x: Tensor, weight: QuantizedTensor) -> bool:
@@ -45,7 +46,8 @@ def supports_weight_only(x: Tensor, weight: QuantizedTensor) -> bool:
 def use_weight_only(x: Tensor, weight: QuantizedTensor, numerics: Numerics, experts: int = 1) -> bool:
     """Whether to take the kernels: for few rows, and where the result need not be batch-invariant."""
     rows = x.numel() // max(1, x.shape[-1])
-    return not numerics.batch_invariant and rows <= MAX_ROWS * experts and supports_weight_only(x, weight)
+    most = MAX_ROWS if experts == 1 else MAX_EXPERT_ROWS * experts
+    return not numerics.batch_invariant and rows <= most and supports_weight_only(x, weight)
 
 
 def weight_only_linear(x_TK: Tensor, weight: QuantizedTensor, bias_N: Tensor | None, *, numerics: Numerics) -> Tensor:
