@@ -17,7 +17,7 @@ pytestmark = needs_triton
 @jit
 def _decode_kernel(codes, out, NATIVE: tl.constexpr):
     at = tl.arange(0, 256)
-    x = decode_e4m3(tl.load(codes + at), tl.float32, NATIVE)
+    x = decode_e4m3(tl.load(codes + at), out.dtype.element_ty, NATIVE)
     tl.store(out + at, x)
 
 
@@ -32,10 +32,11 @@ def _quantize_kernel(x, codes, scales, rounded, N: tl.constexpr, D: tl.constexpr
 
 
 @pytest.mark.parametrize("native", [False, True] if CARD and has_native_e4m3(torch.device("cuda", 0)) else [False])
-def test_every_byte_is_the_number_it_stands_for(native):
-    codes, out = torch.arange(256, dtype=torch.uint8, device=DEVICE), torch.empty(256, device=DEVICE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_byte_is_the_number_it_stands_for(dtype, native):
+    codes, out = torch.arange(256, dtype=torch.uint8, device=DEVICE), torch.empty(256, dtype=dtype, device=DEVICE)
     _decode_kernel[(1,)](codes, out, native)
-    wanted = codes.view(torch.float8_e4m3fn).float()
+    wanted = codes.view(torch.float8_e4m3fn).to(dtype)
     assert torch.equal(out.isnan(), wanted.isnan()) and torch.equal(out.nan_to_num(), wanted.nan_to_num())
 
 

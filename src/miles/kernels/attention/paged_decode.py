@@ -24,6 +24,7 @@ from miles.kernels.attention.tile_config import (
     pad_dim,
     scale_tensors,
     select_decode_tunings,
+    set_tile,
 )
 from miles.kernels.runtime.triton_compat import pdl_options
 
@@ -77,7 +78,7 @@ def launch_decode(
 
     def launch(queries: int, heads_per_tile: int, prefix: bool) -> None:
         tuning = tunings[queries]
-        tiled = config._replace(M=queries, N=tuning.tokens, R=heads_per_tile)
+        tiled = set_tile(config, queries, tuning)._replace(R=heads_per_tile)
         paged_decode_kernel[(plan.sms * tuning.resident,)](
             *tensors,
             *scale_tensors(params, q_BHd),
