@@ -107,6 +107,7 @@ class KernelConfig(NamedTuple):
     ``latent`` (MLA): values are the first channels of the keys. ``fp8``: keys and values are E4M3 bytes with scales,
     which the GPU converts itself if ``native_fp8``. ``fp16_dots``: they are multiplied as float16, and their scales
     applied to scores and weights; batch-invariant kernels do not use it. ``paired``: two channels are loaded as one.
+    ``scale_copies``: how often each scale is loaded.
     """
 
     G: int
@@ -132,6 +133,7 @@ class KernelConfig(NamedTuple):
     native_fp8: bool = False
     fp16_dots: bool = False
     paired: bool = False
+    scale_copies: int = 1
 
     @property
     def heads(self) -> int:
@@ -232,7 +234,8 @@ def set_tile(config: KernelConfig, queries: int, tuning: TileTuning) -> KernelCo
     """
     even = (config.d | config.e | config.k_stride | config.v_stride) % 2 == 0
     paired = config.fp16_dots and queries < 64 and min(config.D, config.E) >= 32 and even
-    return config._replace(M=queries, N=tuning.tokens, paired=paired)
+    copies = max(1, 16 * tuning.warps // tuning.tokens) if config.fp16_dots else 1
+    return config._replace(M=queries, N=tuning.tokens, paired=paired, scale_copies=copies)
 
 
 def _fit_to_device(tuning: TileTuning, config: KernelConfig) -> TileTuning:

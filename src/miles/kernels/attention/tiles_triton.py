@@ -87,13 +87,22 @@ def load_two_scales(
 ) -> Any:
     """``load_scales`` of two tensors in one load.
 
-    The compiler repeats loads of fewer elements than threads in every thread that needs one; this one has enough.
+    The compiler repeats a load of fewer elements than threads in every thread that needs one. So this one has as many:
+    each scale ``CFG.scale_copies`` times.
     """
+    N: tl.constexpr = CFG.N
+    COPIES: tl.constexpr = CFG.scale_copies
     HEADS: tl.constexpr = 2 if CFG.latent else CFG.G
     at_N1 = scale_offset(slot_N, CFG.page_size, HEADS)[:, None]
     distance = (second.to(tl.int64, bitcast=True) - first.to(tl.int64, bitcast=True)) // 4
-    scale_N2 = tl.load(first + at_N1 + distance * tl.arange(0, 2)[None, :], mask=valid_N[:, None], other=0.0)
-    return tl.split(scale_N2)
+    which_1C = (tl.arange(0, 2 * COPIES) % 2)[None, :]
+    scale_NC = tl.load(first + at_N1 + distance * which_1C, mask=valid_N[:, None], other=0.0)
+    if COPIES == 1:
+        first_N, second_N = tl.split(scale_NC)
+    else:
+        first_NC, second_NC = tl.split(tl.reshape(scale_NC, [N, COPIES, 2]))
+        first_N, second_N = tl.max(first_NC, 1), tl.max(second_NC, 1)
+    return first_N, second_N
 
 
 @jit
@@ -279,7 +288,6 @@ def join_channels(out_ME: tl.tensor, odd_ME: tl.tensor, CFG: tl.constexpr) -> An
 @jit
 def load_and_score(
     q_MD: tl.tensor,
-    odd_MD: tl.tensor,
     q_MX: tl.tensor,
     k: tl.tensor,
     k_scales: tl.tensor,
@@ -288,31 +296,58 @@ def load_and_score(
     CFG: tl.constexpr,
     BOUNDED: tl.constexpr,
 ) -> Any:
-    """Load the keys of a tile: scores and keys, which are of even and odd channels if loaded in pairs.
+    """Load the keys of a tile: scores, and the keys."""
+    k_ND = load_rows(k, slot_N, CFG.k_stride, valid_N, CFG.d, CFG.D, BOUNDED)
+    k_ND = dequantize(k_ND, k_scales, slot_N, valid_N, q_MD.dtype, CFG)
+    score_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee")
+    if CFG.x > 0:
+        k_NX = load_rows(k + CFG.d, slot_N, CFG.k_stride, valid_N, CFG.x, CFG.X, BOUNDED)
+        k_NX = dequantize(k_NX, k_scales + CFG.page_size, slot_N, valid_N, q_MX.dtype, CFG)
+        score_MN = tl.dot(q_MX, tl.trans(k_NX), score_MN, input_precision="ieee")
+    return score_MN, k_ND
 
-    With ``CFG.fp16_dots`` both are without scales; scores of MLA's RoPE channels then come separately.
+
+@jit
+def load_and_score_fp8(
+    q_MD: tl.tensor,
+    odd_MD: tl.tensor,
+    q_MX: tl.tensor,
+    k: tl.tensor,
+    k_scales: tl.tensor,
+    v_scales: tl.tensor,
+    slot_N: tl.tensor,
+    valid_N: tl.tensor,
+    scale: tl.tensor,
+    softcap: tl.tensor,
+    CFG: tl.constexpr,
+    BOUNDED: tl.constexpr,
+) -> Any:
+    """Load FP8 keys and the scales of a tile: ``exponents_with_scales``, and the keys without scales.
+
+    The keys are of even and odd channels, if loaded in pairs.
     """
+    second_scales = k_scales + CFG.page_size if CFG.latent else v_scales
+    k_scale_N, v_scale_N = load_two_scales(k_scales, second_scales, slot_N, valid_N, CFG)
+    M: tl.constexpr = CFG.M
+    N: tl.constexpr = CFG.N
+    score_MN = tl.zeros([M, N], tl.float32)
+    if CFG.latent:
+        # The second scale is that of the RoPE channels; the scale of the latent multiplies the sum.
+        k_NX = load_rows(k + CFG.d, slot_N, CFG.k_stride, valid_N, CFG.x, CFG.X, BOUNDED)
+        ratio_N = v_scale_N / tl.where(k_scale_N == 0.0, 1.0, k_scale_N)
+        score_MN = tl.dot(q_MX, tl.trans(decode_e4m3(k_NX, tl.float16, CFG.native_fp8))) * ratio_N[None, :]
+        v_scale_N = k_scale_N
     if CFG.paired:
         k_ND, k_odd_ND = decode_pairs(load_pairs(k, slot_N, valid_N, CFG.k_stride, CFG.d, CFG.D, BOUNDED), CFG)
-        score_MN = tl.dot(q_MD, tl.trans(k_ND))
+        score_MN = tl.dot(q_MD, tl.trans(k_ND), score_MN)
         score_MN = tl.dot(odd_MD, tl.trans(k_odd_ND), score_MN)
     else:
         k_ND = load_rows(k, slot_N, CFG.k_stride, valid_N, CFG.d, CFG.D, BOUNDED)
-        if CFG.fp16_dots:
-            k_ND = decode_e4m3(k_ND, tl.float16, CFG.native_fp8)
-        else:
-            k_ND = dequantize(k_ND, k_scales, slot_N, valid_N, q_MD.dtype, CFG)
+        k_ND = decode_e4m3(k_ND, tl.float16, CFG.native_fp8)
         k_odd_ND = k_ND
-        score_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee")
-    rope_MN = score_MN
-    if CFG.x > 0:
-        k_NX = load_rows(k + CFG.d, slot_N, CFG.k_stride, valid_N, CFG.x, CFG.X, BOUNDED)
-        if CFG.fp16_dots:
-            rope_MN = tl.dot(q_MX, tl.trans(decode_e4m3(k_NX, tl.float16, CFG.native_fp8)))
-        else:
-            k_NX = dequantize(k_NX, k_scales + CFG.page_size, slot_N, valid_N, q_MX.dtype, CFG)
-            score_MN = tl.dot(q_MX, tl.trans(k_NX), score_MN, input_precision="ieee")
-    return score_MN, rope_MN, k_ND, k_odd_ND
+        score_MN = tl.dot(q_MD, tl.trans(k_ND), score_MN)
+    score_MN, inverse_N = exponents_with_scales(score_MN, k_scale_N, v_scale_N, scale, softcap, CFG)
+    return score_MN, inverse_N, k_ND, k_odd_ND
 
 
 @jit
@@ -349,15 +384,13 @@ def attend_range(
         token_N = start + offset_N
         slot_N = find_slots(pages, token_N, end, CFG)
         valid_N = token_N < end
-        score_MN, rope_MN, v_NE, v_odd_NE = load_and_score(
-            q_MD, odd_MD, q_MX, k, k_scales, slot_N, valid_N, CFG, BOUNDED
-        )
-        inverse_N = valid_N
         if CFG.fp16_dots:
-            scale_inputs = (score_MN, rope_MN, k_scales, v_scales, slot_N, valid_N, scale, softcap)
-            score_MN, inverse_N = load_and_apply_scales(*scale_inputs, CFG)
+            fp8_inputs = (q_MD, odd_MD, q_MX, k, k_scales, v_scales, slot_N, valid_N, scale, softcap)
+            score_MN, inverse_N, v_NE, v_odd_NE = load_and_score_fp8(*fp8_inputs, CFG, BOUNDED)
         else:
+            score_MN, v_NE = load_and_score(q_MD, q_MX, k, k_scales, slot_N, valid_N, CFG, BOUNDED)
             score_MN = apply_softcap(score_MN, scale, softcap, CFG)
+            inverse_N, v_odd_NE = valid_N, v_NE
         if BOUNDED:
             score_MN = tl.where(valid_N[None, :], score_MN, float("-inf"))
         if MASK_LOW:
@@ -374,29 +407,6 @@ def attend_range(
         if CFG.paired:
             odd_ME = tl.dot(p_MN.to(v_NE.dtype), v_odd_NE, odd_ME * rescale_M[:, None])
     return out_ME, odd_ME, max_M, sum_M
-
-
-@jit
-def load_and_apply_scales(
-    score_MN: tl.tensor,
-    rope_MN: tl.tensor,
-    k_scales: tl.tensor,
-    v_scales: tl.tensor,
-    slot_N: tl.tensor,
-    valid_N: tl.tensor,
-    scale: tl.tensor,
-    softcap: tl.tensor,
-    CFG: tl.constexpr,
-) -> Any:
-    """``exponents_with_scales`` with the scales of a tile; ``rope_MN`` are the scores of MLA's RoPE channels."""
-    if CFG.latent:
-        k_scale_N, rope_scale_N = load_two_scales(k_scales, k_scales + CFG.page_size, slot_N, valid_N, CFG)
-        v_scale_N = k_scale_N
-        # The scale of the latent multiplies the sum.
-        score_MN += rope_MN * (rope_scale_N / tl.where(k_scale_N == 0.0, 1.0, k_scale_N))[None, :]
-    else:
-        k_scale_N, v_scale_N = load_two_scales(k_scales, v_scales, slot_N, valid_N, CFG)
-    return exponents_with_scales(score_MN, k_scale_N, v_scale_N, scale, softcap, CFG)
 
 
 @jit
