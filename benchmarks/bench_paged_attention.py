@@ -361,9 +361,9 @@ FP8_TUNED = [
     Entry("decode64", "FP8_DECODE_TUNINGS", (64, 16), (2,), _decode_tiles((64, 4), (128, 4), (256, 4))),
     Entry("prefix128", "FP8_DECODE_TUNINGS", (128, 64), (4,), _decode_tiles((64, 4), (128, 4), (128, 8))),
     Entry("mla16", "FP8_MLA_DECODE_TUNINGS", 16, (8,), _decode_tiles((32, 4), (64, 4), (64, 8), (128, 8))),
-    Entry("mla64", "FP8_MLA_DECODE_TUNINGS", 64, (9,), _decode_tiles((32, 8), (64, 8))),
+    Entry("mla32", "FP8_MLA_DECODE_TUNINGS", 32, (9,), _decode_tiles((32, 8), (64, 4), (64, 8))),
     Entry("prefill128", "FP8_PREFILL_TILES", 128, (10, 11), _prefill_tiles((64, 64, 4), (128, 64, 8), (128, 128, 8))),
-    Entry("mlaprefill", "FP8_MLA_PREFILL_TILE", None, (12,), _prefill_tiles((32, 64, 4), (64, 32, 8), (64, 64, 8))),
+    Entry("mlaprefill", "FP8_MLA_PREFILL_TILE", None, (12,), _prefill_tiles((32, 64, 4), (32, 64, 8), (64, 64, 8))),
 ]
 
 

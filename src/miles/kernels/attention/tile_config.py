@@ -80,7 +80,10 @@ FP8_MLA_DECODE_TUNINGS: dict[int, TileTuning] = {
     32: TileTuning(64, 8, 5, 1),
     64: TileTuning(64, 8, 3, 1),
 }
-FP8_MLA_PREFILL_TILE = PrefillTile(64, TileTuning(64, 8, 3))
+# Tiles of 64 queries need more registers than there are, since they convert the latent for shared memory: heads are
+# split into tiles of at most so many, and only shared prefixes may have more.
+FP8_MLA_MAX_QUERIES = 32
+FP8_MLA_PREFILL_TILE = PrefillTile(32, TileTuning(64, 8, 3))
 # Float32, which is multiplied without tensor cores.
 FP32_DECODE_TUNINGS: dict[int, TileTuning] = {
     16: TileTuning(32, 8, 3, 2),
@@ -213,6 +216,11 @@ def select_decode_tunings(config: KernelConfig, dtype: torch.dtype) -> dict[int,
         tunings = FP8_DECODE_TUNINGS if config.fp8 else DECODE_TUNINGS
         table = {queries: tunings[_table_width(config), queries] for queries in (16, 32, 64)}
     return {queries: _fit_to_device(tuning, config) for queries, tuning in table.items()}
+
+
+def max_decode_queries(config: KernelConfig, tunings: dict[int, TileTuning]) -> int:
+    """The most query heads of a row in a tile."""
+    return FP8_MLA_MAX_QUERIES if config.latent and config.fp16_dots else max(tunings)
 
 
 def select_prefill_tile(config: KernelConfig, dtype: torch.dtype) -> PrefillTile:
