@@ -2,21 +2,30 @@
 
     PYTHONPATH=src python benchmarks/bench_paged_attention.py            # the table
     PYTHONPATH=src python benchmarks/bench_paged_attention.py --tune     # tries tiles, warps and stages for each shape
+    PYTHONPATH=src python benchmarks/bench_paged_attention.py --tune-fp8 # the same over an FP8 KV cache, in two minutes
 
 bf16, scattered pages of 16 tokens. Every time is the median of graph replays of all launches of one layer, with the L2
 cache cleared before each. Bytes are those of keys and values, once for every row, or once for every shared prefix, and
 of queries and outputs; "of copy" is their rate over the measured rate of a copy (which reads and writes). FLOPs are
 those of causal attention; beside them torch's SDPA over unpaged tensors. "error" is relative to plain torch in float32.
 "FP8" is the same over an FP8 KV cache: its time and speed-up, and for decode the bytes it reads, scales included.
+``--tune-fp8`` compiles in several processes, measures every tile of ``FP8_TUNED``, and prints the best of each entry of
+the tables in ``tile_config`` as a line that can be pasted there; ``--only`` limits it to some entries.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import math
+import multiprocessing
+import os
+import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -321,9 +330,120 @@ def tune() -> None:
         tune_prefill(make(), 128)
 
 
+# -- tuning for an FP8 KV cache ---------------------------------------------------------------
+
+
+def _decode_tiles(*tiles: tuple[int, int]) -> list[Any]:
+    return [TileTuning(tokens, warps, stages) for tokens, warps in tiles for stages in (3, 5, 7)]
+
+
+def _prefill_tiles(*tiles: tuple[int, int, int]) -> list[Any]:
+    return [
+        PrefillTile(queries, TileTuning(tokens, warps, stages))
+        for queries, tokens, warps in tiles
+        for stages in (2, 3, 4)
+    ]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An entry of a table in ``tile_config``, the cases (by index) it is measured with, and the tiles to try."""
+
+    name: str
+    table: str
+    key: Any
+    cases: tuple[int, ...]
+    tried: list[Any]
+
+
+FP8_TUNED = [
+    Entry("decode128", "FP8_DECODE_TUNINGS", (128, 16), (0, 1, 3), _decode_tiles((64, 2), (64, 4), (128, 4), (128, 8))),
+    Entry("decode64", "FP8_DECODE_TUNINGS", (64, 16), (2,), _decode_tiles((64, 4), (128, 4), (256, 4))),
+    Entry("prefix128", "FP8_DECODE_TUNINGS", (128, 64), (4,), _decode_tiles((64, 4), (128, 4), (128, 8))),
+    Entry("mla16", "FP8_MLA_DECODE_TUNINGS", 16, (8,), _decode_tiles((32, 4), (64, 4), (64, 8), (128, 8))),
+    Entry("mla32", "FP8_MLA_DECODE_TUNINGS", 32, (9,), _decode_tiles((32, 8), (64, 4), (64, 8))),
+    Entry("prefill128", "FP8_PREFILL_TILES", 128, (10, 11), _prefill_tiles((64, 64, 4), (128, 64, 8), (128, 128, 8))),
+    Entry("mlaprefill", "FP8_MLA_PREFILL_TILE", None, (12,), _prefill_tiles((32, 64, 4), (32, 64, 8), (64, 64, 8))),
+]
+
+
+def use_tile(entry: Entry, tile: Any) -> Any:
+    """Make ``tile`` the entry's, and return the one that was."""
+    table = getattr(tile_config, entry.table)
+    if entry.key is None:
+        setattr(tile_config, entry.table, tile)
+        return table
+    before, table[entry.key] = table[entry.key], tile
+    return before
+
+
+@cache
+def fp8_case(index: int) -> Decode | Prefill:
+    return replace(cases()[index](), fp8=True)
+
+
+def compile_tile(entry: int, tile: Any) -> None:
+    """Run the cases of an entry once with this tile, so that Triton's cache on disk has their kernels."""
+    from triton.runtime.errors import OutOfResources
+
+    torch.manual_seed(0)
+    before = use_tile(FP8_TUNED[entry], tile)
+    with torch.inference_mode():
+        for index in FP8_TUNED[entry].cases:
+            with contextlib.suppress(OutOfResources):
+                fp8_case(index).run()
+    use_tile(FP8_TUNED[entry], before)
+
+
+def tune_fp8(only: list[str]) -> None:
+    start = time.monotonic()
+    entries = [(index, entry) for index, entry in enumerate(FP8_TUNED) if not only or entry.name in only]
+    workers = min(12, max(1, (os.cpu_count() or 2) - 2))
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        jobs = [pool.submit(compile_tile, index, tile) for index, entry in entries for tile in entry.tried]
+        for job in jobs:
+            job.result()
+    print(f"compiled {len(jobs)} tiles in {time.monotonic() - start:.0f} s", flush=True)
+    for _, entry in entries:
+        tune_entry(entry)
+    print(f"{time.monotonic() - start:.0f} s in all", flush=True)
+
+
+def tune_entry(entry: Entry) -> None:
+    """Print the best tiles of an entry: the times of its cases beside those in bfloat16, and their mean ratio."""
+    wide = [milliseconds(cases()[index]().run) for index in entry.cases]
+    made = [fp8_case(index) for index in entry.cases]
+
+    def measure(tile: Any) -> tuple[float, list[float], Any]:
+        before = use_tile(entry, tile)
+        spent = [measure_or_inf(case.run) for case in made]
+        use_tile(entry, before)
+        return math.prod(t / w for t, w in zip(spent, wide, strict=True)) ** (1 / len(wide)), spent, tile
+
+    def residents(tile: Any) -> list[Any]:
+        return [tile._replace(resident=count) for count in (1, 2, 3, 4)] if isinstance(tile, TileTuning) else [tile]
+
+    table = getattr(tile_config, entry.table)
+    now = measure(table if entry.key is None else table[entry.key])
+    found = sorted((measure(each) for tile in entry.tried for each in residents(tile)), key=lambda one: one[0])
+    print(f"{entry.name}, {entry.table}[{entry.key}]: bf16 {', '.join(f'{1e3 * w:.1f}' for w in wide)} us", flush=True)
+    for mark, (ratio, spent, tile) in [("now ", now), *(("best", one) for one in found[:3])]:
+        times = ", ".join(f"{1e3 * t:.1f}" for t in spent)
+        print(f"    {mark} {times} us ({1 / ratio:.2f}x)    {entry.key}: {_literal(tile)},", flush=True)
+
+
+def _literal(tile: Any) -> str:
+    if isinstance(tile, PrefillTile):
+        return f"PrefillTile({tile.queries}, {_literal(tile.tuning)})"
+    return f"TileTuning({', '.join(str(value) for value in tile)})"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", action="store_true", help="try tiles, warps and stages; takes minutes to compile")
+    parser.add_argument("--tune-fp8", action="store_true", help="try tiles over an FP8 KV cache, print the best")
+    names = [entry.name for entry in FP8_TUNED]
+    parser.add_argument("--only", nargs="*", choices=names, default=[], help="entries that --tune-fp8 tries; else all")
     args = parser.parse_args()
     torch.manual_seed(0)
     copy = copy_rate()
@@ -331,6 +451,9 @@ def main() -> None:
     with torch.inference_mode():
         if args.tune:
             tune()
+            return
+        if args.tune_fp8:
+            tune_fp8(args.only)
             return
         for make in cases():
             print(make().line(copy), flush=True)

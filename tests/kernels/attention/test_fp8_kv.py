@@ -32,6 +32,7 @@ from miles.kernels.runtime.kv_cache import KVScales
 from miles.precision.kv_cache import quantize_kv, round_kv
 
 DTYPE = torch.bfloat16 if CARD else torch.float32
+HALVES = [torch.bfloat16, torch.float16]
 LOOKS = {
     "all": {},
     "a window": {"window": 30},
@@ -122,6 +123,12 @@ def fp8(made: Case) -> tuple[Case, Case, KVScales]:
     return narrow, replace(made, k_SGd=wide[0], v_SGe=wide[1]), KVScales(*scales)
 
 
+def uneven(made: Case) -> Case:
+    """The case with keys and values of very different magnitudes from token to token."""
+    factor_S11 = torch.exp2(random(len(made.k_SGd), 1, 1) * 3).to(made.k_SGd.dtype)
+    return replace(made, k_SGd=made.k_SGd * factor_S11, v_SGe=made.v_SGe * factor_S11.flip(0))
+
+
 def look(made: Case, heads: int, way: str) -> PagedAttentionParams:
     limits = dict(LOOKS[way])
     if "sinks_H" in limits:
@@ -190,24 +197,61 @@ def test_batch_invariant_kernels_have_the_bits_of_the_wide_cache(way):
 
 
 @needs_triton
-def test_float16_does_not_lose_small_weights():
-    made = case([100, 40], heads=1, dtype=torch.float16)
-    narrow, _, scales = fp8(replace(made, v_SGe=made.v_SGe * 2.0**-6))
-    q, params = random(2, 2, 32, dtype=torch.float16), PagedAttentionParams(16, SCALE, kv_scales=scales)
-    read = (q, narrow.k_SGd, narrow.v_SGe, made.block_table_SP, made.req_slots_B)
-    ours = decode_attention(*read, made.work(2), params)
-    wanted = decode_reference(*read, torch.from_numpy(made.lengths).to(DEVICE), params)
-    assert apart(ours, wanted) < ROUNDING[torch.float16]
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("prefix_queries", [16, 64])  # in pairs of channels, and as bytes
+@pytest.mark.parametrize("way", LOOKS)
+def test_half_precision_decode_is_attention_over_the_dequantized_cache(way, prefix_queries, dtype):
+    made = case([100, 90, 0, 70, 1], [(0, 2, 64)], heads=2, dtype=dtype)
+    narrow, _, scales = fp8(uneven(made))
+    reach = {name: value for name, value in LOOKS[way].items() if name in ("window", "chunk")}
+    q, params = random(5, 4, 32, dtype=dtype), look(made, 4, way)._replace(kv_scales=scales)
+    read = (narrow.k_SGd, narrow.v_SGe, made.block_table_SP, made.req_slots_B)
+    ours = decode_attention(q, *read, made.work(2, prefix_queries=prefix_queries, **reach), params)
+    wanted = decode_reference(q.double(), *read, torch.from_numpy(made.lengths).to(DEVICE), params)
+    assert apart(ours, wanted) < ROUNDING[dtype] / 2
 
 
 @needs_triton
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("way", LOOKS)
+def test_half_precision_prefill_is_attention_over_the_dequantized_cache(way, dtype):
+    made = case([70, 33], heads=1, width=24, page_size=8, dtype=dtype)
+    narrow, _, scales = fp8(uneven(made))
+    tiles = build_prefill_tiles(np.array([60, 25]), np.array([10, 8]), made.req_slots_B.cpu().numpy(), 0)
+    q, params = random(18, 2, 24, dtype=dtype), look(made, 2, way)._replace(kv_scales=scales)
+    read = (narrow.k_SGd, narrow.v_SGe, made.block_table_SP, torch.from_numpy(tiles).to(DEVICE))
+    ours = prefill_attention(q, *read, params)
+    assert apart(ours, prefill_reference(q.double(), *read, params)) < ROUNDING[dtype] / 2
+
+
+@needs_triton
+def test_queries_values_and_weights_outside_the_range_of_float16():
+    """Queries of 200,000; a token with nearly all of the weight and a value 2**-20 of the others'."""
+    made = case([100, 40], heads=1, dtype=torch.bfloat16)
+    made.k_SGd.nan_to_num_(0.0).mul_(0.1)
+    for row in range(2):
+        first = int(made.block_table_SP[made.req_slots_B[row], 0]) * made.page_size
+        made.k_SGd[first + 3] = 1.0
+        made.v_SGe[first + 3] *= 2.0**-20
+    narrow, _, scales = fp8(made)
+    q = torch.full((2, 2, 32), 200000.0, dtype=torch.bfloat16, device=DEVICE)
+    read = (q, narrow.k_SGd, narrow.v_SGe, made.block_table_SP, made.req_slots_B)
+    for scale in (1e-5, 3e-6, 1e-6):  # the weight of the token: nearly one, most, and little of the whole
+        params = PagedAttentionParams(16, scale, kv_scales=scales)
+        ours = decode_attention(*read, made.work(2), params)
+        wanted = decode_reference(q.double(), *read[1:], torch.from_numpy(made.lengths).to(DEVICE), params)
+        assert apart(ours, wanted) < ROUNDING[torch.bfloat16] / 2
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 @pytest.mark.parametrize("length", [1, 65, 300])
 @pytest.mark.parametrize("shape", [(4, 2, 32, 32), (3, 1, 24, 8)])
-def test_one_row_in_one_launch_does_what_the_chain_does(poisoned, shape, length):
-    heads = heads_of(shape, length - 1, DTYPE)
-    row = case([length], heads=shape[1], width=shape[2], dtype=DTYPE)
+def test_one_row_in_one_launch_does_what_the_chain_does(poisoned, shape, length, dtype):
+    heads = heads_of(shape, length - 1, dtype)
+    row = case([length], heads=shape[1], width=shape[2], dtype=dtype)
     narrow, _, scales = fp8(row)
-    qkv = random(1, (shape[0] + 2 * shape[1]) * shape[2], dtype=DTYPE)
+    qkv = random(1, (shape[0] + 2 * shape[1]) * shape[2], dtype=dtype)
     last = int(row.block_table_SP[row.req_slots_B[0], (length - 1) // row.page_size])
     slot = torch.tensor([last * row.page_size + (length - 1) % row.page_size], device=DEVICE)
     wanted_k, wanted_v = narrow.k_SGd.clone(), narrow.v_SGe.clone()
@@ -228,36 +272,40 @@ def test_one_row_in_one_launch_does_what_the_chain_does(poisoned, shape, length)
     ours = decode_bs1_attention(
         qkv, heads, narrow.k_SGd, narrow.v_SGe, *read, slot, params._replace(kv_scales=scales), room
     )
-    assert apart(ours, wanted.flatten(1)) < 4 * ROUNDING[DTYPE]
+    assert apart(ours, wanted.flatten(1)) < 4 * ROUNDING[dtype]
     assert torch.equal(narrow.v_SGe, wanted_v) and (narrow.k_SGd == wanted_k).float().mean() > 0.99
     for got, want in zip(scales, wanted_scales, strict=True):
         assert torch.equal(got.nan_to_num(), want.nan_to_num())
 
 
 @needs_triton
-def test_a_latent_and_its_rope_channels_have_scales_of_their_own():
-    parts, size, heads = (32, 16), 8, 4
+@pytest.mark.parametrize(
+    ("heads", "dtype"),  # tiles of 16 and 64 queries
+    [(4, torch.float32), (4, torch.bfloat16), (4, torch.float16), (40, torch.bfloat16)],
+)
+def test_a_latent_and_its_rope_channels_have_scales_of_their_own(heads, dtype):
+    parts, size = (32, 16), 8
     lengths = [70, 9]
-    made = case(lengths, heads=1, width=48, page_size=size, dtype=DTYPE)
-    latent = made.k_SGd * torch.cat((torch.ones(32), torch.full((16,), 300.0))).to(DEVICE, DTYPE)
+    made = case(lengths, heads=1, width=48, page_size=size, dtype=dtype)
+    latent = made.k_SGd * torch.cat((torch.ones(32), torch.full((16,), 300.0))).to(DEVICE, dtype)
     quantized = [quantize_kv(part) for part in latent.split(parts, -1)]
     codes = torch.cat([data.view(torch.uint8) for data, _ in quantized], -1)
     scales_P2p = torch.cat([scale for _, scale in quantized], 1).view(-1, size, 2).mT.contiguous()
     params = PagedAttentionParams(size, 0.001, kv_scales=KVScales(scales_P2p, scales_P2p))
-    q = random(2, heads, 48, dtype=DTYPE)
+    q = random(2, heads, 48, dtype=dtype)
     work = made.work(heads, kv_heads=count_head_tiles(heads))
     table, slots = made.block_table_SP, made.req_slots_B
     ours = mla_decode_attention(q, codes, table, slots, work, params, value_dim=32)
     read = torch.tensor(lengths, device=DEVICE)
-    wanted = mla_decode_reference(q, codes, table, slots, read, params, value_dim=32)
-    assert apart(ours, wanted) < ROUNDING[DTYPE]
+    wanted = mla_decode_reference(q.double(), codes, table, slots, read, params, value_dim=32)
+    assert apart(ours, wanted) < ROUNDING[dtype]
     wide = torch.cat([round_kv(part) for part in latent.split(parts, -1)], -1)
     plain = params._replace(kv_scales=None)
-    assert apart(wanted, mla_decode_reference(q, wide, table, slots, read, plain, value_dim=32)) < 1e-6
+    assert apart(wanted, mla_decode_reference(q.double(), wide, table, slots, read, plain, value_dim=32)) < 1e-6
     tiles = build_prefill_tiles(np.array([60]), np.array([9]), made.req_slots_B.cpu().numpy()[:1], 0)
-    q, tiles = random(9, heads, 48, dtype=DTYPE), torch.from_numpy(tiles).to(DEVICE)
+    q, tiles = random(9, heads, 48, dtype=dtype), torch.from_numpy(tiles).to(DEVICE)
     ours = mla_prefill_attention(q, codes, table, tiles, params, value_dim=32)
-    assert apart(ours, mla_prefill_reference(q, codes, table, tiles, params, value_dim=32)) < ROUNDING[DTYPE]
+    assert apart(ours, mla_prefill_reference(q.double(), codes, table, tiles, params, value_dim=32)) < ROUNDING[dtype]
 
 
 def test_chunks_of_a_prompt_leave_the_cache_that_the_whole_prompt_leaves():

@@ -7,7 +7,8 @@ from tests.kernels.fused.test_qk_norm_rope import case, run
 
 from miles.kernels.fused import qk_norm_rope as module
 from miles.kernels.fused.kv_cache_fp8 import decode_e4m3, has_native_e4m3, quantize_rows
-from miles.kernels.runtime.kv_cache import KVScales
+from miles.kernels.runtime import kv_cache
+from miles.kernels.runtime.kv_cache import KVScales, KvShape, PagedKVCache
 from miles.kernels.runtime.triton_compat import jit, tl
 from miles.precision.kv_cache import dequantize_kv, quantize_kv
 
@@ -17,7 +18,7 @@ pytestmark = needs_triton
 @jit
 def _decode_kernel(codes, out, NATIVE: tl.constexpr):
     at = tl.arange(0, 256)
-    x = decode_e4m3(tl.load(codes + at), tl.float32, NATIVE)
+    x = decode_e4m3(tl.load(codes + at), out.dtype.element_ty, NATIVE)
     tl.store(out + at, x)
 
 
@@ -32,10 +33,11 @@ def _quantize_kernel(x, codes, scales, rounded, N: tl.constexpr, D: tl.constexpr
 
 
 @pytest.mark.parametrize("native", [False, True] if CARD and has_native_e4m3(torch.device("cuda", 0)) else [False])
-def test_every_byte_is_the_number_it_stands_for(native):
-    codes, out = torch.arange(256, dtype=torch.uint8, device=DEVICE), torch.empty(256, device=DEVICE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_byte_is_the_number_it_stands_for(dtype, native):
+    codes, out = torch.arange(256, dtype=torch.uint8, device=DEVICE), torch.empty(256, dtype=dtype, device=DEVICE)
     _decode_kernel[(1,)](codes, out, native)
-    wanted = codes.view(torch.float8_e4m3fn).float()
+    wanted = codes.view(torch.float8_e4m3fn).to(dtype)
     assert torch.equal(out.isnan(), wanted.isnan()) and torch.equal(out.nan_to_num(), wanted.nan_to_num())
 
 
@@ -79,3 +81,28 @@ def test_keys_and_values_are_written_as_the_reference_writes_them(monkeypatch, p
     unwritten = torch.ones(slots[0], dtype=torch.bool).index_fill(0, written.cpu(), False)
     assert not codes[:, unwritten].any() and not scales.mT.reshape(2, slots[0], slots[1])[:, unwritten].any()
     assert torch.equal(codes[1], results[0][1][1]) and torch.equal(scales[1], results[0][2][1])  # values: no norm
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [KvShape(1, 40, 0, 0, 16), KvShape(1, 24, 0), KvShape(3, 16, 12)], ids=str)
+def test_tokens_are_written_in_one_launch_as_torch_writes_them(monkeypatch, shape, dtype):
+    """MLA's latent and RoPE channels, one vector, and several heads; tokens strided, slots in no order."""
+    slots = torch.tensor([9, 2, 14, 3, 0], device=DEVICE)
+    x = (
+        random(5, 2, shape.heads, shape.key_dim)
+        * torch.exp2(torch.arange(5, device=DEVICE) * 4.0 - 9)[:, None, None, None]
+    )
+    x[3] = 0
+    written = []
+    for fast in (False, True):
+        monkeypatch.setattr(kv_cache, "use_triton_inference", lambda x, fast=fast: fast)
+        cache = PagedKVCache([shape], pages=4, page_size=4, device=DEVICE, dtype=dtype, kv_dtype="fp8_e4m3")
+        keys = cache.layers[0].keys
+        keys.write(slots, x.to(dtype)[:, 1])
+        written.append((keys.slots, keys.scales, keys.read_slots(slots)))
+    for ours, wanted in zip(*written, strict=True):
+        assert torch.equal(ours, wanted)
+    parts = written[1][2].split((shape.key_dim - shape.rope_dim, shape.rope_dim), -1)
+    for part, source in zip(parts, x.to(dtype)[:, 1].split([each.shape[-1] for each in parts], -1), strict=True):
+        if part.numel():
+            assert torch.equal(part, dequantize_kv(*quantize_kv(source), dtype))

@@ -23,16 +23,20 @@ from miles.kernels.attention.tiles_triton import (
     LOG2E,
     apply_softcap,
     exp2_factor,
+    exponents_with_scales,
     find_slots,
     first_visible,
     init_state,
     load_rows,
     load_scales,
+    narrow_queries,
     normalize,
     online_softmax,
+    online_softmax_with_scales,
+    score_factor,
     store_rows,
 )
-from miles.kernels.fused.kv_cache_fp8 import dequantize_rows, quantize_rows, scale_offset
+from miles.kernels.fused.kv_cache_fp8 import decode_e4m3, dequantize_rows, quantize_rows, scale_offset
 from miles.kernels.fused.qk_norm_rope import load_heads, load_norm_weights, load_rotation, norm_and_rotate
 from miles.kernels.runtime.triton_compat import gdc_launch_dependents, gdc_wait, jit, jit_paged, tl
 
@@ -219,7 +223,7 @@ def store_new_partial(
     row_Q1, channel_1D = tl.arange(0, Q)[:, None], tl.arange(0, CFG.D)[None, :]
     score_Q1 = apply_softcap(tl.sum(q_QD.to(tl.float32) * k_QD.to(tl.float32), 1, keep_dims=True), scale, softcap, CFG)
     at_Q1 = sum_GSR + first_split * CFG.R + row_Q1 // (Q // CFG.R)
-    tl.store(at_Q1, score_Q1 * exp2_factor(scale, CFG), row_Q1 % (Q // CFG.R) == 0)
+    tl.store(at_Q1, score_Q1 * score_factor(scale, CFG), row_Q1 % (Q // CFG.R) == 0)
     tl.store(part_GSRd + first_split * CFG.R * CFG.d + channel_1D, v_1D.to(tl.float32), channel_1D < CFG.d)
 
 
@@ -251,15 +255,24 @@ def attend_past(
     CFG: tl.constexpr,
 ) -> Any:
     """Attend to tokens [begin, end), of which the first tile is already loaded; the range may be empty."""
-    out_MD, max_M, sum_M = init_state(CFG)
+    out_MD, _, max_M, sum_M = init_state(CFG)
+    if CFG.fp16_dots:
+        q_MD = narrow_queries(q_MD)
     for start in range(begin, tl.maximum(end, begin + 1), CFG.N):
-        valid_N = start + tl.arange(0, CFG.N) < end
-        if CFG.fp8:
-            k_ND = dequantize_rows(k_ND, k_scale_N, q_MD.dtype, CFG.native_fp8)
-            v_ND = dequantize_rows(v_ND, v_scale_N, q_MD.dtype, CFG.native_fp8)
-        score_MN = apply_softcap(tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee"), scale, softcap, CFG)
-        score_MN = tl.where(valid_N[None, :], score_MN, float("-inf"))
-        p_MN, rescale_M, max_M, sum_M = online_softmax(score_MN, max_M, sum_M, exp2_factor(scale, CFG), True)
+        valid_1N = (start + tl.arange(0, CFG.N) < end)[None, :]
+        if CFG.fp16_dots:
+            k_ND, v_ND = decode_e4m3(k_ND, tl.float16, CFG.native_fp8), decode_e4m3(v_ND, tl.float16, CFG.native_fp8)
+            score_MN = tl.dot(q_MD, tl.trans(k_ND))
+            score_MN, inverse_N = exponents_with_scales(score_MN, k_scale_N, v_scale_N, scale, softcap, CFG)
+            score_MN = tl.where(valid_1N, score_MN, float("-inf"))
+            p_MN, rescale_M, max_M, sum_M = online_softmax_with_scales(score_MN, inverse_N, max_M, sum_M, True)
+        else:
+            if CFG.fp8:
+                k_ND = dequantize_rows(k_ND, k_scale_N, q_MD.dtype, CFG.native_fp8)
+                v_ND = dequantize_rows(v_ND, v_scale_N, q_MD.dtype, CFG.native_fp8)
+            score_MN = apply_softcap(tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee"), scale, softcap, CFG)
+            score_MN = tl.where(valid_1N, score_MN, float("-inf"))
+            p_MN, rescale_M, max_M, sum_M = online_softmax(score_MN, max_M, sum_M, exp2_factor(scale, CFG), True)
         out_MD = tl.dot(p_MN.to(v_ND.dtype), v_ND, out_MD * rescale_M[:, None], input_precision="ieee")
         k_ND, v_ND, k_scale_N, v_scale_N = load_kv_tile(k, v, k_scales, v_scales, pages, start + CFG.N, end, CFG)
     return out_MD, max_M, sum_M

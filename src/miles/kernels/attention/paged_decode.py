@@ -21,9 +21,11 @@ from miles.kernels.attention.tile_config import (
     REDUCED_SPLITS,
     KernelConfig,
     build_kernel_config,
+    max_decode_queries,
     pad_dim,
     scale_tensors,
     select_decode_tunings,
+    set_tile,
 )
 from miles.kernels.runtime.triton_compat import pdl_options
 
@@ -77,7 +79,7 @@ def launch_decode(
 
     def launch(queries: int, heads_per_tile: int, prefix: bool) -> None:
         tuning = tunings[queries]
-        tiled = config._replace(M=queries, N=tuning.tokens, R=heads_per_tile)
+        tiled = set_tile(config, queries, tuning)._replace(R=heads_per_tile)
         paged_decode_kernel[(plan.sms * tuning.resident,)](
             *tensors,
             *scale_tensors(params, q_BHd),
@@ -95,7 +97,7 @@ def launch_decode(
 
     if plan.has_prefixes if has_prefixes is None else has_prefixes:
         launch(plan.prefix_queries, config.r, True)
-    queries = min(pad_dim(config.r), max(tunings))
+    queries = min(pad_dim(config.r), max_decode_queries(config, tunings))
     launch(queries, min(config.r, queries), False)
     heads_per_program = max(1, min(REDUCED_CHANNELS // config.E, 1 << (heads - 1).bit_length()))
     reduce_splits_kernel[(rows, -(-heads // heads_per_program))](

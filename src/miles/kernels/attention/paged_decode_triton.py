@@ -19,6 +19,7 @@ from miles.kernels.attention.tiles_triton import (
     exp2_factor,
     first_visible,
     init_state,
+    join_channels,
     load_queries,
     load_sinks,
     normalize,
@@ -71,16 +72,17 @@ def paged_decode_kernel(
         pages = block_table_SP + tl.load(req_slots_B + row).to(tl.int64) * block_table_stride
         if PDL:
             gdc_wait()  # items were written before the first kernel of the step
-        q_MD, q_MX = load_queries(q_BHd, row_M.to(tl.int64) * q_stride + head_M * (CFG.d + CFG.x), real_M, CFG)
-        out_ME, max_M, sum_M = init_state(CFG)
+        queries = load_queries(q_BHd, row_M.to(tl.int64) * q_stride + head_M * (CFG.d + CFG.x), real_M, CFG)
+        out_ME, odd_ME, max_M, sum_M = init_state(CFG)
         group = unit % UNITS // CFG.head_tiles
         k, v = k_SGd + group * (CFG.d + CFG.x), v_SGe + group * CFG.e
         head_k_scales, head_v_scales = k_scales + group * CFG.page_size, v_scales + group * CFG.page_size
-        kv_inputs = (q_MD, q_MX, k, v, head_k_scales, head_v_scales, pages)
+        kv_inputs = (k, v, head_k_scales, head_v_scales, pages)
         token_range = (begin, tl.where(rows > 0, end, begin), low_M, low_M, scale, softcap)
-        out_ME, max_M, sum_M = attend_range(
-            out_ME, max_M, sum_M, *kv_inputs, *token_range, CFG, True, CFG.is_windowed, False
+        out_ME, odd_ME, max_M, sum_M = attend_range(
+            out_ME, odd_ME, max_M, sum_M, *queries, *kv_inputs, *token_range, CFG, True, CFG.is_windowed, False
         )
+        out_ME = join_channels(out_ME, odd_ME, CFG)
         factor = exp2_factor(scale, CFG)
         is_single_split = False if PREFIX else tl.load(base_B + row + 1) == tl.load(base_B + row) + 1
         if is_single_split:

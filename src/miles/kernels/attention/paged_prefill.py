@@ -18,6 +18,7 @@ from miles.kernels.attention.tile_config import (
     build_kernel_config,
     scale_tensors,
     select_prefill_tile,
+    set_tile,
 )
 from miles.kernels.runtime.kv_cache import Ints
 
@@ -86,7 +87,7 @@ def launch_prefill(
             block_table_SP.stride(0),
             params.scale,
             params.softcap or 0.0,
-            config._replace(M=queries, N=tuning.tokens),
+            set_tile(config, queries, tuning),
             num_warps=tuning.warps,
             num_stages=tuning.stages,
         )

@@ -13,6 +13,7 @@ from miles.kernels.attention.tiles_triton import (
     exp2_factor,
     first_visible,
     init_state,
+    join_channels,
     load_queries,
     load_sinks,
     normalize,
@@ -51,7 +52,7 @@ def paged_prefill_kernel(
         end = first + tl.minimum(count, CFG.M)
         high_M = tl.minimum(first + m_M, end - 1)
         at_M = row_M.to(tl.int64) * q_stride + head * (CFG.d + CFG.x)
-        q_MD, q_MX = load_queries(q_THd, at_M, real_M, CFG)
+        queries = load_queries(q_THd, at_M, real_M, CFG)
         group = head // CFG.r
         k, v = k_SGd + group * (CFG.d + CFG.x), v_SGe + group * CFG.e
         pages = block_table_SP + tl.load(tiles_I4 + tl.program_id(1) * 4).to(tl.int64) * block_table_stride
@@ -61,22 +62,59 @@ def paged_prefill_kernel(
         full_begin = (first_visible(end - 1, CFG) + CFG.N - 1) // CFG.N * CFG.N
         diagonal = tl.maximum((first + 1) // CFG.N * CFG.N, begin)
         full_begin = tl.minimum(full_begin, diagonal)
-        out_ME, max_M, sum_M = init_state(CFG)
+        out_ME, odd_ME, max_M, sum_M = init_state(CFG)
         head_k_scales, head_v_scales = k_scales + group * CFG.page_size, v_scales + group * CFG.page_size
-        kv_inputs = (q_MD, q_MX, k, v, head_k_scales, head_v_scales, pages)
+        kv_inputs = (k, v, head_k_scales, head_v_scales, pages)
         mask_inputs = (low_M, high_M, scale, softcap)
         if CFG.is_windowed:
-            out_ME, max_M, sum_M = attend_range(
-                out_ME, max_M, sum_M, *kv_inputs, begin, full_begin, *mask_inputs, CFG, False, True, False
+            out_ME, odd_ME, max_M, sum_M = attend_range(
+                out_ME,
+                odd_ME,
+                max_M,
+                sum_M,
+                *queries,
+                *kv_inputs,
+                begin,
+                full_begin,
+                *mask_inputs,
+                CFG,
+                False,
+                True,
+                False,
             )
         else:
             full_begin = begin
-        out_ME, max_M, sum_M = attend_range(
-            out_ME, max_M, sum_M, *kv_inputs, full_begin, diagonal, *mask_inputs, CFG, False, False, False
+        out_ME, odd_ME, max_M, sum_M = attend_range(
+            out_ME,
+            odd_ME,
+            max_M,
+            sum_M,
+            *queries,
+            *kv_inputs,
+            full_begin,
+            diagonal,
+            *mask_inputs,
+            CFG,
+            False,
+            False,
+            False,
         )
-        out_ME, max_M, sum_M = attend_range(
-            out_ME, max_M, sum_M, *kv_inputs, diagonal, end, *mask_inputs, CFG, True, CFG.is_windowed, True
+        out_ME, odd_ME, max_M, sum_M = attend_range(
+            out_ME,
+            odd_ME,
+            max_M,
+            sum_M,
+            *queries,
+            *kv_inputs,
+            diagonal,
+            end,
+            *mask_inputs,
+            CFG,
+            True,
+            CFG.is_windowed,
+            True,
         )
+        out_ME = join_channels(out_ME, odd_ME, CFG)
         sink_M = load_sinks(sinks_H, row_M * 0 + head, real_M, CFG)
         out_ME = normalize(out_ME, max_M, sum_M, sink_M, exp2_factor(scale, CFG), CFG.has_sinks)
         store_rows(out_THe, row_M * CFG.heads + head, out_ME, real_M, CFG)

@@ -58,6 +58,32 @@ MLA_DECODE_TUNINGS: dict[int, TileTuning] = {
     64: TileTuning(64, 8, 3, 1),
 }
 MLA_PREFILL_TILE = PrefillTile(64, TileTuning(64, 8, 3))
+# Half precision over an FP8 KV cache. Scales are loaded best if a tile has at least half as many tokens as threads.
+FP8_DECODE_TUNINGS: dict[tuple[int, int], TileTuning] = {
+    (64, 16): TileTuning(128, 4, 5, 3),
+    (64, 32): TileTuning(128, 4, 5, 3),
+    (64, 64): TileTuning(128, 4, 5, 2),
+    (128, 16): TileTuning(128, 4, 5, 2),
+    (128, 32): TileTuning(128, 4, 5, 2),
+    (128, 64): TileTuning(64, 4, 5, 2),
+    (256, 16): TileTuning(64, 4, 5, 2),
+    (256, 32): TileTuning(64, 4, 5, 2),
+    (256, 64): TileTuning(64, 8, 3, 1),
+}
+FP8_PREFILL_TILES: dict[int, PrefillTile] = {
+    64: PrefillTile(128, TileTuning(128, 8, 5)),
+    128: PrefillTile(128, TileTuning(128, 8, 3)),
+    256: PrefillTile(128, TileTuning(64, 8, 3)),
+}
+FP8_MLA_DECODE_TUNINGS: dict[int, TileTuning] = {
+    16: TileTuning(64, 4, 5, 1),
+    32: TileTuning(64, 8, 5, 1),
+    64: TileTuning(64, 8, 3, 1),
+}
+# Tiles of 64 queries need more registers than there are, since they convert the latent for shared memory: heads are
+# split into tiles of at most so many, and only shared prefixes may have more.
+FP8_MLA_MAX_QUERIES = 32
+FP8_MLA_PREFILL_TILE = PrefillTile(32, TileTuning(64, 8, 3))
 # Float32, which is multiplied without tensor cores.
 FP32_DECODE_TUNINGS: dict[int, TileTuning] = {
     16: TileTuning(32, 8, 3, 2),
@@ -82,7 +108,9 @@ class KernelConfig(NamedTuple):
     G key-value heads of r query heads, at most R of them in a tile; d, e, x channels of keys, of values, of keys beyond
     the values' (D, E, X: padded to a tile); strides of a token in the cache; 0 stands for no ``window``, no ``chunk``.
     ``latent`` (MLA): values are the first channels of the keys. ``fp8``: keys and values are E4M3 bytes with scales,
-    which the GPU converts itself if ``native_fp8``.
+    which the GPU converts itself if ``native_fp8``. ``fp16_dots``: they are multiplied as float16, and their scales
+    applied to scores and weights; batch-invariant kernels do not use it. ``paired``: two channels are loaded as one.
+    ``scale_copies``: how often each scale is loaded.
     """
 
     G: int
@@ -106,6 +134,9 @@ class KernelConfig(NamedTuple):
     latent: bool
     fp8: bool = False
     native_fp8: bool = False
+    fp16_dots: bool = False
+    paired: bool = False
+    scale_copies: int = 1
 
     @property
     def heads(self) -> int:
@@ -144,6 +175,7 @@ def build_kernel_config(
         has_sinks=params.sinks_H is not None,
         fp8=params.kv_scales is not None,
         native_fp8=params.kv_scales is not None and has_native_e4m3(q_THd.device),
+        fp16_dots=params.kv_scales is not None and q_THd.dtype in (torch.bfloat16, torch.float16),
     )
 
 
@@ -179,17 +211,39 @@ def select_decode_tunings(config: KernelConfig, dtype: torch.dtype) -> dict[int,
     if dtype == torch.float32:
         table = FP32_MLA_DECODE_TUNINGS if config.latent else FP32_DECODE_TUNINGS
     elif config.latent:
-        table = MLA_DECODE_TUNINGS
+        table = FP8_MLA_DECODE_TUNINGS if config.fp8 else MLA_DECODE_TUNINGS
     else:
-        table = {queries: DECODE_TUNINGS[_table_width(config), queries] for queries in (16, 32, 64)}
+        tunings = FP8_DECODE_TUNINGS if config.fp8 else DECODE_TUNINGS
+        table = {queries: tunings[_table_width(config), queries] for queries in (16, 32, 64)}
     return {queries: _fit_to_device(tuning, config) for queries, tuning in table.items()}
+
+
+def max_decode_queries(config: KernelConfig, tunings: dict[int, TileTuning]) -> int:
+    """The most query heads of a row in a tile."""
+    return FP8_MLA_MAX_QUERIES if config.latent and config.fp16_dots else max(tunings)
 
 
 def select_prefill_tile(config: KernelConfig, dtype: torch.dtype) -> PrefillTile:
     """The tile of prefill kernels."""
-    half = MLA_PREFILL_TILE if config.latent else PREFILL_TILES[_table_width(config)]
-    tile = FP32_PREFILL_TILE if dtype == torch.float32 else half
+    if dtype == torch.float32:
+        tile = FP32_PREFILL_TILE
+    elif config.latent:
+        tile = FP8_MLA_PREFILL_TILE if config.fp8 else MLA_PREFILL_TILE
+    else:
+        tile = (FP8_PREFILL_TILES if config.fp8 else PREFILL_TILES)[_table_width(config)]
     return PrefillTile(tile.queries, _fit_to_device(tile.tuning, config))
+
+
+def set_tile(config: KernelConfig, queries: int, tuning: TileTuning) -> KernelConfig:
+    """The configuration with tile sizes set.
+
+    Tensor cores take tiles of fewer than 64 queries from registers, where FP8 channels must be in pairs (see
+    ``tiles_triton``); keys and values of larger tiles are converted on their way to shared memory.
+    """
+    even = (config.d | config.e | config.k_stride | config.v_stride) % 2 == 0
+    paired = config.fp16_dots and queries < 64 and min(config.D, config.E) >= 32 and even
+    copies = max(1, 16 * tuning.warps // tuning.tokens) if config.fp16_dots else 1
+    return config._replace(M=queries, N=tuning.tokens, paired=paired, scale_copies=copies)
 
 
 def _fit_to_device(tuning: TileTuning, config: KernelConfig) -> TileTuning:

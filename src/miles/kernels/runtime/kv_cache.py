@@ -20,7 +20,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from miles.kernels.fused.kv_cache_fp8 import quantize_and_write
 from miles.kernels.numerics import KVCacheDtype
+from miles.kernels.runtime.triton_compat import use_triton_inference
 from miles.precision.kv_cache import dequantize_kv, quantize_kv
 
 Ints = NDArray[np.int64]
@@ -97,6 +99,9 @@ def write_fp8(
     codes_SGd: Tensor, scales_PGp: Tensor, slots_T: Tensor, x_TGd: Tensor, parts: tuple[int, ...] | None = None
 ) -> None:
     """Quantize tokens and store their E4M3 bytes and scales; ``parts`` of the channels have scales of their own."""
+    if use_triton_inference(x_TGd):
+        quantize_and_write(codes_SGd, scales_PGp, slots_T, x_TGd, parts or (x_TGd.shape[-1],))
+        return
     quantized = [quantize_kv(part) for part in x_TGd.split(parts or (x_TGd.shape[-1],), -1)]
     data_TGd = torch.cat([data for data, _ in quantized], -1) if parts else quantized[0][0]
     scale_TG = torch.cat([scale for _, scale in quantized], -1) if parts else quantized[0][1]
