@@ -127,15 +127,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
+    parser.add_argument("--runs", nargs="+", metavar="SETTING:SEED", help="these runs instead of all")
     parser.add_argument("--at-once", type=int, default=6)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     write_data(args.out)
     jobs = [(setting, seed) for seed in args.seeds for setting in args.settings]
+    if args.runs:
+        jobs = [(name, int(seed)) for name, _, seed in (run.rpartition(":") for run in args.runs)]
     with ThreadPoolExecutor(args.at_once) as pool:
         found = list(pool.map(lambda job: run_one(args.model, args.out, job[0], job[1], args.steps), jobs))
-        if "bf16" in args.settings:
-            found += pool.map(lambda seed: evaluate_converted(args.out, seed, args.steps), args.seeds)
+        wide = [seed for setting, seed in jobs if setting == "bf16"]
+        found += pool.map(lambda seed: evaluate_converted(args.out, seed, args.steps), wide)
     (args.out / "curves.json").write_text(json.dumps(found))
     for one in found:
         ends = sorted((int(step), value) for step, value in one.get("heldout", {}).items())

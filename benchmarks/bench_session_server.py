@@ -37,6 +37,7 @@ import numpy as np
 import orjson
 import uvloop
 
+from miles.core.media import Images
 from miles.core.protocols import Completion, SamplingParams
 from miles.core.types import Author, Span, Status, Tokens, Version
 from miles.models.tokenizer import HfTokenizer, load_tokenizer
@@ -90,7 +91,7 @@ class Waiting:
         self._seconds = seconds
         self.inside = self.most = self.written = 0
 
-    async def generate(self, tokens: Tokens, sampling: SamplingParams) -> Completion:
+    async def generate(self, tokens: Tokens, sampling: SamplingParams, images: Images = ()) -> Completion:
         self.inside += 1
         self.most = max(self.most, self.inside)
         try:

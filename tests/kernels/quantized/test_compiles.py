@@ -55,7 +55,7 @@ bias = torch.zeros(512, dtype=torch.bfloat16)
 x = torch.randn(20, 1024, dtype=torch.bfloat16)
 experts = torch.zeros(20, 1, dtype=torch.int64)
 if what.startswith("fp8"):
-    quantize_triton.quantize_weight(x, format, transposed=format.rows != 1)
+    quantize_triton.quantize_weight(x, format)
 elif format.quantizes_activations:
     quantize_triton.quantize_rows_mxfp8(x)
     dot_scaled.dot_scaled_linear(dot_scaled.quantize_rows_microscaling(x, format), weight, bias)

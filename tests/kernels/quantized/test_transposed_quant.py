@@ -2,9 +2,14 @@
 
 import pytest
 import torch
-from tests.kernels.device import needs_triton, random
+from tests.kernels.device import DEVICE, needs_triton, random
 
-from miles.kernels.quantized.transposed_quant import quantize_both_fp8, quantize_transposed_fp8, transpose_fp8
+from miles.kernels.quantized.transposed_quant import (
+    quantize_both_fp8,
+    quantize_transposed_fp8,
+    transpose_bytes,
+    transpose_fp8,
+)
 from miles.precision.formats import FORMATS
 from miles.precision.quantize import dequantize, dequantize_activation, quantize, quantize_activation
 
@@ -33,6 +38,13 @@ def test_one_kernel_quantizes_rows_and_columns():
     assert torch.equal(bits(rows.data), bits(expected_rows.data)) and torch.equal(rows.scale, expected_rows.scale)
     assert torch.equal(bits(columns.data), bits(expected_columns.data))
     assert torch.equal(columns.scale, expected_columns.scale)
+
+
+@needs_triton
+@pytest.mark.parametrize("shape", [(132, 150), (6, 5), (256, 128)])
+def test_bytes_are_transposed(shape):
+    x = torch.randint(0, 256, shape, dtype=torch.uint8, device=DEVICE)
+    assert torch.equal(transpose_bytes(x), x.T)
 
 
 def test_a_transposed_weight_dequantizes_to_the_transpose():

@@ -76,14 +76,14 @@ FP8_PREFILL_TILES: dict[int, PrefillTile] = {
     256: PrefillTile(128, TileTuning(64, 8, 3)),
 }
 FP8_MLA_DECODE_TUNINGS: dict[int, TileTuning] = {
-    16: TileTuning(64, 4, 5, 1),
-    32: TileTuning(64, 8, 5, 1),
+    16: TileTuning(64, 4, 3, 2),
+    32: TileTuning(64, 4, 3, 4),
     64: TileTuning(64, 8, 3, 1),
 }
 # Tiles of 64 queries need more registers than there are, since they convert the latent for shared memory: heads are
 # split into tiles of at most so many, and only shared prefixes may have more.
 FP8_MLA_MAX_QUERIES = 32
-FP8_MLA_PREFILL_TILE = PrefillTile(32, TileTuning(64, 8, 3))
+FP8_MLA_PREFILL_TILE = PrefillTile(32, TileTuning(64, 4, 4))
 # Float32, which is multiplied without tensor cores.
 FP32_DECODE_TUNINGS: dict[int, TileTuning] = {
     16: TileTuning(32, 8, 3, 2),

@@ -100,7 +100,7 @@ class _QuantizedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        weight, transposed, saved = _read_saved(ctx)
+        weight, saved = _read_saved(ctx)
         rows: SortedRows | None = ctx.rows
         grad_rows = grad_TN.reshape(-1, grad_TN.shape[-1])
         precision: BackwardPrecision = ctx.backward_precision
@@ -109,7 +109,7 @@ class _QuantizedLinear(torch.autograd.Function):
         if use_fp8:
             columns = int(ctx.columns or 0)
             x = QuantizedActivation(saved[0], saved[1], columns, grad_TN.dtype) if needs_weight else None
-            grad_x, grad_weight_out = fp8_gradients(grad_rows, weight, transposed, x)
+            grad_x, grad_weight_out = fp8_gradients(grad_rows, weight, x)
         else:
             if needs_x:
                 grad_x = grad_input(grad_rows, weight, rows, precision)
@@ -131,7 +131,7 @@ def _pack(weight: QuantizedTensor | StraightThroughWeight) -> QuantizedTensor:
 def _quantize_weight(weight: Tensor, format: WeightFormat, segments: tuple[int, ...]) -> QuantizedTensor:
     """``quantize``, in one kernel where there is one."""
     if use_triton(weight) and has_fp8(weight.device) and supports_quantize_weight(weight, format, segments):
-        return quantize_weight(weight, format)[0]
+        return quantize_weight(weight, format)
     return quantize(weight, format, segments)
 
 
@@ -144,18 +144,14 @@ def _quantize_input(x_TK: Tensor, weight: QuantizedTensor) -> Tensor | Quantized
     return quantize_activation(x_TK, weight.format)
 
 
-def _read_saved(ctx: Any) -> tuple[QuantizedTensor, QuantizedTensor | None, tuple[Tensor, ...]]:
-    """The weight as the forward multiplied it, the same transposed for an FP8 backward, and the input."""
+def _read_saved(ctx: Any) -> tuple[QuantizedTensor, tuple[Tensor, ...]]:
+    """The weight and the input as the forward multiplied them."""
     format: WeightFormat = ctx.format
     if ctx.segments is not None:
         wide, *saved = ctx.saved_tensors
-        wide = wide.detach()
-        can_transpose = use_triton(wide) and supports_quantize_weight(wide, format, ctx.segments, transposed=True)
-        if ctx.backward_precision == "e4m3" and can_transpose and has_fp8(wide.device):
-            return *quantize_weight(wide, format, transposed=True), tuple(saved)
-        return _quantize_weight(wide, format, ctx.segments), None, tuple(saved)
+        return _quantize_weight(wide.detach(), format, ctx.segments), tuple(saved)
     data, scale, zero, global_scale, *saved = ctx.saved_tensors
-    return QuantizedTensor(format, data, scale, ctx.row_block, zero, global_scale), None, tuple(saved)
+    return QuantizedTensor(format, data, scale, ctx.row_block, zero, global_scale), tuple(saved)
 
 
 def _read_input(saved: tuple[Tensor, ...], columns: int | None, dtype: torch.dtype) -> Tensor:

@@ -19,6 +19,7 @@ from miles.kernels.quantized.transposed_quant import (
     TILE,
     quantize_both_fp8,
     quantize_transposed_fp8,
+    transpose_bytes,
     transpose_fp8,
 )
 from miles.precision.formats import FORMATS
@@ -41,32 +42,29 @@ def supports_fp8_backward(grad_TN: Tensor, weight: QuantizedTensor) -> bool:
 
 
 def fp8_gradients(
-    grad_TN: Tensor,
-    weight: QuantizedTensor,
-    transposed: QuantizedTensor | None,
-    x: Tensor | QuantizedActivation | None,
+    grad_TN: Tensor, weight: QuantizedTensor, x: Tensor | QuantizedActivation | None
 ) -> tuple[Tensor, Tensor | None]:
-    """dy W' [T, K], and dy^T x' [N, K] if there is ``x``; ``transposed`` is the weight as [K, N] where it is known.
+    """dy W' [T, K], and dy^T x' [N, K] if there is ``x``.
 
     The gradient is read once for both of its quantized forms, where both are needed.
     """
     if x is None or weight.row_block != TILE:
-        return fp8_grad_input(grad_TN, weight, transposed), None if x is None else fp8_grad_weight(grad_TN, x)
+        return fp8_grad_input(grad_TN, weight), None if x is None else fp8_grad_weight(grad_TN, x)
     rows, columns = quantize_both_fp8(grad_TN)
-    return _multiply_blocks(rows, transposed or transpose_fp8(weight)), fp8_grad_weight(columns, x)
+    return _multiply_blocks(rows, transpose_fp8(weight)), fp8_grad_weight(columns, x)
 
 
-def fp8_grad_input(grad_TN: Tensor, weight: QuantizedTensor, transposed: QuantizedTensor | None = None) -> Tensor:
+def fp8_grad_input(grad_TN: Tensor, weight: QuantizedTensor) -> Tensor:
     """dy W', [T, K]."""
     if weight.row_block != TILE:
         grad_TN = grad_TN * weight.scale.view(-1).to(grad_TN.dtype)
         grad = quantize_rows_fp8(grad_TN, FORMATS["fp8_channel"])
-        weight_KN = weight.data.view(torch.uint8).t().contiguous().view(weight.data.dtype)
+        weight_KN = transpose_bytes(weight.data)
         ones = torch.ones(1, len(weight_KN), dtype=torch.float32, device=grad_TN.device)
         return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
             grad.data, weight_KN.t(), grad.scale, ones, out_dtype=grad_TN.dtype, use_fast_accum=True
         )
-    return _multiply_blocks(quantize_rows_fp8(grad_TN, FORMATS["fp8"]), transposed or transpose_fp8(weight))
+    return _multiply_blocks(quantize_rows_fp8(grad_TN, FORMATS["fp8"]), transpose_fp8(weight))
 
 
 def _multiply_blocks(grad: QuantizedActivation, transposed: QuantizedTensor) -> Tensor:

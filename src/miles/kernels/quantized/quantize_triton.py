@@ -1,4 +1,4 @@
-"""Quantization in Triton: weights to FP8 blocks or channels, also transposed for the backward, and rows to MXFP8.
+"""Quantization in Triton: weights to FP8 blocks or channels, and rows to MXFP8.
 
 Shapes: E stacked matrices (may be absent), N rows, K columns; T rows of an activation; B = 128 or 32 values of a block.
 
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from miles.kernels.quantized.transposed_quant import pack_bytes
 from miles.kernels.runtime.triton_compat import (
     device_guard,
     gdc_launch_dependents,
@@ -35,36 +34,23 @@ _MAX_COLUMNS = 16384
 _MX_COLUMNS = 1024
 
 
-def supports_quantize_weight(
-    weight: Tensor, format: WeightFormat, segments: tuple[int, ...] | None = None, *, transposed: bool = False
-) -> bool:
+def supports_quantize_weight(weight: Tensor, format: WeightFormat, segments: tuple[int, ...] | None = None) -> bool:
     """Whether the kernels write this format: blocks of 128 x 128 that end with their segment, or channels."""
     if format.element != "e4m3" or format.scale != "float32":
         return False
     if format.rows == 1:
-        return not transposed and weight.shape[-1] <= _MAX_COLUMNS
-    whole = not transposed or weight.shape[-2] % _BLOCK == 0
-    return whole and format.rows == format.columns == _BLOCK == row_block(format, weight.shape[-2], segments)
+        return weight.shape[-1] <= _MAX_COLUMNS
+    return format.rows == format.columns == _BLOCK == row_block(format, weight.shape[-2], segments)
 
 
-def quantize_weight(
-    weight: Tensor, format: WeightFormat, *, transposed: bool = False
-) -> tuple[QuantizedTensor, QuantizedTensor | None]:
-    """Quantize a weight [N, K] or a stack; with ``transposed`` also return the same values and scales as [K, N]."""
-    assert supports_quantize_weight(weight, format, transposed=transposed)
+def quantize_weight(weight: Tensor, format: WeightFormat) -> QuantizedTensor:
+    """Quantize a weight [N, K] or a stack."""
+    assert supports_quantize_weight(weight, format)
     weight = weight.contiguous()
     *stack, rows, columns = weight.shape
     count = stack[0] if stack else 1
     data = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     scale = torch.empty((*stack, *format.scale_shape(rows, columns)), dtype=torch.float32, device=weight.device)
-    other = None
-    if transposed:
-        other = QuantizedTensor(
-            format,
-            torch.empty((*stack, columns, rows), dtype=data.dtype, device=data.device),
-            torch.empty((*stack, *format.scale_shape(columns, rows)), dtype=torch.float32, device=data.device),
-            _BLOCK,
-        )
     with device_guard(weight):
         if format.rows == 1:
             _quantize_rows_kernel[(count * rows,)](
@@ -72,19 +58,9 @@ def quantize_weight(
             )
         else:
             _quantize_blocks_kernel[(triton.cdiv(columns, _BLOCK), triton.cdiv(rows, _BLOCK), count)](
-                weight,
-                data,
-                scale,
-                None if other is None else other.data,
-                None if other is None else other.scale,
-                rows,
-                columns,
-                POWER_OF_TWO=format.power_of_two,
-                TRANSPOSED=transposed,
-                B=_BLOCK,
-                num_warps=8,
+                weight, data, scale, rows, columns, POWER_OF_TWO=format.power_of_two, B=_BLOCK, num_warps=16
             )
-    return QuantizedTensor(format, data, scale, _BLOCK if format.rows != 1 else 1), other
+    return QuantizedTensor(format, data, scale, _BLOCK if format.rows != 1 else 1)
 
 
 def quantize_rows_mxfp8(x_TK: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,64 +84,24 @@ def _quantize_blocks_kernel(
     x_ptr: tl.tensor,
     out_ptr: tl.tensor,
     scale_ptr: tl.tensor,
-    transposed_ptr: tl.tensor,
-    transposed_scale_ptr: tl.tensor,
     rows: tl.tensor,
     columns: tl.tensor,
     POWER_OF_TWO: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
     B: tl.constexpr,
 ) -> None:
-    """One block of B x B values; a quarter has every fourth row."""
+    """One block of B x B values."""
     column, row = tl.program_id(0), tl.program_id(1)
     matrix = tl.program_id(2).to(tl.int64)
+    n_N, k_K = row * B + tl.arange(0, B), column * B + tl.arange(0, B)
+    valid_NK = (n_N < rows)[:, None] & (k_K < columns)[None, :]
     first = matrix * rows * columns
-    n_N, k_K = row * B + 4 * tl.arange(0, B // 4), column * B + tl.arange(0, B)
-    inputs = (k_K, x_ptr + first, rows, columns)
-    x0_NK = _load_rows(n_N, *inputs)
-    x1_NK = _load_rows(n_N + 1, *inputs)
-    x2_NK = _load_rows(n_N + 2, *inputs)
-    x3_NK = _load_rows(n_N + 3, *inputs)
-    largest_NK = _maximum(_maximum(tl.abs(x0_NK), tl.abs(x1_NK)), _maximum(tl.abs(x2_NK), tl.abs(x3_NK)))
-    scale = _scale_of(_largest(_largest(largest_NK, 1), 0), POWER_OF_TWO)
-    outputs = (k_K, scale, out_ptr + first, rows, columns)
-    x0_NK = _store_rows(x0_NK, n_N, *outputs)
-    x1_NK = _store_rows(x1_NK, n_N + 1, *outputs)
-    x2_NK = _store_rows(x2_NK, n_N + 2, *outputs)
-    x3_NK = _store_rows(x3_NK, n_N + 3, *outputs)
+    at_NK = first + n_N.to(tl.int64)[:, None] * columns + k_K[None, :]
+    x_NK = tl.load(x_ptr + at_NK, valid_NK, other=0.0).to(tl.float32)
+    scale = _scale_of(_largest(_largest(tl.abs(x_NK), 1), 0), POWER_OF_TWO)
+    data_NK = _round_e4m3(tl.div_rn(x_NK, tl.broadcast_to(scale, (B, B))))
+    tl.store(out_ptr + at_NK, data_NK, valid_NK)
     blocks_n, blocks_k = tl.cdiv(rows, B), tl.cdiv(columns, B)
     tl.store(scale_ptr + (matrix * blocks_n + row) * blocks_k + column, scale)
-    if TRANSPOSED:
-        # The number of rows is a multiple of the block, so rows of words are whole.
-        words = blocks_n * (B // 4)
-        words_ptr = (transposed_ptr + first).to(tl.pointer_type(tl.int32))
-        word_N = row * (B // 4) + tl.arange(0, B // 4)
-        word_KN = tl.trans(pack_bytes(x0_NK, x1_NK, x2_NK, x3_NK))
-        tl.store(words_ptr + k_K.to(tl.int64)[:, None] * words + word_N[None, :], word_KN, (k_K < columns)[:, None])
-        tl.store(transposed_scale_ptr + (matrix * blocks_k + column) * blocks_n + row, scale)
-
-
-@jit
-def _load_rows(n_N: tl.tensor, k_K: tl.tensor, x_ptr: tl.tensor, rows: tl.tensor, columns: tl.tensor) -> Any:
-    valid_NK = (n_N < rows)[:, None] & (k_K < columns)[None, :]
-    return tl.load(x_ptr + n_N.to(tl.int64)[:, None] * columns + k_K[None, :], valid_NK, other=0.0).to(tl.float32)
-
-
-@jit
-def _store_rows(
-    x_NK: tl.tensor,
-    n_N: tl.tensor,
-    k_K: tl.tensor,
-    scale: tl.tensor,
-    out_ptr: tl.tensor,
-    rows: tl.tensor,
-    columns: tl.tensor,
-) -> Any:
-    """Quantize rows, store them, and return them."""
-    data_NK = _round_e4m3(tl.div_rn(x_NK, tl.broadcast_to(scale, x_NK.shape)))
-    valid_NK = (n_N < rows)[:, None] & (k_K < columns)[None, :]
-    tl.store(out_ptr + n_N.to(tl.int64)[:, None] * columns + k_K[None, :], data_NK, valid_NK)
-    return data_NK
 
 
 @jit

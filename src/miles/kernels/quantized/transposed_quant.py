@@ -13,18 +13,49 @@ import torch
 from torch import Tensor
 
 from miles.kernels.quantized.activation_quant import pad_tokens
-from miles.kernels.runtime.triton_compat import device_guard, jit, tl, triton
+from miles.kernels.runtime.triton_compat import device_guard, jit, tl, triton, use_triton
 from miles.precision.quantized_tensor import QuantizedActivation, QuantizedTensor
 
-__all__ = ["TILE", "pack_bytes", "quantize_both_fp8", "quantize_transposed_fp8", "transpose_fp8"]
+__all__ = ["TILE", "quantize_both_fp8", "quantize_transposed_fp8", "transpose_bytes", "transpose_fp8"]
 
 TILE = 128
 
 
 def transpose_fp8(weight: QuantizedTensor) -> QuantizedTensor:
     """The transposed weight [K, N] of square blocks: the same values and scales."""
-    data = weight.data.view(torch.uint8).t().contiguous().view(weight.data.dtype)
+    data = transpose_bytes(weight.data)
     return QuantizedTensor(weight.format, data, weight.scale.t().contiguous(), weight.row_block)
+
+
+def transpose_bytes(x_RC: Tensor) -> Tensor:
+    """The transposed matrix of single-byte values, contiguous."""
+    (rows, columns), source = x_RC.shape, x_RC.contiguous().view(torch.uint8)
+    if not use_triton(x_RC) or rows % 4:
+        return source.t().contiguous().view(x_RC.dtype)
+    out_CR = torch.empty(columns, rows, dtype=torch.uint8, device=x_RC.device)
+    with device_guard(source):
+        _transpose_kernel[(triton.cdiv(columns, TILE), triton.cdiv(rows, TILE))](
+            source, out_CR, rows, columns, TILE=TILE, num_warps=8
+        )
+    return out_CR.view(x_RC.dtype)
+
+
+@jit
+def _transpose_kernel(
+    x_ptr: tl.tensor, out_ptr: tl.tensor, rows: tl.tensor, columns: tl.tensor, TILE: tl.constexpr
+) -> None:
+    word_R = tl.program_id(1) * (TILE // 4) + tl.arange(0, TILE // 4)
+    c_C = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    valid_RC = (4 * word_R < rows)[:, None] & (c_C < columns)[None, :]
+    at_RC = x_ptr + (4 * word_R).to(tl.int64)[:, None] * columns + c_C[None, :]
+    word_RC = _pack_bytes(
+        tl.load(at_RC, valid_RC, other=0),
+        tl.load(at_RC + columns, valid_RC, other=0),
+        tl.load(at_RC + 2 * columns, valid_RC, other=0),
+        tl.load(at_RC + 3 * columns, valid_RC, other=0),
+    )
+    at_CR = out_ptr.to(tl.pointer_type(tl.int32)) + c_C.to(tl.int64)[:, None] * (rows // 4) + word_R[None, :]
+    tl.store(at_CR, tl.trans(word_RC), tl.trans(valid_RC))
 
 
 def quantize_transposed_fp8(x: Tensor | QuantizedActivation) -> QuantizedActivation:
@@ -112,7 +143,7 @@ def _quantize_transposed_kernel(
     scale_C = tl.div_rn(tl.max(largest_RC, 0), tl.full((TILE,), 448.0, tl.float32))
     scale_C = tl.where(scale_C == 0.0, 1.0, scale_C)
     scale_RC = tl.broadcast_to(scale_C[None, :], (TILE // 4, TILE))
-    word_RC = pack_bytes(
+    word_RC = _pack_bytes(
         tl.div_rn(x0_RC, scale_RC).to(tl.float8e4nv),
         tl.div_rn(x1_RC, scale_RC).to(tl.float8e4nv),
         tl.div_rn(x2_RC, scale_RC).to(tl.float8e4nv),
@@ -126,7 +157,7 @@ def _quantize_transposed_kernel(
 
 
 @jit
-def pack_bytes(b0: tl.tensor, b1: tl.tensor, b2: tl.tensor, b3: tl.tensor) -> Any:
+def _pack_bytes(b0: tl.tensor, b1: tl.tensor, b2: tl.tensor, b3: tl.tensor) -> Any:
     """Four tensors of bytes as one of little-endian words, so that a transpose moves words between threads."""
     low = b0.to(tl.uint8, bitcast=True).to(tl.int32) | (b1.to(tl.uint8, bitcast=True).to(tl.int32) << 8)
     high = b2.to(tl.uint8, bitcast=True).to(tl.int32) | (b3.to(tl.uint8, bitcast=True).to(tl.int32) << 8)
