@@ -6,6 +6,7 @@ from importlib.util import find_spec
 
 from miles.core.errors import UsageError
 from miles.launch.config import Config
+from miles.launch.plan.lora import packs_base
 from miles.launch.plan.topology import is_remote
 from miles.launch.rules.flags import Rule
 from miles.launch.rules.paths import read_spec_or_none
@@ -103,6 +104,22 @@ def check_export(c: Config) -> Iterator[str]:
         )
 
 
+def check_packed_base(c: Config) -> Iterator[str]:
+    if not packs_base(c):
+        return
+    precision = name_precision(c.models)
+    if c.models.fp8_format is not None:
+        yield (
+            f"--fp8-format {c.models.fp8_format} does not work with --lora-rank: the base of {precision} is frozen, "
+            "and adapters have their gradients in --dtype; remove it."
+        )
+    if c.schedule.save_hf_precision == "rollout":
+        yield (
+            "--save-hf-precision rollout would round the adapters away that are trained beside a packed base; remove "
+            "it, and serve the base with --lora-adapter-path."
+        )
+
+
 def check_transformer_engine(c: Config) -> Iterator[str]:
     m = c.models
     if m.train_precision == "auto" or c.train.train_backend != "megatron":
@@ -120,4 +137,5 @@ PRECISION_RULES: tuple[Rule, ...] = (
     check_quantized_shards,
     check_quantized_backends,
     check_export,
+    check_packed_base,
 )
