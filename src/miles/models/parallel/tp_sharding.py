@@ -291,8 +291,8 @@ def _coarsen(name: str, weight: TpShard, columns: int, world: int) -> TpShard:
         total = segment.units * segment.rows
         if segment.rows % columns == 0:
             segments.append(replace(segment, rows=segment.rows // columns))
-        elif total % (columns * world) == 0:
-            segments.append(ShardSegment(total // columns))
+        elif total % (columns * world) == 0 or world == 1:
+            segments.append(ShardSegment(-(-total // columns)))
         else:
             raise UsageError(
                 f"{name} has {total} input channels, which {world} tensor-parallel ranks cannot share in blocks of "
