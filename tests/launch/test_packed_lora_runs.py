@@ -36,7 +36,10 @@ def weights_in(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_served_run_is_sent_adapters_alone_and_has_zero_parity_difference(inputs, tmp_path):
-    run, more = tmp_path / "run", ("--train-precision", "int4_g32", "--dtype", "bfloat16", "--rollout-backend", "served")
+    run, more = (
+        tmp_path / "run",
+        ("--train-precision", "int4_g32", "--dtype", "bfloat16", "--rollout-backend", "served"),
+    )
     rows = train(inputs, run, *EXACT, *more, "--target-modules", "q_proj,v_proj,down_proj", steps=3)
     assert [row["parity_max_abs"] for row in rows] == [0.0] * 3
     assert all(row["grad_norm"] > 0 for row in rows)
@@ -54,7 +57,9 @@ def test_ranks_come_to_what_one_process_comes_to(inputs, tmp_path):
         assert [row["parity_max_abs"] for row in rows] == [0.0, 0.0]
     mine, theirs = (weights_in(last(tmp_path / name)) for name in ("two", "one"))
     assert max(float((mine[name] - theirs[name]).abs().max()) for name in mine) < 1e-3
-    further = miles("train", *flags(inputs, tmp_path / "two", *LORA, *more, steps=3))  # by one, from what two have saved
+    further = miles(
+        "train", *flags(inputs, tmp_path / "two", *LORA, *more, steps=3)
+    )  # by one, from what two have saved
     assert further.returncode == 0, further.stderr
 
 

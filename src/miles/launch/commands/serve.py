@@ -219,7 +219,7 @@ async def build_server(config: ServeRoot, key: str | None, run: Executor) -> tup
     from miles.core.types import Version
     from miles.models.checkpoint import hf
     from miles.models.lora.adapters import load_engine_factors
-    from miles.models.parallel.tp_sharding import shard_spec
+    from miles.models.parallel.tp_sharding import compute_tp_shards, shard_spec
     from miles.models.resolve import resolve_spec
     from miles.models.tokenizer import load_tokenizer
     from miles.sync.publish import Publication
@@ -235,7 +235,9 @@ async def build_server(config: ServeRoot, key: str | None, run: Executor) -> tup
     lora = build_lora(config.lora, spec)
     adapters = None if lora is None else adapter_spec(lora)
     spec = replace(spec, quantization=config.models.rollout_quantization(len(devices)), adapters=adapters)
-    shard_spec(spec, len(devices))  # refuse before loading what cannot be sharded
+    if len(devices) > 1:  # refuse before loading what cannot be sharded
+        shard_spec(spec, len(devices))
+        compute_tp_shards(spec)
     load_device = device if len(devices) == 1 else "cpu"  # the whole model need not fit on one GPU
     numerics = config.models.numerics
     model = hf.load_model(folder, spec, device=load_device, dtype=dtype, numerics=numerics, trust_remote_code=trusted)

@@ -261,6 +261,11 @@ def _packed_shards(name: str, weight: TpShard, quantized: QuantizedParam) -> TpS
     if by_row:
         data = scale = weight
     else:
+        if world > 1 and format.quantizes_activations and format.activation_columns is None:
+            raise UsageError(
+                f"{format.name} has one scale for all inputs of a token, of which {world} tensor-parallel ranks would "
+                f"each have a part in {name}; use fp8 or mxfp8, or one rank per engine."
+            )
         data = _coarsen(name, weight, 8 // format.bits, world)
         scale = TpShard(stacked=weight.stacked) if format.columns is None else None
         scale = scale or _coarsen(name, weight, format.columns or 1, world)
