@@ -137,7 +137,7 @@ class LoraAdapters:
     def fuse_factors(self, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the A and B factors of all targets in a decoder's weight, as its decoder would hold them."""
         factors = [self.factors(target) for target in self.targets_by_param[name]]
-        a_XI, b_Or = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*factors, strict=True))
+        a_XI, b_Or = torch.cat([a_rI for a_rI, _ in factors]), torch.cat([b for _, b in factors])
         return a_XI.to(dtype), b_Or.to(dtype)
 
     @torch.no_grad()
@@ -146,7 +146,7 @@ class LoraAdapters:
         factors: dict[str, Tensor] = {}
         for name in self.targets_by_param:
             for factor, tensor in zip((LORA_A, LORA_B), self.fuse_factors(name, dtype), strict=True):
-                factors[factor_name(name, factor)] = tensor.detach().clone()
+                factors[factor_name(name, factor)] = tensor
         return factors
 
     def attach(self, model: nn.Module) -> None:
