@@ -1,14 +1,20 @@
 """Whole runs that train adapters beside a packed base (QLoRA): engine and trainer compute with the same bytes."""
 
+import asyncio
 import json
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from tests.launch.small_run import everything, flags, miles, write_inputs
 
+from miles.backends.native.engine.request import GenerateRequest
+from miles.cluster.executor import InlineExecutor
+from miles.core.protocols import SamplingParams
+from miles.launch.commands.serve import build_server, read_serve_config
 from miles.models.checkpoint import hf
 
 LORA = ("--lora-rank", "4", "--lora-alpha", "8")
@@ -50,6 +56,36 @@ def test_a_served_run_is_sent_adapters_alone_and_has_zero_parity_difference(inpu
     assert len(sent) == 3 and all(size / 2 <= each < size + 4096 for each in sent)
 
 
+def test_the_adapter_of_a_run_is_served_beside_a_packed_base(inputs, tmp_path):
+    train(inputs, tmp_path / "run", "--train-precision", "int4_g32")
+    adapter = last(tmp_path / "run") / "adapter"
+    line = (str(inputs), "--device", "cpu", "--rollout-precision", "int4_g32")
+
+    async def score(*more: str) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
+        _, engine = await build_server(read_serve_config([*line, *more]), None, InlineExecutor())
+        prompt = np.arange(2, 14, dtype=np.int32)
+        request = GenerateRequest(tokens=prompt, sampling=SamplingParams(max_new_tokens=0), logprob_start_len=0)
+        output = engine.submit(request)
+        await output.completion()
+        weights = dict(engine.weights())
+        await engine.close()
+        assert output.prompt_logprobs is not None
+        return np.array(output.prompt_logprobs.logprobs[1:]), weights
+
+    plain, base = asyncio.run(score())
+    ours, weights = asyncio.run(score("--lora-adapter-path", str(adapter)))
+    assert all(torch.equal(weights[name].view(torch.uint8), base[name].view(torch.uint8)) for name in base)
+    found = load_file(adapter / "adapter_model.safetensors")
+    factors = {name: tensor for name, tensor in weights.items() if name not in base}
+    assert sum(t.numel() for t in factors.values()) == sum(t.numel() for t in found.values())
+    down = next(tensor for name, tensor in found.items() if name.endswith("layers.0.mlp.down_proj.lora_B.weight"))
+    assert torch.equal(factors["layers.0.mlp.down.lora_b"], down)
+    # The checkpoint is the dequantized base with the adapter merged into it.
+    merged, _ = asyncio.run(score("--hf-checkpoint", str(last(tmp_path / "run")), "--rollout-precision", "auto"))
+    assert np.abs(ours - merged).max() < 1e-3 < np.abs(ours - plain).max()
+
+
+@pytest.mark.slow
 def test_ranks_come_to_what_one_process_comes_to(inputs, tmp_path):
     more = ("--train-precision", "fp8", *EXACT)
     for name, ranks in (("one", ()), ("two", ("--actor-num-gpus-per-node", "2"))):
