@@ -31,6 +31,7 @@ FEATURES = {
     "FP8 rollout": "--rollout-precision fp8",
     "INT4 training": "--train-precision int4_g32",
     "served engines": "--rollout-backend served",
+    "engine tensor parallel": "--rollout-num-gpus-per-engine 2 --rollout-backend served",
     "SGLang": "--rollout-backend sglang",
     "Ray": "--runtime ray --rollout-backend served",
     "elastic": "--elastic --max-weight-staleness 1 --rollout-backend served --actor-num-gpus-per-node 4 "

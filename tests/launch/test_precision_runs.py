@@ -42,7 +42,8 @@ def train(inputs, run, *more, steps=2):
         (True, ("--train-precision", "int4_g32", "--optimizer-state-dtype", "int8")),
         (False, ("--train-precision", "int4_g32_asym", "--rollout-backend", "served")),
         (True, ("--train-precision", "nvfp4", "--quantize-experts-only")),
-        (False, ("--train-precision", "mxfp8", "--lora-rank", "4")),
+        (False, ("--train-precision", "fp8", "--lora-rank", "4", "--dtype", "bfloat16", "--gradient-checkpointing")),
+        (True, ("--train-precision", "int4_g32", "--lora-rank", "4", *FIRST)),
     ],
 )
 def test_a_run_trained_in_low_precision_has_zero_parity_difference(inputs, tmp_path, moe, more):

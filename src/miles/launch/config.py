@@ -241,11 +241,12 @@ class ParityRoot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeRoot:
-    """Root config of ``miles serve``: server, model and engine."""
+    """Root config of ``miles serve``: server, model, engine, and adapters beside quantized weights."""
 
     serve: ServeConfig
     models: ModelConfig
     native: NativeConfig
+    lora: LoraConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

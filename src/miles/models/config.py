@@ -39,7 +39,8 @@ class ModelConfig:
     train_precision: Literal["auto", FormatName] = option(
         "auto",
         "Format that the trainer's forward quantizes weights to, with the bytes that the engine has, such as fp8 or "
-        "int4; gradients go straight through to float32 masters; auto trains in --dtype.",
+        "int4; gradients go straight through to float32 masters; with --lora-rank the base is packed and frozen; auto "
+        "trains in --dtype.",
     )
     fp8_format: Literal["e4m3", "hybrid"] | None = option(
         None,

@@ -6,7 +6,6 @@ Shapes: T all tokens of a packed batch, D hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -26,10 +25,10 @@ from miles.models.layers.mlp import Mlp
 from miles.models.layers.moe import MoeMlp, Routing
 from miles.models.layers.norm import RMSNorm
 from miles.models.layers.rope import Positions
-from miles.models.packing import pack_params
+from miles.models.lora.layout import plan_adapters
 from miles.models.quantization import QuantizedParam, plan_quantization
 from miles.models.spec import AttentionSpec, DecoderSpec, GatedDeltaNetSpec, MambaSpec, MlaSpec, MlpSpec, MoeSpec
-from miles.precision.formats import QuantizationSpec, WeightFormat
+from miles.precision.formats import WeightFormat
 from miles.precision.quantized_tensor import QuantizedActivation
 
 __all__ = ["AttentionBackend", "CheckpointFn", "Decoder", "DecoderLayer", "Routing", "checkpoint_full"]
@@ -125,10 +124,13 @@ class DecoderLayer(nn.Module):
         moe = self.moe
         if isinstance(attention, Attention) and self.attention_norm is not None:
             self.attention_norm.quantize_to = _fusable_format(attention.qkv.quantized, self.attention_norm)
+            self.attention_norm.keep_wide = attention.qkv.has_adapter
         if self.mlp_norm is None:
             return
         if mlp is not None:
-            self.mlp_norm.quantize_to = _fusable_format((mlp.gate_up or mlp.up or mlp.down).quantized, self.mlp_norm)
+            first = mlp.gate_up or mlp.up or mlp.down
+            self.mlp_norm.quantize_to = _fusable_format(first.quantized, self.mlp_norm)
+            self.mlp_norm.keep_wide = first.has_adapter
         elif moe is not None and moe.into is None:
             self.mlp_norm.quantize_to = _fusable_format(next(iter(moe.quantized.values()), None), self.mlp_norm)
             self.mlp_norm.keep_wide = True
@@ -166,7 +168,15 @@ class Decoder(nn.Module):
         self.lm_head: Linear | None = None
         if not spec.tie_embeddings:
             self.lm_head = Linear(spec.hidden_size, spec.vocab_size, bias=False, **factory)
+        self._add_adapters()
         self._quantize()
+
+    def _add_adapters(self) -> None:
+        """Add the LoRA factors that the spec says the decoder holds."""
+        for name, lora in plan_adapters(self.spec).items():
+            module = self.get_submodule(name.removesuffix(".weight"))
+            assert isinstance(module, Linear), f"{name} is not a projection"
+            module.add_factors(lora)
 
     def _quantize(self) -> None:
         """Quantize the layers that the spec says are quantized."""
@@ -185,23 +195,6 @@ class Decoder(nn.Module):
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
             layer.fuse_quantization()
-
-    def quantize(self, quantization: QuantizationSpec) -> None:
-        """Quantize the layers of a decoder that has its weights already; packed ones are packed at once."""
-        assert self.spec.quantization is None, "the decoder is quantized already"
-        self.spec = replace(self.spec, quantization=quantization)
-        if not quantization.packed:
-            self._quantize()
-            return
-        packed: dict[str, Tensor] = {}
-        for name in plan_quantization(self.spec):  # one at a time, so that no more than one is there twice
-            path, _, attribute = name.rpartition(".")
-            wide = self.get_parameter(name)
-            packed |= pack_params(self.spec, {name: wide}, wide.dtype)
-            empty = nn.Parameter(torch.empty_like(wide, device="meta"), requires_grad=False)
-            setattr(self.get_submodule(path), attribute, empty)
-        self._quantize()
-        self.load_state_dict(packed, strict=False, assign=True)
 
     def forward(
         self, tokens_T: Tensor, positions_T: Tensor, attn_backend: AttentionBackend, routing: Routing | None = None

@@ -1,7 +1,8 @@
 """Names of packed weights on the wire: a Hugging Face name for the values, and one with a suffix for their scales.
 
 ``X.q_proj.weight`` has the packed rows of that projection, ``X.q_proj.weight_scale`` their scales (and ``_zero``,
-``_global_scale``). Tensors that belong to all rows of a fused parameter have the parameter's own name.
+``_global_scale``). Tensors that belong to all rows of a fused parameter have the parameter's own name. LoRA factors
+have PEFT's names.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from functools import lru_cache
 
 from miles.models.checkpoint.param_map import build_param_map
 from miles.models.checkpoint.param_slices import HfSlice, param_shape
+from miles.models.lora.layout import build_factor_map
 from miles.models.quantization import QuantizedParam, plan_quantization
 from miles.models.spec import DecoderSpec
 from miles.precision.quantize import packed_layout, row_block
@@ -21,13 +23,13 @@ __all__ = ["build_packed_map"]
 
 @lru_cache(maxsize=8)
 def build_packed_map(spec: DecoderSpec) -> Mapping[str, tuple[HfSlice, ...]]:
-    """Map every parameter of a decoder, which may be packed, to the tensors it consists of on the wire."""
+    """Map every parameter of a decoder, which may be packed and have adapters, to its tensors on the wire."""
     wide = build_param_map(spec)
     plan = {name: quantized for name, quantized in plan_quantization(spec).items() if quantized.packed}
     params: dict[str, tuple[HfSlice, ...]] = {}
     for name, slices in wide.items():
         params |= _pack_slices(name, slices, plan[name]) if name in plan else {name: slices}
-    return params
+    return params | build_factor_map(spec)
 
 
 def _pack_slices(name: str, slices: tuple[HfSlice, ...], quantized: QuantizedParam) -> dict[str, tuple[HfSlice, ...]]:

@@ -213,12 +213,25 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSpec:
+    """LoRA adapters that a decoder applies beside its weights: the modules that have them, by checkpoint names."""
+
+    rank: int
+    alpha: float
+    modules: tuple[str, ...]
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:
     """One decoder-only transformer. ``eos_token_ids`` are the tokens that end a response.
 
     ``norm_offset`` is added to every norm's weight. ``embedding_scale`` multiplies the embedding; ``logit_softcap``
-    soft-caps the logits. ``quantization`` says which weights are quantized; None is none of them.
-    ``vision`` is the vision tower of a vision-language model.
+    soft-caps the logits. ``quantization`` says which weights are quantized; None is none of them. ``adapters`` are LoRA
+    factors that the decoder holds as parameters of its own. ``vision`` is the tower of a vision-language model.
     """
 
     family: str
@@ -233,6 +246,7 @@ class DecoderSpec:
     embedding_scale: float = 1.0
     logit_softcap: float | None = None
     quantization: QuantizationSpec | None = None
+    adapters: AdapterSpec | None = None
     vision: VisionSpec | None = None
 
     @property

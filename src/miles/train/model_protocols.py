@@ -103,14 +103,19 @@ class HasAdapters(Protocol):
     """A model with trained LoRA adapters (``models.lora``)."""
 
     def adapters(self) -> LoraAdapters:
-        """Return the trained adapters, which engines do not have; every rank has all of them in full."""
+        """Return the trained adapters; every rank has all of them in full."""
+        ...
+
+    def engine_weights(self) -> dict[str, Tensor]:
+        """Return this rank's shard of the weights that an engine uses, in the dtypes that it has."""
         ...
 
 
 def get_engine_weights(model: ShardedParameters) -> dict[str, Tensor]:
     """Return this rank's shard of the weights that an engine uses."""
-    adapters = model.adapters().parameters if isinstance(model, HasAdapters) else {}
-    return {name: parameter.detach() for name, parameter in model.parameters().items() if name not in adapters}
+    if isinstance(model, HasAdapters):
+        return model.engine_weights()
+    return {name: parameter.detach() for name, parameter in model.parameters().items()}
 
 
 @runtime_checkable

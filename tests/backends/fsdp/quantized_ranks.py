@@ -57,9 +57,8 @@ def step(model: TrainModel, spec: DecoderSpec, plan: Sequence, dp_group, dtype: 
 def in_one_process(folder: str, name: str, dtype_name: str) -> QuantizedStep:
     """The oracle."""
     dtype = getattr(torch, dtype_name)
-    decoder = hf.load(folder, device="cpu", dtype=dtype)
     spec = quantized_spec(folder, name, dtype)
-    decoder.quantize(spec.quantization)
+    decoder = hf.load_model(folder, spec, device="cpu", dtype=dtype)
     plan = [rows_of(spec, number) for number in range(4)]
     return step(LocalModel(decoder), spec, plan, SINGLE_RANK, dtype)
 

@@ -1,5 +1,6 @@
 """Rules of low precision: what is refused, each with one sentence, and what a plan says of the rest."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -11,9 +12,12 @@ from miles.config.files import read_layers
 from miles.core.errors import UsageError
 from miles.launch.commands.serve import read_serve_config
 from miles.launch.config import Config
-from miles.launch.plan.plan import choose_parity_tolerance
+from miles.launch.plan.memory import estimate_memory
+from miles.launch.plan.plan import build_plan, choose_parity_tolerance
 from miles.launch.rules.check import check_rules
-from miles.precision.formats import FORMATS, FormatName
+from miles.models.accounting.params import packed_weight_bytes
+from miles.models.resolve import resolve_spec
+from miles.precision.formats import FORMATS, FormatName, QuantizationSpec
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +65,15 @@ def test_what_works_is_accepted(line):
             "--train-precision fp8 --actor-num-gpus-per-node 2 --tensor-model-parallel-size 2",
             "blocks of 128 rows that 2 ranks would divide",
         ),
+        ("--train-precision fp8 --lora-rank 4 --fp8-format e4m3", "--fp8-format e4m3 does not work with --lora-rank"),
+        (
+            "--train-precision fp8 --lora-rank 4 --save-hf out --save-hf-precision rollout",
+            "would round the adapters away",
+        ),
+        (
+            "--rollout-precision fp8_channel --rollout-num-gpus-per-engine 2",
+            "fp8_channel has one scale for all inputs of a token, of which 2 tensor-parallel ranks",
+        ),
     ],
 )
 def test_what_does_not_work_is_refused_with_one_sentence(line, complaint):
@@ -71,6 +84,36 @@ def test_what_does_not_work_is_refused_with_one_sentence(line, complaint):
 def test_a_server_refuses_a_format_that_does_not_fit():
     with pytest.raises(UsageError, match="--rollout-precision fp8 quantizes no weight"):
         read_serve_config(["model", "--rollout-precision", "fp8", "--quantize-experts-only"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--lora-rank 4", "are applied beside quantized weights; add --rollout-precision"),
+        ("--rollout-precision fp8 --lora-rank 4 --target-modules nothing", "names no projection of this model"),
+        ("--rollout-precision fp8 --lora-adapter-path data", "is not a PEFT adapter"),
+    ],
+)
+def test_a_server_refuses_adapters_that_it_cannot_apply(flags, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        read_serve_config(["model", *flags.split()])
+
+
+def test_the_memory_plan_counts_the_packed_base_once_for_both_planes():
+    def held(line: str) -> dict[str, int]:
+        config = parse(Config, line.split(), read_layers("good.toml")).config
+        assert config is not None and config.models.hf_checkpoint is not None
+        spec = resolve_spec(config.models.hf_checkpoint, "auto")
+        return {share.name: share.bytes for share in estimate_memory(config, build_plan(config), spec)}
+
+    wide, packed = held("--lora-rank 1"), held("--lora-rank 1 --train-precision int4_g32")
+    spec = replace(
+        resolve_spec("model", "auto"), quantization=QuantizationSpec(format=FORMATS["int4_g32"], packed=True)
+    )
+    assert packed["weights"] == packed_weight_bytes(spec, "float32") < wide["weights"]
+    assert "base" not in packed and wide["base"] > 0
+    assert packed["engine"] == packed["adapters"] == wide["adapters"]  # its factors; the base is the trainer's
+    assert packed["optimizer"] == wide["optimizer"]
 
 
 @pytest.mark.parametrize(

@@ -53,9 +53,11 @@ class CommGroup:
         if self.world == 1:
             return x
         sent = self._stage(x)
+        if x.element_size() == 1:  # packed weights: gloo has no FP8
+            sent = sent.view(torch.uint8)
         out = sent.new_empty((self.world * len(sent), *sent.shape[1:]))
         all_gather(out, sent, group=self.process_group)
-        return out.to(x.device)
+        return out.view(x.dtype).to(x.device)
 
     def gather(self, x: Tensor) -> list[Tensor]:
         """All-gather tensors of one shape into a list, in rank order."""

@@ -9,7 +9,8 @@ Each rank's decoder has some heads, channels and vocabulary rows (``tensor_paral
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,10 +105,15 @@ class FsdpModel:
             self._decoder.lm_head.requires_grad_(False)
             self.parameters()["lm_head.weight"].requires_grad_(False)
 
-    def attach_adapters(self, adapters: LoraAdapters) -> None:
-        """Attach LoRA adapters, which are replicated on every rank; call before the first forward."""
+    def attach_adapters(self, adapters: LoraAdapters, *, beside: bool = False) -> None:
+        """Attach LoRA adapters, which are replicated on every rank, merged into the weights or ``beside`` them; call
+        before the first forward.
+        """
         assert self.mesh.tp_group.world == 1, "LoRA does not support tensor parallelism"
-        adapters.attach(self._decoder)
+        if beside:
+            adapters.attach_beside(self._decoder)
+        else:
+            adapters.attach(self._decoder)
 
     def first_row(self, name: str) -> int:
         """Return the first row of the full matrix that this rank has."""
@@ -230,11 +236,16 @@ class FsdpModel:
     # -- checkpoints ---------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        decoder = Decoder(self.spec, device="meta", dtype=self.dtype, numerics=self.numerics)
+        self.export(folder, lambda name: self.gather(name, self.parameters()[name].detach()))
+
+    def export(self, folder: Path, gather_unit: Callable[[str], Tensor]) -> None:
+        """Write a Hugging Face model in the model's dtype, of the full tensors that ``gather_unit`` returns."""
+        spec = replace(self.spec, quantization=None)
+        decoder = Decoder(spec, device="meta", dtype=self.dtype, numerics=self.numerics)
         lead = self.mesh.dp_group.is_lead
         found: dict[str, Tensor] = {}
         for name, wanted in decoder.named_parameters():
-            full = self.gather(name, self.parameters()[name].detach())
+            full = gather_unit(name)
             if lead:
                 found[name] = full.to(device="cpu", dtype=wanted.dtype)
         if lead:
@@ -247,13 +258,15 @@ class FsdpModel:
         self.mesh.world_group.sum(torch.zeros((), device=self.device))
 
     def save_plan(self) -> SavePlan:
-        return plan_save(self.spec, dtype=self._save_dtype, like=self._like, config=self._config)
+        return plan_save(
+            replace(self.spec, quantization=None), dtype=self._save_dtype, like=self._like, config=self._config
+        )
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         missing = dict(self.parameters())
         dtype = next((p.dtype for name, p in missing.items() if not name.endswith(".correction")), self.dtype)
-        for name, full in hf.load_slices(folder, rank=0, world=1, device="cpu", dtype=dtype):
+        for name, full in hf.load_decoder_params(folder, self.spec, device="cpu", dtype=dtype):
             param = missing.pop(name, None)
             if param is None or full.shape != self._shards[name].full_shape:
                 raise CheckpointError(f"{folder} does not match the model in training (see {name}).")

@@ -38,7 +38,7 @@ def apply_fully_shard(
         return frozenset(name for name, _ in decoder.named_parameters())
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=mesh.device.type != "cpu") if cpu_offload else OffloadPolicy()
-    replicated = {name: parameter for name, parameter in decoder.named_parameters() if _must_stay_replicated(name)}
+    replicated = {name: p for name, p in decoder.named_parameters() if _must_stay_replicated(name, p)}
     experts = expert_parallel.expert_params(decoder) if mesh.expert_shard_mesh is not None else set[nn.Parameter]()
     ignored = {*replicated.values(), *experts}
     for layer in decoder.layers:
@@ -67,9 +67,9 @@ def apply_fully_shard(
     return frozenset(replicated)
 
 
-def _must_stay_replicated(name: str) -> bool:
-    """Whether a parameter is small and must not be rounded."""
-    return name.endswith(".moe.correction")
+def _must_stay_replicated(name: str, parameter: nn.Parameter) -> bool:
+    """Whether a parameter is small and must not be rounded, or is a scalar, such as the scale of a packed weight."""
+    return name.endswith(".moe.correction") or not parameter.dim()
 
 
 class HostAllGather(AllGather):

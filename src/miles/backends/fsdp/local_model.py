@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,10 +111,13 @@ class LocalModel(_Unsharded):
     def muon_matrices(self) -> Mapping[str, MuonMatrices]:
         return find_muon_matrices(self._decoder.spec)
 
-    def attach_adapters(self, adapters: LoraAdapters) -> None:
-        """Attach LoRA adapters; call before the first forward."""
+    def attach_adapters(self, adapters: LoraAdapters, *, beside: bool = False) -> None:
+        """Attach LoRA adapters, merged into the weights or ``beside`` them; call before the first forward."""
         assert isinstance(self._decoder, Decoder), "LoRA needs the native decoder"
-        adapters.attach(self._decoder)
+        if beside:
+            adapters.attach_beside(self._decoder)
+        else:
+            adapters.attach(self._decoder)
 
     def first_row(self, name: str) -> int:
         """Return the first row of the full matrix that this rank has."""
@@ -177,9 +180,20 @@ class LocalModel(_Unsharded):
     def save(self, folder: Path) -> None:
         hf.save_model(self._decoder, folder, like=self._like, config=self._config)
 
+    def export(self, folder: Path, gather_unit: Callable[[str], Tensor]) -> None:
+        """Write a Hugging Face model in the model's dtype, of the full tensors that ``gather_unit`` returns."""
+        spec, dtype = replace(self._decoder.spec, quantization=None), self.head().dtype
+        decoder = Decoder(spec, device="meta", dtype=dtype, numerics=self.numerics)
+        params = {name: gather_unit(name).to(wanted.dtype) for name, wanted in decoder.named_parameters()}
+        decoder.load_state_dict(params, assign=True)
+        hf.export(decoder, folder, like=self._like, config=self._config)
+
     def save_plan(self) -> SavePlan | None:
-        if self._save_dtype is not None and isinstance(self._decoder, Decoder):
-            return plan_save(self._decoder.spec, dtype=self._save_dtype, like=self._like, config=self._config)
+        spec = self._decoder.spec
+        is_packed = spec.quantization is not None and spec.quantization.packed
+        if isinstance(self._decoder, Decoder) and (self._save_dtype is not None or is_packed):
+            spec, dtype = replace(spec, quantization=None), self._save_dtype or self.head().dtype
+            return plan_save(spec, dtype=dtype, like=self._like, config=self._config)
         return hf.plan_model_save(self._decoder, like=self._like, config=self._config)
 
     @torch.no_grad()

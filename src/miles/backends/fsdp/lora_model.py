@@ -1,30 +1,34 @@
 """LoRA training: the base weights are frozen and adapters are trained, in one process or sharded over ranks.
 
-The weights under the usual names are base plus adapters, merged after every update: these are published, saved and used
-in forwards. Each rank has its shard of those, and all of the adapters.
+Over a base in the model's dtype the weights under the usual names are base plus adapters, merged after every update:
+these are published, saved and used in forwards. Over a packed base (``PackedLoraModel``, QLoRA) they are the base. Each
+rank has its shard of those, and all of the adapters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from miles.core.errors import CheckpointError
 from miles.kernels.numerics import Numerics
-from miles.models.checkpoint import peft
+from miles.models.checkpoint import hf, peft
 from miles.models.checkpoint.param_slices import HfSlice
 from miles.models.checkpoint.safetensors_io import write_json
 from miles.models.checkpoint.save_plan import SavePlan, SaveUnit
-from miles.models.lora.adapters import LoraAdapters
+from miles.models.lora.adapters import LoraAdapters, read_adapter
 from miles.models.lora.targets import LoraSpec
 from miles.models.optim_groups import MuonMatrices
+from miles.models.quantization import plan_quantization
 from miles.models.spec import DecoderSpec
+from miles.precision.quantize import dequantize, row_block
+from miles.precision.quantized_tensor import QuantizedTensor
 from miles.train.batch_tensors import MicroBatch
 from miles.train.model_protocols import KeptTensors, LossCallback, ReportsTokenTime, TrainModel
 from miles.train.optim.optimizer import full_grad_norm
@@ -37,7 +41,8 @@ class LoraBaseModel(TrainModel, Protocol):
 
     @property
     def spec(self) -> DecoderSpec: ...
-    def attach_adapters(self, adapters: LoraAdapters) -> None: ...
+    def attach_adapters(self, adapters: LoraAdapters, *, beside: bool = False) -> None: ...
+    def export(self, folder: Path, gather_unit: Callable[[str], Tensor]) -> None: ...
     def first_row(self, name: str) -> int: ...
     def sum_grad(self, grad: Tensor) -> Tensor: ...
 
@@ -55,12 +60,16 @@ class LoraModel:
         self._lora = lora
         self._folder = base
         self._adapters = LoraAdapters(lora, device=base_model.device, seed=seed)
-        base_model.attach_adapters(self._adapters)
-        params = base_model.parameters()
-        self._base = {name: params[name].detach().clone() for name in self._adapters.targets_by_param}
+        self._base = self._attach()
         if start is not None:
-            self._adapters.load(_read_adapter(start))
+            self._adapters.load(read_adapter(start))
             self.after_update()
+
+    def _attach(self) -> dict[str, Tensor]:
+        """Attach the adapters; returns the base of the weights that they are merged into."""
+        self._base_model.attach_adapters(self._adapters)
+        params = self._base_model.parameters()
+        return {name: params[name].detach().clone() for name in self._adapters.targets_by_param}
 
     def adapters(self) -> LoraAdapters:
         """Return the trained adapters."""
@@ -73,6 +82,9 @@ class LoraModel:
     @property
     def numerics(self) -> Numerics:
         return self._base_model.numerics
+
+    def engine_weights(self) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in self._base_model.parameters().items()}
 
     def parameters(self) -> Mapping[str, Tensor]:
         return {**self._base_model.parameters(), **self._adapters.parameters}
@@ -119,11 +131,14 @@ class LoraModel:
     # -- checkpoints ---------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        self._base_model.save(folder)
+        self._save_weights(folder)
         (folder / peft.FOLDER).mkdir(exist_ok=True)
         found = {peft.peft_tensor_name(n): p.detach().cpu().contiguous() for n, p in self._adapters.parameters.items()}
         save_file(found, folder / _WEIGHTS, metadata={"format": "pt"})
         write_json(folder / _CONFIG, self._peft_config())
+
+    def _save_weights(self, folder: Path) -> None:
+        self._base_model.save(folder)
 
     def save_plan(self) -> SavePlan | None:
         plan = self._base_model.save_plan()
@@ -136,20 +151,24 @@ class LoraModel:
             json_files={**plan.json_files, _CONFIG: self._peft_config()},
         )
 
-    @torch.no_grad()
-    def load(self, folder: Path) -> None:
+    def _load_adapters(self, folder: Path) -> None:
+        """Load the adapters of a checkpoint."""
         if not (folder / _WEIGHTS).exists():
             raise CheckpointError(
                 f"{folder} has no adapter because its weights were trained; leave --lora-rank out, or start from "
                 "it as --hf-checkpoint."
             )
-        tensors = _read_adapter(folder / peft.FOLDER)
+        tensors = read_adapter(folder / peft.FOLDER)
         shapes = {name: p.shape for name, p in self._adapters.parameters.items()}
         if {name: t.shape for name, t in tensors.items()} != shapes:
             raise CheckpointError(
                 f"{folder / peft.FOLDER} holds other adapters than --lora-rank and --target-modules select."
             )
         self._adapters.load(tensors)
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        self._load_adapters(folder)
         params, plan = self._base_model.parameters(), self._base_model.save_plan()
         saved = {} if plan is None else plan.dtypes()
         rounded = {name: dtype for name, dtype in saved.items() if name in params and params[name].dtype != dtype}
@@ -173,21 +192,79 @@ class LoraModel:
             in_file = merged.to(rounded.get(name, merged.dtype)).to(merged.dtype)
             loaded = params[name].detach()
             if not torch.equal(merged, loaded) and not torch.equal(in_file, loaded):
-                raise CheckpointError(
-                    f"{folder} was trained over another base than {self._folder}, or merged on another type of "
-                    f"device (see {name}); use the --hf-checkpoint and --lora-alpha it was trained with."
-                )
+                raise self._build_base_error(folder, name)
+
+    def _build_base_error(self, folder: Path, name: str) -> CheckpointError:
+        return CheckpointError(
+            f"{folder} was trained over another base than {self._folder}, or merged on another type of device (see "
+            f"{name}); use the --hf-checkpoint and --lora-alpha it was trained with."
+        )
 
     def _peft_config(self) -> dict[str, object]:
         return peft.build_peft_config(self._lora, self._base_model.spec, str(self._folder))
+
+
+class PackedLoraModel(LoraModel):
+    """A LoraModel whose base is packed (quantized once) and never written: adapters are applied beside it.
+
+    Engines have the same packed base, and are sent the adapters in the model's dtype. Checkpoints have the adapters,
+    and the base, dequantized, with the adapters merged into it.
+    """
+
+    def _attach(self) -> dict[str, Tensor]:
+        self._base_model.attach_adapters(self._adapters, beside=True)
+        return {}
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self._base_model.parameters()["embedding.weight"].dtype
+
+    def engine_weights(self) -> dict[str, Tensor]:
+        return super().engine_weights() | self._adapters.build_engine_factors(self._dtype)
+
+    def gather(self, name: str, local: Tensor) -> Tensor:
+        return self._base_model.gather(name, local) if name in self._base_model.parameters() else local
+
+    def _save_weights(self, folder: Path) -> None:
+        self._base_model.export(folder, self._gather_merged)
+
+    def save_plan(self) -> SavePlan | None:
+        plan = super().save_plan()
+        return None if plan is None else replace(plan, gather_unit=self._gather_merged)
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Load the adapters; the base stays the one that was loaded at the start, and is compared."""
+        self._load_adapters(folder)
+        plan = self._base_model.save_plan()
+        assert plan is not None, "the native decoder has a save plan"
+        dtypes = plan.dtypes()
+        for name, stored in hf.load_slices(folder, rank=0, world=1, device="cpu", dtype=dtypes["embedding.weight"]):
+            merged = self._gather_merged(name).cpu().to(dtypes[name])
+            if not torch.equal(merged, stored.to(dtypes[name])):
+                raise self._build_base_error(folder, name)
+        self.after_update()
+
+    @torch.no_grad()
+    def _gather_merged(self, name: str) -> Tensor:
+        """Return a full weight, dequantized, with its adapters merged into it; rounded once by the caller."""
+        params, quantized = self._base_model.parameters(), plan_quantization(self._base_model.spec).get(name)
+        adapted = name in self._adapters.targets_by_param
+        suffixes = ("",) if quantized is None else quantized.suffixes
+        parts = {f"{name}{s}": self._base_model.gather(f"{name}{s}", params[f"{name}{s}"].detach()) for s in suffixes}
+        base = parts[name]
+        if quantized is not None:
+            block = row_block(quantized.format, base.shape[-2], quantized.segments, quantized.tensor_parallel_size)
+            packed = QuantizedTensor.from_tensors(quantized.format, name, parts, block)
+            base = dequantize(packed, torch.float32 if adapted else self._dtype)
+        if not adapted:
+            return base
+        merged = base.clone()
+        self._adapters.merge(name, merged, base)
+        return merged
 
 
 def _unit(name: str, parameter: Tensor) -> SaveUnit:
     shape = tuple(parameter.shape)
     piece = HfSlice(peft.peft_tensor_name(name), shape, 0, shape[0])
     return SaveUnit(name=name, shape=shape, dtype=parameter.dtype, pieces=(piece,))
-
-
-def _read_adapter(folder: Path) -> dict[str, Tensor]:
-    found = load_file(folder / peft.WEIGHTS)
-    return {name.removeprefix(peft.peft_tensor_name("")): tensor for name, tensor in found.items()}

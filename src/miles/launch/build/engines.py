@@ -18,6 +18,7 @@ from miles.models.base import CausalLM
 from miles.models.checkpoint import hf
 from miles.models.decoder import Decoder
 from miles.models.lora.adapters import LoraAdapters
+from miles.models.lora.layout import build_factor_map
 from miles.models.model_provider import apply_model_provider
 from miles.models.packing import pack_params
 from miles.sync.publish import Publication, Transport
@@ -36,7 +37,7 @@ def build_native_engine(
     """An engine without weights for the architecture of ``model``, or of the checkpoint where there is none."""
     spec = policy.spec if model is None else model.spec
     return NativeEngine(
-        replace(spec, quantization=policy.rollout_quantization),
+        policy.to_rollout_spec(spec),
         device=policy.platform.device,
         dtype=policy.rollout_dtype,
         config=config.native,
@@ -54,7 +55,7 @@ def _build_empty_model(policy: PolicyCheckpoint, model: CausalLM) -> CausalLM | 
     empty = hf.build_engine_model(model)
     if policy.provide is None or empty is not None:
         return empty
-    spec = replace(model.spec, quantization=policy.rollout_quantization)
+    spec = policy.to_rollout_spec(model.spec)
     decoder = Decoder(spec, device="meta", dtype=policy.rollout_dtype, numerics=policy.numerics)
     return apply_model_provider(decoder, policy.provide)
 
@@ -70,13 +71,18 @@ def build_native_sync(
 ) -> Publication:
     """The weight sync to an engine in this process; weights are shared unless it ``copies`` them."""
     published = get_rollout_weights(policy, weights)
-    transport: Transport = "made" if published is not weights else "copy" if copies else "shared"
+    # Factors of adapters beside the weights are made for each update.
+    is_made = published is not weights or policy.rollout_adapters is not None
+    transport: Transport = "made" if is_made else "copy" if copies else "shared"
+    trained = None if adapters is None else frozenset(adapters.targets_by_param)
+    if policy.rollout_adapters is not None:
+        trained = frozenset(build_factor_map(policy.rollout_spec))
     return Publication(
         weights=published,
         engines=[] if engine is None else [engine],
         transport=transport,
         run=run,
-        trained=None if adapters is None else frozenset(adapters.targets_by_param),
+        trained=trained,
     )
 
 
@@ -97,9 +103,11 @@ def get_rollout_weights(policy: PolicyCheckpoint, weights: GetWeights) -> GetWei
     """The trainer's weights as the engine has them: the same tensors where nothing differs, else new ones.
 
     Weights that the engine has quantized are packed from their values in the trainer's dtype, which are those that its
-    forward quantizes. Parameters that must keep their precision keep their dtype.
+    forward quantizes; a packed base under LoRA adapters is what it is. Parameters that must keep their precision keep
+    their dtype.
     """
-    quantized = policy.rollout_quantization is not None
+    trained = policy.spec.quantization
+    quantized = policy.rollout_quantization is not None and not (trained is not None and trained.packed)
     if policy.rollout_dtype == policy.dtype and not quantized:
         return weights
     spec = policy.rollout_spec

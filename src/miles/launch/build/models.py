@@ -17,7 +17,7 @@ from miles.algo.config import CRITIC_ESTIMATORS
 from miles.algo.registry import AlgoHooks
 from miles.backends.fsdp.local_critic import HEAD, LocalCritic
 from miles.backends.fsdp.local_model import LocalModel
-from miles.backends.fsdp.lora_model import LoraModel
+from miles.backends.fsdp.lora_model import LoraBaseModel, LoraModel, PackedLoraModel
 from miles.backends.fsdp.reward_model import RewardModel
 from miles.cluster import platform
 from miles.cluster.executor import Executor
@@ -34,17 +34,19 @@ from miles.launch.plan.layout_memory import (
     get_recompute_mode,
     packs_reference,
 )
-from miles.launch.plan.lora import build_lora, get_adapter_folder
+from miles.launch.plan.lora import build_lora, get_adapter_folder, packs_base
 from miles.launch.plan.plan import Plan, choose_parity_tolerance
 from miles.models.activation_checkpointing import set_recompute
 from miles.models.base import CausalLM
 from miles.models.checkpoint import hf
 from miles.models.checkpoint.convert import convert_checkpoint, plan_conversion
 from miles.models.checkpoint.safetensors_io import config_dtype, read_config
+from miles.models.lora.layout import adapter_spec
+from miles.models.lora.targets import LoraSpec
 from miles.models.model_provider import ModelProvider, apply_model_provider
 from miles.models.packing import packed_spec
 from miles.models.resolve import resolve_spec
-from miles.models.spec import AttentionSpec, DecoderSpec
+from miles.models.spec import AdapterSpec, AttentionSpec, DecoderSpec
 from miles.models.tokenizer import HfTokenizer, load_tokenizer
 from miles.precision.formats import QuantizationSpec
 from miles.schedule.checkpoints import verify_weights
@@ -62,7 +64,8 @@ class BaseCheckpoint:
     """The checkpoint a run starts from, before its weights are loaded; ``provide`` is the user's model provider.
 
     Its engine, its trainer and the models beside it (reference, critic, teachers) all have its ``numerics``.
-    ``spec`` is the trainer's, and the reference's; the engine's weights have ``rollout_quantization``.
+    ``spec`` is the trainer's, and the reference's; the engine's weights have ``rollout_quantization``, and the engine
+    has ``rollout_adapters`` beside them if LoRA adapters are trained over a packed base.
     """
 
     folder: Path
@@ -75,11 +78,16 @@ class BaseCheckpoint:
     numerics: Numerics
     provide: ModelProvider | None = None
     rollout_quantization: QuantizationSpec | None = None
+    rollout_adapters: AdapterSpec | None = None
 
     @property
     def rollout_spec(self) -> DecoderSpec:
         """The spec of the engine's decoder."""
-        return replace(self.spec, quantization=self.rollout_quantization)
+        return self.to_rollout_spec(self.spec)
+
+    def to_rollout_spec(self, spec: DecoderSpec) -> DecoderSpec:
+        """The spec of the engine's decoder, for the trainer's ``spec``."""
+        return replace(spec, quantization=self.rollout_quantization, adapters=self.rollout_adapters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,17 +113,21 @@ def read_checkpoint(config: Config, found: Platform) -> BaseCheckpoint:
     raw = read_config(folder)
     dtype, rollout_dtype = hf.choose_dtype(config.models.dtype, raw, found.device), config.models.rollout_dtype
     spec = limit_positions(resolve_spec(folder, config.models.model_impl), config.rollout.rollout_max_context_len)
+    rollout_quantization = config.models.rollout_quantization(config.cluster.rollout_num_gpus_per_engine)
+    lora = build_lora(config.lora, spec) if packs_base(config) else None
+    quantization = config.models.train_quantization() if lora is None else rollout_quantization
     return BaseCheckpoint(
         folder=folder,
         config=raw,
-        spec=replace(spec, quantization=config.models.train_quantization()),
+        spec=replace(spec, quantization=quantization),
         trust_remote_code=config.models.trust_remote_code,
         platform=found,
         dtype=dtype,
         rollout_dtype=dtype if rollout_dtype == "auto" else hf.choose_dtype(rollout_dtype, raw, found.device),
         numerics=resolve_numerics(config),
         provide=load_hook(config, MODEL_PROVIDER),
-        rollout_quantization=config.models.rollout_quantization(config.cluster.rollout_num_gpus_per_engine),
+        rollout_quantization=rollout_quantization,
+        rollout_adapters=None if lora is None else adapter_spec(lora),
     )
 
 
@@ -142,8 +154,11 @@ def limit_positions(spec: DecoderSpec, context: int | None) -> DecoderSpec:
     return replace(spec, max_positions=min(context, spec.max_positions))
 
 
-def load_model(policy: BaseCheckpoint, folder: Path | None = None) -> CausalLM:
-    """The policy's model with its weights on the device, or that of another checkpoint of its architecture."""
+def load_model(policy: BaseCheckpoint, folder: Path | None = None, *, keep_stored: bool = True) -> CausalLM:
+    """The policy's model with its weights on the device, or that of another checkpoint of its architecture.
+
+    ``keep_stored`` as in ``hf.load_model``.
+    """
     model = hf.load_model(
         folder or policy.folder,
         policy.spec,
@@ -151,6 +166,7 @@ def load_model(policy: BaseCheckpoint, folder: Path | None = None) -> CausalLM:
         dtype=policy.dtype,
         numerics=policy.numerics,
         trust_remote_code=policy.trust_remote_code,
+        keep_stored=keep_stored,
     )
     return apply_model_provider(model, policy.provide)
 
@@ -229,14 +245,15 @@ class LocalModelFactory:
         )
         if lora is None:
             return base
-        start = get_adapter_folder(config.lora)
-        return LoraModel(base, lora, base=policy.folder, seed=config.train.seed, start=start)
+        return build_lora_model(config, policy, base, lora)
 
     def reference(self, folder: Path) -> TrainModel:
         policy = self._policy
         if packs_reference(self._config):
             policy = replace(policy, spec=packed_spec(policy.spec))
-        return LocalModel(load_model(policy, folder), config=policy.config, frozen=True)
+        # A policy in training quantizes its weights itself, also those of a quantized checkpoint.
+        model = load_model(policy, folder, keep_stored=packs_base(self._config))
+        return LocalModel(model, config=policy.config, frozen=True)
 
     def teacher(self, folder: Path) -> TrainModel:
         return LocalModel(load_side_model(self._config, self._policy, folder), frozen=True)
@@ -275,6 +292,12 @@ class LocalModelFactory:
             return policy
         dtype = hf.choose_dtype(config.models.dtype, policy.config, device)
         return replace(policy, platform=replace(policy.platform, device=device), dtype=dtype)
+
+
+def build_lora_model(config: Config, policy: BaseCheckpoint, base: LoraBaseModel, lora: LoraSpec) -> LoraModel:
+    """The adapters over a frozen model."""
+    kind = PackedLoraModel if packs_base(config) else LoraModel
+    return kind(base, lora, base=policy.folder, seed=config.train.seed, start=get_adapter_folder(config.lora))
 
 
 # -- the policy trainer ---------------------------------------------------------------------

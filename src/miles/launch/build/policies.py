@@ -42,6 +42,7 @@ from miles.launch.plan.plan import Plan, build_plan
 from miles.launch.plan.topology import build_parallel_dims, is_distributed, is_remote, with_ranks
 from miles.launch.policies.config import PolicyConfig, get_policies, is_trained, list_roles
 from miles.models.base import CausalLM
+from miles.models.checkpoint import hf
 from miles.models.lora.adapters import LoraAdapters
 from miles.schedule.device_lease import ColocatedLease, DisjointLease, SleepGroup
 from miles.sync.publish import MultiPolicySync, PolicySync
@@ -274,7 +275,7 @@ def _build_sync(
     remote: RemoteEngine | None,
     executor: Executor,
 ) -> WeightSync:
-    weights = _get_frozen_weights(model) if built is None else built.trainer.weights
+    weights = _get_frozen_weights(owner.checkpoint, model) if built is None else built.trainer.weights
     adapters: Callable[[], LoraAdapters | None] = (lambda: None) if built is None else built.adapters
     if remote is not None:
         from miles.launch.build.servers import build_remote_sync
@@ -285,9 +286,11 @@ def _build_sync(
     return build_native_sync(owner.checkpoint, native, weights, executor, copies=copies, adapters=adapters())
 
 
-def _get_frozen_weights(model: CausalLM | None) -> GetWeights:
+def _get_frozen_weights(checkpoint: PolicyCheckpoint, model: CausalLM | None) -> GetWeights:
     assert model is not None, "a frozen policy is loaded in this process"
     weights = {name: p.detach() for name, p in model.named_parameters()}
+    head = model.head()
+    weights |= dict(hf.zero_factors(checkpoint.rollout_spec, head.device, head.dtype))
     return lambda: weights
 
 

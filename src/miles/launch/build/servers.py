@@ -253,14 +253,18 @@ def _build_server_command(config: Config, policy: PolicyCheckpoint, index: int, 
         argv += ("--rollout-precision", config.models.rollout_format)
     if threads is not None:
         argv += ("--num-threads", str(threads))
-    return ServerCommand(argv=(*argv, *_build_serve_flags(config)), environment={API_KEY: token, **visible})
+    return ServerCommand(argv=(*argv, *_build_serve_flags(config, policy)), environment={API_KEY: token, **visible})
 
 
-def _build_serve_flags(config: Config) -> list[str]:
-    """The model and engine options that are not at their defaults, as flags of ``miles serve``."""
+def _build_serve_flags(config: Config, policy: PolicyCheckpoint) -> list[str]:
+    """The model and engine options that are not at their defaults, as flags of ``miles serve``.
+
+    The server has adapters if the engine applies them beside its weights.
+    """
     words: list[str] = []
+    sections = _SERVE_SECTIONS if policy.rollout_adapters is None else (*_SERVE_SECTIONS, "lora")
     for option in get_options(ServeRoot).values():
-        if option.section not in _SERVE_SECTIONS or option.name in _NOT_PASSED_ON:
+        if option.section not in sections or option.name in _NOT_PASSED_ON:
             continue
         value = getattr(getattr(config, option.section), option.name)
         if value == option.default:

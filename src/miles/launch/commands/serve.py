@@ -24,12 +24,15 @@ from miles.core.errors import UsageError
 from miles.kernels.numerics import configure_cublas
 from miles.launch.config import ServeRoot
 from miles.launch.hub.resolve import NameResolver
+from miles.launch.plan.lora import build_lora, get_adapter_folder
 from miles.launch.rules.paths import find_checkpoint_problem, find_newest_checkpoint, read_spec_or_none
 from miles.launch.rules.precision import find_quantization_problems
 from miles.launch.runtime.http_service import API_KEY, find_key_problem, read_key, select_event_loop
 from miles.models.capabilities import check_batch_invariance
 from miles.models.checkpoint.safetensors_io import read_config
 from miles.models.config import ModelConfig
+from miles.models.hf_adapter.spec import HfAdapterSpec
+from miles.models.lora.layout import adapter_spec
 
 if TYPE_CHECKING:
     from miles.backends.fsdp.reward_inference import BatchedScorer
@@ -72,7 +75,7 @@ def read_serve_config(argv: Sequence[str]) -> ServeRoot:
     if result.config is not None:
         result = replace(result, config=_name_served_model(names.resolve(result.config)))
         assert result.config is not None
-        problems += names.problems or _check_model(result.config.models)
+        problems += names.problems or [*_check_model(result.config.models), *_check_adapters(result.config)]
         problems += _check_packages()
     if problems or result.config is None:
         raise UsageError(problems)
@@ -100,6 +103,26 @@ def _check_model(config: ModelConfig) -> Iterator[str]:
     if config.kv_cache_dtype != "auto" and config.model_impl == "transformers":
         kept = f"--kv-cache-dtype {config.kv_cache_dtype}"
         yield f"{kept} needs the native model; remove it, or --model-impl transformers."
+
+
+def _check_adapters(config: ServeRoot) -> Iterator[str]:
+    """Adapters are applied beside quantized weights only."""
+    models, lora = config.models, config.lora
+    if not lora.is_enabled:
+        return
+    if models.rollout_format is None:
+        yield (
+            "--lora-rank and --lora-adapter-path are applied beside quantized weights; add --rollout-precision, or "
+            "serve a checkpoint with the adapter merged into its weights."
+        )
+        return
+    spec = read_spec_or_none(models.hf_checkpoint, models.model_impl)
+    if spec is None or isinstance(spec, HfAdapterSpec):
+        return
+    try:
+        build_lora(lora, spec)
+    except UsageError as error:
+        yield from error.problems
 
 
 def _check_packages() -> Iterator[str]:
@@ -195,7 +218,8 @@ async def build_server(config: ServeRoot, key: str | None, run: Executor) -> tup
     from miles.cluster.executor import InlineExecutor
     from miles.core.types import Version
     from miles.models.checkpoint import hf
-    from miles.models.parallel.tp_sharding import shard_spec
+    from miles.models.lora.adapters import load_engine_factors
+    from miles.models.parallel.tp_sharding import compute_tp_shards, shard_spec
     from miles.models.resolve import resolve_spec
     from miles.models.tokenizer import load_tokenizer
     from miles.sync.publish import Publication
@@ -208,8 +232,12 @@ async def build_server(config: ServeRoot, key: str | None, run: Executor) -> tup
     device = platform.detect_platform(config.serve.device, threads=config.serve.num_threads).device
     dtype = hf.choose_dtype(config.models.dtype, raw, device)
     devices = platform.consecutive_devices(device, config.serve.tensor_parallel_size)
-    spec = replace(spec, quantization=config.models.rollout_quantization(len(devices)))
-    shard_spec(spec, len(devices))  # refuse before loading what cannot be sharded
+    lora = build_lora(config.lora, spec)
+    adapters = None if lora is None else adapter_spec(lora)
+    spec = replace(spec, quantization=config.models.rollout_quantization(len(devices)), adapters=adapters)
+    if len(devices) > 1:  # refuse before loading what cannot be sharded
+        shard_spec(spec, len(devices))
+        compute_tp_shards(spec)
     load_device = device if len(devices) == 1 else "cpu"  # the whole model need not fit on one GPU
     numerics = config.models.numerics
     model = hf.load_model(folder, spec, device=load_device, dtype=dtype, numerics=numerics, trust_remote_code=trusted)
@@ -225,6 +253,8 @@ async def build_server(config: ServeRoot, key: str | None, run: Executor) -> tup
         devices=devices,
     )
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    if lora is not None and (adapter := get_adapter_folder(config.lora)) is not None:
+        weights |= load_engine_factors(adapter, lora, device=load_device, dtype=dtype)
     await Publication(weights=lambda: weights, engines=[engine], transport="shared", run=InlineExecutor()).publish(
         Version()
     )

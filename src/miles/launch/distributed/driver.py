@@ -45,7 +45,7 @@ from miles.launch.distributed.ray_placement import get_reservation
 from miles.launch.plan.hardware import count_cores
 from miles.launch.plan.plan import Plan, build_plan
 from miles.models.lora.adapters import LoraAdapters
-from miles.train.model_protocols import ReportsTokenTime, TrainModel, get_engine_weights
+from miles.train.model_protocols import HasAdapters, ReportsTokenTime, TrainModel, get_engine_weights
 from miles.train.policy_trainer import PolicyTrainer
 
 if TYPE_CHECKING:
@@ -120,9 +120,10 @@ class RankTrainer:
     def weights(self, keep: bool | None) -> dict[str, Tensor]:
         """Gather every full parameter in the model's dtype, one after the other; returned if ``keep``."""
         gathered: dict[str, Tensor] = {}
+        is_frozen = isinstance(self._actor, HasAdapters)  # then its weights are not float32 masters
         with torch.no_grad():
             for name, local in get_engine_weights(self._actor).items():
-                tensor = self._actor.gather(name, local.to(self._dtype))
+                tensor = self._actor.gather(name, local if is_frozen else local.to(self._dtype))
                 if keep:
                     gathered[name] = tensor.to(self._device)
         return gathered

@@ -12,11 +12,10 @@ from miles.backends.fsdp.device_mesh import FsdpMesh
 from miles.backends.fsdp.fsdp_critic import FsdpCritic
 from miles.backends.fsdp.fsdp_model import FsdpModel
 from miles.backends.fsdp.local_critic import HEAD
-from miles.backends.fsdp.lora_model import LoraModel
-from miles.launch.build.models import BaseCheckpoint, choose_save_dtype, resolve_side_spec
+from miles.launch.build.models import BaseCheckpoint, build_lora_model, choose_save_dtype, resolve_side_spec
 from miles.launch.config import Config
 from miles.launch.plan.layout_memory import get_recompute_layers, get_recompute_mode
-from miles.launch.plan.lora import build_lora, get_adapter_folder
+from miles.launch.plan.lora import build_lora
 from miles.launch.plan.plan import Plan
 from miles.models.checkpoint.safetensors_io import read_config
 from miles.models.spec import DecoderSpec
@@ -54,8 +53,7 @@ class FsdpModelFactory:
         )
         if lora is None:
             return base
-        start = get_adapter_folder(config.lora)
-        return LoraModel(base, lora, base=checkpoint.folder, seed=config.train.seed, start=start)
+        return build_lora_model(config, checkpoint, base, lora)
 
     def reference(self, folder: Path) -> TrainModel:
         return self._load_frozen(folder, self._checkpoint.spec)

@@ -4,12 +4,14 @@ from dataclasses import dataclass, replace
 
 from miles.cluster.parallel_dims import ParallelDims
 from miles.launch.config import Config
+from miles.launch.plan.lora import packs_base
 from miles.launch.plan.topology import is_distributed
 from miles.models.accounting.activations import RecomputeMode, activation_bytes
 from miles.models.accounting.params import (
     BYTES,
     ShardingDegrees,
     moment_bytes,
+    packed_weight_bytes,
     rank_bytes,
     rank_gradient_bytes,
     rank_optimizer_bytes,
@@ -72,10 +74,17 @@ class LoraRankMemory(RankMemory):
 def estimate_rank_lora_memory(
     spec: DecoderSpec, layout: ParallelDims, dtype: str, lora: LoraSpec, *, moments: str = "float32"
 ) -> LoraRankMemory:
-    """Memory of a model trained with LoRA; every rank has all adapters."""
+    """Memory of a model trained with LoRA; every rank has all adapters. A packed base is its weights."""
+    shards = layout.shard_group_size
+    is_packed = spec.quantization is not None and spec.quantization.packed
+    if is_packed:
+        weights, base = -(-packed_weight_bytes(spec, dtype) // shards), 0
+    else:
+        weights = estimate_rank_frozen_bytes(spec, layout, dtype)
+        base = -(-lora.num_base_parameters // shards) * BYTES[dtype]
     return LoraRankMemory(
-        weights=estimate_rank_frozen_bytes(spec, layout, dtype),
-        base=-(-lora.num_base_parameters // layout.shard_group_size) * BYTES[dtype],
+        weights=weights,
+        base=base,
         adapters=4 * lora.num_parameters,
         gradients=4 * lora.num_parameters,
         optimizer=sum(
@@ -91,9 +100,11 @@ def estimate_rank_frozen_bytes(spec: DecoderSpec, layout: ParallelDims, dtype: s
 
 
 def packs_reference(config: Config) -> bool:
-    """Whether the reference holds packed weights: it is quantized, in one process, and never updated."""
+    """Whether the reference holds packed weights: those of a packed base, or it is quantized, in one process, and never
+    updated.
+    """
     quantized = config.models.train_precision != "auto"
-    return quantized and config.train.ref_update_interval is None and not is_distributed(config)
+    return packs_base(config) or (quantized and config.train.ref_update_interval is None and not is_distributed(config))
 
 
 def estimate_rank_activations(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from miles.core.errors import UsageError
+from miles.launch.config import Config
 from miles.models.checkpoint import peft
 from miles.models.lora.config import LoraConfig
 from miles.models.lora.targets import LoraSpec, select_targets
@@ -23,6 +24,11 @@ def build_lora(config: LoraConfig, spec: DecoderSpec) -> LoraSpec | None:
     return LoraSpec(
         rank=config.lora_rank, alpha=alpha, targets=select_targets(spec, config.target_modules, config.exclude_modules)
     )
+
+
+def packs_base(config: Config) -> bool:
+    """Whether the base under LoRA adapters is packed in engine and trainer: it is frozen, and quantized."""
+    return config.lora.is_enabled and config.models.train_precision != "auto"
 
 
 def get_adapter_folder(config: LoraConfig) -> Path | None:

@@ -12,7 +12,7 @@ from miles.launch.plan.layout_memory import (
     get_recompute_mode,
     packs_reference,
 )
-from miles.launch.plan.lora import build_lora
+from miles.launch.plan.lora import build_lora, packs_base
 from miles.launch.plan.plan import Plan
 from miles.launch.rules.paths import read_spec_or_none
 from miles.models.accounting.params import (
@@ -68,6 +68,9 @@ def estimate_memory(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Memo
     if adapted and (lora := build_lora(config.lora, spec)) is not None:
         size += lora.num_base_parameters * BYTES[dtype]
         note = "its own copy, and the base weights of adapted modules"
+    if packs_base(config):
+        size += _count_factors(config, spec) * BYTES[dtype]
+        note += ", and the adapters"
     if world > 1:
         spec = shard_spec(spec, world)
         size, note = packed_weight_bytes(spec, dtype), f"its own copy of one of {world} shards{form}"
@@ -83,9 +86,8 @@ def estimate_memory(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Memo
 
 def _estimate_reference(config: Config, plan: Plan, spec: DecoderSpec) -> int:
     if packs_reference(config):
-        return packed_weight_bytes(
-            replace(spec, quantization=config.models.train_quantization(packed=True)), plan.dtype
-        )
+        packed = replace(spec, quantization=config.models.train_quantization(packed=True))
+        return -(-packed_weight_bytes(packed, plan.dtype) // plan.layout.shard_group_size)
     return estimate_rank_frozen_bytes(spec, plan.layout, plan.dtype)
 
 
@@ -124,13 +126,22 @@ def _estimate_lora(config: Config, plan: Plan, spec: DecoderSpec, lora: LoraSpec
     dtype = plan.dtype
     layout = plan.layout
     train = config.train
+    is_packed = packs_base(config)
+    if is_packed:
+        spec = replace(spec, quantization=config.models.rollout_quantization(1))
     memory = estimate_rank_lora_memory(spec, layout, dtype, lora, moments=train.optimizer_state_dtype)
     part = "" if layout.world == 1 else f", one of {layout.shard_group_size} shards"
     form = "" if train.optimizer_state_dtype == "float32" else f" in {train.optimizer_state_dtype}"
     host = plan.device != "cpu" and train.optimizer_cpu_offload
-    shares = (
+    base = (
         MemoryShare(name="weights", bytes=memory.weights, note=f"{dtype}, with adapters merged{part}"),
         MemoryShare(name="base", bytes=memory.base, note=f"{dtype}: base weights of adapted modules"),
+    )
+    if is_packed:
+        note = f"packed in {config.models.train_precision}, frozen{part}"
+        base = (MemoryShare(name="weights", bytes=memory.weights, note=note),)
+    shares = (
+        *base,
         MemoryShare(
             name="adapters",
             bytes=memory.adapters,
@@ -168,6 +179,12 @@ def _estimate_critic(config: Config, plan: Plan) -> tuple[MemoryShare, ...]:
         MemoryShare(name="critic grad", bytes=gradients, note="float32"),
         MemoryShare(name="critic adam", bytes=optimizer, note="its own optimizer"),
     )
+
+
+def _count_factors(config: Config, spec: DecoderSpec) -> int:
+    """Number of values of the adapters that an engine applies beside its weights."""
+    lora = build_lora(config.lora, spec)
+    return 0 if lora is None else lora.num_parameters
 
 
 def _count_shards(plan: Plan) -> int:

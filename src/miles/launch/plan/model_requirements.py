@@ -17,7 +17,7 @@ from miles.core.hub_names import parse_hub_name
 from miles.launch.config import Config
 from miles.launch.hub.resolve import resolve_model
 from miles.launch.plan.layout_memory import estimate_rank_lora_memory
-from miles.launch.plan.lora import build_lora
+from miles.launch.plan.lora import build_lora, packs_base
 from miles.launch.plan.memory import estimate_critic_bytes, format_bytes
 from miles.launch.plan.plan import parse_teacher_folders
 from miles.models.accounting.activations import activation_bytes
@@ -58,6 +58,7 @@ class ModelRequirements:
     parameters: int
     active_parameters: int
     weights: int
+    weights_form: str
     gradients: int
     optimizer: int
     reference: int
@@ -119,6 +120,9 @@ def estimate_requirements(model: str, run: Config) -> ModelRequirements:
     others = _estimate_side_models(spec, run, dtype)
     gradients, optimizer = gradient_bytes(spec, dtype), optimizer_bytes(spec, dtype)
     lora = build_lora(run.lora, spec)
+    if packs_base(run):
+        spec = replace(spec, quantization=run.models.rollout_quantization(1))
+        weights = packed_weight_bytes(spec, dtype)
     if lora is not None:
         memory = estimate_rank_lora_memory(spec, ParallelDims(), dtype, lora)
         gradients, optimizer = memory.gradients, memory.optimizer
@@ -135,6 +139,7 @@ def estimate_requirements(model: str, run: Config) -> ModelRequirements:
         parameters=parameter_count(spec),
         active_parameters=active_parameter_count(spec),
         weights=weights,
+        weights_form=f"packed in {run.models.train_precision}, frozen" if packs_base(run) else dtype,
         gradients=gradients,
         optimizer=optimizer,
         reference=others["reference"],
@@ -229,14 +234,14 @@ def as_text(requirements: ModelRequirements) -> str:
     held = n.activations_checkpointed if n.checkpointing else n.activations
     masters = "" if n.dtype == "float32" else " and float32 masters"
     rows = [
-        ("weights", n.weights, n.dtype),
+        ("weights", n.weights, n.weights_form),
         ("gradients", n.gradients, "float32"),
         (
             "optimizer",
             n.optimizer,
             f"Adam: two moments{masters}" if not n.adapters else "Adam: two moments of adapters",
         ),
-        *([("adapters", n.adapters, "adapters, and the base weights of adapted modules")] if n.adapters else []),
+        *([("adapters", n.adapters, _describe_adapters(n))] if n.adapters else []),
         *([("reference", n.reference, n.dtype)] if n.reference else []),
         *([("critic", n.critic, "weights, gradients and optimizer")] if n.critic else []),
         *([("teachers", n.teachers, n.dtype)] if n.teachers else []),
@@ -269,6 +274,11 @@ def as_text(requirements: ModelRequirements) -> str:
         *(f"{label.ljust(12)} {text}" for label, text in _format_training_gpus(n)),
     ]
     return "\n".join(lines)
+
+
+def _describe_adapters(requirements: ModelRequirements) -> str:
+    is_wide = requirements.weights_form == requirements.dtype
+    return "adapters, and the base weights of adapted modules" if is_wide else "float32"
 
 
 def _format_training_gpus(requirements: ModelRequirements) -> list[tuple[str, str]]:

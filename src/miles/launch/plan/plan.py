@@ -12,6 +12,7 @@ from miles.core.errors import UsageError
 from miles.launch.config import Config
 from miles.launch.hub.resolve import PendingDownload
 from miles.launch.plan.hardware import choose_device
+from miles.launch.plan.lora import packs_base
 from miles.launch.plan.topology import build_parallel_dims, is_distributed, is_remote
 from miles.launch.policies.config import get_main_config
 from miles.launch.rules.paths import count_prompts
@@ -185,9 +186,10 @@ def _choose_transport(config: Config, *, copies: bool) -> Literal["shared", "cop
 
 
 def _has_rollout_dtype(config: Config) -> bool:
-    """Whether the engine has another dtype or quantized weights, and hence weights of its own."""
+    """Whether the engine has another dtype, or weights that the trainer does not have quantized, and hence its own."""
     models = config.models
-    return models.rollout_dtype not in ("auto", models.dtype) or models.rollout_format is not None
+    quantized = models.rollout_format is not None and not packs_base(config)
+    return models.rollout_dtype not in ("auto", models.dtype) or quantized
 
 
 def _choose_dtype(config: Config, device: str) -> str:

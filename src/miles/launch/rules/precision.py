@@ -6,12 +6,14 @@ from importlib.util import find_spec
 
 from miles.core.errors import UsageError
 from miles.launch.config import Config
+from miles.launch.plan.lora import packs_base
 from miles.launch.plan.topology import is_remote
 from miles.launch.rules.flags import Rule
 from miles.launch.rules.paths import read_spec_or_none
 from miles.models.config import ModelConfig
 from miles.models.hf_adapter.spec import HfAdapterSpec
 from miles.models.parallel.quantized_shards import find_divided_block
+from miles.models.parallel.tp_sharding import compute_tp_shards
 from miles.models.quantization import MEGATRON_RECIPES, plan_quantization
 from miles.precision.formats import FORMATS
 
@@ -76,6 +78,22 @@ def check_quantized_shards(c: Config) -> Iterator[str]:
         yield f"{problem}, so --tensor-model-parallel-size {ranks} does not work with {name_precision(m)}; lower it."
 
 
+def check_quantized_engine_ranks(c: Config) -> Iterator[str]:
+    m, ranks = c.models, c.cluster.rollout_num_gpus_per_engine
+    spec = read_spec_or_none(m.hf_checkpoint, m.model_impl)
+    if m.rollout_format is None or ranks == 1 or isinstance(spec, HfAdapterSpec | None):
+        return
+    quantized = replace(spec, quantization=m.rollout_quantization(ranks))
+    try:
+        plan_quantization(quantized)
+    except UsageError:  # another rule says why the model cannot be quantized
+        return
+    try:
+        compute_tp_shards(quantized)
+    except UsageError as error:
+        yield f"{name_precision(m)} does not work with --rollout-num-gpus-per-engine {ranks}: {error}"
+
+
 def check_quantized_backends(c: Config) -> Iterator[str]:
     m = c.models
     if m.train_precision != "auto" and c.train.train_backend == "megatron":
@@ -103,6 +121,22 @@ def check_export(c: Config) -> Iterator[str]:
         )
 
 
+def check_packed_base(c: Config) -> Iterator[str]:
+    if not packs_base(c):
+        return
+    precision = name_precision(c.models)
+    if c.models.fp8_format is not None:
+        yield (
+            f"--fp8-format {c.models.fp8_format} does not work with --lora-rank: the base of {precision} is frozen, "
+            "and adapters have their gradients in --dtype; remove it."
+        )
+    if c.schedule.save_hf_precision == "rollout":
+        yield (
+            "--save-hf-precision rollout would round the adapters away that are trained beside a packed base; remove "
+            "it, and serve the base with --lora-adapter-path."
+        )
+
+
 def check_transformer_engine(c: Config) -> Iterator[str]:
     m = c.models
     if m.train_precision == "auto" or c.train.train_backend != "megatron":
@@ -118,6 +152,8 @@ PRECISION_RULES: tuple[Rule, ...] = (
     check_formats,
     check_quantized_model,
     check_quantized_shards,
+    check_quantized_engine_ranks,
     check_quantized_backends,
     check_export,
+    check_packed_base,
 )

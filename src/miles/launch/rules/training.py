@@ -236,7 +236,7 @@ def check_reference_updates(c: Config) -> Iterator[str]:
         return
     if not c.algo.use_kl_loss and not c.algo.kl_coef and c.algo.loss_type != "dpo_loss":
         yield f"{flag} changes the reference of the KL; add --use-kl-loss or --kl-coef, or remove it."
-    if c.train.train_backend == "megatron" or c.lora.lora_rank or c.multi_agent.policies:
+    if c.train.train_backend == "megatron" or c.lora.is_enabled or c.multi_agent.policies:
         yield f"{flag} is not supported with --train-backend megatron, --lora-rank or --policies; remove it."
     if s.save_interval is None or every % s.save_interval:
         yield (

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from miles.kernels.numerics import FAST, Numerics
 from miles.models.base import CausalLM
 from miles.models.capabilities import check_batch_invariance
 from miles.models.checkpoint import load as loading
+from miles.models.checkpoint.packed import load_packed
+from miles.models.checkpoint.param_slices import param_shape
 from miles.models.checkpoint.reader import FileReader
 from miles.models.checkpoint.safetensors_io import config_dtype, read_config, stored_tensors
 from miles.models.checkpoint.save import export, iter_hf_tensors
@@ -27,6 +30,8 @@ from miles.models.hf_adapter import checkpoint as hf_adapter
 from miles.models.hf_adapter.decoder import HfDecoder
 from miles.models.hf_adapter.spec import HfAdapterSpec
 from miles.models.layers.norm import RMSNorm
+from miles.models.lora.layout import build_factor_map
+from miles.models.quantization import plan_quantization
 from miles.models.spec import DecoderSpec
 
 __all__ = [
@@ -37,11 +42,13 @@ __all__ = [
     "iter_hf_tensors",
     "iter_model_tensors",
     "load",
+    "load_decoder_params",
     "load_model",
     "load_slices",
     "plan_model_save",
     "read_config",
     "save_model",
+    "zero_factors",
 ]
 
 _INIT_STD = 0.02
@@ -61,16 +68,22 @@ def load_model(
     dtype: torch.dtype,
     numerics: Numerics = FAST,
     trust_remote_code: bool = False,
+    keep_stored: bool = True,
 ) -> CausalLM:
-    """Load the model in ``folder`` by the implementation ``spec`` is for (see ``resolve_spec``)."""
+    """Load the model in ``folder`` by the implementation ``spec`` is for (see ``resolve_spec``).
+
+    Weights that ``spec`` has packed are quantized tensor by tensor, or are the bytes of a checkpoint in the same format
+    if those are to be kept (``keep_stored``): the wide model is never in memory.
+    """
     if numerics.batch_invariant and (problem := check_batch_invariance(spec)) is not None:
         raise UsageError(f"--parity exact does not support {folder}: {problem}; remove --parity exact.")
     if isinstance(spec, HfAdapterSpec):
         return hf_adapter.load(folder, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-    decoder = load(folder, device=device, dtype=dtype, numerics=numerics)
-    decoder.spec = replace(decoder.spec, max_positions=spec.max_positions)
-    if spec.quantization is not None:
-        decoder.quantize(spec.quantization)
+    found = spec_from_config(read_config(folder))
+    spec = replace(found, max_positions=spec.max_positions, quantization=spec.quantization, adapters=spec.adapters)
+    decoder = Decoder(spec, device="meta", dtype=dtype, numerics=numerics)
+    tensors = load_decoder_params(folder, spec, device=device, dtype=dtype, keep_stored=keep_stored)
+    decoder.load_state_dict(dict(tensors), assign=True)
     return decoder
 
 
@@ -99,7 +112,7 @@ def iter_model_tensors(model: CausalLM, folder: Path) -> Iterator[tuple[str, Ten
     if isinstance(model, HfDecoder):
         tensors, own = hf_adapter.tensors(folder, like=model, dtype=head.dtype), dict(model.named_parameters())
         return ((name, tensor) for name, tensor in tensors.items() if name in own)  # a tied head is there twice
-    return load_slices(folder, rank=0, world=1, device=head.device, dtype=head.dtype)
+    return load_decoder_params(folder, model.spec, device=head.device, dtype=head.dtype)
 
 
 # -- the decoder ----------------------------------------------------------------------------
@@ -152,6 +165,42 @@ def load_slices(
     return _open_checkpoint(folder, rank, world, device, dtype, FAST, reader)[1]
 
 
+def load_decoder_params(
+    folder: Path | str,
+    spec: DecoderSpec,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    keep_stored: bool = True,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter of a decoder of ``spec`` from a checkpoint of its architecture, packed where it is packed.
+
+    Weights that are quantized here are rounded to ``dtype`` first. One parameter at a time is in memory beside what was
+    yielded. LoRA factors of the decoder are zeros. Checks are made at once, as in ``load``.
+    """
+    plan = {name: quantized for name, quantized in plan_quantization(spec).items() if quantized.packed}
+    _, wide = _open_checkpoint(folder, 0, 1, device, dtype, FAST, skip=plan.keys())
+    wide = chain(wide, zero_factors(spec, device, dtype))
+    if not plan:
+        return wide
+    packed = load_packed(
+        folder,
+        spec,
+        {name: quantized.format for name, quantized in plan.items()},
+        device=device,
+        dtype=dtype,
+        tensor_parallel_size=next(iter(plan.values())).tensor_parallel_size,
+        keep_stored=keep_stored,
+    )
+    return chain(wide, packed)
+
+
+def zero_factors(spec: DecoderSpec, device: torch.device | str, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield the LoRA factors of a decoder as zeros, which add nothing."""
+    for name, slices in build_factor_map(spec).items():
+        yield name, torch.zeros(param_shape(slices), device=device, dtype=dtype)
+
+
 def _open_checkpoint(
     folder: Path | str,
     rank: int,
@@ -160,8 +209,9 @@ def _open_checkpoint(
     dtype: torch.dtype | None,
     numerics: Numerics,
     reader: FileReader | None = None,
+    skip: Collection[str] = (),
 ) -> tuple[Decoder, Iterator[tuple[str, Tensor]]]:
-    """Return a decoder without storage, after all checks, and the iterator of its parameters."""
+    """Return a decoder without storage, after all checks, and the iterator of its parameters but those to ``skip``."""
     assert 0 <= rank < world
     config = read_config(folder)
     spec = spec_from_config(config)
@@ -172,6 +222,7 @@ def _open_checkpoint(
     params = dict(decoder.named_parameters())
     assert params.keys() == sources.keys(), params.keys() ^ sources.keys()
     reader = reader or FileReader()
+    sources = {name: own for name, own in sources.items() if name not in skip}
     return decoder, loading.load_params(sources, params, rank=rank, world=world, device=device, reader=reader)
 
 

@@ -71,7 +71,7 @@ class ParamReader:
         self.files = reader or FileReader()
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="load")
         self._stream = _Stream(self.files, self._pool, torch.device(device))
-        self._device = device
+        self.device = device
 
     def __enter__(self) -> ParamReader:
         return self
@@ -84,7 +84,7 @@ class ParamReader:
 
     def read(self, sources: Sequence[ParamSource], shape: tuple[int, ...], dtype: torch.dtype, *, first: int) -> Tensor:
         """Return ``shape[0]`` rows of a parameter (experts, if it has them), from ``first`` on."""
-        target = torch.empty(shape, dtype=dtype, device=self._device)
+        target = torch.empty(shape, dtype=dtype, device=self.device)
         self._stream.run([tile for source in sources for tile in _tiles(source, target, first, self._stream)])
         return target
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from miles.core.errors import CheckpointError
 from miles.models.checkpoint import param_map
 from miles.models.checkpoint.load import ParamReader
 from miles.models.checkpoint.param_slices import HfSlice, weight_segments
@@ -51,18 +52,29 @@ def load_packed(
     plan: Mapping[str, WeightFormat],
     *,
     device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
     tensor_parallel_size: int = 1,
+    keep_stored: bool = True,
     reader: FileReader | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the packed tensors of the parameters in ``plan`` (decoder name -> format), as ``QuantizedTensor`` names
     them, in the order of the files.
 
-    No more than one parameter is in memory beside what was yielded. Scales are stored such that the parameters can be
-    sharded over ``tensor_parallel_size`` ranks. Checks are made at once, as in ``hf.load``.
+    Weights in another format are rounded to ``dtype`` first and quantized on ``device``; those in the same format too
+    unless their bytes are kept (``keep_stored``). No more than one parameter is in memory beside what was yielded.
+    Scales are stored such that the parameters can be sharded over ``tensor_parallel_size`` ranks. Checks are made at
+    once, as in ``hf.load``.
     """
     config = read_config(folder)
     sources = locate_tensors(spec, stored_tensors(folder), read_quant_config(config), Path(folder))
-    return _iterate(sources, spec, plan, device, tensor_parallel_size, reader)
+    how = _ReadOptions(dtype, tensor_parallel_size, keep_stored)
+    return _iterate(sources, spec, plan, device, how, reader)
+
+
+class _ReadOptions(NamedTuple):
+    dtype: torch.dtype
+    shards: int
+    keep_stored: bool
 
 
 def _iterate(
@@ -70,30 +82,42 @@ def _iterate(
     spec: DecoderSpec,
     plan: Mapping[str, WeightFormat],
     device: torch.device | str,
-    shards: int,
+    how: _ReadOptions,
     reader: FileReader | None,
 ) -> Iterator[tuple[str, Tensor]]:
     slices = param_map.build_param_map(spec)
-    with ParamReader("cpu", reader) as params:
+    with ParamReader(device, reader) as params:
         for name, own in sources.items():
             if name in plan:
-                packed = _read_param(own, slices[name], plan[name], shards, params)
-                for part, tensor in packed.tensors(name).items():
-                    yield part, tensor.to(device)
+                packed = _read_param(own, slices[name], plan[name], how, params)
+                if not bool(packed.scale.float().isfinite().all()):
+                    raise CheckpointError(f"{name} has values that are not finite, which cannot be quantized.")
+                yield from packed.tensors(name).items()
 
 
 def _read_param(
-    sources: Sequence[ParamSource], slices: tuple[HfSlice, ...], format: WeightFormat, shards: int, params: ParamReader
+    sources: Sequence[ParamSource],
+    slices: tuple[HfSlice, ...],
+    format: WeightFormat,
+    how: _ReadOptions,
+    params: ParamReader,
 ) -> QuantizedTensor:
     shape, segments = param_map.param_shape(slices), weight_segments(slices)
     rows, columns = shape[-2:]
-    experts = [None] if len(shape) == 2 else range(shape[0])
-    matrices = [
-        concat_segments(read_packed_segments(sources, expert, segments, columns, format, params), shards)
-        for expert in experts
-    ]
     assert sum(segments) == rows
-    return matrices[0] if len(shape) == 2 else stack(matrices)
+
+    def read(expert: int | None) -> QuantizedTensor:
+        parts = read_packed_segments(
+            sources, expert, segments, columns, format, params, dtype=how.dtype, keep_stored=how.keep_stored
+        )
+        return concat_segments([_move(part, params.device) for part in parts], how.shards)
+
+    return read(None) if len(shape) == 2 else stack([read(expert) for expert in range(shape[0])])
+
+
+def _move(packed: QuantizedTensor, device: torch.device | str) -> QuantizedTensor:
+    moved = {name: tensor.to(device) for name, tensor in packed.tensors("").items()}
+    return QuantizedTensor.from_tensors(packed.format, "", moved, packed.row_block)
 
 
 def read_packed_segments(
@@ -103,19 +127,23 @@ def read_packed_segments(
     columns: int,
     format: WeightFormat,
     params: ParamReader,
+    *,
+    dtype: torch.dtype = torch.float32,
+    keep_stored: bool = True,
 ) -> list[QuantizedTensor]:
     """Return the packed weights that a matrix of a parameter is fused of, that of ``expert`` if it has experts.
 
-    ``sources`` may be some of a parameter's, one after the other, with their ``segments``.
+    ``sources`` may be some of a parameter's, one after the other, with their ``segments``. Weights that are quantized
+    here are rounded to ``dtype`` first; these are all of them unless stored bytes are kept.
     """
     own = [source for source in sources if source.piece.expert in (None, expert)]
-    parts = [_read_piece(source, expert, format, params.files) for source in own]
+    parts = [_read_piece(source, expert, format, params.files) if keep_stored else None for source in own]
     exact = [part for part in parts if part is not None]
     if len(exact) == len(parts) == len(segments) and _share_global_scale(exact):
         return exact
     shape = (sum(segments), columns)
     first = own[0].piece.start if expert is None else expert
-    whole = params.read(own, shape if expert is None else (1, *shape), torch.float32, first=first).view(shape)
+    whole = params.read(own, shape if expert is None else (1, *shape), dtype, first=first).view(shape)
     if format.global_scale or len(parts) != len(segments):
         return split_segments(quantize(whole, format, segments), segments)
     wide = whole.split(list(segments))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -111,7 +111,8 @@ class SavePlan:
     """The folder: ``units`` and ``extra_tensors`` are its weights, ``extra_files`` are further small safetensors files.
 
     ``extra_tensors`` are stored in ``like`` and not part of the model; ``config`` is the content of config.json, and
-    ``json_files`` that of other JSON files by path.
+    ``json_files`` that of other JSON files by path. ``gather_unit`` returns the full tensor of one of the ``units``,
+    where that is not the parameter of this name; all ranks call it in one order.
     """
 
     units: tuple[SaveUnit, ...]
@@ -120,6 +121,7 @@ class SavePlan:
     extra_files: Mapping[str, tuple[SaveUnit, ...]]
     like: Path | None = None
     json_files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
+    gather_unit: Callable[[str], Tensor] | None = None
 
     def full_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the unsharded shape of every parameter."""
@@ -230,7 +232,7 @@ def _config_for_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str
 
 def _weights_spec(spec: DecoderSpec) -> DecoderSpec:
     """Return the spec without what does not affect the saved weights: context length, EOS tokens, quantization."""
-    return replace(spec, eos_token_ids=(), max_positions=0, quantization=None)
+    return replace(spec, eos_token_ids=(), max_positions=0, quantization=None, adapters=None)
 
 
 def _unused_tensors(spec: DecoderSpec, like: Path | str | None) -> list[tuple[str, StoredTensor]]:

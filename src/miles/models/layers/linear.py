@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from miles.kernels.fused.gemv import linear
 from miles.kernels.numerics import Numerics
 from miles.kernels.quantized.linear import quantized_linear
+from miles.models.layers.lora import add_lora, merge_lora
+from miles.models.lora.layout import LORA_A, LORA_B, LoraLayout
 from miles.models.quantization import QuantizedParam
 from miles.precision.quantize import packed_layout, row_block
 from miles.precision.quantized_tensor import QuantizedActivation, QuantizedTensor, StraightThroughWeight, Weight
@@ -20,12 +22,15 @@ __all__ = ["Embedding", "Linear", "pack_parameter", "read_weight"]
 class Linear(nn.Linear):
     """A linear layer with uninitialized parameters.
 
-    An ``adapter`` (LoRA) receives the layer's output and input, and returns the output with gradients to its factors.
-    ``quantized`` says how the weight is quantized; where it is ``packed``, ``weight`` and the parameters beside it are
-    the packed tensors.
+    An ``adapter`` (LoRA merged into the weight) receives the layer's output and input, and returns the output with
+    gradients to its factors. With ``lora`` the factors are applied beside the weight: the parameters ``lora_a`` and
+    ``lora_b``, or what ``read_factors`` returns for a dtype. ``quantized`` says how the weight is quantized; where it
+    is ``packed``, ``weight`` and the parameters beside it are the packed tensors.
     """
 
     adapter: Callable[[Tensor, Tensor], Tensor] | None = None
+    lora: LoraLayout | None = None
+    read_factors: Callable[[torch.dtype], tuple[Tensor, Tensor]] | None = None
     quantized: QuantizedParam | None = None
 
     def __init__(
@@ -40,6 +45,7 @@ class Linear(nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.numerics = numerics
+        self.dtype = dtype
 
     def reset_parameters(self) -> None: ...
 
@@ -50,10 +56,40 @@ class Linear(nn.Linear):
             out = linear(input, weight, self.bias, numerics=self.numerics)
         else:
             out = quantized_linear(input, weight, self.bias, numerics=self.numerics)
-        if self.adapter is None:
+        if not self.has_adapter:
             return out
-        assert isinstance(input, Tensor), "adapters read the input before it is quantized"
-        return self.adapter(out, input)
+        wide = input.wide if isinstance(input, QuantizedActivation) else input
+        assert wide is not None, "adapters read the input before it is quantized"
+        if self.lora is not None:
+            return add_lora(out, wide, *self._factors(wide.dtype), self.lora, numerics=self.numerics)
+        assert self.adapter is not None
+        return self.adapter(out, wide)
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether LoRA factors read its input."""
+        return self.adapter is not None or self.lora is not None
+
+    def add_factors(self, lora: LoraLayout) -> None:
+        """Add LoRA factors, without content, as parameters beside the weight."""
+        assert not self.has_adapter, "the layer has an adapter already"
+        self.lora = lora
+        outputs = sum(stop - start for start, stop in lora.rows)
+        shapes = {LORA_A: (len(lora.rows) * lora.rank, self.in_features), LORA_B: (outputs, lora.rank)}
+        for name, shape in shapes.items():
+            factor = torch.empty(shape, dtype=self.dtype, device=self.weight.device)
+            self.register_parameter(name, nn.Parameter(factor, requires_grad=False))
+
+    def merged_weight(self) -> Tensor:
+        """Return the weight with the products of LoRA factors that are beside it; it must not be packed."""
+        if self.lora is None:
+            return self.weight
+        return merge_lora(self.weight, *self._factors(self.weight.dtype), self.lora)
+
+    def _factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        if self.read_factors is not None:
+            return self.read_factors(dtype)
+        return self.get_parameter(LORA_A), self.get_parameter(LORA_B)
 
     def operand(self) -> Weight:
         """Return the weight that the forward multiplies with."""

@@ -112,6 +112,6 @@ class MultiHeadLatentAttention(nn.Module):
 
     def _up_projections(self) -> tuple[Tensor, Tensor]:
         """Return the up-projections of keys and of values from the latent: [H, n, K] and [H, v, K]."""
-        both_HxK = self.kv_b.weight.unflatten(0, (self.spec.num_heads, -1))
+        both_HxK = self.kv_b.merged_weight().unflatten(0, (self.spec.num_heads, -1))
         key_HnK, value_HvK = both_HxK.split((self.spec.nope_dim, self.spec.value_dim), dim=1)
         return key_HnK, value_HvK

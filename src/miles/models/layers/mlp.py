@@ -46,13 +46,13 @@ class Mlp(nn.Module):
             down = self.down.quantized
             assert down is not None
             return self.down(gated_activation_fp8(self.gate_up(x_TD), self.activation, down.format))
-        if self.gate_up is not None and self.gate_up.adapter is None and self._gates_quantized():
+        if self.gate_up is not None and not self.gate_up.has_adapter and self._gates_quantized():
             weight = self.gate_up.operand()
             assert not isinstance(weight, Tensor)
             return self.down(
                 gated_quantized_linear(x_TD, weight, self.gate_up.bias, self.activation, numerics=self.numerics)
             )
-        if self.gate_up is not None and (self.gate_up.adapter is not None or self.gate_up.quantized is not None):
+        if self.gate_up is not None and (self.gate_up.has_adapter or self.gate_up.quantized is not None):
             inner_T2I = self.gate_up(x_TD)
             return self.down(
                 exact_gate(inner_T2I, self.activation)
@@ -76,7 +76,7 @@ class Mlp(nn.Module):
     def _fuses_quantization(self, x_TD: Tensor | QuantizedActivation) -> bool:
         """Whether the activation's kernel also quantizes the input of ``down``: in an engine, without adapters."""
         quantized = self.down.quantized
-        if quantized is None or not quantized.packed or self.down.adapter is not None or self.numerics.batch_invariant:
+        if quantized is None or not quantized.packed or self.down.has_adapter or self.numerics.batch_invariant:
             return False
         rows = x_TD.data if isinstance(x_TD, QuantizedActivation) else x_TD
         supported = supports_fused_quantization(quantized.format, self.down.in_features)

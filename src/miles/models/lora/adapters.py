@@ -1,9 +1,14 @@
-"""LoRA adapters: two low-rank factors of every target matrix are trained; the weight is base plus their product.
+"""LoRA adapters: two low-rank factors of every target matrix are trained, over a frozen base.
+
+Over a base in the model's dtype the weight is base plus their product:
 
     W' = round(W + scale * B A)        by ``merge``, in engine and trainer, so that both compute with the same bits
 
 The decoder's own parameters are W'. The base is kept separately and never written. A forward pass uses W'; backward
 gives the factors their gradient without computing that of W':  dB = s dY^T (X A^T),  dA = s (dY B)^T X.
+
+Over a packed base the decoder's parameters are the base, and the factors, rounded to the model's dtype, are applied
+beside it (``layers.lora``); an engine's decoder has them as parameters of its own (``lora.layout``).
 
 Shapes: T tokens, I inputs, O outputs of a projection, N outputs of the fused projection, r rank.
 """
@@ -12,15 +17,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from miles.kernels.batch_invariant.linear import linear_forward
-from miles.models.checkpoint.peft import lora_a_name, lora_b_name
+from miles.models.checkpoint.peft import WEIGHTS, lora_a_name, lora_b_name, peft_tensor_name
 from miles.models.layers.linear import Linear
+from miles.models.lora.layout import LORA_A, LORA_B, LoraLayout, factor_name
 from miles.models.lora.targets import LoraSpec, LoraTarget
 
 # Values of the product that are computed at a time.
@@ -82,6 +91,21 @@ class LoraAdapter:
         return _LoraGradient.apply(y_TN, x_TI, self._scale, self._rows, *self._factors)  # pyright: ignore[reportReturnType]
 
 
+def load_engine_factors(
+    folder: Path, lora: LoraSpec, *, device: torch.device | str, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Load the factors of a PEFT folder by the names of an engine's parameters."""
+    adapters = LoraAdapters(lora, device=torch.device(device), seed=0)
+    adapters.load(read_adapter(folder))
+    return adapters.build_engine_factors(dtype)
+
+
+def read_adapter(folder: Path) -> dict[str, Tensor]:
+    """Read the factors of a PEFT folder by their parameter names."""
+    found = load_file(folder / WEIGHTS)
+    return {name.removeprefix(peft_tensor_name("")): tensor for name, tensor in found.items()}
+
+
 class LoraAdapters:
     """All factors of a model, float32 and unsharded, by PEFT's names; new ones add nothing at first.
 
@@ -101,8 +125,32 @@ class LoraAdapters:
         for target in lora.targets:
             self.targets_by_param.setdefault(target.param_name, []).append(target)
 
+    def attach_beside(self, model: nn.Module) -> None:
+        """Attach the factors to a decoder's projections, beside their weights."""
+        for name, targets in self.targets_by_param.items():
+            module = model.get_submodule(name.removesuffix(".weight"))
+            assert isinstance(module, Linear), f"{name} is not a projection"
+            rows = tuple((t.piece.start, t.piece.stop) for t in targets)
+            module.lora = LoraLayout(rows=rows, rank=self.lora.rank, scale=self.lora.scale)
+            module.read_factors = partial(self.fuse_factors, name)
+
+    def fuse_factors(self, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the A and B factors of all targets in a decoder's weight, as its decoder would hold them."""
+        factors = [self.factors(target) for target in self.targets_by_param[name]]
+        a_XI, b_Or = torch.cat([a_rI for a_rI, _ in factors]), torch.cat([b for _, b in factors])
+        return a_XI.to(dtype), b_Or.to(dtype)
+
+    @torch.no_grad()
+    def build_engine_factors(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return new tensors of all factors in ``dtype``, by the names of an engine's parameters."""
+        factors: dict[str, Tensor] = {}
+        for name in self.targets_by_param:
+            for factor, tensor in zip((LORA_A, LORA_B), self.fuse_factors(name, dtype), strict=True):
+                factors[factor_name(name, factor)] = tensor
+        return factors
+
     def attach(self, model: nn.Module) -> None:
-        """Attach the adapters to a decoder's projections."""
+        """Attach the adapters to a decoder's projections, into whose weights they are merged."""
         for name, targets in self.targets_by_param.items():
             module = model.get_submodule(name.removesuffix(".weight"))
             assert isinstance(module, Linear), f"{name} is not a projection"

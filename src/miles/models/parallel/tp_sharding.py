@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 from miles.core.errors import UsageError
 from miles.models.hf_adapter.spec import HfAdapterSpec
+from miles.models.lora.layout import LORA_A, LORA_B, LoraLayout, factor_name, plan_adapters
 from miles.models.quantization import QuantizedParam, plan_quantization
 from miles.models.spec import (
     AttentionSpec,
@@ -243,9 +245,12 @@ def compute_tp_shards(spec: DecoderSpec) -> Mapping[str, TpShard]:
     table["norm.weight"] = _RESIDUAL
     if not spec.tie_embeddings:
         table["lm_head.weight"] = vocabulary
+    weights = dict(table)
     for name, quantized in plan_quantization(spec).items():
         if quantized.packed:
             table |= _packed_shards(name, table[name], quantized)
+    for name, lora in plan_adapters(spec).items():
+        table |= _factor_shards(name, weights[name], lora)
     return table
 
 
@@ -256,11 +261,32 @@ def _packed_shards(name: str, weight: TpShard, quantized: QuantizedParam) -> TpS
     if by_row:
         data = scale = weight
     else:
+        if world > 1 and format.quantizes_activations and format.activation_columns is None:
+            raise UsageError(
+                f"{format.name} has one scale for all inputs of a token, of which {world} tensor-parallel ranks would "
+                f"each have a part in {name}; use fp8 or mxfp8, or one rank per engine."
+            )
         data = _coarsen(name, weight, 8 // format.bits, world)
         scale = TpShard(stacked=weight.stacked) if format.columns is None else None
         scale = scale or _coarsen(name, weight, format.columns or 1, world)
     shards = {"": data, "_scale": scale, "_zero": scale, "_global_scale": TpShard(stacked=weight.stacked)}
     return {f"{name}{suffix}": shards[suffix] for suffix in quantized.suffixes}
+
+
+def _factor_shards(name: str, weight: TpShard, lora: LoraLayout) -> TpShards:
+    """The shards of a weight's LoRA factors: B is sharded with its outputs, A with its inputs."""
+    a, b = factor_name(name, LORA_A), factor_name(name, LORA_B)
+    if not weight.segments:
+        return {a: _REPLICATED, b: _REPLICATED}
+    if weight.dim == 1:
+        return {a: TpShard(dim=1, segments=weight.segments), b: _REPLICATED}
+    borders = [0, *accumulate(segment.units * segment.rows for segment in weight.segments)]
+    own: list[ShardSegment] = []
+    for start, stop in lora.rows:
+        if start not in borders or stop not in borders:
+            raise UsageError(f"the LoRA adapter of a part of {name} cannot be sharded over tensor-parallel ranks.")
+        own += weight.segments[borders.index(start) : borders.index(stop)]
+    return {a: _REPLICATED, b: TpShard(segments=tuple(own))}
 
 
 def _coarsen(name: str, weight: TpShard, columns: int, world: int) -> TpShard:
@@ -270,8 +296,8 @@ def _coarsen(name: str, weight: TpShard, columns: int, world: int) -> TpShard:
         total = segment.units * segment.rows
         if segment.rows % columns == 0:
             segments.append(replace(segment, rows=segment.rows // columns))
-        elif total % (columns * world) == 0:
-            segments.append(ShardSegment(total // columns))
+        elif total % (columns * world) == 0 or world == 1:
+            segments.append(ShardSegment(-(-total // columns)))
         else:
             raise UsageError(
                 f"{name} has {total} input channels, which {world} tensor-parallel ranks cannot share in blocks of "

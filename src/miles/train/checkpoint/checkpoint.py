@@ -166,10 +166,11 @@ def _build_parts(
 ) -> list[_Part]:
     parts: list[_Part] = []
     if save_plan is not None:
-        weights = [*_build_unit_groups(model, save_plan.units), *map(_build_copied_group, save_plan.extra_tensors)]
+        units = _build_unit_groups(model, save_plan.units, save_plan.gather_unit)
+        weights = [*units, *map(_build_copied_group, save_plan.extra_tensors)]
         parts.append(_Part(WEIGHTS, weights, plan_files(WEIGHTS, weights, ranks, SHARD_BYTES)))
-        for name, units in save_plan.extra_files.items():
-            groups = _build_unit_groups(model, units)
+        for name, extra_units in save_plan.extra_files.items():
+            groups = _build_unit_groups(model, extra_units)
             parts.append(_Part(name, groups, plan_files(name, groups, 1, None)))
     state = _build_optimizer_groups(model, optimizer, save_plan, ranks)
     limit = None if ranks == 1 else SHARD_BYTES  # with several ranks, completed files show progress
@@ -177,14 +178,15 @@ def _build_parts(
     return parts
 
 
-def _build_unit_groups(model: ShardedParameters, units: Sequence[SaveUnit]) -> list[TensorGroup]:
+def _build_unit_groups(
+    model: ShardedParameters, units: Sequence[SaveUnit], gather_unit: Callable[[str], Tensor] | None = None
+) -> list[TensorGroup]:
     local = model.parameters()
-    return [
-        TensorGroup(
-            tensors=u.headers(), gather=partial(_gather, model, u.name, lambda name=u.name: local[name]), views=u.views
-        )
-        for u in units
-    ]
+
+    def gather(name: str) -> Tensor:
+        return _gather(model, name, lambda: local[name]) if gather_unit is None else gather_unit(name)
+
+    return [TensorGroup(tensors=u.headers(), gather=partial(gather, u.name), views=u.views) for u in units]
 
 
 def _build_copied_group(entry: tuple[str, OnDisk]) -> TensorGroup:

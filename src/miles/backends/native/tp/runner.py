@@ -73,6 +73,8 @@ def launch_tp_runner(
 
     ``compute_num_pages`` returns the number of KV cache pages for a rank's model shard and memory.
     """
+    shard_spec(runner_spec.spec, len(devices))  # refuse before a process starts what cannot be sharded
+    compute_tp_shards(runner_spec.spec)
     ranks = SpmdGroup(
         name,
         [str(device) for device in devices],

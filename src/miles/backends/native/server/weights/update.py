@@ -25,7 +25,6 @@ from miles.models.checkpoint.param_slices import HfSlice, param_shape
 from miles.models.checkpoint.safetensors_io import read_config
 from miles.models.hf_adapter.spec import HfAdapterSpec
 from miles.models.packed_map import build_packed_map
-from miles.models.packing import pack_params
 from miles.models.spec import DecoderSpec
 from miles.sync.manifest import Manifest, ManifestEntry, compute_digests
 from miles.sync.publish import Publication
@@ -181,14 +180,6 @@ class WeightUpdater:
         )
         return version
 
-    def _load_packed(self, folder: Path, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The parameters of the engine's decoder; those that it has quantized are packed one after the other."""
-        spec, tensors = self._engine.spec, hf.load_slices(folder, rank=0, world=1, device=device, dtype=dtype)
-        packed: dict[str, Tensor] = {}
-        for name, tensor in tensors:
-            packed |= pack_params(spec, {name: tensor}, dtype)
-        return packed
-
     def _load_checkpoint(self, folder: Path) -> Mapping[str, Tensor]:
         engine = self._engine
         if isinstance(engine.spec, HfAdapterSpec):
@@ -204,7 +195,7 @@ class WeightUpdater:
             like = find_small_tensor(engine)
             device = like.device if self._num_ranks == 1 else "cpu"
             read_config(folder)
-            return self._load_packed(folder, device, like.dtype)
+            return dict(hf.load_decoder_params(folder, engine.spec, device=device, dtype=like.dtype))
         except UsageError as error:
             raise SyncError(str(error)) from error
         except OSError as error:
