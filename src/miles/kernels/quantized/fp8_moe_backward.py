@@ -76,7 +76,7 @@ def fp8_grouped_grad_weight(grad_RN: Tensor, x: Tensor | QuantizedActivation, ro
             out_ENK,
             outputs,
             inputs,
-            grad.data.shape[1],
+            len(grad.scale),
             experts,
             BLOCK_E=triton.next_power_of_2(experts),
             N=_TILE_N,
@@ -106,7 +106,7 @@ def quantize_grouped_transposed_fp8(
             data,
             scale,
             features,
-            blocks * TILE,
+            blocks,
             experts,
             *(old_scale.stride() if is_quantized else (0, 0)),
             SCALE_COLUMNS=x.columns if is_quantized else 0,
@@ -126,7 +126,7 @@ def _count_blocks(ends_ptr: tl.tensor, experts: tl.tensor, BLOCK_E: tl.constexpr
     return start_E, end_E, (end_E - start_E + T - 1) // T
 
 
-@jit(do_not_specialize=["padded"])
+@jit(do_not_specialize=["blocks"])
 def _quantize_grouped_kernel(
     x_ptr: tl.tensor,
     x_scale_ptr: tl.tensor,
@@ -134,7 +134,7 @@ def _quantize_grouped_kernel(
     out_ptr: tl.tensor,
     scale_ptr: tl.tensor,
     columns: tl.tensor,
-    padded: tl.tensor,
+    blocks: tl.tensor,
     experts: tl.tensor,
     x_scale_stride_r: tl.tensor,
     x_scale_stride_g: tl.tensor,
@@ -161,12 +161,12 @@ def _quantize_grouped_kernel(
     scale_C = tl.div_rn(tl.max(tl.abs(x_TC), 0), tl.full((T,), 448.0, tl.float32))
     scale_C = tl.where(scale_C == 0.0, 1.0, scale_C)
     quotient_TC = tl.div_rn(x_TC, tl.broadcast_to(scale_C[None, :], (T, T))).to(tl.float8e4nv)
-    at_CT = out_ptr + c_C.to(tl.int64)[:, None] * padded + block * T + t_T[None, :]
+    at_CT = out_ptr + c_C.to(tl.int64)[:, None] * (blocks * T) + block * T + t_T[None, :]
     tl.store(at_CT, tl.trans(quotient_TC), (c_C < columns)[:, None])
     tl.store(scale_ptr + block * columns + c_C, scale_C, c_C < columns)
 
 
-@jit(do_not_specialize=["padded"])
+@jit(do_not_specialize=["blocks"])
 def _grad_weight_kernel(
     grad_ptr: tl.tensor,
     x_ptr: tl.tensor,
@@ -176,7 +176,7 @@ def _grad_weight_kernel(
     out_ptr: tl.tensor,
     outputs: tl.tensor,
     inputs: tl.tensor,
-    padded: tl.tensor,
+    blocks: tl.tensor,
     experts: tl.tensor,
     BLOCK_E: tl.constexpr,
     N: tl.constexpr,
@@ -194,13 +194,13 @@ def _grad_weight_kernel(
     last = first + tl.sum(tl.where(e_E == expert, blocks_E, 0), 0)
     # Columns beyond the last are read again, and not stored.
     safe_N, safe_K = tl.minimum(n_N, outputs - 1), tl.minimum(k_K, inputs - 1)
-    grad_NT = grad_ptr + safe_N.to(tl.int64)[:, None] * padded + tl.arange(0, T)[None, :]
-    x_KT = x_ptr + safe_K.to(tl.int64)[:, None] * padded + tl.arange(0, T)[None, :]
+    grad_NT = grad_ptr + safe_N.to(tl.int64)[:, None] * (blocks * T) + tl.arange(0, T)[None, :]
+    x_KT = x_ptr + safe_K.to(tl.int64)[:, None] * (blocks * T) + tl.arange(0, T)[None, :]
     sum_NK = tl.zeros((N, K), tl.float32)
     for block in range(first, last):
-        dot_NK = tl.dot(tl.load(grad_NT + block * T), tl.load(x_KT + block * T).T)
         grad_scale_N = tl.load(grad_scale_ptr + block * outputs + safe_N)
         x_scale_K = tl.load(x_scale_ptr + block * inputs + safe_K)
+        dot_NK = tl.dot(tl.load(grad_NT + block * T), tl.load(x_KT + block * T).T)
         sum_NK += dot_NK * (grad_scale_N[:, None] * x_scale_K[None, :])
     at_NK = out_ptr + (expert.to(tl.int64) * outputs + n_N)[:, None] * inputs + k_K[None, :]
     tl.store(at_NK, sum_NK.to(out_ptr.dtype.element_ty), (n_N < outputs)[:, None] & (k_K < inputs)[None, :])  # pyright: ignore
