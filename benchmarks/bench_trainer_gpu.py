@@ -75,7 +75,7 @@ def spec_named(model: str, layers: int | None = None) -> Any:
 
     config = find_known_config(model)
     assert config is not None, f"{model} is not among the published shapes"
-    return spec_from_config(config if layers is None else config | {"num_hidden_layers": layers})
+    return spec_from_config(config if layers is None else {**config, "num_hidden_layers": layers})
 
 
 def expert_parameters(spec: Any) -> tuple[int, int]:

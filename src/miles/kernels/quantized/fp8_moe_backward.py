@@ -24,7 +24,7 @@ from miles.precision.formats import FORMATS, WeightFormat
 from miles.precision.quantized_tensor import QuantizedActivation, QuantizedTensor
 
 __all__ = [
-    "GroupedTranspose",
+    "TransposedRows",
     "fp8_grouped_grad_input",
     "fp8_grouped_grad_weight",
     "quantize_grouped_transposed_fp8",
@@ -35,7 +35,7 @@ __all__ = [
 _TILE_N, _TILE_K = 128, 128
 
 
-class GroupedTranspose(NamedTuple):
+class TransposedRows(NamedTuple):
     """Transposed rows of E4M3, [C, P * 128], in blocks of 128 rows of one expert, with scales [P, C].
 
     Blocks of an expert are adjacent and experts in order; blocks behind those of the last expert are not written.
@@ -88,16 +88,14 @@ def fp8_grouped_grad_weight(grad_RN: Tensor, x: Tensor | QuantizedActivation, ro
     return out_ENK
 
 
-def quantize_grouped_transposed_fp8(
-    x: Tensor | QuantizedActivation, rows: SortedRows, experts: int
-) -> GroupedTranspose:
+def quantize_grouped_transposed_fp8(x: Tensor | QuantizedActivation, rows: SortedRows, experts: int) -> TransposedRows:
     """Quantize rows in groups of 128 rows of one expert, with a scale for each column of a group, transposed."""
     source = (x.data if isinstance(x, QuantizedActivation) else x).contiguous()
-    (count, features), is_quantized = source.shape, isinstance(x, QuantizedActivation)
+    count, features = source.shape
     blocks = min(count, count // TILE + experts)
     data = torch.empty(features, blocks * TILE, dtype=torch.float8_e4m3fn, device=source.device)
     scale = torch.empty(blocks, features, dtype=torch.float32, device=source.device)
-    old_scale = x.scale if is_quantized else source
+    old_scale, columns = (x.scale, x.columns) if isinstance(x, QuantizedActivation) else (source, 0)
     with device_guard(source):
         _quantize_grouped_kernel[(blocks, triton.cdiv(features, TILE))](
             source,
@@ -108,13 +106,13 @@ def quantize_grouped_transposed_fp8(
             features,
             blocks,
             experts,
-            *(old_scale.stride() if is_quantized else (0, 0)),
-            SCALE_COLUMNS=x.columns if is_quantized else 0,
+            *old_scale.stride(),
+            SCALE_COLUMNS=columns,
             BLOCK_E=triton.next_power_of_2(experts),
             T=TILE,
             num_warps=8,
         )
-    return GroupedTranspose(data, scale)
+    return TransposedRows(data, scale)
 
 
 @jit
