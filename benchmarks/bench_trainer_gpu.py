@@ -3,6 +3,7 @@
     PYTHONPATH=src python benchmarks/bench_trainer_gpu.py                       # everything
     PYTHONPATH=src python benchmarks/bench_trainer_gpu.py --parts steps --cases 0.6B-16k 4B-8k --sides ours transformers
     PYTHONPATH=src python benchmarks/bench_trainer_gpu.py --parts profile prefix
+    PYTHONPATH=src python benchmarks/bench_trainer_gpu.py --parts steps --cases 30B-A3B-6L-8k --sides ours ours:fp8
 
 bf16, random weights of the published shapes, every token trained, full trainer steps (two micro-batches, then clipping
 and AdamW with float32 master weights and moments). Sides: ``ours``; ``torch``, the same without our training kernels;
@@ -37,7 +38,10 @@ BATCHES = 2
 
 @dataclass(frozen=True)
 class Case:
-    """Micro-batches of ``count`` samples of ``length`` tokens; ``frozen`` trains all but the experts."""
+    """Micro-batches of ``count`` samples of ``length`` tokens; ``frozen`` trains all but the experts.
+
+    ``layers`` of the model are there, or all.
+    """
 
     model: str
     length: int
@@ -45,6 +49,7 @@ class Case:
     frozen: bool = False
     again: bool = False
     optimizer_state: Literal["float32", "int8"] = "float32"
+    layers: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -58,18 +63,19 @@ CASES = {
     "4B-8k-again": Case("Qwen3-4B", 8192, again=True),
     "8B-8k-int8": Case("Qwen3-8B", 8192, again=True, optimizer_state="int8"),
     "30B-A3B-frozen-8k": Case("Qwen3-30B-A3B", 8192, frozen=True, again=True),
+    "30B-A3B-6L-8k": Case("Qwen3-30B-A3B", 8192, layers=6),
 }
 PREFIX, REPLY, GROUP = 1024, 1024, 8
 PARTS = ("steps", "profile", "prefix")
 
 
-def spec_named(model: str) -> Any:
+def spec_named(model: str, layers: int | None = None) -> Any:
     from miles.models.accounting.known_models import find_known_config
     from miles.models.families.registry import spec_from_config
 
     config = find_known_config(model)
     assert config is not None, f"{model} is not among the published shapes"
-    return spec_from_config(config)
+    return spec_from_config(config if layers is None else {**config, "num_hidden_layers": layers})
 
 
 def expert_parameters(spec: Any) -> tuple[int, int]:
@@ -86,7 +92,7 @@ def operations(case: Case) -> float:
     """Of one step: forward, gradients of activations, and gradients of the weights that are trained."""
     from miles.models.accounting.params import forward_flops_per_token
 
-    spec = spec_named(case.model)
+    spec = spec_named(case.model, case.layers)
     tokens = case.tokens * BATCHES
     forward = forward_flops_per_token(spec, case.length / 2) * tokens
     idle = 2.0 * expert_parameters(spec)[1] * tokens if case.frozen else 0.0
@@ -100,7 +106,7 @@ def estimate_gib(case: Case) -> float:
     from miles.models.accounting.params import parameter_count
     from miles.train.config import TrainConfig
 
-    spec, train = spec_named(case.model), TrainConfig(gradient_checkpointing=case.again)
+    spec, train = spec_named(case.model, case.layers), TrainConfig(gradient_checkpointing=case.again)
     held = estimate_rank_memory(spec, ParallelDims(), "bfloat16")
     share = 1 - expert_parameters(spec)[0] / parameter_count(spec) if case.frozen else 1.0
     kept = estimate_rank_activations(spec, ParallelDims(), "bfloat16", case.tokens, train, fused=True)
@@ -141,7 +147,7 @@ def trainer(case: Case, parity: Literal["fast", "exact"] = "fast", precision: st
     from miles.train.policy_trainer import PolicyTrainer
 
     numerics = numerics_from_parity(parity)
-    spec = spec_named(case.model)
+    spec = spec_named(case.model, case.layers)
     if precision:
         quantization = QuantizationSpec(format=get_format(precision), packed=False, backward="e4m3")
         spec = replace(spec, quantization=quantization)
@@ -173,7 +179,7 @@ def ours(case: Case, *, plain: bool = False, precision: str = "") -> Callable[[]
 
     if plain:
         without_kernels()
-    rng, vocab = np.random.default_rng(0), spec_named(case.model).vocab_size
+    rng, vocab = np.random.default_rng(0), spec_named(case.model, case.layers).vocab_size
     # A sample is read up to its last token but one.
     samples = [sample(rng, 0, rng.integers(0, vocab, case.length + 1), 1, i) for i in range(case.count * BATCHES)]
     return build_step(trainer(case, precision=precision), samples)
@@ -200,7 +206,7 @@ def theirs(case: Case) -> Callable[[], Any]:
     from miles.models.families.registry import config_from_spec
 
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(config_from_spec(spec_named(case.model))))
+        Path(folder, "config.json").write_text(json.dumps(config_from_spec(spec_named(case.model, case.layers))))
         config = AutoConfig.from_pretrained(folder)
     torch.set_default_device("cuda")
     network: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").train()
@@ -320,7 +326,7 @@ def measure_lm_head(case: Case) -> float:
 
     from miles.train.logprobs import HeadOutput, compute_logprobs
 
-    spec = spec_named(case.model)
+    spec = spec_named(case.model, case.layers)
     made = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
     hidden = torch.randn(case.tokens, spec.hidden_size, **made)
     head = torch.randn(spec.vocab_size, spec.hidden_size, **made)

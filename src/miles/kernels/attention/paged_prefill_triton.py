@@ -62,58 +62,20 @@ def paged_prefill_kernel(
         full_begin = (first_visible(end - 1, CFG) + CFG.N - 1) // CFG.N * CFG.N
         diagonal = tl.maximum((first + 1) // CFG.N * CFG.N, begin)
         full_begin = tl.minimum(full_begin, diagonal)
-        out_ME, odd_ME, max_M, sum_M = init_state(CFG)
+        state = init_state(CFG)
         head_k_scales, head_v_scales = k_scales + group * CFG.page_size, v_scales + group * CFG.page_size
         kv_inputs = (k, v, head_k_scales, head_v_scales, pages)
         mask_inputs = (low_M, high_M, scale, softcap)
         if CFG.is_windowed:
-            out_ME, odd_ME, max_M, sum_M = attend_range(
-                out_ME,
-                odd_ME,
-                max_M,
-                sum_M,
-                *queries,
-                *kv_inputs,
-                begin,
-                full_begin,
-                *mask_inputs,
-                CFG,
-                False,
-                True,
-                False,
-            )
+            token_range = (begin, full_begin)
+            state = attend_range(*state, *queries, *kv_inputs, *token_range, *mask_inputs, CFG, False, True, False)
         else:
             full_begin = begin
-        out_ME, odd_ME, max_M, sum_M = attend_range(
-            out_ME,
-            odd_ME,
-            max_M,
-            sum_M,
-            *queries,
-            *kv_inputs,
-            full_begin,
-            diagonal,
-            *mask_inputs,
-            CFG,
-            False,
-            False,
-            False,
-        )
-        out_ME, odd_ME, max_M, sum_M = attend_range(
-            out_ME,
-            odd_ME,
-            max_M,
-            sum_M,
-            *queries,
-            *kv_inputs,
-            diagonal,
-            end,
-            *mask_inputs,
-            CFG,
-            True,
-            CFG.is_windowed,
-            True,
-        )
+        token_range = (full_begin, diagonal)
+        state = attend_range(*state, *queries, *kv_inputs, *token_range, *mask_inputs, CFG, False, False, False)
+        token_range = (diagonal, end)
+        state = attend_range(*state, *queries, *kv_inputs, *token_range, *mask_inputs, CFG, True, CFG.is_windowed, True)
+        out_ME, odd_ME, max_M, sum_M = state
         out_ME = join_channels(out_ME, odd_ME, CFG)
         sink_M = load_sinks(sinks_H, row_M * 0 + head, real_M, CFG)
         out_ME = normalize(out_ME, max_M, sum_M, sink_M, exp2_factor(scale, CFG), CFG.has_sinks)

@@ -10,7 +10,8 @@ operand is stored twice.
 
 The two GEMMs of backward are ``grad_input`` and ``grad_weight`` (and their grouped forms). With ``backward`` "wide"
 they multiply dequantized operands in the gradient's dtype. With "e4m3" or "hybrid" (Megatron's ``--fp8-format``) their
-operands are quantized in groups of 128 along the dimension that is summed over: gradients to E4M3, or to E5M2.
+operands are quantized in groups of 128 along the dimension that is summed over: gradients to E4M3, or to E5M2. Groups
+of rows do not cross from one expert to the next.
 
 Shapes: T rows, K in, N out, E experts, R rows sorted by expert.
 """
@@ -29,6 +30,11 @@ from miles.kernels.moe.grouped_gemm import SortedRows, supports_grouped_mm
 from miles.kernels.quantized.activation_quant import has_fp8, quantize_rows_fp8, supports_fused_quantization
 from miles.kernels.quantized.fp8_backward import fp8_gradients, supports_fp8_backward
 from miles.kernels.quantized.fp8_gemm import supports_fp8_gemm
+from miles.kernels.quantized.fp8_moe_backward import (
+    fp8_grouped_grad_input,
+    fp8_grouped_grad_weight,
+    supports_fp8_grouped_backward,
+)
 from miles.kernels.quantized.quantize_triton import quantize_weight, supports_quantize_weight
 from miles.kernels.runtime.triton_compat import use_triton
 from miles.precision.formats import BackwardPrecision, WeightFormat
@@ -100,10 +106,12 @@ class _QuantizedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        weight, saved = _read_saved(ctx)
         rows: SortedRows | None = ctx.rows
         grad_rows = grad_TN.reshape(-1, grad_TN.shape[-1])
         precision: BackwardPrecision = ctx.backward_precision
+        if rows is not None and _uses_grouped_fp8(ctx, grad_rows):
+            return _backward_grouped_fp8(ctx, grad_rows, rows)
+        weight, saved = _read_saved(ctx)
         grad_x = grad_weight_out = None
         use_fp8 = precision == "e4m3" and ctx.columns is not None and supports_fp8_backward(grad_rows, weight)
         if use_fp8:
@@ -120,6 +128,27 @@ class _QuantizedLinear(torch.autograd.Function):
             grad_x = grad_x.view(*grad_TN.shape[:-1], weight.shape[-1])
         grad_bias = _grad_bias(grad_rows, rows, ctx.groups) if needs_bias else None
         return grad_x, grad_weight_out, grad_bias, None
+
+
+def _uses_grouped_fp8(ctx: Any, grad_RN: Tensor) -> bool:
+    if ctx.backward_precision != "e4m3" or ctx.columns is None:
+        return False
+    return supports_fp8_grouped_backward(grad_RN, ctx.saved_tensors[0], ctx.format, ctx.segments)
+
+
+def _backward_grouped_fp8(ctx: Any, grad_RN: Tensor, rows: SortedRows) -> tuple[Tensor | None, ...]:
+    """The backward of experts whose GEMMs are both in FP8."""
+    wide_ENK, *saved = ctx.saved_tensors
+    grad_x = grad_weight_out = None
+    if ctx.needs_input_grad[0]:
+        _, transposed = quantize_weight(wide_ENK.detach(), ctx.format, transposed=True)
+        assert transposed is not None
+        grad_x = fp8_grouped_grad_input(grad_RN, transposed, rows)
+    if ctx.needs_input_grad[1]:
+        x = QuantizedActivation(saved[0], saved[1], int(ctx.columns), grad_RN.dtype)
+        grad_weight_out = fp8_grouped_grad_weight(grad_RN, x, rows, ctx.groups)
+    grad_bias = _grad_bias(grad_RN, rows, ctx.groups) if ctx.needs_input_grad[2] else None
+    return grad_x, grad_weight_out, grad_bias, None
 
 
 def _pack(weight: QuantizedTensor | StraightThroughWeight) -> QuantizedTensor:
@@ -181,7 +210,7 @@ def grad_weight(
 ) -> Tensor:
     """Compute dy^T x', [N, K], or [E, N, K] of rows sorted by expert."""
     if precision != "wide":
-        grad_TN, x_TK = _round_columns(grad_TN, precision), _round_columns(x_TK, "e4m3")
+        grad_TN, x_TK = _round_columns(grad_TN, precision, rows), _round_columns(x_TK, "e4m3", rows)
     if rows is None:
         return grad_TN.T @ x_TK
     if supports_grouped_mm(x_TK, x_TK.new_empty(0, grad_TN.shape[1], x_TK.shape[1])) and len(x_TK):
@@ -220,6 +249,15 @@ def _round_rows(x_TN: Tensor, precision: BackwardPrecision) -> Tensor:
     return dequantize_activation(quantize_gradient(x_TN, precision)).to(x_TN.dtype)
 
 
-def _round_columns(x_TN: Tensor, precision: BackwardPrecision) -> Tensor:
-    """Round in groups of 128 rows, which is the dimension that the weight's gradient sums over."""
-    return _round_rows(x_TN.T, precision).T
+def _round_columns(x_TN: Tensor, precision: BackwardPrecision, rows: SortedRows | None) -> Tensor:
+    """Round in groups of 128 rows, of one expert each: the dimension that the weight's gradient sums over."""
+    if rows is None:
+        return _round_rows(x_TN.T, precision).T
+    # Each expert's rows are padded with zeros to groups; where they go is computed on the device, which is not awaited.
+    starts_E = torch.nn.functional.pad(rows.ends_E[:-1], (1, 0))
+    groups_E = (rows.ends_E - starts_E + _GROUP - 1) // _GROUP
+    first_E = (groups_E.cumsum(0) - groups_E) * _GROUP - starts_E
+    place_T = torch.arange(len(x_TN), device=x_TN.device) + first_E[rows.group_R]
+    padded = x_TN.new_zeros((len(x_TN) // _GROUP + len(starts_E)) * _GROUP, x_TN.shape[1])
+    padded.index_copy_(0, place_T, x_TN)
+    return _round_rows(padded.T, precision).T.index_select(0, place_T)
