@@ -13,9 +13,10 @@ from miles.kernels.numerics import FAST
 from miles.kernels.quantized import autograd
 from miles.kernels.quantized import fp8_moe_backward as module
 from miles.kernels.quantized.moe import grouped_quantized_linear
+from miles.kernels.quantized.transposed_quant import transpose_fp8
 from miles.precision.formats import FORMATS
 from miles.precision.quantize import dequantize, dequantize_activation, quantize, quantize_activation
-from miles.precision.quantized_tensor import QuantizedTensor, StraightThroughWeight
+from miles.precision.quantized_tensor import StraightThroughWeight
 
 pytestmark = needs_triton
 BF16 = torch.bfloat16
@@ -34,11 +35,9 @@ def round_segment(x_RC):
     return dequantize_activation(quantize_activation(padded.T.contiguous(), FORMATS["fp8"])).T[: len(x_RC)]
 
 
-def quantize_both_ways(weight, format, *, transposed=True):
+def quantize_with_torch(weight, format):
     """``quantize_weight`` in torch: its kernel takes minutes in the interpreter, and has tests of its own."""
-    packed = quantize(weight, format)
-    data, scale = (x.transpose(1, 2).contiguous() for x in (packed.data.view(torch.uint8), packed.scale))
-    return packed, QuantizedTensor(format, data.view(packed.data.dtype), scale, 128)
+    return quantize(weight, format)
 
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
@@ -75,7 +74,8 @@ def test_gradients_of_weights_are_matmuls_of_the_rounded_operands(counts, shape,
 def test_gradients_of_inputs_are_matmuls_of_the_rounded_operands(counts, poisoned):
     rows = sorted_rows(counts)
     weight, grad = random(len(counts), 256, 160, dtype=BF16), random(sum(counts), 256, dtype=BF16)
-    packed, transposed = quantize_both_ways(weight, FORMATS["fp8"])
+    packed = quantize(weight, FORMATS["fp8"])
+    transposed = transpose_fp8(packed)
     out = module.fp8_grouped_grad_input(grad, transposed, rows)
     held = dequantize(packed, torch.float32)
     for ours, dy, own in zip(out.split(counts), grad.split(counts), held, strict=True):
@@ -105,7 +105,7 @@ def test_experts_train_with_an_fp8_backward(monkeypatch):
         monkeypatch.setattr(autograd, name, lambda *a, kernel=kernel: launched.append(kernel) or kernel(*a))
     if not CARD:
         monkeypatch.setattr(module, "use_triton", lambda x: True)
-        monkeypatch.setattr(autograd, "quantize_weight", quantize_both_ways)
+        monkeypatch.setattr(autograd, "quantize_weight", quantize_with_torch)
     ours = run(weight, x, rows, bias, grad, "e4m3")
     assert launched == [module.fp8_grouped_grad_input, module.fp8_grouped_grad_weight]
     for name, mine, reference, exact in zip(("x", "weight", "bias"), ours, emulated, wide, strict=True):

@@ -41,10 +41,10 @@ def test_one_kernel_quantizes_rows_and_columns():
 
 
 @needs_triton
-@pytest.mark.parametrize("shape", [(132, 150), (6, 5), (256, 128)])
+@pytest.mark.parametrize("shape", [(132, 150), (6, 5), (3, 8, 130)])
 def test_bytes_are_transposed(shape):
     x = torch.randint(0, 256, shape, dtype=torch.uint8, device=DEVICE)
-    assert torch.equal(transpose_bytes(x), x.T)
+    assert torch.equal(transpose_bytes(x), x.mT)
 
 
 def test_a_transposed_weight_dequantizes_to_the_transpose():

@@ -36,6 +36,7 @@ from miles.kernels.quantized.fp8_moe_backward import (
     supports_fp8_grouped_backward,
 )
 from miles.kernels.quantized.quantize_triton import quantize_weight, supports_quantize_weight
+from miles.kernels.quantized.transposed_quant import transpose_fp8
 from miles.kernels.runtime.triton_compat import use_triton
 from miles.precision.formats import BackwardPrecision, WeightFormat
 from miles.precision.quantize import dequantize, dequantize_activation, quantize, quantize_activation
@@ -141,8 +142,7 @@ def _backward_grouped_fp8(ctx: Any, grad_RN: Tensor, rows: SortedRows) -> tuple[
     wide_ENK, *saved = ctx.saved_tensors
     grad_x = grad_weight_out = None
     if ctx.needs_input_grad[0]:
-        _, transposed = quantize_weight(wide_ENK.detach(), ctx.format, transposed=True)
-        assert transposed is not None
+        transposed = transpose_fp8(quantize_weight(wide_ENK.detach(), ctx.format))
         grad_x = fp8_grouped_grad_input(grad_RN, transposed, rows)
     if ctx.needs_input_grad[1]:
         x = QuantizedActivation(saved[0], saved[1], int(ctx.columns), grad_RN.dtype)

@@ -45,10 +45,16 @@ class TransposedRows(NamedTuple):
     scale: Tensor
 
 
+def _has_square_blocks(weight_ENK: Tensor, format: WeightFormat, segments: Any) -> bool:
+    """Whether the transposed weights have whole blocks, with the scales of the weights."""
+    square = format.rows == format.columns == TILE and weight_ENK.shape[-2] % TILE == 0
+    return square and supports_quantize_weight(weight_ENK, format, segments)
+
+
 def supports_fp8_grouped_backward(grad_RN: Tensor, weight_ENK: Tensor, format: WeightFormat, segments: Any) -> bool:
     """Whether the kernels apply: half-precision gradients of experts in FP8 blocks on a GPU with FP8 tensor cores."""
     half = grad_RN.dtype in (torch.bfloat16, torch.float16)
-    stacked = weight_ENK.ndim == 3 and supports_quantize_weight(weight_ENK, format, segments, transposed=True)
+    stacked = weight_ENK.ndim == 3 and _has_square_blocks(weight_ENK, format, segments)
     return half and stacked and format.rows == TILE and use_triton(grad_RN) and has_fp8(grad_RN.device)
 
 

@@ -22,28 +22,31 @@ TILE = 128
 
 
 def transpose_fp8(weight: QuantizedTensor) -> QuantizedTensor:
-    """The transposed weight [K, N] of square blocks: the same values and scales."""
+    """The transposed weight [K, N] of square blocks, or a stack: the same values and scales."""
     data = transpose_bytes(weight.data)
-    return QuantizedTensor(weight.format, data, weight.scale.t().contiguous(), weight.row_block)
+    return QuantizedTensor(weight.format, data, weight.scale.mT.contiguous(), weight.row_block)
 
 
-def transpose_bytes(x_RC: Tensor) -> Tensor:
-    """The transposed matrix of single-byte values, contiguous."""
-    (rows, columns), source = x_RC.shape, x_RC.contiguous().view(torch.uint8)
-    if not use_triton(x_RC) or rows % 4:
-        return source.t().contiguous().view(x_RC.dtype)
-    out_CR = torch.empty(columns, rows, dtype=torch.uint8, device=x_RC.device)
+def transpose_bytes(x: Tensor) -> Tensor:
+    """The transposed matrix of single-byte values, or a stack of them, contiguous."""
+    (*stack, rows, columns), source = x.shape, x.contiguous().view(torch.uint8)
+    if not use_triton(x) or rows % 4:
+        return source.mT.contiguous().view(x.dtype)
+    out = torch.empty(*stack, columns, rows, dtype=torch.uint8, device=x.device)
     with device_guard(source):
-        _transpose_kernel[(triton.cdiv(columns, TILE), triton.cdiv(rows, TILE))](
-            source, out_CR, rows, columns, TILE=TILE, num_warps=8
+        _transpose_kernel[(triton.cdiv(columns, TILE), triton.cdiv(rows, TILE), stack[0] if stack else 1)](
+            source, out, rows, columns, TILE=TILE, num_warps=8
         )
-    return out_CR.view(x_RC.dtype)
+    return out.view(x.dtype)
 
 
 @jit
 def _transpose_kernel(
     x_ptr: tl.tensor, out_ptr: tl.tensor, rows: tl.tensor, columns: tl.tensor, TILE: tl.constexpr
 ) -> None:
+    matrix = tl.program_id(2).to(tl.int64) * rows * columns
+    x_ptr += matrix
+    out_ptr += matrix
     word_R = tl.program_id(1) * (TILE // 4) + tl.arange(0, TILE // 4)
     c_C = tl.program_id(0) * TILE + tl.arange(0, TILE)
     valid_RC = (4 * word_R < rows)[:, None] & (c_C < columns)[None, :]
