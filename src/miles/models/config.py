@@ -38,9 +38,8 @@ class ModelConfig:
     )
     train_precision: Literal["auto", FormatName] = option(
         "auto",
-        "Format that the trainer's forward quantizes weights to, with the bytes that the engine has, such as fp8 or "
-        "int4; gradients go straight through to float32 masters; with --lora-rank the base is packed and frozen; auto "
-        "trains in --dtype.",
+        "Format that the trainer's forward quantizes weights to, as the engine's, such as fp8 or int4: float32 masters "
+        "are trained, or LoRA adapters beside a packed base; auto trains in --dtype.",
     )
     fp8_format: Literal["e4m3", "hybrid"] | None = option(
         None,

@@ -38,6 +38,12 @@ def packed_decoder(kind, name, *, dtype=torch.float32, numerics=FAST, adapters=N
     return decoder.requires_grad_(False)
 
 
+def linear_of(decoder, param):
+    layer = decoder.get_submodule(param.removesuffix(".weight"))
+    assert isinstance(layer, Linear)
+    return layer
+
+
 def hidden(decoder):
     tokens = torch.cat(tokens_of(LENGTHS, vocab=decoder.spec.vocab_size))
     attention = build_attention(LENGTHS, (), torch.device("cpu"), numerics=decoder.numerics)
@@ -53,7 +59,7 @@ def test_gradients_are_those_of_the_dequantized_expression(name, numerics, wante
     adapters = filled(lora)
     adapters.attach_beside(decoder)
     param = "layers.1.attention.qkv.weight"
-    layer, targets = decoder.layers[1].attention.qkv, adapters.targets_by_param[param]
+    layer, targets = linear_of(decoder, param), adapters.targets_by_param[param]
     x = torch.randn(7, layer.in_features, generator=torch.Generator().manual_seed(1), requires_grad=True)
     weight = read_weight(layer, "weight", layer.quantized)
     grad = torch.randn(7, len(layer.weight), generator=torch.Generator().manual_seed(2))
@@ -101,7 +107,7 @@ def test_a_layer_that_absorbs_its_weight_has_the_adapter_in_it():
     """The engine multiplies MLA's kv_b into queries and outputs, and reads the weight without calling the layer."""
     adapters = filled(lora_for(twin(hf_model("deepseek v3", **WIDE)).spec))
     decoder = packed_decoder("deepseek v3", "fp8", adapters=adapters)
-    layer = decoder.layers[0].mla.kv_b
+    layer = linear_of(decoder, "layers.0.mla.kv_b.weight")
     target = next(t for t in adapters.lora.targets if t.param_name == "layers.0.mla.kv_b.weight")
     a_rI, b_Or = adapters.factors(target)
     assert relative(layer.merged_weight(), layer.weight + adapters.lora.scale * b_Or @ a_rI) < 1e-6
@@ -133,6 +139,5 @@ def test_only_factors_require_a_gradient_and_the_base_takes_packed_bytes():
     assert all(p.grad is None for p in decoder.parameters())
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in adapters.parameters.values())
     for name in plan_quantization(decoder.spec):
-        layer = decoder.get_submodule(name.removesuffix(".weight"))
-        assert isinstance(layer, Linear)
+        layer = linear_of(decoder, name)
         assert sum(p.nbytes for p in layer.parameters()) < 0.57 * layer.in_features * len(layer.weight)
