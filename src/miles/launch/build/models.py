@@ -115,8 +115,13 @@ def read_checkpoint(config: Config, found: Platform) -> BaseCheckpoint:
         rollout_dtype=dtype if rollout_dtype == "auto" else hf.choose_dtype(rollout_dtype, raw, found.device),
         numerics=resolve_numerics(config),
         provide=load_hook(config, MODEL_PROVIDER),
-        rollout_quantization=config.models.rollout_quantization(config.cluster.rollout_num_gpus_per_engine),
+        rollout_quantization=config.models.rollout_quantization(_count_scale_shards(config)),
     )
+
+
+def _count_scale_shards(config: Config) -> int:
+    """The ranks over which stored scales must be sharded; SGLang shards those of a checkpoint itself."""
+    return 1 if config.sglang.rollout_backend == "sglang" else config.cluster.rollout_num_gpus_per_engine
 
 
 def resolve_numerics(config: Config) -> Numerics:

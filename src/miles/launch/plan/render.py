@@ -257,7 +257,13 @@ def _format_precision(config: Config, plan: Plan) -> list[str]:
     kept = m.num_layers_at_start_in_bf16 + m.num_layers_at_end_in_bf16 if m.first_last_layers_bf16 else 0
     layers = f", {kept} layers not quantized" if kept else ""
     experts = ", routed experts only" if m.quantize_experts_only else ""
-    return [f"precision  {sides}{backward}{layers}{experts}"]
+    lines = [f"precision  {sides}{backward}{layers}{experts}"]
+    if config.sglang.rollout_backend == "sglang":
+        loads = "" if config.sglang.rollout_external_engine_addrs else ", after it has loaded the model in that format"
+        lines.append(
+            f"           SGLang is sent these weights as a checkpoint has them{loads}; its FP8 kernels round inputs"
+        )
+    return lines
 
 
 def _describe_absent_device(plan: Plan) -> str:
