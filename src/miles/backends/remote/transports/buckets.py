@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,6 +28,8 @@ Named = tuple[str, Tensor]
 QuantizedLayout = Literal["packed", "checkpoint"]
 """How quantized weights are sent: as ``packed_map`` names them (miles serve), or as a quantized checkpoint has them."""
 
+_MLA_DOWN = re.compile(r"(.+)\.(?:q_a_proj|kv_a_proj_with_mqa)\.(.+)")
+
 
 def iter_hf_named(
     spec: DecoderSpec, weights: Mapping[str, Tensor], layout: QuantizedLayout = "packed"
@@ -43,16 +46,32 @@ def iter_hf_named(
             yield piece.hf_name, piece.view(weights[ours])
 
 
+def find_load_group(name: str) -> str:
+    """What the tensor is loaded together with: the same for both down-projections of MLA, else its own name.
+
+    SGLang fuses these two when it loads them, and drops one that comes without the other.
+    """
+    match = _MLA_DOWN.fullmatch(name)
+    return name if match is None else f"{match[1]}.{match[2]}"
+
+
 def split_into_buckets(tensors: Iterable[Named], limit: int) -> list[list[Named]]:
-    """The tensors in order, in buckets of at most ``limit`` bytes; a larger tensor has a bucket of its own."""
+    """The tensors in order, in buckets of at most ``limit`` bytes; a larger tensor has a bucket of its own.
+
+    Tensors that are loaded together are in one bucket.
+    """
+    together: dict[str, list[Named]] = {}
+    for name, tensor in tensors:
+        together.setdefault(find_load_group(name), []).append((name, tensor))
     groups: list[list[Named]] = [[]]
     used = 0
-    for name, tensor in tensors:
-        if groups[-1] and used + tensor.nbytes > limit:
+    for named in together.values():
+        size = sum(tensor.nbytes for _, tensor in named)
+        if groups[-1] and used + size > limit:
             groups.append([])
             used = 0
-        groups[-1].append((name, tensor))
-        used += tensor.nbytes
+        groups[-1] += named
+        used += size
     return groups
 
 
