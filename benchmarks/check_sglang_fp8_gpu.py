@@ -89,13 +89,13 @@ def make_weights(root: Path, kind: str, spec: DecoderSpec, seed: int) -> Weights
     return Weights(wide, pack_params(spec, wide, torch.bfloat16), target)
 
 
-def score_here(spec: DecoderSpec, params: dict[str, Tensor], prompts: list[list[int]]) -> np.ndarray:
+def score_here(spec: DecoderSpec, params: dict[str, Tensor], prompts: list[list[int]], device: str) -> np.ndarray:
     """The log-probs of the prompts' tokens but the first, by our decoder."""
     decoder = Decoder(spec, device="meta", dtype=torch.bfloat16, numerics=FAST)
-    decoder.load_state_dict({name: tensor.cuda() for name, tensor in params.items()}, assign=True)
+    decoder.load_state_dict({name: tensor.to(device) for name, tensor in params.items()}, assign=True)
     lengths = [len(prompt) for prompt in prompts]
-    tokens = torch.tensor([token for prompt in prompts for token in prompt], device="cuda")
-    positions = torch.cat([torch.arange(length) for length in lengths]).cuda()
+    tokens = torch.tensor([token for prompt in prompts for token in prompt], device=device)
+    positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
     with torch.inference_mode():
         hidden = decoder(tokens, positions, build_attention(lengths, (), tokens.device, numerics=FAST))
         logits = compute_logits(hidden, decoder.head(), spec.logit_softcap, numerics=FAST).float()
@@ -114,7 +114,7 @@ def score_there(engine: Any, prompts: list[list[int]]) -> np.ndarray:
     return np.array([each[0] for reply in replies for each in reply["meta_info"]["input_token_logprobs"][1:]])
 
 
-def check(root: Path, kind: str, format: str, attention: str) -> list[str]:
+def check(root: Path, kind: str, format: str, attention: str, device: str) -> list[str]:
     sglang: Any = importlib.import_module("sglang")
     quantization = QuantizationSpec(format=FORMATS[format], packed=True)
     spec = replace(spec_from_config(MODELS[kind]), quantization=quantization)
@@ -128,7 +128,10 @@ def check(root: Path, kind: str, format: str, attention: str) -> list[str]:
         attention_backend=attention,
         sampling_backend="pytorch",
         dtype="bfloat16",
+        device=device,
         mem_fraction_static=0.2,
+        max_total_tokens=8192,
+        disable_overlap_schedule=True,
         context_length=1024,
         disable_cuda_graph=True,
         log_level="warning",
@@ -138,12 +141,12 @@ def check(root: Path, kind: str, format: str, attention: str) -> list[str]:
         print(f"# {kind}: SGLang {sglang.__version__} started in {time.perf_counter() - started:.0f} s", flush=True)
         loaded = score_there(engine, prompts)
         for number, weights in enumerate((second, first, second)):
-            named = [(name, t.cuda().contiguous()) for name, t in iter_hf_named(spec, weights.packed, "checkpoint")]
+            named = [(name, t.to(device).contiguous()) for name, t in iter_hf_named(spec, weights.packed, "checkpoint")]
             engine.update_weights_from_tensor(named_tensors=named)
             found = score_there(engine, prompts)
             bytes_equal = str(np.array_equal(found, loaded)) if weights is first else "-"
-            fp8 = np.abs(found - score_here(spec, weights.packed, prompts))
-            wide = np.abs(found - score_here(replace(spec, quantization=None), weights.wide, prompts))
+            fp8 = np.abs(found - score_here(spec, weights.packed, prompts, device))
+            wide = np.abs(found - score_here(replace(spec, quantization=None), weights.wide, prompts, device))
             moved = np.abs(found - loaded).mean()
             lines.append(
                 f"{kind:6} {format:9} {number + 1:6} {bytes_equal:>6} {moved:9.1e} {fp8.mean():10.1e} {fp8.max():9.1e} "
@@ -158,15 +161,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=list(MODELS), help="dense, moe")
     parser.add_argument("--format", default="fp8", choices=("fp8", "fp8_pow2"))
-    parser.add_argument("--attention", default="triton", help="SGLang's attention backend")
+    parser.add_argument("--attention", default="triton", help="SGLang's attention backend; torch_native on a CPU")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     args = parser.parse_args()
     lines: list[str] = []
     with tempfile.TemporaryDirectory() as root:
         for kind in args.models:
-            lines += check(Path(root), kind, args.format, args.attention)
+            lines += check(Path(root), kind, args.format, args.attention, args.device)
     print("model  format    update  bytes     moved   fp8 mean   fp8 max   bf16 mean  bf16 max")
     print("\n".join(lines))
-    print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__}))
+    name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
+    print(json.dumps({"device": name, "torch": torch.__version__}))
 
 
 if __name__ == "__main__":

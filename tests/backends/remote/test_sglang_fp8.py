@@ -20,10 +20,16 @@ from miles.backends.remote.pool.engine_pool import EnginePool
 from miles.backends.remote.sglang_flags import build_command
 from miles.backends.remote.sglang_fp8 import find_shape_problem
 from miles.backends.remote.transports.buckets import ShapeManifest, iter_hf_named, pack_bucket
-from miles.backends.remote.transports.senders import HttpTransport
+from miles.backends.remote.transports.senders import (
+    DiskTransport,
+    DistributedTransport,
+    HttpTransport,
+    WeightTransport,
+)
 from miles.backends.remote.update_protocols import InPlaceUpdate
 from miles.backends.remote.weight_update import RemoteWeightUpdate
 from miles.cluster.executor import InlineExecutor
+from miles.cluster.platform import detect_platform
 from miles.core.types import Version
 from miles.models.checkpoint import hf
 from miles.models.checkpoint.convert import convert_checkpoint, plan_conversion
@@ -169,15 +175,21 @@ def test_stock_sglang_has_the_bytes_that_it_is_sent(tmp_path, how):
         loaded["b"] = score(wire)
         assert np.abs(loaded["a"] - loaded["b"]).mean() > 0.1
         wire.ok("/weights_checker", action="reset_tensors")
-        for name, found in asyncio.run(publish(wire, a, b)).items():
-            # The server computes with the same parameters as after it has loaded the files.
-            assert np.array_equal(found, loaded[name[0]]), name
+        transports: dict[str, WeightTransport] = {
+            "tensor": HttpTransport(),
+            "distributed": DistributedTransport(detect_platform("cpu"), 60.0),
+            "disk": DiskTransport(tmp_path / "weights", a.quantized),
+        }
+        for kind, transport in transports.items():
+            for name, found in asyncio.run(publish(wire, a, b, transport)).items():
+                # The server computes with the same parameters as after it has loaded the files.
+                assert np.array_equal(found, loaded[name[0]]), (kind, name)
     # Random weights amplify the rounding of bfloat16; those of the other model are farther away by far.
     ours, other = (np.abs(loaded["a"] - score_here(model)).mean() for model in (a, b))
     assert ours < 0.2 * other
 
 
-async def publish(wire: Wire, a: Model, b: Model) -> dict[str, np.ndarray]:
+async def publish(wire: Wire, a: Model, b: Model, transport: WeightTransport) -> dict[str, np.ndarray]:
     """Log-probs after updates to ``a``, ``b`` and ``a`` again, in small buckets."""
     pool = EnginePool(["engine 0"], eos_token_ids=frozenset([2]))
     current = a.packed()
@@ -185,7 +197,7 @@ async def publish(wire: Wire, a: Model, b: Model) -> dict[str, np.ndarray]:
         pool,
         weights=lambda: current,
         spec=a.spec,
-        transport=HttpTransport(),
+        transport=transport,
         executor=InlineExecutor(),
         bucket_bytes=100_000,
         seconds=60.0,

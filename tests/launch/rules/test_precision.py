@@ -12,6 +12,7 @@ from miles.config.files import read_layers
 from miles.core.errors import UsageError
 from miles.launch.commands.serve import read_serve_config
 from miles.launch.config import Config
+from miles.launch.main import main
 from miles.launch.plan.plan import choose_parity_tolerance
 from miles.launch.rules.check import check_rules
 from miles.precision.formats import FORMATS, FormatName
@@ -98,6 +99,21 @@ def test_what_works_is_accepted(line):
 def test_what_does_not_work_is_refused_with_one_sentence(line, complaint):
     (problem,) = list_problems(line)
     assert complaint in problem
+
+
+def test_the_plan_says_what_sglang_servers_load_and_are_sent(capsys):
+    line = "--hf-checkpoint blocks --train-precision fp8 --rollout-backend sglang --device cpu"
+    assert main(["plan", "good.toml", *line.split()]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (found,) = [
+        i
+        for i, each in enumerate(lines)
+        if each.strip().startswith("precision  engine and trainer fp8, the same bytes")
+    ]
+    assert "SGLang servers load a copy in rollout_checkpoints/ and are sent weights" in lines[found + 1]
+    line += " --rollout-external-engine-addrs http://localhost:30000"
+    assert main(["plan", "good.toml", *line.split()]) == 0
+    assert "SGLang servers are sent weights in its layout" in capsys.readouterr().out
 
 
 def test_a_server_refuses_a_format_that_does_not_fit():

@@ -246,7 +246,7 @@ def _format_cluster(config: Config) -> list[str]:
 
 
 def _format_precision(config: Config, plan: Plan) -> list[str]:
-    """A line on quantized weights, if there are any."""
+    """Lines on quantized weights, if there are any."""
     m = config.models
     if m.rollout_format is None:
         return []
@@ -259,10 +259,8 @@ def _format_precision(config: Config, plan: Plan) -> list[str]:
     experts = ", routed experts only" if m.quantize_experts_only else ""
     lines = [f"precision  {sides}{backward}{layers}{experts}"]
     if config.sglang.rollout_backend == "sglang":
-        loads = "" if config.sglang.rollout_external_engine_addrs else ", after it has loaded the model in that format"
-        lines.append(
-            f"           SGLang is sent these weights as a checkpoint has them{loads}; its FP8 kernels round inputs"
-        )
+        copy = "" if config.sglang.rollout_external_engine_addrs else "load a copy in rollout_checkpoints/ and "
+        lines.append(f"           SGLang servers {copy}are sent weights in its layout; their kernels round inputs")
     return lines
 
 
