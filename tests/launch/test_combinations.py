@@ -1,5 +1,6 @@
 """docs/combinations.md: which features may be combined, pair by pair, as the rules of ``miles plan`` say it."""
 
+import json
 from itertools import combinations
 from pathlib import Path
 
@@ -14,6 +15,11 @@ from miles.launch.config import Config
 from miles.launch.rules.check import check_rules
 
 PAGE = Path(__file__).parents[2] / "docs" / "combinations.md"
+SIZES = {"hidden_size": 512, "intermediate_size": 512, "moe_intermediate_size": 256} | {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
 FEATURES = {
     "LoRA": "--lora-rank 8",
     "MoE": "--hf-checkpoint moe",
@@ -57,6 +63,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp("combinations")
     furnish(folder)
     for name in ("model", "moe"):
+        config = folder / name / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | SIZES))
         save_file({"lm_head.weight": torch.zeros(1)}, folder / name / "model.safetensors")
     (folder / "mine.py").write_text("async def agent(base_url, prompt, request_kwargs, metadata): ...\n")
     with pytest.MonkeyPatch.context() as patch:
@@ -85,8 +93,9 @@ def write_page() -> str:
         "",
         f"{len(FEATURES)} features, each with every other: {len(list(combinations(FEATURES, 2)))} pairs. The rules of "
         f"`miles plan` and `miles train` refuse {len(refused)} of them, with the sentences below; all others are "
-        "accepted. This page is generated from the rules (`make docs`). That a pair is accepted does not say that a "
-        "test runs it: the pages of the features name their tests.",
+        "accepted. This page is generated from the rules (`make docs`), for models whose sizes are multiples of 256: "
+        "those of others may not allow blocks of FP8 or shards of tensor parallelism. That a pair is accepted does not "
+        "say that a test runs it: the pages of the features name their tests.",
         "",
         "| feature | flags |",
         "|---|---|",

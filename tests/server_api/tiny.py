@@ -54,10 +54,14 @@ EXPERTS: dict[str, Any] = {
 }
 
 
-def make(folder: Path, seed: int, *, experts: bool = False) -> Path:
-    """A Qwen3 (or Qwen3-MoE) checkpoint in float32; the seed is in every weight."""
+BLOCKS: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "num_hidden_layers": 3}
+"""Sizes of a model whose weights are whole blocks of FP8; ``moe_intermediate_size`` must be a multiple of 128 too."""
+
+
+def make(folder: Path, seed: int, *, experts: bool = False, **sizes: Any) -> Path:
+    """A Qwen3 (or Qwen3-MoE) checkpoint in float32; the seed is in every weight. ``sizes`` replace the usual ones."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = Qwen3MoeConfig(**SIZES, **EXPERTS) if experts else Qwen3Config(**SIZES)
+    config = Qwen3MoeConfig(**{**SIZES, **EXPERTS, **sizes}) if experts else Qwen3Config(**{**SIZES, **sizes})
     config.dtype = torch.float32
     model = Qwen3MoeForCausalLM(config) if experts else Qwen3ForCausalLM(config)
     config.architectures = [type(model).__name__]

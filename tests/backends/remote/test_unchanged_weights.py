@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from tests.backends.remote.harness import client_of, running_pool, url_of, weights_of
 from tests.tiers import examples
 
+from miles.backends.remote.committed_weights import select_changed
 from miles.backends.remote.pool.engine_pool import EngineSlot, SlotState
-from miles.backends.remote.transports.buckets import iter_hf_named
+from miles.backends.remote.transports.buckets import iter_hf_named, pack_bucket, split_into_buckets
 from miles.backends.remote.transports.delta import DeltaTransport
 from miles.backends.remote.transports.ipc import IpcTransport
 from miles.backends.remote.transports.senders import DiskTransport, HttpTransport
@@ -141,3 +142,15 @@ def test_whatever_changes_engines_hold_it_and_no_byte_more_is_sent(pair, folders
                 assert all(holds(hosted, made.current) for hosted in pair)
 
     asyncio.run(run())
+
+
+def test_tensors_that_sglang_fuses_are_sent_together_or_not_at_all():
+    shared = "model.layers.0.self_attn"
+    names = [f"{shared}.{each}" for each in ("q_a_proj.weight", "q_b_proj.weight", "kv_a_proj_with_mqa.weight")]
+    names += [f"{shared}.{each}.weight_scale_inv" for each in ("q_a_proj", "kv_a_proj_with_mqa")]
+    tensors = {name: torch.full((8,), float(i)) for i, name in enumerate(names)}
+    buckets = [[name for name, _ in group] for group in split_into_buckets(tensors.items(), 32)]
+    assert buckets == [[names[0], names[2]], [names[1]], names[3:]]
+    bucket = pack_bucket([(name, tensors[name]) for name in buckets[0]])
+    assert list(select_changed(bucket, bucket.digests).tensors) == []
+    assert list(select_changed(bucket, {**bucket.digests, names[2]: 0}).tensors) == buckets[0]

@@ -3,4 +3,7 @@
 import sys
 import types
 
+import fp8_gemm
+
 sys.modules.setdefault("torchvision._meta_registrations", types.ModuleType("torchvision._meta_registrations"))
+fp8_gemm.install()

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from miles.backends.remote.transports.buckets import Bucket, DigestManifest, Named, ShapeManifest
+from miles.backends.remote.transports.buckets import (
+    Bucket,
+    DigestManifest,
+    Named,
+    ShapeManifest,
+    find_load_group,
+)
 from miles.core.types import Version
 
 
@@ -61,9 +67,10 @@ class CommittedWeights:
 
 
 def select_changed(bucket: Bucket, before: Mapping[str, int]) -> Bucket:
-    """The tensors of a bucket whose digests differ from ``before``."""
-    changed = {name: tensor for name, tensor in bucket.tensors.items() if bucket.digests[name] != before.get(name)}
-    return bucket_with_digests(changed, bucket.digests)
+    """The tensors of a bucket whose digests differ from ``before``, and those that are loaded together with them."""
+    changed = {find_load_group(name) for name, digest in bucket.digests.items() if digest != before.get(name)}
+    tensors = {name: tensor for name, tensor in bucket.tensors.items() if find_load_group(name) in changed}
+    return bucket_with_digests(tensors, bucket.digests)
 
 
 def bucket_with_digests(tensors: Mapping[str, Tensor], digests: Mapping[str, int]) -> Bucket:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from miles.backends.remote.pool.engine_pool import EnginePool, EngineSlot
 from miles.backends.remote.pool.health_monitor import HealthConfig, HealthMonitor
 from miles.backends.remote.process.server import ServerHost
-from miles.backends.remote.transports.buckets import GetWeights
+from miles.backends.remote.transports.buckets import GetWeights, QuantizedLayout
 from miles.backends.remote.transports.senders import WeightTransport
 from miles.backends.remote.weight_update import RemoteWeightUpdate
 from miles.cluster.executor import Executor
@@ -48,6 +48,7 @@ class RemoteEngine:
         executor: Executor,
         bucket_bytes: int,
         seconds: float,
+        layout: QuantizedLayout = "packed",
         self_test: bool | None = None,
     ) -> DeferredWeightSync:
         """Start the servers in the background; the first publication waits for them, and raises their errors."""
@@ -60,6 +61,7 @@ class RemoteEngine:
             executor=executor,
             bucket_bytes=bucket_bytes,
             seconds=seconds,
+            layout=layout,
             self_test=self_test,
             log=self._log,
         )

@@ -50,8 +50,12 @@ def build_command(
     ranks: int,
     routed_experts: bool,
     trust_remote_code: bool,
+    triton_fp8: bool = False,
 ) -> tuple[str, ...]:
-    """The command line of a server without its address, with defaults that suit a run."""
+    """The command line of a server without its address, with defaults that suit a run.
+
+    ``triton_fp8``: its FP8 kernels are those in Triton, which take weights and scales as the checkpoint has them.
+    """
     given = set(parse_flag_names(argv))
     command = [python, "-m", "sglang.launch_server", "--model-path", folder]
     command += ["--dtype", dtype, "--tp-size", str(ranks)]
@@ -59,6 +63,8 @@ def build_command(
     defaults: dict[str, tuple[str, ...]] = {"incremental-streaming-output": (), "stream-interval": ("8",)}
     if kv_cache_dtype != "auto":
         defaults["kv-cache-dtype"] = (kv_cache_dtype,)
+    if triton_fp8:
+        defaults |= {"fp8-gemm-backend": ("triton",), "moe-runner-backend": ("triton",)}
     if device == "cpu":
         command += ["--device", "cpu"]
         defaults |= {"attention-backend": ("torch_native",), "sampling-backend": ("pytorch",)}

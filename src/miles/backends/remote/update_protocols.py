@@ -8,11 +8,14 @@ from typing import Any, Protocol
 
 from miles.backends.remote.client import RequestRejected, SglangClient
 from miles.backends.remote.pool.engine_pool import EngineSlot
-from miles.backends.remote.transports.buckets import Bucket, DigestManifest, ShapeManifest
+from miles.backends.remote.transports.buckets import Bucket, DigestManifest, ShapeManifest, dtype_name
 from miles.core.errors import CheckpointError, SyncError
-from miles.models.checkpoint.safetensors_io import stored_tensors
+from miles.models.checkpoint.safetensors_io import StoredTensor, stored_tensors
 
 UPDATE_PATH = "/weights_publication"
+
+# Suffix of the scales of block FP8 in a checkpoint.
+_SCALE = "_scale_inv"
 
 
 class UnchangedWeightMismatch(SyncError):
@@ -129,9 +132,10 @@ class StagedUpdate:
 
 
 class InPlaceUpdate:
-    """Stock SGLang: each bucket is written over the weights at once, so names and shapes are checked beforehand.
+    """Stock SGLang: each bucket is written over the weights at once, so they are checked against its checkpoint before.
 
-    SGLang ignores unknown names and exits on wrong shapes, both without an error response.
+    SGLang ignores unknown names and exits on wrong shapes, both without an error response; FP8 values that it takes for
+    wide ones, or the other way round, it converts without their scales.
     """
 
     requires_pause = overwritten = True
@@ -144,6 +148,12 @@ class InPlaceUpdate:
         self._ranks = ranks
 
     async def begin(self, shapes: ShapeManifest) -> None:
+        unscaled = next((n for n in shapes if _is_fp8(shapes, n) and f"{n}{_SCALE}" not in shapes), None)
+        if unscaled is not None:
+            raise RequestRejected(
+                f"{self.client.name} is SGLang, which does not take {unscaled} as it is packed for miles serve; start "
+                "the run with --rollout-backend sglang"
+            )
         try:
             stored = stored_tensors(self._folder)
         except CheckpointError:
@@ -155,6 +165,19 @@ class InPlaceUpdate:
                 raise RequestRejected(
                     f"{self.client.name} serves {self._folder}, whose {name} has shape {stored[name].shape}, "
                     f"not {tuple(tensor.shape)}"
+                )
+        self._check_precision(shapes, stored)
+
+    def _check_precision(self, shapes: ShapeManifest, stored: Mapping[str, StoredTensor]) -> None:
+        """Raise unless the same tensors are FP8 in the checkpoint and in the update."""
+        for name in shapes:
+            missing = name.endswith(_SCALE) and name not in stored
+            if missing or (name in stored and (stored[name].dtype == "F8_E4M3") != _is_fp8(shapes, name)):
+                weight = name.removesuffix(_SCALE)
+                served, sent = ("wide", "FP8") if missing or _is_fp8(shapes, name) else ("FP8", "wide")
+                raise RequestRejected(
+                    f"{self.client.name} serves {self._folder}, whose {weight} is {served}, but is sent {sent} weights;"
+                    " start it on a checkpoint in the format of --rollout-precision (miles convert writes one)"
                 )
 
     async def send_bucket(self, bucket: Bucket) -> None:
@@ -191,6 +214,10 @@ class InPlaceUpdate:
 
     async def rollback(self) -> None:
         """Nothing: the sender restores the overwritten weights."""
+
+
+def _is_fp8(shapes: ShapeManifest, name: str) -> bool:
+    return dtype_name(shapes[name]) == "float8_e4m3fn"
 
 
 async def create_update_protocol(slot: EngineSlot, client: SglangClient, seconds: float) -> UpdateProtocol:

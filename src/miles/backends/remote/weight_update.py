@@ -28,6 +28,7 @@ from miles.backends.remote.transports.buckets import (
     DigestManifest,
     GetWeights,
     Named,
+    QuantizedLayout,
     ShapeManifest,
     iter_hf_named,
     pack_bucket,
@@ -82,6 +83,7 @@ class RemoteWeightUpdate:
         executor: Executor,
         bucket_bytes: int,
         seconds: float,
+        layout: QuantizedLayout = "packed",
         self_test: bool | None = None,
         log: Callable[[str], None] = lambda sentence: None,
     ) -> None:
@@ -89,6 +91,7 @@ class RemoteWeightUpdate:
         self._self_test = UpdateSelfTest(self_test, seconds, log)
         self._weights = weights
         self._spec = spec
+        self._layout: QuantizedLayout = layout
         self._transport = transport
         self._executor = executor
         self._bucket_bytes = bucket_bytes
@@ -165,7 +168,7 @@ class RemoteWeightUpdate:
         """The tensors to send, in buckets, and whether these are all: a server without weights has none to keep."""
         full = only is None or self._committed is None or bool(self._targets.waiting)
         selected = tensors if only is None or full else {name: t for name, t in tensors.items() if name in only}
-        return split_into_buckets(iter_hf_named(self._spec, selected), self._bucket_bytes), full
+        return split_into_buckets(iter_hf_named(self._spec, selected, self._layout), self._bucket_bytes), full
 
     async def join(self, slot: EngineSlot, client: SglangClient) -> None:
         """A server has started: send it the last committed version, or have it wait for the first one."""

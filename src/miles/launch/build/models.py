@@ -113,7 +113,7 @@ def read_checkpoint(config: Config, found: Platform) -> BaseCheckpoint:
     raw = read_config(folder)
     dtype, rollout_dtype = hf.choose_dtype(config.models.dtype, raw, found.device), config.models.rollout_dtype
     spec = limit_positions(resolve_spec(folder, config.models.model_impl), config.rollout.rollout_max_context_len)
-    rollout_quantization = config.models.rollout_quantization(config.cluster.rollout_num_gpus_per_engine)
+    rollout_quantization = config.models.rollout_quantization(_count_scale_shards(config))
     lora = build_lora(config.lora, spec) if packs_base(config) else None
     quantization = config.models.train_quantization() if lora is None else rollout_quantization
     return BaseCheckpoint(
@@ -129,6 +129,11 @@ def read_checkpoint(config: Config, found: Platform) -> BaseCheckpoint:
         rollout_quantization=rollout_quantization,
         rollout_adapters=None if lora is None else adapter_spec(lora),
     )
+
+
+def _count_scale_shards(config: Config) -> int:
+    """The ranks over which stored scales must be sharded; SGLang shards those of a checkpoint itself."""
+    return 1 if config.sglang.rollout_backend == "sglang" else config.cluster.rollout_num_gpus_per_engine
 
 
 def resolve_numerics(config: Config) -> Numerics:

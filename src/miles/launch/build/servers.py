@@ -6,6 +6,7 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from torch import Tensor
 
@@ -31,6 +32,7 @@ from miles.config.schema import get_options
 from miles.core.errors import UsageError
 from miles.core.protocols import WeightSync
 from miles.launch.build.models import PolicyCheckpoint
+from miles.launch.build.server_checkpoint import needs_triton_fp8, prepare_server_checkpoint
 from miles.launch.config import Config, ServeRoot
 from miles.launch.distributed.ray_placement import get_reservation
 from miles.launch.plan.plan import Plan
@@ -64,7 +66,7 @@ def build_remote_engine(
         throughput=EngineThroughput(config.fault_tolerance.slow_rank_factor, log=(log, report)),
         log=log,
     )
-    launchers = ServerLaunchers(config, plan, policy, routed_experts=pool.experts is not None)
+    launchers = ServerLaunchers(config, plan, policy, routed_experts=pool.experts is not None, report=report)
     if addresses:
         servers = [launchers.external(server, address) for server, address in zip(names, addresses, strict=True)]
     else:
@@ -96,6 +98,7 @@ def build_remote_sync(
         executor=run,
         bucket_bytes=s.update_weight_buffer_size,
         seconds=s.update_weight_timeout,
+        layout="checkpoint" if s.rollout_backend == "sglang" else "packed",
         self_test=s.check_weight_update_equal,
     )
 
@@ -116,7 +119,7 @@ def _build_transport(
         case "delta":
             return DeltaTransport()
         case "disk":
-            return DiskTransport(plan.run_dir / "weights", policy.folder)
+            return DiskTransport(plan.run_dir / "weights", prepare_server_checkpoint(config, plan, policy))
         case "distributed":
             cluster = get_reservation()
             if cluster is None:
@@ -180,10 +183,19 @@ def _open_engine_log(plan: Plan) -> Callable[[str], None]:
 class ServerLaunchers:
     """Creates the hosts of servers, at start and later. Servers of the run share an API key made here."""
 
-    def __init__(self, config: Config, plan: Plan, policy: PolicyCheckpoint, *, routed_experts: bool) -> None:
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        policy: PolicyCheckpoint,
+        *,
+        routed_experts: bool,
+        report: Callable[[str], None] = lambda text: None,
+    ) -> None:
         self._config = config
         self._plan = plan
         self._policy = policy
+        self._report = report
         self._routed_experts = routed_experts
         self._token = secrets.token_hex(16)
 
@@ -202,7 +214,8 @@ class ServerLaunchers:
         """
         s, cluster = self._config.sglang, get_reservation()
         log = self._plan.run_dir / "logs" / f"{name.replace(' ', '-')}.log"
-        command = _build_server_command(self._config, self._policy, index, self._token)
+        folder = prepare_server_checkpoint(self._config, self._plan, self._policy, self._report)
+        command = _build_server_command(self._config, self._policy, folder, index, self._token)
         connect = self._connect(name, self._token if s.rollout_backend == "served" or cluster is not None else None)
         if cluster is None:
             return LocalServer(name, command, log, connect, seconds=s.rollout_start_timeout)
@@ -224,7 +237,9 @@ def normalize_url(address: str) -> str:
     return (address if "://" in address else f"http://{address}").rstrip("/")
 
 
-def _build_server_command(config: Config, policy: PolicyCheckpoint, index: int, token: str) -> ServerCommand:
+def _build_server_command(
+    config: Config, policy: PolicyCheckpoint, folder: Path, index: int, token: str
+) -> ServerCommand:
     ranks, device = config.cluster.rollout_num_gpus_per_engine, policy.platform.device.type
     dtype, cluster = str(policy.rollout_dtype).removeprefix("torch."), get_reservation()
     # On a cluster the node assigns GPUs; the server is reachable from other nodes there, so it needs a key.
@@ -233,7 +248,7 @@ def _build_server_command(config: Config, policy: PolicyCheckpoint, index: int, 
     if config.sglang.rollout_backend == "sglang":
         argv = sglang_flags.build_command(
             config.sglang.sglang_python or sys.executable,
-            str(policy.folder.resolve()),
+            str(folder.resolve()),
             config.sglang.sglang_flags,
             device=device,
             dtype=dtype,
@@ -241,12 +256,13 @@ def _build_server_command(config: Config, policy: PolicyCheckpoint, index: int, 
             ranks=ranks,
             routed_experts=returns_routed_experts(config) and policy.spec.moe is not None,
             trust_remote_code=policy.trust_remote_code,
+            triton_fp8=needs_triton_fp8(policy),
         )
         environment = {**sglang_flags.build_environment(device), **visible}
         if threads:
             environment["OMP_NUM_THREADS"] = str(threads)
         return ServerCommand(argv=argv, environment=environment, settings={} if cluster is None else {"api-key": token})
-    argv = (sys.executable, "-m", "miles.launch.main", "serve", str(policy.folder.resolve()))
+    argv = (sys.executable, "-m", "miles.launch.main", "serve", str(folder.resolve()))
     argv += ("--device", device, "--dtype", dtype, "--tensor-parallel-size", str(ranks))
     argv += ("--incremental-streaming-output", "--drain-seconds", "1")
     if config.models.rollout_format is not None:

@@ -246,7 +246,7 @@ def _format_cluster(config: Config) -> list[str]:
 
 
 def _format_precision(config: Config, plan: Plan) -> list[str]:
-    """A line on quantized weights, if there are any."""
+    """Lines on quantized weights, if there are any."""
     m = config.models
     if m.rollout_format is None:
         return []
@@ -257,7 +257,11 @@ def _format_precision(config: Config, plan: Plan) -> list[str]:
     kept = m.num_layers_at_start_in_bf16 + m.num_layers_at_end_in_bf16 if m.first_last_layers_bf16 else 0
     layers = f", {kept} layers not quantized" if kept else ""
     experts = ", routed experts only" if m.quantize_experts_only else ""
-    return [f"precision  {sides}{backward}{layers}{experts}"]
+    lines = [f"precision  {sides}{backward}{layers}{experts}"]
+    if config.sglang.rollout_backend == "sglang":
+        copy = "" if config.sglang.rollout_external_engine_addrs else "load a copy in rollout_checkpoints/ and "
+        lines.append(f"           SGLang servers {copy}are sent weights in its layout; their kernels round inputs")
+    return lines
 
 
 def _describe_absent_device(plan: Plan) -> str:

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 
+from miles.backends.remote.sglang_fp8 import SGLANG_FORMATS, find_shape_problem
 from miles.core.errors import UsageError
 from miles.launch.config import Config
 from miles.launch.plan.lora import packs_base
-from miles.launch.plan.topology import is_remote
 from miles.launch.rules.flags import Rule
 from miles.launch.rules.paths import read_spec_or_none
 from miles.models.config import ModelConfig
@@ -81,7 +81,8 @@ def check_quantized_shards(c: Config) -> Iterator[str]:
 def check_quantized_engine_ranks(c: Config) -> Iterator[str]:
     m, ranks = c.models, c.cluster.rollout_num_gpus_per_engine
     spec = read_spec_or_none(m.hf_checkpoint, m.model_impl)
-    if m.rollout_format is None or ranks == 1 or isinstance(spec, HfAdapterSpec | None):
+    is_sglang = c.sglang.rollout_backend == "sglang"  # which has a rule of its own
+    if m.rollout_format is None or ranks == 1 or is_sglang or isinstance(spec, HfAdapterSpec | None):
         return
     quantized = replace(spec, quantization=m.rollout_quantization(ranks))
     try:
@@ -104,11 +105,36 @@ def check_quantized_backends(c: Config) -> Iterator[str]:
             )
         elif m.quantize_experts_only:
             yield "--quantize-experts-only does not work with --train-backend megatron; remove one of them."
-    if m.rollout_format is not None and is_remote(c) and c.sglang.rollout_backend == "sglang":
+
+
+def check_sglang(c: Config) -> Iterator[str]:
+    m, ranks = c.models, c.cluster.rollout_num_gpus_per_engine
+    if m.rollout_format is None or c.sglang.rollout_backend != "sglang":
+        return
+    if m.rollout_format not in SGLANG_FORMATS:
         yield (
-            f"{name_precision(m)} does not work with SGLang, which would be sent weights in its own precision; use "
-            "--rollout-backend served."
+            f"{name_precision(m)} does not work with SGLang, which takes weight updates in "
+            f"{' and '.join(SGLANG_FORMATS)} only; use one of these, or --rollout-backend served."
         )
+        return
+    if "float32" in (m.rollout_dtype, m.dtype if m.rollout_dtype == "auto" else ""):
+        yield (
+            f"{name_precision(m)} needs bfloat16 in SGLang, which has no FP8 in float32; use --rollout-dtype bfloat16."
+        )
+    if c.sglang.check_weight_update_equal and m.kv_cache_dtype != "auto":
+        yield (
+            f"--check-weight-update-equal would overwrite the scales of SGLang's FP8 KV cache, which no update sends; "
+            f"remove it, or --kv-cache-dtype {m.kv_cache_dtype}."
+        )
+    spec = read_spec_or_none(m.hf_checkpoint, m.model_impl)
+    if isinstance(spec, HfAdapterSpec | None):
+        return
+    try:
+        problem = find_shape_problem(replace(spec, quantization=m.rollout_quantization(1)), ranks)
+    except UsageError:  # another rule says why the model cannot be quantized so
+        return
+    if problem is not None:
+        yield f"{name_precision(m)} does not work with SGLang: {problem}; use --rollout-backend served."
 
 
 def check_export(c: Config) -> Iterator[str]:
@@ -125,6 +151,11 @@ def check_packed_base(c: Config) -> Iterator[str]:
     if not packs_base(c):
         return
     precision = name_precision(c.models)
+    if c.sglang.rollout_backend == "sglang":
+        yield (
+            f"{precision} trains --lora-rank adapters beside a packed base, which SGLang cannot be sent; use "
+            "--rollout-backend served, or --rollout-precision instead of --train-precision."
+        )
     if c.models.fp8_format is not None:
         yield (
             f"--fp8-format {c.models.fp8_format} does not work with --lora-rank: the base of {precision} is frozen, "
@@ -154,6 +185,7 @@ PRECISION_RULES: tuple[Rule, ...] = (
     check_quantized_shards,
     check_quantized_engine_ranks,
     check_quantized_backends,
+    check_sglang,
     check_export,
     check_packed_base,
 )

@@ -5,46 +5,73 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.multiprocessing
 from safetensors.torch import save
 from torch import Tensor
 
+from miles.models.checkpoint.hf_packed import iter_quantized_hf
 from miles.models.hf_adapter.spec import HfAdapterSpec
 from miles.models.packed_map import build_packed_map
 from miles.models.spec import DecoderSpec
 from miles.sync.manifest import compute_digest
 
 Named = tuple[str, Tensor]
+QuantizedLayout = Literal["packed", "checkpoint"]
+"""How quantized weights are sent: as ``packed_map`` names them (miles serve), or as a quantized checkpoint has them."""
+
+_MLA_DOWN = re.compile(r"(.+)\.(?:q_a_proj|kv_a_proj_with_mqa)\.(.+)")
 
 
-def iter_hf_named(spec: DecoderSpec, weights: Mapping[str, Tensor]) -> Iterator[Named]:
-    """Views of the weights under their checkpoint names; packed ones as ``packed_map`` names them."""
+def iter_hf_named(
+    spec: DecoderSpec, weights: Mapping[str, Tensor], layout: QuantizedLayout = "packed"
+) -> Iterator[Named]:
+    """Views of the weights under their checkpoint names; those of quantized weights depend on the layout."""
     if isinstance(spec, HfAdapterSpec):  # a transformers module has them already
         yield from weights.items()
+        return
+    if layout == "checkpoint":
+        yield from iter_quantized_hf(spec, weights)
         return
     for ours, pieces in build_packed_map(spec).items():
         for piece in pieces if ours in weights else ():
             yield piece.hf_name, piece.view(weights[ours])
 
 
+def find_load_group(name: str) -> str:
+    """What the tensor is loaded together with: the same for both down-projections of MLA, else its own name.
+
+    SGLang fuses these two when it loads them, and drops one that comes without the other.
+    """
+    match = _MLA_DOWN.fullmatch(name)
+    return name if match is None else f"{match[1]}.{match[2]}"
+
+
 def split_into_buckets(tensors: Iterable[Named], limit: int) -> list[list[Named]]:
-    """The tensors in order, in buckets of at most ``limit`` bytes; a larger tensor has a bucket of its own."""
+    """The tensors in order, in buckets of at most ``limit`` bytes; a larger tensor has a bucket of its own.
+
+    Tensors that are loaded together are in one bucket.
+    """
+    together: dict[str, list[Named]] = {}
+    for name, tensor in tensors:
+        together.setdefault(find_load_group(name), []).append((name, tensor))
     groups: list[list[Named]] = [[]]
     used = 0
-    for name, tensor in tensors:
-        if groups[-1] and used + tensor.nbytes > limit:
+    for named in together.values():
+        size = sum(tensor.nbytes for _, tensor in named)
+        if groups[-1] and used + size > limit:
             groups.append([])
             used = 0
-        groups[-1].append((name, tensor))
-        used += tensor.nbytes
+        groups[-1] += named
+        used += size
     return groups
 
 
@@ -135,9 +162,13 @@ class DigestManifest(dict[str, int]):
 
 
 def pack_bucket(group: Sequence[Named]) -> Bucket:
-    """Host copies of some tensors, with their digests."""
+    """Host copies of some tensors, with their digests.
+
+    Tensors with larger elements come first, so that each begins at a multiple of its element size in the flat bytes.
+    """
+    ordered = sorted(group, key=lambda named: -named[1].element_size())
     with torch.no_grad():
-        bucket = Bucket({name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in group})
+        bucket = Bucket({name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in ordered})
         assert bucket.digests is not None  # computed here, while the previous bucket is sent
     return bucket
 
