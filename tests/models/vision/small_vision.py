@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tests.models.oracle import assemble, saved
+from tests.models.oracle import saved
 from torch import Tensor
 from transformers import (
     PreTrainedConfig,
@@ -14,16 +14,24 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
 )
 
 from miles.core.media import ImageInput, Images, PlacedImage, make_image_input
 from miles.kernels.attention.varlen import VarlenAttentionBackend
 from miles.kernels.fused.lm_head import compute_logits
 from miles.kernels.numerics import FAST, Numerics
+from miles.models.checkpoint import param_map
 from miles.models.decoder import Decoder
 from miles.models.families import spec_from_config
+from miles.models.spec import DecoderSpec
 from miles.models.vision.batch import build_vision_inputs
 from miles.models.vision.positions import compute_rope_positions
 
@@ -61,6 +69,23 @@ TOWER3 = {
     "num_position_embeddings": 25,
     "deepstack_visual_indexes": [0, 2],
 }
+MOE = {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2}
+DELTA = {
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [4, 2, 2],
+        "mrope_interleaved": True,
+    },
+}
+TOWER35 = {key: value for key, value in TOWER3.items() if key != "deepstack_visual_indexes"}
 
 
 class VisionKind(NamedTuple):
@@ -118,6 +143,18 @@ VISION_KINDS = {
         qwen_images,
     ),
     "qwen3_vl": VisionKind(Qwen3VLForConditionalGeneration, Qwen3VLConfig, INTERLEAVED, TOWER3, QWEN, qwen_images),
+    "qwen3_vl_moe": VisionKind(
+        Qwen3VLMoeForConditionalGeneration, Qwen3VLMoeConfig, INTERLEAVED | MOE, TOWER3, QWEN, qwen_images
+    ),
+    "qwen3_5": VisionKind(Qwen3_5ForConditionalGeneration, Qwen3_5Config, DELTA, TOWER35, QWEN, qwen_images),
+    "qwen3_5_moe": VisionKind(
+        Qwen3_5MoeForConditionalGeneration,
+        Qwen3_5MoeConfig,
+        DELTA | MOE | {"shared_expert_intermediate_size": 16},
+        TOWER35,
+        QWEN,
+        qwen_images,
+    ),
 }
 
 
@@ -125,7 +162,7 @@ def vision_model(kind: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A transformers model whose weights are far from their initial values."""
     wanted = VISION_KINDS[kind]
     torch.manual_seed(seed)
-    text = {key: value for key, value in (TEXT | wanted.text | changes).items()}
+    text = TEXT | wanted.text | changes
     config = wanted.config(text_config=text, vision_config=dict(wanted.vision), **wanted.own)
     config._attn_implementation = "eager"
     model = wanted.model(config)
@@ -134,6 +171,17 @@ def vision_model(kind: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
             noise = torch.randn_like(parameter)
             parameter.copy_(1 + 0.3 * noise if parameter.dim() == 1 else 0.2 * noise)
     return model.eval()
+
+
+def assemble(spec: DecoderSpec, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Our tensors out of those of transformers, which may have stacked experts the other way round."""
+    ours = {}
+    for name, pieces in param_map.build_param_map(spec).items():
+        ours[name] = torch.zeros(param_map.param_shape(pieces))
+        for piece in pieces:
+            tensor = tensors[piece.hf_name]
+            piece.view(ours[name]).copy_(tensor if tensor.shape == piece.shape else tensor.transpose(-1, -2))
+    return ours
 
 
 def vision_twin(model: PreTrainedModel, dtype: torch.dtype = torch.float32, numerics: Numerics = FAST) -> Decoder:
