@@ -65,11 +65,10 @@ def map_vision(spec: VisionSpec, width: int, names: Mapping[str, str]) -> ParamM
     params = module.tensor("patch_embed.weight", "patch_embed", (hidden, *patch))
     if tower.patch_bias:
         params |= module.tensor("patch_embed.bias", "patch_embed", (hidden,), suffix="bias")
-    if tower.positions is not None:
-        rows = tower.positions.side**2 + (tower.class_token is not None)
-        params |= _map_batched("position_table", module, (rows, hidden))
+    if (shape := tower.position_table_shape) is not None:
+        params |= _map_tensor("position_table", module, shape)
     if tower.class_token is not None:
-        params |= _map_batched("class_token", module, (hidden,))
+        params |= _map_tensor("class_token", module, tower.class_token_shape)
     if tower.pre_norm:
         params |= _map_norm(tower.norm, hidden, module, "pre_norm", "vision_pre_norm")
     for i in range(tower.num_layers):
@@ -92,7 +91,7 @@ def _resolve(module: ModuleNames, name: str) -> str:
     return name[1:] if name.startswith("/") else f"{module.hf_prefix}.{name}"
 
 
-def _map_batched(name: str, module: ModuleNames, shape: Shape) -> ParamMap:
+def _map_tensor(name: str, module: ModuleNames, shape: Shape) -> ParamMap:
     return {f"{module.prefix}.{name}": (HfSlice(_resolve(module, module.names[name]), shape, 0, shape[0]),)}
 
 

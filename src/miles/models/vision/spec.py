@@ -83,11 +83,13 @@ class PositionTableSpec:
     """A table of ``side`` x ``side`` learned positions of patches, added to their embeddings.
 
     ``bilinear`` interpolates it with the corners of the image at those of the table, ``bicubic`` with the edges of the
-    image at those of the table; ``fixed`` takes images of the table's size only.
+    image at those of the table; ``fixed`` takes images of the table's size only. In the checkpoint a ``batched`` table
+    and class token have leading dimensions of one.
     """
 
     side: int
     kind: Literal["bilinear", "bicubic", "fixed"]
+    batched: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +102,8 @@ class VisionTowerSpec:
     patches of a tile, and has no feature.
 
     ``rope_theta`` rotates half of a head by a patch's row and half by its column (None: no RoPE), with the same
-    frequencies; ``rope`` ``alternating`` gives every other frequency to columns, ``complex`` does so with neighbouring
-    channels in pairs, counts from one, and columns first. ``pre_norm`` is a norm before the first block, ``post_norm``
+    frequencies. ``rope`` ``alternating`` takes every other frequency for rows and those between for columns;
+    ``complex`` rotates neighbouring channels, by columns in the first half of a head, and counts from one. ``pre_norm`` is a norm before the first block, ``post_norm``
     after the last; positions of the table are added after it with ``norm_first``. ``layer_scale`` scales the output of
     attention and MLP by learned factors. The outputs of ``deepstack_layers`` have projectors of their own.
     """
@@ -149,6 +151,19 @@ class VisionTowerSpec:
         """Channels, frames (if a patch has several), height and width of a patch, as in the checkpoint."""
         frames = () if self.temporal_patch_size is None else (self.temporal_patch_size,)
         return self.channels, *frames, self.patch_size, self.patch_size
+
+    @property
+    def position_table_shape(self) -> tuple[int, ...] | None:
+        """Shape of the table of positions; a class token has a row of its own, before or after those of patches."""
+        if self.positions is None:
+            return None
+        rows = self.positions.side**2 + (self.class_token is not None)
+        return (*((1,) if self.positions.batched else ()), rows, self.hidden_size)
+
+    @property
+    def class_token_shape(self) -> tuple[int, ...]:
+        """Shape of the class token."""
+        return (*((1, 1) if self.positions is not None and self.positions.batched else ()), self.hidden_size)
 
     @property
     def patch_values(self) -> int:

@@ -73,13 +73,11 @@ class VisionTower(nn.Module):
         factory: dict[str, Any] = {"device": device, "dtype": dtype, "numerics": numerics}
         tower = spec.tower
         self.patch_embed = PatchEmbedding(tower, **factory)
-        rows = 0 if tower.positions is None else tower.positions.side**2
-        # A class token has a position of its own, in the table's row before or after those of patches.
-        rows += tower.class_token is not None and rows > 0
-        self.position_table = self._parameter(rows, tower.hidden_size, **factory) if rows else None
+        table = tower.position_table_shape
+        self.position_table = None if table is None else self._parameter(*table, **factory)
         self.class_token: nn.Parameter | None = None
         if tower.class_token is not None:
-            self.class_token = self._parameter(tower.hidden_size, **factory)
+            self.class_token = self._parameter(*tower.class_token_shape, **factory)
         self.pre_norm = self._norm(tower.pre_norm, **factory)
         self.blocks = nn.ModuleList(VisionBlock(tower, **factory) for _ in range(tower.num_layers))
         self.post_norm = self._norm(tower.post_norm, **factory)
@@ -149,19 +147,21 @@ class VisionTower(nn.Module):
         x_PD = self.patch_embed(patches_PC)
         if self.pre_norm is not None and tower.norm_first:
             x_PD = self.pre_norm(x_PD)
-        if self.position_table is not None:
+        table_ND = None if self.position_table is None else self.position_table.flatten(0, -2)
+        if table_ND is not None:
             first = 1 if tower.class_token == "first" else 0
-            x_PD = x_PD + self._interpolate_table(self.position_table[first:], grids).to(x_PD.dtype)
+            x_PD = x_PD + self._interpolate_table(table_ND[first:], grids).to(x_PD.dtype)
         if self.class_token is not None:
-            x_PD = self._insert_class_tokens(self.class_token, x_PD, grids)
+            token_D = self.class_token.flatten()
+            if table_ND is not None:
+                token_D = token_D + table_ND[0 if tower.class_token == "first" else -1]
+            x_PD = self._insert_class_tokens(token_D, x_PD, grids)
         if self.pre_norm is not None and not tower.norm_first:
             x_PD = self.pre_norm(x_PD)
         return x_PD
 
     def _insert_class_tokens(self, token_D: Tensor, x_PD: Tensor, grids: Sequence[PatchGrid]) -> Tensor:
         first = self.spec.tower.class_token == "first"
-        if self.position_table is not None:
-            token_D = token_D + self.position_table[0 if first else -1]
         tiles = [tile for grid, part in self._split(x_PD, grids, 0) for tile in part.unflatten(0, (grid.frames, -1))]
         pieces = [(token_D[None], tile) if first else (tile, token_D[None]) for tile in tiles]
         return torch.cat([piece for pair in pieces for piece in pair])
@@ -205,7 +205,7 @@ class VisionTower(nn.Module):
             table_N22q[:, axis].index_select(0, torch.from_numpy(at_P2[:, axis].copy()).to(device)) for axis in (0, 1)
         )
         if tower.rope == "complex":  # neighbouring channels in pairs, columns before rows
-            cos_Ph, sin_Ph = torch.stack((columns_P2q, rows_P2q), -1).flatten(2).unbind(1)
+            cos_Ph, sin_Ph = torch.cat((columns_P2q, rows_P2q), 2).unbind(1)
             sines_Pd = torch.stack((-sin_Ph, sin_Ph), -1).flatten(1)
             return torch.stack((cos_Ph.repeat_interleave(2, 1), sines_Pd), 1)
         cos_Ph, sin_Ph = torch.cat((rows_P2q, columns_P2q), 2).unbind(1)
