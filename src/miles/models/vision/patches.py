@@ -89,8 +89,8 @@ def read_patches(image: ImageInput, grid: PatchGrid, spec: VisionSpec) -> Array:
         array = read_array(image, name)
         if array.shape != (grid.patches, tower.patch_values):
             raise ValueError(
-                f"{name} of an image has shape {array.shape}, but {grid.patches} patches of {tower.patch_values} values "
-                "are needed"
+                f"{name} of an image has shape {array.shape}, but {grid.patches} patches of {tower.patch_values} "
+                "values are needed"
             )
         return array
     tiles = _read_tiles(image)
