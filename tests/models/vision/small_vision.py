@@ -19,6 +19,8 @@ from transformers import (
     Idefics3ForConditionalGeneration,
     InternVLConfig,
     InternVLForConditionalGeneration,
+    Kimi_K25Config,
+    Kimi_K25ForConditionalGeneration,
     Llama4Config,
     Llama4ForConditionalGeneration,
     LlavaConfig,
@@ -151,6 +153,16 @@ def tiled_images(generator: np.random.Generator) -> list[ImageInput]:
     return [make_image_input({"pixel_values": pixels}, 4 * len(pixels)) for pixels in tiles]
 
 
+def rows_of_patches(generator: np.random.Generator) -> list[ImageInput]:
+    """Images of several sizes as patches row by row."""
+    images = []
+    for rows, columns in ((4, 6), (2, 2), (10, 8)):
+        pixels = generator.standard_normal((rows * columns, 3, 4, 4), np.float32)
+        arrays = {"pixel_values": pixels, "image_grid_thw": np.array([[1, rows, columns]])}
+        images.append(make_image_input(arrays, rows * columns // 4))
+    return images
+
+
 GLM = {
     "pad_token_id": None,
     "rope_parameters": {
@@ -281,6 +293,28 @@ VISION_KINDS = {
     "idefics3": VisionKind(
         Idefics3ForConditionalGeneration, Idefics3Config, {"model_type": "llama"}, VIT, IDEFICS, tiled_images
     ),
+    "kimi_k25": VisionKind(
+        Kimi_K25ForConditionalGeneration,
+        Kimi_K25Config,
+        {
+            "model_type": "deepseek_v3",
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 16,
+            "q_lora_rank": 12,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 8,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": 1,
+        },
+        {key: value for key, value in VIT.items() if key != "image_size"} | {"pos_emb_height": 5, "pos_emb_width": 5},
+        {"image_token_id": IMAGE, "video_token_id": VIDEO, "projection_hidden_size": 32, "tie_word_embeddings": False},
+        rows_of_patches,
+    ),
     "llama4": VisionKind(
         Llama4ForConditionalGeneration,
         Llama4Config,
@@ -318,9 +352,18 @@ def vision_model(kind: str, seed: int = 0) -> PreTrainedModel:
     return model.eval()
 
 
+def published_name(name: str) -> str:
+    """The name in Kimi's published checkpoints, which transformers reads but does not write."""
+    name = name.replace("language_model.model.blocks.", "language_model.model.layers.")
+    return name.replace("vision_tower.encoder.patch_embed", "vision_tower.patch_embed").replace(
+        "model.mm_projector", "mm_projector"
+    )
+
+
 def assemble(spec: DecoderSpec, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Our tensors out of those of transformers, which may have stacked experts the other way round."""
     ours = {}
+    tensors = {published_name(name): tensor for name, tensor in tensors.items()}
     for name, pieces in param_map.build_param_map(spec).items():
         ours[name] = torch.zeros(param_map.param_shape(pieces))
         for piece in pieces:

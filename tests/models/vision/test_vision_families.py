@@ -60,12 +60,17 @@ def test_gradients_of_tower_and_decoder_are_those_of_transformers(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_is_read_and_what_is_saved_is_what_transformers_reads(kind, tmp_path):
     model, prompts = vision_model(kind), prompts_of(kind)
-    model.save_pretrained(tmp_path / "theirs")
-    decoder = hf.load(tmp_path / "theirs", device="cpu", dtype=torch.float32)
+    decoder, like = vision_twin(model), None
+    if kind != "kimi_k25":  # transformers does not write the names of its published checkpoints
+        like = tmp_path / "theirs"
+        model.save_pretrained(like)
+        decoder = hf.load(like, device="cpu", dtype=torch.float32)
+    config = None if like else model.config.to_dict() | {"architectures": [type(model).__name__]}
     with torch.no_grad():
         for parameter in decoder.parameters():
             parameter.mul_(1.1)
-        hf.export(decoder, tmp_path / "ours", like=tmp_path / "theirs", max_shard_bytes=20_000)
+        hf.export(decoder, tmp_path / "ours", like=like, config=config, max_shard_bytes=20_000)
+        assert hf.load(tmp_path / "ours", device="cpu").spec == decoder.spec
         again = type(model).from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
         assert relative(our_vision_logits(decoder, prompts), hf_vision_logits(again, prompts)) <= 3e-5
 

@@ -100,7 +100,7 @@ def read(config: Mapping[str, Any]) -> DecoderSpec:
         patch_bias=True,
         qkv_bias=reader.flag("attention_bias"),
         rope_theta=None,
-        positions=PositionTableSpec(side=_read_side(reader, "image_size") // patch, kind="fixed", batched=True),
+        positions=PositionTableSpec(side=_read_side(reader, "image_size") // patch, kind="fixed", layout="batched"),
         class_token="first",
         layer_scale=True,
         projector=ShuffleProjectorSpec(kind="mlp"),

@@ -45,7 +45,7 @@ class VisionAttention(nn.Module):
     def __init__(self, spec: VisionTowerSpec, **factory: Any) -> None:
         super().__init__()
         self.head_dim = spec.head_dim
-        self.interleaved = spec.rope == "complex"
+        self.interleaved = spec.rope in ("complex", "pairs")
         self.numerics: Numerics = factory["numerics"]
         self.qkv = Linear(spec.hidden_size, 3 * spec.hidden_size, bias=spec.qkv_bias, **factory)
         self.output = Linear(spec.hidden_size, spec.hidden_size, bias=spec.output_bias, **factory)

@@ -84,15 +84,21 @@ def read_patches(image: ImageInput, grid: PatchGrid, spec: VisionSpec) -> Array:
     """Return the patches of an image, [P, C]."""
     tower, merge_size = spec.tower, spec.merge_size
     size, channels = tower.patch_size, tower.channels
-    if tower.pixels == "patches":
+    if tower.pixels != "tiles":
         name = "pixel_values_videos" if image.kind == "video" else "pixel_values"
         array = read_array(image, name)
+        array = array.reshape(len(array), -1)
         if array.shape != (grid.patches, tower.patch_values):
             raise ValueError(
                 f"{name} of an image has shape {array.shape}, but {grid.patches} patches of {tower.patch_values} "
                 "values are needed"
             )
-        return array
+        if tower.pixels == "patches":
+            return array
+        rows, columns = patch_positions(grid, merge_size)[: grid.rows * grid.columns].T
+        return array.reshape(grid.frames, grid.rows * grid.columns, -1)[:, rows * grid.columns + columns].reshape(
+            array.shape
+        )
     tiles = _read_tiles(image)
     if tiles.shape[1] != channels:
         raise ValueError(f"pixel_values of an image has {tiles.shape[1]} channels, but the model takes {channels}")

@@ -84,26 +84,27 @@ class PositionTableSpec:
 
     ``bilinear`` interpolates it with the corners of the image at those of the table, ``bicubic`` with the edges of the
     image at those of the table; ``fixed`` takes images of the table's size only. In the checkpoint a ``batched`` table
-    and class token have leading dimensions of one.
+    and class token have leading dimensions of one, and a ``square`` table is not flattened.
     """
 
     side: int
     kind: Literal["bilinear", "bicubic", "fixed"]
-    batched: bool = False
+    layout: Literal["flat", "batched", "square"] = "flat"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionTowerSpec:
     """A vision transformer over patches of ``channels`` x ``temporal_patch_size`` x ``patch_size`` x ``patch_size``.
 
-    ``pixels`` is how the checkpoint's processor returns an image: ``patches`` in squares, with the grid of an image, or
-    ``tiles`` of pixels. Every frame or tile attends to itself; with ``window`` (in squares of merged patches, height
-    and width), layers other than ``full_layers`` attend within windows. A ``class_token`` is before or after the
-    patches of a tile, and has no feature.
+    ``pixels`` is how the checkpoint's processor returns an image: ``patches`` in squares, or ``rows`` of patches, with
+    the grid of an image, or ``tiles`` of pixels. Every frame or tile attends to itself; with ``window`` (in squares of
+    merged patches, height and width), layers other than ``full_layers`` attend within windows. A ``class_token`` is
+    before or after the patches of a tile, and has no feature.
 
     ``rope_theta`` rotates half of a head by a patch's row and half by its column (None: no RoPE), with the same
     frequencies. ``rope`` ``alternating`` takes every other frequency for rows and those between for columns;
-    ``complex`` rotates neighbouring channels, by columns in the first half of a head, and counts from one.
+    ``complex`` rotates neighbouring channels, by columns in the first half of a head, and counts from one; ``pairs``
+    rotates neighbouring channels by columns and rows in turns.
 
     ``pre_norm`` is a norm before the first block, ``post_norm`` after the last; with ``norm_first`` positions of the
     table are added after the former. ``layer_scale`` scales the output of attention and MLP by learned factors. The
@@ -119,7 +120,7 @@ class VisionTowerSpec:
     norm_eps: float
     patch_size: int
     projector: ProjectorSpec
-    pixels: Literal["patches", "tiles"] = "patches"
+    pixels: Literal["patches", "rows", "tiles"] = "patches"
     temporal_patch_size: int | None = None
     channels: int = 3
     patch_bias: bool = False
@@ -127,7 +128,7 @@ class VisionTowerSpec:
     qkv_bias: bool = True
     output_bias: bool = True
     rope_theta: float | None = 10_000.0
-    rope: Literal["axial", "alternating", "complex"] = "axial"
+    rope: Literal["axial", "alternating", "complex", "pairs"] = "axial"
     positions: PositionTableSpec | None = None
     class_token: Literal["first", "last"] | None = None
     pre_norm: bool = False
@@ -160,13 +161,17 @@ class VisionTowerSpec:
         """Shape of the table of positions; a class token has a row of its own, before or after those of patches."""
         if self.positions is None:
             return None
-        rows = self.positions.side**2 + (self.class_token is not None)
-        return (*((1,) if self.positions.batched else ()), rows, self.hidden_size)
+        side, layout = self.positions.side, self.positions.layout
+        if layout == "square":
+            return side, side, self.hidden_size
+        rows = side**2 + (self.class_token is not None)
+        return (1, rows, self.hidden_size) if layout == "batched" else (rows, self.hidden_size)
 
     @property
     def class_token_shape(self) -> tuple[int, ...]:
         """Shape of the class token."""
-        return (*((1, 1) if self.positions is not None and self.positions.batched else ()), self.hidden_size)
+        batched = self.positions is not None and self.positions.layout == "batched"
+        return (1, 1, self.hidden_size) if batched else (self.hidden_size,)
 
     @property
     def patch_values(self) -> int:

@@ -204,8 +204,10 @@ class VisionTower(nn.Module):
         rows_P2q, columns_P2q = (
             table_N22q[:, axis].index_select(0, torch.from_numpy(at_P2[:, axis].copy()).to(device)) for axis in (0, 1)
         )
-        if tower.rope == "complex":  # neighbouring channels in pairs, columns before rows
-            cos_Ph, sin_Ph = torch.cat((columns_P2q, rows_P2q), 2).unbind(1)
+        if tower.rope in ("complex", "pairs"):  # neighbouring channels in pairs, columns before rows
+            axes = (columns_P2q, rows_P2q)
+            both_P2h = torch.cat(axes, 2) if tower.rope == "complex" else torch.stack(axes, 3).flatten(2)
+            cos_Ph, sin_Ph = both_P2h.unbind(1)
             sines_Pd = torch.stack((-sin_Ph, sin_Ph), -1).flatten(1)
             return torch.stack((cos_Ph.repeat_interleave(2, 1), sines_Pd), 1)
         cos_Ph, sin_Ph = torch.cat((rows_P2q, columns_P2q), 2).unbind(1)
