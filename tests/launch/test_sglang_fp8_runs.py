@@ -64,8 +64,8 @@ def test_a_run_in_fp8_samples_from_the_weights_that_it_trains_and_exports(inputs
 @pytest.mark.slow
 def test_adapters_are_sent_as_the_packed_matrices_that_have_them(inputs, tmp_path):
     run = tmp_path / "run"
-    rows = train(inputs, run, "--train-precision", "fp8", "--lora-rank", "4", "--target-modules", "q_proj,v_proj")
-    assert all(row["parity_mean_abs"] < 0.05 for row in rows)
+    rows = train(inputs, run, "--rollout-precision", "fp8", "--lora-rank", "4", "--target-modules", "q_proj,v_proj")
+    assert all(row["parity_mean_abs"] < 0.2 for row in rows)
     published = [
         json.loads(line)["seconds"]["publish/bytes"]
         for line in (run / "timings.jsonl").read_text().splitlines()
