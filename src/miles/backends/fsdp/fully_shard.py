@@ -1,4 +1,5 @@
-"""FSDP2 wrapping of a rank's decoder: every layer by itself, and embedding, final norm and head together.
+"""FSDP2 wrapping of a rank's decoder: every layer and the vision tower by themselves, and embedding, final norm and
+head together.
 
 Gradients are plain sums over the ranks: the loss is already weighted for the whole batch.
 """
@@ -47,6 +48,10 @@ def apply_fully_shard(
         register_fsdp_forward_method(layer, "forward_deferred")
         if layer.moe is not None and mesh.expert_shard_mesh is not None:
             expert_parallel.fully_shard_experts(layer.moe, mesh.expert_shard_mesh, policy=policy, offload=offload)
+    if decoder.vision is not None:
+        fully_shard(
+            decoder.vision, mesh=mesh.shard_mesh, mp_policy=policy, offload_policy=offload, ignored_params=ignored
+        )
     fully_shard(
         decoder,
         mesh=mesh.shard_mesh,

@@ -42,13 +42,14 @@ from miles.models.checkpoint import hf
 from miles.models.checkpoint.convert import convert_checkpoint, plan_conversion
 from miles.models.checkpoint.safetensors_io import config_dtype, read_config
 from miles.models.model_provider import ModelProvider, apply_model_provider
+from miles.models.optim_groups import FrozenVision
 from miles.models.packing import packed_spec
 from miles.models.resolve import resolve_spec
 from miles.models.spec import AttentionSpec, DecoderSpec
 from miles.models.tokenizer import HfTokenizer, load_tokenizer
 from miles.precision.formats import QuantizationSpec
 from miles.schedule.checkpoints import verify_weights
-from miles.train.balance import build_flops_cost
+from miles.train.balance import CostFn, build_flops_cost, build_token_cost
 from miles.train.critic import Critic
 from miles.train.dp_group import SINGLE_RANK, DataParallelGroup
 from miles.train.model_protocols import TrainModel, ValueModel
@@ -206,6 +207,11 @@ def choose_save_dtype(config: Config, policy: BaseCheckpoint) -> torch.dtype | N
     return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(config_dtype(policy.config) or "")
 
 
+def get_frozen_vision(config: Config) -> FrozenVision:
+    """The parts of the vision towers of policy and critic that are not trained."""
+    return FrozenVision(tower=config.train.freeze_vision_tower, projector=config.train.freeze_vision_projector)
+
+
 class LocalModelFactory:
     """The ``ModelFactory`` of a single process, which has loaded ``model`` as its actor already."""
 
@@ -226,6 +232,7 @@ class LocalModelFactory:
             save_dtype=choose_save_dtype(config, policy),
             gradient_checkpointing=self._set_recompute(self._model),
             frozen=lora is not None,
+            frozen_vision=get_frozen_vision(config),
         )
         if lora is None:
             return base
@@ -244,7 +251,11 @@ class LocalModelFactory:
     def value(self, folder: Path) -> ValueModel:
         model = load_side_model(self._config, self._place_critic(), folder)
         value = LocalCritic(
-            model, config=read_config(folder), like=folder, gradient_checkpointing=self._set_recompute(model)
+            model,
+            config=read_config(folder),
+            like=folder,
+            gradient_checkpointing=self._set_recompute(model),
+            frozen_vision=get_frozen_vision(self._config),
         )
         if (folder / HEAD).exists():
             value.load_head(folder)
@@ -324,8 +335,16 @@ def build_policy_trainer(
         offload=_offloads_optimizer(config, plan, policy),
         shares_weights=plan.transport == "shared",
         dp_group=models.dp_group,
-        cost_fn=build_flops_cost(policy.spec) if config.train.balance_by == "flops" else None,
+        cost_fn=_choose_cost(config, policy.spec),
+        patches_per_feature=1 if policy.spec.vision is None else policy.spec.vision.merge_size**2,
     )
+
+
+def _choose_cost(config: Config, spec: DecoderSpec) -> CostFn | None:
+    """What --balance-by balances; None for the number of tokens."""
+    if config.train.balance_by == "flops":
+        return build_flops_cost(spec)
+    return None if spec.vision is None else build_token_cost(spec)
 
 
 def _offloads_optimizer(config: Config, plan: Plan, policy: BaseCheckpoint) -> bool:

@@ -13,7 +13,7 @@ from miles.backends.fsdp.fsdp_critic import FsdpCritic
 from miles.backends.fsdp.fsdp_model import FsdpModel
 from miles.backends.fsdp.local_critic import HEAD
 from miles.backends.fsdp.lora_model import LoraModel
-from miles.launch.build.models import BaseCheckpoint, choose_save_dtype, resolve_side_spec
+from miles.launch.build.models import BaseCheckpoint, choose_save_dtype, get_frozen_vision, resolve_side_spec
 from miles.launch.config import Config
 from miles.launch.plan.layout_memory import get_recompute_layers, get_recompute_mode
 from miles.launch.plan.lora import build_lora, get_adapter_folder
@@ -89,6 +89,7 @@ class FsdpModelFactory:
             dtype=self._checkpoint.dtype,
             save_dtype=save_dtype,
             frozen=frozen,
+            frozen_vision=get_frozen_vision(self._config),
             cpu_offload=self._config.parallel.fsdp_cpu_offload,
             recompute=get_recompute_mode(train),
             recompute_layers=get_recompute_layers(train),

@@ -25,6 +25,7 @@ from miles.models.accounting.params import (
     state_bytes_per_sequence,
     weight_bytes,
 )
+from miles.models.accounting.vision import vision_activation_bytes
 from miles.models.lora.targets import LoraSpec
 from miles.models.parallel.tp_sharding import shard_spec
 from miles.models.spec import DecoderSpec
@@ -52,6 +53,7 @@ def estimate_memory(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Memo
         *_estimate_critic(config, plan),
         *_estimate_teachers(config, plan),
         _estimate_activations(config, plan, spec),
+        *_estimate_vision(config, plan, spec),
     )
     if config.observe.debug_rollout_only:
         trained = (MemoryShare(name="weights", bytes=weights, note=f"{dtype}: nothing is trained"),)
@@ -214,6 +216,19 @@ def _estimate_activations(config: Config, plan: Plan, spec: DecoderSpec) -> Memo
     if plan.layout.context > 1:
         note += f", over {plan.layout.context} context ranks"
     return MemoryShare(name="activations", bytes=size, note=note)
+
+
+def _estimate_vision(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[MemoryShare, ...]:
+    """Activations of the vision tower, if it is trained and the number of patches is known."""
+    patches, train = config.train.max_patches_per_gpu, config.train
+    if spec.vision is None or patches is None or train.freeze_vision_tower or config.lora.is_enabled:
+        return ()
+    recomputed = get_recompute_mode(train) != "none"
+    size = vision_activation_bytes(
+        spec, patches, size=BYTES[plan.dtype], fused=plan.device != "cpu", recomputed=recomputed
+    )
+    note = f"activations of {patches:,} image patches at once" + (", blocks recomputed" if recomputed else "")
+    return (MemoryShare(name="vision tower", bytes=size, note=note),)
 
 
 def _estimate_states(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[MemoryShare, ...]:

@@ -8,6 +8,7 @@ from math import prod
 
 from miles.kernels.numerics import FAST, Numerics
 from miles.models.accounting.kv_cache import PerSequenceState, PerTokenCache, cache_layout
+from miles.models.accounting.vision import vision_param_shapes, vision_parameter_count
 from miles.models.checkpoint.hf_names import HF_NAMES
 from miles.models.checkpoint.param_map import build_layer_map, param_shape
 from miles.models.checkpoint.param_slices import ModuleNames
@@ -87,18 +88,19 @@ def parameter_count(spec: DecoderSpec) -> int:
     if isinstance(spec, HfAdapterSpec):
         return spec.parameters
     layers = sum(_layer_size(layer, spec.hidden_size, spec.family).total for layer in spec.layers)
-    return layers + spec.hidden_size + _vocabulary(spec) * (1 if spec.tie_embeddings else 2)
+    outer = spec.hidden_size + _vocabulary(spec) * (1 if spec.tie_embeddings else 2)
+    return layers + outer + vision_parameter_count(spec)
 
 
 def active_parameter_count(spec: DecoderSpec) -> int:
-    """Count the parameters used per token: of the routed experts only the selected ones."""
+    """Count the parameters used per token of text: of the routed experts only the selected ones."""
     if isinstance(spec, HfAdapterSpec):
         return spec.active
     idle = (
         _layer_size(layer, spec.hidden_size, spec.family).routed * (1 - _active_fraction(layer))
         for layer in spec.layers
     )
-    return parameter_count(spec) - round(sum(idle))
+    return parameter_count(spec) - vision_parameter_count(spec) - round(sum(idle))
 
 
 def weight_bytes(spec: DecoderSpec, dtype: str) -> int:
@@ -191,6 +193,7 @@ def list_rank_params(spec: DecoderSpec, degrees: ShardingDegrees) -> tuple[RankP
     shapes = {"embedding.weight": vocabulary, "norm.weight": (small.hidden_size,)}
     if not small.tie_embeddings:
         shapes["lm_head.weight"] = vocabulary
+    shapes |= vision_param_shapes(spec)  # on every tensor-parallel rank
     outer = tuple(_rank_param(name, shape, degrees) for name, shape in shapes.items())
     experts = small if degrees.expert_tensor is None else shard_spec(spec, degrees.expert_tensor)
     return outer + tuple(
@@ -255,7 +258,7 @@ def moment_bytes(count: int, form: str) -> int:
 
 def unsharded_bytes(spec: DecoderSpec, degrees: ShardingDegrees, dtype: str) -> int:
     """Compute the temporary memory of all-gathered parameters: this layer's, the next one's, and gradients being
-    reduced.
+    reduced. The vision tower is gathered like a layer.
 
     Embedding, final norm and head stay gathered for the whole step. A layer exists three times (as received, as used,
     and the next layer), its gradients in the model's precision and once more in float32.
@@ -266,8 +269,8 @@ def unsharded_bytes(spec: DecoderSpec, degrees: ShardingDegrees, dtype: str) -> 
     layers: dict[str, int] = {}
     outer = 0
     for param in params:
-        if param.name.startswith("layers."):
-            layer = param.name.split(".", 2)[1]
+        if param.name.startswith(("layers.", "vision.")):
+            layer = param.name.split(".", 2)[1] if param.name.startswith("layers.") else "vision"
             layers[layer] = layers.get(layer, 0) + param.gathered
         else:
             outer += param.gathered

@@ -32,7 +32,8 @@ class LoraConfig:
     target_modules: str | None = option(
         None,
         "Projections with adapters, comma-separated: attn, mlp, or names as in the checkpoint, such as "
-        "q_proj; all-linear, the default, is attn and mlp.",
+        "q_proj; all-linear, the default, is attn and mlp; vision, vision.attn, vision.mlp and vision.projector are "
+        "those of the vision tower, which no other word names.",
     )
     exclude_modules: str | None = option(None, "Projections to exclude from --target-modules, comma-separated.")
     lora_adapter_path: str | None = option(
