@@ -229,7 +229,7 @@ def test_reference_and_critic_see_the_images() -> None:
     trainer = worker(local(), algo={"use_kl_loss": True, "kl_loss_coef": 0.1}, reference=local(frozen=True))
     metrics = step(trainer, mixed()).metrics
     # The reference is the policy: with the same images, both have the same log-probs.
-    assert metrics["kl_loss"] == pytest.approx(0.0, abs=1e-9)
+    assert metrics["kl"] == pytest.approx(0.0, abs=1e-9)
 
 
 def test_log_probs_of_exact_numerics_do_not_depend_on_packing_sharing_or_batch_mates() -> None:

@@ -1,4 +1,4 @@
-"""Parameters, FLOPs and activation memory of a vision tower, from the spec. No torch.
+"""FLOPs and activation memory of a vision tower, from the spec. No torch.
 
 A feature of an image is computed from ``merge_size`` x ``merge_size`` patches: blocks run once per patch, projectors
 once per feature.
@@ -29,11 +29,6 @@ def vision_param_shapes(spec: DecoderSpec) -> Mapping[str, tuple[int, ...]]:
         return MappingProxyType({})
     params = build_param_map(spec).items()
     return MappingProxyType({name: tuple(param_shape(slices)) for name, slices in params if is_vision_param(name)})
-
-
-def vision_parameter_count(spec: DecoderSpec) -> int:
-    """Count the parameters of the vision tower and its projectors."""
-    return sum(map(prod, vision_param_shapes(spec).values()))
 
 
 def vision_flops_per_feature(spec: DecoderSpec) -> float:
