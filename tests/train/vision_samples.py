@@ -99,5 +99,5 @@ def swap(samples: Sequence[Sample], other: ImageInput) -> list[Sample]:
 
 def pack(samples: Sequence[Sample], chosen: Sequence[int] | None = None, *, share: bool = False) -> MicroBatch:
     flat = flatten_batch([[s] for s in samples], mean_per_trajectory)
-    every = range(len(samples)) if chosen is None else chosen
+    every = list(range(len(samples)) if chosen is None else chosen)
     return pack_micro_batch(flat, every, device=CPU, replay=False, share=share, min_shared=2)
