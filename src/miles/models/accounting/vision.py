@@ -35,7 +35,9 @@ def vision_flops_per_feature(spec: DecoderSpec) -> float:
     """Compute the matmul FLOPs of one feature (a multiply-add is two); attention among patches is not counted."""
     if spec.vision is None:
         return 0.0
-    matrices = {name: prod(shape) for name, shape in vision_param_shapes(spec).items() if len(shape) > 1}
+    shapes = vision_param_shapes(spec)
+    # A table of positions is looked up.
+    matrices = {name: prod(shapes[name]) for name in shapes if len(shapes[name]) > 1 and not name.endswith("table")}
     projected = sum(size for name, size in matrices.items() if is_projector_param(name))
     encoded = sum(matrices.values()) - projected
     return 2.0 * (encoded * spec.vision.merge_size**2 + projected)
@@ -55,4 +57,4 @@ def vision_activation_bytes(spec: DecoderSpec, patches: int, *, size: int, fused
     # A projector saves its normalized input and the input and output of its activation.
     projectors = (1 + len(tower.deepstack_layers)) * 3 * hidden
     features = (1 + len(tower.deepstack_layers)) * spec.hidden_size
-    return round(size * (patches * (blocks + projectors) + patches / merge * features))
+    return round(size * (patches * (prod(tower.patch_shape) + blocks + projectors) + patches / merge * features))
