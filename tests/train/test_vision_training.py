@@ -238,3 +238,28 @@ def test_log_probs_of_exact_numerics_do_not_depend_on_packing_sharing_or_batch_m
     alone = torch.cat([run(model, [pack(samples, [i])])[0] for i in range(len(samples))])
     for rows in (pack(samples), pack(samples, share=True)):
         assert torch.equal(run(model, [rows])[0], alone)
+
+
+@pytest.mark.parametrize("train", [{"optimizer": "muon"}, {"optimizer_state_dtype": "int8"}], ids=["muon", "int8"])
+def test_other_optimizers_move_the_tower_too(train: dict[str, str]) -> None:
+    trainer = worker(local(), train=train)
+    before = weights(trainer)
+    step(trainer, mixed())
+    assert all(not torch.equal(value, before[name]) for name, value in weights(trainer).items())
+
+
+def test_engines_get_the_tower_under_its_own_names() -> None:
+    decoder = vision_twin(vision_model("qwen3_vl"))
+    published = weights(worker(LocalModel(decoder)))
+    assert published.keys() == dict(decoder.named_parameters()).keys()
+    assert sum(map(is_vision_param, published)) == len(list(decoder.get_submodule("vision").parameters()))
+
+
+def test_patches_of_a_micro_batch_are_limited() -> None:
+    alone, together = (
+        step(worker(local(), train={"max_patches_per_gpu": limit}, patches_per_feature=4), mixed()).metrics
+        for limit in (32, None)
+    )
+    assert together["micro_batches"] == 1
+    # A and C have 24 patches each, B has 8.
+    assert alone["micro_batches"] == 2

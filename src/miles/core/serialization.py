@@ -149,16 +149,8 @@ class Codec:
                 return [self._decode(each, reader) for each in cast("list[Any]", inner)]
             case {"mapping": list(inner), **rest} if not rest:
                 return dict(cast("tuple[Any, Any]", self._decode(pair, reader)) for pair in cast("list[Any]", inner))
-            case {"array": str(dtype), "shape": list(shape), **rest} if not rest:
-                return reader.array(dtype, cast("list[Any]", shape))
-            case {"bytes": int(size), **rest} if not rest:
-                return reader.array("|u1", [size]).tobytes()
-            case {"path": str(path), **rest} if not rest:
-                return Path(path)
-            case {"image": int(number), **rest} if not rest:
-                return reader.image(number)
-            case other:
-                raise SerializationError(f"invalid message: unknown node with keys {', '.join(map(str, other))}")
+            case leaf:
+                return reader.decode_leaf(leaf)
 
     def _decode_object(self, name: str, inner: Mapping[str, Any], reader: _MessageReader) -> Any:
         cls = self._find_type(name)
@@ -205,6 +197,20 @@ class _MessageReader:
         if self._offset > len(view):
             raise SerializationError("invalid message: it ends within its header")
         self.header = bytes(view[_LENGTH.size : self._offset])
+
+    def decode_leaf(self, leaf: Mapping[str, Any]) -> Any:
+        """Decode a node without inner nodes."""
+        match leaf:
+            case {"array": str(dtype), "shape": list(shape), **rest} if not rest:
+                return self.array(dtype, cast("list[Any]", shape))
+            case {"bytes": int(size), **rest} if not rest:
+                return self.array("|u1", [size]).tobytes()
+            case {"path": str(path), **rest} if not rest:
+                return Path(path)
+            case {"image": int(number), **rest} if not rest:
+                return self.image(number)
+            case other:
+                raise SerializationError(f"invalid message: unknown node with keys {', '.join(map(str, other))}")
 
     def array(self, dtype_name: str, shape: Sequence[Any]) -> Array:
         try:

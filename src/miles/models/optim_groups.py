@@ -50,7 +50,9 @@ class FrozenVision:
     def select(self, names: Iterable[str]) -> frozenset[str]:
         """Return the parameters that are not trained."""
         return frozenset(
-            name for name in names if is_vision_param(name) and (self.projector if is_projector_param(name) else self.tower)
+            name
+            for name in names
+            if is_vision_param(name) and (self.projector if is_projector_param(name) else self.tower)
         )
 
 

@@ -40,10 +40,11 @@ def partition_micro_batches(
     """Return the micro-batches of every rank, as indices of units (samples, or samples that must stay together).
 
     ``lengths`` are the token counts of the units; a micro-batch has at most ``budget`` times ``cp_size`` tokens, and
-    the image patches of ``patch_limit``, or ``count`` units if given. Every unit is in one micro-batch of one rank, and all ranks have the same number of
-    micro-batches, as few as first-fit decreasing finds; one is empty only if there are fewer units than
-    micro-batches. ``costs`` (default: the lengths) are balanced; if not ``balanced``, ranks take contiguous
-    units. With one rank the result is that of ``split_by_tokens`` or ``split_by_count``. It is deterministic.
+    the image patches of ``patch_limit``, or ``count`` units if given. Every unit is in one micro-batch of one rank, and
+    all ranks have the same number of micro-batches, as few as first-fit decreasing finds; one is empty only if there
+    are fewer units than micro-batches. ``costs`` (default: the lengths) are balanced; if not ``balanced``, ranks take
+    contiguous units. With one rank the result is that of ``split_by_tokens`` or ``split_by_count``. It is
+    deterministic.
 
     >>> partition_micro_batches([5, 3, 2, 6], dp_size=2, budget=8)
     [[[0, 1]], [[2, 3]]]

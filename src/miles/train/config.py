@@ -66,7 +66,7 @@ class TrainConfig:
     lr: float = option(1e-6, "Peak learning rate.", ge=0)
     vision_lr: float | None = option(
         None,
-        "Peak learning rate of the policy's vision tower and projector, with the schedule of --lr; --lr when not given.",
+        "Peak learning rate of the policy's vision tower and projector, scheduled as --lr; --lr when not given.",
         ge=0,
     )
     freeze_vision_tower: bool = option(

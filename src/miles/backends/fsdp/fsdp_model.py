@@ -19,12 +19,11 @@ from torch import Tensor
 from miles.backends.fsdp import expert_parallel, tensor_parallel
 from miles.backends.fsdp.autograd_collectives import gather_replicated
 from miles.backends.fsdp.device_mesh import FsdpMesh
-from miles.backends.fsdp.fully_shard import apply_fully_shard
+from miles.backends.fsdp.fully_shard import accept_no_images, apply_fully_shard
 from miles.backends.fsdp.master_params import MasterParams
 from miles.backends.fsdp.packed_batch import RankBatch, build_rank_batch
 from miles.backends.fsdp.param_shard import build_param_shards
 from miles.backends.fsdp.routing_replay import build_routing, collect_routing_stats
-from miles.backends.fsdp.vision_tower import accept_no_images
 from miles.core.errors import CheckpointError, UsageError
 from miles.kernels.attention.gather_rows import index_rows
 from miles.kernels.numerics import Numerics
