@@ -8,11 +8,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.models.oracle import assemble, gradients, relative
-from tests.models.vision.small_vision import Prompt, hf_arguments, vision_model, vision_twin
+from tests.models.oracle import gradients, relative
+from tests.models.vision.small_vision import (
+    VISION_KINDS,
+    Prompt,
+    assemble,
+    hf_vision_logits,
+    prompts_of,
+    vision_model,
+    vision_twin,
+)
 from tests.train.small_trainer import distance, step, weights, worker
 from tests.train.vision_samples import A, B, C, group, mixed, pack, swap
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from miles.algo.config import AlgoConfig
 from miles.backends.fsdp.local_critic import LocalCritic
@@ -47,15 +56,12 @@ def grads_of(model: TrainModel) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.parameters().items() if p.grad is not None}
 
 
-def expected(kind: str, samples: Sequence[Sample]) -> tuple[dict[str, Tensor], Tensor]:
+def expected(model: PreTrainedModel, samples: Sequence[Sample]) -> tuple[dict[str, Tensor], Tensor]:
     """The same with transformers and autograd, one sample at a time; gradients under our names, and log-probs."""
-    model = vision_model(kind)
     rows, logprobs = pack(samples), []
     weights, start = rows.weight_R, 0
     for each in samples:
-        model.base_model.rope_deltas = None
-        inputs = hf_arguments(Prompt(each.tokens.astype(np.int64), each.images))
-        logits_TV = model(**inputs).logits[0]
+        logits_TV = hf_vision_logits(model, [Prompt(each.tokens.astype(np.int64), each.images)])
         logp_TV = torch.log_softmax(logits_TV.float(), -1)
         trained = torch.from_numpy(np.flatnonzero(each.mask))
         logp_R = logp_TV[trained - 1, torch.from_numpy(each.tokens.astype(np.int64))[trained]]
@@ -71,7 +77,7 @@ def expected(kind: str, samples: Sequence[Sample]) -> tuple[dict[str, Tensor], T
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_packed_samples_with_images_are_those_of_transformers(kind: str) -> None:
     samples = mixed()
-    wanted, logprobs = expected(kind, samples)
+    wanted, logprobs = expected(vision_model(kind), samples)
     order = range(len(samples))
     for plan in ([pack(samples)], [pack(samples, [i]) for i in order], [pack(samples, share=True)]):
         model = LocalModel(vision_twin(vision_model(kind)))
@@ -81,6 +87,40 @@ def test_gradients_of_packed_samples_with_images_are_those_of_transformers(kind:
         assert mine.keys() == wanted.keys()
         for name, grad in mine.items():
             assert relative(grad, wanted[name]) < 2e-5, name
+
+
+def answered(prompts: Sequence[Prompt]) -> list[Sample]:
+    """A sample of every prompt, in which a reply is trained."""
+    rng = np.random.default_rng(0)
+    out: list[Sample] = []
+    for number, prompt in enumerate(prompts):
+        tokens = np.concatenate((prompt.tokens, rng.integers(0, 50, 4))).astype(np.int32)
+        mask = np.arange(len(tokens)) >= len(prompt.tokens)
+        zeros = np.zeros(len(tokens), np.float32)
+        out.append(
+            Sample(
+                prompt_id=number,
+                trajectory=number,
+                tokens=tokens,
+                mask=mask,
+                logprobs=zeros,
+                advantages=np.where(mask, np.float32(number - 1.5), zeros),
+                versions=np.where(mask, 0, -1).astype(np.int32),
+                images=prompt.images,
+            )
+        )
+    return out
+
+
+@pytest.mark.parametrize("kind", VISION_KINDS)
+def test_every_family_is_trained_packed_as_transformers_does_one_by_one(kind: str) -> None:
+    samples = answered(prompts_of(kind))
+    model = LocalModel(vision_twin(vision_model(kind)))
+    wanted, logprobs = expected(vision_model(kind), samples)
+    assert relative(run(model, [pack(samples)])[0], logprobs) < 1e-4
+    for name, grad in grads_of(model).items():
+        assert relative(grad, wanted[name]) < 2e-4, name
+    assert any(is_vision_param(name) for name in grads_of(model))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -173,8 +213,7 @@ def test_the_gradient_norm_of_a_supervised_step_is_that_of_transformers() -> Non
     model = vision_model("qwen3_vl")
     losses = []
     for each in samples:
-        model.base_model.rope_deltas = None
-        logits_TV = model(**hf_arguments(Prompt(each.tokens.astype(np.int64), each.images))).logits[0]
+        logits_TV = hf_vision_logits(model, [Prompt(each.tokens.astype(np.int64), each.images)])
         trained = torch.from_numpy(np.flatnonzero(each.mask))
         logp_TV = torch.log_softmax(logits_TV, -1)
         losses.append(-logp_TV[trained - 1, torch.from_numpy(each.tokens.astype(np.int64))[trained]].mean())
