@@ -15,6 +15,7 @@ from miles.models.activation_checkpointing import CheckpointFn
 from miles.models.layers.attention_backend import AttentionBackend
 from miles.models.layers.moe import Routing
 from miles.models.spec import DecoderSpec
+from miles.models.vision.inputs import VisionInputs
 
 
 class CausalLM(Protocol):
@@ -37,9 +38,14 @@ class CausalLM(Protocol):
         ...
 
     def __call__(
-        self, tokens_T: Tensor, positions_T: Tensor, attn_backend: AttentionBackend, routing: Routing | None = None
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        attn_backend: AttentionBackend,
+        routing: Routing | None = None,
+        vision: VisionInputs | None = None,
     ) -> Tensor:
-        """Compute hidden states [T, D] after the final norm."""
+        """Compute hidden states [T, D] after the final norm; ``positions_T`` may be [3, T] with multimodal RoPE."""
         ...
 
     def head(self) -> Tensor:

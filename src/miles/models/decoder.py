@@ -29,6 +29,8 @@ from miles.models.layers.rope import Positions
 from miles.models.packing import pack_params
 from miles.models.quantization import QuantizedParam, plan_quantization
 from miles.models.spec import AttentionSpec, DecoderSpec, GatedDeltaNetSpec, MambaSpec, MlaSpec, MlpSpec, MoeSpec
+from miles.models.vision.inputs import VisionFeatures, VisionInputs
+from miles.models.vision.tower import VisionTower
 from miles.precision.formats import QuantizationSpec, WeightFormat
 from miles.precision.quantized_tensor import QuantizedActivation
 
@@ -166,6 +168,9 @@ class Decoder(nn.Module):
         self.lm_head: Linear | None = None
         if not spec.tie_embeddings:
             self.lm_head = Linear(spec.hidden_size, spec.vocab_size, bias=False, **factory)
+        self.vision: VisionTower | None = None
+        if spec.vision is not None:
+            self.vision = VisionTower(spec.vision, spec.hidden_size, **factory)
         self._quantize()
 
     def _quantize(self) -> None:
@@ -204,17 +209,27 @@ class Decoder(nn.Module):
         self.load_state_dict(packed, strict=False, assign=True)
 
     def forward(
-        self, tokens_T: Tensor, positions_T: Tensor, attn_backend: AttentionBackend, routing: Routing | None = None
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        attn_backend: AttentionBackend,
+        routing: Routing | None = None,
+        vision: VisionInputs | None = None,
     ) -> Tensor:
         """Compute hidden states after the final norm, [T, D]; logits are these times ``head()`` transposed.
 
-        Logits are then soft-capped by the spec's ``logit_softcap``, if it has one.
+        Logits are then soft-capped by the spec's ``logit_softcap``, if it has one. ``vision`` are the images of the
+        batch; with multimodal RoPE ``positions_T`` may then be [3, T].
         """
         x_TD = self.embedding(tokens_T)
         if self.spec.embedding_scale != 1.0:
             x_TD = x_TD * _round_to_dtype(self.spec.embedding_scale, x_TD.dtype)
-        positions = Positions(positions_T, self.spec.max_positions, x_TD.dtype, numerics=self.numerics)
         checkpoint_fn = self.checkpoint_fn if self.checkpoint_layers and torch.is_grad_enabled() else None
+        features: VisionFeatures | None = None
+        if vision is not None:
+            features = self._encode_images(vision, checkpoint_fn)
+            x_TD = x_TD.index_copy(0, vision.token_I, features.embeds_FD.to(x_TD.dtype))
+        positions = Positions(positions_T, self.spec.max_positions, x_TD.dtype, numerics=self.numerics)
         deferred_TD: Tensor | None = None
         for number, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
@@ -222,11 +237,27 @@ class Decoder(nn.Module):
                 x_TD = layer(x_TD, positions, attn_backend, routing, checkpoint_fn)
             else:
                 x_TD, deferred_TD = layer.forward_deferred(x_TD, deferred_TD, positions, attn_backend, routing)
+            if features is not None and vision is not None and number < len(features.deepstack):
+                x_TD = x_TD if deferred_TD is None else x_TD + deferred_TD
+                x_TD, deferred_TD = _add_rows(x_TD, vision.token_I, features.deepstack[number]), None
         return self.norm.add_norm(x_TD, deferred_TD)[1]
+
+    def _encode_images(self, vision: VisionInputs, checkpoint_fn: CheckpointFn | None) -> VisionFeatures:
+        """Return the features of every placeholder token."""
+        features = vision.features
+        if features is None:
+            assert self.vision is not None, "a decoder without a vision tower was given images"
+            features = self.vision(vision.images, checkpoint_fn)
+        return features.select(vision.feature_I)
 
     def head(self) -> Tensor:
         """Return the output weight [V, D]: the embedding itself if tied."""
         return self.embedding.weight if self.lm_head is None else self.lm_head.weight
+
+
+def _add_rows(x_TD: Tensor, token_I: Tensor, rows_ID: Tensor) -> Tensor:
+    """Add to some rows, each named once."""
+    return x_TD.index_copy(0, token_I, x_TD.index_select(0, token_I) + rows_ID.to(x_TD.dtype))
 
 
 def _fusable_format(quantized: QuantizedParam | None, norm: RMSNorm) -> WeightFormat | None:

@@ -25,6 +25,10 @@ class RopeSpec:
     kind except ``default`` and ``linear``. ``dynamic`` rescales only beyond it. ``longrope`` divides the frequencies by
     ``short_factors``, or by ``long_factors`` if the decoder's ``max_positions`` exceeds it.
 
+    ``mrope_section`` (multimodal RoPE) is how many pairs of channels are rotated by a token's position in time, height
+    and width: one section after the other, or with ``mrope_interleaved`` every third pair as long as a section lasts,
+    and time beyond. Without it, and for tokens whose three positions are equal, RoPE is the plain one.
+
     >>> RopeSpec(theta=1e6).kind
     'default'
     """
@@ -43,6 +47,23 @@ class RopeSpec:
     truncate: bool = True
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    mrope_section: tuple[int, int, int] | None = None
+    mrope_interleaved: bool = False
+
+    def mrope_axes(self) -> tuple[int, ...]:
+        """The axis (0 time, 1 height, 2 width) whose position rotates each pair of channels.
+
+        >>> RopeSpec(theta=1e4, mrope_section=(2, 1, 1)).mrope_axes()
+        (0, 0, 1, 2)
+        >>> RopeSpec(theta=1e4, mrope_section=(2, 1, 1), mrope_interleaved=True).mrope_axes()
+        (0, 1, 2, 0)
+        """
+        assert self.mrope_section is not None
+        time, height, width = self.mrope_section
+        if not self.mrope_interleaved:
+            return (0,) * time + (1,) * height + (2,) * width
+        pairs = range(time + height + width)
+        return tuple(i % 3 if i < 3 * self.mrope_section[i % 3] else 0 for i in pairs)
 
 
 # -- mixers ---------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from miles.models.accounting.kv_cache import PerSequenceState, PerTokenCache, ca
 from miles.models.checkpoint.hf_names import HF_NAMES
 from miles.models.checkpoint.param_map import build_layer_map, param_shape
 from miles.models.checkpoint.param_slices import ModuleNames
+from miles.models.checkpoint.vision_names import map_vision
 from miles.models.families.registry import find_family
 from miles.models.hf_adapter.spec import HfAdapterSpec
 from miles.models.parallel.tp_sharding import shard_spec
@@ -25,6 +26,7 @@ from miles.models.spec import (
     MlaSpec,
     MoeSpec,
 )
+from miles.models.vision.spec import VisionSpec
 from miles.precision.formats import QuantizationSpec
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -82,12 +84,27 @@ def _vocabulary(spec: DecoderSpec) -> int:
     return spec.vocab_size * spec.hidden_size
 
 
+@lru_cache(maxsize=64)
+def _vision_shapes(spec: VisionSpec, width: int, family: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a vision tower's parameters by name."""
+    params = map_vision(spec, width, {**HF_NAMES, **find_family(family).names})
+    return {name: tuple(param_shape(slices)) for name, slices in params.items()}
+
+
+def vision_parameter_count(spec: DecoderSpec) -> int:
+    """Count the parameters of the vision tower and what projects its features; 0 without one."""
+    if spec.vision is None:
+        return 0
+    return sum(map(prod, _vision_shapes(spec.vision, spec.hidden_size, spec.family).values()))
+
+
 def parameter_count(spec: DecoderSpec) -> int:
-    """Count all parameters; tied embeddings once."""
+    """Count all parameters, of a vision tower too; tied embeddings once."""
     if isinstance(spec, HfAdapterSpec):
         return spec.parameters
     layers = sum(_layer_size(layer, spec.hidden_size, spec.family).total for layer in spec.layers)
-    return layers + spec.hidden_size + _vocabulary(spec) * (1 if spec.tie_embeddings else 2)
+    text = layers + spec.hidden_size + _vocabulary(spec) * (1 if spec.tie_embeddings else 2)
+    return text + vision_parameter_count(spec)
 
 
 def active_parameter_count(spec: DecoderSpec) -> int:
@@ -191,6 +208,8 @@ def list_rank_params(spec: DecoderSpec, degrees: ShardingDegrees) -> tuple[RankP
     shapes = {"embedding.weight": vocabulary, "norm.weight": (small.hidden_size,)}
     if not small.tie_embeddings:
         shapes["lm_head.weight"] = vocabulary
+    if small.vision is not None:
+        shapes |= _vision_shapes(small.vision, small.hidden_size, small.family)
     outer = tuple(_rank_param(name, shape, degrees) for name, shape in shapes.items())
     experts = small if degrees.expert_tensor is None else shard_spec(spec, degrees.expert_tensor)
     return outer + tuple(

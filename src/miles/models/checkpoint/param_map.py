@@ -15,6 +15,7 @@ from miles.models.checkpoint.hf_names import (
     map_moe,
 )
 from miles.models.checkpoint.param_slices import HfSlice, ModuleNames, ParamMap, concat_slices, param_shape
+from miles.models.checkpoint.vision_names import map_vision
 from miles.models.families.registry import find_family
 from miles.models.spec import (
     AttentionSpec,
@@ -76,6 +77,8 @@ def build_param_map(spec: DecoderSpec) -> Mapping[str, tuple[HfSlice, ...]]:
     params["norm.weight"] = concat_slices((f"{names['norm']}.weight", (width,)))
     if not spec.tie_embeddings:
         params["lm_head.weight"] = concat_slices((f"{names['lm_head']}.weight", vocabulary))
+    if spec.vision is not None:
+        params |= map_vision(spec.vision, width, names)
     return params
 
 

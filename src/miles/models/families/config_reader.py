@@ -94,12 +94,15 @@ class ConfigReader:
         theta: float = _THETA,
         partial: float = 1.0,
         aliases: Mapping[str, str] | None = None,
+        mrope: tuple[int, int, int] | None = None,
+        mrope_interleaved: bool = False,
     ) -> RopeSpec:
         """Read the RoPE parameters: ``rope_parameters``, or ``rope_scaling`` and ``rope_theta`` as in older configs.
 
         If they are given per layer type, ``layer_type`` selects one. ``head_dim`` is for families that may rotate only
         part of a head; ``theta`` and ``partial`` are the family's defaults for the base and the rotated fraction;
-        ``aliases`` translates rope types that only this family uses.
+        ``aliases`` translates rope types that only this family uses. ``mrope`` are the sections of multimodal RoPE of a
+        config that does not name them.
         """
         key, given = self.rope_group(layer_type)
         part = given.get("partial_rotary_factor", self.config.get("partial_rotary_factor", partial))
@@ -110,7 +113,12 @@ class ConfigReader:
         # An invalid length is rejected where it is read.
         longest = longest if isinstance(longest, int) and longest > 1 else 2
         read = rotary.read(base, dim=channels, longest=longest, aliases=aliases)
-        return replace(read, dim=rope_dim, interleaved=interleaved)
+        if mrope is None:
+            return replace(read, dim=rope_dim, interleaved=interleaved)
+        section = rotary.mrope_section(mrope, channels)
+        return replace(
+            read, dim=rope_dim, interleaved=interleaved, mrope_section=section, mrope_interleaved=mrope_interleaved
+        )
 
     def rope_group(self, layer_type: str | None = None) -> tuple[str, Mapping[str, Any]]:
         """Return the key and the group of RoPE parameters of a layer type as written in the config."""

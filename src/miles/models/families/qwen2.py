@@ -15,11 +15,14 @@ _WINDOW = 4096
 _SHARED_SIZE = 5632
 
 
-def read_dense(config: Mapping[str, Any]) -> DecoderSpec:
-    reader = ConfigReader(config, "qwen2")
+def read_dense(
+    config: Mapping[str, Any], family: str = "qwen2", *, mrope: tuple[int, int, int] | None = None
+) -> DecoderSpec:
+    """Read Qwen2; ``mrope`` are the default sections of multimodal RoPE, which vision-language models have."""
+    reader = ConfigReader(config, family)
     common = reader.common_args()
     heads = reader.attention_heads()
-    rope = reader.rope()
+    rope = reader.rope(mrope=mrope, aliases=None if mrope is None else {"mrope": "default"})
     reader.require("hidden_act", "silu")
     mlp = MlpSpec(size=reader.positive_int("intermediate_size"))
     first = reader.layer_index("max_window_layers", _MAX_WINDOW_LAYERS)

@@ -16,9 +16,12 @@ _WINDOW = 4096
 
 
 def _read_attention(
-    reader: ConfigReader, heads: Mapping[str, Any], windows: tuple[int | None, ...]
+    reader: ConfigReader,
+    heads: Mapping[str, Any],
+    windows: tuple[int | None, ...],
+    mrope: tuple[int, int, int] | None = None,
 ) -> list[AttentionSpec]:
-    rope, bias = reader.rope(), reader.flag("attention_bias")
+    rope, bias = reader.rope(mrope=mrope, mrope_interleaved=mrope is not None), reader.flag("attention_bias")
     reader.require("hidden_act", "silu")
     return [
         AttentionSpec(**heads, rope=rope, qk_norm="head", qkv_bias=bias, output_bias=bias, window=window)
@@ -26,11 +29,14 @@ def _read_attention(
     ]
 
 
-def read_dense(config: Mapping[str, Any]) -> DecoderSpec:
-    reader = ConfigReader(config, "qwen3")
+def read_dense(
+    config: Mapping[str, Any], family: str = "qwen3", *, mrope: tuple[int, int, int] | None = None
+) -> DecoderSpec:
+    """Read Qwen3; ``mrope`` are the default sections of multimodal RoPE, which vision-language models have."""
+    reader = ConfigReader(config, family)
     common, heads = reader.common_args(), reader.attention_heads(head_dim=_HEAD_DIM)
     first = reader.layer_index("max_window_layers", _MAX_WINDOW_LAYERS)
-    mixers = _read_attention(reader, heads, reader.sliding_windows(first=first, default=_WINDOW))
+    mixers = _read_attention(reader, heads, reader.sliding_windows(first=first, default=_WINDOW), mrope)
     mlp = MlpSpec(size=reader.positive_int("intermediate_size"))
     return reader.build_spec(common, (LayerSpec(mixer=mixer, ffn=mlp) for mixer in mixers))
 
@@ -41,12 +47,15 @@ def write_dense(spec: DecoderSpec) -> dict[str, Any]:
     return write_common_config(spec) | write_window_config(spec) | {"attention_bias": mixer.qkv_bias}
 
 
-def read_moe(config: Mapping[str, Any]) -> DecoderSpec:
-    reader = ConfigReader(config, "qwen3_moe")
+def read_moe(
+    config: Mapping[str, Any], family: str = "qwen3_moe", *, mrope: tuple[int, int, int] | None = None
+) -> DecoderSpec:
+    """Read Qwen3-MoE; ``mrope`` as in ``read_dense``."""
+    reader = ConfigReader(config, family)
     common = reader.common_args()
     heads = reader.attention_heads()
     windows = reader.sliding_windows(default=_WINDOW)
-    mixers = _read_attention(reader, heads, windows)
+    mixers = _read_attention(reader, heads, windows, mrope)
     moe = MoeSpec(
         **reader.expert_counts("num_experts", "num_local_experts"),
         size=reader.positive_int("moe_intermediate_size"),

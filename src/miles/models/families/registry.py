@@ -21,6 +21,7 @@ from miles.models.families import (
     qwen2,
     qwen3,
     qwen3_next,
+    qwen_vl,
     smollm3,
 )
 from miles.models.families.base import ModelFamily
@@ -41,6 +42,7 @@ _MODULES = (
     qwen2,
     qwen3,
     qwen3_next,
+    qwen_vl,
     smollm3,
 )
 FAMILIES: tuple[ModelFamily, ...] = tuple(family for module in _MODULES for family in module.FAMILIES)

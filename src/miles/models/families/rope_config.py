@@ -66,6 +66,15 @@ class RopeConfigReader:
             case _:
                 return RopeSpec(theta=theta)
 
+    def mrope_section(self, default: tuple[int, int, int], dim: int) -> tuple[int, int, int]:
+        """Read how many of the pairs of ``dim`` channels each axis of multimodal RoPE rotates."""
+        value = self.given.get("mrope_section") or default
+        sound = isinstance(value, list | tuple) and len(value) == 3 and all(type(n) is int and n >= 0 for n in value)
+        if not sound or sum(value) != dim // 2:
+            self._report(f"has mrope_section {value!r}, which must be three integers that add up to {dim // 2}")
+            return dim // 2, 0, 0
+        return tuple(value)
+
     def _yarn(self, theta: float, longest: int) -> RopeSpec:
         factor = self._number("factor")
         truncate = self.given.get("truncate", True)
@@ -156,4 +165,8 @@ def write_rope_config(rope: RopeSpec) -> dict[str, Any]:
         out |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
     if rope.kind == "longrope":
         out |= {"short_factor": list(rope.short_factors), "long_factor": list(rope.long_factors)}
+    if rope.mrope_section is not None:
+        out["mrope_section"] = list(rope.mrope_section)
+    if rope.mrope_interleaved:
+        out["mrope_interleaved"] = True
     return out

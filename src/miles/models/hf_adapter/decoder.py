@@ -20,6 +20,7 @@ from miles.models.hf_adapter.attention import BackendBinding
 from miles.models.hf_adapter.spec import HfAdapterSpec
 from miles.models.layers.attention_backend import AttentionBackend
 from miles.models.layers.moe import Routing
+from miles.models.vision.inputs import VisionInputs
 
 
 class HfDecoder(nn.Module):
@@ -45,9 +46,15 @@ class HfDecoder(nn.Module):
         self._head = next(name for name, parameter in module.named_parameters() if parameter is head)
 
     def forward(
-        self, tokens_T: Tensor, positions_T: Tensor, attn_backend: AttentionBackend, routing: Routing | None = None
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        attn_backend: AttentionBackend,
+        routing: Routing | None = None,
+        vision: VisionInputs | None = None,
     ) -> Tensor:
         """Compute hidden states [T, D]; logits are these times ``head()`` transposed, then soft-capped by the spec."""
+        assert vision is None, "images are refused before: the spec of a transformers module has no vision tower"
         assert routing is None, "routing of transformers modules is neither recorded nor replayed"
         recompute = self.checkpoint_layers and torch.is_grad_enabled()
         with self._bind_attention(attn_backend), self._checkpointing(attn_backend) if recompute else nullcontext():

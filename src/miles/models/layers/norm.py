@@ -1,9 +1,10 @@
-"""RMSNorm: statistics and scaling in float32, rounded once to the input's dtype."""
+"""RMSNorm and LayerNorm: statistics and scaling in float32, rounded once to the input's dtype."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from miles.kernels.fused.rms_norm import add_rms_norm, rms_norm
 from miles.kernels.numerics import Numerics
@@ -64,3 +65,23 @@ class RMSNorm(nn.Module):
         if not self.offset:
             return self.weight
         return self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)) + self.offset
+
+
+class LayerNorm(nn.Module):
+    """Scale the last dimension to zero mean and unit variance, then by a learned weight, plus a learned bias.
+
+    Every row is computed by itself in the same order, so that these are the batch-invariant numerics too.
+    """
+
+    def __init__(
+        self, size: int, eps: float, *, device: torch.device | str, dtype: torch.dtype, numerics: Numerics
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
+        self.shape = (size,)
+        self.eps = eps
+        self.numerics = numerics
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)

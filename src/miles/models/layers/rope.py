@@ -1,6 +1,6 @@
 """Rotary position embedding (RoPE): inverse frequencies, cos/sin cache per (spec, device), and its application.
 
-Shapes: P positions, T tokens, N heads, d head_dim, h = d/2.
+Shapes: P positions, T tokens, N heads, d head_dim, h = d/2. Positions [3, T] are those in time, height and width.
 """
 
 from __future__ import annotations
@@ -115,11 +115,13 @@ def _log1p_table(most: int, device: torch.device) -> Tensor:
 class Positions:
     """The positions of the tokens of one forward, and the cos/sin and temperatures that follow, each computed once.
 
-    The first use of a RoPE on a device builds its cache, so run a forward before capturing a CUDA graph.
+    ``positions_T`` is [T], or [3, T] for multimodal RoPE. The first use of a RoPE on a device builds its cache, so run
+    a forward before capturing a CUDA graph.
     """
 
     def __init__(self, positions_T: Tensor, max_positions: int, dtype: torch.dtype, *, numerics: Numerics) -> None:
-        self.positions_T = positions_T
+        self.mrope_3T = positions_T if positions_T.dim() == 2 else None
+        self.positions_T = positions_T if self.mrope_3T is None else positions_T[0]
         self._max = max_positions
         self._dtype = dtype
         self._numerics = numerics
@@ -130,14 +132,16 @@ class Positions:
         """Return what ``apply_rotary`` needs, [T, 2, rope.dim or head_dim]."""
         key = (rope, rope.dim or head_dim)
         if key not in self._cos_sin:
-            self._cos_sin[key] = compute_cos_sin(
-                *key, self._max, self.positions_T, self._dtype, numerics=self._numerics
-            )
+            positions = self.positions_T if self.mrope_3T is None else self.mrope_3T
+            self._cos_sin[key] = compute_cos_sin(*key, self._max, positions, self._dtype, numerics=self._numerics)
         return self._cos_sin[key]
 
     def cos_sin_cache(self, rope: RopeSpec, head_dim: int) -> Tensor | None:
-        """Return cos/sin of all positions, [P, 2, rope.dim or head_dim]; None if there are too many to cache."""
-        if not _is_cached(self._max, self.positions_T.device, self._numerics):
+        """Return cos/sin of all positions, [P, 2, rope.dim or head_dim], which ``positions_T`` indexes.
+
+        None if there are too many to cache, or if a token has three positions.
+        """
+        if self.mrope_3T is not None or not _is_cached(self._max, self.positions_T.device, self._numerics):
             return None
         return _cos_sin_cache(rope, rope.dim or head_dim, self._max, self.positions_T.device, self._dtype)
 
@@ -162,10 +166,26 @@ def _is_cached(max_positions: int, device: torch.device, numerics: Numerics) -> 
     return max_positions <= _MAX_CACHED_POSITIONS or (device.type == "cpu" and numerics.batch_invariant)
 
 
+@lru_cache(maxsize=16)
+def _channel_axes(rope: RopeSpec, device: torch.device) -> Tensor:
+    """The axis of each rotated channel, [d]."""
+    axes = rope.mrope_axes()
+    with torch.inference_mode(False):
+        channels = [axis for axis in axes for _ in range(2)] if rope.interleaved else [*axes, *axes]
+        return torch.tensor(channels, device=device)
+
+
 def compute_cos_sin(
     rope: RopeSpec, dim: int, max_positions: int, positions_T: Tensor, dtype: torch.dtype, *, numerics: Numerics
 ) -> Tensor:
-    """Compute what ``apply_rotary`` needs for these positions, [T, 2, dim] in ``dtype``."""
+    """Compute what ``apply_rotary`` needs for these positions, [T] or [3, T]: [T, 2, dim] in ``dtype``."""
+    if positions_T.dim() == 2:
+        assert rope.mrope_section is not None, "positions in time, height and width need multimodal RoPE"
+        time_T2d, height_T2d, width_T2d = (
+            compute_cos_sin(rope, dim, max_positions, axis_T, dtype, numerics=numerics) for axis_T in positions_T
+        )
+        axes_d = _channel_axes(rope, positions_T.device)
+        return torch.where(axes_d == 0, time_T2d, torch.where(axes_d == 1, height_T2d, width_T2d))
     if _is_cached(max_positions, positions_T.device, numerics):
         return _cos_sin_cache(rope, dim, max_positions, positions_T.device, dtype).index_select(0, positions_T)
     freq_h = _inv_freq_on(rope, dim, max_positions, positions_T.device)

@@ -2,7 +2,7 @@
 
 A rank has some of the heads, some inner channels of every MLP and expert, and some rows of the vocabulary, so its
 tensors form an ordinary decoder of a smaller spec. The output of a mixer or feed-forward part on one rank is a partial
-sum; summed over the ranks it is the full decoder's. Norms, routers and MLA latents are replicated on every rank. Sizes
+sum; summed over the ranks it is the full decoder's. Norms, routers, MLA latents and the vision tower are replicated on every rank. Sizes
 that do not divide evenly are padded with zero rows, which add nothing; heads are never padded.
 """
 
@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from miles.core.errors import UsageError
+from miles.models.checkpoint.param_map import build_param_map
 from miles.models.hf_adapter.spec import HfAdapterSpec
 from miles.models.quantization import QuantizedParam, plan_quantization
 from miles.models.spec import (
@@ -243,6 +244,8 @@ def compute_tp_shards(spec: DecoderSpec) -> Mapping[str, TpShard]:
     table["norm.weight"] = _RESIDUAL
     if not spec.tie_embeddings:
         table["lm_head.weight"] = vocabulary
+    # Every rank has the vision tower and computes the features, which are part of the residual stream.
+    table |= {name: _RESIDUAL for name in build_param_map(spec) if name.startswith("vision.")}
     for name, quantized in plan_quantization(spec).items():
         if quantized.packed:
             table |= _packed_shards(name, table[name], quantized)

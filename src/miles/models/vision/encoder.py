@@ -1,0 +1,97 @@
+"""Vision transformer blocks: bidirectional attention with two-dimensional RoPE, and an MLP, with pre-norms.
+
+Shapes: P patches of all images of a forward, D hidden, H heads, d head_dim, I intermediate.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from miles.kernels.attention.bidirectional import Segments, bidirectional_attention
+from miles.kernels.numerics import Numerics
+from miles.models.layers.linear import Linear
+from miles.models.layers.norm import LayerNorm, RMSNorm
+from miles.models.layers.rope import apply_rotary
+from miles.models.vision.spec import VisionActivation, VisionMlpSpec, VisionNorm, VisionTowerSpec
+
+_QUICK_GELU = 1.702
+
+
+def activate(x: Tensor, kind: VisionActivation) -> Tensor:
+    """The activation of every element."""
+    match kind:
+        case "silu":
+            return F.silu(x)
+        case "gelu_tanh":
+            return F.gelu(x, approximate="tanh")
+        case "gelu":
+            return F.gelu(x)
+        case "quick_gelu":
+            return x * torch.sigmoid(_QUICK_GELU * x)
+
+
+def build_norm(kind: VisionNorm, size: int, eps: float, **factory: Any) -> LayerNorm | RMSNorm:
+    """Build a norm of ``size`` channels."""
+    return LayerNorm(size, eps, **factory) if kind == "layer" else RMSNorm(size, eps, **factory)
+
+
+class VisionAttention(nn.Module):
+    """Multi-head attention within segments."""
+
+    def __init__(self, spec: VisionTowerSpec, **factory: Any) -> None:
+        super().__init__()
+        self.head_dim = spec.head_dim
+        self.numerics: Numerics = factory["numerics"]
+        self.qkv = Linear(spec.hidden_size, 3 * spec.hidden_size, bias=spec.qkv_bias, **factory)
+        self.output = Linear(spec.hidden_size, spec.hidden_size, bias=spec.output_bias, **factory)
+
+    def forward(self, x_PD: Tensor, cos_sin_P2d: Tensor | None, segments: Segments) -> Tensor:
+        q_PHd, k_PHd, v_PHd = self.qkv(x_PD).unflatten(-1, (3, -1, self.head_dim)).unbind(1)
+        if cos_sin_P2d is not None:
+            q_PHd, k_PHd = (self._rotate(x_PHd, cos_sin_P2d) for x_PHd in (q_PHd, k_PHd))
+        out_PHd = bidirectional_attention(q_PHd, k_PHd, v_PHd, segments, self.head_dim**-0.5)
+        return self.output(out_PHd.flatten(1))
+
+    def _rotate(self, x_PHd: Tensor, cos_sin_P2d: Tensor) -> Tensor:
+        return apply_rotary(x_PHd.to(cos_sin_P2d.dtype), cos_sin_P2d, numerics=self.numerics).to(x_PHd.dtype)
+
+
+class VisionMlp(nn.Module):
+    """Up projection, activation, down projection; if gated, gate and up are one projection."""
+
+    def __init__(self, width: int, spec: VisionMlpSpec, **factory: Any) -> None:
+        super().__init__()
+        self.activation: VisionActivation = spec.activation
+        self.gate_up: Linear | None = None
+        self.up: Linear | None = None
+        if spec.gated:
+            self.gate_up = Linear(width, 2 * spec.size, bias=spec.bias, **factory)
+        else:
+            self.up = Linear(width, spec.size, bias=spec.bias, **factory)
+        self.down = Linear(spec.size, width, bias=spec.bias, **factory)
+
+    def forward(self, x_PD: Tensor) -> Tensor:
+        if self.gate_up is not None:
+            gate_PI, up_PI = self.gate_up(x_PD).chunk(2, dim=-1)
+            return self.down(activate(gate_PI, self.activation) * up_PI)
+        assert self.up is not None
+        return self.down(activate(self.up(x_PD), self.activation))
+
+
+class VisionBlock(nn.Module):
+    """Attention and an MLP, each with a pre-norm and a residual connection."""
+
+    def __init__(self, spec: VisionTowerSpec, **factory: Any) -> None:
+        super().__init__()
+        self.attention_norm = build_norm(spec.norm, spec.hidden_size, spec.norm_eps, **factory)
+        self.attention = VisionAttention(spec, **factory)
+        self.mlp_norm = build_norm(spec.norm, spec.hidden_size, spec.norm_eps, **factory)
+        self.mlp = VisionMlp(spec.hidden_size, spec.mlp, **factory)
+
+    def forward(self, x_PD: Tensor, cos_sin_P2d: Tensor | None, segments: Segments) -> Tensor:
+        x_PD = x_PD + self.attention(self.attention_norm(x_PD), cos_sin_P2d, segments)
+        return x_PD + self.mlp(self.mlp_norm(x_PD))

@@ -1,0 +1,84 @@
+"""Vision towers against transformers: features, logits, gradients, and checkpoints in both directions."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from tests.models.oracle import assemble, gradients, relative
+from tests.models.vision.small_vision import (
+    VISION_KINDS,
+    hf_vision_logits,
+    our_vision_logits,
+    prompts_of,
+    vision_model,
+    vision_twin,
+)
+
+from miles.models.checkpoint import hf
+
+KINDS = tuple(VISION_KINDS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_of_prompts_with_images_are_those_of_transformers(kind):
+    model = vision_model(kind)
+    decoder, prompts = vision_twin(model), prompts_of(kind)
+    with torch.no_grad():
+        ours, theirs = our_vision_logits(decoder, prompts), hf_vision_logits(model, prompts)
+    assert relative(ours, theirs) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_tower_and_decoder_are_those_of_transformers(kind):
+    model = vision_model(kind)
+    decoder, prompts = vision_twin(model), prompts_of(kind)
+    target = torch.randn(sum(len(p.tokens) for p in prompts), 64, generator=torch.Generator().manual_seed(0))
+    for logits in (our_vision_logits(decoder, prompts), hf_vision_logits(model, prompts)):
+        (logits * target).sum().backward()
+    theirs = assemble(decoder.spec, gradients(model))
+    for name, parameter in decoder.named_parameters():
+        assert parameter.grad is not None, name
+        assert relative(parameter.grad, theirs[name]) <= 2e-5, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_is_read_and_what_is_saved_is_what_transformers_reads(kind, tmp_path):
+    model, prompts = vision_model(kind), prompts_of(kind)
+    model.save_pretrained(tmp_path / "theirs")
+    decoder = hf.load(tmp_path / "theirs", device="cpu", dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.mul_(1.1)
+        hf.export(decoder, tmp_path / "ours", like=tmp_path / "theirs", max_shard_bytes=20_000)
+        again = type(model).from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
+        assert relative(our_vision_logits(decoder, prompts), hf_vision_logits(again, prompts)) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_from_scratch_is_saved_with_a_config_that_transformers_reads(kind, tmp_path):
+    spec, prompts = vision_twin(vision_model(kind)).spec, prompts_of(kind)
+    decoder = hf.init_random(spec, seed=3, device="cpu", dtype=torch.float32)
+    hf.export(decoder, tmp_path)
+    again = VISION_KINDS[kind].model.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    with torch.no_grad():
+        assert relative(our_vision_logits(decoder, prompts), hf_vision_logits(again, prompts)) <= 1e-5
+    assert hf.load(tmp_path, device="cpu").spec == spec
+    assert json.loads((tmp_path / "config.json").read_text())["vision_config"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_image_changes_the_logits_after_it_and_no_others(kind):
+    decoder, (prompt, *_) = vision_twin(vision_model(kind)), prompts_of(kind)
+    first = prompt.images[0]
+    # The same sizes and other pixels.
+    other = prompts_of(kind)[0]
+    arrays = {name: array + 1 if array.dtype == np.float32 else array for name, array in first.image.arrays.items()}
+    changed = type(first.image)(digest="0" * 64, num_features=first.image.num_features, arrays=arrays)
+    swapped = other._replace(
+        images=(type(first)(start=first.start, length=first.length, image=changed), *prompt.images[1:])
+    )
+    with torch.no_grad():
+        before, after = our_vision_logits(decoder, [prompt]), our_vision_logits(decoder, [swapped])
+    same = (before == after).all(1)
+    assert same[: first.start].all() and not same[first.start :].any()
