@@ -116,6 +116,10 @@ class VisionTower(nn.Module):
             deepstack=tuple(torch.cat(layer) for layer in zip(*(part.deepstack for part in parts), strict=True)),
         )
 
+    def check(self, image: ImageInput) -> None:
+        """Raise a ValueError if the arrays of an image are not what this tower encodes."""
+        self._read_pixels(image, read_grid(image, self.spec.merge_size))
+
     def _encode(self, images: Sequence[ImageInput], checkpoint_fn: CheckpointFn | None) -> VisionFeatures:
         spec, tower, device = self.spec, self.spec.tower, self.patch_embed.weight.device
         grids = [read_grid(image, spec.merge_size) for image in images]
@@ -144,17 +148,19 @@ class VisionTower(nn.Module):
         return VisionFeatures(embeds_FD=features[0], deepstack=tuple(features[1:]))
 
     def _read_patches(self, images: Sequence[ImageInput], grids: Sequence[PatchGrid], device: torch.device) -> Tensor:
-        size = int(np.prod(self.spec.tower.patch_shape))
-        arrays: list[Tensor] = []
-        for image, grid in zip(images, grids, strict=True):
-            name = "pixel_values_videos" if image.kind == "video" else "pixel_values"
-            array = read_array(image, name)
-            if array.shape != (grid.patches, size):
-                raise ValueError(
-                    f"{name} of an image has shape {array.shape}, but {grid.patches} patches of {size} values are needed"
-                )
-            arrays.append(_to_device(array, device))
+        pixels = (self._read_pixels(image, grid) for image, grid in zip(images, grids, strict=True))
+        arrays = [_to_device(array, device) for array in pixels]
         return arrays[0] if len(arrays) == 1 else torch.cat(arrays)
+
+    def _read_pixels(self, image: ImageInput, grid: PatchGrid) -> np.ndarray[Any, Any]:
+        name = "pixel_values_videos" if image.kind == "video" else "pixel_values"
+        array, size = read_array(image, name), int(np.prod(self.spec.tower.patch_shape))
+        if array.shape != (grid.patches, size) or array.dtype.kind != "f":
+            raise ValueError(
+                f"{name} of an image is {array.dtype} of shape {array.shape}, but must be {grid.patches} patches of "
+                f"{size} floats"
+            )
+        return array
 
     def _interpolate_table(self, table_ND: Tensor, grids: Sequence[PatchGrid]) -> Tensor:
         side, merge_size = self.spec.tower.position_side, self.spec.merge_size
@@ -202,8 +208,12 @@ def _axis_table(theta: float, quarter: int, length: int, device: torch.device) -
 
 
 def _to_device(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
-    """Copy a read-only array to a device."""
-    return torch.from_numpy(array.copy()).to(device, non_blocking=True)
+    """Copy a read-only array to a device, without waiting for it."""
+    if device.type == "cpu":
+        return torch.from_numpy(array.copy())
+    pinned = torch.empty(array.shape, dtype=torch.from_numpy(np.empty(0, array.dtype)).dtype, pin_memory=True)
+    pinned.numpy()[:] = array
+    return pinned.to(device, non_blocking=True)
 
 
 @contextmanager
