@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from miles.backends.native.engine.forward_batch import ForwardBatch, StepOutput
+from miles.backends.native.engine.forward_batch import ForwardBatch, StepOutput, compute_rope_positions
 from miles.backends.native.engine.request import Ints
 from miles.core.types import Array
 from miles.kernels.attention.gpu_backend import SplitKVPlans, StepMetadata, TritonAttentionBackend
@@ -234,7 +234,7 @@ class CudaGraphRunner:
         last_page_B = batch.block_table_BM[np.arange(count), starts_B // size]
         values: dict[str, tuple[Array, float]] = {
             "tokens": (batch.tokens_T, 0),
-            "positions": (starts_B, 0),
+            "positions": (compute_rope_positions(batch, starts_B), 0),
             "cache_locs": (last_page_B * size + starts_B % size, self._padding_cache_loc),
             "req_slots": (batch.req_slots_B, self._padding_slot),
             "top_k": (sampling.top_k_D, -1),
