@@ -213,11 +213,10 @@ def count_tower_flops(spec: Any, patches: int) -> float:
     """FLOPs of one image of one frame: matmuls and attention of every patch to every other."""
     tower, merge = spec.vision.tower, spec.vision.merge_size
     width, inner = tower.hidden_size, tower.mlp.size
-    pixels = tower.channels * tower.temporal_patch_size * tower.patch_size**2
     block = 4 * width**2 + (3 if tower.mlp.gated else 2) * width * inner
     merged = width * merge**2
     merger = (1 + len(tower.deepstack_layers)) * (merged**2 + merged * spec.hidden_size) / merge**2
-    return patches * 2 * (pixels * width + tower.num_layers * block + merger) + (
+    return patches * 2 * (tower.patch_values * width + tower.num_layers * block + merger) + (
         tower.num_layers * 4 * patches**2 * width
     )
 

@@ -387,8 +387,8 @@ def test_images_that_do_not_fit_their_tokens_are_refused():
     [
         ({"image_grid_thw": None}, "image_grid_thw is missing"),
         ({"pixel_values": None}, "pixel_values is missing"),
-        ({"pixel_values": np.zeros((23, 96), np.float32)}, r"shape \(23, 96\), but must be 24 patches of 96 floats"),
-        ({"pixel_values": np.zeros((24, 96), np.uint8)}, "is uint8 of shape"),
+        ({"pixel_values": np.zeros((23, 96), np.float32)}, r"shape \(23, 96\), but 24 patches of 96 values"),
+        ({"pixel_values": np.zeros((24, 96), np.uint8)}, "the pixels of an image are uint8, but must be floats"),
         ({"image_grid_thw": np.array([[1, 4, 4]])}, "4 features, not 6"),
     ],
 )

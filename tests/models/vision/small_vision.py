@@ -1,29 +1,56 @@
-"""Small transformers models with vision towers and random weights, and prompts with images of several sizes for them."""
+"""Small transformers models with vision towers and random weights, and prompts with images for them."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tests.models.oracle import assemble, saved
+from tests.models.oracle import saved
 from torch import Tensor
 from transformers import (
+    Glm4vConfig,
+    Glm4vForConditionalGeneration,
+    Glm4vMoeConfig,
+    Glm4vMoeForConditionalGeneration,
+    Glm46VConfig,
+    Glm46VForConditionalGeneration,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    InternVLConfig,
+    InternVLForConditionalGeneration,
+    Llama4Config,
+    Llama4ForConditionalGeneration,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+    SmolVLMConfig,
+    SmolVLMForConditionalGeneration,
 )
 
 from miles.core.media import ImageInput, Images, PlacedImage, make_image_input
 from miles.kernels.attention.varlen import VarlenAttentionBackend
 from miles.kernels.fused.lm_head import compute_logits
 from miles.kernels.numerics import FAST, Numerics
+from miles.models.checkpoint import param_map
 from miles.models.decoder import Decoder
 from miles.models.families import spec_from_config
+from miles.models.spec import DecoderSpec
 from miles.models.vision.batch import build_vision_inputs
 from miles.models.vision.positions import compute_rope_positions
 
@@ -61,6 +88,23 @@ TOWER3 = {
     "num_position_embeddings": 25,
     "deepstack_visual_indexes": [0, 2],
 }
+MOE = {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2}
+DELTA = {
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [4, 2, 2],
+        "mrope_interleaved": True,
+    },
+}
+TOWER35 = {key: value for key, value in TOWER3.items() if key != "deepstack_visual_indexes"}
 
 
 class VisionKind(NamedTuple):
@@ -90,6 +134,61 @@ def qwen_images(generator: np.random.Generator) -> list[ImageInput]:
     return [random_patches(generator, grid, 3 * 2 * 4 * 4) for grid in grids]
 
 
+def sized_images(generator: np.random.Generator, merge: int = 2) -> list[ImageInput]:
+    """Images of several sizes, padded at the right and bottom as in a batch."""
+    images = []
+    for height, width in ((16, 24), (8, 16), (24, 16)):
+        pixels = np.zeros((1, 3, 24, 24), np.float32)
+        pixels[:, :, :height, :width] = generator.standard_normal((1, 3, height, width), np.float32)
+        arrays = {"pixel_values": pixels, "image_sizes": np.array([[height, width]])}
+        images.append(make_image_input(arrays, height * width // (4 * merge) ** 2))
+    return images
+
+
+def tiled_images(generator: np.random.Generator) -> list[ImageInput]:
+    """Images of one or several tiles of 16 x 16 pixels, each of 4 features."""
+    tiles = [generator.standard_normal((count, 3, 16, 16), np.float32) for count in (1, 3, 2)]
+    return [make_image_input({"pixel_values": pixels}, 4 * len(pixels)) for pixels in tiles]
+
+
+GLM = {
+    "pad_token_id": None,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [1, 0, 1],
+    },
+}
+GLM_TOWER = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 32,
+    "image_size": 20,
+}
+GLM_OWN = {"image_token_id": IMAGE, "video_token_id": VIDEO, "video_start_token_id": 58, "video_end_token_id": 59}
+PIXTRAL = {
+    "model_type": "pixtral",
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 4,
+}
+VIT = {
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
+IDEFICS = {"image_token_id": IMAGE, "scale_factor": 2, "tie_word_embeddings": False, "pad_token_id": 0}
+
 VISION_KINDS = {
     "qwen2_vl": VisionKind(
         Qwen2VLForConditionalGeneration,
@@ -118,6 +217,85 @@ VISION_KINDS = {
         qwen_images,
     ),
     "qwen3_vl": VisionKind(Qwen3VLForConditionalGeneration, Qwen3VLConfig, INTERLEAVED, TOWER3, QWEN, qwen_images),
+    "qwen3_vl_moe": VisionKind(
+        Qwen3VLMoeForConditionalGeneration, Qwen3VLMoeConfig, INTERLEAVED | MOE, TOWER3, QWEN, qwen_images
+    ),
+    "qwen3_5": VisionKind(Qwen3_5ForConditionalGeneration, Qwen3_5Config, DELTA, TOWER35, QWEN, qwen_images),
+    "qwen3_5_moe": VisionKind(
+        Qwen3_5MoeForConditionalGeneration,
+        Qwen3_5MoeConfig,
+        DELTA | MOE | {"shared_expert_intermediate_size": 16},
+        TOWER35,
+        QWEN,
+        qwen_images,
+    ),
+    "glm4v": VisionKind(Glm4vForConditionalGeneration, Glm4vConfig, GLM, GLM_TOWER, GLM_OWN, qwen_images),
+    "glm46v": VisionKind(Glm46VForConditionalGeneration, Glm46VConfig, GLM, GLM_TOWER, GLM_OWN, qwen_images),
+    "glm4v_moe": VisionKind(
+        Glm4vMoeForConditionalGeneration,
+        Glm4vMoeConfig,
+        {
+            "pad_token_id": None,
+            "rope_parameters": GLM["rope_parameters"] | {"mrope_section": [1, 0, 1]},
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": 1,
+        },
+        GLM_TOWER,
+        GLM_OWN,
+        qwen_images,
+    ),
+    "mistral3": VisionKind(
+        Mistral3ForConditionalGeneration,
+        Mistral3Config,
+        {"model_type": "mistral", "head_dim": 8, "sliding_window": None},
+        PIXTRAL,
+        {"image_token_index": IMAGE, "tie_word_embeddings": False},
+        sized_images,
+    ),
+    "llava": VisionKind(
+        LlavaForConditionalGeneration,
+        LlavaConfig,
+        {"model_type": "mistral", "head_dim": 8, "sliding_window": None},
+        PIXTRAL,
+        {
+            "image_token_index": IMAGE,
+            "tie_word_embeddings": False,
+            "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "full",
+        },
+        partial(sized_images, merge=1),
+    ),
+    "internvl": VisionKind(
+        InternVLForConditionalGeneration,
+        InternVLConfig,
+        {"model_type": "qwen2"},
+        VIT | {"image_size": [16, 16], "patch_size": [4, 4], "attention_bias": True},
+        {"image_token_id": IMAGE, "tie_word_embeddings": False},
+        tiled_images,
+    ),
+    "smolvlm": VisionKind(
+        SmolVLMForConditionalGeneration, SmolVLMConfig, {"model_type": "llama"}, VIT, IDEFICS, tiled_images
+    ),
+    "idefics3": VisionKind(
+        Idefics3ForConditionalGeneration, Idefics3Config, {"model_type": "llama"}, VIT, IDEFICS, tiled_images
+    ),
+    "llama4": VisionKind(
+        Llama4ForConditionalGeneration,
+        Llama4Config,
+        {
+            "model_type": "llama4_text",
+            "intermediate_size_mlp": 40,
+            "num_local_experts": 2,
+            "head_dim": 8,
+            "attention_chunk_size": 16,
+        },
+        VIT
+        | {"intermediate_size": 128, "vision_output_dim": 24, "projector_input_dim": 24, "projector_output_dim": 24},
+        {"image_token_index": IMAGE, "tie_word_embeddings": False},
+        tiled_images,
+    ),
 }
 
 
@@ -125,7 +303,7 @@ def vision_model(kind: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A transformers model whose weights are far from their initial values."""
     wanted = VISION_KINDS[kind]
     torch.manual_seed(seed)
-    text = {key: value for key, value in (TEXT | wanted.text | changes).items()}
+    text = TEXT | wanted.text | changes
     config = wanted.config(text_config=text, vision_config=dict(wanted.vision), **wanted.own)
     config._attn_implementation = "eager"
     model = wanted.model(config)
@@ -134,6 +312,17 @@ def vision_model(kind: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
             noise = torch.randn_like(parameter)
             parameter.copy_(1 + 0.3 * noise if parameter.dim() == 1 else 0.2 * noise)
     return model.eval()
+
+
+def assemble(spec: DecoderSpec, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Our tensors out of those of transformers, which may have stacked experts the other way round."""
+    ours = {}
+    for name, pieces in param_map.build_param_map(spec).items():
+        ours[name] = torch.zeros(param_map.param_shape(pieces))
+        for piece in pieces:
+            tensor = tensors[piece.hf_name]
+            piece.view(ours[name]).copy_(tensor if tensor.shape == piece.shape else tensor.transpose(-1, -2))
+    return ours
 
 
 def vision_twin(model: PreTrainedModel, dtype: torch.dtype = torch.float32, numerics: Numerics = FAST) -> Decoder:
@@ -151,7 +340,7 @@ class Prompt(NamedTuple):
     images: Images
 
 
-def place(parts: Sequence[int | ImageInput | tuple[int, ImageInput]], seed: int = 0) -> Prompt:
+def place(parts: Sequence[int | ImageInput | tuple[int, ImageInput]], seed: int = 0, video: int = VIDEO) -> Prompt:
     """Text (a number of random tokens) and images one after the other.
 
     An image given with a number of text tokens is a video with so many tokens between its frames.
@@ -164,7 +353,7 @@ def place(parts: Sequence[int | ImageInput | tuple[int, ImageInput]], seed: int 
             tokens += generator.integers(0, 50, part).tolist()
             continue
         gap, image = part if isinstance(part, tuple) else (0, part)
-        placeholder = VIDEO if image.kind == "video" else IMAGE
+        placeholder = video if image.kind == "video" else IMAGE
         start = len(tokens)
         frames = int(image.arrays["video_grid_thw"][0, 0]) if gap else 1
         for frame in range(frames):
@@ -178,9 +367,12 @@ def prompts_of(kind: str) -> list[Prompt]:
     """Several images in a prompt, one that two prompts share, text alone, a video."""
     a, b, c, *videos = VISION_KINDS[kind].images(np.random.default_rng(1))
     prompts = [place([3, a, 2, b, 1, c, 4], 1), place([5, a, 3], 2), place([9], 3), place([b, 6], 4)]
-    if videos:
-        video = (2, videos[0]) if kind.startswith("qwen3") else videos[0]
-        prompts += [place([2, video, 1, a, 5], 5), place([4, video], 6)]
+    if videos and kind.startswith("qwen2"):
+        prompts += [place([2, videos[0], 1, a, 5], 5), place([4, videos[0]], 6)]
+    elif videos and kind.startswith("qwen3"):
+        prompts += [place([2, (2, videos[0]), 1, a, 5], 5), place([4, (1, videos[0])], 6)]
+    elif videos:  # transformers takes either images or videos in a prompt
+        prompts += [place([2, (2, videos[0]), 5], 5, IMAGE)]
     return prompts
 
 
@@ -193,7 +385,12 @@ def hf_arguments(prompt: Prompt) -> dict[str, Tensor]:
         arrays = [placed.image.arrays[name] for placed in prompt.images if name in placed.image.arrays]
         out[name] = torch.from_numpy(np.concatenate(arrays))
     if "image_grid_thw" in out or "video_grid_thw" in out:
-        out["mm_token_type_ids"] = ((tokens == IMAGE).int() + 2 * (tokens == VIDEO).int())[None]
+        types = torch.zeros_like(tokens)
+        for placed in prompt.images:
+            run = tokens[placed.start : placed.end]
+            value = 2 if placed.image.kind == "video" else 1
+            types[placed.start : placed.end] = torch.where((run == IMAGE) | (run == VIDEO), value, 0)
+        out["mm_token_type_ids"] = types[None].int()
     return out
 
 
@@ -202,7 +399,10 @@ def hf_vision_logits(model: PreTrainedModel, prompts: Sequence[Prompt]) -> Tenso
     logits = []
     for prompt in prompts:
         model.base_model.rope_deltas = None
-        logits.append(model(**hf_arguments(prompt)).logits[0])
+        arguments = hf_arguments(prompt)
+        if "Idefics3" in type(model).__name__ or "SmolVLM" in type(model).__name__:
+            arguments |= {"pixel_values": arguments["pixel_values"][None]} if prompt.images else {}
+        logits.append(model(**arguments).logits[0])
     return torch.cat(logits)
 
 

@@ -23,9 +23,8 @@ def tower_activation_bytes(spec: DecoderSpec, dtype: str) -> int:
     """
     assert spec.vision is not None
     tower = spec.vision.tower
-    pixels = tower.channels * tower.temporal_patch_size * tower.patch_size**2
     inner = max(4 * tower.hidden_size, (3 if tower.mlp.gated else 2) * tower.mlp.size)
-    return MAX_ENCODED_PATCHES * (pixels * 4 + (2 * tower.hidden_size + inner) * BYTES[dtype])
+    return MAX_ENCODED_PATCHES * (tower.patch_values * 4 + (2 * tower.hidden_size + inner) * BYTES[dtype])
 
 
 def vision_bytes(spec: DecoderSpec, dtype: str, cache_bytes: int) -> int:

@@ -204,7 +204,7 @@ def _init_param(name: str, module: nn.Module, shape: torch.Size, generator: torc
         return steps.expm1().log()  # the inverse of softplus
     if name.endswith("bias") or name in ("sinks", "correction"):
         return torch.zeros(shape)
-    if len(shape) == 1:
+    if len(shape) == 1 and name != "class_token":
         return torch.full(shape, 1.0 - module.offset if isinstance(module, RMSNorm) else 1.0)
     # A convolution has few inputs: its std follows from their number.
     std = shape[-1] ** -0.5 if name.startswith("conv") else _INIT_STD

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from miles.core.errors import CheckpointError
@@ -87,9 +87,21 @@ def locate_tensors(
         if stacked.get(param) in stored:
             shape = param_shape(pieces)
             pieces = (HfSlice(stacked[param], shape, 0, shape[0]),)
+        pieces = tuple(_transpose_as_stored(piece, stored) for piece in pieces)
         found[param] = tuple(ParamSource(piece, search.find(piece)) for piece in pieces)
     search.check_unused(spec)
     return dict(sorted(found.items(), key=lambda item: min(source.place for source in item[1])))
+
+
+def _transpose_as_stored(piece: HfSlice, stored: Mapping[str, StoredTensor]) -> HfSlice:
+    """Return a transposed slice as one that is not, if the stored tensor has the shape of such a one.
+
+    Some tools save stacked experts with outputs before inputs where the published checkpoint has inputs first.
+    """
+    swapped = (*piece.shape[:-2], piece.shape[-1], piece.shape[-2]) if piece.transposed else piece.shape
+    if swapped == piece.shape or piece.hf_name not in stored or stored[piece.hf_name].shape != swapped:
+        return piece
+    return replace(piece, shape=swapped, transposed=False)
 
 
 def is_kv_cache_scale(name: str) -> bool:

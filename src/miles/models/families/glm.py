@@ -26,9 +26,16 @@ _INDEXER_LETTERS = {"F": "full", "S": "shared"}
 # -- dense ----------------------------------------------------------------------------------
 
 
-def _read_dense(reader: ConfigReader, *, post_norms: bool) -> DecoderSpec:
-    common, heads = reader.common_args(eps=_DENSE_EPS), reader.attention_heads(head_dim=_HEAD_DIM)
-    rope = reader.rope(head_dim=heads["head_dim"], interleaved=True, partial=_PARTIAL_ROTARY)
+def _read_dense(reader: ConfigReader, *, post_norms: bool, mrope: tuple[int, int, int] | None = None) -> DecoderSpec:
+    common = reader.common_args(eps=_DENSE_EPS)
+    heads = reader.attention_heads(head_dim=_HEAD_DIM if mrope is None else None)
+    rope = reader.rope(
+        head_dim=heads["head_dim"],
+        interleaved=True,
+        partial=_PARTIAL_ROTARY if mrope is None else 1.0,
+        mrope=mrope,
+        aliases={"mrope": "default"},
+    )
     reader.require("hidden_act", "silu")
     attention = AttentionSpec(**heads, rope=rope, qkv_bias=reader.flag("attention_bias", True))
     mlp = MlpSpec(size=reader.positive_int("intermediate_size"))
@@ -41,18 +48,23 @@ def read_glm(config: Mapping[str, Any]) -> DecoderSpec:
     return _read_dense(ConfigReader(config, "glm"), post_norms=False)
 
 
-def read_glm4(config: Mapping[str, Any]) -> DecoderSpec:
-    return _read_dense(ConfigReader(config, "glm4"), post_norms=True)
+def read_glm4(
+    config: Mapping[str, Any], family: str = "glm4", *, mrope: tuple[int, int, int] | None = None
+) -> DecoderSpec:
+    """Read GLM-4; ``mrope`` are the default sections of multimodal RoPE, which vision-language models have."""
+    return _read_dense(ConfigReader(config, family), post_norms=True, mrope=mrope)
 
 
 # -- mixture of experts ---------------------------------------------------------------------
 
 
-def read_glm4_moe(config: Mapping[str, Any]) -> DecoderSpec:
-    """GLM-4.5 to 4.7: partial rotary embedding, experts balanced by a correction bias."""
-    reader = ConfigReader(config, "glm4_moe")
+def read_glm4_moe(
+    config: Mapping[str, Any], family: str = "glm4_moe", *, mrope: tuple[int, int, int] | None = None
+) -> DecoderSpec:
+    """GLM-4.5 to 4.7: partial rotary embedding, experts with a correction bias; ``mrope`` as in ``read_glm4``."""
+    reader = ConfigReader(config, family)
     common, heads = reader.common_args(eps=_MOE_EPS), reader.attention_heads()
-    rope = reader.rope(head_dim=heads["head_dim"], partial=_PARTIAL_ROTARY)
+    rope = reader.rope(head_dim=heads["head_dim"], partial=_PARTIAL_ROTARY, mrope=mrope, aliases={"mrope": "default"})
     reader.require("hidden_act", "silu")
     attention = AttentionSpec(
         **heads,

@@ -1,7 +1,8 @@
 """Qwen3-Next, Qwen3.5 and Qwen3.6: three Gated DeltaNet layers to one gated attention layer, dense or MoE.
 
-Qwen3.5 stores the DeltaNet projections separately. Its published checkpoints also have a vision tower; only the text
-model is read. For text the three components of a token's multimodal position are equal, so its RoPE is the plain one.
+Qwen3.5 stores the DeltaNet projections separately. Its published checkpoints also have a vision tower, that of Qwen3-VL
+without deepstack features. For text the three components of a token's multimodal position are equal, so the RoPE of the
+text model alone is the plain one.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from miles.core.errors import UsageError
+from miles.models.families import qwen_vl
 from miles.models.families.base import ModelFamily
 from miles.models.families.config_reader import ConfigReader
 from miles.models.spec import AttentionSpec, DecoderSpec, GatedDeltaNetSpec, LayerSpec, MlpSpec, MoeSpec
@@ -25,17 +27,26 @@ _KEY_HEADS = 16
 _VALUE_HEADS = 32
 _EXPERT_SIZE = 512
 
+_MROPE = (11, 11, 10)
+_IMAGE_TOKEN, _VIDEO_TOKEN = 248056, 248057
+_TOWER = {**qwen_vl.TOWER3, "deepstack_visual_indexes": ()}
+
 _MOE_NAMES = {"shared": "shared_expert"}
 _WRAPPED_NAMES = {
     "embedding": "model.language_model.embed_tokens",
     "layer": "model.language_model.layers.{}",
     "norm": "model.language_model.norm",
+    "vision_qkv": "attn.qkv",
 }
 
 
-def _read_mixers(reader: ConfigReader, *, fused: bool) -> tuple[AttentionSpec | GatedDeltaNetSpec, ...]:
+def _read_mixers(
+    reader: ConfigReader, *, fused: bool, mrope: tuple[int, int, int] | None = None
+) -> tuple[AttentionSpec | GatedDeltaNetSpec, ...]:
     heads, bias = reader.attention_heads(head_dim=_HEAD_DIM), reader.flag("attention_bias")
-    rope = reader.rope(head_dim=heads["head_dim"], partial=_PARTIAL_ROTARY)
+    rope = reader.rope(
+        head_dim=heads["head_dim"], partial=_PARTIAL_ROTARY, mrope=mrope, mrope_interleaved=mrope is not None
+    )
     attention = AttentionSpec(**heads, rope=rope, qk_norm="head", qkv_bias=bias, output_bias=bias, gated=True)
     delta = GatedDeltaNetSpec(
         key_heads=reader.positive_int("linear_num_key_heads", _KEY_HEADS),
@@ -77,10 +88,12 @@ def read_next(config: Mapping[str, Any]) -> DecoderSpec:
     return reader.build_spec(common, layers, norm_offset=1.0)
 
 
-def read_text(config: Mapping[str, Any], *, family: str, sparse: bool) -> DecoderSpec:
-    """Qwen3.5, the config of the text model alone."""
+def read_text(
+    config: Mapping[str, Any], *, family: str, sparse: bool, mrope: tuple[int, int, int] | None = None
+) -> DecoderSpec:
+    """Qwen3.5, the config of the text model alone; ``mrope`` if it has a vision tower beside it."""
     reader = ConfigReader(config, family)
-    common, mixers = reader.common_args(), _read_mixers(reader, fused=False)
+    common, mixers = reader.common_args(), _read_mixers(reader, fused=False, mrope=mrope)
     if sparse:
         ffn = _read_experts(reader, norm_topk_prob=True)
         reader.require("norm_topk_prob", True)
@@ -96,7 +109,10 @@ def read_wrapped(config: Mapping[str, Any], *, family: str, sparse: bool) -> Dec
         raise UsageError(f"text_config of config.json is missing, and the text model is described there ({family}).")
     tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
     inner = {"eos_token_id": config.get("eos_token_id"), **text, **tied}
-    return read_text(inner, family=family, sparse=sparse)
+    if config.get("vision_config") is None:
+        return read_text(inner, family=family, sparse=sparse)
+    decoder = read_text(inner, family=family, sparse=sparse, mrope=_MROPE)
+    return qwen_vl.read_vision3(config, decoder, _TOWER, image_token=_IMAGE_TOKEN, video_token=_VIDEO_TOKEN)
 
 
 def _is_mtp(spec: DecoderSpec, hf_name: str) -> bool:
@@ -105,7 +121,7 @@ def _is_mtp(spec: DecoderSpec, hf_name: str) -> bool:
 
 
 def _is_mtp_or_vision(spec: DecoderSpec, hf_name: str) -> bool:
-    """The vision tower, and multi-token-prediction layers."""
+    """Multi-token-prediction layers, and the vision tower of a model that is read without it."""
     return hf_name.startswith(("model.visual.", "mtp."))
 
 
@@ -136,7 +152,7 @@ FAMILIES = (
     ModelFamily(
         model_type="qwen3_5",
         architectures=("Qwen3_5ForConditionalGeneration",),
-        models="Qwen3.5, Qwen3.6, dense (0.8B to 27B), their text model",
+        models="Qwen3.5, Qwen3.6, dense (0.8B to 27B)",
         read=partial(read_wrapped, family="qwen3_5", sparse=False),
         names=_WRAPPED_NAMES,
         is_unused=_is_mtp_or_vision,
@@ -144,7 +160,7 @@ FAMILIES = (
     ModelFamily(
         model_type="qwen3_5_moe",
         architectures=("Qwen3_5MoeForConditionalGeneration",),
-        models="Qwen3.5, Qwen3.6 with experts (35B-A3B to 397B-A17B), their text model",
+        models="Qwen3.5, Qwen3.6 with experts (35B-A3B to 397B-A17B)",
         read=partial(read_wrapped, family="qwen3_5_moe", sparse=True),
         names={**_MOE_NAMES, **_WRAPPED_NAMES},
         is_unused=_is_mtp_or_vision,

@@ -1,4 +1,8 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: Qwen2 and Qwen3 with multimodal RoPE, and a vision tower of merged patches."""
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: Qwen2 and Qwen3 with multimodal RoPE, and a vision tower of merged patches.
+
+Published Qwen3-VL-MoE checkpoints store stacked experts with inputs before outputs; newer transformers saves them the
+other way, and reads both. They are read by their shape, and written as published.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from miles.models.families import qwen2, qwen3
 from miles.models.families.base import ModelFamily
 from miles.models.families.vision_config import VisionConfigReader, read_text_config, read_token_id
 from miles.models.spec import AttentionSpec, DecoderSpec
-from miles.models.vision.spec import MergerSpec, VisionMlpSpec, VisionSpec, VisionTowerSpec
+from miles.models.vision.spec import MergerSpec, PositionTableSpec, VisionMlpSpec, VisionSpec, VisionTowerSpec
 
 _IMAGE_TOKEN, _VIDEO_TOKEN = 151655, 151656
 _EPS = 1e-6
@@ -19,6 +23,7 @@ _EPS = 1e-6
 # transformers' defaults for a config that does not name them.
 _TEXT2 = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 32768, "max_window_layers": 80}
 _TEXT3 = {"rms_norm_eps": 1e-6, "rope_theta": 5e5, "max_position_embeddings": 128000, "head_dim": 128}
+_TEXT3_MOE = {key: value for key, value in _TEXT3.items() if key != "head_dim"}
 _MROPE2, _MROPE3 = (16, 24, 24), (24, 20, 20)
 _PATCHES = {"in_channels": 3, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
 _TOWER2 = _PATCHES | {
@@ -40,7 +45,7 @@ _TOWER25 = _PATCHES | {
     "out_hidden_size": 3584,
     "fullatt_block_indexes": (7, 15, 23, 31),
 }
-_TOWER3 = _PATCHES | {
+TOWER3 = _PATCHES | {
     "depth": 27,
     "hidden_size": 1152,
     "hidden_act": "gelu_pytorch_tanh",
@@ -87,15 +92,22 @@ def _read_common(reader: VisionConfigReader, width: str, out: str, decoder: Deco
 
 
 def _build(
-    config: Mapping[str, Any], decoder: DecoderSpec, reader: VisionConfigReader, tower: VisionTowerSpec, **own: Any
+    config: Mapping[str, Any],
+    decoder: DecoderSpec,
+    reader: VisionConfigReader,
+    tower: VisionTowerSpec,
+    *,
+    image_token: int = _IMAGE_TOKEN,
+    video_token: int = _VIDEO_TOKEN,
+    tokens_per_second: int | None = None,
 ) -> DecoderSpec:
     vision = VisionSpec(
-        image_token_id=read_token_id(config, "image_token_id", _IMAGE_TOKEN, decoder.family),
-        video_token_id=read_token_id(config, "video_token_id", _VIDEO_TOKEN, decoder.family),
+        image_token_id=read_token_id(config, "image_token_id", image_token, decoder.family),
+        video_token_id=read_token_id(config, "video_token_id", video_token, decoder.family),
         tower=tower,
         positions="mrope",
         merge_size=reader.positive_int("spatial_merge_size"),
-        **own,
+        tokens_per_second=tokens_per_second,
     )
     reader.raise_problems()
     return replace(decoder, vision=vision)
@@ -111,7 +123,7 @@ def read_qwen2_vl(config: Mapping[str, Any]) -> DecoderSpec:
         **common,
         norm="layer",
         mlp=VisionMlpSpec(size=size, activation=reader.activation()),
-        merger=MergerSpec(norm="layer"),
+        projector=MergerSpec(norm="layer"),
     )
     return _build(config, decoder, reader, tower)
 
@@ -126,14 +138,21 @@ def read_qwen2_5_vl(config: Mapping[str, Any]) -> DecoderSpec:
         **common,
         norm="rms",
         mlp=VisionMlpSpec(size=reader.positive_int("intermediate_size"), activation=reader.activation(), gated=True),
-        merger=MergerSpec(norm="rms"),
+        projector=MergerSpec(norm="rms"),
         window=max(1, reader.positive_int("window_size") // square),
         full_layers=reader.layer_numbers("fullatt_block_indexes", common["num_layers"]),
     )
     return _build(config, decoder, reader, tower, tokens_per_second=reader.positive_int("tokens_per_second"))
 
 
-def read_vision3(config: Mapping[str, Any], decoder: DecoderSpec, defaults: Mapping[str, Any] = _TOWER3) -> DecoderSpec:
+def read_vision3(
+    config: Mapping[str, Any],
+    decoder: DecoderSpec,
+    defaults: Mapping[str, Any] = TOWER3,
+    *,
+    image_token: int = _IMAGE_TOKEN,
+    video_token: int = _VIDEO_TOKEN,
+) -> DecoderSpec:
     """Add Qwen3-VL's tower, which Qwen3.5 has too, to a decoder."""
     reader = VisionConfigReader(config, decoder.family, defaults)
     common = _read_common(reader, "hidden_size", "out_hidden_size", decoder)
@@ -147,18 +166,24 @@ def read_vision3(config: Mapping[str, Any], decoder: DecoderSpec, defaults: Mapp
         **common,
         norm="layer",
         patch_bias=True,
-        position_side=isqrt(rows),
+        positions=PositionTableSpec(side=isqrt(rows), kind="bilinear"),
         mlp=VisionMlpSpec(size=reader.positive_int("intermediate_size"), activation=reader.activation()),
-        merger=MergerSpec(norm="layer"),
+        projector=MergerSpec(norm="layer"),
         deepstack_layers=layers,
-        deepstack_merger=MergerSpec(norm="layer", norm_merged=True) if layers else None,
+        deepstack_projector=MergerSpec(norm="layer", norm_merged=True) if layers else None,
     )
-    return _build(config, decoder, reader, tower)
+    return _build(config, decoder, reader, tower, image_token=image_token, video_token=video_token)
 
 
 def read_qwen3_vl(config: Mapping[str, Any]) -> DecoderSpec:
     text = read_text_config(config, _TEXT3, family="qwen3_vl")
     return read_vision3(config, qwen3.read_dense(text, "qwen3_vl", mrope=_MROPE3))
+
+
+def read_qwen3_vl_moe(config: Mapping[str, Any]) -> DecoderSpec:
+    # The weights of the chosen experts are always normalized.
+    text = read_text_config(config, _TEXT3_MOE, family="qwen3_vl_moe") | {"norm_topk_prob": True}
+    return read_vision3(config, qwen3.read_moe(text, "qwen3_vl_moe", mrope=_MROPE3))
 
 
 # -- configs of models from scratch -----------------------------------------------------------
@@ -208,19 +233,23 @@ def write_qwen2_5_vl(spec: DecoderSpec) -> dict[str, Any]:
 
 
 def _write_tower3(spec: DecoderSpec) -> dict[str, Any]:
-    assert spec.vision is not None and spec.vision.tower.position_side is not None
+    assert spec.vision is not None and spec.vision.tower.positions is not None
     tower = spec.vision.tower
     return {
         "hidden_size": tower.hidden_size,
         "intermediate_size": tower.mlp.size,
         "out_hidden_size": spec.hidden_size,
-        "num_position_embeddings": spec.vision.tower.position_side**2,
+        "num_position_embeddings": tower.positions.side**2,
         "deepstack_visual_indexes": list(tower.deepstack_layers),
     }
 
 
 def write_qwen3_vl(spec: DecoderSpec) -> dict[str, Any]:
     return _write(spec, qwen3.write_dense(spec), _write_tower3(spec))
+
+
+def write_qwen3_vl_moe(spec: DecoderSpec) -> dict[str, Any]:
+    return _write(spec, qwen3.write_moe(spec), _write_tower3(spec))
 
 
 FAMILIES = (
@@ -247,5 +276,13 @@ FAMILIES = (
         read=read_qwen3_vl,
         write=write_qwen3_vl,
         names=_NAMES3,
+    ),
+    ModelFamily(
+        model_type="qwen3_vl_moe",
+        architectures=("Qwen3VLMoeForConditionalGeneration",),
+        models="Qwen3-VL-MoE (30B-A3B, 235B-A22B)",
+        read=read_qwen3_vl_moe,
+        write=write_qwen3_vl_moe,
+        names={**_NAMES3, "stacked": "transposed"},
     ),
 )

@@ -2,8 +2,8 @@
 
 A rank has some of the heads, some inner channels of every MLP and expert, and some rows of the vocabulary, so its
 tensors form an ordinary decoder of a smaller spec. The output of a mixer or feed-forward part on one rank is a partial
-sum; summed over the ranks it is the full decoder's. Norms, routers, MLA latents and the vision tower are replicated on every rank. Sizes
-that do not divide evenly are padded with zero rows, which add nothing; heads are never padded.
+sum; summed over the ranks it is the full decoder's. Norms, routers, MLA latents and the vision tower are replicated on
+every rank. Sizes that do not divide evenly are padded with zero rows, which add nothing; heads are never padded.
 """
 
 from __future__ import annotations

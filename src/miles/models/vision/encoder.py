@@ -45,6 +45,7 @@ class VisionAttention(nn.Module):
     def __init__(self, spec: VisionTowerSpec, **factory: Any) -> None:
         super().__init__()
         self.head_dim = spec.head_dim
+        self.interleaved = spec.rope == "complex"
         self.numerics: Numerics = factory["numerics"]
         self.qkv = Linear(spec.hidden_size, 3 * spec.hidden_size, bias=spec.qkv_bias, **factory)
         self.output = Linear(spec.hidden_size, spec.hidden_size, bias=spec.output_bias, **factory)
@@ -57,7 +58,9 @@ class VisionAttention(nn.Module):
         return self.output(out_PHd.flatten(1))
 
     def _rotate(self, x_PHd: Tensor, cos_sin_P2d: Tensor) -> Tensor:
-        return apply_rotary(x_PHd.to(cos_sin_P2d.dtype), cos_sin_P2d, numerics=self.numerics).to(x_PHd.dtype)
+        wide_PHd = x_PHd.to(cos_sin_P2d.dtype)
+        rotated_PHd = apply_rotary(wide_PHd, cos_sin_P2d, interleaved=self.interleaved, numerics=self.numerics)
+        return rotated_PHd.to(x_PHd.dtype)
 
 
 class VisionMlp(nn.Module):
@@ -91,7 +94,15 @@ class VisionBlock(nn.Module):
         self.attention = VisionAttention(spec, **factory)
         self.mlp_norm = build_norm(spec.norm, spec.hidden_size, spec.norm_eps, **factory)
         self.mlp = VisionMlp(spec.hidden_size, spec.mlp, **factory)
+        self.attention_scale: nn.Parameter | None = None
+        self.mlp_scale: nn.Parameter | None = None
+        if spec.layer_scale:
+            device, dtype = factory["device"], factory["dtype"]
+            self.attention_scale = nn.Parameter(torch.empty(spec.hidden_size, device=device, dtype=dtype))
+            self.mlp_scale = nn.Parameter(torch.empty(spec.hidden_size, device=device, dtype=dtype))
 
     def forward(self, x_PD: Tensor, cos_sin_P2d: Tensor | None, segments: Segments) -> Tensor:
-        x_PD = x_PD + self.attention(self.attention_norm(x_PD), cos_sin_P2d, segments)
-        return x_PD + self.mlp(self.mlp_norm(x_PD))
+        y_PD = self.attention(self.attention_norm(x_PD), cos_sin_P2d, segments)
+        x_PD = x_PD + (y_PD if self.attention_scale is None else y_PD * self.attention_scale)
+        y_PD = self.mlp(self.mlp_norm(x_PD))
+        return x_PD + (y_PD if self.mlp_scale is None else y_PD * self.mlp_scale)

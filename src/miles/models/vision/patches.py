@@ -1,9 +1,9 @@
-"""Patch grids of images: rows and columns of patches, attention windows, and interpolated position tables. No torch.
+"""Patches of images: grids, rows and columns, attention windows, and interpolated position tables. No torch.
 
-Patches are in the order of Qwen's processors: frame by frame, the squares of merged patches row by row, and the patches
-within each square row by row.
+Patches are in the order of Qwen's processors: frame by frame (or tile by tile), the squares of merged patches row by
+row, and the patches within each square row by row.
 
-Shapes: P patches, U = P / merge_size^2 squares, K = 4 neighbours in a position table.
+Shapes: P patches of C values, U = P / merge_size^2 squares, K neighbours in a position table.
 """
 
 from __future__ import annotations
@@ -15,13 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from miles.core.media import ImageInput
+from miles.models.vision.spec import PositionTableSpec, VisionSpec
 
+Array = NDArray[Any]
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
+# The kernel of bicubic interpolation that torch and most image libraries use.
+_CUBIC = -0.75
+
 
 class PatchGrid(NamedTuple):
-    """Patches of an image or video: frames, rows and columns."""
+    """Patches of an image or video: frames (or tiles), rows and columns."""
 
     frames: int
     rows: int
@@ -32,13 +37,10 @@ class PatchGrid(NamedTuple):
         return self.frames * self.rows * self.columns
 
 
-def read_grid(image: ImageInput, merge_size: int) -> PatchGrid:
+def read_grid(image: ImageInput, spec: VisionSpec) -> PatchGrid:
     """Return the grid of a processed image; ValueError if it does not fit the number of its features."""
-    name = "video_grid_thw" if image.kind == "video" else "image_grid_thw"
-    values = np.asarray(read_array(image, name)).reshape(-1)
-    if len(values) != 3 or values.min() < 1:
-        raise ValueError(f"{name} of an image is {values.tolist()}, but must be three positive integers")
-    grid = PatchGrid(*(int(value) for value in values))
+    grid = _read_tile_grid(image, spec.tower.patch_size) if spec.tower.pixels == "tiles" else _read_patch_grid(image)
+    merge_size = spec.merge_size
     if grid.rows % merge_size or grid.columns % merge_size:
         raise ValueError(
             f"an image has {grid.rows} x {grid.columns} patches, which is not a multiple of {merge_size} in both"
@@ -51,7 +53,58 @@ def read_grid(image: ImageInput, merge_size: int) -> PatchGrid:
     return grid
 
 
-def read_array(image: ImageInput, name: str) -> NDArray[Any]:
+def _read_patch_grid(image: ImageInput) -> PatchGrid:
+    name = "video_grid_thw" if image.kind == "video" else "image_grid_thw"
+    values = np.asarray(read_array(image, name)).reshape(-1)
+    if len(values) != 3 or values.min() < 1:
+        raise ValueError(f"{name} of an image is {values.tolist()}, but must be three positive integers")
+    return PatchGrid(*(int(value) for value in values))
+
+
+def _read_tile_grid(image: ImageInput, patch_size: int) -> PatchGrid:
+    tiles = _read_tiles(image)
+    return PatchGrid(len(tiles), tiles.shape[2] // patch_size, tiles.shape[3] // patch_size)
+
+
+def _read_tiles(image: ImageInput) -> Array:
+    """Return the tiles of an image, [tiles, channels, height, width], without padding at their right and bottom."""
+    pixels = read_array(image, "pixel_values")
+    if pixels.ndim < 3:
+        raise ValueError(f"pixel_values of an image has shape {pixels.shape}, but must have channels, height and width")
+    tiles = pixels.reshape(-1, *pixels.shape[-3:])
+    mask = image.arrays.get("pixel_attention_mask")
+    if mask is not None and not mask.all():
+        raise ValueError("an image has padding inside a tile; let the processor resize images to the size of a tile")
+    sizes = image.arrays.get("image_sizes")
+    if sizes is None:
+        return tiles
+    height, width = (int(size) for size in np.asarray(sizes).reshape(-1)[:2])
+    return tiles[:, :, :height, :width]
+
+
+def read_patches(image: ImageInput, grid: PatchGrid, spec: VisionSpec) -> Array:
+    """Return the patches of an image, [P, C]."""
+    tower, merge_size = spec.tower, spec.merge_size
+    size, channels = tower.patch_size, tower.channels
+    if tower.pixels == "patches":
+        name = "pixel_values_videos" if image.kind == "video" else "pixel_values"
+        array = read_array(image, name)
+        if array.shape != (grid.patches, tower.patch_values):
+            raise ValueError(
+                f"{name} of an image has shape {array.shape}, but {grid.patches} patches of {tower.patch_values} "
+                "values are needed"
+            )
+        return array
+    tiles = _read_tiles(image)
+    if tiles.shape[1] != channels:
+        raise ValueError(f"pixel_values of an image has {tiles.shape[1]} channels, but the model takes {channels}")
+    rows, columns = grid.rows // merge_size, grid.columns // merge_size
+    tiles = tiles[:, :, : grid.rows * size, : grid.columns * size]
+    blocks = tiles.reshape(grid.frames, channels, rows, merge_size, size, columns, merge_size, size)
+    return blocks.transpose(0, 2, 5, 3, 6, 1, 4, 7).reshape(grid.patches, -1)
+
+
+def read_array(image: ImageInput, name: str) -> Array:
     """Return an array of a processed image; ValueError if its processor made no such array."""
     if name not in image.arrays:
         found = ", ".join(image.arrays) or "none"
@@ -83,19 +136,33 @@ def window_order(grid: PatchGrid, merge_size: int, window: int) -> tuple[Ints, t
 
 
 @lru_cache(maxsize=256)
-def interpolate_positions(grid: PatchGrid, merge_size: int, side: int) -> tuple[Ints, Floats]:
-    """The four neighbours of every patch in a square table of positions, and their weights, [P, 4] each.
-
-    The corners of the image are those of the table, and positions between are interpolated linearly.
-    """
-    at = patch_positions(grid, merge_size).astype(np.float32)
-    most = np.maximum(np.array((grid.rows, grid.columns), np.float32) - 1, 1)
-    source = at * np.float32(side - 1) / most
+def interpolate_positions(grid: PatchGrid, merge_size: int, table: PositionTableSpec) -> tuple[Ints, Floats]:
+    """The neighbours of every patch in a table of positions, and their weights, [P, K] each."""
+    at = patch_positions(grid, merge_size)
+    side = table.side
+    if table.kind == "fixed":
+        if (grid.rows, grid.columns) != (side, side):
+            raise ValueError(
+                f"an image has {grid.rows} x {grid.columns} patches, but the model takes {side} x {side} only"
+            )
+        return at[:, :1] * side + at[:, 1:], np.ones((len(at), 1), np.float32)
+    sizes = np.array((grid.rows, grid.columns), np.float32)
+    if table.kind == "bilinear":
+        source = at.astype(np.float32) * np.float32(side - 1) / np.maximum(sizes - 1, 1)
+        offsets = np.arange(2)
+    else:
+        source = (at.astype(np.float32) + np.float32(0.5)) / sizes * side - np.float32(0.5)
+        offsets = np.arange(-1, 3)
     low = np.floor(source)
-    fraction = (source - low).astype(np.float32)
-    near = low.astype(np.int64)
-    taps = np.stack((near, np.minimum(near + 1, side - 1)), -1)  # [P, 2 axes, 2]
-    weights = np.stack((1 - fraction, fraction), -1)
+    taps = np.clip(low.astype(np.int64)[..., None] + offsets, 0, side - 1)  # [P, 2 axes, taps]
+    distance = np.abs((source - low)[..., None] - offsets).astype(np.float32)
+    weights = np.maximum(1 - distance, 0) if table.kind == "bilinear" else _cubic(distance)
     index = taps[:, 0, :, None] * side + taps[:, 1, None, :]
     weight = weights[:, 0, :, None] * weights[:, 1, None, :]
-    return index.reshape(-1, 4), weight.reshape(-1, 4).astype(np.float32)
+    return index.reshape(len(at), -1), weight.reshape(len(at), -1).astype(np.float32)
+
+
+def _cubic(distance: Floats) -> Floats:
+    near = ((_CUBIC + 2) * distance - (_CUBIC + 3)) * distance**2 + 1
+    far = ((distance - 5) * distance + 8) * distance * _CUBIC - 4 * _CUBIC
+    return np.where(distance <= 1, near, far)

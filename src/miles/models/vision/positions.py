@@ -61,7 +61,7 @@ def get_placeholder(vision: VisionSpec, image: ImageInput) -> int:
 
 def _split_runs(at: Ints, vision: VisionSpec, image: ImageInput) -> list[tuple[Ints, PatchGrid]]:
     """The placeholders of an image: one run of its grid, or runs of one frame each, with text (timestamps) between."""
-    grid = read_grid(image, vision.merge_size)
+    grid = read_grid(image, vision)
     merged = PatchGrid(grid.frames, grid.rows // vision.merge_size, grid.columns // vision.merge_size)
     runs = np.split(at, np.flatnonzero(np.diff(at) != 1) + 1)
     if len(runs) == 1:

@@ -20,9 +20,12 @@ class VisionMlpSpec:
     bias: bool = True
 
 
+# -- projectors: from the patches of a square to one feature -----------------------------------
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergerSpec:
-    """Patch merger: a norm, the patches of a square side by side, and an MLP with a GELU.
+    """Qwen's patch merger: a norm, the patches of a square side by side, and an MLP with a GELU.
 
     ``norm_merged`` normalizes the patches of a square together instead of each by itself.
     """
@@ -33,13 +36,79 @@ class MergerSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ConvMergerSpec:
+    """GLM's patch merger: a convolution over a square, a projection, LayerNorm and GELU, and a gated MLP."""
+
+    size: int
+    activation: VisionActivation
+    norm_eps: float = 1e-5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpProjectorSpec:
+    """Two linear layers with an activation between; before them RMSNorm and a linear layer that merges a square.
+
+    ``norm_eps`` None is without norm; squares of one patch are not merged.
+    """
+
+    activation: VisionActivation
+    bias: bool
+    norm_eps: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShuffleProjectorSpec:
+    """Pixel shuffle: the patches of a square side by side, then linear layers.
+
+    ``kind`` ``linear`` is one linear layer without bias; ``mlp`` LayerNorm and two linear layers with a GELU between;
+    ``adapter`` two linear layers without bias, a GELU after each, of ``inner`` and ``outer`` channels, and a linear
+    layer without bias. ``by_column`` lists the patches of a square column by column.
+    """
+
+    kind: Literal["linear", "mlp", "adapter"]
+    norm_eps: float = 1e-5
+    inner: int = 0
+    outer: int = 0
+    by_column: bool = False
+
+
+ProjectorSpec = MergerSpec | ConvMergerSpec | MlpProjectorSpec | ShuffleProjectorSpec
+
+
+# -- the tower -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PositionTableSpec:
+    """A table of ``side`` x ``side`` learned positions of patches, added to their embeddings.
+
+    ``bilinear`` interpolates it with the corners of the image at those of the table, ``bicubic`` with the edges of the
+    image at those of the table; ``fixed`` takes images of the table's size only. In the checkpoint a ``batched`` table
+    and class token have leading dimensions of one.
+    """
+
+    side: int
+    kind: Literal["bilinear", "bicubic", "fixed"]
+    batched: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VisionTowerSpec:
     """A vision transformer over patches of ``channels`` x ``temporal_patch_size`` x ``patch_size`` x ``patch_size``.
 
-    Every frame attends to itself; with ``window`` (in merged patches, height and width), layers other than
-    ``full_layers`` attend within windows. ``rope_theta`` rotates half of a head by a patch's row and half by its column
-    (None: no RoPE). ``position_side`` is the height and width of a table of learned positions, interpolated to each
-    image (None: no table). The outputs of ``deepstack_layers`` have mergers of their own.
+    ``pixels`` is how the checkpoint's processor returns an image: ``patches`` in squares, with the grid of an image, or
+    ``tiles`` of pixels. Every frame or tile attends to itself; with ``window`` (in squares of merged patches, height
+    and width), layers other than ``full_layers`` attend within windows. A ``class_token`` is before or after the
+    patches of a tile, and has no feature.
+
+    ``rope_theta`` rotates half of a head by a patch's row and half by its column (None: no RoPE), with the same
+    frequencies. ``rope`` ``alternating`` takes every other frequency for rows and those between for columns;
+    ``complex`` rotates neighbouring channels, by columns in the first half of a head, and counts from one.
+
+    ``pre_norm`` is a norm before the first block, ``post_norm`` after the last; with ``norm_first`` positions of the
+    table are added after the former. ``layer_scale`` scales the output of attention and MLP by learned factors. The
+    outputs of ``deepstack_layers`` have projectors of their own. ``patch_linear``: the checkpoint has a matrix in place
+    of the convolution that embeds patches.
     """
 
     hidden_size: int
@@ -49,18 +118,26 @@ class VisionTowerSpec:
     norm: VisionNorm
     norm_eps: float
     patch_size: int
-    merger: MergerSpec
-    temporal_patch_size: int = 1
+    projector: ProjectorSpec
+    pixels: Literal["patches", "tiles"] = "patches"
+    temporal_patch_size: int | None = None
     channels: int = 3
     patch_bias: bool = False
+    patch_linear: bool = False
     qkv_bias: bool = True
     output_bias: bool = True
     rope_theta: float | None = 10_000.0
-    position_side: int | None = None
+    rope: Literal["axial", "alternating", "complex"] = "axial"
+    positions: PositionTableSpec | None = None
+    class_token: Literal["first", "last"] | None = None
+    pre_norm: bool = False
+    post_norm: bool = False
+    norm_first: bool = False
+    layer_scale: bool = False
     window: int | None = None
     full_layers: tuple[int, ...] = ()
     deepstack_layers: tuple[int, ...] = ()
-    deepstack_merger: MergerSpec | None = None
+    deepstack_projector: MergerSpec | None = None
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_heads:
@@ -73,9 +150,28 @@ class VisionTowerSpec:
         return self.hidden_size // self.num_heads
 
     @property
-    def patch_shape(self) -> tuple[int, int, int, int]:
-        """Channels, frames, height and width of a patch."""
-        return self.channels, self.temporal_patch_size, self.patch_size, self.patch_size
+    def patch_shape(self) -> tuple[int, ...]:
+        """Channels, frames (if a patch has several), height and width of a patch, as in the checkpoint."""
+        frames = () if self.temporal_patch_size is None else (self.temporal_patch_size,)
+        return self.channels, *frames, self.patch_size, self.patch_size
+
+    @property
+    def position_table_shape(self) -> tuple[int, ...] | None:
+        """Shape of the table of positions; a class token has a row of its own, before or after those of patches."""
+        if self.positions is None:
+            return None
+        rows = self.positions.side**2 + (self.class_token is not None)
+        return (*((1,) if self.positions.batched else ()), rows, self.hidden_size)
+
+    @property
+    def class_token_shape(self) -> tuple[int, ...]:
+        """Shape of the class token."""
+        return (*((1, 1) if self.positions is not None and self.positions.batched else ()), self.hidden_size)
+
+    @property
+    def patch_values(self) -> int:
+        """Values of a patch."""
+        return self.channels * (self.temporal_patch_size or 1) * self.patch_size**2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

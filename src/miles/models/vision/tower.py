@@ -21,18 +21,19 @@ from miles.kernels.attention.bidirectional import Segments
 from miles.kernels.fused.gemv import linear
 from miles.kernels.numerics import Numerics
 from miles.models.activation_checkpointing import CheckpointFn
-from miles.models.layers.linear import Linear
-from miles.models.vision.encoder import VisionBlock, activate, build_norm
+from miles.models.layers.norm import LayerNorm, RMSNorm
+from miles.models.vision.encoder import VisionBlock, build_norm
 from miles.models.vision.inputs import VisionFeatures
 from miles.models.vision.patches import (
     PatchGrid,
     interpolate_positions,
     patch_positions,
-    read_array,
     read_grid,
+    read_patches,
     window_order,
 )
-from miles.models.vision.spec import MergerSpec, VisionSpec, VisionTowerSpec
+from miles.models.vision.projectors import build_projector
+from miles.models.vision.spec import VisionSpec, VisionTowerSpec
 
 # Positions per cos/sin call: a fixed size gives the same bits with any number of threads.
 _CHUNK = 64
@@ -46,7 +47,8 @@ class PatchEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.numerics = numerics
-        shape = (spec.hidden_size, *spec.patch_shape)
+        shape = (spec.patch_values,) if spec.patch_linear else spec.patch_shape
+        shape = (spec.hidden_size, *shape)
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.bias: nn.Parameter | None = None
         if spec.patch_bias:
@@ -54,23 +56,6 @@ class PatchEmbedding(nn.Module):
 
     def forward(self, patches_PC: Tensor) -> Tensor:
         return linear(patches_PC.to(self.weight.dtype), self.weight.flatten(1), self.bias, numerics=self.numerics)
-
-
-class PatchMerger(nn.Module):
-    """Maps each square of patches to one feature."""
-
-    def __init__(self, spec: MergerSpec, tower: VisionTowerSpec, merge_size: int, width: int, **factory: Any) -> None:
-        super().__init__()
-        self.norm_merged = spec.norm_merged
-        self.merged = tower.hidden_size * merge_size**2
-        size = self.merged if spec.norm_merged else tower.hidden_size
-        self.norm = build_norm(spec.norm, size, spec.norm_eps, **factory)
-        self.up = Linear(self.merged, self.merged, bias=True, **factory)
-        self.down = Linear(self.merged, width, bias=True, **factory)
-
-    def forward(self, x_PD: Tensor) -> Tensor:
-        x_PD = self.norm(x_PD.view(-1, self.merged)) if self.norm_merged else self.norm(x_PD)
-        return self.down(activate(self.up(x_PD.view(-1, self.merged)), "gelu"))
 
 
 class VisionTower(nn.Module):
@@ -88,18 +73,29 @@ class VisionTower(nn.Module):
         factory: dict[str, Any] = {"device": device, "dtype": dtype, "numerics": numerics}
         tower = spec.tower
         self.patch_embed = PatchEmbedding(tower, **factory)
-        self.position_table: nn.Parameter | None = None
-        if tower.position_side is not None:
-            table = torch.empty(tower.position_side**2, tower.hidden_size, device=device, dtype=dtype)
-            self.position_table = nn.Parameter(table)
+        table = tower.position_table_shape
+        self.position_table = None if table is None else self._parameter(*table, **factory)
+        self.class_token: nn.Parameter | None = None
+        if tower.class_token is not None:
+            self.class_token = self._parameter(*tower.class_token_shape, **factory)
+        self.pre_norm = self._norm(tower.pre_norm, **factory)
         self.blocks = nn.ModuleList(VisionBlock(tower, **factory) for _ in range(tower.num_layers))
-        self.merger = PatchMerger(tower.merger, tower, spec.merge_size, width, **factory)
+        self.post_norm = self._norm(tower.post_norm, **factory)
+        self.merger = build_projector(tower.projector, tower.hidden_size, spec.merge_size, width, **factory)
         self.deepstack = nn.ModuleList()
-        if tower.deepstack_merger is not None:
+        if tower.deepstack_projector is not None:
             self.deepstack.extend(
-                PatchMerger(tower.deepstack_merger, tower, spec.merge_size, width, **factory)
+                build_projector(tower.deepstack_projector, tower.hidden_size, spec.merge_size, width, **factory)
                 for _ in tower.deepstack_layers
             )
+
+    def _norm(self, present: bool, **factory: Any) -> LayerNorm | RMSNorm | None:
+        tower = self.spec.tower
+        return build_norm(tower.norm, tower.hidden_size, tower.norm_eps, **factory) if present else None
+
+    @staticmethod
+    def _parameter(*shape: int, device: torch.device | str, dtype: torch.dtype, numerics: Numerics) -> nn.Parameter:
+        return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
     def forward(self, images: Sequence[ImageInput], checkpoint_fn: CheckpointFn | None = None) -> VisionFeatures:
         """Compute the features of images, concatenated in their order; blocks run under ``checkpoint_fn`` if given."""
@@ -118,16 +114,21 @@ class VisionTower(nn.Module):
 
     def check(self, image: ImageInput) -> None:
         """Raise a ValueError if the arrays of an image are not what this tower encodes."""
-        self._read_pixels(image, read_grid(image, self.spec.merge_size))
+        grid = read_grid(image, self.spec)
+        patches = read_patches(image, grid, self.spec)
+        if patches.dtype.kind != "f":
+            raise ValueError(f"the pixels of an image are {patches.dtype}, but must be floats")
+        if self.spec.tower.positions is not None:
+            interpolate_positions(grid, self.spec.merge_size, self.spec.tower.positions)
 
     def _encode(self, images: Sequence[ImageInput], checkpoint_fn: CheckpointFn | None) -> VisionFeatures:
-        spec, tower, device = self.spec, self.spec.tower, self.patch_embed.weight.device
-        grids = [read_grid(image, spec.merge_size) for image in images]
-        x_PD = self.patch_embed(self._read_patches(images, grids, device))
-        if self.position_table is not None:
-            x_PD = x_PD + self._interpolate_table(self.position_table, grids).to(x_PD.dtype)
+        tower, device = self.spec.tower, self.patch_embed.weight.device
+        grids = [read_grid(image, self.spec) for image in images]
+        patches = [_to_device(read_patches(*pair, self.spec), device) for pair in zip(images, grids, strict=True)]
+        x_PD = self._embed(patches[0] if len(patches) == 1 else torch.cat(patches), grids)
         cos_sin_P2d = None if tower.rope_theta is None else self._cos_sin(tower.rope_theta, grids, device)
-        frames = Segments([grid.rows * grid.columns for grid in grids for _ in range(grid.frames)], device)
+        extra = tower.class_token is not None
+        frames = Segments([grid.rows * grid.columns + extra for grid in grids for _ in range(grid.frames)], device)
         windows, inverse_U = frames, None
         if tower.window is not None:
             order_U, lengths = self._window_order(tower.window, grids)
@@ -135,50 +136,88 @@ class VisionTower(nn.Module):
             order = torch.from_numpy(order_U).to(device)
             x_PD = self._permute(x_PD, order)
             cos_sin_P2d = None if cos_sin_P2d is None else self._permute(cos_sin_P2d, order)
-        deepstack: list[Tensor] = []
+        features: list[Tensor] = []
         for number, block in enumerate(self.blocks):
             segments = frames if number in tower.full_layers else windows
             inputs = (x_PD, cos_sin_P2d, segments)
             x_PD = block(*inputs) if checkpoint_fn is None else checkpoint_fn(block, *inputs)
             if number in tower.deepstack_layers:
-                deepstack.append(self.deepstack[tower.deepstack_layers.index(number)](x_PD))
-        features = [self.merger(x_PD), *deepstack]
+                projector = self.deepstack[tower.deepstack_layers.index(number)]
+                features.append(projector(self._squares(x_PD, grids)))
+        x_PD = x_PD if self.post_norm is None else self.post_norm(x_PD)
+        features.insert(0, self.merger(self._squares(x_PD, grids)))
         if inverse_U is not None:
             features = [each.index_select(0, inverse_U) for each in features]
         return VisionFeatures(embeds_FD=features[0], deepstack=tuple(features[1:]))
 
-    def _read_patches(self, images: Sequence[ImageInput], grids: Sequence[PatchGrid], device: torch.device) -> Tensor:
-        pixels = (self._read_pixels(image, grid) for image, grid in zip(images, grids, strict=True))
-        arrays = [_to_device(array, device) for array in pixels]
-        return arrays[0] if len(arrays) == 1 else torch.cat(arrays)
+    def _embed(self, patches_PC: Tensor, grids: Sequence[PatchGrid]) -> Tensor:
+        """Embed patches, with their learned positions and class tokens, if there are any."""
+        tower = self.spec.tower
+        x_PD = self.patch_embed(patches_PC)
+        if self.pre_norm is not None and tower.norm_first:
+            x_PD = self.pre_norm(x_PD)
+        table_ND = None if self.position_table is None else self.position_table.flatten(0, -2)
+        if table_ND is not None:
+            first = 1 if tower.class_token == "first" else 0
+            x_PD = x_PD + self._interpolate_table(table_ND[first:], grids).to(x_PD.dtype)
+        if self.class_token is not None:
+            token_D = self.class_token.flatten()
+            if table_ND is not None:
+                token_D = token_D + table_ND[0 if tower.class_token == "first" else -1]
+            x_PD = self._insert_class_tokens(token_D, x_PD, grids)
+        if self.pre_norm is not None and not tower.norm_first:
+            x_PD = self.pre_norm(x_PD)
+        return x_PD
 
-    def _read_pixels(self, image: ImageInput, grid: PatchGrid) -> np.ndarray[Any, Any]:
-        name = "pixel_values_videos" if image.kind == "video" else "pixel_values"
-        array, size = read_array(image, name), int(np.prod(self.spec.tower.patch_shape))
-        if array.shape != (grid.patches, size) or array.dtype.kind != "f":
-            raise ValueError(
-                f"{name} of an image is {array.dtype} of shape {array.shape}, but must be {grid.patches} patches of "
-                f"{size} floats"
-            )
-        return array
+    def _insert_class_tokens(self, token_D: Tensor, x_PD: Tensor, grids: Sequence[PatchGrid]) -> Tensor:
+        first = self.spec.tower.class_token == "first"
+        tiles = [tile for grid, part in self._split(x_PD, grids, 0) for tile in part.unflatten(0, (grid.frames, -1))]
+        pieces = [(token_D[None], tile) if first else (tile, token_D[None]) for tile in tiles]
+        return torch.cat([piece for pair in pieces for piece in pair])
+
+    def _squares(self, x_PD: Tensor, grids: Sequence[PatchGrid]) -> Tensor:
+        """The patches of every square, [F, S, D], without class tokens."""
+        side = self.spec.tower.class_token
+        if side is not None:
+            rows = slice(1, None) if side == "first" else slice(None, -1)
+            parts = self._split(x_PD, grids, 1)
+            x_PD = torch.cat([part.unflatten(0, (grid.frames, -1))[:, rows].flatten(0, 1) for grid, part in parts])
+        return x_PD.unflatten(0, (-1, self.spec.merge_size**2))
+
+    @staticmethod
+    def _split(x: Tensor, grids: Sequence[PatchGrid], extra: int) -> Iterator[tuple[PatchGrid, Tensor]]:
+        """The rows of each image, whose tiles have ``extra`` rows beyond their patches."""
+        return zip(grids, x.split([grid.frames * (grid.rows * grid.columns + extra) for grid in grids]), strict=True)
 
     def _interpolate_table(self, table_ND: Tensor, grids: Sequence[PatchGrid]) -> Tensor:
-        side, merge_size = self.spec.tower.position_side, self.spec.merge_size
-        assert side is not None
-        parts = [interpolate_positions(grid, merge_size, side) for grid in grids]
-        index_P4, weight_P4 = (
+        assert self.spec.tower.positions is not None
+        parts = [interpolate_positions(grid, self.spec.merge_size, self.spec.tower.positions) for grid in grids]
+        index_PK, weight_PK = (
             torch.from_numpy(np.concatenate(each)).to(table_ND.device) for each in zip(*parts, strict=True)
         )
-        return (F.embedding(index_P4, table_ND) * weight_P4[..., None]).sum(1)
+        return (F.embedding(index_PK, table_ND) * weight_PK[..., None]).sum(1)
 
     def _cos_sin(self, theta: float, grids: Sequence[PatchGrid], device: torch.device) -> Tensor:
-        at_P2 = np.concatenate([patch_positions(grid, self.spec.merge_size) for grid in grids])
+        """Cosines and signed sines of every patch, and of class tokens, which are not rotated, [P, 2, d]."""
+        tower = self.spec.tower
+        parts: list[np.ndarray[Any, Any]] = []
+        for grid in grids:
+            at_P2 = patch_positions(grid, self.spec.merge_size) + (1 if tower.rope == "complex" else 0)
+            if tower.class_token is not None:
+                pads = (1, 0) if tower.class_token == "first" else (0, 1)
+                at_P2 = np.pad(at_P2.reshape(grid.frames, -1, 2), ((0, 0), pads, (0, 0))).reshape(-1, 2)
+            parts.append(at_P2)
+        at_P2 = np.concatenate(parts)
         longest = 1 << int(at_P2.max()).bit_length()
-        table_N2q = _axis_table(theta, self.spec.tower.head_dim // 4, longest, device)
-        cos_sin_P22q = table_N2q.index_select(0, torch.from_numpy(at_P2.reshape(-1)).to(device))
-        # Rows rotate the first quarter of the channels with the third, columns the second with the fourth.
-        cos_P2q, sin_P2q = cos_sin_P22q.unflatten(0, (-1, 2)).unbind(2)
-        cos_Ph, sin_Ph = cos_P2q.flatten(1), sin_P2q.flatten(1)
+        table_N22q = _axis_table(theta, tower.head_dim // 4, tower.rope, longest, device)
+        rows_P2q, columns_P2q = (
+            table_N22q[:, axis].index_select(0, torch.from_numpy(at_P2[:, axis].copy()).to(device)) for axis in (0, 1)
+        )
+        if tower.rope == "complex":  # neighbouring channels in pairs, columns before rows
+            cos_Ph, sin_Ph = torch.cat((columns_P2q, rows_P2q), 2).unbind(1)
+            sines_Pd = torch.stack((-sin_Ph, sin_Ph), -1).flatten(1)
+            return torch.stack((cos_Ph.repeat_interleave(2, 1), sines_Pd), 1)
+        cos_Ph, sin_Ph = torch.cat((rows_P2q, columns_P2q), 2).unbind(1)
         return torch.stack((torch.cat((cos_Ph, cos_Ph), 1), torch.cat((-sin_Ph, sin_Ph), 1)), 1)
 
     def _window_order(self, window: int, grids: Sequence[PatchGrid]) -> tuple[np.ndarray[Any, Any], list[int]]:
@@ -198,13 +237,16 @@ class VisionTower(nn.Module):
 
 
 @lru_cache(maxsize=16)
-def _axis_table(theta: float, quarter: int, length: int, device: torch.device) -> Tensor:
-    """Cosines and sines of one axis' positions, float32 [N, 2, q]."""
+def _axis_table(theta: float, quarter: int, kind: str, length: int, device: torch.device) -> Tensor:
+    """Cosines and sines of positions in rows and in columns, float32 [N, 2 axes, 2, q]."""
     # Not an inference tensor, since a trainer in the same process saves it for backward.
     with torch.inference_mode(False), torch.no_grad():
-        inv_q = 1.0 / theta ** (torch.arange(0, 2 * quarter, 2, dtype=torch.float32, device="cpu") / (2 * quarter))
-        angles = torch.outer(torch.arange(length, dtype=torch.float32, device="cpu"), inv_q).split(_CHUNK)
-        return torch.cat([torch.stack((part.cos(), part.sin()), 1) for part in angles]).to(device)
+        exponents_q = torch.arange(0, 2 * quarter, 2, dtype=torch.float32, device="cpu") / (2 * quarter)
+        shift = 1.0 / (2 * quarter) if kind == "alternating" else 0.0
+        inv_2q = 1.0 / theta ** torch.stack((exponents_q, exponents_q + shift))
+        at_N = torch.arange(length, dtype=torch.float32, device="cpu")
+        angles = (at_N[:, None, None] * inv_2q).split(_CHUNK)
+        return torch.cat([torch.stack((part.cos(), part.sin()), 2) for part in angles]).to(device)
 
 
 def _to_device(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
