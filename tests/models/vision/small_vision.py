@@ -1,4 +1,4 @@
-"""Small transformers models with vision towers and random weights, and prompts with images of several sizes for them."""
+"""Small transformers models with vision towers and random weights, and prompts with images for them."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -9,12 +9,12 @@ import torch
 from tests.models.oracle import saved
 from torch import Tensor
 from transformers import (
-    Glm46VConfig,
-    Glm46VForConditionalGeneration,
     Glm4vConfig,
     Glm4vForConditionalGeneration,
     Glm4vMoeConfig,
     Glm4vMoeForConditionalGeneration,
+    Glm46VConfig,
+    Glm46VForConditionalGeneration,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
     InternVLConfig,
@@ -27,18 +27,18 @@ from transformers import (
     Mistral3ForConditionalGeneration,
     PreTrainedConfig,
     PreTrainedModel,
-    Qwen2VLConfig,
-    Qwen2VLForConditionalGeneration,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-    Qwen3VLMoeConfig,
-    Qwen3VLMoeForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
     Qwen3_5MoeConfig,
     Qwen3_5MoeForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
     SmolVLMConfig,
     SmolVLMForConditionalGeneration,
 )

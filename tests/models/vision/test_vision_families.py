@@ -40,6 +40,8 @@ def test_gradients_of_tower_and_decoder_are_those_of_transformers(kind):
         (logits * target).sum().backward()
     theirs = assemble(decoder.spec, gradients(model))
     for name, parameter in decoder.named_parameters():
+        if not parameter.requires_grad:  # a correction bias
+            continue
         assert parameter.grad is not None, name
         assert relative(parameter.grad, theirs[name]) <= 1e-4, name
 
@@ -83,4 +85,6 @@ def test_an_image_changes_the_logits_after_it_and_no_others(kind):
     with torch.no_grad():
         before, after = our_vision_logits(decoder, [prompt]), our_vision_logits(decoder, [swapped])
     same = (before == after).all(1)
-    assert same[: first.start].all() and not same[first.start :].any()
+    # Chunked attention ends what an image changes.
+    last = first.end if kind == "llama4" else len(same)
+    assert same[: first.start].all() and not same[first.start : last].any()

@@ -15,6 +15,7 @@ from miles.launch.plan.layout_memory import (
 from miles.launch.plan.lora import build_lora
 from miles.launch.plan.plan import Plan
 from miles.launch.rules.paths import read_spec_or_none
+from miles.models.accounting.image_features import vision_bytes
 from miles.models.accounting.params import (
     BYTES,
     gradient_bytes,
@@ -80,6 +81,7 @@ def estimate_memory(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Memo
         MemoryShare(name="engine", bytes=size, note=note),
         MemoryShare(name="kv cache", bytes=kv_bytes, note=f"{tokens:,} tokens: {why}"),
         *_estimate_states(config, plan, spec),
+        *_estimate_images(config, spec, dtype),
     )
 
 
@@ -238,6 +240,14 @@ def _estimate_states(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Mem
     return (MemoryShare(name="states", bytes=each * running, note=f"of {running} requests"),) if each else ()
 
 
+def _estimate_images(config: Config, spec: DecoderSpec, dtype: str) -> tuple[MemoryShare, ...]:
+    """The features of images that the engine keeps, and the activations of its vision tower."""
+    cache = config.native.engine_vision_cache_mib << 20
+    size = vision_bytes(spec, dtype, cache)
+    note = f"{format_bytes(cache)} of features, and the vision tower's activations"
+    return (MemoryShare(name="images", bytes=size, note=note),) if size else ()
+
+
 def estimate_kv_tokens(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[int, str]:
     """How many tokens the KV cache holds, and why; the same rule as the engine's, as far as known here."""
     if config.native.engine_kv_tokens is not None:
@@ -250,7 +260,8 @@ def estimate_kv_tokens(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[i
         return most, f"{why} at most; the engine takes at most {part:.0%} of the free memory"
     free = get_free_memory()
     each = max(1, kv_bytes_per_token(spec, plan.dtype, config.models.numerics))
-    fits = most if free is None else int(free * part) // each
+    images = vision_bytes(spec, plan.dtype, config.native.engine_vision_cache_mib << 20)
+    fits = most if free is None else max(0, int(free * part) - images) // each
     return (most, why) if most <= fits else (fits, f"{part:.0%} of the free memory")
 
 

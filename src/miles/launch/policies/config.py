@@ -57,6 +57,7 @@ ENGINE_OPTIONS = frozenset(
         "engine_memory_fraction",
         "engine_prefill_chunk",
         "engine_prefill_delay_steps",
+        "engine_vision_cache_mib",
     ]
 )
 TRAINING_OPTIONS = frozenset(

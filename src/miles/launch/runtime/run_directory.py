@@ -112,6 +112,7 @@ MAY_CHANGE = frozenset(
         "max_tokens_per_gpu",
         "engine_memory_fraction",
         "engine_kv_tokens",
+        "engine_vision_cache_mib",
         "gradient_checkpointing",
         "recompute_granularity",
         "recompute_method",

@@ -61,7 +61,7 @@ def read_glm4(
 def read_glm4_moe(
     config: Mapping[str, Any], family: str = "glm4_moe", *, mrope: tuple[int, int, int] | None = None
 ) -> DecoderSpec:
-    """GLM-4.5 to 4.7: partial rotary embedding, experts balanced by a correction bias; ``mrope`` as in ``read_glm4``."""
+    """GLM-4.5 to 4.7: partial rotary embedding, experts with a correction bias; ``mrope`` as in ``read_glm4``."""
     reader = ConfigReader(config, family)
     common, heads = reader.common_args(eps=_MOE_EPS), reader.attention_heads()
     rope = reader.rope(head_dim=heads["head_dim"], partial=_PARTIAL_ROTARY, mrope=mrope, aliases={"mrope": "default"})

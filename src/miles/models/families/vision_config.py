@@ -62,7 +62,7 @@ class VisionConfigReader(ConfigReader):
 def read_text_config(
     config: Mapping[str, Any], defaults: Mapping[str, Any], *, flat: bool = False, family: str
 ) -> dict[str, Any]:
-    """Return the config of the text model: with the outer config's EOS tokens and tied head, and transformers' defaults.
+    """Return the text model's config, with the outer config's EOS tokens and tied head, and transformers' defaults.
 
     ``flat`` families have older configs in which the text model's keys are in the outer config.
     """

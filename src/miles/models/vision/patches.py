@@ -69,6 +69,8 @@ def _read_tile_grid(image: ImageInput, patch_size: int) -> PatchGrid:
 def _read_tiles(image: ImageInput) -> Array:
     """Return the tiles of an image, [tiles, channels, height, width], without padding at their right and bottom."""
     pixels = read_array(image, "pixel_values")
+    if pixels.ndim < 3:
+        raise ValueError(f"pixel_values of an image has shape {pixels.shape}, but must have channels, height and width")
     tiles = pixels.reshape(-1, *pixels.shape[-3:])
     mask = image.arrays.get("pixel_attention_mask")
     if mask is not None and not mask.all():
@@ -89,8 +91,8 @@ def read_patches(image: ImageInput, grid: PatchGrid, spec: VisionSpec) -> Array:
         array = read_array(image, name)
         if array.shape != (grid.patches, tower.patch_values):
             raise ValueError(
-                f"{name} of an image has shape {array.shape}, but {grid.patches} patches of {tower.patch_values} values "
-                "are needed"
+                f"{name} of an image has shape {array.shape}, but {grid.patches} patches of {tower.patch_values} "
+                "values are needed"
             )
         return array
     tiles = _read_tiles(image)

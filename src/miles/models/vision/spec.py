@@ -103,9 +103,12 @@ class VisionTowerSpec:
 
     ``rope_theta`` rotates half of a head by a patch's row and half by its column (None: no RoPE), with the same
     frequencies. ``rope`` ``alternating`` takes every other frequency for rows and those between for columns;
-    ``complex`` rotates neighbouring channels, by columns in the first half of a head, and counts from one. ``pre_norm`` is a norm before the first block, ``post_norm``
-    after the last; positions of the table are added after it with ``norm_first``. ``layer_scale`` scales the output of
-    attention and MLP by learned factors. The outputs of ``deepstack_layers`` have projectors of their own.
+    ``complex`` rotates neighbouring channels, by columns in the first half of a head, and counts from one.
+
+    ``pre_norm`` is a norm before the first block, ``post_norm`` after the last; with ``norm_first`` positions of the
+    table are added after the former. ``layer_scale`` scales the output of attention and MLP by learned factors. The
+    outputs of ``deepstack_layers`` have projectors of their own. ``patch_linear``: the checkpoint has a matrix in place
+    of the convolution that embeds patches.
     """
 
     hidden_size: int
