@@ -110,6 +110,7 @@ MAY_CHANGE = frozenset(
         "fsdp_cpu_offload",
         "optimizer_cpu_offload",
         "max_tokens_per_gpu",
+        "max_patches_per_gpu",
         "engine_memory_fraction",
         "engine_kv_tokens",
         "engine_vision_cache_mib",
