@@ -7,12 +7,13 @@ from tests.launch.small_config import furnish
 
 from miles.config.cli import parse
 from miles.config.files import read_layers
-from miles.launch.build.models import get_frozen_vision
 from miles.launch.config import Config
+from miles.launch.plan.layout_memory import get_frozen_vision
 from miles.launch.plan.memory import estimate_memory
 from miles.launch.plan.plan import build_plan
 from miles.launch.rules.check import check_rules
 from miles.launch.rules.paths import read_spec_or_none
+from miles.models.accounting.params import vision_parameter_count
 
 TOWER = ("--hf-checkpoint", "vision")
 
@@ -74,6 +75,13 @@ def test_options_reach_the_models_and_the_memory_plan() -> None:
     assert "vision tower" not in shares()
     trained, recomputed = shares(*patches), shares(*patches, "--gradient-checkpointing")
     assert trained["vision tower"] > recomputed["vision tower"] > 0
-    assert "vision tower" not in shares(*patches, "--freeze-vision-tower")
+    frozen = shares(*patches, "--freeze-vision-tower", "--freeze-vision-projector")
+    assert "vision tower" not in frozen
+    spec = read_spec_or_none("vision", "native")
+    assert spec is not None
+    count = vision_parameter_count(spec)
+    assert trained["weights"] == frozen["weights"]
+    assert trained["gradients"] - frozen["gradients"] == 4 * count
+    assert trained["optimizer"] - frozen["optimizer"] in (8 * count, 12 * count)
     config = parse(Config, (*TOWER, "--freeze-vision-projector"), read_layers("good.toml")).config
-    assert not get_frozen_vision(config).tower and get_frozen_vision(config).projector
+    assert not get_frozen_vision(config.train).tower and get_frozen_vision(config.train).projector

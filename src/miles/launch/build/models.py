@@ -30,6 +30,7 @@ from miles.launch.config import Config
 from miles.launch.plan.layout_memory import (
     estimate_rank_lora_memory,
     estimate_rank_memory,
+    get_frozen_vision,
     get_recompute_layers,
     get_recompute_mode,
     packs_reference,
@@ -42,7 +43,6 @@ from miles.models.checkpoint import hf
 from miles.models.checkpoint.convert import convert_checkpoint, plan_conversion
 from miles.models.checkpoint.safetensors_io import config_dtype, read_config
 from miles.models.model_provider import ModelProvider, apply_model_provider
-from miles.models.optim_groups import FrozenVision
 from miles.models.packing import packed_spec
 from miles.models.resolve import resolve_spec
 from miles.models.spec import AttentionSpec, DecoderSpec
@@ -207,11 +207,6 @@ def choose_save_dtype(config: Config, policy: BaseCheckpoint) -> torch.dtype | N
     return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(config_dtype(policy.config) or "")
 
 
-def get_frozen_vision(config: Config) -> FrozenVision:
-    """The parts of the vision towers of policy and critic that are not trained."""
-    return FrozenVision(tower=config.train.freeze_vision_tower, projector=config.train.freeze_vision_projector)
-
-
 class LocalModelFactory:
     """The ``ModelFactory`` of a single process, which has loaded ``model`` as its actor already."""
 
@@ -232,7 +227,7 @@ class LocalModelFactory:
             save_dtype=choose_save_dtype(config, policy),
             gradient_checkpointing=self._set_recompute(self._model),
             frozen=lora is not None,
-            frozen_vision=get_frozen_vision(config),
+            frozen_vision=get_frozen_vision(config.train),
         )
         if lora is None:
             return base
@@ -255,7 +250,7 @@ class LocalModelFactory:
             config=read_config(folder),
             like=folder,
             gradient_checkpointing=self._set_recompute(model),
-            frozen_vision=get_frozen_vision(self._config),
+            frozen_vision=get_frozen_vision(self._config.train),
         )
         if (folder / HEAD).exists():
             value.load_head(folder)
@@ -360,5 +355,12 @@ def _offloads_optimizer(config: Config, plan: Plan, policy: BaseCheckpoint) -> b
     if lora is not None:
         memory = estimate_rank_lora_memory(policy.spec, plan.layout, dtype, lora, moments=moments)
     else:
-        memory = estimate_rank_memory(policy.spec, plan.layout, dtype, moments=moments, optimizer=train.optimizer)
+        memory = estimate_rank_memory(
+            policy.spec,
+            plan.layout,
+            dtype,
+            moments=moments,
+            optimizer=train.optimizer,
+            frozen_vision=get_frozen_vision(train),
+        )
     return count * memory.optimizer > policy.platform.free_bytes() // 4

@@ -13,9 +13,9 @@ from miles.backends.fsdp.fsdp_critic import FsdpCritic
 from miles.backends.fsdp.fsdp_model import FsdpModel
 from miles.backends.fsdp.local_critic import HEAD
 from miles.backends.fsdp.lora_model import LoraModel
-from miles.launch.build.models import BaseCheckpoint, choose_save_dtype, get_frozen_vision, resolve_side_spec
+from miles.launch.build.models import BaseCheckpoint, choose_save_dtype, resolve_side_spec
 from miles.launch.config import Config
-from miles.launch.plan.layout_memory import get_recompute_layers, get_recompute_mode
+from miles.launch.plan.layout_memory import get_frozen_vision, get_recompute_layers, get_recompute_mode
 from miles.launch.plan.lora import build_lora, get_adapter_folder
 from miles.launch.plan.plan import Plan
 from miles.models.checkpoint.safetensors_io import read_config
@@ -89,7 +89,7 @@ class FsdpModelFactory:
             dtype=self._checkpoint.dtype,
             save_dtype=save_dtype,
             frozen=frozen,
-            frozen_vision=get_frozen_vision(self._config),
+            frozen_vision=get_frozen_vision(train),
             cpu_offload=self._config.parallel.fsdp_cpu_offload,
             recompute=get_recompute_mode(train),
             recompute_layers=get_recompute_layers(train),

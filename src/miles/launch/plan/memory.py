@@ -9,6 +9,7 @@ from miles.launch.plan.layout_memory import (
     estimate_rank_frozen_bytes,
     estimate_rank_lora_memory,
     estimate_rank_memory,
+    get_frozen_vision,
     get_recompute_mode,
     packs_reference,
 )
@@ -100,7 +101,14 @@ def _estimate_policy(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Mem
     dtype = plan.dtype
     layout = plan.layout
     train = config.train
-    memory = estimate_rank_memory(spec, layout, dtype, moments=train.optimizer_state_dtype, optimizer=train.optimizer)
+    memory = estimate_rank_memory(
+        spec,
+        layout,
+        dtype,
+        moments=train.optimizer_state_dtype,
+        optimizer=train.optimizer,
+        frozen_vision=get_frozen_vision(train),
+    )
     part = "" if layout.world == 1 else f", rank shard of {layout.world} ranks, sharded {_count_shards(plan)} ways"
     sharded = layout.shard_group_size * layout.replicate > 1
     kind = "momentum and moments" if train.optimizer == "muon" else "two moments"

@@ -14,6 +14,7 @@ from miles.models.checkpoint.param_slices import ModuleNames
 from miles.models.checkpoint.vision_names import map_vision
 from miles.models.families.registry import find_family
 from miles.models.hf_adapter.spec import HfAdapterSpec
+from miles.models.optim_groups import TRAINED_VISION, FrozenVision
 from miles.models.parallel.tp_sharding import shard_spec
 from miles.models.quantization import find_quantized_layer, fused_segments, quantizes_layer
 from miles.models.spec import (
@@ -246,20 +247,34 @@ def rank_bytes(spec: DecoderSpec, degrees: ShardingDegrees, dtype: str, *, train
     return sum(param.count for param in list_rank_params(spec, degrees)) * size
 
 
-def rank_gradient_bytes(spec: DecoderSpec, degrees: ShardingDegrees) -> int:
+def rank_gradient_bytes(
+    spec: DecoderSpec, degrees: ShardingDegrees, frozen_vision: FrozenVision = TRAINED_VISION
+) -> int:
     """Compute the float32 gradients of a rank."""
-    return 4 * sum(param.count for param in list_rank_params(spec, degrees))
+    return 4 * sum(param.count for param in _list_trained(spec, degrees, frozen_vision))
+
+
+def _list_trained(spec: DecoderSpec, degrees: ShardingDegrees, frozen_vision: FrozenVision) -> list[RankParam]:
+    params = list_rank_params(spec, degrees)
+    frozen = frozen_vision.select(param.name for param in params)
+    return [param for param in params if param.name not in frozen]
 
 
 def rank_optimizer_bytes(
-    spec: DecoderSpec, degrees: ShardingDegrees, dtype: str, *, moments: str = "float32", optimizer: str = "adam"
+    spec: DecoderSpec,
+    degrees: ShardingDegrees,
+    dtype: str,
+    *,
+    moments: str = "float32",
+    optimizer: str = "adam",
+    frozen_vision: FrozenVision = TRAINED_VISION,
 ) -> int:
     """Compute two moments per value of a rank, or one for matrices inside layers under Muon; and master weights.
 
     Parameters that are float32 need no master weights.
     """
     total = 0
-    for param in list_rank_params(spec, degrees):
+    for param in _list_trained(spec, degrees, frozen_vision):
         within = param.name.startswith("layers.") and param.axes > 1 and not param.name.endswith("bias")
         total += (1 if optimizer == "muon" and within else 2) * moment_bytes(param.count, moments)
         total += 0 if degrees.is_sharded or BYTES[dtype] >= 4 else _MASTER_BYTES * param.count
