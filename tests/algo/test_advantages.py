@@ -26,6 +26,7 @@ from miles.algo.advantages import (
 from miles.algo.config import AlgoConfig
 from miles.algo.registry import ALGORITHMS, build_advantage_estimator, select_group_advantages
 from miles.core.errors import HookError
+from miles.core.media import PlacedImage, make_image_input
 from miles.core.types import DEMONSTRATION, Author, Group, Prompt, Reward, Span, Status, Trajectory, Version
 
 
@@ -362,3 +363,21 @@ def test_credit_and_knobs_import_without_torch():
     code = f"import sys, {rooms}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_a_sample_keeps_the_images_of_its_spans_at_their_places():
+    def placed(start, value):
+        pixels = np.full((4, 3), value, np.float32)
+        return PlacedImage(start=start, length=2, image=make_image_input({"pixel_values": pixels}, 2))
+
+    first, second = placed(1, 1.0), placed(0, 2.0)
+    branch = (
+        replace(prompt(1, 7, 7, 2), images=(first,)),
+        policy(3, 4),
+        replace(env(7, 7, 5), images=(second,)),
+        policy(6),
+    )
+    one = attempt(*branch, reward=1.0)
+    (sample,) = compared()(group(one, attempt(prompt(1), policy(2), index=1)))[:1]
+    assert [(p.start, p.end, p.image) for p in sample.images] == [(1, 3, first.image), (6, 8, second.image)]
+    assert sample.tokens[sample.images[1].start : sample.images[1].end].tolist() == [7, 7]

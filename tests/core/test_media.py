@@ -34,6 +34,15 @@ def test_prefix_keys_tell_images_apart_and_nothing_else(tokens: list[int], start
     assert len(set(a[start : start + 4].tolist())) == 4 and (a[start : start + 4] < 0).all()
 
 
+def test_tokens_beside_the_placeholders_of_an_image_are_in_its_keys() -> None:
+    placed = (PlacedImage(start=0, length=3, image=image()),)
+    assert (prefix_keys(np.array([9, 5, 9]), placed) == prefix_keys(np.array([9, 6, 9]), placed)).tolist() == [
+        True,
+        False,
+        True,
+    ]
+
+
 def test_places_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match="image 1 starts at token 2"):
         check_placement(

@@ -130,6 +130,42 @@ def same(one, other) -> bool:
     return type(one) is type(other) and one == other
 
 
+def test_an_image_of_several_samples_is_written_once():
+    pixels = np.arange(4096, dtype=np.float32).reshape(64, 64)
+    placed = [
+        media.PlacedImage(start=1, length=2, image=media.make_image_input({"pixel_values": pixels.copy()}, 2))
+        for _ in range(8)
+    ]
+    other = media.PlacedImage(start=1, length=2, image=media.make_image_input({"pixel_values": -pixels}, 2))
+    zeros = np.zeros(4, np.float32)
+
+    def sample(image: media.PlacedImage) -> Sample:
+        return Sample(
+            prompt_id=0,
+            trajectory=0,
+            tokens=np.arange(4, dtype=np.int32),
+            mask=np.array([False, False, False, True]),
+            logprobs=zeros,
+            advantages=zeros,
+            versions=np.full(4, -1, np.int32),
+            images=(image,),
+        )
+
+    batch = Batch(step=0, samples=tuple(map(sample, [*placed, other])), num_groups=1)
+    data = CODEC.pack("step", batch)
+    assert 2 * pixels.nbytes < len(data) < 3 * pixels.nbytes
+    _, found = CODEC.unpack(data)
+    assert same(batch, found)
+    assert len({id(s.images[0].image) for s in found.samples}) == 2
+
+
+def test_a_reference_to_an_image_that_the_message_lacks_is_refused():
+    header = json.dumps(["kind", {"image": 0}]).encode()
+    header += b" " * (-(4 + len(header)) % 8)
+    with pytest.raises(SerializationError, match="refers to image 0 of 0"):
+        CODEC.unpack(struct.pack("<I", len(header)) + header)
+
+
 @given(ANYTHING)
 @settings(max_examples=examples(80), deadline=None)
 def test_an_object_round_trips(value):

@@ -27,6 +27,31 @@ MOE = QWEN3 | {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+VISION = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "model_type": "qwen2_5_vl",
+    "image_token_id": 900,
+    "video_token_id": 901,
+    "vision_start_token_id": 902,
+    "vision_end_token_id": 903,
+    "tie_word_embeddings": True,
+    "text_config": {
+        **{name: value for name, value in QWEN3.items() if name not in ("architectures", "model_type", "head_dim")},
+        "model_type": "qwen2_5_vl_text",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 4, 4]},
+    },
+    "vision_config": {
+        "model_type": "qwen2_5_vl",
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_heads": 4,
+        "patch_size": 14,
+        "out_hidden_size": 96,
+        "window_size": 112,
+        "fullatt_block_indexes": [1],
+    },
+}
 RECIPE = """
 hf_checkpoint = "model"
 prompt_data = "data/train.jsonl"
@@ -42,8 +67,9 @@ num_rollout = 10
 
 
 def furnish(folder: Path) -> None:
-    """A model, a mixture, a model nobody knows, prompts, and a recipe that is complete."""
-    for name, config in {"model": QWEN3, "moe": MOE, "odd": {"architectures": ["OddForCausalLM"]}}.items():
+    """A model, a mixture, one with a vision tower, one nobody knows, prompts, and a recipe that is complete."""
+    odd = {"architectures": ["OddForCausalLM"]}
+    for name, config in {"model": QWEN3, "moe": MOE, "vision": VISION, "odd": odd}.items():
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config))
     (folder / "empty").mkdir()

@@ -55,6 +55,8 @@ FEATURES = {
     "optimizer offload": "--optimizer-cpu-offload",
     "asynchronous save": "--async-save",
     "importance sampling": "--use-tis",
+    "vision tower": "--hf-checkpoint vision",
+    "frozen vision tower": "--hf-checkpoint vision --freeze-vision-tower --max-patches-per-gpu 16384",
 }
 
 
@@ -62,9 +64,10 @@ FEATURES = {
 def folder(tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp("combinations")
     furnish(folder)
-    for name in ("model", "moe"):
+    for name in ("model", "moe", "vision"):
         config = folder / name / "config.json"
-        config.write_text(json.dumps(json.loads(config.read_text()) | SIZES))
+        if name != "vision":
+            config.write_text(json.dumps(json.loads(config.read_text()) | SIZES))
         save_file({"lm_head.weight": torch.zeros(1)}, folder / name / "model.safetensors")
     (folder / "mine.py").write_text("async def agent(base_url, prompt, request_kwargs, metadata): ...\n")
     with pytest.MonkeyPatch.context() as patch:

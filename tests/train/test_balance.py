@@ -8,7 +8,7 @@ from tests.train.small_trainer import DENSE
 from miles.core.errors import UsageError
 from miles.models.families import spec_from_config
 from miles.train.balance import build_flops_cost, partition_micro_batches
-from miles.train.micro_batching import split_by_count, split_by_tokens
+from miles.train.micro_batching import PatchLimit, split_by_count, split_by_tokens
 
 LENGTHS = st.lists(st.integers(1, 100), max_size=60)
 HOW = st.fixed_dictionaries(
@@ -115,3 +115,12 @@ def test_a_unit_that_fits_no_micro_batch_is_refused_with_the_ranks_that_share_on
         UsageError, match=r"a pair of 129 tokens .*--max-tokens-per-gpu 64 on 2 context-parallel ranks; .* 65"
     ):
         partition_micro_batches([5, 129], dp_size=2, budget=64, cp_size=2, unit_name="pair")
+
+
+@given(LENGTHS, st.integers(2, 4), st.booleans())
+def test_ranks_have_no_micro_batch_with_more_patches_than_allowed(lengths, parts, balanced):
+    units = [{f"{i % 5}": 10 * (i % 5), f"{i}": 7} for i in range(len(lengths))]
+    limit = PatchLimit(patches=units, limit=100)
+    distributed = partition_micro_batches(lengths, dp_size=parts, budget=1000, balanced=balanced, patch_limit=limit)
+    assert flat(distributed) == list(range(len(lengths)))
+    assert all(limit.count(chosen) <= 100 for part in distributed for chosen in part)

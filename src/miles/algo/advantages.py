@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from miles.core.agents import select_role_part
 from miles.core.errors import HookError
+from miles.core.media import join_images
 from miles.core.protocols import AdvantageEstimator, AdvantageFn
 from miles.core.types import UNSCORED, Array, Author, Group, Sample, Span, Status, Trajectory
 
@@ -346,6 +347,7 @@ def build_samples(
                 samples_per_trajectory=len(trajectory.branches),
                 reward=reward,
                 extras=_concat_extras(branch),
+                images=join_images((len(s), s.images) for s in branch),
             )
         )
     return samples

@@ -20,6 +20,9 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 MediaKind = Literal["image", "video"]
 
+# Odd, and large enough that the keys of an image's tokens stay apart: the run may hold tokens beside placeholders.
+_TOKEN_FACTOR = 0x9E3779B97F
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ImageInput:
@@ -137,20 +140,20 @@ def find_placeholders(tokens: Array, placed: PlacedImage, placeholder: int) -> N
 
 
 def prefix_keys(tokens: Array, images: Sequence[PlacedImage]) -> NDArray[np.int64]:
-    """Keys that are equal where a prefix is: tokens, and negative numbers from the digest where an image is.
+    """Keys that are equal where a prefix is: tokens, and negative numbers from token and digest where an image is.
 
     Two prompts with equal tokens and other images differ from the first token of the image on.
     """
     keys = np.array(tokens, np.int64)
     for placed in images:
-        keys[placed.start : placed.end] = _digest_keys(placed.image.digest, placed.length)
+        mixed = _digest_numbers(placed.image.digest, placed.length) + keys[placed.start : placed.end] * _TOKEN_FACTOR
+        keys[placed.start : placed.end] = -1 - (mixed & ((1 << 62) - 1))
     return keys
 
 
 @lru_cache(maxsize=256)
-def _digest_keys(digest: str, length: int) -> NDArray[np.int64]:
-    """Negative 62-bit keys of the tokens of an image, all different."""
-    first = int(digest[:15], 16)
-    keys = -1 - ((first + np.arange(length, dtype=np.int64)) & ((1 << 62) - 1))
-    keys.flags.writeable = False
-    return keys
+def _digest_numbers(digest: str, length: int) -> NDArray[np.int64]:
+    """Consecutive numbers, of which the first has 60 bits of the digest."""
+    numbers = int(digest[:15], 16) + np.arange(length, dtype=np.int64)
+    numbers.flags.writeable = False
+    return numbers

@@ -4,7 +4,7 @@
 
 A message is a kind (string) and its content: registered types, numbers, strings, arrays, and tuples, lists and
 mappings of these. A ``Codec`` decodes registered types only. It rejects anything else, and every object with missing
-or unknown fields or field values of the wrong type.
+or unknown fields or field values of the wrong type. An image that occurs several times is written once.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ class Codec:
 
     def pack(self, kind: str, content: Any = None) -> bytes:
         """Serialize one message."""
-        arrays: list[Array] = []
-        header = json.dumps([kind, self._encode(content, arrays)], separators=(",", ":")).encode()
+        parts = _MessageParts()
+        header = json.dumps([kind, self._encode(content, parts)], separators=(",", ":")).encode()
         header += b" " * (-(_LENGTH.size + len(header)) % _ALIGNMENT)
         pieces: list[Any] = [_LENGTH.pack(len(header)), header]
-        for array in arrays:
+        for array in parts.arrays:
             pieces += (
                 np.ascontiguousarray(array).data.cast("B") if array.size else b"",
                 b"\0" * _padding(array.nbytes),
@@ -100,33 +100,38 @@ class Codec:
 
     # -- encoding -----------------------------------------------------------------------------
 
-    def _encode(self, value: Any, arrays: list[Array]) -> Any:
+    def _encode(self, value: Any, parts: _MessageParts) -> Any:
         if isinstance(value, np.ndarray | np.generic | bytes):
-            return _encode_numbers(value, arrays)
+            return _encode_numbers(value, parts.arrays)
         if isinstance(value, Enum) or is_dataclass(value) or hasattr(value, "_fields"):
-            return self._encode_object(value, arrays)
+            return self._encode_object(value, parts)
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, tuple):
-            return [self._encode(each, arrays) for each in cast("tuple[Any, ...]", value)]
+            return [self._encode(each, parts) for each in cast("tuple[Any, ...]", value)]
         if isinstance(value, list):
-            return {"list": [self._encode(each, arrays) for each in cast("list[Any]", value)]}
+            return {"list": [self._encode(each, parts) for each in cast("list[Any]", value)]}
         if isinstance(value, Mapping):
             pairs = cast("Mapping[Any, Any]", value).items()
-            return {"mapping": [[self._encode(key, arrays), self._encode(each, arrays)] for key, each in pairs]}
+            return {"mapping": [[self._encode(key, parts), self._encode(each, parts)] for key, each in pairs]}
         if isinstance(value, PurePath):
             return {"path": str(value)}
         raise SerializationError(
             f"a {type(value).__name__} cannot be serialized; use numbers, strings and arrays instead"
         )
 
-    def _encode_object(self, value: Any, arrays: list[Array]) -> Any:
+    def _encode_object(self, value: Any, parts: _MessageParts) -> Any:
         name = type(value).__name__
         if self._types.get(name) is not type(value):
             raise SerializationError(f"a {name} cannot be serialized: it is not a registered type")
         if isinstance(value, Enum):
             return {"enum": name, "value": value.value}
-        return {"type": name, "fields": {n: self._encode(getattr(value, n), arrays) for n in _field_types(type(value))}}
+        if isinstance(value, media.ImageInput):
+            key = value.digest, value.num_features, value.source
+            if key in parts.images:
+                return {"image": parts.images[key]}
+            parts.images[key] = len(parts.images)
+        return {"type": name, "fields": {n: self._encode(getattr(value, n), parts) for n in _field_types(type(value))}}
 
     # -- decoding -----------------------------------------------------------------------------
 
@@ -144,14 +149,8 @@ class Codec:
                 return [self._decode(each, reader) for each in cast("list[Any]", inner)]
             case {"mapping": list(inner), **rest} if not rest:
                 return dict(cast("tuple[Any, Any]", self._decode(pair, reader)) for pair in cast("list[Any]", inner))
-            case {"array": str(dtype), "shape": list(shape), **rest} if not rest:
-                return reader.array(dtype, cast("list[Any]", shape))
-            case {"bytes": int(size), **rest} if not rest:
-                return reader.array("|u1", [size]).tobytes()
-            case {"path": str(path), **rest} if not rest:
-                return Path(path)
-            case other:
-                raise SerializationError(f"invalid message: unknown node with keys {', '.join(map(str, other))}")
+            case leaf:
+                return reader.decode_leaf(leaf)
 
     def _decode_object(self, name: str, inner: Mapping[str, Any], reader: _MessageReader) -> Any:
         cls = self._find_type(name)
@@ -166,7 +165,10 @@ class Codec:
         for field, value in values.items():
             if not _matches(value, field_types[field]):
                 raise SerializationError(f"field {field} of a received {name} has the wrong type: {_describe(value)}")
-        return _construct(name, cls, **values)
+        decoded = _construct(name, cls, **values)
+        if isinstance(decoded, media.ImageInput):
+            reader.images.append(decoded)
+        return decoded
 
     def _find_type(self, name: str) -> type:
         if name not in self._types:
@@ -174,11 +176,20 @@ class Codec:
         return self._types[name]
 
 
+class _MessageParts:
+    """What one message contains so far: the arrays behind its header, and the numbers of its different images."""
+
+    def __init__(self) -> None:
+        self.arrays: list[Array] = []
+        self.images: dict[tuple[str, int, str], int] = {}
+
+
 class _MessageReader:
-    """Reads the bytes of one message sequentially."""
+    """Reads the bytes of one message sequentially; ``images`` are those decoded so far."""
 
     def __init__(self, view: memoryview) -> None:
         self._view = view
+        self.images: list[media.ImageInput] = []
         if len(view) < _LENGTH.size:
             raise SerializationError("invalid message: it ends before its header")
         (length,) = _LENGTH.unpack(view[: _LENGTH.size])
@@ -186,6 +197,20 @@ class _MessageReader:
         if self._offset > len(view):
             raise SerializationError("invalid message: it ends within its header")
         self.header = bytes(view[_LENGTH.size : self._offset])
+
+    def decode_leaf(self, leaf: Mapping[str, Any]) -> Any:
+        """Decode a node without inner nodes."""
+        match leaf:
+            case {"array": str(dtype), "shape": list(shape), **rest} if not rest:
+                return self.array(dtype, cast("list[Any]", shape))
+            case {"bytes": int(size), **rest} if not rest:
+                return self.array("|u1", [size]).tobytes()
+            case {"path": str(path), **rest} if not rest:
+                return Path(path)
+            case {"image": int(number), **rest} if not rest:
+                return self.image(number)
+            case other:
+                raise SerializationError(f"invalid message: unknown node with keys {', '.join(map(str, other))}")
 
     def array(self, dtype_name: str, shape: Sequence[Any]) -> Array:
         try:
@@ -200,6 +225,11 @@ class _MessageReader:
         array = np.frombuffer(self._view, dtype, prod(shape), self._offset).reshape(shape)
         self._offset += size + _padding(size)
         return array
+
+    def image(self, number: int) -> media.ImageInput:
+        if not 0 <= number < len(self.images):
+            raise SerializationError(f"invalid message: it refers to image {number} of {len(self.images)}")
+        return self.images[number]
 
     def finish(self) -> None:
         if self._offset != len(self._view):

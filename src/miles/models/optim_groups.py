@@ -1,11 +1,12 @@
-"""Muon-eligible parameters: matrices between hidden channels, and the matrices inside fused projections. No torch.
+"""Parameter groups of the optimizer: Muon-eligible matrices, and the parts of a vision tower. No torch.
 
-Embeddings, heads, norms, biases, convolutions, routers and other narrow gates are excluded.
+Muon-eligible are matrices between hidden channels, and the matrices inside fused projections. Embeddings, heads, norms,
+biases, convolutions, routers, other narrow gates and the vision tower are excluded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -19,6 +20,44 @@ Rows = tuple[int, int, int]
 
 # Their outputs select, gate or scale: few rows, each with a meaning of its own.
 _NARROW = ("router.weight", "delta.ba.weight", "shared_gate.weight", "indexer.weights_proj.weight")
+
+_VISION = "vision."
+# Modules of the vision tower that map its output to the decoder's embeddings.
+_PROJECTORS = ("merger", "deepstack", "projector")
+
+
+def is_vision_param(name: str) -> bool:
+    """Return whether a parameter belongs to the vision tower or its projector."""
+    return name.startswith(_VISION)
+
+
+def is_projector_param(name: str) -> bool:
+    """Return whether a parameter belongs to the projector, behind the vision tower."""
+    return is_vision_param(name) and name.removeprefix(_VISION).split(".")[0] in _PROJECTORS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrozenVision:
+    """Which parts of the vision tower are not trained.
+
+    >>> sorted(FrozenVision(tower=True).select(["vision.blocks.0.x", "vision.merger.x", "norm.x"]))
+    ['vision.blocks.0.x']
+    """
+
+    tower: bool = False
+    projector: bool = False
+
+    def select(self, names: Iterable[str]) -> frozenset[str]:
+        """Return the parameters that are not trained."""
+        return frozenset(
+            name
+            for name in names
+            if is_vision_param(name) and (self.projector if is_projector_param(name) else self.tower)
+        )
+
+
+TRAINED_VISION = FrozenVision()
+"""Everything is trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +78,8 @@ def find_muon_matrices(spec: DecoderSpec) -> Mapping[str, MuonMatrices]:
         return {}
     out: dict[str, MuonMatrices] = {}
     for name, parts in build_param_map(spec).items():
+        if is_vision_param(name):
+            continue
         shape = param_shape(parts)
         _, layers, rest = name.partition("layers.")
         if not layers or name.endswith(_NARROW) or name.endswith("bias") or len(shape) < 2 or ".conv" in name:

@@ -21,9 +21,11 @@ from torch import Tensor
 from miles.algo.distillation_loss import TEACHER_INDEX
 from miles.algo.loss_aggregation import Reducer, WeightedAggregator
 from miles.core.errors import MilesError
+from miles.core.media import prefix_keys
 from miles.core.routed_experts import to_signed_ids, unrecorded_id
 from miles.core.token_fields import ROUTED_EXPERTS, TEACHER_LOGPROB, TEACHER_LOGPROBS, TEACHER_TOKENS
 from miles.core.types import Array, Sample
+from miles.train.packed_images import PackedImages, check_images, truncate_images
 from miles.train.prefix_sharing import (
     MIN_SHARED_TOKENS,
     PrefixTree,
@@ -85,6 +87,9 @@ class MicroBatch:
     ``lengths`` are the numbers of input tokens of the samples. With prefix sharing the tokens are a tree
     of ``tree_nodes``: sample b consists of the nodes on the path to node ``ends[b]``, and ``before_R`` may
     contain a token several times. Without nodes the samples' tokens are concatenated.
+
+    ``positions_T`` count the tokens of each sample. ``images`` are those of its samples; None if no sample of the
+    global batch has any.
     """
 
     lengths: tuple[int, ...]
@@ -107,6 +112,7 @@ class MicroBatch:
     sample_ids: tuple[tuple[int, int], ...] = ()
     tree_nodes: tuple[TreeNode, ...] = ()
     ends: tuple[int, ...] = ()
+    images: PackedImages | None = None
 
     @property
     def saved_tokens(self) -> int:
@@ -129,6 +135,7 @@ class MicroBatch:
             replay_TLk=None if self.replay_TLk is None else self.replay_TLk[slot_P],
             tree_nodes=(),
             ends=(),
+            images=None if self.images is None else replace(self.images, slot_P=None),
         )
 
     def without_replay(self) -> MicroBatch:
@@ -172,6 +179,11 @@ class FlatBatch:
     advantages_N: NDArray[np.float32]
     versions_N: NDArray[np.int32]
 
+    @property
+    def has_images(self) -> bool:
+        """Whether any sample has an image among its input tokens."""
+        return any(s.images and s.images[0].start < n for s, n in zip(self.samples, self.length_S, strict=True))
+
 
 def group_by_trajectory(samples: Sequence[Sample]) -> list[list[Sample]]:
     """Return the samples of each trajectory, in order; they are contiguous."""
@@ -188,11 +200,14 @@ def group_by_trajectory(samples: Sequence[Sample]) -> list[list[Sample]]:
 
 
 def flatten_batch(trajectories: Sequence[Sequence[Sample]], reducer: Reducer, mean: Reducer | None = None) -> FlatBatch:
-    """Flatten a global batch; MilesError, naming the sample, if advantages or log-probs are not finite.
+    """Flatten a global batch; MilesError, naming the sample, if advantages or log-probs are not finite, or if it trains
+    on tokens of an image.
 
     ``reducer`` gives token weights in the loss and ``mean`` in metrics; None if the reducer is a mean itself.
     """
     samples = [s for trajectory in trajectories for s in trajectory]
+    for sample in samples:
+        check_images(sample)
     sizes_S = np.array([len(s) for s in samples], np.int64)
     start_S = np.cumsum(sizes_S) - sizes_S
     mask_N = np.concatenate([s.mask for s in samples])
@@ -231,12 +246,14 @@ def flatten_batch(trajectories: Sequence[Sequence[Sample]], reducer: Reducer, me
 
 
 def build_token_paths(flat: FlatBatch, chosen: Sequence[int], *, replay: bool) -> list[TokenPath]:
-    """Return the input tokens of the ``chosen`` samples, for prefix comparison."""
+    """Return the input tokens of the ``chosen`` samples, for prefix comparison; those of other images differ."""
     out: list[TokenPath] = []
     for i in chosen:
         sample, end = flat.samples[i], int(flat.length_S[i])
         routed = sample.extras[ROUTED_EXPERTS][:end] if replay and ROUTED_EXPERTS in sample.extras else None
-        out.append(TokenPath(prompt=sample.prompt_id, tokens=sample.tokens[:end], routed=routed))
+        images = truncate_images(sample, end)
+        tokens = prefix_keys(sample.tokens[:end], images) if images else sample.tokens[:end]
+        out.append(TokenPath(prompt=sample.prompt_id, tokens=tokens, routed=routed))
     return out
 
 
@@ -289,6 +306,16 @@ def pack_micro_batch(
         sample_ids=tuple((s.prompt_id, s.trajectory) for s in (flat.samples[i] for i in chosen)),
         tree_nodes=() if tree is None else tree.nodes,
         ends=() if tree is None else tree.ends,
+        images=_pack_images(flat, chosen, tree) if flat.has_images else None,
+    )
+
+
+def _pack_images(flat: FlatBatch, chosen: Sequence[int], tree: PrefixTree | None) -> PackedImages:
+    samples = [(flat.samples[i], int(flat.length_S[i])) for i in chosen]
+    return PackedImages(
+        tokens=tuple(sample.tokens[:length] for sample, length in samples),
+        images=tuple(truncate_images(sample, length) for sample, length in samples),
+        slot_P=None if tree is None else tree.slot_P,
     )
 
 
@@ -352,6 +379,9 @@ def select_samples(rows: MicroBatch, chosen: Sequence[int]) -> tuple[MicroBatch,
         teacher_logprobs=None if rows.teacher_logprobs is None else rows.teacher_logprobs.select(index_R),
         tree_nodes=tree_nodes,
         ends=ends,
+        images=None
+        if rows.images is None
+        else rows.images.select(sorted(selected), compute_slots(tree_nodes, ends) if tree_nodes else None),
         **{name: getattr(rows, name)[index_R] for name in _TOKEN_FIELDS},
     )
     return part, index_R

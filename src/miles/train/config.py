@@ -64,6 +64,19 @@ class TrainConfig:
         "Optimizer: adam (AdamW), or muon for the matrices inside layers and adam for the rest.",
     )
     lr: float = option(1e-6, "Peak learning rate.", ge=0)
+    vision_lr: float | None = option(
+        None,
+        "Peak learning rate of the policy's vision tower and projector, scheduled as --lr; --lr when not given.",
+        ge=0,
+    )
+    freeze_vision_tower: bool = option(
+        False,
+        "Do not train the vision tower, the encoder of images; by default everything is trained.",
+    )
+    freeze_vision_projector: bool = option(
+        False,
+        "Do not train the projector, the layers that map the vision tower's output to the decoder's embeddings.",
+    )
     min_lr: float = option(0.0, "Final learning rate of a decaying schedule.", ge=0)
     lr_decay_style: Literal["constant", "linear", "cosine"] = option(
         "constant", "Learning-rate schedule after the warm-up."
@@ -113,6 +126,13 @@ class TrainConfig:
 
     max_tokens_per_gpu: int = option(
         16384, "Maximum tokens per micro-batch; samples are packed up to it without padding.", unit="TOKENS", ge=1
+    )
+    max_patches_per_gpu: int | None = option(
+        None,
+        "Maximum image patches per micro-batch, each different image counted once; when not given only "
+        "--max-tokens-per-gpu limits them, since an image has a token for every few patches.",
+        unit="PATCHES",
+        ge=1,
     )
     use_dynamic_batch_size: bool = option(
         False, "Pack micro-batches by --max-tokens-per-gpu even where --micro-batch-size is given."

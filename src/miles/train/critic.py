@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -53,7 +54,9 @@ class Critic:
         self._loss = ValueLoss(clip=algo.value_clip)
         trained = {name: p for name, p in model.parameters().items() if p.requires_grad}
         schedule = build_critic_lr_schedule(train, updates=updates)
-        self._optimizer = build_optimizer(trained, train, schedule, model=model, lr_flag="--critic-lr")
+        self._optimizer = build_optimizer(
+            trained, replace(train, vision_lr=None), schedule, model=model, lr_flag="--critic-lr"
+        )
 
     @property
     def updates(self) -> int:
@@ -103,4 +106,4 @@ class Critic:
 
     def _compute_values(self, rows: MicroBatch) -> Tensor:
         rows = rows.unshare()
-        return self._model.values(rows.tokens_T, rows.positions_T, rows.lengths, rows.before_R)
+        return self._model.values(rows.tokens_T, rows.positions_T, rows.lengths, rows.before_R, rows.images)

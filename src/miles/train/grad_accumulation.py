@@ -20,7 +20,9 @@ from miles.train.config import TrainConfig
 from miles.train.distillation import Distillation
 from miles.train.dp_group import SINGLE_RANK, DataParallelGroup
 from miles.train.logprobs import HeadOutput, compute_logprobs
+from miles.train.micro_batching import PatchLimit
 from miles.train.model_protocols import KeptTensors, TrainModel
+from miles.train.packed_images import truncate_images
 from miles.train.prefix_sharing import bundle_by_prefix
 
 _LOGP, _LOAD = "logp", "expert_load"
@@ -109,17 +111,22 @@ def build_micro_batches(
     paired: bool = False,
     dp_group: DataParallelGroup = SINGLE_RANK,
     cost_fn: CostFn | None = None,
+    patches_per_feature: int = 1,
 ) -> list[MicroBatch]:
     """Pack this rank's part of a global batch; ``paired`` samples (0 and 1, 2 and 3, ...) stay together.
 
     All ranks have the same number of micro-batches; one without samples has weight 0. ``cost_fn`` gives the cost of a
-    number of tokens to balance; by default the number itself.
+    number of tokens and image features to balance; by default the number of tokens. The vision tower computes a feature
+    from ``patches_per_feature`` patches.
     """
     unit_size = 2 if paired else 1
     share = config.share_prefix
     count = None if config.micro_batch_size is None or config.use_dynamic_batch_size else config.micro_batch_size
     limit = config.max_tokens_per_gpu * dp_group.cp_size if share and count is None else None
-    units, lengths = _build_units(flat, unit_size=unit_size, replay=replay, limit=limit, dp_size=dp_group.dp_size)
+    patches = _PatchCounter(flat, config.max_patches_per_gpu, patches_per_feature)
+    units, lengths = _build_units(
+        flat, unit_size=unit_size, replay=replay, limit=limit, dp_size=dp_group.dp_size, patches=patches
+    )
     if not units:
         return []
     bins = partition_micro_batches(
@@ -128,9 +135,12 @@ def build_micro_batches(
         budget=config.max_tokens_per_gpu,
         cp_size=dp_group.cp_size,
         count=None if count is None else max(1, count // unit_size),
-        costs=None if cost_fn is None else [cost_fn(length) for length in lengths],
+        costs=None
+        if cost_fn is None
+        else [cost_fn(length, patches.count_features(unit)) for length, unit in zip(lengths, units, strict=True)],
         balanced=config.balance_data,
         unit_name="pair" if paired else "sample",
+        patch_limit=patches.build_limit(units),
     )[dp_group.dp_rank]
     smallest = units[min(range(len(units)), key=lengths.__getitem__)]
     return [
@@ -141,14 +151,49 @@ def build_micro_batches(
     ]
 
 
+class _PatchCounter:
+    """Counts the features and patches of the different images of some samples of a global batch."""
+
+    def __init__(self, flat: FlatBatch, limit: int | None, patches_per_feature: int) -> None:
+        self._flat = flat
+        self._limit = limit
+        self._patches_per_feature = patches_per_feature
+
+    def count_features(self, samples: Sequence[int]) -> int:
+        return sum(self._list_features(samples).values())
+
+    def fits(self, samples: Sequence[int]) -> bool:
+        """Return whether one micro-batch may contain the patches of some samples."""
+        return self._limit is None or self.count_features(samples) * self._patches_per_feature <= self._limit
+
+    def build_limit(self, units: Sequence[Sequence[int]]) -> PatchLimit | None:
+        """Return the limit of patches in a micro-batch of some of the units; None if there is none."""
+        if self._limit is None or not self._flat.has_images:
+            return None
+        features = map(self._list_features, units)
+        patches = [{digest: n * self._patches_per_feature for digest, n in unit.items()} for unit in features]
+        return PatchLimit(patches=patches, limit=self._limit)
+
+    def _list_features(self, samples: Sequence[int]) -> dict[str, int]:
+        flat = self._flat
+        placed = (each for i in samples for each in truncate_images(flat.samples[i], int(flat.length_S[i])))
+        return {each.image.digest: each.image.num_features for each in placed}
+
+
 def _build_units(
-    flat: FlatBatch, *, unit_size: int, replay: bool, limit: int | None, dp_size: int
+    flat: FlatBatch, *, unit_size: int, replay: bool, limit: int | None, dp_size: int, patches: _PatchCounter
 ) -> tuple[list[list[int]], list[int]]:
     """Return the units that stay together and their token counts; with ``limit``, bundles of samples of a prompt."""
     trained = np.flatnonzero(flat.length_S).tolist()
     if limit is not None:
         paths = build_token_paths(flat, trained, replay=replay)
-        bundles = bundle_by_prefix(paths, limit=limit, dp_size=dp_size, unit_size=unit_size)
+        bundles = bundle_by_prefix(
+            paths,
+            limit=limit,
+            dp_size=dp_size,
+            unit_size=unit_size,
+            fits=lambda members: patches.fits([trained[i] for i in members]),
+        )
         return [[trained[i] for i in bundle.members] for bundle in bundles], [bundle.tokens for bundle in bundles]
     units = [trained[start : start + unit_size] for start in range(0, len(trained), unit_size)]
     return units, [int(flat.length_S[unit].sum()) for unit in units]

@@ -18,6 +18,7 @@ from miles.models.lora.adapters import LoraAdapters
 from miles.models.optim_groups import MuonMatrices
 from miles.train.batch_tensors import MicroBatch
 from miles.train.logprobs import HeadOutput
+from miles.train.packed_images import PackedImages
 
 KeptTensors = Mapping[str, Tensor]
 LossCallback = Callable[[int, HeadOutput], tuple[Tensor | None, KeptTensors]]
@@ -130,7 +131,9 @@ class ReportsTokenTime(Protocol):
 class ScoreModel(ShardedParameters, Protocol):
     """A decoder with a scalar head: one score per sequence."""
 
-    def scores(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int]) -> Tensor:
+    def scores(
+        self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], images: PackedImages | None = None
+    ) -> Tensor:
         """Return the score of each sequence at its last token, in float32; sequences are concatenated."""
         ...
 
@@ -138,6 +141,13 @@ class ScoreModel(ShardedParameters, Protocol):
 class ValueModel(ShardedParameters, Protocol):
     """A decoder with a scalar head: one value per token."""
 
-    def values(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], at_R: Tensor) -> Tensor:
+    def values(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        lengths: Sequence[int],
+        at_R: Tensor,
+        images: PackedImages | None = None,
+    ) -> Tensor:
         """Return the values after the input tokens ``at_R``, in float32; sequences are concatenated."""
         ...

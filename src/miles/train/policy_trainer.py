@@ -54,7 +54,8 @@ class PolicyTrainer:
     model of the KL. A ``critic`` is trained on every batch too, possibly alone in the first steps. ``teachers`` are
     local distillation teachers, one per sample; without any, the samples carry the log-probs of served teachers. With
     ``shares_weights`` an engine uses the policy's weights in place. Each rank of ``dp_group`` trains its part of the
-    batch, balanced by tokens or by ``cost_fn``.
+    batch, balanced by tokens or by ``cost_fn``. The vision tower computes a feature of an image from
+    ``patches_per_feature`` patches.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class PolicyTrainer:
         shares_weights: bool = True,
         dp_group: DataParallelGroup = SINGLE_RANK,
         cost_fn: CostFn | None = None,
+        patches_per_feature: int = 1,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         _check_options(algo, temperature, reference, critic)
@@ -93,6 +95,7 @@ class PolicyTrainer:
         self._clock = clock
         self._steps = steps
         self._dp_group, self._cost_fn = dp_group, cost_fn
+        self._patches_per_feature = patches_per_feature
         self._saver = checkpoint.build_saver(train)
         self._parity_stop = parity_stop
         self._no_replay_interval = parity_no_replay_interval
@@ -307,6 +310,7 @@ class PolicyTrainer:
             paired=self._algo.loss_type in PREFERENCE_LOSSES,
             dp_group=self._dp_group,
             cost_fn=self._cost_fn,
+            patches_per_feature=self._patches_per_feature,
         )
 
     def _compute_old_logprobs(
@@ -346,7 +350,12 @@ class PolicyTrainer:
         flat = flatten_batch([[s] for s in samples], self._reducer, self._metric_reducer)
         replay = self._algo.use_rollout_routing_replay
         micro_batches = build_micro_batches(
-            flat, self._train, device=self._actor.device, replay=replay, dp_group=self._dp_group
+            flat,
+            self._train,
+            device=self._actor.device,
+            replay=replay,
+            dp_group=self._dp_group,
+            patches_per_feature=self._patches_per_feature,
         )
         self._compare(micro_batches, sums)
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
@@ -37,10 +37,13 @@ class TreeNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenPath:
-    """The input tokens of one sample. Only samples of one ``prompt`` share; replayed experts must be equal too."""
+    """The input tokens of one sample. Only samples of one ``prompt`` share; replayed experts must be equal too.
+
+    Where an image is, ``tokens`` are its keys (``core.media.prefix_keys``), so that other images are not shared.
+    """
 
     prompt: int
-    tokens: NDArray[np.int32]
+    tokens: NDArray[np.int32 | np.int64]
     routed: NDArray[np.integer] | None = None
 
     def __len__(self) -> int:
@@ -192,12 +195,13 @@ def bundle_by_prefix(
     dp_size: int = 1,
     unit_size: int = 1,
     min_shared: int = MIN_SHARED_TOKENS,
+    fits: Callable[[Sequence[int]], bool] | None = None,
 ) -> list[PrefixBundle]:
     """Bundle the samples of a prompt for packing into one micro-batch, up to ``limit`` tokens.
 
     With few prompts for ``dp_size`` ranks bundles are smaller: computing a prefix twice costs less than a waiting
     rank. The order of a prompt's samples is kept, and every ``unit_size`` samples stay together, even if they are
-    longer than ``limit``.
+    longer than ``limit``. ``fits`` says whether some samples may be one bundle for other reasons than their tokens.
 
     >>> same = np.arange(10, dtype=np.int32)
     >>> bundle_by_prefix([TokenPath(prompt=0, tokens=same), TokenPath(prompt=0, tokens=same[:9])], limit=10)
@@ -218,7 +222,8 @@ def bundle_by_prefix(
     while waiting:
         bundle = waiting.pop()
         members = list(bundle.members)
-        if bundle.tokens <= limit or len(members) <= unit_size:
+        whole = bundle.tokens <= limit and (fits is None or fits(members))
+        if whole or len(members) <= unit_size:
             out.append(bundle)
         else:
             half = -(-len(members) // (2 * unit_size)) * unit_size

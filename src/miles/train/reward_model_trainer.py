@@ -28,6 +28,7 @@ from miles.train.micro_batching import split_by_count, split_by_tokens
 from miles.train.model_protocols import ScoreModel
 from miles.train.optim.lr_scheduler import build_lr_schedule
 from miles.train.optim.optimizer import build_optimizer
+from miles.train.packed_images import PackedImages
 
 
 class RewardModelTrainer:
@@ -121,4 +122,7 @@ class RewardModelTrainer:
         device, lengths = self._model.device, tuple(len(s) for s in samples)
         tokens_T = torch.from_numpy(np.concatenate([s.tokens for s in samples])).to(device, torch.int64)
         positions_T = torch.from_numpy(np.concatenate([np.arange(n) for n in lengths])).to(device, torch.int64)
-        return self._model.scores(tokens_T, positions_T, lengths)
+        images = None
+        if any(s.images for s in samples):
+            images = PackedImages(tokens=tuple(s.tokens for s in samples), images=tuple(s.images for s in samples))
+        return self._model.scores(tokens_T, positions_T, lengths, images)

@@ -1,7 +1,9 @@
 """A scheduler with a simulated device that stores for which prefix each cache location and state was written."""
 
 from collections import Counter
+from dataclasses import replace
 from itertools import count
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -11,14 +13,59 @@ from miles.backends.native.engine.forward_batch import (
     StepOutput,
     compute_cache_locs,
     compute_positions,
+    compute_rope_positions,
 )
 from miles.backends.native.engine.prefix_cache import PageAllocator
 from miles.backends.native.engine.req import Req
 from miles.backends.native.engine.req_slots import ReqSlots
 from miles.backends.native.engine.request import GenerateRequest
 from miles.backends.native.engine.scheduler import PrefillDelay, RunningBatch, Scheduler
+from miles.backends.native.engine.vision import PromptImages, place_images
+from miles.core.media import PlacedImage, make_image_input
 from miles.core.protocols import SamplingParams
 from miles.core.types import Version
+
+PLACEHOLDER = 902
+# Elements of prompts that are images, and their tokens; 903 is a separator.
+IMAGE_TOKENS = {990: [902, 902], 991: [902, 902], 992: [902, 903, 902, 902]}
+VISION_SPEC = SimpleNamespace(
+    vision=SimpleNamespace(image_token_id=PLACEHOLDER, video_token_id=None, positions="sequential")
+)
+
+
+def expand(prompt) -> tuple[list[int], PromptImages | None]:
+    """The tokens of a prompt and its images, with positions on three axes that are not those of the tokens."""
+    tokens, places, positions, position = [], [], [], 0
+    for element in prompt:
+        run = IMAGE_TOKENS.get(element, [element])
+        if element in IMAGE_TOKENS:
+            image = make_image_input({"pixels": np.array([element])}, run.count(PLACEHOLDER))
+            places.append(PlacedImage(start=len(tokens), length=len(run), image=image))
+            positions += [(position, position + i // 2, position + i % 2) for i in range(len(run))]
+        else:
+            positions.append((position, position, position))
+        tokens += run
+        position += -(-len(run) // 2)
+    if not places:
+        return tokens, None
+    images = place_images(VISION_SPEC, np.array(tokens, np.int64), places)
+    rope = np.array(positions, np.int64).T
+    return tokens, replace(images, rope_positions_3T=rope, rope_offset=position - len(tokens))
+
+
+def content_of(req):
+    """Tokens, and in place of placeholders the image and the feature that are there."""
+    content = list(req.tokens)
+    for placed in () if req.images is None else req.images.images:
+        feature = count()
+        for at in range(placed.start, placed.end):
+            if content[at] == PLACEHOLDER:
+                content[at] = name_feature(placed.image, next(feature))
+    return tuple(content)
+
+
+def name_feature(image, feature):
+    return int(image.digest[:12], 16), feature
 
 
 def sample_after(prefix):
@@ -45,10 +92,23 @@ class Device:
             batch.tokens_T.tolist(),
             compute_cache_locs(batch, compute_positions(batch), self.size).tolist(),
         )
+        if batch.vision is not None:
+            names = [
+                name_feature(image, first + i)
+                for image, first, length in zip(
+                    batch.vision.images, batch.vision.first_J.tolist(), batch.vision.count_J.tolist(), strict=True
+                )
+                for i in range(length)
+            ]
+            for row, name in zip(batch.vision.token_I.tolist(), names, strict=True):
+                assert tokens[row] == PLACEHOLDER
+                tokens[row] = name
+        assert PLACEHOLDER not in tokens
+        assert batch.vision is None or not batch.decode_only
         rows, row = [], 0
         columns = (column.tolist() for column in (batch.req_slots_B, batch.starts_B, batch.counts_B))
         for slot, start, length in zip(*columns, strict=True):
-            new = [self.last_tokens[slot] if token < 0 else token for token in tokens[row : row + length]]
+            new = [self.last_tokens[slot] if token == -1 else token for token in tokens[row : row + length]]
             rows.append((slot, start, new, cache_locs[row : row + length]))
             row += length
         # A step writes before it reads: rows may continue what others of the same step write.
@@ -150,12 +210,14 @@ class World:
             repetition_penalty=1.5 if needs_last_token else 1.0,
         )
         number = next(self.numbers)
+        prompt, images = expand(prompt)
         req = Req(
             number=number,
             request=request,
             prompt_length=len(prompt),
             prompt_T=np.array(prompt, np.int64),
-            prompt_key=np.array(prompt).tobytes(),
+            prompt_key=np.array(prompt if images is None else images.keys).tobytes(),
+            images=images,
             stop_token_ids=frozenset(),
             stop_window=0,
             tokens=list(prompt),
@@ -169,7 +231,7 @@ class World:
         return req
 
     def submit_many(self, prompt, new, copies, priority, logprob_start_len, needs_last_token):
-        logprob_start_len = None if logprob_start_len is None else min(logprob_start_len, len(prompt))
+        logprob_start_len = None if logprob_start_len is None else min(logprob_start_len, len(expand(prompt)[0]))
         for _ in range(copies):
             self.submit(
                 prompt, new, priority=priority, logprob_start_len=logprob_start_len, needs_last_token=needs_last_token
@@ -217,12 +279,24 @@ class World:
                 assert len(req.tokens) == self.running_batch.slots.length_S[req.slot]
                 assert req.token_counts == Counter(req.tokens[req.prompt_length :])
         born = [self.born[self.running_batch.req_at(slot)] for slot in step.batch.req_slots_B.tolist()]
+        self.check_rope_positions(step.batch)
         output = self.device.launch(step.batch, self.version.number, born)
         self.scheduler.mark_launched(step)
         self.inflight.append((step, output, self.version))
         self.process_inflight(keep=self.depth)
         self.scheduler.check()
         return step
+
+    def check_rope_positions(self, batch):
+        positions_T = compute_positions(batch)
+        found = compute_rope_positions(batch, positions_T)
+        assert not batch.decode_only or found.ndim == 1
+        reqs = [self.running_batch.req_at(slot) for slot in batch.req_slots_B.repeat(batch.counts_B).tolist()]
+        expected = [
+            (position,) * 3 if req.images is None else req.images.slice_rope_positions(position, position + 1)[:, 0]
+            for req, position in zip(reqs, positions_T.tolist(), strict=True)
+        ]
+        np.testing.assert_array_equal(np.broadcast_to(found, (3, len(expected))).T, expected)
 
     def process_inflight(self, keep=0):
         while len(self.inflight) > keep:
@@ -234,10 +308,10 @@ class World:
         assert all(req.finish_kind for req in self.born)
         assert self.running_batch.pages.available == self.running_batch.pages.total
         for req in self.ended:
-            tokens = tuple(req.tokens)
+            tokens, content = tuple(req.tokens), content_of(req)
             assert len(tokens) == req.max_length
             for i in range(req.prompt_length, len(tokens)):
-                assert tokens[i] == sample_after(tokens[:i])
+                assert tokens[i] == sample_after(content[:i])
             if req.request.logprob_start_len is not None:
                 places = range(req.request.logprob_start_len, req.prompt_length)
-                assert req.prompt_logprobs == [score_after(tokens[:i], tokens[i]) if i else None for i in places]
+                assert req.prompt_logprobs == [score_after(content[:i], tokens[i]) if i else None for i in places]

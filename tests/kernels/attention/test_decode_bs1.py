@@ -39,10 +39,14 @@ def heads_of(shape, position, dtype, *, norm=True, interleaved=False):
     )
 
 
-def both(shape, length, dtype, *, room=None, **more):
-    """What is wanted, what comes out, and the caches that each leaves; ``room``: scratch that was used before."""
+def both(shape, length, dtype, *, room=None, position=None, **more):
+    """What is wanted, what comes out, and the caches that each leaves; ``room``: scratch that was used before.
+
+    ``position``: a rope position that is not the index of the token.
+    """
     made = {name: more.pop(name) for name in ("norm", "interleaved") if name in more}
-    heads = heads_of(shape, length - 1, dtype, **made)
+    heads = heads_of(shape, length - 1 if position is None else position, dtype, **made)
+    start = None if position is None else torch.tensor([length - 1], dtype=torch.int32, device=DEVICE)
     row = case([length], heads=shape[1], width=shape[2], dtype=dtype)
     qkv = random(1, (shape[0] + 2 * shape[1]) * shape[2], dtype=dtype)
     last = int(row.block_table_SP[row.req_slots_B[0], (length - 1) // row.page_size])
@@ -54,7 +58,7 @@ def both(shape, length, dtype, *, room=None, **more):
     wanted = decode_reference(*wide, row.block_table_SP, row.req_slots_B, lengths, params)
     room = room or allocate_scratch(shape[1], shape[0] // shape[1], shape[2], sms=8, device=DEVICE)
     read = (row.k_SGd, row.v_SGe, row.block_table_SP, row.req_slots_B, slot)
-    out = decode_bs1_attention(qkv, heads, *read, params, room)
+    out = decode_bs1_attention(qkv, heads, *read, params, room, start)
     assert not room.done_G.any()
     return wanted.flatten(1), out, (wanted_k, row.k_SGd), (wanted_v, row.v_SGe)
 
@@ -88,6 +92,12 @@ def test_every_way_of_looking_back_is_the_chains(poisoned, more):
     if "sinks_H" in more:
         more = {"sinks_H": random(shape[0])}
     agree(torch.float32, *both(shape, 200, torch.float32, **more))
+
+
+@needs_triton
+@pytest.mark.parametrize("position", [3, 230])
+def test_a_rope_position_need_not_be_the_index_of_the_token(poisoned, position):
+    agree(torch.float32, *both(SHAPES[0], 200, torch.float32, position=position))
 
 
 @needs_triton

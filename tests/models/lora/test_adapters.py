@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from tests.models.oracle import KINDS, hf_model, our_logits, relative, tokens_of, twin
 from tests.models.small_families.small import SMALL
+from tests.models.vision.small_vision import our_vision_logits, prompts_of, vision_model, vision_twin
 from tests.tiers import examples
 
 from miles.core.errors import UsageError
@@ -227,3 +228,43 @@ def test_peft_gives_the_logits_of_the_merged_model(tmp_path):
     with torch.no_grad():
         theirs = library.PeftModel.from_pretrained(model, folder)(tokens[None]).logits[0]
         assert relative(our_logits(decoder, [tokens]), theirs) < 1e-5
+
+
+# -- vision towers ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_projections_of_a_vision_tower_have_adapters_only_if_they_are_named_as_such(kind):
+    spec = vision_twin(vision_model(kind)).spec
+
+    def chosen(wanted, unwanted=None):
+        return {target.param_name.split(".")[0] for target in select_targets(spec, wanted, unwanted)}
+
+    for words in (None, "all-linear", "attn", "mlp", "attn,mlp", "gate_proj,down_proj"):
+        assert chosen(words) == {"layers"}, words
+    for words in ("vision", "vision.attn", "vision.mlp", "vision.projector"):
+        assert chosen(words) == {"vision"}, words
+    assert chosen("all-linear,vision.attn") == {"layers", "vision"}
+    assert chosen("all-linear,vision", "vision") == {"layers"}
+    parts = {target.param_name.split(".")[1] for target in select_targets(spec, "vision.projector", None)}
+    assert parts == ({"merger", "deepstack"} if kind == "qwen3_vl" else {"merger"})
+    with pytest.raises(UsageError, match=r"names no projection of this model; choose among .*vision\.attn"):
+        select_targets(spec, "patch_embed", None)
+
+
+def test_gradients_reach_the_adapters_of_a_vision_tower():
+    decoder, prompts = vision_twin(vision_model("qwen3_vl")), prompts_of("qwen3_vl")
+    adapters = filled(lora_for(decoder.spec, wanted="vision,attn"))
+    merged_into(decoder, adapters)
+    decoder.requires_grad_(False)
+    our_vision_logits(decoder, prompts).square().sum().backward()
+    bare = vision_twin(vision_model("qwen3_vl"))
+    merged_into(bare, filled(lora_for(decoder.spec, wanted="vision,attn")))
+    our_vision_logits(bare, prompts).square().sum().backward()
+    for name, targets in adapters.targets_by_param.items():
+        whole = bare.get_parameter(name).grad
+        for target in targets:
+            a_rI, b_Or = adapters.factors(target)
+            part = whole[target.piece.start : target.piece.stop]
+            assert relative(b_Or.grad, adapters.lora.scale * part @ a_rI.detach().T) < 1e-4, name
+            assert relative(a_rI.grad, adapters.lora.scale * b_Or.detach().T @ part) < 1e-4, name

@@ -29,7 +29,9 @@ from miles.kernels.attention.varlen import FreshRecurrentState
 from miles.kernels.batch_invariant.packed_attention import BatchInvariantTreeBackend
 from miles.kernels.numerics import Numerics
 from miles.models.layers.attention_backend import AttentionBackend
+from miles.models.vision.inputs import VisionInputs
 from miles.train.logprobs import ContextShard
+from miles.train.packed_images import PackedImages, select_range
 from miles.train.prefix_sharing import TreeNode
 
 
@@ -53,6 +55,9 @@ class PackedRows(Protocol):
 
     @property
     def replay_TLk(self) -> Tensor | None: ...
+
+    @property
+    def images(self) -> PackedImages | None: ...
 
 
 class ContextParallelAttention:
@@ -100,7 +105,8 @@ class RankBatch:
     """The tokens of one rank; the hidden states after its tokens ``at_r`` are needed.
 
     Under context parallelism, ``tokens`` says which of the needed ones are this rank's; some are ``repeated`` if
-    samples share a prefix. The last ``fill`` tokens are padding.
+    samples share a prefix. The last ``fill`` tokens are padding. ``positions_T`` are [T], or [3, T] for M-RoPE;
+    ``vision`` are the images of its own tokens, possibly none, if the batch has any.
     """
 
     tokens_T: Tensor
@@ -111,6 +117,7 @@ class RankBatch:
     tokens: ContextShard | None = None
     repeated: bool = False
     fill: int = 0
+    vision: VisionInputs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +174,22 @@ def _segments(tree_nodes: Sequence[TreeNode], assignment: _Assignment, rank: int
     return [*out, Segment(assignment.size - used, ((rank * assignment.size + used, assignment.size - used),))]
 
 
-def shard_batch(rows: PackedRows, group: CollectiveGroup, *, numerics: Numerics, multiple: int = 1) -> RankBatch:
+def shard_batch(
+    rows: PackedRows,
+    group: CollectiveGroup,
+    *,
+    numerics: Numerics,
+    multiple: int = 1,
+    positions_T: Tensor | None = None,
+    vision: VisionInputs | None = None,
+) -> RankBatch:
     """Return this rank's part of ``rows``; all ranks' parts are equally long, a ``multiple`` of so many tokens, padded
     at the end.
 
-    ``rows`` are the same on all ranks of the group, and all call this together.
+    ``rows`` are the same on all ranks of the group, and all call this together. ``positions_T`` are those that the
+    model takes, by default those of ``rows``, and ``vision`` the images of all tokens.
     """
+    positions_T = rows.positions_T if positions_T is None else positions_T
     tree_nodes = rows.tree_nodes or tuple(TreeNode(length) for length in rows.lengths)
     device = rows.tokens_T.device
     world = group.world
@@ -180,7 +197,8 @@ def shard_batch(rows: PackedRows, group: CollectiveGroup, *, numerics: Numerics,
     assignment = _assign_tokens([s.length for s in tree_nodes], world, multiple)
     own_t = torch.from_numpy(assignment.own[rank]).to(device)
     more = assignment.size - len(own_t)
-    place_R = torch.from_numpy(assignment.place_T).to(device)[rows.before_R]
+    place_T = torch.from_numpy(assignment.place_T).to(device)
+    place_R = place_T[rows.before_R]
     owner_R = place_R // assignment.size
     mine_r = (owner_R == rank).nonzero()[:, 0]
     replay_tLk = None
@@ -188,7 +206,7 @@ def shard_batch(rows: PackedRows, group: CollectiveGroup, *, numerics: Numerics,
         replay_tLk = F.pad(rows.replay_TLk.index_select(0, own_t), (0, 0, 0, 0, 0, more), value=-1)
     return RankBatch(
         tokens_T=F.pad(rows.tokens_T.index_select(0, own_t), (0, more)),
-        positions_T=F.pad(rows.positions_T.index_select(0, own_t), (0, more)),
+        positions_T=F.pad(positions_T.index_select(-1, own_t), (0, more)),
         attn_backend=ContextParallelAttention(
             _segments(tree_nodes, assignment, rank, world), assignment.size, group, device, numerics=numerics
         ),
@@ -197,6 +215,7 @@ def shard_batch(rows: PackedRows, group: CollectiveGroup, *, numerics: Numerics,
         replay_TLk=replay_tLk,
         repeated=bool(rows.tree_nodes),
         fill=more,
+        vision=None if vision is None else select_range(vision, place_T, rank * assignment.size, assignment.size),
     )
 
 

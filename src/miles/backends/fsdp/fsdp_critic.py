@@ -20,6 +20,7 @@ from miles.backends.fsdp.packed_batch import PackedText, build_rank_batch
 from miles.models.checkpoint.safetensors_io import write_atomically
 from miles.models.checkpoint.save_plan import SavePlan, single_tensor_unit
 from miles.models.optim_groups import MuonMatrices
+from miles.train.packed_images import PackedImages
 
 _WEIGHT, _BIAS = "value_head.weight", "value_head.bias"
 
@@ -78,8 +79,15 @@ class FsdpCritic:
         for parameter in self._head.values():
             parameter.data = parameter.data.to(device)
 
-    def values(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], at_R: Tensor) -> Tensor:
-        text = PackedText(lengths=lengths, tokens_T=tokens_T, positions_T=positions_T, before_R=at_R)
+    def values(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        lengths: Sequence[int],
+        at_R: Tensor,
+        images: PackedImages | None = None,
+    ) -> Tensor:
+        text = PackedText(lengths=lengths, tokens_T=tokens_T, positions_T=positions_T, before_R=at_R, images=images)
         batch = build_rank_batch(text, self.mesh, self._backbone.spec)
         hidden_rD = self._backbone.read(batch).float()
         values_r = F.linear(hidden_rD, self._head[_WEIGHT], self._head[_BIAS]).squeeze(1)

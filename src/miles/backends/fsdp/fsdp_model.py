@@ -20,7 +20,7 @@ from torch import Tensor
 from miles.backends.fsdp import expert_parallel, tensor_parallel
 from miles.backends.fsdp.autograd_collectives import gather_replicated
 from miles.backends.fsdp.device_mesh import FsdpMesh
-from miles.backends.fsdp.fully_shard import apply_fully_shard
+from miles.backends.fsdp.fully_shard import accept_no_images, apply_fully_shard
 from miles.backends.fsdp.master_params import MasterParams
 from miles.backends.fsdp.packed_batch import RankBatch, build_rank_batch
 from miles.backends.fsdp.param_shard import build_param_shards
@@ -34,7 +34,7 @@ from miles.models.checkpoint.save_plan import SavePlan, plan_save
 from miles.models.decoder import Decoder, DecoderLayer
 from miles.models.layers.moe import Routing
 from miles.models.lora.adapters import LoraAdapters
-from miles.models.optim_groups import MuonMatrices, find_muon_matrices
+from miles.models.optim_groups import TRAINED_VISION, FrozenVision, MuonMatrices, find_muon_matrices
 from miles.models.parallel.quantized_shards import find_divided_block
 from miles.models.parallel.tp_decoder import build_tp_decoder
 from miles.models.parallel.tp_sharding import compute_tp_shards
@@ -46,7 +46,8 @@ from miles.train.stopwatch import Stopwatch
 
 
 class FsdpModel:
-    """A TrainModel with uninitialized parameters and the numerics of ``mesh``; a ``frozen`` one takes no gradient.
+    """A TrainModel with uninitialized parameters and the numerics of ``mesh``; a ``frozen`` one takes no gradient, and
+    ``frozen_vision`` parts neither.
 
     It computes in ``dtype``, and its parameters are float32 unless it is frozen. With ``cpu_offload`` they are on the
     host. Saved weights are accompanied by the tokenizer files of the folder ``like`` and by ``config``, else the config
@@ -66,6 +67,7 @@ class FsdpModel:
         recompute_layers: int | None = None,
         cpu_offload: bool = False,
         frozen: bool = False,
+        frozen_vision: FrozenVision = TRAINED_VISION,
     ) -> None:
         problem = mesh.layout.find_model_problem(spec)
         if problem is not None:
@@ -81,10 +83,12 @@ class FsdpModel:
         self._decoder = self._build_decoder(torch.float32 if sharded and not frozen else dtype)
         if frozen:
             self._decoder.requires_grad_(False)
+        rank_shapes = {name: parameter.shape for name, parameter in self._decoder.named_parameters()}
+        for name in frozen_vision.select(rank_shapes):
+            self._decoder.get_parameter(name).requires_grad_(False)
         set_recompute(self._decoder, recompute, recompute_layers)
         self._stopwatch, self._tokens = Stopwatch(mesh.device), 0
         self._time_layers()
-        rank_shapes = {name: parameter.shape for name, parameter in self._decoder.named_parameters()}
         replicated = apply_fully_shard(
             self._decoder, mesh, dtype=dtype if sharded and not frozen else None, cpu_offload=cpu_offload
         )
@@ -135,6 +139,10 @@ class FsdpModel:
             collectives=collectives,
         )
         expert_parallel.shard_experts(decoder, self.mesh.ep_group)
+        if decoder.vision is not None:
+            assert self.spec.vision is not None
+            num_deepstack = len(self.spec.vision.tower.deepstack_layers)
+            accept_no_images(decoder.vision, self.spec.hidden_size, num_deepstack)
         return decoder
 
     @property
@@ -228,7 +236,7 @@ class FsdpModel:
 
     def read(self, packed: RankBatch, routing: Routing | None = None) -> Tensor:
         """Compute the needed hidden states of this rank, [r, D], equal on all tensor-parallel ranks."""
-        hidden_TD = self._decoder(packed.tokens_T, packed.positions_T, packed.attn_backend, routing)
+        hidden_TD = self._decoder(packed.tokens_T, packed.positions_T, packed.attn_backend, routing, packed.vision)
         if self.mesh.layout.sequence:
             hidden_TD = gather_replicated(hidden_TD, self.mesh.tp_group)
         return index_rows(hidden_TD, packed.at_r, repeated=packed.repeated)

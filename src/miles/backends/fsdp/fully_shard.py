@@ -1,6 +1,8 @@
-"""FSDP2 wrapping of a rank's decoder: every layer by itself, and embedding, final norm and head together.
+"""FSDP2 wrapping of a rank's decoder: every layer and the vision tower by themselves, and embedding, final norm and
+head together.
 
-Gradients are plain sums over the ranks: the loss is already weighted for the whole batch.
+Gradients are plain sums over the ranks: the loss is already weighted for the whole batch. The vision tower is gathered
+when a micro-batch is encoded; ranks without images in it take part.
 """
 
 from __future__ import annotations
@@ -19,10 +21,17 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.utils._pytree import register_dataclass
 
 from miles.backends.fsdp import expert_parallel
 from miles.backends.fsdp.device_mesh import FsdpMesh, all_gather, reduce_scatter
-from miles.models.decoder import Decoder, DecoderLayer
+from miles.core.media import ImageInput
+from miles.models.decoder import CheckpointFn, Decoder, DecoderLayer
+from miles.models.vision.inputs import VisionFeatures
+from miles.models.vision.tower import VisionTower
+
+# FSDP looks for tensors in a module's output, to gather the weights again before its backward.
+register_dataclass(VisionFeatures)
 
 
 def apply_fully_shard(
@@ -47,6 +56,10 @@ def apply_fully_shard(
         register_fsdp_forward_method(layer, "forward_deferred")
         if layer.moe is not None and mesh.expert_shard_mesh is not None:
             expert_parallel.fully_shard_experts(layer.moe, mesh.expert_shard_mesh, policy=policy, offload=offload)
+    if decoder.vision is not None:
+        fully_shard(
+            decoder.vision, mesh=mesh.shard_mesh, mp_policy=policy, offload_policy=offload, ignored_params=ignored
+        )
     fully_shard(
         decoder,
         mesh=mesh.shard_mesh,
@@ -70,6 +83,25 @@ def apply_fully_shard(
 def _must_stay_replicated(name: str, parameter: nn.Parameter) -> bool:
     """Whether a parameter is small and must not be rounded, or is a scalar, such as the scale of a packed weight."""
     return name.endswith(".moe.correction") or not parameter.dim()
+
+
+def accept_no_images(tower: VisionTower, width: int, num_deepstack: int) -> None:
+    """Let ``tower`` encode no images: no features, from which its trained parameters get gradients of zero.
+
+    A rank without images in a micro-batch thus gathers and reduces as the others do.
+    """
+    encode = tower.forward
+
+    def forward(images: Sequence[ImageInput], checkpoint_fn: CheckpointFn | None = None) -> VisionFeatures:
+        if images:
+            return encode(images, checkpoint_fn)
+        parameters = list(tower.parameters())
+        trained = [parameter.reshape(-1)[0] for parameter in parameters if parameter.requires_grad]
+        zero = torch.stack(trained).sum() if trained else parameters[0].new_zeros(())
+        none_0D = zero.expand(1, width)[:0]
+        return VisionFeatures(embeds_FD=none_0D, deepstack=(none_0D,) * num_deepstack)
+
+    tower.forward = forward
 
 
 class HostAllGather(AllGather):

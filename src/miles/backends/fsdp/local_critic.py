@@ -23,6 +23,8 @@ from miles.core.errors import CheckpointError
 from miles.models.base import CausalLM
 from miles.models.checkpoint.safetensors_io import write_atomically
 from miles.models.checkpoint.save_plan import SavePlan, single_tensor_unit
+from miles.models.optim_groups import TRAINED_VISION, FrozenVision
+from miles.train.packed_images import PackedImages
 
 HEAD = "value_head.safetensors"
 _WEIGHT, _BIAS = "value_head.weight", "value_head.bias"
@@ -38,12 +40,27 @@ class LocalCritic(LocalHeadModel):
         config: Mapping[str, Any] | None = None,
         like: Path | None = None,
         gradient_checkpointing: bool = False,
+        frozen_vision: FrozenVision = TRAINED_VISION,
     ) -> None:
         shapes = {_WEIGHT: (1, decoder.spec.hidden_size), _BIAS: (1,)}
-        super().__init__(decoder, shapes, config=config, like=like, gradient_checkpointing=gradient_checkpointing)
+        super().__init__(
+            decoder,
+            shapes,
+            config=config,
+            like=like,
+            gradient_checkpointing=gradient_checkpointing,
+            frozen_vision=frozen_vision,
+        )
 
-    def values(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], at_R: Tensor) -> Tensor:
-        hidden_TD = self._backbone.read(tokens_T, positions_T, lengths, None).hidden_TD
+    def values(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        lengths: Sequence[int],
+        at_R: Tensor,
+        images: PackedImages | None = None,
+    ) -> Tensor:
+        hidden_TD = self._backbone.read(tokens_T, positions_T, lengths, None, images=images).hidden_TD
         hidden_RD = hidden_TD.index_select(0, at_R).to(torch.float32)
         return F.linear(hidden_RD, self._head[_WEIGHT], self._head[_BIAS]).squeeze(1)
 

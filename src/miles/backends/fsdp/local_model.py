@@ -22,12 +22,13 @@ from miles.models.checkpoint import hf
 from miles.models.checkpoint.save_plan import SavePlan, plan_save
 from miles.models.decoder import Decoder
 from miles.models.lora.adapters import LoraAdapters
-from miles.models.optim_groups import MuonMatrices, find_muon_matrices
+from miles.models.optim_groups import TRAINED_VISION, FrozenVision, MuonMatrices, find_muon_matrices
 from miles.models.spec import DecoderSpec
 from miles.train.batch_tensors import MicroBatch, RoutedExpertsCache
 from miles.train.logprobs import HeadOutput
 from miles.train.model_protocols import KeptTensors, LossCallback
 from miles.train.optim.optimizer import full_grad_norm
+from miles.train.packed_images import PackedImages, prepare_positions
 from miles.train.prefix_sharing import TreeNode, build_attention, check_supported
 
 
@@ -67,7 +68,7 @@ class _Unsharded:
 
 
 class LocalModel(_Unsharded):
-    """A TrainModel over ``decoder``; a ``frozen`` one takes no gradient.
+    """A TrainModel over ``decoder``; a ``frozen`` one takes no gradient, and ``frozen_vision`` parts neither.
 
     Saved weights are accompanied by the tokenizer files of the folder ``like`` and by ``config``, else the config of
     ``like``, else one built from the spec. Training checkpoints have them in ``save_dtype``, if it is given; the
@@ -83,6 +84,7 @@ class LocalModel(_Unsharded):
         save_dtype: torch.dtype | None = None,
         gradient_checkpointing: bool = False,
         frozen: bool = False,
+        frozen_vision: FrozenVision = TRAINED_VISION,
     ) -> None:
         self._decoder = decoder
         self._config = config
@@ -92,6 +94,8 @@ class LocalModel(_Unsharded):
             decoder.requires_grad_(False)
         decoder.checkpoint_layers = gradient_checkpointing
         self._parameters: dict[str, Tensor] = dict(decoder.named_parameters())
+        for name in frozen_vision.select(self._parameters):
+            self._parameters[name].requires_grad_(False)
 
     @property
     def device(self) -> torch.device:
@@ -144,7 +148,13 @@ class LocalModel(_Unsharded):
         spec = self._decoder.spec
         check_supported(spec, rows.tree_nodes)
         read = self.read(
-            rows.tokens_T, rows.positions_T, rows.lengths, rows.replay_TLk, rows.tree_nodes, rows.routed_cache
+            rows.tokens_T,
+            rows.positions_T,
+            rows.lengths,
+            rows.replay_TLk,
+            rows.tree_nodes,
+            rows.routed_cache,
+            rows.images,
         )
         return HeadOutput(
             hidden_RD=index_rows(read.hidden_TD, rows.before_R, repeated=bool(rows.tree_nodes)),
@@ -164,6 +174,7 @@ class LocalModel(_Unsharded):
         replay_TLk: Tensor | None,
         tree_nodes: Sequence[TreeNode] = (),
         used: RoutedExpertsCache | None = None,
+        images: PackedImages | None = None,
     ) -> PackedOutput:
         """Compute the hidden states of packed sequences without padding, or of a prefix tree of ``tree_nodes``."""
         longest, most = max(lengths), self._decoder.spec.max_positions
@@ -173,7 +184,12 @@ class LocalModel(_Unsharded):
         if isinstance(self._decoder, Decoder):  # routing of transformers modules is neither recorded nor replayed
             routing = build_routing(self._decoder.spec, replay_TLk, used, device=self.device)
         attn_backend = build_attention(lengths, tree_nodes, self.device, numerics=self.numerics)
-        hidden_TD = self._decoder(tokens_T, positions_T, attn_backend, routing)
+        if images is None or images.is_empty:
+            hidden_TD = self._decoder(tokens_T, positions_T, attn_backend, routing)
+        else:
+            vision = images.build_vision_inputs(self.spec, self.device)
+            positions_T = prepare_positions(images, self.spec, positions_T)
+            hidden_TD = self._decoder(tokens_T, positions_T, attn_backend, routing, vision)
         stats = collect_routing_stats(routing, used)
         return PackedOutput(hidden_TD=hidden_TD, flips=stats.flips, replayed=stats.replayed, load_LE=stats.load_LE)
 
@@ -222,8 +238,15 @@ class LocalHeadModel(_Unsharded):
         config: Mapping[str, Any] | None,
         like: Path | None,
         gradient_checkpointing: bool,
+        frozen_vision: FrozenVision = TRAINED_VISION,
     ) -> None:
-        self._backbone = LocalModel(decoder, config=config, like=like, gradient_checkpointing=gradient_checkpointing)
+        self._backbone = LocalModel(
+            decoder,
+            config=config,
+            like=like,
+            gradient_checkpointing=gradient_checkpointing,
+            frozen_vision=frozen_vision,
+        )
         if not decoder.spec.tie_embeddings:
             decoder.head().requires_grad_(False)
         self._head: dict[str, Tensor] = {

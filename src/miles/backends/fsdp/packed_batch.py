@@ -16,6 +16,8 @@ from miles.backends.fsdp.context_parallel import PackedRows, RankBatch, shard_ba
 from miles.backends.fsdp.device_mesh import FsdpMesh
 from miles.core.errors import MilesError
 from miles.models.spec import DecoderSpec
+from miles.models.vision.inputs import VisionInputs
+from miles.train.packed_images import PackedImages, prepare_positions, select_range
 from miles.train.prefix_sharing import TreeNode, build_attention, check_supported
 
 
@@ -29,6 +31,7 @@ class PackedText:
     before_R: Tensor
     replay_TLk: Tensor | None = None
     tree_nodes: Sequence[TreeNode] = ()
+    images: PackedImages | None = None
 
 
 def build_rank_batch(rows: PackedRows, mesh: FsdpMesh, spec: DecoderSpec) -> RankBatch:
@@ -38,17 +41,41 @@ def build_rank_batch(rows: PackedRows, mesh: FsdpMesh, spec: DecoderSpec) -> Ran
     if longest > most:
         raise MilesError(f"a sample of {longest} tokens is longer than the {most} positions of the model's config.")
     multiple = mesh.tp_group.world if mesh.layout.sequence else 1
+    vision = None if rows.images is None else rows.images.build_vision_inputs(spec, mesh.device)
     if mesh.cp_group.world > 1:
-        return shard_batch(rows, mesh.cp_group, numerics=mesh.numerics, multiple=multiple)
+        batch = shard_batch(
+            rows,
+            mesh.cp_group,
+            numerics=mesh.numerics,
+            multiple=multiple,
+            positions_T=prepare_positions(rows.images, spec, rows.positions_T),
+            vision=vision,
+        )
+    else:
+        batch = _build_batch(rows, mesh, spec, multiple, vision)
+    if batch.vision is None or not mesh.layout.sequence:
+        return batch
+    # Under sequence parallelism the residual stream, which the features enter, has this rank's tokens only.
+    count = len(batch.tokens_T) // mesh.tp_group.world
+    place_T = torch.arange(len(batch.tokens_T), device=mesh.device)
+    return replace(batch, vision=select_range(batch.vision, place_T, mesh.tp_group.rank * count, count))
+
+
+def _build_batch(
+    rows: PackedRows, mesh: FsdpMesh, spec: DecoderSpec, multiple: int, vision: VisionInputs | None
+) -> RankBatch:
+    """Build the batch of a rank that has all tokens, padded to a ``multiple`` of so many."""
     padded = _pad(rows, -len(rows.tokens_T) % multiple)
+    fill = len(padded.tokens_T) - len(rows.tokens_T)
     return RankBatch(
         tokens_T=padded.tokens_T,
-        positions_T=padded.positions_T,
+        positions_T=prepare_positions(rows.images, spec, padded.positions_T, padding=fill),
         attn_backend=build_attention(padded.lengths, padded.tree_nodes, mesh.device, numerics=mesh.numerics),
         at_r=padded.before_R,
         replay_TLk=padded.replay_TLk,
         repeated=bool(rows.tree_nodes),
-        fill=len(padded.tokens_T) - len(rows.tokens_T),
+        fill=fill,
+        vision=vision,
     )
 
 
@@ -61,6 +88,7 @@ def _pad(rows: PackedRows, missing: int) -> PackedText:
         before_R=rows.before_R,
         replay_TLk=rows.replay_TLk,
         tree_nodes=rows.tree_nodes,
+        images=rows.images,
     )
     if not missing:
         return text

@@ -38,6 +38,7 @@ from miles.models.checkpoint.tensor_sources import locate_tensors, read_quant_co
 from miles.models.decoder import Decoder
 from miles.models.families import spec_from_config
 from miles.models.spec import DecoderSpec
+from miles.train.packed_images import PackedImages
 
 SCORE = "score.weight"
 FILE, BACKBONE_FILE = "model-score.safetensors", "model-trunk.safetensors"
@@ -100,8 +101,10 @@ class RewardModel(LocalHeadModel):
     def spec(self) -> DecoderSpec:
         return self._decoder.spec
 
-    def scores(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int]) -> Tensor:
-        hidden_TD = self._backbone.read(tokens_T, positions_T, lengths, None).hidden_TD
+    def scores(
+        self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], images: PackedImages | None = None
+    ) -> Tensor:
+        hidden_TD = self._backbone.read(tokens_T, positions_T, lengths, None, images=images).hidden_TD
         last_B = torch.tensor(lengths, device=self.device).cumsum(0) - 1
         hidden_BD = hidden_TD.index_select(0, last_B).to(torch.float32)
         return F.linear(hidden_BD, self._head[SCORE]).squeeze(1)

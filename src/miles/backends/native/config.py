@@ -7,7 +7,7 @@ from miles.config.option import option
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeConfig:
-    """Batch size, KV cache, prefill and CUDA graph options of the embedded engine."""
+    """Batch size, KV cache, prefill, vision and CUDA graph options of the embedded engine."""
 
     engine_max_running: int = option(
         256, "Maximum number of requests the embedded engine runs at once.", unit="requests", ge=1
@@ -34,6 +34,13 @@ class NativeConfig:
         "Maximum CUDA graph steps that prompts wait to be prefilled together, if 32 or more requests run; 0 disables.",
         unit="steps",
         ge=0,
+    )
+    engine_vision_cache_mib: int = option(
+        1024,
+        "Memory for the features of images that the vision tower has encoded, which requests with the same image "
+        "share; one image must fit.",
+        unit="MiB",
+        ge=1,
     )
     engine_prefix_cache: bool = option(
         True, "Reuse the KV cache of prefixes that requests share.", off="--disable-engine-prefix-cache"

@@ -58,10 +58,12 @@ def decode_bs1_attention(
     slot_1: Tensor,
     params: PagedAttentionParams,
     scratch: DecodeScratch,
+    start_1: Tensor | None = None,
 ) -> Tensor:
     """Attention of one new token over its sequence, [1, H * d]; writes its key and value to ``slot_1`` unless negative.
 
-    The token is the last of its sequence, whose pages are row ``req_slot_1`` of the block table.
+    The token is the last of its sequence, behind ``start_1`` others (None: as many as its rope position), whose pages
+    are row ``req_slot_1`` of the block table.
     """
     # Imported on first use, when Triton compiles it.
     from miles.kernels.attention.decode_bs1_triton import decode_bs1_kernel
@@ -82,6 +84,7 @@ def decode_bs1_attention(
         block_table_SP,
         req_slot_1,
         slot_1,
+        heads.positions_T if start_1 is None else start_1,
         heads.positions_T,
         heads.rotation,
         heads.q_weight_d,

@@ -51,6 +51,7 @@ def decode_bs1_kernel(
     block_table_SP: tl.tensor,
     req_slot: tl.tensor,
     slot: tl.tensor,
+    start: tl.tensor,
     position: tl.tensor,
     rotation: tl.tensor,
     q_weight: tl.tensor,
@@ -75,12 +76,12 @@ def decode_bs1_kernel(
     Q: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Attention of every head of the row; the new token is the last of the sequence, at ``position``."""
+    """Attention of every head of the row; the new token is behind ``start`` others, and rotated to ``position``."""
     if PDL:
         gdc_launch_dependents()
     group, split = tl.program_id(0), tl.program_id(1)
     position_new = tl.load(position).to(tl.int64)
-    begin, end, splits = split_range(position_new.to(tl.int32), split, CFG, SPLITS - 1)
+    begin, end, splits = split_range(tl.load(start).to(tl.int32), split, CFG, SPLITS - 1)
     if split < splits:
         # None of these loads depends on a kernel that may still be running.
         first, first_split = split == 0, group * SPLITS

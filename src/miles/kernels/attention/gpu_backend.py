@@ -90,7 +90,8 @@ class StepMetadata:
     """Attention metadata of one step on the device.
 
     ``slots_T`` are the KV-cache slots of the new tokens, ``req_slots_B`` the rows of the block table; the first
-    ``num_decodes`` sequences have one new token each, ``prefill_tiles`` cover the tokens of the others.
+    ``num_decodes`` sequences have one new token each, ``prefill_tiles`` cover the tokens of the others. ``starts_B``
+    tokens are before those of each of the former; None if their rope positions are these numbers.
     """
 
     slots_T: Tensor
@@ -101,6 +102,7 @@ class StepMetadata:
     has_prefixes: bool
     prefill_tiles: Tensor | None
     page_size: int
+    starts_B: Tensor | None = None
 
 
 class TritonAttentionBackend:
@@ -140,6 +142,7 @@ class TritonAttentionBackend:
                 step.slots_T,
                 self._paged_params(params, cache, sinks_H),
                 step.plans.get_bs1_scratch(kv_heads, heads.heads // kv_heads, heads.head_dim),
+                step.starts_B,
             )
         q_THd = qk_norm_rope_write_kv(
             qkv_TN,

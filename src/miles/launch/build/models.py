@@ -30,6 +30,7 @@ from miles.launch.config import Config
 from miles.launch.plan.layout_memory import (
     estimate_rank_lora_memory,
     estimate_rank_memory,
+    get_frozen_vision,
     get_recompute_layers,
     get_recompute_mode,
     packs_reference,
@@ -50,7 +51,7 @@ from miles.models.spec import AdapterSpec, AttentionSpec, DecoderSpec
 from miles.models.tokenizer import HfTokenizer, load_tokenizer
 from miles.precision.formats import QuantizationSpec
 from miles.schedule.checkpoints import verify_weights
-from miles.train.balance import build_flops_cost
+from miles.train.balance import CostFn, build_flops_cost, build_token_cost
 from miles.train.critic import Critic
 from miles.train.dp_group import SINGLE_RANK, DataParallelGroup
 from miles.train.model_protocols import TrainModel, ValueModel
@@ -247,6 +248,7 @@ class LocalModelFactory:
             save_dtype=choose_save_dtype(config, policy),
             gradient_checkpointing=self._set_recompute(self._model),
             frozen=lora is not None,
+            frozen_vision=get_frozen_vision(config.train),
         )
         if lora is None:
             return base
@@ -266,7 +268,11 @@ class LocalModelFactory:
     def value(self, folder: Path) -> ValueModel:
         model = load_side_model(self._config, self._place_critic(), folder)
         value = LocalCritic(
-            model, config=read_config(folder), like=folder, gradient_checkpointing=self._set_recompute(model)
+            model,
+            config=read_config(folder),
+            like=folder,
+            gradient_checkpointing=self._set_recompute(model),
+            frozen_vision=get_frozen_vision(self._config.train),
         )
         if (folder / HEAD).exists():
             value.load_head(folder)
@@ -352,8 +358,16 @@ def build_policy_trainer(
         offload=_offloads_optimizer(config, plan, policy),
         shares_weights=plan.transport == "shared",
         dp_group=models.dp_group,
-        cost_fn=build_flops_cost(policy.spec) if config.train.balance_by == "flops" else None,
+        cost_fn=_choose_cost(config, policy.spec),
+        patches_per_feature=1 if policy.spec.vision is None else policy.spec.vision.merge_size**2,
     )
+
+
+def _choose_cost(config: Config, spec: DecoderSpec) -> CostFn | None:
+    """What --balance-by balances; None for the number of tokens."""
+    if config.train.balance_by == "flops":
+        return build_flops_cost(spec)
+    return None if spec.vision is None else build_token_cost(spec)
 
 
 def _offloads_optimizer(config: Config, plan: Plan, policy: BaseCheckpoint) -> bool:
@@ -369,5 +383,12 @@ def _offloads_optimizer(config: Config, plan: Plan, policy: BaseCheckpoint) -> b
     if lora is not None:
         memory = estimate_rank_lora_memory(policy.spec, plan.layout, dtype, lora, moments=moments)
     else:
-        memory = estimate_rank_memory(policy.spec, plan.layout, dtype, moments=moments, optimizer=train.optimizer)
+        memory = estimate_rank_memory(
+            policy.spec,
+            plan.layout,
+            dtype,
+            moments=moments,
+            optimizer=train.optimizer,
+            frozen_vision=get_frozen_vision(train),
+        )
     return count * memory.optimizer > policy.platform.free_bytes() // 4

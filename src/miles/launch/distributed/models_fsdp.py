@@ -14,7 +14,7 @@ from miles.backends.fsdp.fsdp_model import FsdpModel
 from miles.backends.fsdp.local_critic import HEAD
 from miles.launch.build.models import BaseCheckpoint, build_lora_model, choose_save_dtype, resolve_side_spec
 from miles.launch.config import Config
-from miles.launch.plan.layout_memory import get_recompute_layers, get_recompute_mode
+from miles.launch.plan.layout_memory import get_frozen_vision, get_recompute_layers, get_recompute_mode
 from miles.launch.plan.lora import build_lora
 from miles.launch.plan.plan import Plan
 from miles.models.checkpoint.safetensors_io import read_config
@@ -87,6 +87,7 @@ class FsdpModelFactory:
             dtype=self._checkpoint.dtype,
             save_dtype=save_dtype,
             frozen=frozen,
+            frozen_vision=get_frozen_vision(train),
             cpu_offload=self._config.parallel.fsdp_cpu_offload,
             recompute=get_recompute_mode(train),
             recompute_layers=get_recompute_layers(train),

@@ -19,6 +19,7 @@ from miles.models.accounting.params import (
 )
 from miles.models.hf_adapter.spec import HfAdapterSpec
 from miles.models.lora.targets import LoraSpec
+from miles.models.optim_groups import TRAINED_VISION, FrozenVision
 from miles.models.parallel.tp_sharding import shard_spec
 from miles.models.spec import DecoderSpec
 from miles.train.config import TrainConfig
@@ -51,14 +52,22 @@ def get_sharding_degrees(layout: ParallelDims) -> ShardingDegrees:
 
 
 def estimate_rank_memory(
-    spec: DecoderSpec, layout: ParallelDims, dtype: str, *, moments: str = "float32", optimizer: str = "adam"
+    spec: DecoderSpec,
+    layout: ParallelDims,
+    dtype: str,
+    *,
+    moments: str = "float32",
+    optimizer: str = "adam",
+    frozen_vision: FrozenVision = TRAINED_VISION,
 ) -> RankMemory:
-    """Memory of a model trained in ``dtype``."""
+    """Memory of a model trained in ``dtype``, ``frozen_vision`` parts excepted."""
     spec, degrees = get_pipeline_stage(spec, layout), get_sharding_degrees(layout)
     return RankMemory(
         weights=rank_bytes(spec, degrees, dtype),
-        gradients=rank_gradient_bytes(spec, degrees),
-        optimizer=rank_optimizer_bytes(spec, degrees, dtype, moments=moments, optimizer=optimizer),
+        gradients=rank_gradient_bytes(spec, degrees, frozen_vision),
+        optimizer=rank_optimizer_bytes(
+            spec, degrees, dtype, moments=moments, optimizer=optimizer, frozen_vision=frozen_vision
+        ),
         gathered=unsharded_bytes(spec, degrees, dtype),
     )
 
@@ -122,6 +131,11 @@ def estimate_rank_activations(
         first=get_recompute_layers(config),
         sequence=layout.tensor if layout.sequence else 1,
     )
+
+
+def get_frozen_vision(config: TrainConfig) -> FrozenVision:
+    """The parts of the vision towers of policy and critic that are not trained."""
+    return FrozenVision(tower=config.freeze_vision_tower, projector=config.freeze_vision_projector)
 
 
 def get_recompute_mode(config: TrainConfig) -> RecomputeMode:

@@ -9,12 +9,14 @@ from miles.launch.plan.layout_memory import (
     estimate_rank_frozen_bytes,
     estimate_rank_lora_memory,
     estimate_rank_memory,
+    get_frozen_vision,
     get_recompute_mode,
     packs_reference,
 )
 from miles.launch.plan.lora import build_lora, packs_base
 from miles.launch.plan.plan import Plan
 from miles.launch.rules.paths import read_spec_or_none
+from miles.models.accounting.image_features import vision_bytes
 from miles.models.accounting.params import (
     BYTES,
     gradient_bytes,
@@ -25,6 +27,7 @@ from miles.models.accounting.params import (
     state_bytes_per_sequence,
     weight_bytes,
 )
+from miles.models.accounting.vision import vision_activation_bytes
 from miles.models.lora.targets import LoraSpec
 from miles.models.parallel.tp_sharding import shard_spec
 from miles.models.spec import DecoderSpec
@@ -52,6 +55,7 @@ def estimate_memory(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Memo
         *_estimate_critic(config, plan),
         *_estimate_teachers(config, plan),
         _estimate_activations(config, plan, spec),
+        *_estimate_vision(config, plan, spec),
     )
     if config.observe.debug_rollout_only:
         trained = (MemoryShare(name="weights", bytes=weights, note=f"{dtype}: nothing is trained"),)
@@ -81,6 +85,7 @@ def estimate_memory(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Memo
         MemoryShare(name="engine", bytes=size, note=note),
         MemoryShare(name="kv cache", bytes=kv_bytes, note=f"{tokens:,} tokens: {why}"),
         *_estimate_states(config, plan, spec),
+        *_estimate_images(config, spec, dtype),
     )
 
 
@@ -98,7 +103,14 @@ def _estimate_policy(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Mem
     dtype = plan.dtype
     layout = plan.layout
     train = config.train
-    memory = estimate_rank_memory(spec, layout, dtype, moments=train.optimizer_state_dtype, optimizer=train.optimizer)
+    memory = estimate_rank_memory(
+        spec,
+        layout,
+        dtype,
+        moments=train.optimizer_state_dtype,
+        optimizer=train.optimizer,
+        frozen_vision=get_frozen_vision(train),
+    )
     part = "" if layout.world == 1 else f", rank shard of {layout.world} ranks, sharded {_count_shards(plan)} ways"
     sharded = layout.shard_group_size * layout.replicate > 1
     kind = "momentum and moments" if train.optimizer == "muon" else "two moments"
@@ -233,11 +245,32 @@ def _estimate_activations(config: Config, plan: Plan, spec: DecoderSpec) -> Memo
     return MemoryShare(name="activations", bytes=size, note=note)
 
 
+def _estimate_vision(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[MemoryShare, ...]:
+    """Activations of the vision tower, if it is trained and the number of patches is known."""
+    patches, train = config.train.max_patches_per_gpu, config.train
+    if spec.vision is None or patches is None or train.freeze_vision_tower or config.lora.is_enabled:
+        return ()
+    recomputed = get_recompute_mode(train) != "none"
+    size = vision_activation_bytes(
+        spec, patches, size=BYTES[plan.dtype], fused=plan.device != "cpu", recomputed=recomputed
+    )
+    note = f"activations of {patches:,} image patches at once" + (", blocks recomputed" if recomputed else "")
+    return (MemoryShare(name="vision tower", bytes=size, note=note),)
+
+
 def _estimate_states(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[MemoryShare, ...]:
     """The states of recurrent layers, for each running request."""
     each = state_bytes_per_sequence(spec, plan.dtype)
     running = config.native.engine_max_running
     return (MemoryShare(name="states", bytes=each * running, note=f"of {running} requests"),) if each else ()
+
+
+def _estimate_images(config: Config, spec: DecoderSpec, dtype: str) -> tuple[MemoryShare, ...]:
+    """The features of images that the engine keeps, and the activations of its vision tower."""
+    cache = config.native.engine_vision_cache_mib << 20
+    size = vision_bytes(spec, dtype, cache)
+    note = f"{format_bytes(cache)} of features, and the vision tower's activations"
+    return (MemoryShare(name="images", bytes=size, note=note),) if size else ()
 
 
 def estimate_kv_tokens(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[int, str]:
@@ -252,7 +285,8 @@ def estimate_kv_tokens(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[i
         return most, f"{why} at most; the engine takes at most {part:.0%} of the free memory"
     free = get_free_memory()
     each = max(1, kv_bytes_per_token(spec, plan.dtype, config.models.numerics))
-    fits = most if free is None else int(free * part) // each
+    images = vision_bytes(spec, plan.dtype, config.native.engine_vision_cache_mib << 20)
+    fits = most if free is None else max(0, int(free * part) - images) // each
     return (most, why) if most <= fits else (fits, f"{part:.0%} of the free memory")
 
 

@@ -57,6 +57,7 @@ ENGINE_OPTIONS = frozenset(
         "engine_memory_fraction",
         "engine_prefill_chunk",
         "engine_prefill_delay_steps",
+        "engine_vision_cache_mib",
     ]
 )
 TRAINING_OPTIONS = frozenset(
@@ -89,6 +90,10 @@ TRAINING_OPTIONS = frozenset(
         "optimizer_state_dtype",
         "clip_grad",
         "max_tokens_per_gpu",
+        "max_patches_per_gpu",
+        "vision_lr",
+        "freeze_vision_tower",
+        "freeze_vision_projector",
         "micro_batch_size",
         "log_probs_chunk_size",
         "gradient_checkpointing",

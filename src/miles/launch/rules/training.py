@@ -250,11 +250,34 @@ def check_reference_updates(c: Config) -> Iterator[str]:
         )
 
 
+def check_vision_options(c: Config) -> Iterator[str]:
+    t = c.train
+    spec = read_spec_or_none(c.models.hf_checkpoint, c.models.model_impl)
+    given = {
+        "--freeze-vision-tower": t.freeze_vision_tower,
+        "--freeze-vision-projector": t.freeze_vision_projector,
+        "--vision-lr": t.vision_lr is not None,
+        "--max-patches-per-gpu": t.max_patches_per_gpu is not None,
+    }
+    flags = [flag for flag, used in given.items() if used]
+    if spec is not None and spec.vision is None:
+        for flag in flags:
+            yield f"{flag} has no effect, because the model has no vision tower; remove it."
+    elif c.lora.is_enabled:
+        for flag in flags[:-1] if t.max_patches_per_gpu is not None else flags:
+            yield f"{flag} has no effect with LoRA, which trains the adapters of --target-modules only; remove it."
+    elif t.freeze_vision_tower and t.freeze_vision_projector and t.vision_lr is not None:
+        yield "--vision-lr has no effect with --freeze-vision-tower and --freeze-vision-projector; remove it."
+    if t.max_patches_per_gpu is not None and t.micro_batch_size is not None and not t.use_dynamic_batch_size:
+        yield "--max-patches-per-gpu has no effect with --micro-batch-size; remove one of them."
+
+
 TRAINING_MACHINE_RULES: tuple[Rule, ...] = (check_trainer_gpus, check_megatron_package)
 TRAINING_RULES: tuple[Rule, ...] = (
     check_reference_updates,
     check_global_batch_size,
     check_learning_rate_schedule,
     check_recompute,
+    check_vision_options,
     *PARALLEL_RULES,
 )

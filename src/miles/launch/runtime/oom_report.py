@@ -127,6 +127,12 @@ def advise(config: Config, plan: Plan, shares: tuple[MemoryShare, ...], total: i
     if get_recompute_mode(train) == "none":
         add("activations", "--gradient-checkpointing")
     add("activations", f"--max-tokens-per-gpu {max(1, tokens // 2)} (now {tokens})")
+    if train.max_patches_per_gpu is not None:
+        add(
+            "vision tower",
+            f"--max-patches-per-gpu {max(1, train.max_patches_per_gpu // 2)} (now {train.max_patches_per_gpu})",
+        )
+        add("vision tower", "--freeze-vision-tower")
     if plan.device != "cpu" and not train.optimizer_cpu_offload:
         add("optimizer", "--optimizer-cpu-offload")
     if train.optimizer_state_dtype == "float32":

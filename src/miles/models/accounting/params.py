@@ -14,6 +14,7 @@ from miles.models.checkpoint.param_slices import ModuleNames
 from miles.models.checkpoint.vision_names import map_vision
 from miles.models.families.registry import find_family
 from miles.models.hf_adapter.spec import HfAdapterSpec
+from miles.models.optim_groups import TRAINED_VISION, FrozenVision
 from miles.models.parallel.tp_sharding import shard_spec
 from miles.models.quantization import find_quantized_layer, fused_segments, quantizes_layer
 from miles.models.spec import (
@@ -108,14 +109,14 @@ def parameter_count(spec: DecoderSpec) -> int:
 
 
 def active_parameter_count(spec: DecoderSpec) -> int:
-    """Count the parameters used per token: of the routed experts only the selected ones."""
+    """Count the parameters used per token of text: of the routed experts only the selected ones."""
     if isinstance(spec, HfAdapterSpec):
         return spec.active
     idle = (
         _layer_size(layer, spec.hidden_size, spec.family).routed * (1 - _active_fraction(layer))
         for layer in spec.layers
     )
-    return parameter_count(spec) - round(sum(idle))
+    return parameter_count(spec) - vision_parameter_count(spec) - round(sum(idle))
 
 
 def weight_bytes(spec: DecoderSpec, dtype: str) -> int:
@@ -246,20 +247,34 @@ def rank_bytes(spec: DecoderSpec, degrees: ShardingDegrees, dtype: str, *, train
     return sum(param.count for param in list_rank_params(spec, degrees)) * size
 
 
-def rank_gradient_bytes(spec: DecoderSpec, degrees: ShardingDegrees) -> int:
+def rank_gradient_bytes(
+    spec: DecoderSpec, degrees: ShardingDegrees, frozen_vision: FrozenVision = TRAINED_VISION
+) -> int:
     """Compute the float32 gradients of a rank."""
-    return 4 * sum(param.count for param in list_rank_params(spec, degrees))
+    return 4 * sum(param.count for param in _list_trained(spec, degrees, frozen_vision))
+
+
+def _list_trained(spec: DecoderSpec, degrees: ShardingDegrees, frozen_vision: FrozenVision) -> list[RankParam]:
+    params = list_rank_params(spec, degrees)
+    frozen = frozen_vision.select(param.name for param in params)
+    return [param for param in params if param.name not in frozen]
 
 
 def rank_optimizer_bytes(
-    spec: DecoderSpec, degrees: ShardingDegrees, dtype: str, *, moments: str = "float32", optimizer: str = "adam"
+    spec: DecoderSpec,
+    degrees: ShardingDegrees,
+    dtype: str,
+    *,
+    moments: str = "float32",
+    optimizer: str = "adam",
+    frozen_vision: FrozenVision = TRAINED_VISION,
 ) -> int:
     """Compute two moments per value of a rank, or one for matrices inside layers under Muon; and master weights.
 
     Parameters that are float32 need no master weights.
     """
     total = 0
-    for param in list_rank_params(spec, degrees):
+    for param in _list_trained(spec, degrees, frozen_vision):
         within = param.name.startswith("layers.") and param.axes > 1 and not param.name.endswith("bias")
         total += (1 if optimizer == "muon" and within else 2) * moment_bytes(param.count, moments)
         total += 0 if degrees.is_sharded or BYTES[dtype] >= 4 else _MASTER_BYTES * param.count
@@ -274,7 +289,7 @@ def moment_bytes(count: int, form: str) -> int:
 
 def unsharded_bytes(spec: DecoderSpec, degrees: ShardingDegrees, dtype: str) -> int:
     """Compute the temporary memory of all-gathered parameters: this layer's, the next one's, and gradients being
-    reduced.
+    reduced. The vision tower is gathered like a layer.
 
     Embedding, final norm and head stay gathered for the whole step. A layer exists three times (as received, as used,
     and the next layer), its gradients in the model's precision and once more in float32.
@@ -285,8 +300,8 @@ def unsharded_bytes(spec: DecoderSpec, degrees: ShardingDegrees, dtype: str) -> 
     layers: dict[str, int] = {}
     outer = 0
     for param in params:
-        if param.name.startswith("layers."):
-            layer = param.name.split(".", 2)[1]
+        if param.name.startswith(("layers.", "vision.")):
+            layer = param.name.split(".", 2)[1] if param.name.startswith("layers.") else "vision"
             layers[layer] = layers.get(layer, 0) + param.gathered
         else:
             outer += param.gathered

@@ -31,8 +31,8 @@ class LoraConfig:
     )
     target_modules: str | None = option(
         None,
-        "Projections with adapters, comma-separated: attn, mlp, or names as in the checkpoint, such as "
-        "q_proj; all-linear, the default, is attn and mlp.",
+        "Projections with adapters, comma-separated: attn, mlp, checkpoint names such as q_proj, vision (of the vision "
+        "tower, also vision.attn, .mlp, .projector); all-linear, the default, is attn and mlp.",
     )
     exclude_modules: str | None = option(None, "Projections to exclude from --target-modules, comma-separated.")
     lora_adapter_path: str | None = option(

@@ -1,7 +1,8 @@
 """LoRA targets: the projections of a decoder that may have adapters, and those that have them. No torch.
 
 Targets are the projections of attention (of any kind) and of dense MLPs, including shared experts. Routers, gates and
-routed experts, which are stacked matrices here, have none.
+routed experts, which are stacked matrices here, have none. Those of a vision tower have adapters only if they are named
+as such: ``vision``, ``vision.attn``, ``vision.mlp``, ``vision.projector``, or by their full names.
 """
 
 from __future__ import annotations
@@ -13,11 +14,16 @@ from miles.core.errors import UsageError
 from miles.models.checkpoint import param_map
 from miles.models.checkpoint.param_slices import HfSlice
 from miles.models.hf_adapter.spec import HfAdapterSpec
+from miles.models.optim_groups import is_projector_param
 from miles.models.spec import DecoderSpec
 
 ALL = "all-linear"
 # Module of a layer -> the group name of its projections in --target-modules.
 _GROUPS = {"attention": "attn", "mla": "attn", "delta": "attn", "mamba": "attn", "mlp": "mlp", "moe": "mlp"}
+# The same for the vision tower, and its projectors.
+VISION = "vision"
+_VISION_GROUPS = {"attention": "vision.attn", "mlp": "vision.mlp"}
+_PROJECTOR = "vision.projector"
 # Small projections of a mixer that only select or scale.
 _EXCLUDED = ("ba", "indexer")
 
@@ -33,6 +39,11 @@ class LoraTarget:
     @property
     def module(self) -> str:
         return self.piece.hf_name.removesuffix(".weight")
+
+    @property
+    def is_vision(self) -> bool:
+        """Whether it belongs to the vision tower or its projector."""
+        return self.group.startswith(VISION)
 
     @property
     def short_name(self) -> str:
@@ -102,7 +113,7 @@ def select_targets(spec: DecoderSpec, include: str | None, exclude: str | None) 
                 raise UsageError(
                     f"{flag} {word} names no projection of this model; choose among {_list_names(candidates)}."
                 )
-    included = [t for t in candidates if any(word == ALL or _matches(t, word) for word in words)]
+    included = [t for t in candidates if any((word == ALL and not t.is_vision) or _matches(t, word) for word in words)]
     selected = tuple(t for t in included if not any(_matches(t, word) for word in excluded))
     if not selected:
         raise UsageError("--exclude-modules leaves no projection with an adapter; exclude fewer modules.")
@@ -132,6 +143,8 @@ def peft_target_modules(spec: DecoderSpec, targets: Iterable[LoraTarget]) -> lis
 
 def _group(name: str) -> str | None:
     parts = name.split(".")
+    if parts[0] == VISION:
+        return _vision_group(name, parts)
     if len(parts) < 5 or parts[0] != "layers" or parts[-1] != "weight":
         return None
     kind, inner = parts[2], parts[3:-1]
@@ -140,7 +153,17 @@ def _group(name: str) -> str | None:
     return _GROUPS.get(kind)
 
 
+def _vision_group(name: str, parts: list[str]) -> str | None:
+    if parts[-1] != "weight" or parts[-2].endswith("norm") or parts[1] == "patch_embed":
+        return None
+    if is_projector_param(name):
+        return _PROJECTOR
+    return _VISION_GROUPS.get(parts[3]) if parts[1] == "blocks" else None
+
+
 def _matches(target: LoraTarget, word: str) -> bool:
+    if target.is_vision:
+        return word in (VISION, target.group, target.module)
     return word in (target.group, target.short_name) or target.module == word or target.module.endswith(f".{word}")
 
 
@@ -149,4 +172,5 @@ def _words(names: str | None) -> list[str]:
 
 
 def _list_names(candidates: Iterable[LoraTarget]) -> str:
-    return ", ".join(dict.fromkeys(word for t in candidates for word in (t.group, t.short_name)))
+    names = ((t.group,) if t.is_vision else (t.group, t.short_name) for t in candidates)
+    return ", ".join(dict.fromkeys(word for own in names for word in own))

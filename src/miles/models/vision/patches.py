@@ -69,6 +69,8 @@ def _read_tile_grid(image: ImageInput, patch_size: int) -> PatchGrid:
 def _read_tiles(image: ImageInput) -> Array:
     """Return the tiles of an image, [tiles, channels, height, width], without padding at their right and bottom."""
     pixels = read_array(image, "pixel_values")
+    if pixels.ndim < 3:
+        raise ValueError(f"pixel_values of an image has shape {pixels.shape}, but must have channels, height and width")
     tiles = pixels.reshape(-1, *pixels.shape[-3:])
     mask = image.arrays.get("pixel_attention_mask")
     if mask is not None and not mask.all():

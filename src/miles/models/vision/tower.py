@@ -112,6 +112,15 @@ class VisionTower(nn.Module):
             deepstack=tuple(torch.cat(layer) for layer in zip(*(part.deepstack for part in parts), strict=True)),
         )
 
+    def check(self, image: ImageInput) -> None:
+        """Raise a ValueError if the arrays of an image are not what this tower encodes."""
+        grid = read_grid(image, self.spec)
+        patches = read_patches(image, grid, self.spec)
+        if patches.dtype.kind != "f":
+            raise ValueError(f"the pixels of an image are {patches.dtype}, but must be floats")
+        if self.spec.tower.positions is not None:
+            interpolate_positions(grid, self.spec.merge_size, self.spec.tower.positions)
+
     def _encode(self, images: Sequence[ImageInput], checkpoint_fn: CheckpointFn | None) -> VisionFeatures:
         tower, device = self.spec.tower, self.patch_embed.weight.device
         grids = [read_grid(image, self.spec) for image in images]
@@ -243,8 +252,12 @@ def _axis_table(theta: float, quarter: int, kind: str, length: int, device: torc
 
 
 def _to_device(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
-    """Copy a read-only array to a device."""
-    return torch.from_numpy(array.copy()).to(device, non_blocking=True)
+    """Copy a read-only array to a device, without waiting for it."""
+    if device.type == "cpu":
+        return torch.from_numpy(array.copy())
+    pinned = torch.empty(array.shape, dtype=torch.from_numpy(np.empty(0, array.dtype)).dtype, pin_memory=True)
+    pinned.numpy()[:] = array
+    return pinned.to(device, non_blocking=True)
 
 
 @contextmanager

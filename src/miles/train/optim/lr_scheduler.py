@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from miles.core.errors import UsageError
@@ -47,6 +47,11 @@ def build_lr_schedule(config: TrainConfig, *, updates: int) -> LRSchedule:
     decay = _decay_updates(config, updates)
     warmup = config.lr_warmup_iters if fraction is None else round(fraction * decay)
     return _build(config, lr=config.lr, warmup=warmup, decay=decay, flag="--lr-warmup-iters")
+
+
+def build_vision_lr_schedule(schedule: LRSchedule, vision_lr: float) -> LRSchedule:
+    """Build the schedule of the vision tower: its own peak, with the warm-up and decay of ``schedule``."""
+    return replace(schedule, lr=vision_lr, min_lr=min(schedule.min_lr, vision_lr))
 
 
 def build_critic_lr_schedule(config: TrainConfig, *, updates: int) -> LRSchedule:

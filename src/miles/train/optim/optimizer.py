@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from miles.core.errors import CheckpointError, MilesError, UsageError
+from miles.models.optim_groups import is_vision_param
 from miles.train.config import TrainConfig
 from miles.train.optim.adam import Adam
-from miles.train.optim.lr_scheduler import LRSchedule
+from miles.train.optim.lr_scheduler import LRSchedule, build_vision_lr_schedule
 from miles.train.optim.master_weights import LazyStates, TrainedParam, pop_state
 from miles.train.optim.muon import MatrixModel, Muon
 
@@ -70,8 +71,9 @@ class Optimizer:
     """Updates live parameters in place. Use: backward passes, then ``step``, which also drops the gradients.
 
     Weight decay applies to matrices, not to norms (fewer than two axes) and biases. ``lr_flag`` names the
-    learning-rate option in error messages. In distributed training each rank has an optimizer over its shards:
-    ``norm`` is the model's, and Muon gathers full matrices through ``model``.
+    learning-rate option in error messages. --vision-lr is the vision tower's own, which Adam updates. In distributed
+    training each rank has an optimizer over its shards: ``norm`` is the model's, and Muon gathers full matrices through
+    ``model``.
     """
 
     def __init__(
@@ -91,7 +93,12 @@ class Optimizer:
         self._config = config
         self._offloaded = config.optimizer_cpu_offload
         self._params = [TrainedParam(name, p, offloaded=self._offloaded) for name, p in parameters.items()]
-        self._rules = self._build_rules(model)
+        vision = [p for p in self._params if config.vision_lr is not None and is_vision_param(p.name)]
+        self._rules = self._build_rules([p for p in self._params if p not in vision], model)
+        self._rule_schedules = [schedule] * len(self._rules)
+        if vision and config.vision_lr is not None:
+            self._rules.append(Adam(vision, config))
+            self._rule_schedules.append(build_vision_lr_schedule(schedule, config.vision_lr))
 
     def step(self) -> tuple[float, float]:
         """Update all parameters; returns the gradient norm before clipping, and the learning rate.
@@ -109,12 +116,12 @@ class Optimizer:
         if clip and norm > clip and grads:
             _scale(list(grads.values()), torch.clamp(clip / (total + 1e-6), max=1.0))
         grads.clear()
-        lr = self._schedule.at(self.updates + 1)
-        for rule in self._rules:
-            rule.step(lr, self.updates + 1)
+        update = self.updates + 1
+        for rule, schedule in zip(self._rules, self._rule_schedules, strict=True):
+            rule.step(schedule.at(update), update)
         self._zero_grad()
-        self.updates += 1
-        return norm, lr
+        self.updates = update
+        return norm, self._schedule.at(update)
 
     def state(self) -> Mapping[str, Tensor]:
         """Return the state that exact resumption needs besides the parameters and ``updates``.
@@ -159,17 +166,17 @@ class Optimizer:
         masters = sum(p.master.nbytes for p in self._params if not p.is_own_master)
         return sum(rule.bytes for rule in self._rules) + masters
 
-    def _build_rules(self, model: MatrixModel | None) -> list[UpdateRule]:
+    def _build_rules(self, params: Sequence[TrainedParam], model: MatrixModel | None) -> list[UpdateRule]:
         if self._config.optimizer == "adam":
-            return [Adam(self._params, self._config)]
+            return [Adam(params, self._config)]
         matrices = {} if model is None else model.muon_matrices()
         if model is None or not matrices:
             raise UsageError(
                 "--optimizer muon does not support this model, whose matrices are unknown; "
                 "use --model-impl native, or --optimizer adam."
             )
-        muon_params = [p for p in self._params if p.name in matrices]
-        rest = [p for p in self._params if p.name not in matrices]
+        muon_params = [p for p in params if p.name in matrices]
+        rest = [p for p in params if p.name not in matrices]
         return [Muon(muon_params, self._config, model), Adam(rest, self._config)]
 
     def _zero_grad(self) -> None:

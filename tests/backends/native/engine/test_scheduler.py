@@ -5,11 +5,13 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.backends.native.simulated_device import World
+from tests.backends.native.simulated_device import IMAGE_TOKENS, World
 from tests.tiers import examples
 
 PROMPTS = st.one_of(
-    st.integers(1, 12).map(lambda length: [0] * length), st.lists(st.integers(0, 1), min_size=1, max_size=12)
+    st.integers(1, 12).map(lambda length: [0] * length),
+    st.lists(st.integers(0, 1), min_size=1, max_size=12),
+    st.lists(st.sampled_from([0, 1, *IMAGE_TOKENS]), min_size=1, max_size=4),
 )
 ACTIONS = st.one_of(
     st.tuples(

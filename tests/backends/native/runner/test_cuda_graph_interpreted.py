@@ -15,9 +15,20 @@ import numpy as np
 import pytest
 import torch
 from tests.backends.native.conftest import Tiny
+from tests.backends.native.image_requests import (
+    ask,
+    build_engine,
+    generate,
+    images,
+    logprobs_of,
+    our_logprobs,
+    pair,
+    response_of,
+)
 from tests.kernels import interpreter  # noqa: F401
 from tests.kernels.device import CARD, needs_triton
 from tests.models.oracle import KINDS, hf_model, twin
+from tests.models.vision.small_vision import place
 
 import miles
 from miles.backends.native.engine.scheduler import PrefillDelay
@@ -361,3 +372,29 @@ def test_no_kind_of_model_asks_the_device_for_numbers_while_it_is_recorded(recor
     for key in keys:
         graphs._capture(key)
     assert list(graphs._graphs) == keys
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_decoding_behind_images_replays_graphs_with_their_rope_positions(recording, depth):
+    decoder = one_layer(pair("qwen3_vl")[1])
+    a, b, _ = images("qwen3_vl")
+    asked = [ask(place([2, a, 2], 1), 0, new=4), ask(place([1, b, 1, a, 1], 2), 1, new=4), ask(place([5], 3), 2, new=4)]
+    alone = [ask(place([1, b, 1, a, 1], 2), 3, new=3)]
+    engine = build_engine(decoder, depth=depth, page_size=4, max_running=4, prefill_chunk=6)
+    for some in (asked, alone):
+        for (prompt, _), answer in zip(some, generate(engine, some), strict=True):
+            response = response_of(answer)
+            expected = our_logprobs(decoder, prompt, response)
+            np.testing.assert_allclose(logprobs_of(answer), expected, atol=1e-4)
+    assert {key.batch_size for key in recording} >= {1, 4}
+
+
+def one_layer(decoder):
+    """A decoder with its first layer and two features in depth fewer."""
+    spec = decoder.spec
+    tower = replace(spec.vision.tower, deepstack_layers=spec.vision.tower.deepstack_layers[:1])
+    spec = replace(spec, layers=spec.layers[:1], vision=replace(spec.vision, tower=tower))
+    short = type(decoder)(spec, device="meta", dtype=torch.float32)
+    weights = dict(decoder.named_parameters())
+    short.load_state_dict({name: weights[name] for name, _ in short.named_parameters()}, strict=False, assign=True)
+    return short.requires_grad_(False)

@@ -24,7 +24,11 @@ from torch import Tensor
 
 from miles.backends.native.config import NativeConfig
 from miles.backends.native.engine.forward_batch import ForwardBatch, InflightStep, ScheduledStep
-from miles.backends.native.engine.memory_budget import resolve_prefill_chunk, resolve_prefill_delay
+from miles.backends.native.engine.memory_budget import (
+    compute_max_image_features,
+    resolve_prefill_chunk,
+    resolve_prefill_delay,
+)
 from miles.backends.native.engine.prefix_cache import PageAllocator
 from miles.backends.native.engine.req import DecodeFn, Req, RequestOutput
 from miles.backends.native.engine.req_slots import ReqSlots
@@ -44,6 +48,7 @@ from miles.models.base import CausalLM
 from miles.models.spec import DecoderSpec
 from miles.sync.manifest import Manifest
 
+VISION_PREFIX = "vision."
 PauseMode = Literal["in_place", "retract", "abort"]
 
 # Seconds that steps may follow each other before the event loop gets a turn.
@@ -182,7 +187,14 @@ class NativeEngine:
             prefill_delay=resolve_prefill_delay(config, self._runner.uses_cuda_graphs),
         )
         self._inflight = InflightSteps(self._scheduler, int(device.type != "cpu") if _depth is None else _depth)
-        self._validator = RequestValidator(name, spec, num_pages * page_size, has_tokenizer=decode is not None)
+        self._validator = RequestValidator(
+            name,
+            spec,
+            num_pages * page_size,
+            has_tokenizer=decode is not None,
+            max_image_features=compute_max_image_features(spec, config, dtype),
+            check_image=self._runner.check_image,
+        )
         self._weights = self._runner.build_weight_update(name, self._commit_weights)
         self._run = run
         self._clock = clock
@@ -232,8 +244,6 @@ class NativeEngine:
         if self._closed:
             raise EngineError(f"{self.name} was closed and takes no more requests")
         self._runner.check()
-        if request.images and self.spec.vision is None:
-            raise EngineError(f"{self.name} cannot serve the request: its model takes no images")
         if self.version is None:
             raise EngineError(f"{self.name} has no weights yet; publish a version to it first")
         req = self._validator.create_req(request, self._clock())
@@ -327,7 +337,7 @@ class NativeEngine:
     def stats(self) -> Mapping[str, float]:
         """Return the counters since the engine was created, and the seconds spent in steps."""
         counters = {name: float(count) for name, count in asdict(self._scheduler.counters).items()}
-        return {**counters, "seconds": self._step_seconds}
+        return {**counters, "encoded_images": float(self._runner.num_encoded_images), "seconds": self._step_seconds}
 
     async def close(self) -> None:
         """Reject further requests and fail those in progress. The caller closes the executor ``run``."""
@@ -386,14 +396,19 @@ class NativeEngine:
     def rollback(self) -> None:
         self._weights.rollback()
 
-    def _commit_weights(self, tensors: Mapping[str, Tensor], version: Version, own: Collection[str]) -> None:
+    def _commit_weights(
+        self, tensors: Mapping[str, Tensor], version: Version, own: Collection[str], changed: Collection[str]
+    ) -> None:
         """Switch weights between two steps: running requests keep their KV cache, new ones share none of it.
 
-        A half computed prompt starts again, because its whole response is stamped with the new version.
+        A half computed prompt starts again, because its whole response is stamped with the new version. Features of
+        images are kept if the vision tower has not changed.
         """
         with self._lock:
             self._inflight.drain_deferred()  # the step loop, not this thread, notifies the callers
             self._runner.set_weights(tensors, own)
+            if any(name.startswith(VISION_PREFIX) for name in changed):
+                self._runner.clear_features()
             self._set_version(version)
 
     def write_weights_in_place(self, write: Callable[[], None]) -> None:
@@ -401,6 +416,8 @@ class NativeEngine:
         with self._lock:
             self._inflight.drain_deferred()
             self._weights_torn = True
+            self._weights.forget_committed()
+            self._runner.clear_features()
             write()
 
     def commit_in_place(self, version: Version) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 from miles.backends.native.engine.req import Req
 from miles.backends.native.engine.req_slots import ReqSlots
 from miles.backends.native.engine.request import BitWords, Bools, Floats, Ints, TokenLogprob, Uints
+from miles.backends.native.engine.vision import VisionBatch, build_vision_batch
 from miles.core.types import Array, Version
 
 _EMPTY = np.zeros(0, np.int64)
@@ -104,8 +105,12 @@ class ForwardBatch:
     the row's request slot. A token is sampled from each of ``rows_D`` for ``req_slots_D``; one row may serve several.
     ``page_copies`` and ``state_copies`` are (sources, targets), all done before anything is written.
 
-    A ``decode_only`` step has one token per sequence, each sampled in order, with nothing scored, queried or edited;
-    it may have copies. Only such steps run as CUDA graphs.
+    The features of ``vision`` replace the embeddings of some tokens. Rope positions are positions in the sequence,
+    plus ``rope_offsets_B`` if there are any; ``rope_positions_3T`` (time, height, width) in place of these if some
+    sequence has not computed all its images yet, and the model has M-RoPE.
+
+    A ``decode_only`` step has one token per sequence, each sampled in order, with nothing scored, queried or edited,
+    and none of an image; it may have copies. Only such steps run as CUDA graphs.
     """
 
     tokens_T: Ints
@@ -124,15 +129,27 @@ class ForwardBatch:
     logit_edits: LogitEdits | None = None
     logprob_queries: LogprobQueries | None = None
     prompt_scoring: PromptScoring | None = None
+    vision: VisionBatch | None = None
+    rope_offsets_B: Ints | None = None
+    rope_positions_3T: Ints | None = None
     decode_only: bool = False
 
 
-def compute_positions(batch: ForwardBatch) -> Ints:
+def compute_positions(batch: ForwardBatch | BatchRows) -> Ints:
     """Return the positions [T] of the new tokens in their sequences."""
     if batch.num_decodes == len(batch.starts_B):
         return batch.starts_B
     ends_B = np.cumsum(batch.counts_B)
     return np.arange(int(ends_B[-1])) + np.repeat(batch.starts_B - ends_B + batch.counts_B, batch.counts_B)
+
+
+def compute_rope_positions(batch: ForwardBatch, positions_T: Ints) -> Ints:
+    """Return the rope positions [T] or [3, T] of new tokens that have ``positions_T`` in their sequences."""
+    if batch.rope_positions_3T is not None:
+        return batch.rope_positions_3T
+    if batch.rope_offsets_B is None:
+        return positions_T
+    return positions_T + np.repeat(batch.rope_offsets_B, batch.counts_B)
 
 
 def compute_cache_locs(batch: ForwardBatch, positions_T: Ints, page_size: int) -> Ints:
@@ -397,6 +414,34 @@ def gather_tokens(rows: BatchRows, chunks: Sequence[PrefillChunk], slots: ReqSlo
     return np.concatenate(
         (tokens_B, *(chunk.req.slice_tokens(chunk.start, chunk.start + chunk.length) for chunk in chunks))
     )
+
+
+class ImageRows(NamedTuple):
+    """What images add to a step: ``vision``, ``rope_offsets_B`` and ``rope_positions_3T`` of its ``ForwardBatch``."""
+
+    vision: VisionBatch | None = None
+    rope_offsets_B: Ints | None = None
+    rope_positions_3T: Ints | None = None
+
+
+def gather_image_rows(rows: BatchRows, slots: ReqSlots) -> ImageRows:
+    """Return the features and rope positions of a step's rows."""
+    if not slots.num_with_images:
+        return ImageRows()
+    offsets_B = slots.rope_offset_S[rows.req_slots_B]
+    ends_B, first_rows_B = rows.starts_B + rows.counts_B, rows.last_rows_B + 1 - rows.counts_B
+    touched = [
+        (images, int(rows.starts_B[b]), int(ends_B[b]), int(first_rows_B[b]))
+        for b in (slots.image_end_S[rows.req_slots_B] > rows.starts_B).nonzero()[0].tolist()
+        if (images := rows.reqs[b].images) is not None
+    ]
+    with_mrope = [each for each in touched if each[0].rope_positions_3T is not None]
+    if not with_mrope:
+        return ImageRows(build_vision_batch(touched), offsets_B if offsets_B.any() else None)
+    positions_3T = np.tile(compute_positions(rows) + np.repeat(offsets_B, rows.counts_B), (3, 1))
+    for images, start, end, row in with_mrope:
+        positions_3T[:, row : row + end - start] = images.slice_rope_positions(start, end)
+    return ImageRows(build_vision_batch(touched), rope_positions_3T=positions_3T)
 
 
 def build_logit_edits(sampled_reqs: Sequence[Req], slots: ReqSlots) -> LogitEdits | None:

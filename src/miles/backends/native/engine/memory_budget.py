@@ -8,6 +8,7 @@ from miles.backends.native.config import NativeConfig
 from miles.cluster.platform import Platform
 from miles.core.errors import UsageError
 from miles.kernels.numerics import Numerics
+from miles.models.accounting.image_features import feature_bytes, vision_bytes
 from miles.models.accounting.params import forward_flops_per_token, kv_bytes_per_token, state_bytes_per_sequence
 from miles.models.spec import DecoderSpec
 
@@ -34,6 +35,13 @@ def resolve_prefill_delay(config: NativeConfig, uses_cuda_graphs: bool) -> int:
     return config.engine_prefill_delay_steps if uses_cuda_graphs else 0
 
 
+def compute_max_image_features(spec: DecoderSpec, config: NativeConfig, dtype: torch.dtype) -> int:
+    """Return how many features of one image the feature cache has room for; 0 without a vision tower."""
+    if spec.vision is None:
+        return 0
+    return (config.engine_vision_cache_mib << 20) // feature_bytes(spec, str(dtype).removeprefix("torch."))
+
+
 def compute_kv_tokens(
     spec: DecoderSpec, config: NativeConfig, platform: Platform, dtype: torch.dtype, numerics: Numerics
 ) -> int:
@@ -49,6 +57,14 @@ def compute_kv_tokens(
         return config.engine_kv_tokens
     dtype_name = str(dtype).removeprefix("torch.")
     budget = int(platform.free_bytes() * fraction)
+    image_bytes = vision_bytes(spec, dtype_name, config.engine_vision_cache_mib << 20)
+    if image_bytes > budget:
+        raise UsageError(
+            f"the vision tower's activations and --engine-vision-cache-mib {config.engine_vision_cache_mib} take "
+            f"{image_bytes / 2**30:.1f} GiB, but {fraction:.0%} of the free memory is {budget / 2**30:.1f} GiB; "
+            "lower --engine-vision-cache-mib, or raise --engine-memory-fraction"
+        )
+    budget -= image_bytes
     state_bytes = config.engine_max_running * state_bytes_per_sequence(spec, dtype_name)
     if state_bytes > budget:
         raise UsageError(

@@ -2,8 +2,9 @@
 
 A page without holders is free, or evictable while its content can still be found by prefix; evictable pages are
 reused oldest first. Prefixes form a tree of pages: a key is the node of the previous page and the tokens of this one,
-so a match is exact. A prompt's last page, seldom full, is found by its own tokens in the same way; a request that
-finds it copies it, since its holder writes on behind those tokens.
+so a match is exact. In place of an image's tokens stand keys of its digest (``core.media.prefix_keys``). A prompt's
+last page, seldom full, is found by its own tokens in the same way; a request that finds it copies it, since its holder
+writes on behind those tokens.
 """
 
 from __future__ import annotations

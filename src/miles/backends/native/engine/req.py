@@ -22,6 +22,7 @@ from miles.backends.native.engine.request import (
     TokenLogprob,
 )
 from miles.backends.native.engine.stop_regex import StopPattern
+from miles.backends.native.engine.vision import PromptImages
 from miles.core.errors import EngineError
 from miles.core.protocols import Completion
 from miles.core.token_fields import ROUTED_EXPERTS
@@ -40,7 +41,7 @@ class Req:
     lists (index of the first sampled token, weight version); ``version`` is the last of these. ``followers`` have the
     same prompt, arrived during its prefill, and fork from it when it is done. ``sort_key`` orders requests.
     ``prompt_logprobs`` start at ``request.logprob_start_len``; positions before ``next_scored`` are in flight.
-    ``routed_experts_TLx`` were saved when the request's pages were released.
+    ``routed_experts_TLx`` were saved when the request's pages were released. ``images`` are those of the prompt.
     """
 
     number: int
@@ -55,6 +56,7 @@ class Req:
     tokens: list[int]
     max_length: int
     sort_key: tuple[int, int]
+    images: PromptImages | None = None
     rng_stream: int = 0
     vocab_size: int = 0
     arrival_time: float = 0.0
@@ -126,6 +128,12 @@ class Req:
         if end <= self.prompt_length:
             return self.prompt_T[start:end]
         return np.array(self.tokens[start:end], np.int64)
+
+    def prefix_keys(self, start: int, end: int) -> list[int]:
+        """Return the prefix cache's keys of some tokens: the tokens themselves, except where images are."""
+        if self.images is None:
+            return self.tokens[start:end]
+        return self.images.keys[start:end] + self.tokens[max(start, self.prompt_length) : end]
 
     # -- updates after a step ---------------------------------------------------------------
 

@@ -18,8 +18,10 @@ class ReqSlots:
     capacity for ``capacity_S``. The request has ``length_S`` tokens, including one that may still be in flight, and
     computes ``target_S`` in all. ``token_S`` is its last token, -1 if it was sampled on the device in this slot.
     ``prefix_page_S`` is the last page that holds only prompt tokens (samples of one prompt share it), and
-    ``prefix_tokens_S`` the number of tokens up to its end. ``stop_counts_V`` counts the requests each token would
-    end. ``copies`` (target -> source) of recurrent states are due before the next step.
+    ``prefix_tokens_S`` the number of tokens up to its end. Its images end before token ``image_end_S``, and the rope
+    positions of tokens behind them are their index plus ``rope_offset_S``; ``num_with_images`` requests have images.
+    ``stop_counts_V`` counts the requests each token would end. ``copies`` (target -> source) of recurrent states are
+    due before the next step.
     """
 
     def __init__(self, count: int, max_pages: int, vocab_size: int) -> None:
@@ -35,6 +37,9 @@ class ReqSlots:
         self.token_S = _zeros(count)
         self.prefix_page_S = _zeros(count)
         self.prefix_tokens_S = _zeros(count)
+        self.image_end_S = _zeros(count)
+        self.rope_offset_S = _zeros(count)
+        self.num_with_images = 0
         self.rng_start_S = _zeros(count)
         self.rng_stream_S = np.zeros(count, np.uint64)
         self.stop_counts_V = np.zeros(vocab_size, np.int32)
@@ -76,6 +81,9 @@ class ReqSlots:
         filtered = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
         self.has_filter_S[slot] = sampling.temperature > 0 and filtered
         self.rng_stream_S[slot] = req.rng_stream
+        self.image_end_S[slot] = 0 if req.images is None else req.images.end
+        self.rope_offset_S[slot] = 0 if req.images is None else req.images.rope_offset
+        self.num_with_images += req.images is not None
 
     def start(self, req: Req, num_computed: int, page_size: int) -> None:
         """Fill in the pages of a request, of which ``num_computed`` tokens are computed."""
@@ -98,6 +106,7 @@ class ReqSlots:
 
     def release(self, req: Req) -> None:
         self.stop_counts_V[list(req.stop_token_ids)] -= 1
+        self.num_with_images -= req.images is not None
         self.copies.pop(req.slot, None)
         self._free.append(req.slot)
         self.reqs[req.slot] = None

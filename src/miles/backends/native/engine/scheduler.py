@@ -36,6 +36,7 @@ from miles.backends.native.engine.forward_batch import (
     copies_as_arrays,
     find_failed_reqs,
     find_scored_spans,
+    gather_image_rows,
     gather_sampling_info,
     gather_tokens,
     store_logprob_results,
@@ -203,8 +204,8 @@ class RunningBatch:
         """Give a request a slot and pages for all its tokens, if that leaves one page for each running request."""
         pages = self.pages
         # Positions to score must be computed, even if they are in the prefix cache.
-        tokens = req.tokens[: req.next_scored] if req.next_scored < req.prompt_length else req.tokens
-        match = pages.match_prefix(tokens)
+        num_tokens = req.next_scored if req.next_scored < req.prompt_length else len(req.tokens)
+        match = pages.match_prefix(req.prefix_keys(0, num_tokens))
         pages.acquire(match.pages)
         new_pages = -(-len(req.tokens) // pages.size) - len(match.pages)
         if pages.available < new_pages + len(self.running):
@@ -216,7 +217,7 @@ class RunningBatch:
         num_computed = len(match.pages) * pages.size
         if match.tail is not None:
             pages.copies[req.pages[len(match.pages)]] = match.tail
-            num_computed = len(tokens) - 1
+            num_computed = num_tokens - 1
         self.slots.allocate(req)
         self._start(req, num_computed)
         if req.can_share_prefill and self._share_prefill:
@@ -247,7 +248,8 @@ class RunningBatch:
         full_pages = (leader.prompt_length - 1) // size
         if pages.share and leader.cache_epoch == pages.epoch:
             node = leader.prefix_nodes[full_pages - 1] if full_pages else ROOT
-            pages.insert(node, leader.tokens[full_pages * size : leader.prompt_length], leader.pages[full_pages])
+            keys = leader.prefix_keys(full_pages * size, leader.prompt_length)
+            pages.insert(node, keys, leader.pages[full_pages])
 
     def apply_fork(self, fork: Fork) -> None:
         """Share the leader's prompt: full pages by reference, the last one by copy."""
@@ -291,8 +293,8 @@ class RunningBatch:
         if not pages.share or req.cache_epoch != pages.epoch:
             return
         for i in range(len(nodes), num_tokens // size):
-            tokens = req.tokens[i * size : (i + 1) * size]
-            nodes.append(pages.insert(nodes[-1] if nodes else ROOT, tokens, req.pages[i]))
+            keys = req.prefix_keys(i * size, (i + 1) * size)
+            nodes.append(pages.insert(nodes[-1] if nodes else ROOT, keys, req.pages[i]))
 
     # -- leaving ----------------------------------------------------------------------------
 
@@ -609,7 +611,9 @@ class Scheduler:
         max_pages = -(-int((rows.starts_B + rows.counts_B).max()) // pages.size)
         edits = build_logit_edits(sampled_reqs, slots) if info.has_edits else None
         queries = build_logprob_queries(list(enumerate(sampled_reqs))) if info.has_queries else None
+        images = gather_image_rows(rows, slots)
         one_sample_per_row = not chunks and len(rows_D) == len(rows.req_slots_B)
+        plain = edits is None and queries is None and images.vision is None and images.rope_positions_3T is None
         page_copies = pages.take_copies() if pages.copies else {}
         if running.routed_experts is not None:
             running.routed_experts.inflight_copies |= page_copies
@@ -630,7 +634,10 @@ class Scheduler:
             logit_edits=edits,
             logprob_queries=queries,
             prompt_scoring=build_prompt_scoring(scored),
-            decode_only=one_sample_per_row and edits is None and queries is None,
+            vision=images.vision,
+            rope_offsets_B=images.rope_offsets_B,
+            rope_positions_3T=images.rope_positions_3T,
+            decode_only=one_sample_per_row and plain,
         )
 
     def _fail_reqs(self, step: ScheduledStep, output: StepOutput) -> list[Req]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, count
 
 import numpy as np
 
 from miles.backends.native.engine.forward_batch import derive_rng_streams
 from miles.backends.native.engine.req import Req, pack_token_mask
-from miles.backends.native.engine.request import GenerateRequest
+from miles.backends.native.engine.request import GenerateRequest, Ints
 from miles.backends.native.engine.stop_regex import compile_stop_pattern
+from miles.backends.native.engine.vision import PromptImages, place_images
 from miles.core.errors import EngineError
+from miles.core.media import ImageInput
 from miles.core.protocols import SamplingParams
 from miles.core.sampling_limits import (
     GREEDY_TEMPERATURE,
@@ -26,13 +28,28 @@ from miles.models.spec import DecoderSpec
 
 
 class RequestValidator:
-    """Checks requests against the limits of the model and of the KV cache (``kv_tokens``)."""
+    """Checks requests against the limits of the model and of the KV cache (``kv_tokens``).
 
-    def __init__(self, name: str, spec: DecoderSpec, kv_tokens: int, *, has_tokenizer: bool) -> None:
+    ``max_image_features``: an image with more of them does not fit into the cache of image features. ``check_image``
+    raises a ValueError for one that the vision tower cannot encode.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        spec: DecoderSpec,
+        kv_tokens: int,
+        *,
+        has_tokenizer: bool,
+        max_image_features: int = 0,
+        check_image: Callable[[ImageInput], None] = lambda image: None,
+    ) -> None:
         self._name = name
         self._spec = spec
         self._kv_tokens = kv_tokens
         self._has_tokenizer = has_tokenizer
+        self._max_image_features = max_image_features
+        self._check_image = check_image
         self._numbers = count()
 
     def create_req(self, request: GenerateRequest, now: float) -> Req:
@@ -46,21 +63,22 @@ class RequestValidator:
         )
         if (problem := next(problems, None)) is not None:
             raise EngineError(f"{self._name} cannot serve the request: {problem}")
+        prompt_T = prompt.astype(np.int64)
         try:
             patterns = tuple(map(compile_stop_pattern, request.stop_regex))
-        except EngineError as error:
+            images = self._place_images(prompt_T, request) if request.images else None
+        except (EngineError, ValueError) as error:
             raise EngineError(f"{self._name} cannot serve the request: {error}") from error
         stops, number = sampling.stop_token_ids, next(self._numbers)
         # Tokens outside the vocabulary cannot be sampled and end nothing.
         end_tokens = tuple(token for token in (*spec.eos_token_ids, *stops) if 0 <= token < spec.vocab_size)
-        prompt_T = prompt.astype(np.int64)
         seed = np.array([sampling.seed & 0xFFFFFFFFFFFFFFFF], np.uint64)
         req = Req(
             number=number,
             request=request,
             prompt_length=len(prompt),
             prompt_T=prompt_T,
-            prompt_key=prompt_T.tobytes(),
+            prompt_key=prompt_T.tobytes() if images is None else np.array(images.keys, np.int64).tobytes(),
             stop_token_ids=frozenset(token for token in end_tokens if token in stops or not sampling.ignore_eos),
             banned_tokens=end_tokens,
             stop_window=compute_stop_window(request),
@@ -68,6 +86,7 @@ class RequestValidator:
             tokens=prompt_T.tolist(),
             max_length=len(prompt) + sampling.max_new_tokens,
             sort_key=(-request.priority, number),
+            images=images,
             rng_stream=int(derive_rng_streams(seed)[0]),
             vocab_size=spec.vocab_size,
             arrival_time=now,
@@ -96,6 +115,28 @@ class RequestValidator:
         start = request.logprob_start_len
         if start is not None and not 0 <= start <= len(prompt):
             yield f"logprob_start_len is {start}, must be between 0 and the prompt's {len(prompt)} tokens"
+
+    def _place_images(self, prompt_T: Ints, request: GenerateRequest) -> PromptImages:
+        """Return where the images are; raise an ``EngineError`` or ``ValueError`` that says why they cannot be."""
+        if self._spec.vision is None:
+            raise EngineError("its model takes no images")
+        for number, placed in enumerate(request.images):
+            if placed.image.num_features > self._max_image_features:
+                raise EngineError(
+                    f"image {number} has {placed.image.num_features} features, but --engine-vision-cache-mib has room "
+                    f"for {self._max_image_features}; raise it, or make the image smaller"
+                )
+            self._check_image(placed.image)
+        images = place_images(self._spec, prompt_T, request.images)
+        if images.rope_positions_3T is not None:
+            last = len(prompt_T) + request.sampling.max_new_tokens - 1 + images.rope_offset
+            last = max(last, int(images.rope_positions_3T.max()))
+            if last >= self._spec.max_positions:
+                raise EngineError(
+                    f"its images and max_new_tokens reach position {last}, beyond the model's "
+                    f"{self._spec.max_positions} positions"
+                )
+        return images
 
     def _check_options(self, request: GenerateRequest) -> Iterator[str]:
         if (request.sampling.stop or request.stop_regex) and not self._has_tokenizer:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from miles.backends.native.engine.forward_batch import ForwardBatch, StepOutput
+from miles.backends.native.engine.forward_batch import ForwardBatch, StepOutput, compute_rope_positions
 from miles.backends.native.engine.request import Ints
 from miles.core.types import Array
 from miles.kernels.attention.gpu_backend import SplitKVPlans, StepMetadata, TritonAttentionBackend
@@ -32,7 +32,7 @@ from miles.kernels.sampling.sample import sample_tokens
 from miles.models.decoder import Decoder, DecoderLayer
 from miles.models.layers.moe import Routing
 
-_INT_COLUMNS = ("tokens", "positions", "cache_locs", "req_slots", "top_k")
+_INT_COLUMNS = ("tokens", "starts", "positions", "cache_locs", "req_slots", "top_k")
 _FLOAT_COLUMNS = ("temperature", "uniform", "top_p", "min_p")
 # Changed block table entries that fit into the input buffer; beyond that the table is copied whole.
 _MAX_TABLE_UPDATES = 1024
@@ -234,7 +234,8 @@ class CudaGraphRunner:
         last_page_B = batch.block_table_BM[np.arange(count), starts_B // size]
         values: dict[str, tuple[Array, float]] = {
             "tokens": (batch.tokens_T, 0),
-            "positions": (starts_B, 0),
+            "starts": (starts_B, 0),
+            "positions": (compute_rope_positions(batch, starts_B), 0),
             "cache_locs": (last_page_B * size + starts_B % size, self._padding_cache_loc),
             "req_slots": (batch.req_slots_B, self._padding_slot),
             "top_k": (sampling.top_k_D, -1),
@@ -325,6 +326,7 @@ class CudaGraphRunner:
             has_prefixes=key.has_prefixes,
             prefill_tiles=None,
             page_size=self._page_size,
+            starts_B=columns["starts"][:n],
         )
         decoder, outputs = self._decoder, self._outputs
         invariant = decoder.numerics.batch_invariant

@@ -40,6 +40,7 @@ def build_runner(
             page_size=page_size,
             num_slots=config.engine_max_running,
             return_routed_experts=config.engine_return_routed_experts,
+            vision_cache_bytes=config.engine_vision_cache_mib << 20,
             dtype=dtype,
             numerics=numerics,
         )
@@ -57,5 +58,6 @@ def build_runner(
         numerics=numerics,
         model=model,
         use_cuda_graphs=config.engine_cuda_graph,
+        vision_cache_bytes=config.engine_vision_cache_mib << 20,
     )
     return runner, num_pages

@@ -82,7 +82,7 @@ class GpuRunner:
         rows = np.arange(len(batch.req_slots_B))
         pages_T = batch.block_table_BM[rows.repeat(batch.counts_B), positions_T // size]
         tiles = build_prefill_tiles(batch.starts_B[n:], batch.counts_B[n:], rows[n:], n)
-        (cache_locs_T,) = self._send(pages_T * size + positions_T % size)
+        cache_locs_T, starts_B = self._send(pages_T * size + positions_T % size, batch.starts_B[:n])
         block_table_BM, rows_B, tiles_I4 = self._send(
             batch.block_table_BM.astype(np.int32), rows.astype(np.int32), tiles
         )
@@ -96,6 +96,7 @@ class GpuRunner:
             has_prefixes=has_prefixes,
             prefill_tiles=tiles_I4 if len(tiles) else None,
             page_size=size,
+            starts_B=starts_B,
         )
         backend_class = BatchInvariantTritonBackend if self._numerics.batch_invariant else TritonAttentionBackend
         return backend_class(cache, step)

@@ -18,6 +18,7 @@ from miles.backends.native.engine.forward_batch import (
     PromptScoring,
     StepOutput,
     compute_positions,
+    compute_rope_positions,
 )
 from miles.backends.native.engine.request import Ints
 from miles.backends.native.runner.cuda_graph import CudaGraphRunner
@@ -28,9 +29,11 @@ from miles.backends.native.runner.sampler import (
     gather_logprobs,
     sample,
 )
+from miles.backends.native.runner.vision import FeatureCache, ImageEncoder
 from miles.backends.native.runner.weight_update import CommitWeights, StagedWeightUpdate
 from miles.cluster.cuda_vmm import create_vmm_allocator
 from miles.core.errors import UsageError
+from miles.core.media import ImageInput
 from miles.core.routed_experts import expert_dtype, unrecorded_id
 from miles.core.types import Array
 from miles.kernels.attention.paged import (
@@ -44,6 +47,7 @@ from miles.kernels.batch_invariant.logprob import compute_target_logprobs
 from miles.kernels.batch_invariant.paged_attention import BatchInvariantPagedBackend
 from miles.kernels.fused.lm_head import compute_logits
 from miles.kernels.numerics import Numerics
+from miles.models.accounting.image_features import MAX_ENCODED_PATCHES
 from miles.models.accounting.kv_cache import PerSequenceState, PerTokenCache, cache_layout
 from miles.models.base import CausalLM
 from miles.models.capabilities import check_batch_invariance
@@ -134,7 +138,8 @@ class ModelRunner:
     """The decoder, its paged KV cache, and its recurrent states by request slot.
 
     ``last_tokens_S`` is the token last sampled for each slot. The decoder is created without storage and uses tensors
-    given to ``set_weights``; ``model`` is one that was created so elsewhere, with the same ``numerics``.
+    given to ``set_weights``; ``model`` is one that was created so elsewhere, with the same ``numerics``. ``images``
+    encodes the images of a vision-language model, whose features take up to ``vision_cache_bytes``.
     """
 
     def __init__(
@@ -150,6 +155,7 @@ class ModelRunner:
         numerics: Numerics,
         model: CausalLM | None = None,
         use_cuda_graphs: bool = True,
+        vision_cache_bytes: int = 0,
     ) -> None:
         if numerics.batch_invariant and (problem := check_batch_invariance(spec)) is not None:
             raise UsageError(f"--parity exact does not support this model: {problem}; remove --parity exact.")
@@ -166,6 +172,7 @@ class ModelRunner:
             expert_type = expert_dtype(spec.moe.num_experts)
             shape = (len(spec.moe_layers), spec.moe.experts_per_token)
             self.no_expert = np.full(shape, unrecorded_id(expert_type), expert_type)
+        self.images = _build_image_encoder(model, vision_cache_bytes, device)
         self.send = HostToDevice(device)
         # One slot and one page more than requests use: padding rows of a CUDA graph write there.
         self.last_tokens_S = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
@@ -230,7 +237,9 @@ class ModelRunner:
         self._states = RecurrentStatePool(states, slots=self._num_slots, device=self.device) if states else None
 
     def free(self) -> None:
-        """Release the memory of the KV cache and recurrent states; their content is lost."""
+        """Release the memory of the KV cache, recurrent states and features of images; their content is lost."""
+        if self.images is not None:
+            self.images.cache.clear()
         self._cache = self._states = None
         if self._vmm is None:
             self._graphs = None
@@ -242,6 +251,21 @@ class ModelRunner:
         if self._cache is not None:
             self.free()
             self.allocate()
+
+    @property
+    def num_encoded_images(self) -> int:
+        """Images that the vision tower has encoded so far."""
+        return 0 if self.images is None else self.images.num_encoded
+
+    def check_image(self, image: ImageInput) -> None:
+        """Raise a ValueError if the vision tower cannot encode an image."""
+        if self.images is not None:
+            self.images.check(image)
+
+    def clear_features(self) -> None:
+        """Drop the features of all images, because the vision tower changes."""
+        if self.images is not None:
+            self.images.cache.clear()
 
     def expected_weights(self) -> dict[str, Tensor]:
         """Return the tensors a weight update must bring, by name."""
@@ -302,14 +326,24 @@ class ModelRunner:
         rows_R, logit_index_D = np.unique(batch.rows_D, return_inverse=True)
         n = batch.num_decodes
         queries, scoring = batch.logprob_queries, batch.prompt_scoring
-        tokens_T, device_positions_T, decode_slots_B, device_rows_R, device_index_D, req_slots_D = self.send(
-            batch.tokens_T, positions_T, batch.req_slots_B[:n], rows_R, logit_index_D, batch.req_slots_D
+        tokens_T, rope_positions_T, decode_slots_B, device_rows_R, device_index_D, req_slots_D = self.send(
+            batch.tokens_T,
+            compute_rope_positions(batch, positions_T),
+            batch.req_slots_B[:n],
+            rows_R,
+            logit_index_D,
+            batch.req_slots_D,
         )
         decode_B = tokens_T[:n]
         decode_B = torch.where(decode_B < 0, self.last_tokens_S.index_select(0, decode_slots_B), decode_B)
         tokens_T = torch.cat((decode_B, tokens_T[n:]))
         routing = None if self.no_expert is None else Routing(record=True)
-        hidden_TD = self.decoder(tokens_T, device_positions_T, self._build_attention(batch, positions_T), routing)
+        vision = None
+        if batch.vision is not None:
+            assert self.images is not None, "a model without a vision tower gets no images"
+            vision = self.images.build_inputs(batch.vision, self.send)
+        attention = self._build_attention(batch, positions_T)
+        hidden_TD = self.decoder(tokens_T, rope_positions_T, attention, routing, vision)
         logits_DV = self._compute_logits(hidden_TD if len(rows_R) == len(tokens_T) else hidden_TD[device_rows_R])
         if len(rows_R) != len(batch.rows_D):
             logits_DV = logits_DV.index_select(0, device_index_D)
@@ -383,6 +417,19 @@ class ModelRunner:
     def _stack_experts(self, routing: Routing) -> Tensor:
         assert self.no_expert is not None
         return torch.stack(routing.recorded, 1).to(torch.uint8 if self.no_expert.itemsize == 1 else torch.int32)
+
+
+def _build_image_encoder(model: CausalLM, cache_bytes: int, device: torch.device) -> ImageEncoder | None:
+    vision = model.spec.vision
+    if vision is None:
+        return None
+    assert isinstance(model, Decoder) and model.vision is not None, "transformers' own modules take no images"
+    return ImageEncoder(
+        model.vision,
+        FeatureCache(cache_bytes),
+        max_features=MAX_ENCODED_PATCHES // vision.merge_size**2,
+        device=device,
+    )
 
 
 def _kv_shape(layout: PerTokenCache) -> KvShape:

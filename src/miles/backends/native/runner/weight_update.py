@@ -12,7 +12,8 @@ from miles.core.types import Version
 from miles.sync.digest_cache import DigestCache
 from miles.sync.manifest import Manifest, ManifestEntry
 
-CommitWeights = Callable[[Mapping[str, Tensor], Version, Collection[str]], None]
+CommitWeights = Callable[[Mapping[str, Tensor], Version, Collection[str], Collection[str]], None]
+"""Switches to tensors as a version; of some names the engine owns the memory, and some have changed."""
 
 
 class StagedWeightUpdate:
@@ -32,6 +33,7 @@ class StagedWeightUpdate:
         self._known_digests: dict[str, int] = {}
         self._owned: set[str] = set()
         self._digest_cache = DigestCache()
+        self._committed_digests: dict[str, int] = {}
 
     def begin(self, manifest: Manifest) -> None:
         """Reject a manifest that does not list exactly this model's tensors."""
@@ -77,8 +79,15 @@ class StagedWeightUpdate:
         """Switch the engine to the staged tensors."""
         if not self._verified:
             self.verify()
-        self._commit_weights(self._staged, self._require_manifest().version, self._owned)
+        digests = {name: entry.digest for name, entry in self._entries.items()}
+        changed = {name for name, digest in digests.items() if self._committed_digests.get(name) != digest}
+        self._commit_weights(self._staged, self._require_manifest().version, self._owned, changed)
+        self._committed_digests = digests
         self.rollback()
+
+    def forget_committed(self) -> None:
+        """Regard all tensors of the next commit as changed, because the current ones are overwritten in place."""
+        self._committed_digests = {}
 
     def rollback(self) -> None:
         """Discard the staged tensors."""

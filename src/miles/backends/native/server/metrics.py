@@ -17,6 +17,7 @@ _ENGINE_COUNTERS = {
     "cached_tokens": "Prompt tokens found in the prefix cache.",
     "generated_tokens": "Sampled tokens.",
     "preemptions": "Requests that lost their pages and were queued again.",
+    "encoded_images": "Images that the vision tower encoded.",
 }
 _ENGINE_GAUGES = {
     "running": "Running requests.",

@@ -23,6 +23,7 @@ from miles.backends.native.engine.forward_batch import (
     SamplingBatch,
     StepOutput,
 )
+from miles.backends.native.engine.vision import VisionBatch
 from miles.backends.native.runner.weight_update import CommitWeights, StagedWeightUpdate
 from miles.backends.native.tp.communicator import CommunicatorError, TpCommunicator
 from miles.backends.native.tp.worker import (
@@ -36,6 +37,7 @@ from miles.backends.native.tp.worker import (
 from miles.cluster.platform import Platform
 from miles.cluster.spmd import SpmdGroup, summarize_error
 from miles.core.errors import EngineError, SyncError
+from miles.core.media import ImageInput
 from miles.core.serialization import Codec
 from miles.models.decoder import Decoder
 from miles.models.parallel.tp_sharding import compute_tp_shards, shard_spec
@@ -45,7 +47,7 @@ from miles.sync.manifest import compute_digest
 # Seconds one rank waits for another: longer than compiling kernels takes.
 RANK_TIMEOUT = 300.0
 
-CODEC = Codec((ForwardBatch, SamplingBatch, LogitEdits, LogprobQueries, PromptScoring))
+CODEC = Codec((ForwardBatch, SamplingBatch, LogitEdits, LogprobQueries, PromptScoring, VisionBatch, ImageInput))
 """Encodes the messages between ranks: a command, and a ForwardBatch or a few numbers."""
 
 ComputeNumPages = Callable[[DecoderSpec, Platform], int]
@@ -132,7 +134,7 @@ class TpRunner(TpRankRunner):
 
     def launch(self, batch: ForwardBatch) -> InflightStep:
         with self.ranks.lock:
-            self.ranks.broadcast("launch", _strip_sampling(batch))
+            self.ranks.broadcast("launch", self._strip(batch))
             with self._failing_all_ranks():
                 return _TpStep(super().launch(batch), self.ranks)
 
@@ -152,6 +154,12 @@ class TpRunner(TpRankRunner):
     def clear(self) -> None:
         if not self.ranks.fault:
             super().clear()
+
+    def clear_features(self) -> None:
+        if self.images is not None:
+            with self.ranks.lock:
+                self.ranks.broadcast("clear_features")
+                super().clear_features()
 
     def expected_weights(self) -> dict[str, Tensor]:
         full = Decoder(self._full_spec, device="meta", dtype=self.dtype, numerics=self.numerics)
@@ -194,6 +202,15 @@ class TpRunner(TpRankRunner):
         with self.ranks.lock, self._failing_all_ranks():
             self.ranks.broadcast("gather_weight", name)
             return tp_shard.gather(gather_shards(self.comm, super().weights()[name]))
+
+    def _strip(self, batch: ForwardBatch) -> ForwardBatch:
+        """Return what workers need of a batch: no logit edits and queries, which only rank 0 handles, and no pixels
+        of images that all ranks have encoded."""
+        scoring = None if batch.prompt_scoring is None else replace(batch.prompt_scoring, logprob_queries=None)
+        vision = batch.vision
+        if vision is not None and self.images is not None:
+            vision = self.images.strip_cached(vision)
+        return replace(batch, logit_edits=None, logprob_queries=None, prompt_scoring=scoring, vision=vision)
 
     @contextmanager
     def _failing_all_ranks(self) -> Iterator[None]:
@@ -268,9 +285,3 @@ class _TpStep:
             return self._own_step.result()
         except Exception as error:
             raise self._ranks.fail(error=error) from error
-
-
-def _strip_sampling(batch: ForwardBatch) -> ForwardBatch:
-    """Return what workers need of a batch: not the logit edits and queries, which only rank 0 handles."""
-    scoring = None if batch.prompt_scoring is None else replace(batch.prompt_scoring, logprob_queries=None)
-    return replace(batch, logit_edits=None, logprob_queries=None, prompt_scoring=scoring)

@@ -37,6 +37,7 @@ class RunnerSpec:
     return_routed_experts: bool
     dtype: torch.dtype
     numerics: Numerics
+    vision_cache_bytes: int = 0
 
 
 class TpRankRunner(ModelRunner):
@@ -56,6 +57,7 @@ class TpRankRunner(ModelRunner):
             dtype=runner_spec.dtype,
             numerics=runner_spec.numerics,
             model=build_tp_decoder(spec, comm, device="meta", dtype=runner_spec.dtype, numerics=runner_spec.numerics),
+            vision_cache_bytes=runner_spec.vision_cache_bytes,
         )
 
     def launch(self, batch: ForwardBatch) -> InflightStep:
@@ -122,6 +124,7 @@ class _Worker:
         self.commands: Mapping[str, Callable[[Any], Any]] = {
             "launch": self._launch,
             "free": self._free,
+            "clear_features": lambda _: self._runner.clear_features(),
             "allocate": self._allocate,
             "receive_shard": self._receive_shard,
             "verify": lambda _: tuple(self._mismatched),

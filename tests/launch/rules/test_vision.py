@@ -1,0 +1,87 @@
+"""Options of vision towers: accepted where they have an effect, and refused with a sentence elsewhere."""
+
+from pathlib import Path
+
+import pytest
+from tests.launch.small_config import furnish
+
+from miles.config.cli import parse
+from miles.config.files import read_layers
+from miles.launch.config import Config
+from miles.launch.plan.layout_memory import get_frozen_vision
+from miles.launch.plan.memory import estimate_memory
+from miles.launch.plan.plan import build_plan
+from miles.launch.rules.check import check_rules
+from miles.launch.rules.paths import read_spec_or_none
+from miles.models.accounting.params import vision_parameter_count
+
+TOWER = ("--hf-checkpoint", "vision")
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    furnish(tmp_path)
+    for name in ("model", "vision"):
+        (tmp_path / name / "model.safetensors").write_bytes(b"")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("miles.launch.rules.training.find_spec", lambda _: object())
+
+
+def list_problems(*words: str) -> list[str]:
+    result = parse(Config, words, read_layers("good.toml"))
+    return [*result.problems, *(p for p in check_rules(result, "plan") if "weights" not in p)]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--freeze-vision-tower", "--freeze-vision-projector", "--vision-lr 1e-6", "--max-patches-per-gpu 4096"],
+)
+def test_an_option_of_the_vision_tower_needs_one(flags: str) -> None:
+    words = flags.split()
+    assert not [p for p in list_problems(*TOWER, *words) if words[0] in p]
+    (problem,) = [p for p in list_problems(*words) if words[0] in p]
+    assert problem == f"{words[0]} has no effect, because the model has no vision tower; remove it."
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--freeze-vision-tower --freeze-vision-projector --vision-lr 1e-6", "--vision-lr has no effect with"),
+        ("--lora-rank 4 --vision-lr 1e-6", "--vision-lr has no effect with LoRA"),
+        ("--lora-rank 4 --freeze-vision-tower", "--freeze-vision-tower has no effect with LoRA"),
+        ("--max-patches-per-gpu 9 --micro-batch-size 1", "--max-patches-per-gpu has no effect with --micro-batch-size"),
+        (
+            "--train-backend megatron --actor-num-gpus-per-node 2",
+            "the megatron backend cannot train qwen2_5_vl: it has a vision tower; use --train-backend fsdp.",
+        ),
+    ],
+)
+def test_combinations_without_effect_are_refused(flags: str, sentence: str) -> None:
+    assert [p for p in list_problems(*TOWER, *flags.split()) if sentence in p]
+
+
+def test_lora_takes_the_limit_of_patches() -> None:
+    assert not [p for p in list_problems(*TOWER, "--lora-rank", "4", "--max-patches-per-gpu", "9") if "patches" in p]
+
+
+def test_options_reach_the_models_and_the_memory_plan() -> None:
+    def shares(*words: str) -> dict[str, int]:
+        config = parse(Config, (*TOWER, *words), read_layers("good.toml")).config
+        spec = read_spec_or_none("vision", "native")
+        assert spec is not None and spec.vision is not None
+        return {share.name: share.bytes for share in estimate_memory(config, build_plan(config), spec)}
+
+    patches = ("--max-patches-per-gpu", "8192")
+    assert "vision tower" not in shares()
+    trained, recomputed = shares(*patches), shares(*patches, "--gradient-checkpointing")
+    assert trained["vision tower"] > recomputed["vision tower"] > 0
+    frozen = shares(*patches, "--freeze-vision-tower", "--freeze-vision-projector")
+    assert "vision tower" not in frozen
+    spec = read_spec_or_none("vision", "native")
+    assert spec is not None
+    count = vision_parameter_count(spec)
+    assert trained["weights"] == frozen["weights"]
+    assert trained["gradients"] - frozen["gradients"] == 4 * count
+    assert trained["optimizer"] - frozen["optimizer"] in (8 * count, 12 * count)
+    config = parse(Config, (*TOWER, "--freeze-vision-projector"), read_layers("good.toml")).config
+    assert not get_frozen_vision(config.train).tower and get_frozen_vision(config.train).projector
