@@ -20,7 +20,15 @@ from tests.backends.native.image_requests import (
     requests,
     response_of,
 )
-from tests.models.vision.small_vision import IMAGE, Prompt, hf_vision_logits, packed_arguments, place
+from tests.models.vision.small_vision import (
+    IMAGE,
+    VISION_KINDS,
+    Prompt,
+    hf_vision_logits,
+    packed_arguments,
+    place,
+    prompts_of,
+)
 from torch import nn
 
 from miles.backends.native.engine.request import GenerateRequest
@@ -435,3 +443,13 @@ def test_a_model_without_a_tower_takes_no_images():
     tokens = np.minimum(prompt.tokens, 60)
     engine = Tiny().engine()
     refuse(engine, Prompt(tokens, prompt.images), "engine 0 cannot serve the request: its model takes no images")
+
+
+# -- every family ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", VISION_KINDS)
+def test_logprobs_are_those_of_transformers_whatever_the_family(kind):
+    asked = [ask(prompt, seed, new=5) for seed, prompt in enumerate(prompts_of(kind))]
+    engine = build_engine(pair(kind)[1], page_size=4, prefill_chunk=7, max_running=3, kv_tokens=400)
+    close_to_transformers(kind, asked, generate(engine, asked))
