@@ -33,6 +33,12 @@ def test_a_mixture_is_paid_for_whole_and_computed_in_part(capsys: pytest.Capture
     assert needs["layers"] == "58 of MLA + 8 of 256 experts, 3 of MLA + MLP"
 
 
+def test_a_vision_tower_is_counted_and_named(capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "Qwen3-VL-8B-Instruct"]) == 0
+    text = capsys.readouterr().out
+    assert "8.77B parameters" in text and "a vision tower of 27 blocks with 576.4M parameters" in text
+
+
 def test_exact_parity_counts_a_cache_of_expanded_latent_keys_and_values(capsys: pytest.CaptureFixture[str]):
     needs = plan_model(capsys, "deepseek-ai/DeepSeek-V3", "--parity", "exact")
     assert needs["kv_per_token"] == 61 * 128 * (128 + 64 + 128) * 2

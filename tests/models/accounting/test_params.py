@@ -26,6 +26,12 @@ EXACT = {
     "Qwen2.5-7B": 7_615_616_512,
     "Qwen2.5-32B": 32_763_876_352,
     "Qwen2.5-72B": 72_706_203_648,
+    "Qwen2.5-VL-3B-Instruct": 3_754_622_976,
+    "Qwen2.5-VL-7B-Instruct": 8_292_166_656,
+    "Qwen3-VL-2B-Instruct": 2_127_532_032,
+    "Qwen3-VL-4B-Instruct": 4_437_815_808,
+    "Qwen3-VL-8B-Instruct": 8_767_123_696,
+    "Qwen3-VL-30B-A3B-Instruct": 31_070_754_032,
     "Qwen3-0.6B": 596_049_920,
     "Qwen3-4B": 4_022_468_096,
     "Qwen3-8B": 8_190_735_360,
@@ -78,7 +84,9 @@ def test_the_largest_models_have_their_published_size(name):
     assert round(params.parameter_count(spec_from_config(load_known_models()[name])) / 1e9, 1) == ROUNDED[name]
 
 
-@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "DeepSeek-V3", "gpt-oss-120b", "Qwen3-Next-80B-A3B"])
+@pytest.mark.parametrize(
+    "name", ["Qwen3-30B-A3B", "DeepSeek-V3", "gpt-oss-120b", "Qwen3-Next-80B-A3B", "Qwen3-VL-30B-A3B-Instruct"]
+)
 def test_a_decoder_without_storage_has_the_counted_size(name):
     spec = spec_from_config(load_known_models()[name])
     on_meta = Decoder(spec, device="meta", dtype=torch.bfloat16)

@@ -1,6 +1,6 @@
 """Small transformers models with vision towers and random weights, and prompts with images for them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -299,14 +299,18 @@ VISION_KINDS = {
 }
 
 
-def vision_model(kind: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A transformers model whose weights are far from their initial values."""
+def vision_config(kind: str) -> PreTrainedConfig:
+    """The config of a small model."""
     wanted = VISION_KINDS[kind]
-    torch.manual_seed(seed)
-    text = TEXT | wanted.text | changes
-    config = wanted.config(text_config=text, vision_config=dict(wanted.vision), **wanted.own)
+    config = wanted.config(text_config=TEXT | wanted.text, vision_config=dict(wanted.vision), **wanted.own)
     config._attn_implementation = "eager"
-    model = wanted.model(config)
+    return config
+
+
+def vision_model(kind: str, seed: int = 0) -> PreTrainedModel:
+    """A transformers model whose weights are far from their initial values."""
+    torch.manual_seed(seed)
+    model = VISION_KINDS[kind].model(vision_config(kind))
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn_like(parameter)
@@ -404,6 +408,30 @@ def hf_vision_logits(model: PreTrainedModel, prompts: Sequence[Prompt]) -> Tenso
             arguments |= {"pixel_values": arguments["pixel_values"][None]} if prompt.images else {}
         logits.append(model(**arguments).logits[0])
     return torch.cat(logits)
+
+
+def compare_features(
+    model: PreTrainedModel, decoder: Decoder, prompts: Sequence[Prompt]
+) -> Iterator[tuple[Tensor, ...]]:
+    """Our features and those of transformers, of the images of each prompt; then those of deepstack layers."""
+    for prompt in prompts:
+        images = [placed.image for placed in prompt.images if placed.image.kind == "image"]
+        if not images:
+            continue
+        ours = decoder.vision(images)
+        known = {name: torch.from_numpy(np.concatenate([i.arrays[name] for i in images])) for name in images[0].arrays}
+        if "Idefics3" in type(model).__name__ or "SmolVLM" in type(model).__name__:
+            known["pixel_values"] = known["pixel_values"][None]
+        if "Llama4" in type(model).__name__:
+            known["vision_feature_select_strategy"] = "default"
+        theirs = model.get_image_features(**known)
+        if "Llama4" in type(model).__name__:
+            embeds = model.multi_modal_projector(theirs.last_hidden_state.flatten(0, 1))
+        else:
+            found = theirs.pooler_output
+            embeds = torch.cat(list(found)) if isinstance(found, list | tuple) else found.reshape(-1, found.shape[-1])
+        yield ours.embeds_FD, embeds
+        yield from zip(ours.deepstack, getattr(theirs, "deepstack_features", None) or (), strict=True)
 
 
 def packed_arguments(decoder: Decoder, prompts: Sequence[Prompt]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from tests.models.oracle import gradients, relative
 from tests.models.vision.small_vision import (
     VISION_KINDS,
     assemble,
+    compare_features,
     hf_vision_logits,
     our_vision_logits,
     prompts_of,
@@ -29,6 +30,16 @@ def test_logits_of_prompts_with_images_are_those_of_transformers(kind):
     with torch.no_grad():
         ours, theirs = our_vision_logits(decoder, prompts), hf_vision_logits(model, prompts)
     assert relative(ours, theirs) <= 3e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_features_of_images_are_those_of_transformers(kind):
+    model = vision_model(kind)
+    with torch.no_grad():
+        pairs = list(compare_features(model, vision_twin(model), prompts_of(kind)))
+    assert len(pairs) >= 3
+    for ours, theirs in pairs:
+        assert ours.shape == theirs.shape and relative(ours, theirs) <= 3e-5
 
 
 @pytest.mark.parametrize("kind", KINDS)

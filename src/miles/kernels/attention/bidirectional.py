@@ -62,7 +62,8 @@ def bidirectional_attention(q_THd: Tensor, k_THd: Tensor, v_THd: Tensor, segment
     batch of SDPA.
     """
     if can_fuse(q_THd, v_THd):
-        width, ends, longest = pad_head_dim(q_THd, v_THd), segments.cu_seqlens, segments.longest
+        width = pad_head_dim(q_THd, v_THd)
+        ends, longest = segments.cu_seqlens, segments.longest
         q, k, v = (pad_channels(x, width) for x in (q_THd, k_THd, v_THd))
         kernel, _ = load_varlen_kernel()
         out_THd = kernel(q, k, v, ends, ends, longest, longest, scale=scale)

@@ -32,6 +32,7 @@ from miles.models.accounting.params import (
     packed_weight_bytes,
     parameter_count,
     state_bytes_per_sequence,
+    vision_parameter_count,
     weight_bytes,
 )
 from miles.models.checkpoint.safetensors_io import config_dtype, read_config, read_json
@@ -212,8 +213,12 @@ def _describe_layer(layer: LayerSpec) -> str:
 
 
 def _describe_layers(spec: DecoderSpec) -> str:
-    """The layers by kind, most frequent first."""
-    return ", ".join(f"{count} of {kind}" for kind, count in Counter(map(_describe_layer, spec.layers)).most_common())
+    """The layers by kind, most frequent first, and the vision tower."""
+    text = ", ".join(f"{count} of {kind}" for kind, count in Counter(map(_describe_layer, spec.layers)).most_common())
+    if spec.vision is None:
+        return text
+    size = vision_parameter_count(spec) / 1e6
+    return f"{text}; a vision tower of {spec.vision.tower.num_layers} blocks with {size:,.1f}M parameters"
 
 
 def as_json(requirements: ModelRequirements) -> str:

@@ -55,7 +55,7 @@ _KEYS: tuple[tuple[str, str, bool], ...] = (
     ("n_positions", "learned absolute positions", False),
     ("parallel_attn", "parallel attention and MLP", False),
     ("use_parallel_residual", "parallel attention and MLP", False),
-    ("vision_config", "images (only text is trained here)", False),
+    ("vision_config", "a vision tower of its own", False),
     ("audio_config", "audio (only text is trained here)", False),
 )
 

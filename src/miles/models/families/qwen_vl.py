@@ -233,8 +233,9 @@ def write_qwen2_5_vl(spec: DecoderSpec) -> dict[str, Any]:
 
 
 def _write_tower3(spec: DecoderSpec) -> dict[str, Any]:
-    assert spec.vision is not None and spec.vision.tower.positions is not None
+    assert spec.vision is not None
     tower = spec.vision.tower
+    assert tower.positions is not None
     return {
         "hidden_size": tower.hidden_size,
         "intermediate_size": tower.mlp.size,

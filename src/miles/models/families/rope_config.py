@@ -73,7 +73,8 @@ class RopeConfigReader:
         if not sound or sum(value) != dim // 2:
             self._report(f"has mrope_section {value!r}, which must be three integers that add up to {dim // 2}")
             return dim // 2, 0, 0
-        return tuple(value)
+        time, height, width = value
+        return time, height, width
 
     def _yarn(self, theta: float, longest: int) -> RopeSpec:
         factor = self._number("factor")

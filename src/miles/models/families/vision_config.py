@@ -33,7 +33,7 @@ class VisionConfigReader(ConfigReader):
     def activation(self, key: str = "hidden_act") -> VisionActivation:
         """Read the activation of the tower's MLPs."""
         value = self.config.get(key)
-        if value not in _ACTIVATIONS:
+        if not isinstance(value, str) or value not in _ACTIVATIONS:
             self.reject(key, f"is {value!r}, but only {', '.join(_ACTIVATIONS)} are implemented")
             return "gelu"
         return _ACTIVATIONS[value]
