@@ -20,12 +20,21 @@ from tests.backends.native.image_requests import (
     requests,
     response_of,
 )
-from tests.models.vision.small_vision import IMAGE, Prompt, hf_vision_logits, packed_arguments, place
+from tests.models.vision.small_vision import (
+    IMAGE,
+    VISION_KINDS,
+    Prompt,
+    hf_vision_logits,
+    packed_arguments,
+    place,
+    prompts_of,
+    random_patches,
+)
 from torch import nn
 
 from miles.backends.native.engine.request import GenerateRequest
 from miles.core.errors import EngineError
-from miles.core.media import PlacedImage, make_image_input
+from miles.core.media import make_image_input
 from miles.core.protocols import SamplingParams
 from miles.core.types import Status, Version
 from miles.kernels.numerics import numerics_from_parity
@@ -385,7 +394,7 @@ def test_images_that_do_not_fit_their_tokens_are_refused():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"image_grid_thw": None}, "image_grid_thw is missing"),
+        ({"image_grid_thw": None}, "engine 0 cannot serve the request: image 0: image_grid_thw is missing"),
         ({"pixel_values": None}, "pixel_values is missing"),
         ({"pixel_values": np.zeros((23, 96), np.float32)}, r"shape \(23, 96\), but 24 patches of 96 values"),
         ({"pixel_values": np.zeros((24, 96), np.uint8)}, "the pixels of an image are uint8, but must be floats"),
@@ -410,16 +419,15 @@ def test_images_that_the_tower_cannot_read_are_refused_alone(change, message):
 
 
 def test_an_image_larger_than_the_feature_cache_is_refused():
-    decoder = pair(KIND)[1]
-    engine = build_engine(decoder, vision_cache_mib=1)
     limit = (1 << 20) // (32 * 3 * 4)
-    image = make_image_input({"pixel_values": np.zeros((1, 1), np.float32)}, limit + 1)
-    tokens = np.full(limit + 1, IMAGE)
-    prompt = Prompt(tokens, (PlacedImage(start=0, length=limit + 1, image=image),))
+    grid = (1, 2, 2 * (limit + 1))
+    image = random_patches(np.random.default_rng(0), grid, 3 * 2 * 4 * 4)
+    decoder = replace_positions(pair(KIND)[1], 1 << 16)
+    engine = build_engine(decoder, vision_cache_mib=1, kv_tokens=1 << 15, max_running=1)
     refuse(
-        build_engine(replace_positions(decoder, 1 << 16), vision_cache_mib=1, kv_tokens=1 << 15, max_running=1),
-        prompt,
-        f"image 0 has {limit + 1} features, but --engine-vision-cache-mib has room for {limit}; raise it",
+        engine,
+        place([image, 2]),
+        f"image 0: it has {limit + 1} features, but --engine-vision-cache-mib has room for {limit}; raise it",
     )
     assert engine.stats()["encoded_images"] == 0
 
@@ -435,3 +443,13 @@ def test_a_model_without_a_tower_takes_no_images():
     tokens = np.minimum(prompt.tokens, 60)
     engine = Tiny().engine()
     refuse(engine, Prompt(tokens, prompt.images), "engine 0 cannot serve the request: its model takes no images")
+
+
+# -- every family ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", VISION_KINDS)
+def test_logprobs_are_those_of_transformers_whatever_the_family(kind):
+    asked = [ask(prompt, seed, new=5) for seed, prompt in enumerate(prompts_of(kind))]
+    engine = build_engine(pair(kind)[1], page_size=4, prefill_chunk=7, max_running=3, kv_tokens=400)
+    close_to_transformers(kind, asked, generate(engine, asked))

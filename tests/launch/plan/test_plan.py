@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.launch.small_config import furnish
+from transformers import Qwen3VLConfig
 
 from miles.config.cli import parse
 from miles.config.files import Layer, read_layers
@@ -20,6 +21,7 @@ from miles.launch.plan.plan import Plan
 from miles.launch.plan.render import format_batch_sizes, format_objective
 from miles.launch.read_config import read
 from miles.models.accounting.activations import activation_bytes
+from miles.models.accounting.image_features import tower_activation_bytes
 from miles.models.checkpoint.safetensors_io import read_config
 from miles.models.families import spec_from_config
 
@@ -249,6 +251,18 @@ def test_the_cache_is_sized_by_what_can_run_at_once():
     ):
         (share,) = (s for s in estimate_memory(*planned(line), spec) if s.name == "kv cache")
         assert f"{tokens:,} tokens" in share.note
+
+
+def test_a_vision_tower_takes_memory_for_features_and_activations():
+    spec = spec_from_config(
+        Qwen3VLConfig(vision_config={"out_hidden_size": 4096}).to_dict()
+        | {"architectures": ["Qwen3VLForConditionalGeneration"]}
+    )
+    (share,) = (
+        s for s in estimate_memory(*planned("--device cpu --engine-vision-cache-mib 300"), spec) if s.name == "images"
+    )
+    assert share.bytes - (300 << 20) == tower_activation_bytes(spec, "float32") > 0
+    assert "300.0 MiB of features" in share.note
 
 
 @pytest.mark.parametrize(

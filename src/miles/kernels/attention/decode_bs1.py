@@ -62,11 +62,9 @@ def decode_bs1_attention(
 ) -> Tensor:
     """Attention of one new token over its sequence, [1, H * d]; writes its key and value to ``slot_1`` unless negative.
 
-    The token is the last of its sequence, behind ``start_1`` others (None: as many as its rope position), whose pages
-    are row ``req_slot_1`` of the block table.
+    It is behind ``start_1`` others (None: its rope position); its pages are row ``req_slot_1`` of the block table.
     """
-    # Imported on first use, when Triton compiles it.
-    from miles.kernels.attention.decode_bs1_triton import decode_bs1_kernel
+    from miles.kernels.attention.decode_bs1_triton import decode_bs1_kernel  # on first use, when Triton compiles it
 
     assert heads.positions_T is not None and qkv_1N.is_contiguous()
     assert heads.rotation is None or heads.rotation.is_contiguous()

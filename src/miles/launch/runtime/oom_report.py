@@ -143,5 +143,6 @@ def advise(config: Config, plan: Plan, shares: tuple[MemoryShare, ...], total: i
         add("gradients", "--lora-rank 16 instead of full training")
     if plan.layout.world == 1:
         add("weights", "more GPUs (--actor-num-gpus-per-node)")
+    add("images", f"--engine-vision-cache-mib below {config.native.engine_vision_cache_mib}")
     add("kv cache", f"--engine-memory-fraction below {config.native.engine_memory_fraction:g}, or --engine-kv-tokens")
     yield from (text for _, text in sorted(advice, key=lambda item: -item[0]))

@@ -15,8 +15,10 @@ from miles.kernels.batch_invariant import qk_norm_rope
 from miles.kernels.numerics import Numerics
 from miles.models.spec import RopeSpec
 
-# Longer contexts compute cos/sin per forward instead of caching them for all positions.
+# Longer contexts compute cos/sin per forward instead of caching them for all positions. GPU engines cache more: their
+# fused kernels look cos/sin up, and 2^18 positions (Qwen3-VL) of 128 channels in bfloat16 take 128 MiB.
 _MAX_CACHED_POSITIONS = 1 << 17
+_MAX_CACHED_POSITIONS_ON_GPU = 1 << 18
 # Positions per cos/sin call: a fixed size gives the same bits with any number of threads.
 _CHUNK = 64
 
@@ -163,7 +165,9 @@ class Positions:
 
 def _is_cached(max_positions: int, device: torch.device, numerics: Numerics) -> bool:
     """Whether cos/sin are looked up. On a CPU the cosine of an angle may depend on its neighbours in the vector."""
-    return max_positions <= _MAX_CACHED_POSITIONS or (device.type == "cpu" and numerics.batch_invariant)
+    if device.type == "cpu":
+        return max_positions <= _MAX_CACHED_POSITIONS or numerics.batch_invariant
+    return max_positions <= _MAX_CACHED_POSITIONS_ON_GPU
 
 
 @lru_cache(maxsize=16)

@@ -1,12 +1,20 @@
 """KV cache size, prefill chunk and prefill delay by options and free memory."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from tests.backends.native.image_requests import pair
 
 from miles.backends.native.config import NativeConfig
-from miles.backends.native.engine.memory_budget import compute_kv_tokens, resolve_prefill_chunk, resolve_prefill_delay
+from miles.backends.native.engine.memory_budget import (
+    compute_kv_tokens,
+    resolve_prefill_chunk,
+    resolve_prefill_delay,
+)
 from miles.core.errors import UsageError
 from miles.kernels.numerics import FAST
+from miles.models.accounting.image_features import tower_activation_bytes, vision_bytes
 from miles.models.accounting.known_models import find_known_config
 from miles.models.accounting.params import kv_bytes_per_token
 from miles.models.families.registry import spec_from_config
@@ -80,3 +88,19 @@ def test_prompts_wait_only_where_steps_are_recorded():
     assert resolve_prefill_delay(NativeConfig(engine_prefill_delay_steps=0), uses_cuda_graphs=True) == 0
     with pytest.raises(UsageError, match="--engine-prefill-delay-steps is -1, must be at least 0"):
         resolve_prefill_delay(NativeConfig(engine_prefill_delay_steps=-1), uses_cuda_graphs=False)
+
+
+def vision_spec():
+    return pair("qwen3_vl")[1].spec
+
+
+def test_the_cache_leaves_room_for_features_and_the_tower():
+    spec = vision_spec()
+    token = kv_bytes_per_token(spec, "float32", FAST)
+    images = (7 << 20) + tower_activation_bytes(spec, "float32")
+    config = NativeConfig(engine_vision_cache_mib=7)
+    box = Box(2 * images + 1000 * token)
+    assert compute_kv_tokens(spec, config, box, torch.float32, FAST) == 500
+    assert vision_bytes(replace(spec, vision=None), "float32", 7 << 20) == 0
+    with pytest.raises(UsageError, match=r"--engine-vision-cache-mib 7 take 0\.\d GiB, but 50% of the free memory"):
+        compute_kv_tokens(spec, config, Box(images), torch.float32, FAST)

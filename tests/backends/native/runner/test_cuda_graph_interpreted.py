@@ -38,6 +38,7 @@ from miles.backends.native.runner.gpu_runner import supports_gpu_kernels
 from miles.cluster.executor import InlineExecutor
 from miles.core.protocols import SamplingParams
 from miles.core.types import Version
+from miles.kernels.numerics import numerics_from_parity
 from miles.kernels.runtime import triton_compat
 from miles.launch.commands import serve
 from miles.launch.commands.serve import warm_up
@@ -374,13 +375,14 @@ def test_no_kind_of_model_asks_the_device_for_numbers_while_it_is_recorded(recor
     assert list(graphs._graphs) == keys
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-def test_decoding_behind_images_replays_graphs_with_their_rope_positions(recording, depth):
+@pytest.mark.parametrize(("parity", "depth"), [("fast", 1), ("fast", 0), ("exact", 1)])
+def test_decoding_behind_images_replays_graphs_with_their_rope_positions(recording, parity, depth):
     decoder = one_layer(pair("qwen3_vl")[1])
     a, b, _ = images("qwen3_vl")
     asked = [ask(place([2, a, 2], 1), 0, new=4), ask(place([1, b, 1, a, 1], 2), 1, new=4), ask(place([5], 3), 2, new=4)]
     alone = [ask(place([1, b, 1, a, 1], 2), 3, new=3)]
-    engine = build_engine(decoder, depth=depth, page_size=4, max_running=4, prefill_chunk=6)
+    numerics = numerics_from_parity(parity)
+    engine = build_engine(decoder, numerics=numerics, depth=depth, page_size=4, max_running=4, prefill_chunk=6)
     for some in (asked, alone):
         for (prompt, _), answer in zip(some, generate(engine, some), strict=True):
             response = response_of(answer)

@@ -1,5 +1,6 @@
 """Forward batches as bytes: what one rank encodes is what another decodes."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 
 import numpy as np
@@ -16,7 +17,9 @@ from miles.backends.native.engine.forward_batch import (
     PromptScoring,
     SamplingBatch,
 )
+from miles.backends.native.engine.vision import VisionBatch
 from miles.backends.native.tp.runner import CODEC
+from miles.core.media import make_image_input
 from miles.core.serialization import Codec, SerializationError
 
 KINDS = {"Ints": np.int64, "Floats": np.float32, "BitWords": np.int32, "Bools": np.bool_}
@@ -46,8 +49,13 @@ def _instances(cls, **given):
 
 _QUERIES = st.none() | _instances(LogprobQueries)
 _COPIES = st.tuples(_array(np.int64), _array(np.int64))
+_IMAGES = _array(np.float32).map(lambda pixels: make_image_input({"pixel_values": pixels}, 3, source="file"))
+_VISION = _instances(VisionBatch, images=st.lists(_IMAGES, max_size=3).map(tuple))
 _BATCHES = _instances(
     ForwardBatch,
+    vision=st.none() | _VISION,
+    rope_offsets_B=st.none() | _array(np.int64),
+    rope_positions_3T=st.none() | _array(np.int64),
     sampling=_instances(SamplingBatch),
     page_copies=_COPIES,
     state_copies=_COPIES,
@@ -63,6 +71,8 @@ def same(one, other) -> bool:
     if is_dataclass(one):
         assert type(one) is type(other)
         return all(same(getattr(one, field.name), getattr(other, field.name)) for field in fields(one))
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, tuple):
         return len(one) == len(other) and all(map(same, one, other))
     return type(one) is type(other) and one == other

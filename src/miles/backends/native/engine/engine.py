@@ -24,11 +24,7 @@ from torch import Tensor
 
 from miles.backends.native.config import NativeConfig
 from miles.backends.native.engine.forward_batch import ForwardBatch, InflightStep, ScheduledStep
-from miles.backends.native.engine.memory_budget import (
-    compute_max_image_features,
-    resolve_prefill_chunk,
-    resolve_prefill_delay,
-)
+from miles.backends.native.engine.memory_budget import resolve_prefill_chunk, resolve_prefill_delay
 from miles.backends.native.engine.prefix_cache import PageAllocator
 from miles.backends.native.engine.req import DecodeFn, Req, RequestOutput
 from miles.backends.native.engine.req_slots import ReqSlots
@@ -172,10 +168,9 @@ class NativeEngine:
         no_expert = self._runner.no_expert
         # A recurrent state belongs to one position: a prefix cannot find it, only a fork from its leader can.
         self._pages = PageAllocator(num_pages, page_size, share=config.engine_prefix_cache and not spec.recurrent)
-        max_pages = min(num_pages, -(-spec.max_positions // page_size))
         running_batch = RunningBatch(
             self._pages,
-            ReqSlots(config.engine_max_running, max_pages, spec.vocab_size),
+            ReqSlots(config.engine_max_running, min(num_pages, -(-spec.max_positions // page_size)), spec.vocab_size),
             share_prefill=config.engine_prefix_cache,
             routed_experts=None if no_expert is None else RoutedExpertsStore(no_expert, num_pages, page_size),
             clock=clock,
@@ -187,14 +182,8 @@ class NativeEngine:
             prefill_delay=resolve_prefill_delay(config, self._runner.uses_cuda_graphs),
         )
         self._inflight = InflightSteps(self._scheduler, int(device.type != "cpu") if _depth is None else _depth)
-        self._validator = RequestValidator(
-            name,
-            spec,
-            num_pages * page_size,
-            has_tokenizer=decode is not None,
-            max_image_features=compute_max_image_features(spec, config, dtype),
-            check_image=self._runner.check_image,
-        )
+        check_image = self._runner.check_image
+        self._validator = RequestValidator(name, spec, self.kv_tokens, check_image, has_tokenizer=decode is not None)
         self._weights = self._runner.build_weight_update(name, self._commit_weights)
         self._run = run
         self._clock = clock

@@ -8,7 +8,7 @@ from miles.backends.native.config import NativeConfig
 from miles.cluster.platform import Platform
 from miles.core.errors import UsageError
 from miles.kernels.numerics import Numerics
-from miles.models.accounting.image_features import feature_bytes, vision_bytes
+from miles.models.accounting.image_features import vision_bytes
 from miles.models.accounting.params import forward_flops_per_token, kv_bytes_per_token, state_bytes_per_sequence
 from miles.models.spec import DecoderSpec
 
@@ -33,13 +33,6 @@ def resolve_prefill_delay(config: NativeConfig, uses_cuda_graphs: bool) -> int:
     if config.engine_prefill_delay_steps < 0:
         raise UsageError(f"--engine-prefill-delay-steps is {config.engine_prefill_delay_steps}, must be at least 0")
     return config.engine_prefill_delay_steps if uses_cuda_graphs else 0
-
-
-def compute_max_image_features(spec: DecoderSpec, config: NativeConfig, dtype: torch.dtype) -> int:
-    """Return how many features of one image the feature cache has room for; 0 without a vision tower."""
-    if spec.vision is None:
-        return 0
-    return (config.engine_vision_cache_mib << 20) // feature_bytes(spec, str(dtype).removeprefix("torch."))
 
 
 def compute_kv_tokens(

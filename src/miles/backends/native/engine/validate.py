@@ -30,8 +30,7 @@ from miles.models.spec import DecoderSpec
 class RequestValidator:
     """Checks requests against the limits of the model and of the KV cache (``kv_tokens``).
 
-    ``max_image_features``: an image with more of them does not fit into the cache of image features. ``check_image``
-    raises a ValueError for one that the vision tower cannot encode.
+    ``check_image`` raises a ValueError for an image that cannot be encoded.
     """
 
     def __init__(
@@ -39,16 +38,14 @@ class RequestValidator:
         name: str,
         spec: DecoderSpec,
         kv_tokens: int,
+        check_image: Callable[[ImageInput], None],
         *,
         has_tokenizer: bool,
-        max_image_features: int = 0,
-        check_image: Callable[[ImageInput], None] = lambda image: None,
     ) -> None:
         self._name = name
         self._spec = spec
         self._kv_tokens = kv_tokens
         self._has_tokenizer = has_tokenizer
-        self._max_image_features = max_image_features
         self._check_image = check_image
         self._numbers = count()
 
@@ -121,12 +118,10 @@ class RequestValidator:
         if self._spec.vision is None:
             raise EngineError("its model takes no images")
         for number, placed in enumerate(request.images):
-            if placed.image.num_features > self._max_image_features:
-                raise EngineError(
-                    f"image {number} has {placed.image.num_features} features, but --engine-vision-cache-mib has room "
-                    f"for {self._max_image_features}; raise it, or make the image smaller"
-                )
-            self._check_image(placed.image)
+            try:
+                self._check_image(placed.image)
+            except ValueError as error:
+                raise EngineError(f"image {number}: {error}") from error
         images = place_images(self._spec, prompt_T, request.images)
         if images.rope_positions_3T is not None:
             last = len(prompt_T) + request.sampling.max_new_tokens - 1 + images.rope_offset

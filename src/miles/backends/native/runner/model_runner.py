@@ -47,7 +47,7 @@ from miles.kernels.batch_invariant.logprob import compute_target_logprobs
 from miles.kernels.batch_invariant.paged_attention import BatchInvariantPagedBackend
 from miles.kernels.fused.lm_head import compute_logits
 from miles.kernels.numerics import Numerics
-from miles.models.accounting.image_features import MAX_ENCODED_PATCHES
+from miles.models.accounting.image_features import MAX_ENCODED_PATCHES, feature_bytes
 from miles.models.accounting.kv_cache import PerSequenceState, PerTokenCache, cache_layout
 from miles.models.base import CausalLM
 from miles.models.capabilities import check_batch_invariance
@@ -172,7 +172,7 @@ class ModelRunner:
             expert_type = expert_dtype(spec.moe.num_experts)
             shape = (len(spec.moe_layers), spec.moe.experts_per_token)
             self.no_expert = np.full(shape, unrecorded_id(expert_type), expert_type)
-        self.images = _build_image_encoder(model, vision_cache_bytes, device)
+        self.images = _build_image_encoder(model, vision_cache_bytes, dtype, device)
         self.send = HostToDevice(device)
         # One slot and one page more than requests use: padding rows of a CUDA graph write there.
         self.last_tokens_S = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
@@ -198,10 +198,7 @@ class ModelRunner:
         self._owned: set[str] = set()
         self._cache: PagedKVCache | None = None
         self._states: RecurrentStatePool | None = None
-        self._param_locations = [
-            (self.decoder.get_submodule(path), attribute, f"{path}.{attribute}" if path else attribute)
-            for path, attribute in (name.rpartition(".")[::2] for name, _ in self.decoder.named_parameters())
-        ]
+        self._param_locations = _locate_params(self.decoder)
         self.allocate()
 
     @property
@@ -419,7 +416,17 @@ class ModelRunner:
         return torch.stack(routing.recorded, 1).to(torch.uint8 if self.no_expert.itemsize == 1 else torch.int32)
 
 
-def _build_image_encoder(model: CausalLM, cache_bytes: int, device: torch.device) -> ImageEncoder | None:
+def _locate_params(model: CausalLM) -> list[tuple[nn.Module, str, str]]:
+    """Return the module, attribute and name of every parameter."""
+    return [
+        (model.get_submodule(path), attribute, f"{path}.{attribute}" if path else attribute)
+        for path, attribute in (name.rpartition(".")[::2] for name, _ in model.named_parameters())
+    ]
+
+
+def _build_image_encoder(
+    model: CausalLM, cache_bytes: int, dtype: torch.dtype, device: torch.device
+) -> ImageEncoder | None:
     vision = model.spec.vision
     if vision is None:
         return None
@@ -428,6 +435,7 @@ def _build_image_encoder(model: CausalLM, cache_bytes: int, device: torch.device
         model.vision,
         FeatureCache(cache_bytes),
         max_features=MAX_ENCODED_PATCHES // vision.merge_size**2,
+        max_image_features=cache_bytes // feature_bytes(model.spec, str(dtype).removeprefix("torch.")),
         device=device,
     )
 

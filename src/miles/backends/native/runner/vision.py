@@ -55,19 +55,34 @@ class FeatureCache:
 class ImageEncoder:
     """Runs a vision tower on images that have no features yet, at most ``max_features`` per call unless one has more.
 
+    One that has more than ``max_image_features`` does not fit into the cache.
     ``num_encoded`` images were encoded so far. On all ranks that get the same batches the cache has the same images.
     """
 
-    def __init__(self, tower: VisionTower, cache: FeatureCache, *, max_features: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        tower: VisionTower,
+        cache: FeatureCache,
+        *,
+        max_features: int,
+        max_image_features: int,
+        device: torch.device,
+    ) -> None:
         self.cache = cache
         self.num_encoded = 0
         self._tower = tower
         self._max_features = max_features
+        self._max_image_features = max_image_features
         self._device = device
 
     def check(self, image: ImageInput) -> None:
-        """Raise a ValueError if the tower cannot encode an image."""
+        """Raise a ValueError if the tower cannot encode an image, or the cache cannot hold its features."""
         self._tower.check(image)
+        if image.num_features > self._max_image_features:
+            raise ValueError(
+                f"it has {image.num_features} features, but --engine-vision-cache-mib has room for "
+                f"{self._max_image_features}; raise it, or make the image smaller"
+            )
 
     def build_inputs(self, batch: VisionBatch, send: SendArrays) -> VisionInputs:
         """Return the features of a step, encoding images that are new."""
