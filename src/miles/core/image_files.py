@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from urllib.request import Request, urlopen
 
 from miles.core.errors import UsageError
 
@@ -121,6 +122,26 @@ def decode_base64_image(text: str, limits: ImageLimits | None = None) -> bytes:
         return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as error:
         raise ImageFileError("is not valid base64") from error
+
+
+def fetch_image(url: str, limits: ImageLimits | None = None, *, timeout: float = 20.0) -> bytes:
+    """Download an image over http, no further than the byte limit; ImageFileError if that fails. Blocks."""
+    limits = limits or ImageLimits()
+    if not url.lower().startswith(("http://", "https://")):
+        raise ImageFileError("is a URL that is neither http nor https")
+    try:
+        with urlopen(Request(url, headers={"Accept": "image/*"}), timeout=timeout) as response:
+            kind = str(response.headers.get_content_type())
+            if not kind.startswith("image/") and kind != "application/octet-stream":
+                raise ImageFileError(f"at {url[:200]} is of type {kind}, and not an image")
+            data = response.read(limits.max_bytes + 1)
+    except (OSError, ValueError) as error:
+        if isinstance(error, ImageFileError):
+            raise
+        raise ImageFileError(f"at {url[:200]} cannot be fetched ({error})") from error
+    if len(data) > limits.max_bytes:
+        raise ImageFileError(f"at {url[:200]} has more than {limits.max_bytes} bytes")
+    return data
 
 
 def encode_data_url(data: bytes) -> str:

@@ -7,7 +7,9 @@ import os
 import tempfile
 import threading
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from miles.core.errors import DataError
 from miles.core.image_files import ImageLimits, read_image_info
@@ -21,13 +23,19 @@ class MediaStore:
 
     A file that is read from disk is remembered by its path. Other files are in memory up to ``budget_bytes``, and
     beyond it in ``folder`` (without one, in a temporary folder). ``keep`` writes a file to ``folder``, where each file
-    is once.
+    is once. ``allow_urls``: images may be named by http URLs, which whoever reads them fetches.
     """
 
     def __init__(
-        self, folder: Path | None = None, *, budget_bytes: int = 1 << 30, limits: ImageLimits | None = None
+        self,
+        folder: Path | None = None,
+        *,
+        budget_bytes: int = 1 << 30,
+        limits: ImageLimits | None = None,
+        allow_urls: bool = False,
     ) -> None:
         self.folder = folder
+        self.allow_urls = allow_urls
         self.limits = limits or ImageLimits()
         self._budget_bytes = budget_bytes
         self._memory: OrderedDict[str, bytes] = OrderedDict()
@@ -145,3 +153,15 @@ def is_reference(value: object) -> bool:
     return isinstance(value, str) and value.startswith(PREFIX)
 
 
+def find_image_references(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The images of messages in order, as references to the store; DataError at media of another kind."""
+    references: list[str] = []
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list | tuple) else ():
+            kind = part.get("type")
+            if kind == "image":
+                references.append(str(part["image"]))
+            elif kind in ("video", "video_url", "audio", "input_audio", "image_url"):
+                raise DataError(f"A message has a part of type {kind!r}; only text and images are read here.")
+    return references

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from miles.core.errors import DataError, UsageError, describe_error
 from miles.core.image_files import ImageFileError, decode_image
 from miles.core.media import Array, ImageInput, Images, PlacedImage, make_image_input
-from miles.core.media_store import MediaStore, parse_reference
+from miles.core.media_store import MediaStore, find_image_references, parse_reference
 from miles.models.tokenizer import HfTokenizer, load_tokenizer
 
 _FILES = ("processor_config.json", "preprocessor_config.json")
@@ -239,20 +239,6 @@ class MultimodalProcessor(HfTokenizer):
             images.append(PlacedImage(start=start, length=end - start, image=each.image))
             first += count
         return tuple(images)
-
-
-def find_image_references(messages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The images of messages in order, as references to the store; DataError at media of another kind."""
-    references: list[str] = []
-    for message in messages:
-        content = message.get("content")
-        for part in content if isinstance(content, list | tuple) else ():
-            kind = part.get("type")
-            if kind == "image":
-                references.append(str(part["image"]))
-            elif kind in ("video", "video_url", "audio", "input_audio", "image_url"):
-                raise DataError(f"A message has a part of type {kind!r}; only text and images are read here.")
-    return references
 
 
 def _as_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from miles.core.errors import DataError, UsageError, describe_error
-from miles.core.media import Images
 
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
@@ -60,12 +59,6 @@ class HfTokenizer:
             raise DataError(
                 f"The text {text[:40]!a} has a lone surrogate, which is no character and cannot be tokenized."
             ) from error
-
-    def encode_with_images(self, text: str, references: Sequence[str]) -> tuple[list[int], Images]:
-        """Encode a text with markers for images, if there are any; a checkpoint without image processor takes none."""
-        if references:
-            raise DataError(f"The checkpoint in {self._folder} has no image processor: it reads text only.")
-        return self.encode(text), ()
 
     def prompt(self, text: str) -> list[int]:
         """Encode a text with the special tokens that the tokenizer itself adds."""

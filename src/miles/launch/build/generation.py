@@ -106,7 +106,11 @@ def build_generation(
         policy.tokenizer, chat=r.apply_chat_template, template=r.apply_chat_template_kwargs, tools=lists_tools(r)
     )
     limit = resolve_context_limit(r, policy.spec.max_positions)
-    functions: dict[str, Generate] = {SINGLE_TURN: SingleTurn(render, policy.tokenizer.text, max_context_len=limit)}
+    functions: dict[str, Generate] = {
+        SINGLE_TURN: SingleTurn(
+            render, policy.tokenizer.text, max_context_len=limit, load_images=render.load_images
+        )
+    }
     agents = None
     environments = None
     default = SINGLE_TURN

@@ -313,9 +313,10 @@ def _read_training_data(config: Config, policy: PolicyCheckpoint, generation: Ge
     if config.algo.loss_type in OFFLINE_LOSSES:
         replies = build_offline_rollout(config, policy.tokenizer, policy.spec.eos_token_ids)
         check = build_prompt_check(config, context=None, renders=True)
-        return read_training_parts(config, replies.tokens, resolve_context_limit(r, policy.spec.max_positions), check)
+        limit = resolve_context_limit(r, policy.spec.max_positions)
+        return read_training_parts(config, policy.tokenizer, replies.tokens, limit, check)
     check = _build_generation_check(config, generation)
-    return read_training_parts(config, generation.render, resolve_prompt_limit(r), check)
+    return read_training_parts(config, policy.tokenizer, generation.render, resolve_prompt_limit(r), check)
 
 
 def _build_generation_check(config: Config, generation: Generation) -> PromptCheck:
@@ -371,7 +372,8 @@ def build_evaluator(
     pairs = zip(r.eval_prompt_data[::2], r.eval_prompt_data[1::2], strict=True)
     eval_fn = load_eval_function(config, generation.hook_worker)
     check = _build_generation_check(config, generation)
-    sets = {name: read_held_out_set(name, path, config, generation.render, check) for name, path in pairs}
+    render = generation.render
+    sets = {name: read_held_out_set(name, path, config, render.tokenizer, render, check) for name, path in pairs}
     default = _build_eval_settings(config, generation)
     evaluator = Evaluator(
         {name: dataset.prompts for name, dataset in sets.items()},
