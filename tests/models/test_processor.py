@@ -13,6 +13,7 @@ from miles.core.errors import DataError, UsageError
 from miles.core.media import find_placeholders
 from miles.core.media_store import MediaStore
 from miles.models.processor import MultimodalProcessor, load_processor
+from miles.rollout.images import encode_chat
 
 
 def build(folder, kind="qwen2_5_vl", **options) -> MultimodalProcessor:
@@ -121,8 +122,9 @@ def test_a_text_checkpoint_refuses_images(tmp_path):
     (tmp_path / "preprocessor_config.json").unlink()
     tokenizer = load_processor(tmp_path)
     assert not isinstance(tokenizer, MultimodalProcessor)
+    part = {"type": "image", "image": "sha256:" + 64 * "0"}
     with pytest.raises(DataError, match="reads text only"):
-        tokenizer.encode_with_images("<|image_pad|>", ["sha256:" + 64 * "0"])
+        encode_chat(tokenizer, "<|image_pad|>", [{"role": "user", "content": [part]}])
 
 
 def test_unknown_processors_are_named_when_the_first_image_comes(tmp_path):

@@ -43,8 +43,13 @@ class MediaStore:
         self._paths: dict[str, Path] = {}
         self._kept: dict[str, Path] = {}
         self._origins: dict[str, str] = {}
+        self._folders: list[Path] = []
         self._spill: tempfile.TemporaryDirectory[str] | None = None
         self._lock = threading.Lock()
+
+    def add_folder(self, folder: Path) -> None:
+        """Also find files in the ``media/`` of another run."""
+        self._folders.append(folder)
 
     def put(self, data: bytes, *, path: Path | None = None, origin: str = "") -> str:
         """Add a file, and return the reference to it.
@@ -78,6 +83,7 @@ class MediaStore:
                 self._memory.move_to_end(digest)
                 return data
             path = self._kept.get(digest) or self._paths.get(digest) or self._find_kept(digest)
+            path = path or next((found for folder in self._folders if (found := _find_file(folder, digest))), None)
         if path is None:
             raise DataError(f"There is no image {PREFIX}{digest[:12]}… here; it was never added to this run.")
         try:
@@ -92,6 +98,10 @@ class MediaStore:
         """Where a file came from, as errors name it."""
         digest = parse_reference(reference)
         return self._origins.get(digest) or f"image {digest[:12]}"
+
+    def is_kept(self, reference: str) -> bool:
+        """Whether ``keep`` has nothing to do."""
+        return self.folder is None or parse_reference(reference) in self._kept
 
     def keep(self, reference: str) -> Path | None:
         """Write a file to the folder, once, and return its path there; None without a folder."""
@@ -112,9 +122,7 @@ class MediaStore:
 
     def _find_kept(self, digest: str) -> Path | None:
         """The path in the folder, where an earlier process of the run wrote it."""
-        if self.folder is None or not self.folder.is_dir():
-            return None
-        path = next(iter(self.folder.glob(f"{digest}.*")), None)
+        path = None if self.folder is None else _find_file(self.folder, digest)
         if path is not None:
             self._kept[digest] = path
         return path
@@ -134,6 +142,10 @@ class MediaStore:
             partial.write_bytes(data)
             partial.replace(path)
         return path
+
+
+def _find_file(folder: Path, digest: str) -> Path | None:
+    return next(iter(folder.glob(f"{digest}.*")), None) if folder.is_dir() else None
 
 
 def parse_reference(reference: str) -> str:

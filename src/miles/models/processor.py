@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from miles.core.errors import DataError, UsageError, describe_error
 from miles.core.image_files import ImageFileError, decode_image
 from miles.core.media import Array, ImageInput, Images, PlacedImage, make_image_input
-from miles.core.media_store import MediaStore, find_image_references, parse_reference
+from miles.core.media_store import PREFIX, MediaStore, find_image_references, parse_reference
 from miles.models.tokenizer import HfTokenizer, load_tokenizer
 
 _FILES = ("processor_config.json", "preprocessor_config.json")
@@ -98,14 +98,24 @@ class MultimodalProcessor(HfTokenizer):
     # -- processing -------------------------------------------------------------------------
 
     async def prepare(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Process the images of messages on threads, so that encoding them afterwards takes no time."""
-        futures = [self._start(parse_reference(ref)) for ref in dict.fromkeys(find_image_references(messages))]
-        if futures:
-            await asyncio.gather(*map(asyncio.wrap_future, futures))
+        """Process the images of messages on threads, so that encoding them afterwards takes no time.
+
+        Their files are kept in the folder of the store, where it has one.
+        """
+        references = list(dict.fromkeys(find_image_references(messages)))
+        if not references:
+            return
+        await asyncio.gather(*(asyncio.wrap_future(self._start(parse_reference(each))) for each in references))
+        if not all(map(self.media.is_kept, references)):
+            await asyncio.to_thread(lambda: list(map(self.media.keep, references)))
 
     def process(self, reference: str) -> ProcessedImage:
         """An image of the store, processed; DataError if it cannot be used."""
         return self._start(parse_reference(reference)).result()
+
+    def load_image(self, source: str) -> ImageInput:
+        """The arrays of a file of the store by its SHA-256."""
+        return self.process(PREFIX + source).image
 
     def _start(self, digest: str) -> Future[ProcessedImage]:
         with self._lock:
@@ -133,7 +143,7 @@ class MultimodalProcessor(HfTokenizer):
                 self._cached_bytes -= evicted.image.nbytes
 
     def _process(self, digest: str) -> ProcessedImage:
-        reference = f"sha256:{digest}"
+        reference = PREFIX + digest
         where = self.media.describe(reference)
         try:
             image = decode_image(self.media.get(reference), self.media.limits)

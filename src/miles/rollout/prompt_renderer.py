@@ -58,7 +58,7 @@ class PromptRenderer:
 
     async def load_images(self, prompt: Prompt) -> Images:
         """The prompt's images, processed off the event loop."""
-        if id(prompt.messages) not in self._cache and isinstance(self._tokenizer, ImageTokenizer):
+        if isinstance(self._tokenizer, ImageTokenizer):
             await self._tokenizer.prepare(prompt.messages)
         return self.render(prompt).images
 
