@@ -28,6 +28,11 @@ SPECIAL = (
 )  # fmt: skip
 # Content is a text or typed parts; tool results are the user's.
 TEMPLATE = """
+{%- if tools -%}
+{{- '<|im_start|>system\\nTools:' -}}
+{%- for tool in tools -%}{{- '\\n' + tool | tojson -}}{%- endfor -%}
+{{- '<|im_end|>\\n' -}}
+{%- endif -%}
 {%- for message in messages -%}
 {{- '<|im_start|>' + ('user' if message.role == 'tool' else message.role) + '\\n' -}}
 {%- if message.role == 'tool' -%}{{- '<tool_response>\\n' -}}{%- endif -%}
@@ -41,7 +46,7 @@ TEMPLATE = """
 {%- endfor -%}
 {%- endif -%}
 {%- for call in message.tool_calls or [] -%}
-{{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' -}}
+{{- ('\\n' if message.content else '') + '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' -}}
 {{- call.function.arguments | tojson + '}\\n</tool_call>' -}}
 {%- endfor -%}
 {%- if message.role == 'tool' -%}{{- '\\n</tool_response>' -}}{%- endif -%}

@@ -102,7 +102,7 @@ def test_tokens_with_one_marker_for_each_image_are_expanded_and_others_kept(tmp_
     tokens, images = processor.expand_tokens(short, references)
     whole, placed = processor.render(messages, add_generation_prompt=True)
     assert tokens == whole.tolist() and images == placed
-    with pytest.raises(DataError, match="2 image markers .* for 1 images"):
+    with pytest.raises(DataError, match=r"2 image markers .* for 1 images"):
         processor.expand_tokens(short, references[:1])
 
 

@@ -191,8 +191,8 @@ class ImageTokenizer(Tokenizer, Protocol):
     """A Tokenizer of a model that reads images: raw files are in ``media``, which messages refer to.
 
     ``encode_with_images`` encodes a text with one marker for each image, ``expand_tokens`` expands tokens with one
-    ``image_marker`` for each; ``load_image`` gives the arrays of a file by its hash; ``prepare`` processes the images of messages off the event loop, so that encoding them
-    afterwards is quick.
+    ``image_marker`` for each; ``load_image`` gives the arrays of a file by its hash. ``prepare`` processes the images
+    of messages off the event loop, so that encoding them afterwards is quick.
     """
 
     @property

@@ -152,9 +152,7 @@ class MultimodalProcessor(HfTokenizer):
         processor = self._get_thread_processor()
         marker = str(processor.image_token)
         try:
-            out = processor(
-                images=[image], text=[marker], return_tensors="np", return_text_replacement_offsets=True
-            )
+            out = processor(images=[image], text=[marker], return_tensors="np", return_text_replacement_offsets=True)
         except Exception as error:  # a processor rejects shapes in its own ways
             raise DataError(
                 f"{where}: the processor of {self._folder} rejects the image of {image.width} x {image.height} pixels "

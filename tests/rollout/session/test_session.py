@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.rollout.session.cases import CASES, save_tokenizer
-from tests.rollout.session.templates import QWEN25
 from tests.rollout.session.test_families import WEATHER, completion, result, user
 
 from miles.core.protocols import Completion

@@ -83,9 +83,7 @@ def get_image_loader(tokenizer: Tokenizer) -> Callable[[str], ImageInput] | None
     return tokenizer.load_image if isinstance(tokenizer, ImageTokenizer) else None
 
 
-def open_recorded_rollouts(
-    config: Config, tokenizer: Tokenizer, *, first: int, steps: int
-) -> ReplaySource | None:
+def open_recorded_rollouts(config: Config, tokenizer: Tokenizer, *, first: int, steps: int) -> ReplaySource | None:
     """The groups of ``--load-debug-rollout-data`` from step ``first`` on; None without it; raises for missing steps."""
     path = config.observe.load_debug_rollout_data
     if path is None:

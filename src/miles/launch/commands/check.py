@@ -258,9 +258,9 @@ def _check_data(config: Config, plan: Plan) -> Iterator[CheckResult]:
         sets.append(
             (
                 f"eval {name}",
-                lambda name=name, path=path: read_held_out_set(
-                    name, path, config, policy.tokenizer, generation.render, rows
-                ).prompts,
+                lambda name=name, path=path: (
+                    read_held_out_set(name, path, config, policy.tokenizer, generation.render, rows).prompts
+                ),
             )
         )
     for name, read in sets:

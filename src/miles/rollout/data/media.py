@@ -56,11 +56,14 @@ class MediaReader:
             if not self.store.allow_urls:
                 raise ImageFileError("is a URL, and none are fetched unless --allow-image-urls is given")
             return self.store.put(fetch_image(value, self.store.limits), origin=where)
-        if scheme.startswith("file://"):
+        return self._read_path_or_base64(value, folder, where)
+
+    def _read_path_or_base64(self, value: str, folder: Path, where: str) -> str:
+        if value.lower().startswith("file://"):
             value = unquote(urlsplit(value).path)
-        path = folder / value if len(value) < _MAX_PATH and "\0" not in value and "\n" not in value else None
-        if path is not None and path.is_file():
-            return self._read_file(path, where)
+        is_path = len(value) < _MAX_PATH and "\0" not in value and "\n" not in value
+        if is_path and (folder / value).is_file():
+            return self._read_file(folder / value, where)
         if _BASE64.fullmatch(value):
             return self.store.put(decode_base64_image(value, self.store.limits), origin=where)
         raise ImageFileError(f"{value[:120]!r} is no file, relative to {folder}")
@@ -103,8 +106,7 @@ def attach_images(
         _check_text_only(messages, given, where, column)
         return tuple(dict(message) for message in messages)
     parts = [
-        reader.read(value, folder, f"{where}, column {column}, image {number}")
-        for number, value in enumerate(given, 1)
+        reader.read(value, folder, f"{where}, column {column}, image {number}") for number, value in enumerate(given, 1)
     ]
     rest = iter(parts)
     attached = tuple(
@@ -126,7 +128,12 @@ def _parts(message: Mapping[str, Any]) -> Sequence[Any]:
 
 
 def _attach(
-    message: Mapping[str, Any], rest: Iterator[dict[str, Any]], reader: MediaReader, folder: Path, where: str, split: bool
+    message: Mapping[str, Any],
+    rest: Iterator[dict[str, Any]],
+    reader: MediaReader,
+    folder: Path,
+    where: str,
+    split: bool,
 ) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(content, str):
@@ -135,9 +142,7 @@ def _attach(
         pieces = [piece for piece in _SPLIT.split(content) if piece]
         return {
             **message,
-            "content": [
-                _take(rest, where) if piece == MARKER else {"type": "text", "text": piece} for piece in pieces
-            ],
+            "content": [_take(rest, where) if piece == MARKER else {"type": "text", "text": piece} for piece in pieces],
         }
     if not isinstance(content, list | tuple):
         return dict(message)

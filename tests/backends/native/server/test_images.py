@@ -204,9 +204,7 @@ def test_stock_sglang_gets_one_placeholder_for_each_image_and_its_count_is_check
             "finish_reason": {"type": "length", "length": 1},
         }
         event = {"output_ids": [5], "meta_info": meta}
-        return web.Response(
-            text=f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n", content_type="text/event-stream"
-        )
+        return web.Response(text=f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n", content_type="text/event-stream")
 
     async def story():
         app = web.Application(client_max_size=1 << 30)

@@ -41,9 +41,7 @@ def _split_row(row: Any, path: str) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def split_image_runs(
-    value: Any, images: Sequence[tuple[Any, ...]], single: bool
-) -> list[tuple[ImageRun, ...] | None]:
+def split_image_runs(value: Any, images: Sequence[tuple[Any, ...]], single: bool) -> list[tuple[ImageRun, ...] | None]:
     """The runs ``[start, length, digest]`` of each prompt's images."""
     if value is None:
         return [None] * len(images)
