@@ -26,9 +26,9 @@ from miles.core.errors import DataError, UsageError, describe_error
 from miles.core.image_files import ImageFileError, decode_image
 from miles.core.media import Array, ImageInput, Images, PlacedImage, make_image_input
 from miles.core.media_store import PREFIX, MediaStore, find_image_references, parse_reference
+from miles.models.media_config import has_image_processor, read_processor_settings
 from miles.models.tokenizer import HfTokenizer, load_tokenizer
 
-_FILES = ("processor_config.json", "preprocessor_config.json")
 _TEXT_OUTPUTS = frozenset(
     {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"}
 )
@@ -260,11 +260,6 @@ def _as_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
 # -- loading --------------------------------------------------------------------------------
 
 
-def has_image_processor(folder: str | Path) -> bool:
-    """Whether a checkpoint folder has an image processor."""
-    return bool(_read_settings(Path(folder)).get("image_processor_type"))
-
-
 def load_processor(
     folder: str | Path,
     *,
@@ -293,7 +288,7 @@ def load_hf_processor(folder: Path, tokenizer: Any, *, trust_remote_code: bool =
 
     Where torchvision is missing it has no video processor, which transformers would refuse to go without.
     """
-    settings = _read_settings(folder)
+    settings = read_processor_settings(folder)
     from transformers import AutoProcessor, processing_utils
     from transformers.models.auto import image_processing_auto, processing_auto
 
@@ -342,21 +337,6 @@ def _build_hf_processor(processor_class: Any, folder: Path, parts: dict[str, Any
     names = processor_class.get_attributes()
     args = [parts.get(name) for name in names]
     return WithoutVideo.from_args_and_dict(args, settings)
-
-
-def _read_settings(folder: Path) -> dict[str, Any]:
-    """The settings of the image processor and the name of the processor's class, wherever a checkpoint has them."""
-    merged: dict[str, Any] = {}
-    for name in reversed(_FILES):
-        path = folder / name
-        if not path.is_file():
-            continue
-        try:
-            read = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UsageError(f"{path} is not JSON ({describe_error(error)}); copy it there again.") from error
-        merged |= read | (read.get("image_processor") or {})
-    return merged
 
 
 def _find_placeholder(processor: Any, folder: Path) -> int:

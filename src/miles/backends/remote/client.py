@@ -209,22 +209,23 @@ class SglangClient:
 
     def _collapse_images(self, tokens: Sequence[int], images: Images) -> list[int]:
         """One placeholder for each image, which SGLang expands again without tokenizing the rest."""
+        placeholder = tokens[images[0].start]
         collapsed: list[int] = []
         done = 0
         for placed in images:
-            run = tokens[placed.start : placed.end]
-            if any(token != run[0] for token in run):
+            if any(token != placeholder for token in tokens[placed.start : placed.end]):
                 raise RequestRejected(
                     f"{self.name} cannot be sent an image whose tokens are more than one repeated placeholder; use an "
                     "engine in the process of the run, or miles serve"
                 )
-            collapsed += (*tokens[done : placed.start], run[0])
+            collapsed += (*tokens[done : placed.start], placeholder)
             done = placed.end
-        if collapsed.count(run[0]) + list(tokens[done:]).count(run[0]) != len(images):
+        collapsed += tokens[done:]
+        if collapsed.count(placeholder) != len(images):
             raise RequestRejected(
                 f"{self.name} cannot be sent a conversation in which the policy has sampled the image placeholder"
             )
-        return [*collapsed, *tokens[done:]]
+        return collapsed
 
     async def _stream(self, body: dict[str, Any], response: GenerateResponse, on_tokens: OnTokens) -> None:
         try:

@@ -17,6 +17,7 @@ from miles.core.protocols import AdvantageEstimator, ImageTokenizer, Tokenizer, 
 from miles.core.token_fields import ROUTED_EXPERTS
 from miles.core.types import Batch, StepReport, Version
 from miles.launch.config import Config
+from miles.launch.plan.plan import Plan
 from miles.models.base import CausalLM
 from miles.models.tokenizer import fingerprint_vocabulary
 from miles.observe.config import format_step_path
@@ -83,9 +84,9 @@ def get_image_loader(tokenizer: Tokenizer) -> Callable[[str], ImageInput] | None
     return tokenizer.load_image if isinstance(tokenizer, ImageTokenizer) else None
 
 
-def open_recorded_rollouts(config: Config, tokenizer: Tokenizer, *, first: int, steps: int) -> ReplaySource | None:
+def open_recorded_rollouts(config: Config, plan: Plan, tokenizer: Tokenizer, *, first: int) -> ReplaySource | None:
     """The groups of ``--load-debug-rollout-data`` from step ``first`` on; None without it; raises for missing steps."""
-    path = config.observe.load_debug_rollout_data
+    path, steps = config.observe.load_debug_rollout_data, plan.steps
     if path is None:
         return None
     load = partial(torch.load, map_location="cpu", weights_only=True)

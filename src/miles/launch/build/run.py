@@ -143,15 +143,13 @@ async def build_run(
     generation = build_generation(main.config, policy, logs=plan.run_dir / "logs", report=report)
     multi_agent, advantages = build_multi_agent(config, policies), build_advantages(config, policies)
     estimator = hooks.wrap_estimator(mask_stale_tokens(config, advantages))
-    first = start[1].step + 1 if start else 1
-    recorded = open_recorded_rollouts(config, policy.tokenizer, first=first, steps=plan.steps)
+    recorded = open_recorded_rollouts(config, plan, policy.tokenizer, first=start[1].step + 1 if start else 1)
     parts = () if recorded else _read_training_data(main.config, policy, generation)
     add_teachers = await build_teachers(
         main.config, plan, parts, tokenizer=policy.tokenizer, spec=policy.spec, render=generation.render
     )
     source = recorded or build_prompt_source(main.config, parts)
-    recovery = _build_recovery(config, plan, policy, checkpoints, estimator)
-    steps = _count_steps(config, len(source))
+    recovery, steps = _build_recovery(main, plan, checkpoints, estimator), _count_steps(config, len(source))
     report(f"{'Recorded groups are' if recorded else f'{len(source):,} prompts are'} read; loading {policy.folder}")
     stack = build_stack(
         policies, overlap=config.schedule.max_weight_staleness > 0, steps=steps, recovery=recovery, report=report
@@ -192,14 +190,11 @@ async def build_run(
 
 
 def _build_recovery(
-    config: Config,
-    plan: Plan,
-    policy: PolicyCheckpoint,
-    checkpoints: CheckpointDirectory,
-    estimator: AdvantageEstimator,
+    main: PolicySpec, plan: Plan, checkpoints: CheckpointDirectory, estimator: AdvantageEstimator
 ) -> RecoveryState:
-    load_image = get_image_loader(policy.tokenizer)
-    rollouts = RolloutRecording(str(plan.run_dir), load_image=load_image) if config.observe.save_rollouts else None
+    load_image = get_image_loader(main.checkpoint.tokenizer)
+    saved = main.config.observe.save_rollouts
+    rollouts = RolloutRecording(str(plan.run_dir), load_image=load_image) if saved else None
     return RecoveryState(checkpoints=checkpoints, rollouts=rollouts, estimator=estimator)
 
 

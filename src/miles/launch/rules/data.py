@@ -17,7 +17,7 @@ from miles.launch.rules.paths import (
     read_key_file,
     read_spec_or_none,
 )
-from miles.models.processor import has_image_processor
+from miles.models.media_config import has_image_processor
 from miles.rollout.data.paths import parse_entries, parse_named_paths
 from miles.rollout.data.procedural import is_procedural
 from miles.rollout.data.schema import Columns, PreferenceColumns
