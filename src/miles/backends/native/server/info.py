@@ -85,7 +85,7 @@ class InfoApi:
                 "load_format": "auto",
                 "reasoning_parser": None if reasoning == "none" else reasoning,
                 "tool_call_parser": None if tool_parser is None else tool_parser.name,
-                "has_image_understanding": self._handler.engine.spec.vision is not None,
+                "has_image_understanding": self._engine.spec.vision is not None,
                 "has_audio_understanding": False,
                 "model_type": info.config.get("model_type"),
                 "architectures": info.config.get("architectures"),
