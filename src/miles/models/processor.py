@@ -312,14 +312,15 @@ def load_hf_processor(folder: Path, tokenizer: Any, *, trust_remote_code: bool =
             "image_processor": image_class.from_pretrained(folder, local_files_only=True),
             "tokenizer": tokenizer,
         }
-        assert isinstance(processor_class, type) and issubclass(processor_class, processing_utils.ProcessorMixin)
+        if not isinstance(processor_class, type) or not issubclass(processor_class, processing_utils.ProcessorMixin):
+            raise ImportError(f"{name} is a stand-in for a class whose requirements are missing")
         return _build_hf_processor(processor_class, folder, parts)
     except UsageError:
         raise
     except ImportError as error:
         raise UsageError(
-            f"The image processor of {folder} exists in transformers only for torchvision, which is not installed; "
-            "run pip install torchvision."
+            f"The processor {name} of {folder} needs torchvision in this version of transformers, and it is not "
+            "installed; run pip install torchvision."
         ) from error
     except Exception as error:  # any error of the loader on a damaged folder
         raise UsageError(f"The processor of {folder} cannot be loaded ({describe_error(error)}).") from error
