@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from miles.core.events import Event
-from miles.core.media import Images
+from miles.core.media import ImageInput, Images
+from miles.core.media_store import MediaStore
 from miles.core.types import (
     EMPTY,
     Array,
@@ -183,6 +184,25 @@ class Tokenizer(Protocol):
     def apply_chat_template_with_mask(
         self, messages: Sequence[Mapping[str, Any]], **template: Any
     ) -> tuple[list[int], list[bool]] | None: ...
+
+
+@runtime_checkable
+class ImageTokenizer(Tokenizer, Protocol):
+    """A Tokenizer of a model that reads images: raw files are in ``media``, which messages refer to.
+
+    ``encode_with_images`` encodes a text with one marker for each image, ``expand_tokens`` expands tokens with one
+    ``image_marker`` for each; ``load_image`` gives the arrays of a file by its hash. ``prepare`` processes the images
+    of messages off the event loop, so that encoding them afterwards is quick.
+    """
+
+    @property
+    def media(self) -> MediaStore: ...
+    @property
+    def image_marker(self) -> str: ...
+    def load_image(self, source: str) -> ImageInput: ...
+    def encode_with_images(self, text: str, references: Sequence[str]) -> tuple[list[int], Images]: ...
+    def expand_tokens(self, tokens: Sequence[int], references: Sequence[str]) -> tuple[list[int], Images]: ...
+    async def prepare(self, messages: Sequence[Mapping[str, Any]]) -> None: ...
 
 
 class Source(Protocol):

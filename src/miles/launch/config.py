@@ -18,6 +18,7 @@ from miles.hooks.config import HooksConfig
 from miles.launch.hub.config import HubConfig
 from miles.models.config import ModelConfig
 from miles.models.lora.config import LoraConfig
+from miles.models.media_config import MediaConfig
 from miles.observe.config import ObserveConfig
 from miles.rollout.config import RolloutConfig
 from miles.rollout.multi_agent.config import MultiAgentConfig
@@ -41,6 +42,7 @@ class Config:
     """The config of ``miles train``, frozen; what follows from it is a Plan."""
 
     models: ModelConfig
+    media: MediaConfig
     rollout: RolloutConfig
     tools: ToolsConfig
     agents: AgentConfig
@@ -245,6 +247,7 @@ class ServeRoot:
 
     serve: ServeConfig
     models: ModelConfig
+    media: MediaConfig
     native: NativeConfig
     lora: LoraConfig
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from miles.core.errors import DataError
+from miles.core.media import ImageInput, Images, PlacedImage
 from miles.core.serialization import SerializationError
 from miles.core.types import Array, Author, Group, Prompt, Reward, Span, Status, Trajectory, Version
 from miles.observe.rollouts import AUTHORS, CODEC, FORMAT_VERSION, read_file
@@ -115,8 +116,11 @@ def _read_spans(row: Mapping[str, Any]) -> Iterator[Span]:
     lengths = row["span_lengths"]
     extras = ({},) * len(lengths) if row["extras"] is None else CODEC.unpack(row["extras"])[1]
     ends = np.cumsum(lengths)
-    columns = zip(lengths, ends, row["span_authors"], row["span_versions"], row["span_policies"], extras, strict=True)
-    for length, end, code, number, policy, span_extras in columns:
+    images = _read_images(row.get("images"), len(lengths))
+    columns = zip(
+        lengths, ends, row["span_authors"], row["span_versions"], row["span_policies"], extras, images, strict=True
+    )
+    for length, end, code, number, policy, span_extras, span_images in columns:
         author, part = _AUTHOR_BY_CODE[int(code)], slice(end - length, end)
         sampled = author is Author.POLICY
         yield Span(
@@ -125,4 +129,51 @@ def _read_spans(row: Mapping[str, Any]) -> Iterator[Span]:
             logprobs=row["logprobs"][part].copy() if sampled else None,
             version=Version(policy, int(number)) if sampled else None,
             extras=span_extras,
+            images=span_images,
         )
+
+
+def _read_images(text: str | None, num_spans: int) -> list[Images]:
+    """Return the images of each span: hashes and places, without pixels (see ``restore_images``)."""
+    images: list[list[PlacedImage]] = [[] for _ in range(num_spans)]
+    for each in json.loads(text) if text else ():
+        image = ImageInput(
+            digest=each["digest"],
+            num_features=each["num_features"],
+            arrays={},
+            kind=each["kind"],
+            source=each["source"],
+        )
+        images[each["span"]].append(PlacedImage(start=each["start"], length=each["length"], image=image))
+    return [tuple(each) for each in images]
+
+
+def restore_images(rollouts: StepRollouts, load: Callable[[str], ImageInput]) -> StepRollouts:
+    """Return the groups with the pixels of their images; ``load`` processes a file by its hash again.
+
+    DataError where that gives other pixels than the trajectories were sampled with.
+    """
+    return replace(rollouts, groups=tuple(_restore_group(group, load, rollouts.path) for group in rollouts.groups))
+
+
+def _restore_group(group: Group, load: Callable[[str], ImageInput], path: Path) -> Group:
+    if not any(span.images for trajectory in group.trajectories for span in trajectory.spans):
+        return group
+
+    def restore(placed: PlacedImage) -> PlacedImage:
+        image = load(placed.image.source)
+        if image.digest != placed.image.digest:
+            raise DataError(
+                f"{path}: image {placed.image.source[:12]} has other pixels now than when it was sampled from; use the "
+                "versions of transformers and Pillow, and the checkpoint, of that run."
+            )
+        return replace(placed, image=image)
+
+    def restore_span(span: Span) -> Span:
+        return replace(span, images=tuple(map(restore, span.images))) if span.images else span
+
+    trajectories = tuple(
+        replace(trajectory, branches=tuple(tuple(map(restore_span, branch)) for branch in trajectory.branches))
+        for trajectory in group.trajectories
+    )
+    return replace(group, trajectories=trajectories)

@@ -164,7 +164,8 @@ def get_branch_policy(trajectory: Trajectory, branch: int) -> str | None:
 
 def compute_sample_digest(sample: Sample) -> str:
     """Return a digest that distinguishes a sample from others of its trajectory."""
-    return hashlib.sha256(sample.tokens.tobytes() + sample.logprobs.tobytes()).hexdigest()[:16]
+    images = "".join(placed.image.digest for placed in sample.images).encode()
+    return hashlib.sha256(sample.tokens.tobytes() + sample.logprobs.tobytes() + images).hexdigest()[:16]
 
 
 def _read_column(table: pa.Table, name: str) -> list[Any]:
@@ -205,6 +206,7 @@ def _build_schema(metadata: Mapping[str, str]) -> pa.Schema:
         "span_versions": pa.list_(pa.int32()),
         "span_policies": pa.list_(pa.string()),
         "extras": pa.large_binary(),
+        "images": pa.string(),
         "metadata": pa.binary(),
         "prompt": pa.binary(),
     }
@@ -260,7 +262,26 @@ def _span_columns(branch: tuple[Span, ...], excluded_extras: frozenset[str]) -> 
         "span_versions": [_version(span) for span in branch],
         "span_policies": [None if span.version is None else span.version.policy for span in branch],
         "extras": CODEC.pack("extras", extras) if any(extras) else None,
+        "images": _format_images(branch),
     }
+
+
+def _format_images(branch: tuple[Span, ...]) -> str | None:
+    """Return the hashes of a branch's images and their places in their spans, as JSON; the files are in ``media/``."""
+    images = [
+        {
+            "span": number,
+            "start": placed.start,
+            "length": placed.length,
+            "kind": placed.image.kind,
+            "num_features": placed.image.num_features,
+            "digest": placed.image.digest,
+            "source": placed.image.source,
+        }
+        for number, span in enumerate(branch)
+        for placed in span.images
+    ]
+    return json.dumps(images) if images else None
 
 
 def _pack_prompt(prompt: Prompt) -> bytes:

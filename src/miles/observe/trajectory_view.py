@@ -94,7 +94,7 @@ def _format_author(span: Span) -> str:
 
 def _render_span(span: Span, before: list[int], tokenizer: TokenDecoder, colour: bool) -> str:
     if span.logprobs is None:
-        text = escape_control(_decode_after(before, span.tokens.tolist(), tokenizer))
+        text = _render_context(span, before, tokenizer)
         return f"{DIM}{text}{RESET}" if colour else text
     pieces = split_into_pieces(span.tokens.tolist(), before, tokenizer)
     if not colour:
@@ -106,6 +106,18 @@ def _render_span(span: Span, before: list[int], tokenizer: TokenDecoder, colour:
         out.append(f"{_select_colour(lowest)}{_mark_blanks(text)}{RESET}")
         start += count
     return "".join(out)
+
+
+def _render_context(span: Span, before: list[int], tokenizer: TokenDecoder) -> str:
+    """The text of a span that was not sampled, with images as their hash and size."""
+    tokens = span.tokens.tolist()
+    pieces: list[str] = []
+    start = 0
+    for placed in span.images:
+        pieces.append(escape_control(_decode_after(before, tokens[start : placed.start], tokenizer)))
+        pieces.append(f"[{placed.image.kind} {placed.image.source[:12]}, {placed.length} tokens]")
+        before, start = tokens[max(0, placed.end - _CONTEXT) : placed.end], placed.end
+    return "".join(pieces) + escape_control(_decode_after(before, tokens[start:], tokenizer))
 
 
 def split_into_pieces(

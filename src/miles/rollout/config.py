@@ -40,6 +40,11 @@ class RolloutConfig:
     tool_key: str | None = option(
         None, "Column of the tools that the chat template lists, a list or its JSON; hooks see it as metadata tools."
     )
+    multimodal_keys: dict[str, Any] = option(
+        factory=dict,
+        help='JSON object of the column of each kind of media, such as {"image": "images"}; images are paths, bytes, '
+        "base64 or URLs, and <image> in a text stands for the next one.",
+    )
     apply_chat_template: bool = option(False, "Render prompts with the tokenizer's chat template.")
     apply_chat_template_kwargs: dict[str, Any] = option(
         factory=dict, help="JSON object of extra arguments for the chat template."

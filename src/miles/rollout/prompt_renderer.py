@@ -1,20 +1,29 @@
-"""Prompt rendering: the chat template or plain text, as the tokens the policy continues."""
+"""Prompt rendering: the chat template or plain text, as the tokens the policy continues, with images among them."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from miles.core.errors import DataError
-from miles.core.protocols import Tokenizer
+from miles.core.media import Images
+from miles.core.protocols import ImageTokenizer, Tokenizer
 from miles.core.types import EMPTY, Prompt, Tokens
 from miles.rollout.data.schema import TOOLS
+from miles.rollout.images import encode_chat
 
 _CACHE_SIZE = 64
 """Trajectories of one prompt start together, so a small cache renders each prompt once."""
+
+
+class RenderedPrompt(NamedTuple):
+    """A prompt's tokens, shared and read-only, and its images among them."""
+
+    tokens: Tokens
+    images: Images = ()
 
 
 class PromptRenderer:
@@ -27,10 +36,19 @@ class PromptRenderer:
         self._chat = chat
         self._template = template
         self._tools = tools
-        self._cache: OrderedDict[int, tuple[Sequence[Any], Tokens]] = OrderedDict()
+        self._cache: OrderedDict[int, tuple[Sequence[Any], RenderedPrompt]] = OrderedDict()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that it renders with."""
+        return self._tokenizer
 
     def __call__(self, prompt: Prompt) -> Tokens:
         """The prompt's tokens. The array is shared and read-only."""
+        return self.render(prompt).tokens
+
+    def render(self, prompt: Prompt) -> RenderedPrompt:
+        """The prompt's tokens and images; images that are not processed yet are processed now."""
         key = id(prompt.messages)  # kept alive below, so that the id stays unique
         if key not in self._cache:
             self._cache[key] = prompt.messages, self._render(prompt)
@@ -38,18 +56,29 @@ class PromptRenderer:
                 self._cache.popitem(last=False)
         return self._cache[key][1]
 
-    def _render(self, prompt: Prompt) -> Tokens:
+    async def load_images(self, prompt: Prompt) -> Images:
+        """The prompt's images, processed off the event loop."""
+        if isinstance(self._tokenizer, ImageTokenizer):
+            await self._tokenizer.prepare(prompt.messages)
+        return self.render(prompt).images
+
+    def _render(self, prompt: Prompt) -> RenderedPrompt:
+        images: Images = ()
         if self._chat:
             tools = {TOOLS: prompt.metadata[TOOLS]} if self._tools and TOOLS in prompt.metadata else {}
             template = {**self._template, **tools}
-            ids = self._tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True, **template)
+            text = self._tokenizer.render_chat_text(prompt.messages, add_generation_prompt=True, **template)
+            try:
+                ids, images = encode_chat(self._tokenizer, text, prompt.messages)
+            except DataError as error:
+                raise DataError(f"Prompt {prompt.id}: {error}") from error
         else:
             ids = self._tokenizer.encode(get_plain_text(prompt))
         if not ids:
             raise DataError(f"Prompt {prompt.id} renders to no token at all; remove it from the data or give it text.")
         tokens = np.array(ids, np.int32)
         tokens.flags.writeable = False
-        return tokens
+        return RenderedPrompt(tokens, images)
 
 
 def get_plain_text(prompt: Prompt) -> str:

@@ -52,7 +52,6 @@ def test_beta_names_both_meanings():
         ("--te-precision-config-file", "precision by a file"),
         ("--fp4-recipe", "training in FP4"),
         ("--enable-mtp-training", "multi-token prediction"),
-        ("--multimodal-keys", "images and other media"),
         ("--multi-lora-n-adapters", "several LoRA adapters"),
         ("--eval-num-gpus", "engines that only evaluate"),
         ("--vllm-dtype", "vLLM"),

@@ -48,9 +48,15 @@ def test_a_run_with_another_template_reads_other_data(path: str):
     assert DatasetSource(dataset).state()["data"] != DatasetSource(other).state()["data"]
 
 
+def test_a_message_of_parts_keeps_its_parts_in_the_template():
+    parts = [{"type": "text", "text": "x"}]
+    (message,) = PromptTemplate(text="A {prompt} B").apply(({"role": "user", "content": parts},), "row 0")
+    assert [part["text"] for part in message["content"]] == ["A ", "x", " B"]
+
+
 def test_a_prompt_without_text_is_named(tmp_path: Path):
-    parts = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
+    parts = [{"role": "system", "content": "x"}]
     (tmp_path / "d.jsonl").write_text(json.dumps({"input": parts}) + "\n")
     dataset = read_dataset(str(tmp_path / "d.jsonl"), input_key="input")
-    with pytest.raises(DataError, match="row 0: --prompt-template needs a user message that is text"):
+    with pytest.raises(DataError, match="row 0: --prompt-template needs a user message with text"):
         apply_prompt_template(dataset, PromptTemplate(text="{prompt}!"))

@@ -227,6 +227,6 @@ def test_deep_nesting_is_no_way_to_raise() -> None:
 def test_thoughts_that_the_prompt_began_need_no_mark(tokenizer_of: Of) -> None:
     tokenizer = tokenizer_of("minimax")
     renderer = build_renderer(tokenizer)
-    context = renderer.render_prompt([{"role": "user", "content": "?"}], ())
+    context = renderer.render_prompt([{"role": "user", "content": "?"}], ()).tokens
     parts = renderer.parse_reply(context, tokenizer.encode("hm\n</think>\n\nyes[e~["), ())
     assert parts == ParsedOutput(reasoning="hm", content="yes")

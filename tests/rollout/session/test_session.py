@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.rollout.session.cases import CASES, save_tokenizer
-from tests.rollout.session.templates import QWEN25
 from tests.rollout.session.test_families import WEATHER, completion, result, user
 
 from miles.core.protocols import Completion
@@ -181,30 +179,6 @@ def test_a_match_of_ones_own_says_what_replays(qwen: HfTokenizer) -> None:
     reply = say(session, turn, "one", qwen)
     other = session.begin([user("A"), {"role": "assistant", "content": "whatever"}, user("b")])
     assert other.reused == len(turn.tokens) + reply.completion_tokens
-
-
-def test_media_travel_untouched(tmp_path_factory: pytest.TempPathFactory) -> None:
-    seen = QWEN25.replace(
-        "{%- else %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}",
-        "{%- else %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.content is string %}{{ m.content }}{% else %}"
-        "{% for p in m.content %}{{ p.text if p.type == 'text' else '<|image_pad|>' }}{% endfor %}{% endif %}"
-        "{{- '<|im_end|>\\n' }}",
-    )
-    marks = (*CASES["qwen2.5"].marks, "<|image_pad|>")
-    tokenizer = save_tokenizer(tmp_path_factory.mktemp("vl"), seen, marks, "<|im_end|>")
-    session = Session("s", build_renderer(tokenizer))
-    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-    asked = {"role": "user", "content": [{"type": "text", "text": "what is "}, image]}
-    turn = session.begin([asked])
-    assert turn.media == (image,) and turn.media[0] is image
-    one = session.end(turn, completion(tokenizer.encode("a dot<|im_end|>")))
-    shown = {"type": "image_url", "image_url": {"url": "data:image/png;base64,BBBB"}}
-    more = session.begin([asked, one.message, {"role": "user", "content": [shown]}])
-    assert more.reused == len(turn.tokens) + one.completion_tokens
-    assert more.media == (image, shown) and more.messages[0] is asked
-    assert tokenizer.decode(more.tokens.tolist()).count("<|image_pad|>") == 2
-    other = {"role": "user", "content": [{"type": "text", "text": "what is "}, shown]}
-    assert session.begin([other, one.message, user("?")]).reused == 0
 
 
 def test_a_conversation_that_leaves_no_room_is_refused_with_the_mend(qwen: HfTokenizer) -> None:

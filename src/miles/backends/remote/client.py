@@ -18,6 +18,9 @@ import aiohttp
 
 from miles.backends.remote.response import GenerateResponse, InvalidResponse, RequestDenied
 from miles.core.errors import EngineError
+from miles.core.image_files import encode_data_url
+from miles.core.media import Images
+from miles.core.media_store import PREFIX, MediaStore
 from miles.core.protocols import OnTokens, SamplingParams
 
 if find_spec("orjson") is None:
@@ -71,13 +74,21 @@ class SglangClient:
     """Connections to the server at ``url``; errors call it ``name``."""
 
     def __init__(
-        self, url: str, name: str, *, token: str | None = None, vocab_size: int, routed_experts: bool = False
+        self,
+        url: str,
+        name: str,
+        *,
+        token: str | None = None,
+        vocab_size: int,
+        routed_experts: bool = False,
+        media: MediaStore | None = None,
     ) -> None:
         self.url = url.rstrip("/")
         self.name = name
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._vocab_size = vocab_size
         self._routed_experts = routed_experts
+        self._media = media
         self._session: aiohttp.ClientSession | None = None
         self._control_session: aiohttp.ClientSession | None = None
         self._inflight: dict[asyncio.Task[None], GenerateResponse] = {}
@@ -98,14 +109,25 @@ class SglangClient:
         return self._info is not None and self._info.kind == "miles"
 
     async def generate(
-        self, tokens: Sequence[int], sampling: SamplingParams, on_tokens: OnTokens = lambda tokens: None
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        on_tokens: OnTokens = lambda tokens: None,
+        images: Images = (),
     ) -> tuple[GenerateResponse, ServerLost | None]:
         """Continue ``tokens``: the response, and why it is incomplete if the server did not end it.
 
         ``on_tokens`` is called with new tokens as they arrive. Raises ``RequestRejected`` if the request is invalid.
         """
-        response = GenerateResponse(vocab_size=self._vocab_size, limit=sampling.max_new_tokens)
-        task = asyncio.create_task(self._stream(self._body(tokens, sampling), response, on_tokens))
+        response = GenerateResponse(
+            vocab_size=self._vocab_size,
+            limit=sampling.max_new_tokens,
+            num_prompt_tokens=len(tokens) if images else None,
+        )
+        body = self._body(tokens, sampling)
+        if images:
+            body |= await asyncio.to_thread(self._image_fields, tokens, images)
+        task = asyncio.create_task(self._stream(body, response, on_tokens))
         self._inflight[task] = response
         try:
             await asyncio.wait({task})
@@ -172,6 +194,38 @@ class SglangClient:
         body = {"input_ids": list(tokens), "sampling_params": params, "return_logprob": True, "stream": True}
         flags = {"return_routed_experts": self._routed_experts, "return_weight_versions": self.keeps_requests}
         return body | {name: True for name, enabled in flags.items() if enabled}
+
+    def _image_fields(self, tokens: Sequence[int], images: Images) -> dict[str, Any]:
+        """The raw images; our server gets their runs of tokens and digests, SGLang one placeholder for each."""
+        if self._media is None:
+            raise RequestRejected(f"{self.name} cannot be sent images, since the run has no store of their files")
+        data = [encode_data_url(self._media.get(PREFIX + placed.image.source)) for placed in images]
+        if self._info is not None and self._info.kind == "miles":
+            return {
+                "image_data": data,
+                "image_runs": [[placed.start, placed.length, placed.image.digest] for placed in images],
+            }
+        return {"image_data": data, "input_ids": self._collapse_images(tokens, images)}
+
+    def _collapse_images(self, tokens: Sequence[int], images: Images) -> list[int]:
+        """One placeholder for each image, which SGLang expands again without tokenizing the rest."""
+        placeholder = tokens[images[0].start]
+        collapsed: list[int] = []
+        done = 0
+        for placed in images:
+            if any(token != placeholder for token in tokens[placed.start : placed.end]):
+                raise RequestRejected(
+                    f"{self.name} cannot be sent an image whose tokens are more than one repeated placeholder; use an "
+                    "engine in the process of the run, or miles serve"
+                )
+            collapsed += (*tokens[done : placed.start], placeholder)
+            done = placed.end
+        collapsed += tokens[done:]
+        if collapsed.count(placeholder) != len(images):
+            raise RequestRejected(
+                f"{self.name} cannot be sent a conversation in which the policy has sampled the image placeholder"
+            )
+        return collapsed
 
     async def _stream(self, body: dict[str, Any], response: GenerateResponse, on_tokens: OnTokens) -> None:
         try:

@@ -29,6 +29,7 @@ class GenerateResponse:
     ``finish_reason`` is None while it is incomplete, then ``stop``, ``length`` or ``abort``. ``weight_version`` is the
     server's label of the weights that sampled the last token; ``version_runs``, if the server reports it, the labels of
     all weights that sampled the tokens, in order, and how many each; ``experts`` is SGLang's ``routed_experts`` field.
+    With ``num_prompt_tokens`` the server must have read so many.
     """
 
     vocab_size: int
@@ -40,6 +41,7 @@ class GenerateResponse:
     version_runs: list[tuple[str, int]] | None = None
     experts: str | None = None
     cached_tokens: int = 0
+    num_prompt_tokens: int | None = None
 
     def add_event(self, event: Any) -> None:
         """Add an event; after ``InvalidResponse`` the tokens of earlier events stay."""
@@ -48,6 +50,11 @@ class GenerateResponse:
         meta = event.get("meta_info") if isinstance(event, dict) else None
         if not isinstance(meta, dict):
             raise InvalidResponse("its response has no meta_info")
+        if self.num_prompt_tokens is not None and meta.get("prompt_tokens") != self.num_prompt_tokens:
+            raise RequestDenied(
+                f"it read {str(meta.get('prompt_tokens'))[:20]} prompt tokens, and with its images the prompt has "
+                f"{self.num_prompt_tokens}; its processor expands images otherwise"
+            )
         version_runs = _parse_version_runs(meta)
         self._add_tokens(event, meta)
         self.version_runs = version_runs

@@ -244,6 +244,11 @@ async def _send_http(
 
 
 def _parse_input(run: UpstreamContext, payload: Mapping[str, Any]) -> Tokens:
+    if payload.get("image_data"):
+        raise HookError(
+            "A request to /generate has image_data, which a function with upstream's signature cannot send here; use "
+            "the built-in single_turn or multi_turn generation for images."
+        )
     if payload.get("input_ids") is not None:
         ids = payload["input_ids"]
     elif isinstance(payload.get("text"), str):

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from miles.core.errors import DataError
 from miles.core.events import BatchTaken, Event
-from miles.core.protocols import AdvantageEstimator, Trainer
+from miles.core.media import ImageInput
+from miles.core.protocols import AdvantageEstimator, ImageTokenizer, Tokenizer, Trainer
 from miles.core.token_fields import ROUTED_EXPERTS
 from miles.core.types import Batch, StepReport, Version
 from miles.launch.config import Config
+from miles.launch.plan.plan import Plan
 from miles.models.base import CausalLM
 from miles.models.tokenizer import fingerprint_vocabulary
 from miles.observe.config import format_step_path
@@ -77,13 +79,22 @@ class TrainDataDump:
         """Nothing is open."""
 
 
-def open_recorded_rollouts(config: Config, *, first: int, steps: int) -> ReplaySource | None:
+def get_image_loader(tokenizer: Tokenizer) -> Callable[[str], ImageInput] | None:
+    """What processes recorded images again; None for a checkpoint that reads text only."""
+    return tokenizer.load_image if isinstance(tokenizer, ImageTokenizer) else None
+
+
+def open_recorded_rollouts(config: Config, plan: Plan, tokenizer: Tokenizer, *, first: int) -> ReplaySource | None:
     """The groups of ``--load-debug-rollout-data`` from step ``first`` on; None without it; raises for missing steps."""
-    path = config.observe.load_debug_rollout_data
+    path, steps = config.observe.load_debug_rollout_data, plan.steps
     if path is None:
         return None
     load = partial(torch.load, map_location="cpu", weights_only=True)
-    recording = RolloutRecording(path, load=load, reward_key=config.rollout.reward_key)
+    if isinstance(tokenizer, ImageTokenizer):
+        tokenizer.media.add_folder(find_media_folder(path))
+    recording = RolloutRecording(
+        path, load=load, reward_key=config.rollout.reward_key, load_image=get_image_loader(tokenizer)
+    )
     if (missing := recording.missing(range(first, steps + 1))) is not None:
         found = recording.available_steps()
         present = f"; it has steps {found[0]} to {found[-1]}" if found else ""
@@ -101,6 +112,13 @@ def open_recorded_rollouts(config: Config, *, first: int, steps: int) -> ReplayS
         share=config.observe.load_debug_rollout_data_subsample or 1.0,
         needs=(ROUTED_EXPERTS,) if config.algo.use_rollout_routing_replay else (),
     )
+
+
+def find_media_folder(recorded: str) -> Path:
+    """The folder of images of recorded rollouts: of a run, of its rollouts, or beside files."""
+    folder = Path(recorded.partition("{")[0])
+    folder = folder if folder.is_dir() else folder.parent
+    return folder / "media" if (folder / "media").is_dir() else folder.parent / "media"
 
 
 class ProbingTrainer:

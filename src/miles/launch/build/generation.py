@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING
 
 from miles.cluster.workers.pool import WorkerPool
 from miles.core.errors import UsageError, describe_error
-from miles.core.protocols import Engine, Generate, GroupRewardFn, RewardFn, SamplingParams
+from miles.core.media_store import MediaStore
+from miles.core.protocols import (
+    Engine,
+    Generate,
+    GroupRewardFn,
+    ImageTokenizer,
+    RewardFn,
+    SamplingParams,
+    Tokenizer,
+)
 from miles.core.types import Prompt
 from miles.hooks import registry
 from miles.hooks.compat.types import UpstreamServices
@@ -106,13 +115,15 @@ def build_generation(
         policy.tokenizer, chat=r.apply_chat_template, template=r.apply_chat_template_kwargs, tools=lists_tools(r)
     )
     limit = resolve_context_limit(r, policy.spec.max_positions)
-    functions: dict[str, Generate] = {SINGLE_TURN: SingleTurn(render, policy.tokenizer.text, max_context_len=limit)}
+    functions: dict[str, Generate] = {
+        SINGLE_TURN: SingleTurn(render, policy.tokenizer.text, max_context_len=limit, load_images=render.load_images)
+    }
     agents = None
     environments = None
     default = SINGLE_TURN
     name = registry.GENERATE.resolve_name(r.custom_generate_function_path)
     if name == MULTI_TURN:
-        environments = build_tool_environments(config, worker, sandbox)
+        environments = build_tool_environments(config, worker, sandbox, get_media(policy.tokenizer))
         functions[MULTI_TURN] = MultiTurn(
             build_renderer(policy.tokenizer, template=r.apply_chat_template_kwargs),
             environments,
@@ -164,6 +175,7 @@ def _build_agent(
         max_failures=config.rollout.max_reward_failures,
         api_key=key,
         postprocess=load_hook(config, registry.SAMPLE_POSTPROCESSOR),
+        media=get_media(policy.tokenizer),
     )
     _check_agent_key(config, generate)
     return sessions, generate
@@ -175,8 +187,16 @@ def build_hook_worker(config: Config, report: Callable[[str], None]) -> HookWork
     return HookWorker(lockstep=config.schedule.max_weight_staleness == 0, patience=patience, report=report)
 
 
+def get_media(tokenizer: Tokenizer) -> MediaStore | None:
+    """The store of images of a checkpoint that reads images."""
+    return tokenizer.media if isinstance(tokenizer, ImageTokenizer) else None
+
+
 def build_tool_environments(
-    config: Config, worker: HookWorker, sandbox: Callable[[], Sandbox] | None = None
+    config: Config,
+    worker: HookWorker,
+    sandbox: Callable[[], Sandbox] | None = None,
+    media: MediaStore | None = None,
 ) -> EnvironmentFactory:
     """The environments of multi-turn rollouts; the programs of their tools have the limits of the code options."""
     # A program is stopped a little before its call times out, so that the sandbox can report why.
@@ -188,6 +208,7 @@ def build_tool_environments(
         code_limits=programs,
         environ=os.environ,
         worker=worker,
+        media=media,
     )
 
 

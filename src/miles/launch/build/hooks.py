@@ -43,7 +43,6 @@ _ONLY_UPSTREAM: Mapping[str, Any] = MappingProxyType(
         "rollout_skip_special_tokens": False,
         "chat_template_path": None,
         "eval_max_context_len": None,
-        "multimodal_keys": None,
         "tool_key": None,
         "dump_details": None,
         "ci_test": False,

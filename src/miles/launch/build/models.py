@@ -46,9 +46,10 @@ from miles.models.lora.layout import adapter_spec
 from miles.models.lora.targets import LoraSpec
 from miles.models.model_provider import ModelProvider, apply_model_provider
 from miles.models.packing import packed_spec
+from miles.models.processor import load_processor
 from miles.models.resolve import resolve_spec
 from miles.models.spec import AdapterSpec, AttentionSpec, DecoderSpec
-from miles.models.tokenizer import HfTokenizer, load_tokenizer
+from miles.models.tokenizer import HfTokenizer
 from miles.precision.formats import QuantizationSpec
 from miles.schedule.checkpoints import verify_weights
 from miles.train.balance import CostFn, build_flops_cost, build_token_cost
@@ -98,13 +99,22 @@ class PolicyCheckpoint(BaseCheckpoint):
     tokenizer: HfTokenizer
 
 
-def read_policy(config: Config) -> PolicyCheckpoint:
-    """Read the checkpoint's config, its tokenizer and the device; raises before anything large is loaded."""
+def read_policy(config: Config, run_dir: Path | None = None) -> PolicyCheckpoint:
+    """Read the checkpoint's config, its tokenizer and the device; raises before anything large is loaded.
+
+    Images that trajectories use are kept in ``media/`` of ``run_dir``.
+    """
     assert config.models.hf_checkpoint is not None
     verify_weights(Path(config.models.hf_checkpoint))
     base = read_checkpoint(config, platform.detect_platform(config.cluster.device, threads=config.cluster.num_threads))
     values = {field.name: getattr(base, field.name) for field in fields(base)}
-    return PolicyCheckpoint(**values, tokenizer=load_tokenizer(base.folder, base.trust_remote_code))
+    tokenizer = load_processor(
+        base.folder,
+        media=config.media.build_store(None if run_dir is None else run_dir / "media"),
+        trust_remote_code=base.trust_remote_code,
+        cache_bytes=config.media.image_cache_mib << 20,
+    )
+    return PolicyCheckpoint(**values, tokenizer=tokenizer)
 
 
 def read_checkpoint(config: Config, found: Platform) -> BaseCheckpoint:

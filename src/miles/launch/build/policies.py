@@ -137,7 +137,7 @@ def read_policies(config: Config, plan: Plan | None = None) -> Policies:
         owners[policy.name] = PolicySpec(
             policy=policy,
             plan=_scale_batches(own_plan, policy, len(list_roles(policy, policies))),
-            checkpoint=read_policy(policy.config),
+            checkpoint=read_policy(policy.config, None if plan is None else plan.run_dir),
             algo_hooks=load_algo_hooks(policy.config),
         )
     return Policies(all=policies, owners=owners)

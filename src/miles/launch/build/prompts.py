@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence, Sized
 from dataclasses import replace
 
 from miles.algo.config import PREFERENCE_LOSSES
-from miles.core.protocols import Journal, Source, Tokenizer
+from miles.core.protocols import ImageTokenizer, Journal, Source, Tokenizer
 from miles.core.types import Prompt
 from miles.hooks import registry
 from miles.hooks.load import check_object
@@ -15,6 +15,7 @@ from miles.launch.config import Config
 from miles.rollout.custom import CustomSource
 from miles.rollout.data.curriculum import CurriculumJournal, CurriculumSource
 from miles.rollout.data.dataset import Dataset, DatasetSource, PromptCheck, check_prompts, read_dataset
+from miles.rollout.data.media import MediaReader
 from miles.rollout.data.mixture import MixturePart, MixtureSource, build_source, check_parts, read_parts
 from miles.rollout.data.prompt_template import PromptTemplate, apply_prompt_template
 from miles.rollout.data.schema import PreferenceColumns
@@ -26,8 +27,17 @@ from miles.rollout.sampling import resolve_eval_prompt_limit
 AnySource = DatasetSource | MixtureSource | CurriculumSource | CustomSource
 
 
+def build_media_reader(tokenizer: Tokenizer) -> MediaReader | None:
+    """What reads the images of data; None for a checkpoint that reads text only."""
+    return MediaReader(store=tokenizer.media) if isinstance(tokenizer, ImageTokenizer) else None
+
+
 def read_training_parts(
-    config: Config, render: Callable[[Prompt], Sized], limit: int | None, check: PromptCheck
+    config: Config,
+    tokenizer: Tokenizer,
+    render: Callable[[Prompt], Sized],
+    limit: int | None,
+    check: PromptCheck,
 ) -> tuple[MixturePart, ...]:
     """Every entry of ``--prompt-data``, without the prompts that ``render`` to more than ``limit`` tokens."""
     r = config.rollout
@@ -41,6 +51,8 @@ def read_training_parts(
         pair=PreferenceColumns(chosen=r.chosen_key, rejected=r.rejected_key)
         if config.algo.loss_type in PREFERENCE_LOSSES
         else None,
+        image_key=r.multimodal_keys.get("image"),
+        media=build_media_reader(tokenizer),
     )
     template = build_prompt_template(config)
     parts = tuple(replace(part, dataset=apply_prompt_template(part.dataset, template)) for part in parts)
@@ -79,7 +91,12 @@ def get_set_config(config: Config, name: str) -> Config:
 
 
 def read_held_out_set(
-    name: str, path: str, config: Config, render: Callable[[Prompt], Sized], check: PromptCheck
+    name: str,
+    path: str,
+    config: Config,
+    tokenizer: Tokenizer,
+    render: Callable[[Prompt], Sized],
+    check: PromptCheck,
 ) -> Dataset:
     """One set of ``--eval-prompt-data``, without the prompts that are too long or cannot be used."""
     r = get_set_config(config, name).rollout
@@ -92,6 +109,8 @@ def read_held_out_set(
         metadata_key=r.metadata_key,
         tool_key=r.eval_tool_key or r.tool_key,
         skip_bad_rows=r.skip_bad_rows,
+        image_key=r.multimodal_keys.get("image"),
+        media=build_media_reader(tokenizer),
     )
     if overrides:
         prompts = tuple(replace(prompt, metadata={**prompt.metadata, **overrides}) for prompt in dataset.prompts)

@@ -30,7 +30,7 @@ from miles.hooks.compat.adapters import mark_evaluation
 from miles.hooks.compat.types import UpstreamServices
 from miles.hooks.offload import HookCaller
 from miles.hooks.worker import HookWorker
-from miles.launch.build.debug import ProbingTrainer, open_recorded_rollouts
+from miles.launch.build.debug import ProbingTrainer, get_image_loader, open_recorded_rollouts
 from miles.launch.build.engines import RolloutEngine
 from miles.launch.build.generation import Generation, MultiAgentGeneration, build_generation, build_multi_agent
 from miles.launch.build.hooks import load_hook, names_user_function
@@ -143,13 +143,13 @@ async def build_run(
     generation = build_generation(main.config, policy, logs=plan.run_dir / "logs", report=report)
     multi_agent, advantages = build_multi_agent(config, policies), build_advantages(config, policies)
     estimator = hooks.wrap_estimator(mask_stale_tokens(config, advantages))
-    recorded = open_recorded_rollouts(config, first=start[1].step + 1 if start else 1, steps=plan.steps)
+    recorded = open_recorded_rollouts(config, plan, policy.tokenizer, first=start[1].step + 1 if start else 1)
     parts = () if recorded else _read_training_data(main.config, policy, generation)
     add_teachers = await build_teachers(
         main.config, plan, parts, tokenizer=policy.tokenizer, spec=policy.spec, render=generation.render
     )
     source = recorded or build_prompt_source(main.config, parts)
-    recovery, steps = _build_recovery(config, plan, checkpoints, estimator), _count_steps(config, len(source))
+    recovery, steps = _build_recovery(main, plan, checkpoints, estimator), _count_steps(config, len(source))
     report(f"{'Recorded groups are' if recorded else f'{len(source):,} prompts are'} read; loading {policy.folder}")
     stack = build_stack(
         policies, overlap=config.schedule.max_weight_staleness > 0, steps=steps, recovery=recovery, report=report
@@ -190,9 +190,11 @@ async def build_run(
 
 
 def _build_recovery(
-    config: Config, plan: Plan, checkpoints: CheckpointDirectory, estimator: AdvantageEstimator
+    main: PolicySpec, plan: Plan, checkpoints: CheckpointDirectory, estimator: AdvantageEstimator
 ) -> RecoveryState:
-    rollouts = RolloutRecording(str(plan.run_dir)) if config.observe.save_rollouts else None
+    load_image = get_image_loader(main.checkpoint.tokenizer)
+    saved = main.config.observe.save_rollouts
+    rollouts = RolloutRecording(str(plan.run_dir), load_image=load_image) if saved else None
     return RecoveryState(checkpoints=checkpoints, rollouts=rollouts, estimator=estimator)
 
 
@@ -313,9 +315,10 @@ def _read_training_data(config: Config, policy: PolicyCheckpoint, generation: Ge
     if config.algo.loss_type in OFFLINE_LOSSES:
         replies = build_offline_rollout(config, policy.tokenizer, policy.spec.eos_token_ids)
         check = build_prompt_check(config, context=None, renders=True)
-        return read_training_parts(config, replies.tokens, resolve_context_limit(r, policy.spec.max_positions), check)
+        limit = resolve_context_limit(r, policy.spec.max_positions)
+        return read_training_parts(config, policy.tokenizer, replies.tokens, limit, check)
     check = _build_generation_check(config, generation)
-    return read_training_parts(config, generation.render, resolve_prompt_limit(r), check)
+    return read_training_parts(config, policy.tokenizer, generation.render, resolve_prompt_limit(r), check)
 
 
 def _build_generation_check(config: Config, generation: Generation) -> PromptCheck:
@@ -371,7 +374,8 @@ def build_evaluator(
     pairs = zip(r.eval_prompt_data[::2], r.eval_prompt_data[1::2], strict=True)
     eval_fn = load_eval_function(config, generation.hook_worker)
     check = _build_generation_check(config, generation)
-    sets = {name: read_held_out_set(name, path, config, generation.render, check) for name, path in pairs}
+    render = generation.render
+    sets = {name: read_held_out_set(name, path, config, render.tokenizer, render, check) for name, path in pairs}
     default = _build_eval_settings(config, generation)
     evaluator = Evaluator(
         {name: dataset.prompts for name, dataset in sets.items()},

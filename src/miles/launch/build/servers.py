@@ -30,7 +30,7 @@ from miles.cluster.executor import Executor
 from miles.cluster.straggler import EngineThroughput
 from miles.config.schema import get_options
 from miles.core.errors import UsageError
-from miles.core.protocols import WeightSync
+from miles.core.protocols import ImageTokenizer, WeightSync
 from miles.launch.build.models import PolicyCheckpoint
 from miles.launch.build.server_checkpoint import needs_triton_fp8, prepare_server_checkpoint
 from miles.launch.config import Config, ServeRoot
@@ -43,7 +43,7 @@ from miles.models.lora.targets import LoraSpec
 from miles.models.spec import DecoderSpec
 
 API_KEY = "MILES_API_KEY"
-_SERVE_SECTIONS = ("models", "native")
+_SERVE_SECTIONS = ("models", "media", "native")
 _NOT_PASSED_ON = ("hf_checkpoint", "dtype", "rollout_dtype", "rollout_precision", "train_precision", "fp8_format")
 
 # -- the engine and its weights -------------------------------------------------------------
@@ -229,7 +229,11 @@ class ServerLaunchers:
 
     def _connect(self, name: str, token: str | None) -> Callable[[str], SglangClient]:
         vocab_size, routed_experts = self._policy.spec.vocab_size, self._routed_experts
-        return lambda url: SglangClient(url, name, token=token, vocab_size=vocab_size, routed_experts=routed_experts)
+        tokenizer = self._policy.tokenizer
+        media = tokenizer.media if isinstance(tokenizer, ImageTokenizer) else None
+        return lambda url: SglangClient(
+            url, name, token=token, vocab_size=vocab_size, routed_experts=routed_experts, media=media
+        )
 
 
 def normalize_url(address: str) -> str:

@@ -250,7 +250,7 @@ def _check_data(config: Config, plan: Plan) -> Iterator[CheckResult]:
     if config.rollout.prompt_data:
 
         def read_training() -> Sequence[Prompt]:
-            parts = read_training_parts(config, generation.render, limit, rows)
+            parts = read_training_parts(config, policy.tokenizer, generation.render, limit, rows)
             return [prompt for part in parts for prompt in part.dataset.prompts]
 
         sets.append(("train data", read_training))
@@ -258,7 +258,9 @@ def _check_data(config: Config, plan: Plan) -> Iterator[CheckResult]:
         sets.append(
             (
                 f"eval {name}",
-                lambda name=name, path=path: read_held_out_set(name, path, config, generation.render, rows).prompts,
+                lambda name=name, path=path: (
+                    read_held_out_set(name, path, config, policy.tokenizer, generation.render, rows).prompts
+                ),
             )
         )
     for name, read in sets:

@@ -220,15 +220,20 @@ async def build_server(config: ServeRoot, key: str | None, run: Executor) -> tup
     from miles.models.checkpoint import hf
     from miles.models.lora.adapters import load_engine_factors
     from miles.models.parallel.tp_sharding import compute_tp_shards, shard_spec
+    from miles.models.processor import load_processor
     from miles.models.resolve import resolve_spec
-    from miles.models.tokenizer import load_tokenizer
     from miles.sync.publish import Publication
 
     assert config.models.hf_checkpoint is not None
     folder = Path(config.models.hf_checkpoint)
     raw, trusted = read_config(folder), config.models.trust_remote_code
     spec = resolve_spec(folder, config.models.model_impl)
-    tokenizer = None if config.serve.skip_tokenizer_init else load_tokenizer(folder, trusted)
+    tokenizer = None
+    if not config.serve.skip_tokenizer_init:
+        cache_bytes = config.media.image_cache_mib << 20
+        tokenizer = load_processor(
+            folder, media=config.media.build_store(), trust_remote_code=trusted, cache_bytes=cache_bytes
+        )
     device = platform.detect_platform(config.serve.device, threads=config.serve.num_threads).device
     dtype = hf.choose_dtype(config.models.dtype, raw, device)
     devices = platform.consecutive_devices(device, config.serve.tensor_parallel_size)

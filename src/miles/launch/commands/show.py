@@ -58,9 +58,17 @@ def show(run: Path, options: ShowOptions) -> int:
     for record in selected:
         print(f"\n{_format_header(record, len(records))}")
         print(render_trajectory(record.trajectory, tokenizer, colour=colour))
-        for line in _list_details(record, tokenizer):
+        for line in (*_list_images(record, run), *_list_details(record, tokenizer)):
             print(line)
     return 0
+
+
+def _list_images(record: TrajectoryRecord, run: Path) -> Iterator[str]:
+    """The file of every image of a trajectory, one per line."""
+    placed = (image for span in record.trajectory.spans for image in span.images)
+    for source in dict.fromkeys(each.image.source for each in placed if each.image.source):
+        file = next(iter((run / "media").glob(f"{source}.*")), None)
+        yield f"image {source[:12]}: {'not in ' + str(run / 'media') if file is None else file}"
 
 
 def _draw_rewards(rollouts: StepRollouts, rewards: Sequence[float]) -> Iterator[str]:

@@ -17,8 +17,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from miles.core.errors import DataError, UsageError
+from miles.core.media import ImageInput
 from miles.core.types import Trajectory
 from miles.kernels.numerics import configure_cublas
+from miles.launch.build.debug import get_image_loader
 from miles.launch.build.run import build_run
 from miles.launch.commands.train import reset_prompt_cursor, resolve_load
 from miles.launch.config import Config, ReplayOptions
@@ -31,6 +33,7 @@ from miles.launch.replay.compare_rollout import (
     read_sessions,
 )
 from miles.launch.replay.findings import Findings, compare_checkpoints, compare_metrics
+from miles.models.processor import load_processor
 from miles.models.tokenizer import HfTokenizer
 from miles.observe.formatting import format_number
 from miles.observe.log_reader import read_rows
@@ -137,11 +140,20 @@ def _find_start(config: Config, run: Path, step: int) -> tuple[Path, Cursor] | N
     return None if config.schedule.load is None else resolve_load(Path(config.schedule.load), step)
 
 
+def _load_image(task: ReplayTask) -> Callable[[str], ImageInput] | None:
+    """What processes the run's images again; None for a checkpoint that reads text only."""
+    models, media = task.config.models, task.config.media.build_store(task.run / "media")
+    assert models.hf_checkpoint is not None
+    return get_image_loader(
+        load_processor(models.hf_checkpoint, media=media, trust_remote_code=models.trust_remote_code)
+    )
+
+
 async def _replay(task: ReplayTask, folder: Path) -> tuple[Findings, tuple[Trajectory, HfTokenizer] | None]:
     findings, plan = Findings(), build_plan(task.config)
     saved = task.run / "checkpoints" / checkpoint_name(task.step)
     compares_weights = saved.is_dir() and task.options.sample is None
-    history = read_history(task.run, task.start_step, task.step) if task.samples else {}
+    history = read_history(task.run, task.start_step, task.step, _load_image(task)) if task.samples else {}
     comparison = RolloutComparison(task.run, history, task.step, task.options, findings)
     journal = ReplayJournal(task.step, comparison, stops_before_training=task.options.sample is not None)
     replayed = await build_run(

@@ -12,6 +12,7 @@ from typing import Any
 
 from miles.core.errors import DataError
 from miles.core.events import BatchTaken, Event, RunStarted, StepFinished
+from miles.core.media import ImageInput
 from miles.core.protocols import Filter, FilterResult, Rollout
 from miles.core.types import Group, Prompt, Reward, Status, Trajectory
 from miles.launch.config import ReplayOptions
@@ -76,9 +77,14 @@ class RecordedGroup:
     first: int
 
 
-def read_history(run: Path, start_step: int, step: int) -> dict[tuple[int, int], deque[RecordedGroup]]:
-    """The groups of the steps after ``start_step`` up to ``step``, by prompt and epoch, in their order."""
-    recording, events = RolloutRecording(str(run)), list[dict[str, Any]]()
+def read_history(
+    run: Path, start_step: int, step: int, load_image: Callable[[str], ImageInput] | None = None
+) -> dict[tuple[int, int], deque[RecordedGroup]]:
+    """The groups of the steps after ``start_step`` up to ``step``, by prompt and epoch, in their order.
+
+    ``load_image`` gives the pixels of their images.
+    """
+    recording, events = RolloutRecording(str(run), load_image=load_image), list[dict[str, Any]]()
     history: dict[tuple[int, int], deque[RecordedGroup]] = {}
     for event in _read_lines(run / "events.jsonl"):
         if event["event"] == "GroupFinished":

@@ -17,6 +17,7 @@ from miles.launch.rules.paths import (
     read_key_file,
     read_spec_or_none,
 )
+from miles.models.media_config import has_image_processor
 from miles.rollout.data.paths import parse_entries, parse_named_paths
 from miles.rollout.data.procedural import is_procedural
 from miles.rollout.data.schema import Columns, PreferenceColumns
@@ -57,6 +58,24 @@ def check_columns(c: Config) -> Iterator[str]:
         )
         for word in r.prompt_data:
             yield from check_first_rows(word, columns, skip_bad_rows=r.skip_bad_rows)
+
+
+def check_multimodal_keys(c: Config) -> Iterator[str]:
+    r = c.rollout
+    if not r.multimodal_keys:
+        return
+    for kind, column in r.multimodal_keys.items():
+        if kind != "image":
+            yield f"--multimodal-keys has {kind}, which asks for media other than images, which is not supported."
+        elif not isinstance(column, str) or not column:
+            yield f'--multimodal-keys names {column!r} for images; name a column, as in {{"image": "images"}}.'
+    if not r.apply_chat_template:
+        yield "--multimodal-keys needs --apply-chat-template, which places images in a prompt; add it."
+    if (folder := c.models.hf_checkpoint) is not None and Path(folder).is_dir() and not has_image_processor(folder):
+        yield (
+            f"--multimodal-keys needs a checkpoint that reads images, and {folder} has no image processor "
+            "(preprocessor_config.json); remove it, or name another checkpoint."
+        )
 
 
 def check_held_out_columns(c: Config) -> Iterator[str]:
@@ -314,6 +333,7 @@ GENERATION_RULES: tuple[Rule, ...] = (
 DATA_RULES: tuple[Rule, ...] = (
     check_prompts,
     check_columns,
+    check_multimodal_keys,
     check_prompts_fill_a_step,
     check_curriculum_order,
     check_one_generate_function,

@@ -173,7 +173,7 @@ def _batch_rows(
         except ValueError as error:
             on_bad_row(DataError(f"{where}: a JSON column holds invalid JSON ({error})."))
             continue
-        yield DataRow(index, where, read, found)
+        yield DataRow(index, where, read, found, file.parent)
 
 
 def _records(batch: pa.RecordBatch) -> list[dict[str, Any] | Exception]:

@@ -13,6 +13,7 @@ from typing import Any
 from miles.core.errors import ResumeError
 from miles.core.types import Prompt
 from miles.rollout.data.dataset import Dataset, DatasetSource, PromptCheck, check_prompts, read_dataset
+from miles.rollout.data.media import MediaReader
 from miles.rollout.data.paths import parse_entries
 from miles.rollout.data.schema import PreferenceColumns
 
@@ -38,6 +39,8 @@ def read_parts(
     tool_key: str | None = None,
     skip_bad_rows: bool = False,
     pair: PreferenceColumns | None = None,
+    image_key: str | None = None,
+    media: MediaReader | None = None,
 ) -> tuple[MixturePart, ...]:
     """Read every entry of ``--prompt-data``; ids and names are unique over all of them."""
     entries = parse_entries(entries_text)
@@ -54,6 +57,8 @@ def read_parts(
             skip_bad_rows=skip_bad_rows,
             first_id=number * PART_ID_STRIDE,
             pair=pair,
+            image_key=image_key,
+            media=media,
         )
         name = entry.name if seen[entry.name] == 1 else f"{entry.name}-{seen[entry.name]}"
         parts.append(MixturePart(name=name, dataset=dataset, weight=entry.weight))

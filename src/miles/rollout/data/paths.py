@@ -307,7 +307,7 @@ def _parse_line(
             DataError(f"{where}: a text has half of a surrogate pair (\\ud800 to \\udfff), which is no character.")
         )
         return None
-    return DataRow(index, where, kept, tuple(record))
+    return DataRow(index, where, kept, tuple(record), file.parent)
 
 
 def _is_encodable(columns: dict[str, Any]) -> bool:

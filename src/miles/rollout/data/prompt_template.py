@@ -46,7 +46,18 @@ def apply_prompt_template(dataset: Dataset, template: PromptTemplate) -> Dataset
 def _fill_last_user_message(messages: tuple[Any, ...], text: str, where: str) -> tuple[Any, ...]:
     last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
     content = None if last is None else messages[last].get("content")
-    if last is None or not isinstance(content, str):
-        raise DataError(f"{where}: --prompt-template needs a user message that is text, which this prompt lacks.")
-    filled = {**messages[last], "content": text.replace(PLACEHOLDER, content)}
+    if last is None or not isinstance(content, str | list):
+        raise DataError(f"{where}: --prompt-template needs a user message with text, which this prompt lacks.")
+    filled = {**messages[last], "content": _fill(text, content)}
     return (*messages[:last], filled, *messages[last + 1 :])
+
+
+def _fill(text: str, content: str | list[Any]) -> str | list[Any]:
+    """The template with the content in it; content with images stays a list of parts."""
+    if isinstance(content, str):
+        return text.replace(PLACEHOLDER, content)
+    pieces = text.split(PLACEHOLDER)
+    parts: list[Any] = []
+    for number, piece in enumerate(pieces):
+        parts += ([{"type": "text", "text": piece}] if piece else []) + (content if number + 1 < len(pieces) else [])
+    return parts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from miles.core.errors import DataError
@@ -22,12 +23,13 @@ def raise_bad_row(error: DataError) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DataRow:
-    """One row: its index in the data, its location, the columns read, and the names of all columns."""
+    """One row: its index in the data, its location, the columns read, the names of all columns, and its folder."""
 
     index: int
     where: str
     columns: dict[str, Any]
     found: tuple[str, ...]
+    folder: Path = Path()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,7 @@ class Columns:
     metadata: str = "metadata"
     tool: str | None = None
     pair: PreferenceColumns | None = None
+    image: str | None = None
 
     @property
     def required_columns(self) -> tuple[tuple[str, str], ...]:
@@ -58,9 +61,8 @@ class Columns:
     @property
     def names(self) -> frozenset[str]:
         """Every column to read where it exists."""
-        return frozenset(
-            {key for key, _ in self.required_columns} | {self.metadata} | ({self.tool} if self.tool else set())
-        )
+        optional = (self.metadata, self.tool, self.image)
+        return frozenset({key for key, _ in self.required_columns} | {name for name in optional if name})
 
     def missing_column(self, where: str, key: str, flag: str, found: Sequence[str]) -> DataError:
         """The error of a row without the column ``key``."""

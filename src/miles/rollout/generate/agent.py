@@ -22,9 +22,11 @@ from numbers import Real
 from typing import Any, Protocol
 
 from miles.core.errors import HookError, MilesError, describe_error
+from miles.core.media_store import MediaStore
 from miles.core.protocols import Engine, SamplingParams
 from miles.core.types import EMPTY, Prompt, Reward, Status, Trajectory
 from miles.rollout.generate.dispatch import CircuitBreaker
+from miles.rollout.images import inline_images
 from miles.rollout.session.branches import TrajectoryPostProcess
 
 _ABORT_SECONDS = 10.0
@@ -89,7 +91,9 @@ class AgentGenerate:
         api_key: str | None = None,
         max_failures: int = 128,
         postprocess: TrajectoryPostProcess | None = None,
+        media: MediaStore | None = None,
     ) -> None:
+        self._media = media
         self._postprocess = postprocess
         self._agent = agent
         self._sessions = sessions
@@ -134,7 +138,7 @@ class AgentGenerate:
             async with limit:
                 returned = await self._agent(
                     base_url=session.base_url,
-                    prompt=[dict(message) for message in prompt.messages],
+                    prompt=await self._show_messages(prompt),
                     request_kwargs=build_request_kwargs(sampling),
                     metadata=metadata,
                     **self._optional_arguments(prompt, session),
@@ -152,6 +156,12 @@ class AgentGenerate:
         if returned is not None and not isinstance(returned, Mapping):
             raise HookError(f"The agent gave a {type(returned).__name__}; return a dict or None.")
         return redact_key(dict(returned or {}), session), None, False
+
+    async def _show_messages(self, prompt: Prompt) -> list[dict[str, Any]]:
+        """The prompt's messages, with images as data URLs in OpenAI's format."""
+        if self._media is None:
+            return [dict(message) for message in prompt.messages]
+        return await asyncio.to_thread(inline_images, prompt.messages, self._media)
 
     def _optional_arguments(self, prompt: Prompt, session: AgentSession) -> dict[str, Any]:
         available = {

@@ -161,6 +161,7 @@ class _Conversation:
         self._provides_reward = opened.provides_reward
         messages = list(opened.messages)
         while True:
+            messages = await self._session.prepare(messages)
             reply = await self._reply(prompt, messages, opened)
             if isinstance(reply, _End):
                 return reply
@@ -206,7 +207,7 @@ class _Conversation:
                     f"Prompt {prompt.id} has {len(turn.tokens)} tokens with its tools, which leaves no room for a "
                     f"reply in a context of {self._max_context_len}."
                 )
-            completion = await self._engine.generate(turn.tokens, self._reply_sampling(context_left))
+            completion = await self._engine.generate(turn.tokens, self._reply_sampling(context_left), turn.images)
         except BaseException:
             self._session.abandon(turn)
             raise

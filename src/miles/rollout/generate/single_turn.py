@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from miles.core.errors import DataError
+from miles.core.media import Images
 from miles.core.protocols import Completion, Engine, SamplingParams
 from miles.core.types import Author, Prompt, Span, Tokens, Trajectory
 from miles.rollout.span_extras import fill_span_extras
@@ -16,8 +17,8 @@ from miles.rollout.span_extras import fill_span_extras
 class SingleTurn:
     """A core.protocols.Generate. The response text, for graders, is the trajectory's ``metadata["text"]``.
 
-    ``decode`` omits special tokens. The text ends before a stop token or stop string; the tokens keep both, because the
-    policy sampled them.
+    ``load_images`` gives the images among the tokens that ``render`` gives. ``decode`` omits special tokens. The text
+    ends before a stop token or stop string; the tokens keep both, because the policy sampled them.
     """
 
     def __init__(
@@ -26,14 +27,19 @@ class SingleTurn:
         decode: Callable[[Sequence[int]], str],
         *,
         max_context_len: int | None = None,
+        load_images: Callable[[Prompt], Awaitable[Images]] | None = None,
     ) -> None:
         self._render = render
+        self._load_images = load_images
         self._decode = decode
         self._max_context_len = max_context_len
 
     async def __call__(self, prompt: Prompt, engine: Engine, sampling: SamplingParams) -> Trajectory:
-        prompt_span = Span(author=Author.PROMPT, tokens=self._render(prompt))
-        completion = await engine.generate(prompt_span.tokens, self._within_context(prompt, len(prompt_span), sampling))
+        images = () if self._load_images is None else await self._load_images(prompt)
+        prompt_span = Span(author=Author.PROMPT, tokens=self._render(prompt), images=images)
+        completion = await engine.generate(
+            prompt_span.tokens, self._within_context(prompt, len(prompt_span), sampling), images
+        )
         return Trajectory(
             branches=((*fill_span_extras([prompt_span], completion.prompt_extras), *completion.spans),),
             status=completion.status,
@@ -51,7 +57,7 @@ class SingleTurn:
         tokens = np.concatenate([span.tokens for span in partial.branches[0]])
         remaining = self._within_context(prompt, len(prompt_span), sampling).max_new_tokens - num_sampled
         completion = await engine.generate(
-            tokens, replace(sampling, max_new_tokens=remaining, num_prior_tokens=num_sampled)
+            tokens, replace(sampling, max_new_tokens=remaining, num_prior_tokens=num_sampled), prompt_span.images
         )
         combined = replace(completion, spans=(*sampled, *completion.spans))
         return replace(

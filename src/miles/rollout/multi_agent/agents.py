@@ -81,9 +81,10 @@ class Agent:
         A reply has at most ``max_tokens``, and never more than the run allows. ContextLengthError is raised where no
         token would fit, SessionError where the history continues after a truncated reply.
         """
-        turn = self._session.begin(messages, tools, **template)
+        turn = self._session.begin(await self._session.prepare(messages), tools, **template)
         try:
-            completion = await self._role.engine.generate(turn.tokens, self._reply_sampling(turn, max_tokens, stop))
+            sampling = self._reply_sampling(turn, max_tokens, stop)
+            completion = await self._role.engine.generate(turn.tokens, sampling, turn.images)
         except BaseException:
             self._session.abandon(turn)
             raise

@@ -137,8 +137,9 @@ class MultiAgentGenerate:
         )
 
     def _prompt_branch(self, prompt: Prompt) -> tuple[Span, ...]:
-        tokens = self._roles[0].renderer.render_prompt(prompt.messages, ())
-        return (Span(author=Author.PROMPT, tokens=np.array(tokens, np.int32)),)
+        rendered = self._roles[0].renderer.render_prompt(prompt.messages, ())
+        tokens = np.array(rendered.tokens, np.int32)
+        return (Span(author=Author.PROMPT, tokens=tokens, images=rendered.images),)
 
     def _main_reward(self, prompt: Prompt, outcome: _Outcome, participants: Mapping[str, Any]) -> Reward | None:
         """The main role's reward, with every role's reward by name among the parts."""

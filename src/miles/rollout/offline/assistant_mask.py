@@ -17,8 +17,11 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from miles.core.errors import DataError
-from miles.core.protocols import Tokenizer
+from miles.core.media import Images
+from miles.core.media_store import find_image_references
+from miles.core.protocols import ImageTokenizer, Tokenizer
 from miles.core.types import EMPTY
+from miles.rollout.images import TEXT_ONLY
 
 Message = Mapping[str, Any]
 TokenRange = tuple[int, int]
@@ -30,10 +33,33 @@ LOSS_FIELDS = ("loss", "weight", "step_loss_mask")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskedConversation:
-    """A conversation's tokens, up to the last trained one, and the ranges to train on, in order."""
+    """A conversation's tokens, up to the last trained one, the ranges to train on, in order, and its images."""
 
     tokens: tuple[int, ...]
     runs: tuple[TokenRange, ...]
+    images: Images = ()
+
+
+def expand_images(
+    conversation: MaskedConversation, tokenizer: Tokenizer, messages: Sequence[Message]
+) -> MaskedConversation:
+    """Replace the image markers of a conversation by the tokens of its images."""
+    references = find_image_references(messages)
+    if not references:
+        return conversation
+    if not isinstance(tokenizer, ImageTokenizer):
+        raise DataError(TEXT_ONLY)
+    (marker,) = tokenizer.encode(tokenizer.image_marker)
+    tokens = conversation.tokens
+
+    def expand(length: int) -> tuple[list[int], Images]:
+        return tokenizer.expand_tokens(tokens[:length], references[: tokens[:length].count(marker)])
+
+    if any(marker in tokens[start:stop] for start, stop in conversation.runs):
+        raise DataError("an assistant message that is trained on has an image; the policy samples none.")
+    expanded, images = expand(len(tokens))
+    runs = tuple((len(expand(start)[0]), len(expand(stop)[0])) for start, stop in conversation.runs)
+    return MaskedConversation(tokens=tuple(expanded), runs=runs, images=images)
 
 
 class AmbiguousTurns(Exception):

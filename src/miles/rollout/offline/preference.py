@@ -67,6 +67,7 @@ class PreferenceRollout:
         self._chat = chat
 
     async def produce(self, prompt: Prompt) -> Group:
+        await self._sft.prepare(prompt)
         pair = self.branches(prompt)
         if pair[0][-1].tokens.tolist() == pair[1][-1].tokens.tolist():
             raise DataError(f"The two replies to prompt {prompt.id} have the same tokens; remove its row.")

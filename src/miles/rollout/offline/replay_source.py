@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from miles.core.errors import DataError
+from miles.core.media import ImageInput
 from miles.core.protocols import AdvantageEstimator
 from miles.core.types import Group, Prompt, Sample
 from miles.observe.config import format_step_path
-from miles.observe.rollout_reader import StepRollouts, read_step_rollouts
+from miles.observe.rollout_reader import StepRollouts, read_step_rollouts, restore_images
 from miles.observe.rollouts import compute_sample_digest, step_path
 from miles.rollout.offline.torch_dump import LoadFn, is_torch_dump, read_torch_dump
 
@@ -27,14 +28,22 @@ class RolloutRecording:
     """Rollout files by step: of a run directory, of a folder of such files, or of a name pattern with a placeholder.
 
     Upstream's dumps, which ``load`` reads, count steps from 0; of a reward with parts ``reward_key`` is trained on.
+    ``load_image`` gives the pixels of an image by the hash of its file; without it, images are hashes and places.
     """
 
-    def __init__(self, location: str, *, load: LoadFn | None = None, reward_key: str | None = None) -> None:
+    def __init__(
+        self,
+        location: str,
+        *,
+        load: LoadFn | None = None,
+        reward_key: str | None = None,
+        load_image: Callable[[str], ImageInput] | None = None,
+    ) -> None:
         self.location = location
         folder = Path(location)
         inner = folder / "rollouts"
         self._folder = None if "{" in location else inner if inner.is_dir() else folder
-        self._read = lru_cache(maxsize=4)(partial(_read_file, load=load, reward_key=reward_key))
+        self._read = lru_cache(maxsize=4)(partial(_read_file, load=load, reward_key=reward_key, load_image=load_image))
 
     def path(self, step: int) -> Path:
         if self._folder is not None:
@@ -61,9 +70,17 @@ class RolloutRecording:
         return self._read(self.path(step), step)
 
 
-def _read_file(path: Path, step: int, *, load: LoadFn | None, reward_key: str | None) -> StepRollouts:
+def _read_file(
+    path: Path,
+    step: int,
+    *,
+    load: LoadFn | None,
+    reward_key: str | None,
+    load_image: Callable[[str], ImageInput] | None,
+) -> StepRollouts:
     if load is None or not path.is_file() or not is_torch_dump(path):
-        return read_step_rollouts(path)
+        rollouts = read_step_rollouts(path)
+        return rollouts if load_image is None else restore_images(rollouts, load_image)
     return read_torch_dump(path, load, step=step, reward_key=reward_key)
 
 

@@ -11,13 +11,14 @@ from typing import Any, Literal
 import numpy as np
 
 from miles.core.errors import DataError
-from miles.core.protocols import Tokenizer
+from miles.core.protocols import ImageTokenizer, Tokenizer
 from miles.core.types import DEMONSTRATION, EMPTY, Author, Group, Prompt, Reward, Span, Status, Tokens, Trajectory
 from miles.rollout.offline.assistant_mask import (
     AmbiguousTurns,
     AssistantMasker,
     MaskedConversation,
     Message,
+    expand_images,
     is_trained_message,
 )
 from miles.rollout.prompt_renderer import PromptRenderer
@@ -51,9 +52,15 @@ class SFTRollout:
         self._render_text = PromptRenderer(tokenizer, chat=False)
 
     async def produce(self, prompt: Prompt) -> Group:
+        await self.prepare(prompt)
         branches = self.branches(prompt)
         trajectory = Trajectory(branches=branches, status=Status.COMPLETED, reward=Reward(value=0.0))
         return Group(prompt=prompt, trajectories=(trajectory,))
+
+    async def prepare(self, prompt: Prompt) -> None:
+        """Process the images of a prompt off the event loop."""
+        if isinstance(self._tokenizer, ImageTokenizer):
+            await self._tokenizer.prepare(prompt.messages)
 
     def branches(self, prompt: Prompt) -> tuple[Branch, ...]:
         """The demonstration as spans."""
@@ -81,10 +88,15 @@ class SFTRollout:
         wanted = self._select_turns(prompt, messages)
         try:
             if self._loss_mask_type == "all":
-                return [self._masker.all(messages, wanted)]
-            return [self._masker.last(messages[: at + 1]) for at in wanted]
+                found = [self._masker.all(messages, wanted)]
+            else:
+                found = [self._masker.last(messages[: at + 1]) for at in wanted]
         except AmbiguousTurns as error:
             raise self._ambiguity_error(prompt, messages, error) from error
+        try:
+            return [expand_images(conversation, self._tokenizer, messages) for conversation in found]
+        except DataError as error:
+            raise DataError(f"Prompt {prompt.id}: {error}") from error
 
     def _select_turns(self, prompt: Prompt, messages: Sequence[Message]) -> list[int]:
         """Indices of the messages to train on; a first message has no prompt, so it is not trained on."""
@@ -128,7 +140,9 @@ def build_spans(conversation: MaskedConversation) -> Branch:
     for start, stop in conversation.runs:
         if start > done:
             author = Author.ENV if spans else Author.PROMPT
-            spans.append(Span(author=author, tokens=np.array(conversation.tokens[done:start], np.int32)))
+            tokens = np.array(conversation.tokens[done:start], np.int32)
+            images = tuple(placed.shift(-done) for placed in conversation.images if done <= placed.start < start)
+            spans.append(Span(author=author, tokens=tokens, images=images))
         tokens = np.array(conversation.tokens[start:stop], np.int32)
         zero_logprobs = np.zeros(len(tokens), np.float32)
         spans.append(Span(author=Author.POLICY, tokens=tokens, logprobs=zero_logprobs, version=DEMONSTRATION))

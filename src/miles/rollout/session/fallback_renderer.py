@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from miles.core.protocols import Tokenizer
+from miles.rollout.images import encode_chat, prepare_messages
 from miles.rollout.serving.errors import SessionError
 from miles.rollout.serving.messages import Message, Tool, get_tool_schemas
 from miles.rollout.serving.output_parser import OutputParser, ParsedOutput, ParseText, strip_partial_end_markers
 from miles.rollout.serving.tool_parsers import THINK, ToolCallParser
 from miles.rollout.session.families import ChatFamily
-from miles.rollout.session.render import ConversationState
+from miles.rollout.session.render import ConversationState, RenderedChat
 from miles.rollout.session.template import PLACEHOLDER, ChatTemplate, build_scaffold
 
 UNKNOWN_FAMILY = ChatFamily(name="unknown", template_signs=(), end_markers=(), role_markers=(), reasoning=True)
@@ -51,15 +52,18 @@ class FallbackRenderer:
     def boundary_tokens(self) -> frozenset[int]:
         return self._end_tokens
 
-    def render_prompt(self, messages: Sequence[Message], tools: Sequence[Tool], **template: Any) -> list[int]:
-        return self._tokenizer.encode(self._template.render_prompt(messages, tools, **template))
+    async def prepare(self, messages: Sequence[Message]) -> list[Message]:
+        return await prepare_messages(self._tokenizer, messages)
+
+    def render_prompt(self, messages: Sequence[Message], tools: Sequence[Tool], **template: Any) -> RenderedChat:
+        return self._encode(self._template.render_prompt(messages, tools, **template), messages)
 
     def render_conversation(self, messages: Sequence[Message], tools: Sequence[Tool], **template: Any) -> list[int]:
-        return self._tokenizer.encode(self._template.render(messages, tools, open_turn=False, **template))
+        return self._encode(self._template.render(messages, tools, open_turn=False, **template), messages).tokens
 
     def render_continuation(
         self, before: ConversationState, new: Sequence[Message], tools: Sequence[Tool], **template: Any
-    ) -> list[int]:
+    ) -> RenderedChat:
         self._render_both(before.messages, new, tools, template)
         scaffold = build_scaffold(before, new)
         shorter, longer = self._render_both(scaffold, new, tools, template)
@@ -70,10 +74,14 @@ class FallbackRenderer:
         end = shorter[position + len(PLACEHOLDER) :]
         if scaffold[-1].get("tool_calls"):
             end = self._render_turn_end(tools, template)
-        return [
-            *self._missing_end(self._tokenizer.encode(end), before),
-            *self._tokenizer.encode(longer[len(shorter) :]),
-        ]
+        closing = self._missing_end(self._tokenizer.encode(end), before)
+        rendered = self._encode(longer[len(shorter) :], new)
+        return RenderedChat(
+            [*closing, *rendered.tokens], tuple(placed.shift(len(closing)) for placed in rendered.images)
+        )
+
+    def _encode(self, text: str, messages: Sequence[Message]) -> RenderedChat:
+        return RenderedChat(*encode_chat(self._tokenizer, text, messages))
 
     def parse_reply(self, context: Sequence[int], sampled: Sequence[int], tools: Sequence[Tool]) -> ParsedOutput:
         tokens, closing = list(sampled), self._closing_tokens()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from miles.core.media import Images
 from miles.core.types import Tokens
 from miles.rollout.serving.messages import Message, Tool
 from miles.rollout.serving.output_parser import ParsedOutput, ParseText
@@ -24,6 +25,13 @@ class ConversationState:
         return self.messages[-1]
 
 
+class RenderedChat(NamedTuple):
+    """Tokens of messages, and the images among them."""
+
+    tokens: list[int]
+    images: Images = ()
+
+
 class ChatRenderer(Protocol):
     """How a family renders conversations. ``turn_only_kwargs``: template arguments of the coming turn alone."""
 
@@ -32,13 +40,17 @@ class ChatRenderer(Protocol):
     @property
     def turn_only_kwargs(self) -> frozenset[str]: ...
 
-    def render_prompt(self, messages: Sequence[Message], tools: Sequence[Tool], **template: Any) -> list[int]:
+    async def prepare(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages with their images in the media store, processed off the event loop; SessionError at a bad one."""
+        ...
+
+    def render_prompt(self, messages: Sequence[Message], tools: Sequence[Tool], **template: Any) -> RenderedChat:
         """A conversation as the template renders it, with the assistant's turn opened."""
         ...
 
     def render_continuation(
         self, before: ConversationState, new: Sequence[Message], tools: Sequence[Tool], **template: Any
-    ) -> list[int]:
+    ) -> RenderedChat:
         """What follows the sampled tokens: the end of that turn if it is missing, ``new``, the next turn opened."""
         ...
 

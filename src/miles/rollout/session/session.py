@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from miles.core.media import Images
 from miles.core.protocols import Completion
 from miles.core.types import EMPTY, Author, Prompt, Reward, Status, Tokens, Trajectory
 from miles.rollout.serving.errors import ContextLengthError, SessionError
 from miles.rollout.serving.http import MAX_TEXT_PER_TOKEN
-from miles.rollout.serving.messages import Message, Tool, extract_media, extract_text, format_tool_call
+from miles.rollout.serving.messages import Message, Tool, extract_text, format_tool_call
 from miles.rollout.serving.output_parser import ParsedOutput, StreamingParser, truncate_at_stop
 from miles.rollout.session.branches import SamplePicker, build_branches
 from miles.rollout.session.match import MessageMatcher, ReplayMatch, find_longest_match, loose_tool_call
@@ -26,9 +27,10 @@ _TRUNCATION = {"length": "was cut off at its length limit", "abort": "was aborte
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SessionTurn:
-    """A pending reply. ``tokens`` is the whole context for the engine; ``max_new_tokens`` is what the context leaves.
+    """A pending reply. ``tokens`` is the whole context for the engine, with ``images`` among them;
+    ``max_new_tokens`` is what the context leaves.
 
-    ``reused`` of the tokens were stored before; ``media`` are the parts of the conversation that are not text.
+    ``reused`` of the tokens were stored before.
     """
 
     number: int
@@ -39,10 +41,7 @@ class SessionTurn:
     tools: tuple[Tool, ...]
     template: Mapping[str, Any] = field(default_factory=lambda: EMPTY)
     max_new_tokens: int | None = None
-
-    @property
-    def media(self) -> tuple[Mapping[str, Any], ...]:
-        return tuple(extract_media(self.messages))
+    images: Images = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +92,10 @@ class Session:
         """How many turns have begun and not ended."""
         return len(self._pending)
 
+    async def prepare(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages for ``begin`` with their images in the media store; raises SessionError at a bad image."""
+        return await self.renderer.prepare(messages)
+
     def begin(self, messages: Sequence[Message], tools: Sequence[Tool] = (), **template: Any) -> SessionTurn:
         """Find the longest stored conversation that ``messages`` replay, and render only what is new after it.
 
@@ -117,6 +120,7 @@ class Session:
             tools=args.tools,
             template=args.template,
             max_new_tokens=None if self._max_context_len is None else self._max_context_len - len(tokens),
+            images=conversation.images,
         )
         self._pending.add(turn.number)
         return turn
@@ -200,21 +204,22 @@ class Session:
     def _add_question(self, match: ReplayMatch, messages: Sequence[Message], args: TemplateArgs) -> ConversationNode:
         reply, new = match.reply, messages[match.num_messages :]
         if reply is None:
-            before, tokens = 0, self.renderer.render_prompt(new, args.tools, **args.template)
-            if not tokens:
+            before, rendered = 0, self.renderer.render_prompt(new, args.tools, **args.template)
+            if not rendered.tokens:
                 raise SessionError(f"Session {self.id}: a conversation renders to no token at all; give it text.")
         else:
             conversation = self._get_extensible(reply)
             before = len(conversation.tokens)
             state = ConversationState(messages=conversation.messages, sampled=_join_tokens(reply))
-            tokens = self.renderer.render_continuation(state, new, args.tools, **args.template)
-        length = before + len(tokens)
+            rendered = self.renderer.render_continuation(state, new, args.tools, **args.template)
+        length = before + len(rendered.tokens)
         if self._max_context_len is not None and length >= self._max_context_len:
             raise ContextLengthError(
                 f"Session {self.id}: the conversation has {length} tokens, which leaves no room for a reply in a "
                 f"context of {self._max_context_len}; shorten it, or raise --rollout-max-context-len."
             )
-        return self.tree.add_question(None if reply is None else reply.number, new, tokens, args)
+        parent = None if reply is None else reply.number
+        return self.tree.add_question(parent, new, rendered.tokens, args, rendered.images)
 
     def _check_text_length(self, messages: Sequence[Message]) -> None:
         """Refuse a conversation that is far too long before it is tokenized."""
@@ -251,7 +256,8 @@ class Session:
         """The conversation of a session without any reply."""
         if not len(self.tree) and self.prompt is not None:
             messages = self.prompt.messages
-            self.tree.add_question(None, messages, self.renderer.render_prompt(messages, ()), TemplateArgs())
+            rendered = self.renderer.render_prompt(messages, ())
+            self.tree.add_question(None, messages, rendered.tokens, TemplateArgs(), rendered.images)
         if not len(self.tree):
             raise SessionError(
                 f"Session {self.id} never got a request, so there is nothing to train on; check that the agent calls "

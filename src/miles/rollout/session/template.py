@@ -20,6 +20,7 @@ from typing import Any
 
 from miles.core.errors import MilesError, UsageError
 from miles.core.protocols import Tokenizer
+from miles.rollout.images import encode_chat, prepare_messages
 from miles.rollout.serving.errors import SessionError
 from miles.rollout.serving.messages import (
     Message,
@@ -40,7 +41,7 @@ from miles.rollout.serving.output_parser import (
 )
 from miles.rollout.serving.tool_parsers import THINK, TOOL_CALL_PARSERS, ToolCallParser
 from miles.rollout.session.families import ChatFamily
-from miles.rollout.session.render import ConversationState
+from miles.rollout.session.render import ConversationState, RenderedChat
 
 PLACEHOLDER = "Zwischenruf"
 TOOLS_NOT_RENDERED = (
@@ -175,15 +176,18 @@ class TemplateRenderer:
     def boundary_tokens(self) -> frozenset[int]:
         return frozenset(self._ids.values())
 
-    def render_prompt(self, messages: Sequence[Message], tools: Sequence[Tool], **template: Any) -> list[int]:
-        return self._tokenizer.encode(self._template.render_prompt(messages, tools, **template))
+    async def prepare(self, messages: Sequence[Message]) -> list[Message]:
+        return await prepare_messages(self._tokenizer, messages)
+
+    def render_prompt(self, messages: Sequence[Message], tools: Sequence[Tool], **template: Any) -> RenderedChat:
+        return self._encode(self._template.render_prompt(messages, tools, **template), messages)
 
     def render_conversation(self, messages: Sequence[Message], tools: Sequence[Tool], **template: Any) -> list[int]:
-        return self._tokenizer.encode(self._template.render(messages, tools, open_turn=False, **template))
+        return self._encode(self._template.render(messages, tools, open_turn=False, **template), messages).tokens
 
     def render_continuation(
         self, before: ConversationState, new: Sequence[Message], tools: Sequence[Tool], **template: Any
-    ) -> list[int]:
+    ) -> RenderedChat:
         scaffold = build_scaffold(before, new)
         text = self._template.render([*scaffold, *new], tools, open_turn=True, **template)
         last = int(before.sampled[-1]) if len(before.sampled) else None
@@ -196,11 +200,14 @@ class TemplateRenderer:
                 "one; name another family for the session, or none."
             )
         position, marker = min(ends)
-        tokens = self._tokenizer.encode(text[position:])
+        rendered = self._encode(text[position:], new)
         if not self.family.end_markers:  # the next role marker ends the turn: not written again if it was sampled
-            return tokens[1:] if tokens[0] == last else tokens
-        assert tokens[0] == self._ids[marker], "an end marker is a token by itself"
-        return tokens[1:] if last in self._end_ids else tokens
+            return _drop_first(rendered) if rendered.tokens[0] == last else rendered
+        assert rendered.tokens[0] == self._ids[marker], "an end marker is a token by itself"
+        return _drop_first(rendered) if last in self._end_ids else rendered
+
+    def _encode(self, text: str, messages: Sequence[Message]) -> RenderedChat:
+        return RenderedChat(*encode_chat(self._tokenizer, text, messages))
 
     def parse_reply(self, context: Sequence[int], sampled: Sequence[int], tools: Sequence[Tool]) -> ParsedOutput:
         return self._build_parser(context, tools, complete=True)(self._tokenizer.decode(sampled))
@@ -225,3 +232,8 @@ class TemplateRenderer:
         return lambda text: parser.parse(
             strip_end_markers(text, self.family.frame_markers).lstrip(blank), complete=complete
         )
+
+
+def _drop_first(rendered: RenderedChat) -> RenderedChat:
+    """Without the first token, which was sampled already."""
+    return RenderedChat(rendered.tokens[1:], tuple(placed.shift(-1) for placed in rendered.images))

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from miles.core.media import Images, join_images
 from miles.core.types import EMPTY, Array, Author, Span, Tokens
 from miles.rollout.serving.messages import Message, Tool, dump_canonical_json
 
@@ -97,6 +98,10 @@ class ConversationPath:
         return np.concatenate([span.tokens for span in self.spans] or [np.zeros(0, np.int32)])
 
     @property
+    def images(self) -> Images:
+        return join_images((len(span), span.images) for span in self.spans)
+
+    @property
     def replies(self) -> tuple[ConversationNode, ...]:
         return tuple(node for node in self.nodes if node.is_reply)
 
@@ -128,7 +133,12 @@ class ConversationTree:
         return [self._nodes[child] for child in self._children[number]]
 
     def add_question(
-        self, parent: int | None, messages: Sequence[Message], tokens: Sequence[int], args: TemplateArgs
+        self,
+        parent: int | None,
+        messages: Sequence[Message],
+        tokens: Sequence[int],
+        args: TemplateArgs,
+        images: Images = (),
     ) -> ConversationNode:
         """A question after reply ``parent``; without one, the root of a conversation."""
         assert parent is None or self._nodes[parent].is_reply, "a question follows a reply"
@@ -138,7 +148,7 @@ class ConversationTree:
                 number=len(self),
                 parent=parent,
                 messages=tuple(messages),
-                spans=(Span(author=author, tokens=np.array(tokens, np.int32)),),
+                spans=(Span(author=author, tokens=np.array(tokens, np.int32), images=images),),
                 tools=args.tools,
                 template=args.template,
                 frame=args.frame,

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from miles.core.errors import HookError, UsageError
+from miles.core.media_store import MediaStore
 from miles.hooks.import_path import find_object, is_path
 from miles.hooks.load import check_signature
 from miles.hooks.offload import offload_function
@@ -33,10 +34,12 @@ def build_environments(
     code_limits: SandboxLimits,
     environ: Mapping[str, str],
     worker: HookWorker | None = None,
+    media: MediaStore | None = None,
 ) -> EnvironmentFactory:
     """Build the environment factory. ``sandbox`` is called when a prompt first runs code; ``environ`` is for MCP.
 
-    User-defined tools and environments run in the ``worker``'s thread.
+    User-defined tools and environments run in the ``worker``'s thread. ``media`` has the images of a model that reads
+    images.
     """
     custom, default = _load_custom_tools(config)
     if worker is not None:
@@ -46,7 +49,9 @@ def build_environments(
         }
     servers = None if config.mcp_servers is None else MCPServers(read_mcp_config(config.mcp_servers), environ=environ)
     index = None if config.search_documents is None else BM25Index(read_documents(config.search_documents))
-    resources = ToolResources(sandbox=sandbox, code_limits=code_limits, index=index, servers=servers, custom=custom)
+    resources = ToolResources(
+        sandbox=sandbox, code_limits=code_limits, index=index, servers=servers, custom=custom, media=media
+    )
     default_environment, makers = _load_custom_environment(config.generate_environment)
     if worker is not None:
         makers = {name: offload_environment(worker, maker) for name, maker in makers.items()}

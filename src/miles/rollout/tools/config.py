@@ -11,7 +11,8 @@ class ToolsConfig:
 
     generate_tools: tuple[str, ...] = option(
         (),
-        "Tools of prompts that name none: calculator, python, shell, files, search, mcp:SERVER, or package.module:name "
+        "Tools of prompts that name none: calculator, python, shell, files, search, crop, zoom, mcp:SERVER, or "
+        "package.module:name "
         "of a user-defined tool, which prompts may then name too.",
     )
     generate_tool_specs_path: str | None = option(

@@ -17,6 +17,9 @@ from miles.core.errors import HookError, MilesError, describe_error
 Message = Mapping[str, Any]
 """A chat message in OpenAI's format."""
 
+ToolResult = str | Sequence[Mapping[str, Any]] | Any
+"""Text, content parts, or a ``PIL.Image``."""
+
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
@@ -44,13 +47,14 @@ class ToolTimeExceeded(Exception):
 class Tool:
     """``parameters`` is a JSON schema of an object; ``call`` gets arguments that were parsed and type-checked.
 
-    It raises ToolError, or any other error, to report it to the model, and EnvironmentFailed to end the trajectory.
+    It returns a text, an image (a ``PIL.Image``), or content parts such as ``{"type": "image", "image": ...}``. It
+    raises ToolError, or any other error, to report it to the model, and EnvironmentFailed to end the trajectory.
     """
 
     name: str
     description: str
     parameters: Mapping[str, Any]
-    call: Callable[[Mapping[str, Any]], Awaitable[str]]
+    call: Callable[[Mapping[str, Any]], Awaitable[ToolResult]]
 
     @property
     def spec(self) -> dict[str, Any]:
@@ -98,12 +102,12 @@ class Toolbox:
         """Run the calls; returns a ``tool`` message for each. Raises ToolTimeExceeded when no time is left."""
         messages: list[dict[str, Any]] = []
         for number, call in enumerate(calls):
-            text = await self._run_call(call, number)
+            content = self._truncate(await self._run_call(call, number))
             name = str(call["function"]["name"])
-            messages.append({"role": "tool", "tool_call_id": call["id"], "name": name, "content": self._truncate(text)})
+            messages.append({"role": "tool", "tool_call_id": call["id"], "name": name, "content": content})
         return messages
 
-    async def _run_call(self, call: Mapping[str, Any], number: int) -> str:
+    async def _run_call(self, call: Mapping[str, Any], number: int) -> str | list[dict[str, Any]]:
         self.stats.calls += 1
         try:
             if number >= self._limits.calls_per_turn:
@@ -117,7 +121,7 @@ class Toolbox:
             self.stats.failures += 1
             return f"Error: {error}."
 
-    async def _call_with_timeout(self, tool: Tool, arguments: Mapping[str, Any]) -> str:
+    async def _call_with_timeout(self, tool: Tool, arguments: Mapping[str, Any]) -> str | list[dict[str, Any]]:
         left = self._limits.tool_seconds - self.stats.seconds
         if left <= 0:
             raise ToolTimeExceeded
@@ -137,12 +141,34 @@ class Toolbox:
             raise ToolError(f"{tool.name} failed with {describe_error(error)}") from error
         finally:
             self.stats.seconds += clock() - start
-        if not isinstance(result, str):  # a user's tool is not type-checked before it runs
-            raise HookError(f"The tool {tool.name} gave a {type(result).__name__}; return text.")
-        return result
+        return _check_result(result, tool.name)
 
-    def _truncate(self, text: str) -> str:
-        return truncate_middle(text, self._limits.result_chars)
+    def _truncate(self, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+        limit = self._limits.result_chars
+        if isinstance(content, str):
+            return truncate_middle(content, limit)
+        return [
+            {**part, "text": truncate_middle(part["text"], limit)} if part["type"] == "text" else part
+            for part in content
+        ]
+
+
+def _check_result(result: Any, name: str) -> str | list[dict[str, Any]]:
+    """A tool's result as content of a message; a user's tool is not type-checked before it runs."""
+    if isinstance(result, str):
+        return result
+    if type(result).__module__.startswith("PIL."):
+        return [{"type": "image", "image": result}]
+    if not isinstance(result, list | tuple) or not result:
+        raise HookError(f"The tool {name} gave a {type(result).__name__}; return text, an image, or content parts.")
+    for part in result:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in ("text", "image", "image_url") or (kind == "text" and not isinstance(part.get("text"), str)):
+            raise HookError(
+                f"The tool {name} gave a part that is neither text nor an image; return parts such as "
+                '{"type": "image", "image": image}.'
+            )
+    return [dict(part) for part in result]
 
 
 def truncate_middle(text: str, limit: int) -> str:

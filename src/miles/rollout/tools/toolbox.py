@@ -4,6 +4,7 @@ calculator          arithmetic
 python, shell       programs in the sandbox, on the trajectory's files
 files               read_file, write_file, list_files, grep on the same files
 search              BM25 over the run's documents
+crop, zoom          parts of the prompt's images
 mcp:NAME            all tools of an MCP server
 any other name      a user-defined tool
 """
@@ -17,18 +18,20 @@ from difflib import get_close_matches
 from typing import Any
 
 from miles.core.errors import DataError, UsageError
+from miles.core.media_store import MediaStore
 from miles.core.types import Prompt
 from miles.rollout.sandbox.protocol import SandboxLimits
 from miles.rollout.sandbox.run import Sandbox
 from miles.rollout.tools.calculator import build_calculator_tool
 from miles.rollout.tools.code import CodeRunner, build_python_tool, build_shell_tool
 from miles.rollout.tools.files import build_file_tools
+from miles.rollout.tools.images import ImageTools
 from miles.rollout.tools.mcp import MCPServers
 from miles.rollout.tools.search import BM25Index, build_search_tool
 from miles.rollout.tools.tool import Tool, ToolError
 from miles.rollout.tools.workspace import Workspace, temporary_workspace
 
-BUILT_IN = ("calculator", "python", "shell", "files", "search")
+BUILT_IN = ("calculator", "python", "shell", "files", "search", "crop", "zoom")
 MCP = "mcp:"
 TOOLS_KEY = "tools"
 """Metadata key with a prompt's tools: a list of names, or a comma-separated string."""
@@ -42,13 +45,15 @@ def _no_tools() -> Mapping[str, Tool]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResources:
-    """Resources tools need. ``sandbox`` is called when a prompt first runs a program; ``custom`` are user tools."""
+    """Resources tools need. ``sandbox`` is called when a prompt first runs a program; ``custom`` are user tools;
+    ``media`` has the images of a model that reads images."""
 
     sandbox: Callable[[], Sandbox] | None = None
     code_limits: SandboxLimits = field(default_factory=SandboxLimits)
     index: BM25Index | None = None
     servers: MCPServers | None = None
     custom: Mapping[str, Tool] = field(default_factory=_no_tools)
+    media: MediaStore | None = None
 
 
 class ToolRegistry:
@@ -81,6 +86,8 @@ class ToolRegistry:
             return "The tool search needs documents; give a JSONL file with --search-documents."
         if name in ("python", "shell") and resources.sandbox is None:
             return f"The tool {name} needs the sandbox, which this run does not have."
+        if name in ("crop", "zoom") and resources.media is None:
+            return f"The tool {name} needs a checkpoint that reads images; name another tool, or another checkpoint."
         if name.startswith(MCP):
             known = () if resources.servers is None else resources.servers.names
             if name.removeprefix(MCP) in known:
@@ -96,9 +103,13 @@ class ToolRegistry:
     async def open(self, prompt: Prompt, stack: AsyncExitStack) -> list[Tool]:
         """Open the tools of one trajectory; see environment.OpenTools."""
         workspace = _LazyWorkspace(prompt, stack, self._resources.code_limits.scratch)
+        images = None if self._resources.media is None else ImageTools(prompt, self._resources.media)
         tools: list[Tool] = []
         for name in self.names(prompt):
-            tools += await self._open_tool(name, workspace, stack)
+            if name in ("crop", "zoom") and images is not None and name not in self._resources.custom:
+                tools.append(images.build_crop() if name == "crop" else images.build_zoom())
+            else:
+                tools += await self._open_tool(name, workspace, stack)
         return tools
 
     async def close(self) -> None:

@@ -20,7 +20,7 @@ from miles.backends.native.server.model_info import ModelInfo
 from miles.cluster.executor import ThreadExecutor
 from miles.core.types import Version
 from miles.models.checkpoint import hf
-from miles.models.tokenizer import load_tokenizer
+from miles.models.processor import load_processor
 from miles.sync.publish import Publication
 
 T = TypeVar("T")
@@ -86,7 +86,7 @@ async def serving(
 ) -> AsyncIterator[Live]:
     """Serve ``folder``; when all is over nothing may be held."""
     config = config or ServeConfig()
-    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(folder)
+    tokenizer = None if config.skip_tokenizer_init else load_processor(folder)
     decoder, run = hf.load(folder, device="cpu"), ThreadExecutor("engine")
     engine = NativeEngine(
         decoder.spec,

@@ -15,6 +15,7 @@ from aiohttp import web
 from miles.backends.native.server.api.chat import (
     ChatFormatter,
     ResponseOptions,
+    has_media,
     parse_chat_body,
     parse_completion_body,
 )
@@ -96,7 +97,7 @@ class GenerationApi:
                 "This server has no tokenizer (--skip-tokenizer-init), so it cannot chat; use /generate."
             )
         parse = partial(parse_chat_body, body, self._formatter, new_rid)
-        is_long = (request.content_length or LARGE_BODY) >= LONG_TEXT
+        is_long = (request.content_length or LARGE_BODY) >= LONG_TEXT or has_media(body)
         requests, options, stream = await asyncio.to_thread(parse) if is_long else parse()
         return await self._serve_openai(request, requests, options, stream, format_chat_completion, ChatChunkFormatter)
 

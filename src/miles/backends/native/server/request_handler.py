@@ -10,12 +10,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
 from miles.backends.native.engine.engine import NativeEngine
 from miles.backends.native.engine.request import Constraint, GenerateRequest
 from miles.backends.native.server.api.grammar import GrammarCache
+from miles.backends.native.server.api.images import place_images
 from miles.backends.native.server.api.request_types import (
     MAX_TOP_LOGPROBS,
     GrammarRule,
@@ -27,6 +29,7 @@ from miles.backends.native.server.output_state import OutputState
 from miles.backends.native.server.sessions import EngineSessions
 from miles.core.detokenizer import IncrementalDetokenizer
 from miles.core.errors import EngineError
+from miles.core.media import Images
 from miles.core.types import Version
 from miles.models.tokenizer import HfTokenizer
 from miles.rollout.serving.errors import RequestError
@@ -181,17 +184,26 @@ class RequestHandler:
     async def _prepare(
         self, requests: Sequence[ParsedRequest]
     ) -> list[tuple[ParsedRequest, list[int], Constraint | None]]:
-        encoded: dict[PromptInput, list[int]] = {}
+        encoded: dict[Any, tuple[list[int], Images]] = {}
         prepared: list[tuple[ParsedRequest, list[int], Constraint | None]] = []
         for request in requests:
-            if request.prompt not in encoded:
-                encoded[request.prompt] = await self._encode(request.prompt)
+            key = (request.prompt, request.image_data, request.image_runs)
+            if key not in encoded:
+                encoded[key] = await self._encode_with_images(request)
             constraint = None if request.grammar is None else await self._build_constraint(request.grammar)
-            prompt = encoded[request.prompt]
+            prompt, images = encoded[key]
             if request.session is not None:
+                if images:
+                    raise RequestError("A session's requests take no images.", param="session_params")
                 prompt = await self._extend_session(request.session, prompt)
-            prepared.append((request, prompt, constraint))
+            prepared.append((replace(request, images=images), prompt, constraint))
         return prepared
+
+    async def _encode_with_images(self, request: ParsedRequest) -> tuple[list[int], Images]:
+        tokens = await self._encode(request.prompt)
+        if not request.image_data:
+            return tokens, request.images
+        return await asyncio.to_thread(place_images, request, tokens, self.tokenizer)
 
     async def _extend_session(self, params: SessionParams, tokens: list[int]) -> list[int]:
         replaced = self.sessions.find_replaced(params)
@@ -294,6 +306,7 @@ class RequestHandler:
             min_new_tokens=request.min_new_tokens,
             stop_regex=request.stop_regex,
             return_routed_experts=request.routed_experts_start_len is not None,
+            images=request.images,
         )
 
     @property

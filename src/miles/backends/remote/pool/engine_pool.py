@@ -148,12 +148,10 @@ class EnginePool:
         self, tokens: Tokens, sampling: SamplingParams, on_tokens: OnTokens, images: Images = ()
     ) -> Completion:
         """``generate``, with ``on_tokens`` called with new tokens as they arrive, from whichever server."""
-        if images:
-            raise EngineError("served engines take no images; use an engine in the process of the run")
         stitcher = ResponseStitcher(
             tokens.tolist(), sampling, eos_token_ids=self._eos_token_ids, decode=self._decode, experts=self.experts
         )
-        key = hash(tokens.tobytes())
+        key = hash((tokens.tobytes(), *(placed.image.digest for placed in images)))
         aborts = self._num_aborts
         failures = 0
         failed: set[str] = set()
@@ -164,7 +162,7 @@ class EnginePool:
             self._add_load(slot, +1)
             started = time.monotonic()
             try:
-                response, error = await client.generate(stitcher.input_ids, stitcher.remaining, on_tokens)
+                response, error = await client.generate(stitcher.input_ids, stitcher.remaining, on_tokens, images)
             finally:
                 self._add_load(slot, -1)
             if error is None:

@@ -157,7 +157,7 @@ class SessionHandlers:
     async def _count_tokens(self, request: web.Request) -> web.Response:
         entry = self._find_entry(request)
         turn = parse_anthropic(await _read_body(request), count_only=True)
-        return _json_response({"input_tokens": self._turns.count_tokens(entry, turn)})
+        return _json_response({"input_tokens": await self._turns.count_tokens(entry, turn)})
 
     async def _run_turn(
         self,
@@ -167,7 +167,7 @@ class SessionHandlers:
         build_formatter: Callable[[TurnHeader], StreamFormatter],
         on_result: Callable[[TurnResult], None] | None = None,
     ) -> web.StreamResponse:
-        started = self._turns.start(self._find_entry(request), turn)
+        started = await self._turns.start(self._find_entry(request), turn)
         headers = {IGNORED_HEADER: ", ".join(started.ignored)} if started.ignored else {}
 
         async def run(queue: TokenQueue | None) -> TurnResult:

@@ -65,18 +65,18 @@ class TurnRunner:
         self._decode = decode
         self._wall_clock = wall_clock
 
-    def count_tokens(self, entry: SessionEntry, request: TurnRequest) -> int:
+    async def count_tokens(self, entry: SessionEntry, request: TurnRequest) -> int:
         """The number of tokens the engine would read."""
-        turn = _begin_turn(entry, request)
+        turn = await _begin_turn(entry, request)
         entry.session.abandon(turn)
         return len(turn.tokens)
 
-    def start(self, entry: SessionEntry, request: TurnRequest) -> StartedTurn:
+    async def start(self, entry: SessionEntry, request: TurnRequest) -> StartedTurn:
         """Find what the engine continues, and how it samples; refuses what cannot be served. ``run`` must follow."""
         if self._sessions.draining:
             raise shutdown_error()
         tokens_left = entry.check_limits()
-        turn = _begin_turn(entry, request)
+        turn = await _begin_turn(entry, request)
         limits = (turn.max_new_tokens, tokens_left, _UNLIMITED)
         settings = entry.settings
         try:
@@ -123,9 +123,9 @@ class TurnRunner:
         tokens = started.turn.tokens
         sampling = started.sampling
         if on_tokens is None:
-            generation = engine.generate(tokens, sampling)
+            generation = engine.generate(tokens, sampling, started.turn.images)
         else:
-            generation = stream_or_generate(engine, tokens, sampling, on_tokens)
+            generation = stream_or_generate(engine, tokens, sampling, on_tokens, started.turn.images)
         work = asyncio.ensure_future(generation)
         entry.watch(work)
         limit = asyncio.timeout(seconds)
@@ -182,9 +182,13 @@ def _is_cancelling() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def _begin_turn(entry: SessionEntry, request: TurnRequest) -> SessionTurn:
+async def _begin_turn(entry: SessionEntry, request: TurnRequest) -> SessionTurn:
+    """Begin the turn; its images are read and processed before, off the event loop."""
     try:
-        return entry.session.begin(request.messages, request.tools, **request.template)
+        messages = await entry.session.prepare(request.messages)
+        if entry.closed:
+            raise RequestError(f"Session {entry.id} was closed while its images were read.", status=404)
+        return entry.session.begin(messages, request.tools, **request.template)
     except ContextLengthError as error:
         raise RequestError(str(error), param="messages", code=CONTEXT_LENGTH_EXCEEDED) from error
     except SessionError as error:

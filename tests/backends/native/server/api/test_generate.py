@@ -125,7 +125,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"text": "a", "stream": "no"}, 'stream is "no", but must be true or false.'),
     ({"text": "a", "priority": "high"}, 'priority is "high", but must be an integer.'),
     ({"text": "a", "logprob_start_len": -5}, "logprob_start_len is -5, but must be at least -1."),
-    ({"text": "a", "image_data": "x"}, "image_data is not supported by this server; leave it out."),
+    ({"text": "a", "video_data": "x"}, "video_data is not supported by this server; leave it out."),
     (
         {"text": "a", "return_hidden_states": True},
         "return_hidden_states is not supported by this server; leave it out.",

@@ -25,11 +25,14 @@ from miles.backends.native.server.api.request_types import (
     dump_schema,
     split_token_prompts,
 )
-from miles.core.errors import MilesError
+from miles.core.errors import DataError, MilesError
+from miles.core.media import Images
+from miles.core.protocols import ImageTokenizer
 from miles.models.tokenizer import HfTokenizer
+from miles.rollout.images import encode_chat, store_images
 from miles.rollout.serving.body import Count, Int, PositiveInt, parse_body
-from miles.rollout.serving.errors import RequestError
-from miles.rollout.serving.messages import TEXT_TYPES, Tool, ToolSchemas, get_tool_schemas
+from miles.rollout.serving.errors import RequestError, SessionError
+from miles.rollout.serving.messages import TEXT_TYPES, Tool, ToolSchemas, extract_media, extract_text, get_tool_schemas
 from miles.rollout.serving.openai_bodies import (
     ChatBody,
     MessageBody,
@@ -161,7 +164,7 @@ def parse_chat_body(
     if not tools:
         choice = "none"
     schemas = get_tool_schemas(tools)
-    prompt = _build_prompt(body, formatter, [] if choice == "none" else tools)
+    prompt, images = _build_prompt(body, formatter, [] if choice == "none" else tools)
     request = build_request(
         body,
         max_new_tokens=body.max_new_tokens,
@@ -173,6 +176,7 @@ def parse_chat_body(
     request = replace(
         request,
         prompt=prompt,
+        images=images,
         priority=body.priority,
         # The markers of tool calls may be special tokens.
         skip_special_tokens=request.skip_special_tokens and choice == "none",
@@ -195,6 +199,19 @@ def parse_chat_body(
         output_parser=_build_output_parser(body, formatter, choice, schemas, prompt),
     )
     return requests, options, body.stream
+
+
+def has_media(value: Any) -> bool:
+    """Whether the body of a chat may hold images, which are decoded on a thread."""
+    messages = value.get("messages") if isinstance(value, dict) else None
+    if not isinstance(messages, list):
+        return False
+    return next(extract_media([m for m in messages if isinstance(m, dict) and _has_parts(m)]), None) is not None
+
+
+def _has_parts(message: dict[str, Any]) -> bool:
+    content = message.get("content")
+    return isinstance(content, list) and all(isinstance(part, dict) for part in content)
 
 
 def parse_completion_body(
@@ -313,17 +330,19 @@ def _build_output_parser(
 # -- the prompt -----------------------------------------------------------------------------
 
 
-def _build_prompt(body: EngineChatBody, formatter: ChatFormatter, tools: Sequence[Tool]) -> tuple[int, ...]:
+def _build_prompt(
+    body: EngineChatBody, formatter: ChatFormatter, tools: Sequence[Tool]
+) -> tuple[tuple[int, ...], Images]:
     if body.input_ids is not None:
-        return split_token_prompts(body.input_ids, "input_ids")[0][0]  # pyright: ignore[reportReturnType]
-    messages = [_build_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
+        return split_token_prompts(body.input_ids, "input_ids")[0][0], ()  # pyright: ignore[reportReturnType]
+    messages = _build_messages(body.messages, formatter.tokenizer)
     template = body.effort_kwargs()
     if template:
         template["thinking"] = template["enable_thinking"]
     template |= body.template_kwargs()
     tokenizer, prefix = formatter.tokenizer, ""
     if body.continue_final_message and messages[-1]["role"] == "assistant":
-        prefix = messages.pop()["content"]
+        prefix = extract_text(messages.pop())
     try:
         text = tokenizer.render_chat_text(messages, add_generation_prompt=True, tools=list(tools) or None, **template)
     except MilesError as error:
@@ -333,13 +352,29 @@ def _build_prompt(body: EngineChatBody, formatter: ChatFormatter, tools: Sequenc
     length = len(text) + len(prefix)
     if length > formatter.max_text_length:
         raise RequestError(f"The conversation has {length} characters, far more than the context has room for.")
-    return (*tokenizer.encode(text), *(tokenizer.encode(prefix) if prefix else ()))
+    try:
+        tokens, images = encode_chat(tokenizer, text, messages)
+    except DataError as error:
+        raise RequestError(str(error), param="messages") from error
+    return (*tokens, *(tokenizer.encode(prefix) if prefix else ())), images
 
 
-def _build_message(body: MessageBody, path: str) -> dict[str, Any]:
-    """A message as chat templates expect it: text content, and call arguments as objects."""
+def _build_messages(bodies: Sequence[MessageBody], tokenizer: HfTokenizer) -> list[dict[str, Any]]:
+    """Messages as chat templates expect them, with their images in the store of a tokenizer that encodes images."""
+    reads_images = isinstance(tokenizer, ImageTokenizer)
+    messages = [_build_message(message, f"messages[{i}]", reads_images) for i, message in enumerate(bodies)]
+    if not reads_images:
+        return messages
+    try:
+        return [dict(message) for message in store_images(messages, tokenizer.media)]
+    except SessionError as error:
+        raise RequestError(str(error), param="messages") from error
+
+
+def _build_message(body: MessageBody, path: str, reads_images: bool) -> dict[str, Any]:
+    """A message as chat templates expect it: text or parts as content, and call arguments as objects."""
     content = join_text_parts(body.content, " ")
-    if isinstance(content, list):
+    if isinstance(content, list) and not reads_images:
         kind = next(part["type"] for part in content if part["type"] not in TEXT_TYPES)
         problem = f"{path}.content has a part of type {kind!r}, but this model reads text only."
         raise RequestError(problem, param=f"{path}.content")

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import ConfigDict, Field
 
 from miles.backends.native.engine.request import FinishReason
+from miles.backends.native.server.api.images import split_image_data, split_image_runs
 from miles.backends.native.server.api.request_types import (
     EngineRequestFields,
     EngineSamplingFields,
@@ -79,11 +80,14 @@ class SessionParamsBody(RequestBody):
 
 
 class GenerateBody(EngineRequestFields):
-    """``/generate``: one prompt or a batch, as text or tokens, with ``n`` completions each."""
+    """``/generate``: one prompt or a batch, as text or tokens, with ``n`` completions each.
+
+    ``image_data`` are the images of a prompt, base64 or data URLs, with one marker in the prompt for each. With
+    ``image_runs``, which is ours, the prompt has their placeholder tokens already.
+    """
 
     unsupported: ClassVar[tuple[str, ...]] = (
         "input_embeds",
-        "image_data",
         "video_data",
         "audio_data",
         "lora_path",
@@ -98,6 +102,8 @@ class GenerateBody(EngineRequestFields):
         "multi_item_delimiter_indices",
     )
     text: Texts | None = None
+    image_data: Any = None
+    image_runs: Any = None
     input_ids: TokenLists | None = None
     sampling_params: OneOrMany[SamplingParamsBody] | None = None
     return_logprob: OneOrMany[bool | None] | None = None
@@ -128,6 +134,8 @@ def parse_generate(value: Any, new_rid: Callable[[], str]) -> tuple[list[ParsedR
     tops = _broadcast("top_logprobs_num", body.top_logprobs_num, count, single, 0)
     chosen = _broadcast_token_lists(body.token_ids_logprob, count, single)
     sessions = _broadcast("session_params", body.session_params, count, single, None)
+    images = split_image_data(body.image_data, count, single)
+    runs = split_image_runs(body.image_runs, images, single)
     if body.session_params is not None and n > 1:
         raise RequestError("A session continues one completion: set n to 1.", param="session_params")
     requests: list[ParsedRequest] = []
@@ -146,6 +154,8 @@ def parse_generate(value: Any, new_rid: Callable[[], str]) -> tuple[list[ParsedR
             return_prompt_token_ids=body.return_prompt_token_ids,
             return_weight_versions=body.return_weight_versions,
             session=None if session is None else session.build(),
+            image_data=images[i],
+            image_runs=runs[i],
         )
         requests += [replace(request, rid=rids[i * n + sample], sample_index=sample) for sample in range(n)]
     return requests, single and n == 1, body.stream

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from miles.backends.native.engine.stop_regex import compile_stop_pattern
 from miles.core.errors import EngineError
+from miles.core.media import Images
 from miles.core.protocols import SamplingParams
 from miles.core.sampling_limits import MAX_LOGIT_BIAS
 from miles.rollout.serving.body import Count, Int, OneOrMany, RequestBody, Texts, as_list
@@ -52,6 +53,15 @@ class SessionParams:
     drop_previous_output: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class ImageRun:
+    """The run of prompt tokens that an image takes, and the digest that its processed arrays must have."""
+
+    start: int
+    length: int
+    digest: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedRequest:
     """One requested completion: the prompt, how it is sampled, and what is returned beside its tokens.
@@ -60,6 +70,9 @@ class ParsedRequest:
     completions of one prompt. ``trim_stop``: the text ends before the stop that matched. ``logprob_start_len`` is the
     first prompt token whose log-prob is returned (None: none). ``routed_experts_start_len``: the routed experts of the
     tokens from that position on are returned.
+
+    ``image_data`` are the raw images of a prompt with one marker for each; with ``image_runs``, of a prompt that has
+    their placeholder tokens already. ``images`` are the processed ones among the prompt's tokens.
     """
 
     prompt: PromptInput
@@ -87,6 +100,9 @@ class ParsedRequest:
     return_prompt_token_ids: bool = False
     return_weight_versions: bool = False
     session: SessionParams | None = None
+    image_data: tuple[Any, ...] = ()
+    image_runs: tuple[ImageRun, ...] | None = None
+    images: Images = ()
 
 
 class EngineSamplingFields(SamplingFields):

@@ -1,0 +1,65 @@
+"""Runs on images: the same tokens and pixels in both planes, recorded once, shown, and replayed to the bit."""
+
+import json
+from importlib.util import find_spec
+
+import pytest
+from tests.models.small_vision import draw_png, write_vision_checkpoint
+
+from miles.launch.main import main
+
+pytestmark = pytest.mark.skipif(find_spec("miles.models.vision.tower") is None, reason="no vision towers")
+
+
+def write_rows(folder, *, images=5):
+    (folder / "pictures").mkdir(parents=True)
+    for seed in range(images):
+        (folder / "pictures" / f"{seed}.png").write_bytes(draw_png(seed))
+    rows = [{"input": "<image>What?", "images": f"pictures/{seed}.png", "label": "a"} for seed in range(images)]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def train(folder, *more: str) -> int:
+    return main(
+        [
+            *("train", "--hf-checkpoint", str(folder / "model"), "--prompt-data", str(folder / "data.jsonl")),
+            *("--multimodal-keys", '{"image": "images"}', "--label-key", "label", "--apply-chat-template"),
+            *("--rm-type", "f1", "--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--num-rollout", "2"),
+            *("--num-steps-per-rollout", "1", "--rollout-max-response-len", "6", "--lr", "1e-3"),
+            *("--save", str(folder / "run"), "--device", "cpu", "--num-threads", "1", "--view", "plain"),
+            *("--parity", "exact", *more),
+        ]
+    )
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_run_on_images_has_parity_0_and_is_replayed_to_the_bit(kind, tmp_path, capsys):
+    write_vision_checkpoint(tmp_path / "model", kind)
+    write_rows(tmp_path)
+    assert train(tmp_path) == 0
+    assert "worst parity     0 mean" in capsys.readouterr().out
+    assert len(list((tmp_path / "run" / "media").iterdir())) == 4
+    assert (tmp_path / "run" / "checkpoints" / "step-000002" / "preprocessor_config.json").is_file()
+    assert main(["show", str(tmp_path / "run"), "--sample", "0"]) == 0
+    shown = capsys.readouterr().out
+    assert "<|vision_start|>[image " in shown and str(tmp_path / "run" / "media") in shown
+    assert main(["replay", str(tmp_path / "run"), "2"]) == 0
+    assert "equal bit for bit" in capsys.readouterr().out
+
+
+def test_served_engines_get_the_images(tmp_path, capsys):
+    write_vision_checkpoint(tmp_path / "model", "qwen2_5_vl")
+    write_rows(tmp_path)
+    assert train(tmp_path, "--rollout-backend", "served") == 0
+    assert "worst parity     0 mean" in capsys.readouterr().out
+
+
+def test_a_truncated_image_is_found_before_the_model_is_loaded(tmp_path, capsys):
+    write_vision_checkpoint(tmp_path / "model", "qwen2_5_vl")
+    write_rows(tmp_path)
+    path = tmp_path / "pictures" / "3.png"
+    path.write_bytes(path.read_bytes()[:-40])
+    assert train(tmp_path) != 0
+    error = capsys.readouterr().err
+    assert "line 4, column images, image 1 (3.png): the image is" in error and "--skip-bad-rows" in error
+    assert train(tmp_path, "--skip-bad-rows") == 0

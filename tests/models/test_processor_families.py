@@ -1,0 +1,124 @@
+"""Processors of further families: their replacement of an image is more than one repeated placeholder."""
+
+import io
+import json
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+from PIL import Image
+from tests.models.small_vision import build_vision_tokenizer, draw_png
+
+from miles.core.errors import UsageError
+from miles.core.media import find_placeholders
+from miles.core.media_store import MediaStore
+from miles.models.processor import MultimodalProcessor, load_processor
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{% if p.type == 'image' %}MARKER{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SQUARE = {"height": 16, "width": 16}
+# family: marker, named and other tokens, classes of the processors, arguments of both, config
+FAMILIES = {
+    "gemma3": (
+        "<start_of_image>",
+        {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"},
+        (),
+        ("Gemma3Processor", "Gemma3ImageProcessor"),
+        {"image_seq_length": 4},
+        {"size": SQUARE},
+        {"image_token_index": "<image_soft_token>"},
+    ),
+    "pixtral": (
+        "[IMG]",
+        {},
+        ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+        ("PixtralProcessor", "PixtralImageProcessor"),
+        {"patch_size": 4, "spatial_merge_size": 2},
+        {"size": {"longest_edge": 32}, "patch_size": {"height": 4, "width": 4}},
+        {"image_token_index": "[IMG]"},
+    ),
+    "internvl": (
+        "<IMG_CONTEXT>",
+        {
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>",
+            "video_token": "<video>",
+        },
+        (),
+        ("InternVLProcessor", "GotOcr2ImageProcessor"),
+        {"image_seq_length": 4},
+        {"size": SQUARE, "crop_to_patches": True, "max_patches": 4},
+        {"image_token_id": "<IMG_CONTEXT>"},
+    ),
+    "glm4v": (
+        "<|image|>",
+        {"image_token": "<|image|>", "video_token": "<|video|>"},
+        (),
+        ("Glm4vProcessor", "Glm4vImageProcessor"),
+        {},
+        {"size": {"shortest_edge": 64, "longest_edge": 4096}, "patch_size": 4},
+        {"image_token_id": "<|image|>"},
+    ),
+}
+
+
+def write(folder, family):
+    marker, named, others, (processor_class, image_class), arguments, settings, config = FAMILIES[family]
+    tokenizer = build_vision_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": [*dict.fromkeys([*named.values(), *others])]})
+    tokenizer.chat_template = TEMPLATE.replace("MARKER", marker)
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | named | {"extra_special_tokens": named}))
+    written = {"processor_class": processor_class, **arguments}
+    (folder / "processor_config.json").write_text(json.dumps(written))
+    image = {"image_processor_type": image_class, "processor_class": processor_class, **settings}
+    (folder / "preprocessor_config.json").write_text(json.dumps(image))
+    ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in config.items()}
+    (folder / "config.json").write_text(json.dumps(ids))
+    return folder
+
+
+NEEDS_TORCHVISION = ("pixtral",)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_and_pixels_are_those_of_transformers(family, tmp_path):
+    if family in NEEDS_TORCHVISION:
+        pytest.importorskip("torchvision")
+    processor = load_processor(write(tmp_path, family), media=MediaStore())
+    assert isinstance(processor, MultimodalProcessor)
+    parts = [{"type": "image", "image": processor.media.put(draw_png(seed, 40, 32))} for seed in (0, 1)]
+    messages = [{"role": "user", "content": [parts[0], {"type": "text", "text": "the\n"}, parts[1]]}]
+    theirs = [
+        {**part, "image": Image.open(io.BytesIO(processor.media.get(part["image"])))} if "image" in part else part
+        for part in messages[0]["content"]
+    ]
+    oracle = processor.hf_processor.apply_chat_template(
+        [{"role": "user", "content": theirs}], tokenize=True, return_dict=True, add_generation_prompt=True
+    )
+    tokens, images = processor.render(messages, add_generation_prompt=True)
+    assert tokens.tolist() == list(np.ravel(oracle["input_ids"]))
+    assert len(images) == 2
+    for placed in images:
+        assert len(find_placeholders(tokens, placed, processor.image_token_id)) == placed.image.num_features > 0
+    pixels = [placed.image.arrays["pixel_values"] for placed in images]
+    np.testing.assert_array_equal(np.concatenate(pixels), np.concatenate([np.asarray(p) for p in _rows(oracle)]))
+
+
+@pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision is installed")
+def test_a_family_that_needs_torchvision_says_so(tmp_path):
+    processor = load_processor(write(tmp_path, "pixtral"), media=MediaStore())
+    assert processor.encode("text alone")
+    with pytest.raises(UsageError, match="pip install torchvision"):
+        processor.process(processor.media.put(draw_png(0)))
+
+
+def _rows(oracle):
+    values = oracle["pixel_values"]
+    rows = [np.asarray(value) for value in values]
+    return [np.stack(rows)] if rows[0].ndim < 4 else rows
