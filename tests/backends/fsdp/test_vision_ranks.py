@@ -66,7 +66,6 @@ def test_expert_parallel_ranks_do_too(tmp_path: Path) -> None:
     check("qwen3_vl_moe", {"ep": Case(layout=ParallelDims(world=2, shard=2, expert=2), share=True)}, tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
 def test_layouts_of_four_ranks_do_too(kind: str, tmp_path: Path) -> None:
     check(kind, FOUR, tmp_path)
