@@ -86,7 +86,7 @@ def measure_steps(workload: str, running: int, steps: int) -> list[float]:
     )
     scheduler = Scheduler(running_batch, prefill_chunk=8192, decode=None)
     inflight, runner, version = InflightSteps(scheduler, 1), NullRunner(), Version()
-    validator = RequestValidator("engine", SPEC, pages * PAGE_SIZE, has_tokenizer=False)
+    validator = RequestValidator("engine", SPEC, pages * PAGE_SIZE, lambda image: None, has_tokenizer=False)
     for seed, prompt in enumerate(build_prompts(workload, running)):
         sampling = SamplingParams(max_new_tokens=steps + 200, seed=seed)
         scheduler.submit(validator.create_req(GenerateRequest(tokens=prompt, sampling=sampling), 0.0))

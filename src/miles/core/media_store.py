@@ -138,7 +138,7 @@ class MediaStore:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{digest}.{read_image_info(data, ImageLimits(max_bytes=len(data))).suffix}"
         if not path.exists():
-            partial = folder / f".{digest}.{os.getpid()}.tmp"
+            partial = folder / f".{digest}.{os.getpid()}.{threading.get_ident()}.tmp"
             partial.write_bytes(data)
             partial.replace(path)
         return path

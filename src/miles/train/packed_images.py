@@ -18,8 +18,7 @@ from miles.core.errors import MilesError, UsageError
 from miles.core.media import Images
 from miles.core.types import Sample
 from miles.models.spec import DecoderSpec
-from miles.models.vision.batch import build_vision_inputs
-from miles.models.vision.inputs import VisionInputs
+from miles.models.vision.inputs import VisionInputs, build_vision_inputs
 from miles.models.vision.positions import compute_rope_positions
 
 

@@ -53,7 +53,7 @@ from miles.models.checkpoint import param_map
 from miles.models.decoder import Decoder
 from miles.models.families import spec_from_config
 from miles.models.spec import DecoderSpec
-from miles.models.vision.batch import build_vision_inputs
+from miles.models.vision.inputs import build_vision_inputs
 from miles.models.vision.positions import compute_rope_positions
 
 TEXT = {

@@ -34,7 +34,7 @@ from miles.models.families import spec_from_config
 from miles.models.lora.targets import list_targets
 from miles.models.parallel.tp_sharding import compute_tp_shards, shard_param, shard_spec
 from miles.models.quantization import plan_quantization
-from miles.models.vision.batch import build_vision_inputs
+from miles.models.vision.inputs import build_vision_inputs
 from miles.models.vision.positions import compute_rope_positions
 from miles.precision.formats import FORMATS, QuantizationSpec
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from miles.backends.native.engine.engine import NativeEngine
     from miles.backends.native.server.app import EngineServer
     from miles.cluster.executor import Executor
+    from miles.models.tokenizer import HfTokenizer
     from miles.observe.view import ProgressStage, View
 
 _PACKAGES = {"aiohttp": "aiohttp", "prometheus_client": "prometheus-client"}
@@ -220,7 +221,6 @@ async def build_server(config: ServeRoot, key: str | None, run: Executor) -> tup
     from miles.models.checkpoint import hf
     from miles.models.lora.adapters import load_engine_factors
     from miles.models.parallel.tp_sharding import compute_tp_shards, shard_spec
-    from miles.models.processor import load_processor
     from miles.models.resolve import resolve_spec
     from miles.sync.publish import Publication
 
@@ -228,12 +228,7 @@ async def build_server(config: ServeRoot, key: str | None, run: Executor) -> tup
     folder = Path(config.models.hf_checkpoint)
     raw, trusted = read_config(folder), config.models.trust_remote_code
     spec = resolve_spec(folder, config.models.model_impl)
-    tokenizer = None
-    if not config.serve.skip_tokenizer_init:
-        cache_bytes = config.media.image_cache_mib << 20
-        tokenizer = load_processor(
-            folder, media=config.media.build_store(), trust_remote_code=trusted, cache_bytes=cache_bytes
-        )
+    tokenizer = None if config.serve.skip_tokenizer_init else _load_processor(config, folder)
     device = platform.detect_platform(config.serve.device, threads=config.serve.num_threads).device
     dtype = hf.choose_dtype(config.models.dtype, raw, device)
     devices = platform.consecutive_devices(device, config.serve.tensor_parallel_size)
@@ -271,6 +266,17 @@ async def build_server(config: ServeRoot, key: str | None, run: Executor) -> tup
         use_model_defaults=config.serve.sampling_defaults == "model",
     )
     return EngineServer(engine, tokenizer, config=config.serve, model_info=model_info, api_key=key), engine
+
+
+def _load_processor(config: ServeRoot, folder: Path) -> HfTokenizer:
+    from miles.models.processor import load_processor
+
+    return load_processor(
+        folder,
+        media=config.media.build_store(),
+        trust_remote_code=config.models.trust_remote_code,
+        cache_bytes=config.media.image_cache_mib << 20,
+    )
 
 
 async def build_reward_server(config: ServeRoot, key: str | None, run: Executor) -> tuple[RewardServer, BatchedScorer]:
