@@ -331,7 +331,7 @@ def test_help_finds_flags_by_name_and_by_sentence(capsys: pytest.CaptureFixture[
 def test_section_titles_say_what_is_in_them(capsys: pytest.CaptureFixture[str]):
     assert main(["train", "--help", "all"]) == 0
     titles = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
-    assert len(titles) == 22 and not any("] Options of" in title for title in titles)
+    assert len(titles) == 23 and not any("] Options of" in title for title in titles)
 
 
 def test_warnings_of_transformers_are_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch):

@@ -52,7 +52,7 @@ class Elsewhere:
     def norm(self, grads):
         return full_grad_norm(grads)
 
-    def values(self, tokens_T, positions_T, lengths, at_R):
+    def values(self, tokens_T, positions_T, lengths, at_R, images=None):
         self.seen += [tokens_T.device, positions_T.device, at_R.device]
         return self.weight.expand(len(at_R)).clone()
 

@@ -31,7 +31,7 @@ from miles.models.accounting.params import ShardingDegrees, list_rank_params, pa
 from miles.models.activation_checkpointing import set_recompute
 from miles.models.checkpoint import hf
 from miles.models.families import spec_from_config
-from miles.models.lora.targets import list_targets
+from miles.models.lora.targets import select_targets
 from miles.models.parallel.tp_sharding import compute_tp_shards, shard_param, shard_spec
 from miles.models.quantization import plan_quantization
 from miles.models.vision.inputs import build_vision_inputs
@@ -215,7 +215,7 @@ def test_the_tower_is_counted_replicated_not_quantized_and_without_adapters(kind
     assert sum(p.count for p in list_rank_params(spec, ShardingDegrees())) == sum(sizes.values())
     quantized = replace(spec, quantization=QuantizationSpec(format=FORMATS["fp8_channel"], packed=False))
     assert plan_quantization(quantized).keys() and not plan_quantization(quantized).keys() & tower
-    assert not {target.param_name for target in list_targets(spec)} & tower
+    assert not {target.param_name for target in select_targets(spec, None, None)} & tower
     assert compute_tp_shards(spec).keys() == sizes.keys()
     assert shard_spec(spec, 2).vision == spec.vision
     for name, parameter in decoder.named_parameters():

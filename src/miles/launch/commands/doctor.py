@@ -48,6 +48,7 @@ REQUIRED: Mapping[str, str] = MappingProxyType(
         "pyyaml": "6.0",
         "rich": "13.7",
         "matplotlib": "3.9",
+        "pillow": "11",
     }
 )
 OPTIONAL: Mapping[str, str] = MappingProxyType(
