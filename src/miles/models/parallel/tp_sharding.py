@@ -246,8 +246,9 @@ def compute_tp_shards(spec: DecoderSpec) -> Mapping[str, TpShard]:
     table["norm.weight"] = _RESIDUAL
     if not spec.tie_embeddings:
         table["lm_head.weight"] = vocabulary
-    # Every rank has the vision tower and computes the features, which are part of the residual stream.
-    table |= {name: _RESIDUAL for name in build_param_map(spec) if name.startswith("vision.")}
+    if spec.vision is not None:
+        # Every rank has the vision tower and computes the features, which are part of the residual stream.
+        table |= {name: _RESIDUAL for name in build_param_map(spec) if name.startswith("vision.")}
     weights = dict(table)
     for name, quantized in plan_quantization(spec).items():
         if quantized.packed:

@@ -51,9 +51,9 @@ def counted(client: SglangClient) -> list[int]:
     """How many requests a client sends from now on."""
     sent, generate = [0], client.generate
 
-    async def counting(tokens, sampling, on_tokens=lambda tokens: None):
+    async def counting(tokens, sampling, on_tokens=lambda tokens: None, images=()):
         sent[0] += 1
-        return await generate(tokens, sampling, on_tokens)
+        return await generate(tokens, sampling, on_tokens, images)
 
     client.generate = counting
     return sent
