@@ -1,0 +1,130 @@
+"""A Qwen3-VL of 0.4 M weights: random weights, a tokenizer of whole words, a chat template and an image processor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+SIDE = 48
+"""Images are resized to SIDE x SIDE pixels: 6 x 6 patches, which become 9 tokens."""
+PATCH = 8
+END = "<|im_end|>"
+PAD = "<|endoftext|>"
+VISION = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
+SPECIAL = ("<|im_start|>", END, PAD, *VISION)
+ROLES = ("system\n", "user\n", "assistant\n")
+CALL = '<tool_call>\n{"name": "zoom", "arguments": {"x": '
+TOOL_PIECES = (CALL, ', "y": ', ', "factor": ', "}}\n</tool_call>", "<tool_response>\n", "\n</tool_response>", "Image ")
+LETTERS = "0123456789.:\n?"
+"""Each a token; what no token stands for is read as a question mark."""
+
+TEMPLATE = (
+    "{% for t in tools or [] %}<|im_start|>system\n{{ t.function.name }}" + END + "\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n"
+    "{% if m.role == 'tool' %}<tool_response>\n{% endif %}"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content or [] %}"
+    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}"
+    "{% for c in m.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
+    "{% if m.role == 'tool' %}\n</tool_response>{% endif %}" + END + "\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_checkpoint(folder: Path, words: tuple[str, ...], *, seed: int = 0) -> None:
+    """A checkpoint folder as published ones are; each of ``words`` is a token."""
+    folder.mkdir(parents=True, exist_ok=True)
+    vocabulary = _write_tokenizer(folder, words)
+    _write_processor(folder)
+    torch.manual_seed(seed)
+    model = Qwen3VLForConditionalGeneration(_build_config(vocabulary))
+    model.save_pretrained(folder)
+
+
+def _build_config(vocabulary: dict[str, int]) -> Qwen3VLConfig:
+    text = {
+        "vocab_size": len(vocabulary),
+        "hidden_size": 96,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 24,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 4, 4]},
+        "bos_token_id": None,
+        "eos_token_id": vocabulary[END],
+        "pad_token_id": vocabulary[PAD],
+    }
+    vision = {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 4,
+        "out_hidden_size": 96,
+        "patch_size": PATCH,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "num_position_embeddings": (SIDE // PATCH) ** 2,
+        "deepstack_visual_indexes": [0],
+        "initializer_range": 0.1,
+    }
+    return Qwen3VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=vocabulary["<|image_pad|>"],
+        video_token_id=vocabulary["<|video_pad|>"],
+        vision_start_token_id=vocabulary["<|vision_start|>"],
+        vision_end_token_id=vocabulary["<|vision_end|>"],
+        tie_word_embeddings=False,
+    )
+
+
+def _write_tokenizer(folder: Path, words: tuple[str, ...]) -> dict[str, int]:
+    """A token for each letter, word and piece of what the template writes; returns the vocabulary."""
+    pieces = (*ROLES, *TOOL_PIECES, *words)
+    vocabulary = {token: number for number, token in enumerate([*LETTERS, *pieces, *SPECIAL])}
+    whole = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    added = [
+        {"id": vocabulary[token], "content": token, **whole, "special": token in SPECIAL}
+        for token in (*pieces, *SPECIAL)
+    ]
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": ""}, "behavior": "Isolated", "invert": False},
+        "post_processor": None,
+        "decoder": {"type": "Fuse"},
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "?"},
+    }
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END,
+        "pad_token": PAD,
+        "chat_template": TEMPLATE,
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return vocabulary
+
+
+def _write_processor(folder: Path) -> None:
+    settings = {
+        "processor_class": "Qwen3VLProcessor",
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "patch_size": PATCH,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "size": {"shortest_edge": SIDE * SIDE, "longest_edge": SIDE * SIDE},
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
