@@ -106,6 +106,7 @@ NO_FUNCTION_SCOPE = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 @settings(suppress_health_check=NO_FUNCTION_SCOPE, max_examples=examples(200), deadline=None)
 @example("Qwen3-30B-A3B", UNEQUAL_EXPERTS)
+@example("Qwen3-0.6B", ["--expert-tensor-parallel-size", "2", "--actor-num-nodes", "2"])
 @given(st.sampled_from(CHECKPOINTS), lines())
 def test_a_plan_and_a_run_refuse_the_same_in_sentences(
     world: Path, monkeypatch: pytest.MonkeyPatch, model: str, words: list[str]

@@ -116,9 +116,10 @@ def check_expert_parallel_size(c: Config) -> Iterator[str]:
 def check_expert_tensor_parallel_size(c: Config) -> Iterator[str]:
     expert_tensor, tensor = c.parallel.expert_tensor_parallel_size, c.parallel.tensor_model_parallel_size
     spec = read_spec_or_none(c.models.hf_checkpoint, c.models.model_impl)
-    if expert_tensor is None or expert_tensor == tensor or (spec is not None and spec.moe is None):
-        return  # a dense model has no experts to shard
-    if c.train.train_backend == "fsdp":
+    if expert_tensor is None or expert_tensor == tensor:
+        return
+    has_experts = spec is None or spec.moe is not None
+    if has_experts and c.train.train_backend == "fsdp":
         yield (
             f"--expert-tensor-parallel-size {expert_tensor} is not --tensor-model-parallel-size {tensor}, but "
             "--train-backend fsdp shards experts over the tensor ranks too; remove it."
