@@ -1,14 +1,11 @@
 """Runs on images: the same tokens and pixels in both planes, recorded once, shown, and replayed to the bit."""
 
 import json
-from importlib.util import find_spec
 
 import pytest
 from tests.models.small_vision import draw_png, write_vision_checkpoint
 
 from miles.launch.main import main
-
-pytestmark = pytest.mark.skipif(find_spec("miles.models.vision.tower") is None, reason="no vision towers")
 
 
 def write_rows(folder, *, images=5):

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from urllib.request import Request, urlopen
 
 from miles.core.errors import UsageError
 
@@ -126,6 +125,8 @@ def decode_base64_image(text: str, limits: ImageLimits | None = None) -> bytes:
 
 def fetch_image(url: str, limits: ImageLimits | None = None, *, timeout: float = 20.0) -> bytes:
     """Download an image over http, no further than the byte limit; ImageFileError if that fails. Blocks."""
+    from urllib.request import Request, urlopen  # an import of 40 ms that `--help` does not pay
+
     limits = limits or ImageLimits()
     if not url.lower().startswith(("http://", "https://")):
         raise ImageFileError("is a URL that is neither http nor https")

@@ -46,6 +46,18 @@ def test_the_first_signal_stops_and_the_second_ends_a_process_that_is_blocked(nu
     assert "Ended by a second signal" in process.stdout.read()
 
 
+def test_one_signal_to_the_process_and_its_group_is_one_signal():
+    # GNU timeout signals its child and then the process group that the child is in.
+    process = start(BLOCKED, start_new_session=True)
+    assert process.stdout is not None
+    os.kill(process.pid, signal.SIGTERM)
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.stdout.readline().startswith("Stopping: ")
+    assert process.poll() is None
+    process.kill()
+    process.wait(60)
+
+
 def test_the_first_signal_stops_the_loop():
     process = start(BUSY.format(work="stopped.wait(60); sys.exit(0 if stopped.is_set() else 3)"))
     process.send_signal(signal.SIGHUP)

@@ -3,7 +3,8 @@
     signal -> wakeup descriptor -> thread: 1. stop the loop, then print   2. print, flush, os._exit
 
 The thread reads what the interpreter's C handler writes, so that a signal is obeyed whatever the main thread, the event
-loop or a user's function is doing. Printing may block or fail, and comes after the stop.
+loop or a user's function is doing. Printing may block or fail, and comes after the stop. GNU timeout signals both its
+child and its process group: the same signal again within an instant is the first one.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PRINT_SECONDS = 1.0
+_REPEAT_SECONDS = 0.2  # within it, the same signal again was sent by the same sender
 
 
 class StopSignal(KeyboardInterrupt):
@@ -45,6 +48,7 @@ class StopSignals:
 
     def __init__(self, note: Callable[[str], None], close: Callable[[], None] = lambda: None) -> None:
         self.received: int | None = None
+        self._received_at = 0.0
         self._note = note
         self._close = close
         self._stop: Callable[[], None] | None = None
@@ -90,14 +94,19 @@ class StopSignals:
                         self._receive(number)
 
     def _receive(self, number: int) -> None:
+        if number == self.received and time.monotonic() - self._received_at < _REPEAT_SECONDS:
+            return
         if self.received is not None:
             _run_briefly(self._end)
             os._exit(exit_code_from_signal(number))
-        self.received = number
+        self.received, self._received_at = number, time.monotonic()
         if self._stop is not None:
             self._stop()
-            text = "Stopping: this step is finished and saved first (a second signal, or Ctrl-C again, drops it)."
-            threading.Thread(target=self._note, args=(text,), daemon=True).start()
+            threading.Thread(target=self._say_stopping, daemon=True).start()
+
+    def _say_stopping(self) -> None:
+        time.sleep(_REPEAT_SECONDS)  # whoever reads the line and signals again is obeyed
+        self._note("Stopping: this step is finished and saved first (a second signal, or Ctrl-C again, drops it).")
 
     def _end(self) -> None:
         self._note("Ended by a second signal; the same command resumes from the last checkpoint.")
