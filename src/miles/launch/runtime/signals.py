@@ -49,6 +49,8 @@ class StopSignals:
     def __init__(self, note: Callable[[str], None], close: Callable[[], None] = lambda: None) -> None:
         self.received: int | None = None
         self._received_at = 0.0
+        self._notice: threading.Thread | None = None
+        self._stopped = threading.Event()
         self._note = note
         self._close = close
         self._stop: Callable[[], None] | None = None
@@ -81,6 +83,9 @@ class StopSignals:
             yield
         finally:
             self._stop = None
+            self._stopped.set()
+            if self._notice is not None:
+                self._notice.join(_PRINT_SECONDS)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if self._stop is None:
@@ -101,11 +106,11 @@ class StopSignals:
             os._exit(exit_code_from_signal(number))
         self.received, self._received_at = number, time.monotonic()
         if self._stop is not None:
+            self._notice = _start_thread(self._say_stopping)
             self._stop()
-            threading.Thread(target=self._say_stopping, daemon=True).start()
 
     def _say_stopping(self) -> None:
-        time.sleep(_REPEAT_SECONDS)  # whoever reads the line and signals again is obeyed
+        self._stopped.wait(_REPEAT_SECONDS)  # whoever reads the line and signals again is obeyed
         self._note("Stopping: this step is finished and saved first (a second signal, or Ctrl-C again, drops it).")
 
     def _end(self) -> None:
@@ -115,6 +120,10 @@ class StopSignals:
 
 def _run_briefly(work: Callable[[], None]) -> None:
     """Run what may block, and wait for it at most a moment."""
+    _start_thread(work).join(_PRINT_SECONDS)
+
+
+def _start_thread(work: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    thread.join(_PRINT_SECONDS)
+    return thread
