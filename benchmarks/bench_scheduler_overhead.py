@@ -23,7 +23,8 @@ from miles.backends.native.engine.forward_batch import ForwardBatch, StepOutput
 from miles.backends.native.engine.prefix_cache import PageAllocator
 from miles.backends.native.engine.req_slots import ReqSlots
 from miles.backends.native.engine.request import GenerateRequest
-from miles.backends.native.engine.scheduler import RunningBatch, Scheduler
+from miles.backends.native.engine.running_batch import RunningBatch
+from miles.backends.native.engine.scheduler import Scheduler
 from miles.backends.native.engine.validate import RequestValidator
 from miles.cluster.executor import ThreadExecutor
 from miles.core.protocols import SamplingParams

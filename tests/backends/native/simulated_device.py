@@ -19,7 +19,8 @@ from miles.backends.native.engine.prefix_cache import PageAllocator
 from miles.backends.native.engine.req import Req
 from miles.backends.native.engine.req_slots import ReqSlots
 from miles.backends.native.engine.request import GenerateRequest
-from miles.backends.native.engine.scheduler import PrefillDelay, RunningBatch, Scheduler
+from miles.backends.native.engine.running_batch import RunningBatch
+from miles.backends.native.engine.scheduler import PrefillDelay, Scheduler
 from miles.backends.native.engine.vision import PromptImages, place_images
 from miles.core.media import PlacedImage, make_image_input
 from miles.core.protocols import SamplingParams

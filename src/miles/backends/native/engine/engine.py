@@ -29,7 +29,8 @@ from miles.backends.native.engine.prefix_cache import PageAllocator
 from miles.backends.native.engine.req import DecodeFn, Req, RequestOutput
 from miles.backends.native.engine.req_slots import ReqSlots
 from miles.backends.native.engine.request import GenerateRequest
-from miles.backends.native.engine.scheduler import RoutedExpertsStore, RunningBatch, Scheduler
+from miles.backends.native.engine.running_batch import RoutedExpertsStore, RunningBatch
+from miles.backends.native.engine.scheduler import Scheduler
 from miles.backends.native.engine.validate import RequestValidator
 from miles.backends.native.runner.factory import build_runner
 from miles.cluster.executor import Executor

@@ -1,0 +1,288 @@
+"""The running batch: request slots, KV cache pages, prefix sharing and forks of the requests that run.
+
+Shapes: as in ``forward_batch``; C token locations of the KV cache, S request slots.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from miles.backends.native.engine.forward_batch import Fork, ForwardBatch, compute_cache_locs, compute_positions
+from miles.backends.native.engine.prefix_cache import ROOT, PageAllocator
+from miles.backends.native.engine.req import Req
+from miles.backends.native.engine.req_slots import ReqSlots
+from miles.backends.native.engine.request import Ints
+from miles.core.types import Array
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the engine was created."""
+
+    prefilled_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+
+
+class RoutedExpertsStore:
+    """Routed experts of every token in the KV cache, in host memory; a prefix hit finds its experts too.
+
+    ``inflight_copies`` (target -> source) are page copies of steps whose output has not arrived: the experts they copy
+    are still at the source.
+    """
+
+    def __init__(self, no_expert: Array, pages: int, page_size: int) -> None:
+        # Zero pages are mapped by the operating system on first write: unused locations take no memory.
+        self._experts_CLx = np.zeros((pages * page_size, *no_expert.shape), no_expert.dtype)
+        self._page_size = page_size
+        self.inflight_copies: dict[int, int] = {}
+        self.empty_TLx = self._experts_CLx[:0]
+
+    def write(self, batch: ForwardBatch, experts_TLx: Array) -> None:
+        """Store the experts of a step, after its page copies."""
+        sources, targets = batch.page_copies
+        if len(targets):
+            pages = self._experts_CLx.reshape(-1, self._page_size, *self._experts_CLx.shape[1:])
+            pages[targets] = pages[sources]
+            for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
+                if self.inflight_copies.get(target) == source:
+                    del self.inflight_copies[target]
+        self._experts_CLx[compute_cache_locs(batch, compute_positions(batch), self._page_size)] = experts_TLx
+
+    def read(self, pages: Sequence[int], first: int, end: int, due_copies: Mapping[int, int]) -> Array:
+        """Return the experts of tokens ``first`` to ``end`` of a sequence in these pages.
+
+        Some pages may be copies still due: a request that ends with its first token never gets its own.
+        """
+        copies = self.inflight_copies | dict(due_copies)
+        pages = [copies.get(page, page) for page in pages]
+        positions: Ints = np.arange(first, end)
+        size = self._page_size
+        return self._experts_CLx[np.array(pages, np.int64)[positions // size] * size + positions % size]
+
+
+def get_sort_key(req: Req) -> tuple[int, int]:
+    """Return what running and waiting requests are sorted by."""
+    return req.sort_key
+
+
+class RunningBatch:
+    """Running requests: slot and page allocation, prefix sharing, n-sample forking.
+
+    ``running`` requests have pages and are sorted; ``followers`` have only a slot. ``membership`` counts joins and
+    leaves. With ``share_prefill``, requests with the same prompt have it computed by the first of them (the leader).
+    """
+
+    def __init__(
+        self,
+        pages: PageAllocator,
+        slots: ReqSlots,
+        *,
+        share_prefill: bool,
+        routed_experts: RoutedExpertsStore | None = None,
+        clock: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self.pages = pages
+        self.slots = slots
+        self.routed_experts = routed_experts
+        self.running: list[Req] = []
+        self.needing_last_token: set[Req] = set()
+        self.counters = Counters()
+        self.membership = 0
+        self._share_prefill = share_prefill
+        self._clock = clock
+        self._leaders: dict[bytes, Req] = {}
+        self._slots_R: Ints | None = None
+
+    @property
+    def slots_R(self) -> Ints:
+        """The slots of the running requests, in order."""
+        if self._slots_R is None:
+            self._slots_R = np.array([req.slot for req in self.running], np.int64)
+        return self._slots_R
+
+    def iter_reqs(self) -> Iterator[Req]:
+        """Yield every request with a slot."""
+        for req in self.running:
+            yield req
+            yield from req.followers
+
+    def req_at(self, slot: int) -> Req:
+        req = self.slots.reqs[slot]
+        assert req is not None
+        return req
+
+    def reqs_at(self, slots_B: Ints) -> list[Req]:
+        reqs = self.slots.reqs
+        return [req for slot in slots_B.tolist() if (req := reqs[slot]) is not None]
+
+    def find_slots_needing_page(self) -> Ints:
+        slots, slots_R = self.slots, self.slots_R
+        num_computed_R = slots.num_computed_S[slots_R]
+        return slots_R[(num_computed_R == slots.capacity_S[slots_R]) & (num_computed_R < slots.target_S[slots_R])]
+
+    # -- joining ----------------------------------------------------------------------------
+
+    def follow_leader(self, req: Req) -> bool:
+        """Give the request a slot behind one that prefills the same prompt; return False if there is none."""
+        if not req.can_share_prefill:
+            return False
+        leader = self._leaders.get(req.prompt_key)
+        if leader is None or leader.cache_epoch != self.pages.epoch:
+            return False
+        self.slots.allocate(req)
+        leader.followers.append(req)
+        return True
+
+    def admit(self, req: Req) -> bool:
+        """Give a request a slot and pages for all its tokens, if that leaves one page for each running request."""
+        pages = self.pages
+        # Positions to score must be computed, even if they are in the prefix cache.
+        num_tokens = req.next_scored if req.next_scored < req.prompt_length else len(req.tokens)
+        match = pages.match_prefix(req.prefix_keys(0, num_tokens))
+        pages.acquire(match.pages)
+        new_pages = -(-len(req.tokens) // pages.size) - len(match.pages)
+        if pages.available < new_pages + len(self.running):
+            pages.release(match.pages)
+            return False
+        req.pages = match.pages + [pages.allocate() for _ in range(new_pages)]
+        req.prefix_nodes = match.nodes
+        req.cache_epoch = pages.epoch
+        num_computed = len(match.pages) * pages.size
+        if match.tail is not None:
+            pages.copies[req.pages[len(match.pages)]] = match.tail
+            num_computed = num_tokens - 1
+        self.slots.allocate(req)
+        self._start(req, num_computed)
+        if req.can_share_prefill and self._share_prefill:
+            self._leaders[req.prompt_key] = req
+        return True
+
+    def plan_forks(self, leaders: list[Req]) -> tuple[list[Fork], list[Req]]:
+        """Return forks of the followers of these leaders, and the followers without a page, which lose their slot."""
+        forks, rejected = list[Fork](), list[Req]()
+        for leader in leaders:
+            for follower in leader.followers:
+                page = -1
+                if leader.prompt_length % self.pages.size:
+                    if self.pages.available <= len(self.running) + len(forks):
+                        self.slots.release(follower)
+                        rejected.append(follower)
+                        continue
+                    page = self.pages.allocate()
+                forks.append(Fork(leader, follower, page))
+            leader.followers = []
+        return forks, rejected
+
+    def finish_prefill(self, leader: Req) -> None:
+        """Insert the last page of a computed prompt into the prefix cache."""
+        pages, size = self.pages, self.pages.size
+        if self._leaders.get(leader.prompt_key) is leader:
+            del self._leaders[leader.prompt_key]
+        full_pages = (leader.prompt_length - 1) // size
+        if pages.share and leader.cache_epoch == pages.epoch:
+            node = leader.prefix_nodes[full_pages - 1] if full_pages else ROOT
+            keys = leader.prefix_keys(full_pages * size, leader.prompt_length)
+            pages.insert(node, keys, leader.pages[full_pages])
+
+    def apply_fork(self, fork: Fork) -> None:
+        """Share the leader's prompt: full pages by reference, the last one by copy."""
+        leader, follower, page = fork
+        full_pages = leader.prompt_length // self.pages.size
+        follower.pages = leader.pages[:full_pages]
+        self.pages.acquire(follower.pages)
+        if page >= 0:
+            follower.pages.append(page)
+            self.pages.copies[page] = leader.pages[full_pages]
+        follower.prefix_nodes = leader.prefix_nodes[:full_pages]
+        follower.cache_epoch = leader.cache_epoch
+        self.slots.copies[follower.slot] = leader.slot
+        self._start(follower, leader.prompt_length)
+        # Its first token was sampled together with its leader's.
+        self.slots.length_S[follower.slot] += 1
+        self.slots.token_S[follower.slot] = -1
+
+    def _start(self, req: Req, num_computed: int) -> None:
+        if req.cached_tokens < 0:
+            req.cached_tokens = num_computed
+            req.start_time = self._clock()
+        self.counters.cached_tokens += num_computed
+        self.slots.start(req, num_computed, self.pages.size)
+        insort(self.running, req, key=get_sort_key)
+        self._slots_R = None
+        self.membership += 1
+        if req.needs_last_token:
+            self.needing_last_token.add(req)
+
+    # -- running ----------------------------------------------------------------------------
+
+    def add_page(self, req: Req) -> None:
+        """Allocate one more page; at least one must be available."""
+        self.slots.add_page(req, self.pages.allocate(), self.pages.size)
+
+    def insert_prefix(self, req: Req, num_tokens: int) -> None:
+        """Insert the full pages among the first ``num_tokens`` tokens into the prefix cache."""
+        pages, nodes = self.pages, req.prefix_nodes
+        size = pages.size
+        if not pages.share or req.cache_epoch != pages.epoch:
+            return
+        for i in range(len(nodes), num_tokens // size):
+            keys = req.prefix_keys(i * size, (i + 1) * size)
+            nodes.append(pages.insert(nodes[-1] if nodes else ROOT, keys, req.pages[i]))
+
+    # -- leaving ----------------------------------------------------------------------------
+
+    def release(self, req: Req) -> list[Req]:
+        """Free the pages and slot of a request; return its followers, which must be queued again."""
+        del self.running[bisect_left(self.running, req.sort_key, key=get_sort_key)]
+        self._slots_R = None
+        self.membership += 1
+        self.needing_last_token.discard(req)
+        self._save_routed_experts(req)
+        self.pages.release(req.pages)
+        self.slots.release(req)
+        req.pages, req.prefix_nodes = [], []
+        if self._leaders.get(req.prompt_key) is req:
+            del self._leaders[req.prompt_key]
+        followers, req.followers = req.followers, []
+        for follower in followers:
+            self.slots.release(follower)
+        return followers
+
+    def remove_follower(self, follower: Req) -> None:
+        leader = next(req for req in self.running if follower in req.followers)
+        leader.followers.remove(follower)
+        self.slots.release(follower)
+
+    def _save_routed_experts(self, req: Req) -> None:
+        """Keep the experts of each token from when it was first computed: the next token was sampled from that."""
+        if self.routed_experts is None or (req.has_no_output and not req.finish_kind):
+            return
+        saved_TLx = self.routed_experts.empty_TLx if req.routed_experts_TLx is None else req.routed_experts_TLx
+        known = min(int(self.slots.num_computed_S[req.slot]), len(req.tokens) - 1)
+        end = max(known, len(saved_TLx))
+        new_TLx = self.routed_experts.read(req.pages, len(saved_TLx), end, self.pages.copies)
+        req.routed_experts_TLx = np.concatenate((saved_TLx, new_TLx))
+
+    def check(self) -> None:
+        """Assert that slots, pages and requests agree."""
+        slots, running = self.slots, self.running
+        reqs = list(self.iter_reqs())
+        self.pages.check([page for req in running for page in req.pages])
+        assert slots.free + len(reqs) == slots.count
+        assert all(slots.reqs[req.slot] is req for req in reqs)
+        assert sum(req is not None for req in slots.reqs) == len(reqs)
+        assert int(slots.stop_counts_V.sum()) == sum(len(req.stop_token_ids) for req in reqs)
+        assert [req.sort_key for req in running] == sorted(req.sort_key for req in running)
+        for req in running:
+            assert slots.capacity_S[req.slot] == len(req.pages) * self.pages.size >= slots.num_computed_S[req.slot]
+            assert slots.block_table_SP[req.slot, : len(req.pages)].tolist() == req.pages
+            assert len(req.tokens) <= slots.length_S[req.slot] <= req.max_length
+        assert set(self._leaders.values()) <= set(running)
+        assert self.needing_last_token == {req for req in running if req.needs_last_token}
