@@ -86,9 +86,11 @@ class Tiny:
         engine.commit()
 
     def engine(self, decoder: Decoder | None = None, *, decode=None, run=None, clock=None, **options) -> NativeEngine:
-        """An engine with this decoder's weights, on its device and in its dtype."""
+        """An engine with this decoder's weights and numerics, on its device and in its dtype."""
         decoder = decoder or self.decoder()
-        config = NativeConfig(**{f"engine_{name}": value for name, value in options.items()})
+        config = NativeConfig(
+            **{name if name.startswith("speculative_") else f"engine_{name}": value for name, value in options.items()}
+        )
         like = decoder.embedding.weight
         engine = NativeEngine(
             decoder.spec,
@@ -98,6 +100,7 @@ class Tiny:
             run=run or InlineExecutor(),
             decode=decode,
             clock=clock or time.perf_counter,
+            numerics=decoder.numerics,
             _depth=self.depth,
         )
         self.publish(engine, decoder)

@@ -15,12 +15,15 @@ from miles.backends.native.engine.forward_batch import (
     compute_positions,
     compute_rope_positions,
 )
+from miles.backends.native.engine.ngram_draft import NgramDrafter
 from miles.backends.native.engine.prefix_cache import PageAllocator
 from miles.backends.native.engine.req import Req
 from miles.backends.native.engine.req_slots import ReqSlots
 from miles.backends.native.engine.request import GenerateRequest
 from miles.backends.native.engine.running_batch import RunningBatch
 from miles.backends.native.engine.scheduler import PrefillDelay, Scheduler
+from miles.backends.native.engine.speculation import Speculation
+from miles.backends.native.engine.step_cost import StepCost
 from miles.backends.native.engine.vision import PromptImages, place_images
 from miles.core.media import PlacedImage, make_image_input
 from miles.core.protocols import SamplingParams
@@ -184,13 +187,19 @@ class World:
         depth=0,
         prefill_delay=0,
         min_running=1,
+        draft_tokens=0,
+        row_seconds=0.01,
     ):
         self.running_batch = RunningBatch(
             PageAllocator(pages, size, share=share and not recurrent),
             ReqSlots(num_slots, pages, 1000),
             share_prefill=share,
         )
-        self.scheduler = Scheduler(self.running_batch, prefill_chunk=chunk, decode=None)
+        self.speculation = None
+        if draft_tokens and not recurrent:
+            cost = StepCost(fixed_seconds=1, row_seconds=row_seconds, expert_seconds=0, expert_share=0)
+            self.speculation = Speculation(NgramDrafter(500), max_draft_tokens=draft_tokens, cost=cost)
+        self.scheduler = Scheduler(self.running_batch, prefill_chunk=chunk, decode=None, speculation=self.speculation)
         self.scheduler.prefill_delay = PrefillDelay(prefill_delay, min_running)
         self.device = Device(pages, size, num_slots, recurrent)
         self.depth = depth

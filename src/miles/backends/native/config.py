@@ -1,6 +1,7 @@
 """Options of the embedded engine."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from miles.config.option import option
 
@@ -49,6 +50,25 @@ class NativeConfig:
         True,
         "Return the routed experts of every token of an MoE model, which a trainer can replay.",
         off="--disable-engine-return-routed-experts",
+    )
+    speculative_algorithm: Literal["none", "ngram"] = option(
+        "none",
+        "Draft tokens and verify several of them in one engine step: ngram drafts what followed the same tokens in the "
+        "prompt or in its other samples, of this and earlier epochs. The sampled tokens stay those of the policy.",
+    )
+    speculative_num_draft_tokens: int = option(
+        8,
+        "Maximum drafted tokens of a request per engine step; fewer, or none, where more would not pay.",
+        unit="tokens",
+        ge=1,
+        le=64,
+    )
+    speculative_history_tokens: int = option(
+        1_000_000,
+        "Tokens of earlier samples kept for --speculative-algorithm ngram; those of the prompts used least recently "
+        "are forgotten.",
+        unit="tokens",
+        ge=1,
     )
     engine_cuda_graph: bool = option(
         True,

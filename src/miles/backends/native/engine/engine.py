@@ -31,6 +31,7 @@ from miles.backends.native.engine.req_slots import ReqSlots
 from miles.backends.native.engine.request import GenerateRequest
 from miles.backends.native.engine.running_batch import RoutedExpertsStore, RunningBatch
 from miles.backends.native.engine.scheduler import Scheduler
+from miles.backends.native.engine.speculation import build_speculation
 from miles.backends.native.engine.validate import RequestValidator
 from miles.backends.native.runner.factory import build_runner
 from miles.cluster.executor import Executor
@@ -176,11 +177,13 @@ class NativeEngine:
             routed_experts=None if no_expert is None else RoutedExpertsStore(no_expert, num_pages, page_size),
             clock=clock,
         )
+        self._speculation = build_speculation(spec, config, self._platform, dtype)
         self._scheduler = Scheduler(
             running_batch,
             prefill_chunk=resolve_prefill_chunk(spec, config, self._platform),
             decode=decode,
             prefill_delay=resolve_prefill_delay(config, self._runner.uses_cuda_graphs),
+            speculation=self._speculation,
         )
         self._inflight = InflightSteps(self._scheduler, int(device.type != "cpu") if _depth is None else _depth)
         check_image = self._runner.check_image
@@ -327,6 +330,8 @@ class NativeEngine:
     def stats(self) -> Mapping[str, float]:
         """Return the counters since the engine was created, and the seconds spent in steps."""
         counters = {name: float(count) for name, count in asdict(self._scheduler.counters).items()}
+        if self._speculation is not None:
+            counters |= self._speculation.counters.as_metrics()
         return {**counters, "encoded_images": float(self._runner.num_encoded_images), "seconds": self._step_seconds}
 
     async def close(self) -> None:

@@ -7,6 +7,7 @@ logit edits, K rows under a grammar mask, Z = V / 32 words of a mask, L MoE laye
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -108,6 +109,9 @@ class ForwardBatch:
     The features of ``vision`` replace the embeddings of some tokens. Rope positions are positions in the sequence,
     plus ``rope_offsets_B`` if there are any; ``rope_positions_3T`` (time, height, width) in place of these if some
     sequence has not computed all its images yet, and the model has M-RoPE.
+
+    A drafted token is verified by a sequence of its own: it has the pages of its request, and starts one token later
+    than the sequence before it. Keys are written before attention reads them, so it sees the drafts before it.
 
     A ``decode_only`` step has one token per sequence, each sampled in order, with nothing scored, queried or edited,
     and none of an image; it may have copies. Only such steps run as CUDA graphs.
@@ -246,6 +250,23 @@ class ScoredSpan(NamedTuple):
     row: int
 
 
+class DraftRows(NamedTuple):
+    """Drafted tokens of rows: row i computes ``tokens[i]``, the ``offsets[i]``-th draft behind the request's tokens.
+
+    Offset 0 is the request's last token itself, as without speculation; then the token is not used.
+    """
+
+    offsets: Ints
+    tokens: Ints
+
+    def take(self, rows: Ints) -> DraftRows:
+        return DraftRows(self.offsets[rows], self.tokens[rows])
+
+    def pad(self, count: int) -> DraftRows:
+        """Return these rows and ``count`` more without drafts."""
+        return DraftRows(np.pad(self.offsets, (0, count)), np.pad(self.tokens, (0, count)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledStep:
     """One scheduled step, kept until its output is processed.
@@ -253,7 +274,8 @@ class ScheduledStep:
     ``sampled_reqs`` get one token each, row by row, the last of them through ``forks``. ``last_token_rows_D`` are the
     rows that reach their maximum length; ``needs_check_D`` those whose every token is checked. ``prefilled`` requests
     have computed their whole prompt; ``filled_pages`` lists requests that fill a page with sampled tokens, and up to
-    which token; ``done_reqs`` have nothing left to compute or sample.
+    which token; ``done_reqs`` have nothing left to compute or sample. With ``drafts_D``, a request may have several
+    rows, one after the other, and gets a token from each whose draft is the token before it.
     """
 
     batch: ForwardBatch
@@ -265,6 +287,7 @@ class ScheduledStep:
     done_reqs: list[Req]
     last_token_rows_D: Ints
     needs_check_D: Bools | None
+    drafts_D: DraftRows | None = None
 
 
 class StaticSamplingInfo(NamedTuple):
@@ -319,7 +342,7 @@ class DecodeRows(NamedTuple):
     """The one-token rows of a step, cached while the same requests decode.
 
     ``slots_B`` are their slots in scheduling order; ``sampling_info`` has requests with a common prompt as neighbours.
-    ``membership`` is ``RunningBatch.membership`` at the time this was built.
+    ``membership`` is ``RunningBatch.membership`` at the time this was built; rows with ``drafts_B`` are not cached.
     """
 
     slots_B: Ints
@@ -330,6 +353,7 @@ class DecodeRows(NamedTuple):
     shared_B: Ints
     ones_B: Ints
     rows_B: Ints
+    drafts_B: DraftRows | None = None
 
     @property
     def can_use_graph(self) -> bool:
@@ -355,6 +379,38 @@ def build_decode_rows(
     )
 
 
+def build_draft_rows(
+    slots_B: Ints, drafts: Mapping[int, Sequence[int]], reqs_at: Callable[[Ints], list[Req]], slots: ReqSlots, size: int
+) -> DecodeRows:
+    """Return one-token rows of these requests, and behind each one's row those of its drafts (slot -> tokens).
+
+    The rows of a request that shares no prompt with others share all its full pages of ``size`` tokens.
+    """
+    ordered_B = slots_B[np.argsort(slots.prefix_page_S[slots_B], kind="stable")]
+    chains = [drafts.get(slot, ()) for slot in ordered_B.tolist()]
+    counts_B = np.array([1 + len(chain) for chain in chains], np.int64)
+    rows_B = ordered_B.repeat(counts_B)
+    group_B, shared_B = group_by_prefix(rows_B, slots)
+    owner_B = np.arange(len(ordered_B)).repeat(counts_B)
+    last_B = np.append(group_B[1:] != group_B[:-1], True).nonzero()[0]
+    alone_B = (owner_B[last_B] == owner_B[np.append(0, last_B[:-1] + 1)])[group_B] & (counts_B[owner_B] > 1)
+    shared_B = np.where(alone_B, slots.num_computed_S[rows_B] // size * size, shared_B)
+    return DecodeRows(
+        slots_B=slots_B,
+        membership=-1,
+        reqs=reqs_at(rows_B),
+        sampling_info=gather_sampling_info(rows_B, slots),
+        group_B=group_B,
+        shared_B=shared_B,
+        ones_B=np.ones(len(rows_B), np.int64),
+        rows_B=np.arange(len(rows_B)),
+        drafts_B=DraftRows(
+            np.concatenate([np.arange(count) for count in counts_B.tolist()]),
+            np.array([token for chain in chains for token in (-1, *chain)], np.int64),
+        ),
+    )
+
+
 def group_by_prefix(req_slots_B: Ints, slots: ReqSlots) -> tuple[Ints, Ints]:
     """Return the group of each row (neighbours that share all full prompt pages), and the shared tokens."""
     prefix_page_B, prefix_tokens_B = slots.prefix_page_S[req_slots_B], slots.prefix_tokens_S[req_slots_B]
@@ -376,12 +432,16 @@ class BatchRows(NamedTuple):
     group_B: Ints
     shared_B: Ints
     num_decodes: int
+    drafts_B: DraftRows | None = None
 
 
 def build_batch_rows(decode_rows: DecodeRows, chunks: Sequence[PrefillChunk], slots: ReqSlots) -> BatchRows:
     """Put decode rows first, then prefill chunks, which come with one-token chunks first."""
     req_slots_B = decode_rows.sampling_info.req_slots_D
+    drafts_B = decode_rows.drafts_B
     starts_B = slots.num_computed_S[req_slots_B]
+    if drafts_B is not None:
+        starts_B = starts_B + drafts_B.offsets
     if not chunks:
         return BatchRows(
             reqs=decode_rows.reqs,
@@ -391,8 +451,10 @@ def build_batch_rows(decode_rows: DecodeRows, chunks: Sequence[PrefillChunk], sl
             last_rows_B=decode_rows.rows_B,
             group_B=decode_rows.group_B,
             shared_B=decode_rows.shared_B,
-            num_decodes=len(decode_rows.slots_B),
+            num_decodes=len(decode_rows.reqs),
+            drafts_B=drafts_B,
         )
+    drafts_B = None if drafts_B is None else drafts_B.pad(len(chunks))
     counts_B = np.concatenate((decode_rows.ones_B, [chunk.length for chunk in chunks]))
     return BatchRows(
         reqs=[*decode_rows.reqs, *(chunk.req for chunk in chunks)],
@@ -403,12 +465,16 @@ def build_batch_rows(decode_rows: DecodeRows, chunks: Sequence[PrefillChunk], sl
         group_B=np.pad(decode_rows.group_B, (0, len(chunks)), constant_values=-1),
         shared_B=np.pad(decode_rows.shared_B, (0, len(chunks))),
         num_decodes=int((counts_B == 1).sum()),
+        drafts_B=drafts_B,
     )
 
 
 def gather_tokens(rows: BatchRows, chunks: Sequence[PrefillChunk], slots: ReqSlots) -> Ints:
     """Return the new tokens [T] of a step."""
-    tokens_B = slots.token_S[rows.req_slots_B[: len(rows.req_slots_B) - len(chunks)]]
+    count = len(rows.req_slots_B) - len(chunks)
+    tokens_B = slots.token_S[rows.req_slots_B[:count]]
+    if rows.drafts_B is not None:
+        tokens_B = np.where(rows.drafts_B.offsets[:count] > 0, rows.drafts_B.tokens[:count], tokens_B)
     if not chunks:
         return tokens_B
     return np.concatenate(
@@ -444,16 +510,21 @@ def gather_image_rows(rows: BatchRows, slots: ReqSlots) -> ImageRows:
     return ImageRows(build_vision_batch(touched), rope_positions_3T=positions_3T)
 
 
-def build_logit_edits(sampled_reqs: Sequence[Req], slots: ReqSlots) -> LogitEdits | None:
+def build_logit_edits(
+    sampled_reqs: Sequence[Req], slots: ReqSlots, drafts_D: DraftRows | None = None
+) -> LogitEdits | None:
     rows = [(row, req) for row, req in enumerate(sampled_reqs) if slots.has_edits_S[req.slot]]
     if not rows:
         return None
-    added = [edit for row, req in rows for edit in _iter_penalties(row, req, int(slots.length_S[req.slot]))]
+    offsets = [0] * len(sampled_reqs) if drafts_D is None else drafts_D.offsets.tolist()
+    counts = {row: _count_tokens(row, req, drafts_D) for row, req in rows}
+    lengths = {row: int(slots.length_S[req.slot]) + offsets[row] for row, req in rows}
+    added = [edit for row, req in rows for edit in _iter_penalties(row, req, lengths[row], counts[row])]
     scaled = [
         (row, token, req.request.repetition_penalty)
         for row, req in rows
         if req.request.repetition_penalty != 1
-        for token in req.token_counts or ()
+        for token in counts[row]
     ]
     biased = [(row, token, bias) for row, req in rows for token, bias in req.request.logit_bias.items()]
     masks = [(row, req.grammar_mask_Z) for row, req in rows if req.grammar_mask_Z is not None]
@@ -475,10 +546,19 @@ def build_logit_edits(sampled_reqs: Sequence[Req], slots: ReqSlots) -> LogitEdit
     )
 
 
-def _iter_penalties(row: int, req: Req, length: int) -> Iterator[tuple[int, int, float]]:
+def _count_tokens(row: int, req: Req, drafts_D: DraftRows | None) -> Mapping[int, int]:
+    """Return how often each token was sampled before a row, as if its drafts were."""
+    counts: Mapping[int, int] = req.token_counts or {}
+    offset = 0 if drafts_D is None else int(drafts_D.offsets[row])
+    if drafts_D is None or not offset or req.token_counts is None:
+        return counts
+    return req.token_counts + Counter(drafts_D.tokens[row - offset + 1 : row + 1].tolist())
+
+
+def _iter_penalties(row: int, req: Req, length: int, counts: Mapping[int, int]) -> Iterator[tuple[int, int, float]]:
     request = req.request
     if request.frequency_penalty or request.presence_penalty:
-        for token, count in (req.token_counts or {}).items():
+        for token, count in counts.items():
             yield row, token, -(request.frequency_penalty * count + request.presence_penalty)
     if length - req.prompt_length < request.min_new_tokens:
         for token in req.banned_tokens:
@@ -554,6 +634,15 @@ def find_failed_reqs(step: ScheduledStep, output: StepOutput) -> tuple[list[Req]
     return list(dict.fromkeys(failed)), bad_prompt or bool(broken_D.any())
 
 
+def find_accepted_drafts(drafts_D: DraftRows, tokens_D: Ints) -> Bools:
+    """Return which rows' tokens follow their request's tokens: all drafts up to the row are what was sampled."""
+    correct_D = drafts_D.offsets == 0
+    correct_D[1:] |= drafts_D.tokens[1:] == tokens_D[:-1]
+    rows_D = np.arange(len(tokens_D))
+    last_wrong_D = np.maximum.accumulate(np.where(correct_D, -1, rows_D))
+    return last_wrong_D < rows_D - drafts_D.offsets
+
+
 def store_prompt_logprobs(scored: Sequence[ScoredSpan], output: StepOutput, version: Version) -> None:
     """Append to each request the log-probs of its prompt positions."""
     assert output.prompt_logprobs_N is not None
@@ -569,10 +658,13 @@ def store_prompt_logprobs(scored: Sequence[ScoredSpan], output: StepOutput, vers
             req.prompt_token_ids_logprobs += token_ids_logprobs
 
 
-def store_logprob_results(sampled_reqs: Sequence[Req], results: LogprobResults) -> None:
-    """Append to each request the log-probs queried at its sampled token."""
-    for req, top_logprobs, token_ids_logprobs in _split_results(results, ((req, 1) for req in sampled_reqs)):
-        if not req.finish_kind:
+def store_logprob_results(
+    sampled_reqs: Sequence[Req], results: LogprobResults, accepted_D: Bools | None = None
+) -> None:
+    """Append to each request the log-probs queried at its sampled token, or at those that were accepted."""
+    rows = _split_results(results, ((req, 1) for req in sampled_reqs))
+    for row, (req, top_logprobs, token_ids_logprobs) in enumerate(rows):
+        if not req.finish_kind and (accepted_D is None or accepted_D[row]):
             req.top_logprobs += top_logprobs
             req.token_ids_logprobs += token_ids_logprobs
 

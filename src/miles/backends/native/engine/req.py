@@ -42,6 +42,7 @@ class Req:
     same prompt, arrived during its prefill, and fork from it when it is done. ``sort_key`` orders requests.
     ``prompt_logprobs`` start at ``request.logprob_start_len``; positions before ``next_scored`` are in flight.
     ``routed_experts_TLx`` were saved when the request's pages were released. ``images`` are those of the prompt.
+    ``draft_bucket`` is where the acceptance of its last draft is counted (``speculation``).
     """
 
     number: int
@@ -85,6 +86,7 @@ class Req:
     cache_epoch: int = -1
     slot: int = -1
     followers: list[Req] = field(default_factory=list)
+    draft_bucket: int = 0
 
     # -- properties of the request ----------------------------------------------------------
 
@@ -115,6 +117,11 @@ class Req:
         return self.needs_last_token or bool(self.request.logit_bias) or self.request.min_new_tokens > 0
 
     @property
+    def can_speculate(self) -> bool:
+        """True if drafted tokens can be verified: a grammar cannot be advanced tentatively."""
+        return self.request.constraint is None and not self.has_no_output
+
+    @property
     def has_logprob_queries(self) -> bool:
         """True if log-probs of more than the sampled tokens are returned."""
         return self.request.top_logprobs_num > 0 or bool(self.request.token_ids_logprob)
@@ -142,6 +149,11 @@ class Req:
         if self.version != version:
             self.version_starts.append((len(self.logprobs), version))
         self.version = version
+
+    def drop_unsampled_logprobs(self) -> None:
+        """Drop queried log-probs of accepted drafts behind the token that ended the request."""
+        del self.top_logprobs[len(self.logprobs) :]
+        del self.token_ids_logprobs[len(self.logprobs) :]
 
     def reset_prompt_logprobs(self) -> None:
         """Discard the log-probs of the prompt; the very first token never has one."""

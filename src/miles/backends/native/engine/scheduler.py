@@ -12,12 +12,15 @@ Shapes: as in ``forward_batch``; C token locations of the KV cache, S request sl
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from miles.backends.native.engine.forward_batch import (
     BatchRows,
+    DecodeRows,
+    DraftRows,
     ForwardBatch,
     PrefillChunk,
     ScheduledStep,
@@ -26,10 +29,12 @@ from miles.backends.native.engine.forward_batch import (
     StepOutput,
     build_batch_rows,
     build_decode_rows,
+    build_draft_rows,
     build_logit_edits,
     build_logprob_queries,
     build_prompt_scoring,
     copies_as_arrays,
+    find_accepted_drafts,
     find_failed_reqs,
     find_scored_spans,
     gather_image_rows,
@@ -41,6 +46,7 @@ from miles.backends.native.engine.forward_batch import (
 from miles.backends.native.engine.req import DecodeFn, Req
 from miles.backends.native.engine.request import Ints
 from miles.backends.native.engine.running_batch import Counters, RunningBatch, get_sort_key
+from miles.backends.native.engine.speculation import Speculation
 from miles.core.errors import EngineError
 from miles.core.types import Version
 
@@ -82,7 +88,13 @@ class Scheduler:
     """
 
     def __init__(
-        self, running_batch: RunningBatch, *, prefill_chunk: int, decode: DecodeFn | None, prefill_delay: int = 0
+        self,
+        running_batch: RunningBatch,
+        *,
+        prefill_chunk: int,
+        decode: DecodeFn | None,
+        prefill_delay: int = 0,
+        speculation: Speculation | None = None,
     ) -> None:
         self.running_batch = running_batch
         self.waiting: list[Req] = []
@@ -90,6 +102,8 @@ class Scheduler:
         self.prefill_delay = PrefillDelay(prefill_delay)
         self._prefill_chunk = prefill_chunk
         self._decode = decode
+        self._speculation = speculation
+        self._num_unverified = 0
         self._decode_rows = build_decode_rows(
             np.zeros(0, np.int64), running_batch.membership, running_batch.reqs_at, running_batch.slots
         )
@@ -117,6 +131,11 @@ class Scheduler:
         """Return whether in-flight steps must be processed before the next one can be scheduled."""
         running, length_S = self.running_batch, self.running_batch.slots.length_S
         if any(length_S[req.slot] > len(req.tokens) for req in running.needing_last_token):
+            return True
+        # Drafts follow known tokens, and how many were accepted is known only after verification.
+        if self._num_unverified:
+            return True
+        if self._speculation is not None and self._speculation.is_worthwhile(len(running.running)):
             return True
         needed = len(running.find_slots_needing_page())
         return needed > 0 and needed > running.pages.available
@@ -150,12 +169,16 @@ class Scheduler:
             decodes_B = np.concatenate((decodes_B, self._admit_waiting(chunks, budget)))
         if not len(decodes_B) and not chunks:
             return None
+        # Chunks of similar length share attention tiles.
+        chunks.sort(key=lambda chunk: (chunk.length, chunk.start))
+        drafts = {} if self._speculation is None else self._propose_drafts(decodes_B, self._speculation)
+        if drafts:
+            rows = build_draft_rows(decodes_B, drafts, running.reqs_at, slots, running.pages.size)
+            return self._build_step(rows, chunks)
         cached = self._decode_rows
         if cached.membership != running.membership or not np.array_equal(cached.slots_B, decodes_B):
             self._decode_rows = build_decode_rows(decodes_B, running.membership, running.reqs_at, slots)
-        # Chunks of similar length share attention tiles.
-        chunks.sort(key=lambda chunk: (chunk.length, chunk.start))
-        return self._build_step(build_batch_rows(self._decode_rows, chunks, slots), chunks)
+        return self._build_step(self._decode_rows, chunks)
 
     def mark_launched(self, step: ScheduledStep) -> None:
         """Update all state of a launched step that does not depend on the sampled tokens."""
@@ -173,6 +196,7 @@ class Scheduler:
             span.req.next_scored = span.first + span.length
         running.pages.unwritten.clear()
         self.counters.steps += 1
+        self._num_unverified += step.drafts_D is not None
 
     def process_output(self, step: ScheduledStep, output: StepOutput, version: Version) -> list[Req]:
         """Process the output of a step launched under ``version``; return the requests that ended.
@@ -185,6 +209,23 @@ class Scheduler:
             running.routed_experts.write(step.batch, output.routed_experts_TLx)
         if step.scored:
             store_prompt_logprobs(step.scored, output, version)
+        if step.drafts_D is None:
+            self._append_tokens(step, output, version)
+            ended = failed + self._find_ended(step, output.tokens_D)
+        else:
+            ended = failed + self._verify_drafts(step, step.drafts_D, output, version)
+        ended += self._end_done_reqs(step, version)
+        num_computed_S = running.slots.num_computed_S
+        for req, num_tokens in step.filled_pages:
+            if req.pages and num_tokens <= num_computed_S[req.slot]:
+                running.insert_prefix(req, num_tokens)
+        running.pages.unwritten.clear()
+        for req in ended:
+            self._release(req)
+        return ended
+
+    def _append_tokens(self, step: ScheduledStep, output: StepOutput, version: Version) -> None:
+        """Append the sampled token of each row to its request."""
         if output.logprob_results is not None:
             store_logprob_results(step.sampled_reqs, output.logprob_results)
         count = 0
@@ -198,13 +239,43 @@ class Scheduler:
             req.logprobs.append(logprob)
             count += 1
         self.counters.generated_tokens += count
-        ended = failed + self._find_ended(step, output.tokens_D, version)
-        for req, num_tokens in step.filled_pages:
-            if req.pages:
-                running.insert_prefix(req, num_tokens)
-        running.pages.unwritten.clear()
-        for req in ended:
-            self._release(req)
+
+    def _verify_drafts(
+        self, step: ScheduledStep, drafts_D: DraftRows, output: StepOutput, version: Version
+    ) -> list[Req]:
+        """Append to each request the tokens of its accepted rows; return the requests that ended."""
+        self._num_unverified -= 1
+        accepted_D = find_accepted_drafts(drafts_D, output.tokens_D)
+        if output.logprob_results is not None:
+            store_logprob_results(step.sampled_reqs, output.logprob_results, accepted_D)
+        before = {req: len(req.tokens) for req in step.sampled_reqs}
+        drafted = Counter[Req]()
+        ended: list[Req] = []
+        rows = zip(step.sampled_reqs, drafts_D.offsets.tolist(), accepted_D.tolist(), strict=True)
+        samples = zip(output.tokens_D.tolist(), output.logprobs_D.tolist(), strict=True)
+        for (req, offset, accepted), (token, logprob) in zip(rows, samples, strict=True):
+            drafted[req] += offset > 0
+            if req.finish_kind or not accepted:
+                continue
+            if req.version is not version:
+                req.record_version(version)
+            req.tokens.append(token)
+            req.logprobs.append(logprob)
+            if req.check_finished(self._decode):
+                ended.append(req)
+        slots = self.running_batch.slots
+        for req, length in before.items():
+            appended = len(req.tokens) - length
+            self.counters.generated_tokens += appended
+            if req.slot < 0 or not drafted[req]:
+                continue
+            # The first of them was counted when the step was launched.
+            slots.num_computed_S[req.slot] += max(0, appended - 1)
+            slots.length_S[req.slot] = len(req.tokens)
+            slots.token_S[req.slot] = req.tokens[-1]
+            req.drop_unsampled_logprobs()
+            if self._speculation is not None and appended:
+                self._speculation.record(req, drafted[req], appended - 1)
         return ended
 
     # -- leaving early ----------------------------------------------------------------------
@@ -286,25 +357,51 @@ class Scheduler:
         del self.waiting[:admitted]
         return np.array(decodes, np.int64)
 
-    def _build_step(self, rows: BatchRows, chunks: list[PrefillChunk]) -> ScheduledStep:
-        running, reqs = self.running_batch, rows.reqs
+    def _propose_drafts(self, decodes_B: Ints, speculation: Speculation) -> dict[int, Sequence[int]]:
+        """Return the drafts (slot -> tokens) that this step verifies, and give their requests pages for them."""
+        running, slots = self.running_batch, self.running_batch.slots
+        reqs = [
+            req
+            for req in running.reqs_at(decodes_B)
+            if req.can_speculate and slots.length_S[req.slot] == len(req.tokens)
+        ]
+        # The row of the last draft samples one token more.
+        room = [req.max_length - len(req.tokens) - 1 for req in reqs]
+        drafts = speculation.propose(reqs, room, num_rows=len(decodes_B), max_rows=slots.count)
+        for slot, tokens in list(drafts.items()):
+            req = running.req_at(slot)
+            while (short := len(req.tokens) + len(tokens) - int(slots.capacity_S[slot])) > 0:
+                if running.pages.available <= len(running.running):
+                    drafts[slot] = tokens = tokens[: max(0, len(tokens) - short)]
+                    break
+                running.add_page(req)
+        return {slot: tokens for slot, tokens in drafts.items() if tokens}
+
+    def _build_step(self, decode_rows: DecodeRows, chunks: list[PrefillChunk]) -> ScheduledStep:
+        running = self.running_batch
         slots = running.slots
+        rows = build_batch_rows(decode_rows, chunks, slots)
+        reqs, drafts_D = rows.reqs, rows.drafts_B
         length_B, ends_B = slots.length_S[rows.req_slots_B], rows.starts_B + rows.counts_B
+        if drafts_D is not None:
+            length_B = length_B + drafts_D.offsets
         ready_B = ends_B == length_B
         samples_B = ready_B & (length_B < slots.max_length_S[rows.req_slots_B])
         sampled, rows_D = reqs, rows.last_rows_B
-        info, length_D = self._decode_rows.sampling_info, length_B
+        info, length_D = decode_rows.sampling_info, length_B
         if chunks or not samples_B.all():
             picked = samples_B.nonzero()[0]
             sampled, rows_D = [reqs[i] for i in picked.tolist()], rows_D[picked]
             info, length_D = gather_sampling_info(rows.req_slots_B[picked], slots), length_B[picked]
+            drafts_D = None if drafts_D is None else drafts_D.take(picked)
         prefilled_D = (length_D == info.prompt_D).nonzero()[0].tolist()
         forks, rejected = running.plan_forks([sampled[i] for i in prefilled_D])
         if forks:
             row_by_leader = {sampled[i]: int(rows_D[i]) for i in prefilled_D}
             rows_D = np.concatenate((rows_D, [row_by_leader[fork.leader] for fork in forks]))
             info = gather_sampling_info(np.concatenate((info.req_slots_D, [f.follower.slot for f in forks])), slots)
-            length_D = slots.length_S[info.req_slots_D]
+            length_D = np.concatenate((length_D, [slots.length_S[f.follower.slot] for f in forks]))
+            drafts_D = None if drafts_D is None else drafts_D.pad(len(forks))
         for follower in rejected:
             self.submit(follower)
         full_page_B = ends_B[: len(ends_B) - len(chunks)] % running.pages.size == 0
@@ -312,7 +409,7 @@ class Scheduler:
         scored = find_scored_spans(rows, chunks)
         all_sampled = [*sampled, *(fork.follower for fork in forks)]
         return ScheduledStep(
-            batch=self._build_forward_batch(rows, chunks, all_sampled, rows_D, info, length_D, scored),
+            batch=self._build_forward_batch(rows, chunks, all_sampled, rows_D, info, length_D, scored, drafts_D),
             sampled_reqs=all_sampled,
             forks=forks,
             prefilled=[sampled[i] for i in prefilled_D],
@@ -321,6 +418,7 @@ class Scheduler:
             done_reqs=[reqs[i] for i in (ready_B & ~samples_B).nonzero()[0].tolist()],
             last_token_rows_D=(length_D + 1 == info.max_length_D).nonzero()[0],
             needs_check_D=info.needs_check_D,
+            drafts_D=drafts_D,
         )
 
     def _build_forward_batch(
@@ -332,11 +430,12 @@ class Scheduler:
         info: StaticSamplingInfo,
         length_D: Ints,
         scored: list[ScoredSpan],
+        drafts_D: DraftRows | None,
     ) -> ForwardBatch:
         running = self.running_batch
         pages, slots = running.pages, running.slots
         max_pages = -(-int((rows.starts_B + rows.counts_B).max()) // pages.size)
-        edits = build_logit_edits(sampled_reqs, slots) if info.has_edits else None
+        edits = build_logit_edits(sampled_reqs, slots, drafts_D) if info.has_edits else None
         queries = build_logprob_queries(list(enumerate(sampled_reqs))) if info.has_queries else None
         images = gather_image_rows(rows, slots)
         one_sample_per_row = not chunks and len(rows_D) == len(rows.req_slots_B)
@@ -376,14 +475,18 @@ class Scheduler:
         self.must_clear_cache |= model_failed
         return failed
 
-    def _find_ended(self, step: ScheduledStep, tokens_D: Ints, version: Version) -> list[Req]:
+    def _find_ended(self, step: ScheduledStep, tokens_D: Ints) -> list[Req]:
         """Return the requests whose last token was sampled, checking only rows that may have ended."""
         maybe_D = self.running_batch.slots.stop_counts_V[tokens_D] > 0
         maybe_D[step.last_token_rows_D] = True
         if step.needs_check_D is not None:
             maybe_D |= step.needs_check_D
         candidates = (step.sampled_reqs[row] for row in maybe_D.nonzero()[0].tolist())
-        ended = [req for req in candidates if not req.finish_kind and req.check_finished(self._decode)]
+        return [req for req in candidates if not req.finish_kind and req.check_finished(self._decode)]
+
+    def _end_done_reqs(self, step: ScheduledStep, version: Version) -> list[Req]:
+        """End the requests that have nothing left to compute or sample, and return them."""
+        ended: list[Req] = []
         for req in step.done_reqs:
             if not req.finish_kind:
                 req.finish_kind, req.prompt_version = "length", version
@@ -391,5 +494,7 @@ class Scheduler:
         return ended
 
     def _release(self, req: Req) -> None:
+        if self._speculation is not None:
+            self._speculation.forget(req)
         for follower in self.running_batch.release(req):
             self.submit(follower)

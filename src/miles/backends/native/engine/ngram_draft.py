@@ -1,0 +1,123 @@
+"""N-gram drafts without a model: tokens that followed the same context in the prompt or in its other samples.
+
+An RL loop samples each prompt several times at once and again in later epochs. All sequences of a prompt form one
+history; the n-gram a request ends with is looked up in it, the longest match wins, and what followed there is drafted.
+Lookup is by hash chains, as compressors have them: the last two tokens give the latest places, newest first, and
+each is compared backwards.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from miles.backends.native.engine.req import Req
+
+# Tokens that must match before a draft is made, and beyond which a longer match says nothing more.
+MIN_MATCH, MAX_MATCH = 2, 24
+# Latest places of a pair of tokens that are compared.
+_MAX_PLACES = 16
+# Earlier responses kept for each prompt.
+_MAX_SEQUENCES = 64
+
+
+class Draft(NamedTuple):
+    """Drafted tokens, and how many tokens of context matched."""
+
+    tokens: Sequence[int]
+    match: int
+
+
+class PromptHistory:
+    """The token sequences of one prompt, with the places of every pair of tokens in them.
+
+    A running request's own token list is held, not copied; its new tokens are indexed at the next ``add``.
+    """
+
+    def __init__(self) -> None:
+        self._sequences: dict[int, tuple[list[int], int]] = {}
+        self._places: dict[tuple[int, int], deque[tuple[int, int]]] = {}
+        self.num_tokens = 0
+
+    def add(self, number: int, tokens: list[int], prompt_length: int, first: int = 0) -> None:
+        """Index the tokens of request ``number`` from ``first`` on that are not indexed yet.
+
+        The prompt is indexed for its first request only.
+        """
+        known = self._sequences.get(number)
+        indexed = known[1] if known is not None else first if not self._sequences else max(0, prompt_length - 1)
+        for end in range(max(indexed, 1), len(tokens)):
+            pair = (tokens[end - 1], tokens[end])
+            places = self._places.get(pair)
+            if places is None:
+                self._places[pair] = places = deque(maxlen=_MAX_PLACES)
+            places.append((number, end))
+        self._sequences[number] = (tokens, len(tokens))
+        self.num_tokens += len(tokens) - (0 if known is None else indexed)
+        if len(self._sequences) > _MAX_SEQUENCES:
+            # The first stays: it is the one whose prompt was indexed.
+            number = next(islice(self._sequences, 1, None))
+            self.num_tokens -= self._sequences.pop(number)[1]
+
+    def find(self, tokens: Sequence[int], number: int, most: int) -> Draft | None:
+        """Return what followed the longest earlier match of the sequence's end, at most ``most`` tokens."""
+        last = len(tokens) - 1
+        best, best_match = None, MIN_MATCH - 1
+        for other, end in reversed(self._places.get((tokens[last - 1], tokens[last]), ())):
+            entry = self._sequences.get(other)
+            if entry is None or end + 1 >= len(entry[0]) or (other == number and end == last):
+                continue
+            match = _count_equal(tokens, last, entry[0], end)
+            if match > best_match:
+                best, best_match = (entry[0], end), match
+                if match >= MAX_MATCH:
+                    break
+        if best is None:
+            return None
+        sequence, end = best
+        return Draft(sequence[end + 1 : end + 1 + most], best_match)
+
+
+def _count_equal(left: Sequence[int], i: int, right: Sequence[int], j: int) -> int:
+    """Return how many tokens are equal, backwards from two places, at most MAX_MATCH; the last two are."""
+    count, most = 2, min(i + 1, j + 1, MAX_MATCH)
+    while count < most and left[i - count] == right[j - count]:
+        count += 1
+    return count
+
+
+class NgramDrafter:
+    """Histories of prompts, the least recently used of which are forgotten beyond ``max_tokens`` tokens."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._num_tokens = 0
+        self._histories: OrderedDict[bytes, PromptHistory] = OrderedDict()
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self._histories)
+
+    def observe(self, req: Req) -> None:
+        """Index the new tokens of a request."""
+        history = self._histories.get(req.prompt_key)
+        if history is None:
+            history = self._histories[req.prompt_key] = PromptHistory()
+        else:
+            self._histories.move_to_end(req.prompt_key)
+        before = history.num_tokens
+        # Tokens of images stand for other content than they name.
+        history.add(req.number, req.tokens, req.prompt_length, 0 if req.images is None else req.images.end)
+        self._num_tokens += history.num_tokens - before
+        while self._num_tokens > self._max_tokens and len(self._histories) > 1:
+            _, oldest = self._histories.popitem(last=False)
+            self._num_tokens -= oldest.num_tokens
+
+    def draft(self, req: Req, most: int) -> Draft | None:
+        """Return a draft of the request's next tokens, at most ``most``; None without a match."""
+        self.observe(req)
+        if len(req.tokens) < MIN_MATCH:
+            return None
+        return self._histories[req.prompt_key].find(req.tokens, req.number, most)

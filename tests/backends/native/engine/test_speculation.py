@@ -1,0 +1,122 @@
+"""Speculative decoding: what is drafted, what verification accepts, and when drafts pay."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.backends.native.simulated_device import World
+
+from miles.backends.native.engine.forward_batch import DraftRows, find_accepted_drafts
+from miles.backends.native.engine.ngram_draft import NgramDrafter, PromptHistory
+from miles.backends.native.engine.speculation import PROBE_STEPS, Speculation
+from miles.backends.native.engine.step_cost import StepCost, estimate_step_cost
+from miles.cluster.platform import Platform
+from miles.models.accounting.known_models import find_known_config
+from miles.models.families.registry import spec_from_config
+
+
+def run(world, *, prompts, new=40):
+    reqs = [world.submit(prompt, new) for prompt in prompts]
+    world.drain()
+    return reqs
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("size", [1, 4])
+def test_drafts_change_the_number_of_steps_and_no_token(depth, size):
+    prompts = [[0, 1, 0, 1], [0, 1, 0, 1], [1, 1, 0]]
+    plain, drafted = (World(pages=400 // size, size=size, num_slots=30, depth=depth, draft_tokens=n) for n in (0, 5))
+    expected, found = run(plain, prompts=prompts), run(drafted, prompts=prompts)
+    assert [req.tokens for req in found] == [req.tokens for req in expected]
+    assert [len(req.logprobs) for req in found] == [len(req.logprobs) for req in expected]
+    assert drafted.scheduler.counters.generated_tokens == plain.scheduler.counters.generated_tokens == 120
+    assert drafted.scheduler.counters.steps < 0.6 * plain.scheduler.counters.steps
+    counters = drafted.speculation.counters
+    assert 0 < counters.accepted < counters.drafted
+    assert sum(counters.accepted_by_position) == counters.accepted
+    assert counters.verified_by_position[0] == counters.chains
+
+
+def test_a_second_epoch_of_a_prompt_is_drafted_from_the_first():
+    world = World(pages=200, num_slots=30, draft_tokens=8)
+    prompt = [0, 1, 1, 0, 1]
+    first = run(world, prompts=[prompt])[0]
+    before = world.scheduler.counters.steps
+    second = run(world, prompts=[prompt])[0]
+    assert second.tokens == first.tokens
+    # One step computes the prompt, and none has drafts before two tokens match.
+    assert world.scheduler.counters.steps - before <= 40 // 4
+
+
+def test_no_step_has_more_rows_than_request_slots():
+    world = World(pages=200, num_slots=4, draft_tokens=5)
+    reqs = [world.submit([0, 0, 0, 0], 30) for _ in range(3)]
+    while any(not req.finish_kind for req in reqs):
+        step = world.step()
+        assert step is None or len(step.batch.rows_D) <= 4
+
+
+def test_drafts_never_take_the_last_pages_from_running_requests():
+    world = World(pages=12, size=1, num_slots=30, draft_tokens=5)
+    reqs = run(world, prompts=[[0, 0, 0]] * 2, new=3)
+    assert [len(req.tokens) for req in reqs] == [6, 6]
+
+
+@given(st.data())
+def test_a_row_is_accepted_if_every_draft_up_to_it_was_sampled(data):
+    chains = data.draw(st.lists(st.lists(st.integers(0, 1), max_size=4), min_size=1, max_size=4))
+    offsets = [i for chain in chains for i in range(len(chain) + 1)]
+    tokens = [token for chain in chains for token in (-1, *chain)]
+    sampled = data.draw(st.lists(st.integers(0, 1), min_size=len(tokens), max_size=len(tokens)))
+    found = find_accepted_drafts(DraftRows(np.array(offsets), np.array(tokens)), np.array(sampled))
+    expected, row = [], 0
+    for chain in chains:
+        accepted = True
+        expected.append(True)
+        for i, token in enumerate(chain):
+            accepted = accepted and sampled[row + i] == token
+            expected.append(accepted)
+        row += len(chain) + 1
+    assert found.tolist() == expected
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=30), min_size=1, max_size=4))
+def test_a_draft_is_what_followed_the_longest_recent_match(sequences):
+    history = PromptHistory()
+    for number, tokens in enumerate(sequences):
+        history.add(number, tokens, 0)
+    own = sequences[-1]
+    draft = history.find(own, len(sequences) - 1, 5) if len(own) > 1 else None
+    if draft is None:
+        return
+    assert 1 <= len(draft.tokens) <= 5
+    context = [*own[len(own) - draft.match :], *draft.tokens]
+    places = [tokens[i : i + len(context)] for tokens in sequences for i in range(len(tokens) - len(context) + 1)]
+    assert context in places
+
+
+def test_drafts_are_tried_again_after_steps_without_any():
+    world = World(pages=400, num_slots=30, draft_tokens=2, row_seconds=100.0)
+    world.submit([0] * 6, 2 * PROBE_STEPS + 10)
+    world.drain()
+    # A row costs as much as a step: drafts would not pay, but two probes were made.
+    assert world.speculation.counters.steps == 2
+    assert world.speculation.counters.drafted == 2
+
+
+def test_rows_of_a_sparse_model_read_more_experts():
+    platform = Platform(kind="cuda", device=torch.device("cpu"), name="", memory_bytes=0)
+    dense, sparse = (
+        estimate_step_cost(spec_from_config(find_known_config(name)), platform, "bfloat16")
+        for name in ("Qwen3-8B", "Qwen3-30B-A3B")
+    )
+    assert dense(4) < 1.1 * dense(1)
+    assert sparse(4) > 1.5 * sparse(1)
+    assert sparse(512) < 1.2 * sparse(256)
+
+
+@pytest.mark.parametrize(("num_running", "worthwhile"), [(1, True), (8, True), (10_000, False)])
+def test_drafts_pay_while_rows_are_cheap(num_running, worthwhile):
+    cost = StepCost(fixed_seconds=1, row_seconds=0.005, expert_seconds=0, expert_share=0, turn_seconds=0.1)
+    assert Speculation(NgramDrafter(10), max_draft_tokens=4, cost=cost).is_worthwhile(num_running) == worthwhile

@@ -1,0 +1,185 @@
+"""Drafts change the number of steps, and no token, log-prob, expert or reason to stop."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tests.backends.native.conftest import Tiny
+from tests.backends.native.test_oracle import (
+    first,
+    has_experts,
+    has_sinks,
+    is_chunked,
+    is_indexed,
+    is_latent,
+    is_plain,
+    is_recurrent,
+    is_windowed,
+    pair,
+)
+from tests.models.oracle import SMALL
+
+from miles.backends.native.engine.request import GenerateRequest
+from miles.core.errors import UsageError
+from miles.core.protocols import SamplingParams
+from miles.core.token_fields import ROUTED_EXPERTS
+from miles.kernels.numerics import BATCH_INVARIANT
+from miles.models.decoder import Decoder
+
+NGRAM = {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": 5}
+SMALL_PAGES = {"page_size": 4, "prefill_chunk": 13, "max_running": 30, "kv_tokens": 1600}
+
+
+def two_epochs(tiny, engine, requests):
+    """The completions of requests that are sampled twice, the second time with drafts from the first."""
+    return tiny.generate_all(engine, requests), tiny.generate_all(engine, requests)
+
+
+def experts_of(completion):
+    return [span.extras.get(ROUTED_EXPERTS) for span in completion.spans]
+
+
+@pytest.mark.parametrize(
+    "sort", [is_plain, has_experts, is_windowed, is_chunked, has_sinks, is_latent, is_indexed], ids=lambda f: f.__name__
+)
+def test_drafts_change_nothing_whatever_the_sort_of_model(sort):
+    tiny = Tiny()
+    _, decoder = pair(first(sort))
+    requests = [(prompt % SMALL["vocab_size"], how) for prompt, how in tiny.mixed(6, new=20)]
+    requests += [(requests[0][0], SamplingParams(max_new_tokens=20, seed=seed, ignore_eos=True)) for seed in range(3)]
+    expected = tiny.generate_all(tiny.engine(decoder, **SMALL_PAGES), requests)
+    engine = tiny.engine(decoder, **SMALL_PAGES, **NGRAM)
+    for epoch in two_epochs(tiny, engine, requests):
+        for one, other in zip(expected, epoch, strict=True):
+            tiny.same(one, other)
+            np.testing.assert_equal(experts_of(other), experts_of(one))
+    stats = engine.stats()
+    assert stats["accepted_draft_tokens"] > 20
+    assert stats["drafted_tokens"] > stats["accepted_draft_tokens"]
+
+
+def test_with_batch_invariant_kernels_they_change_no_bit(tiny):
+    decoder = Tiny().decoder(spec=Tiny.moe_spec)
+    exact = Decoder(decoder.spec, device="cpu", dtype=torch.float32, numerics=BATCH_INVARIANT)
+    exact.load_state_dict(decoder.state_dict())
+    requests = tiny.mixed(8, new=20)
+    expected = tiny.generate_all(tiny.engine(exact, **SMALL_PAGES), requests)
+    engine = tiny.engine(exact, **SMALL_PAGES, **NGRAM)
+    for epoch in two_epochs(tiny, engine, requests):
+        for one, other in zip(expected, epoch, strict=True):
+            assert tiny.tokens(one) == tiny.tokens(other)
+            assert tiny.logprobs(one).tobytes() == tiny.logprobs(other).tobytes()
+            np.testing.assert_equal(experts_of(other), experts_of(one))
+    assert engine.stats()["accepted_draft_tokens"] > 20
+
+
+def submit_all(engine, requests):
+    async def everyone():
+        outputs = [engine.submit(request) for request in requests]
+        return [(await output.completion(), output) for output in outputs]
+
+    return asyncio.run(everyone())
+
+
+def decode(tokens):
+    return "".join(chr(97 + token % 26) for token in tokens)
+
+
+REQUEST = GenerateRequest(
+    tokens=np.array([5, 6, 7, 5, 6, 7, 5, 6], np.int32),
+    sampling=SamplingParams(max_new_tokens=40, seed=3, ignore_eos=True),
+)
+EDITED = {
+    "frequency": replace(REQUEST, frequency_penalty=0.5),
+    "presence": replace(REQUEST, presence_penalty=1.5),
+    "repetition": replace(REQUEST, repetition_penalty=1.3),
+    "bias": replace(REQUEST, logit_bias={7: 3.0}),
+    "top log-probs": replace(REQUEST, top_logprobs_num=4, token_ids_logprob=(3, 9)),
+    "least tokens": replace(REQUEST, sampling=replace(REQUEST.sampling, ignore_eos=False), min_new_tokens=12),
+    "filters": replace(REQUEST, sampling=replace(REQUEST.sampling, top_p=0.7, top_k=9)),
+}
+
+
+@pytest.mark.parametrize("name", EDITED)
+def test_penalties_filters_and_queried_logprobs_are_those_without_drafts(tiny, name):
+    requests = [EDITED[name], replace(EDITED[name], rid="again"), REQUEST]
+    decoder = tiny.decoder(scale=6.0)
+    expected = submit_all(tiny.engine(decoder, decode=decode), requests)
+    engine = tiny.engine(decoder, decode=decode, **NGRAM)
+    for _ in range(2):
+        for (one, plain), (other, output) in zip(expected, submit_all(engine, requests), strict=True):
+            tiny.same(one, other)
+            assert [[token for token, _ in row] for row in output.top_logprobs] == [
+                [token for token, _ in row] for row in plain.top_logprobs
+            ]
+            assert len(output.token_ids_logprobs) == len(plain.token_ids_logprobs)
+    assert engine.stats()["accepted_draft_tokens"] > 0
+
+
+@pytest.mark.parametrize("length", [1, 3, 7])
+def test_a_stop_string_among_accepted_drafts_ends_the_request_there(tiny, length):
+    decoder = tiny.decoder()
+    ((whole, _),) = submit_all(tiny.engine(decoder, decode=decode), [REQUEST])
+    stop = decode(tiny.tokens(whole))[length : length + 3]
+    stopping = replace(REQUEST, sampling=replace(REQUEST.sampling, stop=(stop,)), top_logprobs_num=2)
+    ((expected, _),) = submit_all(tiny.engine(decoder, decode=decode), [stopping])
+    engine = tiny.engine(decoder, decode=decode, **NGRAM)
+    submit_all(engine, [REQUEST])
+    ((found, output),) = submit_all(engine, [stopping])
+    tiny.same(expected, found)
+    assert found.finish_reason == "stop"
+    assert len(output.top_logprobs) == len(tiny.tokens(found))
+
+
+def test_a_grammar_is_obeyed_and_its_request_has_no_drafts(tiny):
+    class Even:
+        """Allows even tokens, and counts what it was told."""
+
+        def __init__(self):
+            self.seen = []
+
+        def get_allowed_tokens(self):
+            return np.arange(tiny.spec.vocab_size) % 2 == 0
+
+        def advance(self, token):
+            self.seen.append(token)
+
+        def is_finished(self):
+            return len(self.seen) == 20
+
+    engine = tiny.engine(decode=decode, **NGRAM)
+    grammars = [Even(), Even()]
+    for grammar in grammars:
+        ((completion, _),) = submit_all(engine, [replace(REQUEST, constraint=grammar)])
+        assert tiny.tokens(completion) == grammar.seen
+        assert all(token % 2 == 0 for token in grammar.seen)
+    assert engine.stats()["drafted_tokens"] == 0
+
+
+def test_weights_may_change_while_drafts_are_made(tiny):
+    """Tokens of both versions are those of engines that had their tokens so far as prompt."""
+    decoders = [tiny.decoder(seed=seed) for seed in (0, 1)]
+    engine = tiny.engine(decoders[0], **NGRAM)
+
+    async def generate():
+        output = engine.submit(replace(REQUEST, sampling=replace(REQUEST.sampling, max_new_tokens=60)))
+        async for chunk in output:
+            if chunk.first + len(chunk.tokens) >= 20 and engine.version.number == 0:
+                tiny.publish(engine, decoders[1], number=1)
+        return await output.completion()
+
+    completion = asyncio.run(generate())
+    assert [span.version.number for span in completion.spans] == [0, 1]
+    plain = tiny.engine(decoders[0])
+    ((expected, _),) = submit_all(plain, [REQUEST])
+    count = min(len(completion.spans[0]), 40)
+    assert tiny.tokens(completion)[:count] == tiny.tokens(expected)[:count]
+    assert sum(len(span) for span in completion.spans) == 60
+
+
+def test_recurrent_models_are_refused():
+    _, decoder = pair(first(is_recurrent))
+    with pytest.raises(UsageError, match="recurrent"):
+        Tiny().engine(decoder, **NGRAM)
