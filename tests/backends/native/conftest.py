@@ -85,7 +85,9 @@ class Tiny:
         engine.verify()
         engine.commit()
 
-    def engine(self, decoder: Decoder | None = None, *, decode=None, run=None, clock=None, **options) -> NativeEngine:
+    def engine(
+        self, decoder: Decoder | None = None, *, decode=None, run=None, clock=None, draft=None, **options
+    ) -> NativeEngine:
         """An engine with this decoder's weights and numerics, on its device and in its dtype."""
         decoder = decoder or self.decoder()
         config = NativeConfig(
@@ -101,6 +103,7 @@ class Tiny:
             decode=decode,
             clock=clock or time.perf_counter,
             numerics=decoder.numerics,
+            draft=draft,
             _depth=self.depth,
         )
         self.publish(engine, decoder)

@@ -179,6 +179,82 @@ def test_weights_may_change_while_drafts_are_made(tiny):
     assert sum(len(span) for span in completion.spans) == 60
 
 
+DRAFT_MODEL = {
+    "speculative_algorithm": "draft-model",
+    "speculative_num_draft_tokens": 4,
+    "speculative_adaptive": False,
+}
+
+
+def perturb(decoder, seed, scale):
+    """A model that is much like another."""
+    draft = Decoder(decoder.spec, device="cpu", dtype=torch.float32, numerics=decoder.numerics)
+    draft.load_state_dict(decoder.state_dict())
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter += scale * parameter.std() * torch.randn(parameter.shape, generator=generator)
+    return draft
+
+
+@pytest.mark.parametrize(("scale", "least", "most"), [(0.0, 1.0, 1.0), (0.1, 0.2, 0.9)])
+def test_drafts_of_another_model_change_nothing(tiny, scale, least, most):
+    decoder = tiny.decoder(spec=Tiny.moe_spec, scale=6.0)
+    requests = [(prompt, replace(how, ignore_eos=True)) for prompt, how in tiny.mixed(8)]
+    requests += [(requests[0][0], SamplingParams(max_new_tokens=30, seed=seed, ignore_eos=True)) for seed in range(3)]
+    expected = tiny.generate_all(tiny.engine(decoder, **SMALL_PAGES), requests)
+    engine = tiny.engine(decoder, draft=perturb(decoder, 0, scale), **SMALL_PAGES, **DRAFT_MODEL)
+    for one, other in zip(expected, tiny.generate_all(engine, requests), strict=True):
+        tiny.same(one, other)
+        np.testing.assert_equal(experts_of(other), experts_of(one))
+    stats = engine.stats()
+    assert stats["drafted_tokens"] > 50
+    assert least <= stats["accepted_draft_tokens"] / stats["drafted_tokens"] <= most
+
+
+def test_a_draft_model_sleeps_and_is_filled_again(tiny):
+    decoder = tiny.decoder(scale=6.0)
+    requests = tiny.mixed(3)
+    expected = tiny.generate_all(tiny.engine(decoder), requests)
+    engine = tiny.engine(decoder, draft=perturb(decoder, 0, 0.0), **DRAFT_MODEL)
+
+    async def generate():
+        outputs = [engine.submit(GenerateRequest(tokens=tokens, sampling=how)) for tokens, how in requests]
+        async for _ in outputs[0]:
+            break
+        await engine.sleep()
+        await engine.wake()
+        return [await output.completion() for output in outputs]
+
+    for one, other in zip(expected, asyncio.run(generate()), strict=True):
+        tiny.same(one, other)
+    assert engine.stats()["accepted_draft_tokens"] > 0
+
+
+def test_a_draft_model_with_another_vocabulary_drafts_what_both_have(tiny):
+    decoder = tiny.decoder(scale=6.0)
+    requests = tiny.mixed(4)
+    expected = tiny.generate_all(tiny.engine(decoder), requests)
+    for size in (40, 90):
+        other = tiny.decoder(seed=3, spec=replace(Tiny.spec, vocab_size=size))
+        engine = tiny.engine(decoder, draft=other, **DRAFT_MODEL)
+        for one, found in zip(expected, tiny.generate_all(engine, requests), strict=True):
+            tiny.same(one, found)
+        assert engine.stats()["drafted_tokens"] > 0
+
+
+def test_a_draft_model_that_costs_as_much_as_the_policy_is_not_used(tiny):
+    decoder = tiny.decoder(scale=6.0)
+    engine = tiny.engine(decoder, draft=perturb(decoder, 0, 0.0), **DRAFT_MODEL | {"speculative_adaptive": True})
+    tiny.generate_all(engine, tiny.mixed(3))
+    assert engine.stats()["drafted_tokens"] == 0
+
+
+def test_the_algorithm_and_the_draft_model_need_each_other(tiny):
+    with pytest.raises(UsageError, match="need each other"):
+        tiny.engine(**DRAFT_MODEL)
+
+
 def test_recurrent_models_are_refused():
     _, decoder = pair(first(is_recurrent))
     with pytest.raises(UsageError, match="recurrent"):

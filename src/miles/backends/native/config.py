@@ -51,10 +51,15 @@ class NativeConfig:
         "Return the routed experts of every token of an MoE model, which a trainer can replay.",
         off="--disable-engine-return-routed-experts",
     )
-    speculative_algorithm: Literal["none", "ngram"] = option(
+    speculative_algorithm: Literal["none", "ngram", "draft-model"] = option(
         "none",
         "Draft tokens and verify several of them in one engine step: ngram drafts what followed the same tokens in the "
-        "prompt or in its other samples, of this and earlier epochs. The sampled tokens stay those of the policy.",
+        "prompt or in its other samples, of this and earlier epochs; draft-model drafts with a smaller model. The "
+        "sampled tokens stay those of the policy.",
+    )
+    speculative_draft_model_path: str | None = option(
+        None,
+        "Folder of the model that drafts for --speculative-algorithm draft-model; it has the policy's tokenizer.",
     )
     speculative_num_draft_tokens: int = option(
         8,
@@ -62,6 +67,12 @@ class NativeConfig:
         unit="tokens",
         ge=1,
         le=64,
+    )
+    speculative_adaptive: bool = option(
+        True,
+        "Choose how many tokens are drafted, from none to the maximum, by measured acceptance and batch size; "
+        "otherwise always the maximum.",
+        off="--disable-speculative-adaptive",
     )
     speculative_history_tokens: int = option(
         1_000_000,

@@ -119,4 +119,5 @@ def test_rows_of_a_sparse_model_read_more_experts():
 @pytest.mark.parametrize(("num_running", "worthwhile"), [(1, True), (8, True), (10_000, False)])
 def test_drafts_pay_while_rows_are_cheap(num_running, worthwhile):
     cost = StepCost(fixed_seconds=1, row_seconds=0.005, expert_seconds=0, expert_share=0, turn_seconds=0.1)
-    assert Speculation(NgramDrafter(10), max_draft_tokens=4, cost=cost).is_worthwhile(num_running) == worthwhile
+    length = Speculation(NgramDrafter(10), max_draft_tokens=4, cost=cost).choose_length(num_running)
+    assert (length > 0) == worthwhile

@@ -25,6 +25,7 @@ from torch import Tensor
 from miles.backends.native.config import NativeConfig
 from miles.backends.native.engine.forward_batch import ForwardBatch, InflightStep, ScheduledStep
 from miles.backends.native.engine.memory_budget import resolve_prefill_chunk, resolve_prefill_delay
+from miles.backends.native.engine.model_draft import ModelDrafter
 from miles.backends.native.engine.prefix_cache import PageAllocator
 from miles.backends.native.engine.req import DecodeFn, Req, RequestOutput
 from miles.backends.native.engine.req_slots import ReqSlots
@@ -32,8 +33,10 @@ from miles.backends.native.engine.request import GenerateRequest
 from miles.backends.native.engine.running_batch import RoutedExpertsStore, RunningBatch
 from miles.backends.native.engine.scheduler import Scheduler
 from miles.backends.native.engine.speculation import build_speculation
+from miles.backends.native.engine.step_cost import estimate_step_cost
 from miles.backends.native.engine.validate import RequestValidator
-from miles.backends.native.runner.factory import build_runner
+from miles.backends.native.runner.factory import build_draft_runner, build_runner
+from miles.backends.native.runner.model_runner import ModelRunner
 from miles.cluster.executor import Executor
 from miles.cluster.platform import detect_platform
 from miles.core.errors import EngineError
@@ -90,6 +93,7 @@ class InflightSteps:
         step = scheduler.schedule_step()
         if step is None:
             return ended + self.drain()
+        scheduler.prepare_drafts(step)
         inflight = runner.launch(step.batch)
         scheduler.mark_launched(step)
         self.steps.append((step, inflight, version))
@@ -138,6 +142,7 @@ class NativeEngine:
     """Implements core.protocols.Engine and EngineControl, and sync.manifest.Receiver.
 
     With several ``devices``, the first of which is ``device``, the model is tensor-parallel with a rank on each.
+    ``draft`` is the model of --speculative-algorithm draft-model.
     ``_depth`` is the number of steps in flight when the next is launched: by default 1 on a GPU, 0 on a CPU.
     """
 
@@ -154,6 +159,7 @@ class NativeEngine:
         name: str = "engine 0",
         model: CausalLM | None = None,
         devices: Sequence[torch.device] = (),
+        draft: CausalLM | None = None,
         clock: Callable[[], float] = time.perf_counter,
         _depth: int | None = None,
     ) -> None:
@@ -165,7 +171,15 @@ class NativeEngine:
         self._platform = replace(detect_platform(device.type), device=device)
         page_size = config.engine_page_size
         self._runner, num_pages = build_runner(
-            spec, config, self._platform, dtype=dtype, numerics=numerics, model=model, devices=devices, name=name
+            spec,
+            config,
+            self._platform,
+            dtype=dtype,
+            numerics=numerics,
+            model=model,
+            devices=devices,
+            name=name,
+            draft_spec=None if draft is None else draft.spec,
         )
         no_expert = self._runner.no_expert
         # A recurrent state belongs to one position: a prefix cannot find it, only a fork from its leader can.
@@ -177,7 +191,13 @@ class NativeEngine:
             routed_experts=None if no_expert is None else RoutedExpertsStore(no_expert, num_pages, page_size),
             clock=clock,
         )
-        self._speculation = build_speculation(spec, config, self._platform, dtype)
+        self._draft_runner = (
+            None
+            if draft is None
+            else build_draft_runner(draft, config, devices, num_pages=num_pages, device=device, dtype=dtype)
+        )
+        drafter = self._build_drafter(running_batch.slots, page_size, dtype)
+        self._speculation = build_speculation(spec, config, self._platform, dtype, drafter)
         self._scheduler = Scheduler(
             running_batch,
             prefill_chunk=resolve_prefill_chunk(spec, config, self._platform),
@@ -203,6 +223,21 @@ class NativeEngine:
         self._asleep = False
         self._closed = False
         self._weights_torn = False
+
+    def _build_drafter(self, slots: ReqSlots, page_size: int, dtype: torch.dtype) -> ModelDrafter | None:
+        """Return the drafts of the draft model; None without one."""
+        runner = self._draft_runner
+        if runner is None:
+            return None
+        return ModelDrafter(
+            runner,
+            slots,
+            self._runner.last_tokens_S,
+            due_copies=lambda: self._pages.copies,
+            cost=estimate_step_cost(runner.spec, self._platform, str(dtype).removeprefix("torch.")),
+            page_size=page_size,
+            vocab_size=min(self.spec.vocab_size, runner.spec.vocab_size),
+        )
 
     def step(self) -> list[Req]:
         """Run one step, or several while nobody waits for output; return the requests that ended."""
@@ -259,7 +294,8 @@ class NativeEngine:
     async def warm_up(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Capture all CUDA graphs before the first request; ``on_progress`` gets the number done and the total."""
         async with self._step_lock:
-            await self._run(lambda: self._runner.warm_up(on_progress))
+            for runner in self._list_runners():
+                await self._run(lambda runner=runner: runner.warm_up(on_progress))
 
     async def pause(self, mode: PauseMode = "in_place") -> None:
         """Stop stepping. Requests are kept with their pages or (``retract``) without, or aborted."""
@@ -306,15 +342,20 @@ class NativeEngine:
                 for req in list(self._scheduler.running):
                     self._scheduler.preempt(req)
                 self._pages.flush()
-            self._runner.free()
+            for runner in self._list_runners():
+                runner.free()
             self._platform.empty_cache()
 
     async def wake(self) -> None:
         async with self._step_lock:
             if self._asleep:
-                self._runner.allocate()
+                for runner in self._list_runners():
+                    runner.allocate()
                 self._asleep = False
         self._start_loop()
+
+    def _list_runners(self) -> list[ModelRunner]:
+        return [self._runner] if self._draft_runner is None else [self._runner, self._draft_runner]
 
     async def health(self) -> Mapping[str, float]:
         self._runner.check()

@@ -36,9 +36,17 @@ def resolve_prefill_delay(config: NativeConfig, uses_cuda_graphs: bool) -> int:
 
 
 def compute_kv_tokens(
-    spec: DecoderSpec, config: NativeConfig, platform: Platform, dtype: torch.dtype, numerics: Numerics
+    spec: DecoderSpec,
+    config: NativeConfig,
+    platform: Platform,
+    dtype: torch.dtype,
+    numerics: Numerics,
+    draft_spec: DecoderSpec | None = None,
 ) -> int:
-    """Return the KV cache size: as configured, or what all running requests need within the memory fraction."""
+    """Return the KV cache size: as configured, or what all running requests need within the memory fraction.
+
+    The keys of a draft model of ``draft_spec`` take memory beside the policy's.
+    """
     size, fraction, chunk = config.engine_page_size, config.engine_memory_fraction, config.engine_prefill_chunk
     if min(size, config.engine_max_running, 1 if chunk is None else chunk) < 1:
         raise UsageError("--engine-page-size, --engine-max-running and --engine-prefill-chunk must be at least 1")
@@ -65,5 +73,8 @@ def compute_kv_tokens(
             f"{state_bytes / 2**30:.1f} GiB, but {fraction:.0%} of the free memory is {budget / 2**30:.1f} GiB; "
             "lower --engine-max-running"
         )
-    tokens = (budget - state_bytes) // max(1, kv_bytes_per_token(spec, dtype_name, numerics))
+    each = kv_bytes_per_token(spec, dtype_name, numerics)
+    if draft_spec is not None:
+        each += kv_bytes_per_token(draft_spec, dtype_name, numerics)
+    tokens = (budget - state_bytes) // max(1, each)
     return max(size, min(tokens, config.engine_max_running * (-(-spec.max_positions // size) * size)))

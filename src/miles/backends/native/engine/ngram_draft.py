@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
 
+from miles.backends.native.engine.forward_batch import ForwardBatch
 from miles.backends.native.engine.req import Req
 
 # Tokens that must match before a draft is made, and beyond which a longer match says nothing more.
@@ -21,6 +22,7 @@ MIN_MATCH, MAX_MATCH = 2, 24
 _MAX_PLACES = 16
 # Earlier responses kept for each prompt.
 _MAX_SEQUENCES = 64
+_LOOKUP_SECONDS = 1e-5
 
 
 class Draft(NamedTuple):
@@ -28,6 +30,15 @@ class Draft(NamedTuple):
 
     tokens: Sequence[int]
     match: int
+
+    @property
+    def bucket(self) -> int:
+        """The class of matches whose acceptance is measured together: lengths 2, 3, 4-7, 8-15, 16 and more.
+
+        >>> [Draft((), match).bucket for match in (2, 3, 4, 7, 8, 24)]
+        [0, 1, 2, 2, 3, 4]
+        """
+        return self.match - 2 if self.match < 4 else self.match.bit_length() - 1
 
 
 class PromptHistory:
@@ -91,6 +102,8 @@ def _count_equal(left: Sequence[int], i: int, right: Sequence[int], j: int) -> i
 class NgramDrafter:
     """Histories of prompts, the least recently used of which are forgotten beyond ``max_tokens`` tokens."""
 
+    num_buckets = Draft((), MAX_MATCH).bucket + 1
+
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
         self._num_tokens = 0
@@ -115,9 +128,19 @@ class NgramDrafter:
             _, oldest = self._histories.popitem(last=False)
             self._num_tokens -= oldest.num_tokens
 
-    def draft(self, req: Req, most: int) -> Draft | None:
-        """Return a draft of the request's next tokens, at most ``most``; None without a match."""
+    def draft(self, reqs: Sequence[Req], lengths: Sequence[int]) -> list[Draft | None]:
+        """Return a draft of each request's next tokens, at most so many; None without a match."""
+        return [self._draft_one(req, length) if length else None for req, length in zip(reqs, lengths, strict=True)]
+
+    def fill(self, batch: ForwardBatch) -> None:
+        """Do nothing: tokens are all there is to know."""
+
+    def estimate_seconds(self, num_reqs: int, length: int) -> float:
+        """Return the time of so many lookups."""
+        return num_reqs * _LOOKUP_SECONDS
+
+    def _draft_one(self, req: Req, length: int) -> Draft | None:
         self.observe(req)
         if len(req.tokens) < MIN_MATCH:
             return None
-        return self._histories[req.prompt_key].find(req.tokens, req.number, most)
+        return self._histories[req.prompt_key].find(req.tokens, req.number, length)

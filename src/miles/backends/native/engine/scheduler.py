@@ -14,10 +14,12 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from miles.backends.native.engine.forward_batch import (
+    NO_COPIES,
     BatchRows,
     DecodeRows,
     DraftRows,
@@ -135,7 +137,7 @@ class Scheduler:
         # Drafts follow known tokens, and how many were accepted is known only after verification.
         if self._num_unverified:
             return True
-        if self._speculation is not None and self._speculation.is_worthwhile(len(running.running)):
+        if self._speculation is not None and self._speculation.choose_length(len(running.running)):
             return True
         needed = len(running.find_slots_needing_page())
         return needed > 0 and needed > running.pages.available
@@ -179,6 +181,17 @@ class Scheduler:
         if cached.membership != running.membership or not np.array_equal(cached.slots_B, decodes_B):
             self._decode_rows = build_decode_rows(decodes_B, running.membership, running.reqs_at, slots)
         return self._build_step(self._decode_rows, chunks)
+
+    def prepare_drafts(self, step: ScheduledStep) -> None:
+        """Compute what drafts behind the tokens of a step need, before it is launched."""
+        batch = step.batch
+        if self._speculation is None:
+            return
+        if step.drafts_D is None:
+            self._speculation.fill(batch)
+        elif len(batch.counts_B) > batch.num_decodes:
+            # Drafting has copied the pages that this step copies, and written behind what was copied.
+            self._speculation.fill(replace(batch, page_copies=NO_COPIES))
 
     def mark_launched(self, step: ScheduledStep) -> None:
         """Update all state of a launched step that does not depend on the sampled tokens."""
@@ -365,17 +378,20 @@ class Scheduler:
             for req in running.reqs_at(decodes_B)
             if req.can_speculate and slots.length_S[req.slot] == len(req.tokens)
         ]
+        length = speculation.choose_length(len(decodes_B)) if len(decodes_B) < slots.count else 0
+        room = [self._make_room(req, length) if length else 0 for req in reqs]
+        return speculation.propose(reqs, room, num_rows=len(decodes_B), max_rows=slots.count)
+
+    def _make_room(self, req: Req, length: int) -> int:
+        """Allocate pages for ``length`` drafted tokens, as far as no running request needs them; return the room."""
+        running, slots = self.running_batch, self.running_batch.slots
         # The row of the last draft samples one token more.
-        room = [req.max_length - len(req.tokens) - 1 for req in reqs]
-        drafts = speculation.propose(reqs, room, num_rows=len(decodes_B), max_rows=slots.count)
-        for slot, tokens in list(drafts.items()):
-            req = running.req_at(slot)
-            while (short := len(req.tokens) + len(tokens) - int(slots.capacity_S[slot])) > 0:
-                if running.pages.available <= len(running.running):
-                    drafts[slot] = tokens = tokens[: max(0, len(tokens) - short)]
-                    break
-                running.add_page(req)
-        return {slot: tokens for slot, tokens in drafts.items() if tokens}
+        length = min(length, req.max_length - len(req.tokens) - 1)
+        while (room := int(slots.capacity_S[req.slot]) - len(req.tokens)) < length:
+            if running.pages.available <= len(running.running):
+                break
+            running.add_page(req)
+        return max(0, min(length, room))
 
     def _build_step(self, decode_rows: DecodeRows, chunks: list[PrefillChunk]) -> ScheduledStep:
         running = self.running_batch

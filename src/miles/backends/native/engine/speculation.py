@@ -14,11 +14,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from typing import Protocol
 
 import torch
 
 from miles.backends.native.config import NativeConfig
-from miles.backends.native.engine.ngram_draft import MAX_MATCH, NgramDrafter
+from miles.backends.native.engine.forward_batch import ForwardBatch
+from miles.backends.native.engine.ngram_draft import Draft, NgramDrafter
 from miles.backends.native.engine.req import Req
 from miles.backends.native.engine.step_cost import StepCost, estimate_step_cost
 from miles.cluster.platform import Platform
@@ -79,37 +81,73 @@ class DraftCounters:
 
 @dataclass(frozen=True, slots=True)
 class DraftChain:
-    """Drafted tokens of one request, and the length of the match they come from."""
+    """Drafted tokens of one request, and the bucket their acceptance is counted in."""
 
     req: Req
     tokens: Sequence[int]
     bucket: int
 
 
-class Speculation:
-    """Proposes drafts for a step, at most ``max_draft_tokens`` per request, and learns from their verification."""
+class Drafter(Protocol):
+    """Where drafts come from. Acceptance is measured by bucket, of which there are ``num_buckets``."""
 
-    def __init__(self, drafter: NgramDrafter, *, max_draft_tokens: int, cost: StepCost) -> None:
+    num_buckets: int
+
+    def draft(self, reqs: Sequence[Req], lengths: Sequence[int]) -> list[Draft | None]:
+        """Return a draft of at most so many tokens for each request; None where there is none."""
+        ...
+
+    def observe(self, req: Req) -> None:
+        """Learn the tokens of a request that ends."""
+        ...
+
+    def fill(self, batch: ForwardBatch) -> None:
+        """Compute what the drafter needs of the tokens of a step that has no drafts."""
+        ...
+
+    def estimate_seconds(self, num_reqs: int, length: int) -> float:
+        """Return what drafting ``length`` tokens for each of ``num_reqs`` requests takes."""
+        ...
+
+
+class Speculation:
+    """Proposes drafts for a step, at most ``max_draft_tokens`` per request, and learns from their verification.
+
+    Without ``adaptive`` all requests always verify as many as they can.
+    """
+
+    def __init__(self, drafter: Drafter, *, max_draft_tokens: int, cost: StepCost, adaptive: bool = True) -> None:
         self.counters = DraftCounters()
         self._drafter = drafter
         self._max_draft_tokens = max_draft_tokens
         self._cost = cost
-        self._rates = [AcceptanceRate() for _ in range(_count_buckets())]
+        self._adaptive = adaptive
+        self._rates = [AcceptanceRate() for _ in range(drafter.num_buckets)]
         self._idle_steps = 0
 
-    def is_worthwhile(self, num_running: int) -> bool:
-        """Return whether the best drafts seen so far pay beside this many requests, or one should be tried again."""
-        if self._idle_steps >= PROBE_STEPS:
-            return True
-        best = max(rate.value for rate in self._rates)
-        without = self._cost(num_running)
+    def choose_length(self, num_running: int) -> int:
+        """Return how many tokens to draft for each of so many requests, if all drafts were as good as the best are.
+
+        It is 0 where no length pays, but 1 after a number of steps without drafts, to measure again.
+        """
+        if not self._adaptive:
+            return self._max_draft_tokens
+        rate = max(rate.value for rate in self._rates)
+        best, best_rate = 0, 1 / self._cost(num_running)
         tokens, gain = 1.0, 1.0
         for length in range(1, self._max_draft_tokens + 1):
-            gain *= best
+            gain *= rate
             tokens += gain
-            if tokens * without > self._cost(num_running * (1 + length)) + self._cost.turn_seconds:
-                return True
-        return False
+            seconds = self._cost(num_running * (1 + length)) + self._cost.turn_seconds
+            seconds += self._drafter.estimate_seconds(num_running, length)
+            if tokens / seconds > best_rate:
+                best, best_rate = length, tokens / seconds
+        return max(best, int(self._idle_steps >= PROBE_STEPS))
+
+    def fill(self, batch: ForwardBatch) -> None:
+        """Prepare for drafts behind the tokens of a step that has none, if drafts may follow."""
+        if self.choose_length(len(batch.req_slots_B)):
+            self._drafter.fill(batch)
 
     def propose(
         self, reqs: Sequence[Req], room: Sequence[int], *, num_rows: int, max_rows: int
@@ -118,10 +156,11 @@ class Speculation:
 
         The step has ``num_rows`` rows without drafts, and at most ``max_rows`` with them.
         """
-        if not reqs or num_rows >= max_rows or not self.is_worthwhile(num_rows):
+        length = self.choose_length(num_rows)
+        if not reqs or num_rows >= max_rows or not length:
             self._idle_steps += 1
             return {}
-        chains = self._find_chains(reqs, room)
+        chains = self._find_chains(reqs, [min(most, length) for most in room])
         counts = self._choose_lengths(chains, num_rows, max_rows)
         if self._idle_steps >= PROBE_STEPS and chains and not any(counts):
             counts[0] = 1
@@ -148,13 +187,12 @@ class Speculation:
         """Keep the tokens of a request that ends, for later requests with its prompt."""
         self._drafter.observe(req)
 
-    def _find_chains(self, reqs: Sequence[Req], room: Sequence[int]) -> list[DraftChain]:
+    def _find_chains(self, reqs: Sequence[Req], lengths: Sequence[int]) -> list[DraftChain]:
         chains: list[DraftChain] = []
-        for req, most in zip(reqs, room, strict=True):
-            draft = self._drafter.draft(req, min(most, self._max_draft_tokens)) if most > 0 else None
-            if draft is not None:
-                req.draft_bucket = _bucket_of_match(draft.match)
-                chains.append(DraftChain(req, draft.tokens, req.draft_bucket))
+        for req, draft in zip(reqs, self._drafter.draft(reqs, lengths), strict=True):
+            if draft is not None and draft.tokens:
+                req.draft_bucket = draft.bucket
+                chains.append(DraftChain(req, draft.tokens, draft.bucket))
         return chains
 
     def _choose_lengths(self, chains: Sequence[DraftChain], num_rows: int, max_rows: int) -> list[int]:
@@ -168,37 +206,35 @@ class Speculation:
         while queue and rows < max_rows:
             gain, index, length = heappop(queue)
             more = self._cost(rows + 1) - self._cost(rows)
-            if -gain * seconds <= more * tokens:
+            if self._adaptive and -gain * seconds <= more * tokens:
                 break
             counts[index] = length
             tokens, rows, seconds = tokens - gain, rows + 1, seconds + more
             if length < len(chains[index].tokens):
                 heappush(queue, (gain * rates[index], index, length + 1))
         pays = tokens * self._cost(num_rows) > num_rows * seconds
-        return counts if pays else [0] * len(chains)
+        return counts if pays or not self._adaptive else [0] * len(chains)
 
 
 def build_speculation(
-    spec: DecoderSpec, config: NativeConfig, platform: Platform, dtype: torch.dtype
+    spec: DecoderSpec,
+    config: NativeConfig,
+    platform: Platform,
+    dtype: torch.dtype,
+    draft_model: Drafter | None = None,
 ) -> Speculation | None:
     """Return what --speculative-algorithm asks for; raise a ``UsageError`` for a model that cannot verify drafts."""
     if config.speculative_algorithm == "none":
         return None
     if spec.recurrent:
         raise UsageError(RECURRENT_PROBLEM)
-    drafter = NgramDrafter(config.speculative_history_tokens)
+    if (config.speculative_algorithm == "draft-model") != (draft_model is not None):
+        raise UsageError("--speculative-algorithm draft-model and --speculative-draft-model-path need each other.")
+    drafter = draft_model or NgramDrafter(config.speculative_history_tokens)
     cost = estimate_step_cost(spec, platform, str(dtype).removeprefix("torch."))
-    return Speculation(drafter, max_draft_tokens=config.speculative_num_draft_tokens, cost=cost)
-
-
-def _bucket_of_match(match: int) -> int:
-    """Return the class of matches whose acceptance is measured together: lengths 2, 3, 4-7, 8-15, 16 and more.
-
-    >>> [_bucket_of_match(match) for match in (2, 3, 4, 7, 8, 24)]
-    [0, 1, 2, 2, 3, 4]
-    """
-    return match - 2 if match < 4 else match.bit_length() - 1
-
-
-def _count_buckets() -> int:
-    return _bucket_of_match(MAX_MATCH) + 1
+    return Speculation(
+        drafter,
+        max_draft_tokens=config.speculative_num_draft_tokens,
+        cost=cost,
+        adaptive=config.speculative_adaptive,
+    )
