@@ -12,6 +12,7 @@ from miles.backends.native.engine.engine import NativeEngine
 from miles.cluster import platform
 from miles.cluster.executor import Executor, InlineExecutor
 from miles.core.types import Version
+from miles.launch.build.draft_model import load_draft_model
 from miles.launch.build.models import PolicyCheckpoint, load_model
 from miles.launch.config import Config
 from miles.models.base import CausalLM
@@ -47,6 +48,13 @@ def build_native_engine(
         name=name,
         model=None if model is None else _build_empty_model(policy, model),
         devices=platform.consecutive_devices(policy.platform.device, config.cluster.rollout_num_gpus_per_engine),
+        draft=load_draft_model(
+            config.native,
+            policy.folder,
+            device=policy.platform.device,
+            dtype=policy.rollout_dtype,
+            numerics=policy.numerics,
+        ),
     )
 
 

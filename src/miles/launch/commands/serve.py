@@ -218,6 +218,7 @@ async def build_server(config: ServeRoot, key: str | None, run: Executor) -> tup
     from miles.cluster import platform
     from miles.cluster.executor import InlineExecutor
     from miles.core.types import Version
+    from miles.launch.build.draft_model import load_draft_model
     from miles.models.checkpoint import hf
     from miles.models.lora.adapters import load_engine_factors
     from miles.models.parallel.tp_sharding import compute_tp_shards, shard_spec
@@ -251,6 +252,7 @@ async def build_server(config: ServeRoot, key: str | None, run: Executor) -> tup
         numerics=numerics,
         model=hf.build_engine_model(model),
         devices=devices,
+        draft=load_draft_model(config.native, folder, device=device, dtype=dtype, numerics=numerics),
     )
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     if lora is not None and (adapter := get_adapter_folder(config.lora)) is not None:

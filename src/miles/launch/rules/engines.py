@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 from miles.algo.config import OFFLINE_LOSSES
 from miles.backends.remote.sglang_flags import find_flag_problems
@@ -60,6 +61,22 @@ def check_engine_gpus(c: Config) -> Iterator[str]:
     on_gpu = choose_device(c.cluster.device).name != "cpu"
     if world > 1 and available is not None and 0 < available < world and on_gpu:
         yield f"{_GPUS_PER_ENGINE} {world} exceeds the {available} GPUs of this machine; lower it."
+
+
+def check_draft_model(c: Config) -> Iterator[str]:
+    native, flag = c.native, "--speculative-draft-model-path"
+    drafts = native.speculative_algorithm == "draft-model"
+    folder = native.speculative_draft_model_path
+    if drafts and folder is None:
+        yield f"--speculative-algorithm draft-model needs {flag}, a smaller model with the policy's tokenizer."
+    elif not drafts and folder is not None:
+        yield f"{flag} needs --speculative-algorithm draft-model; add it, or remove {flag}."
+    elif folder is not None and not (Path(folder) / "config.json").is_file():
+        yield f"{flag} {folder} is not a folder with a config.json; name a checkpoint."
+    elif folder is not None and (spec := read_spec_or_none(folder, "native")) is not None and spec.recurrent:
+        yield f"{flag} {folder} has recurrent layers, whose state cannot go back; name another model."
+    if drafts and c.cluster.rollout_num_gpus_per_engine > 1:
+        yield f"--speculative-algorithm draft-model needs engines of one GPU; use ngram, or {_GPUS_PER_ENGINE} 1."
 
 
 def check_sglang_flags(c: Config) -> Iterator[str]:
@@ -131,7 +148,12 @@ def check_ray(c: Config) -> Iterator[str]:
         yield f"{error.problems[0]}."
 
 
-ENGINE_RULES: tuple[Rule, ...] = (check_engine_tensor_parallel, check_engine_count, check_sglang_flags)
+ENGINE_RULES: tuple[Rule, ...] = (
+    check_engine_tensor_parallel,
+    check_engine_count,
+    check_draft_model,
+    check_sglang_flags,
+)
 SERVER_RULES: tuple[Rule, ...] = (check_colocation, check_external_servers, check_ray)
 ENGINE_MACHINE_RULES: tuple[Rule, ...] = (
     check_engine_gpus,
