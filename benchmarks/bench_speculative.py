@@ -1,0 +1,262 @@
+"""Speculative decoding of the embedded engine: throughput with drafts against without, in one run.
+
+    python benchmarks/bench_speculative.py imposed [--models Qwen3-8B Qwen3-30B-A3B] [--batches 1 4 8 16 32 64 256]
+    python benchmarks/bench_speculative.py run RUN [--epochs 2]
+    python benchmarks/bench_speculative.py tail [--models Qwen3-8B]
+
+``imposed`` verifies drafts of random tokens and accepts a fixed number of them, whatever was sampled: the throughput
+of bf16 random weights of a published shape at 2, 3 and 4 tokens a verification, of which the last is sampled and one
+more was drafted in vain. ``run`` samples the prompts of a finished run again, with its last checkpoint and other seeds
+each epoch: n-gram drafts against none. ``tail`` is a step of 256 requests with log-normal response lengths, at most
+8,192 tokens, with 3 tokens a verification.
+
+The limit of a small batch is reading the weights once a step: speculation divides it by the tokens of a verification.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from miles.backends.native.config import NativeConfig
+from miles.backends.native.engine import scheduler as scheduling
+from miles.backends.native.engine.engine import NativeEngine
+from miles.backends.native.engine.forward_batch import DraftRows, ForwardBatch
+from miles.backends.native.engine.ngram_draft import MIN_MATCH, Draft
+from miles.backends.native.engine.req import Req
+from miles.cluster.executor import ThreadExecutor
+from miles.cluster.platform import detect_platform
+from miles.core.protocols import SamplingParams
+from miles.core.types import Version
+from miles.launch.runtime.gc_tuning import reduce_gc
+from miles.models.accounting.known_models import find_known_config
+from miles.models.checkpoint import hf
+from miles.models.decoder import Decoder
+from miles.models.families.registry import spec_from_config
+from miles.observe.rollout_reader import read_step_rollouts
+from miles.sync.publish import Publication
+
+Prompts = Sequence[tuple[np.ndarray, SamplingParams]]
+
+
+class RandomDrafter:
+    """Random tokens, as many as are asked for, at no cost."""
+
+    num_buckets = 1
+
+    def __init__(self, vocab_size: int) -> None:
+        self._tokens = np.random.default_rng(0).integers(0, vocab_size, 64).tolist()
+
+    def draft(self, reqs: Sequence[Req], lengths: Sequence[int]) -> list[Draft | None]:
+        return [Draft(self._tokens[:length], MIN_MATCH) for length in lengths]
+
+    def observe(self, req: Req) -> None: ...
+
+    def fill(self, batch: ForwardBatch) -> None: ...
+
+    def estimate_seconds(self, num_reqs: int, length: int) -> float:
+        return 0.0
+
+
+@contextmanager
+def accept(count: int) -> Iterator[None]:
+    """Accept the first ``count`` drafts of each request, whatever was sampled."""
+    found = scheduling.find_accepted_drafts
+
+    def accept_first(drafts_D: DraftRows, tokens_D: np.ndarray) -> np.ndarray:
+        return drafts_D.offsets <= count
+
+    scheduling.find_accepted_drafts = accept_first
+    try:
+        yield
+    finally:
+        scheduling.find_accepted_drafts = found
+
+
+class Engine:
+    """An engine with weights, and how long it takes for requests."""
+
+    def __init__(self, spec: Any, weights: dict[str, torch.Tensor], **options: Any) -> None:
+        like = next(iter(weights.values()))
+        self._run = ThreadExecutor("engine")
+        self.engine = NativeEngine(
+            spec,
+            device=like.device,
+            dtype=like.dtype,
+            config=NativeConfig(**options),
+            run=self._run,
+            decode=None,
+        )
+        self._publication = Publication(
+            weights=lambda: weights, engines=[self.engine], transport="shared", run=self._run
+        )
+
+    def measure(self, prompts: Prompts, *, warm_up: bool = False) -> tuple[float, dict[str, float], int]:
+        """Return the seconds, what the engine counted, and the sampled tokens."""
+
+        async def generate() -> tuple[float, dict[str, float], int]:
+            await self._publication.publish(Version())
+            if warm_up:
+                await self.engine.warm_up()
+            before, started = dict(self.engine.stats()), time.perf_counter()
+            answers = await asyncio.gather(*(self.engine.generate(tokens, how) for tokens, how in prompts))
+            seconds = time.perf_counter() - started
+            counted = {name: value - before[name] for name, value in self.engine.stats().items()}
+            return seconds, counted, sum(len(span.tokens) for answer in answers for span in answer.spans)
+
+        with reduce_gc():
+            return asyncio.run(generate())
+
+    def close(self) -> None:
+        asyncio.run(self.engine.close())
+        self._run.close()
+
+
+def build_random(model: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    config = find_known_config(model)
+    assert config is not None, f"{model} is not among the published shapes"
+    spec = spec_from_config(config)
+    decoder = Decoder(spec, device=detect_platform("auto").device, dtype=torch.bfloat16)
+    for parameter in decoder.parameters():
+        parameter.data.normal_(std=0.02)
+    return spec, {name: parameter.detach() for name, parameter in decoder.named_parameters()}
+
+
+def make_prompts(count: int, prompt: int, lengths: Sequence[int]) -> Prompts:
+    random = np.random.default_rng(0)
+    return [
+        (
+            random.integers(0, 10_000, prompt).astype(np.int32),
+            SamplingParams(max_new_tokens=lengths[i], ignore_eos=True, seed=i),
+        )
+        for i in range(count)
+    ]
+
+
+def measure_imposed(models: Sequence[str], batches: Sequence[int], new: int) -> None:
+    print(f"{'model':16} {'batch':>5} {'none':>9} " + " ".join(f"{f'{n} tokens':>17}" for n in (2, 3, 4)))
+    for model in models:
+        spec, weights = build_random(model)
+        limits = {"engine_kv_tokens": max(batches) * (256 + new + 64), "engine_max_running": max(256, 5 * max(batches))}
+        plain = Engine(spec, weights, **limits)
+        drafting = {tokens: _build_imposed(spec, weights, limits, tokens) for tokens in (2, 3, 4)}
+        for batch in batches:
+            prompts = make_prompts(batch, 256, [new] * batch)
+            plain.measure(prompts, warm_up=True)
+            rate = _rate(plain.measure(prompts))
+            cells = []
+            for tokens, engine in drafting.items():
+                with accept(tokens - 1):
+                    engine.measure(prompts)
+                    found = _rate(engine.measure(prompts))
+                cells.append(f"{found:9.0f} {found / rate:6.2f}x")
+            print(f"{model:16} {batch:5} {rate:9.0f} " + " ".join(cells), flush=True)
+        for engine in (plain, *drafting.values()):
+            engine.close()
+        del plain, drafting, weights
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _build_imposed(spec: Any, weights: dict[str, torch.Tensor], limits: dict[str, Any], tokens: int) -> Engine:
+    engine = Engine(
+        spec,
+        weights,
+        **limits,
+        speculative_algorithm="ngram",
+        speculative_num_draft_tokens=tokens,
+        speculative_adaptive=False,
+    )
+    assert engine.engine._speculation is not None
+    engine.engine._speculation._drafter = RandomDrafter(spec.vocab_size)
+    return engine
+
+
+def measure_tail(models: Sequence[str]) -> None:
+    lengths = np.minimum(np.random.default_rng(0).lognormal(6.0, 1.0, 256).astype(int) + 1, 8192).tolist()
+    for model in models:
+        spec, weights = build_random(model)
+        limits = {"engine_kv_tokens": 420_000, "engine_max_running": 256}
+        prompts = make_prompts(256, 256, lengths)
+        plain = Engine(spec, weights, **limits)
+        plain.measure(prompts[:8], warm_up=True)
+        seconds, _, tokens = plain.measure(prompts)
+        plain.close()
+        drafting = _build_imposed(spec, weights, limits, 3)
+        assert drafting.engine._speculation is not None
+        drafting.engine._speculation._adaptive = True
+        with accept(2):
+            drafting.measure(prompts[:8], warm_up=True)
+            with_drafts, counted, _ = drafting.measure(prompts)
+        drafting.close()
+        share = counted["speculative_steps"] / counted["steps"]
+        print(f"{model}: {tokens} tokens, longest {max(lengths)}: {seconds:.2f} s without, {with_drafts:.2f} s with")
+        print(f"  ({seconds / with_drafts:.2f} times; {share:.0%} of the steps had drafts)", flush=True)
+
+
+def measure_run(folder: Path, epochs: int, samples: int) -> None:
+    checkpoint = max((folder / "checkpoints").iterdir())
+    weights_folder = checkpoint / "hf" if (checkpoint / "hf").is_dir() else checkpoint
+    model = hf.load(weights_folder, device=detect_platform("auto").device, dtype=torch.float32)
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    last = max((folder / "rollouts").glob("step-*.parquet"))
+    groups = read_step_rollouts(last).groups
+    prompts = [next(group.trajectories[0].spans).tokens for group in groups]
+    longest = max(trajectory.response_length for group in groups for trajectory in group.trajectories)
+    engines = {
+        "none": Engine(model.spec, weights, engine_kv_tokens=100_000),
+        "ngram": Engine(model.spec, weights, engine_kv_tokens=100_000, speculative_algorithm="ngram"),
+    }
+    print(f"{len(prompts)} prompts of {last.name} x {samples}, at most {longest} tokens")
+    for epoch in range(epochs):
+        requests = [
+            (tokens, SamplingParams(max_new_tokens=longest, seed=1000 * epoch + i))
+            for tokens in prompts
+            for i in range(samples)
+        ]
+        rates = {}
+        for name, engine in engines.items():
+            found = engine.measure(requests)
+            rates[name] = _rate(found)
+            drafted, chains = found[1].get("drafted_tokens", 0), found[1].get("draft_chains", 0)
+            accepted = found[1].get("accepted_draft_tokens", 0)
+            print(
+                f"epoch {epoch + 1} {name:6} {rates[name]:8.0f} tok/s, {found[1]['steps']:.0f} steps"
+                + (f", {1 + accepted / chains:.2f} tokens a verification of {drafted / chains:.1f}" if chains else "")
+            )
+        print(f"epoch {epoch + 1} ratio  {rates['ngram'] / rates['none']:.2f}", flush=True)
+
+
+def _rate(found: tuple[float, dict[str, float], int]) -> float:
+    seconds, _, tokens = found
+    return tokens / seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("imposed", "run", "tail"))
+    parser.add_argument("run", nargs="?", type=Path, help="run directory of the part run")
+    parser.add_argument("--models", nargs="+", default=["Qwen3-8B"])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 4, 8, 16, 32, 64, 256])
+    parser.add_argument("--new", type=int, default=256, help="tokens of a response")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--samples", type=int, default=8)
+    args = parser.parse_args()
+    if args.part == "imposed":
+        measure_imposed(args.models, args.batches, args.new)
+    elif args.part == "tail":
+        measure_tail(args.models)
+    else:
+        measure_run(args.run, args.epochs, args.samples)
+
+
+if __name__ == "__main__":
+    main()
