@@ -46,10 +46,11 @@ class Draft(nn.Module, ABC):
     """A draft model. Parameters are uninitialized until ``draft.checkpoint`` fills them.
 
     Call ``share`` once before the first forward. The policy's weights are not parameters of the draft. A draft of a
-    reduced vocabulary has the buffer ``token_ids_v``: the policy's token of each of its own.
+    reduced vocabulary has the buffer ``token_offsets_v``: token i of it is the policy's token i + ``token_offsets_v``
+    [i].
     """
 
-    token_ids_v: Tensor | None = None
+    token_offsets_v: Tensor | None = None
 
     def __init__(self, spec: DraftSpec, *, numerics: Numerics) -> None:
         super().__init__()
@@ -105,4 +106,5 @@ class Draft(nn.Module, ABC):
 
     def token_ids(self, drafted_T: Tensor) -> Tensor:
         """Map tokens of the draft's vocabulary to the policy's."""
-        return drafted_T if self.token_ids_v is None else self.token_ids_v.index_select(0, drafted_T)
+        offsets_v = self.token_offsets_v
+        return drafted_T if offsets_v is None else drafted_T + offsets_v.index_select(0, drafted_T)

@@ -35,14 +35,16 @@ class DraftSpec:
     ``decoder`` describes the draft's own layers as a decoder of these layers: its KV cache is laid out as that of any
     decoder of this spec, layer numbers starting at 0. ``capture_layers`` are the policy's layers whose output is a
     feature; if there are none, the feature is the policy's hidden state after the final norm. ``mtp`` is how a
-    checkpoint stores the layers of an MTP draft. ``draft_vocab_size`` is the size of a reduced vocabulary with a head
-    of its own; None is the policy's vocabulary and head.
+    checkpoint stores the layers of an MTP draft, and ``first_number`` the number of the first of them there.
+    ``draft_vocab_size`` is the size of a reduced vocabulary with a head of its own; None is the policy's vocabulary
+    and head.
     """
 
     kind: Literal["mtp", "eagle3"]
     decoder: DecoderSpec
     capture_layers: tuple[int, ...] = ()
     mtp: MtpLayout | None = None
+    first_number: int = 0
     draft_vocab_size: int | None = None
 
     @property
@@ -69,13 +71,15 @@ def find_mtp_layout(policy: DecoderSpec) -> MtpLayout | None:
 
 
 def build_mtp_spec(policy: DecoderSpec, layout: MtpLayout, count: int = 1) -> DraftSpec:
-    """Build the spec of ``count`` MTP layers: each is like the policy's last layer that is not recurrent."""
+    """Build the spec of ``count`` MTP layers: the policy's last layer, with its last mixer that is not recurrent."""
     assert count >= 1
-    last = next(each for each in reversed(policy.layers) if not isinstance(each.mixer, GatedDeltaNetSpec | MambaSpec))
+    mixers = [each.mixer for each in policy.layers if not isinstance(each.mixer, GatedDeltaNetSpec | MambaSpec)]
+    last = replace(policy.layers[-1], mixer=mixers[-1])
     if isinstance(last.mixer, MlaSpec) and last.mixer.indexer is not None:
         last = replace(last, mixer=replace(last.mixer, indexer=replace(last.mixer.indexer, source=None)))
     decoder = replace(policy, layers=count * (last,), quantization=None, adapters=None, vision=None)
-    return DraftSpec(kind="mtp", decoder=decoder, mtp=layout)
+    first = policy.num_layers if layout.after_layers else 0
+    return DraftSpec(kind="mtp", decoder=decoder, mtp=layout, first_number=first)
 
 
 # -- EAGLE-3 --------------------------------------------------------------------------------
