@@ -92,8 +92,7 @@ class PolicyTrainer:
         self._actor, self._critic = actor, critic
         self._reference, self._draft = reference, draft
         self._algo = algo
-        self._train = train
-        self._hooks = hooks
+        self._train, self._hooks = train, hooks
         self._run = run
         self._clock = clock
         self._steps = steps
@@ -119,9 +118,6 @@ class PolicyTrainer:
         self._reward_reference = reference if algo.kl_coef else None
         self._gradient = self._build_gradient(algo_hooks, reference, teachers, temperature)
         self._optimizer = self._build_optimizer(updates - self._critic_only_updates)
-        if draft is not None:
-            assert isinstance(actor, ProvidesFeatures), "a rule requires a model with features"
-            actor.enable_features(draft.draft.spec.capture_layers)
         if hooks.init is not None:
             hooks.init(actor)
 
@@ -130,6 +126,9 @@ class PolicyTrainer:
     ) -> GradAccumulator:
         algo = self._algo
         chunk = self._train.log_probs_chunk_size
+        if self._draft is not None:
+            assert isinstance(self._actor, ProvidesFeatures), "a rule requires a model with features"
+            self._actor.enable_features(self._draft.draft.spec.capture_layers)
         return GradAccumulator(
             actor=self._actor,
             reference=reference if algo.use_kl_loss or not algo.kl_coef else None,

@@ -33,7 +33,8 @@ def _load_draft(config: Config, policy: BaseCheckpoint) -> MtpDraft | EagleDraft
     device: torch.device = policy.platform.device
     dtype, numerics = policy.dtype, policy.numerics
     if config.train.draft_train == "mtp":
-        return load_mtp(policy.folder, policy.spec, device=device, dtype=dtype, numerics=numerics)
+        count = config.train.mtp_num_layers
+        return load_mtp(policy.folder, policy.spec, device=device, dtype=dtype, numerics=numerics, count=count)
     if config.train.draft_load is not None:
         folder = Path(config.train.draft_load)
         return load_eagle(folder, policy.spec, device=device, dtype=dtype, numerics=numerics)

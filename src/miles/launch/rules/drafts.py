@@ -26,7 +26,10 @@ def check_draft_trainer(c: Config) -> Iterator[str]:
         return
     flag = f"--draft-train {c.train.draft_train}"
     if c.train.train_backend == "megatron":
-        yield f"{flag} does not support --train-backend megatron; use --train-backend fsdp, or remove {flag}."
+        yield (
+            f"{flag} trains a draft model, which does not support --train-backend megatron; use --train-backend fsdp, "
+            f"or remove {flag}."
+        )
     if found := list_set_flags(c, *_PARALLEL_FLAGS):
         given = " and ".join(found)
         yield f"{flag} trains a draft model, which does not support {given}; remove them, or remove {flag}."
@@ -56,7 +59,11 @@ def _check_mtp(c: Config, spec: DecoderSpec) -> Iterator[str]:
         yield f"{flag}: MTP layers of a {spec.family} model are not supported; use --draft-train eagle3."
         return
     try:
-        count = count_mtp_layers(spec, layout, stored_tensors(folder or ""))
+        stored = stored_tensors(folder or "")
+    except MilesError:  # a plan may be made where the weights are not, and another rule says so
+        return
+    try:
+        count = count_mtp_layers(spec, layout, stored)
     except MilesError as error:
         yield f"{flag}: {error}"
         return

@@ -39,18 +39,22 @@ __all__ = ["init_eagle", "load_draft_params", "load_eagle", "load_mtp", "plan_dr
 _OFFSETS = "token_offsets_v"
 
 
-def read_mtp_spec(folder: Path | str, policy: DecoderSpec) -> DraftSpec:
-    """Read which MTP layers the policy's checkpoint has; a UsageError if it has none that can be used."""
+def read_mtp_spec(folder: Path | str, policy: DecoderSpec, count: int | None = None) -> DraftSpec:
+    """Read which MTP layers the policy's checkpoint has; a UsageError if it has none that can be used, or not
+    ``count``.
+    """
     layout = find_mtp_layout(policy)
     if layout is None:
         raise UsageError(f"MTP layers of a {policy.family} model are not supported; use an EAGLE-3 head instead.")
-    count = count_mtp_layers(policy, layout, stored_tensors(folder))
-    if not count:
+    found = count_mtp_layers(policy, layout, stored_tensors(folder))
+    if not found:
         raise UsageError(
             f"{folder} has no MTP layers, whose names begin with {layout.block.format(policy.num_layers)}.; use a "
             "checkpoint that has them, or an EAGLE-3 head instead."
         )
-    return build_mtp_spec(policy, layout, count)
+    if count is not None and found != count:
+        raise UsageError(f"--mtp-num-layers is {count}, but {folder} has {found}; set it to {found}, or remove it.")
+    return build_mtp_spec(policy, layout, found)
 
 
 def load_mtp(
@@ -60,9 +64,12 @@ def load_mtp(
     device: torch.device | str,
     dtype: torch.dtype,
     numerics: Numerics = FAST,
+    count: int | None = None,
 ) -> MtpDraft:
-    """Load the MTP layers in the checkpoint of ``policy``; quantized weights are dequantized."""
-    draft = MtpDraft(read_mtp_spec(folder, policy), device="meta", dtype=dtype, numerics=numerics)
+    """Load the MTP layers in the checkpoint of ``policy``, ``count`` of them if it is given; quantized weights are
+    dequantized.
+    """
+    draft = MtpDraft(read_mtp_spec(folder, policy, count), device="meta", dtype=dtype, numerics=numerics)
     draft.load_state_dict(load_draft_params(folder, draft, device=device), assign=True)
     return draft
 
