@@ -1,6 +1,7 @@
 """Draft training beside a policy: against a draft that is run token by token, and against the policy without it."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +13,14 @@ from tests.train.small_trainer import DENSE, ragged, sample, step, weights, work
 from torch import Tensor
 
 from miles.backends.fsdp.local_model import LocalModel
-from miles.core.errors import CheckpointError
+from miles.core.errors import CheckpointError, UsageError
 from miles.kernels.attention.params import AttentionInputs
 from miles.kernels.attention.varlen import VarlenAttentionBackend
 from miles.models.checkpoint import hf
 from miles.models.decoder import Decoder
 from miles.models.draft.base import Draft, PolicyWeights
 from miles.models.draft.checkpoint import init_eagle, load_eagle, load_mtp
+from miles.models.draft.eagle import EagleDraft
 from miles.models.draft.param_map import build_draft_map
 from miles.models.draft.spec import build_eagle_spec
 from miles.models.families import spec_from_config
@@ -155,6 +157,47 @@ def test_samples_that_share_a_prefix_have_the_same_loss():
     assert shared["draft_loss"] == pytest.approx(apart["draft_loss"], rel=1e-5)
 
 
+def reduced_eagle(decoder: Decoder) -> EagleDraft:
+    """A head of every other token, with a random head of its own."""
+    spec = replace(build_eagle_spec(decoder.spec), draft_vocab_size=16)
+    draft = EagleDraft(spec, device="cpu", dtype=torch.float32)
+    draft.load_state_dict(
+        {**hf.sample_params(draft, seed=3, device="cpu"), "token_offsets_v": torch.arange(16)}, assign=True
+    )
+    return draft
+
+
+def test_a_reduced_vocabulary_learns_the_policys_distribution_over_it(tmp_path: Path):
+    def build(**changes):
+        actor, decoder = dense()
+        draft, options = reduced_eagle(decoder), TRAIN | {"draft_train_steps": 1} | changes
+        own = DraftTrainer(draft, train=TrainConfig(**options), temperature=1.0)
+        return worker(actor, train=options, draft=own), draft, decoder
+
+    trainer, draft, decoder = build()
+    samples, losses = ragged(6), []
+    draft.share(PolicyWeights(decoder.embedding, decoder.head))
+    for each in samples:
+        tokens, count = torch.from_numpy(each.tokens.astype(np.int64)), len(each.tokens)
+        capture, attention = draft.new_capture(), VarlenAttentionBackend([count], "cpu")
+        hidden = decoder(tokens, torch.arange(count), attention, capture=capture)
+        own = draft(draft.features(hidden, capture), tokens.roll(-1), torch.arange(count), attention)
+        policy = (hidden @ decoder.head().T)[:, ::2].softmax(-1)
+        logq = draft.logits(own).log_softmax(-1)
+        losses += [-(policy[t - 1] * logq[t - 2]).sum() for t in range(2, count) if each.mask[t]]
+    before = draft.head().detach().clone()
+    assert step(trainer, samples).metrics["draft_loss"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
+    assert not torch.equal(draft.head(), before)
+
+    train_and_save(trainer, tmp_path / "run", range(1, 2))
+    resumed, fresh, _ = build()
+    fresh.token_offsets_v.zero_()
+    asyncio.run(resumed.load(tmp_path / "run"))
+    assert torch.equal(fresh.token_offsets_v, torch.arange(16)) and torch.equal(fresh.head(), draft.head())
+    with pytest.raises(UsageError, match="--draft-loss hard needs"):
+        build(draft_loss="hard")
+
+
 # -- the policy -----------------------------------------------------------------------------
 
 
@@ -210,6 +253,23 @@ def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(tmp_path: Path):
         "draft/optimizer.safetensors",
     ):
         assert (tmp_path / "resumed" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes(), file
+
+
+def test_a_draft_that_is_saved_in_bfloat16_resumes_from_its_masters(tmp_path: Path):
+    def build() -> tuple[DraftTrainer, Draft, object]:
+        actor, decoder = dense()
+        draft = init_eagle(build_eagle_spec(decoder.spec), seed=3, device="cpu", dtype=torch.float32)
+        own = DraftTrainer(draft, train=TrainConfig(**TRAIN), temperature=1.0, save_dtype=torch.bfloat16)
+        return own, draft, worker(actor, train=TRAIN, draft=own)
+
+    _, draft, trainer = build()
+    train_and_save(trainer, tmp_path / "run", range(2))
+    stored = load_file(tmp_path / "run" / "draft" / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+    _, fresh, resumed = build()
+    asyncio.run(resumed.load(tmp_path / "run"))
+    theirs = dict(draft.named_parameters())
+    assert all(torch.equal(value, theirs[name]) for name, value in fresh.named_parameters())
 
 
 def test_a_saved_eagle_head_is_loaded_from_its_folder(tmp_path: Path):

@@ -201,15 +201,14 @@ class LocalModel(_Unsharded):
         if isinstance(self._decoder, Decoder):  # routing of transformers modules is neither recorded nor replayed
             routing = build_routing(self._decoder.spec, replay_TLk, used, device=self.device)
         attn_backend = build_attention(lengths, tree_nodes, self.device, numerics=self.numerics)
-        if capture is not None:
-            assert isinstance(self._decoder, Decoder) and images is None, "a rule allows text alone"
-            hidden_TD = self._decoder(tokens_T, positions_T, attn_backend, routing, capture=capture)
-        elif images is None or images.is_empty:
-            hidden_TD = self._decoder(tokens_T, positions_T, attn_backend, routing)
+        # Only the native decoder captures; other models may not have the argument.
+        extra: dict[str, Any] = {} if capture is None else {"capture": capture}
+        if images is None or images.is_empty:
+            hidden_TD = self._decoder(tokens_T, positions_T, attn_backend, routing, **extra)
         else:
             vision = images.build_vision_inputs(self.spec, self.device)
             positions_T = prepare_positions(images, self.spec, positions_T)
-            hidden_TD = self._decoder(tokens_T, positions_T, attn_backend, routing, vision)
+            hidden_TD = self._decoder(tokens_T, positions_T, attn_backend, routing, vision, **extra)
         stats = collect_routing_stats(routing, used)
         return PackedOutput(hidden_TD=hidden_TD, flips=stats.flips, replayed=stats.replayed, load_LE=stats.load_LE)
 

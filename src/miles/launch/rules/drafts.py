@@ -35,6 +35,8 @@ def check_draft_trainer(c: Config) -> Iterator[str]:
         yield f"{flag} trains a draft model, which does not support {given}; remove them, or remove {flag}."
     if c.lora.is_enabled:
         yield f"{flag} does not support LoRA; remove --lora-rank and --lora-adapter-path, or remove {flag}."
+    if c.hooks.custom_model_provider_path is not None:
+        yield f"{flag} does not support --custom-model-provider-path, whose model is unknown; remove one of them."
     if c.algo.loss_type == "rm_loss":
         yield f"{flag} drafts the tokens of a policy, but --loss-type rm_loss trains a reward model; remove {flag}."
 

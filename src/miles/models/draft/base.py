@@ -50,13 +50,14 @@ class Draft(nn.Module, ABC):
     [i].
     """
 
-    token_offsets_v: Tensor | None = None
+    token_offsets_v: Tensor | None
 
     def __init__(self, spec: DraftSpec, *, numerics: Numerics) -> None:
         super().__init__()
         self.spec = spec
         self.numerics = numerics
         self._policy: PolicyWeights | None = None
+        self.register_buffer("token_offsets_v", None)
 
     @property
     def policy(self) -> PolicyWeights:

@@ -48,8 +48,7 @@ class EagleDraft(Draft):
         self.lm_head: Linear | None = None
         if spec.draft_vocab_size is not None:
             self.lm_head = Linear(width, spec.draft_vocab_size, bias=False, **factory)
-            offsets_v = torch.empty(spec.draft_vocab_size, dtype=torch.int64, device=device)
-            self.register_buffer("token_offsets_v", offsets_v)
+            self.token_offsets_v = torch.empty(spec.draft_vocab_size, dtype=torch.int64, device=device)
 
     def forward(
         self,

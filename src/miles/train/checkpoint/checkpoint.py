@@ -108,7 +108,7 @@ def save(
         markers.announce_ranks(folder, ranks)
     save_plan = model.save_plan()
     if save_plan is not None and extra:
-        copied = tuple((dict(save_plan.extra_tensors) | extra).items())
+        copied = tuple({**dict(save_plan.extra_tensors), **extra}.items())
         save_plan = replace(save_plan, extra_tensors=copied)
     if save_plan is None:
         assert ranks == 1, "a sharded model has a save plan"
