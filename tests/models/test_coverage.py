@@ -59,6 +59,7 @@ RAGGED = (7, 1, 30, 3, 12, 12, 90)
 SAME = {
     "gemma3": "gemma3_text",
     "kimi_k2": "deepseek_v3",
+    "mimo": "qwen2",
 }
 ERROR = re.compile(r"\b\de-\d\d\b")
 FAMILY_HEAD = ("| `architectures` | models | made of | images | prefix cache | routing |", "|---|---|---|---|---|---|")

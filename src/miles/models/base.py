@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from miles.kernels.numerics import Numerics
 from miles.models.activation_checkpointing import CheckpointFn
+from miles.models.hidden_capture import HiddenCapture
 from miles.models.layers.attention_backend import AttentionBackend
 from miles.models.layers.moe import Routing
 from miles.models.spec import DecoderSpec
@@ -44,8 +45,12 @@ class CausalLM(Protocol):
         attn_backend: AttentionBackend,
         routing: Routing | None = None,
         vision: VisionInputs | None = None,
+        capture: HiddenCapture | None = None,
     ) -> Tensor:
-        """Compute hidden states [T, D] after the final norm; ``positions_T`` may be [3, T] with multimodal RoPE."""
+        """Compute hidden states [T, D] after the final norm; ``positions_T`` may be [3, T] with multimodal RoPE.
+
+        ``capture`` takes the output of some layers, for a draft model; only the native decoder has them.
+        """
         ...
 
     def head(self) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from miles.kernels.numerics import FAST, Numerics
 from miles.kernels.quantized.activation_quant import supports_fused_quantization
 from miles.models.activation_checkpointing import CheckpointFn, checkpoint_full
+from miles.models.hidden_capture import HiddenCapture
 from miles.models.layers.attention import Attention
 from miles.models.layers.attention_backend import AttentionBackend
 from miles.models.layers.gated_deltanet import GatedDeltaNet
@@ -33,7 +34,15 @@ from miles.models.vision.tower import VisionTower
 from miles.precision.formats import WeightFormat
 from miles.precision.quantized_tensor import QuantizedActivation
 
-__all__ = ["AttentionBackend", "CheckpointFn", "Decoder", "DecoderLayer", "Routing", "checkpoint_full"]
+__all__ = [
+    "AttentionBackend",
+    "CheckpointFn",
+    "Decoder",
+    "DecoderLayer",
+    "Routing",
+    "checkpoint_full",
+    "scale_embedding",
+]
 
 # Spec type -> attribute name in a layer and module class.
 MIXERS: Mapping[type, tuple[str, Callable[..., nn.Module]]] = {
@@ -208,15 +217,14 @@ class Decoder(nn.Module):
         attn_backend: AttentionBackend,
         routing: Routing | None = None,
         vision: VisionInputs | None = None,
+        capture: HiddenCapture | None = None,
     ) -> Tensor:
         """Compute hidden states after the final norm, [T, D]; logits are these times ``head()`` transposed.
 
         Logits are then soft-capped by the spec's ``logit_softcap``, if it has one. ``vision`` are the images of the
-        batch; with multimodal RoPE ``positions_T`` may then be [3, T].
+        batch; with multimodal RoPE ``positions_T`` may then be [3, T]. ``capture`` takes the output of some layers.
         """
-        x_TD = self.embedding(tokens_T)
-        if self.spec.embedding_scale != 1.0:
-            x_TD = x_TD * _round_to_dtype(self.spec.embedding_scale, x_TD.dtype)
+        x_TD = scale_embedding(self.embedding(tokens_T), self.spec)
         checkpoint_fn = self.checkpoint_fn if self.checkpoint_layers and torch.is_grad_enabled() else None
         features: VisionFeatures | None = None
         if vision is not None:
@@ -233,6 +241,8 @@ class Decoder(nn.Module):
             if features is not None and vision is not None and number < len(features.deepstack):
                 x_TD = x_TD if deferred_TD is None else x_TD + deferred_TD
                 x_TD, deferred_TD = _add_rows(x_TD, vision.token_I, features.deepstack[number]), None
+            if capture is not None and capture.wants(number):
+                capture.store(number, x_TD, deferred_TD)
         return self.norm.add_norm(x_TD, deferred_TD)[1]
 
     def _encode_images(self, vision: VisionInputs, checkpoint_fn: CheckpointFn | None) -> VisionFeatures:
@@ -246,6 +256,11 @@ class Decoder(nn.Module):
     def head(self) -> Tensor:
         """Return the output weight [V, D]: the embedding itself if tied."""
         return self.embedding.weight if self.lm_head is None else self.lm_head.weight
+
+
+def scale_embedding(x_TD: Tensor, spec: DecoderSpec) -> Tensor:
+    """Multiply embeddings by the spec's ``embedding_scale``."""
+    return x_TD if spec.embedding_scale == 1.0 else x_TD * _round_to_dtype(spec.embedding_scale, x_TD.dtype)
 
 
 def _add_rows(x_TD: Tensor, token_I: Tensor, rows_ID: Tensor) -> Tensor:

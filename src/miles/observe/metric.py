@@ -104,6 +104,10 @@ TRAIN = _parse_rows(
     value_clipfrac      | fraction | Fraction of trained tokens whose value moved beyond the clip range.
     critic_grad_norm    | norm     | Global gradient norm of the critic before clipping.
     critic_lr           | rate     | Learning rate of the critic's last optimizer step.
+    draft_loss          | nats     | Loss of the draft model: mean over its steps and the trained tokens they predict.
+    draft_agreement_<step> | fraction | Share of tokens at which draft and policy have the same most likely one.
+    draft_grad_norm     | norm     | Gradient norm of the draft model before clipping, with --mtp-loss-scaling-factor.
+    draft_lr            | rate     | Learning rate of the draft model.
     samples             | samples  | Training samples in the batch; a trajectory with several branches yields several.
     micro_batches       | passes   | Packed forward and backward passes of the step.
     tokens              | tokens   | Tokens of the batch, prompts included.

@@ -12,6 +12,8 @@ from miles.core.events import Event, Saved
 
 _OWN_FILES = ("cursor.json", "manifest.json", "trainer.json")
 """Files of a checkpoint that continue a run and are no part of the model."""
+_DRAFT = "draft"
+"""Subfolder with an EAGLE-3 head, which is served beside the model."""
 
 
 class HfExport:
@@ -45,18 +47,24 @@ class HfExport:
 
 def link_model(checkpoint: Path, target: Path) -> None:
     """Copy or link the files of the model."""
+    _link_files(checkpoint, target)
+
+
+def _link_files(folder: Path, target: Path) -> None:
     target.mkdir(parents=True)
-    for file in sorted(checkpoint.iterdir()):
+    for file in sorted(folder.iterdir()):
         if file.is_file() and file.name not in _OWN_FILES and not file.name.startswith("optimizer"):
             _link_or_copy(file, target / file.name)
 
 
 def _export(checkpoint: Path, target: Path, convert: Callable[[Path, Path], None]) -> None:
-    draft = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
-    convert(checkpoint, draft)
+    partial = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
+    convert(checkpoint, partial)
+    if (checkpoint / _DRAFT).is_dir():
+        _link_files(checkpoint / _DRAFT, partial / _DRAFT)
     if target.exists():
         shutil.rmtree(target)
-    draft.rename(target)
+    partial.rename(target)
 
 
 def _link_or_copy(file: Path, target: Path) -> None:

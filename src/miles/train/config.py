@@ -124,6 +124,32 @@ class TrainConfig:
         1.0, "Maximum global gradient norm; larger gradients are scaled down, and 0 disables clipping.", ge=0
     )
 
+    draft_train: Literal["none", "mtp", "eagle3"] = option(
+        "none",
+        "Draft model of speculative decoding to train beside the policy, which it does not change: mtp, the "
+        "multi-token-prediction layers of the checkpoint (--enable-mtp-training), or eagle3, an EAGLE-3 head.",
+        presets={"--enable-mtp-training": "mtp"},
+    )
+    draft_load: str | None = option(
+        None,
+        "Folder or hub name of the EAGLE-3 head to start from; a new one is made from --seed when not given.",
+        path=True,
+        hub="model",
+    )
+    draft_lr: float = option(1e-4, "Learning rate of the draft model.", ge=0)
+    draft_loss: Literal["soft", "hard"] = option(
+        "soft",
+        "Loss of the draft model: soft, cross-entropy against the policy's distribution, or hard, against the sampled "
+        "tokens.",
+    )
+    draft_train_steps: int = option(
+        3, "Tokens that the draft model is trained to predict one after the other.", unit="N", ge=1
+    )
+    mtp_num_layers: int | None = option(
+        None, "Number of MTP layers that the checkpoint must have; any number when not given.", unit="N", ge=0
+    )
+    mtp_loss_scaling_factor: float = option(0.1, "Factor of the draft model's loss.", gt=0)
+
     max_tokens_per_gpu: int = option(
         16384, "Maximum tokens per micro-batch; samples are packed up to it without padding.", unit="TOKENS", ge=1
     )

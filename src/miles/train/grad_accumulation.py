@@ -19,6 +19,7 @@ from miles.train.batch_tensors import FlatBatch, MicroBatch, build_token_paths, 
 from miles.train.config import TrainConfig
 from miles.train.distillation import Distillation
 from miles.train.dp_group import SINGLE_RANK, DataParallelGroup
+from miles.train.draft_trainer import DraftTrainer
 from miles.train.logprobs import HeadOutput, compute_logprobs
 from miles.train.micro_batching import PatchLimit
 from miles.train.model_protocols import KeptTensors, TrainModel
@@ -213,13 +214,14 @@ def _make_idle(rows: MicroBatch) -> MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradAccumulator:
-    """Accumulates the gradient of one global batch."""
+    """Accumulates the gradient of one global batch; a ``draft`` accumulates its own on the side."""
 
     actor: TrainModel
     reference: TrainModel | None
     loss_fn: LossFn
     reader: LogprobReader
     distillation: Distillation | None = None
+    draft: DraftTrainer | None = None
 
     def accumulate(
         self, micro_batches: Sequence[MicroBatch], old_logprobs: Sequence[Tensor | None], sums: MetricSums
@@ -234,6 +236,8 @@ class GradAccumulator:
             ref_logprobs = self.reader.compute_frozen(self.reference, unreplayed)
 
         def compute_loss(index: int, output: HeadOutput) -> tuple[Tensor, KeptTensors]:
+            if self.draft is not None:
+                self.draft.accumulate(micro_batches[index], output)
             return self._compute_loss(micro_batches[index], old_logprobs[index], ref_logprobs[index], output)
 
         results = self.actor.forward_backward(micro_batches, compute_loss)

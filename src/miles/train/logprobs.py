@@ -49,12 +49,21 @@ class ContextShard(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyFeatures:
+    """What a draft model reads of a policy's forward: features of all input tokens, detached, and the embedding."""
+
+    features_TF: Tensor
+    embedding_VD: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HeadOutput:
     """Inputs of the LM head: hidden states, head weight and softcap, and the numerics of the log-probs.
 
     With a split over ranks (context or vocabulary parallel) these are the rank's own. ``flips`` counts the replayed
     experts that the model's own router would not have chosen, out of ``replayed``, over the whole micro-batch; both
-    None without replay. ``load_LE`` is how often each expert of each layer was chosen, if counted.
+    None without replay. ``load_LE`` is how often each expert of each layer was chosen, if counted. ``features`` are
+    those of a draft model, if one is trained.
     """
 
     hidden_RD: Tensor
@@ -66,6 +75,7 @@ class HeadOutput:
     replayed: Tensor | None = None
     load_LE: Tensor | None = None
     numerics: Numerics = FAST
+    features: PolicyFeatures | None = None
 
 
 def compute_logprobs(

@@ -120,6 +120,17 @@ def get_engine_weights(model: ShardedParameters) -> dict[str, Tensor]:
 
 
 @runtime_checkable
+class ProvidesFeatures(Protocol):
+    """A model whose forward can return the features of a draft model."""
+
+    def enable_features(self, layers: Sequence[int]) -> None:
+        """Return features from every forward with gradients from now on: the output of ``layers``, side by side; of
+        none, the hidden states after the final norm.
+        """
+        ...
+
+
+@runtime_checkable
 class ReportsTokenTime(Protocol):
     """A model that reports this rank's own compute time."""
 

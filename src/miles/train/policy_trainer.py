@@ -38,9 +38,10 @@ from miles.train.correction import CorrectionSelector, correction_metrics
 from miles.train.critic import Critic
 from miles.train.distillation import build_teachers
 from miles.train.dp_group import SINGLE_RANK, DataParallelGroup
+from miles.train.draft_trainer import DraftTrainer
 from miles.train.grad_accumulation import GradAccumulator, LogprobReader, MetricSums, build_micro_batches
 from miles.train.hooks import NO_TRAIN_HOOKS, TrainHooks
-from miles.train.model_protocols import HasAdapters, TrainModel, get_engine_weights
+from miles.train.model_protocols import HasAdapters, ProvidesFeatures, TrainModel, get_engine_weights
 from miles.train.optim.lr_scheduler import build_lr_schedule
 from miles.train.optim.optimizer import MASTER, OptimizerProtocol, build_optimizer
 from miles.train.parity_check import accumulate_parity, check_exact_parity, format_parity_error, parity_metrics
@@ -52,7 +53,8 @@ class PolicyTrainer:
     ``steps`` is the number of optimizer steps per batch, ``updates`` that of the whole run (for the LR schedule). The
     policy loss divides logits by ``temperature``, the engine's sampling temperature. ``reference`` is the reference
     model of the KL. A ``critic`` is trained on every batch too, possibly alone in the first steps. ``teachers`` are
-    local distillation teachers, one per sample; without any, the samples carry the log-probs of served teachers. With
+    local distillation teachers, one per sample; without any, the samples carry the log-probs of served teachers. A
+    ``draft`` model is trained on the policy's hidden states, and changes nothing of the policy. With
     ``shares_weights`` an engine uses the policy's weights in place. Each rank of ``dp_group`` trains its part of the
     batch, balanced by tokens or by ``cost_fn``. The vision tower computes a feature of an image from
     ``patches_per_feature`` patches.
@@ -71,6 +73,7 @@ class PolicyTrainer:
         reference: TrainModel | None = None,
         critic: Critic | None = None,
         teachers: Sequence[TrainModel] = (),
+        draft: DraftTrainer | None = None,
         algo_hooks: AlgoHooks = NO_ALGO_HOOKS,
         hooks: TrainHooks = NO_TRAIN_HOOKS,
         version: Version | None = None,
@@ -87,10 +90,9 @@ class PolicyTrainer:
         _check_options(algo, temperature, reference, critic)
         self.version = version or Version()
         self._actor, self._critic = actor, critic
-        self._reference = reference
+        self._reference, self._draft = reference, draft
         self._algo = algo
-        self._train = train
-        self._hooks = hooks
+        self._train, self._hooks = train, hooks
         self._run = run
         self._clock = clock
         self._steps = steps
@@ -124,12 +126,16 @@ class PolicyTrainer:
     ) -> GradAccumulator:
         algo = self._algo
         chunk = self._train.log_probs_chunk_size
+        if self._draft is not None:
+            assert isinstance(self._actor, ProvidesFeatures), "a rule requires a model with features"
+            self._actor.enable_features(self._draft.draft.spec.capture_layers)
         return GradAccumulator(
             actor=self._actor,
             reference=reference if algo.use_kl_loss or not algo.kl_coef else None,
             loss_fn=build_loss(algo, hooks),
             reader=self._reader,
             distillation=build_teachers(algo, teachers, temperature=temperature, chunk=chunk, dp_group=self._dp_group),
+            draft=self._draft,
         )
 
     def _build_optimizer(self, updates: int) -> OptimizerProtocol:
@@ -169,18 +175,25 @@ class PolicyTrainer:
         """Return the live weights by name; the next step changes them in place."""
         return get_engine_weights(self._actor)
 
+    def draft_weights(self) -> Mapping[str, Tensor] | None:
+        """Return the live weights of the draft model, if one is trained; the next step changes them in place."""
+        return None if self._draft is None else self._draft.weights()
+
     def adapters(self) -> LoraAdapters | None:
         """Return the trained LoRA adapters, if any."""
         return self._actor.adapters() if isinstance(self._actor, HasAdapters) else None
 
     def _save(self, folder: Path) -> None:
-        checkpoint.save(folder, self._actor, self._optimizer, self.version, self._dp_group, self._saver)
+        mtp = {} if self._draft is None else self._draft.save(folder, self.version)
+        checkpoint.save(folder, self._actor, self._optimizer, self.version, self._dp_group, self._saver, extra=mtp)
         if self._critic is not None:
             self._critic.save(folder, self.version)
 
     def _load(self, folder: Path) -> Version:
         if self._critic is not None:
             self._critic.load(folder)
+        if self._draft is not None:
+            self._draft.load(folder)
         version = checkpoint.load(folder, self._actor, self._optimizer, self._dp_group)
         self._restore_reference(folder, version.number)
         return version
@@ -212,6 +225,8 @@ class PolicyTrainer:
 
     def _move(self, device: torch.device) -> None:
         self._optimizer.move(device)
+        if self._draft is not None:
+            self._draft.move(device)
         for model in self._offloaded_models:
             model.move(device)
         if self._critic is not None and not self._critic.dedicated_device:
@@ -417,7 +432,8 @@ class PolicyTrainer:
         grad_norm, lr = self._optimizer.step()
         self._actor.after_update()
         metrics = finalize_metrics(step_sums.to_floats(self._dp_group)) | step_sums.expert_imbalance(self._dp_group)
-        return metrics | {"grad_norm": grad_norm, "lr": lr}
+        metrics |= {"grad_norm": grad_norm, "lr": lr}
+        return metrics if self._draft is None else metrics | self._draft.step()
 
     def _check_parity(self, sums: MetricSums) -> None:
         """Raise ParityError, before the weights change, if engine and trainer log-probs differ too much."""

@@ -51,7 +51,6 @@ def test_beta_names_both_meanings():
     [
         ("--te-precision-config-file", "precision by a file"),
         ("--fp4-recipe", "training in FP4"),
-        ("--enable-mtp-training", "multi-token prediction"),
         ("--multi-lora-n-adapters", "several LoRA adapters"),
         ("--eval-num-gpus", "engines that only evaluate"),
         ("--vllm-dtype", "vLLM"),

@@ -89,7 +89,6 @@ def test_what_the_checkpoint_does_not_say_is_noted():
     [
         ("--attention-dropout 0.1", "dropout in training"),
         ("--moe-aux-loss-coeff 1e-3", "a load-balancing loss of the router"),
-        ("--mtp-num-layers 1", "multi-token prediction (MTP)"),
     ],
 )
 def test_a_value_that_changes_the_mathematics_is_refused(line: str, feature: str):

@@ -32,6 +32,7 @@ from miles.models.activation_checkpointing import RecomputeMode, set_recompute
 from miles.models.checkpoint import hf
 from miles.models.checkpoint.save_plan import SavePlan, plan_save
 from miles.models.decoder import Decoder, DecoderLayer
+from miles.models.hidden_capture import HiddenCapture
 from miles.models.layers.moe import Routing
 from miles.models.lora.adapters import LoraAdapters
 from miles.models.optim_groups import TRAINED_VISION, FrozenVision, MuonMatrices, find_muon_matrices
@@ -40,7 +41,7 @@ from miles.models.parallel.tp_decoder import build_tp_decoder
 from miles.models.parallel.tp_sharding import compute_tp_shards
 from miles.models.spec import DecoderSpec
 from miles.train.batch_tensors import MicroBatch
-from miles.train.logprobs import HeadOutput
+from miles.train.logprobs import HeadOutput, PolicyFeatures
 from miles.train.model_protocols import KeptTensors, LossCallback
 from miles.train.stopwatch import Stopwatch
 
@@ -87,6 +88,7 @@ class FsdpModel:
         for name in frozen_vision.select(rank_shapes):
             self._decoder.get_parameter(name).requires_grad_(False)
         set_recompute(self._decoder, recompute, recompute_layers)
+        self._feature_layers: tuple[int, ...] | None = None
         self._stopwatch, self._tokens = Stopwatch(mesh.device), 0
         self._time_layers()
         replicated = apply_fully_shard(
@@ -217,10 +219,15 @@ class FsdpModel:
             layer.register_forward_pre_hook(lambda module, args: self._stopwatch.__enter__())
             layer.register_forward_hook(lambda module, args, out: self._stopwatch.__exit__(None, None, None))
 
+    def enable_features(self, layers: Sequence[int]) -> None:
+        """Return the features of a draft model from every forward with gradients from now on."""
+        assert self.mesh.tp_group.world == self.mesh.cp_group.world == 1, "features need whole sequences and channels"
+        self._feature_layers = tuple(layers)
+
     def _output(self, rows: MicroBatch) -> HeadOutput:
         packed = build_rank_batch(rows, self.mesh, self.spec)
         routing = build_routing(self.spec, packed.replay_TLk, rows.routed_cache, device=self.device, fill=packed.fill)
-        hidden_rD = self.read(packed, routing)
+        hidden_rD, features = self._read_features(packed, routing)
         stats = collect_routing_stats(routing, rows.routed_cache, self.mesh.cp_group.sum)
         return HeadOutput(
             hidden_RD=hidden_rD,
@@ -232,7 +239,21 @@ class FsdpModel:
             replayed=stats.replayed,
             load_LE=stats.load_LE,
             numerics=self.numerics,
+            features=features,
         )
+
+    def _read_features(self, packed: RankBatch, routing: Routing | None) -> tuple[Tensor, PolicyFeatures | None]:
+        """Compute the needed hidden states, and the features of a draft model if they are wanted."""
+        wanted = self._feature_layers if torch.is_grad_enabled() else None
+        if wanted is None:
+            return self.read(packed, routing), None
+        capture = HiddenCapture(wanted) if wanted else None
+        hidden_TD = self._decoder(
+            packed.tokens_T, packed.positions_T, packed.attn_backend, routing, packed.vision, capture
+        )
+        found_TF = hidden_TD.detach() if capture is None else capture.concatenate()
+        features = PolicyFeatures(features_TF=found_TF, embedding_VD=self._decoder.embedding.weight)
+        return index_rows(hidden_TD, packed.at_r, repeated=packed.repeated), features
 
     def read(self, packed: RankBatch, routing: Routing | None = None) -> Tensor:
         """Compute the needed hidden states of this rank, [r, D], equal on all tensor-parallel ranks."""

@@ -21,11 +21,12 @@ from miles.models.base import CausalLM
 from miles.models.checkpoint import hf
 from miles.models.checkpoint.save_plan import SavePlan, plan_save
 from miles.models.decoder import Decoder
+from miles.models.hidden_capture import HiddenCapture
 from miles.models.lora.adapters import LoraAdapters
 from miles.models.optim_groups import TRAINED_VISION, FrozenVision, MuonMatrices, find_muon_matrices
 from miles.models.spec import DecoderSpec
 from miles.train.batch_tensors import MicroBatch, RoutedExpertsCache
-from miles.train.logprobs import HeadOutput
+from miles.train.logprobs import HeadOutput, PolicyFeatures
 from miles.train.model_protocols import KeptTensors, LossCallback
 from miles.train.optim.optimizer import full_grad_norm
 from miles.train.packed_images import PackedImages, prepare_positions
@@ -90,6 +91,7 @@ class LocalModel(_Unsharded):
         self._config = config
         self._like = like
         self._save_dtype = save_dtype
+        self._feature_layers: tuple[int, ...] | None = None
         if frozen:
             decoder.requires_grad_(False)
         decoder.checkpoint_layers = gradient_checkpointing
@@ -144,9 +146,16 @@ class LocalModel(_Unsharded):
             kept.append(found)
         return kept
 
+    def enable_features(self, layers: Sequence[int]) -> None:
+        """Return the features of a draft model from every forward with gradients from now on."""
+        assert isinstance(self._decoder, Decoder), "features need the native decoder"
+        self._feature_layers = tuple(layers)
+
     def _output(self, rows: MicroBatch) -> HeadOutput:
         spec = self._decoder.spec
         check_supported(spec, rows.tree_nodes)
+        wanted = self._feature_layers if torch.is_grad_enabled() else None
+        capture = HiddenCapture(wanted) if wanted else None
         read = self.read(
             rows.tokens_T,
             rows.positions_T,
@@ -155,7 +164,13 @@ class LocalModel(_Unsharded):
             rows.tree_nodes,
             rows.routed_cache,
             rows.images,
+            capture,
         )
+        features = None
+        if wanted is not None:
+            assert isinstance(self._decoder, Decoder)
+            found_TF = read.hidden_TD.detach() if capture is None else capture.concatenate()
+            features = PolicyFeatures(features_TF=found_TF, embedding_VD=self._decoder.embedding.weight)
         return HeadOutput(
             hidden_RD=index_rows(read.hidden_TD, rows.before_R, repeated=bool(rows.tree_nodes)),
             head_VD=self.head(),
@@ -164,6 +179,7 @@ class LocalModel(_Unsharded):
             replayed=read.replayed,
             load_LE=read.load_LE,
             numerics=self.numerics,
+            features=features,
         )
 
     def read(
@@ -175,6 +191,7 @@ class LocalModel(_Unsharded):
         tree_nodes: Sequence[TreeNode] = (),
         used: RoutedExpertsCache | None = None,
         images: PackedImages | None = None,
+        capture: HiddenCapture | None = None,
     ) -> PackedOutput:
         """Compute the hidden states of packed sequences without padding, or of a prefix tree of ``tree_nodes``."""
         longest, most = max(lengths), self._decoder.spec.max_positions
@@ -184,12 +201,14 @@ class LocalModel(_Unsharded):
         if isinstance(self._decoder, Decoder):  # routing of transformers modules is neither recorded nor replayed
             routing = build_routing(self._decoder.spec, replay_TLk, used, device=self.device)
         attn_backend = build_attention(lengths, tree_nodes, self.device, numerics=self.numerics)
+        # Only the native decoder captures; other models may not have the argument.
+        extra: dict[str, Any] = {} if capture is None else {"capture": capture}
         if images is None or images.is_empty:
-            hidden_TD = self._decoder(tokens_T, positions_T, attn_backend, routing)
+            hidden_TD = self._decoder(tokens_T, positions_T, attn_backend, routing, **extra)
         else:
             vision = images.build_vision_inputs(self.spec, self.device)
             positions_T = prepare_positions(images, self.spec, positions_T)
-            hidden_TD = self._decoder(tokens_T, positions_T, attn_backend, routing, vision)
+            hidden_TD = self._decoder(tokens_T, positions_T, attn_backend, routing, vision, **extra)
         stats = collect_routing_stats(routing, used)
         return PackedOutput(hidden_TD=hidden_TD, flips=stats.flips, replayed=stats.replayed, load_LE=stats.load_LE)
 

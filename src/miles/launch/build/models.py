@@ -55,6 +55,7 @@ from miles.schedule.checkpoints import verify_weights
 from miles.train.balance import CostFn, build_flops_cost, build_token_cost
 from miles.train.critic import Critic
 from miles.train.dp_group import SINGLE_RANK, DataParallelGroup
+from miles.train.draft_trainer import DraftTrainer
 from miles.train.model_protocols import TrainModel, ValueModel
 from miles.train.policy_trainer import PolicyTrainer
 
@@ -334,6 +335,7 @@ def build_policy_trainer(
     *,
     steps: int,
     algo_hooks: AlgoHooks,
+    draft: DraftTrainer | None = None,
     name: str = "actor",
 ) -> PolicyTrainer:
     """The trainer of one rank for ``steps`` training steps of the policy ``name``."""
@@ -359,6 +361,7 @@ def build_policy_trainer(
         reference=None if plan.reference is None else models.reference(plan.reference),
         critic=critic,
         teachers=[models.teacher(folder) for folder in plan.teachers.values()],
+        draft=draft,
         algo_hooks=algo_hooks,
         hooks=load_trainer_hooks(config),
         version=Version(name),

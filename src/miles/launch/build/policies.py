@@ -19,6 +19,7 @@ from miles.cluster.executor import Executor, InlineExecutor, ThreadExecutor
 from miles.core.protocols import AdvantageEstimator, Lease, Trainer, WeightSync
 from miles.core.types import Version
 from miles.launch.build.debug import FrozenTrainer
+from miles.launch.build.drafts import build_draft_trainer
 from miles.launch.build.engines import (
     GetWeights,
     RolloutEngine,
@@ -342,6 +343,7 @@ def build_trainer(
         models.actor(),
         steps=steps,
         algo_hooks=owner.algo_hooks,
+        draft=build_draft_trainer(config, checkpoint, models.dp_group),
         name=owner.policy.name,
     )
     return BuiltTrainer(trainer=local, local=local)

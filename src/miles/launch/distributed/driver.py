@@ -38,6 +38,7 @@ from miles.core.errors import CheckpointError, MilesError, TrainerError
 from miles.core.serialization import CORE_TYPES, Codec
 from miles.core.types import Batch, StepReport, Version
 from miles.kernels.numerics import configure_cublas
+from miles.launch.build.drafts import build_draft_trainer
 from miles.launch.build.hooks import load_algo_hooks
 from miles.launch.build.models import BaseCheckpoint, ModelFactory, build_policy_trainer, read_checkpoint
 from miles.launch.config import Config
@@ -169,8 +170,9 @@ def _build_rank_trainer(
     """The trainer of this rank; all ranks, which have joined, build theirs at once."""
     models = _build_model_factory(config, plan, checkpoint)
     actor = models.actor()
+    draft = build_draft_trainer(config, checkpoint, models.dp_group)
     trainer = build_policy_trainer(
-        config, plan, checkpoint, _SyncExecutor(), models, actor, steps=steps, algo_hooks=algo_hooks
+        config, plan, checkpoint, _SyncExecutor(), models, actor, steps=steps, algo_hooks=algo_hooks, draft=draft
     )
     return RankTrainer(trainer, actor, checkpoint.dtype, checkpoint.platform.device)
 

@@ -13,6 +13,7 @@ from miles.launch.policies.rules import check_policies
 from miles.launch.rules.algorithm import ALGORITHM_RULES
 from miles.launch.rules.data import DATA_RULES, GENERATION_RULES, check_eval_has_held_out_sets, check_max_positions
 from miles.launch.rules.distillation import DISTILLATION_RULES
+from miles.launch.rules.drafts import DRAFT_RULES
 from miles.launch.rules.engines import ENGINE_MACHINE_RULES, ENGINE_RULES, SERVER_RULES, check_engine_gpus
 from miles.launch.rules.flags import FLAG_RULES, Rule
 from miles.launch.rules.hooks import HOOK_RULES, check_hook_paths
@@ -53,6 +54,7 @@ _TRAIN_RULES: tuple[Rule, ...] = (
     *ALGORITHM_RULES,
     *FLAG_RULES,
     *DISTILLATION_RULES,
+    *DRAFT_RULES,
     *MODEL_RULES,
     *PRECISION_RULES,
     *HOOK_RULES,

@@ -47,6 +47,7 @@ __all__ = [
     "load_slices",
     "plan_model_save",
     "read_config",
+    "sample_params",
     "save_model",
     "zero_factors",
 ]
@@ -237,14 +238,19 @@ def init_random(
     Values are sampled on the CPU in float32, one parameter at a time: a seed gives the same bits on every device.
     """
     decoder = Decoder(spec, device="meta", dtype=dtype, numerics=numerics)
+    decoder.load_state_dict(sample_params(decoder, seed=seed, device=device), assign=True)
+    return decoder
+
+
+def sample_params(module: nn.Module, *, seed: int, device: torch.device | str) -> dict[str, Tensor]:
+    """Sample every parameter of ``module``, which needs no storage, as ``init_random`` does."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
-    for name, param in decoder.named_parameters():
-        module, _, param_name = name.rpartition(".")
-        value = _init_param(param_name, decoder.get_submodule(module), param.shape, generator)
+    for name, param in module.named_parameters():
+        owner, _, param_name = name.rpartition(".")
+        value = _init_param(param_name, module.get_submodule(owner), param.shape, generator)
         tensors[name] = value.to(device=device, dtype=param.dtype)
-    decoder.load_state_dict(tensors, assign=True)
-    return decoder
+    return tensors
 
 
 def _init_param(name: str, module: nn.Module, shape: torch.Size, generator: torch.Generator) -> Tensor:

@@ -28,7 +28,7 @@ from miles.models.checkpoint.tensor_formats import (
 )
 from miles.models.spec import DecoderSpec
 
-__all__ = ["FLOATS", "ParamSource", "PlainTensor", "locate_tensors", "read_quant_config"]
+__all__ = ["FLOATS", "ParamSource", "PlainTensor", "locate_params", "locate_tensors", "read_quant_config"]
 
 FLOATS = ("F32", "F16", "BF16")
 _FP8 = "F8_E4M3"
@@ -81,16 +81,23 @@ def locate_tensors(
     Anything missing, unknown, mis-shaped or in an undeclared format is a CheckpointError.
     """
     search = _Search(stored, quant, folder)
-    stacked = param_map.stacked_expert_names(spec)
-    found: dict[str, tuple[ParamSource, ...]] = {}
-    for param, pieces in param_map.build_param_map(spec).items():
-        if stacked.get(param) in stored:
-            shape = param_shape(pieces)
-            pieces = (HfSlice(stacked[param], shape, 0, shape[0]),)
-        pieces = tuple(_transpose_as_stored(piece, stored) for piece in pieces)
-        found[param] = tuple(ParamSource(piece, search.find(piece)) for piece in pieces)
+    found = search.find_all(param_map.build_param_map(spec), param_map.stacked_expert_names(spec))
     search.check_unused(spec)
-    return dict(sorted(found.items(), key=lambda item: min(source.place for source in item[1])))
+    return found
+
+
+def locate_params(
+    params: Mapping[str, tuple[HfSlice, ...]],
+    stacked: Mapping[str, str],
+    stored: Mapping[str, StoredTensor],
+    quant: QuantConfig | None,
+    folder: Path,
+) -> dict[str, tuple[ParamSource, ...]]:
+    """``locate_tensors`` of some parameters of a checkpoint, whatever else is in it.
+
+    ``stacked`` are the tensors under which the experts of a parameter may be stored instead.
+    """
+    return _Search(stored, quant, folder).find_all(params, stacked)
 
 
 def _transpose_as_stored(piece: HfSlice, stored: Mapping[str, StoredTensor]) -> HfSlice:
@@ -121,6 +128,19 @@ class _Search:
         self._quant = quant
         self._folder = folder
         self._used: set[str] = set()
+
+    def find_all(
+        self, params: Mapping[str, tuple[HfSlice, ...]], stacked: Mapping[str, str]
+    ) -> dict[str, tuple[ParamSource, ...]]:
+        """Return the sources of each parameter, in the order of the files."""
+        found: dict[str, tuple[ParamSource, ...]] = {}
+        for param, pieces in params.items():
+            if stacked.get(param) in self._stored:
+                shape = param_shape(pieces)
+                pieces = (HfSlice(stacked[param], shape, 0, shape[0]),)
+            pieces = tuple(_transpose_as_stored(piece, self._stored) for piece in pieces)
+            found[param] = tuple(ParamSource(piece, self.find(piece)) for piece in pieces)
+        return dict(sorted(found.items(), key=lambda item: min(source.place for source in item[1])))
 
     def find(self, piece: HfSlice) -> TensorFormat:
         name, shape = piece.hf_name, piece.shape

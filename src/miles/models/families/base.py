@@ -15,12 +15,36 @@ def nothing(spec: DecoderSpec, hf_name: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MtpLayout:
+    """How a checkpoint stores multi-token-prediction layers, and what differs between families in computing them.
+
+    ``block`` is the prefix of a layer's own tensors, ``layer`` that of its decoder layer, both formatted with the
+    number of the MTP layer, which is counted from the number of decoder layers if ``after_layers``. The four names
+    are those of its norms and its projection inside ``block``. ``hidden_first``: the projection's input begins with
+    the hidden state instead of the embedding. ``normed_output``: a further step reads the hidden state after the
+    layer's last norm. ``copies`` are the tensors inside ``block`` that repeat a parameter of the policy.
+    """
+
+    block: str
+    layer: str
+    embedding_norm: str
+    hidden_norm: str
+    projection: str
+    norm: str
+    after_layers: bool = False
+    hidden_first: bool = False
+    normed_output: bool = False
+    copies: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
     """One model family. ``models`` lists the well-known models that belong to it.
 
     ``write`` builds a config from a spec, for families that can be created from scratch; a loaded model is saved with
     its own config. The first of ``architectures`` is written. ``names`` overrides ``HF_NAMES``. ``is_unused`` says
-    which tensors a checkpoint may contain that this decoder does not compute.
+    which tensors a checkpoint may contain that this decoder does not compute. ``mtp`` says how its checkpoints store
+    multi-token-prediction layers, for families whose layers of that kind can be used as a draft.
     """
 
     model_type: str
@@ -30,3 +54,4 @@ class ModelFamily:
     write: Callable[[DecoderSpec], dict[str, Any]] | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     is_unused: Callable[[DecoderSpec, str], bool] = nothing
+    mtp: MtpLayout | None = None

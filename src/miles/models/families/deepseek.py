@@ -63,6 +63,7 @@ FAMILIES = (
         models="DeepSeek-V3, V3.1, R1; Kimi-K2; Moonlight",
         read=read_v3,
         is_unused=mla.is_mtp_layer,
+        mtp=mla.MTP_LAYOUT,
     ),
     ModelFamily(
         model_type="kimi_k2",
@@ -70,6 +71,7 @@ FAMILIES = (
         models="Kimi-K2, where its config names no architecture",
         read=partial(read_v3, family="kimi_k2"),
         is_unused=mla.is_mtp_layer,
+        mtp=mla.MTP_LAYOUT,
     ),
     ModelFamily(
         model_type="deepseek_v32",
@@ -77,5 +79,6 @@ FAMILIES = (
         models="DeepSeek-V3.2",
         read=read_v32,
         is_unused=mla.is_mtp_layer,
+        mtp=mla.MTP_LAYOUT,
     ),
 )

@@ -169,6 +169,7 @@ FAMILIES = (
         models="GLM-4.5, 4.5-Air, 4.6, 4.7",
         read=read_glm4_moe,
         is_unused=mla.is_mtp_layer,
+        mtp=mla.MTP_LAYOUT,
     ),
     ModelFamily(
         model_type="glm4_moe_lite",
@@ -176,6 +177,7 @@ FAMILIES = (
         models="GLM-4.7-Flash",
         read=read_glm4_moe_lite,
         is_unused=mla.is_mtp_layer,
+        mtp=mla.MTP_LAYOUT,
     ),
     ModelFamily(
         model_type="glm_moe_dsa",
@@ -183,5 +185,6 @@ FAMILIES = (
         models="GLM-5, 5.1, 5.2",
         read=read_glm_moe_dsa,
         is_unused=_is_unused_dsa,
+        mtp=mla.MTP_LAYOUT,
     ),
 )

@@ -6,9 +6,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from miles.models.families.base import MtpLayout
 from miles.models.families.config_reader import ConfigReader
 from miles.models.families.rope_config import yarn_mscale
 from miles.models.spec import DecoderSpec, IndexerSpec, LayerSpec, MlaSpec, MlpSpec, MoeSpec
+
+MTP_LAYOUT = MtpLayout(
+    block="model.layers.{}",
+    layer="model.layers.{}",
+    embedding_norm="enorm",
+    hidden_norm="hnorm",
+    projection="eh_proj",
+    norm="shared_head.norm",
+    after_layers=True,
+    copies=(("embed_tokens.weight", "embedding.weight"), ("shared_head.head.weight", "lm_head.weight")),
+)
+"""MTP layers as in DeepSeek-V3 and GLM-4.5: numbered on after the decoder's layers."""
 
 
 def read_mla(reader: ConfigReader, *, interleaved: bool) -> MlaSpec:

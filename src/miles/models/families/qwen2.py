@@ -1,11 +1,12 @@
-"""Qwen2 and Qwen2.5 (biases on queries, keys and values), Qwen1.5-MoE and Qwen2-MoE (shared expert with a gate)."""
+"""Qwen2 and Qwen2.5 (biases on queries, keys and values), MiMo, Qwen1.5-MoE and Qwen2-MoE (gated shared expert)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from miles.models.families.base import ModelFamily
+from miles.models.families.base import ModelFamily, MtpLayout
 from miles.models.families.config_reader import ConfigReader, write_common_config, write_window_config
 from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, MoeSpec
 
@@ -13,6 +14,17 @@ from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, Mo
 _MAX_WINDOW_LAYERS = 28
 _WINDOW = 4096
 _SHARED_SIZE = 5632
+
+_MIMO_MTP = MtpLayout(
+    block="model.mtp_layers.{}",
+    layer="model.mtp_layers.{}",
+    embedding_norm="token_layernorm",
+    hidden_norm="hidden_layernorm",
+    projection="input_proj",
+    norm="final_layernorm",
+    hidden_first=True,
+    normed_output=True,
+)
 
 
 def read_dense(
@@ -61,6 +73,11 @@ def read_moe(config: Mapping[str, Any]) -> DecoderSpec:
     return reader.build_spec(common, layers)
 
 
+def _is_mimo_mtp(spec: DecoderSpec, hf_name: str) -> bool:
+    """Multi-token-prediction layers of MiMo."""
+    return hf_name.startswith("model.mtp_layers.")
+
+
 FAMILIES = (
     ModelFamily(
         model_type="qwen2",
@@ -68,6 +85,14 @@ FAMILIES = (
         models="Qwen2, Qwen2.5",
         read=read_dense,
         write=write_dense,
+    ),
+    ModelFamily(
+        model_type="mimo",
+        architectures=("MiMoForCausalLM",),
+        models="MiMo-7B",
+        read=partial(read_dense, family="mimo"),
+        is_unused=_is_mimo_mtp,
+        mtp=_MIMO_MTP,
     ),
     ModelFamily(
         model_type="qwen2_moe",

@@ -13,7 +13,7 @@ from typing import Any
 
 from miles.core.errors import UsageError
 from miles.models.families import qwen_vl
-from miles.models.families.base import ModelFamily
+from miles.models.families.base import ModelFamily, MtpLayout
 from miles.models.families.config_reader import ConfigReader
 from miles.models.spec import AttentionSpec, DecoderSpec, GatedDeltaNetSpec, LayerSpec, MlpSpec, MoeSpec
 
@@ -30,6 +30,16 @@ _EXPERT_SIZE = 512
 _MROPE = (11, 11, 10)
 _IMAGE_TOKEN, _VIDEO_TOKEN = 248056, 248057
 _TOWER = {**qwen_vl.TOWER3, "deepstack_visual_indexes": ()}
+
+_MTP_LAYOUT = MtpLayout(
+    block="mtp",
+    layer="mtp.layers.{}",
+    embedding_norm="pre_fc_norm_embedding",
+    hidden_norm="pre_fc_norm_hidden",
+    projection="fc",
+    norm="norm",
+    normed_output=True,
+)
 
 _MOE_NAMES = {"shared": "shared_expert"}
 _WRAPPED_NAMES = {
@@ -133,6 +143,7 @@ FAMILIES = (
         read=read_next,
         names=_MOE_NAMES,
         is_unused=_is_mtp,
+        mtp=_MTP_LAYOUT,
     ),
     ModelFamily(
         model_type="qwen3_5_text",
@@ -140,6 +151,7 @@ FAMILIES = (
         models="Qwen3.5, Qwen3.6, dense, the text model alone",
         read=partial(read_text, family="qwen3_5_text", sparse=False),
         is_unused=_is_mtp_or_vision,
+        mtp=_MTP_LAYOUT,
     ),
     ModelFamily(
         model_type="qwen3_5_moe_text",
@@ -148,6 +160,7 @@ FAMILIES = (
         read=partial(read_text, family="qwen3_5_moe_text", sparse=True),
         names=_MOE_NAMES,
         is_unused=_is_mtp_or_vision,
+        mtp=_MTP_LAYOUT,
     ),
     ModelFamily(
         model_type="qwen3_5",
@@ -156,6 +169,7 @@ FAMILIES = (
         read=partial(read_wrapped, family="qwen3_5", sparse=False),
         names=_WRAPPED_NAMES,
         is_unused=_is_mtp_or_vision,
+        mtp=_MTP_LAYOUT,
     ),
     ModelFamily(
         model_type="qwen3_5_moe",
@@ -164,5 +178,6 @@ FAMILIES = (
         read=partial(read_wrapped, family="qwen3_5_moe", sparse=True),
         names={**_MOE_NAMES, **_WRAPPED_NAMES},
         is_unused=_is_mtp_or_vision,
+        mtp=_MTP_LAYOUT,
     ),
 )

@@ -18,6 +18,7 @@ from miles.kernels.numerics import FAST, Numerics
 from miles.models.activation_checkpointing import CheckpointFn, checkpoint_full
 from miles.models.hf_adapter.attention import BackendBinding
 from miles.models.hf_adapter.spec import HfAdapterSpec
+from miles.models.hidden_capture import HiddenCapture
 from miles.models.layers.attention_backend import AttentionBackend
 from miles.models.layers.moe import Routing
 from miles.models.vision.inputs import VisionInputs
@@ -52,9 +53,11 @@ class HfDecoder(nn.Module):
         attn_backend: AttentionBackend,
         routing: Routing | None = None,
         vision: VisionInputs | None = None,
+        capture: HiddenCapture | None = None,
     ) -> Tensor:
         """Compute hidden states [T, D]; logits are these times ``head()`` transposed, then soft-capped by the spec."""
         assert vision is None, "images are refused before: the spec of a transformers module has no vision tower"
+        assert capture is None, "hidden states of transformers modules are not captured"
         assert routing is None, "routing of transformers modules is neither recorded nor replayed"
         recompute = self.checkpoint_layers and torch.is_grad_enabled()
         with self._bind_attention(attn_backend), self._checkpointing(attn_backend) if recompute else nullcontext():

@@ -31,7 +31,7 @@ class Attention(nn.Module):
     """Project, apply QK-norm if the family has one, apply RoPE, attend, project back.
 
     Keys and values are rounded as an FP8 KV cache rounds them, if the numerics have one: the engine's cache, which
-    rounds them itself, then changes nothing.
+    rounds them itself, then changes nothing. ``input_size`` is the width of its input if it is not the model's.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class Attention(nn.Module):
         device: torch.device | str,
         dtype: torch.dtype,
         numerics: Numerics,
+        input_size: int | None = None,
     ) -> None:
         super().__init__()
         self.layer = layer
@@ -54,7 +55,7 @@ class Attention(nn.Module):
         factory: dict[str, Any] = {"device": device, "dtype": dtype, "numerics": numerics}
         queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         width = queries * (2 if spec.gated else 1) + 2 * keys
-        self.qkv = Linear(model.hidden_size, width, bias=spec.qkv_bias, **factory)
+        self.qkv = Linear(input_size or model.hidden_size, width, bias=spec.qkv_bias, **factory)
         self.output = Linear(queries, model.hidden_size, bias=spec.output_bias, **factory)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -93,8 +93,11 @@ def save(
     version: Version,
     dp_group: DataParallelGroup = SINGLE_RANK,
     saver: CheckpointSaver | None = None,
+    extra: Mapping[str, OnDisk] | None = None,
 ) -> None:
     """Write everything that exact resumption needs into an existing ``folder``; all ranks call at once.
+
+    Tensors of ``extra`` are copied into the model's files, instead of those of the same names that it would copy.
 
     Returns when the files are complete and on disk or, in the background, when the model is no longer needed.
     If a rank cannot write, the lead raises the error, or reports it by its marker in the background.
@@ -104,6 +107,9 @@ def save(
     if dp_group.is_lead:
         markers.announce_ranks(folder, ranks)
     save_plan = model.save_plan()
+    if save_plan is not None and extra:
+        copied = tuple({**dict(save_plan.extra_tensors), **extra}.items())
+        save_plan = replace(save_plan, extra_tensors=copied)
     if save_plan is None:
         assert ranks == 1, "a sharded model has a save plan"
         model.save(folder)

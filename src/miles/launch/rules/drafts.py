@@ -1,0 +1,93 @@
+"""Rules of draft training: which drafts a model can have, and which trainers can train them."""
+
+from collections.abc import Iterator
+
+from miles.core.errors import MilesError
+from miles.launch.config import Config
+from miles.launch.rules.flags import FlagsNeed, Rule, list_set_flags
+from miles.launch.rules.paths import read_spec_or_none
+from miles.models.checkpoint.safetensors_io import stored_tensors
+from miles.models.draft.param_map import count_mtp_layers
+from miles.models.draft.spec import find_mtp_layout
+from miles.models.hf_adapter.spec import HfAdapterSpec
+from miles.models.spec import DecoderSpec, MlaSpec
+
+_PARALLEL_FLAGS = (
+    "--tensor-model-parallel-size",
+    "--context-parallel-size",
+    "--expert-model-parallel-size",
+    "--pipeline-model-parallel-size",
+)
+
+
+def check_draft_trainer(c: Config) -> Iterator[str]:
+    """Every data-parallel rank trains the whole draft on whole sequences."""
+    if c.train.draft_train == "none":
+        return
+    flag = f"--draft-train {c.train.draft_train}"
+    if c.train.train_backend == "megatron":
+        yield (
+            f"{flag} trains a draft model, which does not support --train-backend megatron; use --train-backend fsdp, "
+            f"or remove {flag}."
+        )
+    if found := list_set_flags(c, *_PARALLEL_FLAGS):
+        given = " and ".join(found)
+        yield f"{flag} trains a draft model, which does not support {given}; remove them, or remove {flag}."
+    if c.lora.is_enabled:
+        yield f"{flag} does not support LoRA; remove --lora-rank and --lora-adapter-path, or remove {flag}."
+    if c.hooks.custom_model_provider_path is not None:
+        yield f"{flag} does not support --custom-model-provider-path, whose model is unknown; remove one of them."
+    if c.algo.loss_type == "rm_loss":
+        yield f"{flag} drafts the tokens of a policy, but --loss-type rm_loss trains a reward model; remove {flag}."
+
+
+def check_draft_model(c: Config) -> Iterator[str]:
+    spec = read_spec_or_none(c.models.hf_checkpoint, c.models.model_impl)
+    if c.train.draft_train == "none" or spec is None:
+        return
+    flag = f"--draft-train {c.train.draft_train}"
+    if isinstance(spec, HfAdapterSpec):
+        yield f"{flag} needs the native decoder, but {spec.architecture} is computed by transformers; remove {flag}."
+    elif spec.vision is not None:
+        yield f"{flag} does not support models with a vision tower; remove {flag}."
+    elif c.train.draft_train == "mtp":
+        yield from _check_mtp(c, spec)
+
+
+def _check_mtp(c: Config, spec: DecoderSpec) -> Iterator[str]:
+    folder, flag = c.models.hf_checkpoint, "--draft-train mtp"
+    layout = find_mtp_layout(spec)
+    if layout is None:
+        yield f"{flag}: MTP layers of a {spec.family} model are not supported; use --draft-train eagle3."
+        return
+    try:
+        stored = stored_tensors(folder or "")
+    except MilesError:  # a plan may be made where the weights are not, and another rule says so
+        return
+    try:
+        count = count_mtp_layers(spec, layout, stored)
+    except MilesError as error:
+        yield f"{flag}: {error}"
+        return
+    wanted = c.train.mtp_num_layers
+    if not count:
+        yield f"{flag}: {folder} has no MTP layers; use a checkpoint that has them, or --draft-train eagle3."
+    elif wanted is not None and wanted != count:
+        yield f"--mtp-num-layers is {wanted}, but {folder} has {count}; set it to {count}, or remove it."
+    sparse = any(isinstance(each.mixer, MlaSpec) and each.mixer.indexer is not None for each in spec.layers)
+    if sparse and c.train.draft_train_steps > max(count, 1):
+        yield (
+            f"{flag}: a layer with sparse attention is trained one step deep; use --draft-train-steps {max(count, 1)}."
+        )
+
+
+DRAFT_RULES: tuple[Rule, ...] = (
+    FlagsNeed(
+        ("--draft-lr", "--draft-loss", "--draft-train-steps", "--mtp-loss-scaling-factor"),
+        "--draft-train mtp or eagle3",
+        lambda c: c.train.draft_train != "none",
+    ),
+    FlagsNeed(("--draft-load",), "--draft-train eagle3", lambda c: c.train.draft_train == "eagle3"),
+    check_draft_trainer,
+    check_draft_model,
+)

@@ -1,0 +1,52 @@
+"""Runs that train a draft model: the policy is the same without it, and a killed run resumes exactly."""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from tests.launch.small_run import flags, miles, write_inputs
+
+EAGLE = ("--draft-train", "eagle3", "--draft-lr", "1e-3", "--draft-train-steps", "2")
+TRAINER = "miles.train.policy_trainer:PolicyTrainer"
+FILES = ("model.safetensors", "optimizer.safetensors")
+
+
+def read_metrics(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def checkpoint(run: Path, step: int = 4) -> Path:
+    return run / "checkpoints" / f"step-{step:06d}"
+
+
+def test_a_run_trains_a_draft_resumes_it_and_leaves_the_policy_as_it_is(inputs: Path, tmp_path: Path):
+    whole, plain, resumed = tmp_path / "whole", tmp_path / "plain", tmp_path / "resumed"
+    exported = tmp_path / "exported-{rollout_id}"
+    done = miles("train", *flags(inputs, whole, *EAGLE, "--save-hf", str(exported), steps=4))
+    assert done.returncode == 0, done.stderr
+    assert miles("train", *flags(inputs, plain, steps=4)).returncode == 0
+    killed = miles("train", *flags(inputs, resumed, *EAGLE, steps=4), kill_at=f"{TRAINER}._step:3")
+    assert killed.returncode != 0 and not checkpoint(resumed).exists()
+    again = miles("train", *flags(inputs, resumed, *EAGLE, steps=4))
+    assert again.returncode == 0, again.stderr
+
+    for file in FILES:
+        policy = (checkpoint(whole) / file).read_bytes()
+        assert policy == (checkpoint(plain) / file).read_bytes(), file
+        draft = (checkpoint(whole) / "draft" / file).read_bytes()
+        assert draft != (checkpoint(whole, 2) / "draft" / file).read_bytes()
+        assert draft == (checkpoint(resumed) / "draft" / file).read_bytes(), file
+
+    losses = [each["draft_loss"] for each in read_metrics(whole) if "draft_loss" in each]
+    assert len(losses) == 4 and losses[-1] < losses[0]
+    folders = sorted(tmp_path.glob("exported-*/draft"))
+    assert folders and sorted(file.name for file in folders[-1].iterdir()) == ["config.json", "model.safetensors"]
+    config = json.loads((folders[-1] / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["draft_vocab_size"] is None
+    assert load_file(folders[-1] / "model.safetensors")["fc.weight"].shape[1] == 3 * config["hidden_size"]
