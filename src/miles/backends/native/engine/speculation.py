@@ -132,6 +132,7 @@ class Speculation:
 
     def record(self, req: Req, drafted: int, accepted: int) -> None:
         """Learn that ``accepted`` of the request's ``drafted`` tokens were accepted."""
+        req.record_verification(drafted, accepted)
         counters = self.counters
         counters.chains += 1
         counters.drafted += drafted
