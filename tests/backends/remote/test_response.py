@@ -142,6 +142,7 @@ def test_counts_of_speculative_decoding_are_read_under_all_names_that_sglang_gav
     assert reply.speculation == SpeculationCounts(
         verifications=4, drafted=12, accepted=5, histogram=tuple(fields.get("spec_accept_histogram", ()))
     )
+    assert reply.speculation is not None
     assert (reply.speculation.accept_length, reply.speculation.accept_rate) == (2.25, 5 / 12)
 
 

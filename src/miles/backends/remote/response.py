@@ -158,8 +158,9 @@ def _parse_speculation(meta: dict[str, Any]) -> SpeculationCounts | None:
     They are statistics only, so that a response without them is valid.
     """
     fields = (("spec_verify_ct",), _ACCEPTED_FIELDS, _DRAFTED_FIELDS)
-    counts = [next((meta[name] for name in names if name in meta), None) for names in fields]
-    if not all(type(count) is int and count >= 0 for count in counts):
+    given = [next((meta[name] for name in names if name in meta), None) for names in fields]
+    counts = [count for count in given if type(count) is int and count >= 0]
+    if len(counts) != len(fields):
         return None
     histogram = next((meta[name] for name in _HISTOGRAM_FIELDS if isinstance(meta.get(name), list)), [])
     valid = all(type(count) is int and count >= 0 for count in histogram)
