@@ -17,7 +17,7 @@ from heapq import heapify, heappop, heappush
 
 import torch
 
-from miles.backends.native.config import NativeConfig
+from miles.backends.native.config import RECURRENT_PROBLEM, NativeConfig
 from miles.backends.native.engine.ngram_draft import MAX_MATCH, NgramDrafter
 from miles.backends.native.engine.req import Req
 from miles.backends.native.engine.step_cost import StepCost, estimate_step_cost
@@ -25,10 +25,6 @@ from miles.cluster.platform import Platform
 from miles.core.errors import UsageError
 from miles.models.spec import DecoderSpec
 
-RECURRENT_PROBLEM = (
-    "--speculative-algorithm cannot verify drafts of a model with recurrent layers, whose state would have to go back; "
-    "remove it."
-)
 # Acceptance before anything was measured, and the weight of that in drafted tokens.
 _PRIOR_ACCEPTANCE, _PRIOR_WEIGHT = 0.6, 8.0
 # Beyond this many drafted tokens, older measurements lose weight.
