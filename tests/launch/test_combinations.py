@@ -39,6 +39,7 @@ FEATURES = {
     "served engines": "--rollout-backend served",
     "engine tensor parallel": "--rollout-num-gpus-per-engine 2 --rollout-backend served",
     "SGLang": "--rollout-backend sglang",
+    "speculative decoding": "--speculative-algorithm ngram",
     "Ray": "--runtime ray --rollout-backend served",
     "elastic": "--elastic --max-weight-staleness 1 --rollout-backend served --actor-num-gpus-per-node 4 "
     "--rollout-num-gpus 4",

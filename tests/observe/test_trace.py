@@ -71,3 +71,14 @@ def test_a_wrong_byte_in_the_trace_does_not_end_the_run(tmp_path):
 def test_a_process_that_records_nothing_leaves_an_empty_array(tmp_path):
     LoopTrace(tmp_path, clock=lambda: 0.0).close()
     assert read(tmp_path / "loop.json") == []
+
+
+def test_metrics_of_speculative_decoding_are_counters_and_no_spans(tmp_path):
+    trace = LoopTrace(tmp_path, clock=lambda: 8.0)
+    seconds = {"rollout": 2.0, "speculative/accept_length": 2.5, "speculative/token_share": 0.75}
+    trace(StepFinished(step=1, version=Version(), metrics={}, seconds=seconds))
+    trace.close()
+    records = read(tmp_path / "loop.json")
+    counters = {record["name"]: (record["ts"], record["args"]["value"]) for record in records if record["ph"] == "C"}
+    assert counters == {"speculative/accept_length": (8_000_000, 2.5), "speculative/token_share": (8_000_000, 0.75)}
+    assert [record["name"] for record in records if record["ph"] == "X" and record["dur"]] == ["rollout 1"]

@@ -258,6 +258,14 @@ def test_held_out_rewards_go_by_the_name_of_their_set():
     assert eval_rewards({"eval/a/b/reward": 1.0, "reward": 0.5, "eval/a/truncated": 0.0}) == {"a/b": 1.0, "reward": 0.5}
 
 
+def test_the_accepted_length_is_shown_where_engines_decode_speculatively():
+    for seconds, shown in (({}, False), ({"speculative/accept_length": 2.345}, True)):
+        pipe = Pipe()
+        PlainView(pipe)(StepFinished(step=1, version=Version(), metrics={"reward": 0.5}, seconds=seconds))
+        assert ("accept len 2.35" in pipe.text() or "accept len 2.34" in pipe.text()) == shown
+        assert ("accept" in pipe.text()) == shown
+
+
 def test_a_step_line_has_what_explains_a_reward():
     pipe = Pipe()
     view = build_view("plain", stream=pipe)

@@ -1,7 +1,8 @@
 """Events of a run: frozen records that the event log, metric sinks and terminal views receive.
 
-A logged event holds only what a deterministic run repeats bit for bit. Wall-clock times are in ``seconds``, which the
-event log and ``metrics.jsonl`` leave out and ``timings.jsonl`` keeps. Live events (``RunStarted``, ``PromptAdmitted``,
+A logged event holds only what a deterministic run repeats bit for bit. Wall-clock times are in ``seconds``, and so are
+metrics of speculative decoding, whose drafts a resumed run does not repeat; the event log and ``metrics.jsonl`` leave
+``seconds`` out and ``timings.jsonl`` keeps it. Live events (``RunStarted``, ``PromptAdmitted``,
 ``Progress``, ``SaveFailed``, ``RunEnded``, and an unscheduled ``Saved``) are for display and never logged, because a
 resumed run has different ones. ``EngineJoined``, ``EngineLeft`` and ``DevicesMoved`` are logged when they happen, and
 a resumed run need not repeat them.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -53,11 +54,49 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationCounts:
+    """Speculative decoding of one request: steps that verified drafts of it, and its drafted and accepted tokens.
+
+    ``histogram[i]`` is the number of verifications that accepted exactly ``i`` drafted tokens; it is empty if the
+    engine does not report it. A verification samples one token more than it accepts.
+
+    >>> counts = SpeculationCounts(verifications=2, drafted=8, accepted=5, histogram=(0, 1, 0, 0, 1))
+    >>> counts.accept_length, counts.accept_rate
+    (3.5, 0.625)
+    """
+
+    verifications: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    histogram: tuple[int, ...] = ()
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens per verification; 0 without any."""
+        return 1 + self.accepted / self.verifications if self.verifications else 0.0
+
+    @property
+    def accept_rate(self) -> float:
+        """Share of the drafted tokens that were accepted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    def __add__(self, other: SpeculationCounts) -> SpeculationCounts:
+        pairs = zip_longest(self.histogram, other.histogram, fillvalue=0)
+        return SpeculationCounts(
+            verifications=self.verifications + other.verifications,
+            drafted=self.drafted + other.drafted,
+            accepted=self.accepted + other.accepted,
+            histogram=tuple(one + two for one, two in pairs),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """The engine's response: one span per policy version it was sampled under.
 
     ``finish_reason`` is ``stop`` (a stop token or string), ``length`` (the limit) or ``abort``. ``prompt_extras`` are
-    per-token arrays of the input tokens, by names of ``core.token_fields``.
+    per-token arrays of the input tokens, by names of ``core.token_fields``. ``speculation`` is None if the engine does
+    not decode speculatively.
     """
 
     spans: tuple[Span, ...]
@@ -65,6 +104,7 @@ class Completion:
     finish_reason: str
     cached_tokens: int = 0
     prompt_extras: Mapping[str, Array] = field(default_factory=lambda: EMPTY)
+    speculation: SpeculationCounts | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

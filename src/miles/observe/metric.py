@@ -164,6 +164,15 @@ SECONDS = _parse_rows(
     """
 )
 
+SPECULATION = _parse_rows(
+    """
+    speculative/accept_length | tokens   | Mean number of tokens that a verification of drafts samples.
+    speculative/accept_rate   | fraction | Fraction of the drafted tokens that were accepted.
+    speculative/accepted_<n>  | fraction | Fraction of the verifications that accepted their first n drafted tokens.
+    speculative/token_share   | fraction | Fraction of the sampled tokens that verifications sampled.
+    """
+)
+
 SECTIONS = {
     "Rollout": (ROLLOUT, "In `metrics.jsonl`, `kind` `train`: the trajectories that a step was trained on."),
     "Training": (TRAIN, "In `metrics.jsonl`, `kind` `train`: the update, as means over the step."),
@@ -172,6 +181,11 @@ SECTIONS = {
         "In `metrics.jsonl`, `kind` `eval`; `step` is how many steps the policy had been trained for.",
     ),
     "Seconds": (SECONDS, "In `timings.jsonl`, and nowhere else: wall-clock times are not deterministic."),
+    "Speculative decoding": (
+        SPECULATION,
+        "In `timings.jsonl`, since a resumed run makes other drafts of the same tokens; over the completions that "
+        "ended during a step, where engines decode speculatively.",
+    ),
 }
 
 

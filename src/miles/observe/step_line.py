@@ -117,6 +117,9 @@ class RunProgress:
             cells.append(Cell(label="unscored", value=f"{metrics['unscored_ratio']:.0%}", rank=2))
         cells += _rollout_cells(metrics)
         cells += _throughput_cells(event, brief)
+        if "speculative/accept_length" in event.seconds:
+            length = event.seconds["speculative/accept_length"]
+            cells.append(Cell(label="acc" if brief else "accept len", value=f"{length:.2f}", rank=7))
         if "staleness" in metrics:
             label = "stale" if brief else "staleness"
             cells.append(Cell(label=label, value=format_number(metrics["staleness"]), rank=6))

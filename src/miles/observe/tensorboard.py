@@ -11,8 +11,9 @@ from miles.core.events import Evaluated, Event, RunStarted, StepFinished
 
 
 class TensorBoard:
-    """Writes ``train/``, ``eval/`` and ``seconds/`` scalars. A resumed run hides the points it repeats.
+    """Writes ``train/``, ``eval/``, ``seconds/`` and ``speculative/`` scalars.
 
+    A resumed run hides the points it repeats.
     ``clock`` gives seconds since the epoch, which TensorBoard shows beside the step.
     """
 
@@ -59,7 +60,9 @@ class TensorBoard:
 def scalars_from_event(event: StepFinished | Evaluated) -> dict[str, float]:
     """Metrics and seconds of a step or an evaluation, by names with a section."""
     section = "train" if isinstance(event, StepFinished) else "eval"
-    return _add_section(event.metrics, section) | _add_section(event.seconds, "seconds")
+    drafts = {name: value for name, value in event.seconds.items() if name.startswith("speculative/")}
+    seconds = {name: value for name, value in event.seconds.items() if name not in drafts}
+    return _add_section(event.metrics, section) | _add_section(seconds, "seconds") | _add_section(drafts, "speculative")
 
 
 def _add_section(values: Mapping[str, float], section: str) -> dict[str, float]:

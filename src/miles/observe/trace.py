@@ -1,6 +1,7 @@
 """Trace of the loop's phases in Chrome trace format, for Perfetto and chrome://tracing: ``trace/loop.json``.
 
-One track for the loop (rollout, train, publish, evaluate), one for the parts of a training step. The file is
+One track for the loop (rollout, train, publish, evaluate), one for the parts of a training step, and counters of
+speculative decoding. The file is
 a JSON array, closed when the process ends in order; readers of the format accept a missing closing bracket, so the
 trace of a killed run can be read too. Each session of a resumed run is a process of the trace.
 """
@@ -41,6 +42,8 @@ class LoopTrace:
                 self._write_name("thread_name", _PARTS, "training step")
             case StepFinished():
                 for line in self._step_spans(event.step, event.seconds):
+                    self._write(line)
+                for line in self._counters(event.seconds):
                     self._write(line)
             case Evaluated() if "evaluate" in event.seconds:
                 start = self._clock() - event.seconds["evaluate"]
@@ -88,6 +91,13 @@ class LoopTrace:
                     yield self._span(name, _PARTS, part_start, part)
                     part_start += part
             start += duration
+
+    def _counters(self, seconds: Mapping[str, float]) -> Iterator[dict[str, object]]:
+        """Yield a counter for each metric of speculative decoding."""
+        values = {name: value for name, value in seconds.items() if name.startswith("speculative/")}
+        now = round(self._clock() * 1e6) if values else 0
+        for name, value in values.items():
+            yield {"name": name, "ph": "C", "pid": self._session, "ts": now, "args": {"value": value}}
 
     def _span(self, name: str, track: int, start: float, duration: float) -> dict[str, object]:
         return {

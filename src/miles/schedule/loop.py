@@ -100,7 +100,8 @@ class Planes:
     """Everything the loop drives: the planes, the filters and hooks between them, checkpoints and the journal.
 
     ``decide`` calls the group filter and the estimator where these may block, and ``read`` the source; else the loop
-    calls them itself.
+    calls them itself. ``take_engine_metrics`` returns what engines did since the last step that a resumed run need not
+    repeat.
     """
 
     source: Source
@@ -119,6 +120,7 @@ class Planes:
     interruptible: InterruptibleRollout | None = None
     decide: Callable[[Callable[[], Decision]], Awaitable[Decision]] | None = None
     read: Callable[[Callable[[], Any]], Awaitable[Any]] | None = None
+    take_engine_metrics: Callable[[], Mapping[str, float]] = dict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,7 +327,13 @@ class Loop:
             **interrupted,
         }
         train_seconds = {f"train/{name}": value for name, value in report.seconds.items()}
-        seconds = {**clock.laps, "step": sum(clock.laps.values()), **train_seconds, **publish_seconds}
+        seconds = {
+            **clock.laps,
+            "step": sum(clock.laps.values()),
+            **train_seconds,
+            **publish_seconds,
+            **planes.take_engine_metrics(),
+        }
         planes.journal(StepFinished(step=step, version=report.version, metrics=metrics, seconds=seconds))
         self._returned -= len(groups)
         return report.version

@@ -75,6 +75,22 @@ def test_with_batch_invariant_kernels_they_change_no_bit(tiny):
     assert engine.stats()["accepted_draft_tokens"] > 20
 
 
+def test_completions_count_their_drafts(tiny):
+    """What the requests count adds up to what the engine counts, and without speculation there is nothing to count."""
+    requests = tiny.mixed(6, new=20)
+    engine = tiny.engine(**NGRAM)
+    counts = [completion.speculation for epoch in two_epochs(tiny, engine, requests) for completion in epoch]
+    stats = engine.stats()
+    assert sum(each.verifications for each in counts) == stats["draft_chains"]
+    assert sum(each.drafted for each in counts) == stats["drafted_tokens"]
+    assert sum(each.accepted for each in counts) == stats["accepted_draft_tokens"] > 0
+    for each in counts:
+        assert each.verifications == sum(each.histogram)
+        assert each.accepted == sum(accepted * count for accepted, count in enumerate(each.histogram))
+        assert len(each.histogram) <= NGRAM["speculative_num_draft_tokens"] + 1
+    assert all(completion.speculation is None for completion in tiny.generate_all(tiny.engine(), requests))
+
+
 def submit_all(engine, requests):
     async def everyone():
         outputs = [engine.submit(request) for request in requests]

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles.backends.remote.response import GenerateResponse, InvalidResponse, RequestDenied
+from miles.core.protocols import SpeculationCounts
 
 VOCABULARY = 50
 
@@ -128,3 +129,28 @@ def test_a_glance_at_all_tokens_believes_what_a_look_at_each_does(pairs):
 def test_what_is_right_is_seen_at_a_glance():
     reply = GenerateResponse(vocab_size=50, limit=64)
     assert reply._parse_logprobs_fast([1, 2], [[-0.5, 1, None], [-0.25, 2, None]]) == [-0.5, -0.25]
+
+
+FORMER = {"spec_verify_ct": 4, "spec_accept_token_num": 5, "spec_draft_token_num": 12}
+PRESENT = {"spec_verify_ct": 4, "spec_num_correct_drafts": 5, "spec_num_proposed_drafts": 12}
+
+
+@pytest.mark.parametrize("fields", [FORMER, PRESENT, FORMER | {"spec_accept_histogram": [1, 2, 0, 1]}])
+def test_counts_of_speculative_decoding_are_read_under_all_names_that_sglang_gave_them(fields):
+    reply = fresh()
+    reply.add_event(event([1], [-1.0], finish="stop", **fields))
+    assert reply.speculation == SpeculationCounts(
+        verifications=4, drafted=12, accepted=5, histogram=tuple(fields.get("spec_accept_histogram", ()))
+    )
+    assert reply.speculation is not None
+    assert (reply.speculation.accept_length, reply.speculation.accept_rate) == (2.25, 5 / 12)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{}, {"spec_verify_ct": 3}, FORMER | {"spec_verify_ct": -1}, FORMER | PRESENT | {"spec_num_correct_drafts": "5"}],
+)
+def test_a_response_without_usable_counts_of_drafts_is_valid_and_has_none(wrong):
+    reply = fresh()
+    reply.add_event(event([1], [-1.0], finish="stop", **wrong))
+    assert reply.tokens == [1] and reply.speculation is None

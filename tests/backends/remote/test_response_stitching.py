@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from miles.backends.remote.response import GenerateResponse
 from miles.backends.remote.response_stitching import ResponseStitcher, RoutedExpertsShape
-from miles.core.protocols import SamplingParams
+from miles.core.protocols import SamplingParams, SpeculationCounts
 from miles.core.token_fields import ROUTED_EXPERTS
 from miles.core.types import Status, Version
 
@@ -138,3 +138,20 @@ def test_experts_that_never_came_are_told_as_unknown():
     assert (done.spans[0].extras[ROUTED_EXPERTS] == 255).all() and len(done.prompt_extras[ROUTED_EXPERTS]) == len(
         PROMPT
     )
+
+
+def test_drafts_of_all_parts_are_counted():
+    answer = parts()
+    for tokens, counts in (
+        ([3, 4, 5], SpeculationCounts(verifications=1, drafted=4, accepted=2, histogram=(0, 0, 1))),
+        ([6], None),
+        ([7, 8], SpeculationCounts(verifications=2, drafted=8, accepted=0, histogram=(2,))),
+    ):
+        part = reply(tokens, "abort")
+        part.speculation = counts
+        add(answer, part)
+    expected = SpeculationCounts(verifications=3, drafted=12, accepted=2, histogram=(2, 0, 1))
+    assert answer.completion("abort").speculation == expected
+    plain = parts()
+    add(plain, reply([3], "stop"))
+    assert plain.completion("stop").speculation is None

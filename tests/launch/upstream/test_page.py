@@ -41,7 +41,8 @@ def format_rows(rows: dict[str, UpstreamFlag]) -> str:
     """Flags with the same text in one row of a table; a plain list where there is no text."""
     texts: dict[str, list[str]] = {}
     for flag, row in rows.items():
-        other = f"; another value than {' or '.join(row.values)} asks for {row.feature}" if row.feature else ""
+        values = " or ".join(value.partition("=")[0] for value in row.values)
+        other = f"; another value than {values} asks for {row.feature}" if row.feature else ""
         texts.setdefault(row.text + other, []).append(f"`{flag}`")
     if set(texts) <= {""}:
         return ", ".join(flag for flags in texts.values() for flag in flags)

@@ -10,6 +10,7 @@ from miles.config.cli import parse
 from miles.config.files import read_layers
 from miles.config.provenance import to_toml
 from miles.core.errors import UsageError
+from miles.launch.build.hooks import build_upstream_context
 from miles.launch.config import Config
 from miles.launch.main import main
 from miles.launch.read_config import read
@@ -120,6 +121,42 @@ def test_flags_of_sglang_are_passed_on_to_sglang():
     )
     assert config.sglang.sglang_flags == ("--mem-fraction-static", "0.7", "--dp-size", "1")
     assert [each.given for each in list_flag_outcomes(config)] == ["--sglang-router-policy x"]
+
+
+def test_speculative_decoding_of_sglang_is_that_of_the_native_engine():
+    words = "--sglang-speculative-algorithm NGRAM --sglang-speculative-num-draft-tokens 4 "
+    words += "--sglang-speculative-ngram-max-trie-depth 12"
+    for backend in ("native", "served"):
+        config = plan(f"{words} --rollout-backend {backend}")
+        assert (config.native.speculative_algorithm, config.native.speculative_num_draft_tokens) == ("ngram", 4)
+        (outcome,) = list_flag_outcomes(config)
+        assert outcome.given == "--sglang-speculative-ngram-max-trie-depth 12" and outcome.outcome == "noted"
+    assert list_outcomes("--sglang-speculative-num-draft-tokens 4") == {"--speculative-num-draft-tokens": "noted"}
+
+
+@pytest.mark.parametrize(
+    ("line", "algorithm"),
+    [
+        ("", None),
+        ("--speculative-algorithm ngram", "NGRAM"),
+        ("--rollout-backend sglang --sglang-speculative-algorithm EAGLE", "EAGLE"),
+        ("--rollout-backend sglang", None),
+    ],
+)
+def test_functions_of_upstream_read_which_algorithm_drafts(line: str, algorithm: str | None):
+    assert build_upstream_context(plan(line)).args.sglang_speculative_algorithm == algorithm
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "NEXTN", "STANDALONE"])
+def test_drafts_of_a_model_are_made_by_sglang_alone(algorithm: str):
+    words = f"--sglang-speculative-algorithm {algorithm} --sglang-speculative-num-steps 3"
+    assert find_problems(words) == [
+        f"--sglang-speculative-algorithm {algorithm} asks for drafts of a draft model or of multi-token prediction "
+        "layers, which is not supported; use NGRAM, or --rollout-backend sglang."
+    ]
+    config = plan(f"{words} --rollout-backend sglang")
+    assert config.sglang.sglang_flags == ("--speculative-algorithm", algorithm, "--speculative-num-steps", "3")
+    assert list_flag_outcomes(config) == []
 
 
 def test_an_options_own_flag_wins_over_one_that_maps_to_it():

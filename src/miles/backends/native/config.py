@@ -5,6 +5,11 @@ from typing import Literal
 
 from miles.config.option import option
 
+RECURRENT_PROBLEM = (
+    "--speculative-algorithm cannot verify drafts of a model with recurrent layers, whose state would have to go back; "
+    "remove it."
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeConfig:

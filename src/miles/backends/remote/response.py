@@ -8,10 +8,15 @@ from operator import itemgetter
 from typing import Any
 
 from miles.core.errors import EngineError
+from miles.core.protocols import SpeculationCounts
 
 # Log-probs computed in low precision are sometimes slightly above 0.
 MAX_LOGPROB = 1e-3
 _FIRST, _SECOND = itemgetter(0), itemgetter(1)
+# Names of accepted and drafted tokens, and of the histogram of accepted tokens: SGLang's, then its former ones.
+_ACCEPTED_FIELDS = ("spec_num_correct_drafts", "spec_accepted_drafts", "spec_accept_token_num")
+_DRAFTED_FIELDS = ("spec_num_proposed_drafts", "spec_proposed_drafts", "spec_draft_token_num")
+_HISTOGRAM_FIELDS = ("spec_correct_drafts_histogram", "spec_accept_histogram")
 
 
 class InvalidResponse(EngineError):
@@ -29,7 +34,7 @@ class GenerateResponse:
     ``finish_reason`` is None while it is incomplete, then ``stop``, ``length`` or ``abort``. ``weight_version`` is the
     server's label of the weights that sampled the last token; ``version_runs``, if the server reports it, the labels of
     all weights that sampled the tokens, in order, and how many each; ``experts`` is SGLang's ``routed_experts`` field.
-    With ``num_prompt_tokens`` the server must have read so many.
+    With ``num_prompt_tokens`` the server must have read so many. ``speculation`` is None if the server reports none.
     """
 
     vocab_size: int
@@ -42,6 +47,7 @@ class GenerateResponse:
     experts: str | None = None
     cached_tokens: int = 0
     num_prompt_tokens: int | None = None
+    speculation: SpeculationCounts | None = None
 
     def add_event(self, event: Any) -> None:
         """Add an event; after ``InvalidResponse`` the tokens of earlier events stay."""
@@ -64,6 +70,7 @@ class GenerateResponse:
         label, cached = meta.get("weight_version"), meta.get("cached_tokens")
         self.weight_version = None if label is None else str(label)
         self.cached_tokens = cached if isinstance(cached, int) else 0
+        self.speculation = _parse_speculation(meta)
 
     def _add_tokens(self, event: dict[str, Any], meta: dict[str, Any]) -> None:
         total = _parse_count(meta.get("completion_tokens"), "completion_tokens")
@@ -143,6 +150,27 @@ def _parse_version_runs(meta: dict[str, Any]) -> list[tuple[str, int]] | None:
     if min((count for _, count in pairs), default=1) < 1 or sum(count for _, count in pairs) != total:
         raise InvalidResponse(f"its response has {total} tokens, but weight_versions {str(value)[:100]}")
     return [(label, count) for label, count in pairs]
+
+
+def _parse_speculation(meta: dict[str, Any]) -> SpeculationCounts | None:
+    """The counts of speculative decoding; None where the server gives none that are counts.
+
+    They are statistics only, so that a response without them is valid.
+    """
+    fields = (("spec_verify_ct",), _ACCEPTED_FIELDS, _DRAFTED_FIELDS)
+    given = [next((meta[name] for name in names if name in meta), None) for names in fields]
+    counts = [count for count in given if type(count) is int and count >= 0]
+    if len(counts) != len(fields):
+        return None
+    histogram = next((meta[name] for name in _HISTOGRAM_FIELDS if isinstance(meta.get(name), list)), [])
+    valid = all(type(count) is int and count >= 0 for count in histogram)
+    verifications, accepted, drafted = counts
+    return SpeculationCounts(
+        verifications=verifications,
+        drafted=drafted,
+        accepted=accepted,
+        histogram=tuple(histogram) if valid else (),
+    )
 
 
 def _parse_count(value: Any, name: str) -> int:

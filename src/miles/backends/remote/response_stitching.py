@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from miles.backends.remote.response import GenerateResponse
-from miles.core.protocols import Completion, SamplingParams
+from miles.core.protocols import Completion, SamplingParams, SpeculationCounts
 from miles.core.routed_experts import decode_from_sglang, expert_dtype, unrecorded_id
 from miles.core.token_fields import ROUTED_EXPERTS
 from miles.core.types import EMPTY, Array, Author, Span, Status, Version
@@ -53,6 +53,7 @@ class ResponseStitcher:
         self._version_starts: list[tuple[int, Version]] = []
         self._routed_TLk: Array | None = None
         self._cached_tokens: int | None = None
+        self._speculation: SpeculationCounts | None = None
         self.finish_reason: str | None = None
 
     @property
@@ -87,6 +88,8 @@ class ResponseStitcher:
             start += count
         if self._cached_tokens is None:
             self._cached_tokens = response.cached_tokens
+        if response.speculation is not None:
+            self._speculation = response.speculation + (self._speculation or SpeculationCounts())
         if boundary and self._truncate_at_stop(boundary):
             self.finish_reason = "stop"
         elif response.finish_reason in ("stop", "length"):
@@ -156,6 +159,7 @@ class ResponseStitcher:
             finish_reason=finish_reason,
             cached_tokens=self._cached_tokens or 0,
             prompt_extras=EMPTY if all_routed_TLk is None else {ROUTED_EXPERTS: all_routed_TLk[: len(self._prompt)]},
+            speculation=self._speculation,
         )
 
     def _padded_routed_experts(self) -> Array | None:

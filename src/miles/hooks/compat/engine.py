@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from miles.core.errors import HookError
-from miles.core.protocols import Completion, Engine, SamplingParams
+from miles.core.protocols import Completion, Engine, SamplingParams, SpeculationCounts
 from miles.core.types import Prompt, Status, Tokens
 from miles.hooks.compat.types import UpstreamContext
 
@@ -285,6 +285,8 @@ def _format_reply(
         text_ids = ids[:-1] if ids[-1] in ends else ids
     skip = bool(parameters.get("skip_special_tokens", True))
     versions = [span.version.number for span in completion.spans if span.version is not None]
+    counts = completion.speculation
+    drafts = {} if counts is None else _format_speculation(counts)
     return {
         "text": trajectory.run.tokenizer().decode(text_ids, skip_special_tokens=skip),
         "output_ids": ids,
@@ -295,7 +297,18 @@ def _format_reply(
             "cached_tokens": completion.cached_tokens,
             "weight_version": str(versions[-1]) if versions else "0",
             "output_token_logprobs": [[p, token, None] for p, token in zip(logprobs, ids, strict=True)],
+            **drafts,
         },
+    }
+
+
+def _format_speculation(counts: SpeculationCounts) -> dict[str, float]:
+    return {
+        "spec_verify_ct": counts.verifications,
+        "spec_accept_token_num": counts.accepted,
+        "spec_draft_token_num": counts.drafted,
+        "spec_accept_rate": counts.accept_rate,
+        "spec_accept_length": counts.accept_length,
     }
 
 

@@ -133,8 +133,8 @@ class SpeculativeCounters(_Counters):
 
     @property
     def spec_accept_length(self) -> float:
-        """The number of tokens per verification."""
-        return self.completion_token_num / self.spec_verify_ct if self.spec_verify_ct else 0.0
+        """The number of tokens per verification, whose last token is sampled after the accepted ones."""
+        return 1 + self.spec_accept_token_num / self.spec_verify_ct if self.spec_verify_ct else 0.0
 
 
 @dataclass

@@ -11,6 +11,7 @@ from miles.algo.advantages import build_samples
 from miles.algo.config import uses_distillation
 from miles.algo.distillation_loss import TeacherAssignedEstimator
 from miles.algo.registry import AlgoHooks, build_advantage_estimator
+from miles.config.cli import split_argv
 from miles.config.provenance import flatten_values
 from miles.config.schema import get_options
 from miles.core.protocols import AdvantageEstimator
@@ -36,7 +37,6 @@ _ONLY_UPSTREAM: Mapping[str, Any] = MappingProxyType(
         "sglang_model_routers": None,
         "sglang_server_concurrency": 512,
         "sglang_dp_size": 1,
-        "sglang_speculative_algorithm": None,
         "sglang_enable_deterministic_inference": False,
         "use_miles_router": False,
         "rollout_global_dataset": True,
@@ -141,7 +141,8 @@ def build_upstream_context(config: Config, services: UpstreamServices = NO_SERVI
 
 def _build_args(config: Config) -> UpstreamArgs:
     """The run's flags with the values that upstream's functions expect of those that are not set."""
-    values = {**_ONLY_UPSTREAM, **flatten_values(config), **config.hooks.hook_arguments}
+    speculative = {"sglang_speculative_algorithm": _get_speculative_algorithm(config)}
+    values = {**_ONLY_UPSTREAM, **speculative, **flatten_values(config), **config.hooks.hook_arguments}
     values |= {name: default for name, default in _DEFAULTS.items() if values.get(name) is None}
     if values["eps_clip_high"] is None:
         values["eps_clip_high"] = values["eps_clip"]
@@ -149,3 +150,12 @@ def _build_args(config: Config) -> UpstreamArgs:
     sets = zip(pairs[::2], pairs[1::2], strict=False)
     values["eval_datasets"] = [EvalDatasetConfig(name=name, path=path) for name, path in sets]
     return UpstreamArgs(**values)
+
+
+def _get_speculative_algorithm(config: Config) -> str | None:
+    """SGLang's name of the engines' speculative decoding; None where they decode without."""
+    if config.sglang.rollout_backend == "sglang":
+        flags = {args.flag: args.words for args in split_argv(config.sglang.sglang_flags)[1]}
+        return next(iter(flags.get("--speculative-algorithm", ())), None)
+    name = config.native.speculative_algorithm
+    return None if name == "none" else name.upper()

@@ -284,9 +284,11 @@ def _plot_curves(directory: Path, view: View) -> None:
 def _build_journal(
     config: Config, directory: RunDirectory, cursor: Cursor | None, view: View, views: Sequence[Observer]
 ) -> EventBus:
-    """Every log and sink of the run; logs must repeat exactly where the order of events depends only on the seed."""
+    """Every log and sink of the run; logs must repeat exactly where the events depend only on the seed."""
     ordered = config.schedule.max_weight_staleness == 0 and config.async_rollout.over_sampling_batch_size is None
-    strict = ordered and not directory.rescheduled
+    # A resumed run makes other drafts, and without batch-invariant kernels log-probs depend on the rows of a step.
+    drafts = config.native.speculative_algorithm != "none" and config.models.parity != "exact"
+    strict = ordered and not drafts and not directory.rescheduled
     is_new = cursor is None and not (directory.path / "events.jsonl").exists()
     offsets = None if is_new else (cursor.log_offsets if cursor is not None else {})
     sinks: list[DurableSink] = [LoopTrace(directory.path / "trace", clock=time.time)]

@@ -171,6 +171,11 @@ NOTED_FLAGS = (
         "--tensor-model-parallel-size 2 or more",
         lambda c: c.parallel.tensor_model_parallel_size > 1,
     ),
+    FlagsNeed(
+        ("--speculative-num-draft-tokens", "--speculative-history-tokens"),
+        "--speculative-algorithm ngram",
+        lambda c: c.native.speculative_algorithm != "none",
+    ),
 )
 """Flags that upstream's launch lines often have where nothing follows from them: they are noted, not refused."""
 

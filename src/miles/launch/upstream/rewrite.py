@@ -47,7 +47,8 @@ def _rewrite(args: FlagArgs, row: UpstreamFlag, context: LaunchContext, given: C
         return FlagArgs(flag="--hf-checkpoint", words=(find_model(args.words[0]), *args.words[1:]))
     if row.kind == "map" or (row.kind == "engine" and not context.uses_sglang):
         flag, *value = row.text.split()
-        if flag in given:  # the option's own flag is more specific
+        # The option's own flag is more specific; a value that asks for a missing feature is refused later.
+        if flag in given or (row.feature and not row.accepts(args.words)):
             return _record(args)
         return FlagArgs(flag=flag, words=tuple(value) if value else row.rename(args.words))
     if row.kind == "pass" and context.uses_megatron:

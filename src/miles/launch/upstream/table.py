@@ -5,7 +5,8 @@ that prefix); ``synonyms.tsv`` has the names of TRL, verl and others.
 
     used     an option here, under the same name
     map      another option here: its flag, or its flag and a value; ``a=b`` among the values renames a value
-    engine   a flag of SGLang: an option of the native engine, passed on under --rollout-backend sglang
+    engine   a flag of SGLang: an option of the native engine, passed on under --rollout-backend sglang; another value
+             than those listed is refused where the row names a feature
     served   a flag of SGLang: no effect on the native engine, passed on under --rollout-backend sglang
     pass     a flag of Megatron: passed on under --train-backend megatron, and no effect elsewhere
     shape    restates config.json of the checkpoint, and is compared with it
@@ -52,8 +53,9 @@ class UpstreamFlag:
     feature: str = ""
 
     def accepts(self, words: tuple[str, ...]) -> bool:
-        """Whether the value is one of ``values``; numbers are compared as numbers."""
-        return not self.values or not words or any(_is_same(words[0], value) for value in self.values)
+        """Whether the value is one of ``values``, before they are renamed; numbers are compared as numbers."""
+        names = (value.partition("=")[0] for value in self.values)
+        return not self.values or not words or any(_is_same(words[0], name) for name in names)
 
     def rename(self, words: tuple[str, ...]) -> tuple[str, ...]:
         """The words under the names that values have here."""

@@ -63,6 +63,8 @@ def _judge(args: FlagArgs, c: Config, spec: DecoderSpec | None, config: Mapping[
             return FlagOutcome(given=str(args), outcome=row.kind, text=row.text)
         case "exact" | "design":
             return _refuse(args, describe_missing(row.feature))
+        case "engine" if row.feature and not row.accepts(args.words):
+            return _refuse(args, describe_missing(row.feature))
         case "fresh" if _loads_state(c):
             return _refuse(args, describe_missing(row.feature))
         case "map" | "engine":

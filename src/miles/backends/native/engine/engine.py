@@ -275,6 +275,7 @@ class NativeEngine:
         if self.version is None:
             raise EngineError(f"{self.name} has no weights yet; publish a version to it first")
         req = self._validator.create_req(request, self._clock())
+        req.accepted_drafts = None if self._speculation is None else []
         output = RequestOutput(
             req, self._runner.no_expert, on_wait=self._waiting_outputs.append, on_cancel=self._cancel_output
         )

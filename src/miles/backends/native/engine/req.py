@@ -24,7 +24,7 @@ from miles.backends.native.engine.request import (
 from miles.backends.native.engine.stop_regex import StopPattern
 from miles.backends.native.engine.vision import PromptImages
 from miles.core.errors import EngineError
-from miles.core.protocols import Completion
+from miles.core.protocols import Completion, SpeculationCounts
 from miles.core.token_fields import ROUTED_EXPERTS
 from miles.core.types import EMPTY, Array, Author, Span, Status, Version
 
@@ -42,7 +42,8 @@ class Req:
     same prompt, arrived during its prefill, and fork from it when it is done. ``sort_key`` orders requests.
     ``prompt_logprobs`` start at ``request.logprob_start_len``; positions before ``next_scored`` are in flight.
     ``routed_experts_TLx`` were saved when the request's pages were released. ``images`` are those of the prompt.
-    ``draft_bucket`` is where the acceptance of its last draft is counted (``speculation``).
+    ``draft_bucket`` is where the acceptance of its last draft is counted (``speculation``). ``accepted_drafts[i]`` is
+    the number of verifications that accepted ``i`` of its drafted tokens; None without speculative decoding.
     """
 
     number: int
@@ -87,6 +88,8 @@ class Req:
     slot: int = -1
     followers: list[Req] = field(default_factory=list)
     draft_bucket: int = 0
+    drafted_tokens: int = 0
+    accepted_drafts: list[int] | None = None
 
     # -- properties of the request ----------------------------------------------------------
 
@@ -150,6 +153,13 @@ class Req:
             self.version_starts.append((len(self.logprobs), version))
         self.version = version
 
+    def record_verification(self, drafted: int, accepted: int) -> None:
+        """Count a step that verified ``drafted`` tokens and accepted the first ``accepted`` of them."""
+        counts = self.accepted_drafts = self.accepted_drafts or []
+        counts.extend([0] * (accepted + 1 - len(counts)))
+        counts[accepted] += 1
+        self.drafted_tokens += drafted
+
     def drop_unsampled_logprobs(self) -> None:
         """Drop queried log-probs of accepted drafts behind the token that ended the request."""
         del self.top_logprobs[len(self.logprobs) :]
@@ -212,6 +222,18 @@ class Req:
         length = len(self.logprobs)
         return FinishReason(kind=kind, length=length, matched=self.matched_stop, message=self.finish_message)
 
+    def build_speculation_counts(self) -> SpeculationCounts | None:
+        """Return what speculative decoding did for the request so far; None if the engine does without."""
+        if self.accepted_drafts is None:
+            return None
+        counts = tuple(self.accepted_drafts)  # the step thread may be counting
+        return SpeculationCounts(
+            verifications=sum(counts),
+            drafted=self.drafted_tokens,
+            accepted=sum(accepted * count for accepted, count in enumerate(counts)),
+            histogram=counts,
+        )
+
     def gather_routed_experts(self, no_expert: Array | None, first: int) -> Array | None:
         """Return the experts [tokens, L, x] from token ``first`` on; ``no_expert`` for tokens never computed."""
         if no_expert is None or not self.request.return_routed_experts:
@@ -244,6 +266,7 @@ class Req:
             finish_reason=self.finish_kind or "abort",
             cached_tokens=max(0, self.cached_tokens),
             prompt_extras=EMPTY if all_experts is None else {ROUTED_EXPERTS: all_experts[: self.prompt_length]},
+            speculation=self.build_speculation_counts(),
         )
 
 
@@ -381,6 +404,11 @@ class RequestOutput:
     def cached_tokens(self) -> int:
         """Prompt tokens found in the prefix cache."""
         return max(0, self.req.cached_tokens)
+
+    @property
+    def speculation(self) -> SpeculationCounts | None:
+        """Drafted and accepted tokens so far; None without speculative decoding."""
+        return self.req.build_speculation_counts()
 
     @property
     def preemptions(self) -> int:

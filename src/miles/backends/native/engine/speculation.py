@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from miles.backends.native.config import NativeConfig
+from miles.backends.native.config import RECURRENT_PROBLEM, NativeConfig
 from miles.backends.native.engine.forward_batch import ForwardBatch
 from miles.backends.native.engine.ngram_draft import Draft, NgramDrafter
 from miles.backends.native.engine.req import Req
@@ -27,10 +27,6 @@ from miles.cluster.platform import Platform
 from miles.core.errors import UsageError
 from miles.models.spec import DecoderSpec
 
-RECURRENT_PROBLEM = (
-    "--speculative-algorithm cannot verify drafts of a model with recurrent layers, whose state would have to go back; "
-    "remove it."
-)
 # Acceptance before anything was measured, and the weight of that in drafted tokens.
 _PRIOR_ACCEPTANCE, _PRIOR_WEIGHT = 0.6, 8.0
 # Beyond this many drafted tokens, older measurements lose weight.
@@ -171,6 +167,7 @@ class Speculation:
 
     def record(self, req: Req, drafted: int, accepted: int) -> None:
         """Learn that ``accepted`` of the request's ``drafted`` tokens were accepted."""
+        req.record_verification(drafted, accepted)
         counters = self.counters
         counters.chains += 1
         counters.drafted += drafted

@@ -18,6 +18,10 @@ _ENGINE_COUNTERS = {
     "generated_tokens": "Sampled tokens.",
     "preemptions": "Requests that lost their pages and were queued again.",
     "encoded_images": "Images that the vision tower encoded.",
+    "speculative_steps": "Steps that verified drafted tokens.",
+    "draft_chains": "Verifications: drafts of one request in one step.",
+    "drafted_tokens": "Drafted tokens that were verified.",
+    "accepted_draft_tokens": "Drafted tokens that were accepted.",
 }
 _ENGINE_GAUGES = {
     "running": "Running requests.",

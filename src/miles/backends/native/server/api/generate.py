@@ -23,6 +23,7 @@ from miles.backends.native.server.api.request_types import (
     split_token_prompts,
 )
 from miles.backends.native.server.output_state import LogprobRows, OutputState
+from miles.core.protocols import SpeculationCounts
 from miles.core.routed_experts import encode_for_sglang
 from miles.rollout.serving.body import Count, Int, OneOrMany, RequestBody, Texts, TokenLists, parse_body
 from miles.rollout.serving.errors import RequestError
@@ -231,12 +232,29 @@ def format_meta_info(state: OutputState, tokens_since: int = 0) -> dict[str, Any
         "cached_tokens_details": {"device": cached, "host": 0} if cached else None,
         "dp_rank": None,
     }
+    if output.speculation is not None:
+        meta |= format_speculation(output.speculation)
     experts = None if state.finish_reason is None else format_routed_experts(state)
     if experts is not None:
         meta["routed_experts"] = experts
     if state.end_time is not None:
         meta["e2e_latency"] = state.end_time - state.start_time
     return meta
+
+
+def format_speculation(counts: SpeculationCounts) -> dict[str, Any]:
+    """Counts of speculative decoding under SGLang's names, its former ones included."""
+    fields: dict[str, Any] = {
+        "spec_verify_ct": counts.verifications,
+        "spec_accept_token_num": counts.accepted,
+        "spec_draft_token_num": counts.drafted,
+        "spec_num_correct_drafts": counts.accepted,
+        "spec_num_proposed_drafts": counts.drafted,
+        "spec_correct_drafts_histogram": list(counts.histogram),
+    }
+    if counts.verifications:
+        fields |= {"spec_accept_rate": counts.accept_rate, "spec_accept_length": counts.accept_length}
+    return fields
 
 
 def _format_finish_reason(reason: FinishReason | None) -> dict[str, Any] | None:
