@@ -18,6 +18,7 @@ from miles.core.protocols import Completion, SamplingParams
 from miles.core.types import Version
 from miles.models.checkpoint import hf
 from miles.models.decoder import Decoder
+from miles.models.draft.base import Draft
 from miles.models.spec import (
     AttentionSpec,
     DecoderSpec,
@@ -77,8 +78,10 @@ class Tiny:
                     parameter.mul_(scale)
         return decoder
 
-    def publish(self, engine: NativeEngine, decoder: Decoder, number: int = 0) -> None:
+    def publish(self, engine: NativeEngine, decoder: Decoder, number: int = 0, head: Draft | None = None) -> None:
         tensors = dict(decoder.named_parameters())
+        if head is not None:
+            tensors |= {f"draft.{name}": parameter for name, parameter in head.named_parameters()}
         engine.begin(build_manifest(Version(number=number), tensors))
         for name, tensor in tensors.items():
             engine.receive(name, tensor)
@@ -86,7 +89,7 @@ class Tiny:
         engine.commit()
 
     def engine(
-        self, decoder: Decoder | None = None, *, decode=None, run=None, clock=None, draft=None, **options
+        self, decoder: Decoder | None = None, *, decode=None, run=None, clock=None, draft=None, head=None, **options
     ) -> NativeEngine:
         """An engine with this decoder's weights and numerics, on its device and in its dtype."""
         decoder = decoder or self.decoder()
@@ -106,7 +109,7 @@ class Tiny:
             draft=draft,
             _depth=self.depth,
         )
-        self.publish(engine, decoder)
+        self.publish(engine, decoder, head=head)
         return engine
 
     def prompts(self, count: int, *, seed: int = 0, low: int = 3, high: int = 40) -> list[np.ndarray]:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from miles.backends.native.config import NativeConfig
 from miles.backends.native.engine.forward_batch import ForwardBatch, InflightStep, ScheduledStep
+from miles.backends.native.engine.head_draft import HeadDrafter
 from miles.backends.native.engine.memory_budget import resolve_prefill_chunk, resolve_prefill_delay
 from miles.backends.native.engine.model_draft import ModelDrafter
 from miles.backends.native.engine.prefix_cache import PageAllocator
@@ -32,10 +33,11 @@ from miles.backends.native.engine.req_slots import ReqSlots
 from miles.backends.native.engine.request import GenerateRequest
 from miles.backends.native.engine.running_batch import RoutedExpertsStore, RunningBatch
 from miles.backends.native.engine.scheduler import Scheduler
-from miles.backends.native.engine.speculation import build_speculation
+from miles.backends.native.engine.speculation import Drafter, build_speculation
 from miles.backends.native.engine.step_cost import estimate_step_cost
 from miles.backends.native.engine.validate import RequestValidator
-from miles.backends.native.runner.factory import build_draft_runner, build_runner
+from miles.backends.native.runner.draft_head import DraftHeadRunner
+from miles.backends.native.runner.factory import build_draft_runner, build_runner, get_draft_spec
 from miles.backends.native.runner.model_runner import ModelRunner
 from miles.cluster.executor import Executor
 from miles.cluster.platform import detect_platform
@@ -46,6 +48,7 @@ from miles.core.token_fields import TOP_TOKENS
 from miles.core.types import Span, Tokens, Version
 from miles.kernels.numerics import FAST, Numerics
 from miles.models.base import CausalLM
+from miles.models.draft.base import Draft
 from miles.models.spec import DecoderSpec
 from miles.sync.manifest import Manifest
 
@@ -142,7 +145,7 @@ class NativeEngine:
     """Implements core.protocols.Engine and EngineControl, and sync.manifest.Receiver.
 
     With several ``devices``, the first of which is ``device``, the model is tensor-parallel with a rank on each.
-    ``draft`` is the model of --speculative-algorithm draft-model.
+    ``draft`` is the draft model or head of --speculative-algorithm.
     ``_depth`` is the number of steps in flight when the next is launched: by default 1 on a GPU, 0 on a CPU.
     """
 
@@ -159,7 +162,7 @@ class NativeEngine:
         name: str = "engine 0",
         model: CausalLM | None = None,
         devices: Sequence[torch.device] = (),
-        draft: CausalLM | None = None,
+        draft: CausalLM | Draft | None = None,
         clock: Callable[[], float] = time.perf_counter,
         _depth: int | None = None,
     ) -> None:
@@ -179,7 +182,7 @@ class NativeEngine:
             model=model,
             devices=devices,
             name=name,
-            draft_spec=None if draft is None else draft.spec,
+            draft=draft,
         )
         no_expert = self._runner.no_expert
         # A recurrent state belongs to one position: a prefix cannot find it, only a fork from its leader can.
@@ -191,12 +194,8 @@ class NativeEngine:
             routed_experts=None if no_expert is None else RoutedExpertsStore(no_expert, num_pages, page_size),
             clock=clock,
         )
-        self._draft_runner = (
-            None
-            if draft is None
-            else build_draft_runner(draft, config, devices, num_pages=num_pages, device=device, dtype=dtype)
-        )
-        drafter = self._build_drafter(running_batch.slots, page_size, dtype)
+        self._draft_runner: ModelRunner | None = None
+        drafter = None if draft is None else self._build_drafter(draft, config, running_batch.slots, num_pages, dtype)
         self._speculation = build_speculation(spec, config, self._platform, dtype, drafter)
         self._scheduler = Scheduler(
             running_batch,
@@ -224,19 +223,34 @@ class NativeEngine:
         self._closed = False
         self._weights_torn = False
 
-    def _build_drafter(self, slots: ReqSlots, page_size: int, dtype: torch.dtype) -> ModelDrafter | None:
-        """Return the drafts of the draft model; None without one."""
-        runner = self._draft_runner
-        if runner is None:
-            return None
+    def _build_drafter(
+        self, draft: CausalLM | Draft, config: NativeConfig, slots: ReqSlots, num_pages: int, dtype: torch.dtype
+    ) -> Drafter:
+        """Return the drafts of a draft model or head, which a runner of its own computes."""
+        spec = get_draft_spec(draft)
+        self._draft_runner = runner = build_draft_runner(
+            spec,
+            config,
+            num_pages=num_pages,
+            device=self._platform.device,
+            dtype=dtype,
+            numerics=draft.numerics,
+            use_cuda_graphs=config.engine_cuda_graph and not isinstance(draft, Draft),
+        )
+        cost = estimate_step_cost(spec, self._platform, str(dtype).removeprefix("torch."))
+        page_size = config.engine_page_size
+        if isinstance(draft, Draft):
+            head = DraftHeadRunner(draft, runner, self._runner.get_features)
+            return HeadDrafter(head, slots, due_copies=lambda: self._pages.copies, cost=cost, page_size=page_size)
+        runner.set_weights(dict(draft.named_parameters()))
         return ModelDrafter(
             runner,
             slots,
             self._runner.last_tokens_S,
             due_copies=lambda: self._pages.copies,
-            cost=estimate_step_cost(runner.spec, self._platform, str(dtype).removeprefix("torch.")),
+            cost=cost,
             page_size=page_size,
-            vocab_size=min(self.spec.vocab_size, runner.spec.vocab_size),
+            vocab_size=min(self.spec.vocab_size, spec.vocab_size),
         )
 
     def step(self) -> list[Req]:

@@ -1,9 +1,9 @@
 """Drafts of a smaller model with the same tokenizer, run by a model runner of its own.
 
 The draft model's KV cache has the pages of the policy's: the same block table, prefix sharing and preemption serve
-both. What the policy computes, the draft model computes too (``fill``), as long as drafts may follow; where it has not,
-drafts are worse, and no less lossless. A draft samples with the request's own seed and parameters, so that it is the
-policy's sample wherever both models agree. The draft model sees no images, and no tokens beyond its vocabulary.
+both. What the policy computes, the draft model computes too (``prepare``), as long as drafts may follow; where it has
+not, drafts are worse, and no less lossless. A draft samples with the request's own seed and parameters, so that it is
+the policy's sample wherever both models agree. The draft model sees no images, and no tokens beyond its vocabulary.
 
 Shapes: as in ``forward_batch``.
 """
@@ -85,8 +85,10 @@ class ModelDrafter:
                     drafts[row].append(token)
         return [Draft(self._cut(tokens), MIN_MATCH) for tokens in drafts]
 
-    def fill(self, batch: ForwardBatch) -> None:
-        """Store the keys of a step's tokens."""
+    def prepare(self, batch: ForwardBatch, *, drafted: bool, needed: bool) -> None:
+        """Store the keys of a step's tokens; drafting has stored those of a step that is only drafts."""
+        if not needed or (drafted and len(batch.counts_B) == batch.num_decodes):
+            return
         self._runner.last_tokens_S.copy_(self._last_tokens_S.clamp(max=self._vocab_size - 1))
         self._runner.launch(
             replace(
@@ -98,6 +100,8 @@ class ModelDrafter:
                 vision=None,
                 rope_offsets_B=None,
                 rope_positions_3T=None,
+                # Drafting has copied the pages that this step copies, and written behind what was copied.
+                page_copies=NO_COPIES if drafted else batch.page_copies,
             )
         )
 

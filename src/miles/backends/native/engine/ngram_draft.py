@@ -132,7 +132,7 @@ class NgramDrafter:
         """Return a draft of each request's next tokens, at most so many; None without a match."""
         return [self._draft_one(req, length) if length else None for req, length in zip(reqs, lengths, strict=True)]
 
-    def fill(self, batch: ForwardBatch) -> None:
+    def prepare(self, batch: ForwardBatch, *, drafted: bool, needed: bool) -> None:
         """Do nothing: tokens are all there is to know."""
 
     def estimate_seconds(self, num_reqs: int, length: int) -> float:

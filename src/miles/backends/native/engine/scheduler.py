@@ -14,12 +14,10 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from miles.backends.native.engine.forward_batch import (
-    NO_COPIES,
     BatchRows,
     DecodeRows,
     DraftRows,
@@ -184,14 +182,8 @@ class Scheduler:
 
     def prepare_drafts(self, step: ScheduledStep) -> None:
         """Compute what drafts behind the tokens of a step need, before it is launched."""
-        batch = step.batch
-        if self._speculation is None:
-            return
-        if step.drafts_D is None:
-            self._speculation.fill(batch)
-        elif len(batch.counts_B) > batch.num_decodes:
-            # Drafting has copied the pages that this step copies, and written behind what was copied.
-            self._speculation.fill(replace(batch, page_copies=NO_COPIES))
+        if self._speculation is not None:
+            self._speculation.prepare(step.batch, drafted=step.drafts_D is not None)
 
     def mark_launched(self, step: ScheduledStep) -> None:
         """Update all state of a launched step that does not depend on the sampled tokens."""

@@ -97,8 +97,11 @@ class Drafter(Protocol):
         """Learn the tokens of a request that ends."""
         ...
 
-    def fill(self, batch: ForwardBatch) -> None:
-        """Compute what the drafter needs of the tokens of a step that has no drafts."""
+    def prepare(self, batch: ForwardBatch, *, drafted: bool, needed: bool) -> None:
+        """Compute what drafts behind the tokens of a step need, before it is launched.
+
+        ``drafted``: the step verifies drafts. Drafts that follow are ``needed``, or would not pay.
+        """
         ...
 
     def estimate_seconds(self, num_reqs: int, length: int) -> float:
@@ -140,10 +143,10 @@ class Speculation:
                 best, best_rate = length, tokens / seconds
         return max(best, int(self._idle_steps >= PROBE_STEPS))
 
-    def fill(self, batch: ForwardBatch) -> None:
-        """Prepare for drafts behind the tokens of a step that has none, if drafts may follow."""
-        if self.choose_length(len(batch.req_slots_B)):
-            self._drafter.fill(batch)
+    def prepare(self, batch: ForwardBatch, *, drafted: bool) -> None:
+        """Prepare for drafts behind the tokens of a step, which may be ``drafted`` themselves."""
+        needed = self.choose_length(len(batch.req_slots_B)) > 0
+        self._drafter.prepare(batch, drafted=drafted, needed=needed)
 
     def propose(
         self, reqs: Sequence[Req], room: Sequence[int], *, num_rows: int, max_rows: int
@@ -153,9 +156,11 @@ class Speculation:
         The step has ``num_rows`` rows without drafts, and at most ``max_rows`` with them.
         """
         length = self.choose_length(num_rows)
-        if not reqs or num_rows >= max_rows or not length:
+        if not length:
             self._idle_steps += 1
             return {}
+        length = length if num_rows < max_rows else 0
+        # Also without requests: a head runs on prompts that are not computed to their end yet.
         chains = self._find_chains(reqs, [min(most, length) for most in room])
         counts = self._choose_lengths(chains, num_rows, max_rows)
         if self._idle_steps >= PROBE_STEPS and chains and not any(counts):
@@ -225,8 +230,8 @@ def build_speculation(
         return None
     if spec.recurrent:
         raise UsageError(RECURRENT_PROBLEM)
-    if (config.speculative_algorithm == "draft-model") != (draft_model is not None):
-        raise UsageError("--speculative-algorithm draft-model and --speculative-draft-model-path need each other.")
+    if (config.speculative_algorithm != "ngram") != (draft_model is not None):
+        raise UsageError(f"--speculative-algorithm {config.speculative_algorithm} and its draft need each other.")
     drafter = draft_model or NgramDrafter(config.speculative_history_tokens)
     cost = estimate_step_cost(spec, platform, str(dtype).removeprefix("torch."))
     return Speculation(

@@ -30,6 +30,7 @@ from miles.kernels.runtime.graph_inputs import unpack_graph_inputs
 from miles.kernels.runtime.kv_cache import PagedKVCache
 from miles.kernels.sampling.sample import sample_tokens
 from miles.models.decoder import Decoder, DecoderLayer
+from miles.models.draft.base import Draft
 from miles.models.layers.moe import Routing
 
 _INT_COLUMNS = ("tokens", "starts", "positions", "cache_locs", "req_slots", "top_k")
@@ -151,7 +152,8 @@ class CudaGraphRunner:
 
     ``supported`` is False if this process computes only part of a step (tensor parallelism): then nothing is captured.
     ``last_tokens_S`` has one padding slot, and ``padding_cache_loc`` lies in a page of no request: padding rows write
-    there. ``warmed_up`` holds the keys that ran eagerly once; it outlives the graphs.
+    there. ``warmed_up`` holds the keys that ran eagerly once; it outlives the graphs. ``features_RF`` is what a draft
+    head reads of the last replay.
     """
 
     def __init__(
@@ -167,6 +169,7 @@ class CudaGraphRunner:
         padding_cache_loc: int,
         no_expert: Array | None,
         warmed_up: set[GraphKey],
+        draft: Draft | None = None,
     ) -> None:
         self.cache = cache
         self.supported = all(
@@ -188,6 +191,11 @@ class CudaGraphRunner:
         self._padding_table_index = self._block_table_RM.numel() - 1
         self._sent_table_RM = np.zeros((max_batch_size, max_pages), np.int32)
         self._rows_R = torch.arange(max_batch_size, dtype=torch.int32, device=device)
+        self._draft = draft
+        self.features_RF: Tensor | None = None
+        if draft is not None:
+            dtype = decoder.embedding.weight.dtype
+            self.features_RF = torch.zeros(max_batch_size, draft.spec.feature_size, dtype=dtype, device=device)
         self._graphs: dict[GraphKey, CapturedGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -331,7 +339,10 @@ class CudaGraphRunner:
         decoder, outputs = self._decoder, self._outputs
         invariant = decoder.numerics.batch_invariant
         attention = (BatchInvariantTritonBackend if invariant else TritonAttentionBackend)(self.cache, step)
-        hidden_nD = decoder(inputs.tokens_n, inputs.positions_n, attention, routing)
+        capture = None if self._draft is None else self._draft.new_capture()
+        hidden_nD = decoder(inputs.tokens_n, inputs.positions_n, attention, routing, capture=capture)
+        if self._draft is not None and self.features_RF is not None:
+            self.features_RF[:n] = self._draft.features(hidden_nD, capture)
         sample_fn = batch_invariant_sampling.sample_tokens if invariant else sample_tokens
         sample_fn(
             compute_logits(hidden_nD, decoder.head(), decoder.spec.logit_softcap, numerics=decoder.numerics),

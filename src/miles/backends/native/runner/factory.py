@@ -13,6 +13,7 @@ from miles.cluster.platform import Platform
 from miles.core.errors import UsageError
 from miles.kernels.numerics import Numerics
 from miles.models.base import CausalLM
+from miles.models.draft.base import Draft
 from miles.models.spec import DecoderSpec
 
 
@@ -26,17 +27,23 @@ def build_runner(
     model: CausalLM | None,
     devices: Sequence[torch.device],
     name: str,
-    draft_spec: DecoderSpec | None = None,
+    draft: CausalLM | Draft | None = None,
 ) -> tuple[ModelRunner, int]:
     """Return the runner of the engine ``name`` and its number of pages; with several ``devices``, tensor-parallel.
 
-    A draft model of ``draft_spec`` gets as many pages beside them.
+    A ``draft`` gets as many pages beside them; a draft head gets its weights with the policy's.
     """
+    draft_spec = None if draft is None else get_draft_spec(draft)
     page_size = config.engine_page_size
 
     def compute_num_pages(rank_spec: DecoderSpec, rank_platform: Platform) -> int:
         return compute_kv_tokens(rank_spec, config, rank_platform, dtype, numerics, draft_spec) // page_size
 
+    if len(devices) > 1 and draft_spec is not None:
+        raise UsageError(
+            "--speculative-algorithm with a draft model or head needs an engine of one GPU; use ngram, or "
+            "--rollout-num-gpus-per-engine 1."
+        )
     if len(devices) > 1:
         from miles.backends.native.tp.runner import RunnerSpec, launch_tp_runner
 
@@ -64,37 +71,37 @@ def build_runner(
         model=model,
         use_cuda_graphs=config.engine_cuda_graph,
         vision_cache_bytes=config.engine_vision_cache_mib << 20,
+        draft=draft if isinstance(draft, Draft) else None,
     )
     return runner, num_pages
 
 
+def get_draft_spec(draft: CausalLM | Draft) -> DecoderSpec:
+    """Return the spec of the layers of a draft model, or of a head."""
+    return draft.spec.decoder if isinstance(draft, Draft) else draft.spec
+
+
 def build_draft_runner(
-    draft: CausalLM,
+    spec: DecoderSpec,
     config: NativeConfig,
-    devices: Sequence[torch.device],
     *,
     num_pages: int,
     device: torch.device,
     dtype: torch.dtype,
+    numerics: Numerics,
+    use_cuda_graphs: bool,
 ) -> ModelRunner:
-    """Return the runner of a draft model, which has the pages and slots of the policy's runner."""
-    if len(devices) > 1:
-        raise UsageError(
-            "--speculative-algorithm draft-model needs an engine of one GPU; use ngram, or "
-            "--rollout-num-gpus-per-engine 1."
-        )
-    if draft.spec.recurrent:
-        raise UsageError("the model of --speculative-draft-model-path has recurrent layers, which cannot go back.")
-    runner = ModelRunner(
-        draft.spec,
+    """Return a runner of a draft's layers, without weights, which has the pages and slots of the policy's runner."""
+    if spec.recurrent:
+        raise UsageError("the draft model has recurrent layers, whose state cannot go back; use another one.")
+    return ModelRunner(
+        spec,
         num_pages=num_pages,
         page_size=config.engine_page_size,
         num_slots=config.engine_max_running,
         return_routed_experts=False,
         device=device,
         dtype=dtype,
-        numerics=draft.numerics,
-        use_cuda_graphs=config.engine_cuda_graph,
+        numerics=numerics,
+        use_cuda_graphs=use_cuda_graphs,
     )
-    runner.set_weights(dict(draft.named_parameters()))
-    return runner

@@ -27,6 +27,7 @@ from miles.kernels.runtime.triton_compat import HAVE_TRITON, count_sms
 from miles.kernels.sampling.sample import sample_tokens
 from miles.models.base import CausalLM
 from miles.models.decoder import Decoder
+from miles.models.draft.base import Draft
 from miles.models.spec import AttentionSpec, DecoderSpec, MlaSpec
 
 # Queries per tile of a shared prefix; with 4-byte dtypes and MLA latents fewer fit into an SM.
@@ -60,7 +61,13 @@ class GpuRunner:
         self._warmed_up: set[GraphKey] = set()
 
     def build_graph_runner(
-        self, decoder: Decoder, cache: PagedKVCache, last_tokens_S: Tensor, padding_page: int, no_expert: Array | None
+        self,
+        decoder: Decoder,
+        cache: PagedKVCache,
+        last_tokens_S: Tensor,
+        padding_page: int,
+        no_expert: Array | None,
+        draft: Draft | None = None,
     ) -> CudaGraphRunner:
         """Return the CUDA graphs over this cache; ``padding_page`` belongs to no request."""
         return CudaGraphRunner(
@@ -74,6 +81,7 @@ class GpuRunner:
             padding_cache_loc=padding_page * self._page_size,
             no_expert=no_expert,
             warmed_up=self._warmed_up,
+            draft=draft,
         )
 
     def build_attention(self, batch: ForwardBatch, positions_T: Ints, cache: PagedKVCache) -> TritonAttentionBackend:

@@ -16,6 +16,7 @@ from miles.backends.native.engine.forward_batch import (
     InflightStep,
     LogprobResults,
     PromptScoring,
+    SamplingBatch,
     StepOutput,
     compute_positions,
     compute_rope_positions,
@@ -52,10 +53,15 @@ from miles.models.accounting.kv_cache import PerSequenceState, PerTokenCache, ca
 from miles.models.base import CausalLM
 from miles.models.capabilities import check_batch_invariance
 from miles.models.decoder import AttentionBackend, Decoder, Routing
+from miles.models.draft.base import Draft, PolicyWeights
 from miles.models.spec import DecoderSpec
 
 # The most logits of prompt tokens that are materialized at once.
 _MAX_PROMPT_LOGITS = 1 << 25
+
+
+DRAFT_PREFIX = "draft."
+"""Prefix of the names of a draft head's parameters among the weights of a policy."""
 
 
 class HostToDevice:
@@ -138,7 +144,8 @@ class ModelRunner:
     """The decoder, its paged KV cache, and its recurrent states by request slot.
 
     ``last_tokens_S`` is the token last sampled for each slot. The decoder is created without storage and uses tensors
-    given to ``set_weights``; ``model`` is one that was created so elsewhere, with the same ``numerics``. ``images``
+    given to ``set_weights``; ``model`` is one that was created so elsewhere, with the same ``numerics``. A draft head
+    gets its weights with the decoder's; ``features_TF`` are what it reads of the step launched last. ``images``
     encodes the images of a vision-language model, whose features take up to ``vision_cache_bytes``.
     """
 
@@ -156,6 +163,7 @@ class ModelRunner:
         model: CausalLM | None = None,
         use_cuda_graphs: bool = True,
         vision_cache_bytes: int = 0,
+        draft: Draft | None = None,
     ) -> None:
         if numerics.batch_invariant and (problem := check_batch_invariance(spec)) is not None:
             raise UsageError(f"--parity exact does not support this model: {problem}; remove --parity exact.")
@@ -167,6 +175,11 @@ class ModelRunner:
             model = Decoder(spec, device="meta", dtype=dtype, numerics=numerics)
         self.decoder: CausalLM = model
         assert self.decoder.numerics == numerics, "the engine's model has other numerics than the engine"
+        self.draft = draft
+        self.features_TF: Tensor | None = None
+        if draft is not None:
+            assert isinstance(self.decoder, Decoder), "a draft head needs the hidden states of our own decoder"
+            draft.share(PolicyWeights(embed=self.decoder.embedding, head=self.decoder.head))
         self.no_expert: Array | None = None
         if spec.moe is not None and return_routed_experts:
             expert_type = expert_dtype(spec.moe.num_experts)
@@ -199,6 +212,10 @@ class ModelRunner:
         self._cache: PagedKVCache | None = None
         self._states: RecurrentStatePool | None = None
         self._param_locations = _locate_params(self.decoder)
+        if draft is not None:
+            self._param_locations += [
+                (module, attribute, DRAFT_PREFIX + name) for module, attribute, name in _locate_params(draft)
+            ]
         self.allocate()
 
     @property
@@ -224,7 +241,7 @@ class ModelRunner:
         )
         if self._gpu is not None and self._use_cuda_graphs and isinstance(self.decoder, Decoder):
             self._graphs = self._gpu.build_graph_runner(
-                self.decoder, self._cache, self.last_tokens_S, self._num_pages, self.no_expert
+                self.decoder, self._cache, self.last_tokens_S, self._num_pages, self.no_expert, self.draft
             )
         states = {
             i: _state_shapes(layout, self.dtype)
@@ -264,13 +281,21 @@ class ModelRunner:
         if self.images is not None:
             self.images.cache.clear()
 
+    def get_features(self) -> Tensor:
+        """Return what a draft head reads of the step launched last [T, F]."""
+        assert self.features_TF is not None, "no step was launched"
+        return self.features_TF
+
     def expected_weights(self) -> dict[str, Tensor]:
         """Return the tensors a weight update must bring, by name."""
-        return dict(self.decoder.named_parameters())
+        return dict(self.weights())
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return the current weights by name."""
-        return dict(self.decoder.named_parameters())
+        """Return the current weights by name; those of a draft head have a prefix."""
+        weights = dict(self.decoder.named_parameters())
+        if self.draft is not None:
+            weights |= {DRAFT_PREFIX + name: parameter for name, parameter in self.draft.named_parameters()}
+        return weights
 
     def build_weight_update(self, name: str, commit_weights: CommitWeights) -> StagedWeightUpdate:
         """Return the receiver of weight updates to the engine ``name``."""
@@ -314,6 +339,7 @@ class ModelRunner:
         if len(batch.state_copies[0]) and self._states is not None:
             self._states.copy(*batch.state_copies)
         if self._graphs is not None and self._graphs.can_run(batch):
+            self.features_TF = self._graphs.features_RF
             return self._graphs.replay(batch)
         return self._run_eager(batch)
 
@@ -340,7 +366,13 @@ class ModelRunner:
             assert self.images is not None, "a model without a vision tower gets no images"
             vision = self.images.build_inputs(batch.vision, self.send)
         attention = self._build_attention(batch, positions_T)
-        hidden_TD = self.decoder(tokens_T, rope_positions_T, attention, routing, vision)
+        capture = None if self.draft is None else self.draft.new_capture()
+        if self.draft is None:
+            hidden_TD = self.decoder(tokens_T, rope_positions_T, attention, routing, vision)
+        else:
+            assert isinstance(self.decoder, Decoder)
+            hidden_TD = self.decoder(tokens_T, rope_positions_T, attention, routing, vision, capture=capture)
+            self.features_TF = self.draft.features(hidden_TD, capture)
         logits_DV = self._compute_logits(hidden_TD if len(rows_R) == len(tokens_T) else hidden_TD[device_rows_R])
         if len(rows_R) != len(batch.rows_D):
             logits_DV = logits_DV.index_select(0, device_index_D)
@@ -364,6 +396,20 @@ class ModelRunner:
             prompt_logprobs_N=prompt_logprobs_N,
             prompt_logprob_results=prompt_results,
         )
+
+    def build_attention(self, batch: ForwardBatch, positions_T: Ints) -> AttentionBackend:
+        """Copy the pages that a batch copies, and return the attention over the KV cache for its rows."""
+        assert self._cache is not None
+        if len(batch.page_copies[0]):
+            self._cache.copy(*batch.page_copies)
+        return self._build_attention(batch, positions_T)
+
+    def sample(self, logits_DV: Tensor, sampling: SamplingBatch) -> tuple[Tensor, Tensor]:
+        """Return one token per row and its log-prob."""
+        if self._gpu is not None:
+            return self._gpu.sample(logits_DV, sampling)
+        tokens_D, logprobs_D, _ = sample(logits_DV, sampling, self.send, numerics=self.numerics)
+        return tokens_D, logprobs_D
 
     def _build_attention(self, batch: ForwardBatch, positions_T: Ints) -> AttentionBackend:
         assert self._cache is not None
@@ -416,7 +462,7 @@ class ModelRunner:
         return torch.stack(routing.recorded, 1).to(torch.uint8 if self.no_expert.itemsize == 1 else torch.int32)
 
 
-def _locate_params(model: CausalLM) -> list[tuple[nn.Module, str, str]]:
+def _locate_params(model: CausalLM | nn.Module) -> list[tuple[nn.Module, str, str]]:
     """Return the module, attribute and name of every parameter."""
     return [
         (model.get_submodule(path), attribute, f"{path}.{attribute}" if path else attribute)
