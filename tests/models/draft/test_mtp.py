@@ -1,11 +1,12 @@
 """MTP drafts against transformers' layers, put together as the DeepSeek-V3 report describes the module."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.models.draft.mtp_checkpoints import MTP_KINDS, make_reference, save_reference
+from tests.models.draft.mtp_checkpoints import MTP_KINDS, make_reference, mtp_tensors, save_reference
 from tests.models.oracle import positions_of, relative, tokens_of
 
 from miles.core.errors import UsageError
@@ -90,3 +91,34 @@ def test_a_checkpoint_without_mtp_layers_is_refused(tmp_path: Path):
     save_file(hf_only, tmp_path / "model.safetensors")
     with pytest.raises(UsageError, match="has no MTP layers"):
         read_mtp_spec(tmp_path, spec)
+
+
+def test_quantized_mtp_weights_are_dequantized(tmp_path: Path):
+    save_reference(make_reference("deepseek v3"), tmp_path)
+    name = "model.layers.2.self_attn.o_proj.weight"
+    stored = load_file(tmp_path / "model.safetensors")
+    packed = stored[name].to(torch.float8_e4m3fn)
+    save_file(stored | {name: packed, f"{name}_scale_inv": torch.full((1, 1), 0.5)}, tmp_path / "model.safetensors")
+    config = hf.read_config(tmp_path)
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    _, draft = load(tmp_path)
+    assert torch.equal(dict(draft.named_parameters())["blocks.0.layer.mla.output.weight"], packed.float() * 0.5)
+
+
+@torch.no_grad()
+def test_several_mtp_layers_are_run_one_after_the_other(tmp_path: Path):
+    first, second = make_reference("deepseek v3"), make_reference("deepseek v3")
+    for parameter in second.layer.parameters():
+        parameter.mul_(1.5)
+    more = {name.replace("model.layers.2.", "model.layers.3."): value for name, value in mtp_tensors(second).items()}
+    save_reference(first, tmp_path, **more)
+    decoder, draft = load(tmp_path)
+    assert draft.spec.num_layers == 2 and [draft.spec.layer_of_step(step) for step in range(4)] == [0, 1, 1, 1]
+    [tokens], [after], [later] = tokens_of((9,)), tokens_of((9,), seed=1), tokens_of((9,), seed=2)
+    hidden = decoder(tokens, torch.arange(9), VarlenAttentionBackend([9], "cpu"))
+    own = draft(hidden, after, torch.arange(9), VarlenAttentionBackend([9], "cpu"))
+    own = draft(own, later, torch.arange(1, 10), VarlenAttentionBackend([9], "cpu"), step=1)
+    stream, _ = first.step(first.hidden(tokens), after)
+    _, expected = second.step(stream, later, first=1)
+    assert relative(draft.head_input(own, step=1), expected) < TOLERANCE
