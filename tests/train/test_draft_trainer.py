@@ -328,7 +328,7 @@ def test_a_trained_head_agrees_with_the_policy_more_often_than_a_new_one():
     for number in range(20):
         step(trainer, ragged(16, seed=number), number)
     trained = agreement()
-    assert trained[0] > fresh[0] + 0.3 and trained[1] > fresh[1] + 0.2, (fresh, trained)
+    assert trained[0] > fresh[0] + 0.25 and trained[1] > fresh[1] + 0.1, (fresh, trained)
 
 
 def test_a_draft_of_a_batch_invariant_policy_has_the_same_loss():
