@@ -66,18 +66,13 @@ class MtpReference:
         """The policy's hidden states after its final norm."""
         return self.policy.model(tokens[None]).last_hidden_state[0]
 
-    def step(self, hidden: Tensor, next_tokens: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
-        """The residual stream after the layer, and its norm, of a sequence whose first position is ``first``."""
+    def step(self, hidden: Tensor, next_tokens: Tensor, first: int = 0) -> Tensor:
+        """The hidden states after the layer and its norm, of a sequence whose first position is ``first``."""
         embedding = self.policy.get_input_embeddings()(next_tokens)
         pair = (self._norm(embedding, self.norms[0]), self._norm(hidden, self.norms[1]))
         mixed = F.linear(torch.cat(pair[::-1] if self.kind.hidden_first else pair, -1), self.projection)
-        kept = []
-        hook = self.layer.model.layers[0].register_forward_hook(lambda module, args, out: kept.append(out))
         positions = torch.arange(first, first + len(hidden))[None]
-        normed = self.layer.model(inputs_embeds=mixed[None], position_ids=positions).last_hidden_state[0]
-        hook.remove()
-        out = kept[0][0] if isinstance(kept[0], tuple) else kept[0]
-        return out.view(len(hidden), -1), normed
+        return self.layer.model(inputs_embeds=mixed[None], position_ids=positions).last_hidden_state[0]
 
     def logits(self, normed: Tensor) -> Tensor:
         return F.linear(normed, self.policy.get_output_embeddings().weight)

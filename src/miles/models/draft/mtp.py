@@ -41,25 +41,23 @@ class MtpBlock(nn.Module):
     def forward(
         self, hidden_TD: Tensor, embeds_TD: Tensor, positions: Positions, attn_backend: AttentionBackend
     ) -> Tensor:
-        """Return the residual stream after the layer."""
+        """Return the hidden states after the last norm."""
         pair = (self.embedding_norm(embeds_TD), self.hidden_norm(hidden_TD))
         x_TD = self.projection(torch.cat(pair[::-1] if self.hidden_first else pair, dim=-1))
-        return self.layer(x_TD, positions, attn_backend, None)
+        return self.norm(self.layer(x_TD, positions, attn_backend, None))
 
 
 class MtpDraft(Draft):
     """The MTP layers of a checkpoint, with the policy's embedding and head.
 
-    Step j runs layer j, and the last layer from then on. Whether the next step reads the hidden state before or after
-    the block's last norm is the family's definition (``MtpLayout.normed_output``).
+    Step j runs layer j, and the last layer from then on. A step's hidden state is that after the block's last norm, as
+    the policy's is that after its final norm.
     """
 
     def __init__(
         self, spec: DraftSpec, *, device: torch.device | str, dtype: torch.dtype, numerics: Numerics = FAST
     ) -> None:
         super().__init__(spec, numerics=numerics)
-        assert spec.mtp is not None
-        self._normed_output = spec.mtp.normed_output
         self.blocks = nn.ModuleList(
             MtpBlock(spec, i, device=device, dtype=dtype, numerics=numerics) for i in range(spec.num_layers)
         )
@@ -73,16 +71,11 @@ class MtpDraft(Draft):
         *,
         step: int = 0,
     ) -> Tensor:
-        block = self._block(step)
-        embeds_TD = scale_embedding(self.policy.embed(next_tokens_T), self.spec.decoder)
-        positions = Positions(positions_T, self.spec.decoder.max_positions, embeds_TD.dtype, numerics=self.numerics)
-        x_TD = block(features_TF, embeds_TD, positions, attn_backend)
-        return block.norm(x_TD) if self._normed_output else x_TD
-
-    def head_input(self, hidden_TD: Tensor, *, step: int = 0) -> Tensor:
-        return hidden_TD if self._normed_output else self._block(step).norm(hidden_TD)
-
-    def _block(self, step: int) -> MtpBlock:
         block = self.blocks[self.spec.layer_of_step(step)]
         assert isinstance(block, MtpBlock)
-        return block
+        embeds_TD = scale_embedding(self.policy.embed(next_tokens_T), self.spec.decoder)
+        positions = Positions(positions_T, self.spec.decoder.max_positions, embeds_TD.dtype, numerics=self.numerics)
+        return block(features_TF, embeds_TD, positions, attn_backend)
+
+    def head_input(self, hidden_TD: Tensor, *, step: int = 0) -> Tensor:
+        return hidden_TD

@@ -13,7 +13,7 @@ from miles.core.errors import CheckpointError
 from miles.models.checkpoint.hf_names import HF_NAMES
 from miles.models.checkpoint.param_map import build_layer_map
 from miles.models.checkpoint.param_slices import HfSlice, ModuleNames, ParamMap, concat_slices
-from miles.models.draft.spec import DraftSpec
+from miles.models.draft.spec import DraftSpec, choose_capture_layers
 from miles.models.families import spec_from_config
 from miles.models.families.base import MtpLayout
 from miles.models.families.registry import config_from_spec, find_family
@@ -137,7 +137,7 @@ def read_eagle_spec(config: Mapping[str, Any], policy: DecoderSpec, folder: obje
             raise CheckpointError(f"{key} of {folder} is {own}, but a draft of this policy needs {wanted}.")
     count = policy.num_layers
     captured = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    layers = tuple(captured or (1, count // 2 - 1, count - 4))
+    layers = tuple(captured or choose_capture_layers(count))
     if any(not 0 <= layer < count for layer in layers):
         raise CheckpointError(f"{folder} reads the layers {list(layers)}, but the policy has {count} layers.")
     vocab = config.get("draft_vocab_size")

@@ -19,7 +19,7 @@ from miles.models.spec import (
     RopeSpec,
 )
 
-__all__ = ["DraftSpec", "build_eagle_spec", "build_mtp_spec", "find_mtp_layout"]
+__all__ = ["DraftSpec", "build_eagle_spec", "build_mtp_spec", "choose_capture_layers", "find_mtp_layout"]
 
 # Sizes of an EAGLE-3 layer where the policy's own attention or MLP is not of the plain kind.
 _HEAD_DIM = 128
@@ -88,7 +88,7 @@ def build_mtp_spec(policy: DecoderSpec, layout: MtpLayout, count: int = 1) -> Dr
 def build_eagle_spec(policy: DecoderSpec, *, capture_layers: tuple[int, ...] | None = None) -> DraftSpec:
     """Build the spec of a new EAGLE-3 head for any policy: one Llama layer, features of three policy layers.
 
-    The default layers are those that SGLang captures by default: the outputs of layers 1, N/2 - 1 and N - 4.
+    The layers are by default those of ``choose_capture_layers``.
 
     >>> from miles.models.families import spec_from_config
     >>> llama = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128,
@@ -96,8 +96,6 @@ def build_eagle_spec(policy: DecoderSpec, *, capture_layers: tuple[int, ...] | N
     >>> build_eagle_spec(spec_from_config(llama)).capture_layers
     (1, 7, 12)
     """
-    count = policy.num_layers
-    wanted = (1, count // 2 - 1, count - 4) if capture_layers is None else capture_layers
     layer = LayerSpec(mixer=_eagle_attention(policy), ffn=_eagle_mlp(policy))
     decoder = DecoderSpec(
         family="llama",
@@ -110,9 +108,20 @@ def build_eagle_spec(policy: DecoderSpec, *, capture_layers: tuple[int, ...] | N
         eos_token_ids=policy.eos_token_ids,
         logit_softcap=policy.logit_softcap,
     )
-    return DraftSpec(
-        kind="eagle3", decoder=decoder, capture_layers=tuple(min(max(layer, 0), count - 1) for layer in wanted)
-    )
+    layers = choose_capture_layers(policy.num_layers) if capture_layers is None else capture_layers
+    return DraftSpec(kind="eagle3", decoder=decoder, capture_layers=layers)
+
+
+def choose_capture_layers(count: int) -> tuple[int, int, int]:
+    """Return a low, a middle and a high layer of ``count``: those that SGLang captures by default, where they differ.
+
+    SGLang cannot capture the output of the last layer. With fewer than four layers one is captured twice.
+
+    >>> choose_capture_layers(36), choose_capture_layers(4), choose_capture_layers(1)
+    ((1, 17, 32), (0, 1, 2), (0, 0, 0))
+    """
+    last = max(count - 2, 0)
+    return (1, count // 2 - 1, count - 4) if count >= 7 else (0, last // 2, last)
 
 
 def _eagle_attention(policy: DecoderSpec) -> AttentionSpec:

@@ -21,8 +21,7 @@ class MtpLayout:
     ``block`` is the prefix of a layer's own tensors, ``layer`` that of its decoder layer, both formatted with the
     number of the MTP layer, which is counted from the number of decoder layers if ``after_layers``. The four names
     are those of its norms and its projection inside ``block``. ``hidden_first``: the projection's input begins with
-    the hidden state instead of the embedding. ``normed_output``: a further step reads the hidden state after the
-    layer's last norm. ``copies`` are the tensors inside ``block`` that repeat a parameter of the policy.
+    the hidden state instead of the embedding.
     """
 
     block: str
@@ -33,8 +32,6 @@ class MtpLayout:
     norm: str
     after_layers: bool = False
     hidden_first: bool = False
-    normed_output: bool = False
-    copies: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,6 @@ MTP_LAYOUT = MtpLayout(
     projection="eh_proj",
     norm="shared_head.norm",
     after_layers=True,
-    copies=(("embed_tokens.weight", "embedding.weight"), ("shared_head.head.weight", "lm_head.weight")),
 )
 """MTP layers as in DeepSeek-V3 and GLM-4.5: numbered on after the decoder's layers."""
 

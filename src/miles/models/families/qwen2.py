@@ -23,7 +23,6 @@ _MIMO_MTP = MtpLayout(
     projection="input_proj",
     norm="final_layernorm",
     hidden_first=True,
-    normed_output=True,
 )
 
 

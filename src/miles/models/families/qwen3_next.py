@@ -38,7 +38,6 @@ _MTP_LAYOUT = MtpLayout(
     hidden_norm="pre_fc_norm_hidden",
     projection="fc",
     norm="norm",
-    normed_output=True,
 )
 
 _MOE_NAMES = {"shared": "shared_expert"}
