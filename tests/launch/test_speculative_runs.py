@@ -101,6 +101,14 @@ def test_other_features_have_the_numbers_of_runs_without_drafts(inputs, tmp_path
     assert max(step.get("speculative/accept_length", 0.0) for step in speculative_metrics(tmp_path / "drafts")) > 1
 
 
+def test_models_computed_by_transformers_verify_drafts_too(inputs, tmp_path):
+    done = train(inputs, tmp_path / "run", *NGRAM, "--model-impl", "transformers")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(row["parity_max_abs"] < 1e-4 for row in rows if row["kind"] == "train")
+    assert max(step["speculative/accept_length"] for step in speculative_metrics(tmp_path / "run")) > 1
+
+
 @pytest.mark.parametrize(
     "more",
     [

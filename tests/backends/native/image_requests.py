@@ -48,7 +48,9 @@ def build_engine(decoder: Decoder, *, numerics: Numerics = FAST, depth: int = 0,
         decoder.spec,
         device="cpu",
         dtype=torch.float32,
-        config=NativeConfig(**{f"engine_{name}": value for name, value in options.items()}),
+        config=NativeConfig(
+            **{name if name.startswith("speculative_") else f"engine_{name}": value for name, value in options.items()}
+        ),
         run=InlineExecutor(),
         decode=None,
         numerics=numerics,

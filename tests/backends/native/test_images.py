@@ -118,6 +118,20 @@ def test_chunks_cached_prefixes_and_batch_mates_change_no_bit(kind):
             np.testing.assert_array_equal(logprobs_of(one), logprobs_of(other))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_after_images_change_no_bit(kind):
+    """Drafted tokens have the positions that follow the images, and images are no context of a draft."""
+    decoder, (several, shared, *_) = pair(kind)[1], requests(kind)
+    asked = [ask(prompt, seed, new=12) for seed, prompt in enumerate((several[0], shared[0], shared[0], place([6], 3)))]
+    plain = generate(build_engine(decoder, numerics=EXACT, page_size=4), asked)
+    engine = build_engine(decoder, numerics=EXACT, page_size=4, speculative_algorithm="ngram")
+    for answers in (generate(engine, asked), generate(engine, asked)):
+        for one, other in zip(plain, answers, strict=True):
+            np.testing.assert_array_equal(response_of(one), response_of(other))
+            np.testing.assert_array_equal(logprobs_of(one), logprobs_of(other))
+    assert engine.stats()["accepted_draft_tokens"] > 5
+
+
 def test_a_sampled_placeholder_is_an_ordinary_token():
     decoder, (prompt, _) = pair(KIND)[1], requests(KIND)[1]
     engine = build_engine(decoder)

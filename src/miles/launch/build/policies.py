@@ -6,7 +6,7 @@ With one policy its trainer, engine and sync are used directly; with several, co
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -45,6 +45,7 @@ from miles.launch.policies.config import PolicyConfig, get_policies, is_trained,
 from miles.models.base import CausalLM
 from miles.models.checkpoint import hf
 from miles.models.lora.adapters import LoraAdapters
+from miles.rollout.speculation_metrics import SpeculationMeter
 from miles.schedule.device_lease import ColocatedLease, DisjointLease, SleepGroup
 from miles.sync.publish import MultiPolicySync, PolicySync
 from miles.train.multi_policy import MultiPolicyTrainer, PolicyLearner
@@ -117,6 +118,7 @@ class PolicyStack:
     """What the loop uses: engines by policy name, and one trainer, sync and lease.
 
     ``servers`` is the main policy's engine where it is remote, ``resilient`` the trainer where it has several ranks.
+    ``meter`` counts the drafts of engines that it wraps.
     """
 
     engines: Mapping[str, RolloutEngine]
@@ -127,6 +129,7 @@ class PolicyStack:
     sync: WeightSync
     lease: Lease
     executors: tuple[Executor, ...]
+    meter: SpeculationMeter = field(default_factory=SpeculationMeter)
 
 
 def read_policies(config: Config, plan: Plan | None = None) -> Policies:

@@ -75,7 +75,6 @@ from miles.rollout.sampling import (
     resolve_prompt_limit,
 )
 from miles.rollout.seeds import make_training_seed_fn
-from miles.rollout.speculation_metrics import SpeculationMeter
 from miles.schedule.checkpoints import CheckpointDirectory, Cursor
 from miles.schedule.loop import Interval, Loop, LoopSettings, Planes
 
@@ -155,10 +154,9 @@ async def build_run(
     stack = build_stack(
         policies, overlap=config.schedule.max_weight_staleness > 0, steps=steps, recovery=recovery, report=report
     )
-    meter = SpeculationMeter()
-    train_generation, eval_generation = _connect_agents(multi_agent, generation, stack, meter)
+    train_generation, eval_generation = _connect_agents(multi_agent, generation, stack)
     services = UpstreamServices(next_prompt=source.next, first_rollout=start[1].step if start else 0)
-    rollout = recorded or _build_rollout(main, train_generation, stack, add_teachers, services, meter, report)
+    rollout = recorded or _build_rollout(main, train_generation, stack, add_teachers, services, report)
     if start is not None:
         await stack.trainer.load(start[0])
         source.load(start[1].source)
@@ -175,7 +173,6 @@ async def build_run(
         checkpoints=checkpoints,
         journal=journal,
         worker=generation.hook_worker,
-        meter=meter,
         report=report,
     )
     between_steps, planes = _build_between_steps(main, stack, planes)
@@ -202,13 +199,13 @@ def _build_recovery(
 
 
 def _connect_agents(
-    multi_agent: MultiAgentGeneration | None, generation: Generation, stack: PolicyStack, meter: SpeculationMeter
+    multi_agent: MultiAgentGeneration | None, generation: Generation, stack: PolicyStack
 ) -> tuple[Generation, Generation]:
     """The generation of training and that of evaluation, with the engines of all agents where there are several."""
     if multi_agent is None:
         return generation, generation
     engines = stack.engines
-    metered = {name: meter.wrap(engine) for name, engine in engines.items()}
+    metered = {name: stack.meter.wrap(engine) for name, engine in engines.items()}
     return multi_agent.with_engines(generation, metered), multi_agent.with_engines(generation, engines, evaluates=True)
 
 
@@ -225,7 +222,6 @@ def _build_planes(
     checkpoints: CheckpointDirectory,
     journal: Journal,
     worker: HookWorker,
-    meter: SpeculationMeter,
     report: Report,
 ) -> Planes:
     """The parts of the loop with the user's functions; groups that were recorded have been filtered already."""
@@ -245,7 +241,7 @@ def _build_planes(
         measure=_measure_with_correct if config.observe.log_correct_samples else group_metrics,
         decide=partial(worker.run_sync, name="The filter or advantage function") if is_offloaded else None,
         interruptible=rollout if isinstance(rollout, GroupRollout) and count_extra_groups(config) else None,
-        take_engine_metrics=meter.take_metrics,
+        take_engine_metrics=stack.meter.take_metrics,
     )
     # Where planes take turns, nothing else goes on meanwhile, and the order of events must not depend on a hook's time.
     free = worker if config.schedule.max_weight_staleness > 0 else None
@@ -337,7 +333,6 @@ def _build_rollout(
     stack: PolicyStack,
     add_teachers: WithTeachers,
     services: UpstreamServices,
-    meter: SpeculationMeter,
     report: Report,
 ) -> Rollout:
     """The rollout of the main policy; a user's function may use ``services``."""
@@ -350,7 +345,7 @@ def _build_rollout(
     base = stack.engines[name]
     native = stack.native_engines[0] if stack.servers is None else None  # engines are in the policies' order
     sampler, generate = add_teachers(base, native, generation.generate)
-    engine = meter.wrap(sampler)
+    engine = stack.meter.wrap(sampler)
     default = GroupRollout(
         engine=engine,
         generate=generate,

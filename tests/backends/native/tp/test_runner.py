@@ -76,7 +76,9 @@ def shared(
         spec,
         device=device,
         dtype=torch.float32,
-        config=NativeConfig(**{f"engine_{name}": value for name, value in knobs.items()}),
+        config=NativeConfig(
+            **{name if name.startswith("speculative_") else f"engine_{name}": value for name, value in knobs.items()}
+        ),
         run=run or InlineExecutor(),
         decode=None,
         devices=[device] * world,
@@ -140,6 +142,20 @@ def fresh(request: pytest.FixtureRequest) -> None:
 
 def test_tokens_and_logprobs_are_those_of_an_engine_alone(pair: Pair):
     pair.compare(pair.tiny.mixed(6, new=10))
+
+
+def test_drafts_are_verified_on_all_ranks():
+    knobs = {"kv_tokens": 400, "max_running": 12, "page_size": 8}
+    with shared(UNTIED, 2, speculative_algorithm="ngram", **knobs) as engine:
+        plain = Pair(engine, UNTIED, 0, **knobs)
+        plain.publish(0, 0)
+        requests = plain.tiny.mixed(6, new=20)
+        for _ in range(2):  # the second time with drafts from the first
+            many, one = (plain.tiny.generate_all(each, requests) for each in (engine, plain.alone))
+            for ours, theirs in zip(many, one, strict=True):
+                assert plain.tiny.tokens(ours) == plain.tiny.tokens(theirs)
+                np.testing.assert_allclose(plain.tiny.logprobs(ours), plain.tiny.logprobs(theirs), atol=1e-5)
+        assert engine.stats()["accepted_draft_tokens"] > 5
 
 
 def test_new_weights_reach_every_rank_also_in_the_middle_of_an_answer(pair: Pair):
