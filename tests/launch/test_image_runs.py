@@ -44,6 +44,22 @@ def test_a_run_on_images_has_parity_0_and_is_replayed_to_the_bit(kind, tmp_path,
     assert "equal bit for bit" in capsys.readouterr().out
 
 
+def test_a_run_on_videos_has_parity_0_and_is_replayed_to_the_bit(tmp_path, capsys):
+    write_vision_checkpoint(tmp_path / "model", "qwen3_vl")
+    write_rows(tmp_path)
+    rows = [
+        {"input": "<video>What? <image>", "label": "a", "images": ["pictures/0.png"], "frames": frames}
+        for frames in [["pictures/1.png", "pictures/2.png", "pictures/3.png"], ["pictures/4.png", "pictures/1.png"]]
+    ]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert train(tmp_path, "--multimodal-keys", '{"image": "images", "video": "frames"}') == 0
+    assert "worst parity     0 mean" in capsys.readouterr().out
+    kept = sorted(path.suffixes[0] for path in (tmp_path / "run" / "media").iterdir())
+    assert kept == 5 * [".png"] + 2 * [".video"]
+    assert main(["replay", str(tmp_path / "run"), "2"]) == 0
+    assert "equal bit for bit" in capsys.readouterr().out
+
+
 def test_served_engines_get_the_images(tmp_path, capsys):
     write_vision_checkpoint(tmp_path / "model", "qwen2_5_vl")
     write_rows(tmp_path)

@@ -65,10 +65,10 @@ def check_multimodal_keys(c: Config) -> Iterator[str]:
     if not r.multimodal_keys:
         return
     for kind, column in r.multimodal_keys.items():
-        if kind != "image":
-            yield f"--multimodal-keys has {kind}, which asks for media other than images, which is not supported."
+        if kind not in ("image", "video"):
+            yield f"--multimodal-keys has {kind}, which asks for other media than images and videos; remove it."
         elif not isinstance(column, str) or not column:
-            yield f'--multimodal-keys names {column!r} for images; name a column, as in {{"image": "images"}}.'
+            yield f'--multimodal-keys names {column!r} for {kind}s; name a column, as in {{"image": "images"}}.'
     if not r.apply_chat_template:
         yield "--multimodal-keys needs --apply-chat-template, which places images in a prompt; add it."
     if (folder := c.models.hf_checkpoint) is not None and Path(folder).is_dir() and not has_image_processor(folder):
