@@ -23,12 +23,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from miles.core.errors import DataError, UsageError, describe_error
+from miles.core.errors import DataError, describe_error
 from miles.core.image_files import ImageFileError, decode_image
 from miles.core.media import Array, ImageInput, Images, PlacedImage, make_image_input
 from miles.core.media_store import PREFIX, MediaStore, find_references, parse_reference
 from miles.core.video_files import VideoManifest, parse_manifest
-from miles.models.media_config import has_image_processor, read_processor_settings
+from miles.models.hf_processors import load_hf_processor
+from miles.models.media_config import has_image_processor
 from miles.models.tokenizer import HfTokenizer, load_tokenizer
 from miles.models.video_processor import process_video
 
@@ -306,14 +307,20 @@ def load_processor(
     media: MediaStore | None = None,
     trust_remote_code: bool = False,
     cache_bytes: int = 1 << 30,
+    reads_images: bool = True,
 ) -> HfTokenizer:
-    """The processor of a checkpoint that reads images, or the tokenizer of one that does not."""
+    """The processor of a checkpoint that reads images, or the tokenizer of one that does not.
+
+    ``reads_images`` False: the model is run without its vision tower, so that images are refused.
+    """
     tokenizer = load_tokenizer(folder, trust_remote_code)
     if not has_image_processor(folder):
         return tokenizer
     legacy = Path(folder) / "chat_template.json"
     if legacy.is_file():
         tokenizer.inner.chat_template = json.loads(legacy.read_text(encoding="utf-8"))["chat_template"]
+    if not reads_images:
+        return tokenizer
     return MultimodalProcessor(
         tokenizer.inner,
         Path(folder),
@@ -321,63 +328,6 @@ def load_processor(
         trust_remote_code=trust_remote_code,
         cache_bytes=cache_bytes,
     )
-
-
-def load_hf_processor(folder: Path, tokenizer: Any, *, trust_remote_code: bool = False) -> Any:
-    """The transformers processor of a checkpoint folder around a tokenizer, with a Pillow image processor.
-
-    Where torchvision is missing it has no video processor, which transformers would refuse to go without.
-    """
-    settings = read_processor_settings(folder)
-    from transformers import AutoProcessor, processing_utils
-    from transformers.models.auto import image_processing_auto, processing_auto
-
-    name = settings.get("processor_class")
-    try:
-        processor_class = None if name is None else processing_auto.processor_class_from_name(str(name))
-        if processor_class is None:
-            if not trust_remote_code:
-                raise UsageError(
-                    f"The processor of {folder} is {name or 'unnamed'}, which transformers does not know; allow the "
-                    "checkpoint's own code with --trust-remote-code."
-                )
-            return AutoProcessor.from_pretrained(folder, trust_remote_code=True, local_files_only=True)
-        base = str(settings["image_processor_type"]).removesuffix("Fast").removesuffix("Pil")
-        image_class = image_processing_auto.get_image_processor_class_from_name(f"{base}Pil")
-        if image_class is None:
-            image_class = image_processing_auto.get_image_processor_class_from_name(base)
-        if image_class is None:
-            raise UsageError(f"transformers has no image processor {base}, which {folder} names.")
-        parts: dict[str, Any] = {
-            "image_processor": image_class.from_pretrained(folder, local_files_only=True),
-            "tokenizer": tokenizer,
-        }
-        if not isinstance(processor_class, type) or not issubclass(processor_class, processing_utils.ProcessorMixin):
-            raise ImportError(f"{name} is a stand-in for a class whose requirements are missing")
-        return _build_hf_processor(processor_class, folder, parts)
-    except UsageError:
-        raise
-    except ImportError as error:
-        raise UsageError(
-            f"The processor {name} of {folder} needs torchvision in this version of transformers, and it is not "
-            "installed; run pip install torchvision."
-        ) from error
-    except Exception as error:  # any error of the loader on a damaged folder
-        raise UsageError(f"The processor of {folder} cannot be loaded ({describe_error(error)}).") from error
-
-
-def _build_hf_processor(processor_class: Any, folder: Path, parts: dict[str, Any]) -> Any:
-    class WithoutVideo(processor_class):
-        """The checkpoint's processor, which may lack parts that images do not need."""
-
-        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-            return None if argument is None else super().check_argument_for_proper_class(argument_name, argument)
-
-    WithoutVideo.__name__ = processor_class.__name__
-    settings, _ = processor_class.get_processor_dict(folder, local_files_only=True)
-    names = processor_class.get_attributes()
-    args = [parts.get(name) for name in names]
-    return WithoutVideo.from_args_and_dict(args, settings)
 
 
 def _find_placeholder(processor: Any, folder: Path) -> int:
