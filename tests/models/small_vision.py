@@ -115,7 +115,7 @@ def vision_config(kind: str, *, patch_size: int = PATCH_SIZE, **text: Any) -> An
             "rope_type": "default",
             "rope_theta": 10000.0,
             "mrope_section": [2, 1, 1],
-            "mrope_interleaved": kind == "qwen3_vl",
+            **({"mrope_interleaved": True} if kind == "qwen3_vl" else {}),
         },
         "bos_token_id": None,
         "eos_token_id": vocab["<|im_end|>"],

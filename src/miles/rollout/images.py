@@ -28,7 +28,10 @@ def encode_chat(tokenizer: Tokenizer, text: str, messages: Sequence[Message]) ->
     return tokenizer.encode_with_images(text, references)
 
 
-TEXT_ONLY = "There is an image in a message, but the checkpoint has no image processor: it reads text only."
+TEXT_ONLY = (
+    "There is an image in a message, but the model reads text only: its checkpoint has no image processor, or it is "
+    "run without its vision tower."
+)
 
 
 async def prepare_messages(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Message]:

@@ -245,4 +245,7 @@ def _check_text_only(messages: Sequence[Mapping[str, Any]], given: Sequence[tupl
     )
     if given or has_media:
         place = f"column {given[0][0]} has {given[0][1]}s" if given else "a message has images"
-        raise DataError(f"{where}: {place}, but the checkpoint has no image processor: it reads text only.")
+        raise DataError(
+            f"{where}: {place}, but the model reads text only: its checkpoint has no image processor, or it is run "
+            "without its vision tower."
+        )
