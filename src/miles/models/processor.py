@@ -28,7 +28,7 @@ from miles.core.image_files import ImageFileError, decode_image
 from miles.core.media import Array, ImageInput, Images, PlacedImage, make_image_input
 from miles.core.media_store import PREFIX, MediaStore, find_references, parse_reference
 from miles.core.video_files import VideoManifest, parse_manifest
-from miles.models.hf_processors import load_hf_processor
+from miles.models.hf_processor import load_hf_processor
 from miles.models.media_config import has_image_processor
 from miles.models.tokenizer import HfTokenizer, load_tokenizer
 from miles.models.video_processor import process_video

@@ -84,7 +84,8 @@ def _find_processor_class(name: str) -> Any:
     found = processing_auto.processor_class_from_name(name)
     if found is None or (isinstance(found, type) and issubclass(found, ProcessorMixin)):
         return found
-    for folder in _list_model_folders(processing_auto.PROCESSOR_MAPPING_NAMES, name):
+    names = processing_auto.PROCESSOR_MAPPING_NAMES  # pyright: ignore[reportPrivateImportUsage]
+    for folder in _list_model_folders(names, name):
         return getattr(_import_with_pillow(f"transformers.models.{folder}.processing_{folder}", folder), name)
     raise ImportError(f"{name} is a placeholder for a class whose requirements are missing")
 
@@ -98,7 +99,8 @@ def _find_image_class(name: str) -> Any:
     if found is None or issubclass(found, ImageProcessingMixin):
         return found
     if name.endswith("Pil"):
-        for folder in _list_model_folders(image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES, name):
+        names = image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES  # pyright: ignore[reportPrivateImportUsage]
+        for folder in _list_model_folders(names, name):
             module = importlib.import_module(f"transformers.models.{folder}.image_processing_pil_{folder}")
             if hasattr(module, name):
                 return getattr(module, name)
