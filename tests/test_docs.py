@@ -47,6 +47,7 @@ OTHERS = {
         "--sglang",
         "--profile",
         "--regenerate",
+        "--disable-fast-image-processor",
         "--disable-overlap-schedule",
         "--enable-return-hidden-states",
         "--enable-return-routed-experts",

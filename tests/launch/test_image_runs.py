@@ -44,11 +44,41 @@ def test_a_run_on_images_has_parity_0_and_is_replayed_to_the_bit(kind, tmp_path,
     assert "equal bit for bit" in capsys.readouterr().out
 
 
+def test_a_run_on_videos_has_parity_0_and_is_replayed_to_the_bit(tmp_path, capsys):
+    write_vision_checkpoint(tmp_path / "model", "qwen3_vl")
+    write_rows(tmp_path)
+    rows = [
+        {"input": "<video>What? <image>", "label": "a", "images": ["pictures/0.png"], "frames": frames}
+        for frames in [["pictures/1.png", "pictures/2.png", "pictures/3.png"], ["pictures/4.png", "pictures/1.png"]]
+    ]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert train(tmp_path, "--multimodal-keys", '{"image": "images", "video": "frames"}') == 0
+    assert "worst parity     0 mean" in capsys.readouterr().out
+    kept = sorted(path.suffixes[0] for path in (tmp_path / "run" / "media").iterdir())
+    assert kept == 5 * [".png"] + 2 * [".video"]
+    assert main(["replay", str(tmp_path / "run"), "2"]) == 0
+    assert "equal bit for bit" in capsys.readouterr().out
+
+
 def test_served_engines_get_the_images(tmp_path, capsys):
     write_vision_checkpoint(tmp_path / "model", "qwen2_5_vl")
     write_rows(tmp_path)
     assert train(tmp_path, "--rollout-backend", "served") == 0
     assert "worst parity     0 mean" in capsys.readouterr().out
+
+
+def test_images_are_refused_if_transformers_runs_the_model(tmp_path, capsys, monkeypatch):
+    write_vision_checkpoint(tmp_path / "model", "qwen2_5_vl")
+    write_rows(tmp_path)
+    assert train(tmp_path, "--model-impl", "transformers", "--parity", "fast") != 0
+    assert "--model-impl transformers runs the language model without its vision tower" in capsys.readouterr().err
+    part = {"type": "image", "image": "pictures/0.png"}
+    row = {"input": [{"role": "user", "content": [part]}], "label": "a"}
+    (tmp_path / "data.jsonl").write_text(json.dumps(row) + "\n")
+    monkeypatch.setattr("miles.models.hf_adapter.checkpoint.load", None)  # nothing is loaded before
+    words = ("--model-impl", "transformers", "--parity", "fast", "--multimodal-keys", "{}")
+    assert train(tmp_path, *words) != 0
+    assert "line 1: a message has images, but the model reads text only" in capsys.readouterr().err
 
 
 def test_a_truncated_image_is_found_before_the_model_is_loaded(tmp_path, capsys):

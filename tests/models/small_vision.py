@@ -62,7 +62,7 @@ _CLASSES: dict[str, tuple[type[Any], type[Any], str]] = {
 }
 PATCH_SIZE = 4
 _VISION: dict[str, dict[str, Any]] = {
-    "qwen2_vl": {"depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2},
+    "qwen2_vl": {"depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "in_chans": 3},
     "qwen2_5_vl": {
         "depth": 2,
         "hidden_size": 16,
@@ -98,7 +98,7 @@ def build_vision_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def vision_config(kind: str, **text: Any) -> Any:
+def vision_config(kind: str, *, patch_size: int = PATCH_SIZE, **text: Any) -> Any:
     """The config of a small model; ``text`` are arguments of its text part."""
     vocab = build_vision_tokenizer().get_vocab()
     family = _CLASSES[kind][0]
@@ -111,13 +111,20 @@ def vision_config(kind: str, **text: Any) -> Any:
         "num_key_value_heads": 2,
         "head_dim": 8,
         "max_position_embeddings": 4096,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [2, 1, 1],
+            **({"mrope_interleaved": True} if kind == "qwen3_vl" else {}),
+        },
         "bos_token_id": None,
         "eos_token_id": vocab["<|im_end|>"],
         "pad_token_id": vocab["<|endoftext|>"],
         **text,
     }
-    vision = {"patch_size": PATCH_SIZE, "spatial_merge_size": 2, "temporal_patch_size": 2, **_VISION[kind]}
+    vision = {"patch_size": patch_size, "spatial_merge_size": 2, "temporal_patch_size": 2, **_VISION[kind]}
+    if "window_size" in vision:
+        vision["window_size"] = 4 * patch_size
     return family(
         text_config=text_config,
         vision_config=vision,
@@ -129,9 +136,9 @@ def vision_config(kind: str, **text: Any) -> Any:
     )
 
 
-def build_vision_model(kind: str, seed: int = 0, **text: Any) -> PreTrainedModel:
+def build_vision_model(kind: str, seed: int = 0, *, patch_size: int = PATCH_SIZE, **text: Any) -> PreTrainedModel:
     """A small model of random weights, wide enough apart that other images give other logits."""
-    config = vision_config(kind, **text)
+    config = vision_config(kind, patch_size=patch_size, **text)
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
     model = _CLASSES[kind][1](config)
@@ -144,17 +151,17 @@ def build_vision_model(kind: str, seed: int = 0, **text: Any) -> PreTrainedModel
     return model.eval()
 
 
-def write_processor(folder: Path, kind: str, *, max_pixels: int = 64 * 64) -> Path:
+def write_processor(folder: Path, kind: str, *, patch_size: int = PATCH_SIZE) -> Path:
     """The tokenizer, chat template and image processor of a small model, in a published checkpoint's files."""
     folder.mkdir(parents=True, exist_ok=True)
     build_vision_tokenizer().save_pretrained(folder)
     settings = {
         "processor_class": _CLASSES[kind][2],
         "image_processor_type": "Qwen2VLImageProcessorFast" if kind == "qwen3_vl" else "Qwen2VLImageProcessor",
-        "patch_size": PATCH_SIZE,
+        "patch_size": patch_size,
         "temporal_patch_size": 2,
         "merge_size": 2,
-        "size": {"shortest_edge": 16 * 16, "longest_edge": max_pixels},
+        "size": {"shortest_edge": (4 * patch_size) ** 2, "longest_edge": (16 * patch_size) ** 2},
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
     }
@@ -162,10 +169,12 @@ def write_processor(folder: Path, kind: str, *, max_pixels: int = 64 * 64) -> Pa
     return folder
 
 
-def write_vision_checkpoint(folder: Path, kind: str = "qwen2_5_vl", *, seed: int = 0, **text: Any) -> Path:
-    """A whole checkpoint folder; 8 x 8 pixels become one token, and an image at most 64 of them."""
-    write_processor(folder, kind)
-    build_vision_model(kind, seed, **text).save_pretrained(folder)
+def write_vision_checkpoint(
+    folder: Path, kind: str = "qwen2_5_vl", *, seed: int = 0, patch_size: int = PATCH_SIZE, **text: Any
+) -> Path:
+    """A whole checkpoint folder; two by two patches become one token, and an image at most 64 of them."""
+    write_processor(folder, kind, patch_size=patch_size)
+    build_vision_model(kind, seed, patch_size=patch_size, **text).save_pretrained(folder)
     return folder
 
 

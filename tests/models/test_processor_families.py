@@ -40,6 +40,20 @@ FAMILIES = {
         {"size": {"longest_edge": 32}, "patch_size": {"height": 4, "width": 4}},
         {"image_token_index": "[IMG]"},
     ),
+    "idefics3": (
+        "<image>",
+        {},
+        (
+            "<image>",
+            "<fake_token_around_image>",
+            "<global-img>",
+            *(f"<row_{r}_col_{c}>" for r in (1, 2) for c in (1, 2)),
+        ),
+        ("Idefics3Processor", "Idefics3ImageProcessor"),
+        {"image_seq_len": 4},
+        {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}},
+        {"image_token_id": "<image>"},
+    ),
     "internvl": (
         "<IMG_CONTEXT>",
         {
@@ -83,13 +97,8 @@ def write(folder, family):
     return folder
 
 
-NEEDS_TORCHVISION = ("pixtral",)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_and_pixels_are_those_of_transformers(family, tmp_path):
-    if family in NEEDS_TORCHVISION:
-        pytest.importorskip("torchvision")
     processor = load_processor(write(tmp_path, family), media=MediaStore())
     assert isinstance(processor, MultimodalProcessor)
     parts = [{"type": "image", "image": processor.media.put(draw_png(seed, 40, 32))} for seed in (0, 1)]
@@ -107,14 +116,30 @@ def test_tokens_and_pixels_are_those_of_transformers(family, tmp_path):
     for placed in images:
         assert len(find_placeholders(tokens, placed, processor.image_token_id)) == placed.image.num_features > 0
     pixels = [placed.image.arrays["pixel_values"] for placed in images]
-    np.testing.assert_array_equal(np.concatenate(pixels), np.concatenate([np.asarray(p) for p in _rows(oracle)]))
+    expected = np.concatenate([np.asarray(p) for p in _rows(oracle)])
+    np.testing.assert_array_equal(np.concatenate(pixels).reshape(expected.shape), expected)
 
 
-@pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision is installed")
-def test_a_family_that_needs_torchvision_says_so(tmp_path):
-    processor = load_processor(write(tmp_path, "pixtral"), media=MediaStore())
+@pytest.mark.parametrize(
+    ("processor_class", "image_class", "package"),
+    [
+        ("Llama4Processor", "Llama4ImageProcessor", "torchvision"),
+        ("Kimi_K25Processor", "Kimi_K25ImageProcessor", "torchvision"),
+        ("SmolVLMProcessor", "SmolVLMImageProcessor", "num2words"),
+    ],
+)
+def test_a_processor_that_needs_another_package_says_so(processor_class, image_class, package, tmp_path):
+    if find_spec(package) is not None:
+        pytest.skip(f"{package} is installed")
+    build_vision_tokenizer().save_pretrained(tmp_path)
+    settings = {"processor_class": processor_class, "image_processor_type": image_class}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    processor = load_processor(tmp_path, media=MediaStore())
     assert processor.encode("text alone")
-    with pytest.raises(UsageError, match="pip install torchvision"):
+    sentence = (
+        f"{processor_class} of .* needs {package} .* run pip install 'miles-rl\\[vision\\]', or pip install {package}"
+    )
+    with pytest.raises(UsageError, match=sentence):
         processor.process(processor.media.put(draw_png(0)))
 
 

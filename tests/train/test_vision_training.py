@@ -38,6 +38,7 @@ from miles.train.logprobs import HeadOutput, compute_logprobs
 from miles.train.model_protocols import KeptTensors, TrainModel
 
 KINDS = ("qwen2_5_vl", "qwen3_vl")
+DISTILL = {"advantage_estimator": "on_policy_distillation"}
 
 
 def run(model: TrainModel, plan: Sequence[MicroBatch]) -> list[Tensor]:
@@ -302,3 +303,19 @@ def test_patches_of_a_micro_batch_are_limited() -> None:
     assert together["micro_batches"] == 1
     # A and C have 24 patches each, B has 8.
     assert alone["micro_batches"] == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_teacher_in_the_trainer_sees_the_images(kind: str) -> None:
+    teacher_hf = vision_model(kind)
+    with torch.no_grad():
+        for parameter in teacher_hf.parameters():
+            parameter.mul_(1.1)
+    teacher = LocalModel(vision_twin(teacher_hf), frozen=True)
+    found = []
+    for samples in (group(0, A, 1), swap(group(0, A, 1), C)):
+        trainer = worker(LocalModel(vision_twin(vision_model(kind))), algo=DISTILL, teachers=[teacher])
+        found.append(step(trainer, samples).metrics["teacher_logp"])
+        _, logp_R = expected(teacher_hf, samples)
+        assert found[-1] == pytest.approx(float(logp_R.mean()), abs=1e-4)
+    assert found[0] != pytest.approx(found[1], abs=1e-3)

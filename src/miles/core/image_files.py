@@ -52,7 +52,7 @@ def read_image_info(data: bytes, limits: ImageLimits | None = None) -> ImageInfo
     limits = limits or ImageLimits()
     if len(data) > limits.max_bytes:
         raise ImageFileError(f"has {len(data)} bytes, and the limit is {limits.max_bytes}")
-    with _open_image(data) as image:
+    with open_image(data) as image:
         info = ImageInfo(str(image.format), int(image.width), int(image.height))
     if info.width * info.height > limits.max_pixels:
         raise ImageFileError(
@@ -68,13 +68,14 @@ def decode_image(data: bytes, limits: ImageLimits | None = None) -> Any:
     read_image_info(data, limits)
     from PIL import ImageOps
 
-    with _open_image(data) as image:
+    with open_image(data) as image:
         image.load()
         return ImageOps.exif_transpose(image).convert("RGB")
 
 
 @contextmanager
-def _open_image(data: bytes) -> Iterator[Any]:
+def open_image(data: bytes) -> Iterator[Any]:
+    """Open a file with Pillow; whatever goes wrong in the block, too, is an ImageFileError."""
     image_module = _import_pillow()
     if not data:
         raise ImageFileError("is empty")

@@ -1,4 +1,7 @@
-"""Content-addressed media store: raw image files by SHA-256, in memory, at their own path, or in a run's ``media/``."""
+"""Content-addressed media store: raw image files by SHA-256, in memory, at their own path, or in a run's ``media/``.
+
+A video is a manifest, a file of its own, that refers to the image files of its frames.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from typing import Any
 
 from miles.core.errors import DataError
 from miles.core.image_files import ImageLimits, read_image_info
+from miles.core.video_files import SUFFIX, VideoManifest, parse_manifest
 
 PREFIX = "sha256:"
 """What a reference in a message starts with: ``{"type": "image", "image": "sha256:<hex>"}``."""
@@ -58,6 +62,17 @@ class MediaStore:
         if the header is not that of an image within the limits.
         """
         read_image_info(data, self.limits)
+        return self._add(data, path, origin)
+
+    def put_video(self, frames: Sequence[str], fps: float | None = None, *, origin: str = "") -> str:
+        """Add the manifest of a video whose frames are in the store, and return the reference to it.
+
+        Raises ImageFileError if there are too few or too many frames.
+        """
+        manifest = VideoManifest(tuple(frames)) if fps is None else VideoManifest(tuple(frames), fps)
+        return self._add(manifest.encode(), None, origin)
+
+    def _add(self, data: bytes, path: Path | None, origin: str) -> str:
         digest = hashlib.sha256(data).hexdigest()
         with self._lock:
             self._origins.setdefault(digest, origin)
@@ -104,7 +119,10 @@ class MediaStore:
         return self.folder is None or parse_reference(reference) in self._kept
 
     def keep(self, reference: str) -> Path | None:
-        """Write a file to the folder, once, and return its path there; None without a folder."""
+        """Write a file to the folder, once, and return its path there; None without a folder.
+
+        Of a video, the files of its frames are written before its manifest.
+        """
         digest = parse_reference(reference)
         if self.folder is None:
             return None
@@ -113,6 +131,9 @@ class MediaStore:
         if path is not None:
             return path
         data = self.get(reference)
+        manifest = parse_manifest(data)
+        for frame in () if manifest is None else manifest.frames:
+            self.keep(frame)
         path = self._write(self.folder, digest, data)
         with self._lock:
             self._kept[digest] = path
@@ -136,7 +157,9 @@ class MediaStore:
     def _write(folder: Path, digest: str, data: bytes) -> Path:
         """Write a file complete or not at all."""
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{digest}.{read_image_info(data, ImageLimits(max_bytes=len(data))).suffix}"
+        is_video = parse_manifest(data) is not None
+        suffix = SUFFIX if is_video else read_image_info(data, ImageLimits(max_bytes=len(data))).suffix
+        path = folder / f"{digest}.{suffix}"
         if not path.exists():
             partial = folder / f".{digest}.{os.getpid()}.{threading.get_ident()}.tmp"
             partial.write_bytes(data)
@@ -165,15 +188,25 @@ def is_reference(value: object) -> bool:
     return isinstance(value, str) and value.startswith(PREFIX)
 
 
-def find_image_references(messages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The images of messages in order, as references to the store; DataError at media of another kind."""
+def find_references(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The images and videos of messages in order, as references to the store; DataError at media of another kind."""
     references: list[str] = []
     for message in messages:
         content = message.get("content")
         for part in content if isinstance(content, list | tuple) else ():
             kind = part.get("type")
-            if kind == "image":
-                references.append(str(part["image"]))
-            elif kind in ("video", "video_url", "audio", "input_audio", "image_url"):
-                raise DataError(f"A message has a part of type {kind!r}; only text and images are read here.")
+            if kind in ("image", "video") and is_reference(part.get(kind)):
+                references.append(str(part[kind]))
+            elif kind in ("image", "video", "video_url", "audio", "input_audio", "image_url"):
+                raise DataError(f"A message has a part of type {kind!r}; only text, images and videos are read here.")
     return references
+
+
+def find_image_references(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The images of messages, without its videos."""
+    images = [
+        {"content": [part for part in message["content"] if part.get("type") != "video"]}
+        for message in messages
+        if isinstance(message.get("content"), list | tuple)
+    ]
+    return find_references(images)

@@ -230,15 +230,16 @@ class Tokenizer(Protocol):
 class ImageTokenizer(Tokenizer, Protocol):
     """A Tokenizer of a model that reads images: raw files are in ``media``, which messages refer to.
 
-    ``encode_with_images`` encodes a text with one marker for each image, ``expand_tokens`` expands tokens with one
-    ``image_marker`` for each; ``load_image`` gives the arrays of a file by its hash. ``prepare`` processes the images
-    of messages off the event loop, so that encoding them afterwards is quick.
+    ``encode_with_images`` encodes a text with one marker for each image or video, ``expand_tokens`` expands tokens with
+    one marker for each, which ``count_markers`` counts; ``load_image`` gives the arrays of a file by its hash.
+    ``prepare`` processes the images of messages off the event loop, so that encoding them afterwards is quick.
     """
 
     @property
     def media(self) -> MediaStore: ...
     @property
     def image_marker(self) -> str: ...
+    def count_markers(self, tokens: Sequence[int]) -> int: ...
     def load_image(self, source: str) -> ImageInput: ...
     def encode_with_images(self, text: str, references: Sequence[str]) -> tuple[list[int], Images]: ...
     def expand_tokens(self, tokens: Sequence[int], references: Sequence[str]) -> tuple[list[int], Images]: ...

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -22,12 +23,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from miles.core.errors import DataError, UsageError, describe_error
+from miles.core.errors import DataError, describe_error
 from miles.core.image_files import ImageFileError, decode_image
 from miles.core.media import Array, ImageInput, Images, PlacedImage, make_image_input
-from miles.core.media_store import PREFIX, MediaStore, find_image_references, parse_reference
-from miles.models.media_config import has_image_processor, read_processor_settings
+from miles.core.media_store import PREFIX, MediaStore, find_references, parse_reference
+from miles.core.video_files import VideoManifest, parse_manifest
+from miles.models.hf_processor import load_hf_processor
+from miles.models.media_config import has_image_processor
 from miles.models.tokenizer import HfTokenizer, load_tokenizer
+from miles.models.video_processor import process_video
 
 _TEXT_OUTPUTS = frozenset(
     {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"}
@@ -95,6 +99,26 @@ class MultimodalProcessor(HfTokenizer):
             self._placeholder = _find_placeholder(self.hf_processor, self._folder)
         return self._placeholder
 
+    @property
+    def media_markers(self) -> dict[str, str]:
+        """The text that the chat template writes for one image, and for one video if the processor knows videos."""
+        video = getattr(self.hf_processor, "video_token", None)
+        return {"image": self.image_marker} | ({} if video is None else {"video": str(video)})
+
+    def get_placeholder(self, kind: str) -> int:
+        """The placeholder token that the features of an image or video replace."""
+        return self.image_token_id if kind == "image" else int(self.hf_processor.video_token_id)
+
+    def count_markers(self, tokens: Sequence[int]) -> int:
+        """The number of markers of images and videos among tokens."""
+        return sum(token in self._marker_tokens for token in tokens)
+
+    @property
+    def _marker_tokens(self) -> dict[int, str]:
+        markers = {kind: self.encode(marker) for kind, marker in self.media_markers.items()}
+        assert all(len(tokens) == 1 for tokens in markers.values()), "a marker is a token by itself"
+        return {tokens[0]: kind for kind, tokens in markers.items()}
+
     # -- processing -------------------------------------------------------------------------
 
     async def prepare(self, messages: Sequence[Mapping[str, Any]]) -> None:
@@ -102,7 +126,7 @@ class MultimodalProcessor(HfTokenizer):
 
         Their files are kept in the folder of the store, where it has one.
         """
-        references = list(dict.fromkeys(find_image_references(messages)))
+        references = list(dict.fromkeys(find_references(messages)))
         if not references:
             return
         await asyncio.gather(*(asyncio.wrap_future(self._start(parse_reference(each))) for each in references))
@@ -145,8 +169,11 @@ class MultimodalProcessor(HfTokenizer):
     def _process(self, digest: str) -> ProcessedImage:
         reference = PREFIX + digest
         where = self.media.describe(reference)
+        data = self.media.get(reference)
+        if (manifest := parse_manifest(data)) is not None:
+            return self._process_video(digest, manifest, where)
         try:
-            image = decode_image(self.media.get(reference), self.media.limits)
+            image = decode_image(data, self.media.limits)
         except ImageFileError as error:
             raise DataError(f"{where}: the image {error}.") from error
         processor = self._get_thread_processor()
@@ -167,6 +194,18 @@ class MultimodalProcessor(HfTokenizer):
         }
         return ProcessedImage(make_image_input(arrays, num_features, source=digest), text, tokens)
 
+    def _process_video(self, digest: str, manifest: VideoManifest, where: str) -> ProcessedImage:
+        processor = self._get_thread_processor()
+        try:
+            frames = [decode_image(self.media.get(frame), self.media.limits) for frame in manifest.frames]
+            video = process_video(frames, manifest.fps, processor, self._folder)
+        except (ImageFileError, DataError) as error:
+            raise DataError(f"{where}: {str(error).rstrip('.')}.") from error
+        tokens = tuple(processor.tokenizer.encode(video.text, add_special_tokens=False))
+        num_features = tokens.count(processor.video_token_id)
+        image = make_image_input(video.arrays, num_features, kind="video", source=digest)
+        return ProcessedImage(image, video.text, tokens)
+
     def _get_thread_processor(self) -> Any:
         """A processor of this thread's own: fast tokenizers cannot be called on two threads at once."""
         if not hasattr(self._local, "processor"):
@@ -181,7 +220,7 @@ class MultimodalProcessor(HfTokenizer):
     def render(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> tuple[NDArray[np.int32], Images]:
         """The tokens of a conversation by the chat template, and its images among them."""
         tokens, images = self.encode_with_images(
-            self.render_chat_text(messages, **template), list(find_image_references(messages))
+            self.render_chat_text(messages, **template), list(find_references(messages))
         )
         return np.array(tokens, np.int32), images
 
@@ -196,56 +235,58 @@ class MultimodalProcessor(HfTokenizer):
         """Encode a text that has one marker for each image, in order, expanded as the processor expands it."""
         if not references:
             return self.encode(text), ()
-        marker = self.image_marker
-        pieces = text.split(marker)
-        if len(pieces) != len(references) + 1:
-            raise DataError(
-                f"a text has {len(pieces) - 1} image markers {marker} for {len(references)} images; text must not hold "
-                "the marker itself, and the chat template must write it once for each image."
-            )
+        markers = self.media_markers
+        pieces = re.split("|".join(f"({re.escape(marker)})" for marker in markers.values()), text)
+        pieces = [piece for piece in pieces if piece]
+        kinds = {marker: kind for kind, marker in markers.items()}
         processed = [self.process(reference) for reference in references]
-        expanded = [pieces[0]]
-        for each, piece in zip(processed, pieces[1:], strict=True):
-            expanded += (each.text, piece)
-        tokens = self.encode("".join(expanded))
+        self._check_markers([kinds[piece] for piece in pieces if piece in kinds], processed, "a text has")
+        rest = iter(processed)
+        tokens = self.encode("".join(next(rest).text if piece in kinds else piece for piece in pieces))
         return tokens, self._place(np.array(tokens, np.int64), processed)
 
     def expand_tokens(self, tokens: Sequence[int], references: Sequence[str]) -> tuple[list[int], Images]:
         """Expand tokens that have one marker token for each image, in order; other tokens stay as they are."""
         if not references:
             return list(tokens), ()
-        marker = self.encode(self.image_marker)
-        assert len(marker) == 1, "the image marker is a token by itself"
-        positions = [at for at, token in enumerate(tokens) if token == marker[0]]
-        if len(positions) != len(references):
-            raise DataError(
-                f"the tokens have {len(positions)} image markers {self.image_marker} ({marker[0]}) for "
-                f"{len(references)} images; write it once for each image."
-            )
-        expanded: list[int] = []
-        start = 0
+        kinds = self._marker_tokens
         processed = [self.process(reference) for reference in references]
-        for each, at in zip(processed, positions, strict=True):
-            expanded += (*tokens[start:at], *each.tokens)
-            start = at + 1
-        expanded += tokens[start:]
+        self._check_markers([kinds[token] for token in tokens if token in kinds], processed, "the tokens have")
+        expanded: list[int] = []
+        rest = iter(processed)
+        for token in tokens:
+            expanded += next(rest).tokens if token in kinds else (token,)
         return expanded, self._place(np.array(expanded, np.int64), processed)
+
+    def _check_markers(self, found: Sequence[str], processed: Sequence[ProcessedImage], subject: str) -> None:
+        """Raise a DataError unless there is a marker for each image and video, in their order."""
+        expected = [each.image.kind for each in processed]
+        for kind, marker in self.media_markers.items():
+            if found.count(kind) != expected.count(kind):
+                raise DataError(
+                    f"{subject} {found.count(kind)} {kind} markers {marker} for {expected.count(kind)} {kind}s; text "
+                    f"must not hold the marker itself, and the chat template must write it once for each {kind}."
+                )
+        if list(found) != expected:
+            raise DataError(f"{subject} markers of images and videos in another order than those are given.")
 
     def _place(self, tokens: NDArray[np.int64], processed: Sequence[ProcessedImage]) -> Images:
         """Each image from its first placeholder to its last."""
-        positions = np.flatnonzero(tokens == self.image_token_id)
-        counts = [each.image.num_features for each in processed]
-        if len(positions) != sum(counts):
-            raise DataError(
-                f"a prompt has {len(positions)} image placeholder tokens for images of {sum(counts)}; text must not "
-                "hold the placeholder itself."
-            )
+        kinds = dict.fromkeys(each.image.kind for each in processed)
+        rest = {kind: np.flatnonzero(tokens == self.get_placeholder(kind)) for kind in kinds}
+        for kind, positions in rest.items():
+            count = sum(each.image.num_features for each in processed if each.image.kind == kind)
+            if len(positions) != count:
+                raise DataError(
+                    f"a prompt has {len(positions)} {kind} placeholder tokens for {kind}s of {count}; text must not "
+                    "hold the placeholder itself."
+                )
         images: list[PlacedImage] = []
-        first = 0
-        for each, count in zip(processed, counts, strict=True):
-            start, end = int(positions[first]), int(positions[first + count - 1]) + 1
+        for each in processed:
+            kind, count = each.image.kind, each.image.num_features
+            start, end = int(rest[kind][0]), int(rest[kind][count - 1]) + 1
+            rest[kind] = rest[kind][count:]
             images.append(PlacedImage(start=start, length=end - start, image=each.image))
-            first += count
         return tuple(images)
 
 
@@ -266,14 +307,20 @@ def load_processor(
     media: MediaStore | None = None,
     trust_remote_code: bool = False,
     cache_bytes: int = 1 << 30,
+    reads_images: bool = True,
 ) -> HfTokenizer:
-    """The processor of a checkpoint that reads images, or the tokenizer of one that does not."""
+    """The processor of a checkpoint that reads images, or the tokenizer of one that does not.
+
+    ``reads_images`` False: the model is run without its vision tower, so that images are refused.
+    """
     tokenizer = load_tokenizer(folder, trust_remote_code)
     if not has_image_processor(folder):
         return tokenizer
     legacy = Path(folder) / "chat_template.json"
     if legacy.is_file():
         tokenizer.inner.chat_template = json.loads(legacy.read_text(encoding="utf-8"))["chat_template"]
+    if not reads_images:
+        return tokenizer
     return MultimodalProcessor(
         tokenizer.inner,
         Path(folder),
@@ -281,63 +328,6 @@ def load_processor(
         trust_remote_code=trust_remote_code,
         cache_bytes=cache_bytes,
     )
-
-
-def load_hf_processor(folder: Path, tokenizer: Any, *, trust_remote_code: bool = False) -> Any:
-    """The transformers processor of a checkpoint folder around a tokenizer, with a Pillow image processor.
-
-    Where torchvision is missing it has no video processor, which transformers would refuse to go without.
-    """
-    settings = read_processor_settings(folder)
-    from transformers import AutoProcessor, processing_utils
-    from transformers.models.auto import image_processing_auto, processing_auto
-
-    name = settings.get("processor_class")
-    try:
-        processor_class = None if name is None else processing_auto.processor_class_from_name(str(name))
-        if processor_class is None:
-            if not trust_remote_code:
-                raise UsageError(
-                    f"The processor of {folder} is {name or 'unnamed'}, which transformers does not know; allow the "
-                    "checkpoint's own code with --trust-remote-code."
-                )
-            return AutoProcessor.from_pretrained(folder, trust_remote_code=True, local_files_only=True)
-        base = str(settings["image_processor_type"]).removesuffix("Fast").removesuffix("Pil")
-        image_class = image_processing_auto.get_image_processor_class_from_name(f"{base}Pil")
-        if image_class is None:
-            image_class = image_processing_auto.get_image_processor_class_from_name(base)
-        if image_class is None:
-            raise UsageError(f"transformers has no image processor {base}, which {folder} names.")
-        parts: dict[str, Any] = {
-            "image_processor": image_class.from_pretrained(folder, local_files_only=True),
-            "tokenizer": tokenizer,
-        }
-        if not isinstance(processor_class, type) or not issubclass(processor_class, processing_utils.ProcessorMixin):
-            raise ImportError(f"{name} is a stand-in for a class whose requirements are missing")
-        return _build_hf_processor(processor_class, folder, parts)
-    except UsageError:
-        raise
-    except ImportError as error:
-        raise UsageError(
-            f"The processor {name} of {folder} needs torchvision in this version of transformers, and it is not "
-            "installed; run pip install torchvision."
-        ) from error
-    except Exception as error:  # any error of the loader on a damaged folder
-        raise UsageError(f"The processor of {folder} cannot be loaded ({describe_error(error)}).") from error
-
-
-def _build_hf_processor(processor_class: Any, folder: Path, parts: dict[str, Any]) -> Any:
-    class WithoutVideo(processor_class):
-        """The checkpoint's processor, which may lack parts that images do not need."""
-
-        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-            return None if argument is None else super().check_argument_for_proper_class(argument_name, argument)
-
-    WithoutVideo.__name__ = processor_class.__name__
-    settings, _ = processor_class.get_processor_dict(folder, local_files_only=True)
-    names = processor_class.get_attributes()
-    args = [parts.get(name) for name in names]
-    return WithoutVideo.from_args_and_dict(args, settings)
 
 
 def _find_placeholder(processor: Any, folder: Path) -> int:

@@ -42,8 +42,8 @@ class RolloutConfig:
     )
     multimodal_keys: dict[str, Any] = option(
         factory=dict,
-        help='JSON object of the column of each kind of media, such as {"image": "images"}; images are paths, bytes, '
-        "base64 or URLs, and <image> in a text stands for the next one.",
+        help='JSON object of the column of each kind of media: {"image": "images", "video": "frames"}; images '
+        "are paths, bytes, base64 or URLs, videos lists of these; <image> and <video> in a text stand for them.",
     )
     apply_chat_template: bool = option(False, "Render prompts with the tokenizer's chat template.")
     apply_chat_template_kwargs: dict[str, Any] = option(

@@ -10,7 +10,7 @@ from typing import Any
 from miles.core.errors import DataError
 from miles.core.image_files import ImageFileError, decode_base64_image, encode_data_url, fetch_image
 from miles.core.media import Images
-from miles.core.media_store import MediaStore, find_image_references, is_reference
+from miles.core.media_store import MediaStore, find_references, is_reference
 from miles.core.protocols import ImageTokenizer, Tokenizer
 from miles.rollout.serving.errors import SessionError
 from miles.rollout.serving.messages import Message, extract_media, get_parts
@@ -20,7 +20,7 @@ _IMAGE_TYPES = ("image", "image_url", "input_image")
 
 def encode_chat(tokenizer: Tokenizer, text: str, messages: Sequence[Message]) -> tuple[list[int], Images]:
     """Encode the rendered text of messages, with the images of their parts in the place of its markers."""
-    references = find_image_references(messages)
+    references = find_references(messages)
     if not references:
         return tokenizer.encode(text), ()
     if not isinstance(tokenizer, ImageTokenizer):
@@ -28,7 +28,10 @@ def encode_chat(tokenizer: Tokenizer, text: str, messages: Sequence[Message]) ->
     return tokenizer.encode_with_images(text, references)
 
 
-TEXT_ONLY = "There is an image in a message, but the checkpoint has no image processor: it reads text only."
+TEXT_ONLY = (
+    "There is an image in a message, but the model reads text only: its checkpoint has no image processor, or it is "
+    "run without its vision tower."
+)
 
 
 async def prepare_messages(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Message]:
@@ -105,6 +108,8 @@ def inline_images(messages: Sequence[Message], store: MediaStore) -> list[dict[s
     """Messages with their images as data URLs in OpenAI's format, for agents and other models. Blocks."""
 
     def convert(part: Mapping[str, Any]) -> Mapping[str, Any]:
+        if part.get("type") == "video":
+            raise DataError("A prompt has a video, which cannot be sent on to an agent; give its frames as images.")
         if part.get("type") != "image" or not is_reference(part.get("image")):
             return part
         return {"type": "image_url", "image_url": {"url": encode_data_url(store.get(str(part["image"])))}}
@@ -128,7 +133,8 @@ def _find_value(part: Mapping[str, Any]) -> Any:
 
 def _check_media(parts: Sequence[Mapping[str, Any]], number: int) -> None:
     for part in extract_media([{"content": list(parts)}]):
-        if part.get("type") != "image":
+        is_stored_video = part.get("type") == "video" and is_reference(part.get("video"))
+        if part.get("type") != "image" and not is_stored_video:
             raise SessionError(
                 f"messages[{number}].content has a part of type {part.get('type')!r}; only text and images are read."
             )

@@ -60,6 +60,32 @@ def test_combinations_without_effect_are_refused(flags: str, sentence: str) -> N
     assert [p for p in list_problems(*TOWER, *flags.split()) if sentence in p]
 
 
+IMAGES = ("--multimodal-keys", '{"image": "images"}', "--apply-chat-template")
+
+
+def write_image_processor(folder: str) -> None:
+    Path(folder, "preprocessor_config.json").write_text('{"image_processor_type": "Qwen2VLImageProcessor"}')
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--model-impl transformers", "--model-impl transformers runs the language model without its vision tower"),
+        ("--hf-checkpoint model", "of qwen3 models the text part alone is (docs/models.md)"),
+        ("--use-opd --opd-type sglang --opd-teacher-urls x http://t:1", "--opd-teacher-urls cannot be used with"),
+        ("--use-opd --opd-teacher-load model", "--opd-teacher-load model has no vision tower, and --multimodal-keys"),
+        ("--use-opd --opd-teacher-load vision", None),
+        ("", None),
+    ],
+)
+def test_images_that_a_model_or_teacher_would_not_see_are_refused(flags: str, sentence: str | None) -> None:
+    for folder in ("model", "vision"):
+        write_image_processor(folder)
+    problems = list_problems(*TOWER, *IMAGES, *flags.split())
+    about = [problem for problem in problems if "--multimodal-keys" in problem]
+    assert not about if sentence is None else [problem for problem in about if sentence in problem], problems
+
+
 def test_lora_takes_the_limit_of_patches() -> None:
     assert not [p for p in list_problems(*TOWER, "--lora-rank", "4", "--max-patches-per-gpu", "9") if "patches" in p]
 
@@ -73,6 +99,10 @@ def test_options_reach_the_models_and_the_memory_plan() -> None:
 
     patches = ("--max-patches-per-gpu", "8192")
     assert "vision tower" not in shares()
+    # Without a limit of patches, as many as the tokens of a micro-batch can hold.
+    bound, wide = shares(*IMAGES, "--max-tokens-per-gpu", "2048"), shares(*IMAGES, "--max-tokens-per-gpu", "9999")
+    assert bound["vision tower"] == shares(*patches)["vision tower"] < wide["vision tower"]
+    assert shares(*IMAGES, *patches, "--max-tokens-per-gpu", "9999")["vision tower"] == bound["vision tower"]
     trained, recomputed = shares(*patches), shares(*patches, "--gradient-checkpointing")
     assert trained["vision tower"] > recomputed["vision tower"] > 0
     frozen = shares(*patches, "--freeze-vision-tower", "--freeze-vision-projector")

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import io
 import json
 
 import pyarrow as pa
@@ -9,22 +10,23 @@ import pyarrow.parquet as pq
 import pytest
 from aiohttp import web
 from tests.core.test_image_files import make_bomb
-from tests.models.small_vision import draw_png
+from tests.models.small_vision import draw_image, draw_png
 
 from miles.core.errors import DataError
 from miles.core.image_files import ImageLimits, encode_data_url
-from miles.core.media_store import MediaStore, find_image_references
+from miles.core.media_store import MediaStore, find_image_references, find_references
+from miles.core.video_files import VideoManifest, parse_manifest
 from miles.rollout.data.dataset import DatasetSource, read_dataset
 from miles.rollout.data.media import MediaReader
 
 URL = encode_data_url(draw_png(0))
 
 
-def read(path, *, column="images", store=None, skip=False, **options):
+def read(path, *, column="images", store=None, skip=False, keys=None, **options):
     return read_dataset(
         str(path),
         input_key="input",
-        image_key=column,
+        media_keys=keys or ({} if column is None else {"image": column}),
         media=MediaReader(store=store or MediaStore()),
         skip_bad_rows=skip,
         **options,
@@ -118,7 +120,11 @@ def test_other_images_are_other_data(tmp_path):
         ({"input": "<image>", "images": [encode_data_url(draw_png(0, 400, 400))]}, "bytes, and the limit is 1000"),
         ({"input": "<image><image>", "images": [URL]}, "line 1, message 1: there are more <image> markers"),
         ({"input": "no marker", "images": [URL]}, "column images has 1 images for 0 <image> markers"),
-        ({"input": [{"role": "user", "content": [{"type": "video", "video": "v"}]}], "images": []}, "type 'video'"),
+        ({"input": [{"role": "user", "content": [{"type": "audio", "audio": "v"}]}], "images": []}, "type 'audio'"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "video", "path": "v.mp4"}]}], "images": []},
+            "is 'v.mp4', and",
+        ),
     ],
 )
 def test_rows_whose_images_cannot_be_used_are_named(row, reason, tmp_path):
@@ -128,6 +134,73 @@ def test_rows_whose_images_cannot_be_used_are_named(row, reason, tmp_path):
         read(write(tmp_path, row, good), store=store)
     dataset = read(write(tmp_path, row, good), store=store, skip=True)
     assert (dataset.skipped, [prompt.id for prompt in dataset.prompts]) == (1, [1])
+
+
+def animate(frames=3, **how):
+    out = io.BytesIO()
+    first, *rest = (draw_image(seed) for seed in range(frames))
+    first.save(out, format="PNG", save_all=True, append_images=rest, **how)
+    return out.getvalue()
+
+
+def read_videos(tmp_path, *rows):
+    store = MediaStore()
+    keys = {"image": "images", "video": "frames"}
+    dataset = read(write(tmp_path, *rows), store=store, column=None, keys=keys)
+    found = [[parse_manifest(store.get(each)) for each in find_references(p.messages)] for p in dataset.prompts]
+    return dataset, found
+
+
+FRAMES = [encode_data_url(draw_png(seed)) for seed in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("value", "fps"),
+    [
+        (FRAMES, 2.0),
+        ({"frames": FRAMES, "fps": 8}, 8.0),
+        ({"bytes": base64.b64encode(animate(duration=250)).decode()}, 4.0),
+        (encode_data_url(animate()), 2.0),
+        ("clip.png", 5.0),
+    ],
+)
+def test_every_form_of_a_video_is_its_frames_and_their_rate(value, fps, tmp_path):
+    (tmp_path / "clip.png").write_bytes(animate(duration=200))
+    part = [{"role": "user", "content": [{"type": "video", "video": value}]}]
+    _, found = read_videos(tmp_path, {"input": "see <video>", "frames": value, "images": []}, {"input": part})
+    assert found == 2 * [[VideoManifest(tuple(expected(seed) for seed in range(3)), fps)]]
+
+
+def test_images_and_several_videos_take_their_places_in_a_prompt(tmp_path):
+    row = {
+        "input": "a <video> b <image> c <video>",
+        "images": [URL],
+        "frames": [FRAMES, {"frames": FRAMES[:2], "fps": 1}],
+    }
+    dataset, ((first, none, second),) = read_videos(tmp_path, row)
+    kinds = [part["type"] for part in dataset.prompts[0].messages[0]["content"]]
+    assert kinds == ["text", "video", "text", "image", "text", "video"] and none is None
+    assert (len(first.frames), first.fps, len(second.frames), second.fps) == (3, 2.0, 2, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (
+            "clip.mp4",
+            "column frames, video 1: the video is 'clip.mp4', and not a list of frames.* extract their frames",
+        ),
+        (FRAMES[:1], "the video has 1 frames, but a video must have from 2 to 768"),
+        ([*FRAMES, "no.png"], "video 1, frame 4: the image 'no.png' is no file"),
+        ({"frames": FRAMES, "fps": "fast"}, "has fps 'fast', which must be a number"),
+        (URL, "the video has 1 frames"),
+        ([FRAMES, FRAMES], "column frames has 2 videos for 1 <video> markers"),
+    ],
+)
+def test_rows_whose_videos_cannot_be_used_are_named(value, reason, tmp_path):
+    (tmp_path / "clip.mp4").write_bytes(bytes(100))
+    with pytest.raises(DataError, match=reason):
+        read_videos(tmp_path, {"input": "<video>", "frames": value, "images": []})
 
 
 def test_a_column_that_no_row_has_is_an_error(tmp_path):

@@ -17,9 +17,10 @@ from miles.algo.advantages import build_samples
 from miles.backends.fsdp.local_model import LocalModel
 from miles.backends.native.engine.engine import TopLogprobsEngine
 from miles.core.errors import EngineError, UsageError
+from miles.core.media import PlacedImage, make_image_input
 from miles.core.protocols import SamplingParams
 from miles.core.token_fields import TEACHER_LOGPROB, TOP_TOKENS
-from miles.core.types import Author, Prompt, Reward, Span, Status, Trajectory
+from miles.core.types import Author, Prompt, Reward, Span, Status, Trajectory, Version
 from miles.models.checkpoint import hf
 from miles.models.tokenizer import load_tokenizer
 from miles.rollout.distill.preflight import TeacherRequirements, check_teacher
@@ -28,6 +29,7 @@ from miles.rollout.distill.teacher_client import TeacherClient
 from miles.rollout.distill.topk_set import TopKSet
 from miles.rollout.reward.context import HTTPEndpoint
 
+VERSION = Version(number=0)
 STRATEGIES = ["sampled", "only-student", "only-teacher", "intersection", "union", "xor"]
 
 
@@ -94,6 +96,21 @@ def compare(folder, teacher_folder, expected, strategy):
 def test_loss_and_gradients_are_those_of_a_teacher_that_is_held(folder, teacher_folder, strategy):
     reported = served(lambda live: taught(drawn(), held(folder), live, top_of(strategy), 1.0), teacher_folder)
     compare(folder, teacher_folder, reported, strategy)
+
+
+def test_images_are_not_dropped_but_refused():
+    async def generate(prompt, engine, sampling):
+        image = PlacedImage(start=0, length=1, image=make_image_input({}, 1))
+        shown = Span(author=Author.PROMPT, tokens=np.array([5, 6], np.int32), images=(image,))
+        said = Span(
+            author=Author.POLICY, tokens=np.array([7], np.int32), logprobs=np.zeros(1, np.float32), version=VERSION
+        )
+        return Trajectory(branches=((shown, said),), status=Status.COMPLETED, reward=Reward(value=0.0))
+
+    teacher = TeacherClient("x", HTTPEndpoint(url="http://127.0.0.1:9"))
+    scored = TeacherScoredGenerate(generate=generate, teachers=[teacher], select_teacher=lambda prompt: 0)
+    with pytest.raises(EngineError, match="cannot score a trajectory with images"):
+        asyncio.run(scored(Prompt(id=0, messages=()), None, SamplingParams()))
 
 
 @pytest.mark.sglang

@@ -5,6 +5,8 @@ import os
 import sys
 
 NOTHING = {"type": "object", "properties": {}}
+# A PNG file of one pixel.
+DOT = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 TOOLS = [
     {
         "name": "add",
@@ -20,6 +22,7 @@ TOOLS = [
     {"name": "hang", "inputSchema": NOTHING},
     {"name": "where", "inputSchema": NOTHING},
     {"name": "everything", "inputSchema": NOTHING},
+    {"name": "picture", "inputSchema": NOTHING},
     {"name": "cancelled", "inputSchema": NOTHING},
     {"name": "answers", "inputSchema": NOTHING},
 ]
@@ -55,6 +58,8 @@ def called(name, arguments):
                 {"type": "resource_link", "uri": "file:///b", "name": "b"},
             ]
         }
+    if name == "picture":
+        return {"content": [{"type": "text", "text": "a dot"}, {"type": "image", "data": DOT, "mimeType": "image/png"}]}
     return text(json.dumps(seen[name]))
 
 

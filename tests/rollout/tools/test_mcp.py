@@ -12,6 +12,8 @@ import pytest
 pytest.importorskip("mcp")
 
 from miles.core.errors import UsageError
+from miles.core.image_files import decode_image
+from miles.core.media_store import MediaStore
 from miles.rollout.tools.mcp import MCPServerConfig, MCPServers, read_mcp_config
 from miles.rollout.tools.tool import EnvironmentFailed, Toolbox, ToolError, ToolLimits
 
@@ -23,11 +25,11 @@ def server(**more) -> MCPServerConfig:
     return MCPServerConfig(**{"name": "small", "command": sys.executable, "args": (SCRIPT,), **more})
 
 
-def using(work, tmp_path, **more):
+def using(work, tmp_path, media=None, **more):
     """Open the server's tools as a trajectory does, and work with them by name."""
 
     async def use():
-        servers = MCPServers({"small": server(**more)}, environ=ENVIRON)
+        servers = MCPServers({"small": server(**more)}, environ=ENVIRON, media=media)
         try:
             async with AsyncExitStack() as stack:
                 tools = {tool.name: tool for tool in await servers.open("small", stack, tmp_path)}
@@ -46,9 +48,25 @@ def test_tools_are_listed_page_by_page_and_called(tmp_path):
         return list(tools), tools["add"].spec, results
 
     names, spec, results = using(work, tmp_path)
-    assert names == ["add", "fail", "die", "hang", "where", "everything", "cancelled", "answers"]
+    assert names == ["add", "fail", "die", "hang", "where", "everything", "picture", "cancelled", "answers"]
     assert spec["function"]["description"] == "Add two numbers." and spec["function"]["parameters"]["required"]
     assert results == ["5", "words\n[image: image/png]\na file\n[b: file:///b]"]
+
+
+def test_images_of_a_result_are_parts_of_the_turn_if_the_model_reads_images(tmp_path):
+    media = MediaStore()
+
+    async def work(tools):
+        box = Toolbox(list(tools.values()), ToolLimits())
+        asked = [{"id": "1", "function": {"name": name, "arguments": "{}"}} for name in ("picture", "everything")]
+        return [said["content"] for said in await box.answer(asked)]
+
+    picture, everything = using(work, tmp_path, media)
+    words, image = picture
+    assert words == {"type": "text", "text": "a dot"} and image["type"] == "image"
+    assert decode_image(media.get(image["image"])).size == (1, 1)
+    assert everything.startswith("words\n[image: image/png, which is no image of a known format")
+    assert using(work, tmp_path)[0] == "a dot\n[image: image/png]"
 
 
 def test_a_server_of_a_trajectory_s_own_works_in_its_folder_and_sees_no_secrets(tmp_path):

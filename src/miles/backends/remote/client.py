@@ -22,6 +22,7 @@ from miles.core.image_files import encode_data_url
 from miles.core.media import Images
 from miles.core.media_store import PREFIX, MediaStore
 from miles.core.protocols import OnTokens, SamplingParams
+from miles.core.video_files import parse_manifest
 
 if find_spec("orjson") is None:
     loads = json.loads
@@ -199,13 +200,26 @@ class SglangClient:
         """The raw images; our server gets their runs of tokens and digests, SGLang one placeholder for each."""
         if self._media is None:
             raise RequestRejected(f"{self.name} cannot be sent images, since the run has no store of their files")
-        data = [encode_data_url(self._media.get(PREFIX + placed.image.source)) for placed in images]
         if self._info is not None and self._info.kind == "miles":
             return {
-                "image_data": data,
+                "image_data": [self._encode_media(placed.image.source) for placed in images],
                 "image_runs": [[placed.start, placed.length, placed.image.digest] for placed in images],
             }
+        if any(placed.image.kind == "video" for placed in images):
+            raise RequestRejected(
+                f"{self.name} is stock SGLang, which samples frames of a video file itself, and cannot be sent the "
+                "frames of this run; use an engine in the process of the run, miles serve, or frames as images"
+            )
+        data = [self._encode_media(placed.image.source) for placed in images]
         return {"image_data": data, "input_ids": self._collapse_images(tokens, images)}
+
+    def _encode_media(self, source: str) -> Any:
+        """An image as a data URL; a video as its frames and their rate."""
+        assert self._media is not None
+        data = self._media.get(PREFIX + source)
+        if (manifest := parse_manifest(data)) is None:
+            return encode_data_url(data)
+        return {"frames": [encode_data_url(self._media.get(frame)) for frame in manifest.frames], "fps": manifest.fps}
 
     def _collapse_images(self, tokens: Sequence[int], images: Images) -> list[int]:
         """One placeholder for each image, which SGLang expands again without tokenizing the rest."""

@@ -51,10 +51,12 @@ def build_command(
     routed_experts: bool,
     trust_remote_code: bool,
     triton_fp8: bool = False,
+    images: bool = False,
 ) -> tuple[str, ...]:
     """The command line of a server without its address, with defaults that suit a run.
 
     ``triton_fp8``: its FP8 kernels are those in Triton, which take weights and scales as the checkpoint has them.
+    ``images``: images are resized by Pillow, as the run does, and not by torchvision, which gives other pixels.
     """
     given = set(parse_flag_names(argv))
     command = [python, "-m", "sglang.launch_server", "--model-path", folder]
@@ -65,6 +67,8 @@ def build_command(
         defaults["kv-cache-dtype"] = (kv_cache_dtype,)
     if triton_fp8:
         defaults |= {"fp8-gemm-backend": ("triton",), "moe-runner-backend": ("triton",)}
+    if images:
+        defaults["disable-fast-image-processor"] = ()
     if device == "cpu":
         command += ["--device", "cpu"]
         defaults |= {"attention-backend": ("torch_native",), "sampling-backend": ("pytorch",)}

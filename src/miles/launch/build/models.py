@@ -114,6 +114,7 @@ def read_policy(config: Config, run_dir: Path | None = None) -> PolicyCheckpoint
         media=config.media.build_store(None if run_dir is None else run_dir / "media"),
         trust_remote_code=base.trust_remote_code,
         cache_bytes=config.media.image_cache_mib << 20,
+        reads_images=base.spec.vision is not None,
     )
     return PolicyCheckpoint(**values, tokenizer=tokenizer)
 

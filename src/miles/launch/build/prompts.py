@@ -51,12 +51,17 @@ def read_training_parts(
         pair=PreferenceColumns(chosen=r.chosen_key, rejected=r.rejected_key)
         if config.algo.loss_type in PREFERENCE_LOSSES
         else None,
-        image_key=r.multimodal_keys.get("image"),
+        media_keys=get_media_columns(config),
         media=build_media_reader(tokenizer),
     )
     template = build_prompt_template(config)
     parts = tuple(replace(part, dataset=apply_prompt_template(part.dataset, template)) for part in parts)
     return check_parts(parts, render, limit=limit, check=check)
+
+
+def get_media_columns(config: Config) -> dict[str, str]:
+    """The columns of images and videos."""
+    return {kind: str(column) for kind, column in config.rollout.multimodal_keys.items()}
 
 
 def build_prompt_template(config: Config) -> PromptTemplate:
@@ -109,7 +114,7 @@ def read_held_out_set(
         metadata_key=r.metadata_key,
         tool_key=r.eval_tool_key or r.tool_key,
         skip_bad_rows=r.skip_bad_rows,
-        image_key=r.multimodal_keys.get("image"),
+        media_keys=get_media_columns(config),
         media=build_media_reader(tokenizer),
     )
     if overrides:

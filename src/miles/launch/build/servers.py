@@ -261,6 +261,7 @@ def _build_server_command(
             routed_experts=returns_routed_experts(config) and policy.spec.moe is not None,
             trust_remote_code=policy.trust_remote_code,
             triton_fp8=needs_triton_fp8(policy),
+            images=isinstance(policy.tokenizer, ImageTokenizer),
         )
         environment = {**sglang_flags.build_environment(device), **visible}
         if threads:

@@ -246,15 +246,25 @@ def _estimate_activations(config: Config, plan: Plan, spec: DecoderSpec) -> Memo
 
 
 def _estimate_vision(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[MemoryShare, ...]:
-    """Activations of the vision tower, if it is trained and the number of patches is known."""
-    patches, train = config.train.max_patches_per_gpu, config.train
-    if spec.vision is None or patches is None or train.freeze_vision_tower or config.lora.is_enabled:
+    """Activations of the vision tower, if it is trained on data with images.
+
+    A feature takes a token, so that a micro-batch of --max-tokens-per-gpu has no more patches than those of as many
+    features; --max-patches-per-gpu bounds them further.
+    """
+    train = config.train
+    if spec.vision is None or train.freeze_vision_tower or config.lora.is_enabled:
         return ()
+    if train.max_patches_per_gpu is None and not config.rollout.multimodal_keys:
+        return ()
+    most = train.max_tokens_per_gpu * spec.vision.merge_size**2
+    patches = min(most, train.max_patches_per_gpu or most)
     recomputed = get_recompute_mode(train) != "none"
     size = vision_activation_bytes(
         spec, patches, size=BYTES[plan.dtype], fused=plan.device != "cpu", recomputed=recomputed
     )
     note = f"activations of {patches:,} image patches at once" + (", blocks recomputed" if recomputed else "")
+    if patches == most:
+        note += ", if all tokens are of images; --max-patches-per-gpu lowers it"
     return (MemoryShare(name="vision tower", bytes=size, note=note),)
 
 

@@ -65,16 +65,28 @@ def check_multimodal_keys(c: Config) -> Iterator[str]:
     if not r.multimodal_keys:
         return
     for kind, column in r.multimodal_keys.items():
-        if kind != "image":
-            yield f"--multimodal-keys has {kind}, which asks for media other than images, which is not supported."
+        if kind not in ("image", "video"):
+            yield f"--multimodal-keys has {kind}, which asks for other media than images and videos; remove it."
         elif not isinstance(column, str) or not column:
-            yield f'--multimodal-keys names {column!r} for images; name a column, as in {{"image": "images"}}.'
+            yield f'--multimodal-keys names {column!r} for {kind}s; name a column, as in {{"image": "images"}}.'
     if not r.apply_chat_template:
         yield "--multimodal-keys needs --apply-chat-template, which places images in a prompt; add it."
-    if (folder := c.models.hf_checkpoint) is not None and Path(folder).is_dir() and not has_image_processor(folder):
+    if (folder := c.models.hf_checkpoint) is None or not Path(folder).is_dir():
+        return
+    if not has_image_processor(folder):
         yield (
             f"--multimodal-keys needs a checkpoint that reads images, and {folder} has no image processor "
             "(preprocessor_config.json); remove it, or name another checkpoint."
+        )
+    elif c.models.model_impl == "transformers":
+        yield (
+            "--multimodal-keys needs the native model, since --model-impl transformers runs the language model without "
+            "its vision tower; remove one of them."
+        )
+    elif (spec := read_spec_or_none(folder, c.models.model_impl)) is not None and spec.vision is None:
+        yield (
+            f"--multimodal-keys needs a model whose vision tower is supported, and of {spec.family} models the text "
+            "part alone is (docs/models.md); remove it, or name another checkpoint."
         )
 
 

@@ -52,6 +52,11 @@ def check_served_teacher_limits(c: Config) -> Iterator[str]:
     stall = c.schedule.stall_timeout
     if not uses_distillation(a) or not r.opd_teacher_urls:
         return
+    if r.multimodal_keys:
+        yield (
+            "--opd-teacher-urls cannot be used with --multimodal-keys, since a teacher's server is sent tokens and no "
+            "images; load the teacher in the trainer with --opd-teacher-load."
+        )
     if a.opd_log_prob_top_k < 0:
         yield (
             "--opd-log-prob-top-k -1 needs the teacher's logprobs of the whole vocabulary, which no server sends; give "
@@ -86,6 +91,8 @@ def check_teacher_models(c: Config) -> Iterator[str]:
         except MilesError as error:
             yield f"{flag} cannot be used: {error}"
             continue
+        if c.rollout.multimodal_keys and spec.vision is None:
+            yield f"{flag} has no vision tower, and --multimodal-keys gives prompts images; name a teacher with one."
         if spec.vocab_size < policy.vocab_size:
             yield (
                 f"{flag} has {spec.vocab_size} tokens and --hf-checkpoint {policy.vocab_size}; name a teacher with the "

@@ -15,7 +15,7 @@ import numpy as np
 
 from miles.core.errors import DataError, ResumeError
 from miles.core.types import EMPTY, Prompt
-from miles.rollout.data.media import MediaReader, attach_images
+from miles.rollout.data.media import MediaReader, attach_media
 from miles.rollout.data.paths import read_rows, split_slice
 from miles.rollout.data.procedural import generate_entries, is_procedural, parse_task
 from miles.rollout.data.schema import TOOLS, Columns, DataRow, OnBadRow, PreferenceColumns, raise_bad_row
@@ -73,14 +73,14 @@ def read_dataset(
     skip_bad_rows: bool = False,
     first_id: int = 0,
     pair: PreferenceColumns | None = None,
-    image_key: str | None = None,
+    media_keys: Mapping[str, str] = EMPTY,
     media: MediaReader | None = None,
 ) -> Dataset:
     """Read the prompts of an entry: files, a folder, a glob, a procedural task, or a slice of one (``path@[a:b]``).
 
     A prompt's id is ``first_id`` plus its row number in the entry. A bad row raises, or is counted. With
     ``pair`` every row has two replies, which go into the prompt's metadata (see offline.preference). ``media`` reads
-    images, also those of the column ``image_key``; without it, a row with images is bad.
+    images and videos, also those of the columns ``media_keys``; without it, a row with images is bad.
     """
     name, rows = split_slice(path)
     skipped = _Skipped()
@@ -91,12 +91,13 @@ def read_dataset(
     else:
         on_bad_row = skipped if skip_bad_rows else raise_bad_row
         columns = Columns(
-            input=input_key, label=label_key, metadata=metadata_key, tool=tool_key, pair=pair, image=image_key
+            input=input_key, label=label_key, metadata=metadata_key, tool=tool_key, pair=pair, media=media_keys
         )
         build = _PromptBuilder(columns, first_id, media)
         prompts = tuple(_build_prompts(read_rows(path, columns, on_bad_row), build, on_bad_row))
-        if prompts and image_key is not None and not build.has_image_column:
-            raise DataError(f"{path} has no column {image_key}, which --multimodal-keys names for images.")
+        for kind, key in media_keys.items() if prompts else ():
+            if kind not in build.found_media:
+                raise DataError(f"{path} has no column {key}, which --multimodal-keys names for {kind}s.")
     if not prompts and skipped.count:
         raise DataError(f"None of the {skipped.count} rows of {path} can be read; the first: {skipped.first}")
     if not prompts:
@@ -268,13 +269,13 @@ def _build_prompts(rows: Iterator[DataRow], build: _PromptBuilder, on_bad_row: O
 
 
 class _PromptBuilder:
-    """Builds the prompt of a row; ``has_image_column`` once any row has the column of images."""
+    """Builds the prompt of a row; ``found_media`` are the kinds of media whose column any row has had."""
 
     def __init__(self, columns: Columns, first_id: int, media: MediaReader | None) -> None:
         self._columns = columns
         self._first_id = first_id
         self._media = media
-        self.has_image_column = False
+        self.found_media: set[str] = set()
 
     def __call__(self, row: DataRow) -> Prompt:
         columns = self._columns
@@ -283,7 +284,7 @@ class _PromptBuilder:
                 raise columns.missing_column(row.where, key, flag, row.found)
         content = row.columns[columns.input]
         messages = _user_message(content) if isinstance(content, str) else _check_messages(row, columns.input, content)
-        messages = self._attach_images(row, messages)
+        messages = self._attach_media(row, messages)
         label = None if columns.label is None else _label(row.columns[columns.label])
         metadata = row.columns.get(columns.metadata)
         if metadata is not None and not isinstance(metadata, dict):
@@ -298,16 +299,15 @@ class _PromptBuilder:
             metadata = {**(metadata or {}), PREFERENCE: _build_preference(row, columns.pair, messages)}
         return Prompt(id=self._first_id + row.index, messages=messages, label=label, metadata=metadata or EMPTY)
 
-    def _attach_images(self, row: DataRow, messages: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
-        column = self._columns.image
-        self.has_image_column = self.has_image_column or column in row.found
-        return attach_images(
+    def _attach_media(self, row: DataRow, messages: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
+        keys = self._columns.media
+        self.found_media |= {kind for kind, key in keys.items() if key in row.found}
+        return attach_media(
             messages,
-            None if column is None else row.columns.get(column),
+            {kind: (key, row.columns.get(key)) for kind, key in keys.items()},
             reader=self._media,
             folder=row.folder,
             where=row.where,
-            column=column,
         )
 
 

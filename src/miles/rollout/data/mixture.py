@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 from miles.core.errors import ResumeError
-from miles.core.types import Prompt
+from miles.core.types import EMPTY, Prompt
 from miles.rollout.data.dataset import Dataset, DatasetSource, PromptCheck, check_prompts, read_dataset
 from miles.rollout.data.media import MediaReader
 from miles.rollout.data.paths import parse_entries
@@ -39,7 +39,7 @@ def read_parts(
     tool_key: str | None = None,
     skip_bad_rows: bool = False,
     pair: PreferenceColumns | None = None,
-    image_key: str | None = None,
+    media_keys: Mapping[str, str] = EMPTY,
     media: MediaReader | None = None,
 ) -> tuple[MixturePart, ...]:
     """Read every entry of ``--prompt-data``; ids and names are unique over all of them."""
@@ -57,7 +57,7 @@ def read_parts(
             skip_bad_rows=skip_bad_rows,
             first_id=number * PART_ID_STRIDE,
             pair=pair,
-            image_key=image_key,
+            media_keys=media_keys,
             media=media,
         )
         name = entry.name if seen[entry.name] == 1 else f"{entry.name}-{seen[entry.name]}"

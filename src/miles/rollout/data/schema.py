@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ class Columns:
     metadata: str = "metadata"
     tool: str | None = None
     pair: PreferenceColumns | None = None
-    image: str | None = None
+    media: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def required_columns(self) -> tuple[tuple[str, str], ...]:
@@ -61,7 +61,7 @@ class Columns:
     @property
     def names(self) -> frozenset[str]:
         """Every column to read where it exists."""
-        optional = (self.metadata, self.tool, self.image)
+        optional = (self.metadata, self.tool, *self.media.values())
         return frozenset({key for key, _ in self.required_columns} | {name for name in optional if name})
 
     def missing_column(self, where: str, key: str, flag: str, found: Sequence[str]) -> DataError:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from miles.core.errors import HookError, first_cause
+from miles.core.errors import EngineError, HookError, first_cause
 from miles.core.protocols import Engine, Generate, SamplingParams
 from miles.core.token_fields import TEACHER_LOGPROB, TEACHER_LOGPROBS, TEACHER_TOKENS, TOP_TOKENS
 from miles.core.types import Array, Author, Prompt, Span, Trajectory
@@ -55,6 +55,11 @@ class TeacherScoredGenerate:
         sampled = [at for at, span in enumerate(branch) if span.author is Author.POLICY and len(span)]
         if not sampled or sampled[0] == 0:  # a token without context is never trained on
             return branch
+        if any(span.images for span in branch):
+            raise EngineError(
+                f"the teacher {teacher.name} at {teacher.url} cannot score a trajectory with images, since a teacher's "
+                "server is sent tokens only; hold the teacher in the trainer with --opd-teacher-load."
+            )
         runs = [slice(int(ends[at]) - len(branch[at]), int(ends[at])) for at in sampled]
         tokens = np.concatenate([span.tokens for span in branch])[: runs[-1].stop]
         extras = await self._fetch_extras(teacher, tokens, runs, self._student_top_tokens(branch, len(tokens)))

@@ -18,7 +18,7 @@ from typing import Any
 
 from miles.core.errors import DataError
 from miles.core.media import Images
-from miles.core.media_store import find_image_references
+from miles.core.media_store import find_references
 from miles.core.protocols import ImageTokenizer, Tokenizer
 from miles.core.types import EMPTY
 from miles.rollout.images import TEXT_ONLY
@@ -44,18 +44,17 @@ def expand_images(
     conversation: MaskedConversation, tokenizer: Tokenizer, messages: Sequence[Message]
 ) -> MaskedConversation:
     """Replace the image markers of a conversation by the tokens of its images."""
-    references = find_image_references(messages)
+    references = find_references(messages)
     if not references:
         return conversation
     if not isinstance(tokenizer, ImageTokenizer):
         raise DataError(TEXT_ONLY)
-    (marker,) = tokenizer.encode(tokenizer.image_marker)
     tokens = conversation.tokens
 
     def expand(length: int) -> tuple[list[int], Images]:
-        return tokenizer.expand_tokens(tokens[:length], references[: tokens[:length].count(marker)])
+        return tokenizer.expand_tokens(tokens[:length], references[: tokenizer.count_markers(tokens[:length])])
 
-    if any(marker in tokens[start:stop] for start, stop in conversation.runs):
+    if any(tokenizer.count_markers(tokens[start:stop]) for start, stop in conversation.runs):
         raise DataError("an assistant message that is trained on has an image; the policy samples none.")
     expanded, images = expand(len(tokens))
     runs = tuple((len(expand(start)[0]), len(expand(stop)[0])) for start, stop in conversation.runs)

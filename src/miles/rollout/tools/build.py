@@ -47,7 +47,9 @@ def build_environments(
             name: replace(tool, call=offload_function(worker, tool.call, f"The tool {name}"))
             for name, tool in custom.items()
         }
-    servers = None if config.mcp_servers is None else MCPServers(read_mcp_config(config.mcp_servers), environ=environ)
+    servers = None
+    if config.mcp_servers is not None:
+        servers = MCPServers(read_mcp_config(config.mcp_servers), environ=environ, media=media)
     index = None if config.search_documents is None else BM25Index(read_documents(config.search_documents))
     resources = ToolResources(
         sandbox=sandbox, code_limits=code_limits, index=index, servers=servers, custom=custom, media=media

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from miles import __version__
 from miles.core.errors import UsageError
+from miles.core.image_files import ImageFileError, decode_base64_image
+from miles.core.media_store import MediaStore
 from miles.rollout.tools.tool import EnvironmentFailed, Tool, ToolError
 
 if TYPE_CHECKING:
@@ -85,10 +87,21 @@ class _ServerGone(Exception):
 
 
 class MCPConnection:
-    """A running server and its client session. It is reopened in another event loop."""
+    """A running server and its client session. It is reopened in another event loop.
 
-    def __init__(self, config: MCPServerConfig, *, environ: Mapping[str, str], cwd: Path | None = None) -> None:
+    Images of its results go to ``media``; without it they are named, since the policy reads text only.
+    """
+
+    def __init__(
+        self,
+        config: MCPServerConfig,
+        *,
+        environ: Mapping[str, str],
+        cwd: Path | None = None,
+        media: MediaStore | None = None,
+    ) -> None:
         self._config = config
+        self._media = media
         self._env = {name: environ[name] for name in _INHERITED if name in environ} | dict(config.env)
         self._cwd = Path(config.cwd) if config.cwd is not None else cwd
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -112,8 +125,8 @@ class MCPConnection:
             cursor = page.nextCursor
         raise EnvironmentFailed(f"the MCP server {self._config.name} lists its tools without end")
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Call a tool and return its text; ToolError when the tool reports a failure."""
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str | list[dict[str, Any]]:
+        """Call a tool and return its text, or content parts if it has images; ToolError when the tool fails."""
         from mcp import McpError
 
         session, request_id = await self._connect(), 0
@@ -135,10 +148,10 @@ class MCPConnection:
             await _send_cancelled(session, request_id)
             raise
         self._exits = 0
-        text = _result_text(result)
         if result.isError:
-            raise ToolError(text)
-        return text
+            raise ToolError(_join_text(_read_parts(result, None)))
+        parts = await asyncio.to_thread(_read_parts, result, self._media)
+        return parts if any(part["type"] == "image" for part in parts) else _join_text(parts)
 
     async def close(self) -> None:
         """Stop the server: the SDK closes its input, then terminates, then kills its process tree."""
@@ -150,7 +163,7 @@ class MCPConnection:
             await asyncio.gather(process, return_exceptions=True)
 
     def _build_tool(self, tool: types.Tool) -> Tool:
-        async def call(arguments: Mapping[str, Any]) -> str:
+        async def call(arguments: Mapping[str, Any]) -> str | list[dict[str, Any]]:
             return await self.call(tool.name, arguments)
 
         description = tool.description or tool.title or tool.name
@@ -257,13 +270,19 @@ class MCPConnection:
 
 
 class MCPServers:
-    """The servers of a run by name. They inherit a few harmless environment variables. ``close`` stops shared ones."""
+    """The servers of a run by name. They inherit a few harmless environment variables. ``close`` stops shared ones.
 
-    def __init__(self, servers: Mapping[str, MCPServerConfig], *, environ: Mapping[str, str]) -> None:
+    ``media`` has the images of a model that reads images.
+    """
+
+    def __init__(
+        self, servers: Mapping[str, MCPServerConfig], *, environ: Mapping[str, str], media: MediaStore | None = None
+    ) -> None:
         self._servers = servers
         self._environ = environ
+        self._media = media
         shared = [server for server in servers.values() if server.shared]
-        self._shared = {server.name: MCPConnection(server, environ=environ) for server in shared}
+        self._shared = {server.name: MCPConnection(server, environ=environ, media=media) for server in shared}
 
     @property
     def names(self) -> Sequence[str]:
@@ -273,7 +292,7 @@ class MCPServers:
         """The tools of a server for one trajectory; a server of its own runs in ``cwd`` and ends with the stack."""
         if name in self._shared:
             return await self._shared[name].tools()
-        connection = MCPConnection(self._servers[name], environ=self._environ, cwd=cwd)
+        connection = MCPConnection(self._servers[name], environ=self._environ, cwd=cwd, media=self._media)
         stack.push_async_callback(connection.close)
         return await connection.tools()
 
@@ -292,22 +311,40 @@ async def _send_cancelled(session: ClientSession, request_id: int) -> None:
             await session.send_notification(types.ClientNotification(types.CancelledNotification(params=params)))
 
 
-def _result_text(result: types.CallToolResult) -> str:
-    """The text of a result; media and binary resources are named, since the policy reads text."""
+def _read_parts(result: types.CallToolResult, media: MediaStore | None) -> list[dict[str, Any]]:
+    """The content parts of a result. Images are put into ``media``; other media and binary resources are named."""
     from mcp import types
 
-    parts: list[str] = []
+    parts: list[dict[str, Any]] = []
     for part in result.content:
         if isinstance(part, types.TextContent):
-            parts.append(part.text)
+            parts.append(_text_part(part.text))
         elif isinstance(part, types.EmbeddedResource):
             resource = part.resource
             is_text = isinstance(resource, types.TextResourceContents)
-            parts.append(resource.text if is_text else f"[resource: {resource.mimeType or 'not text'}]")
+            parts.append(_text_part(resource.text if is_text else f"[resource: {resource.mimeType or 'not text'}]"))
         elif isinstance(part, types.ResourceLink):
-            parts.append(f"[{part.name}: {part.uri}]")
+            parts.append(_text_part(f"[{part.name}: {part.uri}]"))
+        elif isinstance(part, types.ImageContent) and media is not None:
+            parts.append(_read_image(part, media))
         else:
-            parts.append(f"[{part.type}: {part.mimeType}]")
+            parts.append(_text_part(f"[{part.type}: {part.mimeType}]"))
     if not parts and result.structuredContent is not None:
-        return json.dumps(result.structuredContent, ensure_ascii=False)
-    return "\n".join(parts)
+        parts.append(_text_part(json.dumps(result.structuredContent, ensure_ascii=False)))
+    return parts
+
+
+def _read_image(part: types.ImageContent, media: MediaStore) -> dict[str, Any]:
+    try:
+        reference = media.put(decode_base64_image(part.data, media.limits), origin="an image of an MCP server")
+    except ImageFileError as error:
+        return _text_part(f"[{part.type}: {part.mimeType}, which {error}]")
+    return {"type": "image", "image": reference}
+
+
+def _text_part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def _join_text(parts: Sequence[Mapping[str, Any]]) -> str:
+    return "\n".join(str(part["text"]) for part in parts)

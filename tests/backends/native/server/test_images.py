@@ -139,7 +139,7 @@ def test_bad_images_are_refused_with_the_reason(value, reason, vision_folder, mo
         ({"text": MARKED + MARKED, "image_data": data_url()}, "2 image markers"),
         ({"text": MARKED, "image_data": [data_url()] * 65}, "65 images, and the limit is 64"),
         ({"text": [MARKED], "image_data": data_url()}, "the images of each of the 1 prompts"),
-        ({"text": MARKED, "image_data": [3]}, "must be base64 or a data URL"),
+        ({"text": MARKED, "image_data": [3]}, "must be base64, a data URL"),
         ({"text": MARKED, "image_data": [data_url()], "image_runs": []}, "0 runs for 1 images"),
         ({"text": MARKED, "image_data": [data_url()], "image_runs": [[0, 20, "x"]]}, "has other pixels here"),
         ({"text": MARKED, "image_data": [data_url()], "image_runs": [["0"]]}, "a list of [start, length, digest]"),
@@ -185,6 +185,46 @@ def test_the_runs_client_sends_tokens_and_raw_images_and_nothing_is_tokenized_ag
     (request,) = run(story, vision_folder, monkeypatch)
     assert request.tokens.tolist() == tokens and request.images == images
     assert compute_digest(request.images[0].image.arrays) == images[0].image.digest
+
+
+def test_the_runs_client_sends_the_frames_of_a_video(vision_folder, monkeypatch):
+    processor = load_processor(vision_folder)
+    frames = [processor.media.put(draw_png(seed)) for seed in range(3)]
+    references = [processor.media.put_video(frames, 4.0), processor.media.put(draw_png(3))]
+    text = f"<|vision_start|><|video_pad|><|vision_end|> {MARKED}"
+    tokens, images = processor.encode_with_images(text, references)
+
+    async def story(live, captured):
+        client = SglangClient(live.url, "engine", vocab_size=512, media=processor.media)
+        await client.fetch_info()
+        _, error = await client.generate(tokens, SamplingParams(max_new_tokens=3), images=images)
+        assert error is None
+        await client.close()
+        video = {"frames": [data_url(seed) for seed in range(3)], "fps": 4.0}
+        body = {"text": text, "image_data": [video, data_url(3)], "sampling_params": {"max_new_tokens": 2}}
+        status, reply = await live.post("/generate", body)
+        assert status == 200, reply
+        for bad in ({"frames": "a"}, {"frames": [data_url(0)], "fps": "x"}, {"frames": [data_url(0)], "more": 1}):
+            status, reply = await live.post("/generate", body | {"image_data": [bad, data_url(3)]})
+            assert status == 400 and "image_data[0] must be base64" in str(reply), reply
+        status, reply = await live.post(
+            "/generate", body | {"image_data": [video | {"frames": [data_url(0)]}, data_url(3)]}
+        )
+        assert status == 400 and "the video has 1 frames" in str(reply), reply
+        return captured.requests
+
+    for request in run(story, vision_folder, monkeypatch):
+        assert request.tokens.tolist() == tokens and request.images == images
+        assert [placed.image.kind for placed in request.images] == ["video", "image"]
+
+
+def test_videos_are_not_sent_to_stock_sglang(vision_folder):
+    processor = load_processor(vision_folder)
+    frames = [processor.media.put(draw_png(seed)) for seed in range(2)]
+    tokens, images = processor.encode_with_images("<|video_pad|>", [processor.media.put_video(frames)])
+    client = SglangClient("http://127.0.0.1:9", "sglang", vocab_size=512, media=processor.media)
+    with pytest.raises(RequestRejected, match="cannot be sent the frames of this run"):
+        asyncio.run(client.generate(tokens, SamplingParams(max_new_tokens=1), images=images))
 
 
 def test_stock_sglang_gets_one_placeholder_for_each_image_and_its_count_is_checked(vision_folder):

@@ -28,6 +28,15 @@ def _operator(schema: str, answer) -> None:
 _operator("init_cpu_threads_env(str cpu_ids) -> str", lambda cpu_ids: "threads are not bound")
 _operator("initialize(int size, int rank) -> ()", lambda size, rank: None)
 
+# Looked up when the module of Qwen3.5 is imported, which the processor of all Qwen vision models does; never called.
+for _name in (
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+):
+    _OPERATORS.define(f"{_name}(Tensor x) -> Tensor")
+
 # The recorder of routed experts asks for pinned memory, which needs an accelerator.
 _zeros = torch.zeros
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from miles.backends.native.server.api.request_types import ImageRun, ParsedRequest
+from miles.backends.native.server.api.request_types import ImageRun, ParsedRequest, VideoData
 from miles.core.errors import DataError
 from miles.core.image_files import ImageFileError
 from miles.core.media import Images, PlacedImage, check_placement, find_placeholders
+from miles.core.media_store import MediaStore
 from miles.models.processor import MultimodalProcessor
 from miles.models.tokenizer import HfTokenizer
 from miles.rollout.images import store_image
@@ -33,12 +34,20 @@ def _split_row(row: Any, path: str) -> tuple[Any, ...]:
     items = [] if row is None else row if isinstance(row, list) else [row]
     values: list[Any] = []
     for at, item in enumerate(items):
-        url = item.get("url") if isinstance(item, dict) else item
-        if not isinstance(url, str):
-            problem = f"{path}[{at}] must be base64 or a data URL."
+        is_object = isinstance(item, dict)
+        url = _parse_video(item) if is_object and "frames" in item else item.get("url") if is_object else item
+        if not isinstance(url, str | VideoData):
+            problem = f"{path}[{at}] must be base64, a data URL, or an object of a video with frames and fps."
             raise RequestError(problem, param="image_data", malformed=True)
         values.append(url)
     return tuple(values)
+
+
+def _parse_video(item: dict[str, Any]) -> VideoData | None:
+    frames, fps = item["frames"], item.get("fps")
+    if set(item) - {"frames", "fps"} or not isinstance(frames, list) or type(fps) not in (int, float, type(None)):
+        return None
+    return VideoData(tuple(frames), fps) if all(isinstance(frame, str) for frame in frames) else None
 
 
 def split_image_runs(value: Any, images: Sequence[tuple[Any, ...]], single: bool) -> list[tuple[ImageRun, ...] | None]:
@@ -79,15 +88,23 @@ def place_images(
     references: list[str] = []
     for number, value in enumerate(request.image_data):
         try:
-            references.append(store_image(value, store, f"image_data[{number}]"))
+            references.append(_store(value, store, f"image_data[{number}]"))
         except ImageFileError as error:
-            raise RequestError(f"image_data[{number}]: the image {error}.", param="image_data") from error
+            kind = "video" if isinstance(value, VideoData) else "image"
+            raise RequestError(f"image_data[{number}]: the {kind} {error}.", param="image_data") from error
     try:
         if request.image_runs is None:
             return tokenizer.expand_tokens(tokens, references)
         return list(tokens), _place_runs(request.image_runs, tokens, references, tokenizer)
     except (DataError, ValueError) as error:
         raise RequestError(f"{str(error)[:1].upper()}{str(error)[1:].rstrip('.')}.", param="image_data") from error
+
+
+def _store(value: Any, store: MediaStore, where: str) -> str:
+    if not isinstance(value, VideoData):
+        return store_image(value, store, where)
+    frames = [store_image(frame, store, f"{where}.frames[{at}]") for at, frame in enumerate(value.frames)]
+    return store.put_video(frames, value.fps, origin=where)
 
 
 def _place_runs(
@@ -106,5 +123,5 @@ def _place_runs(
     check_placement(placed, len(tokens))
     array = np.asarray(tokens, np.int64)
     for each in placed:
-        find_placeholders(array, each, tokenizer.image_token_id)
+        find_placeholders(array, each, tokenizer.get_placeholder(each.image.kind))
     return tuple(placed)

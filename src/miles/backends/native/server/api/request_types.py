@@ -54,6 +54,14 @@ class SessionParams:
 
 
 @dataclass(frozen=True, slots=True)
+class VideoData:
+    """A video of a request: its frames, base64 or data URLs, and how many there are in a second."""
+
+    frames: tuple[str, ...]
+    fps: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class ImageRun:
     """The run of prompt tokens that an image takes, and the digest that its processed arrays must have."""
 
