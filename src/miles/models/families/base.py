@@ -20,7 +20,8 @@ class ModelFamily:
 
     ``write`` builds a config from a spec, for families that can be created from scratch; a loaded model is saved with
     its own config. The first of ``architectures`` is written. ``names`` overrides ``HF_NAMES``. ``is_unused`` says
-    which tensors a checkpoint may contain that this decoder does not compute.
+    which tensors a checkpoint may contain that this decoder does not compute. ``prefixes`` are prefixes of tensor names
+    that some checkpoints have, and those of published ones, which are written.
     """
 
     model_type: str
@@ -30,3 +31,11 @@ class ModelFamily:
     write: Callable[[DecoderSpec], dict[str, Any]] | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     is_unused: Callable[[DecoderSpec, str], bool] = nothing
+    prefixes: Mapping[str, str] = field(default_factory=dict)
+
+    def published_name(self, hf_name: str) -> str:
+        """Return the name that published checkpoints have for a tensor."""
+        for prefix, published in self.prefixes.items():
+            if hf_name.startswith(prefix) and not hf_name.startswith(published):
+                return published + hf_name.removeprefix(prefix)
+        return hf_name
