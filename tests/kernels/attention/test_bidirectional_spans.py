@@ -1,5 +1,9 @@
 """Runs of tokens that attend to each other in both directions: every attention backend gives what the mask gives."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import tests.kernels.interpreter  # noqa: F401  (loops in the interpreter)
@@ -24,6 +28,7 @@ from miles.kernels.batch_invariant.packed_attention import BatchInvariantVarlenB
 from miles.kernels.batch_invariant.paged_attention import BatchInvariantPagedBackend
 from miles.kernels.numerics import BATCH_INVARIANT, FAST
 from miles.kernels.runtime.kv_cache import KvShape, PagedKVCache
+from miles.kernels.runtime.triton_compat import HAVE_TRITON
 from miles.train.prefix_sharing import TreeNode, build_attention
 
 CPU = torch.device("cpu")
@@ -202,3 +207,63 @@ def test_kernels_of_exact_training_give_the_gradients_of_plain_torch(window):
     theirs = reference_attention_backward(grad, (q, k, v, wanted, wanted_lse), batch.spans, params)
     for one, other in zip(mine, theirs, strict=True):
         assert apart(one, other) < 1e-5
+
+
+PROGRAM = """
+import sys
+import numpy as np
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+family, arch, wave, limit = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+
+class Card:
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+    def get_current_target(self): return GPUTarget(family, int(arch) if family == "cuda" else arch, wave)
+
+driver.set_active(Card())
+launch = JITFunction.run
+
+def compile_only(self, *args, grid, warmup, **more):
+    kernel = launch(self, *args, grid=grid, warmup=True, **more)
+    assert kernel.metadata.shared <= limit, kernel.metadata
+    names.append(self.fn.__name__)
+    return kernel
+
+names = []
+JITFunction.run = compile_only
+from miles.kernels.attention import paged_prefill
+from miles.kernels.attention.params import AttentionParams, PagedAttentionParams
+from miles.kernels.batch_invariant import attention, attention_paged
+from miles.kernels.batch_invariant.attention_metadata import SpanBatch, build_packed_spans
+
+q, k = torch.zeros(200, 8, 256, dtype=torch.bfloat16), torch.zeros(320, 4, 256, dtype=torch.bfloat16)
+table, ends = torch.zeros(1, 20, dtype=torch.int32), torch.full((200,), 200, dtype=torch.int32)
+tiles = torch.from_numpy(paged_prefill.build_prefill_tiles(np.array([0]), np.array([200]), np.array([0]), 0))
+for window in (None, 64):
+    for attend in (paged_prefill.prefill_attention, attention_paged.prefill_attention):
+        attend(q, k, k, table, tiles, PagedAttentionParams(16, 0.1, window=window), visible_ends_T=ends)
+    batch, params = SpanBatch(build_packed_spans([200], ends.long().numpy())), AttentionParams(scale=0.1, window=window)
+    kv = k[:200].clone()
+    out, lse = attention.launch_forward(q, kv, kv, batch, params, None)
+    attention.launch_backward(out, (q, kv, kv, out, lse), batch, params)
+print(*sorted(set(names)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAVE_TRITON, reason="needs Triton")
+def test_the_kernels_compile_for_a_hopper_gpu_with_the_head_dim_of_gemma():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, "cuda", "90", "32", str(227 * 1024)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["dkv_kernel", "dq_kernel", "paged_prefill_kernel", "prefill_kernel", "row_dot_kernel"]
