@@ -334,7 +334,7 @@ VISION_KINDS = {
             "sliding_window": 5,
             "sliding_window_pattern": 2,
         },
-        VIT | {"model_type": "siglip_vision_model", "image_size": 24},
+        VIT | {"model_type": "siglip_vision_model", "image_size": 24, "vision_use_head": False},
         {"image_token_index": IMAGE, "mm_tokens_per_image": 9},
         square_images,
     ),

@@ -1,4 +1,4 @@
-"""Gemma 2 and Gemma 3 (text): pre and post norms, sliding windows, soft-capping (2) or QK-norm (3)."""
+"""Gemma 2 and the text model of Gemma 3: pre and post norms, sliding windows, soft-capping (2) or QK-norm (3)."""
 
 from __future__ import annotations
 

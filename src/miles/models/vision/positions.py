@@ -54,14 +54,21 @@ def compute_visible_ends(spec: DecoderSpec, tokens: Array, images: Sequence[Plac
     """Compute one past the last token that each token of a sequence attends to, [T]; None if attention is causal.
 
     Causal attention ends with the token itself. In a model with bidirectional spans that of an image's placeholder ends
-    with the run of placeholders it is in.
+    with the run of placeholders it is in. ValueError if there is no token between two images, which such a model would
+    take for one.
     """
     vision = spec.vision
     if vision is None or not vision.bidirectional_spans or not images:
         return None
     ends = np.arange(1, len(tokens) + 1)
-    for placed in images:
+    last = -1
+    for number, placed in enumerate(images):
         at = find_placeholders(tokens, placed, get_placeholder(vision, placed.image))
+        if at[0] == last + 1 and number:
+            raise ValueError(
+                f"image {number} begins right behind the one before it, but a {spec.family} model needs a token between"
+            )
+        last = int(at[-1])
         for run in np.split(at, np.flatnonzero(np.diff(at) != 1) + 1):
             ends[run] = run[-1] + 1
     return ends
