@@ -170,7 +170,7 @@ def test_a_text_model_beside_a_vision_tower_is_read_from_the_little_its_config_s
     full = Gemma3Config(text_config=dict(text), vision_config=dict(tower)).to_dict() | config
     assert spec == spec_from_config(full)
     assert spec.vision is not None and (spec.vision.image_token_id, spec.vision.merge_size) == (262_144, 4)
-    with pytest.raises(UsageError, match="mm_tokens_per_image of config.json is 255"):
+    with pytest.raises(UsageError, match=r"mm_tokens_per_image of config\.json is 255"):
         spec_from_config(full | {"mm_tokens_per_image": 255})
     assert (spec.vocab_size, attention(spec).head_dim, attention(spec).num_heads) == (262_208, 256, 8)
     assert spec.tie_embeddings

@@ -282,8 +282,8 @@ def _check_uncut(nodes: Sequence[TreeNode], visible_ends_T: NDArray[np.int64]) -
     keys = np.array([sum(n for _, n in runs) for runs in compute_runs(nodes)])
     if (visible_ends_T[lengths.cumsum()[lengths > 0] - 1] != keys[lengths > 0]).any():
         raise MilesError(
-            "samples of a prompt have other routed experts within an image, whose tokens attend to each other; leave out "
-            "--share-prefix."
+            "samples of a prompt have other routed experts within an image, whose tokens attend to each other; leave "
+            "out --share-prefix."
         )
 
 

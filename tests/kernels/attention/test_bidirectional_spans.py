@@ -266,4 +266,10 @@ def test_the_kernels_compile_for_a_hopper_gpu_with_the_head_dim_of_gemma():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["dkv_kernel", "dq_kernel", "paged_prefill_kernel", "prefill_kernel", "row_dot_kernel"]
+    assert done.stdout.split() == [
+        "dkv_kernel",
+        "dq_kernel",
+        "paged_prefill_kernel",
+        "prefill_kernel",
+        "row_dot_kernel",
+    ]

@@ -184,9 +184,7 @@ class LocalModel(_Unsharded):
         if isinstance(self._decoder, Decoder):  # routing of transformers modules is neither recorded nor replayed
             routing = build_routing(self._decoder.spec, replay_TLk, used, device=self.device)
         ends_T = None if images is None else images.build_visible_ends(self.spec)
-        attn_backend = build_attention(
-            lengths, tree_nodes, self.device, numerics=self.numerics, visible_ends_T=ends_T
-        )
+        attn_backend = build_attention(lengths, tree_nodes, self.device, numerics=self.numerics, visible_ends_T=ends_T)
         if images is None or images.is_empty:
             hidden_TD = self._decoder(tokens_T, positions_T, attn_backend, routing)
         else:

@@ -66,8 +66,7 @@ def paged_prefill_kernel(
         diagonal = tl.maximum((first + 1) // CFG.N * CFG.N, begin)
         full_begin = tl.minimum(full_begin, diagonal)
         state = init_state(CFG)
-        head_k_scales, head_v_scales = k_scales + group * CFG.page_size, v_scales + group * CFG.page_size
-        kv_inputs = (k, v, head_k_scales, head_v_scales, pages)
+        kv_inputs = (k, v, k_scales + group * CFG.page_size, v_scales + group * CFG.page_size, pages)
         mask_inputs = (low_M, high_M, scale, softcap)
         if CFG.is_windowed:
             token_range = (begin, full_begin)

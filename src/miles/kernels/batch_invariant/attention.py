@@ -207,5 +207,7 @@ def _find_first_queries(spans: AttentionSpans, span_J: Ints, first_J: Ints) -> I
     assert spans.ends_T is not None
     ends = np.split(spans.ends_T, spans.first_N[1:])
     past_N = spans.keys_N - spans.count_N
-    found = [past_N[n] + np.searchsorted(ends[n], first, side="right") for n, first in zip(span_J, first_J, strict=True)]
+    found = [
+        past_N[n] + np.searchsorted(ends[n], first, side="right") for n, first in zip(span_J, first_J, strict=True)
+    ]
     return np.array(found, np.int64)

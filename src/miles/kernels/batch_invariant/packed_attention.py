@@ -50,9 +50,7 @@ class BatchInvariantVarlenBackend(_SpanBackend):
     Tokens attend to positions before ``visible_ends_T`` of their sequence, by default up to their own.
     """
 
-    def __init__(
-        self, lengths: Sequence[int], device: torch.device | str, visible_ends_T: Ints | None = None
-    ) -> None:
+    def __init__(self, lengths: Sequence[int], device: torch.device | str, visible_ends_T: Ints | None = None) -> None:
         super().__init__(build_packed_spans([int(n) for n in lengths], visible_ends_T), None)
 
 

@@ -34,8 +34,9 @@ _MANY_HEADS = 8
 class BatchInvariantPagedBackend:
     """Attention backend of one step in torch.
 
-    Sequence b has ``starts_B[b]`` cached tokens and ``counts_B[b]`` new ones, in any order and number. New tokens attend
-    to positions before ``visible_ends_T``, by default up to their own. MLA layers store expanded keys and values.
+    Sequence b has ``starts_B[b]`` cached tokens and ``counts_B[b]`` new ones, in any order and number. New tokens
+    attend to positions before ``visible_ends_T``, by default up to their own. MLA layers store expanded keys and
+    values.
     """
 
     latent = False

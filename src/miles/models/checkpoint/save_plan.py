@@ -246,9 +246,7 @@ def _unused_tensors(spec: DecoderSpec, like: Path | str | None) -> list[tuple[st
     own |= set(param_map.stacked_expert_names(spec).values())
     family = find_family(spec.family)
     names = {family.published_name(name): stored for name, stored in stored_tensors(like).items()}
-    unused = [
-        (name, stored) for name, stored in names.items() if name not in own and family.is_unused(spec, name)
-    ]
+    unused = [(name, stored) for name, stored in names.items() if name not in own and family.is_unused(spec, name)]
     if read_quant_config(read_config(like)) is None:
         return unused
     quantized = {_part_of_model(name) for name, stored in unused if stored.dtype not in FLOATS}

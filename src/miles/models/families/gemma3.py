@@ -1,4 +1,4 @@
-"""Gemma 3 with images: a SigLIP tower, average pooling, and image tokens that attend to each other in both directions."""
+"""Gemma 3 with images: a SigLIP tower, average pooling, and images that attend to themselves in both directions."""
 
 from __future__ import annotations
 
