@@ -10,7 +10,7 @@ import tests.kernels.interpreter  # noqa: F401  (loops in the interpreter)
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.kernels.device import DEVICE, ROUNDING, apart, needs_triton, random
+from tests.kernels.device import CARD, DEVICE, ROUNDING, apart, needs_triton, random
 from tests.kernels.formula import gradients, qkv
 from tests.kernels.paged_case import case
 from tests.tiers import examples
@@ -207,6 +207,25 @@ def test_kernels_of_exact_training_give_the_gradients_of_plain_torch(window):
     theirs = reference_attention_backward(grad, (q, k, v, wanted, wanted_lse), batch.spans, params)
     for one, other in zip(mine, theirs, strict=True):
         assert apart(one, other) < 1e-5
+
+
+@pytest.mark.skipif(not CARD, reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 30, 300])
+@pytest.mark.parametrize("numerics", [FAST, BATCH_INVARIANT], ids=["fast", "exact"])
+def test_on_a_gpu_values_and_gradients_are_those_of_the_mask(numerics, window, dtype):
+    lengths, params = [400, 90], AttentionParams(scale=0.1, window=window)
+    ends = [ends_of(400, (20, 84), (200, 360)), ends_of(90, (0, 64))]
+    drawn = qkv(490, 8, 4, 128, dtype=dtype)
+    ours, wide = ([x.detach().to(*to).requires_grad_() for x in drawn] for to in ((DEVICE,), (torch.float64,)))
+    backend = build_attention(lengths, (), DEVICE, numerics=numerics, visible_ends_T=np.concatenate(ends))
+    out = backend(0, AttentionInputs(*ours, params))
+    parts = zip(*(x.split(lengths) for x in wide), ends, strict=True)
+    wanted = torch.cat([by_mask(*each, own, params) for *each, own in parts])
+    bound = 2e-5 if dtype == torch.float32 else 2e-2
+    assert out.dtype == dtype and apart(out.cpu(), wanted) < bound
+    for mine, theirs in zip(gradients(out, ours), gradients(wanted, wide), strict=True):
+        assert apart(mine.cpu(), theirs) < bound
 
 
 PROGRAM = """

@@ -122,7 +122,8 @@ def _attend_varlen(view: _SpanView, inputs: AttentionInputs) -> Tensor:
     q, k, v = (pad_channels(x, width) for x in (q_IHd, k_KGd, v_KGe))
     kernel, options = load_varlen_kernel()
     longest = max(s.length for s in view.segments), max(s.keys for s in view.segments)
-    window_size = (-1 if params.window is None else params.window - 1, -1)
+    # No token is further ahead than the longest span.
+    window_size = (-1, -1) if params.window is None else (params.window - 1, longest[0])
     out = kernel(q, k, v, *view.cu_seqlens, *longest, scale=params.scale, window_size=window_size, **options)
     return out if width == value_dim else out[..., :value_dim]
 
