@@ -1,6 +1,7 @@
 """Vision towers against transformers: features, logits, gradients, and checkpoints in both directions."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -104,6 +105,17 @@ def test_crops_of_an_image_are_attended_in_both_directions_each_by_itself():
     assert relative(ours, theirs) <= 3e-5
     ends = compute_visible_ends(decoder.spec, *prompt)
     assert ends is not None and sorted(set(ends[tokens == IMAGE].tolist())) == [11, 22, 32]
+
+
+@pytest.mark.parametrize(
+    "change", [{"softcap": 5.0}, {"sinks": True}, {"chunk": 8}], ids=lambda change: next(iter(change))
+)
+def test_attention_that_cannot_see_both_directions_is_refused(change):
+    spec = vision_twin(vision_model("gemma3")).spec
+    layer = spec.layers[1]
+    layers = (spec.layers[0], replace(layer, mixer=replace(layer.mixer, **change)), *spec.layers[2:])
+    with pytest.raises(ValueError, match="images attend in both directions, which layer 1 does not support"):
+        replace(spec, layers=layers)
 
 
 @pytest.mark.parametrize("kind", KINDS)
