@@ -156,9 +156,22 @@ def test_a_text_model_beside_a_vision_tower_is_read_from_the_little_its_config_s
         "sliding_window": 1024,
     }
     config = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "eos_token_id": [1, 106]}
-    spec = spec_from_config(config | {"text_config": text, "vision_config": {"hidden_size": 1152}})
-    full = Gemma3Config(text_config=dict(text)).to_dict() | config
+    tower = {
+        "hidden_size": 1152,
+        "image_size": 896,
+        "intermediate_size": 4304,
+        "model_type": "siglip_vision_model",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 27,
+        "patch_size": 14,
+        "vision_use_head": False,
+    }
+    spec = spec_from_config(config | {"text_config": text, "vision_config": tower})
+    full = Gemma3Config(text_config=dict(text), vision_config=dict(tower)).to_dict() | config
     assert spec == spec_from_config(full)
+    assert spec.vision is not None and (spec.vision.image_token_id, spec.vision.merge_size) == (262_144, 4)
+    with pytest.raises(UsageError, match=r"mm_tokens_per_image of config\.json is 255"):
+        spec_from_config(full | {"mm_tokens_per_image": 255})
     assert (spec.vocab_size, attention(spec).head_dim, attention(spec).num_heads) == (262_208, 256, 8)
     assert spec.tie_embeddings
     assert spec.eos_token_ids == (1, 106)

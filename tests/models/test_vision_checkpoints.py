@@ -1,4 +1,4 @@
-"""Text models that are published beside a vision tower."""
+"""Checkpoints with a vision tower, in which text alone is computed, saved and converted."""
 
 import json
 
@@ -10,6 +10,7 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration, SiglipVis
 
 from miles.launch.main import main
 from miles.models.checkpoint import hf
+from miles.models.checkpoint.safetensors_io import stored_tensors
 
 VISION = {
     "hidden_size": 16,
@@ -45,7 +46,7 @@ def test_the_text_model_of_a_model_with_a_vision_tower_is_loaded_and_equals_it(m
         assert relative(our_logits(decoder, sequences), hf_logits(model, sequences)) <= 1e-5
 
 
-def test_a_saved_text_model_keeps_its_vision_tower(model, tmp_path):
+def test_a_saved_model_has_its_vision_tower_and_keeps_the_head_behind_it(model, tmp_path):
     model.save_pretrained(tmp_path / "theirs")
     decoder = hf.load(tmp_path / "theirs", device="cpu", dtype=torch.float32)
     with torch.no_grad():
@@ -56,8 +57,18 @@ def test_a_saved_text_model_keeps_its_vision_tower(model, tmp_path):
     again = Gemma3ForConditionalGeneration.from_pretrained(tmp_path / "ours").state_dict()
     assert set(again) == set(model.state_dict())
     for name, tensor in model.state_dict().items():
-        pictures = "vision_tower" in name or "multi_modal_projector" in name
-        assert torch.equal(again[name], tensor if pictures else tensor * 1.5), name
+        assert torch.equal(again[name], tensor if ".head." in name else tensor * 1.5), name
+
+
+def test_a_tower_is_read_by_its_published_names_and_by_those_transformers_gives_it(model, tmp_path):
+    model.save_pretrained(tmp_path / "plain")
+    decoder = hf.load(tmp_path / "plain", device="cpu", dtype=torch.float32)
+    hf.export(decoder, tmp_path / "published", like=tmp_path / "plain")
+    names = set(stored_tensors(tmp_path / "published"))
+    assert {name.split(".")[1] for name in names if name.startswith("vision_tower.")} == {"vision_model"}
+    assert not any(".vision_model." in name for name in stored_tensors(tmp_path / "plain"))
+    again = hf.load(tmp_path / "published", device="cpu", dtype=torch.float32).state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in decoder.state_dict().items())
 
 
 def test_a_converted_text_model_keeps_its_vision_tower_wide(model, tmp_path):

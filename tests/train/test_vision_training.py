@@ -37,7 +37,7 @@ from miles.train.critic import Critic
 from miles.train.logprobs import HeadOutput, compute_logprobs
 from miles.train.model_protocols import KeptTensors, TrainModel
 
-KINDS = ("qwen2_5_vl", "qwen3_vl")
+KINDS = ("qwen2_5_vl", "qwen3_vl", "gemma3")
 DISTILL = {"advantage_estimator": "on_policy_distillation"}
 
 
@@ -77,7 +77,7 @@ def expected(model: PreTrainedModel, samples: Sequence[Sample]) -> tuple[dict[st
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_packed_samples_with_images_are_those_of_transformers(kind: str) -> None:
-    samples = mixed()
+    samples = mixed(kind)
     wanted, logprobs = expected(vision_model(kind), samples)
     order = range(len(samples))
     for plan in ([pack(samples)], [pack(samples, [i]) for i in order], [pack(samples, share=True)]):
@@ -129,7 +129,7 @@ def test_every_family_is_trained_packed_as_transformers_does_one_by_one(kind: st
 def test_blocks_of_the_tower_computed_again_change_no_bit(kind: str, mode) -> None:
     models = [LocalModel(vision_twin(vision_model(kind))) for _ in range(2)]
     set_recompute(models[1]._decoder, mode)
-    first, again = (run(model, [pack(mixed())])[0] for model in models)
+    first, again = (run(model, [pack(mixed(kind))])[0] for model in models)
     assert torch.equal(first, again)
     one, two = map(grads_of, models)
     assert all(torch.equal(one[name], two[name]) for name in one)

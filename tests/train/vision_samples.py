@@ -58,8 +58,19 @@ def sample(
     )
 
 
+def square(seed: int) -> ImageInput:
+    """Random pixels of an image of 24 x 24, as Gemma's processors return them."""
+    pixels = np.random.default_rng(seed).standard_normal((1, 3, 24, 24), np.float32)
+    return make_image_input({"pixel_values": pixels}, 9)
+
+
 A, B, C = image(1), image(2, 2, 4), image(3)
 """A and C have the same size."""
+
+
+def images_for(family: str) -> tuple[ImageInput, ImageInput, ImageInput]:
+    """Three images that a model of a family takes; the first and the last have the same size."""
+    return (square(1), square(2), square(3)) if family == "gemma3" else (A, B, C)
 
 
 def group(prompt_id: int, first: ImageInput, count: int, start: int = 0) -> list[Sample]:
@@ -81,12 +92,13 @@ def join(head: Sample, tail: Sample, **origin: int) -> Sample:
     return replace(head, **arrays, images=images, **origin)
 
 
-def mixed() -> list[Sample]:
+def mixed(family: str = "") -> list[Sample]:
     """Two groups that differ in the image alone, an image in a later turn and one after the last, and text alone."""
-    turns = [(3, False), B, (2, True), (1, False), A, (1, False), (4, True), (2, False), C, (1, False)]
+    a, b, c = images_for(family)
+    turns = [(3, False), b, (2, True), (1, False), a, (1, False), (4, True), (2, False), c, (1, False)]
     return [
-        *group(0, A, 3),
-        *[replace(s, trajectory=s.trajectory + 3) for s in swap(group(0, A, 2), C)],
+        *group(0, a, 3),
+        *[replace(s, trajectory=s.trajectory + 3) for s in swap(group(0, a, 2), c)],
         sample(turns, seed=7, prompt_id=1, trajectory=5, advantage=-0.7),
         sample([(6, False), (5, True)], seed=8, prompt_id=2, trajectory=6, advantage=0.3),
     ]

@@ -270,6 +270,19 @@ class DecoderSpec:
     adapters: AdapterSpec | None = None
     vision: VisionSpec | None = None
 
+    def __post_init__(self) -> None:
+        if self.vision is None or not self.vision.bidirectional_spans:
+            return
+        for number, layer in enumerate(self.layers):
+            mixer = layer.mixer
+            if mixer is None:
+                continue
+            if not isinstance(mixer, AttentionSpec) or mixer.sinks or mixer.softcap is not None or mixer.chunk:
+                raise ValueError(
+                    f"images attend in both directions, which layer {number} does not support: it must be attention "
+                    "without sinks, soft-capping and chunks"
+                )
+
     @property
     def num_layers(self) -> int:
         return len(self.layers)

@@ -19,7 +19,7 @@ from miles.core.media import Images
 from miles.core.types import Sample
 from miles.models.spec import DecoderSpec
 from miles.models.vision.inputs import VisionInputs, build_vision_inputs
-from miles.models.vision.positions import compute_rope_positions
+from miles.models.vision.positions import compute_rope_positions, compute_visible_ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -60,6 +60,21 @@ class PackedImages:
         positions_3T = np.empty((len(positions_3P), int(self.slot_P.max()) + 1), np.int64)
         positions_3T[:, self.slot_P] = positions_3P
         return positions_3T
+
+    def build_visible_ends(self, spec: DecoderSpec, padding: int = 0) -> NDArray[np.int64] | None:
+        """Return one past the last position that each packed token attends to, [T]; None if attention is causal.
+
+        ``padding`` tokens follow as a sequence of their own.
+        """
+        if self.is_empty or spec.vision is None or not spec.vision.bidirectional_spans:
+            return None
+        samples = zip(self.tokens, self.images, strict=True)
+        parts = [(compute_visible_ends(spec, *pair), len(pair[0])) for pair in samples]
+        ends_T = np.concatenate([np.arange(1, n + 1) if ends is None else ends for ends, n in parts])
+        if self.slot_P is not None:
+            ends_P, ends_T = ends_T, np.empty(int(self.slot_P.max()) + 1, np.int64)
+            ends_T[self.slot_P] = ends_P
+        return np.concatenate((ends_T, np.arange(1, padding + 1)))
 
     def build_vision_inputs(self, spec: DecoderSpec, device: torch.device) -> VisionInputs:
         """Return the inputs of the vision tower: each different image once, and where its features go."""

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from miles.core.errors import UsageError
+from miles.core.errors import MilesError, UsageError
+from miles.kernels.attention.bidirectional_spans import BidirectionalSpansBackend
 from miles.kernels.attention.tree import KeyRuns, Segment, TreeAttentionBackend
 from miles.kernels.attention.varlen import VarlenAttentionBackend
 from miles.kernels.batch_invariant.packed_attention import BatchInvariantTreeBackend, BatchInvariantVarlenBackend
@@ -246,15 +247,44 @@ def compute_runs(nodes: Sequence[TreeNode]) -> list[KeyRuns]:
 
 
 def build_attention(
-    lengths: Sequence[int], nodes: Sequence[TreeNode], device: torch.device, *, numerics: Numerics
-) -> VarlenAttentionBackend | TreeAttentionBackend | BatchInvariantVarlenBackend | BatchInvariantTreeBackend:
-    """Build the attention of a micro-batch: over its prefix tree if it has one, else over sequences of ``lengths``."""
-    if not nodes:
-        varlen_class = BatchInvariantVarlenBackend if numerics.batch_invariant else VarlenAttentionBackend
-        return varlen_class(lengths, device)
-    segments = [Segment(s.length, each) for s, each in zip(nodes, compute_runs(nodes), strict=True)]
-    tree_class = BatchInvariantTreeBackend if numerics.batch_invariant else TreeAttentionBackend
-    return tree_class(segments, device)
+    lengths: Sequence[int],
+    nodes: Sequence[TreeNode],
+    device: torch.device,
+    *,
+    numerics: Numerics,
+    visible_ends_T: NDArray[np.int64] | None = None,
+) -> (
+    VarlenAttentionBackend
+    | TreeAttentionBackend
+    | BidirectionalSpansBackend
+    | BatchInvariantVarlenBackend
+    | BatchInvariantTreeBackend
+):
+    """Build the attention of a micro-batch: over its prefix tree if it has one, else over sequences of ``lengths``.
+
+    ``visible_ends_T`` is one past the last position that each token attends to; None: attention is causal.
+    """
+    tree = nodes or tuple(TreeNode(length) for length in lengths)
+    if visible_ends_T is not None:
+        _check_uncut(tree, visible_ends_T)
+    if not nodes and numerics.batch_invariant:
+        return BatchInvariantVarlenBackend(lengths, device, visible_ends_T)
+    segments = [Segment(s.length, each) for s, each in zip(tree, compute_runs(tree), strict=True)]
+    if numerics.batch_invariant:
+        return BatchInvariantTreeBackend(segments, device, visible_ends_T=visible_ends_T)
+    causal = TreeAttentionBackend(segments, device) if nodes else VarlenAttentionBackend(lengths, device)
+    return causal if visible_ends_T is None else BidirectionalSpansBackend(causal, segments, visible_ends_T, device)
+
+
+def _check_uncut(nodes: Sequence[TreeNode], visible_ends_T: NDArray[np.int64]) -> None:
+    """MilesError if samples fork within an image whose tokens attend to each other in both directions."""
+    lengths = np.array([node.length for node in nodes])
+    keys = np.array([sum(n for _, n in runs) for runs in compute_runs(nodes)])
+    if (visible_ends_T[lengths.cumsum()[lengths > 0] - 1] != keys[lengths > 0]).any():
+        raise MilesError(
+            "samples of a prompt have other routed experts within an image, whose tokens attend to each other; leave "
+            "out --share-prefix."
+        )
 
 
 def check_supported(spec: DecoderSpec, nodes: Sequence[TreeNode]) -> None:

@@ -41,7 +41,7 @@ FOUR = {
 def expected(kind: str, frozen: FrozenVision = TRAINED_VISION, batch_invariant: bool = False) -> Found:
     numerics = BATCH_INVARIANT if batch_invariant else FAST
     model = LocalModel(vision_twin(vision_model(kind), numerics=numerics), frozen_vision=frozen)
-    return trained(model, plan_of(share=False), SINGLE_RANK, True)
+    return trained(model, plan_of(share=False, family=kind), SINGLE_RANK, True)
 
 
 def folder_of(kind: str, root: Path) -> str:
@@ -60,6 +60,16 @@ def check(kind: str, cases: dict[str, Case], root: Path) -> None:
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
 def test_every_layout_gives_the_gradient_of_one_process(kind: str, tmp_path: Path) -> None:
     check(kind, TWO, tmp_path)
+
+
+def test_layouts_with_all_tokens_on_a_rank_do_too_where_images_attend_in_both_directions(tmp_path: Path) -> None:
+    names = ("fsdp, prefixes shared", "fsdp, blocks recomputed", "tp+sp")
+    check("gemma3", {name: TWO[name] for name in names}, tmp_path)
+
+
+def test_context_parallelism_is_refused_where_images_attend_in_both_directions(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="--context-parallel-size does not support images of a gemma3 model"):
+        ranks(2, train_ranks, folder_of("gemma3", tmp_path), [TWO["cp"]])
 
 
 def test_expert_parallel_ranks_do_too(tmp_path: Path) -> None:

@@ -27,8 +27,8 @@ PARTS = ((0, 1, 2), (6,), (3, 4), (5,))
 """The samples of four micro-batches; the second has text only."""
 
 
-def plan_of(*, share: bool) -> list[MicroBatch]:
-    samples = mixed()
+def plan_of(*, share: bool, family: str = "") -> list[MicroBatch]:
+    samples = mixed(family)
     return [pack(samples, part, share=share) for part in PARTS]
 
 
@@ -49,15 +49,16 @@ def train_ranks(rank: int, world: int, folder: str, cases: Sequence[Case]) -> li
     found: list[Found | None] = []
     for case in cases:
         mesh = FsdpMesh(case.layout, CPU, numerics=BATCH_INVARIANT if case.batch_invariant else FAST)
+        spec = spec_from_config(hf.read_config(folder))
         model = load_fsdp_model(
             Path(folder),
-            spec_from_config(hf.read_config(folder)),
+            spec,
             mesh,
             dtype=torch.float32,
             recompute=case.recompute,
             frozen_vision=case.frozen,
         )
-        plan = plan_of(share=case.share)[mesh.dp_group.dp_rank :: mesh.dp_group.dp_size]
+        plan = plan_of(share=case.share, family=spec.family)[mesh.dp_group.dp_rank :: mesh.dp_group.dp_size]
         reported = trained(model, plan, mesh.dp_group, exact(model, whole))
         found.append(reported if rank == 0 else None)
     return found

@@ -32,18 +32,20 @@ from tests.models.vision.small_vision import (
 )
 from torch import nn
 
+from miles.backends.native.engine.forward_batch import ForwardBatch
 from miles.backends.native.engine.request import GenerateRequest
+from miles.backends.native.tp.runner import CODEC
 from miles.core.errors import EngineError
 from miles.core.media import make_image_input
 from miles.core.protocols import SamplingParams
 from miles.core.types import Status, Version
-from miles.kernels.numerics import numerics_from_parity
+from miles.kernels.numerics import FAST, numerics_from_parity
 from miles.models.checkpoint import hf
 from miles.models.decoder import Routing
 
 EXACT = numerics_from_parity("exact")
 KIND = "qwen3_vl"
-KINDS = ["qwen2_5_vl", "qwen3_vl"]
+KINDS = ["qwen2_5_vl", "qwen3_vl", "gemma3"]
 SMALL_STEPS = {"page_size": 4, "prefill_chunk": 5, "max_running": 3, "kv_tokens": 400}
 
 
@@ -130,6 +132,59 @@ def test_drafts_after_images_change_no_bit(kind):
             np.testing.assert_array_equal(response_of(one), response_of(other))
             np.testing.assert_array_equal(logprobs_of(one), logprobs_of(other))
     assert engine.stats()["accepted_draft_tokens"] > 5
+
+
+# -- images that attend in both directions ----------------------------------------------------
+
+
+def record_steps(engine) -> list[ForwardBatch]:
+    """The steps that an engine computes from now on."""
+    batches, runner = [], engine._runner
+    build = runner._build_attention
+    runner._build_attention = lambda batch, positions_T: (batches.append(batch), build(batch, positions_T))[1]
+    return batches
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 9, 30])
+def test_no_prefill_chunk_ends_within_an_image_that_attends_in_both_directions(chunk):
+    decoder, (a, b, c) = pair("gemma3")[1], images("gemma3")
+    asked = [ask(place([3, a, 2, b, 1, c, 4], 1)), ask(place([a, 1, b], 2), 1), ask(place([6], 3), 2)]
+    engine = build_engine(decoder, page_size=4, prefill_chunk=chunk, max_running=3)
+    steps = record_steps(engine)
+    close_to_transformers("gemma3", asked, generate(engine, asked))
+    with_images = [batch for batch in steps if batch.vision is not None]
+    assert len(with_images) > 1
+    for batch in with_images:
+        assert batch.vision.count_J.tolist() == [9] * len(batch.vision.count_J)
+        last_T = np.cumsum(batch.counts_B) - 1
+        np.testing.assert_array_equal(batch.visible_ends_T[last_T], batch.starts_B + batch.counts_B)
+        assert codec_copy(batch).visible_ends_T.tolist() == batch.visible_ends_T.tolist()
+
+
+def test_images_without_a_token_between_are_refused_where_they_would_attend_to_each_other():
+    a, b, _ = images("gemma3")
+    message = "image 1 begins right behind the one before it, but a gemma3 model needs a token between"
+    refuse(build_engine(pair("gemma3")[1]), place([2, a, b, 3], 1), message)
+
+
+def codec_copy(batch: ForwardBatch) -> ForwardBatch:
+    """As the other ranks of a tensor-parallel engine receive it."""
+    return CODEC.unpack(CODEC.pack("step", batch))[1]
+
+
+@pytest.mark.parametrize("numerics", [FAST, EXACT], ids=["fast", "exact"])
+def test_a_cached_prefix_may_end_within_an_image_that_attends_in_both_directions(numerics):
+    decoder, a = pair("gemma3")[1], images("gemma3")[0]
+    engine = build_engine(decoder, numerics=numerics, page_size=4)
+    prompt, other = place([2, a, 5], 1), place([2, a, 6], 1)
+    other.tokens[11:] = (other.tokens[11:] + 7) % 50
+    (first,) = generate(engine, [ask(prompt)])
+    (second,) = generate(engine, [ask(other)])
+    assert first.cached_tokens == 0 and second.cached_tokens == 8  # of an image from token 2 to 11
+    close_to_transformers("gemma3", [ask(prompt), ask(other)], [first, second])
+    (alone,) = generate(build_engine(decoder, numerics=numerics, page_size=4), [ask(other)])
+    if numerics is EXACT:
+        np.testing.assert_array_equal(logprobs_of(second), logprobs_of(alone))
 
 
 def test_a_sampled_placeholder_is_an_ordinary_token():

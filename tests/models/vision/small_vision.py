@@ -9,6 +9,8 @@ import torch
 from tests.models.oracle import saved
 from torch import Tensor
 from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     Glm4vConfig,
     Glm4vForConditionalGeneration,
     Glm4vMoeConfig,
@@ -46,15 +48,17 @@ from transformers import (
 )
 
 from miles.core.media import ImageInput, Images, PlacedImage, make_image_input
-from miles.kernels.attention.varlen import VarlenAttentionBackend
 from miles.kernels.fused.lm_head import compute_logits
 from miles.kernels.numerics import FAST, Numerics
 from miles.models.checkpoint import param_map
 from miles.models.decoder import Decoder
 from miles.models.families import spec_from_config
+from miles.models.families.registry import find_family
 from miles.models.spec import DecoderSpec
 from miles.models.vision.inputs import build_vision_inputs
 from miles.models.vision.positions import compute_rope_positions
+from miles.train.packed_images import PackedImages
+from miles.train.prefix_sharing import build_attention
 
 TEXT = {
     "vocab_size": 64,
@@ -151,6 +155,12 @@ def tiled_images(generator: np.random.Generator) -> list[ImageInput]:
     """Images of one or several tiles of 16 x 16 pixels, each of 4 features."""
     tiles = [generator.standard_normal((count, 3, 16, 16), np.float32) for count in (1, 3, 2)]
     return [make_image_input({"pixel_values": pixels}, 4 * len(pixels)) for pixels in tiles]
+
+
+def square_images(generator: np.random.Generator) -> list[ImageInput]:
+    """Images of 24 x 24 pixels, each of 9 features."""
+    pixels = generator.standard_normal((3, 1, 3, 24, 24), np.float32)
+    return [make_image_input({"pixel_values": each}, 9) for each in pixels]
 
 
 def rows_of_patches(generator: np.random.Generator) -> list[ImageInput]:
@@ -315,6 +325,19 @@ VISION_KINDS = {
         {"image_token_id": IMAGE, "video_token_id": VIDEO, "projection_hidden_size": 32, "tie_word_embeddings": False},
         rows_of_patches,
     ),
+    "gemma3": VisionKind(
+        Gemma3ForConditionalGeneration,
+        Gemma3Config,
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 5,
+            "sliding_window_pattern": 2,
+        },
+        VIT | {"model_type": "siglip_vision_model", "image_size": 24, "vision_use_head": False},
+        {"image_token_index": IMAGE, "mm_tokens_per_image": 9},
+        square_images,
+    ),
     "llama4": VisionKind(
         Llama4ForConditionalGeneration,
         Llama4Config,
@@ -363,7 +386,8 @@ def published_name(name: str) -> str:
 def assemble(spec: DecoderSpec, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Our tensors out of those of transformers, which may have stacked experts the other way round."""
     ours = {}
-    tensors = {published_name(name): tensor for name, tensor in tensors.items()}
+    family = find_family(spec.family)
+    tensors = {family.published_name(published_name(name)): tensor for name, tensor in tensors.items()}
     for name, pieces in param_map.build_param_map(spec).items():
         ours[name] = torch.zeros(param_map.param_shape(pieces))
         for piece in pieces:
@@ -441,6 +465,14 @@ def hf_arguments(prompt: Prompt) -> dict[str, Tensor]:
     return out
 
 
+def token_types(prompt: Prompt) -> Tensor:
+    """One where a token is a placeholder of an image, as Gemma's processors return it."""
+    types = np.zeros_like(prompt.tokens)
+    for placed in prompt.images:
+        types[placed.start : placed.end] = prompt.tokens[placed.start : placed.end] == IMAGE
+    return torch.from_numpy(types)[None]
+
+
 def hf_vision_logits(model: PreTrainedModel, prompts: Sequence[Prompt]) -> Tensor:
     """Each prompt on its own, one after the other."""
     logits = []
@@ -449,6 +481,8 @@ def hf_vision_logits(model: PreTrainedModel, prompts: Sequence[Prompt]) -> Tenso
         arguments = hf_arguments(prompt)
         if "Idefics3" in type(model).__name__ or "SmolVLM" in type(model).__name__:
             arguments |= {"pixel_values": arguments["pixel_values"][None]} if prompt.images else {}
+        if "Gemma" in type(model).__name__:
+            arguments["token_type_ids"] = token_types(prompt)
         logits.append(model(**arguments).logits[0])
     return torch.cat(logits)
 
@@ -486,11 +520,14 @@ def packed_arguments(decoder: Decoder, prompts: Sequence[Prompt]) -> dict[str, A
     else:
         positions = np.concatenate([np.arange(n) for n in lengths])
     starts = np.cumsum(lengths) - lengths
+    packed = PackedImages(tokens=tuple(p.tokens for p in prompts), images=tuple(p.images for p in prompts))
     sequences = [(int(start), *prompt) for start, prompt in zip(starts, prompts, strict=True)]
     return {
         "tokens_T": torch.from_numpy(np.concatenate([prompt.tokens for prompt in prompts])),
         "positions_T": torch.from_numpy(positions),
-        "attn_backend": VarlenAttentionBackend(lengths, "cpu"),
+        "attn_backend": build_attention(
+            lengths, (), torch.device("cpu"), numerics=FAST, visible_ends_T=packed.build_visible_ends(spec)
+        ),
         "vision": build_vision_inputs(spec, sequences, "cpu"),
     }
 

@@ -1,13 +1,16 @@
 """Vision towers against transformers: features, logits, gradients, and checkpoints in both directions."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from tests.models.oracle import gradients, relative
 from tests.models.vision.small_vision import (
+    IMAGE,
     VISION_KINDS,
+    Prompt,
     assemble,
     compare_features,
     hf_vision_logits,
@@ -17,8 +20,10 @@ from tests.models.vision.small_vision import (
     vision_twin,
 )
 
+from miles.core.media import PlacedImage, make_image_input
 from miles.models.checkpoint import hf
 from miles.models.families.registry import find_family
+from miles.models.vision.positions import compute_visible_ends
 
 KINDS = tuple(VISION_KINDS)
 
@@ -85,6 +90,32 @@ def test_a_model_from_scratch_is_saved_with_a_config_that_transformers_reads(kin
         assert relative(our_vision_logits(decoder, prompts), hf_vision_logits(again, prompts)) <= 3e-5
     assert hf.load(tmp_path, device="cpu").spec == spec
     assert json.loads((tmp_path / "config.json").read_text())["vision_config"]
+
+
+def test_crops_of_an_image_are_attended_in_both_directions_each_by_itself():
+    """As pan-and-scan makes them: several runs of placeholders, with text between."""
+    model, generator = vision_model("gemma3"), np.random.default_rng(3)
+    crops = make_image_input({"pixel_values": generator.standard_normal((3, 3, 24, 24), np.float32)}, 27)
+    run = [IMAGE] * 9
+    tokens = np.array([4, 5, *run, 6, 7, *run, 8, *run, 9, 10, 11])
+    prompt = Prompt(tokens, (PlacedImage(start=2, length=30, image=crops),))
+    decoder = vision_twin(model)
+    with torch.no_grad():
+        ours, theirs = our_vision_logits(decoder, [prompt]), hf_vision_logits(model, [prompt])
+    assert relative(ours, theirs) <= 3e-5
+    ends = compute_visible_ends(decoder.spec, *prompt)
+    assert ends is not None and sorted(set(ends[tokens == IMAGE].tolist())) == [11, 22, 32]
+
+
+@pytest.mark.parametrize(
+    "change", [{"softcap": 5.0}, {"sinks": True}, {"chunk": 8}], ids=lambda change: next(iter(change))
+)
+def test_attention_that_cannot_see_both_directions_is_refused(change):
+    spec = vision_twin(vision_model("gemma3")).spec
+    layer = spec.layers[1]
+    layers = (spec.layers[0], replace(layer, mixer=replace(layer.mixer, **change)), *spec.layers[2:])
+    with pytest.raises(ValueError, match="images attend in both directions, which layer 1 does not support"):
+        replace(spec, layers=layers)
 
 
 @pytest.mark.parametrize("kind", KINDS)

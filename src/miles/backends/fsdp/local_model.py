@@ -200,7 +200,8 @@ class LocalModel(_Unsharded):
         routing = None
         if isinstance(self._decoder, Decoder):  # routing of transformers modules is neither recorded nor replayed
             routing = build_routing(self._decoder.spec, replay_TLk, used, device=self.device)
-        attn_backend = build_attention(lengths, tree_nodes, self.device, numerics=self.numerics)
+        ends_T = None if images is None else images.build_visible_ends(self.spec)
+        attn_backend = build_attention(lengths, tree_nodes, self.device, numerics=self.numerics, visible_ends_T=ends_T)
         # Only the native decoder captures; other models may not have the argument.
         extra: dict[str, Any] = {} if capture is None else {"capture": capture}
         if images is None or images.is_empty:

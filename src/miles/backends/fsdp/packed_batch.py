@@ -14,7 +14,7 @@ from torch import Tensor
 
 from miles.backends.fsdp.context_parallel import PackedRows, RankBatch, shard_batch
 from miles.backends.fsdp.device_mesh import FsdpMesh
-from miles.core.errors import MilesError
+from miles.core.errors import MilesError, UsageError
 from miles.models.spec import DecoderSpec
 from miles.models.vision.inputs import VisionInputs
 from miles.train.packed_images import PackedImages, prepare_positions, select_range
@@ -43,6 +43,7 @@ def build_rank_batch(rows: PackedRows, mesh: FsdpMesh, spec: DecoderSpec) -> Ran
     multiple = mesh.tp_group.world if mesh.layout.sequence else 1
     vision = None if rows.images is None else rows.images.build_vision_inputs(spec, mesh.device)
     if mesh.cp_group.world > 1:
+        _check_context_parallel(rows.images, spec)
         batch = shard_batch(
             rows,
             mesh.cp_group,
@@ -67,16 +68,28 @@ def _build_batch(
     """Build the batch of a rank that has all tokens, padded to a ``multiple`` of so many."""
     padded = _pad(rows, -len(rows.tokens_T) % multiple)
     fill = len(padded.tokens_T) - len(rows.tokens_T)
+    ends_T = None if rows.images is None else rows.images.build_visible_ends(spec, padding=fill)
     return RankBatch(
         tokens_T=padded.tokens_T,
         positions_T=prepare_positions(rows.images, spec, padded.positions_T, padding=fill),
-        attn_backend=build_attention(padded.lengths, padded.tree_nodes, mesh.device, numerics=mesh.numerics),
+        attn_backend=build_attention(
+            padded.lengths, padded.tree_nodes, mesh.device, numerics=mesh.numerics, visible_ends_T=ends_T
+        ),
         at_r=padded.before_R,
         replay_TLk=padded.replay_TLk,
         repeated=bool(rows.tree_nodes),
         fill=fill,
         vision=vision,
     )
+
+
+def _check_context_parallel(images: PackedImages | None, spec: DecoderSpec) -> None:
+    """UsageError if images attend in both directions: a rank's tokens attend to earlier tokens only."""
+    if images is not None and not images.is_empty and spec.vision is not None and spec.vision.bidirectional_spans:
+        raise UsageError(
+            f"--context-parallel-size does not support images of a {spec.family} model, whose tokens attend to each "
+            "other in both directions; set it to 1."
+        )
 
 
 def _pad(rows: PackedRows, missing: int) -> PackedText:

@@ -91,7 +91,8 @@ class StepMetadata:
 
     ``slots_T`` are the KV-cache slots of the new tokens, ``req_slots_B`` the rows of the block table; the first
     ``num_decodes`` sequences have one new token each, ``prefill_tiles`` cover the tokens of the others. ``starts_B``
-    tokens are before those of each of the former; None if their rope positions are these numbers.
+    tokens are before those of each of the former; None if their rope positions are these numbers. Tokens of prefill
+    tiles attend to positions before ``visible_ends_T``; None: up to their own.
     """
 
     slots_T: Tensor
@@ -103,6 +104,7 @@ class StepMetadata:
     prefill_tiles: Tensor | None
     page_size: int
     starts_B: Tensor | None = None
+    visible_ends_T: Tensor | None = None
 
 
 class TritonAttentionBackend:
@@ -201,7 +203,10 @@ class TritonAttentionBackend:
                 out=out_THe[: step.num_decodes],
             )
         if step.prefill_tiles is not None:
-            prefill_attention(q_THd, keys, values, step.block_table_BM, step.prefill_tiles, paged, out=out_THe)
+            tiles, ends_T = step.prefill_tiles, step.visible_ends_T
+            prefill_attention(
+                q_THd, keys, values, step.block_table_BM, tiles, paged, visible_ends_T=ends_T, out=out_THe
+            )
         return out_THe
 
     def _attend_mla(self, q_THd: Tensor, cache: LayerKVCache, params: AttentionParams, value_dim: int) -> Tensor:

@@ -110,16 +110,24 @@ class _BlockFactory:
 class AttentionMetadata:
     """One step: KV-cache slots of its new tokens, and its blocks, built when the first layer needs them.
 
-    ``longest`` is the length of the longest sequence, new tokens included.
+    ``longest`` is the length of the longest sequence, new tokens included. New tokens attend to positions before
+    ``visible_ends_T``, by default up to their own; those of decode rows must.
     """
 
     def __init__(
-        self, starts_B: Ints, counts_B: Ints, block_table_BM: Ints, slots_T: Ints, factory: _BlockFactory
+        self,
+        starts_B: Ints,
+        counts_B: Ints,
+        block_table_BM: Ints,
+        slots_T: Ints,
+        factory: _BlockFactory,
+        visible_ends_T: Ints | None = None,
     ) -> None:
         self._starts_B = starts_B
         self._counts_B = counts_B
         self._block_table_BM = block_table_BM
         self._factory = factory
+        self._visible_ends_T = visible_ends_T
         self._num_decodes = int((counts_B == 1).sum())
         self._blocks: dict[_VisibleRange, AttentionBlocks] = {}
         self.slots_T = factory.to_device(slots_T)
@@ -166,19 +174,33 @@ class AttentionMetadata:
         needed = -(-(starts + counts) // size) - visible_range.lowest(starts) // size
         return tuple(
             _build_prefill_block(
-                starts[lo:hi], counts[lo:hi], int(firsts[lo]), pages[lo:hi], visible_range, self._factory
+                starts[lo:hi],
+                counts[lo:hi],
+                int(firsts[lo]),
+                pages[lo:hi],
+                visible_range,
+                self._factory,
+                self._visible_ends_T,
             )
             for lo, hi in _split_blocks(counts, needed)
         )
 
 
 def build_attention_metadata(
-    starts_B: Ints, counts_B: Ints, block_table_BM: Ints, page_size: int, *, device: torch.device, dtype: torch.dtype
+    starts_B: Ints,
+    counts_B: Ints,
+    block_table_BM: Ints,
+    page_size: int,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    visible_ends_T: Ints | None = None,
 ) -> tuple[Ints, AttentionMetadata]:
     """Positions of the new tokens, and the attention metadata of a step.
 
     Sequence b has ``starts_B[b]`` cached tokens and ``counts_B[b]`` new ones. Sequences with one new token come first,
-    those that share pages next to each other; the others by similar length.
+    those that share pages next to each other; the others by similar length. Each new token attends to positions before
+    ``visible_ends_T``, all of them in the cache or new; None: up to its own.
     """
     ends_B = np.cumsum(counts_B)
     firsts_B = ends_B - counts_B
@@ -186,7 +208,7 @@ def build_attention_metadata(
     positions_T = np.arange(int(ends_B[-1])) - (firsts_B - starts_B)[owner_T]
     slots_T = block_table_BM[owner_T, positions_T // page_size] * page_size + positions_T % page_size
     return positions_T, AttentionMetadata(
-        starts_B, counts_B, block_table_BM, slots_T, _BlockFactory(page_size, device, dtype)
+        starts_B, counts_B, block_table_BM, slots_T, _BlockFactory(page_size, device, dtype), visible_ends_T
     )
 
 
@@ -307,9 +329,15 @@ def _build_prefix_block(
 
 
 def _build_prefill_block(
-    starts: Ints, counts: Ints, first: int, pages_NM: Ints, visible_range: _VisibleRange, factory: _BlockFactory
+    starts: Ints,
+    counts: Ints,
+    first: int,
+    pages_NM: Ints,
+    visible_range: _VisibleRange,
+    factory: _BlockFactory,
+    visible_ends_T: Ints | None,
 ) -> AttentionBlock:
-    """One row per sequence: its new tokens attend causally."""
+    """One row per sequence: its new tokens attend causally, or to positions before ``visible_ends_T``."""
     base_N = visible_range.lowest(starts) // factory.page_size
     width, context = int(counts.max()), int((starts + counts - base_N * factory.page_size).max())
     queries = real = lowest = None
@@ -321,14 +349,16 @@ def _build_prefill_block(
         # A padding query repeats the last real one, so that it sees something.
         positions_NQ = starts[:, None] + np.minimum(np.arange(width), counts[:, None] - 1)
         lowest = factory.to_device(visible_range.lowest(positions_NQ) - offset_N1)[:, None]
-    visible_NQ = factory.to_device(starts[:, None] - offset_N1 + np.arange(1, width + 1))
+    visible_NQ = starts[:, None] - offset_N1 + np.arange(1, width + 1)
+    if visible_ends_T is not None:
+        visible_NQ = visible_ends_T[first + _pad_rows(counts)[0]] - offset_N1
     return AttentionBlock(
         rows=len(starts),
         width=width,
         first=first,
         context=context,
         pages=factory.to_device(_select_pages(base_N, -(-context // factory.page_size), pages_NM).ravel()),
-        mask=factory.mask(visible_NQ[:, None], context, lowest),
+        mask=factory.mask(factory.to_device(visible_NQ)[:, None], context, lowest),
         queries=queries,
         real=real,
     )

@@ -50,14 +50,16 @@ def prefill_attention(
     tiles: Tensor,
     params: PagedAttentionParams,
     *,
+    visible_ends_T: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attention of every new token over its sequence, [T, H, e]; rows of ``out`` in no tile are left unchanged.
 
     ``tiles`` are those of ``build_prefill_tiles``, on the device; keys and values of new tokens are in their pages.
+    Token t attends to positions before ``visible_ends_T[t]`` (int32), by default up to its own.
     """
     config = build_kernel_config(q_THd, k_SGd, v_SGe, params)
-    return launch_prefill((q_THd, k_SGd, v_SGe, block_table_SP, tiles), params, config, out)
+    return launch_prefill((q_THd, k_SGd, v_SGe, block_table_SP, tiles), params, config, out, visible_ends_T)
 
 
 def launch_prefill(
@@ -65,6 +67,7 @@ def launch_prefill(
     params: PagedAttentionParams,
     config: KernelConfig,
     out: Tensor | None,
+    visible_ends_T: Tensor | None = None,
 ) -> Tensor:
     """Launch one program per head and tile; ``tensors`` as in ``prefill_attention``."""
     # Imported on first use, when Triton compiles it.
@@ -75,11 +78,13 @@ def launch_prefill(
     if out is None:
         out = torch.empty((rows, heads, config.e), device=q_THd.device, dtype=q_THd.dtype)
     assert out.is_contiguous(), "out must be contiguous"
+    config = config._replace(has_visible_ends=visible_ends_T is not None)
     queries, tuning = select_prefill_tile(config, q_THd.dtype)
     if len(tiles):
         # Heads are the fastest grid axis: those of one key-value head share its keys in the L2 cache.
         paged_prefill_kernel[(heads, len(tiles), TILE // queries)](
             *tensors,
+            tiles if visible_ends_T is None else visible_ends_T,
             *scale_tensors(params, q_THd),
             out,
             q_THd if params.sinks_H is None else params.sinks_H,
@@ -102,6 +107,7 @@ def prefill_reference(
     tiles: Tensor,
     params: PagedAttentionParams,
     *,
+    visible_ends_T: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """``prefill_attention`` in torch, tile by tile, with sums in float32."""
@@ -110,5 +116,8 @@ def prefill_reference(
     for req_slot, row, count, position in tiles.tolist():
         position_T = torch.arange(position, position + count, device=q_THd.device)
         q_tHd, pages_P = q_THd[row : row + count], block_table_SP[req_slot]
-        out[row : row + count] = paged_attention_reference(q_tHd, k_SGd, v_SGe, pages_P, position_T, params)
+        ends_T = None if visible_ends_T is None else visible_ends_T[row : row + count]
+        out[row : row + count] = paged_attention_reference(
+            q_tHd, k_SGd, v_SGe, pages_P, position_T, params, visible_ends_T=ends_T
+        )
     return out

@@ -11,6 +11,7 @@ from __future__ import annotations
 from miles.kernels.attention.tiles_triton import (
     attend_range,
     exp2_factor,
+    extend_visible,
     first_visible,
     init_state,
     join_channels,
@@ -29,6 +30,7 @@ def paged_prefill_kernel(
     v_SGe: tl.tensor,
     block_table_SP: tl.tensor,
     tiles_I4: tl.tensor,
+    visible_ends_T: tl.tensor,
     k_scales: tl.tensor,
     v_scales: tl.tensor,
     out_THe: tl.tensor,
@@ -57,14 +59,14 @@ def paged_prefill_kernel(
         k, v = k_SGd + group * (CFG.d + CFG.x), v_SGe + group * CFG.e
         pages = block_table_SP + tl.load(tiles_I4 + tl.program_id(1) * 4).to(tl.int64) * block_table_stride
         low_M = first_visible(high_M, CFG)
-        # Token tiles in three ranges: partly outside the window, visible to all queries, and the diagonal.
         begin = first_visible(first, CFG) // CFG.N * CFG.N
         full_begin = (first_visible(end - 1, CFG) + CFG.N - 1) // CFG.N * CFG.N
+        high_M, end = extend_visible(high_M, end, visible_ends_T, row_M, real_M, CFG)
+        # Token tiles in three ranges: partly outside the window, visible to all queries, and the diagonal.
         diagonal = tl.maximum((first + 1) // CFG.N * CFG.N, begin)
         full_begin = tl.minimum(full_begin, diagonal)
         state = init_state(CFG)
-        head_k_scales, head_v_scales = k_scales + group * CFG.page_size, v_scales + group * CFG.page_size
-        kv_inputs = (k, v, head_k_scales, head_v_scales, pages)
+        kv_inputs = (k, v, k_scales + group * CFG.page_size, v_scales + group * CFG.page_size, pages)
         mask_inputs = (low_M, high_M, scale, softcap)
         if CFG.is_windowed:
             token_range = (begin, full_begin)

@@ -15,11 +15,19 @@ from miles.precision.kv_cache import dequantize_kv
 
 
 def paged_attention_reference(
-    q_THd: Tensor, k_SGd: Tensor, v_SGe: Tensor, pages_P: Tensor, position_T: Tensor, params: PagedAttentionParams
+    q_THd: Tensor,
+    k_SGd: Tensor,
+    v_SGe: Tensor,
+    pages_P: Tensor,
+    position_T: Tensor,
+    params: PagedAttentionParams,
+    *,
+    visible_ends_T: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of one sequence's queries at these positions over its pages."""
+    """Attention of one sequence's queries at these positions over its pages: causal, or before ``visible_ends_T``."""
     wide, page_size = torch.promote_types(q_THd.dtype, torch.float32), params.page_size
-    token_C = torch.arange(int(position_T.max()) + 1, device=q_THd.device)
+    ends_T = position_T + 1 if visible_ends_T is None else visible_ends_T
+    token_C = torch.arange(int(ends_T.max()), device=q_THd.device)
     slot_C = pages_P[token_C // page_size].long() * page_size + token_C % page_size
     queries_per_kv = q_THd.shape[1] // k_SGd.shape[1]
     k_CGd, v_CGe = k_SGd[slot_C], v_SGe[slot_C]
@@ -32,7 +40,7 @@ def paged_attention_reference(
     if params.softcap is not None:
         score_HTC = params.softcap * torch.tanh(score_HTC / params.softcap)
     position_T1 = position_T[:, None]
-    visible_TC = token_C <= position_T1
+    visible_TC = token_C < ends_T[:, None]
     if params.window is not None:
         visible_TC = visible_TC & (token_C > position_T1 - params.window)
     if params.chunk is not None:

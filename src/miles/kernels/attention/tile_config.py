@@ -110,7 +110,7 @@ class KernelConfig(NamedTuple):
     ``latent`` (MLA): values are the first channels of the keys. ``fp8``: keys and values are E4M3 bytes with scales,
     which the GPU converts itself if ``native_fp8``. ``fp16_dots``: they are multiplied as float16, and their scales
     applied to scores and weights; batch-invariant kernels do not use it. ``paired``: two channels are loaded as one.
-    ``scale_copies``: how often each scale is loaded.
+    ``scale_copies``: how often each scale is loaded. ``has_visible_ends``: tokens may attend beyond their own position.
     """
 
     G: int
@@ -137,6 +137,7 @@ class KernelConfig(NamedTuple):
     fp16_dots: bool = False
     paired: bool = False
     scale_copies: int = 1
+    has_visible_ends: bool = False
 
     @property
     def heads(self) -> int:

@@ -44,6 +44,22 @@ def first_visible(position: tl.tensor, CFG: tl.constexpr) -> Any:
 
 
 @jit
+def extend_visible(
+    high_M: tl.tensor,
+    end: tl.tensor,
+    visible_ends_T: tl.tensor,
+    row_M: tl.tensor,
+    real_M: tl.tensor,
+    CFG: tl.constexpr,
+) -> Any:
+    """The last token that each query attends to, and one past all of these, where queries see beyond themselves."""
+    if CFG.has_visible_ends:
+        high_M = tl.maximum(high_M, tl.load(visible_ends_T + row_M, mask=real_M, other=0) - 1)
+        end = tl.maximum(end, tl.max(high_M, 0) + 1)
+    return high_M, end
+
+
+@jit
 def find_slots(pages: tl.tensor, token_N: tl.tensor, end: tl.tensor, CFG: tl.constexpr) -> Any:
     """KV-cache slots of a sequence's tokens; arbitrary ones from ``end`` on."""
     page_N = tl.load(pages + token_N // CFG.page_size, mask=token_N < end, other=0)

@@ -56,7 +56,7 @@ class Segment:
         return sum(n for _, n in self.runs)
 
 
-def _slice_runs(runs: KeyRuns, lo: int, hi: int) -> KeyRuns:
+def slice_runs(runs: KeyRuns, lo: int, hi: int) -> KeyRuns:
     """Keys ``lo`` to ``hi`` of the concatenated runs."""
     out: list[tuple[int, int]] = []
     start = 0
@@ -74,17 +74,17 @@ def _split_by_chunk(segment: Segment, chunk: int) -> Iterator[Segment]:
     while start < keys:
         first = start // chunk * chunk
         end = min(keys, first + chunk)
-        yield Segment(end - start, _slice_runs(segment.runs, first, end))
+        yield Segment(end - start, slice_runs(segment.runs, first, end))
         start = end
 
 
-def _trim_to_window(segment: Segment, window: int) -> Segment:
+def trim_to_window(segment: Segment, window: int) -> Segment:
     """The segment without keys outside the window of every query."""
     hidden = max(0, segment.keys - segment.length - window + 1)
-    return Segment(segment.length, _slice_runs(segment.runs, hidden, segment.keys)) if hidden else segment
+    return Segment(segment.length, slice_runs(segment.runs, hidden, segment.keys)) if hidden else segment
 
 
-def _list_keys(segments: Sequence[Segment]) -> NDArray[np.int64]:
+def list_keys(segments: Sequence[Segment]) -> NDArray[np.int64]:
     """Key tokens of all segments, concatenated."""
     runs = [np.arange(first, first + n) for s in segments for first, n in s.runs]
     return np.concatenate(runs) if runs else np.empty(0, np.int64)
@@ -124,7 +124,7 @@ class _SegmentView:
     def get_key_gather(self) -> RowGather:
         """The gather of the keys of all segments, concatenated."""
         if self._key_gather is None:
-            self._key_gather = RowGather(_list_keys(self.segments), self.keys, self.device)
+            self._key_gather = RowGather(list_keys(self.segments), self.keys, self.device)
         return self._key_gather
 
     def get_padded_blocks(self) -> _PaddedBlocks:
@@ -152,7 +152,7 @@ class _SegmentView:
                 for i, segment in zip(block, block_segments, strict=True):
                     start, more = starts[numbers[i]], longest - segment.length
                     queries.append(np.pad(np.arange(start, start + segment.length), (0, more), constant_values=-1))
-                    keys.append(np.pad(_list_keys([segment]), (0, more), constant_values=-1))
+                    keys.append(np.pad(list_keys([segment]), (0, more), constant_values=-1))
         query_P, key_P = np.concatenate(queries), np.concatenate(keys)
         slot_T = np.empty(self.total, np.int64)
         slot_T[query_P[query_P >= 0]] = np.flatnonzero(query_P >= 0)
@@ -215,7 +215,7 @@ class TreeAttentionBackend:
             if params.chunk is not None:
                 segments = [part for s in segments for part in _split_by_chunk(s, params.chunk)]
             if params.window is not None:
-                segments = [_trim_to_window(s, params.window) for s in segments]
+                segments = [trim_to_window(s, params.window) for s in segments]
             existing = next((view for view in self._views.values() if view.segments == segments), None)
             self._views[key] = existing or _SegmentView(segments, self._keys, self._device)
         return self._views[key]

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from miles.kernels.attention.paged_prefill import TILE, build_prefill_tiles
 from miles.kernels.attention.params import AttentionParams, PagedAttentionParams
-from miles.kernels.batch_invariant.attention_metadata import SpanBatch
+from miles.kernels.batch_invariant.attention_metadata import AttentionSpans, SpanBatch
 from miles.kernels.batch_invariant.attention_paged import launch_prefill
 from miles.kernels.batch_invariant.attention_reference import (
     compute_sink_grad,
@@ -31,6 +31,7 @@ from miles.kernels.batch_invariant.attention_tile_config import (
     select_dkv_tile,
     select_dq_tile,
 )
+from miles.kernels.runtime.kv_cache import Ints
 from miles.kernels.runtime.triton_compat import device_guard, use_triton
 
 # Rows of a program that computes the dot products of gradients and outputs.
@@ -99,7 +100,8 @@ def launch_forward(
     tiles = _get_query_tiles(batch, q_THd.device)
     unpaged = PagedAttentionParams(0, params.scale, params.window, params.chunk, params.softcap, sinks_H)
     with device_guard(q_THd):
-        launch_prefill((q_THd, k_SGd, v_SGe, tiles, tiles), unpaged, out_THe, lse_TH)
+        ends_T = _get_visible_ends(batch, q_THd.device)
+        launch_prefill((q_THd, k_SGd, v_SGe, tiles, tiles), unpaged, out_THe, lse_TH, ends_T)
     return out_THe, lse_TH
 
 
@@ -118,8 +120,9 @@ def launch_backward(
     lse_TH = saved[4]
     grad_THe = grad_THe.contiguous()
     unpaged = PagedAttentionParams(0, params.scale, params.window, params.chunk, params.softcap)
-    config = build_invariant_config(q_THd, k_SGd, v_SGe, unpaged)
     device = q_THd.device
+    ends_T = _get_visible_ends(batch, device)
+    config = build_invariant_config(q_THd, k_SGd, v_SGe, unpaged)._replace(has_visible_ends=ends_T is not None)
     heads = q_THd.shape[1]
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=device) for x in (q_THd, k_SGd, v_SGe))
     delta_TH = torch.empty_like(lse_TH)
@@ -131,12 +134,28 @@ def launch_backward(
         dkv_config, tile, parts = select_dkv_tile(config, q_THd.dtype)
         tiles = _get_key_tiles(batch, dkv_config.N, device)
         dkv_kernel[(config.G, len(tiles), parts)](
-            *tensors, tiles, dk, dv, *scalars, dkv_config, parts, num_warps=tile.warps, num_stages=tile.stages
+            *tensors,
+            tiles,
+            tiles if ends_T is None else ends_T,
+            dk,
+            dv,
+            *scalars,
+            dkv_config,
+            parts,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
         )
         dq_config, tile = select_dq_tile(config, q_THd.dtype)
         tiles = _get_query_tiles(batch, device)
         dq_kernel[(heads, len(tiles), TILE // dq_config.M)](
-            *tensors, tiles, dq, *scalars, dq_config, num_warps=tile.warps, num_stages=tile.stages
+            *tensors,
+            tiles,
+            tiles if ends_T is None else ends_T,
+            dq,
+            *scalars,
+            dq_config,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
         )
     return dq, dk, dv, delta_TH
 
@@ -150,10 +169,21 @@ def _get_query_tiles(batch: SpanBatch, device: torch.device) -> Tensor:
     return batch.tiles[device, "queries"]
 
 
-def _get_key_tiles(batch: SpanBatch, size: int, device: torch.device) -> Tensor:
-    """Tiles of all keys, [J, 5]: first key of the span, first query, keys, keys before the first query, first key.
+def _get_visible_ends(batch: SpanBatch, device: torch.device) -> Tensor | None:
+    """One past the last position that each query attends to, on the device; None if that is its own."""
+    ends_T = batch.spans.ends_T
+    if ends_T is None:
+        return None
+    if (device, "ends") not in batch.tiles:
+        batch.tiles[device, "ends"] = torch.from_numpy(ends_T.astype(np.int32)).to(device, non_blocking=True)
+    return batch.tiles[device, "ends"]
 
-    Those seen by the most queries come first, since they take longest.
+
+def _get_key_tiles(batch: SpanBatch, size: int, device: torch.device) -> Tensor:
+    """Tiles of all keys, [J, 6]: first key of the span, first query, keys, keys before the first query, first key.
+
+    The last column is the position of the first query that sees a key of the tile. Those seen by the most queries come
+    first, since they take longest.
     """
     if (device, size) not in batch.tiles:
         spans = batch.spans
@@ -161,9 +191,23 @@ def _get_key_tiles(batch: SpanBatch, size: int, device: torch.device) -> Tensor:
         span_J = np.arange(len(parts_N)).repeat(parts_N)
         first_J = (np.arange(len(span_J)) - (parts_N.cumsum() - parts_N)[span_J]) * size
         past_N = spans.keys_N - spans.count_N
-        columns = (spans.start_N[span_J], spans.first_N[span_J], spans.keys_N[span_J], past_N[span_J], first_J)
-        tiles_J5 = np.stack(columns, 1).astype(np.int32)
-        queries_J = np.minimum(spans.keys_N[span_J] - first_J, spans.count_N[span_J])
-        tiles_J5 = tiles_J5[(-queries_J).argsort(kind="stable")]
-        batch.tiles[device, size] = torch.from_numpy(tiles_J5).to(device, non_blocking=True)
+        low_J = np.maximum(first_J, past_N[span_J])
+        if spans.ends_T is not None:
+            low_J = _find_first_queries(spans, span_J, first_J)
+        keys_J = spans.keys_N[span_J]
+        columns = (spans.start_N[span_J], spans.first_N[span_J], keys_J, past_N[span_J], first_J, low_J)
+        tiles_J6 = np.stack(columns, 1).astype(np.int32)
+        tiles_J6 = tiles_J6[(low_J - keys_J).argsort(kind="stable")]
+        batch.tiles[device, size] = torch.from_numpy(tiles_J6).to(device, non_blocking=True)
     return batch.tiles[device, size]
+
+
+def _find_first_queries(spans: AttentionSpans, span_J: Ints, first_J: Ints) -> Ints:
+    """The position of the first query that sees any key from ``first_J`` on: visible ends never decrease in a span."""
+    assert spans.ends_T is not None
+    ends = np.split(spans.ends_T, spans.first_N[1:])
+    past_N = spans.keys_N - spans.count_N
+    found = [
+        past_N[n] + np.searchsorted(ends[n], first, side="right") for n, first in zip(span_J, first_J, strict=True)
+    ]
+    return np.array(found, np.int64)

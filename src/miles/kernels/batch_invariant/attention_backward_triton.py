@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from miles.kernels.attention.tiles_triton import first_visible
+from miles.kernels.attention.tiles_triton import extend_visible, first_visible
 from miles.kernels.batch_invariant.attention_triton import LOG2E, apply_softcap, load_rows
 from miles.kernels.runtime.triton_compat import jit, tl
 
@@ -96,6 +96,7 @@ def dq_kernel(
     lse_TH: tl.tensor,
     delta_TH: tl.tensor,
     tiles_I4: tl.tensor,
+    visible_ends_T: tl.tensor,
     dq_THd: tl.tensor,
     q_stride: tl.tensor,
     exp2_factor: tl.tensor,
@@ -117,6 +118,7 @@ def dq_kernel(
         end = first + tl.minimum(count, CFG.M)
         high_M = tl.minimum(first + m_M, end - 1)
         low_M = first_visible(high_M, CFG)
+        high_M, end = extend_visible(high_M, end, visible_ends_T, row_M, real_M, CFG)
         index_M = row_M * CFG.heads + head
         q_MD = load_rows(q_THd + head * CFG.d, row_M * q_stride, real_M, 0, 1, CFG.d, CFG.D, True)
         grad_ME = load_rows(grad_THe, index_M, real_M, 0, CFG.e, CFG.e, CFG.E, True)
@@ -151,6 +153,7 @@ def accumulate_dkv(
     start: tl.tensor,
     past: tl.tensor,
     high: tl.tensor,
+    visible_ends: tl.tensor,
     token_N: tl.tensor,
     part: tl.tensor,
     q_stride: tl.tensor,
@@ -178,7 +181,10 @@ def accumulate_dkv(
         score_NM, lse_M[None, :], exp2_factor, softcap_factor, softcap, CFG
     )
     if MASKED:
-        visible_NM = token_N[:, None] <= token_M[None, :]
+        high_M = token_M
+        if CFG.has_visible_ends:
+            high_M = tl.load(visible_ends + row_M, mask=real_M, other=0) - 1
+        visible_NM = token_N[:, None] <= high_M[None, :]
         if CFG.is_windowed:
             visible_NM = visible_NM & (token_N[:, None] >= first_visible(token_M, CFG)[None, :])
         p_NM = tl.where(visible_NM, p_NM, 0.0)
@@ -201,7 +207,8 @@ def dkv_kernel(
     grad_THe: tl.tensor,
     lse_TH: tl.tensor,
     delta_TH: tl.tensor,
-    tiles_J5: tl.tensor,
+    tiles_J6: tl.tensor,
+    visible_ends_T: tl.tensor,
     dk_SGd: tl.tensor,
     dv_SGe: tl.tensor,
     q_stride: tl.tensor,
@@ -212,11 +219,14 @@ def dkv_kernel(
     CFG: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> None:
-    """One key-value head, N keys of a tile: the span's first key and query, its keys, keys before, the tile's first."""
+    """One key-value head, N keys of a tile: the span's first key and query, its keys, keys before, the tile's first.
+
+    The last column is the position of the first query that sees any of them.
+    """
     PD: tl.constexpr = CFG.D // PARTS
     PE: tl.constexpr = CFG.E // PARTS
     group = tl.program_id(0)
-    tile = tiles_J5 + tl.program_id(1) * 5
+    tile = tiles_J6 + tl.program_id(1) * 6
     part = tl.program_id(2)
     key_start, row = tl.load(tile).to(tl.int64), tl.load(tile + 1).to(tl.int64)
     keys, past, first = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
@@ -233,7 +243,7 @@ def dkv_kernel(
         high = tl.minimum(high, last + CFG.window)
     if CFG.chunk > 0:
         high = tl.minimum(high, (last // CFG.chunk + 1) * CFG.chunk)
-    low = tl.maximum(first, past)
+    low = tl.load(tile + 5)
     # From here on queries see all keys of the tile, as far as there is no window.
     full_begin = low + tl.maximum(last - low + CFG.M - 1, 0) // CFG.M * CFG.M
     full_begin = high if CFG.is_windowed else tl.minimum(full_begin, high)
@@ -242,7 +252,7 @@ def dkv_kernel(
         head = group * CFG.r + head_in_group
         q, grad = q_THd + head * CFG.d + row * q_stride, grad_THe + (row * CFG.heads + head) * CFG.e
         lse, delta = lse_TH + row * CFG.heads + head, delta_TH + row * CFG.heads + head
-        mask_inputs = (past, high, token_N, part, q_stride, exp2_factor, softcap_factor, softcap)
+        mask_inputs = (past, high, visible_ends_T + row, token_N, part, q_stride, exp2_factor, softcap_factor, softcap)
         for start in range(low, full_begin, CFG.M):
             kv_inputs = (dk_NP, dv_NP, k_ND, v_NE, q, grad, lse, delta, start)
             dk_NP, dv_NP = accumulate_dkv(*kv_inputs, *mask_inputs, CFG, PARTS, True)

@@ -21,7 +21,8 @@ from miles.kernels.runtime.kv_cache import Ints
 class AttentionSpans:
     """Span n: ``count_N[n]`` queries from row ``first_N[n]`` on, the last of a sequence of ``keys_N[n]`` tokens.
 
-    Its keys are rows ``row_K[start_N[n] :]`` of the keys and values; ``row_K`` None: key k is row k.
+    Its keys are rows ``row_K[start_N[n] :]`` of the keys and values; ``row_K`` None: key k is row k. Query t attends to
+    positions before ``ends_T[t]``; None: up to its own.
     """
 
     first_N: Ints
@@ -29,6 +30,7 @@ class AttentionSpans:
     start_N: Ints
     keys_N: Ints
     row_K: Ints | None = None
+    ends_T: Ints | None = None
 
     @property
     def queries(self) -> int:
@@ -45,21 +47,23 @@ class SpanBatch:
         self.tiles: dict[Any, Tensor] = {}
 
 
-def build_packed_spans(lengths: Sequence[int]) -> AttentionSpans:
+def build_packed_spans(lengths: Sequence[int], ends_T: Ints | None = None) -> AttentionSpans:
     """Packed sequences, all of whose tokens are queries and keys."""
     count_N = np.asarray([n for n in lengths if n], np.int64)
     first_N = count_N.cumsum() - count_N
-    return AttentionSpans(first_N, count_N, first_N, count_N)
+    return AttentionSpans(first_N, count_N, first_N, count_N, ends_T=ends_T)
 
 
-def build_paged_spans(starts_B: Ints, counts_B: Ints, block_table_BM: Ints, page_size: int) -> AttentionSpans:
+def build_paged_spans(
+    starts_B: Ints, counts_B: Ints, block_table_BM: Ints, page_size: int, ends_T: Ints | None = None
+) -> AttentionSpans:
     """Sequence b has ``starts_B[b]`` cached tokens and ``counts_B[b]`` new ones."""
     keys_B = starts_B + counts_B
     start_B = keys_B.cumsum() - keys_B
     owner_K = np.arange(len(keys_B)).repeat(keys_B)
     offset_K = np.arange(int(keys_B.sum())) - start_B[owner_K]
     row_K = block_table_BM[owner_K, offset_K // page_size] * page_size + offset_K % page_size
-    return AttentionSpans(counts_B.cumsum() - counts_B, counts_B, start_B, keys_B, row_K)
+    return AttentionSpans(counts_B.cumsum() - counts_B, counts_B, start_B, keys_B, row_K, ends_T)
 
 
 class QueryTiles(NamedTuple):
@@ -112,8 +116,11 @@ def build_query_tiles(
     offset_Im = index_Im // queries_per_kv
     high_Im = (spans.keys_N - spans.count_N)[span_I][:, None] + offset_Im
     low_Im = first_visible(high_Im, params)
+    token_Im = spans.first_N[span_I][:, None] + offset_Im
+    if spans.ends_T is not None:
+        high_Im = spans.ends_T[token_Im] - 1
     tiles = QueryTiles(
-        token_Im=spans.first_N[span_I][:, None] + offset_Im,
+        token_Im=token_Im,
         head_Im=group_I[:, None] * queries_per_kv + index_Im % queries_per_kv,
         real_Im=real_Im,
         low_Im=low_Im,

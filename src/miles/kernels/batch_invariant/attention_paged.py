@@ -94,16 +94,18 @@ def prefill_attention(
     tiles: Tensor,
     params: PagedAttentionParams,
     *,
+    visible_ends_T: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attention of every new token over its sequence, [T, H, e]; rows of ``out`` in no tile are left unchanged.
 
     ``tiles`` are those of ``build_prefill_tiles``, on the device; keys and values of new tokens are in their pages.
+    Token t attends to positions before ``visible_ends_T[t]`` (int32), by default up to its own.
     """
     if out is None:
         out = torch.empty((*q_THd.shape[:2], v_SGe.shape[2]), device=q_THd.device, dtype=q_THd.dtype)
     assert out.is_contiguous(), "out must be contiguous"
-    launch_prefill((q_THd, k_SGd, v_SGe, block_table_SP, tiles), params, out, None)
+    launch_prefill((q_THd, k_SGd, v_SGe, block_table_SP, tiles), params, out, None, visible_ends_T)
     return out
 
 
@@ -112,17 +114,19 @@ def launch_prefill(
     params: PagedAttentionParams,
     out_THe: Tensor,
     lse_TH: Tensor | None,
+    visible_ends_T: Tensor | None = None,
 ) -> None:
     """Launch one program per head, tile and part of the value channels; ``tensors`` as in ``prefill_attention``."""
     from miles.kernels.batch_invariant.attention_prefill import prefill_kernel
 
     q_THd, k_SGd, v_SGe, block_table_SP, tiles = tensors
-    config = build_invariant_config(q_THd, k_SGd, v_SGe, params)
+    config = build_invariant_config(q_THd, k_SGd, v_SGe, params)._replace(has_visible_ends=visible_ends_T is not None)
     tiled, tile, parts = select_prefill_tile(config, q_THd.dtype)
     if len(tiles):
         # Heads are the fastest grid axis: those of one key-value head share its keys in the L2 cache.
         prefill_kernel[(q_THd.shape[1], len(tiles), TILE // tile.queries * parts)](
             *tensors,
+            tiles if visible_ends_T is None else visible_ends_T,
             *scale_tensors(params, q_THd),
             out_THe,
             out_THe if lse_TH is None else lse_TH,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from miles.kernels.attention.tiles_triton import dequantize, first_visible
+from miles.kernels.attention.tiles_triton import dequantize, extend_visible, first_visible
 from miles.kernels.batch_invariant.attention_triton import (
     CHUNK,
     add_sink,
@@ -121,6 +121,7 @@ def prefill_kernel(
     v_SGe: tl.tensor,
     block_table_SP: tl.tensor,
     tiles_I4: tl.tensor,
+    visible_ends_T: tl.tensor,
     k_scales: tl.tensor,
     v_scales: tl.tensor,
     out_THe: tl.tensor,
@@ -147,6 +148,7 @@ def prefill_kernel(
         end = first + tl.minimum(count, CFG.M)
         high_M = tl.minimum(first + m_M, end - 1)
         low_M = first_visible(high_M, CFG)
+        high_M, end = extend_visible(high_M, end, visible_ends_T, row_M, real_M, CFG)
         q_MD = load_rows(q_THd + head * CFG.d, row_M.to(tl.int64) * q_stride, real_M, 0, 1, CFG.d, CFG.D, True)
         k = k_SGd + head // CFG.r * CFG.d
         v = v_SGe + head // CFG.r * CFG.e

@@ -240,9 +240,11 @@ def reference_attention_backward(
         for lo in range(0, count, step):
             hi, past = min(count, lo + step), keys - count
             position_Q = np.arange(past + lo, past + hi)
-            low_Q = first_visible(position_Q, params)
-            begin, end = int(low_Q.min()), past + hi
-            visible = _to_device(np.stack((low_Q - begin, position_Q - begin)), q_THd)
+            low_Q, high_Q = first_visible(position_Q, params), position_Q
+            if spans.ends_T is not None:
+                high_Q = spans.ends_T[spans.first_N[span_A[0]] + np.arange(lo, hi)] - 1
+            begin, end = int(low_Q.min()), int(high_Q.max()) + 1
+            visible = _to_device(np.stack((low_Q - begin, high_Q - begin)), q_THd)
             rows = _to_device(spans.first_N[span_A][:, None] + np.arange(lo, hi), q_THd)
             keys_AN = _to_device(spans.start_N[span_A][:, None] + np.arange(begin, end), q_THd)
             query_tensors = tuple(x[rows].to(wide) for x in (grad_THe, q_THd, lse_TH, delta_TH))
@@ -255,11 +257,14 @@ def reference_attention_backward(
 
 
 def _group_equal_spans(spans: AttentionSpans, heads: int) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
-    """Spans with equal numbers of queries and keys, as many at once as their scores permit; they share no key."""
+    """Spans with equal numbers of queries and keys, as many at once as their scores permit; they share no key.
+
+    If queries attend beyond their own position, which differs from span to span, each span is alone.
+    """
     sizes_N2, offset_N = np.unique(np.stack((spans.count_N, spans.keys_N), 1), axis=0, return_inverse=True)
     for number, (count, keys) in enumerate(sizes_N2.tolist()):
         equal = np.flatnonzero(offset_N.reshape(-1) == number)
-        max_spans = max(1, _MAX_SCORES // (heads * count * keys))
+        max_spans = max(1, _MAX_SCORES // (heads * count * keys)) if spans.ends_T is None else 1
         for first in range(0, len(equal), max_spans):
             yield count, keys, equal[first : first + max_spans]
 

@@ -17,6 +17,7 @@ from miles.kernels.attention.tree import Segment
 from miles.kernels.attention.varlen import FreshRecurrentState
 from miles.kernels.batch_invariant.attention import span_attention
 from miles.kernels.batch_invariant.attention_metadata import AttentionSpans, SpanBatch, build_packed_spans
+from miles.kernels.runtime.kv_cache import Ints
 
 
 class _SpanBackend:
@@ -44,19 +45,30 @@ class _SpanBackend:
 
 
 class BatchInvariantVarlenBackend(_SpanBackend):
-    """Attention backend over a packed batch of ``lengths``; built once per forward, used by every layer."""
+    """Attention backend over a packed batch of ``lengths``; built once per forward, used by every layer.
 
-    def __init__(self, lengths: Sequence[int], device: torch.device | str) -> None:
-        super().__init__(build_packed_spans([int(n) for n in lengths]), None)
+    Tokens attend to positions before ``visible_ends_T`` of their sequence, by default up to their own.
+    """
+
+    def __init__(self, lengths: Sequence[int], device: torch.device | str, visible_ends_T: Ints | None = None) -> None:
+        super().__init__(build_packed_spans([int(n) for n in lengths], visible_ends_T), None)
 
 
 class BatchInvariantTreeBackend(_SpanBackend):
     """Attention backend over ``segments``, whose queries are concatenated; built once per forward, used by every layer.
 
-    There may be more keys and values than queries: ``keys`` of them.
+    There may be more keys and values than queries: ``keys`` of them. Queries attend to positions before
+    ``visible_ends_T`` of their sequence, by default up to their own.
     """
 
-    def __init__(self, segments: Sequence[Segment], device: torch.device | str, *, keys: int | None = None) -> None:
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        device: torch.device | str,
+        *,
+        keys: int | None = None,
+        visible_ends_T: Ints | None = None,
+    ) -> None:
         segments = [s for s in segments if s.length]
         assert all(s.length <= s.keys for s in segments), "a segment needs at least as many keys as queries"
         count_N = np.array([s.length for s in segments], np.int64)
@@ -64,5 +76,6 @@ class BatchInvariantTreeBackend(_SpanBackend):
         runs = [np.arange(first, first + n) for s in segments for first, n in s.runs]
         row_K = np.concatenate(runs) if runs else np.empty(0, np.int64)
         rows = int(count_N.sum()) if keys is None else keys
-        spans = AttentionSpans(count_N.cumsum() - count_N, count_N, keys_N.cumsum() - keys_N, keys_N)
+        first_N, start_N = count_N.cumsum() - count_N, keys_N.cumsum() - keys_N
+        spans = AttentionSpans(first_N, count_N, start_N, keys_N, ends_T=visible_ends_T)
         super().__init__(spans, RowGather(row_K, rows, device))

@@ -34,17 +34,25 @@ _MANY_HEADS = 8
 class BatchInvariantPagedBackend:
     """Attention backend of one step in torch.
 
-    Sequence b has ``starts_B[b]`` cached tokens and ``counts_B[b]`` new ones, in any order and number. MLA layers
-    store expanded keys and values.
+    Sequence b has ``starts_B[b]`` cached tokens and ``counts_B[b]`` new ones, in any order and number. New tokens
+    attend to positions before ``visible_ends_T``, by default up to their own. MLA layers store expanded keys and
+    values.
     """
 
     latent = False
 
     def __init__(
-        self, cache: PagedKVCache, starts_B: Ints, counts_B: Ints, block_table_BM: Ints, page_size: int
+        self,
+        cache: PagedKVCache,
+        starts_B: Ints,
+        counts_B: Ints,
+        block_table_BM: Ints,
+        page_size: int,
+        *,
+        visible_ends_T: Ints | None = None,
     ) -> None:
         self._cache = cache
-        self._spans = spans = build_paged_spans(starts_B, counts_B, block_table_BM, page_size)
+        self._spans = spans = build_paged_spans(starts_B, counts_B, block_table_BM, page_size, visible_ends_T)
         assert spans.row_K is not None
         index_T = np.arange(spans.queries) - spans.first_N.repeat(counts_B)
         self._rows_K = torch.from_numpy(spans.row_K)
@@ -123,5 +131,8 @@ class BatchInvariantTritonBackend(TritonAttentionBackend):
                 has_prefixes=step.has_prefixes,
             )
         if step.prefill_tiles is not None:
-            prefill_attention(q_THd, keys, values, step.block_table_BM, step.prefill_tiles, paged, out=out_THe)
+            tiles, ends_T = step.prefill_tiles, step.visible_ends_T
+            prefill_attention(
+                q_THd, keys, values, step.block_table_BM, tiles, paged, visible_ends_T=ends_T, out=out_THe
+            )
         return out_THe

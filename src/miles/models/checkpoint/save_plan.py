@@ -244,10 +244,9 @@ def _unused_tensors(spec: DecoderSpec, like: Path | str | None) -> list[tuple[st
         return []
     own = {piece.hf_name for pieces in param_map.build_param_map(spec).values() for piece in pieces}
     own |= set(param_map.stacked_expert_names(spec).values())
-    is_unused = find_family(spec.family).is_unused
-    unused = [
-        (name, stored) for name, stored in stored_tensors(like).items() if name not in own and is_unused(spec, name)
-    ]
+    family = find_family(spec.family)
+    names = {family.published_name(name): stored for name, stored in stored_tensors(like).items()}
+    unused = [(name, stored) for name, stored in names.items() if name not in own and family.is_unused(spec, name)]
     if read_quant_config(read_config(like)) is None:
         return unused
     quantized = {_part_of_model(name) for name, stored in unused if stored.dtype not in FLOATS}

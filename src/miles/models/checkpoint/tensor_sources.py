@@ -26,6 +26,7 @@ from miles.models.checkpoint.tensor_formats import (
     TensorFormat,
     main_tensor,
 )
+from miles.models.families.registry import find_family
 from miles.models.spec import DecoderSpec
 
 __all__ = ["FLOATS", "ParamSource", "PlainTensor", "locate_params", "locate_tensors", "read_quant_config"]
@@ -80,6 +81,8 @@ def locate_tensors(
 
     Anything missing, unknown, mis-shaped or in an undeclared format is a CheckpointError.
     """
+    family = find_family(spec.family)
+    stored = {family.published_name(name): tensor for name, tensor in stored.items()}
     search = _Search(stored, quant, folder)
     found = search.find_all(param_map.build_param_map(spec), param_map.stacked_expert_names(spec))
     search.check_unused(spec)

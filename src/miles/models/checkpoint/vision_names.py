@@ -15,6 +15,7 @@ from miles.models.vision.spec import (
     ConvMergerSpec,
     MergerSpec,
     MlpProjectorSpec,
+    PoolProjectorSpec,
     ProjectorSpec,
     ShuffleProjectorSpec,
     VisionNorm,
@@ -132,6 +133,9 @@ def _map_projector(projector: ProjectorSpec, spec: VisionSpec, width: int, modul
             return params | module.linear("down", {"merger_down": width}, width, bias=projector.bias)
         case ShuffleProjectorSpec():
             return _map_shuffle(projector, merged, width, module)
+        case PoolProjectorSpec():
+            params = module.tensor("norm.weight", "merger_norm", (hidden,))
+            return params | module.tensor("output.weight", "merger_output", (width, hidden), suffix="", transposed=True)
 
 
 def _map_conv_merger(projector: ConvMergerSpec, spec: VisionSpec, width: int, module: ModuleNames) -> ParamMap:

@@ -41,7 +41,8 @@ class ModelFamily:
     ``write`` builds a config from a spec, for families that can be created from scratch; a loaded model is saved with
     its own config. The first of ``architectures`` is written. ``names`` overrides ``HF_NAMES``. ``is_unused`` says
     which tensors a checkpoint may contain that this decoder does not compute. ``mtp`` says how its checkpoints store
-    multi-token-prediction layers, for families whose layers of that kind can be used as a draft.
+    multi-token-prediction layers, for families whose layers of that kind can be used as a draft. ``prefixes`` are
+    prefixes of tensor names that some checkpoints have, and those of published ones, which are written.
     """
 
     model_type: str
@@ -52,3 +53,11 @@ class ModelFamily:
     names: Mapping[str, str] = field(default_factory=dict)
     is_unused: Callable[[DecoderSpec, str], bool] = nothing
     mtp: MtpLayout | None = None
+    prefixes: Mapping[str, str] = field(default_factory=dict)
+
+    def published_name(self, hf_name: str) -> str:
+        """Return the name that published checkpoints have for a tensor."""
+        for prefix, published in self.prefixes.items():
+            if hf_name.startswith(prefix) and not hf_name.startswith(published):
+                return published + hf_name.removeprefix(prefix)
+        return hf_name

@@ -1,4 +1,4 @@
-"""Gemma 2 and Gemma 3 (text): pre and post norms, sliding windows, soft-capping (2) or QK-norm (3)."""
+"""Gemma 2 and the text model of Gemma 3: pre and post norms, sliding windows, soft-capping (2) or QK-norm (3)."""
 
 from __future__ import annotations
 
@@ -30,13 +30,7 @@ _GLOBAL_THETA = 1_000_000.0
 _LOCAL_THETA = 10_000.0
 _SLIDING_WINDOW_PATTERN = 6
 
-_NAMES = {"mlp_norm": "pre_feedforward_layernorm"}
-_WRAPPED_NAMES = {
-    "embedding": "language_model.model.embed_tokens",
-    "layer": "language_model.model.layers.{}",
-    "norm": "language_model.model.norm",
-    "lm_head": "language_model.lm_head",
-}
+NAMES = {"mlp_norm": "pre_feedforward_layernorm"}
 
 
 def _build_spec(
@@ -104,38 +98,19 @@ def _rope_by_layer_type(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def read_wrapped_gemma3(config: Mapping[str, Any]) -> DecoderSpec:
-    """The text model of a config with a vision tower; EOS tokens and tied embeddings are in the outer config."""
-    outer = {key: config[key] for key in ("eos_token_id", "tie_word_embeddings") if key in config}
-    return read_gemma3({**(config.get("text_config") or {}), **outer}, "gemma3")
-
-
-def _is_vision(spec: DecoderSpec, hf_name: str) -> bool:
-    """The vision tower and its projector."""
-    return hf_name.startswith(("vision_tower.", "multi_modal_projector."))
-
-
 FAMILIES = (
     ModelFamily(
         model_type="gemma2",
         architectures=("Gemma2ForCausalLM",),
         models="Gemma 2",
         read=read_gemma2,
-        names=_NAMES,
+        names=NAMES,
     ),
     ModelFamily(
         model_type="gemma3_text",
         architectures=("Gemma3ForCausalLM",),
         models="Gemma 3 270M, 1B",
         read=read_gemma3,
-        names=_NAMES,
-    ),
-    ModelFamily(
-        model_type="gemma3",
-        architectures=("Gemma3ForConditionalGeneration",),
-        models="Gemma 3 4B, 12B, 27B, text",
-        read=read_wrapped_gemma3,
-        names=_NAMES | _WRAPPED_NAMES,
-        is_unused=_is_vision,
+        names=NAMES,
     ),
 )

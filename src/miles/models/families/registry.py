@@ -9,6 +9,7 @@ from miles.core.errors import UsageError
 from miles.models.families import (
     deepseek,
     gemma,
+    gemma3,
     glm,
     glm_vl,
     gpt_oss,
@@ -35,6 +36,7 @@ from miles.models.spec import DecoderSpec
 _MODULES = (
     deepseek,
     gemma,
+    gemma3,
     glm,
     glm_vl,
     gpt_oss,

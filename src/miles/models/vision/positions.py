@@ -1,4 +1,4 @@
-"""Rope positions of sequences with images: in time, height and width (multimodal RoPE). No torch.
+"""Rope positions of sequences with images (multimodal RoPE: time, height, width), and bidirectional spans. No torch.
 
 Text counts on, with three equal positions. The features of an image have their row and column in its grid of merged
 patches, from the position that the next text token would have on; text after it continues behind the larger of its
@@ -48,6 +48,30 @@ def compute_rope_positions(spec: DecoderSpec, tokens: Array, images: Sequence[Pl
             f"a token has position {positions.max()} in time, but the model has only {spec.max_positions} positions"
         )
     return positions, position - token
+
+
+def compute_visible_ends(spec: DecoderSpec, tokens: Array, images: Sequence[PlacedImage]) -> Ints | None:
+    """Compute one past the last token that each token of a sequence attends to, [T]; None if attention is causal.
+
+    Causal attention ends with the token itself. In a model with bidirectional spans that of an image's placeholder ends
+    with the run of placeholders it is in. ValueError if there is no token between two images, which such a model would
+    take for one.
+    """
+    vision = spec.vision
+    if vision is None or not vision.bidirectional_spans or not images:
+        return None
+    ends = np.arange(1, len(tokens) + 1)
+    last = -1
+    for number, placed in enumerate(images):
+        at = find_placeholders(tokens, placed, get_placeholder(vision, placed.image))
+        if at[0] == last + 1 and number:
+            raise ValueError(
+                f"image {number} begins right behind the one before it, but a {spec.family} model needs a token between"
+            )
+        last = int(at[-1])
+        for run in np.split(at, np.flatnonzero(np.diff(at) != 1) + 1):
+            ends[run] = run[-1] + 1
+    return ends
 
 
 def get_placeholder(vision: VisionSpec, image: ImageInput) -> int:

@@ -18,6 +18,7 @@ from miles.models.vision.spec import (
     ConvMergerSpec,
     MergerSpec,
     MlpProjectorSpec,
+    PoolProjectorSpec,
     ProjectorSpec,
     ShuffleProjectorSpec,
     VisionActivation,
@@ -36,6 +37,8 @@ def build_projector(spec: ProjectorSpec, hidden: int, merge_size: int, width: in
             return MlpProjector(spec, hidden, merge_size, width, **factory)
         case ShuffleProjectorSpec():
             return ShuffleProjector(spec, hidden, merge_size, width, **factory)
+        case PoolProjectorSpec():
+            return PoolProjector(spec, hidden, width, **factory)
 
 
 class PatchMerger(nn.Module):
@@ -130,3 +133,15 @@ class ShuffleProjector(nn.Module):
         if self.down is not None:
             x = activate(self.down(x), "gelu")
         return self.output(x)
+
+
+class PoolProjector(nn.Module):
+    """``PoolProjectorSpec``."""
+
+    def __init__(self, spec: PoolProjectorSpec, hidden: int, width: int, **factory: Any) -> None:
+        super().__init__()
+        self.norm = RMSNorm(hidden, spec.norm_eps, offset=spec.norm_offset, **factory)
+        self.output = Linear(hidden, width, bias=False, **factory)
+
+    def forward(self, x_FSD: Tensor) -> Tensor:
+        return self.output(self.norm(x_FSD.mean(1)))

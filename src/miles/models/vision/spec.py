@@ -72,7 +72,15 @@ class ShuffleProjectorSpec:
     by_column: bool = False
 
 
-ProjectorSpec = MergerSpec | ConvMergerSpec | MlpProjectorSpec | ShuffleProjectorSpec
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolProjectorSpec:
+    """Average pooling over the patches of a square, RMSNorm (of weights plus ``norm_offset``) and a linear layer."""
+
+    norm_eps: float = 1e-6
+    norm_offset: float = 1.0
+
+
+ProjectorSpec = MergerSpec | ConvMergerSpec | MlpProjectorSpec | ShuffleProjectorSpec | PoolProjectorSpec
 
 
 # -- the tower -------------------------------------------------------------------------------
@@ -187,7 +195,8 @@ class VisionSpec:
     model takes no videos). ``positions`` ``mrope`` gives the tokens of an image positions in time, height and width
     (``vision.positions``), ``sequential`` counts them as text. ``merge_size`` patches in height and width become one
     feature. ``tokens_per_second`` is the distance in time between frames of a video that are a second apart (None:
-    frames are at distance one).
+    frames are at distance one). With ``bidirectional_spans`` every run of an image's placeholders attends to itself in
+    both directions, and to earlier tokens; sliding windows still hide tokens before them.
     """
 
     image_token_id: int
@@ -196,3 +205,4 @@ class VisionSpec:
     positions: PositionKind = "sequential"
     merge_size: int = 1
     tokens_per_second: int | None = None
+    bidirectional_spans: bool = False

@@ -391,11 +391,27 @@ def test_decoding_behind_images_replays_graphs_with_their_rope_positions(recordi
     assert {key.batch_size for key in recording} >= {1, 4}
 
 
-def one_layer(decoder):
-    """A decoder with its first layer and two features in depth fewer."""
+@pytest.mark.parametrize("parity", ["fast", "exact"])
+def test_images_that_attend_in_both_directions_are_prefilled_by_the_kernels(recording, parity):
+    decoder = one_layer(pair("gemma3")[1], 2)
+    a, b, _ = images("gemma3")
+    asked = [ask(place([2, a, 1, b, 2], 1), 0, new=3), ask(place([2, a, 3], 1), 1, new=2)]
+    asked[1][0].tokens[11:] = (asked[1][0].tokens[11:] + 7) % 50
+    numerics = numerics_from_parity(parity)
+    engine = build_engine(decoder, numerics=numerics, depth=1, page_size=4, max_running=2, prefill_chunk=6)
+    for some in (asked[:1], asked[1:]):
+        for (prompt, _), answer in zip(some, generate(engine, some), strict=True):
+            expected = our_logprobs(decoder, prompt, response_of(answer))
+            np.testing.assert_allclose(logprobs_of(answer), expected, atol=1e-4)
+    # The second page ends within the image.
+    assert answer.cached_tokens == 8
+
+
+def one_layer(decoder, layers: int = 1):
+    """A decoder with its first layers and two features in depth fewer."""
     spec = decoder.spec
     tower = replace(spec.vision.tower, deepstack_layers=spec.vision.tower.deepstack_layers[:1])
-    spec = replace(spec, layers=spec.layers[:1], vision=replace(spec.vision, tower=tower))
+    spec = replace(spec, layers=spec.layers[:layers], vision=replace(spec.vision, tower=tower))
     short = type(decoder)(spec, device="meta", dtype=torch.float32)
     weights = dict(decoder.named_parameters())
     short.load_state_dict({name: weights[name] for name, _ in short.named_parameters()}, strict=False, assign=True)

@@ -108,7 +108,8 @@ class ForwardBatch:
 
     The features of ``vision`` replace the embeddings of some tokens. Rope positions are positions in the sequence,
     plus ``rope_offsets_B`` if there are any; ``rope_positions_3T`` (time, height, width) in place of these if some
-    sequence has not computed all its images yet, and the model has M-RoPE.
+    sequence has not computed all its images yet, and the model has M-RoPE. ``visible_ends_T`` is one past the last
+    position that each new token attends to; None if all attend up to themselves.
 
     A drafted token is verified by a sequence of its own: it has the pages of its request, and starts one token later
     than the sequence before it. Keys are written before attention reads them, so it sees the drafts before it.
@@ -136,6 +137,7 @@ class ForwardBatch:
     vision: VisionBatch | None = None
     rope_offsets_B: Ints | None = None
     rope_positions_3T: Ints | None = None
+    visible_ends_T: Ints | None = None
     decode_only: bool = False
 
 
@@ -483,15 +485,16 @@ def gather_tokens(rows: BatchRows, chunks: Sequence[PrefillChunk], slots: ReqSlo
 
 
 class ImageRows(NamedTuple):
-    """What images add to a step: ``vision``, ``rope_offsets_B`` and ``rope_positions_3T`` of its ``ForwardBatch``."""
+    """What images add to a step: the fields of its ``ForwardBatch`` with these names."""
 
     vision: VisionBatch | None = None
     rope_offsets_B: Ints | None = None
     rope_positions_3T: Ints | None = None
+    visible_ends_T: Ints | None = None
 
 
 def gather_image_rows(rows: BatchRows, slots: ReqSlots) -> ImageRows:
-    """Return the features and rope positions of a step's rows."""
+    """Return the features, rope positions and visible tokens of a step's rows."""
     if not slots.num_with_images:
         return ImageRows()
     offsets_B = slots.rope_offset_S[rows.req_slots_B]
@@ -501,13 +504,19 @@ def gather_image_rows(rows: BatchRows, slots: ReqSlots) -> ImageRows:
         for b in (slots.image_end_S[rows.req_slots_B] > rows.starts_B).nonzero()[0].tolist()
         if (images := rows.reqs[b].images) is not None
     ]
+    ends_T = None
+    if any(images.visible_ends_T is not None for images, *_ in touched):
+        ends_T = compute_positions(rows) + 1
+        for images, start, end, row in touched:
+            ends_T[row : row + end - start] = images.slice_visible_ends(start, end)
     with_mrope = [each for each in touched if each[0].rope_positions_3T is not None]
     if not with_mrope:
-        return ImageRows(build_vision_batch(touched), offsets_B if offsets_B.any() else None)
+        offsets_B = offsets_B if offsets_B.any() else None
+        return ImageRows(build_vision_batch(touched), offsets_B, visible_ends_T=ends_T)
     positions_3T = np.tile(compute_positions(rows) + np.repeat(offsets_B, rows.counts_B), (3, 1))
     for images, start, end, row in with_mrope:
         positions_3T[:, row : row + end - start] = images.slice_rope_positions(start, end)
-    return ImageRows(build_vision_batch(touched), rope_positions_3T=positions_3T)
+    return ImageRows(build_vision_batch(touched), rope_positions_3T=positions_3T, visible_ends_T=ends_T)
 
 
 def build_logit_edits(

@@ -98,6 +98,7 @@ class ModelDrafter:
                 logprob_queries=None,
                 prompt_scoring=None,
                 vision=None,
+                visible_ends_T=None,
                 rope_offsets_B=None,
                 rope_positions_3T=None,
                 # Drafting has copied the pages that this step copies, and written behind what was copied.

@@ -334,8 +334,10 @@ class Scheduler:
         self.running_batch.add_page(req)
 
     def _start_chunk(self, req: Req, count: int) -> PrefillChunk:
-        """Compute ``count`` tokens of a prompt (or of a recompute) in this step."""
+        """Compute ``count`` tokens of a prompt (or of a recompute) in this step, if that cuts no bidirectional span."""
         start = int(self.running_batch.slots.num_computed_S[req.slot])
+        if req.images is not None:
+            count = req.images.limit_chunk(start, start + count) - start
         # Keys are written before attention reads them, so requests of this very step may share these pages.
         self.running_batch.insert_prefix(req, start + count)
         self.counters.prefilled_tokens += count
@@ -471,6 +473,7 @@ class Scheduler:
             vision=images.vision,
             rope_offsets_B=images.rope_offsets_B,
             rope_positions_3T=images.rope_positions_3T,
+            visible_ends_T=images.visible_ends_T,
             decode_only=one_sample_per_row and plain,
         )
 

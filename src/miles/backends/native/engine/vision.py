@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from miles.core.media import ImageInput, Images, PlacedImage, check_placement, find_placeholders, prefix_keys
 from miles.models.spec import DecoderSpec
-from miles.models.vision.positions import compute_rope_positions, get_placeholder
+from miles.models.vision.positions import compute_rope_positions, compute_visible_ends, get_placeholder
 
 Ints = NDArray[np.int64]
 
@@ -26,7 +26,8 @@ class PromptImages:
     ``keys`` are the prefix cache's keys of the prompt. Token ``placeholder_I[i]`` is replaced by feature
     ``feature_I[i]`` of image ``image_I[i]``, in ascending order. ``rope_positions_3T`` are the prompt's positions if
     the model's are those of M-RoPE; tokens from ``end`` on, where the last image ends, have their index plus
-    ``rope_offset`` on all axes.
+    ``rope_offset`` on all axes. ``visible_ends_T`` is one past the last token that each token of the prompt attends to;
+    None if attention is causal.
     """
 
     images: Images
@@ -36,6 +37,7 @@ class PromptImages:
     feature_I: Ints
     rope_positions_3T: Ints | None
     rope_offset: int
+    visible_ends_T: Ints | None = None
 
     @property
     def end(self) -> int:
@@ -49,6 +51,25 @@ class PromptImages:
         first = max(start, self.rope_positions_3T.shape[1])
         rest_3T = np.broadcast_to(np.arange(first, end) + self.rope_offset, (3, max(0, end - first)))
         return np.concatenate((prompt_3T, rest_3T), 1)
+
+    def limit_chunk(self, start: int, end: int) -> int:
+        """Return the end of a prefill chunk that would end with ``end``, but must not end within a bidirectional span.
+
+        It ends before the span, or behind it if the chunk starts there.
+        """
+        if self.visible_ends_T is None or end > len(self.visible_ends_T) or self.visible_ends_T[end - 1] == end:
+            return end
+        span_end = int(self.visible_ends_T[end - 1])
+        span_start = int(np.searchsorted(self.visible_ends_T, span_end))
+        return span_start if span_start > start else span_end
+
+    def slice_visible_ends(self, start: int, end: int) -> Ints:
+        """Return one past the last token that each of tokens ``start`` to ``end`` of prompt and response attends to."""
+        own_T = np.arange(start + 1, end + 1)
+        if self.visible_ends_T is not None:
+            prompt_T = self.visible_ends_T[start:end]
+            own_T[: len(prompt_T)] = prompt_T
+        return own_T
 
     def iter_feature_runs(self, start: int, end: int) -> Iterator[tuple[ImageInput, int, Ints]]:
         """Yield for each image among tokens ``start`` to ``end`` its first feature there, and the placeholders."""
@@ -75,6 +96,7 @@ def place_images(spec: DecoderSpec, prompt_T: Ints, images: Sequence[PlacedImage
         feature_I=np.concatenate([np.arange(len(each)) for each in found]),
         rope_positions_3T=positions_3T,
         rope_offset=offset,
+        visible_ends_T=compute_visible_ends(spec, prompt_T, images),
     )
 
 

@@ -94,6 +94,9 @@ class GpuRunner:
         block_table_BM, rows_B, tiles_I4 = self._send(
             batch.block_table_BM.astype(np.int32), rows.astype(np.int32), tiles
         )
+        ends_T: Tensor | None = None
+        if batch.visible_ends_T is not None:
+            (ends_T,) = self._send(batch.visible_ends_T.astype(np.int32))
         has_prefixes = n > 0 and self._plans.fill(batch.starts_B[:n] + 1, batch.group_B[:n], batch.shared_B[:n])
         step = StepMetadata(
             slots_T=cache_locs_T,
@@ -105,6 +108,7 @@ class GpuRunner:
             prefill_tiles=tiles_I4 if len(tiles) else None,
             page_size=size,
             starts_B=starts_B,
+            visible_ends_T=ends_T,
         )
         backend_class = BatchInvariantTritonBackend if self._numerics.batch_invariant else TritonAttentionBackend
         return backend_class(cache, step)

@@ -417,7 +417,12 @@ class ModelRunner:
             return self._gpu.build_attention(batch, positions_T, self._cache)
         if self.numerics.batch_invariant:
             return BatchInvariantPagedBackend(
-                self._cache, batch.starts_B, batch.counts_B, batch.block_table_BM, self._page_size
+                self._cache,
+                batch.starts_B,
+                batch.counts_B,
+                batch.block_table_BM,
+                self._page_size,
+                visible_ends_T=batch.visible_ends_T,
             )
         _, metadata = build_attention_metadata(
             batch.starts_B,
@@ -426,6 +431,7 @@ class ModelRunner:
             self._page_size,
             device=self.device,
             dtype=self.dtype,
+            visible_ends_T=batch.visible_ends_T,
         )
         states = self._states
         step_states = None if states is None else states.select(batch.req_slots_B, batch.starts_B, batch.counts_B)
