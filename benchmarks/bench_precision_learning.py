@@ -3,10 +3,10 @@
     python benchmarks/bench_precision_learning.py MODEL OUT [--steps 80] [--seeds 0 1 2] [--at-once 6]
     python benchmarks/bench_precision_learning.py demo OUT --steps 200 --at-once 1        # and demo-moe, on a CPU
 
-MODEL is a Hugging Face folder (SmolLM2-135M-Instruct in docs/precision.md), trained on sums and differences; or ``demo``
-or ``demo-moe``, which reverse words as ``miles demo`` does: its warm-up, once for each seed and without quantization,
-and then its GRPO flags. Each run is ``miles train`` in a process of its own; several run at once on one device. A run
-whose folder in OUT is complete is not repeated.
+MODEL is a Hugging Face folder (SmolLM2-135M-Instruct in docs/precision.md), trained on sums and differences; or
+``demo`` or ``demo-moe``, which reverse words as ``miles demo`` does: its warm-up, once for each seed and without
+quantization, and then its GRPO flags. Each run is ``miles train`` in a process of its own; several run at once on one
+device. A run whose folder in OUT is complete is not repeated.
 
 OUT receives ``curves.json`` and ``curves.png``: held-out reward, mean difference of log-probs between engine and
 trainer, and entropy, by step. A last row evaluates the runs without quantization after their weights were converted to
