@@ -140,6 +140,7 @@ def estimate_rank_activations(
         first=get_recompute_layers(config),
         sequence=layout.tensor if layout.sequence else 1,
         lora=lora,
+        experts=layout.expert,
     )
 
 

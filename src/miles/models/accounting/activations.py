@@ -1,6 +1,7 @@
 """Activation memory of a training step: what autograd saves of a micro-batch until backward, from the spec. No torch.
 
-Counted are the saved tensors, module by module, in values per token; temporary kernel memory is about one more layer.
+Counted are the saved tensors, module by module, in values per token; temporary memory of kernels is about one more
+layer, or what quantizing a weight takes where that is more.
 On an accelerator norms, gates and attention are fused kernels and save less (``fused``), and in half precision so is
 what lies between a projection and attention.
 
@@ -15,6 +16,7 @@ from typing import Literal, NamedTuple
 
 from miles.models.accounting.linear_inputs import LayerAdapters, saved_input_bytes
 from miles.models.accounting.params import CHUNK
+from miles.models.accounting.quantize_workspace import quantize_workspace_bytes
 from miles.models.lora.targets import LoraSpec
 from miles.models.quantization import quantizes_layer
 from miles.models.spec import (
@@ -276,13 +278,14 @@ def activation_bytes(
     first: int | None = None,
     sequence: int = 1,
     lora: LoraSpec | None = None,
+    experts: int = 1,
 ) -> int:
     """Compute the peak of a step besides weights, gradients and optimizer, with ``tokens`` in a rank's micro-batch.
 
     Under ``full`` recomputation (also ``checkpointing``) a layer saves only its input, and one layer at a time is
     recomputed; ``selective`` also saves attention and matmul outputs. If only the ``first`` layers are recomputed, the
     others save everything. Sequence parallelism shards the residual stream over ``sequence`` ranks. With ``lora`` only
-    its adapters are trained.
+    its adapters are trained. ``experts`` ranks share the experts of a layer.
     """
     mode: RecomputeMode = "full" if checkpointing else recompute
     settings = _list_settings(spec, lora)
@@ -294,7 +297,8 @@ def activation_bytes(
         saved += recomputed * spec.hidden_size * size / sequence + largest
         selective = settings[:recomputed] if mode == "selective" else []
         saved += sum(_matmul_output_bytes(setting, spec.hidden_size, size, fused) for setting in selective)
-    body = tokens * (saved + largest + 4 * spec.hidden_size * size)
+    workspace = quantize_workspace_bytes(spec, size=size, fused=fused, experts=experts)
+    body = tokens * (saved + 4 * spec.hidden_size * size) + max(tokens * largest, workspace)
     rows = min(tokens, max(1, _LOGITS[fused] // spec.vocab_size))
     head = rows * spec.vocab_size * 4 * _LOGIT_COPIES + 4 * spec.vocab_size * spec.hidden_size
     factors = 0
