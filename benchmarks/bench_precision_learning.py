@@ -162,25 +162,26 @@ def evaluate_converted(task: Task, seed: int) -> dict[str, Any]:
     return {"setting": CONVERTED, "seed": seed, "rc": done.returncode, "heldout": {task.steps: reward}}
 
 
-def plot(found: list[dict[str, Any]], path: Path) -> None:
+def plot(rows: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    """Draw a row of curves for each model."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 3, figsize=(13, 3.6))
-    for index, (key, title) in enumerate(
-        (("heldout", "held-out reward"), ("parity", "parity"), ("entropy", "entropy"))
-    ):
-        for color, setting in enumerate(SETTINGS):
-            for one in (each for each in found if each["setting"] == setting and each.get(key)):
-                points = sorted((int(step), value) for step, value in one[key].items())
-                label = setting if one["seed"] == 0 else None
-                axes[index].plot(*zip(*points, strict=True), color=f"C{color}", alpha=0.8, lw=1, label=label)
-        axes[index].set_title(title)
-        axes[index].set_xlabel("step")
-    axes[1].set_yscale("log")
-    axes[0].legend(fontsize=8)
+    figure, grid = plt.subplots(len(rows), 3, figsize=(13, 3.4 * len(rows)), squeeze=False)
+    keys = (("heldout", "held-out reward"), ("parity", "parity"), ("entropy", "entropy"))
+    for axes, (model, found) in zip(grid, rows.items(), strict=True):
+        for axis, (key, title) in zip(axes, keys, strict=True):
+            for color, setting in enumerate(SETTINGS):
+                for one in (each for each in found if each["setting"] == setting and each.get(key)):
+                    points = sorted((int(step), value) for step, value in one[key].items())
+                    label = setting if one["seed"] == 0 else None
+                    axis.plot(*zip(*points, strict=True), color=f"C{color}", alpha=0.8, lw=1, label=label)
+            axis.set_title(f"{model}: {title}")
+            axis.set_xlabel("step")
+        axes[1].set_yscale("log")
+        axes[0].legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
@@ -194,6 +195,7 @@ def main() -> None:
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
     parser.add_argument("--runs", nargs="+", metavar="SETTING:SEED", help="these runs instead of all")
     parser.add_argument("--at-once", type=int, default=6)
+    parser.add_argument("--also", type=Path, nargs="*", default=[], help="folders of other models, to plot them below")
     args = parser.parse_args()
     task = Task(args.model, args.out.absolute(), args.steps)
     jobs = [(setting, seed) for seed in args.seeds for setting in args.settings]
@@ -216,7 +218,8 @@ def main() -> None:
             f"entropy {entropy[0]:.3f} -> {entropy[-1]:.3f}" if entropy else "",
             flush=True,
         )
-    plot(found, args.out / "curves.png")
+    others = {folder.name: json.loads((folder / "curves.json").read_text()) for folder in args.also}
+    plot({Path(args.model).name: found, **others}, args.out / "curves.png")
 
 
 if __name__ == "__main__":
