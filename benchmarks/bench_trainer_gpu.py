@@ -99,15 +99,26 @@ def operations(case: Case) -> float:
     return 3 * forward - idle
 
 
-def estimate_gib(case: Case) -> float:
+def quantize_spec(spec: Any, precision: str) -> Any:
+    """The spec with --train-precision, and an E4M3 backward if it is FP8; as it is without."""
+    from miles.precision.formats import QuantizationSpec, get_format
+
+    if not precision:
+        return spec
+    quantization = QuantizationSpec(format=get_format(precision), packed=False, backward="e4m3")
+    return replace(spec, quantization=quantization)
+
+
+def estimate_gib(case: Case, precision: str = "") -> float:
     """GiB that `miles plan` would say."""
     from miles.cluster.parallel_dims import ParallelDims
     from miles.launch.plan.layout_memory import estimate_rank_activations, estimate_rank_memory
     from miles.models.accounting.params import parameter_count
     from miles.train.config import TrainConfig
 
-    spec, train = spec_named(case.model, case.layers), TrainConfig(gradient_checkpointing=case.again)
-    held = estimate_rank_memory(spec, ParallelDims(), "bfloat16")
+    spec = quantize_spec(spec_named(case.model, case.layers), precision)
+    train = TrainConfig(gradient_checkpointing=case.again)
+    held = estimate_rank_memory(spec, ParallelDims(), "bfloat16", moments=case.optimizer_state)
     share = 1 - expert_parameters(spec)[0] / parameter_count(spec) if case.frozen else 1.0
     kept = estimate_rank_activations(spec, ParallelDims(), "bfloat16", case.tokens, train, fused=True)
     return (held.weights + share * (held.gradients + held.optimizer) + kept) / GIB
@@ -142,15 +153,11 @@ def trainer(case: Case, parity: Literal["fast", "exact"] = "fast", precision: st
     from miles.cluster.executor import InlineExecutor
     from miles.kernels.numerics import numerics_from_parity
     from miles.models.decoder import Decoder
-    from miles.precision.formats import QuantizationSpec, get_format
     from miles.train.config import TrainConfig
     from miles.train.policy_trainer import PolicyTrainer
 
     numerics = numerics_from_parity(parity)
-    spec = spec_named(case.model, case.layers)
-    if precision:
-        quantization = QuantizationSpec(format=get_format(precision), packed=False, backward="e4m3")
-        spec = replace(spec, quantization=quantization)
+    spec = quantize_spec(spec_named(case.model, case.layers), precision)
     decoder = Decoder(spec, device="cuda", dtype=torch.bfloat16, numerics=numerics)
     with torch.no_grad():
         for parameter in decoder.parameters():
@@ -278,7 +285,7 @@ def measure_step(case: Case, side: str) -> dict[str, Any]:
         peak = torch.cuda.max_memory_allocated() / GIB
         done = {"s": spent, "tok_s": BATCHES * tried.tokens / spent, "peak_gib": peak}
         done["mfu"] = operations(tried) / spent / top
-        said = estimate_gib(tried) if side != "transformers" else None
+        said = estimate_gib(tried, side.partition(":")[2]) if side != "transformers" else None
         return done | {"again": tried.again, "said_gib": said, "matmul_tflops": top / 1e12}
     return {"does not fit": True}
 

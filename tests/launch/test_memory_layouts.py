@@ -6,10 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from tests.launch.memory_ranks import held
 from tests.launch.small_config import furnish
 from tests.pool import ranks
+from tests.train.small_trainer import DENSE as DENSE_CONFIG
+from tests.train.small_trainer import MOE as MOE_CONFIG
+from tests.train.small_trainer import ragged, step, worker
 
+from miles.backends.fsdp.local_model import LocalModel
 from miles.cluster.parallel_dims import ParallelDims
 from miles.launch.plan.layout_memory import estimate_rank_activations, estimate_rank_frozen_bytes, estimate_rank_memory
 from miles.launch.plan.memory import estimate_memory
@@ -17,9 +22,11 @@ from miles.launch.read_config import read
 from miles.models.accounting import params
 from miles.models.accounting.known_models import load_known_models
 from miles.models.accounting.params import gradient_bytes, optimizer_bytes, parameter_count, weight_bytes
+from miles.models.checkpoint import hf
 from miles.models.checkpoint.safetensors_io import read_config
 from miles.models.families import spec_from_config
 from miles.models.spec import AttentionSpec, DecoderSpec, MlpSpec, MoeSpec
+from miles.precision.formats import FORMATS, QuantizationSpec
 from miles.train.config import TrainConfig
 from miles.train.optim import quantized_state
 
@@ -72,6 +79,41 @@ def test_ranks_hold_what_the_plan_says():
 def test_codes_are_counted_as_they_are_made():
     assert params._QUANTIZED_BLOCK == quantized_state.BLOCK
     assert params._QUANTIZED_SMALLEST == quantized_state.MIN_QUANTIZED_NUMEL
+
+
+@pytest.mark.parametrize("config", [DENSE_CONFIG, MOE_CONFIG], ids=["dense", "moe"])
+@pytest.mark.parametrize(("dtype", "moments"), [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "int8")])
+@pytest.mark.parametrize("name", ["fp8", "int4_g32"])
+def test_a_trainer_in_low_precision_holds_what_the_plan_says(config, dtype, moments, name):
+    config = config | {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32}
+    quantization = QuantizationSpec(format=FORMATS[name], packed=False)
+    spec = replace(spec_from_config(config), quantization=quantization)
+    decoder = hf.init_random(spec, seed=0, device="cpu", dtype=getattr(torch, dtype))
+    trainer = worker(LocalModel(decoder, config=config), train={"optimizer_state_dtype": moments})
+    step(trainer, ragged())
+    plan = estimate_rank_memory(spec, ParallelDims(), dtype, moments=moments)
+    assert sum(parameter.nbytes for parameter in decoder.parameters()) == plan.weights
+    assert trainer._optimizer.bytes == plan.optimizer
+
+
+# Peaks of a trainer on an H200 in GiB (docs/performance.md): model, layers recomputed, optimizer state, format.
+MEASURED = {
+    ("Qwen3-4B", False, "float32", None): 101.3,
+    ("Qwen3-4B", False, "float32", "fp8"): 99.0,
+    ("Qwen3-8B", True, "int8", "fp8"): 98.6,
+}
+
+
+@pytest.mark.parametrize(("case", "gib"), MEASURED.items(), ids=str)
+def test_the_plan_is_within_three_percent_of_a_measured_peak(case, gib):
+    model, recomputed, moments, name = case
+    spec = spec_from_config(load_known_models()[model])
+    if name is not None:
+        spec = replace(spec, quantization=QuantizationSpec(format=FORMATS[name], packed=False, backward="e4m3"))
+    train = TrainConfig(gradient_checkpointing=recomputed)
+    plan = estimate_rank_memory(spec, ParallelDims(), "bfloat16", moments=moments)
+    activations = estimate_rank_activations(spec, ParallelDims(), "bfloat16", 8192, train, fused=True)
+    assert (plan.total + activations) / 2**30 == pytest.approx(gib, rel=0.03)
 
 
 def test_one_rank_alone_holds_what_it_always_did():

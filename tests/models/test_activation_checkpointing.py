@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from tests.models.oracle import hf_model, our_logits, tokens_of, twin
@@ -6,8 +8,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from miles.kernels.attention.varlen import VarlenAttentionBackend
-from miles.models.activation_checkpointing import select_checkpoint_fn, set_recompute
+from miles.models.accounting.activations import activation_bytes
+from miles.models.activation_checkpointing import _is_expensive, select_checkpoint_fn, set_recompute
 from miles.models.decoder import Decoder
+from miles.precision.formats import FORMATS, QuantizationSpec
 
 LENGTHS = (40, 7, 23)
 KINDS = ["llama 3.1", "qwen3", "gemma3", "gpt-oss", "qwen3 moe normalised", "deepseek v3"]
@@ -137,3 +141,30 @@ def test_on_an_accelerator_less_is_kept_and_gradients_stay(kind):
     for name, gradient in found[0].items():
         for other in found[1:]:
             assert (other[name] - gradient).abs().max() <= 0.02 * gradient.abs().max(), name
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_quantization_changes_what_recomputed_layers_keep_as_the_plan_counts(name, dtype):
+    wide = twin(hf_model("qwen3", hidden_size=128, num_hidden_layers=6))
+
+    def measure(quantization):
+        """Bytes of matmul and attention outputs that are kept, and those that are counted."""
+        spec = replace(wide.spec, quantization=quantization)
+        decoder = Decoder(spec, device="cpu", dtype=dtype)
+        decoder.load_state_dict(wide.state_dict())
+        full, selective = (trained(decoder, how)[1] for how in ("full", "selective"))
+        counted = [
+            activation_bytes(spec, sum(LENGTHS), size=dtype.itemsize, fused=False, recompute=how)
+            for how in ("selective", "full")
+        ]
+        return selective - full, counted[0] - counted[1]
+
+    kept, counted = measure(None)
+    quantized_kept, quantized_counted = measure(QuantizationSpec(format=FORMATS[name], packed=False))
+    assert quantized_counted - counted == pytest.approx(quantized_kept - kept, abs=0.05 * kept)
+
+
+def test_the_scaled_matmuls_of_torch_are_saved():
+    for op in (torch.ops.aten._scaled_mm.default, torch.ops.aten._scaled_mm_v2.default):
+        assert _is_expensive(str(op))

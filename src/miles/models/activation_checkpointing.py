@@ -24,7 +24,7 @@ CheckpointFn = Callable[..., Any]
 
 # By name, as not every build of torch has all of them. Batched matmuls are excluded: eager attention and recurrences
 # use them, and their outputs grow with the square of the sequence length.
-_MATMULS = ("mm", "addmm", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm")
+_MATMULS = ("mm", "addmm", "_grouped_mm", "_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm")
 _ATTENTION = ("scaled_dot_product", "varlen_attn", "flash_attention", "efficient_attention")
 
 

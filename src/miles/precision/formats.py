@@ -109,14 +109,6 @@ class WeightFormat:
         each = _SCALE_BYTES[self.scale] + (1 if self.zero_point else 0)
         return rows * columns * self.bits // 8 + scales * each + (4 if self.global_scale else 0)
 
-    @property
-    def activation_bytes(self) -> float | None:
-        """Bytes of one value of a quantized input with its part of a scale; None if inputs are not quantized."""
-        if not self.quantizes_activations:
-            return None
-        scale = 1 if self.scale == "e8m0" else 4
-        return 1.0 if self.activation_columns is None else 1.0 + scale / self.activation_columns
-
     def bytes_of(self, rows: int, columns: int) -> int:
         """Bytes of one packed matrix with its scales."""
         r, c = self.scale_shape(rows, columns)

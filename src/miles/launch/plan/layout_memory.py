@@ -117,9 +117,18 @@ def packs_reference(config: Config) -> bool:
 
 
 def estimate_rank_activations(
-    spec: DecoderSpec, layout: ParallelDims, dtype: str, tokens: int, config: TrainConfig, *, fused: bool
+    spec: DecoderSpec,
+    layout: ParallelDims,
+    dtype: str,
+    tokens: int,
+    config: TrainConfig,
+    *,
+    fused: bool,
+    lora: LoraSpec | None = None,
 ) -> int:
-    """Bytes of the activations of a micro-batch of ``tokens``, which context ranks share."""
+    """Bytes of the activations of a micro-batch of ``tokens``, which context ranks share; ``lora`` is what is trained,
+    if not all.
+    """
     stage = get_pipeline_stage(spec, layout)
     shard = stage if isinstance(stage, HfAdapterSpec) else shard_spec(stage, layout.tensor)
     return activation_bytes(
@@ -130,6 +139,8 @@ def estimate_rank_activations(
         recompute=get_recompute_mode(config),
         first=get_recompute_layers(config),
         sequence=layout.tensor if layout.sequence else 1,
+        lora=lora,
+        experts=layout.expert,
     )
 
 

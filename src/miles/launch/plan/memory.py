@@ -236,8 +236,9 @@ def _estimate_activations(config: Config, plan: Plan, spec: DecoderSpec) -> Memo
     longest = config.rollout.rollout_max_context_len or spec.max_positions
     tokens = min(tokens, plan.global_batch_size * longest)
     fused = plan.device != "cpu"
-    spec = replace(spec, quantization=config.models.train_quantization())
-    size = estimate_rank_activations(spec, plan.layout, plan.dtype, tokens, config.train, fused=fused)
+    lora = build_lora(config.lora, spec)
+    spec = replace(spec, quantization=config.models.train_quantization(packed=packs_base(config)))
+    size = estimate_rank_activations(spec, plan.layout, plan.dtype, tokens, config.train, fused=fused, lora=lora)
     recompute = {"none": "", "full": ", layers recomputed", "selective": ", all but matmuls and attention recomputed"}
     note = f"{tokens:,} tokens at once" + recompute[get_recompute_mode(config.train)]
     if plan.layout.context > 1:

@@ -1,6 +1,7 @@
 """Activation memory of a training step: what autograd saves of a micro-batch until backward, from the spec. No torch.
 
-Counted are the saved tensors, module by module, in values per token; temporary kernel memory is about one more layer.
+Counted are the saved tensors, module by module, in values per token; temporary memory of kernels is about one more
+layer, or what quantizing a weight takes where that is more.
 On an accelerator norms, gates and attention are fused kernels and save less (``fused``), and in half precision so is
 what lies between a projection and attention.
 
@@ -11,19 +12,25 @@ parallelism shards its tokens over ``sequence`` ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from miles.models.accounting.linear_inputs import LayerAdapters, saved_input_bytes
 from miles.models.accounting.params import CHUNK
+from miles.models.accounting.quantize_workspace import quantize_workspace_bytes
+from miles.models.lora.targets import LoraSpec
+from miles.models.quantization import quantizes_layer
 from miles.models.spec import (
     AttentionSpec,
     DecoderSpec,
     GatedDeltaNetSpec,
     LayerSpec,
     MambaSpec,
+    Mixer,
     MlaSpec,
     MlpSpec,
     MoeSpec,
 )
+from miles.precision.formats import QuantizationSpec
 
 RecomputeMode = Literal["none", "selective", "full"]
 
@@ -35,18 +42,16 @@ _LOGIT_COPIES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SavedBytes:
-    """Bytes per token saved by each module, in a model of ``size`` bytes per value.
+    """Bytes per token saved by each module, in a model of ``size`` bytes per value; every input of linear layers once.
 
-    ``quantized`` are the bytes of a value in a quantized input, which a linear layer saves in place of its input; None
-    where inputs are not quantized. With ``experts_only`` those of routed experts alone are.
+    ``frozen``: norms are not trained.
     """
 
     size: int
     fused: bool
     offset: bool
     sequence: int = 1
-    quantized: float | None = None
-    experts_only: bool = False
+    frozen: bool = False
 
     @property
     def triton_training(self) -> bool:
@@ -57,8 +62,8 @@ class _SavedBytes:
         return count * self.size
 
     def norm(self, width: int) -> float:
-        """Its input and its output, and if not fused the normalized but unscaled values."""
-        between = 0 if self.fused else width
+        """Its input and its output, and if it is trained and not fused the normalized but unscaled values."""
+        between = 0 if self.fused or self.frozen else width
         # The input of a layer's part has all tokens; the norm's input and output have this rank's tokens.
         if self.sequence > 1:
             return self.numbers(width) + (self.numbers(2 * width + between) + 4.0) / self.sequence
@@ -69,7 +74,7 @@ class _SavedBytes:
     def post_norm(self, width: int) -> float:
         """A norm whose output is only added: its input, and the normalized values."""
         wide = 4 if self.offset and not self.triton_training else self.size
-        return (float(width * (wide if self.fused else 2 * wide)) + 4.0) / self.sequence
+        return (float(width * (wide if self.fused or self.frozen else 2 * wide)) + 4.0) / self.sequence
 
     def attention(self, spec: AttentionSpec) -> float:
         queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -81,10 +86,12 @@ class _SavedBytes:
         total = self.numbers(queries * (2 if spec.gated else 1) + 2 * keys)
         if spec.gated:
             total += self.numbers(both + 3 * queries)
-        if spec.qk_norm != "none":
+        if spec.qk_norm != "none" and not self.frozen:
             total += self.numbers(both) * (2 if self.offset and self.size < 4 else 1)
         if spec.rope is not None:
             total += self.numbers(both)
+        if spec.temperature is not None:
+            total += self.numbers(queries)
         return total + self._attention_output(spec.num_heads, queries)
 
     def _attention_output(self, heads: int, width: int) -> float:
@@ -138,28 +145,8 @@ class _SavedBytes:
             total += self.mlp(spec.shared) + (self.numbers(width) if spec.shared_gate else 0)
         return total + (self.numbers(inner + width) if spec.latent else 0)
 
-    def quantized_inputs(self, layer: LayerSpec, width: int) -> float:
-        """The bytes that the quantized inputs of linear layers take, less those of the inputs in their place.
-
-        The output of attention and the input of a router are saved in any case.
-        """
-        if self.quantized is None:
-            return 0.0
-        each, less = self.quantized, self.quantized - self.size
-        total = 0.0
-        if isinstance(layer.mixer, AttentionSpec) and not self.experts_only:
-            total += width * less
-            total += layer.mixer.num_heads * layer.mixer.head_dim * (less if layer.mixer.gated else each)
-        if isinstance(layer.ffn, MlpSpec) and not self.experts_only:
-            total += (width + layer.ffn.size) * less
-        if isinstance(layer.ffn, MoeSpec):
-            total += layer.ffn.experts_per_token * ((layer.ffn.latent or width) + layer.ffn.size) * less
-            if layer.ffn.shared is not None and not self.experts_only:
-                total += width * each + layer.ffn.shared.size * less
-        return total
-
     def layer(self, layer: LayerSpec, width: int) -> float:
-        total = self.quantized_inputs(layer, width)
+        total = 0.0
         if layer.mixer is not None:
             total += self.norm(width) + (self.post_norm(width) if layer.post_norms else 0.0)
             match layer.mixer:
@@ -177,50 +164,107 @@ class _SavedBytes:
         return total
 
 
-def layer_bytes(spec: DecoderSpec, layer: LayerSpec, *, size: int, fused: bool, sequence: int = 1) -> float:
-    """Compute what one layer saves per token; ``size`` is the bytes of a value."""
-    quantization = spec.quantization
-    count = _SavedBytes(
-        size=size,
-        fused=fused,
-        offset=spec.norm_offset != 0,
-        sequence=sequence,
-        quantized=None if quantization is None else quantization.format.activation_bytes,
-        experts_only=quantization is not None and quantization.experts_only,
-    )
-    return count.layer(layer, spec.hidden_size)
+def layer_bytes(
+    spec: DecoderSpec,
+    index: int,
+    *,
+    size: int,
+    fused: bool,
+    sequence: int = 1,
+    lora: LoraSpec | None = None,
+) -> float:
+    """Compute what layer ``index`` saves per token; ``size`` is the bytes of a value. Under ``lora`` it is frozen."""
+    setting = _list_settings(spec, lora)[index]
+    return _layer_bytes(setting, spec, size, fused, sequence)
 
 
-def _matmul_output_bytes(layer: LayerSpec, width: int, size: int) -> float:
-    """Compute the outputs of attention and matmuls per token, plus the softmax statistics of attention."""
-    numbers = statistics = 0.0
-    match layer.mixer:
-        case AttentionSpec() as mixer:
+class _LayerSetting(NamedTuple):
+    """What the bytes of a layer depend on, beside the model."""
+
+    layer: LayerSpec
+    quantization: QuantizationSpec | None
+    adapters: LayerAdapters | None
+
+
+def _list_settings(spec: DecoderSpec, lora: LoraSpec | None) -> list[_LayerSetting]:
+    quantization, settings = spec.quantization, list[_LayerSetting]()
+    for index, layer in enumerate(spec.layers):
+        is_quantized = quantization is not None and quantizes_layer(quantization, index, spec.num_layers)
+        adapters = None if lora is None else LayerAdapters.from_lora(lora, index)
+        settings.append(_LayerSetting(layer, quantization if is_quantized else None, adapters))
+    return settings
+
+
+def _layer_bytes(setting: _LayerSetting, spec: DecoderSpec, size: int, fused: bool, sequence: int) -> float:
+    layer, quantization, adapters = setting
+    is_frozen = adapters is not None
+    count = _SavedBytes(size=size, fused=fused, offset=spec.norm_offset != 0, sequence=sequence, frozen=is_frozen)
+    total = count.layer(layer, spec.hidden_size)
+    total += saved_input_bytes(layer, spec.hidden_size, size=size, quantization=quantization, adapters=adapters)
+    if adapters is not None and quantization is not None and quantization.packed:
+        # Beside a packed base an adapter saves the product of its input with its first factor.
+        total += size * sum(rank for _, rank in adapters.ranks)
+    return total
+
+
+class _Outputs(NamedTuple):
+    """Values per token in the outputs of attention and the router, of linear layers, and of routed experts; and bytes
+    of softmax statistics.
+    """
+
+    attended: float = 0.0
+    linear: float = 0.0
+    routed: float = 0.0
+    statistics: float = 0.0
+
+
+def _mixer_outputs(mixer: Mixer | None, width: int) -> _Outputs:
+    match mixer:
+        case AttentionSpec():
             queries, keys = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
-            numbers += queries * (2 if mixer.gated else 1) + 2 * keys + queries + width
-            statistics += 4.0 * mixer.num_heads
-        case MlaSpec() as mixer:
-            numbers += (mixer.query_rank or 0) + mixer.num_heads * mixer.head_dim + mixer.kv_rank + mixer.rope_dim
-            numbers += mixer.num_heads * (mixer.nope_dim + 2 * mixer.value_dim) + width
-            statistics += 4.0 * mixer.num_heads
-        case GatedDeltaNetSpec() as mixer:
-            numbers += 2 * (mixer.key_heads * mixer.key_dim + mixer.value_heads * (mixer.value_dim + 1)) + width
-        case MambaSpec() as mixer:
-            numbers += 2 * (mixer.num_heads * mixer.head_dim + mixer.groups * mixer.state_dim) + mixer.num_heads + width
+            linear = queries * (2 if mixer.gated else 1) + 2 * keys + width
+            return _Outputs(queries, linear, 0.0, 4.0 * mixer.num_heads)
+        case MlaSpec():
+            linear = (mixer.query_rank or 0) + mixer.num_heads * mixer.head_dim + mixer.kv_rank + mixer.rope_dim
+            linear += mixer.num_heads * (mixer.nope_dim + mixer.value_dim) + width
+            return _Outputs(mixer.num_heads * mixer.value_dim, linear, 0.0, 4.0 * mixer.num_heads)
+        case GatedDeltaNetSpec():
+            projected = mixer.key_heads * mixer.key_dim + mixer.value_heads * (mixer.value_dim + 1)
+            return _Outputs(linear=2 * projected + width)
+        case MambaSpec():
+            projected = mixer.num_heads * mixer.head_dim + mixer.groups * mixer.state_dim
+            return _Outputs(linear=2 * projected + mixer.num_heads + width)
         case None:
-            pass
-    match layer.ffn:
-        case MlpSpec() as ffn:
-            numbers += ffn.size * (2 if ffn.gated else 1) + width
-        case MoeSpec() as ffn:
-            inner = ffn.latent or width
-            numbers += ffn.experts_per_token * (ffn.size * (2 if ffn.gated else 1) + inner) + ffn.num_experts
-            numbers += inner + width if ffn.latent else 0
-            if ffn.shared is not None:
-                numbers += ffn.shared.size * (2 if ffn.shared.gated else 1) + width + (1 if ffn.shared_gate else 0)
-        case None:
-            pass
-    return numbers * size + statistics
+            return _Outputs()
+
+
+def _ffn_outputs(ffn: MlpSpec | MoeSpec | None, width: int) -> _Outputs:
+    if ffn is None:
+        return _Outputs()
+    inner = ffn.size * (2 if ffn.gated else 1)
+    if isinstance(ffn, MlpSpec):
+        return _Outputs(linear=inner + width)
+    linear = ffn.latent + width if ffn.latent else 0
+    if ffn.shared is not None:
+        linear += ffn.shared.size * (2 if ffn.shared.gated else 1) + width + (1 if ffn.shared_gate else 0)
+    return _Outputs(ffn.num_experts, linear, ffn.experts_per_token * (inner + (ffn.latent or width)))
+
+
+def _matmul_output_bytes(setting: _LayerSetting, width: int, size: int, fused: bool) -> float:
+    """Compute the outputs of attention and matmuls per token, plus the softmax statistics of attention.
+
+    Inputs that are quantized but dequantized again give an output in float32. The FP8 kernel of experts is no matmul of
+    torch's, so its output is not saved but recomputed.
+    """
+    pairs = zip(_mixer_outputs(setting.layer.mixer, width), _ffn_outputs(setting.layer.ffn, width), strict=True)
+    outputs = _Outputs(*map(sum, pairs))
+    linear = routed = size
+    quantization = setting.quantization
+    if quantization is not None and quantization.format.quantizes_activations:
+        has_kernel = fused and quantization.format.scale == "float32"
+        linear = size if has_kernel or quantization.experts_only else 4
+        routed = 0 if has_kernel else 4
+    return outputs.attended * size + outputs.linear * linear + outputs.routed * routed + outputs.statistics
 
 
 def activation_bytes(
@@ -233,23 +277,32 @@ def activation_bytes(
     recompute: RecomputeMode = "none",
     first: int | None = None,
     sequence: int = 1,
+    lora: LoraSpec | None = None,
+    experts: int = 1,
 ) -> int:
     """Compute the peak of a step besides weights, gradients and optimizer, with ``tokens`` in a rank's micro-batch.
 
     Under ``full`` recomputation (also ``checkpointing``) a layer saves only its input, and one layer at a time is
     recomputed; ``selective`` also saves attention and matmul outputs. If only the ``first`` layers are recomputed, the
-    others save everything. Sequence parallelism shards the residual stream over ``sequence`` ranks.
+    others save everything. Sequence parallelism shards the residual stream over ``sequence`` ranks. With ``lora`` only
+    its adapters are trained. ``experts`` ranks share the experts of a layer.
     """
     mode: RecomputeMode = "full" if checkpointing else recompute
-    layers = {layer: layer_bytes(spec, layer, size=size, fused=fused, sequence=sequence) for layer in set(spec.layers)}
+    settings = _list_settings(spec, lora)
+    layers = {setting: _layer_bytes(setting, spec, size, fused, sequence) for setting in set(settings)}
     largest = max(layers.values())
-    recomputed = 0 if mode == "none" else len(spec.layers) if first is None else min(first, len(spec.layers))
-    saved = sum(layers[layer] for layer in spec.layers[recomputed:])
+    recomputed = 0 if mode == "none" else len(settings) if first is None else min(first, len(settings))
+    saved = sum(layers[setting] for setting in settings[recomputed:])
     if recomputed:
         saved += recomputed * spec.hidden_size * size / sequence + largest
-        width, selective = spec.hidden_size, spec.layers[:recomputed] if mode == "selective" else ()
-        saved += sum(_matmul_output_bytes(layer, width, size) for layer in selective)
-    body = tokens * (saved + largest + 4 * spec.hidden_size * size)
+        selective = settings[:recomputed] if mode == "selective" else []
+        saved += sum(_matmul_output_bytes(setting, spec.hidden_size, size, fused) for setting in selective)
+    workspace = quantize_workspace_bytes(spec, size=size, fused=fused, experts=experts)
+    body = tokens * (saved + 4 * spec.hidden_size * size) + max(tokens * largest, workspace)
     rows = min(tokens, max(1, _LOGITS[fused] // spec.vocab_size))
     head = rows * spec.vocab_size * 4 * _LOGIT_COPIES + 4 * spec.vocab_size * spec.hidden_size
-    return round(body + head)
+    factors = 0
+    if lora is not None and spec.quantization is not None and spec.quantization.packed:
+        # Beside a packed base the factors are saved in the model's dtype, too; if recomputed, one layer's at a time.
+        factors = lora.num_parameters * size // (len(settings) if recomputed == len(settings) else 1)
+    return round(body + head + factors)
