@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import torch
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
+from word_tokenizer import write_tokenizer
 
 SIDE = 48
 """Images are resized to SIDE x SIDE pixels: 6 x 6 patches, which become 9 tokens."""
@@ -89,30 +93,15 @@ def _write_tokenizer(folder: Path, words: tuple[str, ...]) -> dict[str, int]:
     """A token for each letter, word and piece of what the template writes; returns the vocabulary."""
     pieces = (*ROLES, *TOOL_PIECES, *words)
     vocabulary = {token: number for number, token in enumerate([*LETTERS, *pieces, *SPECIAL])}
-    whole = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    added = [
-        {"id": vocabulary[token], "content": token, **whole, "special": token in SPECIAL}
-        for token in (*pieces, *SPECIAL)
-    ]
-    tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": ""}, "behavior": "Isolated", "invert": False},
-        "post_processor": None,
-        "decoder": {"type": "Fuse"},
-        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "?"},
-    }
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": END,
-        "pad_token": PAD,
-        "chat_template": TEMPLATE,
-    }
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    write_tokenizer(
+        folder,
+        vocabulary,
+        pieces=(*pieces, *SPECIAL),
+        special=SPECIAL,
+        eos_token=END,
+        pad_token=PAD,
+        chat_template=TEMPLATE,
+    )
     return vocabulary
 
 
