@@ -1,4 +1,4 @@
-"""A Qwen3-VL of 0.4 M weights: random weights, a tokenizer of whole words, a chat template and an image processor."""
+"""A Qwen3-VL of 0.6 M weights: random weights, a tokenizer of whole words, a chat template and an image processor."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from word_tokenizer import write_tokenizer
 SIDE = 48
 """Images are resized to SIDE x SIDE pixels: 6 x 6 patches, which become 9 tokens."""
 PATCH = 8
+INITIALIZER_RANGE = 0.1
 END = "<|im_end|>"
 PAD = "<|endoftext|>"
 VISION = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
@@ -39,13 +40,20 @@ TEMPLATE = (
 )
 
 
-def write_checkpoint(folder: Path, words: tuple[str, ...], *, seed: int = 0) -> None:
-    """A checkpoint folder as published ones are; each of ``words`` is a token."""
+def write_checkpoint(
+    folder: Path, words: tuple[str, ...], *, seed: int = 0, position_std: float = INITIALIZER_RANGE
+) -> None:
+    """A checkpoint folder as published ones are; each of ``words`` is a token.
+
+    ``position_std`` is the standard deviation of the tower's position embeddings; with a larger one a model learns
+    sooner where something is.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = _write_tokenizer(folder, words)
     _write_processor(folder)
     torch.manual_seed(seed)
     model = Qwen3VLForConditionalGeneration(_build_config(vocabulary))
+    model.model.visual.pos_embed.weight.data.mul_(position_std / INITIALIZER_RANGE)
     model.save_pretrained(folder)
 
 
@@ -59,7 +67,7 @@ def _build_config(vocabulary: dict[str, int]) -> Qwen3VLConfig:
         "num_key_value_heads": 2,
         "head_dim": 24,
         "max_position_embeddings": 256,
-        "initializer_range": 0.1,
+        "initializer_range": INITIALIZER_RANGE,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 4, 4]},
         "bos_token_id": None,
         "eos_token_id": vocabulary[END],
@@ -76,7 +84,7 @@ def _build_config(vocabulary: dict[str, int]) -> Qwen3VLConfig:
         "temporal_patch_size": 2,
         "num_position_embeddings": (SIDE // PATCH) ** 2,
         "deepstack_visual_indexes": [0],
-        "initializer_range": 0.1,
+        "initializer_range": INITIALIZER_RANGE,
     }
     return Qwen3VLConfig(
         text_config=text,
