@@ -30,7 +30,7 @@ from miles.backends.native.config import NativeConfig
 from miles.backends.native.engine import scheduler as scheduling
 from miles.backends.native.engine.engine import NativeEngine
 from miles.backends.native.engine.forward_batch import DraftRows, ForwardBatch
-from miles.backends.native.engine.ngram_draft import MIN_MATCH, Draft
+from miles.backends.native.engine.ngram_draft import MIN_MATCH, DraftedTokens
 from miles.backends.native.engine.req import Req
 from miles.cluster.executor import ThreadExecutor
 from miles.cluster.platform import detect_platform
@@ -55,12 +55,12 @@ class RandomDrafter:
     def __init__(self, vocab_size: int) -> None:
         self._tokens = np.random.default_rng(0).integers(0, vocab_size, 64).tolist()
 
-    def draft(self, reqs: Sequence[Req], lengths: Sequence[int]) -> list[Draft | None]:
-        return [Draft(self._tokens[:length], MIN_MATCH) for length in lengths]
+    def draft(self, reqs: Sequence[Req], lengths: Sequence[int]) -> list[DraftedTokens | None]:
+        return [DraftedTokens(self._tokens[:length], MIN_MATCH) for length in lengths]
 
     def observe(self, req: Req) -> None: ...
 
-    def fill(self, batch: ForwardBatch) -> None: ...
+    def prepare(self, batch: ForwardBatch, *, drafted: bool, needed: bool) -> None: ...
 
     def estimate_seconds(self, num_reqs: int, length: int) -> float:
         return 0.0

@@ -7,7 +7,10 @@ import re
 import tomllib
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from tests.models.small_vision import draw_png, write_processor
 
 from miles.algo.loss_aggregation import Reducer
 from miles.algo.policy_loss import Correction, LossFn
@@ -19,10 +22,11 @@ from miles.hooks.load import format_signature, load_hook
 from miles.hooks.registry import HOOK_POINTS
 from miles.launch.commands import demo_task
 from miles.launch.config import Config
-from miles.launch.main import COMMANDS
+from miles.launch.main import COMMANDS, main
 from miles.launch.read_config import read
 from miles.launch.runtime.run_directory import MAY_CHANGE
 from miles.launch.upstream.table import load_upstream_flags
+from miles.models.accounting.known_models import find_known_config
 from miles.models.families.registry import FAMILIES
 from miles.rollout.reward.registry import GRADERS, RANDOM
 
@@ -30,7 +34,8 @@ ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS]
 RECIPES = sorted(f for f in (ROOT / "recipes").iterdir() if f.suffix in SUFFIXES)
-WHOLE = [f for f in RECIPES if f.name != "base.toml"]
+VISION = ROOT / "recipes" / "grpo_geometry_vl.toml"
+WHOLE = [f for f in RECIPES if f.name != "base.toml" and f != VISION]
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[[^\]\n]*\]\(([^)\s]+)\)")
 FLAG = re.compile(r"(?<![\w-])--[a-zA-Z][\w-]*")
@@ -192,6 +197,25 @@ def test_every_recipe_becomes_a_plan(recipe: Path, world: Path):
     assert plan.steps > 0
     assert {Path(origin).name for origin in origins.values()} >= {recipe.name, "base.toml"}
     assert config.models.hf_checkpoint == str(world)
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "parameters"),
+    [("Qwen2.5-VL-7B-Instruct", "qwen2_5_vl", "8,292.17M"), ("Qwen3-VL-8B-Instruct", "qwen3_vl", "8,767.12M")],
+)
+def test_the_geometry_recipe_becomes_a_plan_of_the_published_models(model, kind, parameters, tmp_path, capsys):
+    """With rows as the data set has them: a list of images, the problem, the answer."""
+    folder = write_processor(tmp_path / model, kind)
+    (folder / "config.json").write_text(json.dumps({**(find_known_config(model) or {}), "dtype": "bfloat16"}))
+    row = {"images": [{"bytes": draw_png(0), "path": None}], "problem": "<image>Find $x$.", "answer": "\\sqrt{3}"}
+    rows = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist(64 * [row]), rows)
+    data = ["--prompt-data", str(rows), "--eval-prompt-data", "test", str(rows)]
+    assert main(["plan", str(VISION), "--hf-checkpoint", str(folder), "--device", "cuda", *data]) == 0
+    shown = capsys.readouterr().out
+    assert f"{kind}, {parameters} parameters" in shown
+    assert "64 × n_samples_per_prompt 8 = 512 = global_batch_size 256 × num_steps_per_rollout 2" in shown
+    assert "trainer 0 to 7; engines 0 to 7, shared with the trainer, in turns" in shown
 
 
 @pytest.mark.parametrize("page", DOCS, ids=named)

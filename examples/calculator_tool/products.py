@@ -6,14 +6,17 @@ multiplies badly, so what it learns from the second half is to be wrong: which h
 
 from __future__ import annotations
 
-import json
 import random
+import sys
 import tempfile
 from pathlib import Path
 
-from miles.models.checkpoint.safetensors_io import write_json
 from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, RopeSpec
 from miles.models.tokenizer import HfTokenizer, load_tokenizer
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
+import word_tokenizer
+from training_runs import write_rows
 
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "'
 DONE = '"}}\n</tool_call>'
@@ -45,9 +48,9 @@ def write_start(folder: Path, *, seed: int = 0, demonstrations: int = 4096, ques
     chance.shuffle(pairs)
     heldout, rest = pairs[:64], pairs[64:]
     shown = [demonstration(*chance.choice(rest), calls=number % 2 == 0) for number in range(demonstrations)]
-    _write(folder / "warmup.jsonl", [{"messages": messages} for messages in shown])
+    write_rows(folder / "warmup.jsonl", [{"messages": messages} for messages in shown])
     for name, asked in (("train", rest[:questions]), ("heldout", heldout)):
-        _write(folder / f"{name}.jsonl", [{"input": f"{a}*{b}", "label": str(a * b)} for a, b in asked])
+        write_rows(folder / f"{name}.jsonl", [{"input": f"{a}*{b}", "label": str(a * b)} for a, b in asked])
     _write_model(folder, seed)
 
 
@@ -73,28 +76,9 @@ def tokenizer() -> HfTokenizer:
 def write_tokenizer(folder: Path) -> None:
     """A token for each letter and each piece of what the template writes."""
     vocabulary = {token: i for i, token in enumerate([*LETTERS, *PIECES, *SPECIAL])}
-    whole = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    added = [
-        {"id": vocabulary[token], "content": token, **whole, "special": token in SPECIAL}
-        for token in (*PIECES, *SPECIAL)
-    ]
-    write_json(
-        folder / "tokenizer.json",
-        {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": added,
-            "normalizer": None,
-            "pre_tokenizer": {"type": "Split", "pattern": {"Regex": ""}, "behavior": "Isolated", "invert": False},
-            "post_processor": None,
-            "decoder": {"type": "Fuse"},
-            "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "?"},
-        },
-    )
-    write_json(
-        folder / "tokenizer_config.json",
-        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "chat_template": TEMPLATE},
+    pieces = (*PIECES, *SPECIAL)
+    word_tokenizer.write_tokenizer(
+        folder, vocabulary, pieces=pieces, special=SPECIAL, eos_token=END, chat_template=TEMPLATE
     )
 
 
@@ -123,7 +107,3 @@ def _write_model(folder: Path, seed: int) -> None:
     decoder = hf.init_random(spec(), seed=seed, device="cpu", dtype=torch.float32)
     hf.export(decoder, folder, like=None, config=config_from_spec(spec()))
     write_tokenizer(folder)
-
-
-def _write(path: Path, rows: list[dict[str, object]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -5,13 +5,14 @@ python examples/calculator_tool/run.py [FOLDER]
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
 sys.path.insert(0, str(Path(__file__).parent))
-from products import write_start  # the file beside this one
+from products import write_start
+from training_runs import measured, newest
 
 WARMUP_STEPS = 150
 STEPS = 40
@@ -49,17 +50,6 @@ def grpo_flags(start: Path, warm: Path, save: Path, steps: int = STEPS) -> list[
         *("--lr", "1e-3", "--lr-decay-style", "cosine", "--lr-warmup-fraction", "0.05", "--eval-interval", str(steps)),
         *common_flags(start),
     ]
-
-
-def newest(run: Path) -> Path:
-    """The last checkpoint of a run."""
-    return max((run / "checkpoints").glob("step-*"))
-
-
-def measured(run: Path, kind: str) -> list[dict[str, float]]:
-    """The run's metrics of one kind, in order."""
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [row for row in lines if row["kind"] == kind]
 
 
 def main() -> None:

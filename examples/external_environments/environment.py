@@ -9,7 +9,6 @@ Demonstrations are played in the very environments the policy will play in, by s
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import subprocess
 import sys
@@ -19,11 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from miles.core.types import Prompt
-from miles.models.checkpoint.safetensors_io import write_json
 from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, RopeSpec
 from miles.rollout.tools.environment import Environment
 from miles.rollout.tools.environments.openenv import OpenEnvEnvironment
 from miles.rollout.tools.environments.text_games import TextArenaGame
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
+from training_runs import write_rows
+from word_tokenizer import write_tokenizer
 
 HERE = Path(__file__).parent
 KINDS = ("textarena", "openenv")
@@ -124,10 +126,10 @@ def write_start(folder: Path, kind: str, url: str, shown: int, *, seed: int = 0)
     folder.mkdir(parents=True, exist_ok=True)
     chance = random.Random(f"{kind} {seed}")
     talks = demonstrations(kind, url, shown, chance)
-    _write(folder / "warmup.jsonl", [{"messages": talk} for talk in talks])
+    write_rows(folder / "warmup.jsonl", [{"messages": talk} for talk in talks])
     seeds = chance.sample(range(1 << 30), 1024 + 128)
     for name, some in (("train", seeds[128:]), ("heldout", seeds[:128])):
-        _write(folder / f"{name}.jsonl", [{"input": ASKED[kind], "metadata": {"seed": each}} for each in some])
+        write_rows(folder / f"{name}.jsonl", [{"input": ASKED[kind], "metadata": {"seed": each}} for each in some])
     write_model(folder, vocabulary(kind, talks[0]), seed)
 
 
@@ -163,17 +165,5 @@ def write_model(folder: Path, known: Mapping[str, int], seed: int) -> None:
     shape = spec(len(known))
     decoder = hf.init_random(shape, seed=seed, device="cpu", dtype=torch.float32)
     hf.export(decoder, folder, like=None, config=config_from_spec(shape))
-    whole = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     pieces = [token for token in known if len(token) > 1]
-    added = [{"id": known[token], "content": token, **whole, "special": token in SPECIAL} for token in pieces]
-    split = {"type": "Split", "pattern": {"Regex": ""}, "behavior": "Isolated", "invert": False}
-    empty = {"version": "1.0", "truncation": None, "padding": None, "normalizer": None, "post_processor": None}
-    model = {"type": "WordLevel", "vocab": known, "unk_token": "?"}
-    rest = {"added_tokens": added, "pre_tokenizer": split, "decoder": {"type": "Fuse"}, "model": model}
-    write_json(folder / "tokenizer.json", empty | rest)
-    names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "chat_template": TEMPLATE}
-    write_json(folder / "tokenizer_config.json", names)
-
-
-def _write(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_tokenizer(folder, known, pieces=pieces, special=SPECIAL, eos_token=END, chat_template=TEMPLATE)

@@ -11,8 +11,10 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
 sys.path.insert(0, str(Path(__file__).parent))
-from environment import DEMONSTRATIONS, KINDS, served, settings_of, write_start  # the file beside this one
+from environment import DEMONSTRATIONS, KINDS, served, settings_of, write_start
+from training_runs import measured, newest
 
 WARMUP_STEPS = {"textarena": 200, "openenv": 150}
 STEPS = {"textarena": 40, "openenv": 60}
@@ -44,17 +46,6 @@ def grpo_flags(kind: str, start: Path, url: str, warm: Path, save: Path, steps: 
         *("--rollout-batch-size", "16", "--n-samples-per-prompt", "8", "--num-rollout", str(steps)),
         *("--lr", "1e-3", "--lr-warmup-iters", "2", "--lr-decay-style", "linear", *SHARED),
     ]
-
-
-def newest(run: Path) -> Path:
-    """The last checkpoint of a run."""
-    return max((run / "checkpoints").glob("step-*"))
-
-
-def measured(run: Path, kind: str) -> list[dict[str, float]]:
-    """The run's metrics of one kind, in order."""
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [row for row in lines if row["kind"] == kind]
 
 
 def main() -> None:

@@ -27,6 +27,10 @@ from words import ASK, spelled, words  # the file beside this one
 from miles.models.checkpoint.safetensors_io import write_json
 from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, RopeSpec
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
+from training_runs import write_rows
+from word_tokenizer import write_tokenizer
+
 HERE = Path(__file__).parent
 KINDS = ("python", "shell", "files", "search", "mcp", "verifiers", "game", "reasoning_gym")
 CALLS = {
@@ -91,10 +95,10 @@ def write_start(folder: Path, kind: str, *, seed: int = 0, demonstrations: int =
     chance.shuffle(asked)
     some = (chance.choice(asked[HELD_OUT:]) for _ in range(demonstrations))
     shown = [demonstration(kind, key, chance, well=number % 3 > 0) for number, key in enumerate(some)]
-    _write(folder / "warmup.jsonl", [{"messages": messages} for messages in shown])
+    write_rows(folder / "warmup.jsonl", [{"messages": messages} for messages in shown])
     for name, some in (("train", asked[HELD_OUT:]), ("heldout", asked[:HELD_OUT])):
-        _write(folder / f"{name}.jsonl", [row(kind, key) for key in some])
-    _write(folder / "documents.jsonl", [{"title": key, "text": hidden(key)} for key in keys])
+        write_rows(folder / f"{name}.jsonl", [row(kind, key) for key in some])
+    write_rows(folder / "documents.jsonl", [{"title": key, "text": hidden(key)} for key in keys])
     server = {"command": sys.executable, "args": [str((HERE / "server.py").resolve())], "shared": True}
     write_json(folder / "servers.json", {"mcpServers": {"numbers": server}})
     write_model(folder, seed)
@@ -177,19 +181,6 @@ def write_model(folder: Path, seed: int) -> None:
 
     decoder = hf.init_random(spec(), seed=seed, device="cpu", dtype=torch.float32)
     hf.export(decoder, folder, like=None, config=config_from_spec(spec()))
-    whole = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    known = vocabulary()
-    added = [
-        {"id": known[token], "content": token, **whole, "special": token in SPECIAL} for token in (*pieces(), *SPECIAL)
-    ]
-    split = {"type": "Split", "pattern": {"Regex": ""}, "behavior": "Isolated", "invert": False}
-    empty = {"version": "1.0", "truncation": None, "padding": None, "normalizer": None, "post_processor": None}
-    model = {"type": "WordLevel", "vocab": known, "unk_token": "?"}
-    rest = {"added_tokens": added, "pre_tokenizer": split, "decoder": {"type": "Fuse"}, "model": model}
-    write_json(folder / "tokenizer.json", empty | rest)
-    names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "chat_template": TEMPLATE}
-    write_json(folder / "tokenizer_config.json", names)
-
-
-def _write(path: Path, rows: list[dict[str, object]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_tokenizer(
+        folder, vocabulary(), pieces=(*pieces(), *SPECIAL), special=SPECIAL, eos_token=END, chat_template=TEMPLATE
+    )

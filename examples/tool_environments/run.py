@@ -5,14 +5,15 @@ python examples/tool_environments/run.py python|shell|files|search|mcp|verifiers
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
 sys.path.insert(0, str(Path(__file__).parent))
-from environment import HERE, KINDS, write_start  # the file beside this one
+from environment import HERE, KINDS, write_start
+from training_runs import measured, newest
 
 WARMUP_STEPS = 200
 STEPS = 40
@@ -63,17 +64,6 @@ def grpo_flags(kind: str, start: Path, warm: Path, save: Path, steps: int = STEP
         *("--rollout-batch-size", "8", "--n-samples-per-prompt", "8", "--num-rollout", str(steps)),
         *("--lr", "1e-3", "--lr-warmup-iters", "2", "--eval-interval", str(steps), *common_flags()),
     ]
-
-
-def newest(run: Path) -> Path:
-    """The last checkpoint of a run."""
-    return max((run / "checkpoints").glob("step-*"))
-
-
-def measured(run: Path, kind: str) -> list[dict[str, float]]:
-    """The run's metrics of one kind, in order."""
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [row for row in lines if row["kind"] == kind]
 
 
 def main() -> None:

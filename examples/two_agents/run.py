@@ -10,8 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
 sys.path.insert(0, str(Path(__file__).parent))
-from signals import LETTERS, write_start  # the file beside this one
+from signals import LETTERS, write_start
+from training_runs import measured
 
 STEPS = 60
 
@@ -38,12 +40,6 @@ def flags(start: Path, save: Path, steps: int = STEPS, *more: str, **listener: o
         *("--advantage-estimator", "grpo", "--lr", "2e-3", "--lr-warmup-iters", "2", "--adam-beta2", "0.95"),
         *("--weight-decay", "0", "--device", "cpu", "--num-threads", "1", "--view", "plain", *more),
     ]
-
-
-def measured(run: Path, kind: str) -> list[dict[str, float]]:
-    """The run's metrics of one kind, in order."""
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [row for row in lines if row["kind"] == kind]
 
 
 def main() -> None:

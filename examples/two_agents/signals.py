@@ -7,10 +7,13 @@ itself: a signal is worth what the listener makes of it.
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
-from miles.models.checkpoint.safetensors_io import write_json
 from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, RopeSpec
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
+import word_tokenizer
 
 THINGS = "abc"
 """What there is to tell."""
@@ -65,22 +68,6 @@ def write_model(folder: Path, seed: int) -> None:
 def write_tokenizer(folder: Path) -> None:
     """A token for each letter, one that asks for a reply, one that ends it."""
     vocabulary = {token: i for i, token in enumerate([*LETTERS, ASK, END])}
-    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    write_json(
-        folder / "tokenizer.json",
-        {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": [{"id": vocabulary[END], "content": END, **special}],
-            "normalizer": None,
-            "pre_tokenizer": {"type": "Split", "pattern": {"Regex": ""}, "behavior": "Isolated", "invert": False},
-            "post_processor": None,
-            "decoder": {"type": "Fuse"},
-            "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": ASK},
-        },
-    )
-    write_json(
-        folder / "tokenizer_config.json",
-        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "chat_template": TEMPLATE},
+    word_tokenizer.write_tokenizer(
+        folder, vocabulary, pieces=[END], special=[END], unknown=ASK, eos_token=END, chat_template=TEMPLATE
     )

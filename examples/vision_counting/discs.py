@@ -6,15 +6,16 @@ than half the time. That a right number is worth more is for GRPO to find out.
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 from pathlib import Path
 
 from PIL import Image, ImageDraw
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
 sys.path.insert(0, str(Path(__file__).parent))
-from model import SIDE, write_checkpoint  # the file beside this one
+from model import SIDE, write_checkpoint
+from training_runs import write_rows
 
 COLOUR = (40, 60, 220)
 MOST = 5
@@ -48,11 +49,11 @@ def write_start(folder: Path, *, seed: int = 0, demonstrations: int = 2048, ques
         wrong = [number for number in range(1, MOST + 1) if str(number) != row["label"]]
         said = row["label"] if chance.random() >= WRONG else str(chance.choice(wrong))
         row["messages"] = [{"role": "user", "content": row.pop("input")}, {"role": "assistant", "content": said}]
-    _write(folder / "warmup.jsonl", shown)
-    _write(folder / "train.jsonl", _draw_rows(folder, "train", questions, chance))
+    write_rows(folder / "warmup.jsonl", shown)
+    write_rows(folder / "train.jsonl", _draw_rows(folder, "train", questions, chance))
     heldout = _draw_rows(folder, "heldout", 128, chance)
-    _write(folder / "heldout.jsonl", heldout)
-    _write(folder / "swapped.jsonl", swap_images(heldout))
+    write_rows(folder / "heldout.jsonl", heldout)
+    write_rows(folder / "swapped.jsonl", swap_images(heldout))
     write_checkpoint(folder, (QUESTION,), seed=seed)
 
 
@@ -69,7 +70,3 @@ def _draw_rows(folder: Path, name: str, count: int, chance: random.Random) -> li
         draw_discs(number, chance).save(folder / name / f"{row}.png")
         rows.append({"input": f"<image>{QUESTION}", "images": f"{name}/{row}.png", "label": str(number)})
     return rows
-
-
-def _write(path: Path, rows: list[dict[str, object]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))

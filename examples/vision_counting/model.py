@@ -1,16 +1,21 @@
-"""A Qwen3-VL of 0.4 M weights: random weights, a tokenizer of whole words, a chat template and an image processor."""
+"""A Qwen3-VL of 0.6 M weights: random weights, a tokenizer of whole words, a chat template and an image processor."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import torch
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
+from word_tokenizer import write_tokenizer
+
 SIDE = 48
 """Images are resized to SIDE x SIDE pixels: 6 x 6 patches, which become 9 tokens."""
 PATCH = 8
+INITIALIZER_RANGE = 0.1
 END = "<|im_end|>"
 PAD = "<|endoftext|>"
 VISION = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
@@ -35,13 +40,20 @@ TEMPLATE = (
 )
 
 
-def write_checkpoint(folder: Path, words: tuple[str, ...], *, seed: int = 0) -> None:
-    """A checkpoint folder as published ones are; each of ``words`` is a token."""
+def write_checkpoint(
+    folder: Path, words: tuple[str, ...], *, seed: int = 0, position_std: float = INITIALIZER_RANGE
+) -> None:
+    """A checkpoint folder as published ones are; each of ``words`` is a token.
+
+    ``position_std`` is the standard deviation of the tower's position embeddings; with a larger one a model learns
+    sooner where something is.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = _write_tokenizer(folder, words)
     _write_processor(folder)
     torch.manual_seed(seed)
     model = Qwen3VLForConditionalGeneration(_build_config(vocabulary))
+    model.model.visual.pos_embed.weight.data.mul_(position_std / INITIALIZER_RANGE)
     model.save_pretrained(folder)
 
 
@@ -55,7 +67,7 @@ def _build_config(vocabulary: dict[str, int]) -> Qwen3VLConfig:
         "num_key_value_heads": 2,
         "head_dim": 24,
         "max_position_embeddings": 256,
-        "initializer_range": 0.1,
+        "initializer_range": INITIALIZER_RANGE,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 4, 4]},
         "bos_token_id": None,
         "eos_token_id": vocabulary[END],
@@ -72,7 +84,7 @@ def _build_config(vocabulary: dict[str, int]) -> Qwen3VLConfig:
         "temporal_patch_size": 2,
         "num_position_embeddings": (SIDE // PATCH) ** 2,
         "deepstack_visual_indexes": [0],
-        "initializer_range": 0.1,
+        "initializer_range": INITIALIZER_RANGE,
     }
     return Qwen3VLConfig(
         text_config=text,
@@ -89,30 +101,15 @@ def _write_tokenizer(folder: Path, words: tuple[str, ...]) -> dict[str, int]:
     """A token for each letter, word and piece of what the template writes; returns the vocabulary."""
     pieces = (*ROLES, *TOOL_PIECES, *words)
     vocabulary = {token: number for number, token in enumerate([*LETTERS, *pieces, *SPECIAL])}
-    whole = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    added = [
-        {"id": vocabulary[token], "content": token, **whole, "special": token in SPECIAL}
-        for token in (*pieces, *SPECIAL)
-    ]
-    tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": ""}, "behavior": "Isolated", "invert": False},
-        "post_processor": None,
-        "decoder": {"type": "Fuse"},
-        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "?"},
-    }
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": END,
-        "pad_token": PAD,
-        "chat_template": TEMPLATE,
-    }
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    write_tokenizer(
+        folder,
+        vocabulary,
+        pieces=(*pieces, *SPECIAL),
+        special=SPECIAL,
+        eos_token=END,
+        pad_token=PAD,
+        chat_template=TEMPLATE,
+    )
     return vocabulary
 
 

@@ -1,11 +1,25 @@
 """Runs on images: the same tokens and pixels in both planes, recorded once, shown, and replayed to the bit."""
 
+import asyncio
 import json
+from dataclasses import replace
 
 import pytest
-from tests.models.small_vision import draw_png, write_vision_checkpoint
+from tests.models.small_vision import draw_png, write_processor, write_vision_checkpoint
+from tests.rollout.generate.scripted_engine import Scripted, call
 
+from miles.core.events import BatchTaken
+from miles.core.media_store import MediaStore
+from miles.core.protocols import SamplingParams
+from miles.core.types import Batch, Group, Prompt, Reward
 from miles.launch.main import main
+from miles.models.processor import load_processor
+from miles.observe.rollouts import write_step
+from miles.rollout.generate.multi_turn import MultiTurn
+from miles.rollout.session.renderer_detect import build_renderer
+from miles.rollout.tools.env_registry import EnvironmentFactory
+from miles.rollout.tools.tool import ToolLimits
+from miles.rollout.tools.toolbox import ToolRegistry, ToolResources
 
 
 def write_rows(folder, *, images=5):
@@ -58,6 +72,40 @@ def test_a_run_on_videos_has_parity_0_and_is_replayed_to_the_bit(tmp_path, capsy
     assert kept == 5 * [".png"] + 2 * [".video"]
     assert main(["replay", str(tmp_path / "run"), "2"]) == 0
     assert "equal bit for bit" in capsys.readouterr().out
+
+
+def test_a_printed_conversation_has_its_calls_and_the_image_of_each_turn(tmp_path, capsys):
+    """Turns are numbered; below a turn are its calls, and below the prompt and each result the image they hold."""
+    run = tmp_path / "run"
+    processor = load_processor(write_processor(tmp_path / "model", "qwen3_vl"), media=MediaStore(run / "media"))
+    part = {"type": "image", "image": processor.media.put(draw_png(0, 64, 64))}
+    messages = ({"role": "user", "content": [part, {"type": "text", "text": "Which?"}]},)
+    script = [call("zoom", x=1, y=0.25, factor=4), call("crop", left=0, top=0, right=0.5, bottom=0.25), "B"]
+    factory = EnvironmentFactory(ToolRegistry(ToolResources(media=processor.media), ["crop", "zoom"]), ToolLimits())
+    generate = MultiTurn(build_renderer(processor), factory)
+    prompt = Prompt(id=1, messages=messages)
+    trajectory = asyncio.run(generate(prompt, Scripted(processor, script), SamplingParams(max_new_tokens=2000)))
+    group = Group(prompt=prompt, trajectories=(replace(trajectory, reward=Reward(value=1.0)),))
+    taken = BatchTaken(step=1, tickets=(0,), groups=(group,), batch=Batch(step=1, samples=(), num_groups=1))
+    (run / "rollouts").mkdir()
+    write_step(run / "rollouts" / "step-000001.parquet", taken)
+    (run / "config.toml").write_text(f'[models]\nhf_checkpoint = "{tmp_path / "model"}"\n')
+    assert main(["show", str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    placed = [each.image.source for span in trajectory.spans for each in span.images]
+    sizes = ("64 x 64", "64 x 64", "32 x 16")
+    images = [
+        f"  image {source[:12]}: {size} pixels, PNG, {run / 'media' / source}.png"
+        for source, size in zip(placed, sizes, strict=True)
+    ]
+    calls = ["  call zoom(x=1, y=0.25, factor=4)", "  call crop(left=0, top=0, right=0.5, bottom=0.25)"]
+    assert [line for line in lines if line.startswith("  ")] == [images[0], calls[0], images[1], calls[1], images[2]]
+    titles = [line.split(" (")[0] for line in lines if line.startswith(("prompt (", "policy", "environment ("))]
+    turns = [[f"policy, version {version}, turn {turn}" for version in (1, 2)] for turn in (1, 2, 3)]
+    assert titles == ["prompt", *turns[0], "environment", *turns[1], "environment", *turns[2]]
+    (run / "media" / f"{placed[1]}.png").unlink()
+    assert main(["show", str(run)]) == 0
+    assert f"  image {placed[1][:12]}: not in {run / 'media'}" in capsys.readouterr().out.splitlines()
 
 
 def test_served_engines_get_the_images(tmp_path, capsys):

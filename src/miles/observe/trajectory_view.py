@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import unicodedata
-from collections.abc import Iterator, Sequence
-from typing import IO, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import IO, Any, Protocol
 
 import numpy as np
 
 from miles.core.agents import ROLES
+from miles.core.media import ImageInput
 from miles.core.types import Author, Floats, Span, Trajectory
 from miles.observe.formatting import format_fixed
 
@@ -28,6 +31,8 @@ _CONTEXT = 6
 """Context tokens that affect how a token decodes, such as whether a space comes first."""
 _MAX_PIECE = 24
 """Maximum number of tokens that are joined to complete a character."""
+_MAX_CALL = 240
+"""Maximum number of characters of a tool call below its turn; the turn itself has all of it."""
 
 
 class TokenDecoder(Protocol):
@@ -46,8 +51,17 @@ def legend() -> str:
     return "probability of a token: " + "  ".join(f"{colour}{name}{RESET}" for _, colour, name in BANDS)
 
 
-def render_trajectory(trajectory: Trajectory, tokenizer: TokenDecoder, *, colour: bool) -> str:
-    """Render every span under its author's name, branch by branch, with roles in multi-agent trajectories."""
+def render_trajectory(
+    trajectory: Trajectory,
+    tokenizer: TokenDecoder,
+    *,
+    colour: bool,
+    describe_image: Callable[[ImageInput], str] | None = None,
+) -> str:
+    """Render every span under its author's name, branch by branch, with roles in multi-agent trajectories.
+
+    Below a turn are the tool calls that were parsed from it, and with ``describe_image`` below a span its images.
+    """
     lines: list[str] = []
     roles = trajectory.metadata.get(ROLES, ())
     for number, branch in enumerate(trajectory.branches):
@@ -55,11 +69,58 @@ def render_trajectory(trajectory: Trajectory, tokenizer: TokenDecoder, *, colour
         if len(trajectory.branches) > 1 or role:
             lines.append(_bold(f"-- branch {number}{role}", colour))
         before: list[int] = []
-        for span in branch:
+        turns = number_turns(branch)
+        last = max(turns, default=0)
+        calls = _list_calls(trajectory, last)
+        for place, (span, turn) in enumerate(zip(branch, turns, strict=True)):
             if len(span):
-                lines += [_bold(_format_author(span), colour), _render_span(span, before, tokenizer, colour)]
+                title = _format_author(span, turn if last > 1 else 0)
+                lines += [_bold(title, colour), _render_span(span, before, tokenizer, colour)]
+            if turn and turn not in turns[place + 1 :]:
+                lines += [f"  call {call}" for call in calls.get(turn, ())]
+            if describe_image is not None:
+                lines += [
+                    f"  {each.image.kind} {each.image.source[:12]}: {escape_control(describe_image(each.image))}"
+                    for each in span.images
+                ]
             before = [*before, *span.tokens.tolist()][-_CONTEXT:]
     return "\n".join(lines)
+
+
+def number_turns(branch: Sequence[Span]) -> list[int]:
+    """The turn of each span of the policy, counted from 1, and 0 for other spans; a turn may be of several spans."""
+    turns: list[int] = []
+    turn = 0
+    for place, span in enumerate(branch):
+        is_policy = span.author is Author.POLICY
+        turn += is_policy and (place == 0 or not turns[-1])
+        turns.append(turn if is_policy else 0)
+    return turns
+
+
+def _list_calls(trajectory: Trajectory, num_turns: int) -> Mapping[int, list[str]]:
+    """The tool calls of each turn, from the recorded messages; none where turns and messages cannot be matched."""
+    messages = trajectory.metadata.get("messages", ())
+    replies = [each for each in messages if isinstance(each, Mapping) and each.get("role") == "assistant"]
+    if len(trajectory.branches) > 1 or len(replies) < num_turns:
+        return {}
+    own = replies[len(replies) - num_turns :]  # earlier ones are of the prompt
+    return {
+        turn: [_format_call(call.get("function", {})) for call in reply.get("tool_calls") or ()]
+        for turn, reply in enumerate(own, start=1)
+    }
+
+
+def _format_call(function: Mapping[str, Any]) -> str:
+    """A call as ``zoom(x=0.5, y=0.25)``; arguments that are no JSON object as they are."""
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        with suppress(ValueError):
+            arguments = json.loads(arguments)
+    if isinstance(arguments, Mapping):
+        arguments = ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in arguments.items())
+    text = escape_control(f"{function.get('name')}({arguments})")
+    return text if len(text) <= _MAX_CALL else f"{text[:_MAX_CALL]}..."
 
 
 def summarize_logprobs(trajectory: Trajectory, tokenizer: TokenDecoder) -> str:
@@ -84,12 +145,13 @@ def _escape(char: str) -> str:
     return repr(char)[1:-1] if not char.isprintable() else char
 
 
-def _format_author(span: Span) -> str:
+def _format_author(span: Span, turn: int) -> str:
     if span.author is not Author.POLICY:
         return f"{'environment' if span.author is Author.ENV else 'prompt'} ({len(span)} tokens)"
     assert span.version is not None
     name = "policy" if span.version.policy == "actor" else span.version.policy
-    return f"{name}, version {span.version.number} ({len(span)} tokens)"
+    number = f", turn {turn}" if turn else ""
+    return f"{name}, version {span.version.number}{number} ({len(span)} tokens)"
 
 
 def _render_span(span: Span, before: list[int], tokenizer: TokenDecoder, colour: bool) -> str:

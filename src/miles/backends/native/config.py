@@ -58,9 +58,8 @@ class NativeConfig:
     )
     speculative_algorithm: Literal["none", "ngram", "draft-model"] = option(
         "none",
-        "Draft tokens and verify several of them in one engine step: ngram drafts what followed the same tokens in the "
-        "prompt or in its other samples, of this and earlier epochs; draft-model drafts with a smaller model. The "
-        "sampled tokens stay those of the policy.",
+        "Draft tokens and verify several per engine step, without changing what is sampled: ngram drafts from the "
+        "prompt's text and other samples, draft-model with a smaller model.",
     )
     speculative_draft_model_path: str | None = option(
         None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import numpy as np
 
 from miles.config.help import get_terminal_width
 from miles.core.errors import DataError, UsageError
+from miles.core.image_files import ImageFileError, read_image_info
+from miles.core.media import ImageInput
 from miles.core.types import Array, Author, Group, Trajectory
 from miles.launch.config import ShowOptions
 from miles.launch.rules.paths import find_newest_checkpoint
@@ -57,18 +60,23 @@ def show(run: Path, options: ShowOptions) -> int:
         print(legend())
     for record in selected:
         print(f"\n{_format_header(record, len(records))}")
-        print(render_trajectory(record.trajectory, tokenizer, colour=colour))
-        for line in (*_list_images(record, run), *_list_details(record, tokenizer)):
+        describe = partial(_describe_image, run / "media")
+        print(render_trajectory(record.trajectory, tokenizer, colour=colour, describe_image=describe))
+        for line in _list_details(record, tokenizer):
             print(line)
     return 0
 
 
-def _list_images(record: TrajectoryRecord, run: Path) -> Iterator[str]:
-    """The file of every image of a trajectory, one per line."""
-    placed = (image for span in record.trajectory.spans for image in span.images)
-    for source in dict.fromkeys(each.image.source for each in placed if each.image.source):
-        file = next(iter((run / "media").glob(f"{source}.*")), None)
-        yield f"image {source[:12]}: {'not in ' + str(run / 'media') if file is None else file}"
+def _describe_image(media: Path, image: ImageInput) -> str:
+    """Size, format and file of an image of a run."""
+    file = next(iter(media.glob(f"{image.source}.*")), None) if image.source else None
+    if file is None:
+        return f"not in {media}"
+    try:
+        info = read_image_info(file.read_bytes())
+    except (ImageFileError, OSError) as error:
+        return f"{file}, which cannot be read ({error})"
+    return f"{info.width} x {info.height} pixels, {info.format}, {file}"
 
 
 def _draw_rewards(rollouts: StepRollouts, rewards: Sequence[float]) -> Iterator[str]:

@@ -174,26 +174,11 @@ class NativeEngine:
         self._platform = replace(detect_platform(device.type), device=device)
         page_size = config.engine_page_size
         self._runner, num_pages = build_runner(
-            spec,
-            config,
-            self._platform,
-            dtype=dtype,
-            numerics=numerics,
-            model=model,
-            devices=devices,
-            name=name,
-            draft=draft,
+            spec, config, self._platform, draft, dtype=dtype, numerics=numerics, model=model, devices=devices, name=name
         )
-        no_expert = self._runner.no_expert
         # A recurrent state belongs to one position: a prefix cannot find it, only a fork from its leader can.
         self._pages = PageAllocator(num_pages, page_size, share=config.engine_prefix_cache and not spec.recurrent)
-        running_batch = RunningBatch(
-            self._pages,
-            ReqSlots(config.engine_max_running, min(num_pages, -(-spec.max_positions // page_size)), spec.vocab_size),
-            share_prefill=config.engine_prefix_cache,
-            routed_experts=None if no_expert is None else RoutedExpertsStore(no_expert, num_pages, page_size),
-            clock=clock,
-        )
+        running_batch = self._build_running_batch(config, clock)
         self._draft_runner: ModelRunner | None = None
         drafter = None if draft is None else self._build_drafter(draft, config, running_batch.slots, num_pages, dtype)
         self._speculation = build_speculation(spec, config, self._platform, dtype, drafter)
@@ -222,6 +207,17 @@ class NativeEngine:
         self._asleep = False
         self._closed = False
         self._weights_torn = False
+
+    def _build_running_batch(self, config: NativeConfig, clock: Callable[[], float]) -> RunningBatch:
+        spec, pages, no_expert = self.spec, self._pages, self._runner.no_expert
+        max_pages = min(pages.total, -(-spec.max_positions // pages.size))
+        return RunningBatch(
+            pages,
+            ReqSlots(config.engine_max_running, max_pages, spec.vocab_size),
+            share_prefill=config.engine_prefix_cache,
+            routed_experts=None if no_expert is None else RoutedExpertsStore(no_expert, pages.total, pages.size),
+            clock=clock,
+        )
 
     def _build_drafter(
         self, draft: CausalLM | Draft, config: NativeConfig, slots: ReqSlots, num_pages: int, dtype: torch.dtype

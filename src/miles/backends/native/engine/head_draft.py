@@ -26,7 +26,7 @@ from miles.backends.native.engine.forward_batch import (
     gather_sampling_info,
     group_by_prefix,
 )
-from miles.backends.native.engine.ngram_draft import MIN_MATCH, Draft
+from miles.backends.native.engine.ngram_draft import MIN_MATCH, DraftedTokens
 from miles.backends.native.engine.req import Req
 from miles.backends.native.engine.req_slots import ReqSlots
 from miles.backends.native.engine.request import Ints
@@ -105,7 +105,7 @@ class HeadDrafter:
         """Return the time of so many steps of the head."""
         return length * self._cost(num_reqs)
 
-    def draft(self, reqs: Sequence[Req], lengths: Sequence[int]) -> list[Draft | None]:
+    def draft(self, reqs: Sequence[Req], lengths: Sequence[int]) -> list[DraftedTokens | None]:
         """Run the head on the last step's rows, then sample ``lengths`` tokens behind each request it ran for."""
         launched, self._launched = self._launched, None
         order = self._run_on_launched(launched)
@@ -135,7 +135,7 @@ class HeadDrafter:
         for step_rows, step_tokens in zip(rows, self._head.fetch(tokens), strict=True):
             for row, token in zip(step_rows, step_tokens, strict=True):
                 drafts.setdefault(int(slots_B[row]), []).append(token)
-        return [Draft(drafts[req.slot], MIN_MATCH) if req.slot in drafts else None for req in reqs]
+        return [DraftedTokens(drafts[req.slot], MIN_MATCH) if req.slot in drafts else None for req in reqs]
 
     def _run_on_launched(self, launched: LaunchedRows | None) -> tuple[Ints, Tensor] | None:
         """Run the head on the rows of the last step whose tokens were accepted.

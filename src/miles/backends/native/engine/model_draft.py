@@ -24,7 +24,7 @@ from miles.backends.native.engine.forward_batch import (
     build_decode_rows,
     copies_as_arrays,
 )
-from miles.backends.native.engine.ngram_draft import MIN_MATCH, Draft
+from miles.backends.native.engine.ngram_draft import MIN_MATCH, DraftedTokens
 from miles.backends.native.engine.req import Req
 from miles.backends.native.engine.req_slots import ReqSlots
 from miles.backends.native.engine.request import Ints
@@ -67,7 +67,7 @@ class ModelDrafter:
         self._page_size = page_size
         self._vocab_size = vocab_size
 
-    def draft(self, reqs: Sequence[Req], lengths: Sequence[int]) -> list[Draft | None]:
+    def draft(self, reqs: Sequence[Req], lengths: Sequence[int]) -> list[DraftedTokens | None]:
         """Sample ``lengths`` tokens behind each request, one step for each token, and wait for the last."""
         drafts: list[list[int]] = [[] for _ in reqs]
         launched: list[tuple[list[int], InflightStep]] = []
@@ -83,7 +83,7 @@ class ModelDrafter:
             for row, token in zip(rows, inflight.result().tokens_D.tolist(), strict=True):
                 if len(drafts[row]) < lengths[row]:
                     drafts[row].append(token)
-        return [Draft(self._cut(tokens), MIN_MATCH) for tokens in drafts]
+        return [DraftedTokens(self._cut(tokens), MIN_MATCH) for tokens in drafts]
 
     def prepare(self, batch: ForwardBatch, *, drafted: bool, needed: bool) -> None:
         """Store the keys of a step's tokens; drafting has stored those of a step that is only drafts."""

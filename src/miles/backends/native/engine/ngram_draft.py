@@ -25,7 +25,7 @@ _MAX_SEQUENCES = 64
 _LOOKUP_SECONDS = 1e-5
 
 
-class Draft(NamedTuple):
+class DraftedTokens(NamedTuple):
     """Drafted tokens, and how many tokens of context matched."""
 
     tokens: Sequence[int]
@@ -35,7 +35,7 @@ class Draft(NamedTuple):
     def bucket(self) -> int:
         """The class of matches whose acceptance is measured together: lengths 2, 3, 4-7, 8-15, 16 and more.
 
-        >>> [Draft((), match).bucket for match in (2, 3, 4, 7, 8, 24)]
+        >>> [DraftedTokens((), match).bucket for match in (2, 3, 4, 7, 8, 24)]
         [0, 1, 2, 2, 3, 4]
         """
         return self.match - 2 if self.match < 4 else self.match.bit_length() - 1
@@ -72,7 +72,7 @@ class PromptHistory:
             number = next(islice(self._sequences, 1, None))
             self.num_tokens -= self._sequences.pop(number)[1]
 
-    def find(self, tokens: Sequence[int], number: int, most: int) -> Draft | None:
+    def find(self, tokens: Sequence[int], number: int, most: int) -> DraftedTokens | None:
         """Return what followed the longest earlier match of the sequence's end, at most ``most`` tokens."""
         last = len(tokens) - 1
         best, best_match = None, MIN_MATCH - 1
@@ -88,7 +88,7 @@ class PromptHistory:
         if best is None:
             return None
         sequence, end = best
-        return Draft(sequence[end + 1 : end + 1 + most], best_match)
+        return DraftedTokens(sequence[end + 1 : end + 1 + most], best_match)
 
 
 def _count_equal(left: Sequence[int], i: int, right: Sequence[int], j: int) -> int:
@@ -102,7 +102,7 @@ def _count_equal(left: Sequence[int], i: int, right: Sequence[int], j: int) -> i
 class NgramDrafter:
     """Histories of prompts, the least recently used of which are forgotten beyond ``max_tokens`` tokens."""
 
-    num_buckets = Draft((), MAX_MATCH).bucket + 1
+    num_buckets = DraftedTokens((), MAX_MATCH).bucket + 1
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
@@ -128,7 +128,7 @@ class NgramDrafter:
             _, oldest = self._histories.popitem(last=False)
             self._num_tokens -= oldest.num_tokens
 
-    def draft(self, reqs: Sequence[Req], lengths: Sequence[int]) -> list[Draft | None]:
+    def draft(self, reqs: Sequence[Req], lengths: Sequence[int]) -> list[DraftedTokens | None]:
         """Return a draft of each request's next tokens, at most so many; None without a match."""
         return [self._draft_one(req, length) if length else None for req, length in zip(reqs, lengths, strict=True)]
 
@@ -139,7 +139,7 @@ class NgramDrafter:
         """Return the time of so many lookups."""
         return num_reqs * _LOOKUP_SECONDS
 
-    def _draft_one(self, req: Req, length: int) -> Draft | None:
+    def _draft_one(self, req: Req, length: int) -> DraftedTokens | None:
         self.observe(req)
         if len(req.tokens) < MIN_MATCH:
             return None

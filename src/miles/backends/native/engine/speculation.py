@@ -20,7 +20,7 @@ import torch
 
 from miles.backends.native.config import RECURRENT_PROBLEM, NativeConfig
 from miles.backends.native.engine.forward_batch import ForwardBatch
-from miles.backends.native.engine.ngram_draft import Draft, NgramDrafter
+from miles.backends.native.engine.ngram_draft import DraftedTokens, NgramDrafter
 from miles.backends.native.engine.req import Req
 from miles.backends.native.engine.step_cost import StepCost, estimate_step_cost
 from miles.cluster.platform import Platform
@@ -89,7 +89,7 @@ class Drafter(Protocol):
 
     num_buckets: int
 
-    def draft(self, reqs: Sequence[Req], lengths: Sequence[int]) -> list[Draft | None]:
+    def draft(self, reqs: Sequence[Req], lengths: Sequence[int]) -> list[DraftedTokens | None]:
         """Return a draft of at most so many tokens for each request; None where there is none."""
         ...
 
@@ -211,7 +211,9 @@ class Speculation:
             if self._adaptive and -gain * seconds <= more * tokens:
                 break
             counts[index] = length
-            tokens, rows, seconds = tokens - gain, rows + 1, seconds + more
+            tokens -= gain
+            rows += 1
+            seconds += more
             if length < len(chains[index].tokens):
                 heappush(queue, (gain * rates[index], index, length + 1))
         pays = tokens * self._cost(num_rows) > num_rows * seconds

@@ -21,13 +21,13 @@ def build_runner(
     spec: DecoderSpec,
     config: NativeConfig,
     platform: Platform,
+    draft: CausalLM | Draft | None = None,
     *,
     dtype: torch.dtype,
     numerics: Numerics,
     model: CausalLM | None,
     devices: Sequence[torch.device],
     name: str,
-    draft: CausalLM | Draft | None = None,
 ) -> tuple[ModelRunner, int]:
     """Return the runner of the engine ``name`` and its number of pages; with several ``devices``, tensor-parallel.
 

@@ -177,14 +177,7 @@ class ModelRunner:
         assert self.decoder.numerics == numerics, "the engine's model has other numerics than the engine"
         self.draft = draft
         self.features_TF: Tensor | None = None
-        if draft is not None:
-            assert isinstance(self.decoder, Decoder), "a draft head needs the hidden states of our own decoder"
-            draft.share(PolicyWeights(embed=self.decoder.embedding, head=self.decoder.head))
-        self.no_expert: Array | None = None
-        if spec.moe is not None and return_routed_experts:
-            expert_type = expert_dtype(spec.moe.num_experts)
-            shape = (len(spec.moe_layers), spec.moe.experts_per_token)
-            self.no_expert = np.full(shape, unrecorded_id(expert_type), expert_type)
+        self.no_expert = _make_unrecorded_experts(spec) if return_routed_experts else None
         self.images = _build_image_encoder(model, vision_cache_bytes, dtype, device)
         self.send = HostToDevice(device)
         # One slot and one page more than requests use: padding rows of a CUDA graph write there.
@@ -213,9 +206,9 @@ class ModelRunner:
         self._states: RecurrentStatePool | None = None
         self._param_locations = _locate_params(self.decoder)
         if draft is not None:
-            self._param_locations += [
-                (module, attribute, DRAFT_PREFIX + name) for module, attribute, name in _locate_params(draft)
-            ]
+            assert isinstance(self.decoder, Decoder), "a draft head needs the hidden states of our own decoder"
+            draft.share(PolicyWeights(embed=self.decoder.embedding, head=self.decoder.head))
+            self._param_locations += _locate_params(draft, DRAFT_PREFIX)
         self.allocate()
 
     @property
@@ -468,12 +461,21 @@ class ModelRunner:
         return torch.stack(routing.recorded, 1).to(torch.uint8 if self.no_expert.itemsize == 1 else torch.int32)
 
 
-def _locate_params(model: CausalLM | nn.Module) -> list[tuple[nn.Module, str, str]]:
+def _locate_params(model: CausalLM | nn.Module, prefix: str = "") -> list[tuple[nn.Module, str, str]]:
     """Return the module, attribute and name of every parameter."""
     return [
-        (model.get_submodule(path), attribute, f"{path}.{attribute}" if path else attribute)
+        (model.get_submodule(path), attribute, prefix + (f"{path}.{attribute}" if path else attribute))
         for path, attribute in (name.rpartition(".")[::2] for name, _ in model.named_parameters())
     ]
+
+
+def _make_unrecorded_experts(spec: DecoderSpec) -> Array | None:
+    """Return the experts [L, x] of a token that was never computed; None for a model without experts."""
+    if spec.moe is None:
+        return None
+    expert_type = expert_dtype(spec.moe.num_experts)
+    shape = (len(spec.moe_layers), spec.moe.experts_per_token)
+    return np.full(shape, unrecorded_id(expert_type), expert_type)
 
 
 def _build_image_encoder(
