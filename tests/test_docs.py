@@ -44,6 +44,7 @@ OTHERS = {
     "--parts",
     "--cases",
     "--workloads",
+    *("--seeds", "--at-once", "--also"),
     *("--kills", "--ray", "--namespaces", "--deterministic", "--keep", "--only"),
     *("--help", "--version", "--all", "--json", "--flags", "--no-NAME", "--rounds", "--threads", "--seconds"),
     *(
