@@ -209,11 +209,11 @@ class NativeEngine:
         self._weights_torn = False
 
     def _build_running_batch(self, config: NativeConfig, clock: Callable[[], float]) -> RunningBatch:
-        spec, pages, no_expert = self.spec, self._pages, self._runner.no_expert
-        max_pages = min(pages.total, -(-spec.max_positions // pages.size))
+        pages, no_expert = self._pages, self._runner.no_expert
+        max_pages = min(pages.total, -(-self.spec.max_positions // pages.size))
         return RunningBatch(
             pages,
-            ReqSlots(config.engine_max_running, max_pages, spec.vocab_size),
+            ReqSlots(config.engine_max_running, max_pages, self.spec.vocab_size),
             share_prefill=config.engine_prefix_cache,
             routed_experts=None if no_expert is None else RoutedExpertsStore(no_expert, pages.total, pages.size),
             clock=clock,

@@ -171,8 +171,7 @@ class ModelRunner:
         self.device = device
         self.dtype = dtype
         self.numerics = numerics
-        if model is None:
-            model = Decoder(spec, device="meta", dtype=dtype, numerics=numerics)
+        model = model or Decoder(spec, device="meta", dtype=dtype, numerics=numerics)
         self.decoder: CausalLM = model
         assert self.decoder.numerics == numerics, "the engine's model has other numerics than the engine"
         self.draft = draft
