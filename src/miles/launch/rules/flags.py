@@ -172,8 +172,8 @@ NOTED_FLAGS = (
         lambda c: c.parallel.tensor_model_parallel_size > 1,
     ),
     FlagsNeed(
-        ("--speculative-num-draft-tokens", "--speculative-history-tokens"),
-        "--speculative-algorithm ngram",
+        ("--speculative-num-draft-tokens", "--speculative-history-tokens", "--disable-speculative-adaptive"),
+        "--speculative-algorithm",
         lambda c: c.native.speculative_algorithm != "none",
     ),
 )
