@@ -147,12 +147,12 @@ def test_functions_of_upstream_read_which_algorithm_drafts(line: str, algorithm:
     assert build_upstream_context(plan(line)).args.sglang_speculative_algorithm == algorithm
 
 
-@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "NEXTN", "STANDALONE"])
-def test_drafts_of_a_model_are_made_by_sglang_alone(algorithm: str):
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "NEXTN"])
+def test_drafts_of_a_head_are_made_by_sglang_alone(algorithm: str):
     words = f"--sglang-speculative-algorithm {algorithm} --sglang-speculative-num-steps 3"
     assert find_problems(words) == [
-        f"--sglang-speculative-algorithm {algorithm} asks for drafts of a draft model or of multi-token prediction "
-        "layers, which is not supported; use NGRAM, or --rollout-backend sglang."
+        f"--sglang-speculative-algorithm {algorithm} asks for drafts of multi-token prediction layers or an EAGLE "
+        "head, which is not supported; use NGRAM or STANDALONE, or --rollout-backend sglang."
     ]
     config = plan(f"{words} --rollout-backend sglang")
     assert config.sglang.sglang_flags == ("--speculative-algorithm", algorithm, "--speculative-num-steps", "3")

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from miles.core.errors import MilesError
 from miles.launch.config import Config
-from miles.launch.rules.flags import FlagsNeed, Rule, list_set_flags
+from miles.launch.rules.flags import Rule, list_set_flags
 from miles.launch.rules.paths import read_spec_or_none
 from miles.models.checkpoint.safetensors_io import stored_tensors
 from miles.models.draft.param_map import count_mtp_layers
@@ -81,13 +81,4 @@ def _check_mtp(c: Config, spec: DecoderSpec) -> Iterator[str]:
         )
 
 
-DRAFT_RULES: tuple[Rule, ...] = (
-    FlagsNeed(
-        ("--draft-lr", "--draft-loss", "--draft-train-steps", "--mtp-loss-scaling-factor"),
-        "--draft-train mtp or eagle3",
-        lambda c: c.train.draft_train != "none",
-    ),
-    FlagsNeed(("--draft-load",), "--draft-train eagle3", lambda c: c.train.draft_train == "eagle3"),
-    check_draft_trainer,
-    check_draft_model,
-)
+DRAFT_RULES: tuple[Rule, ...] = (check_draft_trainer, check_draft_model)

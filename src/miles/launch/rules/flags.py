@@ -172,7 +172,7 @@ NOTED_FLAGS = (
         lambda c: c.parallel.tensor_model_parallel_size > 1,
     ),
     FlagsNeed(
-        ("--speculative-num-draft-tokens", "--speculative-history-tokens", "--disable-speculative-adaptive"),
+        ("--speculative-num-draft-tokens", "--speculative-history-tokens", "--speculative-adaptive"),
         "--speculative-algorithm",
         lambda c: c.native.speculative_algorithm != "none",
     ),
@@ -299,6 +299,14 @@ _CLUSTER_RULES = (
         lambda c: c.elastic.elastic,
     ),
 )
+_DRAFT_RULES = (
+    FlagsNeed(
+        ("--draft-lr", "--draft-loss", "--draft-train-steps", "--mtp-loss-scaling-factor"),
+        "--draft-train mtp or eagle3",
+        lambda c: c.train.draft_train != "none",
+    ),
+    FlagsNeed(("--draft-load",), "--draft-train eagle3", lambda c: c.train.draft_train == "eagle3"),
+)
 FLAG_RULES: tuple[Rule, ...] = (
     *_LOSS_RULES,
     *_CORRECTION_RULES,
@@ -306,4 +314,5 @@ FLAG_RULES: tuple[Rule, ...] = (
     *_ENGINE_RULES,
     *_ROLLOUT_RULES,
     *_CLUSTER_RULES,
+    *_DRAFT_RULES,
 )
