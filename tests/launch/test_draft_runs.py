@@ -50,3 +50,29 @@ def test_a_run_trains_a_draft_resumes_it_and_leaves_the_policy_as_it_is(inputs: 
     config = json.loads((folders[-1] / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["draft_vocab_size"] is None
     assert load_file(folders[-1] / "model.safetensors")["fc.weight"].shape[1] == 3 * config["hidden_size"]
+
+
+SPECULATE = ("--speculative-algorithm", "eagle3", "--disable-speculative-adaptive")
+LONG = ("--rollout-max-response-len", "24", "--rollout-temperature", "0.5", "--parity", "exact")
+
+
+def accept_rates(run: Path) -> list[float]:
+    rows = [json.loads(line) for line in (run / "timings.jsonl").read_text().splitlines()]
+    return [row["seconds"]["speculative/accept_rate"] for row in rows if row["kind"] == "train"]
+
+
+def test_the_engine_drafts_with_the_head_that_the_run_trains(inputs: Path, tmp_path: Path):
+    """The policy is bit for bit that of a run without drafts, and the published head drafts better each step."""
+    plain, online, frozen = tmp_path / "plain", tmp_path / "online", tmp_path / "frozen"
+    drafts = (*SPECULATE, "--speculative-num-draft-tokens", "2")
+    assert miles("train", *flags(inputs, plain, *LONG, steps=6)).returncode == 0
+    done = miles("train", *flags(inputs, online, *LONG, *EAGLE, *drafts, "--draft-lr", "1e-2", steps=6))
+    assert done.returncode == 0, done.stderr
+    for file in FILES:
+        assert (checkpoint(online, 6) / file).read_bytes() == (checkpoint(plain, 6) / file).read_bytes(), file
+    rates = accept_rates(online)
+    head = ("--speculative-draft-model-path", str(checkpoint(online, 2) / "draft"))
+    done = miles("train", *flags(inputs, frozen, *LONG, *drafts, *head, steps=2))
+    assert done.returncode == 0, done.stderr
+    assert sum(rates[3:]) > sum(rates[:3])
+    assert all(rate > 0 for rate in accept_rates(frozen))

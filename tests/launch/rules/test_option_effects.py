@@ -82,6 +82,10 @@ def is_remote(b: Backends) -> bool:
 # Options whose meaning depends on the backends: words that set them, and where they have an effect.
 EFFECTIVE: dict[str, tuple[str, Callable[[Backends], bool]]] = {
     **{name: ("", lambda b: b.engine in ("native", "served")) for name in NativeConfig.__dataclass_fields__},
+    "speculative_draft_model_path": (
+        "--speculative-algorithm draft-model --speculative-draft-model-path model",
+        lambda b: b.engine in ("native", "served"),
+    ),
     "colocate": ("--colocate", lambda b: b.engine != "external" and b.staleness == 0),
     "rollout_num_gpus": ("--rollout-num-gpus 2", lambda b: b.engine in ("served", "sglang")),
     "rollout_num_gpus_per_engine": ("--rollout-num-gpus-per-engine 2", lambda b: b.engine != "external"),

@@ -147,13 +147,13 @@ def test_functions_of_upstream_read_which_algorithm_drafts(line: str, algorithm:
     assert build_upstream_context(plan(line)).args.sglang_speculative_algorithm == algorithm
 
 
-@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "NEXTN"])
-def test_drafts_of_a_head_are_made_by_sglang_alone(algorithm: str):
+@pytest.mark.parametrize(
+    ("algorithm", "own"), [("EAGLE", "mtp"), ("EAGLE3", "eagle3"), ("NEXTN", "mtp"), ("STANDALONE", "draft-model")]
+)
+def test_names_of_sglang_s_algorithms_are_those_of_the_engine(algorithm: str, own: str):
     words = f"--sglang-speculative-algorithm {algorithm} --sglang-speculative-num-steps 3"
-    assert find_problems(words) == [
-        f"--sglang-speculative-algorithm {algorithm} asks for drafts of multi-token prediction layers or an EAGLE "
-        "head, which is not supported; use NGRAM or STANDALONE, or --rollout-backend sglang."
-    ]
+    ranks = f"{words} --rollout-num-gpus-per-engine 2"
+    assert f"--speculative-algorithm {own} needs engines of one GPU" in " ".join(find_problems(ranks))
     config = plan(f"{words} --rollout-backend sglang")
     assert config.sglang.sglang_flags == ("--speculative-algorithm", algorithm, "--speculative-num-steps", "3")
     assert list_flag_outcomes(config) == []

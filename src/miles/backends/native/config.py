@@ -56,14 +56,15 @@ class NativeConfig:
         "Return the routed experts of every token of an MoE model, which a trainer can replay.",
         off="--disable-engine-return-routed-experts",
     )
-    speculative_algorithm: Literal["none", "ngram", "draft-model"] = option(
+    speculative_algorithm: Literal["none", "ngram", "draft-model", "mtp", "eagle3"] = option(
         "none",
-        "Draft tokens and verify several per engine step, without changing what is sampled: ngram drafts from the "
-        "prompt's text and other samples, draft-model with a smaller model.",
+        "Draft tokens and verify several per engine step, without changing what is sampled: from n-grams of a prompt's "
+        "samples, with a smaller model, MTP layers or an EAGLE-3 head.",
     )
     speculative_draft_model_path: str | None = option(
         None,
-        "Folder of the model that drafts for --speculative-algorithm draft-model; it has the policy's tokenizer.",
+        "Folder of the model of --speculative-algorithm draft-model, which has the policy's tokenizer, or of the head "
+        "of eagle3.",
     )
     speculative_num_draft_tokens: int = option(
         8,

@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, TypeAlias
 from torch import Tensor
 
 from miles.backends.native.engine.engine import NativeEngine
+from miles.backends.native.runner.model_runner import DRAFT_PREFIX
 from miles.cluster import platform
 from miles.cluster.executor import Executor, InlineExecutor
 from miles.core.types import Version
-from miles.launch.build.draft_model import load_draft_model
+from miles.launch.build.draft_model import load_engine_draft, name_head_weights
 from miles.launch.build.models import PolicyCheckpoint, load_model
 from miles.launch.config import Config
 from miles.models.base import CausalLM
 from miles.models.checkpoint import hf
 from miles.models.decoder import Decoder
+from miles.models.draft.base import Draft
 from miles.models.lora.adapters import LoraAdapters
 from miles.models.lora.layout import build_factor_map
 from miles.models.model_provider import apply_model_provider
@@ -48,12 +50,14 @@ def build_native_engine(
         name=name,
         model=None if model is None else _build_empty_model(policy, model),
         devices=platform.consecutive_devices(policy.platform.device, config.cluster.rollout_num_gpus_per_engine),
-        draft=load_draft_model(
+        draft=load_engine_draft(
             config.native,
             policy.folder,
+            spec,
             device=policy.platform.device,
             dtype=policy.rollout_dtype,
             numerics=policy.numerics,
+            head=config.train.draft_load,
         ),
     )
 
@@ -76,11 +80,17 @@ def build_native_sync(
     *,
     copies: bool,
     adapters: LoraAdapters | None,
+    draft: GetWeights | None = None,
 ) -> Publication:
-    """The weight sync to an engine in this process; weights are shared unless it ``copies`` them."""
+    """The weight sync to an engine in this process; weights are shared unless it ``copies`` them.
+
+    ``draft`` returns the trained weights of the engine's draft head, which it otherwise keeps as they were loaded.
+    """
     published = get_rollout_weights(policy, weights)
     # Factors of adapters beside the weights are made for each update.
     is_made = published is not weights or policy.rollout_adapters is not None
+    if engine is not None and engine.draft_head is not None:
+        published = _add_head_weights(published, engine.draft_head, draft)
     transport: Transport = "made" if is_made else "copy" if copies else "shared"
     trained = None if adapters is None else frozenset(adapters.targets_by_param)
     if policy.rollout_adapters is not None:
@@ -94,6 +104,19 @@ def build_native_sync(
     )
 
 
+def _add_head_weights(weights: GetWeights, head: Draft, trained: GetWeights | None) -> GetWeights:
+    """The weights with those of the engine's draft head: the ``trained`` ones in its dtype, or as they were loaded."""
+    loaded = name_head_weights(head)
+
+    def add() -> Mapping[str, Tensor]:
+        if trained is None:
+            return {**weights(), **loaded}
+        own = {DRAFT_PREFIX + name: tensor.detach() for name, tensor in trained().items()}
+        return {**weights(), **{name: own[name].to(tensor.dtype) for name, tensor in loaded.items()}}
+
+    return add
+
+
 async def load_engine(config: Config, policy: PolicyCheckpoint, *, name: str = "actor") -> NativeEngine:
     """An engine with the checkpoint's own weights, as version 0 of the policy ``name``."""
     source = replace(policy, dtype=policy.rollout_dtype, spec=policy.rollout_spec)
@@ -102,6 +125,8 @@ async def load_engine(config: Config, policy: PolicyCheckpoint, *, name: str = "
     model = load_model(source)
     engine = build_native_engine(config, policy, InlineExecutor(), model)
     weights = {name: p.detach() for name, p in model.named_parameters()}
+    if engine.draft_head is not None:
+        weights |= name_head_weights(engine.draft_head)
     sync = Publication(weights=lambda: weights, engines=[engine], transport="shared", run=InlineExecutor())
     await sync.publish(Version(name))
     return engine

@@ -112,6 +112,13 @@ class BuiltTrainer:
         source = self.local or self.resilient
         return None if source is None else source.adapters()
 
+    def get_draft_weights(self) -> GetWeights | None:
+        """The live weights of the draft head it trains, if it does in this process."""
+        trainer = self.local
+        if trainer is None or trainer.draft_weights() is None:
+            return None
+        return lambda: trainer.draft_weights() or {}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyStack:
@@ -287,7 +294,10 @@ def _build_sync(
         published = get_rollout_weights(owner.checkpoint, weights)
         return build_remote_sync(owner.config, owner.plan, owner.checkpoint, remote, published, executor, adapters)
     copies = owner.plan.transport == "copy" and built is not None
-    return build_native_sync(owner.checkpoint, native, weights, executor, copies=copies, adapters=adapters())
+    draft = None if built is None else built.get_draft_weights()
+    return build_native_sync(
+        owner.checkpoint, native, weights, executor, copies=copies, adapters=adapters(), draft=draft
+    )
 
 
 def _get_frozen_weights(checkpoint: PolicyCheckpoint, model: CausalLM | None) -> GetWeights:

@@ -218,7 +218,7 @@ async def build_server(config: ServeRoot, key: str | None, run: Executor) -> tup
     from miles.cluster import platform
     from miles.cluster.executor import InlineExecutor
     from miles.core.types import Version
-    from miles.launch.build.draft_model import load_draft_model
+    from miles.launch.build.draft_model import load_engine_draft, name_head_weights
     from miles.models.checkpoint import hf
     from miles.models.lora.adapters import load_engine_factors
     from miles.models.parallel.tp_sharding import compute_tp_shards, shard_spec
@@ -252,9 +252,11 @@ async def build_server(config: ServeRoot, key: str | None, run: Executor) -> tup
         numerics=numerics,
         model=hf.build_engine_model(model),
         devices=devices,
-        draft=load_draft_model(config.native, folder, device=device, dtype=dtype, numerics=numerics),
+        draft=load_engine_draft(config.native, folder, model.spec, device=device, dtype=dtype, numerics=numerics),
     )
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    if engine.draft_head is not None:
+        weights |= name_head_weights(engine.draft_head)
     if lora is not None and (adapter := get_adapter_folder(config.lora)) is not None:
         weights |= load_engine_factors(adapter, lora, device=load_device, dtype=dtype)
     await Publication(weights=lambda: weights, engines=[engine], transport="shared", run=InlineExecutor()).publish(

@@ -15,9 +15,11 @@ from miles.launch.plan.hardware import choose_device, count_accelerators
 from miles.launch.plan.topology import build_resource_request, get_world_size, is_remote, uses_ray
 from miles.launch.rules.flags import Rule
 from miles.launch.rules.paths import read_spec_or_none
+from miles.models.hf_adapter.spec import HfAdapterSpec
 from miles.models.parallel.tp_sharding import check_tp_size
 
 _GPUS_PER_ENGINE = "--rollout-num-gpus-per-engine"
+_HEADS = ("mtp", "eagle3")
 _ADDRESSES = "--rollout-external-engine-addrs"
 
 
@@ -70,20 +72,37 @@ def check_engine_gpus(c: Config) -> Iterator[str]:
         yield f"{_GPUS_PER_ENGINE} {world} exceeds the {available} GPUs of this machine; lower it."
 
 
-def check_draft_model(c: Config) -> Iterator[str]:
+def check_engine_draft(c: Config) -> Iterator[str]:
     native, flag = c.native, "--speculative-draft-model-path"
-    drafts = native.speculative_algorithm == "draft-model"
-    folder = native.speculative_draft_model_path
-    if drafts and folder is None:
+    algorithm, folder = native.speculative_algorithm, native.speculative_draft_model_path
+    if algorithm == "draft-model" and folder is None:
         yield f"--speculative-algorithm draft-model needs {flag}, a smaller model with the policy's tokenizer."
-    elif not drafts and folder is not None:
-        yield f"{flag} needs --speculative-algorithm draft-model; add it, or remove {flag}."
+    elif algorithm not in ("draft-model", "eagle3") and folder is not None:
+        yield f"{flag} needs --speculative-algorithm draft-model or eagle3; add it, or remove {flag}."
     elif folder is not None and not (Path(folder) / "config.json").is_file():
         yield f"{flag} {folder} is not a folder with a config.json; name a checkpoint."
-    elif folder is not None and (spec := read_spec_or_none(folder, "native")) is not None and spec.recurrent:
+    elif algorithm == "draft-model" and (spec := read_spec_or_none(folder, "native")) is not None and spec.recurrent:
         yield f"{flag} {folder} has recurrent layers, whose state cannot go back; name another model."
-    if drafts and c.cluster.rollout_num_gpus_per_engine > 1:
-        yield f"--speculative-algorithm draft-model needs engines of one GPU; use ngram, or {_GPUS_PER_ENGINE} 1."
+    if algorithm in ("draft-model", *_HEADS) and c.cluster.rollout_num_gpus_per_engine > 1:
+        yield f"--speculative-algorithm {algorithm} needs engines of one GPU; use ngram, or {_GPUS_PER_ENGINE} 1."
+    if algorithm in _HEADS:
+        yield from _check_head(c, algorithm)
+
+
+def _check_head(c: Config, algorithm: str) -> Iterator[str]:
+    flag, trained = f"--speculative-algorithm {algorithm}", c.train.draft_train
+    spec = read_spec_or_none(c.models.hf_checkpoint, c.models.model_impl)
+    if isinstance(spec, HfAdapterSpec):
+        yield f"{flag} needs the native decoder, but {spec.architecture} is computed by transformers; use ngram."
+    if is_remote(c):
+        yield f"{flag} needs an engine in the trainer's process, which updates its head; use ngram or draft-model."
+    if trained not in ("none", algorithm):
+        yield f"{flag} and --draft-train {trained} name different drafts; use the same for both."
+    if trained != "none" and get_world_size(c) > 1:
+        yield f"{flag} gets the weights of --draft-train from a trainer of one process; use ngram, or one process."
+    head = c.native.speculative_draft_model_path or c.train.draft_load
+    if algorithm == "eagle3" and head is None and trained == "none":
+        yield f"{flag} needs a head: name one by --speculative-draft-model-path, or train one by --draft-train eagle3."
 
 
 def check_sglang_flags(c: Config) -> Iterator[str]:
@@ -159,7 +178,7 @@ ENGINE_RULES: tuple[Rule, ...] = (
     check_engine_tensor_parallel,
     check_speculation,
     check_engine_count,
-    check_draft_model,
+    check_engine_draft,
     check_sglang_flags,
 )
 SERVER_RULES: tuple[Rule, ...] = (check_colocation, check_external_servers, check_ray)

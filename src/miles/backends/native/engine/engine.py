@@ -179,6 +179,7 @@ class NativeEngine:
         # A recurrent state belongs to one position: a prefix cannot find it, only a fork from its leader can.
         self._pages = PageAllocator(num_pages, page_size, share=config.engine_prefix_cache and not spec.recurrent)
         running_batch = self._build_running_batch(config, clock)
+        self.draft_head = draft if isinstance(draft, Draft) else None
         self._draft_runner: ModelRunner | None = None
         drafter = None if draft is None else self._build_drafter(draft, config, running_batch.slots, num_pages, dtype)
         self._speculation = build_speculation(spec, config, self._platform, dtype, drafter)
