@@ -305,7 +305,7 @@ def test_patches_of_a_micro_batch_are_limited() -> None:
     assert alone["micro_batches"] == 2
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ("qwen2_5_vl", "qwen3_vl"))
 def test_a_teacher_in_the_trainer_sees_the_images(kind: str) -> None:
     teacher_hf = vision_model(kind)
     with torch.no_grad():
