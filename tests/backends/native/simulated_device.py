@@ -33,7 +33,9 @@ PLACEHOLDER = 902
 # Elements of prompts that are images, and their tokens; 903 is a separator.
 IMAGE_TOKENS = {990: [902, 902], 991: [902, 902], 992: [902, 903, 902, 902]}
 VISION_SPEC = SimpleNamespace(
-    vision=SimpleNamespace(image_token_id=PLACEHOLDER, video_token_id=None, positions="sequential")
+    vision=SimpleNamespace(
+        image_token_id=PLACEHOLDER, video_token_id=None, positions="sequential", bidirectional_spans=False
+    )
 )
 
 
