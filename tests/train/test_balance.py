@@ -119,7 +119,7 @@ def test_a_unit_that_fits_no_micro_batch_is_refused_with_the_ranks_that_share_on
 
 @given(LENGTHS, st.integers(2, 4), st.booleans())
 def test_ranks_have_no_micro_batch_with_more_patches_than_allowed(lengths, parts, balanced):
-    units = [{f"{i % 5}": 10 * (i % 5), f"{i}": 7} for i in range(len(lengths))]
+    units = [{f"shared {i % 5}": 10 * (i % 5), f"own {i}": 7} for i in range(len(lengths))]
     limit = PatchLimit(patches=units, limit=100)
     distributed = partition_micro_batches(lengths, dp_size=parts, budget=1000, balanced=balanced, patch_limit=limit)
     assert flat(distributed) == list(range(len(lengths)))

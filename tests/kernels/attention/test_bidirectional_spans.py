@@ -59,7 +59,8 @@ def agree(out, wanted, inputs) -> None:
     tolerance = 1e-11 if out.dtype == torch.float64 else 1e-5
     assert apart(out, wanted) < tolerance
     for mine, theirs in zip(gradients(out, inputs), gradients(wanted, inputs), strict=True):
-        assert apart(mine, theirs) < tolerance
+        # A query that sees one key has a gradient of zero.
+        assert float((mine - theirs).norm()) < tolerance * max(1.0, float(theirs.norm()))
 
 
 def test_spans_are_the_runs_whose_tokens_end_together_and_none_may_be_cut():
