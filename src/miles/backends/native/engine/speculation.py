@@ -145,7 +145,8 @@ class Speculation:
 
     def prepare(self, batch: ForwardBatch, *, drafted: bool) -> None:
         """Prepare for drafts behind the tokens of a step, which may be ``drafted`` themselves."""
-        needed = self.choose_length(len(batch.req_slots_B)) > 0
+        # A request has a row for each of its drafts.
+        needed = self.choose_length(len(set(batch.req_slots_B.tolist()))) > 0
         self._drafter.prepare(batch, drafted=drafted, needed=needed)
 
     def propose(
