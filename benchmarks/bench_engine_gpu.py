@@ -1,17 +1,17 @@
 """Engine throughput on one GPU against stock SGLang, transformers' continuous batching and the memory bandwidth limit.
 
     python benchmarks/bench_engine_gpu.py [--models Qwen3-0.6B Qwen3-4B] [--sides ours sglang transformers]
-        [--sglang FOLDER]
+        [--sglang FOLDER] [--sglang-attention fa3]
 
 A side ``ours:fp8`` serves the model in that ``--rollout-precision``, and ``ours:fp8+kv`` also stores the KV cache in
-FP8.
+FP8; ``sglang:fp8`` is SGLang with ``quantization="fp8"``.
 
 bf16, random weights of the published shapes, log-probs on, temperature 1, no EOS. Two workloads:
 
 - ``W``: 256 requests, prompt and response lengths uniform in 100..1024 (133,966 response tokens);
 - ``GRPO``: 32 prompts of 1,024 tokens x 8 samples x 1,024 new tokens.
 
-and ``alone``: one request, its inter-token latency against reading every weight once. Each side runs in its own
+and ``alone``: one request, its inter-token latency against reading every weight once in the side's own format. Each side runs in its own
 process; ``--sglang`` is a folder to put on its path (else SGLang must be importable). The limit is to read weights
 and KV cache once per step at the GPU's measured copy rate, plus the prefill matmuls at its measured rate; with
 ``shared`` the keys of a prompt are read once for all its samples.
@@ -34,6 +34,7 @@ from random import Random
 from typing import Any
 
 Requests = tuple[list[list[int]], list[int]]
+ATTENTION_VARIABLE = "BENCH_SGLANG_ATTENTION"
 
 
 def workload(name: str, count: int = 256) -> Requests:
@@ -226,7 +227,7 @@ def summarize_kernels(seen: Any, gaps: bool = False) -> dict[str, tuple[int, flo
     return found
 
 
-def sglang(model: str, names: list[str], profile: bool, folder: str) -> dict[str, Any]:
+def sglang(model: str, names: list[str], profile: bool, folder: str, precision: str = "") -> dict[str, Any]:
     import sglang as sgl  # pyright: ignore[reportMissingImports]
 
     started = time.perf_counter()
@@ -234,7 +235,8 @@ def sglang(model: str, names: list[str], profile: bool, folder: str) -> dict[str
         model_path=folder,
         load_format="dummy",
         skip_tokenizer_init=True,
-        attention_backend="triton",
+        quantization=precision or None,
+        attention_backend=os.environ.get(ATTENTION_VARIABLE, "triton"),
         sampling_backend="pytorch",
         dtype="bfloat16",
         mem_fraction_static=0.8,
@@ -286,12 +288,11 @@ def transformers(model: str, names: list[str], profile: bool, folder: str) -> di
 SIDES: dict[str, Callable[..., dict[str, Any]]] = {"ours": ours, "sglang": sglang, "transformers": transformers}
 
 
-def limits(models: list[str], names: list[str]) -> dict[str, Any]:
-    """The card's own rates, and how fast the bytes and products of each workload could go by."""
+def limits(models: list[str], names: list[str], sides: list[str]) -> dict[str, Any]:
+    """The card's own rates, and how fast the bytes and products of each workload could go by, for each side."""
     import torch
 
-    from miles.kernels.numerics import FAST
-    from miles.models.accounting.params import forward_flops_per_token, kv_bytes_per_token, parameter_count
+    from miles.models.accounting.params import forward_flops_per_token
 
     source = torch.randn(2**29, device="cuda")
     target = torch.empty_like(source)
@@ -299,18 +300,39 @@ def limits(models: list[str], names: list[str]) -> dict[str, Any]:
     square = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     product = 2 * 8192**3 / _seconds(lambda: square @ square)
     found: dict[str, Any] = {"copy_tb": copy / 1e12, "matmul_tflops": product / 1e12}
-    for model in models:
-        spec = spec_named(model)
-        parameters = parameter_count(spec)
-        embedding = 0 if spec.tie_embeddings else spec.vocab_size * spec.hidden_size
-        read, kv = 2 * (parameters - embedding), kv_bytes_per_token(spec, "bfloat16", FAST)
-        flops = forward_flops_per_token(spec, 512.0)
-        active = read if spec.moe is None else flops  # alone, only the chosen experts are read: two bytes, two products
-        found[model] = {"weights_gb": read / 1e9, "alone_ms": active / copy * 1e3}
-        for name in names:
-            if name != "alone":
-                found[model][name] = _limit(*workload(name), read, kv, flops, copy, product)
+    for model, side in itertools.product(models, sides):
+        precision = side.partition(":")[2]
+        flops = forward_flops_per_token(spec_named(model), 512.0)
+        weights, alone, kv = count_bytes(model, precision)
+        rate = 2 * product if precision.startswith("fp8") else product
+        found[f"{model} {side}"] = {"weights_gb": weights / 1e9, "alone_ms": alone / copy * 1e3} | {
+            name: _limit(*workload(name), weights, kv, flops, copy, rate) for name in names if name != "alone"
+        }
     return found
+
+
+def count_bytes(model: str, precision: str) -> tuple[float, float, float]:
+    """The bytes of weights that a full batch reads, those one request alone reads, and those of a token's KV cache."""
+    from dataclasses import replace
+
+    from miles.kernels.numerics import numerics_from_parity
+    from miles.models.accounting.params import (
+        active_parameter_count,
+        kv_bytes_per_token,
+        packed_weight_bytes,
+        parameter_count,
+    )
+    from miles.precision.formats import QuantizationSpec, get_format
+
+    precision, _, kv = precision.partition("+")
+    spec = spec_named(model)
+    embedding = 0 if spec.tie_embeddings else spec.vocab_size * spec.hidden_size
+    if precision not in ("", "bf16"):
+        spec = replace(spec, quantization=QuantizationSpec(format=get_format(precision), packed=True))
+    weights = packed_weight_bytes(spec, "bfloat16") - 2 * embedding
+    alone = weights * (active_parameter_count(spec) - embedding) / (parameter_count(spec) - embedding)
+    cache = kv_bytes_per_token(spec, "bfloat16", numerics_from_parity("fast", "fp8_e4m3" if kv else "auto"))
+    return weights, alone, cache
 
 
 def _limit(
@@ -356,7 +378,7 @@ def write_config(model: str, folder: str) -> None:
 
 def run_side(side: str, arguments: list[str], folder: str | None) -> dict[str, Any] | None:
     environment = dict(os.environ)
-    if side == "sglang" and folder is not None:
+    if side.startswith("sglang") and folder is not None:
         environment |= {"PYTHONPATH": folder, "SGLANG_IS_FLASHINFER_AVAILABLE": "false"}
     command = [sys.executable, __file__, "--side", side, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -369,20 +391,21 @@ def run_side(side: str, arguments: list[str], folder: str | None) -> dict[str, A
 
 
 def show(model: str, limit: dict[str, Any], found: dict[str, dict[str, Any] | None], names: list[str]) -> None:
-    print(f"\n{model}: {limit[model]['weights_gb']:.1f} GB read a step")
+    print(f"\n{model}")
     for name in names:
         for side, result in found.items():
             if result is None or name not in result:
                 continue
-            one = result[name]
+            one, most = result[name], limit[f"{model} {side}"]
             if name == "alone":
                 each = one["s"] / one["tokens"] * 1e3
-                print(f"  alone {side:13s} {each:7.3f} ms a token, {each / limit[model]['alone_ms']:.2f}x the weights")
+                print(f"  alone {side:13s} {each:7.3f} ms a token, {each / most['alone_ms']:.2f}x the weights")
                 continue
-            rate, most = one["tokens"] / one["s"], limit[model][name]
+            rate = one["tokens"] / one["s"]
             extra = f"; {one['prefilled_tokens']:,.0f} prompt tokens computed" if "prefilled_tokens" in one else ""
-            parts = [f"{100 * rate / value:.0f} % of {value:,.0f} ({kind})" for kind, value in most.items()]
-            print(f"  {name:5s} {side:16s} {rate:8,.0f} tok/s, {', '.join(parts)}{extra}")
+            parts = [f"{100 * rate / value:.0f} % of {value:,.0f} ({kind})" for kind, value in most[name].items()]
+            bytes_read = f"{most['weights_gb']:.1f} GB of weights a step"
+            print(f"  {name:5s} {side:16s} {rate:8,.0f} tok/s, {', '.join(parts)}; {bytes_read}{extra}")
     profiles = (("profile", "256 rows"), ("profile_alone", "one row"))
     for (side, mine), (name, rows) in itertools.product(found.items(), profiles):
         if mine is not None and name in mine:
@@ -397,20 +420,23 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--sides", nargs="+", default=["ours", "sglang", "transformers"])
     parser.add_argument("--workloads", nargs="+", default=["W", "GRPO", "alone"])
     parser.add_argument("--sglang", help="a folder with SGLang and what it needs")
+    parser.add_argument("--sglang-attention", default="triton", help="its attention backend; fa3 is its best on Hopper")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--side", help=argparse.SUPPRESS)
     args = parser.parse_args(given)
     if args.side is not None:
         if args.side == "limits":
-            result = limits(args.models, args.workloads)
+            result = limits(args.models, args.workloads, args.sides)
         else:
             side, _, precision = args.side.partition(":")
             extra = (precision,) if precision else ()
             result = SIDES[side](args.models[0], args.workloads, args.profile, args.folder, *extra)
         print("RESULT", json.dumps(result))
         return
-    limit = run_side("limits", ["--models", *args.models, "--workloads", *args.workloads], None)
+    os.environ[ATTENTION_VARIABLE] = args.sglang_attention
+    asked = ["--models", *args.models, "--workloads", *args.workloads, "--sides", *args.sides]
+    limit = run_side("limits", asked, None)
     assert limit is not None
     print(f"copy {limit['copy_tb']:.2f} TB/s, bf16 matmul {limit['matmul_tflops']:.0f} TFLOP/s")
     tables = []
