@@ -11,10 +11,10 @@ bf16, random weights of the published shapes, log-probs on, temperature 1, no EO
 - ``W``: 256 requests, prompt and response lengths uniform in 100..1024 (133,966 response tokens);
 - ``GRPO``: 32 prompts of 1,024 tokens x 8 samples x 1,024 new tokens.
 
-and ``alone``: one request, its inter-token latency against reading every weight once in the side's own format. Each side runs in its own
-process; ``--sglang`` is a folder to put on its path (else SGLang must be importable). The limit is to read weights
-and KV cache once per step at the GPU's measured copy rate, plus the prefill matmuls at its measured rate; with
-``shared`` the keys of a prompt are read once for all its samples.
+and ``alone``: one request, its inter-token latency against reading every weight once in the side's format. Each side
+runs in its own process; ``--sglang`` is a folder to put on its path (else SGLang must be importable). The limit is to
+read weights and KV cache once per step at the GPU's measured copy rate, plus the prefill matmuls at its measured rate,
+twice that for FP8; with ``shared`` the keys of a prompt are read once for all its samples.
 """
 
 from __future__ import annotations

@@ -30,33 +30,41 @@ from miles.kernels.runtime.triton_compat import (
 )
 from miles.precision.quantized_tensor import QuantizedActivation, QuantizedTensor
 
-__all__ = ["Fp8ExpertTile", "fp8_grouped_gemm", "fp8_moe", "select_expert_tile"]
+__all__ = ["Fp8ExpertTile", "Fp8ExpertTiles", "fp8_grouped_gemm", "fp8_moe", "select_expert_tiles"]
 
 DEPTH = 128
 
 
 class Fp8ExpertTile(NamedTuple):
-    """Tokens and weight rows of a tile, warps and pipeline stages."""
+    """Weight rows of a tile, warps and pipeline stages."""
 
-    tokens: int
     rows: int
     warps: int
     stages: int
 
 
-# By the most rows per expert on average.
-TILES: tuple[tuple[float, Fp8ExpertTile], ...] = (
-    (9.0, Fp8ExpertTile(16, 64, 4, 5)),
-    (26.0, Fp8ExpertTile(32, 64, 4, 5)),
-    (72.0, Fp8ExpertTile(64, 128, 8, 4)),
-    (float("inf"), Fp8ExpertTile(128, 128, 8, 3)),
+class Fp8ExpertTiles(NamedTuple):
+    """Tokens of a tile, and the tiles of the first GEMM and of any other: down, and those of training."""
+
+    tokens: int
+    first: Fp8ExpertTile
+    down: Fp8ExpertTile
+
+
+# By the most rows per expert on average. The tile of a first GEMM that quantizes its results has 128 rows.
+TILES: tuple[tuple[float, Fp8ExpertTiles], ...] = (
+    (2.0, Fp8ExpertTiles(16, Fp8ExpertTile(128, 4, 3), Fp8ExpertTile(64, 4, 5))),
+    (9.0, Fp8ExpertTiles(16, Fp8ExpertTile(128, 4, 3), Fp8ExpertTile(128, 4, 3))),
+    (26.0, Fp8ExpertTiles(32, Fp8ExpertTile(128, 8, 3), Fp8ExpertTile(128, 4, 3))),
+    # With 128 tokens the accumulators of a gate and its values do not fit the registers: five times slower.
+    (float("inf"), Fp8ExpertTiles(64, Fp8ExpertTile(128, 8, 3), Fp8ExpertTile(128, 4, 3))),
 )
 
 
 @cache
-def select_expert_tile(rows_per_expert: float) -> Fp8ExpertTile:
-    """The tile that is likely the fastest."""
-    return next(tile for most, tile in TILES if rows_per_expert <= most)
+def select_expert_tiles(rows_per_expert: float) -> Fp8ExpertTiles:
+    """The tiles that are likely the fastest."""
+    return next(tiles for most, tiles in TILES if rows_per_expert <= most)
 
 
 def fp8_grouped_gemm(x: QuantizedActivation, weight: QuantizedTensor, rows: SortedRows) -> Tensor:
@@ -64,9 +72,9 @@ def fp8_grouped_gemm(x: QuantizedActivation, weight: QuantizedTensor, rows: Sort
     count, experts = len(x.data), weight.data.shape[0]
     out_RN = torch.empty(count, weight.data.shape[1], dtype=x.dtype, device=x.data.device)
     if count:
-        tile = select_expert_tile(count / experts)
-        rows_PM, expert_P = place_rows(rows.group_R.unsqueeze(1), experts, tile.tokens)
-        _launch(x, weight, out_RN, None, (rows_PM, expert_P), tile, reads_rows=True, writes_rows=True)
+        tiles = select_expert_tiles(count / experts)
+        places = place_rows(rows.group_R.unsqueeze(1), experts, tiles.tokens)
+        _launch(x, weight, out_RN, None, places, tiles.down, reads_rows=True, writes_rows=True)
     return out_RN
 
 
@@ -82,8 +90,8 @@ def fp8_moe(
     (tokens, per_token), (experts, width, size) = experts_Tk.shape, down.data.shape
     if not tokens:
         return torch.empty(tokens, width, dtype=x.dtype, device=x.data.device)
-    tile = select_expert_tile(experts_Tk.numel() / experts)
-    places = place_rows(experts_Tk, experts, tile.tokens)
+    tiles = select_expert_tiles(experts_Tk.numel() / experts)
+    places = place_rows(experts_Tk, experts, tiles.tokens)
     padded = places[0].numel()
     device = x.data.device
     fuses = first.column_block == DEPTH and size % DEPTH == 0
@@ -100,7 +108,7 @@ def fp8_moe(
             inner.data,
             inner.scale,
             places,
-            tile._replace(rows=DEPTH),
+            tiles.first,
             reads_rows=True,
             writes_rows=False,
             per_token=per_token,
@@ -115,7 +123,7 @@ def fp8_moe(
             inner_PI,
             None,
             places,
-            tile,
+            tiles.first,
             reads_rows=True,
             writes_rows=False,
             per_token=per_token,
@@ -124,7 +132,7 @@ def fp8_moe(
         )
         inner = quantize_rows_fp8(inner_PI, down.format)
     out_RD = torch.empty(tokens * per_token, width, dtype=x.dtype, device=device)
-    _launch(inner, down, out_RD, None, places, tile, reads_rows=False, writes_rows=True)
+    _launch(inner, down, out_RD, None, places, tiles.down, reads_rows=False, writes_rows=True)
     return combine_choices(out_RD, weights_Tk)
 
 
@@ -175,9 +183,11 @@ def _launch(
             QUANTIZES=out_scale is not None,
             POWER_OF_TWO=weight.format.power_of_two,
             ROW_BLOCK=weight.row_block,
+            # All rows of a tile have one scale.
+            ONE_SCALE=weight.row_block % tile.rows == 0 and columns % weight.row_block == 0,
             PER_BLOCK=per_block,
             EVEN=depth % DEPTH == 0,
-            M=tile.tokens,
+            M=rows_PM.shape[1],
             N=tile.rows,
             K=DEPTH,
             num_warps=tile.warps,
@@ -215,6 +225,7 @@ def _fp8_expert_kernel(
     QUANTIZES: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
+    ONE_SCALE: tl.constexpr,
     PER_BLOCK: tl.constexpr,
     EVEN: tl.constexpr,
     M: tl.constexpr,
@@ -235,6 +246,8 @@ def _fp8_expert_kernel(
     source_m = tl.where(row_m < rows, row_m // PER_TOKEN, 0) if READS_ROWS else place_m
     column_n = tl.program_id(0) * N + tl.arange(0, N)
     valid_n = tl.minimum(column_n, columns - 1)
+    first_n = tl.program_id(0) * N + tl.zeros((1,), tl.int32) if ONE_SCALE else valid_n
+    scale_row_n, up_scale_row_n = first_n // ROW_BLOCK, (columns + first_n) // ROW_BLOCK
     weight_ptr += expert * (2 * columns if GATED else columns) * depth
     weight_scale_ptr += expert * scale_stride_e
     x_scale_m = x_scale_ptr + source_m * x_scale_stride_t
@@ -243,9 +256,9 @@ def _fp8_expert_kernel(
         x_mk,
         x_scale_m,
         weight_ptr + valid_n.to(tl.int64)[:, None] * depth + tl.arange(0, K)[None, :],
-        weight_scale_ptr + valid_n // ROW_BLOCK * scale_stride_n,
+        weight_scale_ptr + scale_row_n * scale_stride_n,
         columns.to(tl.int64) * depth,
-        weight_scale_ptr + (columns + valid_n) // ROW_BLOCK * scale_stride_n,
+        weight_scale_ptr + up_scale_row_n * scale_stride_n,
         x_scale_stride_g,
         depth,
         GATED,
@@ -288,24 +301,46 @@ def _multiply(
 ) -> Any:
     """The products of a tile with the rows at ``gate_nk`` and, if gated, with those ``up_offset`` behind them."""
     gate_nm, up_nm = tl.zeros((N, M), tl.float32), tl.zeros((N, M), tl.float32)
-    for block in range(0, tl.cdiv(depth, K)):
+    blocks = tl.cdiv(depth, K)
+    # Scales are loaded a block ahead: the tensor cores would wait for them.
+    next_m, next_gate_n, next_up_n = _load_scales(x_scale_m, gate_scale_n, up_scale_n, 0, 0, GATED)
+    for block in range(0, blocks):
+        scale_m, gate_scale, up_scale = next_m, next_gate_n, next_up_n
+        if PER_BLOCK:
+            ahead = tl.minimum(block + 1, blocks - 1)
+            next_m, next_gate_n, next_up_n = _load_scales(
+                x_scale_m, gate_scale_n, up_scale_n, ahead, ahead * x_scale_stride_g, GATED
+            )
         x = load_tile(x_mk, block * K, depth, EVEN, K)
         gate = tl.dot(load_tile(gate_nk, block * K, depth, EVEN, K), x.T)
         if PER_BLOCK:
-            scale_m = tl.load(x_scale_m + block * x_scale_stride_g)
-            gate *= tl.load(gate_scale_n + block)[:, None] * scale_m[None, :]
+            gate *= gate_scale[:, None] * scale_m[None, :]
         gate_nm += gate
         if GATED:
             up = tl.dot(load_tile(gate_nk + up_offset, block * K, depth, EVEN, K), x.T)
             if PER_BLOCK:
-                up *= tl.load(up_scale_n + block)[:, None] * scale_m[None, :]
+                up *= up_scale[:, None] * scale_m[None, :]
             up_nm += up
     if not PER_BLOCK:
-        scale_m = tl.load(x_scale_m)
-        gate_nm *= tl.load(gate_scale_n)[:, None] * scale_m[None, :]
+        gate_nm *= next_gate_n[:, None] * next_m[None, :]
         if GATED:
-            up_nm *= tl.load(up_scale_n)[:, None] * scale_m[None, :]
+            up_nm *= next_up_n[:, None] * next_m[None, :]
     return gate_nm, up_nm
+
+
+@jit
+def _load_scales(
+    x_scale_m: tl.tensor,
+    gate_scale_n: tl.tensor,
+    up_scale_n: tl.tensor,
+    offset: tl.tensor,
+    x_offset: tl.tensor,
+    GATED: tl.constexpr,
+) -> Any:
+    """Scales of the tokens and of the rows of a weight; the last are not used unless ``GATED``."""
+    gate_n = tl.load(gate_scale_n + offset)
+    up_n = tl.load(up_scale_n + offset) if GATED else gate_n
+    return tl.load(x_scale_m + x_offset), gate_n, up_n
 
 
 @jit
