@@ -274,8 +274,12 @@ def load_queries(q: tl.tensor, at_M: tl.tensor, real_M: tl.tensor, CFG: tl.const
 
 @jit
 def narrow_queries(q_MD: tl.tensor) -> Any:
-    """Queries over ``Q_RANGE``, in float16."""
-    return (q_MD.to(tl.float32) * (1.0 / Q_RANGE)).to(tl.float16)
+    """Queries over ``Q_RANGE``, in float16.
+
+    The addition of zero is needed: LLVM swaps a product with a power of two and the conversion behind it, which then
+    overflows (``fptrunc`` of an ``fmul`` of two numbers of few bits).
+    """
+    return tl.fma(q_MD.to(tl.float32), 1.0 / Q_RANGE, 0.0).to(tl.float16)
 
 
 @jit
