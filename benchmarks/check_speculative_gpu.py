@@ -3,7 +3,7 @@
     python benchmarks/check_speculative_gpu.py [CASE...] [--device cuda] [--dtype bfloat16]
 
 Small random models (dense, MoE, MLA with MoE) under batch-invariant kernels, with CUDA graphs on and off, and each kind
-of draft: n-grams, a draft model, MTP layers, an EAGLE-3 head. Each prompt is sampled several times, greedily and with
+of draft: n-grams, a draft model, MTP layers, an EAGLE-3 head, as chains and as trees. Each prompt is sampled several times, greedily and with
 filters, over two epochs. A line passes if every bit is that of the engine without drafts, drafts were accepted, and no
 page leaked. CASE selects lines by part of their name; the exit code is 1 if one fails.
 """
@@ -155,12 +155,16 @@ class Case:
         return " ".join([*words, *(f"{name.removeprefix('speculative_')}={value}" for name, value in self.options)])
 
 
+BRANCHES = (("speculative_num_branches", 3), ("speculative_num_draft_tokens", 6))
+
+
 def list_cases() -> list[Case]:
     kinds = ("ngram", "draft-model", "mtp", "eagle3")
     return [
         *(Case(model, kind, "auto", True) for model in ("dense", "moe", "mla") for kind in kinds),
         *(Case(model, kind, "auto", False) for model in ("dense", "moe") for kind in kinds),
-        *(Case("moe", kind, "fp8_e4m3", True) for kind in kinds),
+        *(Case(model, kind, "auto", True, BRANCHES) for model in ("dense", "moe") for kind in kinds),
+        *(Case("moe", kind, "fp8_e4m3", True, options) for kind in kinds for options in ((), BRANCHES)),
     ]
 
 
@@ -274,6 +278,8 @@ class Checker:
         ]
         if differences:
             return f"{len(differences)} requests differ, first in {differences[0]}", figures
+        if case.options == BRANCHES and not stats["accepted_draft_branches"]:
+            return "no branch was accepted", figures
         return ("" if accepted else "no draft was accepted"), figures
 
 
