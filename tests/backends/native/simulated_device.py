@@ -190,6 +190,8 @@ class World:
         prefill_delay=0,
         min_running=1,
         draft_tokens=0,
+        num_branches=1,
+        adaptive=True,
         row_seconds=0.01,
     ):
         self.running_batch = RunningBatch(
@@ -200,7 +202,13 @@ class World:
         self.speculation = None
         if draft_tokens and not recurrent:
             cost = StepCost(fixed_seconds=1, row_seconds=row_seconds, expert_seconds=0, expert_share=0)
-            self.speculation = Speculation(NgramDrafter(500), max_draft_tokens=draft_tokens, cost=cost)
+            self.speculation = Speculation(
+                NgramDrafter(500, num_branches),
+                max_draft_tokens=draft_tokens,
+                cost=cost,
+                page_size=size,
+                adaptive=adaptive,
+            )
         self.scheduler = Scheduler(self.running_batch, prefill_chunk=chunk, decode=None, speculation=self.speculation)
         self.scheduler.prefill_delay = PrefillDelay(prefill_delay, min_running)
         self.device = Device(pages, size, num_slots, recurrent)

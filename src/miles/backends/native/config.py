@@ -68,10 +68,19 @@ class NativeConfig:
     )
     speculative_num_draft_tokens: int = option(
         8,
-        "Maximum drafted tokens of a request per engine step; fewer, or none, where more would not pay.",
+        "Maximum drafted tokens of a request per engine step, in all its branches; fewer, or none, where more would "
+        "not pay.",
         unit="tokens",
         ge=1,
         le=64,
+    )
+    speculative_num_branches: int = option(
+        1,
+        "Maximum branches of a draft: what else may follow is verified besides its chain, where that pays; 1 is the "
+        "chain alone.",
+        unit="branches",
+        ge=1,
+        le=16,
     )
     speculative_adaptive: bool = option(
         True,

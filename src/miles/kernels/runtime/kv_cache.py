@@ -158,6 +158,7 @@ class PagedKVCache:
         zeros: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None,
     ) -> None:
         self._tensors: list[Tensor] = []
+        self._device = device
         self.layers: dict[int, LayerKVCache] = {}
 
         def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
@@ -188,9 +189,9 @@ class PagedKVCache:
                 self.layers[layer] = LayerKVCache(k, v, i, equal_dims)
 
     def copy(self, sources: Ints, targets: Ints) -> None:
-        """Copy whole pages, all at once: a target may be another copy's source."""
+        """Copy whole pages of all layers, all at once: a target may be another copy's source."""
+        source, target = torch.from_numpy(np.stack((sources, targets))).to(self._device)
         for tensor in self._tensors:
-            source, target = torch.from_numpy(sources).to(tensor.device), torch.from_numpy(targets).to(tensor.device)
             tensor[:, target] = tensor[:, source]
 
 

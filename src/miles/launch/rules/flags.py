@@ -172,7 +172,12 @@ NOTED_FLAGS = (
         lambda c: c.parallel.tensor_model_parallel_size > 1,
     ),
     FlagsNeed(
-        ("--speculative-num-draft-tokens", "--speculative-history-tokens", "--speculative-adaptive"),
+        (
+            "--speculative-num-draft-tokens",
+            "--speculative-num-branches",
+            "--speculative-history-tokens",
+            "--speculative-adaptive",
+        ),
         "--speculative-algorithm",
         lambda c: c.native.speculative_algorithm != "none",
     ),

@@ -41,15 +41,23 @@ ACTIONS = st.one_of(
     st.sampled_from([True, True, True, False]),
     st.booleans(),
     st.sampled_from([0, 0, 3]),
-    st.sampled_from([0, 1, 5]),
+    st.sampled_from([(0, 1), (1, 1), (5, 1), (6, 3)]),
 )
 @settings(max_examples=examples(150), deadline=None)
 def test_whatever_comes_no_page_leaks_and_nobody_sees_a_slot_or_a_state_that_is_not_of_its_own_prefix(
-    depth, actions, size, chunk, num_slots, room, share, recurrent, patience, draft_tokens
+    depth, actions, size, chunk, num_slots, room, share, recurrent, patience, drafts
 ):
     sizes = {"pages": room // size, "size": size, "num_slots": num_slots, "chunk": chunk}
+    draft_tokens, num_branches = drafts
     world = World(
-        **sizes, share=share, recurrent=recurrent, depth=depth, prefill_delay=patience, draft_tokens=draft_tokens
+        **sizes,
+        share=share,
+        recurrent=recurrent,
+        depth=depth,
+        prefill_delay=patience,
+        draft_tokens=draft_tokens,
+        num_branches=num_branches,
+        adaptive=num_branches == 1,
     )
     for verb, *how in actions:
         getattr(world, verb)(*how)

@@ -1,5 +1,8 @@
 """Speculative decoding: what is drafted, what verification accepts, and when drafts pay."""
 
+from itertools import takewhile
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -7,8 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.backends.native.simulated_device import World
 
-from miles.backends.native.engine.forward_batch import DraftRows, find_accepted_drafts
-from miles.backends.native.engine.ngram_draft import NgramDrafter, PromptHistory
+from miles.backends.native.engine.draft_tree import (
+    DraftBranch,
+    DraftTree,
+    build_tree_rows,
+    find_accepted_drafts,
+)
+from miles.backends.native.engine.ngram_draft import DraftedTokens, NgramDrafter, PromptHistory, find_branches
 from miles.backends.native.engine.speculation import PROBE_STEPS, Speculation
 from miles.backends.native.engine.step_cost import StepCost, estimate_step_cost
 from miles.cluster.platform import Platform
@@ -36,6 +44,98 @@ def test_drafts_change_the_number_of_steps_and_no_token(depth, size):
     assert 0 < counters.accepted < counters.drafted
     assert sum(counters.accepted_by_position) == counters.accepted
     assert counters.verified_by_position[0] == counters.chains
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("size", [1, 3, 4, 16])
+def test_branches_change_no_token_and_leak_no_page(depth, size):
+    """What the device reads is checked for each row: a branch reads its own drafts, and the tokens before its fork."""
+    prompts = [[0, 1, 0, 1], [0, 1, 0, 1], [1, 1, 0], [0] * 19]
+    sizes = {"pages": 600 // size, "size": size, "num_slots": 40, "depth": depth}
+    plain, drafted = World(**sizes), World(**sizes, draft_tokens=6, num_branches=3, adaptive=False)
+    for _ in range(2):
+        expected, found = run(plain, prompts=prompts), run(drafted, prompts=prompts)
+        assert [req.tokens for req in found] == [req.tokens for req in expected]
+    counters = drafted.speculation.counters
+    assert counters.branches > counters.accepted_branches > 0
+    assert drafted.scheduler.counters.steps < 0.6 * plain.scheduler.counters.steps
+
+
+def verify(tree, sampled, computed, size):
+    """The accepted tokens and branch when the token after each prefix is a function of it."""
+    rows = build_tree_rows([tree], [computed], size)
+    traces = [rows.trace(row) for row in range(len(rows.tokens))]
+    tokens = [sampled(trace) for trace in traces]
+    accepted = find_accepted_drafts(rows, np.array(tokens)).nonzero()[0].tolist()
+    return [tokens[row] for row in accepted], int(rows.branches[accepted[-1]]), rows
+
+
+@given(st.data())
+def test_of_a_tree_the_path_that_is_sampled_is_accepted(data):
+    chains = data.draw(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=1, max_size=5))
+    computed, size = data.draw(st.integers(1, 9)), data.draw(st.sampled_from([1, 2, 4, 16]))
+    answer = data.draw(st.lists(st.integers(0, 2), min_size=6, max_size=6))
+    tree = DraftTree(chains[0], find_branches(chains[0], chains[1:], 4))
+    found, _, rows = verify(
+        tree, lambda trace: answer[len(trace)] if trace == answer[: len(trace)] else 7, computed, size
+    )
+    paths = [list(tree.tokens), *([*tree.tokens[: each.fork], *each.tokens] for each in tree.branches)]
+    longest = max(len(list(takewhile(lambda pair: pair[0] == pair[1], zip(path, answer)))) for path in paths)
+    assert found == answer[: longest + 1]
+    # A branch writes to no page of the chain: its rows begin on the page of its fork, or with the request's last token.
+    for number, branch in enumerate(tree.branches, 1):
+        own = np.sort(rows.offsets[rows.branches == number])
+        assert own[-1] == branch.fork + len(branch.tokens)
+        assert np.array_equal(own, np.arange(own[0], own[-1] + 1))
+        assert own[0] == 0 or (computed + own[0]) % size == 0
+        assert (computed + own[0]) // size == (computed + branch.fork + 1) // size or own[0] == 0
+
+
+def test_the_other_continuation_of_a_repeated_context_is_accepted():
+    """After 3 4 once came 5, and lastly 6; a request that samples 5 there takes the branch."""
+    history = PromptHistory()
+    history.add(0, [3, 4, 5, 7, 3, 4, 6, 8], 0)
+    own = [1, 3, 4]
+    history.add(1, own, 0)
+    draft = history.find(own, 1, 2, 2)
+    assert draft.tokens == [6, 8]
+    assert draft.branches == [DraftBranch(0, [5, 7])]
+    answer = [5, 7, 3]
+    tokens, branch, _ = verify(
+        DraftTree(draft.tokens, draft.branches),
+        lambda trace: answer[len(trace)] if trace == answer[: len(trace)] else 9,
+        2,
+        16,
+    )
+    assert (tokens, branch) == ([5, 7, 3], 1)
+
+
+def test_branches_are_verified_while_they_pay():
+    """By measured acceptance: the chain is right every other time, and the branch otherwise, or never."""
+    cost = StepCost(fixed_seconds=1, row_seconds=0.02, expert_seconds=0, expert_share=0)
+    for right in (False, True):
+        speculation = Speculation(FixedDrafter(), max_draft_tokens=4, cost=cost, page_size=4)
+        req = SimpleNamespace(
+            slot=0, tokens=[0] * 6, finish_kind="", record_verification=lambda drafted, accepted: None
+        )
+        had = []
+        for i in range(200):
+            req.draft = speculation.propose([req], [4], num_rows=1, max_rows=30)[0]
+            had.append(len(req.draft.branches))
+            branch = int(right and i % 2 == 0 and had[-1] > 0)
+            speculation.record(req, max(branch, min(i % 2, len(req.draft.tokens))), branch)
+        assert had[0] == 1
+        assert sum(had[100:]) == (100 if right else 0)
+
+
+class FixedDrafter(NgramDrafter):
+    """One chain and one branch."""
+
+    def __init__(self):
+        super().__init__(10)
+
+    def draft(self, reqs, lengths):
+        return [DraftedTokens([1, 1], 2, [DraftBranch(0, [2])]) for _ in reqs]
 
 
 def test_a_second_epoch_of_a_prompt_is_drafted_from_the_first():
@@ -66,10 +166,10 @@ def test_drafts_never_take_the_last_pages_from_running_requests():
 @given(st.data())
 def test_a_row_is_accepted_if_every_draft_up_to_it_was_sampled(data):
     chains = data.draw(st.lists(st.lists(st.integers(0, 1), max_size=4), min_size=1, max_size=4))
-    offsets = [i for chain in chains for i in range(len(chain) + 1)]
-    tokens = [token for chain in chains for token in (-1, *chain)]
-    sampled = data.draw(st.lists(st.integers(0, 1), min_size=len(tokens), max_size=len(tokens)))
-    found = find_accepted_drafts(DraftRows(np.array(offsets), np.array(tokens)), np.array(sampled))
+    rows = build_tree_rows([DraftTree(chain) for chain in chains], [5] * len(chains), 4)
+    count = len(rows.tokens)
+    sampled = data.draw(st.lists(st.integers(0, 1), min_size=count, max_size=count))
+    found = find_accepted_drafts(rows, np.array(sampled))
     expected, row = [], 0
     for chain in chains:
         accepted = True

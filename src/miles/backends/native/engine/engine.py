@@ -238,7 +238,14 @@ class NativeEngine:
         page_size = config.engine_page_size
         if isinstance(draft, Draft):
             head = DraftHeadRunner(draft, runner, self._runner.get_features)
-            return HeadDrafter(head, slots, due_copies=lambda: self._pages.copies, cost=cost, page_size=page_size)
+            return HeadDrafter(
+                head,
+                slots,
+                due_copies=lambda: self._pages.copies,
+                cost=cost,
+                page_size=page_size,
+                num_branches=config.speculative_num_branches,
+            )
         runner.set_weights(dict(draft.named_parameters()))
         return ModelDrafter(
             runner,
@@ -248,6 +255,7 @@ class NativeEngine:
             cost=cost,
             page_size=page_size,
             vocab_size=min(self.spec.vocab_size, spec.vocab_size),
+            num_branches=config.speculative_num_branches,
         )
 
     def step(self) -> list[Req]:

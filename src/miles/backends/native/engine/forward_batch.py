@@ -7,13 +7,13 @@ logit edits, K rows under a grammar mask, Z = V / 32 words of a mask, L MoE laye
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from miles.backends.native.engine.draft_tree import NO_DRAFTS, DraftRows, DraftTree, build_tree_rows
 from miles.backends.native.engine.req import Req
 from miles.backends.native.engine.req_slots import ReqSlots
 from miles.backends.native.engine.request import BitWords, Bools, Floats, Ints, TokenLogprob, Uints
@@ -111,8 +111,9 @@ class ForwardBatch:
     sequence has not computed all its images yet, and the model has M-RoPE. ``visible_ends_T`` is one past the last
     position that each new token attends to; None if all attend up to themselves.
 
-    A drafted token is verified by a sequence of its own: it has the pages of its request, and starts one token later
-    than the sequence before it. Keys are written before attention reads them, so it sees the drafts before it.
+    A drafted token is verified by a sequence of its own: it has the pages of its request or of a branch of its drafts,
+    and starts one token later than the sequence before it. Keys are written before attention reads them, so it sees
+    the drafts before it.
 
     A ``decode_only`` step has one token per sequence, each sampled in order, with nothing scored, queried or edited,
     and none of an image; it may have copies. Only such steps run as CUDA graphs.
@@ -252,23 +253,6 @@ class ScoredSpan(NamedTuple):
     row: int
 
 
-class DraftRows(NamedTuple):
-    """Drafted tokens of rows: row i computes ``tokens[i]``, the ``offsets[i]``-th draft behind the request's tokens.
-
-    Offset 0 is the request's last token itself, as without speculation; then the token is not used.
-    """
-
-    offsets: Ints
-    tokens: Ints
-
-    def take(self, rows: Ints) -> DraftRows:
-        return DraftRows(self.offsets[rows], self.tokens[rows])
-
-    def pad(self, count: int) -> DraftRows:
-        """Return these rows and ``count`` more without drafts."""
-        return DraftRows(np.pad(self.offsets, (0, count)), np.pad(self.tokens, (0, count)))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledStep:
     """One scheduled step, kept until its output is processed.
@@ -277,7 +261,7 @@ class ScheduledStep:
     rows that reach their maximum length; ``needs_check_D`` those whose every token is checked. ``prefilled`` requests
     have computed their whole prompt; ``filled_pages`` lists requests that fill a page with sampled tokens, and up to
     which token; ``done_reqs`` have nothing left to compute or sample. With ``drafts_D``, a request may have several
-    rows, one after the other, and gets a token from each whose draft is the token before it.
+    rows, one after the other, and gets a token from each whose draft is the token sampled before it.
     """
 
     batch: ForwardBatch
@@ -382,18 +366,19 @@ def build_decode_rows(
 
 
 def build_draft_rows(
-    slots_B: Ints, drafts: Mapping[int, Sequence[int]], reqs_at: Callable[[Ints], list[Req]], slots: ReqSlots, size: int
+    slots_B: Ints, drafts: Mapping[int, DraftTree], reqs_at: Callable[[Ints], list[Req]], slots: ReqSlots, size: int
 ) -> DecodeRows:
-    """Return one-token rows of these requests, and behind each one's row those of its drafts (slot -> tokens).
+    """Return one-token rows of these requests, and behind each one's row those of its drafts (slot -> tree).
 
     The rows of a request that shares no prompt with others share all its full pages of ``size`` tokens.
     """
     ordered_B = slots_B[np.argsort(slots.prefix_page_S[slots_B], kind="stable")]
-    chains = [drafts.get(slot, ()) for slot in ordered_B.tolist()]
-    counts_B = np.array([1 + len(chain) for chain in chains], np.int64)
-    rows_B = ordered_B.repeat(counts_B)
+    trees = [drafts.get(slot, NO_DRAFTS) for slot in ordered_B.tolist()]
+    drafts_B = build_tree_rows(trees, slots.num_computed_S[ordered_B].tolist(), size)
+    owner_B = ((drafts_B.back == 0) & (drafts_B.branches == 0)).cumsum() - 1
+    counts_B = np.bincount(owner_B, minlength=len(ordered_B))
+    rows_B = ordered_B[owner_B]
     group_B, shared_B = group_by_prefix(rows_B, slots)
-    owner_B = np.arange(len(ordered_B)).repeat(counts_B)
     last_B = np.append(group_B[1:] != group_B[:-1], True).nonzero()[0]
     alone_B = (owner_B[last_B] == owner_B[np.append(0, last_B[:-1] + 1)])[group_B] & (counts_B[owner_B] > 1)
     shared_B = np.where(alone_B, slots.num_computed_S[rows_B] // size * size, shared_B)
@@ -406,11 +391,20 @@ def build_draft_rows(
         shared_B=shared_B,
         ones_B=np.ones(len(rows_B), np.int64),
         rows_B=np.arange(len(rows_B)),
-        drafts_B=DraftRows(
-            np.concatenate([np.arange(count) for count in counts_B.tolist()]),
-            np.array([token for chain in chains for token in (-1, *chain)], np.int64),
-        ),
+        drafts_B=drafts_B,
     )
+
+
+def build_block_table(rows: BatchRows, slots: ReqSlots, size: int) -> Ints:
+    """Return the pages of each row, as many as the longest has; rows of a branch have those of the branch."""
+    max_pages = -(-int((rows.starts_B + rows.counts_B).max()) // size)
+    table_BM = slots.block_table_SP[:, :max_pages][rows.req_slots_B]
+    if rows.drafts_B is not None:
+        for row in rows.drafts_B.branches.nonzero()[0].tolist():
+            first, pages = rows.reqs[row].branch_pages[int(rows.drafts_B.branches[row]) - 1]
+            count = max(0, min(len(pages), max_pages - first))
+            table_BM[row, first : first + count] = pages[:count]
+    return table_BM
 
 
 def group_by_prefix(req_slots_B: Ints, slots: ReqSlots) -> tuple[Ints, Ints]:
@@ -519,66 +513,6 @@ def gather_image_rows(rows: BatchRows, slots: ReqSlots) -> ImageRows:
     return ImageRows(build_vision_batch(touched), rope_positions_3T=positions_3T, visible_ends_T=ends_T)
 
 
-def build_logit_edits(
-    sampled_reqs: Sequence[Req], slots: ReqSlots, drafts_D: DraftRows | None = None
-) -> LogitEdits | None:
-    rows = [(row, req) for row, req in enumerate(sampled_reqs) if slots.has_edits_S[req.slot]]
-    if not rows:
-        return None
-    offsets = [0] * len(sampled_reqs) if drafts_D is None else drafts_D.offsets.tolist()
-    counts = {row: _count_tokens(row, req, drafts_D) for row, req in rows}
-    lengths = {row: int(slots.length_S[req.slot]) + offsets[row] for row, req in rows}
-    added = [edit for row, req in rows for edit in _iter_penalties(row, req, lengths[row], counts[row])]
-    scaled = [
-        (row, token, req.request.repetition_penalty)
-        for row, req in rows
-        if req.request.repetition_penalty != 1
-        for token in counts[row]
-    ]
-    biased = [(row, token, bias) for row, req in rows for token, bias in req.request.logit_bias.items()]
-    masks = [(row, req.grammar_mask_Z) for row, req in rows if req.grammar_mask_Z is not None]
-    add_rows_E, add_tokens_E, add_E = _to_columns(added)
-    scale_rows_E, scale_tokens_E, scale_E = _to_columns(scaled)
-    bias_rows_E, bias_tokens_E, bias_E = _to_columns(biased)
-    return LogitEdits(
-        add_rows_E=add_rows_E,
-        add_tokens_E=add_tokens_E,
-        add_E=add_E,
-        scale_rows_E=scale_rows_E,
-        scale_tokens_E=scale_tokens_E,
-        scale_E=scale_E,
-        mask_rows_K=np.array([row for row, _ in masks], np.int64),
-        masks_KZ=np.array([mask for _, mask in masks], np.int32),
-        bias_rows_E=bias_rows_E,
-        bias_tokens_E=bias_tokens_E,
-        bias_E=bias_E,
-    )
-
-
-def _count_tokens(row: int, req: Req, drafts_D: DraftRows | None) -> Mapping[int, int]:
-    """Return how often each token was sampled before a row, as if its drafts were."""
-    counts: Mapping[int, int] = req.token_counts or {}
-    offset = 0 if drafts_D is None else int(drafts_D.offsets[row])
-    if drafts_D is None or not offset or req.token_counts is None:
-        return counts
-    return req.token_counts + Counter(drafts_D.tokens[row - offset + 1 : row + 1].tolist())
-
-
-def _iter_penalties(row: int, req: Req, length: int, counts: Mapping[int, int]) -> Iterator[tuple[int, int, float]]:
-    request = req.request
-    if request.frequency_penalty or request.presence_penalty:
-        for token, count in counts.items():
-            yield row, token, -(request.frequency_penalty * count + request.presence_penalty)
-    if length - req.prompt_length < request.min_new_tokens:
-        for token in req.banned_tokens:
-            yield row, token, -np.inf
-
-
-def _to_columns(triples: Sequence[tuple[int, int, float]]) -> tuple[Ints, Ints, Floats]:
-    rows, tokens, values = zip(*triples, strict=True) if triples else ((), (), ())
-    return np.array(rows, np.int64), np.array(tokens, np.int64), np.array(values, np.float32)
-
-
 def build_logprob_queries(rows: Sequence[tuple[int, Req]]) -> LogprobQueries | None:
     """Return the log-probs that these requests want of these rows; None if there are none."""
     top_rows = [
@@ -641,15 +575,6 @@ def find_failed_reqs(step: ScheduledStep, output: StepOutput) -> tuple[list[Req]
         bad_spans = np.split(np.isnan(prompt_N), np.cumsum([span.length for span in step.scored])[:-1])
         failed += [span.req for span, bad in zip(step.scored, bad_spans, strict=True) if bad.any()]
     return list(dict.fromkeys(failed)), bad_prompt or bool(broken_D.any())
-
-
-def find_accepted_drafts(drafts_D: DraftRows, tokens_D: Ints) -> Bools:
-    """Return which rows' tokens follow their request's tokens: all drafts up to the row are what was sampled."""
-    correct_D = drafts_D.offsets == 0
-    correct_D[1:] |= drafts_D.tokens[1:] == tokens_D[:-1]
-    rows_D = np.arange(len(tokens_D))
-    last_wrong_D = np.maximum.accumulate(np.where(correct_D, -1, rows_D))
-    return last_wrong_D < rows_D - drafts_D.offsets
 
 
 def store_prompt_logprobs(scored: Sequence[ScoredSpan], output: StepOutput, version: Version) -> None:

@@ -3,7 +3,7 @@
 The head's KV cache has the pages of the policy's. At position p it reads what the policy computed there and the token
 at p + 1, so it runs one step behind: once the tokens of a step are known, it runs on all positions that the step
 computed, and its last row of each request gives the first drafted token; the others follow one by one from its own
-hidden state. Where it has not run (while drafts did not pay, or at the last position of a prompt that several requests
+hidden state. Branches are its other most likely first tokens. Where it has not run (while drafts did not pay, or at the last position of a prompt that several requests
 share) drafts are worse, and no less lossless.
 
 Shapes: as in ``forward_batch``; F features of the policy.
@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
+from miles.backends.native.engine.draft_tree import DraftBranch
 from miles.backends.native.engine.forward_batch import (
     NO_COPIES,
     ForwardBatch,
@@ -26,7 +27,7 @@ from miles.backends.native.engine.forward_batch import (
     gather_sampling_info,
     group_by_prefix,
 )
-from miles.backends.native.engine.ngram_draft import MIN_MATCH, DraftedTokens
+from miles.backends.native.engine.ngram_draft import MIN_MATCH, DraftedTokens, find_branches
 from miles.backends.native.engine.req import Req
 from miles.backends.native.engine.req_slots import ReqSlots
 from miles.backends.native.engine.request import Ints
@@ -48,22 +49,37 @@ class DraftHead(Protocol):
         """Return one drafted token of the policy's vocabulary per row."""
         ...
 
+    def find_top(self, hidden_BD: Tensor, count: int) -> Tensor:
+        """Return the most likely first drafted tokens [B, count] of the policy's vocabulary."""
+        ...
+
+    def copy_pages(self, sources: Ints, targets: Ints) -> None:
+        """Copy whole pages of the head's KV cache."""
+        ...
+
     def fetch(self, tokens: Sequence[Tensor]) -> list[list[int]]:
         """Return the drafted tokens of each step."""
         ...
 
 
 class LaunchedRows(NamedTuple):
-    """The rows of a launched step: whose they are and at which positions, and the batch of each request then."""
+    """The rows of a launched step: whose they are, at which positions and on which pages, and the requests then.
+
+    The page is -1 for the first token of a follower, which comes from a row of its leader.
+    """
 
     rows: Ints
     slots: Ints
     positions: Ints
+    pages: Ints
     reqs: Mapping[int, Req]
 
 
 class HeadDrafter:
-    """Drafts of ``head``. ``due_copies`` returns the page copies (target -> source) of the step being scheduled."""
+    """Drafts of ``head``. ``due_copies`` returns the page copies (target -> source) of the step being scheduled.
+
+    A draft has at most ``num_branches``, one of which is its chain.
+    """
 
     num_buckets = 1
 
@@ -75,28 +91,39 @@ class HeadDrafter:
         due_copies: Callable[[], Mapping[int, int]],
         cost: StepCost,
         page_size: int,
+        num_branches: int = 1,
     ) -> None:
         self._head = head
         self._slots = slots
         self._due_copies = due_copies
         self._cost = cost
         self._page_size = page_size
+        self._num_branches = num_branches
         self._launched: LaunchedRows | None = None
+        self._copied: set[int] = set()
 
     def prepare(self, batch: ForwardBatch, *, drafted: bool, needed: bool) -> None:
         """Remember the rows of a step: the head runs on them once their tokens are known."""
         self._launched = None
+        # Drafting has copied some of the pages that this step copies, and written behind what was copied.
+        sources, targets = batch.page_copies
+        left = ~np.isin(targets, list(self._copied))
+        self._copied = set()
+        self._head.copy_pages(sources[left], targets[left])
         if not needed:
             return
         positions_T = compute_positions(batch)
         slots_T = batch.req_slots_B.repeat(batch.counts_B)
         rows_T = np.arange(len(slots_T))
+        owner_T = np.arange(len(batch.counts_B)).repeat(batch.counts_B)
+        pages_T = batch.block_table_BM[owner_T, positions_T // self._page_size]
         # A follower's first token comes from the last row of its leader's prompt.
         forked_D = (batch.req_slots_D != slots_T[batch.rows_D]).nonzero()[0]
         rows = np.concatenate((rows_T, batch.rows_D[forked_D]))
         slots = np.concatenate((slots_T, batch.req_slots_D[forked_D]))
         reqs = {slot: req for slot in set(slots.tolist()) if (req := self._slots.reqs[slot]) is not None}
-        self._launched = LaunchedRows(rows, slots, positions_T[rows], reqs)
+        pages = np.concatenate((pages_T, np.full(len(forked_D), -1)))
+        self._launched = LaunchedRows(rows, slots, positions_T[rows], pages, reqs)
 
     def observe(self, req: Req) -> None:
         """Do nothing: the trainer trains the head."""
@@ -117,6 +144,7 @@ class HeadDrafter:
         tokens: list[Tensor] = []
         rows: list[list[int]] = []
         next_B: Tensor | None = None
+        top_Bk = self._head.find_top(hidden_BD, self._num_branches) if self._num_branches > 1 else None
         current = np.arange(len(slots_B))
         for step in range(int(lengths_B.max(initial=0))):
             kept = (lengths_B[current] > step).nonzero()[0]
@@ -135,7 +163,15 @@ class HeadDrafter:
         for step_rows, step_tokens in zip(rows, self._head.fetch(tokens), strict=True):
             for row, token in zip(step_rows, step_tokens, strict=True):
                 drafts.setdefault(int(slots_B[row]), []).append(token)
-        return [DraftedTokens(drafts[req.slot], MIN_MATCH) if req.slot in drafts else None for req in reqs]
+        branches: dict[int, list[DraftBranch]] = {}
+        if top_Bk is not None:
+            for slot, top in zip(slots_B.tolist(), top_Bk.tolist(), strict=True):
+                others = ([token] for token in top)
+                branches[slot] = find_branches(drafts.get(slot, [])[:1], others, self._num_branches - 1)
+        return [
+            DraftedTokens(drafts[req.slot], MIN_MATCH, branches.get(req.slot, ())) if req.slot in drafts else None
+            for req in reqs
+        ]
 
     def _run_on_launched(self, launched: LaunchedRows | None) -> tuple[Ints, Tensor] | None:
         """Run the head on the rows of the last step whose tokens were accepted.
@@ -147,6 +183,9 @@ class HeadDrafter:
         slots = self._slots
         same = np.array([slots.reqs[slot] is launched.reqs.get(slot) for slot in launched.slots.tolist()], np.bool_)
         valid = same & (launched.positions < slots.num_computed_S[launched.slots])
+        # Rows of a branch that was not accepted are on pages that are no longer the request's.
+        pages = slots.block_table_SP[launched.slots, launched.positions // self._page_size]
+        valid &= (launched.pages < 0) | (launched.pages == pages)
         index = valid.nonzero()[0]
         index = index[np.lexsort((launched.positions[index], launched.slots[index]))]
         if not len(index):
@@ -168,7 +207,9 @@ class HeadDrafter:
                 for slot, position in zip(owners.tolist(), positions.tolist(), strict=True)
             ]
         )
-        batch = self._make_batch(slots_B, starts_B, counts_B, copies_as_arrays(self._due_copies()))
+        copies = self._due_copies()
+        self._copied = set(copies)
+        batch = self._make_batch(slots_B, starts_B, counts_B, copies_as_arrays(copies))
         hidden_BD = self._head.run_first(batch, rows, next_tokens, last_rows_B)
         ready = (positions[last_rows_B] + 1 == slots.num_computed_S[slots_B]).nonzero()[0]
         if len(ready) < len(slots_B):

@@ -2,17 +2,18 @@
 
 An RL loop samples each prompt several times at once and again in later epochs. All sequences of a prompt form one
 history; the n-gram a request ends with is looked up in it, the longest match wins, and what followed there is drafted.
-Lookup is by hash chains, as compressors have them: the last two tokens give the latest places, newest first, and
+What else followed other matches are branches. Lookup is by hash chains, as compressors have them: the last two tokens give the latest places, newest first, and
 each is compared backwards.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
+from miles.backends.native.engine.draft_tree import DraftBranch
 from miles.backends.native.engine.forward_batch import ForwardBatch
 from miles.backends.native.engine.req import Req
 
@@ -26,10 +27,11 @@ _LOOKUP_SECONDS = 1e-5
 
 
 class DraftedTokens(NamedTuple):
-    """Drafted tokens, and how many tokens of context matched."""
+    """Drafted tokens, how many tokens of context matched, and branches, the most likely first."""
 
     tokens: Sequence[int]
     match: int
+    branches: Sequence[DraftBranch] = ()
 
     @property
     def bucket(self) -> int:
@@ -72,23 +74,43 @@ class PromptHistory:
             number = next(islice(self._sequences, 1, None))
             self.num_tokens -= self._sequences.pop(number)[1]
 
-    def find(self, tokens: Sequence[int], number: int, most: int) -> DraftedTokens | None:
-        """Return what followed the longest earlier match of the sequence's end, at most ``most`` tokens."""
+    def find(self, tokens: Sequence[int], number: int, most: int, num_branches: int = 1) -> DraftedTokens | None:
+        """Return what followed the longest earlier match of the sequence's end, at most ``most`` tokens.
+
+        With several ``num_branches``, what else followed other matches leaves it in branches: those of the longest
+        match first, then the newest.
+        """
         last = len(tokens) - 1
-        best, best_match = None, MIN_MATCH - 1
+        found: list[tuple[int, list[int], int]] = []
         for other, end in reversed(self._places.get((tokens[last - 1], tokens[last]), ())):
             entry = self._sequences.get(other)
             if entry is None or end + 1 >= len(entry[0]) or (other == number and end == last):
                 continue
             match = _count_equal(tokens, last, entry[0], end)
-            if match > best_match:
-                best, best_match = (entry[0], end), match
-                if match >= MAX_MATCH:
-                    break
-        if best is None:
+            found.append((match, entry[0], end + 1))
+            if match >= MAX_MATCH and num_branches == 1:
+                break
+        if not found:
             return None
-        sequence, end = best
-        return DraftedTokens(sequence[end + 1 : end + 1 + most], best_match)
+        found.sort(key=lambda place: -place[0])
+        best, *others = (sequence[first : first + most] for _, sequence, first in found)
+        return DraftedTokens(best, found[0][0], find_branches(best, others, num_branches - 1))
+
+
+def find_branches(chain: Sequence[int], others: Iterable[Sequence[int]], count: int) -> list[DraftBranch]:
+    """Return at most ``count`` branches by which other drafts leave a chain, each with a first token of its own.
+
+    >>> find_branches([5, 6, 7], [[5, 6], [5, 8, 9], [5, 8, 4], [3]], 2)
+    [DraftBranch(fork=1, tokens=[8, 9]), DraftBranch(fork=0, tokens=[3])]
+    """
+    branches: dict[tuple[int, int], DraftBranch] = {}
+    for other in others if count else ():
+        fork = next((i for i, pair in enumerate(zip(chain, other, strict=False)) if pair[0] != pair[1]), -1)
+        if fork >= 0:
+            branches.setdefault((fork, other[fork]), DraftBranch(fork, other[fork:]))
+        if len(branches) == count:
+            break
+    return list(branches.values())
 
 
 def _count_equal(left: Sequence[int], i: int, right: Sequence[int], j: int) -> int:
@@ -100,12 +122,16 @@ def _count_equal(left: Sequence[int], i: int, right: Sequence[int], j: int) -> i
 
 
 class NgramDrafter:
-    """Histories of prompts, the least recently used of which are forgotten beyond ``max_tokens`` tokens."""
+    """Histories of prompts, the least recently used of which are forgotten beyond ``max_tokens`` tokens.
+
+    A draft has at most ``num_branches`` branches, one of which is its chain.
+    """
 
     num_buckets = DraftedTokens((), MAX_MATCH).bucket + 1
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, num_branches: int = 1) -> None:
         self._max_tokens = max_tokens
+        self._num_branches = num_branches
         self._num_tokens = 0
         self._histories: OrderedDict[bytes, PromptHistory] = OrderedDict()
 
@@ -143,4 +169,4 @@ class NgramDrafter:
         self.observe(req)
         if len(req.tokens) < MIN_MATCH:
             return None
-        return self._histories[req.prompt_key].find(req.tokens, req.number, length)
+        return self._histories[req.prompt_key].find(req.tokens, req.number, length, self._num_branches)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from miles.backends.native.engine.draft_tree import NO_DRAFTS, DraftTree
 from miles.backends.native.engine.request import (
     BitWords,
     FinishReason,
@@ -42,8 +43,10 @@ class Req:
     same prompt, arrived during its prefill, and fork from it when it is done. ``sort_key`` orders requests.
     ``prompt_logprobs`` start at ``request.logprob_start_len``; positions before ``next_scored`` are in flight.
     ``routed_experts_TLx`` were saved when the request's pages were released. ``images`` are those of the prompt.
-    ``draft_bucket`` is where the acceptance of its last draft is counted (``speculation``). ``accepted_drafts[i]`` is
-    the number of verifications that accepted ``i`` of its drafted tokens; None without speculative decoding.
+    ``draft`` are the drafted tokens that a step verifies, ``draft_bucket`` is where their acceptance is counted
+    (``speculation``), ``draft_masks`` are the grammar's masks by branch and offset, and ``branch_pages`` the pages of
+    each branch, from which page of the sequence on. ``accepted_drafts[i]`` is the number of verifications that accepted
+    ``i`` of its drafted tokens; None without speculative decoding.
     """
 
     number: int
@@ -87,7 +90,10 @@ class Req:
     cache_epoch: int = -1
     slot: int = -1
     followers: list[Req] = field(default_factory=list)
+    draft: DraftTree = NO_DRAFTS
     draft_bucket: int = 0
+    draft_masks: dict[tuple[int, int], BitWords] = field(default_factory=dict)
+    branch_pages: list[tuple[int, list[int]]] = field(default_factory=list)
     drafted_tokens: int = 0
     accepted_drafts: list[int] | None = None
 
@@ -121,8 +127,8 @@ class Req:
 
     @property
     def can_speculate(self) -> bool:
-        """True if drafted tokens can be verified: a grammar cannot be advanced tentatively."""
-        return self.request.constraint is None and not self.has_no_output
+        """True if drafted tokens can be verified: drafts follow sampled tokens."""
+        return not self.has_no_output
 
     @property
     def has_logprob_queries(self) -> bool:

@@ -5,6 +5,8 @@ Shapes: S slots, P pages of the longest sequence, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from miles.backends.native.engine.req import Req
@@ -103,6 +105,13 @@ class ReqSlots:
         self.block_table_SP[req.slot, len(req.pages)] = page
         self.capacity_S[req.slot] += page_size
         req.pages.append(page)
+
+    def replace_pages(self, req: Req, first: int, pages: Sequence[int], page_size: int) -> None:
+        """Put other pages in place of those from the ``first`` on."""
+        req.pages = [*req.pages[:first], *pages]
+        self.block_table_SP[req.slot, first : len(req.pages)] = pages
+        self.block_table_SP[req.slot, len(req.pages) :] = req.pages[0]
+        self.capacity_S[req.slot] = len(req.pages) * page_size
 
     def release(self, req: Req) -> None:
         self.stop_counts_V[list(req.stop_token_ids)] -= 1

@@ -31,12 +31,14 @@ class Constraint(Protocol):
     """Constrained decoding of one request: which tokens may come next under a grammar or JSON schema.
 
     ``get_allowed_tokens`` returns V booleans, or V / 32 words of bits, lowest bit first. ``advance`` is called once per
-    sampled token. The request ends when ``is_finished`` returns true. An error raised here fails only its own request.
+    sampled token. The request ends when ``is_finished`` returns true. ``copy`` returns one in the same state that is
+    advanced by itself, with drafted tokens. An error raised here fails only its own request.
     """
 
     def get_allowed_tokens(self) -> NDArray[np.bool_] | NDArray[np.int32]: ...
     def advance(self, token: int) -> None: ...
     def is_finished(self) -> bool: ...
+    def copy(self) -> Constraint: ...
 
 
 def _empty_bias() -> Mapping[int, float]:

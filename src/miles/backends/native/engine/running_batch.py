@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from miles.backends.native.engine.draft_tree import DraftBranch
 from miles.backends.native.engine.forward_batch import Fork, ForwardBatch, compute_cache_locs, compute_positions
 from miles.backends.native.engine.prefix_cache import ROOT, PageAllocator
 from miles.backends.native.engine.req import Req
@@ -236,6 +237,36 @@ class RunningBatch:
             keys = req.prefix_keys(i * size, (i + 1) * size)
             nodes.append(pages.insert(nodes[-1] if nodes else ROOT, keys, req.pages[i]))
 
+    # -- branches of drafts -------------------------------------------------------------------
+
+    def add_branch(self, req: Req, branch: DraftBranch) -> bool:
+        """Give a branch of a request's drafts pages of its own, as far as no running request needs them.
+
+        The first of them becomes a copy of the request's page there, in the step being scheduled. Return False if
+        there are too few pages, or if the page to copy is itself a copy of this step.
+        """
+        size, pages = self.pages.size, self.pages
+        first = (len(req.tokens) + branch.fork) // size
+        source = req.pages[first] if first < len(req.pages) else None
+        count = (len(req.tokens) + branch.fork + len(branch.tokens) - 1) // size - first + 1
+        if source in pages.copies or pages.available < count + len(self.running):
+            return False
+        own = [pages.allocate() for _ in range(count)]
+        if source is not None:
+            pages.copies[own[0]] = source
+        req.branch_pages.append((first, own))
+        return True
+
+    def end_branches(self, req: Req, accepted: int = 0) -> None:
+        """Free the pages of a request's branches; those of the ``accepted`` one, if any, become the request's."""
+        branches, req.branch_pages = req.branch_pages, []
+        if accepted:
+            first, own = branches[accepted - 1]
+            branches[accepted - 1] = (first, req.pages[first:])
+            self.slots.replace_pages(req, first, own, self.pages.size)
+        for _, pages in branches:
+            self.pages.release(pages)
+
     # -- leaving ----------------------------------------------------------------------------
 
     def release(self, req: Req) -> list[Req]:
@@ -245,6 +276,7 @@ class RunningBatch:
         self.membership += 1
         self.needing_last_token.discard(req)
         self._save_routed_experts(req)
+        self.end_branches(req)
         self.pages.release(req.pages)
         self.slots.release(req)
         req.pages, req.prefix_nodes = [], []
@@ -274,7 +306,8 @@ class RunningBatch:
         """Assert that slots, pages and requests agree."""
         slots, running = self.slots, self.running
         reqs = list(self.iter_reqs())
-        self.pages.check([page for req in running for page in req.pages])
+        branches = [page for req in running for _, pages in req.branch_pages for page in pages]
+        self.pages.check([*(page for req in running for page in req.pages), *branches])
         assert slots.free + len(reqs) == slots.count
         assert all(slots.reqs[req.slot] is req for req in reqs)
         assert sum(req is not None for req in slots.reqs) == len(reqs)

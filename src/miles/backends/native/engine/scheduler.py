@@ -12,15 +12,14 @@ Shapes: as in ``forward_batch``; C token locations of the KV cache, S request sl
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from miles.backends.native.engine.draft_tree import NO_DRAFTS, DraftRows, DraftTree, find_accepted_drafts
 from miles.backends.native.engine.forward_batch import (
     BatchRows,
     DecodeRows,
-    DraftRows,
     ForwardBatch,
     PrefillChunk,
     ScheduledStep,
@@ -28,13 +27,12 @@ from miles.backends.native.engine.forward_batch import (
     StaticSamplingInfo,
     StepOutput,
     build_batch_rows,
+    build_block_table,
     build_decode_rows,
     build_draft_rows,
-    build_logit_edits,
     build_logprob_queries,
     build_prompt_scoring,
     copies_as_arrays,
-    find_accepted_drafts,
     find_failed_reqs,
     find_scored_spans,
     gather_image_rows,
@@ -43,6 +41,7 @@ from miles.backends.native.engine.forward_batch import (
     store_logprob_results,
     store_prompt_logprobs,
 )
+from miles.backends.native.engine.logit_edits import build_logit_edits, cut_to_grammar
 from miles.backends.native.engine.req import DecodeFn, Req
 from miles.backends.native.engine.request import Ints
 from miles.backends.native.engine.running_batch import Counters, RunningBatch, get_sort_key
@@ -254,14 +253,14 @@ class Scheduler:
         if output.logprob_results is not None:
             store_logprob_results(step.sampled_reqs, output.logprob_results, accepted_D)
         before = {req: len(req.tokens) for req in step.sampled_reqs}
-        drafted = Counter[Req]()
+        branches: dict[Req, int] = {}
         ended: list[Req] = []
-        rows = zip(step.sampled_reqs, drafts_D.offsets.tolist(), accepted_D.tolist(), strict=True)
+        rows = zip(step.sampled_reqs, drafts_D.branches.tolist(), accepted_D.tolist(), strict=True)
         samples = zip(output.tokens_D.tolist(), output.logprobs_D.tolist(), strict=True)
-        for (req, offset, accepted), (token, logprob) in zip(rows, samples, strict=True):
-            drafted[req] += offset > 0
+        for (req, branch, accepted), (token, logprob) in zip(rows, samples, strict=True):
             if req.finish_kind or not accepted:
                 continue
+            branches[req] = branch
             if req.version is not version:
                 req.record_version(version)
             req.tokens.append(token)
@@ -272,7 +271,7 @@ class Scheduler:
         for req, length in before.items():
             appended = len(req.tokens) - length
             self.counters.generated_tokens += appended
-            if req.slot < 0 or not drafted[req]:
+            if req.slot < 0 or not req.draft.tokens:
                 continue
             # The first of them was counted when the step was launched.
             slots.num_computed_S[req.slot] += max(0, appended - 1)
@@ -280,7 +279,9 @@ class Scheduler:
             slots.token_S[req.slot] = req.tokens[-1]
             req.drop_unsampled_logprobs()
             if self._speculation is not None and appended:
-                self._speculation.record(req, drafted[req], appended - 1)
+                self._speculation.record(req, appended - 1, branches[req])
+            self.running_batch.end_branches(req, branches.get(req, 0))
+            req.draft = NO_DRAFTS
         return ended
 
     # -- leaving early ----------------------------------------------------------------------
@@ -364,8 +365,8 @@ class Scheduler:
         del self.waiting[:admitted]
         return np.array(decodes, np.int64)
 
-    def _propose_drafts(self, decodes_B: Ints, speculation: Speculation) -> dict[int, Sequence[int]]:
-        """Return the drafts (slot -> tokens) that this step verifies, and give their requests pages for them."""
+    def _propose_drafts(self, decodes_B: Ints, speculation: Speculation) -> dict[int, DraftTree]:
+        """Return the drafts (slot -> tree) that this step verifies, and give their requests pages for them."""
         running, slots = self.running_batch, self.running_batch.slots
         reqs = [
             req
@@ -374,7 +375,16 @@ class Scheduler:
         ]
         length = speculation.choose_length(len(decodes_B)) if len(decodes_B) < slots.count else 0
         room = [self._make_room(req, length) if length else 0 for req in reqs]
-        return speculation.propose(reqs, room, num_rows=len(decodes_B), max_rows=slots.count)
+        drafts = speculation.propose(reqs, room, num_rows=len(decodes_B), max_rows=slots.count)
+        for slot, tree in drafts.items():
+            req = running.req_at(slot)
+            tree = cut_to_grammar(req, tree) if req.grammar_mask_Z is not None else tree
+            req.draft = tree
+            if tree.branches:
+                # Masks of a grammar count branches: of those without pages, none may have one behind it.
+                count = next((i for i, each in enumerate(tree.branches) if not running.add_branch(req, each)), None)
+                req.draft = DraftTree(tree.tokens, tree.branches[:count])
+        return {slot: tree for slot in drafts if (tree := running.req_at(slot).draft).tokens}
 
     def _make_room(self, req: Req, length: int) -> int:
         """Allocate pages for ``length`` drafted tokens, as far as no running request needs them; return the room."""
@@ -444,7 +454,6 @@ class Scheduler:
     ) -> ForwardBatch:
         running = self.running_batch
         pages, slots = running.pages, running.slots
-        max_pages = -(-int((rows.starts_B + rows.counts_B).max()) // pages.size)
         edits = build_logit_edits(sampled_reqs, slots, drafts_D) if info.has_edits else None
         queries = build_logprob_queries(list(enumerate(sampled_reqs))) if info.has_queries else None
         images = gather_image_rows(rows, slots)
@@ -459,7 +468,7 @@ class Scheduler:
             counts_B=rows.counts_B,
             req_slots_B=rows.req_slots_B,
             num_decodes=rows.num_decodes,
-            block_table_BM=slots.block_table_SP[:, :max_pages][rows.req_slots_B],
+            block_table_BM=build_block_table(rows, slots, pages.size),
             shared_B=rows.shared_B,
             group_B=rows.group_B,
             rows_D=rows_D,

@@ -5,20 +5,21 @@ and the policy's logits; a drafted token is accepted if it is that token. So the
 those of the policy, and with batch-invariant kernels they are bit for bit those of a run without drafts.
 
 A drafted token gets a row of a step while the tokens expected of it are worth more than the row: by acceptance
-measured so far, and the estimated cost of a step by its rows (``step_cost``). Nothing depends on a clock, so a run with
-a fixed seed makes the same drafts again.
+measured so far, and the estimated cost of a step by its rows (``step_cost``). So does a branch, which also costs the
+rows that are repeated for it. Nothing depends on a clock, so a run with a fixed seed makes the same drafts again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from miles.backends.native.config import RECURRENT_PROBLEM, NativeConfig
+from miles.backends.native.engine.draft_tree import NO_DRAFTS, DraftBranch, DraftTree, count_repeated_rows
 from miles.backends.native.engine.forward_batch import ForwardBatch
 from miles.backends.native.engine.ngram_draft import DraftedTokens, NgramDrafter
 from miles.backends.native.engine.req import Req
@@ -27,8 +28,10 @@ from miles.cluster.platform import Platform
 from miles.core.errors import UsageError
 from miles.models.spec import DecoderSpec
 
-# Acceptance before anything was measured, and the weight of that in drafted tokens.
+# Acceptance before anything was measured, and the weight of that in drafted tokens; and that of a branch's first token
+# where the chain's was rejected.
 _PRIOR_ACCEPTANCE, _PRIOR_WEIGHT = 0.6, 8.0
+_PRIOR_BRANCH_ACCEPTANCE = 0.3
 # Beyond this many drafted tokens, older measurements lose weight.
 _MAX_WEIGHT = 512.0
 # Steps without any draft after which one is tried again, to measure.
@@ -56,12 +59,17 @@ class AcceptanceRate:
 
 @dataclass(slots=True)
 class DraftCounters:
-    """Totals since the engine was created. ``accepted_by_position[i]``: requests whose first i + 1 drafts were."""
+    """Totals since the engine was created. ``accepted_by_position[i]``: requests whose first i + 1 drafts were.
+
+    ``chains`` counts requests with drafts in a step, ``branches`` those they had besides a chain.
+    """
 
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
     chains: int = 0
+    branches: int = 0
+    accepted_branches: int = 0
     verified_by_position: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
 
@@ -72,16 +80,23 @@ class DraftCounters:
             "draft_chains": float(self.chains),
             "drafted_tokens": float(self.drafted),
             "accepted_draft_tokens": float(self.accepted),
+            "draft_branches": float(self.branches),
+            "accepted_draft_branches": float(self.accepted_branches),
         }
 
 
-@dataclass(frozen=True, slots=True)
-class DraftChain:
-    """Drafted tokens of one request, and the bucket their acceptance is counted in."""
+class RowCandidate(NamedTuple):
+    """One more drafted token of a draft: the ``length``-th of its chain (branch 0) or of a branch.
 
-    req: Req
-    tokens: Sequence[int]
-    bucket: int
+    ``gain`` are the tokens expected of it, ``rows`` the rows that it costs. Candidates are ordered by gain per row.
+    """
+
+    order: float
+    index: int
+    branch: int
+    length: int
+    gain: float
+    rows: int
 
 
 class Drafter(Protocol):
@@ -112,16 +127,21 @@ class Drafter(Protocol):
 class Speculation:
     """Proposes drafts for a step, at most ``max_draft_tokens`` per request, and learns from their verification.
 
-    Without ``adaptive`` all requests always verify as many as they can.
+    Without ``adaptive`` all requests always verify as many as they can. Branches start on pages of ``page_size``.
     """
 
-    def __init__(self, drafter: Drafter, *, max_draft_tokens: int, cost: StepCost, adaptive: bool = True) -> None:
+    def __init__(
+        self, drafter: Drafter, *, max_draft_tokens: int, cost: StepCost, page_size: int = 1, adaptive: bool = True
+    ) -> None:
         self.counters = DraftCounters()
         self._drafter = drafter
         self._max_draft_tokens = max_draft_tokens
         self._cost = cost
+        self._page_size = page_size
         self._adaptive = adaptive
         self._rates = [AcceptanceRate() for _ in range(drafter.num_buckets)]
+        # By rank among the branches of one fork: if the chain and the branches before it were rejected.
+        self._branch_rates: list[AcceptanceRate] = []
         self._idle_steps = 0
 
     def choose_length(self, num_running: int) -> int:
@@ -151,8 +171,8 @@ class Speculation:
 
     def propose(
         self, reqs: Sequence[Req], room: Sequence[int], *, num_rows: int, max_rows: int
-    ) -> dict[int, Sequence[int]]:
-        """Return drafts by request slot, for requests with ``room`` for that many.
+    ) -> dict[int, DraftTree]:
+        """Return drafts by request slot, for requests with ``room`` for that many behind each other.
 
         The step has ``num_rows`` rows without drafts, and at most ``max_rows`` with them.
         """
@@ -162,63 +182,109 @@ class Speculation:
             return {}
         length = length if num_rows < max_rows else 0
         # Also without requests: a head runs on prompts that are not computed to their end yet.
-        chains = self._find_chains(reqs, [min(most, length) for most in room])
-        counts = self._choose_lengths(chains, num_rows, max_rows)
-        if self._idle_steps >= PROBE_STEPS and chains and not any(counts):
-            counts[0] = 1
-        drafts = {chain.req.slot: chain.tokens[:count] for chain, count in zip(chains, counts, strict=True) if count}
+        found = self._drafter.draft(reqs, [min(most, length) for most in room])
+        pairs = [(req, draft) for req, draft in zip(reqs, found, strict=True) if draft is not None and draft.tokens]
+        trees = self._choose_trees(pairs, num_rows, max_rows)
+        if self._idle_steps >= PROBE_STEPS and pairs and not any(tree.tokens for tree in trees):
+            trees[0] = DraftTree(pairs[0][1].tokens[:1])
+        drafts = {}
+        for (req, draft), tree in zip(pairs, trees, strict=True):
+            if tree.tokens:
+                req.draft_bucket = draft.bucket
+                drafts[req.slot] = tree
         self.counters.steps += bool(drafts)
         self._idle_steps = 0 if drafts else self._idle_steps + 1
         return drafts
 
-    def record(self, req: Req, drafted: int, accepted: int) -> None:
-        """Learn that ``accepted`` of the request's ``drafted`` tokens were accepted."""
-        req.record_verification(drafted, accepted)
+    def record(self, req: Req, accepted: int, branch: int = 0) -> None:
+        """Learn that the first ``accepted`` tokens of the request's drafts were accepted, up to a ``branch``."""
+        tree, rate = req.draft, self._rates[req.draft_bucket]
+        req.record_verification(tree.num_tokens, accepted)
         counters = self.counters
         counters.chains += 1
-        counters.drafted += drafted
+        counters.branches += len(tree.branches)
+        counters.accepted_branches += branch > 0
+        counters.drafted += tree.num_tokens
         counters.accepted += accepted
-        for position in range(min(drafted, accepted + 1)):
+        for position in range(min(tree.depth, accepted + 1)):
             if position == len(counters.verified_by_position):
                 counters.verified_by_position.append(0)
                 counters.accepted_by_position.append(0)
             counters.verified_by_position[position] += 1
             counters.accepted_by_position[position] += position < accepted
-        self._rates[req.draft_bucket].record(accepted, min(drafted, accepted + 1))
+        fork = tree.branches[branch - 1].fork if branch else accepted
+        rate.record(fork, min(len(tree.tokens), fork + 1))
+        if branch:
+            rest, followed = len(tree.branches[branch - 1].tokens) - 1, accepted - fork - 1
+            rate.record(followed, min(rest, followed + 1))
+        if fork == len(tree.tokens) or req.finish_kind:
+            return
+        for rank, number in enumerate(i for i, each in enumerate(tree.branches, 1) if each.fork == fork):
+            self._get_branch_rate(rank).record(int(number == branch), 1)
+            if number == branch:
+                break
 
     def forget(self, req: Req) -> None:
         """Keep the tokens of a request that ends, for later requests with its prompt."""
         self._drafter.observe(req)
 
-    def _find_chains(self, reqs: Sequence[Req], lengths: Sequence[int]) -> list[DraftChain]:
-        chains: list[DraftChain] = []
-        for req, draft in zip(reqs, self._drafter.draft(reqs, lengths), strict=True):
-            if draft is not None and draft.tokens:
-                req.draft_bucket = draft.bucket
-                chains.append(DraftChain(req, draft.tokens, draft.bucket))
-        return chains
+    def _get_branch_rate(self, rank: int) -> AcceptanceRate:
+        while rank >= len(self._branch_rates):
+            self._branch_rates.append(AcceptanceRate(_PRIOR_BRANCH_ACCEPTANCE * _PRIOR_WEIGHT))
+        return self._branch_rates[rank]
 
-    def _choose_lengths(self, chains: Sequence[DraftChain], num_rows: int, max_rows: int) -> list[int]:
-        """Return how many tokens of each chain are verified: the rows with the largest gain, while they pay."""
-        rates = [self._rates[chain.bucket].value for chain in chains]
-        queue = [(-rate, index, 1) for index, rate in enumerate(rates)]
+    def _choose_trees(
+        self, drafts: Sequence[tuple[Req, DraftedTokens]], num_rows: int, max_rows: int
+    ) -> list[DraftTree]:
+        """Return which tokens of each draft are verified: those with the largest gain for their rows, while they pay."""
+        rates = [self._rates[draft.bucket].value for _, draft in drafts]
+        queue = [RowCandidate(-rate, index, 0, 1, rate, 1) for index, rate in enumerate(rates)]
         heapify(queue)
-        counts = [0] * len(chains)
+        lengths = [[0] * (1 + len(draft.branches)) for _, draft in drafts]
         tokens, rows = float(num_rows), num_rows
         seconds = self._cost(rows) + self._cost.turn_seconds
         while queue and rows < max_rows:
-            gain, index, length = heappop(queue)
-            more = self._cost(rows + 1) - self._cost(rows)
-            if self._adaptive and -gain * seconds <= more * tokens:
-                break
-            counts[index] = length
-            tokens -= gain
-            rows += 1
+            _, index, branch, length, gain, needed = heappop(queue)
+            if rows + needed > max_rows or sum(lengths[index]) == self._max_draft_tokens:
+                continue
+            more = self._cost(rows + needed) - self._cost(rows)
+            if self._adaptive and gain * seconds <= more * tokens:
+                if not branch:
+                    break
+                continue
+            lengths[index][branch] = length
+            tokens += gain
+            rows += needed
             seconds += more
-            if length < len(chains[index].tokens):
-                heappush(queue, (gain * rates[index], index, length + 1))
-        pays = tokens * self._cost(num_rows) > num_rows * seconds
-        return counts if pays or not self._adaptive else [0] * len(chains)
+            draft = drafts[index][1]
+            if length < len(draft.branches[branch - 1].tokens if branch else draft.tokens):
+                gain *= rates[index]
+                heappush(queue, RowCandidate(-gain, index, branch, length + 1, gain, 1))
+            if not branch:
+                for candidate in self._iter_branches(*drafts[index], index, length - 1):
+                    heappush(queue, candidate)
+        if self._adaptive and tokens * self._cost(num_rows) <= num_rows * seconds:
+            return [NO_DRAFTS] * len(drafts)
+        return [_cut(draft, counts) for (_, draft), counts in zip(drafts, lengths, strict=True)]
+
+    def _iter_branches(self, req: Req, draft: DraftedTokens, index: int, fork: int) -> Iterator[RowCandidate]:
+        """Yield the first tokens of the branches that leave a chain behind ``fork`` tokens."""
+        rate = self._rates[draft.bucket].value
+        reached = rate**fork * (1 - rate)
+        needed = 1 + count_repeated_rows(len(req.tokens) - 1, fork, self._page_size)
+        for rank, number in enumerate(i for i, each in enumerate(draft.branches, 1) if each.fork == fork):
+            accepted = self._get_branch_rate(rank).value
+            gain = reached * accepted
+            reached *= 1 - accepted
+            yield RowCandidate(-gain / needed, index, number, 1, gain, needed)
+
+
+def _cut(draft: DraftedTokens, lengths: Sequence[int]) -> DraftTree:
+    branches = zip(draft.branches, lengths[1:], strict=True)
+    return DraftTree(
+        draft.tokens[: lengths[0]],
+        [DraftBranch(branch.fork, branch.tokens[:length]) for branch, length in branches if length],
+    )
 
 
 def build_speculation(
@@ -235,11 +301,12 @@ def build_speculation(
         raise UsageError(RECURRENT_PROBLEM)
     if (config.speculative_algorithm != "ngram") != (draft_model is not None):
         raise UsageError(f"--speculative-algorithm {config.speculative_algorithm} and its draft need each other.")
-    drafter = draft_model or NgramDrafter(config.speculative_history_tokens)
+    drafter = draft_model or NgramDrafter(config.speculative_history_tokens, config.speculative_num_branches)
     cost = estimate_step_cost(spec, platform, str(dtype).removeprefix("torch."))
     return Speculation(
         drafter,
         max_draft_tokens=config.speculative_num_draft_tokens,
         cost=cost,
+        page_size=config.engine_page_size,
         adaptive=config.speculative_adaptive,
     )

@@ -43,6 +43,15 @@ class DraftHeadRunner:
         tokens_B, _ = self._layers.sample(self._draft.logits(hidden_BD, step=step), sampling)
         return self._draft.token_ids(tokens_B)
 
+    @torch.inference_mode()
+    def find_top(self, hidden_BD: Tensor, count: int) -> Tensor:
+        logits_BV = self._draft.logits(hidden_BD)
+        top_Bk = logits_BV.topk(min(count, logits_BV.shape[1]), dim=-1).indices
+        return self._draft.token_ids(top_Bk.flatten()).view(top_Bk.shape)
+
+    def copy_pages(self, sources: Ints, targets: Ints) -> None:
+        self._layers.copy_pages(sources, targets)
+
     def fetch(self, tokens: Sequence[Tensor]) -> list[list[int]]:
         return [step_B.tolist() for step_B in tokens]
 

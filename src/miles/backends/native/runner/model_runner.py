@@ -326,8 +326,7 @@ class ModelRunner:
     def launch(self, batch: ForwardBatch) -> InflightStep:
         """Start a step: forward, sample, score. Nothing here waits for the device."""
         assert self._cache is not None, "a sleeping engine runs no steps"
-        if len(batch.page_copies[0]):
-            self._cache.copy(*batch.page_copies)
+        self.copy_pages(*batch.page_copies)
         if len(batch.state_copies[0]) and self._states is not None:
             self._states.copy(*batch.state_copies)
         if self._graphs is not None and self._graphs.can_run(batch):
@@ -389,11 +388,15 @@ class ModelRunner:
             prompt_logprob_results=prompt_results,
         )
 
+    def copy_pages(self, sources: Ints, targets: Ints) -> None:
+        """Copy whole pages of the KV cache."""
+        assert self._cache is not None, "a sleeping engine has no KV cache"
+        if len(sources):
+            self._cache.copy(sources, targets)
+
     def build_attention(self, batch: ForwardBatch, positions_T: Ints) -> AttentionBackend:
         """Copy the pages that a batch copies, and return the attention over the KV cache for its rows."""
-        assert self._cache is not None
-        if len(batch.page_copies[0]):
-            self._cache.copy(*batch.page_copies)
+        self.copy_pages(*batch.page_copies)
         return self._build_attention(batch, positions_T)
 
     def sample(self, logits_DV: Tensor, sampling: SamplingBatch) -> tuple[Tensor, Tensor]:

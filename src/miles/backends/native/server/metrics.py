@@ -22,6 +22,8 @@ _ENGINE_COUNTERS = {
     "draft_chains": "Verifications: drafts of one request in one step.",
     "drafted_tokens": "Drafted tokens that were verified.",
     "accepted_draft_tokens": "Drafted tokens that were accepted.",
+    "draft_branches": "Branches that verifications had besides their chain.",
+    "accepted_draft_branches": "Verifications that accepted a branch.",
 }
 _ENGINE_GAUGES = {
     "running": "Running requests.",

@@ -58,6 +58,11 @@ class GrammarMatcher:
     def is_finished(self) -> bool:
         return self._finished
 
+    def copy(self) -> GrammarMatcher:
+        other = GrammarMatcher(self._matcher.deep_copy(), self._eos_tokens)
+        other._finished = self._finished
+        return other
+
 
 class GrammarCache:
     """Compiled grammars of one tokenizer, in an LRU cache. May be called from any thread.
