@@ -35,7 +35,8 @@ TEMPLATE = (
     "{% endfor %}{% endif %}"
     "{% for c in m.tool_calls or [] %}<tool_call>\n"
     '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
-    "{% if m.role == 'tool' %}\n</tool_response>{% endif %}" + END + "\n{% endfor %}"
+    # Templates lose a newline right behind a block, so this one is an expression.
+    "{% if m.role == 'tool' %}{{ '\\n' }}</tool_response>{% endif %}" + END + "\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 

@@ -160,6 +160,7 @@ def test_a_conversation_has_the_tokens_and_pixels_of_a_demonstration(tmp_path):
     tokens = [token for span in trajectory.spans for token in span.tokens.tolist()]
     expected, images = tokenizer.render(shown)
     assert list(expected) == [*tokens, *tokenizer.encode("\n")]  # which the template writes behind a last turn
+    assert tokenizer.encode("?")[0] not in expected  # which what no token stands for is read as
     seen = [placed.image.digest for span in trajectory.spans for placed in span.images]
     assert seen == [placed.image.digest for placed in images] and len(set(seen)) == 2
 

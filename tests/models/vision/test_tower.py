@@ -6,6 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from tests.kernels.device import DEVICE
 from tests.models.oracle import relative
 from tests.models.vision.small_vision import (
     IMAGE,
@@ -44,7 +45,7 @@ MECHANISMS = ("qwen2_5_vl", "qwen3_vl", "glm4v", "mistral3", "llama4")
 
 @pytest.mark.parametrize("kind", MECHANISMS)
 def test_exact_features_do_not_depend_on_the_batch_the_threads_or_gradients(kind):
-    tower = vision_twin(vision_model(kind), numerics=BATCH_INVARIANT).vision
+    tower = vision_twin(vision_model(kind), numerics=BATCH_INVARIANT).to(DEVICE).vision
     assert tower is not None
     images = VISION_KINDS[kind].images(np.random.default_rng(0))[:3]
     threads = torch.get_num_threads()
@@ -68,9 +69,12 @@ def test_fast_and_exact_features_agree(kind):
     images = VISION_KINDS[kind].images(np.random.default_rng(0))
     with torch.no_grad():
         fast, exact = (
-            vision_twin(model, numerics=n).vision(images) for n in (vision_twin(model).numerics, BATCH_INVARIANT)
+            vision_twin(model, numerics=n).to(DEVICE).vision(images)
+            for n in (vision_twin(model).numerics, BATCH_INVARIANT)
         )
+        wide = vision_twin(model, torch.float64).vision(images)
     assert relative(fast.embeds_FD, exact.embeds_FD) <= 1e-5
+    assert relative(exact.embeds_FD.cpu(), wide.embeds_FD) <= 1e-5
 
 
 @pytest.mark.parametrize("kind", ("qwen3_vl", "llama4"))
