@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -105,7 +106,8 @@ def quantize_spec(spec: Any, precision: str) -> Any:
 
     if not precision:
         return spec
-    quantization = QuantizationSpec(format=get_format(precision), packed=False, backward="e4m3")
+    form, backward = get_format(precision), "e4m3" if "fp8" in precision else "wide"
+    quantization = QuantizationSpec(format=form, packed=False, backward=backward)
     return replace(spec, quantization=quantization)
 
 
@@ -237,8 +239,10 @@ def theirs(case: Case) -> Callable[[], Any]:
 
 SIDES: dict[str, Callable[[Case], Callable[[], Any]]] = {
     "ours": ours,
-    "ours:fp8": lambda case: ours(case, precision="fp8"),
-    "ours:fp8_channel": lambda case: ours(case, precision="fp8_channel"),
+    **{
+        f"ours:{name}": partial(ours, precision=name)
+        for name in ("fp8", "fp8_pow2", "fp8_channel", "mxfp8", "nvfp4", "int4_g32")
+    },
     "torch": lambda case: ours(case, plain=True),
     "transformers": theirs,
 }
