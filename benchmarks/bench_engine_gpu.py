@@ -4,7 +4,7 @@
         [--sglang FOLDER] [--sglang-attention fa3]
 
 A side ``ours:fp8`` serves the model in that ``--rollout-precision``, and ``ours:fp8+kv`` also stores the KV cache in
-FP8; ``sglang:fp8`` is SGLang with ``quantization="fp8"``.
+FP8; ``ours:bf16+ngram`` decodes with n-gram drafts. ``sglang:fp8`` is SGLang with ``quantization="fp8"``.
 
 bf16, random weights of the published shapes, log-probs on, temperature 1, no EOS. Two workloads:
 
@@ -105,11 +105,15 @@ def ours(model: str, names: list[str], profile: bool, folder: str, precision: st
     from miles.sync.publish import Publication
 
     platform = detect_platform("cuda")
-    precision, _, kv = precision.partition("+")
+    precision, *more = precision.split("+")
     spec, weights = build_weights(model, precision)
     torch.cuda.empty_cache()
     run = ThreadExecutor("engine")
-    config = NativeConfig(engine_max_running=256, engine_kv_tokens=420_000)
+    config = NativeConfig(
+        engine_max_running=256,
+        engine_kv_tokens=420_000,
+        speculative_algorithm="ngram" if "ngram" in more else "none",
+    )
     engine = NativeEngine(
         spec,
         device=platform.device,
@@ -117,7 +121,7 @@ def ours(model: str, names: list[str], profile: bool, folder: str, precision: st
         config=config,
         run=run,
         decode=None,
-        numerics=numerics_from_parity("fast", "fp8_e4m3" if kv else "auto"),
+        numerics=numerics_from_parity("fast", "fp8_e4m3" if "kv" in more else "auto"),
     )
     publication = Publication(weights=lambda: weights, engines=[engine], transport="shared", run=run)
 
@@ -324,14 +328,14 @@ def count_bytes(model: str, precision: str) -> tuple[float, float, float]:
     )
     from miles.precision.formats import QuantizationSpec, get_format
 
-    precision, _, kv = precision.partition("+")
+    precision, *more = precision.split("+")
     spec = spec_named(model)
     embedding = 0 if spec.tie_embeddings else spec.vocab_size * spec.hidden_size
     if precision not in ("", "bf16"):
         spec = replace(spec, quantization=QuantizationSpec(format=get_format(precision), packed=True))
     weights = packed_weight_bytes(spec, "bfloat16") - 2 * embedding
     alone = weights * (active_parameter_count(spec) - embedding) / (parameter_count(spec) - embedding)
-    cache = kv_bytes_per_token(spec, "bfloat16", numerics_from_parity("fast", "fp8_e4m3" if kv else "auto"))
+    cache = kv_bytes_per_token(spec, "bfloat16", numerics_from_parity("fast", "fp8_e4m3" if "kv" in more else "auto"))
     return weights, alone, cache
 
 

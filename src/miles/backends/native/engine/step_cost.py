@@ -1,9 +1,9 @@
 """Estimated time of a decode step by its number of rows (roofline): what a row for a drafted token costs.
 
-A step launches its kernels, reads every weight it needs once, and meanwhile computes with them for each row. Few rows of
-an MoE model need few experts, so that there each further row reads more weights. The figures are of a class of devices:
-only the ratio of two estimates is used, and it must be the same each time a run is repeated. Those of a GPU are fitted
-to Qwen3-8B and Qwen3-30B-A3B on an H200 (``benchmarks/bench_speculative.py imposed``).
+A step launches its kernels, reads every weight it needs once, and meanwhile computes with them for each row. Few rows
+of an MoE model need few experts, so that there each further row reads more weights. The figures are of a class of
+devices: only the ratio of two estimates is used, and it must be the same each time a run is repeated. Those of a GPU
+are fitted to Qwen3-8B and Qwen3-30B-A3B on an H200 (``benchmarks/bench_speculative.py imposed``).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ GPU_TURN_SECONDS = 8e-4
 class StepCost:
     """Seconds of a step; ``turn_seconds`` more if the next step must wait for its output.
 
-    ``read_seconds`` and ``expert_seconds`` read the weights, of which few rows need few experts; ``compute_seconds`` and
-    ``row_seconds`` are those of one row.
+    ``read_seconds`` and ``expert_seconds`` read the weights, of which few rows need few experts; ``compute_seconds``
+    and ``row_seconds`` are those of one row.
     """
 
     fixed_seconds: float
