@@ -3,8 +3,8 @@
 The head's KV cache has the pages of the policy's. At position p it reads what the policy computed there and the token
 at p + 1, so it runs one step behind: once the tokens of a step are known, it runs on all positions that the step
 computed, and its last row of each request gives the first drafted token; the others follow one by one from its own
-hidden state. Branches are its other most likely first tokens. Where it has not run (while drafts did not pay, or at the last position of a prompt that several requests
-share) drafts are worse, and no less lossless.
+hidden state. Branches are its other most likely first tokens. Where it has not run (while drafts did not pay, or at the
+last position of a prompt that several requests share) drafts are worse, and no less lossless.
 
 Shapes: as in ``forward_batch``; F features of the policy.
 """
