@@ -130,7 +130,7 @@ def test_accepted_branches_change_nothing_whatever_the_sort_of_model(sort, size)
         tiny.same(one, other)
         np.testing.assert_equal(experts_of(other), experts_of(one))
     stats = engine.stats()
-    assert stats["draft_branches"] > stats["accepted_draft_branches"] > 10
+    assert stats["draft_branches"] > stats["accepted_draft_branches"] > 5
 
 
 @pytest.mark.parametrize("spec", [Tiny.spec, Tiny.moe_spec], ids=["dense", "experts"])
@@ -147,7 +147,7 @@ def test_with_batch_invariant_kernels_branches_change_no_bit(tiny, spec):
         assert tiny.tokens(one) == tiny.tokens(other)
         assert tiny.logprobs(one).tobytes() == tiny.logprobs(other).tobytes()
         np.testing.assert_equal(experts_of(other), experts_of(one))
-    assert engine.stats()["accepted_draft_branches"] > 10
+    assert engine.stats()["accepted_draft_branches"] > 5
 
 
 def test_branches_of_aborted_and_retracted_requests_are_freed(tiny):
@@ -365,7 +365,7 @@ def test_branches_of_a_draft_model_change_nothing(tiny):
     requests = [(prompt % 20, replace(how, max_new_tokens=25)) for prompt, how in tiny.mixed(6)]
     expected = tiny.generate_all(tiny.engine(decoder, **SMALL_PAGES), requests)
     options = DRAFT_MODEL | {"speculative_num_branches": 3, "speculative_num_draft_tokens": 5}
-    engine = tiny.engine(decoder, draft=perturb(decoder, 0, 0.2), **SMALL_PAGES, **options)
+    engine = tiny.engine(decoder, draft=perturb(decoder, 0, 0.6), **SMALL_PAGES, **options)
     for one, other in zip(expected, tiny.generate_all(engine, requests), strict=True):
         tiny.same(one, other)
         np.testing.assert_equal(experts_of(other), experts_of(one))

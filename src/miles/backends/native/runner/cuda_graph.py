@@ -294,11 +294,10 @@ def capture_graph(
 
 
 class CudaGraphRunner:
-    """The CUDA graphs of one engine. ``plans`` and ``last_tokens_S`` are shared with eager steps.
+    """The CUDA graphs of one engine. ``last_tokens_S``, which has one padding slot, is shared with eager steps.
 
     ``supported`` is False if this process computes only part of a step (tensor parallelism): then nothing is captured.
-    ``last_tokens_S`` has one padding slot, and ``padding_cache_loc`` lies in a page of no request: padding rows write
-    there. ``warmed_up`` holds the keys that ran eagerly once; it outlives the graphs. ``features_RF`` is what a draft
+    ``warmed_up`` holds the keys that ran eagerly once; it outlives the graphs. ``features_RF`` is what a draft
     head reads of the last replay.
     """
 
@@ -307,12 +306,9 @@ class CudaGraphRunner:
         decoder: Decoder,
         *,
         cache: PagedKVCache,
-        plans: SplitKVPlans,
+        inputs: StepInputs,
         last_tokens_S: Tensor,
         max_batch_size: int,
-        max_pages: int,
-        page_size: int,
-        padding_cache_loc: int,
         no_expert: Array | None,
         warmed_up: set[GraphKey],
         draft: Draft | None = None,
@@ -327,15 +323,7 @@ class CudaGraphRunner:
         self._warmed_up = warmed_up
         self._batch_sizes = capture_batch_sizes(max_batch_size)
         device = last_tokens_S.device
-        self._inputs = StepInputs(
-            rows=max_batch_size,
-            max_pages=max_pages,
-            page_size=page_size,
-            padding_cache_loc=padding_cache_loc,
-            padding_slot=len(last_tokens_S) - 1,
-            plans=plans,
-            device=device,
-        )
+        self._inputs = inputs
         self._outputs = _OutputBuffers(max_batch_size, no_expert, device)
         self._draft = draft
         self.features_RF: Tensor | None = None
