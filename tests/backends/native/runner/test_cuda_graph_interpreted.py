@@ -170,7 +170,7 @@ def test_replayed_steps_of_a_head_draft_what_eager_ones_do(recording, kind):
         "speculative_adaptive": False,
     }
     requests = [
-        (prompt % 4, replace(LONG, seed=i, max_new_tokens=9, top_k=i)) for i, prompt in enumerate(tiny.prompts(2))
+        (prompt % 4, replace(LONG, seed=i, max_new_tokens=9, top_k=(-1, 2)[i])) for i, prompt in enumerate(tiny.prompts(2))
     ]
 
     def generate():
@@ -183,7 +183,7 @@ def test_replayed_steps_of_a_head_draft_what_eager_ones_do(recording, kind):
     answers, counted = generate()
     keys = [key for key in recording if isinstance(key, draft_head_graph.HeadGraphKey)]
     assert {key.step for key in keys} == {0, 1}
-    assert {key.has_filter for key in keys} == {True}
+    assert any(key.has_filter for key in keys)
     with pytest.MonkeyPatch.context() as plain:
         plain.setattr(model_runner, "supports_gpu_kernels", lambda spec, model, device: False)
         expected, eager_counted = generate()
