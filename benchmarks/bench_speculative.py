@@ -28,8 +28,8 @@ import torch
 
 from miles.backends.native.config import NativeConfig
 from miles.backends.native.engine import scheduler as scheduling
-from miles.backends.native.engine.engine import NativeEngine
 from miles.backends.native.engine.draft_tree import DraftRows
+from miles.backends.native.engine.engine import NativeEngine
 from miles.backends.native.engine.forward_batch import ForwardBatch
 from miles.backends.native.engine.ngram_draft import MIN_MATCH, DraftedTokens
 from miles.backends.native.engine.req import Req

@@ -3,9 +3,9 @@
     python benchmarks/check_speculative_gpu.py [CASE...] [--device cuda] [--dtype bfloat16]
 
 Small random models (dense, MoE, MLA with MoE) under batch-invariant kernels, with CUDA graphs on and off, and each kind
-of draft: n-grams, a draft model, MTP layers, an EAGLE-3 head, as chains and as trees. Each prompt is sampled several times, greedily and with
-filters, over two epochs. A line passes if every bit is that of the engine without drafts, drafts were accepted, and no
-page leaked. CASE selects lines by part of their name; the exit code is 1 if one fails.
+of draft: n-grams, a draft model, MTP layers, an EAGLE-3 head, as chains and as trees. Each prompt is sampled several
+times, greedily and with filters, over two epochs. A line passes if every bit is that of the engine without drafts,
+drafts were accepted, and no page leaked. CASE selects lines by part of their name; the exit code is 1 if one fails.
 """
 
 from __future__ import annotations

@@ -103,6 +103,42 @@ def test_drafts_of_a_head_change_nothing(tiny, spec):
     assert engine.stats()["accepted_draft_tokens"] > 20
 
 
+@pytest.mark.parametrize("spec", [SPEC, MOE_SPEC], ids=["dense", "experts"])
+def test_branches_of_a_head_change_nothing(tiny, spec):
+    decoder = tiny.decoder(spec=spec, scale=6.0)
+    requests = [(p, SamplingParams(max_new_tokens=30, seed=i, ignore_eos=True)) for i, p in enumerate(prompts(6))]
+    expected = tiny.generate_all(tiny.engine(decoder, **SMALL_PAGES), requests)
+    engine, _ = make_engine(tiny, decoder, 5, speculative_num_branches=3)
+    for one, other in zip(expected, tiny.generate_all(engine, requests), strict=True):
+        tiny.same(one, other)
+        np.testing.assert_equal(experts_of(other), experts_of(one))
+    stats = engine.stats()
+    assert stats["draft_branches"] > stats["accepted_draft_branches"] > 0
+
+
+def test_behind_an_accepted_branch_a_head_drafts_what_it_does_on_whole_sequences(tiny):
+    """Greedy: with as many branches as tokens, every first draft is accepted, in the chain or in a branch."""
+    decoder = tiny.decoder(spec=SPEC, scale=6.0)
+    prompt = prompts(1)[0]
+    request = (prompt, SamplingParams(max_new_tokens=30, temperature=0.0, ignore_eos=True))
+    engine, head = make_engine(tiny, decoder, 6, speculative_num_branches=6)
+    drafter, drafted = engine._speculation._drafter, []
+    propose = drafter.draft
+
+    def watch(reqs, lengths):
+        drafts = propose(reqs, [min(length, 1) for length in lengths])
+        drafted.extend((list(req.tokens), draft) for req, draft in zip(reqs, drafts, strict=True) if draft is not None)
+        return drafts
+
+    drafter.draft = watch
+    tiny.generate_all(engine, [request])
+    assert engine.stats()["accepted_draft_branches"] >= 5
+    assert len(drafted) > 10
+    for tokens, draft in drafted:
+        if draft.tokens:
+            assert draft.tokens[0] == draft_one(decoder, head, tokens)
+
+
 def test_what_a_head_drafts_for_a_request_does_not_depend_on_the_others(tiny):
     plain = tiny.decoder(spec=SPEC, scale=6.0)
     decoder = Decoder(SPEC, device="cpu", dtype=torch.float32, numerics=BATCH_INVARIANT)

@@ -21,6 +21,8 @@ from tests.backends.native.test_oracle import (
 )
 from tests.models.oracle import SMALL
 
+from miles.backends.native.engine.draft_tree import DraftBranch
+from miles.backends.native.engine.ngram_draft import DraftedTokens, NgramDrafter
 from miles.backends.native.engine.request import GenerateRequest
 from miles.core.errors import UsageError
 from miles.core.protocols import SamplingParams
@@ -29,6 +31,12 @@ from miles.kernels.numerics import BATCH_INVARIANT
 from miles.models.decoder import Decoder
 
 NGRAM = {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": 5}
+TREE = {
+    "speculative_algorithm": "ngram",
+    "speculative_num_draft_tokens": 8,
+    "speculative_num_branches": 3,
+    "speculative_adaptive": False,
+}
 SMALL_PAGES = {"page_size": 4, "prefill_chunk": 13, "max_running": 30, "kv_tokens": 1600}
 
 
@@ -73,6 +81,104 @@ def test_with_batch_invariant_kernels_they_change_no_bit(tiny):
             assert tiny.logprobs(one).tobytes() == tiny.logprobs(other).tobytes()
             np.testing.assert_equal(experts_of(other), experts_of(one))
     assert engine.stats()["accepted_draft_tokens"] > 20
+
+
+class KnownDrafter(NgramDrafter):
+    """Drafts what is known to be sampled: in a chain, in a branch at its start, or in one behind its first token."""
+
+    def __init__(self, requests, completions):
+        super().__init__(1000, 2)
+        self.known = {
+            (*prompt.tolist(), how.seed): [*prompt.tolist(), *Tiny().tokens(completion)]
+            for (prompt, how), completion in zip(requests, completions, strict=True)
+        }
+
+    def draft(self, reqs, lengths):
+        return [
+            self.draft_known(req, length) if length > 2 else None for req, length in zip(reqs, lengths, strict=True)
+        ]
+
+    def draft_known(self, req, length):
+        start = len(req.tokens)
+        known = self.known[*req.tokens[: req.prompt_length], req.request.sampling.seed]
+        right = known[start : start + length]
+        if len(right) < 3:
+            return None
+        wrong = [(token + 1) % 5 for token in right]
+        others = {0: right[:0], 1: right[:0], 2: right[:1], 3: None}[start % 4]
+        if others is None:
+            return DraftedTokens(right, 2, [DraftBranch(1, wrong[1:])])
+        fork = len(others)
+        return DraftedTokens([*others, *wrong[fork:]], 2, [DraftBranch(fork, right[fork:])])
+
+
+@pytest.mark.parametrize(
+    ("sort", "size"),
+    [(is_plain, 4), (is_plain, 16), (has_experts, 4), (is_windowed, 4), (is_latent, 4)],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_accepted_branches_change_nothing_whatever_the_sort_of_model(sort, size):
+    tiny = Tiny()
+    _, decoder = pair(first(sort))
+    sizes = SMALL_PAGES | {"page_size": size, "max_running": 60}
+    requests = [(prompt % SMALL["vocab_size"], how) for prompt, how in tiny.mixed(4, new=20)]
+    requests += [(requests[0][0], SamplingParams(max_new_tokens=20, seed=seed, ignore_eos=True)) for seed in range(2)]
+    expected = tiny.generate_all(tiny.engine(decoder, **sizes), requests)
+    engine = tiny.engine(decoder, **sizes, **TREE)
+    engine._speculation._drafter = KnownDrafter(requests, expected)
+    for one, other in zip(expected, tiny.generate_all(engine, requests), strict=True):
+        tiny.same(one, other)
+        np.testing.assert_equal(experts_of(other), experts_of(one))
+    stats = engine.stats()
+    assert stats["draft_branches"] > stats["accepted_draft_branches"] > 5
+
+
+@pytest.mark.parametrize("spec", [Tiny.spec, Tiny.moe_spec], ids=["dense", "experts"])
+def test_with_batch_invariant_kernels_branches_change_no_bit(tiny, spec):
+    decoder = tiny.decoder(spec=spec)
+    exact = Decoder(decoder.spec, device="cpu", dtype=torch.float32, numerics=BATCH_INVARIANT)
+    exact.load_state_dict(decoder.state_dict())
+    requests = tiny.mixed(5, new=16)
+    sizes = SMALL_PAGES | {"max_running": 60}
+    expected = tiny.generate_all(tiny.engine(exact, **sizes), requests)
+    engine = tiny.engine(exact, **sizes, **TREE)
+    engine._speculation._drafter = KnownDrafter(requests, expected)
+    for one, other in zip(expected, tiny.generate_all(engine, requests), strict=True):
+        assert tiny.tokens(one) == tiny.tokens(other)
+        assert tiny.logprobs(one).tobytes() == tiny.logprobs(other).tobytes()
+        np.testing.assert_equal(experts_of(other), experts_of(one))
+    assert engine.stats()["accepted_draft_branches"] > 5
+
+
+def test_branches_of_aborted_and_retracted_requests_are_freed(tiny):
+    decoder = tiny.decoder(spec=replace(Tiny.spec, vocab_size=12, eos_token_ids=()))
+    engine = tiny.engine(decoder, **SMALL_PAGES | {"max_running": 60}, **TREE)
+    requests = [
+        replace(REQUEST, rid=str(seed), sampling=replace(REQUEST.sampling, max_new_tokens=60, seed=seed))
+        for seed in range(4)
+    ]
+
+    async def generate():
+        outputs = [engine.submit(request) for request in requests]
+        async for chunk in outputs[0]:
+            if chunk.first + len(chunk.tokens) >= 20:
+                break
+        await engine.pause("retract")
+        await engine.resume()
+        async for chunk in outputs[1]:
+            if chunk.first + len(chunk.tokens) >= 30:
+                break
+        await engine.abort("2")
+        return [await output.completion() for output in outputs]
+
+    completions = asyncio.run(generate())
+    tiny.check(engine)
+    assert completions[2].finish_reason == "abort"
+    for request, completion in zip(requests, completions, strict=True):
+        ((expected, _),) = submit_all(tiny.engine(decoder), [request])
+        found = tiny.tokens(completion)
+        assert found == tiny.tokens(expected)[: len(found)]
+    assert engine.stats()["accepted_draft_branches"] > 0
 
 
 def test_completions_count_their_drafts(tiny):
@@ -149,29 +255,55 @@ def test_a_stop_string_among_accepted_drafts_ends_the_request_there(tiny, length
     assert len(output.top_logprobs) == len(tiny.tokens(found))
 
 
-def test_a_grammar_is_obeyed_and_its_request_has_no_drafts(tiny):
-    class Even:
-        """Allows even tokens, and counts what it was told."""
+class Even:
+    """Allows even tokens, each fourth of which is small, and counts what it was told."""
 
-        def __init__(self):
-            self.seen = []
+    def __init__(self, vocab_size, seen=()):
+        self.vocab_size, self.seen = vocab_size, list(seen)
 
-        def get_allowed_tokens(self):
-            return np.arange(tiny.spec.vocab_size) % 2 == 0
+    def get_allowed_tokens(self):
+        tokens = np.arange(self.vocab_size)
+        return (tokens % 2 == 0) & (tokens < (10 if len(self.seen) % 4 == 0 else self.vocab_size))
 
-        def advance(self, token):
-            self.seen.append(token)
+    def advance(self, token):
+        assert self.get_allowed_tokens()[token]
+        self.seen.append(token)
 
-        def is_finished(self):
-            return len(self.seen) == 20
+    def is_finished(self):
+        return len(self.seen) == 30
 
-    engine = tiny.engine(decode=decode, **NGRAM)
-    grammars = [Even(), Even()]
-    for grammar in grammars:
-        ((completion, _),) = submit_all(engine, [replace(REQUEST, constraint=grammar)])
-        assert tiny.tokens(completion) == grammar.seen
-        assert all(token % 2 == 0 for token in grammar.seen)
-    assert engine.stats()["drafted_tokens"] == 0
+    def copy(self):
+        return Even(self.vocab_size, self.seen)
+
+
+@pytest.mark.parametrize("options", [NGRAM, TREE], ids=["chain", "tree"])
+def test_a_grammar_is_obeyed_by_drafts(tiny, options):
+    """The same tokens and log-probs as without drafts, for a request with a grammar and one beside it."""
+    decoder, size = tiny.decoder(), tiny.spec.vocab_size
+    plain, engine = tiny.engine(decoder, decode=decode), tiny.engine(decoder, decode=decode, **options)
+    for seed in (1, 1, 2):
+        sampling = replace(REQUEST.sampling, seed=seed, temperature=0.5)
+        grammars = [Even(size), Even(size)]
+        (expected, beside), (found, other) = (
+            [
+                completion
+                for completion, _ in submit_all(
+                    each, [replace(REQUEST, constraint=grammar, sampling=sampling, frequency_penalty=0.1), REQUEST]
+                )
+            ]
+            for each, grammar in zip((plain, engine), grammars, strict=True)
+        )
+        tiny.same(expected, found)
+        tiny.same(beside, other)
+        assert tiny.tokens(found) == grammars[1].seen and len(grammars[1].seen) == 30
+        assert found.speculation.verifications > 0 or seed == 1
+    assert found.speculation is not None
+    tiny.check(engine)
+    before = engine.stats()["accepted_draft_tokens"]
+    ((completion, _),) = submit_all(engine, [replace(REQUEST, constraint=Even(size))])
+    assert completion.speculation.accepted == engine.stats()["accepted_draft_tokens"] - before
+    ((completion, _),) = submit_all(engine, [replace(REQUEST, constraint=Even(size))])
+    assert completion.speculation.accepted > 5
 
 
 def test_weights_may_change_while_drafts_are_made(tiny):
@@ -226,6 +358,52 @@ def test_drafts_of_another_model_change_nothing(tiny, scale, least, most):
     stats = engine.stats()
     assert stats["drafted_tokens"] > 50
     assert least <= stats["accepted_draft_tokens"] / stats["drafted_tokens"] <= most
+
+
+def test_branches_of_a_draft_model_change_nothing(tiny):
+    decoder = tiny.decoder(spec=replace(Tiny.moe_spec, vocab_size=20, eos_token_ids=()), scale=6.0)
+    requests = [(prompt % 20, replace(how, max_new_tokens=25)) for prompt, how in tiny.mixed(6)]
+    expected = tiny.generate_all(tiny.engine(decoder, **SMALL_PAGES), requests)
+    options = DRAFT_MODEL | {"speculative_num_branches": 3, "speculative_num_draft_tokens": 5}
+    engine = tiny.engine(decoder, draft=perturb(decoder, 0, 0.6), **SMALL_PAGES, **options)
+    for one, other in zip(expected, tiny.generate_all(engine, requests), strict=True):
+        tiny.same(one, other)
+        np.testing.assert_equal(experts_of(other), experts_of(one))
+    stats = engine.stats()
+    assert stats["draft_branches"] > stats["accepted_draft_branches"] > 0
+
+
+def test_an_accepted_branch_is_known_to_the_draft_model(tiny):
+    """A draft model that is the policy drafts nothing but accepted tokens, also behind a branch that was taken."""
+    decoder = tiny.decoder(scale=6.0)
+    options = DRAFT_MODEL | {"speculative_num_branches": 2, "speculative_num_draft_tokens": 3}
+    engine = tiny.engine(decoder, draft=perturb(decoder, 0, 0.0), page_size=4, **options)
+    drafter = engine._speculation._drafter
+    propose = drafter.draft
+    swapped = []
+
+    def swap(reqs, lengths):
+        """Exchange the first token of each other chain with its branch."""
+        drafts = propose(reqs, lengths)
+        if any(draft.branches for draft in drafts) and len(swapped) % 2 == 0:
+            drafts = [
+                draft._replace(tokens=draft.branches[0].tokens, branches=[DraftBranch(0, draft.tokens[:1])])
+                if draft.branches
+                else draft
+                for draft in drafts
+            ]
+        swapped.append(len(drafts))
+        return drafts
+
+    drafter.draft = swap
+    request = (tiny.prompts(1)[0], SamplingParams(max_new_tokens=40, seed=4, ignore_eos=True))
+    (expected,) = tiny.generate_all(tiny.engine(decoder), [request])
+    (found,) = tiny.generate_all(engine, [request])
+    tiny.same(expected, found)
+    stats = engine.stats()
+    # Each verification accepts a whole chain, or the branch that stands for its first token.
+    assert stats["accepted_draft_branches"] >= 5
+    assert found.speculation.histogram[0] == 0
 
 
 def test_a_draft_model_sleeps_and_is_filled_again(tiny):

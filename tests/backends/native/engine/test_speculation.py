@@ -80,7 +80,8 @@ def test_of_a_tree_the_path_that_is_sampled_is_accepted(data):
         tree, lambda trace: answer[len(trace)] if trace == answer[: len(trace)] else 7, computed, size
     )
     paths = [list(tree.tokens), *([*tree.tokens[: each.fork], *each.tokens] for each in tree.branches)]
-    longest = max(len(list(takewhile(lambda pair: pair[0] == pair[1], zip(path, answer)))) for path in paths)
+    common = [takewhile(lambda pair: pair[0] == pair[1], zip(path, answer, strict=False)) for path in paths]
+    longest = max(len(list(pairs)) for pairs in common)
     assert found == answer[: longest + 1]
     # A branch writes to no page of the chain: its rows begin on the page of its fork, or with the request's last token.
     for number, branch in enumerate(tree.branches, 1):

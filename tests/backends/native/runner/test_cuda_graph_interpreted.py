@@ -33,7 +33,7 @@ from tests.models.vision.small_vision import place
 import miles
 from miles.backends.native.engine.scheduler import PrefillDelay
 from miles.backends.native.runner import cuda_graph as module
-from miles.backends.native.runner import model_runner
+from miles.backends.native.runner import draft_head_graph, model_runner
 from miles.backends.native.runner.gpu_runner import supports_gpu_kernels
 from miles.cluster.executor import InlineExecutor
 from miles.core.protocols import SamplingParams
@@ -42,6 +42,11 @@ from miles.kernels.numerics import numerics_from_parity
 from miles.kernels.runtime import triton_compat
 from miles.launch.commands import serve
 from miles.launch.commands.serve import warm_up
+from miles.models.draft.checkpoint import init_eagle
+from miles.models.draft.eagle import EagleDraft
+from miles.models.draft.mtp import MtpDraft
+from miles.models.draft.spec import build_eagle_spec, build_mtp_spec
+from miles.models.families.registry import find_family
 from miles.observe.factory import build_view
 from miles.sync.publish import Publication
 
@@ -68,18 +73,24 @@ class Graph:
 @pytest.fixture
 def recording(monkeypatch):
     """Make engines capture graphs; returns the keys of all replays."""
-    forward, begun, replayed = module.CudaGraphRunner._forward, [], []
+    begun, replayed = [], []
 
-    def noted(self, key):
-        begun.append(lambda: (replayed.append(key), forward(self, key)))
-        forward(self, key)
+    def note(runner):
+        forward = runner._forward
+
+        def noted(self, key):
+            begun.append(lambda: (replayed.append(key), forward(self, key)))
+            forward(self, key)
+
+        monkeypatch.setattr(runner, "_forward", noted)
 
     @contextmanager
     def graph(made, **_):
         yield
         made.call = begun[-1]
 
-    monkeypatch.setattr(module.CudaGraphRunner, "_forward", noted)
+    note(module.CudaGraphRunner)
+    note(draft_head_graph.DraftHeadGraphs)
     for name, fake in {
         "CUDAGraph": Graph,
         "graph": graph,
@@ -126,6 +137,60 @@ def test_what_is_replayed_is_what_would_have_been_drawn(recording, spec, count, 
     )
     made = engine._runner._graphs._graphs
     assert all(each.reads_plans == (key.batch_size > 1) for key, each in made.items())
+
+
+def build_head(spec, kind):
+    """A head that has no weights yet, and one with random weights."""
+    if kind == "eagle3":
+        made = init_eagle(build_eagle_spec(spec), seed=5, device="cpu", dtype=torch.float32)
+        empty = EagleDraft(made.spec, device="meta", dtype=torch.float32)
+    else:
+        made, empty = (
+            MtpDraft(build_mtp_spec(spec, find_family("mimo").mtp, 2), device=device, dtype=torch.float32)
+            for device in ("cpu", "meta")
+        )
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) if parameter.dim() > 1 else 1.0)
+    return empty, made
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_replayed_steps_of_a_head_draft_what_eager_ones_do(recording, kind):
+    """The same requests, drafts and accepted tokens with the head's steps as graphs and on the torch path."""
+    tiny = Tiny(1)
+    spec = replace(DENSE, vocab_size=4, eos_token_ids=())
+    options = {
+        "page_size": 4,
+        "max_running": 12,
+        "speculative_algorithm": kind,
+        "speculative_num_draft_tokens": 3,
+        "speculative_num_branches": 2,
+        "speculative_adaptive": False,
+    }
+    requests = [
+        (prompt % 4, replace(LONG, seed=i, max_new_tokens=9, top_k=(-1, 2)[i])) for i, prompt in enumerate(tiny.prompts(2))
+    ]
+
+    def generate():
+        empty, head = build_head(spec, kind)
+        engine = tiny.engine(tiny.decoder(spec=spec, scale=6.0), draft=empty, head=head, **options)
+        answers = tiny.generate_all(engine, requests)
+        stats = engine.stats()
+        return answers, [stats[name] for name in ("drafted_tokens", "accepted_draft_tokens", "accepted_draft_branches")]
+
+    answers, counted = generate()
+    keys = [key for key in recording if isinstance(key, draft_head_graph.HeadGraphKey)]
+    assert {key.step for key in keys} == {0, 1}
+    assert any(key.has_filter for key in keys)
+    with pytest.MonkeyPatch.context() as plain:
+        plain.setattr(model_runner, "supports_gpu_kernels", lambda spec, model, device: False)
+        expected, eager_counted = generate()
+    for one, other in zip(answers, expected, strict=True):
+        assert tiny.tokens(one) == tiny.tokens(other)
+    assert counted == eager_counted
+    assert counted[1] > 0
 
 
 def test_a_single_row_after_others_and_before_them_is_cut_anew(recording):

@@ -145,8 +145,9 @@ def test_tokens_and_logprobs_are_those_of_an_engine_alone(pair: Pair):
 
 
 def test_drafts_are_verified_on_all_ranks():
-    knobs = {"kv_tokens": 400, "max_running": 12, "page_size": 8}
-    with shared(UNTIED, 2, speculative_algorithm="ngram", **knobs) as engine:
+    knobs = {"kv_tokens": 800, "max_running": 30, "page_size": 8}
+    drafts = {"speculative_algorithm": "ngram", "speculative_num_branches": 3, "speculative_adaptive": False}
+    with shared(UNTIED, 2, **drafts, **knobs) as engine:
         plain = Pair(engine, UNTIED, 0, **knobs)
         plain.publish(0, 0)
         requests = plain.tiny.mixed(6, new=20)
@@ -156,6 +157,7 @@ def test_drafts_are_verified_on_all_ranks():
                 assert plain.tiny.tokens(ours) == plain.tiny.tokens(theirs)
                 np.testing.assert_allclose(plain.tiny.logprobs(ours), plain.tiny.logprobs(theirs), atol=1e-5)
         assert engine.stats()["accepted_draft_tokens"] > 5
+        assert engine.stats()["accepted_draft_branches"] > 0
 
 
 def test_new_weights_reach_every_rank_also_in_the_middle_of_an_answer(pair: Pair):

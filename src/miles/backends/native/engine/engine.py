@@ -37,7 +37,7 @@ from miles.backends.native.engine.speculation import Drafter, build_speculation
 from miles.backends.native.engine.step_cost import estimate_step_cost
 from miles.backends.native.engine.validate import RequestValidator
 from miles.backends.native.runner.draft_head import DraftHeadRunner
-from miles.backends.native.runner.factory import build_draft_runner, build_runner, get_draft_spec
+from miles.backends.native.runner.factory import build_draft_runner, build_head_layers, build_runner, get_draft_spec
 from miles.backends.native.runner.model_runner import ModelRunner
 from miles.cluster.executor import Executor
 from miles.cluster.platform import detect_platform
@@ -225,28 +225,23 @@ class NativeEngine:
     ) -> Drafter:
         """Return the drafts of a draft model or head, which a runner of its own computes."""
         spec = get_draft_spec(draft)
-        self._draft_runner = runner = build_draft_runner(
-            spec,
-            config,
-            num_pages=num_pages,
-            device=self._platform.device,
-            dtype=dtype,
-            numerics=draft.numerics,
-            use_cuda_graphs=config.engine_cuda_graph and not isinstance(draft, Draft),
-        )
+        device = self._platform.device
         cost = estimate_step_cost(spec, self._platform, str(dtype).removeprefix("torch."))
         page_size = config.engine_page_size
         if isinstance(draft, Draft):
-            head = DraftHeadRunner(draft, runner, self._runner.get_features)
+            self._draft_runner = layers = build_head_layers(
+                draft, config, num_pages=num_pages, device=device, dtype=dtype
+            )
+            self._runner.on_weights_moved = layers.invalidate_graphs
             return HeadDrafter(
-                head,
+                DraftHeadRunner(layers, self._runner.get_features),
                 slots,
                 due_copies=lambda: self._pages.copies,
                 cost=cost,
                 page_size=page_size,
                 num_branches=config.speculative_num_branches,
             )
-        runner.set_weights(dict(draft.named_parameters()))
+        self._draft_runner = runner = build_draft_runner(draft, config, num_pages=num_pages, device=device, dtype=dtype)
         return ModelDrafter(
             runner,
             slots,

@@ -3,8 +3,8 @@
 The head's KV cache has the pages of the policy's. At position p it reads what the policy computed there and the token
 at p + 1, so it runs one step behind: once the tokens of a step are known, it runs on all positions that the step
 computed, and its last row of each request gives the first drafted token; the others follow one by one from its own
-hidden state. Branches are its other most likely first tokens. Where it has not run (while drafts did not pay, or at the last position of a prompt that several requests
-share) drafts are worse, and no less lossless.
+hidden state. Branches are its other most likely first tokens. Where it has not run (while drafts did not pay, or at the
+last position of a prompt that several requests share) drafts are worse, and no less lossless.
 
 Shapes: as in ``forward_batch``; F features of the policy.
 """
@@ -21,16 +21,14 @@ from miles.backends.native.engine.draft_tree import DraftBranch
 from miles.backends.native.engine.forward_batch import (
     NO_COPIES,
     ForwardBatch,
-    SamplingBatch,
     compute_positions,
     copies_as_arrays,
     gather_sampling_info,
-    group_by_prefix,
 )
 from miles.backends.native.engine.ngram_draft import MIN_MATCH, DraftedTokens, find_branches
 from miles.backends.native.engine.req import Req
 from miles.backends.native.engine.req_slots import ReqSlots
-from miles.backends.native.engine.request import Ints
+from miles.backends.native.engine.request import Bools, Ints
 from miles.backends.native.engine.step_cost import StepCost
 
 
@@ -38,19 +36,18 @@ class DraftHead(Protocol):
     """A head with its KV cache, and the policy's features of the step launched last."""
 
     def run_first(self, batch: ForwardBatch, feature_rows_T: Ints, next_tokens_T: Ints, last_rows_B: Ints) -> Tensor:
-        """Run on the policy's features; return the hidden states of ``last_rows_B``."""
+        """Run on the policy's features; return the drafted tokens behind ``last_rows_B``, one of each request.
+
+        Tokens are those of the policy's vocabulary, sampled as the batch says.
+        """
         ...
 
-    def run_next(self, batch: ForwardBatch, hidden_BD: Tensor, next_tokens_B: Tensor, step: int) -> Tensor:
-        """Run on the head's own hidden states and drafted tokens; return the new hidden states."""
+    def run_next(self, batch: ForwardBatch, step: int) -> Tensor:
+        """Run on the hidden states and tokens of the step before, by request slot; return the next drafted tokens."""
         ...
 
-    def sample(self, hidden_BD: Tensor, sampling: SamplingBatch, step: int) -> Tensor:
-        """Return one drafted token of the policy's vocabulary per row."""
-        ...
-
-    def find_top(self, hidden_BD: Tensor, count: int) -> Tensor:
-        """Return the most likely first drafted tokens [B, count] of the policy's vocabulary."""
+    def find_top(self, slots_B: Ints, count: int) -> Tensor:
+        """Return the most likely tokens [B, count] behind the last step of these request slots."""
         ...
 
     def copy_pages(self, sources: Ints, targets: Ints) -> None:
@@ -135,34 +132,24 @@ class HeadDrafter:
     def draft(self, reqs: Sequence[Req], lengths: Sequence[int]) -> list[DraftedTokens | None]:
         """Run the head on the last step's rows, then sample ``lengths`` tokens behind each request it ran for."""
         launched, self._launched = self._launched, None
-        order = self._run_on_launched(launched)
-        if order is None:
+        started = self._run_on_launched(launched)
+        if started is None:
             return [None] * len(reqs)
-        slots_B, hidden_BD = order
+        slots_B, ready_B, first_B = started
         lengths_by_slot = {req.slot: length for req, length in zip(reqs, lengths, strict=True)}
-        lengths_B = np.array([lengths_by_slot.get(slot, 0) for slot in slots_B.tolist()], np.int64)
-        tokens: list[Tensor] = []
-        rows: list[list[int]] = []
-        next_B: Tensor | None = None
-        top_Bk = self._head.find_top(hidden_BD, self._num_branches) if self._num_branches > 1 else None
-        current = np.arange(len(slots_B))
-        for step in range(int(lengths_B.max(initial=0))):
-            kept = (lengths_B[current] > step).nonzero()[0]
-            if len(kept) < len(current):
-                hidden_BD = hidden_BD[kept.tolist()]
-                next_B = None if next_B is None else next_B[kept.tolist()]
-                current = current[kept]
-            if next_B is not None:
-                hidden_BD = self._head.run_next(self._build_batch(slots_B[current], step), hidden_BD, next_B, step)
-            info = gather_sampling_info(slots_B[current], self._slots)
-            sampling = info.build_sampling_batch(self._slots.length_S[slots_B[current]] + step)
-            next_B = self._head.sample(hidden_BD, sampling, step)
-            tokens.append(next_B)
-            rows.append(current.tolist())
+        lengths_B = np.array([lengths_by_slot.get(slot, 0) for slot in slots_B.tolist()], np.int64) * ready_B
+        if not lengths_B.any():
+            return [None] * len(reqs)
+        tokens, rows = [first_B], [np.arange(len(slots_B))]
+        top_Bk = self._head.find_top(slots_B, self._num_branches) if self._num_branches > 1 else None
+        for step in range(1, int(lengths_B.max())):
+            rows.append((lengths_B > step).nonzero()[0])
+            tokens.append(self._head.run_next(self._build_batch(slots_B[rows[-1]], step), step))
         drafts: dict[int, list[int]] = {}
-        for step_rows, step_tokens in zip(rows, self._head.fetch(tokens), strict=True):
-            for row, token in zip(step_rows, step_tokens, strict=True):
-                drafts.setdefault(int(slots_B[row]), []).append(token)
+        for step, (step_rows, step_tokens) in enumerate(zip(rows, self._head.fetch(tokens), strict=True)):
+            for row, token in zip(step_rows.tolist(), step_tokens, strict=True):
+                if step < lengths_B[row]:
+                    drafts.setdefault(int(slots_B[row]), []).append(token)
         branches: dict[int, list[DraftBranch]] = {}
         if top_Bk is not None:
             for slot, top in zip(slots_B.tolist(), top_Bk.tolist(), strict=True):
@@ -173,10 +160,10 @@ class HeadDrafter:
             for req in reqs
         ]
 
-    def _run_on_launched(self, launched: LaunchedRows | None) -> tuple[Ints, Tensor] | None:
+    def _run_on_launched(self, launched: LaunchedRows | None) -> tuple[Ints, Bools, Tensor] | None:
         """Run the head on the rows of the last step whose tokens were accepted.
 
-        Return the requests it ran for up to their last computed position, and the hidden states there.
+        Return the requests it ran for, whether that was up to their last computed position, and the tokens it drafted.
         """
         if launched is None:
             return None
@@ -210,11 +197,8 @@ class HeadDrafter:
         copies = self._due_copies()
         self._copied = set(copies)
         batch = self._make_batch(slots_B, starts_B, counts_B, copies_as_arrays(copies))
-        hidden_BD = self._head.run_first(batch, rows, next_tokens, last_rows_B)
-        ready = (positions[last_rows_B] + 1 == slots.num_computed_S[slots_B]).nonzero()[0]
-        if len(ready) < len(slots_B):
-            slots_B, hidden_BD = slots_B[ready], hidden_BD[ready.tolist()]
-        return slots_B, hidden_BD
+        tokens_B = self._head.run_first(batch, rows, next_tokens, last_rows_B)
+        return slots_B, positions[last_rows_B] + 1 == slots.num_computed_S[slots_B], tokens_B
 
     def _token_at(self, slot: int, position: int) -> int:
         req = self._slots.reqs[slot]
@@ -224,26 +208,27 @@ class HeadDrafter:
     def _build_batch(self, slots_B: Ints, step: int) -> ForwardBatch:
         """Return the rows of the head's ``step``-th own step: one token behind each request's computed ones."""
         starts_B = self._slots.num_computed_S[slots_B] - 1 + step
-        return self._make_batch(slots_B, starts_B, np.ones_like(slots_B), NO_COPIES)
+        return self._make_batch(slots_B, starts_B, np.ones_like(slots_B), NO_COPIES, step)
 
-    def _make_batch(self, slots_B: Ints, starts_B: Ints, counts_B: Ints, copies: tuple[Ints, Ints]) -> ForwardBatch:
+    def _make_batch(
+        self, slots_B: Ints, starts_B: Ints, counts_B: Ints, copies: tuple[Ints, Ints], step: int = 0
+    ) -> ForwardBatch:
         slots = self._slots
         info = gather_sampling_info(slots_B, slots)
-        group_B, shared_B = group_by_prefix(slots_B, slots)
-        alone = counts_B > 1
         max_pages = (int((starts_B + counts_B).max()) - 1) // self._page_size + 1
         return ForwardBatch(
-            tokens_T=np.zeros(int(counts_B.sum()), np.int64),
+            # The head knows the token it drafted last.
+            tokens_T=np.full(int(counts_B.sum()), -1),
             starts_B=starts_B,
             counts_B=counts_B,
             req_slots_B=slots_B,
             num_decodes=int((counts_B == 1).sum()),
             block_table_BM=slots.block_table_SP[:, :max_pages][slots_B],
             # The position of a prompt's end depends on the token behind it, so a prefix is shared before that only.
-            shared_B=np.zeros_like(shared_B),
-            group_B=np.where(alone, -1, np.arange(len(group_B))),
+            shared_B=np.zeros_like(slots_B),
+            group_B=np.where(counts_B > 1, -1, np.arange(len(slots_B))),
             rows_D=np.cumsum(counts_B) - 1,
             req_slots_D=slots_B,
-            sampling=info.build_sampling_batch(slots.length_S[slots_B]),
+            sampling=info.build_sampling_batch(slots.length_S[slots_B] + step),
             page_copies=copies,
         )

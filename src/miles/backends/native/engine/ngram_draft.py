@@ -2,8 +2,8 @@
 
 An RL loop samples each prompt several times at once and again in later epochs. All sequences of a prompt form one
 history; the n-gram a request ends with is looked up in it, the longest match wins, and what followed there is drafted.
-What else followed other matches are branches. Lookup is by hash chains, as compressors have them: the last two tokens give the latest places, newest first, and
-each is compared backwards.
+What else followed other matches are branches. Lookup is by hash chains, as compressors have them: the last two tokens
+give the latest places, newest first, and each is compared backwards.
 """
 
 from __future__ import annotations

@@ -236,7 +236,7 @@ class Speculation:
     def _choose_trees(
         self, drafts: Sequence[tuple[Req, DraftedTokens]], num_rows: int, max_rows: int
     ) -> list[DraftTree]:
-        """Return which tokens of each draft are verified: those with the largest gain for their rows, while they pay."""
+        """Return which tokens of each draft are verified: the largest gains for their rows, while they pay."""
         rates = [self._rates[draft.bucket].value for _, draft in drafts]
         queue = [RowCandidate(-rate, index, 0, 1, rate, 1) for index, rate in enumerate(rates)]
         heapify(queue)

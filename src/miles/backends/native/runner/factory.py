@@ -8,6 +8,7 @@ import torch
 
 from miles.backends.native.config import NativeConfig
 from miles.backends.native.engine.memory_budget import compute_kv_tokens
+from miles.backends.native.runner.draft_head import HeadLayersRunner
 from miles.backends.native.runner.model_runner import ModelRunner
 from miles.cluster.platform import Platform
 from miles.core.errors import UsageError
@@ -82,26 +83,36 @@ def get_draft_spec(draft: CausalLM | Draft) -> DecoderSpec:
 
 
 def build_draft_runner(
-    spec: DecoderSpec,
-    config: NativeConfig,
-    *,
-    num_pages: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    numerics: Numerics,
-    use_cuda_graphs: bool,
+    draft: CausalLM, config: NativeConfig, *, num_pages: int, device: torch.device, dtype: torch.dtype
 ) -> ModelRunner:
-    """Return a runner of a draft's layers, without weights, which has the pages and slots of the policy's runner."""
-    if spec.recurrent:
+    """Return the runner of a draft model, which has the pages and slots of the policy's runner."""
+    if draft.spec.recurrent:
         raise UsageError("the draft model has recurrent layers, whose state cannot go back; use another one.")
-    return ModelRunner(
-        spec,
+    runner = ModelRunner(
+        draft.spec,
         num_pages=num_pages,
         page_size=config.engine_page_size,
         num_slots=config.engine_max_running,
         return_routed_experts=False,
         device=device,
         dtype=dtype,
-        numerics=numerics,
-        use_cuda_graphs=use_cuda_graphs,
+        numerics=draft.numerics,
+        use_cuda_graphs=config.engine_cuda_graph,
+    )
+    runner.set_weights(dict(draft.named_parameters()))
+    return runner
+
+
+def build_head_layers(
+    draft: Draft, config: NativeConfig, *, num_pages: int, device: torch.device, dtype: torch.dtype
+) -> HeadLayersRunner:
+    """Return the runner of a draft head's layers, which has the pages and slots of the policy's runner."""
+    return HeadLayersRunner(
+        draft,
+        num_pages=num_pages,
+        page_size=config.engine_page_size,
+        num_slots=config.engine_max_running,
+        device=device,
+        dtype=dtype,
+        use_cuda_graphs=config.engine_cuda_graph,
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from miles.backends.native.engine.forward_batch import ForwardBatch, SamplingBatch
 from miles.backends.native.engine.request import Ints
-from miles.backends.native.runner.cuda_graph import CudaGraphRunner, GraphKey
+from miles.backends.native.runner.cuda_graph import CudaGraphRunner, GraphKey, StepInputs
 from miles.backends.native.runner.sampler import SendArrays
 from miles.core.types import Array
 from miles.kernels.attention.gpu_backend import DecodeShape, SplitKVPlans, StepMetadata, TritonAttentionBackend
@@ -73,15 +73,24 @@ class GpuRunner:
         return CudaGraphRunner(
             decoder,
             cache=cache,
-            plans=self._plans,
+            inputs=self.build_step_inputs(last_tokens_S, padding_page),
             last_tokens_S=last_tokens_S,
             max_batch_size=self._num_slots,
-            max_pages=self._max_pages,
-            page_size=self._page_size,
-            padding_cache_loc=padding_page * self._page_size,
             no_expert=no_expert,
             warmed_up=self._warmed_up,
             draft=draft,
+        )
+
+    def build_step_inputs(self, last_tokens_S: Tensor, padding_page: int) -> StepInputs:
+        """Return the inputs of CUDA graphs over a cache; ``padding_page`` belongs to no request."""
+        return StepInputs(
+            rows=self._num_slots,
+            max_pages=self._max_pages,
+            page_size=self._page_size,
+            padding_cache_loc=padding_page * self._page_size,
+            padding_slot=len(last_tokens_S) - 1,
+            plans=self._plans,
+            device=self._device,
         )
 
     def build_attention(self, batch: ForwardBatch, positions_T: Ints, cache: PagedKVCache) -> TritonAttentionBackend:

@@ -144,9 +144,10 @@ class ModelRunner:
     """The decoder, its paged KV cache, and its recurrent states by request slot.
 
     ``last_tokens_S`` is the token last sampled for each slot. The decoder is created without storage and uses tensors
-    given to ``set_weights``; ``model`` is one that was created so elsewhere, with the same ``numerics``. A draft head
-    gets its weights with the decoder's; ``features_TF`` are what it reads of the step launched last. ``images``
-    encodes the images of a vision-language model, whose features take up to ``vision_cache_bytes``.
+    given to ``set_weights``, which calls ``on_weights_moved`` if their addresses change; ``model`` is one that was
+    created so elsewhere, with the same ``numerics``. A draft head gets its weights with the decoder's; ``features_TF``
+    are what it reads of the step launched last. ``images`` encodes the images of a vision-language model, whose
+    features take up to ``vision_cache_bytes``.
     """
 
     def __init__(
@@ -201,7 +202,9 @@ class ModelRunner:
         # CUDA graphs stay valid across sleep if the cache returns to the same virtual addresses.
         self._vmm = create_vmm_allocator(device) if self._gpu is not None and use_cuda_graphs else None
         self._owned: set[str] = set()
+        self.on_weights_moved: Callable[[], None] = lambda: None
         self._cache: PagedKVCache | None = None
+        self._kept_cache: PagedKVCache | None = None
         self._states: RecurrentStatePool | None = None
         self._param_locations = _locate_params(self.decoder)
         if draft is not None:
@@ -217,9 +220,9 @@ class ModelRunner:
 
     def allocate(self) -> None:
         """Allocate the KV cache and recurrent states, at the same addresses as before if CUDA graphs need that."""
-        if self._vmm is not None and self._graphs is not None:
+        if self._vmm is not None and self._kept_cache is not None:
             self._vmm.restore()
-            self._cache = self._graphs.cache
+            self._cache = self._kept_cache
             return
         layouts = [cache_layout(layer.mixer, self.numerics) for layer in self.spec.layers]
         self._cache = PagedKVCache(
@@ -231,10 +234,9 @@ class ModelRunner:
             kv_dtype=self.numerics.kv_cache_dtype,
             zeros=None if self._vmm is None else self._vmm.zeros,
         )
-        if self._gpu is not None and self._use_cuda_graphs and isinstance(self.decoder, Decoder):
-            self._graphs = self._gpu.build_graph_runner(
-                self.decoder, self._cache, self.last_tokens_S, self._num_pages, self.no_expert, self.draft
-            )
+        if self._gpu is not None and self._use_cuda_graphs:
+            self._kept_cache = self._cache
+            self._build_graphs()
         states = {
             i: _state_shapes(layout, self.dtype)
             for i, layout in enumerate(layouts)
@@ -242,13 +244,21 @@ class ModelRunner:
         }
         self._states = RecurrentStatePool(states, slots=self._num_slots, device=self.device) if states else None
 
+    def _build_graphs(self) -> None:
+        """Create the CUDA graphs over a new cache."""
+        assert self._gpu is not None and self._cache is not None
+        if isinstance(self.decoder, Decoder):
+            self._graphs = self._gpu.build_graph_runner(
+                self.decoder, self._cache, self.last_tokens_S, self._num_pages, self.no_expert, self.draft
+            )
+
     def free(self) -> None:
         """Release the memory of the KV cache, recurrent states and features of images; their content is lost."""
         if self.images is not None:
             self.images.cache.clear()
         self._cache = self._states = None
         if self._vmm is None:
-            self._graphs = None
+            self._graphs = self._kept_cache = None
         else:
             self._vmm.release()
 
@@ -315,6 +325,8 @@ class ModelRunner:
         self._owned = moved & set(own) | self._owned - moved
         if moved and self._graphs is not None:
             self._graphs.invalidate()
+        if moved:
+            self.on_weights_moved()
         for module, attribute, name in self._param_locations:
             setattr(module, attribute, nn.Parameter(tensors[name].detach(), requires_grad=False))
 
