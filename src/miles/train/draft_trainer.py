@@ -2,8 +2,9 @@
 
     policy's forward -> features, detached -> draft, several steps deep -> loss -> the draft's own backward and AdamW
 
-The policy's graph, gradients and weights are the same as without it. Every data-parallel rank has the whole draft, and
-their gradients are summed before an update.
+The policy's graph, gradients and weights are the same as without it. Every rank has the whole draft. Ranks that
+share samples (tensor and context parallel) all compute their gradient, and the gradients of all ranks are summed, so
+that every rank makes the same update.
 
 ``_T`` packed input tokens, ``_R`` trained tokens, ``F`` features.
 """
@@ -119,6 +120,8 @@ class DraftTrainer:
         self._steps = train.draft_train_steps
         self._scale = train.mtp_loss_scaling_factor
         self._dp_group = dp_group
+        # Ranks that share samples: each computes their whole gradient.
+        self._sharing = dp_group.world_size // dp_group.dp_size
         self._verify = train.verify_checkpoints
         self._loss = DraftLoss(kind=train.draft_loss, temperature=temperature, chunk=train.log_probs_chunk_size)
         schedule = LRSchedule(style="constant", lr=train.draft_lr, min_lr=train.draft_lr, warmup=0, decay=1)
@@ -138,7 +141,7 @@ class DraftTrainer:
             return
         assert output.features is not None, "the policy was not asked for features"
         features = output.features
-        self.draft.share(_detach_weights(features, output))
+        self.draft.share(_detach_weights(features))
         hidden_TD = features.features_TF
         if rows.tree_nodes:
             slots = torch.from_numpy(compute_slots(rows.tree_nodes, rows.ends)).to(hidden_TD.device)
@@ -148,6 +151,9 @@ class DraftTrainer:
         attention = MultiStepAttention(backend, rows.lengths)
         last = self.draft.spec.decoder.max_positions - 1
         before_R = rows.before_R
+        policy_RD = output.hidden_RD.detach()
+        if output.tokens is not None:  # this rank has some of the tokens
+            policy_RD = output.tokens.join(policy_RD)
         depth_R = rows.positions_T.index_select(0, before_R)
         losses: list[Tensor] = []
         for step in range(self._steps):
@@ -158,7 +164,7 @@ class DraftTrainer:
             used_R = (depth_R > step).nonzero().squeeze(1)
             roots_R = before_R.index_select(0, used_R) - (step + 1)
             input_RD = self.draft.head_input(hidden_TD.index_select(0, roots_R), step=step)
-            found = self._loss(self.draft, input_RD, output, used_R, rows.target_R)
+            found = self._loss(self.draft, input_RD, policy_RD, used_R, rows.target_R, softcap=output.softcap)
             losses.append(found.loss)
             self._sums[0] += found.loss.detach()
             self._sums[1 + 2 * step] += len(used_R)
@@ -169,7 +175,7 @@ class DraftTrainer:
 
     def step(self) -> dict[str, float]:
         """Update the draft by the accumulated gradient of all ranks; returns metrics."""
-        loss, *counts = self._dp_group.sum(self._sums).tolist()
+        loss, *counts = (self._dp_group.sum_world(self._sums) / self._sharing).tolist()
         self._sums = self._zeros()
         total = sum(counts[::2])
         if not total:
@@ -185,9 +191,9 @@ class DraftTrainer:
 
     def _reduce_grad(self, parameter: Tensor, total: float) -> None:
         grad = parameter.grad
-        if self._dp_group.dp_size > 1:
+        if self._dp_group.world_size > 1:
             grad = torch.zeros_like(parameter) if grad is None else grad
-            grad = self._dp_group.sum(grad.to(torch.promote_types(grad.dtype, torch.float32)))
+            grad = self._dp_group.sum_world(grad.to(torch.promote_types(grad.dtype, torch.float32))) / self._sharing
         if grad is not None:
             parameter.grad = (grad * (self._scale / total)).to(parameter.dtype)
 
@@ -211,7 +217,7 @@ class DraftTrainer:
             own.mkdir(exist_ok=True)
             saver = checkpoint.CheckpointSaver(verify=self._verify)
             checkpoint.save(own, self._model, self._optimizer, version, SINGLE_RANK, saver)
-        self._dp_group.sum(torch.zeros((), device=self._model.device))  # until the lead has written it
+        self._dp_group.sum_world(torch.zeros((), device=self._model.device))  # until the lead has written it
         return stored_tensors(own) if self.draft.spec.kind == "mtp" else {}
 
     def load(self, folder: Path) -> None:
@@ -225,6 +231,6 @@ class DraftTrainer:
         checkpoint.load(own, self._model, self._optimizer)
 
 
-def _detach_weights(features: PolicyFeatures, output: HeadOutput) -> PolicyWeights:
-    embedding_VD, head_VD = features.embedding_VD.detach(), output.head_VD.detach()
+def _detach_weights(features: PolicyFeatures) -> PolicyWeights:
+    embedding_VD, head_VD = features.embedding_VD.detach(), features.head_VD.detach()
     return PolicyWeights(embed=lambda tokens_T: F.embedding(tokens_T, embedding_VD), head=lambda: head_VD)
