@@ -396,3 +396,15 @@ def test_a_draft_of_a_batch_invariant_policy_has_the_same_loss():
     actor = LocalModel(decoder, config=DENSE)
     metrics = step(worker(actor, train=options, draft=own), ragged(5, version=7)).metrics
     assert metrics["draft_loss"] == pytest.approx(fast["draft_loss"], rel=1e-5)
+
+
+def test_a_draft_in_bfloat16_has_the_mean_gradient_of_one_in_float32():
+    """The gradients of low-precision parameters are accumulated in float32, apart from the parameters."""
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        decoder = hf.init_random(spec_from_config(DENSE), seed=0, device="cpu", dtype=dtype)
+        draft = init_eagle(build_eagle_spec(decoder.spec), seed=3, device="cpu", dtype=dtype)
+        own = DraftTrainer(draft, train=TrainConfig(**TRAIN), temperature=1.0)
+        metrics = step(worker(LocalModel(decoder, config=DENSE), train=TRAIN, draft=own), ragged(6)).metrics
+        found.append(metrics["draft_grad_norm"])
+    assert found[1] == pytest.approx(found[0], rel=0.1)

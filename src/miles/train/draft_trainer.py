@@ -37,7 +37,8 @@ from miles.train.dp_group import SINGLE_RANK, DataParallelGroup
 from miles.train.draft_loss import DraftLoss
 from miles.train.logprobs import HeadOutput, PolicyFeatures
 from miles.train.optim.lr_scheduler import LRSchedule
-from miles.train.optim.optimizer import build_optimizer, full_grad_norm
+from miles.train.optim.master_weights import TrainedParam
+from miles.train.optim.optimizer import Optimizer, full_grad_norm
 from miles.train.prefix_sharing import build_attention, compute_slots
 
 DRAFT_FOLDERS = {"eagle3": "draft", "mtp": "mtp"}
@@ -127,8 +128,9 @@ class DraftTrainer:
         schedule = LRSchedule(style="constant", lr=train.draft_lr, min_lr=train.draft_lr, warmup=0, decay=1)
         adam = replace(train, optimizer="adam", vision_lr=None)
         trained = {name: p for name, p in self._model.parameters().items() if p.requires_grad}
-        self._optimizer = build_optimizer(trained, adam, schedule, model=self._model, lr_flag="--draft-lr")
-        self._trained = trained
+        self._optimizer = Optimizer(
+            trained, adam, schedule, lr_flag="--draft-lr", norm=self._model.norm, model=self._model
+        )
         self._sums = self._zeros()
 
     def _zeros(self) -> Tensor:
@@ -180,8 +182,8 @@ class DraftTrainer:
         total = sum(counts[::2])
         if not total:
             return {}
-        for parameter in self._trained.values():
-            self._reduce_grad(parameter, total)
+        for param in self._optimizer.trained_params():
+            self._reduce_grad(param, total)
         grad_norm, lr = self._optimizer.step()
         metrics = {"draft_loss": loss / total, "draft_grad_norm": grad_norm, "draft_lr": lr}
         for number, (count, agreed) in enumerate(zip(counts[::2], counts[1::2], strict=True), 1):
@@ -189,13 +191,14 @@ class DraftTrainer:
                 metrics[f"draft_agreement_{number}"] = agreed / count
         return metrics
 
-    def _reduce_grad(self, parameter: Tensor, total: float) -> None:
-        grad = parameter.grad
+    def _reduce_grad(self, param: TrainedParam, total: float) -> None:
+        grad = param.grad
         if self._dp_group.world_size > 1:
-            grad = torch.zeros_like(parameter) if grad is None else grad
-            grad = self._dp_group.sum_world(grad.to(torch.promote_types(grad.dtype, torch.float32))) / self._sharing
+            wide = torch.promote_types(param.parameter.dtype, torch.float32)
+            grad = torch.zeros_like(param.parameter, dtype=wide) if grad is None else grad
+            grad = self._dp_group.sum_world(grad) / self._sharing
         if grad is not None:
-            parameter.grad = (grad * (self._scale / total)).to(parameter.dtype)
+            param.grad = grad * (self._scale / total)
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return the live weights by name; the next step changes them in place."""
