@@ -50,7 +50,7 @@ class ContextShard(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyFeatures:
-    """What a draft model reads of a policy: features of all input tokens, detached, and its whole embedding and head."""
+    """What a draft model reads of a policy: features of all input tokens, detached, whole embedding and head."""
 
     features_TF: Tensor
     embedding_VD: Tensor

@@ -61,6 +61,7 @@ def list_problems(line: str) -> list[str]:
         "--hf-checkpoint glm --draft-train eagle3",
         "--mtp-num-layers 0",
         "--hf-checkpoint vision --draft-train eagle3",
+        "--hf-checkpoint glm --draft-train mtp --rollout-backend sglang --sglang-speculative-algorithm NEXTN",
         "--draft-train eagle3 --lora-rank 4",
         "--draft-train eagle3 --tensor-model-parallel-size 2 --actor-num-gpus-per-node 2",
         "--draft-train eagle3 --context-parallel-size 2 --actor-num-gpus-per-node 2",
@@ -85,6 +86,15 @@ def test_a_draft_that_can_be_trained_is_accepted(line: str):
             "--mtp-num-layers is 2, but glm has 1; set it to 1",
         ),
         ("--draft-train eagle3 --train-backend megatron", "does not support --train-backend megatron"),
+        (
+            "--draft-train eagle3 --rollout-backend sglang --sglang-speculative-algorithm EAGLE3",
+            "SGLang would draft with EAGLE3, whose weights none of its endpoints updates",
+        ),
+        (
+            "--hf-checkpoint glm --draft-train mtp --rollout-backend sglang --sglang-speculative-algorithm NEXTN "
+            "--update-weight-transport distributed",
+            "SGLang updates the policy but not its MTP layers over a process group",
+        ),
         (
             "--draft-train eagle3 --speculative-algorithm mtp",
             "--speculative-algorithm mtp and --draft-train eagle3 name different drafts",

@@ -16,10 +16,14 @@ from miles.core.types import Version
 from miles.launch.build.draft_model import load_engine_draft, name_head_weights
 from miles.launch.build.models import PolicyCheckpoint, load_model
 from miles.launch.config import Config
+from miles.launch.plan.drafts import drafts_with_mtp
 from miles.models.base import CausalLM
 from miles.models.checkpoint import hf
 from miles.models.decoder import Decoder
 from miles.models.draft.base import Draft
+from miles.models.draft.checkpoint import read_mtp_spec
+from miles.models.draft.mtp import MtpDraft
+from miles.models.draft.param_map import build_draft_map
 from miles.models.draft.spec import DRAFT_PREFIX
 from miles.models.lora.adapters import LoraAdapters
 from miles.models.lora.layout import build_factor_map
@@ -120,11 +124,31 @@ def get_server_weights(
     ``draft`` returns the trained weights of the head; without it, it is sent as it was loaded.
     """
     published = get_rollout_weights(policy, weights)
-    if config.sglang.rollout_backend != "served" or config.native.speculative_algorithm not in HEAD_ALGORITHMS:
+    if config.sglang.rollout_backend == "sglang":
+        return _add_mtp_weights(config, policy, published, draft) if draft is not None else published
+    if config.native.speculative_algorithm not in HEAD_ALGORITHMS:
         return published
     head = _load_draft(config, policy, policy.spec)
     assert isinstance(head, Draft)
     return _add_head_weights(published, head, draft)
+
+
+def _add_mtp_weights(config: Config, policy: PolicyCheckpoint, weights: GetWeights, trained: GetWeights) -> GetWeights:
+    """The weights with those of trained MTP layers under their checkpoint names, if SGLang drafts with them."""
+    if not drafts_with_mtp(config):
+        return weights
+    draft = MtpDraft(
+        read_mtp_spec(policy.folder, policy.spec), device="meta", dtype=policy.rollout_dtype, numerics=policy.numerics
+    )
+    dtypes = {name: parameter.dtype for name, parameter in draft.named_parameters()}
+    slices = build_draft_map(draft.spec)
+
+    def add() -> Mapping[str, Tensor]:
+        own = {name: tensor.detach().to(dtypes[name]) for name, tensor in trained().items()}
+        pieces = {DRAFT_PREFIX + p.hf_name: p.view(own[name]) for name, parts in slices.items() for p in parts}
+        return {**weights(), **pieces}
+
+    return add
 
 
 def _add_head_weights(weights: GetWeights, head: Draft, trained: GetWeights | None) -> GetWeights:

@@ -1,6 +1,7 @@
 """Draft models of a run, read without torch: the one that is trained, and the one that engines draft with."""
 
 from miles.backends.native.config import HEAD_ALGORITHMS
+from miles.backends.remote.sglang_flags import get_flag_value
 from miles.core.errors import MilesError
 from miles.launch.config import Config
 from miles.launch.rules.paths import read_spec_or_none
@@ -24,6 +25,20 @@ def read_engine_draft(config: Config, policy: DecoderSpec) -> DraftSpec | Decode
     if algorithm not in HEAD_ALGORITHMS:
         return None
     return _read_head(config, policy, algorithm, folder or config.train.draft_load)
+
+
+def get_sglang_algorithm(config: Config) -> str | None:
+    """What stock SGLang drafts with, by its own name; None if it does not, or is not the backend."""
+    if config.sglang.rollout_backend != "sglang":
+        return None
+    algorithm = get_flag_value(config.sglang.sglang_flags, "speculative-algorithm")
+    return None if algorithm is None else algorithm.upper()
+
+
+def drafts_with_mtp(config: Config) -> bool:
+    """Whether stock SGLang drafts with the MTP layers of the policy's checkpoint."""
+    own = get_flag_value(config.sglang.sglang_flags, "speculative-draft-model-path")
+    return get_sglang_algorithm(config) in ("EAGLE", "NEXTN") and own in (None, config.models.hf_checkpoint)
 
 
 def _read_head(config: Config, policy: DecoderSpec, kind: str, folder: str | None) -> DraftSpec | None:

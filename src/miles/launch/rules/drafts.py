@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from miles.core.errors import MilesError
 from miles.launch.config import Config
+from miles.launch.plan.drafts import drafts_with_mtp, get_sglang_algorithm
 from miles.launch.rules.flags import Rule
 from miles.launch.rules.paths import read_spec_or_none
 from miles.models.checkpoint.safetensors_io import stored_tensors
@@ -27,6 +28,24 @@ def check_draft_trainer(c: Config) -> Iterator[str]:
         yield f"{flag} does not support --custom-model-provider-path, whose model is unknown; remove one of them."
     if c.algo.loss_type == "rm_loss":
         yield f"{flag} drafts the tokens of a policy, but --loss-type rm_loss trains a reward model; remove {flag}."
+
+
+def check_sglang_draft(c: Config) -> Iterator[str]:
+    """Stock SGLang takes MTP layers with the policy's tensors, and no other draft."""
+    trained, algorithm = c.train.draft_train, get_sglang_algorithm(c)
+    flag = f"--draft-train {trained}"
+    if trained == "none" or algorithm is None or algorithm == "NGRAM":
+        return
+    if trained == "eagle3" or not drafts_with_mtp(c):
+        yield (
+            f"{flag}: SGLang would draft with {algorithm}, whose weights none of its endpoints updates without the "
+            f"policy's; use --rollout-backend served with --speculative-algorithm {trained}, or remove {flag}."
+        )
+    elif c.sglang.update_weight_transport == "distributed":
+        yield (
+            f"{flag}: SGLang updates the policy but not its MTP layers over a process group; use "
+            "--update-weight-transport tensor or disk."
+        )
 
 
 def check_draft_model(c: Config) -> Iterator[str]:
@@ -67,4 +86,4 @@ def _check_mtp(c: Config, spec: DecoderSpec) -> Iterator[str]:
         )
 
 
-DRAFT_RULES: tuple[Rule, ...] = (check_draft_trainer, check_draft_model)
+DRAFT_RULES: tuple[Rule, ...] = (check_draft_trainer, check_sglang_draft, check_draft_model)

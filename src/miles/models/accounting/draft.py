@@ -1,4 +1,4 @@
-"""Memory of a draft model for speculative decoding: parameters, optimizer state, activations, from its spec. No torch."""
+"""Memory of a draft model for speculative decoding: weights, optimizer state, activations, from its spec. No torch."""
 
 from __future__ import annotations
 

@@ -37,13 +37,14 @@ def iter_hf_named(
 ) -> Iterator[Named]:
     """Views of the weights under their checkpoint names; those of quantized weights depend on the layout.
 
-    The weights of a draft head come last, under the names they have.
+    The weights of a draft head come last, under the names they have, or those of a checkpoint without the prefix.
     """
     if isinstance(spec, HfAdapterSpec):  # a transformers module has them already
         yield from weights.items()
         return
     if layout == "checkpoint":
         yield from iter_quantized_hf(spec, weights)
+        yield from ((n.removeprefix(DRAFT_PREFIX), t) for n, t in weights.items() if n.startswith(DRAFT_PREFIX))
         return
     for ours, pieces in build_packed_map(spec).items():
         for piece in pieces if ours in weights else ():
