@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file
 from tests.launch.small_run import flags, miles, write_inputs
@@ -76,3 +77,45 @@ def test_the_engine_drafts_with_the_head_that_the_run_trains(inputs: Path, tmp_p
     assert done.returncode == 0, done.stderr
     assert sum(rates[3:]) > sum(rates[:3])
     assert all(rate > 0 for rate in accept_rates(frozen))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param(("--rollout-backend", "served", "--rollout-num-engines", "2"), id="served"),
+        pytest.param(("--rollout-backend", "served", "--update-weight-transport", "disk"), id="from disk"),
+        pytest.param(("--actor-num-gpus-per-node", "2"), id="ranks"),
+    ],
+)
+def test_the_head_of_a_run_reaches_engines_elsewhere_and_comes_from_ranks(inputs: Path, tmp_path: Path, more):
+    """Policy, head and accepted drafts are those of one process; ranks add gradients in another order."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    drafts = (*LONG, *EAGLE, *SPECULATE, "--speculative-num-draft-tokens", "2")
+    for run, options in ((here, ()), (there, more)):
+        done = miles("train", *flags(inputs, run, *drafts, *options, "--draft-lr", "1e-2", steps=2))
+        assert done.returncode == 0, done.stderr
+    assert accept_rates(here)[0] > 0
+    if "served" in more:
+        for file in FILES:
+            for folder in (Path(), Path("draft")):
+                name = folder / file
+                assert (checkpoint(here, 2) / name).read_bytes() == (checkpoint(there, 2) / name).read_bytes(), name
+        assert accept_rates(there) == pytest.approx(accept_rates(here), abs=0.05)  # arrivals differ
+    else:
+        heads = [load_file(checkpoint(run, 2) / "draft" / "model.safetensors") for run in (here, there)]
+        for name, value in heads[0].items():
+            np.testing.assert_allclose(value, heads[1][name], rtol=1e-3, atol=1e-3, err_msg=name)
+        assert accept_rates(there) == pytest.approx(accept_rates(here), abs=0.05)
+
+
+@pytest.mark.parametrize("more", [(), ("--rollout-backend", "served")], ids=["here", "served"])
+def test_a_run_of_adapters_trains_a_head_and_is_the_same_to_the_bit(inputs: Path, tmp_path: Path, more):
+    plain, online = tmp_path / "plain", tmp_path / "online"
+    lora = ("--lora-rank", "4", "--lora-alpha", "8", *more)
+    drafts = (*EAGLE, *SPECULATE, "--speculative-num-draft-tokens", "2")
+    assert miles("train", *flags(inputs, plain, *LONG, *lora, steps=2)).returncode == 0
+    done = miles("train", *flags(inputs, online, *LONG, *lora, *drafts, steps=2))
+    assert done.returncode == 0, done.stderr
+    for file in (*FILES, "adapter/adapter_model.safetensors"):
+        assert (checkpoint(online, 2) / file).read_bytes() == (checkpoint(plain, 2) / file).read_bytes(), file
+    assert accept_rates(online)[-1] > 0

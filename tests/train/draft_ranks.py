@@ -57,11 +57,22 @@ def train(trainer: PolicyTrainer, batches: list[list[Sample]]) -> list[dict[str,
 
 
 def sharded(
-    rank: int, world: int, folder: str, kind: str | None, batches: list[list[Sample]], target: str | None = None
+    rank: int,
+    world: int,
+    folder: str,
+    kind: str | None,
+    batches: list[list[Sample]],
+    target: str | None = None,
+    layout: dict[str, Any] | None = None,
+    start: str | None = None,
 ) -> tuple[list[dict[str, float]], dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Train over ``world`` ranks; the metrics of each step, this rank's policy shards and its draft."""
-    mesh = FsdpMesh(ParallelDims(world=world, shard=world), torch.device("cpu"))
+    """Train over ``world`` ranks, from the checkpoint ``start`` if there is one; the metrics of each step, this rank's
+    policy shards and its draft.
+    """
+    mesh = FsdpMesh(ParallelDims(world=world, **(layout or {"shard": world})), torch.device("cpu"))
     trainer, draft = trainer_of(Path(folder), kind, mesh)
+    if start is not None:
+        asyncio.run(trainer.load(Path(start)))
     metrics = train(trainer, batches)
     if target is not None:
         Path(target).mkdir(exist_ok=True)

@@ -8,8 +8,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.backends.fsdp.test_lora_model import adapted
+from tests.backends.fsdp.test_packed_lora_model import packed_actor
 from tests.models.draft.mtp_checkpoints import make_reference, save_reference
+from tests.models.vision.small_vision import vision_model, vision_twin
 from tests.train.small_trainer import DENSE, ragged, sample, step, weights, worker
+from tests.train.vision_samples import mixed
 from torch import Tensor
 
 from miles.backends.fsdp.local_model import LocalModel
@@ -216,6 +220,55 @@ def test_the_policy_is_the_same_to_the_bit_with_and_without_a_draft():
     assert any(not torch.equal(value, before[name]) for name, value in draft.named_parameters())
 
 
+def compare_with_and_without(make_actor, spec, batches):
+    """Train two policies, one with an EAGLE-3 head; the metrics of that one's steps."""
+    draft = init_eagle(build_eagle_spec(spec), seed=3, device="cpu", dtype=torch.float32)
+    options = TRAIN | {"max_tokens_per_gpu": 64}
+    own = DraftTrainer(draft, train=TrainConfig(**options), temperature=1.0)
+    with_draft, without = worker(make_actor(), train=options, draft=own), worker(make_actor(), train=options)
+    reported = []
+    for number, samples in enumerate(batches):
+        metrics, plain = (step(each, samples, number).metrics for each in (with_draft, without))
+        assert {name: metrics[name] for name in plain} == plain
+        reported.append(metrics)
+    theirs = weights(without)
+    assert all(torch.equal(value, theirs[name]) for name, value in weights(with_draft).items())
+    return reported
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["merged", "packed base"])
+def test_a_policy_of_adapters_is_the_same_to_the_bit_and_its_draft_reads_the_adapted_model(tmp_path, packed: bool):
+    def make_actor():
+        return packed_actor(tmp_path) if packed else adapted(tmp_path)
+
+    spec = make_actor()._base_model.spec
+    batches = [ragged(6, seed=number) for number in range(3)]
+    reported = compare_with_and_without(make_actor, spec, batches)
+    assert reported[-1]["draft_loss"] < reported[0]["draft_loss"]
+
+    actor, head = make_actor(), init_eagle(build_eagle_spec(spec), seed=3, device="cpu", dtype=torch.float32)
+    still = TRAIN | {"draft_lr": 0.0, "lr": 0.0}
+    trainer = worker(actor, train=still, draft=DraftTrainer(head, train=TrainConfig(**still), temperature=1.0))
+    before = step(trainer, batches[0]).metrics["draft_loss"]
+    with torch.no_grad():
+        for factor in actor.adapters().parameters.values():
+            factor.add_(0.3)
+    actor.after_update()
+    assert step(trainer, batches[0], 1).metrics["draft_loss"] != pytest.approx(before, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "gemma3"])
+def test_a_policy_with_images_is_the_same_to_the_bit(kind: str):
+    model = vision_model(kind)
+
+    def make_actor():
+        return LocalModel(vision_twin(model), config=model.config.to_dict())
+
+    batches = [mixed(kind)] * 3
+    reported = compare_with_and_without(make_actor, vision_twin(model).spec, batches)
+    assert reported[-1]["draft_loss"] < reported[0]["draft_loss"]
+
+
 def test_a_policy_with_recomputed_layers_gives_the_same_features():
     decoder = dense()[1]
     plain = step(eagle_worker(train={"draft_lr": 0.0})[0], ragged(5)).metrics
@@ -343,3 +396,15 @@ def test_a_draft_of_a_batch_invariant_policy_has_the_same_loss():
     actor = LocalModel(decoder, config=DENSE)
     metrics = step(worker(actor, train=options, draft=own), ragged(5, version=7)).metrics
     assert metrics["draft_loss"] == pytest.approx(fast["draft_loss"], rel=1e-5)
+
+
+def test_a_draft_in_bfloat16_has_the_mean_gradient_of_one_in_float32():
+    """The gradients of low-precision parameters are accumulated in float32, apart from the parameters."""
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        decoder = hf.init_random(spec_from_config(DENSE), seed=0, device="cpu", dtype=dtype)
+        draft = init_eagle(build_eagle_spec(decoder.spec), seed=3, device="cpu", dtype=dtype)
+        own = DraftTrainer(draft, train=TrainConfig(**TRAIN), temperature=1.0)
+        metrics = step(worker(LocalModel(decoder, config=DENSE), train=TRAIN, draft=own), ragged(6)).metrics
+        found.append(metrics["draft_grad_norm"])
+    assert found[1] == pytest.approx(found[0], rel=0.1)

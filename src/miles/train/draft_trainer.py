@@ -2,8 +2,9 @@
 
     policy's forward -> features, detached -> draft, several steps deep -> loss -> the draft's own backward and AdamW
 
-The policy's graph, gradients and weights are the same as without it. Every data-parallel rank has the whole draft, and
-their gradients are summed before an update.
+The policy's graph, gradients and weights are the same as without it. Every rank has the whole draft. Ranks that
+share samples (tensor and context parallel) all compute their gradient, and the gradients of all ranks are summed, so
+that every rank makes the same update.
 
 ``_T`` packed input tokens, ``_R`` trained tokens, ``F`` features.
 """
@@ -36,7 +37,8 @@ from miles.train.dp_group import SINGLE_RANK, DataParallelGroup
 from miles.train.draft_loss import DraftLoss
 from miles.train.logprobs import HeadOutput, PolicyFeatures
 from miles.train.optim.lr_scheduler import LRSchedule
-from miles.train.optim.optimizer import build_optimizer, full_grad_norm
+from miles.train.optim.master_weights import TrainedParam
+from miles.train.optim.optimizer import Optimizer, full_grad_norm
 from miles.train.prefix_sharing import build_attention, compute_slots
 
 DRAFT_FOLDERS = {"eagle3": "draft", "mtp": "mtp"}
@@ -119,13 +121,16 @@ class DraftTrainer:
         self._steps = train.draft_train_steps
         self._scale = train.mtp_loss_scaling_factor
         self._dp_group = dp_group
+        # Ranks that share samples: each computes their whole gradient.
+        self._sharing = dp_group.world_size // dp_group.dp_size
         self._verify = train.verify_checkpoints
         self._loss = DraftLoss(kind=train.draft_loss, temperature=temperature, chunk=train.log_probs_chunk_size)
         schedule = LRSchedule(style="constant", lr=train.draft_lr, min_lr=train.draft_lr, warmup=0, decay=1)
         adam = replace(train, optimizer="adam", vision_lr=None)
         trained = {name: p for name, p in self._model.parameters().items() if p.requires_grad}
-        self._optimizer = build_optimizer(trained, adam, schedule, model=self._model, lr_flag="--draft-lr")
-        self._trained = trained
+        self._optimizer = Optimizer(
+            trained, adam, schedule, lr_flag="--draft-lr", norm=self._model.norm, model=self._model
+        )
         self._sums = self._zeros()
 
     def _zeros(self) -> Tensor:
@@ -138,7 +143,7 @@ class DraftTrainer:
             return
         assert output.features is not None, "the policy was not asked for features"
         features = output.features
-        self.draft.share(_detach_weights(features, output))
+        self.draft.share(_detach_weights(features))
         hidden_TD = features.features_TF
         if rows.tree_nodes:
             slots = torch.from_numpy(compute_slots(rows.tree_nodes, rows.ends)).to(hidden_TD.device)
@@ -148,6 +153,9 @@ class DraftTrainer:
         attention = MultiStepAttention(backend, rows.lengths)
         last = self.draft.spec.decoder.max_positions - 1
         before_R = rows.before_R
+        policy_RD = output.hidden_RD.detach()
+        if output.tokens is not None:  # this rank has some of the tokens
+            policy_RD = output.tokens.join(policy_RD)
         depth_R = rows.positions_T.index_select(0, before_R)
         losses: list[Tensor] = []
         for step in range(self._steps):
@@ -158,7 +166,7 @@ class DraftTrainer:
             used_R = (depth_R > step).nonzero().squeeze(1)
             roots_R = before_R.index_select(0, used_R) - (step + 1)
             input_RD = self.draft.head_input(hidden_TD.index_select(0, roots_R), step=step)
-            found = self._loss(self.draft, input_RD, output, used_R, rows.target_R)
+            found = self._loss(self.draft, input_RD, policy_RD, used_R, rows.target_R, softcap=output.softcap)
             losses.append(found.loss)
             self._sums[0] += found.loss.detach()
             self._sums[1 + 2 * step] += len(used_R)
@@ -169,13 +177,13 @@ class DraftTrainer:
 
     def step(self) -> dict[str, float]:
         """Update the draft by the accumulated gradient of all ranks; returns metrics."""
-        loss, *counts = self._dp_group.sum(self._sums).tolist()
+        loss, *counts = (self._dp_group.sum_world(self._sums) / self._sharing).tolist()
         self._sums = self._zeros()
         total = sum(counts[::2])
         if not total:
             return {}
-        for parameter in self._trained.values():
-            self._reduce_grad(parameter, total)
+        for param in self._optimizer.trained_params():
+            self._reduce_grad(param, total)
         grad_norm, lr = self._optimizer.step()
         metrics = {"draft_loss": loss / total, "draft_grad_norm": grad_norm, "draft_lr": lr}
         for number, (count, agreed) in enumerate(zip(counts[::2], counts[1::2], strict=True), 1):
@@ -183,13 +191,14 @@ class DraftTrainer:
                 metrics[f"draft_agreement_{number}"] = agreed / count
         return metrics
 
-    def _reduce_grad(self, parameter: Tensor, total: float) -> None:
-        grad = parameter.grad
-        if self._dp_group.dp_size > 1:
-            grad = torch.zeros_like(parameter) if grad is None else grad
-            grad = self._dp_group.sum(grad.to(torch.promote_types(grad.dtype, torch.float32)))
+    def _reduce_grad(self, param: TrainedParam, total: float) -> None:
+        grad = param.grad
+        if self._dp_group.world_size > 1:
+            wide = torch.promote_types(param.parameter.dtype, torch.float32)
+            grad = torch.zeros_like(param.parameter, dtype=wide) if grad is None else grad
+            grad = self._dp_group.sum_world(grad) / self._sharing
         if grad is not None:
-            parameter.grad = (grad * (self._scale / total)).to(parameter.dtype)
+            param.grad = grad * (self._scale / total)
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return the live weights by name; the next step changes them in place."""
@@ -211,7 +220,7 @@ class DraftTrainer:
             own.mkdir(exist_ok=True)
             saver = checkpoint.CheckpointSaver(verify=self._verify)
             checkpoint.save(own, self._model, self._optimizer, version, SINGLE_RANK, saver)
-        self._dp_group.sum(torch.zeros((), device=self._model.device))  # until the lead has written it
+        self._dp_group.sum_world(torch.zeros((), device=self._model.device))  # until the lead has written it
         return stored_tensors(own) if self.draft.spec.kind == "mtp" else {}
 
     def load(self, folder: Path) -> None:
@@ -225,6 +234,6 @@ class DraftTrainer:
         checkpoint.load(own, self._model, self._optimizer)
 
 
-def _detach_weights(features: PolicyFeatures, output: HeadOutput) -> PolicyWeights:
-    embedding_VD, head_VD = features.embedding_VD.detach(), output.head_VD.detach()
+def _detach_weights(features: PolicyFeatures) -> PolicyWeights:
+    embedding_VD, head_VD = features.embedding_VD.detach(), features.head_VD.detach()
     return PolicyWeights(embed=lambda tokens_T: F.embedding(tokens_T, embedding_VD), head=lambda: head_VD)

@@ -50,10 +50,11 @@ class ContextShard(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyFeatures:
-    """What a draft model reads of a policy's forward: features of all input tokens, detached, and the embedding."""
+    """What a draft model reads of a policy: features of all input tokens, detached, whole embedding and head."""
 
     features_TF: Tensor
     embedding_VD: Tensor
+    head_VD: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

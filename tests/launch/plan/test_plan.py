@@ -243,6 +243,29 @@ def test_the_memory_plan_counts_what_is_known():
     }
 
 
+def test_the_memory_plan_counts_drafts_in_trainer_and_engine():
+    spec = spec_from_config(read_config("model"))
+    line = "--engine-kv-tokens 1000 --device cpu --dtype bfloat16 --draft-train eagle3 --draft-train-steps 2"
+    plain = {share.name for share in estimate_memory(*planned("--engine-kv-tokens 1000 --device cpu"), spec)}
+    sizes = {share.name: share.bytes for share in estimate_memory(*planned(line), spec)}
+    # By hand: projection of three layers, q, k, v of two vectors, o, MLP, and four norms.
+    head = 96 * 3 * 96 + (4 + 2 + 2) * 24 * 192 + 4 * 24 * 96 + 3 * 96 * 256 + 4 * 96
+    assert sizes.keys() - plain == {"draft", "draft grad", "draft adam", "draft activations"}
+    assert (sizes["draft"], sizes["draft grad"], sizes["draft adam"]) == (2 * head, 4 * head, 12 * head)
+    assert sizes["draft activations"] > 2 * 16384 * 96 * 2
+
+    drafting = f"{line} --speculative-algorithm eagle3"
+    engine = {share.name: share.bytes for share in estimate_memory(*planned(drafting), spec)}
+    assert engine["engine draft"] == 0  # the trainer's own
+    assert engine["draft kv cache"] == 1000 * (2 * 2 * 24) * 2
+    apart = {s.name: s.bytes for s in estimate_memory(*planned(f"{drafting} --max-weight-staleness 1"), spec)}
+    assert apart["engine draft"] == 2 * head
+
+    smaller = "--engine-kv-tokens 1000 --speculative-algorithm draft-model --speculative-draft-model-path model"
+    shares = {s.name: s.bytes for s in estimate_memory(*planned(smaller), spec)}
+    assert shares["engine draft"] == shares["weights"] and shares["draft kv cache"] == shares["kv cache"]
+
+
 def test_the_cache_is_sized_by_what_can_run_at_once():
     spec = spec_from_config(read_config("model"))
     for line, tokens in (

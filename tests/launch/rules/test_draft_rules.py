@@ -60,6 +60,14 @@ def list_problems(line: str) -> list[str]:
         "--hf-checkpoint glm --enable-mtp-training --mtp-num-layers 1 --mtp-loss-scaling-factor 0.2",
         "--hf-checkpoint glm --draft-train eagle3",
         "--mtp-num-layers 0",
+        "--hf-checkpoint vision --draft-train eagle3",
+        "--hf-checkpoint glm --draft-train mtp --rollout-backend sglang --sglang-speculative-algorithm NEXTN",
+        "--draft-train eagle3 --lora-rank 4",
+        "--draft-train eagle3 --tensor-model-parallel-size 2 --actor-num-gpus-per-node 2",
+        "--draft-train eagle3 --context-parallel-size 2 --actor-num-gpus-per-node 2",
+        "--draft-train eagle3 --speculative-algorithm eagle3 --actor-num-gpus-per-node 2",
+        "--draft-train eagle3 --speculative-algorithm eagle3 --rollout-backend served",
+        "--draft-train eagle3 --draft-load model --speculative-algorithm eagle3 --rollout-backend served",
     ],
 )
 def test_a_draft_that_can_be_trained_is_accepted(line: str):
@@ -77,12 +85,19 @@ def test_a_draft_that_can_be_trained_is_accepted(line: str):
             "--hf-checkpoint glm --enable-mtp-training --mtp-num-layers 2",
             "--mtp-num-layers is 2, but glm has 1; set it to 1",
         ),
-        ("--hf-checkpoint vision --draft-train eagle3", "does not support models with a vision tower"),
-        ("--draft-train eagle3 --lora-rank 4", "--draft-train eagle3 does not support LoRA"),
         ("--draft-train eagle3 --train-backend megatron", "does not support --train-backend megatron"),
         (
-            "--draft-train eagle3 --tensor-model-parallel-size 2 --actor-num-gpus-per-node 2",
-            "which does not support --tensor-model-parallel-size",
+            "--draft-train eagle3 --rollout-backend sglang --sglang-speculative-algorithm EAGLE3",
+            "SGLang would draft with EAGLE3, whose weights none of its endpoints updates",
+        ),
+        (
+            "--hf-checkpoint glm --draft-train mtp --rollout-backend sglang --sglang-speculative-algorithm NEXTN "
+            "--update-weight-transport distributed",
+            "SGLang updates the policy but not its MTP layers over a process group",
+        ),
+        (
+            "--draft-train eagle3 --speculative-algorithm mtp",
+            "--speculative-algorithm mtp and --draft-train eagle3 name different drafts",
         ),
     ],
 )

@@ -104,9 +104,10 @@ class ContextParallelTokens:
 class RankBatch:
     """The tokens of one rank; the hidden states after its tokens ``at_r`` are needed.
 
-    Under context parallelism, ``tokens`` says which of the needed ones are this rank's; some are ``repeated`` if
-    samples share a prefix. The last ``fill`` tokens are padding. ``positions_T`` are [T], or [3, T] for M-RoPE;
-    ``vision`` are the images of its own tokens, possibly none, if the batch has any.
+    Under context parallelism, ``tokens`` says which of the needed ones are this rank's, and ``place_T`` where each
+    token of the micro-batch is among those of all ranks. Some needed ones are ``repeated`` if samples share a prefix.
+    The last ``fill`` tokens are padding. ``positions_T`` are [T], or [3, T] for M-RoPE; ``vision`` are the images of
+    its own tokens, possibly none, if the batch has any.
     """
 
     tokens_T: Tensor
@@ -115,6 +116,7 @@ class RankBatch:
     at_r: Tensor
     replay_TLk: Tensor | None
     tokens: ContextShard | None = None
+    place_T: Tensor | None = None
     repeated: bool = False
     fill: int = 0
     vision: VisionInputs | None = None
@@ -212,6 +214,7 @@ def shard_batch(
         ),
         at_r=place_R[mine_r] - rank * assignment.size,
         tokens=_tokens(owner_R, mine_r, group),
+        place_T=place_T,
         replay_TLk=replay_tLk,
         repeated=bool(rows.tree_nodes),
         fill=more,

@@ -107,12 +107,14 @@ class CommGroup:
 class FsdpDpGroup:
     """``train.dp_group.DataParallelGroup`` of one rank."""
 
-    def __init__(self, layout: ParallelDims, rank: int, group: CommGroup) -> None:
+    def __init__(self, layout: ParallelDims, rank: int, group: CommGroup, world_group: CommGroup) -> None:
         self.dp_rank = layout.data_parallel_rank(rank)
         self.dp_size = layout.data_parallel_size
         self.cp_size = layout.context
+        self.world_size = layout.world
         self.is_lead = rank == 0
         self._group = group
+        self._world_group = world_group
 
     def sum(self, x: Tensor) -> Tensor:
         return self._group.sum(x.clone())
@@ -126,6 +128,9 @@ class FsdpDpGroup:
         gathered: list[list[str]] = [[]] * self._group.world
         dist.all_gather_object(gathered, list(own), group=self._group.process_group)
         return list(dict.fromkeys(name for names in gathered for name in names))
+
+    def sum_world(self, x: Tensor) -> Tensor:
+        return self._world_group.sum(x.clone())
 
 
 class FsdpMesh:
@@ -165,7 +170,7 @@ class FsdpMesh:
         self.ep_group = self._build_group("expert")
         self.expert_shard_group = self._build_group("expert_data") if layout.expert > 1 else self.shard_group
         self.world_group = self._build_group("replicate", "shard", "context", "tensor")
-        self.dp_group = FsdpDpGroup(layout, self.rank, self._build_group("replicate", "shard"))
+        self.dp_group = FsdpDpGroup(layout, self.rank, self._build_group("replicate", "shard"), self.world_group)
         self.shard_mesh = self._device_mesh(self.replica_group, self.shard_group)
         self.expert_shard_mesh = (
             self._device_mesh(self.replica_group, self.expert_shard_group, always=True) if layout.expert > 1 else None

@@ -221,7 +221,6 @@ class FsdpModel:
 
     def enable_features(self, layers: Sequence[int]) -> None:
         """Return the features of a draft model from every forward with gradients from now on."""
-        assert self.mesh.tp_group.world == self.mesh.cp_group.world == 1, "features need whole sequences and channels"
         self._feature_layers = tuple(layers)
 
     def _output(self, rows: MicroBatch) -> HeadOutput:
@@ -252,8 +251,23 @@ class FsdpModel:
             packed.tokens_T, packed.positions_T, packed.attn_backend, routing, packed.vision, capture
         )
         found_TF = hidden_TD.detach() if capture is None else capture.concatenate()
-        features = PolicyFeatures(features_TF=found_TF, embedding_VD=self._decoder.embedding.weight)
+        if self.mesh.layout.sequence:
+            hidden_TD = gather_replicated(hidden_TD, self.mesh.tp_group)
+            found_TF = self.mesh.tp_group.all_gather(found_TF)
+        if packed.place_T is None:
+            found_TF = found_TF[: len(found_TF) - packed.fill]
+        else:
+            found_TF = self.mesh.cp_group.all_gather(found_TF).index_select(0, packed.place_T)
+        features = PolicyFeatures(
+            features_TF=found_TF,
+            embedding_VD=self._gather_vocabulary(self._decoder.embedding.weight),
+            head_VD=self._gather_vocabulary(self._decoder.head()),
+        )
         return index_rows(hidden_TD, packed.at_r, repeated=packed.repeated), features
+
+    def _gather_vocabulary(self, local_VD: Tensor) -> Tensor:
+        """Return all rows of the embedding or head, detached; a rank's rows are padded at the end."""
+        return self.mesh.tp_group.all_gather(local_VD.detach())[: self.spec.vocab_size]
 
     def read(self, packed: RankBatch, routing: Routing | None = None) -> Tensor:
         """Compute the needed hidden states of this rank, [r, D], equal on all tensor-parallel ranks."""

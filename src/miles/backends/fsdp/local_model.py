@@ -170,7 +170,9 @@ class LocalModel(_Unsharded):
         if wanted is not None:
             assert isinstance(self._decoder, Decoder)
             found_TF = read.hidden_TD.detach() if capture is None else capture.concatenate()
-            features = PolicyFeatures(features_TF=found_TF, embedding_VD=self._decoder.embedding.weight)
+            features = PolicyFeatures(
+                features_TF=found_TF, embedding_VD=self._decoder.embedding.weight, head_VD=self.head()
+            )
         return HeadOutput(
             hidden_RD=index_rows(read.hidden_TD, rows.before_R, repeated=bool(rows.tree_nodes)),
             head_VD=self.head(),

@@ -30,7 +30,13 @@ from miles.models.spec import DecoderSpec
 from miles.precision.quantize import dequantize, row_block
 from miles.precision.quantized_tensor import QuantizedTensor
 from miles.train.batch_tensors import MicroBatch
-from miles.train.model_protocols import KeptTensors, LossCallback, ReportsTokenTime, TrainModel
+from miles.train.model_protocols import (
+    KeptTensors,
+    LossCallback,
+    ProvidesFeatures,
+    ReportsTokenTime,
+    TrainModel,
+)
 from miles.train.optim.optimizer import full_grad_norm
 
 _WEIGHTS, _CONFIG = f"{peft.FOLDER}/{peft.WEIGHTS}", f"{peft.FOLDER}/{peft.CONFIG}"
@@ -124,6 +130,11 @@ class LoraModel:
 
     def forward_backward(self, plan: Sequence[MicroBatch], judge: LossCallback) -> list[KeptTensors]:
         return self._base_model.forward_backward(plan, judge)
+
+    def enable_features(self, layers: Sequence[int]) -> None:
+        """Return the features of a draft model, which are those of the base with the adapters."""
+        assert isinstance(self._base_model, ProvidesFeatures), "a rule requires a model with features"
+        self._base_model.enable_features(layers)
 
     def seconds_per_token(self) -> float | None:
         return self._base_model.seconds_per_token() if isinstance(self._base_model, ReportsTokenTime) else None

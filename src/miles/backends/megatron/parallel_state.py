@@ -93,6 +93,7 @@ class MegatronDpGroup:
         self.dp_rank = group.rank
         self.dp_size = group.world
         self.cp_size = context
+        self.world_size = dist.get_world_size()
         self.is_lead = dist.get_rank() == 0
         self._group = group
 
@@ -108,6 +109,11 @@ class MegatronDpGroup:
         gathered: list[list[str]] = [[]] * self.dp_size
         dist.all_gather_object(gathered, list(own), group=self._group.process_group)
         return list(dict.fromkeys(name for names in gathered for name in names))
+
+    def sum_world(self, x: Tensor) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

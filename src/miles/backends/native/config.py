@@ -9,6 +9,8 @@ RECURRENT_PROBLEM = (
     "--speculative-algorithm cannot verify drafts of a model with recurrent layers, whose state would have to go back; "
     "remove it."
 )
+HEAD_ALGORITHMS = ("mtp", "eagle3")
+"""Values of --speculative-algorithm that draft with a head on the policy's hidden states."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

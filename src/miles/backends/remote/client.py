@@ -62,13 +62,17 @@ class UnknownEndpoint(RequestRejected):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerInfo:
-    """What a server reports about itself. ``seeded``: it samples with the seeds it is given."""
+    """What a server reports about itself. ``seeded``: it samples with the seeds it is given.
+
+    ``draft_path`` is the checkpoint of a draft model that the server loaded, which is ``model_path`` for MTP layers.
+    """
 
     kind: ServerKind
     model_path: str
     weight_version: str
     ranks: int
     seeded: bool
+    draft_path: str | None = None
 
 
 class SglangClient:
@@ -273,6 +277,7 @@ class SglangClient:
                 weight_version=str(model["weight_version"]),
                 ranks=int(info.get("tp_size") or 1),
                 seeded=kind == "miles" or bool(info.get("enable_deterministic_inference")),
+                draft_path=_find_draft(info, str(model["model_path"])) if kind == "sglang" else None,
             )
         except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
             raise ServerLost(f"{self.name} at {self.url} does not answer like SGLang ({_first_line(error)})") from error
@@ -426,3 +431,11 @@ def _error_message(text: str) -> str:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0].rstrip(".") or type(error).__name__
+
+
+def _find_draft(info: Mapping[str, Any], model_path: str) -> str | None:
+    """The checkpoint of the draft model of stock SGLang; None if it has none."""
+    algorithm = info.get("speculative_algorithm")
+    if algorithm is None or algorithm == "NGRAM":
+        return None
+    return str(info.get("speculative_draft_model_path") or model_path)

@@ -32,6 +32,16 @@ def parse_flag_names(argv: Sequence[str]) -> list[str]:
     return [word[2:].partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
 
 
+def get_flag_value(argv: Sequence[str], name: str) -> str | None:
+    """The value of a flag that is given last, without its dashes; None if it is not given."""
+    found: str | None = None
+    for index, word in enumerate(argv):
+        flag, equals, value = word.partition("=")
+        if word.startswith("--") and flag[2:].replace("_", "-") == name:
+            found = value if equals else argv[index + 1] if index + 1 < len(argv) else None
+    return found
+
+
 def find_flag_problems(argv: Sequence[str]) -> Iterator[str]:
     """A sentence about each flag that cannot be passed through."""
     for name in parse_flag_names(argv):

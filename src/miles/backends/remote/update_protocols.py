@@ -136,16 +136,29 @@ class InPlaceUpdate:
 
     SGLang ignores unknown names and exits on wrong shapes, both without an error response; FP8 values that it takes for
     wide ones, or the other way round, it converts without their scales.
+
+    A draft model takes the same tensors as the policy, from a request or from disk. MTP layers are in the policy's
+    checkpoint and select theirs by name; a head or a model from elsewhere would take the policy's for its own.
     """
 
     requires_pause = overwritten = True
 
-    def __init__(self, slot: EngineSlot, client: SglangClient, seconds: float, *, model_path: str, ranks: int) -> None:
+    def __init__(
+        self,
+        slot: EngineSlot,
+        client: SglangClient,
+        seconds: float,
+        *,
+        model_path: str,
+        ranks: int,
+        draft_path: str | None = None,
+    ) -> None:
         self.slot = slot
         self.client = client
         self._seconds = seconds
         self._folder = Path(model_path)
         self._ranks = ranks
+        self._has_foreign_draft = draft_path is not None and Path(draft_path) != self._folder
 
     async def begin(self, shapes: ShapeManifest) -> None:
         unscaled = next((n for n in shapes if _is_fp8(shapes, n) and f"{n}{_SCALE}" not in shapes), None)
@@ -182,7 +195,8 @@ class InPlaceUpdate:
 
     async def send_bucket(self, bucket: Bucket) -> None:
         parts = [bucket.as_pickle] * self._ranks
-        body = {"serialized_named_tensors": parts, "load_format": "flattened_bucket", "flush_cache": False}
+        body: dict[str, Any] = {"serialized_named_tensors": parts, "load_format": "flattened_bucket"}
+        body |= {"flush_cache": False, "disable_draft_model": self._has_foreign_draft}
         await self.client.request("POST", "/update_weights_from_tensor", body, seconds=self._seconds)
 
     async def announce_bucket(self, bucket: Bucket, group: str) -> None:
@@ -190,6 +204,11 @@ class InPlaceUpdate:
         await self.client.request("POST", "/update_weights_from_distributed", body, seconds=self._seconds)
 
     async def load_from_disk(self, folder: Path) -> None:
+        if self._has_foreign_draft:
+            raise RequestRejected(
+                f"{self.client.name} is SGLang, which would load the policy from disk into its draft model, too; use "
+                "--update-weight-transport tensor or distributed"
+            )
         body = {"model_path": str(folder.resolve()), "flush_cache": False}
         await self.client.request("POST", "/update_weights_from_disk", body, seconds=self._seconds)
 
@@ -225,7 +244,9 @@ async def create_update_protocol(slot: EngineSlot, client: SglangClient, seconds
     info = await client.fetch_info()
     if info.kind == "miles":
         return StagedUpdate(slot, client, seconds)
-    return InPlaceUpdate(slot, client, seconds, model_path=info.model_path, ranks=info.ranks)
+    return InPlaceUpdate(
+        slot, client, seconds, model_path=info.model_path, ranks=info.ranks, draft_path=info.draft_path
+    )
 
 
 def require_staged(update: UpdateProtocol) -> StagedUpdate:

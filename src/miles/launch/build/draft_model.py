@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from miles.backends.native.config import NativeConfig
-from miles.backends.native.runner.model_runner import DRAFT_PREFIX
 from miles.core.errors import UsageError
 from miles.kernels.numerics import Numerics
 from miles.models.base import CausalLM
 from miles.models.checkpoint import hf
 from miles.models.draft.base import Draft
 from miles.models.draft.checkpoint import init_eagle, load_eagle, load_mtp
-from miles.models.draft.spec import build_eagle_spec
+from miles.models.draft.spec import DRAFT_PREFIX, build_eagle_spec
 from miles.models.resolve import resolve_spec
 from miles.models.spec import DecoderSpec
 from miles.models.tokenizer import fingerprint_vocabulary

@@ -8,22 +8,28 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
 
+from miles.backends.native.config import HEAD_ALGORITHMS
 from miles.backends.native.engine.engine import NativeEngine
-from miles.backends.native.runner.model_runner import DRAFT_PREFIX
 from miles.cluster import platform
 from miles.cluster.executor import Executor, InlineExecutor
 from miles.core.types import Version
 from miles.launch.build.draft_model import load_engine_draft, name_head_weights
 from miles.launch.build.models import PolicyCheckpoint, load_model
 from miles.launch.config import Config
+from miles.launch.plan.drafts import drafts_with_mtp
 from miles.models.base import CausalLM
 from miles.models.checkpoint import hf
 from miles.models.decoder import Decoder
 from miles.models.draft.base import Draft
+from miles.models.draft.checkpoint import read_mtp_spec
+from miles.models.draft.mtp import MtpDraft
+from miles.models.draft.param_map import build_draft_map
+from miles.models.draft.spec import DRAFT_PREFIX
 from miles.models.lora.adapters import LoraAdapters
 from miles.models.lora.layout import build_factor_map
 from miles.models.model_provider import apply_model_provider
 from miles.models.packing import pack_params
+from miles.models.spec import DecoderSpec
 from miles.sync.publish import Publication, Transport
 
 if TYPE_CHECKING:
@@ -50,15 +56,19 @@ def build_native_engine(
         name=name,
         model=None if model is None else _build_empty_model(policy, model),
         devices=platform.consecutive_devices(policy.platform.device, config.cluster.rollout_num_gpus_per_engine),
-        draft=load_engine_draft(
-            config.native,
-            policy.folder,
-            spec,
-            device=policy.platform.device,
-            dtype=policy.rollout_dtype,
-            numerics=policy.numerics,
-            head=config.train.draft_load,
-        ),
+        draft=_load_draft(config, policy, spec),
+    )
+
+
+def _load_draft(config: Config, policy: PolicyCheckpoint, spec: DecoderSpec) -> CausalLM | Draft | None:
+    return load_engine_draft(
+        config.native,
+        policy.folder,
+        spec,
+        device=policy.platform.device,
+        dtype=policy.rollout_dtype,
+        numerics=policy.numerics,
+        head=config.train.draft_load,
     )
 
 
@@ -95,6 +105,8 @@ def build_native_sync(
     trained = None if adapters is None else frozenset(adapters.targets_by_param)
     if policy.rollout_adapters is not None:
         trained = frozenset(build_factor_map(policy.rollout_spec))
+    if trained is not None and draft is not None:
+        trained |= {DRAFT_PREFIX + name for name in draft()}
     return Publication(
         weights=published,
         engines=[] if engine is None else [engine],
@@ -102,6 +114,41 @@ def build_native_sync(
         run=run,
         trained=trained,
     )
+
+
+def get_server_weights(
+    config: Config, policy: PolicyCheckpoint, weights: GetWeights, draft: GetWeights | None
+) -> GetWeights:
+    """The trainer's weights as servers have them, with those of their draft head, if they have one.
+
+    ``draft`` returns the trained weights of the head; without it, it is sent as it was loaded.
+    """
+    published = get_rollout_weights(policy, weights)
+    if config.sglang.rollout_backend == "sglang":
+        return _add_mtp_weights(config, policy, published, draft) if draft is not None else published
+    if config.native.speculative_algorithm not in HEAD_ALGORITHMS:
+        return published
+    head = _load_draft(config, policy, policy.spec)
+    assert isinstance(head, Draft)
+    return _add_head_weights(published, head, draft)
+
+
+def _add_mtp_weights(config: Config, policy: PolicyCheckpoint, weights: GetWeights, trained: GetWeights) -> GetWeights:
+    """The weights with those of trained MTP layers under their checkpoint names, if SGLang drafts with them."""
+    if not drafts_with_mtp(config):
+        return weights
+    draft = MtpDraft(
+        read_mtp_spec(policy.folder, policy.spec), device="meta", dtype=policy.rollout_dtype, numerics=policy.numerics
+    )
+    dtypes = {name: parameter.dtype for name, parameter in draft.named_parameters()}
+    slices = build_draft_map(draft.spec)
+
+    def add() -> Mapping[str, Tensor]:
+        own = {name: tensor.detach().to(dtypes[name]) for name, tensor in trained().items()}
+        pieces = {DRAFT_PREFIX + p.hf_name: p.view(own[name]) for name, parts in slices.items() for p in parts}
+        return {**weights(), **pieces}
+
+    return add
 
 
 def _add_head_weights(weights: GetWeights, head: Draft, trained: GetWeights | None) -> GetWeights:

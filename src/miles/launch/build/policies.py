@@ -25,7 +25,7 @@ from miles.launch.build.engines import (
     RolloutEngine,
     build_native_engine,
     build_native_sync,
-    get_rollout_weights,
+    get_server_weights,
     load_engine,
 )
 from miles.launch.build.hooks import build_policy_advantages, load_algo_hooks, load_trainer_hooks
@@ -113,8 +113,8 @@ class BuiltTrainer:
         return None if source is None else source.adapters()
 
     def get_draft_weights(self) -> GetWeights | None:
-        """The live weights of the draft head it trains, if it does in this process."""
-        trainer = self.local
+        """The weights of the draft head it trains, if it does: the live ones of a trainer in this process."""
+        trainer = self.local or self.resilient
         if trainer is None or trainer.draft_weights() is None:
             return None
         return lambda: trainer.draft_weights() or {}
@@ -288,13 +288,13 @@ def _build_sync(
 ) -> WeightSync:
     weights = _get_frozen_weights(owner.checkpoint, model) if built is None else built.trainer.weights
     adapters: Callable[[], LoraAdapters | None] = (lambda: None) if built is None else built.adapters
+    draft = None if built is None else built.get_draft_weights()
     if remote is not None:
         from miles.launch.build.servers import build_remote_sync
 
-        published = get_rollout_weights(owner.checkpoint, weights)
+        published = get_server_weights(owner.config, owner.checkpoint, weights, draft)
         return build_remote_sync(owner.config, owner.plan, owner.checkpoint, remote, published, executor, adapters)
     copies = owner.plan.transport == "copy" and built is not None
-    draft = None if built is None else built.get_draft_weights()
     return build_native_sync(
         owner.checkpoint, native, weights, executor, copies=copies, adapters=adapters(), draft=draft
     )

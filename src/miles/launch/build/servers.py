@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from miles.backends.native.config import HEAD_ALGORITHMS
 from miles.backends.remote import sglang_flags
 from miles.backends.remote.client import SglangClient
 from miles.backends.remote.pool.engine_pool import EnginePool
@@ -134,7 +135,8 @@ def _can_send_adapters(config: Config, policy: PolicyCheckpoint) -> bool:
     s = config.sglang
     ours = s.rollout_backend == "served" and not s.rollout_external_engine_addrs
     same = policy.rollout_dtype == policy.dtype and policy.rollout_quantization is None
-    return ours and s.update_weight_transport == "auto" and same
+    has_head = config.native.speculative_algorithm in HEAD_ALGORITHMS  # whose weights are not adapters
+    return ours and s.update_weight_transport == "auto" and same and not has_head
 
 
 def _build_lora_transport(
@@ -296,6 +298,9 @@ def _build_serve_flags(config: Config, policy: PolicyCheckpoint) -> list[str]:
         else:
             values = value if isinstance(value, tuple) else () if value is True else (value,)
             words += [option.flag, *map(str, values)]
+    head = config.train.draft_load
+    if config.native.speculative_algorithm == "eagle3" and config.native.speculative_draft_model_path is None and head:
+        words += ["--speculative-draft-model-path", str(Path(head).resolve())]  # a trained one may differ in its sizes
     return words
 
 

@@ -132,6 +132,9 @@ class RankTrainer:
     def adapters(self) -> LoraAdapters | None:
         return self._trainer.adapters()
 
+    def draft_weights(self) -> Mapping[str, Tensor] | None:
+        return self._trainer.draft_weights()
+
 
 def _run_without_waiting(work: Coroutine[Any, Any, T]) -> T:
     """The result of a coroutine that never waits."""
@@ -338,6 +341,12 @@ class DistributedTrainer:
         """The LoRA adapters, if they are trained; every rank has all of them."""
         assert self._rank is not None
         return self._rank.adapters()
+
+    def draft_weights(self) -> Mapping[str, Tensor] | None:
+        """Copies of the draft model's weights, if one is trained; every rank has all of them."""
+        assert self._rank is not None
+        weights = self._rank.draft_weights()
+        return None if weights is None else {name: tensor.clone() for name, tensor in weights.items()}
 
     @property
     def group(self) -> SpmdGroup:

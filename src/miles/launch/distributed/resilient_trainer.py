@@ -117,6 +117,11 @@ class ResilientTrainer:
         """The LoRA adapters, if they are trained."""
         return self._trainer.adapters()
 
+    def draft_weights(self) -> Mapping[str, Tensor] | None:
+        """Copies of the draft model's weights, if one is trained."""
+        with self._lock:
+            return self._trainer.draft_weights()
+
     async def watch_ranks(self) -> None:
         """Restart ranks as soon as one ends, also while they are idle; raises when that is not possible."""
         while True:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from miles.launch.config import Config
+from miles.launch.plan.drafts import read_engine_draft, read_trained_draft
 from miles.launch.plan.hardware import get_free_memory
 from miles.launch.plan.layout_memory import (
     estimate_rank_activations,
@@ -16,6 +17,7 @@ from miles.launch.plan.layout_memory import (
 from miles.launch.plan.lora import build_lora, packs_base
 from miles.launch.plan.plan import Plan
 from miles.launch.rules.paths import read_spec_or_none
+from miles.models.accounting.draft import draft_activation_bytes, draft_optimizer_bytes, draft_weight_bytes
 from miles.models.accounting.image_features import vision_bytes
 from miles.models.accounting.params import (
     BYTES,
@@ -28,6 +30,7 @@ from miles.models.accounting.params import (
     weight_bytes,
 )
 from miles.models.accounting.vision import vision_activation_bytes
+from miles.models.draft.spec import DraftSpec
 from miles.models.lora.targets import LoraSpec
 from miles.models.parallel.tp_sharding import shard_spec
 from miles.models.spec import DecoderSpec
@@ -56,6 +59,7 @@ def estimate_memory(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Memo
         *_estimate_teachers(config, plan),
         _estimate_activations(config, plan, spec),
         *_estimate_vision(config, plan, spec),
+        *_estimate_draft_training(config, plan, spec),
     )
     if config.observe.debug_rollout_only:
         trained = (MemoryShare(name="weights", bytes=weights, note=f"{dtype}: nothing is trained"),)
@@ -75,10 +79,11 @@ def estimate_memory(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Memo
     if packs_base(config):
         size += _count_factors(config, spec) * BYTES[dtype]
         note += ", and the adapters"
+    draft = read_engine_draft(config, spec)
     if world > 1:
         spec = shard_spec(spec, world)
         size, note = packed_weight_bytes(spec, dtype), f"its own copy of one of {world} shards{form}"
-    tokens, why = estimate_kv_tokens(config, plan, spec)
+    tokens, why = estimate_kv_tokens(config, plan, spec, draft)
     kv_bytes = tokens * kv_bytes_per_token(spec, dtype, config.models.numerics)
     return (
         *trained,
@@ -86,6 +91,7 @@ def estimate_memory(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Memo
         MemoryShare(name="kv cache", bytes=kv_bytes, note=f"{tokens:,} tokens: {why}"),
         *_estimate_states(config, plan, spec),
         *_estimate_images(config, spec, dtype),
+        *_estimate_engine_draft(config, plan, draft, tokens, dtype),
     )
 
 
@@ -269,6 +275,64 @@ def _estimate_vision(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Mem
     return (MemoryShare(name="vision tower", bytes=size, note=note),)
 
 
+def _estimate_draft_training(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[MemoryShare, ...]:
+    """The draft model that is trained beside the policy; every rank has all of it."""
+    draft = read_trained_draft(config, spec)
+    if draft is None:
+        return ()
+    train, dtype, on_gpu = config.train, plan.dtype, plan.device != "cpu"
+    weights = draft_weight_bytes(draft, dtype)
+    longest = config.rollout.rollout_max_context_len or spec.max_positions
+    tokens = min(train.max_tokens_per_gpu * plan.layout.context, plan.global_batch_size * longest)
+    activations = draft_activation_bytes(
+        draft,
+        tokens,
+        train.draft_train_steps,
+        longest=min(longest, tokens),
+        dtype=dtype,
+        fused=on_gpu,
+        gathered=plan.layout.tensor > 1,
+    )
+    optimizer = MemoryShare(
+        name="draft adam",
+        bytes=draft_optimizer_bytes(draft, dtype, train.optimizer_state_dtype),
+        note="two moments" if dtype == "float32" else "two moments and float32 masters",
+    )
+    return (
+        MemoryShare(name="draft", bytes=weights, note=f"{dtype}: {_describe_draft(draft)}, whole on every rank"),
+        MemoryShare(name="draft grad", bytes=4 * weights // BYTES[dtype], note="float32"),
+        _place(on_gpu and train.optimizer_cpu_offload, optimizer),
+        MemoryShare(
+            name="draft activations",
+            bytes=activations,
+            note=f"{train.draft_train_steps} steps of {tokens:,} tokens, beside the policy's",
+        ),
+    )
+
+
+def _describe_draft(draft: DraftSpec | DecoderSpec) -> str:
+    if isinstance(draft, DecoderSpec):
+        return f"a {draft.family} model of {parameter_count(draft):,} parameters"
+    return "EAGLE-3 head" if draft.kind == "eagle3" else f"{draft.num_layers} MTP layers"
+
+
+def _estimate_engine_draft(
+    config: Config, plan: Plan, draft: DraftSpec | DecoderSpec | None, tokens: int, dtype: str
+) -> tuple[MemoryShare, ...]:
+    """What an engine drafts with: its weights, and keys and values for as many tokens as the policy's."""
+    if draft is None:
+        return ()
+    trained = plan.transport == "shared" and config.train.draft_train == config.native.speculative_algorithm
+    weights = draft_weight_bytes(draft, dtype) if isinstance(draft, DraftSpec) else weight_bytes(draft, dtype)
+    note = "shares the trainer's" if trained else _describe_draft(draft)
+    layers = draft.decoder if isinstance(draft, DraftSpec) else draft
+    cache = tokens * kv_bytes_per_token(layers, dtype, config.models.numerics)
+    return (
+        MemoryShare(name="engine draft", bytes=0 if trained else weights, note=note),
+        MemoryShare(name="draft kv cache", bytes=cache, note=f"{tokens:,} tokens"),
+    )
+
+
 def _estimate_states(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[MemoryShare, ...]:
     """The states of recurrent layers, for each running request."""
     each = state_bytes_per_sequence(spec, plan.dtype)
@@ -284,8 +348,13 @@ def _estimate_images(config: Config, spec: DecoderSpec, dtype: str) -> tuple[Mem
     return (MemoryShare(name="images", bytes=size, note=note),) if size else ()
 
 
-def estimate_kv_tokens(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[int, str]:
-    """How many tokens the KV cache holds, and why; the same rule as the engine's, as far as known here."""
+def estimate_kv_tokens(
+    config: Config, plan: Plan, spec: DecoderSpec, draft: DraftSpec | DecoderSpec | None = None
+) -> tuple[int, str]:
+    """How many tokens the KV cache holds, and why; the same rule as the engine's, as far as known here.
+
+    The keys of a ``draft`` take memory beside the policy's.
+    """
     if config.native.engine_kv_tokens is not None:
         return config.native.engine_kv_tokens, "--engine-kv-tokens"
     page, running = config.native.engine_page_size, config.native.engine_max_running
@@ -295,7 +364,8 @@ def estimate_kv_tokens(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[i
     if plan.device != "cpu":
         return most, f"{why} at most; the engine takes at most {part:.0%} of the free memory"
     free = get_free_memory()
-    each = max(1, kv_bytes_per_token(spec, plan.dtype, config.models.numerics))
+    layers = [spec] if draft is None else [spec, draft.decoder if isinstance(draft, DraftSpec) else draft]
+    each = max(1, sum(kv_bytes_per_token(part, plan.dtype, config.models.numerics) for part in layers))
     images = vision_bytes(spec, plan.dtype, config.native.engine_vision_cache_mib << 20)
     fits = most if free is None else max(0, int(free * part) - images) // each
     return (most, why) if most <= fits else (fits, f"{part:.0%} of the free memory")

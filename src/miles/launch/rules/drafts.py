@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from miles.core.errors import MilesError
 from miles.launch.config import Config
-from miles.launch.rules.flags import Rule, list_set_flags
+from miles.launch.plan.drafts import drafts_with_mtp, get_sglang_algorithm
+from miles.launch.rules.flags import Rule
 from miles.launch.rules.paths import read_spec_or_none
 from miles.models.checkpoint.safetensors_io import stored_tensors
 from miles.models.draft.param_map import count_mtp_layers
@@ -12,16 +13,9 @@ from miles.models.draft.spec import find_mtp_layout
 from miles.models.hf_adapter.spec import HfAdapterSpec
 from miles.models.spec import DecoderSpec, MlaSpec
 
-_PARALLEL_FLAGS = (
-    "--tensor-model-parallel-size",
-    "--context-parallel-size",
-    "--expert-model-parallel-size",
-    "--pipeline-model-parallel-size",
-)
-
 
 def check_draft_trainer(c: Config) -> Iterator[str]:
-    """Every data-parallel rank trains the whole draft on whole sequences."""
+    """The FSDP trainer trains the draft of a policy; every rank has all of it."""
     if c.train.draft_train == "none":
         return
     flag = f"--draft-train {c.train.draft_train}"
@@ -30,15 +24,28 @@ def check_draft_trainer(c: Config) -> Iterator[str]:
             f"{flag} trains a draft model, which does not support --train-backend megatron; use --train-backend fsdp, "
             f"or remove {flag}."
         )
-    if found := list_set_flags(c, *_PARALLEL_FLAGS):
-        given = " and ".join(found)
-        yield f"{flag} trains a draft model, which does not support {given}; remove them, or remove {flag}."
-    if c.lora.is_enabled:
-        yield f"{flag} does not support LoRA; remove --lora-rank and --lora-adapter-path, or remove {flag}."
     if c.hooks.custom_model_provider_path is not None:
         yield f"{flag} does not support --custom-model-provider-path, whose model is unknown; remove one of them."
     if c.algo.loss_type == "rm_loss":
         yield f"{flag} drafts the tokens of a policy, but --loss-type rm_loss trains a reward model; remove {flag}."
+
+
+def check_sglang_draft(c: Config) -> Iterator[str]:
+    """Stock SGLang takes MTP layers with the policy's tensors, and no other draft."""
+    trained, algorithm = c.train.draft_train, get_sglang_algorithm(c)
+    flag = f"--draft-train {trained}"
+    if trained == "none" or algorithm is None or algorithm == "NGRAM":
+        return
+    if trained == "eagle3" or not drafts_with_mtp(c):
+        yield (
+            f"{flag}: SGLang would draft with {algorithm}, whose weights none of its endpoints updates without the "
+            f"policy's; use --rollout-backend served with --speculative-algorithm {trained}, or remove {flag}."
+        )
+    elif c.sglang.update_weight_transport == "distributed":
+        yield (
+            f"{flag}: SGLang updates the policy but not its MTP layers over a process group; use "
+            "--update-weight-transport tensor or disk."
+        )
 
 
 def check_draft_model(c: Config) -> Iterator[str]:
@@ -48,8 +55,6 @@ def check_draft_model(c: Config) -> Iterator[str]:
     flag = f"--draft-train {c.train.draft_train}"
     if isinstance(spec, HfAdapterSpec):
         yield f"{flag} needs the native decoder, but {spec.architecture} is computed by transformers; remove {flag}."
-    elif spec.vision is not None:
-        yield f"{flag} does not support models with a vision tower; remove {flag}."
     elif c.train.draft_train == "mtp":
         yield from _check_mtp(c, spec)
 
@@ -81,4 +86,4 @@ def _check_mtp(c: Config, spec: DecoderSpec) -> Iterator[str]:
         )
 
 
-DRAFT_RULES: tuple[Rule, ...] = (check_draft_trainer, check_draft_model)
+DRAFT_RULES: tuple[Rule, ...] = (check_draft_trainer, check_sglang_draft, check_draft_model)

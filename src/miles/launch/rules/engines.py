@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from miles.algo.config import OFFLINE_LOSSES
-from miles.backends.native.config import RECURRENT_PROBLEM
+from miles.backends.native.config import HEAD_ALGORITHMS, RECURRENT_PROBLEM
 from miles.backends.remote.sglang_flags import find_flag_problems
 from miles.core.errors import UsageError
 from miles.launch.config import Config
@@ -19,7 +19,6 @@ from miles.models.hf_adapter.spec import HfAdapterSpec
 from miles.models.parallel.tp_sharding import check_tp_size
 
 _GPUS_PER_ENGINE = "--rollout-num-gpus-per-engine"
-_HEADS = ("mtp", "eagle3")
 _ADDRESSES = "--rollout-external-engine-addrs"
 
 
@@ -83,9 +82,9 @@ def check_engine_draft(c: Config) -> Iterator[str]:
         yield f"{flag} {folder} is not a folder with a config.json; name a checkpoint."
     elif algorithm == "draft-model" and (spec := read_spec_or_none(folder, "native")) is not None and spec.recurrent:
         yield f"{flag} {folder} has recurrent layers, whose state cannot go back; name another model."
-    if algorithm in ("draft-model", *_HEADS) and c.cluster.rollout_num_gpus_per_engine > 1:
+    if algorithm in ("draft-model", *HEAD_ALGORITHMS) and c.cluster.rollout_num_gpus_per_engine > 1:
         yield f"--speculative-algorithm {algorithm} needs engines of one GPU; use ngram, or {_GPUS_PER_ENGINE} 1."
-    if algorithm in _HEADS:
+    if algorithm in HEAD_ALGORITHMS:
         yield from _check_head(c, algorithm)
 
 
@@ -94,12 +93,8 @@ def _check_head(c: Config, algorithm: str) -> Iterator[str]:
     spec = read_spec_or_none(c.models.hf_checkpoint, c.models.model_impl)
     if isinstance(spec, HfAdapterSpec):
         yield f"{flag} needs the native decoder, but {spec.architecture} is computed by transformers; use ngram."
-    if is_remote(c):
-        yield f"{flag} needs an engine in the trainer's process, which updates its head; use ngram or draft-model."
     if trained not in ("none", algorithm):
         yield f"{flag} and --draft-train {trained} name different drafts; use the same for both."
-    if trained != "none" and get_world_size(c) > 1:
-        yield f"{flag} gets the weights of --draft-train from a trainer of one process; use ngram, or one process."
     head = c.native.speculative_draft_model_path or c.train.draft_load
     if algorithm == "eagle3" and head is None and trained == "none":
         yield f"{flag} needs a head: name one by --speculative-draft-model-path, or train one by --draft-train eagle3."

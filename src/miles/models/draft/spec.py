@@ -19,7 +19,17 @@ from miles.models.spec import (
     RopeSpec,
 )
 
-__all__ = ["DraftSpec", "build_eagle_spec", "build_mtp_spec", "choose_capture_layers", "find_mtp_layout"]
+__all__ = [
+    "DRAFT_PREFIX",
+    "DraftSpec",
+    "build_eagle_spec",
+    "build_mtp_spec",
+    "choose_capture_layers",
+    "find_mtp_layout",
+]
+
+DRAFT_PREFIX = "draft."
+"""Prefix of the names of a draft head's parameters among the weights of a policy."""
 
 # Sizes of an EAGLE-3 layer where the policy's own attention or MLP is not of the plain kind.
 _HEAD_DIM = 128

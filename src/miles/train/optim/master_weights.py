@@ -48,6 +48,13 @@ class TrainedParam:
         """The accumulated gradient."""
         return self.parameter.grad if self.is_own_master else self._grad_sum
 
+    @grad.setter
+    def grad(self, grad: Tensor) -> None:
+        if self.is_own_master:
+            self.parameter.grad = grad.to(self.parameter.dtype)
+        else:
+            self._grad_sum = grad.float()
+
     def zero_grad(self) -> None:
         """Drop the gradient."""
         self._grad_sum = self.parameter.grad = None

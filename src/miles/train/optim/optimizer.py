@@ -100,6 +100,10 @@ class Optimizer:
             self._rules.append(Adam(vision, config))
             self._rule_schedules.append(build_vision_lr_schedule(schedule, config.vision_lr))
 
+    def trained_params(self) -> Sequence[TrainedParam]:
+        """Return the parameters with their accumulated gradients, which the caller may replace before a step."""
+        return self._params
+
     def step(self) -> tuple[float, float]:
         """Update all parameters; returns the gradient norm before clipping, and the learning rate.
 

@@ -54,14 +54,11 @@ from miles.models.base import CausalLM
 from miles.models.capabilities import check_batch_invariance
 from miles.models.decoder import AttentionBackend, Decoder, Routing
 from miles.models.draft.base import Draft, PolicyWeights
+from miles.models.draft.spec import DRAFT_PREFIX
 from miles.models.spec import DecoderSpec
 
 # The most logits of prompt tokens that are materialized at once.
 _MAX_PROMPT_LOGITS = 1 << 25
-
-
-DRAFT_PREFIX = "draft."
-"""Prefix of the names of a draft head's parameters among the weights of a policy."""
 
 
 class HostToDevice:

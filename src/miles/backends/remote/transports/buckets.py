@@ -19,6 +19,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from miles.models.checkpoint.hf_packed import iter_quantized_hf
+from miles.models.draft.spec import DRAFT_PREFIX
 from miles.models.hf_adapter.spec import HfAdapterSpec
 from miles.models.packed_map import build_packed_map
 from miles.models.spec import DecoderSpec
@@ -34,16 +35,21 @@ _MLA_DOWN = re.compile(r"(.+)\.(?:q_a_proj|kv_a_proj_with_mqa)\.(.+)")
 def iter_hf_named(
     spec: DecoderSpec, weights: Mapping[str, Tensor], layout: QuantizedLayout = "packed"
 ) -> Iterator[Named]:
-    """Views of the weights under their checkpoint names; those of quantized weights depend on the layout."""
+    """Views of the weights under their checkpoint names; those of quantized weights depend on the layout.
+
+    The weights of a draft head come last, under the names they have, or those of a checkpoint without the prefix.
+    """
     if isinstance(spec, HfAdapterSpec):  # a transformers module has them already
         yield from weights.items()
         return
     if layout == "checkpoint":
         yield from iter_quantized_hf(spec, weights)
+        yield from ((n.removeprefix(DRAFT_PREFIX), t) for n, t in weights.items() if n.startswith(DRAFT_PREFIX))
         return
     for ours, pieces in build_packed_map(spec).items():
         for piece in pieces if ours in weights else ():
             yield piece.hf_name, piece.view(weights[ours])
+    yield from ((name, tensor) for name, tensor in weights.items() if name.startswith(DRAFT_PREFIX))
 
 
 def find_load_group(name: str) -> str:

@@ -17,10 +17,8 @@ from torch import Tensor
 from miles.backends.native.server.admin_bodies import WeightsCheckerBody
 from miles.backends.native.server.generation import json_response
 from miles.backends.native.server.request_handler import RequestHandler
-from miles.backends.native.server.weights.update import WeightUpdater, get_tensors
+from miles.backends.native.server.weights.update import WeightUpdater, list_tensors
 from miles.core.errors import SyncError
-from miles.models.hf_adapter.spec import HfAdapterSpec
-from miles.models.packed_map import build_packed_map
 from miles.sync.manifest import compute_digests
 
 _SUCCESS = {"success": True, "message": "Success."}
@@ -56,12 +54,7 @@ class WeightsChecker:
         return json_response(_SUCCESS)
 
     def _tensors(self) -> dict[str, Tensor]:
-        """All weights by Hugging Face name, each once."""
-        spec, current = self._engine.spec, self._engine.weights()
-        if isinstance(spec, HfAdapterSpec):
-            return {name: tensor.detach() for name, tensor in current.items()}
-        names = [piece.hf_name for pieces in build_packed_map(spec).values() for piece in pieces]
-        return get_tensors(spec, current, names)
+        return list_tensors(self._engine.spec, self._engine.weights())
 
     def _digests(self) -> dict[str, int]:
         return compute_digests(self._tensors())

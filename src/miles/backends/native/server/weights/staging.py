@@ -27,6 +27,7 @@ from miles.backends.native.server.weights.update import (
 )
 from miles.core.errors import SyncError
 from miles.models.checkpoint import param_map
+from miles.models.draft.spec import DRAFT_PREFIX
 from miles.models.hf_adapter.spec import HfAdapterSpec
 from miles.sync.delta import apply_delta
 from miles.sync.manifest import ManifestEntry, combine_sums, compute_digests
@@ -219,12 +220,14 @@ class WeightStaging:
         return self._entries
 
     def _get_expected(self) -> tuple[dict[str, tuple[int, ...]], frozenset[str]]:
-        """The shape of every tensor, and the names that are aliases of others."""
+        """The shape of every tensor, and the names that may be missing: aliases of others, and a draft head's."""
         spec = self._engine.spec
         if isinstance(spec, HfAdapterSpec):
             return {name: tuple(tensor.shape) for name, tensor in self._engine.weights().items()}, frozenset()
         shapes = {name: piece.shape for name, (_, piece) in build_spec_index(spec).items()}
-        return shapes, frozenset(param_map.stacked_expert_names(spec).values())
+        head = self._engine.draft_head
+        drafts = {} if head is None else {DRAFT_PREFIX + name: tuple(p.shape) for name, p in head.named_parameters()}
+        return shapes | drafts, frozenset([*param_map.stacked_expert_names(spec).values(), *drafts])
 
     def _is_ignorable(self, name: str) -> bool:
         spec = self._engine.spec

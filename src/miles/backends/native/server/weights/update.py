@@ -23,6 +23,8 @@ from miles.core.types import Version
 from miles.models.checkpoint import hf, param_map
 from miles.models.checkpoint.param_slices import HfSlice, param_shape
 from miles.models.checkpoint.safetensors_io import read_config
+from miles.models.draft.checkpoint import load_draft_params
+from miles.models.draft.spec import DRAFT_PREFIX
 from miles.models.hf_adapter.spec import HfAdapterSpec
 from miles.models.packed_map import build_packed_map
 from miles.models.spec import DecoderSpec
@@ -64,10 +66,23 @@ def build_spec_index(spec: DecoderSpec) -> TensorIndex:
 
 
 def build_index(spec: DecoderSpec, current: Mapping[str, Tensor]) -> TensorIndex:
-    """The index of a model's tensors; a transformers module has Hugging Face names already."""
-    if not isinstance(spec, HfAdapterSpec):
-        return build_spec_index(spec)
-    return {name: (name, HfSlice(name, tuple(tensor.shape), 0, len(tensor))) for name, tensor in current.items()}
+    """The index of a model's tensors; a transformers module has Hugging Face names already, a draft head our own."""
+    if isinstance(spec, HfAdapterSpec):
+        return {name: _index_whole(name, tensor) for name, tensor in current.items()}
+    head = {name: _index_whole(name, tensor) for name, tensor in current.items() if name.startswith(DRAFT_PREFIX)}
+    return {**build_spec_index(spec), **head} if head else build_spec_index(spec)
+
+
+def _index_whole(name: str, tensor: Tensor) -> tuple[str, HfSlice]:
+    return name, HfSlice(name, tuple(tensor.shape), 0, len(tensor))
+
+
+def list_tensors(spec: DecoderSpec, current: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All weights by Hugging Face name, each once; those of a draft head by their own."""
+    if isinstance(spec, HfAdapterSpec):
+        return {name: tensor.detach() for name, tensor in current.items()}
+    names = [piece.hf_name for pieces in build_packed_map(spec).values() for piece in pieces]
+    return get_tensors(spec, current, [*names, *(name for name in current if name.startswith(DRAFT_PREFIX))])
 
 
 def merge_tensors(spec: DecoderSpec, current: Mapping[str, Tensor], updates: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -180,6 +195,17 @@ class WeightUpdater:
         )
         return version
 
+    def _load_head(self, folder: Path, device: torch.device | str) -> dict[str, Tensor]:
+        """The draft head for a checkpoint: its MTP layers; an EAGLE-3 head, which it does not have, stays."""
+        head = self._engine.draft_head
+        if head is None:
+            return {}
+        if head.spec.kind == "mtp":
+            tensors: Mapping[str, Tensor] = load_draft_params(folder, head, device=device)
+        else:
+            tensors = {name: parameter.detach() for name, parameter in head.named_parameters()}
+        return {DRAFT_PREFIX + name: tensor for name, tensor in tensors.items()}
+
     def _load_checkpoint(self, folder: Path) -> Mapping[str, Tensor]:
         engine = self._engine
         if isinstance(engine.spec, HfAdapterSpec):
@@ -195,7 +221,8 @@ class WeightUpdater:
             like = find_small_tensor(engine)
             device = like.device if self._num_ranks == 1 else "cpu"
             read_config(folder)
-            return dict(hf.load_decoder_params(folder, engine.spec, device=device, dtype=like.dtype))
+            params = dict(hf.load_decoder_params(folder, engine.spec, device=device, dtype=like.dtype))
+            return params | self._load_head(folder, device)
         except UsageError as error:
             raise SyncError(str(error)) from error
         except OSError as error:
