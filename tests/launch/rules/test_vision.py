@@ -71,7 +71,6 @@ def write_image_processor(folder: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--model-impl transformers", "--model-impl transformers runs the language model without its vision tower"),
         ("--hf-checkpoint model", "of qwen3 models the text part alone is (docs/models.md)"),
         ("--use-opd --opd-type sglang --opd-teacher-urls x http://t:1", "--opd-teacher-urls cannot be used with"),
         ("--use-opd --opd-teacher-load model", "--opd-teacher-load model has no vision tower, and --multimodal-keys"),

@@ -265,6 +265,9 @@ def check_vision_options(c: Config) -> Iterator[str]:
     if spec is not None and spec.vision is None:
         for flag in flags:
             yield f"{flag} has no effect, because the model has no vision tower; remove it."
+    elif isinstance(spec, HfAdapterSpec):
+        for flag in flags[:-1] if t.max_patches_per_gpu is not None else flags:
+            yield f"{flag} needs the native model, but {spec.architecture} is computed by transformers; remove it."
     elif c.lora.is_enabled:
         for flag in flags[:-1] if t.max_patches_per_gpu is not None else flags:
             yield f"{flag} has no effect with LoRA, which trains the adapters of --target-modules only; remove it."
