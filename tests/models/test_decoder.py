@@ -27,8 +27,13 @@ RAGGED = (7, 1, 30, 3, 12, 12, 90)
 
 
 def off_by(decoder: Decoder) -> float:
-    """How far logits may be from the oracle's: a recurrence is summed in another order, and errors travel with it."""
-    return 1e-4 if decoder.spec.recurrent else 1e-5
+    """How far logits may be from the oracle's: a recurrence is summed in another order, and errors travel with it.
+
+    Scores that are not scaled down make a steep softmax, in which both are as far from float64.
+    """
+    if decoder.spec.recurrent:
+        return 1e-4
+    return 3e-5 if any(getattr(layer.mixer, "scale", None) == 1.0 for layer in decoder.spec.layers) else 1e-5
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -31,6 +31,22 @@ FAMILIES = {
         {"size": SQUARE},
         {"image_token_index": "<image_soft_token>"},
     ),
+    "gemma4": (
+        "<|image|>",
+        {
+            "boi_token": "<|image>",
+            "eoi_token": "<image|>",
+            "image_token": "<|image|>",
+            "boa_token": "<|audio>",
+            "eoa_token": "<audio|>",
+            "audio_token": "<|audio|>",
+        },
+        ("<|video|>",),
+        ("Gemma4Processor", "Gemma4ImageProcessor"),
+        {},
+        {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70},
+        {"image_token_id": "<|image|>"},
+    ),
     "pixtral": (
         "[IMG]",
         {},

@@ -78,6 +78,9 @@ class DecoderLayer(nn.Module):
         if isinstance(layer.ffn, MoeSpec):
             self.moe = MoeMlp(spec.hidden_size, layer.ffn, spec.moe_layers.index(index), **factory)
         self.mlp_post_norm = norm(layer.ffn is not None and layer.post_norms)
+        self.output_scale: nn.Parameter | None = None
+        if layer.output_scale:
+            self.output_scale = nn.Parameter(torch.empty(1, device=device, dtype=dtype), requires_grad=False)
         # Tensor parallelism: the output of a mixer or feed-forward part is a partial sum, which ``reduce_from_tp``
         # adds up over the ranks. In training so is the gradient of its input, which ``copy_to_tp`` adds up.
         self.copy_to_tp: Callable[[Tensor], Tensor] | None = None
@@ -121,6 +124,8 @@ class DecoderLayer(nn.Module):
                 deferred_TD = self._leave_tp(self.moe(y_TD, routing))
             if self.mlp_post_norm is not None:
                 deferred_TD = self.mlp_post_norm(deferred_TD)
+        if self.output_scale is not None:
+            return (x_TD if deferred_TD is None else x_TD + deferred_TD) * self.output_scale, None
         return x_TD, deferred_TD
 
     def _run_and_add(

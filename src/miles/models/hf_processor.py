@@ -81,7 +81,10 @@ def _find_processor_class(name: str) -> Any:
     from transformers.models.auto import processing_auto
     from transformers.processing_utils import ProcessorMixin
 
-    found = processing_auto.processor_class_from_name(name)
+    try:
+        found = processing_auto.processor_class_from_name(name)
+    except ImportError:  # of a module that imports torchvision itself
+        found = name
     if found is None or (isinstance(found, type) and issubclass(found, ProcessorMixin)):
         return found
     names = processing_auto.PROCESSOR_MAPPING_NAMES  # pyright: ignore[reportPrivateImportUsage]

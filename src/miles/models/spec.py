@@ -12,7 +12,7 @@ from typing import Literal
 from miles.models.vision.spec import VisionSpec
 from miles.precision.formats import QuantizationSpec
 
-RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional"]
 Activation = Literal["silu", "gelu_tanh", "relu2", "swiglu_clamped"]
 
 
@@ -23,7 +23,8 @@ class RopeSpec:
     The first ``dim`` channels of a head are rotated (None: all); ``interleaved`` pairs neighbours instead of halves.
     ``scale`` multiplies cos and sin. ``original_max_positions`` is the context length before extension, used by every
     kind except ``default`` and ``linear``. ``dynamic`` rescales only beyond it. ``longrope`` divides the frequencies by
-    ``short_factors``, or by ``long_factors`` if the decoder's ``max_positions`` exceeds it.
+    ``short_factors``, or by ``long_factors`` if the decoder's ``max_positions`` exceeds it. ``proportional`` has the
+    frequencies of the whole head, of which the first ``rotated_pairs`` rotate and the others are zero.
 
     ``mrope_section`` (multimodal RoPE) is how many pairs of channels are rotated by a token's position in time, height
     and width: one section after the other, or with ``mrope_interleaved`` every third pair as long as a section lasts,
@@ -47,6 +48,7 @@ class RopeSpec:
     truncate: bool = True
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    rotated_pairs: int = 0
     mrope_section: tuple[int, int, int] | None = None
     mrope_interleaved: bool = False
 
@@ -77,7 +79,10 @@ class AttentionSpec:
     heads; ``unit`` is without weights and after RoPE. ``window`` is the sliding window, the token itself included;
     ``chunk`` restricts attention to blocks of positions. ``scale`` None is ``head_dim ** -0.5``. ``gated`` multiplies
     the output by a sigmoid gate from the query projection. ``temperature`` (floor, slope and, if not one, how many
-    positions ahead of a multiple of the floor) scales queries with their position.
+    positions ahead of a multiple of the floor) scales queries with their position. ``value_norm`` normalizes the values
+    of each head, without weights. ``value_from_key``: there is no value projection, and values are projected keys,
+    before their norm and RoPE. ``ignores_spans``: tokens of an image attend causally in this layer, in a model where
+    they attend in both directions elsewhere.
     """
 
     num_heads: int
@@ -94,10 +99,15 @@ class AttentionSpec:
     scale: float | None = None
     gated: bool = False
     temperature: tuple[float, float] | tuple[float, float, float] | None = None
+    value_norm: bool = False
+    value_from_key: bool = False
+    ignores_spans: bool = False
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} query heads are not a multiple of {self.num_kv_heads} key-value heads")
+        if self.gated and self.value_from_key:
+            raise ValueError("attention whose values are its keys has no gate")
         if self.rope is not None and (self.rope.dim or self.head_dim) % 2:
             raise ValueError(f"RoPE needs an even number of channels, not {self.rope.dim or self.head_dim}")
 
@@ -226,11 +236,15 @@ FeedForward = MlpSpec | MoeSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One layer: a mixer, a feed-forward part, or both; ``post_norms`` also normalizes the output of each."""
+    """One layer: a mixer, a feed-forward part, or both; ``post_norms`` also normalizes the output of each.
+
+    ``output_scale`` multiplies the residual stream behind the layer by a number of the checkpoint that is not trained.
+    """
 
     mixer: Mixer | None
     ffn: FeedForward | None
     post_norms: bool = False
+    output_scale: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -116,6 +117,31 @@ def test_samples_that_share_an_image_see_all_of_it(window, numerics):
     rows = [*range(14), *range(24, 27)]
     second = by_mask(q[24:], k[rows], v[rows], ends[24:], params, past=14)
     agree(out, torch.cat((first, second)), inputs)
+
+
+@pytest.mark.parametrize("numerics", [FAST, BATCH_INVARIANT], ids=["fast", "exact"])
+def test_a_layer_that_ignores_spans_attends_causally_while_others_do_not(numerics):
+    """As those of Gemma 4 without a window, packed and in pages."""
+    ends, plain = ends_of(40, (6, 15), (20, 36)), AttentionParams(scale=0.3)
+    q, k, v = (x.detach() for x in qkv(40, 4, 2, 16, dtype=torch.float32))
+    causal = by_mask(q, k, v, ends_of(40), plain)
+    inputs = AttentionInputs(q, k, v, replace(plain, ignores_spans=True))
+    packed = build_attention([40], (), CPU, numerics=numerics, visible_ends_T=ends)
+    nodes = (TreeNode(17), TreeNode(23, parent=0))
+    tree = build_attention([40], nodes, CPU, numerics=numerics, visible_ends_T=ends)
+    cache = PagedKVCache([KvShape(2, 16, 16)], pages=10, page_size=4, device=CPU, dtype=torch.float32)
+    starts, counts, pages = np.array([0]), np.array([40]), np.random.default_rng(0).permutation(10)[None]
+    if numerics.batch_invariant:
+        paged = BatchInvariantPagedBackend(cache, starts, counts, pages, 4, visible_ends_T=ends)
+    else:
+        _, layout = build_attention_metadata(
+            starts, counts, pages, 4, device=CPU, dtype=torch.float32, visible_ends_T=ends
+        )
+        paged = PagedAttentionBackend(cache, layout)
+    for backend in (packed, tree, paged):
+        assert apart(backend(0, inputs), causal) < 1e-5
+        assert apart(backend(0, inputs._replace(params=plain)), by_mask(q, k, v, ends, plain)) < 1e-5
+        assert apart(backend(0, inputs), causal) < 1e-5
 
 
 def test_a_fork_within_an_image_is_refused():

@@ -1,5 +1,6 @@
 """Options of vision towers: accepted where they have an effect, and refused with a sentence elsewhere."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from miles.config.cli import parse
 from miles.config.files import read_layers
 from miles.launch.config import Config
 from miles.launch.plan.layout_memory import get_frozen_vision
-from miles.launch.plan.memory import estimate_memory
+from miles.launch.plan.memory import estimate_kv_tokens, estimate_memory
 from miles.launch.plan.plan import build_plan
 from miles.launch.rules.check import check_rules
 from miles.launch.rules.paths import read_spec_or_none
@@ -70,7 +71,6 @@ def write_image_processor(folder: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--model-impl transformers", "--model-impl transformers runs the language model without its vision tower"),
         ("--hf-checkpoint model", "of qwen3 models the text part alone is (docs/models.md)"),
         ("--use-opd --opd-type sglang --opd-teacher-urls x http://t:1", "--opd-teacher-urls cannot be used with"),
         ("--use-opd --opd-teacher-load model", "--opd-teacher-load model has no vision tower, and --multimodal-keys"),
@@ -84,6 +84,38 @@ def test_images_that_a_model_or_teacher_would_not_see_are_refused(flags: str, se
     problems = list_problems(*TOWER, *IMAGES, *flags.split())
     about = [problem for problem in problems if "--multimodal-keys" in problem]
     assert not about if sentence is None else [problem for problem in about if sentence in problem], problems
+
+
+def write_gemma3(folder: str) -> None:
+    text = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    vision = {"model_type": "siglip_vision_model", "num_hidden_layers": 2, "image_size": 64, "patch_size": 16}
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "mm_tokens_per_image": 4}
+    Path(folder, "config.json").write_text(json.dumps(config | {"text_config": text, "vision_config": vision}))
+
+
+def test_images_that_attend_in_both_directions_are_refused_with_context_parallelism() -> None:
+    ranks = ("--context-parallel-size", "2", "--actor-num-gpus-per-node", "2")
+
+    def about(*words: str) -> list[str]:
+        return [p for p in list_problems(*TOWER, *words) if "--context-parallel-size" in p and "directions" in p]
+
+    write_image_processor("vision")
+    assert not about(*ranks, *IMAGES)
+    write_gemma3("vision")
+    assert not about(*ranks) and not about(*IMAGES)
+    assert len(about(*ranks, *IMAGES)) == 1
+
+
+@pytest.mark.parametrize("limit", [None, 100, 10**9])
+def test_the_planned_kv_cache_holds_sequences_of_the_context_limit(limit: int | None) -> None:
+    words = () if limit is None else ("--rollout-max-context-len", str(limit))
+    config = parse(Config, (*TOWER, "--engine-max-running", "3", *words), read_layers("good.toml")).config
+    spec = read_spec_or_none("vision", "native")
+    assert spec is not None
+    longest = min(limit or spec.max_positions, spec.max_positions)
+    tokens, why = estimate_kv_tokens(config, build_plan(config), spec)
+    page = config.native.engine_page_size
+    assert tokens == 3 * (-(-longest // page) * page) and f"3 requests of {longest:,} positions" in why
 
 
 def test_lora_takes_the_limit_of_patches() -> None:

@@ -1,4 +1,4 @@
-"""Mistral, Ministral, Phi-3, SmolLM3, Gemma 2 and 3, GLM-4 dense: windows, soft-caps, and every kind of rotation."""
+"""Mistral, Ministral, Phi-3, SmolLM3, Gemma 2 to 4, GLM-4 dense: windows, soft-caps, and every kind of rotation."""
 
 from tests.models.small_families.small import Kind
 from transformers import (
@@ -6,6 +6,8 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
     GlmConfig,
@@ -40,6 +42,13 @@ LONGROPE = {
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "pad_token_id": None}
+GEMMA4 = {
+    "head_dim": 16,
+    "num_hidden_layers": 3,
+    "sliding_window": 8,
+    "hidden_size_per_layer_input": 0,
+    "pad_token_id": None,
+}
 
 KINDS = {
     "mistral": Kind(MistralForCausalLM, MistralConfig, {"sliding_window": None}),
@@ -155,6 +164,35 @@ KINDS = {
     ),
     "gemma3 with a cap on logits": Kind(
         Gemma3ForCausalLM, Gemma3TextConfig, GEMMA | {"sliding_window": 4, "final_logit_softcapping": 4.0}
+    ),
+    "gemma4": Kind(
+        Gemma4ForCausalLM,
+        Gemma4TextConfig,
+        GEMMA4
+        | {
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "global_head_dim": 24,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "final_logit_softcapping": 4.0,
+        },
+    ),
+    "gemma4 with values of their own": Kind(
+        Gemma4ForCausalLM,
+        Gemma4TextConfig,
+        GEMMA4
+        | {
+            "global_head_dim": 8,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "partial_rotary_factor": 0.5,
+                    "factor": 2.0,
+                    "rope_theta": 1e5,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
     ),
     "glm": Kind(GlmForCausalLM, GlmConfig, {"head_dim": 16, "pad_token_id": None}),
     "glm without biases, tied": Kind(

@@ -11,6 +11,8 @@ from torch import Tensor
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
     Glm4vConfig,
     Glm4vForConditionalGeneration,
     Glm4vMoeConfig,
@@ -170,6 +172,19 @@ def rows_of_patches(generator: np.random.Generator) -> list[ImageInput]:
         pixels = generator.standard_normal((rows * columns, 3, 4, 4), np.float32)
         arrays = {"pixel_values": pixels, "image_grid_thw": np.array([[1, rows, columns]])}
         images.append(make_image_input(arrays, rows * columns // 4))
+    return images
+
+
+def padded_patches(generator: np.random.Generator) -> list[ImageInput]:
+    """Images of several sizes as patches of values from 0 to 1, with their columns and rows, padded to 28 of them."""
+    images = []
+    for rows, columns in ((4, 6), (2, 2), (6, 4)):
+        count = rows * columns
+        pixels = np.zeros((1, 28, 3 * 4 * 4), np.float32)
+        pixels[0, :count] = generator.random((count, 3 * 4 * 4), np.float32)
+        at = np.full((1, 28, 2), -1)
+        at[0, :count] = np.stack((np.arange(count) % columns, np.arange(count) // columns), 1)
+        images.append(make_image_input({"pixel_values": pixels, "image_position_ids": at}, count // 4))
     return images
 
 
@@ -338,6 +353,32 @@ VISION_KINDS = {
         {"image_token_index": IMAGE, "mm_tokens_per_image": 9},
         square_images,
     ),
+    "gemma4": VisionKind(
+        Gemma4ForConditionalGeneration,
+        Gemma4Config,
+        {
+            "head_dim": 16,
+            "global_head_dim": 24,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "sliding_window": 5,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 0,
+            "use_bidirectional_attention": "vision",
+            "final_logit_softcapping": 30.0,
+            "pad_token_id": 0,
+        },
+        {key: value for key, value in VIT.items() if key != "image_size"}
+        | {
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "pooling_kernel_size": 2,
+            "position_embedding_size": 8,
+            "standardize": True,
+        },
+        {"image_token_id": IMAGE, "video_token_id": VIDEO, "audio_token_id": 59},
+        padded_patches,
+    ),
     "llama4": VisionKind(
         Llama4ForConditionalGeneration,
         Llama4Config,
@@ -355,10 +396,30 @@ VISION_KINDS = {
     ),
 }
 
+# Other models of these families: images that attend causally, and a value projection in every layer.
+VISION_VARIANTS = {
+    "gemma4_causal": VisionKind(
+        Gemma4ForConditionalGeneration,
+        Gemma4Config,
+        {
+            "head_dim": 16,
+            "global_head_dim": 8,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 0,
+            "pad_token_id": 0,
+        },
+        {key: value for key, value in VIT.items() if key != "image_size"}
+        | {"num_key_value_heads": 2, "head_dim": 16, "pooling_kernel_size": 2, "position_embedding_size": 8},
+        {"image_token_id": IMAGE, "video_token_id": VIDEO, "audio_token_id": 59},
+        padded_patches,
+    ),
+}
+
 
 def vision_config(kind: str) -> PreTrainedConfig:
     """The config of a small model."""
-    wanted = VISION_KINDS[kind]
+    wanted = (VISION_KINDS | VISION_VARIANTS)[kind]
     config = wanted.config(text_config=TEXT | wanted.text, vision_config=dict(wanted.vision), **wanted.own)
     config._attn_implementation = "eager"
     return config
@@ -367,11 +428,14 @@ def vision_config(kind: str) -> PreTrainedConfig:
 def vision_model(kind: str, seed: int = 0) -> PreTrainedModel:
     """A transformers model whose weights are far from their initial values."""
     torch.manual_seed(seed)
-    model = VISION_KINDS[kind].model(vision_config(kind))
+    model = (VISION_KINDS | VISION_VARIANTS)[kind].model(vision_config(kind))
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn_like(parameter)
             parameter.copy_(1 + 0.3 * noise if parameter.dim() == 1 else 0.2 * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith(("layer_scalar", "std_bias", "std_scale")):
+                buffer.copy_(1 + 0.3 * torch.randn_like(buffer))
     return model.eval()
 
 
@@ -436,7 +500,7 @@ def place(parts: Sequence[int | ImageInput | tuple[int, ImageInput]], seed: int 
 
 def prompts_of(kind: str) -> list[Prompt]:
     """Several images in a prompt, one that two prompts share, text alone, a video."""
-    a, b, c, *videos = VISION_KINDS[kind].images(np.random.default_rng(1))
+    a, b, c, *videos = (VISION_KINDS | VISION_VARIANTS)[kind].images(np.random.default_rng(1))
     prompts = [place([3, a, 2, b, 1, c, 4], 1), place([5, a, 3], 2), place([9], 3), place([b, 6], 4)]
     if videos and kind.startswith("qwen2"):
         prompts += [place([2, videos[0], 1, a, 5], 5), place([4, videos[0]], 6)]
@@ -482,7 +546,8 @@ def hf_vision_logits(model: PreTrainedModel, prompts: Sequence[Prompt]) -> Tenso
         if "Idefics3" in type(model).__name__ or "SmolVLM" in type(model).__name__:
             arguments |= {"pixel_values": arguments["pixel_values"][None]} if prompt.images else {}
         if "Gemma" in type(model).__name__:
-            arguments["token_type_ids"] = token_types(prompt)
+            name = "mm_token_type_ids" if "Gemma4" in type(model).__name__ else "token_type_ids"
+            arguments[name] = token_types(prompt)
         logits.append(model(**arguments).logits[0])
     return torch.cat(logits)
 

@@ -10,6 +10,7 @@ from tests.models.oracle import gradients, relative
 from tests.models.vision.small_vision import (
     IMAGE,
     VISION_KINDS,
+    VISION_VARIANTS,
     Prompt,
     assemble,
     compare_features,
@@ -25,7 +26,7 @@ from miles.models.checkpoint import hf
 from miles.models.families.registry import find_family
 from miles.models.vision.positions import compute_visible_ends
 
-KINDS = tuple(VISION_KINDS)
+KINDS = (*VISION_KINDS, *VISION_VARIANTS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -80,7 +81,7 @@ def test_a_checkpoint_is_read_and_what_is_saved_is_what_transformers_reads(kind,
         assert relative(our_vision_logits(decoder, prompts), hf_vision_logits(again, prompts)) <= 3e-5
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if find_family(kind).write is not None])
+@pytest.mark.parametrize("kind", [kind for kind in VISION_KINDS if find_family(kind).write is not None])
 def test_a_model_from_scratch_is_saved_with_a_config_that_transformers_reads(kind, tmp_path):
     spec, prompts = vision_twin(vision_model(kind)).spec, prompts_of(kind)
     decoder = hf.init_random(spec, seed=3, device="cpu", dtype=torch.float32)

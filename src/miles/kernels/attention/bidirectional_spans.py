@@ -90,9 +90,9 @@ class BidirectionalSpansBackend:
 
     def __call__(self, layer: int, inputs: AttentionInputs) -> Tensor:
         out_THe = self._causal(layer, inputs)
-        if not self._spans:
-            return out_THe
         params = inputs.params
+        if not self._spans or params.ignores_spans:
+            return out_THe
         is_plain = inputs.sinks_H is None and params.softcap is None and params.chunk is None and inputs.indexer is None
         assert is_plain, "bidirectional spans are supported in plain and sliding-window attention only"
         view = self._get_view(params.window)

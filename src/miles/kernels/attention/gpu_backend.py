@@ -203,7 +203,7 @@ class TritonAttentionBackend:
                 out=out_THe[: step.num_decodes],
             )
         if step.prefill_tiles is not None:
-            tiles, ends_T = step.prefill_tiles, step.visible_ends_T
+            tiles, ends_T = step.prefill_tiles, None if params.ignores_spans else step.visible_ends_T
             prefill_attention(
                 q_THd, keys, values, step.block_table_BM, tiles, paged, visible_ends_T=ends_T, out=out_THe
             )

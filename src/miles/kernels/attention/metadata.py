@@ -13,6 +13,7 @@ sums of exponentials.
 from __future__ import annotations
 
 import math
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -132,6 +133,17 @@ class AttentionMetadata:
         self._blocks: dict[_VisibleRange, AttentionBlocks] = {}
         self.slots_T = factory.to_device(slots_T)
         self.longest = int((starts_B + counts_B).max())
+
+    @cached_property
+    def causal(self) -> AttentionMetadata:
+        """The same step for layers that ignore bidirectional spans."""
+        if self._visible_ends_T is None:
+            return self
+        causal = copy(self)
+        causal._visible_ends_T = None
+        causal._blocks = {}
+        causal.__dict__.pop("full_blocks", None)
+        return causal
 
     @cached_property
     def full_blocks(self) -> AttentionBlocks:

@@ -45,13 +45,14 @@ _MAX_SCORES = 1 << 26
 
 
 class _LayerCall(NamedTuple):
-    """One layer's queries, KV cache and parameters."""
+    """One layer's queries, KV cache and parameters, and the step's blocks."""
 
     q_THd: Tensor
     cache: LayerKVCache
     heads: int
     params: AttentionParams
     sinks_H: Tensor | None
+    metadata: AttentionMetadata
 
     def read(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
         """Keys and values of a block; with MLA the values are the first channels of the keys."""
@@ -88,7 +89,8 @@ class PagedAttentionBackend:
         if cache.values is not None:
             cache.values.write(slots_T, v_TGe)
         selected = None if index is None else self._select_tokens(layer, cache, index)
-        call = _LayerCall(q_THd, cache, k_TGd.shape[1], params, sinks_H)
+        metadata = self._metadata.causal if params.ignores_spans else self._metadata
+        call = _LayerCall(q_THd, cache, k_TGd.shape[1], params, sinks_H, metadata)
         # Shapes change every step, and cuDNN would build a plan for each.
         with sdpa_kernel(_SDPA_BACKENDS) if q_THd.is_cuda else nullcontext():
             out_THe = self._attend(call, selected)
@@ -103,7 +105,7 @@ class PagedAttentionBackend:
         assert selected is None or (window is None and chunk is None), (
             "sparse attention with a window or chunk is not supported"
         )
-        blocks = self._metadata.get_blocks(window, chunk)
+        blocks = call.metadata.get_blocks(window, chunk)
         masks = [block.mask for block in (*blocks.decode, *blocks.prefill)] if selected is None else selected
         return _attend_blocks(call, blocks, masks, materialize)
 
@@ -114,14 +116,14 @@ class PagedAttentionBackend:
     # -- full attention ----------------------------------------------------------------------
 
     def _attend_full(self, call: _LayerCall) -> Tensor:
-        blocks = self._metadata.full_blocks
+        blocks = call.metadata.full_blocks
         outs = [_attend_prefill(call, block, block.mask) for block in blocks.prefill]
         if blocks.decode:
             outs.insert(0, self._attend_decode(call))
         return _concat(outs)
 
     def _attend_decode(self, call: _LayerCall) -> Tensor:
-        blocks = self._metadata.full_blocks
+        blocks = call.metadata.full_blocks
         if blocks.prefix_tokens is None:
             out_BHe = _concat([_attend_shared_rows(call, block, block.mask) for block in blocks.decode])
             return out_BHe if blocks.decode_order is None else out_BHe.index_select(0, blocks.decode_order)

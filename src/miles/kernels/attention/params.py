@@ -19,13 +19,15 @@ class AttentionParams:
     """Softmax scale, softcap and mask of one layer's causal attention.
 
     Scores are multiplied by ``scale``, then bounded by ``softcap``. A token attends to itself and to earlier tokens: to
-    at most ``window`` tokens in all, and to none outside its own ``chunk`` of positions.
+    at most ``window`` tokens in all, and to none outside its own ``chunk`` of positions. Tokens of a bidirectional
+    span, where a batch has some, attend to all of it, unless the layer ``ignores_spans``.
     """
 
     scale: float
     window: int | None = None
     chunk: int | None = None
     softcap: float | None = None
+    ignores_spans: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

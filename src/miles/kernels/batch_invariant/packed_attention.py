@@ -6,6 +6,7 @@ Shapes: T tokens, M keys where there are more, H query heads, G key-value heads,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -26,7 +27,9 @@ class _SpanBackend:
     latent = False
 
     def __init__(self, spans: AttentionSpans, gather: RowGather | None) -> None:
-        self._batch = SpanBatch(spans)
+        self._batch = self._causal = SpanBatch(spans)
+        if spans.ends_T is not None:
+            self._causal = SpanBatch(replace(spans, ends_T=None))
         self._gather = gather
 
     def __call__(self, layer: int, inputs: AttentionInputs) -> Tensor:
@@ -38,7 +41,8 @@ class _SpanBackend:
             return q_THd[..., :1].expand(-1, -1, v_MGe.shape[-1])
         if self._gather is not None:
             k_MGd, v_MGe = gather_rows(k_MGd, self._gather), gather_rows(v_MGe, self._gather)
-        return span_attention(q_THd, k_MGd, v_MGe, self._batch, params, sinks_H)
+        batch = self._causal if params.ignores_spans else self._batch
+        return span_attention(q_THd, k_MGd, v_MGe, batch, params, sinks_H)
 
     def recurrent_state(self, layer: int) -> FreshRecurrentState:
         raise AssertionError(f"layer {layer} is recurrent, which batch-invariant mode does not support")

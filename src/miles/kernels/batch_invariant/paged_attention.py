@@ -69,12 +69,15 @@ class BatchInvariantPagedBackend:
         assert cache.values is not None, "batch-invariant attention needs a cache with separate values"
         cache.keys.write(slots_T, k_TGd)
         cache.values.write(slots_T, v_TGe)
+        spans, gathered = self._spans, self._gathered_spans
+        if params.ignores_spans:
+            spans, gathered = replace(spans, ends_T=None), replace(gathered, ends_T=None)
         if cache.keys.scales is None:
-            return reference_attention(q_THd, cache.keys.slots, cache.values.slots, self._spans, params, sinks_H)[0]
+            return reference_attention(q_THd, cache.keys.slots, cache.values.slots, spans, params, sinks_H)[0]
         row_K = self._rows_K.to(q_THd.device)
         keys_KGd = cache.keys.read_slots(row_K)
         values_KGe = cache.values.read_slots(row_K)
-        return reference_attention(q_THd, keys_KGd, values_KGe, self._gathered_spans, params, sinks_H)[0]
+        return reference_attention(q_THd, keys_KGd, values_KGe, gathered, params, sinks_H)[0]
 
 
 class BatchInvariantSplitKVPlans(SplitKVPlans):
@@ -131,7 +134,7 @@ class BatchInvariantTritonBackend(TritonAttentionBackend):
                 has_prefixes=step.has_prefixes,
             )
         if step.prefill_tiles is not None:
-            tiles, ends_T = step.prefill_tiles, step.visible_ends_T
+            tiles, ends_T = step.prefill_tiles, None if params.ignores_spans else step.visible_ends_T
             prefill_attention(
                 q_THd, keys, values, step.block_table_BM, tiles, paged, visible_ends_T=ends_T, out=out_THe
             )

@@ -34,6 +34,7 @@ from miles.models.draft.spec import DraftSpec
 from miles.models.lora.targets import LoraSpec
 from miles.models.parallel.tp_sharding import shard_spec
 from miles.models.spec import DecoderSpec
+from miles.rollout.sampling import resolve_context_limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +240,7 @@ def _estimate_teachers(config: Config, plan: Plan) -> tuple[MemoryShare, ...]:
 def _estimate_activations(config: Config, plan: Plan, spec: DecoderSpec) -> MemoryShare:
     """Activations kept for the backward pass; no micro-batch has more tokens than the global batch."""
     tokens = config.train.max_tokens_per_gpu * plan.layout.context
-    longest = config.rollout.rollout_max_context_len or spec.max_positions
+    longest = resolve_context_limit(config.rollout, spec.max_positions)
     tokens = min(tokens, plan.global_batch_size * longest)
     fused = plan.device != "cpu"
     lora = build_lora(config.lora, spec)
@@ -359,8 +360,9 @@ def estimate_kv_tokens(
         return config.native.engine_kv_tokens, "--engine-kv-tokens"
     page, running = config.native.engine_page_size, config.native.engine_max_running
     part = config.native.engine_memory_fraction
-    most = running * (-(-spec.max_positions // page) * page)
-    why = f"{running} requests of {spec.max_positions:,} positions"
+    longest = resolve_context_limit(config.rollout, spec.max_positions)
+    most = running * (-(-longest // page) * page)
+    why = f"{running} requests of {longest:,} positions"
     if plan.device != "cpu":
         return most, f"{why} at most; the engine takes at most {part:.0%} of the free memory"
     free = get_free_memory()

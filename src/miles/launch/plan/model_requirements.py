@@ -37,6 +37,7 @@ from miles.models.accounting.params import (
 )
 from miles.models.checkpoint.safetensors_io import config_dtype, read_config, read_json
 from miles.models.families import spec_from_config
+from miles.models.hf_adapter.spec import HfAdapterSpec
 from miles.models.resolve import resolve_spec
 from miles.models.spec import AttentionSpec, DecoderSpec, GatedDeltaNetSpec, LayerSpec, MambaSpec, MlaSpec, MoeSpec
 
@@ -222,6 +223,8 @@ def _describe_layers(spec: DecoderSpec) -> str:
     text = ", ".join(f"{count} of {kind}" for kind, count in Counter(map(_describe_layer, spec.layers)).most_common())
     if spec.vision is None:
         return text
+    if isinstance(spec, HfAdapterSpec):
+        return f"{text}; a vision tower that transformers runs"
     size = vision_parameter_count(spec) / 1e6
     return f"{text}; a vision tower of {spec.vision.tower.num_layers} blocks with {size:,.1f}M parameters"
 

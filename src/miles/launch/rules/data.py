@@ -17,6 +17,7 @@ from miles.launch.rules.paths import (
     read_key_file,
     read_spec_or_none,
 )
+from miles.models.hf_adapter.spec import HfAdapterSpec
 from miles.models.media_config import has_image_processor
 from miles.rollout.data.paths import parse_entries, parse_named_paths
 from miles.rollout.data.procedural import is_procedural
@@ -78,12 +79,13 @@ def check_multimodal_keys(c: Config) -> Iterator[str]:
             f"--multimodal-keys needs a checkpoint that reads images, and {folder} has no image processor "
             "(preprocessor_config.json); remove it, or name another checkpoint."
         )
-    elif c.models.model_impl == "transformers":
-        yield (
-            "--multimodal-keys needs the native model, since --model-impl transformers runs the language model without "
-            "its vision tower; remove one of them."
-        )
     elif (spec := read_spec_or_none(folder, c.models.model_impl)) is not None and spec.vision is None:
+        if isinstance(spec, HfAdapterSpec):
+            yield (
+                f"--multimodal-keys cannot be used with --model-impl transformers and {spec.architecture}, which takes "
+                "no images, or gives them positions in several axes (M-RoPE); remove one of them."
+            )
+            return
         yield (
             f"--multimodal-keys needs a model whose vision tower is supported, and of {spec.family} models the text "
             "part alone is (docs/models.md); remove it, or name another checkpoint."

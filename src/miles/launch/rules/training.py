@@ -15,6 +15,7 @@ from miles.launch.plan.topology import build_parallel_dims, get_parallel_sizes, 
 from miles.launch.rules.flags import Rule, list_set_flags
 from miles.launch.rules.paths import read_spec_or_none
 from miles.models.hf_adapter.spec import HfAdapterSpec
+from miles.models.spec import DecoderSpec
 
 _GPUS = "--actor-num-gpus-per-node"
 
@@ -264,13 +265,25 @@ def check_vision_options(c: Config) -> Iterator[str]:
     if spec is not None and spec.vision is None:
         for flag in flags:
             yield f"{flag} has no effect, because the model has no vision tower; remove it."
+    elif isinstance(spec, HfAdapterSpec):
+        for flag in flags[:-1] if t.max_patches_per_gpu is not None else flags:
+            yield f"{flag} needs the native model, but {spec.architecture} is computed by transformers; remove it."
     elif c.lora.is_enabled:
         for flag in flags[:-1] if t.max_patches_per_gpu is not None else flags:
             yield f"{flag} has no effect with LoRA, which trains the adapters of --target-modules only; remove it."
     elif t.freeze_vision_tower and t.freeze_vision_projector and t.vision_lr is not None:
         yield "--vision-lr has no effect with --freeze-vision-tower and --freeze-vision-projector; remove it."
+    if c.parallel.context_parallel_size > 1 and c.rollout.multimodal_keys and _attends_in_both_directions(spec):
+        yield (
+            f"--context-parallel-size {c.parallel.context_parallel_size} cannot be used with --multimodal-keys and a "
+            "model in which the tokens of an image attend to each other in both directions; set it to 1."
+        )
     if t.max_patches_per_gpu is not None and t.micro_batch_size is not None and not t.use_dynamic_batch_size:
         yield "--max-patches-per-gpu has no effect with --micro-batch-size; remove one of them."
+
+
+def _attends_in_both_directions(spec: DecoderSpec | None) -> bool:
+    return spec is not None and spec.vision is not None and spec.vision.bidirectional_spans
 
 
 TRAINING_MACHINE_RULES: tuple[Rule, ...] = (check_trainer_gpus, check_megatron_package)

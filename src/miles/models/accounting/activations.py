@@ -79,7 +79,9 @@ class _SavedBytes:
     def attention(self, spec: AttentionSpec) -> float:
         queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         both = queries + keys
-        if self.triton_training and not spec.gated and spec.qk_norm in ("none", "head") and spec.temperature is None:
+        own_values = spec.value_norm or spec.value_from_key
+        is_plain = not (spec.gated or own_values) and spec.temperature is None
+        if self.triton_training and is_plain and spec.qk_norm in ("none", "head"):
             # Queries, keys and values as attention takes them, and the projection output if QK-norm needs it.
             made = 2 if spec.qk_norm == "head" else 1
             return self.numbers(made * (queries + 2 * keys)) + self._attention_output(spec.num_heads, queries)
@@ -92,6 +94,8 @@ class _SavedBytes:
             total += self.numbers(both)
         if spec.temperature is not None:
             total += self.numbers(queries)
+        if spec.value_norm:
+            total += self.numbers(0 if spec.value_from_key else keys)
         return total + self._attention_output(spec.num_heads, queries)
 
     def _attention_output(self, heads: int, width: int) -> float:
@@ -222,7 +226,7 @@ def _mixer_outputs(mixer: Mixer | None, width: int) -> _Outputs:
     match mixer:
         case AttentionSpec():
             queries, keys = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
-            linear = queries * (2 if mixer.gated else 1) + 2 * keys + width
+            linear = queries * (2 if mixer.gated else 1) + keys * (1 if mixer.value_from_key else 2) + width
             return _Outputs(queries, linear, 0.0, 4.0 * mixer.num_heads)
         case MlaSpec():
             linear = (mixer.query_rank or 0) + mixer.num_heads * mixer.head_dim + mixer.kv_rank + mixer.rope_dim

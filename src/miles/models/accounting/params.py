@@ -94,7 +94,7 @@ def _vision_shapes(spec: VisionSpec, width: int, family: str) -> dict[str, tuple
 
 def vision_parameter_count(spec: DecoderSpec) -> int:
     """Count the parameters of the vision tower and what projects its features; 0 without one."""
-    if spec.vision is None:
+    if spec.vision is None or isinstance(spec, HfAdapterSpec):  # of the latter, all parameters are counted together
         return 0
     return sum(map(prod, _vision_shapes(spec.vision, spec.hidden_size, spec.family).values()))
 

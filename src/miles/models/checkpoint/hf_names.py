@@ -21,6 +21,7 @@ HF_NAMES: Mapping[str, str] = MappingProxyType(
         "attention_post_norm": "post_attention_layernorm",
         "mlp_norm": "post_attention_layernorm",
         "mlp_post_norm": "post_feedforward_layernorm",
+        "output_scale": "layer_scalar",
         # mixers
         "attention": "self_attn",
         "mla": "self_attn",
@@ -85,7 +86,7 @@ HF_NAMES: Mapping[str, str] = MappingProxyType(
 def map_attention(spec: AttentionSpec, width: int, module: ModuleNames) -> ParamMap:
     """Softmax attention: queries (with their gates, head by head, if gated), keys and values in one projection."""
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    rows = {"q": queries * (2 if spec.gated else 1), "k": keys, "v": keys}
+    rows = {"q": queries * (2 if spec.gated else 1), "k": keys} | ({} if spec.value_from_key else {"v": keys})
     params = module.linear("qkv", rows, width, bias=spec.qkv_bias, fused="qkv")
     params |= module.linear("output", {"o": width}, queries, bias=spec.output_bias)
     if spec.qk_norm in ("head", "all"):

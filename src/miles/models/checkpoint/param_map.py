@@ -63,6 +63,8 @@ def build_layer_map(spec: LayerSpec, width: int, layer: ModuleNames) -> ParamMap
         params |= _map_ffn(spec.ffn, width, layer)
         if spec.post_norms:
             params |= layer.tensor("mlp_post_norm.weight", "mlp_post_norm", (width,))
+    if spec.output_scale:
+        params |= layer.tensor("output_scale", "output_scale", (1,), suffix="")
     return params
 
 

@@ -17,6 +17,7 @@ from miles.models.vision.spec import (
     MlpProjectorSpec,
     PoolProjectorSpec,
     ProjectorSpec,
+    ScaledPoolProjectorSpec,
     ShuffleProjectorSpec,
     VisionNorm,
     VisionSpec,
@@ -41,6 +42,10 @@ VISION_NAMES: Mapping[str, str] = MappingProxyType(
         "vision_gate": "mlp.gate_proj",
         "vision_up": "mlp.linear_fc1",
         "vision_down": "mlp.linear_fc2",
+        "vision_q_norm": "self_attn.q_norm",
+        "vision_k_norm": "self_attn.k_norm",
+        "vision_attention_post_norm": "post_attention_layernorm",
+        "vision_mlp_post_norm": "post_feedforward_layernorm",
         "vision_attention_scale": "lambda_1",
         "vision_mlp_scale": "lambda_2",
         "merger": "merger",
@@ -52,6 +57,8 @@ VISION_NAMES: Mapping[str, str] = MappingProxyType(
         "merger_output": "linear_1",
         "merger_merge": "patch_merger.merging_layer",
         "downsample": "downsample",
+        "std_bias": "std_bias",
+        "std_scale": "std_scale",
         "deepstack": "deepstack_merger_list.{}",
     }
 )
@@ -102,10 +109,16 @@ def _map_block(tower: VisionTowerSpec, block: ModuleNames) -> ParamMap:
     heads = {"vision_q": width, "vision_k": width, "vision_v": width}
     params |= block.linear("attention.qkv", heads, width, bias=tower.qkv_bias, fused="vision_qkv")
     params |= block.linear("attention.output", {"vision_o": width}, width, bias=tower.output_bias)
+    if tower.qk_norm:
+        params |= block.tensor("attention.q_norm.weight", "vision_q_norm", (tower.head_dim,))
+        params |= block.tensor("attention.k_norm.weight", "vision_k_norm", (tower.head_dim,))
     params |= _map_norm(tower.norm, width, block, "mlp_norm", "vision_mlp_norm")
     rows = {"vision_gate": mlp.size, "vision_up": mlp.size} if mlp.gated else {"vision_up": mlp.size}
     params |= block.linear("mlp.gate_up" if mlp.gated else "mlp.up", rows, width, bias=mlp.bias)
     params |= block.linear("mlp.down", {"vision_down": width}, mlp.size, bias=mlp.bias)
+    if tower.block_post_norms:
+        params |= _map_norm(tower.norm, width, block, "attention_post_norm", "vision_attention_post_norm")
+        params |= _map_norm(tower.norm, width, block, "mlp_post_norm", "vision_mlp_post_norm")
     if tower.layer_scale:
         params |= block.tensor("attention_scale", "vision_attention_scale", (width,), suffix="")
         params |= block.tensor("mlp_scale", "vision_mlp_scale", (width,), suffix="")
@@ -136,6 +149,13 @@ def _map_projector(projector: ProjectorSpec, spec: VisionSpec, width: int, modul
         case PoolProjectorSpec():
             params = module.tensor("norm.weight", "merger_norm", (hidden,))
             return params | module.tensor("output.weight", "merger_output", (width, hidden), suffix="", transposed=True)
+        case ScaledPoolProjectorSpec():
+            params = module.linear("output", {"merger_output": width}, hidden, bias=False)
+            if projector.standardize:
+                tower = ModuleNames(module.prefix, module.names["vision"], module.names)
+                params |= tower.tensor("std_bias", "std_bias", (hidden,), suffix="")
+                params |= tower.tensor("std_scale", "std_scale", (hidden,), suffix="")
+            return params
 
 
 def _map_conv_merger(projector: ConvMergerSpec, spec: VisionSpec, width: int, module: ModuleNames) -> ParamMap:

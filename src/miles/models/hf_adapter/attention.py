@@ -75,6 +75,14 @@ def register() -> None:
     AttentionMaskInterface.register(_PROBE, _rule)
 
 
+def set_attention(model: Any, name: str) -> None:
+    """Set the attention function of the language model; that of a vision tower stays as it is."""
+    if getattr(model.config, "vision_config", None) is None:
+        model.set_attn_implementation(name)
+    else:
+        model.set_attn_implementation({"": name, "text_config": name})
+
+
 def attach_binding(model: Any, binding: BackendBinding) -> None:
     """Give every module of ``model`` the binding."""
     for module in model.modules():
@@ -151,11 +159,11 @@ def probe_attention(
     ``positions`` is how far masks are evaluated, ``chunk`` is the chunk length in the config.
     """
     binding.calls.clear()
-    model.set_attn_implementation(_PROBE)
+    set_attention(model, _PROBE)
     try:
         model(input_ids=torch.zeros(1, 3, dtype=torch.long, device=model.device), use_cache=False)
     finally:
-        model.set_attn_implementation(NAME)
+        set_attention(model, NAME)
     if not binding.calls:
         raise UnsupportedModelError("it does not compute attention through transformers' attention interface.")
     rules: dict[int, tuple[int | None, int | None]] = {}

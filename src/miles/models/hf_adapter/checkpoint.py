@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -9,15 +10,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from miles.core.errors import CheckpointError, UsageError
+from miles.core.media import Images
+from miles.core.media_store import MediaStore
 from miles.models.checkpoint.safetensors_io import copy_tokenizer_files, read_config, write_atomically, write_json
 from miles.models.hf_adapter.attention import UnsupportedModelError, register
 from miles.models.hf_adapter.decoder import HfDecoder
-from miles.models.hf_adapter.equivalence_check import wrap_verified
+from miles.models.hf_adapter.equivalence_check import verify_images, wrap_verified
 from miles.models.hf_adapter.spec import build_hf_adapter_spec
+from miles.models.media_config import has_image_processor
+from miles.models.processor import MultimodalProcessor, load_processor
 
 
 def load(
@@ -29,10 +35,32 @@ def load(
     register()
     try:
         with _quietly():
-            return wrap_verified(module, spec)
+            decoder = wrap_verified(module, spec)
+            if spec.vision is not None and has_image_processor(folder):
+                verify_images(decoder, *_make_prompt(Path(folder), decoder, trust_remote_code))
+            return decoder
     except UnsupportedModelError as error:
         name = type(module).__name__
         raise UsageError(f"--model-impl transformers cannot run {name} of {folder}: {error}") from error
+
+
+def _make_prompt(folder: Path, decoder: HfDecoder, trust_remote_code: bool) -> tuple[Tensor, Images]:
+    """A prompt with two images of noise, as the checkpoint's processor expands it."""
+    processor = load_processor(folder, media=MediaStore(), trust_remote_code=trust_remote_code)
+    assert isinstance(processor, MultimodalProcessor)
+    references = [processor.media.put(_draw_noise(seed)) for seed in (0, 1)]
+    marker = processor.image_marker
+    tokens, images = processor.encode_with_images(f"{marker}1{marker}2", references)
+    return torch.tensor(tokens, device=decoder.head().device), images
+
+
+def _draw_noise(seed: int) -> bytes:
+    from PIL import Image
+
+    pixels = np.random.default_rng(seed).integers(0, 256, (96, 128, 3), np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, format="PNG")
+    return out.getvalue()
 
 
 def tensors(folder: Path | str, *, like: HfDecoder, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -43,11 +71,13 @@ def tensors(folder: Path | str, *, like: HfDecoder, dtype: torch.dtype) -> dict[
 
 
 def _module(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    takes_images = build_hf_adapter_spec(read_config(folder), folder).vision is not None
+    loader = cast(Any, AutoModelForImageTextToText if takes_images else AutoModelForCausalLM)
     try:
         with _quietly():
-            module, info = cast(Any, AutoModelForCausalLM).from_pretrained(
+            module, info = loader.from_pretrained(
                 folder,
                 dtype=dtype,
                 trust_remote_code=trust_remote_code,

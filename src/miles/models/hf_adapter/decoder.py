@@ -18,6 +18,7 @@ from miles.kernels.numerics import FAST, Numerics
 from miles.models.activation_checkpointing import CheckpointFn, checkpoint_full
 from miles.models.hf_adapter.attention import BackendBinding
 from miles.models.hf_adapter.spec import HfAdapterSpec
+from miles.models.hf_adapter.vision import HfVisionTower
 from miles.models.hidden_capture import HiddenCapture
 from miles.models.layers.attention_backend import AttentionBackend
 from miles.models.layers.moe import Routing
@@ -42,6 +43,7 @@ class HfDecoder(nn.Module):
         self.checkpoint_layers = False
         self.checkpoint_fn: CheckpointFn = checkpoint_full
         self.recompute_num_layers: int | None = None
+        self.vision = None if spec.vision is None else HfVisionTower(module)
         head = module.get_output_embeddings().weight
         # A tied head is found under its other name: loading new tensors replaces only that one.
         self._head = next(name for name, parameter in module.named_parameters() if parameter is head)
@@ -56,16 +58,27 @@ class HfDecoder(nn.Module):
         capture: HiddenCapture | None = None,
     ) -> Tensor:
         """Compute hidden states [T, D]; logits are these times ``head()`` transposed, then soft-capped by the spec."""
-        assert vision is None, "images are refused before: the spec of a transformers module has no vision tower"
         assert capture is None, "hidden states of transformers modules are not captured"
         assert routing is None, "routing of transformers modules is neither recorded nor replayed"
         recompute = self.checkpoint_layers and torch.is_grad_enabled()
         with self._bind_attention(attn_backend), self._checkpointing(attn_backend) if recompute else nullcontext():
-            out = self.module.get_decoder()(
-                input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, return_dict=True
+            given = (
+                {"input_ids": tokens_T[None]} if vision is None else {"inputs_embeds": self._embed(tokens_T, vision)}
             )
+            out = self.module.get_decoder()(**given, position_ids=positions_T[None], use_cache=False, return_dict=True)
         hidden_TD: Tensor = out.last_hidden_state[0]
         return hidden_TD if self.spec.hidden_scale == 1.0 else hidden_TD * self.spec.hidden_scale
+
+    def _embed(self, tokens_T: Tensor, vision: VisionInputs) -> Tensor:
+        """The embeddings of tokens [1, T, D], with the features of images in place of those of placeholders."""
+        features = vision.features
+        if features is None:
+            assert self.vision is not None, "images are refused before: the module has no vision tower"
+            features = self.vision(vision.images)
+        # A placeholder may lie outside of the vocabulary.
+        x_TD = self.module.get_input_embeddings()(tokens_T.index_fill(0, vision.token_I, 0))
+        embeds_ID = features.embeds_FD.index_select(0, vision.feature_I).to(x_TD.dtype)
+        return x_TD.index_copy(0, vision.token_I, embeds_ID)[None]
 
     def head(self) -> Tensor:
         """Return the output weight [V, D]: the embedding itself if tied."""
@@ -103,7 +116,9 @@ class HfDecoder(nn.Module):
         """Layers save only their input, and are recomputed in backward with the attention backend of this forward."""
         from transformers.modeling_layers import GradientCheckpointingLayer
 
-        layers = [module for module in self.module.modules() if isinstance(module, GradientCheckpointingLayer)]
+        # With a number of layers, those are of the decoder; a vision tower is recomputed as a whole or not at all.
+        inside = self.module if self.recompute_num_layers is None else self.module.get_decoder()
+        layers = [module for module in inside.modules() if isinstance(module, GradientCheckpointingLayer)]
         layers = layers[: self.recompute_num_layers]
         for layer in layers:
             layer.forward = partial(self._run_checkpointed, layer.forward, attn_backend)

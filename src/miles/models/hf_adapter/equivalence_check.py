@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from miles.core.media import Images
 from miles.kernels.attention.varlen import VarlenAttentionBackend
 from miles.kernels.fused.lm_head import compute_logits
 from miles.models.hf_adapter.attention import (
@@ -21,11 +22,14 @@ from miles.models.hf_adapter.attention import (
     UnsupportedModelError,
     attach_binding,
     probe_attention,
+    set_attention,
 )
 from miles.models.hf_adapter.decoder import HfDecoder
 from miles.models.hf_adapter.spec import HfAdapterSpec
+from miles.models.hf_adapter.vision import convert_arrays
 from miles.models.layers.attention_backend import AttentionInputs, AttentionParams, RecurrentState
 from miles.models.spec import LayerSpec
+from miles.models.vision.inputs import build_vision_inputs
 
 _LENGTHS = (19, 1, 26)
 # Steps: sequence -> tokens read in this step; after the first, mostly single tokens.
@@ -59,6 +63,38 @@ def _verify(module: Any, spec: HfAdapterSpec) -> HfDecoder:
     tolerance.check("sequences packed side by side", _packed_logits(decoder, sequences)[after:], torch.cat(theirs[1:]))
     tolerance.check("sequences read piece by piece", *_stepwise_logits(decoder, sequences, theirs))
     return decoder
+
+
+def verify_images(decoder: HfDecoder, tokens_T: Tensor, images: Images) -> None:
+    """Raise an UnsupportedModelError unless a prompt with images, packed behind others, has the module's own logits."""
+    module, device = decoder.module, decoder.head().device
+    arrays = [placed.image for placed in images]
+    set_attention(module, "eager")
+    try:
+        with torch.no_grad():
+            given = convert_arrays(arrays, module, module.forward, module.base_model.forward)
+            theirs_TV = module(input_ids=tokens_T[None], use_cache=False, **given).logits[0].float()
+    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as error:  # from inside the module
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise UnsupportedModelError(f"its own forward fails on an image ({type(error).__name__}: {reason}).") from error
+    finally:
+        set_attention(module, NAME)
+    text_T = _tokens(decoder.spec, device)[0]
+    lengths = [len(text_T), len(tokens_T)]
+    positions_T = torch.cat([torch.arange(n, device=device) for n in lengths])
+    vision = build_vision_inputs(decoder.spec, [(lengths[0], tokens_T.cpu().numpy(), images)], device)
+    with torch.no_grad():
+        attention = VarlenAttentionBackend(lengths, device)
+        hidden_TD = decoder(torch.cat((text_T, tokens_T)), positions_T, attention, vision=vision)
+        softcap = decoder.spec.logit_softcap
+        ours_TV = compute_logits(hidden_TD[lengths[0] :], decoder.head(), softcap, numerics=decoder.numerics)
+    tolerance = _Tolerance(exact=module.dtype in (torch.float32, torch.float64))
+    off = tolerance.relative_error(ours_TV, theirs_TV)
+    if not off <= tolerance.limit:
+        raise UnsupportedModelError(
+            f"prompts with images get other logits than from the module itself (relative error {off:.1e}): it has "
+            "positions, masks or features of its own for images. Without its preprocessor_config.json it runs on text."
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +149,11 @@ def _tokens(spec: HfAdapterSpec, device: torch.device) -> list[Tensor]:
 @torch.no_grad()
 def _own_logits(module: Any, sequences: Sequence[Tensor]) -> list[Tensor]:
     """Compute the logits of each sequence alone, with transformers' eager attention."""
-    module.set_attn_implementation("eager")
+    set_attention(module, "eager")
     try:
         return [module(input_ids=tokens_T[None], use_cache=False).logits[0].float() for tokens_T in sequences]
     finally:
-        module.set_attn_implementation(NAME)
+        set_attention(module, NAME)
 
 
 def _with_logit_transform(

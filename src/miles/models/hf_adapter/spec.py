@@ -11,6 +11,7 @@ from typing import Any
 from miles.core.errors import UsageError
 from miles.models.checkpoint.safetensors_io import StoredTensor, stored_tensors
 from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec
+from miles.models.vision.spec import PoolProjectorSpec, VisionMlpSpec, VisionSpec, VisionTowerSpec
 
 # Names that configs have for one quantity, the usual one first.
 _VOCABULARY = ("vocab_size",)
@@ -24,6 +25,8 @@ _HEAD_DIM = ("head_dim",)
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
 
+_IMAGE_TOKENS = ("image_token_id", "image_token_index")
+
 # These rope types depend on the longest sequence of a batch beyond the original length, which rules out packing.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
@@ -31,7 +34,7 @@ _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HfAdapterSpec(DecoderSpec):
     """A model computed by transformers. ``layers`` describe its attention, from which the KV cache follows; the rest of
-    them is a guess.
+    them is a guess, and so is the tower of ``vision``, of which the placeholder token alone is used to compute.
 
     Hidden states are multiplied by ``hidden_scale`` before the head. ``active`` counts the parameters used per token.
     ``recurrent`` and ``moe`` are never set: recurrent models are rejected, and routing is internal to transformers.
@@ -62,6 +65,7 @@ def build_hf_adapter_spec(config: Mapping[str, Any], folder: Path | str) -> HfAd
     stored = stored_tensors(folder)
     total, active = _parameters(text, stored)
     architectures = config.get("architectures") or (config.get("model_type"),)
+    vision = _guess_vision(config, str(architectures[0]))
     return HfAdapterSpec(
         family=str(config.get("model_type")),
         architecture=str(architectures[0]),
@@ -74,6 +78,35 @@ def build_hf_adapter_spec(config: Mapping[str, Any], folder: Path | str) -> HfAd
         eos_token_ids=_eos_token_ids(config, text),
         parameters=total,
         active=active,
+        vision=vision,
+    )
+
+
+def _guess_vision(config: Mapping[str, Any], architecture: str) -> VisionSpec | None:
+    """The vision part of a model that takes images, as far as memory is estimated from it; None if it takes none.
+
+    Multimodal RoPE is not passed on to transformers, so that models with it run on text alone.
+    """
+    tower, text = config.get("vision_config"), config.get("text_config") or {}
+    if any("mrope_section" in (text.get(key) or ()) for key in ("rope_parameters", "rope_scaling")):
+        return None
+    token = next((config[key] for key in _IMAGE_TOKENS if type(config.get(key)) is int), None)
+    if not isinstance(tower, Mapping) or token is None or not architecture.endswith("ForConditionalGeneration"):
+        return None
+    hidden = _size(tower, ("hidden_size", "embed_dim"), 1024)
+    return VisionSpec(
+        image_token_id=token,
+        tower=VisionTowerSpec(
+            hidden_size=hidden,
+            num_layers=_size(tower, ("num_hidden_layers", "depth"), 24),
+            num_heads=1,
+            mlp=VisionMlpSpec(size=_size(tower, _INNER, 4 * hidden), activation="gelu"),
+            norm="layer",
+            norm_eps=1e-6,
+            patch_size=_size(tower, ("patch_size",), 14),
+            rope_theta=None,
+            projector=PoolProjectorSpec(),
+        ),
     )
 
 

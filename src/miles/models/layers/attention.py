@@ -13,14 +13,13 @@ from torch.nn import functional as F
 
 from miles.kernels.attention.gpu_backend import TritonAttentionBackend
 from miles.kernels.batch_invariant import qk_norm_rope as invariant_qk
-from miles.kernels.batch_invariant import rms_norm as invariant_norm
 from miles.kernels.batch_invariant.activation import sigmoid
 from miles.kernels.fused.qk_norm_rope import QKNormRopeParams, QKVShape, qk_norm_rope_training
 from miles.kernels.numerics import Numerics
 from miles.kernels.runtime.triton_compat import use_triton, use_triton_training
 from miles.models.layers.attention_backend import AttentionBackend, AttentionInputs, AttentionParams
 from miles.models.layers.linear import Linear
-from miles.models.layers.norm import RMSNorm
+from miles.models.layers.norm import RMSNorm, unit_rms_norm
 from miles.models.layers.rope import Positions, apply_rotary
 from miles.models.spec import AttentionSpec, DecoderSpec
 from miles.precision.kv_cache import round_kv
@@ -51,10 +50,12 @@ class Attention(nn.Module):
         self.eps = model.norm_eps
         self.numerics = numerics
         scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
-        self.params = AttentionParams(scale=scale, window=spec.window, chunk=spec.chunk, softcap=spec.softcap)
+        self.params = AttentionParams(
+            scale=scale, window=spec.window, chunk=spec.chunk, softcap=spec.softcap, ignores_spans=spec.ignores_spans
+        )
         factory: dict[str, Any] = {"device": device, "dtype": dtype, "numerics": numerics}
         queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        width = queries * (2 if spec.gated else 1) + 2 * keys
+        width = queries * (2 if spec.gated else 1) + keys * (1 if spec.value_from_key else 2)
         self.qkv = Linear(input_size or model.hidden_size, width, bias=spec.qkv_bias, **factory)
         self.output = Linear(queries, model.hidden_size, bias=spec.output_bias, **factory)
         self.q_norm: RMSNorm | None = None
@@ -65,7 +66,8 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = norms
         self.sinks = nn.Parameter(torch.empty(spec.num_heads, device=device, dtype=dtype)) if spec.sinks else None
         # The fused kernel covers QK-norm per head and RoPE; nothing else may be between projection and attention.
-        self._fusable = not spec.gated and spec.qk_norm in ("none", "head") and spec.temperature is None
+        is_plain = not (spec.gated or spec.value_norm or spec.value_from_key) and spec.temperature is None
+        self._fusable = is_plain and spec.qk_norm in ("none", "head")
 
     def forward(
         self, x_TD: Tensor | QuantizedActivation, positions: Positions, attn_backend: AttentionBackend
@@ -81,13 +83,15 @@ class Attention(nn.Module):
         if self._fusable and not is_quantized and use_fused(x_TD):
             return self.output(self._fused_attention(x_TD, positions, attn_backend).flatten(1))
         gate_THd, qk_TNd, v_TGd = self._project(x_TD)
+        if self.spec.value_norm:
+            v_TGd = unit_rms_norm(v_TGd, self.eps, self.numerics)
         qk_TNd = self._normalise(qk_TNd)
         rope = self.spec.rope
         if rope is not None:
             cos_sin = positions.cos_sin(rope, self.spec.head_dim)
             qk_TNd = apply_rotary(qk_TNd, cos_sin, interleaved=rope.interleaved, numerics=self.numerics)
         if self.spec.qk_norm == "unit":
-            qk_TNd = self._unit_norm(qk_TNd)
+            qk_TNd = unit_rms_norm(qk_TNd, self.eps, self.numerics)
         q_THd, k_TGd = qk_TNd.split((self.spec.num_heads, self.spec.num_kv_heads), dim=1)
         if self.spec.temperature is not None:
             q_THd = (q_THd * positions.temperature(*self.spec.temperature)).to(q_THd.dtype)
@@ -153,15 +157,12 @@ class Attention(nn.Module):
             else (cache_P2d, positions.positions_T)
         )
 
-    def _unit_norm(self, qk_TNd: Tensor) -> Tensor:
-        if self.numerics.batch_invariant:
-            return invariant_norm.rms_norm(qk_TNd, None, self.eps)
-        return F.rms_norm(qk_TNd, (self.spec.head_dim,), None, self.eps)
-
     def _project(self, x_TD: Tensor | QuantizedActivation) -> tuple[Tensor | None, Tensor, Tensor]:
         """Return gates (if gated), queries and keys side by side, and values."""
         num_q, num_k, d = self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim
         qkv_TNd = self.qkv(x_TD).unflatten(-1, (-1, d))
+        if self.spec.value_from_key:
+            return None, qkv_TNd, qkv_TNd[:, num_q:]
         if not self.spec.gated:
             qk_TNd, v_TGd = qkv_TNd.split((num_q + num_k, num_k), dim=1)
             return None, qk_TNd, v_TGd

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from miles.kernels.batch_invariant import rms_norm as invariant_norm
 from miles.kernels.fused.rms_norm import add_rms_norm, rms_norm
 from miles.kernels.numerics import Numerics
 from miles.kernels.quantized.activation_quant import has_fp8, rms_norm_fp8
@@ -65,6 +66,13 @@ class RMSNorm(nn.Module):
         if not self.offset:
             return self.weight
         return self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)) + self.offset
+
+
+def unit_rms_norm(x: Tensor, eps: float, numerics: Numerics) -> Tensor:
+    """Scale the last dimension to unit mean square, without a weight."""
+    if numerics.batch_invariant:
+        return invariant_norm.rms_norm(x, None, eps)
+    return F.rms_norm(x, x.shape[-1:], None, eps)
 
 
 class LayerNorm(nn.Module):

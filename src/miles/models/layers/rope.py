@@ -36,6 +36,9 @@ def compute_inv_freq(rope: RopeSpec, dim: int, max_positions: int) -> Tensor:
             return 1.0 / period_h
         case "linear":
             return 1.0 / period_h / rope.factor
+        case "proportional":
+            rotates_h = torch.arange(len(period_h), device="cpu") < rope.rotated_pairs
+            return torch.where(rotates_h, 1.0 / period_h, 0.0) / rope.factor
         case "llama3":
             return _llama3(rope, 1.0 / period_h)
         case "yarn":

@@ -173,7 +173,7 @@ def shard_spec(spec: DecoderSpec, world: int) -> DecoderSpec:
     if world == 1:
         return spec
     layers = tuple(
-        LayerSpec(mixer=_shard_mixer(layer.mixer, world), ffn=_shard_ffn(layer.ffn, world), post_norms=layer.post_norms)
+        replace(layer, mixer=_shard_mixer(layer.mixer, world), ffn=_shard_ffn(layer.ffn, world))
         for layer in spec.layers
     )
     return replace(spec, vocab_size=ShardSegment(spec.vocab_size).units_per_rank(world), layers=layers)
@@ -321,6 +321,8 @@ def _layer_shards(layer: LayerSpec) -> TpShards:
     if layer.post_norms:
         kinds = {"attention": layer.mixer, "mlp": layer.ffn}
         out |= {f"{kind}_post_norm.weight": _RESIDUAL for kind, there in kinds.items() if there is not None}
+    if layer.output_scale:
+        out["output_scale"] = _RESIDUAL
     return out
 
 
@@ -346,7 +348,8 @@ def _attention(spec: AttentionSpec) -> TpShards:
         ShardSegment(spec.num_kv_heads, spec.head_dim, repeat=True),
     )
     gated = ShardSegment(spec.num_heads, 2 * spec.head_dim) if spec.gated else queries
-    out = _column_parallel("qkv", _row_shard(gated, keys, keys), bias=spec.qkv_bias)
+    values = () if spec.value_from_key else (keys,)
+    out = _column_parallel("qkv", _row_shard(gated, keys, *values), bias=spec.qkv_bias)
     out |= _row_parallel("output", queries, bias=spec.output_bias)
     if spec.qk_norm in ("head", "all"):
         each = spec.qk_norm == "head"

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from miles.kernels.attention.bidirectional import Segments, bidirectional_attention
 from miles.kernels.numerics import Numerics
 from miles.models.layers.linear import Linear
-from miles.models.layers.norm import LayerNorm, RMSNorm
+from miles.models.layers.norm import LayerNorm, RMSNorm, unit_rms_norm
 from miles.models.layers.rope import apply_rotary
 from miles.models.vision.spec import VisionActivation, VisionMlpSpec, VisionNorm, VisionTowerSpec
 
@@ -45,20 +45,33 @@ class VisionAttention(nn.Module):
     def __init__(self, spec: VisionTowerSpec, **factory: Any) -> None:
         super().__init__()
         self.head_dim = spec.head_dim
+        self.halves = spec.rope == "halves"
         self.interleaved = spec.rope in ("complex", "pairs")
         self.numerics: Numerics = factory["numerics"]
         self.qkv = Linear(spec.hidden_size, 3 * spec.hidden_size, bias=spec.qkv_bias, **factory)
         self.output = Linear(spec.hidden_size, spec.hidden_size, bias=spec.output_bias, **factory)
+        self.scale = 1.0 if spec.qk_norm else spec.head_dim**-0.5
+        self.eps = spec.norm_eps
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if spec.qk_norm:
+            self.q_norm, self.k_norm = (RMSNorm(spec.head_dim, spec.norm_eps, **factory) for _ in range(2))
 
     def forward(self, x_PD: Tensor, cos_sin_P2d: Tensor | None, segments: Segments) -> Tensor:
         q_PHd, k_PHd, v_PHd = self.qkv(x_PD).unflatten(-1, (3, -1, self.head_dim)).unbind(1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_PHd, k_PHd = self.q_norm(q_PHd), self.k_norm(k_PHd)
+            v_PHd = unit_rms_norm(v_PHd, self.eps, self.numerics)
         if cos_sin_P2d is not None:
             q_PHd, k_PHd = (self._rotate(x_PHd, cos_sin_P2d) for x_PHd in (q_PHd, k_PHd))
-        out_PHd = bidirectional_attention(q_PHd, k_PHd, v_PHd, segments, self.head_dim**-0.5)
+        out_PHd = bidirectional_attention(q_PHd, k_PHd, v_PHd, segments, self.scale)
         return self.output(out_PHd.flatten(1))
 
     def _rotate(self, x_PHd: Tensor, cos_sin_P2d: Tensor) -> Tensor:
         wide_PHd = x_PHd.to(cos_sin_P2d.dtype)
+        if self.halves:
+            # The pairs of both halves as those of one: the order of channels is the same in queries and keys.
+            wide_PHd = wide_PHd.unflatten(-1, (2, 2, -1)).transpose(-3, -2).flatten(-3)
         rotated_PHd = apply_rotary(wide_PHd, cos_sin_P2d, interleaved=self.interleaved, numerics=self.numerics)
         return rotated_PHd.to(x_PHd.dtype)
 
@@ -94,6 +107,11 @@ class VisionBlock(nn.Module):
         self.attention = VisionAttention(spec, **factory)
         self.mlp_norm = build_norm(spec.norm, spec.hidden_size, spec.norm_eps, **factory)
         self.mlp = VisionMlp(spec.hidden_size, spec.mlp, **factory)
+        self.attention_post_norm: LayerNorm | RMSNorm | None = None
+        self.mlp_post_norm: LayerNorm | RMSNorm | None = None
+        if spec.block_post_norms:
+            norms = (build_norm(spec.norm, spec.hidden_size, spec.norm_eps, **factory) for _ in range(2))
+            self.attention_post_norm, self.mlp_post_norm = norms
         self.attention_scale: nn.Parameter | None = None
         self.mlp_scale: nn.Parameter | None = None
         if spec.layer_scale:
@@ -103,6 +121,8 @@ class VisionBlock(nn.Module):
 
     def forward(self, x_PD: Tensor, cos_sin_P2d: Tensor | None, segments: Segments) -> Tensor:
         y_PD = self.attention(self.attention_norm(x_PD), cos_sin_P2d, segments)
+        y_PD = y_PD if self.attention_post_norm is None else self.attention_post_norm(y_PD)
         x_PD = x_PD + (y_PD if self.attention_scale is None else y_PD * self.attention_scale)
         y_PD = self.mlp(self.mlp_norm(x_PD))
+        y_PD = y_PD if self.mlp_post_norm is None else self.mlp_post_norm(y_PD)
         return x_PD + (y_PD if self.mlp_scale is None else y_PD * self.mlp_scale)

@@ -39,7 +39,13 @@ class PatchGrid(NamedTuple):
 
 def read_grid(image: ImageInput, spec: VisionSpec) -> PatchGrid:
     """Return the grid of a processed image; ValueError if it does not fit the number of its features."""
-    grid = _read_tile_grid(image, spec.tower.patch_size) if spec.tower.pixels == "tiles" else _read_patch_grid(image)
+    match spec.tower.pixels:
+        case "tiles":
+            grid = _read_tile_grid(image, spec.tower.patch_size)
+        case "padded":
+            grid = _read_padded_grid(image)
+        case _:
+            grid = _read_patch_grid(image)
     merge_size = spec.merge_size
     if grid.rows % merge_size or grid.columns % merge_size:
         raise ValueError(
@@ -59,6 +65,21 @@ def _read_patch_grid(image: ImageInput) -> PatchGrid:
     if len(values) != 3 or values.min() < 1:
         raise ValueError(f"{name} of an image is {values.tolist()}, but must be three positive integers")
     return PatchGrid(*(int(value) for value in values))
+
+
+def _read_padded_grid(image: ImageInput) -> PatchGrid:
+    """The grid of patches whose columns and rows are given, with (-1, -1) for padding behind them."""
+    at = np.asarray(read_array(image, "image_position_ids")).reshape(-1, 2)
+    columns, rows = (int(most) + 1 for most in at.max(0, initial=-1))
+    if min(columns, rows) < 1 or rows * columns > len(at):
+        raise ValueError(f"image_position_ids of an image are those of {rows} rows and {columns} columns of patches")
+    real, expected = (
+        at[: rows * columns],
+        np.stack((np.arange(rows * columns) % columns, np.arange(rows * columns) // columns), 1),
+    )
+    if (real != expected).any() or (at[rows * columns :] != -1).any():
+        raise ValueError("image_position_ids of an image are not its patches row by row, with padding behind them")
+    return PatchGrid(1, rows, columns)
 
 
 def _read_tile_grid(image: ImageInput, patch_size: int) -> PatchGrid:
@@ -89,7 +110,9 @@ def read_patches(image: ImageInput, grid: PatchGrid, spec: VisionSpec) -> Array:
     if tower.pixels != "tiles":
         name = "pixel_values_videos" if image.kind == "video" else "pixel_values"
         array = read_array(image, name)
-        array = array.reshape(len(array), -1)
+        array = array.reshape(-1, array.shape[-1]) if tower.pixels == "padded" else array.reshape(len(array), -1)
+        if tower.pixels == "padded":
+            array = 2 * (array[: grid.patches] - 0.5)  # from 0 to 1, which the model expects from -1 to 1
         if array.shape != (grid.patches, tower.patch_values):
             raise ValueError(
                 f"{name} of an image has shape {array.shape}, but {grid.patches} patches of {tower.patch_values} "
@@ -146,6 +169,10 @@ def interpolate_positions(grid: PatchGrid, merge_size: int, table: PositionTable
     """The neighbours of every patch in a table of positions, and their weights, [P, K] each."""
     at = patch_positions(grid, merge_size)
     side = table.side
+    if table.kind == "axes":
+        if max(grid.rows, grid.columns) > side:
+            raise ValueError(f"an image has {grid.rows} x {grid.columns} patches, but the model has {side} positions")
+        return np.stack((at[:, 1], side + at[:, 0]), 1), np.ones((len(at), 2), np.float32)
     if table.kind == "fixed":
         if (grid.rows, grid.columns) != (side, side):
             raise ValueError(

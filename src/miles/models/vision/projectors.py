@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from miles.kernels.fused.gemv import linear
 from miles.models.layers.linear import Linear
-from miles.models.layers.norm import LayerNorm, RMSNorm
+from miles.models.layers.norm import LayerNorm, RMSNorm, unit_rms_norm
 from miles.models.vision.encoder import VisionMlp, activate, build_norm
 from miles.models.vision.spec import (
     ConvMergerSpec,
@@ -20,6 +20,7 @@ from miles.models.vision.spec import (
     MlpProjectorSpec,
     PoolProjectorSpec,
     ProjectorSpec,
+    ScaledPoolProjectorSpec,
     ShuffleProjectorSpec,
     VisionActivation,
     VisionMlpSpec,
@@ -39,6 +40,8 @@ def build_projector(spec: ProjectorSpec, hidden: int, merge_size: int, width: in
             return ShuffleProjector(spec, hidden, merge_size, width, **factory)
         case PoolProjectorSpec():
             return PoolProjector(spec, hidden, width, **factory)
+        case ScaledPoolProjectorSpec():
+            return ScaledPoolProjector(spec, hidden, width, **factory)
 
 
 class PatchMerger(nn.Module):
@@ -145,3 +148,27 @@ class PoolProjector(nn.Module):
 
     def forward(self, x_FSD: Tensor) -> Tensor:
         return self.output(self.norm(x_FSD.mean(1)))
+
+
+class ScaledPoolProjector(nn.Module):
+    """``ScaledPoolProjectorSpec``; pooled and standardized in float32, where the scaled values do not overflow."""
+
+    def __init__(self, spec: ScaledPoolProjectorSpec, hidden: int, width: int, **factory: Any) -> None:
+        super().__init__()
+        self.eps = spec.norm_eps
+        self.numerics = factory["numerics"]
+        self.std_bias: nn.Parameter | None = None
+        self.std_scale: nn.Parameter | None = None
+        if spec.standardize:
+            device, dtype = factory["device"], factory["dtype"]
+            self.std_bias = nn.Parameter(torch.empty(hidden, device=device, dtype=dtype), requires_grad=False)
+            self.std_scale = nn.Parameter(torch.empty(hidden, device=device, dtype=dtype), requires_grad=False)
+        self.output = Linear(hidden, width, bias=False, **factory)
+
+    def forward(self, x_FSD: Tensor) -> Tensor:
+        wide = torch.promote_types(x_FSD.dtype, torch.float32)
+        # The mean of a square is rounded to the tower's dtype, as the models were trained.
+        x_FD = x_FSD.to(wide).mean(1).to(x_FSD.dtype).to(wide) * x_FSD.shape[-1] ** 0.5
+        if self.std_bias is not None and self.std_scale is not None:
+            x_FD = (x_FD - self.std_bias.to(wide)) * self.std_scale.to(wide)
+        return self.output(unit_rms_norm(x_FD.to(x_FSD.dtype), self.eps, self.numerics))

@@ -80,7 +80,21 @@ class PoolProjectorSpec:
     norm_offset: float = 1.0
 
 
-ProjectorSpec = MergerSpec | ConvMergerSpec | MlpProjectorSpec | ShuffleProjectorSpec | PoolProjectorSpec
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaledPoolProjectorSpec:
+    """Average pooling over the patches of a square times the root of the tower's width, RMSNorm without weights, and a
+    linear layer.
+
+    ``standardize`` subtracts a bias of the checkpoint behind the pooling and multiplies by a scale; neither is trained.
+    """
+
+    norm_eps: float = 1e-6
+    standardize: bool = False
+
+
+ProjectorSpec = (
+    MergerSpec | ConvMergerSpec | MlpProjectorSpec | ShuffleProjectorSpec | PoolProjectorSpec | ScaledPoolProjectorSpec
+)
 
 
 # -- the tower -------------------------------------------------------------------------------
@@ -90,13 +104,14 @@ ProjectorSpec = MergerSpec | ConvMergerSpec | MlpProjectorSpec | ShuffleProjecto
 class PositionTableSpec:
     """A table of ``side`` x ``side`` learned positions of patches, added to their embeddings.
 
+    ``axes`` has ``side`` positions of columns and as many of rows instead, of which a patch is given one each.
     ``bilinear`` interpolates it with the corners of the image at those of the table, ``bicubic`` with the edges of the
     image at those of the table; ``fixed`` takes images of the table's size only. In the checkpoint a ``batched`` table
     and class token have leading dimensions of one, and a ``square`` table is not flattened.
     """
 
     side: int
-    kind: Literal["bilinear", "bicubic", "fixed"]
+    kind: Literal["bilinear", "bicubic", "fixed", "axes"]
     layout: Literal["flat", "batched", "square"] = "flat"
 
 
@@ -105,17 +120,21 @@ class VisionTowerSpec:
     """A vision transformer over patches of ``channels`` x ``temporal_patch_size`` x ``patch_size`` x ``patch_size``.
 
     ``pixels`` is how the checkpoint's processor returns an image: ``patches`` in squares, or ``rows`` of patches, with
-    the grid of an image, or ``tiles`` of pixels. Every frame or tile attends to itself; with ``window`` (in squares of
+    the grid of an image, or ``tiles`` of pixels, or ``padded`` rows of patches from 0 to 1, with the column and row of
+    each. Every frame or tile attends to itself; with ``window`` (in squares of
     merged patches, height and width), layers other than ``full_layers`` attend within windows. A ``class_token`` is
     before or after the patches of a tile, and has no feature.
 
     ``rope_theta`` rotates half of a head by a patch's row and half by its column (None: no RoPE), with the same
     frequencies. ``rope`` ``alternating`` takes every other frequency for rows and those between for columns;
     ``complex`` rotates neighbouring channels, by columns in the first half of a head, and counts from one; ``pairs``
-    rotates neighbouring channels by columns and rows in turns.
+    rotates neighbouring channels by columns and rows in turns; ``halves`` rotates the first half of a head by columns
+    and the second by rows, each with the channels of its own halves in pairs.
 
     ``pre_norm`` is a norm before the first block, ``post_norm`` after the last; with ``norm_first`` positions of the
-    table are added after the former. ``layer_scale`` scales the output of attention and MLP by learned factors. The
+    table are added after the former; ``block_post_norms`` also normalize the output of attention and MLP. ``qk_norm``
+    normalizes the queries and keys of each head, and values without weights; scores are then not scaled.
+    ``layer_scale`` scales the output of attention and MLP by learned factors. The
     outputs of ``deepstack_layers`` have projectors of their own. ``patch_linear``: the checkpoint has a matrix in place
     of the convolution that embeds patches.
     """
@@ -128,7 +147,7 @@ class VisionTowerSpec:
     norm_eps: float
     patch_size: int
     projector: ProjectorSpec
-    pixels: Literal["patches", "rows", "tiles"] = "patches"
+    pixels: Literal["patches", "rows", "tiles", "padded"] = "patches"
     temporal_patch_size: int | None = None
     channels: int = 3
     patch_bias: bool = False
@@ -136,13 +155,15 @@ class VisionTowerSpec:
     qkv_bias: bool = True
     output_bias: bool = True
     rope_theta: float | None = 10_000.0
-    rope: Literal["axial", "alternating", "complex", "pairs"] = "axial"
+    rope: Literal["axial", "alternating", "complex", "pairs", "halves"] = "axial"
     positions: PositionTableSpec | None = None
     class_token: Literal["first", "last"] | None = None
     pre_norm: bool = False
     post_norm: bool = False
     norm_first: bool = False
     layer_scale: bool = False
+    qk_norm: bool = False
+    block_post_norms: bool = False
     window: int | None = None
     full_layers: tuple[int, ...] = ()
     deepstack_layers: tuple[int, ...] = ()
@@ -170,6 +191,8 @@ class VisionTowerSpec:
         if self.positions is None:
             return None
         side, layout = self.positions.side, self.positions.layout
+        if self.positions.kind == "axes":
+            return 2, side, self.hidden_size
         if layout == "square":
             return side, side, self.hidden_size
         rows = side**2 + (self.class_token is not None)

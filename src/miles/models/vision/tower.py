@@ -219,7 +219,8 @@ class VisionTower(nn.Module):
             cos_Ph, sin_Ph = both_P2h.unbind(1)
             sines_Pd = torch.stack((-sin_Ph, sin_Ph), -1).flatten(1)
             return torch.stack((cos_Ph.repeat_interleave(2, 1), sines_Pd), 1)
-        cos_Ph, sin_Ph = torch.cat((rows_P2q, columns_P2q), 2).unbind(1)
+        axes = (columns_P2q, rows_P2q) if tower.rope == "halves" else (rows_P2q, columns_P2q)
+        cos_Ph, sin_Ph = torch.cat(axes, 2).unbind(1)
         return torch.stack((torch.cat((cos_Ph, cos_Ph), 1), torch.cat((-sin_Ph, sin_Ph), 1)), 1)
 
     def _window_order(self, window: int, grids: Sequence[PatchGrid]) -> tuple[np.ndarray[Any, Any], list[int]]:

@@ -49,6 +49,7 @@ from miles.core.types import Span, Tokens, Version
 from miles.kernels.numerics import FAST, Numerics
 from miles.models.base import CausalLM
 from miles.models.draft.base import Draft
+from miles.models.hf_adapter.spec import HfAdapterSpec
 from miles.models.spec import DecoderSpec
 from miles.sync.manifest import Manifest
 
@@ -458,7 +459,8 @@ class NativeEngine:
         with self._lock:
             self._inflight.drain_deferred()  # the step loop, not this thread, notifies the callers
             self._runner.set_weights(tensors, own)
-            if any(name.startswith(VISION_PREFIX) for name in changed):
+            # Which tensors of a transformers module are those of its tower is not known.
+            if any(name.startswith(VISION_PREFIX) or isinstance(self.spec, HfAdapterSpec) for name in changed):
                 self._runner.clear_features()
             self._set_version(version)
 

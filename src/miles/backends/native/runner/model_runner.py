@@ -55,6 +55,7 @@ from miles.models.capabilities import check_batch_invariance
 from miles.models.decoder import AttentionBackend, Decoder, Routing
 from miles.models.draft.base import Draft, PolicyWeights
 from miles.models.draft.spec import DRAFT_PREFIX
+from miles.models.hf_adapter.decoder import HfDecoder
 from miles.models.spec import DecoderSpec
 
 # The most logits of prompt tokens that are materialized at once.
@@ -495,7 +496,7 @@ def _build_image_encoder(
     vision = model.spec.vision
     if vision is None:
         return None
-    assert isinstance(model, Decoder) and model.vision is not None, "transformers' own modules take no images"
+    assert isinstance(model, Decoder | HfDecoder) and model.vision is not None
     return ImageEncoder(
         model.vision,
         FeatureCache(cache_bytes),

@@ -14,6 +14,7 @@ from torch import Tensor
 from miles.backends.native.engine.vision import VisionBatch
 from miles.backends.native.runner.sampler import SendArrays
 from miles.core.media import ImageInput
+from miles.models.hf_adapter.vision import HfVisionTower
 from miles.models.vision.inputs import VisionFeatures, VisionInputs
 from miles.models.vision.tower import VisionTower
 
@@ -61,7 +62,7 @@ class ImageEncoder:
 
     def __init__(
         self,
-        tower: VisionTower,
+        tower: VisionTower | HfVisionTower,
         cache: FeatureCache,
         *,
         max_features: int,

@@ -1,0 +1,226 @@
+"""Gemma 4, dense and with images: proportional RoPE, normalized values, and a tower of images of any aspect ratio.
+
+Implemented is the dense model whose layers have keys and values of their own (31B). Per-layer embeddings, layers that
+share keys and values, double-wide MLPs (E2B, E4B), experts (26B-A4B) and audio are refused by the keys that ask for
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from miles.models.families.base import ModelFamily
+from miles.models.families.config_reader import ConfigReader
+from miles.models.families.gemma import NAMES
+from miles.models.families.vision_config import VisionConfigReader, read_text_config, read_token_id
+from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, RopeSpec
+from miles.models.vision.spec import (
+    PositionTableSpec,
+    ScaledPoolProjectorSpec,
+    VisionMlpSpec,
+    VisionSpec,
+    VisionTowerSpec,
+)
+
+# transformers' defaults for a config that does not name them.
+_TEXT = {
+    "vocab_size": 262_144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+    "hidden_size_per_layer_input": 256,
+}
+_GLOBAL_HEAD_DIM = 512
+_WINDOW = 512
+_SLIDING_WINDOW_PATTERN = 6
+_GLOBAL_THETA = 1_000_000.0
+_GLOBAL_PART = 0.25
+_TOWER = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "head_dim": 64,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rms_norm_eps": 1e-6,
+    "pooling_kernel_size": 3,
+    "patch_size": 16,
+    "position_embedding_size": 10_240,
+}
+_TOWER_THETA = 100.0
+_IMAGE_TOKEN = 258_880
+
+_TEXT_NAMES = NAMES
+_NAMES = NAMES | {
+    "embedding": "model.language_model.embed_tokens",
+    "layer": "model.language_model.layers.{}",
+    "norm": "model.language_model.norm",
+    "vision": "model.vision_tower",
+    "patch_embed": "patch_embedder.input_proj",
+    "position_table": "patch_embedder.position_embedding_table",
+    "vision_block": "encoder.layers.{}",
+    "vision_attention_norm": "input_layernorm",
+    "vision_mlp_norm": "pre_feedforward_layernorm",
+    "vision_q": "self_attn.q_proj.linear",
+    "vision_k": "self_attn.k_proj.linear",
+    "vision_v": "self_attn.v_proj.linear",
+    "vision_o": "self_attn.o_proj.linear",
+    "vision_gate": "mlp.gate_proj.linear",
+    "vision_up": "mlp.up_proj.linear",
+    "vision_down": "mlp.down_proj.linear",
+    "merger": "/model.embed_vision",
+    "merger_output": "embedding_projection",
+}
+
+
+def read_text(config: Mapping[str, Any], family: str = "gemma4_text") -> DecoderSpec:
+    """The language model; images attend in both directions in layers with a sliding window only."""
+    reader = ConfigReader({**_TEXT, **config}, family)
+    reader.require("hidden_activation", "gelu_pytorch_tanh")
+    reader.require("use_bidirectional_attention", None, "vision")
+    reader.require("hidden_size_per_layer_input", 0, None)
+    reader.require("num_kv_shared_layers", 0, None)
+    reader.require("use_double_wide_mlp", False, None)
+    reader.require("enable_moe_block", False, None)
+    common, bias, heads = reader.common_args(tied=True), reader.flag("attention_bias"), reader.attention_heads()
+    shared = {"qk_norm": "head", "qkv_bias": bias, "output_bias": bias, "scale": 1.0, "value_norm": True}
+    local = AttentionSpec(**heads, **shared, rope=reader.rope(layer_type="sliding_attention"))
+    mlp = MlpSpec(size=reader.positive_int("intermediate_size"), activation="gelu_tanh")
+    last = reader.positive_int("num_hidden_layers") - 1
+    windows = reader.sliding_windows(
+        always=True, default=_WINDOW, sliding=lambda i: i != last and (i + 1) % _SLIDING_WINDOW_PATTERN != 0
+    )
+    if windows[-1] is not None:
+        reader.reject("layer_types", "ends with a layer that has a sliding window, but the last one must have none")
+    full = [number for number, window in enumerate(windows) if window is None]
+    wide = AttentionSpec(**_read_global_heads(reader, heads, full), **shared, ignores_spans=True)
+    layers = (
+        LayerSpec(
+            mixer=wide if window is None else replace(local, window=window),
+            ffn=mlp,
+            post_norms=True,
+            output_scale=True,
+        )
+        for window in windows
+    )
+    return reader.build_spec(
+        common,
+        layers,
+        embedding_scale=common["hidden_size"] ** 0.5,
+        logit_softcap=reader.optional_positive("final_logit_softcapping"),
+    )
+
+
+def _read_global_heads(reader: ConfigReader, heads: Mapping[str, Any], full: list[int]) -> dict[str, Any]:
+    """Heads and RoPE of the layers without a window, which may have heads of another size, and no value projection.
+
+    Published configs have keys for them, those that transformers writes a group of overrides for each layer.
+    """
+    from_key, key = reader.flag("attention_k_eq_v"), "num_global_key_value_heads"
+    overrides = reader.config.get("per_layer_config")
+    if overrides is None:
+        head_dim = reader.positive_int("global_head_dim", _GLOBAL_HEAD_DIM)
+        kv_heads = reader.positive_int(key, heads["num_kv_heads"]) if from_key else heads["num_kv_heads"]
+    else:
+        key, same = "per_layer_config", next(iter(overrides.values()), {})
+        if {int(number) for number in overrides} != set(full) or any(each != same for each in overrides.values()):
+            reader.reject(key, "overrides other layers than those without a sliding window, or these not all alike")
+        if set(same) - {"head_dim", "num_key_value_heads"}:
+            reader.reject(key, f"overrides {', '.join(same)}, but only head_dim and num_key_value_heads may differ")
+        head_dim = same.get("head_dim", heads["head_dim"])
+        kv_heads = same.get("num_key_value_heads", heads["num_kv_heads"])
+    if heads["num_heads"] % kv_heads:
+        reader.reject(key, f"gives {kv_heads} key-value heads, which do not divide the attention heads")
+        kv_heads = heads["num_heads"]
+    rope = _read_global_rope(reader, head_dim)
+    return {**heads, "head_dim": head_dim, "num_kv_heads": kv_heads, "value_from_key": from_key, "rope": rope}
+
+
+def _read_global_rope(reader: ConfigReader, head_dim: int) -> RopeSpec:
+    key, given = reader.rope_group("full_attention")
+    if given.get("rope_type", "proportional") != "proportional":
+        return reader.rope(layer_type="full_attention", head_dim=head_dim)
+    values = {"rope_theta": _GLOBAL_THETA, "factor": 1.0, "partial_rotary_factor": _GLOBAL_PART if not given else 1.0}
+    theta, factor, part = (given.get(name, value) for name, value in values.items())
+    if not all(isinstance(value, int | float) and value > 0 for value in (theta, factor, part)) or part > 1:
+        reader.reject(
+            key, f"has the proportional RoPE {dict(given)!r}, whose numbers must be above 0, and the part 1 at most"
+        )
+        return RopeSpec(theta=_GLOBAL_THETA)
+    pairs = int(part * head_dim // 2)
+    return RopeSpec(theta=float(theta), kind="proportional", factor=float(factor), rotated_pairs=pairs)
+
+
+def read(config: Mapping[str, Any]) -> DecoderSpec:
+    """The language model with its vision tower; without one, if the config describes none."""
+    text = read_text_config(config, {}, family="gemma4")
+    decoder = read_text(text, "gemma4")
+    outer = ConfigReader(config, "gemma4")
+    outer.require("audio_config", None)
+    reader = VisionConfigReader(config, "gemma4", _TOWER)
+    reader.problems += outer.problems
+    hidden, heads = reader.positive_int("hidden_size"), reader.positive_int("num_attention_heads")
+    reader.require("num_key_value_heads", heads)
+    reader.require("head_dim", hidden // heads)
+    reader.require("use_clipped_linears", False)
+    reader.require("attention_bias", False, None)
+    key, rope = reader.rope_group()
+    if rope.get("rope_type", "axial") not in ("axial", "default"):
+        reader.reject(key, f"asks for rope type {rope['rope_type']!r}, but only 'axial' is implemented")
+    eps = reader.number("rms_norm_eps", 1e-6)
+    merge = reader.positive_int("pooling_kernel_size")
+    token = read_token_id(config, "image_token_id", _IMAGE_TOKEN, "gemma4")
+    mlp = VisionMlpSpec(
+        size=reader.positive_int("intermediate_size"),
+        activation=reader.activation("hidden_activation"),
+        gated=True,
+        bias=False,
+    )
+    reader.raise_problems()
+    tower = VisionTowerSpec(
+        hidden_size=hidden,
+        num_layers=reader.positive_int("num_hidden_layers"),
+        num_heads=heads,
+        mlp=mlp,
+        norm="rms",
+        norm_eps=eps,
+        patch_size=reader.positive_int("patch_size"),
+        pixels="padded",
+        patch_linear=True,
+        qkv_bias=False,
+        output_bias=False,
+        rope_theta=float(rope.get("rope_theta", _TOWER_THETA)),
+        rope="halves",
+        positions=PositionTableSpec(side=reader.positive_int("position_embedding_size"), kind="axes"),
+        qk_norm=True,
+        block_post_norms=True,
+        projector=ScaledPoolProjectorSpec(norm_eps=eps, standardize=reader.flag("standardize")),
+    )
+    is_bidirectional = text.get("use_bidirectional_attention") == "vision"
+    vision = VisionSpec(image_token_id=token, tower=tower, merge_size=merge, bidirectional_spans=is_bidirectional)
+    return replace(decoder, vision=vision)
+
+
+FAMILIES = (
+    ModelFamily(
+        model_type="gemma4_text",
+        architectures=("Gemma4ForCausalLM",),
+        models="Gemma 4 31B without its vision tower",
+        read=read_text,
+        names=_TEXT_NAMES,
+    ),
+    ModelFamily(
+        model_type="gemma4",
+        architectures=("Gemma4ForConditionalGeneration",),
+        models="Gemma 4 31B",
+        read=read,
+        names=_NAMES,
+    ),
+)
