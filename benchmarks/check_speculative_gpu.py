@@ -217,7 +217,10 @@ def compare(expected: Completion, found: Completion) -> str:
     one, other = (np.concatenate([span.tokens for span in each.spans]) for each in (expected, found))
     if len(one) != len(other) or (one != other).any():
         return f"token {int((one[: len(other)] != other[: len(one)]).argmax())}"
-    one, other = (np.concatenate([span.logprobs for span in each.spans]) for each in (expected, found))
+    one, other = (
+        np.concatenate([span.logprobs for span in each.spans if span.logprobs is not None])
+        for each in (expected, found)
+    )
     if one.tobytes() != other.tobytes():
         return f"log-prob by {np.abs(one - other).max():.1e}"
     experts = [

@@ -170,7 +170,8 @@ def test_replayed_steps_of_a_head_draft_what_eager_ones_do(recording, kind):
         "speculative_adaptive": False,
     }
     requests = [
-        (prompt % 4, replace(LONG, seed=i, max_new_tokens=9, top_k=(-1, 2)[i])) for i, prompt in enumerate(tiny.prompts(2))
+        (prompt % 4, replace(LONG, seed=i, max_new_tokens=9, top_k=(-1, 2)[i]))
+        for i, prompt in enumerate(tiny.prompts(2))
     ]
 
     def generate():

@@ -218,9 +218,10 @@ class ModelDrafter:
 
     def _find_missing(self, slot: int) -> Iterator[tuple[int, int]]:
         """Yield the computed positions, and their tokens, from the first that is not what was drafted there."""
-        last, req = self._last_drafts.get(slot), self._slots.reqs[slot]
-        if last is None or req is not last.req:
+        last = self._last_drafts.get(slot)
+        if last is None or self._slots.reqs[slot] is not last.req:
             return
+        req = last.req
         end = min(last.start + len(last.tokens), int(self._slots.num_computed_S[slot]))
         known = zip(range(last.start, end), last.tokens, strict=False)
         first = next((position for position, token in known if req.tokens[position] != token), end)

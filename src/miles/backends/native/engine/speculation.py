@@ -92,7 +92,7 @@ class RowCandidate(NamedTuple):
     """
 
     order: float
-    index: int
+    draft: int
     branch: int
     length: int
     gain: float

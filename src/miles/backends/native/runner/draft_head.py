@@ -47,6 +47,12 @@ class HeadLayersRunner(ModelRunner):
         if self.head_graphs is not None:
             self.head_graphs.invalidate()
 
+    def free(self) -> None:
+        """Release the memory of the KV cache; its content is lost."""
+        super().free()
+        if self._vmm is None:
+            self.head_graphs = None
+
     def warm_up(self, on_progress: Callable[[int, int], None]) -> None:
         """Capture all CUDA graphs; ``on_progress`` gets the number done and the total."""
         for done, total in () if self.head_graphs is None or self._cache is None else self.head_graphs.capture_all():

@@ -113,7 +113,8 @@ class DraftHeadGraphs:
 
     def _forward(self, key: HeadGraphKey) -> None:
         """The computation of one graph: unpack inputs, run the head, sample, store what the next step reads."""
-        n, draft, columns = key.batch_size, self._draft, self._inputs.columns
+        n, columns = key.batch_size, self._inputs.columns
+        draft = self._draft
         inputs, metadata = self._inputs.unpack(n, self._last_tokens_S, has_prefixes=False)
         invariant = draft.numerics.batch_invariant
         attention = (BatchInvariantTritonBackend if invariant else TritonAttentionBackend)(self._cache, metadata)

@@ -185,18 +185,7 @@ class ModelRunner:
         self._num_pages = num_pages
         self._page_size = page_size
         self._num_slots = num_slots
-        self._gpu: GpuRunner | None = None
-        if supports_gpu_kernels(spec, self.decoder, device):
-            self._gpu = GpuRunner(
-                spec,
-                num_slots=num_slots,
-                max_pages=min(num_pages, -(-spec.max_positions // page_size)),
-                page_size=page_size,
-                send=self.send,
-                device=device,
-                dtype=dtype,
-                numerics=numerics,
-            )
+        self._gpu = self._build_gpu_runner() if supports_gpu_kernels(spec, self.decoder, device) else None
         # CUDA graphs stay valid across sleep if the cache returns to the same virtual addresses.
         self._vmm = create_vmm_allocator(device) if self._gpu is not None and use_cuda_graphs else None
         self._owned: set[str] = set()
@@ -210,6 +199,18 @@ class ModelRunner:
             draft.share(PolicyWeights(embed=self.decoder.embedding, head=self.decoder.head))
             self._param_locations += _locate_params(draft, DRAFT_PREFIX)
         self.allocate()
+
+    def _build_gpu_runner(self) -> GpuRunner:
+        return GpuRunner(
+            self.spec,
+            num_slots=self._num_slots,
+            max_pages=min(self._num_pages, -(-self.spec.max_positions // self._page_size)),
+            page_size=self._page_size,
+            send=self.send,
+            device=self.device,
+            dtype=self.dtype,
+            numerics=self.numerics,
+        )
 
     @property
     def uses_cuda_graphs(self) -> bool:

@@ -1,7 +1,9 @@
 """Whatever is drawn from what a rule allows follows the rule, ends, and ends with the end of the sequence."""
 
+import asyncio
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.backends.native.conftest import Tiny
 from tests.backends.native.server.tiny import EOS, VOCABULARY, write_tokenizer
 from tests.tiers import examples
 
+from miles.backends.native.engine.engine import NativeEngine
+from miles.backends.native.engine.request import GenerateRequest
 from miles.backends.native.server.api.grammar import GrammarCache
 from miles.backends.native.server.api.request_types import GrammarRule
+from miles.core.protocols import Completion, SamplingParams
 from miles.models.tokenizer import HfTokenizer, load_tokenizer
 from miles.rollout.serving.errors import RequestError
 
@@ -81,6 +87,31 @@ def test_requests_with_the_same_rule_do_not_disturb_each_other(grammars: Grammar
     first.advance(a)
     second.advance(a)
     assert np.array_equal(first.get_allowed_tokens(), second.get_allowed_tokens()) and not first.is_finished()
+
+
+def test_drafts_under_a_json_schema_change_no_token(grammars: GrammarCache, tokenizer: HfTokenizer):
+    """The same answers with and without drafts, which are accepted; each answer follows the schema."""
+    tiny = Tiny()
+    decoder = tiny.decoder(spec=replace(Tiny.spec, vocab_size=VOCABULARY, eos_token_ids=(EOS,)))
+    rule = GrammarRule(kind="json_schema", source=json.dumps(SCHEMA))
+    drafts = {"speculative_algorithm": "ngram", "speculative_num_branches": 2, "speculative_adaptive": False}
+    engines = [tiny.engine(decoder), tiny.engine(decoder, **drafts)]
+
+    async def answer(engine: NativeEngine, seed: int) -> Completion:
+        sampling = SamplingParams(max_new_tokens=100, seed=seed)
+        prompt = np.array([2, 3, 4, 5], np.int32)
+        request = GenerateRequest(tokens=prompt, sampling=sampling, constraint=grammars.build_constraint(rule))
+        return await engine.submit(request).completion()
+
+    for seed in (1, 2, 1, 2):
+        plain, found = (asyncio.run(answer(engine, seed)) for engine in engines)
+        tiny.same(plain, found)
+        assert found.finish_reason in ("stop", "length")
+        if found.finish_reason == "stop":
+            tokens = [token for token in tiny.tokens(found) if token != EOS]
+            jsonschema.validate(json.loads(tokenizer.decode(tokens)), SCHEMA)
+    assert engines[1].stats()["accepted_draft_tokens"] > 3
+    tiny.check(engines[1])
 
 
 def test_a_token_that_was_not_allowed_is_an_error(grammars: GrammarCache):
