@@ -87,11 +87,11 @@ class Recorder:
         return {}
 
 
-@pytest.mark.parametrize(("draft", "foreign"), [(None, False), ("/policy", False), ("/head", True)])
-def test_only_mtp_layers_of_the_policys_checkpoint_take_its_tensors(draft: str | None, foreign: bool):
+@pytest.mark.parametrize("foreign", [False, True])
+def test_only_mtp_layers_of_the_policys_checkpoint_take_its_tensors(foreign: bool):
     client: Any = Recorder()
     slot: Any = SimpleNamespace(name="engine 0")
-    update = InPlaceUpdate(slot, client, 1.0, model_path="/policy", ranks=1, draft_path=draft)
+    update = InPlaceUpdate(slot, client, 1.0, model_path="/policy", ranks=1, has_foreign_draft=foreign)
     asyncio.run(update.send_bucket(pack_bucket([("model.norm.weight", torch.ones(2))])))
     assert client.sent[0][1]["disable_draft_model"] is foreign
     if foreign:
@@ -102,15 +102,16 @@ def test_only_mtp_layers_of_the_policys_checkpoint_take_its_tensors(draft: str |
 
 
 @pytest.mark.parametrize(
-    ("info", "draft"),
+    ("info", "foreign"),
     [
-        ({}, None),
-        ({"speculative_algorithm": "NGRAM"}, None),
-        ({"speculative_algorithm": "EAGLE", "speculative_draft_model_path": None}, "/policy"),
-        ({"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "/head"}, "/head"),
+        ({}, False),
+        ({"speculative_algorithm": "NGRAM"}, False),
+        ({"speculative_algorithm": "EAGLE", "speculative_draft_model_path": None}, False),
+        ({"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "/policy"}, False),
+        ({"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "/head"}, True),
     ],
 )
-def test_a_client_knows_the_draft_model_of_its_server(info: dict[str, Any], draft: str | None):
+def test_a_client_knows_the_draft_model_of_its_server(info: dict[str, Any], foreign: bool):
     client = SglangClient("http://none", "engine 0", vocab_size=8)
     model = {"model_path": "/policy", "weight_version": "0"}
     replies = {"/server_info": info, "/model_info": model, "/v1/models": {"data": [{"owned_by": "sglang"}]}}
@@ -119,7 +120,9 @@ def test_a_client_knows_the_draft_model_of_its_server(info: dict[str, Any], draf
         return replies[path]
 
     client.request = reply
-    assert asyncio.run(client.fetch_info()).draft_path == draft
+    assert asyncio.run(client.fetch_info()).has_foreign_draft is foreign
+    model["model_path"] = "/from-disk"  # as after an update from there
+    assert asyncio.run(client.fetch_info()).has_foreign_draft is foreign
 
 
 def test_the_last_value_of_a_passed_flag_counts():
