@@ -40,6 +40,8 @@ FEATURES = {
     "engine tensor parallel": "--rollout-num-gpus-per-engine 2 --rollout-backend served",
     "SGLang": "--rollout-backend sglang",
     "speculative decoding": "--speculative-algorithm ngram",
+    "draft training": "--draft-train eagle3",
+    "trained draft head": "--draft-train eagle3 --speculative-algorithm eagle3",
     "Ray": "--runtime ray --rollout-backend served",
     "elastic": "--elastic --max-weight-staleness 1 --rollout-backend served --actor-num-gpus-per-node 4 "
     "--rollout-num-gpus 4",

@@ -27,6 +27,7 @@ from miles.core.media import ImageInput
 from miles.core.protocols import Completion, SamplingParams
 from miles.kernels.numerics import FAST, Numerics
 from miles.models.decoder import Decoder
+from miles.models.draft.base import Draft
 
 Asked = tuple[Prompt, SamplingParams]
 
@@ -43,7 +44,10 @@ def images(kind: str) -> list[ImageInput]:
     return VISION_KINDS[kind].images(np.random.default_rng(7))[:3]
 
 
-def build_engine(decoder: Decoder, *, numerics: Numerics = FAST, depth: int = 0, **options) -> NativeEngine:
+def build_engine(
+    decoder: Decoder, *, numerics: Numerics = FAST, depth: int = 0, head: Draft | None = None, **options
+) -> NativeEngine:
+    """An engine with this decoder's weights, which may draft with a ``head``."""
     engine = NativeEngine(
         decoder.spec,
         device="cpu",
@@ -54,9 +58,10 @@ def build_engine(decoder: Decoder, *, numerics: Numerics = FAST, depth: int = 0,
         run=InlineExecutor(),
         decode=None,
         numerics=numerics,
+        draft=head,
         _depth=depth,
     )
-    Tiny().publish(engine, decoder)
+    Tiny().publish(engine, decoder, head=head)
     return engine
 
 

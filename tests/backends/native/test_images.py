@@ -42,6 +42,8 @@ from miles.core.types import Status, Version
 from miles.kernels.numerics import FAST, numerics_from_parity
 from miles.models.checkpoint import hf
 from miles.models.decoder import Routing
+from miles.models.draft.checkpoint import init_eagle
+from miles.models.draft.spec import build_eagle_spec
 
 EXACT = numerics_from_parity("exact")
 KIND = "qwen3_vl"
@@ -132,6 +134,28 @@ def test_drafts_after_images_change_no_bit(kind):
             np.testing.assert_array_equal(response_of(one), response_of(other))
             np.testing.assert_array_equal(logprobs_of(one), logprobs_of(other))
     assert engine.stats()["accepted_draft_tokens"] > 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_drafts_after_images_and_changes_no_bit(kind):
+    """It is trained on the positions that it has here: those of tokens in the sequence."""
+    decoder, (several, shared, *_) = pair(kind)[1], requests(kind)
+    asked = [ask(prompt, seed, new=12) for seed, prompt in enumerate((several[0], shared[0], place([6], 3)))]
+    plain = generate(build_engine(decoder, numerics=EXACT, page_size=4), asked)
+    head = init_eagle(build_eagle_spec(decoder.spec), seed=0, device="cpu", dtype=torch.float32, numerics=EXACT)
+    engine = build_engine(
+        decoder,
+        numerics=EXACT,
+        page_size=4,
+        head=head,
+        speculative_algorithm="eagle3",
+        speculative_adaptive=False,
+        speculative_num_draft_tokens=2,
+    )
+    for one, other in zip(plain, generate(engine, asked), strict=True):
+        np.testing.assert_array_equal(response_of(one), response_of(other))
+        np.testing.assert_array_equal(logprobs_of(one), logprobs_of(other))
+    assert engine.stats()["drafted_tokens"] > 20
 
 
 # -- images that attend in both directions ----------------------------------------------------

@@ -64,7 +64,7 @@ class UnknownEndpoint(RequestRejected):
 class ServerInfo:
     """What a server reports about itself. ``seeded``: it samples with the seeds it is given.
 
-    ``draft_path`` is the checkpoint of a draft model that the server loaded, which is ``model_path`` for MTP layers.
+    ``has_foreign_draft``: it drafts with a model that is not in the policy's checkpoint, as MTP layers are.
     """
 
     kind: ServerKind
@@ -72,7 +72,7 @@ class ServerInfo:
     weight_version: str
     ranks: int
     seeded: bool
-    draft_path: str | None = None
+    has_foreign_draft: bool = False
 
 
 class SglangClient:
@@ -98,6 +98,7 @@ class SglangClient:
         self._control_session: aiohttp.ClientSession | None = None
         self._inflight: dict[asyncio.Task[None], GenerateResponse] = {}
         self._info: ServerInfo | None = None
+        self._first_path = ""
         self.has_checksums = True
         """Does the server compute checksums of its weights? Assumed until it rejects the request."""
 
@@ -277,11 +278,19 @@ class SglangClient:
                 weight_version=str(model["weight_version"]),
                 ranks=int(info.get("tp_size") or 1),
                 seeded=kind == "miles" or bool(info.get("enable_deterministic_inference")),
-                draft_path=_find_draft(info, str(model["model_path"])) if kind == "sglang" else None,
+                has_foreign_draft=kind == "sglang" and self._has_foreign_draft(info, str(model["model_path"])),
             )
         except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
             raise ServerLost(f"{self.name} at {self.url} does not answer like SGLang ({_first_line(error)})") from error
         return self._info
+
+    def _has_foreign_draft(self, info: Mapping[str, Any], model_path: str) -> bool:
+        """Whether stock SGLang has a draft model from elsewhere; the path of the policy is that of its first report,
+        since updates from disk change it.
+        """
+        self._first_path = self._first_path or model_path
+        algorithm, path = info.get("speculative_algorithm"), info.get("speculative_draft_model_path")
+        return algorithm not in (None, "NGRAM") and path not in (None, self._first_path)
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         """Stop sampling; in-flight requests are aborted, retracted or kept in place, by ``mode``."""
@@ -431,11 +440,3 @@ def _error_message(text: str) -> str:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0].rstrip(".") or type(error).__name__
-
-
-def _find_draft(info: Mapping[str, Any], model_path: str) -> str | None:
-    """The checkpoint of the draft model of stock SGLang; None if it has none."""
-    algorithm = info.get("speculative_algorithm")
-    if algorithm is None or algorithm == "NGRAM":
-        return None
-    return str(info.get("speculative_draft_model_path") or model_path)

@@ -151,14 +151,14 @@ class InPlaceUpdate:
         *,
         model_path: str,
         ranks: int,
-        draft_path: str | None = None,
+        has_foreign_draft: bool = False,
     ) -> None:
         self.slot = slot
         self.client = client
         self._seconds = seconds
         self._folder = Path(model_path)
         self._ranks = ranks
-        self._has_foreign_draft = draft_path is not None and Path(draft_path) != self._folder
+        self._has_foreign_draft = has_foreign_draft
 
     async def begin(self, shapes: ShapeManifest) -> None:
         unscaled = next((n for n in shapes if _is_fp8(shapes, n) and f"{n}{_SCALE}" not in shapes), None)
@@ -245,7 +245,12 @@ async def create_update_protocol(slot: EngineSlot, client: SglangClient, seconds
     if info.kind == "miles":
         return StagedUpdate(slot, client, seconds)
     return InPlaceUpdate(
-        slot, client, seconds, model_path=info.model_path, ranks=info.ranks, draft_path=info.draft_path
+        slot,
+        client,
+        seconds,
+        model_path=info.model_path,
+        ranks=info.ranks,
+        has_foreign_draft=info.has_foreign_draft,
     )
 
 

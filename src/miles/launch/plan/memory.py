@@ -281,7 +281,8 @@ def _estimate_draft_training(config: Config, plan: Plan, spec: DecoderSpec) -> t
     draft = read_trained_draft(config, spec)
     if draft is None:
         return ()
-    train, dtype, on_gpu = config.train, plan.dtype, plan.device != "cpu"
+    train, dtype = config.train, plan.dtype
+    on_gpu = plan.device != "cpu"
     weights = draft_weight_bytes(draft, dtype)
     longest = config.rollout.rollout_max_context_len or spec.max_positions
     tokens = min(train.max_tokens_per_gpu * plan.layout.context, plan.global_batch_size * longest)
