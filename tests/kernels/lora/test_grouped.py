@@ -27,7 +27,7 @@ EXACT = numerics_from_parity("exact")
 SPANS = ((0, 40), (40, 56), (60, 70))  # a gap that no target covers
 MAX_RANK = 24
 RANKS = [[16, 16, 16], [3, 0, 8], [24, 24, 24], [0, 0, 0]]
-SCALES = [0.5, 2.0, 1.3, 1.0]
+SCALES = [[0.5] * 3, [2.0, 1.0, 0.25], [1.3] * 3, [1.0] * 3]
 
 
 def make_slots(inputs, dtype=torch.float32, max_rank=MAX_RANK, spans=SPANS, ranks=RANKS) -> LoraSlots:
@@ -45,7 +45,7 @@ def make_slots(inputs, dtype=torch.float32, max_rank=MAX_RANK, spans=SPANS, rank
         a_SPRI=a_SPRI,
         b_SOR=b_SOR,
         ranks_SP=torch.tensor(ranks, dtype=torch.int32, device=DEVICE),
-        scales_S=torch.tensor(SCALES[: len(ranks)], device=DEVICE),
+        scales_SP=torch.tensor(SCALES[: len(ranks)], device=DEVICE),
         columns_C4=torch.from_numpy(split_columns(spans)).to(DEVICE),
         spans=tuple(spans),
     )
@@ -71,7 +71,7 @@ def one_by_one(y_TN, x_TI, slots: LoraSlots, slots_T):
             if rank:
                 a_rI = slots.a_SPRI[slot, target, :rank].double()
                 b_Or = slots.b_SOR[slot, first:last, :rank].double()
-                out[row, start:stop] += b_Or @ (a_rI @ x_TI[row].double()) * slots.scales_S[slot].double()
+                out[row, start:stop] += b_Or @ (a_rI @ x_TI[row].double()) * slots.scales_SP[slot, target].double()
             first = last
     return out
 
@@ -113,7 +113,7 @@ def test_with_exact_parity_a_row_has_the_bits_of_an_adapter_beside_its_own_weigh
     with torch.inference_mode():
         out = grouped.add_grouped_lora(y_TN.clone(), x_TI, slots, make_plan(MIXED), numerics=EXACT)
     a_XI = slots.a_SPRI[0, :, :16].reshape(-1, 48).contiguous()
-    layout = LoraLayout(rows=SPANS, rank=16, scale=SCALES[0])
+    layout = LoraLayout(rows=SPANS, rank=16, scale=SCALES[0][0])
     with torch.no_grad():
         alone = add_lora(y_TN, x_TI, a_XI, slots.b_SOR[0, :, :16].contiguous(), layout, numerics=EXACT)
     rows = [row for row, slot in enumerate(MIXED) if slot == 0]
@@ -189,7 +189,7 @@ slots = LoraSlots(
     a_SPRI=torch.zeros(2, 3, max_rank, 4096, dtype=half),
     b_SOR=torch.zeros(2, 6144, max_rank, dtype=half),
     ranks_SP=torch.ones(2, 3, dtype=torch.int32),
-    scales_S=torch.ones(2),
+    scales_SP=torch.ones(2, 3),
     columns_C4=torch.from_numpy(split_columns(spans)),
     spans=spans,
 )

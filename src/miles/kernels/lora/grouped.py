@@ -1,6 +1,6 @@
-"""Grouped LoRA (multi-LoRA, SGMV): every row of a batch has its own adapter or none, in one shrink and one expand launch.
+"""Grouped LoRA (multi-LoRA, SGMV): every row of a batch has its own adapter or none; one launch shrinks, one expands.
 
-    y[t] += round(round(round(x[t] A_s^T) * scale_s) B_s^T)        s is the adapter slot of row t
+    y[t] += round(round(round(x[t] A_s^T) * scale_s) B_s^T)        s is the adapter slot of row t, per target
 
 This rounds as ``models.layers.lora.add_lora`` does. Rows of one slot are neighbours in tiles that a plan names, so a
 tile reads the factors of its slot once. A row's result depends on the row and its adapter only: neither on the rows
@@ -24,16 +24,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from miles.kernels.batch_invariant.linear_triton import is_mma_bitwise_equal
 from miles.kernels.fused.gemv import linear
 from miles.kernels.lora import grouped_triton as kernels
 from miles.kernels.numerics import Numerics
 from miles.kernels.runtime.triton_compat import device_guard, pdl_options, triton, use_triton_inference
 
-__all__ = ["LoraPlan", "LoraSlots", "add_grouped_lora", "build_tiles", "count_tiles", "split_columns"]
+__all__ = [
+    "LoraPlan",
+    "LoraSlots",
+    "add_grouped_lora",
+    "build_tiles",
+    "choose_tile_rows",
+    "count_tiles",
+    "split_columns",
+]
 
 # Rows of a tile: few adapters' rows meet in a decode step, many in a prefill.
-DECODE_ROWS = 16
-PREFILL_ROWS = 64
+DECODE_ROWS, PREFILL_ROWS = 16, 64
+_MIN_PREFILL_ROWS = 1024
 # A decode step has few tiles: the inputs of each are divided, this many at least in a split, into so many splits.
 _MIN_SPLIT_INPUTS, _MAX_SPLITS = 512, 8
 # Columns of an expand program, inputs of one step of a shrink program (and for large ranks), bytes of its pipeline.
@@ -48,7 +57,7 @@ class LoraSlots:
     """The factors of all adapter slots for one projection, whose targets cover some of its columns.
 
     ``a_SPRI`` and ``b_SOR`` are the A factors of every target, and the B factors of all targets one after the other.
-    ``ranks_SP`` are the ranks (0: the slot's adapter has no such target), ``scales_S`` alpha over rank.
+    ``ranks_SP`` are the ranks (0: the slot's adapter has no such target), ``scales_SP`` the factors of the products.
     ``columns_C4`` are column blocks of targets: target, first column of the output, first row of B, columns. ``spans``
     are the columns (start, stop) of each target, ascending.
     """
@@ -56,7 +65,7 @@ class LoraSlots:
     a_SPRI: Tensor
     b_SOR: Tensor
     ranks_SP: Tensor
-    scales_S: Tensor
+    scales_SP: Tensor
     columns_C4: Tensor
     spans: tuple[tuple[int, int], ...]
 
@@ -122,7 +131,7 @@ def add_grouped_lora(y_TN: Tensor, x_TI: Tensor, slots: LoraSlots, plan: LoraPla
 def add_grouped_lora_reference(
     y_TN: Tensor, x_TI: Tensor, slots: LoraSlots, plan: LoraPlan, *, numerics: Numerics
 ) -> Tensor:
-    """``add_grouped_lora`` in torch: the rows of each tile in turn, where tiles are long enough to hold all of a slot."""
+    """``add_grouped_lora`` in torch: the rows of each slot in turn."""
     rows_by_slot: dict[int, list[int]] = {}
     rows = plan.rows_T.tolist()
     for slot, first, count in plan.tiles_G3.tolist():
@@ -131,11 +140,11 @@ def add_grouped_lora_reference(
     for slot, members in rows_by_slot.items():
         index_M = torch.tensor(members, device=y_TN.device)
         x_MI, first = x_TI.index_select(0, index_M), 0
-        scale, ranks = slots.scales_S[slot].item(), slots.ranks_SP[slot].tolist()
+        scales, ranks = slots.scales_SP[slot].tolist(), slots.ranks_SP[slot].tolist()
         for target, (start, stop) in enumerate(slots.spans):
             last, rank = first + stop - start, ranks[target]
             if rank:
-                xa_Mr = linear(x_MI, slots.a_SPRI[slot, target, :rank], numerics=numerics) * scale
+                xa_Mr = linear(x_MI, slots.a_SPRI[slot, target, :rank], numerics=numerics) * scales[target]
                 delta_MO = linear(xa_Mr, slots.b_SOR[slot, first:last, :rank].contiguous(), numerics=numerics)
                 y_TN[:, start:stop].index_add_(0, index_M, delta_MO)
             first = last
@@ -170,7 +179,7 @@ def launch_grouped_lora(
             **pdl,
         )
         kernels.expand_kernel[(tiles, column_blocks)](
-            *(xa_ZTX, slots.b_SOR, slots.ranks_SP, slots.scales_S, slots.columns_C4, plan.rows_T, plan.tiles_G3),
+            *(xa_ZTX, slots.b_SOR, slots.ranks_SP, slots.scales_SP, slots.columns_C4, plan.rows_T, plan.tiles_G3),
             *(y_TN, tokens, slots.b_SOR.shape[1], y_TN.shape[1]),
             TARGETS=targets,
             MAX_RANK=max_rank,
@@ -183,6 +192,13 @@ def launch_grouped_lora(
             **pdl,
         )
     return y_TN
+
+
+def choose_tile_rows(num_rows: int, device: torch.device, numerics: Numerics) -> int:
+    """Return the rows of a tile in a step of ``num_rows``; with batch-invariant numerics those whose MMA agrees."""
+    if numerics.batch_invariant:
+        return DECODE_ROWS if device.type == "cpu" or is_mma_bitwise_equal(device) else PREFILL_ROWS
+    return DECODE_ROWS if num_rows < _MIN_PREFILL_ROWS else PREFILL_ROWS
 
 
 def choose_splits(inputs: int) -> int:

@@ -93,7 +93,7 @@ def expand_kernel(
     b_row = tl.load(columns_ptr + block * 4 + 2)
     columns = tl.load(columns_ptr + block * 4 + 3)
     rank = tl.load(ranks_ptr + slot * TARGETS + target)
-    scale = tl.load(scales_ptr + slot)
+    scale = tl.load(scales_ptr + slot * TARGETS + target)
     dtype = y_ptr.dtype.element_ty
     m_M, r_R, n_N = tl.arange(0, M), tl.arange(0, RANK_BLOCK), tl.arange(0, N)
     valid_M, valid_N, valid_R = m_M < count, n_N < columns, r_R < rank

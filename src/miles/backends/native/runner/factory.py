@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from miles.backends.native.config import NativeConfig
+from miles.backends.native.engine.lora import LoraShape
 from miles.backends.native.engine.memory_budget import compute_kv_tokens
+from miles.backends.native.runner.lora import count_slot_bytes
 from miles.backends.native.runner.model_runner import ModelRunner
 from miles.cluster.platform import Platform
 from miles.core.errors import UsageError
@@ -28,16 +30,20 @@ def build_runner(
     model: CausalLM | None,
     devices: Sequence[torch.device],
     name: str,
+    lora: LoraShape | None = None,
 ) -> tuple[ModelRunner, int]:
     """Return the runner of the engine ``name`` and its number of pages; with several ``devices``, tensor-parallel.
 
-    A ``draft`` gets as many pages beside them; a draft head gets its weights with the policy's.
+    A ``draft`` gets as many pages beside them; a draft head gets its weights with the policy's. ``lora`` is the room
+    for unmerged adapters.
     """
     draft_spec = None if draft is None else get_draft_spec(draft)
     page_size = config.engine_page_size
 
     def compute_num_pages(rank_spec: DecoderSpec, rank_platform: Platform) -> int:
-        return compute_kv_tokens(rank_spec, config, rank_platform, dtype, numerics, draft_spec) // page_size
+        lora_bytes = 0 if lora is None else count_slot_bytes(rank_spec, lora, dtype.itemsize)
+        tokens = compute_kv_tokens(rank_spec, config, rank_platform, dtype, numerics, draft_spec, lora_bytes=lora_bytes)
+        return tokens // page_size
 
     if len(devices) > 1 and draft_spec is not None:
         raise UsageError(
@@ -55,6 +61,7 @@ def build_runner(
             vision_cache_bytes=config.engine_vision_cache_mib << 20,
             dtype=dtype,
             numerics=numerics,
+            lora=lora,
         )
         tp_runner = launch_tp_runner(name, runner_spec, devices, compute_num_pages=compute_num_pages)
         return tp_runner, tp_runner.num_pages
@@ -72,6 +79,7 @@ def build_runner(
         use_cuda_graphs=config.engine_cuda_graph,
         vision_cache_bytes=config.engine_vision_cache_mib << 20,
         draft=draft if isinstance(draft, Draft) else None,
+        lora=lora,
     )
     return runner, num_pages
 

@@ -21,9 +21,11 @@ from miles.backends.native.engine.forward_batch import (
     compute_positions,
     compute_rope_positions,
 )
+from miles.backends.native.engine.lora import LoraShape
 from miles.backends.native.engine.request import Ints
 from miles.backends.native.runner.cuda_graph import CudaGraphRunner
 from miles.backends.native.runner.gpu_runner import GpuRunner, supports_gpu_kernels
+from miles.backends.native.runner.lora import LoraRunner
 from miles.backends.native.runner.sampler import (
     apply_logit_edits,
     batch_invariant_logprobs,
@@ -54,6 +56,7 @@ from miles.models.base import CausalLM
 from miles.models.capabilities import check_batch_invariance
 from miles.models.decoder import AttentionBackend, Decoder, Routing
 from miles.models.draft.base import Draft, PolicyWeights
+from miles.models.lora.factors import LoraFactors
 from miles.models.spec import DecoderSpec
 
 # The most logits of prompt tokens that are materialized at once.
@@ -146,7 +149,8 @@ class ModelRunner:
     ``last_tokens_S`` is the token last sampled for each slot. The decoder is created without storage and uses tensors
     given to ``set_weights``; ``model`` is one that was created so elsewhere, with the same ``numerics``. A draft head
     gets its weights with the decoder's; ``features_TF`` are what it reads of the step launched last. ``images``
-    encodes the images of a vision-language model, whose features take up to ``vision_cache_bytes``.
+    encodes the images of a vision-language model, whose features take up to ``vision_cache_bytes``. ``lora`` are the
+    unmerged adapters of requests.
     """
 
     def __init__(
@@ -164,6 +168,7 @@ class ModelRunner:
         use_cuda_graphs: bool = True,
         vision_cache_bytes: int = 0,
         draft: Draft | None = None,
+        lora: LoraShape | None = None,
     ) -> None:
         if numerics.batch_invariant and (problem := check_batch_invariance(spec)) is not None:
             raise UsageError(f"--parity exact does not support this model: {problem}; remove --parity exact.")
@@ -198,6 +203,7 @@ class ModelRunner:
                 dtype=dtype,
                 numerics=numerics,
             )
+        self.lora = None if lora is None else self._build_lora(lora)
         # CUDA graphs stay valid across sleep if the cache returns to the same virtual addresses.
         self._vmm = create_vmm_allocator(device) if self._gpu is not None and use_cuda_graphs else None
         self._owned: set[str] = set()
@@ -233,7 +239,7 @@ class ModelRunner:
         )
         if self._gpu is not None and self._use_cuda_graphs and isinstance(self.decoder, Decoder):
             self._graphs = self._gpu.build_graph_runner(
-                self.decoder, self._cache, self.last_tokens_S, self._num_pages, self.no_expert, self.draft
+                self.decoder, self._cache, self.last_tokens_S, self._num_pages, self.no_expert, self.draft, self.lora
             )
         states = {
             i: _state_shapes(layout, self.dtype)
@@ -289,6 +295,21 @@ class ModelRunner:
             weights |= {DRAFT_PREFIX + name: parameter for name, parameter in self.draft.named_parameters()}
         return weights
 
+    def _build_lora(self, shape: LoraShape) -> LoraRunner:
+        return LoraRunner(
+            self.decoder, shape, self.spec, max_rows=self._num_slots, device=self.device, dtype=self.dtype
+        )
+
+    def register_lora(self, uid: int, factors: LoraFactors) -> None:
+        """Keep the factors of an adapter's version in host memory; steps name it by ``uid``."""
+        assert self.lora is not None
+        self.lora.register(uid, factors)
+
+    def unregister_lora(self, uid: int) -> None:
+        """Drop the host copy of an adapter's version."""
+        assert self.lora is not None
+        self.lora.unregister(uid)
+
     def build_weight_update(self, name: str, commit_weights: CommitWeights) -> StagedWeightUpdate:
         """Return the receiver of weight updates to the engine ``name``."""
         return StagedWeightUpdate(name, self.expected_weights(), self.device, commit_weights)
@@ -330,6 +351,8 @@ class ModelRunner:
             self._cache.copy(*batch.page_copies)
         if len(batch.state_copies[0]) and self._states is not None:
             self._states.copy(*batch.state_copies)
+        if batch.lora is not None and self.lora is not None:
+            self.lora.load_slots(batch.lora)
         if self._graphs is not None and self._graphs.can_run(batch):
             self.features_TF = self._graphs.features_RF
             return self._graphs.replay(batch)
@@ -358,6 +381,8 @@ class ModelRunner:
             assert self.images is not None, "a model without a vision tower gets no images"
             vision = self.images.build_inputs(batch.vision, self.send)
         attention = self._build_attention(batch, positions_T)
+        if self.lora is not None:
+            self.lora.use_plan(None if batch.lora is None else self.lora.build_plan(batch.lora, batch.counts_B))
         capture = None if self.draft is None else self.draft.new_capture()
         if self.draft is None:
             hidden_TD = self.decoder(tokens_T, rope_positions_T, attention, routing, vision)
