@@ -8,7 +8,7 @@ bf16, random weights of the published shape, random adapters on all projections,
   adapter; with exact parity, the bits of the batch-invariant ``add_lora``, and of a row alone;
 - ``kernels``: microseconds of one layer's shrink and expand launches for 256 rows, in a CUDA graph, beside the time to
   read their factors once;
-- ``throughput``: 256 requests, prompt and response lengths uniform in 100..1024 (workload ``W`` of bench_engine_gpu.py).
+- ``throughput``: 256 requests, prompt and response lengths uniform in 100..1024 (``W`` of bench_engine_gpu.py).
 
 Sides, each in its own process: ``base`` (an engine without adapters), ``idle`` (slots for 32 adapters, no request has
 one), ``one`` (all requests the same adapter of rank 16), ``many`` (32 adapters of rank 16, eight requests each),
@@ -86,37 +86,16 @@ def measure_side(model: str, side: str, count: int) -> dict[str, Any]:
     import torch
     from benchmarks.bench_engine_gpu import workload
 
-    from miles.backends.native.config import NativeConfig
-    from miles.backends.native.engine.engine import NativeEngine
-    from miles.backends.native.engine.lora import LoraShape
-    from miles.backends.native.runner.lora import list_served_modules
     from miles.cluster.executor import ThreadExecutor
-    from miles.cluster.platform import detect_platform
     from miles.core.types import Version
-    from miles.kernels.numerics import FAST
     from miles.launch.runtime.gc_tuning import reduce_gc
-    from miles.models.decoder import Decoder
     from miles.sync.publish import Publication
 
     spec = find_spec(model)
-    decoder = Decoder(spec, device="cuda", dtype=torch.bfloat16)
-    for parameter in decoder.parameters():
-        parameter.data.normal_(std=0.02)
-    weights = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
+    weights = _random_weights(spec)
     ranks = RANKS.get(side, [])
-    lora = None
-    if ranks:
-        lora = LoraShape(num_slots=SLOTS, max_rank=max(ranks), modules=list_served_modules(spec, (), FAST))
     run = ThreadExecutor("engine")
-    engine = NativeEngine(
-        spec,
-        device=detect_platform("cuda").device,
-        dtype=torch.bfloat16,
-        config=NativeConfig(engine_max_running=count, engine_kv_tokens=420_000),
-        run=run,
-        decode=None,
-        lora=lora,
-    )
+    engine = _build_engine(spec, max(ranks, default=0), count, run)
     publication = Publication(weights=lambda: weights, engines=[engine], transport="shared", run=run)
     prompts, lengths = workload("W", count)
     chosen = choose_adapters(side, count)
@@ -138,9 +117,8 @@ def measure_side(model: str, side: str, count: int) -> dict[str, Any]:
             before = dict(engine.stats())
             seconds.append(await _serve_requests(engine, prompts, lengths, chosen))
             steps = engine.stats()["steps"] - before["steps"]
-        tokens = sum(lengths)
         return {
-            "tokens_s": tokens / min(seconds),
+            "tokens_s": sum(lengths) / min(seconds),
             "seconds": seconds,
             "steps": steps,
             "adapters": len(names),
@@ -155,6 +133,41 @@ def measure_side(model: str, side: str, count: int) -> dict[str, Any]:
     found["limit_tokens_s"] = compute_limit(model, side, count, measure_copy_rate())
     run.close()
     return found
+
+
+def _build_engine(spec: Any, max_rank: int, count: int, run: Any) -> Any:
+    import torch
+
+    from miles.backends.native.config import NativeConfig
+    from miles.backends.native.engine.engine import NativeEngine
+    from miles.backends.native.engine.lora import LoraShape
+    from miles.backends.native.runner.lora import list_served_modules
+    from miles.cluster.platform import detect_platform
+    from miles.kernels.numerics import FAST
+
+    lora = None
+    if max_rank:
+        lora = LoraShape(num_slots=SLOTS, max_rank=max_rank, modules=list_served_modules(spec, (), FAST))
+    return NativeEngine(
+        spec,
+        device=detect_platform("cuda").device,
+        dtype=torch.bfloat16,
+        config=NativeConfig(engine_max_running=count, engine_kv_tokens=420_000),
+        run=run,
+        decode=None,
+        lora=lora,
+    )
+
+
+def _random_weights(spec: Any) -> dict[str, Any]:
+    import torch
+
+    from miles.models.decoder import Decoder
+
+    decoder = Decoder(spec, device="cuda", dtype=torch.bfloat16)
+    for parameter in decoder.parameters():
+        parameter.data.normal_(std=0.02)
+    return {name: parameter.detach() for name, parameter in decoder.named_parameters()}
 
 
 async def _serve_requests(engine: Any, prompts: list[list[int]], lengths: list[int], chosen: list[str | None]) -> float:

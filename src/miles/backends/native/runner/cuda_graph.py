@@ -303,6 +303,8 @@ class CudaGraphRunner:
         columns["req_slots"][:] = self._padding_slot
         columns["table_index"][:] = self._padding_table_index
         self._inputs.send()
+        if self._lora is not None:
+            self._lora.clear_static_plan()
         zeros = np.zeros(batch_size, np.int64)
         self._plans.fill(zeros, zeros - 1, zeros)
 

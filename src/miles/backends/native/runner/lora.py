@@ -242,6 +242,10 @@ class LoraRunner:
         """Copy the plan of a decode step to where its CUDA graph of ``num_rows`` rows reads it."""
         self._static.send(batch.slots_B, num_rows)
 
+    def clear_static_plan(self) -> None:
+        """Let no row of a CUDA graph have an adapter: the rows of the last step may be more than the graph has."""
+        self._static.send(np.zeros(0, np.int64), 0)
+
     def use_static_plan(self, num_rows: int) -> None:
         """Let the projections read the plan of CUDA graphs with ``num_rows`` rows; 0 is a graph without adapters."""
         self.use_plan(self._static.view(num_rows) if num_rows else None)
