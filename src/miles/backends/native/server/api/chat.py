@@ -53,7 +53,6 @@ from miles.rollout.serving.tool_parsers import (
 )
 
 UNSUPPORTED = (
-    "lora_path",
     "session_params",
     "custom_logit_processor",
     "return_hidden_states",
@@ -182,6 +181,7 @@ def parse_chat_body(
         skip_special_tokens=request.skip_special_tokens and choice == "none",
         return_logprob=body.logprobs,
         top_logprobs_num=body.top_logprobs if body.logprobs else 0,
+        lora=body.lora_path,
         return_text_in_logprobs=True,
         routed_experts_start_len=body.experts_start,
     )
@@ -240,6 +240,7 @@ def parse_completion_body(
         return_logprob=body.logprobs is not None,
         logprob_start_len=0 if body.echo and body.logprobs else None,
         top_logprobs_num=body.logprobs or 0,
+        lora=body.lora_path,
         return_text_in_logprobs=True,
         routed_experts_start_len=body.experts_start,
     )
