@@ -112,6 +112,7 @@ def measure_side(model: str, side: str, count: int) -> dict[str, Any]:
         await _serve_requests(engine, prompts, [4] * count, chosen)  # compile, and fill the slots
         ready = time.perf_counter() - started
         seconds: list[float] = []
+        steps = 0.0
         for _ in range(2):
             await publication.publish(Version())  # an empty prefix cache
             before = dict(engine.stats())

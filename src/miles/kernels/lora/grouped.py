@@ -47,7 +47,8 @@ _MIN_PREFILL_ROWS = 1024
 _MIN_SPLIT_INPUTS, _MAX_SPLITS = 512, 8
 # Columns of an expand program, inputs of one step of a shrink program (and for large ranks), bytes of its pipeline.
 COLUMNS = 128
-_DEPTH, _SHORT_DEPTH, _PIPELINE_BYTES = 128, 64, 60 << 10
+_DEPTH, _SHORT_DEPTH = 128, 64
+_PIPELINE_BYTES = 60 << 10
 
 Ints = NDArray[np.int32]
 
@@ -171,7 +172,14 @@ def launch_grouped_lora(
     pdl = pdl_options(x_TI.device)
     with device_guard(x_TI):
         kernels.shrink_kernel[(tiles, targets, splits)](
-            *(x_TI, slots.a_SPRI, slots.ranks_SP, plan.rows_T, plan.tiles_G3, xa_ZTX, tokens, steps),
+            x_TI,
+            slots.a_SPRI,
+            slots.ranks_SP,
+            plan.rows_T,
+            plan.tiles_G3,
+            xa_ZTX,
+            tokens,
+            steps,
             **sizes,
             K=depth,
             num_warps=4,
@@ -179,8 +187,17 @@ def launch_grouped_lora(
             **pdl,
         )
         kernels.expand_kernel[(tiles, column_blocks)](
-            *(xa_ZTX, slots.b_SOR, slots.ranks_SP, slots.scales_SP, slots.columns_C4, plan.rows_T, plan.tiles_G3),
-            *(y_TN, tokens, slots.b_SOR.shape[1], y_TN.shape[1]),
+            xa_ZTX,
+            slots.b_SOR,
+            slots.ranks_SP,
+            slots.scales_SP,
+            slots.columns_C4,
+            plan.rows_T,
+            plan.tiles_G3,
+            y_TN,
+            tokens,
+            slots.b_SOR.shape[1],
+            y_TN.shape[1],
             TARGETS=targets,
             MAX_RANK=max_rank,
             RANK_BLOCK=width,

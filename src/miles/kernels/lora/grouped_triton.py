@@ -94,9 +94,10 @@ def expand_kernel(
     columns = tl.load(columns_ptr + block * 4 + 3)
     rank = tl.load(ranks_ptr + slot * TARGETS + target)
     scale = tl.load(scales_ptr + slot * TARGETS + target)
-    dtype = y_ptr.dtype.element_ty
+    dtype = y_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue]
     m_M, r_R, n_N = tl.arange(0, M), tl.arange(0, RANK_BLOCK), tl.arange(0, N)
-    valid_M, valid_N, valid_R = m_M < count, n_N < columns, r_R < rank
+    valid_M, valid_N = m_M < count, n_N < columns
+    valid_R = r_R < rank
     row_M = tl.load(rows_ptr + first + m_M, valid_M, other=0)
     # Factors are loaded while the previous kernel still computes the rows.
     b_NR = b_ptr + (slot.to(tl.int64) * outputs + b_row + n_N)[:, None] * MAX_RANK + r_R[None, :]
@@ -107,7 +108,7 @@ def expand_kernel(
         at_MR = (first + m_M).to(tl.int64)[:, None] * (TARGETS * MAX_RANK) + (target * MAX_RANK + r_R)[None, :]
         valid_MR = valid_M[:, None] & valid_R[None, :]
         sum_MR = tl.load(xa_ptr + at_MR, valid_MR, other=0.0)
-        for split in tl.static_range(1, SPLITS):
+        for split in tl.static_range(1, SPLITS):  # pyright: ignore[reportGeneralTypeIssues]
             part = tokens.to(tl.int64) * split * (TARGETS * MAX_RANK)
             sum_MR += tl.load(xa_ptr + part + at_MR, valid_MR, other=0.0)
         scaled_MR = (sum_MR.to(dtype).to(tl.float32) * scale).to(dtype)

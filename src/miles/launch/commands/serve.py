@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from miles.backends.native.engine.engine import NativeEngine
     from miles.backends.native.server.app import EngineServer
     from miles.cluster.executor import Executor
+    from miles.models.lora.targets import LoraSpec
+    from miles.models.spec import DecoderSpec
     from miles.models.tokenizer import HfTokenizer
     from miles.observe.view import ProgressStage, View
 
@@ -239,7 +241,6 @@ async def build_server(config: ServeRoot, key: str | None, run: Executor) -> tup
     from miles.launch.build.lora_serving import build_lora_serving, load_adapters
     from miles.models.checkpoint import hf
     from miles.models.lora.adapters import load_engine_factors
-    from miles.models.parallel.tp_sharding import compute_tp_shards, shard_spec
     from miles.models.resolve import resolve_spec
     from miles.sync.publish import Publication
 
@@ -253,14 +254,7 @@ async def build_server(config: ServeRoot, key: str | None, run: Executor) -> tup
     dtype = hf.choose_dtype(config.models.dtype, raw, device)
     devices = platform.consecutive_devices(device, config.serve.tensor_parallel_size)
     lora = build_lora(config.lora, spec)
-    spec = replace(
-        spec,
-        quantization=config.models.rollout_quantization(len(devices)),
-        adapters=None if lora is None else adapter_spec(lora),
-    )
-    if len(devices) > 1:  # refuse before loading what cannot be sharded
-        shard_spec(spec, len(devices))
-        compute_tp_shards(spec)
+    spec = _prepare_spec(config, spec, lora, len(devices))
     load_device = device if len(devices) == 1 else "cpu"  # the whole model need not fit on one GPU
     numerics = config.models.numerics
     model = hf.load_model(folder, spec, device=load_device, dtype=dtype, numerics=numerics, trust_remote_code=trusted)
@@ -279,8 +273,7 @@ async def build_server(config: ServeRoot, key: str | None, run: Executor) -> tup
     )
     load_adapters(engine, lora_serving)
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    if engine.draft_head is not None:
-        weights |= name_head_weights(engine.draft_head)
+    weights |= {} if engine.draft_head is None else name_head_weights(engine.draft_head)
     if lora is not None and (adapter := get_adapter_folder(config.lora)) is not None:
         weights |= load_engine_factors(adapter, lora, device=load_device, dtype=dtype)
     await Publication(weights=lambda: weights, engines=[engine], transport="shared", run=InlineExecutor()).publish(
@@ -294,6 +287,21 @@ async def build_server(config: ServeRoot, key: str | None, run: Executor) -> tup
         use_model_defaults=config.serve.sampling_defaults == "model",
     )
     return EngineServer(engine, tokenizer, config=config.serve, model_info=model_info, api_key=key), engine
+
+
+def _prepare_spec(config: ServeRoot, spec: DecoderSpec, lora: LoraSpec | None, num_ranks: int) -> DecoderSpec:
+    """The spec with the quantization and the adapter to serve; refuses what cannot be sharded."""
+    from miles.models.parallel.tp_sharding import compute_tp_shards, shard_spec
+
+    spec = replace(
+        spec,
+        quantization=config.models.rollout_quantization(num_ranks),
+        adapters=None if lora is None else adapter_spec(lora),
+    )
+    if num_ranks > 1:
+        shard_spec(spec, num_ranks)
+        compute_tp_shards(spec)
+    return spec
 
 
 def _load_processor(config: ServeRoot, folder: Path) -> HfTokenizer:

@@ -26,7 +26,7 @@ from torch import Tensor
 from miles.backends.native.config import NativeConfig
 from miles.backends.native.engine.forward_batch import ForwardBatch, InflightStep, ScheduledStep
 from miles.backends.native.engine.head_draft import HeadDrafter
-from miles.backends.native.engine.lora import LoraAdapter, LoraRegistry, LoraShape, LoraSlotTable
+from miles.backends.native.engine.lora import LoraRegistry, LoraShape, LoraSlotTable, ServedAdapter
 from miles.backends.native.engine.memory_budget import resolve_prefill_chunk, resolve_prefill_delay
 from miles.backends.native.engine.model_draft import ModelDrafter
 from miles.backends.native.engine.prefix_cache import PageAllocator
@@ -190,10 +190,9 @@ class NativeEngine:
             name=name,
             lora=lora,
         )
-        lora_slots = None if lora is None else LoraSlotTable(lora.num_slots)
         # A recurrent state belongs to one position: a prefix cannot find it, only a fork from its leader can.
         self._pages = PageAllocator(num_pages, page_size, share=config.engine_prefix_cache and not spec.recurrent)
-        running_batch = self._build_running_batch(config, clock, lora_slots)
+        running_batch = self._build_running_batch(config, clock, lora)
         self.draft_head = draft if isinstance(draft, Draft) else None
         self._draft_runner: ModelRunner | None = None
         drafter = None if draft is None else self._build_drafter(draft, config, running_batch.slots, num_pages, dtype)
@@ -208,19 +207,15 @@ class NativeEngine:
         self._inflight = InflightSteps(self._scheduler, int(device.type != "cpu") if _depth is None else _depth)
         check_image = self._runner.check_image
         self._validator = RequestValidator(name, spec, self.kv_tokens, check_image, has_tokenizer=decode is not None)
-        self.lora: LoraRegistry | None = None
-        if lora is not None and lora_slots is not None:
-            self.lora = LoraRegistry(
-                shape=lora,
-                host=self._runner,
-                slots=lora_slots,
-                read=lambda folder: read_factors(folder, spec),
-                is_used=lambda adapter: any(req.lora is adapter for req in self._iter_reqs()),
-            )
+        self.lora = None if lora is None else self._build_lora(lora, running_batch.slots)
         self._weights = self._runner.build_weight_update(name, self._commit_weights)
         self._run = run
         self._clock = clock
         self._step_seconds = 0.0
+        self._init_loop_state()
+
+    def _init_loop_state(self) -> None:
+        """Start without requests, in no step, neither paused nor asleep."""
         self._outputs: dict[Req, RequestOutput] = {}
         self._waiting_outputs: list[RequestOutput] = []
         self._arrived: list[Req] = []
@@ -234,8 +229,9 @@ class NativeEngine:
         self._weights_torn = False
 
     def _build_running_batch(
-        self, config: NativeConfig, clock: Callable[[], float], lora_slots: LoraSlotTable | None
+        self, config: NativeConfig, clock: Callable[[], float], lora: LoraShape | None
     ) -> RunningBatch:
+        lora_slots = None if lora is None else LoraSlotTable(lora.num_slots)
         pages, no_expert = self._pages, self._runner.no_expert
         max_pages = min(pages.total, -(-self.spec.max_positions // pages.size))
         return RunningBatch(
@@ -244,6 +240,16 @@ class NativeEngine:
             share_prefill=config.engine_prefix_cache,
             routed_experts=None if no_expert is None else RoutedExpertsStore(no_expert, pages.total, pages.size),
             clock=clock,
+        )
+
+    def _build_lora(self, shape: LoraShape, slots: ReqSlots) -> LoraRegistry:
+        assert slots.lora is not None
+        return LoraRegistry(
+            shape=shape,
+            host=self._runner,
+            slots=slots.lora,
+            read=lambda folder: read_factors(folder, self.spec),
+            is_used=lambda adapter: any(req.lora is adapter for req in self._iter_reqs()),
         )
 
     def _build_drafter(
@@ -509,7 +515,7 @@ class NativeEngine:
 
     def load_lora(
         self, name: str, factors: LoraFactors, *, pinned: bool = False, folder: Path | None = None
-    ) -> LoraAdapter:
+    ) -> ServedAdapter:
         """Add an adapter that requests choose by ``name``; UsageError if it does not fit, or the name is taken.
 
         ``folder`` is where it can be read again; a ``pinned`` adapter keeps its device slot.
@@ -523,7 +529,7 @@ class NativeEngine:
             registry.discard(uid)
             raise
 
-    def update_lora(self, name: str, factors: LoraFactors, folder: Path | None = None) -> LoraAdapter:
+    def update_lora(self, name: str, factors: LoraFactors, folder: Path | None = None) -> ServedAdapter:
         """Replace an adapter's factors between two steps, as a weight update does with the weights.
 
         Its running requests keep their KV cache and go on with the new version, new ones share none of it, and half
@@ -544,7 +550,7 @@ class NativeEngine:
             registry.discard(uid)
             raise
 
-    def unload_lora(self, name: str) -> LoraAdapter:
+    def unload_lora(self, name: str) -> ServedAdapter:
         """Remove an adapter; requests that use it end with it."""
         with self._lock:
             return self._require_lora().unload(name)
@@ -554,7 +560,7 @@ class NativeEngine:
             raise UsageError(f"{self.name} serves no LoRA adapters; start it with --enable-lora")
         return self.lora
 
-    def _resolve_lora(self, name: str) -> LoraAdapter:
+    def _resolve_lora(self, name: str) -> ServedAdapter:
         try:
             registry = self._require_lora()
         except UsageError as error:

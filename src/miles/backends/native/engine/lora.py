@@ -21,7 +21,7 @@ from miles.backends.native.engine.request import Ints
 from miles.core.errors import EngineError, UsageError
 from miles.models.lora.factors import LoraFactors
 
-__all__ = ["LoraAdapter", "LoraBatch", "LoraHost", "LoraRegistry", "LoraShape", "LoraSlotTable"]
+__all__ = ["LoraBatch", "LoraHost", "LoraRegistry", "LoraShape", "LoraSlotTable", "ServedAdapter"]
 
 _NO_LOADS: tuple[Ints, Ints] = (np.zeros(0, np.int64), np.zeros(0, np.int64))
 
@@ -51,7 +51,7 @@ class LoraBatch:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class LoraAdapter:
+class ServedAdapter:
     """A named adapter. ``uid`` names its current version and is never reused; ``version`` counts its updates.
 
     ``folder`` is where it is read from again after its host copy was dropped (``in_host`` is False then).
@@ -71,21 +71,21 @@ class LoraSlotTable:
     """Which adapter is in which device slot. ``loads`` are due before the next step that uses an adapter."""
 
     def __init__(self, num_slots: int) -> None:
-        self.loads: dict[int, LoraAdapter] = {}
-        self._owners: list[LoraAdapter | None] = [None] * num_slots
+        self.loads: dict[int, ServedAdapter] = {}
+        self._owners: list[ServedAdapter | None] = [None] * num_slots
         self._num_users = [0] * num_slots
         # Slots from the least to the most recently used.
         self._order = list(range(num_slots))
 
-    def find(self, adapter: LoraAdapter) -> int:
+    def find(self, adapter: ServedAdapter) -> int:
         """Return the adapter's slot, or -1."""
         return self._owners.index(adapter) if adapter in self._owners else -1
 
-    def has_room(self, adapter: LoraAdapter) -> bool:
+    def has_room(self, adapter: ServedAdapter) -> bool:
         """Return whether a request of this adapter can join the running ones."""
         return self.find(adapter) >= 0 or self._find_evictable() >= 0
 
-    def acquire(self, adapter: LoraAdapter) -> int:
+    def acquire(self, adapter: ServedAdapter) -> int:
         """Add a running request of an adapter that has room; return its slot."""
         slot = self.find(adapter)
         if slot < 0:
@@ -97,16 +97,16 @@ class LoraSlotTable:
         self._order.append(slot)
         return slot
 
-    def release(self, adapter: LoraAdapter) -> None:
+    def release(self, adapter: ServedAdapter) -> None:
         """Remove a running request of an adapter."""
         self._num_users[self.find(adapter)] -= 1
 
-    def reload(self, adapter: LoraAdapter) -> None:
+    def reload(self, adapter: ServedAdapter) -> None:
         """Load the adapter's new version into its slot, if it has one."""
         if (slot := self.find(adapter)) >= 0:
             self.loads[slot] = adapter
 
-    def forget(self, adapter: LoraAdapter) -> None:
+    def forget(self, adapter: ServedAdapter) -> None:
         """Free the slot of an adapter that no running request uses."""
         if (slot := self.find(adapter)) >= 0:
             assert not self._num_users[slot], "a running request uses the adapter"
@@ -130,7 +130,7 @@ class LoraSlotTable:
         uids = np.array([adapter.uid for adapter in loads.values()], np.int64)
         return LoraBatch(slots_B=slots_B, loads=(uids, np.array(list(loads), np.int64)))
 
-    def check(self, adapters: Sequence[LoraAdapter]) -> None:
+    def check(self, adapters: Sequence[ServedAdapter]) -> None:
         """Assert that slots are used by the running requests of these adapters."""
         for slot, users in enumerate(self._num_users):
             assert users == sum(adapter is self._owners[slot] for adapter in adapters)
@@ -162,13 +162,13 @@ class LoraRegistry:
     host: LoraHost
     slots: LoraSlotTable
     read: Callable[[Path], LoraFactors]
-    is_used: Callable[[LoraAdapter], bool]
-    adapters: dict[str, LoraAdapter] = field(default_factory=dict)
-    _unloaded: list[LoraAdapter] = field(default_factory=list)
+    is_used: Callable[[ServedAdapter], bool]
+    adapters: dict[str, ServedAdapter] = field(default_factory=dict)
+    _unloaded: list[ServedAdapter] = field(default_factory=list)
     _uids: count[int] = field(default_factory=lambda: count(1))
     _uses: count[int] = field(default_factory=lambda: count(1))
 
-    def resolve(self, name: str) -> LoraAdapter:
+    def resolve(self, name: str) -> ServedAdapter:
         """Return an adapter for a new request; its factors are in host memory."""
         adapter = self.adapters.get(name)
         if adapter is None:
@@ -184,7 +184,9 @@ class LoraRegistry:
             except UsageError as error:
                 raise EngineError(f"the LoRA adapter {name!r} cannot be read again: {error}") from error
             # What is in the folder now may be another version: no prefix of the former one may be found.
-            adapter.uid, adapter.rank, adapter.in_host = next(self._uids), factors.rank, True
+            adapter.uid = next(self._uids)
+            adapter.rank = factors.rank
+            adapter.in_host = True
             self.host.register_lora(adapter.uid, factors)
             self.slots.forget(adapter)
         return adapter
@@ -200,7 +202,9 @@ class LoraRegistry:
         """Drop prepared factors that no adapter got."""
         self.host.unregister_lora(uid)
 
-    def load(self, name: str, uid: int, rank: int, *, pinned: bool = False, folder: Path | None = None) -> LoraAdapter:
+    def load(
+        self, name: str, uid: int, rank: int, *, pinned: bool = False, folder: Path | None = None
+    ) -> ServedAdapter:
         """Add an adapter with prepared factors under a new name."""
         if name in self.adapters:
             raise UsageError(f"a LoRA adapter {name!r} is loaded already; unload it first, or update it")
@@ -211,12 +215,12 @@ class LoraRegistry:
             )
         self.collect()
         self._make_room()
-        adapter = LoraAdapter(name=name, uid=uid, rank=rank, pinned=pinned, folder=folder)
+        adapter = ServedAdapter(name=name, uid=uid, rank=rank, pinned=pinned, folder=folder)
         adapter.last_used = next(self._uses)
         self.adapters[name] = adapter
         return adapter
 
-    def update(self, name: str, uid: int, rank: int, folder: Path | None = None) -> LoraAdapter:
+    def update(self, name: str, uid: int, rank: int, folder: Path | None = None) -> ServedAdapter:
         """Give an adapter prepared factors. The caller sees to the requests that use it."""
         adapter = self.adapters.get(name)
         if adapter is None:
@@ -226,11 +230,14 @@ class LoraRegistry:
         else:
             self._make_room()
         adapter.version += 1
-        adapter.uid, adapter.rank, adapter.folder, adapter.in_host = uid, rank, folder, True
+        adapter.uid = uid
+        adapter.rank = rank
+        adapter.folder = folder
+        adapter.in_host = True
         self.slots.reload(adapter)
         return adapter
 
-    def unload(self, name: str) -> LoraAdapter:
+    def unload(self, name: str) -> ServedAdapter:
         """Remove a name; requests that use the adapter keep it until they end."""
         adapter = self.adapters.pop(name, None)
         if adapter is None:
@@ -247,7 +254,7 @@ class LoraRegistry:
 
     def collect(self) -> None:
         """Free the memory of unloaded adapters that no request uses any more."""
-        kept: list[LoraAdapter] = []
+        kept: list[ServedAdapter] = []
         for adapter in self._unloaded:
             if self.is_used(adapter):
                 kept.append(adapter)

@@ -42,7 +42,6 @@ def compute_kv_tokens(
     dtype: torch.dtype,
     numerics: Numerics,
     draft_spec: DecoderSpec | None = None,
-    *,
     lora_bytes: int = 0,
 ) -> int:
     """Return the KV cache size: as configured, or what all running requests need within the memory fraction.

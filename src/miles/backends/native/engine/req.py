@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from miles.backends.native.engine.lora import LoraAdapter
+from miles.backends.native.engine.lora import ServedAdapter
 from miles.backends.native.engine.prefix_cache import ROOT
 from miles.backends.native.engine.request import (
     BitWords,
@@ -63,7 +63,7 @@ class Req:
     max_length: int
     sort_key: tuple[int, int]
     images: PromptImages | None = None
-    lora: LoraAdapter | None = None
+    lora: ServedAdapter | None = None
     lora_overtaken: int = 0
     lora_versions: list[tuple[int, int]] = field(default_factory=list)
     rng_stream: int = 0

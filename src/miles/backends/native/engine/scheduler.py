@@ -43,7 +43,7 @@ from miles.backends.native.engine.forward_batch import (
     store_logprob_results,
     store_prompt_logprobs,
 )
-from miles.backends.native.engine.lora import LoraAdapter
+from miles.backends.native.engine.lora import ServedAdapter
 from miles.backends.native.engine.req import DecodeFn, Req
 from miles.backends.native.engine.request import Ints
 from miles.backends.native.engine.running_batch import Counters, RunningBatch, get_sort_key
@@ -312,7 +312,7 @@ class Scheduler:
             self.preempt(req)
         self.running_batch.pages.flush()
 
-    def restart_prompts(self, lora: LoraAdapter | None = None) -> None:
+    def restart_prompts(self, lora: ServedAdapter | None = None) -> None:
         """Recompute prompts without sampled tokens from the start, of one adapter or all. Nothing may be in flight."""
         num_computed_S = self.running_batch.slots.num_computed_S
         for req in [req for req in self.iter_reqs() if req.has_no_output and lora in (None, req.lora)]:
@@ -350,7 +350,8 @@ class Scheduler:
     def _admit_waiting(self, chunks: list[PrefillChunk], budget: int) -> Ints:
         """Admit waiting requests into ``chunks``; return the slots of those with one token left to compute."""
         running = self.running_batch
-        decodes, admitted, skipped = list[int](), 0, list[Req]()
+        decodes, admitted = list[int](), 0
+        skipped: list[Req] = []
         for req in self.waiting:
             if not running.slots.free:
                 break

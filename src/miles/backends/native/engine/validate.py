@@ -9,7 +9,7 @@ from itertools import chain, count
 import numpy as np
 
 from miles.backends.native.engine.forward_batch import derive_rng_streams
-from miles.backends.native.engine.lora import LoraAdapter
+from miles.backends.native.engine.lora import ServedAdapter
 from miles.backends.native.engine.req import Req, pack_token_mask
 from miles.backends.native.engine.request import GenerateRequest, Ints
 from miles.backends.native.engine.stop_regex import compile_stop_pattern
@@ -50,7 +50,7 @@ class RequestValidator:
         self._check_image = check_image
         self._numbers = count()
 
-    def create_req(self, request: GenerateRequest, now: float, lora: LoraAdapter | None = None) -> Req:
+    def create_req(self, request: GenerateRequest, now: float, lora: ServedAdapter | None = None) -> Req:
         """Return the state of a request that can be served; raise ``EngineError`` otherwise."""
         prompt = np.asarray(request.tokens)
         sampling, spec = request.sampling, self._spec
@@ -161,7 +161,7 @@ class RequestValidator:
         return least if least < 0 else most if most >= self._spec.vocab_size else None
 
 
-def _build_prompt_key(prompt_T: Ints, images: PromptImages | None, lora: LoraAdapter | None) -> bytes:
+def _build_prompt_key(prompt_T: Ints, images: PromptImages | None, lora: ServedAdapter | None) -> bytes:
     """Return what requests with the same prompt, images and adapter have in common."""
     keys_T = prompt_T if images is None else np.array(images.keys, np.int64)
     return keys_T.tobytes() if lora is None else keys_T.tobytes() + f"lora {lora.uid}".encode()

@@ -18,6 +18,11 @@ from miles.models.base import CausalLM
 from miles.models.draft.base import Draft
 from miles.models.spec import DecoderSpec
 
+_DRAFT_RANKS = (
+    "--speculative-algorithm with a draft model or head needs an engine of one GPU; use ngram, or "
+    "--rollout-num-gpus-per-engine 1."
+)
+
 
 def build_runner(
     spec: DecoderSpec,
@@ -34,22 +39,17 @@ def build_runner(
 ) -> tuple[ModelRunner, int]:
     """Return the runner of the engine ``name`` and its number of pages; with several ``devices``, tensor-parallel.
 
-    A ``draft`` gets as many pages beside them; a draft head gets its weights with the policy's. ``lora`` is the room
-    for unmerged adapters.
+    A ``draft`` gets as many pages beside them; a draft head gets its weights with the policy's.
     """
     draft_spec = None if draft is None else get_draft_spec(draft)
     page_size = config.engine_page_size
 
     def compute_num_pages(rank_spec: DecoderSpec, rank_platform: Platform) -> int:
-        lora_bytes = 0 if lora is None else count_slot_bytes(rank_spec, lora, dtype.itemsize)
-        tokens = compute_kv_tokens(rank_spec, config, rank_platform, dtype, numerics, draft_spec, lora_bytes=lora_bytes)
-        return tokens // page_size
+        taken = 0 if lora is None else count_slot_bytes(rank_spec, lora, dtype.itemsize)
+        return compute_kv_tokens(rank_spec, config, rank_platform, dtype, numerics, draft_spec, taken) // page_size
 
     if len(devices) > 1 and draft_spec is not None:
-        raise UsageError(
-            "--speculative-algorithm with a draft model or head needs an engine of one GPU; use ngram, or "
-            "--rollout-num-gpus-per-engine 1."
-        )
+        raise UsageError(_DRAFT_RANKS)
     if len(devices) > 1:
         from miles.backends.native.tp.runner import RunnerSpec, launch_tp_runner
 

@@ -176,13 +176,12 @@ class ModelRunner:
         self.device = device
         self.dtype = dtype
         self.numerics = numerics
-        model = model or Decoder(spec, device="meta", dtype=dtype, numerics=numerics)
-        self.decoder: CausalLM = model
+        self.decoder: CausalLM = model or Decoder(spec, device="meta", dtype=dtype, numerics=numerics)
         assert self.decoder.numerics == numerics, "the engine's model has other numerics than the engine"
         self.draft = draft
         self.features_TF: Tensor | None = None
         self.no_expert = _make_unrecorded_experts(spec) if return_routed_experts else None
-        self.images = _build_image_encoder(model, vision_cache_bytes, dtype, device)
+        self.images = _build_image_encoder(self.decoder, vision_cache_bytes, dtype, device)
         self.send = HostToDevice(device)
         # One slot and one page more than requests use: padding rows of a CUDA graph write there.
         self.last_tokens_S = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
@@ -211,10 +210,14 @@ class ModelRunner:
         self._states: RecurrentStatePool | None = None
         self._param_locations = _locate_params(self.decoder)
         if draft is not None:
-            assert isinstance(self.decoder, Decoder), "a draft head needs the hidden states of our own decoder"
-            draft.share(PolicyWeights(embed=self.decoder.embedding, head=self.decoder.head))
-            self._param_locations += _locate_params(draft, DRAFT_PREFIX)
+            self._add_draft(draft)
         self.allocate()
+
+    def _add_draft(self, draft: Draft) -> None:
+        """Share the decoder's embedding and head with a draft head, whose weights come with the decoder's."""
+        assert isinstance(self.decoder, Decoder), "a draft head needs the hidden states of our own decoder"
+        draft.share(PolicyWeights(embed=self.decoder.embedding, head=self.decoder.head))
+        self._param_locations += _locate_params(draft, DRAFT_PREFIX)
 
     @property
     def uses_cuda_graphs(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 from aiohttp import web
 
 from miles.backends.native.engine.engine import NativeEngine
-from miles.backends.native.engine.lora import LoraAdapter
+from miles.backends.native.engine.lora import ServedAdapter
 from miles.backends.native.server.admin_bodies import LoadLoraBody, LoraTensorsBody, UnloadLoraBody
 from miles.backends.native.server.generation import json_response
 from miles.backends.native.server.weights.update import load_safetensors
@@ -45,7 +45,7 @@ class LoraApi:
     async def load_from_tensors(self, body: LoraTensorsBody) -> web.Response:
         """Load an adapter from its config and tensors, or with ``update`` replace the one of that name."""
 
-        def load() -> LoraAdapter:
+        def load() -> ServedAdapter:
             if body.load_format != "safetensors":
                 raise SyncError(_PICKLE_REFUSED)
             files = [body.serialized_tensors] if body.serialized_tensors else body.serialized_named_tensors
@@ -59,13 +59,13 @@ class LoraApi:
         """Remove an adapter; requests that use it end with it."""
         return await self._change(lambda: self._engine.unload_lora(body.lora_name))
 
-    def _apply(self, body: LoadLoraBody | LoraTensorsBody, factors: LoraFactors, folder: Path | None) -> LoraAdapter:
+    def _apply(self, body: LoadLoraBody | LoraTensorsBody, factors: LoraFactors, folder: Path | None) -> ServedAdapter:
         engine = self._engine
         if body.update and engine.lora is not None and body.lora_name in engine.lora.adapters:
             return engine.update_lora(body.lora_name, factors, folder)
         return engine.load_lora(body.lora_name, factors, pinned=body.pinned, folder=folder)
 
-    async def _change(self, change: Callable[[], LoraAdapter]) -> web.Response:
+    async def _change(self, change: Callable[[], ServedAdapter]) -> web.Response:
         try:
             if self._engine.lora is None:
                 raise UsageError("this server serves no LoRA adapters; start it with --enable-lora")

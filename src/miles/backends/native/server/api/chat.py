@@ -118,6 +118,7 @@ class EngineChatBody(ChatBody, EngineSamplingFields, EngineRequestFields):
     unsupported: ClassVar[tuple[str, ...]] = UNSUPPORTED
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES_PER_PROMPT)] = 1
     min_tokens: Count = 0
+    lora_path: str | None = None
     input_ids: list[int] | None = None
     continue_final_message: bool = False
     separate_reasoning: bool = True
@@ -142,6 +143,7 @@ class CompletionBody(EngineSamplingFields, EngineRequestFields):
         ),
     ]
     model: str = "default"
+    lora_path: str | None = None
     max_tokens: PositiveInt = 16
     min_tokens: Count = 0
     seed: Int | None = None

@@ -134,7 +134,6 @@ class EngineRequestFields(RequestBody):
     rid: OneOrMany[str] | None = None
     priority: Int = 0
     stream: bool = False
-    lora_path: str | None = None
     return_routed_experts: bool = False
     routed_experts_start_len: Count = 0
 
