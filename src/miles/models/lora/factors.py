@@ -62,6 +62,8 @@ def read_factors(folder: Path, spec: DecoderSpec) -> LoraFactors:
         config, tensors = read_json(folder / CONFIG), load_file(folder / WEIGHTS)
     except (OSError, CheckpointError, safetensors.SafetensorError) as error:
         raise UsageError(f"{folder} is not a PEFT adapter: {error}") from error
+    if not isinstance(config, dict):
+        raise UsageError(f"{folder / CONFIG} is not a JSON object.")
     return parse_factors(config, tensors, spec, where=str(folder))
 
 
@@ -100,6 +102,20 @@ def _check_config(config: Mapping[str, Any], where: str) -> None:
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or alpha <= 0:
         raise UsageError(f"the {CONFIG} of {where} must have r and lora_alpha as numbers above 0.")
+    for key, kind in (("rank_pattern", int), ("alpha_pattern", (int, float))):
+        patterns = config.get(key) or {}
+        if not isinstance(patterns, dict) or not all(
+            isinstance(value, kind) and value > 0 and _is_pattern(pattern) for pattern, value in patterns.items()
+        ):
+            raise UsageError(f"the {CONFIG} of {where} must have {key} as patterns and numbers above 0.")
+
+
+def _is_pattern(text: str) -> bool:
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True
 
 
 def _check_shapes(
@@ -116,7 +132,7 @@ def _check_shapes(
                 f"{where} does not fit: {module}{name} has shape {tuple(tensor.shape)}, but this model and rank need "
                 f"{shape}."
             )
-        if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
+        if not tensor.is_floating_point() or not bool(tensor.float().isfinite().all()):
             raise UsageError(f"{where} does not fit: {module}{name} has values that are no finite numbers.")
     alpha = _match_pattern(config.get("alpha_pattern"), module, config["lora_alpha"])
     return ModuleFactors(a_rI, b_Or, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))

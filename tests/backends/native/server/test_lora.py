@@ -144,6 +144,7 @@ def test_an_update_in_place_needs_its_flag_and_counts_versions(folder, spec, sha
         ({"config_dict": {"peft_type": "LORA", "r": 4}}, "r and lora_alpha"),
         ({"config_dict": {"peft_type": "LORA", "r": 3, "lora_alpha": 8}}, "has shape"),
         ({"config_dict": {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "use_dora": True}}, "use_dora"),
+        ({"config_dict": {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "rank_pattern": {"(": 2}}}, "rank_pattern"),
         ({"config_dict": {"peft_type": "IA3", "r": 4, "lora_alpha": 8}}, "IA3"),
     ],
 )
