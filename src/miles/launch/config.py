@@ -9,6 +9,7 @@ from typing import Literal
 from miles.algo.config import AlgoConfig
 from miles.backends.megatron.config import MegatronConfig
 from miles.backends.native.config import NativeConfig
+from miles.backends.native.lora_config import LoraServingConfig
 from miles.backends.native.server.config import ServeConfig
 from miles.backends.remote.config import SglangConfig
 from miles.cluster.config import ClusterConfig, FaultConfig, RayConfig
@@ -243,13 +244,14 @@ class ParityRoot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeRoot:
-    """Root config of ``miles serve``: server, model, engine, and adapters beside quantized weights."""
+    """Root config of ``miles serve``: server, model, engine, an adapter beside quantized weights, adapters by name."""
 
     serve: ServeConfig
     models: ModelConfig
     media: MediaConfig
     native: NativeConfig
     lora: LoraConfig
+    lora_serving: LoraServingConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -89,7 +89,16 @@ class Tiny:
         engine.commit()
 
     def engine(
-        self, decoder: Decoder | None = None, *, decode=None, run=None, clock=None, draft=None, head=None, **options
+        self,
+        decoder: Decoder | None = None,
+        *,
+        decode=None,
+        run=None,
+        clock=None,
+        draft=None,
+        head=None,
+        lora=None,
+        **options,
     ) -> NativeEngine:
         """An engine with this decoder's weights and numerics, on its device and in its dtype."""
         decoder = decoder or self.decoder()
@@ -107,6 +116,7 @@ class Tiny:
             clock=clock or time.perf_counter,
             numerics=decoder.numerics,
             draft=draft,
+            lora=lora,
             _depth=self.depth,
         )
         self.publish(engine, decoder, head=head)

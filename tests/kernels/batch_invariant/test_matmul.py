@@ -158,7 +158,7 @@ def test_all_tiles_give_the_same_bits(inputs):
 
 def test_tiles_grow_with_the_rows_and_are_enough_for_the_card(monkeypatch):
     monkeypatch.setattr(linear_triton, "count_sms", lambda device: 132)
-    monkeypatch.setattr(linear_triton, "_mma_bitwise_equal", lambda device: True)
+    monkeypatch.setattr(linear_triton, "is_mma_bitwise_equal", lambda device: True)
 
     def chosen(rows, outputs, groups=None):
         x = torch.empty(rows, 64, dtype=torch.bfloat16, device=DEVICE)
@@ -168,7 +168,7 @@ def test_tiles_grow_with_the_rows_and_are_enough_for_the_card(monkeypatch):
     assert chosen(1, 1024).rows == 16 and chosen(1, 1024).columns == 16
     assert chosen(16, 151936).columns == 128 and chosen(64, 2560).rows == 64 and chosen(8192, 2560).rows == 128
     assert chosen(128, 1536, 128).rows == 16 and chosen(65536, 1536, 128).rows == 128
-    monkeypatch.setattr(linear_triton, "_mma_bitwise_equal", lambda device: False)
+    monkeypatch.setattr(linear_triton, "is_mma_bitwise_equal", lambda device: False)
     assert chosen(1, 1024).rows == 64
     monkeypatch.setattr(linear_triton, "_supports_tma", lambda x, weight: True)
     # What was measured as the fastest.

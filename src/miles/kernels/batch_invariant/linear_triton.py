@@ -130,7 +130,7 @@ def can_fuse_gate(x_TK: Tensor) -> bool:
         and half
         and x_TK.ndim == 2
         and len(x_TK) <= FUSED_GATE_ROWS
-        and _mma_bitwise_equal(x_TK.device)
+        and is_mma_bitwise_equal(x_TK.device)
     )
 
 
@@ -217,7 +217,7 @@ def select_tile(x_TK: Tensor, weight_ENK: Tensor, grouped: bool) -> GemmTile:
     groups = len(weight_ENK) if grouped else 1
     outputs = weight_ENK.shape[1]
     has_tma, sms = _supports_tma(x_TK, weight_ENK), count_sms(x_TK.device)
-    bitwise_equal = _mma_bitwise_equal(x_TK.device)
+    bitwise_equal = is_mma_bitwise_equal(x_TK.device)
     if not grouped and has_tma and rows <= 16 and bitwise_equal:
         return next(tile for least, tile in SMALL_M if outputs >= least)
     if not grouped and has_tma:
@@ -258,7 +258,8 @@ def _limit_stages(tile: GemmTile, x_TK: Tensor, gated: bool) -> GemmTile:
 
 
 @cache
-def _mma_bitwise_equal(device: torch.device) -> bool:
+def is_mma_bitwise_equal(device: torch.device) -> bool:
+    """Whether tiles of few and of many rows give the same bits on this GPU."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in BITWISE_EQUAL_MMA
 
 

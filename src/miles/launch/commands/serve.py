@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from miles.backends.native.engine.engine import NativeEngine
     from miles.backends.native.server.app import EngineServer
     from miles.cluster.executor import Executor
+    from miles.models.lora.targets import LoraSpec
+    from miles.models.spec import DecoderSpec
     from miles.models.tokenizer import HfTokenizer
     from miles.observe.view import ProgressStage, View
 
@@ -77,6 +79,7 @@ def read_serve_config(argv: Sequence[str]) -> ServeRoot:
         result = replace(result, config=_name_served_model(names.resolve(result.config)))
         assert result.config is not None
         problems += names.problems or [*_check_model(result.config.models), *_check_adapters(result.config)]
+        problems += _check_lora_serving(result.config)
         problems += _check_packages()
     if problems or result.config is None:
         raise UsageError(problems)
@@ -124,6 +127,22 @@ def _check_adapters(config: ServeRoot) -> Iterator[str]:
         build_lora(lora, spec)
     except UsageError as error:
         yield from error.problems
+
+
+def _check_lora_serving(config: ServeRoot) -> Iterator[str]:
+    """Adapters that requests choose are applied beside weights without an adapter of their own."""
+    lora = config.lora_serving
+    if not lora.is_enabled:
+        return
+    if config.lora.is_enabled:
+        yield "--enable-lora serves adapters by name; load that of --lora-adapter-path with --lora-paths instead."
+    if config.models.model_impl == "transformers":
+        yield "--enable-lora needs the native model; remove it, or --model-impl transformers."
+    if lora.max_loaded_loras is not None and lora.max_loaded_loras < lora.max_loras_per_batch:
+        yield (
+            f"--max-loaded-loras {lora.max_loaded_loras} is less than --max-loras-per-batch "
+            f"{lora.max_loras_per_batch}; raise it."
+        )
 
 
 def _check_packages() -> Iterator[str]:
@@ -219,9 +238,9 @@ async def build_server(config: ServeRoot, key: str | None, run: Executor) -> tup
     from miles.cluster.executor import InlineExecutor
     from miles.core.types import Version
     from miles.launch.build.draft_model import load_engine_draft, name_head_weights
+    from miles.launch.build.lora_serving import build_lora_serving, load_adapters
     from miles.models.checkpoint import hf
     from miles.models.lora.adapters import load_engine_factors
-    from miles.models.parallel.tp_sharding import compute_tp_shards, shard_spec
     from miles.models.resolve import resolve_spec
     from miles.sync.publish import Publication
 
@@ -230,15 +249,12 @@ async def build_server(config: ServeRoot, key: str | None, run: Executor) -> tup
     raw, trusted = read_config(folder), config.models.trust_remote_code
     spec = resolve_spec(folder, config.models.model_impl)
     tokenizer = None if config.serve.skip_tokenizer_init else _load_processor(config, folder)
+    lora_serving = build_lora_serving(config.lora_serving, spec, config.models.numerics)
     device = platform.detect_platform(config.serve.device, threads=config.serve.num_threads).device
     dtype = hf.choose_dtype(config.models.dtype, raw, device)
     devices = platform.consecutive_devices(device, config.serve.tensor_parallel_size)
     lora = build_lora(config.lora, spec)
-    adapters = None if lora is None else adapter_spec(lora)
-    spec = replace(spec, quantization=config.models.rollout_quantization(len(devices)), adapters=adapters)
-    if len(devices) > 1:  # refuse before loading what cannot be sharded
-        shard_spec(spec, len(devices))
-        compute_tp_shards(spec)
+    spec = _prepare_spec(config, spec, lora, len(devices))
     load_device = device if len(devices) == 1 else "cpu"  # the whole model need not fit on one GPU
     numerics = config.models.numerics
     model = hf.load_model(folder, spec, device=load_device, dtype=dtype, numerics=numerics, trust_remote_code=trusted)
@@ -253,10 +269,11 @@ async def build_server(config: ServeRoot, key: str | None, run: Executor) -> tup
         model=hf.build_engine_model(model),
         devices=devices,
         draft=load_engine_draft(config.native, folder, model.spec, device=device, dtype=dtype, numerics=numerics),
+        lora=None if lora_serving is None else lora_serving.shape,
     )
+    load_adapters(engine, lora_serving)
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    if engine.draft_head is not None:
-        weights |= name_head_weights(engine.draft_head)
+    weights |= {} if engine.draft_head is None else name_head_weights(engine.draft_head)
     if lora is not None and (adapter := get_adapter_folder(config.lora)) is not None:
         weights |= load_engine_factors(adapter, lora, device=load_device, dtype=dtype)
     await Publication(weights=lambda: weights, engines=[engine], transport="shared", run=InlineExecutor()).publish(
@@ -270,6 +287,21 @@ async def build_server(config: ServeRoot, key: str | None, run: Executor) -> tup
         use_model_defaults=config.serve.sampling_defaults == "model",
     )
     return EngineServer(engine, tokenizer, config=config.serve, model_info=model_info, api_key=key), engine
+
+
+def _prepare_spec(config: ServeRoot, spec: DecoderSpec, lora: LoraSpec | None, num_ranks: int) -> DecoderSpec:
+    """The spec with the quantization and the adapter to serve; refuses what cannot be sharded."""
+    from miles.models.parallel.tp_sharding import compute_tp_shards, shard_spec
+
+    spec = replace(
+        spec,
+        quantization=config.models.rollout_quantization(num_ranks),
+        adapters=None if lora is None else adapter_spec(lora),
+    )
+    if num_ranks > 1:
+        shard_spec(spec, num_ranks)
+        compute_tp_shards(spec)
+    return spec
 
 
 def _load_processor(config: ServeRoot, folder: Path) -> HfTokenizer:

@@ -25,20 +25,25 @@ from tests.backends.native.image_requests import (
     pair,
     response_of,
 )
+from tests.backends.native.lora_adapters import random_factors
 from tests.kernels import interpreter  # noqa: F401
 from tests.kernels.device import CARD, needs_triton
 from tests.models.oracle import KINDS, hf_model, twin
 from tests.models.vision.small_vision import place
 
 import miles
+from miles.backends.native.engine.lora import LoraShape
+from miles.backends.native.engine.request import GenerateRequest
 from miles.backends.native.engine.scheduler import PrefillDelay
 from miles.backends.native.runner import cuda_graph as module
 from miles.backends.native.runner import draft_head_graph, model_runner
 from miles.backends.native.runner.gpu_runner import supports_gpu_kernels
+from miles.backends.native.runner.lora import list_served_modules
 from miles.cluster.executor import InlineExecutor
 from miles.core.protocols import SamplingParams
 from miles.core.types import Version
-from miles.kernels.numerics import numerics_from_parity
+from miles.kernels.lora import grouped
+from miles.kernels.numerics import FAST, numerics_from_parity
 from miles.kernels.runtime import triton_compat
 from miles.launch.commands import serve
 from miles.launch.commands.serve import warm_up
@@ -482,3 +487,48 @@ def one_layer(decoder, layers: int = 1):
     weights = dict(decoder.named_parameters())
     short.load_state_dict({name: weights[name] for name, _ in short.named_parameters()}, strict=False, assign=True)
     return short.requires_grad_(False)
+
+
+def test_graphs_with_adapters_replay_for_other_adapters_and_none(recording, monkeypatch):
+    """The rows of a replay have the adapters of its step, whatever they were when it was captured."""
+    launched = []
+    launch = grouped.launch_grouped_lora
+
+    def counted(*args, **options):
+        launched.append(len(args[0]))
+        return launch(*args, **options)
+
+    monkeypatch.setattr(grouped, "launch_grouped_lora", counted)
+    spec = replace(DENSE, max_positions=64)
+    shape = LoraShape(num_slots=2, max_rank=4, modules=list_served_modules(spec, (), FAST))
+    factors = {f"a{i}": random_factors(spec, i, rank=1 + i, scale=0.5) for i in range(3)}
+    tiny, prompts = Tiny(1), Tiny().prompts(3, high=8)
+    rounds = [["a0", None, "a1"], [None, None, None], ["a2", "a2", "a0"], ["a1"]]
+
+    def run(engine):
+        for name, own in factors.items():
+            engine.load_lora(name, own)
+
+        async def story():
+            found = []
+            for names in rounds:
+                asked = [
+                    engine.submit(GenerateRequest(tokens=p, sampling=replace(LONG, seed=i), lora=name))
+                    for i, (p, name) in enumerate(zip(prompts, names, strict=False))
+                ]
+                found += [(await output.completion(), output.tokens, output.logprobs) for output in asked]
+            return found
+
+        return asyncio.run(story())
+
+    options = {"page_size": 4, "max_running": 4, "lora": shape}
+    with pytest.MonkeyPatch.context() as plain:
+        plain.setattr(model_runner, "supports_gpu_kernels", lambda spec, model, device: False)
+        eager = run(Tiny().engine(tiny.decoder(spec=spec), **options))
+    assert not launched
+    monkeypatch.setattr(grouped, "use_triton_inference", lambda x: torch.is_inference_mode_enabled())
+    replayed = run(tiny.engine(tiny.decoder(spec=spec), **options))
+    for (_, tokens, logprobs), (_, wanted_tokens, wanted_logprobs) in zip(replayed, eager, strict=True):
+        assert tokens == wanted_tokens
+        np.testing.assert_allclose(logprobs, wanted_logprobs, atol=2e-4)
+    assert launched and {key.has_lora for key in recording} == {False, True}

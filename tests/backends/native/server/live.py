@@ -82,7 +82,7 @@ def _read(text: str) -> Any:
 
 @asynccontextmanager
 async def serving(
-    folder: Path, config: ServeConfig | None = None, *, key: str | None = None, **knobs: Any
+    folder: Path, config: ServeConfig | None = None, *, key: str | None = None, lora: Any = None, **knobs: Any
 ) -> AsyncIterator[Live]:
     """Serve ``folder``; when all is over nothing may be held."""
     config = config or ServeConfig()
@@ -95,6 +95,7 @@ async def serving(
         config=NativeConfig(**{"engine_kv_tokens": 8192, "engine_page_size": 8} | knobs),
         run=run,
         decode=None if tokenizer is None else tokenizer.decode,
+        lora=lora,
     )
     weights = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
     await Publication(weights=lambda: weights, engines=[engine], transport="shared", run=run).publish(Version())

@@ -14,8 +14,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
@@ -25,6 +26,7 @@ from torch import Tensor
 from miles.backends.native.config import NativeConfig
 from miles.backends.native.engine.forward_batch import ForwardBatch, InflightStep, ScheduledStep
 from miles.backends.native.engine.head_draft import HeadDrafter
+from miles.backends.native.engine.lora import LoraRegistry, LoraShape, LoraSlotTable, ServedAdapter
 from miles.backends.native.engine.memory_budget import resolve_prefill_chunk, resolve_prefill_delay
 from miles.backends.native.engine.model_draft import ModelDrafter
 from miles.backends.native.engine.prefix_cache import PageAllocator
@@ -41,7 +43,7 @@ from miles.backends.native.runner.factory import build_draft_runner, build_head_
 from miles.backends.native.runner.model_runner import ModelRunner
 from miles.cluster.executor import Executor
 from miles.cluster.platform import detect_platform
-from miles.core.errors import EngineError
+from miles.core.errors import EngineError, UsageError
 from miles.core.media import Images
 from miles.core.protocols import Completion, OnTokens, SamplingParams
 from miles.core.token_fields import TOP_TOKENS
@@ -50,6 +52,7 @@ from miles.kernels.numerics import FAST, Numerics
 from miles.models.base import CausalLM
 from miles.models.draft.base import Draft
 from miles.models.hf_adapter.spec import HfAdapterSpec
+from miles.models.lora.factors import LoraFactors, read_factors
 from miles.models.spec import DecoderSpec
 from miles.sync.manifest import Manifest
 
@@ -146,7 +149,8 @@ class NativeEngine:
     """Implements core.protocols.Engine and EngineControl, and sync.manifest.Receiver.
 
     With several ``devices``, the first of which is ``device``, the model is tensor-parallel with a rank on each.
-    ``draft`` is the draft model or head of --speculative-algorithm.
+    ``draft`` is the draft model or head of --speculative-algorithm. ``lora`` is the room for adapters that requests
+    choose by name, which are applied beside the weights.
     ``_depth`` is the number of steps in flight when the next is launched: by default 1 on a GPU, 0 on a CPU.
     """
 
@@ -164,6 +168,7 @@ class NativeEngine:
         model: CausalLM | None = None,
         devices: Sequence[torch.device] = (),
         draft: CausalLM | Draft | None = None,
+        lora: LoraShape | None = None,
         clock: Callable[[], float] = time.perf_counter,
         _depth: int | None = None,
     ) -> None:
@@ -175,11 +180,20 @@ class NativeEngine:
         self._platform = replace(detect_platform(device.type), device=device)
         page_size = config.engine_page_size
         self._runner, num_pages = build_runner(
-            spec, config, self._platform, draft, dtype=dtype, numerics=numerics, model=model, devices=devices, name=name
+            spec,
+            config,
+            self._platform,
+            draft,
+            dtype=dtype,
+            numerics=numerics,
+            model=model,
+            devices=devices,
+            name=name,
+            lora=lora,
         )
         # A recurrent state belongs to one position: a prefix cannot find it, only a fork from its leader can.
         self._pages = PageAllocator(num_pages, page_size, share=config.engine_prefix_cache and not spec.recurrent)
-        running_batch = self._build_running_batch(config, clock)
+        running_batch = self._build_running_batch(config, clock, lora)
         self.draft_head = draft if isinstance(draft, Draft) else None
         self._draft_runner: ModelRunner | None = None
         drafter = None if draft is None else self._build_drafter(draft, config, running_batch.slots, num_pages, dtype)
@@ -194,10 +208,15 @@ class NativeEngine:
         self._inflight = InflightSteps(self._scheduler, int(device.type != "cpu") if _depth is None else _depth)
         check_image = self._runner.check_image
         self._validator = RequestValidator(name, spec, self.kv_tokens, check_image, has_tokenizer=decode is not None)
+        self.lora = None if lora is None else self._build_lora(lora, running_batch.slots)
         self._weights = self._runner.build_weight_update(name, self._commit_weights)
         self._run = run
         self._clock = clock
         self._step_seconds = 0.0
+        self._init_loop_state()
+
+    def _init_loop_state(self) -> None:
+        """Start without requests, in no step, neither paused nor asleep."""
         self._outputs: dict[Req, RequestOutput] = {}
         self._waiting_outputs: list[RequestOutput] = []
         self._arrived: list[Req] = []
@@ -210,15 +229,28 @@ class NativeEngine:
         self._closed = False
         self._weights_torn = False
 
-    def _build_running_batch(self, config: NativeConfig, clock: Callable[[], float]) -> RunningBatch:
+    def _build_running_batch(
+        self, config: NativeConfig, clock: Callable[[], float], lora: LoraShape | None
+    ) -> RunningBatch:
+        lora_slots = None if lora is None else LoraSlotTable(lora.num_slots)
         pages, no_expert = self._pages, self._runner.no_expert
         max_pages = min(pages.total, -(-self.spec.max_positions // pages.size))
         return RunningBatch(
             pages,
-            ReqSlots(config.engine_max_running, max_pages, self.spec.vocab_size),
+            ReqSlots(config.engine_max_running, max_pages, self.spec.vocab_size, lora_slots),
             share_prefill=config.engine_prefix_cache,
             routed_experts=None if no_expert is None else RoutedExpertsStore(no_expert, pages.total, pages.size),
             clock=clock,
+        )
+
+    def _build_lora(self, shape: LoraShape, slots: ReqSlots) -> LoraRegistry:
+        assert slots.lora is not None
+        return LoraRegistry(
+            shape=shape,
+            host=self._runner,
+            slots=slots.lora,
+            read=lambda folder: read_factors(folder, self.spec),
+            is_used=lambda adapter: any(req.lora is adapter for req in self._iter_reqs()),
         )
 
     def _build_drafter(
@@ -289,7 +321,8 @@ class NativeEngine:
         self._runner.check()
         if self.version is None:
             raise EngineError(f"{self.name} has no weights yet; publish a version to it first")
-        req = self._validator.create_req(request, self._clock())
+        lora = None if request.lora is None else self._resolve_lora(request.lora)
+        req = self._validator.create_req(request, self._clock(), lora)
         req.accepted_drafts = None if self._speculation is None else []
         output = RequestOutput(
             req, self._runner.no_expert, on_wait=self._waiting_outputs.append, on_cancel=self._cancel_output
@@ -483,6 +516,71 @@ class NativeEngine:
         self._pages.flush()
         self.version, self._weights_torn = version, False
 
+    # -- LoRA adapters, from any thread -----------------------------------------------------
+
+    def load_lora(
+        self, name: str, factors: LoraFactors, *, pinned: bool = False, folder: Path | None = None
+    ) -> ServedAdapter:
+        """Add an adapter that requests choose by ``name``; UsageError if it does not fit, or the name is taken.
+
+        ``folder`` is where it can be read again; a ``pinned`` adapter keeps its device slot.
+        """
+        registry = self._require_lora()
+        uid = registry.prepare(factors)
+        try:
+            with self._lock:
+                return registry.load(name, uid, factors.rank, pinned=pinned, folder=folder)
+        except UsageError:
+            registry.discard(uid)
+            raise
+
+    def update_lora(self, name: str, factors: LoraFactors, folder: Path | None = None) -> ServedAdapter:
+        """Replace an adapter's factors between two steps, as a weight update does with the weights.
+
+        Its running requests keep their KV cache and go on with the new version, new ones share none of it, and half
+        computed prompts start again.
+        """
+        registry = self._require_lora()
+        uid = registry.prepare(factors)
+        try:
+            with self._lock:
+                self._inflight.drain_deferred()
+                adapter = registry.update(name, uid, factors.rank, folder)
+                self._scheduler.restart_prompts(adapter)
+                for req in self._iter_reqs():
+                    if req.lora is adapter:
+                        req.change_lora_version(adapter.version)
+                return adapter
+        except UsageError:
+            registry.discard(uid)
+            raise
+
+    def unload_lora(self, name: str) -> ServedAdapter:
+        """Remove an adapter; requests that use it end with it."""
+        with self._lock:
+            return self._require_lora().unload(name)
+
+    def _require_lora(self) -> LoraRegistry:
+        if self.lora is None:
+            raise UsageError(f"{self.name} serves no LoRA adapters; start it with --enable-lora")
+        return self.lora
+
+    def _resolve_lora(self, name: str) -> ServedAdapter:
+        try:
+            registry = self._require_lora()
+        except UsageError as error:
+            raise EngineError(str(error)) from error
+        adapter = registry.adapters.get(name)
+        if adapter is None or adapter.in_host:
+            return registry.resolve(name)
+        with self._lock:  # reading it again may take the device slot and host memory of another
+            return registry.resolve(name)
+
+    def _iter_reqs(self) -> Iterator[Req]:
+        """Yield all requests that have not ended, those included that are not queued yet."""
+        yield from self._scheduler.iter_reqs()
+        yield from list(self._arrived)
+
     # -- the step loop ----------------------------------------------------------------------
 
     def _start_loop(self) -> None:
@@ -549,6 +647,9 @@ class NativeEngine:
             if output is not None:
                 output.set_result()
         self._waiting_outputs[:] = [output for output in self._waiting_outputs if not output.notify()]
+        if ended and self.lora is not None and self.lora.has_unloaded:
+            with self._lock:
+                self.lora.collect()
 
     def _fail_all(self, error: Exception) -> None:
         """Fail every request, and clear the KV cache, which may be half written."""
@@ -558,6 +659,8 @@ class NativeEngine:
             for req in list(self._scheduler.iter_reqs()):
                 self._scheduler.remove(req)
             self._pages.flush()
+            if self.lora is not None:
+                self.lora.slots.forget_contents()
             self._runner.clear()
         outputs, self._outputs = self._outputs, {}
         for output in outputs.values():

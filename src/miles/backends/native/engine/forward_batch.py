@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from miles.backends.native.engine.draft_tree import NO_DRAFTS, DraftRows, DraftTree, build_tree_rows
+from miles.backends.native.engine.lora import LoraBatch
 from miles.backends.native.engine.req import Req
 from miles.backends.native.engine.req_slots import ReqSlots
 from miles.backends.native.engine.request import BitWords, Bools, Floats, Ints, TokenLogprob, Uints
@@ -139,6 +140,7 @@ class ForwardBatch:
     rope_offsets_B: Ints | None = None
     rope_positions_3T: Ints | None = None
     visible_ends_T: Ints | None = None
+    lora: LoraBatch | None = None
     decode_only: bool = False
 
 

@@ -42,10 +42,11 @@ def compute_kv_tokens(
     dtype: torch.dtype,
     numerics: Numerics,
     draft_spec: DecoderSpec | None = None,
+    lora_bytes: int = 0,
 ) -> int:
     """Return the KV cache size: as configured, or what all running requests need within the memory fraction.
 
-    The keys of a draft model of ``draft_spec`` take memory beside the policy's.
+    The keys of a draft model of ``draft_spec`` take memory beside the policy's, and so do ``lora_bytes`` of adapters.
     """
     size, fraction, chunk = config.engine_page_size, config.engine_memory_fraction, config.engine_prefill_chunk
     if min(size, config.engine_max_running, 1 if chunk is None else chunk) < 1:
@@ -66,6 +67,12 @@ def compute_kv_tokens(
             "lower --engine-vision-cache-mib, or raise --engine-memory-fraction"
         )
     budget -= image_bytes
+    if lora_bytes > budget:
+        raise UsageError(
+            f"the slots of LoRA adapters take {lora_bytes / 2**30:.1f} GiB, but {fraction:.0%} of the free memory "
+            f"leaves {budget / 2**30:.1f} GiB; lower --max-loras-per-batch or --max-lora-rank"
+        )
+    budget -= lora_bytes
     state_bytes = config.engine_max_running * state_bytes_per_sequence(spec, dtype_name)
     if state_bytes > budget:
         raise UsageError(

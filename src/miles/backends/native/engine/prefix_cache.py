@@ -2,9 +2,9 @@
 
 A page without holders is free, or evictable while its content can still be found by prefix; evictable pages are
 reused oldest first. Prefixes form a tree of pages: a key is the node of the previous page and the tokens of this one,
-so a match is exact. In place of an image's tokens stand keys of its digest (``core.media.prefix_keys``). A prompt's
-last page, seldom full, is found by its own tokens in the same way; a request that finds it copies it, since its holder
-writes on behind those tokens.
+so a match is exact. Prefixes computed with a LoRA adapter have another root, below 0. In place of an image's tokens
+stand keys of its digest (``core.media.prefix_keys``). A prompt's last page, seldom full, is found by its own tokens in
+the same way; a request that finds it copies it, since its holder writes on behind those tokens.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ class PageAllocator:
             else:
                 self._free.append(page)
 
-    def match_prefix(self, tokens: Sequence[int]) -> PrefixMatch:
+    def match_prefix(self, tokens: Sequence[int], root: int = ROOT) -> PrefixMatch:
         """Return the longest cached prefix of ``tokens``, at least one token short: the last one must be computed."""
         size, full_pages = self.size, (len(tokens) - 1) // self.size
         match = PrefixMatch([], [], None)
         if not self.share:
             return match
-        node = ROOT
+        node = root
         for start in range(0, full_pages * size, size):
             entry = self._index.get((node, tuple(tokens[start : start + size])))
             if entry is None:

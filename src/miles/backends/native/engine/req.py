@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from miles.backends.native.engine.draft_tree import NO_DRAFTS, DraftTree
+from miles.backends.native.engine.lora import ServedAdapter
+from miles.backends.native.engine.prefix_cache import ROOT
 from miles.backends.native.engine.request import (
     BitWords,
     FinishReason,
@@ -46,7 +48,9 @@ class Req:
     ``draft`` are the drafted tokens that a step verifies, ``draft_bucket`` is where their acceptance is counted
     (``speculation``), ``draft_masks`` are the grammar's masks by branch and offset, and ``branch_pages`` the pages of
     each branch, from which page of the sequence on. ``accepted_drafts[i]`` is the number of verifications that accepted
-    ``i`` of its drafted tokens; None without speculative decoding.
+    ``i`` of its drafted tokens; None without speculative decoding. ``lora_overtaken`` requests were admitted before it
+    while its adapter ``lora`` had no slot; ``lora_versions`` lists (index of the first sampled token, version of the
+    adapter).
     """
 
     number: int
@@ -62,6 +66,9 @@ class Req:
     max_length: int
     sort_key: tuple[int, int]
     images: PromptImages | None = None
+    lora: ServedAdapter | None = None
+    lora_overtaken: int = 0
+    lora_versions: list[tuple[int, int]] = field(default_factory=list)
     rng_stream: int = 0
     vocab_size: int = 0
     arrival_time: float = 0.0
@@ -103,6 +110,11 @@ class Req:
     def has_no_output(self) -> bool:
         """True if no sampled token is known to the host yet."""
         return len(self.tokens) == self.prompt_length
+
+    @property
+    def prefix_root(self) -> int:
+        """The root of its prefixes in the cache: another one for each version of each adapter."""
+        return ROOT if self.lora is None else -self.lora.uid
 
     @property
     def can_share_prefill(self) -> bool:
@@ -158,6 +170,15 @@ class Req:
         if self.version != version:
             self.version_starts.append((len(self.logprobs), version))
         self.version = version
+
+    def change_lora_version(self, version: int) -> None:
+        """Mark the next sampled token as the first of another version of the adapter.
+
+        Keys and values of both versions are in its pages then, which nobody else may find.
+        """
+        self.lora_versions = [*(start for start in self.lora_versions if start[0] < len(self.logprobs))]
+        self.lora_versions.append((len(self.logprobs), version))
+        self.cache_epoch = -1
 
     def record_verification(self, drafted: int, accepted: int) -> None:
         """Count a step that verified ``drafted`` tokens and accepted the first ``accepted`` of them."""
@@ -415,6 +436,11 @@ class RequestOutput:
     def speculation(self) -> SpeculationCounts | None:
         """Drafted and accepted tokens so far; None without speculative decoding."""
         return self.req.build_speculation_counts()
+
+    @property
+    def lora_versions(self) -> list[tuple[int, int]]:
+        """The versions of the adapter: the index of the first sampled token of each, and its number."""
+        return list(self.req.lora_versions)
 
     @property
     def preemptions(self) -> int:

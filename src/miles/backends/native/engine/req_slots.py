@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from miles.backends.native.engine.lora import LoraBatch, LoraSlotTable
 from miles.backends.native.engine.req import Req
 from miles.backends.native.engine.request import Ints
 
@@ -23,11 +24,13 @@ class ReqSlots:
     ``prefix_tokens_S`` the number of tokens up to its end. Its images end before token ``image_end_S``, and the rope
     positions of tokens behind them are their index plus ``rope_offset_S``; ``num_with_images`` requests have images.
     ``stop_counts_V`` counts the requests each token would end. ``copies`` (target -> source) of recurrent states are
-    due before the next step.
+    due before the next step. ``lora_slot_S`` is the device slot of its adapter in ``lora``, -1 without one.
     """
 
-    def __init__(self, count: int, max_pages: int, vocab_size: int) -> None:
+    def __init__(self, count: int, max_pages: int, vocab_size: int, lora: LoraSlotTable | None = None) -> None:
         self.count = count
+        self.lora = lora
+        self.lora_slot_S = np.full(count, -1, np.int64)
         self.reqs: list[Req | None] = [None] * count
         self.block_table_SP = np.zeros((count, max_pages), np.int64)
         self.num_computed_S = _zeros(count)
@@ -86,6 +89,15 @@ class ReqSlots:
         self.image_end_S[slot] = 0 if req.images is None else req.images.end
         self.rope_offset_S[slot] = 0 if req.images is None else req.images.rope_offset
         self.num_with_images += req.images is not None
+        self.lora_slot_S[slot] = -1 if req.lora is None or self.lora is None else self.lora.acquire(req.lora)
+
+    def has_lora_room(self, req: Req) -> bool:
+        """Return whether the request's adapter has a device slot, or can get one."""
+        return req.lora is None or self.lora is None or self.lora.has_room(req.lora)
+
+    def build_lora_batch(self, req_slots_B: Ints) -> LoraBatch | None:
+        """Return the adapters of a step's sequences; None if they have none."""
+        return None if self.lora is None else self.lora.build_batch(self.lora_slot_S[req_slots_B])
 
     def start(self, req: Req, num_computed: int, page_size: int) -> None:
         """Fill in the pages of a request, of which ``num_computed`` tokens are computed."""
@@ -117,6 +129,8 @@ class ReqSlots:
         self.stop_counts_V[list(req.stop_token_ids)] -= 1
         self.num_with_images -= req.images is not None
         self.copies.pop(req.slot, None)
+        if req.lora is not None and self.lora is not None:
+            self.lora.release(req.lora)
         self._free.append(req.slot)
         self.reqs[req.slot] = None
         req.slot = -1

@@ -53,7 +53,7 @@ class GenerateRequest:
     this many most likely tokens at each sampled and scored position; ``token_ids_logprob``: return the log-probs of
     these tokens at each position. Penalties count the tokens sampled so far; ``min_new_tokens`` bans EOS and stop
     tokens until then. Among waiting requests a higher ``priority`` is scheduled first. ``images`` are placed among
-    ``tokens``.
+    ``tokens``. ``lora`` names the adapter to generate with, which is applied beside the weights.
     """
 
     tokens: Tokens
@@ -72,6 +72,7 @@ class GenerateRequest:
     stop_regex: tuple[str, ...] = ()
     return_routed_experts: bool = True
     images: Images = ()
+    lora: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ import numpy as np
 
 from miles.backends.native.engine.draft_tree import DraftBranch
 from miles.backends.native.engine.forward_batch import Fork, ForwardBatch, compute_cache_locs, compute_positions
-from miles.backends.native.engine.prefix_cache import ROOT, PageAllocator
+from miles.backends.native.engine.prefix_cache import PageAllocator
 from miles.backends.native.engine.req import Req
 from miles.backends.native.engine.req_slots import ReqSlots
 from miles.backends.native.engine.request import Ints
@@ -146,7 +146,7 @@ class RunningBatch:
         pages = self.pages
         # Positions to score must be computed, even if they are in the prefix cache.
         num_tokens = req.next_scored if req.next_scored < req.prompt_length else len(req.tokens)
-        match = pages.match_prefix(req.prefix_keys(0, num_tokens))
+        match = pages.match_prefix(req.prefix_keys(0, num_tokens), req.prefix_root)
         pages.acquire(match.pages)
         new_pages = -(-len(req.tokens) // pages.size) - len(match.pages)
         if pages.available < new_pages + len(self.running):
@@ -188,7 +188,7 @@ class RunningBatch:
             del self._leaders[leader.prompt_key]
         full_pages = (leader.prompt_length - 1) // size
         if pages.share and leader.cache_epoch == pages.epoch:
-            node = leader.prefix_nodes[full_pages - 1] if full_pages else ROOT
+            node = leader.prefix_nodes[full_pages - 1] if full_pages else leader.prefix_root
             keys = leader.prefix_keys(full_pages * size, leader.prompt_length)
             pages.insert(node, keys, leader.pages[full_pages])
 
@@ -235,7 +235,7 @@ class RunningBatch:
             return
         for i in range(len(nodes), num_tokens // size):
             keys = req.prefix_keys(i * size, (i + 1) * size)
-            nodes.append(pages.insert(nodes[-1] if nodes else ROOT, keys, req.pages[i]))
+            nodes.append(pages.insert(nodes[-1] if nodes else req.prefix_root, keys, req.pages[i]))
 
     # -- branches of drafts -------------------------------------------------------------------
 
@@ -318,4 +318,6 @@ class RunningBatch:
             assert slots.block_table_SP[req.slot, : len(req.pages)].tolist() == req.pages
             assert len(req.tokens) <= slots.length_S[req.slot] <= req.max_length
         assert set(self._leaders.values()) <= set(running)
+        if slots.lora is not None:
+            slots.lora.check([req.lora for req in reqs if req.lora is not None])
         assert self.needing_last_token == {req for req in running if req.needs_last_token}

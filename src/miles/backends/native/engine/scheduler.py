@@ -42,6 +42,7 @@ from miles.backends.native.engine.forward_batch import (
     store_prompt_logprobs,
 )
 from miles.backends.native.engine.logit_edits import build_logit_edits, cut_to_grammar
+from miles.backends.native.engine.lora import ServedAdapter
 from miles.backends.native.engine.req import DecodeFn, Req
 from miles.backends.native.engine.request import Ints
 from miles.backends.native.engine.running_batch import Counters, RunningBatch, get_sort_key
@@ -54,6 +55,9 @@ NON_FINITE_EDITS = "the request's penalties, biases and masks leave no logits th
 
 # With fewer running requests few other prompts would arrive during the delay, and the delayed one is much of the work.
 MIN_RUNNING_FOR_DELAY = 32
+
+# Requests that may overtake one whose adapter has no free slot, before all wait for a slot; and such requests at once.
+MAX_OVERTAKEN = 256
 
 
 class PrefillDelay:
@@ -309,10 +313,10 @@ class Scheduler:
             self.preempt(req)
         self.running_batch.pages.flush()
 
-    def restart_prompts(self) -> None:
-        """Recompute prompts without sampled tokens from the start. Nothing may be in flight."""
+    def restart_prompts(self, lora: ServedAdapter | None = None) -> None:
+        """Recompute prompts without sampled tokens from the start, of one adapter or all. Nothing may be in flight."""
         num_computed_S = self.running_batch.slots.num_computed_S
-        for req in [req for req in self.iter_reqs() if req.has_no_output]:
+        for req in [req for req in self.iter_reqs() if req.has_no_output and lora in (None, req.lora)]:
             req.reset_prompt_logprobs()
             if req.pages and num_computed_S[req.slot]:
                 self.preempt(req)
@@ -348,9 +352,15 @@ class Scheduler:
         """Admit waiting requests into ``chunks``; return the slots of those with one token left to compute."""
         running = self.running_batch
         decodes, admitted = list[int](), 0
+        skipped: list[Req] = []
         for req in self.waiting:
             if not running.slots.free:
                 break
+            if not running.slots.has_lora_room(req):
+                if req.lora_overtaken >= MAX_OVERTAKEN or len(skipped) == MAX_OVERTAKEN:
+                    break
+                skipped.append(req)
+                continue
             if not running.follow_leader(req):
                 if budget <= 0 or not running.admit(req):
                     break
@@ -362,7 +372,9 @@ class Scheduler:
                 else:
                     chunks.append(chunk)
             admitted += 1
-        del self.waiting[:admitted]
+            for other in skipped:
+                other.lora_overtaken += 1
+        self.waiting[: admitted + len(skipped)] = skipped
         return np.array(decodes, np.int64)
 
     def _propose_drafts(self, decodes_B: Ints, speculation: Speculation) -> dict[int, DraftTree]:
@@ -483,6 +495,7 @@ class Scheduler:
             rope_offsets_B=images.rope_offsets_B,
             rope_positions_3T=images.rope_positions_3T,
             visible_ends_T=images.visible_ends_T,
+            lora=slots.build_lora_batch(rows.req_slots_B),
             decode_only=one_sample_per_row and plain,
         )
 

@@ -9,6 +9,7 @@ from itertools import chain, count
 import numpy as np
 
 from miles.backends.native.engine.forward_batch import derive_rng_streams
+from miles.backends.native.engine.lora import ServedAdapter
 from miles.backends.native.engine.req import Req, pack_token_mask
 from miles.backends.native.engine.request import GenerateRequest, Ints
 from miles.backends.native.engine.stop_regex import compile_stop_pattern
@@ -49,7 +50,7 @@ class RequestValidator:
         self._check_image = check_image
         self._numbers = count()
 
-    def create_req(self, request: GenerateRequest, now: float) -> Req:
+    def create_req(self, request: GenerateRequest, now: float, lora: ServedAdapter | None = None) -> Req:
         """Return the state of a request that can be served; raise ``EngineError`` otherwise."""
         prompt = np.asarray(request.tokens)
         sampling, spec = request.sampling, self._spec
@@ -75,7 +76,7 @@ class RequestValidator:
             request=request,
             prompt_length=len(prompt),
             prompt_T=prompt_T,
-            prompt_key=prompt_T.tobytes() if images is None else np.array(images.keys, np.int64).tobytes(),
+            prompt_key=_build_prompt_key(prompt_T, images, lora),
             stop_token_ids=frozenset(token for token in end_tokens if token in stops or not sampling.ignore_eos),
             banned_tokens=end_tokens,
             stop_window=compute_stop_window(request),
@@ -84,6 +85,8 @@ class RequestValidator:
             max_length=len(prompt) + sampling.max_new_tokens,
             sort_key=(-request.priority, number),
             images=images,
+            lora=lora,
+            lora_versions=[] if lora is None else [(0, lora.version)],
             rng_stream=int(derive_rng_streams(seed)[0]),
             vocab_size=spec.vocab_size,
             arrival_time=now,
@@ -156,6 +159,12 @@ class RequestValidator:
         """Return a token outside the vocabulary, if there is one."""
         least, most = int(tokens.min()), int(tokens.max())
         return least if least < 0 else most if most >= self._spec.vocab_size else None
+
+
+def _build_prompt_key(prompt_T: Ints, images: PromptImages | None, lora: ServedAdapter | None) -> bytes:
+    """Return what requests with the same prompt, images and adapter have in common."""
+    keys_T = prompt_T if images is None else np.array(images.keys, np.int64)
+    return keys_T.tobytes() if lora is None else keys_T.tobytes() + f"lora {lora.uid}".encode()
 
 
 def _check_penalties(request: GenerateRequest) -> Iterator[str]:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from miles.backends.native.engine.forward_batch import ForwardBatch, StepOutput, compute_rope_positions
 from miles.backends.native.engine.request import Ints
+from miles.backends.native.runner.lora import LoraRunner
 from miles.core.types import Array
 from miles.kernels.attention.gpu_backend import SplitKVPlans, StepMetadata, TritonAttentionBackend
 from miles.kernels.batch_invariant import sampling as batch_invariant_sampling
@@ -48,11 +49,12 @@ def capture_batch_sizes(max_batch_size: int) -> list[int]:
 
 
 class GraphKey(NamedTuple):
-    """What a graph is captured for: rows, whether some share a prefix, whether some have a top-k/top-p/min-p."""
+    """What a graph is captured for: rows, whether some share a prefix, have a top-k/top-p/min-p, have an adapter."""
 
     batch_size: int
     has_prefixes: bool
     has_filter: bool
+    has_lora: bool = False
 
 
 class CapturedGraph(NamedTuple):
@@ -312,6 +314,7 @@ class CudaGraphRunner:
         no_expert: Array | None,
         warmed_up: set[GraphKey],
         draft: Draft | None = None,
+        lora: LoraRunner | None = None,
     ) -> None:
         self.cache = cache
         self.supported = all(
@@ -326,6 +329,7 @@ class CudaGraphRunner:
         self._inputs = inputs
         self._outputs = _OutputBuffers(max_batch_size, no_expert, device)
         self._draft = draft
+        self._lora = lora
         self.features_RF: Tensor | None = None
         if draft is not None:
             dtype = decoder.embedding.weight.dtype
@@ -345,17 +349,25 @@ class CudaGraphRunner:
         """Launch a step, capturing its graph on first use; nothing waits for the device."""
         count = len(batch.req_slots_B)
         batch_size = self._batch_sizes[bisect_left(self._batch_sizes, count)]
-        key = GraphKey(batch_size, bool(batch.shared_B.any()), bool(batch.sampling.has_filter_D.any()))
+        has_filter = bool(batch.sampling.has_filter_D.any())
+        key = GraphKey(batch_size, bool(batch.shared_B.any()), has_filter, batch.lora is not None)
         captured = self._graphs.get(key)
         if captured is None:
             captured = self._capture(key)
         self._inputs.send(batch, batch_size, reads_plans=captured.reads_plans)
+        if self._lora is not None and batch.lora is not None:
+            self._lora.send_static_plan(batch.lora, batch_size)
         captured.graph.replay()
         return self._outputs.fetch(count)
 
     def capture_all(self) -> Iterator[tuple[int, int]]:
         """Capture every batch size, the largest first; yield the number done and the total."""
-        keys = [GraphKey(size, prefixes, False) for size in reversed(self._batch_sizes) for prefixes in (False, True)]
+        keys = [
+            GraphKey(size, prefixes, False, has_lora)
+            for size in reversed(self._batch_sizes)
+            for prefixes in (False, True)
+            for has_lora in ((False,) if self._lora is None else (False, True))
+        ]
         for done, key in enumerate(keys if self.supported else ()):
             if key not in self._graphs:
                 self._capture(key)
@@ -372,6 +384,8 @@ class CudaGraphRunner:
     @torch.inference_mode()
     def _capture(self, key: GraphKey) -> CapturedGraph:
         warm_up = key not in self._warmed_up
+        if self._lora is not None:
+            self._lora.clear_static_plan()
         captured = capture_graph(lambda: self._forward(key), self._inputs, key.batch_size, self._pool, warm_up=warm_up)
         self._warmed_up.add(key)
         self._graphs[key] = captured
@@ -386,6 +400,8 @@ class CudaGraphRunner:
         invariant = decoder.numerics.batch_invariant
         attention = (BatchInvariantTritonBackend if invariant else TritonAttentionBackend)(self.cache, step)
         capture = None if self._draft is None else self._draft.new_capture()
+        if self._lora is not None:
+            self._lora.use_static_plan(n if key.has_lora else 0)
         hidden_nD = decoder(inputs.tokens_n, inputs.positions_n, attention, routing, capture=capture)
         if self._draft is not None and self.features_RF is not None:
             self.features_RF[:n] = self._draft.features(hidden_nD, capture)

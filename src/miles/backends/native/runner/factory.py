@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from miles.backends.native.config import NativeConfig
+from miles.backends.native.engine.lora import LoraShape
 from miles.backends.native.engine.memory_budget import compute_kv_tokens
 from miles.backends.native.runner.draft_head import HeadLayersRunner
+from miles.backends.native.runner.lora import count_slot_bytes
 from miles.backends.native.runner.model_runner import ModelRunner
 from miles.cluster.platform import Platform
 from miles.core.errors import UsageError
@@ -16,6 +18,11 @@ from miles.kernels.numerics import Numerics
 from miles.models.base import CausalLM
 from miles.models.draft.base import Draft
 from miles.models.spec import DecoderSpec
+
+_DRAFT_RANKS = (
+    "--speculative-algorithm with a draft model or head needs an engine of one GPU; use ngram, or "
+    "--rollout-num-gpus-per-engine 1."
+)
 
 
 def build_runner(
@@ -29,6 +36,7 @@ def build_runner(
     model: CausalLM | None,
     devices: Sequence[torch.device],
     name: str,
+    lora: LoraShape | None = None,
 ) -> tuple[ModelRunner, int]:
     """Return the runner of the engine ``name`` and its number of pages; with several ``devices``, tensor-parallel.
 
@@ -38,13 +46,11 @@ def build_runner(
     page_size = config.engine_page_size
 
     def compute_num_pages(rank_spec: DecoderSpec, rank_platform: Platform) -> int:
-        return compute_kv_tokens(rank_spec, config, rank_platform, dtype, numerics, draft_spec) // page_size
+        taken = 0 if lora is None else count_slot_bytes(rank_spec, lora, dtype.itemsize)
+        return compute_kv_tokens(rank_spec, config, rank_platform, dtype, numerics, draft_spec, taken) // page_size
 
     if len(devices) > 1 and draft_spec is not None:
-        raise UsageError(
-            "--speculative-algorithm with a draft model or head needs an engine of one GPU; use ngram, or "
-            "--rollout-num-gpus-per-engine 1."
-        )
+        raise UsageError(_DRAFT_RANKS)
     if len(devices) > 1:
         from miles.backends.native.tp.runner import RunnerSpec, launch_tp_runner
 
@@ -56,6 +62,7 @@ def build_runner(
             vision_cache_bytes=config.engine_vision_cache_mib << 20,
             dtype=dtype,
             numerics=numerics,
+            lora=lora,
         )
         tp_runner = launch_tp_runner(name, runner_spec, devices, compute_num_pages=compute_num_pages)
         return tp_runner, tp_runner.num_pages
@@ -73,6 +80,7 @@ def build_runner(
         use_cuda_graphs=config.engine_cuda_graph,
         vision_cache_bytes=config.engine_vision_cache_mib << 20,
         draft=draft if isinstance(draft, Draft) else None,
+        lora=lora,
     )
     return runner, num_pages
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from miles.backends.native.engine.forward_batch import ForwardBatch, SamplingBatch
 from miles.backends.native.engine.request import Ints
 from miles.backends.native.runner.cuda_graph import CudaGraphRunner, GraphKey, StepInputs
+from miles.backends.native.runner.lora import LoraRunner
 from miles.backends.native.runner.sampler import SendArrays
 from miles.core.types import Array
 from miles.kernels.attention.gpu_backend import DecodeShape, SplitKVPlans, StepMetadata, TritonAttentionBackend
@@ -68,6 +69,7 @@ class GpuRunner:
         padding_page: int,
         no_expert: Array | None,
         draft: Draft | None = None,
+        lora: LoraRunner | None = None,
     ) -> CudaGraphRunner:
         """Return the CUDA graphs over this cache; ``padding_page`` belongs to no request."""
         return CudaGraphRunner(
@@ -79,6 +81,7 @@ class GpuRunner:
             no_expert=no_expert,
             warmed_up=self._warmed_up,
             draft=draft,
+            lora=lora,
         )
 
     def build_step_inputs(self, last_tokens_S: Tensor, padding_page: int) -> StepInputs:

@@ -21,9 +21,11 @@ from miles.backends.native.engine.forward_batch import (
     compute_positions,
     compute_rope_positions,
 )
+from miles.backends.native.engine.lora import LoraShape
 from miles.backends.native.engine.request import Ints
 from miles.backends.native.runner.cuda_graph import CudaGraphRunner
 from miles.backends.native.runner.gpu_runner import GpuRunner, supports_gpu_kernels
+from miles.backends.native.runner.lora import LoraRunner
 from miles.backends.native.runner.sampler import (
     apply_logit_edits,
     batch_invariant_logprobs,
@@ -56,6 +58,7 @@ from miles.models.decoder import AttentionBackend, Decoder, Routing
 from miles.models.draft.base import Draft, PolicyWeights
 from miles.models.draft.spec import DRAFT_PREFIX
 from miles.models.hf_adapter.decoder import HfDecoder
+from miles.models.lora.factors import LoraFactors
 from miles.models.spec import DecoderSpec
 
 # The most logits of prompt tokens that are materialized at once.
@@ -145,7 +148,7 @@ class ModelRunner:
     given to ``set_weights``, which calls ``on_weights_moved`` if their addresses change; ``model`` is one that was
     created so elsewhere, with the same ``numerics``. A draft head gets its weights with the decoder's; ``features_TF``
     are what it reads of the step launched last. ``images`` encodes the images of a vision-language model, whose
-    features take up to ``vision_cache_bytes``.
+    features take up to ``vision_cache_bytes``. ``lora`` are the unmerged adapters of requests.
     """
 
     def __init__(
@@ -163,6 +166,7 @@ class ModelRunner:
         use_cuda_graphs: bool = True,
         vision_cache_bytes: int = 0,
         draft: Draft | None = None,
+        lora: LoraShape | None = None,
     ) -> None:
         if numerics.batch_invariant and (problem := check_batch_invariance(spec)) is not None:
             raise UsageError(f"--parity exact does not support this model: {problem}; remove --parity exact.")
@@ -170,13 +174,12 @@ class ModelRunner:
         self.device = device
         self.dtype = dtype
         self.numerics = numerics
-        model = model or Decoder(spec, device="meta", dtype=dtype, numerics=numerics)
-        self.decoder: CausalLM = model
+        self.decoder: CausalLM = model or Decoder(spec, device="meta", dtype=dtype, numerics=numerics)
         assert self.decoder.numerics == numerics, "the engine's model has other numerics than the engine"
         self.draft = draft
         self.features_TF: Tensor | None = None
         self.no_expert = _make_unrecorded_experts(spec) if return_routed_experts else None
-        self.images = _build_image_encoder(model, vision_cache_bytes, dtype, device)
+        self.images = _build_image_encoder(self.decoder, vision_cache_bytes, dtype, device)
         self.send = HostToDevice(device)
         # One slot and one page more than requests use: padding rows of a CUDA graph write there.
         self.last_tokens_S = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
@@ -186,6 +189,7 @@ class ModelRunner:
         self._page_size = page_size
         self._num_slots = num_slots
         self._gpu = self._build_gpu_runner() if supports_gpu_kernels(spec, self.decoder, device) else None
+        self.lora = None if lora is None else self._build_lora(lora)
         # CUDA graphs stay valid across sleep if the cache returns to the same virtual addresses.
         self._vmm = create_vmm_allocator(device) if self._gpu is not None and use_cuda_graphs else None
         self._owned: set[str] = set()
@@ -195,9 +199,7 @@ class ModelRunner:
         self._states: RecurrentStatePool | None = None
         self._param_locations = _locate_params(self.decoder)
         if draft is not None:
-            assert isinstance(self.decoder, Decoder), "a draft head needs the hidden states of our own decoder"
-            draft.share(PolicyWeights(embed=self.decoder.embedding, head=self.decoder.head))
-            self._param_locations += _locate_params(draft, DRAFT_PREFIX)
+            self._add_draft(draft)
         self.allocate()
 
     def _build_gpu_runner(self) -> GpuRunner:
@@ -211,6 +213,12 @@ class ModelRunner:
             dtype=self.dtype,
             numerics=self.numerics,
         )
+
+    def _add_draft(self, draft: Draft) -> None:
+        """Share the decoder's embedding and head with a draft head, whose weights come with the decoder's."""
+        assert isinstance(self.decoder, Decoder), "a draft head needs the hidden states of our own decoder"
+        draft.share(PolicyWeights(embed=self.decoder.embedding, head=self.decoder.head))
+        self._param_locations += _locate_params(draft, DRAFT_PREFIX)
 
     @property
     def uses_cuda_graphs(self) -> bool:
@@ -248,7 +256,7 @@ class ModelRunner:
         assert self._gpu is not None and self._cache is not None
         if isinstance(self.decoder, Decoder):
             self._graphs = self._gpu.build_graph_runner(
-                self.decoder, self._cache, self.last_tokens_S, self._num_pages, self.no_expert, self.draft
+                self.decoder, self._cache, self.last_tokens_S, self._num_pages, self.no_expert, self.draft, self.lora
             )
 
     def free(self) -> None:
@@ -298,6 +306,21 @@ class ModelRunner:
             weights |= {DRAFT_PREFIX + name: parameter for name, parameter in self.draft.named_parameters()}
         return weights
 
+    def _build_lora(self, shape: LoraShape) -> LoraRunner:
+        return LoraRunner(
+            self.decoder, shape, self.spec, max_rows=self._num_slots, device=self.device, dtype=self.dtype
+        )
+
+    def register_lora(self, uid: int, factors: LoraFactors) -> None:
+        """Keep the factors of an adapter's version in host memory; steps name it by ``uid``."""
+        assert self.lora is not None
+        self.lora.register(uid, factors)
+
+    def unregister_lora(self, uid: int) -> None:
+        """Drop the host copy of an adapter's version."""
+        assert self.lora is not None
+        self.lora.unregister(uid)
+
     def build_weight_update(self, name: str, commit_weights: CommitWeights) -> StagedWeightUpdate:
         """Return the receiver of weight updates to the engine ``name``."""
         return StagedWeightUpdate(name, self.expected_weights(), self.device, commit_weights)
@@ -340,6 +363,8 @@ class ModelRunner:
         self.copy_pages(*batch.page_copies)
         if len(batch.state_copies[0]) and self._states is not None:
             self._states.copy(*batch.state_copies)
+        if batch.lora is not None and self.lora is not None:
+            self.lora.load_slots(batch.lora)
         if self._graphs is not None and self._graphs.can_run(batch):
             self.features_TF = self._graphs.features_RF
             return self._graphs.replay(batch)
@@ -368,6 +393,8 @@ class ModelRunner:
             assert self.images is not None, "a model without a vision tower gets no images"
             vision = self.images.build_inputs(batch.vision, self.send)
         attention = self._build_attention(batch, positions_T)
+        if self.lora is not None:
+            self.lora.use_plan(None if batch.lora is None else self.lora.build_plan(batch.lora, batch.counts_B))
         capture = None if self.draft is None else self.draft.new_capture()
         if self.draft is None:
             hidden_TD = self.decoder(tokens_T, rope_positions_T, attention, routing, vision)

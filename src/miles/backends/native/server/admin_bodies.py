@@ -29,6 +29,7 @@ def _check_path(path: str) -> str:
 
 
 VersionLabel = Annotated[str, Field(json_schema_extra={"minLength": 1, "maxLength": 256}), AfterValidator(_check_label)]
+AdapterName = Annotated[str, Field(json_schema_extra={"minLength": 1, "maxLength": 256}), AfterValidator(_check_label)]
 FolderPath = Annotated[str, AfterValidator(_check_path)]
 
 
@@ -139,6 +140,36 @@ class CloseSessionBody(RequestBody):
     """``/close_session``."""
 
     session_id: str
+
+
+class LoadLoraBody(RequestBody):
+    """``/load_lora_adapter``. ``update``, which is ours, replaces an adapter of that name in place."""
+
+    lora_name: AdapterName
+    lora_path: FolderPath
+    pinned: bool = False
+    lora_id: str | None = None
+    update: bool = False
+
+
+class LoraTensorsBody(RequestBody):
+    """``/load_lora_adapter_from_tensors``: PEFT's config, and base64 of safetensors files."""
+
+    lora_name: AdapterName
+    config_dict: dict[str, Any]
+    serialized_tensors: str = ""
+    serialized_named_tensors: list[str] = Field(default_factory=list)
+    load_format: str | None = None
+    pinned: bool = False
+    lora_id: str | None = None
+    update: bool = False
+
+
+class UnloadLoraBody(RequestBody):
+    """``/unload_lora_adapter``."""
+
+    lora_name: str
+    lora_id: str | None = None
 
 
 class WeightsCheckerBody(RequestBody):

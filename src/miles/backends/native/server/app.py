@@ -18,6 +18,7 @@ from miles.backends.native.server.api.chat import ChatFormatter, build_chat_form
 from miles.backends.native.server.config import ServeConfig
 from miles.backends.native.server.generation import GenerationApi, Handler, json_response
 from miles.backends.native.server.info import InfoApi
+from miles.backends.native.server.lora import LoraApi
 from miles.backends.native.server.metrics import ServerMetrics
 from miles.backends.native.server.model_info import ModelInfo
 from miles.backends.native.server.request_handler import RequestHandler, VersionLabels
@@ -67,10 +68,18 @@ class EngineServer:
         num_ranks = self.config.tensor_parallel_size
         self.admin = AdminApi(self.handler, self.model_info, num_ranks=num_ranks)
         self.endpoints = build_endpoints(
-            GenerationApi(self.handler, formatter, self.config, self.metrics, self._convert_error),
+            GenerationApi(
+                self.handler,
+                formatter,
+                self.config,
+                self.metrics,
+                self._convert_error,
+                self.model_info.served_model_name,
+            ),
             self.admin,
             InfoApi(self.handler, self.model_info, self.config, self.metrics, formatter, self._build_openapi),
             WeightsChecker(self.handler, num_ranks=num_ranks),
+            LoraApi(engine),
         )
         self._key = api_key
         self._runner: web.AppRunner | None = None

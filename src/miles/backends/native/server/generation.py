@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -62,7 +63,9 @@ class GenerationApi:
         config: ServeConfig,
         metrics: ServerMetrics,
         convert_error: Callable[[web.Request, Exception], RequestError],
+        served_model_name: str = "model",
     ) -> None:
+        self._served_model_name = served_model_name
         self._handler = handler
         self._formatter = formatter
         self._config = config
@@ -121,6 +124,9 @@ class GenerationApi:
         format_body: Callable[[Sequence[OutputState], ResponseOptions, ResponseHeader], dict[str, Any]],
         chunk_formatter: type[ChatChunkFormatter],
     ) -> web.StreamResponse:
+        adapter = split_adapter(options.model, self._served_model_name)
+        if adapter is not None:
+            requests = [replace(each, lora=adapter) for each in requests]
         header = ResponseHeader(
             id=requests[0].rid,
             model=options.model,
@@ -183,6 +189,19 @@ class GenerationApi:
         else:
             text = dump_json(body)
         return web.Response(body=text, content_type="application/json")
+
+
+def split_adapter(model: str, served_model_name: str) -> str | None:
+    """The adapter that OpenAI's ``model`` names as BASE:ADAPTER; None for a model without one.
+
+    >>> split_adapter("qwen:pirate", "qwen"), split_adapter("qwen:8b", "qwen:8b"), split_adapter("qwen:8b:a", "qwen:8b")
+    ('pirate', None, 'a')
+    """
+    if model == served_model_name:
+        return None
+    if model.startswith(f"{served_model_name}:"):
+        return model[len(served_model_name) + 1 :].strip() or None
+    return model.partition(":")[2].strip() or None
 
 
 def new_rid() -> str:

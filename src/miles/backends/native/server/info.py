@@ -16,6 +16,7 @@ from miles.backends.native.server.api.chat import ChatFormatter
 from miles.backends.native.server.api.request_types import ParsedRequest
 from miles.backends.native.server.config import ServeConfig
 from miles.backends.native.server.generation import json_response
+from miles.backends.native.server.lora import format_adapters
 from miles.backends.native.server.metrics import METRICS_CONTENT_TYPE, ServerMetrics
 from miles.backends.native.server.model_info import ModelInfo
 from miles.backends.native.server.request_handler import RequestHandler
@@ -105,6 +106,8 @@ class InfoApi:
             "max_total_num_tokens": engine.kv_tokens,
             "kv_cache_dtype": engine.numerics.kv_cache_dtype,
             "weight_version": self._handler.weight_version,
+            "enable_lora": engine.lora is not None,
+            "lora_adapters": format_adapters(engine),
             "internal_states": [{**dict(await engine.health()), "resting": engine.is_paused}],
             "version": miles.__version__,
         }
@@ -147,12 +150,15 @@ class InfoApi:
         }
 
     async def models(self, request: web.Request) -> web.Response:
-        return json_response({"object": "list", "data": [self._format_model()]})
+        return json_response({"object": "list", "data": [self._format_model(), *self._format_adapters()]})
 
     async def model(self, request: web.Request) -> web.Response:
         name = request.match_info["model"]
         if name == self._model_info.served_model_name:
             return json_response(self._format_model())
+        found = next((model for model in self._format_adapters() if model["id"] == name), None)
+        if found is not None:
+            return json_response(found)
         error = {
             "message": f"The model '{name}' does not exist",
             "type": "invalid_request_error",
@@ -172,6 +178,14 @@ class InfoApi:
             "parent": None,
             "max_model_len": self._engine.spec.max_positions,
         }
+
+    def _format_adapters(self) -> list[dict[str, Any]]:
+        """The LoRA adapters as models whose parent is the served one."""
+        parent = self._model_info.served_model_name
+        return [
+            self._format_model() | {"id": name, "root": adapter["lora_path"], "parent": parent}
+            for name, adapter in format_adapters(self._engine).items()
+        ]
 
     async def metrics(self, request: web.Request) -> web.Response:
         text = self._metrics.render(await self._engine.health())

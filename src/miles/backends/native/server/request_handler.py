@@ -307,6 +307,7 @@ class RequestHandler:
             stop_regex=request.stop_regex,
             return_routed_experts=request.routed_experts_start_len is not None,
             images=request.images,
+            lora=request.lora,
         )
 
     @property

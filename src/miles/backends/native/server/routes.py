@@ -15,6 +15,7 @@ from miles.backends.native.server.api.chat import CompletionBody, EngineChatBody
 from miles.backends.native.server.api.generate import GenerateBody
 from miles.backends.native.server.generation import GenerationApi, Handler, read_json_body
 from miles.backends.native.server.info import InfoApi
+from miles.backends.native.server.lora import LoraApi
 from miles.backends.native.server.weights.checker import WeightsChecker
 from miles.rollout.serving.body import RequestBody, parse_body
 from miles.rollout.serving.errors import RequestError
@@ -41,7 +42,7 @@ def add_routes(app: web.Application, endpoints: list[Endpoint]) -> None:
 
 
 def build_endpoints(
-    generation: GenerationApi, admin: AdminApi, info: InfoApi, checker: WeightsChecker
+    generation: GenerationApi, admin: AdminApi, info: InfoApi, checker: WeightsChecker, lora: LoraApi
 ) -> list[Endpoint]:
     """All endpoints of the server."""
     return [
@@ -51,6 +52,7 @@ def build_endpoints(
         _post("/v1/completions", "Generate completions of prompts.", generation.completions, CompletionBody),
         *_build_control_endpoints(admin),
         *_build_weight_endpoints(admin, checker),
+        *_build_lora_endpoints(admin, lora),
     ]
 
 
@@ -150,6 +152,26 @@ def _build_weight_endpoints(admin: AdminApi, checker: WeightsChecker) -> list[En
         _binary(
             "/weights_publication/adapters", "LoRA factors of a publication's tensors.", admin, admin.stage_adapters
         ),
+    ]
+
+
+def _build_lora_endpoints(admin: AdminApi, lora: LoraApi) -> list[Endpoint]:
+    tensors_doc = EndpointDoc(
+        path="/load_lora_adapter_from_tensors",
+        methods=("post",),
+        summary="Load a LoRA adapter from the body.",
+        body=bodies.LoraTensorsBody,
+    )
+
+    async def load_from_tensors(request: web.Request) -> web.StreamResponse:
+        content = await _read_weights(request, admin.max_weight_body)
+        body = parse_body(bodies.LoraTensorsBody, await asyncio.to_thread(load_json, content))
+        return await run_to_end(lora.load_from_tensors(body))
+
+    return [
+        _admin("/load_lora_adapter", "Load a LoRA adapter from a folder.", lora.load, bodies.LoadLoraBody),
+        Endpoint(tensors_doc, load_from_tensors),
+        _admin("/unload_lora_adapter", "Remove a LoRA adapter.", lora.unload, bodies.UnloadLoraBody),
     ]
 
 

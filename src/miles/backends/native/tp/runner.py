@@ -23,6 +23,7 @@ from miles.backends.native.engine.forward_batch import (
     SamplingBatch,
     StepOutput,
 )
+from miles.backends.native.engine.lora import LoraBatch
 from miles.backends.native.engine.vision import VisionBatch
 from miles.backends.native.runner.weight_update import CommitWeights, StagedWeightUpdate
 from miles.backends.native.tp.communicator import CommunicatorError, TpCommunicator
@@ -30,6 +31,7 @@ from miles.backends.native.tp.worker import (
     RunnerSpec,
     TpRankRunner,
     gather_shards,
+    pack_factors,
     run_worker,
     scatter_shards,
     select_platform,
@@ -40,6 +42,7 @@ from miles.core.errors import EngineError, SyncError
 from miles.core.media import ImageInput
 from miles.core.serialization import Codec
 from miles.models.decoder import Decoder
+from miles.models.lora.factors import LoraFactors
 from miles.models.parallel.tp_sharding import compute_tp_shards, shard_spec
 from miles.models.spec import DecoderSpec
 from miles.sync.manifest import compute_digest
@@ -47,7 +50,9 @@ from miles.sync.manifest import compute_digest
 # Seconds one rank waits for another: longer than compiling kernels takes.
 RANK_TIMEOUT = 300.0
 
-CODEC = Codec((ForwardBatch, SamplingBatch, LogitEdits, LogprobQueries, PromptScoring, VisionBatch, ImageInput))
+CODEC = Codec(
+    (ForwardBatch, SamplingBatch, LogitEdits, LogprobQueries, PromptScoring, VisionBatch, ImageInput, LoraBatch)
+)
 """Encodes the messages between ranks: a command, and a ForwardBatch or a few numbers."""
 
 ComputeNumPages = Callable[[DecoderSpec, Platform], int]
@@ -111,7 +116,6 @@ class TpRunner(TpRankRunner):
     def __init__(self, ranks: SpmdGroup, runner_spec: RunnerSpec, platform: Platform, num_pages: int) -> None:
         self.ranks = ranks
         self.num_pages = num_pages
-        self._full_spec = runner_spec.spec
         self._connected = False
         ranks.broadcast("open", num_pages)
         with self._failing_all_ranks():
@@ -173,6 +177,17 @@ class TpRunner(TpRankRunner):
 
     def build_weight_update(self, name: str, commit_weights: CommitWeights) -> StagedWeightUpdate:
         return ShardedWeightUpdate(name, self, commit_weights)
+
+    def register_lora(self, uid: int, factors: LoraFactors) -> None:
+        with self.ranks.lock:
+            self.ranks.broadcast("register_lora", {"uid": uid, "modules": pack_factors(factors)})
+            super().register_lora(uid, factors)
+            self.ranks.gather_replies()
+
+    def unregister_lora(self, uid: int) -> None:
+        with self.ranks.lock:
+            self.ranks.broadcast("unregister_lora", uid)
+            super().unregister_lora(uid)
 
     def check(self) -> None:
         self.ranks.raise_if_failed()

@@ -16,11 +16,15 @@ import torch
 from torch import Tensor
 
 from miles.backends.native.engine.forward_batch import ForwardBatch, InflightStep
+from miles.backends.native.engine.lora import LoraShape
+from miles.backends.native.runner.lora import LoraRunner
 from miles.backends.native.runner.model_runner import ModelRunner
 from miles.backends.native.tp.communicator import TpCommunicator
 from miles.cluster.platform import Platform, detect_platform
 from miles.cluster.spmd import RankChannel, RankContext
+from miles.core.types import Array
 from miles.kernels.numerics import Numerics, configure_cublas
+from miles.models.lora.factors import LoraFactors, ModuleFactors
 from miles.models.parallel.tp_decoder import build_tp_decoder
 from miles.models.parallel.tp_sharding import shard_spec
 from miles.models.spec import DecoderSpec
@@ -38,6 +42,7 @@ class RunnerSpec:
     dtype: torch.dtype
     numerics: Numerics
     vision_cache_bytes: int = 0
+    lora: LoraShape | None = None
 
 
 class TpRankRunner(ModelRunner):
@@ -45,7 +50,7 @@ class TpRankRunner(ModelRunner):
 
     def __init__(self, runner_spec: RunnerSpec, comm: TpCommunicator, num_pages: int) -> None:
         self.comm = comm
-        spec = runner_spec.spec
+        self._full_spec = spec = runner_spec.spec
         # Everything outside the decoder uses the whole vocabulary.
         super().__init__(
             replace(shard_spec(spec, comm.world), vocab_size=spec.vocab_size),
@@ -58,6 +63,19 @@ class TpRankRunner(ModelRunner):
             numerics=runner_spec.numerics,
             model=build_tp_decoder(spec, comm, device="meta", dtype=runner_spec.dtype, numerics=runner_spec.numerics),
             vision_cache_bytes=runner_spec.vision_cache_bytes,
+            lora=runner_spec.lora,
+        )
+
+    def _build_lora(self, shape: LoraShape) -> LoraRunner:
+        return LoraRunner(
+            self.decoder,
+            shape,
+            self._full_spec,
+            rank=self.comm.rank,
+            world=self.comm.world,
+            max_rows=self._num_slots,
+            device=self.device,
+            dtype=self.dtype,
         )
 
     def launch(self, batch: ForwardBatch) -> InflightStep:
@@ -131,10 +149,16 @@ class _Worker:
             "commit": self._commit,
             "gather_weight": self._gather_weight,
             "rollback": self._rollback,
+            "register_lora": self._register_lora,
+            "unregister_lora": lambda uid: self._runner.unregister_lora(uid),
         }
 
     def _launch(self, batch: ForwardBatch) -> None:
         self._runner.launch(batch)
+
+    def _register_lora(self, content: Mapping[str, Any]) -> bool:
+        self._runner.register_lora(content["uid"], unpack_factors(content["modules"]))
+        return True
 
     def _free(self, _: None) -> None:
         self._runner.free()
@@ -171,6 +195,23 @@ def scatter_shards(comm: TpCommunicator, shards: Sequence[Tensor], like: Tensor)
 def gather_shards(comm: TpCommunicator, tensor: Tensor) -> list[Tensor]:
     """Return on rank 0 every rank's shard of a weight."""
     return [shard.view(tensor.dtype).view(tensor.shape) for shard in comm.gather(_as_bytes(tensor))]
+
+
+def pack_factors(factors: LoraFactors) -> dict[str, tuple[Array, Array, float]]:
+    """Return an adapter's factors as float32 arrays, which hold every value of a model's dtype exactly."""
+    return {
+        module: (each.a_rI.float().cpu().numpy(), each.b_Or.float().cpu().numpy(), each.scale)
+        for module, each in factors.modules.items()
+    }
+
+
+def unpack_factors(modules: Mapping[str, tuple[Array, Array, float]]) -> LoraFactors:
+    return LoraFactors(
+        {
+            module: ModuleFactors(torch.tensor(a_rI), torch.tensor(b_Or), float(scale))
+            for module, (a_rI, b_Or, scale) in modules.items()
+        }
+    )
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

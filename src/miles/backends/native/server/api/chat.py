@@ -53,7 +53,6 @@ from miles.rollout.serving.tool_parsers import (
 )
 
 UNSUPPORTED = (
-    "lora_path",
     "session_params",
     "custom_logit_processor",
     "return_hidden_states",
@@ -119,6 +118,7 @@ class EngineChatBody(ChatBody, EngineSamplingFields, EngineRequestFields):
     unsupported: ClassVar[tuple[str, ...]] = UNSUPPORTED
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES_PER_PROMPT)] = 1
     min_tokens: Count = 0
+    lora_path: str | None = None
     input_ids: list[int] | None = None
     continue_final_message: bool = False
     separate_reasoning: bool = True
@@ -143,6 +143,7 @@ class CompletionBody(EngineSamplingFields, EngineRequestFields):
         ),
     ]
     model: str = "default"
+    lora_path: str | None = None
     max_tokens: PositiveInt = 16
     min_tokens: Count = 0
     seed: Int | None = None
@@ -182,6 +183,7 @@ def parse_chat_body(
         skip_special_tokens=request.skip_special_tokens and choice == "none",
         return_logprob=body.logprobs,
         top_logprobs_num=body.top_logprobs if body.logprobs else 0,
+        lora=body.lora_path,
         return_text_in_logprobs=True,
         routed_experts_start_len=body.experts_start,
     )
@@ -240,6 +242,7 @@ def parse_completion_body(
         return_logprob=body.logprobs is not None,
         logprob_start_len=0 if body.echo and body.logprobs else None,
         top_logprobs_num=body.logprobs or 0,
+        lora=body.lora_path,
         return_text_in_logprobs=True,
         routed_experts_start_len=body.experts_start,
     )

@@ -91,7 +91,6 @@ class GenerateBody(EngineRequestFields):
         "input_embeds",
         "video_data",
         "audio_data",
-        "lora_path",
         "custom_logit_processor",
         "return_hidden_states",
         "return_sampling_mask",
@@ -114,6 +113,7 @@ class GenerateBody(EngineRequestFields):
     return_text_in_logprobs: bool = False
     return_prompt_token_ids: bool = False
     return_weight_versions: bool = False
+    lora_path: OneOrMany[str | None] | None = None
     session_id: str | None = None
     session_params: OneOrMany[SessionParamsBody | None] | None = None
 
@@ -135,6 +135,7 @@ def parse_generate(value: Any, new_rid: Callable[[], str]) -> tuple[list[ParsedR
     tops = _broadcast("top_logprobs_num", body.top_logprobs_num, count, single, 0)
     chosen = _broadcast_token_lists(body.token_ids_logprob, count, single)
     sessions = _broadcast("session_params", body.session_params, count, single, None)
+    adapters = _broadcast("lora_path", body.lora_path, count, single, None)
     images = split_image_data(body.image_data, count, single)
     runs = split_image_runs(body.image_runs, images, single)
     if body.session_params is not None and n > 1:
@@ -155,6 +156,7 @@ def parse_generate(value: Any, new_rid: Callable[[], str]) -> tuple[list[ParsedR
             return_prompt_token_ids=body.return_prompt_token_ids,
             return_weight_versions=body.return_weight_versions,
             session=None if session is None else session.build(),
+            lora=adapters[i] or None,
             image_data=images[i],
             image_runs=runs[i],
         )

@@ -80,7 +80,8 @@ class ParsedRequest:
     tokens from that position on are returned.
 
     ``image_data`` are the raw images of a prompt with one marker for each; with ``image_runs``, of a prompt that has
-    their placeholder tokens already. ``images`` are the processed ones among the prompt's tokens.
+    their placeholder tokens already. ``images`` are the processed ones among the prompt's tokens. ``lora`` names the
+    LoRA adapter.
     """
 
     prompt: PromptInput
@@ -111,6 +112,7 @@ class ParsedRequest:
     image_data: tuple[Any, ...] = ()
     image_runs: tuple[ImageRun, ...] | None = None
     images: Images = ()
+    lora: str | None = None
 
 
 class EngineSamplingFields(SamplingFields):

@@ -1,0 +1,223 @@
+"""Grouped LoRA (multi-LoRA, SGMV): every row of a batch has its own adapter or none; one launch shrinks, one expands.
+
+    y[t] += round(round(round(x[t] A_s^T) * scale_s) B_s^T)        s is the adapter slot of row t, per target
+
+This rounds as ``models.layers.lora.add_lora`` does. Rows of one slot are neighbours in tiles that a plan names, so a
+tile reads the factors of its slot once. A row's result depends on the row and its adapter only: neither on the rows
+beside it, nor on where they are in a tile. With one split of the inputs the sums have the order of the
+batch-invariant GEMM.
+
+Slots have room for the largest rank; of a slot with a smaller one nothing more is read. Plans and slots are tensors at
+fixed addresses, so the launches can be captured in a CUDA graph and replayed for other rows and other adapters.
+
+Shapes: T rows, I inputs, N outputs of a projection, P targets fused in it, O outputs of these, S slots, R the largest
+rank, r a slot's own, G tiles, C column blocks, Z splits of the inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from miles.kernels.batch_invariant.linear_triton import is_mma_bitwise_equal
+from miles.kernels.fused.gemv import linear
+from miles.kernels.lora import grouped_triton as kernels
+from miles.kernels.numerics import Numerics
+from miles.kernels.runtime.triton_compat import device_guard, pdl_options, triton, use_triton_inference
+
+__all__ = [
+    "LoraPlan",
+    "LoraSlots",
+    "add_grouped_lora",
+    "build_tiles",
+    "choose_tile_rows",
+    "count_tiles",
+    "split_columns",
+]
+
+# Rows of a tile: few adapters' rows meet in a decode step, many in a prefill.
+DECODE_ROWS, PREFILL_ROWS = 16, 64
+_MIN_PREFILL_ROWS = 1024
+# A decode step has few tiles: the inputs of each are divided, this many at least in a split, into so many splits.
+_MIN_SPLIT_INPUTS, _MAX_SPLITS = 512, 8
+# Columns of an expand program, inputs of one step of a shrink program (and for large ranks), bytes of its pipeline.
+COLUMNS = 128
+_DEPTH, _SHORT_DEPTH = 128, 64
+_PIPELINE_BYTES = 60 << 10
+
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSlots:
+    """The factors of all adapter slots for one projection, whose targets cover some of its columns.
+
+    ``a_SPRI`` and ``b_SOR`` are the A factors of every target, and the B factors of all targets one after the other.
+    ``ranks_SP`` are the ranks (0: the slot's adapter has no such target), ``scales_SP`` the factors of the products.
+    ``columns_C4`` are column blocks of targets: target, first column of the output, first row of B, columns. ``spans``
+    are the columns (start, stop) of each target, ascending.
+    """
+
+    a_SPRI: Tensor
+    b_SOR: Tensor
+    ranks_SP: Tensor
+    scales_SP: Tensor
+    columns_C4: Tensor
+    spans: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraPlan:
+    """The rows of a step by slot: ``rows_T`` are the rows with an adapter, those of one slot together.
+
+    ``tiles_G3`` are (slot, first index into ``rows_T``, number of rows); a tile without rows is padding.
+    """
+
+    rows_T: Tensor
+    tiles_G3: Tensor
+    tile_rows: int
+    splits: int | None = None
+
+
+def build_tiles(slots_T: NDArray[np.int64], tile_rows: int) -> tuple[Ints, Ints]:
+    """Return the rows with an adapter ordered by slot, and the tiles [G, 3] of ``tile_rows`` of them.
+
+    >>> rows, tiles = build_tiles(np.array([1, -1, 0, 1]), 16)
+    >>> rows.tolist(), tiles.tolist()
+    ([2, 0, 3], [[0, 0, 1], [1, 1, 2]])
+    """
+    order_T = np.argsort(slots_T, kind="stable")
+    rows_T = order_T[np.searchsorted(slots_T[order_T], 0) :]
+    slots, firsts, counts = np.unique(slots_T[rows_T], return_index=True, return_counts=True)
+    tiles_per_slot = -(-counts // tile_rows)
+    owner_G = np.repeat(np.arange(len(slots)), tiles_per_slot)
+    number_G = np.arange(len(owner_G)) - np.repeat(np.cumsum(tiles_per_slot) - tiles_per_slot, tiles_per_slot)
+    offset_G = number_G * tile_rows
+    tiles_G3 = np.stack(
+        (slots[owner_G], firsts[owner_G] + offset_G, np.minimum(counts[owner_G] - offset_G, tile_rows)), 1
+    )
+    return rows_T.astype(np.int32), tiles_G3.astype(np.int32)
+
+
+def count_tiles(num_rows: int, num_slots: int, tile_rows: int) -> int:
+    """Return the most tiles that ``num_rows`` rows of ``num_slots`` slots can have."""
+    return num_rows // tile_rows + min(num_rows, num_slots)
+
+
+def split_columns(spans: Sequence[tuple[int, int]]) -> Ints:
+    """Return the column blocks [C, 4] of targets that cover these columns."""
+    blocks: list[tuple[int, int, int, int]] = []
+    first_row = 0
+    for target, (start, stop) in enumerate(spans):
+        blocks += [
+            (target, column, first_row + column - start, min(COLUMNS, stop - column))
+            for column in range(start, stop, COLUMNS)
+        ]
+        first_row += stop - start
+    return np.array(blocks, np.int32).reshape(-1, 4)
+
+
+def add_grouped_lora(y_TN: Tensor, x_TI: Tensor, slots: LoraSlots, plan: LoraPlan, *, numerics: Numerics) -> Tensor:
+    """Add to each row with an adapter the product of its factors, in place; return ``y``."""
+    if use_triton_inference(x_TI):
+        return launch_grouped_lora(y_TN, x_TI, slots, plan, splits=1 if numerics.batch_invariant else plan.splits)
+    return add_grouped_lora_reference(y_TN, x_TI, slots, plan, numerics=numerics)
+
+
+def add_grouped_lora_reference(
+    y_TN: Tensor, x_TI: Tensor, slots: LoraSlots, plan: LoraPlan, *, numerics: Numerics
+) -> Tensor:
+    """``add_grouped_lora`` in torch: the rows of each slot in turn."""
+    rows_by_slot: dict[int, list[int]] = {}
+    rows = plan.rows_T.tolist()
+    for slot, first, count in plan.tiles_G3.tolist():
+        if count:
+            rows_by_slot.setdefault(slot, []).extend(rows[first : first + count])
+    for slot, members in rows_by_slot.items():
+        index_M = torch.tensor(members, device=y_TN.device)
+        x_MI, first = x_TI.index_select(0, index_M), 0
+        scales, ranks = slots.scales_SP[slot].tolist(), slots.ranks_SP[slot].tolist()
+        for target, (start, stop) in enumerate(slots.spans):
+            last, rank = first + stop - start, ranks[target]
+            if rank:
+                xa_Mr = linear(x_MI, slots.a_SPRI[slot, target, :rank], numerics=numerics) * scales[target]
+                delta_MO = linear(xa_Mr, slots.b_SOR[slot, first:last, :rank].contiguous(), numerics=numerics)
+                y_TN[:, start:stop].index_add_(0, index_M, delta_MO)
+            first = last
+    return y_TN
+
+
+def launch_grouped_lora(
+    y_TN: Tensor, x_TI: Tensor, slots: LoraSlots, plan: LoraPlan, *, splits: int | None = None
+) -> Tensor:
+    """``add_grouped_lora`` by two Triton kernels; ``splits`` of the inputs by default as many as pay off."""
+    (tokens, inputs), (_, targets, max_rank, _) = x_TI.shape, slots.a_SPRI.shape
+    tiles, column_blocks = len(plan.tiles_G3), len(slots.columns_C4)
+    if not (tiles and column_blocks and tokens):
+        return y_TN
+    assert y_TN.is_contiguous() and y_TN.dtype == x_TI.dtype == slots.a_SPRI.dtype, "factors have the dtype of the rows"
+    x_TI = x_TI.contiguous()
+    width = triton.next_power_of_2(max(max_rank, 16))
+    depth = min(_DEPTH if width <= _SHORT_DEPTH else _SHORT_DEPTH, triton.next_power_of_2(max(inputs, 16)))
+    splits = choose_splits(inputs) if splits is None else splits
+    steps = triton.cdiv(triton.cdiv(inputs, depth), splits)
+    stage_bytes = (plan.tile_rows + width) * depth * x_TI.dtype.itemsize
+    xa_ZTX = torch.empty(splits, tokens, targets * max_rank, dtype=torch.float32, device=x_TI.device)
+    sizes = {"INPUTS": inputs, "TARGETS": targets, "MAX_RANK": max_rank, "RANK_BLOCK": width, "M": plan.tile_rows}
+    pdl = pdl_options(x_TI.device)
+    with device_guard(x_TI):
+        kernels.shrink_kernel[(tiles, targets, splits)](
+            x_TI,
+            slots.a_SPRI,
+            slots.ranks_SP,
+            plan.rows_T,
+            plan.tiles_G3,
+            xa_ZTX,
+            tokens,
+            steps,
+            **sizes,
+            K=depth,
+            num_warps=4,
+            num_stages=max(2, min(4, 1 + _PIPELINE_BYTES // stage_bytes)),
+            **pdl,
+        )
+        kernels.expand_kernel[(tiles, column_blocks)](
+            xa_ZTX,
+            slots.b_SOR,
+            slots.ranks_SP,
+            slots.scales_SP,
+            slots.columns_C4,
+            plan.rows_T,
+            plan.tiles_G3,
+            y_TN,
+            tokens,
+            slots.b_SOR.shape[1],
+            y_TN.shape[1],
+            TARGETS=targets,
+            MAX_RANK=max_rank,
+            RANK_BLOCK=width,
+            SPLITS=splits,
+            M=plan.tile_rows,
+            N=COLUMNS,
+            num_warps=4,
+            num_stages=1,
+            **pdl,
+        )
+    return y_TN
+
+
+def choose_tile_rows(num_rows: int, device: torch.device, numerics: Numerics) -> int:
+    """Return the rows of a tile in a step of ``num_rows``; with batch-invariant numerics those whose MMA agrees."""
+    if numerics.batch_invariant:
+        return DECODE_ROWS if device.type == "cpu" or is_mma_bitwise_equal(device) else PREFILL_ROWS
+    return DECODE_ROWS if num_rows < _MIN_PREFILL_ROWS else PREFILL_ROWS
+
+
+def choose_splits(inputs: int) -> int:
+    """Return into how many parts a decode step divides the inputs, whatever its rows."""
+    return max(1, min(_MAX_SPLITS, inputs // _MIN_SPLIT_INPUTS))

@@ -1,0 +1,79 @@
+"""Adapters on tensor-parallel ranks: the ranks' shards of the factors give what one process gives."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tests.backends.native.conftest import ATTENTION, Tiny
+from tests.backends.native.lora_adapters import random_factors
+
+from miles.backends.native.config import NativeConfig
+from miles.backends.native.engine.engine import NativeEngine
+from miles.backends.native.engine.lora import LoraShape
+from miles.backends.native.engine.request import GenerateRequest
+from miles.backends.native.runner.lora import list_served_modules
+from miles.cluster.executor import InlineExecutor
+from miles.core.protocols import SamplingParams
+from miles.kernels.numerics import FAST
+from miles.models.spec import LayerSpec, MlpSpec
+
+# Inner channels that two ranks pad, and a gated attention whose queries are wider.
+SPEC = replace(
+    Tiny.spec,
+    layers=(
+        LayerSpec(mixer=ATTENTION, ffn=MlpSpec(size=47)),
+        LayerSpec(mixer=replace(ATTENTION, gated=True, output_bias=True), ffn=MlpSpec(size=48, bias=True)),
+    ),
+)
+NEW = SamplingParams(max_new_tokens=5, ignore_eos=True)
+
+
+def ask(engine: NativeEngine):
+    """Requests with adapters, before an update in place and behind it."""
+    for number, name in enumerate(("first", "second", "third")):
+        engine.load_lora(name, random_factors(SPEC, number, rank=1 + number, scale=0.4))
+
+    async def story():
+        found = []
+        for _ in range(2):
+            asked = [
+                engine.submit(GenerateRequest(tokens=p, sampling=replace(NEW, seed=i), lora=name))
+                for i, (p, name) in enumerate(zip(Tiny().prompts(4), ("first", None, "second", "third"), strict=True))
+            ]
+            for output in asked:
+                await output.completion()
+            found += [(output.tokens, output.logprobs) for output in asked]
+            engine.update_lora("first", random_factors(SPEC, 9, rank=4, scale=0.4))
+        engine.unload_lora("second")
+        return found
+
+    return asyncio.run(story())
+
+
+@pytest.mark.extended
+def test_ranks_answer_with_adapters_as_one_process_does():
+    decoder = Tiny().decoder(spec=SPEC)
+    shape = LoraShape(num_slots=2, max_rank=4, modules=list_served_modules(SPEC, (), FAST))
+    knobs = {"engine_page_size": 4, "engine_prefill_chunk": 13, "engine_max_running": 4}
+    engine = NativeEngine(
+        SPEC,
+        device="cpu",
+        dtype=torch.float32,
+        config=NativeConfig(**knobs),
+        run=InlineExecutor(),
+        decode=None,
+        devices=[torch.device("cpu")] * 2,
+        lora=shape,
+    )
+    try:
+        Tiny().publish(engine, decoder)
+        ranks = ask(engine)
+    finally:
+        asyncio.run(engine.close())
+    alone = ask(Tiny().engine(decoder, lora=shape, page_size=4, prefill_chunk=13, max_running=4))
+    for (tokens, logprobs), (wanted_tokens, wanted) in zip(ranks, alone, strict=True):
+        assert tokens == wanted_tokens
+        np.testing.assert_allclose(logprobs, wanted, atol=1e-4)
+    assert alone[0][0] != alone[4][0] and alone[1][0] == alone[5][0]
