@@ -8,7 +8,7 @@ rank has its shard of those, and all of the adapters.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -19,11 +19,10 @@ from torch import Tensor
 from miles.core.errors import CheckpointError
 from miles.kernels.numerics import Numerics
 from miles.models.checkpoint import hf, peft
-from miles.models.checkpoint.param_slices import HfSlice
 from miles.models.checkpoint.safetensors_io import write_json
-from miles.models.checkpoint.save_plan import SavePlan, SaveUnit
-from miles.models.lora.adapters import LoraAdapters, read_adapter
-from miles.models.lora.targets import LoraSpec
+from miles.models.checkpoint.save_plan import SavePlan, SaveUnit, single_tensor_unit
+from miles.models.lora.adapters import LoraAdapters, ParamPart, encode_factor, read_adapter
+from miles.models.lora.targets import LoraSpec, LoraTarget
 from miles.models.optim_groups import MuonMatrices
 from miles.models.quantization import plan_quantization
 from miles.models.spec import DecoderSpec
@@ -43,8 +42,11 @@ class LoraBaseModel(TrainModel, Protocol):
     def spec(self) -> DecoderSpec: ...
     def attach_adapters(self, adapters: LoraAdapters, *, beside: bool = False) -> None: ...
     def export(self, folder: Path, gather_unit: Callable[[str], Tensor]) -> None: ...
-    def first_row(self, name: str) -> int: ...
+    def local_part(self, name: str) -> ParamPart: ...
     def sum_grad(self, grad: Tensor) -> Tensor: ...
+    def max_over_ranks(self, tensor: Tensor) -> Tensor: ...
+    @property
+    def rank(self) -> int: ...
 
 
 class LoraModel:
@@ -61,8 +63,12 @@ class LoraModel:
         self._folder = base
         self._adapters = LoraAdapters(lora, device=base_model.device, seed=seed)
         self._base = self._attach()
+        if lora.use_dora and start is None:
+            self.after_update()
+            self._adapters.reset_magnitudes()
+            self.after_update()
         if start is not None:
-            self._adapters.load(read_adapter(start))
+            self._adapters.load(read_adapter(start, lora))
             self.after_update()
 
     def _attach(self) -> dict[str, Tensor]:
@@ -104,8 +110,10 @@ class LoraModel:
     @torch.no_grad()
     def after_update(self) -> None:
         params = self._base_model.parameters()
+        self._adapters.clear_norms()
         for name, base in self._base.items():
-            self._adapters.merge(name, params[name], base, self._base_model.first_row(name))
+            self._adapters.merge(name, params[name], base, self._base_model.local_part(name))
+        self._adapters.share_norms(self._base_model.max_over_ranks)
         self._base_model.after_update()
 
     def gather(self, name: str, local: Tensor) -> Tensor:
@@ -115,7 +123,9 @@ class LoraModel:
         return full if name in self._adapters.parameters else self._base_model.shard(name, full)
 
     def muon_matrices(self) -> Mapping[str, MuonMatrices]:
-        return {}
+        """Return the factors; those of experts are a matrix each."""
+        shapes = {name: tuple(factor.shape) for name, factor in self._adapters.parameters.items()}
+        return {n: MuonMatrices(shape, ((0, shape[-2], 1),)) for n, shape in shapes.items() if len(shape) > 1}
 
     def move(self, device: torch.device) -> None:
         self._base_model.move(device)
@@ -123,7 +133,19 @@ class LoraModel:
         self._base = {name: base.to(device) for name, base in self._base.items()}
 
     def forward_backward(self, plan: Sequence[MicroBatch], judge: LossCallback) -> list[KeptTensors]:
-        return self._base_model.forward_backward(plan, judge)
+        if self._adapters.dropout is None:
+            return self._base_model.forward_backward(plan, judge)
+        kept: list[KeptTensors] = []
+        state = self._summarize_factors()
+        for number, rows in enumerate(plan):
+            self._adapters.dropout.key = hash((state, number, self._base_model.rank))
+            kept += self._base_model.forward_backward([rows], lambda _, output, n=number: judge(n, output))
+        return kept
+
+    def _summarize_factors(self) -> int:
+        """Return a number that an update changes, and that a resumed run has too."""
+        bits = [p.detach().flatten().view(torch.int32).sum(dtype=torch.int64) for p in self._adapters.parameters.values()]
+        return int(torch.stack(bits).sum())
 
     def seconds_per_token(self) -> float | None:
         return self._base_model.seconds_per_token() if isinstance(self._base_model, ReportsTokenTime) else None
@@ -133,7 +155,7 @@ class LoraModel:
     def save(self, folder: Path) -> None:
         self._save_weights(folder)
         (folder / peft.FOLDER).mkdir(exist_ok=True)
-        found = {peft.peft_tensor_name(n): p.detach().cpu().contiguous() for n, p in self._adapters.parameters.items()}
+        found = {peft.peft_tensor_name(name): tensor for name, tensor in self._adapters.export().items()}
         save_file(found, folder / _WEIGHTS, metadata={"format": "pt"})
         write_json(folder / _CONFIG, self._peft_config())
 
@@ -144,7 +166,7 @@ class LoraModel:
         plan = self._base_model.save_plan()
         if plan is None:
             return None
-        units = tuple(_unit(name, parameter) for name, parameter in self._adapters.parameters.items())
+        units = _list_units(self._adapters)
         return replace(
             plan,
             extra_files={**plan.extra_files, _WEIGHTS: units},
@@ -158,8 +180,11 @@ class LoraModel:
                 f"{folder} has no adapter because its weights were trained; leave --lora-rank out, or start from "
                 "it as --hf-checkpoint."
             )
-        tensors = read_adapter(folder / peft.FOLDER)
         shapes = {name: p.shape for name, p in self._adapters.parameters.items()}
+        try:
+            tensors = read_adapter(folder / peft.FOLDER, self._lora)
+        except (KeyError, RuntimeError):  # a tensor is missing, is of no target, or cannot be one of experts
+            tensors = {}
         if {name: t.shape for name, t in tensors.items()} != shapes:
             raise CheckpointError(
                 f"{folder / peft.FOLDER} holds other adapters than --lora-rank and --target-modules select."
@@ -188,7 +213,7 @@ class LoraModel:
         for name, base in {**self._base, **frozen}.items():
             merged = base.clone()
             if name in self._base:
-                self._adapters.merge(name, merged, base, self._base_model.first_row(name))
+                self._adapters.merge(name, merged, base, self._base_model.local_part(name))
             in_file = merged.to(rounded.get(name, merged.dtype)).to(merged.dtype)
             loaded = params[name].detach()
             if not torch.equal(merged, loaded) and not torch.equal(in_file, loaded):
@@ -264,7 +289,37 @@ class PackedLoraModel(LoraModel):
         return merged
 
 
-def _unit(name: str, parameter: Tensor) -> SaveUnit:
-    shape = tuple(parameter.shape)
-    piece = HfSlice(peft.peft_tensor_name(name), shape, 0, shape[0])
-    return SaveUnit(name=name, shape=shape, dtype=parameter.dtype, pieces=(piece,))
+def _list_units(adapters: LoraAdapters) -> tuple[SaveUnit, ...]:
+    """List what a checkpoint has of the factors; those of experts are written as PEFT has them."""
+    units: list[SaveUnit] = []
+    for target in adapters.lora.targets:
+        names = peft.lora_a_name(target), peft.lora_b_name(target)
+        for name, pieces in zip(names, peft.list_factor_files(adapters.lora, target), strict=True):
+            pieces = tuple(replace(piece, hf_name=peft.peft_tensor_name(piece.hf_name)) for piece in pieces)
+            factor = adapters.parameters[name]
+            shape, dtype = tuple(factor.shape), factor.dtype
+            if not target.is_stacked:
+                units.append(SaveUnit(name=name, shape=shape, dtype=dtype, pieces=pieces))
+                continue
+            units.append(
+                _StackedUnit(
+                    name=name, shape=shape, dtype=dtype, pieces=pieces, target=target, is_a=name == names[0]
+                )
+            )
+        if adapters.lora.use_dora:
+            name = peft.magnitude_name(target)
+            found = single_tensor_unit(peft.peft_tensor_name(name), adapters.parameters[name])
+            units.append(replace(found, name=name))
+    return tuple(units)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StackedUnit(SaveUnit):
+    """A factor of experts that are one tensor in the checkpoint."""
+
+    target: LoraTarget
+    is_a: bool
+
+    def views(self, param: Tensor | QuantizedTensor) -> list[Tensor]:
+        assert isinstance(param, Tensor)
+        return [encode_factor(param.detach(), is_a=self.is_a, target=self.target)]

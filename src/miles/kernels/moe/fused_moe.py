@@ -22,6 +22,7 @@ from miles.kernels.batch_invariant.fused_moe import ExpertWeights, batch_invaria
 from miles.kernels.fused.activation import ActivationKind, activate_and_multiply, apply_activation, gated_activation
 from miles.kernels.moe.grouped_gemm import (
     ExpertExchange,
+    RowAdapter,
     SortedRows,
     combine_rows,
     dispatch,
@@ -104,15 +105,19 @@ def moe_forward(
     down_bias_ED: Tensor | None = None,
     weigh_input: bool = False,
     exchange: ExpertExchange | None = None,
+    first_adapter: RowAdapter | None = None,
+    down_adapter: RowAdapter | None = None,
 ) -> Tensor:
     """The weighted sum of each token's experts; ``weigh_input`` applies the weights to the input instead.
 
     ``first_EFD`` holds gates and then ups (``interleaved``: alternating), or ups alone if it has as many rows as
     ``down_EDI`` has columns. With an ``exchange`` (expert parallelism) the weights are those of this rank's experts,
-    while ``experts_Tk`` counts all ranks' experts.
+    while ``experts_Tk`` counts all ranks' experts. Adapters, which are for training, get the rows of the two GEMMs.
     """
     if numerics.batch_invariant:
-        weights = ExpertWeights(first_EFD, down_EDI, first_bias_EF, down_bias_ED, activation, interleaved)
+        weights = ExpertWeights(
+            first_EFD, down_EDI, first_bias_EF, down_bias_ED, activation, interleaved, first_adapter, down_adapter
+        )
         return batch_invariant_moe(x_TD, weights_Tk, experts_Tk, weights, weigh_input=weigh_input, exchange=exchange)
     biased = first_bias_EF is not None or down_bias_ED is not None
     is_plain = exchange is None and not (biased or interleaved or weigh_input)
@@ -140,11 +145,14 @@ def moe_forward(
 
     def run_experts(x_RD: Tensor, rows: SortedRows) -> Tensor:
         inner_RF = grouped_linear(x_RD, first_EFD, rows, first_bias_EF)
+        if first_adapter is not None:
+            inner_RF = first_adapter(inner_RF, x_RD, rows)
         if inner_RF.shape[1] == down_EDI.shape[2]:
             inner_RI = apply_activation(inner_RF, None, activation)
         else:
             inner_RI = gated_activation(inner_RF, activation, interleaved=interleaved)
-        return grouped_linear(inner_RI, down_EDI, rows, down_bias_ED)
+        out_RD = grouped_linear(inner_RI, down_EDI, rows, down_bias_ED)
+        return out_RD if down_adapter is None else down_adapter(out_RD, inner_RI, rows)
 
     out_RD = run_experts(x_RD, rows) if handle is None else handle(x_RD, run_experts)
     return combine_rows(out_RD, None if weigh_input else weights_Tk, rows)
