@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from tests.train.small_trainer import DENSE, MOE, distance, model, ragged, step, weights, worker
 
-from miles.backends.fsdp.lora_model import LoraModel
+from miles.backends.fsdp.lora_model import LoraModel, LoraReference
 from miles.backends.native.config import NativeConfig
 from miles.backends.native.engine.engine import NativeEngine
 from miles.cluster.executor import InlineExecutor
@@ -122,6 +122,48 @@ def test_masks_are_others_in_every_update_and_the_same_when_layers_are_recompute
         assert found[1]["loss"] == found[2]["loss"] and found[1]["grad_norm"] == found[2]["grad_norm"]
         assert number == 0 or found[1]["loss"] != found[0]["loss"]
     assert distance(weights(dropped), weights(recomputed)) == 0.0 < distance(weights(dropped), weights(plain))
+
+
+REFERENCE = {"algo": {"use_kl_loss": True, "kl_loss_coef": 0.5}}
+
+
+@pytest.mark.parametrize("form", ["plain", "experts", "dora", "dropout"])
+def test_the_reference_is_the_base_with_the_adapters_off_and_has_no_copy(tmp_path, form):
+    given = FORMS[form]
+    mine, theirs = (adapted(tmp_path, **given) for _ in range(2))
+    one = worker(mine, reference=LoraReference(mine), **REFERENCE)
+    two = worker(theirs, reference=model(given.get("config", DENSE), frozen=True), **REFERENCE)
+    for number in range(3):
+        found, wanted = (step(trainer, ragged(seed=number), number).metrics for trainer in (one, two))
+        assert found == wanted
+        assert (found["kl"] != 0) == (number > 0) or form == "dropout"
+    assert distance(weights(one), weights(two)) == 0.0
+
+
+@pytest.mark.parametrize("form", ["plain", "dora"])
+def test_a_reference_that_is_updated_is_the_policy_of_then_also_in_a_resumed_run(tmp_path, form):
+    train = {"ref_update_interval": 2}
+
+    def build():
+        actor = adapted(tmp_path, **FORMS[form])
+        return worker(actor, reference=LoraReference(actor), train=train, **REFERENCE)
+
+    one, kl = build(), []
+    for number in range(3):
+        kl.append(step(one, ragged(seed=3), number).metrics["kl"])
+        folder = tmp_path / f"step-{number + 1:06d}"
+        folder.mkdir()
+        asyncio.run(one.save(folder))
+    assert kl[0] == 0.0 and kl[1] != 0.0 and kl[2] == 0.0  # the third begins as what the reference has become
+    for start in (2, 3):
+        two = build()
+        asyncio.run(two.load(tmp_path / f"step-{start:06d}"))
+        again = [step(two, ragged(seed=3), number).metrics for number in range(start, 4)]
+        if start == 2:
+            assert again[0]["kl"] == kl[2]
+            expected = again[1]
+        else:
+            assert again[0] == expected and expected["kl"] != 0.0
 
 
 def test_muon_updates_factors_as_matrices(tmp_path):

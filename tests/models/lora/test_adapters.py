@@ -203,7 +203,12 @@ def test_a_regular_expression_matches_full_names_as_in_peft():
     from peft import LoraConfig
 
     spec = spec_for("qwen3")
-    for pattern in (r".*\.(q|v)_proj", r"model\.layers\.[1]\.mlp\..*", r".*layers\.\d+\.self_attn\.o_proj", r".*down_proj"):
+    for pattern in (
+        r".*\.(q|v)_proj",
+        r"model\.layers\.[1]\.mlp\..*",
+        r".*layers\.\d+\.self_attn\.o_proj",
+        r".*down_proj",
+    ):
         ours = [t.module for t in select_targets(spec, pattern, None)]
         config = LoraConfig(target_modules=pattern)
         assert ours == [t.module for t in list_targets(spec) if library.check_target_module_exists(config, t.module)]
@@ -379,7 +384,9 @@ def test_rslora_and_dora_have_the_logits_and_gradients_of_peft(tmp_path, kind, o
     assert relative(logits.detach(), wanted_logits.detach()) < 1e-5
     logits.square().mean().backward()
     wanted_logits.square().mean().backward()
-    wanted = {n.replace(".default", "").removesuffix(".weight"): p.grad for n, p in theirs.named_parameters() if "lora_" in n}
+    wanted = {
+        n.replace(".default", "").removesuffix(".weight"): p.grad for n, p in theirs.named_parameters() if "lora_" in n
+    }
     assert len(wanted) == len(adapters.parameters)
     for name, parameter in adapters.parameters.items():
         assert relative(parameter.grad, wanted[peft.peft_tensor_name(name).removesuffix(".weight")]) < 2e-4, name

@@ -7,7 +7,8 @@ rank has its shard of those, and all of the adapters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -144,8 +145,51 @@ class LoraModel:
 
     def _summarize_factors(self) -> int:
         """Return a number that an update changes, and that a resumed run has too."""
-        bits = [p.detach().flatten().view(torch.int32).sum(dtype=torch.int64) for p in self._adapters.parameters.values()]
+        bits = [
+            p.detach().flatten().view(torch.int32).sum(dtype=torch.int64) for p in self._adapters.parameters.values()
+        ]
         return int(torch.stack(bits).sum())
+
+    @contextmanager
+    def use_factors(self, factors: Mapping[str, Tensor] | None) -> Iterator[None]:
+        """Compute with other factors meanwhile, or with the base alone."""
+        own = {name: parameter.detach().clone() for name, parameter in self._adapters.parameters.items()}
+        if factors is None:
+            self._turn_off()
+        else:
+            self._adapters.load(factors)
+            self.after_update()
+        try:
+            yield
+        finally:
+            self._adapters.load(own)
+            self.after_update()
+
+    @torch.no_grad()
+    def _turn_off(self) -> None:
+        """Compute with the base alone, until the next ``after_update``."""
+        params = self._base_model.parameters()
+        for name, base in self._base.items():
+            params[name].copy_(base)
+        self._base_model.after_update()
+
+    def read_factors(self, folder: Path) -> dict[str, Tensor]:
+        """Read the factors of a checkpoint."""
+        if not (folder / _WEIGHTS).exists():
+            raise CheckpointError(
+                f"{folder} has no adapter because its weights were trained; leave --lora-rank out, or start from "
+                "it as --hf-checkpoint."
+            )
+        shapes = {name: p.shape for name, p in self._adapters.parameters.items()}
+        try:
+            tensors = read_adapter(folder / peft.FOLDER, self._lora)
+        except (KeyError, RuntimeError):  # a tensor is missing, is of no target, or cannot be one of experts
+            tensors = {}
+        if {name: t.shape for name, t in tensors.items()} != shapes:
+            raise CheckpointError(
+                f"{folder / peft.FOLDER} holds other adapters than --lora-rank and --target-modules select."
+            )
+        return {name: tensor.to(self.device) for name, tensor in tensors.items()}
 
     def seconds_per_token(self) -> float | None:
         return self._base_model.seconds_per_token() if isinstance(self._base_model, ReportsTokenTime) else None
@@ -173,27 +217,9 @@ class LoraModel:
             json_files={**plan.json_files, _CONFIG: self._peft_config()},
         )
 
-    def _load_adapters(self, folder: Path) -> None:
-        """Load the adapters of a checkpoint."""
-        if not (folder / _WEIGHTS).exists():
-            raise CheckpointError(
-                f"{folder} has no adapter because its weights were trained; leave --lora-rank out, or start from "
-                "it as --hf-checkpoint."
-            )
-        shapes = {name: p.shape for name, p in self._adapters.parameters.items()}
-        try:
-            tensors = read_adapter(folder / peft.FOLDER, self._lora)
-        except (KeyError, RuntimeError):  # a tensor is missing, is of no target, or cannot be one of experts
-            tensors = {}
-        if {name: t.shape for name, t in tensors.items()} != shapes:
-            raise CheckpointError(
-                f"{folder / peft.FOLDER} holds other adapters than --lora-rank and --target-modules select."
-            )
-        self._adapters.load(tensors)
-
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        self._load_adapters(folder)
+        self._adapters.load(self.read_factors(folder))
         params, plan = self._base_model.parameters(), self._base_model.save_plan()
         saved = {} if plan is None else plan.dtypes()
         rounded = {name: dtype for name, dtype in saved.items() if name in params and params[name].dtype != dtype}
@@ -229,6 +255,35 @@ class LoraModel:
         return peft.build_peft_config(self._lora, self._base_model.spec, str(self._folder))
 
 
+class LoraReference:
+    """The reference of a policy with adapters: its base with the adapters off, or with those of an earlier version.
+
+    It has no weights of its own.
+    """
+
+    def __init__(self, policy: LoraModel) -> None:
+        self._policy = policy
+        self._factors: dict[str, Tensor] | None = None
+
+    def forward_backward(self, plan: Sequence[MicroBatch], judge: LossCallback) -> list[KeptTensors]:
+        assert not torch.is_grad_enabled(), "a reference has no gradients"
+        with self._policy.use_factors(self._factors):
+            return self._policy.forward_backward(plan, judge)
+
+    def track(self) -> None:
+        """Be the policy as it is now, from now on."""
+        parameters = self._policy.adapters().parameters
+        self._factors = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+
+    def load(self, folder: Path) -> None:
+        """Be the policy of a checkpoint."""
+        self._factors = self._policy.read_factors(folder)
+
+    def move(self, device: torch.device) -> None:
+        if self._factors is not None:
+            self._factors = {name: factor.to(device) for name, factor in self._factors.items()}
+
+
 class PackedLoraModel(LoraModel):
     """A LoraModel whose base is packed (quantized once) and never written: adapters are applied beside it.
 
@@ -239,6 +294,11 @@ class PackedLoraModel(LoraModel):
     def _attach(self) -> dict[str, Tensor]:
         self._base_model.attach_adapters(self._adapters, beside=True)
         return {}
+
+    @torch.no_grad()
+    def _turn_off(self) -> None:
+        for target in self._lora.targets:
+            self._adapters.parameters[peft.lora_b_name(target)].zero_()
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -260,7 +320,7 @@ class PackedLoraModel(LoraModel):
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         """Load the adapters; the base stays the one that was loaded at the start, and is compared."""
-        self._load_adapters(folder)
+        self._adapters.load(self.read_factors(folder))
         plan = self._base_model.save_plan()
         assert plan is not None, "the native decoder has a save plan"
         dtypes = plan.dtypes()
@@ -302,9 +362,7 @@ def _list_units(adapters: LoraAdapters) -> tuple[SaveUnit, ...]:
                 units.append(SaveUnit(name=name, shape=shape, dtype=dtype, pieces=pieces))
                 continue
             units.append(
-                _StackedUnit(
-                    name=name, shape=shape, dtype=dtype, pieces=pieces, target=target, is_a=name == names[0]
-                )
+                _StackedUnit(name=name, shape=shape, dtype=dtype, pieces=pieces, target=target, is_a=name == names[0])
             )
         if adapters.lora.use_dora:
             name = peft.magnitude_name(target)

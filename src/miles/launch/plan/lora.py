@@ -48,6 +48,11 @@ def packs_base(config: Config) -> bool:
     return config.lora.is_enabled and config.models.train_precision != "auto"
 
 
+def shares_reference(config: Config) -> bool:
+    """Whether the reference of the policy is the base under its LoRA adapters, and needs no copy of the model."""
+    return config.lora.is_enabled and config.train.ref_load in (None, config.models.hf_checkpoint)
+
+
 def get_adapter_folder(config: LoraConfig) -> Path | None:
     """The folder of the adapter to start from."""
     return None if config.lora_adapter_path is None else Path(config.lora_adapter_path)

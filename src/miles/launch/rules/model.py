@@ -202,8 +202,8 @@ def _check_lora_targets(c: Config, lora: LoraSpec) -> Iterator[str]:
             )
     if p.tensor_model_parallel_size > 1 and any(target.is_vision for target in lora.targets):
         yield (
-            "--tensor-model-parallel-size does not support adapters of a vision tower; add --exclude-modules vision, or "
-            "remove it."
+            "--tensor-model-parallel-size does not support adapters of a vision tower; add --exclude-modules vision, "
+            "or remove it."
         )
 
 

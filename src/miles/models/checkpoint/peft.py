@@ -3,8 +3,8 @@
 ``lora_A.weight`` [rank, inputs] and ``lora_B.weight`` [outputs, rank] of every module; their product times alpha over
 rank is added to the module's weight. Experts that a checkpoint has one by one are modules each. Experts that are one
 tensor in the checkpoint are a target parameter, with the factors of all experts in two matrices:
-``lora_A.weight`` [experts * rank, inputs], and ``lora_B.weight`` [outputs, rank * experts], experts varying fastest. The
-factors of two parameters of one module are nested: ``base_layer.`` is in the names of the first.
+``lora_A.weight`` [experts * rank, inputs], and ``lora_B.weight`` [outputs, rank * experts], experts varying fastest.
+The factors of two parameters of one module are nested: ``base_layer.`` is in the names of the first.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ beside it (``layers.lora``); an engine's decoder has them as parameters of its o
 Routed experts have their factors stacked; those that experts share have one matrix for all of them. A rank of a sharded
 model has all factors, uses the part that belongs to its part of a weight, and gets the gradient of that part.
 
-DoRA trains the length of every row too: W' = round(m / |V| * V) with V = W + scale * B A. The gradient of the factors takes
-|V| as constant, as the paper proposes and PEFT does. Dropout is a term beside the merged weight in training forwards,
-whose masks follow from the seed, the factors, and the number of the micro-batch.
+DoRA trains the length of every row too: W' = round(m / |V| * V) with V = W + scale * B A. The gradient of the factors
+takes |V| as constant, as the paper proposes and PEFT does. Dropout is a term beside the merged weight in training
+forwards, whose masks follow from the seed, the factors, and the number of the micro-batch.
 
 Shapes: T tokens, I inputs, O outputs of a projection, N outputs of the fused projection, r rank, E experts, R rows
 sorted by expert.
@@ -368,9 +368,7 @@ def _decode_factor(tensors: Sequence[Tensor], shape: tuple[int, ...], *, is_a: b
     else:
         stacked = tensors[0].unflatten(1, (-1, target.num_experts)).permute(2, 0, 1)
     if shape[0] == 1 and not bool((stacked == stacked[:1]).all()):
-        raise UsageError(
-            f"the experts of {target.module} do not share a factor; remove --experts-shared-outer-loras."
-        )
+        raise UsageError(f"the experts of {target.module} do not share a factor; remove --experts-shared-outer-loras.")
     return stacked[: shape[0]].contiguous()
 
 
@@ -462,7 +460,7 @@ class LoraAdapters:
 
     @torch.no_grad()
     def share_norms(self, maximum: Callable[[Tensor], Tensor]) -> None:
-        """Share the lengths of rows (DoRA), which every rank has of the rows that it merged, by a ``maximum`` over ranks."""
+        """Share the lengths of rows (DoRA), by a ``maximum`` over ranks: each has those of the rows that it merged."""
         if self._norms:
             norms = list(self._norms.values())
             for norm_O, found_O in zip(norms, maximum(torch.cat(norms)).split([len(n) for n in norms]), strict=True):
@@ -528,7 +526,9 @@ class LoraAdapters:
                 factor = self.parameters[name].detach().cpu()
                 if target.is_stacked:
                     factor = encode_factor(factor, is_a=name == lora_a_name(target), target=target)
-                tensors |= {piece.hf_name: piece.view(factor).clone(memory_format=torch.contiguous_format) for piece in pieces}
+                tensors |= {
+                    piece.hf_name: piece.view(factor).clone(memory_format=torch.contiguous_format) for piece in pieces
+                }
             if self.lora.use_dora:
                 tensors[magnitude_name(target)] = self.parameters[magnitude_name(target)].detach().cpu().clone()
         return tensors

@@ -25,8 +25,8 @@ class LoraConfig:
     )
     lora_dropout: float = option(
         0.0,
-        "Probability with which inputs of the LoRA adapters are dropped in training forwards; log-probs that are compared "
-        "or kept are computed without.",
+        "Probability with which inputs of the LoRA adapters are dropped in training forwards; log-probs that are "
+        "compared or kept are computed without.",
         ge=0,
         lt=1,
     )
@@ -34,13 +34,13 @@ class LoraConfig:
     use_dora: bool = option(False, "Also train the magnitude of every output of the adapted projections (DoRA).")
     target_modules: str | None = option(
         None,
-        "Projections with adapters, comma-separated: attn, mlp, experts, names such as q_proj or linear_qkv, wildcards, or "
-        "one regular expression; vision (.attn, .mlp, .projector); all-linear, the default, is attn and mlp.",
+        "Projections with adapters, comma-separated: attn, mlp, experts, names like q_proj or linear_qkv, wildcards, "
+        "or one regular expression; vision (.attn, .mlp, .projector); all-linear, the default, is attn and mlp.",
     )
     exclude_modules: str | None = option(None, "Projections to exclude from --target-modules, comma-separated.")
     experts_shared_outer_loras: bool = option(
         False,
-        "Let all experts of a layer share the LoRA factor at its input (A of gate and up) and at its output (B of down).",
+        "Let all experts of a layer share the LoRA factors at its input (A of gate and up) and output (B of down).",
     )
     lora_adapter_path: str | None = option(
         None, "Folder or hub name of a PEFT adapter to start from, instead of a new one.", path=True, hub="model"

@@ -130,8 +130,8 @@ class LoraTarget:
 class LoraSpec:
     """The adapters of a model: rank, alpha and targets.
 
-    ``shared_outer``: all experts of a layer share the factor that is at the layer's input or output. ``use_rslora``: the
-    scale is alpha over the square root of the rank. ``use_dora``: the magnitude of every output is trained too.
+    ``shared_outer``: all experts of a layer share the factor that is at the layer's input or output. ``use_rslora``:
+    the scale is alpha over the square root of the rank. ``use_dora``: the magnitude of every output is trained too.
     ``dropout`` is the probability with which inputs of the adapters are dropped in training.
     """
 
@@ -238,7 +238,9 @@ def targets_from_modules(spec: DecoderSpec, modules: Iterable[str]) -> tuple[Lor
             continue
         if target.module not in wanted and not names <= wanted:
             missing = min(names - wanted)
-            raise UsageError(f"it has adapters of some experts only: {missing} has none; all experts of a layer need one.")
+            raise UsageError(
+                f"it has adapters of some experts only: {missing} has none; all experts of a layer need one."
+            )
         wanted -= {target.module, *names}
         found.append(target)
     if wanted:
@@ -302,8 +304,8 @@ def _matches(target: LoraTarget, word: str) -> bool:
     found = [_matches_name(name, word) for name in target.modules]
     if any(found) and not all(found):
         raise UsageError(
-            f"{word} names some experts of {target.module} only, but all experts of a layer have adapters or none; name "
-            f"them {target.module}."
+            f"{word} names some experts of {target.module} only, but all experts of a layer have adapters or none; "
+            f"name them {target.module}."
         )
     return all(found)
 
