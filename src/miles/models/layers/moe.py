@@ -254,6 +254,5 @@ class MoeMlp(nn.Module):
             down_bias_ED=self.down_bias,
             weigh_input=spec.weigh_input,
             exchange=self.exchange,
-            first_adapter=adapters.get(first_name),
-            down_adapter=adapters.get("down"),
+            adapters=(adapters.get(first_name), adapters.get("down")),
         )

@@ -188,7 +188,8 @@ class _DoraGradient(torch.autograd.Function):
         norms: tuple[Tensor, ...],
         *factors: Tensor,
     ) -> Tensor:
-        ctx.scale, ctx.rows, ctx.norms, ctx.bias_N = scale, rows, norms, bias_N
+        ctx.scale, ctx.rows = scale, rows
+        ctx.norms, ctx.bias_N = norms, bias_N
         ctx.save_for_backward(y_TN, x_TI, *factors)
         return y_TN.view_as(y_TN)
 
@@ -224,7 +225,8 @@ class _ExpertLoraGradient(torch.autograd.Function):
         sorted_rows: SortedRows,
         *factors: Tensor,
     ) -> Tensor:
-        ctx.scale, ctx.rows, ctx.sorted_rows = scale, rows, sorted_rows
+        ctx.scale, ctx.rows = scale, rows
+        ctx.sorted_rows = sorted_rows
         ctx.save_for_backward(x_RI, *factors)
         return y_RN.view_as(y_RN)
 
@@ -249,7 +251,8 @@ class LoraAdapter:
     """The factors of the targets inside one decoder matrix, applied to that matrix's output."""
 
     def __init__(self, targets: Sequence[_TargetPart], scale: float, dropout: Dropout | None = None) -> None:
-        self._targets, self._scale, self._dropout = tuple(targets), scale, dropout
+        self._targets, self._scale = tuple(targets), scale
+        self._dropout = dropout
         self._rows = tuple(target.rows for target in targets)
 
     def __call__(self, y_TN: Tensor, x_TI: Tensor) -> Tensor:
@@ -286,8 +289,9 @@ class DoraAdapter:
         scale: float,
         module: Linear,
     ) -> None:
-        self._rows, self._factors, self._norms = tuple(rows), tuple(factors), tuple(norms)
-        self._scale, self._module = scale, module
+        self._rows, self._factors = tuple(rows), tuple(factors)
+        self._norms, self._scale = tuple(norms), scale
+        self._module = module
 
     def __call__(self, y_TN: Tensor, x_TI: Tensor) -> Tensor:
         """Return ``y``, through which gradients also reach the factors and magnitudes."""

@@ -35,7 +35,7 @@ class LoraConfig:
     target_modules: str | None = option(
         None,
         "Projections with adapters, comma-separated: attn, mlp, experts, names like q_proj or linear_qkv, wildcards, "
-        "or one regular expression; vision (.attn, .mlp, .projector); all-linear, the default, is attn and mlp.",
+        "one regular expression, vision (.attn, .mlp, .projector); default all-linear: attn, mlp.",
     )
     exclude_modules: str | None = option(None, "Projections to exclude from --target-modules, comma-separated.")
     experts_shared_outer_loras: bool = option(
