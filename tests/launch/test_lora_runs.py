@@ -86,6 +86,20 @@ def test_ranks_come_to_what_one_process_comes_to(inputs, calm, tmp_path):
 
 
 @pytest.mark.slow
+def test_tensor_ranks_with_a_reference_come_to_what_one_process_comes_to(inputs, tmp_path):
+    more = (*LORA, "--use-kl-loss", "--kl-loss-coef", "0.1", "--ref-update-interval", "2", "--save-interval", "1")
+    runs = [tmp_path / "one", tmp_path / "two"]
+    for run, layout in zip(runs, ((), ("--tensor-model-parallel-size", "2", "--sequence-parallel")), strict=True):
+        ranks = ("--actor-num-gpus-per-node", "2", *layout) if layout else ()
+        done = miles("train", *flags(inputs, run, *more, *ranks, steps=3))
+        assert done.returncode == 0, done.stderr
+    mine, theirs = (weights_in(last(run)) for run in runs)
+    assert max(float((mine[name] - theirs[name]).abs().max()) for name in mine) < 1e-3
+    further = miles("train", *flags(inputs, runs[1], *more, steps=4))  # by one process, from what two have saved
+    assert further.returncode == 0, further.stderr
+
+
+@pytest.mark.slow
 def test_a_served_run_is_sent_adapters_alone_and_comes_to_the_same(inputs, calm, tmp_path):
     run = tmp_path / "run"
     done = miles("train", *flags(inputs, run, *LORA, "--rollout-backend", "served", steps=4))
@@ -128,6 +142,9 @@ def list_problems(line: str, command: Command = "train") -> list[str]:
         "--lora-rank 8",
         "--lora-rank 8 --lora-alpha 32 --lora-dropout 0.0 --target-modules all-linear",
         "--lora-rank 8 --target-modules attn,down_proj --exclude-modules k_proj",
+        "--lora-rank 8 --target-modules linear_qkv,*.mlp.*",
+        "--lora-rank 8 --lora-dropout 0.1 --use-rslora --optimizer muon",
+        "--lora-rank 8 --use-dora --use-kl-loss",
         "--lora-rank 0",
     ],
 )
@@ -138,11 +155,18 @@ def test_upstreams_flags_are_taken(house, line):
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("--lora-rank 8 --lora-dropout 0.1", "--lora-dropout 0.1 is not supported"),
+        ("--lora-dropout 0.1", "--lora-dropout needs --lora-rank"),
+        ("--lora-rank 8 --lora-dropout 0.1 --use-dora", "DoRA does not work with"),
+        ("--lora-rank 8 --use-dora --tensor-model-parallel-size 2", "DoRA does not work with"),
+        ("--lora-rank 8 --experts-shared-outer-loras", "no routed experts have adapters"),
+        ("--lora-rank 8 --target-modules experts", "--target-modules experts names no projection"),
+        (
+            "--lora-rank 8 --train-precision fp8 --tensor-model-parallel-size 2",
+            "does not support --tensor-model-parallel",
+        ),
         ("--lora-alpha 32", "--lora-alpha needs --lora-rank"),
         ("--target-modules attn", "--target-modules needs --lora-rank"),
-        ("--lora-rank 8 --target-modules linear_qkv", "--target-modules linear_qkv names no projection"),
-        ("--lora-rank 8 --optimizer muon", "--lora-rank does not work with --optimizer muon"),
+        ("--lora-rank 8 --target-modules c_attn", "--target-modules c_attn names no projection"),
         ("--lora-rank 8 --lora-adapter-path nowhere", "nowhere is not a folder"),
         ("--lora-adapter-path data", "is not a PEFT adapter"),
         ("--lora-rank -1", "--lora-rank"),
@@ -167,3 +191,5 @@ def test_the_memory_plan_counts_moments_of_adapters_alone(house):
     plain, small = held(""), held("--lora-rank 1")
     assert small["optimizer"] == 2 * small["adapters"] == 2 * small["gradients"] < plain["optimizer"]
     assert small["weights"] == plain["weights"] and 0 < small["base"] < small["weights"]
+    own, shared = held("--use-kl-loss"), held("--use-kl-loss --lora-rank 1")
+    assert own["reference"] == own["weights"] and shared["reference"] == shared["adapters"]

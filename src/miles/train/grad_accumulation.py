@@ -22,7 +22,7 @@ from miles.train.dp_group import SINGLE_RANK, DataParallelGroup
 from miles.train.draft_trainer import DraftTrainer
 from miles.train.logprobs import HeadOutput, compute_logprobs
 from miles.train.micro_batching import PatchLimit
-from miles.train.model_protocols import KeptTensors, TrainModel
+from miles.train.model_protocols import FrozenModel, KeptTensors, TrainModel
 from miles.train.packed_images import truncate_images
 from miles.train.prefix_sharing import bundle_by_prefix
 
@@ -94,7 +94,7 @@ class LogprobReader:
         return compute_logprobs(output, target_R, temperature=self.temperature, chunk=self.chunk)
 
     @torch.no_grad()
-    def compute_frozen(self, model: TrainModel, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+    def compute_frozen(self, model: FrozenModel, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return the log-probs of each micro-batch's trained tokens, without gradients."""
 
         def compute(index: int, output: HeadOutput) -> tuple[None, KeptTensors]:
@@ -217,7 +217,7 @@ class GradAccumulator:
     """Accumulates the gradient of one global batch; a ``draft`` accumulates its own on the side."""
 
     actor: TrainModel
-    reference: TrainModel | None
+    reference: FrozenModel | None
     loss_fn: LossFn
     reader: LogprobReader
     distillation: Distillation | None = None

@@ -99,6 +99,31 @@ class TrainModel(ShardedParameters, Protocol):
         ...
 
 
+class FrozenModel(Protocol):
+    """A model that is not trained: it computes log-probs."""
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], callback: LossCallback, /) -> list[KeptTensors]:
+        """As that of a TrainModel; called without gradients."""
+        ...
+
+    def move(self, device: torch.device) -> None:
+        """Move the parameters to ``device``; they stay the same objects."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Load the policy of a checkpoint."""
+        ...
+
+
+@runtime_checkable
+class PolicyReference(FrozenModel, Protocol):
+    """A reference that shares the weights of the policy in training."""
+
+    def track(self) -> None:
+        """Be the policy as it is now, from now on."""
+        ...
+
+
 @runtime_checkable
 class HasAdapters(Protocol):
     """A model with trained LoRA adapters (``models.lora``)."""

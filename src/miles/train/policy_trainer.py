@@ -41,7 +41,13 @@ from miles.train.dp_group import SINGLE_RANK, DataParallelGroup
 from miles.train.draft_trainer import DraftTrainer
 from miles.train.grad_accumulation import GradAccumulator, LogprobReader, MetricSums, build_micro_batches
 from miles.train.hooks import NO_TRAIN_HOOKS, TrainHooks
-from miles.train.model_protocols import HasAdapters, ProvidesFeatures, TrainModel, get_engine_weights
+from miles.train.model_protocols import (
+    HasAdapters,
+    PolicyReference,
+    ProvidesFeatures,
+    TrainModel,
+    get_engine_weights,
+)
 from miles.train.optim.lr_scheduler import build_lr_schedule
 from miles.train.optim.optimizer import MASTER, OptimizerProtocol, build_optimizer
 from miles.train.parity_check import accumulate_parity, check_exact_parity, format_parity_error, parity_metrics
@@ -70,7 +76,7 @@ class PolicyTrainer:
         updates: int,
         temperature: float,
         run: Executor,
-        reference: TrainModel | None = None,
+        reference: TrainModel | PolicyReference | None = None,
         critic: Critic | None = None,
         teachers: Sequence[TrainModel] = (),
         draft: DraftTrainer | None = None,
@@ -122,7 +128,11 @@ class PolicyTrainer:
             hooks.init(actor)
 
     def _build_gradient(
-        self, hooks: AlgoHooks, reference: TrainModel | None, teachers: Sequence[TrainModel], temperature: float
+        self,
+        hooks: AlgoHooks,
+        reference: TrainModel | PolicyReference | None,
+        teachers: Sequence[TrainModel],
+        temperature: float,
     ) -> GradAccumulator:
         algo = self._algo
         chunk = self._train.log_probs_chunk_size
@@ -218,6 +228,9 @@ class PolicyTrainer:
     @torch.no_grad()
     def _update_reference(self) -> None:
         assert self._reference is not None, "a rule requires a reference"
+        if isinstance(self._reference, PolicyReference):
+            self._reference.track()
+            return
         targets = self._reference.parameters()
         for name, parameter in self._actor.parameters().items():
             targets[name].copy_(parameter)
@@ -447,7 +460,9 @@ class PolicyTrainer:
             raise ParityError(format_parity_error(metrics, self.version.number, limit))
 
 
-def _check_options(algo: AlgoConfig, temperature: float, reference: TrainModel | None, critic: Critic | None) -> None:
+def _check_options(
+    algo: AlgoConfig, temperature: float, reference: TrainModel | PolicyReference | None, critic: Critic | None
+) -> None:
     """UsageError if the options do not allow training."""
     needs_critic = algo.loss_type not in OFFLINE_LOSSES and algo.advantage_estimator in CRITIC_ESTIMATORS
     assert critic is not None or not needs_critic, "the advantage estimator needs a critic"

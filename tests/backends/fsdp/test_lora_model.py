@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from tests.train.small_trainer import DENSE, MOE, distance, model, ragged, step, weights, worker
 
-from miles.backends.fsdp.lora_model import LoraModel
+from miles.backends.fsdp.lora_model import LoraModel, LoraReference
 from miles.backends.native.config import NativeConfig
 from miles.backends.native.engine.engine import NativeEngine
 from miles.cluster.executor import InlineExecutor
@@ -19,10 +19,11 @@ from miles.models.lora.targets import LoraSpec, select_targets
 from miles.sync.publish import Publication
 
 
-def adapted(base, config=DENSE, *, seed=0, dtype=torch.float32, rank=2, start=None, **how):
+def adapted(base, config=DENSE, *, seed=0, dtype=torch.float32, rank=2, start=None, wanted=None, lora=None, **how):
     """The model whose random weights come of ``seed``, under adapters."""
     base_model = model(config, seed=seed, dtype=dtype, frozen=True, **how)
-    lora = LoraSpec(rank=rank, alpha=4.0, targets=select_targets(spec_from_config(config), None, None))
+    targets = select_targets(spec_from_config(config), wanted, None)
+    lora = LoraSpec(rank=rank, alpha=4.0, targets=targets, **(lora or {}))
     return LoraModel(base_model, lora, base=base, seed=1, start=start)
 
 
@@ -59,8 +60,21 @@ def test_adapters_learn_what_they_are_rewarded_for(tmp_path, checkpointing):
     assert reported[-1]["loss"] < reported[0]["loss"]
 
 
-def test_a_run_that_is_taken_up_again_goes_on_to_the_bit(tmp_path):
-    one, two = (worker(adapted(tmp_path)) for _ in range(2))
+FORMS = {
+    "plain": {},
+    "experts": {"config": MOE, "wanted": "*"},
+    "shared experts": {"config": MOE, "wanted": "experts", "lora": {"shared_outer": True}},
+    "dora": {"lora": {"use_dora": True, "use_rslora": True}},
+    "dropout": {"lora": {"dropout": 0.2}},
+    "dropout, recomputed": {"lora": {"dropout": 0.2}, "gradient_checkpointing": True},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+def test_a_run_that_is_taken_up_again_goes_on_to_the_bit(tmp_path, form, optimizer):
+    train = {"optimizer": optimizer}
+    one, two = (worker(adapted(tmp_path, **FORMS[form]), train=train) for _ in range(2))
     for number in range(2):
         step(one, ragged(seed=number), number)
     (tmp_path / "kept").mkdir()
@@ -96,6 +110,72 @@ def test_a_base_that_came_in_bfloat16_is_saved_in_it_and_taken_up_again_to_the_b
     assert distance(weights(one), weights(two)) == 0.0
     with pytest.raises(CheckpointError, match="was trained over another base"):
         asyncio.run(worker(adapted(tmp_path, config, seed=5, save_dtype=torch.bfloat16)).load(kept))
+
+
+def test_masks_are_others_in_every_update_and_the_same_when_layers_are_recomputed(tmp_path):
+    plain, dropped, recomputed = (
+        worker(adapted(tmp_path, lora=lora, gradient_checkpointing=recompute))
+        for lora, recompute in ((None, False), ({"dropout": 0.4}, False), ({"dropout": 0.4}, True))
+    )
+    for number in range(3):
+        found = [step(trainer, ragged(seed=1), number).metrics for trainer in (plain, dropped, recomputed)]
+        assert found[1]["loss"] == found[2]["loss"] and found[1]["grad_norm"] == found[2]["grad_norm"]
+        assert number == 0 or found[1]["loss"] != found[0]["loss"]
+    assert distance(weights(dropped), weights(recomputed)) == 0.0 < distance(weights(dropped), weights(plain))
+
+
+REFERENCE = {"algo": {"use_kl_loss": True, "kl_loss_coef": 0.5}}
+
+
+@pytest.mark.parametrize("form", ["plain", "experts", "dora", "dropout"])
+def test_the_reference_is_the_base_with_the_adapters_off_and_has_no_copy(tmp_path, form):
+    given = FORMS[form]
+    mine, theirs = (adapted(tmp_path, **given) for _ in range(2))
+    one = worker(mine, reference=LoraReference(mine), **REFERENCE)
+    two = worker(theirs, reference=model(given.get("config", DENSE), frozen=True), **REFERENCE)
+    for number in range(3):
+        found, wanted = (step(trainer, ragged(seed=number), number).metrics for trainer in (one, two))
+        assert found == wanted
+        assert (found["kl"] != 0) == (number > 0) or form == "dropout"
+    assert distance(weights(one), weights(two)) == 0.0
+
+
+@pytest.mark.parametrize("form", ["plain", "dora"])
+def test_a_reference_that_is_updated_is_the_policy_of_then_also_in_a_resumed_run(tmp_path, form):
+    train = {"ref_update_interval": 2}
+
+    def build():
+        actor = adapted(tmp_path, **FORMS[form])
+        return worker(actor, reference=LoraReference(actor), train=train, **REFERENCE)
+
+    one, kl = build(), []
+    for number in range(3):
+        kl.append(step(one, ragged(seed=3), number).metrics["kl"])
+        folder = tmp_path / f"step-{number + 1:06d}"
+        folder.mkdir()
+        asyncio.run(one.save(folder))
+    assert kl[0] == 0.0 and kl[1] != 0.0 and kl[2] == 0.0  # the third begins as what the reference has become
+    for start in (2, 3):
+        two = build()
+        asyncio.run(two.load(tmp_path / f"step-{start:06d}"))
+        again = [step(two, ragged(seed=3), number).metrics for number in range(start, 4)]
+        if start == 2:
+            assert again[0]["kl"] == kl[2]
+            expected = again[1]
+        else:
+            assert again[0] == expected and expected["kl"] != 0.0
+
+
+def test_muon_updates_factors_as_matrices(tmp_path):
+    trainer = worker(adapted(tmp_path, MOE, wanted="*"), train={"optimizer": "muon", "lr": 1e-2, "weight_decay": 0.0})
+    adapters = trainer.adapters()
+    before = {name: p.detach().clone() for name, p in adapters.parameters.items()}
+    step(trainer, ragged())
+    name = next(n for n in before if n.endswith("experts.*.gate_proj.lora_B.weight"))
+    change_EOr = adapters.parameters[name].detach() - before[name]
+    for change_Or in change_EOr[change_EOr.flatten(1).abs().amax(1) > 0]:
+        lengths = torch.linalg.svdvals(change_Or)
+        assert float(lengths[-1] / lengths[0]) > 0.3  # near orthogonal: all singular values alike
 
 
 def test_a_checkpoint_is_a_whole_model_and_an_adapter_beside_it(tmp_path):

@@ -143,7 +143,6 @@ def test_an_option_is_accepted_exactly_where_the_backends_use_it(name: str):
 # Options that no code reads since a rule allows only what the run does anyway, and the rule.
 RESTATED = {
     "opd_type": "check_teacher_location",
-    "lora_dropout": "check_lora_setup",
     "debug_train_only": "check_debug_modes",
     "custom_config_path": "extract_hook_arguments",
     "eval_config": "read_eval_config",

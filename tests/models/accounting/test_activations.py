@@ -108,6 +108,18 @@ def test_adapters_keep_within_three_percent_of_what_is_counted(kind, name, wante
     assert counted_bytes(decoder.spec, lora) + factors == pytest.approx(kept, rel=0.03)
 
 
+@pytest.mark.parametrize("form", [{}, {"shared_outer": True}, {"use_dora": True}, {"dropout": 0.1}], ids=str)
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3 moe", "gpt-oss"])
+def test_every_form_of_adapters_keeps_what_is_counted(kind, form):
+    decoder = twin(hf_model(kind, **BLOCKS)).requires_grad_(False)
+    wanted = "all-linear" if "use_dora" in form or "dropout" in form else "*"
+    lora = replace(lora_for(decoder.spec, wanted=wanted), **form)
+    adapters = filled(lora)
+    adapters.attach(decoder)
+    kept = kept_bytes(decoder, adapters.parameters.values())
+    assert counted_bytes(decoder.spec, lora) == pytest.approx(kept, rel=0.05 if lora.dropout else 0.03)
+
+
 def test_recurrent_layers_are_counted_in_the_chunks_they_are_computed_in():
     assert max(chunked_scan._SIZES) == CHUNK
 

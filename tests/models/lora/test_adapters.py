@@ -112,18 +112,38 @@ def test_adapters_start_alike_whatever_else_is_trained():
 @pytest.mark.parametrize("kind", SOME)
 def test_the_factors_get_the_gradient_that_autograd_gives_the_merged_matrix(kind):
     decoder = twin(hf_model(kind))
-    adapters = filled(lora_for(decoder.spec))
-    sequences = tokens_of([7, 3])
+    adapters = filled(lora_for(decoder.spec, wanted="*"))
+    check_gradients(decoder, adapters, tokens_of([7, 3]))
+
+
+def check_gradients(decoder, adapters, sequences):
     merged_into(decoder, adapters)
     loss = (our_logits(decoder, sequences).square() * 1e-2).mean()
     loss.backward()  # the matrices want their gradient too: one pass gives what is to be compared
     weights, scale = dict(decoder.named_parameters()), adapters.lora.scale
     for target in adapters.lora.targets:
-        grad_OI = target.piece.view(weights[target.param_name].grad)
-        a_rI, b_Or = adapters.factors(target)
-        assert a_rI.grad is not None and b_Or.grad is not None
-        assert relative(a_rI.grad, scale * b_Or.detach().T @ grad_OI) < 2e-4, target.module
-        assert relative(b_Or.grad, scale * grad_OI @ a_rI.detach().T) < 2e-4, target.module
+        grad = weights[target.param_name].grad[..., slice(*target.rows), :]
+        a, b = adapters.factors(target)
+        assert a.grad is not None and b.grad is not None
+        grad_a, grad_b = scale * b.detach().mT @ grad, scale * grad @ a.detach().mT
+        if target.num_experts and len(a) == 1:
+            grad_a = grad_a.sum(0, keepdim=True)
+        if target.num_experts and len(b) == 1:
+            grad_b = grad_b.sum(0, keepdim=True)
+        assert relative(a.grad, grad_a) < 2e-4, target.module
+        assert relative(b.grad, grad_b) < 2e-4, target.module
+
+
+@pytest.mark.parametrize("kind", ["qwen3 moe", "gpt-oss", "deepseek v3"])
+def test_experts_share_the_outer_factor_if_asked(kind):
+    decoder = twin(hf_model(kind))
+    lora = replace(lora_for(decoder.spec, wanted="experts"), shared_outer=True)
+    for target in lora.targets:
+        shape_a, shape_b = lora.factor_shapes(target)
+        own = target.num_experts
+        assert (shape_a[0], shape_b[0]) == ((own, 1) if target.param_name.endswith(".down") else (1, own))
+    assert lora.num_parameters == sum(p.numel() for p in filled(lora).parameters.values())
+    check_gradients(decoder, filled(lora), tokens_of([7, 3]))
 
 
 def test_a_frozen_model_computes_as_before_and_only_factors_have_gradients():
@@ -149,9 +169,14 @@ def test_every_model_has_projections_and_each_is_a_matrix_of_its_checkpoint(kind
     spec = spec_for(kind)
     found = list_targets(spec)
     assert found and len({target.module for target in found}) == len(found)
-    assert not any(word in target.module for target in found for word in ("norm", "router", ".experts.", "embed"))
+    assert not any(word in target.module for target in found for word in ("norm", "router", "embed"))
     stored = {piece.hf_name for pieces in param_map.build_param_map(spec).values() for piece in pieces}
-    assert all(f"{target.module}.weight" in stored and len(target.piece.shape) == 2 for target in found)
+    for target in found:
+        suffix = "" if target.is_stacked else ".weight"
+        assert all(f"{module}{suffix}" in stored for module in target.modules), target.module
+    experts = {target.param_name for target in found if target.group == "experts"}
+    assert len(experts) == 2 * len(spec.moe_layers)
+    assert not any(target.group == "experts" for target in select_targets(spec, "all-linear", None))
 
 
 def test_targets_are_named_by_group_by_name_or_in_full():
@@ -161,10 +186,58 @@ def test_targets_are_named_by_group_by_name_or_in_full():
     assert [t.module for t in select_targets(spec, "model.layers.1.mlp.up_proj", None)] == [
         "model.layers.1.mlp.up_proj"
     ]
+    assert {t.short_name for t in select_targets(spec, "layers.*.self_attn.*_proj", None)} == {
+        *("q_proj", "k_proj", "v_proj", "o_proj")
+    }
+    assert [t.module for t in select_targets(spec, "layers.1.*", "*.mlp.*, o_proj")] == [
+        f"model.layers.1.self_attn.{name}_proj" for name in "qkv"
+    ]
     with pytest.raises(UsageError, match=r"--target-modules c_attn names no projection .*choose among attn, q_proj"):
         select_targets(spec, "c_attn", None)
     with pytest.raises(UsageError, match="leaves no projection"):
         select_targets(spec, "q_proj", "attn")
+
+
+def test_a_regular_expression_matches_full_names_as_in_peft():
+    library = pytest.importorskip("peft.tuners.tuners_utils")
+    from peft import LoraConfig
+
+    spec = spec_for("qwen3")
+    for pattern in (
+        r".*\.(q|v)_proj",
+        r"model\.layers\.[1]\.mlp\..*",
+        r".*layers\.\d+\.self_attn\.o_proj",
+        r".*down_proj",
+    ):
+        ours = [t.module for t in select_targets(spec, pattern, None)]
+        config = LoraConfig(target_modules=pattern)
+        assert ours == [t.module for t in list_targets(spec) if library.check_target_module_exists(config, t.module)]
+    with pytest.raises(UsageError, match=r"is no valid regular expression"):
+        select_targets(spec, "(q_proj", None)
+
+
+def test_megatron_names_select_the_same_matrices():
+    for kind in ("qwen3", "deepseek v3", "qwen3 moe"):
+        spec = spec_for(kind)
+
+        def names(words, spec=spec):
+            return {target.short_name for target in select_targets(spec, words, None)}
+
+        assert names("linear_proj") == {"o_proj"}
+        assert names("linear_fc1,linear_fc2") == {"gate_proj", "up_proj", "down_proj"}
+        if kind == "deepseek v3":
+            assert names("linear_q_down_proj,linear_kv_up_proj") == {"q_a_proj", "kv_b_proj"}
+        else:
+            assert names("linear_qkv") == {"q_proj", "k_proj", "v_proj"}
+
+
+def test_all_experts_of_a_layer_are_named_at_once():
+    spec = spec_for("qwen3 moe")
+    expected = ["model.layers.1.mlp.experts.*.down_proj"]
+    for words in (expected[0], r"model\.layers\.1\.mlp\.experts\.\d+\.down_proj", "1.mlp.experts.*.down_proj"):
+        assert [t.module for t in select_targets(spec, words, None)] == expected
+    with pytest.raises(UsageError, match=r"experts.0.up_proj names some experts of .* only"):
+        select_targets(spec, "model.layers.1.mlp.experts.0.up_proj", None)
 
 
 def test_peft_is_told_short_names_only_where_these_are_clear():
@@ -180,7 +253,7 @@ def test_peft_is_told_short_names_only_where_these_are_clear():
 
 def written(folder, adapters, spec, **changes):
     folder.mkdir()
-    save_file({peft.peft_tensor_name(n): p.detach() for n, p in adapters.parameters.items()}, folder / peft.WEIGHTS)
+    save_file({peft.peft_tensor_name(n): t for n, t in adapters.export().items()}, folder / peft.WEIGHTS)
     (folder / peft.CONFIG).write_text(json.dumps(peft.build_peft_config(adapters.lora, spec, "base") | changes))
     return folder
 
@@ -195,7 +268,8 @@ def test_an_adapter_is_found_as_it_was_written(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"use_dora": True}, "has use_dora in its adapter_config.json"),
+        ({"fan_in_fan_out": True}, "has fan_in_fan_out in its adapter_config.json"),
+        ({"use_dora": True}, "lora_magnitude_vector is missing"),
         ({"rank_pattern": {"q_proj": 2}}, "has rank_pattern"),
         ({"peft_type": "IA3"}, "an adapter of type IA3"),
         ({"r": 8}, r"lora_A.weight has shape \(4, 32\), but this model needs \(8, 32\)"),
@@ -217,17 +291,181 @@ def test_an_adapter_of_another_model_is_refused_in_a_sentence(tmp_path):
         peft.find_adapter(tmp_path, spec)
 
 
-def test_peft_gives_the_logits_of_the_merged_model(tmp_path):
+PEFT_KINDS = [
+    *(("qwen3", None), ("qwen3 moe", "*"), ("qwen3 moe", "experts"), ("deepseek v3", "attn,experts"), ("gpt-oss", "*")),
+    *(("gpt-oss", "experts"), ("gpt-oss", "*.down_proj")),
+]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("kind", "wanted"), PEFT_KINDS)
+def test_peft_gives_the_logits_of_the_merged_model(tmp_path, kind, wanted, shared):
     library = pytest.importorskip("peft")
-    model = hf_model("qwen3")
+    model = hf_model(kind)
     decoder = twin(model)
-    adapters = filled(lora_for(decoder.spec))
+    lora = replace(lora_for(decoder.spec, wanted=wanted), shared_outer=shared)
+    if shared and not any(target.num_experts for target in lora.targets):
+        pytest.skip("no experts")
+    adapters = filled(lora)
     folder = written(tmp_path / "adapter", adapters, decoder.spec)
     merged_into(decoder, adapters)
     (tokens,) = tokens_of([9])
     with torch.no_grad():
+        bare = model(tokens[None]).logits[0]
         theirs = library.PeftModel.from_pretrained(model, folder)(tokens[None]).logits[0]
         assert relative(our_logits(decoder, [tokens]), theirs) < 1e-5
+        assert relative(bare, theirs) > 1e-2
+    found = peft.find_adapter(folder, decoder.spec, shared_outer=shared)
+    assert found.lora == adapters.lora
+    read = adapted.read_adapter(folder, found.lora)
+    assert all(torch.equal(read[name], parameter) for name, parameter in adapters.parameters.items())
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("qwen3", {"target_modules": "all-linear"}),
+        ("deepseek v3", {"target_modules": r".*\.(kv_b_proj|o_proj)"}),
+        ("gpt-oss", {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}),
+        ("gpt-oss", {"target_modules": [], "target_parameters": ["experts.down_proj", "experts.gate_up_proj"]}),
+    ],
+)
+def test_an_adapter_that_peft_writes_gives_its_logits_here(tmp_path, kind, options):
+    library = pytest.importorskip("peft")
+    model = hf_model(kind)
+    decoder = twin(model)
+    config = library.LoraConfig(r=4, lora_alpha=6, task_type="CAUSAL_LM", **options)
+    theirs = library.get_peft_model(model, config)
+    random = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=random))
+    theirs.save_pretrained(tmp_path / "adapter")
+    found = peft.find_adapter(tmp_path / "adapter", decoder.spec)
+    adapters = LoraAdapters(found.lora, device=torch.device("cpu"), seed=0)
+    adapters.load(adapted.read_adapter(tmp_path / "adapter", found.lora))
+    merged_into(decoder, adapters)
+    (tokens,) = tokens_of([9])
+    with torch.no_grad():
+        assert relative(our_logits(decoder, [tokens]), theirs(tokens[None]).logits[0]) < 1e-5
+
+
+VARIANTS = [
+    ("qwen3", {"use_rslora": True, "target_modules": "all-linear"}),
+    ("qwen3", {"use_dora": True, "target_modules": ["q_proj", "v_proj", "down_proj"]}),
+    ("llama linear rope and biases", {"use_dora": True, "use_rslora": True, "target_modules": "all-linear"}),
+    ("deepseek v3", {"use_dora": True, "target_modules": ["kv_b_proj", "q_a_proj", "o_proj"]}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), VARIANTS)
+def test_rslora_and_dora_have_the_logits_and_gradients_of_peft(tmp_path, kind, options):
+    library = pytest.importorskip("peft")
+    model = hf_model(kind)
+    decoder = twin(model)
+    theirs = library.get_peft_model(model, library.LoraConfig(r=4, lora_alpha=6, task_type="CAUSAL_LM", **options))
+    random = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "magnitude" in name:
+                parameter.mul_(1 + 0.1 * torch.rand(parameter.shape, generator=random))
+            elif "lora_" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=random))
+    theirs.save_pretrained(tmp_path / "adapter")
+    found = peft.find_adapter(tmp_path / "adapter", decoder.spec)
+    assert (found.lora.use_rslora, found.lora.use_dora) == (bool(options.get("use_rslora")), "use_dora" in options)
+    adapters = LoraAdapters(found.lora, device=torch.device("cpu"), seed=0)
+    adapters.load(adapted.read_adapter(tmp_path / "adapter", found.lora))
+    merged_into(decoder, adapters)
+    (tokens,) = tokens_of([9])
+    wanted_logits = theirs(tokens[None]).logits[0]
+    logits = our_logits(decoder, [tokens])
+    assert relative(logits.detach(), wanted_logits.detach()) < 1e-5
+    logits.square().mean().backward()
+    wanted_logits.square().mean().backward()
+    wanted = {
+        n.replace(".default", "").removesuffix(".weight"): p.grad for n, p in theirs.named_parameters() if "lora_" in n
+    }
+    assert len(wanted) == len(adapters.parameters)
+    for name, parameter in adapters.parameters.items():
+        assert relative(parameter.grad, wanted[peft.peft_tensor_name(name).removesuffix(".weight")]) < 2e-4, name
+    config = peft.build_peft_config(adapters.lora, decoder.spec, "base")
+    assert (config["use_rslora"], config["use_dora"]) == (found.lora.use_rslora, found.lora.use_dora)
+    other = written(tmp_path / "ours", adapters, decoder.spec)
+    kept = {name: value.detach().clone() for name, value in theirs.state_dict().items()}
+    again = library.PeftModel.from_pretrained(hf_model(kind), other).state_dict()
+    assert all(torch.equal(value, again[name]) for name, value in kept.items() if "lora_" in name)
+
+
+def test_new_magnitudes_are_the_lengths_of_rows_and_change_no_bit():
+    decoder = twin(hf_model("qwen3"))
+    weights = {name: p.detach().clone() for name, p in decoder.named_parameters()}
+    adapters = LoraAdapters(replace(lora_for(decoder.spec), use_dora=True), device=torch.device("cpu"), seed=0)
+    for name in adapters.targets_by_param:
+        adapters.merge(name, weights[name].clone(), weights[name])
+    adapters.reset_magnitudes()
+    for name in adapters.targets_by_param:
+        out = torch.empty_like(weights[name])
+        adapters.merge(name, out, weights[name])
+        assert torch.equal(out, weights[name])
+    target = adapters.lora.targets[0]
+    rows_OI = target.piece.view(weights[target.param_name])
+    assert relative(adapters.parameters[peft.magnitude_name(target)].detach(), rows_OI.norm(dim=1)) < 1e-6
+
+
+def test_dropped_inputs_reach_output_and_factors_as_a_path_beside_the_base_would():
+    """The oracle is the definition, by autograd: W x + s B A drop(x), with the mask that was used."""
+    decoder = twin(hf_model("qwen3")).requires_grad_(False)
+    lora = replace(lora_for(decoder.spec, wanted="layers.0.self_attn.*"), dropout=0.3)
+    base_NI = decoder.get_parameter("layers.0.attention.qkv.weight").detach().clone()
+    adapters = filled(lora)
+    merged_into(decoder, adapters)
+    module = decoder.get_submodule("layers.0.attention.qkv")
+    x_TI = torch.randn(50, base_NI.shape[1], requires_grad=True)
+    seen = []
+    drop = adapters.dropout
+    module.adapter._dropout = lambda x, target: seen.append(drop(x, target)) or seen[-1]
+    upstream_TN = torch.randn(50, len(base_NI))
+    out_TN = module(x_TI)
+    (out_TN * upstream_TN).sum().backward()
+    grads, grad_x = {n: p.grad for n, p in adapters.parameters.items() if p.grad is not None}, x_TI.grad
+    masks = [(each / x_TI).detach() for each in seen]
+    assert all(0.5 < float((mask > 0).float().mean()) < 0.9 for mask in masks) and not torch.equal(masks[0], masks[1])
+    x_TI.grad = None
+    for p in adapters.parameters.values():
+        p.grad = None
+    pieces = []
+    for target, mask_TI in zip(adapters.targets_by_param["layers.0.attention.qkv.weight"], masks, strict=True):
+        a_rI, b_Or = adapters.factors(target)
+        pieces.append(lora.scale * (x_TI * mask_TI) @ a_rI.T @ b_Or.T)
+    wanted_TN = x_TI @ base_NI.T + torch.cat(pieces, -1)
+    (wanted_TN * upstream_TN).sum().backward()
+    assert relative(out_TN.detach(), wanted_TN.detach()) < 1e-5 and relative(grad_x, x_TI.grad) < 1e-5
+    assert len(grads) == 6
+    for name, grad in grads.items():
+        assert relative(grad, adapters.parameters[name].grad) < 1e-5, name
+    with torch.no_grad():
+        merged_NI = decoder.get_parameter("layers.0.attention.qkv.weight")
+        assert relative(module(x_TI), x_TI @ merged_NI.T) < 1e-6
+
+
+def test_experts_that_do_not_share_a_factor_are_refused_as_such(tmp_path):
+    spec = spec_for("qwen3 moe")
+    lora = lora_for(spec, wanted="experts")
+    folder = written(tmp_path / "adapter", filled(lora), spec)
+    with pytest.raises(UsageError, match="do not share a factor; remove --experts-shared-outer-loras"):
+        adapted.read_adapter(folder, replace(lora, shared_outer=True))
+
+
+def test_an_adapter_of_some_experts_is_refused_in_a_sentence(tmp_path):
+    spec = spec_for("qwen3 moe")
+    adapters = filled(lora_for(spec, wanted="experts"))
+    folder = written(tmp_path / "adapter", adapters, spec)
+    kept = {n: t for n, t in adapters.export().items() if ".experts.3." not in n}
+    save_file({peft.peft_tensor_name(n): t for n, t in kept.items()}, folder / peft.WEIGHTS)
+    with pytest.raises(UsageError, match=r"adapters of some experts only: .*experts.3.* has none"):
+        peft.find_adapter(folder, spec)
 
 
 # -- vision towers ----------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from miles.models.checkpoint.save_plan import SavePlan, plan_save
 from miles.models.decoder import Decoder, DecoderLayer
 from miles.models.hidden_capture import HiddenCapture
 from miles.models.layers.moe import Routing
-from miles.models.lora.adapters import LoraAdapters
+from miles.models.lora.adapters import LoraAdapters, ParamPart
 from miles.models.optim_groups import TRAINED_VISION, FrozenVision, MuonMatrices, find_muon_matrices
 from miles.models.parallel.quantized_shards import find_divided_block
 from miles.models.parallel.tp_decoder import build_tp_decoder
@@ -115,19 +115,31 @@ class FsdpModel:
         """Attach LoRA adapters, which are replicated on every rank, merged into the weights or ``beside`` them; call
         before the first forward.
         """
-        assert self.mesh.tp_group.world == 1, "LoRA does not support tensor parallelism"
         if beside:
+            assert self.mesh.tp_group.world == 1, "a packed base does not support tensor parallelism"
             adapters.attach_beside(self._decoder)
         else:
-            adapters.attach(self._decoder)
+            adapters.attach(self._decoder, lambda name: self._shards[name].find_rank_part())
 
-    def first_row(self, name: str) -> int:
-        """Return the first row of the full matrix that this rank has."""
-        return self._shards[name].bounds[0]
+    def local_part(self, name: str) -> ParamPart:
+        """Return which part of a parameter this rank has."""
+        return self._shards[name].find_local_part()
 
     def sum_grad(self, grad: Tensor) -> Tensor:
-        """All-reduce the gradient of replicated factors over all ranks with other tokens."""
-        return self.mesh.dp_cp_group.sum(grad)
+        """All-reduce the gradient of replicated factors.
+
+        Ranks have other tokens, or other channels or experts of a layer: each has a part of the sum.
+        """
+        return self.mesh.world_group.sum(grad)
+
+    def max_over_ranks(self, tensor: Tensor) -> Tensor:
+        """All-reduce by the maximum over all ranks."""
+        return self.mesh.world_group.max(tensor)
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank among all."""
+        return self.mesh.world_group.rank
 
     def _build_decoder(self, dtype: torch.dtype) -> Decoder:
         """Build this rank's decoder, without storage, with its collectives."""

@@ -22,7 +22,7 @@ from miles.models.checkpoint import hf
 from miles.models.checkpoint.save_plan import SavePlan, plan_save
 from miles.models.decoder import Decoder
 from miles.models.hidden_capture import HiddenCapture
-from miles.models.lora.adapters import LoraAdapters
+from miles.models.lora.adapters import WHOLE, LoraAdapters, ParamPart
 from miles.models.optim_groups import TRAINED_VISION, FrozenVision, MuonMatrices, find_muon_matrices
 from miles.models.spec import DecoderSpec
 from miles.train.batch_tensors import MicroBatch, RoutedExpertsCache
@@ -125,13 +125,22 @@ class LocalModel(_Unsharded):
         else:
             adapters.attach(self._decoder)
 
-    def first_row(self, name: str) -> int:
-        """Return the first row of the full matrix that this rank has."""
-        return 0
+    def local_part(self, name: str) -> ParamPart:
+        """Return which part of a parameter this rank has."""
+        return WHOLE
 
     def sum_grad(self, grad: Tensor) -> Tensor:
         """All-reduce the gradient of replicated factors; a no-op in one process."""
         return grad
+
+    def max_over_ranks(self, tensor: Tensor) -> Tensor:
+        """All-reduce by the maximum; a no-op in one process."""
+        return tensor
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank among all."""
+        return 0
 
     @property
     def spec(self) -> DecoderSpec:

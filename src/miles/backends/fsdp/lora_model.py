@@ -7,8 +7,9 @@ rank has its shard of those, and all of the adapters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -19,11 +20,10 @@ from torch import Tensor
 from miles.core.errors import CheckpointError
 from miles.kernels.numerics import Numerics
 from miles.models.checkpoint import hf, peft
-from miles.models.checkpoint.param_slices import HfSlice
 from miles.models.checkpoint.safetensors_io import write_json
-from miles.models.checkpoint.save_plan import SavePlan, SaveUnit
-from miles.models.lora.adapters import LoraAdapters, read_adapter
-from miles.models.lora.targets import LoraSpec
+from miles.models.checkpoint.save_plan import SavePlan, SaveUnit, single_tensor_unit
+from miles.models.lora.adapters import LoraAdapters, ParamPart, encode_factor, read_adapter
+from miles.models.lora.targets import LoraSpec, LoraTarget
 from miles.models.optim_groups import MuonMatrices
 from miles.models.quantization import plan_quantization
 from miles.models.spec import DecoderSpec
@@ -49,8 +49,11 @@ class LoraBaseModel(TrainModel, Protocol):
     def spec(self) -> DecoderSpec: ...
     def attach_adapters(self, adapters: LoraAdapters, *, beside: bool = False) -> None: ...
     def export(self, folder: Path, gather_unit: Callable[[str], Tensor]) -> None: ...
-    def first_row(self, name: str) -> int: ...
+    def local_part(self, name: str) -> ParamPart: ...
     def sum_grad(self, grad: Tensor) -> Tensor: ...
+    def max_over_ranks(self, tensor: Tensor) -> Tensor: ...
+    @property
+    def rank(self) -> int: ...
 
 
 class LoraModel:
@@ -67,8 +70,12 @@ class LoraModel:
         self._folder = base
         self._adapters = LoraAdapters(lora, device=base_model.device, seed=seed)
         self._base = self._attach()
+        if lora.use_dora and start is None:
+            self.after_update()
+            self._adapters.reset_magnitudes()
+            self.after_update()
         if start is not None:
-            self._adapters.load(read_adapter(start))
+            self._adapters.load(read_adapter(start, lora))
             self.after_update()
 
     def _attach(self) -> dict[str, Tensor]:
@@ -110,8 +117,10 @@ class LoraModel:
     @torch.no_grad()
     def after_update(self) -> None:
         params = self._base_model.parameters()
+        self._adapters.clear_norms()
         for name, base in self._base.items():
-            self._adapters.merge(name, params[name], base, self._base_model.first_row(name))
+            self._adapters.merge(name, params[name], base, self._base_model.local_part(name))
+        self._adapters.share_norms(self._base_model.max_over_ranks)
         self._base_model.after_update()
 
     def gather(self, name: str, local: Tensor) -> Tensor:
@@ -121,7 +130,9 @@ class LoraModel:
         return full if name in self._adapters.parameters else self._base_model.shard(name, full)
 
     def muon_matrices(self) -> Mapping[str, MuonMatrices]:
-        return {}
+        """Return the factors; those of experts are a matrix each."""
+        shapes = {name: tuple(factor.shape) for name, factor in self._adapters.parameters.items()}
+        return {n: MuonMatrices(shape, ((0, shape[-2], 1),)) for n, shape in shapes.items() if len(shape) > 1}
 
     def move(self, device: torch.device) -> None:
         self._base_model.move(device)
@@ -129,7 +140,62 @@ class LoraModel:
         self._base = {name: base.to(device) for name, base in self._base.items()}
 
     def forward_backward(self, plan: Sequence[MicroBatch], judge: LossCallback) -> list[KeptTensors]:
-        return self._base_model.forward_backward(plan, judge)
+        if self._adapters.dropout is None:
+            return self._base_model.forward_backward(plan, judge)
+        kept: list[KeptTensors] = []
+        state = self._summarize_factors()
+        for number, rows in enumerate(plan):
+            self._adapters.dropout.key = hash((state, number, self._base_model.rank))
+            kept += self._base_model.forward_backward([rows], lambda _, output, n=number: judge(n, output))
+        return kept
+
+    def _summarize_factors(self) -> int:
+        """Return a number that an update changes, and that a resumed run has too."""
+        bits = [
+            p.detach().flatten().view(torch.int32).sum(dtype=torch.int64) for p in self._adapters.parameters.values()
+        ]
+        return int(torch.stack(bits).sum())
+
+    @contextmanager
+    def use_factors(self, factors: Mapping[str, Tensor] | None) -> Iterator[None]:
+        """Compute with other factors meanwhile, or with the base alone."""
+        own = {name: parameter.detach().clone() for name, parameter in self._adapters.parameters.items()}
+        if factors is None:
+            self._turn_off()
+        else:
+            self._adapters.load(factors)
+            self.after_update()
+        try:
+            yield
+        finally:
+            self._adapters.load(own)
+            self.after_update()
+
+    @torch.no_grad()
+    def _turn_off(self) -> None:
+        """Compute with the base alone, until the next ``after_update``."""
+        params = self._base_model.parameters()
+        for name, base in self._base.items():
+            params[name].copy_(base)
+        self._base_model.after_update()
+
+    def read_factors(self, folder: Path) -> dict[str, Tensor]:
+        """Read the factors of a checkpoint."""
+        if not (folder / _WEIGHTS).exists():
+            raise CheckpointError(
+                f"{folder} has no adapter because its weights were trained; leave --lora-rank out, or start from "
+                "it as --hf-checkpoint."
+            )
+        shapes = {name: p.shape for name, p in self._adapters.parameters.items()}
+        try:
+            tensors = read_adapter(folder / peft.FOLDER, self._lora)
+        except (KeyError, RuntimeError):  # a tensor is missing, is of no target, or cannot be one of experts
+            tensors = {}
+        if {name: t.shape for name, t in tensors.items()} != shapes:
+            raise CheckpointError(
+                f"{folder / peft.FOLDER} holds other adapters than --lora-rank and --target-modules select."
+            )
+        return {name: tensor.to(self.device) for name, tensor in tensors.items()}
 
     def enable_features(self, layers: Sequence[int]) -> None:
         """Return the features of a draft model, which are those of the base with the adapters."""
@@ -144,7 +210,7 @@ class LoraModel:
     def save(self, folder: Path) -> None:
         self._save_weights(folder)
         (folder / peft.FOLDER).mkdir(exist_ok=True)
-        found = {peft.peft_tensor_name(n): p.detach().cpu().contiguous() for n, p in self._adapters.parameters.items()}
+        found = {peft.peft_tensor_name(name): tensor for name, tensor in self._adapters.export().items()}
         save_file(found, folder / _WEIGHTS, metadata={"format": "pt"})
         write_json(folder / _CONFIG, self._peft_config())
 
@@ -155,31 +221,16 @@ class LoraModel:
         plan = self._base_model.save_plan()
         if plan is None:
             return None
-        units = tuple(_unit(name, parameter) for name, parameter in self._adapters.parameters.items())
+        units = _list_units(self._adapters)
         return replace(
             plan,
             extra_files={**plan.extra_files, _WEIGHTS: units},
             json_files={**plan.json_files, _CONFIG: self._peft_config()},
         )
 
-    def _load_adapters(self, folder: Path) -> None:
-        """Load the adapters of a checkpoint."""
-        if not (folder / _WEIGHTS).exists():
-            raise CheckpointError(
-                f"{folder} has no adapter because its weights were trained; leave --lora-rank out, or start from "
-                "it as --hf-checkpoint."
-            )
-        tensors = read_adapter(folder / peft.FOLDER)
-        shapes = {name: p.shape for name, p in self._adapters.parameters.items()}
-        if {name: t.shape for name, t in tensors.items()} != shapes:
-            raise CheckpointError(
-                f"{folder / peft.FOLDER} holds other adapters than --lora-rank and --target-modules select."
-            )
-        self._adapters.load(tensors)
-
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        self._load_adapters(folder)
+        self._adapters.load(self.read_factors(folder))
         params, plan = self._base_model.parameters(), self._base_model.save_plan()
         saved = {} if plan is None else plan.dtypes()
         rounded = {name: dtype for name, dtype in saved.items() if name in params and params[name].dtype != dtype}
@@ -199,7 +250,7 @@ class LoraModel:
         for name, base in {**self._base, **frozen}.items():
             merged = base.clone()
             if name in self._base:
-                self._adapters.merge(name, merged, base, self._base_model.first_row(name))
+                self._adapters.merge(name, merged, base, self._base_model.local_part(name))
             in_file = merged.to(rounded.get(name, merged.dtype)).to(merged.dtype)
             loaded = params[name].detach()
             if not torch.equal(merged, loaded) and not torch.equal(in_file, loaded):
@@ -215,6 +266,35 @@ class LoraModel:
         return peft.build_peft_config(self._lora, self._base_model.spec, str(self._folder))
 
 
+class LoraReference:
+    """The reference of a policy with adapters: its base with the adapters off, or with those of an earlier version.
+
+    It has no weights of its own.
+    """
+
+    def __init__(self, policy: LoraModel) -> None:
+        self._policy = policy
+        self._factors: dict[str, Tensor] | None = None
+
+    def forward_backward(self, plan: Sequence[MicroBatch], judge: LossCallback) -> list[KeptTensors]:
+        assert not torch.is_grad_enabled(), "a reference has no gradients"
+        with self._policy.use_factors(self._factors):
+            return self._policy.forward_backward(plan, judge)
+
+    def track(self) -> None:
+        """Be the policy as it is now, from now on."""
+        parameters = self._policy.adapters().parameters
+        self._factors = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+
+    def load(self, folder: Path) -> None:
+        """Be the policy of a checkpoint."""
+        self._factors = self._policy.read_factors(folder)
+
+    def move(self, device: torch.device) -> None:
+        if self._factors is not None:
+            self._factors = {name: factor.to(device) for name, factor in self._factors.items()}
+
+
 class PackedLoraModel(LoraModel):
     """A LoraModel whose base is packed (quantized once) and never written: adapters are applied beside it.
 
@@ -225,6 +305,11 @@ class PackedLoraModel(LoraModel):
     def _attach(self) -> dict[str, Tensor]:
         self._base_model.attach_adapters(self._adapters, beside=True)
         return {}
+
+    @torch.no_grad()
+    def _turn_off(self) -> None:
+        for target in self._lora.targets:
+            self._adapters.parameters[peft.lora_b_name(target)].zero_()
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -246,7 +331,7 @@ class PackedLoraModel(LoraModel):
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         """Load the adapters; the base stays the one that was loaded at the start, and is compared."""
-        self._load_adapters(folder)
+        self._adapters.load(self.read_factors(folder))
         plan = self._base_model.save_plan()
         assert plan is not None, "the native decoder has a save plan"
         dtypes = plan.dtypes()
@@ -275,7 +360,35 @@ class PackedLoraModel(LoraModel):
         return merged
 
 
-def _unit(name: str, parameter: Tensor) -> SaveUnit:
-    shape = tuple(parameter.shape)
-    piece = HfSlice(peft.peft_tensor_name(name), shape, 0, shape[0])
-    return SaveUnit(name=name, shape=shape, dtype=parameter.dtype, pieces=(piece,))
+def _list_units(adapters: LoraAdapters) -> tuple[SaveUnit, ...]:
+    """List what a checkpoint has of the factors; those of experts are written as PEFT has them."""
+    units: list[SaveUnit] = []
+    for target in adapters.lora.targets:
+        names = peft.lora_a_name(target), peft.lora_b_name(target)
+        for name, pieces in zip(names, peft.list_factor_files(adapters.lora, target), strict=True):
+            pieces = tuple(replace(piece, hf_name=peft.peft_tensor_name(piece.hf_name)) for piece in pieces)
+            factor = adapters.parameters[name]
+            shape, dtype = tuple(factor.shape), factor.dtype
+            if not target.is_stacked:
+                units.append(SaveUnit(name=name, shape=shape, dtype=dtype, pieces=pieces))
+                continue
+            units.append(
+                _StackedUnit(name=name, shape=shape, dtype=dtype, pieces=pieces, target=target, is_a=name == names[0])
+            )
+        if adapters.lora.use_dora:
+            name = peft.magnitude_name(target)
+            found = single_tensor_unit(peft.peft_tensor_name(name), adapters.parameters[name])
+            units.append(replace(found, name=name))
+    return tuple(units)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StackedUnit(SaveUnit):
+    """A factor of experts that are one tensor in the checkpoint."""
+
+    target: LoraTarget
+    is_a: bool
+
+    def views(self, param: Tensor | QuantizedTensor) -> list[Tensor]:
+        assert isinstance(param, Tensor)
+        return [encode_factor(param.detach(), is_a=self.is_a, target=self.target)]

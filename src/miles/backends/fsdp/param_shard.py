@@ -6,7 +6,7 @@ full --tensor parallel--> heads, channels, vocabulary --expert parallel--> exper
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from miles.backends.fsdp import expert_parallel
 from miles.backends.fsdp.device_mesh import CommGroup, FsdpMesh
 from miles.backends.fsdp.tensor_parallel import iter_replicated_rows
 from miles.models.checkpoint.load import shard_bounds
+from miles.models.lora.adapters import ParamPart
 from miles.models.parallel.tp_sharding import TpShard
 
 
@@ -51,6 +52,24 @@ class ParamShard:
         if self.shard_group is not None:
             part = part.narrow(self.dim, first, last - first)
         return part if part is full else part.clone(memory_format=torch.contiguous_format)
+
+    def find_rank_part(self) -> ParamPart:
+        """Return which part of the full weight this rank computes with, before FSDP shards it."""
+        experts = None
+        if self.ep_group is not None:
+            count = self.full_shape[0] // self.ep_group.world
+            experts = (self.ep_group.rank * count, (self.ep_group.rank + 1) * count)
+        if not self.tp_shard.segments or self.tp_group.world == 1:
+            return ParamPart(experts)
+        # Numbers from 1 on are sharded like the rows or columns themselves; where a rank is padded there are zeros.
+        numbers = torch.arange(1, self.full_shape[self.tp_shard.dim] + 1)
+        index = replace(self.tp_shard, dim=0).shard(numbers, self.tp_group.rank, self.tp_group.world) - 1
+        is_rows = self.tp_shard.dim == len(self.full_shape) - 2
+        return ParamPart(experts, index if is_rows else None, None if is_rows else index)
+
+    def find_local_part(self) -> ParamPart:
+        """Return which part of the full weight this rank's shard is."""
+        return self.find_rank_part().narrow(self.dim, *self.bounds, self.rank_shape)
 
     def gather(self, local: Tensor) -> Tensor:
         """Gather the full tensor from every rank's shard."""

@@ -13,11 +13,11 @@ from miles.kernels.batch_invariant.activation import gated_activation, ungated_a
 from miles.kernels.batch_invariant.expert_sort import sort_by_expert
 from miles.kernels.batch_invariant.grouped_gemm import combine_rows, grouped_linear
 from miles.kernels.fused.activation import ActivationKind
-from miles.kernels.moe.grouped_gemm import ExpertExchange, SortedRows, dispatch, scale_rows
+from miles.kernels.moe.grouped_gemm import ExpertExchange, RowAdapter, SortedRows, dispatch, scale_rows
 
 
 class ExpertWeights(NamedTuple):
-    """Stacked expert weights, and the activation between the two GEMMs."""
+    """Stacked expert weights, the activation between the two GEMMs, and LoRA adapters in training."""
 
     first_EFD: Tensor
     down_EDI: Tensor
@@ -25,14 +25,19 @@ class ExpertWeights(NamedTuple):
     down_bias_ED: Tensor | None
     activation: ActivationKind
     interleaved: bool
+    first_adapter: RowAdapter | None = None
+    down_adapter: RowAdapter | None = None
 
     def __call__(self, x_RD: Tensor, rows: SortedRows) -> Tensor:
         inner_RF = grouped_linear(x_RD, self.first_EFD, rows, self.first_bias_EF)
+        if self.first_adapter is not None:
+            inner_RF = self.first_adapter(inner_RF, x_RD, rows)
         if inner_RF.shape[1] == self.down_EDI.shape[2]:
             inner_RI = ungated_activation(inner_RF, self.activation)
         else:
             inner_RI = gated_activation(inner_RF, self.activation, interleaved=self.interleaved)
-        return grouped_linear(inner_RI, self.down_EDI, rows, self.down_bias_ED)
+        out_RD = grouped_linear(inner_RI, self.down_EDI, rows, self.down_bias_ED)
+        return out_RD if self.down_adapter is None else self.down_adapter(out_RD, inner_RI, rows)
 
 
 def batch_invariant_moe(

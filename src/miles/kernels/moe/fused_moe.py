@@ -22,6 +22,7 @@ from miles.kernels.batch_invariant.fused_moe import ExpertWeights, batch_invaria
 from miles.kernels.fused.activation import ActivationKind, activate_and_multiply, apply_activation, gated_activation
 from miles.kernels.moe.grouped_gemm import (
     ExpertExchange,
+    RowAdapter,
     SortedRows,
     combine_rows,
     dispatch,
@@ -104,15 +105,16 @@ def moe_forward(
     down_bias_ED: Tensor | None = None,
     weigh_input: bool = False,
     exchange: ExpertExchange | None = None,
+    adapters: tuple[RowAdapter | None, RowAdapter | None] = (None, None),
 ) -> Tensor:
     """The weighted sum of each token's experts; ``weigh_input`` applies the weights to the input instead.
 
     ``first_EFD`` holds gates and then ups (``interleaved``: alternating), or ups alone if it has as many rows as
     ``down_EDI`` has columns. With an ``exchange`` (expert parallelism) the weights are those of this rank's experts,
-    while ``experts_Tk`` counts all ranks' experts.
+    while ``experts_Tk`` counts all ranks' experts. Adapters, which are for training, get the rows of the two GEMMs.
     """
     if numerics.batch_invariant:
-        weights = ExpertWeights(first_EFD, down_EDI, first_bias_EF, down_bias_ED, activation, interleaved)
+        weights = ExpertWeights(first_EFD, down_EDI, first_bias_EF, down_bias_ED, activation, interleaved, *adapters)
         return batch_invariant_moe(x_TD, weights_Tk, experts_Tk, weights, weigh_input=weigh_input, exchange=exchange)
     biased = first_bias_EF is not None or down_bias_ED is not None
     is_plain = exchange is None and not (biased or interleaved or weigh_input)
@@ -126,11 +128,7 @@ def moe_forward(
     if exchange is None and use_triton_inference(x_TD) and use_triton_gemm:  # Triton, without a device sync
         config = next((config for config in configs if per_expert <= config.max_rows_per_expert), configs[-1])
         expert_args = (first_EFD, down_EDI, (first_bias_EF, down_bias_ED), activation, interleaved, config)
-        if not weigh_input:
-            return _launch(x_TD, weights_Tk, experts_Tk, *expert_args)
-        x_RD = (x_TD.unsqueeze(1) * weights_Tk.unsqueeze(2)).flatten(0, 1)  # every choice becomes a token of its own
-        out_RD = _launch(x_RD, torch.ones_like(x_RD[:, :1]), experts_Tk.reshape(-1, 1), *expert_args)
-        return out_RD.unflatten(0, experts_Tk.shape).sum(1)
+        return (_launch_weighed if weigh_input else _launch)(x_TD, weights_Tk, experts_Tk, *expert_args)
     rows = sort_rows_by_group(experts_Tk, len(first_EFD) * (1 if exchange is None else exchange.world))
     # Started before the copies are made, so that the device is busy while the host waits for the sizes.
     handle = None if exchange is None else exchange.open(rows)
@@ -140,17 +138,38 @@ def moe_forward(
 
     def run_experts(x_RD: Tensor, rows: SortedRows) -> Tensor:
         inner_RF = grouped_linear(x_RD, first_EFD, rows, first_bias_EF)
+        if adapters[0] is not None:
+            inner_RF = adapters[0](inner_RF, x_RD, rows)
         if inner_RF.shape[1] == down_EDI.shape[2]:
             inner_RI = apply_activation(inner_RF, None, activation)
         else:
             inner_RI = gated_activation(inner_RF, activation, interleaved=interleaved)
-        return grouped_linear(inner_RI, down_EDI, rows, down_bias_ED)
+        out_RD = grouped_linear(inner_RI, down_EDI, rows, down_bias_ED)
+        return out_RD if adapters[1] is None else adapters[1](out_RD, inner_RI, rows)
 
     out_RD = run_experts(x_RD, rows) if handle is None else handle(x_RD, run_experts)
     return combine_rows(out_RD, None if weigh_input else weights_Tk, rows)
 
 
 # -- Triton ---------------------------------------------------------------------------------
+
+
+def _launch_weighed(
+    x_TD: Tensor,
+    weights_Tk: Tensor,
+    experts_Tk: Tensor,
+    first_EFD: Tensor,
+    down_EDI: Tensor,
+    biases: tuple[Tensor | None, Tensor | None],
+    activation: ActivationKind,
+    interleaved: bool,
+    config: MoeTileConfig,
+) -> Tensor:
+    """As ``_launch``, with the weights applied to the inputs: every choice becomes a token of its own."""
+    x_RD = (x_TD.unsqueeze(1) * weights_Tk.unsqueeze(2)).flatten(0, 1)
+    expert_args = (first_EFD, down_EDI, biases, activation, interleaved, config)
+    out_RD = _launch(x_RD, torch.ones_like(x_RD[:, :1]), experts_Tk.reshape(-1, 1), *expert_args)
+    return out_RD.unflatten(0, experts_Tk.shape).sum(1)
 
 
 def _launch(

@@ -28,6 +28,10 @@ class SortedRows:
     per_token: int
 
 
+RowAdapter = Callable[[Tensor, Tensor, SortedRows], Tensor]
+"""Called with the output and the input of a grouped GEMM; returns the output, with gradients to LoRA factors."""
+
+
 class ExchangeHandle(Protocol):
     """A started all-to-all of rows to the ranks of their groups and back, whose sizes are still in flight."""
 

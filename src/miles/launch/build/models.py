@@ -17,7 +17,7 @@ from miles.algo.config import CRITIC_ESTIMATORS
 from miles.algo.registry import AlgoHooks
 from miles.backends.fsdp.local_critic import HEAD, LocalCritic
 from miles.backends.fsdp.local_model import LocalModel
-from miles.backends.fsdp.lora_model import LoraBaseModel, LoraModel, PackedLoraModel
+from miles.backends.fsdp.lora_model import LoraBaseModel, LoraModel, LoraReference, PackedLoraModel
 from miles.backends.fsdp.reward_model import RewardModel
 from miles.cluster import platform
 from miles.cluster.executor import Executor
@@ -35,7 +35,7 @@ from miles.launch.plan.layout_memory import (
     get_recompute_mode,
     packs_reference,
 )
-from miles.launch.plan.lora import build_lora, get_adapter_folder, packs_base
+from miles.launch.plan.lora import build_lora, get_adapter_folder, packs_base, shares_reference
 from miles.launch.plan.plan import Plan, choose_parity_tolerance
 from miles.models.activation_checkpointing import set_recompute
 from miles.models.base import CausalLM
@@ -56,7 +56,7 @@ from miles.train.balance import CostFn, build_flops_cost, build_token_cost
 from miles.train.critic import Critic
 from miles.train.dp_group import SINGLE_RANK, DataParallelGroup
 from miles.train.draft_trainer import DraftTrainer
-from miles.train.model_protocols import TrainModel, ValueModel
+from miles.train.model_protocols import PolicyReference, TrainModel, ValueModel
 from miles.train.policy_trainer import PolicyTrainer
 
 # -- checkpoints ----------------------------------------------------------------------------
@@ -359,7 +359,7 @@ def build_policy_trainer(
         updates=updates,
         temperature=config.rollout.rollout_temperature,
         run=run,
-        reference=None if plan.reference is None else models.reference(plan.reference),
+        reference=_build_reference(config, plan, models, actor),
         critic=critic,
         teachers=[models.teacher(folder) for folder in plan.teachers.values()],
         draft=draft,
@@ -375,6 +375,18 @@ def build_policy_trainer(
         cost_fn=_choose_cost(config, policy.spec),
         patches_per_feature=1 if policy.spec.vision is None else policy.spec.vision.merge_size**2,
     )
+
+
+def _build_reference(
+    config: Config, plan: Plan, models: ModelFactory, actor: TrainModel
+) -> TrainModel | PolicyReference | None:
+    """The reference: the actor's base with the adapters off if that is the same model, else a model of its own."""
+    if plan.reference is None:
+        return None
+    if shares_reference(config):
+        assert isinstance(actor, LoraModel)
+        return LoraReference(actor)
+    return models.reference(plan.reference)
 
 
 def _choose_cost(config: Config, spec: DecoderSpec) -> CostFn | None:

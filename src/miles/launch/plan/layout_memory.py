@@ -1,6 +1,7 @@
 """Memory of one trainer rank, from the model's spec and the parallel dims."""
 
 from dataclasses import dataclass, replace
+from math import prod
 
 from miles.cluster.parallel_dims import ParallelDims
 from miles.launch.config import Config
@@ -10,6 +11,7 @@ from miles.models.accounting.activations import RecomputeMode, activation_bytes
 from miles.models.accounting.params import (
     BYTES,
     ShardingDegrees,
+    list_rank_params,
     moment_bytes,
     packed_weight_bytes,
     rank_bytes,
@@ -90,15 +92,15 @@ def estimate_rank_lora_memory(
         weights, base = -(-packed_weight_bytes(spec, dtype) // shards), 0
     else:
         weights = estimate_rank_frozen_bytes(spec, layout, dtype)
-        base = -(-lora.num_base_parameters // shards) * BYTES[dtype]
+        adapted = {target.param_name for target in lora.targets}
+        params = list_rank_params(spec, get_sharding_degrees(layout))
+        base = sum(param.count for param in params if param.name in adapted) * BYTES[dtype]
     return LoraRankMemory(
         weights=weights,
         base=base,
         adapters=4 * lora.num_parameters,
         gradients=4 * lora.num_parameters,
-        optimizer=sum(
-            2 * moment_bytes(lora.rank * size, moments) for t in lora.targets for size in (t.inputs, t.outputs)
-        ),
+        optimizer=sum(2 * moment_bytes(prod(shape), moments) for shape in lora.list_shapes()),
         gathered=unsharded_bytes(spec, get_sharding_degrees(layout), dtype),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from miles.core.errors import UsageError
@@ -21,14 +22,35 @@ def build_lora(config: LoraConfig, spec: DecoderSpec) -> LoraSpec | None:
     if config.lora_adapter_path is not None:
         return _read_adapter(config, Path(config.lora_adapter_path), spec)
     alpha = _DEFAULT_ALPHA if config.lora_alpha is None else config.lora_alpha
-    return LoraSpec(
-        rank=config.lora_rank, alpha=alpha, targets=select_targets(spec, config.target_modules, config.exclude_modules)
+    lora = LoraSpec(
+        rank=config.lora_rank,
+        alpha=alpha,
+        targets=select_targets(spec, config.target_modules, config.exclude_modules),
+        shared_outer=config.experts_shared_outer_loras,
+        use_rslora=config.use_rslora,
+        use_dora=config.use_dora,
+        dropout=config.lora_dropout,
     )
+    _check_shared_outer(config, lora)
+    return lora
+
+
+def _check_shared_outer(config: LoraConfig, lora: LoraSpec) -> None:
+    if config.experts_shared_outer_loras and not any(target.num_experts for target in lora.targets):
+        raise UsageError(
+            "--experts-shared-outer-loras has no effect: no routed experts have adapters; add experts to "
+            "--target-modules, or remove it."
+        )
 
 
 def packs_base(config: Config) -> bool:
     """Whether the base under LoRA adapters is packed in engine and trainer: it is frozen, and quantized."""
     return config.lora.is_enabled and config.models.train_precision != "auto"
+
+
+def shares_reference(config: Config) -> bool:
+    """Whether the reference of the policy is the base under its LoRA adapters, and needs no copy of the model."""
+    return config.lora.is_enabled and config.train.ref_load in (None, config.models.hf_checkpoint)
 
 
 def get_adapter_folder(config: LoraConfig) -> Path | None:
@@ -37,7 +59,15 @@ def get_adapter_folder(config: LoraConfig) -> Path | None:
 
 
 def _read_adapter(config: LoraConfig, folder: Path, spec: DecoderSpec) -> LoraSpec:
-    lora = peft.find_adapter(folder, spec).lora
+    lora = peft.find_adapter(folder, spec, shared_outer=config.experts_shared_outer_loras).lora
+    _check_shared_outer(config, lora)
+    for flag, given, found in (
+        ("--use-rslora", config.use_rslora, lora.use_rslora),
+        ("--use-dora", config.use_dora, lora.use_dora),
+    ):
+        if given and not found:
+            raise UsageError(f"--lora-adapter-path {folder} was not trained with {flag}; remove {flag}.")
+    lora = replace(lora, dropout=config.lora_dropout)
     if config.lora_rank not in (0, lora.rank):
         raise UsageError(
             f"--lora-adapter-path {folder} has rank {lora.rank}, but --lora-rank is {config.lora_rank}; "

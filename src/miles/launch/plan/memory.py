@@ -14,7 +14,7 @@ from miles.launch.plan.layout_memory import (
     get_recompute_mode,
     packs_reference,
 )
-from miles.launch.plan.lora import build_lora, packs_base
+from miles.launch.plan.lora import build_lora, packs_base, shares_reference
 from miles.launch.plan.plan import Plan
 from miles.launch.rules.paths import read_spec_or_none
 from miles.models.accounting.draft import draft_activation_bytes, draft_optimizer_bytes, draft_weight_bytes
@@ -50,10 +50,13 @@ def estimate_memory(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Memo
     """The peak memory of a run on the fullest GPU, as far as the spec determines it."""
     dtype = plan.dtype
     reference = 0 if plan.reference is None else _estimate_reference(config, plan, spec)
+    reference_note = str(plan.reference) if plan.reference else "not needed"
+    if plan.reference is not None and shares_reference(config):
+        reference_note = "the base, with the adapters off"
     weights, shared = weight_bytes(spec, dtype), plan.transport == "shared"
     trained = (
         *_estimate_policy(config, plan, spec),
-        MemoryShare(name="reference", bytes=reference, note=str(plan.reference) if plan.reference else "not needed"),
+        MemoryShare(name="reference", bytes=reference, note=reference_note),
     )
     trained += (
         *_estimate_critic(config, plan),
@@ -97,6 +100,9 @@ def estimate_memory(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Memo
 
 
 def _estimate_reference(config: Config, plan: Plan, spec: DecoderSpec) -> int:
+    if shares_reference(config):
+        updated = config.train.ref_update_interval is not None
+        return 4 * _count_factors(config, spec) * (2 if updated else 1)  # factors that are set aside meanwhile
     if packs_reference(config):
         packed = replace(spec, quantization=config.models.train_quantization(packed=True))
         return -(-packed_weight_bytes(packed, plan.dtype) // plan.layout.shard_group_size)

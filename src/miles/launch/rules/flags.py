@@ -236,7 +236,19 @@ _ROLLOUT_RULES = (
     ),
 )
 _CLUSTER_RULES = (
-    FlagsNeed(("--lora-alpha", "--target-modules", "--exclude-modules"), "--lora-rank", lambda c: c.lora.is_enabled),
+    FlagsNeed(
+        (
+            "--lora-alpha",
+            "--target-modules",
+            "--exclude-modules",
+            "--experts-shared-outer-loras",
+            "--use-rslora",
+            "--use-dora",
+            "--lora-dropout",
+        ),
+        "--lora-rank",
+        lambda c: c.lora.is_enabled,
+    ),
     FlagsNeed(
         ("--recompute-method",),
         "--recompute-granularity",

@@ -9,12 +9,13 @@ from miles.algo.config import OFFLINE_LOSSES
 from miles.core.errors import MilesError, UsageError
 from miles.launch.config import Config
 from miles.launch.plan.hardware import choose_device
-from miles.launch.plan.lora import build_lora
+from miles.launch.plan.lora import build_lora, packs_base
 from miles.launch.rules.flags import Rule
 from miles.launch.rules.paths import find_checkpoint_problem, read_spec_or_none
 from miles.models import capabilities
 from miles.models.capabilities import check_batch_invariance
 from miles.models.hf_adapter.spec import HfAdapterSpec
+from miles.models.lora.targets import LoraSpec
 from miles.models.resolve import resolve_spec
 
 HUB_TOKEN = "HF_TOKEN"
@@ -144,21 +145,13 @@ def check_exact_setup(c: Config) -> Iterator[str]:
 
 
 def check_lora_setup(c: Config) -> Iterator[str]:
-    if c.lora.lora_dropout:
-        yield (
-            f"--lora-dropout {c.lora.lora_dropout:g} is not supported: adapters are merged into the weights, so their "
-            "inputs cannot be dropped; use 0."
-        )
     if not c.lora.is_enabled:
         return
     p = c.parallel
     unsupported = {
         "--train-backend megatron": c.train.train_backend == "megatron",
-        "--optimizer muon": c.train.optimizer == "muon",
         "--loss-type rm_loss": c.algo.loss_type == "rm_loss",
         "--model-impl transformers": c.models.model_impl == "transformers",
-        "--tensor-model-parallel-size": p.tensor_model_parallel_size > 1,
-        "--expert-model-parallel-size": p.expert_model_parallel_size > 1,
         "--fsdp-cpu-offload": p.fsdp_cpu_offload,
     }
     for flag in (flag for flag, is_set in unsupported.items() if is_set):
@@ -176,9 +169,52 @@ def check_lora_fits_model(c: Config) -> Iterator[str]:
         yield f"--lora-adapter-path {path} is not a folder; name one with adapter_config.json in it."
         return
     try:
-        build_lora(c.lora, spec)
+        lora = build_lora(c.lora, spec)
     except UsageError as error:
         yield from error.problems
+        return
+    assert lora is not None
+    yield from _check_lora_targets(c, lora)
+
+
+def _check_lora_targets(c: Config, lora: LoraSpec) -> Iterator[str]:
+    p = c.parallel
+    has_experts = any(target.num_experts for target in lora.targets)
+    if lora.use_dora:
+        yield from _check_dora(c, has_experts=has_experts)
+    if lora.dropout and has_experts:
+        yield "--lora-dropout does not support adapters of routed experts; add --exclude-modules experts, or remove it."
+    if lora.dropout and (p.tensor_model_parallel_size > 1 or packs_base(c)):
+        yield (
+            "--lora-dropout does not work with --tensor-model-parallel-size or --train-precision; remove one of them."
+        )
+    if packs_base(c):
+        precision = f"--train-precision {c.models.train_precision}"
+        if has_experts:
+            yield (
+                f"{precision} does not support adapters of routed experts, which would be beside packed weights; add "
+                "--exclude-modules experts, or remove --train-precision."
+            )
+        if p.tensor_model_parallel_size > 1 or p.expert_model_parallel_size > 1:
+            yield (
+                f"{precision} with --lora-rank does not support --tensor-model-parallel-size or "
+                "--expert-model-parallel-size; remove them, or remove --train-precision."
+            )
+    if p.tensor_model_parallel_size > 1 and any(target.is_vision for target in lora.targets):
+        yield (
+            "--tensor-model-parallel-size does not support adapters of a vision tower; add --exclude-modules vision, "
+            "or remove it."
+        )
+
+
+def _check_dora(c: Config, *, has_experts: bool) -> Iterator[str]:
+    if has_experts:
+        yield "DoRA does not support adapters of routed experts; add --exclude-modules experts, or remove --use-dora."
+    if c.parallel.tensor_model_parallel_size > 1 or packs_base(c) or c.lora.lora_dropout:
+        yield (
+            "DoRA does not work with --tensor-model-parallel-size, --train-precision or --lora-dropout; remove one of "
+            "them."
+        )
 
 
 def check_no_lora(c: Config) -> Iterator[str]:

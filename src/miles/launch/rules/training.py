@@ -10,6 +10,7 @@ from miles.config.value_types import format_value
 from miles.core.errors import UsageError
 from miles.launch.config import Config
 from miles.launch.plan.hardware import choose_device, count_accelerators
+from miles.launch.plan.lora import shares_reference
 from miles.launch.plan.plan import count_samples_per_prompt
 from miles.launch.plan.topology import build_parallel_dims, get_parallel_sizes, get_world_size, is_distributed
 from miles.launch.rules.flags import Rule, list_set_flags
@@ -238,8 +239,10 @@ def check_reference_updates(c: Config) -> Iterator[str]:
         return
     if not c.algo.use_kl_loss and not c.algo.kl_coef and c.algo.loss_type != "dpo_loss":
         yield f"{flag} changes the reference of the KL; add --use-kl-loss or --kl-coef, or remove it."
-    if c.train.train_backend == "megatron" or c.lora.is_enabled or c.multi_agent.policies:
-        yield f"{flag} is not supported with --train-backend megatron, --lora-rank or --policies; remove it."
+    if c.train.train_backend == "megatron" or c.multi_agent.policies:
+        yield f"{flag} is not supported with --train-backend megatron or --policies; remove it."
+    if c.lora.is_enabled and not shares_reference(c):
+        yield f"{flag} with --lora-rank updates adapters over one base, but --ref-load is another; remove one of them."
     if s.save_interval is None or every % s.save_interval:
         yield (
             f"{flag} {every} needs a checkpoint of every step it takes the reference from, to continue a run; give a "

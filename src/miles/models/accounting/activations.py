@@ -205,6 +205,7 @@ def _layer_bytes(setting: _LayerSetting, spec: DecoderSpec, size: int, fused: bo
     count = _SavedBytes(size=size, fused=fused, offset=spec.norm_offset != 0, sequence=sequence, frozen=is_frozen)
     total = count.layer(layer, spec.hidden_size)
     total += saved_input_bytes(layer, spec.hidden_size, size=size, quantization=quantization, adapters=adapters)
+    total += 0 if adapters is None else size * adapters.extra
     if adapters is not None and quantization is not None and quantization.packed:
         # Beside a packed base an adapter saves the product of its input with its first factor.
         total += size * sum(rank for _, rank in adapters.ranks)

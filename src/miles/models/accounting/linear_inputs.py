@@ -18,6 +18,8 @@ from miles.precision.formats import QuantizationSpec
 __all__ = ["LayerAdapters", "LinearInput", "list_linear_inputs", "saved_input_bytes"]
 
 _SCALE_BYTES = 4
+# Projections whose outputs are added to the residual stream, and saved by nothing.
+_ADDED_OUTPUTS = (".output.weight", ".down.weight")
 _ROUTED = ("moe.gate_up", "moe.up", "moe.down")
 
 
@@ -36,20 +38,31 @@ class LinearInput:
 
 @dataclass(frozen=True, slots=True)
 class LayerAdapters:
-    """LoRA in one layer: the parameters with adapters, and the adapters' rank in each, summed over their targets."""
+    """LoRA in one layer: the parameters with adapters, and the adapters' rank in each, summed over their targets.
+
+    ``extra`` are values per token that DoRA saves: outputs that nothing else does; or dropout: a mask and its product
+    with the input for each target, in place of the input.
+    """
 
     ranks: tuple[tuple[str, int], ...]
+    extra: int = 0
 
     @classmethod
     def from_lora(cls, lora: LoraSpec, layer: int) -> LayerAdapters:
         """Select those of a layer by its index."""
         ranks: dict[str, int] = {}
+        extra, seen = 0, set[str]()
         for target in lora.targets:
             prefix = f"layers.{layer}."
             if target.param_name.startswith(prefix):
+                if lora.use_dora and target.param_name.endswith(_ADDED_OUTPUTS):
+                    extra += target.outputs
+                if lora.dropout:
+                    extra += (2 if target.param_name in seen else 1) * target.inputs
+                seen.add(target.param_name)
                 name = target.param_name.removeprefix(prefix).removesuffix(".weight")
                 ranks[name] = ranks.get(name, 0) + lora.rank
-        return cls(tuple(sorted(ranks.items())))
+        return cls(tuple(sorted(ranks.items())), extra)
 
 
 def list_linear_inputs(layer: LayerSpec, width: int) -> Iterator[LinearInput]:

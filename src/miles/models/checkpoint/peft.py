@@ -1,19 +1,30 @@
 """PEFT adapter folders: adapter_config.json and adapter_model.safetensors. No torch.
 
 ``lora_A.weight`` [rank, inputs] and ``lora_B.weight`` [outputs, rank] of every module; their product times alpha over
-rank is added to the module's weight.
+rank is added to the module's weight. Experts that a checkpoint has one by one are modules each. Experts that are one
+tensor in the checkpoint are a target parameter, with the factors of all experts in two matrices:
+``lora_A.weight`` [experts * rank, inputs], and ``lora_B.weight`` [outputs, rank * experts], experts varying fastest.
+The factors of two parameters of one module are nested: ``base_layer.`` is in the names of the first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from miles.core.errors import CheckpointError, UsageError
+from miles.models.checkpoint.param_slices import HfSlice
 from miles.models.checkpoint.safetensors_io import StoredTensor, read_json, stored_tensors
-from miles.models.lora.targets import LoraSpec, LoraTarget, peft_target_modules, targets_from_modules
+from miles.models.lora.targets import (
+    LoraSpec,
+    LoraTarget,
+    list_targets,
+    peft_target_modules,
+    peft_target_parameters,
+    targets_from_modules,
+)
 from miles.models.spec import DecoderSpec
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -23,8 +34,9 @@ FOLDER = "adapter"
 _PREFIX = "base_model.model."
 _A = "lora_A.weight"
 _B = "lora_B.weight"
+_MAGNITUDE = "lora_magnitude_vector"
 # Options of an adapter config that mean another formula than plain LoRA.
-_UNSUPPORTED = ("use_rslora", "use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save")
+_UNSUPPORTED = ("fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save")
 
 
 def lora_a_name(target: LoraTarget) -> str:
@@ -35,6 +47,40 @@ def lora_a_name(target: LoraTarget) -> str:
 def lora_b_name(target: LoraTarget) -> str:
     """Return the parameter name of a target's B factor."""
     return f"{target.module}.{_B}"
+
+
+def magnitude_name(target: LoraTarget) -> str:
+    """Return the parameter name of a target's magnitudes (DoRA), in the file too."""
+    return f"{target.module}.{_MAGNITUDE}"
+
+
+def list_factor_files(lora: LoraSpec, target: LoraTarget) -> tuple[tuple[HfSlice, ...], tuple[HfSlice, ...]]:
+    """Return the tensors in the file that a target's two factors are written as, ``expert`` being the index in them.
+
+    The names are those of parameters (see ``peft_tensor_name``); a factor that experts share is repeated for each. The
+    slices of a stacked target have the shape in the file, but not its order (``lora.adapters``).
+    """
+    shapes = lora.factor_shapes(target)
+    if target.is_stacked:
+        prefix = _stacked_prefix(lora, target)
+        a_rI, b_Or = (lora.rank * target.num_experts, target.inputs), (target.outputs, lora.rank * target.num_experts)
+        return (HfSlice(f"{prefix}.{_A}", a_rI, 0, a_rI[0]),), (HfSlice(f"{prefix}.{_B}", b_Or, 0, b_Or[0]),)
+    files: list[tuple[HfSlice, ...]] = []
+    for factor, shape in zip((_A, _B), shapes, strict=True):
+        indices = [None] if not target.num_experts else [min(e, shape[0] - 1) for e in range(target.num_experts)]
+        files.append(
+            tuple(
+                HfSlice(f"{module}.{factor}", shape[-2:], 0, shape[-2], index)
+                for module, index in zip(target.modules, indices, strict=True)
+            )
+        )
+    return files[0], files[1]
+
+
+def _stacked_prefix(lora: LoraSpec, target: LoraTarget) -> str:
+    module, _, _ = target.module.rpartition(".")
+    siblings = [t.module for t in lora.targets if t.is_stacked and t.module.rpartition(".")[0] == module]
+    return module if target.module == siblings[-1] else f"{module}.base_layer"
 
 
 def peft_tensor_name(parameter: str) -> str:
@@ -50,14 +96,15 @@ def build_peft_config(lora: LoraSpec, spec: DecoderSpec, base: str) -> dict[str,
         "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": lora.dropout,
         "target_modules": peft_target_modules(spec, lora.targets),
+        "target_parameters": peft_target_parameters(lora.targets) or None,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
-        "use_rslora": False,
-        "use_dora": False,
+        "use_rslora": lora.use_rslora,
+        "use_dora": lora.use_dora,
         "modules_to_save": None,
     }
 
@@ -70,8 +117,11 @@ class PeftAdapter:
     stored: Mapping[str, StoredTensor]
 
 
-def find_adapter(folder: Path, spec: DecoderSpec) -> PeftAdapter:
-    """Read an adapter's config and tensor headers; UsageError if it is none, or does not fit this model."""
+def find_adapter(folder: Path, spec: DecoderSpec, *, shared_outer: bool = False) -> PeftAdapter:
+    """Read an adapter's config and tensor headers; UsageError if it is none, or does not fit this model.
+
+    ``shared_outer``: its experts share factors, which the file repeats.
+    """
     try:
         config = read_json(folder / CONFIG)
         stored = stored_tensors(folder, WEIGHTS)
@@ -80,20 +130,43 @@ def find_adapter(folder: Path, spec: DecoderSpec) -> PeftAdapter:
     rank, alpha = _read_rank_and_alpha(folder, config)
     known = {name.removeprefix(_PREFIX): tensor for name, tensor in stored.items()}
     modules = {name.rpartition(".lora_")[0] for name in known}
+    stacked = _find_stacked_modules(spec, modules, config)
     try:
-        targets = targets_from_modules(spec, modules)
+        targets = targets_from_modules(spec, modules - stacked.keys() | set(stacked.values()))
     except UsageError as error:
         raise UsageError(f"{folder} does not fit: {error}") from error
+    lora = LoraSpec(
+        rank=rank,
+        alpha=alpha,
+        targets=targets,
+        shared_outer=shared_outer,
+        use_rslora=bool(config.get("use_rslora")),
+        use_dora=bool(config.get("use_dora")),
+    )
     for target in targets:
-        for name, shape in (
-            (lora_a_name(target), (rank, target.inputs)),
-            (lora_b_name(target), (target.outputs, rank)),
-        ):
+        shapes = {piece.hf_name: piece.shape for pieces in list_factor_files(lora, target) for piece in pieces}
+        if lora.use_dora:
+            shapes[magnitude_name(target)] = (target.outputs,)
+        for name, shape in shapes.items():
             found = known.get(name)
             if found is None or found.shape != shape:
                 problem = "is missing" if found is None else f"has shape {found.shape}"
                 raise UsageError(f"{folder} does not fit: {name} {problem}, but this model needs {shape}.")
-    return PeftAdapter(lora=LoraSpec(rank=rank, alpha=alpha, targets=targets), stored=known)
+    return PeftAdapter(lora=lora, stored=known)
+
+
+def _find_stacked_modules(spec: DecoderSpec, modules: Iterable[str], config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the module of each pair of factors of a stacked target -> the name of this target."""
+    wanted = tuple(config.get("target_parameters") or ())
+    found: dict[str, str] = {}
+    for target in list_targets(spec):
+        is_wanted = any(target.module == name or target.module.endswith(f".{name}") for name in wanted)
+        if not target.is_stacked or not is_wanted:
+            continue
+        module = target.module.rpartition(".")[0]
+        inner = f"{module}.base_layer"
+        found[inner if inner in modules and inner not in found else module] = target.module
+    return found
 
 
 def _read_rank_and_alpha(folder: Path, config: Mapping[str, Any]) -> tuple[int, float]:

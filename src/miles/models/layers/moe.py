@@ -17,7 +17,7 @@ from miles.kernels.batch_invariant import topk_router as invariant_router
 from miles.kernels.batch_invariant.activation import sigmoid
 from miles.kernels.fused.gemv import linear
 from miles.kernels.moe.fused_moe import moe_forward
-from miles.kernels.moe.grouped_gemm import ExpertExchange
+from miles.kernels.moe.grouped_gemm import ExpertExchange, RowAdapter
 from miles.kernels.moe.topk_router import route_topk
 from miles.kernels.numerics import Numerics
 from miles.kernels.quantized.moe import QuantizedExperts, quantized_moe
@@ -81,7 +81,8 @@ class MoeMlp(nn.Module):
     """A router and its stacked experts: ``gate_up`` [E, 2I, D] (``up`` [E, I, D] if not gated), ``down`` [E, D, I].
 
     ``slot`` is the index among MoE layers. With an ``exchange`` (expert parallelism), E in the stacked tensors is the
-    number of this rank's experts; the router scores all ranks' experts.
+    number of this rank's experts; the router scores all ranks' experts. ``adapters`` (LoRA merged into the stacked
+    tensors) by the names of these get their rows in training.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class MoeMlp(nn.Module):
         self.numerics = numerics
         self.exchange: ExpertExchange | None = None
         self.quantized: dict[str, QuantizedParam] = {}
+        self.adapters: dict[str, RowAdapter] = {}
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         layer_factory: dict[str, Any] = {**factory, "numerics": numerics}
         inner, count = spec.latent or width, spec.num_experts
@@ -238,6 +240,7 @@ class MoeMlp(nn.Module):
             )
         assert isinstance(first, Tensor) and isinstance(down, Tensor), "experts are quantized together or not at all"
         assert isinstance(x_TD, Tensor)
+        adapters = self.adapters if torch.is_grad_enabled() else {}
         return moe_forward(
             x_TD,
             weights_Tk,
@@ -251,4 +254,5 @@ class MoeMlp(nn.Module):
             down_bias_ED=self.down_bias,
             weigh_input=spec.weigh_input,
             exchange=self.exchange,
+            adapters=(adapters.get(first_name), adapters.get("down")),
         )

@@ -10,13 +10,23 @@ gives the factors their gradient without computing that of W':  dB = s dY^T (X A
 Over a packed base the decoder's parameters are the base, and the factors, rounded to the model's dtype, are applied
 beside it (``layers.lora``); an engine's decoder has them as parameters of its own (``lora.layout``).
 
-Shapes: T tokens, I inputs, O outputs of a projection, N outputs of the fused projection, r rank.
+Routed experts have their factors stacked; those that experts share have one matrix for all of them. A rank of a sharded
+model has all factors, uses the part that belongs to its part of a weight, and gets the gradient of that part.
+
+DoRA trains the length of every row too: W' = round(m / |V| * V) with V = W + scale * B A. The gradient of the factors
+takes |V| as constant, as the paper proposes and PEFT does. Dropout is a term beside the merged weight in training
+forwards, whose masks follow from the seed, the factors, and the number of the micro-batch.
+
+Shapes: T tokens, I inputs, O outputs of a projection, N outputs of the fused projection, r rank, E experts, R rows
+sorted by expert.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,9 +36,20 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from miles.core.errors import UsageError
 from miles.kernels.batch_invariant.linear import linear_forward
-from miles.models.checkpoint.peft import WEIGHTS, lora_a_name, lora_b_name, peft_tensor_name
+from miles.kernels.moe.grouped_gemm import SortedRows, grouped_linear
+from miles.models.checkpoint.param_slices import HfSlice
+from miles.models.checkpoint.peft import (
+    WEIGHTS,
+    list_factor_files,
+    lora_a_name,
+    lora_b_name,
+    magnitude_name,
+    peft_tensor_name,
+)
 from miles.models.layers.linear import Linear
+from miles.models.layers.moe import MoeMlp
 from miles.models.lora.layout import LORA_A, LORA_B, LoraLayout, factor_name
 from miles.models.lora.targets import LoraSpec, LoraTarget
 
@@ -37,10 +58,19 @@ _CHUNK_VALUES = 1 << 24
 
 
 @torch.no_grad()
-def merge(out_OI: Tensor, base_OI: Tensor, b_Or: Tensor, a_rI: Tensor, scale: float) -> None:
+def merge(
+    out_OI: Tensor,
+    base_OI: Tensor,
+    b_Or: Tensor,
+    a_rI: Tensor,
+    scale: float,
+    magnitude_O: Tensor | None = None,
+    norm_O: Tensor | None = None,
+) -> None:
     """Write base plus scaled product into ``out``; where the product is zero, the base's exact bits.
 
-    Rows are computed independently: any subset gives the same bits as all rows.
+    Rows are computed independently: any subset gives the same bits as all rows. With magnitudes (DoRA) each row is
+    scaled to its own, and ``norm_O`` receives the lengths that rows have without.
     """
     step = max(1, _CHUNK_VALUES // a_rI.shape[1])
     factor_Ir = a_rI.T.contiguous()
@@ -48,7 +78,74 @@ def merge(out_OI: Tensor, base_OI: Tensor, b_Or: Tensor, a_rI: Tensor, scale: fl
         rows = slice(start, start + step)
         delta_OI = linear_forward(b_Or[rows].contiguous(), factor_Ir, None, torch.float32).mul_(scale)
         base = base_OI[rows]
-        out_OI[rows].copy_(torch.where(delta_OI == 0, base, (base.float() + delta_OI).to(base.dtype)))
+        if magnitude_O is None or norm_O is None:
+            out_OI[rows].copy_(torch.where(delta_OI == 0, base, (base.float() + delta_OI).to(base.dtype)))
+            continue
+        sum_OI = torch.where(delta_OI == 0, base.float(), base.float() + delta_OI)
+        # A GEMM whose sums have one order, however many rows there are.
+        ones_1I = torch.ones_like(sum_OI[:1])
+        norm_O[rows] = linear_forward(sum_OI.square(), ones_1I, None, torch.float32).squeeze(1).sqrt()
+        out_OI[rows].copy_((sum_OI * (magnitude_O[rows] / norm_O[rows]).unsqueeze(1)).to(base.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class ParamPart:
+    """What a rank has of a parameter: its ``experts`` from first to last, and the full number of every row and column.
+
+    None is all of them. Rows and columns of number -1 are padding.
+    """
+
+    experts: tuple[int, int] | None = None
+    rows: Tensor | None = None
+    columns: Tensor | None = None
+
+    def narrow(self, dim: int, first: int, last: int, shape: Sequence[int]) -> ParamPart:
+        """Return indices ``first`` to ``last`` of dimension ``dim`` of this part, whose shape is given."""
+        if (first, last) == (0, shape[dim]):
+            return self
+        if len(shape) == 3 and dim == 0:
+            start = 0 if self.experts is None else self.experts[0]
+            return ParamPart((start + first, start + last), self.rows, self.columns)
+        assert dim == len(shape) - 2, "columns are not sharded any further"
+        rows = torch.arange(shape[dim]) if self.rows is None else self.rows
+        return ParamPart(self.experts, rows[first:last], self.columns)
+
+
+WHOLE = ParamPart()
+PartOf = Callable[[str], ParamPart]
+"""Which part of a decoder's parameter a rank has, by its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class _TargetPart:
+    """The factors of a target as a part of a weight needs them; ``rows`` are those of the part that it is."""
+
+    rows: tuple[int, int]
+    a: Tensor
+    b: Tensor
+    own_rows: Tensor | None
+    columns: Tensor | None
+    experts: tuple[int, int] | None
+    target: LoraTarget
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Return the factors; of experts, with one matrix for each of those in the part."""
+        a, b = _select(self.a, -1, self.columns), _select(self.b, -2, self.own_rows)
+        if self.experts is None:
+            return a, b
+        first, last = self.experts
+        a, b = (f.expand(last - first, *f.shape[1:]) if len(f) == 1 else f[first:last] for f in (a, b))
+        return a, b
+
+
+def _select(factor: Tensor, dim: int, index: Tensor | None) -> Tensor:
+    """Select along a dimension; -1 selects zeros."""
+    if index is None:
+        return factor
+    index = index.to(factor.device)
+    found = factor.index_select(dim, index.clamp(min=0))
+    mask = (index >= 0).to(factor.dtype)
+    return found * (mask if dim == -1 else mask.unsqueeze(-1))
 
 
 class _LoraGradient(torch.autograd.Function):
@@ -77,18 +174,160 @@ class _LoraGradient(torch.autograd.Function):
         return (grad_TN, None, None, None, *grads)
 
 
+class _DoraGradient(torch.autograd.Function):
+    """The same for DoRA: the gradient also goes to the magnitudes. ``bias_N`` is part of ``y``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y_TN: Tensor,
+        x_TI: Tensor,
+        bias_N: Tensor | None,
+        scale: float,
+        rows: tuple[tuple[int, int], ...],
+        norms: tuple[Tensor, ...],
+        *factors: Tensor,
+    ) -> Tensor:
+        ctx.scale, ctx.rows = scale, rows
+        ctx.norms, ctx.bias_N = norms, bias_N
+        ctx.save_for_backward(y_TN, x_TI, *factors)
+        return y_TN.view_as(y_TN)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        y, x, *factors = ctx.saved_tensors
+        y_TN = y if ctx.bias_N is None else y - ctx.bias_N
+        y_TN, x_TI, rows_TN = (t.reshape(-1, t.shape[-1]) for t in (y_TN, x, grad_TN))
+        grads: list[Tensor] = []
+        triples = zip(ctx.rows, ctx.norms, factors[::3], factors[1::3], factors[2::3], strict=True)
+        for (start, stop), norm_O, a_rI, b_Or, magnitude_O in triples:
+            dy_TO = rows_TN[:, start:stop]
+            products_O = (dy_TO * y_TN[:, start:stop]).sum(0, dtype=torch.float32)
+            dv_TO = dy_TO * (magnitude_O / norm_O).to(dy_TO.dtype)
+            xa_Tr = x_TI @ a_rI.to(x_TI.dtype).T
+            grads.append(((dv_TO @ b_Or.to(dv_TO.dtype)).T @ x_TI).to(a_rI.dtype).mul_(ctx.scale))
+            grads.append((dv_TO.T @ xa_Tr).to(b_Or.dtype).mul_(ctx.scale))
+            grads.append((products_O / magnitude_O).to(magnitude_O.dtype))
+        return (grad_TN, None, None, None, None, None, *grads)
+
+
+class _ExpertLoraGradient(torch.autograd.Function):
+    """Identity of a grouped GEMM's output; its gradient also goes to the factors of every expert."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y_RN: Tensor,
+        x_RI: Tensor,
+        scale: float,
+        rows: tuple[tuple[int, int], ...],
+        sorted_rows: SortedRows,
+        *factors: Tensor,
+    ) -> Tensor:
+        ctx.scale, ctx.rows = scale, rows
+        ctx.sorted_rows = sorted_rows
+        ctx.save_for_backward(x_RI, *factors)
+        return y_RN.view_as(y_RN)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x_RI, *factors = ctx.saved_tensors
+        grads: list[Tensor] = []
+        for (start, stop), a_ErI, b_EOr in zip(ctx.rows, factors[::2], factors[1::2], strict=True):
+            dy_RO = grad_RN[:, start:stop].contiguous()
+            # The gradient of the low-rank path, by that of grouped GEMMs; the path's own output is not used.
+            with torch.enable_grad():
+                a, b = (f.detach().to(x_RI.dtype).contiguous().requires_grad_() for f in (a_ErI, b_EOr))
+                low_RO = grouped_linear(grouped_linear(x_RI, a, ctx.sorted_rows), b, ctx.sorted_rows)
+            grad_a, grad_b = torch.autograd.grad(low_RO, (a, b), dy_RO)
+            grads.append(grad_a.to(a_ErI.dtype) * ctx.scale)
+            grads.append(grad_b.to(b_EOr.dtype) * ctx.scale)
+        return (grad_RN, None, None, None, None, *grads)
+
+
 class LoraAdapter:
     """The factors of the targets inside one decoder matrix, applied to that matrix's output."""
 
-    def __init__(self, rows: Sequence[tuple[int, int]], factors: Sequence[tuple[Tensor, Tensor]], scale: float) -> None:
-        self._rows, self._scale = tuple(rows), scale
-        self._factors = tuple(factor for pair in factors for factor in pair)
+    def __init__(self, targets: Sequence[_TargetPart], scale: float, dropout: Dropout | None = None) -> None:
+        self._targets, self._scale = tuple(targets), scale
+        self._dropout = dropout
+        self._rows = tuple(target.rows for target in targets)
 
     def __call__(self, y_TN: Tensor, x_TI: Tensor) -> Tensor:
         """Return ``y``, through which gradients also reach the factors."""
         if not torch.is_grad_enabled():
             return y_TN
-        return _LoraGradient.apply(y_TN, x_TI, self._scale, self._rows, *self._factors)  # pyright: ignore[reportReturnType]
+        if self._dropout is not None:
+            return self._apply_dropped(y_TN, x_TI, self._dropout)
+        return _LoraGradient.apply(y_TN, x_TI, self._scale, self._rows, *self._factors())  # pyright: ignore[reportReturnType]
+
+    def _factors(self) -> list[Tensor]:
+        return [factor for target in self._targets for factor in target.factors()]
+
+    def _apply_dropped(self, y_TN: Tensor, x_TI: Tensor, dropout: Dropout) -> Tensor:
+        """Replace the adapters' part of ``y``, which is that of all inputs, by that of inputs some of which are 0."""
+        for target in self._targets:
+            start, stop = target.rows
+            a_rI, b_Or = (factor.detach().to(x_TI.dtype) for factor in target.factors())
+            dropped_TI = dropout(x_TI, target)
+            change_TO = self._scale * (((dropped_TI - x_TI) @ a_rI.T) @ b_Or.T)
+            y_TN = y_TN + nn.functional.pad(change_TO, (start, y_TN.shape[-1] - stop))
+            y_TN = _LoraGradient.apply(y_TN, dropped_TI, self._scale, (target.rows,), *target.factors())  # pyright: ignore[reportAssignmentType]
+        return y_TN
+
+
+class DoraAdapter:
+    """The factors and magnitudes of the targets inside one decoder matrix, applied to that matrix's output."""
+
+    def __init__(
+        self,
+        rows: Sequence[tuple[int, int]],
+        factors: Sequence[Tensor],
+        norms: Sequence[Tensor],
+        scale: float,
+        module: Linear,
+    ) -> None:
+        self._rows, self._factors = tuple(rows), tuple(factors)
+        self._norms, self._scale = tuple(norms), scale
+        self._module = module
+
+    def __call__(self, y_TN: Tensor, x_TI: Tensor) -> Tensor:
+        """Return ``y``, through which gradients also reach the factors and magnitudes."""
+        if not torch.is_grad_enabled():
+            return y_TN
+        bias_N = None if self._module.bias is None else self._module.bias.detach()
+        return _DoraGradient.apply(y_TN, x_TI, bias_N, self._scale, self._rows, self._norms, *self._factors)  # pyright: ignore[reportReturnType]
+
+
+class Dropout:
+    """Dropout of the inputs of adapters: its masks follow from ``seed``, ``key`` and the target.
+
+    Whoever runs a forward sets ``key``; a recomputed forward has the same.
+    """
+
+    def __init__(self, probability: float, seed: int) -> None:
+        self._probability, self._seed = probability, seed
+        self._numbers: dict[int, int] = {}
+        self.key = 0
+
+    def __call__(self, x_TI: Tensor, target: _TargetPart) -> Tensor:
+        """Return the inputs for a target: some are zero, and the others larger."""
+        number = self._numbers.setdefault(id(target), len(self._numbers))
+        digest = hashlib.blake2b(f"{self._seed} {self.key} {number}".encode(), digest_size=7).digest()
+        generator = torch.Generator(x_TI.device).manual_seed(int.from_bytes(digest))
+        kept = 1 - self._probability
+        mask_TI = torch.empty(x_TI.shape, device=x_TI.device).bernoulli_(kept, generator=generator)
+        return x_TI * (mask_TI / kept).to(x_TI.dtype)
+
+
+class ExpertLoraAdapter(LoraAdapter):
+    """The same for a stacked tensor of experts, applied to the output of its grouped GEMM."""
+
+    def __call__(self, y_RN: Tensor, x_RI: Tensor, rows: SortedRows | None = None) -> Tensor:
+        assert rows is not None
+        return _ExpertLoraGradient.apply(y_RN, x_RI, self._scale, self._rows, rows, *self._factors())  # pyright: ignore[reportReturnType]
 
 
 def load_engine_factors(
@@ -96,14 +335,51 @@ def load_engine_factors(
 ) -> dict[str, Tensor]:
     """Load the factors of a PEFT folder by the names of an engine's parameters."""
     adapters = LoraAdapters(lora, device=torch.device(device), seed=0)
-    adapters.load(read_adapter(folder))
+    adapters.load(read_adapter(folder, lora))
     return adapters.build_engine_factors(dtype)
 
 
-def read_adapter(folder: Path) -> dict[str, Tensor]:
-    """Read the factors of a PEFT folder by their parameter names."""
+def read_adapter(folder: Path, lora: LoraSpec) -> dict[str, Tensor]:
+    """Read the factors of a PEFT folder by their parameter names; KeyError if one is not there."""
     found = load_file(folder / WEIGHTS)
-    return {name.removeprefix(peft_tensor_name("")): tensor for name, tensor in found.items()}
+    stored = {name.removeprefix(peft_tensor_name("")): tensor for name, tensor in found.items()}
+    factors: dict[str, Tensor] = {}
+    for target in lora.targets:
+        for name, pieces, shape in _list_factors(lora, target):
+            tensors = [stored.pop(piece.hf_name) for piece in pieces]
+            factors[name] = _decode_factor(tensors, shape, is_a=name == lora_a_name(target), target=target)
+        if lora.use_dora:
+            factors[magnitude_name(target)] = stored.pop(magnitude_name(target))
+    if stored:
+        raise KeyError(min(stored))
+    return factors
+
+
+def _list_factors(lora: LoraSpec, target: LoraTarget) -> list[tuple[str, tuple[HfSlice, ...], tuple[int, ...]]]:
+    """List name, tensors in the file and shape of both factors."""
+    names = lora_a_name(target), lora_b_name(target)
+    return list(zip(names, list_factor_files(lora, target), lora.factor_shapes(target), strict=True))
+
+
+def _decode_factor(tensors: Sequence[Tensor], shape: tuple[int, ...], *, is_a: bool, target: LoraTarget) -> Tensor:
+    """Return a factor from its tensors in the file; UsageError if experts are to share it and do not."""
+    if not target.num_experts:
+        return tensors[0]
+    if not target.is_stacked:
+        stacked = torch.stack(list(tensors))
+    elif is_a:
+        stacked = tensors[0].unflatten(0, (target.num_experts, -1))
+    else:
+        stacked = tensors[0].unflatten(1, (-1, target.num_experts)).permute(2, 0, 1)
+    if shape[0] == 1 and not bool((stacked == stacked[:1]).all()):
+        raise UsageError(f"the experts of {target.module} do not share a factor; remove --experts-shared-outer-loras.")
+    return stacked[: shape[0]].contiguous()
+
+
+def encode_factor(factor: Tensor, *, is_a: bool, target: LoraTarget) -> Tensor:
+    """Return a factor of a stacked target as the file has it."""
+    full = factor.expand(target.num_experts, *factor.shape[1:])
+    return full.flatten(0, 1) if is_a else full.permute(1, 2, 0).flatten(1)
 
 
 class LoraAdapters:
@@ -115,12 +391,18 @@ class LoraAdapters:
     def __init__(self, lora: LoraSpec, *, device: torch.device, seed: int) -> None:
         self.lora = lora
         self.parameters: dict[str, Tensor] = {}
+        self._norms: dict[str, Tensor] = {}
+        self.dropout = Dropout(lora.dropout, seed) if lora.dropout else None
         for number, target in enumerate(lora.targets):
             random = torch.Generator().manual_seed((seed << 20) + number)
             bound = 1 / math.sqrt(target.inputs)  # PEFT's initialization
-            a_rI = torch.empty(lora.rank, target.inputs).uniform_(-bound, bound, generator=random)
+            shape_a, shape_b = lora.factor_shapes(target)
+            a_rI = torch.empty(shape_a).uniform_(-bound, bound, generator=random)
             self.parameters[lora_a_name(target)] = nn.Parameter(a_rI.to(device))
-            self.parameters[lora_b_name(target)] = nn.Parameter(torch.zeros(target.outputs, lora.rank, device=device))
+            self.parameters[lora_b_name(target)] = nn.Parameter(torch.zeros(shape_b, device=device))
+            if lora.use_dora:  # to be set to the lengths of the base's rows
+                self.parameters[magnitude_name(target)] = nn.Parameter(torch.ones(target.outputs, device=device))
+                self._norms[target.module] = torch.zeros(target.outputs, device=device)
         self.targets_by_param: dict[str, list[LoraTarget]] = {}
         for target in lora.targets:
             self.targets_by_param.setdefault(target.param_name, []).append(target)
@@ -130,7 +412,7 @@ class LoraAdapters:
         for name, targets in self.targets_by_param.items():
             module = model.get_submodule(name.removesuffix(".weight"))
             assert isinstance(module, Linear), f"{name} is not a projection"
-            rows = tuple((t.piece.start, t.piece.stop) for t in targets)
+            rows = tuple(target.rows for target in targets)
             module.lora = LoraLayout(rows=rows, rank=self.lora.rank, scale=self.lora.scale)
             module.read_factors = partial(self.fuse_factors, name)
 
@@ -149,38 +431,116 @@ class LoraAdapters:
                 factors[factor_name(name, factor)] = tensor
         return factors
 
-    def attach(self, model: nn.Module) -> None:
-        """Attach the adapters to a decoder's projections, into whose weights they are merged."""
+    def attach(self, model: nn.Module, part_of: PartOf = lambda name: WHOLE) -> None:
+        """Attach the adapters to a decoder's projections, into whose weights they are merged.
+
+        ``part_of`` returns the part of a weight that this decoder has.
+        """
         for name, targets in self.targets_by_param.items():
-            module = model.get_submodule(name.removesuffix(".weight"))
-            assert isinstance(module, Linear), f"{name} is not a projection"
-            rows = [(t.piece.start, t.piece.stop) for t in targets]
-            module.adapter = LoraAdapter(rows, [self.factors(t) for t in targets], self.lora.scale)
+            parts = self._list_parts(targets, part_of(name))
+            if targets[0].num_experts:
+                path, _, attribute = name.rpartition(".")
+                moe = model.get_submodule(path)
+                assert isinstance(moe, MoeMlp), f"{name} is not a tensor of experts"
+                moe.adapters[attribute] = ExpertLoraAdapter(parts, self.lora.scale)
+            else:
+                module = model.get_submodule(name.removesuffix(".weight"))
+                assert isinstance(module, Linear), f"{name} is not a projection"
+                module.adapter = LoraAdapter(parts, self.lora.scale, self.dropout)
+                if self.lora.use_dora:
+                    module.adapter = self._build_dora(module, targets, part_of(name))
+
+    def _build_dora(self, module: Linear, targets: Sequence[LoraTarget], part: ParamPart) -> DoraAdapter:
+        assert part == WHOLE, "DoRA does not support tensor parallelism"
+        factors = [f for t in targets for f in (*self.factors(t), self.parameters[magnitude_name(t)])]
+        norms = [self._norms[target.module] for target in targets]
+        return DoraAdapter([target.rows for target in targets], factors, norms, self.lora.scale, module)
+
+    @torch.no_grad()
+    def clear_norms(self) -> None:
+        """Forget the lengths of rows (DoRA), before all parts are merged again."""
+        for norm_O in self._norms.values():
+            norm_O.zero_()
+
+    @torch.no_grad()
+    def share_norms(self, maximum: Callable[[Tensor], Tensor]) -> None:
+        """Share the lengths of rows (DoRA), by a ``maximum`` over ranks: each has those of the rows that it merged."""
+        if self._norms:
+            norms = list(self._norms.values())
+            for norm_O, found_O in zip(norms, maximum(torch.cat(norms)).split([len(n) for n in norms]), strict=True):
+                norm_O.copy_(found_O)
+
+    @torch.no_grad()
+    def reset_magnitudes(self) -> None:
+        """Set the magnitudes (DoRA) to the lengths that rows have without them: nothing is scaled then."""
+        for target in self.lora.targets if self.lora.use_dora else ():
+            self.parameters[magnitude_name(target)].copy_(self._norms[target.module])
+
+    def _list_parts(self, targets: Sequence[LoraTarget], part: ParamPart) -> list[_TargetPart]:
+        """List the targets in a part of a weight; those of which it has no row are left out."""
+        parts: list[_TargetPart] = []
+        for target in targets:
+            (start, stop), own_rows = target.rows, None
+            if part.rows is not None:
+                places = ((part.rows >= start) & (part.rows < stop)).nonzero().flatten()
+                if not len(places):
+                    continue
+                first, last = int(places[0]), int(places[-1]) + 1
+                found = part.rows[first:last]
+                own_rows = torch.where(found < 0, found, found - start)
+                start, stop = first, last
+            experts = part.experts or (0, target.num_experts) if target.num_experts else None
+            a, b = self.factors(target)
+            parts.append(_TargetPart((start, stop), a, b, own_rows, part.columns, experts, target))
+        return parts
 
     def factors(self, target: LoraTarget) -> tuple[Tensor, Tensor]:
-        """Return the factors of a target: [r, I] and [O, r]."""
+        """Return the factors of a target: [r, I] and [O, r], of experts [E, r, I] and [E, O, r]."""
         return self.parameters[lora_a_name(target)], self.parameters[lora_b_name(target)]
 
-    def merge(self, name: str, out_NI: Tensor, base_NI: Tensor, first: int = 0) -> None:
-        """Write base plus products into ``out``, which are rows ``first`` and on of a matrix; other rows are not
-        written.
-        """
-        last = first + len(base_NI)
-        for target in self.targets_by_param[name]:
-            start, stop = max(first, target.piece.start), min(last, target.piece.stop)
-            if start >= stop:
+    @torch.no_grad()
+    def merge(self, name: str, out: Tensor, base: Tensor, part: ParamPart = WHOLE) -> None:
+        """Write base plus products into ``out``, which are a part of a weight; rows of no target are not written."""
+        for target in self._list_parts(self.targets_by_param[name], part):
+            rows = slice(*target.rows)
+            a, b = target.factors()
+            if self.lora.use_dora:
+                self._merge_dora(target, out[rows], base[rows])
                 continue
-            a_rI, b_Or = (factor.detach() for factor in self.factors(target))
-            rows, target_rows = (
-                slice(start - first, stop - first),
-                slice(start - target.piece.start, stop - target.piece.start),
-            )
-            merge(out_NI[rows], base_NI[rows], b_Or[target_rows], a_rI, self.lora.scale)
+            if target.experts is None:
+                merge(out[rows], base[rows], b, a, self.lora.scale)
+                continue
+            for out_NI, base_NI, a_rI, b_Or in zip(out, base, a, b, strict=True):
+                merge(out_NI[rows], base_NI[rows], b_Or, a_rI, self.lora.scale)
+
+    def _merge_dora(self, part: _TargetPart, out_OI: Tensor, base_OI: Tensor) -> None:
+        module = part.target.module
+        index = slice(None) if part.own_rows is None else part.own_rows.to(out_OI.device)
+        magnitude_O = self.parameters[magnitude_name(part.target)].detach()[index]
+        norm_O = torch.empty_like(magnitude_O)
+        a_rI, b_Or = part.factors()
+        merge(out_OI, base_OI, b_Or, a_rI, self.lora.scale, magnitude_O, norm_O)
+        self._norms[module][index] = norm_O
+
+    def export(self) -> dict[str, Tensor]:
+        """Return the tensors of a PEFT file by their parameter names, on the host."""
+        tensors: dict[str, Tensor] = {}
+        for target in self.lora.targets:
+            for name, pieces, _ in _list_factors(self.lora, target):
+                factor = self.parameters[name].detach().cpu()
+                if target.is_stacked:
+                    factor = encode_factor(factor, is_a=name == lora_a_name(target), target=target)
+                tensors |= {
+                    piece.hf_name: piece.view(factor).clone(memory_format=torch.contiguous_format) for piece in pieces
+                }
+            if self.lora.use_dora:
+                tensors[magnitude_name(target)] = self.parameters[magnitude_name(target)].detach().cpu().clone()
+        return tensors
 
     def to(self, device: torch.device) -> None:
         """Move the factors to ``device``; they stay the same objects."""
-        for parameter in self.parameters.values():
-            parameter.data = parameter.data.to(device)
+        for tensor in (*self.parameters.values(), *self._norms.values()):
+            tensor.data = tensor.data.to(device)
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:

@@ -25,16 +25,23 @@ class LoraConfig:
     )
     lora_dropout: float = option(
         0.0,
-        "Dropout of upstream's adapters; must be 0, as adapters here are merged into the weights.",
+        "Probability with which inputs of the LoRA adapters are dropped in training forwards; log-probs that are "
+        "compared or kept are computed without.",
         ge=0,
         lt=1,
     )
+    use_rslora: bool = option(False, "Scale LoRA products by alpha over the square root of the rank (rsLoRA).")
+    use_dora: bool = option(False, "Also train the magnitude of every output of the adapted projections (DoRA).")
     target_modules: str | None = option(
         None,
-        "Projections with adapters, comma-separated: attn, mlp, checkpoint names such as q_proj, vision (of the vision "
-        "tower, also vision.attn, .mlp, .projector); all-linear, the default, is attn and mlp.",
+        "Projections with adapters, comma-separated: attn, mlp, experts, names like q_proj or linear_qkv, wildcards, "
+        "one regular expression, vision (.attn, .mlp, .projector); default all-linear: attn, mlp.",
     )
     exclude_modules: str | None = option(None, "Projections to exclude from --target-modules, comma-separated.")
+    experts_shared_outer_loras: bool = option(
+        False,
+        "Let all experts of a layer share the LoRA factors at its input (A of gate and up) and output (B of down).",
+    )
     lora_adapter_path: str | None = option(
         None, "Folder or hub name of a PEFT adapter to start from, instead of a new one.", path=True, hub="model"
     )

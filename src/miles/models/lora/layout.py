@@ -54,7 +54,7 @@ def plan_adapters(spec: DecoderSpec) -> Mapping[str, LoraLayout]:
         return {}
     return {
         name: LoraLayout(
-            rows=tuple((target.piece.start, target.piece.stop) for target in targets),
+            rows=tuple(target.rows for target in targets),
             rank=adapters.rank,
             scale=adapters.scale,
         )

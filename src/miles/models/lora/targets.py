@@ -1,14 +1,21 @@
 """LoRA targets: the projections of a decoder that may have adapters, and those that have them. No torch.
 
-Targets are the projections of attention (of any kind) and of dense MLPs, including shared experts. Routers, gates and
-routed experts, which are stacked matrices here, have none. Those of a vision tower have adapters only if they are named
-as such: ``vision``, ``vision.attn``, ``vision.mlp``, ``vision.projector``, or by their full names.
+Targets are the projections of attention (of any kind), of dense MLPs, including shared experts, and of routed experts.
+Routers and gates have none. ``all-linear`` is all of them but the routed experts, which are named ``experts``, by their
+projections (``gate_proj``) or by wildcards. Those of a vision tower have adapters only if they are named as such:
+``vision``, ``vision.attn``, ``vision.mlp``, ``vision.projector``, or by their full names.
+
+The experts of a layer are one target with one pair of factors per expert. With shared outer factors all experts of a
+layer have one A of gate and up projections, and one B of down projections.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod, sqrt
 
 from miles.core.errors import UsageError
 from miles.models.checkpoint import param_map
@@ -26,19 +33,68 @@ _VISION_GROUPS = {"attention": "vision.attn", "mlp": "vision.mlp"}
 _PROJECTOR = "vision.projector"
 # Small projections of a mixer that only select or scale.
 _EXCLUDED = ("ba", "indexer")
+EXPERTS = "experts"
+_EXPERT_PARAMS = ("gate_up", "up", "down")
+# Megatron's names of a layer's matrices: module of a layer -> matrix -> name.
+_MEGATRON_ATTENTION = {"qkv": "linear_qkv", "output": "linear_proj"}
+_MEGATRON_MLP = {"gate_up": "linear_fc1", "up": "linear_fc1", "down": "linear_fc2"}
+_MEGATRON_NAMES = {
+    "attention": _MEGATRON_ATTENTION,
+    "mla": {
+        "q": "linear_q_proj",
+        "q_a": "linear_q_down_proj",
+        "q_b": "linear_q_up_proj",
+        "kv_a": "linear_kv_down_proj",
+        "kv_b": "linear_kv_up_proj",
+        "output": "linear_proj",
+    },
+    "delta": {"qkvz": "in_proj", "output": "out_proj"},
+    "mamba": {"input": "in_proj", "output": "out_proj"},
+    "mlp": _MEGATRON_MLP,
+    "moe": _MEGATRON_MLP,
+}
+# What only a regular expression has; module names and wildcards have none of it.
+_REGEX = re.compile(r"[\\^$()\[\]|+?{}]|^\.\*")
 
 
 @dataclass(frozen=True, slots=True)
 class LoraTarget:
-    """A projection with an adapter: its ``module`` name in the checkpoint, and its slice of a decoder parameter."""
+    """A projection with an adapter: its ``module`` name in the checkpoint, and its slice of a decoder parameter.
+
+    Of routed experts that the checkpoint has one by one, ``experts`` are the slices of all of them, and ``piece`` that
+    of the first.
+    """
 
     param_name: str
     piece: HfSlice
     group: str
+    experts: tuple[HfSlice, ...] = ()
 
     @property
     def module(self) -> str:
-        return self.piece.hf_name.removesuffix(".weight")
+        """Its name; an asterisk is in the place of the experts' numbers."""
+        name = self.piece.hf_name.removesuffix(".weight")
+        if not self.experts:
+            return name
+        last = self.experts[-1].hf_name.removesuffix(".weight").split(".")
+        own = name.split(".")
+        number = max(i for i, (one, other) in enumerate(zip(own, last, strict=True)) if one != other or one == "0")
+        return ".".join([*own[:number], "*", *own[number + 1 :]])
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The names in the checkpoint: one, or one for each expert."""
+        return tuple(piece.hf_name.removesuffix(".weight") for piece in self.experts or (self.piece,))
+
+    @property
+    def num_experts(self) -> int:
+        """Number of its matrices, of experts; 0 if it is one matrix."""
+        return len(self.experts) or (self.piece.shape[0] if len(self.piece.shape) == 3 else 0)
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether the checkpoint has all experts in one tensor."""
+        return len(self.piece.shape) == 3
 
     @property
     def is_vision(self) -> bool:
@@ -51,35 +107,70 @@ class LoraTarget:
         return self.module.rpartition(".")[2]
 
     @property
+    def megatron_name(self) -> str | None:
+        """The name that Megatron has for the decoder's matrix, such as linear_qkv."""
+        parts = self.param_name.removesuffix(".weight").split(".")
+        return _MEGATRON_NAMES[parts[2]].get(parts[-1]) if parts[0] == "layers" else None
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """The rows of the decoder's matrix, or of that of each expert, which it is."""
+        return (0, self.outputs) if self.is_stacked else (self.piece.start, self.piece.stop)
+
+    @property
     def outputs(self) -> int:
-        return self.piece.shape[0]
+        return self.piece.shape[-1] if self.piece.transposed else self.piece.shape[-2]
 
     @property
     def inputs(self) -> int:
-        return self.piece.shape[1]
+        return self.piece.shape[-2] if self.piece.transposed else self.piece.shape[-1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSpec:
-    """The adapters of a model: rank, alpha and targets."""
+    """The adapters of a model: rank, alpha and targets.
+
+    ``shared_outer``: all experts of a layer share the factor that is at the layer's input or output. ``use_rslora``:
+    the scale is alpha over the square root of the rank. ``use_dora``: the magnitude of every output is trained too.
+    ``dropout`` is the probability with which inputs of the adapters are dropped in training.
+    """
 
     rank: int
     alpha: float
     targets: tuple[LoraTarget, ...]
+    shared_outer: bool = False
+    use_rslora: bool = False
+    use_dora: bool = False
+    dropout: float = 0.0
 
     @property
     def scale(self) -> float:
-        return self.alpha / self.rank
+        return self.alpha / (sqrt(self.rank) if self.use_rslora else self.rank)
+
+    def factor_shapes(self, target: LoraTarget) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes of a target's factors: [r, I] and [O, r], of experts [E, r, I] and [E, O, r]."""
+        a_rI, b_Or = (self.rank, target.inputs), (target.outputs, self.rank)
+        if not target.num_experts:
+            return a_rI, b_Or
+        is_down = target.param_name.endswith(".down")
+        count_a = 1 if self.shared_outer and not is_down else target.num_experts
+        count_b = 1 if self.shared_outer and is_down else target.num_experts
+        return (count_a, *a_rI), (count_b, *b_Or)
 
     @property
     def num_parameters(self) -> int:
         """Number of trained values."""
-        return sum(self.rank * (target.inputs + target.outputs) for target in self.targets)
+        return sum(prod(shape) for shape in self.list_shapes())
+
+    def list_shapes(self) -> list[tuple[int, ...]]:
+        """List the shapes of all trained tensors."""
+        shapes = [shape for target in self.targets for shape in self.factor_shapes(target)]
+        return shapes + ([(target.outputs,) for target in self.targets] if self.use_dora else [])
 
     @property
     def num_base_parameters(self) -> int:
         """Number of values of the matrices with adapters."""
-        return sum(target.inputs * target.outputs for target in self.targets)
+        return sum(target.inputs * target.outputs * max(1, target.num_experts) for target in self.targets)
 
 
 def list_targets(spec: DecoderSpec) -> tuple[LoraTarget, ...]:
@@ -89,13 +180,26 @@ def list_targets(spec: DecoderSpec) -> tuple[LoraTarget, ...]:
     targets: list[LoraTarget] = []
     for name, slices in param_map.build_param_map(spec).items():
         group = _group(name)
-        if group is not None:
+        if group == EXPERTS:
+            targets += _list_expert_targets(name, slices)
+        elif group is not None:
             targets += [
                 LoraTarget(name, piece, group)
                 for piece in slices
                 if not piece.transposed and piece.hf_name.endswith(".weight")
             ]
     return tuple(targets)
+
+
+def _list_expert_targets(name: str, slices: Iterable[HfSlice]) -> list[LoraTarget]:
+    """List the projections of a layer's experts, each once for all experts."""
+    experts: dict[int, list[HfSlice]] = {}
+    for piece in slices:
+        experts.setdefault(piece.start if piece.expert is not None else 0, []).append(piece)
+    return [
+        LoraTarget(name, pieces[0], EXPERTS, tuple(pieces) if pieces[0].expert is not None else ())
+        for pieces in experts.values()
+    ]
 
 
 def select_targets(spec: DecoderSpec, include: str | None, exclude: str | None) -> tuple[LoraTarget, ...]:
@@ -113,7 +217,7 @@ def select_targets(spec: DecoderSpec, include: str | None, exclude: str | None) 
                 raise UsageError(
                     f"{flag} {word} names no projection of this model; choose among {_list_names(candidates)}."
                 )
-    included = [t for t in candidates if any((word == ALL and not t.is_vision) or _matches(t, word) for word in words)]
+    included = [t for t in candidates if any(_matches(t, word) for word in words)]
     selected = tuple(t for t in included if not any(_matches(t, word) for word in excluded))
     if not selected:
         raise UsageError("--exclude-modules leaves no projection with an adapter; exclude fewer modules.")
@@ -121,18 +225,35 @@ def select_targets(spec: DecoderSpec, include: str | None, exclude: str | None) 
 
 
 def targets_from_modules(spec: DecoderSpec, modules: Iterable[str]) -> tuple[LoraTarget, ...]:
-    """Return the targets of these module names, in the decoder's order; UsageError if one is unknown."""
-    by_name = {target.module: target for target in list_targets(spec)}
+    """Return the targets of these module names, in the decoder's order; UsageError if one is unknown, or if it is that
+    of some experts of a layer only.
+
+    All experts of a projection may also be named at once, as ``LoraTarget.module`` does.
+    """
     wanted = set(modules)
-    unknown = sorted(wanted - by_name.keys())
-    if unknown:
-        raise UsageError(f"it has an adapter of {unknown[0]}, which is not a LoRA target of this model.")
-    return tuple(target for module, target in by_name.items() if module in wanted)
+    found: list[LoraTarget] = []
+    for target in list_targets(spec):
+        names = set(target.modules)
+        if target.module not in wanted and not names & wanted:
+            continue
+        if target.module not in wanted and not names <= wanted:
+            missing = min(names - wanted)
+            raise UsageError(
+                f"it has adapters of some experts only: {missing} has none; all experts of a layer need one."
+            )
+        wanted -= {target.module, *names}
+        found.append(target)
+    if wanted:
+        raise UsageError(f"it has an adapter of {min(wanted)}, which is not a LoRA target of this model.")
+    return tuple(found)
 
 
 def peft_target_modules(spec: DecoderSpec, targets: Iterable[LoraTarget]) -> list[str]:
-    """Return PEFT's ``target_modules``: short names if these match no other tensor, else full names."""
-    own = {target.module for target in targets}
+    """Return PEFT's ``target_modules``: short names if these match no other tensor, else full names.
+
+    Experts that are one tensor in the checkpoint are not modules (``peft_target_parameters``).
+    """
+    own = {module for target in targets if not target.is_stacked for module in target.modules}
     short = {module.rpartition(".")[2] for module in own}
     candidates = {
         p.hf_name.removesuffix(".weight") for pieces in param_map.build_param_map(spec).values() for p in pieces
@@ -141,10 +262,17 @@ def peft_target_modules(spec: DecoderSpec, targets: Iterable[LoraTarget]) -> lis
     return sorted(short if clear else own)
 
 
+def peft_target_parameters(targets: Iterable[LoraTarget]) -> list[str]:
+    """Return PEFT's ``target_parameters``: the names of experts that are one tensor in the checkpoint."""
+    return sorted(target.module for target in targets if target.is_stacked)
+
+
 def _group(name: str) -> str | None:
     parts = name.split(".")
     if parts[0] == VISION:
         return _vision_group(name, parts)
+    if len(parts) == 4 and parts[2] == "moe" and parts[3] in _EXPERT_PARAMS:
+        return EXPERTS
     if len(parts) < 5 or parts[0] != "layers" or parts[-1] != "weight":
         return None
     kind, inner = parts[2], parts[3:-1]
@@ -162,13 +290,45 @@ def _vision_group(name: str, parts: list[str]) -> str | None:
 
 
 def _matches(target: LoraTarget, word: str) -> bool:
+    """Whether a word of --target-modules names a target: a group, a name in full or its end, with wildcards, Megatron's
+    name, or a regular expression for full names.
+    """
+    if word == ALL:
+        return not target.is_vision and target.group != EXPERTS
     if target.is_vision:
         return word in (VISION, target.group, target.module)
-    return word in (target.group, target.short_name) or target.module == word or target.module.endswith(f".{word}")
+    if word in (target.group, target.short_name, target.megatron_name):
+        return True
+    if _matches_name(target.module, word):
+        return True
+    found = [_matches_name(name, word) for name in target.modules]
+    if any(found) and not all(found):
+        raise UsageError(
+            f"{word} names some experts of {target.module} only, but all experts of a layer have adapters or none; "
+            f"name them {target.module}."
+        )
+    return all(found)
+
+
+def _matches_name(name: str, word: str) -> bool:
+    if _REGEX.search(word):
+        return re.fullmatch(word, name) is not None
+    return fnmatchcase(name, word) or fnmatchcase(name, f"*.{word}")
 
 
 def _words(names: str | None) -> list[str]:
-    return [] if names is None else [word.strip() for word in names.split(",") if word.strip()]
+    """Split at commas, except a regular expression, which is one word, as a string of ``target_modules`` is in PEFT."""
+    if names is None:
+        return []
+    if _REGEX.search(names):
+        try:
+            re.compile(names)
+        except re.error as error:
+            raise UsageError(
+                f"{names} is no valid regular expression of module names ({error}); see --target-modules."
+            ) from error
+        return [names]
+    return [word.strip() for word in names.split(",") if word.strip()]
 
 
 def _list_names(candidates: Iterable[LoraTarget]) -> str:

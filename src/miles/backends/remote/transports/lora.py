@@ -7,7 +7,7 @@ with another base, or of another kind, is sent the merged matrices.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ from miles.models.checkpoint import hf, param_map
 from miles.models.lora.adapters import LoraAdapters
 from miles.models.lora.targets import LoraSpec
 from miles.models.spec import DecoderSpec
-from miles.sync.adapters import AdapterPayload, pack_adapters
+from miles.sync.adapters import AdapterPayload, Pair, pack_adapters
 from miles.sync.manifest import compute_digests
 
 # How often the merged matrices of servers may differ from the trainer's before adapters are not sent any more.
@@ -119,17 +119,32 @@ class LoraTransport(DeltaTransport):
         if self._base_digests is None:
             self._base_digests = self._compute_base_digests()
         base = self._base_digests
-        if not all(name in base for name in names):
-            return b""
         adapters = self._adapters()
-        targets = {f"{target.module}.weight": target for target in adapters.lora.targets}
+        mergeable = not adapters.lora.use_dora and not any(target.is_stacked for target in adapters.lora.targets)
+        if not mergeable or not all(name in base for name in names):
+            return b""
+        wanted = set(names)
         return pack_adapters(
             AdapterPayload(
                 scale=adapters.lora.scale,
                 base={name: base[name] for name in names},
-                factors={name: adapters.factors(targets[name]) for name in names if name in targets},
+                factors={name: pair for name, pair in _list_matrix_factors(adapters) if name in wanted},
             )
         )
+
+
+def _list_matrix_factors(adapters: LoraAdapters) -> Iterator[tuple[str, Pair]]:
+    """The factors of every matrix with an adapter by its checkpoint name; experts are matrices each."""
+    for target in adapters.lora.targets:
+        a, b = adapters.factors(target)
+        if not target.experts:
+            yield f"{target.module}.weight", (a, b)
+            continue
+        count = len(target.experts)
+        for piece, a_rI, b_Or in zip(
+            target.experts, a.expand(count, *a.shape[1:]), b.expand(count, *b.shape[1:]), strict=True
+        ):
+            yield piece.hf_name, (a_rI, b_Or)
 
 
 def _pack_matrices(changed: Sequence[Named], digests: Mapping[str, int]) -> Bucket:
