@@ -77,6 +77,13 @@ def read_without_rules(argv: Sequence[str]) -> Config:
     return _get_config(_parse_launch_line(argv, ()))
 
 
+def read_partially(argv: Sequence[str]) -> Config:
+    """The config as far as the flags can be parsed; ``read`` reports what is wrong with the others."""
+    config = _parse_launch_line(argv, ()).config
+    assert config is not None, "every option has a default"
+    return config
+
+
 def _parse_launch_line(
     argv: Sequence[str], layers: Sequence[Layer], overrides: Sequence[Layer] = ()
 ) -> ParseResult[Config]:
