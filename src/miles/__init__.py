@@ -8,12 +8,17 @@ from miles.core.lazy_exports import build_getattr
 
 __version__ = "0.1.0"
 __exports__ = {
+    "Engine": "miles.api.policy:EngineHandle",
     "MilesError": "miles.core.errors:MilesError",
+    "Policy": "miles.api.policy:Policy",
     "PolicySample": "miles.api.samples:PolicySample",
     "Prompt": "miles.core.types:Prompt",
     "Reward": "miles.core.types:Reward",
     "TrainResult": "miles.api.result:TrainResult",
+    "Trainer": "miles.api.policy:TrainerHandle",
     "UsageError": "miles.core.errors:UsageError",
+    "open": "miles.api.policy:open_policy",
+    "open_async": "miles.api.policy:open_policy_async",
     "train": "miles.train",
     "train_async": "miles.api.train:train_async",
 }

@@ -16,12 +16,14 @@ from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any
 
+from miles.algo.config import PREFERENCE_LOSSES
 from miles.core.errors import DataError, MilesError
 from miles.core.types import Prompt
+from miles.launch.config import Config
 from miles.rollout.data.mixture import PART_ID_STRIDE
 from miles.rollout.data.paths import parse_entry, read_rows
 from miles.rollout.data.procedural import is_procedural
-from miles.rollout.data.schema import Columns
+from miles.rollout.data.schema import Columns, PreferenceColumns
 
 Row = Mapping[str, Any]
 Data = str | PurePath | Iterable[Row | str]
@@ -45,6 +47,20 @@ def _to_row(row: Any, index: int, input_key: str) -> Row:
     if not isinstance(row, Mapping):
         raise DataError(f"data[{index}] is a {type(row).__name__}; a row is a dictionary of columns, or a text.")
     return row
+
+
+def list_columns(config: Config) -> Columns:
+    """The columns that the run reads."""
+    r = config.rollout
+    paired = config.algo.loss_type in PREFERENCE_LOSSES
+    return Columns(
+        input=r.input_key,
+        label=r.label_key,
+        metadata=r.metadata_key,
+        tool=r.tool_key,
+        pair=PreferenceColumns(chosen=r.chosen_key, rejected=r.rejected_key) if paired else None,
+        media={kind: str(column) for kind, column in r.multimodal_keys.items()},
+    )
 
 
 @contextmanager

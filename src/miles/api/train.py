@@ -18,10 +18,10 @@ from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
-from miles.algo.config import PREFERENCE_LOSSES
 from miles.api.functions import adapt_reward, register_function
+from miles.api.loop_thread import wait_for
 from miles.api.options import build_argv, list_algorithm_options
-from miles.api.records import FOLDER, Data, RecordIndex, Row, list_rows, storing_rows
+from miles.api.records import FOLDER, Data, RecordIndex, Row, list_columns, list_rows, storing_rows
 from miles.api.result import TrainResult
 from miles.config.provenance import Origins
 from miles.core.errors import UsageError
@@ -32,12 +32,9 @@ from miles.launch.read_config import read, read_partially
 from miles.launch.runtime.signals import StopSignals
 from miles.observe.factory import build_view
 from miles.rollout.config import RolloutConfig
-from miles.rollout.data.schema import Columns, PreferenceColumns
 
 RewardArgument = Callable[..., Any] | str
 """A function, the name of a built-in reward, or the address of a function."""
-
-_POLL_SECONDS = 0.2
 
 
 def train(
@@ -66,10 +63,10 @@ def train(
     """
     run = _RunningTraining(_read_run(model, data, reward, algorithm, steps, options))
     try:
-        return run.wait()
+        return wait_for(run.future)
     except KeyboardInterrupt:
         run.stop()
-        return run.wait()
+        return wait_for(run.future)
 
 
 async def train_async(
@@ -134,7 +131,7 @@ def _read_run(
         raise UsageError("max_restarts starts the command line again after a crash; use miles train for it.")
     if rows is None:
         return _RunOptions(*read("train", build_argv(named)))
-    with storing_rows(rows, Path(named["save"]) / FOLDER, _list_columns(known)) as path:
+    with storing_rows(rows, Path(named["save"]) / FOLDER, list_columns(known)) as path:
         return _RunOptions(*read("train", build_argv(_merge({"prompt_data": [path]}, named))))
 
 
@@ -162,20 +159,6 @@ def _count_rows(config: Config) -> int | None:
     """How many prompts the steps need; None if the length of the run depends on their number."""
     steps = config.schedule.num_rollout
     return None if steps is None else steps * config.rollout.rollout_batch_size
-
-
-def _list_columns(config: Config) -> Columns:
-    """The columns that the run reads."""
-    r = config.rollout
-    paired = config.algo.loss_type in PREFERENCE_LOSSES
-    return Columns(
-        input=r.input_key,
-        label=r.label_key,
-        metadata=r.metadata_key,
-        tool=r.tool_key,
-        pair=PreferenceColumns(chosen=r.chosen_key, rejected=r.rejected_key) if paired else None,
-        media={kind: str(column) for kind, column in r.multimodal_keys.items()},
-    )
 
 
 def _name_reward(
@@ -209,14 +192,6 @@ class _RunningTraining:
         self._view = build_view(config.observe.view, parity_tolerance=choose_parity_tolerance(config))
         self._signals = StopSignals(self._view.note)
         threading.Thread(target=self._run, name="miles.train", daemon=True).start()
-
-    def wait(self) -> TrainResult:
-        while not self.future.done():  # a wait without a limit cannot be interrupted on every platform
-            try:
-                return self.future.result(_POLL_SECONDS)
-            except TimeoutError:
-                continue
-        return self.future.result()
 
     def stop(self) -> None:
         """End the run after its current step."""

@@ -51,7 +51,7 @@ def read(command: Command, argv: Sequence[str], *, weights: bool = True) -> tupl
     recipe_was_read = not problems
     overrides: list[Layer] = []
     try:
-        flags, overrides = extract_hook_arguments(flags, layers, always=command in ("train", "eval"))
+        flags, overrides = extract_hook_arguments(flags, layers, always=command in ("train", "eval", "open"))
         sets = find_file_option(flags, [*layers, *overrides], "eval_config")
         overrides += [read_eval_config(sets)] if sets is not None else []
     except InvalidValue:
