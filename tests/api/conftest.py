@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import pytest
+import transformers.models.auto.tokenization_auto  # noqa: F401  imported here, so that no test pays for it
 
+import miles.api.policy  # noqa: F401
 from miles.launch.commands import demo_task, train
 
 WORDS = ("abc", "bcd", "cde", "xyz", "fgh", "ijk", "lmn", "opq")

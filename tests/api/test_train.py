@@ -91,6 +91,20 @@ def test_records_of_a_file_have_all_their_columns(model: str, tmp_path: Path):
     assert numbers == {2, 3, 4, 5}
 
 
+def test_records_of_a_held_out_set_are_its_own(model: str, tmp_path: Path):
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(json.dumps({**row, "number": 100 + row["number"]}) + "\n" for row in ROWS[:3]))
+    numbers: list[int] = []
+
+    def reward(record, response):
+        numbers.append(record["number"])
+        return len(response)
+
+    miles.train(model, ROWS, reward, steps=1, eval_prompt_data=["other", held_out], eval_interval=1, **SMALL)
+    evaluated = [number for number in numbers if number >= 100]
+    assert evaluated == [100, 101, 102] * 2 and sorted(set(numbers) - set(evaluated)) == [0, 1, 2, 3]
+
+
 def test_an_iterable_is_read_as_far_as_the_steps_need(model: str):
     taken: list[int] = []
 

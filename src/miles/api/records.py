@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, suppress
-from functools import cached_property
 from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any
@@ -24,6 +23,7 @@ from miles.rollout.data.mixture import PART_ID_STRIDE
 from miles.rollout.data.paths import parse_entry, read_rows
 from miles.rollout.data.procedural import is_procedural
 from miles.rollout.data.schema import Columns, PreferenceColumns
+from miles.rollout.evaluate import HELD_OUT_SET
 
 Row = Mapping[str, Any]
 Data = str | PurePath | Iterable[Row | str]
@@ -104,21 +104,26 @@ def _format_row(row: Row, index: int, columns: Columns) -> str:
 class RecordIndex:
     """Finds the row that a prompt was made of: among rows in memory, or in the files, which it reads when first asked.
 
-    Rows of a procedural task have no columns but those of the prompt.
+    While a held-out set is evaluated, the prompt is one of that set; rows in memory are those of training. Rows of a
+    procedural task have no columns but those of the prompt.
     """
 
-    def __init__(self, rows: Sequence[Row] | None, paths: Sequence[str] = ()) -> None:
+    def __init__(self, rows: Sequence[Row] | None, entries: Sequence[str] = ()) -> None:
         self._rows = rows
-        self._paths = tuple(paths)
+        self._entries: dict[str | None, Sequence[str]] = {None: entries}
+        self._rows_by_id: dict[str | None, dict[int, Row]] = {}
+
+    def set_entries(self, training: Sequence[str], held_out: Mapping[str, str]) -> None:
+        """Set the data entries of training, and of each held-out set by name."""
+        self._entries = {None: training, **{name: [entry] for name, entry in held_out.items()}}
 
     def __call__(self, prompt: Prompt) -> Row:
-        if self._rows is not None:
+        name = HELD_OUT_SET.get()
+        if self._rows is not None and name is None:
             return self._rows[prompt.id]
-        return self._rows_by_id.get(prompt.id) or {"label": prompt.label, **prompt.metadata}
-
-    @cached_property
-    def _rows_by_id(self) -> dict[int, Row]:
-        return dict(_iter_stored(self._paths))
+        if name not in self._rows_by_id:
+            self._rows_by_id[name] = dict(_iter_stored(self._entries[name]))
+        return self._rows_by_id[name].get(prompt.id) or {"label": prompt.label, **prompt.metadata}
 
 
 def _iter_stored(paths: Sequence[str]) -> Iterator[tuple[int, Row]]:

@@ -21,7 +21,7 @@ from typing import Any
 from miles.api.functions import adapt_reward, register_function
 from miles.api.loop_thread import wait_for
 from miles.api.options import build_argv, list_algorithm_options
-from miles.api.records import FOLDER, Data, RecordIndex, Row, list_columns, list_rows, storing_rows
+from miles.api.records import FOLDER, Data, RecordIndex, list_columns, list_rows, storing_rows
 from miles.api.result import TrainResult
 from miles.config.provenance import Origins
 from miles.core.errors import UsageError
@@ -124,15 +124,18 @@ def _read_run(
         named = _merge({"prompt_data": [data]}, named)
     elif data is not None:
         rows = list_rows(data, known.rollout.input_key, _count_rows(known))
+    records = RecordIndex(rows)
     if reward is not None:
-        paths = [str(path) for path in _as_list(named.get("prompt_data", ()))]
-        named = _merge(_name_reward(reward, known.rollout, rows, paths), named)
+        named = _merge(_name_reward(reward, known.rollout, records), named)
     if known.fault_tolerance.max_restarts:
         raise UsageError("max_restarts starts the command line again after a crash; use miles train for it.")
     if rows is None:
-        return _RunOptions(*read("train", build_argv(named)))
-    with storing_rows(rows, Path(named["save"]) / FOLDER, list_columns(known)) as path:
-        return _RunOptions(*read("train", build_argv(_merge({"prompt_data": [path]}, named))))
+        run = _RunOptions(*read("train", build_argv(named)))
+    else:
+        with storing_rows(rows, Path(named["save"]) / FOLDER, list_columns(known)) as path:
+            run = _RunOptions(*read("train", build_argv(_merge({"prompt_data": [path]}, named))))
+    records.set_entries(run.config.rollout.prompt_data, run.plan.eval_sets)
+    return run
 
 
 def _merge(given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,10 +144,6 @@ def _merge(given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, An
     if twice:
         raise UsageError(f"{twice[0]} is set by a parameter of miles.train already; give it once.")
     return {**given, **options}
-
-
-def _as_list(value: Any) -> list[Any]:
-    return [value] if isinstance(value, str | PurePath) else list(value)
 
 
 def _choose_new_directory(base: Path) -> Path:
@@ -161,9 +160,7 @@ def _count_rows(config: Config) -> int | None:
     return None if steps is None else steps * config.rollout.rollout_batch_size
 
 
-def _name_reward(
-    reward: RewardArgument, rollout: RolloutConfig, rows: list[Row] | None, paths: list[str]
-) -> dict[str, Any]:
+def _name_reward(reward: RewardArgument, rollout: RolloutConfig, records: RecordIndex) -> dict[str, Any]:
     """The option that names the reward; a function gets an address in this process."""
     if isinstance(reward, str):
         return {"custom_rm_path" if is_path(reward) else "rm_type": reward}
@@ -174,7 +171,7 @@ def _name_reward(
         )
     if rollout.group_rm:
         return {"custom_rm_path": register_function(reward, default_name="reward")}
-    adapted = adapt_reward(reward, RecordIndex(rows, paths))
+    adapted = adapt_reward(reward, records)
     return {"custom_rm_path": register_function(adapted, default_name="reward")}
 
 
