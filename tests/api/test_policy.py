@@ -1,7 +1,9 @@
 """The verbs of a policy: sample, score, forward_backward, optim_step, publish, save_state and load_state."""
 
+import _thread
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from tests.api.conftest import ROWS, SMALL, WORDS, shared_letters
 
 import miles
 from miles.core.types import Author
+from miles.launch.commands import demo_task
 
 OPTIONS = {name: value for name, value in SMALL.items() if name not in ("rollout_batch_size", "n_samples_per_prompt")}
 
@@ -220,6 +223,56 @@ def test_state_continues_to_the_bit(model: str, tmp_path: Path):
         assert policy.version == 3
     with miles.Engine(str(state), **ENGINE) as engine:
         assert engine.sample("abc")[0].version == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lora_rank": 8},
+        {"algorithm": "ppo"},
+        {"algorithm": "gspo", "use_tis": True, "use_kl_loss": True, "kl_loss_coef": 0.01},
+        {"rollout_precision": "fp8"},
+        {"lr_decay_style": "cosine", "num_rollout": 4},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_any_way_to_train_learns_and_continues(model: str, options: dict[str, object]):
+    with miles.open(model, **{**OPTIONS, **options}) as policy:
+        for _ in range(3):
+            samples = policy.score(policy.sample(WORDS[:3], n=4), lambda response: response.count("a"))
+            metrics = policy.forward_backward(samples)
+            assert metrics["parity_mean_abs"] < (0.05 if "rollout_precision" in options else 1e-5)
+            policy.optim_step()
+            policy.publish()
+        state, wanted = policy.save_state("state"), policy.log_probs(samples)
+        take_step(policy)
+        policy.load_state(state)
+        assert policy.version == 3 and policy.sample("abc")[0].version == 3
+        assert all((one == two).all() for one, two in zip(policy.log_probs(samples), wanted, strict=True))
+
+
+def test_experts_are_replayed(tmp_path: Path):
+    demo_task.write_checkpoint(tmp_path / "moe", moe=True, seed=1)
+    with miles.open(tmp_path / "moe", use_rollout_routing_replay=True, **OPTIONS) as policy:
+        samples = policy.score(policy.sample(WORDS[:3], n=4), lambda response: response.count("a"))
+        metrics = policy.forward_backward(samples)
+        assert metrics["routing_replayed"] > 0 and metrics["parity_mean_abs"] < 1e-5
+
+
+def test_an_interrupt_ends_a_verb_and_the_policy_goes_on(policy: miles.Policy):
+    samples = policy.sample("abc")
+    ended = threading.Event()
+
+    def reward(response):
+        _thread.interrupt_main()
+        ended.wait(60)
+        return 1.0
+
+    with pytest.raises(KeyboardInterrupt):
+        policy.score(samples, reward)
+    ended.set()
+    assert policy.score(samples, lambda response: 2.0)[0].reward == 2.0
+    assert len(policy.sample("abc", n=2)) == 2
 
 
 # -- halves, and both forms ---------------------------------------------------------------------

@@ -337,7 +337,11 @@ class Policy(_SamplingVerbs, _TrainingVerbs):
 
     def __init__(self, model: str | PurePath, *, algorithm: str = "grpo", **options: Any) -> None:
         super().__init__(model, partial(_build_policy, algorithm=algorithm, options=options, samples=True))
-        self.publish()
+        try:
+            self._loop.run(lambda: self._publish(self._get_parts()))  # before either half has the device, as in a run
+        except BaseException:
+            self.close()
+            raise
 
     def publish(self) -> int:
         """Have the engine sample from the trainer's weights from now on; returns their version."""
