@@ -7,6 +7,7 @@ import pytest
 import torch
 from tests.train.small_trainer import EPS, MOE, distance, model, named, ragged, sample, step, twin, weights, worker
 
+from miles.algo.config import AlgoConfig
 from miles.core.errors import MilesError, ParityError, UsageError
 from miles.core.types import Batch, Sample
 
@@ -374,3 +375,63 @@ def test_when_all_of_a_batch_is_older_waiting_samples_are_compared_and_not_train
     plain = worker(model())
     step(plain, stale)
     assert distance(weights(trainer), weights(plain)) == 0
+
+
+# -- forward_backward and optim_step ----------------------------------------------------------
+
+
+def test_forward_backward_and_optim_step_are_a_step_to_the_bit():
+    whole, halves = worker(model()), worker(model())
+    samples = ragged()
+    for _ in range(2):
+        report = step(whole, samples)
+        metrics = asyncio.run(halves.forward_backward(samples))
+        update = asyncio.run(halves.optim_step())
+        assert update.version == report.version == halves.version
+        assert {**metrics, **update.metrics} == {name: report.metrics[name] for name in (*metrics, *update.metrics)}
+        assert distance(weights(whole), weights(halves)) == 0.0
+
+
+def test_gradients_of_several_calls_add_up():
+    one, two = worker(model(), algo={"constant_loss_length": 8}), worker(model(), algo={"constant_loss_length": 8})
+    samples = ragged()
+    asyncio.run(one.forward_backward(samples))
+    asyncio.run(two.forward_backward(samples))
+    asyncio.run(two.forward_backward(samples))
+    single, double = (asyncio.run(each.optim_step()).metrics["grad_norm"] for each in (one, two))
+    assert double == pytest.approx(2 * single, rel=1e-5)
+
+
+def test_another_objective_is_that_of_a_trainer_with_its_options():
+    mixed, supervised = worker(model(), temperature=0.7), worker(model(), algo={"loss_type": "sft_loss"})
+    samples = ragged(version=-1)
+    objective = mixed.build_objective(AlgoConfig(loss_type="sft_loss"))
+    loss = asyncio.run(mixed.forward_backward(samples, objective))["loss"]
+    asyncio.run(mixed.optim_step())
+    report = step(supervised, samples)
+    assert loss == report.metrics["loss"] and distance(weights(mixed), weights(supervised)) == 0.0
+
+
+def test_a_given_learning_rate_replaces_that_of_the_schedule():
+    given, configured = worker(model()), worker(model(), train={"lr": 3e-3})
+    for trainer, lr in ((given, 3e-3), (configured, None)):
+        asyncio.run(trainer.forward_backward(ragged()))
+        assert asyncio.run(trainer.optim_step(lr)).metrics["lr"] == 3e-3
+    assert distance(weights(given), weights(configured)) == 0.0
+
+
+@pytest.mark.parametrize("budget", [16, 4096])
+def test_log_probs_are_those_of_transformers_in_the_order_of_the_samples(tmp_path, budget):
+    actor = model()
+    trainer = worker(actor, train={"max_tokens_per_gpu": budget})
+    reference, samples = twin(actor, tmp_path), ragged()
+    found = asyncio.run(trainer.log_probs(samples))
+    for sample_, logprobs in zip(samples, found, strict=True):
+        np.testing.assert_allclose(logprobs, oracle_logprobs(reference, sample_)[0].detach().numpy(), atol=1e-5)
+
+
+def test_an_update_without_a_gradient_is_refused():
+    trainer = worker(model())
+    with pytest.raises(UsageError, match=r"optim_step\(\) has no gradient to apply; call forward_backward\(\) first"):
+        asyncio.run(trainer.optim_step())
+    assert trainer.version.number == 0

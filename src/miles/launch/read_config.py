@@ -51,7 +51,7 @@ def read(command: Command, argv: Sequence[str], *, weights: bool = True) -> tupl
     recipe_was_read = not problems
     overrides: list[Layer] = []
     try:
-        flags, overrides = extract_hook_arguments(flags, layers, always=command in ("train", "eval"))
+        flags, overrides = extract_hook_arguments(flags, layers, always=command in ("train", "eval", "open"))
         sets = find_file_option(flags, [*layers, *overrides], "eval_config")
         overrides += [read_eval_config(sets)] if sets is not None else []
     except InvalidValue:
@@ -75,6 +75,13 @@ def read(command: Command, argv: Sequence[str], *, weights: bool = True) -> tupl
 def read_without_rules(argv: Sequence[str]) -> Config:
     """A config that need not be complete."""
     return _get_config(_parse_launch_line(argv, ()))
+
+
+def read_partially(argv: Sequence[str]) -> Config:
+    """The config as far as the flags can be parsed; ``read`` reports what is wrong with the others."""
+    config = _parse_launch_line(argv, ()).config
+    assert config is not None, "every option has a default"
+    return config
 
 
 def _parse_launch_line(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence, Sized
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import comb
@@ -17,6 +18,9 @@ from miles.core.types import EMPTY, Group, Prompt, Status, Trajectory
 from miles.rollout.custom import check_eval_groups
 from miles.rollout.group_rollout import GroupRollout
 from miles.rollout.seeds import make_eval_seed_fn
+
+HELD_OUT_SET: ContextVar[str | None] = ContextVar("held-out set", default=None)
+"""The name of the held-out set that a function generates or scores for; None in training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +124,7 @@ class Evaluator:
         return {name: task.result() for name, task in running.items()}
 
     async def _evaluate_set(self, name: str, prompts: Sequence[Prompt], default_rollout: Rollout) -> list[Group]:
+        HELD_OUT_SET.set(name)
         if self._eval_fn is not None:
             sampling = replace(self._settings[name].sampling, seed=self._seed)
             return check_eval_groups(

@@ -77,8 +77,8 @@ class GroupRollout:
     0, and so does one whose reward raises or takes more than ``reward_seconds``; ``metadata["unscored"]`` says why,
     and ``report`` is called with the first reason. User errors (MilesError) are raised all the same, and so is an error
     at the last of ``max_reward_failures`` consecutive failures, since the trajectory is not to blame then. With neither
-    reward, ``generate`` must score. ``reward_key`` names the part of the reward to train on, ``reward_name`` the
-    reward in error messages.
+    reward, ``generate`` must score, unless groups are returned without ``scores``. ``reward_key`` names the part of the
+    reward to train on, ``reward_name`` the reward in error messages.
 
     ``abort`` cancels the engine's requests, for ``interrupt``. With ``retry_aborted`` a trajectory that was aborted by
     anything else is resumed. ``limiter`` bounds the number of running trajectories. Copies among the samples that
@@ -103,6 +103,7 @@ class GroupRollout:
         limiter: ConcurrencyLimiter | None = None,
         retry_aborted: bool = False,
         allow_duplicates: bool = False,
+        scores: bool = True,
         report: Callable[[str], None] = lambda text: None,
     ) -> None:
         assert reward is None or group_reward is None, "a trajectory is scored by itself or with its group"
@@ -111,6 +112,7 @@ class GroupRollout:
         self._limiter = limiter
         self._retry_aborted = retry_aborted
         self._allow_duplicates = allow_duplicates
+        self._scores = scores
         self._generate = generate
         self._sampling = sampling
         self._group_size = group_size
@@ -127,6 +129,19 @@ class GroupRollout:
 
     async def produce(self, prompt: Prompt) -> Group:
         return await self._group(prompt, [None] * self._group_size)
+
+    async def score(self, group: Group) -> Group:
+        """Score the trajectories of a group that have no reward."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(self._score_trajectory(group.prompt, t)) for t in group.trajectories]
+        except BaseExceptionGroup as errors:
+            first = first_cause(errors)
+            raise first from first.__cause__
+        trajectories = [task.result() for task in running]
+        if self._group_reward is not None:
+            trajectories = await self._score_together(self._group_reward, group.prompt, trajectories)
+        return Group(prompt=group.prompt, trajectories=tuple(trajectories))
 
     async def interrupt(self) -> None:
         """Interrupt every trajectory: running requests return what they have, and later ones nothing."""
@@ -170,6 +185,9 @@ class GroupRollout:
         trajectory = replace(await self._generate_trajectory(prompt, sampling, previous), index=index)
         if self._engine.interrupted and trajectory.status is Status.ABORTED:
             return trajectory  # not scored: it may be resumed
+        return await self._score_trajectory(prompt, trajectory) if self._scores else trajectory
+
+    async def _score_trajectory(self, prompt: Prompt, trajectory: Trajectory) -> Trajectory:
         if trajectory.reward is not None:  # scored by its environment
             self._consecutive_failures = 0
             return replace(trajectory, reward=self._check_reward(prompt, trajectory.reward, "the generate function"))

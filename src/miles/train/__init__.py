@@ -6,4 +6,10 @@ From a batch to its gradient: ``policy_trainer`` (one batch) -> ``grad_accumulat
 ``algo`` -> ``optim``. Advantages that need the whole batch are computed by ``advantages`` before that, with the values
 of a ``critic`` if there is one.
 It never touches an engine, a prompt, a reward function or the clock of the loop.
+
+Calling the package is ``miles.train(model, data, reward, ...)``, the function of ``miles.api.train``.
 """
+
+from miles.core.lazy_exports import make_callable
+
+__callable__ = make_callable(__name__, "miles.api.train:train")

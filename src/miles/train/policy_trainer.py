@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
@@ -24,12 +24,13 @@ from torch import Tensor
 from miles.algo.config import CRITIC_ESTIMATORS, OFFLINE_LOSSES, PREFERENCE_LOSSES, AlgoConfig
 from miles.algo.correction_schedule import CorrectionChoice, build_correction_schedule
 from miles.algo.importance_sampling import finalize_metrics
+from miles.algo.loss_aggregation import Reducer
 from miles.algo.registry import NO_ALGO_HOOKS, AlgoHooks, build_loss, build_reducer, select_metric_reducer
 from miles.cluster.executor import Executor
 from miles.core.errors import CheckpointError, ParityError, UsageError
-from miles.core.types import Batch, Sample, StepReport, Version
+from miles.core.types import Batch, Floats, Sample, StepReport, Version
 from miles.models.lora.adapters import LoraAdapters
-from miles.train.advantages import BatchLogprobs, BatchWithAdvantages, build_advantage_computer
+from miles.train.advantages import AdvantageComputer, BatchLogprobs, BatchWithAdvantages, build_advantage_computer
 from miles.train.balance import CostFn
 from miles.train.batch_tensors import FlatBatch, MicroBatch, RoutedExpertsCache, flatten_batch, group_by_trajectory
 from miles.train.checkpoint import checkpoint
@@ -51,6 +52,32 @@ from miles.train.model_protocols import (
 from miles.train.optim.lr_scheduler import build_lr_schedule
 from miles.train.optim.optimizer import MASTER, OptimizerProtocol, build_optimizer
 from miles.train.parity_check import accumulate_parity, check_exact_parity, format_parity_error, parity_metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """A loss with what it needs besides the model: token weights, log-probs, batch-level advantages, correction.
+
+    ``reward_reference`` is the reference model of a KL in the reward.
+    """
+
+    algo: AlgoConfig
+    reducer: Reducer
+    metric_reducer: Reducer
+    reader: LogprobReader
+    correction: CorrectionSelector
+    advantages: AdvantageComputer | None
+    reward_reference: TrainModel | PolicyReference | None
+    gradient: GradAccumulator
+
+    @property
+    def is_policy_loss(self) -> bool:
+        """Whether it is a loss on sampled responses."""
+        return self.algo.loss_type not in OFFLINE_LOSSES
+
+    def flatten(self, trajectories: Sequence[Sequence[Sample]]) -> FlatBatch:
+        """Return the samples of some trajectories as one global batch."""
+        return flatten_batch(trajectories, self.reducer, self.metric_reducer)
 
 
 class PolicyTrainer:
@@ -93,7 +120,6 @@ class PolicyTrainer:
         patches_per_feature: int = 1,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        _check_options(algo, temperature, reference, critic)
         self.version = version or Version()
         self._actor, self._critic = actor, critic
         self._reference, self._draft = reference, draft
@@ -107,45 +133,44 @@ class PolicyTrainer:
         self._saver = checkpoint.build_saver(train)
         self._parity_stop = parity_stop
         self._no_replay_interval = parity_no_replay_interval
-        schedule = build_correction_schedule(tolerance=parity_tolerance, stop=parity_stop)
-        custom = algo_hooks.correction
-        self._correction = CorrectionSelector(algo=algo, schedule=schedule, custom=custom, dp_group=dp_group)
+        self._schedule = build_correction_schedule(tolerance=parity_tolerance, stop=parity_stop)
+        self._temperature, self._teachers = temperature, tuple(teachers)
         self._device, self._offload = actor.device, offload and actor.device.type != "cpu"
         frozen = [*teachers] if reference is None else [reference, *teachers]
         self._offloaded_models = frozen if shares_weights else [actor, *frozen]
-        self._reducer = build_reducer(algo, algo_hooks)
-        self._metric_reducer = select_metric_reducer(algo)
-        self._is_policy_loss = algo.loss_type not in OFFLINE_LOSSES
-        self._reader = LogprobReader(
-            temperature=temperature if self._is_policy_loss else 1.0, chunk=train.log_probs_chunk_size
-        )
-        self._advantages = build_advantage_computer(algo, dp_group, actor.device) if self._is_policy_loss else None
         self._critic_only_updates = train.num_critic_only_steps * steps if critic is not None else 0
-        self._reward_reference = reference if algo.kl_coef else None
-        self._gradient = self._build_gradient(algo_hooks, reference, teachers, temperature)
+        self._pending: list[list[BatchWithAdvantages]] = []
+        if draft is not None:
+            assert isinstance(actor, ProvidesFeatures), "a rule requires a model with features"
+            actor.enable_features(draft.draft.spec.capture_layers)
+        self._objective = self.build_objective(algo, algo_hooks)
         self._optimizer = self._build_optimizer(updates - self._critic_only_updates)
         if hooks.init is not None:
             hooks.init(actor)
 
-    def _build_gradient(
-        self,
-        hooks: AlgoHooks,
-        reference: TrainModel | PolicyReference | None,
-        teachers: Sequence[TrainModel],
-        temperature: float,
-    ) -> GradAccumulator:
-        algo = self._algo
-        chunk = self._train.log_probs_chunk_size
-        if self._draft is not None:
-            assert isinstance(self._actor, ProvidesFeatures), "a rule requires a model with features"
-            self._actor.enable_features(self._draft.draft.spec.capture_layers)
-        return GradAccumulator(
-            actor=self._actor,
-            reference=reference if algo.use_kl_loss or not algo.kl_coef else None,
-            loss_fn=build_loss(algo, hooks),
-            reader=self._reader,
-            distillation=build_teachers(algo, teachers, temperature=temperature, chunk=chunk, dp_group=self._dp_group),
-            draft=self._draft,
+    def build_objective(self, algo: AlgoConfig, hooks: AlgoHooks = NO_ALGO_HOOKS) -> Objective:
+        """Return the objective of a loss: the trainer's own, or another one for ``forward_backward``."""
+        _check_options(algo, self._temperature, self._reference, self._critic)
+        is_policy_loss = algo.loss_type not in OFFLINE_LOSSES
+        temperature, chunk = self._temperature, self._train.log_probs_chunk_size
+        reader = LogprobReader(temperature=temperature if is_policy_loss else 1.0, chunk=chunk)
+        group = self._dp_group
+        return Objective(
+            algo=algo,
+            reducer=build_reducer(algo, hooks),
+            metric_reducer=select_metric_reducer(algo),
+            reader=reader,
+            correction=CorrectionSelector(algo=algo, schedule=self._schedule, custom=hooks.correction, dp_group=group),
+            advantages=build_advantage_computer(algo, group, self._actor.device) if is_policy_loss else None,
+            reward_reference=self._reference if algo.kl_coef else None,
+            gradient=GradAccumulator(
+                actor=self._actor,
+                reference=self._reference if algo.use_kl_loss or not algo.kl_coef else None,
+                loss_fn=build_loss(algo, hooks),
+                reader=reader,
+                distillation=build_teachers(algo, self._teachers, temperature=temperature, chunk=chunk, dp_group=group),
+                draft=self._draft,
+            ),
         )
 
     def _build_optimizer(self, updates: int) -> OptimizerProtocol:
@@ -155,13 +180,26 @@ class PolicyTrainer:
 
     async def step(self, batch: Batch) -> StepReport:
         """Train on ``batch``; the report's version is the new one."""
-        report = await self._run(lambda: self._step(batch))
-        every = self._train.ref_update_interval
-        if every is not None and self.version.number % every == 0:
-            await self._run(self._update_reference)
-        if self._train.reset_optimizer_states:
-            await self._run(self._reset_optimizer)
-        return report
+        return await self._run(lambda: self._step(batch))
+
+    async def forward_backward(self, samples: Sequence[Sample], objective: Objective | None = None) -> dict[str, float]:
+        """Add the gradient of one global batch to that of earlier calls; returns its metrics.
+
+        ``objective`` is one of ``build_objective``, by default the trainer's own. With ``optim_step`` after each global
+        batch, the weights are those of ``step``.
+        """
+        return await self._run(lambda: self._forward_backward(samples, objective or self._objective))
+
+    async def optim_step(self, lr: float | None = None) -> StepReport:
+        """Update the weights by the gradient of ``forward_backward``; the report's version is the new one.
+
+        ``lr`` replaces the learning rate of the schedule.
+        """
+        return await self._run(lambda: self._optim_step(lr))
+
+    async def log_probs(self, samples: Sequence[Sample]) -> list[Floats]:
+        """Return the log-probs of each sample's trained tokens under the current weights."""
+        return await self._run(lambda: self._compute_logprobs(samples))
 
     async def save(self, folder: Path) -> None:
         await self._run(lambda: self._save(folder))
@@ -245,30 +283,38 @@ class PolicyTrainer:
         if self._critic is not None and not self._critic.dedicated_device:
             self._critic.move(device)
 
+    def _advance_version(self) -> None:
+        """Count an update of the weights, and do what options ask for after so many."""
+        self.version = self.version.next()
+        every = self._train.ref_update_interval
+        if every is not None and self.version.number % every == 0:
+            self._update_reference()
+        if self._train.reset_optimizer_states:
+            self._reset_optimizer()
+
     def _step(self, batch: Batch) -> StepReport:
         started = self._clock()
+        objective = self._objective
         flats = self._build_global_batches(batch.samples)
-        plan = [self._build_micro_batches(flat) for flat in flats]
-        if self._algo.use_routing_replay:
-            plan = [[replace(rows, routed_cache=RoutedExpertsCache()) for rows in part] for part in plan]
+        plan = [self._build_micro_batches(objective, flat) for flat in flats]
         packed = self._clock()
         critic_only = self._critic is not None and self._critic.updates < self._critic_only_updates
         if self._hooks.before_log_probs is not None:
             self._hooks.before_log_probs(batch.step, self._actor)
-        old_logprobs = self._compute_old_logprobs(flats, plan, critic_only=critic_only)
+        old_logprobs = self._compute_old_logprobs(objective, flats, plan, critic_only=critic_only)
         previous = self._clock()
         seconds = {"pack": packed - started, "old_logprobs": previous - packed}
-        with_advantages, extra_metrics = self._compute_advantages(plan, old_logprobs)
-        if self._advantages is not None:
+        with_advantages, extra_metrics = self._compute_advantages(objective, plan, old_logprobs)
+        if objective.advantages is not None:
             now = self._clock()
             seconds["returns"], previous = now - previous, now
         sums = MetricSums()
-        if batch.probe and self._is_policy_loss and not self._has_current_samples(flats[0]):
+        if batch.probe and objective.is_policy_loss and not self._has_current_samples(flats[0]):
             self._compare_probe(batch.probe, sums)
         extra_metrics |= self._measure_without_replay(plan[0])
         choice = None
         if not critic_only:
-            choice = self._choose_correction(plan[0], old_logprobs[0], sums, stale=self._is_stale(flats))
+            choice = self._choose_correction(objective, plan[0], old_logprobs[0], sums, stale=self._is_stale(flats))
         steps: list[dict[str, float]] = []
         for number, (part, old) in enumerate(zip(with_advantages, old_logprobs, strict=True)):
             if self._hooks.before_train_step is not None:
@@ -277,16 +323,55 @@ class PolicyTrainer:
             if critic_only:
                 metrics = self._compare_only(micro_batches, sums, first=number == 0)
             else:
-                metrics = self._update(micro_batches, old, sums, first=number == 0, choice=choice)
+                metrics = self._accumulate(objective, micro_batches, old, sums, first=number == 0, choice=choice)
+                metrics |= self._update()
             steps.append(metrics if self._critic is None else metrics | self._critic.update(part))
         metrics = _mean_over_steps(steps) | parity_metrics(sums, self._dp_group) | correction_metrics(choice)
         metrics |= _batch_metrics(flats) | extra_metrics
         metrics["micro_batches"] = float(sum(len(rows) for rows in plan) * self._dp_group.dp_size)
         if self._train.share_prefix:
             metrics["tokens_shared"] = _count_saved_tokens(plan, self._dp_group)
-        self.version = self.version.next()
         seconds["optimize"] = self._clock() - previous
+        self._advance_version()
         return StepReport(version=self.version, metrics=metrics, seconds=seconds)
+
+    def _forward_backward(self, samples: Sequence[Sample], objective: Objective) -> dict[str, float]:
+        flat = objective.flatten(group_by_trajectory(samples))
+        rows = self._build_micro_batches(objective, flat)
+        old_logprobs = self._compute_old_logprobs(objective, [flat], [rows], critic_only=False)
+        with_advantages, extra_metrics = self._compute_advantages(objective, [rows], old_logprobs)
+        sums = MetricSums()
+        choice = self._choose_correction(objective, rows, old_logprobs[0], sums, stale=self._is_stale([flat]))
+        micro_batches = [each.micro_batch for each in with_advantages[0]]
+        metrics = self._accumulate(objective, micro_batches, old_logprobs[0], sums, first=True, choice=choice)
+        self._pending.append(with_advantages[0])
+        metrics |= parity_metrics(sums, self._dp_group) | correction_metrics(choice)
+        return metrics | _batch_metrics([flat]) | extra_metrics
+
+    def _optim_step(self, lr: float | None) -> StepReport:
+        if not self._pending:
+            raise UsageError("optim_step() has no gradient to apply; call forward_backward() first.")
+        pending, self._pending = self._pending, []
+        metrics = self._update(lr)
+        if self._critic is not None:
+            metrics |= _mean_over_steps([self._critic.update(part) for part in pending])
+        self._advance_version()
+        return StepReport(version=self.version, metrics=metrics)
+
+    def _compute_logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
+        # Micro-batches reorder samples, which are found again by their ids.
+        numbered = [replace(s, prompt_id=n, trajectory=0, samples_per_trajectory=1) for n, s in enumerate(samples)]
+        objective = self._objective
+        micro_batches = self._build_micro_batches(objective, objective.flatten([[s] for s in numbered]))
+        found: list[Floats] = [np.empty(0, np.float32) for _ in samples]
+        for logp_R, rows in zip(
+            objective.reader.compute_frozen(self._actor, micro_batches), micro_batches, strict=True
+        ):
+            values_R = logp_R.float().cpu().numpy()
+            sample_R = rows.sample_R.cpu().numpy()
+            for b, (number, _) in enumerate(rows.sample_ids):
+                found[number] = values_R[sample_R == b]
+        return found
 
     def _reset_optimizer(self) -> None:
         """Forget the moments, and keep master weights and the number of updates."""
@@ -295,25 +380,25 @@ class PolicyTrainer:
         self._optimizer.load(masters, updates=self._optimizer.updates)
 
     def _compute_advantages(
-        self, plan: list[list[MicroBatch]], old_logprobs: list[list[Tensor | None]]
+        self, objective: Objective, plan: list[list[MicroBatch]], old_logprobs: list[list[Tensor | None]]
     ) -> tuple[list[list[BatchWithAdvantages]], dict[str, float]]:
         """Return the micro-batches with batch-level advantages, if configured, and their metrics."""
-        if self._advantages is None:
+        if objective.advantages is None:
             return [[BatchWithAdvantages(micro_batch=rows) for rows in part] for part in plan], {}
         pairs = zip(plan, old_logprobs, strict=True)
-        inputs = [each for part, old in pairs for each in self._collect_logprobs(part, old)]
-        results, metrics = self._advantages(inputs)
+        inputs = [each for part, old in pairs for each in self._collect_logprobs(objective, part, old)]
+        results, metrics = objective.advantages(inputs)
         remaining = iter(results)
         return [[next(remaining) for _ in part] for part in plan], metrics
 
     def _collect_logprobs(
-        self, micro_batches: list[MicroBatch], old_logprobs: list[Tensor | None]
+        self, objective: Objective, micro_batches: list[MicroBatch], old_logprobs: list[Tensor | None]
     ) -> list[BatchLogprobs]:
         ref_logprobs: Sequence[Tensor | None] = [None] * len(micro_batches)
         values: Sequence[Tensor | None] = [None] * len(micro_batches)
-        if self._reward_reference is not None:
+        if objective.reward_reference is not None:
             unreplayed = [rows.without_replay() for rows in micro_batches]
-            ref_logprobs = self._reader.compute_frozen(self._reward_reference, unreplayed)
+            ref_logprobs = objective.reader.compute_frozen(objective.reward_reference, unreplayed)
         if self._critic is not None:
             values = [self._critic.values(rows) for rows in micro_batches]
         return [
@@ -327,22 +412,25 @@ class PolicyTrainer:
         size, rest = divmod(len(trajectories), self._steps)
         assert not rest and size, f"{len(trajectories)} trajectories cannot make {self._steps} equal global batches"
         starts = range(0, len(trajectories), size)
-        return [flatten_batch(trajectories[i : i + size], self._reducer, self._metric_reducer) for i in starts]
+        return [self._objective.flatten(trajectories[i : i + size]) for i in starts]
 
-    def _build_micro_batches(self, flat: FlatBatch) -> list[MicroBatch]:
-        return build_micro_batches(
+    def _build_micro_batches(self, objective: Objective, flat: FlatBatch) -> list[MicroBatch]:
+        micro_batches = build_micro_batches(
             flat,
             self._train,
             device=self._actor.device,
-            replay=self._algo.use_rollout_routing_replay,
-            paired=self._algo.loss_type in PREFERENCE_LOSSES,
+            replay=objective.algo.use_rollout_routing_replay,
+            paired=objective.algo.loss_type in PREFERENCE_LOSSES,
             dp_group=self._dp_group,
             cost_fn=self._cost_fn,
             patches_per_feature=self._patches_per_feature,
         )
+        if not objective.algo.use_routing_replay:
+            return micro_batches
+        return [replace(rows, routed_cache=RoutedExpertsCache()) for rows in micro_batches]
 
     def _compute_old_logprobs(
-        self, flats: Sequence[FlatBatch], plan: list[list[MicroBatch]], *, critic_only: bool
+        self, objective: Objective, flats: Sequence[FlatBatch], plan: list[list[MicroBatch]], *, critic_only: bool
     ) -> list[list[Tensor | None]]:
         """Return the old log-probs of the ratio, or of a KL in the reward; None uses the step's own forward pass.
 
@@ -350,20 +438,21 @@ class PolicyTrainer:
         tokens of older versions, so a batch with such tokens uses the engine's log-probs, unless the correction is
         about the very difference between the two.
         """
-        if not self._is_policy_loss:
+        algo, reader = objective.algo, objective.reader
+        if not objective.is_policy_loss:
             return [[None] * len(part) for part in plan]
-        use_engine = self._algo.use_rollout_logprobs
+        use_engine = algo.use_rollout_logprobs
         if use_engine is None:
-            use_engine = not self._correction.active and self._is_stale(flats)
+            use_engine = not objective.correction.active and self._is_stale(flats)
         if use_engine:
-            if self._algo.use_routing_replay and len(plan) > 1 and not critic_only:
+            if algo.use_routing_replay and len(plan) > 1 and not critic_only:
                 for part in plan:
-                    self._reader.compute_frozen(self._actor, part)  # fills the routed experts caches
+                    reader.compute_frozen(self._actor, part)  # fills the routed experts caches
             return [[rows.engine_logp_R for rows in part] for part in plan]
-        unneeded = len(plan) == 1 and not self._correction.needs_old_logprobs
-        if self._reward_reference is None and (unneeded or critic_only):
+        unneeded = len(plan) == 1 and not objective.correction.needs_old_logprobs
+        if objective.reward_reference is None and (unneeded or critic_only):
             return [[None] * len(part) for part in plan]
-        return [list(self._reader.compute_frozen(self._actor, part)) for part in plan]
+        return [list(reader.compute_frozen(self._actor, part)) for part in plan]
 
     def _is_stale(self, flats: Sequence[FlatBatch]) -> bool:
         """Return whether any trained token was sampled by another version than the current one."""
@@ -375,7 +464,7 @@ class PolicyTrainer:
 
     def _compare_probe(self, samples: Sequence[Sample], sums: MetricSums) -> None:
         """Compare engine and trainer on samples that are not trained on, if the batch has only older ones."""
-        flat = flatten_batch([[s] for s in samples], self._reducer, self._metric_reducer)
+        flat = self._objective.flatten([[s] for s in samples])
         replay = self._algo.use_rollout_routing_replay
         micro_batches = build_micro_batches(
             flat,
@@ -389,7 +478,7 @@ class PolicyTrainer:
 
     def _compare(self, micro_batches: Sequence[MicroBatch], sums: MetricSums) -> None:
         """Accumulate the parity of engine and trainer over micro-batches."""
-        logprobs = self._reader.compute_frozen(self._actor, micro_batches)
+        logprobs = self._objective.reader.compute_frozen(self._actor, micro_batches)
         for logp_R, rows in zip(logprobs, micro_batches, strict=True):
             accumulate_parity(logp_R, rows, self.version.number, sums, numerics=self._actor.numerics)
 
@@ -414,18 +503,25 @@ class PolicyTrainer:
         return {}
 
     def _choose_correction(
-        self, micro_batches: list[MicroBatch], old_logprobs: list[Tensor | None], sums: MetricSums, *, stale: bool
+        self,
+        objective: Objective,
+        micro_batches: list[MicroBatch],
+        old_logprobs: list[Tensor | None],
+        sums: MetricSums,
+        *,
+        stale: bool,
     ) -> CorrectionChoice | None:
         """Choose the correction from the parity of the first global batch, if it is automatic."""
-        if not self._correction.auto:
+        if not objective.correction.auto:
             return None
         for rows, old_logp_R in zip(micro_batches, old_logprobs, strict=True):
             assert old_logp_R is not None, "the automatic correction needs the old log-probs"
             accumulate_parity(old_logp_R, rows, self.version.number, sums, numerics=self._actor.numerics)
-        return self._correction.choose(parity_metrics(sums, self._dp_group), self.version.number, stale=stale)
+        return objective.correction.choose(parity_metrics(sums, self._dp_group), self.version.number, stale=stale)
 
-    def _update(
+    def _accumulate(
         self,
+        objective: Objective,
         micro_batches: list[MicroBatch],
         old_logprobs: list[Tensor | None],
         sums: MetricSums,
@@ -433,19 +529,24 @@ class PolicyTrainer:
         first: bool,
         choice: CorrectionChoice | None,
     ) -> dict[str, float]:
+        """Accumulate the gradient of a global batch; returns the metrics of its loss."""
         step_sums = MetricSums()
-        loss_fn = self._correction.correct_loss(self._gradient.loss_fn, choice, micro_batches, old_logprobs)
-        logprobs = replace(self._gradient, loss_fn=loss_fn).accumulate(micro_batches, old_logprobs, step_sums)
+        gradient = objective.gradient
+        loss_fn = objective.correction.correct_loss(gradient.loss_fn, choice, micro_batches, old_logprobs)
+        logprobs = replace(gradient, loss_fn=loss_fn).accumulate(micro_batches, old_logprobs, step_sums)
         for logp_R, rows in zip(logprobs, micro_batches, strict=True):
             if first and choice is None:
                 accumulate_parity(logp_R, rows, self.version.number, sums, numerics=self._actor.numerics)
         if first:
             self._check_parity(sums)
+        return finalize_metrics(step_sums.to_floats(self._dp_group)) | step_sums.expert_imbalance(self._dp_group)
+
+    def _update(self, lr: float | None = None) -> dict[str, float]:
+        """Update the weights by the accumulated gradient; returns the metrics of the update."""
         self._actor.finalize_grads()
-        grad_norm, lr = self._optimizer.step()
+        grad_norm, used_lr = self._optimizer.step(lr)
         self._actor.after_update()
-        metrics = finalize_metrics(step_sums.to_floats(self._dp_group)) | step_sums.expert_imbalance(self._dp_group)
-        metrics |= {"grad_norm": grad_norm, "lr": lr}
+        metrics = {"grad_norm": grad_norm, "lr": used_lr}
         return metrics if self._draft is None else metrics | self._draft.step()
 
     def _check_parity(self, sums: MetricSums) -> None:

@@ -67,7 +67,7 @@ def test_engine_trainer_reference_and_critic_have_the_numerics_of_the_run(inputs
     (engine,), trainer = stack.native_engines, stack.trainer
     assert engine_numerics(engine) == {EXPECTED[parity]}
     critic = trainer._critic._model._backbone
-    for model in (trainer._actor, trainer._gradient.reference, critic):
+    for model in (trainer._actor, trainer._objective.gradient.reference, critic):
         assert model.numerics == EXPECTED[parity] and numerics_of(model._decoder) == {EXPECTED[parity]}
     asyncio.run(engine.close())
 

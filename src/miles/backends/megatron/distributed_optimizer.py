@@ -82,7 +82,7 @@ class MegatronOptimizer:
         self._ranges = {name: list(self._find_ranges(name)) for name in self._names}
         self._low_precision = buffers.tf_config.params_dtype not in _WIDE
 
-    def step(self) -> tuple[float, float]:
+    def step(self, lr: float | None = None) -> tuple[float, float]:
         """Make one update; see the trainer's own optimizer."""
         self.inner.prepare_grads()
         norm = float(self.inner.get_grad_norm())
@@ -90,7 +90,7 @@ class MegatronOptimizer:
             problem = format_gradient_error(self.updates + 1, norm, self._first_bad(), self._rate)
             self._zero_grads()
             raise GradientError(problem)
-        lr = self._schedule.at(self.updates + 1)
+        lr = self._schedule.at(self.updates + 1) if lr is None else lr
         self._set_lr(lr)
         for each in self.inner.chained_optimizers:
             if self._config.clip_grad and each.get_parameters():

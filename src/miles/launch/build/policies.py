@@ -124,7 +124,8 @@ class BuiltTrainer:
 class PolicyStack:
     """What the loop uses: engines by policy name, and one trainer, sync and lease.
 
-    ``servers`` is the main policy's engine where it is remote, ``resilient`` the trainer where it has several ranks.
+    ``servers`` is the main policy's engine where it is remote, ``resilient`` the trainer where it has several ranks,
+    ``local`` the main policy's trainer where it is in this process.
     ``meter`` counts the drafts of engines that it wraps.
     """
 
@@ -132,6 +133,7 @@ class PolicyStack:
     native_engines: tuple[NativeEngine, ...]
     servers: RemoteEngine | None
     trainer: PublishingTrainer
+    local: PolicyTrainer | None
     resilient: ResilientTrainer | None
     sync: WeightSync
     lease: Lease
@@ -200,6 +202,7 @@ def build_stack(
         native_engines=tuple(natives.values()),
         servers=remotes.get(main),
         trainer=trainer,
+        local=trainers[main].local,
         resilient=trainers[main].resilient,
         sync=sync,
         lease=ColocatedLease(engine=SleepGroup(list(engines.values()) if offloads else ()), trainer=trainer)

@@ -144,7 +144,7 @@ async def build_run(
     multi_agent, advantages = build_multi_agent(config, policies), build_advantages(config, policies)
     estimator = hooks.wrap_estimator(mask_stale_tokens(config, advantages))
     recorded = open_recorded_rollouts(config, plan, policy.tokenizer, first=start[1].step + 1 if start else 1)
-    parts = () if recorded else _read_training_data(main.config, policy, generation)
+    parts = () if recorded else read_training_data(main.config, policy, generation)
     add_teachers = await build_teachers(
         main.config, plan, parts, tokenizer=policy.tokenizer, spec=policy.spec, render=generation.render
     )
@@ -311,7 +311,7 @@ def _count_steps(config: Config, prompts: int) -> int:
 # -- data, rollout and evaluation -----------------------------------------------------------
 
 
-def _read_training_data(config: Config, policy: PolicyCheckpoint, generation: Generation) -> tuple[MixturePart, ...]:
+def read_training_data(config: Config, policy: PolicyCheckpoint, generation: Generation) -> tuple[MixturePart, ...]:
     """The training prompts that fit, measured as they will be rendered."""
     r = config.rollout
     if config.algo.loss_type in OFFLINE_LOSSES:

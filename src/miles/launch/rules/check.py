@@ -29,10 +29,11 @@ from miles.launch.rules.model import (
 )
 from miles.launch.rules.precision import PRECISION_RULES, check_quantized_model, check_transformer_engine
 from miles.launch.rules.schedule import SCHEDULE_RULES
-from miles.launch.rules.training import TRAINING_MACHINE_RULES, TRAINING_RULES
+from miles.launch.rules.training import TRAINING_MACHINE_RULES, TRAINING_RULES, check_in_process
 from miles.launch.upstream.verify import check_upstream_flags
 
-Command = Literal["train", "plan", "eval", "chat"]
+Command = Literal["train", "plan", "eval", "chat", "open"]
+"""A command of the command line, or ``open``, the library's, which gives a policy to a program's own loop."""
 
 _CHAT_RULES: tuple[Rule, ...] = (
     check_checkpoint,
@@ -84,6 +85,19 @@ RULES: dict[Command, tuple[Rule, ...]] = {
         check_max_positions,
     ),
     "chat": _CHAT_RULES,
+    "open": (
+        check_checkpoint,
+        check_in_process,
+        check_hook_paths,
+        *ALGORITHM_RULES,
+        *FLAG_RULES,
+        *MODEL_RULES,
+        *PRECISION_RULES,
+        *ENGINE_RULES,
+        *TRAINING_RULES,
+        check_max_positions,
+        *_MACHINE_RULES,
+    ),
 }
 
 

@@ -12,7 +12,13 @@ from miles.launch.config import Config
 from miles.launch.plan.hardware import choose_device, count_accelerators
 from miles.launch.plan.lora import shares_reference
 from miles.launch.plan.plan import count_samples_per_prompt
-from miles.launch.plan.topology import build_parallel_dims, get_parallel_sizes, get_world_size, is_distributed
+from miles.launch.plan.topology import (
+    build_parallel_dims,
+    get_parallel_sizes,
+    get_world_size,
+    is_distributed,
+    is_remote,
+)
 from miles.launch.rules.flags import Rule, list_set_flags
 from miles.launch.rules.paths import read_spec_or_none
 from miles.models.hf_adapter.spec import HfAdapterSpec
@@ -201,6 +207,23 @@ def check_single_process_features(c: Config) -> Iterator[str]:
             f"--critic-device {c.train.critic_device} gives the critic one device, but with "
             f"{_name_distributed_flag(c)} it is sharded like the policy; remove it."
         )
+
+
+def check_in_process(c: Config) -> Iterator[str]:
+    """A policy that a program opens for a loop of its own is one policy in one process."""
+    if is_distributed(c):
+        flag = _name_distributed_flag(c)
+        yield f"A policy is opened in one process on one device; remove {flag}, or use miles train."
+    if is_remote(c):
+        yield "A policy is opened with an engine in its own process; use --rollout-backend native, or miles train."
+    if c.algo.loss_type == "rm_loss":
+        yield "--loss-type rm_loss has a trainer of its own; use miles train."
+    for name in list_set_flags(c, "--policies", "--num-critic-only-steps"):
+        yield f"{name} is for the loop of miles train; remove it, or use miles train."
+    t, length = c.train, c.schedule.num_rollout or c.train.lr_decay_iters
+    for name in list_set_flags(c, "--lr-decay-style", "--lr-warmup-fraction") if length is None else ():
+        value = t.lr_decay_style if name == "--lr-decay-style" else format_value(t.lr_warmup_fraction)
+        yield f"{name} {value} needs the number of optimizer steps; give --lr-decay-iters or --num-rollout."
 
 
 def check_trainer_gpus(c: Config) -> Iterator[str]:

@@ -152,8 +152,9 @@ MAY_CHANGE = frozenset(
 """Options that a resumed run may change: they do not affect what is learned."""
 
 
-# What a process leaves behind that was killed, or could not write, before the directory was a run.
-_OWN_FILES = ("lock", "config.part")
+# What a process leaves behind that was killed, or could not write, before the directory was a run; data given to the
+# library in memory is written before.
+_OWN_FILES = ("lock", "config.part", "data")
 _RESTORE_CONFIG = (
     "restore it from a copy, or start a new run from the newest checkpoint of this one with --hf-checkpoint and "
     "another --save"

@@ -75,10 +75,18 @@ class StopSignals:
             signal.set_wakeup_fd(wakeup)
             write_end.close()  # ends the thread
 
+    def stop(self) -> None:
+        """Stop the run after its current step, as the first signal does; for a run in another thread."""
+        self.received = self.received or signal.SIGINT
+        if self._stop is not None:
+            self._stop()
+
     @contextmanager
     def stopping(self, stop: Callable[[], None]) -> Iterator[None]:
-        """Call ``stop`` at the first signal."""
+        """Call ``stop`` at the first signal, or now if the run was asked to stop before."""
         self._stop = stop
+        if self.received is not None:
+            stop()
         try:
             yield
         finally:

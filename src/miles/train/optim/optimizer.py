@@ -52,7 +52,7 @@ class OptimizerProtocol(Protocol):
 
     updates: int
 
-    def step(self) -> tuple[float, float]: ...
+    def step(self, lr: float | None = None) -> tuple[float, float]: ...
     def state(self) -> Mapping[str, Tensor]: ...
     def load(self, state: Mapping[str, Tensor], *, updates: int) -> None: ...
     def move(self, device: torch.device) -> None: ...
@@ -104,10 +104,11 @@ class Optimizer:
         """Return the parameters with their accumulated gradients, which the caller may replace before a step."""
         return self._params
 
-    def step(self) -> tuple[float, float]:
+    def step(self, lr: float | None = None) -> tuple[float, float]:
         """Update all parameters; returns the gradient norm before clipping, and the learning rate.
 
-        A non-finite norm raises GradientError and changes nothing.
+        ``lr`` replaces the rate of the schedule; a vision tower with a rate of its own keeps that. A non-finite norm
+        raises GradientError and changes nothing.
         """
         grads = {p.name: p.grad for p in self._params if p.grad is not None}
         total = self._norm(grads)
@@ -122,10 +123,10 @@ class Optimizer:
         grads.clear()
         update = self.updates + 1
         for rule, schedule in zip(self._rules, self._rule_schedules, strict=True):
-            rule.step(schedule.at(update), update)
+            rule.step(lr if lr is not None and schedule is self._schedule else schedule.at(update), update)
         self._zero_grad()
         self.updates = update
-        return norm, self._schedule.at(update)
+        return norm, self._schedule.at(update) if lr is None else lr
 
     def state(self) -> Mapping[str, Tensor]:
         """Return the state that exact resumption needs besides the parameters and ``updates``.
