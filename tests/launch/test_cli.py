@@ -56,7 +56,7 @@ def test_a_wrong_command_line_is_told_all_that_is_wrong(line: str, says: list[st
         (
             "zzz",
             [
-                "zzz is not a command; there are train, plan, check, demo, doctor, eval, chat, show, "
+                "zzz is not a command; there are train, plan, check, demo, doctor, eval, chat, show, view, report, "
                 "bundle, engines, replay, convert, serve, parity, route."
             ],
         ),

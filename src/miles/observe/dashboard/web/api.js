@@ -79,19 +79,17 @@ function smoothTriangular(values, reach) {
   });
 }
 
-// Calls `onChange` when a log of one of the runs has gained lines; looks every second while the page is visible.
+// Calls `onChange` when a log of one of the runs has gained lines since the rows that `readRuns` returns were read;
+// looks every second while the page is visible.
 export function watchRuns(readRuns, onChange, onFailure) {
   if (isReport) return;
-  let seen = "";
   const look = async () => {
-    const runs = readRuns();
-    if (!document.hidden && runs.length) {
+    const rows = readRuns();
+    if (!document.hidden && rows.length) {
       try {
-        const now = JSON.stringify((await query("state", { run: runs })).runs);
-        const isNew = seen && now !== seen;
-        seen = now;
+        const now = (await query("state", { run: rows.map((row) => row.name) })).runs;
         onFailure(null);
-        if (isNew) await onChange();
+        if (rows.some((row) => now[row.name][0] !== row.revision)) await onChange();
       } catch (error) {
         onFailure(error);
       }

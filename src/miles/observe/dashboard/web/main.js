@@ -44,6 +44,11 @@ function chosenRuns(state) {
   return newest ? [newest.name] : [];
 }
 
+function shownRows() {
+  const names = chosenRuns(readState());
+  return page.runs.filter((run) => names.includes(run.name));
+}
+
 function drawHeader(state, runs) {
   const links = VIEWS.map(([name, label], index) =>
     h("a", { href: linkTo(name, runs), "aria-current": name === state.view ? "page" : null, title: `key ${index + 1}` }, label));
@@ -162,5 +167,5 @@ function pressKey(event) {
 restoreTheme();
 addEventListener("hashchange", showPage);
 addEventListener("keydown", pressKey);
-watchRuns(() => chosenRuns(readState()), refreshPage, (error) => setStatus(error ? error.message : ""));
+watchRuns(shownRows, refreshPage, (error) => setStatus(error ? error.message : ""));
 showPage();
