@@ -14,12 +14,14 @@ from tests.observe.dashboard.example_runs import (
     write_rollouts,
     write_run,
 )
+from tests.observe.example_events import finished
 
 from miles.core.errors import UsageError
 from miles.observe.dashboard.api import QueryError, format_query
 from miles.observe.dashboard.run_index import RunIndex, find_runs
-from miles.observe.dashboard.timeline import read_trace
+from miles.observe.dashboard.timeline import Timeline, read_trace
 from miles.observe.log_reader import read_rows
+from miles.observe.trace import LoopTrace
 
 
 def ask(api, query: str, /, **params):
@@ -126,11 +128,30 @@ def test_the_time_of_a_step_is_split_into_its_phases(tmp_path: Path):
 
 def test_the_timeline_has_the_spans_of_the_trace(tmp_path: Path):
     folder = write_run(tmp_path / "one", steps=3)
-    spans = [record for record in read_trace(folder / "trace" / "loop.json") if record["ph"] == "X"]
+    spans = [record for record in read_trace(folder / "trace" / "loop.json")[0] if record["ph"] == "X"]
     found = ask(build_example_api(tmp_path), "timeline", run="one", start=0, end=10**6)
     shown = [span for track in found["tracks"] for span in track["spans"]]
     assert sorted(name for _, _, name, _ in shown) == sorted(span["name"] for span in spans)
     assert [track["name"] for track in found["tracks"]] == ["loop"]
+
+
+def test_the_timeline_follows_a_trace_that_grows_is_closed_and_is_continued(tmp_path: Path):
+    folder = write_run(tmp_path / "one", steps=1)
+    ticks = iter(range(100, 10**6))
+    timeline = Timeline(folder / "trace")
+    for step in (2, 3, 4):
+        trace = LoopTrace(folder / "trace", clock=lambda: float(next(ticks)))
+        trace(finished(step))
+        trace.commit()
+        timeline.update()
+        trace.close()
+        timeline.update()
+    fresh = Timeline(folder / "trace")
+    fresh.update()
+    whole = fresh.read_window(0.0, 1e9)
+    assert timeline.read_window(0.0, 1e9) == whole
+    names = [name for track in whole["tracks"] for _, _, name, _ in track["spans"]]
+    assert [f"train {step}" in names for step in (1, 2, 3, 4)] == [True] * 4
 
 
 # -- reading --------------------------------------------------------------------------------

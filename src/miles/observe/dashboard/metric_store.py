@@ -19,6 +19,8 @@ from miles.observe.dashboard.log_tail import LogTail
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
+_KEYS = frozenset({"kind", "step", "ticket"})
+
 
 @dataclass(slots=True)
 class _Column:
@@ -45,7 +47,7 @@ class MetricStore:
 
     def __init__(self, path: Path) -> None:
         self._tail = LogTail(path)
-        self._columns: dict[tuple[str, str], _Column] = {}
+        self._columns: dict[str, dict[str, _Column]] = {}
         self._latest: dict[str, int] = {}
 
     def update(self) -> bool:
@@ -60,11 +62,11 @@ class MetricStore:
 
     def names(self, kind: str) -> list[str]:
         """Return the names of a kind, sorted."""
-        return sorted(name for of, name in self._columns if of == kind)
+        return sorted(self._columns.get(kind, ()))
 
     def series(self, kind: str, name: str) -> tuple[IntArray, FloatArray]:
         """Return the steps and values of a metric; empty arrays if there is none."""
-        return self._columns.get((kind, name), _Column()).read()
+        return self._columns.get(kind, {}).get(name, _Column()).read()
 
     def latest_step(self, kind: str) -> int:
         """Return the largest step of a kind; 0 if there is none."""
@@ -86,14 +88,19 @@ class MetricStore:
         if not isinstance(step, int) or not isinstance(kind, str) or not isinstance(values, Mapping):
             return
         self._latest[kind] = max(step, self._latest.get(kind, 0))
+        columns = self._columns.setdefault(kind, {})
         for name, value in values.items():
-            if values is record and name in ("kind", "step", "ticket"):
+            if values is record and name in _KEYS:
                 continue
-            try:
-                number = float(value)  # NaN and infinities are strings
-            except (TypeError, ValueError):
-                continue
-            self._columns.setdefault((kind, str(name)), _Column()).append(step, number)
+            if type(value) is not float:
+                try:
+                    value = float(value)  # NaN and infinities are strings
+                except (TypeError, ValueError):
+                    continue
+            column = columns.get(name)
+            if column is None:
+                column = columns[name] = _Column()
+            column.append(step, value)
 
 
 def accumulate_at(steps: IntArray, amounts: FloatArray, at: IntArray, *, inclusive: bool = True) -> FloatArray:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 _MAX_SPANS = 3000
+_CLOSED = b"\n]\n"
 
 
 @dataclass(slots=True)
@@ -17,26 +18,27 @@ class _Track:
 
 
 class Timeline:
-    """Spans of ``trace/*.json``, read again when a file has grown."""
+    """Spans of ``trace/*.json``; ``update`` reads what the files have gained."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._sizes: dict[str, int] = {}
+        self._offsets: dict[str, int] = {}
         self._tracks: dict[tuple[str, int, int], _Track] = {}
         self._counters: dict[str, list[tuple[float, float]]] = {}
 
     def update(self) -> None:
-        """Read the files if one has changed."""
+        """Read new records; all of them if a file is shorter than it was, since a resumed run has cut it."""
         sizes = {path.name: path.stat().st_size for path in sorted(self._folder.glob("*.json"))}
-        if sizes == self._sizes:
-            return
-        self._sizes = sizes
-        self._tracks.clear()
-        self._counters.clear()
-        for name in sizes:
-            for record in read_trace(self._folder / name):
+        if any(sizes.get(name, 0) < offset for name, offset in self._offsets.items()):
+            self._offsets.clear()
+            self._tracks.clear()
+            self._counters.clear()
+        grown = [name for name, size in sizes.items() if size > self._offsets.get(name, 0)]
+        for name in grown:
+            records, self._offsets[name] = read_trace(self._folder / name, self._offsets.get(name, 0))
+            for record in records:
                 self._add(name.removesuffix(".json"), record)
-        for track in self._tracks.values():
+        for track in self._tracks.values() if grown else ():
             track.spans.sort()
 
     def read_window(self, start: float | None, end: float | None) -> dict[str, Any]:
@@ -89,21 +91,27 @@ class Timeline:
         return self._tracks[key]
 
 
-def read_trace(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a Chrome trace, a JSON array with a record a line; an unclosed array is read too."""
-    records: list[dict[str, Any]] = []
+def read_trace(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
+    """Return the records of a Chrome trace from a byte on, and the byte after the last complete line.
+
+    The trace is a JSON array with a record a line; it need not be closed.
+    """
     with path.open("rb") as file:
-        for line in file:
-            text = line.strip().rstrip(b",")
-            if not text.startswith(b"{"):
-                continue
-            try:
-                record = json.loads(text)
-            except ValueError:  # a last line that is not complete
-                continue
-            if isinstance(record, dict):
-                records.append(record)
-    return records
+        file.seek(offset)
+        data = file.read()
+        file.seek(max(0, offset + len(data) - len(_CLOSED)))
+        is_closed = file.read() == _CLOSED
+    data = data[: data.rfind(b"\n") + 1]
+    records: list[dict[str, Any]] = []
+    for line in data.splitlines():
+        text = line.strip().rstrip(b",")
+        try:
+            record = json.loads(text) if text.startswith(b"{") else None
+        except ValueError:  # what a killed process has left
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records, offset + len(data) - is_closed  # a continued trace has b",\n" there, one byte less
 
 
 def select_spans(
