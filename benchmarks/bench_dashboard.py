@@ -13,6 +13,7 @@ import json
 import resource
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +33,7 @@ METRICS = 45
 class Alphabet:
     """A tokenizer of single characters."""
 
-    def decode(self, tokens: list[int]) -> str:
+    def decode(self, tokens: Sequence[int]) -> str:
         return "".join(chr(97 + token % 26) for token in tokens)
 
 

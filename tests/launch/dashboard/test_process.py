@@ -7,10 +7,12 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from tests.launch.small_run import flags, miles, write_inputs
 from tests.observe.dashboard.example_runs import write_run
 
 from miles.launch.dashboard.process import start_dashboard
 from miles.observe.config import ObserveConfig
+from miles.observe.log_reader import read_rows
 
 SECONDS = 60.0
 
@@ -57,3 +59,11 @@ def test_no_process_is_started_unless_asked(tmp_path: Path):
     notes = Notes()
     assert start_dashboard(ObserveConfig(), tmp_path, notes) is None
     assert notes.lines == []
+
+
+def test_a_run_prints_the_address_of_its_dashboard_and_ends_as_without_it(tmp_path: Path):
+    inputs = write_inputs(tmp_path / "inputs")
+    done = miles("train", *flags(inputs, tmp_path / "run", "--dashboard", steps=2))
+    assert done.returncode == 0, done.stderr
+    assert read_rows(tmp_path / "run" / "metrics.jsonl").series("train", "reward")[0] == [1, 2]
+    assert "miles view" in done.stdout
