@@ -2,6 +2,7 @@
 
 import asyncio
 from itertools import combinations
+from statistics import fmean, stdev
 
 import pytest
 from hypothesis import given
@@ -41,10 +42,12 @@ def test_every_set_is_measured_by_name(tokenizer):
         of = make_eval_seed_fn(42, name)
         right = [of(p, i) % 3 == 1 for p in prompts for i in range(4)]
         assert found[f"eval/{name}/reward"] == pytest.approx(sum(right) / len(right))
+        means = [fmean(right[start : start + 4]) for start in range(0, len(right), 4)]
+        assert found[f"eval/{name}/reward_stderr"] == pytest.approx(stdev(means) / len(means) ** 0.5)
         assert found[f"eval/{name}/response_length"] == 2.0
         assert found[f"eval/{name}/truncated"] == 0.0
     assert found["eval/easy/unscored"] == 0.0
-    assert len(found) == 8
+    assert len(found) == 10
 
 
 def test_measuring_again_gives_the_same(tokenizer):

@@ -118,7 +118,8 @@ def test_evaluation_measures_the_policy_the_same_every_time(answering):
     first, second = asyncio.run(measure())
     assert first == second
     assert set(first) == {
-        f"eval/numbers/{m}" for m in ("reward", "response_length", "truncated", "unscored", "pass@1", "pass@2")
+        f"eval/numbers/{m}"
+        for m in ("reward", "reward_stderr", "response_length", "truncated", "unscored", "pass@1", "pass@2")
     }
 
 

@@ -151,6 +151,45 @@ class ShowRoot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ViewOptions:
+    """View: where the dashboard listens."""
+
+    host: str = option(
+        "127.0.0.1", "Address to listen on; on any other than loopback a token is needed, which is printed."
+    )
+    port: int = option(8050, "Port to listen on; 0 picks a free one, which is printed.", ge=0, le=65535)
+    api_key_file: str | None = option(
+        None, "File with the token that a browser must send, instead of a new one; MILES_API_KEY works too.", path=True
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ViewRoot:
+    """Root config of ``miles view``."""
+
+    view: ViewOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportOptions:
+    """Report: where the file goes, and how much of the rollouts is in it."""
+
+    output: str | None = option(
+        None, "HTML file to write, also as -o; by default the first run's name with .html.", path=True
+    )
+    max_trajectories: int = option(
+        60, "Trajectories to put in, spread over the first, middle and last step; 0 leaves them out.", unit="N", ge=0
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportRoot:
+    """Root config of ``miles report``."""
+
+    report: ReportOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BundleOptions:
     """Bundle: where the archive goes, and what is in it."""
 

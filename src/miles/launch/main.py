@@ -32,9 +32,11 @@ from miles.launch.config import (
     EnginesRoot,
     ParityRoot,
     ReplayRoot,
+    ReportRoot,
     RouteRoot,
     ServeRoot,
     ShowRoot,
+    ViewRoot,
 )
 from miles.launch.essential_options import ESSENTIAL_OPTIONS
 from miles.launch.read_config import find_run, read, read_options, read_without_rules
@@ -217,6 +219,27 @@ def _show(argv: list[str]) -> int:
     return show(Path(run), options)
 
 
+def _view(argv: list[str]) -> int:
+    runs, _ = split_argv(argv)
+    if not runs:
+        raise UsageError(f"miles view takes {COMMANDS['view'].usage}; name a run, or a folder of runs.")
+    options = read_options(ViewRoot, argv[len(runs) :]).view
+    from miles.launch.commands.view import view
+
+    return view([Path(run) for run in runs], options)
+
+
+def _report(argv: list[str]) -> int:
+    argv = ["--output" if word == "-o" else word for word in argv]
+    runs, _ = split_argv(argv)
+    if not runs:
+        raise UsageError(f"miles report takes {COMMANDS['report'].usage}; name a run, or several to compare.")
+    options = read_options(ReportRoot, argv[len(runs) :]).report
+    from miles.launch.commands.report import report
+
+    return report([Path(run) for run in runs], options)
+
+
 def _bundle(argv: list[str]) -> int:
     (run,), flags = _split_run("bundle", argv, words=1)
     options = read_options(BundleRoot, flags).bundle
@@ -348,6 +371,22 @@ COMMANDS: dict[str, _Command] = {
         run=_show,
         root=ShowRoot,
         details="RUN is the directory of a run; --no-color prints plain text.",
+    ),
+    "view": _Command(
+        usage="RUN ... [--flags]",
+        help="Open runs in the browser: is it learning, curves, time, timeline, every trajectory and token.",
+        run=_view,
+        root=ViewRoot,
+        details="RUN is the directory of a run, live or finished, or a folder of runs. The server only reads, and "
+        "listens on this machine alone unless --host says otherwise.",
+    ),
+    "report": _Command(
+        usage="RUN ... [-o FILE]",
+        help="Write what the browser shows of a run, or of several side by side, to one HTML file.",
+        run=_report,
+        root=ReportRoot,
+        details="RUN is the directory of a run. The file needs no server and no network. It has the prompts and "
+        "responses of some trajectories; --max-trajectories 0 leaves them out.",
     ),
     "bundle": _Command(
         usage="RUN [--flags]",

@@ -12,11 +12,18 @@ STEP_PLACEHOLDER = "rollout_id"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObserveConfig:
-    """Console view, TensorBoard, Weights & Biases, MLflow, recorded rollouts and debug runs."""
+    """Console view, dashboard, TensorBoard, Weights & Biases, MLflow, recorded rollouts and debug runs."""
 
     view: Literal["auto", "live", "plain", "none"] = option(
         "auto", "What the terminal shows: live bars, plain lines, nothing, or live exactly when it is a terminal."
     )
+    dashboard: bool = option(
+        False, "Start the dashboard, as miles view does, beside the run and print its address; it ends with the run."
+    )
+    dashboard_bind_host: str = option(
+        "127.0.0.1", "Address the dashboard listens on; on any other than loopback a token is needed, which is printed."
+    )
+    dashboard_bind_port: int = option(0, "Port of the dashboard; 0 picks a free one, which is printed.", ge=0, le=65535)
     use_tensorboard: bool = option(False, "Also write every metric for TensorBoard.")
     tb_dir: str | None = option(
         None, "Where TensorBoard files go, instead of the folder tensorboard inside the run directory.", path=True

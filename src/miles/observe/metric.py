@@ -140,6 +140,7 @@ TRAIN = _parse_rows(
 EVAL = _parse_rows(
     """
     eval/<set>/reward          | reward | Mean reward over the held-out set.
+    eval/<set>/reward_stderr   | reward | Standard error of that mean, over the prompts of the set.
     eval/<set>/response_length | tokens | Mean response length on the held-out set.
     eval/<set>/truncated       | fraction | Fraction of trajectories of the held-out set truncated at the length limit.
     eval/<set>/unscored        | fraction | Fraction of trajectories of the held-out set that could not be scored.

@@ -71,7 +71,7 @@ def render_trajectory(
         before: list[int] = []
         turns = number_turns(branch)
         last = max(turns, default=0)
-        calls = _list_calls(trajectory, last)
+        calls = list_calls(trajectory, last)
         for place, (span, turn) in enumerate(zip(branch, turns, strict=True)):
             if len(span):
                 title = _format_author(span, turn if last > 1 else 0)
@@ -98,7 +98,7 @@ def number_turns(branch: Sequence[Span]) -> list[int]:
     return turns
 
 
-def _list_calls(trajectory: Trajectory, num_turns: int) -> Mapping[int, list[str]]:
+def list_calls(trajectory: Trajectory, num_turns: int) -> Mapping[int, list[str]]:
     """The tool calls of each turn, from the recorded messages; none where turns and messages cannot be matched."""
     messages = trajectory.metadata.get("messages", ())
     replies = [each for each in messages if isinstance(each, Mapping) and each.get("role") == "assistant"]

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import comb
-from statistics import fmean
+from statistics import fmean, stdev
 
 from miles.core.agents import ROLES, get_role_reward, list_roles
 from miles.core.errors import first_cause
@@ -150,10 +150,15 @@ async def _produce(rollout: Rollout, prompt: Prompt) -> Group:
 
 
 def compute_scores(groups: Sequence[Group]) -> dict[str, float]:
-    """Mean reward, mean response length in tokens, and the fractions of truncated and unscored trajectories."""
+    """Mean reward with its standard error, mean response length, fractions of truncated and unscored trajectories.
+
+    Trajectories of one prompt are not independent, so the error is that of the mean over prompts; one prompt has none.
+    """
     group_size = [t for group in groups for t in group.trajectories]
+    means = [fmean(group.rewards) for group in groups]
     return {
         "reward": fmean(r for group in groups for r in group.rewards),
+        **({"reward_stderr": stdev(means) / len(means) ** 0.5} if len(means) > 1 else {}),
         "response_length": fmean(t.response_length for t in group_size),
         "truncated": fmean(t.status is Status.TRUNCATED for t in group_size),
         "unscored": fmean("unscored" in t.metadata for t in group_size),

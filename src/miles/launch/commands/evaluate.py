@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 from miles.cluster.hub_client import get_model_name
@@ -38,7 +38,7 @@ def evaluate(config: Config, run: Path | None = None) -> int:
         groups, metrics = asyncio.run(_evaluate(config, view))
     finally:
         view.close()
-    metrics = dict(metrics) | compute_uncertainty(groups)
+    metrics = dict(metrics) | compute_counts(groups)
     width = max(map(len, metrics))
     for name in sorted(metrics, key=lambda name: name.rpartition("/")[0]):
         value = metrics[name]
@@ -70,18 +70,12 @@ def report_failed_rewards(groups: Groups) -> int:
     return code
 
 
-def compute_uncertainty(groups: Groups) -> dict[str, float]:
-    """Of every set: the numbers of prompts and trajectories, the standard error of the mean reward, and pass@k.
-
-    Trajectories of one prompt are not independent, so the error is that of the mean over prompts.
-    """
+def compute_counts(groups: Groups) -> dict[str, float]:
+    """Of every set: the numbers of prompts and trajectories, and pass@k."""
     metrics: dict[str, float] = {}
     for name, each in groups.items():
-        means = [fmean(group.rewards) for group in each]
         metrics[f"eval/{name}/prompts"] = len(each)
         metrics[f"eval/{name}/n"] = sum(len(group.trajectories) for group in each)
-        if len(means) > 1:
-            metrics[f"eval/{name}/reward_stderr"] = stdev(means) / len(means) ** 0.5
         rates = compute_pass_rates(each) or {"pass@1": fmean(group.rewards[0] >= 1.0 for group in each)}
         metrics |= {f"eval/{name}/{key}": rate for key, rate in rates.items()}
     return metrics

@@ -26,6 +26,7 @@ from miles.launch.build.models import build_hf_conversion
 from miles.launch.build.run import TrainingRun, build_run
 from miles.launch.build.user_hooks import load_trackers
 from miles.launch.config import Config
+from miles.launch.dashboard.process import start_dashboard
 from miles.launch.distributed.driver import set_train_env_vars
 from miles.launch.distributed.ray_placement import reserve_cluster
 from miles.launch.hub.mirror import CheckpointMirror, restore_run
@@ -220,6 +221,7 @@ async def _run(
     first = start[1].step if start else 0
     stopper = _EarlyStop(stop_when or partial(_is_last_step, config.schedule.debug_exit_after_rollout, first))
     mirror = _build_mirror(config, directory, view)
+    dashboard = start_dashboard(config.observe, directory.path, view.note)
     views = [
         *([] if mirror is None else [mirror]),
         view,
@@ -259,6 +261,8 @@ async def _run(
             tracker.close()
         if mirror is not None:
             mirror.close()
+        if dashboard is not None:
+            dashboard.close()
 
 
 def _build_mirror(config: Config, directory: RunDirectory, view: View) -> CheckpointMirror | None:
@@ -326,6 +330,7 @@ def _list_next_commands(directory: Path) -> list[tuple[str, str]]:
         commands.append((f"miles chat {directory}", "chat with it"))
     if (directory / "rollouts").is_dir():
         commands.append((f"miles show {directory}", "read its trajectories"))
+    commands.append((f"miles view {directory}", "see its curves and trajectories in the browser"))
     return [*commands, (f"miles plan {directory / 'config.toml'}", "every option of this run and its origin")]
 
 

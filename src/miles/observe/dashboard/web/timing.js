@@ -1,0 +1,76 @@
+// Why is it slow: the time of a step by phase and part, rates, and what would help most.
+import { query } from "./api.js";
+import { Chart } from "./chart.js";
+import { h, numberTitle, replaceContent, table, visible } from "./dom.js";
+import { formatCount, formatSeconds, formatShare } from "./format.js";
+import { linkTo } from "./state.js";
+
+export const PHASE_COLORS = { rollout: "#0072B2", train: "#D55E00", publish: "#009E73", evaluate: "#CC79A7", save: "#E69F00", other: "#888888" };
+const PHASE_TEXTS = {
+  rollout: "waiting for the groups of the batch",
+  train: "the training step",
+  publish: "weight update of the engines",
+  evaluate: "held-out sets, per step",
+  other: "between the phases",
+};
+
+export async function showTiming(root, state) {
+  const charts = [];
+  const sections = state.runs.map((run) => {
+    const section = h("section", null);
+    root.append(section);
+    return { run, section, chart: null };
+  });
+  const refresh = async () => {
+    for (const each of sections) {
+      const found = await query("time", { run: each.run });
+      if (each.chart) each.chart.close();
+      const figure = h("figure", { class: "card wide" }, h("figcaption", null, "seconds of each phase over the run"));
+      replaceContent(each.section, drawSplit(each.run, found, state), found.chart ? figure : null);
+      if (found.chart) {
+        each.chart = new Chart(figure, { height: 220 });
+        each.chart.draw(stackPhases(found.chart));
+        charts.push(each.chart);
+      }
+    }
+  };
+  await refresh();
+  return { refresh, close: () => charts.forEach((chart) => chart.close()) };
+}
+
+function drawSplit(run, found, state) {
+  if (!found.steps) return h("p", null, visible(run), ": no step is finished yet.");
+  const bar = h("div", { class: "split", role: "img", "aria-label": found.phases.map((phase) => `${phase.name} ${formatShare(phase.share)}`).join(", ") },
+    found.phases.filter((phase) => phase.share > 0.002).map((phase) => {
+      const part = h("span", { title: `${phase.name} ${formatShare(phase.share)}` }, phase.share > 0.07 ? phase.name : "");
+      part.style.flexGrow = phase.share;
+      part.style.backgroundColor = PHASE_COLORS[phase.name];
+      return part;
+    }));
+  const rows = found.phases.flatMap((phase) => [
+    h("tr", null, h("th", { scope: "row" }, phase.name), h("td", null, PHASE_TEXTS[phase.name] || ""), h("td", { class: "number" }, formatSeconds(phase.seconds)), h("td", { class: "number" }, formatShare(phase.share))),
+    ...phase.parts.map((part) => h("tr", { class: "part" }, h("td", null, ""), h("td", null, visible(part.name)), h("td", { class: "number" }, formatSeconds(part.seconds)), h("td", { class: "number" }, formatShare(part.seconds / found.seconds_per_step)))),
+  ]);
+  const rates = Object.entries(found.rates).map(([name, value]) =>
+    h("li", null, name === "straggler_ratio" ? `slowest rank: ${value.toFixed(2)} times the others` : `${name}: ${formatCount(value)} tokens per second`));
+  const advice = found.advice.map((each) => h("li", null, each.text, " ", h("a", { href: linkTo("docs", state.runs, { page: each.page }) }, each.page)));
+  return [
+    h("h2", null, visible(run), ": ", formatSeconds(found.seconds_per_step), " per step"),
+    h("p", { class: "muted" }, `mean of steps ${found.first_step} to ${found.last_step}`),
+    bar,
+    advice.length ? [h("h3", null, "What would help most"), h("ol", { class: "advice" }, advice)] : null,
+    table(["phase", "", numberTitle("seconds"), numberTitle("share")], rows),
+    h("ul", { class: "rates" }, rates),
+  ];
+}
+
+// Lines of cumulated phases, the topmost first, so that the areas below are drawn over it.
+function stackPhases(chart) {
+  const sums = chart.step.map(() => 0);
+  const lines = [];
+  for (const [phase, values] of Object.entries(chart.phases)) {
+    values.forEach((value, index) => (sums[index] += value || 0));
+    lines.push({ x: chart.step, y: [...sums], color: PHASE_COLORS[phase], fill: `${PHASE_COLORS[phase]}55`, label: `up to ${phase}`, error: null });
+  }
+  return lines.reverse();
+}
