@@ -63,7 +63,7 @@ def roll_out(engine: NativeEngine, kind: str, seed: int) -> list[Sample]:
     return samples
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "gemma3"])
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4"])
 @pytest.mark.parametrize("share", [False, True])
 def test_log_probs_of_engine_and_trainer_are_equal_to_the_bit_at_every_version(kind: str, share: bool) -> None:
     decoder = vision_twin(vision_model(kind), numerics=BATCH_INVARIANT)

@@ -37,7 +37,7 @@ from miles.train.critic import Critic
 from miles.train.logprobs import HeadOutput, compute_logprobs
 from miles.train.model_protocols import KeptTensors, TrainModel
 
-KINDS = ("qwen2_5_vl", "qwen3_vl", "gemma3")
+KINDS = ("qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4")
 DISTILL = {"advantage_estimator": "on_policy_distillation"}
 
 
@@ -85,9 +85,10 @@ def test_gradients_of_packed_samples_with_images_are_those_of_transformers(kind:
         found = torch.cat(run(model, plan))
         assert relative(found, logprobs) < 1e-5
         mine = grads_of(model)
-        assert mine.keys() == wanted.keys()
+        assert mine.keys() == {name for name in wanted if model.parameters()[name].requires_grad}
         for name, grad in mine.items():
-            assert relative(grad, wanted[name]) < 2e-5, name
+            # Scores without a scale make a steep softmax (Gemma 4).
+            assert relative(grad, wanted[name]) < (1e-4 if kind == "gemma4" else 2e-5), name
 
 
 def answered(prompts: Sequence[Prompt]) -> list[Sample]:

@@ -64,12 +64,23 @@ def square(seed: int) -> ImageInput:
     return make_image_input({"pixel_values": pixels}, 9)
 
 
+def padded(seed: int, rows: int = 4, columns: int = 6) -> ImageInput:
+    """Random pixels of patches with their columns and rows, as Gemma 4's processor returns them."""
+    count = rows * columns
+    pixels, at = np.zeros((1, 28, 3 * 4 * 4), np.float32), np.full((1, 28, 2), -1)
+    pixels[0, :count] = np.random.default_rng(seed).random((count, 3 * 4 * 4), np.float32)
+    at[0, :count] = np.stack((np.arange(count) % columns, np.arange(count) // columns), 1)
+    return make_image_input({"pixel_values": pixels, "image_position_ids": at}, count // 4)
+
+
 A, B, C = image(1), image(2, 2, 4), image(3)
 """A and C have the same size."""
 
 
 def images_for(family: str) -> tuple[ImageInput, ImageInput, ImageInput]:
     """Three images that a model of a family takes; the first and the last have the same size."""
+    if family == "gemma4":
+        return padded(1), padded(2, 2, 4), padded(3)
     return (square(1), square(2), square(3)) if family == "gemma3" else (A, B, C)
 
 

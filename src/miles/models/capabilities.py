@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from miles.models.hf_adapter.spec import HfAdapterSpec
-from miles.models.spec import DecoderSpec, GatedDeltaNetSpec, MambaSpec, Mixer, MlaSpec
+from miles.models.spec import AttentionSpec, DecoderSpec, GatedDeltaNetSpec, MambaSpec, Mixer, MlaSpec
+
+# Channels of a head that the Triton kernels of softmax attention take at most.
+MAX_HEAD_DIM = 256
 
 
 def check_batch_invariance(spec: DecoderSpec) -> str | None:
@@ -20,6 +23,8 @@ def _check_mixer(mixer: Mixer | None) -> str | None:
             return "is recurrent, and decoding step by step rounds its state differently than a whole sequence"
         case MlaSpec() if mixer.indexer is not None:
             return "selects tokens by a DSA indexer, whose selection depends on rounding"
+        case AttentionSpec() if mixer.head_dim > MAX_HEAD_DIM:
+            return f"has heads of {mixer.head_dim} channels, more than the {MAX_HEAD_DIM} of batch-invariant kernels"
         case _:
             return None
 

@@ -62,9 +62,12 @@ def test_every_layout_gives_the_gradient_of_one_process(kind: str, tmp_path: Pat
     check(kind, TWO, tmp_path)
 
 
-def test_layouts_with_all_tokens_on_a_rank_do_too_where_images_attend_in_both_directions(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4"])
+def test_layouts_with_all_tokens_on_a_rank_do_too_where_images_attend_in_both_directions(
+    kind: str, tmp_path: Path
+) -> None:
     names = ("fsdp, prefixes shared", "fsdp, blocks recomputed", "tp+sp")
-    check("gemma3", {name: TWO[name] for name in names}, tmp_path)
+    check(kind, {name: TWO[name] for name in names}, tmp_path)
 
 
 def test_context_parallelism_is_refused_where_images_attend_in_both_directions(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ from miles.models.draft.spec import build_eagle_spec
 
 EXACT = numerics_from_parity("exact")
 KIND = "qwen3_vl"
-KINDS = ["qwen2_5_vl", "qwen3_vl", "gemma3"]
+KINDS = ["qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4"]
 SMALL_STEPS = {"page_size": 4, "prefill_chunk": 5, "max_running": 3, "kv_tokens": 400}
 
 

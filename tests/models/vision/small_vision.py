@@ -376,7 +376,7 @@ VISION_KINDS = {
             "position_embedding_size": 8,
             "standardize": True,
         },
-        {"image_token_id": IMAGE, "video_token_id": VIDEO, "audio_token_id": 59},
+        {"image_token_id": IMAGE, "video_token_id": VIDEO, "audio_token_id": 1000},
         padded_patches,
     ),
     "llama4": VisionKind(
@@ -411,7 +411,7 @@ VISION_VARIANTS = {
         },
         {key: value for key, value in VIT.items() if key != "image_size"}
         | {"num_key_value_heads": 2, "head_dim": 16, "pooling_kernel_size": 2, "position_embedding_size": 8},
-        {"image_token_id": IMAGE, "video_token_id": VIDEO, "audio_token_id": 59},
+        {"image_token_id": IMAGE, "video_token_id": VIDEO, "audio_token_id": 1000},
         padded_patches,
     ),
 }

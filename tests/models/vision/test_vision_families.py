@@ -21,7 +21,10 @@ from tests.models.vision.small_vision import (
     vision_twin,
 )
 
+from miles.backends.native.runner.gpu_runner import supports_gpu_kernels
 from miles.core.media import PlacedImage, make_image_input
+from miles.kernels.runtime.triton_compat import HAVE_TRITON
+from miles.models.capabilities import check_batch_invariance
 from miles.models.checkpoint import hf
 from miles.models.families.registry import find_family
 from miles.models.vision.positions import compute_visible_ends
@@ -117,6 +120,17 @@ def test_attention_that_cannot_see_both_directions_is_refused(change):
     layers = (spec.layers[0], replace(layer, mixer=replace(layer.mixer, **change)), *spec.layers[2:])
     with pytest.raises(ValueError, match="images attend in both directions, which layer 1 does not support"):
         replace(spec, layers=layers)
+
+
+@pytest.mark.parametrize("dim", [256, 512])
+def test_heads_that_are_too_large_for_triton_kernels_are_attended_by_torch_and_not_exact(dim):
+    """As those of the published Gemma 4 without a window."""
+    decoder = vision_twin(vision_model("gemma4"))
+    wide = replace(decoder.spec.layers[2], mixer=replace(decoder.spec.layers[2].mixer, head_dim=dim))
+    spec = replace(decoder.spec, layers=(*decoder.spec.layers[:2], wide))
+    assert supports_gpu_kernels(spec, decoder, torch.device("cuda")) == (dim == 256 and HAVE_TRITON)
+    problem = check_batch_invariance(spec)
+    assert problem is None if dim == 256 else "layer 2 has heads of 512 channels" in str(problem)
 
 
 @pytest.mark.parametrize("kind", KINDS)

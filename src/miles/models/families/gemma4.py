@@ -89,7 +89,8 @@ def read_text(config: Mapping[str, Any], family: str = "gemma4_text") -> Decoder
     reader.require("num_kv_shared_layers", 0, None)
     reader.require("use_double_wide_mlp", False, None)
     reader.require("enable_moe_block", False, None)
-    common, bias, heads = reader.common_args(tied=True), reader.flag("attention_bias"), reader.attention_heads()
+    common, heads = reader.common_args(tied=True), reader.attention_heads()
+    bias = reader.flag("attention_bias")
     shared = {"qk_norm": "head", "qkv_bias": bias, "output_bias": bias, "scale": 1.0, "value_norm": True}
     local = AttentionSpec(**heads, **shared, rope=reader.rope(layer_type="sliding_attention"))
     mlp = MlpSpec(size=reader.positive_int("intermediate_size"), activation="gelu_tanh")

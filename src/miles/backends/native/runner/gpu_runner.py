@@ -27,6 +27,7 @@ from miles.kernels.runtime.kv_cache import PagedKVCache
 from miles.kernels.runtime.triton_compat import HAVE_TRITON, count_sms
 from miles.kernels.sampling.sample import sample_tokens
 from miles.models.base import CausalLM
+from miles.models.capabilities import MAX_HEAD_DIM
 from miles.models.decoder import Decoder
 from miles.models.draft.base import Draft
 from miles.models.spec import AttentionSpec, DecoderSpec, MlaSpec
@@ -149,10 +150,15 @@ class GpuRunner:
 
 
 def supports_gpu_kernels(spec: DecoderSpec, model: CausalLM, device: torch.device) -> bool:
-    """Return whether the Triton kernels serve a model: our own decoder, attention or MLA in every layer, no indexer."""
+    """Return whether the Triton kernels serve a model: our own decoder, attention or MLA in every layer, no indexer.
+
+    Heads have at most ``MAX_HEAD_DIM`` channels.
+    """
     mixers = [layer.mixer for layer in spec.layers]
     dense = all(
-        mixer is None or isinstance(mixer, AttentionSpec) or (isinstance(mixer, MlaSpec) and mixer.indexer is None)
+        mixer is None
+        or (isinstance(mixer, AttentionSpec) and mixer.head_dim <= MAX_HEAD_DIM)
+        or (isinstance(mixer, MlaSpec) and mixer.indexer is None)
         for mixer in mixers
     )
     return device.type == "cuda" and HAVE_TRITON and dense and isinstance(model, Decoder)
