@@ -5,8 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 from tests.launch.small_run import flags, miles, write_inputs
+from tests.models.draft.mtp_checkpoints import make_reference, save_reference
 
 EAGLE = ("--draft-train", "eagle3", "--draft-lr", "1e-3", "--draft-train-steps", "2")
 TRAINER = "miles.train.policy_trainer:PolicyTrainer"
@@ -119,3 +121,20 @@ def test_a_run_of_adapters_trains_a_head_and_is_the_same_to_the_bit(inputs: Path
     for file in (*FILES, "adapter/adapter_model.safetensors"):
         assert (checkpoint(online, 2) / file).read_bytes() == (checkpoint(plain, 2) / file).read_bytes(), file
     assert accept_rates(online)[-1] > 0
+
+
+def test_mtp_layers_of_a_checkpoint_are_trained_published_to_servers_and_saved(tmp_path: Path):
+    inputs = write_inputs(tmp_path / "inputs")
+    own = save_reference(make_reference("mimo", vocab_size=28, eos_token_id=27, pad_token_id=27), inputs)
+    drafts = ("--enable-mtp-training", "--draft-lr", "1e-2", "--draft-train-steps", "2")
+    drafts += ("--speculative-algorithm", "mtp", "--disable-speculative-adaptive")
+    plain, here, served = tmp_path / "plain", tmp_path / "here", tmp_path / "served"
+    runs = ((plain, ()), (here, drafts), (served, (*drafts, "--rollout-backend", "served")))
+    for run, more in runs:
+        done = miles("train", *flags(inputs, run, *LONG, *more, steps=2))
+        assert done.returncode == 0, done.stderr
+    stored = [load_file(checkpoint(run, 2) / "model.safetensors") for run, _ in runs]
+    for name, tensor in stored[1].items():
+        assert torch.equal(tensor, stored[2][name]), name
+        assert torch.equal(tensor, stored[0][name]) == (name not in own), name
+    assert accept_rates(served)[-1] > 0

@@ -82,10 +82,11 @@ class MtpReference:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (weight + self.kind.norm_offset)
 
 
-def make_reference(name: str) -> MtpReference:
+def make_reference(name: str, **changes: int) -> MtpReference:
+    """The reference of a kind, with ``changes`` of its config."""
     kind = MTP_KINDS[name]
-    policy = hf_model(kind.kind, **kind.policy)
-    layer = hf_model(kind.kind, seed=1, num_hidden_layers=1, **kind.layer)
+    policy = hf_model(kind.kind, **(kind.policy | changes))
+    layer = hf_model(kind.kind, seed=1, num_hidden_layers=1, **(kind.layer | changes))
     width = policy.config.hidden_size
     generator = torch.Generator().manual_seed(2)
     norms = (1 + 0.3 * torch.randn(2, width, generator=generator)).unbind()
