@@ -1,9 +1,11 @@
-"""Files of training runs: rows of data to write, and checkpoints and metrics to read."""
+"""Training runs of examples: rows of data to write, runs to start, and checkpoints and metrics to read."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 
@@ -21,3 +23,23 @@ def measured(run: Path, kind: str) -> list[dict[str, float]]:
     """The run's metrics of one kind, in order."""
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [row for row in lines if row["kind"] == kind]
+
+
+def run_stages(
+    root: Path,
+    warmup_flags: Callable[[Path, Path], list[str]],
+    grpo_flags: Callable[[Path, Path, Path], list[str]],
+    evaluated: Sequence[str],
+) -> None:
+    """Supervised fine-tuning of ``root/start``, then GRPO on its last checkpoint; prints rewards before and after.
+
+    The flags are those of ``miles train`` for these folders: the start and where to save, and between them for GRPO the
+    checkpoint that it starts from. ``evaluated`` are the sets of held-out rows.
+    """
+    start, warmup, grpo = root / "start", root / "warmup", root / "grpo"
+    train = [sys.executable, "-m", "miles.launch.main", "train"]
+    subprocess.run([*train, *warmup_flags(start, warmup)], check=True)
+    subprocess.run([*train, *grpo_flags(start, newest(warmup), grpo)], check=True)
+    for name in evaluated:
+        before, after = (row[f"eval/{name}/reward"] for row in measured(grpo, "eval"))
+        print(f"{name}: {before:.2f} right before GRPO, {after:.2f} after")

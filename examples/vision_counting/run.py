@@ -5,17 +5,18 @@ python examples/vision_counting/run.py [FOLDER] [SEED]
 
 from __future__ import annotations
 
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
 sys.path.insert(0, str(Path(__file__).parent))
 from discs import write_start
-from training_runs import measured, newest
+from training_runs import run_stages
 
 WARMUP_STEPS = 100
 STEPS = 60
+EVALUATED = ("heldout", "swapped")
 
 
 def common_flags(start: Path) -> list[str]:
@@ -55,14 +56,8 @@ def grpo_flags(start: Path, warm: Path, save: Path, steps: int = STEPS, seed: in
 def main() -> None:
     root = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/vision_counting")
     seed = int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    start, warmup, grpo = root / "start", root / "warmup", root / "grpo"
-    write_start(start, seed=seed)
-    train = [sys.executable, "-m", "miles.launch.main", "train"]
-    subprocess.run([*train, *warmup_flags(start, warmup, seed=seed)], check=True)
-    subprocess.run([*train, *grpo_flags(start, newest(warmup), grpo, seed=seed)], check=True)
-    for name in ("heldout", "swapped"):
-        before, after = (row[f"eval/{name}/reward"] for row in measured(grpo, "eval"))
-        print(f"{name} images: {before:.2f} right before GRPO, {after:.2f} after")
+    write_start(root / "start", seed=seed)
+    run_stages(root, partial(warmup_flags, seed=seed), partial(grpo_flags, seed=seed), EVALUATED)
 
 
 if __name__ == "__main__":

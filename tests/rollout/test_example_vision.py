@@ -36,9 +36,10 @@ def load_module(name: str, path: Path) -> ModuleType:
     return module
 
 
-sys.path[:0] = [str(EXAMPLES / "vision_counting"), str(EXAMPLES / "vision_zoom")]
+sys.path[:0] = [str(EXAMPLES / name) for name in ("vision_counting", "vision_zoom", "shared")]
 import stripes  # noqa: E402
 from discs import COLOUR, MOST, draw_discs, write_start  # noqa: E402
+from training_runs import measured, newest  # noqa: E402
 
 run = load_module("vision_counting_run", EXAMPLES / "vision_counting" / "run.py")
 swapped = load_module("vision_counting_swapped", EXAMPLES / "vision_counting" / "swapped.py")
@@ -99,13 +100,13 @@ def test_a_small_model_learns_to_count_and_is_at_chance_with_other_images(tmp_pa
     write_start(start)
     done = miles("train", *run.warmup_flags(start, warmup), patience=900)
     assert done.returncode == 0, done.stderr
-    done = miles("train", *run.grpo_flags(start, run.newest(warmup), grpo, steps=40), patience=900)
+    done = miles("train", *run.grpo_flags(start, newest(warmup), grpo, steps=40), patience=900)
     assert done.returncode == 0, done.stderr
-    before, after = run.measured(grpo, "eval")
+    before, after = measured(grpo, "eval")
     reported = {name: (before[f"eval/{name}/reward"], after[f"eval/{name}/reward"]) for name in ("heldout", "swapped")}
     assert reported["heldout"][0] < 0.7 and reported["heldout"][1] > reported["heldout"][0] + 0.2, reported
     assert max(reported["swapped"]) < 0.35, reported  # one in five by chance
-    assert max(row["parity_mean_abs"] for row in run.measured(grpo, "train")) < 1e-5
+    assert max(row["parity_mean_abs"] for row in measured(grpo, "train")) < 1e-5
 
 
 def view(image: Image.Image) -> np.ndarray:
@@ -171,10 +172,10 @@ def test_a_small_model_learns_to_zoom_and_is_at_chance_without_its_image_or_the_
     stripes.write_start(start)
     done = miles("train", *zoom.warmup_flags(start, warmup), patience=900)
     assert done.returncode == 0, done.stderr
-    done = miles("train", *zoom.grpo_flags(start, zoom.newest(warmup), grpo), patience=900)
+    done = miles("train", *zoom.grpo_flags(start, newest(warmup), grpo), patience=900)
     assert done.returncode == 0, done.stderr
-    before, after = zoom.measured(grpo, "eval")
+    before, after = measured(grpo, "eval")
     reported = {name: (before[f"eval/{name}/reward"], after[f"eval/{name}/reward"]) for name in zoom.EVALUATED}
     assert reported["heldout"][0] < 0.7 and reported["heldout"][1] > reported["heldout"][0] + 0.2, reported
     assert max(*reported["swapped"], *reported["without_tool"]) < 0.4, reported  # one in four by chance
-    assert max(row["parity_mean_abs"] for row in zoom.measured(grpo, "train")) < 1e-5
+    assert max(row["parity_mean_abs"] for row in measured(grpo, "train")) < 1e-5

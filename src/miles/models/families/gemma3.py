@@ -9,45 +9,26 @@ from typing import Any
 
 from miles.models.families.base import ModelFamily
 from miles.models.families.gemma import NAMES, read_gemma3
+from miles.models.families.siglip import SIGLIP_DEFAULTS, SIGLIP_NAMES, read_siglip_tower
 from miles.models.families.vision_config import VisionConfigReader, read_text_config, read_token_id
 from miles.models.spec import DecoderSpec
-from miles.models.vision.spec import PoolProjectorSpec, PositionTableSpec, VisionMlpSpec, VisionSpec, VisionTowerSpec
+from miles.models.vision.spec import PoolProjectorSpec, VisionSpec
 
 # transformers' defaults for a config that does not name them.
 _IMAGE_TOKEN = 262_144
 _FEATURES = 256
-_TOWER = {
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "num_channels": 3,
-    "image_size": 224,
-    "patch_size": 16,
-    "hidden_act": "gelu_pytorch_tanh",
-    "layer_norm_eps": 1e-6,
-}
+_TOWER = {**SIGLIP_DEFAULTS, "hidden_size": 768, "num_attention_heads": 12, "patch_size": 16}
 _TOWER_TYPE = "siglip_vision_model"
 _UNUSED = "vision_tower.vision_model.head."
 
-_NAMES = NAMES | {
+_NAMES = {
+    **NAMES,
+    **SIGLIP_NAMES,
     "embedding": "language_model.model.embed_tokens",
     "layer": "language_model.model.layers.{}",
     "norm": "language_model.model.norm",
     "lm_head": "language_model.lm_head",
     "vision": "vision_tower.vision_model",
-    "patch_embed": "embeddings.patch_embedding",
-    "position_table": "embeddings.position_embedding.weight",
-    "vision_block": "encoder.layers.{}",
-    "vision_attention_norm": "layer_norm1",
-    "vision_mlp_norm": "layer_norm2",
-    "vision_q": "self_attn.q_proj",
-    "vision_k": "self_attn.k_proj",
-    "vision_v": "self_attn.v_proj",
-    "vision_o": "self_attn.out_proj",
-    "vision_up": "mlp.fc1",
-    "vision_down": "mlp.fc2",
-    "vision_post_norm": "post_layernorm",
     "merger": "/multi_modal_projector",
     "merger_norm": "mm_soft_emb_norm",
     "merger_output": "mm_input_projection_weight",
@@ -58,24 +39,9 @@ def read(config: Mapping[str, Any]) -> DecoderSpec:
     decoder = read_gemma3(read_text_config(config, {}, family="gemma3"), "gemma3")
     reader = VisionConfigReader(config, "gemma3", _TOWER)
     reader.require("model_type", _TOWER_TYPE)
-    hidden, patch = reader.positive_int("hidden_size"), reader.positive_int("patch_size")
-    side, eps = reader.positive_int("image_size") // patch, reader.number("layer_norm_eps", 1e-6)
-    tower = VisionTowerSpec(
-        hidden_size=hidden,
-        num_layers=reader.positive_int("num_hidden_layers"),
-        num_heads=reader.heads("num_attention_heads", hidden),
-        mlp=VisionMlpSpec(size=reader.positive_int("intermediate_size"), activation=reader.activation()),
-        norm="layer",
-        norm_eps=eps,
-        patch_size=patch,
-        channels=reader.positive_int("num_channels"),
-        pixels="tiles",
-        patch_bias=True,
-        rope_theta=None,
-        positions=PositionTableSpec(side=side, kind="fixed"),
-        post_norm=True,
-        projector=PoolProjectorSpec(norm_eps=eps),
-    )
+    tower = read_siglip_tower(reader, PoolProjectorSpec(norm_eps=reader.number("layer_norm_eps", 1e-6)))
+    assert tower.positions is not None
+    side = tower.positions.side
     features = config.get("mm_tokens_per_image", _FEATURES)
     pooled = isqrt(features) if type(features) is int and features > 0 else 0
     if pooled < 1 or pooled**2 != features or side % pooled:

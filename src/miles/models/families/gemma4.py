@@ -57,7 +57,6 @@ _TOWER = {
 _TOWER_THETA = 100.0
 _IMAGE_TOKEN = 258_880
 
-_TEXT_NAMES = NAMES
 _NAMES = NAMES | {
     "embedding": "model.language_model.embed_tokens",
     "layer": "model.language_model.layers.{}",
@@ -215,7 +214,7 @@ FAMILIES = (
         architectures=("Gemma4ForCausalLM",),
         models="Gemma 4 31B without its vision tower",
         read=read_text,
-        names=_TEXT_NAMES,
+        names=NAMES,
     ),
     ModelFamily(
         model_type="gemma4",
