@@ -215,6 +215,9 @@ class ConvertOptions:
     keep: tuple[str, ...] = option(
         (), "Modules to leave in the wide dtype, by name, part of a name or pattern, as in o_proj or model.layers.0.*."
     )
+    adapter: tuple[str, ...] = option(
+        (), "Folders of PEFT adapters to merge into the weights, one after the other; --format must be a wide dtype."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,13 @@ def convert(source: Path, target: Path, options: ConvertOptions) -> int:
     format, dtype = _read_format(source, options.format)
     if format is None and options.keep:
         raise UsageError("--keep names modules that are not quantized, but --format quantizes nothing; remove --keep.")
-    conversion = plan_conversion(source, format=format, dtype=dtype, keep=options.keep)
+    if format is not None and options.adapter:
+        raise UsageError(
+            f"--adapter merges into weights that are not quantized, but --format is {options.format}; write bfloat16 "
+            "first, and convert that."
+        )
+    adapters = [Path(folder) for folder in options.adapter]
+    conversion = plan_conversion(source, format=format, dtype=dtype, keep=options.keep, adapters=adapters)
     _print_plan(conversion, target)
     convert_checkpoint(conversion, target, progress=_ProgressLines().show)
     print(f"{target} is complete; {RECEIPT} in it lists the digests of all tensors.")
@@ -49,6 +55,8 @@ def _print_plan(conversion: Conversion, target: Path) -> None:
     wide = sum(len(unit.pieces) for unit in conversion.plan.units if not unit.layouts)
     read = sum(tensor.stop - tensor.start for tensor in conversion.stored.values())
     print(f"{conversion.source}: {len(conversion.stored)} tensors, {format_bytes(read)}")
+    for each in conversion.adapters:
+        print(f"  merged: an adapter of rank {each.lora.rank} on {len(each.lora.targets)} projections")
     print(f"{target}: {quantized} quantized weights, {wide} others, {format_bytes(conversion.total_bytes)}")
     cache = [name for name in conversion.left_out if is_kv_cache_scale(name)]
     if cache:

@@ -1,7 +1,7 @@
 """Checkpoint conversion between precisions: read, quantize or dequantize and write one matrix at a time.
 
 The target is written into a hidden folder beside it, which takes its name when it is complete. Its ``conversion.json``
-lists the SHA-256 of every tensor that was read and written.
+lists the SHA-256 of every tensor that was read and written. LoRA adapters may be merged into the weights on the way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from miles.core.errors import UsageError
-from miles.models.checkpoint import param_map
+from miles.models.checkpoint import param_map, peft
 from miles.models.checkpoint.load import ParamReader
 from miles.models.checkpoint.packed import read_packed_segments
 from miles.models.checkpoint.param_slices import HfSlice, weight_segments
@@ -42,6 +42,7 @@ from miles.models.checkpoint.save_plan import SavePlan, SaveUnit, plan_save
 from miles.models.checkpoint.tensor_formats import stored_parts
 from miles.models.checkpoint.tensor_sources import ParamSource, locate_tensors
 from miles.models.families import spec_from_config
+from miles.models.lora.adapters import LoraAdapters, ParamPart, read_adapter
 from miles.models.quantization import plan_quantization
 from miles.models.spec import DecoderSpec
 from miles.precision.formats import FORMATS, QuantizationSpec, WeightFormat
@@ -61,7 +62,10 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """What is read and what is written: ``left_out`` are the tensors of the source that are not written."""
+    """What is read and what is written: ``left_out`` are the tensors of the source that are not written.
+
+    ``adapters`` are merged into the weights, one after the other.
+    """
 
     source: Path
     stored: Mapping[str, StoredTensor]
@@ -69,6 +73,7 @@ class Conversion:
     plan: SavePlan
     formats: Mapping[str, WeightFormat] = field(default_factory=dict[str, WeightFormat])
     left_out: tuple[str, ...] = ()
+    adapters: tuple[LoraAdapters, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -84,12 +89,13 @@ def plan_conversion(
     dtype: torch.dtype,
     keep: Sequence[str] = (),
     quantization: QuantizationSpec | None = None,
+    adapters: Sequence[Path] = (),
 ) -> Conversion:
     """Check the source on its headers and plan the target: ``format`` None is ``dtype`` throughout.
 
     Otherwise ``dtype`` is that of what is not quantized: what is not by default, and modules that match a pattern in
-    ``keep``; or all but what ``quantization``, that of an engine, quantizes. A CheckpointError or UsageError says what
-    cannot be read or written.
+    ``keep``; or all but what ``quantization``, that of an engine, quantizes. ``adapters`` are PEFT folders. A
+    CheckpointError or UsageError says what cannot be read or written.
     """
     config = read_config(source)
     spec = spec_from_config(config)
@@ -103,7 +109,22 @@ def plan_conversion(
     used = {(part.file, part.start) for own in sources.values() for s in own for part in stored_parts(s.tensor)}
     used |= {(extra.file, extra.start) for _, extra in plan.extra_tensors}
     left_out = tuple(name for name, tensor in stored.items() if (tensor.file, tensor.start) not in used)
-    return Conversion(source=source, stored=stored, sources=sources, plan=plan, formats=formats, left_out=left_out)
+    return Conversion(
+        source=source,
+        stored=stored,
+        sources=sources,
+        plan=plan,
+        formats=formats,
+        left_out=left_out,
+        adapters=tuple(_load_adapters(folder, spec) for folder in adapters),
+    )
+
+
+def _load_adapters(folder: Path, spec: DecoderSpec) -> LoraAdapters:
+    lora = peft.find_adapter(folder, spec).lora
+    adapters = LoraAdapters(lora, device=torch.device("cpu"), seed=0)
+    adapters.load(read_adapter(folder, lora))
+    return adapters
 
 
 def _choose_formats(spec: DecoderSpec, format: WeightFormat, keep: Sequence[str]) -> dict[str, WeightFormat]:
@@ -165,7 +186,8 @@ def _write(conversion: Conversion, draft: Path, progress: Progress, max_shard_by
             own = {names[part.file, part.start]: part for part in parts}
             # While the weights are converted: the second read of their bytes is from memory.
             hashes |= {name: pool.submit(_hash_stored, name, part, params) for name, part in own.items()}
-            for header, tensor in _unit_parts(unit, sources, conversion.formats.get(unit.name), params):
+            adapters = [each for each in conversion.adapters if unit.name in each.targets_by_param]
+            for header, tensor in _unit_parts(unit, sources, conversion.formats.get(unit.name), params, adapters):
                 output.append(header, tensor.contiguous().flatten().view(torch.uint8).numpy().data)
             wait([hashes[name] for name in own])
         for header, (name, stored) in zip(extra, plan.extra_tensors, strict=True):
@@ -204,17 +226,32 @@ _Part = tuple[TensorHeader, Tensor]
 
 
 def _unit_parts(
-    unit: SaveUnit, sources: Sequence[ParamSource], format: WeightFormat | None, params: ParamReader
+    unit: SaveUnit,
+    sources: Sequence[ParamSource],
+    format: WeightFormat | None,
+    params: ParamReader,
+    adapters: Sequence[LoraAdapters],
 ) -> Iterator[_Part]:
+    dtype = torch.float32 if adapters else unit.dtype
     if format is not None:
+        assert not adapters, "adapters are merged into weights that are not quantized"
         yield from _quantized_parts(unit, sources, format, params)
     elif len(unit.shape) == 3 and not _is_convolution(unit):
         for expert in range(unit.shape[0]):
             own = [source for source in sources if source.piece.expert in (None, expert)]
-            slab = params.read(own, (1, *unit.shape[1:]), unit.dtype, first=expert)
+            slab = params.read(own, (1, *unit.shape[1:]), dtype, first=expert)
+            slab = _merge_adapters(unit, slab, adapters, ParamPart(experts=(expert, expert + 1)))
             yield from _expert_parts(unit, expert, slab)
     else:
-        yield from _row_parts(unit, sources, params)
+        yield from _row_parts(unit, sources, params, adapters)
+
+
+def _merge_adapters(unit: SaveUnit, weight: Tensor, adapters: Sequence[LoraAdapters], part: ParamPart) -> Tensor:
+    """Return a part of a weight with its adapters, which are added in float32; rounded once."""
+    for each in adapters:
+        base = weight.clone()
+        each.merge(unit.name, weight, base, part)
+    return weight.to(unit.dtype)
 
 
 def _is_convolution(unit: SaveUnit) -> bool:
@@ -232,7 +269,9 @@ def _expert_parts(unit: SaveUnit, expert: int, slab: Tensor) -> Iterator[_Part]:
             yield headers[piece], slab[0, piece.start : piece.stop]
 
 
-def _row_parts(unit: SaveUnit, sources: Sequence[ParamSource], params: ParamReader) -> Iterator[_Part]:
+def _row_parts(
+    unit: SaveUnit, sources: Sequence[ParamSource], params: ParamReader, adapters: Sequence[LoraAdapters]
+) -> Iterator[_Part]:
     rows = unit.shape[0]
     each = max(1, _CHUNK_BYTES // (4 * prod(unit.shape[1:])))
     if any(source.is_transposed for source in sources):
@@ -240,7 +279,10 @@ def _row_parts(unit: SaveUnit, sources: Sequence[ParamSource], params: ParamRead
     headers = unit.headers()
     for first in range(0, rows, each):
         last = min(first + each, rows)
-        chunk = params.read(sources, (last - first, *unit.shape[1:]), unit.dtype, first=first)
+        dtype = torch.float32 if adapters else unit.dtype
+        chunk = params.read(sources, (last - first, *unit.shape[1:]), dtype, first=first)
+        if adapters:
+            chunk = _merge_adapters(unit, chunk, adapters, ParamPart(rows=torch.arange(first, last)))
         for piece, header in zip(unit.pieces, headers, strict=True):
             low, high = max(piece.start, first), min(piece.stop, last)
             if low < high:
