@@ -12,18 +12,25 @@ import pytest
 import torch
 from tests.backends.native.conftest import Tiny
 from tests.backends.native.lora_adapters import merged_model, random_factors, save_adapter
+from tests.backends.native.tp.test_packed import ADAPTERS, DENSE, packed_weights, publish, quantize
 from tests.models.oracle import SMALL, hf_model, twin
+from torch import Tensor
 
+from miles.backends.native.config import NativeConfig
 from miles.backends.native.engine.engine import NativeEngine
 from miles.backends.native.engine.lora import LoraShape
 from miles.backends.native.engine.request import GenerateRequest
 from miles.backends.native.runner.lora import list_served_modules
+from miles.cluster.executor import InlineExecutor
 from miles.core.errors import EngineError, UsageError
 from miles.core.protocols import SamplingParams
 from miles.kernels.numerics import FAST, numerics_from_parity
+from miles.models.lora.factors import parse_factors
+from miles.models.lora.layout import build_factor_map
 
 RNG = np.random.default_rng(0)
 SHORT, MIDDLE, LONG = (RNG.integers(0, SMALL["vocab_size"], n).astype(np.int32) for n in (1, 21, 62))
+NAMES = ("first", "second", None, "third")
 KNOBS = {"page_size": 4, "prefill_chunk": 13, "max_running": 4, "kv_tokens": 800}
 NEW = SamplingParams(max_new_tokens=6, ignore_eos=True)
 
@@ -111,6 +118,7 @@ def test_adapters_in_one_batch_give_what_each_gives_alone(depth):
         expect("qwen3", name, output)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", ["qwen2 moe", "deepseek v3", "hybrid qwen3 next", "gemma2", "phi3"])
 def test_adapters_of_other_kinds_of_models_too(kind):
     engine = build_engine(kind)
@@ -253,16 +261,13 @@ def test_host_memory_is_bounded_and_what_has_a_folder_is_read_again(tmp_path):
     assert len(engine._runner.lora._host) == 2
 
 
-@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize("count", [2, pytest.param(5, marks=pytest.mark.extended)])
 def test_with_exact_parity_no_other_request_changes_a_bit(count):
-    from miles.models.checkpoint import hf
-
     model, _ = pair("qwen3")
     numerics = numerics_from_parity("exact")
     decoder = twin(model)
     exact = type(decoder)(decoder.spec, device="cpu", dtype=torch.float32, numerics=numerics)
     exact.load_state_dict(decoder.state_dict())
-    assert hf is not None
     shape = LoraShape(num_slots=3, max_rank=8, modules=list_served_modules(decoder.spec, (), numerics))
 
     def run(*asked):
@@ -297,3 +302,49 @@ def test_what_does_not_fit_is_refused_by_a_sentence():
         asyncio.run(ask(plain, (SHORT, "first", NEW)))
     with pytest.raises(UsageError, match="choose among"):
         list_served_modules(spec, ("w_proj",), FAST)
+
+
+def test_drafted_tokens_are_verified_with_the_adapter_of_their_request():
+    asked = [(MIDDLE, name, SamplingParams(max_new_tokens=12, seed=i, ignore_eos=True)) for i, name in enumerate(NAMES)]
+    plain = asyncio.run(ask(build_engine(), *asked))
+    engine = build_engine(speculative_algorithm="ngram", speculative_num_draft_tokens=4, speculative_adaptive=False)
+    asyncio.run(ask(engine, *asked))  # what was sampled before is what is drafted
+    for one, other in zip(asyncio.run(ask(engine, *asked)), plain, strict=True):
+        assert one.tokens == other.tokens
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=2e-4)
+        assert one.speculation is not None and one.speculation.accepted > 0
+
+
+@pytest.mark.parametrize("format", ["int4_g32", "fp8"])
+def test_over_a_packed_base_an_adapter_gives_what_the_engines_own_gives(format):
+    """The engine's own adapter is held against autograd and transformers elsewhere."""
+    spec = quantize(DENSE, format, 1)
+    own_spec = replace(spec, adapters=ADAPTERS)
+    tensors = packed_weights(own_spec, 0)
+    factors: dict[str, Tensor] = {
+        piece.hf_name: piece.view(tensors[name])
+        for name, pieces in build_factor_map(own_spec).items()
+        for piece in pieces
+    }
+    config = {"peft_type": "LORA", "r": ADAPTERS.rank, "lora_alpha": ADAPTERS.alpha}
+    shape = LoraShape(num_slots=2, max_rank=8, modules=list_served_modules(spec, (), FAST))
+    answers = []
+    for each, lora in ((own_spec, None), (spec, shape)):
+        engine = NativeEngine(
+            each,
+            device="cpu",
+            dtype=torch.float32,
+            config=NativeConfig(engine_kv_tokens=512, engine_page_size=8),
+            run=InlineExecutor(),
+            decode=None,
+            lora=lora,
+        )
+        publish(engine, {name: t for name, t in tensors.items() if lora is None or "lora_" not in name}, 0)
+        if lora is not None:
+            engine.load_lora("first", parse_factors(config, factors, spec, where="it"))
+        prompts = [prompt % 61 for prompt in (MIDDLE, SHORT, LONG)]
+        name = None if lora is None else "first"
+        answers.append(asyncio.run(ask(engine, *((prompt, name, NEW) for prompt in prompts))))
+    for own, served in zip(*answers, strict=True):
+        assert own.tokens == served.tokens
+        np.testing.assert_allclose(own.logprobs, served.logprobs, atol=1e-4)

@@ -6,6 +6,7 @@ from tests.kernels import interpreter  # noqa: F401  loops over numbers read fro
 from tests.kernels.device import CARD, DEVICE, DTYPES, needs_triton
 
 from miles.kernels.fused import activation, gemv, qk_norm_rope, rms_norm
+from miles.kernels.lora import grouped
 from miles.kernels.moe import fused_moe, moe_gemv, topk_router
 from miles.kernels.runtime import graph_inputs, selftest, selftest_cases
 from miles.kernels.runtime.selftest import compute_relative_error, run_selftest
@@ -48,6 +49,7 @@ def on_device(monkeypatch):
             topk_router,
             gemv,
             moe_gemv,
+            grouped,
         ):
             monkeypatch.setattr(module, "use_triton_inference", lambda x: x.dtype != torch.float64)
 

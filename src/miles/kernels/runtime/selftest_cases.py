@@ -32,6 +32,7 @@ from miles.kernels.fused.activation import gated_activation_inference
 from miles.kernels.fused.gemv import gated_linear, gemv_fp32, linear
 from miles.kernels.fused.qk_norm_rope import QKNormRopeParams, qk_norm_rope_write_kv
 from miles.kernels.fused.rms_norm import add_rms_norm, rms_norm
+from miles.kernels.lora.grouped import LoraPlan, LoraSlots, add_grouped_lora, build_tiles, split_columns
 from miles.kernels.moe.fused_moe import moe_forward
 from miles.kernels.moe.topk_router import route_topk
 from miles.kernels.numerics import FAST
@@ -143,6 +144,7 @@ def list_cases(shapes: SelfTestShapes) -> Iterator[SelfTestCase]:
     yield SelfTestCase(name="gemv", run=_gemv)
     yield SelfTestCase(name="gated gemv", run=_gated_gemv)
     yield SelfTestCase(name="gemv logits", run=_gemv_logits)
+    yield SelfTestCase(name="grouped lora", run=_grouped_lora, slack=2)
     yield SelfTestCase(name="router", run=_routes)
     yield SelfTestCase(name="fused moe", run=partial(_experts, tokens=shapes.tokens), slack=2)
     yield SelfTestCase(name="moe gemv", run=partial(_experts, tokens=(1,)), slack=2)
@@ -204,6 +206,26 @@ def _gemv(g: SelfTestContext) -> Pairs:
         inputs = g.random(1, in_features), g.random(out_features, in_features), g.random(out_features)
         yield g.run(linear, *inputs, numerics=FAST), linear(*_wide(*inputs), numerics=FAST)
         yield g.run(linear, *inputs[:2], numerics=FAST), linear(*_wide(*inputs[:2]), numerics=FAST)
+
+
+def _grouped_lora(g: SelfTestContext) -> Pairs:
+    inputs, outputs = g.shapes.features, g.shapes.inner
+    spans = ((0, outputs // 2), (outputs // 2, outputs))
+    slots = LoraSlots(
+        a_SPRI=inputs**-0.5 * g.random(2, 2, 24, inputs),
+        b_SOR=0.2 * g.random(2, outputs, 24),
+        ranks_SP=torch.tensor([[24, 24], [3, 0]], dtype=torch.int32, device=g.device),
+        scales_SP=torch.tensor([[2.0, 0.5], [1.0, 1.0]], device=g.device),
+        columns_C4=torch.from_numpy(split_columns(spans)).to(g.device),
+        spans=spans,
+    )
+    wide = replace(slots, a_SPRI=slots.a_SPRI.double(), b_SOR=slots.b_SOR.double())
+    for adapters in ([1], [0, -1, 1, 1, 0], [0] * 20 + [1] * 15):
+        rows, tiles = (torch.from_numpy(each).to(g.device) for each in build_tiles(np.array(adapters), 16))
+        plan = LoraPlan(rows_T=rows, tiles_G3=tiles, tile_rows=16)
+        x_TI, y_TN = g.random(len(adapters), inputs), g.random(len(adapters), outputs)
+        expected_TN = add_grouped_lora(y_TN.double(), x_TI.double(), wide, plan, numerics=FAST)
+        yield g.run(add_grouped_lora, y_TN.clone(), x_TI, slots, plan, numerics=FAST), expected_TN
 
 
 def _gated_gemv(g: SelfTestContext) -> Pairs:
