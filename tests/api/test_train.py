@@ -2,14 +2,17 @@
 
 import _thread
 import asyncio
+import doctest
 import json
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.api.conftest import ROWS, SMALL, shared_letters
 
 import miles
+from miles.api import options
 from miles.launch.main import main
 
 Small = dict[str, object]
@@ -271,3 +274,16 @@ def test_the_command_line_says_where_the_function_of_a_run_is(model: str, capsys
     (run.directory / "config.toml").write_text(recipe.replace("functions:reward", "functions:elsewhere"))
     assert main(["train", "run/config.toml", "--save", "other"]) == 1
     assert "elsewhere is a function of the Python program that started this run" in capsys.readouterr().err
+
+
+def test_options_become_flags_as_the_examples_show():
+    assert doctest.testmod(options).failed == 0
+    assert options.build_argv({"save": Path("a"), "hook_arguments": {"x": 1}, "seed": np.int64(3)}) == [
+        "--save=a",
+        '--hook-arguments={"x": 1}',
+        "--seed=3",
+    ]
+    with pytest.raises(miles.UsageError, match="lr is a object; give a number, a text"):
+        options.build_argv({"lr": object()})
+    with pytest.raises(miles.UsageError, match="rollout_stop has the value '--x', which looks like a flag"):
+        options.build_argv({"rollout_stop": ["--x"]})

@@ -8,6 +8,8 @@ import textwrap
 
 import pytest
 
+from miles.launch.runtime.signals import StopSignals
+
 HEAD = """
 import signal, sys, time, threading
 from miles.launch.runtime.signals import StopSignals, StopSignal
@@ -122,3 +124,16 @@ def test_signals_are_obeyed_after_the_output_is_lost(lost):
     process.communicate("go on\n", timeout=60)
     os.close(write)
     assert process.returncode == 0
+
+
+def test_a_run_in_another_thread_is_stopped_before_and_while_it_runs():
+    stops: list[str] = []
+    early = StopSignals(print)
+    early.stop()  # while the model is loaded
+    with early.stopping(lambda: stops.append("early")):
+        pass
+    late = StopSignals(print)
+    with late.stopping(lambda: stops.append("late")):
+        assert stops == ["early"]
+        late.stop()
+    assert stops == ["early", "late"] and late.received == signal.SIGINT
