@@ -133,10 +133,10 @@ def main() -> None:
     args = parser.parse_args()
     from bench_engine_gpu import limits
 
-    limit = limits(args.models, [])
+    limit = limits(args.models, [], ["ours"])
     print(f"copy {limit['copy_tb']:.2f} TB/s")
     for model in args.models:
-        show(model, limit[model]["alone_ms"] / 1e3)
+        show(model, limit[f"{model} ours"]["alone_ms"] / 1e3)
 
 
 if __name__ == "__main__":
