@@ -39,6 +39,10 @@ MESSAGE = "there is a message: a rank that hangs in the middle of one is killed 
 SOCKET = "the socket has a timeout"
 
 MAY_WAIT = {
+    ("api/loop_thread.py", "LoopThread.close"): "the loop stops at its next turn",
+    ("api/train.py", "train_async"): "a run that was asked to stop ends after its step, and saves",
+    ("launch/commands/view.py", "serve_dashboard"): "it serves until a signal",
+    ("launch/dashboard/process.py", "DashboardProcess.close"): "the process was killed",
     ("models/checkpoint/convert.py", "_write"): "a thread of its own hashes bytes of a local file",
     ("hooks/worker.py", "HookWorker.run"): "its caller has the deadline of the user function, and cancels it",
     ("backends/native/server/generation.py", "_Changes.wait_next"): "a client waits as long as it likes for tokens",

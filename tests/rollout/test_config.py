@@ -5,11 +5,10 @@ import sys
 from dataclasses import fields
 
 from miles.core.protocols import SamplingParams
-from miles.rollout.config import RolloutConfig
+from miles.rollout.config import RolloutConfig, resolve_context_limit
 from miles.rollout.sampling import (
     build_eval_sampling,
     build_training_sampling,
-    resolve_context_limit,
     resolve_prompt_limit,
 )
 

@@ -230,3 +230,9 @@ class RolloutConfig:
     allow_unsandboxed_code: bool = option(
         False, "Run programs even where the machine lacks the minimum isolation, with whatever it has."
     )
+
+
+def resolve_context_limit(config: RolloutConfig, positions: int) -> int:
+    """Maximum tokens of prompt and response together, for a model with that many positions."""
+    limit = config.rollout_max_context_len
+    return positions if limit is None else min(limit, positions)

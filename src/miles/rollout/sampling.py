@@ -30,12 +30,6 @@ def build_eval_sampling(config: RolloutConfig) -> SamplingParams:
     )
 
 
-def resolve_context_limit(config: RolloutConfig, positions: int) -> int:
-    """Maximum tokens of prompt and response together, for a model with that many positions."""
-    limit = config.rollout_max_context_len
-    return positions if limit is None else min(limit, positions)
-
-
 def resolve_prompt_limit(config: RolloutConfig) -> int | None:
     """Maximum tokens of a prompt, leaving at least one for the response; None when no option sets one."""
     context = config.rollout_max_context_len

@@ -37,6 +37,7 @@ from miles.launch.build.rewards import build_pooled_rewards, build_rewards, name
 from miles.launch.config import Config
 from miles.launch.policies.config import PolicyConfig, is_trained
 from miles.launch.rules.paths import read_key_file
+from miles.rollout.config import resolve_context_limit
 from miles.rollout.eval_options import lists_tools
 from miles.rollout.generate.agent import AgentGenerate, AgentSession, find_abort_hook
 from miles.rollout.generate.dispatch import GenerateDispatch
@@ -45,7 +46,7 @@ from miles.rollout.generate.single_turn import SingleTurn
 from miles.rollout.multi_agent.agents import AgentRole, MultiAgentFn, offload_multi_agent
 from miles.rollout.multi_agent.generate import MultiAgentGenerate
 from miles.rollout.prompt_renderer import PromptRenderer
-from miles.rollout.sampling import build_eval_sampling, build_training_sampling, resolve_context_limit
+from miles.rollout.sampling import build_eval_sampling, build_training_sampling
 from miles.rollout.sandbox.build import build_sandbox, sandbox_limits_from_config
 from miles.rollout.sandbox.run import Sandbox
 from miles.rollout.serving.http import is_loopback

@@ -62,6 +62,7 @@ from miles.launch.plan.plan import Plan
 from miles.observe.metric import correct_metrics, group_metrics
 from miles.rollout.bad_rows import BadRowRollout, drop_empty_groups
 from miles.rollout.concurrency import ConcurrencyLimiter
+from miles.rollout.config import resolve_context_limit
 from miles.rollout.data.dataset import PromptCheck
 from miles.rollout.data.mixture import MixturePart
 from miles.rollout.evaluate import EvalSettings, Evaluator, limit_context
@@ -71,7 +72,6 @@ from miles.rollout.offline.replay_source import ReplaySource, RolloutRecording
 from miles.rollout.sampling import (
     build_eval_sampling,
     build_training_sampling,
-    resolve_context_limit,
     resolve_prompt_limit,
 )
 from miles.rollout.seeds import make_training_seed_fn

@@ -18,8 +18,8 @@ from miles.launch.config import Config
 from miles.launch.plan.plan import Plan
 from miles.models.spec import DecoderSpec
 from miles.models.tokenizer import HfTokenizer, load_tokenizer
+from miles.rollout.config import resolve_context_limit
 from miles.rollout.data.mixture import MixturePart
-from miles.rollout.sampling import resolve_context_limit
 
 if TYPE_CHECKING:
     from miles.rollout.distill.teacher_client import TeacherClient

@@ -31,7 +31,8 @@ from miles.launch.plan.memory import format_bytes
 from miles.launch.plan.plan import Plan
 from miles.launch.plan.topology import get_world_size, is_remote
 from miles.models.accounting.params import optimizer_bytes, weight_bytes
-from miles.rollout.sampling import build_training_sampling, resolve_context_limit, resolve_prompt_limit
+from miles.rollout.config import resolve_context_limit
+from miles.rollout.sampling import build_training_sampling, resolve_prompt_limit
 
 _PREVIEW_CHARS = 60
 _MIN_OPEN_FILES = 4096

@@ -34,7 +34,7 @@ from miles.models.draft.spec import DraftSpec
 from miles.models.lora.targets import LoraSpec
 from miles.models.parallel.tp_sharding import shard_spec
 from miles.models.spec import DecoderSpec
-from miles.rollout.sampling import resolve_context_limit
+from miles.rollout.config import resolve_context_limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

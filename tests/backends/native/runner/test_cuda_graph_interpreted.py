@@ -430,7 +430,7 @@ def test_no_kind_of_model_asks_the_device_for_numbers_while_it_is_recorded(recor
         pytest.skip("its steps are not captured")
     ready, graph = triton_compat.use_triton_inference, torch.cuda.graph
     for name, each in list(sys.modules.items()):
-        if name.startswith("miles.") and getattr(each, "use_triton_inference", None) is ready:
+        if name.startswith("miles.") and vars(each).get("use_triton_inference") is ready:
             monkeypatch.setattr(each, "use_triton_inference", lambda x: torch.is_inference_mode_enabled())
 
     @contextmanager

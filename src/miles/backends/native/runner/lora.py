@@ -55,7 +55,7 @@ def list_served_modules(spec: DecoderSpec, words: Sequence[str], numerics: Numer
     """
     if isinstance(spec, HfAdapterSpec):
         raise UsageError("adapters are not served with a model run by transformers; remove --enable-lora.")
-    targets = [target for target in list_targets(spec) if not target.is_vision]
+    targets = [target for target in list_targets(spec) if not target.is_vision and not target.num_experts]
     served = [t for t in targets if numerics.batch_invariant or not t.param_name.endswith(_ABSORBED)]
     if not words or "all" in words or "all-linear" in words:
         return tuple(target.module for target in served)
