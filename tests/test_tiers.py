@@ -1,20 +1,22 @@
-"""The list of extended tests names tests that exist."""
+"""The lists of extended and slow tests name tests that exist."""
 
 import ast
 from pathlib import Path
 
-from tests.tiers import examples, read_extended_patterns
+import pytest
+from tests.tiers import EXTENDED_LIST, SLOW_LIST, examples, read_patterns
 
 ROOT = Path(__file__).parents[1]
 
 
-def test_every_extended_test_exists():
+@pytest.mark.parametrize("path", [EXTENDED_LIST, SLOW_LIST], ids=lambda path: path.stem)
+def test_every_listed_test_exists(path: Path):
     missing = []
-    for pattern in read_extended_patterns():
+    for pattern in read_patterns(path):
         if set(pattern) & set("*?"):
             continue
-        path, _, name = pattern.partition("::")
-        file = ROOT / path
+        where, _, name = pattern.partition("::")
+        file = ROOT / where
         functions = (
             {node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)}
             if file.is_file()

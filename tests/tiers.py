@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 EXTENDED_LIST = Path(__file__).with_name("extended.txt")
+SLOW_LIST = Path(__file__).with_name("slow.txt")
 EXTENDED_RUN = os.environ.get("MILES_TEST_TIER") == "extended"
 DEFAULT_EXAMPLES = 15
 # A loop, and what it takes on two idle cores of a 2.x GHz server; busy or slower machines get a longer limit.
@@ -25,22 +26,24 @@ def examples(count: int) -> int:
     return count if EXTENDED_RUN else min(count, DEFAULT_EXAMPLES)
 
 
-def read_extended_patterns() -> list[str]:
-    """Node ids, or shell patterns of them, of the tests that `make test` leaves to `make test-extended`."""
-    lines = EXTENDED_LIST.read_text(encoding="utf-8").splitlines()
+def read_patterns(path: Path) -> list[str]:
+    """Node ids, or shell patterns of them, of the tests of a tier: those that `make test` leaves to others."""
+    lines = path.read_text(encoding="utf-8").splitlines()
     return [line for line in map(str.strip, lines) if line and not line.startswith("#")]
 
 
 def mark_tiers(items: list[pytest.Item]) -> None:
-    """Mark tests of the extended list, and property tests, which the extended run repeats with all their examples."""
-    patterns = read_extended_patterns()
-    exact = {pattern for pattern in patterns if not set(pattern) & set("*?")}
-    globs = [pattern.replace("[", "[[]") for pattern in patterns if set(pattern) & set("*?")]
+    """Mark tests of the lists, and property tests, which the extended run repeats with all their examples."""
+    for path, mark in ((EXTENDED_LIST, pytest.mark.extended), (SLOW_LIST, pytest.mark.slow)):
+        patterns = read_patterns(path)
+        exact = {pattern for pattern in patterns if not set(pattern) & set("*?")}
+        globs = [pattern.replace("[", "[[]") for pattern in patterns if set(pattern) & set("*?")]
+        for item in items:
+            node_id = item.nodeid
+            names = (node_id, node_id.split("[")[0], node_id.split("::")[0])
+            if exact.intersection(names) or any(fnmatch.fnmatchcase(node_id, glob) for glob in globs):
+                item.add_marker(mark)
     for item in items:
-        node_id = item.nodeid
-        names = (node_id, node_id.split("[")[0], node_id.split("::")[0])
-        if exact.intersection(names) or any(fnmatch.fnmatchcase(node_id, glob) for glob in globs):
-            item.add_marker(pytest.mark.extended)
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker(pytest.mark.property)
 

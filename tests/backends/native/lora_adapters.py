@@ -16,7 +16,11 @@ from miles.models.spec import DecoderSpec
 def random_adapter(spec: DecoderSpec, seed: int, *, rank=4, alpha=8.0, only=None, scale=0.15, **config):
     """The config and the tensors of an adapter in PEFT's names; ``only`` are the short names of its targets."""
     random = torch.Generator().manual_seed(seed)
-    targets = [t for t in list_targets(spec) if not t.is_vision and (only is None or t.short_name in only)]
+    targets = [
+        t
+        for t in list_targets(spec)
+        if not t.is_vision and not t.num_experts and t.short_name in (only or (t.short_name,))
+    ]
     tensors = {}
     for target in targets:
         name = f"base_model.model.{target.module}"
