@@ -235,7 +235,7 @@ def _report(argv: list[str]) -> int:
     if not runs:
         raise UsageError(f"miles report takes {COMMANDS['report'].usage}; name a run, or several to compare.")
     options = read_options(ReportRoot, argv[len(runs) :]).report
-    from miles.launch.commands.report import report
+    from miles.launch.commands.view import report
 
     return report([Path(run) for run in runs], options)
 

@@ -305,7 +305,8 @@ def _multiply(
     # Scales are loaded a block ahead: the tensor cores would wait for them.
     next_m, next_gate_n, next_up_n = _load_scales(x_scale_m, gate_scale_n, up_scale_n, 0, 0, GATED)
     for block in range(0, blocks):
-        scale_m, gate_scale, up_scale = next_m, next_gate_n, next_up_n
+        scale_m = next_m
+        gate_scale, up_scale = next_gate_n, next_up_n
         if PER_BLOCK:
             ahead = tl.minimum(block + 1, blocks - 1)
             next_m, next_gate_n, next_up_n = _load_scales(

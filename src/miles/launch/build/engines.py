@@ -1,18 +1,24 @@
-"""Engines in this process: the native engine of a policy, and how weights are published to it."""
+"""Engines in this process: the native engine of a policy, how weights are published to it, and its adapters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
 
 from miles.backends.native.config import HEAD_ALGORITHMS
 from miles.backends.native.engine.engine import NativeEngine
+from miles.backends.native.engine.lora import LoraShape
+from miles.backends.native.lora_config import LoraServingConfig
+from miles.backends.native.runner.lora import list_served_modules
 from miles.cluster import platform
 from miles.cluster.executor import Executor, InlineExecutor
+from miles.core.errors import UsageError
 from miles.core.types import Version
+from miles.kernels.numerics import Numerics
 from miles.launch.build.draft_model import load_engine_draft, name_head_weights
 from miles.launch.build.models import PolicyCheckpoint, load_model
 from miles.launch.config import Config
@@ -26,6 +32,7 @@ from miles.models.draft.mtp import MtpDraft
 from miles.models.draft.param_map import build_draft_map
 from miles.models.draft.spec import DRAFT_PREFIX
 from miles.models.lora.adapters import LoraAdapters
+from miles.models.lora.factors import LoraFactors, read_factors
 from miles.models.lora.layout import build_factor_map
 from miles.models.model_provider import apply_model_provider
 from miles.models.packing import pack_params
@@ -203,3 +210,43 @@ def get_rollout_weights(policy: PolicyCheckpoint, weights: GetWeights) -> GetWei
         }
 
     return convert
+
+
+_DEFAULT_RANK = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraServing:
+    """The room for adapters, and the adapters to load at start: name, folder and factors of each."""
+
+    shape: LoraShape
+    adapters: tuple[tuple[str, Path, LoraFactors], ...]
+
+
+def build_lora_serving(config: LoraServingConfig, spec: DecoderSpec, numerics: Numerics) -> LoraServing | None:
+    """Read the adapters of --lora-paths; None if no adapters are served; raises UsageError."""
+    if not config.is_enabled:
+        return None
+    modules = list_served_modules(spec, config.lora_target_modules, numerics)
+    adapters: dict[str, tuple[str, Path, LoraFactors]] = {}
+    for word in config.lora_paths:
+        name, separator, folder = word.partition("=")
+        if not separator:
+            folder = name
+        if not name or not folder or name in adapters:
+            raise UsageError(f"--lora-paths {word} must be NAME=FOLDER, and each name is given once.")
+        adapters[name] = (name, Path(folder), read_factors(Path(folder), spec))
+    largest = max((factors.rank for _, _, factors in adapters.values()), default=_DEFAULT_RANK)
+    shape = LoraShape(
+        num_slots=config.max_loras_per_batch,
+        max_rank=config.max_lora_rank or largest,
+        modules=modules,
+        max_loaded=config.max_loaded_loras,
+    )
+    return LoraServing(shape=shape, adapters=tuple(adapters.values()))
+
+
+def load_adapters(engine: NativeEngine, serving: LoraServing | None) -> None:
+    """Load the adapters of --lora-paths into an engine."""
+    for name, folder, factors in () if serving is None else serving.adapters:
+        engine.load_lora(name, factors, folder=folder)

@@ -238,7 +238,7 @@ async def build_server(config: ServeRoot, key: str | None, run: Executor) -> tup
     from miles.cluster.executor import InlineExecutor
     from miles.core.types import Version
     from miles.launch.build.draft_model import load_engine_draft, name_head_weights
-    from miles.launch.build.lora_serving import build_lora_serving, load_adapters
+    from miles.launch.build.engines import build_lora_serving, load_adapters
     from miles.models.checkpoint import hf
     from miles.models.lora.adapters import load_engine_factors
     from miles.models.resolve import resolve_spec

@@ -1,4 +1,4 @@
-"""``miles view``: serve the dashboard of runs on this machine until a signal."""
+"""``miles view`` serves the dashboard of runs until a signal; ``miles report`` writes it to one HTML file."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from miles.core.errors import UsageError
-from miles.launch.config import ViewOptions
+from miles.launch.config import ReportOptions, ViewOptions
 from miles.launch.dashboard.build import build_api
+from miles.launch.dashboard.html_report import build_report
 from miles.launch.runtime.http_service import API_KEY, read_key
 from miles.observe.dashboard.api import DashboardApi
+from miles.observe.formatting import format_bytes
 from miles.rollout.serving.http import find_own_address, is_loopback
 
 _ANY_ADDRESS = ("0.0.0.0", "::", "")
@@ -74,3 +76,15 @@ def format_address(host: str, port: int, token: str | None) -> str:
     name = find_own_address() if host in _ANY_ADDRESS else host
     place = f"[{name}]" if ":" in name else name
     return f"http://{place}:{port}/" + (f"?token={token}" if token else "")
+
+
+def report(runs: Sequence[Path], options: ReportOptions) -> int:
+    """Write the report, complete or not at all."""
+    api = build_api(runs)
+    output = Path(options.output) if options.output is not None else Path(f"{runs[0].resolve().name}.html")
+    text = build_report(api, max_trajectories=options.max_trajectories).encode()
+    part = output.with_name(f"{output.name}.part")
+    part.write_bytes(text)
+    part.rename(output)
+    print(f"{output} ({format_bytes(len(text))})")
+    return 0
