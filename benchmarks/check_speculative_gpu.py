@@ -4,7 +4,8 @@
 
 Small random models (dense, MoE, MLA with MoE) under batch-invariant kernels, with CUDA graphs on and off, and each kind
 of draft: n-grams, a draft model, MTP layers, an EAGLE-3 head, as chains and as trees. Each prompt is sampled several
-times, greedily and with filters, over two epochs. A line passes if every bit is that of the engine without drafts,
+times, greedily and with filters, over two epochs, and over a third after the engine slept, got other weights of the
+policy and the head, and woke. A line passes if every bit is that of the engine without drafts,
 drafts were accepted, and no page leaked. CASE selects lines by part of their name; the exit code is 1 if one fails.
 """
 
@@ -168,10 +169,19 @@ def list_cases() -> list[Case]:
     ]
 
 
+def publish(engine: NativeEngine, version: Version, tensors: Mapping[str, Tensor]) -> None:
+    """Send weights to an engine and commit them."""
+    engine.begin(build_manifest(version, dict(tensors)))
+    for name, tensor in tensors.items():
+        engine.receive(name, tensor)
+    engine.verify()
+    engine.commit()
+
+
 def run_engine(
     policy: Decoder, requests: Requests, *, graphs: bool, draft: CausalLM | Draft | None = None, **options: Any
 ) -> tuple[list[list[Completion]], Mapping[str, float], float]:
-    """Return the completions of two epochs, what the engine counted, and its seconds."""
+    """Return the completions of three epochs, what the engine counted, and its seconds."""
     like = policy.embedding.weight
     run = ThreadExecutor("engine")
     config = NativeConfig(
@@ -190,15 +200,15 @@ def run_engine(
     tensors = {name: parameter.detach() for name, parameter in policy.named_parameters()}
     if isinstance(draft, Draft):
         tensors |= {DRAFT_PREFIX + name: parameter.detach() for name, parameter in draft.named_parameters()}
-    engine.begin(build_manifest(Version(), tensors))
-    for name, tensor in tensors.items():
-        engine.receive(name, tensor)
-    engine.verify()
-    engine.commit()
+    publish(engine, Version(), tensors)
 
     async def generate() -> list[list[Completion]]:
         epochs = []
-        for _ in range(2):
+        for epoch in range(3):
+            if epoch == 2:
+                await engine.sleep()
+                publish(engine, Version(number=1), {name: tensor * 0.875 for name, tensor in tensors.items()})
+                await engine.wake()
             epochs.append(await asyncio.gather(*(engine.generate(tokens, how) for tokens, how in requests)))
         return epochs
 
