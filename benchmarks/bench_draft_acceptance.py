@@ -31,6 +31,7 @@ TRAIN_HEAD = ["--draft-train", "eagle3", "--draft-lr", "1e-3", "--mtp-loss-scali
 def list_flags(kind: str, head: Path, drafts: int, lr: str) -> list[str]:
     """Return the flags of a kind of draft; the warm-up's head is in ``head``."""
     verify = ["--disable-speculative-adaptive", "--speculative-num-draft-tokens", str(drafts)]
+    verify += ["--engine-max-running", "2048"]  # rows of a step: 512 requests and their drafts
     return {
         WARM_UP: ["--lr", "1e-12", *TRAIN_HEAD],
         NGRAM: ["--lr", lr, "--speculative-algorithm", "ngram", *verify],
