@@ -32,8 +32,8 @@ def rotate_queries_keys(
     """Rotated queries and keys, [P, H, d] each, both views of one tensor.
 
     ``cos_sin_P2d`` are cosines and signed sines. ``interleaved`` rotations pair neighbouring channels, others those
-    half a head apart. With ``halves`` each half of a head has pairs of its own; the result has their channels in the order
-    of one rotation over the head: quarters 0, 2, 1, 3.
+    half a head apart. With ``halves`` each half of a head has pairs of its own; the result has their channels in the
+    order of one rotation over the head: quarters 0, 2, 1, 3.
     """
     assert not (interleaved and halves), "pairs of neighbours are the same in halves"
     assert qkv_P3Hd.stride()[2:] == (qkv_P3Hd.shape[3], 1), "the heads of a patch must be contiguous"
