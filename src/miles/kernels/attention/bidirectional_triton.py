@@ -9,6 +9,9 @@ Keys and values are loaded by TMA. The rest of a head then has, instead of zeros
 keys meet zeros of the query, and those of values are not stored.
 """
 
+# Descriptors and bounds of loops are no types that the checker knows.
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
+
 from __future__ import annotations
 
 from functools import cache
@@ -128,7 +131,7 @@ def _attend_kernel(
     inputs = q_MA, q_MB, k_A, k_B, v_A, v_B, head * DIM
     state = _attend_range(*state, *inputs, begin, whole, end, factor, A, B, N, False)
     out_MA, out_MB, _, sum_M = _attend_range(*state, *inputs, whole, end, end, factor, A, B, N, True)
-    dtype = out_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue]
+    dtype = out_ptr.dtype.element_ty
     out_M1 = out_ptr + row_M.to(tl.int64)[:, None] * (HEADS * DIM) + head * DIM
     tl.store(out_M1 + column_A[None, :], (out_MA / sum_M[:, None]).to(dtype), mask=valid_MA)
     if B > 0:

@@ -29,4 +29,4 @@ def can_fuse_gelu(x_TK: Tensor, bias_N: Tensor | None, *, numerics: Numerics) ->
 
 def gelu_tanh_linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor) -> Tensor:
     """GELU, in its tanh approximation, of rows times a weight plus a bias; accumulated in float32 and rounded once."""
-    return torch._addmm_activation(bias_N, x_TK, weight_NK.t(), use_gelu=True)
+    return torch.ops.aten._addmm_activation(bias_N, x_TK, weight_NK.t(), use_gelu=True)

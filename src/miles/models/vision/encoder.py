@@ -113,10 +113,10 @@ class VisionMlp(nn.Module):
     def expand(self, x_PD: Tensor) -> Tensor:
         """The up projection and the activation of an MLP that is not gated, [P, I]."""
         assert self.up is not None
-        weight, bias = self.up.operand(), self.up.bias
-        is_plain = self.activation == "gelu_tanh" and isinstance(weight, Tensor) and not self.up.has_adapter
-        if is_plain and can_fuse_gelu(x_PD, bias, numerics=self.up.numerics):
-            return gelu_tanh_linear(x_PD, weight, bias)
+        if self.activation == "gelu_tanh" and can_fuse_gelu(x_PD, self.up.bias, numerics=self.up.numerics):
+            weight = self.up.operand()
+            if isinstance(weight, Tensor) and not self.up.has_adapter:
+                return gelu_tanh_linear(x_PD, weight, self.up.bias)
         return activate(self.up(x_PD), self.activation)
 
 
