@@ -444,6 +444,9 @@ def _moe(spec: MoeSpec) -> TpShards:
         out |= _prefix("shared", _mlp(spec.shared))
         if spec.shared_gate:
             out["shared_gate.weight"] = _REPLICATED
+    if spec.beside_mlp:
+        out |= {name: _REPLICATED for name in ("router_scale", "expert_scale", "expert_norm.weight")}
+        out |= {name: _RESIDUAL for name in ("expert_post_norm.weight", "shared_post_norm.weight")}
     return out
 
 
