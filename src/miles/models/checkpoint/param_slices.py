@@ -74,7 +74,7 @@ class ModuleNames:
     names: Mapping[str, str]
 
     def submodule(self, name: str, key: str) -> ModuleNames:
-        """Return the names of a module inside this one, whose tensors in a checkpoint are this one's if it has no name."""
+        """Return the names of a module inside this one; without a name its tensors are this one's in a checkpoint."""
         inner = f".{self.names[key]}" if self.names[key] else ""
         return ModuleNames(f"{self.prefix}.{name}", f"{self.hf_prefix}{inner}", self.names)
 

@@ -445,8 +445,8 @@ def _moe(spec: MoeSpec) -> TpShards:
         if spec.shared_gate:
             out["shared_gate.weight"] = _REPLICATED
     if spec.beside_mlp:
-        out |= {name: _REPLICATED for name in ("router_scale", "expert_scale", "expert_norm.weight")}
-        out |= {name: _RESIDUAL for name in ("expert_post_norm.weight", "shared_post_norm.weight")}
+        out |= dict.fromkeys(("router_scale", "expert_scale", "expert_norm.weight"), _REPLICATED)
+        out |= dict.fromkeys(("expert_post_norm.weight", "shared_post_norm.weight"), _RESIDUAL)
     return out
 
 
