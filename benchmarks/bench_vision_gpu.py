@@ -13,6 +13,8 @@ leaves the others; its numbers are printed, and written with --json, as soon as 
   tokens;
 - ``tower``: images a second through the vision tower, with the copy of their pixels to the GPU and without, against
   its FLOPs at the measured rate of a large matmul;
+- ``profile`` (only if asked for): the time of each piece of a block, of implementations of its attention, and of the
+  top CUDA kernels of a forward;
 - ``rollout``: 32 prompts of one image and 64 tokens x 8 samples x 256 new tokens, and the same with text in place of
   the image. Each image is encoded once;
 - ``train``: tokens a second and peak memory of trainer steps (two micro-batches, then clipping and AdamW with float32
@@ -34,6 +36,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,7 @@ GIB = 2**30
 # The published models have one placeholder of images, the tiny one another. Texts have tokens below both.
 IMAGE_TOKEN, TINY_IMAGE_TOKEN = 151655, 1000
 PARTS = ("check", "tower", "rollout", "train")
+EXTRA_PARTS = ("profile",)
 # Micro-batches of a trainer step: from the second on, gradients and what backward needs are held together.
 MICRO_BATCHES = 2
 
@@ -291,6 +295,18 @@ def measure_tower(model: str, device: str, workload: Workload) -> dict[str, Any]
     }
 
 
+def profile(model: str, device: str, workload: Workload) -> dict[str, Any]:
+    tower = build_decoder(model, device, training_dtype(device)).vision
+    images = [make_image(seed, workload.side, workload.side) for seed in range(workload.tower_images)]
+    return load_profile_module().profile_tower(tower, images, device)
+
+
+def load_profile_module() -> Any:
+    """``benchmarks.vision_profile``, also if this file runs as a script."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    return import_module("benchmarks.vision_profile")
+
+
 def measure_rollout(model: str, device: str, workload: Workload) -> dict[str, Any]:
     import numpy as np
 
@@ -527,8 +543,8 @@ def measure_device_seconds(what: Callable[[], Any], device: str, times: int = 3)
 def measure_part(part: str, model: str, device: str, workload: Workload) -> dict[str, Any]:
     if part == "check":
         return check(device, workload)
-    measure = {"tower": measure_tower, "rollout": measure_rollout, "train": measure_train}[part]
-    return measure(model, device, workload)
+    measures = {"tower": measure_tower, "profile": profile, "rollout": measure_rollout, "train": measure_train}
+    return measures[part](model, device, workload)
 
 
 def spawn_part(part: str, model: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -581,13 +597,23 @@ def describe_train(found: dict[str, Any]) -> list[str]:
     ]
 
 
-DESCRIBE = {"check": describe_check, "tower": describe_tower, "rollout": describe_rollout, "train": describe_train}
+def describe_profile(found: dict[str, Any]) -> list[str]:
+    return load_profile_module().describe_profile(found)
+
+
+DESCRIBE = {
+    "check": describe_check,
+    "tower": describe_tower,
+    "profile": describe_profile,
+    "rollout": describe_rollout,
+    "train": describe_train,
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["Qwen3-VL-8B", "Qwen3-VL-4B", "Qwen3-VL-2B"])
-    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS + EXTRA_PARTS)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="a tiny model and workload, to see that every part runs")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from miles.models.hf_adapter.spec import HfAdapterSpec
 from miles.models.spec import AttentionSpec, DecoderSpec, GatedDeltaNetSpec, MambaSpec, Mixer, MlaSpec
 
-# Channels of a head that the Triton kernels of softmax attention take at most.
+# Channels of a head that the batch-invariant Triton kernels of softmax attention take at most.
 MAX_HEAD_DIM = 256
 
 

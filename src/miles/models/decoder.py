@@ -76,7 +76,8 @@ class DecoderLayer(nn.Module):
         self.mlp = Mlp(spec.hidden_size, layer.ffn, **factory) if isinstance(layer.ffn, MlpSpec) else None
         self.moe: MoeMlp | None = None
         if isinstance(layer.ffn, MoeSpec):
-            self.moe = MoeMlp(spec.hidden_size, layer.ffn, spec.moe_layers.index(index), **factory)
+            norm_options = {"eps": spec.norm_eps, "offset": spec.norm_offset}
+            self.moe = MoeMlp(spec.hidden_size, layer.ffn, spec.moe_layers.index(index), **norm_options, **factory)
         self.mlp_post_norm = norm(layer.ffn is not None and layer.post_norms)
         self.output_scale: nn.Parameter | None = None
         if layer.output_scale:
@@ -116,17 +117,25 @@ class DecoderLayer(nn.Module):
                 deferred_TD = self.attention_post_norm(deferred_TD)
         if self.mlp_norm is not None:
             x_TD, y_TD = self.mlp_norm.add_norm_quantized(x_TD, deferred_TD)
-            y_TD = self._enter_tp(y_TD)
             if self.mlp is not None:
-                deferred_TD = self._leave_tp(self.mlp(y_TD))
+                deferred_TD = self._leave_tp(self.mlp(self._enter_tp(y_TD)))
             else:
-                assert self.moe is not None
-                deferred_TD = self._leave_tp(self.moe(y_TD, routing))
+                deferred_TD = self._run_moe(x_TD, y_TD, routing)
             if self.mlp_post_norm is not None:
                 deferred_TD = self.mlp_post_norm(deferred_TD)
         if self.output_scale is not None:
             return (x_TD if deferred_TD is None else x_TD + deferred_TD) * self.output_scale, None
         return x_TD, deferred_TD
+
+    def _run_moe(self, x_TD: Tensor, y_TD: Tensor | QuantizedActivation, routing: Routing | None) -> Tensor:
+        """Run the experts on the residual stream behind the norm, or on itself if they are beside an MLP."""
+        moe = self.moe
+        assert moe is not None
+        if not moe.spec.beside_mlp:
+            return self._leave_tp(moe(self._enter_tp(y_TD), routing))
+        assert moe.shared is not None
+        shared_TD = self._leave_tp(moe.shared(self._enter_tp(y_TD)))
+        return moe.join_branches(self._leave_tp(moe(self._enter_tp(x_TD), routing)), shared_TD)
 
     def _run_and_add(
         self, x_TD: Tensor, positions: Positions, attn_backend: AttentionBackend, routing: Routing | None
@@ -143,6 +152,8 @@ class DecoderLayer(nn.Module):
             self.attention_norm.keep_wide = attention.qkv.has_adapter
         if self.mlp_norm is None:
             return
+        if moe is not None and moe.spec.beside_mlp:
+            mlp = moe.shared
         if mlp is not None:
             first = mlp.gate_up or mlp.up or mlp.down
             self.mlp_norm.quantize_to = _fusable_format(first.quantized, self.mlp_norm)

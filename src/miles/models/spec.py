@@ -203,6 +203,11 @@ class MoeSpec:
     ``norm_topk_prob`` and multiplied by ``scale``; ``weigh_input`` applies them to the experts' inputs instead of their
     outputs. ``interleaved`` experts alternate gate and up rows. ``latent`` is the experts' input width if it is not the
     model's. ``shared`` is an MLP applied to every token, with a sigmoid gate if ``shared_gate``.
+
+    With ``beside_mlp`` (Gemma 4) the experts are a branch beside ``shared``: they read the residual stream through a
+    norm of their own, and each branch has a norm behind it. The router reads the residual stream too, normalized, times
+    a learned scale of each channel, over the root of their number; the weight of an expert is multiplied by a learned
+    scale.
     """
 
     num_experts: int
@@ -226,6 +231,11 @@ class MoeSpec:
     latent_bias: bool = False
     shared: MlpSpec | None = None
     shared_gate: bool = False
+    beside_mlp: bool = False
+
+    def __post_init__(self) -> None:
+        if self.beside_mlp and (self.shared is None or self.latent is not None or self.weigh_input):
+            raise ValueError("experts beside an MLP need that MLP, and neither a latent width nor weighted inputs")
 
 
 # -- the decoder ----------------------------------------------------------------------------

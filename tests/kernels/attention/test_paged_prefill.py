@@ -82,7 +82,8 @@ def test_what_is_rounded_does_not_come_again_with_every_tile():
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("heads", "groups", "width", "values", "page_size"), [(2, 1, 80, 80, 16), (3, 3, 24, 16, 5), (2, 1, 256, 256, 16)]
+    ("heads", "groups", "width", "values", "page_size"),
+    [(2, 1, 80, 80, 16), (3, 3, 24, 16, 5), (2, 1, 256, 256, 16), (2, 1, 512, 512, 16)],
 )
 def test_widths_and_pages_need_be_no_power_of_two(heads, groups, width, values, page_size):
     made = case([70, 20], heads=groups, width=width, values=values, page_size=page_size, dtype=torch.float16)
@@ -111,8 +112,10 @@ def test_it_is_what_attention_over_a_paged_cache_has_always_given():
 
 @pytest.mark.skipif(not CARD, reason="needs an accelerator")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("width", [64, 80, 96, 128, 256, 512])
 def test_shapes_of_published_models(dtype, width):
+    if (width, dtype) == (512, torch.float32):
+        pytest.skip("tiles of such heads do not fit in float32")
     made = case([1500, 700, 2000, 129, 128, 64, 1], heads=4, width=width, dtype=dtype)
     counts = [1500, 100, 777, 129, 1, 64, 1]
     for way in WAYS.values():

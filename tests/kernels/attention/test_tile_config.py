@@ -13,7 +13,8 @@ from miles.kernels.runtime.triton_compat import HAVE_TRITON
 LIMIT = 227 * 1024
 ENTRIES = (
     *(f"decode {width} {heads}" for width in (64, 96, 128, 256) for heads in (4, 32)),
-    *(f"prefill {width} 4" for width in (64, 96, 128, 256)),
+    *(f"prefill {width} 4" for width in (64, 96, 128, 256, 512)),
+    *("decode 512 16", "decode 512 32 fp8", "prefill 512 4 fp8"),
     *(f"latent 576 {heads}" for heads in (16, 128)),
     *("decode 128 4 fp8", "decode 256 32 fp8", "prefill 128 4 fp8", "latent 576 128 fp8", "exact 128 4 fp8"),
     *("exact 128 4", "one 128 4", "one 128 4 fp8"),

@@ -1,7 +1,9 @@
-"""Mixtral, Qwen2-MoE, GLM-4.5, MiniMax-M2, gpt-oss and Llama 4: mixtures of experts over softmax attention."""
+"""Mixtral, Qwen2-MoE, GLM-4.5, MiniMax-M2, gpt-oss, Llama 4 and Gemma 4: mixtures of experts over softmax attention."""
 
 from tests.models.small_families.small import Kind
 from transformers import (
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     GptOssConfig,
@@ -67,6 +69,17 @@ LLAMA4_ROPE = {
     "high_freq_factor": 1.0,
     "original_max_position_embeddings": 64,
 }
+GEMMA4 = EAGER | {
+    "head_dim": 16,
+    "num_hidden_layers": 3,
+    "sliding_window": 8,
+    "hidden_size_per_layer_input": 0,
+    "pad_token_id": None,
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 24,
+}
 
 KINDS = {
     "mixtral": Kind(MixtralForCausalLM, MixtralConfig, MIXTRAL),
@@ -115,5 +128,20 @@ KINDS = {
             "no_rope_layers": [1, 0, 1],
             "attn_temperature_tuning": False,
         },
+    ),
+    "gemma4 with experts": Kind(
+        Gemma4ForCausalLM,
+        Gemma4TextConfig,
+        GEMMA4
+        | {
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "global_head_dim": 24,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "final_logit_softcapping": 4.0,
+        },
+    ),
+    "gemma4 with many experts a token": Kind(
+        Gemma4ForCausalLM, Gemma4TextConfig, GEMMA4 | {"global_head_dim": 8, "top_k_experts": 5}
     ),
 }

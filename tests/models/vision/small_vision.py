@@ -396,8 +396,38 @@ VISION_KINDS = {
     ),
 }
 
-# Other models of these families: images that attend causally, and a value projection in every layer.
+# Other models of these families: experts; images that attend causally, and a value projection in every layer.
 VISION_VARIANTS = {
+    "gemma4_moe": VisionKind(
+        Gemma4ForConditionalGeneration,
+        Gemma4Config,
+        {
+            "head_dim": 16,
+            "global_head_dim": 24,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "sliding_window": 5,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 0,
+            "use_bidirectional_attention": "vision",
+            "pad_token_id": 0,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
+            "experts_implementation": "eager",
+        },
+        {key: value for key, value in VIT.items() if key != "image_size"}
+        | {
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "pooling_kernel_size": 2,
+            "position_embedding_size": 8,
+            "standardize": True,
+        },
+        {"image_token_id": IMAGE, "video_token_id": VIDEO, "audio_token_id": 1000},
+        padded_patches,
+    ),
     "gemma4_causal": VisionKind(
         Gemma4ForConditionalGeneration,
         Gemma4Config,

@@ -4,7 +4,7 @@ import pytest
 from benchmarks.bench_vision_gpu import DESCRIBE, TINY, measure_part
 
 
-@pytest.mark.parametrize("part", ["check", "tower", "rollout", "train"])
+@pytest.mark.parametrize("part", ["check", "tower", "profile", "rollout", "train"])
 def test_each_part_of_the_benchmark_gives_its_numbers(part: str) -> None:
     found = measure_part(part, "tiny", "cpu", TINY)
     assert DESCRIBE[part](found)

@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from miles.kernels.attention.bidirectional_triton import TILE_QUERIES, attend_segments, can_attend_segments
 from miles.kernels.attention.varlen import HALF_DTYPES, can_fuse, load_varlen_kernel, pad_channels, pad_head_dim
+from miles.kernels.numerics import Numerics
 
 # In order of preference, for dtypes that the varlen kernel does not support.
 _BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -39,6 +41,16 @@ class Segments:
         return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=self._device)
 
     @cached_property
+    def tiles(self) -> Tensor:
+        """The first query of every tile of queries, and the begin and end of its segment, [tiles, 3] int32."""
+        ends = np.cumsum(self.lengths)
+        parts = [
+            np.stack(np.broadcast_arrays(np.arange(end - length, end, TILE_QUERIES), end - length, end), 1)
+            for end, length in zip(ends.tolist(), self.lengths, strict=True)
+        ]
+        return torch.from_numpy(np.concatenate(parts).astype(np.int32)).to(self._device)
+
+    @cached_property
     def groups(self) -> tuple[tuple[int, int], ...]:
         """The different lengths, in the order of their first segment, and how many segments have each."""
         return tuple((length, self.lengths.count(length)) for length in dict.fromkeys(self.lengths))
@@ -55,12 +67,16 @@ class Segments:
         return torch.from_numpy(order).to(self._device), torch.from_numpy(order.argsort()).to(self._device)
 
 
-def bidirectional_attention(q_THd: Tensor, k_THd: Tensor, v_THd: Tensor, segments: Segments, scale: float) -> Tensor:
+def bidirectional_attention(
+    q_THd: Tensor, k_THd: Tensor, v_THd: Tensor, segments: Segments, scale: float, *, numerics: Numerics
+) -> Tensor:
     """Attention within each segment, [T, H, d].
 
-    On a GPU in half precision all segments are one call of torch's varlen kernel; elsewhere those of one length are one
-    batch of SDPA.
+    On a GPU in half precision all segments are one call of a Triton kernel (in inference, where a GPU has TMA) or of
+    torch's varlen kernel; elsewhere those of one length are one batch of SDPA.
     """
+    if not numerics.batch_invariant and can_attend_segments(q_THd, k_THd, v_THd):
+        return attend_segments(q_THd, k_THd, v_THd, segments.tiles, scale)
     if can_fuse(q_THd, v_THd):
         width = pad_head_dim(q_THd, v_THd)
         ends, longest = segments.cu_seqlens, segments.longest

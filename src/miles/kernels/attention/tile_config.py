@@ -34,7 +34,9 @@ class PrefillTile(NamedTuple):
     tuning: TileTuning
 
 
-# Half precision, by head dim (64, 128, 256) and queries of a tile.
+# The most channels of a head, other than of MLA, in half precision and in float32.
+MAX_HEAD_DIM, MAX_FP32_HEAD_DIM = 512, 256
+# Half precision, by head dim (64, 128, 256, 512) and queries of a tile.
 DECODE_TUNINGS: dict[tuple[int, int], TileTuning] = {
     (64, 16): TileTuning(128, 4, 5, 3),
     (64, 32): TileTuning(128, 4, 5, 3),
@@ -45,11 +47,15 @@ DECODE_TUNINGS: dict[tuple[int, int], TileTuning] = {
     (256, 16): TileTuning(32, 4, 5, 2),
     (256, 32): TileTuning(32, 4, 5, 2),
     (256, 64): TileTuning(32, 8, 5, 1),
+    (512, 16): TileTuning(32, 4, 3, 1),
+    (512, 32): TileTuning(32, 8, 3, 1),
+    (512, 64): TileTuning(32, 8, 3, 1),
 }
 PREFILL_TILES: dict[int, PrefillTile] = {
     64: PrefillTile(128, TileTuning(128, 8, 5)),
     128: PrefillTile(128, TileTuning(128, 8, 3)),
     256: PrefillTile(128, TileTuning(64, 8, 3)),
+    512: PrefillTile(64, TileTuning(32, 8, 3)),
 }
 # MLA (values of 512 channels, keys of 576), decode by queries of a tile.
 MLA_DECODE_TUNINGS: dict[int, TileTuning] = {
@@ -69,11 +75,15 @@ FP8_DECODE_TUNINGS: dict[tuple[int, int], TileTuning] = {
     (256, 16): TileTuning(64, 4, 5, 2),
     (256, 32): TileTuning(64, 4, 5, 2),
     (256, 64): TileTuning(64, 8, 3, 1),
+    (512, 16): TileTuning(32, 4, 3, 1),
+    (512, 32): TileTuning(32, 8, 3, 1),
+    (512, 64): TileTuning(32, 8, 3, 1),
 }
 FP8_PREFILL_TILES: dict[int, PrefillTile] = {
     64: PrefillTile(128, TileTuning(128, 8, 5)),
     128: PrefillTile(128, TileTuning(128, 8, 3)),
     256: PrefillTile(128, TileTuning(64, 8, 3)),
+    512: PrefillTile(32, TileTuning(32, 8, 3)),
 }
 FP8_MLA_DECODE_TUNINGS: dict[int, TileTuning] = {
     16: TileTuning(64, 4, 3, 2),
@@ -255,7 +265,7 @@ def _fit_to_device(tuning: TileTuning, config: KernelConfig) -> TileTuning:
 
 
 def _table_width(config: KernelConfig) -> int:
-    assert max(config.D, config.E) <= 256, "head dims over 256 are supported for MLA only"
+    assert max(config.D, config.E) <= MAX_HEAD_DIM, f"head dims over {MAX_HEAD_DIM} are supported for MLA only"
     return max(config.D, config.E, 64)
 
 

@@ -147,6 +147,9 @@ class _SavedBytes:
         total = spec.experts_per_token * (rows + 8 * 5) + 4.0 * spec.num_experts
         if spec.shared is not None:
             total += self.mlp(spec.shared) + (self.numbers(width) if spec.shared_gate else 0)
+        if spec.beside_mlp:
+            # The norms in front of the router, twice scaled, and of the experts, and those behind both branches.
+            total += self.numbers(2 * width) + self.norm(width) + 2 * self.post_norm(width)
         return total + (self.numbers(inner + width) if spec.latent else 0)
 
     def layer(self, layer: LayerSpec, width: int) -> float:

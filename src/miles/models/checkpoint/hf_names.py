@@ -77,6 +77,11 @@ HF_NAMES: Mapping[str, str] = MappingProxyType(
         "experts_down_bias": "experts.down_proj_bias",
         "shared": "shared_experts",
         "shared_gate": "shared_expert_gate",
+        "router_scale": "router.scale",
+        "expert_scale": "router.per_expert_scale",
+        "expert_norm": "pre_feedforward_layernorm_2",
+        "expert_post_norm": "post_feedforward_layernorm_2",
+        "shared_post_norm": "post_feedforward_layernorm_1",
         "latent_in": "fc1_latent_proj",
         "latent_out": "fc2_latent_proj",
     }
@@ -185,6 +190,11 @@ def map_moe(spec: MoeSpec, width: int, module: ModuleNames) -> ParamMap:
         params |= map_mlp(spec.shared, width, module.submodule("shared", "shared"))
         if spec.shared_gate:
             params |= module.tensor("shared_gate.weight", "shared_gate", (1, width))
+    if spec.beside_mlp:
+        params |= module.tensor("router_scale", "router_scale", (width,), suffix="")
+        params |= module.tensor("expert_scale", "expert_scale", (count,), suffix="")
+        for name in ("expert_norm", "expert_post_norm", "shared_post_norm"):
+            params |= module.tensor(f"{name}.weight", name, (width,))
     return params
 
 

@@ -74,8 +74,9 @@ class ModuleNames:
     names: Mapping[str, str]
 
     def submodule(self, name: str, key: str) -> ModuleNames:
-        """Return the names of a module inside this one."""
-        return ModuleNames(f"{self.prefix}.{name}", f"{self.hf_prefix}.{self.names[key]}", self.names)
+        """Return the names of a module inside this one; without a name its tensors are this one's in a checkpoint."""
+        inner = f".{self.names[key]}" if self.names[key] else ""
+        return ModuleNames(f"{self.prefix}.{name}", f"{self.hf_prefix}{inner}", self.names)
 
     def hf_name(self, key: str, suffix: str = "weight") -> str:
         """Return the Hugging Face name of a tensor; roles that already name a full tensor take no ``suffix``."""

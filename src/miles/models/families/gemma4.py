@@ -1,8 +1,8 @@
-"""Gemma 4, dense and with images: proportional RoPE, normalized values, and a tower of images of any aspect ratio.
+"""Gemma 4: proportional RoPE, normalized values, experts beside an MLP, and a tower of images of any aspect ratio.
 
-Implemented is the dense model whose layers have keys and values of their own (31B). Per-layer embeddings, layers that
-share keys and values, double-wide MLPs (E2B, E4B), experts (26B-A4B) and audio are refused by the keys that ask for
-them.
+Implemented are models whose layers have keys and values of their own, dense (31B) and with experts (26B-A4B). Per-layer
+embeddings, layers that share keys and values, double-wide MLPs (E2B, E4B) and audio are refused by the keys that ask
+for them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from miles.models.families.base import ModelFamily
 from miles.models.families.config_reader import ConfigReader
 from miles.models.families.gemma import NAMES
 from miles.models.families.vision_config import VisionConfigReader, read_text_config, read_token_id
-from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, RopeSpec
+from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, MoeSpec, RopeSpec
 from miles.models.vision.spec import (
     PositionTableSpec,
     ScaledPoolProjectorSpec,
@@ -57,7 +57,8 @@ _TOWER = {
 _TOWER_THETA = 100.0
 _IMAGE_TOKEN = 258_880
 
-_NAMES = NAMES | {
+_TEXT_NAMES = NAMES | {"moe": "", "router": "router.proj", "shared": "mlp", "stacked": "rows"}
+_NAMES = _TEXT_NAMES | {
     "embedding": "model.language_model.embed_tokens",
     "layer": "model.language_model.layers.{}",
     "norm": "model.language_model.norm",
@@ -87,12 +88,21 @@ def read_text(config: Mapping[str, Any], family: str = "gemma4_text") -> Decoder
     reader.require("hidden_size_per_layer_input", 0, None)
     reader.require("num_kv_shared_layers", 0, None)
     reader.require("use_double_wide_mlp", False, None)
-    reader.require("enable_moe_block", False, None)
     common, heads = reader.common_args(tied=True), reader.attention_heads()
     bias = reader.flag("attention_bias")
     shared = {"qk_norm": "head", "qkv_bias": bias, "output_bias": bias, "scale": 1.0, "value_norm": True}
     local = AttentionSpec(**heads, **shared, rope=reader.rope(layer_type="sliding_attention"))
-    mlp = MlpSpec(size=reader.positive_int("intermediate_size"), activation="gelu_tanh")
+    ffn: MlpSpec | MoeSpec = MlpSpec(size=reader.positive_int("intermediate_size"), activation="gelu_tanh")
+    if reader.flag("enable_moe_block"):
+        ffn = MoeSpec(
+            num_experts=reader.positive_int("num_experts"),
+            experts_per_token=reader.positive_int("top_k_experts"),
+            size=reader.positive_int("moe_intermediate_size"),
+            norm_topk_prob=True,
+            activation="gelu_tanh",
+            shared=ffn,
+            beside_mlp=True,
+        )
     last = reader.positive_int("num_hidden_layers") - 1
     windows = reader.sliding_windows(
         always=True, default=_WINDOW, sliding=lambda i: i != last and (i + 1) % _SLIDING_WINDOW_PATTERN != 0
@@ -104,7 +114,7 @@ def read_text(config: Mapping[str, Any], family: str = "gemma4_text") -> Decoder
     layers = (
         LayerSpec(
             mixer=wide if window is None else replace(local, window=window),
-            ffn=mlp,
+            ffn=ffn,
             post_norms=True,
             output_scale=True,
         )
@@ -212,14 +222,14 @@ FAMILIES = (
     ModelFamily(
         model_type="gemma4_text",
         architectures=("Gemma4ForCausalLM",),
-        models="Gemma 4 31B without its vision tower",
+        models="Gemma 4 31B, 26B-A4B without their vision tower",
         read=read_text,
-        names=NAMES,
+        names=_TEXT_NAMES,
     ),
     ModelFamily(
         model_type="gemma4",
         architectures=("Gemma4ForConditionalGeneration",),
-        models="Gemma 4 31B",
+        models="Gemma 4 31B, 26B-A4B",
         read=read,
         names=_NAMES,
     ),

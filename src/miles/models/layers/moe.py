@@ -24,6 +24,7 @@ from miles.kernels.quantized.moe import QuantizedExperts, quantized_moe
 from miles.kernels.runtime.triton_compat import use_triton, use_triton_inference
 from miles.models.layers.linear import Linear, pack_parameter, read_weight
 from miles.models.layers.mlp import Mlp
+from miles.models.layers.norm import RMSNorm, unit_rms_norm
 from miles.models.quantization import QuantizedParam
 from miles.models.spec import MoeSpec
 from miles.precision.quantized_tensor import QuantizedActivation
@@ -82,7 +83,8 @@ class MoeMlp(nn.Module):
 
     ``slot`` is the index among MoE layers. With an ``exchange`` (expert parallelism), E in the stacked tensors is the
     number of this rank's experts; the router scores all ranks' experts. ``adapters`` (LoRA merged into the stacked
-    tensors) by the names of these get their rows in training.
+    tensors) by the names of these get their rows in training. ``eps`` and ``offset`` are those of the norms of experts
+    beside an MLP.
     """
 
     def __init__(
@@ -91,6 +93,8 @@ class MoeMlp(nn.Module):
         spec: MoeSpec,
         slot: int,
         *,
+        eps: float = 1e-6,
+        offset: float = 0.0,
         device: torch.device | str,
         dtype: torch.dtype,
         numerics: Numerics,
@@ -112,7 +116,8 @@ class MoeMlp(nn.Module):
             # It follows the load of the experts, not a gradient, and must stay in float32.
             self.correction = nn.Parameter(torch.empty(count, device=device, dtype=torch.float32), requires_grad=False)
         # A plain softmax top-k router is one fused kernel.
-        self._fused_router = spec.score == "softmax" and not (spec.wide_router or spec.correction) and spec.groups == 1
+        is_plain = not (spec.wide_router or spec.correction or spec.beside_mlp)
+        self._fused_router = spec.score == "softmax" and is_plain and spec.groups == 1
         first = nn.Parameter(torch.empty(count, rows, inner, **factory))
         self.gate_up, self.up = (first, None) if spec.gated else (None, first)
         self.down = nn.Parameter(torch.empty(count, inner, spec.size, **factory))
@@ -123,6 +128,15 @@ class MoeMlp(nn.Module):
         self.outof = Linear(inner, width, bias=spec.latent_bias, **layer_factory) if spec.latent else None
         self.shared = Mlp(width, spec.shared, **layer_factory) if spec.shared else None
         self.shared_gate = Linear(width, 1, bias=False, **layer_factory) if spec.shared_gate else None
+        self.router_scale: nn.Parameter | None = None
+        self.expert_scale: nn.Parameter | None = None
+        self.expert_norm: RMSNorm | None = None
+        if spec.beside_mlp:
+            self.router_scale = nn.Parameter(torch.empty(width, **factory))
+            self.expert_scale = nn.Parameter(torch.empty(count, **factory))
+            self.expert_norm, self.expert_post_norm, self.shared_post_norm = (
+                RMSNorm(width, eps, offset=offset, **layer_factory) for _ in range(3)
+            )
 
     def route(self, x_TD: Tensor, routing: Routing | None) -> tuple[Tensor, Tensor]:
         """Return the weights of each token's experts, [T, k], and their indices; gradients flow through the weights."""
@@ -147,13 +161,18 @@ class MoeMlp(nn.Module):
             weights_Tk = weights_Tk / (weights_Tk.sum(-1, keepdim=True) + _TINY)
         if spec.scale != 1.0:
             weights_Tk = weights_Tk * spec.scale
-        return weights_Tk.to(x_TD.dtype), experts_Tk
+        return self._scale_weights(weights_Tk, experts_Tk).to(x_TD.dtype), experts_Tk
+
+    def _scale_weights(self, weights_Tk: Tensor, experts_Tk: Tensor) -> Tensor:
+        """Multiply the weights by the learned scales of their experts, if there are any."""
+        return weights_Tk if self.expert_scale is None else weights_Tk * self.expert_scale[experts_Tk]
 
     def _batch_invariant_route(self, x_TD: Tensor, routing: Routing | None) -> tuple[Tensor, Tensor]:
         """``route`` with batch-invariant kernels: bitwise the same in engine and trainer."""
         spec = self.spec
-        weighting: dict[str, Any] = {"normalise": spec.norm_topk_prob, "scale": spec.scale, "dtype": x_TD.dtype}
         fp32 = torch.promote_types(x_TD.dtype, torch.float32)
+        weighting: dict[str, Any] = {"normalise": spec.norm_topk_prob, "scale": spec.scale, "dtype": x_TD.dtype}
+        weighting |= {"dtype": fp32} if self.expert_scale is not None else {}
         if self._fused_router or (spec.score == "softmax" and not spec.wide_router):
             logits_TE = self.router(x_TD)
         else:
@@ -171,7 +190,8 @@ class MoeMlp(nn.Module):
         experts_Tk = self._select_experts(logits_TE.detach(), scores_TE.detach(), top=invariant_router.stable_topk)
         if routing is not None:
             experts_Tk = routing.choose(self.slot, experts_Tk)
-        return invariant_router.compute_weights(scores_TE, experts_Tk, **weighting), experts_Tk
+        weights_Tk = invariant_router.compute_weights(scores_TE, experts_Tk, **weighting)
+        return self._scale_weights(weights_Tk, experts_Tk).to(x_TD.dtype), experts_Tk
 
     def _score(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the router logits and scores, in float32 at least."""
@@ -202,8 +222,12 @@ class MoeMlp(nn.Module):
         return top(scores_TE, spec.experts_per_token)
 
     def forward(self, x: Tensor | QuantizedActivation, routing: Routing | None) -> Tensor:
+        """Return the output of the experts and, unless they are beside an MLP, of ``shared``."""
         x_TD = x.wide if isinstance(x, QuantizedActivation) else x
         assert x_TD is not None, "the router reads the input before it is quantized"
+        if self.expert_norm is not None:
+            weights_Tk, experts_Tk = self.route(self._normalise_for_router(x_TD), routing)
+            return self._run_experts(self.expert_norm(x_TD), weights_Tk, experts_Tk)
         weights_Tk, experts_Tk = self.route(x_TD, routing)
         out_TD = self._run_experts(x if self.into is None else self.into(x_TD), weights_Tk, experts_Tk)
         if self.outof is not None:
@@ -215,6 +239,16 @@ class MoeMlp(nn.Module):
             gate_T1 = self.shared_gate(x_TD)
             shared_TD = shared_TD * (sigmoid(gate_T1) if self.numerics.batch_invariant else gate_T1.sigmoid())
         return out_TD + shared_TD
+
+    def join_branches(self, experts_TD: Tensor, shared_TD: Tensor) -> Tensor:
+        """Return the sum of the branches of experts and MLP, each behind its norm."""
+        return self.shared_post_norm(shared_TD) + self.expert_post_norm(experts_TD)
+
+    def _normalise_for_router(self, x_TD: Tensor) -> Tensor:
+        """Return the residual stream as the router of experts beside an MLP reads it."""
+        assert self.expert_norm is not None and self.router_scale is not None
+        normed_TD = unit_rms_norm(x_TD, self.expert_norm.eps, self.numerics)
+        return normed_TD * self.router_scale * x_TD.shape[-1] ** -0.5
 
     def quantize(self, quantized: Mapping[str, QuantizedParam]) -> None:
         """Quantize the stacked weights of experts from now on, by their names in this module."""

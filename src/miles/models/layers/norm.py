@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from miles.kernels.batch_invariant import rms_norm as invariant_norm
+from miles.kernels.fused.layer_norm import add_layer_norm
 from miles.kernels.fused.rms_norm import add_rms_norm, rms_norm
 from miles.kernels.numerics import Numerics
 from miles.kernels.quantized.activation_quant import has_fp8, rms_norm_fp8
@@ -93,3 +94,7 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
+
+    def add_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``x + residual`` and its norm, in one fused kernel."""
+        return add_layer_norm(x, residual, self.weight, self.bias, self.eps, numerics=self.numerics)

@@ -444,6 +444,9 @@ def _moe(spec: MoeSpec) -> TpShards:
         out |= _prefix("shared", _mlp(spec.shared))
         if spec.shared_gate:
             out["shared_gate.weight"] = _REPLICATED
+    if spec.beside_mlp:
+        out |= dict.fromkeys(("router_scale", "expert_scale", "expert_norm.weight"), _REPLICATED)
+        out |= dict.fromkeys(("expert_post_norm.weight", "shared_post_norm.weight"), _RESIDUAL)
     return out
 
 

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from miles.kernels.attention.bidirectional import Segments, bidirectional_attention
+from miles.kernels.fused.gelu_linear import can_fuse_gelu, gelu_tanh_linear
+from miles.kernels.fused.vision_rope import can_rotate_fused, rotate_queries_keys
 from miles.kernels.numerics import Numerics
 from miles.models.layers.linear import Linear
 from miles.models.layers.norm import LayerNorm, RMSNorm, unit_rms_norm
@@ -58,14 +60,26 @@ class VisionAttention(nn.Module):
             self.q_norm, self.k_norm = (RMSNorm(spec.head_dim, spec.norm_eps, **factory) for _ in range(2))
 
     def forward(self, x_PD: Tensor, cos_sin_P2d: Tensor | None, segments: Segments) -> Tensor:
-        q_PHd, k_PHd, v_PHd = self.qkv(x_PD).unflatten(-1, (3, -1, self.head_dim)).unbind(1)
+        q_PHd, k_PHd, v_PHd = self.project(x_PD, cos_sin_P2d)
+        out_PHd = bidirectional_attention(q_PHd, k_PHd, v_PHd, segments, self.scale, numerics=self.numerics)
+        return self.output(out_PHd.flatten(1))
+
+    def project(self, x_PD: Tensor, cos_sin_P2d: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, [P, H, d] each, with QK-norm and RoPE where there are any."""
+        return self.norm_and_rotate(self.qkv(x_PD).unflatten(-1, (3, -1, self.head_dim)), cos_sin_P2d)
+
+    def norm_and_rotate(self, qkv_P3Hd: Tensor, cos_sin_P2d: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of a projection, with QK-norm and RoPE where there are any."""
+        q_PHd, k_PHd, v_PHd = qkv_P3Hd.unbind(1)
         if self.q_norm is not None and self.k_norm is not None:
             q_PHd, k_PHd = self.q_norm(q_PHd), self.k_norm(k_PHd)
             v_PHd = unit_rms_norm(v_PHd, self.eps, self.numerics)
+        elif cos_sin_P2d is not None and not self.numerics.batch_invariant and can_rotate_fused(qkv_P3Hd):
+            options = {"interleaved": self.interleaved, "halves": self.halves}
+            return *rotate_queries_keys(qkv_P3Hd, cos_sin_P2d, **options), v_PHd
         if cos_sin_P2d is not None:
             q_PHd, k_PHd = (self._rotate(x_PHd, cos_sin_P2d) for x_PHd in (q_PHd, k_PHd))
-        out_PHd = bidirectional_attention(q_PHd, k_PHd, v_PHd, segments, self.scale)
-        return self.output(out_PHd.flatten(1))
+        return q_PHd, k_PHd, v_PHd
 
     def _rotate(self, x_PHd: Tensor, cos_sin_P2d: Tensor) -> Tensor:
         wide_PHd = x_PHd.to(cos_sin_P2d.dtype)
@@ -94,8 +108,16 @@ class VisionMlp(nn.Module):
         if self.gate_up is not None:
             gate_PI, up_PI = self.gate_up(x_PD).chunk(2, dim=-1)
             return self.down(activate(gate_PI, self.activation) * up_PI)
+        return self.down(self.expand(x_PD))
+
+    def expand(self, x_PD: Tensor) -> Tensor:
+        """The up projection and the activation of an MLP that is not gated, [P, I]."""
         assert self.up is not None
-        return self.down(activate(self.up(x_PD), self.activation))
+        if self.activation == "gelu_tanh" and can_fuse_gelu(x_PD, self.up.bias, numerics=self.up.numerics):
+            weight = self.up.operand()
+            if isinstance(weight, Tensor) and not self.up.has_adapter:
+                return gelu_tanh_linear(x_PD, weight, self.up.bias)
+        return activate(self.up(x_PD), self.activation)
 
 
 class VisionBlock(nn.Module):
@@ -122,7 +144,8 @@ class VisionBlock(nn.Module):
     def forward(self, x_PD: Tensor, cos_sin_P2d: Tensor | None, segments: Segments) -> Tensor:
         y_PD = self.attention(self.attention_norm(x_PD), cos_sin_P2d, segments)
         y_PD = y_PD if self.attention_post_norm is None else self.attention_post_norm(y_PD)
-        x_PD = x_PD + (y_PD if self.attention_scale is None else y_PD * self.attention_scale)
-        y_PD = self.mlp(self.mlp_norm(x_PD))
+        y_PD = y_PD if self.attention_scale is None else y_PD * self.attention_scale
+        x_PD, normed_PD = self.mlp_norm.add_norm(y_PD, x_PD)
+        y_PD = self.mlp(normed_PD)
         y_PD = y_PD if self.mlp_post_norm is None else self.mlp_post_norm(y_PD)
         return x_PD + (y_PD if self.mlp_scale is None else y_PD * self.mlp_scale)

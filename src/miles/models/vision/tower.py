@@ -124,7 +124,9 @@ class VisionTower(nn.Module):
     def _encode(self, images: Sequence[ImageInput], checkpoint_fn: CheckpointFn | None) -> VisionFeatures:
         tower, device = self.spec.tower, self.patch_embed.weight.device
         grids = [read_grid(image, self.spec) for image in images]
-        patches = [_to_device(read_patches(*pair, self.spec), device) for pair in zip(images, grids, strict=True)]
+        dtype = self.patch_embed.weight.dtype
+        pairs = zip(images, grids, strict=True)
+        patches = [_to_device(read_patches(*pair, self.spec), device, dtype) for pair in pairs]
         x_PD = self._embed(patches[0] if len(patches) == 1 else torch.cat(patches), grids)
         cos_sin_P2d = None if tower.rope_theta is None else self._cos_sin(tower.rope_theta, grids, device)
         extra = tower.class_token is not None
@@ -252,13 +254,24 @@ def _axis_table(theta: float, quarter: int, kind: str, length: int, device: torc
         return torch.cat([torch.stack((part.cos(), part.sin()), 2) for part in angles]).to(device)
 
 
-def _to_device(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
-    """Copy a read-only array to a device, without waiting for it."""
+def _to_device(array: np.ndarray[Any, Any], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Copy a read-only array to a device, without waiting for it.
+
+    For a GPU it is rounded to ``dtype`` on the host, by several threads: half the bytes are copied.
+    """
     if device.type == "cpu":
         return torch.from_numpy(array.copy())
-    pinned = torch.empty(array.shape, dtype=torch.from_numpy(np.empty(0, array.dtype)).dtype, pin_memory=True)
-    pinned.numpy()[:] = array
+    pinned = torch.empty(array.shape, dtype=dtype, pin_memory=True)
+    pinned.copy_(torch.from_numpy(np.asarray(_WritableView(array))))
     return pinned.to(device, non_blocking=True)
+
+
+class _WritableView:
+    """An array as numpy's array interface describes it, but writable: torch warns of others, even if it only reads."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self.array = array  # keeps the memory
+        self.__array_interface__ = array.__array_interface__ | {"data": (array.__array_interface__["data"][0], False)}
 
 
 @contextmanager

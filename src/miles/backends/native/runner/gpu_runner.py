@@ -20,6 +20,7 @@ from miles.core.types import Array
 from miles.kernels.attention.gpu_backend import DecodeShape, SplitKVPlans, StepMetadata, TritonAttentionBackend
 from miles.kernels.attention.mla import count_head_tiles
 from miles.kernels.attention.paged_prefill import build_prefill_tiles
+from miles.kernels.attention.tile_config import MAX_FP32_HEAD_DIM, MAX_HEAD_DIM
 from miles.kernels.batch_invariant import sampling as batch_invariant_sampling
 from miles.kernels.batch_invariant.paged_attention import BatchInvariantSplitKVPlans, BatchInvariantTritonBackend
 from miles.kernels.numerics import Numerics
@@ -27,7 +28,6 @@ from miles.kernels.runtime.kv_cache import PagedKVCache
 from miles.kernels.runtime.triton_compat import HAVE_TRITON, count_sms
 from miles.kernels.sampling.sample import sample_tokens
 from miles.models.base import CausalLM
-from miles.models.capabilities import MAX_HEAD_DIM
 from miles.models.decoder import Decoder
 from miles.models.draft.base import Draft
 from miles.models.spec import AttentionSpec, DecoderSpec, MlaSpec
@@ -152,16 +152,19 @@ class GpuRunner:
 def supports_gpu_kernels(spec: DecoderSpec, model: CausalLM, device: torch.device) -> bool:
     """Return whether the Triton kernels serve a model: our own decoder, attention or MLA in every layer, no indexer.
 
-    Heads have at most ``MAX_HEAD_DIM`` channels.
+    Heads have at most ``MAX_HEAD_DIM`` channels, in float32 ``MAX_FP32_HEAD_DIM``.
     """
+    if not isinstance(model, Decoder):
+        return False
     mixers = [layer.mixer for layer in spec.layers]
+    max_head_dim = MAX_HEAD_DIM if model.embedding.weight.dtype.itemsize == 2 else MAX_FP32_HEAD_DIM
     dense = all(
         mixer is None
-        or (isinstance(mixer, AttentionSpec) and mixer.head_dim <= MAX_HEAD_DIM)
+        or (isinstance(mixer, AttentionSpec) and mixer.head_dim <= max_head_dim)
         or (isinstance(mixer, MlaSpec) and mixer.indexer is None)
         for mixer in mixers
     )
-    return device.type == "cuda" and HAVE_TRITON and dense and isinstance(model, Decoder)
+    return device.type == "cuda" and HAVE_TRITON and dense
 
 
 def _decode_shapes(spec: DecoderSpec, dtype: torch.dtype, numerics: Numerics) -> Mapping[DecodeShape, int]:
