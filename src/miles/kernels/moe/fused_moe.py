@@ -111,13 +111,14 @@ def moe_forward(
 
     ``first_EFD`` holds gates and then ups (``interleaved``: alternating), or ups alone if it has as many rows as
     ``down_EDI`` has columns. With an ``exchange`` (expert parallelism) the weights are those of this rank's experts,
-    while ``experts_Tk`` counts all ranks' experts. Adapters, which are for training, get the rows of the two GEMMs.
+    while ``experts_Tk`` counts all ranks' experts. Adapters get the rows of the two GEMMs.
     """
     if numerics.batch_invariant:
         weights = ExpertWeights(first_EFD, down_EDI, first_bias_EF, down_bias_ED, activation, interleaved, *adapters)
         return batch_invariant_moe(x_TD, weights_Tk, experts_Tk, weights, weigh_input=weigh_input, exchange=exchange)
     biased = first_bias_EF is not None or down_bias_ED is not None
-    is_plain = exchange is None and not (biased or interleaved or weigh_input)
+    has_adapters = adapters != (None, None)
+    is_plain = exchange is None and not (biased or interleaved or weigh_input or has_adapters)
     if is_plain and can_use_moe_gemv(x_TD, experts_Tk, first_EFD, down_EDI):
         return moe_gemv(x_TD, weights_Tk, experts_Tk, first_EFD, down_EDI, activation)
     per_expert = experts_Tk.numel() / len(first_EFD)
@@ -125,7 +126,7 @@ def moe_forward(
     use_triton_gemm = per_expert <= configs[-1].max_rows_per_expert or not (
         supports_grouped_mm(x_TD, first_EFD) and supports_grouped_mm(x_TD, down_EDI)
     )
-    if exchange is None and use_triton_inference(x_TD) and use_triton_gemm:  # Triton, without a device sync
+    if exchange is None and use_triton_inference(x_TD) and use_triton_gemm and not has_adapters:  # Triton, without a device sync
         config = next((config for config in configs if per_expert <= config.max_rows_per_expert), configs[-1])
         expert_args = (first_EFD, down_EDI, (first_bias_EF, down_bias_ED), activation, interleaved, config)
         return (_launch_weighed if weigh_input else _launch)(x_TD, weights_Tk, experts_Tk, *expert_args)

@@ -17,16 +17,21 @@ from miles.kernels.batch_invariant import topk_router as invariant_router
 from miles.kernels.batch_invariant.activation import sigmoid
 from miles.kernels.fused.gemv import linear
 from miles.kernels.moe.fused_moe import moe_forward
-from miles.kernels.moe.grouped_gemm import ExpertExchange, RowAdapter
+from miles.kernels.moe.grouped_gemm import ExpertExchange, RowAdapter, SortedRows
 from miles.kernels.moe.topk_router import route_topk
 from miles.kernels.numerics import Numerics
 from miles.kernels.quantized.moe import QuantizedExperts, quantized_moe
 from miles.kernels.runtime.triton_compat import use_triton, use_triton_inference
 from miles.models.layers.linear import Linear, pack_parameter, read_weight
+from miles.models.layers.lora import add_expert_lora
 from miles.models.layers.mlp import Mlp
+from miles.models.lora.layout import LORA_A, LORA_B, LoraLayout, factor_name
 from miles.models.quantization import QuantizedParam
 from miles.models.spec import MoeSpec
 from miles.precision.quantized_tensor import QuantizedActivation
+
+ReadFactors = Callable[[torch.dtype], tuple[Tensor, Tensor]]
+"""Returns the A and B factors of a stacked tensor in a dtype."""
 
 # Avoids 0 / 0 for the weights of replayed experts with zero router probability.
 _TINY = 1e-20
@@ -82,7 +87,8 @@ class MoeMlp(nn.Module):
 
     ``slot`` is the index among MoE layers. With an ``exchange`` (expert parallelism), E in the stacked tensors is the
     number of this rank's experts; the router scores all ranks' experts. ``adapters`` (LoRA merged into the stacked
-    tensors) by the names of these get their rows in training.
+    tensors) by the names of these get their rows in training. With ``lora``, by the same names, factors are applied
+    beside the stacked tensors: the parameters ``X_lora_a`` and ``X_lora_b``, or what ``read_factors`` returns.
     """
 
     def __init__(
@@ -102,6 +108,8 @@ class MoeMlp(nn.Module):
         self.exchange: ExpertExchange | None = None
         self.quantized: dict[str, QuantizedParam] = {}
         self.adapters: dict[str, RowAdapter] = {}
+        self.lora: dict[str, LoraLayout] = {}
+        self.read_factors: dict[str, ReadFactors] = {}
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         layer_factory: dict[str, Any] = {**factory, "numerics": numerics}
         inner, count = spec.latent or width, spec.num_experts
@@ -222,6 +230,36 @@ class MoeMlp(nn.Module):
         for name, param in quantized.items():
             pack_parameter(self, name, param)
 
+    def add_factors(self, name: str, lora: LoraLayout) -> None:
+        """Add LoRA factors, without content, as parameters beside the stacked tensor ``name``."""
+        weight: Tensor = getattr(self, name)
+        assert lora.experts is not None
+        (num_a, num_b), (start, stop) = lora.experts, lora.rows[0]
+        shapes = {
+            LORA_A: (len(lora.rows) * num_a, lora.rank, weight.shape[2]),
+            LORA_B: (len(lora.rows) * num_b, stop - start, lora.rank),
+        }
+        for factor, shape in shapes.items():
+            parameter = nn.Parameter(torch.empty(shape, dtype=weight.dtype, device=weight.device), requires_grad=False)
+            self.register_parameter(factor_name(name, factor), parameter)
+        self.lora[name] = lora
+
+    def _build_adapter(self, name: str) -> RowAdapter | None:
+        """Return what adds adapters to the output of a stacked tensor, or their gradients."""
+        lora = self.lora.get(name)
+        if lora is None:
+            return self.adapters.get(name) if torch.is_grad_enabled() else None
+        read, numerics = self.read_factors.get(name), self.numerics
+
+        def add(y_RN: Tensor, x_RI: Tensor, rows: SortedRows) -> Tensor:
+            if read is not None:
+                factors = read(x_RI.dtype)
+            else:
+                factors = (self.get_parameter(factor_name(name, factor)) for factor in (LORA_A, LORA_B))
+            return add_expert_lora(y_RN, x_RI, *factors, lora, rows, numerics=numerics)
+
+        return add
+
     def _run_experts(self, x_TD: Tensor | QuantizedActivation, weights_Tk: Tensor, experts_Tk: Tensor) -> Tensor:
         spec, first_name = self.spec, "up" if self.gate_up is None else "gate_up"
         first, down = (read_weight(self, name, self.quantized.get(name)) for name in (first_name, "down"))
@@ -240,7 +278,6 @@ class MoeMlp(nn.Module):
             )
         assert isinstance(first, Tensor) and isinstance(down, Tensor), "experts are quantized together or not at all"
         assert isinstance(x_TD, Tensor)
-        adapters = self.adapters if torch.is_grad_enabled() else {}
         return moe_forward(
             x_TD,
             weights_Tk,
@@ -254,5 +291,5 @@ class MoeMlp(nn.Module):
             down_bias_ED=self.down_bias,
             weigh_input=spec.weigh_input,
             exchange=self.exchange,
-            adapters=(adapters.get(first_name), adapters.get("down")),
+            adapters=(self._build_adapter(first_name), self._build_adapter("down")),
         )
