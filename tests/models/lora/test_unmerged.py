@@ -113,7 +113,9 @@ def test_what_adapters_save_beside_the_base_is_counted(kind, wanted, form):
     spec = twin(hf_model(kind)).spec
     lora = build_adapters(spec, wanted, form).lora
     merged = replace(lora, unmerged=False)
-    layer = next(i for i in range(spec.num_layers) if any(t.param_name.startswith(f"layers.{i}.") for t in lora.targets))
+    layer = next(
+        i for i in range(spec.num_layers) if any(t.param_name.startswith(f"layers.{i}.") for t in lora.targets)
+    )
     counts = [layer_bytes(spec, layer, size=2, fused=True, lora=each) for each in (lora, merged)]
     rows = {True: 0, False: 0}
     for target in lora.targets:

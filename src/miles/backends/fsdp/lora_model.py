@@ -1,8 +1,8 @@
 """LoRA training: the base weights are frozen and adapters are trained, in one process or sharded over ranks.
 
 Merged, the weights under the usual names are base plus adapters, written after every update: these are published,
-saved and used in forwards. Unmerged (``UnmergedLoraModel``), which adapters over a packed base are (QLoRA), they are the
-base. Each rank has its shard of those, and all of the adapters.
+saved and used in forwards. Unmerged (``UnmergedLoraModel``), which adapters over a packed base are (QLoRA), they are
+the base. Each rank has its shard of those, and all of the adapters.
 """
 
 from __future__ import annotations

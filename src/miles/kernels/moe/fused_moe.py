@@ -126,7 +126,7 @@ def moe_forward(
     use_triton_gemm = per_expert <= configs[-1].max_rows_per_expert or not (
         supports_grouped_mm(x_TD, first_EFD) and supports_grouped_mm(x_TD, down_EDI)
     )
-    if exchange is None and use_triton_inference(x_TD) and use_triton_gemm and not has_adapters:  # Triton, without a device sync
+    if exchange is None and use_triton_inference(x_TD) and use_triton_gemm and not has_adapters:
         config = next((config for config in configs if per_expert <= config.max_rows_per_expert), configs[-1])
         expert_args = (first_EFD, down_EDI, (first_bias_EF, down_bias_ED), activation, interleaved, config)
         return (_launch_weighed if weigh_input else _launch)(x_TD, weights_Tk, experts_Tk, *expert_args)
