@@ -50,7 +50,7 @@ def packs_base(config: Config) -> bool:
 
 
 def is_unmerged(config: Config) -> bool:
-    """Whether LoRA adapters are applied beside the base in engine and trainer: it is packed, or the user asks for it."""
+    """Whether LoRA adapters are applied beside the base in engine and trainer: it is packed, or a user asks for it."""
     return config.lora.is_enabled and (packs_base(config) or not config.lora.lora_merge)
 
 

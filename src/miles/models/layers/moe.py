@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from miles.kernels.batch_invariant import topk_router as invariant_router
 from miles.kernels.batch_invariant.activation import sigmoid
 from miles.kernels.fused.gemv import linear
+from miles.kernels.lora.experts import ExpertFactors, ExpertLora
 from miles.kernels.moe.fused_moe import moe_forward
 from miles.kernels.moe.grouped_gemm import ExpertExchange, RowAdapter, SortedRows
 from miles.kernels.moe.topk_router import route_topk
@@ -244,6 +245,20 @@ class MoeMlp(nn.Module):
             self.register_parameter(factor_name(name, factor), parameter)
         self.lora[name] = lora
 
+    def _get_factors(self, name: str) -> tuple[Tensor, Tensor]:
+        return self.get_parameter(factor_name(name, LORA_A)), self.get_parameter(factor_name(name, LORA_B))
+
+    def _build_lora(self, first_name: str) -> ExpertLora | None:
+        """Return the factors that this module holds, for the Triton kernels of an engine."""
+        if not self.lora or self.read_factors:
+            return None
+        found = {name: self._view_factors(name, lora) for name, lora in self.lora.items()}
+        return ExpertLora(first=found.get(first_name), down=found.get("down"))
+
+    def _view_factors(self, name: str, lora: LoraLayout) -> ExpertFactors:
+        a_SPXrI, b_SPXOr = (f.unflatten(0, (1, len(lora.rows), -1)) for f in self._get_factors(name))
+        return ExpertFactors(a_SPXRI=a_SPXrI, b_SPXOR=b_SPXOr, first_column=lora.rows[0][0], scale=lora.scale)
+
     def _build_adapter(self, name: str) -> RowAdapter | None:
         """Return what adds adapters to the output of a stacked tensor, or their gradients."""
         lora = self.lora.get(name)
@@ -252,11 +267,8 @@ class MoeMlp(nn.Module):
         read, numerics = self.read_factors.get(name), self.numerics
 
         def add(y_RN: Tensor, x_RI: Tensor, rows: SortedRows) -> Tensor:
-            if read is not None:
-                factors = read(x_RI.dtype)
-            else:
-                factors = (self.get_parameter(factor_name(name, factor)) for factor in (LORA_A, LORA_B))
-            return add_expert_lora(y_RN, x_RI, *factors, lora, rows, numerics=numerics)
+            a_XrI, b_XOr = self._get_factors(name) if read is None else read(x_RI.dtype)
+            return add_expert_lora(y_RN, x_RI, a_XrI, b_XOr, lora, rows, numerics=numerics)
 
         return add
 
@@ -292,4 +304,5 @@ class MoeMlp(nn.Module):
             weigh_input=spec.weigh_input,
             exchange=self.exchange,
             adapters=(self._build_adapter(first_name), self._build_adapter("down")),
+            lora=self._build_lora(first_name),
         )
