@@ -1,6 +1,8 @@
 """Unmerged LoRA adapters in the engine on one GPU: throughput with none, one and many of them, beside the byte limit.
 
     python benchmarks/bench_lora_gpu.py [--model Qwen3-8B] [--parts check kernels throughput] [--sides base one many]
+    python benchmarks/bench_lora_gpu.py --parts grpo [--targets attn experts] [--rank 16] [--shared-outer]
+    python benchmarks/bench_lora_gpu.py --parts grpo --tiny        # runs on a CPU
 
 bf16, random weights of the published shape, random adapters on all projections, log-probs on, temperature 1, no EOS.
 
@@ -8,7 +10,9 @@ bf16, random weights of the published shape, random adapters on all projections,
   adapter; with exact parity, the bits of the batch-invariant ``add_lora``, and of a row alone;
 - ``kernels``: microseconds of one layer's shrink and expand launches for 256 rows, in a CUDA graph, beside the time to
   read their factors once;
-- ``throughput``: 256 requests, prompt and response lengths uniform in 100..1024 (``W`` of bench_engine_gpu.py).
+- ``throughput``: 256 requests, prompt and response lengths uniform in 100..1024 (``W`` of bench_engine_gpu.py);
+- ``grpo``: a whole GRPO step of Qwen3-30B-A3B with adapters unmerged, the base shared between trainer and engine: 32
+  prompts of 1,024 tokens, 8 responses of 1,024 tokens each (lora_grpo_step.py).
 
 Sides, each in its own process: ``base`` (an engine without adapters), ``idle`` (slots for 32 adapters, no request has
 one), ``one`` (all requests the same adapter of rank 16), ``many`` (32 adapters of rank 16, eight requests each),
@@ -399,14 +403,44 @@ def show(side: str, found: dict[str, Any], base: float) -> None:
     )
 
 
+def measure_grpo_targets(args: argparse.Namespace, targets: str) -> dict[str, Any]:
+    from benchmarks.lora_grpo_step import build_case, measure_grpo
+
+    model = "Qwen3-30B-A3B" if args.model == "Qwen3-8B" else args.model
+    case = build_case(model, targets, tiny=args.tiny, rank=args.rank, shared_outer=args.shared_outer)
+    return measure_grpo(case, args.steps)
+
+
+def run_grpo(args: argparse.Namespace) -> None:
+    """Measure the GRPO step for each choice of targets, in a process of its own."""
+    from benchmarks.lora_grpo_step import show_grpo
+
+    flags = ["--model", args.model, "--rank", str(args.rank), "--steps", str(args.steps)]
+    flags += (["--tiny"] if args.tiny else []) + (["--shared-outer"] if args.shared_outer else [])
+    for targets in args.targets:
+        found = run_side([*flags, "--grpo", targets])
+        if found is not None:
+            print(json.dumps(found), flush=True)
+            show_grpo(found)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="Qwen3-8B")
     parser.add_argument("--parts", nargs="+", default=["check", "kernels", "throughput"])
     parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=SIDES)
     parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--targets", nargs="+", default=["attn", "experts"], choices=["attn", "experts"])
+    parser.add_argument("--rank", type=int, default=16, help="rank of the adapters of part grpo")
+    parser.add_argument("--shared-outer", action="store_true", help="experts share their outer factors in part grpo")
+    parser.add_argument("--steps", type=int, default=3, help="steps of part grpo, of which the last is reported")
+    parser.add_argument("--tiny", action="store_true", help="part grpo with a small model on the CPU")
     parser.add_argument("--side", help=argparse.SUPPRESS)
+    parser.add_argument("--grpo", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.grpo is not None:
+        print("RESULT", json.dumps(measure_grpo_targets(args, args.grpo)))
+        return
     if args.side is not None:
         print("RESULT", json.dumps(measure_side(args.model, args.side, args.requests)))
         return
@@ -422,6 +456,8 @@ def main() -> None:
         base = found["tokens_s"] if side == "base" else base
         print(json.dumps({"side": side, **found}), flush=True)
         show(side, found, base)
+    if "grpo" in args.parts:
+        run_grpo(args)
 
 
 if __name__ == "__main__":

@@ -204,6 +204,12 @@ class Decoder(nn.Module):
     def _add_adapters(self) -> None:
         """Add the LoRA factors that the spec says the decoder holds."""
         for name, lora in plan_adapters(self.spec).items():
+            if lora.experts is not None:
+                path, _, attribute = name.rpartition(".")
+                moe = self.get_submodule(path)
+                assert isinstance(moe, MoeMlp), f"{name} is not a tensor of experts"
+                moe.add_factors(attribute, lora)
+                continue
             module = self.get_submodule(name.removesuffix(".weight"))
             assert isinstance(module, Linear), f"{name} is not a projection"
             module.add_factors(lora)

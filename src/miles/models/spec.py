@@ -259,15 +259,16 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSpec:
-    """LoRA adapters that a decoder applies beside its weights: the modules that have them, by checkpoint names."""
+    """LoRA adapters that a decoder applies beside its weights: the modules that have them, by checkpoint names.
+
+    ``shared_outer`` and ``use_rslora`` as in ``lora.targets.LoraSpec``.
+    """
 
     rank: int
     alpha: float
     modules: tuple[str, ...]
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / self.rank
+    shared_outer: bool = False
+    use_rslora: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

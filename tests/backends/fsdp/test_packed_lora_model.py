@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from tests.train.small_trainer import DENSE, MOE, distance, ragged, step, worker
 
 from miles.backends.fsdp.local_model import LocalModel
-from miles.backends.fsdp.lora_model import PackedLoraModel
+from miles.backends.fsdp.lora_model import UnmergedLoraModel
 from miles.core.errors import CheckpointError
 from miles.models.accounting.params import packed_weight_bytes, weight_bytes
 from miles.models.checkpoint import hf
@@ -33,7 +33,7 @@ def packed_actor(folder, config=DENSE, *, name="int4_g32", dtype=torch.float32, 
     lora = LoraSpec(rank=rank, alpha=4.0, targets=select_targets(spec, None, None))
     spec = replace(spec, quantization=QuantizationSpec(format=FORMATS[name], packed=True))
     decoder = hf.load_model(base, spec, device="cpu", dtype=dtype)
-    return PackedLoraModel(LocalModel(decoder, config=config, frozen=True, **more), lora, base=base, seed=1)
+    return UnmergedLoraModel(LocalModel(decoder, config=config, frozen=True, **more), lora, base=base, seed=1)
 
 
 def base_bytes(actor):

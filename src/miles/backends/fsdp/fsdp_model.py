@@ -116,8 +116,7 @@ class FsdpModel:
         before the first forward.
         """
         if beside:
-            assert self.mesh.tp_group.world == 1, "a packed base does not support tensor parallelism"
-            adapters.attach_beside(self._decoder)
+            adapters.attach_beside(self._decoder, lambda name: self._shards[name].find_rank_part())
         else:
             adapters.attach(self._decoder, lambda name: self._shards[name].find_rank_part())
 

@@ -1,8 +1,8 @@
 """LoRA training: the base weights are frozen and adapters are trained, in one process or sharded over ranks.
 
-Over a base in the model's dtype the weights under the usual names are base plus adapters, merged after every update:
-these are published, saved and used in forwards. Over a packed base (``PackedLoraModel``, QLoRA) they are the base. Each
-rank has its shard of those, and all of the adapters.
+Merged, the weights under the usual names are base plus adapters, written after every update: these are published,
+saved and used in forwards. Unmerged (``UnmergedLoraModel``), which adapters over a packed base are (QLoRA), they are
+the base. Each rank has its shard of those, and all of the adapters.
 """
 
 from __future__ import annotations
@@ -295,11 +295,11 @@ class LoraReference:
             self._factors = {name: factor.to(device) for name, factor in self._factors.items()}
 
 
-class PackedLoraModel(LoraModel):
-    """A LoraModel whose base is packed (quantized once) and never written: adapters are applied beside it.
+class UnmergedLoraModel(LoraModel):
+    """A LoraModel whose base, which may be packed (quantized once), is never written: adapters are applied beside it.
 
-    Engines have the same packed base, and are sent the adapters in the model's dtype. Checkpoints have the adapters,
-    and the base, dequantized, with the adapters merged into it.
+    Engines have the same base, and are sent the adapters in the model's dtype. Checkpoints have the adapters, and the
+    base, dequantized, with the adapters merged into it.
     """
 
     def _attach(self) -> dict[str, Tensor]:

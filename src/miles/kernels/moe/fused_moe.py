@@ -11,6 +11,7 @@ run.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from math import inf
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from miles.kernels.batch_invariant.fused_moe import ExpertWeights, batch_invariant_moe
 from miles.kernels.fused.activation import ActivationKind, activate_and_multiply, apply_activation, gated_activation
+from miles.kernels.lora.experts import ExpertLora, add_expert_rows, choose_expert_tile_rows, plan_expert_tiles
 from miles.kernels.moe.grouped_gemm import (
     ExpertExchange,
     RowAdapter,
@@ -106,18 +108,21 @@ def moe_forward(
     weigh_input: bool = False,
     exchange: ExpertExchange | None = None,
     adapters: tuple[RowAdapter | None, RowAdapter | None] = (None, None),
+    lora: ExpertLora | None = None,
 ) -> Tensor:
     """The weighted sum of each token's experts; ``weigh_input`` applies the weights to the input instead.
 
     ``first_EFD`` holds gates and then ups (``interleaved``: alternating), or ups alone if it has as many rows as
     ``down_EDI`` has columns. With an ``exchange`` (expert parallelism) the weights are those of this rank's experts,
-    while ``experts_Tk`` counts all ranks' experts. Adapters, which are for training, get the rows of the two GEMMs.
+    while ``experts_Tk`` counts all ranks' experts. Adapters get the rows of the two GEMMs; ``lora`` are the same for the
+    Triton kernels.
     """
     if numerics.batch_invariant:
         weights = ExpertWeights(first_EFD, down_EDI, first_bias_EF, down_bias_ED, activation, interleaved, *adapters)
         return batch_invariant_moe(x_TD, weights_Tk, experts_Tk, weights, weigh_input=weigh_input, exchange=exchange)
     biased = first_bias_EF is not None or down_bias_ED is not None
-    is_plain = exchange is None and not (biased or interleaved or weigh_input)
+    has_adapters = adapters != (None, None)
+    is_plain = exchange is None and not (biased or interleaved or weigh_input or has_adapters)
     if is_plain and can_use_moe_gemv(x_TD, experts_Tk, first_EFD, down_EDI):
         return moe_gemv(x_TD, weights_Tk, experts_Tk, first_EFD, down_EDI, activation)
     per_expert = experts_Tk.numel() / len(first_EFD)
@@ -125,7 +130,14 @@ def moe_forward(
     use_triton_gemm = per_expert <= configs[-1].max_rows_per_expert or not (
         supports_grouped_mm(x_TD, first_EFD) and supports_grouped_mm(x_TD, down_EDI)
     )
-    if exchange is None and use_triton_inference(x_TD) and use_triton_gemm:  # Triton, without a device sync
+    use_triton_gemm &= exchange is None and use_triton_inference(x_TD)
+    if lora is not None and exchange is None and use_triton_inference(x_TD):
+        config = next((config for config in configs if per_expert <= config.max_rows_per_expert), configs[-1])
+        expert_args = (first_EFD, down_EDI, (first_bias_EF, down_bias_ED), activation, interleaved, config)
+        return (_launch_weighed_lora if weigh_input else launch_with_lora)(
+            x_TD, weights_Tk, experts_Tk, *expert_args, lora
+        )
+    if use_triton_gemm and not has_adapters:
         config = next((config for config in configs if per_expert <= config.max_rows_per_expert), configs[-1])
         expert_args = (first_EFD, down_EDI, (first_bias_EF, down_bias_ED), activation, interleaved, config)
         return (_launch_weighed if weigh_input else _launch)(x_TD, weights_Tk, experts_Tk, *expert_args)
@@ -211,6 +223,7 @@ def _launch(
             **expert_args,
             FIRST=x is x_TD,
             GATED=x is x_TD and is_gated,
+            BY_ROW=False,
             BIAS=bias is not None,
             EVEN=x.shape[1] % depth == 0,
             N=tile.columns,
@@ -220,6 +233,108 @@ def _launch(
             **pdl,
         )
     return combine_choices(out_RD, weights_Tk)
+
+
+def launch_with_lora(
+    x_TD: Tensor,
+    weights_Tk: Tensor,
+    experts_Tk: Tensor,
+    first_EFD: Tensor,
+    down_EDI: Tensor,
+    biases: tuple[Tensor | None, Tensor | None],
+    activation: ActivationKind,
+    interleaved: bool,
+    config: MoeTileConfig,
+    lora: ExpertLora,
+) -> Tensor:
+    """As ``_launch``, with LoRA adapters behind both GEMMs; the activation is a launch of its own between them."""
+    (tokens, per_token), (experts, width, size) = experts_Tk.shape, down_EDI.shape
+    if tokens == 0:
+        return torch.empty(tokens, width, dtype=x_TD.dtype, device=x_TD.device)
+    x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
+    placed = place_rows(experts_Tk, experts, config.rows)
+    num_rows = tokens * per_token
+    tile_rows = choose_expert_tile_rows(num_rows, experts)
+    plan = plan_expert_tiles(
+        experts_Tk, lora.slots_T, num_experts=experts, num_slots=lora.num_slots, tile_rows=tile_rows
+    )
+    inner_RF = torch.empty(num_rows, first_EFD.shape[1], dtype=x_TD.dtype, device=x_TD.device)
+    _launch_by_row(x_TD, first_EFD, biases[0], inner_RF, placed, per_token, config.rows, config.first)
+    if lora.first is not None:
+        add_expert_rows(inner_RF, x_TD, lora.first, plan, num_experts=experts, per_token=per_token)
+    if inner_RF.shape[1] == size:
+        inner_RI = apply_activation(inner_RF, None, activation)
+    else:
+        inner_RI = gated_activation(inner_RF, activation, interleaved=interleaved)
+    out_RD = torch.empty(num_rows, width, dtype=x_TD.dtype, device=x_TD.device)
+    _launch_by_row(inner_RI, down_EDI, biases[1], out_RD, placed, 1, config.rows, config.second)
+    if lora.down is not None:
+        add_expert_rows(out_RD, inner_RI, lora.down, plan, num_experts=experts, per_token=1)
+    return combine_choices(out_RD, weights_Tk)
+
+
+def _launch_weighed_lora(
+    x_TD: Tensor,
+    weights_Tk: Tensor,
+    experts_Tk: Tensor,
+    first_EFD: Tensor,
+    down_EDI: Tensor,
+    biases: tuple[Tensor | None, Tensor | None],
+    activation: ActivationKind,
+    interleaved: bool,
+    config: MoeTileConfig,
+    lora: ExpertLora,
+) -> Tensor:
+    """As ``launch_with_lora``, with the weights applied to the inputs: every choice becomes a token of its own."""
+    x_RD = (x_TD.unsqueeze(1) * weights_Tk.unsqueeze(2)).flatten(0, 1)
+    slots_R = None if lora.slots_T is None else lora.slots_T.repeat_interleave(experts_Tk.shape[1])
+    expert_args = (first_EFD, down_EDI, biases, activation, interleaved, config, replace(lora, slots_T=slots_R))
+    out_RD = launch_with_lora(x_RD, torch.ones_like(x_RD[:, :1]), experts_Tk.reshape(-1, 1), *expert_args)
+    return out_RD.unflatten(0, experts_Tk.shape).sum(1)
+
+
+def _launch_by_row(
+    x: Tensor,
+    weight_ENK: Tensor,
+    bias_EN: Tensor | None,
+    out_RN: Tensor,
+    placed: tuple[Tensor, Tensor],
+    per_token: int,
+    block_rows: int,
+    tile: MoeTile,
+) -> None:
+    """Multiply each row by its expert's weight into its own row of ``out``; row r is that of ``x[r // per_token]``."""
+    assert weight_ENK.is_contiguous()
+    x = x if x.stride(1) == 1 else x.contiguous()
+    depth = max(16, min(tile.depth, 1 << (x.shape[1] - 1).bit_length()))
+    depth = depth if x.dtype.itemsize < 4 else min(depth, 32)
+    rows_PM, expert_P = placed
+    _expert_gemm_kernel[(triton.cdiv(out_RN.shape[1], tile.columns), len(expert_P))](
+        x,
+        weight_ENK,
+        bias_EN,
+        out_RN,
+        rows_PM,
+        expert_P,
+        x.stride(0),
+        out_RN.shape[1],
+        x.shape[1],
+        len(out_RN),
+        PER_TOKEN=per_token,
+        ACTIVATION="silu",
+        INTERLEAVED=False,
+        M=block_rows,
+        FIRST=False,
+        GATED=False,
+        BY_ROW=True,
+        BIAS=bias_EN is not None,
+        EVEN=x.shape[1] % depth == 0,
+        N=tile.columns,
+        K=depth,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **pdl_options(x.device),
+    )
 
 
 def combine_choices(out_RD: Tensor, weights_Tk: Tensor) -> Tensor:
@@ -326,6 +441,7 @@ def _expert_gemm_kernel(
     INTERLEAVED: tl.constexpr,
     FIRST: tl.constexpr,
     GATED: tl.constexpr,
+    BY_ROW: tl.constexpr,
     BIAS: tl.constexpr,
     EVEN: tl.constexpr,
     M: tl.constexpr,
@@ -335,7 +451,7 @@ def _expert_gemm_kernel(
 ) -> None:
     """A block's rows times its expert's weight. The first GEMM reads tokens and applies the activation.
 
-    Out-of-range rows and columns are computed with valid data and not stored.
+    ``BY_ROW``: neither is done between the two, and inputs are those of the rows' tokens, or of the rows. Out-of-range rows and columns are computed with valid data and not stored.
     """
     _wait_in_turn(PDL)
     block = tl.program_id(1)
@@ -350,7 +466,7 @@ def _expert_gemm_kernel(
     gate_N = 2 * valid_column_N if GATED and INTERLEAVED else valid_column_N
     up_N = gate_N + 1 if INTERLEAVED else columns + valid_column_N
     source_M = index_M
-    if FIRST:
+    if FIRST or BY_ROW:
         source_M = tl.where(row_M < rows, row_M // PER_TOKEN, 0)
     depth_K = tl.arange(0, K)
     x_MK = x_ptr + source_M.to(tl.int64)[:, None] * x_stride + depth_K[None, :]

@@ -29,7 +29,9 @@ class SortedRows:
 
 
 RowAdapter = Callable[[Tensor, Tensor, SortedRows], Tensor]
-"""Called with the output and the input of a grouped GEMM; returns the output, with gradients to LoRA factors."""
+"""Called with output and input of a grouped GEMM; returns the output with what LoRA adapters add, or the same with
+gradients to factors that are merged into the weight.
+"""
 
 
 class ExchangeHandle(Protocol):

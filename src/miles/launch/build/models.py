@@ -17,7 +17,7 @@ from miles.algo.config import CRITIC_ESTIMATORS
 from miles.algo.registry import AlgoHooks
 from miles.backends.fsdp.local_critic import HEAD, LocalCritic
 from miles.backends.fsdp.local_model import LocalModel
-from miles.backends.fsdp.lora_model import LoraBaseModel, LoraModel, LoraReference, PackedLoraModel
+from miles.backends.fsdp.lora_model import LoraBaseModel, LoraModel, LoraReference, UnmergedLoraModel
 from miles.backends.fsdp.reward_model import RewardModel
 from miles.cluster import platform
 from miles.cluster.executor import Executor
@@ -35,7 +35,7 @@ from miles.launch.plan.layout_memory import (
     get_recompute_mode,
     packs_reference,
 )
-from miles.launch.plan.lora import build_lora, get_adapter_folder, packs_base, shares_reference
+from miles.launch.plan.lora import build_lora, get_adapter_folder, is_unmerged, packs_base, shares_reference
 from miles.launch.plan.plan import Plan, choose_parity_tolerance
 from miles.models.activation_checkpointing import set_recompute
 from miles.models.base import CausalLM
@@ -68,7 +68,7 @@ class BaseCheckpoint:
 
     Its engine, its trainer and the models beside it (reference, critic, teachers) all have its ``numerics``.
     ``spec`` is the trainer's, and the reference's; the engine's weights have ``rollout_quantization``, and the engine
-    has ``rollout_adapters`` beside them if LoRA adapters are trained over a packed base.
+    has ``rollout_adapters`` beside them if LoRA adapters are trained unmerged.
     """
 
     folder: Path
@@ -127,8 +127,8 @@ def read_checkpoint(config: Config, found: Platform) -> BaseCheckpoint:
     dtype, rollout_dtype = hf.choose_dtype(config.models.dtype, raw, found.device), config.models.rollout_dtype
     spec = limit_positions(resolve_spec(folder, config.models.model_impl), config.rollout.rollout_max_context_len)
     rollout_quantization = config.models.rollout_quantization(_count_scale_shards(config))
-    lora = build_lora(config.lora, spec) if packs_base(config) else None
-    quantization = config.models.train_quantization() if lora is None else rollout_quantization
+    lora = build_lora(config.lora, spec) if is_unmerged(config) else None
+    quantization = rollout_quantization if packs_base(config) else config.models.train_quantization()
     return BaseCheckpoint(
         folder=folder,
         config=raw,
@@ -319,7 +319,7 @@ class LocalModelFactory:
 
 def build_lora_model(config: Config, policy: BaseCheckpoint, base: LoraBaseModel, lora: LoraSpec) -> LoraModel:
     """The adapters over a frozen model."""
-    kind = PackedLoraModel if packs_base(config) else LoraModel
+    kind = UnmergedLoraModel if is_unmerged(config) else LoraModel
     return kind(base, lora, base=policy.folder, seed=config.train.seed, start=get_adapter_folder(config.lora))
 
 

@@ -134,7 +134,8 @@ def _can_send_adapters(config: Config, policy: PolicyCheckpoint) -> bool:
     """Whether servers are ours with the trainer's weights, and the user chose no transport."""
     s = config.sglang
     ours = s.rollout_backend == "served" and not s.rollout_external_engine_addrs
-    same = policy.rollout_dtype == policy.dtype and policy.rollout_quantization is None
+    merged = policy.rollout_quantization is None and policy.rollout_adapters is None
+    same = policy.rollout_dtype == policy.dtype and merged
     has_head = config.native.speculative_algorithm in HEAD_ALGORITHMS  # whose weights are not adapters
     return ours and s.update_weight_transport == "auto" and same and not has_head
 

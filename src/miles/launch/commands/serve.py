@@ -110,14 +110,14 @@ def _check_model(config: ModelConfig) -> Iterator[str]:
 
 
 def _check_adapters(config: ServeRoot) -> Iterator[str]:
-    """Adapters are applied beside quantized weights only."""
+    """Adapters are applied beside quantized weights, or beside others if they are not to be merged."""
     models, lora = config.models, config.lora
     if not lora.is_enabled:
         return
-    if models.rollout_format is None:
+    if models.rollout_format is None and lora.lora_merge:
         yield (
-            "--lora-rank and --lora-adapter-path are applied beside quantized weights; add --rollout-precision, or "
-            "serve a checkpoint with the adapter merged into its weights."
+            "--lora-rank and --lora-adapter-path are applied beside the weights here; add --no-lora-merge, or serve a "
+            "checkpoint with the adapter merged into its weights."
         )
         return
     spec = read_spec_or_none(models.hf_checkpoint, models.model_impl)

@@ -85,13 +85,15 @@ class LoraRankMemory(RankMemory):
 def estimate_rank_lora_memory(
     spec: DecoderSpec, layout: ParallelDims, dtype: str, lora: LoraSpec, *, moments: str = "float32"
 ) -> LoraRankMemory:
-    """Memory of a model trained with LoRA; every rank has all adapters. A packed base is its weights."""
+    """Memory of a model trained with LoRA; every rank has all adapters. The base of unmerged ones is its weights."""
     shards = layout.shard_group_size
     is_packed = spec.quantization is not None and spec.quantization.packed
+    base = 0
     if is_packed:
-        weights, base = -(-packed_weight_bytes(spec, dtype) // shards), 0
+        weights = -(-packed_weight_bytes(spec, dtype) // shards)
     else:
         weights = estimate_rank_frozen_bytes(spec, layout, dtype)
+    if not (is_packed or lora.unmerged):
         adapted = {target.param_name for target in lora.targets}
         params = list_rank_params(spec, get_sharding_degrees(layout))
         base = sum(param.count for param in params if param.name in adapted) * BYTES[dtype]

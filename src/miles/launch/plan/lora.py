@@ -30,6 +30,7 @@ def build_lora(config: LoraConfig, spec: DecoderSpec) -> LoraSpec | None:
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
         dropout=config.lora_dropout,
+        unmerged=not config.lora_merge,
     )
     _check_shared_outer(config, lora)
     return lora
@@ -46,6 +47,11 @@ def _check_shared_outer(config: LoraConfig, lora: LoraSpec) -> None:
 def packs_base(config: Config) -> bool:
     """Whether the base under LoRA adapters is packed in engine and trainer: it is frozen, and quantized."""
     return config.lora.is_enabled and config.models.train_precision != "auto"
+
+
+def is_unmerged(config: Config) -> bool:
+    """Whether LoRA adapters are applied beside the base in engine and trainer: it is packed, or a user asks for it."""
+    return config.lora.is_enabled and (packs_base(config) or not config.lora.lora_merge)
 
 
 def shares_reference(config: Config) -> bool:
@@ -67,7 +73,7 @@ def _read_adapter(config: LoraConfig, folder: Path, spec: DecoderSpec) -> LoraSp
     ):
         if given and not found:
             raise UsageError(f"--lora-adapter-path {folder} was not trained with {flag}; remove {flag}.")
-    lora = replace(lora, dropout=config.lora_dropout)
+    lora = replace(lora, dropout=config.lora_dropout, unmerged=not config.lora_merge)
     if config.lora_rank not in (0, lora.rank):
         raise UsageError(
             f"--lora-adapter-path {folder} has rank {lora.rank}, but --lora-rank is {config.lora_rank}; "

@@ -14,7 +14,7 @@ from miles.launch.plan.layout_memory import (
     get_recompute_mode,
     packs_reference,
 )
-from miles.launch.plan.lora import build_lora, packs_base, shares_reference
+from miles.launch.plan.lora import build_lora, is_unmerged, packs_base, shares_reference
 from miles.launch.plan.plan import Plan
 from miles.launch.rules.paths import read_spec_or_none
 from miles.models.accounting.draft import draft_activation_bytes, draft_optimizer_bytes, draft_weight_bytes
@@ -76,11 +76,13 @@ def estimate_memory(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Memo
     form = "" if spec.quantization is None else f" in {spec.quantization.format.name}"
     weights = packed_weight_bytes(spec, dtype)
     size, note = (0, "shares the trainer's") if shared else (weights, f"its own copy{form}")
-    adapted = plan.transport == "served" and world == 1 and spec.quantization is None
+    if is_unmerged(config) and plan.transport == "copy" and dtype == plan.dtype:
+        size, note = 0, "shares the trainer's base"
+    adapted = plan.transport == "served" and world == 1 and spec.quantization is None and not is_unmerged(config)
     if adapted and (lora := build_lora(config.lora, spec)) is not None:
         size += lora.num_base_parameters * BYTES[dtype]
         note = "its own copy, and the base weights of adapted modules"
-    if packs_base(config):
+    if is_unmerged(config):
         size += _count_factors(config, spec) * BYTES[dtype]
         note += ", and the adapters"
     draft = read_engine_draft(config, spec)
@@ -162,9 +164,9 @@ def _estimate_lora(config: Config, plan: Plan, spec: DecoderSpec, lora: LoraSpec
         MemoryShare(name="weights", bytes=memory.weights, note=f"{dtype}, with adapters merged{part}"),
         MemoryShare(name="base", bytes=memory.base, note=f"{dtype}: base weights of adapted modules"),
     )
-    if is_packed:
-        note = f"packed in {config.models.train_precision}, frozen{part}"
-        base = (MemoryShare(name="weights", bytes=memory.weights, note=note),)
+    if is_unmerged(config):
+        note = f"packed in {config.models.train_precision}" if is_packed else dtype
+        base = (MemoryShare(name="weights", bytes=memory.weights, note=f"{note}, frozen{part}"),)
     shares = (
         *base,
         MemoryShare(

@@ -17,7 +17,7 @@ from miles.core.hub_names import parse_hub_name
 from miles.launch.config import Config
 from miles.launch.hub.resolve import resolve_model
 from miles.launch.plan.layout_memory import estimate_rank_lora_memory
-from miles.launch.plan.lora import build_lora, packs_base
+from miles.launch.plan.lora import build_lora, is_unmerged, packs_base
 from miles.launch.plan.memory import estimate_critic_bytes, format_bytes
 from miles.launch.plan.plan import parse_teacher_folders
 from miles.models.accounting.activations import activation_bytes
@@ -141,7 +141,7 @@ def estimate_requirements(model: str, run: Config) -> ModelRequirements:
         parameters=parameter_count(spec),
         active_parameters=active_parameter_count(spec),
         weights=weights,
-        weights_form=f"packed in {run.models.train_precision}, frozen" if packs_base(run) else dtype,
+        weights_form=_describe_weights(run, dtype),
         gradients=gradients,
         optimizer=optimizer,
         reference=others["reference"],
@@ -282,6 +282,11 @@ def as_text(requirements: ModelRequirements) -> str:
         *(f"{label.ljust(12)} {text}" for label, text in _format_training_gpus(n)),
     ]
     return "\n".join(lines)
+
+
+def _describe_weights(run: Config, dtype: str) -> str:
+    form = f"packed in {run.models.train_precision}" if packs_base(run) else dtype
+    return f"{form}, frozen" if is_unmerged(run) else dtype
 
 
 def _describe_adapters(requirements: ModelRequirements) -> str:

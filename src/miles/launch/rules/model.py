@@ -9,7 +9,7 @@ from miles.algo.config import OFFLINE_LOSSES
 from miles.core.errors import MilesError, UsageError
 from miles.launch.config import Config
 from miles.launch.plan.hardware import choose_device
-from miles.launch.plan.lora import build_lora, packs_base
+from miles.launch.plan.lora import build_lora, is_unmerged, packs_base
 from miles.launch.rules.flags import Rule
 from miles.launch.rules.paths import find_checkpoint_problem, read_spec_or_none
 from miles.models import capabilities
@@ -146,6 +146,8 @@ def check_exact_setup(c: Config) -> Iterator[str]:
 
 def check_lora_setup(c: Config) -> Iterator[str]:
     if not c.lora.is_enabled:
+        if not c.lora.lora_merge:
+            yield "--no-lora-merge needs --lora-rank; add that, or remove --no-lora-merge."
         return
     p = c.parallel
     unsupported = {
@@ -184,9 +186,10 @@ def _check_lora_targets(c: Config, lora: LoraSpec) -> Iterator[str]:
         yield from _check_dora(c, has_experts=has_experts)
     if lora.dropout and has_experts:
         yield "--lora-dropout does not support adapters of routed experts; add --exclude-modules experts, or remove it."
-    if lora.dropout and (p.tensor_model_parallel_size > 1 or packs_base(c)):
+    if lora.dropout and (p.tensor_model_parallel_size > 1 or is_unmerged(c)):
         yield (
-            "--lora-dropout does not work with --tensor-model-parallel-size or --train-precision; remove one of them."
+            "--lora-dropout does not work with --tensor-model-parallel-size, --train-precision or --no-lora-merge; "
+            "remove one of them."
         )
     if packs_base(c):
         precision = f"--train-precision {c.models.train_precision}"
@@ -210,10 +213,10 @@ def _check_lora_targets(c: Config, lora: LoraSpec) -> Iterator[str]:
 def _check_dora(c: Config, *, has_experts: bool) -> Iterator[str]:
     if has_experts:
         yield "DoRA does not support adapters of routed experts; add --exclude-modules experts, or remove --use-dora."
-    if c.parallel.tensor_model_parallel_size > 1 or packs_base(c) or c.lora.lora_dropout:
+    if c.parallel.tensor_model_parallel_size > 1 or is_unmerged(c) or c.lora.lora_dropout:
         yield (
-            "DoRA does not work with --tensor-model-parallel-size, --train-precision or --lora-dropout; remove one of "
-            "them."
+            "DoRA does not work with --tensor-model-parallel-size, --train-precision, --no-lora-merge or "
+            "--lora-dropout; remove one of them."
         )
 
 

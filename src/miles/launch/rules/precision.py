@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from miles.backends.remote.sglang_fp8 import SGLANG_FORMATS, find_shape_problem
 from miles.core.errors import UsageError
 from miles.launch.config import Config
-from miles.launch.plan.lora import packs_base
+from miles.launch.plan.lora import is_unmerged, packs_base
 from miles.launch.rules.flags import Rule
 from miles.launch.rules.paths import read_spec_or_none
 from miles.models.config import ModelConfig
@@ -147,6 +147,18 @@ def check_export(c: Config) -> Iterator[str]:
         )
 
 
+def check_unmerged(c: Config) -> Iterator[str]:
+    if not is_unmerged(c) or packs_base(c):
+        return
+    if c.models.rollout_format is not None:
+        yield (
+            f"--no-lora-merge needs the same base in trainer and engine, but {name_precision(c.models)} is for the "
+            "engine's alone; use --train-precision, or remove one of them."
+        )
+    if c.sglang.rollout_backend == "sglang":
+        yield "--no-lora-merge does not work with SGLang yet; use --rollout-backend served, or remove it."
+
+
 def check_packed_base(c: Config) -> Iterator[str]:
     if not packs_base(c):
         return
@@ -187,5 +199,6 @@ PRECISION_RULES: tuple[Rule, ...] = (
     check_quantized_backends,
     check_sglang,
     check_export,
+    check_unmerged,
     check_packed_base,
 )

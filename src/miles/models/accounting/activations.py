@@ -209,9 +209,10 @@ def _layer_bytes(setting: _LayerSetting, spec: DecoderSpec, size: int, fused: bo
     total = count.layer(layer, spec.hidden_size)
     total += saved_input_bytes(layer, spec.hidden_size, size=size, quantization=quantization, adapters=adapters)
     total += 0 if adapters is None else size * adapters.extra
-    if adapters is not None and quantization is not None and quantization.packed:
-        # Beside a packed base an adapter saves the product of its input with its first factor.
-        total += size * sum(rank for _, rank in adapters.ranks)
+    is_packed = quantization is not None and quantization.packed
+    if adapters is not None and (is_packed or adapters.unmerged):
+        # Beside its base an adapter saves the product of its input with its first factor.
+        total += size * adapters.count_products(layer)
     return total
 
 
@@ -310,7 +311,8 @@ def activation_bytes(
     rows = min(tokens, max(1, _LOGITS[fused] // spec.vocab_size))
     head = rows * spec.vocab_size * 4 * _LOGIT_COPIES + 4 * spec.vocab_size * spec.hidden_size
     factors = 0
-    if lora is not None and spec.quantization is not None and spec.quantization.packed:
-        # Beside a packed base the factors are saved in the model's dtype, too; if recomputed, one layer's at a time.
+    is_packed = spec.quantization is not None and spec.quantization.packed
+    if lora is not None and (is_packed or lora.unmerged):
+        # Beside a base the factors are saved in the model's dtype, too; if recomputed, one layer's at a time.
         factors = lora.num_parameters * size // (len(settings) if recomputed == len(settings) else 1)
     return round(body + head + factors)

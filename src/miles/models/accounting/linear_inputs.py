@@ -41,11 +41,12 @@ class LayerAdapters:
     """LoRA in one layer: the parameters with adapters, and the adapters' rank in each, summed over their targets.
 
     ``extra`` are values per token that DoRA saves: outputs that nothing else does; or dropout: a mask and its product
-    with the input for each target, in place of the input.
+    with the input for each target, in place of the input. ``unmerged`` as in ``LoraSpec``.
     """
 
     ranks: tuple[tuple[str, int], ...]
     extra: int = 0
+    unmerged: bool = False
 
     @classmethod
     def from_lora(cls, lora: LoraSpec, layer: int) -> LayerAdapters:
@@ -62,7 +63,12 @@ class LayerAdapters:
                 seen.add(target.param_name)
                 name = target.param_name.removeprefix(prefix).removesuffix(".weight")
                 ranks[name] = ranks.get(name, 0) + lora.rank
-        return cls(tuple(sorted(ranks.items())), extra)
+        return cls(tuple(sorted(ranks.items())), extra, lora.unmerged)
+
+    def count_products(self, layer: LayerSpec) -> int:
+        """Count the values per token of the products of inputs with A factors."""
+        per_token = layer.ffn.experts_per_token if isinstance(layer.ffn, MoeSpec) else 1
+        return sum(rank * (per_token if name in _ROUTED else 1) for name, rank in self.ranks)
 
 
 def list_linear_inputs(layer: LayerSpec, width: int) -> Iterator[LinearInput]:

@@ -16,18 +16,24 @@ from torch.nn import functional as F
 from miles.kernels.batch_invariant import topk_router as invariant_router
 from miles.kernels.batch_invariant.activation import sigmoid
 from miles.kernels.fused.gemv import linear
+from miles.kernels.lora.experts import ExpertFactors, ExpertLora
 from miles.kernels.moe.fused_moe import moe_forward
-from miles.kernels.moe.grouped_gemm import ExpertExchange, RowAdapter
+from miles.kernels.moe.grouped_gemm import ExpertExchange, RowAdapter, SortedRows
 from miles.kernels.moe.topk_router import route_topk
 from miles.kernels.numerics import Numerics
 from miles.kernels.quantized.moe import QuantizedExperts, quantized_moe
 from miles.kernels.runtime.triton_compat import use_triton, use_triton_inference
 from miles.models.layers.linear import Linear, pack_parameter, read_weight
+from miles.models.layers.lora import add_expert_lora
 from miles.models.layers.mlp import Mlp
 from miles.models.layers.norm import RMSNorm, unit_rms_norm
+from miles.models.lora.layout import LORA_A, LORA_B, LoraLayout, factor_name
 from miles.models.quantization import QuantizedParam
 from miles.models.spec import MoeSpec
 from miles.precision.quantized_tensor import QuantizedActivation
+
+ReadFactors = Callable[[torch.dtype], tuple[Tensor, Tensor]]
+"""Returns the A and B factors of a stacked tensor in a dtype."""
 
 # Avoids 0 / 0 for the weights of replayed experts with zero router probability.
 _TINY = 1e-20
@@ -83,8 +89,9 @@ class MoeMlp(nn.Module):
 
     ``slot`` is the index among MoE layers. With an ``exchange`` (expert parallelism), E in the stacked tensors is the
     number of this rank's experts; the router scores all ranks' experts. ``adapters`` (LoRA merged into the stacked
-    tensors) by the names of these get their rows in training. ``eps`` and ``offset`` are those of the norms of experts
-    beside an MLP.
+    tensors) by the names of these get their rows in training. With ``lora``, by the same names, factors are applied
+    beside the stacked tensors: the parameters ``X_lora_a`` and ``X_lora_b``, or what ``read_factors`` returns.
+    ``eps`` and ``offset`` are those of the norms of experts beside an MLP.
     """
 
     def __init__(
@@ -106,6 +113,8 @@ class MoeMlp(nn.Module):
         self.exchange: ExpertExchange | None = None
         self.quantized: dict[str, QuantizedParam] = {}
         self.adapters: dict[str, RowAdapter] = {}
+        self.lora: dict[str, LoraLayout] = {}
+        self.read_factors: dict[str, ReadFactors] = {}
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         layer_factory: dict[str, Any] = {**factory, "numerics": numerics}
         inner, count = spec.latent or width, spec.num_experts
@@ -256,6 +265,47 @@ class MoeMlp(nn.Module):
         for name, param in quantized.items():
             pack_parameter(self, name, param)
 
+    def add_factors(self, name: str, lora: LoraLayout) -> None:
+        """Add LoRA factors, without content, as parameters beside the stacked tensor ``name``."""
+        weight: Tensor = getattr(self, name)
+        assert lora.experts is not None
+        (num_a, num_b), (start, stop) = lora.experts, lora.rows[0]
+        shapes = {
+            LORA_A: (len(lora.rows) * num_a, lora.rank, weight.shape[2]),
+            LORA_B: (len(lora.rows) * num_b, stop - start, lora.rank),
+        }
+        for factor, shape in shapes.items():
+            parameter = nn.Parameter(torch.empty(shape, dtype=weight.dtype, device=weight.device), requires_grad=False)
+            self.register_parameter(factor_name(name, factor), parameter)
+        self.lora[name] = lora
+
+    def _get_factors(self, name: str) -> tuple[Tensor, Tensor]:
+        return self.get_parameter(factor_name(name, LORA_A)), self.get_parameter(factor_name(name, LORA_B))
+
+    def _build_lora(self, first_name: str) -> ExpertLora | None:
+        """Return the factors that this module holds, for the Triton kernels of an engine."""
+        if not self.lora or self.read_factors:
+            return None
+        found = {name: self._view_factors(name, lora) for name, lora in self.lora.items()}
+        return ExpertLora(first=found.get(first_name), down=found.get("down"))
+
+    def _view_factors(self, name: str, lora: LoraLayout) -> ExpertFactors:
+        a_SPXrI, b_SPXOr = (f.unflatten(0, (1, len(lora.rows), -1)) for f in self._get_factors(name))
+        return ExpertFactors(a_SPXRI=a_SPXrI, b_SPXOR=b_SPXOr, first_column=lora.rows[0][0], scale=lora.scale)
+
+    def _build_adapter(self, name: str) -> RowAdapter | None:
+        """Return what adds adapters to the output of a stacked tensor, or their gradients."""
+        lora = self.lora.get(name)
+        if lora is None:
+            return self.adapters.get(name) if torch.is_grad_enabled() else None
+        read, numerics = self.read_factors.get(name), self.numerics
+
+        def add(y_RN: Tensor, x_RI: Tensor, rows: SortedRows) -> Tensor:
+            a_XrI, b_XOr = self._get_factors(name) if read is None else read(x_RI.dtype)
+            return add_expert_lora(y_RN, x_RI, a_XrI, b_XOr, lora, rows, numerics=numerics)
+
+        return add
+
     def _run_experts(self, x_TD: Tensor | QuantizedActivation, weights_Tk: Tensor, experts_Tk: Tensor) -> Tensor:
         spec, first_name = self.spec, "up" if self.gate_up is None else "gate_up"
         first, down = (read_weight(self, name, self.quantized.get(name)) for name in (first_name, "down"))
@@ -274,7 +324,6 @@ class MoeMlp(nn.Module):
             )
         assert isinstance(first, Tensor) and isinstance(down, Tensor), "experts are quantized together or not at all"
         assert isinstance(x_TD, Tensor)
-        adapters = self.adapters if torch.is_grad_enabled() else {}
         return moe_forward(
             x_TD,
             weights_Tk,
@@ -288,5 +337,6 @@ class MoeMlp(nn.Module):
             down_bias_ED=self.down_bias,
             weigh_input=spec.weigh_input,
             exchange=self.exchange,
-            adapters=(adapters.get(first_name), adapters.get("down")),
+            adapters=(self._build_adapter(first_name), self._build_adapter("down")),
+            lora=self._build_lora(first_name),
         )

@@ -7,8 +7,9 @@ Over a base in the model's dtype the weight is base plus their product:
 The decoder's own parameters are W'. The base is kept separately and never written. A forward pass uses W'; backward
 gives the factors their gradient without computing that of W':  dB = s dY^T (X A^T),  dA = s (dY B)^T X.
 
-Over a packed base the decoder's parameters are the base, and the factors, rounded to the model's dtype, are applied
-beside it (``layers.lora``); an engine's decoder has them as parameters of its own (``lora.layout``).
+Unmerged, which they are over a packed base, the decoder's parameters are the base, and the factors, rounded to the
+model's dtype, are applied beside it (``layers.lora``); an engine's decoder has them as parameters of its own
+(``lora.layout``).
 
 Routed experts have their factors stacked; those that experts share have one matrix for all of them. A rank of a sharded
 model has all factors, uses the part that belongs to its part of a weight, and gets the gradient of that part.
@@ -26,7 +27,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ from miles.models.checkpoint.peft import (
 )
 from miles.models.layers.linear import Linear
 from miles.models.layers.moe import MoeMlp
-from miles.models.lora.layout import LORA_A, LORA_B, LoraLayout, factor_name
+from miles.models.lora.layout import LORA_A, LORA_B, build_layout, factor_name
 from miles.models.lora.targets import LoraSpec, LoraTarget
 
 # Values of the product that are computed at a time.
@@ -128,13 +129,14 @@ class _TargetPart:
     experts: tuple[int, int] | None
     target: LoraTarget
 
-    def factors(self) -> tuple[Tensor, Tensor]:
-        """Return the factors; of experts, with one matrix for each of those in the part."""
+    def factors(self, *, expand: bool = True) -> tuple[Tensor, Tensor]:
+        """Return the factors; of experts, those in the part, shared ones as often as there are experts, or once."""
         a, b = _select(self.a, -1, self.columns), _select(self.b, -2, self.own_rows)
         if self.experts is None:
             return a, b
         first, last = self.experts
-        a, b = (f.expand(last - first, *f.shape[1:]) if len(f) == 1 else f[first:last] for f in (a, b))
+        count = last - first if expand else 1
+        a, b = (f.expand(count, *f.shape[1:]) if len(f) == 1 else f[first:last] for f in (a, b))
         return a, b
 
 
@@ -146,6 +148,12 @@ def _select(factor: Tensor, dim: int, index: Tensor | None) -> Tensor:
     found = factor.index_select(dim, index.clamp(min=0))
     mask = (index >= 0).to(factor.dtype)
     return found * (mask if dim == -1 else mask.unsqueeze(-1))
+
+
+def _fuse_factors(parts: Sequence[_TargetPart], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the A and B factors of targets in one weight, one target after the other, rounded to ``dtype``."""
+    factors = [part.factors(expand=False) for part in parts]
+    return torch.cat([a.to(dtype) for a, _ in factors]), torch.cat([b.to(dtype) for _, b in factors])
 
 
 class _LoraGradient(torch.autograd.Function):
@@ -407,20 +415,29 @@ class LoraAdapters:
         for target in lora.targets:
             self.targets_by_param.setdefault(target.param_name, []).append(target)
 
-    def attach_beside(self, model: nn.Module) -> None:
-        """Attach the factors to a decoder's projections, beside their weights."""
+    def attach_beside(self, model: nn.Module, part_of: PartOf = lambda name: WHOLE) -> None:
+        """Attach the factors to a decoder's projections, beside their weights; ``part_of`` as in ``attach``."""
         for name, targets in self.targets_by_param.items():
-            module = model.get_submodule(name.removesuffix(".weight"))
-            assert isinstance(module, Linear), f"{name} is not a projection"
-            rows = tuple(target.rows for target in targets)
-            module.lora = LoraLayout(rows=rows, rank=self.lora.rank, scale=self.lora.scale)
-            module.read_factors = partial(self.fuse_factors, name)
+            parts = self._list_parts(targets, part_of(name))
+            if not parts:
+                continue
+            layout = replace(build_layout(self.lora, targets), rows=tuple(part.rows for part in parts))
+            if layout.experts is None:
+                module = model.get_submodule(name.removesuffix(".weight"))
+                assert isinstance(module, Linear), f"{name} is not a projection"
+                module.lora = layout
+                module.read_factors = partial(_fuse_factors, parts)
+                continue
+            path, _, attribute = name.rpartition(".")
+            moe = model.get_submodule(path)
+            assert isinstance(moe, MoeMlp), f"{name} is not a tensor of experts"
+            num_a, num_b = (len(factor) for factor in parts[0].factors(expand=False))
+            moe.lora[attribute] = replace(layout, experts=(num_a, num_b))
+            moe.read_factors[attribute] = partial(_fuse_factors, parts)
 
     def fuse_factors(self, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the A and B factors of all targets in a decoder's weight, as its decoder would hold them."""
-        factors = [self.factors(target) for target in self.targets_by_param[name]]
-        a_XI, b_Or = torch.cat([a_rI for a_rI, _ in factors]), torch.cat([b for _, b in factors])
-        return a_XI.to(dtype), b_Or.to(dtype)
+        return _fuse_factors(self._list_parts(self.targets_by_param[name], WHOLE), dtype)
 
     @torch.no_grad()
     def build_engine_factors(self, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -38,6 +38,11 @@ class LoraConfig:
         "one regular expression, vision (.attn, .mlp, .projector); default all-linear: attn, mlp.",
     )
     exclude_modules: str | None = option(None, "Projections to exclude from --target-modules, comma-separated.")
+    lora_merge: bool = option(
+        True,
+        "Compute with LoRA adapters merged into the weights, in trainer and engine. --no-lora-merge applies them "
+        "beside the weights, which are in memory once then; over a base in --train-precision they always are.",
+    )
     experts_shared_outer_loras: bool = option(
         False,
         "Let all experts of a layer share the LoRA factors at its input (A of gate and up) and output (B of down).",

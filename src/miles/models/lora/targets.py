@@ -132,7 +132,8 @@ class LoraSpec:
 
     ``shared_outer``: all experts of a layer share the factor that is at the layer's input or output. ``use_rslora``:
     the scale is alpha over the square root of the rank. ``use_dora``: the magnitude of every output is trained too.
-    ``dropout`` is the probability with which inputs of the adapters are dropped in training.
+    ``dropout`` is the probability with which inputs of the adapters are dropped in training. ``unmerged``: they are
+    applied beside the weights, also if these are not packed.
     """
 
     rank: int
@@ -142,6 +143,7 @@ class LoraSpec:
     use_rslora: bool = False
     use_dora: bool = False
     dropout: float = 0.0
+    unmerged: bool = False
 
     @property
     def scale(self) -> float:

@@ -282,14 +282,16 @@ def _factor_shards(name: str, weight: TpShard, lora: LoraLayout) -> TpShards:
     a, b = factor_name(name, LORA_A), factor_name(name, LORA_B)
     if not weight.segments:
         return {a: _REPLICATED, b: _REPLICATED}
-    if weight.dim == 1:
-        return {a: TpShard(dim=1, segments=weight.segments), b: _REPLICATED}
+    if weight.dim == (2 if weight.stacked else 1):
+        return {a: TpShard(dim=weight.dim, segments=weight.segments), b: _REPLICATED}
     borders = [0, *accumulate(segment.units * segment.rows for segment in weight.segments)]
     own: list[ShardSegment] = []
     for start, stop in lora.rows:
         if start not in borders or stop not in borders:
             raise UsageError(f"the LoRA adapter of a part of {name} cannot be sharded over tensor-parallel ranks.")
         own += weight.segments[borders.index(start) : borders.index(stop)]
+    if weight.stacked:  # whose targets are one after the other in dimension 0, and have equal rows
+        return {a: _REPLICATED, b: TpShard(dim=1, segments=tuple(own[: len(own) // len(lora.rows)]))}
     return {a: _REPLICATED, b: TpShard(segments=tuple(own))}
 
 
