@@ -329,6 +329,48 @@ def check_kernels() -> dict[str, Any]:
     return {"relative_error": worst, "exact_bits_of_add_lora": bits_equal, "exact_bits_of_a_row_alone": alone_equal}
 
 
+def check_expert_kernels() -> dict[str, Any]:
+    """Compare the fused MoE with adapters of experts to experts that they are merged into, in float64."""
+    import torch
+
+    from miles.kernels.lora.experts import ExpertFactors, ExpertLora
+    from miles.kernels.moe.fused_moe import moe_forward
+    from miles.kernels.numerics import FAST
+
+    count, width, size, rank, half = 128, 2048, 768, 16, torch.bfloat16
+
+    def draw(*shape: int) -> Any:
+        return 0.03 * torch.randn(*shape, device="cuda", dtype=half)
+
+    weights = draw(count, 2 * size, width), draw(count, width, size)
+    first = ExpertFactors(
+        a_SPXRI=draw(1, 2, count, rank, width), b_SPXOR=draw(1, 2, count, size, rank), first_column=0, scale=2.0
+    )
+    down = ExpertFactors(
+        a_SPXRI=draw(1, 1, count, rank, size), b_SPXOR=draw(1, 1, count, width, rank), first_column=0, scale=2.0
+    )
+    merged = [
+        weight.float() + torch.cat((2.0 * (f.b_SPXOR[0].float() @ f.a_SPXRI[0].float())).unbind(), 1)
+        for weight, f in zip(weights, (first, down), strict=True)
+    ]
+    worst: dict[str, float] = {}
+    for tokens in (1, 16, 256, 4096):
+        x_TD, experts_Tk = (
+            torch.randn(tokens, width, device="cuda", dtype=half),
+            torch.rand(tokens, count, device="cuda"),
+        )
+        experts_Tk = experts_Tk.topk(8).indices
+        weights_Tk = torch.rand(tokens, 8, device="cuda", dtype=half)
+        lora = ExpertLora(first=first, down=down)
+        with torch.inference_mode():
+            got = moe_forward(x_TD, weights_Tk, experts_Tk, *weights, activation="silu", numerics=FAST, lora=lora)
+        with torch.no_grad():
+            args = (x_TD.float(), weights_Tk.float(), experts_Tk)
+            wanted = moe_forward(*args, *merged, activation="silu", numerics=FAST)
+        worst[f"expert_error_{tokens}"] = float((got.float() - wanted).norm() / wanted.norm())
+    return worst
+
+
 def time_kernels(model: str) -> list[dict[str, Any]]:
     """Microseconds of a layer's launches in a CUDA graph, for 256 rows of 1 and of 32 adapters."""
     import numpy as np
@@ -446,6 +488,7 @@ def main() -> None:
         return
     if "check" in args.parts:
         print("check", json.dumps(check_kernels()), flush=True)
+        print("check", json.dumps(check_expert_kernels()), flush=True)
     if "kernels" in args.parts:
         time_kernels(args.model)
     base = math.nan

@@ -80,7 +80,8 @@ def test_each_row_gets_the_product_of_its_adapter_and_expert(dtype, own, per_tok
     assert torch.equal(got[without], y[without]) and torch.equal(got[:, 48:], y[:, 48:])
     rows = sort_rows_by_group(experts_Tk, EXPERTS)
     x_QI = dispatch(x, rows) if per_token == 2 else x[rows.order_R]
-    sorted_QN = experts.add_sorted_rows(y[rows.order_R], x_QI, factors, slots_T, rows, numerics=FAST)
+    slots_Q = slots_T[rows.order_R // 2]
+    sorted_QN = experts.add_sorted_rows(y[rows.order_R], x_QI, factors, slots_Q, rows, numerics=FAST)
     assert apart(sorted_QN[rows.place_R], wanted) < ROUNDING[dtype]
 
 

@@ -13,17 +13,19 @@ outputs of a projection, O outputs of a target, R the largest rank, G tiles, X =
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from miles.kernels.fused.gemv import linear
 from miles.kernels.lora import experts_triton as kernels
-from miles.kernels.lora.grouped import COLUMNS, DECODE_ROWS, PREFILL_ROWS, LoraPlan, choose_splits
+from miles.kernels.lora.grouped import COLUMNS, DECODE_ROWS, PREFILL_ROWS, LoraPlan, choose_splits, choose_tile_rows
 from miles.kernels.moe.grouped_gemm import SortedRows
 from miles.kernels.numerics import Numerics
-from miles.kernels.runtime.triton_compat import device_guard, pdl_options, triton
+from miles.kernels.runtime.triton_compat import device_guard, pdl_options, triton, use_triton_inference
 
 __all__ = [
     "ExpertFactors",
@@ -80,6 +82,28 @@ class ExpertLora:
         assert factors is not None
         return len(factors.a_SPXRI)
 
+    def build_row_adapters(
+        self, num_experts: int, numerics: Numerics
+    ) -> tuple[Callable[..., Tensor] | None, Callable[..., Tensor] | None]:
+        """Return what adds to the rows of both projections, sorted by expert."""
+
+        def add(factors: ExpertFactors, y_QN: Tensor, x_QI: Tensor, rows: SortedRows) -> Tensor:
+            slots_Q = None if self.slots_T is None else self.slots_T[rows.order_R // rows.per_token]
+            if not use_triton_inference(x_QI):
+                return add_sorted_rows(y_QN, x_QI, factors, slots_Q, rows, numerics=numerics)
+            plan = plan_expert_tiles(
+                rows.group_R.unsqueeze(1),
+                slots_Q,
+                num_experts=num_experts,
+                num_slots=self.num_slots,
+                tile_rows=choose_tile_rows(len(y_QN), x_QI.device, numerics),
+            )
+            plan = replace(plan, splits=1) if numerics.batch_invariant else plan
+            return add_expert_rows(y_QN.contiguous(), x_QI, factors, plan, num_experts=num_experts, per_token=1)
+
+        first, down = (None if each is None else partial(add, each) for each in (self.first, self.down))
+        return first, down
+
 
 def choose_expert_tile_rows(num_rows: int, num_experts: int) -> int:
     """Return the rows of a tile in a forward of ``num_rows`` rows."""
@@ -117,7 +141,7 @@ def plan_expert_tiles(
 def add_expert_rows(
     y_QN: Tensor, x_TI: Tensor, factors: ExpertFactors, plan: LoraPlan, *, num_experts: int, per_token: int
 ) -> Tensor:
-    """Add to each row the product of its factors, in place, by two Triton kernels; row q reads ``x[q // per_token]``."""
+    """Add to each row the product of its factors, in place, by two Triton kernels; row q reads x[q // per_token]."""
     (rows, inputs), (_, targets, own_a, max_rank, _) = (len(y_QN), x_TI.shape[1]), factors.a_SPXRI.shape
     own_b, outputs = factors.b_SPXOR.shape[2:4]
     if not rows:
@@ -182,13 +206,13 @@ def add_sorted_rows(
     y_QN: Tensor,
     x_QI: Tensor,
     factors: ExpertFactors,
-    slots_T: Tensor | None,
+    slots_Q: Tensor | None,
     rows: SortedRows,
     *,
     numerics: Numerics,
 ) -> Tensor:
     """``add_expert_rows`` in torch for rows sorted by expert: the rows of each (adapter, expert) in turn."""
-    slots_Q = torch.zeros_like(rows.group_R) if slots_T is None else slots_T[rows.order_R // rows.per_token]
+    slots_Q = torch.zeros_like(rows.group_R) if slots_Q is None else slots_Q
     out_QN = y_QN.clone()
     groups = torch.stack((slots_Q.to(rows.group_R.dtype), rows.group_R), 1)
     for slot, expert in groups[groups[:, 0] >= 0].unique(dim=0).tolist():

@@ -114,9 +114,11 @@ def moe_forward(
 
     ``first_EFD`` holds gates and then ups (``interleaved``: alternating), or ups alone if it has as many rows as
     ``down_EDI`` has columns. With an ``exchange`` (expert parallelism) the weights are those of this rank's experts,
-    while ``experts_Tk`` counts all ranks' experts. Adapters get the rows of the two GEMMs; ``lora`` are the same for the
-    Triton kernels.
+    while ``experts_Tk`` counts all ranks' experts. Adapters get the rows of the two GEMMs; ``lora`` is what they add,
+    for inference.
     """
+    if lora is not None and adapters == (None, None):
+        adapters = lora.build_row_adapters(len(first_EFD), numerics)
     if numerics.batch_invariant:
         weights = ExpertWeights(first_EFD, down_EDI, first_bias_EF, down_bias_ED, activation, interleaved, *adapters)
         return batch_invariant_moe(x_TD, weights_Tk, experts_Tk, weights, weigh_input=weigh_input, exchange=exchange)
@@ -451,7 +453,8 @@ def _expert_gemm_kernel(
 ) -> None:
     """A block's rows times its expert's weight. The first GEMM reads tokens and applies the activation.
 
-    ``BY_ROW``: neither is done between the two, and inputs are those of the rows' tokens, or of the rows. Out-of-range rows and columns are computed with valid data and not stored.
+    With ``BY_ROW`` neither GEMM does more than multiply: inputs and outputs are those of the rows, or of their tokens.
+    Out-of-range rows and columns are computed with valid data and not stored.
     """
     _wait_in_turn(PDL)
     block = tl.program_id(1)

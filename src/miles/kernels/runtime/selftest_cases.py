@@ -32,6 +32,7 @@ from miles.kernels.fused.activation import gated_activation_inference
 from miles.kernels.fused.gemv import gated_linear, gemv_fp32, linear
 from miles.kernels.fused.qk_norm_rope import QKNormRopeParams, qk_norm_rope_write_kv
 from miles.kernels.fused.rms_norm import add_rms_norm, rms_norm
+from miles.kernels.lora.experts import ExpertFactors, ExpertLora
 from miles.kernels.lora.grouped import LoraPlan, LoraSlots, add_grouped_lora, build_tiles, split_columns
 from miles.kernels.moe.fused_moe import moe_forward
 from miles.kernels.moe.topk_router import route_topk
@@ -147,6 +148,7 @@ def list_cases(shapes: SelfTestShapes) -> Iterator[SelfTestCase]:
     yield SelfTestCase(name="grouped lora", run=_grouped_lora, slack=2)
     yield SelfTestCase(name="router", run=_routes)
     yield SelfTestCase(name="fused moe", run=partial(_experts, tokens=shapes.tokens), slack=2)
+    yield SelfTestCase(name="fused moe with lora", run=partial(_expert_lora, tokens=shapes.tokens), slack=3)
     yield SelfTestCase(name="moe gemv", run=partial(_experts, tokens=(1,)), slack=2)
     yield SelfTestCase(name="sampling", run=partial(_sampling, filters=False))
     yield SelfTestCase(name="sampling with filters", run=partial(_sampling, filters=True))
@@ -252,6 +254,49 @@ def _experts(g: SelfTestContext, tokens: Sequence[int]) -> Pairs:
         inputs = g.random(rows, width), g.random(rows, 2).softmax(-1), experts_Tk, first_EFD, down_EDI
         options: dict[str, Any] = {"activation": "silu", "numerics": FAST}
         yield g.run(moe_forward, *inputs, **options), moe_forward(*_wide(*inputs), **options)
+
+
+def _expert_lora(g: SelfTestContext, tokens: tuple[int, ...]) -> Pairs:
+    """Adapters of two slots, of which tokens have either or none, against experts that they are merged into."""
+    width, size, count = g.shapes.features, g.shapes.inner // 4, g.shapes.experts
+    first_EFD, down_EDI = g.random(count, 2 * size, width), g.random(count, width, size)
+    tables = {
+        "ranks_SP": torch.full((2, 2), 24, dtype=torch.int32, device=g.device),
+        "scales_SP": torch.full((2, 2), 0.5, device=g.device),
+    }
+    factors = [
+        ExpertFactors(
+            a_SPXRI=i**-0.5 * g.random(2, p, count, 24, i),
+            b_SPXOR=0.2 * g.random(2, p, count, o, 24),
+            first_column=0,
+            **{name: table[:, :p].contiguous() for name, table in tables.items()},
+        )
+        for p, i, o in ((2, width, size), (1, size, width))
+    ]
+    for rows in tokens:
+        experts_Tk = torch.stack([g.permutation(count)[:2] for _ in range(rows)])
+        slots_T = torch.arange(rows, device=g.device, dtype=torch.int32) % 3 - 1
+        inputs = g.random(rows, width), g.random(rows, 2).softmax(-1), experts_Tk
+        options: dict[str, Any] = {"activation": "silu", "numerics": FAST}
+        lora = ExpertLora(first=factors[0], down=factors[1], slots_T=slots_T)
+        result_TD = g.run(moe_forward, *inputs, first_EFD, down_EDI, **options, lora=lora)
+        expected_TD = torch.empty_like(result_TD, dtype=torch.float64)
+        for slot in (-1, 0, 1):
+            own = slots_T == slot
+            weights = [
+                _merge_experts(weight, factor, slot)
+                for weight, factor in zip((first_EFD, down_EDI), factors, strict=True)
+            ]
+            chosen = [each[own] for each in _wide(*inputs)]
+            expected_TD[own] = moe_forward(*chosen, *weights, **options)
+        yield result_TD, expected_TD
+
+
+def _merge_experts(weight_ENI: Tensor, factors: ExpertFactors, slot: int) -> Tensor:
+    if slot < 0:
+        return weight_ENI.double()
+    delta_PEOI = 0.5 * (factors.b_SPXOR[slot].double() @ factors.a_SPXRI[slot].double())
+    return weight_ENI.double() + torch.cat(delta_PEOI.unbind(), 1)
 
 
 def _routes(g: SelfTestContext) -> Pairs:
