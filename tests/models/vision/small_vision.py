@@ -444,7 +444,13 @@ VISION_VARIANTS = {
             "pad_token_id": 0,
         },
         {key: value for key, value in VIT.items() if key != "image_size"}
-        | {"num_key_value_heads": 2, "head_dim": 16, "pooling_kernel_size": 2, "position_embedding_size": 8},
+        | {
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "pooling_kernel_size": 2,
+            "position_embedding_size": 8,
+            "use_clipped_linears": True,
+        },
         {"image_token_id": IMAGE, "video_token_id": VIDEO, "audio_token_id": 1000},
         padded_patches,
     ),
@@ -486,6 +492,8 @@ def vision_model(kind: str, seed: int = 0) -> PreTrainedModel:
         for name, buffer in model.named_buffers():
             if name.endswith(("layer_scalar", "std_bias", "std_scale")):
                 buffer.copy_(1 + 0.3 * torch.randn_like(buffer))
+            if name.endswith(("_min", "_max")):  # a part of all values is clipped
+                buffer.copy_((1 + 0.3 * torch.rand_like(buffer)) * (-1 if name.endswith("min") else 1))
     return model.eval()
 
 

@@ -198,7 +198,6 @@ def test_tiles_of_another_size_are_refused():
         ("internvl", {"vision_config.use_qk_norm": True}, "vision_config.use_qk_norm"),
         ("gemma4", {"text_config.num_kv_shared_layers": 3}, "num_kv_shared_layers of config.json is 3, of 3 layers"),
         ("gemma4", {"text_config.num_kv_shared_layers": 2}, "no earlier layer is like layer 1"),
-        ("gemma4", {"vision_config.use_clipped_linears": True}, "vision_config.use_clipped_linears"),
         ("gemma4", {"text_config.per_layer_config": {"1": {"head_dim": 8}}}, "per_layer_config of config.json"),
     ],
 )

@@ -222,7 +222,6 @@ def read(config: Mapping[str, Any]) -> DecoderSpec:
     hidden, heads = reader.positive_int("hidden_size"), reader.positive_int("num_attention_heads")
     reader.require("num_key_value_heads", heads)
     reader.require("head_dim", hidden // heads)
-    reader.require("use_clipped_linears", False)
     reader.require("attention_bias", False, None)
     key, rope = reader.rope_group()
     if rope.get("rope_type", "axial") not in ("axial", "default"):
@@ -254,6 +253,7 @@ def read(config: Mapping[str, Any]) -> DecoderSpec:
         positions=PositionTableSpec(side=reader.positive_int("position_embedding_size"), kind="axes"),
         qk_norm=True,
         block_post_norms=True,
+        clipped=reader.flag("use_clipped_linears"),
         projector=ScaledPoolProjectorSpec(norm_eps=eps, standardize=reader.flag("standardize")),
     )
     is_bidirectional = text.get("use_bidirectional_attention") == "vision"
