@@ -141,6 +141,8 @@ class ParallelDims:
             return f"the model cannot be split over {self.tensor} tensor parallel ranks: {problem}."
         if self.sequence and self.tensor == 1:
             return "sequence parallelism needs a tensor parallel size above 1; raise that size or disable it."
+        if self.sequence and spec.per_layer_input is not None:
+            return "sequence parallelism does not split the embeddings that each layer of this model has; disable it."
         if self.context > 1:
             problem = _find_context_problem(spec)
             if problem is not None:

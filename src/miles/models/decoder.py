@@ -25,6 +25,7 @@ from miles.models.layers.mla import MultiHeadLatentAttention
 from miles.models.layers.mlp import Mlp
 from miles.models.layers.moe import MoeMlp, Routing
 from miles.models.layers.norm import RMSNorm
+from miles.models.layers.per_layer_input import PerLayerEmbedding, PerLayerInput
 from miles.models.layers.rope import Positions
 from miles.models.lora.layout import plan_adapters
 from miles.models.quantization import QuantizedParam, plan_quantization
@@ -79,6 +80,10 @@ class DecoderLayer(nn.Module):
             norm_options = {"eps": spec.norm_eps, "offset": spec.norm_offset}
             self.moe = MoeMlp(spec.hidden_size, layer.ffn, spec.moe_layers.index(index), **norm_options, **factory)
         self.mlp_post_norm = norm(layer.ffn is not None and layer.post_norms)
+        self.per_layer: PerLayerInput | None = None
+        if layer.per_layer_size:
+            options: dict[str, Any] = {"eps": spec.norm_eps, "offset": spec.norm_offset, **factory}
+            self.per_layer = PerLayerInput(spec.hidden_size, layer.per_layer_size, **options)
         self.output_scale: nn.Parameter | None = None
         if layer.output_scale:
             self.output_scale = nn.Parameter(torch.empty(1, device=device, dtype=dtype), requires_grad=False)
@@ -94,11 +99,12 @@ class DecoderLayer(nn.Module):
         attn_backend: AttentionBackend,
         routing: Routing | None,
         checkpoint_fn: CheckpointFn | None = None,
+        input_TP: Tensor | None = None,
     ) -> Tensor:
         """Return the residual stream after this layer, run under ``checkpoint_fn`` if given."""
         if checkpoint_fn is None:
-            return self._run_and_add(x_TD, positions, attn_backend, routing)
-        return checkpoint_fn(self._run_and_add, x_TD, positions, attn_backend, routing)
+            return self._run_and_add(x_TD, positions, attn_backend, routing, input_TP)
+        return checkpoint_fn(self._run_and_add, x_TD, positions, attn_backend, routing, input_TP)
 
     def forward_deferred(
         self,
@@ -107,8 +113,12 @@ class DecoderLayer(nn.Module):
         positions: Positions,
         attn_backend: AttentionBackend,
         routing: Routing | None,
+        input_TP: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the residual stream and the output still to be added to it: the next norm fuses add and norm."""
+        """Return the residual stream and the output still to be added to it: the next norm fuses add and norm.
+
+        ``input_TP`` is the layer's own input, if it has one.
+        """
         if self.attention_norm is not None:
             x_TD, y_TD = self.attention_norm.add_norm_quantized(x_TD, deferred_TD)
             mixer = self.get_submodule(self._mixer)
@@ -123,6 +133,10 @@ class DecoderLayer(nn.Module):
                 deferred_TD = self._run_moe(x_TD, y_TD, routing)
             if self.mlp_post_norm is not None:
                 deferred_TD = self.mlp_post_norm(deferred_TD)
+        if self.per_layer is not None:
+            assert input_TP is not None, "the layer has an input of its own"
+            x_TD = x_TD if deferred_TD is None else x_TD + deferred_TD
+            deferred_TD = self.per_layer(x_TD, input_TP)
         if self.output_scale is not None:
             return (x_TD if deferred_TD is None else x_TD + deferred_TD) * self.output_scale, None
         return x_TD, deferred_TD
@@ -138,9 +152,14 @@ class DecoderLayer(nn.Module):
         return moe.join_branches(self._leave_tp(moe(self._enter_tp(x_TD), routing)), shared_TD)
 
     def _run_and_add(
-        self, x_TD: Tensor, positions: Positions, attn_backend: AttentionBackend, routing: Routing | None
+        self,
+        x_TD: Tensor,
+        positions: Positions,
+        attn_backend: AttentionBackend,
+        routing: Routing | None,
+        input_TP: Tensor | None,
     ) -> Tensor:
-        x_TD, deferred_TD = self.forward_deferred(x_TD, None, positions, attn_backend, routing)
+        x_TD, deferred_TD = self.forward_deferred(x_TD, None, positions, attn_backend, routing, input_TP)
         return x_TD if deferred_TD is None else x_TD + deferred_TD
 
     def fuse_quantization(self) -> None:
@@ -190,6 +209,10 @@ class Decoder(nn.Module):
         self.recompute_num_layers: int | None = None
         factory: dict[str, Any] = {"device": device, "dtype": dtype, "numerics": numerics}
         self.embedding = Embedding(spec.vocab_size, spec.hidden_size, device=device, dtype=dtype)
+        self.per_layer: PerLayerEmbedding | None = None
+        if spec.per_layer_input is not None:
+            options: dict[str, Any] = {"eps": spec.norm_eps, "offset": spec.norm_offset, **factory}
+            self.per_layer = PerLayerEmbedding(spec.per_layer_input, spec.num_layers, spec.hidden_size, **options)
         self.layers = nn.ModuleList(DecoderLayer(spec, i, **factory) for i in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, offset=spec.norm_offset, **factory)
         self.lm_head: Linear | None = None
@@ -253,13 +276,19 @@ class Decoder(nn.Module):
             features = self._encode_images(vision, checkpoint_fn)
             x_TD = x_TD.index_copy(0, vision.token_I, features.embeds_FD.to(x_TD.dtype))
         positions = Positions(positions_T, self.spec.max_positions, x_TD.dtype, numerics=self.numerics)
+        inputs_TLP: Tensor | None = None
+        if self.per_layer is not None:
+            inputs_TLP = self.per_layer(tokens_T, x_TD, None if vision is None else vision.token_I)
         deferred_TD: Tensor | None = None
         for number, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
+            input_TP = None if inputs_TLP is None else inputs_TLP[:, number]
             if checkpoint_fn is not None and (self.recompute_num_layers is None or number < self.recompute_num_layers):
-                x_TD = layer(x_TD, positions, attn_backend, routing, checkpoint_fn)
+                x_TD = layer(x_TD, positions, attn_backend, routing, checkpoint_fn, input_TP)
             else:
-                x_TD, deferred_TD = layer.forward_deferred(x_TD, deferred_TD, positions, attn_backend, routing)
+                x_TD, deferred_TD = layer.forward_deferred(
+                    x_TD, deferred_TD, positions, attn_backend, routing, input_TP
+                )
             if features is not None and vision is not None and number < len(features.deepstack):
                 x_TD = x_TD if deferred_TD is None else x_TD + deferred_TD
                 x_TD, deferred_TD = _add_rows(x_TD, vision.token_I, features.deepstack[number]), None

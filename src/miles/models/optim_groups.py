@@ -95,8 +95,9 @@ def _split_fused(layer: LayerSpec, name: str) -> tuple[Rows, ...] | None:
     match name.removesuffix(".weight").split("."), layer.mixer, layer.ffn:
         case ["attention", "qkv"], AttentionSpec() as mixer, _:
             keys = mixer.num_kv_heads * mixer.head_dim
-            values = () if mixer.value_from_key else (keys,)
-            return _consecutive(mixer.num_heads * mixer.head_dim * (2 if mixer.gated else 1), keys, *values)
+            own = (keys,) if mixer.value_from_key else (keys, keys)
+            own = () if mixer.kv_source is not None else own
+            return _consecutive(mixer.num_heads * mixer.head_dim * (2 if mixer.gated else 1), *own)
         case ["delta", "qkvz"], GatedDeltaNetSpec(fused=False) as mixer, _:
             keys, values = mixer.key_heads * mixer.key_dim, mixer.value_heads * mixer.value_dim
             return _consecutive(keys, keys, values, values)

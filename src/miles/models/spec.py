@@ -82,7 +82,8 @@ class AttentionSpec:
     positions ahead of a multiple of the floor) scales queries with their position. ``value_norm`` normalizes the values
     of each head, without weights. ``value_from_key``: there is no value projection, and values are projected keys,
     before their norm and RoPE. ``ignores_spans``: tokens of an image attend causally in this layer, in a model where
-    they attend in both directions elsewhere.
+    they attend in both directions elsewhere. ``kv_source`` is the earlier layer whose keys and values this layer
+    attends to, after their norm and RoPE; it then projects queries only.
     """
 
     num_heads: int
@@ -102,8 +103,11 @@ class AttentionSpec:
     value_norm: bool = False
     value_from_key: bool = False
     ignores_spans: bool = False
+    kv_source: int | None = None
 
     def __post_init__(self) -> None:
+        if self.kv_source is not None and (self.gated or self.qk_norm not in ("none", "head") or self.temperature):
+            raise ValueError("attention to another layer's keys and values has no gate, and at most QK-norm per head")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} query heads are not a multiple of {self.num_kv_heads} key-value heads")
         if self.gated and self.value_from_key:
@@ -249,12 +253,27 @@ class LayerSpec:
     """One layer: a mixer, a feed-forward part, or both; ``post_norms`` also normalizes the output of each.
 
     ``output_scale`` multiplies the residual stream behind the layer by a number of the checkpoint that is not trained.
+    ``per_layer_size`` is the width of the layer's own input (``PerLayerInputSpec``), 0 if it has none.
     """
 
     mixer: Mixer | None
     ffn: FeedForward | None
     post_norms: bool = False
     output_scale: bool = False
+    per_layer_size: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerLayerInputSpec:
+    """Per-layer embeddings: an input of ``size`` channels for each layer, from the token and from its embedding.
+
+    Placeholders of images have the embedding of ``pad_token_id`` in the table of ``vocab_size`` tokens. It is not
+    trained; None is a model of text.
+    """
+
+    size: int
+    vocab_size: int
+    pad_token_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,6 +297,7 @@ class DecoderSpec:
     ``norm_offset`` is added to every norm's weight. ``embedding_scale`` multiplies the embedding; ``logit_softcap``
     soft-caps the logits. ``quantization`` says which weights are quantized; None is none of them. ``adapters`` are LoRA
     factors that the decoder holds as parameters of its own. ``vision`` is the tower of a vision-language model.
+    ``per_layer_input`` are embeddings that every layer reads (its ``per_layer_size`` says so too).
     """
 
     family: str
@@ -294,8 +314,10 @@ class DecoderSpec:
     quantization: QuantizationSpec | None = None
     adapters: AdapterSpec | None = None
     vision: VisionSpec | None = None
+    per_layer_input: PerLayerInputSpec | None = None
 
     def __post_init__(self) -> None:
+        self._check_kv_sources()
         if self.vision is None or not self.vision.bidirectional_spans:
             return
         for number, layer in enumerate(self.layers):
@@ -306,6 +328,19 @@ class DecoderSpec:
                 raise ValueError(
                     f"images attend in both directions, which layer {number} does not support: it must be attention "
                     "without sinks, soft-capping and chunks"
+                )
+
+    def _check_kv_sources(self) -> None:
+        for number, layer in enumerate(self.layers):
+            mixer = layer.mixer
+            if not isinstance(mixer, AttentionSpec) or mixer.kv_source is None:
+                continue
+            source = self.layers[mixer.kv_source].mixer if 0 <= mixer.kv_source < number else None
+            same = isinstance(source, AttentionSpec) and source.kv_source is None
+            if not same or (source.num_kv_heads, source.head_dim) != (mixer.num_kv_heads, mixer.head_dim):
+                raise ValueError(
+                    f"layer {number} attends to the keys and values of layer {mixer.kv_source}, which must be an "
+                    "earlier layer with keys and values of its own and the same heads"
                 )
 
     @property

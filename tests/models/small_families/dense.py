@@ -194,6 +194,30 @@ KINDS = {
             },
         },
     ),
+    "gemma4 with per-layer inputs and shared keys": Kind(
+        Gemma4ForCausalLM,
+        Gemma4TextConfig,
+        GEMMA4
+        | {
+            "num_hidden_layers": 5,
+            "global_head_dim": 24,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"] + 2 * ["full_attention"],
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": 53,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+        },
+    ),
+    "gemma4 with per-layer inputs": Kind(
+        Gemma4ForCausalLM,
+        Gemma4TextConfig,
+        GEMMA4
+        | {
+            "global_head_dim": 8,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 60,
+        },
+    ),
     "glm": Kind(GlmForCausalLM, GlmConfig, {"head_dim": 16, "pad_token_id": None}),
     "glm without biases, tied": Kind(
         GlmForCausalLM,

@@ -396,7 +396,7 @@ VISION_KINDS = {
     ),
 }
 
-# Other models of these families: experts; images that attend causally, and a value projection in every layer.
+# Other models of these families: experts; embeddings for each layer; images that attend causally, and a value projection in every layer.
 VISION_VARIANTS = {
     "gemma4_moe": VisionKind(
         Gemma4ForConditionalGeneration,
@@ -424,6 +424,32 @@ VISION_VARIANTS = {
             "pooling_kernel_size": 2,
             "position_embedding_size": 8,
             "standardize": True,
+        },
+        {"image_token_id": IMAGE, "video_token_id": VIDEO, "audio_token_id": 1000},
+        padded_patches,
+    ),
+    "gemma4_per_layer": VisionKind(
+        Gemma4ForConditionalGeneration,
+        Gemma4Config,
+        {
+            "head_dim": 16,
+            "global_head_dim": 24,
+            "sliding_window": 5,
+            "num_hidden_layers": 5,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"] + 2 * ["full_attention"],
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 64,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "pad_token_id": 0,
+        },
+        {key: value for key, value in VIT.items() if key != "image_size"}
+        | {
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "pooling_kernel_size": 2,
+            "position_embedding_size": 8,
+            "use_clipped_linears": True,
         },
         {"image_token_id": IMAGE, "video_token_id": VIDEO, "audio_token_id": 1000},
         padded_patches,
@@ -466,6 +492,8 @@ def vision_model(kind: str, seed: int = 0) -> PreTrainedModel:
         for name, buffer in model.named_buffers():
             if name.endswith(("layer_scalar", "std_bias", "std_scale")):
                 buffer.copy_(1 + 0.3 * torch.randn_like(buffer))
+            if name.endswith(("_min", "_max")):  # a part of all values is clipped
+                buffer.copy_((1 + 0.3 * torch.rand_like(buffer)) * (-1 if name.endswith("min") else 1))
     return model.eval()
 
 

@@ -196,10 +196,8 @@ def test_tiles_of_another_size_are_refused():
         ("qwen3_vl", {"image_token_id": "<image>"}, "image_token_id of config.json"),
         ("mistral3", {"text_config.model_type": "mamba"}, "text_config.model_type of config.json is mamba"),
         ("internvl", {"vision_config.use_qk_norm": True}, "vision_config.use_qk_norm"),
-        ("gemma4", {"text_config.hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input of config.json is 8"),
-        ("gemma4", {"text_config.num_kv_shared_layers": 1}, "num_kv_shared_layers of config.json is 1"),
-        ("gemma4", {"audio_config": {"hidden_size": 8}}, "audio_config of config.json"),
-        ("gemma4", {"vision_config.use_clipped_linears": True}, "vision_config.use_clipped_linears"),
+        ("gemma4", {"text_config.num_kv_shared_layers": 3}, "num_kv_shared_layers of config.json is 3, of 3 layers"),
+        ("gemma4", {"text_config.num_kv_shared_layers": 2}, "no earlier layer is like layer 1"),
         ("gemma4", {"text_config.per_layer_config": {"1": {"head_dim": 8}}}, "per_layer_config of config.json"),
     ],
 )

@@ -79,6 +79,9 @@ class _SavedBytes:
     def attention(self, spec: AttentionSpec) -> float:
         queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         both = queries + keys
+        if spec.kv_source is not None:  # the source's keys and values are saved there
+            saved = 3 * queries if spec.qk_norm == "head" and not self.frozen else 2 * queries
+            return self.numbers(saved) + self._attention_output(spec.num_heads, queries)
         own_values = spec.value_norm or spec.value_from_key
         is_plain = not (spec.gated or own_values) and spec.temperature is None
         if self.triton_training and is_plain and spec.qk_norm in ("none", "head"):
@@ -152,8 +155,12 @@ class _SavedBytes:
             total += self.numbers(2 * width) + self.norm(width) + 2 * self.post_norm(width)
         return total + (self.numbers(inner + width) if spec.latent else 0)
 
+    def per_layer_input(self, size: int, width: int) -> float:
+        """The layer's own input and how it was computed, the gate's input and the activation, and a norm."""
+        return self.numbers(width + 7 * size) + self.post_norm(width)
+
     def layer(self, layer: LayerSpec, width: int) -> float:
-        total = 0.0
+        total = self.per_layer_input(layer.per_layer_size, width) if layer.per_layer_size else 0.0
         if layer.mixer is not None:
             total += self.norm(width) + (self.post_norm(width) if layer.post_norms else 0.0)
             match layer.mixer:
@@ -231,6 +238,7 @@ def _mixer_outputs(mixer: Mixer | None, width: int) -> _Outputs:
     match mixer:
         case AttentionSpec():
             queries, keys = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
+            keys = 0 if mixer.kv_source is not None else keys
             linear = queries * (2 if mixer.gated else 1) + keys * (1 if mixer.value_from_key else 2) + width
             return _Outputs(queries, linear, 0.0, 4.0 * mixer.num_heads)
         case MlaSpec():

@@ -9,7 +9,7 @@ from math import prod
 from miles.kernels.numerics import FAST, Numerics
 from miles.models.accounting.kv_cache import PerSequenceState, PerTokenCache, cache_layout
 from miles.models.checkpoint.hf_names import HF_NAMES
-from miles.models.checkpoint.param_map import build_layer_map, param_shape
+from miles.models.checkpoint.param_map import build_layer_map, map_per_layer_input, param_shape
 from miles.models.checkpoint.param_slices import ModuleNames
 from miles.models.checkpoint.vision_names import map_vision
 from miles.models.families.registry import find_family
@@ -105,7 +105,13 @@ def parameter_count(spec: DecoderSpec) -> int:
         return spec.parameters
     layers = sum(_layer_size(layer, spec.hidden_size, spec.family).total for layer in spec.layers)
     text = layers + spec.hidden_size + _vocabulary(spec) * (1 if spec.tie_embeddings else 2)
-    return text + vision_parameter_count(spec)
+    return text + sum(map(prod, _per_layer_shapes(spec).values())) + vision_parameter_count(spec)
+
+
+def _per_layer_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of what computes the inputs of layers that have one of their own, by name."""
+    params = map_per_layer_input(spec, {**HF_NAMES, **find_family(spec.family).names})
+    return {name: tuple(param_shape(slices)) for name, slices in params.items()}
 
 
 def active_parameter_count(spec: DecoderSpec) -> int:
@@ -206,7 +212,7 @@ def list_rank_params(spec: DecoderSpec, degrees: ShardingDegrees) -> tuple[RankP
         return (RankParam("", -(-spec.parameters // degrees.pieces), spec.parameters, 2),)
     small = shard_spec(spec, degrees.tensor)
     vocabulary = (small.vocab_size, small.hidden_size)
-    shapes = {"embedding.weight": vocabulary, "norm.weight": (small.hidden_size,)}
+    shapes = {"embedding.weight": vocabulary, "norm.weight": (small.hidden_size,), **_per_layer_shapes(small)}
     if not small.tie_embeddings:
         shapes["lm_head.weight"] = vocabulary
     if small.vision is not None:
@@ -334,7 +340,7 @@ def forward_flops_per_token(spec: DecoderSpec, context: float = 0.0) -> float:
 
     ``context`` is the average number of earlier tokens. A training step costs three times as much.
     """
-    matmul = float(_vocabulary(spec))
+    matmul = float(_vocabulary(spec) + prod(_per_layer_shapes(spec).get("per_layer.projection.weight", (0,))))
     attention = 0.0
     if isinstance(spec, HfAdapterSpec):  # nearly everything except the embedding is a matmul weight
         matmul = float(spec.active - (0 if spec.tie_embeddings else _vocabulary(spec)))

@@ -33,6 +33,7 @@ from miles.models.layers.norm import RMSNorm
 from miles.models.lora.layout import build_factor_map
 from miles.models.quantization import plan_quantization
 from miles.models.spec import DecoderSpec
+from miles.models.vision.spec import CLIP_BOUNDS
 
 __all__ = [
     "build_engine_model",
@@ -259,6 +260,8 @@ def _init_param(name: str, module: nn.Module, shape: torch.Size, generator: torc
     if name == "dt_bias":
         steps = torch.linspace(math.log(_TIME_STEPS[0]), math.log(_TIME_STEPS[1]), shape[0]).exp()
         return steps.expm1().log()  # the inverse of softplus
+    if name in CLIP_BOUNDS:
+        return torch.full(shape, -math.inf if name.endswith("min") else math.inf)
     if name.endswith("bias") or name in ("sinks", "correction"):
         return torch.zeros(shape)
     if len(shape) == 1 and name != "class_token":

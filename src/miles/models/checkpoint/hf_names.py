@@ -22,6 +22,12 @@ HF_NAMES: Mapping[str, str] = MappingProxyType(
         "mlp_norm": "post_attention_layernorm",
         "mlp_post_norm": "post_feedforward_layernorm",
         "output_scale": "layer_scalar",
+        "per_layer_gate": "per_layer_input_gate",
+        "per_layer_projection": "per_layer_projection",
+        "per_layer_norm": "post_per_layer_input_norm",
+        "per_layer_table": "model.embed_tokens_per_layer",
+        "per_layer_inputs": "model.per_layer_model_projection",
+        "per_layer_inputs_norm": "model.per_layer_projection_norm",
         # mixers
         "attention": "self_attn",
         "mla": "self_attn",
@@ -92,12 +98,14 @@ def map_attention(spec: AttentionSpec, width: int, module: ModuleNames) -> Param
     """Softmax attention: queries (with their gates, head by head, if gated), keys and values in one projection."""
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     rows = {"q": queries * (2 if spec.gated else 1), "k": keys} | ({} if spec.value_from_key else {"v": keys})
+    rows = {"q": queries} if spec.kv_source is not None else rows
     params = module.linear("qkv", rows, width, bias=spec.qkv_bias, fused="qkv")
     params |= module.linear("output", {"o": width}, queries, bias=spec.output_bias)
     if spec.qk_norm in ("head", "all"):
         per_head = spec.qk_norm == "head"
         params |= module.tensor("q_norm.weight", "q_norm", (spec.head_dim if per_head else queries,))
-        params |= module.tensor("k_norm.weight", "k_norm", (spec.head_dim if per_head else keys,))
+        if spec.kv_source is None:
+            params |= module.tensor("k_norm.weight", "k_norm", (spec.head_dim if per_head else keys,))
     if spec.sinks:
         params |= module.tensor("sinks", "sinks", (spec.num_heads,), suffix="")
     return params

@@ -63,9 +63,27 @@ def build_layer_map(spec: LayerSpec, width: int, layer: ModuleNames) -> ParamMap
         params |= _map_ffn(spec.ffn, width, layer)
         if spec.post_norms:
             params |= layer.tensor("mlp_post_norm.weight", "mlp_post_norm", (width,))
+    if spec.per_layer_size:
+        own = ModuleNames(f"{layer.prefix}.per_layer", layer.hf_prefix, layer.names)
+        params |= own.linear("gate", {"per_layer_gate": spec.per_layer_size}, width, bias=False)
+        params |= own.linear("projection", {"per_layer_projection": width}, spec.per_layer_size, bias=False)
+        params |= own.tensor("norm.weight", "per_layer_norm", (width,))
     if spec.output_scale:
         params |= layer.tensor("output_scale", "output_scale", (1,), suffix="")
     return params
+
+
+def map_per_layer_input(spec: DecoderSpec, names: Mapping[str, str]) -> ParamMap:
+    """Map what computes the inputs of layers that have one of their own."""
+    own = spec.per_layer_input
+    if own is None:
+        return {}
+    rows = spec.num_layers * own.size
+    return {
+        "per_layer.table.weight": concat_slices((f"{names['per_layer_table']}.weight", (own.vocab_size, rows))),
+        "per_layer.projection.weight": concat_slices((f"{names['per_layer_inputs']}.weight", (rows, spec.hidden_size))),
+        "per_layer.norm.weight": concat_slices((f"{names['per_layer_inputs_norm']}.weight", (own.size,))),
+    }
 
 
 @lru_cache(maxsize=8)
@@ -74,6 +92,7 @@ def build_param_map(spec: DecoderSpec) -> Mapping[str, tuple[HfSlice, ...]]:
     names = {**HF_NAMES, **find_family(spec.family).names}
     vocabulary, width = (spec.vocab_size, spec.hidden_size), spec.hidden_size
     params: ParamMap = {"embedding.weight": concat_slices((f"{names['embedding']}.weight", vocabulary))}
+    params |= map_per_layer_input(spec, names)
     for i, layer in enumerate(spec.layers):
         params |= build_layer_map(layer, width, ModuleNames(f"layers.{i}", names["layer"].format(i), names))
     params["norm.weight"] = concat_slices((f"{names['norm']}.weight", (width,)))

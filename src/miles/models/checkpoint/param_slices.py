@@ -29,8 +29,8 @@ class HfSlice:
     def view(self, tensor: Any) -> Any:
         """Return the part of the decoder parameter ``tensor`` that this slice is: a view, shaped as on disk."""
         matrix = tensor if self.expert is None else tensor[self.expert]
-        if not self.shape:
-            return matrix
+        if not self.shape:  # one number, which the decoder may hold as a vector
+            return matrix.reshape(()) if tuple(matrix.shape) == (1,) else matrix
         part = matrix if self.stop - self.start == len(matrix) else matrix[self.start : self.stop]
         return part.transpose(-1, -2) if self.transposed else part
 

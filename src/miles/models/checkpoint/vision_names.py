@@ -7,11 +7,12 @@ unless they begin with a slash.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from miles.models.checkpoint.param_slices import HfSlice, ModuleNames, ParamMap, Shape
 from miles.models.vision.spec import (
+    CLIP_BOUNDS,
     ConvMergerSpec,
     MergerSpec,
     MlpProjectorSpec,
@@ -116,12 +117,26 @@ def _map_block(tower: VisionTowerSpec, block: ModuleNames) -> ParamMap:
     rows = {"vision_gate": mlp.size, "vision_up": mlp.size} if mlp.gated else {"vision_up": mlp.size}
     params |= block.linear("mlp.gate_up" if mlp.gated else "mlp.up", rows, width, bias=mlp.bias)
     params |= block.linear("mlp.down", {"vision_down": width}, mlp.size, bias=mlp.bias)
+    if tower.clipped:
+        params |= _map_clips(block, "attention", ("q", "k", "v", "o")) | _map_clips(
+            block, "mlp", ("gate", "up", "down")
+        )
     if tower.block_post_norms:
         params |= _map_norm(tower.norm, width, block, "attention_post_norm", "vision_attention_post_norm")
         params |= _map_norm(tower.norm, width, block, "mlp_post_norm", "vision_mlp_post_norm")
     if tower.layer_scale:
         params |= block.tensor("attention_scale", "vision_attention_scale", (width,), suffix="")
         params |= block.tensor("mlp_scale", "vision_mlp_scale", (width,), suffix="")
+    return params
+
+
+def _map_clips(block: ModuleNames, part: str, names: Sequence[str]) -> ParamMap:
+    """Map the bounds of clipped projections, each a number beside the linear layer."""
+    params: ParamMap = {}
+    for name in names:
+        own = f"{block.hf_prefix}.{block.names[f'vision_{name}']}".removesuffix(".linear")
+        for bound in CLIP_BOUNDS:
+            params[f"{block.prefix}.{part}.clips.{name}.{bound}"] = (HfSlice(f"{own}.{bound}", (), 0, 1),)
     return params
 
 

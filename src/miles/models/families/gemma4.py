@@ -1,13 +1,13 @@
-"""Gemma 4: proportional RoPE, normalized values, experts beside an MLP, and a tower of images of any aspect ratio.
+"""Gemma 4: proportional RoPE, normalized values, and a tower of images of any aspect ratio.
 
-Implemented are models whose layers have keys and values of their own, dense (31B) and with experts (26B-A4B). Per-layer
-embeddings, layers that share keys and values, double-wide MLPs (E2B, E4B) and audio are refused by the keys that ask
-for them.
+26B-A4B has experts beside an MLP. E2B and E4B have embeddings for each layer, and their last layers attend to the keys
+and values of earlier ones, with an MLP twice as wide. Their audio tower is kept in checkpoints and not computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from miles.models.families.base import ModelFamily
 from miles.models.families.config_reader import ConfigReader
 from miles.models.families.gemma import NAMES
 from miles.models.families.vision_config import VisionConfigReader, read_text_config, read_token_id
-from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, MoeSpec, RopeSpec
+from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, MoeSpec, PerLayerInputSpec, RopeSpec
 from miles.models.vision.spec import (
     PositionTableSpec,
     ScaledPoolProjectorSpec,
@@ -56,12 +56,16 @@ _TOWER = {
 }
 _TOWER_THETA = 100.0
 _IMAGE_TOKEN = 258_880
+_PER_LAYER_VOCABULARY = 262_144
 
 _TEXT_NAMES = NAMES | {"moe": "", "router": "router.proj", "shared": "mlp", "stacked": "rows"}
 _NAMES = _TEXT_NAMES | {
     "embedding": "model.language_model.embed_tokens",
     "layer": "model.language_model.layers.{}",
     "norm": "model.language_model.norm",
+    "per_layer_table": "model.language_model.embed_tokens_per_layer",
+    "per_layer_inputs": "model.language_model.per_layer_model_projection",
+    "per_layer_inputs_norm": "model.language_model.per_layer_projection_norm",
     "vision": "model.vision_tower",
     "patch_embed": "patch_embedder.input_proj",
     "position_table": "patch_embedder.position_embedding_table",
@@ -85,9 +89,6 @@ def read_text(config: Mapping[str, Any], family: str = "gemma4_text") -> Decoder
     reader = ConfigReader({**_TEXT, **config}, family)
     reader.require("hidden_activation", "gelu_pytorch_tanh")
     reader.require("use_bidirectional_attention", None, "vision")
-    reader.require("hidden_size_per_layer_input", 0, None)
-    reader.require("num_kv_shared_layers", 0, None)
-    reader.require("use_double_wide_mlp", False, None)
     common, heads = reader.common_args(tied=True), reader.attention_heads()
     bias = reader.flag("attention_bias")
     shared = {"qk_norm": "head", "qkv_bias": bias, "output_bias": bias, "scale": 1.0, "value_norm": True}
@@ -111,21 +112,66 @@ def read_text(config: Mapping[str, Any], family: str = "gemma4_text") -> Decoder
         reader.reject("layer_types", "ends with a layer that has a sliding window, but the last one must have none")
     full = [number for number, window in enumerate(windows) if window is None]
     wide = AttentionSpec(**_read_global_heads(reader, heads, full), **shared, ignores_spans=True)
+    sources = _read_kv_sources(reader, windows)
+    per_layer = _read_per_layer_input(reader)
+    double = reader.flag("use_double_wide_mlp")
     layers = (
         LayerSpec(
-            mixer=wide if window is None else replace(local, window=window),
-            ffn=ffn,
+            mixer=replace(wide if window is None else replace(local, window=window), kv_source=source),
+            ffn=replace(ffn, size=2 * ffn.size) if double and source is not None else ffn,
             post_norms=True,
             output_scale=True,
+            per_layer_size=0 if per_layer is None else per_layer.size,
         )
-        for window in windows
+        for window, source in zip(windows, sources, strict=True)
     )
     return reader.build_spec(
         common,
         layers,
+        per_layer_input=per_layer,
         embedding_scale=common["hidden_size"] ** 0.5,
         logit_softcap=reader.optional_positive("final_logit_softcapping"),
     )
+
+
+def _read_kv_sources(reader: ConfigReader, windows: Sequence[int | None]) -> list[int | None]:
+    """The layer whose keys and values each of the last layers attends to: the last of its kind that has its own."""
+    shared = reader.config.get("num_kv_shared_layers") or 0
+    first = len(windows) - shared
+    if shared and not 0 < first:
+        reader.reject("num_kv_shared_layers", f"is {shared}, of {len(windows)} layers")
+        return [None] * len(windows)
+    found: list[int | None] = [None] * len(windows)
+    for number in range(first, len(windows)):
+        own = [i for i in range(first) if (windows[i] is None) == (windows[number] is None)]
+        if not own:
+            reader.reject("num_kv_shared_layers", f"is {shared}, but no earlier layer is like layer {number}")
+            break
+        found[number] = own[-1]
+    if shared and reader.flag("use_double_wide_mlp") and reader.flag("enable_moe_block"):
+        reader.reject("use_double_wide_mlp", "is true for layers with experts, which is not implemented")
+    return found
+
+
+def _read_per_layer_input(reader: ConfigReader) -> PerLayerInputSpec | None:
+    if not reader.config.get("hidden_size_per_layer_input"):
+        return None
+    return PerLayerInputSpec(
+        size=reader.positive_int("hidden_size_per_layer_input"),
+        vocab_size=reader.positive_int("vocab_size_per_layer_input", _PER_LAYER_VOCABULARY),
+        pad_token_id=reader.config.get("pad_token_id"),
+    )
+
+
+def _is_unused(spec: DecoderSpec, hf_name: str) -> bool:
+    """Whether a tensor is one of the audio tower, or of keys and values that a layer has but does not use."""
+    if hf_name.startswith(("model.audio_tower.", "model.embed_audio.")):
+        return True
+    found = re.fullmatch(r".*layers\.(\d+)\.self_attn\.(?:[kv]_proj|[kv]_norm)\.weight", hf_name)
+    if found is None or "vision_tower" in hf_name or int(found[1]) >= spec.num_layers:
+        return False
+    mixer = spec.layers[int(found[1])].mixer
+    return isinstance(mixer, AttentionSpec) and mixer.kv_source is not None
 
 
 def _read_global_heads(reader: ConfigReader, heads: Mapping[str, Any], full: list[int]) -> dict[str, Any]:
@@ -172,14 +218,10 @@ def read(config: Mapping[str, Any]) -> DecoderSpec:
     """The language model with its vision tower; without one, if the config describes none."""
     text = read_text_config(config, {}, family="gemma4")
     decoder = read_text(text, "gemma4")
-    outer = ConfigReader(config, "gemma4")
-    outer.require("audio_config", None)
     reader = VisionConfigReader(config, "gemma4", _TOWER)
-    reader.problems += outer.problems
     hidden, heads = reader.positive_int("hidden_size"), reader.positive_int("num_attention_heads")
     reader.require("num_key_value_heads", heads)
     reader.require("head_dim", hidden // heads)
-    reader.require("use_clipped_linears", False)
     reader.require("attention_bias", False, None)
     key, rope = reader.rope_group()
     if rope.get("rope_type", "axial") not in ("axial", "default"):
@@ -211,6 +253,7 @@ def read(config: Mapping[str, Any]) -> DecoderSpec:
         positions=PositionTableSpec(side=reader.positive_int("position_embedding_size"), kind="axes"),
         qk_norm=True,
         block_post_norms=True,
+        clipped=reader.flag("use_clipped_linears"),
         projector=ScaledPoolProjectorSpec(norm_eps=eps, standardize=reader.flag("standardize")),
     )
     is_bidirectional = text.get("use_bidirectional_attention") == "vision"
@@ -222,15 +265,17 @@ FAMILIES = (
     ModelFamily(
         model_type="gemma4_text",
         architectures=("Gemma4ForCausalLM",),
-        models="Gemma 4 31B, 26B-A4B without their vision tower",
+        models="Gemma 4 without its vision tower",
         read=read_text,
         names=_TEXT_NAMES,
+        is_unused=_is_unused,
     ),
     ModelFamily(
         model_type="gemma4",
         architectures=("Gemma4ForConditionalGeneration",),
-        models="Gemma 4 31B, 26B-A4B",
+        models="Gemma 4 31B, 26B-A4B, E4B, E2B",
         read=read,
         names=_NAMES,
+        is_unused=_is_unused,
     ),
 )

@@ -56,6 +56,9 @@ class Attention(nn.Module):
         factory: dict[str, Any] = {"device": device, "dtype": dtype, "numerics": numerics}
         queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         width = queries * (2 if spec.gated else 1) + keys * (1 if spec.value_from_key else 2)
+        width = queries if spec.kv_source is not None else width
+        others = (layer.mixer for layer in model.layers)
+        self._is_source = any(isinstance(mixer, AttentionSpec) and mixer.kv_source == layer for mixer in others)
         self.qkv = Linear(input_size or model.hidden_size, width, bias=spec.qkv_bias, **factory)
         self.output = Linear(queries, model.hidden_size, bias=spec.output_bias, **factory)
         self.q_norm: RMSNorm | None = None
@@ -64,10 +67,13 @@ class Attention(nn.Module):
             sizes = (spec.head_dim, spec.head_dim) if spec.qk_norm == "head" else (queries, keys)
             norms = (RMSNorm(n, model.norm_eps, offset=model.norm_offset, **factory) for n in sizes)
             self.q_norm, self.k_norm = norms
+        if spec.kv_source is not None:
+            self.k_norm = None
         self.sinks = nn.Parameter(torch.empty(spec.num_heads, device=device, dtype=dtype)) if spec.sinks else None
         # The fused kernel covers QK-norm per head and RoPE; nothing else may be between projection and attention.
         is_plain = not (spec.gated or spec.value_norm or spec.value_from_key) and spec.temperature is None
-        self._fusable = is_plain and spec.qk_norm in ("none", "head")
+        has_own_kv = spec.kv_source is None and not self._is_source
+        self._fusable = is_plain and has_own_kv and spec.qk_norm in ("none", "head")
 
     def forward(
         self, x_TD: Tensor | QuantizedActivation, positions: Positions, attn_backend: AttentionBackend
@@ -82,6 +88,8 @@ class Attention(nn.Module):
         use_fused = use_triton if self.numerics.batch_invariant else use_triton_training
         if self._fusable and not is_quantized and use_fused(x_TD):
             return self.output(self._fused_attention(x_TD, positions, attn_backend).flatten(1))
+        if self.spec.kv_source is not None:
+            return self._attend_to_source(x_TD, positions, attn_backend)
         gate_THd, qk_TNd, v_TGd = self._project(x_TD)
         if self.spec.value_norm:
             v_TGd = unit_rms_norm(v_TGd, self.eps, self.numerics)
@@ -97,9 +105,26 @@ class Attention(nn.Module):
             q_THd = (q_THd * positions.temperature(*self.spec.temperature)).to(q_THd.dtype)
         if self.numerics.fp8_kv_cache:
             k_TGd, v_TGd = round_kv(k_TGd), round_kv(v_TGd)
+        if self._is_source:
+            positions.shared_kv[self.layer] = k_TGd, v_TGd
         out_THd = attn_backend(self.layer, AttentionInputs(q_THd, k_TGd, v_TGd, self.params, self.sinks))
         if gate_THd is not None:
             out_THd = out_THd * (sigmoid(gate_THd) if self.numerics.batch_invariant else gate_THd.sigmoid())
+        return self.output(out_THd.flatten(1))
+
+    def _attend_to_source(
+        self, x_TD: Tensor | QuantizedActivation, positions: Positions, attn_backend: AttentionBackend
+    ) -> Tensor:
+        """Attend to the keys and values of an earlier layer, of which an engine keeps a copy in this layer's cache."""
+        assert self.spec.kv_source is not None
+        k_TGd, v_TGd = positions.shared_kv[self.spec.kv_source]
+        q_THd = self.qkv(x_TD).unflatten(-1, (-1, self.spec.head_dim))
+        q_THd = q_THd if self.q_norm is None else self.q_norm(q_THd)
+        rope = self.spec.rope
+        if rope is not None:
+            cos_sin = positions.cos_sin(rope, self.spec.head_dim)
+            q_THd = apply_rotary(q_THd, cos_sin, interleaved=rope.interleaved, numerics=self.numerics)
+        out_THd = attn_backend(self.layer, AttentionInputs(q_THd, k_TGd, v_TGd, self.params, self.sinks))
         return self.output(out_THd.flatten(1))
 
     def _fused_attention(self, x_TD: Tensor, positions: Positions, attn_backend: AttentionBackend) -> Tensor:

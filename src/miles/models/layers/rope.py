@@ -121,7 +121,8 @@ class Positions:
     """The positions of the tokens of one forward, and the cos/sin and temperatures that follow, each computed once.
 
     ``positions_T`` is [T], or [3, T] for multimodal RoPE. The first use of a RoPE on a device builds its cache, so run
-    a forward before capturing a CUDA graph.
+    a forward before capturing a CUDA graph. ``shared_kv`` are the rotated keys and the values of layers, by number,
+    that later layers attend to.
     """
 
     def __init__(self, positions_T: Tensor, max_positions: int, dtype: torch.dtype, *, numerics: Numerics) -> None:
@@ -132,6 +133,7 @@ class Positions:
         self._numerics = numerics
         self._cos_sin: dict[tuple[RopeSpec, int], Tensor] = {}
         self._temperatures: dict[tuple[float, float, float], Tensor] = {}
+        self.shared_kv: dict[int, tuple[Tensor, Tensor]] = {}
 
     def cos_sin(self, rope: RopeSpec, head_dim: int) -> Tensor:
         """Return what ``apply_rotary`` needs, [T, 2, rope.dim or head_dim]."""

@@ -241,6 +241,7 @@ def compute_tp_shards(spec: DecoderSpec) -> Mapping[str, TpShard]:
     """Return how each parameter of the full decoder is sharded, for any number of ranks."""
     vocabulary = _row_shard(ShardSegment(spec.vocab_size))
     table: TpShards = {"embedding.weight": vocabulary}
+    table |= {name: _RESIDUAL for name in build_param_map(spec) if name.startswith("per_layer.")}
     for i, layer in enumerate(spec.layers):
         table |= {f"layers.{i}.{name}": share for name, share in _layer_shards(layer).items()}
     table["norm.weight"] = _RESIDUAL
@@ -323,6 +324,9 @@ def _layer_shards(layer: LayerSpec) -> TpShards:
     if layer.post_norms:
         kinds = {"attention": layer.mixer, "mlp": layer.ffn}
         out |= {f"{kind}_post_norm.weight": _RESIDUAL for kind, there in kinds.items() if there is not None}
+    if layer.per_layer_size:
+        names = ("gate.weight", "projection.weight", "norm.weight")
+        out |= {f"per_layer.{name}": _RESIDUAL for name in names}
     if layer.output_scale:
         out["output_scale"] = _RESIDUAL
     return out
@@ -350,13 +354,15 @@ def _attention(spec: AttentionSpec) -> TpShards:
         ShardSegment(spec.num_kv_heads, spec.head_dim, repeat=True),
     )
     gated = ShardSegment(spec.num_heads, 2 * spec.head_dim) if spec.gated else queries
-    values = () if spec.value_from_key else (keys,)
-    out = _column_parallel("qkv", _row_shard(gated, keys, *values), bias=spec.qkv_bias)
+    own = (keys,) if spec.value_from_key else (keys, keys)
+    own = () if spec.kv_source is not None else own
+    out = _column_parallel("qkv", _row_shard(gated, *own), bias=spec.qkv_bias)
     out |= _row_parallel("output", queries, bias=spec.output_bias)
     if spec.qk_norm in ("head", "all"):
         each = spec.qk_norm == "head"
         out["q_norm.weight"] = _REPLICATED if each else _row_shard(queries)
-        out["k_norm.weight"] = _REPLICATED if each else _row_shard(keys)
+        if spec.kv_source is None:
+            out["k_norm.weight"] = _REPLICATED if each else _row_shard(keys)
     if spec.sinks:
         out["sinks"] = _row_shard(ShardSegment(spec.num_heads))
     return out

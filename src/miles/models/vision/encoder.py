@@ -5,6 +5,7 @@ Shapes: P patches of all images of a forward, D hidden, H heads, d head_dim, I i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,12 +14,13 @@ from torch.nn import functional as F
 
 from miles.kernels.attention.bidirectional import Segments, bidirectional_attention
 from miles.kernels.fused.gelu_linear import can_fuse_gelu, gelu_tanh_linear
+from miles.kernels.fused.gemv import linear
 from miles.kernels.fused.vision_rope import can_rotate_fused, rotate_queries_keys
 from miles.kernels.numerics import Numerics
 from miles.models.layers.linear import Linear
 from miles.models.layers.norm import LayerNorm, RMSNorm, unit_rms_norm
 from miles.models.layers.rope import apply_rotary
-from miles.models.vision.spec import VisionActivation, VisionMlpSpec, VisionNorm, VisionTowerSpec
+from miles.models.vision.spec import CLIP_BOUNDS, VisionActivation, VisionMlpSpec, VisionNorm, VisionTowerSpec
 
 _QUICK_GELU = 1.702
 
@@ -41,6 +43,45 @@ def build_norm(kind: VisionNorm, size: int, eps: float, **factory: Any) -> Layer
     return LayerNorm(size, eps, **factory) if kind == "layer" else RMSNorm(size, eps, **factory)
 
 
+class ClipRange(nn.Module):
+    """The ranges that the input and the output of a projection are clamped to; they are not trained."""
+
+    def __init__(self, *, device: torch.device | str, dtype: torch.dtype, numerics: Numerics) -> None:
+        super().__init__()
+        for name in CLIP_BOUNDS:
+            self.register_parameter(name, nn.Parameter(torch.empty(1, device=device, dtype=dtype), requires_grad=False))
+
+    def clamp_input(self, x: Tensor) -> Tensor:
+        return x.clamp(self.get_parameter("input_min"), self.get_parameter("input_max"))
+
+    def clamp_output(self, x: Tensor) -> Tensor:
+        return x.clamp(self.get_parameter("output_min"), self.get_parameter("output_max"))
+
+
+def build_clip_ranges(names: Sequence[str], present: bool, **factory: Any) -> nn.ModuleDict | None:
+    """Build the ranges of projections, by name; None if they are not clipped."""
+    return nn.ModuleDict({name: ClipRange(**factory) for name in names}) if present else None
+
+
+def apply_clipped(layer: Linear, x_PD: Tensor, clips: nn.ModuleDict | None, *names: str) -> Tensor:
+    """A layer that is the projections ``names``, one after the other, each with its own range."""
+    if clips is None:
+        return layer(x_PD)
+    weight, size = layer.operand(), layer.out_features // len(names)
+    outputs: list[Tensor] = []
+    for number, name in enumerate(names):
+        clip, rows = clips[name], slice(number * size, (number + 1) * size)
+        assert isinstance(clip, ClipRange)
+        clipped_PD = clip.clamp_input(x_PD)
+        if isinstance(weight, Tensor) and not layer.has_adapter:
+            bias = None if layer.bias is None else layer.bias[rows]
+            out = linear(clipped_PD, weight[rows], bias, numerics=layer.numerics)
+        else:
+            out = layer(clipped_PD)[:, rows]
+        outputs.append(clip.clamp_output(out))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+
+
 class VisionAttention(nn.Module):
     """Multi-head attention within segments."""
 
@@ -52,6 +93,7 @@ class VisionAttention(nn.Module):
         self.numerics: Numerics = factory["numerics"]
         self.qkv = Linear(spec.hidden_size, 3 * spec.hidden_size, bias=spec.qkv_bias, **factory)
         self.output = Linear(spec.hidden_size, spec.hidden_size, bias=spec.output_bias, **factory)
+        self.clips = build_clip_ranges(("q", "k", "v", "o"), spec.clipped, **factory)
         self.scale = 1.0 if spec.qk_norm else spec.head_dim**-0.5
         self.eps = spec.norm_eps
         self.q_norm: RMSNorm | None = None
@@ -62,11 +104,12 @@ class VisionAttention(nn.Module):
     def forward(self, x_PD: Tensor, cos_sin_P2d: Tensor | None, segments: Segments) -> Tensor:
         q_PHd, k_PHd, v_PHd = self.project(x_PD, cos_sin_P2d)
         out_PHd = bidirectional_attention(q_PHd, k_PHd, v_PHd, segments, self.scale, numerics=self.numerics)
-        return self.output(out_PHd.flatten(1))
+        return apply_clipped(self.output, out_PHd.flatten(1), self.clips, "o")
 
     def project(self, x_PD: Tensor, cos_sin_P2d: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, [P, H, d] each, with QK-norm and RoPE where there are any."""
-        return self.norm_and_rotate(self.qkv(x_PD).unflatten(-1, (3, -1, self.head_dim)), cos_sin_P2d)
+        qkv = apply_clipped(self.qkv, x_PD, self.clips, "q", "k", "v")
+        return self.norm_and_rotate(qkv.unflatten(-1, (3, -1, self.head_dim)), cos_sin_P2d)
 
     def norm_and_rotate(self, qkv_P3Hd: Tensor, cos_sin_P2d: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of a projection, with QK-norm and RoPE where there are any."""
@@ -93,8 +136,10 @@ class VisionAttention(nn.Module):
 class VisionMlp(nn.Module):
     """Up projection, activation, down projection; if gated, gate and up are one projection."""
 
-    def __init__(self, width: int, spec: VisionMlpSpec, **factory: Any) -> None:
+    def __init__(self, width: int, spec: VisionMlpSpec, *, clipped: bool = False, **factory: Any) -> None:
         super().__init__()
+        assert spec.gated or not clipped, "only gated MLPs are clipped"
+        self.clips = build_clip_ranges(("gate", "up", "down"), clipped, **factory)
         self.activation: VisionActivation = spec.activation
         self.gate_up: Linear | None = None
         self.up: Linear | None = None
@@ -106,8 +151,8 @@ class VisionMlp(nn.Module):
 
     def forward(self, x_PD: Tensor) -> Tensor:
         if self.gate_up is not None:
-            gate_PI, up_PI = self.gate_up(x_PD).chunk(2, dim=-1)
-            return self.down(activate(gate_PI, self.activation) * up_PI)
+            gate_PI, up_PI = apply_clipped(self.gate_up, x_PD, self.clips, "gate", "up").chunk(2, dim=-1)
+            return apply_clipped(self.down, activate(gate_PI, self.activation) * up_PI, self.clips, "down")
         return self.down(self.expand(x_PD))
 
     def expand(self, x_PD: Tensor) -> Tensor:
@@ -128,7 +173,7 @@ class VisionBlock(nn.Module):
         self.attention_norm = build_norm(spec.norm, spec.hidden_size, spec.norm_eps, **factory)
         self.attention = VisionAttention(spec, **factory)
         self.mlp_norm = build_norm(spec.norm, spec.hidden_size, spec.norm_eps, **factory)
-        self.mlp = VisionMlp(spec.hidden_size, spec.mlp, **factory)
+        self.mlp = VisionMlp(spec.hidden_size, spec.mlp, clipped=spec.clipped, **factory)
         self.attention_post_norm: LayerNorm | RMSNorm | None = None
         self.mlp_post_norm: LayerNorm | RMSNorm | None = None
         if spec.block_post_norms:

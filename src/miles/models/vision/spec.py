@@ -10,6 +10,10 @@ VisionNorm = Literal["layer", "rms"]
 VisionActivation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu"]
 
 
+CLIP_BOUNDS = ("input_min", "input_max", "output_min", "output_max")
+"""The bounds of a clipped projection."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionMlpSpec:
     """The MLP of a vision block; ``gated`` adds a gate projection."""
@@ -134,8 +138,9 @@ class VisionTowerSpec:
     ``pre_norm`` is a norm before the first block, ``post_norm`` after the last; with ``norm_first`` positions of the
     table are added after the former; ``block_post_norms`` also normalize the output of attention and MLP. ``qk_norm``
     normalizes the queries and keys of each head, and values without weights; scores are then not scaled.
-    ``layer_scale`` scales the output of attention and MLP by learned factors. The
-    outputs of ``deepstack_layers`` have projectors of their own. ``patch_linear``: the checkpoint has a matrix in place
+    ``layer_scale`` scales the output of attention and MLP by learned factors. ``clipped`` blocks clamp the input and the
+    output of each projection to ranges of the checkpoint. The outputs of ``deepstack_layers`` have projectors of their
+    own. ``patch_linear``: the checkpoint has a matrix in place
     of the convolution that embeds patches.
     """
 
@@ -162,6 +167,7 @@ class VisionTowerSpec:
     post_norm: bool = False
     norm_first: bool = False
     layer_scale: bool = False
+    clipped: bool = False
     qk_norm: bool = False
     block_post_norms: bool = False
     window: int | None = None
