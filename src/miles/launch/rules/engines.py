@@ -82,8 +82,11 @@ def check_engine_draft(c: Config) -> Iterator[str]:
         yield f"{flag} {folder} is not a folder with a config.json; name a checkpoint."
     elif algorithm == "draft-model" and (spec := read_spec_or_none(folder, "native")) is not None and spec.recurrent:
         yield f"{flag} {folder} has recurrent layers, whose state cannot go back; name another model."
-    if algorithm in ("draft-model", *HEAD_ALGORITHMS) and c.cluster.rollout_num_gpus_per_engine > 1:
-        yield f"--speculative-algorithm {algorithm} needs engines of one GPU; use ngram, or {_GPUS_PER_ENGINE} 1."
+    if algorithm == "draft-model" and c.cluster.rollout_num_gpus_per_engine > 1:
+        yield (
+            f"--speculative-algorithm {algorithm} needs engines of one GPU; use ngram, mtp or eagle3, or "
+            f"{_GPUS_PER_ENGINE} 1."
+        )
     if algorithm in HEAD_ALGORITHMS:
         yield from _check_head(c, algorithm)
 
