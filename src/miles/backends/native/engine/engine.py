@@ -202,6 +202,7 @@ class NativeEngine:
             decode=decode,
             prefill_delay=resolve_prefill_delay(config, self._runner.uses_cuda_graphs),
             speculation=self._speculation,
+            num_draft_states=config.count_draft_states(True) if spec.recurrent else None,
         )
         self._inflight = InflightSteps(self._scheduler, int(device.type != "cpu") if _depth is None else _depth)
         check_image = self._runner.check_image

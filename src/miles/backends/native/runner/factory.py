@@ -57,11 +57,11 @@ def build_runner(
     A ``draft`` gets as many pages beside them; a draft head gets its weights with the policy's.
     """
     draft_spec = None if draft is None else get_draft_spec(draft)
-    page_size = config.engine_page_size
 
     def compute_num_pages(rank_spec: DecoderSpec, rank_platform: Platform) -> int:
         taken = 0 if lora is None else count_slot_bytes(rank_spec, lora, dtype.itemsize)
-        return compute_kv_tokens(rank_spec, config, rank_platform, dtype, numerics, draft_spec, taken) // page_size
+        tokens = compute_kv_tokens(rank_spec, config, rank_platform, dtype, numerics, draft_spec, taken)
+        return tokens // config.engine_page_size
 
     head = draft if isinstance(draft, Draft) else None
     if len(devices) > 1 and draft is not None and head is None:
@@ -82,7 +82,7 @@ def build_runner(
     runner = ModelRunner(
         spec,
         num_pages=num_pages,
-        page_size=page_size,
+        page_size=config.engine_page_size,
         num_slots=config.engine_max_running,
         return_routed_experts=config.engine_return_routed_experts,
         device=platform.device,
@@ -93,10 +93,16 @@ def build_runner(
         vision_cache_bytes=config.engine_vision_cache_mib << 20,
         draft=head,
         lora=lora,
+        num_draft_states=config.count_draft_states(spec.recurrent),
     )
+    return _add_head(runner, num_pages, head, config)
+
+
+def _add_head(runner: ModelRunner, num_pages: int, head: Draft | None, config: NativeConfig) -> EngineRunner:
+    """Return a runner with its draft head, which reads what the runner's last step computed."""
     if head is None:
         return EngineRunner(runner, num_pages)
-    layers = _build_head_layers(head, config, num_pages=num_pages, device=platform.device, dtype=dtype)
+    layers = _build_head_layers(head, config, num_pages=num_pages, device=runner.device, dtype=runner.dtype)
     runner.on_weights_moved = layers.invalidate_graphs
     return EngineRunner(runner, num_pages, DraftHeadRunner(layers, runner.get_features), layers)
 
@@ -126,6 +132,7 @@ def _build_tp_runner(
         numerics=numerics,
         lora=lora,
         draft=None if head is None else head.spec,
+        num_draft_states=config.count_draft_states(spec.recurrent),
         draft_offsets_v=None if offsets_v is None else tuple(offsets_v.tolist()),
     )
     runner = launch_tp_runner(name, runner_spec, devices, compute_num_pages=compute_num_pages, draft=head)

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from miles.backends.native.engine.draft_tree import DraftStates
 from miles.backends.native.engine.forward_batch import (
     ForwardBatch,
     InflightStep,
@@ -54,7 +55,17 @@ from miles.sync.manifest import compute_digest
 RANK_TIMEOUT = 300.0
 
 CODEC = Codec(
-    (ForwardBatch, SamplingBatch, LogitEdits, LogprobQueries, PromptScoring, VisionBatch, ImageInput, LoraBatch)
+    (
+        ForwardBatch,
+        SamplingBatch,
+        LogitEdits,
+        LogprobQueries,
+        PromptScoring,
+        VisionBatch,
+        ImageInput,
+        LoraBatch,
+        DraftStates,
+    )
 )
 """Encodes the messages between ranks: a command, and a ForwardBatch or a few numbers."""
 

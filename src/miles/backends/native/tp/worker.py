@@ -53,6 +53,7 @@ class RunnerSpec:
     lora: LoraShape | None = None
     draft: DraftSpec | None = None
     draft_offsets_v: tuple[int, ...] | None = None
+    num_draft_states: int = 0
 
     def build_draft(self) -> Draft | None:
         """Return the draft head without storage; its weights come with the policy's."""
@@ -91,6 +92,7 @@ class TpRankRunner(ModelRunner):
             vision_cache_bytes=runner_spec.vision_cache_bytes,
             draft=draft,
             lora=runner_spec.lora,
+            num_draft_states=runner_spec.num_draft_states,
         )
         if draft is not None:
             self._build_head(draft)
