@@ -39,6 +39,7 @@ class Kept:
     """An Attend for recurrent layers alone, and the Carry of one sequence after another."""
 
     latent = False
+    levels = ()
 
     def __init__(self, lengths, state):
         self.lengths, self.state, self.kept = lengths, state, None

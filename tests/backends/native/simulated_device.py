@@ -86,10 +86,10 @@ def score_after(prefix, token):
 class Device:
     """Runs batches in order, storing prefixes instead of keys, values and states."""
 
-    def __init__(self, pages, size, num_slots, recurrent):
+    def __init__(self, pages, size, num_slots, recurrent, num_draft_states=0):
         self.size, self.recurrent = size, recurrent
         self.cache_locs = [None] * (pages * size)
-        self.states = [None] * num_slots
+        self.states = [None] * (num_slots + num_draft_states)
         self.last_tokens = [None] * num_slots
 
     def launch(self, batch: ForwardBatch, version: int, born: list[int]) -> StepOutput:
@@ -119,6 +119,8 @@ class Device:
             row += length
         # A step writes before it reads: rows may continue what others of the same step write.
         prefixes = {b: self.write(batch, b, *rows[b], version) for b in np.argsort(batch.starts_B).tolist()}
+        if self.recurrent:
+            self.advance_states(batch, [prefixes[b] for b in range(len(rows))])
         self.check_reads(batch, rows, born)
         everything = [prefix for b in range(len(rows)) for prefix in prefixes[b]]
         tokens_out = [sample_after(everything[row]) for row in batch.rows_D]
@@ -146,13 +148,29 @@ class Device:
         before = batch.block_table_BM[b, (start - 1) // self.size] * self.size + (start - 1) % self.size
         prefix = self.cache_locs[before][0] if start else ()
         assert len(prefix) == start
-        if self.recurrent:
-            assert (self.states[slot] if start else ()) == prefix
-            self.states[slot] = (*prefix, *new)
         prefixes = [(*prefix, *new[: i + 1]) for i in range(len(new))]
         for loc, written in zip(cache_locs, prefixes, strict=True):
             self.cache_locs[loc] = (written, version)
         return prefixes
+
+    def advance_states(self, batch, prefixes):
+        """Every sequence reads the state of its prefix, all of one depth before any of them writes."""
+        reads_B = writes_B = batch.req_slots_B
+        depths_B = np.zeros_like(reads_B)
+        if batch.draft_states is not None:
+            reads_B, writes_B, depths_B = (
+                batch.draft_states.reads_B,
+                batch.draft_states.writes_B,
+                batch.draft_states.depths_B,
+            )
+        for depth in range(int(depths_B.max(initial=0)) + 1):
+            level = (depths_B == depth).nonzero()[0].tolist()
+            for b in level:
+                before = prefixes[b][0][:-1]
+                assert (self.states[reads_B[b]] if before else ()) == before
+            assert len({int(writes_B[b]) for b in level}) == len(level)
+            for b in level:
+                self.states[writes_B[b]] = prefixes[b][-1]
 
     def check_reads(self, batch, rows, born):
         """Every location a query reads was written for its prefix, and not under weights older than the request."""
@@ -200,7 +218,8 @@ class World:
             share_prefill=share,
         )
         self.speculation = None
-        if draft_tokens and not recurrent:
+        num_draft_states = 5 if recurrent and draft_tokens else None
+        if draft_tokens:
             cost = StepCost(fixed_seconds=1, row_seconds=row_seconds, expert_seconds=0, expert_share=0)
             self.speculation = Speculation(
                 NgramDrafter(500, num_branches),
@@ -209,9 +228,15 @@ class World:
                 page_size=size,
                 adaptive=adaptive,
             )
-        self.scheduler = Scheduler(self.running_batch, prefill_chunk=chunk, decode=None, speculation=self.speculation)
+        self.scheduler = Scheduler(
+            self.running_batch,
+            prefill_chunk=chunk,
+            decode=None,
+            speculation=self.speculation,
+            num_draft_states=num_draft_states,
+        )
         self.scheduler.prefill_delay = PrefillDelay(prefill_delay, min_running)
-        self.device = Device(pages, size, num_slots, recurrent)
+        self.device = Device(pages, size, num_slots, recurrent, num_draft_states or 0)
         self.depth = depth
         self.inflight = []
         self.numbers = count()

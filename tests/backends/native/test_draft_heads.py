@@ -156,6 +156,22 @@ def test_what_a_head_drafts_for_a_request_does_not_depend_on_the_others(tiny):
     assert count_drafts(requests, prefill_chunk=5, page_size=16) == together
 
 
+def test_samples_that_share_a_prompt_are_drafted_for_as_alone(tiny):
+    """Also if the prompt ends within a page, which each sample has a copy of."""
+    plain = tiny.decoder(spec=SPEC, scale=6.0)
+    decoder = Decoder(SPEC, device="cpu", dtype=torch.float32, numerics=BATCH_INVARIANT)
+    decoder.load_state_dict(plain.state_dict())
+    prompt = prompts(1)[0][:11]
+    requests = [(prompt, SamplingParams(max_new_tokens=20, seed=seed, ignore_eos=True)) for seed in range(5)]
+
+    def count_drafts(batch):
+        engine, _ = make_engine(tiny, decoder, 3, page_size=16)
+        tiny.generate_all(engine, batch)
+        return np.array([engine.stats()["drafted_tokens"], engine.stats()["accepted_draft_tokens"]])
+
+    assert (count_drafts(requests) == sum(count_drafts([request]) for request in requests)).all()
+
+
 def test_a_weight_update_brings_the_head_too(tiny):
     decoder = tiny.decoder(spec=SPEC, scale=6.0)
     engine, head = make_engine(tiny, decoder, 2)

@@ -50,7 +50,9 @@ def experts_of(completion):
 
 
 @pytest.mark.parametrize(
-    "sort", [is_plain, has_experts, is_windowed, is_chunked, has_sinks, is_latent, is_indexed], ids=lambda f: f.__name__
+    "sort",
+    [is_plain, has_experts, is_windowed, is_chunked, has_sinks, is_latent, is_indexed, is_recurrent],
+    ids=lambda f: f.__name__,
 )
 def test_drafts_change_nothing_whatever_the_sort_of_model(sort):
     tiny = Tiny()
@@ -114,7 +116,7 @@ class KnownDrafter(NgramDrafter):
 
 @pytest.mark.parametrize(
     ("sort", "size"),
-    [(is_plain, 4), (is_plain, 16), (has_experts, 4), (is_windowed, 4), (is_latent, 4)],
+    [(is_plain, 4), (is_plain, 16), (has_experts, 4), (is_windowed, 4), (is_latent, 4), (is_recurrent, 4)],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_accepted_branches_change_nothing_whatever_the_sort_of_model(sort, size):
@@ -447,9 +449,3 @@ def test_a_draft_model_that_costs_as_much_as_the_policy_is_not_used(tiny):
 def test_the_algorithm_and_the_draft_model_need_each_other(tiny):
     with pytest.raises(UsageError, match="need each other"):
         tiny.engine(**DRAFT_MODEL)
-
-
-def test_recurrent_models_are_refused():
-    _, decoder = pair(first(is_recurrent))
-    with pytest.raises(UsageError, match="recurrent"):
-        Tiny().engine(decoder, **NGRAM)

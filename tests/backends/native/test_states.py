@@ -5,6 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.backends.native.conftest import Tiny
+from tests.backends.native.test_draft_heads import make_head
+from tests.backends.native.test_speculative import KnownDrafter
+from tests.models.draft.mtp_checkpoints import make_reference, save_reference
 
 from miles.backends.native.config import NativeConfig
 from miles.backends.native.engine.memory_budget import compute_kv_tokens
@@ -12,6 +16,9 @@ from miles.core.errors import EngineError, UsageError
 from miles.core.protocols import SamplingParams
 from miles.kernels.numerics import FAST
 from miles.models.accounting.params import kv_bytes_per_token, state_bytes_per_sequence
+from miles.models.checkpoint import hf
+from miles.models.draft.checkpoint import build_meta_draft, load_mtp
+from miles.models.resolve import resolve_spec
 
 LONG = SamplingParams(max_new_tokens=30, ignore_eos=True)
 
@@ -149,3 +156,76 @@ def test_the_cache_takes_what_the_states_of_all_slots_leave(tiny, decoder):
     )
     with pytest.raises(UsageError, match="lower --engine-max-running"):
         compute_kv_tokens(spec, config, Box(2 * states - 2), torch.float32, FAST)
+
+
+# -- drafts: a state goes back to the last accepted token --------------------------------------
+
+NGRAM = {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": 4}
+
+
+def test_drafts_change_no_token_also_if_requests_give_way(tiny, decoder):
+    """Delta rule and Mamba-2, with little memory: drafted states go back, and start again after preemption."""
+    prompts = tiny.prompts(3, low=9, high=30)
+    asked = [(p, SamplingParams(max_new_tokens=20, seed=8 * i + j)) for i, p in enumerate(prompts) for j in range(4)]
+    asked += [(prompts[0], SamplingParams(max_new_tokens=20, temperature=0.0))]
+    expected = tiny.generate_all(tiny.engine(decoder, page_size=4), asked)
+    sizes = {"page_size": 4, "max_running": 16, "kv_tokens": 200, "prefill_chunk": 11}
+    engine = tiny.engine(decoder, **sizes, **NGRAM, speculative_adaptive=False)
+    for _ in range(2):
+        for one, other in zip(tiny.generate_all(engine, asked), expected, strict=True):
+            tiny.same(one, other)
+    stats = engine.stats()
+    assert stats["preemptions"] > 0
+    assert stats["drafted_tokens"] > stats["accepted_draft_tokens"] > 20
+
+
+def test_branches_change_no_token(tiny, decoder):
+    asked = tiny.mixed(4, new=20)
+    expected = tiny.generate_all(tiny.engine(decoder, page_size=4), asked)
+    drafts = NGRAM | {"speculative_num_branches": 3, "speculative_num_draft_tokens": 8, "speculative_adaptive": False}
+    engine = tiny.engine(decoder, page_size=4, max_running=60, **drafts)
+    engine._speculation._drafter = KnownDrafter(asked, expected)
+    for one, other in zip(expected, tiny.generate_all(engine, asked), strict=True):
+        tiny.same(one, other)
+    assert engine.stats()["draft_branches"] > engine.stats()["accepted_draft_branches"] > 2
+
+
+def test_a_head_drafts_for_a_recurrent_model(tiny):
+    spec = replace(tiny.hybrid_spec, vocab_size=6, eos_token_ids=())
+    decoder, head = tiny.decoder(spec=spec, scale=6.0), make_head(spec)
+    asked = [(p % 6, replace(how, ignore_eos=True)) for p, how in tiny.mixed(6, new=20)]
+    expected = tiny.generate_all(tiny.engine(decoder, page_size=4), asked)
+    empty = build_meta_draft(head.spec, dtype=torch.float32)
+    drafts = {"speculative_algorithm": "eagle3", "speculative_num_draft_tokens": 3, "speculative_adaptive": False}
+    engine = tiny.engine(decoder, draft=empty, head=head, page_size=4, max_running=60, **drafts)
+    for one, other in zip(expected, tiny.generate_all(engine, asked), strict=True):
+        tiny.same(one, other)
+    assert engine.stats()["accepted_draft_tokens"] > 10
+
+
+def test_the_mtp_layers_of_qwen3_next_draft_for_it(tmp_path):
+    save_reference(make_reference("qwen3-next", vocab_size=8), tmp_path)
+    tiny, spec = Tiny(), resolve_spec(tmp_path, "native")
+    assert spec.recurrent
+    decoder = hf.load_model(tmp_path, spec, device="cpu", dtype=torch.float32)
+    head = load_mtp(tmp_path, spec, device="cpu", dtype=torch.float32)
+    asked = [(p % 8, replace(how, ignore_eos=True)) for p, how in tiny.mixed(6, new=20)]
+    expected = tiny.generate_all(tiny.engine(decoder, page_size=4), asked)
+    drafts = {"speculative_algorithm": "mtp", "speculative_num_draft_tokens": 3, "speculative_adaptive": False}
+    empty = build_meta_draft(head.spec, dtype=torch.float32)
+    engine = tiny.engine(decoder, draft=empty, head=head, page_size=4, max_running=60, **drafts)
+    for one, other in zip(expected, tiny.generate_all(engine, asked), strict=True):
+        tiny.same(one, other)
+    assert engine.stats()["accepted_draft_tokens"] > 10
+
+
+def test_only_as_many_tokens_are_drafted_as_there_are_states(tiny, decoder):
+    asked = [(p, replace(LONG, seed=i)) for i, p in enumerate(tiny.prompts(6))]
+    engine = tiny.engine(decoder, page_size=4, max_running=8, **NGRAM, speculative_adaptive=False)
+    expected = tiny.generate_all(tiny.engine(decoder, page_size=4), asked)
+    for _ in range(2):
+        for one, other in zip(expected, tiny.generate_all(engine, asked), strict=True):
+            tiny.same(one, other)
+    assert engine.stats()["accepted_draft_tokens"] > 0
+    states = engine._runner._states
+    assert {len(tensor) for layer in states.layers.values() for tensor in layer} == {8 + 8}

@@ -12,7 +12,7 @@ from tests.launch.small_config import MOE, furnish
 
 import miles
 from miles.backends.megatron.config import build_recompute_flags
-from miles.backends.native.config import RECURRENT_PROBLEM, NativeConfig
+from miles.backends.native.config import NativeConfig
 from miles.config.cli import parse
 from miles.config.files import read_layers
 from miles.config.schema import Option, get_options, get_passthroughs
@@ -226,12 +226,12 @@ def test_a_model_that_megatron_cannot_train_is_refused_by_the_plan(tmp_path: Pat
     assert "cannot train gpt_oss: layer 0 has attention sinks; use --train-backend fsdp" in problem
 
 
-def test_drafts_of_a_recurrent_model_are_refused_before_it_is_loaded(tmp_path: Path):
+def test_drafts_of_a_recurrent_model_are_accepted(tmp_path: Path):
     config = find_known_config("Qwen3-Next-80B-A3B")
     assert config is not None
     (tmp_path / "moe" / "config.json").write_text(json.dumps(config))
     assert find_problems("--hf-checkpoint", "moe") == []
-    assert find_problems("--hf-checkpoint", "moe", "--speculative-algorithm", "ngram") == [RECURRENT_PROBLEM]
+    assert find_problems("--hf-checkpoint", "moe", "--speculative-algorithm", "ngram") == []
 
 
 def test_recomputation_is_chosen_in_one_way_under_megatron():

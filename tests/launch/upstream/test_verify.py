@@ -148,12 +148,21 @@ def test_functions_of_upstream_read_which_algorithm_drafts(line: str, algorithm:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "own"), [("EAGLE", "mtp"), ("EAGLE3", "eagle3"), ("NEXTN", "mtp"), ("STANDALONE", "draft-model")]
+    ("algorithm", "own", "problem"),
+    [
+        ("EAGLE", "mtp", None),
+        ("EAGLE3", "eagle3", "needs a head"),
+        ("NEXTN", "mtp", None),
+        ("STANDALONE", "draft-model", "needs engines of one GPU"),
+    ],
 )
-def test_names_of_sglang_s_algorithms_are_those_of_the_engine(algorithm: str, own: str):
+def test_names_of_sglang_s_algorithms_are_those_of_the_engine(algorithm: str, own: str, problem: str | None):
     words = f"--sglang-speculative-algorithm {algorithm} --sglang-speculative-num-steps 3"
     ranks = f"{words} --rollout-num-gpus-per-engine 2"
-    assert f"--speculative-algorithm {own} needs engines of one GPU" in " ".join(find_problems(ranks))
+    if problem is None:
+        assert plan(ranks).native.speculative_algorithm == own
+    else:
+        assert f"--speculative-algorithm {own} {problem}" in " ".join(find_problems(ranks))
     config = plan(f"{words} --rollout-backend sglang")
     assert config.sglang.sglang_flags == ("--speculative-algorithm", algorithm, "--speculative-num-steps", "3")
     assert list_flag_outcomes(config) == []

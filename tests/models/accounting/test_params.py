@@ -121,6 +121,7 @@ class Plainly:
     latent = False
     lengths = (TOKENS,)
     state = None
+    levels = ()
 
     def __call__(self, layer, inputs):
         q_THd, k_TGd, v_TGe, params, _, index = inputs

@@ -5,10 +5,8 @@ from typing import Literal
 
 from miles.config.option import option
 
-RECURRENT_PROBLEM = (
-    "--speculative-algorithm cannot verify drafts of a model with recurrent layers, whose state would have to go back; "
-    "remove it."
-)
+MAX_DRAFT_STATES = 32
+"""The most drafted tokens of a step of a model with recurrent layers, each of which has a state of its own."""
 HEAD_ALGORITHMS = ("mtp", "eagle3")
 """Values of --speculative-algorithm that draft with a head on the policy's hidden states."""
 
@@ -102,3 +100,9 @@ class NativeConfig:
         "Run decode-only steps as CUDA graphs; on GPUs only.",
         off="--disable-engine-cuda-graph",
     )
+
+    def count_draft_states(self, recurrent: bool) -> int:
+        """Return how many recurrent states an engine has besides those of requests, for drafted tokens."""
+        return (
+            min(self.engine_max_running, MAX_DRAFT_STATES) if recurrent and self.speculative_algorithm != "none" else 0
+        )

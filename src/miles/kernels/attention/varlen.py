@@ -185,6 +185,7 @@ class FreshRecurrentState:
 
     lengths: Sequence[int]
     state: tuple[Tensor, ...] | None = None
+    levels: Sequence[tuple[Tensor, FreshRecurrentState]] = ()
 
     def update(self, state: tuple[Tensor, ...]) -> None:
         """Nobody asks."""

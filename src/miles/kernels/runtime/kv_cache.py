@@ -198,23 +198,58 @@ class PagedKVCache:
 # -- recurrent states ---------------------------------------------------------------------------------
 
 
+class StateRows(NamedTuple):
+    """Where the sequences of a level read their states and write them: rows of the pool.
+
+    ``tokens_T`` are the rows of their tokens in the step. Those of ``fresh`` read zeros.
+    """
+
+    tokens_T: Tensor
+    lengths: Sequence[int]
+    reads_B: Tensor
+    writes_B: Tensor
+    fresh: Tensor | None
+
+
 @dataclass(slots=True)
 class PooledRecurrentState:
-    """Recurrent state of one layer for the sequences of a step, backed by the pool."""
+    """Recurrent state of one layer for sequences of a step, backed by the pool."""
 
-    lengths: Sequence[int]
-    state: tuple[Tensor, ...] | None
     _tensors: tuple[Tensor, ...]
-    _req_slots_B: Tensor
+    _levels: Sequence[StateRows]
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        return self._levels[0].lengths
+
+    @property
+    def state(self) -> tuple[Tensor, ...]:
+        """The states before this step; zeros for a sequence that starts here."""
+        rows = self._levels[0]
+        state = tuple(tensor.index_select(0, rows.reads_B) for tensor in self._tensors)
+        if rows.fresh is not None:
+            for each in state:
+                each.index_fill_(0, rows.fresh, 0)
+        return state
+
+    @property
+    def levels(self) -> Sequence[tuple[Tensor, PooledRecurrentState]]:
+        """The levels of a step with drafted tokens, which continue sequences of the levels before."""
+        if len(self._levels) == 1:
+            return ()
+        return [(level.tokens_T, PooledRecurrentState(self._tensors, [level])) for level in self._levels]
 
     def update(self, state: tuple[Tensor, ...]) -> None:
         """Write these states back, rows in the same order."""
         for tensor, rows in zip(self._tensors, state, strict=True):
-            tensor.index_copy_(0, self._req_slots_B, rows.to(tensor.dtype))
+            tensor.index_copy_(0, self._levels[0].writes_B, rows.to(tensor.dtype))
 
 
 class RecurrentStatePool:
-    """States of recurrent layers: per layer, tensors with a row for every request slot."""
+    """States of recurrent layers: per layer, tensors with a row for every request slot.
+
+    Behind them may be rows for the states after drafted tokens, which last until the next step.
+    """
 
     def __init__(
         self,
@@ -235,34 +270,37 @@ class RecurrentStatePool:
         for tensor in (tensor for layer in self.layers.values() for tensor in layer):
             tensor.index_copy_(0, target, tensor.index_select(0, source))
 
-    def select(self, req_slots_B: Ints, starts_B: Ints, counts_B: Ints) -> StepStates:
-        """States of the sequences of a step, each in a request slot and with ``starts_B`` tokens so far."""
-        fresh = np.flatnonzero(starts_B == 0)
-        return StepStates(
-            self.layers,
-            counts_B.tolist(),
-            torch.from_numpy(req_slots_B).to(self._device),
-            torch.from_numpy(fresh).to(self._device) if len(fresh) else None,
-        )
+    def select(
+        self, req_slots_B: Ints, starts_B: Ints, counts_B: Ints, drafts: tuple[Ints, Ints, Ints] | None = None
+    ) -> StepStates:
+        """States of the sequences of a step, each in a request slot and with ``starts_B`` tokens so far.
+
+        With ``drafts`` (reads, writes, depths) a sequence reads its state in one row and writes it in another, after
+        those of less depth.
+        """
+        reads_B, writes_B, depths_B = drafts or (req_slots_B, req_slots_B, np.zeros_like(req_slots_B))
+        owner_T = np.repeat(np.arange(len(counts_B)), counts_B)
+        levels: list[StateRows] = []
+        for depth in range(int(depths_B.max(initial=0)) + 1):
+            rows = np.flatnonzero(depths_B == depth)
+            fresh = np.flatnonzero(starts_B[rows] == 0)
+            tokens_T = np.flatnonzero(depths_B[owner_T] == depth)
+            tensors = [torch.from_numpy(each).to(self._device) for each in (tokens_T, reads_B[rows], writes_B[rows])]
+            fresh_rows = torch.from_numpy(fresh).to(self._device) if len(fresh) else None
+            levels.append(StateRows(tensors[0], counts_B[rows].tolist(), tensors[1], tensors[2], fresh_rows))
+        return StepStates(self.layers, levels)
 
 
 @dataclass(frozen=True, slots=True)
 class StepStates:
-    """Recurrent states of a step: rows of ``fresh`` sequences are zeros, whatever their slots still hold."""
+    """Recurrent states of a step, by level: sequences of a level may continue those of the levels before."""
 
     layers: Mapping[int, tuple[Tensor, ...]]
-    lengths: Sequence[int]
-    req_slots_B: Tensor
-    fresh: Tensor | None
+    levels: Sequence[StateRows]
 
     def recurrent_state(self, layer: int) -> PooledRecurrentState:
         """The state of this layer."""
-        tensors = self.layers[layer]
-        state = tuple(tensor.index_select(0, self.req_slots_B) for tensor in tensors)
-        if self.fresh is not None:
-            for rows in state:
-                rows.index_fill_(0, self.fresh, 0)
-        return PooledRecurrentState(self.lengths, state, tensors, self.req_slots_B)
+        return PooledRecurrentState(self.layers[layer], self.levels)
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -346,8 +346,9 @@ def _estimate_engine_draft(
 def _estimate_states(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[MemoryShare, ...]:
     """The states of recurrent layers, for each running request."""
     each = state_bytes_per_sequence(spec, plan.dtype)
-    running = config.native.engine_max_running
-    return (MemoryShare(name="states", bytes=each * running, note=f"of {running} requests"),) if each else ()
+    running, drafts = config.native.engine_max_running, config.native.count_draft_states(spec.recurrent)
+    note = f"of {running} requests" + (f" and {drafts} drafted tokens" if drafts else "")
+    return (MemoryShare(name="states", bytes=each * (running + drafts), note=note),) if each else ()
 
 
 def _estimate_images(config: Config, spec: DecoderSpec, dtype: str) -> tuple[MemoryShare, ...]:

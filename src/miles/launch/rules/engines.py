@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from miles.algo.config import OFFLINE_LOSSES
-from miles.backends.native.config import HEAD_ALGORITHMS, RECURRENT_PROBLEM
+from miles.backends.native.config import HEAD_ALGORITHMS
 from miles.backends.remote.sglang_flags import find_flag_problems
 from miles.core.errors import UsageError
 from miles.launch.config import Config
@@ -27,12 +27,6 @@ def check_engine_tensor_parallel(c: Config) -> Iterator[str]:
     spec = read_spec_or_none(c.models.hf_checkpoint, c.models.model_impl)
     if spec is not None and (problem := check_tp_size(spec, world)) is not None:
         yield f"{_GPUS_PER_ENGINE} {world} cannot shard this model: {problem}; choose another number."
-
-
-def check_speculation(c: Config) -> Iterator[str]:
-    spec = read_spec_or_none(c.models.hf_checkpoint, c.models.model_impl)
-    if c.native.speculative_algorithm != "none" and spec is not None and spec.recurrent:
-        yield RECURRENT_PROBLEM
 
 
 def check_engine_count(c: Config) -> Iterator[str]:
@@ -82,8 +76,11 @@ def check_engine_draft(c: Config) -> Iterator[str]:
         yield f"{flag} {folder} is not a folder with a config.json; name a checkpoint."
     elif algorithm == "draft-model" and (spec := read_spec_or_none(folder, "native")) is not None and spec.recurrent:
         yield f"{flag} {folder} has recurrent layers, whose state cannot go back; name another model."
-    if algorithm in ("draft-model", *HEAD_ALGORITHMS) and c.cluster.rollout_num_gpus_per_engine > 1:
-        yield f"--speculative-algorithm {algorithm} needs engines of one GPU; use ngram, or {_GPUS_PER_ENGINE} 1."
+    if algorithm == "draft-model" and c.cluster.rollout_num_gpus_per_engine > 1:
+        yield (
+            f"--speculative-algorithm {algorithm} needs engines of one GPU; use ngram, mtp or eagle3, or "
+            f"{_GPUS_PER_ENGINE} 1."
+        )
     if algorithm in HEAD_ALGORITHMS:
         yield from _check_head(c, algorithm)
 
@@ -171,7 +168,6 @@ def check_ray(c: Config) -> Iterator[str]:
 
 ENGINE_RULES: tuple[Rule, ...] = (
     check_engine_tensor_parallel,
-    check_speculation,
     check_engine_count,
     check_engine_draft,
     check_sglang_flags,

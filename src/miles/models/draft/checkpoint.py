@@ -34,7 +34,15 @@ from miles.models.draft.param_map import (
 from miles.models.draft.spec import DraftSpec, build_mtp_spec, find_mtp_layout
 from miles.models.spec import DecoderSpec
 
-__all__ = ["init_eagle", "load_draft_params", "load_eagle", "load_mtp", "plan_draft_save", "read_mtp_spec"]
+__all__ = [
+    "build_meta_draft",
+    "init_eagle",
+    "load_draft_params",
+    "load_eagle",
+    "load_mtp",
+    "plan_draft_save",
+    "read_mtp_spec",
+]
 
 _OFFSETS = "token_offsets_v"
 
@@ -55,6 +63,12 @@ def read_mtp_spec(folder: Path | str, policy: DecoderSpec, count: int | None = N
     if count is not None and found != count:
         raise UsageError(f"--mtp-num-layers is {count}, but {folder} has {found}; set it to {found}, or remove it.")
     return build_mtp_spec(policy, layout, found)
+
+
+def build_meta_draft(spec: DraftSpec, *, dtype: torch.dtype, numerics: Numerics = FAST) -> MtpDraft | EagleDraft:
+    """Build a draft of ``spec`` without storage."""
+    kind = MtpDraft if spec.kind == "mtp" else EagleDraft
+    return kind(spec, device="meta", dtype=dtype, numerics=numerics)
 
 
 def load_mtp(

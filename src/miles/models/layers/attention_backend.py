@@ -20,10 +20,19 @@ class RecurrentState(Protocol):
 
     The tokens of the forward are sequences of ``lengths``, one after the other. ``state`` has a row for each, zeros for
     a sequence that starts here; None if all start here and their final states are not needed.
+
+    With ``levels`` some sequences continue others of the same forward: each level is the rows of its tokens and their
+    state, to be read once the levels before it are stored. Then ``state`` is that of none.
     """
 
-    lengths: Sequence[int]
-    state: tuple[Tensor, ...] | None
+    @property
+    def lengths(self) -> Sequence[int]: ...
+
+    @property
+    def state(self) -> tuple[Tensor, ...] | None: ...
+
+    @property
+    def levels(self) -> Sequence[tuple[Tensor, RecurrentState]]: ...
 
     def update(self, state: tuple[Tensor, ...]) -> None:
         """Store the new states, rows in the same order."""

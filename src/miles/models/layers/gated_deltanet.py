@@ -6,6 +6,7 @@ channels.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from miles.kernels.numerics import Numerics
 from miles.models.layers.attention_backend import AttentionBackend
 from miles.models.layers.linear import Linear
 from miles.models.layers.norm import RMSNorm
+from miles.models.layers.recurrent_scan import scan_tokens
 from miles.models.layers.rope import Positions
 from miles.models.spec import DecoderSpec, GatedDeltaNetSpec
 
@@ -53,10 +55,17 @@ class GatedDeltaNet(nn.Module):
         self.output = Linear(values, model.hidden_size, bias=False, **layer_factory)
 
     def forward(self, x_TD: Tensor, positions: Positions, attn_backend: AttentionBackend) -> Tensor:
-        recurrent = attn_backend.recurrent_state(self.layer)
-        inputs, state = (None, None) if recurrent.state is None else recurrent.state
         qkv_TC, z_THv, b_TH, a_TH = self._project(x_TD)
-        qkv_TC, inputs = causal_conv1d(qkv_TC, self.conv.squeeze(1), None, recurrent.lengths, inputs)
+        out_THv = scan_tokens(attn_backend.recurrent_state(self.layer), self._scan, (qkv_TC, b_TH, a_TH))
+        return self.output(self._gate(out_THv, z_THv).flatten(1))
+
+    def _scan(
+        self, inputs_T: Sequence[Tensor], lengths: Sequence[int], before: tuple[Tensor, ...] | None
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+        """Convolve and apply the gated delta rule, from the convolution's last inputs and the matrix of each head."""
+        qkv_TC, b_TH, a_TH = inputs_T
+        inputs, state = (None, None) if before is None else before
+        qkv_TC, inputs = causal_conv1d(qkv_TC, self.conv.squeeze(1), None, lengths, inputs)
         q_TX, k_TX, v_TX = F.silu(qkv_TC).split(self.sizes, dim=-1)
         q_TGk, k_TGk = (_normalize(x.unflatten(-1, (-1, self.spec.key_dim))) for x in (q_TX, k_TX))
         out_THv, state = gated_delta_rule(
@@ -65,12 +74,10 @@ class GatedDeltaNet(nn.Module):
             v_TX.unflatten(-1, (-1, self.spec.value_dim)),
             self._log_decay(a_TH),
             b_TH.sigmoid(),
-            recurrent.lengths,
+            lengths,
             state,
         )
-        if inputs is not None and state is not None:
-            recurrent.update((inputs, state))
-        return self.output(self._gate(out_THv, z_THv).flatten(1))
+        return out_THv, None if inputs is None or state is None else (inputs, state)
 
     def _project(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return queries, keys and values side by side, gates, betas before the sigmoid, time steps before the

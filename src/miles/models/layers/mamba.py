@@ -6,6 +6,7 @@ convolved channels.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from miles.kernels.numerics import Numerics
 from miles.models.layers.attention_backend import AttentionBackend
 from miles.models.layers.linear import Linear
 from miles.models.layers.norm import RMSNorm
+from miles.models.layers.recurrent_scan import scan_tokens
 from miles.models.layers.rope import Positions
 from miles.models.spec import DecoderSpec, MambaSpec
 
@@ -52,11 +54,19 @@ class Mamba2(nn.Module):
         self.output = Linear(inner, model.hidden_size, bias=spec.bias, **layer_factory)
 
     def forward(self, x_TD: Tensor, positions: Positions, attn_backend: AttentionBackend) -> Tensor:
-        recurrent = attn_backend.recurrent_state(self.layer)
-        inputs, state = (None, None) if recurrent.state is None else recurrent.state
-        spec, wide = self.spec, torch.promote_types(x_TD.dtype, torch.float32)
-        z_TI, xbc_TC, dt_TH = self.input(x_TD).split((self.sizes[0], sum(self.sizes), spec.num_heads), dim=-1)
-        xbc_TC, inputs = causal_conv1d(xbc_TC, self.conv.squeeze(1), self.conv_bias, recurrent.lengths, inputs)
+        sizes = (self.sizes[0], sum(self.sizes), self.spec.num_heads)
+        z_TI, xbc_TC, dt_TH = self.input(x_TD).split(sizes, dim=-1)
+        y_TI = scan_tokens(attn_backend.recurrent_state(self.layer), self._scan, (xbc_TC, dt_TH))
+        return self.output(self._gate(y_TI, z_TI))
+
+    def _scan(
+        self, inputs_T: Sequence[Tensor], lengths: Sequence[int], before: tuple[Tensor, ...] | None
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+        """Convolve and run the SSD scan, from the convolution's last inputs and the matrix of each head."""
+        xbc_TC, dt_TH = inputs_T
+        inputs, state = (None, None) if before is None else before
+        spec, wide = self.spec, torch.promote_types(xbc_TC.dtype, torch.float32)
+        xbc_TC, inputs = causal_conv1d(xbc_TC, self.conv.squeeze(1), self.conv_bias, lengths, inputs)
         x_TI, b_TX, c_TX = F.silu(xbc_TC).split(self.sizes, dim=-1)
         dt_TH = F.softplus(dt_TH.to(wide) + self.dt_bias.to(wide)).clamp(*spec.step_limit)
         y_THp, state = mamba2_ssd(
@@ -66,12 +76,10 @@ class Mamba2(nn.Module):
             b_TX.unflatten(-1, (-1, spec.state_dim)),
             c_TX.unflatten(-1, (-1, spec.state_dim)),
             self.skip,
-            recurrent.lengths,
+            lengths,
             state,
         )
-        if inputs is not None and state is not None:
-            recurrent.update((inputs, state))
-        return self.output(self._gate(y_THp.flatten(1), z_TI))
+        return y_THp.flatten(1), None if inputs is None or state is None else (inputs, state)
 
     def _gate(self, y_TI: Tensor, z_TI: Tensor) -> Tensor:
         """Gate first, then normalize within each group."""

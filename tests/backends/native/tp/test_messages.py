@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from tests.tiers import examples
 
+from miles.backends.native.engine.draft_tree import DraftStates
 from miles.backends.native.engine.forward_batch import (
     ForwardBatch,
     LogitEdits,
@@ -59,6 +60,7 @@ _BATCHES = _instances(
     sampling=_instances(SamplingBatch),
     page_copies=_COPIES,
     state_copies=_COPIES,
+    draft_states=st.none() | _instances(DraftStates),
     logit_edits=st.none() | _instances(LogitEdits),
     logprob_queries=_QUERIES,
     prompt_scoring=st.none() | _instances(PromptScoring, logprob_queries=_QUERIES),

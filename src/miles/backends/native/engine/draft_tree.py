@@ -11,11 +11,24 @@ Shapes: as in ``forward_batch``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from miles.backends.native.engine.request import Bools, Ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftStates:
+    """Where the sequences of a step read and write recurrent states: rows of the pool, request slots first.
+
+    A drafted token continues the state after another row of the step, so those of less depth are computed first.
+    """
+
+    reads_B: Ints
+    writes_B: Ints
+    depths_B: Ints
 
 
 class DraftBranch(NamedTuple):
@@ -110,6 +123,22 @@ def _iter_tree_rows(tree: DraftTree, computed: int, page_size: int) -> Iterator[
         for i, token in enumerate(tokens):
             yield fork + 1 + i, token, 1 if i else row - fork, number
             row += 1
+
+
+def build_draft_states(drafts_B: DraftRows, req_slots_B: Ints, num_slots: int) -> DraftStates:
+    """Return the states of a step's rows: each request's first row has that of its slot, all others one of their own.
+
+    Those are behind the ``num_slots`` of requests, in the order of rows.
+    """
+    rows_B = np.arange(len(req_slots_B))
+    first_B = (drafts_B.offsets == 0) & (drafts_B.branches == 0)
+    writes_B = np.where(first_B, req_slots_B, num_slots + np.cumsum(~first_B) - 1)
+    reads_B = np.where(drafts_B.back > 0, writes_B[rows_B - drafts_B.back], req_slots_B)
+    # A token that is computed once more for a branch reads what the chain's row of it reads.
+    repeated = ((drafts_B.back == 0) & (drafts_B.offsets > 0)).nonzero()[0]
+    owner_first_B = np.maximum.accumulate(np.where(first_B, rows_B, 0))
+    reads_B[repeated] = reads_B[owner_first_B[repeated] + drafts_B.offsets[repeated]]
+    return DraftStates(reads_B=reads_B, writes_B=writes_B, depths_B=drafts_B.offsets)
 
 
 def find_accepted_drafts(drafts_D: DraftRows, tokens_D: Ints) -> Bools:

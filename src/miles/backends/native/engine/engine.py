@@ -25,7 +25,7 @@ from torch import Tensor
 
 from miles.backends.native.config import NativeConfig
 from miles.backends.native.engine.forward_batch import ForwardBatch, InflightStep, ScheduledStep
-from miles.backends.native.engine.head_draft import HeadDrafter
+from miles.backends.native.engine.head_draft import DraftHead, HeadDrafter
 from miles.backends.native.engine.lora import LoraRegistry, LoraShape, LoraSlotTable, ServedAdapter
 from miles.backends.native.engine.memory_budget import resolve_prefill_chunk, resolve_prefill_delay
 from miles.backends.native.engine.model_draft import ModelDrafter
@@ -38,8 +38,7 @@ from miles.backends.native.engine.scheduler import Scheduler
 from miles.backends.native.engine.speculation import Drafter, build_speculation
 from miles.backends.native.engine.step_cost import estimate_step_cost
 from miles.backends.native.engine.validate import RequestValidator
-from miles.backends.native.runner.draft_head import DraftHeadRunner
-from miles.backends.native.runner.factory import build_draft_runner, build_head_layers, build_runner, get_draft_spec
+from miles.backends.native.runner.factory import build_draft_runner, build_runner, get_draft_spec
 from miles.backends.native.runner.model_runner import ModelRunner
 from miles.cluster.executor import Executor
 from miles.cluster.platform import detect_platform
@@ -179,7 +178,7 @@ class NativeEngine:
         device = torch.device(device)
         self._platform = replace(detect_platform(device.type), device=device)
         page_size = config.engine_page_size
-        self._runner, num_pages = build_runner(
+        self._runner, num_pages, draft_head, self._draft_runner = build_runner(
             spec,
             config,
             self._platform,
@@ -195,8 +194,7 @@ class NativeEngine:
         self._pages = PageAllocator(num_pages, page_size, share=config.engine_prefix_cache and not spec.recurrent)
         running_batch = self._build_running_batch(config, clock, lora)
         self.draft_head = draft if isinstance(draft, Draft) else None
-        self._draft_runner: ModelRunner | None = None
-        drafter = None if draft is None else self._build_drafter(draft, config, running_batch.slots, num_pages, dtype)
+        drafter = self._build_drafter(draft, draft_head, config, running_batch.slots, num_pages, dtype)
         self._speculation = build_speculation(spec, config, self._platform, dtype, drafter)
         self._scheduler = Scheduler(
             running_batch,
@@ -204,6 +202,7 @@ class NativeEngine:
             decode=decode,
             prefill_delay=resolve_prefill_delay(config, self._runner.uses_cuda_graphs),
             speculation=self._speculation,
+            num_draft_states=config.count_draft_states(True) if spec.recurrent else None,
         )
         self._inflight = InflightSteps(self._scheduler, int(device.type != "cpu") if _depth is None else _depth)
         check_image = self._runner.check_image
@@ -254,26 +253,31 @@ class NativeEngine:
         )
 
     def _build_drafter(
-        self, draft: CausalLM | Draft, config: NativeConfig, slots: ReqSlots, num_pages: int, dtype: torch.dtype
-    ) -> Drafter:
-        """Return the drafts of a draft model or head, which a runner of its own computes."""
+        self,
+        draft: CausalLM | Draft | None,
+        head: DraftHead | None,
+        config: NativeConfig,
+        slots: ReqSlots,
+        num_pages: int,
+        dtype: torch.dtype,
+    ) -> Drafter | None:
+        """Return the drafts of a ``head``, or of a draft model, which a runner of its own computes."""
+        if draft is None:
+            return None
         spec = get_draft_spec(draft)
         device = self._platform.device
         cost = estimate_step_cost(spec, self._platform, str(dtype).removeprefix("torch."))
         page_size = config.engine_page_size
-        if isinstance(draft, Draft):
-            self._draft_runner = layers = build_head_layers(
-                draft, config, num_pages=num_pages, device=device, dtype=dtype
-            )
-            self._runner.on_weights_moved = layers.invalidate_graphs
+        if head is not None:
             return HeadDrafter(
-                DraftHeadRunner(layers, self._runner.get_features),
+                head,
                 slots,
                 due_copies=lambda: self._pages.copies,
                 cost=cost,
                 page_size=page_size,
                 num_branches=config.speculative_num_branches,
             )
+        assert not isinstance(draft, Draft)
         self._draft_runner = runner = build_draft_runner(draft, config, num_pages=num_pages, device=device, dtype=dtype)
         return ModelDrafter(
             runner,

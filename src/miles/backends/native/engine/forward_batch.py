@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from miles.backends.native.engine.draft_tree import NO_DRAFTS, DraftRows, DraftTree, build_tree_rows
+from miles.backends.native.engine.draft_tree import NO_DRAFTS, DraftRows, DraftStates, DraftTree, build_tree_rows
 from miles.backends.native.engine.lora import LoraBatch
 from miles.backends.native.engine.req import Req
 from miles.backends.native.engine.req_slots import ReqSlots
@@ -116,6 +116,8 @@ class ForwardBatch:
     and starts one token later than the sequence before it. Keys are written before attention reads them, so it sees
     the drafts before it.
 
+    ``draft_states`` are the recurrent states of a step with drafts, of a model that has some.
+
     A ``decode_only`` step has one token per sequence, each sampled in order, with nothing scored, queried or edited,
     and none of an image; it may have copies. Only such steps run as CUDA graphs.
     """
@@ -133,6 +135,7 @@ class ForwardBatch:
     sampling: SamplingBatch
     page_copies: tuple[Ints, Ints] = NO_COPIES
     state_copies: tuple[Ints, Ints] = NO_COPIES
+    draft_states: DraftStates | None = None
     logit_edits: LogitEdits | None = None
     logprob_queries: LogprobQueries | None = None
     prompt_scoring: PromptScoring | None = None
@@ -263,7 +266,8 @@ class ScheduledStep:
     rows that reach their maximum length; ``needs_check_D`` those whose every token is checked. ``prefilled`` requests
     have computed their whole prompt; ``filled_pages`` lists requests that fill a page with sampled tokens, and up to
     which token; ``done_reqs`` have nothing left to compute or sample. With ``drafts_D``, a request may have several
-    rows, one after the other, and gets a token from each whose draft is the token sampled before it.
+    rows, one after the other, and gets a token from each whose draft is the token sampled before it; ``state_rows_D``
+    is where the recurrent state after each row is.
     """
 
     batch: ForwardBatch
@@ -276,6 +280,7 @@ class ScheduledStep:
     last_token_rows_D: Ints
     needs_check_D: Bools | None
     drafts_D: DraftRows | None = None
+    state_rows_D: Ints | None = None
 
 
 class StaticSamplingInfo(NamedTuple):

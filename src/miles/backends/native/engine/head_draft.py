@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from miles.backends.native.engine.draft_tree import DraftBranch
@@ -173,10 +174,24 @@ class HeadDrafter:
         # Rows of a branch that was not accepted are on pages that are no longer the request's.
         pages = slots.block_table_SP[launched.slots, launched.positions // self._page_size]
         valid &= (launched.pages < 0) | (launched.pages == pages)
+        # A follower's copy of its leader's page is made once the head has run on the leader's prompt.
+        parts = [part for part in (valid & (launched.pages >= 0), valid & (launched.pages < 0)) if part.any()]
+        if not parts:
+            return None
+        copies = self._due_copies()
+        self._copied = set(copies)
+        ran = [
+            self._run_rows(launched, part, copies_as_arrays(copies) if part is parts[-1] else NO_COPIES)
+            for part in parts
+        ]
+        slots_B, ready_B = (np.concatenate(each) for each in (list(zip(*ran, strict=True))[:2]))
+        return slots_B, ready_B, torch.cat([tokens_B for _, _, tokens_B in ran])
+
+    def _run_rows(self, launched: LaunchedRows, valid: Bools, copies: tuple[Ints, Ints]) -> tuple[Ints, Bools, Tensor]:
+        """Run the head on some rows of the last step, after these page copies."""
+        slots = self._slots
         index = valid.nonzero()[0]
         index = index[np.lexsort((launched.positions[index], launched.slots[index]))]
-        if not len(index):
-            return None
         rows, owners, positions = launched.rows[index], launched.slots[index], launched.positions[index]
         firsts = np.append(0, (np.diff(owners) != 0).nonzero()[0] + 1)
         counts_B = np.diff(np.append(firsts, len(owners)))
@@ -194,9 +209,7 @@ class HeadDrafter:
                 for slot, position in zip(owners.tolist(), positions.tolist(), strict=True)
             ]
         )
-        copies = self._due_copies()
-        self._copied = set(copies)
-        batch = self._make_batch(slots_B, starts_B, counts_B, copies_as_arrays(copies))
+        batch = self._make_batch(slots_B, starts_B, counts_B, copies)
         tokens_B = self._head.run_first(batch, rows, next_tokens, last_rows_B)
         return slots_B, positions[last_rows_B] + 1 == slots.num_computed_S[slots_B], tokens_B
 

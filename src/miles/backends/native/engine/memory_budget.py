@@ -73,10 +73,11 @@ def compute_kv_tokens(
             f"leaves {budget / 2**30:.1f} GiB; lower --max-loras-per-batch or --max-lora-rank"
         )
     budget -= lora_bytes
-    state_bytes = config.engine_max_running * state_bytes_per_sequence(spec, dtype_name)
+    num_states = config.engine_max_running + config.count_draft_states(spec.recurrent)
+    state_bytes = num_states * state_bytes_per_sequence(spec, dtype_name)
     if state_bytes > budget:
         raise UsageError(
-            f"the recurrent states of --engine-max-running {config.engine_max_running} requests take "
+            f"the recurrent states of --engine-max-running {config.engine_max_running} requests and their drafts take "
             f"{state_bytes / 2**30:.1f} GiB, but {fraction:.0%} of the free memory is {budget / 2**30:.1f} GiB; "
             "lower --engine-max-running"
         )

@@ -16,7 +16,14 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from miles.backends.native.engine.draft_tree import NO_DRAFTS, DraftRows, DraftTree, find_accepted_drafts
+from miles.backends.native.engine.draft_tree import (
+    NO_DRAFTS,
+    DraftRows,
+    DraftStates,
+    DraftTree,
+    build_draft_states,
+    find_accepted_drafts,
+)
 from miles.backends.native.engine.forward_batch import (
     BatchRows,
     DecodeRows,
@@ -44,7 +51,7 @@ from miles.backends.native.engine.forward_batch import (
 from miles.backends.native.engine.logit_edits import build_logit_edits, cut_to_grammar
 from miles.backends.native.engine.lora import ServedAdapter
 from miles.backends.native.engine.req import DecodeFn, Req
-from miles.backends.native.engine.request import Ints
+from miles.backends.native.engine.request import Bools, Ints
 from miles.backends.native.engine.running_batch import Counters, RunningBatch, get_sort_key
 from miles.backends.native.engine.speculation import Speculation
 from miles.core.errors import EngineError
@@ -88,6 +95,7 @@ class Scheduler:
     """The waiting queue and the running batch. ``waiting`` is always sorted.
 
     ``must_clear_cache``: the KV cache may hold numbers that are not finite, which spoil whoever gets their pages next.
+    A model with recurrent layers has room for the states after ``num_draft_states`` drafted tokens; others need none.
     """
 
     def __init__(
@@ -98,6 +106,7 @@ class Scheduler:
         decode: DecodeFn | None,
         prefill_delay: int = 0,
         speculation: Speculation | None = None,
+        num_draft_states: int | None = None,
     ) -> None:
         self.running_batch = running_batch
         self.waiting: list[Req] = []
@@ -106,6 +115,7 @@ class Scheduler:
         self._prefill_chunk = prefill_chunk
         self._decode = decode
         self._speculation = speculation
+        self._num_draft_states = num_draft_states
         self._num_unverified = 0
         self._decode_rows = build_decode_rows(
             np.zeros(0, np.int64), running_batch.membership, running_batch.reqs_at, running_batch.slots
@@ -259,6 +269,8 @@ class Scheduler:
         before = {req: len(req.tokens) for req in step.sampled_reqs}
         branches: dict[Req, int] = {}
         ended: list[Req] = []
+        if step.state_rows_D is not None:
+            self._keep_accepted_states(step, step.state_rows_D, accepted_D)
         rows = zip(step.sampled_reqs, drafts_D.branches.tolist(), accepted_D.tolist(), strict=True)
         samples = zip(output.tokens_D.tolist(), output.logprobs_D.tolist(), strict=True)
         for (req, branch, accepted), (token, logprob) in zip(rows, samples, strict=True):
@@ -287,6 +299,14 @@ class Scheduler:
             self.running_batch.end_branches(req, branches.get(req, 0))
             req.draft = NO_DRAFTS
         return ended
+
+    def _keep_accepted_states(self, step: ScheduledStep, state_rows_D: Ints, accepted_D: Bools) -> None:
+        """Copy to each request's slot, before the next step, the recurrent state after its last accepted row."""
+        copies = self.running_batch.slots.copies
+        for row in accepted_D.nonzero()[0].tolist():
+            slot, state = step.sampled_reqs[row].slot, int(state_rows_D[row])
+            if slot >= 0 and state not in (-1, slot):
+                copies[slot] = state
 
     # -- leaving early ----------------------------------------------------------------------
 
@@ -387,7 +407,10 @@ class Scheduler:
         ]
         length = speculation.choose_length(len(decodes_B)) if len(decodes_B) < slots.count else 0
         room = [self._make_room(req, length) if length else 0 for req in reqs]
-        drafts = speculation.propose(reqs, room, num_rows=len(decodes_B), max_rows=slots.count)
+        max_rows = slots.count
+        if self._num_draft_states is not None:
+            max_rows = min(max_rows, len(decodes_B) + self._num_draft_states)
+        drafts = speculation.propose(reqs, room, num_rows=len(decodes_B), max_rows=max_rows)
         for slot, tree in drafts.items():
             req = running.req_at(slot)
             tree = cut_to_grammar(req, tree) if req.grammar_mask_Z is not None else tree
@@ -414,6 +437,10 @@ class Scheduler:
         slots = running.slots
         rows = build_batch_rows(decode_rows, chunks, slots)
         reqs, drafts_D = rows.reqs, rows.drafts_B
+        states, state_rows_D = None, None
+        if drafts_D is not None and self._num_draft_states is not None:
+            states = build_draft_states(drafts_D, rows.req_slots_B, slots.count)
+            state_rows_D = states.writes_B
         length_B, ends_B = slots.length_S[rows.req_slots_B], rows.starts_B + rows.counts_B
         if drafts_D is not None:
             length_B = length_B + drafts_D.offsets
@@ -426,6 +453,7 @@ class Scheduler:
             sampled, rows_D = [reqs[i] for i in picked.tolist()], rows_D[picked]
             info, length_D = gather_sampling_info(rows.req_slots_B[picked], slots), length_B[picked]
             drafts_D = None if drafts_D is None else drafts_D.take(picked)
+            state_rows_D = None if state_rows_D is None else state_rows_D[picked]
         prefilled_D = (length_D == info.prompt_D).nonzero()[0].tolist()
         forks, rejected = running.plan_forks([sampled[i] for i in prefilled_D])
         if forks:
@@ -434,6 +462,8 @@ class Scheduler:
             info = gather_sampling_info(np.concatenate((info.req_slots_D, [f.follower.slot for f in forks])), slots)
             length_D = np.concatenate((length_D, [slots.length_S[f.follower.slot] for f in forks]))
             drafts_D = None if drafts_D is None else drafts_D.pad(len(forks))
+            if state_rows_D is not None:
+                state_rows_D = np.pad(state_rows_D, (0, len(forks)), constant_values=-1)
         for follower in rejected:
             self.submit(follower)
         full_page_B = ends_B[: len(ends_B) - len(chunks)] % running.pages.size == 0
@@ -441,7 +471,9 @@ class Scheduler:
         scored = find_scored_spans(rows, chunks)
         all_sampled = [*sampled, *(fork.follower for fork in forks)]
         return ScheduledStep(
-            batch=self._build_forward_batch(rows, chunks, all_sampled, rows_D, info, length_D, scored, drafts_D),
+            batch=self._build_forward_batch(
+                rows, chunks, all_sampled, rows_D, info, length_D, scored, drafts_D, states
+            ),
             sampled_reqs=all_sampled,
             forks=forks,
             prefilled=[sampled[i] for i in prefilled_D],
@@ -451,6 +483,7 @@ class Scheduler:
             last_token_rows_D=(length_D + 1 == info.max_length_D).nonzero()[0],
             needs_check_D=info.needs_check_D,
             drafts_D=drafts_D,
+            state_rows_D=state_rows_D,
         )
 
     def _build_forward_batch(
@@ -463,6 +496,7 @@ class Scheduler:
         length_D: Ints,
         scored: list[ScoredSpan],
         drafts_D: DraftRows | None,
+        states: DraftStates | None,
     ) -> ForwardBatch:
         running = self.running_batch
         pages, slots = running.pages, running.slots
@@ -488,6 +522,7 @@ class Scheduler:
             sampling=info.build_sampling_batch(length_D),
             page_copies=copies_as_arrays(page_copies),
             state_copies=copies_as_arrays(slots.take_copies() if slots.copies else {}),
+            draft_states=states,
             logit_edits=edits,
             logprob_queries=queries,
             prompt_scoring=build_prompt_scoring(scored),

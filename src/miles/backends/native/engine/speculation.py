@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from miles.backends.native.config import RECURRENT_PROBLEM, NativeConfig
+from miles.backends.native.config import NativeConfig
 from miles.backends.native.engine.draft_tree import NO_DRAFTS, DraftBranch, DraftTree, count_repeated_rows
 from miles.backends.native.engine.forward_batch import ForwardBatch
 from miles.backends.native.engine.ngram_draft import DraftedTokens, NgramDrafter
@@ -294,11 +294,9 @@ def build_speculation(
     dtype: torch.dtype,
     draft_model: Drafter | None = None,
 ) -> Speculation | None:
-    """Return what --speculative-algorithm asks for; raise a ``UsageError`` for a model that cannot verify drafts."""
+    """Return what --speculative-algorithm asks for."""
     if config.speculative_algorithm == "none":
         return None
-    if spec.recurrent:
-        raise UsageError(RECURRENT_PROBLEM)
     if (config.speculative_algorithm != "ngram") != (draft_model is not None):
         raise UsageError(f"--speculative-algorithm {config.speculative_algorithm} and its draft need each other.")
     drafter = draft_model or NgramDrafter(config.speculative_history_tokens, config.speculative_num_branches)

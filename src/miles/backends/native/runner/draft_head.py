@@ -106,7 +106,7 @@ class DraftHeadRunner:
     @torch.inference_mode()
     def find_top(self, slots_B: Ints, count: int) -> Tensor:
         (device_slots_B,) = self._layers.send(slots_B)
-        logits_BV = self._draft.logits(self._layers.hidden_SD.index_select(0, device_slots_B))
+        logits_BV = self._compute_logits(self._layers.hidden_SD.index_select(0, device_slots_B))
         top_Bk = logits_BV.topk(min(count, logits_BV.shape[1]), dim=-1).indices
         return self._draft.token_ids(top_Bk.flatten()).view(top_Bk.shape)
 
@@ -127,7 +127,14 @@ class DraftHeadRunner:
     def _sample(self, hidden_BD: Tensor, slots_B: Tensor, sampling: SamplingBatch, step: int) -> Tensor:
         """Sample a token of each row, and keep what the next step reads."""
         self._layers.hidden_SD.index_copy_(0, slots_B, hidden_BD)
-        tokens_B, _ = self._layers.sample(self._draft.logits(hidden_BD, step=step), sampling)
-        tokens_B = self._draft.token_ids(tokens_B)
+        tokens_B = self._sample_tokens(self._compute_logits(hidden_BD, step), sampling)
         self._layers.last_tokens_S.index_copy_(0, slots_B, tokens_B)
         return tokens_B
+
+    def _sample_tokens(self, logits_BV: Tensor, sampling: SamplingBatch) -> Tensor:
+        """Sample tokens of the policy's vocabulary."""
+        tokens_B, _ = self._layers.sample(logits_BV, sampling)
+        return self._draft.token_ids(tokens_B)
+
+    def _compute_logits(self, hidden_BD: Tensor, step: int = 0) -> Tensor:
+        return self._draft.logits(hidden_BD, step=step)

@@ -148,7 +148,8 @@ class ModelRunner:
     given to ``set_weights``, which calls ``on_weights_moved`` if their addresses change; ``model`` is one that was
     created so elsewhere, with the same ``numerics``. A draft head gets its weights with the decoder's; ``features_TF``
     are what it reads of the step launched last. ``images`` encodes the images of a vision-language model, whose
-    features take up to ``vision_cache_bytes``. ``lora`` are the unmerged adapters of requests.
+    features take up to ``vision_cache_bytes``. ``lora`` are the unmerged adapters of requests. Recurrent states of
+    ``num_draft_states`` drafted tokens are behind those of the request slots.
     """
 
     def __init__(
@@ -167,6 +168,7 @@ class ModelRunner:
         vision_cache_bytes: int = 0,
         draft: Draft | None = None,
         lora: LoraShape | None = None,
+        num_draft_states: int = 0,
     ) -> None:
         if numerics.batch_invariant and (problem := check_batch_invariance(spec)) is not None:
             raise UsageError(f"--parity exact does not support this model: {problem}; remove --parity exact.")
@@ -188,6 +190,7 @@ class ModelRunner:
         self._num_pages = num_pages
         self._page_size = page_size
         self._num_slots = num_slots
+        self._num_states = num_slots + num_draft_states
         self._gpu = self._build_gpu_runner() if supports_gpu_kernels(spec, self.decoder, device) else None
         self.lora = None if lora is None else self._build_lora(lora)
         # CUDA graphs stay valid across sleep if the cache returns to the same virtual addresses.
@@ -249,7 +252,7 @@ class ModelRunner:
             for i, layout in enumerate(layouts)
             if isinstance(layout, PerSequenceState)
         }
-        self._states = RecurrentStatePool(states, slots=self._num_slots, device=self.device) if states else None
+        self._states = RecurrentStatePool(states, slots=self._num_states, device=self.device) if states else None
 
     def _build_graphs(self) -> None:
         """Create the CUDA graphs over a new cache."""
@@ -466,9 +469,12 @@ class ModelRunner:
             dtype=self.dtype,
             visible_ends_T=batch.visible_ends_T,
         )
-        states = self._states
-        step_states = None if states is None else states.select(batch.req_slots_B, batch.starts_B, batch.counts_B)
-        return PagedAttentionBackend(self._cache, metadata, step_states)
+        if self._states is None:
+            return PagedAttentionBackend(self._cache, metadata)
+        each = batch.draft_states
+        drafts = None if each is None else (each.reads_B, each.writes_B, each.depths_B)
+        states = self._states.select(batch.req_slots_B, batch.starts_B, batch.counts_B, drafts)
+        return PagedAttentionBackend(self._cache, metadata, states)
 
     def _compute_logits(self, hidden_RD: Tensor) -> Tensor:
         return compute_logits(hidden_RD, self.decoder.head(), self.spec.logit_softcap, numerics=self.numerics)

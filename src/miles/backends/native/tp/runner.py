@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from miles.backends.native.engine.draft_tree import DraftStates
 from miles.backends.native.engine.forward_batch import (
     ForwardBatch,
     InflightStep,
@@ -27,6 +28,7 @@ from miles.backends.native.engine.lora import LoraBatch
 from miles.backends.native.engine.vision import VisionBatch
 from miles.backends.native.runner.weight_update import CommitWeights, StagedWeightUpdate
 from miles.backends.native.tp.communicator import CommunicatorError, TpCommunicator
+from miles.backends.native.tp.draft_head import TpDraftHead
 from miles.backends.native.tp.worker import (
     RunnerSpec,
     TpRankRunner,
@@ -42,8 +44,10 @@ from miles.core.errors import EngineError, SyncError
 from miles.core.media import ImageInput
 from miles.core.serialization import Codec
 from miles.models.decoder import Decoder
+from miles.models.draft.base import Draft
+from miles.models.draft.spec import DRAFT_PREFIX
 from miles.models.lora.factors import LoraFactors
-from miles.models.parallel.tp_sharding import compute_tp_shards, shard_spec
+from miles.models.parallel.tp_sharding import TpShard, compute_tp_shards, shard_spec
 from miles.models.spec import DecoderSpec
 from miles.sync.manifest import compute_digest
 
@@ -51,7 +55,17 @@ from miles.sync.manifest import compute_digest
 RANK_TIMEOUT = 300.0
 
 CODEC = Codec(
-    (ForwardBatch, SamplingBatch, LogitEdits, LogprobQueries, PromptScoring, VisionBatch, ImageInput, LoraBatch)
+    (
+        ForwardBatch,
+        SamplingBatch,
+        LogitEdits,
+        LogprobQueries,
+        PromptScoring,
+        VisionBatch,
+        ImageInput,
+        LoraBatch,
+        DraftStates,
+    )
 )
 """Encodes the messages between ranks: a command, and a ForwardBatch or a few numbers."""
 
@@ -74,11 +88,13 @@ def launch_tp_runner(
     devices: Sequence[torch.device],
     *,
     compute_num_pages: ComputeNumPages,
+    draft: Draft | None = None,
     timeout: float = RANK_TIMEOUT,
 ) -> TpRunner:
     """Start one rank per device and connect them.
 
-    ``compute_num_pages`` returns the number of KV cache pages for a rank's model shard and memory.
+    ``compute_num_pages`` returns the number of KV cache pages for a rank's model shard and memory. ``draft`` is rank
+    0's draft head, of the spec in ``runner_spec``.
     """
     shard_spec(runner_spec.spec, len(devices))  # refuse before a process starts what cannot be sharded
     compute_tp_shards(runner_spec.spec)
@@ -104,7 +120,7 @@ def launch_tp_runner(
             free=min(free // devices.count(device) for free, device in zip(free_bytes, devices, strict=True)),
         )
         num_pages = compute_num_pages(shard_spec(runner_spec.spec, len(devices)), smallest)
-        return TpRunner(ranks, runner_spec, platform, num_pages)
+        return TpRunner(ranks, runner_spec, platform, num_pages, draft)
     except BaseException:
         ranks.close()
         raise
@@ -113,7 +129,14 @@ def launch_tp_runner(
 class TpRunner(TpRankRunner):
     """Rank 0, and the runner the engine uses."""
 
-    def __init__(self, ranks: SpmdGroup, runner_spec: RunnerSpec, platform: Platform, num_pages: int) -> None:
+    def __init__(
+        self,
+        ranks: SpmdGroup,
+        runner_spec: RunnerSpec,
+        platform: Platform,
+        num_pages: int,
+        draft: Draft | None = None,
+    ) -> None:
         self.ranks = ranks
         self.num_pages = num_pages
         self._connected = False
@@ -129,7 +152,7 @@ class TpRunner(TpRankRunner):
                 timeout=context.timeout,
                 numerics=runner_spec.numerics,
             )
-            super().__init__(runner_spec, comm, num_pages)
+            super().__init__(runner_spec, comm, num_pages, draft)
         ranks.gather_replies()
         ranks.watch(comm.abort)
         self._connected = True
@@ -167,7 +190,15 @@ class TpRunner(TpRankRunner):
 
     def expected_weights(self) -> dict[str, Tensor]:
         full = Decoder(self._full_spec, device="meta", dtype=self.dtype, numerics=self.numerics)
-        return dict(full.named_parameters())
+        weights: dict[str, Tensor] = dict(full.named_parameters())
+        if self.draft is not None:
+            weights |= {DRAFT_PREFIX + name: parameter for name, parameter in self.draft.named_parameters()}
+        return weights
+
+    def build_draft_head(self) -> TpDraftHead:
+        """Return the draft head of all ranks."""
+        assert self.head is not None, "the ranks were started without a draft head"
+        return TpDraftHead(self.head, self.ranks, self._failing_all_ranks)
 
     def set_weights(self, tensors: Mapping[str, Tensor], own: Collection[str] = ()) -> None:
         """Use these shards from now on, and the workers theirs."""
@@ -200,7 +231,7 @@ class TpRunner(TpRankRunner):
 
     def scatter_weight(self, name: str, tensor: Tensor) -> Tensor:
         """Send every rank its shard of a full tensor; return rank 0's."""
-        tp_shard, full = compute_tp_shards(self._full_spec)[name], tensor.to(self.device)
+        tp_shard, full = self._get_tp_shard(name), tensor.to(self.device)
         shards = [tp_shard.shard(full, rank, self.comm.world) for rank in range(self.comm.world)]
         with self.ranks.lock, self._failing_all_ranks():
             digests = tuple(compute_digest(shard) for shard in shards)
@@ -213,10 +244,14 @@ class TpRunner(TpRankRunner):
 
     def gather_weight(self, name: str) -> Tensor:
         """Return the current full tensor, gathered from all ranks."""
-        tp_shard = compute_tp_shards(self._full_spec)[name]
+        tp_shard = self._get_tp_shard(name)
         with self.ranks.lock, self._failing_all_ranks():
             self.ranks.broadcast("gather_weight", name)
             return tp_shard.gather(gather_shards(self.comm, super().weights()[name]))
+
+    def _get_tp_shard(self, name: str) -> TpShard:
+        """How a tensor is sharded; those of a draft head are replicated."""
+        return TpShard() if name.startswith(DRAFT_PREFIX) else compute_tp_shards(self._full_spec)[name]
 
     def _strip(self, batch: ForwardBatch) -> ForwardBatch:
         """Return what workers need of a batch: no logit edits and queries, which only rank 0 handles, and no pixels

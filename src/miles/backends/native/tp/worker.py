@@ -1,7 +1,7 @@
 """Tensor-parallel worker: one rank's model runner, and the process that runs it on commands of rank 0.
 
 Every rank runs the same forward batches over its shard of the model. Logits are gathered to rank 0, which samples;
-the sampled tokens are broadcast to all ranks.
+the sampled tokens are broadcast to all ranks. A draft head has all its layers on every rank (``tp.draft_head``).
 
 Shapes: R rows, D hidden, V vocabulary, S request slots.
 """
@@ -17,13 +17,18 @@ from torch import Tensor
 
 from miles.backends.native.engine.forward_batch import ForwardBatch, InflightStep
 from miles.backends.native.engine.lora import LoraShape
+from miles.backends.native.runner.draft_head import HeadLayersRunner
 from miles.backends.native.runner.lora import LoraRunner
 from miles.backends.native.runner.model_runner import ModelRunner
 from miles.backends.native.tp.communicator import TpCommunicator
+from miles.backends.native.tp.draft_head import TpDraftHeadRunner
 from miles.cluster.platform import Platform, detect_platform
 from miles.cluster.spmd import RankChannel, RankContext
 from miles.core.types import Array
 from miles.kernels.numerics import Numerics, configure_cublas
+from miles.models.draft.base import Draft
+from miles.models.draft.checkpoint import build_meta_draft
+from miles.models.draft.spec import DraftSpec
 from miles.models.lora.factors import LoraFactors, ModuleFactors
 from miles.models.parallel.tp_decoder import build_tp_decoder
 from miles.models.parallel.tp_sharding import shard_spec
@@ -33,7 +38,10 @@ from miles.sync.manifest import compute_digest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerSpec:
-    """What every rank needs to build its runner; ``spec`` is that of the whole model."""
+    """What every rank needs to build its runner; ``spec`` is that of the whole model.
+
+    ``draft`` is that of a draft head, whose reduced vocabulary, if it has one, is in ``draft_offsets_v``.
+    """
 
     spec: DecoderSpec
     page_size: int
@@ -43,13 +51,32 @@ class RunnerSpec:
     numerics: Numerics
     vision_cache_bytes: int = 0
     lora: LoraShape | None = None
+    draft: DraftSpec | None = None
+    draft_offsets_v: tuple[int, ...] | None = None
+    num_draft_states: int = 0
+
+    def build_draft(self) -> Draft | None:
+        """Return the draft head without storage; its weights come with the policy's."""
+        if self.draft is None:
+            return None
+        draft = build_meta_draft(self.draft, dtype=self.dtype, numerics=self.numerics)
+        if self.draft_offsets_v is not None:
+            draft.token_offsets_v = torch.tensor(self.draft_offsets_v)
+        return draft
 
 
 class TpRankRunner(ModelRunner):
-    """The runner of one rank: pages and slots are those of all ranks, heads and vocabulary rows its own."""
+    """The runner of one rank: pages and slots are those of all ranks, heads and vocabulary rows its own.
 
-    def __init__(self, runner_spec: RunnerSpec, comm: TpCommunicator, num_pages: int) -> None:
+    ``head`` runs the steps of a draft head.
+    """
+
+    def __init__(
+        self, runner_spec: RunnerSpec, comm: TpCommunicator, num_pages: int, draft: Draft | None = None
+    ) -> None:
         self.comm = comm
+        self.head: TpDraftHeadRunner | None = None
+        self._head_layers: HeadLayersRunner | None = None
         self._full_spec = spec = runner_spec.spec
         # Everything outside the decoder uses the whole vocabulary.
         super().__init__(
@@ -63,8 +90,36 @@ class TpRankRunner(ModelRunner):
             numerics=runner_spec.numerics,
             model=build_tp_decoder(spec, comm, device="meta", dtype=runner_spec.dtype, numerics=runner_spec.numerics),
             vision_cache_bytes=runner_spec.vision_cache_bytes,
+            draft=draft,
             lora=runner_spec.lora,
+            num_draft_states=runner_spec.num_draft_states,
         )
+        if draft is not None:
+            self._build_head(draft)
+
+    def _build_head(self, draft: Draft) -> None:
+        if draft.token_offsets_v is not None:
+            draft.token_offsets_v = draft.token_offsets_v.to(self.device)
+        self._head_layers = HeadLayersRunner(
+            draft,
+            num_pages=self._num_pages,
+            page_size=self._page_size,
+            num_slots=self._num_slots,
+            device=self.device,
+            dtype=self.dtype,
+            use_cuda_graphs=False,
+        )
+        self.head = TpDraftHeadRunner(self._head_layers, self.get_features, self.comm)
+
+    def allocate(self) -> None:
+        super().allocate()
+        if self._head_layers is not None:
+            self._head_layers.allocate()
+
+    def free(self) -> None:
+        super().free()
+        if self._head_layers is not None:
+            self._head_layers.free()
 
     def _build_lora(self, shape: LoraShape) -> LoraRunner:
         return LoraRunner(
@@ -120,7 +175,7 @@ def run_worker(context: RankContext, channel: RankChannel, *, runner_spec: Runne
         timeout=context.timeout,
         numerics=runner_spec.numerics,
     )
-    worker = _Worker(TpRankRunner(runner_spec, comm, num_pages), platform)
+    worker = _Worker(TpRankRunner(runner_spec, comm, num_pages, runner_spec.build_draft()), platform)
     channel.send("open")
     while True:
         command, content = channel.receive()
@@ -152,6 +207,8 @@ class _Worker:
             "register_lora": self._register_lora,
             "unregister_lora": lambda uid: self._runner.unregister_lora(uid),
         }
+        if runner.head is not None:
+            self.commands = {**self.commands, **_wrap_head(runner.head)}
 
     def _launch(self, batch: ForwardBatch) -> None:
         self._runner.launch(batch)
@@ -184,6 +241,19 @@ class _Worker:
 
     def _rollback(self, _: None) -> None:
         self._staged, self._mismatched = {}, []
+
+
+def _wrap_head(head: TpDraftHeadRunner) -> Mapping[str, Callable[[Any], Any]]:
+    """The commands of a draft head; nothing is answered, because rank 0 has the tokens too."""
+
+    def wrap(method: Callable[..., Any]) -> Callable[[Any], None]:
+        def run(args: Sequence[Any]) -> None:
+            method(*args)
+
+        return run
+
+    methods = (head.run_first, head.run_next, head.find_top, head.copy_pages)
+    return {f"draft_{method.__name__}": wrap(method) for method in methods}
 
 
 def scatter_shards(comm: TpCommunicator, shards: Sequence[Tensor], like: Tensor) -> Tensor:

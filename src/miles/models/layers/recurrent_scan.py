@@ -1,0 +1,33 @@
+"""Scan of a recurrent layer over the tokens of a forward, whose sequences may continue one another (drafted tokens).
+
+Shapes: T tokens of a forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from miles.models.layers.attention_backend import RecurrentState
+
+__all__ = ["ScanFn", "scan_tokens"]
+
+ScanFn = Callable[
+    [Sequence[Tensor], Sequence[int], tuple[Tensor, ...] | None], tuple[Tensor, tuple[Tensor, ...] | None]
+]
+"""Takes the inputs of some tokens, the lengths of their sequences and the state before each; returns the outputs of the
+tokens and the state after each sequence, None if it got none."""
+
+
+def scan_tokens(recurrent: RecurrentState, scan: ScanFn, inputs_T: Sequence[Tensor]) -> Tensor:
+    """Return the outputs [T, ...] of all tokens, level by level, and store the states after them."""
+    if recurrent.levels:
+        outs = [scan_tokens(part, scan, [x.index_select(0, rows) for x in inputs_T]) for rows, part in recurrent.levels]
+        out = torch.cat(outs)
+        return torch.empty_like(out).index_copy_(0, torch.cat([rows for rows, _ in recurrent.levels]), out)
+    out_T, state = scan(inputs_T, recurrent.lengths, recurrent.state)
+    if state is not None:
+        recurrent.update(state)
+    return out_T
