@@ -396,7 +396,8 @@ VISION_KINDS = {
     ),
 }
 
-# Other models of these families: experts; embeddings for each layer; images that attend causally, and a value projection in every layer.
+# Other models of these families: experts; embeddings for each layer; images that attend causally, and a value
+# projection in every layer.
 VISION_VARIANTS = {
     "gemma4_moe": VisionKind(
         Gemma4ForConditionalGeneration,

@@ -138,7 +138,7 @@ def _read_kv_sources(reader: ConfigReader, windows: Sequence[int | None]) -> lis
     """The layer whose keys and values each of the last layers attends to: the last of its kind that has its own."""
     shared = reader.config.get("num_kv_shared_layers") or 0
     first = len(windows) - shared
-    if shared and not 0 < first:
+    if shared and first < 1:
         reader.reject("num_kv_shared_layers", f"is {shared}, of {len(windows)} layers")
         return [None] * len(windows)
     found: list[int | None] = [None] * len(windows)
