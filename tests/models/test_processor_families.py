@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from tests.models.small_vision import build_vision_tokenizer, draw_png
 
-from miles.core.errors import UsageError
+from miles.core.errors import DataError, UsageError
 from miles.core.media import find_placeholders
 from miles.core.media_store import MediaStore
 from miles.models.processor import MultimodalProcessor, load_processor
@@ -134,6 +134,39 @@ def test_tokens_and_pixels_are_those_of_transformers(family, tmp_path):
     pixels = [placed.image.arrays["pixel_values"] for placed in images]
     expected = np.concatenate([np.asarray(p) for p in _rows(oracle)])
     np.testing.assert_array_equal(np.concatenate(pixels).reshape(expected.shape), expected)
+
+
+def test_frames_of_a_gemma_4_video_are_images_behind_their_times(tmp_path):
+    from transformers.video_utils import VideoMetadata
+
+    processor = load_processor(write(tmp_path, "gemma4"), media=MediaStore())
+    frames = [processor.media.put(draw_png(seed, 40, 32)) for seed in range(3)]
+    video = processor.media.put_video(frames, 0.04)
+    tokens, (placed,) = processor.encode_with_images("see <|video|> now", [video])
+    arrays = placed.image.arrays
+    assert placed.image.kind == "video" and arrays["pixel_values_videos"].shape[:2] == (1, 3)
+    for number, frame in enumerate(frames):
+        image = processor.process(frame).image.arrays
+        np.testing.assert_array_equal(arrays["pixel_values_videos"][0, number], image["pixel_values"][0])
+        np.testing.assert_array_equal(arrays["video_position_ids"][0, number], image["image_position_ids"][0])
+    count = placed.image.num_features // 3
+    assert len(find_placeholders(np.array(tokens), placed, processor.get_placeholder("video"))) == 3 * count > 0
+    metadata = VideoMetadata(total_num_frames=3, fps=0.04, frames_indices=[0, 1, 2])
+    known = {"num_soft_tokens_per_video": [count], "video_metadata": [metadata]}
+    text = processor.hf_processor.replace_video_token(known, 0)
+    assert "00:25 <|image>" in text and tokens == processor.encode(f"see {text} now")
+
+
+def test_a_gemma_4_video_may_have_other_features_a_frame_than_an_image_but_no_other_patches(tmp_path):
+    processor = load_processor(write(tmp_path, "gemma4"), media=MediaStore())
+    video = processor.media.put_video([processor.media.put(draw_png(seed, 40, 32)) for seed in range(2)], 2.0)
+    settings = tmp_path / "video_preprocessor_config.json"
+    settings.write_text(json.dumps({"max_soft_tokens": 140}))
+    assert processor.process(video).image.num_features > 2 * 70
+    settings.write_text(json.dumps({"patch_size": 8}))
+    other = load_processor(tmp_path, media=processor.media)
+    with pytest.raises(DataError, match="have another patch_size"):
+        other.process(video)
 
 
 @pytest.mark.parametrize(

@@ -336,8 +336,11 @@ class DecoderSpec:
             if not isinstance(mixer, AttentionSpec) or mixer.kv_source is None:
                 continue
             source = self.layers[mixer.kv_source].mixer if 0 <= mixer.kv_source < number else None
-            same = isinstance(source, AttentionSpec) and source.kv_source is None
-            if not same or (source.num_kv_heads, source.head_dim) != (mixer.num_kv_heads, mixer.head_dim):
+            heads = (mixer.num_kv_heads, mixer.head_dim, None)
+            if (
+                not isinstance(source, AttentionSpec)
+                or (source.num_kv_heads, source.head_dim, source.kv_source) != heads
+            ):
                 raise ValueError(
                     f"layer {number} attends to the keys and values of layer {mixer.kv_source}, which must be an "
                     "earlier layer with keys and values of its own and the same heads"

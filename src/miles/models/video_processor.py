@@ -1,8 +1,8 @@
-"""Video processor of Qwen's vision models without torchvision: resized frames, temporal patches, timestamps.
+"""Video processors of Qwen's vision models and Gemma 4 without torchvision: resized frames, patches, timestamps.
 
 transformers' video processors need torchvision. Here every frame is resized with Pillow to the size that those choose
 for the whole video, and cut into patches by the checkpoint's Pillow image processor; the same pixel of neighbouring
-frames then makes a temporal patch.
+frames then makes a temporal patch. Frames of Gemma 4 are images of fewer features, each with its time before it.
 
 Shapes: N frames, G groups of K frames (temporal patches), P patches of a frame, C channels, s side of a patch.
 """
@@ -27,6 +27,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "Qwen2VLProcessor": _QWEN2,
     "Qwen2_5_VLProcessor": _QWEN2,
     "Qwen3VLProcessor": _QWEN3,
+    "Gemma4Processor": {"max_soft_tokens": 70},
 }
 _MAX_RATIO = 200
 
@@ -59,6 +60,8 @@ def process_video(frames: Sequence[Any], fps: float, processor: Any, folder: Pat
     if len(sizes) > 1:
         raise DataError(f"the frames of a video have {len(sizes)} sizes; give all of them one size.")
     settings = {**_DEFAULTS[name], **read_video_settings(folder)}
+    if name == "Gemma4Processor":
+        return _process_frames(frames, fps, processor, settings, folder)
     image_processor = processor.image_processor
     patch = {key: int(getattr(image_processor, key)) for key in ("temporal_patch_size", "patch_size", "merge_size")}
     if any(settings.get(key, size) != size for key, size in patch.items()):
@@ -85,6 +88,29 @@ def process_video(frames: Sequence[Any], fps: float, processor: Any, folder: Pat
     frame_text = processor.vision_start_token + processor.video_token * features + processor.vision_end_token
     times = _group_times(len(frames), fps, group)
     return ProcessedVideo(arrays, "".join(f"<{time:.1f} seconds>{frame_text}" for time in times))
+
+
+def _process_frames(
+    frames: Sequence[Any], fps: float, processor: Any, settings: Mapping[str, Any], folder: Path
+) -> ProcessedVideo:
+    """A video of Gemma 4: every frame an image, behind its time in minutes and seconds."""
+    image_processor = processor.image_processor
+    for key in ("patch_size", "pooling_kernel_size"):
+        if settings.get(key, getattr(image_processor, key)) != getattr(image_processor, key):
+            raise DataError(f"the videos and images of {folder} have another {key}, which is not supported.")
+    names = ("max_soft_tokens", "image_mean", "image_std", "rescale_factor", "resample")
+    values = {key: settings[key] for key in names if key in settings}
+    out = image_processor(images=list(frames), return_tensors="np", **values)
+    counts = {int(count) for count in np.asarray(out["num_soft_tokens_per_image"]).reshape(-1)}
+    assert len(counts) == 1, "frames of one size have as many features"
+    frame_text = processor.boi_token + processor.video_token * counts.pop() + processor.eoi_token
+    seconds = (int(number / fps) for number in range(len(frames)))
+    arrays: dict[str, Array] = {
+        "pixel_values_videos": np.asarray(out["pixel_values"])[None],
+        "video_position_ids": np.asarray(out["image_position_ids"])[None],
+    }
+    text = " ".join(f"{second // 60:02d}:{second % 60:02d} {frame_text}" for second in seconds)
+    return ProcessedVideo(arrays, text)
 
 
 def _group_frames(pixels: Array, frames: int, group: int, side: int) -> Array:

@@ -11,6 +11,7 @@ from tests.models.vision.small_vision import (
     IMAGE,
     VIDEO,
     VISION_KINDS,
+    VISION_VARIANTS,
     Prompt,
     hf_vision_logits,
     our_vision_logits,
@@ -41,7 +42,7 @@ def pair(kind: str):
 
 @functools.cache
 def images(kind: str) -> list[ImageInput]:
-    return VISION_KINDS[kind].images(np.random.default_rng(7))[:3]
+    return (VISION_KINDS | VISION_VARIANTS)[kind].images(np.random.default_rng(7))[:3]
 
 
 def build_engine(

@@ -73,7 +73,7 @@ def same(answers, others) -> None:
 # -- log-probs ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "gemma4_moe", "gemma4_per_layer"])
 @pytest.mark.parametrize("options", [{}, SMALL_STEPS], ids=["whole prompts", "chunks across images"])
 def test_logprobs_are_those_of_transformers(kind, options, depth):
     asked = requests(kind)

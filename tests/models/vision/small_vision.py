@@ -185,7 +185,11 @@ def padded_patches(generator: np.random.Generator) -> list[ImageInput]:
         at = np.full((1, 28, 2), -1)
         at[0, :count] = np.stack((np.arange(count) % columns, np.arange(count) // columns), 1)
         images.append(make_image_input({"pixel_values": pixels, "image_position_ids": at}, count // 4))
-    return images
+    video = {"pixel_values_videos": np.zeros((1, 3, 20, 3 * 4 * 4), np.float32)}
+    video["pixel_values_videos"][:, :, :8] = generator.random((3, 8, 3 * 4 * 4), np.float32)
+    video["video_position_ids"] = np.full((1, 3, 20, 2), -1)
+    video["video_position_ids"][:, :, :8] = np.stack((np.arange(8) % 4, np.arange(8) // 4), 1)
+    return [*images, make_image_input(video, 3 * 8 // 4, kind="video")]
 
 
 GLM = {
@@ -396,7 +400,8 @@ VISION_KINDS = {
     ),
 }
 
-# Other models of these families: experts; embeddings for each layer; images that attend causally, and a value projection in every layer.
+# Other models of these families: experts; embeddings for each layer; images that attend causally, and a value
+# projection in every layer.
 VISION_VARIANTS = {
     "gemma4_moe": VisionKind(
         Gemma4ForConditionalGeneration,
@@ -548,12 +553,18 @@ def place(parts: Sequence[int | ImageInput | tuple[int, ImageInput]], seed: int 
         gap, image = part if isinstance(part, tuple) else (0, part)
         placeholder = video if image.kind == "video" else IMAGE
         start = len(tokens)
-        frames = int(image.arrays["video_grid_thw"][0, 0]) if gap else 1
+        frames = count_frames(image) if gap else 1
         for frame in range(frames):
             tokens += generator.integers(0, 50, gap).tolist() if frame else []
             tokens += [placeholder] * (image.num_features // frames)
         placed.append(PlacedImage(start=start, length=len(tokens) - start, image=image))
     return Prompt(np.array(tokens), tuple(placed))
+
+
+def count_frames(video: ImageInput) -> int:
+    """The frames of a video, or its temporal patches."""
+    grid = video.arrays.get("video_grid_thw")
+    return video.arrays["video_position_ids"].shape[1] if grid is None else int(grid[0, 0])
 
 
 def prompts_of(kind: str) -> list[Prompt]:
@@ -562,7 +573,7 @@ def prompts_of(kind: str) -> list[Prompt]:
     prompts = [place([3, a, 2, b, 1, c, 4], 1), place([5, a, 3], 2), place([9], 3), place([b, 6], 4)]
     if videos and kind.startswith("qwen2"):
         prompts += [place([2, videos[0], 1, a, 5], 5), place([4, videos[0]], 6)]
-    elif videos and kind.startswith("qwen3"):
+    elif videos and kind.startswith(("qwen3", "gemma4")):
         prompts += [place([2, (2, videos[0]), 1, a, 5], 5), place([4, (1, videos[0])], 6)]
     elif videos:  # transformers takes either images or videos in a prompt
         prompts += [place([2, (2, videos[0]), 5], 5, IMAGE)]
@@ -588,10 +599,12 @@ def hf_arguments(prompt: Prompt) -> dict[str, Tensor]:
 
 
 def token_types(prompt: Prompt) -> Tensor:
-    """One where a token is a placeholder of an image, as Gemma's processors return it."""
+    """One where a token is a placeholder of an image and two of a video, as Gemma's processors return it."""
     types = np.zeros_like(prompt.tokens)
     for placed in prompt.images:
-        types[placed.start : placed.end] = prompt.tokens[placed.start : placed.end] == IMAGE
+        run, kinds = prompt.tokens[placed.start : placed.end], {"image": (IMAGE, 1), "video": (VIDEO, 2)}
+        token, value = kinds[placed.image.kind]
+        types[placed.start : placed.end] = np.where(run == token, value, 0)
     return torch.from_numpy(types)[None]
 
 

@@ -118,9 +118,8 @@ def _map_block(tower: VisionTowerSpec, block: ModuleNames) -> ParamMap:
     params |= block.linear("mlp.gate_up" if mlp.gated else "mlp.up", rows, width, bias=mlp.bias)
     params |= block.linear("mlp.down", {"vision_down": width}, mlp.size, bias=mlp.bias)
     if tower.clipped:
-        params |= _map_clips(block, "attention", ("q", "k", "v", "o")) | _map_clips(
-            block, "mlp", ("gate", "up", "down")
-        )
+        params |= _map_clips(block, "attention", ("q", "k", "v", "o"))
+        params |= _map_clips(block, "mlp", ("gate", "up", "down"))
     if tower.block_post_norms:
         params |= _map_norm(tower.norm, width, block, "attention_post_norm", "vision_attention_post_norm")
         params |= _map_norm(tower.norm, width, block, "mlp_post_norm", "vision_mlp_post_norm")

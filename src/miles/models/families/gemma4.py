@@ -55,7 +55,7 @@ _TOWER = {
     "position_embedding_size": 10_240,
 }
 _TOWER_THETA = 100.0
-_IMAGE_TOKEN = 258_880
+_IMAGE_TOKEN, _VIDEO_TOKEN = 258_880, 258_884
 _PER_LAYER_VOCABULARY = 262_144
 
 _TEXT_NAMES = NAMES | {"moe": "", "router": "router.proj", "shared": "mlp", "stacked": "rows"}
@@ -138,7 +138,7 @@ def _read_kv_sources(reader: ConfigReader, windows: Sequence[int | None]) -> lis
     """The layer whose keys and values each of the last layers attends to: the last of its kind that has its own."""
     shared = reader.config.get("num_kv_shared_layers") or 0
     first = len(windows) - shared
-    if shared and not 0 < first:
+    if shared and first < 1:
         reader.reject("num_kv_shared_layers", f"is {shared}, of {len(windows)} layers")
         return [None] * len(windows)
     found: list[int | None] = [None] * len(windows)
@@ -229,6 +229,7 @@ def read(config: Mapping[str, Any]) -> DecoderSpec:
     eps = reader.number("rms_norm_eps", 1e-6)
     merge = reader.positive_int("pooling_kernel_size")
     token = read_token_id(config, "image_token_id", _IMAGE_TOKEN, "gemma4")
+    video_token = read_token_id(config, "video_token_id", _VIDEO_TOKEN, "gemma4")
     mlp = VisionMlpSpec(
         size=reader.positive_int("intermediate_size"),
         activation=reader.activation("hidden_activation"),
@@ -257,7 +258,13 @@ def read(config: Mapping[str, Any]) -> DecoderSpec:
         projector=ScaledPoolProjectorSpec(norm_eps=eps, standardize=reader.flag("standardize")),
     )
     is_bidirectional = text.get("use_bidirectional_attention") == "vision"
-    vision = VisionSpec(image_token_id=token, tower=tower, merge_size=merge, bidirectional_spans=is_bidirectional)
+    vision = VisionSpec(
+        image_token_id=token,
+        video_token_id=video_token,
+        tower=tower,
+        merge_size=merge,
+        bidirectional_spans=is_bidirectional,
+    )
     return replace(decoder, vision=vision)
 
 

@@ -90,6 +90,12 @@ class Attention(nn.Module):
             return self.output(self._fused_attention(x_TD, positions, attn_backend).flatten(1))
         if self.spec.kv_source is not None:
             return self._attend_to_source(x_TD, positions, attn_backend)
+        return self._attend(x_TD, positions, attn_backend)
+
+    def _attend(
+        self, x_TD: Tensor | QuantizedActivation, positions: Positions, attn_backend: AttentionBackend
+    ) -> Tensor:
+        """Attention step by step, with whatever the spec asks for."""
         gate_THd, qk_TNd, v_TGd = self._project(x_TD)
         if self.spec.value_norm:
             v_TGd = unit_rms_norm(v_TGd, self.eps, self.numerics)

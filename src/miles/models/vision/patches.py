@@ -68,18 +68,20 @@ def _read_patch_grid(image: ImageInput) -> PatchGrid:
 
 
 def _read_padded_grid(image: ImageInput) -> PatchGrid:
-    """The grid of patches whose columns and rows are given, with (-1, -1) for padding behind them."""
-    at = np.asarray(read_array(image, "image_position_ids")).reshape(-1, 2)
-    columns, rows = (int(most) + 1 for most in at.max(0, initial=-1))
-    if min(columns, rows) < 1 or rows * columns > len(at):
-        raise ValueError(f"image_position_ids of an image are those of {rows} rows and {columns} columns of patches")
-    real, expected = (
-        at[: rows * columns],
-        np.stack((np.arange(rows * columns) % columns, np.arange(rows * columns) // columns), 1),
-    )
-    if (real != expected).any() or (at[rows * columns :] != -1).any():
-        raise ValueError("image_position_ids of an image are not its patches row by row, with padding behind them")
-    return PatchGrid(1, rows, columns)
+    """The grid of patches whose columns and rows are given, with (-1, -1) for padding behind those of each frame."""
+    is_video = image.kind == "video"
+    name = "video_position_ids" if is_video else "image_position_ids"
+    given = np.asarray(read_array(image, name))
+    at_FP2 = given.reshape(given.shape[-3] if is_video and given.ndim > 2 else 1, -1, 2)
+    frames, longest, _ = at_FP2.shape
+    columns, rows = (int(most) + 1 for most in at_FP2.max((0, 1), initial=-1))
+    if min(columns, rows) < 1 or rows * columns > longest:
+        raise ValueError(f"{name} of an image are those of {rows} rows and {columns} columns of patches")
+    number = np.arange(rows * columns)
+    expected = np.stack((number % columns, number // columns), 1)
+    if (at_FP2[:, : rows * columns] != expected).any() or (at_FP2[:, rows * columns :] != -1).any():
+        raise ValueError(f"{name} of an image are not its patches row by row, with padding behind them")
+    return PatchGrid(frames, rows, columns)
 
 
 def _read_tile_grid(image: ImageInput, patch_size: int) -> PatchGrid:
@@ -110,9 +112,12 @@ def read_patches(image: ImageInput, grid: PatchGrid, spec: VisionSpec) -> Array:
     if tower.pixels != "tiles":
         name = "pixel_values_videos" if image.kind == "video" else "pixel_values"
         array = read_array(image, name)
-        array = array.reshape(-1, array.shape[-1]) if tower.pixels == "padded" else array.reshape(len(array), -1)
         if tower.pixels == "padded":
-            array = 2 * (array[: grid.patches] - 0.5)  # from 0 to 1, which the model expects from -1 to 1
+            frames = array.reshape(grid.frames, -1, array.shape[-1])[:, : grid.rows * grid.columns]
+            array = 2 * (frames - 0.5)  # from 0 to 1, which the model expects from -1 to 1
+            array = array.reshape(-1, array.shape[-1])
+        else:
+            array = array.reshape(len(array), -1)
         if array.shape != (grid.patches, tower.patch_values):
             raise ValueError(
                 f"{name} of an image has shape {array.shape}, but {grid.patches} patches of {tower.patch_values} "

@@ -138,10 +138,9 @@ class VisionTowerSpec:
     ``pre_norm`` is a norm before the first block, ``post_norm`` after the last; with ``norm_first`` positions of the
     table are added after the former; ``block_post_norms`` also normalize the output of attention and MLP. ``qk_norm``
     normalizes the queries and keys of each head, and values without weights; scores are then not scaled.
-    ``layer_scale`` scales the output of attention and MLP by learned factors. ``clipped`` blocks clamp the input and the
-    output of each projection to ranges of the checkpoint. The outputs of ``deepstack_layers`` have projectors of their
-    own. ``patch_linear``: the checkpoint has a matrix in place
-    of the convolution that embeds patches.
+    ``layer_scale`` scales the output of attention and MLP by learned factors. ``clipped`` blocks clamp the input and
+    the output of each projection to ranges of the checkpoint. The outputs of ``deepstack_layers`` have projectors of
+    their own. ``patch_linear``: the checkpoint has a matrix in place of the convolution that embeds patches.
     """
 
     hidden_size: int
