@@ -22,6 +22,7 @@ SIZES = {"hidden_size": 512, "intermediate_size": 512, "moe_intermediate_size": 
 }
 FEATURES = {
     "LoRA": "--lora-rank 8",
+    "unmerged LoRA": "--lora-rank 8 --no-lora-merge",
     "MoE": "--hf-checkpoint moe",
     "routing replay": "--hf-checkpoint moe --use-rollout-routing-replay",
     "FSDP ranks": "--actor-num-gpus-per-node 4",

@@ -191,5 +191,9 @@ def test_the_memory_plan_counts_moments_of_adapters_alone(house):
     plain, small = held(""), held("--lora-rank 1")
     assert small["optimizer"] == 2 * small["adapters"] == 2 * small["gradients"] < plain["optimizer"]
     assert small["weights"] == plain["weights"] and 0 < small["base"] < small["weights"]
+    beside = held("--lora-rank 1 --no-lora-merge")
+    assert "base" not in beside and beside["weights"] == plain["weights"]
+    assert beside["engine"] == beside["adapters"]  # float32 on a CPU, beside weights that are the trainer's
+    assert held("--lora-rank 1 --no-lora-merge --max-weight-staleness 1")["engine"] == beside["engine"]
     own, shared = held("--use-kl-loss"), held("--use-kl-loss --lora-rank 1")
     assert own["reference"] == own["weights"] and shared["reference"] == shared["adapters"]

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from miles.models.lora.factors import LoraFactors, parse_factors
+from miles.models.lora.factors import LoraFactors, ModuleFactors, parse_factors
 from miles.models.lora.targets import list_targets
 from miles.models.spec import DecoderSpec
 
@@ -51,3 +51,19 @@ def merged_model(model: PreTrainedModel, factors: LoraFactors | None) -> PreTrai
             delta = own.scale * (own.b_Or.double() @ own.a_rI.double())
             weight.copy_((weight.double() + delta).to(weight.dtype))
     return model
+
+
+def random_expert_factors(spec, seed):
+    """Factors of all routed experts, of rank 1, 2 or 3."""
+    random, rank = torch.Generator().manual_seed(seed), 1 + seed
+    return LoraFactors(
+        {
+            target.module: ModuleFactors(
+                0.5 * torch.randn(target.num_experts, rank, target.inputs, generator=random),
+                0.5 * torch.randn(target.num_experts, target.outputs, rank, generator=random),
+                2.0,
+            )
+            for target in list_targets(spec)
+            if target.num_experts
+        }
+    )

@@ -36,8 +36,8 @@ class LoraServingConfig:
     )
     lora_target_modules: tuple[str, ...] = option(
         (),
-        "Projections that adapters may target, by checkpoint names such as q_proj; all, the default, is every "
-        "projection of attention and dense MLPs.",
+        "Projections that adapters may target, by checkpoint names such as q_proj, or experts for the routed ones, or "
+        "all for attention and dense MLPs; by default the latter, and experts that --lora-paths target.",
     )
 
     @property

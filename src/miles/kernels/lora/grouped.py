@@ -75,13 +75,15 @@ class LoraSlots:
 class LoraPlan:
     """The rows of a step by slot: ``rows_T`` are the rows with an adapter, those of one slot together.
 
-    ``tiles_G3`` are (slot, first index into ``rows_T``, number of rows); a tile without rows is padding.
+    ``tiles_G3`` are (slot, first index into ``rows_T``, number of rows); a tile without rows is padding. ``slots_T`` is
+    the slot of every row, -1 without an adapter, for experts, whose tiles depend on the routing.
     """
 
     rows_T: Tensor
     tiles_G3: Tensor
     tile_rows: int
     splits: int | None = None
+    slots_T: Tensor | None = None
 
 
 def build_tiles(slots_T: NDArray[np.int64], tile_rows: int) -> tuple[Ints, Ints]:

@@ -260,16 +260,13 @@ def _expert_lora(g: SelfTestContext, tokens: tuple[int, ...]) -> Pairs:
     """Adapters of two slots, of which tokens have either or none, against experts that they are merged into."""
     width, size, count = g.shapes.features, g.shapes.inner // 4, g.shapes.experts
     first_EFD, down_EDI = g.random(count, 2 * size, width), g.random(count, width, size)
-    tables = {
-        "ranks_SP": torch.full((2, 2), 24, dtype=torch.int32, device=g.device),
-        "scales_SP": torch.full((2, 2), 0.5, device=g.device),
-    }
     factors = [
         ExpertFactors(
             a_SPXRI=i**-0.5 * g.random(2, p, count, 24, i),
             b_SPXOR=0.2 * g.random(2, p, count, o, 24),
             first_column=0,
-            **{name: table[:, :p].contiguous() for name, table in tables.items()},
+            ranks_SP=torch.full((2, p), 24, dtype=torch.int32, device=g.device),
+            scales_SP=torch.full((2, p), 0.5, device=g.device),
         )
         for p, i, o in ((2, width, size), (1, size, width))
     ]

@@ -34,6 +34,7 @@ from miles.models.draft.spec import DRAFT_PREFIX
 from miles.models.lora.adapters import LoraAdapters
 from miles.models.lora.factors import LoraFactors, read_factors
 from miles.models.lora.layout import build_factor_map
+from miles.models.lora.targets import EXPERTS
 from miles.models.model_provider import apply_model_provider
 from miles.models.packing import pack_params
 from miles.models.spec import DecoderSpec
@@ -227,7 +228,6 @@ def build_lora_serving(config: LoraServingConfig, spec: DecoderSpec, numerics: N
     """Read the adapters of --lora-paths; None if no adapters are served; raises UsageError."""
     if not config.is_enabled:
         return None
-    modules = list_served_modules(spec, config.lora_target_modules, numerics)
     adapters: dict[str, tuple[str, Path, LoraFactors]] = {}
     for word in config.lora_paths:
         name, separator, folder = word.partition("=")
@@ -236,6 +236,11 @@ def build_lora_serving(config: LoraServingConfig, spec: DecoderSpec, numerics: N
         if not name or not folder or name in adapters:
             raise UsageError(f"--lora-paths {word} must be NAME=FOLDER, and each name is given once.")
         adapters[name] = (name, Path(folder), read_factors(Path(folder), spec))
+    modules = list_served_modules(spec, config.lora_target_modules, numerics)
+    if not config.lora_target_modules:
+        targeted = {module for _, _, factors in adapters.values() for module in factors.modules}
+        experts = list_served_modules(spec, (EXPERTS,), numerics) if spec.moe is not None else ()
+        modules += tuple(module for module in experts if module in targeted)
     largest = max((factors.rank for _, _, factors in adapters.values()), default=_DEFAULT_RANK)
     shape = LoraShape(
         num_slots=config.max_loras_per_batch,

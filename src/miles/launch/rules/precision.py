@@ -156,7 +156,10 @@ def check_unmerged(c: Config) -> Iterator[str]:
             "engine's alone; use --train-precision, or remove one of them."
         )
     if c.sglang.rollout_backend == "sglang":
-        yield "--no-lora-merge does not work with SGLang yet; use --rollout-backend served, or remove it."
+        yield (
+            "--no-lora-merge applies adapters beside the weights as the trainer does, which SGLang does not; use "
+            "--rollout-backend served, or remove it."
+        )
 
 
 def check_packed_base(c: Config) -> Iterator[str]:

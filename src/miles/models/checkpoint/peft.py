@@ -130,7 +130,7 @@ def find_adapter(folder: Path, spec: DecoderSpec, *, shared_outer: bool = False)
     rank, alpha = _read_rank_and_alpha(folder, config)
     known = {name.removeprefix(_PREFIX): tensor for name, tensor in stored.items()}
     modules = {name.rpartition(".lora_")[0] for name in known}
-    stacked = _find_stacked_modules(spec, modules, config)
+    stacked = find_stacked_modules(spec, modules, config)
     try:
         targets = targets_from_modules(spec, modules - stacked.keys() | set(stacked.values()))
     except UsageError as error:
@@ -155,7 +155,7 @@ def find_adapter(folder: Path, spec: DecoderSpec, *, shared_outer: bool = False)
     return PeftAdapter(lora=lora, stored=known)
 
 
-def _find_stacked_modules(spec: DecoderSpec, modules: Iterable[str], config: Mapping[str, Any]) -> dict[str, str]:
+def find_stacked_modules(spec: DecoderSpec, modules: Iterable[str], config: Mapping[str, Any]) -> dict[str, str]:
     """Return the module of each pair of factors of a stacked target -> the name of this target."""
     wanted = tuple(config.get("target_parameters") or ())
     found: dict[str, str] = {}

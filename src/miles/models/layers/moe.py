@@ -115,6 +115,8 @@ class MoeMlp(nn.Module):
         self.adapters: dict[str, RowAdapter] = {}
         self.lora: dict[str, LoraLayout] = {}
         self.read_factors: dict[str, ReadFactors] = {}
+        # Adapters that the requests of an engine's step have chosen.
+        self.served_lora: ExpertLora | None = None
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         layer_factory: dict[str, Any] = {**factory, "numerics": numerics}
         inner, count = spec.latent or width, spec.num_experts
@@ -338,5 +340,5 @@ class MoeMlp(nn.Module):
             weigh_input=spec.weigh_input,
             exchange=self.exchange,
             adapters=(self._build_adapter(first_name), self._build_adapter("down")),
-            lora=self._build_lora(first_name),
+            lora=self.served_lora or self._build_lora(first_name),
         )

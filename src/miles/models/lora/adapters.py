@@ -355,7 +355,9 @@ def read_adapter(folder: Path, lora: LoraSpec) -> dict[str, Tensor]:
     for target in lora.targets:
         for name, pieces, shape in _list_factors(lora, target):
             tensors = [stored.pop(piece.hf_name) for piece in pieces]
-            factors[name] = _decode_factor(tensors, shape, is_a=name == lora_a_name(target), target=target)
+            factors[name] = _share_factor(
+                decode_factor(tensors, is_a=name == lora_a_name(target), target=target), shape, target
+            )
         if lora.use_dora:
             factors[magnitude_name(target)] = stored.pop(magnitude_name(target))
     if stored:
@@ -369,19 +371,24 @@ def _list_factors(lora: LoraSpec, target: LoraTarget) -> list[tuple[str, tuple[H
     return list(zip(names, list_factor_files(lora, target), lora.factor_shapes(target), strict=True))
 
 
-def _decode_factor(tensors: Sequence[Tensor], shape: tuple[int, ...], *, is_a: bool, target: LoraTarget) -> Tensor:
-    """Return a factor from its tensors in the file; UsageError if experts are to share it and do not."""
+def decode_factor(tensors: Sequence[Tensor], *, is_a: bool, target: LoraTarget) -> Tensor:
+    """Return a factor from its tensors in the file; of experts, one matrix for each."""
     if not target.num_experts:
         return tensors[0]
     if not target.is_stacked:
-        stacked = torch.stack(list(tensors))
-    elif is_a:
-        stacked = tensors[0].unflatten(0, (target.num_experts, -1))
-    else:
-        stacked = tensors[0].unflatten(1, (-1, target.num_experts)).permute(2, 0, 1)
-    if shape[0] == 1 and not bool((stacked == stacked[:1]).all()):
+        return torch.stack(list(tensors))
+    if is_a:
+        return tensors[0].unflatten(0, (target.num_experts, -1))
+    return tensors[0].unflatten(1, (-1, target.num_experts)).permute(2, 0, 1)
+
+
+def _share_factor(factor: Tensor, shape: tuple[int, ...], target: LoraTarget) -> Tensor:
+    """Return a factor in its ``shape``; UsageError if experts are to share it and do not."""
+    if not target.num_experts:
+        return factor
+    if shape[0] == 1 and not bool((factor == factor[:1]).all()):
         raise UsageError(f"the experts of {target.module} do not share a factor; remove --experts-shared-outer-loras.")
-    return stacked[: shape[0]].contiguous()
+    return factor[: shape[0]].contiguous()
 
 
 def encode_factor(factor: Tensor, *, is_a: bool, target: LoraTarget) -> Tensor:

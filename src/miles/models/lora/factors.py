@@ -1,13 +1,15 @@
 """LoRA factors of an adapter in PEFT's format, checked against a model: for engines that serve adapters unmerged.
 
-Shapes: I inputs, O outputs, r rank.
+The routed experts of a layer are one module, whose name has an asterisk for their numbers (``LoraTarget.module``).
+
+Shapes: I inputs, O outputs, r rank, E experts.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from miles.core.errors import CheckpointError, UsageError
-from miles.models.checkpoint.peft import CONFIG, WEIGHTS, peft_tensor_name
+from miles.models.checkpoint.peft import CONFIG, WEIGHTS, find_stacked_modules, peft_tensor_name
 from miles.models.checkpoint.safetensors_io import read_json
+from miles.models.lora.adapters import decode_factor
 from miles.models.lora.targets import LoraTarget, list_targets
 from miles.models.spec import DecoderSpec
 
@@ -27,13 +30,11 @@ __all__ = ["LoraFactors", "ModuleFactors", "parse_factors", "read_factors"]
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 # Options of an adapter config that mean another formula than LoRA or rsLoRA.
 _UNSUPPORTED = ("use_dora", "fan_in_fan_out", "modules_to_save", "layer_replication", "lora_bias", "use_qalora")
-# Factors of stacked experts, in the names that PEFT and SGLang give them.
-_EXPERTS = re.compile(r"\.experts(\.|$)")
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleFactors:
-    """The factors of one projection; their product times ``scale`` is added to its weight."""
+    """The factors of one projection, whose product times ``scale`` is added to its weight; of experts, for each."""
 
     a_rI: Tensor
     b_Or: Tensor
@@ -41,7 +42,7 @@ class ModuleFactors:
 
     @property
     def rank(self) -> int:
-        return len(self.a_rI)
+        return self.a_rI.shape[-2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +78,48 @@ def parse_factors(
     _check_config(config, where)
     prefix = peft_tensor_name("")
     known = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-    targets = {target.module: target for target in list_targets(spec) if not target.is_vision}
+    names = {name.removesuffix(_A).removesuffix(_B) for name in known}
+    stacked = {target: name for name, target in find_stacked_modules(spec, names, config).items()}
+    targets: dict[str, LoraTarget] = {}
+    for target in list_targets(spec):
+        if target.is_stacked:
+            targets |= {stacked[target.module]: target} if target.module in stacked else {}
+        elif not target.is_vision:
+            targets |= dict.fromkeys(target.modules, target)
     modules: dict[str, ModuleFactors] = {}
     for name in known:
         module = name.removesuffix(_A).removesuffix(_B)
         if module == name or module not in targets:
-            raise UsageError(f"{where} does not fit: {_describe_unknown(name)}")
-        if module not in modules:
-            modules[module] = _check_shapes(known, targets[module], config, where)
+            raise UsageError(
+                f"{where} does not fit: it has {name}, which is no LoRA factor of a projection of this model."
+            )
+        target = targets[module]
+        if target.module not in modules:
+            own = (module,) if target.is_stacked else target.modules
+            modules[target.module] = _read_module(known, target, own, config, where)
     if not modules:
         raise UsageError(f"{where} does not fit: it has no factors of any module.")
     return LoraFactors(modules)
+
+
+def _read_module(
+    known: Mapping[str, Tensor], target: LoraTarget, names: Sequence[str], config: Mapping[str, Any], where: str
+) -> ModuleFactors:
+    """Return the factors of a target from those of its modules ``names``, which are one, or one for each expert."""
+    missing = next((name for name in names if name + _A not in known and name + _B not in known), None)
+    if missing is not None:
+        raise UsageError(
+            f"{where} does not fit: it has adapters of some experts only: {missing} has none; all experts of a layer "
+            "need one."
+        )
+    found = [_check_shapes(known, target, name, config, where) for name in names]
+    if not target.num_experts:
+        return found[0]
+    if len({(each.rank, each.scale) for each in found}) > 1:
+        raise UsageError(f"{where} does not fit: the experts of {target.module} have different ranks or alphas.")
+    a_ErI = decode_factor([each.a_rI for each in found], is_a=True, target=target)
+    b_EOr = decode_factor([each.b_Or for each in found], is_a=False, target=target)
+    return ModuleFactors(a_ErI, b_EOr, found[0].scale)
 
 
 def _check_config(config: Mapping[str, Any], where: str) -> None:
@@ -119,14 +151,14 @@ def _is_pattern(text: str) -> bool:
 
 
 def _check_shapes(
-    known: Mapping[str, Tensor], target: LoraTarget, config: Mapping[str, Any], where: str
+    known: Mapping[str, Tensor], target: LoraTarget, module: str, config: Mapping[str, Any], where: str
 ) -> ModuleFactors:
-    module = target.module
     a_rI, b_Or = known.get(module + _A), known.get(module + _B)
     if a_rI is None or b_Or is None:
         raise UsageError(f"{where} does not fit: {module} has only one of {_A[1:]} and {_B[1:]}.")
     rank = _match_pattern(config.get("rank_pattern"), module, config["r"])
-    for name, tensor, shape in ((_A, a_rI, (rank, target.inputs)), (_B, b_Or, (target.outputs, rank))):
+    rows = rank * target.num_experts if target.is_stacked else rank
+    for name, tensor, shape in ((_A, a_rI, (rows, target.inputs)), (_B, b_Or, (target.outputs, rows))):
         if tuple(tensor.shape) != shape:
             raise UsageError(
                 f"{where} does not fit: {module}{name} has shape {tuple(tensor.shape)}, but this model and rank need "
@@ -144,12 +176,3 @@ def _match_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value
     return default
-
-
-def _describe_unknown(name: str) -> str:
-    if _EXPERTS.search(name):
-        return (
-            f"it has {name}, but adapters of routed experts are not served beside the weights; merge the adapter into "
-            "a checkpoint, or leave the experts out of its targets."
-        )
-    return f"it has {name}, which is no LoRA factor of a projection of this model."

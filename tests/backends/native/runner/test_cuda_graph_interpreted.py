@@ -25,7 +25,7 @@ from tests.backends.native.image_requests import (
     pair,
     response_of,
 )
-from tests.backends.native.lora_adapters import random_factors
+from tests.backends.native.lora_adapters import random_expert_factors, random_factors
 from tests.kernels import interpreter  # noqa: F401
 from tests.kernels.device import CARD, needs_triton
 from tests.models.oracle import KINDS, hf_model, twin
@@ -43,6 +43,7 @@ from miles.cluster.executor import InlineExecutor
 from miles.core.protocols import SamplingParams
 from miles.core.types import Version
 from miles.kernels.lora import grouped
+from miles.kernels.moe import fused_moe
 from miles.kernels.numerics import FAST, numerics_from_parity
 from miles.kernels.runtime import triton_compat
 from miles.launch.commands import serve
@@ -527,6 +528,51 @@ def test_graphs_with_adapters_replay_for_other_adapters_and_none(recording, monk
         eager = run(Tiny().engine(tiny.decoder(spec=spec), **options))
     assert not launched
     monkeypatch.setattr(grouped, "use_triton_inference", lambda x: torch.is_inference_mode_enabled())
+    replayed = run(tiny.engine(tiny.decoder(spec=spec), **options))
+    for (_, tokens, logprobs), (_, wanted_tokens, wanted_logprobs) in zip(replayed, eager, strict=True):
+        assert tokens == wanted_tokens
+        np.testing.assert_allclose(logprobs, wanted_logprobs, atol=2e-4)
+    assert launched and {key.has_lora for key in recording} == {False, True}
+
+
+def test_graphs_with_adapters_of_experts_replay_for_other_adapters_and_none(recording, monkeypatch):
+    """Tiles of adapter and expert are found within the graph: nothing of the routing is on the host."""
+    launched = []
+    launch = fused_moe.launch_with_lora
+
+    def counted(*args, **options):
+        launched.append(len(args[0]))
+        return launch(*args, **options)
+
+    monkeypatch.setattr(fused_moe, "launch_with_lora", counted)
+    spec = replace(EXPERTS, max_positions=64)
+    shape = LoraShape(num_slots=2, max_rank=4, modules=list_served_modules(spec, ("experts",), FAST))
+    factors = {f"a{i}": random_expert_factors(spec, i) for i in range(3)}
+    tiny, prompts = Tiny(1), Tiny().prompts(3, high=8)
+    rounds = [["a0", None, "a1"], [None, None, None], ["a2", "a2", "a0"]]
+
+    def run(engine):
+        for name, own in factors.items():
+            engine.load_lora(name, own)
+
+        async def story():
+            found = []
+            for names in rounds:
+                asked = [
+                    engine.submit(GenerateRequest(tokens=p, sampling=replace(LONG, seed=i), lora=name))
+                    for i, (p, name) in enumerate(zip(prompts, names, strict=True))
+                ]
+                found += [(await output.completion(), output.tokens, output.logprobs) for output in asked]
+            return found
+
+        return asyncio.run(story())
+
+    options = {"page_size": 4, "max_running": 4, "lora": shape}
+    with pytest.MonkeyPatch.context() as plain:
+        plain.setattr(model_runner, "supports_gpu_kernels", lambda spec, model, device: False)
+        eager = run(Tiny().engine(tiny.decoder(spec=spec), **options))
+    assert not launched
+    monkeypatch.setattr(fused_moe, "use_triton_inference", lambda x: torch.is_inference_mode_enabled())
     replayed = run(tiny.engine(tiny.decoder(spec=spec), **options))
     for (_, tokens, logprobs), (_, wanted_tokens, wanted_logprobs) in zip(replayed, eager, strict=True):
         assert tokens == wanted_tokens

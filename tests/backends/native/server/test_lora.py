@@ -157,10 +157,10 @@ def test_an_adapter_that_does_not_fit_is_refused(folder, spec, shape, change, pr
     served(story, folder, lora=shape)
 
 
-def test_experts_and_unknown_modules_are_refused_by_a_sentence(folder, spec, shape):
+def test_unknown_modules_are_refused_by_a_sentence(folder, spec, shape):
     config, _ = random_adapter(spec, 1)
     names = {
-        "model.layers.0.mlp.experts.3.up_proj": "adapters of routed experts are not served",
+        "model.layers.0.mlp.experts.3.up_proj": "no LoRA factor of a projection",
         "model.layers.0.mlp.sideways": "no LoRA factor of a projection",
     }
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from tests.backends.native.conftest import ATTENTION, Tiny
-from tests.backends.native.lora_adapters import random_factors
+from tests.backends.native.lora_adapters import random_expert_factors, random_factors
 
 from miles.backends.native.config import NativeConfig
 from miles.backends.native.engine.engine import NativeEngine
@@ -30,10 +30,14 @@ SPEC = replace(
 NEW = SamplingParams(max_new_tokens=5, ignore_eos=True)
 
 
-def ask(engine: NativeEngine):
+def build_factors(spec, seed, rank):
+    return random_expert_factors(spec, rank - 1) if spec.moe else random_factors(spec, seed, rank=rank, scale=0.4)
+
+
+def ask(engine: NativeEngine, spec):
     """Requests with adapters, before an update in place and behind it."""
     for number, name in enumerate(("first", "second", "third")):
-        engine.load_lora(name, random_factors(SPEC, number, rank=1 + number, scale=0.4))
+        engine.load_lora(name, build_factors(spec, number, 1 + number))
 
     async def story():
         found = []
@@ -45,7 +49,7 @@ def ask(engine: NativeEngine):
             for output in asked:
                 await output.completion()
             found += [(output.tokens, output.logprobs) for output in asked]
-            engine.update_lora("first", random_factors(SPEC, 9, rank=4, scale=0.4))
+            engine.update_lora("first", build_factors(spec, 9, 4))
         engine.unload_lora("second")
         return found
 
@@ -53,12 +57,13 @@ def ask(engine: NativeEngine):
 
 
 @pytest.mark.extended
-def test_ranks_answer_with_adapters_as_one_process_does():
-    decoder = Tiny().decoder(spec=SPEC)
-    shape = LoraShape(num_slots=2, max_rank=4, modules=list_served_modules(SPEC, (), FAST))
+@pytest.mark.parametrize(("spec", "words"), [(SPEC, ()), (Tiny.moe_spec, ("experts",))], ids=["dense", "experts"])
+def test_ranks_answer_with_adapters_as_one_process_does(spec, words):
+    decoder = Tiny().decoder(spec=spec)
+    shape = LoraShape(num_slots=2, max_rank=4, modules=list_served_modules(spec, words, FAST))
     knobs = {"engine_page_size": 4, "engine_prefill_chunk": 13, "engine_max_running": 4}
     engine = NativeEngine(
-        SPEC,
+        spec,
         device="cpu",
         dtype=torch.float32,
         config=NativeConfig(**knobs),
@@ -69,10 +74,10 @@ def test_ranks_answer_with_adapters_as_one_process_does():
     )
     try:
         Tiny().publish(engine, decoder)
-        ranks = ask(engine)
+        ranks = ask(engine, spec)
     finally:
         asyncio.run(engine.close())
-    alone = ask(Tiny().engine(decoder, lora=shape, page_size=4, prefill_chunk=13, max_running=4))
+    alone = ask(Tiny().engine(decoder, lora=shape, page_size=4, prefill_chunk=13, max_running=4), spec)
     for (tokens, logprobs), (wanted_tokens, wanted) in zip(ranks, alone, strict=True):
         assert tokens == wanted_tokens
         np.testing.assert_allclose(logprobs, wanted, atol=1e-4)

@@ -1,14 +1,14 @@
 """Unmerged LoRA adapters of a model runner: host copies, device slots, and the rows of each step by adapter.
 
 Slots of a projection are part of the grouped LoRA kernels' inputs; the projection's ``adapter`` adds their products to
-its output. Steps without adapters run as if there were none.
+its output, and ``served_lora`` of an MoE layer those of its experts. Steps without adapters run as if there were none.
 
-Shapes: as in ``kernels.lora.grouped``; B sequences, n rows of a CUDA graph.
+Shapes: as in ``kernels.lora.grouped`` and ``kernels.lora.experts``; B sequences, n rows of a CUDA graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,6 +19,7 @@ from miles.backends.native.engine.lora import LoraBatch, LoraShape
 from miles.backends.native.engine.request import Ints
 from miles.core.errors import UsageError
 from miles.core.types import Array
+from miles.kernels.lora.experts import ExpertFactors, ExpertLora
 from miles.kernels.lora.grouped import (
     LoraPlan,
     LoraSlots,
@@ -33,9 +34,10 @@ from miles.models.base import CausalLM
 from miles.models.decoder import Decoder, DecoderLayer
 from miles.models.hf_adapter.spec import HfAdapterSpec
 from miles.models.layers.linear import Linear
+from miles.models.layers.moe import MoeMlp
 from miles.models.lora.factors import LoraFactors
-from miles.models.lora.layout import LORA_A, LORA_B, factor_name
-from miles.models.lora.targets import LoraTarget, list_targets, targets_from_modules
+from miles.models.lora.layout import LORA_A, LORA_B, factor_name, group_targets
+from miles.models.lora.targets import EXPERTS, LoraTarget, list_targets, targets_from_modules
 from miles.models.parallel.tp_sharding import compute_tp_shards
 from miles.models.spec import AdapterSpec, DecoderSpec
 
@@ -49,16 +51,16 @@ _MANY_TILES = 128
 
 
 def list_served_modules(spec: DecoderSpec, words: Sequence[str], numerics: Numerics) -> tuple[str, ...]:
-    """Return the modules that adapters may target: all, or those that ``words`` (names, or their last parts) match.
+    """Return the modules that adapters may target: all but routed experts, or those that ``words`` match: names, their
+    last parts, ``experts``, and ``all`` for the former.
 
     UsageError for a word that names no module, or one that is not served beside the weights.
     """
     if isinstance(spec, HfAdapterSpec):
         raise UsageError("adapters are not served with a model run by transformers; remove --enable-lora.")
-    targets = [target for target in list_targets(spec) if not target.is_vision and not target.num_experts]
+    targets = [target for target in list_targets(spec) if not target.is_vision]
     served = [t for t in targets if numerics.batch_invariant or not t.param_name.endswith(_ABSORBED)]
-    if not words or "all" in words or "all-linear" in words:
-        return tuple(target.module for target in served)
+    words = words or ("all",)
     for word in words:
         if not any(_matches(target, word) for target in targets):
             names = ", ".join(dict.fromkeys(target.short_name for target in served))
@@ -72,13 +74,16 @@ def list_served_modules(spec: DecoderSpec, words: Sequence[str], numerics: Numer
 
 
 def _matches(target: LoraTarget, word: str) -> bool:
-    return word in (target.short_name, target.module)
+    if word in ("all", "all-linear"):
+        return not target.num_experts
+    return word in (target.short_name, target.module) or (word == EXPERTS and target.num_experts > 0)
 
 
 def count_slot_bytes(spec: DecoderSpec, shape: LoraShape, itemsize: int) -> int:
     """Return the memory of all slots of one rank's decoder."""
     targets = targets_from_modules(spec, shape.modules)
-    return shape.num_slots * shape.max_rank * itemsize * sum(target.inputs + target.outputs for target in targets)
+    values = sum((target.inputs + target.outputs) * max(1, target.num_experts) for target in targets)
+    return shape.num_slots * shape.max_rank * itemsize * values
 
 
 @dataclass(slots=True)
@@ -102,12 +107,31 @@ class _Projection:
         return add_grouped_lora(y_TN, x_TI, self.slots, self._step.plan, numerics=self.module.numerics)
 
 
+@dataclass(slots=True)
+class _Experts:
+    """The slots of one MoE layer: those of its first projection and of ``down``."""
+
+    module: MoeMlp
+    first: ExpertFactors | None = None
+    down: ExpertFactors | None = None
+
+    def attach(self, plan: LoraPlan | None) -> None:
+        """Let the layer apply the adapters of a step, or none."""
+        lora = None
+        if plan is not None:
+            lora = ExpertLora(first=self.first, down=self.down, slots_T=plan.slots_T)
+        self.module.served_lora = lora
+
+
 @dataclass(frozen=True, slots=True)
 class _HostFactors:
-    """This rank's factors of one projection, and the rank and scale of each target."""
+    """This rank's factors of one projection as its slots have them, and the rank and scale of each target.
 
-    a_PrI: Tensor
-    b_Or: Tensor
+    ``a`` and ``b`` are [P, r, I] and [O, r], of experts [P, E, r, I] and [P, E, O, r].
+    """
+
+    a: Tensor
+    b: Tensor
     ranks: tuple[int, ...]
     scales: tuple[float, ...]
 
@@ -138,10 +162,16 @@ class LoraRunner:
         self._step = _Step()
         self._attached = False
         adapters = AdapterSpec(rank=1, alpha=1.0, modules=shape.modules)
-        self._full_targets = _group_targets(targets_from_modules(full_spec, shape.modules))
+        self._full_targets = group_targets(targets_from_modules(full_spec, shape.modules))
         self._shards = compute_tp_shards(replace(full_spec, quantization=None, adapters=adapters)) if world > 1 else {}
-        targets = _group_targets(targets_from_modules(decoder.spec, shape.modules))
-        self._projections = {name: self._build_projection(decoder, name, own) for name, own in targets.items()}
+        targets = group_targets(targets_from_modules(decoder.spec, shape.modules))
+        self._projections = {
+            name: self._build_projection(decoder, name, own) for name, own in targets.items() if not own[0].num_experts
+        }
+        self._experts: dict[str, _Experts] = {}
+        self._expert_slots = {
+            name: self._build_experts(decoder, name, own) for name, own in targets.items() if own[0].num_experts
+        }
         self._host: dict[int, dict[str, _HostFactors]] = {}
         self._static = _StaticPlans(max_rows, shape.num_slots, device, self._numerics)
         self.attach(True)  # norms in front of quantized projections keep what adapters read
@@ -171,6 +201,32 @@ class LoraRunner:
             self._step,
         )
 
+    def _build_experts(self, decoder: Decoder, name: str, targets: Sequence[LoraTarget]) -> ExpertFactors:
+        path, _, attribute = name.rpartition(".")
+        module = decoder.get_submodule(path)
+        assert isinstance(module, MoeMlp), f"{name} is not a tensor of experts"
+        if module.quantized:
+            raise UsageError(
+                "adapters of routed experts are not served beside quantized experts; remove experts from "
+                "--lora-target-modules, or --rollout-precision."
+            )
+        slots, rank = self._shape.num_slots, self._shape.max_rank
+        count, outputs = targets[0].num_experts, targets[0].outputs
+        factory = {"device": self._device, "dtype": self._dtype}
+        factors = ExpertFactors(
+            a_SPXRI=torch.zeros(slots, len(targets), count, rank, targets[0].inputs, **factory),
+            b_SPXOR=torch.zeros(slots, len(targets), count, outputs, rank, **factory),
+            first_column=targets[0].rows[0],
+            ranks_SP=torch.zeros(slots, len(targets), dtype=torch.int32, device=self._device),
+            scales_SP=torch.zeros(slots, len(targets), dtype=torch.float32, device=self._device),
+        )
+        experts = self._experts.setdefault(path, _Experts(module))
+        if attribute == "down":
+            experts.down = factors
+        else:
+            experts.first = factors
+        return factors
+
     # -- host memory ------------------------------------------------------------------------
 
     def register(self, uid: int, factors: LoraFactors) -> None:
@@ -189,22 +245,27 @@ class LoraRunner:
         """Return the factors of a projection as its slots have them; targets without factors are zeros of rank 0."""
         own = [factors.modules.get(target.module) for target in targets]
         ranks = tuple(0 if each is None else each.rank for each in own)
-        width = max(ranks)
-        a_PrI = torch.zeros(len(own), width, targets[0].inputs, dtype=self._dtype)
-        b_Or = torch.zeros(sum(target.outputs for target in targets), width, dtype=self._dtype)
-        first = 0
-        for i, (target, each) in enumerate(zip(targets, own, strict=True)):
+        width, first_target = max(ranks), targets[0]
+        stack = (first_target.num_experts,) if first_target.num_experts else ()
+        a = torch.zeros(len(own), *stack, width, first_target.inputs, dtype=self._dtype)
+        # Experts of a layer have targets with equal outputs; those of other projections are one after the other.
+        outputs = [target.outputs for target in targets]
+        b = torch.zeros(*((len(own), *stack, outputs[0]) if stack else (sum(outputs),)), width, dtype=self._dtype)
+        places = list(b.unbind()) if stack else list(b.split(outputs))
+        for i, each in enumerate(own):
             if each is not None:
-                a_PrI[i, : each.rank].copy_(each.a_rI)
-                b_Or[first : first + target.outputs, : each.rank].copy_(each.b_Or)
-            first += target.outputs
+                a[i, ..., : each.rank, :].copy_(each.a_rI)
+                places[i][..., : each.rank].copy_(each.b_Or)
         if self._world > 1:
             a_shard, b_shard = (self._shards[factor_name(name, factor)] for factor in (LORA_A, LORA_B))
-            a_PrI = a_shard.shard(a_PrI.flatten(0, 1), self._rank, self._world).unflatten(0, (len(own), width))
-            b_Or = b_shard.shard(b_Or, self._rank, self._world)
+            a = a_shard.shard(a.flatten(0, 1), self._rank, self._world).unflatten(0, a.shape[:2])
+            if stack:
+                b = b_shard.shard(b.flatten(0, 1), self._rank, self._world).unflatten(0, b.shape[:2])
+            else:
+                b = b_shard.shard(b, self._rank, self._world)
         if self._device.type != "cpu":
-            a_PrI, b_Or = a_PrI.pin_memory(), b_Or.pin_memory()
-        return _HostFactors(a_PrI, b_Or, ranks, tuple(0.0 if each is None else each.scale for each in own))
+            a, b = a.pin_memory(), b.pin_memory()
+        return _HostFactors(a, b, ranks, tuple(0.0 if each is None else each.scale for each in own))
 
     # -- a step -----------------------------------------------------------------------------
 
@@ -214,29 +275,37 @@ class LoraRunner:
         for uid, slot in zip(*(values.tolist() for values in batch.loads), strict=True):
             found = self._host[uid]
             for name, projection in self._projections.items():
-                self._load_slot(projection.slots, slot, found.get(name))
+                slots = projection.slots
+                places = slots.a_SPRI[slot], slots.b_SOR[slot]
+                self._load_slot(places, slots.ranks_SP[slot], slots.scales_SP[slot], found.get(name))
+            for name, factors in self._expert_slots.items():
+                assert factors.ranks_SP is not None and factors.scales_SP is not None
+                places = factors.a_SPXRI[slot], factors.b_SPXOR[slot]
+                self._load_slot(places, factors.ranks_SP[slot], factors.scales_SP[slot], found.get(name))
 
-    def _load_slot(self, slots: LoraSlots, slot: int, found: _HostFactors | None) -> None:
+    def _load_slot(
+        self, places: tuple[Tensor, Tensor], ranks_P: Tensor, scales_P: Tensor, found: _HostFactors | None
+    ) -> None:
         if found is None:
-            slots.ranks_SP[slot].zero_()
+            ranks_P.zero_()
             return
-        width = found.b_Or.shape[1]
-        slots.a_SPRI[slot, :, :width].copy_(found.a_PrI.to(self._device, non_blocking=True))
-        slots.b_SOR[slot, :, :width].copy_(found.b_Or.to(self._device, non_blocking=True))
-        slots.ranks_SP[slot].copy_(torch.tensor(found.ranks, dtype=torch.int32), non_blocking=True)
-        slots.scales_SP[slot].copy_(torch.tensor(found.scales), non_blocking=True)
+        width = found.b.shape[-1]
+        places[0][..., :width, :].copy_(found.a.to(self._device, non_blocking=True))
+        places[1][..., :width].copy_(found.b.to(self._device, non_blocking=True))
+        ranks_P.copy_(torch.tensor(found.ranks, dtype=torch.int32), non_blocking=True)
+        scales_P.copy_(torch.tensor(found.scales), non_blocking=True)
 
     def build_plan(self, batch: LoraBatch, counts_B: Ints) -> LoraPlan:
         """Return the plan of an eager step whose sequences compute so many tokens each."""
         slots_T = np.repeat(batch.slots_B, counts_B)
         tile_rows = choose_tile_rows(len(slots_T), self._device, self._numerics)
         rows_T, tiles_G3 = build_tiles(slots_T, tile_rows)
-        packed = torch.from_numpy(np.concatenate((tiles_G3.ravel(), rows_T)))
+        packed = torch.from_numpy(np.concatenate((tiles_G3.ravel(), rows_T, slots_T.astype(np.int32))))
         if self._device.type != "cpu":
             packed = packed.pin_memory().to(self._device, non_blocking=True)
-        tiles, rows = packed.split((tiles_G3.size, len(rows_T)))
+        tiles, rows, slots = packed.split((tiles_G3.size, len(rows_T), len(slots_T)))
         splits = None if len(tiles_G3) < _MANY_TILES else 1
-        return LoraPlan(rows_T=rows, tiles_G3=tiles.view(-1, 3), tile_rows=tile_rows, splits=splits)
+        return LoraPlan(rows_T=rows, tiles_G3=tiles.view(-1, 3), tile_rows=tile_rows, splits=splits, slots_T=slots)
 
     def send_static_plan(self, batch: LoraBatch, num_rows: int) -> None:
         """Copy the plan of a decode step to where its CUDA graph of ``num_rows`` rows reads it."""
@@ -254,6 +323,8 @@ class LoraRunner:
         """Let the projections read this plan; None is a step without adapters."""
         self._step.plan = plan
         self.attach(plan is not None)
+        for experts in self._experts.values():
+            experts.attach(plan)
 
     def attach(self, attached: bool) -> None:
         """Add the adapters to the projections, or remove them: without any, layers fuse what is behind a projection."""
@@ -270,7 +341,8 @@ class _StaticPlans:
         self._num_slots = num_slots
         self._tile_rows = choose_tile_rows(1, device, numerics)
         self._max_tiles = count_tiles(max_rows, num_slots, self._tile_rows)
-        size = 3 * self._max_tiles + max_rows
+        self._max_rows = max_rows
+        size = 3 * self._max_tiles + 2 * max_rows
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
         hosts = [torch.zeros(size, dtype=torch.int32) for _ in range(_NUM_HOST_BUFFERS)]
         self._hosts = hosts if device.type == "cpu" else [host.pin_memory() for host in hosts]
@@ -285,19 +357,15 @@ class _StaticPlans:
         array[:first_row] = 0
         array[: tiles_G3.size] = tiles_G3.ravel()
         array[first_row : first_row + len(rows_T)] = rows_T
+        array[first_row + self._max_rows :] = -1  # rows beyond those of the step are padding
+        array[first_row + self._max_rows :][: len(slots_B)] = slots_B
         self._device.copy_(self._hosts[self._current], non_blocking=True)
 
     def view(self, num_rows: int) -> LoraPlan:
-        tiles = count_tiles(num_rows, self._num_slots, self._tile_rows)
+        tiles, first_row = count_tiles(num_rows, self._num_slots, self._tile_rows), 3 * self._max_tiles
         return LoraPlan(
-            rows_T=self._device[3 * self._max_tiles :],
+            rows_T=self._device[first_row : first_row + self._max_rows],
             tiles_G3=self._device[: 3 * tiles].view(-1, 3),
             tile_rows=self._tile_rows,
+            slots_T=self._device[first_row + self._max_rows :],
         )
-
-
-def _group_targets(targets: Iterable[LoraTarget]) -> Mapping[str, list[LoraTarget]]:
-    grouped: dict[str, list[LoraTarget]] = {}
-    for target in targets:
-        grouped.setdefault(target.param_name, []).append(target)
-    return grouped
