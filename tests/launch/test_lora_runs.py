@@ -122,6 +122,26 @@ def test_a_run_starts_from_the_adapter_of_another(inputs, calm, tmp_path):
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
+@pytest.mark.slow
+def test_a_killed_run_with_an_adapter_critic_continues_to_the_bit(inputs, tmp_path):
+    calm, run = tmp_path / "calm", tmp_path / "run"
+    more = (*LORA, "--advantage-estimator", "ppo", "--kl-coef", "0.01")
+    assert miles("train", *flags(inputs, calm, *more, steps=4)).returncode == 0
+    killed = miles(
+        "train", *flags(inputs, run, *more, steps=4), kill_at="miles.train.optim.optimizer:Optimizer.step:12"
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    again = miles("train", *flags(inputs, run, *more, steps=4))
+    assert again.returncode == 0, again.stderr
+    assert everything(run) == everything(calm)
+    critic = last(calm) / "critic"
+    assert not list(critic.glob("model*")) and (critic / "adapter" / "adapter_model.safetensors").exists()
+    further = ("--critic-load", str(critic), "--actor-num-gpus-per-node", "2")
+    done = miles("train", *flags(inputs, tmp_path / "more", *more, *further, steps=2))
+    assert done.returncode == 0, done.stderr
+    assert train_rows(calm)[0]["value_mean"] == 0.0 != train_rows(tmp_path / "more")[0]["value_mean"]
+
+
 # -- before anything starts -----------------------------------------------------------------
 
 
@@ -191,5 +211,9 @@ def test_the_memory_plan_counts_moments_of_adapters_alone(house):
     plain, small = held(""), held("--lora-rank 1")
     assert small["optimizer"] == 2 * small["adapters"] == 2 * small["gradients"] < plain["optimizer"]
     assert small["weights"] == plain["weights"] and 0 < small["base"] < small["weights"]
+    critic, adapters = held("--advantage-estimator ppo"), held("--advantage-estimator ppo --lora-rank 1")
+    head = adapters["critic"] - small["adapters"]
+    assert critic["critic"] > critic["weights"] and 0 < head < 4096
+    assert adapters["critic grad"] == adapters["critic"] and adapters["critic adam"] == 2 * adapters["critic"]
     own, shared = held("--use-kl-loss"), held("--use-kl-loss --lora-rank 1")
     assert own["reference"] == own["weights"] and shared["reference"] == shared["adapters"]

@@ -292,5 +292,10 @@ class LocalHeadModel(_Unsharded):
     def parameters(self) -> Mapping[str, Tensor]:
         return {**self._backbone.parameters(), **self._head}
 
+    @property
+    def head_parameters(self) -> Mapping[str, Tensor]:
+        """The head's parameters."""
+        return self._head
+
     def muon_matrices(self) -> Mapping[str, MuonMatrices]:
         return self._backbone.muon_matrices()

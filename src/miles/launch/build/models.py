@@ -17,6 +17,7 @@ from miles.algo.config import CRITIC_ESTIMATORS
 from miles.algo.registry import AlgoHooks
 from miles.backends.fsdp.local_critic import HEAD, LocalCritic
 from miles.backends.fsdp.local_model import LocalModel
+from miles.backends.fsdp.lora_critic import HeadCritic, LoraCritic
 from miles.backends.fsdp.lora_model import LoraBaseModel, LoraModel, LoraReference, PackedLoraModel
 from miles.backends.fsdp.reward_model import RewardModel
 from miles.cluster import platform
@@ -35,7 +36,14 @@ from miles.launch.plan.layout_memory import (
     get_recompute_mode,
     packs_reference,
 )
-from miles.launch.plan.lora import build_lora, get_adapter_folder, packs_base, shares_reference
+from miles.launch.plan.lora import (
+    build_lora,
+    get_adapter_folder,
+    packs_base,
+    shares_critic,
+    shares_reference,
+    starts_from_critic_adapter,
+)
 from miles.launch.plan.plan import Plan, choose_parity_tolerance
 from miles.models.activation_checkpointing import set_recompute
 from miles.models.base import CausalLM
@@ -232,6 +240,10 @@ class ModelFactory(Protocol):
         """The model the critic starts from."""
         ...
 
+    def value_head(self) -> HeadCritic:
+        """A value head over the decoder of the actor, which is frozen."""
+        ...
+
 
 def choose_save_dtype(config: Config, policy: BaseCheckpoint) -> torch.dtype | None:
     """The dtype the policy's model came in, where --dtype auto trains it in float32."""
@@ -290,6 +302,9 @@ class LocalModelFactory:
             value.load_head(folder)
         return value
 
+    def value_head(self) -> HeadCritic:
+        return LocalCritic(self._model, gradient_checkpointing=self._set_recompute(self._model))
+
     def reward_model(self) -> RewardModel:
         """The actor with a scalar head, trained as a reward model."""
         return RewardModel(
@@ -344,7 +359,7 @@ def build_policy_trainer(
     critic = None
     if plan.critic is not None:
         critic = Critic(
-            models.value(plan.critic),
+            _build_value_model(config, plan.critic, models, actor),
             algo=config.algo,
             train=config.train,
             updates=updates,
@@ -387,6 +402,17 @@ def _build_reference(
         assert isinstance(actor, LoraModel)
         return LoraReference(actor)
     return models.reference(plan.reference)
+
+
+def _build_value_model(config: Config, folder: Path, models: ModelFactory, actor: TrainModel) -> ValueModel:
+    """The critic: adapters and a head over the actor's base if it starts from that, else a model of its own."""
+    if not shares_critic(config):
+        return models.value(folder)
+    assert isinstance(actor, LoraModel)
+    critic = LoraCritic(actor, models.value_head(), seed=config.train.seed + 1)
+    if starts_from_critic_adapter(config):
+        critic.load(folder)
+    return critic
 
 
 def _choose_cost(config: Config, spec: DecoderSpec) -> CostFn | None:

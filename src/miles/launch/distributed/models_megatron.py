@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from miles.backends.fsdp.lora_critic import HeadCritic
 from miles.backends.megatron.config import build_recompute_flags
 from miles.backends.megatron.model import MegatronModel, load_megatron_model
 from miles.backends.megatron.parallel_state import initialize_parallel_state
@@ -48,6 +49,9 @@ class MegatronModelFactory:
         return self._load(folder, resolve_side_spec(self._config, self._checkpoint, folder))
 
     def value(self, folder: Path) -> ValueModel:
+        raise UsageError("--train-backend megatron has no critic; use --train-backend fsdp.")
+
+    def value_head(self) -> HeadCritic:
         raise UsageError("--train-backend megatron has no critic; use --train-backend fsdp.")
 
     def _get_flags(self) -> tuple[str, ...]:

@@ -309,12 +309,12 @@ class Dropout:
 
     def __init__(self, probability: float, seed: int) -> None:
         self._probability, self._seed = probability, seed
-        self._numbers: dict[int, int] = {}
+        self._numbers: dict[str, int] = {}
         self.key = 0
 
     def __call__(self, x_TI: Tensor, target: _TargetPart) -> Tensor:
         """Return the inputs for a target: some are zero, and the others larger."""
-        number = self._numbers.setdefault(id(target), len(self._numbers))
+        number = self._numbers.setdefault(target.target.module, len(self._numbers))
         digest = hashlib.blake2b(f"{self._seed} {self.key} {number}".encode(), digest_size=7).digest()
         generator = torch.Generator(x_TI.device).manual_seed(int.from_bytes(digest))
         kept = 1 - self._probability
