@@ -93,11 +93,15 @@ class LocalModel(_Unsharded):
         self._save_dtype = save_dtype
         self._feature_layers: tuple[int, ...] | None = None
         if frozen:
-            decoder.requires_grad_(False)
+            self.freeze()
         decoder.checkpoint_layers = gradient_checkpointing
         self._parameters: dict[str, Tensor] = dict(decoder.named_parameters())
         for name in frozen_vision.select(self._parameters):
             self._parameters[name].requires_grad_(False)
+
+    def freeze(self) -> None:
+        """Train no parameter of it."""
+        self._decoder.requires_grad_(False)
 
     @property
     def device(self) -> torch.device:
@@ -291,6 +295,11 @@ class LocalHeadModel(_Unsharded):
 
     def parameters(self) -> Mapping[str, Tensor]:
         return {**self._backbone.parameters(), **self._head}
+
+    @property
+    def backbone(self) -> LocalModel:
+        """The decoder as a model, without the head."""
+        return self._backbone
 
     @property
     def head_parameters(self) -> Mapping[str, Tensor]:

@@ -62,6 +62,9 @@ class LoraModel:
     New adapters are initialized from ``seed``, or loaded from the PEFT folder ``start``.
     """
 
+    saved_tensors: tuple[str, ...] = ()
+    """Further tensors in the adapter's file: those of modules that are trained whole."""
+
     def __init__(
         self, base_model: LoraBaseModel, lora: LoraSpec, *, base: Path, seed: int, start: Path | None = None
     ) -> None:
@@ -217,7 +220,7 @@ class LoraModel:
             )
         shapes = {name: p.shape for name, p in self._adapters.parameters.items()}
         try:
-            tensors = read_adapter(folder / peft.FOLDER, self._lora)
+            tensors = read_adapter(folder / peft.FOLDER, self._lora, skip=self.saved_tensors)
         except (KeyError, RuntimeError):  # a tensor is missing, is of no target, or cannot be one of experts
             tensors = {}
         if {name: t.shape for name, t in tensors.items()} != shapes:
@@ -243,9 +246,12 @@ class LoraModel:
     def save_adapters(self, folder: Path, adapters: LoraAdapters) -> None:
         """Write adapters over this base in PEFT's format into a subfolder."""
         (folder / peft.FOLDER).mkdir(exist_ok=True)
-        found = {peft.peft_tensor_name(name): tensor for name, tensor in adapters.export().items()}
+        found = {peft.peft_tensor_name(name): tensor for name, tensor in self._export_adapters(adapters).items()}
         save_file(found, folder / _WEIGHTS, metadata={"format": "pt"})
         write_json(folder / _CONFIG, self._peft_config())
+
+    def _export_adapters(self, adapters: LoraAdapters) -> dict[str, Tensor]:
+        return adapters.export()
 
     def _save_weights(self, folder: Path) -> None:
         self._base_model.save(folder)
@@ -271,11 +277,14 @@ class LoraModel:
         saved = {} if plan is None else plan.dtypes()
         rounded = {name: dtype for name, dtype in saved.items() if name in params and params[name].dtype != dtype}
         frozen = {name: params[name].detach().clone() for name in rounded if name not in self._base}
-        self._base_model.load(folder)
+        self._load_weights(folder)
         self._check_base(folder, frozen, rounded)
         for name, value in frozen.items():
             params[name].copy_(value)
         self.after_update()
+
+    def _load_weights(self, folder: Path) -> None:
+        self._base_model.load(folder)
 
     def _check_base(self, folder: Path, frozen: Mapping[str, Tensor], rounded: Mapping[str, torch.dtype]) -> None:
         """Raise an error if the weights of a checkpoint, ``rounded`` in its files, are not this base plus its adapters.

@@ -19,6 +19,7 @@ from miles.backends.fsdp.local_critic import HEAD, LocalCritic
 from miles.backends.fsdp.local_model import LocalModel
 from miles.backends.fsdp.lora_critic import HeadCritic, LoraCritic
 from miles.backends.fsdp.lora_model import LoraBaseModel, LoraModel, LoraReference, PackedLoraModel
+from miles.backends.fsdp.lora_reward_model import LoraRewardModel
 from miles.backends.fsdp.reward_model import RewardModel
 from miles.cluster import platform
 from miles.cluster.executor import Executor
@@ -64,7 +65,7 @@ from miles.train.balance import CostFn, build_flops_cost, build_token_cost
 from miles.train.critic import Critic
 from miles.train.dp_group import SINGLE_RANK, DataParallelGroup
 from miles.train.draft_trainer import DraftTrainer
-from miles.train.model_protocols import PolicyReference, TrainModel, ValueModel
+from miles.train.model_protocols import PolicyReference, ScoreModel, TrainModel, ValueModel
 from miles.train.policy_trainer import PolicyTrainer
 
 # -- checkpoints ----------------------------------------------------------------------------
@@ -305,14 +306,20 @@ class LocalModelFactory:
     def value_head(self) -> HeadCritic:
         return LocalCritic(self._model, gradient_checkpointing=self._set_recompute(self._model))
 
-    def reward_model(self) -> RewardModel:
+    def reward_model(self) -> ScoreModel:
         """The actor with a scalar head, trained as a reward model."""
-        return RewardModel(
+        config, policy = self._config, self._policy
+        model = RewardModel(
             self._model,
-            config=self._policy.config,
-            like=self._policy.folder,
+            config=policy.config,
+            like=policy.folder,
             gradient_checkpointing=self._set_recompute(self._model),
         )
+        lora = build_lora(config.lora, policy.spec)
+        if lora is None:
+            return model
+        start = get_adapter_folder(config.lora)
+        return LoraRewardModel(model, lora, base=policy.folder, seed=config.train.seed, start=start)
 
     def _set_recompute(self, model: CausalLM) -> bool:
         """Set activation recomputation on ``model``; whether any is used."""

@@ -150,7 +150,6 @@ def check_lora_setup(c: Config) -> Iterator[str]:
     p = c.parallel
     unsupported = {
         "--train-backend megatron": c.train.train_backend == "megatron",
-        "--loss-type rm_loss": c.algo.loss_type == "rm_loss",
         "--model-impl transformers": c.models.model_impl == "transformers",
         "--fsdp-cpu-offload": p.fsdp_cpu_offload,
     }
@@ -190,6 +189,8 @@ def _check_lora_targets(c: Config, lora: LoraSpec) -> Iterator[str]:
         )
     if packs_base(c):
         precision = f"--train-precision {c.models.train_precision}"
+        if c.algo.loss_type == "rm_loss":
+            yield f"{precision} with --lora-rank does not support --loss-type rm_loss; remove --train-precision."
         if has_experts:
             yield (
                 f"{precision} does not support adapters of routed experts, which would be beside packed weights; add "

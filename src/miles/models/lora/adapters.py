@@ -339,8 +339,11 @@ def load_engine_factors(
     return adapters.build_engine_factors(dtype)
 
 
-def read_adapter(folder: Path, lora: LoraSpec) -> dict[str, Tensor]:
-    """Read the factors of a PEFT folder by their parameter names; KeyError if one is not there."""
+def read_adapter(folder: Path, lora: LoraSpec, *, skip: Sequence[str] = ()) -> dict[str, Tensor]:
+    """Read the factors of a PEFT folder by their parameter names; KeyError if one is not there.
+
+    KeyError too if there is another tensor, unless it is to ``skip``.
+    """
     found = load_file(folder / WEIGHTS)
     stored = {name.removeprefix(peft_tensor_name("")): tensor for name, tensor in found.items()}
     factors: dict[str, Tensor] = {}
@@ -350,8 +353,8 @@ def read_adapter(folder: Path, lora: LoraSpec) -> dict[str, Tensor]:
             factors[name] = _decode_factor(tensors, shape, is_a=name == lora_a_name(target), target=target)
         if lora.use_dora:
             factors[magnitude_name(target)] = stored.pop(magnitude_name(target))
-    if stored:
-        raise KeyError(min(stored))
+    if stored.keys() - set(skip):
+        raise KeyError(min(stored.keys() - set(skip)))
     return factors
 
 
