@@ -21,6 +21,7 @@ from miles.models.base import CausalLM
 from miles.models.checkpoint import hf
 from miles.models.checkpoint.save_plan import SavePlan, plan_save
 from miles.models.decoder import Decoder
+from miles.models.hf_adapter.decoder import HfDecoder
 from miles.models.hidden_capture import HiddenCapture
 from miles.models.lora.adapters import WHOLE, LoraAdapters, ParamPart
 from miles.models.optim_groups import TRAINED_VISION, FrozenVision, MuonMatrices, find_muon_matrices
@@ -123,7 +124,11 @@ class LocalModel(_Unsharded):
 
     def attach_adapters(self, adapters: LoraAdapters, *, beside: bool = False) -> None:
         """Attach LoRA adapters, merged into the weights or ``beside`` them; call before the first forward."""
-        assert isinstance(self._decoder, Decoder), "LoRA needs the native decoder"
+        if isinstance(self._decoder, HfDecoder):
+            assert not beside, "a packed base needs the native decoder"
+            adapters.attach_to_linears(self._decoder.module)
+            return
+        assert isinstance(self._decoder, Decoder), "LoRA needs a decoder whose projections it knows"
         if beside:
             adapters.attach_beside(self._decoder)
         else:

@@ -95,6 +95,8 @@ def estimate_rank_lora_memory(
         adapted = {target.param_name for target in lora.targets}
         params = list_rank_params(spec, get_sharding_degrees(layout))
         base = sum(param.count for param in params if param.name in adapted) * BYTES[dtype]
+        if isinstance(spec, HfAdapterSpec):  # in one process, and its parameters are not listed
+            base = lora.num_base_parameters * BYTES[dtype]
     return LoraRankMemory(
         weights=weights,
         base=base,

@@ -79,7 +79,7 @@ def check_transformers_models(c: Config) -> Iterator[str]:
             f"--kv-cache-dtype {c.models.kv_cache_dtype} needs the native model; remove it, or "
             "--model-impl transformers."
         )
-    if c.train.optimizer == "muon":
+    if c.train.optimizer == "muon" and not c.lora.is_enabled:
         yield "--optimizer muon needs the native model; use --optimizer adam, or remove --model-impl transformers."
 
 
@@ -150,7 +150,6 @@ def check_lora_setup(c: Config) -> Iterator[str]:
     p = c.parallel
     unsupported = {
         "--train-backend megatron": c.train.train_backend == "megatron",
-        "--model-impl transformers": c.models.model_impl == "transformers",
         "--fsdp-cpu-offload": p.fsdp_cpu_offload,
     }
     for flag in (flag for flag, is_set in unsupported.items() if is_set):
@@ -161,7 +160,7 @@ def check_lora_setup(c: Config) -> Iterator[str]:
 
 def check_lora_fits_model(c: Config) -> Iterator[str]:
     spec = read_spec_or_none(c.models.hf_checkpoint, c.models.model_impl)
-    if not c.lora.is_enabled or spec is None or isinstance(spec, HfAdapterSpec):
+    if not c.lora.is_enabled or spec is None:
         return
     path = c.lora.lora_adapter_path
     if path is not None and not Path(path).is_dir():

@@ -48,6 +48,7 @@ from miles.models.checkpoint.peft import (
     magnitude_name,
     peft_tensor_name,
 )
+from miles.models.hf_adapter.lora import find_linear, set_adapter
 from miles.models.layers.linear import Linear
 from miles.models.layers.moe import MoeMlp
 from miles.models.lora.layout import LORA_A, LORA_B, LoraLayout, factor_name
@@ -287,7 +288,7 @@ class DoraAdapter:
         factors: Sequence[Tensor],
         norms: Sequence[Tensor],
         scale: float,
-        module: Linear,
+        module: nn.Linear,
     ) -> None:
         self._rows, self._factors = tuple(rows), tuple(factors)
         self._norms, self._scale = tuple(norms), scale
@@ -440,8 +441,8 @@ class LoraAdapters:
         ``part_of`` returns the part of a weight that this decoder has.
         """
         for name, targets in self.targets_by_param.items():
-            parts = self._list_parts(targets, part_of(name))
             if targets[0].num_experts:
+                parts = self._list_parts(targets, part_of(name))
                 path, _, attribute = name.rpartition(".")
                 moe = model.get_submodule(path)
                 assert isinstance(moe, MoeMlp), f"{name} is not a tensor of experts"
@@ -449,11 +450,22 @@ class LoraAdapters:
             else:
                 module = model.get_submodule(name.removesuffix(".weight"))
                 assert isinstance(module, Linear), f"{name} is not a projection"
-                module.adapter = LoraAdapter(parts, self.lora.scale, self.dropout)
-                if self.lora.use_dora:
-                    module.adapter = self._build_dora(module, targets, part_of(name))
+                module.adapter = self._build_adapter(module, targets, part_of(name))
 
-    def _build_dora(self, module: Linear, targets: Sequence[LoraTarget], part: ParamPart) -> DoraAdapter:
+    def attach_to_linears(self, model: nn.Module) -> None:
+        """Attach the adapters to the linear layers of a transformers module, into whose weights they are merged."""
+        for target in self.lora.targets:
+            module = find_linear(model, target.module, target.piece.shape)
+            set_adapter(module, self._build_adapter(module, [target], WHOLE))
+
+    def _build_adapter(
+        self, module: nn.Linear, targets: Sequence[LoraTarget], part: ParamPart
+    ) -> LoraAdapter | DoraAdapter:
+        if self.lora.use_dora:
+            return self._build_dora(module, targets, part)
+        return LoraAdapter(self._list_parts(targets, part), self.lora.scale, self.dropout)
+
+    def _build_dora(self, module: nn.Linear, targets: Sequence[LoraTarget], part: ParamPart) -> DoraAdapter:
         assert part == WHOLE, "DoRA does not support tensor parallelism"
         factors = [f for t in targets for f in (*self.factors(t), self.parameters[magnitude_name(t)])]
         norms = [self._norms[target.module] for target in targets]
