@@ -190,6 +190,16 @@ def test_upstreams_flags_are_taken(house, line):
         ("--lora-rank 8 --lora-adapter-path nowhere", "nowhere is not a folder"),
         ("--lora-adapter-path data", "is not a PEFT adapter"),
         ("--lora-rank -1", "--lora-rank"),
+        ("--lora-rank 8 --train-backend megatron --use-dora", "with --lora-rank does not support --use-dora"),
+        ("--lora-rank 8 --train-backend megatron --lora-dropout 0.1", "does not support --lora-dropout"),
+        (
+            "--hf-checkpoint moe --lora-rank 8 --target-modules experts --train-backend megatron",
+            "supports adapters of attention and dense MLPs",
+        ),
+        (
+            "--lora-rank 8 --train-backend megatron --megatron-use-distributed-optimizer",
+            "adapters are whole on every rank",
+        ),
         ("--lora-rank 8 --fsdp-cpu-offload", "--lora-rank does not work with --fsdp-cpu-offload"),
     ],
 )

@@ -93,7 +93,7 @@ def estimate_rank_lora_memory(
     else:
         weights = estimate_rank_frozen_bytes(spec, layout, dtype)
         adapted = {target.param_name for target in lora.targets}
-        params = list_rank_params(spec, get_sharding_degrees(layout))
+        params = list_rank_params(get_pipeline_stage(spec, layout), get_sharding_degrees(layout))
         base = sum(param.count for param in params if param.name in adapted) * BYTES[dtype]
         if isinstance(spec, HfAdapterSpec):  # in one process, and its parameters are not listed
             base = lora.num_base_parameters * BYTES[dtype]

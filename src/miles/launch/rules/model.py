@@ -147,13 +147,8 @@ def check_exact_setup(c: Config) -> Iterator[str]:
 def check_lora_setup(c: Config) -> Iterator[str]:
     if not c.lora.is_enabled:
         return
-    p = c.parallel
-    unsupported = {
-        "--train-backend megatron": c.train.train_backend == "megatron",
-        "--fsdp-cpu-offload": p.fsdp_cpu_offload,
-    }
-    for flag in (flag for flag, is_set in unsupported.items() if is_set):
-        yield f"--lora-rank does not work with {flag}; remove one of them."
+    if c.parallel.fsdp_cpu_offload:
+        yield "--lora-rank does not work with --fsdp-cpu-offload; remove one of them."
     if c.observe.debug_rollout_only:
         yield "--debug-rollout-only trains nothing, so --lora-rank and --lora-adapter-path have no effect; remove them."
 
@@ -175,8 +170,29 @@ def check_lora_fits_model(c: Config) -> Iterator[str]:
     yield from _check_lora_targets(c, lora)
 
 
+def _check_megatron_lora(c: Config, lora: LoraSpec) -> Iterator[str]:
+    backend = "--train-backend megatron"
+    unsupported = next((t for t in lora.targets if t.param_name.split(".")[2] not in ("attention", "mlp")), None)
+    if unsupported is not None:
+        yield (
+            f"{backend} supports adapters of attention and dense MLPs, but not of MLA, shared or routed experts, which "
+            f"{unsupported.module} is one of; choose others with --target-modules, or use --train-backend fsdp."
+        )
+    flags = {"--use-dora": lora.use_dora, "--lora-dropout": lora.dropout, "--train-precision": packs_base(c)}
+    for flag in (flag for flag, is_set in flags.items() if is_set):
+        yield f"{backend} with --lora-rank does not support {flag}; remove it, or use --train-backend fsdp."
+    if "--use-distributed-optimizer" in c.megatron.megatron_flags:
+        yield (
+            "--megatron-use-distributed-optimizer shards the state of trained weights, but adapters are whole on every "
+            "rank; remove it."
+        )
+
+
 def _check_lora_targets(c: Config, lora: LoraSpec) -> Iterator[str]:
     p = c.parallel
+    if c.train.train_backend == "megatron":
+        yield from _check_megatron_lora(c, lora)
+        return
     has_experts = any(target.num_experts for target in lora.targets)
     if lora.use_dora:
         yield from _check_dora(c, has_experts=has_experts)

@@ -117,11 +117,15 @@ PartOf = Callable[[str], ParamPart]
 """Which part of a decoder's parameter a rank has, by its name."""
 
 
+Rows = tuple[int, int] | Tensor
+"""Rows of a part of a weight: from first to last, or the number of each."""
+
+
 @dataclass(frozen=True, slots=True)
-class _TargetPart:
+class TargetPart:
     """The factors of a target as a part of a weight needs them; ``rows`` are those of the part that it is."""
 
-    rows: tuple[int, int]
+    rows: Rows
     a: Tensor
     b: Tensor
     own_rows: Tensor | None
@@ -149,13 +153,25 @@ def _select(factor: Tensor, dim: int, index: Tensor | None) -> Tensor:
     return found * (mask if dim == -1 else mask.unsqueeze(-1))
 
 
+def compute_factor_grads(
+    x_TI: Tensor, dy_TN: Tensor, rows: Sequence[Rows], scale: float, factors: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return the gradients of the factors A and B of each target, from those of the outputs."""
+    grads: list[Tensor] = []
+    for own, a_rI, b_Or in zip(rows, factors[::2], factors[1::2], strict=True):
+        dy_TO = dy_TN.index_select(1, own.to(dy_TN.device)) if isinstance(own, Tensor) else dy_TN[:, slice(*own)]
+        xa_Tr = x_TI @ a_rI.to(x_TI.dtype).T
+        dyb_Tr = dy_TO @ b_Or.to(dy_TO.dtype)
+        grads.append((dyb_Tr.T @ x_TI).to(a_rI.dtype).mul_(scale))
+        grads.append((dy_TO.T @ xa_Tr).to(b_Or.dtype).mul_(scale))
+    return grads
+
+
 class _LoraGradient(torch.autograd.Function):
     """Identity of a projection's output; its gradient also goes to the factors."""
 
     @staticmethod
-    def forward(
-        ctx: Any, y_TN: Tensor, x_TI: Tensor, scale: float, rows: tuple[tuple[int, int], ...], *factors: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, y_TN: Tensor, x_TI: Tensor, scale: float, rows: tuple[Rows, ...], *factors: Tensor) -> Tensor:
         ctx.scale, ctx.rows = scale, rows
         ctx.save_for_backward(x_TI, *factors)
         return y_TN.view_as(y_TN)
@@ -165,13 +181,7 @@ class _LoraGradient(torch.autograd.Function):
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, *factors = ctx.saved_tensors
         x_TI, rows_TN = x.reshape(-1, x.shape[-1]), grad_TN.reshape(-1, grad_TN.shape[-1])
-        grads: list[Tensor] = []
-        for (start, stop), a_rI, b_Or in zip(ctx.rows, factors[::2], factors[1::2], strict=True):
-            dy_TO = rows_TN[:, start:stop]
-            xa_Tr = x_TI @ a_rI.to(x_TI.dtype).T
-            dyb_Tr = dy_TO @ b_Or.to(dy_TO.dtype)
-            grads.append((dyb_Tr.T @ x_TI).to(a_rI.dtype).mul_(ctx.scale))
-            grads.append((dy_TO.T @ xa_Tr).to(b_Or.dtype).mul_(ctx.scale))
+        grads = compute_factor_grads(x_TI, rows_TN, ctx.rows, ctx.scale, factors)
         return (grad_TN, None, None, None, *grads)
 
 
@@ -251,7 +261,7 @@ class _ExpertLoraGradient(torch.autograd.Function):
 class LoraAdapter:
     """The factors of the targets inside one decoder matrix, applied to that matrix's output."""
 
-    def __init__(self, targets: Sequence[_TargetPart], scale: float, dropout: Dropout | None = None) -> None:
+    def __init__(self, targets: Sequence[TargetPart], scale: float, dropout: Dropout | None = None) -> None:
         self._targets, self._scale = tuple(targets), scale
         self._dropout = dropout
         self._rows = tuple(target.rows for target in targets)
@@ -270,6 +280,7 @@ class LoraAdapter:
     def _apply_dropped(self, y_TN: Tensor, x_TI: Tensor, dropout: Dropout) -> Tensor:
         """Replace the adapters' part of ``y``, which is that of all inputs, by that of inputs some of which are 0."""
         for target in self._targets:
+            assert isinstance(target.rows, tuple)
             start, stop = target.rows
             a_rI, b_Or = (factor.detach().to(x_TI.dtype) for factor in target.factors())
             dropped_TI = dropout(x_TI, target)
@@ -313,7 +324,7 @@ class Dropout:
         self._numbers: dict[str, int] = {}
         self.key = 0
 
-    def __call__(self, x_TI: Tensor, target: _TargetPart) -> Tensor:
+    def __call__(self, x_TI: Tensor, target: TargetPart) -> Tensor:
         """Return the inputs for a target: some are zero, and the others larger."""
         number = self._numbers.setdefault(target.target.module, len(self._numbers))
         digest = hashlib.blake2b(f"{self._seed} {self.key} {number}".encode(), digest_size=7).digest()
@@ -491,22 +502,28 @@ class LoraAdapters:
         for target in self.lora.targets if self.lora.use_dora else ():
             self.parameters[magnitude_name(target)].copy_(self._norms[target.module])
 
-    def _list_parts(self, targets: Sequence[LoraTarget], part: ParamPart) -> list[_TargetPart]:
-        """List the targets in a part of a weight; those of which it has no row are left out."""
-        parts: list[_TargetPart] = []
+    def list_parts(self, name: str, part: ParamPart) -> list[TargetPart]:
+        """List the targets in a part of a decoder's weight; those of which it has no row are left out."""
+        return self._list_parts(self.targets_by_param[name], part)
+
+    def _list_parts(self, targets: Sequence[LoraTarget], part: ParamPart) -> list[TargetPart]:
+        parts: list[TargetPart] = []
         for target in targets:
-            (start, stop), own_rows = target.rows, None
+            start, stop = target.rows
+            rows, own_rows = target.rows, None
             if part.rows is not None:
                 places = ((part.rows >= start) & (part.rows < stop)).nonzero().flatten()
                 if not len(places):
                     continue
                 first, last = int(places[0]), int(places[-1]) + 1
                 found = part.rows[first:last]
-                own_rows = torch.where(found < 0, found, found - start)
-                start, stop = first, last
+                if len(places) == int((found >= 0).sum()):
+                    rows, own_rows = (first, last), torch.where(found < 0, found, found - start)
+                else:  # rows of other targets are in between
+                    rows, own_rows = places, part.rows[places] - start
             experts = part.experts or (0, target.num_experts) if target.num_experts else None
             a, b = self.factors(target)
-            parts.append(_TargetPart((start, stop), a, b, own_rows, part.columns, experts, target))
+            parts.append(TargetPart(rows, a, b, own_rows, part.columns, experts, target))
         return parts
 
     def factors(self, target: LoraTarget) -> tuple[Tensor, Tensor]:
@@ -517,8 +534,14 @@ class LoraAdapters:
     def merge(self, name: str, out: Tensor, base: Tensor, part: ParamPart = WHOLE) -> None:
         """Write base plus products into ``out``, which are a part of a weight; rows of no target are not written."""
         for target in self._list_parts(self.targets_by_param[name], part):
-            rows = slice(*target.rows)
             a, b = target.factors()
+            if isinstance(target.rows, Tensor):
+                index = target.rows.to(base.device)
+                merged = torch.empty_like(base[index])
+                merge(merged, base[index], b, a, self.lora.scale)
+                out[index] = merged
+                continue
+            rows = slice(*target.rows)
             if self.lora.use_dora:
                 self._merge_dora(target, out[rows], base[rows])
                 continue
@@ -528,7 +551,7 @@ class LoraAdapters:
             for out_NI, base_NI, a_rI, b_Or in zip(out, base, a, b, strict=True):
                 merge(out_NI[rows], base_NI[rows], b_Or, a_rI, self.lora.scale)
 
-    def _merge_dora(self, part: _TargetPart, out_OI: Tensor, base_OI: Tensor) -> None:
+    def _merge_dora(self, part: TargetPart, out_OI: Tensor, base_OI: Tensor) -> None:
         module = part.target.module
         index = slice(None) if part.own_rows is None else part.own_rows.to(out_OI.device)
         magnitude_O = self.parameters[magnitude_name(part.target)].detach()[index]
