@@ -165,6 +165,9 @@ def list_problems(line: str, command: Command = "train") -> list[str]:
         "--lora-rank 8 --target-modules linear_qkv,*.mlp.*",
         "--lora-rank 8 --lora-dropout 0.1 --use-rslora --optimizer muon",
         "--lora-rank 8 --use-dora --use-kl-loss",
+        "--lora-rank 8 --use-dora --tensor-model-parallel-size 2 --actor-num-gpus-per-node 2",
+        "--lora-rank 8 --lora-dropout 0.1 --tensor-model-parallel-size 2 --actor-num-gpus-per-node 2",
+        "--hf-checkpoint moe --lora-rank 8 --lora-dropout 0.1 --target-modules experts",
         "--lora-rank 0",
     ],
 )
@@ -177,7 +180,7 @@ def test_upstreams_flags_are_taken(house, line):
     [
         ("--lora-dropout 0.1", "--lora-dropout needs --lora-rank"),
         ("--lora-rank 8 --lora-dropout 0.1 --use-dora", "DoRA does not work with"),
-        ("--lora-rank 8 --use-dora --tensor-model-parallel-size 2", "DoRA does not work with"),
+        ("--lora-rank 8 --use-dora --train-precision fp8", "DoRA does not work with"),
         ("--lora-rank 8 --experts-shared-outer-loras", "no routed experts have adapters"),
         ("--lora-rank 8 --target-modules experts", "--target-modules experts names no projection"),
         (

@@ -31,7 +31,8 @@ from miles.train.dp_group import SINGLE_RANK
 
 def lora_of(spec: DecoderSpec, form: str) -> LoraSpec:
     targets = select_targets(spec, "all-linear" if form == "dora" else "*", None)
-    return LoraSpec(rank=4, alpha=6.0, targets=targets, shared_outer=form == "shared", use_dora=form == "dora")
+    more = {"shared_outer": form == "shared", "use_dora": form == "dora", "dropout": 0.3 if form == "dropout" else 0.0}
+    return LoraSpec(rank=4, alpha=6.0, targets=targets, **more)
 
 
 def adapted(base: LoraBaseModel, lora: LoraSpec, folder: str) -> LoraModel:

@@ -148,7 +148,7 @@ class LocalModel(_Unsharded):
 
     @property
     def rank(self) -> int:
-        """The number of this rank among all."""
+        """The number of this rank among those that have other tokens."""
         return 0
 
     @property

@@ -154,9 +154,16 @@ class LoraModel:
         params = self._base_model.parameters()
         self._adapters.clear_norms()
         for name, base in self._base.items():
-            self._adapters.merge(name, params[name], base, self._base_model.local_part(name))
+            self._merge(name, params[name], base)
         self._adapters.share_norms(self._base_model.max_over_ranks)
         self._base_model.after_update()
+
+    def _merge(self, name: str, out: Tensor, base: Tensor) -> None:
+        """Write this rank's part of a base weight, with the adapters merged into it, into ``out``."""
+        part = self._base_model.local_part(name)
+        if self._lora.use_dora and part.columns is not None:
+            self._adapters.compute_norms(name, self._base_model.gather(name, base))
+        self._adapters.merge(name, out, base, part)
 
     def gather(self, name: str, local: Tensor) -> Tensor:
         return local if name in self._adapters.parameters else self._base_model.gather(name, local)
@@ -295,7 +302,7 @@ class LoraModel:
         for name, base in {**self._base, **frozen}.items():
             merged = base.clone()
             if name in self._base:
-                self._adapters.merge(name, merged, base, self._base_model.local_part(name))
+                self._merge(name, merged, base)
             in_file = merged.to(rounded.get(name, merged.dtype)).to(merged.dtype)
             loaded = params[name].detach()
             if not torch.equal(merged, loaded) and not torch.equal(in_file, loaded):

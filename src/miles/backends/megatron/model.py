@@ -185,8 +185,8 @@ class MegatronModel:
 
     @property
     def rank(self) -> int:
-        """The number of this rank among all."""
-        return self.state.world_group.rank
+        """The number of this rank among those that have other tokens."""
+        return self.state.dp_cp_group.rank
 
     # -- gradients --------------------------------------------------------------------------
 

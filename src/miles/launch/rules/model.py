@@ -196,12 +196,8 @@ def _check_lora_targets(c: Config, lora: LoraSpec) -> Iterator[str]:
     has_experts = any(target.num_experts for target in lora.targets)
     if lora.use_dora:
         yield from _check_dora(c, has_experts=has_experts)
-    if lora.dropout and has_experts:
-        yield "--lora-dropout does not support adapters of routed experts; add --exclude-modules experts, or remove it."
-    if lora.dropout and (p.tensor_model_parallel_size > 1 or packs_base(c)):
-        yield (
-            "--lora-dropout does not work with --tensor-model-parallel-size or --train-precision; remove one of them."
-        )
+    if lora.dropout and packs_base(c):
+        yield "--lora-dropout does not work with --train-precision; remove one of them."
     if packs_base(c):
         precision = f"--train-precision {c.models.train_precision}"
         if c.algo.loss_type == "rm_loss":
@@ -226,11 +222,8 @@ def _check_lora_targets(c: Config, lora: LoraSpec) -> Iterator[str]:
 def _check_dora(c: Config, *, has_experts: bool) -> Iterator[str]:
     if has_experts:
         yield "DoRA does not support adapters of routed experts; add --exclude-modules experts, or remove --use-dora."
-    if c.parallel.tensor_model_parallel_size > 1 or packs_base(c) or c.lora.lora_dropout:
-        yield (
-            "DoRA does not work with --tensor-model-parallel-size, --train-precision or --lora-dropout; remove one of "
-            "them."
-        )
+    if packs_base(c) or c.lora.lora_dropout:
+        yield "DoRA does not work with --train-precision or --lora-dropout; remove one of them."
 
 
 def check_no_lora(c: Config) -> Iterator[str]:

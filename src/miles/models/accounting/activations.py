@@ -196,7 +196,8 @@ def _list_settings(spec: DecoderSpec, lora: LoraSpec | None) -> list[_LayerSetti
     for index, layer in enumerate(spec.layers):
         is_quantized = quantization is not None and quantizes_layer(quantization, index, spec.num_layers)
         is_known = lora is not None and not isinstance(spec, HfAdapterSpec)  # of those, all inputs are counted
-        adapters = LayerAdapters.from_lora(lora, index) if is_known and lora is not None else None
+        copies = layer.ffn.experts_per_token if isinstance(layer.ffn, MoeSpec) else 0
+        adapters = LayerAdapters.from_lora(lora, index, copies) if is_known and lora is not None else None
         settings.append(_LayerSetting(layer, quantization if is_quantized else None, adapters))
     return settings
 

@@ -67,11 +67,13 @@ def merge(
     scale: float,
     magnitude_O: Tensor | None = None,
     norm_O: Tensor | None = None,
+    *,
+    knows_norms: bool = False,
 ) -> None:
     """Write base plus scaled product into ``out``; where the product is zero, the base's exact bits.
 
     Rows are computed independently: any subset gives the same bits as all rows. With magnitudes (DoRA) each row is
-    scaled to its own, and ``norm_O`` receives the lengths that rows have without.
+    scaled to its own, and ``norm_O`` receives the lengths that rows have without, unless it has them already.
     """
     step = max(1, _CHUNK_VALUES // a_rI.shape[1])
     factor_Ir = a_rI.T.contiguous()
@@ -85,8 +87,14 @@ def merge(
         sum_OI = torch.where(delta_OI == 0, base.float(), base.float() + delta_OI)
         # A GEMM whose sums have one order, however many rows there are.
         ones_1I = torch.ones_like(sum_OI[:1])
-        norm_O[rows] = linear_forward(sum_OI.square(), ones_1I, None, torch.float32).squeeze(1).sqrt()
-        out_OI[rows].copy_((sum_OI * (magnitude_O[rows] / norm_O[rows]).unsqueeze(1)).to(base.dtype))
+        if not knows_norms:
+            norm_O[rows] = linear_forward(sum_OI.square(), ones_1I, None, torch.float32).squeeze(1).sqrt()
+        out_OI[rows].copy_((sum_OI * _dora_scale(magnitude_O[rows], norm_O[rows]).unsqueeze(1)).to(base.dtype))
+
+
+def _dora_scale(magnitude_O: Tensor, norm_O: Tensor) -> Tensor:
+    """Return what DoRA scales each row by; rows of padding stay zero."""
+    return torch.where(norm_O == 0, torch.zeros_like(norm_O), magnitude_O / norm_O)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +223,7 @@ class _DoraGradient(torch.autograd.Function):
         for (start, stop), norm_O, a_rI, b_Or, magnitude_O in triples:
             dy_TO = rows_TN[:, start:stop]
             products_O = (dy_TO * y_TN[:, start:stop]).sum(0, dtype=torch.float32)
-            dv_TO = dy_TO * (magnitude_O / norm_O).to(dy_TO.dtype)
+            dv_TO = dy_TO * _dora_scale(magnitude_O, norm_O).to(dy_TO.dtype)
             xa_Tr = x_TI @ a_rI.to(x_TI.dtype).T
             grads.append(((dv_TO @ b_Or.to(dv_TO.dtype)).T @ x_TI).to(a_rI.dtype).mul_(ctx.scale))
             grads.append((dv_TO.T @ xa_Tr).to(b_Or.dtype).mul_(ctx.scale))
@@ -295,22 +303,30 @@ class DoraAdapter:
 
     def __init__(
         self,
-        rows: Sequence[tuple[int, int]],
-        factors: Sequence[Tensor],
+        targets: Sequence[TargetPart],
+        magnitudes: Sequence[Tensor],
         norms: Sequence[Tensor],
         scale: float,
         module: nn.Linear,
     ) -> None:
-        self._rows, self._factors = tuple(rows), tuple(factors)
-        self._norms, self._scale = tuple(norms), scale
-        self._module = module
+        self._targets, self._rows = tuple(targets), tuple(target.rows for target in targets)
+        self._magnitudes, self._norms = tuple(magnitudes), tuple(norms)
+        self._scale, self._module = scale, module
 
     def __call__(self, y_TN: Tensor, x_TI: Tensor) -> Tensor:
         """Return ``y``, through which gradients also reach the factors and magnitudes."""
         if not torch.is_grad_enabled():
             return y_TN
         bias_N = None if self._module.bias is None else self._module.bias.detach()
-        return _DoraGradient.apply(y_TN, x_TI, bias_N, self._scale, self._rows, self._norms, *self._factors)  # pyright: ignore[reportReturnType]
+        norms: list[Tensor] = []
+        factors: list[Tensor] = []
+        for target, magnitude_O, norm_O in zip(self._targets, self._magnitudes, self._norms, strict=True):
+            if target.own_rows is not None:  # of a row of padding any will do: its output is zero
+                own = target.own_rows.to(norm_O.device).clamp(min=0)
+                magnitude_O, norm_O = magnitude_O.index_select(0, own), norm_O.index_select(0, own)
+            norms.append(norm_O)
+            factors += [*target.factors(), magnitude_O]
+        return _DoraGradient.apply(y_TN, x_TI, bias_N, self._scale, self._rows, tuple(norms), *factors)  # pyright: ignore[reportReturnType]
 
 
 class Dropout:
@@ -319,18 +335,22 @@ class Dropout:
     Whoever runs a forward sets ``key``; a recomputed forward has the same.
     """
 
-    def __init__(self, probability: float, seed: int) -> None:
+    def __init__(self, probability: float, seed: int, targets: Sequence[LoraTarget]) -> None:
         self._probability, self._seed = probability, seed
-        self._numbers: dict[str, int] = {}
+        self._numbers = {target.module: number for number, target in enumerate(targets)}
         self.key = 0
 
     def __call__(self, x_TI: Tensor, target: TargetPart) -> Tensor:
         """Return the inputs for a target: some are zero, and the others larger."""
-        number = self._numbers.setdefault(target.target.module, len(self._numbers))
+        number = self._numbers[target.target.module]
         digest = hashlib.blake2b(f"{self._seed} {self.key} {number}".encode(), digest_size=7).digest()
         generator = torch.Generator(x_TI.device).manual_seed(int.from_bytes(digest))
         kept = 1 - self._probability
-        mask_TI = torch.empty(x_TI.shape, device=x_TI.device).bernoulli_(kept, generator=generator)
+        # That of all inputs, of which a tensor-parallel rank may have some: masks do not depend on their number.
+        shape = (*x_TI.shape[:-1], target.target.inputs)
+        mask_TI = torch.empty(shape, device=x_TI.device).bernoulli_(kept, generator=generator)
+        if target.columns is not None:
+            mask_TI = mask_TI.index_select(-1, target.columns.to(x_TI.device).clamp(min=0))
         return x_TI * (mask_TI / kept).to(x_TI.dtype)
 
 
@@ -339,7 +359,21 @@ class ExpertLoraAdapter(LoraAdapter):
 
     def __call__(self, y_RN: Tensor, x_RI: Tensor, rows: SortedRows | None = None) -> Tensor:
         assert rows is not None
-        return _ExpertLoraGradient.apply(y_RN, x_RI, self._scale, self._rows, rows, *self._factors())  # pyright: ignore[reportReturnType]
+        if self._dropout is None:
+            return _ExpertLoraGradient.apply(y_RN, x_RI, self._scale, self._rows, rows, *self._factors())  # pyright: ignore[reportReturnType]
+        if not torch.is_grad_enabled():
+            return y_RN
+        for target in self._targets:
+            assert isinstance(target.rows, tuple)
+            start, stop = target.rows
+            a_ErI, b_EOr = (factor.detach().to(x_RI.dtype).contiguous() for factor in target.factors())
+            dropped_RI = self._dropout(x_RI, target)
+            change_RO = self._scale * grouped_linear(grouped_linear(dropped_RI - x_RI, a_ErI, rows), b_EOr, rows)
+            y_RN = y_RN + nn.functional.pad(change_RO, (start, y_RN.shape[-1] - stop))
+            y_RN = _ExpertLoraGradient.apply(  # pyright: ignore[reportAssignmentType]
+                y_RN, dropped_RI, self._scale, (target.rows,), rows, *target.factors()
+            )
+        return y_RN
 
 
 def load_engine_factors(
@@ -407,7 +441,7 @@ class LoraAdapters:
         self.lora = lora
         self.parameters: dict[str, Tensor] = {}
         self._norms: dict[str, Tensor] = {}
-        self.dropout = Dropout(lora.dropout, seed) if lora.dropout else None
+        self.dropout = Dropout(lora.dropout, seed, lora.targets) if lora.dropout else None
         for number, target in enumerate(lora.targets):
             random = torch.Generator().manual_seed((seed << 20) + number)
             bound = 1 / math.sqrt(target.inputs)  # PEFT's initialization
@@ -457,7 +491,7 @@ class LoraAdapters:
                 path, _, attribute = name.rpartition(".")
                 moe = model.get_submodule(path)
                 assert isinstance(moe, MoeMlp), f"{name} is not a tensor of experts"
-                moe.adapters[attribute] = ExpertLoraAdapter(parts, self.lora.scale)
+                moe.adapters[attribute] = ExpertLoraAdapter(parts, self.lora.scale, self.dropout)
             else:
                 module = model.get_submodule(name.removesuffix(".weight"))
                 assert isinstance(module, Linear), f"{name} is not a projection"
@@ -477,10 +511,10 @@ class LoraAdapters:
         return LoraAdapter(self._list_parts(targets, part), self.lora.scale, self.dropout)
 
     def _build_dora(self, module: nn.Linear, targets: Sequence[LoraTarget], part: ParamPart) -> DoraAdapter:
-        assert part == WHOLE, "DoRA does not support tensor parallelism"
-        factors = [f for t in targets for f in (*self.factors(t), self.parameters[magnitude_name(t)])]
-        norms = [self._norms[target.module] for target in targets]
-        return DoraAdapter([target.rows for target in targets], factors, norms, self.lora.scale, module)
+        parts = self._list_parts(targets, part)
+        magnitudes = [self.parameters[magnitude_name(each.target)] for each in parts]
+        norms = [self._norms[each.target.module] for each in parts]
+        return DoraAdapter(parts, magnitudes, norms, self.lora.scale, module)
 
     @torch.no_grad()
     def clear_norms(self) -> None:
@@ -555,10 +589,22 @@ class LoraAdapters:
         module = part.target.module
         index = slice(None) if part.own_rows is None else part.own_rows.to(out_OI.device)
         magnitude_O = self.parameters[magnitude_name(part.target)].detach()[index]
-        norm_O = torch.empty_like(magnitude_O)
         a_rI, b_Or = part.factors()
+        if part.columns is not None:
+            norm_O = self._norms[module][index]
+            merge(out_OI, base_OI, b_Or, a_rI, self.lora.scale, magnitude_O, norm_O, knows_norms=True)
+            return
+        norm_O = torch.empty_like(magnitude_O)
         merge(out_OI, base_OI, b_Or, a_rI, self.lora.scale, magnitude_O, norm_O)
         self._norms[module][index] = norm_O
+
+    @torch.no_grad()
+    def compute_norms(self, name: str, base: Tensor) -> None:
+        """Compute the lengths of the rows (DoRA) of a whole weight; before a part of its columns is merged."""
+        for target in self.targets_by_param[name]:
+            a_rI, b_Or = self.factors(target)
+            base_OI, norm_O = base[slice(*target.rows)], self._norms[target.module]
+            merge(torch.empty_like(base_OI), base_OI, b_Or, a_rI, self.lora.scale, torch.ones_like(norm_O), norm_O)
 
     def export(self) -> dict[str, Tensor]:
         """Return the tensors of a PEFT file by their parameter names, on the host."""
