@@ -4,6 +4,7 @@ import _thread
 import asyncio
 import doctest
 import json
+import sys
 import tomllib
 from pathlib import Path
 
@@ -287,3 +288,22 @@ def test_options_become_flags_as_the_examples_show():
         options.build_argv({"lr": object()})
     with pytest.raises(miles.UsageError, match="rollout_stop has the value '--x', which looks like a flag"):
         options.build_argv({"rollout_stop": ["--x"]})
+
+
+def write_log(folder: Path) -> miles.TrainResult:
+    rows = [{"kind": "train", "step": step, "reward": step / 4} for step in (1, 2)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return miles.TrainResult(directory=folder, finished=True)
+
+
+def test_the_metrics_are_a_table_of_pandas(tmp_path: Path):
+    pytest.importorskip("pandas")
+    frame = write_log(tmp_path).frame
+    assert list(frame.index) == [1, 2] and frame.index.name == "step"
+    assert list(frame["reward"]) == [0.25, 0.5]
+
+
+def test_without_pandas_a_sentence_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(miles.MilesError, match=r"result\.frame needs pandas; install it, or use result\.metrics"):
+        _ = write_log(tmp_path).frame

@@ -72,7 +72,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
         config = folder / name / "config.json"
         if name != "vision":
             config.write_text(json.dumps(json.loads(config.read_text()) | SIZES))
-        save_file({"lm_head.weight": torch.zeros(1)}, folder / name / "model.safetensors")
+        tensors = {"lm_head.weight": torch.zeros(1), "model.layers.0.self_attn.q_proj.weight": torch.zeros(1, 1)}
+        save_file(tensors, folder / name / "model.safetensors")
     (folder / "mine.py").write_text("async def agent(base_url, prompt, request_kwargs, metadata): ...\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

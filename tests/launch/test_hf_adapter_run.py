@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 import transformers
+from peft import PeftModel
 from tests.launch.small_run import everything, flags, miles, write_inputs
 from transformers import AutoModelForCausalLM
 
@@ -80,6 +81,45 @@ def test_a_killed_run_continues_to_the_bit(worlds, tmp_path):
     )
     assert killed.returncode < 0
     again = miles("train", *flags(worlds["granite"], run, *argv, steps=4))
+    assert again.returncode == 0, again.stderr
+    assert everything(run) == everything(calm)
+
+
+LORA = ("--lora-rank", "4", "--lr", "1e-2")
+
+
+def test_adapters_train_and_engine_and_trainer_agree(worlds, tmp_path):
+    run = tmp_path / "run"
+    done = miles("train", *flags(worlds["granite"], run, *FOREIGN, *LORA, "--max-weight-staleness", "1", steps=3))
+    assert done.returncode == 0, done.stderr
+    assert all(row["parity_max_abs"] < 1e-4 for row in rows(run) if "parity_max_abs" in row)
+    folder = run / "checkpoints" / "step-000003"
+    merged = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    first = AutoModelForCausalLM.from_pretrained(worlds["granite"])
+    moved = {name for name, tensor in first.state_dict().items() if not torch.equal(tensor, merged[name])}
+    assert moved and all(name.split(".")[-2].endswith("_proj") for name in moved)
+    theirs = PeftModel.from_pretrained(first, folder / "adapter").merge_and_unload().state_dict()
+    assert all((theirs[name] - merged[name]).abs().max() < 1e-5 for name in moved)
+
+
+@pytest.mark.slow
+def test_adapters_are_published_to_servers(worlds, tmp_path):
+    done = miles("train", *flags(worlds["olmoe"], tmp_path, *FOREIGN, *LORA, "--rollout-backend", "served", steps=3))
+    assert done.returncode == 0, done.stderr
+    assert all(row["parity_max_abs"] < 1e-4 for row in rows(tmp_path))
+
+
+@pytest.mark.slow
+def test_a_killed_run_with_adapters_of_policy_and_critic_continues_to_the_bit(worlds, tmp_path):
+    calm, run = tmp_path / "calm", tmp_path / "run"
+    more = (*FOREIGN, *LORA, "--advantage-estimator", "ppo")
+    done = miles("train", *flags(worlds["olmoe"], calm, *more, steps=4))
+    assert done.returncode == 0, done.stderr
+    killed = miles(
+        "train", *flags(worlds["olmoe"], run, *more, steps=4), kill_at="miles.train.optim.optimizer:Optimizer.step:12"
+    )
+    assert killed.returncode < 0
+    again = miles("train", *flags(worlds["olmoe"], run, *more, steps=4))
     assert again.returncode == 0, again.stderr
     assert everything(run) == everything(calm)
 

@@ -122,6 +122,26 @@ def test_a_run_starts_from_the_adapter_of_another(inputs, calm, tmp_path):
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
+@pytest.mark.slow
+def test_a_killed_run_with_an_adapter_critic_continues_to_the_bit(inputs, tmp_path):
+    calm, run = tmp_path / "calm", tmp_path / "run"
+    more = (*LORA, "--advantage-estimator", "ppo", "--kl-coef", "0.01")
+    assert miles("train", *flags(inputs, calm, *more, steps=4)).returncode == 0
+    killed = miles(
+        "train", *flags(inputs, run, *more, steps=4), kill_at="miles.train.optim.optimizer:Optimizer.step:12"
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    again = miles("train", *flags(inputs, run, *more, steps=4))
+    assert again.returncode == 0, again.stderr
+    assert everything(run) == everything(calm)
+    critic = last(calm) / "critic"
+    assert not list(critic.glob("model*")) and (critic / "adapter" / "adapter_model.safetensors").exists()
+    further = ("--critic-load", str(critic), "--actor-num-gpus-per-node", "2")
+    done = miles("train", *flags(inputs, tmp_path / "more", *more, *further, steps=2))
+    assert done.returncode == 0, done.stderr
+    assert train_rows(calm)[0]["value_mean"] == 0.0 != train_rows(tmp_path / "more")[0]["value_mean"]
+
+
 # -- before anything starts -----------------------------------------------------------------
 
 
@@ -145,6 +165,9 @@ def list_problems(line: str, command: Command = "train") -> list[str]:
         "--lora-rank 8 --target-modules linear_qkv,*.mlp.*",
         "--lora-rank 8 --lora-dropout 0.1 --use-rslora --optimizer muon",
         "--lora-rank 8 --use-dora --use-kl-loss",
+        "--lora-rank 8 --use-dora --tensor-model-parallel-size 2 --actor-num-gpus-per-node 2",
+        "--lora-rank 8 --lora-dropout 0.1 --tensor-model-parallel-size 2 --actor-num-gpus-per-node 2",
+        "--hf-checkpoint moe --lora-rank 8 --lora-dropout 0.1 --target-modules experts",
         "--lora-rank 0",
     ],
 )
@@ -157,7 +180,7 @@ def test_upstreams_flags_are_taken(house, line):
     [
         ("--lora-dropout 0.1", "--lora-dropout needs --lora-rank"),
         ("--lora-rank 8 --lora-dropout 0.1 --use-dora", "DoRA does not work with"),
-        ("--lora-rank 8 --use-dora --tensor-model-parallel-size 2", "DoRA does not work with"),
+        ("--lora-rank 8 --use-dora --train-precision fp8", "DoRA does not work with"),
         ("--lora-rank 8 --experts-shared-outer-loras", "no routed experts have adapters"),
         ("--lora-rank 8 --target-modules experts", "--target-modules experts names no projection"),
         (
@@ -170,6 +193,16 @@ def test_upstreams_flags_are_taken(house, line):
         ("--lora-rank 8 --lora-adapter-path nowhere", "nowhere is not a folder"),
         ("--lora-adapter-path data", "is not a PEFT adapter"),
         ("--lora-rank -1", "--lora-rank"),
+        ("--lora-rank 8 --train-backend megatron --use-dora", "with --lora-rank does not support --use-dora"),
+        ("--lora-rank 8 --train-backend megatron --lora-dropout 0.1", "does not support --lora-dropout"),
+        (
+            "--hf-checkpoint moe --lora-rank 8 --target-modules experts --train-backend megatron",
+            "supports adapters of attention and dense MLPs",
+        ),
+        (
+            "--lora-rank 8 --train-backend megatron --megatron-use-distributed-optimizer",
+            "adapters are whole on every rank",
+        ),
         ("--lora-rank 8 --fsdp-cpu-offload", "--lora-rank does not work with --fsdp-cpu-offload"),
     ],
 )
@@ -195,5 +228,9 @@ def test_the_memory_plan_counts_moments_of_adapters_alone(house):
     assert "base" not in beside and beside["weights"] == plain["weights"]
     assert beside["engine"] == beside["adapters"]  # float32 on a CPU, beside weights that are the trainer's
     assert held("--lora-rank 1 --no-lora-merge --max-weight-staleness 1")["engine"] == beside["engine"]
+    critic, adapters = held("--advantage-estimator ppo"), held("--advantage-estimator ppo --lora-rank 1")
+    head = adapters["critic"] - small["adapters"]
+    assert critic["critic"] > critic["weights"] and 0 < head < 4096
+    assert adapters["critic grad"] == adapters["critic"] and adapters["critic adam"] == 2 * adapters["critic"]
     own, shared = held("--use-kl-loss"), held("--use-kl-loss --lora-rank 1")
     assert own["reference"] == own["weights"] and shared["reference"] == shared["adapters"]

@@ -179,9 +179,10 @@ def test_a_killed_run_on_pairs_continues_to_the_bit(inputs, tmp_path, loss):
     assert everything(tmp_path / "calm") == everything(tmp_path / "run")
 
 
-def test_a_reward_model_trains_and_is_a_classifier(inputs, tmp_path):
+@pytest.mark.parametrize("more", [(), ("--lora-rank", "4")], ids=["weights", "adapters"])
+def test_a_reward_model_trains_and_is_a_classifier(inputs, tmp_path, more):
     run = tmp_path / "run"
-    argv = flags(inputs, run, "--num-rollout", "3", "--lr", "3e-3", "--max-tokens-per-gpu", "60")
+    argv = flags(inputs, run, "--num-rollout", "3", "--lr", "3e-3", "--max-tokens-per-gpu", "60", *more)
     argv[argv.index("dpo_loss")] = "rm_loss"
     done = miles("train", *argv)
     assert done.returncode == 0, done.stderr
@@ -193,6 +194,7 @@ def test_a_reward_model_trains_and_is_a_classifier(inputs, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer("abc>cba<eos>", return_tensors="pt").input_ids
     assert model(ids).logits.shape == (1, 1) and model.score.weight.abs().max() > 0
+    assert (folder / "adapter" / "adapter_model.safetensors").exists() == bool(more)
 
 
 def test_a_reward_model_is_planned_without_reference_engine_or_evaluation(inputs, tmp_path, capsys):

@@ -5,17 +5,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
+from safetensors.torch import load_file
 from tests.train.small_trainer import DENSE, EPS, MOE, SIZES, distance
 from tests.train.test_preference import pairs
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
+from miles.backends.fsdp.lora_reward_model import LoraRewardModel
 from miles.backends.fsdp.reward_model import SCORE, RewardModel
 from miles.cluster.executor import InlineExecutor
 from miles.core.errors import CheckpointError, UsageError
 from miles.core.types import Batch
 from miles.models.checkpoint import hf
 from miles.models.families import spec_from_config
+from miles.models.lora.targets import LoraSpec, select_targets
 from miles.train.config import TrainConfig
 from miles.train.reward_model_trainer import RewardModelTrainer
 
@@ -125,6 +129,75 @@ def test_a_new_one_finds_all_replies_alike_and_learns_which_are_chosen():
     reports = [step(made, samples, number) for number in range(40)]
     assert reports[0]["loss"] == pytest.approx(0.693147, abs=1e-5) and reports[0]["rm_accuracy"] == 0
     assert reports[-1]["rm_accuracy"] == 1 and reports[-1]["loss"] < 0.3
+
+
+def lora_scorer(folder, config=DENSE, *, rank=2, **lora):
+    """The scorer under adapters, over a base that is written to ``folder``."""
+    decoder = hf.init_random(spec_from_config(config), seed=0, device="cpu", dtype=torch.float32)
+    hf.export(decoder, folder, config=config)
+    model = RewardModel(decoder, config=config)
+    targets = select_targets(spec_from_config(config), "all-linear", None)
+    return LoraRewardModel(model, LoraSpec(rank=rank, alpha=4.0, targets=targets, **lora), base=folder, seed=1)
+
+
+def factors_of(model):
+    return {**model.adapters().parameters, SCORE: model.parameters()[SCORE]}
+
+
+def peft_classifier(base: Path, adapter: Path):
+    return PeftModel.from_pretrained(classifier(base), adapter, is_trainable=True)
+
+
+@pytest.mark.parametrize("lora", [{}, {"use_dora": True}], ids=["lora", "dora"])
+def test_a_step_with_adapters_equals_that_of_the_peft_library(tmp_path, lora):
+    model, samples = lora_scorer(tmp_path / "base", **lora), pairs()
+    made = trainer(model, max_tokens_per_gpu=32)
+    for number in range(2):
+        step(made, samples, number)
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    asyncio.run(made.save(kept))
+    theirs = peft_classifier(tmp_path / "base", kept / "adapter")
+    named = {n.replace(".default.", ".").replace("modules_to_save.", ""): p for n, p in theirs.named_parameters()}
+    for s in samples:
+        tokens = torch.from_numpy(s.tokens).long()
+        found = model.scores(tokens, torch.arange(len(tokens)), (len(tokens),)).item()
+        assert found == pytest.approx(theirs(tokens[None]).logits.item(), abs=1e-5)
+        assert found == pytest.approx(classifier(kept)(tokens[None]).logits.item(), abs=1e-5)
+    (tmp_path / "saved").mkdir()
+    model.save(tmp_path / "saved")
+    sharded, whole = (load_file(f / "adapter" / "adapter_model.safetensors") for f in (kept, tmp_path / "saved"))
+    assert sharded.keys() == whole.keys() and all(torch.equal(sharded[n], whole[n]) for n in whole)
+    report = step(made, samples, 2)
+    found = scores(theirs, samples)
+    loss = -logsigmoid(found[::2] - found[1::2]).mean()
+    loss.backward()
+    assert report["loss"] == pytest.approx(loss.item(), abs=1e-5)
+    trained = [named["base_model.model." + (n + ".weight" if "magnitude" in n else n)].grad for n in factors_of(model)]
+    norm = torch.stack([grad.norm() for grad in trained]).norm()
+    assert report["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("lora", [{}, {"dropout": 0.3}, {"use_dora": True}], ids=["lora", "dropout", "dora"])
+def test_a_reward_model_with_adapters_goes_on_from_a_checkpoint_to_the_bit(lora, tmp_path):
+    samples = pairs(4)
+    first, second = (lora_scorer(tmp_path / f"base{n}", **lora) for n in range(2))
+    one, two = trainer(first, optimizer="muon"), trainer(second, optimizer="muon")
+    step(one, samples)
+    (tmp_path / "kept").mkdir()
+    asyncio.run(one.save(tmp_path / "kept"))
+    asyncio.run(two.load(tmp_path / "kept"))
+    for number in (1, 2):
+        assert step(one, samples, number) == step(two, samples, number)
+    assert distance(first.parameters(), second.parameters()) == 0
+    assert first.parameters()["embedding.weight"].grad is None
+
+
+def test_adapters_and_head_learn_which_replies_are_chosen(tmp_path):
+    made, samples = trainer(lora_scorer(tmp_path, rank=4), updates=40, adam_eps=1e-8), pairs(4)
+    reports = [step(made, samples, number) for number in range(40)]
+    assert reports[0]["loss"] == pytest.approx(0.693147, abs=1e-5)
+    assert reports[-1]["rm_accuracy"] == 1 and reports[-1]["loss"] < 0.4
 
 
 def test_padding_that_is_an_end_is_left_out_of_the_config(tmp_path):

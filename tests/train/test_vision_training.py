@@ -265,7 +265,7 @@ def test_reference_and_critic_see_the_images() -> None:
     with torch.no_grad():
         model.parameters()["value_head.weight"].fill_(0.1)
     critic = Critic(model, algo=AlgoConfig(), train=TrainConfig(), updates=1)
-    own, other = (critic.values(pack(group(0, each, 2), share=True)) for each in (A, C))
+    own, other = (critic.values([pack(group(0, each, 2), share=True)])[0] for each in (A, C))
     assert (own - other).abs().min() > 1e-4
     trainer = worker(local(), algo={"use_kl_loss": True, "kl_loss_coef": 0.1}, reference=local(frozen=True))
     metrics = step(trainer, mixed()).metrics

@@ -64,26 +64,34 @@ class Critic:
         return self._optimizer.updates
 
     @torch.no_grad()
-    def values(self, rows: MicroBatch) -> Tensor:
-        """Return the value before each trained token, on the device of ``rows``."""
-        return self._compute_values(rows.to(self._model.device)).to(rows.tokens_T.device)
+    def values(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Return the value before each trained token, on the device of each micro-batch."""
+        with self._model.in_use():
+            return [
+                self._compute_values(rows.to(self._model.device)).to(rows.tokens_T.device) for rows in micro_batches
+            ]
 
     def update(self, batches: Sequence[BatchWithAdvantages]) -> dict[str, float]:
         """One optimizer step on a global batch."""
         sums = MetricSums()
-        device = self._model.device
-        for batch in batches:
-            assert batch.value_R is not None and batch.return_R is not None, "advantages without the critic's values"
-            rows = batch.micro_batch.to(device)
-            value_R = self._compute_values(rows)
-            output = self._loss(value_R, batch.value_R.to(device), batch.return_R.to(device), rows.aggregator())
-            output.loss.backward()
-            for name, value in output.metrics.items():
-                sums.add(name, value)
+        with self._model.in_use():
+            for batch in batches:
+                self._accumulate(batch, sums)
         self._model.finalize_grads()
         grad_norm, lr = self._optimizer.step()
         self._model.after_update()
         return sums.to_floats(self._dp_group) | {"critic_grad_norm": grad_norm, "critic_lr": lr}
+
+    def _accumulate(self, batch: BatchWithAdvantages, sums: MetricSums) -> None:
+        """Add the gradient of a micro-batch, and its metrics to ``sums``."""
+        assert batch.value_R is not None and batch.return_R is not None, "advantages without the critic's values"
+        device = self._model.device
+        rows = batch.micro_batch.to(device)
+        value_R = self._compute_values(rows)
+        output = self._loss(value_R, batch.value_R.to(device), batch.return_R.to(device), rows.aggregator())
+        output.loss.backward()
+        for name, value in output.metrics.items():
+            sums.add(name, value)
 
     def save(self, folder: Path, version: Version) -> None:
         """Write it into a subfolder of the checkpoint ``folder``."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -176,6 +177,10 @@ class ScoreModel(ShardedParameters, Protocol):
 
 class ValueModel(ShardedParameters, Protocol):
     """A decoder with a scalar head: one value per token."""
+
+    def in_use(self) -> AbstractContextManager[None]:
+        """Return the context of its forward and backward passes: over the policy's base it sets its adapters."""
+        ...
 
     def values(
         self,

@@ -400,7 +400,7 @@ class PolicyTrainer:
             unreplayed = [rows.without_replay() for rows in micro_batches]
             ref_logprobs = objective.reader.compute_frozen(objective.reward_reference, unreplayed)
         if self._critic is not None:
-            values = [self._critic.values(rows) for rows in micro_batches]
+            values = self._critic.values(micro_batches)
         return [
             BatchLogprobs(micro_batch=rows, old_logp_R=old, ref_logp_R=ref, value_R=value)
             for rows, old, ref, value in zip(micro_batches, old_logprobs, ref_logprobs, values, strict=True)

@@ -29,7 +29,7 @@ from miles.models.spec import DecoderSpec, MoeSpec
 from miles.train.batch_tensors import MicroBatch
 from miles.train.dp_group import SINGLE_RANK
 from miles.train.logprobs import HeadOutput, compute_logprobs
-from miles.train.model_protocols import KeptTensors, TrainModel
+from miles.train.model_protocols import KeptTensors, TrainModel, ValueModel
 
 CPU = torch.device("cpu")
 LENGTHS = ((7, 1, 5), (9, 4), (6,), (3, 8, 2))
@@ -190,7 +190,7 @@ def ranked(
 # -- the critic -------------------------------------------------------------------------------
 
 
-def judged(model: LocalCritic | FsdpCritic, plan: Sequence[MicroBatch]) -> dict[str, np.ndarray]:
+def judged(model: ValueModel, plan: Sequence[MicroBatch]) -> dict[str, np.ndarray]:
     """The gradient of a sum over what is expected, whole, with its norm; the head is not zero."""
     with torch.no_grad():
         for name, parameter in model.parameters().items():

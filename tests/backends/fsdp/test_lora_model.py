@@ -66,6 +66,7 @@ FORMS = {
     "shared experts": {"config": MOE, "wanted": "experts", "lora": {"shared_outer": True}},
     "dora": {"lora": {"use_dora": True, "use_rslora": True}},
     "dropout": {"lora": {"dropout": 0.2}},
+    "dropout of experts": {"config": MOE, "wanted": "*", "lora": {"dropout": 0.2}, "gradient_checkpointing": True},
     "dropout, recomputed": {"lora": {"dropout": 0.2}, "gradient_checkpointing": True},
 }
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tests.backends.fsdp.lora_ranks import one_process, ranked
+from tests.backends.fsdp.lora_ranks import critics, one_critic, one_process, ranked
 from tests.backends.fsdp.test_fsdp_model import config_of, decoder_of, relative
 from tests.pool import ranks
 
@@ -25,7 +25,10 @@ FOUR = {
 DENSE = ("fsdp", "tp", "tp+sp", "cp")
 CASES = [
     ("qwen3", DENSE, "plain"),
-    ("qwen3", ("fsdp", "cp"), "dora"),
+    ("qwen3", ("fsdp", "tp", "tp+sp", "cp"), "dora"),
+    ("deepseek v3", ("fsdp", "tp", "tp+sp"), "dora"),
+    ("qwen3", ("tp", "tp+sp"), "dropout"),
+    ("qwen3 moe", ("tp",), "dropout"),  # padding of sequence parallelism has experts too, so that rows are others
     ("qwen3 moe", tuple(TWO), "plain"),
     ("qwen3 moe", ("tp", "ep"), "shared"),
     ("deepseek v3", tuple(TWO), "plain"),
@@ -39,7 +42,7 @@ def folder_of(kind: str, root: Path) -> str:
 
 
 def check(found, wanted, name):
-    assert found.exact, name
+    assert found.exact == wanted.exact, name  # forwards without gradients have no dropout
     assert found.loss == pytest.approx(wanted.loss, rel=1e-5), name
     assert found.norm == pytest.approx(wanted.norm, rel=1e-5), name
     assert found.again == pytest.approx(wanted.again, rel=1e-5), name
@@ -67,6 +70,21 @@ def test_adapters_over_four_ranks_train_like_those_of_one(tmp_path, kind):
     names = [n for n in FOUR if n != "tp of more ranks than key heads" or kind == "qwen3 moe"]
     for name, each in zip(names, ranks(4, ranked, folder, [FOUR[n] for n in names])[0], strict=True):
         check(each, wanted, name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layouts", "form"),
+    [("qwen3", ("fsdp", "tp", "cp"), "dora"), ("qwen3 moe", ("fsdp", "tp+sp", "cp", "ep"), "plain")],
+)
+def test_an_adapter_critic_over_ranks_has_the_gradients_of_one_process(tmp_path, kind, layouts, form):
+    folder = folder_of(kind, tmp_path)
+    wanted = one_critic(folder, form=form)
+    for reported in ranks(2, critics, folder, [TWO[name] for name in layouts], form):
+        for name, found in zip(layouts, reported, strict=True):
+            assert found.keys() == wanted.keys(), name
+            apart = {n: relative(found[n], wanted[n]) for n in wanted}
+            assert max(apart.values()) < 2e-5, (name, max(apart, key=lambda n: apart[n]), max(apart.values()))
+    assert any(".lora_A." in n for n in wanted) and "value_head.weight" in wanted
 
 
 def test_recomputed_layers_give_adapters_the_same_gradients(tmp_path):

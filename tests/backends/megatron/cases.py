@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from miles.backends.fsdp.local_model import LocalModel
+from miles.backends.fsdp.lora_model import LoraModel, LoraReference
 from miles.cluster.parallel_dims import ParallelDims
 from miles.core.types import Batch, Sample
 from miles.kernels.attention.varlen import VarlenAttentionBackend
@@ -28,6 +29,7 @@ from miles.models.checkpoint import hf
 from miles.models.checkpoint.safetensors_io import read_config
 from miles.models.decoder import Decoder
 from miles.models.families import spec_from_config
+from miles.models.lora.targets import LoraSpec, select_targets
 from miles.train.batch_tensors import flatten_batch, pack_micro_batch
 from miles.train.dp_group import SINGLE_RANK
 from miles.train.grad_accumulation import LogprobReader
@@ -108,15 +110,17 @@ def samples(kind: str, count: int = 6) -> tuple[Sample, ...]:
 # -- one step -------------------------------------------------------------------------------
 
 
-def trainer_of(model: Any, algo: dict[str, Any], dp_group: Any) -> PolicyTrainer:
+def trainer_of(model: Any, algo: dict[str, Any], dp_group: Any, reference: Any = None) -> PolicyTrainer:
     # What decays or is clipped wrongly is seen.
     how = {"max_tokens_per_gpu": 16, "adam_eps": EPS, "lr": 1e-2, "weight_decay": 0.5, "clip_grad": 0.1}
-    return worker(model, algo=algo, train=how, temperature=0.9, dp_group=dp_group)
+    return worker(model, algo=algo, train=how, temperature=0.9, dp_group=dp_group, reference=reference)
 
 
-def stepped(model: Any, batch: tuple[Sample, ...], dp_group: Any, algo: dict[str, Any]) -> dict[str, Any]:
+def stepped(
+    model: Any, batch: tuple[Sample, ...], dp_group: Any, algo: dict[str, Any], reference: Any = None
+) -> dict[str, Any]:
     """A GRPO step: its metrics, every whole gradient as the optimizer was given it, and the weights it left."""
-    trainer = trainer_of(model, algo, dp_group)
+    trainer = trainer_of(model, algo, dp_group, reference)
     grads = watch(model, trainer)
     report = asyncio.run(trainer.step(Batch(step=0, samples=batch, num_groups=1)))
     after = {name: model.gather(name, p.detach()).clone() for name, p in model.parameters().items()}
@@ -129,13 +133,13 @@ def watch(model: Any, trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
     optimizer: Any = trainer._optimizer
     step = optimizer.step
 
-    def watched() -> tuple[float, float]:
+    def watched(lr: float | None = None) -> tuple[float, float]:
         if isinstance(optimizer, Optimizer):
             found = {w.name: w.grad for w in optimizer._params if w.grad is not None}
         else:
             found = optimizer.grads()
         grads.update({name: model.gather(name, grad).clone() for name, grad in found.items()})
-        return step()
+        return step(lr)
 
     optimizer.step = watched
     return grads
@@ -145,6 +149,61 @@ def alone(folder: Path, batch: tuple[Sample, ...], algo: dict[str, Any]) -> dict
     """The same step of the embedded trainer in one process: the oracle, itself held against transformers."""
     decoder = hf.load(folder, device="cpu", dtype=torch.float32)
     return stepped(LocalModel(decoder, config=read_config(folder)), batch, SINGLE_RANK, algo)
+
+
+def adapted(base: Any, folder: Path, wanted: str | None = None) -> LoraModel:
+    """The model under adapters none of which is zero."""
+    lora = LoraSpec(rank=3, alpha=6.0, targets=select_targets(base.spec, wanted, None))
+    model = LoraModel(base, lora, base=folder, seed=1)
+    random = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.adapters().parameters.values():
+            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=random))
+    model.after_update()
+    return model
+
+
+def alone_adapted(
+    folder: Path, batch: tuple[Sample, ...], algo: dict[str, Any], wanted: str | None, referred: bool = False
+) -> dict[str, Any]:
+    """The step of adapters in one process of the embedded trainer: the oracle, itself held against PEFT."""
+    decoder = hf.load(folder, device="cpu", dtype=torch.float32)
+    model = adapted(LocalModel(decoder, config=read_config(folder), frozen=True), folder, wanted)
+    return stepped(model, batch, SINGLE_RANK, algo, LoraReference(model) if referred else None)
+
+
+def shared_adapted(
+    rank: int,
+    world: int,
+    folder: Path,
+    layout: ParallelDims,
+    flags: tuple[str, ...],
+    batch: tuple[Sample, ...],
+    algo: dict[str, Any],
+    wanted: str | None,
+    out: Path | None,
+    referred: bool = False,
+) -> dict[str, Any]:
+    """The same on one of Megatron's ranks; after it a checkpoint is written."""
+    from tests.backends.megatron.shim import on_cpu
+
+    with on_cpu():
+        from miles.backends.megatron.model import load_megatron_model
+        from miles.backends.megatron.parallel_state import destroy_parallel_state
+
+        spec, config = spec_from_config(read_config(folder)), read_config(folder)
+        base = load_megatron_model(folder, spec, layout, dtype=torch.float32, flags=flags, frozen=True, config=config)
+        try:
+            model = adapted(base, folder, wanted)
+            found = stepped(model, batch, base.dp_group, algo, LoraReference(model) if referred else None)
+            trainer = found.pop("trainer")
+            if out is not None:
+                asyncio.run(trainer.save(out))
+                base.sum_grad(torch.zeros(1))  # until the lead has written its files
+                asyncio.run(trainer.load(out))
+            return found
+        finally:
+            destroy_parallel_state()
 
 
 def shared(

@@ -44,6 +44,19 @@ def test_a_run_on_megatron_is_the_run_on_fsdp(tmp_path: Path, more: tuple[str, .
     assert one.keys() == two.keys() and all(torch.allclose(one[n], two[n], atol=2e-3) for n in one)
 
 
+def test_a_run_of_adapters_on_megatron_is_the_run_on_fsdp(tmp_path: Path):
+    inputs = write_inputs(tmp_path / "inputs")
+    more = ("--lora-rank", "4", "--use-kl-loss", "--kl-loss-coef", "0.1", "--rollout-backend", "served")
+    wanted = train(inputs, tmp_path / "fsdp", *more)
+    ranks = ("--train-backend", "megatron", "--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2")
+    found = train(inputs, tmp_path / "megatron", *more, *ranks)
+    assert len(found) == 3 and found == pytest.approx(wanted, abs=1e-6)
+    last = "checkpoints/step-000003"
+    one, two = (_weights(tmp_path / name / last) for name in ("fsdp", "megatron"))
+    assert one.keys() == two.keys() and all(torch.allclose(one[n], two[n], atol=2e-3) for n in one)
+    assert (tmp_path / "megatron" / last / "adapter" / "adapter_model.safetensors").exists()
+
+
 def _weights(folder: Path) -> dict[str, torch.Tensor]:
     files = sorted(folder.glob("model*.safetensors"))
     return {name: tensor for file in files for name, tensor in load_file(file).items()}

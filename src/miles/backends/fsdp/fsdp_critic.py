@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,6 +45,11 @@ class FsdpCritic:
     def device(self) -> torch.device:
         return self._backbone.device
 
+    @property
+    def head_parameters(self) -> Mapping[str, Tensor]:
+        """The value head."""
+        return self._head
+
     def parameters(self) -> Mapping[str, Tensor]:
         return {**self._backbone.parameters(), **self._head}
 
@@ -79,6 +85,9 @@ class FsdpCritic:
         for parameter in self._head.values():
             parameter.data = parameter.data.to(device)
 
+    def in_use(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def values(
         self,
         tokens_T: Tensor,
@@ -95,6 +104,10 @@ class FsdpCritic:
 
     def save(self, folder: Path) -> None:
         self._backbone.save(folder)
+        self.save_head(folder)
+
+    def save_head(self, folder: Path) -> None:
+        """Write the value head only."""
         if self.mesh.dp_group.is_lead:
             blob = save({name: value.detach().cpu() for name, value in self._head.items()})
             write_atomically(folder / HEAD, lambda file: file.write(blob))

@@ -137,8 +137,8 @@ class FsdpModel:
 
     @property
     def rank(self) -> int:
-        """The number of this rank among all."""
-        return self.mesh.world_group.rank
+        """The number of this rank among those that have other tokens."""
+        return self.mesh.dp_group.dp_rank * self.mesh.cp_group.world + self.mesh.cp_group.rank
 
     def _build_decoder(self, dtype: torch.dtype) -> Decoder:
         """Build this rank's decoder, without storage, with its collectives."""

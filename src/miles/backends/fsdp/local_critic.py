@@ -8,6 +8,7 @@ Besides the weights of a Hugging Face model its folder has the value head, in a 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,9 @@ class LocalCritic(LocalHeadModel):
             frozen_vision=frozen_vision,
         )
 
+    def in_use(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def values(
         self,
         tokens_T: Tensor,
@@ -66,6 +70,10 @@ class LocalCritic(LocalHeadModel):
 
     def save(self, folder: Path) -> None:
         self._backbone.save(folder)
+        self.save_head(folder)
+
+    def save_head(self, folder: Path) -> None:
+        """Write the value head only."""
         blob = save({name: value.detach().cpu() for name, value in self._head.items()})
         write_atomically(folder / HEAD, lambda file: file.write(blob))
 

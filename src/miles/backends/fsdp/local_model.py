@@ -21,6 +21,7 @@ from miles.models.base import CausalLM
 from miles.models.checkpoint import hf
 from miles.models.checkpoint.save_plan import SavePlan, plan_save
 from miles.models.decoder import Decoder
+from miles.models.hf_adapter.decoder import HfDecoder
 from miles.models.hidden_capture import HiddenCapture
 from miles.models.lora.adapters import WHOLE, LoraAdapters, ParamPart
 from miles.models.optim_groups import TRAINED_VISION, FrozenVision, MuonMatrices, find_muon_matrices
@@ -93,11 +94,15 @@ class LocalModel(_Unsharded):
         self._save_dtype = save_dtype
         self._feature_layers: tuple[int, ...] | None = None
         if frozen:
-            decoder.requires_grad_(False)
+            self.freeze()
         decoder.checkpoint_layers = gradient_checkpointing
         self._parameters: dict[str, Tensor] = dict(decoder.named_parameters())
         for name in frozen_vision.select(self._parameters):
             self._parameters[name].requires_grad_(False)
+
+    def freeze(self) -> None:
+        """Train no parameter of it."""
+        self._decoder.requires_grad_(False)
 
     @property
     def device(self) -> torch.device:
@@ -119,7 +124,11 @@ class LocalModel(_Unsharded):
 
     def attach_adapters(self, adapters: LoraAdapters, *, beside: bool = False) -> None:
         """Attach LoRA adapters, merged into the weights or ``beside`` them; call before the first forward."""
-        assert isinstance(self._decoder, Decoder), "LoRA needs the native decoder"
+        if isinstance(self._decoder, HfDecoder):
+            assert not beside, "a packed base needs the native decoder"
+            adapters.attach_to_linears(self._decoder.module)
+            return
+        assert isinstance(self._decoder, Decoder), "LoRA needs a decoder whose projections it knows"
         if beside:
             adapters.attach_beside(self._decoder)
         else:
@@ -139,7 +148,7 @@ class LocalModel(_Unsharded):
 
     @property
     def rank(self) -> int:
-        """The number of this rank among all."""
+        """The number of this rank among those that have other tokens."""
         return 0
 
     @property
@@ -291,6 +300,16 @@ class LocalHeadModel(_Unsharded):
 
     def parameters(self) -> Mapping[str, Tensor]:
         return {**self._backbone.parameters(), **self._head}
+
+    @property
+    def backbone(self) -> LocalModel:
+        """The decoder as a model, without the head."""
+        return self._backbone
+
+    @property
+    def head_parameters(self) -> Mapping[str, Tensor]:
+        """The head's parameters."""
+        return self._head
 
     def muon_matrices(self) -> Mapping[str, MuonMatrices]:
         return self._backbone.muon_matrices()

@@ -62,12 +62,16 @@ class LoraModel:
     New adapters are initialized from ``seed``, or loaded from the PEFT folder ``start``.
     """
 
+    saved_tensors: tuple[str, ...] = ()
+    """Further tensors in the adapter's file: those of modules that are trained whole."""
+
     def __init__(
         self, base_model: LoraBaseModel, lora: LoraSpec, *, base: Path, seed: int, start: Path | None = None
     ) -> None:
         self._base_model = base_model
         self._lora = lora
         self._folder = base
+        self._start = start
         self._adapters = LoraAdapters(lora, device=base_model.device, seed=seed)
         self._base = self._attach()
         if lora.use_dora and start is None:
@@ -80,13 +84,49 @@ class LoraModel:
 
     def _attach(self) -> dict[str, Tensor]:
         """Attach the adapters; returns the base of the weights that they are merged into."""
-        self._base_model.attach_adapters(self._adapters)
+        self._attach_adapters()
         params = self._base_model.parameters()
         return {name: params[name].detach().clone() for name in self._adapters.targets_by_param}
+
+    def _attach_adapters(self) -> None:
+        self._base_model.attach_adapters(self._adapters)
 
     def adapters(self) -> LoraAdapters:
         """Return the trained adapters."""
         return self._adapters
+
+    def build_adapters(self, *, seed: int) -> LoraAdapters:
+        """Return further adapters of the same form and start over the same base, for ``use_adapters``."""
+        adapters = LoraAdapters(self._lora, device=self.device, seed=seed)
+        if self._start is not None:
+            adapters.load(read_adapter(self._start, self._lora))
+        elif self._lora.use_dora:
+            with self.use_adapters(adapters):
+                adapters.reset_magnitudes()
+        return adapters
+
+    @contextmanager
+    def use_adapters(self, adapters: LoraAdapters) -> Iterator[None]:
+        """Compute with other adapters over the same base meanwhile; backward passes must end within."""
+        own = self._adapters
+        self._switch_adapters(adapters)
+        try:
+            yield
+        finally:
+            self._switch_adapters(own)
+
+    def _switch_adapters(self, adapters: LoraAdapters) -> None:
+        self._adapters = adapters
+        self._attach_adapters()
+        self.after_update()
+
+    def sum_factor_grads(self, adapters: LoraAdapters) -> None:
+        """All-reduce the gradients of adapters over this base; a factor without one gets zeros."""
+        factors = list(adapters.parameters.values())
+        flat = torch.cat([torch.zeros_like(p).view(-1) if p.grad is None else p.grad.view(-1) for p in factors])
+        grads = self._base_model.sum_grad(flat).split([p.numel() for p in factors])
+        for parameter, grad in zip(factors, grads, strict=True):
+            parameter.grad = grad.view_as(parameter)
 
     @property
     def device(self) -> torch.device:
@@ -104,12 +144,7 @@ class LoraModel:
 
     def finalize_grads(self) -> None:
         self._base_model.finalize_grads()
-        factors = list(self._adapters.parameters.values())
-        flat = torch.cat([torch.zeros_like(p).view(-1) if p.grad is None else p.grad.view(-1) for p in factors])
-        for parameter, grad in zip(
-            factors, self._base_model.sum_grad(flat).split([p.numel() for p in factors]), strict=True
-        ):
-            parameter.grad = grad.view_as(parameter)
+        self.sum_factor_grads(self._adapters)
 
     def norm(self, grads: Mapping[str, Tensor]) -> Tensor:
         return full_grad_norm(grads).to(self.device)
@@ -119,9 +154,16 @@ class LoraModel:
         params = self._base_model.parameters()
         self._adapters.clear_norms()
         for name, base in self._base.items():
-            self._adapters.merge(name, params[name], base, self._base_model.local_part(name))
+            self._merge(name, params[name], base)
         self._adapters.share_norms(self._base_model.max_over_ranks)
         self._base_model.after_update()
+
+    def _merge(self, name: str, out: Tensor, base: Tensor) -> None:
+        """Write this rank's part of a base weight, with the adapters merged into it, into ``out``."""
+        part = self._base_model.local_part(name)
+        if self._lora.use_dora and part.columns is not None:
+            self._adapters.compute_norms(name, self._base_model.gather(name, base))
+        self._adapters.merge(name, out, base, part)
 
     def gather(self, name: str, local: Tensor) -> Tensor:
         return local if name in self._adapters.parameters else self._base_model.gather(name, local)
@@ -130,9 +172,7 @@ class LoraModel:
         return full if name in self._adapters.parameters else self._base_model.shard(name, full)
 
     def muon_matrices(self) -> Mapping[str, MuonMatrices]:
-        """Return the factors; those of experts are a matrix each."""
-        shapes = {name: tuple(factor.shape) for name, factor in self._adapters.parameters.items()}
-        return {n: MuonMatrices(shape, ((0, shape[-2], 1),)) for n, shape in shapes.items() if len(shape) > 1}
+        return list_factor_matrices(self._adapters)
 
     def move(self, device: torch.device) -> None:
         self._base_model.move(device)
@@ -143,18 +183,17 @@ class LoraModel:
         if self._adapters.dropout is None:
             return self._base_model.forward_backward(plan, judge)
         kept: list[KeptTensors] = []
-        state = self._summarize_factors()
         for number, rows in enumerate(plan):
-            self._adapters.dropout.key = hash((state, number, self._base_model.rank))
+            self.set_dropout_key(self._adapters, number)
             kept += self._base_model.forward_backward([rows], lambda _, output, n=number: judge(n, output))
         return kept
 
-    def _summarize_factors(self) -> int:
-        """Return a number that an update changes, and that a resumed run has too."""
-        bits = [
-            p.detach().flatten().view(torch.int32).sum(dtype=torch.int64) for p in self._adapters.parameters.values()
-        ]
-        return int(torch.stack(bits).sum())
+    def set_dropout_key(self, adapters: LoraAdapters, number: int) -> None:
+        """Select the dropout masks of micro-batch ``number``; an update changes them, a resumed run has the same."""
+        if adapters.dropout is None:
+            return
+        bits = [p.detach().flatten().view(torch.int32).sum(dtype=torch.int64) for p in adapters.parameters.values()]
+        adapters.dropout.key = hash((int(torch.stack(bits).sum()), number, self._base_model.rank))
 
     @contextmanager
     def use_factors(self, factors: Mapping[str, Tensor] | None) -> Iterator[None]:
@@ -188,7 +227,7 @@ class LoraModel:
             )
         shapes = {name: p.shape for name, p in self._adapters.parameters.items()}
         try:
-            tensors = read_adapter(folder / peft.FOLDER, self._lora)
+            tensors = read_adapter(folder / peft.FOLDER, self._lora, skip=self.saved_tensors)
         except (KeyError, RuntimeError):  # a tensor is missing, is of no target, or cannot be one of experts
             tensors = {}
         if {name: t.shape for name, t in tensors.items()} != shapes:
@@ -209,10 +248,17 @@ class LoraModel:
 
     def save(self, folder: Path) -> None:
         self._save_weights(folder)
+        self.save_adapters(folder, self._adapters)
+
+    def save_adapters(self, folder: Path, adapters: LoraAdapters) -> None:
+        """Write adapters over this base in PEFT's format into a subfolder."""
         (folder / peft.FOLDER).mkdir(exist_ok=True)
-        found = {peft.peft_tensor_name(name): tensor for name, tensor in self._adapters.export().items()}
+        found = {peft.peft_tensor_name(name): tensor for name, tensor in self._export_adapters(adapters).items()}
         save_file(found, folder / _WEIGHTS, metadata={"format": "pt"})
         write_json(folder / _CONFIG, self._peft_config())
+
+    def _export_adapters(self, adapters: LoraAdapters) -> dict[str, Tensor]:
+        return adapters.export()
 
     def _save_weights(self, folder: Path) -> None:
         self._base_model.save(folder)
@@ -221,10 +267,13 @@ class LoraModel:
         plan = self._base_model.save_plan()
         if plan is None:
             return None
-        units = _list_units(self._adapters)
+        return self.plan_adapters(plan, self._adapters)
+
+    def plan_adapters(self, plan: SavePlan, adapters: LoraAdapters) -> SavePlan:
+        """Add adapters over this base, in PEFT's format in a subfolder, to what is saved."""
         return replace(
             plan,
-            extra_files={**plan.extra_files, _WEIGHTS: units},
+            extra_files={**plan.extra_files, _WEIGHTS: _list_units(adapters)},
             json_files={**plan.json_files, _CONFIG: self._peft_config()},
         )
 
@@ -235,11 +284,14 @@ class LoraModel:
         saved = {} if plan is None else plan.dtypes()
         rounded = {name: dtype for name, dtype in saved.items() if name in params and params[name].dtype != dtype}
         frozen = {name: params[name].detach().clone() for name in rounded if name not in self._base}
-        self._base_model.load(folder)
+        self._load_weights(folder)
         self._check_base(folder, frozen, rounded)
         for name, value in frozen.items():
             params[name].copy_(value)
         self.after_update()
+
+    def _load_weights(self, folder: Path) -> None:
+        self._base_model.load(folder)
 
     def _check_base(self, folder: Path, frozen: Mapping[str, Tensor], rounded: Mapping[str, torch.dtype]) -> None:
         """Raise an error if the weights of a checkpoint, ``rounded`` in its files, are not this base plus its adapters.
@@ -250,7 +302,7 @@ class LoraModel:
         for name, base in {**self._base, **frozen}.items():
             merged = base.clone()
             if name in self._base:
-                self._adapters.merge(name, merged, base, self._base_model.local_part(name))
+                self._merge(name, merged, base)
             in_file = merged.to(rounded.get(name, merged.dtype)).to(merged.dtype)
             loaded = params[name].detach()
             if not torch.equal(merged, loaded) and not torch.equal(in_file, loaded):
@@ -303,8 +355,11 @@ class UnmergedLoraModel(LoraModel):
     """
 
     def _attach(self) -> dict[str, Tensor]:
-        self._base_model.attach_adapters(self._adapters, beside=True)
+        self._attach_adapters()
         return {}
+
+    def _attach_adapters(self) -> None:
+        self._base_model.attach_adapters(self._adapters, beside=True)
 
     @torch.no_grad()
     def _turn_off(self) -> None:
@@ -358,6 +413,12 @@ class UnmergedLoraModel(LoraModel):
         merged = base.clone()
         self._adapters.merge(name, merged, base)
         return merged
+
+
+def list_factor_matrices(adapters: LoraAdapters) -> dict[str, MuonMatrices]:
+    """Return the factors as Muon's matrices; those of experts are a matrix each."""
+    shapes = {name: tuple(factor.shape) for name, factor in adapters.parameters.items()}
+    return {n: MuonMatrices(shape, ((0, shape[-2], 1),)) for n, shape in shapes.items() if len(shape) > 1}
 
 
 def _list_units(adapters: LoraAdapters) -> tuple[SaveUnit, ...]:

@@ -165,7 +165,7 @@ class _Stage:
         return HeadOutput(
             hidden_RD=hidden_tD.index_select(0, batch.at_r),
             head_VD=model.head(),
-            softcap=self._tf_config.decoder.logit_softcap,
+            softcap=self._tf_config.decoder_spec.logit_softcap,
             vocabulary=self._vocabulary,
             tokens=batch.tokens,
             flips=flips,

@@ -7,7 +7,7 @@ experts. Gradients are plain sums: partial gradients are reduced once, in ``fina
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from miles.backends.megatron.distributed_optimizer import MegatronOptimizer
 from miles.backends.megatron.flags import DISTRIBUTED_OPTIMIZER, parse_flags
 from miles.backends.megatron.forward import run_forward_backward
 from miles.backends.megatron.layer_spec import GPTBackbone, build_gpt_backbone
+from miles.backends.megatron.lora import attach_adapters, find_part
 from miles.backends.megatron.parallel_state import ParallelState, initialize_parallel_state
 from miles.backends.megatron.param_mapping import TIED, ParamMapping, build_param_mappings
 from miles.backends.megatron.param_registry import ParamRegistry
@@ -37,6 +38,7 @@ from miles.models.checkpoint.save_plan import SavePlan, plan_save
 from miles.models.checkpoint.tensor_sources import locate_tensors, read_quant_config
 from miles.models.decoder import Decoder
 from miles.models.families import spec_from_config
+from miles.models.lora.adapters import WHOLE, LoraAdapters, ParamPart
 from miles.models.optim_groups import MuonMatrices, find_muon_matrices
 from miles.models.spec import DecoderSpec
 from miles.train.batch_tensors import MicroBatch
@@ -56,6 +58,7 @@ def load_megatron_model(
     dtype: torch.dtype,
     flags: Sequence[str] = (),
     frozen: bool = False,
+    transformer_engine: bool = True,
     device: torch.device | None = None,
     config: Mapping[str, Any] | None = None,
     like: Path | None = None,
@@ -64,7 +67,7 @@ def load_megatron_model(
 
     ``flags`` are Megatron's own, as on a command line. ``device`` is this rank's; by default its current GPU, or the
     CPU. Saved weights are accompanied by ``config`` and the tokenizer files of ``like``, by default those of
-    ``folder``.
+    ``folder``. Transformer Engine is used where it is installed, unless ``transformer_engine`` is false.
     """
     fields = parse_flags(flags)
     distributed_optimizer = bool(fields.pop(DISTRIBUTED_OPTIMIZER, False))
@@ -72,7 +75,9 @@ def load_megatron_model(
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Megatron allocates on the current device
-    tf_config = build_transformer_config(spec, layout, fields, dtype=dtype, device=device)
+    tf_config = build_transformer_config(
+        spec, layout, fields, dtype=dtype, device=device, transformer_engine=transformer_engine
+    )
     state = initialize_parallel_state(layout, virtual=tf_config.virtual_pipeline_model_parallel_size)
     patches.patch_router_without_te()
     patches.patch_mla_without_te()
@@ -108,6 +113,7 @@ class MegatronModel:
         self.spec = tf_config.decoder_spec
         self._config, self._like = config, like
         self._stopwatch, self._tokens = Stopwatch(tf_config.param_device), 0
+        self._has_adapters = False
         self._chunks = _build_chunks(tf_config, state)
         self.mappings: Mapping[str, ParamMapping] = build_param_mappings(
             tf_config.decoder_spec, transformer_engine=tf_config.transformer_engine
@@ -139,7 +145,7 @@ class MegatronModel:
             self.state,
             plan,
             judge,
-            trained=self._registry.trained,
+            trained=self._registry.trained or self._has_adapters,
             stopwatch=self._stopwatch,
         )
 
@@ -149,6 +155,38 @@ class MegatronModel:
         tokens = self._tokens
         self._tokens = 0
         return seconds / tokens if tokens else None
+
+    # -- LoRA -------------------------------------------------------------------------------
+
+    def attach_adapters(self, adapters: LoraAdapters, *, beside: bool = False) -> None:
+        """Attach LoRA adapters, which are replicated on every rank; call once, before the first forward.
+
+        The model must be frozen, and its linear layers those without Transformer Engine, whose norms are separate.
+        """
+        assert not beside and not self._has_adapters, "adapters are merged into the weights, and attached once"
+        assert not self._registry.trained and not self.tf_config.transformer_engine
+        attach_adapters(
+            self._chunks, adapters, self.mappings, self.state, sequence=bool(self.tf_config.sequence_parallel)
+        )
+        self._has_adapters = True
+
+    def local_part(self, name: str) -> ParamPart:
+        """Return which part of a parameter this rank has."""
+        is_local = name in self._registry.local_names
+        return find_part(self.mappings[name], self.state.tp_group) if is_local else WHOLE
+
+    def sum_grad(self, grad: Tensor) -> Tensor:
+        """All-reduce the gradient of replicated factors: ranks have other tokens, channels or layers."""
+        return self.state.world_group.sum(grad)
+
+    def max_over_ranks(self, tensor: Tensor) -> Tensor:
+        """All-reduce by the maximum over all ranks."""
+        return self.state.world_group.max(tensor)
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank among those that have other tokens."""
+        return self.state.dp_cp_group.rank
 
     # -- gradients --------------------------------------------------------------------------
 
@@ -247,10 +285,15 @@ class MegatronModel:
 
         Training checkpoints are written by all ranks, one tensor at a time: see ``train.checkpoint`` and ``save_plan``.
         """
-        params, gathered = self.parameters(), {}
+        params = self.parameters()
+        self.export(folder, lambda name: self.gather(name, params[name].detach()))
+
+    def export(self, folder: Path, gather_unit: Callable[[str], Tensor]) -> None:
+        """Write a Hugging Face model of the full tensors that ``gather_unit`` returns."""
+        gathered: dict[str, Tensor] = {}
         decoder = Decoder(self.spec, device="meta", dtype=self.tf_config.params_dtype, numerics=self.numerics)
         for name, param in decoder.named_parameters():
-            full = self.gather(name, params[name].detach())
+            full = gather_unit(name)
             if self.dp_group.is_lead:
                 gathered[name] = full.to(device="cpu", dtype=param.dtype)
         if self.dp_group.is_lead:

@@ -31,13 +31,22 @@ class DecoderTransformerConfig(MLATransformerConfig):
 
 
 def build_transformer_config(
-    spec: DecoderSpec, layout: ParallelDims, flags: Mapping[str, Any], *, dtype: torch.dtype, device: torch.device
+    spec: DecoderSpec,
+    layout: ParallelDims,
+    flags: Mapping[str, Any],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    transformer_engine: bool = True,
 ) -> DecoderTransformerConfig:
-    """Build the config for ``spec``; ``flags`` are fields of Megatron's own. Its errors become UsageErrors."""
+    """Build the config for ``spec``; ``flags`` are fields of Megatron's own. Its errors become UsageErrors.
+
+    Transformer Engine is used where it is installed, unless ``transformer_engine`` is false.
+    """
     problem = check_megatron_support(spec, layout)
     if problem is not None:
         raise UsageError(problem)
-    transformer_engine = device.type == "cuda" and find_spec("transformer_engine") is not None
+    transformer_engine = transformer_engine and device.type == "cuda" and find_spec("transformer_engine") is not None
     fields = {
         **_decoder(spec),
         **_moe(spec, transformer_engine=transformer_engine),

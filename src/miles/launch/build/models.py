@@ -17,7 +17,9 @@ from miles.algo.config import CRITIC_ESTIMATORS
 from miles.algo.registry import AlgoHooks
 from miles.backends.fsdp.local_critic import HEAD, LocalCritic
 from miles.backends.fsdp.local_model import LocalModel
+from miles.backends.fsdp.lora_critic import HeadCritic, LoraCritic
 from miles.backends.fsdp.lora_model import LoraBaseModel, LoraModel, LoraReference, UnmergedLoraModel
+from miles.backends.fsdp.lora_reward_model import LoraRewardModel
 from miles.backends.fsdp.reward_model import RewardModel
 from miles.cluster import platform
 from miles.cluster.executor import Executor
@@ -35,7 +37,15 @@ from miles.launch.plan.layout_memory import (
     get_recompute_mode,
     packs_reference,
 )
-from miles.launch.plan.lora import build_lora, get_adapter_folder, is_unmerged, packs_base, shares_reference
+from miles.launch.plan.lora import (
+    build_lora,
+    get_adapter_folder,
+    is_unmerged,
+    packs_base,
+    shares_critic,
+    shares_reference,
+    starts_from_critic_adapter,
+)
 from miles.launch.plan.plan import Plan, choose_parity_tolerance
 from miles.models.activation_checkpointing import set_recompute
 from miles.models.base import CausalLM
@@ -56,7 +66,7 @@ from miles.train.balance import CostFn, build_flops_cost, build_token_cost
 from miles.train.critic import Critic
 from miles.train.dp_group import SINGLE_RANK, DataParallelGroup
 from miles.train.draft_trainer import DraftTrainer
-from miles.train.model_protocols import PolicyReference, TrainModel, ValueModel
+from miles.train.model_protocols import PolicyReference, ScoreModel, TrainModel, ValueModel
 from miles.train.policy_trainer import PolicyTrainer
 
 # -- checkpoints ----------------------------------------------------------------------------
@@ -232,6 +242,10 @@ class ModelFactory(Protocol):
         """The model the critic starts from."""
         ...
 
+    def value_head(self) -> HeadCritic:
+        """A value head over the decoder of the actor, which is frozen."""
+        ...
+
 
 def choose_save_dtype(config: Config, policy: BaseCheckpoint) -> torch.dtype | None:
     """The dtype the policy's model came in, where --dtype auto trains it in float32."""
@@ -290,14 +304,23 @@ class LocalModelFactory:
             value.load_head(folder)
         return value
 
-    def reward_model(self) -> RewardModel:
+    def value_head(self) -> HeadCritic:
+        return LocalCritic(self._model, gradient_checkpointing=self._set_recompute(self._model))
+
+    def reward_model(self) -> ScoreModel:
         """The actor with a scalar head, trained as a reward model."""
-        return RewardModel(
+        config, policy = self._config, self._policy
+        model = RewardModel(
             self._model,
-            config=self._policy.config,
-            like=self._policy.folder,
+            config=policy.config,
+            like=policy.folder,
             gradient_checkpointing=self._set_recompute(self._model),
         )
+        lora = build_lora(config.lora, policy.spec)
+        if lora is None:
+            return model
+        start = get_adapter_folder(config.lora)
+        return LoraRewardModel(model, lora, base=policy.folder, seed=config.train.seed, start=start)
 
     def _set_recompute(self, model: CausalLM) -> bool:
         """Set activation recomputation on ``model``; whether any is used."""
@@ -344,7 +367,7 @@ def build_policy_trainer(
     critic = None
     if plan.critic is not None:
         critic = Critic(
-            models.value(plan.critic),
+            _build_value_model(config, plan.critic, models, actor),
             algo=config.algo,
             train=config.train,
             updates=updates,
@@ -387,6 +410,17 @@ def _build_reference(
         assert isinstance(actor, LoraModel)
         return LoraReference(actor)
     return models.reference(plan.reference)
+
+
+def _build_value_model(config: Config, folder: Path, models: ModelFactory, actor: TrainModel) -> ValueModel:
+    """The critic: adapters and a head over the actor's base if it starts from that, else a model of its own."""
+    if not shares_critic(config):
+        return models.value(folder)
+    assert isinstance(actor, LoraModel)
+    critic = LoraCritic(actor, models.value_head(), seed=config.train.seed + 1)
+    if starts_from_critic_adapter(config):
+        critic.load(folder)
+    return critic
 
 
 def _choose_cost(config: Config, spec: DecoderSpec) -> CostFn | None:

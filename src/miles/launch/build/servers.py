@@ -39,6 +39,7 @@ from miles.launch.distributed.ray_placement import get_reservation
 from miles.launch.plan.plan import Plan
 from miles.launch.plan.topology import count_engines, get_engine_devices
 from miles.launch.runtime.run_directory import append_log_line
+from miles.models.hf_adapter.spec import HfAdapterSpec
 from miles.models.lora.adapters import LoraAdapters
 from miles.models.lora.targets import LoraSpec
 from miles.models.spec import DecoderSpec
@@ -137,7 +138,8 @@ def _can_send_adapters(config: Config, policy: PolicyCheckpoint) -> bool:
     merged = policy.rollout_quantization is None and policy.rollout_adapters is None
     same = policy.rollout_dtype == policy.dtype and merged
     has_head = config.native.speculative_algorithm in HEAD_ALGORITHMS  # whose weights are not adapters
-    return ours and s.update_weight_transport == "auto" and same and not has_head
+    is_native = not isinstance(policy.spec, HfAdapterSpec)
+    return ours and s.update_weight_transport == "auto" and same and is_native and not has_head
 
 
 def _build_lora_transport(

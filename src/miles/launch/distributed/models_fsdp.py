@@ -36,6 +36,7 @@ class FsdpModelFactory:
         self._config = config
         self._checkpoint = checkpoint
         self._mesh = mesh
+        self._base: FsdpModel | None = None
 
     @property
     def dp_group(self) -> DataParallelGroup:
@@ -53,6 +54,7 @@ class FsdpModelFactory:
         )
         if lora is None:
             return base
+        self._base = base
         return build_lora_model(config, checkpoint, base, lora)
 
     def reference(self, folder: Path) -> TrainModel:
@@ -67,6 +69,10 @@ class FsdpModelFactory:
         if (folder / HEAD).exists():
             value.load_head(folder)
         return value
+
+    def value_head(self) -> FsdpCritic:
+        assert self._base is not None, "the actor with adapters is loaded first"
+        return FsdpCritic(self._base)
 
     def _load_trained(
         self,

@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from miles.backends.fsdp.lora_critic import HeadCritic
 from miles.backends.megatron.config import build_recompute_flags
 from miles.backends.megatron.model import MegatronModel, load_megatron_model
 from miles.backends.megatron.parallel_state import initialize_parallel_state
 from miles.core.errors import UsageError
-from miles.launch.build.models import BaseCheckpoint, resolve_side_spec
+from miles.launch.build.models import BaseCheckpoint, build_lora_model, resolve_side_spec
 from miles.launch.config import Config
 from miles.launch.plan.layout_memory import get_recompute_layers, get_recompute_mode
+from miles.launch.plan.lora import build_lora
 from miles.launch.plan.plan import Plan
 from miles.models.spec import DecoderSpec
 from miles.train.dp_group import DataParallelGroup
@@ -36,18 +38,28 @@ class MegatronModelFactory:
         return self._dp_group
 
     def actor(self) -> TrainModel:
-        checkpoint = self._checkpoint
-        model = self._load(checkpoint.folder, checkpoint.spec, config=checkpoint.config)
+        checkpoint, config = self._checkpoint, self._config
+        lora = build_lora(config.lora, checkpoint.spec)
+        model = self._load(
+            checkpoint.folder,
+            checkpoint.spec,
+            config=checkpoint.config,
+            frozen=lora is not None,
+            transformer_engine=lora is None,
+        )
         self._dp_group = model.dp_group
-        return model
+        return model if lora is None else build_lora_model(config, checkpoint, model, lora)
 
     def reference(self, folder: Path) -> TrainModel:
-        return self._load(folder, self._checkpoint.spec)
+        return self._load(folder, self._checkpoint.spec, frozen=True)
 
     def teacher(self, folder: Path) -> TrainModel:
-        return self._load(folder, resolve_side_spec(self._config, self._checkpoint, folder))
+        return self._load(folder, resolve_side_spec(self._config, self._checkpoint, folder), frozen=True)
 
     def value(self, folder: Path) -> ValueModel:
+        raise UsageError("--train-backend megatron has no critic; use --train-backend fsdp.")
+
+    def value_head(self) -> HeadCritic:
         raise UsageError("--train-backend megatron has no critic; use --train-backend fsdp.")
 
     def _get_flags(self) -> tuple[str, ...]:
@@ -56,8 +68,16 @@ class MegatronModelFactory:
         recompute = build_recompute_flags(get_recompute_mode(train), get_recompute_layers(train))
         return (*self._config.megatron.megatron_flags, *recompute)
 
-    def _load(self, folder: Path, spec: DecoderSpec, config: Mapping[str, Any] | None = None) -> MegatronModel:
-        """A model that is trained and saved with ``config``, or frozen without it."""
+    def _load(
+        self,
+        folder: Path,
+        spec: DecoderSpec,
+        *,
+        config: Mapping[str, Any] | None = None,
+        frozen: bool,
+        transformer_engine: bool = True,
+    ) -> MegatronModel:
+        """A model that is trained, or ``frozen``; saved with ``config`` if that is given."""
         return load_megatron_model(
             folder,
             spec,
@@ -66,6 +86,7 @@ class MegatronModelFactory:
             device=self._checkpoint.platform.device,
             config=config,
             like=None if config is None else folder,
-            frozen=config is None,
+            frozen=frozen,
+            transformer_engine=transformer_engine,
             flags=self._get_flags(),
         )

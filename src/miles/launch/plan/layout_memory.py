@@ -95,8 +95,10 @@ def estimate_rank_lora_memory(
         weights = estimate_rank_frozen_bytes(spec, layout, dtype)
     if not (is_packed or lora.unmerged):
         adapted = {target.param_name for target in lora.targets}
-        params = list_rank_params(spec, get_sharding_degrees(layout))
+        params = list_rank_params(get_pipeline_stage(spec, layout), get_sharding_degrees(layout))
         base = sum(param.count for param in params if param.name in adapted) * BYTES[dtype]
+        if isinstance(spec, HfAdapterSpec):  # in one process, and its parameters are not listed
+            base = lora.num_base_parameters * BYTES[dtype]
     return LoraRankMemory(
         weights=weights,
         base=base,

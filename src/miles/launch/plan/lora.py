@@ -59,6 +59,23 @@ def shares_reference(config: Config) -> bool:
     return config.lora.is_enabled and config.train.ref_load in (None, config.models.hf_checkpoint)
 
 
+def shares_critic(config: Config) -> bool:
+    """Whether the critic of PPO is adapters and a head over the policy's base, and needs no copy of the model."""
+    train = config.train
+    if not config.lora.is_enabled or train.critic_device != "auto":
+        return False
+    start = train.critic_load
+    return start in (None, config.models.hf_checkpoint) or starts_from_critic_adapter(config)
+
+
+def starts_from_critic_adapter(config: Config) -> bool:
+    """Whether --critic-load is a critic that consists of adapters over the base of a policy."""
+    if config.train.critic_load is None or not config.lora.is_enabled:
+        return False
+    folder = Path(config.train.critic_load)
+    return peft.has_adapter(folder) and not (folder / "config.json").exists()
+
+
 def get_adapter_folder(config: LoraConfig) -> Path | None:
     """The folder of the adapter to start from."""
     return None if config.lora_adapter_path is None else Path(config.lora_adapter_path)

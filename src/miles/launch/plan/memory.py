@@ -1,6 +1,7 @@
 """Memory plan: what a run will hold on its GPU, estimated from the model's spec."""
 
 from dataclasses import dataclass, replace
+from math import prod
 
 from miles.launch.config import Config
 from miles.launch.plan.drafts import read_engine_draft, read_trained_draft
@@ -14,7 +15,7 @@ from miles.launch.plan.layout_memory import (
     get_recompute_mode,
     packs_reference,
 )
-from miles.launch.plan.lora import build_lora, is_unmerged, packs_base, shares_reference
+from miles.launch.plan.lora import build_lora, is_unmerged, packs_base, shares_critic, shares_reference
 from miles.launch.plan.plan import Plan
 from miles.launch.rules.paths import read_spec_or_none
 from miles.models.accounting.draft import draft_activation_bytes, draft_optimizer_bytes, draft_weight_bytes
@@ -23,6 +24,7 @@ from miles.models.accounting.params import (
     BYTES,
     gradient_bytes,
     kv_bytes_per_token,
+    moment_bytes,
     optimizer_bytes,
     packed_weight_bytes,
     parameter_count,
@@ -59,7 +61,7 @@ def estimate_memory(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Memo
         MemoryShare(name="reference", bytes=reference, note=reference_note),
     )
     trained += (
-        *_estimate_critic(config, plan),
+        *_estimate_critic(config, plan, spec),
         *_estimate_teachers(config, plan),
         _estimate_activations(config, plan, spec),
         *_estimate_vision(config, plan, spec),
@@ -192,8 +194,20 @@ def _place(host: bool, share: MemoryShare) -> MemoryShare:
     return replace(share, bytes=0, note=f"{share.note}, {format_bytes(share.bytes)} of host memory") if host else share
 
 
-def _estimate_critic(config: Config, plan: Plan) -> tuple[MemoryShare, ...]:
+def _estimate_critic(config: Config, plan: Plan, policy: DecoderSpec) -> tuple[MemoryShare, ...]:
     """The critic; on a device of its own it takes no memory here."""
+    if plan.critic is not None and shares_critic(config):
+        lora = build_lora(config.lora, policy)
+        assert lora is not None
+        weights, optimizer = estimate_adapter_critic_bytes(policy, lora, config.train.optimizer_state_dtype)
+        return (
+            MemoryShare(name="critic", bytes=weights, note="float32: adapters over the policy's base, and a head"),
+            MemoryShare(name="critic grad", bytes=weights, note="float32"),
+            _place(
+                plan.device != "cpu" and config.train.optimizer_cpu_offload,
+                MemoryShare(name="critic adam", bytes=optimizer, note="its own optimizer"),
+            ),
+        )
     spec = None if plan.critic is None else read_spec_or_none(str(plan.critic), config.models.model_impl)
     if spec is None:
         return ()
@@ -217,6 +231,12 @@ def _count_factors(config: Config, spec: DecoderSpec) -> int:
 def _count_shards(plan: Plan) -> int:
     """Number of shards of a model."""
     return plan.layout.shard_group_size * plan.layout.tensor * plan.layout.pipeline
+
+
+def estimate_adapter_critic_bytes(spec: DecoderSpec, lora: LoraSpec, moments: str = "float32") -> tuple[int, int]:
+    """Weights (and as many gradients) and optimizer of a critic that is adapters and a head over the policy's base."""
+    shapes = [*lora.list_shapes(), (1, spec.hidden_size), (1,)]
+    return 4 * sum(map(prod, shapes)), sum(2 * moment_bytes(prod(shape), moments) for shape in shapes)
 
 
 def estimate_critic_bytes(spec: DecoderSpec, dtype: str) -> tuple[int, int, int]:

@@ -17,8 +17,8 @@ from miles.core.hub_names import parse_hub_name
 from miles.launch.config import Config
 from miles.launch.hub.resolve import resolve_model
 from miles.launch.plan.layout_memory import estimate_rank_lora_memory
-from miles.launch.plan.lora import build_lora, is_unmerged, packs_base
-from miles.launch.plan.memory import estimate_critic_bytes, format_bytes
+from miles.launch.plan.lora import build_lora, is_unmerged, packs_base, shares_critic, shares_reference
+from miles.launch.plan.memory import estimate_adapter_critic_bytes, estimate_critic_bytes, format_bytes
 from miles.launch.plan.plan import parse_teacher_folders
 from miles.models.accounting.activations import activation_bytes
 from miles.models.accounting.known_models import find_known_config, load_known_models
@@ -179,11 +179,17 @@ def _estimate_side_models(spec: DecoderSpec, run: Config, dtype: str) -> dict[st
     has_critic = (
         a.advantage_estimator in CRITIC_ESTIMATORS and a.loss_type not in OFFLINE_LOSSES and t.critic_device == "auto"
     )
-    critic = spec if t.critic_load is None else _resolve_model_spec(t.critic_load, run)
+    critic = 0
+    if has_critic and shares_critic(run) and (lora := build_lora(run.lora, spec)) is not None:
+        adapters, optimizer = estimate_adapter_critic_bytes(spec, lora)
+        critic = 2 * adapters + optimizer
+    elif has_critic:
+        own = spec if t.critic_load is None else _resolve_model_spec(t.critic_load, run)
+        critic = sum(estimate_critic_bytes(own, dtype))
     folders = parse_teacher_folders(run).values() if uses_distillation(a) else ()
     return {
-        "reference": weight_bytes(spec, dtype) if needs_reference else 0,
-        "critic": sum(estimate_critic_bytes(critic, dtype)) if has_critic else 0,
+        "reference": weight_bytes(spec, dtype) if needs_reference and not shares_reference(run) else 0,
+        "critic": critic,
         "teachers": sum(weight_bytes(_resolve_model_spec(str(folder), run), dtype) for folder in folders),
         "adapters": 0,
     }

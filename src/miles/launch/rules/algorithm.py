@@ -17,6 +17,7 @@ from miles.core.errors import MilesError
 from miles.hooks.registry import ADVANTAGE, ALL_SAMPLES, BEFORE_LOG_PROBS, BUFFER_FILTER, ROLLOUT_LOG, SAMPLE_FILTER
 from miles.launch.config import Config
 from miles.launch.plan.hardware import count_accelerators
+from miles.launch.plan.lora import starts_from_critic_adapter
 from miles.launch.rules.flags import Rule, list_set_flags
 from miles.launch.rules.paths import find_checkpoint_problem, read_spec_or_none
 from miles.models.resolve import resolve_spec
@@ -217,6 +218,13 @@ def check_critic_device(c: Config) -> Iterator[str]:
 def check_critic_checkpoint(c: Config) -> Iterator[str]:
     name, policy = c.train.critic_load, read_spec_or_none(c.models.hf_checkpoint, c.models.model_impl)
     if name is None or c.algo.advantage_estimator not in CRITIC_ESTIMATORS:
+        return
+    if starts_from_critic_adapter(c):
+        if c.train.critic_device != "auto":
+            yield (
+                f"--critic-load {name} has adapters over the policy's base, which is not on --critic-device "
+                f"{c.train.critic_device}; remove --critic-device."
+            )
         return
     if problem := find_checkpoint_problem(Path(name)):
         yield f"--critic-load {name} {problem}"

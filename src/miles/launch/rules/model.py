@@ -79,7 +79,7 @@ def check_transformers_models(c: Config) -> Iterator[str]:
             f"--kv-cache-dtype {c.models.kv_cache_dtype} needs the native model; remove it, or "
             "--model-impl transformers."
         )
-    if c.train.optimizer == "muon":
+    if c.train.optimizer == "muon" and not c.lora.is_enabled:
         yield "--optimizer muon needs the native model; use --optimizer adam, or remove --model-impl transformers."
 
 
@@ -149,22 +149,15 @@ def check_lora_setup(c: Config) -> Iterator[str]:
         if not c.lora.lora_merge:
             yield "--no-lora-merge needs --lora-rank; add that, or remove --no-lora-merge."
         return
-    p = c.parallel
-    unsupported = {
-        "--train-backend megatron": c.train.train_backend == "megatron",
-        "--loss-type rm_loss": c.algo.loss_type == "rm_loss",
-        "--model-impl transformers": c.models.model_impl == "transformers",
-        "--fsdp-cpu-offload": p.fsdp_cpu_offload,
-    }
-    for flag in (flag for flag, is_set in unsupported.items() if is_set):
-        yield f"--lora-rank does not work with {flag}; remove one of them."
+    if c.parallel.fsdp_cpu_offload:
+        yield "--lora-rank does not work with --fsdp-cpu-offload; remove one of them."
     if c.observe.debug_rollout_only:
         yield "--debug-rollout-only trains nothing, so --lora-rank and --lora-adapter-path have no effect; remove them."
 
 
 def check_lora_fits_model(c: Config) -> Iterator[str]:
     spec = read_spec_or_none(c.models.hf_checkpoint, c.models.model_impl)
-    if not c.lora.is_enabled or spec is None or isinstance(spec, HfAdapterSpec):
+    if not c.lora.is_enabled or spec is None:
         return
     path = c.lora.lora_adapter_path
     if path is not None and not Path(path).is_dir():
@@ -179,18 +172,37 @@ def check_lora_fits_model(c: Config) -> Iterator[str]:
     yield from _check_lora_targets(c, lora)
 
 
+def _check_megatron_lora(c: Config, lora: LoraSpec) -> Iterator[str]:
+    backend = "--train-backend megatron"
+    unsupported = next((t for t in lora.targets if t.param_name.split(".")[2] not in ("attention", "mlp")), None)
+    if unsupported is not None:
+        yield (
+            f"{backend} supports adapters of attention and dense MLPs, but not of MLA, shared or routed experts, which "
+            f"{unsupported.module} is one of; choose others with --target-modules, or use --train-backend fsdp."
+        )
+    flags = {"--use-dora": lora.use_dora, "--lora-dropout": lora.dropout, "--train-precision": packs_base(c)}
+    flags["--no-lora-merge"] = not c.lora.lora_merge
+    for flag in (flag for flag, is_set in flags.items() if is_set):
+        yield f"{backend} with --lora-rank does not support {flag}; remove it, or use --train-backend fsdp."
+    if "--use-distributed-optimizer" in c.megatron.megatron_flags:
+        yield (
+            "--megatron-use-distributed-optimizer shards the state of trained weights, but adapters are whole on every "
+            "rank; remove it."
+        )
+
+
 def _check_lora_targets(c: Config, lora: LoraSpec) -> Iterator[str]:
     p = c.parallel
+    if c.train.train_backend == "megatron":
+        yield from _check_megatron_lora(c, lora)
+        return
     has_experts = any(target.num_experts for target in lora.targets)
     if lora.use_dora:
         yield from _check_dora(c, has_experts=has_experts)
-    if lora.dropout and has_experts:
-        yield "--lora-dropout does not support adapters of routed experts; add --exclude-modules experts, or remove it."
-    if lora.dropout and (p.tensor_model_parallel_size > 1 or is_unmerged(c)):
-        yield (
-            "--lora-dropout does not work with --tensor-model-parallel-size, --train-precision or --no-lora-merge; "
-            "remove one of them."
-        )
+    if lora.dropout and is_unmerged(c):
+        yield "--lora-dropout does not work with --train-precision or --no-lora-merge; remove one of them."
+    if is_unmerged(c) and c.algo.loss_type == "rm_loss":
+        yield "--loss-type rm_loss with --lora-rank does not support --train-precision or --no-lora-merge; remove them."
     if packs_base(c):
         precision = f"--train-precision {c.models.train_precision}"
         if has_experts:
@@ -213,11 +225,8 @@ def _check_lora_targets(c: Config, lora: LoraSpec) -> Iterator[str]:
 def _check_dora(c: Config, *, has_experts: bool) -> Iterator[str]:
     if has_experts:
         yield "DoRA does not support adapters of routed experts; add --exclude-modules experts, or remove --use-dora."
-    if c.parallel.tensor_model_parallel_size > 1 or is_unmerged(c) or c.lora.lora_dropout:
-        yield (
-            "DoRA does not work with --tensor-model-parallel-size, --train-precision, --no-lora-merge or "
-            "--lora-dropout; remove one of them."
-        )
+    if is_unmerged(c) or c.lora.lora_dropout:
+        yield "DoRA does not work with --train-precision, --no-lora-merge or --lora-dropout; remove one of them."
 
 
 def check_no_lora(c: Config) -> Iterator[str]:

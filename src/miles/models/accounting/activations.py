@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 from miles.models.accounting.linear_inputs import LayerAdapters, saved_input_bytes
 from miles.models.accounting.params import CHUNK
 from miles.models.accounting.quantize_workspace import quantize_workspace_bytes
+from miles.models.hf_adapter.spec import HfAdapterSpec
 from miles.models.lora.targets import LoraSpec
 from miles.models.quantization import quantizes_layer
 from miles.models.spec import (
@@ -204,7 +205,9 @@ def _list_settings(spec: DecoderSpec, lora: LoraSpec | None) -> list[_LayerSetti
     quantization, settings = spec.quantization, list[_LayerSetting]()
     for index, layer in enumerate(spec.layers):
         is_quantized = quantization is not None and quantizes_layer(quantization, index, spec.num_layers)
-        adapters = None if lora is None else LayerAdapters.from_lora(lora, index)
+        is_known = lora is not None and not isinstance(spec, HfAdapterSpec)  # of those, all inputs are counted
+        copies = layer.ffn.experts_per_token if isinstance(layer.ffn, MoeSpec) else 0
+        adapters = LayerAdapters.from_lora(lora, index, copies) if is_known and lora is not None else None
         settings.append(_LayerSetting(layer, quantization if is_quantized else None, adapters))
     return settings
 

@@ -49,7 +49,7 @@ class LayerAdapters:
     unmerged: bool = False
 
     @classmethod
-    def from_lora(cls, lora: LoraSpec, layer: int) -> LayerAdapters:
+    def from_lora(cls, lora: LoraSpec, layer: int, experts_per_token: int = 0) -> LayerAdapters:
         """Select those of a layer by its index."""
         ranks: dict[str, int] = {}
         extra, seen = 0, set[str]()
@@ -59,7 +59,8 @@ class LayerAdapters:
                 if lora.use_dora and target.param_name.endswith(_ADDED_OUTPUTS):
                     extra += target.outputs
                 if lora.dropout:
-                    extra += (2 if target.param_name in seen else 1) * target.inputs
+                    copies = experts_per_token if target.num_experts else 1
+                    extra += (2 if target.param_name in seen else 1) * target.inputs * copies
                 seen.add(target.param_name)
                 name = target.param_name.removeprefix(prefix).removesuffix(".weight")
                 ranks[name] = ranks.get(name, 0) + lora.rank

@@ -39,6 +39,11 @@ _MAGNITUDE = "lora_magnitude_vector"
 _UNSUPPORTED = ("fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save")
 
 
+def has_adapter(folder: Path) -> bool:
+    """Return whether a checkpoint has an adapter in its subfolder."""
+    return (folder / FOLDER / CONFIG).exists()
+
+
 def lora_a_name(target: LoraTarget) -> str:
     """Return the parameter name of a target's A factor."""
     return f"{target.module}.{_A}"

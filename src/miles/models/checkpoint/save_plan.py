@@ -112,7 +112,8 @@ class SavePlan:
 
     ``extra_tensors`` are stored in ``like`` and not part of the model; ``config`` is the content of config.json, and
     ``json_files`` that of other JSON files by path. ``gather_unit`` returns the full tensor of one of the ``units``,
-    where that is not the parameter of this name; all ranks call it in one order.
+    where that is not the parameter of this name; all ranks call it in one order. A plan without ``units`` is of a
+    folder that is no model: it has neither weights nor a config.
     """
 
     units: tuple[SaveUnit, ...]
@@ -140,7 +141,8 @@ class SavePlan:
         for path, content in self.json_files.items():
             (folder / path).parent.mkdir(exist_ok=True)
             write_json(folder / path, content)
-        write_json(folder / "config.json", self.config)
+        if self.units:
+            write_json(folder / "config.json", self.config)
 
 
 def plan_save(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -27,6 +28,10 @@ _PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
 
 _IMAGE_TOKENS = ("image_token_id", "image_token_index")
 
+# Names of routers, and parts of the names of matrices without adapters.
+_ROUTERS = ("gate", "router", "wg", "shared_expert_gate")
+_NO_TARGETS = re.compile(r"\.experts\.|vision|visual|image|audio|embed|norm")
+
 # These rope types depend on the longest sequence of a batch beyond the original length, which rules out packing.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
@@ -37,6 +42,7 @@ class HfAdapterSpec(DecoderSpec):
     them is a guess, and so is the tower of ``vision``, of which the placeholder token alone is used to compute.
 
     Hidden states are multiplied by ``hidden_scale`` before the head. ``active`` counts the parameters used per token.
+    ``linears`` are the modules of layers that LoRA adapters may be added to, by the shapes of their weights.
     ``recurrent`` and ``moe`` are never set: recurrent models are rejected, and routing is internal to transformers.
     """
 
@@ -44,6 +50,7 @@ class HfAdapterSpec(DecoderSpec):
     parameters: int
     active: int
     hidden_scale: float = 1.0
+    linears: tuple[tuple[str, tuple[int, int]], ...] = ()
 
 
 def build_hf_adapter_spec(config: Mapping[str, Any], folder: Path | str) -> HfAdapterSpec:
@@ -78,8 +85,25 @@ def build_hf_adapter_spec(config: Mapping[str, Any], folder: Path | str) -> HfAd
         eos_token_ids=_eos_token_ids(config, text),
         parameters=total,
         active=active,
+        linears=_find_linears(stored),
         vision=vision,
     )
+
+
+def _find_linears(stored: Mapping[str, StoredTensor]) -> tuple[tuple[str, tuple[int, int]], ...]:
+    """Return the matrices of layers, but those of routers, routed experts and vision towers."""
+    found: list[tuple[str, tuple[int, int]]] = []
+    for name, tensor in stored.items():
+        parts = name.split(".")
+        is_matrix = parts[-1] == "weight" and len(tensor.shape) == 2 and any(part.isdigit() for part in parts)
+        if is_matrix and parts[-2] not in _ROUTERS and not _NO_TARGETS.search(name):
+            found.append((name.removesuffix(".weight"), (tensor.shape[0], tensor.shape[1])))
+    return tuple(sorted(found, key=lambda each: _natural_key(each[0])))
+
+
+def _natural_key(name: str) -> tuple[tuple[int, str], ...]:
+    """Sort layer 2 before layer 10."""
+    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in name.split("."))
 
 
 def _guess_vision(config: Mapping[str, Any], architecture: str) -> VisionSpec | None:

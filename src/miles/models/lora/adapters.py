@@ -49,6 +49,7 @@ from miles.models.checkpoint.peft import (
     magnitude_name,
     peft_tensor_name,
 )
+from miles.models.hf_adapter.lora import find_linear, set_adapter
 from miles.models.layers.linear import Linear
 from miles.models.layers.moe import MoeMlp
 from miles.models.lora.layout import LORA_A, LORA_B, build_layout, factor_name
@@ -67,11 +68,13 @@ def merge(
     scale: float,
     magnitude_O: Tensor | None = None,
     norm_O: Tensor | None = None,
+    *,
+    knows_norms: bool = False,
 ) -> None:
     """Write base plus scaled product into ``out``; where the product is zero, the base's exact bits.
 
     Rows are computed independently: any subset gives the same bits as all rows. With magnitudes (DoRA) each row is
-    scaled to its own, and ``norm_O`` receives the lengths that rows have without.
+    scaled to its own, and ``norm_O`` receives the lengths that rows have without, unless it has them already.
     """
     step = max(1, _CHUNK_VALUES // a_rI.shape[1])
     factor_Ir = a_rI.T.contiguous()
@@ -85,8 +88,14 @@ def merge(
         sum_OI = torch.where(delta_OI == 0, base.float(), base.float() + delta_OI)
         # A GEMM whose sums have one order, however many rows there are.
         ones_1I = torch.ones_like(sum_OI[:1])
-        norm_O[rows] = linear_forward(sum_OI.square(), ones_1I, None, torch.float32).squeeze(1).sqrt()
-        out_OI[rows].copy_((sum_OI * (magnitude_O[rows] / norm_O[rows]).unsqueeze(1)).to(base.dtype))
+        if not knows_norms:
+            norm_O[rows] = linear_forward(sum_OI.square(), ones_1I, None, torch.float32).squeeze(1).sqrt()
+        out_OI[rows].copy_((sum_OI * _dora_scale(magnitude_O[rows], norm_O[rows]).unsqueeze(1)).to(base.dtype))
+
+
+def _dora_scale(magnitude_O: Tensor, norm_O: Tensor) -> Tensor:
+    """Return what DoRA scales each row by; rows of padding stay zero."""
+    return torch.where(norm_O == 0, torch.zeros_like(norm_O), magnitude_O / norm_O)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +126,15 @@ PartOf = Callable[[str], ParamPart]
 """Which part of a decoder's parameter a rank has, by its name."""
 
 
+Rows = tuple[int, int] | Tensor
+"""Rows of a part of a weight: from first to last, or the number of each."""
+
+
 @dataclass(frozen=True, slots=True)
-class _TargetPart:
+class TargetPart:
     """The factors of a target as a part of a weight needs them; ``rows`` are those of the part that it is."""
 
-    rows: tuple[int, int]
+    rows: Rows
     a: Tensor
     b: Tensor
     own_rows: Tensor | None
@@ -150,19 +163,31 @@ def _select(factor: Tensor, dim: int, index: Tensor | None) -> Tensor:
     return found * (mask if dim == -1 else mask.unsqueeze(-1))
 
 
-def _fuse_factors(parts: Sequence[_TargetPart], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _fuse_factors(parts: Sequence[TargetPart], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the A and B factors of targets in one weight, one target after the other, rounded to ``dtype``."""
     factors = [part.factors(expand=False) for part in parts]
     return torch.cat([a.to(dtype) for a, _ in factors]), torch.cat([b.to(dtype) for _, b in factors])
+
+
+def compute_factor_grads(
+    x_TI: Tensor, dy_TN: Tensor, rows: Sequence[Rows], scale: float, factors: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return the gradients of the factors A and B of each target, from those of the outputs."""
+    grads: list[Tensor] = []
+    for own, a_rI, b_Or in zip(rows, factors[::2], factors[1::2], strict=True):
+        dy_TO = dy_TN.index_select(1, own.to(dy_TN.device)) if isinstance(own, Tensor) else dy_TN[:, slice(*own)]
+        xa_Tr = x_TI @ a_rI.to(x_TI.dtype).T
+        dyb_Tr = dy_TO @ b_Or.to(dy_TO.dtype)
+        grads.append((dyb_Tr.T @ x_TI).to(a_rI.dtype).mul_(scale))
+        grads.append((dy_TO.T @ xa_Tr).to(b_Or.dtype).mul_(scale))
+    return grads
 
 
 class _LoraGradient(torch.autograd.Function):
     """Identity of a projection's output; its gradient also goes to the factors."""
 
     @staticmethod
-    def forward(
-        ctx: Any, y_TN: Tensor, x_TI: Tensor, scale: float, rows: tuple[tuple[int, int], ...], *factors: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, y_TN: Tensor, x_TI: Tensor, scale: float, rows: tuple[Rows, ...], *factors: Tensor) -> Tensor:
         ctx.scale, ctx.rows = scale, rows
         ctx.save_for_backward(x_TI, *factors)
         return y_TN.view_as(y_TN)
@@ -172,13 +197,7 @@ class _LoraGradient(torch.autograd.Function):
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, *factors = ctx.saved_tensors
         x_TI, rows_TN = x.reshape(-1, x.shape[-1]), grad_TN.reshape(-1, grad_TN.shape[-1])
-        grads: list[Tensor] = []
-        for (start, stop), a_rI, b_Or in zip(ctx.rows, factors[::2], factors[1::2], strict=True):
-            dy_TO = rows_TN[:, start:stop]
-            xa_Tr = x_TI @ a_rI.to(x_TI.dtype).T
-            dyb_Tr = dy_TO @ b_Or.to(dy_TO.dtype)
-            grads.append((dyb_Tr.T @ x_TI).to(a_rI.dtype).mul_(ctx.scale))
-            grads.append((dy_TO.T @ xa_Tr).to(b_Or.dtype).mul_(ctx.scale))
+        grads = compute_factor_grads(x_TI, rows_TN, ctx.rows, ctx.scale, factors)
         return (grad_TN, None, None, None, *grads)
 
 
@@ -212,7 +231,7 @@ class _DoraGradient(torch.autograd.Function):
         for (start, stop), norm_O, a_rI, b_Or, magnitude_O in triples:
             dy_TO = rows_TN[:, start:stop]
             products_O = (dy_TO * y_TN[:, start:stop]).sum(0, dtype=torch.float32)
-            dv_TO = dy_TO * (magnitude_O / norm_O).to(dy_TO.dtype)
+            dv_TO = dy_TO * _dora_scale(magnitude_O, norm_O).to(dy_TO.dtype)
             xa_Tr = x_TI @ a_rI.to(x_TI.dtype).T
             grads.append(((dv_TO @ b_Or.to(dv_TO.dtype)).T @ x_TI).to(a_rI.dtype).mul_(ctx.scale))
             grads.append((dv_TO.T @ xa_Tr).to(b_Or.dtype).mul_(ctx.scale))
@@ -258,7 +277,7 @@ class _ExpertLoraGradient(torch.autograd.Function):
 class LoraAdapter:
     """The factors of the targets inside one decoder matrix, applied to that matrix's output."""
 
-    def __init__(self, targets: Sequence[_TargetPart], scale: float, dropout: Dropout | None = None) -> None:
+    def __init__(self, targets: Sequence[TargetPart], scale: float, dropout: Dropout | None = None) -> None:
         self._targets, self._scale = tuple(targets), scale
         self._dropout = dropout
         self._rows = tuple(target.rows for target in targets)
@@ -277,6 +296,7 @@ class LoraAdapter:
     def _apply_dropped(self, y_TN: Tensor, x_TI: Tensor, dropout: Dropout) -> Tensor:
         """Replace the adapters' part of ``y``, which is that of all inputs, by that of inputs some of which are 0."""
         for target in self._targets:
+            assert isinstance(target.rows, tuple)
             start, stop = target.rows
             a_rI, b_Or = (factor.detach().to(x_TI.dtype) for factor in target.factors())
             dropped_TI = dropout(x_TI, target)
@@ -291,22 +311,30 @@ class DoraAdapter:
 
     def __init__(
         self,
-        rows: Sequence[tuple[int, int]],
-        factors: Sequence[Tensor],
+        targets: Sequence[TargetPart],
+        magnitudes: Sequence[Tensor],
         norms: Sequence[Tensor],
         scale: float,
-        module: Linear,
+        module: nn.Linear,
     ) -> None:
-        self._rows, self._factors = tuple(rows), tuple(factors)
-        self._norms, self._scale = tuple(norms), scale
-        self._module = module
+        self._targets, self._rows = tuple(targets), tuple(target.rows for target in targets)
+        self._magnitudes, self._norms = tuple(magnitudes), tuple(norms)
+        self._scale, self._module = scale, module
 
     def __call__(self, y_TN: Tensor, x_TI: Tensor) -> Tensor:
         """Return ``y``, through which gradients also reach the factors and magnitudes."""
         if not torch.is_grad_enabled():
             return y_TN
         bias_N = None if self._module.bias is None else self._module.bias.detach()
-        return _DoraGradient.apply(y_TN, x_TI, bias_N, self._scale, self._rows, self._norms, *self._factors)  # pyright: ignore[reportReturnType]
+        norms: list[Tensor] = []
+        factors: list[Tensor] = []
+        for target, magnitude_O, norm_O in zip(self._targets, self._magnitudes, self._norms, strict=True):
+            if target.own_rows is not None:  # of a row of padding any will do: its output is zero
+                own = target.own_rows.to(norm_O.device).clamp(min=0)
+                magnitude_O, norm_O = magnitude_O.index_select(0, own), norm_O.index_select(0, own)
+            norms.append(norm_O)
+            factors += [*target.factors(), magnitude_O]
+        return _DoraGradient.apply(y_TN, x_TI, bias_N, self._scale, self._rows, tuple(norms), *factors)  # pyright: ignore[reportReturnType]
 
 
 class Dropout:
@@ -315,18 +343,22 @@ class Dropout:
     Whoever runs a forward sets ``key``; a recomputed forward has the same.
     """
 
-    def __init__(self, probability: float, seed: int) -> None:
+    def __init__(self, probability: float, seed: int, targets: Sequence[LoraTarget]) -> None:
         self._probability, self._seed = probability, seed
-        self._numbers: dict[int, int] = {}
+        self._numbers = {target.module: number for number, target in enumerate(targets)}
         self.key = 0
 
-    def __call__(self, x_TI: Tensor, target: _TargetPart) -> Tensor:
+    def __call__(self, x_TI: Tensor, target: TargetPart) -> Tensor:
         """Return the inputs for a target: some are zero, and the others larger."""
-        number = self._numbers.setdefault(id(target), len(self._numbers))
+        number = self._numbers[target.target.module]
         digest = hashlib.blake2b(f"{self._seed} {self.key} {number}".encode(), digest_size=7).digest()
         generator = torch.Generator(x_TI.device).manual_seed(int.from_bytes(digest))
         kept = 1 - self._probability
-        mask_TI = torch.empty(x_TI.shape, device=x_TI.device).bernoulli_(kept, generator=generator)
+        # That of all inputs, of which a tensor-parallel rank may have some: masks do not depend on their number.
+        shape = (*x_TI.shape[:-1], target.target.inputs)
+        mask_TI = torch.empty(shape, device=x_TI.device).bernoulli_(kept, generator=generator)
+        if target.columns is not None:
+            mask_TI = mask_TI.index_select(-1, target.columns.to(x_TI.device).clamp(min=0))
         return x_TI * (mask_TI / kept).to(x_TI.dtype)
 
 
@@ -335,7 +367,21 @@ class ExpertLoraAdapter(LoraAdapter):
 
     def __call__(self, y_RN: Tensor, x_RI: Tensor, rows: SortedRows | None = None) -> Tensor:
         assert rows is not None
-        return _ExpertLoraGradient.apply(y_RN, x_RI, self._scale, self._rows, rows, *self._factors())  # pyright: ignore[reportReturnType]
+        if self._dropout is None:
+            return _ExpertLoraGradient.apply(y_RN, x_RI, self._scale, self._rows, rows, *self._factors())  # pyright: ignore[reportReturnType]
+        if not torch.is_grad_enabled():
+            return y_RN
+        for target in self._targets:
+            assert isinstance(target.rows, tuple)
+            start, stop = target.rows
+            a_ErI, b_EOr = (factor.detach().to(x_RI.dtype).contiguous() for factor in target.factors())
+            dropped_RI = self._dropout(x_RI, target)
+            change_RO = self._scale * grouped_linear(grouped_linear(dropped_RI - x_RI, a_ErI, rows), b_EOr, rows)
+            y_RN = y_RN + nn.functional.pad(change_RO, (start, y_RN.shape[-1] - stop))
+            y_RN = _ExpertLoraGradient.apply(  # pyright: ignore[reportAssignmentType]
+                y_RN, dropped_RI, self._scale, (target.rows,), rows, *target.factors()
+            )
+        return y_RN
 
 
 def load_engine_factors(
@@ -347,8 +393,11 @@ def load_engine_factors(
     return adapters.build_engine_factors(dtype)
 
 
-def read_adapter(folder: Path, lora: LoraSpec) -> dict[str, Tensor]:
-    """Read the factors of a PEFT folder by their parameter names; KeyError if one is not there."""
+def read_adapter(folder: Path, lora: LoraSpec, *, skip: Sequence[str] = ()) -> dict[str, Tensor]:
+    """Read the factors of a PEFT folder by their parameter names; KeyError if one is not there.
+
+    KeyError too if there is another tensor, unless it is to ``skip``.
+    """
     found = load_file(folder / WEIGHTS)
     stored = {name.removeprefix(peft_tensor_name("")): tensor for name, tensor in found.items()}
     factors: dict[str, Tensor] = {}
@@ -360,8 +409,8 @@ def read_adapter(folder: Path, lora: LoraSpec) -> dict[str, Tensor]:
             )
         if lora.use_dora:
             factors[magnitude_name(target)] = stored.pop(magnitude_name(target))
-    if stored:
-        raise KeyError(min(stored))
+    if stored.keys() - set(skip):
+        raise KeyError(min(stored.keys() - set(skip)))
     return factors
 
 
@@ -407,7 +456,7 @@ class LoraAdapters:
         self.lora = lora
         self.parameters: dict[str, Tensor] = {}
         self._norms: dict[str, Tensor] = {}
-        self.dropout = Dropout(lora.dropout, seed) if lora.dropout else None
+        self.dropout = Dropout(lora.dropout, seed, lora.targets) if lora.dropout else None
         for number, target in enumerate(lora.targets):
             random = torch.Generator().manual_seed((seed << 20) + number)
             bound = 1 / math.sqrt(target.inputs)  # PEFT's initialization
@@ -461,24 +510,35 @@ class LoraAdapters:
         ``part_of`` returns the part of a weight that this decoder has.
         """
         for name, targets in self.targets_by_param.items():
-            parts = self._list_parts(targets, part_of(name))
             if targets[0].num_experts:
+                parts = self._list_parts(targets, part_of(name))
                 path, _, attribute = name.rpartition(".")
                 moe = model.get_submodule(path)
                 assert isinstance(moe, MoeMlp), f"{name} is not a tensor of experts"
-                moe.adapters[attribute] = ExpertLoraAdapter(parts, self.lora.scale)
+                moe.adapters[attribute] = ExpertLoraAdapter(parts, self.lora.scale, self.dropout)
             else:
                 module = model.get_submodule(name.removesuffix(".weight"))
                 assert isinstance(module, Linear), f"{name} is not a projection"
-                module.adapter = LoraAdapter(parts, self.lora.scale, self.dropout)
-                if self.lora.use_dora:
-                    module.adapter = self._build_dora(module, targets, part_of(name))
+                module.adapter = self._build_adapter(module, targets, part_of(name))
 
-    def _build_dora(self, module: Linear, targets: Sequence[LoraTarget], part: ParamPart) -> DoraAdapter:
-        assert part == WHOLE, "DoRA does not support tensor parallelism"
-        factors = [f for t in targets for f in (*self.factors(t), self.parameters[magnitude_name(t)])]
-        norms = [self._norms[target.module] for target in targets]
-        return DoraAdapter([target.rows for target in targets], factors, norms, self.lora.scale, module)
+    def attach_to_linears(self, model: nn.Module) -> None:
+        """Attach the adapters to the linear layers of a transformers module, into whose weights they are merged."""
+        for target in self.lora.targets:
+            module = find_linear(model, target.module, target.piece.shape)
+            set_adapter(module, self._build_adapter(module, [target], WHOLE))
+
+    def _build_adapter(
+        self, module: nn.Linear, targets: Sequence[LoraTarget], part: ParamPart
+    ) -> LoraAdapter | DoraAdapter:
+        if self.lora.use_dora:
+            return self._build_dora(module, targets, part)
+        return LoraAdapter(self._list_parts(targets, part), self.lora.scale, self.dropout)
+
+    def _build_dora(self, module: nn.Linear, targets: Sequence[LoraTarget], part: ParamPart) -> DoraAdapter:
+        parts = self._list_parts(targets, part)
+        magnitudes = [self.parameters[magnitude_name(each.target)] for each in parts]
+        norms = [self._norms[each.target.module] for each in parts]
+        return DoraAdapter(parts, magnitudes, norms, self.lora.scale, module)
 
     @torch.no_grad()
     def clear_norms(self) -> None:
@@ -500,22 +560,28 @@ class LoraAdapters:
         for target in self.lora.targets if self.lora.use_dora else ():
             self.parameters[magnitude_name(target)].copy_(self._norms[target.module])
 
-    def _list_parts(self, targets: Sequence[LoraTarget], part: ParamPart) -> list[_TargetPart]:
-        """List the targets in a part of a weight; those of which it has no row are left out."""
-        parts: list[_TargetPart] = []
+    def list_parts(self, name: str, part: ParamPart) -> list[TargetPart]:
+        """List the targets in a part of a decoder's weight; those of which it has no row are left out."""
+        return self._list_parts(self.targets_by_param[name], part)
+
+    def _list_parts(self, targets: Sequence[LoraTarget], part: ParamPart) -> list[TargetPart]:
+        parts: list[TargetPart] = []
         for target in targets:
-            (start, stop), own_rows = target.rows, None
+            start, stop = target.rows
+            rows, own_rows = target.rows, None
             if part.rows is not None:
                 places = ((part.rows >= start) & (part.rows < stop)).nonzero().flatten()
                 if not len(places):
                     continue
                 first, last = int(places[0]), int(places[-1]) + 1
                 found = part.rows[first:last]
-                own_rows = torch.where(found < 0, found, found - start)
-                start, stop = first, last
+                if len(places) == int((found >= 0).sum()):
+                    rows, own_rows = (first, last), torch.where(found < 0, found, found - start)
+                else:  # rows of other targets are in between
+                    rows, own_rows = places, part.rows[places] - start
             experts = part.experts or (0, target.num_experts) if target.num_experts else None
             a, b = self.factors(target)
-            parts.append(_TargetPart((start, stop), a, b, own_rows, part.columns, experts, target))
+            parts.append(TargetPart(rows, a, b, own_rows, part.columns, experts, target))
         return parts
 
     def factors(self, target: LoraTarget) -> tuple[Tensor, Tensor]:
@@ -526,8 +592,14 @@ class LoraAdapters:
     def merge(self, name: str, out: Tensor, base: Tensor, part: ParamPart = WHOLE) -> None:
         """Write base plus products into ``out``, which are a part of a weight; rows of no target are not written."""
         for target in self._list_parts(self.targets_by_param[name], part):
-            rows = slice(*target.rows)
             a, b = target.factors()
+            if isinstance(target.rows, Tensor):
+                index = target.rows.to(base.device)
+                merged = torch.empty_like(base[index])
+                merge(merged, base[index], b, a, self.lora.scale)
+                out[index] = merged
+                continue
+            rows = slice(*target.rows)
             if self.lora.use_dora:
                 self._merge_dora(target, out[rows], base[rows])
                 continue
@@ -537,14 +609,26 @@ class LoraAdapters:
             for out_NI, base_NI, a_rI, b_Or in zip(out, base, a, b, strict=True):
                 merge(out_NI[rows], base_NI[rows], b_Or, a_rI, self.lora.scale)
 
-    def _merge_dora(self, part: _TargetPart, out_OI: Tensor, base_OI: Tensor) -> None:
+    def _merge_dora(self, part: TargetPart, out_OI: Tensor, base_OI: Tensor) -> None:
         module = part.target.module
         index = slice(None) if part.own_rows is None else part.own_rows.to(out_OI.device)
         magnitude_O = self.parameters[magnitude_name(part.target)].detach()[index]
-        norm_O = torch.empty_like(magnitude_O)
         a_rI, b_Or = part.factors()
+        if part.columns is not None:
+            norm_O = self._norms[module][index]
+            merge(out_OI, base_OI, b_Or, a_rI, self.lora.scale, magnitude_O, norm_O, knows_norms=True)
+            return
+        norm_O = torch.empty_like(magnitude_O)
         merge(out_OI, base_OI, b_Or, a_rI, self.lora.scale, magnitude_O, norm_O)
         self._norms[module][index] = norm_O
+
+    @torch.no_grad()
+    def compute_norms(self, name: str, base: Tensor) -> None:
+        """Compute the lengths of the rows (DoRA) of a whole weight; before a part of its columns is merged."""
+        for target in self.targets_by_param[name]:
+            a_rI, b_Or = self.factors(target)
+            base_OI, norm_O = base[slice(*target.rows)], self._norms[target.module]
+            merge(torch.empty_like(base_OI), base_OI, b_Or, a_rI, self.lora.scale, torch.ones_like(norm_O), norm_O)
 
     def export(self) -> dict[str, Tensor]:
         """Return the tensors of a PEFT file by their parameter names, on the host."""

@@ -110,7 +110,7 @@ class LoraTarget:
     def megatron_name(self) -> str | None:
         """The name that Megatron has for the decoder's matrix, such as linear_qkv."""
         parts = self.param_name.removesuffix(".weight").split(".")
-        return _MEGATRON_NAMES[parts[2]].get(parts[-1]) if parts[0] == "layers" else None
+        return _MEGATRON_NAMES.get(parts[2], {}).get(parts[-1]) if parts[0] == "layers" else None
 
     @property
     def rows(self) -> tuple[int, int]:
@@ -178,7 +178,10 @@ class LoraSpec:
 def list_targets(spec: DecoderSpec) -> tuple[LoraTarget, ...]:
     """List every projection that may have an adapter, in the decoder's order."""
     if isinstance(spec, HfAdapterSpec):
-        return ()
+        return tuple(
+            LoraTarget(f"{module}.weight", HfSlice(f"{module}.weight", shape, 0, shape[0]), _guess_group(module))
+            for module, shape in spec.linears
+        )
     targets: list[LoraTarget] = []
     for name, slices in param_map.build_param_map(spec).items():
         group = _group(name)
@@ -191,6 +194,11 @@ def list_targets(spec: DecoderSpec) -> tuple[LoraTarget, ...]:
                 if not piece.transposed and piece.hf_name.endswith(".weight")
             ]
     return tuple(targets)
+
+
+def _guess_group(module: str) -> str:
+    """Return the group of a linear layer of a transformers module, by its name."""
+    return "attn" if "attn" in module or "attention" in module else "mlp"
 
 
 def _list_expert_targets(name: str, slices: Iterable[HfSlice]) -> list[LoraTarget]:
@@ -257,6 +265,8 @@ def peft_target_modules(spec: DecoderSpec, targets: Iterable[LoraTarget]) -> lis
     """
     own = {module for target in targets if not target.is_stacked for module in target.modules}
     short = {module.rpartition(".")[2] for module in own}
+    if isinstance(spec, HfAdapterSpec):  # it does not list all modules, so that short names may match others
+        return sorted(own)
     candidates = {
         p.hf_name.removesuffix(".weight") for pieces in param_map.build_param_map(spec).values() for p in pieces
     }

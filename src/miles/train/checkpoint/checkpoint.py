@@ -174,7 +174,8 @@ def _build_parts(
     if save_plan is not None:
         units = _build_unit_groups(model, save_plan.units, save_plan.gather_unit)
         weights = [*units, *map(_build_copied_group, save_plan.extra_tensors)]
-        parts.append(_Part(WEIGHTS, weights, plan_files(WEIGHTS, weights, ranks, SHARD_BYTES)))
+        if weights:
+            parts.append(_Part(WEIGHTS, weights, plan_files(WEIGHTS, weights, ranks, SHARD_BYTES)))
         for name, extra_units in save_plan.extra_files.items():
             groups = _build_unit_groups(model, extra_units)
             parts.append(_Part(name, groups, plan_files(name, groups, 1, None)))

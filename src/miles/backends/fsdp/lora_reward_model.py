@@ -1,0 +1,84 @@
+"""Reward model trained with LoRA: adapters and the score head over a frozen decoder, in one process.
+
+A checkpoint is a sequence classifier with the adapters merged into it. Its adapter folder is one of the PEFT library
+for this classifier, with the score head among its ``modules_to_save``.
+
+``_T`` packed input tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from miles.backends.fsdp.lora_model import LoraModel
+from miles.backends.fsdp.reward_model import SCORE, RewardModel
+from miles.models.checkpoint import peft
+from miles.models.checkpoint.save_plan import SavePlan, single_tensor_unit
+from miles.models.lora.adapters import LoraAdapters
+from miles.models.lora.targets import LoraSpec
+from miles.train.packed_images import PackedImages
+
+
+class LoraRewardModel(LoraModel):
+    """A ScoreModel over ``reward_model``, whose decoder is frozen here."""
+
+    saved_tensors = (SCORE,)
+
+    def __init__(
+        self, reward_model: RewardModel, lora: LoraSpec, *, base: Path, seed: int, start: Path | None = None
+    ) -> None:
+        self._reward_model = reward_model
+        self._num_forwards = 0
+        reward_model.backbone.freeze()
+        super().__init__(reward_model.backbone, lora, base=base, seed=seed, start=start)
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        return {**super().parameters(), **self._reward_model.head_parameters}
+
+    def scores(
+        self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], images: PackedImages | None = None
+    ) -> Tensor:
+        """Return the score of each sequence at its last token, in float32."""
+        if torch.is_grad_enabled():
+            self.set_dropout_key(self._adapters, self._num_forwards)
+            self._num_forwards += 1
+        return self._reward_model.scores(tokens_T, positions_T, lengths, images)
+
+    def after_update(self) -> None:
+        self._num_forwards = 0
+        super().after_update()
+
+    def move(self, device: torch.device) -> None:
+        super().move(device)
+        for parameter in self._reward_model.head_parameters.values():
+            parameter.data = parameter.data.to(device)
+
+    def save_plan(self) -> SavePlan | None:
+        plan = self._reward_model.save_plan()
+        return None if plan is None else self.plan_adapters(plan, self._adapters)
+
+    def plan_adapters(self, plan: SavePlan, adapters: LoraAdapters) -> SavePlan:
+        plan = super().plan_adapters(plan, adapters)
+        score = self._reward_model.head_parameters[SCORE]
+        unit = replace(single_tensor_unit(peft.peft_tensor_name(SCORE), score), name=SCORE)
+        name = f"{peft.FOLDER}/{peft.WEIGHTS}"
+        return replace(plan, extra_files={**plan.extra_files, name: (*plan.extra_files[name], unit)})
+
+    def _save_weights(self, folder: Path) -> None:
+        self._reward_model.save(folder)
+
+    def _export_adapters(self, adapters: LoraAdapters) -> dict[str, Tensor]:
+        score = self._reward_model.head_parameters[SCORE].detach().cpu().clone()
+        return super()._export_adapters(adapters) | {SCORE: score}
+
+    def _load_weights(self, folder: Path) -> None:
+        self._reward_model.load(folder)
+
+    def _peft_config(self) -> dict[str, object]:
+        saved = [SCORE.removesuffix(".weight")]
+        return super()._peft_config() | {"task_type": "SEQ_CLS", "modules_to_save": saved}
