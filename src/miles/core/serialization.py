@@ -49,6 +49,8 @@ CORE_TYPES: tuple[type, ...] = (
     types.Sample,
     types.Batch,
     types.StepReport,
+    types.TimeSpan,
+    types.TokenStats,
     media.ImageInput,
     media.PlacedImage,
 )

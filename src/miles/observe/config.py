@@ -79,6 +79,11 @@ class ObserveConfig:
         "Write every step's trajectories, with their tokens and log-probs, to rollouts/step-*.parquet.",
         off="--disable-save-rollouts",
     )
+    save_trainer_logprobs: bool = option(
+        True,
+        "Write the trainer's log-prob and entropy of each trained token to rollouts/trainer/step-*.parquet.",
+        off="--disable-save-trainer-logprobs",
+    )
     keep_rollouts: int | None = option(
         None,
         "Number of most recent steps whose rollout files to keep, counted up to the newest checkpoint; all when not "

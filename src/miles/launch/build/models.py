@@ -374,6 +374,7 @@ def build_policy_trainer(
         dp_group=models.dp_group,
         cost_fn=_choose_cost(config, policy.spec),
         patches_per_feature=1 if policy.spec.vision is None else policy.spec.vision.merge_size**2,
+        record_tokens=config.observe.save_rollouts and config.observe.save_trainer_logprobs,
     )
 
 

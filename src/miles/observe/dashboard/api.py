@@ -198,8 +198,9 @@ class DashboardApi:
         run = self._rollout_run(params)
         first, limit = _int(params, "first", 0, low=0), _int(params, "limit", 2000, low=1, high=MAX_TOKENS)
         index, branch = _int(params, "index", 0, low=0), _int(params, "branch", 0, low=0)
+        layer = _int(params, "layer", 0, low=0)
         try:
-            return self._browser(run).read_tokens(self._step(run, params), index, branch, first, limit)
+            return self._browser(run).read_tokens(self._step(run, params), index, branch, first, limit, layer)
         except IndexError as error:
             raise QueryError(404, "The step has no such trajectory or branch.") from error
 
