@@ -30,8 +30,8 @@ from miles.core.types import (
     Prompt,
     Sample,
     Span,
-    TokenStats,
     Tokens,
+    TokenStats,
     Trajectory,
 )
 

@@ -211,8 +211,9 @@ def test_tokens_have_their_text_and_every_number_of_the_file(readable):
     assert "".join(prompt["texts"]) == "say seven" and "".join(policy["texts"]) == "seven"
     assert policy["values"]["logprob"] == pytest.approx([-0.1, -0.575, -1.05, -1.525, -2.0])
     assert policy["values"]["engine_trainer_difference"] == pytest.approx([0.25] * 5)
+    assert policy["values"]["advantage"] == [-0.5] * 5
+    assert policy["version"] == 3 and prompt["values"] == {}
     assert policy["values"]["entropy"] == pytest.approx([-each for each in policy["values"]["trainer_logprob"]])
-    assert "entropy" not in found["spans"][0]["values"]
     assert found["expert_layers"] == 2 and policy["experts"] == [[ord(char) % 5] for char in "seven"]
     other = ask(readable, "tokens", run="one", step=3, index=0, layer=1)["spans"][1]
     assert other["experts"] == [[ord(char) % 3] for char in "seven"]
@@ -222,8 +223,6 @@ def test_the_slowest_trajectories_are_found_by_their_seconds(readable):
     found = ask(readable, "trajectories", run="one", step=3, sort="generate_seconds", order="desc")["rows"]
     assert [row["index"] for row in found[:2]] == [2, 3] and found[0]["generate_seconds"] == len(HOSTILE)
     assert ask(readable, "trajectories", run="one", step=3, sort="grade_seconds", order="desc")["rows"][0]["index"] == 2
-    assert policy["values"]["advantage"] == [-0.5] * 5
-    assert policy["version"] == 3 and prompt["values"] == {}
 
 
 def test_tokens_come_in_pages_that_add_up(readable):
