@@ -339,8 +339,13 @@ class PolicyTrainer:
         token_stats = _collect_token_stats(sums) if self._record_tokens else None
         seconds["optimize"] = self._clock() - previous
         self._advance_version()
-        spans = _list_spans(started, seconds)
-        return StepReport(version=self.version, metrics=metrics, seconds=seconds, spans=spans, token_stats=token_stats)
+        return StepReport(
+            version=self.version,
+            metrics=metrics,
+            seconds=seconds,
+            spans=_list_spans(started, seconds),
+            token_stats=token_stats,
+        )
 
     def _forward_backward(self, samples: Sequence[Sample], objective: Objective) -> dict[str, float]:
         flat = objective.flatten(group_by_trajectory(samples))
