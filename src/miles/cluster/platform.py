@@ -5,8 +5,12 @@ ROCm builds of torch use the ``cuda`` names, so other modules use a ``Platform``
 
 from __future__ import annotations
 
+import importlib
 import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -83,6 +87,72 @@ def parse_device(name: str, flag: str) -> torch.device:
     if index >= count:
         raise UsageError(f"{flag} {name} is not available: torch sees {count} accelerators; name one of them.")
     return torch.device("cuda", index)
+
+
+class GpuCounters:
+    """Utilisation, memory and power of this machine's GPUs, from NVML or AMD SMI; nothing where neither is there."""
+
+    def __init__(self) -> None:
+        self._nvml: Any = _import_and_init("pynvml", "nvmlInit")
+        self._amd: Any = None if self._nvml is not None else _import_and_init("amdsmi", "amdsmi_init")
+
+    @property
+    def available(self) -> bool:
+        """Whether there is anything to read."""
+        return self._nvml is not None or self._amd is not None
+
+    def read(self) -> Mapping[str, Mapping[str, float]]:
+        """Return the counters of each GPU by name; a counter that a GPU lacks is left out."""
+        if self._nvml is not None:
+            return {f"GPU {i}": self._read_nvidia(i) for i in range(self._nvml.nvmlDeviceGetCount())}
+        if self._amd is not None:
+            handles = self._amd.amdsmi_get_processor_handles()
+            return {f"GPU {i}": self._read_amd(handle) for i, handle in enumerate(handles)}
+        return {}
+
+    def _read_nvidia(self, index: int) -> dict[str, float]:
+        nvml = self._nvml
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        readers = {
+            "utilization": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
+            "memory_gib": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used / 2**30,
+            "watts": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+        }
+        return _read_all(readers, nvml.NVMLError)
+
+    def _read_amd(self, handle: Any) -> dict[str, float]:
+        amd = self._amd
+        readers = {
+            "utilization": lambda: amd.amdsmi_get_gpu_activity(handle)["gfx_activity"] / 100,
+            "memory_gib": lambda: amd.amdsmi_get_gpu_vram_usage(handle)["vram_used"] / 2**10,
+            "watts": lambda: float(amd.amdsmi_get_power_info(handle)["average_socket_power"]),
+        }
+        return _read_all(readers, amd.AmdSmiException)
+
+    def close(self) -> None:
+        if self._nvml is not None:
+            self._nvml.nvmlShutdown()
+        if self._amd is not None:
+            self._amd.amdsmi_shut_down()
+        self._nvml = self._amd = None
+
+
+def _import_and_init(name: str, init: str) -> Any:
+    """The library, started; None where it is not installed or finds no driver."""
+    try:
+        library = importlib.import_module(name)
+        getattr(library, init)()
+    except Exception:  # without a driver each library has an error of its own
+        return None
+    return library
+
+
+def _read_all(readers: Mapping[str, Callable[[], float]], error: type[Exception]) -> dict[str, float]:
+    values: dict[str, float] = {}
+    for name, read in readers.items():
+        with suppress(error, TypeError, ValueError):  # not every GPU has every counter; AMD SMI gives "N/A"
+            values[name] = read()
+    return values
 
 
 def _host_memory() -> int:

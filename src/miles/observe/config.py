@@ -92,6 +92,20 @@ class ObserveConfig:
         ge=1,
     )
 
+    # -- traces
+    gauge_interval: float = option(
+        1.0,
+        "Seconds between samples of engine gauges and GPU counters in trace/engines.json; 0 takes none.",
+        unit="seconds",
+        ge=0,
+    )
+    trace_max_mb: int = option(
+        64,
+        "Megabytes after which trace/groups.json and trace/engines.json start anew; the previous file of each is kept.",
+        unit="MB",
+        ge=1,
+    )
+
     # -- debugging one plane without the other
     save_debug_rollout_data: str | None = option(
         None,

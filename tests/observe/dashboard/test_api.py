@@ -131,7 +131,7 @@ def test_the_timeline_has_the_spans_of_the_trace(tmp_path: Path):
     spans = [record for record in read_trace(folder / "trace" / "loop.json")[0] if record["ph"] == "X"]
     found = ask(build_example_api(tmp_path), "timeline", run="one", start=0, end=10**6)
     shown = [span for track in found["tracks"] for span in track["spans"]]
-    assert sorted(name for _, _, name, _ in shown) == sorted(span["name"] for span in spans)
+    assert sorted(span[2] for span in shown) == sorted(span["name"] for span in spans)
     assert [track["name"] for track in found["tracks"]] == ["loop"]
 
 
@@ -150,7 +150,7 @@ def test_the_timeline_follows_a_trace_that_grows_is_closed_and_is_continued(tmp_
     fresh.update()
     whole = fresh.read_window(0.0, 1e9)
     assert timeline.read_window(0.0, 1e9) == whole
-    names = [name for track in whole["tracks"] for _, _, name, _ in track["spans"]]
+    names = [span[2] for track in whole["tracks"] for span in track["spans"]]
     assert [f"train {step}" in names for step in (1, 2, 3, 4)] == [True] * 4
 
 

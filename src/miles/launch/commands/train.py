@@ -16,6 +16,7 @@ from pathlib import Path
 
 from miles.cluster import stack_dump
 from miles.cluster.hub_client import HubError
+from miles.cluster.platform import GpuCounters
 from miles.config.provenance import flatten_values
 from miles.core.errors import ParityError, ResumeError, storage_errors
 from miles.core.events import Event, StepFinished
@@ -55,7 +56,7 @@ from miles.observe.plots import plot_curves
 from miles.observe.prompt_audit import audit_prompts
 from miles.observe.summary import BeforeAfter, Summary, print_summary, summarise
 from miles.observe.tensorboard import TensorBoard
-from miles.observe.trace import LoopTrace
+from miles.observe.trace import GaugeSampler, LoopTrace
 from miles.observe.trackers import build_external_trackers
 from miles.observe.view import View
 from miles.schedule.checkpoints import CheckpointDirectory, Cursor, read_cursor
@@ -248,6 +249,7 @@ async def _run(
                 stopper.stopping(training.loop),
                 watchdog.watching(training.generation.hook_worker.list_loops),
                 reduce_gc(inflight),
+                sampling_gauges(config, directory.path, training),
             ):
                 await training.run()
             _plot_curves(directory.path, view)
@@ -263,6 +265,31 @@ async def _run(
             mirror.close()
         if dashboard is not None:
             dashboard.close()
+
+
+@contextmanager
+def sampling_gauges(config: Config, directory: Path, training: TrainingRun) -> Iterator[None]:
+    """Sample the gauges of engines and GPUs in a thread, every --gauge-interval."""
+    o = config.observe
+    if not o.gauge_interval:
+        yield
+        return
+    gpus = GpuCounters()
+    with storage_errors(directory):
+        sampler = GaugeSampler(
+            directory / "trace",
+            engines=[engine.read_gauges for engine in training.engines],
+            devices=[gpus.read] if gpus.available else [],
+            interval=o.gauge_interval,
+            clock=time.time,
+            max_bytes=o.trace_max_mb * 10**6,
+        )
+    sampler.start()
+    try:
+        yield
+    finally:
+        sampler.close()
+        gpus.close()
 
 
 def _build_mirror(config: Config, directory: RunDirectory, view: View) -> CheckpointMirror | None:
@@ -295,7 +322,8 @@ def _build_journal(
     strict = ordered and not drafts and not directory.rescheduled
     is_new = cursor is None and not (directory.path / "events.jsonl").exists()
     offsets = None if is_new else (cursor.log_offsets if cursor is not None else {})
-    sinks: list[DurableSink] = [LoopTrace(directory.path / "trace", clock=time.time)]
+    max_bytes = config.observe.trace_max_mb * 10**6
+    sinks: list[DurableSink] = [LoopTrace(directory.path / "trace", clock=time.time, max_bytes=max_bytes)]
     sinks += build_rollout_dumps(config, directory.path)
     if config.schedule.save_hf is not None:
         target = partial(format_step_path, config.schedule.save_hf)
