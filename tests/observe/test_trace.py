@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 
 import pytest
-
 from tests.observe.example_events import group
 
 from miles.core.events import Evaluated, GroupFinished, RunStarted, StepFinished
