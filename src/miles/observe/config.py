@@ -93,6 +93,11 @@ class ObserveConfig:
     )
 
     # -- traces
+    mfu_peak_tflops: float | None = option(
+        None,
+        "TFLOP/s that a device can reach, for the model FLOPs utilisation; that of its data sheet when not given.",
+        gt=0,
+    )
     gauge_interval: float = option(
         1.0,
         "Seconds between samples of engine gauges and GPU counters in trace/engines.json; 0 takes none.",

@@ -101,7 +101,7 @@ class Planes:
 
     ``decide`` calls the group filter and the estimator where these may block, and ``read`` the source; else the loop
     calls them itself. ``take_engine_metrics`` returns what engines did since the last step that a resumed run need not
-    repeat.
+    repeat, and ``measure_rates`` the FLOPs per second of a step from its metrics and the seconds of its phases.
     """
 
     source: Source
@@ -121,6 +121,7 @@ class Planes:
     decide: Callable[[Callable[[], Decision]], Awaitable[Decision]] | None = None
     read: Callable[[Callable[[], Any]], Awaitable[Any]] | None = None
     take_engine_metrics: Callable[[], Mapping[str, float]] = dict
+    measure_rates: Callable[[Mapping[str, float], Mapping[str, float]], Mapping[str, float]] = lambda metrics, laps: {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,6 +334,7 @@ class Loop:
             **train_seconds,
             **publish_seconds,
             **planes.take_engine_metrics(),
+            **planes.measure_rates(metrics, clock.laps),
         }
         planes.journal(
             StepFinished(

@@ -18,7 +18,7 @@ from miles.observe.dashboard.run_reader import RunReader, SeriesQuery, flatten_d
 from miles.observe.dashboard.step_time import split_step_time
 from miles.observe.dashboard.timeline import Timeline
 from miles.observe.dashboard.trajectories import SORT_KEYS, LoadTokenizer, RolloutBrowser, TrajectoryQuery
-from miles.observe.metric import SECONDS, SPECULATION, find_metric
+from miles.observe.metric import RATES, SECONDS, SPECULATION, find_metric
 
 Params = Mapping[str, Sequence[str]]
 ROLLOUT_QUERIES = frozenset({"trajectories", "trajectory", "tokens"})
@@ -254,7 +254,7 @@ def _describe(name: str) -> dict[str, str]:
 
 
 def _describe_timing(name: str) -> dict[str, str]:
-    found = next((metric for metric in (*SECONDS, *SPECULATION) if metric.matches(name)), None)
+    found = next((metric for metric in (*SECONDS, *RATES, *SPECULATION) if metric.matches(name)), None)
     return {"unit": found.unit, "meaning": found.meaning} if found is not None else {"unit": "seconds", "meaning": ""}
 
 
