@@ -111,6 +111,27 @@ class ObserveConfig:
         ge=1,
     )
 
+    # -- profiles
+    use_pytorch_profiler: bool = option(
+        False, "Write PyTorch profiles of the steps from --profile-step-start on to the folder profiles of the run."
+    )
+    profile_target: tuple[Literal["train_overall", "train_actor", "train_log_probs", "rollout"], ...] = option(
+        ("train_overall",),
+        "What is profiled: the training step, its optimizer steps or its log-probs alone, or the engine's rollout.",
+    )
+    profile_step_start: int = option(10, "First step that is profiled.", unit="step", ge=1)
+    profile_step_end: int = option(12, "Step before which profiling ends.", unit="step", ge=2)
+    record_memory_history: bool = option(
+        False, "Record every allocation on the accelerator, and write memory snapshots of the training step."
+    )
+    memory_recorder: Literal["torch"] = option("torch", "What records the memory: torch's allocator.")
+    memory_snapshot_dir: str | None = option(
+        None, "Where memory snapshots go, instead of the folder profiles of the run.", path=True
+    )
+    memory_snapshot_num_steps: int = option(
+        1, "Steps between two memory snapshots; there is another one when memory runs out.", unit="steps", ge=1
+    )
+
     # -- debugging one plane without the other
     save_debug_rollout_data: str | None = option(
         None,

@@ -28,6 +28,7 @@ from miles.algo.importance_sampling import finalize_metrics
 from miles.algo.loss_aggregation import Reducer
 from miles.algo.registry import NO_ALGO_HOOKS, AlgoHooks, build_loss, build_reducer, select_metric_reducer
 from miles.cluster.executor import Executor
+from miles.cluster.profiler import StepProfiler
 from miles.core.errors import CheckpointError, ParityError, UsageError
 from miles.core.types import Batch, Floats, Sample, StepReport, TimeSpan, TokenStats, Version
 from miles.models.lora.adapters import LoraAdapters
@@ -121,6 +122,7 @@ class PolicyTrainer:
         cost_fn: CostFn | None = None,
         patches_per_feature: int = 1,
         record_tokens: bool = False,
+        profiler: StepProfiler | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.version = version or Version()
@@ -134,6 +136,7 @@ class PolicyTrainer:
         self._dp_group, self._cost_fn = dp_group, cost_fn
         self._patches_per_feature = patches_per_feature
         self._record_tokens = record_tokens
+        self._profiler = profiler or StepProfiler()
         self._saver = checkpoint.build_saver(train)
         self._parity_stop = parity_stop
         self._no_replay_interval = parity_no_replay_interval
@@ -185,7 +188,7 @@ class PolicyTrainer:
 
     async def step(self, batch: Batch) -> StepReport:
         """Train on ``batch``; the report's version is the new one."""
-        return await self._run(lambda: self._step(batch))
+        return await self._run(lambda: self._profile_step(batch))
 
     async def forward_backward(self, samples: Sequence[Sample], objective: Objective | None = None) -> dict[str, float]:
         """Add the gradient of one global batch to that of earlier calls; returns its metrics.
@@ -297,6 +300,10 @@ class PolicyTrainer:
         if self._train.reset_optimizer_states:
             self._reset_optimizer()
 
+    def _profile_step(self, batch: Batch) -> StepReport:
+        with self._profiler.profile_step(batch.step):
+            return self._step(batch)
+
     def _step(self, batch: Batch) -> StepReport:
         started = self._clock()
         objective = self._objective
@@ -306,7 +313,8 @@ class PolicyTrainer:
         critic_only = self._critic is not None and self._critic.updates < self._critic_only_updates
         if self._hooks.before_log_probs is not None:
             self._hooks.before_log_probs(batch.step, self._actor)
-        old_logprobs = self._compute_old_logprobs(objective, flats, plan, critic_only=critic_only)
+        with self._profiler.profile_part("train_log_probs"):
+            old_logprobs = self._compute_old_logprobs(objective, flats, plan, critic_only=critic_only)
         previous = self._clock()
         seconds = {"pack": packed - started, "old_logprobs": previous - packed}
         with_advantages, extra_metrics = self._compute_advantages(objective, plan, old_logprobs)
@@ -321,16 +329,17 @@ class PolicyTrainer:
         if not critic_only:
             choice = self._choose_correction(objective, plan[0], old_logprobs[0], sums, stale=self._is_stale(flats))
         steps: list[dict[str, float]] = []
-        for number, (part, old) in enumerate(zip(with_advantages, old_logprobs, strict=True)):
-            if self._hooks.before_train_step is not None:
-                self._hooks.before_train_step(batch.step, number, self._actor, self._optimizer)
-            micro_batches = [each.micro_batch for each in part]
-            if critic_only:
-                metrics = self._compare_only(micro_batches, sums, first=number == 0)
-            else:
-                metrics = self._accumulate(objective, micro_batches, old, sums, first=number == 0, choice=choice)
-                metrics |= self._update()
-            steps.append(metrics if self._critic is None else metrics | self._critic.update(part))
+        with self._profiler.profile_part("train_actor"):
+            for number, (part, old) in enumerate(zip(with_advantages, old_logprobs, strict=True)):
+                if self._hooks.before_train_step is not None:
+                    self._hooks.before_train_step(batch.step, number, self._actor, self._optimizer)
+                rows, first = [each.micro_batch for each in part], number == 0
+                metrics = (
+                    self._compare_only(rows, sums, first=first)
+                    if critic_only
+                    else self._accumulate(objective, rows, old, sums, first=first, choice=choice) | self._update()
+                )
+                steps.append(metrics if self._critic is None else metrics | self._critic.update(part))
         metrics = _mean_over_steps(steps) | parity_metrics(sums, self._dp_group) | correction_metrics(choice)
         metrics |= _batch_metrics(flats) | extra_metrics
         metrics["micro_batches"] = float(sum(len(rows) for rows in plan) * self._dp_group.dp_size)

@@ -17,13 +17,14 @@ from pathlib import Path
 from miles.cluster import stack_dump
 from miles.cluster.hub_client import HubError
 from miles.cluster.platform import GpuCounters
+from miles.cluster.profiler import RolloutProfiler
 from miles.config.provenance import flatten_values
 from miles.core.errors import ParityError, ResumeError, storage_errors
 from miles.core.events import Event, StepFinished
 from miles.core.protocols import Observer
 from miles.kernels.numerics import configure_cublas
 from miles.launch.build.debug import build_rollout_dumps
-from miles.launch.build.models import build_hf_conversion
+from miles.launch.build.models import build_hf_conversion, build_profile_settings
 from miles.launch.build.run import TrainingRun, build_run
 from miles.launch.build.user_hooks import load_trackers
 from miles.launch.config import Config
@@ -229,6 +230,7 @@ async def _run(
         watchdog,
         ParityHint(config, directory.path, view.note),
         *load_trackers(config),
+        *_build_rollout_profiler(config, directory.path),
         stopper,
     ]
     with storage_errors(directory.path):
@@ -290,6 +292,11 @@ def sampling_gauges(config: Config, directory: Path, training: TrainingRun) -> I
     finally:
         sampler.close()
         gpus.close()
+
+
+def _build_rollout_profiler(config: Config, directory: Path) -> list[Observer]:
+    settings = build_profile_settings(config, directory)
+    return [RolloutProfiler(settings)] if "rollout" in settings.targets else []
 
 
 def _build_mirror(config: Config, directory: RunDirectory, view: View) -> CheckpointMirror | None:
