@@ -219,6 +219,7 @@ async def _run(
 ) -> bool:
     with storage_errors(directory.path):
         stack_dump.create_dump_dir(directory.path / "logs" / "stacks")
+        stack_dump.register_process("driver")
     watchdog = StallWatchdog(directory.path / "logs", config.schedule.stall_timeout, view.note)
     first = start[1].step if start else 0
     stopper = _EarlyStop(stop_when or partial(_is_last_step, config.schedule.debug_exit_after_rollout, first))
