@@ -94,6 +94,15 @@ class Timeline:
             },
         }
 
+    def mean_counters(self, seconds: float) -> dict[str, float]:
+        """Return the mean of each counter over its newest ``seconds``."""
+        means: dict[str, float] = {}
+        for name, points in self._counters.items():
+            since = points[-1][0] - seconds
+            newest = [value for time, value in points[-_MAX_SPANS:] if time >= since]
+            means[name] = sum(newest) / len(newest)
+        return means
+
     def _default_seconds(self) -> float:
         """Return the length of about 20 steps."""
         spans = [span for track in self._tracks.values() for span in track.spans]
