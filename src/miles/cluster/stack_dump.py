@@ -46,12 +46,13 @@ class StackDump:
         return lines[1].strip() if len(lines) > 1 else self.error or "no stack was written"
 
 
-def create_dump_dir(folder: Path) -> None:
-    """Create an empty dump directory, which this process's children use from now on."""
+def create_dump_dir(folder: Path, name: str) -> None:
+    """Create an empty dump directory, which this process, called ``name``, and its children use from now on."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.iterdir():
         old.unlink(missing_ok=True)
     os.environ[DUMP_DIR_ENV] = str(folder.resolve())
+    register_process(name)
 
 
 def remove_dump_dir() -> None:

@@ -24,7 +24,8 @@ from pathlib import Path
 from miles.core.events import Evaluated, Event, GroupFinished, RunStarted, Saved, StepFinished
 from miles.core.types import TimeSpan
 
-_LOOP, _PARTS, _FIRST_LANE = 1, 2, 3
+_LOOP, _PARTS = 1, 2
+_FIRST_LANE = 3
 _PHASES = ("rollout", "train", "publish")
 _SEPARATOR = b",\n"
 _MIN_WAIT = 1e-3
@@ -407,13 +408,13 @@ def measure_engine(old: Mapping[str, float], new: Mapping[str, float], seconds: 
     elif "kv_used" in new:
         gauges["kv_used"] = new["kv_used"]
 
-    def grown(name: str) -> float:
+    def count(name: str) -> float:
         return new.get(name, 0.0) - old.get(name, 0.0)
 
     if "generated_tokens" in new and seconds > 0:
-        gauges["tokens_per_second"] = max(0.0, grown("generated_tokens")) / seconds
+        gauges["tokens_per_second"] = max(0.0, count("generated_tokens")) / seconds
     elif "tokens_per_second" in new:
         gauges["tokens_per_second"] = new["tokens_per_second"]
-    if (prompt_tokens := grown("cached_tokens") + grown("prefilled_tokens")) > 0:
-        gauges["cache_hit"] = grown("cached_tokens") / prompt_tokens
+    if (prompt_tokens := count("cached_tokens") + count("prefilled_tokens")) > 0:
+        gauges["cache_hit"] = count("cached_tokens") / prompt_tokens
     return gauges

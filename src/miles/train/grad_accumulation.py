@@ -26,7 +26,8 @@ from miles.train.model_protocols import FrozenModel, KeptTensors, TrainModel
 from miles.train.packed_images import truncate_images
 from miles.train.prefix_sharing import bundle_by_prefix
 
-_LOGP, _ENTROPY, _LOAD = "logp", "token_entropy", "expert_load"
+_LOGP, _ENTROPY = "logp", "token_entropy"
+_LOAD = "expert_load"
 """Names of kept tensors that are not metrics."""
 
 

@@ -12,7 +12,6 @@ With several trainer ranks this process is rank 0, and weights are gathered for 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -60,8 +59,6 @@ from miles.launch.build.user_hooks import UserHooks, load_eval_function, load_us
 from miles.launch.config import Config
 from miles.launch.distributed.resilient_trainer import RecoveryState, ResilientTrainer
 from miles.launch.plan.plan import Plan
-from miles.launch.plan.topology import get_split
-from miles.models.accounting.utilization import UtilizationMeter
 from miles.observe.metric import correct_metrics, group_metrics
 from miles.rollout.bad_rows import BadRowRollout, drop_empty_groups
 from miles.rollout.concurrency import ConcurrencyLimiter
@@ -176,7 +173,6 @@ async def build_run(
         checkpoints=checkpoints,
         journal=journal,
         worker=generation.hook_worker,
-        rates=StepRates(main.config, plan, policy, stack.native_engines),
         report=report,
     )
     between_steps, planes = _build_between_steps(main, stack, planes)
@@ -226,7 +222,6 @@ def _build_planes(
     checkpoints: CheckpointDirectory,
     journal: Journal,
     worker: HookWorker,
-    rates: StepRates,
     report: Report,
 ) -> Planes:
     """The parts of the loop with the user's functions; groups that were recorded have been filtered already."""
@@ -247,7 +242,7 @@ def _build_planes(
         decide=partial(worker.run_sync, name="The filter or advantage function") if is_offloaded else None,
         interruptible=rollout if isinstance(rollout, GroupRollout) and count_extra_groups(config) else None,
         take_engine_metrics=stack.meter.take_metrics,
-        measure_rates=rates,
+        measure_rates=stack.rates,
     )
     # Where planes take turns, nothing else goes on meanwhile, and the order of events must not depend on a hook's time.
     free = worker if config.schedule.max_weight_staleness > 0 else None
@@ -256,35 +251,6 @@ def _build_planes(
     weights, run = stack.trainer.weights, stack.executors[0]
     call = HookCaller(free, config.schedule.stall_timeout)
     return hooks.wrap_planes(planes, evaluator=evaluator, weights=weights, run=run, call=call, recorded=recorded)
-
-
-class StepRates:
-    """FLOPs and bytes per second of each step, from its metrics and the counters of engines in this process."""
-
-    def __init__(self, config: Config, plan: Plan, policy: PolicyCheckpoint, engines: Sequence[NativeEngine]) -> None:
-        peak, given = policy.platform.peak, config.observe.mfu_peak_tflops
-        split = get_split(config)
-        self._engines = engines
-        self._counters: dict[str, float] = {}
-        self._meter = UtilizationMeter(
-            spec=policy.rollout_spec,
-            rollout_dtype=str(policy.rollout_dtype).removeprefix("torch."),
-            numerics=policy.numerics,
-            train_devices=plan.layout.world,
-            rollout_devices=max(1, split.engines) * config.cluster.rollout_num_gpus_per_engine,
-            peak_flops=given * 1e12 if given else None if peak is None else peak.flops,
-            peak_bandwidth=None if peak is None else peak.bandwidth,
-            backward=1.0 if config.lora.is_enabled else 2.0,
-            overlaps=config.schedule.max_weight_staleness > 0,
-        )
-
-    def __call__(self, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> Mapping[str, float]:
-        counters = Counter[str]()
-        for engine in self._engines:
-            counters.update(engine.stats())
-        grown = {name: value - self._counters.get(name, 0.0) for name, value in counters.items()}
-        self._counters = dict(counters)
-        return self._meter.measure(metrics, seconds, grown)
 
 
 def _measure_with_correct(groups: tuple[Group, ...], version: Version) -> Mapping[str, float]:

@@ -218,8 +218,7 @@ async def _run(
     signals: StopSignals,
 ) -> bool:
     with storage_errors(directory.path):
-        stack_dump.create_dump_dir(directory.path / "logs" / "stacks")
-        stack_dump.register_process("driver")
+        stack_dump.create_dump_dir(directory.path / "logs" / "stacks", "driver")
     watchdog = StallWatchdog(directory.path / "logs", config.schedule.stall_timeout, view.note)
     first = start[1].step if start else 0
     stopper = _EarlyStop(stop_when or partial(_is_last_step, config.schedule.debug_exit_after_rollout, first))
@@ -246,12 +245,11 @@ async def _run(
             )
         try:
             _print_start(training, start, resumed, view)
-            inflight = _count_inflight_trajectories(config)
             with (
                 signals.stopping(training.loop.stop_soon),
                 stopper.stopping(training.loop),
                 watchdog.watching(training.generation.hook_worker.list_loops),
-                reduce_gc(inflight),
+                reduce_gc(_count_inflight_trajectories(config)),
                 sampling_gauges(config, directory.path, training),
             ):
                 await training.run()
