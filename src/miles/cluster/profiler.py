@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch._C._profiler import _ExperimentalConfig
@@ -54,7 +54,8 @@ class StepProfiler:
                     "--record-memory-history records the memory of an accelerator, and torch sees none here."
                 )
             torch.cuda.memory._record_memory_history(max_entries=_MAX_EVENTS)
-            torch._C._cuda_attach_out_of_memory_observer(lambda *_: self._write_snapshot("out-of-memory"))
+            allocator: Any = torch._C  # builds without an accelerator lack the function
+            allocator._cuda_attach_out_of_memory_observer(lambda *_: self._write_snapshot("out-of-memory"))
 
     @contextmanager
     def profile_step(self, step: int) -> Iterator[None]:

@@ -7,6 +7,7 @@ import json
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from miles.backends.remote.pool.engine_pool import EnginePool, EngineSlot
 from miles.backends.remote.pool.health_monitor import HealthConfig, HealthMonitor
@@ -144,11 +145,10 @@ def _read_server(slot: EngineSlot) -> dict[str, float]:
     request = urllib.request.Request(f"{client.url}/server_info", headers=client.headers)
     try:
         with urllib.request.urlopen(request, timeout=_GAUGE_SECONDS) as answer:
-            found = json.loads(answer.read())
-    except (OSError, ValueError):
+            found: Any = json.loads(answer.read())
+        state: dict[str, Any] = dict(found["internal_states"][0])
+    except (OSError, ValueError, LookupError, TypeError):  # it is down, or another program
         return {}
-    states = found.get("internal_states") if isinstance(found, dict) else None
-    state = states[0] if isinstance(states, list) and states and isinstance(states[0], dict) else {}
     numbers = {name: float(value) for name, value in state.items() if type(value) in (int, float)}
     names = {"last_gen_throughput": "tokens_per_second", "token_usage": "kv_used"}  # SGLang's
     return {names.get(name, name): value for name, value in numbers.items()}
