@@ -415,6 +415,8 @@ def measure_engine(old: Mapping[str, float], new: Mapping[str, float], seconds: 
         gauges["tokens_per_second"] = max(0.0, count("generated_tokens")) / seconds
     elif "tokens_per_second" in new:
         gauges["tokens_per_second"] = new["tokens_per_second"]
+    if "seconds" in new and seconds > 0:
+        gauges["busy"] = min(1.0, max(0.0, count("seconds") / seconds))
     if (prompt_tokens := count("cached_tokens") + count("prefilled_tokens")) > 0:
         gauges["cache_hit"] = count("cached_tokens") / prompt_tokens
     return gauges

@@ -163,12 +163,18 @@ def accumulate_changes(changes: Iterable[Point]) -> list[Point]:
 
 
 def select_counter(points: list[Point], start: float, end: float, limit: int) -> list[list[float]]:
-    """Return the points of a counter in a window, and the one before it; extremes are kept where there are many."""
+    """Return the points of a counter in a window, and the one before it.
+
+    Where there are many, each part keeps its extremes and its last point, whose value lasts until the next part.
+    """
     times = np.array([time for time, _ in points])
     low, high = int(np.searchsorted(times, start)), int(np.searchsorted(times, end, side="right"))
     inside = points[max(0, low - 1) : high]
-    chosen = select_points(np.array([value for _, value in inside]), limit)
-    return [list(inside[index]) for index in chosen.tolist()]
+    if len(inside) <= limit:
+        return [list(point) for point in inside]
+    extremes = select_points(np.array([value for _, value in inside]), limit)
+    lasts = np.linspace(0, len(inside) - 1, limit).astype(np.int64)
+    return [list(inside[index]) for index in np.union1d(extremes, lasts).tolist()]
 
 
 def read_trace(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]:

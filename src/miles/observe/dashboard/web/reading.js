@@ -18,6 +18,7 @@ export async function showReading(root, state) {
     view.other = new ReadingView(panes, state, { isOther: true });
     await view.other.loadSteps();
     await view.other.load();
+    view.drawHead();
   }
   return { refresh: () => view.follow(), pressKey: (event) => view.pressKey(event) };
 }
