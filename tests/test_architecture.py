@@ -612,6 +612,7 @@ def test_every_module_can_be_imported_by_its_name():
 
 def test_the_commands_are_these():
     expected = (
-        "train plan check demo doctor eval chat show view report bundle engines replay convert serve parity route"
+        "train plan check demo doctor eval chat show view report bundle engines stacks replay convert serve parity "
+        "route"
     )
     assert list(COMMANDS) == expected.split()

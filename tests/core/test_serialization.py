@@ -26,6 +26,8 @@ from miles.core.types import (
     Span,
     Status,
     StepReport,
+    TimeSpan,
+    TokenStats,
     Trajectory,
     Version,
 )
@@ -105,8 +107,19 @@ TRAJECTORIES = st.builds(
 GROUPS = st.builds(Group, prompt=PROMPTS, trajectories=st.lists(TRAJECTORIES, max_size=2).map(tuple))
 ROWS = st.lists(samples(), max_size=3).map(tuple)
 BATCHES = st.builds(Batch, step=st.integers(0, 9), samples=ROWS, num_groups=st.integers(0, 4), probe=ROWS)
+TOKEN_STATS = st.lists(st.lists(FLOATS, max_size=3), max_size=3).map(
+    lambda parts: TokenStats(
+        sample_indices=np.arange(len(parts), dtype=np.int32),
+        counts=np.array([len(part) for part in parts], np.int32),
+        logprobs=np.array([value for part in parts for value in part], np.float32),
+        entropies=np.array([value for part in parts for value in part], np.float32),
+    )
+)
+TIME_SPANS = st.builds(TimeSpan, name=WORDS, start=st.floats(0, 1e10), seconds=st.floats(0, 1e5), lane=WORDS)
 REPORTS = st.builds(
     StepReport,
+    spans=st.lists(TIME_SPANS, max_size=2).map(tuple),
+    token_stats=st.none() | TOKEN_STATS,
     version=VERSIONS,
     metrics=st.dictionaries(WORDS, st.floats(), max_size=3),
     seconds=st.dictionaries(WORDS, st.floats(), max_size=2),

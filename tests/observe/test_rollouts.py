@@ -5,9 +5,9 @@ import pytest
 from tests.observe.example_events import group, span, story, taken, trajectory
 
 from miles.core.errors import DataError
-from miles.core.events import Saved
-from miles.core.types import Author, Group, Prompt
-from miles.observe.rollouts import AUTHORS, RolloutDump, read_step, step_path, write_step
+from miles.core.events import Saved, StepFinished
+from miles.core.types import Author, Group, Prompt, TokenStats, Version
+from miles.observe.rollouts import AUTHORS, RolloutDump, read_step, read_token_stats, step_path, write_step
 
 
 def test_every_branch_is_a_row_with_its_tokens_and_advantages(tmp_path):
@@ -66,6 +66,49 @@ def test_a_trajectory_credit_left_out_has_no_advantages(tmp_path):
     fewer = replace(event, batch=replace(event.batch, samples=event.batch.samples[:1]))
     write_step(step_path(tmp_path, 1), fewer)
     assert [r["advantages"] is None for r in read_step(step_path(tmp_path, 1))] == [False, True]
+
+
+def finished(event, samples):
+    """The end of a step, with -1, -2, ... as log-probs of each sample's trained tokens."""
+    counts = [int(event.batch.samples[i].mask.sum()) for i in samples]
+    logprobs = np.concatenate([-np.arange(1.0, n + 1) for n in counts]).astype(np.float32)
+    stats = TokenStats(
+        sample_indices=np.array(samples, np.int32),
+        counts=np.array(counts, np.int32),
+        logprobs=logprobs,
+        entropies=logprobs / -10,
+    )
+    return StepFinished(step=event.step, version=Version(), metrics={}, token_stats=stats)
+
+
+def test_the_trainers_logprobs_are_beside_the_tokens_they_are_of(tmp_path):
+    event = taken(1, [group(3, [0.0, 1.0], length=2), group(3, [0.0, 1.0], length=4)])
+    dump = RolloutDump(tmp_path, keep=1)
+    dump(event)
+    dump(finished(event, [3, 0, 2]))  # the order of micro-batches
+    dump.commit()
+    rows, found = read_step(step_path(tmp_path, 1)), read_token_stats(step_path(tmp_path / "trainer", 1))
+    assert len(found) == 3 and (rows[1]["ticket"], 1, 0) not in found
+    for row in (rows[0], rows[2], rows[3]):
+        logprobs, entropies = found[row["ticket"], row["trajectory"], row["branch"]]
+        trained = row["authors"] == 1
+        assert len(logprobs) == len(row["tokens"]) and np.isnan(logprobs[~trained]).all()
+        assert logprobs[trained].tolist() == [-(n + 1) for n in range(trained.sum())]
+        np.testing.assert_allclose(entropies[trained], -logprobs[trained] / 10)
+    dump(Saved(step=2, name="x"))
+    dump.close()
+    assert not list(tmp_path.rglob("*.parquet"))  # both are deleted
+
+
+def test_a_row_has_the_seconds_of_its_trajectory(tmp_path):
+    from dataclasses import replace
+
+    times = {"started": 1e9, "generate": 2.5, "grade": 0.25}
+    one = group(3, [0.0, 1.0])
+    timed = replace(one, trajectories=(replace(one.trajectories[0], times=times), one.trajectories[1]))
+    write_step(step_path(tmp_path, 1), taken(1, [timed]))
+    rows = read_step(step_path(tmp_path, 1))
+    assert [(r["started"], r["generate_seconds"], r["grade_seconds"]) for r in rows] == [(1e9, 2.5, 0.25), (None,) * 3]
 
 
 def test_the_dump_writes_a_file_a_batch_and_leaves_nothing_unfinished(tmp_path):

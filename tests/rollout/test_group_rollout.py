@@ -18,6 +18,7 @@ from miles.rollout.prompt_renderer import PromptRenderer
 from miles.rollout.reward.context import GraderContext
 from miles.rollout.reward.mixture import build_builtin_reward
 from miles.rollout.seeds import make_training_seed_fn
+from miles.schedule.loop import measure_group_seconds
 
 QUESTION = Prompt(id=11, messages=({"role": "user", "content": "3+4="},), label="7", epoch=2)
 SAMPLING = SamplingParams(max_new_tokens=20, temperature=0.7)
@@ -56,6 +57,36 @@ def test_a_group_holds_every_trajectory_in_order_with_its_own_seed_and_score(tok
     assert [t.metadata["text"] for t in group.trajectories] == [str(seed % 3 + 6) for seed in seeds]
     assert group.rewards == [float(seed % 3 == 1) for seed in seeds]
     assert group.prompt is QUESTION
+
+
+def test_a_trajectory_has_the_seconds_of_its_generation_and_of_its_grading(tokenizer):
+    now = [1000.0]
+
+    async def slow_generate(prompt, engine, sampling):
+        now[0] += 3.0
+        return ended(Status.COMPLETED)
+
+    async def slow_reward(prompt, trajectory):
+        now[0] += 0.5
+        return Reward(value=1.0)
+
+    async def slow_group_reward(prompt, trajectories):
+        now[0] += 7.0
+        return [Reward(value=1.0) for _ in trajectories]
+
+    made = producer(tokenizer, generate=slow_generate, reward=slow_reward, group_size=1, clock=lambda: now[0])
+    assert produce(made).trajectories[0].times == {"started": 1000.0, "generate": 3.0, "grade": 0.5}
+    made = producer(
+        tokenizer,
+        generate=slow_generate,
+        group_reward=slow_group_reward,
+        group_size=2,
+        clock=lambda: now[0],
+        allow_duplicates=True,
+    )
+    group = produce(made)
+    assert [t.times["grade"] for t in group.trajectories] == [7.0, 7.0]
+    assert measure_group_seconds(group) == {"generate": 3.0, "grade": 7.0, "group": 13.0}
 
 
 def test_a_group_depends_on_nothing_but_its_prompt(tokenizer):

@@ -1,13 +1,14 @@
 """Several trainers behind one door: each has its own rows at its own pace, and a checkpoint loses nothing of it."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from miles.core.errors import CheckpointError
-from miles.core.types import Batch, Sample, StepReport, Version
+from miles.core.types import Batch, Sample, StepReport, TimeSpan, TokenStats, Version
 from miles.sync.publish import MultiPolicySync, PolicySync
 from miles.train.multi_policy import MultiPolicyTrainer, PolicyLearner
 
@@ -75,6 +76,31 @@ def test_each_is_trained_on_its_own_rows_at_its_own_pace():
     assert ["policy/b/loss" in r.metrics for r in reports] == [False, True, False, True]
     assert reports[1].metrics["policy/b/version"] == 1.0 and reports[1].metrics["policy/b/staleness"] == 0.0
     assert reports[1].seconds == {"pack": 0.5, "b.pack": 0.5}
+
+
+class Records(Counts):
+    """A trainer that reports a log-prob for each sample: its prompt's id."""
+
+    async def step(self, batch: Batch) -> StepReport:
+        report, ids = await super().step(batch), [row.prompt_id for row in batch.samples]
+        order = np.arange(len(ids), dtype=np.int32)[::-1].copy()
+        stats = TokenStats(
+            sample_indices=order,
+            counts=np.ones(len(ids), np.int32),
+            logprobs=np.array(ids, np.float32)[order],
+            entropies=np.zeros(len(ids), np.float32),
+        )
+        return replace(report, spans=(TimeSpan(name="pack", start=5.0, seconds=0.5),), token_stats=stats)
+
+
+def test_the_tokens_of_each_policy_keep_their_place_in_the_batch():
+    learners = {"a": PolicyLearner(trainer=Records("a")), "b": PolicyLearner(trainer=Records("b"))}
+    whole = batch(1)
+    report = asyncio.run(MultiPolicyTrainer(learners, "a").step(whole))
+    assert report.token_stats is not None
+    found = {index: float(logprobs[0]) for index, (logprobs, _) in report.token_stats.split().items()}
+    assert found == {index: float(row.prompt_id) for index, row in enumerate(whole.samples)}
+    assert [(span.lane, span.name) for span in report.spans] == [("a", "pack"), ("b", "pack")]
 
 
 def test_rows_that_wait_survive_a_checkpoint(tmp_path):

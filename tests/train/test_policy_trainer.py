@@ -232,6 +232,33 @@ def test_a_report_counts_tokens_and_times_its_parts():
     assert report.seconds == {"pack": 1.0, "old_logprobs": 1.0, "optimize": 1.0}
 
 
+def test_a_report_has_the_logprob_and_entropy_of_each_trained_token(tmp_path):
+    samples = [*ragged(5), sample(np.random.default_rng(1), prompt=4, reply=0, trajectory=9)]
+    actor = model()
+    reference = twin(actor, tmp_path)
+    report = step(worker(actor, steps=2, record_tokens=True, train={"max_tokens_per_gpu": 16, "lr": 0.0}), samples)
+    assert report.token_stats is not None
+    found = report.token_stats.split()
+    assert sorted(found) == [0, 1, 2, 3, 4]  # nothing of the last one is trained
+    for number, (logprobs, entropies) in found.items():
+        tokens = torch.tensor(samples[number].tokens, dtype=torch.int64)
+        wanted = torch.distributions.Categorical(logits=reference(tokens[None]).logits[0, :-1])
+        mask = samples[number].mask[1:]
+        np.testing.assert_allclose(logprobs, wanted.log_prob(tokens[1:]).detach().numpy()[mask], atol=1e-5)
+        np.testing.assert_allclose(entropies, wanted.entropy().detach().numpy()[mask], atol=1e-5)
+    assert step(worker(model()), samples).token_stats is None
+
+
+def test_the_spans_of_a_report_follow_each_other():
+    ticks = iter(range(100, 200))
+    report = step(worker(model(), clock=lambda: float(next(ticks))), ragged(3))
+    assert [(span.name, span.start, span.seconds) for span in report.spans] == [
+        ("pack", 100.0, 1.0),
+        ("old_logprobs", 101.0, 1.0),
+        ("optimize", 102.0, 1.0),
+    ]
+
+
 def test_two_runs_are_equal_to_the_bit():
     (a, first), (b, second) = (trained(ragged(10), train={"max_tokens_per_gpu": 40}) for _ in range(2))
     assert a == b and distance(first, second) == 0

@@ -5,12 +5,57 @@ ROCm builds of torch use the ``cuda`` names, so other modules use a ``Platform``
 
 from __future__ import annotations
 
+import importlib
 import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from miles.core.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicePeak:
+    """What a device can do at most in a second: FLOPs of dense bf16 matmuls, and bytes of memory read and written."""
+
+    flops: float
+    bandwidth: float
+
+
+# Part of a product's name, TFLOP/s and GB/s of its data sheet; the first that matches counts.
+_PEAKS = (
+    ("GB300", 2500, 8000),
+    ("B300", 2250, 8000),
+    ("GB200", 2500, 8000),
+    ("B200", 2250, 8000),
+    ("GH200", 990, 4900),
+    ("H200", 989, 4800),
+    ("H100 PCIe", 756, 2000),
+    ("H100 NVL", 835, 3900),
+    ("H100", 989, 3350),
+    ("H20", 148, 4000),
+    ("H800", 989, 3350),
+    ("A100-SXM4-40GB", 312, 1555),
+    ("A100-PCIE-40GB", 312, 1555),
+    ("A100", 312, 2039),
+    ("A800", 312, 2039),
+    ("L40S", 362, 864),
+    ("L4", 121, 300),
+    ("A10G", 70, 600),
+    ("A10", 125, 600),
+    ("RTX 5090", 210, 1792),
+    ("RTX 4090", 165, 1008),
+    ("RTX 3090", 71, 936),
+    ("V100", 125, 900),
+    ("MI355X", 2500, 8000),
+    ("MI350X", 2300, 8000),
+    ("MI325X", 1307, 6000),
+    ("MI300X", 1307, 5300),
+    ("MI250X", 191, 1600),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +72,14 @@ class Platform:
         if self.kind == "cpu":
             return _available_host_memory()
         return torch.cuda.mem_get_info(self.device)[0]
+
+    @property
+    def peak(self) -> DevicePeak | None:
+        """What its data sheet promises; None for a CPU and for a product that the table lacks."""
+        if self.kind == "cpu":
+            return None
+        found = next((row for row in _PEAKS if row[0].lower() in self.name.lower()), None)
+        return None if found is None else DevicePeak(flops=found[1] * 1e12, bandwidth=found[2] * 1e9)
 
     def synchronize(self) -> None:
         """Wait until all work queued on the device is done."""
@@ -83,6 +136,72 @@ def parse_device(name: str, flag: str) -> torch.device:
     if index >= count:
         raise UsageError(f"{flag} {name} is not available: torch sees {count} accelerators; name one of them.")
     return torch.device("cuda", index)
+
+
+class GpuCounters:
+    """Utilisation, memory and power of this machine's GPUs, from NVML or AMD SMI; nothing where neither is there."""
+
+    def __init__(self) -> None:
+        self._nvml: Any = _import_and_init("pynvml", "nvmlInit")
+        self._amd: Any = None if self._nvml is not None else _import_and_init("amdsmi", "amdsmi_init")
+
+    @property
+    def available(self) -> bool:
+        """Whether there is anything to read."""
+        return self._nvml is not None or self._amd is not None
+
+    def read(self) -> Mapping[str, Mapping[str, float]]:
+        """Return the counters of each GPU by name; a counter that a GPU lacks is left out."""
+        if self._nvml is not None:
+            return {f"GPU {i}": self._read_nvidia(i) for i in range(self._nvml.nvmlDeviceGetCount())}
+        if self._amd is not None:
+            handles = self._amd.amdsmi_get_processor_handles()
+            return {f"GPU {i}": self._read_amd(handle) for i, handle in enumerate(handles)}
+        return {}
+
+    def _read_nvidia(self, index: int) -> dict[str, float]:
+        nvml = self._nvml
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        readers = {
+            "utilization": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
+            "memory_gib": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used / 2**30,
+            "watts": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+        }
+        return _read_all(readers, nvml.NVMLError)
+
+    def _read_amd(self, handle: Any) -> dict[str, float]:
+        amd = self._amd
+        readers = {
+            "utilization": lambda: amd.amdsmi_get_gpu_activity(handle)["gfx_activity"] / 100,
+            "memory_gib": lambda: amd.amdsmi_get_gpu_vram_usage(handle)["vram_used"] / 2**10,
+            "watts": lambda: float(amd.amdsmi_get_power_info(handle)["average_socket_power"]),
+        }
+        return _read_all(readers, amd.AmdSmiException)
+
+    def close(self) -> None:
+        if self._nvml is not None:
+            self._nvml.nvmlShutdown()
+        if self._amd is not None:
+            self._amd.amdsmi_shut_down()
+        self._nvml = self._amd = None
+
+
+def _import_and_init(name: str, init: str) -> Any:
+    """The library, started; None where it is not installed or finds no driver."""
+    try:
+        library = importlib.import_module(name)
+        getattr(library, init)()
+    except Exception:  # without a driver each library has an error of its own
+        return None
+    return library
+
+
+def _read_all(readers: Mapping[str, Callable[[], float]], error: type[Exception]) -> dict[str, float]:
+    values: dict[str, float] = {}
+    for name, read in readers.items():
+        with suppress(error, TypeError, ValueError):  # not every GPU has every counter; AMD SMI gives "N/A"
+            values[name] = read()
+    return values
 
 
 def _host_memory() -> int:

@@ -11,8 +11,10 @@ import faulthandler
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,12 +46,13 @@ class StackDump:
         return lines[1].strip() if len(lines) > 1 else self.error or "no stack was written"
 
 
-def create_dump_dir(folder: Path) -> None:
-    """Create an empty dump directory, which this process's children use from now on."""
+def create_dump_dir(folder: Path, name: str) -> None:
+    """Create an empty dump directory, which this process, called ``name``, and its children use from now on."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.iterdir():
         old.unlink(missing_ok=True)
     os.environ[DUMP_DIR_ENV] = str(folder.resolve())
+    register_process(name)
 
 
 def remove_dump_dir() -> None:
@@ -57,6 +60,10 @@ def remove_dump_dir() -> None:
     folder = os.environ.pop(DUMP_DIR_ENV, None)
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
+    if _open_files:
+        faulthandler.unregister(DUMP_SIGNAL)
+    while _open_files:
+        _open_files.pop().close()
 
 
 def register_process(name: str) -> None:
@@ -70,22 +77,66 @@ def register_process(name: str) -> None:
     faulthandler.register(DUMP_SIGNAL, file=file, all_threads=True, chain=False)
 
 
-def dump_all_processes() -> list[StackDump]:
-    """The current stacks of all registered processes."""
-    folder = os.environ.get(DUMP_DIR_ENV)
+def dump_all_processes(folder: Path | None = None) -> list[StackDump]:
+    """The current stacks of all registered processes, of this run or of the one with this dump directory."""
+    if folder is None:
+        folder = Path(os.environ[DUMP_DIR_ENV]) if DUMP_DIR_ENV in os.environ else None
     if folder is None:
         return []
     signalled: list[tuple[Path, int, str, int]] = []
-    for path in sorted(Path(folder).glob("*-*-*.txt")):
-        pid, started, name = path.stem.split("-", 2)
-        if _start_time(int(pid)) != int(started):
-            path.unlink(missing_ok=True)  # its process has ended, and the id may be another's
-            continue
-        signalled.append((path, int(pid), name.replace("-", " "), path.stat().st_size))
+    for path, pid, name in _list_registered(folder):
+        signalled.append((path, pid, name, path.stat().st_size))
         with suppress(ProcessLookupError):
-            os.kill(int(pid), DUMP_SIGNAL)
+            os.kill(pid, DUMP_SIGNAL)
     deadline = time.monotonic() + _DUMP_SECONDS
     return [_read_dump(path, pid, name, size, deadline) for path, pid, name, size in signalled]
+
+
+def _list_registered(folder: Path) -> list[tuple[Path, int, str]]:
+    """The file, process id and name of each registered process that is alive."""
+    found: list[tuple[Path, int, str]] = []
+    for path in sorted(folder.glob("*-*-*.txt")):
+        pid, started, name = path.stem.split("-", 2)
+        if _start_time(int(pid)) == int(started):  # else it has ended, and the id may be another's
+            found.append((path, int(pid), name.replace("-", " ")))
+    return found
+
+
+def sample_all_processes(folder: Path, command: Sequence[str]) -> list[StackDump]:
+    """The stacks of all processes of a run, registered or begun by one that is, as py-spy prints them.
+
+    ``command`` is that of py-spy, to which the process id is added. A process that it may not read has an error.
+    """
+    names = {pid: name for _, pid, name in _list_registered(folder)}
+    for pid in _list_descendants(set(names)):
+        if pid not in names and "python" in _read_command(pid):
+            names[pid] = _read_command(pid)[:80]
+    dumps: list[StackDump] = []
+    for pid, name in names.items():
+        done = subprocess.run([*command, "--pid", str(pid)], capture_output=True, text=True, check=False)
+        problem = (done.stderr.strip().splitlines() or [f"py-spy ended with status {done.returncode}"])[-1]
+        error = problem if done.returncode else ""
+        dumps.append(StackDump(name=name, pid=pid, text="" if error else done.stdout, error=error))
+    return dumps
+
+
+def _list_descendants(roots: set[int]) -> list[int]:
+    """The ids of all processes that were begun, directly or not, by ``roots``."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (fields := _read_stat(int(entry.name))):
+            parents[int(entry.name)] = int(fields[1])
+    known = set(roots)
+    while more := {pid for pid, parent in parents.items() if parent in known and pid not in known}:
+        known |= more
+    return sorted(known - roots)
+
+
+def _read_command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def dump_own_threads() -> str:

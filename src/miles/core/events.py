@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from miles.core.types import EMPTY, Batch, Group, Version
+from miles.core.types import EMPTY, Batch, Group, TimeSpan, TokenStats, Version
 
 
 def _empty() -> Mapping[str, float]:
@@ -69,12 +69,17 @@ class BatchTaken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFinished:
-    """A training step and its weight update are complete; engines serve ``version``."""
+    """A training step and its weight update are complete; engines serve ``version``.
+
+    ``spans`` and ``token_stats`` are for the trace and the rollout files; no log has them.
+    """
 
     step: int
     version: Version
     metrics: Mapping[str, float]
     seconds: Mapping[str, float] = field(default_factory=_empty)
+    spans: tuple[TimeSpan, ...] = ()
+    token_stats: TokenStats | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

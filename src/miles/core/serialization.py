@@ -49,6 +49,8 @@ CORE_TYPES: tuple[type, ...] = (
     types.Sample,
     types.Batch,
     types.StepReport,
+    types.TimeSpan,
+    types.TokenStats,
     media.ImageInput,
     media.PlacedImage,
 )
@@ -252,7 +254,7 @@ def _encode_numbers(value: Any, arrays: list[Array]) -> Any:
     return {"array": value.dtype.str, "shape": value.shape}
 
 
-def _construct(name: str, cls: Callable[..., Any], *values: Any, **fields: Any) -> Any:
+def _construct(name: str, cls: Callable[..., Any], /, *values: Any, **fields: Any) -> Any:
     """Build the object; its own validation may reject the values."""
     try:
         return cls(*values, **fields)

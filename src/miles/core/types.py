@@ -151,7 +151,8 @@ class Trajectory:
     """One response to a prompt: status, reward, and one or more branches of spans.
 
     A plain conversation has one branch. Sub-agents and context compaction add more; all branches
-    share the reward and one loss denominator, and train together or not at all.
+    share the reward and one loss denominator, and train together or not at all. ``times`` are wall-clock times, which
+    no two runs share: ``started`` since the epoch, and the seconds of ``generate`` and ``grade``.
     """
 
     branches: tuple[tuple[Span, ...], ...]
@@ -159,6 +160,7 @@ class Trajectory:
     reward: Reward | None = None
     index: int = 0
     metadata: Mapping[str, Any] = field(default_factory=_empty)
+    times: Mapping[str, float] = field(default_factory=_empty)
 
     @property
     def spans(self) -> Iterator[Span]:
@@ -272,9 +274,59 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenStats:
+    """The trainer's log-prob and entropy of each trained token, by sample.
+
+    ``sample_indices`` are places in the batch and ``counts`` the trained tokens of each of these samples; ``logprobs``
+    and ``entropies`` are those of all samples, concatenated.
+    """
+
+    sample_indices: NDArray[np.int32]
+    counts: NDArray[np.int32]
+    logprobs: Floats
+    entropies: Floats
+
+    def split(self) -> dict[int, tuple[Floats, Floats]]:
+        """Return the log-probs and entropies of each sample by its place in the batch."""
+        ends = np.cumsum(self.counts)[:-1]
+        parts = zip(np.split(self.logprobs, ends), np.split(self.entropies, ends), strict=True)
+        return dict(zip(self.sample_indices.tolist(), parts, strict=True))
+
+    @staticmethod
+    def merge(parts: Sequence[TokenStats]) -> TokenStats:
+        """Return the samples of all parts; of one that several parts have, the first part's."""
+        found: dict[int, tuple[Floats, Floats]] = {}
+        for part in parts:
+            found = part.split() | found
+        empty = [np.zeros(0, np.float32)]
+        return TokenStats(
+            sample_indices=np.array(list(found), np.int32),
+            counts=np.array([len(logprobs) for logprobs, _ in found.values()], np.int32),
+            logprobs=np.concatenate([logprobs for logprobs, _ in found.values()] or empty),
+            entropies=np.concatenate([entropies for _, entropies in found.values()] or empty),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeSpan:
+    """What a process did from ``start``, in seconds since the epoch, for ``seconds``; ``lane`` names the process."""
+
+    name: str
+    start: float
+    seconds: float
+    lane: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """The result of one training step. ``seconds`` are wall-clock times, excluded from reproducibility checks."""
+    """The result of one training step.
+
+    ``seconds`` and ``spans`` are wall-clock times, excluded from reproducibility checks. ``token_stats`` is None where
+    the trainer was not asked for it.
+    """
 
     version: Version
     metrics: Mapping[str, float] = field(default_factory=_empty)
     seconds: Mapping[str, float] = field(default_factory=_empty)
+    spans: tuple[TimeSpan, ...] = ()
+    token_stats: TokenStats | None = None

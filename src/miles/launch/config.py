@@ -245,6 +245,24 @@ class EnginesRoot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StacksOptions:
+    """Stacks: how the stacks of a live run are read."""
+
+    method: Literal["auto", "py-spy", "signal"] = option(
+        "auto", "Who reads them: py-spy, the processes on a signal, or py-spy where it is installed and allowed."
+    )
+    native: bool = option(False, "Also show frames of C, C++ and Cython (py-spy).")
+    locals: bool = option(False, "Also show local variables (py-spy).")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StacksRoot:
+    """Root config of ``miles stacks``."""
+
+    stacks: StacksOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParityOptions:
     """Parity: which two backends are compared on which tokens, and with which tolerance."""
 

@@ -36,6 +36,7 @@ from miles.launch.config import (
     RouteRoot,
     ServeRoot,
     ShowRoot,
+    StacksRoot,
     ViewRoot,
 )
 from miles.launch.essential_options import ESSENTIAL_OPTIONS
@@ -267,6 +268,14 @@ def _engines(argv: list[str]) -> int:
     return engines(Path(run), options)
 
 
+def _stacks(argv: list[str]) -> int:
+    (run,), flags = _split_run("stacks", argv, words=1)
+    options = read_options(StacksRoot, flags).stacks
+    from miles.launch.runtime.watchdog import print_stacks
+
+    return print_stacks(Path(run), options)
+
+
 def _replay(argv: list[str]) -> int:
     (run, step), flags = _split_run("replay", argv, words=2)
     options = read_options(ReplayRoot, flags).replay
@@ -400,6 +409,13 @@ COMMANDS: dict[str, _Command] = {
         help="List the engines of a live run, and add or remove some.",
         run=_engines,
         root=EnginesRoot,
+    ),
+    "stacks": _Command(
+        usage="RUN [--flags]",
+        help="Print what every process of a live run is doing: the stacks of all its threads.",
+        run=_stacks,
+        root=StacksRoot,
+        details="RUN is the directory of a run on this machine. The run goes on. py-spy is used where it is installed.",
     ),
     "replay": _Command(
         usage="RUN STEP [--flags]",

@@ -79,12 +79,57 @@ class ObserveConfig:
         "Write every step's trajectories, with their tokens and log-probs, to rollouts/step-*.parquet.",
         off="--disable-save-rollouts",
     )
+    save_trainer_logprobs: bool = option(
+        True,
+        "Write the trainer's log-prob and entropy of each trained token to rollouts/trainer/step-*.parquet.",
+        off="--disable-save-trainer-logprobs",
+    )
     keep_rollouts: int | None = option(
         None,
         "Number of most recent steps whose rollout files to keep, counted up to the newest checkpoint; all when not "
         "given.",
         unit="steps",
         ge=1,
+    )
+
+    # -- traces
+    mfu_peak_tflops: float | None = option(
+        None,
+        "TFLOP/s that a device can reach, for the model FLOPs utilisation; that of its data sheet when not given.",
+        gt=0,
+    )
+    gauge_interval: float = option(
+        1.0,
+        "Seconds between samples of engine gauges and GPU counters in trace/engines.json; 0 takes none.",
+        unit="seconds",
+        ge=0,
+    )
+    trace_max_mb: int = option(
+        64,
+        "Megabytes after which trace/groups.json and trace/engines.json start anew; the previous file of each is kept.",
+        unit="MB",
+        ge=1,
+    )
+
+    # -- profiles
+    use_pytorch_profiler: bool = option(
+        False, "Write PyTorch profiles of the steps from --profile-step-start on to the folder profiles of the run."
+    )
+    profile_target: tuple[Literal["train_overall", "train_actor", "train_log_probs", "rollout"], ...] = option(
+        ("train_overall",),
+        "What is profiled: the training step, its optimizer steps or its log-probs alone, or the engine's rollout.",
+    )
+    profile_step_start: int = option(10, "First step that is profiled.", unit="step", ge=1)
+    profile_step_end: int = option(12, "Step before which profiling ends.", unit="step", ge=2)
+    record_memory_history: bool = option(
+        False, "Record every allocation on the accelerator, and write memory snapshots of the training step."
+    )
+    memory_recorder: Literal["torch"] = option("torch", "What records the memory: torch's allocator.")
+    memory_snapshot_dir: str | None = option(
+        None, "Where memory snapshots go, instead of the folder profiles of the run.", path=True
+    )
+    memory_snapshot_num_steps: int = option(
+        1, "Steps between two memory snapshots; there is another one when memory runs out.", unit="steps", ge=1
     )
 
     # -- debugging one plane without the other

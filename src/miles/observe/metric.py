@@ -165,6 +165,17 @@ SECONDS = _parse_rows(
     """
 )
 
+RATES = _parse_rows(
+    """
+    perf/train_tflops          | TFLOP/s  | FLOPs per second and device that training needs, without recomputation.
+    perf/train_mfu             | fraction | The same relative to the peak of the device (model FLOPs utilisation).
+    perf/rollout_tflops        | TFLOP/s  | FLOPs per second and device of generation and prefill.
+    perf/rollout_mfu           | fraction | The same relative to the peak of the device.
+    perf/rollout_gb_per_second | GB/s     | Weights and KV cache that decoding reads, per device.
+    perf/rollout_mbu           | fraction | The same relative to the device's memory bandwidth.
+    """
+)
+
 SPECULATION = _parse_rows(
     """
     speculative/accept_length | tokens   | Mean number of tokens that a verification of drafts samples.
@@ -182,6 +193,13 @@ SECTIONS = {
         "In `metrics.jsonl`, `kind` `eval`; `step` is how many steps the policy had been trained for.",
     ),
     "Seconds": (SECONDS, "In `timings.jsonl`, and nowhere else: wall-clock times are not deterministic."),
+    "Utilisation": (
+        RATES,
+        "In `timings.jsonl`: over the training step, and over the time in which engines generate (the wait for "
+        "rollouts, or the whole step where they overlap). A CPU, and a device that the table of `cluster/platform.py` "
+        "lacks, has no peak, so only the rates are there; `--mfu-peak-tflops` gives one. Bytes are known of engines in "
+        "the same process.",
+    ),
     "Speculative decoding": (
         SPECULATION,
         "In `timings.jsonl`, since a resumed run makes other drafts of the same tokens; over the completions that "

@@ -27,7 +27,8 @@ class StepRollouts:
     """The groups that one step was trained on.
 
     ``probe`` identifies probe samples by prompt, trajectory and digest (``rollouts.compute_sample_digest``).
-    ``advantages`` are by group, trajectory and branch; None if the branch yielded no sample. ``lost`` names values that
+    ``advantages`` are by group, trajectory and branch; None if the branch yielded no sample. ``times`` are by group and
+    trajectory, as in ``Trajectory``, which has none here: they are of another process. ``lost`` names values that
     a file cannot hold, with their types; ``excluded_extras`` the extras that were left out.
     """
 
@@ -37,6 +38,7 @@ class StepRollouts:
     groups: tuple[Group, ...]
     probe: tuple[tuple[int, int, str], ...]
     advantages: tuple[tuple[tuple[Array | None, ...], ...], ...]
+    times: tuple[tuple[Mapping[str, float], ...], ...]
     vocabulary: str | None
     lost: Mapping[str, str]
     excluded_extras: tuple[str, ...]
@@ -68,10 +70,18 @@ def read_step_rollouts(path: Path) -> StepRollouts:
             tuple(tuple(r["advantages"] for r in branches) for branches in _split_trajectories(part))
             for part in rows_by_group
         ),
+        times=tuple(
+            tuple(_read_times(branches[0]) for branches in _split_trajectories(part)) for part in rows_by_group
+        ),
         vocabulary=file_metadata.get(VOCABULARY),
         lost=lost,
         excluded_extras=excluded_extras,
     )
+
+
+def _read_times(row: Mapping[str, Any]) -> dict[str, float]:
+    columns = {"started": "started", "generate": "generate_seconds", "grade": "grade_seconds"}
+    return {name: row[column] for name, column in columns.items() if row.get(column) is not None}
 
 
 def _read_group(rows: list[dict[str, Any]], lost: dict[str, str]) -> Group:

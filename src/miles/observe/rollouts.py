@@ -19,9 +19,21 @@ import numpy as np
 
 from miles.core.agents import ROLES
 from miles.core.errors import DataError
-from miles.core.events import BatchTaken, Event, Saved
+from miles.core.events import BatchTaken, Event, Saved, StepFinished
 from miles.core.serialization import CORE_TYPES, Codec, SerializationError
-from miles.core.types import EMPTY, Array, Author, Floats, Group, Prompt, Sample, Span, Tokens, Trajectory
+from miles.core.types import (
+    EMPTY,
+    Array,
+    Author,
+    Floats,
+    Group,
+    Prompt,
+    Sample,
+    Span,
+    Tokens,
+    TokenStats,
+    Trajectory,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -31,6 +43,10 @@ AUTHORS: Mapping[Author, int] = {Author.PROMPT: 0, Author.POLICY: 1, Author.ENV:
 FORMAT_VERSION = "2"
 """Current file format; files of format 1 lack parts of a group."""
 CODEC = Codec(CORE_TYPES)
+
+
+TRAINER = "trainer"
+"""Folder beside the rollout files, with the trainer's log-prob and entropy of each token in files of the same names."""
 
 
 def step_path(folder: Path, step: int) -> Path:
@@ -47,7 +63,8 @@ class RolloutDump:
 
     ``destination`` is a folder, or a function that returns the path of a step's file. ``file_metadata`` is written
     into every file. Extras named in ``excluded_extras`` are left out. When a checkpoint was saved, the files of all but
-    the ``keep`` newest steps up to it are deleted; those after it are needed to resume from it.
+    the ``keep`` newest steps up to it are deleted; those after it are needed to resume from it. Where a trainer reports
+    log-probs and entropies of tokens, a folder gets a second file of the step with these.
     """
 
     def __init__(
@@ -66,6 +83,7 @@ class RolloutDump:
         self._excluded_extras = frozenset(excluded_extras)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollouts")
         self._writing: Future[None] | None = None
+        self._taken: BatchTaken | None = None
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, BatchTaken):
@@ -82,6 +100,14 @@ class RolloutDump:
                 file_metadata=self._file_metadata,
                 excluded_extras=self._excluded_extras,
             )
+            self._taken = event
+
+        elif isinstance(event, StepFinished):
+            taken, self._taken = self._taken, None
+            if event.token_stats is not None and taken is not None and isinstance(self._destination, Path):
+                self.commit()
+                folder = self._destination / TRAINER
+                self._writing = self._thread.submit(write_token_stats, folder, taken, event.token_stats)
 
         elif isinstance(event, Saved) and self._keep is not None and isinstance(self._destination, Path):
             _delete_steps(self._destination, through=event.step - self._keep)
@@ -100,7 +126,7 @@ class RolloutDump:
 
 
 def _delete_steps(folder: Path, *, through: int) -> None:
-    for path in folder.glob("step-*.parquet"):
+    for path in (*folder.glob("step-*.parquet"), *(folder / TRAINER).glob("step-*.parquet")):
         number = path.stem.removeprefix("step-")
         if number.isdecimal() and int(number) <= through:
             path.unlink(missing_ok=True)
@@ -115,7 +141,6 @@ def write_step(
 ) -> None:
     """Write a batch's trajectories atomically."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     rows = list(_build_rows(taken, frozenset(excluded_extras)))
     probe = [[sample.prompt_id, sample.trajectory, compute_sample_digest(sample)] for sample in taken.batch.probe]
@@ -127,7 +152,63 @@ def write_step(
         "without": json.dumps(sorted(excluded_extras)),
         **file_metadata,
     }
-    table = pa.Table.from_pylist(rows, schema=_build_schema(metadata))
+    _write_table(path, pa.Table.from_pylist(rows, schema=_build_schema(metadata)))
+
+
+def write_token_stats(folder: Path, taken: BatchTaken, stats: TokenStats) -> None:
+    """Write the trainer's log-prob and entropy of each token, in the rows of the step's rollout file; NaN where a token
+    was not trained on."""
+    import pyarrow as pa
+
+    samples = _samples_by_trajectory(taken)
+    by_sample = {id(taken.batch.samples[index]): values for index, values in stats.split().items()}
+    rows: list[dict[str, Any]] = []
+    for ticket, group in zip(taken.tickets, taken.groups, strict=True):
+        for trajectory in group.trajectories:
+            unmatched = samples[group.prompt.id, trajectory.index]
+            for number, branch in enumerate(trajectory.branches):
+                tokens = _per_token(branch, np.int32, lambda span: span.tokens)
+                sample = _pop_sample(unmatched, tokens)
+                logprobs, entropies = by_sample.get(id(sample), (None, None))
+                rows.append(
+                    {
+                        "ticket": ticket,
+                        "trajectory": trajectory.index,
+                        "branch": number,
+                        "logprobs": _spread(sample, logprobs),
+                        "entropies": _spread(sample, entropies),
+                    }
+                )
+    fields = [("ticket", pa.int64()), ("trajectory", pa.int32()), ("branch", pa.int32())]
+    fields += [("logprobs", pa.list_(pa.float32())), ("entropies", pa.list_(pa.float32()))]
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_table(step_path(folder, taken.step), pa.Table.from_pylist(rows, schema=pa.schema(fields)))
+
+
+def read_token_stats(path: Path) -> dict[tuple[int, int, int], tuple[Floats, Floats]]:
+    """Return the log-probs and entropies of a file of ``write_token_stats`` by ticket, trajectory and branch; none if
+    there is no such file."""
+    rows = read_step(path) if path.is_file() else []
+    return {
+        (row["ticket"], row["trajectory"], row["branch"]): (row["logprobs"], row["entropies"])
+        for row in rows
+        if row["logprobs"] is not None
+    }
+
+
+def _spread(sample: Sample | None, values: Floats | None) -> Floats | None:
+    """Return the values of the trained tokens among all tokens of the sample, NaN elsewhere."""
+    if sample is None or values is None:
+        return None
+    spread = np.full(len(sample), np.nan, np.float32)
+    spread[sample.mask] = values
+    return spread
+
+
+def _write_table(path: Path, table: pa.Table) -> None:
+    """Write a file, complete or not at all."""
+    import pyarrow.parquet as pq
+
     part = path.with_name(f"{path.name}.part")
     with part.open("wb") as file:
         pq.write_table(table, file, compression="zstd")
@@ -196,6 +277,9 @@ def _build_schema(metadata: Mapping[str, str]) -> pa.Schema:
         "reward_parts": pa.map_(pa.string(), pa.float64()),
         "label": pa.string(),
         "text": pa.string(),
+        "started": pa.float64(),
+        "generate_seconds": pa.float64(),
+        "grade_seconds": pa.float64(),
         "tokens": pa.list_(pa.int32()),
         "logprobs": pa.list_(pa.float32()),
         "versions": pa.list_(pa.int32()),
@@ -214,14 +298,13 @@ def _build_schema(metadata: Mapping[str, str]) -> pa.Schema:
 
 
 def _build_rows(taken: BatchTaken, excluded_extras: frozenset[str]) -> Iterator[dict[str, Any]]:
-    samples: dict[tuple[int, int], list[Sample]] = defaultdict(list)
-    for sample in taken.batch.samples:
-        samples[sample.prompt_id, sample.trajectory].append(sample)
+    samples = _samples_by_trajectory(taken)
     for ticket, group in zip(taken.tickets, taken.groups, strict=True):
         for position, trajectory in enumerate(group.trajectories):
             unmatched = samples[group.prompt.id, trajectory.index]
             for number, branch in enumerate(trajectory.branches):
                 tokens = _per_token(branch, np.int32, lambda span: span.tokens)
+                sample = _pop_sample(unmatched, tokens)
                 yield {
                     "step": taken.step,
                     "ticket": ticket,
@@ -231,11 +314,18 @@ def _build_rows(taken: BatchTaken, excluded_extras: frozenset[str]) -> Iterator[
                     "logprobs": _per_token(branch, np.float32, _logprobs),
                     "versions": _per_token(branch, np.int32, _version),
                     "authors": _per_token(branch, np.int8, lambda span: AUTHORS[span.author]),
-                    "advantages": _pop_advantages(unmatched, tokens),
+                    "advantages": None if sample is None else sample.advantages,
                     **_span_columns(branch, excluded_extras),
                     "metadata": None if number else _pack_metadata(trajectory.metadata),
                     "prompt": None if number or position else _pack_prompt(group.prompt),
                 } | _summary_columns(group, trajectory)
+
+
+def _samples_by_trajectory(taken: BatchTaken) -> defaultdict[tuple[int, int], list[Sample]]:
+    samples: defaultdict[tuple[int, int], list[Sample]] = defaultdict(list)
+    for sample in taken.batch.samples:
+        samples[sample.prompt_id, sample.trajectory].append(sample)
+    return samples
 
 
 def _summary_columns(group: Group, trajectory: Trajectory) -> dict[str, Any]:
@@ -250,6 +340,9 @@ def _summary_columns(group: Group, trajectory: Trajectory) -> dict[str, Any]:
         "reward_parts": [] if reward is None else [(name, float(part)) for name, part in reward.parts.items()],
         "label": group.prompt.label,
         "text": text if isinstance(text, str) else None,
+        "started": trajectory.times.get("started"),
+        "generate_seconds": trajectory.times.get("generate"),
+        "grade_seconds": trajectory.times.get("grade"),
     }
 
 
@@ -315,11 +408,11 @@ def _split_packable(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
     return packable, lost
 
 
-def _pop_advantages(unmatched: list[Sample], tokens: Tokens) -> Floats | None:
-    """Return the advantages of the first unmatched sample with these tokens, and remove it; None if there is none."""
+def _pop_sample(unmatched: list[Sample], tokens: Tokens) -> Sample | None:
+    """Return the first unmatched sample with these tokens, and remove it; None if there is none."""
     for index, sample in enumerate(unmatched):
         if np.array_equal(sample.tokens, tokens):
-            return unmatched.pop(index).advantages
+            return unmatched.pop(index)
     return None
 
 

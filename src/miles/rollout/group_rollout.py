@@ -12,6 +12,7 @@ A reward that raises or times out leaves its trajectory unscored, and does not e
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -82,7 +83,7 @@ class GroupRollout:
 
     ``abort`` cancels the engine's requests, for ``interrupt``. With ``retry_aborted`` a trajectory that was aborted by
     anything else is resumed. ``limiter`` bounds the number of running trajectories. Copies among the samples that
-    chance cannot explain are an error unless ``allow_duplicates``.
+    chance cannot explain are an error unless ``allow_duplicates``. ``clock`` reads the seconds since the epoch.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class GroupRollout:
         allow_duplicates: bool = False,
         scores: bool = True,
         report: Callable[[str], None] = lambda text: None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         assert reward is None or group_reward is None, "a trajectory is scored by itself or with its group"
         self._engine = InterruptibleEngine(engine)
@@ -125,6 +127,7 @@ class GroupRollout:
         self._max_reward_failures = max_reward_failures
         self._consecutive_failures = 0
         self._report = report
+        self._clock = clock
         self._is_reported = False
 
     async def produce(self, prompt: Prompt) -> Group:
@@ -182,10 +185,17 @@ class GroupRollout:
         if previous is not None and previous.status is not Status.ABORTED:
             return previous
         sampling = replace(self._sampling, seed=self._seed_fn(prompt, index))
-        trajectory = replace(await self._generate_trajectory(prompt, sampling, previous), index=index)
+        started, earlier = self._clock(), previous.times.get("generate", 0.0) if previous is not None else 0.0
+        trajectory = await self._generate_trajectory(prompt, sampling, previous)
+        ended = self._clock()
+        times = {"started": started - earlier, "generate": ended - started + earlier}
+        trajectory = replace(trajectory, index=index, times=times)
         if self._engine.interrupted and trajectory.status is Status.ABORTED:
             return trajectory  # not scored: it may be resumed
-        return await self._score_trajectory(prompt, trajectory) if self._scores else trajectory
+        if not self._scores:
+            return trajectory
+        scored = await self._score_trajectory(prompt, trajectory)
+        return replace(scored, times={**times, "grade": self._clock() - ended})
 
     async def _score_trajectory(self, prompt: Prompt, trajectory: Trajectory) -> Trajectory:
         if trajectory.reward is not None:  # scored by its environment
@@ -224,8 +234,10 @@ class GroupRollout:
     async def _score_together(
         self, group_reward: GroupRewardFn, prompt: Prompt, trajectories: Sequence[Trajectory]
     ) -> list[Trajectory]:
-        waiting = sum(t.reward is None for t in trajectories)
+        waiting, started = sum(t.reward is None for t in trajectories), self._clock()
         rewards = await self._await_reward(prompt, waiting, group_reward(prompt, trajectories))
+        grade = self._clock() - started
+        trajectories = [replace(t, times={**t.times, "grade": grade}) if t.reward is None else t for t in trajectories]
         if isinstance(rewards, _Failure):
             return [t if t.reward is not None else _mark_unscored(t, rewards.reason) for t in trajectories]
         rewards = check_group_rewards(rewards, source=self._reward_name, prompt=prompt, count=len(trajectories))

@@ -101,7 +101,7 @@ class Planes:
 
     ``decide`` calls the group filter and the estimator where these may block, and ``read`` the source; else the loop
     calls them itself. ``take_engine_metrics`` returns what engines did since the last step that a resumed run need not
-    repeat.
+    repeat, and ``measure_rates`` the FLOPs per second of a step from its metrics and the seconds of its phases.
     """
 
     source: Source
@@ -121,6 +121,7 @@ class Planes:
     decide: Callable[[Callable[[], Decision]], Awaitable[Decision]] | None = None
     read: Callable[[Callable[[], Any]], Awaitable[Any]] | None = None
     take_engine_metrics: Callable[[], Mapping[str, float]] = dict
+    measure_rates: Callable[[Mapping[str, float], Mapping[str, float]], Mapping[str, float]] = lambda metrics, laps: {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,8 +334,18 @@ class Loop:
             **train_seconds,
             **publish_seconds,
             **planes.take_engine_metrics(),
+            **planes.measure_rates(metrics, clock.laps),
         }
-        planes.journal(StepFinished(step=step, version=report.version, metrics=metrics, seconds=seconds))
+        planes.journal(
+            StepFinished(
+                step=step,
+                version=report.version,
+                metrics=metrics,
+                seconds=seconds,
+                spans=report.spans,
+                token_stats=report.token_stats,
+            )
+        )
         self._returned -= len(groups)
         return report.version
 
@@ -431,7 +442,8 @@ class Loop:
         self._planes.journal(Evaluated(step=step, metrics=metrics, seconds=clock.laps))
 
     def _log_group(self, ticket: int, group: Group, reason: str, *, kept: bool) -> None:
-        self._planes.journal(GroupFinished(ticket=ticket, kept=kept, reason=reason, group=group))
+        seconds = measure_group_seconds(group)
+        self._planes.journal(GroupFinished(ticket=ticket, kept=kept, reason=reason, group=group, seconds=seconds))
 
     def _log_leftovers(self) -> None:
         """Log the extra groups that no step is left for."""
@@ -457,6 +469,16 @@ class Loop:
             source=self._source_states[ticket] if ticket in self._source_states else self._planes.source.state(),
             log_offsets=self._planes.journal.offsets(),
         )
+
+
+def measure_group_seconds(group: Group) -> dict[str, float]:
+    """Return the seconds of the slowest generation and grading of a group, and of the group as a whole."""
+    timed = [t.times for t in group.trajectories if "started" in t.times]
+    if not timed:
+        return {}
+    ends = [times["started"] + times.get("generate", 0.0) + times.get("grade", 0.0) for times in timed]
+    seconds = {name: max(times.get(name, 0.0) for times in timed) for name in ("generate", "grade")}
+    return seconds | {"group": max(ends) - min(times["started"] for times in timed)}
 
 
 class _Clock:

@@ -82,7 +82,8 @@ class MicroBatch:
     In ``replay_TLk`` -1 leaves the choice to the router. ``routed_cache`` records the routed experts of the first
     forward pass for later ones. ``teacher_indices`` are the indices of the samples' teachers, empty
     if the samples name none; ``teacher_logprobs`` the log-probs of served teachers, if any. ``idle`` micro-batches
-    have weight 0 and only keep a rank in step with the others. ``sample_ids`` are each sample's prompt and trajectory.
+    have weight 0 and only keep a rank in step with the others. ``sample_ids`` are each sample's prompt and trajectory,
+    ``sample_indices`` its place in the whole batch.
 
     ``lengths`` are the numbers of input tokens of the samples. With prefix sharing the tokens are a tree
     of ``tree_nodes``: sample b consists of the nodes on the path to node ``ends[b]``, and ``before_R`` may
@@ -110,6 +111,7 @@ class MicroBatch:
     teacher_logprobs: TeacherLogprobs | None = None
     idle: bool = False
     sample_ids: tuple[tuple[int, int], ...] = ()
+    sample_indices: tuple[int, ...] = ()
     tree_nodes: tuple[TreeNode, ...] = ()
     ends: tuple[int, ...] = ()
     images: PackedImages | None = None
@@ -164,7 +166,7 @@ class FlatBatch:
 
     The model's input are its first ``length_S[s]`` tokens, none if nothing of it is trained; a trained token has
     weight ``weight_S[s]`` in the loss and ``mean_S[s]`` in a mean, and ``oldest_S[s]`` is the oldest version among
-    them.
+    them. ``first_index`` is the place of its first sample in the whole batch.
     """
 
     samples: Sequence[Sample]
@@ -178,6 +180,7 @@ class FlatBatch:
     logprobs_N: NDArray[np.float32]
     advantages_N: NDArray[np.float32]
     versions_N: NDArray[np.int32]
+    first_index: int = 0
 
     @property
     def has_images(self) -> bool:
@@ -304,6 +307,7 @@ def pack_micro_batch(
         ),
         teacher_logprobs=_collect_teacher_logprobs(flat, chosen, trained_R, sample_R, device),
         sample_ids=tuple((s.prompt_id, s.trajectory) for s in (flat.samples[i] for i in chosen)),
+        sample_indices=tuple(flat.first_index + i for i in chosen),
         tree_nodes=() if tree is None else tree.nodes,
         ends=() if tree is None else tree.ends,
         images=_pack_images(flat, chosen, tree) if flat.has_images else None,
@@ -376,6 +380,7 @@ def select_samples(rows: MicroBatch, chosen: Sequence[int]) -> tuple[MicroBatch,
         replay_TLk=None if rows.replay_TLk is None else rows.replay_TLk[index_T],
         teacher_indices=tuple(t for i, t in enumerate(rows.teacher_indices) if i in selected),
         sample_ids=tuple(sample_id for i, sample_id in enumerate(rows.sample_ids) if i in selected),
+        sample_indices=tuple(index for i, index in enumerate(rows.sample_indices) if i in selected),
         teacher_logprobs=None if rows.teacher_logprobs is None else rows.teacher_logprobs.select(index_R),
         tree_nodes=tree_nodes,
         ends=ends,

@@ -26,7 +26,8 @@ from miles.train.model_protocols import FrozenModel, KeptTensors, TrainModel
 from miles.train.packed_images import truncate_images
 from miles.train.prefix_sharing import bundle_by_prefix
 
-_LOGP, _LOAD = "logp", "expert_load"
+_LOGP, _ENTROPY = "logp", "token_entropy"
+_LOAD = "expert_load"
 """Names of kept tensors that are not metrics."""
 
 
@@ -35,13 +36,15 @@ class MetricSums:
     """Sums and maxima of metrics over micro-batches, kept on the device until the end of a step.
 
     ``load_LE`` is how often each expert was chosen, for MoE models. ``compared`` are the micro-batches compared with
-    the engine and the trainer's log-probs of them, kept if a single difference must be located.
+    the engine and the trainer's log-probs of them, kept if a single difference must be located. ``token_stats`` has
+    the log-probs and entropies of each micro-batch, if these are recorded.
     """
 
     sums: dict[str, Tensor] = field(default_factory=dict)
     maxima: dict[str, Tensor] = field(default_factory=dict)
     load_LE: Tensor | None = None
     compared: list[tuple[MicroBatch, Tensor]] = field(default_factory=list)
+    token_stats: list[tuple[MicroBatch, Tensor, Tensor]] = field(default_factory=list)
 
     def add(self, name: str, value: Tensor) -> None:
         self.sums[name] = self.sums[name] + value if name in self.sums else value
@@ -214,7 +217,10 @@ def _make_idle(rows: MicroBatch) -> MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradAccumulator:
-    """Accumulates the gradient of one global batch; a ``draft`` accumulates its own on the side."""
+    """Accumulates the gradient of one global batch; a ``draft`` accumulates its own on the side.
+
+    With ``record_tokens`` the log-prob and entropy of every trained token are kept.
+    """
 
     actor: TrainModel
     reference: FrozenModel | None
@@ -222,6 +228,7 @@ class GradAccumulator:
     reader: LogprobReader
     distillation: Distillation | None = None
     draft: DraftTrainer | None = None
+    record_tokens: bool = False
 
     def accumulate(
         self, micro_batches: Sequence[MicroBatch], old_logprobs: Sequence[Tensor | None], sums: MetricSums
@@ -241,12 +248,14 @@ class GradAccumulator:
             return self._compute_loss(micro_batches[index], old_logprobs[index], ref_logprobs[index], output)
 
         results = self.actor.forward_backward(micro_batches, compute_loss)
-        for kept in results:
+        for rows, kept in zip(micro_batches, results, strict=True):
             if _LOAD in kept:
                 sums.add_expert_load(kept[_LOAD])
             for name, value in kept.items():
-                if name not in (_LOGP, _LOAD):
+                if name not in (_LOGP, _ENTROPY, _LOAD):
                     sums.add(name, value)
+            if _ENTROPY in kept and not rows.idle:
+                sums.token_stats.append((rows, kept[_LOGP], kept[_ENTROPY]))
         return [kept[_LOGP] for kept in results]
 
     def _compute_loss(
@@ -280,4 +289,6 @@ class GradAccumulator:
             kept |= {"routing_mismatches": output.flips, "routing_replayed": output.replayed}
         if output.load_LE is not None:
             kept[_LOAD] = output.load_LE if not rows.idle else torch.zeros_like(output.load_LE)
+        if self.record_tokens:
+            kept[_ENTROPY] = entropy_R.detach()
         return loss.loss, {**kept, _LOGP: current_logp_R}

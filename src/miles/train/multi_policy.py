@@ -7,16 +7,17 @@ batch --+-- samples of the main policy ---------------------------------> its st
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
 from miles.core.errors import CheckpointError
 from miles.core.protocols import Trainer
 from miles.core.serialization import CORE_TYPES, Codec, SerializationError
-from miles.core.types import Batch, Sample, StepReport, Version
+from miles.core.types import Batch, Sample, StepReport, TimeSpan, TokenStats, Version
 
 FOLDER = "policies"
 """Checkpoint subfolder of the policies other than the main one."""
@@ -65,12 +66,17 @@ class MultiPolicyTrainer:
         """Run one step; the report's version is the main policy's."""
         metrics: dict[str, float] = {}
         seconds: dict[str, float] = {}
+        spans: list[TimeSpan] = []
+        stats: list[TokenStats] = []
         for name, learner in self._learners.items():
             due = self._take_due_batch(name, learner, batch)
             if due is None:
                 continue
             staleness = float(due.staleness(learner.trainer.version))
             report = await learner.trainer.step(due)
+            spans += [replace(span, lane=f"{name} {span.lane}".strip()) for span in report.spans]
+            if report.token_stats is not None and learner.every == 1:
+                stats.append(_number_in_batch(report.token_stats, name, batch))
             if name == self._main:
                 metrics |= report.metrics
                 seconds |= report.seconds
@@ -78,7 +84,10 @@ class MultiPolicyTrainer:
             policy_metrics = {**report.metrics, "staleness": staleness, "version": float(report.version.number)}
             metrics |= {policy_metric(name, metric): value for metric, value in policy_metrics.items()}
             seconds |= {f"{name}.{part}": value for part, value in report.seconds.items()}
-        return StepReport(version=self.version, metrics=metrics, seconds=seconds)
+        token_stats = TokenStats.merge(stats) if stats else None
+        return StepReport(
+            version=self.version, metrics=metrics, seconds=seconds, spans=tuple(spans), token_stats=token_stats
+        )
 
     async def save(self, folder: Path) -> None:
         await self._learners[self._main].trainer.save(folder)
@@ -136,6 +145,12 @@ def policy_metric(policy: str, metric: str) -> str:
 
 def _select_policy(policy: str, samples: Sequence[Sample]) -> list[Sample]:
     return [sample for sample in samples if sample.policy == policy]
+
+
+def _number_in_batch(stats: TokenStats, policy: str, batch: Batch) -> TokenStats:
+    """Return the stats of a policy's samples with their places in the batch of all policies."""
+    places = np.array([i for i, sample in enumerate(batch.samples) if sample.policy == policy], np.int32)
+    return replace(stats, sample_indices=places[stats.sample_indices])
 
 
 def _read_pending(path: Path) -> tuple[int, list[Sample]]:

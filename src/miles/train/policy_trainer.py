@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 
@@ -27,8 +28,9 @@ from miles.algo.importance_sampling import finalize_metrics
 from miles.algo.loss_aggregation import Reducer
 from miles.algo.registry import NO_ALGO_HOOKS, AlgoHooks, build_loss, build_reducer, select_metric_reducer
 from miles.cluster.executor import Executor
+from miles.cluster.profiler import StepProfiler
 from miles.core.errors import CheckpointError, ParityError, UsageError
-from miles.core.types import Batch, Floats, Sample, StepReport, Version
+from miles.core.types import Batch, Floats, Sample, StepReport, TimeSpan, TokenStats, Version
 from miles.models.lora.adapters import LoraAdapters
 from miles.train.advantages import AdvantageComputer, BatchLogprobs, BatchWithAdvantages, build_advantage_computer
 from miles.train.balance import CostFn
@@ -90,7 +92,8 @@ class PolicyTrainer:
     ``draft`` model is trained on the policy's hidden states, and changes nothing of the policy. With
     ``shares_weights`` an engine uses the policy's weights in place. Each rank of ``dp_group`` trains its part of the
     batch, balanced by tokens or by ``cost_fn``. The vision tower computes a feature of an image from
-    ``patches_per_feature`` patches.
+    ``patches_per_feature`` patches. With ``record_tokens`` reports have the log-prob and entropy of each trained token,
+    from the forward pass that trains on it. ``clock`` reads the seconds since the epoch.
     """
 
     def __init__(
@@ -118,7 +121,9 @@ class PolicyTrainer:
         dp_group: DataParallelGroup = SINGLE_RANK,
         cost_fn: CostFn | None = None,
         patches_per_feature: int = 1,
-        clock: Callable[[], float] = time.perf_counter,
+        record_tokens: bool = False,
+        profiler: StepProfiler | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self.version = version or Version()
         self._actor, self._critic = actor, critic
@@ -130,6 +135,8 @@ class PolicyTrainer:
         self._steps = steps
         self._dp_group, self._cost_fn = dp_group, cost_fn
         self._patches_per_feature = patches_per_feature
+        self._record_tokens = record_tokens
+        self._profiler = profiler or StepProfiler()
         self._saver = checkpoint.build_saver(train)
         self._parity_stop = parity_stop
         self._no_replay_interval = parity_no_replay_interval
@@ -170,6 +177,7 @@ class PolicyTrainer:
                 reader=reader,
                 distillation=build_teachers(algo, self._teachers, temperature=temperature, chunk=chunk, dp_group=group),
                 draft=self._draft,
+                record_tokens=self._record_tokens,
             ),
         )
 
@@ -180,7 +188,7 @@ class PolicyTrainer:
 
     async def step(self, batch: Batch) -> StepReport:
         """Train on ``batch``; the report's version is the new one."""
-        return await self._run(lambda: self._step(batch))
+        return await self._run(lambda: self._profile_step(batch))
 
     async def forward_backward(self, samples: Sequence[Sample], objective: Objective | None = None) -> dict[str, float]:
         """Add the gradient of one global batch to that of earlier calls; returns its metrics.
@@ -292,6 +300,10 @@ class PolicyTrainer:
         if self._train.reset_optimizer_states:
             self._reset_optimizer()
 
+    def _profile_step(self, batch: Batch) -> StepReport:
+        with self._profiler.profile_step(batch.step):
+            return self._step(batch)
+
     def _step(self, batch: Batch) -> StepReport:
         started = self._clock()
         objective = self._objective
@@ -301,7 +313,8 @@ class PolicyTrainer:
         critic_only = self._critic is not None and self._critic.updates < self._critic_only_updates
         if self._hooks.before_log_probs is not None:
             self._hooks.before_log_probs(batch.step, self._actor)
-        old_logprobs = self._compute_old_logprobs(objective, flats, plan, critic_only=critic_only)
+        with self._profiler.profile_part("train_log_probs"):
+            old_logprobs = self._compute_old_logprobs(objective, flats, plan, critic_only=critic_only)
         previous = self._clock()
         seconds = {"pack": packed - started, "old_logprobs": previous - packed}
         with_advantages, extra_metrics = self._compute_advantages(objective, plan, old_logprobs)
@@ -316,24 +329,32 @@ class PolicyTrainer:
         if not critic_only:
             choice = self._choose_correction(objective, plan[0], old_logprobs[0], sums, stale=self._is_stale(flats))
         steps: list[dict[str, float]] = []
-        for number, (part, old) in enumerate(zip(with_advantages, old_logprobs, strict=True)):
-            if self._hooks.before_train_step is not None:
-                self._hooks.before_train_step(batch.step, number, self._actor, self._optimizer)
-            micro_batches = [each.micro_batch for each in part]
-            if critic_only:
-                metrics = self._compare_only(micro_batches, sums, first=number == 0)
-            else:
-                metrics = self._accumulate(objective, micro_batches, old, sums, first=number == 0, choice=choice)
-                metrics |= self._update()
-            steps.append(metrics if self._critic is None else metrics | self._critic.update(part))
+        with self._profiler.profile_part("train_actor"):
+            for number, (part, old) in enumerate(zip(with_advantages, old_logprobs, strict=True)):
+                if self._hooks.before_train_step is not None:
+                    self._hooks.before_train_step(batch.step, number, self._actor, self._optimizer)
+                rows, first = [each.micro_batch for each in part], number == 0
+                metrics = (
+                    self._compare_only(rows, sums, first=first)
+                    if critic_only
+                    else self._accumulate(objective, rows, old, sums, first=first, choice=choice) | self._update()
+                )
+                steps.append(metrics if self._critic is None else metrics | self._critic.update(part))
         metrics = _mean_over_steps(steps) | parity_metrics(sums, self._dp_group) | correction_metrics(choice)
         metrics |= _batch_metrics(flats) | extra_metrics
         metrics["micro_batches"] = float(sum(len(rows) for rows in plan) * self._dp_group.dp_size)
         if self._train.share_prefix:
             metrics["tokens_shared"] = _count_saved_tokens(plan, self._dp_group)
+        token_stats = _collect_token_stats(sums) if self._record_tokens else None
         seconds["optimize"] = self._clock() - previous
         self._advance_version()
-        return StepReport(version=self.version, metrics=metrics, seconds=seconds)
+        return StepReport(
+            version=self.version,
+            metrics=metrics,
+            seconds=seconds,
+            spans=_list_spans(started, seconds),
+            token_stats=token_stats,
+        )
 
     def _forward_backward(self, samples: Sequence[Sample], objective: Objective) -> dict[str, float]:
         flat = objective.flatten(group_by_trajectory(samples))
@@ -411,8 +432,9 @@ class PolicyTrainer:
         trajectories = group_by_trajectory(samples)
         size, rest = divmod(len(trajectories), self._steps)
         assert not rest and size, f"{len(trajectories)} trajectories cannot make {self._steps} equal global batches"
-        starts = range(0, len(trajectories), size)
-        return [self._objective.flatten(trajectories[i : i + size]) for i in starts]
+        flats = [self._objective.flatten(trajectories[i : i + size]) for i in range(0, len(trajectories), size)]
+        firsts = accumulate((len(flat.samples) for flat in flats[:-1]), initial=0)
+        return [replace(flat, first_index=first) for flat, first in zip(flats, firsts, strict=True)]
 
     def _build_micro_batches(self, objective: Objective, flat: FlatBatch) -> list[MicroBatch]:
         micro_batches = build_micro_batches(
@@ -534,6 +556,7 @@ class PolicyTrainer:
         gradient = objective.gradient
         loss_fn = objective.correction.correct_loss(gradient.loss_fn, choice, micro_batches, old_logprobs)
         logprobs = replace(gradient, loss_fn=loss_fn).accumulate(micro_batches, old_logprobs, step_sums)
+        sums.token_stats += step_sums.token_stats
         for logp_R, rows in zip(logprobs, micro_batches, strict=True):
             if first and choice is None:
                 accumulate_parity(logp_R, rows, self.version.number, sums, numerics=self._actor.numerics)
@@ -577,6 +600,28 @@ def _check_options(
     flag = next((flag for flag, needed in needs_reference.items() if needed), None)
     if flag is not None and reference is None:
         raise UsageError(f"{flag} needs a reference model; give --ref-load or --hf-checkpoint.")
+
+
+def _collect_token_stats(sums: MetricSums) -> TokenStats:
+    """Return the recorded log-probs and entropies on the host, with one transfer each."""
+    recorded = sums.token_stats
+    if not recorded:
+        return TokenStats.merge(())
+    return TokenStats(
+        sample_indices=np.array([index for rows, _, _ in recorded for index in rows.sample_indices], np.int32),
+        counts=torch.cat([rows.trained_B for rows, _, _ in recorded]).cpu().numpy().astype(np.int32),
+        logprobs=torch.cat([logp_R for _, logp_R, _ in recorded]).float().cpu().numpy(),
+        entropies=torch.cat([entropy_R for _, _, entropy_R in recorded]).float().cpu().numpy(),
+    )
+
+
+def _list_spans(started: float, seconds: Mapping[str, float]) -> tuple[TimeSpan, ...]:
+    """Return the parts of a step, which follow each other."""
+    ends = accumulate(seconds.values(), initial=started)
+    return tuple(
+        TimeSpan(name=name, start=start, seconds=length)
+        for (name, length), start in zip(seconds.items(), ends, strict=False)
+    )
 
 
 def _mean_over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

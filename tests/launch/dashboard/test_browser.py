@@ -7,7 +7,9 @@ extended run installs it; otherwise these tests are skipped.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 import shutil
 import subprocess
 import threading
@@ -37,7 +39,7 @@ from miles.launch.dashboard.build import build_api
 from miles.launch.main import main
 from miles.observe.dashboard.api import DashboardApi
 from miles.observe.log_reader import read_rows
-from miles.observe.rollouts import read_step
+from miles.observe.rollouts import read_step, read_token_stats
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -131,7 +133,7 @@ def real_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of ``miles train``."""
     folder = tmp_path_factory.mktemp("browser")
     inputs = write_inputs(folder / "inputs")
-    done = miles("train", *flags(inputs, folder / "run", steps=STEPS))
+    done = miles("train", *flags(inputs, folder / "run", "--gauge-interval", "0.05", steps=STEPS))
     assert done.returncode == 0, done.stderr
     return folder / "run"
 
@@ -205,8 +207,102 @@ def test_the_timeline_draws_spans_and_names_the_one_pointed_at(browser: Browser,
         found = set()
         for part in range(1, 40):
             page.mouse.move(box["x"] + box["width"] * part / 40, box["y"] + 45)
-            found.add(page.locator(".info").inner_text().split(" ")[0])
+            found.add(page.locator(".info").inner_text().partition(": ")[2].split(" ")[0])
         assert {"rollout", "train"} <= found
+
+
+def test_the_timeline_has_a_lane_for_the_engine_and_its_gauges(browser: Browser, address: str, real_run: Path):
+    trace = json.loads((real_run / "trace" / "engines.json").read_text())
+    most = max(record["args"].get("running", 0.0) for record in trace if record["ph"] == "C")
+    with opened(browser, f"{address}#/timeline") as page:
+        page.click("text=whole run")
+        wait_until(page, "location.hash.includes('from=')")
+        box = page.locator("canvas").bounding_box()
+        assert box is not None
+        shown = set()
+        for row in range(30, int(box["height"]), 10):
+            for part in range(2, 40):
+                page.mouse.move(box["x"] + box["width"] * part / 40, box["y"] + row)
+                shown.add(page.locator(".info").inner_text())
+        assert any(text.startswith("engine 0: generate") for text in shown)
+        assert any(text.startswith("engine 0: wait for requests") for text in shown)
+        assert any(text.startswith("groups in generate ") for text in shown)
+        running = [float(text.split()[-1]) for text in shown if text.startswith("engine 0: running ")]
+        assert running and max(running) <= most
+
+
+def test_a_token_is_coloured_by_the_difference_of_engine_and_trainer(browser: Browser, address: str, real_run: Path):
+    row = read_step(real_run / "rollouts" / "step-000003.parquet")[2]
+    trainer = read_token_stats(real_run / "rollouts" / "trainer" / "step-000003.parquet")
+    logprobs, entropies = trainer[row["ticket"], row["trajectory"], 0]
+    first = int((row["authors"] == 1).argmax())
+    with opened(browser, f"{address}#/trajectory?step=3&index=2&mode=tokens&color=engine_trainer_difference") as page:
+        page.wait_for_selector(".tokens.policy .token")
+        page.locator(".tokens.policy .token").first.hover()
+        text = page.locator(".info").inner_text()
+        values = dict(re.findall(r"(trainer logprob|engine trainer difference|entropy) (-?[0-9.e-]+)", text))
+        assert float(values["trainer logprob"]) == pytest.approx(float(logprobs[first]), rel=1e-3)
+        assert float(values["entropy"]) == pytest.approx(float(entropies[first]), rel=1e-3)
+        wanted = float(row["logprobs"][first] - logprobs[first])
+        assert float(values["engine trainer difference"]) == pytest.approx(wanted, rel=1e-2, abs=1e-6)
+        options = page.locator("select[aria-label=Colour] option").all_inner_texts()
+        assert options[:6] == ["log-prob", "engine − trainer log-prob", "entropy", "advantage", "version", "author"]
+        page.select_option("select[aria-label=Colour]", "entropy")
+        assert "color=entropy" in page.url
+        color = "getComputedStyle(document.querySelector('.tokens.policy .token')).backgroundColor"
+        assert page.evaluate(color).startswith("rgba(0, 114, 178")
+
+
+def test_tokens_are_coloured_by_the_experts_of_a_layer(browser: Browser, tmp_path: Path):
+    write_run(tmp_path / "moe", steps=2)
+    write_rollouts(tmp_path / "moe", 3, [text_group("say", [("seven", 1.0)])])
+    with (
+        serving(build_example_api(tmp_path)) as url,
+        opened(browser, f"{url}#/trajectory?step=3&index=0&mode=tokens&color=experts") as page,
+    ):
+        page.wait_for_selector(".tokens.policy .token")
+        tokens = page.locator(".tokens.policy .token")
+        read_color = "each => getComputedStyle(each).backgroundColor"
+        colors = [token.evaluate(read_color) for token in tokens.all()]
+        assert colors[1] == colors[3] != colors[0]  # the two letters e
+        tokens.nth(1).hover()
+        assert page.locator(".info").inner_text().endswith(f"experts {ord('e') % 5}")
+        page.select_option("select[aria-label='MoE layer']", "1")
+        wait_until(page, "location.hash.includes('layer=1')")
+        page.wait_for_timeout(200)
+        page.locator(".tokens.policy .token").nth(1).hover()
+        assert page.locator(".info").inner_text().endswith(f"experts {ord('e') % 3}")
+
+
+def test_two_steps_are_read_side_by_side(browser: Browser, address: str, real_run: Path):
+    with opened(browser, f"{address}#/reading?step=3") as page:
+        page.click("text=beside another step")
+        page.wait_for_selector(".pane:nth-child(2) table.trajectories tbody tr")
+        assert "beside=1" in page.url and "step=3" in page.url
+        panes = page.locator(".pane")
+        assert panes.count() == 2
+        shown = [pane.locator("output").inner_text().split(",")[0] for pane in panes.all()]
+        assert shown == ["step 3", "step 1"]
+        page.click("button[aria-label='Next of the other step']")
+        wait_until(page, "location.hash.includes('beside=2')")
+        rows = read_step(real_run / "rollouts" / "step-000002.parquet")
+        page.select_option("select[aria-label=status]", "truncated")
+        count = sum(row["status"] == "truncated" for row in rows)
+        wait_until(page, f"document.querySelectorAll('.pane [role=status]')[1].innerText.startsWith('{count} of ')")
+
+
+def test_the_slowest_trajectories_are_named_and_linked(browser: Browser, address: str, real_run: Path):
+    files = sorted((real_run / "rollouts").glob("step-*.parquet"))
+    longest = max(row["generate_seconds"] for file in files for row in read_step(file))
+    with opened(browser, f"{address}#/timing") as page:
+        row = page.locator("table.generate_seconds tbody tr").first
+        number, unit = row.locator("td").last.inner_text().split()
+        assert float(number) * {"µs": 1e-6, "ms": 1e-3, "s": 1.0}[unit] == pytest.approx(longest, rel=0.02)
+        row.locator("a").click()
+        page.wait_for_selector(".view.trajectory[data-ready]")
+        assert "generated in" in page.locator("dl.facts").inner_text()
+        show(page, "timing")
+        assert "TFLOP/s per device" in page.locator("ul.rates").inner_text()
 
 
 def test_a_trajectory_reads_as_it_was_sampled(browser: Browser, address: str, real_run: Path):

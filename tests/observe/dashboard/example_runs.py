@@ -9,12 +9,13 @@ import numpy as np
 from tests.observe.example_events import samples, story
 
 from miles.core.events import BatchTaken, RunEnded
-from miles.core.types import Author, Batch, Group, Prompt, Reward, Span, Status, Trajectory, Version
+from miles.core.token_fields import ROUTED_EXPERTS
+from miles.core.types import Author, Batch, Group, Prompt, Reward, Span, Status, TokenStats, Trajectory, Version
 from miles.observe.dashboard.api import DashboardApi
 from miles.observe.dashboard.run_index import RunIndex
 from miles.observe.event_records import encode_line
 from miles.observe.log import RunLogs
-from miles.observe.rollouts import RolloutDump, step_path, write_step
+from miles.observe.rollouts import RolloutDump, step_path, write_step, write_token_stats
 from miles.observe.trace import LoopTrace
 
 HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror='window.hacked=1'> \u202e javascript:alert(1)"
@@ -85,6 +86,15 @@ def write_rollouts(folder: Path, step: int, groups: Sequence[Group]) -> None:
     batch = Batch(step=step, samples=rows, num_groups=len(groups))
     event = BatchTaken(step=step, tickets=tuple(range(len(groups))), batch=batch, groups=tuple(groups))
     write_step(step_path(folder / "rollouts", step), event)
+    spans = [span for one in groups for trajectory in one.trajectories for span in trajectory.spans]
+    logprobs = np.concatenate([s.logprobs for s in spans if s.logprobs is not None]) - np.float32(0.25)
+    stats = TokenStats(
+        sample_indices=np.arange(len(rows), dtype=np.int32),
+        counts=np.array([row.mask.sum() for row in rows], np.int32),
+        logprobs=logprobs,
+        entropies=-logprobs,
+    )
+    write_token_stats(folder / "rollouts" / "trainer", event, stats)
 
 
 def text_group(prompt: str, responses: Sequence[tuple[str, float]], *, prompt_id: int = 0, **metadata: object) -> Group:
@@ -100,7 +110,7 @@ def _text_trajectories(prompt: str, responses: Sequence[tuple[str, float]], meta
         tokens = np.array([ord(char) for char in text], np.int32)
         asked = Span(author=Author.PROMPT, tokens=np.array([ord(char) for char in prompt], np.int32))
         logprobs = np.linspace(-0.1, -2.0, len(tokens)).astype(np.float32)
-        extras = {"trainer_logprob": (logprobs - 0.25).astype(np.float32)}
+        extras = {ROUTED_EXPERTS: np.stack([tokens % 5, tokens % 3], 1).astype(np.uint8)[:, :, None]}
         said = Span(author=Author.POLICY, tokens=tokens, logprobs=logprobs, version=Version(number=3), extras=extras)
         yield Trajectory(
             branches=((asked, said),),
@@ -108,6 +118,7 @@ def _text_trajectories(prompt: str, responses: Sequence[tuple[str, float]], meta
             reward=Reward(value=reward),
             index=index,
             metadata={"text": text, **metadata},
+            times={"started": 1000.0, "generate": float(len(text)), "grade": 0.5 * index},
         )
 
 

@@ -131,7 +131,7 @@ def test_the_timeline_has_the_spans_of_the_trace(tmp_path: Path):
     spans = [record for record in read_trace(folder / "trace" / "loop.json")[0] if record["ph"] == "X"]
     found = ask(build_example_api(tmp_path), "timeline", run="one", start=0, end=10**6)
     shown = [span for track in found["tracks"] for span in track["spans"]]
-    assert sorted(name for _, _, name, _ in shown) == sorted(span["name"] for span in spans)
+    assert sorted(span[2] for span in shown) == sorted(span["name"] for span in spans)
     assert [track["name"] for track in found["tracks"]] == ["loop"]
 
 
@@ -150,7 +150,7 @@ def test_the_timeline_follows_a_trace_that_grows_is_closed_and_is_continued(tmp_
     fresh.update()
     whole = fresh.read_window(0.0, 1e9)
     assert timeline.read_window(0.0, 1e9) == whole
-    names = [name for track in whole["tracks"] for _, _, name, _ in track["spans"]]
+    names = [span[2] for track in whole["tracks"] for span in track["spans"]]
     assert [f"train {step}" in names for step in (1, 2, 3, 4)] == [True] * 4
 
 
@@ -213,6 +213,16 @@ def test_tokens_have_their_text_and_every_number_of_the_file(readable):
     assert policy["values"]["engine_trainer_difference"] == pytest.approx([0.25] * 5)
     assert policy["values"]["advantage"] == [-0.5] * 5
     assert policy["version"] == 3 and prompt["values"] == {}
+    assert policy["values"]["entropy"] == pytest.approx([-each for each in policy["values"]["trainer_logprob"]])
+    assert found["expert_layers"] == 2 and policy["experts"] == [[ord(char) % 5] for char in "seven"]
+    other = ask(readable, "tokens", run="one", step=3, index=0, layer=1)["spans"][1]
+    assert other["experts"] == [[ord(char) % 3] for char in "seven"]
+
+
+def test_the_slowest_trajectories_are_found_by_their_seconds(readable):
+    found = ask(readable, "trajectories", run="one", step=3, sort="generate_seconds", order="desc")["rows"]
+    assert [row["index"] for row in found[:2]] == [2, 3] and found[0]["generate_seconds"] == len(HOSTILE)
+    assert ask(readable, "trajectories", run="one", step=3, sort="grade_seconds", order="desc")["rows"][0]["index"] == 2
 
 
 def test_tokens_come_in_pages_that_add_up(readable):

@@ -90,7 +90,7 @@ class SglangClient:
     ) -> None:
         self.url = url.rstrip("/")
         self.name = name
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self.headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._vocab_size = vocab_size
         self._routed_experts = routed_experts
         self._media = media
@@ -384,7 +384,7 @@ class SglangClient:
             limits = aiohttp.ClientTimeout(total=None, sock_connect=30)
             # One connection per request: the server may close a kept one just when it is used again.
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=limits, headers=self._headers
+                connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=limits, headers=self.headers
             )
         return self._session
 
@@ -393,7 +393,7 @@ class SglangClient:
         if self._control_session is None:
             limits = aiohttp.ClientTimeout(total=None, sock_connect=30)
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS)
-            self._control_session = aiohttp.ClientSession(connector=connector, timeout=limits, headers=self._headers)
+            self._control_session = aiohttp.ClientSession(connector=connector, timeout=limits, headers=self.headers)
         return self._control_session
 
     async def close(self) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from miles.backends.remote.pool.engine_pool import EnginePool, EngineSlot
 from miles.backends.remote.pool.health_monitor import HealthConfig, HealthMonitor
@@ -18,6 +21,7 @@ from miles.core.protocols import Completion, OnTokens, SamplingParams
 from miles.core.types import Tokens, Version
 from miles.models.spec import DecoderSpec
 
+_GAUGE_SECONDS = 1.0
 LEAVE_SECONDS = 30.0
 """How long the requests of a server that is removed may take to end there."""
 
@@ -114,6 +118,10 @@ class RemoteEngine:
     async def wake(self) -> None:
         await self.pool.wake()
 
+    def read_gauges(self) -> Mapping[str, Mapping[str, float]]:
+        """Return the requests, pages and counters of each server by its name; blocks, so a thread calls it."""
+        return {slot.name: {"running": float(slot.load), **_read_server(slot)} for slot in self.pool.serving()}
+
     async def health(self) -> Mapping[str, float]:
         return {**await self.pool.health(), "engines_restarted": float(self.restarts)}
 
@@ -127,6 +135,23 @@ class RemoteEngine:
             await self._weight_update.close()
         if self._monitor is not None:
             await self._monitor.close()
+
+
+def _read_server(slot: EngineSlot) -> dict[str, float]:
+    """Return the numbers in a server's own state; none where it does not answer within a second."""
+    client = slot.client
+    if client is None:
+        return {}
+    request = urllib.request.Request(f"{client.url}/server_info", headers=client.headers)
+    try:
+        with urllib.request.urlopen(request, timeout=_GAUGE_SECONDS) as answer:
+            found: Any = json.loads(answer.read())
+        state: dict[str, Any] = dict(found["internal_states"][0])
+    except (OSError, ValueError, LookupError, TypeError):  # it is down, or another program
+        return {}
+    numbers = {name: float(value) for name, value in state.items() if type(value) in (int, float)}
+    names = {"last_gen_throughput": "tokens_per_second", "token_usage": "kv_used"}  # SGLang's
+    return {names.get(name, name): value for name, value in numbers.items()}
 
 
 class DeferredWeightSync:

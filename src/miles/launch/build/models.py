@@ -24,6 +24,7 @@ from miles.backends.fsdp.reward_model import RewardModel
 from miles.cluster import platform
 from miles.cluster.executor import Executor
 from miles.cluster.platform import Platform
+from miles.cluster.profiler import ProfileSettings, StepProfiler
 from miles.core.types import Version
 from miles.hooks.registry import MODEL_PROVIDER
 from miles.kernels.numerics import Numerics
@@ -397,6 +398,25 @@ def build_policy_trainer(
         dp_group=models.dp_group,
         cost_fn=_choose_cost(config, policy.spec),
         patches_per_feature=1 if policy.spec.vision is None else policy.spec.vision.merge_size**2,
+        record_tokens=config.observe.save_rollouts and config.observe.save_trainer_logprobs,
+        profiler=StepProfiler(build_profile_settings(config, plan.run_dir), f"rank-{_get_rank(models.dp_group)}"),
+    )
+
+
+def _get_rank(dp_group: DataParallelGroup) -> int:
+    return torch.distributed.get_rank() if dp_group is not SINGLE_RANK else 0
+
+
+def build_profile_settings(config: Config, run_dir: Path) -> ProfileSettings:
+    """What --use-pytorch-profiler and --record-memory-history ask for."""
+    o = config.observe
+    return ProfileSettings(
+        folder=run_dir / "profiles",
+        targets=frozenset(o.profile_target) if o.use_pytorch_profiler else frozenset(),
+        first=o.profile_step_start,
+        end=o.profile_step_end,
+        memory_folder=None if o.memory_snapshot_dir is None else Path(o.memory_snapshot_dir),
+        memory_steps=o.memory_snapshot_num_steps if o.record_memory_history else None,
     )
 
 

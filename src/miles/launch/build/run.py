@@ -242,6 +242,7 @@ def _build_planes(
         decide=partial(worker.run_sync, name="The filter or advantage function") if is_offloaded else None,
         interruptible=rollout if isinstance(rollout, GroupRollout) and count_extra_groups(config) else None,
         take_engine_metrics=stack.meter.take_metrics,
+        measure_rates=stack.rates,
     )
     # Where planes take turns, nothing else goes on meanwhile, and the order of events must not depend on a hook's time.
     free = worker if config.schedule.max_weight_staleness > 0 else None

@@ -16,13 +16,15 @@ from pathlib import Path
 
 from miles.cluster import stack_dump
 from miles.cluster.hub_client import HubError
+from miles.cluster.platform import GpuCounters
+from miles.cluster.profiler import RolloutProfiler
 from miles.config.provenance import flatten_values
 from miles.core.errors import ParityError, ResumeError, storage_errors
 from miles.core.events import Event, StepFinished
 from miles.core.protocols import Observer
 from miles.kernels.numerics import configure_cublas
 from miles.launch.build.debug import build_rollout_dumps
-from miles.launch.build.models import build_hf_conversion
+from miles.launch.build.models import build_hf_conversion, build_profile_settings
 from miles.launch.build.run import TrainingRun, build_run
 from miles.launch.build.user_hooks import load_trackers
 from miles.launch.config import Config
@@ -55,7 +57,7 @@ from miles.observe.plots import plot_curves
 from miles.observe.prompt_audit import audit_prompts
 from miles.observe.summary import BeforeAfter, Summary, print_summary, summarise
 from miles.observe.tensorboard import TensorBoard
-from miles.observe.trace import LoopTrace
+from miles.observe.trace import GaugeSampler, LoopTrace
 from miles.observe.trackers import build_external_trackers
 from miles.observe.view import View
 from miles.schedule.checkpoints import CheckpointDirectory, Cursor, read_cursor
@@ -216,7 +218,7 @@ async def _run(
     signals: StopSignals,
 ) -> bool:
     with storage_errors(directory.path):
-        stack_dump.create_dump_dir(directory.path / "logs" / "stacks")
+        stack_dump.create_dump_dir(directory.path / "logs" / "stacks", "driver")
     watchdog = StallWatchdog(directory.path / "logs", config.schedule.stall_timeout, view.note)
     first = start[1].step if start else 0
     stopper = _EarlyStop(stop_when or partial(_is_last_step, config.schedule.debug_exit_after_rollout, first))
@@ -228,6 +230,7 @@ async def _run(
         watchdog,
         ParityHint(config, directory.path, view.note),
         *load_trackers(config),
+        *_build_rollout_profiler(config, directory.path),
         stopper,
     ]
     with storage_errors(directory.path):
@@ -242,12 +245,12 @@ async def _run(
             )
         try:
             _print_start(training, start, resumed, view)
-            inflight = _count_inflight_trajectories(config)
             with (
                 signals.stopping(training.loop.stop_soon),
                 stopper.stopping(training.loop),
                 watchdog.watching(training.generation.hook_worker.list_loops),
-                reduce_gc(inflight),
+                reduce_gc(_count_inflight_trajectories(config)),
+                sampling_gauges(config, directory.path, training),
             ):
                 await training.run()
             _plot_curves(directory.path, view)
@@ -263,6 +266,36 @@ async def _run(
             mirror.close()
         if dashboard is not None:
             dashboard.close()
+
+
+@contextmanager
+def sampling_gauges(config: Config, directory: Path, training: TrainingRun) -> Iterator[None]:
+    """Sample the gauges of engines and GPUs in a thread, every --gauge-interval."""
+    o = config.observe
+    if not o.gauge_interval:
+        yield
+        return
+    gpus = GpuCounters()
+    with storage_errors(directory):
+        sampler = GaugeSampler(
+            directory / "trace",
+            engines=[engine.read_gauges for engine in training.engines],
+            devices=[gpus.read] if gpus.available else [],
+            interval=o.gauge_interval,
+            clock=time.time,
+            max_bytes=o.trace_max_mb * 10**6,
+        )
+    sampler.start()
+    try:
+        yield
+    finally:
+        sampler.close()
+        gpus.close()
+
+
+def _build_rollout_profiler(config: Config, directory: Path) -> list[Observer]:
+    settings = build_profile_settings(config, directory)
+    return [RolloutProfiler(settings)] if "rollout" in settings.targets else []
 
 
 def _build_mirror(config: Config, directory: RunDirectory, view: View) -> CheckpointMirror | None:
@@ -295,7 +328,8 @@ def _build_journal(
     strict = ordered and not drafts and not directory.rescheduled
     is_new = cursor is None and not (directory.path / "events.jsonl").exists()
     offsets = None if is_new else (cursor.log_offsets if cursor is not None else {})
-    sinks: list[DurableSink] = [LoopTrace(directory.path / "trace", clock=time.time)]
+    max_bytes = config.observe.trace_max_mb * 10**6
+    sinks: list[DurableSink] = [LoopTrace(directory.path / "trace", clock=time.time, max_bytes=max_bytes)]
     sinks += build_rollout_dumps(config, directory.path)
     if config.schedule.save_hf is not None:
         target = partial(format_step_path, config.schedule.save_hf)

@@ -40,7 +40,7 @@ def build_report(api: DashboardApi, *, max_trajectories: int) -> str:
 def _list_queries(api: DashboardApi, run: str, *, max_trajectories: int) -> Iterator[tuple[str, Params]]:
     """Yield the queries that the pages make about a run."""
     one = {"run": [run]}
-    for name in ("overview", "metrics", "config", "time", "timeline", "events", "steps"):
+    for name in ("overview", "metrics", "config", "time", "slowest", "timeline", "events", "steps"):
         yield name, one
     for metric in api.query("metrics", one)["metrics"]:
         yield "series", one | {"name": [metric["name"]]}

@@ -36,7 +36,7 @@ from miles.cluster.spmd import (
 )
 from miles.core.errors import CheckpointError, MilesError, TrainerError
 from miles.core.serialization import CORE_TYPES, Codec
-from miles.core.types import Batch, StepReport, Version
+from miles.core.types import Batch, StepReport, TokenStats, Version
 from miles.kernels.numerics import configure_cublas
 from miles.launch.build.drafts import build_draft_trainer
 from miles.launch.build.hooks import load_algo_hooks
@@ -386,7 +386,7 @@ class DistributedTrainer:
                     raise self._group.fail(
                         f"rank {rank} of {self._group.world_size} has another result than rank 0: {difference}"
                     )
-            return own
+            return _merge_reports([own, *replies]) if isinstance(own, StepReport) else own
 
     def _read_seconds_per_token(self, reports: Sequence[StepReport]) -> dict[str, float]:
         names = (f"rank {rank} on {host}" for rank, host in enumerate(self._hosts))
@@ -407,6 +407,13 @@ class DistributedTrainer:
         except Exception as error:
             cause = f"{rank} failed: {summarize_error(error)}{log_traceback(error, group.context)}"
             raise group.fail(cause) from error
+
+
+def _merge_reports(reports: Sequence[StepReport]) -> StepReport:
+    """The report of rank 0, with the spans of all ranks and the trained tokens of all."""
+    spans = [replace(span, lane=f"rank {rank}") for rank, report in enumerate(reports) for span in report.spans]
+    stats = [report.token_stats for report in reports if report.token_stats is not None]
+    return replace(reports[0], spans=tuple(spans), token_stats=TokenStats.merge(stats) if stats else None)
 
 
 def _describe_difference(own: Any, other: Any) -> str:

@@ -311,6 +311,16 @@ _CLUSTER_RULES = (
         lambda c: c.observe.use_mlflow,
     ),
     FlagsNeed(
+        ("--profile-target", "--profile-step-start", "--profile-step-end"),
+        "--use-pytorch-profiler",
+        lambda c: c.observe.use_pytorch_profiler,
+    ),
+    FlagsNeed(
+        ("--memory-recorder", "--memory-snapshot-dir", "--memory-snapshot-num-steps"),
+        "--record-memory-history",
+        lambda c: c.observe.record_memory_history,
+    ),
+    FlagsNeed(
         ("--elastic-min-engines", "--elastic-min-ranks", "--elastic-patience"),
         "--elastic",
         lambda c: c.elastic.elastic,

@@ -133,6 +133,27 @@ def check_train_env_vars(c: Config) -> Iterator[str]:
             yield f'--train-env-vars {name} must be a text or a number, as in \'{{"{name}": "1"}}\'.'
 
 
+def check_profile(c: Config) -> Iterator[str]:
+    o = c.observe
+    if not o.use_pytorch_profiler:
+        return
+    if o.profile_step_end <= o.profile_step_start:
+        yield (
+            f"--profile-step-end {o.profile_step_end} must be above --profile-step-start {o.profile_step_start}: it is "
+            "the first step that is not profiled."
+        )
+    if "rollout" in o.profile_target and is_remote(c):
+        yield (
+            "--profile-target rollout profiles an engine in this process, but the engines of this run are servers; "
+            "use /start_profile of SGLang's servers, or leave rollout out."
+        )
+
+
+def check_memory_history(c: Config) -> Iterator[str]:
+    if c.observe.record_memory_history and c.cluster.device == "cpu":
+        yield "--record-memory-history records the memory of an accelerator, which --device cpu has not; remove one."
+
+
 def check_debug_modes(c: Config) -> Iterator[str]:
     o = c.observe
     if o.debug_rollout_only and o.debug_train_only:
@@ -302,6 +323,8 @@ SCHEDULE_RULES: tuple[Rule, ...] = (
     check_over_sampling,
     check_offpolicy_mask,
     check_debug_modes,
+    check_profile,
+    check_memory_history,
     check_offload_rollout,
     check_save_hf,
     check_train_env_vars,

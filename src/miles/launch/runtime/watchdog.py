@@ -1,11 +1,14 @@
 """Stall watchdog: detects a run without progress, reports what it waits for, and dumps the stacks of all processes.
 
-It runs in a thread of its own, since the thread of the loop may be the one that hangs.
+It runs in a thread of its own, since the thread of the loop may be the one that hangs. ``miles stacks`` prints the
+stacks of a run on demand.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -13,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from miles.cluster import stack_dump
-from miles.core.errors import MilesError
+from miles.core.errors import MilesError, UsageError
 from miles.core.events import (
     BatchTaken,
     Evaluated,
@@ -25,6 +28,7 @@ from miles.core.events import (
     Saved,
     StepFinished,
 )
+from miles.launch.config import StacksOptions
 
 # The share of --stall-timeout after which stacks are dumped, before the run ends.
 _DUMP_AT = 0.9
@@ -93,7 +97,7 @@ class StallWatchdog:
 
     def _write_report(self) -> None:
         waited, activity = time.monotonic() - self._since, self._activity
-        processes = stack_dump.dump_all_processes()
+        processes = [process for process in stack_dump.dump_all_processes() if process.pid != os.getpid()]
         frames = [f"{process.name} (process {process.pid}): {process.innermost}" for process in processes]
         tasks = "\n".join(stack_dump.describe_tasks(loop) for loop in self._list_loops())
         parts = [
@@ -119,6 +123,29 @@ class StallWatchdog:
         oldest = sorted(self._waiting.items(), key=lambda item: item[1][1])[:_MAX_TICKETS]
         lines = [f"  ticket {ticket}, prompt {prompt}, for {now - began:.0f} s" for ticket, (prompt, began) in oldest]
         return "\n".join([f"Prompts in rollout or waiting to be trained on: {len(self._waiting)}, the oldest:", *lines])
+
+
+def print_stacks(run: Path, options: StacksOptions) -> int:
+    """Print the stacks of all processes of a live run on this machine: ``miles stacks``."""
+    folder = run / "logs" / "stacks"
+    py_spy = shutil.which("py-spy")
+    if py_spy is None and (options.native or options.locals or options.method == "py-spy"):
+        raise UsageError("--native, --locals and --method py-spy need py-spy: pip install py-spy.")
+    dumps: list[stack_dump.StackDump] = []
+    if py_spy is not None and options.method != "signal":
+        extra = [flag for flag, wanted in (("--native", options.native), ("--locals", options.locals)) if wanted]
+        dumps = stack_dump.sample_all_processes(folder, [py_spy, "dump", *extra])
+    if options.method != "py-spy" and (not dumps or all(dump.error for dump in dumps)):
+        for dump in dumps[:1]:
+            print(f"py-spy cannot read the processes ({dump.error}); they write their stacks themselves.\n")
+        dumps = stack_dump.dump_all_processes(folder)
+    if not dumps:
+        raise MilesError(
+            f"{run} has no live process on this machine; miles stacks reads those of a run that is running"
+        )
+    for dump in dumps:
+        print(f"=== {dump.name} (process {dump.pid})\n{dump.text or dump.error}\n")
+    return 0
 
 
 def _describe_activity(event: Event) -> str | None:

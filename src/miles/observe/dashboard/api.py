@@ -15,15 +15,17 @@ from miles.core.errors import MilesError
 from miles.observe.dashboard.health import assess_run
 from miles.observe.dashboard.run_index import RunIndex, clean, summarize_run
 from miles.observe.dashboard.run_reader import RunReader, SeriesQuery, flatten_difference
-from miles.observe.dashboard.step_time import split_step_time
+from miles.observe.dashboard.step_time import list_slowest, split_step_time
 from miles.observe.dashboard.timeline import Timeline
 from miles.observe.dashboard.trajectories import SORT_KEYS, LoadTokenizer, RolloutBrowser, TrajectoryQuery
-from miles.observe.metric import SECONDS, SPECULATION, find_metric
+from miles.observe.metric import RATES, SECONDS, SPECULATION, find_metric
 
 Params = Mapping[str, Sequence[str]]
-ROLLOUT_QUERIES = frozenset({"trajectories", "trajectory", "tokens"})
+ROLLOUT_QUERIES = frozenset({"trajectories", "trajectory", "tokens", "slowest"})
 """Queries that read rollout files, which may take seconds; another thread may answer them."""
 MAX_POINTS = 5000
+_GAUGE_SECONDS = 600.0
+"""Over how long gauges are averaged for the advice on what is slow."""
 MAX_TOKENS = 4000
 MAX_ROWS = 200
 _MAX_LOG_BYTES = 1 << 20
@@ -68,7 +70,8 @@ class DashboardApi:
             "metrics": self._list_metrics,
             "series": self._read_series,
             "config": self._read_config,
-            "time": lambda params: split_step_time(self._run(params), newest=_int(params, "newest", 50, low=1)),
+            "time": self._read_time,
+            "slowest": lambda params: list_slowest(self._rollout_run(params)),
             "timeline": self._read_timeline,
             "steps": self._list_steps,
             "trajectories": self._list_trajectories,
@@ -157,11 +160,19 @@ class DashboardApi:
 
     # -- time -------------------------------------------------------------------------------
 
-    def _read_timeline(self, params: Params) -> Any:
+    def _read_time(self, params: Params) -> Any:
         run = self._run(params)
+        gauges = self._open_timeline(run).mean_counters(_GAUGE_SECONDS)
+        return split_step_time(run, newest=_int(params, "newest", 50, low=1), gauges=gauges)
+
+    def _read_timeline(self, params: Params) -> Any:
+        timeline = self._open_timeline(self._run(params))
+        return timeline.read_window(_float(params, "start"), _float(params, "end"))
+
+    def _open_timeline(self, run: RunReader) -> Timeline:
         timeline = self._timelines.setdefault(run.path, Timeline(run.path / "trace"))
         timeline.update()
-        return timeline.read_window(_float(params, "start"), _float(params, "end"))
+        return timeline
 
     # -- reading ----------------------------------------------------------------------------
 
@@ -198,8 +209,9 @@ class DashboardApi:
         run = self._rollout_run(params)
         first, limit = _int(params, "first", 0, low=0), _int(params, "limit", 2000, low=1, high=MAX_TOKENS)
         index, branch = _int(params, "index", 0, low=0), _int(params, "branch", 0, low=0)
+        layer = _int(params, "layer", 0, low=0)
         try:
-            return self._browser(run).read_tokens(self._step(run, params), index, branch, first, limit)
+            return self._browser(run).read_tokens(self._step(run, params), index, branch, first, limit, layer)
         except IndexError as error:
             raise QueryError(404, "The step has no such trajectory or branch.") from error
 
@@ -253,7 +265,7 @@ def _describe(name: str) -> dict[str, str]:
 
 
 def _describe_timing(name: str) -> dict[str, str]:
-    found = next((metric for metric in (*SECONDS, *SPECULATION) if metric.matches(name)), None)
+    found = next((metric for metric in (*SECONDS, *RATES, *SPECULATION) if metric.matches(name)), None)
     return {"unit": found.unit, "meaning": found.meaning} if found is not None else {"unit": "seconds", "meaning": ""}
 
 

@@ -1,4 +1,5 @@
-"""Time of a step by phase, its share of the run, and the option that would shorten the largest share."""
+"""Time of a step by phase, against what the device could do, the slowest trajectories, and the option that would
+shorten the largest share."""
 
 from __future__ import annotations
 
@@ -9,14 +10,23 @@ import numpy as np
 
 from miles.observe.dashboard.metric_store import select_points, to_json_numbers
 from miles.observe.dashboard.run_reader import RunReader
+from miles.observe.metric import RATES
+from miles.observe.rollouts import step_path
 
 PHASES = ("rollout", "train", "publish")
+_SPEEDS = frozenset(metric.name for metric in RATES)
 _RATES = ("per_token", "ratio", "bytes")
 _CHART_POINTS = 400
+_UTILIZATION = {"rollout": ("perf/rollout_mfu", "perf/rollout_mbu"), "train": ("perf/train_mfu",)}
+"""Shares of the device's peak that bound a phase: it cannot be shorter than its seconds times the largest."""
+_SLOW_STEPS, _SLOW_ROWS = 20, 8
 
 
-def split_step_time(run: RunReader, *, newest: int = 50) -> dict[str, Any]:
-    """Return the mean seconds of each phase and part over the ``newest`` steps, evaluations per step, and advice."""
+def split_step_time(run: RunReader, *, newest: int = 50, gauges: Mapping[str, float] | None = None) -> dict[str, Any]:
+    """Return the mean seconds of each phase and part over the ``newest`` steps, evaluations per step, and advice.
+
+    ``gauges`` are means of the engines' gauges and the devices' counters, by name.
+    """
     steps_T, total_T = run.timings.series("train", "step")
     if not len(steps_T):
         return {"steps": 0, "phases": [], "advice": [], "chart": None}
@@ -38,7 +48,8 @@ def split_step_time(run: RunReader, *, newest: int = 50) -> dict[str, Any]:
         "seconds_per_step": whole,
         "phases": phases,
         "rates": _measure_rates(run, first),
-        "advice": list_advice({phase["name"]: phase["share"] for phase in phases}, run),
+        "groups": (groups := _summarize_groups(run, len(steps_T[-newest:]))),
+        "advice": list_advice({phase["name"]: phase["share"] for phase in phases}, run, groups, gauges or {}),
         "chart": _build_chart(run),
     }
 
@@ -50,7 +61,51 @@ def _build_phase(run: RunReader, phase: str, first: int) -> dict[str, Any]:
         if name.startswith(f"{phase}/") and not name.endswith(_RATES)
     ]
     parts.sort(key=lambda part: -part["seconds"])
-    return {"name": phase, "seconds": _mean_since(run, phase, first), "parts": parts}
+    seconds = _mean_since(run, phase, first)
+    return {"name": phase, "seconds": seconds, "parts": parts, "limit": _compute_limit(run, phase, first, seconds)}
+
+
+def _compute_limit(run: RunReader, phase: str, first: int, seconds: float) -> float | None:
+    """Return the seconds the phase would take at the peak of the device; None where that is not known."""
+    names = [name for name in _UTILIZATION.get(phase, ()) if name in run.timings.names("train")]
+    return max(_mean_since(run, name, first) for name in names) * seconds if names else None
+
+
+def _summarize_groups(run: RunReader, steps: int) -> dict[str, float]:
+    """Return the seconds of a group of the newest steps: the median, the 95th percentile, and the share of grading."""
+    steps_T, tokens_T = run.metrics.series("train", "rollout_tokens")
+    tickets_T, seconds_T = run.timings.series("group", "group")
+    if not len(tickets_T) or not len(tokens_T):
+        return {}
+    count = max(1, round(len(tickets_T) / len(steps_T) * steps))
+    newest = seconds_T[-count:]
+    found = {"median": float(np.median(newest)), "p95": float(np.percentile(newest, 95))}
+    for name in ("generate", "grade"):
+        own = run.timings.series("group", name)[1][-count:]
+        found[name] = float(own.mean()) if len(own) else 0.0
+    return found
+
+
+def list_slowest(run: RunReader) -> dict[str, Any]:
+    """Return the trajectories of the newest steps that took longest to generate, and to grade."""
+    import pyarrow.parquet as pq
+
+    columns = ["branch", "ticket", "prompt_id", "trajectory", "status", "generate_seconds", "grade_seconds"]
+    rows: list[dict[str, Any]] = []
+    steps = run.rollout_steps()[-_SLOW_STEPS:]
+    for step in steps:
+        try:
+            table = pq.read_table(step_path(run.path / "rollouts", step), columns=columns).to_pylist()
+        except (OSError, ValueError, KeyError):  # a damaged file, or one of an earlier version without these columns
+            continue
+        own = [row for row in table if row["branch"] == 0]
+        rows += [{"step": step, "index": index} | row for index, row in enumerate(own)]
+
+    def select(name: str) -> list[dict[str, Any]]:
+        timed = [row for row in rows if row[name]]
+        return sorted(timed, key=lambda row: -row[name])[:_SLOW_ROWS]
+
+    return {"steps": steps, "generate": select("generate_seconds"), "grade": select("grade_seconds")}
 
 
 def _mean_since(run: RunReader, name: str, first: int) -> float:
@@ -77,7 +132,7 @@ def _measure_rates(run: RunReader, first: int) -> dict[str, float]:
     ratios_T = run.timings.series("train", "train/straggler_ratio")[1]
     if len(ratios_T):
         rates["straggler_ratio"] = float(np.median(ratios_T[-50:]))
-    return rates
+    return rates | {name: _mean_since(run, name, first) for name in run.timings.names("train") if name in _SPEEDS}
 
 
 def _build_chart(run: RunReader) -> dict[str, Any]:
@@ -93,11 +148,19 @@ def _build_chart(run: RunReader) -> dict[str, Any]:
     return {"step": chosen.tolist(), "total": to_json_numbers(total_T[points_P], 5), "phases": columns}
 
 
-def list_advice(shares: Mapping[str, float], run: RunReader) -> list[dict[str, str]]:
+def list_advice(
+    shares: Mapping[str, float], run: RunReader, groups: Mapping[str, float], gauges: Mapping[str, float]
+) -> list[dict[str, str]]:
     """Return what would shorten a step, the largest share first."""
+    found = [*_advise_rollout(shares.get("rollout", 0.0), run, groups, gauges), *_advise_training(shares, run)]
+    return [{"text": text, "page": page} for _, text, page in sorted(found, reverse=True)]
+
+
+def _advise_rollout(
+    share: float, run: RunReader, groups: Mapping[str, float], gauges: Mapping[str, float]
+) -> list[tuple[float, str, str]]:
     config = run.flat_config()
     found: list[tuple[float, str, str]] = []
-    share = shares.get("rollout", 0.0)
     if share > 0.5 and not config.get("max_weight_staleness"):
         text = "Waiting for rollouts is the largest part, and the trainer idles meanwhile: --max-weight-staleness 1 "
         found.append((share, text + "samples the next batch while this one is trained on.", "async_training.md"))
@@ -107,6 +170,23 @@ def list_advice(shares: Mapping[str, float], run: RunReader) -> list[dict[str, s
     if share > 0.3 and (run.metrics.last("train", "truncated_ratio") or 0.0) > 0.1:
         text = "Truncated responses hold up their groups: --partial-rollout continues them in the next step."
         found.append((share * 0.8, text, "async_training.md"))
+    elif share > 0.3 and groups.get("p95", 0.0) > 2 * groups.get("median", 0.0) > 0:
+        text = "One group in twenty takes more than twice the time of the others, and the step waits for it: "
+        text += "--over-sampling-batch-size goes on without it, and --partial-rollout continues it later."
+        found.append((share * 0.7, text, "async_training.md"))
+    if share > 0.3 and groups.get("grade", 0.0) > 0.3 * (groups.get("generate", 0.0) + groups.get("grade", 0.0)):
+        text = "Grading takes a third of a group's time or more (the slowest are below): --reward-num-workers grades "
+        found.append((share * 0.9, text + "in processes of their own.", "rewards.md"))
+    full = [name for name, value in gauges.items() if name.endswith(": kv_used") and value > 0.9]
+    if share > 0.3 and any(gauges.get(name.replace("kv_used", "waiting"), 0.0) >= 1 for name in full):
+        text = "Requests wait because the KV cache is full: raise --engine-memory-fraction, or use "
+        found.append((share * 0.85, text + "--kv-cache-dtype fp8_e4m3.", "precision_kv_cache.md"))
+    return found
+
+
+def _advise_training(shares: Mapping[str, float], run: RunReader) -> list[tuple[float, str, str]]:
+    """Return what would shorten training, weight updates and evaluations."""
+    found: list[tuple[float, str, str]] = []
     if (share := shares.get("train", 0.0)) > 0.4:
         text = "Training is a large part: raise --max-tokens-per-gpu if memory allows, leave out "
         found.append((share, text + "--gradient-checkpointing, or train on more ranks.", "optimizers.md"))
@@ -119,4 +199,4 @@ def list_advice(shares: Mapping[str, float], run: RunReader) -> list[dict[str, s
     if len(ratios_T) and float(np.median(ratios_T[-50:])) > 1.3:
         text = "The slowest rank takes 30% more time per token than the others: look at that machine."
         found.append((0.3, text, "fault_tolerance.md"))
-    return [{"text": text, "page": page} for _, text, page in sorted(found, reverse=True)]
+    return found

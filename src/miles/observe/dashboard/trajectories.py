@@ -16,11 +16,13 @@ import numpy as np
 
 from miles.core.agents import ROLES
 from miles.core.errors import MilesError
+from miles.core.routed_experts import unrecorded_id
+from miles.core.token_fields import ROUTED_EXPERTS, TEACHER_LOGPROB
 from miles.core.types import Array, Author, Group, Span, Trajectory
 from miles.observe.dashboard.metric_store import to_json_numbers
 from miles.observe.dashboard.run_index import clean
 from miles.observe.rollout_reader import StepRollouts, read_step_rollouts
-from miles.observe.rollouts import step_path
+from miles.observe.rollouts import TRAINER, read_token_stats, step_path
 from miles.observe.trajectory_view import TokenDecoder, list_calls, number_turns, split_into_pieces
 
 _PREVIEW_CHARS = 240
@@ -29,7 +31,9 @@ _CONTEXT_TOKENS = 6
 _SEARCH_SECONDS = 3.0
 """How long a search through all steps may take; it says how many steps it has seen."""
 _METADATA = ("reason", "unscored", "failure", "turns", "tool_calls", "tool_failures", "session_mismatch")
-SORT_KEYS = ("index", "reward", "length", "advantage", "logprob")
+SORT_KEYS = ("index", "reward", "length", "advantage", "logprob", "generate_seconds", "grade_seconds")
+TrainerTokens = tuple[Array, Array]
+"""The trainer's log-probs and entropies of a branch's tokens, NaN where a token was not trained on."""
 LoadTokenizer = Callable[[Path], TokenDecoder]
 
 
@@ -64,6 +68,8 @@ class _Entry:
     reward: float | None
     advantage: float | None
     logprob: float | None
+    times: Mapping[str, float]
+    trainer: tuple[TrainerTokens | None, ...]
 
 
 class RolloutBrowser:
@@ -124,35 +130,50 @@ class RolloutBrowser:
             "tokenizer_error": self._tokenizer_error,
         }
 
-    def read_tokens(self, step: int, index: int, branch: int, first: int, limit: int) -> dict[str, Any]:
-        """Return ``limit`` tokens of a branch with their text and every per-token number of the file."""
+    def read_tokens(self, step: int, index: int, branch: int, first: int, limit: int, layer: int = 0) -> dict[str, Any]:
+        """Return ``limit`` tokens of a branch with their text and every per-token number of the file.
+
+        Chosen experts are those of one MoE ``layer``.
+        """
         entry = self._get(step, index)
         spans = entry.trajectory.branches[branch]
         total = sum(len(span) for span in spans)
         tokenizer = self._open_tokenizer()
-        advantages_T = entry.advantages[branch]
+        advantages_T, trainer = entry.advantages[branch], entry.trainer[branch]
         pieces: list[dict[str, Any]] = []
         start = 0
         before: list[int] = []
         for span in spans:
             low, high = max(first - start, 0), min(first + limit - start, len(span))
             if low < high:
-                own = None if advantages_T is None else advantages_T[start : start + len(span)]
+                part = slice(start + low, start + high)
                 context = [*before, *span.tokens[:low].tolist()][-_CONTEXT_TOKENS:]
-                pieces.append(_build_tokens(span, low, high, context, own, tokenizer) | {"first": start + low})
+                values = _list_token_values(span, low, high)
+                if span.author is Author.POLICY:
+                    values |= _list_trainer_values(span.logprobs, low, high, part, trainer)
+                    if advantages_T is not None:
+                        values["advantage"] = to_json_numbers(advantages_T[part].astype(np.float64), 5)
+                piece = _build_tokens(span, low, high, context, tokenizer) | {"first": start + low, "values": values}
+                pieces.append(piece | _list_experts(span, low, high, layer))
             before = [*before, *span.tokens.tolist()][-_CONTEXT_TOKENS:]
             start += len(span)
         fields = sorted({name for piece in pieces for name in piece["values"]})
-        return {"first": first, "total": total, "spans": pieces, "fields": fields}
+        layers = max(
+            (span.extras[ROUTED_EXPERTS].shape[1] for span in spans if ROUTED_EXPERTS in span.extras), default=0
+        )
+        return {"first": first, "total": total, "spans": pieces, "fields": fields, "expert_layers": layers}
 
     # -- reading ----------------------------------------------------------------------------
 
     def _open(self, step: int) -> tuple[_Entry, ...]:
-        path = step_path(self._run / "rollouts", step)
-        return self._entries(step, path.stat().st_mtime_ns if path.is_file() else 0)
+        folder = self._run / "rollouts"
+        paths = (step_path(folder, step), step_path(folder / TRAINER, step))
+        return self._entries(step, *(path.stat().st_mtime_ns if path.is_file() else 0 for path in paths))
 
-    def _read_entries(self, step: int, modified: int) -> tuple[_Entry, ...]:
-        return tuple(_list_entries(read_step_rollouts(step_path(self._run / "rollouts", step))))
+    def _read_entries(self, step: int, modified: int, trainer_modified: int) -> tuple[_Entry, ...]:
+        folder = self._run / "rollouts"
+        trainer = read_token_stats(step_path(folder / TRAINER, step))
+        return tuple(_list_entries(read_step_rollouts(step_path(folder, step)), trainer))
 
     def _get(self, step: int, index: int) -> _Entry:
         return self._open(step)[index]
@@ -208,6 +229,8 @@ class RolloutBrowser:
             "num_branches": len(trajectory.branches),
             "versions": [min(versions), max(versions)] if versions else [],
             "tools": _count_tools(trajectory),
+            "generate_seconds": clean(entry.times.get("generate")),
+            "grade_seconds": clean(entry.times.get("grade")),
             "text": text[:_PREVIEW_CHARS],
         }
 
@@ -237,10 +260,12 @@ def may_contain(path: Path, text: str) -> bool:
     return any(wanted in packed.lower() for packed in table.column("prompt").drop_null().to_pylist())
 
 
-def _list_entries(rollouts: StepRollouts) -> Iterator[_Entry]:
+def _list_entries(rollouts: StepRollouts, trainer: Mapping[tuple[int, int, int], TrainerTokens]) -> Iterator[_Entry]:
     index = 0
-    for ticket, group, group_advantages in zip(rollouts.tickets, rollouts.groups, rollouts.advantages, strict=True):
-        for trajectory, advantages in zip(group.trajectories, group_advantages, strict=True):
+    for ticket, group, group_advantages, group_times in zip(
+        rollouts.tickets, rollouts.groups, rollouts.advantages, rollouts.times, strict=True
+    ):
+        for trajectory, advantages, times in zip(group.trajectories, group_advantages, group_times, strict=True):
             logprobs = [span.logprobs for span in trajectory.spans if span.logprobs is not None and len(span)]
             yield _Entry(
                 index=index,
@@ -251,6 +276,10 @@ def _list_entries(rollouts: StepRollouts) -> Iterator[_Entry]:
                 reward=None if trajectory.reward is None else float(trajectory.reward.value),
                 advantage=_mean_advantage(trajectory, advantages),
                 logprob=float(np.concatenate(logprobs).mean()) if logprobs else None,
+                times=times,
+                trainer=tuple(
+                    trainer.get((ticket, trajectory.index, number)) for number in range(len(trajectory.branches))
+                ),
             )
             index += 1
 
@@ -304,6 +333,8 @@ def _sort_key(entry: _Entry, name: str) -> tuple[bool, float]:
         "length": float(entry.trajectory.response_length),
         "advantage": entry.advantage,
         "logprob": entry.logprob,
+        "generate_seconds": entry.times.get("generate"),
+        "grade_seconds": entry.times.get("grade"),
     }
     value = clean(values[name])
     return value is not None, 0.0 if value is None else value
@@ -343,34 +374,56 @@ def _build_spans(trajectory: Trajectory, branch: tuple[Span, ...], tokenizer: To
         }
 
 
-def _build_tokens(
-    span: Span, low: int, high: int, before: Sequence[int], advantages: Array | None, tokenizer: TokenDecoder
-) -> dict[str, Any]:
+def _build_tokens(span: Span, low: int, high: int, before: Sequence[int], tokenizer: TokenDecoder) -> dict[str, Any]:
     tokens = span.tokens[low:high].tolist()
     texts, counts = [], []
     for text, count in split_into_pieces(tokens, before, tokenizer):
         texts.append(text)
         counts.append(count)
-    values: dict[str, list[float | None]] = {}
-    if span.logprobs is not None:
-        values["logprob"] = to_json_numbers(span.logprobs[low:high].astype(np.float64), 5)
-    if advantages is not None and span.author is Author.POLICY:
-        values["advantage"] = to_json_numbers(advantages[low:high].astype(np.float64), 5)
-    for name, extra in span.extras.items():
-        if extra.ndim == 1 and len(extra) == len(span) and extra.dtype.kind in "fiu":
-            values[name] = to_json_numbers(extra[low:high].astype(np.float64), 5)
-    for name, minuend in (("trainer_logprob", "engine_trainer_difference"), ("teacher_logprob", "teacher_difference")):
-        if name in span.extras and span.logprobs is not None and name in values:
-            difference_T = span.logprobs[low:high].astype(np.float64) - span.extras[name][low:high]
-            values[minuend] = to_json_numbers(difference_T, 5)
     return {
         "author": str(span.author),
         "version": None if span.version is None else span.version.number,
         "tokens": tokens,
         "texts": texts,
         "counts": counts,
-        "values": values,
     }
+
+
+def _list_token_values(span: Span, low: int, high: int) -> dict[str, list[float | None]]:
+    """Return the numbers of some tokens of a span that the rollout file has."""
+    values: dict[str, list[float | None]] = {}
+    if span.logprobs is not None:
+        values["logprob"] = to_json_numbers(span.logprobs[low:high].astype(np.float64), 5)
+    for name, extra in span.extras.items():
+        if extra.ndim == 1 and len(extra) == len(span) and extra.dtype.kind in "fiu":
+            values[name] = to_json_numbers(extra[low:high].astype(np.float64), 5)
+    if TEACHER_LOGPROB in values and span.logprobs is not None:
+        difference_T = span.logprobs[low:high].astype(np.float64) - span.extras[TEACHER_LOGPROB][low:high]
+        values["teacher_difference"] = to_json_numbers(difference_T, 5)
+    return values
+
+
+def _list_trainer_values(
+    logprobs: Array | None, low: int, high: int, part: slice, trainer: TrainerTokens | None
+) -> dict[str, list[float | None]]:
+    """Return the trainer's numbers of some tokens of the policy, at ``part`` of the branch."""
+    if trainer is None or logprobs is None:
+        return {}
+    trainer_logprobs_T, entropies_T = (each[part].astype(np.float64) for each in trainer)
+    return {
+        "trainer_logprob": to_json_numbers(trainer_logprobs_T, 5),
+        "engine_trainer_difference": to_json_numbers(logprobs[low:high].astype(np.float64) - trainer_logprobs_T, 5),
+        "entropy": to_json_numbers(entropies_T, 5),
+    }
+
+
+def _list_experts(span: Span, low: int, high: int, layer: int) -> dict[str, Any]:
+    """Return the experts of one MoE layer that each token was routed to, an empty list where none are recorded."""
+    experts_TLk = span.extras.get(ROUTED_EXPERTS)
+    if experts_TLk is None or layer >= experts_TLk.shape[1]:
+        return {}
+    unrecorded = unrecorded_id(experts_TLk.dtype)
+    return {"experts": [[e for e in row if e != unrecorded] for row in experts_TLk[low:high, layer].tolist()]}
 
 
 def to_json_value(value: Any, depth: int = 8) -> Any:

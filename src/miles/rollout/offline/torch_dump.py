@@ -55,6 +55,7 @@ def read_torch_dump(path: Path, load: LoadFn, *, step: int, reward_key: str | No
         groups=tuple(groups),
         probe=(),
         advantages=(),
+        times=(),
         vocabulary=None,
         lost={},
         excluded_extras=(ROUTED_EXPERTS,),

@@ -412,14 +412,14 @@ class NativeEngine:
 
     async def health(self) -> Mapping[str, float]:
         self._runner.check()
+        return {name: value for name, value in self.read_gauges()[self.name].items() if name != "seconds"}
+
+    def read_gauges(self) -> Mapping[str, Mapping[str, float]]:
+        """Return requests, pages and counters by its name; in another thread a RuntimeError means: try again."""
         total, waiting = len(list(self._scheduler.iter_reqs())), len(self._scheduler.waiting)
-        return {
-            "running": float(total - waiting),
-            "waiting": float(waiting + len(self._arrived)),
-            "free_pages": float(self._pages.available),
-            "pages": float(self._pages.total),
-            **{name: value for name, value in self.stats().items() if name != "seconds"},
-        }
+        gauges = {"running": float(total - waiting), "waiting": float(waiting + len(self._arrived))}
+        gauges |= {"free_pages": float(self._pages.available), "pages": float(self._pages.total)}
+        return {self.name: {**gauges, **self.stats()}}
 
     def stats(self) -> Mapping[str, float]:
         """Return the counters since the engine was created, and the seconds spent in steps."""

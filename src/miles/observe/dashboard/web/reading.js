@@ -1,33 +1,46 @@
-// Reading: steps, the groups of a step, and its trajectories, filtered, sorted and searched.
+// Reading: steps, the groups of a step, and its trajectories, filtered, sorted and searched; two steps side by side.
 import { isReport, query } from "./api.js";
 import { button, field, h, numberTitle, replaceContent, select, table, visible } from "./dom.js";
-import { formatNumber } from "./format.js";
+import { formatNumber, formatSeconds } from "./format.js";
 import { linkTo, readInteger, rememberParams } from "./state.js";
 
 const READING_FILTERS = ["q", "status", "min_reward", "max_reward", "min_length", "max_length", "advantage", "tools", "sort", "order", "group"];
 const READING_ROWS = 50;
 
 export async function showReading(root, state) {
-  const view = new ReadingView(root, state);
+  const beside = readInteger(state.params, "beside", null);
+  const panes = h("div", { class: `panes panes-${beside === null ? 1 : 2}` });
+  root.append(panes);
+  const view = new ReadingView(panes, state);
   await view.loadSteps();
   if (view.steps.length) await view.load();
+  if (beside !== null && view.steps.length) {
+    view.other = new ReadingView(panes, state, { isOther: true });
+    await view.other.loadSteps();
+    await view.other.load();
+    view.drawHead();
+  }
   return { refresh: () => view.follow(), pressKey: (event) => view.pressKey(event) };
 }
 
 class ReadingView {
-  constructor(root, state) {
+  // With isOther it is the second of two, which has the filters of the first and a step of its own.
+  constructor(root, state, { isOther = false } = {}) {
+    this.isOther = isOther;
+    this.other = null;
     this.run = state.runs[0];
     this.runs = state.runs;
     this.filters = {};
     for (const name of READING_FILTERS) this.filters[name] = state.params.get(name) || "";
-    this.everywhere = state.params.get("step") === "all";
-    this.wanted = readInteger(state.params, "step", null);
-    this.offset = readInteger(state.params, "offset", 0);
+    if (isOther) this.filters.group = "";
+    this.everywhere = !isOther && state.params.get("step") === "all";
+    this.wanted = readInteger(state.params, isOther ? "beside" : "step", null);
+    this.offset = isOther ? 0 : readInteger(state.params, "offset", 0);
     this.head = h("div", { class: "controls" });
     this.form = h("form", { class: "controls", onsubmit: (event) => event.preventDefault() });
     this.groups = h("div", { class: "groups" });
     this.list = h("div", null);
-    root.append(this.head, this.form, this.groups, this.list);
+    root.append(h("section", { class: "pane" }, this.head, isOther ? null : this.form, this.groups, this.list));
   }
 
   async loadSteps() {
@@ -60,8 +73,18 @@ class ReadingView {
     slider.addEventListener("input", () => describe(Number(slider.value)));
     slider.addEventListener("change", () => this.goTo(this.steps[Number(slider.value)]));
     const all = h("input", { type: "checkbox", checked: this.everywhere, disabled: isReport, onchange: (event) => this.change({ everywhere: event.target.checked }) });
-    replaceContent(this.head, h("strong", null, visible(this.run)), button("◀", () => this.goBy(-1), { "aria-label": "Previous step" }), slider,
-      button("▶", () => this.goBy(1), { "aria-label": "Next step" }), number, field("search all steps", all));
+    const name = this.isOther ? "the other step" : "step";
+    const compare = this.isOther
+      ? h("a", { href: this.link(null) }, "close")
+      : h("a", { href: this.link(this.steps[0]), hidden: this.other !== null || this.steps.length < 2 }, "beside another step");
+    replaceContent(this.head, h("strong", null, visible(this.run)), button("◀", () => this.goBy(-1), { "aria-label": `Previous of ${name}` }), slider,
+      button("▶", () => this.goBy(1), { "aria-label": `Next of ${name}` }), number, this.isOther ? null : field("search all steps", all), compare);
+  }
+
+  // The address of this view with another step beside the first one.
+  link(beside) {
+    const first = this.isOther ? readInteger(new URLSearchParams(location.hash.split("?")[1] || ""), "step", null) : this.step;
+    return linkTo("reading", this.runs, { step: first, beside });
   }
 
   goBy(away) {
@@ -86,7 +109,7 @@ class ReadingView {
     const choose = (name, options, text) => field(text, select(options, this.filters[name], (value) => this.setFilter(name, value), text));
     const statuses = ["completed", "truncated", "aborted", "failed"].map((name) => [name, name]);
     const signs = ["positive", "negative", "zero"].map((name) => [name, name]);
-    const sorts = ["reward", "length", "advantage", "logprob"].map((name) => [name, name]);
+    const sorts = ["reward", "length", "advantage", "logprob", "generate_seconds", "grade_seconds"].map((name) => [name, name.replaceAll("_", " ")]);
     replaceContent(this.form, isReport ? null : [
       input("q", "search", "text  (/)"), choose("status", [["", "any"], ...statuses], "status"), input("min_reward", "number", "reward from"),
       input("max_reward", "number", "to"), input("min_length", "number", "tokens from"), input("max_length", "number", "to"),
@@ -102,8 +125,13 @@ class ReadingView {
 
   change(settings) {
     Object.assign(this, { offset: 0 }, settings);
-    rememberParams({ ...this.filters, step: this.everywhere ? "all" : this.wanted, offset: this.offset || null });
+    if (this.isOther) rememberParams({ beside: this.wanted });
+    else rememberParams({ ...this.filters, step: this.everywhere ? "all" : this.wanted, offset: this.offset || null });
     this.load();
+    if (this.other) {
+      Object.assign(this.other, { filters: { ...this.filters, group: "" }, offset: 0 });
+      this.other.load();
+    }
   }
 
   async load() {
@@ -148,6 +176,7 @@ class ReadingView {
         h("td", { class: "number" }, h("a", { href: link }, `${this.everywhere ? `${row.step}/` : ""}${row.index}`)),
         h("td", { class: "number" }, formatNumber(row.reward)), h("td", { class: "number" }, formatNumber(row.advantage, 3)),
         h("td", { class: "number" }, row.length), h("td", { class: "number" }, formatNumber(row.logprob, 3)),
+        h("td", { class: "number", title: describeSeconds(row) }, row.generate_seconds === null ? "" : formatSeconds(row.generate_seconds + (row.grade_seconds || 0))),
         h("td", null, h("span", { class: `status ${row.status}` }, row.status)), h("td", { class: "number" }, row.prompt_id),
         h("td", { class: "number" }, row.tools || ""), h("td", { class: "preview" }, visible(row.text)));
     });
@@ -158,7 +187,7 @@ class ReadingView {
         ` ${this.offset + 1} to ${Math.min(found.matched, this.offset + READING_ROWS)} `,
         button("next ▶", () => this.change({ offset: this.offset + READING_ROWS }), { disabled: this.offset + READING_ROWS >= found.matched })] : null;
     replaceContent(this.list, h("p", { class: "muted", role: "status" }, counted),
-      table(["", ...["reward", "advantage", "tokens", "log-prob"].map(numberTitle), "status", ...["prompt", "tools"].map(numberTitle), "response"], rows, { class: "trajectories" }), h("p", null, pages));
+      table(["", ...["reward", "advantage", "tokens", "log-prob", "time"].map(numberTitle), "status", ...["prompt", "tools"].map(numberTitle), "response"], rows, { class: "trajectories" }), h("p", null, pages));
   }
 
   pressKey(event) {
@@ -168,4 +197,9 @@ class ReadingView {
       location.hash = linkTo("trajectory", this.runs, { step: this.rows[0].step, index: this.rows[0].index });
     }
   }
+}
+
+function describeSeconds(row) {
+  if (row.generate_seconds === null) return "";
+  return `generated in ${formatSeconds(row.generate_seconds)}${row.grade_seconds === null ? "" : `, graded in ${formatSeconds(row.grade_seconds)}`}`;
 }

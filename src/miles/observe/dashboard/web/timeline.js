@@ -1,4 +1,5 @@
-// Timeline: a track for each process or plane, spans by phase, waiting drawn hatched; drag, wheel, arrows and + - move it.
+// Timeline: a track for each plane, rank and engine, spans by phase, waiting drawn hatched, and gauges over the same time;
+// drag, wheel, arrows and + - move it.
 import { query } from "./api.js";
 import { button, cssColor, h, replaceContent, visible } from "./dom.js";
 import { formatNumber, formatSeconds } from "./format.js";
@@ -8,6 +9,8 @@ import { PHASE_COLORS } from "./timing.js";
 const TRACK_HEIGHT = 30;
 const TRACK_GAP = 22;
 const TIMELINE_TOP = 24;
+const GAUGE_HEIGHT = 44;
+const GAUGE_COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"];
 
 export async function showTimeline(root, state) {
   const view = new TimelineView(root, state);
@@ -22,13 +25,12 @@ class TimelineView {
     this.end = state.params.has("to") ? Number(state.params.get("to")) : null;
     this.canvas = h("canvas", { tabindex: 0, "aria-label": "Timeline; arrows move, plus and minus zoom" });
     this.info = h("p", { class: "muted info", role: "status" }, " ");
-    this.extra = h("div", { class: "counters" });
     const zoom = (factor) => () => this.zoom(factor, 0.5);
     root.append(
       h("div", { class: "controls" }, h("strong", null, visible(this.run)), button("+", zoom(0.5), { "aria-label": "Zoom in" }), button("−", zoom(2), { "aria-label": "Zoom out" }),
         button("◀", () => this.move(-0.3), { "aria-label": "Earlier" }), button("▶", () => this.move(0.3), { "aria-label": "Later" }),
         button("whole run", () => this.show(this.found.first, this.found.last)), button("newest", () => this.show(null, null)), drawKey()),
-      this.canvas, this.info, this.extra);
+      this.info, this.canvas);
     this.canvas.addEventListener("wheel", (event) => this.turnWheel(event), { passive: false });
     this.canvas.addEventListener("pointerdown", (event) => this.drag(event));
     this.canvas.addEventListener("pointermove", (event) => this.describe(event));
@@ -100,7 +102,7 @@ class TimelineView {
       return;
     }
     const ratio = devicePixelRatio || 1;
-    const height = TIMELINE_TOP + this.found.tracks.length * (TRACK_HEIGHT + TRACK_GAP);
+    const height = this.gaugesTop() + this.gauges().length * GAUGE_HEIGHT;
     this.canvas.style.height = `${height}px`;
     const width = this.canvas.clientWidth;
     if (!width) return;
@@ -111,7 +113,36 @@ class TimelineView {
     context.font = "12px system-ui, sans-serif";
     this.drawRuler(context, width, height);
     this.found.tracks.forEach((track, index) => this.drawTrack(context, track, TIMELINE_TOP + index * (TRACK_HEIGHT + TRACK_GAP)));
-    this.drawCounters();
+    this.gauges().forEach(([name, points], index) => this.drawGauge(context, name, points, this.gaugesTop() + index * GAUGE_HEIGHT, GAUGE_COLORS[index % GAUGE_COLORS.length]));
+  }
+
+  gauges() {
+    return Object.entries(this.found.counters);
+  }
+
+  gaugesTop() {
+    return TIMELINE_TOP + this.found.tracks.length * (TRACK_HEIGHT + TRACK_GAP);
+  }
+
+  // A gauge keeps its value until it changes.
+  drawGauge(context, name, points, top, color) {
+    const most = Math.max(...points.map(([, value]) => value), 0);
+    const bottom = top + GAUGE_HEIGHT - 4;
+    const level = (value) => bottom - (most ? (value / most) * (GAUGE_HEIGHT - 20) : 0);
+    context.fillStyle = cssColor("--text");
+    context.fillText(`${visible(name)}, up to ${formatNumber(most)}`, 2, top + 11);
+    context.beginPath();
+    context.moveTo(this.place(points[0][0]), bottom);
+    points.forEach(([time, value], index) => {
+      const next = index + 1 < points.length ? points[index + 1][0] : Math.min(this.found.end, this.found.last);
+      context.lineTo(this.place(time), level(value));
+      context.lineTo(this.place(Math.max(time, next)), level(value));
+    });
+    context.lineTo(this.place(Math.min(this.found.end, this.found.last)), bottom);
+    context.strokeStyle = color;
+    context.stroke();
+    context.fillStyle = `${color}44`;
+    context.fill();
   }
 
   drawRuler(context, width, height) {
@@ -134,18 +165,17 @@ class TimelineView {
   drawTrack(context, track, top) {
     context.fillStyle = cssColor("--text");
     context.fillText(visible(track.name), 2, top + 12);
-    for (const [start, seconds, name, count] of track.spans) {
+    for (const [start, seconds, name, count, waits] of track.spans) {
       const x = this.place(start);
       const width = Math.max(1, this.place(start + seconds) - x - 0.5);
-      const phase = name.split(/[ /]/)[0];
-      context.fillStyle = name.startsWith("rollout") ? hatch(context) : PHASE_COLORS[phase] || PHASE_COLORS.other;
+      context.fillStyle = waits ? hatch(context) : spanColor(name);
       context.fillRect(x, top + 16, width, TRACK_HEIGHT - 6);
       if (width > 46 && count === 1) {
         context.save();
         context.beginPath();
         context.rect(x, top + 16, width - 2, TRACK_HEIGHT - 6);
         context.clip();
-        context.fillStyle = name.startsWith("rollout") ? cssColor("--text") : "#ffffff";
+        context.fillStyle = waits ? cssColor("--text") : "#ffffff";
         context.fillText(visible(name), x + 4, top + 32);
         context.restore();
       }
@@ -155,23 +185,33 @@ class TimelineView {
   describe(event) {
     if (!this.found || this.found.first === null) return;
     const time = this.found.start + (event.offsetX / this.canvas.clientWidth) * (this.found.end - this.found.start);
+    if (event.offsetY >= this.gaugesTop()) {
+      const gauge = this.gauges()[Math.floor((event.offsetY - this.gaugesTop()) / GAUGE_HEIGHT)];
+      const point = gauge && gauge[1].filter(([at]) => at <= time).pop();
+      replaceContent(this.info, point ? `${visible(gauge[0])} ${formatNumber(point[1])}` : " ");
+      return;
+    }
     const track = this.found.tracks[Math.floor((event.offsetY - TIMELINE_TOP) / (TRACK_HEIGHT + TRACK_GAP))];
     const span = track && track.spans.find(([start, seconds]) => start <= time && time <= start + seconds);
-    const waiting = span && span[2].startsWith("rollout") ? ": the loop waits for the rollout plane" : "";
-    replaceContent(this.info, span ? `${visible(span[2])}${waiting}, ${formatSeconds(span[1])}${span[3] > 1 ? `, ${span[3]} spans together` : ""}` : " ");
+    replaceContent(this.info, span ? `${visible(track.name)}: ${describeSpan(span)}` : " ");
   }
+}
 
-  drawCounters() {
-    const entries = Object.entries(this.found.counters).filter(([, points]) => points.length);
-    replaceContent(this.extra, entries.map(([name, points]) => h("span", { class: "fact" }, visible(name), ": ", h("b", null, formatNumber(points[points.length - 1][1])))));
-  }
+function describeSpan([, seconds, name, count, waits, about]) {
+  const waiting = waits && name.startsWith("rollout") ? ": the loop waits for the rollout plane" : "";
+  return `${visible(name)}${waiting}, ${formatSeconds(seconds)}${count > 1 ? `, ${count} spans together` : ""}${about ? `, ${visible(about)}` : ""}`;
+}
+
+function spanColor(name) {
+  const phase = name.split(/[ /]/)[0];
+  return PHASE_COLORS[phase] || { generate: PHASE_COLORS.rollout }[phase] || PHASE_COLORS.other;
 }
 
 function drawKey() {
   return h("span", { class: "key" }, Object.entries(PHASE_COLORS).filter(([name]) => name !== "save").map(([name, color]) => {
     const swatch = h("i", { class: "swatch" });
     swatch.style.backgroundColor = color;
-    return h("span", { class: "entry" }, swatch, name === "rollout" ? "waiting for rollout" : name);
+    return h("span", { class: "entry" }, swatch, name === "rollout" ? "generating, or waiting (hatched)" : name);
   }));
 }
 

@@ -1,8 +1,9 @@
-// Why is it slow: the time of a step by phase and part, rates, and what would help most.
+// Why is it slow: the time of a step by phase and part against the device's limit, rates, the slowest trajectories, and
+// what would help most.
 import { query } from "./api.js";
 import { Chart } from "./chart.js";
 import { h, numberTitle, replaceContent, table, visible } from "./dom.js";
-import { formatCount, formatSeconds, formatShare } from "./format.js";
+import { formatCount, formatNumber, formatSeconds, formatShare } from "./format.js";
 import { linkTo } from "./state.js";
 
 export const PHASE_COLORS = { rollout: "#0072B2", train: "#D55E00", publish: "#009E73", evaluate: "#CC79A7", save: "#E69F00", other: "#888888" };
@@ -26,7 +27,8 @@ export async function showTiming(root, state) {
       const found = await query("time", { run: each.run });
       if (each.chart) each.chart.close();
       const figure = h("figure", { class: "card wide" }, h("figcaption", null, "seconds of each phase over the run"));
-      replaceContent(each.section, drawSplit(each.run, found, state), found.chart ? figure : null);
+      const slowest = await query("slowest", { run: each.run });
+      replaceContent(each.section, drawSplit(each.run, found, state), drawSlowest(each.run, slowest, found.groups || {}), found.chart ? figure : null);
       if (found.chart) {
         each.chart = new Chart(figure, { height: 220 });
         each.chart.draw(stackPhases(found.chart));
@@ -48,20 +50,39 @@ function drawSplit(run, found, state) {
       return part;
     }));
   const rows = found.phases.flatMap((phase) => [
-    h("tr", null, h("th", { scope: "row" }, phase.name), h("td", null, PHASE_TEXTS[phase.name] || ""), h("td", { class: "number" }, formatSeconds(phase.seconds)), h("td", { class: "number" }, formatShare(phase.share))),
-    ...phase.parts.map((part) => h("tr", { class: "part" }, h("td", null, ""), h("td", null, visible(part.name)), h("td", { class: "number" }, formatSeconds(part.seconds)), h("td", { class: "number" }, formatShare(part.seconds / found.seconds_per_step)))),
+    h("tr", null, h("th", { scope: "row" }, phase.name), h("td", null, PHASE_TEXTS[phase.name] || ""), h("td", { class: "number" }, formatSeconds(phase.seconds)), h("td", { class: "number" }, formatShare(phase.share)), h("td", { class: "number" }, phase.limit ? formatSeconds(phase.limit) : "")),
+    ...phase.parts.map((part) => h("tr", { class: "part" }, h("td", null, ""), h("td", null, visible(part.name)), h("td", { class: "number" }, formatSeconds(part.seconds)), h("td", { class: "number" }, formatShare(part.seconds / found.seconds_per_step)), h("td", null, ""))),
   ]);
-  const rates = Object.entries(found.rates).map(([name, value]) =>
-    h("li", null, name === "straggler_ratio" ? `slowest rank: ${value.toFixed(2)} times the others` : `${name}: ${formatCount(value)} tokens per second`));
+  const rates = Object.entries(found.rates).map(([name, value]) => h("li", null, describeRate(name, value)));
   const advice = found.advice.map((each) => h("li", null, each.text, " ", h("a", { href: linkTo("docs", state.runs, { page: each.page }) }, each.page)));
   return [
     h("h2", null, visible(run), ": ", formatSeconds(found.seconds_per_step), " per step"),
     h("p", { class: "muted" }, `mean of steps ${found.first_step} to ${found.last_step}`),
     bar,
     advice.length ? [h("h3", null, "What would help most"), h("ol", { class: "advice" }, advice)] : null,
-    table(["phase", "", numberTitle("seconds"), numberTitle("share")], rows),
+    table(["phase", "", numberTitle("seconds"), numberTitle("share"), numberTitle("at the device's peak")], rows),
     h("ul", { class: "rates" }, rates),
   ];
+}
+
+function describeRate(name, value) {
+  const [plane, figure] = name.replace("perf/", "").split(/_(.*)/);
+  if (name === "straggler_ratio") return `slowest rank: ${value.toFixed(2)} times the others`;
+  if (figure === "tflops") return `${plane}: ${formatNumber(value)} TFLOP/s per device`;
+  if (figure === "mfu") return `${plane}: ${formatShare(value)} of the device's FLOPs (MFU)`;
+  if (figure === "mbu") return `${plane}: ${formatShare(value)} of the memory bandwidth`;
+  if (figure === "gb_per_second") return `${plane}: ${formatNumber(value)} GB/s of weights and KV cache read`;
+  return `${name}: ${formatCount(value)} tokens per second`;
+}
+
+function drawSlowest(run, found, groups) {
+  if (!found.generate.length) return null;
+  const list = (title, rows, name) => h("section", { class: "slowest" }, h("h3", null, title), table(["trajectory", numberTitle("prompt"), numberTitle("group"), "status", numberTitle("seconds")], rows.map((row) =>
+    h("tr", null, h("td", null, h("a", { href: linkTo("trajectory", [run], { step: row.step, index: row.index }) }, `step ${row.step}, number ${row.index}`)),
+      h("td", { class: "number" }, row.prompt_id), h("td", { class: "number" }, row.ticket), h("td", null, row.status), h("td", { class: "number" }, formatSeconds(row[name])))), { class: name }));
+  const summary = groups.median === undefined ? null
+    : h("p", { class: "muted" }, `A group takes ${formatSeconds(groups.median)} (median; 95th percentile ${formatSeconds(groups.p95)}): generation ${formatSeconds(groups.generate)}, grading ${formatSeconds(groups.grade)} for the slowest of its trajectories.`);
+  return [h("h3", null, "Groups"), summary, h("div", { class: "panes panes-2" }, list("Slowest to generate", found.generate, "generate_seconds"), list("Slowest to grade", found.grade, "grade_seconds"))];
 }
 
 // Lines of cumulated phases, the topmost first, so that the areas below are drawn over it.

@@ -1,7 +1,7 @@
 // One trajectory, or two side by side: the conversation, and every token coloured by one of its numbers.
 import { isReport, query } from "./api.js";
 import { button, field, h, replaceContent, select, visible } from "./dom.js";
-import { formatNumber, formatValue } from "./format.js";
+import { formatNumber, formatSeconds, formatValue } from "./format.js";
 import { linkTo, readInteger, rememberParams } from "./state.js";
 
 const TOKEN_PAGE = 2000;
@@ -12,6 +12,7 @@ export async function showTrajectory(root, state) {
   const settings = {
     mode: params.get("mode") === "tokens" ? "tokens" : "conversation",
     color: params.get("color") || "logprob",
+    layer: readInteger(params, "layer", 0),
   };
   const places = [{ step: readInteger(params, "step", 1), index: readInteger(params, "index", 0) }];
   const other = /^(\d+):(\d+)$/.exec(params.get("other") || "");
@@ -35,10 +36,18 @@ export async function showTrajectory(root, state) {
 function drawTrajectoryControls(controls, { panes, settings, runs, places, drawAll }) {
   const change = (changes) => {
     Object.assign(settings, changes);
-    rememberParams({ mode: settings.mode === "tokens" ? "tokens" : null, color: settings.color === "logprob" ? null : settings.color });
+    rememberParams({ mode: settings.mode === "tokens" ? "tokens" : null, color: settings.color === "logprob" ? null : settings.color, layer: settings.layer || null });
     drawAll();
+    drawLayers();
   };
-  const colors = [["logprob", "log-prob"], ["advantage", "advantage"], ["version", "version"], ["author", "author"], ...panes[0].extraFields()];
+  const layers = panes[0].tokens ? panes[0].tokens.expert_layers || 0 : 0;
+  const known = [["logprob", "log-prob"], ["engine_trainer_difference", "engine − trainer log-prob"], ["entropy", "entropy"], ["advantage", "advantage"], ["version", "version"], ["author", "author"]];
+  const there = panes[0].tokens ? ["version", "author", "logprob", ...panes[0].tokens.fields] : known.map(([name]) => name);
+  const colors = [...known.filter(([name]) => there.includes(name)), ...(layers ? [["experts", "chosen experts"]] : []), ...panes[0].extraFields(known.map(([name]) => name))];
+  const layerField = h("span", null);
+  const drawLayers = () => replaceContent(layerField, settings.color === "experts" && layers > 1
+    ? field("MoE layer", select(Array.from({ length: layers }, (_, at) => [String(at), String(at)]), String(settings.layer), (layer) => change({ layer: Number(layer) }), "MoE layer")) : null);
+  drawLayers();
   const compare = h("input", { type: "text", placeholder: "step:number", "aria-label": "Compare with", size: 10, disabled: isReport });
   compare.addEventListener("change", () => (location.hash = linkTo("trajectory", runs, { ...places[0], other: compare.value })));
   const { step, index } = places[0];
@@ -48,6 +57,7 @@ function drawTrajectoryControls(controls, { panes, settings, runs, places, drawA
     button("j ▶", () => (location.hash = linkTo("trajectory", runs, { step, index: index + 1 })), { "aria-label": "Next trajectory" }),
     field("show", select([["conversation", "conversation"], ["tokens", "tokens"]], settings.mode, (mode) => change({ mode }), "Show")),
     field("coloured by", select(colors, settings.color, (color) => change({ color }), "Colour")),
+    layerField,
     field("beside", compare));
 }
 
@@ -72,15 +82,16 @@ class TrajectoryPane {
     this.found = await query("trajectory", this.params());
     this.tokens = null;
     try {
-      this.tokens = await query("tokens", { ...this.params(), branch: 0, first: 0, limit: TOKEN_PAGE });
+      this.tokens = await query("tokens", { ...this.params(), branch: 0, first: 0, limit: TOKEN_PAGE, layer: this.settings.layer || null });
+      this.loadedLayer = this.settings.layer;
+      this.loadedBranch = 0;
     } catch (error) {
       if (!isReport) throw error;
     }
     this.drawFacts();
   }
 
-  extraFields() {
-    const known = ["logprob", "advantage"];
+  extraFields(known) {
     return (this.tokens ? this.tokens.fields : []).filter((name) => !known.includes(name)).map((name) => [name, name.replaceAll("_", " ")]);
   }
 
@@ -90,7 +101,8 @@ class TrajectoryPane {
     const facts = [
       ["reward", `${formatNumber(found.reward)}${parts ? ` (${parts})` : ""}`], ["advantage", formatNumber(found.advantage)], ["status", found.status],
       ["tokens", found.length], ["mean log-prob", formatNumber(found.logprob)], ["versions", found.versions.join(" to ")], ["prompt", `${found.prompt_id}, epoch ${found.epoch}`],
-      ["sample", `${found.sample} of ${found.group_size}`], ["label", found.label], ...Object.entries(found.metadata).map(([name, value]) => [name, formatValue(value)])];
+      ["sample", `${found.sample} of ${found.group_size}`], ["generated in", found.generate_seconds === null ? null : formatSeconds(found.generate_seconds)],
+      ["graded in", found.grade_seconds === null ? null : formatSeconds(found.grade_seconds)], ["label", found.label], ...Object.entries(found.metadata).map(([name, value]) => [name, formatValue(value)])];
     replaceContent(this.head, h("h2", null, `trajectory ${found.index} of step ${found.step}`),
       h("dl", { class: "facts" }, facts.filter(([, value]) => value !== null && value !== "").map(([name, value]) => h("div", null, h("dt", null, name.replaceAll("_", " ")), h("dd", null, visible(String(value)))))),
       found.tokenizer_error ? h("p", { class: "problem" }, visible(found.tokenizer_error)) : null);
@@ -122,9 +134,11 @@ class TrajectoryPane {
   }
 
   async drawTokens() {
-    if (!this.tokens || this.tokens.first !== this.first || this.loadedBranch !== this.branch) {
-      this.tokens = await query("tokens", { ...this.params(), branch: this.branch, first: this.first, limit: TOKEN_PAGE });
+    const { layer } = this.settings;
+    if (!this.tokens || this.tokens.first !== this.first || this.loadedBranch !== this.branch || this.loadedLayer !== layer) {
+      this.tokens = await query("tokens", { ...this.params(), branch: this.branch, first: this.first, limit: TOKEN_PAGE, layer: layer || null });
       this.loadedBranch = this.branch;
+      this.loadedLayer = layer;
     }
     const range = colorRange(this.tokens, this.settings.color);
     const spans = this.tokens.spans.map((span) => h("div", { class: `tokens ${span.author}` }, drawPieces(span, this.settings.color, range, this.info)));
@@ -183,6 +197,7 @@ function drawPieces(span, color, range, info) {
 
 function describeToken(span, token, text) {
   const values = Object.entries(span.values).map(([name, column]) => `${name.replaceAll("_", " ")} ${formatNumber(column[token])}`);
+  if (span.experts && span.experts[token].length) values.push(`experts ${span.experts[token].join(" ")}`);
   return `token ${span.first + token}: ${JSON.stringify(visible(text))} id ${span.tokens[token]}, ${span.author}${span.version === null ? "" : ` version ${span.version}`}${values.length ? `, ${values.join(", ")}` : ""}`;
 }
 
@@ -203,6 +218,10 @@ function tokenColor(span, token, color, range) {
     if (span.version === null) return "transparent";
     return `hsla(${200 + (160 * (span.version - range.low)) / Math.max(1, range.high - range.low)}, 70%, 50%, .3)`;
   }
+  if (color === "experts") {
+    const experts = (span.experts && span.experts[token]) || [];
+    return experts.length ? `hsla(${(experts[0] * 137.5) % 360}, 70%, 50%, .35)` : "transparent";
+  }
   const value = span.values[color] ? span.values[color][token] : null;
   if (value === null || value === undefined) return "transparent";
   if (color === "logprob") return `rgba(213,94,0,${Math.min(0.85, -value / 6).toFixed(3)})`;
@@ -213,6 +232,9 @@ function tokenColor(span, token, color, range) {
 function describeScale(color, range) {
   if (color === "logprob") return "The darker, the less likely the token was; a log-prob of −6 or less is darkest. Point at a token for its numbers.";
   if (color === "author") return "Green: policy, yellow: environment.";
+  if (color === "experts") return "A colour for each expert: that of the first one the token was routed to in this layer. Point at a token for all.";
+  if (color === "entropy") return `The darker, the less certain the trainer was before the token, up to ${formatNumber(range.high)} nats.`;
+  if (color === "engine_trainer_difference") return `Blue: the engine found the token more likely than the trainer, red: less likely; up to ${formatNumber(range.high)} nats.`;
   if (color === "version") return `Versions ${formatNumber(range.low)} to ${formatNumber(range.high)}.`;
   return `Blue positive, red negative, up to ${formatNumber(range.high)}.`;
 }
