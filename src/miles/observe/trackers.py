@@ -161,7 +161,8 @@ class TrackerQueue:
             if failures and not self._is_closing:
                 self._changed.wait_for(lambda: self._is_closing, self._delay(failures))
                 return not self._is_abandoned
-            return not failures and not self._is_abandoned
+            # at the end, a first failure is tried again at once, and one of a tracker that was failing is the last
+            return failures < 2 and not self._is_abandoned
 
     def _close_tracker(self, is_open: bool) -> None:
         try:
