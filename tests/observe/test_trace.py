@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from tests.observe.trace_format import check_trace, check_trace_folder
 
 from miles.core.events import Evaluated, RunStarted, StepFinished
 from miles.core.types import Version
@@ -82,3 +83,41 @@ def test_metrics_of_speculative_decoding_are_counters_and_no_spans(tmp_path):
     counters = {record["name"]: (record["ts"], record["args"]["value"]) for record in records if record["ph"] == "C"}
     assert counters == {"speculative/accept_length": (8_000_000, 2.5), "speculative/token_share": (8_000_000, 0.75)}
     assert [record["name"] for record in records if record["ph"] == "X" and record["dur"]] == ["rollout 1"]
+
+
+def test_the_trace_keeps_the_trace_event_format_also_where_times_are_rounded(tmp_path):
+    now = 1.79e9
+    trace = LoopTrace(tmp_path, clock=lambda: now)
+    trace(RunStarted(step=0, steps=300))
+    for step in range(1, 300):
+        now += 3.0000001 + step / 7e6
+        seconds = {
+            "rollout": 1 / 3 + step / 9e6,
+            "train": 2 / 3,
+            "publish": step / 11e6,
+            "train/a": 1 / 7,
+            "train/b": 1 / 9,
+        }
+        seconds |= {"speculative/accept_rate": 0.5}
+        trace(StepFinished(step=step, version=Version(), metrics={}, seconds=seconds))
+    trace.close()
+    events = check_trace_folder(tmp_path)
+    assert sum(event["ph"] == "X" for event in events) == 299 * 5
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"name": "a", "ph": "X", "pid": 1, "tid": 1, "ts": 5.0},
+        {"name": "a", "ph": "X", "pid": 1, "tid": 1, "ts": 5.0, "dur": float("nan")},
+        {"name": "a", "ph": "X", "pid": 1, "tid": 1, "ts": 9, "dur": 5},
+        {"name": "a", "ph": "C", "pid": 1, "ts": 5, "args": {"value": "x"}},
+        {"name": "thread_name", "ph": "M", "pid": 1, "tid": 1, "args": {}},
+        {"name": "a", "ph": "E", "pid": 1, "tid": 1, "ts": 5},
+    ],
+)
+def test_the_check_of_the_format_finds_what_is_wrong(event):
+    right = {"name": "b", "ph": "X", "pid": 1, "tid": 1, "ts": 0, "dur": 10}
+    check_trace([right])
+    with pytest.raises((AssertionError, KeyError)):
+        check_trace([right, event])

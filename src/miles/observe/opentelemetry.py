@@ -25,7 +25,7 @@ _MAX_SPANS = 1000
 """Spans of one request."""
 _TAIL = 4096
 """Bytes before the end of a trace of an earlier process in which its last record ends."""
-_PHASE = re.compile(r"(\w+) (\d+)")
+_PHASE = re.compile(r"(rollout|train|publish|evaluate) (\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,8 @@ class TraceReader:
                 self._names[key] = str(record["args"]["name"])
             elif record.get("ph") == "X" and (record["ts"] + record["dur"]) * 1000 >= self._since:
                 track = {"thread.name": self._names[key]} if key in self._names else {}
-                attributes = {"trace.file": path.name, **track, **_flatten(record.get("args", {}))}
+                category = {"category": record["cat"]} if "cat" in record else {}
+                attributes = {"trace.file": path.name, **track, **category, **_flatten(record.get("args", {}))}
                 start = round(record["ts"] * 1000)
                 yield TraceSpan(
                     name=record["name"], start=start, end=start + round(record["dur"] * 1000), attributes=attributes

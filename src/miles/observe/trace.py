@@ -100,14 +100,9 @@ class LoopTrace:
             yield {"name": name, "ph": "C", "pid": self._session, "ts": now, "args": {"value": value}}
 
     def _span(self, name: str, track: int, start: float, duration: float) -> dict[str, object]:
-        return {
-            "name": name,
-            "ph": "X",
-            "pid": self._session,
-            "tid": track,
-            "ts": round(start * 1e6),
-            "dur": round(duration * 1e6),
-        }
+        """Build a span; its end is rounded, not its duration, so that it never overlaps the one that follows."""
+        first, end = round(start * 1e6), round((start + duration) * 1e6)
+        return {"name": name, "ph": "X", "pid": self._session, "tid": track, "ts": first, "dur": end - first}
 
     def _write_name(self, kind: str, track: int, name: str) -> None:
         self._write({"name": kind, "ph": "M", "pid": self._session, "tid": track, "args": {"name": name}})
