@@ -246,8 +246,9 @@ def is_healthy(port: int) -> bool:
         return False
 
 
-def test_an_mlflow_server_that_starts_after_the_run_gets_everything(tmp_path):
+def test_an_mlflow_server_that_starts_after_the_run_gets_everything(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
+    monkeypatch.chdir(tmp_path)  # where MLflow makes an empty folder mlruns
     port, run = free_port(), tmp_path / "grpo"
     run.mkdir()
     settings = {

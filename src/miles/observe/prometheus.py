@@ -52,7 +52,8 @@ class PrometheusEndpoint:
         import prometheus_client
 
         registry = prometheus_client.CollectorRegistry()
-        registry.register(self)  # type: ignore[arg-type]
+        collector: Any = self
+        registry.register(collector)
         render = partial(prometheus_client.generate_latest, registry)
         handler = partial(_MetricsHandler, render, prometheus_client.CONTENT_TYPE_PLAIN_0_0_4, self._token)
         self._server = _MetricsServer((self._host, self._port), handler)

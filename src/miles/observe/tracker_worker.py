@@ -191,8 +191,8 @@ def serve(lines: TextIO, answers: TextIO) -> None:
             answer: dict[str, Any] = {}
             if run is None:
                 opening = json.loads(line)
-                run = _RUNS[opening["tracker"]](opening["settings"], opening["ids"])
-                answer = {"ids": dict(run.ids), "message": run.message}
+                opened: _TrackerRun = _RUNS[opening["tracker"]](opening["settings"], opening["ids"])
+                run, answer = opened, {"ids": dict(opened.ids), "message": opened.message}
             elif line.strip():
                 run.log(decode_record(line))
             else:

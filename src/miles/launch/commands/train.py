@@ -267,6 +267,8 @@ def _build_mirror(config: Config, directory: RunDirectory, view: View) -> Checkp
 
 
 def _start_trackers(config: Config, plan: Plan, run: Path, view: View) -> Trackers:
+    if config.observe.wandb_key is not None:
+        view.note("--wandb-key: other users of this machine can read a command line; set WANDB_API_KEY instead.")
     return build_trackers(
         config.observe,
         run,
