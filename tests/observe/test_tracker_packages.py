@@ -187,7 +187,7 @@ def test_trackio_has_every_step_in_one_run_of_its_local_database(tmp_path):
 # -- MLflow ---------------------------------------------------------------------------------
 
 
-def check_mlflow(store: str, run: Path, client) -> None:
+def check_mlflow(run: Path, client) -> None:
     (experiment,) = client.search_experiments(filter_string="name = 'e'")
     (found,) = client.search_runs([experiment.experiment_id])
     assert json.loads((run / "trackers.json").read_text()) == {"mlflow_run_id": found.info.run_id}
@@ -202,16 +202,16 @@ def check_mlflow(store: str, run: Path, client) -> None:
     ]
 
 
-def test_mlflow_has_every_step_in_one_run_of_a_local_database(tmp_path, monkeypatch):
+def test_mlflow_has_every_step_in_one_run_of_a_local_database(tmp_path):
     mlflow = pytest.importorskip("mlflow")
-    monkeypatch.chdir(tmp_path)  # MLflow keeps artifacts of a local database in the working directory
     store = f"sqlite:///{tmp_path / 'mlflow.db'}"
     run = tmp_path / "grpo"
     for first, last in ((0, 3), (3, 5)):
         (note,) = log_run(run, first, last, use_mlflow=True, mlflow_tracking_uri=store, mlflow_experiment_name="e")
         assert note.startswith("MLflow: run ")
     client = mlflow.MlflowClient(store)
-    check_mlflow(store, run, client)
+    check_mlflow(run, client)
+    assert list((tmp_path / "mlartifacts").rglob("step-000002.json"))
     (found,) = client.search_runs(["1"])
     table = json.loads(Path(client.download_artifacts(found.info.run_id, "samples/step-000002.json")).read_text())
     assert table["columns"][-1] == "response" and table["data"][0][-1] == "<b>|hello|</b>"
@@ -276,7 +276,7 @@ def test_an_mlflow_server_that_starts_after_the_run_gets_everything(tmp_path, mo
         queue.join(DEADLINE)
         assert messages[1:] == [f"MLflow: run {TrackerIds(run).read()['mlflow_run_id']} in {url}"]
         assert queue.take_messages() == []
-        check_mlflow(url, run, mlflow.MlflowClient(url))
+        check_mlflow(run, mlflow.MlflowClient(url))
 
 
 # -- OpenTelemetry --------------------------------------------------------------------------

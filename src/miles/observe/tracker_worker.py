@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from miles.core.errors import describe_error
@@ -22,6 +23,7 @@ from miles.observe.tracker_records import SAMPLE_COLUMNS, TrackerRecord, decode_
 # MLflow refuses more parameters per call, and longer ones.
 _MLFLOW_PARAMS = 100
 _MLFLOW_CHARS = 500
+_SQLITE = "sqlite:///"
 _NOT_FOR_MLFLOW = re.compile(r"[^\w.\- /]")
 
 
@@ -86,8 +88,8 @@ class MlflowRun:
         self._client = mlflow.MlflowClient()
         run_id = settings["run_id"] or ids.get("mlflow_run_id")
         if run_id is None:
-            experiment = mlflow.set_experiment(settings["experiment_name"])
-            self._run_id = self._client.create_run(experiment.experiment_id, run_name=settings["run_name"]).info.run_id
+            experiment_id = self._find_experiment(settings["experiment_name"], mlflow.get_tracking_uri())
+            self._run_id = self._client.create_run(experiment_id, run_name=settings["run_name"]).info.run_id
             self._log_params(settings["options"])
         else:
             self._run_id = self._client.get_run(run_id).info.run_id
@@ -110,6 +112,15 @@ class MlflowRun:
     def finish(self, *, was_killed: bool) -> None:
         """Mark the run as finished or killed."""
         self._client.set_terminated(self._run_id, "KILLED" if was_killed else "FINISHED")
+
+    def _find_experiment(self, name: str, uri: str) -> str:
+        """Find or make the experiment; beside a local database, artifacts go to a folder next to it."""
+        found = self._client.get_experiment_by_name(name)
+        if found is not None:
+            return found.experiment_id
+        path = Path(uri.removeprefix(_SQLITE)).resolve()
+        folder = str(path.parent / "mlartifacts") if uri.startswith(_SQLITE) else None
+        return self._client.create_experiment(name, artifact_location=folder)
 
     def _log_params(self, options: Mapping[str, Any]) -> None:
         params = [
