@@ -185,12 +185,15 @@ class Trackers:
         note: Callable[[str], None],
         clock: Callable[[], float],
     ) -> None:
-        self._queues = [TrackerQueue(tracker) for tracker in trackers]
+        self._trackers = tuple(trackers)
+        self._queues: list[TrackerQueue] = []
         self._build_record = build_record
         self._note = note
         self._clock = clock
 
     def __call__(self, event: Event) -> None:
+        if not self._queues:  # the first event: a run that cannot start begins no run elsewhere
+            self._queues = [TrackerQueue(tracker) for tracker in self._trackers]
         record = self._build_record(event) if self._queues else None
         for queue in self._queues:
             if record is not None:
