@@ -50,12 +50,16 @@ class TraceReader:
     def __init__(self, folder: Path, *, since: float) -> None:
         self._folder = folder
         self._since = since * 1e9
-        self._offsets = {path: max(0, path.stat().st_size - _TAIL) for path in sorted(folder.glob("*.json"))}
+        self._offsets = {path: max(0, path.stat().st_size - _TAIL) for path in self._list_files()}
         self._names: dict[tuple[Path, Any, Any], str] = {}
 
     def read(self) -> list[TraceSpan]:
         """Return the spans that are new since the last call."""
-        return [span for path in sorted(self._folder.glob("*.json")) for span in self._read_file(path)]
+        return [span for path in self._list_files() for span in self._read_file(path)]
+
+    def _list_files(self) -> list[Path]:
+        """Return the trace files; ``*.old.json`` are those that a full one was renamed to, and were read before."""
+        return sorted(path for path in self._folder.glob("*.json") if not path.name.endswith(".old.json"))
 
     def _read_file(self, path: Path) -> Iterator[TraceSpan]:
         with path.open("rb") as file:
