@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 SGLANG := .venv-sglang
+TRACKERS := .venv-trackers
 # Parallel test processes; each computes on one thread, so that they do not compete for cores.
 WORKERS ?= 2
 # Tests start hundreds of processes; without byte code on disk each would compile this package again.
@@ -11,9 +12,9 @@ export PYTHONDONTWRITEBYTECODE :=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 # Tests that need no package beyond the development tools.
-PLAIN := not sglang and not megatron and not ray
+PLAIN := not sglang and not megatron and not ray and not trackers
 
-.PHONY: help demo test test-extended test-slow test-all test-sglang test-megatron test-ray test-environments
+.PHONY: help demo test test-extended test-slow test-all test-sglang test-megatron test-ray test-environments test-trackers
 .PHONY: check format bench docs clean
 
 help:
@@ -25,6 +26,7 @@ help:
 	@echo "make test-sglang     install stock SGLang in its own environment (2 GB), run the HTTP API tests against it"
 	@echo "make test-megatron   add Megatron-Core, then run the tests of its backend"
 	@echo "make test-environments   add verifiers and TextArena, then run the tests of environments on them"
+	@echo "make test-trackers   install wandb, MLflow, Trackio and OpenTelemetry in an environment of their own, run their tests"
 	@echo "make test-ray        add Ray, then run on clusters of several raylets on this machine"
 	@echo "make check           formatting, lint, types, architecture tests"
 	@echo "make bench           measured ratios: engine and trainer against transformers"
@@ -92,6 +94,18 @@ $(VENV)/.installed-environments: $(VENV)/.installed-dev
 test-environments: $(VENV)/.installed-environments
 	$(BIN)/python -m pytest tests/rollout/tools $(ARGS)
 
+# Trackio wants Pillow < 13 and MLflow's server pyarrow < 26, so the pins of these two do not hold there.
+$(TRACKERS)/.installed: pyproject.toml constraints.txt
+	@echo "Setting up $(TRACKERS) (a few minutes the first time) ..."
+	$(PYTHON) -m venv $(TRACKERS)
+	grep -vE '^(pillow|pyarrow)==' constraints.txt > $(TRACKERS)/constraints.txt
+	$(TRACKERS)/bin/python -m pip install --quiet --disable-pip-version-check -c $(TRACKERS)/constraints.txt \
+		-e '.[dev,trackers]' mlflow
+	@touch $@
+
+test-trackers: $(TRACKERS)/.installed
+	OMP_NUM_THREADS=1 $(TRACKERS)/bin/python -m pytest -m trackers $(ARGS)
+
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -110,4 +124,4 @@ docs: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest tests -k generated --regenerate
 
 clean:
-	rm -rf $(VENV) $(SGLANG) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(SGLANG) $(TRACKERS) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from tests.observe.example_events import group
+from tests.observe.trace_format import check_trace, check_trace_folder
 
 from miles.core.events import Evaluated, GroupFinished, RunStarted, StepFinished
 from miles.core.types import TimeSpan, Version
@@ -210,3 +211,41 @@ def test_the_timeline_counts_concurrent_groups_and_shows_gauges(tmp_path):
         "groups in grade": [[12.0, 1.0], [12.5, 0.0], [13.0, 1.0], [13.5, 0.0]],
     }
     assert found["tracks"][0]["spans"][0] == (10.0, 10.0, "rollout 1", 1, True, "")
+
+
+def test_the_trace_keeps_the_trace_event_format_also_where_times_are_rounded(tmp_path):
+    now = 1.79e9
+    trace = LoopTrace(tmp_path, clock=lambda: now)
+    trace(RunStarted(step=0, steps=300))
+    for step in range(1, 300):
+        now += 3.0000001 + step / 7e6
+        seconds = {
+            "rollout": 1 / 3 + step / 9e6,
+            "train": 2 / 3,
+            "publish": step / 11e6,
+            "train/a": 1 / 7,
+            "train/b": 1 / 9,
+        }
+        seconds |= {"speculative/accept_rate": 0.5}
+        trace(StepFinished(step=step, version=Version(), metrics={}, seconds=seconds))
+    trace.close()
+    events = check_trace_folder(tmp_path)
+    assert sum(event["ph"] == "X" for event in events) == 299 * 5
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"name": "a", "ph": "X", "pid": 1, "tid": 1, "ts": 5.0},
+        {"name": "a", "ph": "X", "pid": 1, "tid": 1, "ts": 5.0, "dur": float("nan")},
+        {"name": "a", "ph": "X", "pid": 1, "tid": 1, "ts": 9, "dur": 5},
+        {"name": "a", "ph": "C", "pid": 1, "ts": 5, "args": {"value": "x"}},
+        {"name": "thread_name", "ph": "M", "pid": 1, "tid": 1, "args": {}},
+        {"name": "a", "ph": "E", "pid": 1, "tid": 1, "ts": 5},
+    ],
+)
+def test_the_check_of_the_format_finds_what_is_wrong(event):
+    right = {"name": "b", "ph": "X", "pid": 1, "tid": 1, "ts": 0, "dur": 10}
+    check_trace([right])
+    with pytest.raises((AssertionError, KeyError)):
+        check_trace([right, event])

@@ -51,7 +51,10 @@ class ConfigBuilder(Generic[C]):
         self._origins: dict[str, str] = {}
 
     def set(self, name: str, value: Any, origin: str) -> None:
-        """Set an option."""
+        """Set an option; a secret is refused from a file, which is copied and shared."""
+        if self.options[name].secret and origin != FLAG and value is not None:
+            self.add_problem(f"{origin} has {name}, a secret, which does not belong in a file; remove it.", name)
+            return
         self._values[name] = value
         self._origins[name] = origin
 

@@ -8,11 +8,13 @@ from miles.config.option import option
 
 STEP_PLACEHOLDER = "rollout_id"
 """Name of the step placeholder in --save-debug-rollout-data and --load-debug-rollout-data."""
+METRICS_TOKEN = "MILES_API_KEY"
+"""Environment variable with the token that a request for --metrics-port must send."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObserveConfig:
-    """Console view, dashboard, TensorBoard, Weights & Biases, MLflow, recorded rollouts and debug runs."""
+    """Console view, dashboard, experiment trackers, recorded rollouts and debug runs."""
 
     view: Literal["auto", "live", "plain", "none"] = option(
         "auto", "What the terminal shows: live bars, plain lines, nothing, or live exactly when it is a terminal."
@@ -35,7 +37,7 @@ class ObserveConfig:
         None, "Folder of this run inside --tb-project-name; the name of the run directory when not given."
     )
 
-    # -- Weights & Biases and MLflow
+    # -- Weights & Biases, MLflow and Trackio
     use_wandb: bool = option(False, "Also log every metric to Weights & Biases.")
     wandb_project: str | None = option(None, "Project of Weights & Biases; miles when not given.")
     wandb_group: str | None = option(None, "Group of Weights & Biases, and the first part of the run's name there.")
@@ -64,13 +66,59 @@ class ObserveConfig:
     )
     use_mlflow: bool = option(False, "Also log every metric to MLflow.")
     mlflow_tracking_uri: str | None = option(
-        None, "URL or folder of the MLflow tracking store; MLFLOW_TRACKING_URI or mlruns when not given."
+        None, "URL of the MLflow server or database; MLFLOW_TRACKING_URI or MLflow's own default when not given."
     )
     mlflow_experiment_name: str | None = option(None, "Experiment of MLflow; miles when not given.")
     mlflow_run_name: str | None = option(
         None, "Name of the run in MLflow; the name of the run directory when not given."
     )
     mlflow_run_id: str | None = option(None, "Run of MLflow to continue, instead of a new one.")
+    use_trackio: bool = option(False, "Also log every metric to Trackio.")
+    trackio_project: str | None = option(None, "Project of Trackio; miles when not given.")
+    trackio_run_name: str | None = option(
+        None, "Name of the run in Trackio; the name of the run directory and random letters when not given."
+    )
+    trackio_dir: str | None = option(
+        None, "Folder of Trackio's local database; TRACKIO_DIR or Trackio's own default when not given.", path=True
+    )
+    trackio_server_url: str | None = option(
+        None, "URL of a Trackio server of your own, whose write token is in TRACKIO_WRITE_TOKEN."
+    )
+    trackio_space_id: str | None = option(None, "Hugging Face Space to log to with Trackio, made if it does not exist.")
+
+    # -- Prometheus and OpenTelemetry
+    use_prometheus: bool = option(False, "Serve every metric to Prometheus, on --metrics-port or 9090.")
+    metrics_port: int | None = option(
+        None,
+        "Port on which /metrics serves every metric to Prometheus; 0 picks a free one, which is printed.",
+        aliases=("--prometheus-port",),
+        ge=0,
+        le=65535,
+    )
+    metrics_host: str = option(
+        "127.0.0.1", "Address of --metrics-port; any other than loopback needs a token, in MILES_API_KEY."
+    )
+    prometheus_run_name: str | None = option(
+        None, "Label run_name of the metrics of Prometheus; the name of the run directory when not given."
+    )
+    otlp_endpoint: str | None = option(
+        None,
+        "URL of an OpenTelemetry receiver (OTLP over HTTP) for all metrics and the spans of trace/; "
+        "OTEL_EXPORTER_OTLP_HEADERS may hold a key.",
+    )
+
+    # -- all trackers
+    tracker_samples: int = option(
+        0,
+        "Number of a step's trajectories, with prompt and response, that trackers get as a table; 0 for none.",
+        unit="trajectories",
+        ge=0,
+        le=1000,
+    )
+    tracker_samples_interval: int = option(
+        10, "Number of steps from one table of --tracker-samples to the next.", unit="steps", ge=1
+    )
+
     log_correct_samples: bool = option(
         False, "Also report the share and the response length of trajectories with a reward of at least 1."
     )

@@ -1,52 +1,70 @@
-"""TensorBoard sink for all metrics; needs only the tensorboard package."""
+"""TensorBoard tracker: event files with all scalars and tables of samples; needs only the tensorboard package."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from miles.core.events import Evaluated, Event, RunStarted, StepFinished
+from miles.observe.tracker_records import SAMPLE_COLUMNS, TrackerRecord
 
 
 class TensorBoard:
-    """Writes ``train/``, ``eval/``, ``seconds/`` and ``speculative/`` scalars.
+    """Writes ``train/``, ``eval/``, ``seconds/`` and ``speculative/`` scalars, and samples as a text table.
 
     A resumed run hides the points it repeats.
     ``clock`` gives seconds since the epoch, which TensorBoard shows beside the step.
     """
 
+    name = "tensorboard"
+
     def __init__(self, folder: Path, *, clock: Callable[[], float]) -> None:
+        self._folder = folder
+        self._clock = clock
+        self._writer: Any = None
+
+    def open(self) -> str:
+        """Create the event file."""
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        folder.mkdir(parents=True, exist_ok=True)
-        self._writer = EventFileWriter(str(folder))
         # generated modules: their message classes exist only at run time
         self._events: Any = import_module("tensorboard.compat.proto.event_pb2")
         self._summaries: Any = import_module("tensorboard.compat.proto.summary_pb2")
-        self._clock = clock
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._writer = EventFileWriter(str(self._folder))
+        return f"TensorBoard: tensorboard --logdir {self._folder}"
 
-    def __call__(self, event: Event) -> None:
-        match event:
-            case RunStarted() if event.step:
-                self._void_after(event.step)
-            case StepFinished() | Evaluated():
-                self._write(event.step, scalars_from_event(event))
-            case _:
-                pass
-
-    def commit(self) -> None:
-        """Return when everything written is in the file."""
+    def log(self, record: TrackerRecord) -> None:
+        """Write a record, and return when it is in the file."""
+        if record.is_resume:
+            self._void_after(record.step)
+        kind = self._summaries.Summary
+        values = [kind.Value(tag=tag, simple_value=value) for tag, value in sorted(record.scalars.items())]
+        if record.samples:
+            values.append(self._build_text("samples", format_table(SAMPLE_COLUMNS, record.samples)))
+        if values:
+            self._add(record.step, summary=kind(value=values))
         self._writer.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        """Close the event file."""
+        if self._writer is not None:
+            self._writer.close()
 
-    def _write(self, step: int, scalars: Mapping[str, float]) -> None:
-        kind = self._summaries.Summary
-        values = [kind.Value(tag=tag, simple_value=value) for tag, value in sorted(scalars.items())]
-        self._add(step, summary=kind(value=values))
+    def kill(self) -> None:
+        """Do nothing: every record is in the file when ``log`` returns."""
+
+    def _build_text(self, tag: str, text: str) -> Any:
+        """Build a value of TensorBoard's text plugin, which shows Markdown."""
+        tensors: Any = import_module("tensorboard.compat.proto.tensor_pb2")
+        types: Any = import_module("tensorboard.compat.proto.types_pb2")
+        shapes: Any = import_module("tensorboard.compat.proto.tensor_shape_pb2")
+        plugin: Any = import_module("tensorboard.plugins.text.metadata")
+        shape = shapes.TensorShapeProto(dim=[shapes.TensorShapeProto.Dim(size=1)])
+        tensor = tensors.TensorProto(dtype=types.DT_STRING, tensor_shape=shape, string_val=[text.encode()])
+        metadata = plugin.create_summary_metadata(display_name=tag, description="")
+        return self._summaries.Summary.Value(tag=tag, tensor=tensor, metadata=metadata)
 
     def _void_after(self, step: int) -> None:
         """Mark what a previous process wrote beyond ``step`` as void."""
@@ -57,16 +75,18 @@ class TensorBoard:
         self._writer.add_event(self._events.Event(wall_time=self._clock(), step=step, **payload))
 
 
-def scalars_from_event(event: StepFinished | Evaluated) -> dict[str, float]:
-    """Metrics and seconds of a step or an evaluation, by names with a section."""
-    section = "train" if isinstance(event, StepFinished) else "eval"
-    drafts = {name: value for name, value in event.seconds.items() if name.startswith("speculative/")}
-    seconds = {name: value for name, value in event.seconds.items() if name not in drafts}
-    return _add_section(event.metrics, section) | _add_section(seconds, "seconds") | _add_section(drafts, "speculative")
+def format_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Return a Markdown table; text of a model is shown as code, so that it is not read as Markdown.
+
+    >>> format_table(["reward", "text"], [(0.5, "a|b")]).splitlines()[2]
+    '| 0.5 | `a\\\\|b` |'
+    """
+    lines = [columns, ["---"] * len(columns), *([_format_cell(cell) for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _add_section(values: Mapping[str, float], section: str) -> dict[str, float]:
-    """Prefix names with the section, by which charts are grouped."""
-    return {
-        name if name.startswith(f"{section}/") else f"{section}/{name}": float(value) for name, value in values.items()
-    }
+def _format_cell(value: Any) -> str:
+    if not isinstance(value, str):
+        return "" if value is None else str(value)
+    text = value.replace("`", "'").replace("|", "\\|").replace("\r", "").replace("\n", " ⏎ ")
+    return f"`{text}`" if text else ""

@@ -66,9 +66,13 @@ class TraceFile:
         category: str = "",
         args: Mapping[str, object] | None = None,
     ) -> None:
-        """Write a span; ``category`` is ``wait`` where the track waits."""
+        """Write a span; ``category`` is ``wait`` where the track waits.
+
+        Its end is rounded, not its duration, so that it never overlaps the one that follows.
+        """
+        first, end = round(start * 1e6), round((start + seconds) * 1e6)
         record: dict[str, object] = {"name": name, "ph": "X", "pid": self._pid, "tid": track}
-        record |= {"ts": round(start * 1e6), "dur": round(seconds * 1e6)}
+        record |= {"ts": first, "dur": end - first}
         self._write(record | ({"cat": category} if category else {}) | ({"args": dict(args)} if args else {}))
 
     def write_counter(self, name: str, time: float, values: Mapping[str, float]) -> None:

@@ -34,6 +34,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("miles.launch.rules.training.find_spec", lambda _: object())
     monkeypatch.setattr("miles.launch.rules.engines.find_spec", lambda _: object())
+    monkeypatch.setattr("miles.launch.rules.trackers.find_spec", lambda _: object())
 
 
 def find_problems(*words: str) -> list[str]:

@@ -26,6 +26,7 @@ from miles.launch.config import (
 )
 from miles.launch.rules.check import RULES, Command, check_rules
 from miles.launch.rules.flags import FLAG_RULES
+from miles.launch.rules.trackers import TRACKER_FLAG_RULES
 from miles.launch.rules.training import check_global_batch_size
 from miles.launch.upstream.verify import check_upstream_flags
 
@@ -187,7 +188,7 @@ def test_every_rule_is_in_use():
         and getattr(rule, "__module__", "") == module.__name__
     }
     used = {rule for group in RULES.values() for rule in group}
-    assert len(defined) > 50 and defined | {check_upstream_flags} == used - set(FLAG_RULES)
+    assert len(defined) > 50 and defined | {check_upstream_flags} == used - {*FLAG_RULES, *TRACKER_FLAG_RULES}
 
 
 def test_every_number_has_a_range_and_every_default_is_inside():
@@ -263,8 +264,43 @@ def test_where_a_run_is_copied_to_is_checked():
     ]
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
-def test_a_tracker_that_is_not_installed_stops_a_run_and_no_plan(monkeypatch, name):
-    monkeypatch.setattr("miles.launch.rules.engines.find_spec", lambda _: None)
-    assert list_problems(f"--use-{name}", "plan") == []
-    assert list_problems(f"--use-{name}") == [f"--use-{name} needs the package {name}: pip install 'miles-rl[{name}]'."]
+TRACKERS = {
+    "--use-tensorboard": ("tensorboard", "tensorboard"),
+    "--use-wandb": ("wandb", "wandb"),
+    "--use-mlflow": ("mlflow", "mlflow"),
+    "--use-trackio": ("trackio", "trackio"),
+    "--metrics-port 0": ("prometheus_client", "prometheus"),
+    "--otlp-endpoint http://h:4318": ("opentelemetry.exporter.otlp.proto.http", "opentelemetry"),
+}
+
+
+@pytest.mark.parametrize("line", TRACKERS)
+def test_a_tracker_that_is_not_installed_stops_a_run_and_no_plan(monkeypatch, line):
+    monkeypatch.setattr("miles.launch.rules.trackers.find_spec", lambda _: None)
+    package, extra = TRACKERS[line]
+    assert list_problems(line, "plan") == []
+    expected = f"{line.split()[0]} needs the package {package}: pip install 'miles-rl[{extra}]'."
+    assert list_problems(line) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("line", "variable"),
+    [
+        ("--use-wandb --wandb-host https://me:pw123456@host", "WANDB_API_KEY"),
+        ("--use-mlflow --mlflow-tracking-uri postgresql://me:pw123456@host/db", "MLFLOW_TRACKING_PASSWORD"),
+        ("--use-trackio --trackio-server-url https://host?write_token=pw123456", "TRACKIO_WRITE_TOKEN"),
+        ("--otlp-endpoint https://me:pw123456@host", "OTEL_EXPORTER_OTLP_HEADERS"),
+    ],
+)
+def test_a_secret_in_the_url_of_a_tracker_is_refused_and_not_repeated(line, variable):
+    (problem,) = list_problems(line, "plan")
+    assert variable in problem and "pw123456" not in problem
+
+
+def test_metrics_for_other_machines_need_a_token(monkeypatch):
+    monkeypatch.delenv("MILES_API_KEY", raising=False)
+    assert list_problems("--metrics-port 0 --metrics-host 127.0.0.1") == []
+    (problem,) = list_problems("--metrics-port 0 --metrics-host 0.0.0.0")
+    assert "MILES_API_KEY" in problem
+    monkeypatch.setenv("MILES_API_KEY", "t" * 20)
+    assert list_problems("--metrics-port 0 --metrics-host 0.0.0.0") == []

@@ -15,7 +15,7 @@ REWARD = "--custom-rm-path tests.launch.small_run:shared_letters --rollout-max-r
 USUAL = (
     "--actor-num-nodes 1 --actor-num-gpus-per-node 1 --colocate --num-experts 4 --swiglu --attention-dropout 0.0 "
     "--hidden-dropout 0.0 --attention-softmax-in-fp32 --attention-backend flash --sglang-mem-fraction-static 0.3 "
-    "--sglang-cuda-graph-bs 1 2 4 --use-trackio --ref-load qwen3-30b-a3b_torch_dist --use-kl-loss --kl-loss-coef 0.01"
+    "--sglang-cuda-graph-bs 1 2 4 --use-swanlab --ref-load qwen3-30b-a3b_torch_dist --use-kl-loss --kl-loss-coef 0.01"
 )
 
 
@@ -38,7 +38,7 @@ def test_the_first_command_of_upstream_trains_two_steps_and_resumes_from_its_rec
     record = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
     assert record["native"]["engine_memory_fraction"] == 0.3
     assert record["sglang"]["sglang_flags"] == ["--cuda-graph-bs", "1", "2", "4"]
-    assert "--use-trackio" in record["upstream"]["upstream_flags"]
+    assert "--use-swanlab" in record["upstream"]["upstream_flags"]
     run("-m", "miles.launch.main", "train", "run/config.toml", "--num-rollout", "3")
     steps = [json.loads(line).get("step") for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert max(step for step in steps if step is not None) == 3

@@ -68,7 +68,7 @@ def test_no_missing_feature_is_to_be_removed_from_the_command_line():
 
 
 @pytest.mark.parametrize(
-    "flag", ["--use-trackio", "--prometheus-port", "--update-weight-disk-dir", "--use-vllm", "--frobnicate"]
+    "flag", ["--use-swanlab", "--profile-target", "--update-weight-disk-dir", "--use-vllm", "--frobnicate"]
 )
 def test_a_flag_is_not_suggested_for_another_one(flag: str):
     (problem,) = find_problems(f"{flag} x")

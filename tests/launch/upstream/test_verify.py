@@ -253,11 +253,11 @@ def test_a_model_name_is_a_folder_or_in_the_cache(tmp_path: Path, monkeypatch: p
 
 
 def test_a_plan_folds_the_flags_and_lists_them_all(capsys: pytest.CaptureFixture[str]):
-    line = f"plan good.toml {DENSE} --attention-dropout 0 --megatron-to-hf-mode bridge --use-trackio"
+    line = f"plan good.toml {DENSE} --attention-dropout 0 --megatron-to-hf-mode bridge --use-swanlab"
     assert main(line.split()) == 0
     out = capsys.readouterr().out
     assert "19 flags restate the checkpoint: agreed" in out and "1 flag restates what a run does anyway" in out
-    assert "1 flag has no effect here: --use-trackio" in out and "nothing is sent" not in out
+    assert "1 flag has no effect here: --use-swanlab" in out and "nothing is sent" not in out
     assert main([*line.split(), "--all"]) == 0
     assert "nothing is sent to this tracker" in capsys.readouterr().out
     assert main([*line.split(), "--json"]) == 0

@@ -106,6 +106,7 @@ def _check_packages(config: Config, plan: Plan) -> Iterator[CheckResult]:
         "tensorboard": config.observe.use_tensorboard,
         "wandb": config.observe.use_wandb,
         "mlflow-skinny": config.observe.use_mlflow,
+        "trackio": config.observe.use_trackio,
     }
     found = list(check_packages(needed=[name for name, needed in wanted.items() if needed]))
     problems = [finding.lacks for finding in found if finding.lacks]

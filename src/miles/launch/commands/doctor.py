@@ -56,6 +56,7 @@ OPTIONAL: Mapping[str, str] = MappingProxyType(
         "tensorboard": "curves in a browser, with --use-tensorboard",
         "wandb": "curves in Weights & Biases, with --use-wandb",
         "mlflow-skinny": "curves in MLflow, with --use-mlflow",
+        "trackio": "curves in Trackio, with --use-trackio",
         "ray": "many machines, with --runtime ray",
         "sglang": "the SGLang engine, with --rollout-backend sglang",
         "megatron-core": "the Megatron trainer, with --train-backend megatron",

@@ -48,7 +48,7 @@ from miles.launch.runtime.watchdog import StallWatchdog
 from miles.launch.upstream.verify import format_flag_outcomes, list_flag_outcomes
 from miles.observe.config import format_step_path
 from miles.observe.event_bus import DurableSink, EventBus
-from miles.observe.factory import build_view
+from miles.observe.factory import build_trackers, build_view
 from miles.observe.formatting import ParityStatus, classify_parity
 from miles.observe.log import RunLogs
 from miles.observe.log_reader import read_rows
@@ -56,9 +56,8 @@ from miles.observe.output import print_error
 from miles.observe.plots import plot_curves
 from miles.observe.prompt_audit import audit_prompts
 from miles.observe.summary import BeforeAfter, Summary, print_summary, summarise
-from miles.observe.tensorboard import TensorBoard
 from miles.observe.trace import GaugeSampler, LoopTrace
-from miles.observe.trackers import build_external_trackers
+from miles.observe.trackers import Trackers
 from miles.observe.view import View
 from miles.schedule.checkpoints import CheckpointDirectory, Cursor, read_cursor
 from miles.schedule.hf_export import HfExport
@@ -234,10 +233,8 @@ async def _run(
         stopper,
     ]
     with storage_errors(directory.path):
-        trackers = build_external_trackers(
-            config.observe, directory.path, flatten_values(config), steps_per_rollout=plan.num_steps_per_rollout
-        )
-        journal = _build_journal(config, directory, start[1] if start and resumed else None, view, [*views, *trackers])
+        trackers = _start_trackers(config, plan, directory.path, view)
+        journal = _build_journal(config, directory, start[1] if start and resumed else None, view, [*views, trackers])
     try:
         with view.stage("Loading the model and the prompts"):
             training = await build_run(
@@ -260,8 +257,7 @@ async def _run(
     finally:
         stack_dump.remove_dump_dir()
         journal.close()
-        for tracker in trackers:
-            tracker.close()
+        trackers.close()
         if mirror is not None:
             mirror.close()
         if dashboard is not None:
@@ -303,6 +299,20 @@ def _build_mirror(config: Config, directory: RunDirectory, view: View) -> Checkp
     return None if h.save_remote is None else CheckpointMirror(h.save_remote, directory.path, keep=keep, note=view.note)
 
 
+def _start_trackers(config: Config, plan: Plan, run: Path, view: View) -> Trackers:
+    if config.observe.wandb_key is not None:
+        view.note("--wandb-key: other users of this machine can read a command line; set WANDB_API_KEY instead.")
+    return build_trackers(
+        config.observe,
+        run,
+        flatten_values(config),
+        steps_per_rollout=plan.num_steps_per_rollout,
+        note=view.note,
+        wall_clock=time.time,
+        clock=time.monotonic,
+    )
+
+
 def _count_inflight_trajectories(config: Config) -> int:
     """Most trajectories between admission and training."""
     r = config.rollout
@@ -334,17 +344,8 @@ def _build_journal(
     if config.schedule.save_hf is not None:
         target = partial(format_step_path, config.schedule.save_hf)
         sinks.append(HfExport(directory.path / "checkpoints", target, build_hf_conversion(config)))
-    if config.observe.use_tensorboard:
-        sinks.append(TensorBoard(_find_tensorboard_folder(config, directory.path), clock=time.time))
     logs = RunLogs(directory.path, resume_at=offsets, strict=strict, clock=time.time)
     return EventBus(logs, folder=directory.path, sinks=sinks, views=views, report=view.note)
-
-
-def _find_tensorboard_folder(config: Config, run: Path) -> Path:
-    o = config.observe
-    if o.tb_project_name is not None:
-        return Path(o.tb_project_name) / (o.tb_experiment_name or run.name)
-    return Path(o.tb_dir) if o.tb_dir else run / "tensorboard"
 
 
 def _print_start(training: TrainingRun, start: tuple[Path, Cursor] | None, resumed: bool, view: View) -> None:

@@ -29,6 +29,7 @@ from miles.launch.rules.model import (
 )
 from miles.launch.rules.precision import PRECISION_RULES, check_quantized_model, check_transformer_engine
 from miles.launch.rules.schedule import SCHEDULE_RULES
+from miles.launch.rules.trackers import TRACKER_MACHINE_RULES, TRACKER_RULES
 from miles.launch.rules.training import TRAINING_MACHINE_RULES, TRAINING_RULES, check_in_process
 from miles.launch.upstream.verify import check_upstream_flags
 
@@ -54,6 +55,7 @@ _TRAIN_RULES: tuple[Rule, ...] = (
     *SCHEDULE_RULES,
     *ALGORITHM_RULES,
     *FLAG_RULES,
+    *TRACKER_RULES,
     *DISTILLATION_RULES,
     *DRAFT_RULES,
     *MODEL_RULES,
@@ -69,6 +71,7 @@ _MACHINE_RULES: tuple[Rule, ...] = (
     check_accelerator,
     check_hub_token,
     *ENGINE_MACHINE_RULES,
+    *TRACKER_MACHINE_RULES,
     *TRAINING_MACHINE_RULES,
     check_transformer_engine,
 )

@@ -137,17 +137,6 @@ def check_ray_package(c: Config) -> Iterator[str]:
         yield "--runtime ray needs the package ray: pip install 'miles-rl[ray]'."
 
 
-def check_tracker_packages(c: Config) -> Iterator[str]:
-    trackers = {
-        "tensorboard": c.observe.use_tensorboard,
-        "wandb": c.observe.use_wandb,
-        "mlflow": c.observe.use_mlflow,
-    }
-    for name, is_used in trackers.items():
-        if is_used and find_spec(name) is None:
-            yield f"--use-{name} needs the package {name}: pip install 'miles-rl[{name}]'."
-
-
 def check_ray(c: Config) -> Iterator[str]:
     if not uses_ray(c):
         return
@@ -177,5 +166,4 @@ ENGINE_MACHINE_RULES: tuple[Rule, ...] = (
     check_engine_gpus,
     check_server_packages,
     check_ray_package,
-    check_tracker_packages,
 )

@@ -284,33 +284,6 @@ _CLUSTER_RULES = (
         lambda c: c.train.optimizer == "muon",
     ),
     FlagsNeed(
-        ("--tb-dir", "--tb-project-name", "--tb-experiment-name"),
-        "--use-tensorboard",
-        lambda c: c.observe.use_tensorboard,
-    ),
-    FlagsNeed(("--tb-experiment-name",), "--tb-project-name", lambda c: c.observe.tb_project_name is not None),
-    FlagsNeed(
-        (
-            "--wandb-project",
-            "--wandb-group",
-            "--wandb-team",
-            "--wandb-host",
-            "--wandb-mode",
-            "--wandb-dir",
-            "--wandb-run-id",
-            "--wandb-random-suffix",
-            "--wandb-always-use-train-step",
-            "--wandb-key",
-        ),
-        "--use-wandb",
-        lambda c: c.observe.use_wandb,
-    ),
-    FlagsNeed(
-        ("--mlflow-tracking-uri", "--mlflow-experiment-name", "--mlflow-run-name", "--mlflow-run-id"),
-        "--use-mlflow",
-        lambda c: c.observe.use_mlflow,
-    ),
-    FlagsNeed(
         ("--profile-target", "--profile-step-start", "--profile-step-end"),
         "--use-pytorch-profiler",
         lambda c: c.observe.use_pytorch_profiler,
