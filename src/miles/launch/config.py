@@ -11,6 +11,7 @@ from miles.backends.megatron.config import MegatronConfig
 from miles.backends.native.config import NativeConfig
 from miles.backends.native.lora_config import LoraServingConfig
 from miles.backends.native.server.config import ServeConfig
+from miles.backends.service.config import ServiceConfig
 from miles.backends.remote.config import SglangConfig
 from miles.cluster.config import ClusterConfig, FaultConfig, RayConfig
 from miles.cluster.router.config import RouterConfig
@@ -286,7 +287,7 @@ class ParityRoot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeRoot:
-    """Root config of ``miles serve``: server, model, engine, an adapter beside quantized weights, adapters by name."""
+    """Root config of ``miles serve``: server, model, engine, adapters beside the weights, training."""
 
     serve: ServeConfig
     models: ModelConfig
@@ -294,6 +295,7 @@ class ServeRoot:
     native: NativeConfig
     lora: LoraConfig
     lora_serving: LoraServingConfig
+    service: ServiceConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -165,7 +165,7 @@ class MultiLoraTrainer:
                 logp = logp_R[first : first + size].view(shape)
                 first += size
                 inputs = {
-                    name: torch.from_numpy(np.ascontiguousarray(array, np.float32)).to(self.device)
+                    name: torch.from_numpy(np.array(array, np.float32)).to(self.device)
                     for name, array in datum.inputs.items()
                     if name != "target_tokens"
                 }
