@@ -11,8 +11,8 @@ from miles.backends.megatron.config import MegatronConfig
 from miles.backends.native.config import NativeConfig
 from miles.backends.native.lora_config import LoraServingConfig
 from miles.backends.native.server.config import ServeConfig
-from miles.backends.service.config import ServiceConfig
 from miles.backends.remote.config import SglangConfig
+from miles.backends.service.config import ServiceConfig
 from miles.cluster.config import ClusterConfig, FaultConfig, RayConfig
 from miles.cluster.router.config import RouterConfig
 from miles.config.option import option, passthrough

@@ -102,7 +102,10 @@ def test_custom_losses_have_the_gradient_of_the_function(client, model):
     forward = two.forward(DATA, "cross_entropy").result()
     probabilities = [np.exp(each["logprobs"].to_numpy()) for each in forward.loss_fn_outputs]
     weighted = [
-        datum(each.model_input.to_ints() + [int(each.loss_fn_inputs["target_tokens"].data[-1])], (-p * np.arange(len(p))).tolist())
+        datum(
+            [*each.model_input.to_ints(), int(each.loss_fn_inputs["target_tokens"].data[-1])],
+            (-p * np.arange(len(p))).tolist(),
+        )
         for each, p in zip(DATA, probabilities, strict=True)
     ]
     two.forward_backward(weighted, "cross_entropy").result()
@@ -152,11 +155,15 @@ def test_sampling_options(client, model):
     base = client.create_sampling_client(base_model=str(model))
     prompt = types.ModelInput.from_ints(PROMPT)
     params = types.SamplingParams(max_tokens=5, seed=7, top_k=50, top_p=0.9, temperature=0.8, stop=[])
-    result = base.sample(prompt, 3, params, include_prompt_logprobs=True, topk_prompt_logprobs=2, topk_sample_logprobs=3).result()
+    result = base.sample(
+        prompt, 3, params, include_prompt_logprobs=True, topk_prompt_logprobs=2, topk_sample_logprobs=3
+    ).result()
     again = base.sample(prompt, 3, params).result()
     assert [each.tokens for each in result.sequences] == [each.tokens for each in again.sequences]
     assert len({tuple(each.tokens) for each in result.sequences}) > 1
-    assert all(len(each.tokens) == len(each.logprobs) == 5 and each.stop_reason == "length" for each in result.sequences)
+    assert all(
+        len(each.tokens) == len(each.logprobs) == 5 and each.stop_reason == "length" for each in result.sequences
+    )
     assert len(result.prompt_logprobs) == 7 and result.prompt_logprobs[0] is None
     assert result.topk_prompt_logprobs[0] is None and all(len(row) == 2 for row in result.topk_prompt_logprobs[1:])
     assert all(len(row) == 3 for row in result.sequences[0].topk_logprobs)

@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -138,7 +138,9 @@ class Adapter:
             for name, tensor in zip((_A, _B), pair, strict=True):
                 key = f"{module}.{name}"
                 if key not in state or state[key].shape != tensor.shape:
-                    raise CheckpointError(f"the checkpoint does not fit the adapter: {key} is missing or has another shape")
+                    raise CheckpointError(
+                        f"the checkpoint does not fit the adapter: {key} is missing or has another shape"
+                    )
                 tensor.copy_(state[key])
                 tensor.grad = None
                 if optimizer:
@@ -182,11 +184,6 @@ def write_peft(folder: Path, adapter: Adapter, spec: DecoderSpec, base: str) -> 
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     for name in (CONFIG, WEIGHTS):
         _sync_file(folder / name)
-
-
-def describe_shape(shape: AdapterShape) -> dict[str, float | int | bool]:
-    """Return a shape as JSON has it."""
-    return asdict(shape)
 
 
 def _sync_file(file: Path) -> None:

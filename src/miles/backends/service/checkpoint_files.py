@@ -43,7 +43,11 @@ class CheckpointFiles:
         shutil.rmtree(self.evicted, ignore_errors=True)
         for each in (self.folder, self.adapters, self.evicted):
             each.mkdir(parents=True, exist_ok=True)
-        known = (int(each.name.partition("-")[0]) for each in (*self.folder.iterdir(), *self.adapters.iterdir()) if each.name[0].isdigit())
+        known = (
+            int(each.name.partition("-")[0])
+            for each in (*self.folder.iterdir(), *self.adapters.iterdir())
+            if each.name[0].isdigit()
+        )
         self._numbers = count(max(known, default=0) + 1)
         self._spec = spec
         self._base_model = base_model

@@ -23,7 +23,10 @@ class ServiceConfig:
         path=True,
     )
     service_batch_tokens: int = option(
-        16384, "Most tokens of a pass over the data of all tenants; a longer datum is computed alone.", unit="tokens", ge=1
+        16384,
+        "Most tokens of a pass over the data of all tenants; a longer datum is computed alone.",
+        unit="tokens",
+        ge=1,
     )
     service_quantum: int = option(
         4096, "Tokens of a tenant's turn while others wait: smaller is fairer, larger makes larger passes.", ge=1
@@ -51,7 +54,10 @@ class ServiceConfig:
         16, "Versions of an adapter that samplers without a name can use; older ones are removed.", ge=1
     )
     service_session_seconds: float = option(
-        1800.0, "How long the adapters of a session stay in training after the last sign of its client.", unit="seconds", gt=0
+        1800.0,
+        "How long the adapters of a session stay in training after the last sign of its client.",
+        unit="seconds",
+        gt=0,
     )
     service_snapshot_mib: int = option(
         256, "Size of the journal beyond which adapters are saved and it is shortened.", unit="MiB", ge=1

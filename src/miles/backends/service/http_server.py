@@ -141,7 +141,9 @@ class ServiceServer:
     # -- every request ----------------------------------------------------------------------
 
     @web.middleware
-    async def _handle(self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
+    async def _handle(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
         """Report errors as JSON with one sentence, and count requests."""
         resource = request.match_info.route.resource
         path = "unknown" if resource is None else resource.canonical
@@ -169,7 +171,7 @@ class ServiceServer:
         return _error_reply(f"The server failed on this request ({type(error).__name__}); see its log.", 500)
 
     def _own(self, handler: TenantHandler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        """Return a handler that gets the tenant of the key; without a valid one it is refused before its body is read."""
+        """Return a handler that gets the tenant of the key; without a valid one nothing of the body is read."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
             tenants = self.service.tenants
@@ -347,4 +349,3 @@ def _future_reply(request: ServiceRequest) -> web.Response:
 
 def _error_reply(message: str, status: int) -> web.Response:
     return json_reply({"detail": message, "error": {"message": message}}, status)
-

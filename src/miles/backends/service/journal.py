@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 from miles.core.errors import MilesError
 
-__all__ = ["Journal", "Record", "read_records"]
+__all__ = ["Record", "RequestJournal", "read_records"]
 
 _HEAD = struct.Struct("<IIII")
 _MAGIC = 0x4D4C4A31
@@ -61,7 +61,7 @@ def read_records(file: Path) -> Iterator[tuple[Record, int]]:
             yield Record(kind, content, body), position
 
 
-class Journal:
+class RequestJournal:
     """The journal in a folder: one file, which ``rewrite`` replaces by a shorter one of the same meaning."""
 
     def __init__(self, folder: Path) -> None:

@@ -39,7 +39,8 @@ __all__ = [
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 
-_FLOAT32, _INT64, _INT32, _BFLOAT16 = 1, 2, 3, 4
+_FLOAT32, _INT64 = 1, 2
+_INT32 = 3
 _DTYPES = {_FLOAT32: np.dtype(np.float32), _INT64: np.dtype(np.int64), _INT32: np.dtype(np.int32)}
 _STOP, _LENGTH = 0, 1
 # Tokens and log-probs of a position that has fewer than the requested top tokens.

@@ -16,7 +16,8 @@ _PREFIX = "miles_service_"
 
 def collect_totals(service: TrainingService) -> dict[str, float]:
     """Return what the service has done and holds, over all tenants."""
-    training, sampling, state = service.training.counts, service.sampling.counts, service.store.state
+    training, sampling = service.training.counts, service.sampling.counts
+    state = service.store.state
     return {
         "passes": training.passes,
         "shared_passes": training.shared_passes,

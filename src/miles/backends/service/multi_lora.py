@@ -178,9 +178,7 @@ class _GroupedLora(torch.autograd.Function):
     """Adds the products of each row's factors. The anchor makes autograd record the first layers, too."""
 
     @staticmethod
-    def forward(
-        ctx: Any, y_TN: Tensor, x_TI: Tensor, anchor: Tensor, projection: _Projection, batch: _Batch
-    ) -> Tensor:
+    def forward(ctx: Any, y_TN: Tensor, x_TI: Tensor, anchor: Tensor, projection: _Projection, batch: _Batch) -> Tensor:
         ctx.projection, ctx.batch = projection, batch
         ctx.save_for_backward(x_TI)
         ctx.mark_dirty(y_TN)

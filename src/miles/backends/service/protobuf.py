@@ -16,7 +16,8 @@ __all__ = ["Value", "read_fields", "write_bytes", "write_double", "write_text", 
 Value = int | bytes
 """A field's value: the integer of a varint or of fixed bytes, or the bytes of a text, an array or a message."""
 
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_VARINT, _FIXED64 = 0, 1
+_BYTES, _FIXED32 = 2, 5
 _MAX_VARINT_BYTES = 10
 
 
@@ -39,9 +40,9 @@ def read_fields(message: bytes) -> Iterator[tuple[int, Value]]:
         elif kind in (_FIXED64, _FIXED32):
             size = 8 if kind == _FIXED64 else 4
         else:
-            raise _damaged()
+            raise _damage_error()
         if position + size > end:
-            raise _damaged()
+            raise _damage_error()
         content = message[position : position + size]
         yield tag >> 3, content if kind == _BYTES else int.from_bytes(content, "little")
         position += size
@@ -51,16 +52,16 @@ def _read_varint(message: bytes, position: int) -> tuple[int, int]:
     value = 0
     for number in range(_MAX_VARINT_BYTES):
         if position >= len(message):
-            raise _damaged()
+            raise _damage_error()
         byte = message[position]
         position += 1
         value |= (byte & 0x7F) << (7 * number)
         if byte < 0x80:
             return value & 0xFFFFFFFFFFFFFFFF, position
-    raise _damaged()
+    raise _damage_error()
 
 
-def _damaged() -> RequestError:
+def _damage_error() -> RequestError:
     return RequestError("The body is not a valid protobuf message.", malformed=True)
 
 

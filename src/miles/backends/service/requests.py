@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields as dataclass_fields
+from dataclasses import asdict
 from hashlib import sha256
 from typing import Any
 
@@ -12,7 +12,7 @@ from miles.backends.service.adapter import AdamParams, AdapterShape
 from miles.backends.service.checkpoint_files import check_name
 from miles.backends.service.config import ServiceConfig
 from miles.backends.service.fields import Fields
-from miles.backends.service.state import CheckpointKind, TrainingRun
+from miles.backends.service.state import CheckpointKind, ServiceRun
 from miles.rollout.serving.errors import RequestError
 
 __all__ = ["build_optim_step", "build_sample", "build_save", "build_shape"]
@@ -55,16 +55,14 @@ def build_optim_step(fields: Fields) -> dict[str, Any]:
     if "optimizer_params" in fields:
         raise RequestError("optimizer_params are of an optimizer that is not offered; send adam_params.", status=422)
     params = fields.inner("adam_params")
-    values = {
-        each.name: params.number(each.name, float(each.default), least=0.0) for each in dataclass_fields(AdamParams)
-    }
+    values = {name: params.number(name, default, least=0.0) for name, default in asdict(AdamParams()).items()}
     for name in ("beta1", "beta2"):
         if values[name] >= 1:
             raise RequestError(f"{name} is {values[name]:g}, must be less than 1.", status=422)
     return {"params": values}
 
 
-def build_save(kind: str, run: TrainingRun, fields: Fields) -> dict[str, Any]:
+def build_save(kind: str, run: ServiceRun, fields: Fields) -> dict[str, Any]:
     """Return what to save, under which name, and for how long."""
     ttl = fields.integer("ttl_seconds", least=_MIN_TTL, most=_MAX_TTL) if "ttl_seconds" in fields else None
     content: dict[str, Any] = {
@@ -74,7 +72,9 @@ def build_save(kind: str, run: TrainingRun, fields: Fields) -> dict[str, Any]:
         "user_metadata": fields.mapping("user_metadata"),
     }
     if fields.raw("age_encryption_recipients"):
-        raise RequestError("age_encryption_recipients are not offered; download over an encrypted connection.", status=422)
+        raise RequestError(
+            "age_encryption_recipients are not offered; download over an encrypted connection.", status=422
+        )
     if kind == "save_weights_for_sampler" and "path" not in fields:
         number = fields.integer("sampling_session_seq_id", least=0)
         content |= {"name": f"unnamed-{number}", "sampler": f"{run.session_id}:sample:{number}"}
@@ -133,7 +133,11 @@ def _build_params(params: Fields, prompt_length: int, max_tokens: int) -> dict[s
     stop = params.raw("stop")
     strings = [stop] if isinstance(stop, str) else [each for each in stop or () if isinstance(each, str)]
     tokens = [] if isinstance(stop, str) else [each for each in stop or () if type(each) is int]
-    if stop is not None and not isinstance(stop, str) and (not isinstance(stop, list) or len(strings) + len(tokens) != len(stop)):
+    if (
+        stop is not None
+        and not isinstance(stop, str)
+        and (not isinstance(stop, list) or len(strings) + len(tokens) != len(stop))
+    ):
         raise RequestError("stop in sampling_params must be a text, or a list of texts or of tokens.", status=422)
     if any(not text for text in strings):
         raise RequestError("a stop text is empty; leave it out.", status=422)
@@ -156,8 +160,16 @@ def _read_targets(fields: Fields, length: int, vocab_size: int) -> list[list[int
         return None
     tensor = fields.inner("target_prompt_logprobs")
     shape, data = tensor.raw("shape"), tensor.items("data")
-    if not isinstance(shape, list) or len(shape) != 2 or shape[0] != length - 1 or type(shape[1]) is not int or shape[1] < 1:
-        raise RequestError(f"target_prompt_logprobs must have {length - 1} rows, one per token but the first.", status=422)
+    if (
+        not isinstance(shape, list)
+        or len(shape) != 2
+        or shape[0] != length - 1
+        or type(shape[1]) is not int
+        or shape[1] < 1
+    ):
+        raise RequestError(
+            f"target_prompt_logprobs must have {length - 1} rows, one per token but the first.", status=422
+        )
     if "sparse_crow_indices" in tensor:
         starts, columns = tensor.items("sparse_crow_indices"), tensor.items("sparse_col_indices")
         rows = np.full(tuple(shape), -1, np.int64)
@@ -173,4 +185,4 @@ def _read_targets(fields: Fields, length: int, vocab_size: int) -> list[list[int
         raise RequestError("target_prompt_logprobs has another number of values than its shape says.", status=422)
     if rows.size and not -1 <= int(rows.min()) <= int(rows.max()) < vocab_size:
         raise RequestError(f"target_prompt_logprobs has tokens outside the vocabulary of {vocab_size}.", status=422)
-    return rows.tolist()
+    return [[int(token) for token in row] for row in rows]

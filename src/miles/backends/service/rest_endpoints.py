@@ -14,9 +14,9 @@ from aiohttp import web
 
 from miles.backends.service.fields import Fields
 from miles.backends.service.service import TrainingService
-from miles.backends.service.state import FOLDERS, Checkpoint, CheckpointKind, TrainingRun
+from miles.backends.service.state import FOLDERS, Checkpoint, CheckpointKind, ServiceRun
 from miles.rollout.serving.errors import RequestError
-from miles.rollout.serving.http import dump_json
+from miles.rollout.serving.http import dump_json, load_json
 
 __all__ = ["RestEndpoints", "json_reply"]
 
@@ -83,11 +83,11 @@ class RestEndpoints:
             }
         )
 
-    def _find_run(self, tenant: str, run_id: str) -> TrainingRun:
+    def _find_run(self, tenant: str, run_id: str) -> ServiceRun:
         state = self._service.store.state
         return state.find(state.runs, tenant, run_id, "training run")
 
-    def _describe_run(self, run: TrainingRun) -> dict[str, Any]:
+    def _describe_run(self, run: ServiceRun) -> dict[str, Any]:
         found = self._service.store.state.list_checkpoints(run.tenant, self._now, run.id)
         newest = {kind: next((c for c in found if c.kind == kind), None) for kind in ("training", "sampler")}
         training, sampler = (None if c is None else _describe_checkpoint(c) for c in newest.values())
@@ -127,7 +127,7 @@ class RestEndpoints:
         raise RequestError("checkpoints cannot be published: tenants see their own only.", status=403)
 
     async def get_file_urls(self, tenant: str, request: web.Request) -> web.Response:
-        """Return signed URLs of a checkpoint's files, in PEFT's format; whoever has one may download until it expires."""
+        """Return signed URLs of a checkpoint's files; whoever has one may download the file until it expires."""
         checkpoint = self._service.store.state.find_checkpoint(tenant, self._read_path(request), self._now)
         expires = int(self._now) + _URL_SECONDS
         folder = self._service.files.find(checkpoint)
@@ -214,8 +214,6 @@ def _read_page(request: web.Request) -> tuple[int, int]:
 
 async def read_json(request: web.Request) -> Any:
     """Return the JSON of a request's body."""
-    from miles.rollout.serving.http import load_json
-
     return load_json(await request.read())
 
 

@@ -26,7 +26,7 @@ from miles.core.errors import EngineError, MilesError, UsageError
 from miles.core.protocols import SamplingParams
 from miles.rollout.serving.errors import RequestError
 
-__all__ = ["PromptScores", "Sample", "SampleQuery", "SamplerEngine", "SamplingCounts", "SamplingLoop"]
+__all__ = ["EngineSample", "PromptScores", "SampleQuery", "SamplerEngine", "SamplingCounts", "SamplingLoop"]
 
 _LOG = logging.getLogger("miles.service")
 _MAX_RUNNING = 256
@@ -56,7 +56,7 @@ class PromptScores:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class EngineSample:
     """A sampled sequence with its log-probs, and the scores of its prompt."""
 
     tokens: Sequence[int]
@@ -74,7 +74,7 @@ class SamplerEngine(Protocol):
     def max_tokens(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
-    async def sample(self, query: SampleQuery) -> Sample: ...
+    async def sample(self, query: SampleQuery) -> EngineSample: ...
     def has_adapter(self, name: str) -> bool: ...
     async def load_adapter(self, name: str, folder: Path) -> None: ...
     def unload_adapter(self, name: str) -> None: ...
@@ -215,7 +215,7 @@ def _derive_seeds(request_id: str, seed: int | None, count: int) -> list[int]:
     return [int.from_bytes(digest[:8], "little") >> 1 for digest in digests]
 
 
-def _encode_samples(content: dict[str, Any], samples: Sequence[Sample]) -> bytes:
+def _encode_samples(content: dict[str, Any], samples: Sequence[EngineSample]) -> bytes:
     k, first = content["top_k_sample"], samples[0].prompt
     length = len(content["tokens"])
     logprobs: list[float | None] | None = None
@@ -230,7 +230,10 @@ def _encode_samples(content: dict[str, Any], samples: Sequence[Sample]) -> bytes
         if content["targets"] is not None:
             named = [{}] * first.first + [dict(row) for row in first.named]
             targets = np.array(
-                [[named[i + 1].get(t, 0.0) if t >= 0 else 0.0 for t in row] for i, row in enumerate(content["targets"])],
+                [
+                    [named[i + 1].get(t, 0.0) if t >= 0 else 0.0 for t in row]
+                    for i, row in enumerate(content["targets"])
+                ],
                 np.float32,
             )
     return encode_sample_result(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from miles.backends.service.requests import (
     build_shape,
 )
 from miles.backends.service.sampling import SamplerEngine, SamplingLoop
-from miles.backends.service.state import Sampler, ServiceRequest, TrainingRun
+from miles.backends.service.state import ServiceRequest, ServiceRun, ServiceSampler
 from miles.backends.service.store import ServiceStore
 from miles.backends.service.tenants import TenantKeys
 from miles.backends.service.trainer import MultiLoraTrainer, check_data
@@ -229,7 +230,7 @@ class TrainingService:
         run = self._find_run(tenant, fields.text("model_id"))
         return await self._accept_next(tenant, "unload_model", run, fields.integer("seq_id", least=1), {})
 
-    def _find_run(self, tenant: str, run_id: str) -> TrainingRun:
+    def _find_run(self, tenant: str, run_id: str) -> ServiceRun:
         state = self.store.state
         run = state.find(state.runs, tenant, run_id, "training run")
         if run.unloaded:
@@ -237,7 +238,7 @@ class TrainingService:
         return run
 
     async def _accept_fields(
-        self, tenant: str, kind: str, run: TrainingRun, fields: Fields, build: Callable[[], dict[str, Any]]
+        self, tenant: str, kind: str, run: ServiceRun, fields: Fields, build: Callable[[], dict[str, Any]]
     ) -> ServiceRequest:
         """Accept a request of a run; what is wrong with its fields is its result, so that its turn is taken."""
         seq = fields.integer("seq_id", least=1)
@@ -248,7 +249,7 @@ class TrainingService:
         return await self._accept_next(tenant, kind, run, seq, content)
 
     async def _accept_next(
-        self, tenant: str, kind: str, run: TrainingRun, seq: int, content: dict[str, Any], body: bytes = b""
+        self, tenant: str, kind: str, run: ServiceRun, seq: int, content: dict[str, Any], body: bytes = b""
     ) -> ServiceRequest:
         request_id = f"{run.id}:{seq}"
         if seq < run.next_seq and request_id not in self.store.state.requests:
@@ -321,7 +322,7 @@ class TrainingService:
         await self.store.commit(Record("sampler_joined", {"id": sampler.id}))
         return sampler.clients
 
-    def find_sampler(self, tenant: str, sampler_id: str) -> Sampler:
+    def find_sampler(self, tenant: str, sampler_id: str) -> ServiceSampler:
         """Return a tenant's sampler."""
         return self.store.state.find(self.store.state.samplers, tenant, sampler_id, "sampler")
 
@@ -330,9 +331,11 @@ class TrainingService:
         sampler_id = fields.text("sampling_session_id", None)
         if sampler_id is not None:
             sampler = self.find_sampler(tenant, sampler_id)
-            path, target, seq = sampler.path, sampler.id, fields.integer("seq_id", least=0)
+            path, target = sampler.path, sampler.id
+            seq = fields.integer("seq_id", least=0)
         else:
-            path, target, seq = fields.text("model_path", None), f"sample:{uuid4()}", 0
+            path, seq = fields.text("model_path", None), 0
+            target = f"sample:{uuid4()}"
             if path is None:
                 self._check_base(fields.text("base_model"))
         if path is not None:
@@ -363,8 +366,6 @@ class TrainingService:
 
     async def set_expiry(self, tenant: str, path: str, seconds: float | None) -> None:
         """Let a checkpoint expire after so many seconds, or never."""
-        from dataclasses import asdict
-
         checkpoint = self.store.state.find_checkpoint(tenant, path, self.store.clock())
         expires = None if seconds is None else self.store.clock() + seconds
         await self.store.commit(Record("checkpoint", asdict(checkpoint) | {"expires": expires}))

@@ -1,4 +1,4 @@
-"""Service state: sessions, training runs, samplers, checkpoints and requests of all tenants, built from journal records.
+"""Service state: sessions, training runs, samplers, checkpoints and requests of all tenants, from journal records.
 
 ``apply`` is the only way to change it, in service and when the journal is read again; ``dump`` returns records that
 build the same state. Whatever a tenant names is looked up among its own: what others have does not exist for it.
@@ -14,7 +14,7 @@ from miles.backends.service.journal import Record
 from miles.backends.service.messages import encode_train_result
 from miles.rollout.serving.errors import RequestError
 
-__all__ = ["Checkpoint", "Outcome", "Sampler", "ServiceRequest", "ServiceState", "Session", "TrainingRun"]
+__all__ = ["Checkpoint", "Outcome", "ServiceRequest", "ServiceRun", "ServiceSampler", "ServiceSession", "ServiceState"]
 
 CheckpointKind = Literal["training", "sampler", "external"]
 FOLDERS: Mapping[CheckpointKind, str] = {
@@ -26,7 +26,7 @@ FOLDERS: Mapping[CheckpointKind, str] = {
 
 
 @dataclass(slots=True, kw_only=True)
-class Session:
+class ServiceSession:
     """A client's session: what it creates belongs to it."""
 
     id: str
@@ -39,7 +39,7 @@ class Session:
 
 
 @dataclass(slots=True, kw_only=True)
-class TrainingRun:
+class ServiceRun:
     """A training run, which has one adapter. Its requests are computed in the order of their sequence numbers."""
 
     id: str
@@ -55,7 +55,7 @@ class TrainingRun:
 
 
 @dataclass(slots=True, kw_only=True)
-class Sampler:
+class ServiceSampler:
     """A sampling session: which checkpoint it samples from, or the base model."""
 
     id: str
@@ -104,7 +104,7 @@ class Outcome:
 
 @dataclass(slots=True, kw_only=True)
 class ServiceRequest:
-    """An accepted request. ``parts`` are the results of the parts computed so far; ``outcome`` is None until it ends."""
+    """An accepted request. ``parts`` are the results of the parts computed so far; it has ended with an ``outcome``."""
 
     id: str
     tenant: str
@@ -124,16 +124,16 @@ class ServiceRequest:
         return self.outcome is None
 
 
-Owned = TypeVar("Owned", Session, TrainingRun, Sampler, Checkpoint, ServiceRequest)
+Owned = TypeVar("Owned", ServiceSession, ServiceRun, ServiceSampler, Checkpoint, ServiceRequest)
 
 
 class ServiceState:
     """Everything the service knows, but the tensors. ``max_results`` is how many ended requests a tenant keeps."""
 
     def __init__(self, *, max_results: int = 10_000, max_result_bytes: int = 1 << 30) -> None:
-        self.sessions: dict[str, Session] = {}
-        self.runs: dict[str, TrainingRun] = {}
-        self.samplers: dict[str, Sampler] = {}
+        self.sessions: dict[str, ServiceSession] = {}
+        self.runs: dict[str, ServiceRun] = {}
+        self.samplers: dict[str, ServiceSampler] = {}
         self.checkpoints: dict[str, Checkpoint] = {}
         self.requests: dict[str, ServiceRequest] = {}
         self.adapters: dict[str, str] = {}
@@ -184,43 +184,62 @@ class ServiceState:
 
     def apply(self, record: Record) -> None:
         """Take over what a record says."""
-        content = dict(record.content)
-        match record.kind:
-            case "session":
-                self.sessions[content["id"]] = Session(**content)
-            case "session_ended":
-                self.sessions[content["id"]].ended = True
-            case "run":
-                self.runs[content["id"]] = TrainingRun(**content)
-            case "run_unloaded":
-                self.runs[content["id"]].unloaded = True
-                self.adapters.pop(content["id"], None)
-            case "sampler":
-                self.samplers[content["id"]] = Sampler(**content)
-            case "sampler_joined":
-                self.samplers[content["id"]].clients += 1
-            case "sampler_removed":
-                self.samplers.pop(content["id"], None)
-            case "checkpoint":
-                self.checkpoints[content["path"]] = Checkpoint(**content)
-            case "checkpoint_removed":
-                self.checkpoints.pop(content["path"], None)
-            case "request":
-                self._add_request(content, record.body)
-            case "pass":
-                self._add_parts(content["parts"], record.body)
-            case "result":
-                self._end(content, record.body)
-            case "ended":
-                outcome = {name: content.pop(name) for name in ("json", "error", "category")}
-                self._add_request(content, b"")
-                self._set_outcome(self.requests[content["id"]], Outcome(**outcome, body=record.body))
-            case "adapter":
-                self.adapters[content["run"]] = content["file"]
-            case "loaded":
-                pass
-            case kind:
-                raise AssertionError(f"the journal has a record of the unknown kind {kind!r}")
+        change = getattr(self, f"_apply_{record.kind}", None)
+        assert change is not None, f"the journal has a record of the unknown kind {record.kind!r}"
+        change(dict(record.content), record.body)
+
+    def _apply_session(self, content: dict[str, Any], body: bytes) -> None:
+        self.sessions[content["id"]] = ServiceSession(**content)
+
+    def _apply_session_ended(self, content: dict[str, Any], body: bytes) -> None:
+        self.sessions[content["id"]].ended = True
+
+    def _apply_run(self, content: dict[str, Any], body: bytes) -> None:
+        self.runs[content["id"]] = ServiceRun(**content)
+
+    def _apply_run_unloaded(self, content: dict[str, Any], body: bytes) -> None:
+        self.runs[content["id"]].unloaded = True
+        self.adapters.pop(content["id"], None)
+
+    def _apply_sampler(self, content: dict[str, Any], body: bytes) -> None:
+        self.samplers[content["id"]] = ServiceSampler(**content)
+
+    def _apply_sampler_joined(self, content: dict[str, Any], body: bytes) -> None:
+        self.samplers[content["id"]].clients += 1
+
+    def _apply_checkpoint(self, content: dict[str, Any], body: bytes) -> None:
+        self.checkpoints[content["path"]] = Checkpoint(**content)
+
+    def _apply_checkpoint_removed(self, content: dict[str, Any], body: bytes) -> None:
+        self.checkpoints.pop(content["path"], None)
+
+    def _apply_adapter(self, content: dict[str, Any], body: bytes) -> None:
+        self.adapters[content["run"]] = content["file"]
+
+    def _apply_loaded(self, content: dict[str, Any], body: bytes) -> None:
+        """Nothing: an adapter was loaded, which a restarted trainer must know."""
+
+    def _apply_request(self, content: dict[str, Any], body: bytes) -> None:
+        self._add_request(content, body)
+
+    def _apply_pass(self, content: dict[str, Any], body: bytes) -> None:
+        self._add_parts(content["parts"], body)
+
+    def _apply_result(self, content: dict[str, Any], body: bytes) -> None:
+        for kind, effect in content.get("effects", ()):
+            self.apply(Record(kind, effect))
+        outcome = Outcome(
+            json=content.get("json"),
+            body=body,
+            error=content.get("error"),
+            category=content.get("category", "server"),
+        )
+        self._set_outcome(self.requests[content["id"]], outcome)
+
+    def _apply_ended(self, content: dict[str, Any], body: bytes) -> None:
+        outcome = {name: content.pop(name) for name in ("json", "error", "category")}
+        self._add_request(content, b"")
+        self._set_outcome(self.requests[content["id"]], Outcome(**outcome, body=body))
 
     def _add_request(self, content: dict[str, Any], body: bytes) -> None:
         parts = content.pop("part_sizes", [])
@@ -245,20 +264,6 @@ class ServiceState:
             if is_last:
                 result = encode_train_result(request.parts, {"loss:sum": request.loss})
                 self._set_outcome(request, Outcome(body=result))
-
-    def _end(self, content: dict[str, Any], body: bytes) -> None:
-        for kind, effect in content.get("effects", ()):
-            self.apply(Record(kind, effect))
-        request = self.requests[content["id"]]
-        self._set_outcome(
-            request,
-            Outcome(
-                json=content.get("json"),
-                body=body,
-                error=content.get("error"),
-                category=content.get("category", "server"),
-            ),
-        )
 
     def _set_outcome(self, request: ServiceRequest, outcome: Outcome) -> None:
         request.outcome = outcome

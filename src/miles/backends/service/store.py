@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from miles.backends.service.journal import Journal, Record
+from miles.backends.service.journal import Record, RequestJournal
 from miles.backends.service.state import ServiceRequest, ServiceState
 
 __all__ = ["ServiceStore"]
@@ -24,7 +24,7 @@ class ServiceStore:
         self.folder = folder
         self.clock = clock
         self.state = state or ServiceState()
-        self.journal = Journal(folder)
+        self.journal = RequestJournal(folder)
         self._waiters: dict[str, list[asyncio.Future[None]]] = {}
         self._accepting: dict[str, asyncio.Future[None]] = {}
         self._commits = 0

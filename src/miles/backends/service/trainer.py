@@ -23,6 +23,7 @@ from miles.backends.service.messages import Datum, TrainRequest
 from miles.backends.service.multi_lora import LoraSegment, MultiLora
 from miles.kernels.attention.gather_rows import index_rows
 from miles.models.decoder import Decoder
+from miles.models.lora.targets import LoraTarget
 from miles.rollout.serving.errors import RequestError
 from miles.train.logprobs import HeadOutput, compute_logprobs
 from miles.train.prefix_sharing import build_attention
@@ -104,7 +105,7 @@ class MultiLoraTrainer:
         self._lora = MultiLora(decoder, modules)
 
     @property
-    def targets(self):
+    def targets(self) -> tuple[LoraTarget, ...]:
         """The projections that adapters may have."""
         return self._lora.targets
 

@@ -190,9 +190,7 @@ class TrainingLoop:
         self.counts.tokens += sum(work.tokens for work in works)
         self.counts.shared_passes += len({work.request.tenant for work in works}) > 1
 
-    def _compute_separately(
-        self, works: Sequence[_Work]
-    ) -> list[tuple[Sequence[_Work], list[PassOutput] | Exception]]:
+    def _compute_separately(self, works: Sequence[_Work]) -> list[tuple[Sequence[_Work], list[PassOutput] | Exception]]:
         """Compute one pass; if it fails, one for each part, so that nobody's data fails the request of another."""
         works = [work for work in works if work.request.is_pending]
         try:
@@ -292,7 +290,8 @@ class TrainingLoop:
         quota = self._tenants.quotas[request.tenant]
         if state.count_stored_bytes(request.tenant) >= quota.max_stored_bytes:
             raise RequestError(
-                f"the tenant's checkpoints have {quota.max_stored_bytes} bytes, all it may store; delete some.", status=422
+                f"the tenant's checkpoints have {quota.max_stored_bytes} bytes, all it may store; delete some.",
+                status=422,
             )
         kind, name = content["kind"], content["name"]
         path = f"tinker://{run.id}/{FOLDERS[kind]}/{name}"
@@ -368,7 +367,7 @@ class TrainingLoop:
     # -- snapshot and recovery --------------------------------------------------------------
 
     async def snapshot(self) -> None:
-        """Save the adapters that changed, and shorten the journal to what follows from them. Nothing is computed now."""
+        """Save the adapters that changed, and shorten the journal to what follows. Nothing may be computed now."""
         state = self._store.state
 
         async def prepare() -> None:

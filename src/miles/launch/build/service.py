@@ -11,7 +11,7 @@ from miles.backends.native.engine.engine import NativeEngine
 from miles.backends.native.engine.lora import LoraShape
 from miles.backends.native.engine.request import GenerateRequest
 from miles.backends.native.runner.lora import list_served_modules
-from miles.backends.service.sampling import PromptScores, Sample, SampleQuery
+from miles.backends.service.sampling import EngineSample, PromptScores, SampleQuery
 from miles.backends.service.service import TrainingService
 from miles.backends.service.tenants import DEFAULT, Quota, Tenant, TenantKeys, digest_key, read_tenants
 from miles.backends.service.trainer import MultiLoraTrainer
@@ -48,7 +48,7 @@ class EngineSampler:
     def vocab_size(self) -> int:
         return self._engine.spec.vocab_size
 
-    async def sample(self, query: SampleQuery) -> Sample:
+    async def sample(self, query: SampleQuery) -> EngineSample:
         """Sample one sequence."""
         output = self._engine.submit(
             GenerateRequest(
@@ -71,9 +71,9 @@ class EngineSampler:
                 top=list(scores.top_logprobs),
                 named=list(scores.token_ids_logprobs),
             )
-        return Sample(
+        return EngineSample(
             tokens=[int(token) for span in completion.spans for token in span.tokens],
-            logprobs=[float(value) for span in completion.spans for value in span.logprobs],
+            logprobs=list(req.logprobs),
             stopped=completion.finish_reason == "stop",
             top=list(req.top_logprobs),
             prompt=prompt,
