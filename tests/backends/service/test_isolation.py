@@ -165,6 +165,29 @@ def test_quotas(model, tmp_path):
         assert client.train(run, 2, [TOKENS]) == accepted[0]
         live.call(live.service.end_session("small", session))
         assert client.send("POST", "/api/v1/session_heartbeat", {"session_id": session})[0] == 410
+        # What waits for a request that never came ends with its session, and the adapter is freed.
+        live.call(live.service.end_session("small", run.partition(":")[0]))
+        assert live.service.store.state.count_runs("small") == 1
+        live.call(live.service.remove_expired())
+        assert "never came" in client.result(accepted[0])["error"]
+        assert live.service.store.state.count_runs("small") == live.service.store.state.count_pending("small") == 0
+        assert client.send("POST", "/api/v1/optim_step", {"model_id": run, "seq_id": 9, "adam_params": {}})[0] == 410
+
+
+def test_unnamed_versions_beyond_the_limit_are_removed(model, tmp_path):
+    with serving(model, tmp_path, "--service-sampler-versions", "2") as live:
+        client = Raw(live.url, ALICE)
+        run = client.open_run(str(model))
+        samplers = []
+        for number in range(4):
+            body = {"model_id": run, "seq_id": number + 1, "sampling_session_seq_id": number}
+            samplers.append(client.result(client.post("save_weights_for_sampler", **body))["sampling_session_id"])
+            sampled = client.post("asample", **sample_body(sampling_session_id=samplers[-1], seq_id=0))
+            assert isinstance(client.result(sampled), bytes)
+        assert len(live.service.store.state.checkpoints) == 2
+        assert len(live.service.engine._engine.lora.adapters) == 2
+        status, reply = client.send("POST", "/api/v1/asample", sample_body(sampling_session_id=samplers[0], seq_id=1))
+        assert status == 404 and "there is no checkpoint" in reply["detail"]
 
 
 def test_stored_bytes_are_limited(model, tmp_path):

@@ -63,8 +63,8 @@ class TrainingService:
         self.tenants = tenants
         self.store = ServiceStore(folder, clock=clock)
         self.files = CheckpointFiles(folder, spec, base_model)
-        self.training = TrainingLoop(trainer, self.store, self.files, tenants, config, run)
         self.sampling = SamplingLoop(engine, self.store, self.files, config.service_quantum)
+        self.training = TrainingLoop(trainer, self.store, self.files, tenants, config, run, self.sampling.forget)
         self.engine = engine
         self.spec = spec
         self.max_positions = spec.max_positions
@@ -109,6 +109,9 @@ class TrainingService:
         for session in list(state.sessions.values()):
             if not session.ended and now - self._heartbeats.setdefault(session.id, now) > limit:
                 await self.end_session(session.tenant, session.id)
+        for run in [run for run in state.runs.values() if not run.unloaded and state.sessions[run.session_id].ended]:
+            await self.training.drop_waiting(run.id)
+            await self._unload_idle([run.id])
 
     @property
     def problem(self) -> str | None:
@@ -146,13 +149,17 @@ class TrainingService:
         session = state.find(state.sessions, tenant, session_id, "session")
         if session.ended:
             return
-        runs = [run.id for run in state.runs.values() if run.session_id == session_id and not run.unloaded]
-        idle = [run_id for run_id in runs if not self._has_pending(run_id)]
-        await self.store.commit(
-            Record("session_ended", {"id": session_id}), *(Record("run_unloaded", {"id": run_id}) for run_id in idle)
+        await self.store.commit(Record("session_ended", {"id": session_id}))
+        await self._unload_idle(
+            [run.id for run in state.runs.values() if run.session_id == session_id and not run.unloaded]
         )
-        for run_id in idle:
-            await self._run(lambda run_id=run_id: self.training.forget(run_id))
+
+    async def _unload_idle(self, run_ids: list[str]) -> None:
+        """Unload those of the runs for which nothing is left to compute; others are unloaded later."""
+        for run_id in run_ids:
+            if not self._has_pending(run_id):
+                await self.store.commit(Record("run_unloaded", {"id": run_id}))
+                await self._run(lambda run_id=run_id: self.training.forget(run_id))
 
     def _has_pending(self, target: str) -> bool:
         return any(each.target == target and each.is_pending for each in self.store.state.requests.values())

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,8 +70,10 @@ class TrainingLoop:
         tenants: TenantKeys,
         config: ServiceConfig,
         run: Executor,
+        forget_version: Callable[[str], None] = lambda folder: None,
     ) -> None:
         self.counts = TrainingCounts()
+        self._forget_version = forget_version
         self._trainer = trainer
         self._store = store
         self._files = files
@@ -106,6 +108,12 @@ class TrainingLoop:
             self._put_ready(waiting.pop(expected))
             expected += 1
         self._next[run.id] = expected
+
+    async def drop_waiting(self, run_id: str) -> None:
+        """End the requests of a run that wait for one that never came."""
+        for request in list(self._waiting.pop(run_id, {}).values()):
+            message = f"request {self._next[run_id]} of the run never came, and its session has ended."
+            await self._fail(request, RequestError(message, status=422))
 
     def _put_ready(self, request: ServiceRequest) -> None:
         if request.kind == TRAIN and "refused" not in request.content:
@@ -231,6 +239,9 @@ class TrainingLoop:
             return
         self.counts.updates += request.kind == "optim_step"
         await self._store.commit(Record("result", {"id": request.id, "json": json, "effects": effects}))
+        for kind, effect in effects:
+            if kind == "checkpoint_removed":
+                self._forget_version(effect["folder"])
 
     async def _fail(self, request: ServiceRequest, error: Exception) -> None:
         """End a request with an error: a sentence of ours, or of any other error only its type."""
@@ -326,7 +337,7 @@ class TrainingLoop:
         own = [each for each in self._store.state.checkpoints.values() if each.run_id == run_id and each.ephemeral]
         own.sort(key=lambda checkpoint: checkpoint.time)
         for checkpoint in own[: max(0, len(own) + 1 - self._config.service_sampler_versions)]:
-            yield "checkpoint_removed", {"path": checkpoint.path}
+            yield "checkpoint_removed", {"path": checkpoint.path, "folder": checkpoint.folder}
 
     # -- adapters ---------------------------------------------------------------------------
 

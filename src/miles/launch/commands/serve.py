@@ -216,6 +216,8 @@ async def _serve_training(config: ServeRoot, key: str | None) -> None:
     service, engine = await build_service(config, build_tenants(config, key), run_engine, run_trainer)
     server = ServiceServer(service, max_body_mib=config.serve.max_body_mib)
     try:
+        if config.serve.server_warmup:
+            await _warm_up_with_progress(engine, config.serve)
         await service.start()
         port = await _listen(server, config.serve)
         host = f"[{config.serve.host}]" if ":" in config.serve.host else config.serve.host
