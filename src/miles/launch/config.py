@@ -12,6 +12,7 @@ from miles.backends.native.config import NativeConfig
 from miles.backends.native.lora_config import LoraServingConfig
 from miles.backends.native.server.config import ServeConfig
 from miles.backends.remote.config import SglangConfig
+from miles.backends.service.config import ServiceConfig
 from miles.cluster.config import ClusterConfig, FaultConfig, RayConfig
 from miles.cluster.router.config import RouterConfig
 from miles.config.option import option, passthrough
@@ -304,7 +305,7 @@ class ParityRoot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeRoot:
-    """Root config of ``miles serve``: server, model, engine, an adapter beside quantized weights, adapters by name."""
+    """Root config of ``miles serve``: server, model, engine, adapters beside the weights, training."""
 
     serve: ServeConfig
     models: ModelConfig
@@ -312,6 +313,7 @@ class ServeRoot:
     native: NativeConfig
     lora: LoraConfig
     lora_serving: LoraServingConfig
+    service: ServiceConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,6 +54,16 @@ def test_everything_wrong_is_told_at_once(tmp_path: Path, capsys: pytest.Capture
     assert reported == "miles serve takes one model, but was given 2: a b."
 
 
+def test_training_is_refused_where_it_does_not_work(folder: Path, capsys: pytest.CaptureFixture[str]):
+    reported = complaints([str(folder), "--train", "--enable-lora", "--tensor-parallel-size", "2"], capsys)
+    assert reported == [
+        "--train does not go together with --enable-lora, which is implied; remove it.",
+        "--train does not go together with --tensor-parallel-size; remove it.",
+    ]
+    (reported,) = complaints([str(folder), "--service-tenants", "tenants.toml"], capsys)
+    assert reported.endswith("add --train.")
+
+
 def test_a_run_is_served_from_its_newest_checkpoint(folder: Path, tmp_path: Path):
     for step in (2, 10):
         (tmp_path / "checkpoints" / f"step-{step}").mkdir(parents=True)

@@ -46,12 +46,19 @@ def test_beta_names_both_meanings():
     ]
 
 
+def test_flags_of_several_adapters_name_the_training_service():
+    for flag, row in load_upstream_flags().items():
+        if flag.startswith("--multi-lora-"):
+            assert "miles serve MODEL --train" in row.text, flag
+    (problem,) = find_problems("--multi-lora-n-adapters 8")
+    assert "--service-max-adapters N" in problem
+
+
 @pytest.mark.parametrize(
     ("flag", "feature"),
     [
         ("--te-precision-config-file", "precision by a file"),
         ("--fp4-recipe", "training in FP4"),
-        ("--multi-lora-n-adapters", "several LoRA adapters"),
         ("--eval-num-gpus", "engines that only evaluate"),
         ("--vllm-dtype", "vLLM"),
     ],

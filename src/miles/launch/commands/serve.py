@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from miles.backends.fsdp.reward_server import RewardServer
     from miles.backends.native.engine.engine import NativeEngine
     from miles.backends.native.server.app import EngineServer
+    from miles.backends.service.http_server import ServiceServer
     from miles.cluster.executor import Executor
     from miles.models.lora.targets import LoraSpec
     from miles.models.spec import DecoderSpec
@@ -54,13 +55,13 @@ def serve(config: ServeRoot, environment: Mapping[str, str] | None = None) -> in
     """Serve until SIGTERM or SIGINT."""
     environment = os.environ if environment is None else environment
     key = read_key("--api-key-file", config.serve.api_key_file, environment.get(API_KEY))
-    unauthenticated = config.serve.allow_unauthenticated
+    unauthenticated = config.serve.allow_unauthenticated or config.service.has_keys
     if problem := find_key_problem(config.serve.host, key, allow_unauthenticated=unauthenticated):
         raise UsageError(problem)
     stack_dump.register_process(f"server {config.serve.port}")
     configure_cublas(config.models.numerics)
     with asyncio.Runner(loop_factory=select_event_loop()) as runner:
-        runner.run(_serve(config, key))
+        runner.run(_serve_training(config, key) if config.service.train else _serve(config, key))
     return 0
 
 
@@ -79,7 +80,7 @@ def read_serve_config(argv: Sequence[str]) -> ServeRoot:
         result = replace(result, config=_name_served_model(names.resolve(result.config)))
         assert result.config is not None
         problems += names.problems or [*_check_model(result.config.models), *_check_adapters(result.config)]
-        problems += _check_lora_serving(result.config)
+        problems += [*_check_lora_serving(result.config), *_check_training(result.config)]
         problems += _check_packages()
     if problems or result.config is None:
         raise UsageError(problems)
@@ -145,6 +146,27 @@ def _check_lora_serving(config: ServeRoot) -> Iterator[str]:
         )
 
 
+def _check_training(config: ServeRoot) -> Iterator[str]:
+    """The training service applies adapters beside weights in their own precision, on one device."""
+    models = config.models
+    if not config.service.train:
+        if config.service.service_tenants is not None:
+            yield "--service-tenants names the tenants of the training service; add --train."
+        return
+    refused = {
+        "--model-impl transformers": models.model_impl == "transformers",
+        "--rollout-precision": models.rollout_format is not None,
+        "--enable-lora, which is implied": config.lora_serving.is_enabled,
+        "--lora-rank and --lora-adapter-path": config.lora.is_enabled,
+        "--tensor-parallel-size": config.serve.tensor_parallel_size > 1,
+        "--skip-tokenizer-init": config.serve.skip_tokenizer_init,
+        "--speculative-algorithm": config.native.speculative_algorithm != "none",
+    }
+    for flag, is_given in refused.items():
+        if is_given:
+            yield f"--train does not go together with {flag}; remove it."
+
+
 def _check_packages() -> Iterator[str]:
     missing = [package for module, package in _PACKAGES.items() if find_spec(module) is None]
     if missing:
@@ -180,6 +202,36 @@ async def _serve(config: ServeRoot, key: str | None) -> None:
         await server.stop()
         await engine.close()
         run.close()
+
+
+async def _serve_training(config: ServeRoot, key: str | None) -> None:
+    """Serve the Tinker API: training and sampling of adapters on one base model."""
+    from miles.backends.service.http_server import ServiceServer
+    from miles.cluster.executor import ThreadExecutor
+    from miles.launch.build.service import build_service, build_tenants
+    from miles.launch.runtime.gc_tuning import reduce_gc
+
+    started = time.perf_counter()
+    run_engine, run_trainer = ThreadExecutor("engine"), ThreadExecutor("trainer")
+    service, engine = await build_service(config, build_tenants(config, key), run_engine, run_trainer)
+    server = ServiceServer(service, max_body_mib=config.serve.max_body_mib)
+    try:
+        if config.serve.server_warmup:
+            await _warm_up_with_progress(engine, config.serve)
+        await service.start()
+        port = await _listen(server, config.serve)
+        host = f"[{config.serve.host}]" if ":" in config.serve.host else config.serve.host
+        seconds = time.perf_counter() - started
+        print(f"Training on {service.base_model} at http://{host}:{port} (ready in {seconds:.1f} s).", flush=True)
+        with reduce_gc():
+            await _wait_for_signal()
+        print("Saving adapters; requests that wait are computed after the next start.", file=sys.stderr, flush=True)
+    finally:
+        await server.stop()
+        await service.stop()
+        await engine.close()
+        run_engine.close()
+        run_trainer.close()
 
 
 async def _warm_up_with_progress(engine: NativeEngine, config: ServeConfig) -> None:
@@ -220,7 +272,7 @@ async def warm_up(engine: NativeEngine, view: View) -> None:
     await engine.flush_cache()
 
 
-async def _listen(server: EngineServer | RewardServer, config: ServeConfig) -> int:
+async def _listen(server: EngineServer | RewardServer | ServiceServer, config: ServeConfig) -> int:
     try:
         return await server.start(config.host, config.port)
     except OSError as error:
