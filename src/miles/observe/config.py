@@ -172,7 +172,6 @@ class ObserveConfig:
     record_memory_history: bool = option(
         False, "Record every allocation on the accelerator, and write memory snapshots of the training step."
     )
-    memory_recorder: Literal["torch"] = option("torch", "What records the memory: torch's allocator.")
     memory_snapshot_dir: str | None = option(
         None, "Where memory snapshots go, instead of the folder profiles of the run.", path=True
     )

@@ -289,7 +289,7 @@ _CLUSTER_RULES = (
         lambda c: c.observe.use_pytorch_profiler,
     ),
     FlagsNeed(
-        ("--memory-recorder", "--memory-snapshot-dir", "--memory-snapshot-num-steps"),
+        ("--memory-snapshot-dir", "--memory-snapshot-num-steps"),
         "--record-memory-history",
         lambda c: c.observe.record_memory_history,
     ),

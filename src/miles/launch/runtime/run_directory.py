@@ -89,7 +89,6 @@ MAY_CHANGE = frozenset(
         "profile_step_start",
         "profile_step_end",
         "record_memory_history",
-        "memory_recorder",
         "memory_snapshot_dir",
         "memory_snapshot_num_steps",
         "num_threads",
