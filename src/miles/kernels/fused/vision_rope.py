@@ -114,7 +114,8 @@ def _vision_rope_kernel(
     cos_C = tl.load(rotation_ptr + patch_C * (2 * DIM) + column_C, valid_C, other=0.0)
     sin_C = tl.load(rotation_ptr + patch_C * (2 * DIM) + DIM + column_C, valid_C, other=0.0)
     # Of both tensors one has the channels in the projection's order, the other in that of the rotation.
-    own_C, other_C, written_C = column_C, partner_C, column_C
+    own_C, other_C = column_C, partner_C
+    written_C = column_C
     if BACKWARD:
         sin_C = -sin_C
         written_C = _projection_channel(column_C, DIM, HALVES)

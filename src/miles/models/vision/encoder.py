@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from miles.kernels.attention.bidirectional import Segments, bidirectional_attention
-from miles.kernels.fused.gelu_linear import can_fuse_gelu, gelu_tanh_linear
-from miles.kernels.fused.gemv import linear
+from miles.kernels.fused.gemv import can_fuse_gelu, gelu_tanh_linear, linear
 from miles.kernels.fused.vision_rope import can_rotate_fused, rotate_queries_keys
 from miles.kernels.numerics import Numerics
 from miles.models.layers.linear import Linear
@@ -43,7 +42,7 @@ def build_norm(kind: VisionNorm, size: int, eps: float, **factory: Any) -> Layer
     return LayerNorm(size, eps, **factory) if kind == "layer" else RMSNorm(size, eps, **factory)
 
 
-class ClipRange(nn.Module):
+class ProjectionClip(nn.Module):
     """The ranges that the input and the output of a projection are clamped to; they are not trained."""
 
     def __init__(self, *, device: torch.device | str, dtype: torch.dtype, numerics: Numerics) -> None:
@@ -60,7 +59,7 @@ class ClipRange(nn.Module):
 
 def build_clip_ranges(names: Sequence[str], present: bool, **factory: Any) -> nn.ModuleDict | None:
     """Build the ranges of projections, by name; None if they are not clipped."""
-    return nn.ModuleDict({name: ClipRange(**factory) for name in names}) if present else None
+    return nn.ModuleDict({name: ProjectionClip(**factory) for name in names}) if present else None
 
 
 def apply_clipped(layer: Linear, x_PD: Tensor, clips: nn.ModuleDict | None, *names: str) -> Tensor:
@@ -71,7 +70,7 @@ def apply_clipped(layer: Linear, x_PD: Tensor, clips: nn.ModuleDict | None, *nam
     outputs: list[Tensor] = []
     for number, name in enumerate(names):
         clip, rows = clips[name], slice(number * size, (number + 1) * size)
-        assert isinstance(clip, ClipRange)
+        assert isinstance(clip, ProjectionClip)
         clipped_PD = clip.clamp_input(x_PD)
         if isinstance(weight, Tensor) and not layer.has_adapter:
             bias = None if layer.bias is None else layer.bias[rows]
