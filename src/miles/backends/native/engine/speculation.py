@@ -40,7 +40,8 @@ _MAX_WEIGHT = 512.0
 # Steps without any draft after which one is tried again, to measure; of drafts that cannot be replayed.
 PROBE_STEPS = 64
 # Share of requests that have a draft, before anything was measured, its weight, and the most weight, in lookups.
-_PRIOR_SHARE, _PRIOR_LOOKUPS, _MAX_LOOKUPS = 0.5, 4.0, 128.0
+_PRIOR_SHARE = 0.5
+_PRIOR_LOOKUPS, _MAX_LOOKUPS = 4.0, 128.0
 # Steps without drafts from one replay to the next, and the tokens of a replay.
 REPLAY_STEPS, _REPLAY_TOKENS = 4, 4
 
