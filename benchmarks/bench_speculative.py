@@ -3,12 +3,15 @@
     python benchmarks/bench_speculative.py imposed [--models Qwen3-8B Qwen3-30B-A3B] [--batches 1 4 8 16 32 64 256]
     python benchmarks/bench_speculative.py run RUN [--epochs 2]
     python benchmarks/bench_speculative.py tail [--models Qwen3-8B]
+    python benchmarks/bench_speculative.py overhead [--batches 1 8 32] [--new 256] [--rounds 7]
 
 ``imposed`` verifies drafts of random tokens and accepts a fixed number of them, whatever was sampled: the throughput
 of bf16 random weights of a published shape at 2, 3 and 4 tokens a verification, of which the last is sampled and one
 more was drafted in vain. ``run`` samples the prompts of a finished run again, with its last checkpoint and other seeds
 each epoch: n-gram drafts against none. ``tail`` is a step of 256 requests with log-normal response lengths, at most
-8,192 tokens, with 3 tokens a verification.
+8,192 tokens, with 3 tokens a verification. ``overhead`` samples nearly uniformly from 32,000 tokens, so that nothing
+repeats and no draft pays: the CPU time of a small model with n-gram drafts against without, in turns, and the share of
+the time with drafts that is spent on them.
 
 The limit of a small batch is reading the weights once a step: speculation divides it by the tokens of a verification.
 """
@@ -18,7 +21,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -52,6 +55,7 @@ class RandomDrafter:
     """Random tokens, as many as are asked for, at no cost."""
 
     num_buckets = 1
+    can_replay = False
 
     def __init__(self, vocab_size: int) -> None:
         self._tokens = np.random.default_rng(0).integers(0, vocab_size, 64).tolist()
@@ -62,6 +66,8 @@ class RandomDrafter:
     def observe(self, req: Req) -> None: ...
 
     def prepare(self, batch: ForwardBatch, *, drafted: bool, needed: bool) -> None: ...
+
+    def replay(self, req: Req, count: int) -> None: ...
 
     def estimate_seconds(self, num_reqs: int, length: int) -> float:
         return 0.0
@@ -236,6 +242,73 @@ def measure_run(folder: Path, epochs: int, samples: int) -> None:
         print(f"epoch {epoch + 1} ratio  {rates['ngram'] / rates['none']:.2f}", flush=True)
 
 
+def time_speculation(engine: NativeEngine) -> list[float]:
+    """Return a list that gets the seconds of every call from the scheduler to an engine's speculation."""
+    speculation, seconds = engine._speculation, list[float]()
+    assert speculation is not None
+
+    def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **options: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return method(*args, **options)
+            finally:
+                seconds.append(time.perf_counter() - began)
+
+        return timed
+
+    # Not choose_length, which the others call too: its result is cached.
+    for name in ("propose", "prepare", "measure", "record", "forget"):
+        setattr(speculation, name, wrap(getattr(speculation, name)))
+    return seconds
+
+
+def measure_overhead(batches: Sequence[int], new: int, rounds: int) -> None:
+    """CPU time, not wall time: another process on the machine must not count."""
+    config = {
+        "model_type": "qwen3",
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 32_000,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+    }
+    spec = spec_from_config(config)
+    model = hf.init_random(spec, seed=0, device="cpu", dtype=torch.float32)
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for batch in batches:
+        limits = {"engine_kv_tokens": batch * (new + 128), "engine_max_running": 256}
+        engines = {name: Engine(spec, weights, **limits, speculative_algorithm=name) for name in ("none", "ngram")}
+        own_seconds = time_speculation(engines["ngram"].engine)
+        seconds: dict[str, list[float]] = {name: [] for name in engines}
+        steps: dict[str, float] = {}
+        prompts = make_prompts(batch, 64, [new] * batch)
+        for number in range(rounds + 1):
+            order = list(engines) if number % 2 else list(engines)[::-1]
+            for name in order:
+                other = [(tokens + number, how) for tokens, how in prompts]  # no prompt a second time
+                began = time.process_time()
+                _, counted, _ = engines[name].measure(other)
+                if number:  # the first round warms up
+                    seconds[name].append(time.process_time() - began)
+                steps[name] = counted["steps"]
+        ratios = sorted(drafts / none for drafts, none in zip(seconds["ngram"], seconds["none"], strict=True))
+        share = sum(own_seconds) / engines["ngram"].engine.stats()["seconds"]
+        each = sorted(seconds["none"])[rounds // 2] / steps["none"] * 1e3
+        print(
+            f"batch {batch:3}: {each:6.2f} CPU ms a step; with n-gram drafts {ratios[rounds // 2]:.3f} times "
+            f"({ratios[0]:.3f} to {ratios[-1]:.3f}), {share:.2%} of the step time on drafts",
+            flush=True,
+        )
+        for engine in engines.values():
+            engine.close()
+
+
 def _rate(found: tuple[float, dict[str, float], int]) -> float:
     seconds, _, tokens = found
     return tokens / seconds
@@ -243,18 +316,21 @@ def _rate(found: tuple[float, dict[str, float], int]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("imposed", "run", "tail"))
+    parser.add_argument("part", choices=("imposed", "run", "tail", "overhead"))
     parser.add_argument("run", nargs="?", type=Path, help="run directory of the part run")
     parser.add_argument("--models", nargs="+", default=["Qwen3-8B"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 4, 8, 16, 32, 64, 256])
     parser.add_argument("--new", type=int, default=256, help="tokens of a response")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=7, help="turns of the part overhead")
     args = parser.parse_args()
     if args.part == "imposed":
         measure_imposed(args.models, args.batches, args.new)
     elif args.part == "tail":
         measure_tail(args.models)
+    elif args.part == "overhead":
+        measure_overhead(args.batches, args.new, args.rounds)
     else:
         measure_run(args.run, args.epochs, args.samples)
 

@@ -198,12 +198,36 @@ def test_a_draft_is_what_followed_the_longest_recent_match(sequences):
 
 
 def test_drafts_are_tried_again_after_steps_without_any():
+    """A row costs as much as a step, so drafts would not pay."""
     world = World(pages=400, num_slots=30, draft_tokens=2, row_seconds=100.0)
+    world.speculation._drafter.can_replay = False
     world.submit([0] * 6, 2 * PROBE_STEPS + 10)
     world.drain()
-    # A row costs as much as a step: drafts would not pay, but two probes were made.
     assert world.speculation.counters.steps == 2
     assert world.speculation.counters.drafted == 2
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_drafts_without_a_model_are_measured_without_verification(depth):
+    world = World(pages=400, num_slots=30, draft_tokens=2, row_seconds=100.0, depth=depth)
+    req = world.submit([0] * 6, 130)
+    world.drain()
+    assert world.speculation.counters.steps == 0
+    counted = [(rate.accepted, rate.verified) for rate in world.speculation._rates]
+    assert sum(verified for _, verified in counted) > 8.0 * len(counted) + 20
+    assert len(req.tokens) == 136
+
+
+def test_repetition_is_noticed_after_a_time_without_any():
+    """Nothing repeats until the same prompts come again; then drafts are verified and accepted."""
+    world = World(pages=800, num_slots=30, draft_tokens=4, row_seconds=0.01)
+    speculation = world.speculation
+    speculation._found, speculation._num_lookups = [0.0] * len(speculation._found), 128.0
+    assert speculation.choose_length(2) == 0
+    run(world, prompts=[[0, 1, 0], [1, 1, 0]], new=100)
+    run(world, prompts=[[0, 1, 0], [1, 1, 0]], new=100)
+    assert speculation.choose_length(2) > 0
+    assert speculation.counters.accepted > 50
 
 
 def test_rows_of_a_sparse_model_read_more_experts():

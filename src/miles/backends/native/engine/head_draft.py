@@ -80,6 +80,7 @@ class HeadDrafter:
     """
 
     num_buckets = 1
+    can_replay = False
 
     def __init__(
         self,
@@ -125,6 +126,9 @@ class HeadDrafter:
 
     def observe(self, req: Req) -> None:
         """Do nothing: the trainer trains the head."""
+
+    def replay(self, req: Req, count: int) -> None:
+        """Do nothing: drafts of earlier tokens would have to be computed again."""
 
     def estimate_seconds(self, num_reqs: int, length: int) -> float:
         """Return the time of so many steps of the head."""

@@ -59,6 +59,7 @@ class ModelDrafter:
     """
 
     num_buckets = 1
+    can_replay = False
 
     def __init__(
         self,
@@ -139,6 +140,9 @@ class ModelDrafter:
 
     def observe(self, req: Req) -> None:
         """Do nothing: the model does not learn."""
+
+    def replay(self, req: Req, count: int) -> None:
+        """Do nothing: drafts of earlier tokens would have to be computed again."""
 
     def estimate_seconds(self, num_reqs: int, length: int) -> float:
         """Return the time of so many steps of the draft model, and of one that stores keys."""

@@ -3,12 +3,13 @@
 An RL loop samples each prompt several times at once and again in later epochs. All sequences of a prompt form one
 history; the n-gram a request ends with is looked up in it, the longest match wins, and what followed there is drafted.
 What else followed other matches are branches. Lookup is by hash chains, as compressors have them: the last two tokens
-give the latest places, newest first, and each is compared backwards.
+give the latest places, newest first, and each is compared backwards. Most pairs of tokens have one place only, so a
+pair and a place are one integer each.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
@@ -24,6 +25,9 @@ _MAX_PLACES = 16
 # Earlier responses kept for each prompt.
 _MAX_SEQUENCES = 64
 _LOOKUP_SECONDS = 1e-5
+# Bits of a token, and of a position in a sequence.
+_BITS = 32
+_END_MASK = (1 << _BITS) - 1
 
 
 class DraftedTokens(NamedTuple):
@@ -51,7 +55,7 @@ class PromptHistory:
 
     def __init__(self) -> None:
         self._sequences: dict[int, tuple[list[int], int]] = {}
-        self._places: dict[tuple[int, int], deque[tuple[int, int]]] = {}
+        self._places: dict[int, int | list[int]] = {}
         self.num_tokens = 0
 
     def add(self, number: int, tokens: list[int], prompt_length: int, first: int = 0) -> None:
@@ -61,12 +65,16 @@ class PromptHistory:
         """
         known = self._sequences.get(number)
         indexed = known[1] if known is not None else first if not self._sequences else max(0, prompt_length - 1)
+        known_places = self._places
         for end in range(max(indexed, 1), len(tokens)):
-            pair = (tokens[end - 1], tokens[end])
-            places = self._places.get(pair)
-            if places is None:
-                self._places[pair] = places = deque(maxlen=_MAX_PLACES)
-            places.append((number, end))
+            pair, place = tokens[end - 1] << _BITS | tokens[end], number << _BITS | end
+            places = known_places.setdefault(pair, place)
+            if isinstance(places, list):
+                places.append(place)
+                if len(places) > _MAX_PLACES:
+                    del places[0]
+            elif places != place:
+                known_places[pair] = [places, place]
         self._sequences[number] = (tokens, len(tokens))
         self.num_tokens += len(tokens) - (0 if known is None else indexed)
         if len(self._sequences) > _MAX_SEQUENCES:
@@ -74,17 +82,22 @@ class PromptHistory:
             number = next(islice(self._sequences, 1, None))
             self.num_tokens -= self._sequences.pop(number)[1]
 
-    def find(self, tokens: Sequence[int], number: int, most: int, num_branches: int = 1) -> DraftedTokens | None:
+    def find(
+        self, tokens: Sequence[int], number: int, most: int, num_branches: int = 1, length: int | None = None
+    ) -> DraftedTokens | None:
         """Return what followed the longest earlier match of the sequence's end, at most ``most`` tokens.
 
-        With several ``num_branches``, what else followed other matches leaves it in branches: those of the longest
-        match first, then the newest.
+        With a ``length`` the sequence ends there, and nothing of it behind that is used. With several
+        ``num_branches``, what else followed other matches leaves it in branches: those of the longest match first, then
+        the newest.
         """
-        last = len(tokens) - 1
+        last = (len(tokens) if length is None else length) - 1
         found: list[tuple[int, list[int], int]] = []
-        for other, end in reversed(self._places.get((tokens[last - 1], tokens[last]), ())):
+        places = self._places.get(tokens[last - 1] << _BITS | tokens[last], ())
+        for place in (places,) if isinstance(places, int) else reversed(places):
+            other, end = place >> _BITS, place & _END_MASK
             entry = self._sequences.get(other)
-            if entry is None or end + 1 >= len(entry[0]) or (other == number and end == last):
+            if entry is None or end + 1 >= len(entry[0]) or (other == number and end >= last):
                 continue
             match = _count_equal(tokens, last, entry[0], end)
             found.append((match, entry[0], end + 1))
@@ -128,6 +141,7 @@ class NgramDrafter:
     """
 
     num_buckets = DraftedTokens((), MAX_MATCH).bucket + 1
+    can_replay = True
 
     def __init__(self, max_tokens: int, num_branches: int = 1) -> None:
         self._max_tokens = max_tokens
@@ -164,6 +178,14 @@ class NgramDrafter:
     def estimate_seconds(self, num_reqs: int, length: int) -> float:
         """Return the time of so many lookups."""
         return num_reqs * _LOOKUP_SECONDS
+
+    def replay(self, req: Req, count: int) -> DraftedTokens | None:
+        """Return what would have been drafted before the last ``count`` tokens of a request."""
+        self.observe(req)
+        length = len(req.tokens) - count
+        if length < MIN_MATCH:
+            return None
+        return self._histories[req.prompt_key].find(req.tokens, req.number, count, length=length)
 
     def _draft_one(self, req: Req, length: int) -> DraftedTokens | None:
         self.observe(req)

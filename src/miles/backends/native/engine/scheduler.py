@@ -229,6 +229,8 @@ class Scheduler:
             store_prompt_logprobs(step.scored, output, version)
         if step.drafts_D is None:
             self._append_tokens(step, output, version)
+            if self._speculation is not None:
+                self._speculation.measure(step.sampled_reqs)
             ended = failed + self._find_ended(step, output.tokens_D)
         else:
             ended = failed + self._verify_drafts(step, step.drafts_D, output, version)

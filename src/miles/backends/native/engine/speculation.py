@@ -7,6 +7,9 @@ those of the policy, and with batch-invariant kernels they are bit for bit those
 A drafted token gets a row of a step while the tokens expected of it are worth more than the row: by acceptance
 measured so far, and the estimated cost of a step by its rows (``step_cost``). So does a branch, which also costs the
 rows that are repeated for it. Nothing depends on a clock, so a run with a fixed seed makes the same drafts again.
+
+While no draft would pay, drafts without a model are measured by replay: what would have been drafted for a request a
+few tokens ago is compared with what was sampled since. That needs no row and no wait for the device.
 """
 
 from __future__ import annotations
@@ -34,8 +37,13 @@ _PRIOR_ACCEPTANCE, _PRIOR_WEIGHT = 0.6, 8.0
 _PRIOR_BRANCH_ACCEPTANCE = 0.3
 # Beyond this many drafted tokens, older measurements lose weight.
 _MAX_WEIGHT = 512.0
-# Steps without any draft after which one is tried again, to measure.
+# Steps without any draft after which one is tried again, to measure; of drafts that cannot be replayed.
 PROBE_STEPS = 64
+# Share of requests that have a draft, before anything was measured, its weight, and the most weight, in lookups.
+_PRIOR_SHARE = 0.5
+_PRIOR_LOOKUPS, _MAX_LOOKUPS = 4.0, 128.0
+# Steps without drafts from one replay to the next, and the tokens of a replay.
+REPLAY_STEPS, _REPLAY_TOKENS = 4, 4
 
 
 @dataclass(slots=True)
@@ -100,9 +108,13 @@ class RowCandidate(NamedTuple):
 
 
 class Drafter(Protocol):
-    """Where drafts come from. Acceptance is measured by bucket, of which there are ``num_buckets``."""
+    """Where drafts come from. Acceptance is measured by bucket, of which there are ``num_buckets``.
+
+    Drafts that ``can_replay`` are measured without verification; others have a draft for every request.
+    """
 
     num_buckets: int
+    can_replay: bool
 
     def draft(self, reqs: Sequence[Req], lengths: Sequence[int]) -> list[DraftedTokens | None]:
         """Return a draft of at most so many tokens for each request; None where there is none."""
@@ -117,6 +129,10 @@ class Drafter(Protocol):
 
         ``drafted``: the step verifies drafts. Drafts that follow are ``needed``, or would not pay.
         """
+        ...
+
+    def replay(self, req: Req, count: int) -> DraftedTokens | None:
+        """Return what would have been drafted before the last ``count`` tokens of a request."""
         ...
 
     def estimate_seconds(self, num_reqs: int, length: int) -> float:
@@ -142,26 +158,72 @@ class Speculation:
         self._rates = [AcceptanceRate() for _ in range(drafter.num_buckets)]
         # By rank among the branches of one fork: if the chain and the branches before it were rejected.
         self._branch_rates: list[AcceptanceRate] = []
+        # How many lookups found a draft of each bucket, and how many there were.
+        self._found = [0.0] * drafter.num_buckets
+        self._found[-1] = _PRIOR_SHARE * _PRIOR_LOOKUPS
+        self._num_lookups = _PRIOR_LOOKUPS
         self._idle_steps = 0
+        self._best_lengths: dict[int, int] = {}
 
     def choose_length(self, num_running: int) -> int:
-        """Return how many tokens to draft for each of so many requests, if all drafts were as good as the best are.
+        """Return how many tokens to draft for each of so many requests that have a draft.
 
-        It is 0 where no length pays, but 1 after a number of steps without drafts, to measure again.
+        It is 0 where no length pays, but 1 after a number of steps without drafts that cannot be replayed, to measure
+        again.
         """
         if not self._adaptive:
             return self._max_draft_tokens
-        rate = max(rate.value for rate in self._rates)
-        best, best_rate = 0, 1 / self._cost(num_running)
-        tokens, gain = 1.0, 1.0
-        for length in range(1, self._max_draft_tokens + 1):
-            gain *= rate
-            tokens += gain
-            seconds = self._cost(num_running * (1 + length)) + self._cost.turn_seconds
-            seconds += self._drafter.estimate_seconds(num_running, length)
-            if tokens / seconds > best_rate:
-                best, best_rate = length, tokens / seconds
-        return max(best, int(self._idle_steps >= PROBE_STEPS))
+        best = self._best_lengths.get(num_running)
+        if best is None:
+            best = self._best_lengths[num_running] = self._find_best_length(num_running)
+        return max(best, int(not self._drafter.can_replay and self._idle_steps >= PROBE_STEPS))
+
+    def _find_best_length(self, num_running: int) -> int:
+        """Return the length that samples most tokens a second, if drafts of the best buckets are verified."""
+        best, best_rate = 0, num_running / self._cost(num_running)
+        shares = [1.0] * len(self._rates)
+        if self._drafter.can_replay:
+            shares = [found / self._num_lookups for found in self._found]
+        buckets = sorted(zip((rate.value for rate in self._rates), shares, strict=True), reverse=True)
+        drafting = 0.0
+        gains = [0.0] * self._max_draft_tokens
+        for rate, share in buckets:
+            if not share:
+                continue
+            drafting += share * num_running
+            tokens = float(num_running)
+            for length in range(1, self._max_draft_tokens + 1):
+                gains[length - 1] += share * num_running * rate**length
+                tokens += gains[length - 1]
+                seconds = self._cost(num_running + drafting * length) + self._cost.turn_seconds
+                seconds += self._drafter.estimate_seconds(num_running, length)
+                if tokens / seconds > best_rate:
+                    best, best_rate = length, tokens / seconds
+        return best
+
+    def measure(self, reqs: Sequence[Req]) -> None:
+        """Replay a draft of one of the requests whose tokens a step without drafts sampled, every few steps."""
+        if not self._drafter.can_replay or not reqs or not self._adaptive or self._idle_steps % REPLAY_STEPS:
+            return
+        req = reqs[self._idle_steps // REPLAY_STEPS % len(reqs)]
+        count = min(_REPLAY_TOKENS, len(req.tokens) - req.prompt_length)
+        if count <= 0 or not req.can_speculate:
+            return
+        draft = self._drafter.replay(req, count)
+        self._count_lookup(draft)
+        if draft is not None:
+            pairs = zip(draft.tokens, req.tokens[-count:], strict=False)
+            accepted = next((i for i, (drafted, sampled) in enumerate(pairs) if drafted != sampled), len(draft.tokens))
+            self._rates[draft.bucket].record(accepted, min(len(draft.tokens), accepted + 1))
+
+    def _count_lookup(self, draft: DraftedTokens | None) -> None:
+        self._best_lengths.clear()
+        self._num_lookups += 1
+        if draft is not None and draft.tokens:
+            self._found[draft.bucket] += 1
+        if self._num_lookups > _MAX_LOOKUPS:
+            self._num_lookups *= 0.5
+            self._found = [found * 0.5 for found in self._found]
 
     def prepare(self, batch: ForwardBatch, *, drafted: bool) -> None:
         """Prepare for drafts behind the tokens of a step, which may be ``drafted`` themselves."""
@@ -182,10 +244,16 @@ class Speculation:
             return {}
         length = length if num_rows < max_rows else 0
         # Also without requests: a head runs on prompts that are not computed to their end yet.
-        found = self._drafter.draft(reqs, [min(most, length) for most in room])
+        lengths = [min(most, length) for most in room]
+        found = self._drafter.draft(reqs, lengths)
+        if self._drafter.can_replay:
+            for draft, most in zip(found, lengths, strict=True):
+                if most:
+                    self._count_lookup(draft)
         pairs = [(req, draft) for req, draft in zip(reqs, found, strict=True) if draft is not None and draft.tokens]
         trees = self._choose_trees(pairs, num_rows, max_rows)
-        if self._idle_steps >= PROBE_STEPS and pairs and not any(tree.tokens for tree in trees):
+        is_probe = self._idle_steps >= PROBE_STEPS and not self._drafter.can_replay
+        if is_probe and pairs and not any(tree.tokens for tree in trees):
             trees[0] = DraftTree(pairs[0][1].tokens[:1])
         drafts = {}
         for (req, draft), tree in zip(pairs, trees, strict=True):
@@ -198,6 +266,7 @@ class Speculation:
 
     def record(self, req: Req, accepted: int, branch: int = 0) -> None:
         """Learn that the first ``accepted`` tokens of the request's drafts were accepted, up to a ``branch``."""
+        self._best_lengths.clear()
         tree, rate = req.draft, self._rates[req.draft_bucket]
         req.record_verification(tree.num_tokens, accepted)
         counters = self.counters

@@ -54,7 +54,7 @@ class StepCost:
     read_seconds: float = 0.0
     compute_seconds: float = 0.0
 
-    def __call__(self, rows: int) -> float:
+    def __call__(self, rows: float) -> float:
         share = 1 - (1 - self.expert_share) ** rows if self.expert_share else 0.0
         read = self.read_seconds + self.expert_seconds * share
         # Reading and arithmetic overlap: about the longer of the two, and smooth where they are alike.
