@@ -26,13 +26,13 @@ DENSE = ("fsdp", "tp", "tp+sp", "cp")
 CASES = [
     ("qwen3", DENSE, "plain"),
     ("qwen3", ("fsdp", "tp", "tp+sp", "cp"), "dora"),
-    ("deepseek v3", ("fsdp", "tp", "tp+sp"), "dora"),
-    ("qwen3", ("tp", "tp+sp"), "dropout"),
-    ("qwen3 moe", ("tp",), "dropout"),  # padding of sequence parallelism has experts too, so that rows are others
     ("qwen3 moe", tuple(TWO), "plain"),
     ("qwen3 moe", ("tp", "ep"), "shared"),
     ("deepseek v3", tuple(TWO), "plain"),
     ("gpt-oss", ("tp", "ep", "fsdp"), "shared"),
+    ("deepseek v3", ("fsdp", "tp", "tp+sp"), "dora"),
+    ("qwen3", ("tp", "tp+sp"), "dropout"),
+    ("qwen3 moe", ("tp",), "dropout"),  # padding of sequence parallelism has experts too, so that rows are others
 ]
 
 

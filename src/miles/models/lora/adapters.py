@@ -49,7 +49,7 @@ from miles.models.checkpoint.peft import (
     magnitude_name,
     peft_tensor_name,
 )
-from miles.models.hf_adapter.lora import find_linear, set_adapter
+from miles.models.hf_adapter.decoder import find_linear, set_adapter
 from miles.models.layers.linear import Linear
 from miles.models.layers.moe import MoeMlp
 from miles.models.lora.layout import LORA_A, LORA_B, build_layout, factor_name
