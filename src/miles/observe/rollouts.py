@@ -45,6 +45,8 @@ FORMAT_VERSION = "2"
 CODEC = Codec(CORE_TYPES)
 
 
+WALL_CLOCK_COLUMNS = ("started", "generate_seconds", "grade_seconds")
+"""Columns that differ when a run is repeated; all others of a deterministic run are equal to the bit."""
 TRAINER = "trainer"
 """Folder beside the rollout files, with the trainer's log-prob and entropy of each token in files of the same names."""
 
