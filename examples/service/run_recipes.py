@@ -29,13 +29,13 @@ RECIPES = {
     ),
     "rl": (
         "tinker_cookbook.recipes.rl_loop",
-        ["batch_size=4", "group_size=8", "learning_rate=3e-3", "max_tokens=16", "max_steps={steps}", "lora_rank=16"],
+        ["batch_size=8", "group_size=16", "learning_rate=6e-3", "max_tokens=16", "max_steps={steps}", "lora_rank=16"],
         "reward/total",
     ),
     "dpo": (
         "tinker_cookbook.recipes.preference.dpo.train",
         ["dataset=hhh", "batch_size=16", "learning_rate=1e-3", "max_steps={steps}", "max_length=512"],
-        "accuracy",
+        "dpo_loss",
     ),
 }
 

@@ -139,6 +139,29 @@ def test_data_of_tenants_that_arrive_together_share_a_pass(model, tmp_path):
         assert together == pytest.approx(alone, rel=1e-6)
 
 
+def test_a_backlog_of_one_tenant_delays_another_by_one_turn(model, tmp_path):
+    flags = ("--service-batch-tokens", "12", "--service-quantum", "12")
+    with serving(model, tmp_path, *flags) as live:
+        busy, late = Raw(live.url, ALICE), Raw(live.url, BOB)
+        runs = [client.open_run(str(model)) for client in (busy, late)]
+        live.call(live.service.training.stop())
+        for seq in range(1, 31):
+            busy.train(runs[0], seq, [TOKENS])
+        accepted = late.train(runs[1], 1, [TOKENS])
+        computed, commit = [], live.service.store.commit
+
+        async def commit_and_note(*records):
+            computed.extend(part[0] for record in records if record.kind == "pass" for part in record.content["parts"])
+            await commit(*records)
+
+        live.service.store.commit = commit_and_note
+        live.loop.call_soon_threadsafe(live.service.training.start)
+        late.result(accepted)
+        assert computed.index(accepted["request_id"]) <= 4
+        busy.result({"request_id": f"{runs[0]}:30"})
+        live.service.store.commit = commit
+
+
 def test_quotas(model, tmp_path):
     tenants = """
     [tenants.small]
