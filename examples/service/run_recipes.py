@@ -96,7 +96,7 @@ def plot(folder: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where model, data, logs and curves are written")
-    parser.add_argument("--steps", type=int, default=40, help="steps of each recipe")
+    parser.add_argument("--steps", type=int, default=50, help="steps of each recipe")
     arguments = parser.parse_args()
     folder = arguments.folder.resolve()
     build_workspace(folder)
