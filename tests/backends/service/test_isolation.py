@@ -213,6 +213,23 @@ def test_unnamed_versions_beyond_the_limit_are_removed(model, tmp_path):
         assert status == 404 and "there is no checkpoint" in reply["detail"]
 
 
+def test_a_disk_that_fails_stops_the_service_and_says_so(model, tmp_path):
+    with serving(model, tmp_path) as live:
+        client = Raw(live.url, ALICE)
+        run = client.open_run(str(model))
+
+        def fail(data):
+            raise OSError(28, "No space left on device")
+
+        live.service.store.journal._write = fail
+        body = encode_train(run, 1, [TOKENS])
+        for _ in range(2):
+            status, reply = client.send("POST", "/api/v1/forward_backward", body, "application/x-protobuf")
+            assert status == 503 and "No space left" in reply["detail"]
+        assert client.send("GET", "/health")[0] == 503
+        assert live.service.store.state.count_pending("alice") == 0
+
+
 def test_stored_bytes_are_limited(model, tmp_path):
     tenants = '[tenants.small]\nkey = "tml-small-key-of-sixteen"\nmax_stored_bytes = 1000\n'
     with serving(model, tmp_path, tenants=tenants) as live:
