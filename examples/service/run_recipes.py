@@ -29,13 +29,13 @@ RECIPES = {
     ),
     "rl": (
         "tinker_cookbook.recipes.rl_loop",
-        ["batch_size=4", "group_size=8", "learning_rate=3e-3", "max_tokens=16", "max_steps={steps}", "lora_rank=16"],
+        ["batch_size=8", "group_size=16", "learning_rate=6e-3", "max_tokens=16", "max_steps={steps}", "lora_rank=16"],
         "reward/total",
     ),
     "dpo": (
         "tinker_cookbook.recipes.preference.dpo.train",
         ["dataset=hhh", "batch_size=16", "learning_rate=1e-3", "max_steps={steps}", "max_length=512"],
-        "accuracy",
+        "dpo_loss",
     ),
 }
 
@@ -96,7 +96,7 @@ def plot(folder: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where model, data, logs and curves are written")
-    parser.add_argument("--steps", type=int, default=40, help="steps of each recipe")
+    parser.add_argument("--steps", type=int, default=50, help="steps of each recipe")
     arguments = parser.parse_args()
     folder = arguments.folder.resolve()
     build_workspace(folder)

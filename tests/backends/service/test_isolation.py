@@ -139,6 +139,29 @@ def test_data_of_tenants_that_arrive_together_share_a_pass(model, tmp_path):
         assert together == pytest.approx(alone, rel=1e-6)
 
 
+def test_a_backlog_of_one_tenant_delays_another_by_one_turn(model, tmp_path):
+    flags = ("--service-batch-tokens", "12", "--service-quantum", "12")
+    with serving(model, tmp_path, *flags) as live:
+        busy, late = Raw(live.url, ALICE), Raw(live.url, BOB)
+        runs = [client.open_run(str(model)) for client in (busy, late)]
+        live.call(live.service.training.stop())
+        for seq in range(1, 31):
+            busy.train(runs[0], seq, [TOKENS])
+        accepted = late.train(runs[1], 1, [TOKENS])
+        computed, commit = [], live.service.store.commit
+
+        async def commit_and_note(*records):
+            computed.extend(part[0] for record in records if record.kind == "pass" for part in record.content["parts"])
+            await commit(*records)
+
+        live.service.store.commit = commit_and_note
+        live.loop.call_soon_threadsafe(live.service.training.start)
+        late.result(accepted)
+        assert computed.index(accepted["request_id"]) <= 4
+        busy.result({"request_id": f"{runs[0]}:30"})
+        live.service.store.commit = commit
+
+
 def test_quotas(model, tmp_path):
     tenants = """
     [tenants.small]
@@ -188,6 +211,23 @@ def test_unnamed_versions_beyond_the_limit_are_removed(model, tmp_path):
         assert len(live.service.engine._engine.lora.adapters) == 2
         status, reply = client.send("POST", "/api/v1/asample", sample_body(sampling_session_id=samplers[0], seq_id=1))
         assert status == 404 and "there is no checkpoint" in reply["detail"]
+
+
+def test_a_disk_that_fails_stops_the_service_and_says_so(model, tmp_path):
+    with serving(model, tmp_path) as live:
+        client = Raw(live.url, ALICE)
+        run = client.open_run(str(model))
+
+        def fail(data):
+            raise OSError(28, "No space left on device")
+
+        live.service.store.journal._write = fail
+        body = encode_train(run, 1, [TOKENS])
+        for _ in range(2):
+            status, reply = client.send("POST", "/api/v1/forward_backward", body, "application/x-protobuf")
+            assert status == 503 and "No space left" in reply["detail"]
+        assert client.send("GET", "/health")[0] == 503
+        assert live.service.store.state.count_pending("alice") == 0
 
 
 def test_stored_bytes_are_limited(model, tmp_path):

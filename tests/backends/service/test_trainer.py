@@ -14,6 +14,8 @@ from miles.backends.service.adapter import AdamParams, AdapterShape, write_peft
 from miles.backends.service.losses import LOSSES
 from miles.backends.service.messages import Datum, TrainRequest
 from miles.backends.service.trainer import MultiLoraTrainer, PassItem, check_data, split_data
+from miles.kernels.numerics import BATCH_INVARIANT
+from miles.models.decoder import Decoder
 from miles.models.lora.targets import list_targets
 from miles.rollout.serving.errors import RequestError
 
@@ -137,6 +139,20 @@ def test_what_else_is_in_a_pass_changes_a_tenants_results_by_rounding_only():
         for name, grad in gradients(adapter).items():
             wanted = gradients(alone)[name]
             assert (grad - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+def test_with_batch_invariant_numerics_log_probs_do_not_depend_on_the_pass_at_all():
+    decoder = twin(base())
+    exact = Decoder(decoder.spec, device="cpu", dtype=torch.float32, numerics=BATCH_INVARIANT)
+    exact.load_state_dict(decoder.state_dict())
+    trainer = MultiLoraTrainer(exact, [t.module for t in list_targets(decoder.spec)], device=torch.device("cpu"))
+    data = [random_data(i, lengths) for i, lengths in enumerate(((5, 9), (12,), (3, 7, 4)))]
+    adapters = [create(trainer, shape) for shape in SHAPES]
+    outputs = trainer.run([make_item(*each, backward=False) for each in zip(adapters, data, strict=True)])
+    for adapter, own, output in zip(adapters, data, outputs, strict=True):
+        (alone,) = trainer.run([make_item(adapter, own, backward=False)])
+        for one, two in zip(output.outputs, alone.outputs, strict=True):
+            np.testing.assert_array_equal(one["logprobs"], two["logprobs"])
 
 
 def test_gradients_add_up_and_a_forward_alone_adds_none():

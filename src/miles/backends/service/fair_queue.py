@@ -4,7 +4,7 @@ Each tenant with work has a turn in a ring. A turn adds a quantum to the tenant'
 credit pays for it; a tenant without work keeps no credit. Between two turns of a tenant every other tenant has one
 turn, so with n tenants, quantum q and works of at most m tokens:
 
-- of any two tenants with work throughout, neither gets more than q + m tokens ahead of the other, per unit of weight;
+- of any two tenants with work throughout, neither gets more than q + 2 m tokens ahead of the other;
 - a tenant's first work is taken after at most ceil(m / q) turns of everybody.
 """
 

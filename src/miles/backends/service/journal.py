@@ -71,7 +71,7 @@ class RequestJournal:
         self._waiting: list[tuple[bytes, asyncio.Future[None]]] = []
         self._writer: asyncio.Task[None] | None = None
         self._opened: BinaryIO | None = None
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self.size = 0
 
     def open(self) -> list[Record]:
@@ -93,8 +93,8 @@ class RequestJournal:
     async def append(self, *records: Record) -> None:
         """Make records durable, in this order; returns when they are."""
         assert self._opened is not None, "the journal is not open"
-        if self._error is not None:
-            raise MilesError(f"the journal {self._file} cannot be written: {self._error}")
+        if self.error is not None:
+            raise MilesError(f"the journal {self._file} cannot be written: {self.error}")
         done = asyncio.get_running_loop().create_future()
         self._waiting.append((b"".join(map(encode_record, records)), done))
         if self._writer is None:
@@ -109,12 +109,12 @@ class RequestJournal:
                 try:
                     await loop.run_in_executor(self._thread, self._write, b"".join(data for data, _ in batch))
                 except OSError as error:
-                    self._error = error
+                    self.error = error
                 for _, done in batch:
-                    if self._error is None:
+                    if self.error is None:
                         done.set_result(None)
                     else:
-                        done.set_exception(MilesError(f"the journal {self._file} cannot be written: {self._error}"))
+                        done.set_exception(MilesError(f"the journal {self._file} cannot be written: {self.error}"))
         finally:
             self._writer = None
 

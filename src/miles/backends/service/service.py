@@ -90,7 +90,7 @@ class TrainingService:
             self._sweeper.cancel()
         await self.sampling.stop()
         await self.training.stop()
-        if self.training.error is None:
+        if self.problem is None:
             await self.training.snapshot()
         self.store.close()
 
@@ -116,8 +116,8 @@ class TrainingService:
     @property
     def problem(self) -> str | None:
         """Why the service cannot go on, if it cannot."""
-        error = self.training.error
-        return None if error is None else f"the trainer stopped: {error}"
+        error = self.store.journal.error or self.training.error
+        return None if error is None else f"the service stopped: {error}"
 
     # -- sessions ---------------------------------------------------------------------------
 

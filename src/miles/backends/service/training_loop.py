@@ -89,6 +89,7 @@ class TrainingLoop:
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._executing: asyncio.Task[None] | None = None
+        self._failure: Exception | None = None
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -143,14 +144,15 @@ class TrainingLoop:
         if self._task is not None:
             self._task.cancel()
             running = [task for task in (self._task, self._executing) if task is not None]
-            await asyncio.gather(*running, return_exceptions=True)
+            for result in await asyncio.gather(*running, return_exceptions=True):
+                self._failure = result if isinstance(result, Exception) else self._failure
             self._task = self._executing = None
 
     @property
     def error(self) -> BaseException | None:
         """What ended the loop, if something did."""
         if self._task is None or not self._task.done() or self._task.cancelled():
-            return None
+            return self._failure
         return self._task.exception()
 
     async def _loop(self) -> None:
