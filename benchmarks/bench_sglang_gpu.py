@@ -120,7 +120,7 @@ def write_vision_model(folder: Path, model: str, side: int) -> None:
     words = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
     words |= {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
     ids = {name: tokenizer.convert_tokens_to_ids(word) for name, word in words.items()}
-    config = build_config(model) | ids | {"torch_dtype": "bfloat16", "model_type": "qwen3_vl"}
+    config: dict[str, Any] = build_config(model) | ids | {"torch_dtype": "bfloat16", "model_type": "qwen3_vl"}
     config["text_config"] |= {"model_type": "qwen3_vl_text"}
     config["vision_config"] |= {"model_type": "qwen3_vl"}
     (folder / "config.json").write_text(json.dumps(config))

@@ -137,7 +137,7 @@ def test_a_server_refuses_a_format_that_does_not_fit():
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--lora-rank 4", "are applied beside quantized weights; add --rollout-precision"),
+        ("--lora-rank 4", "are applied beside the weights here; add --no-lora-merge"),
         ("--rollout-precision fp8 --lora-rank 4 --target-modules nothing", "names no projection of this model"),
         ("--rollout-precision fp8 --lora-adapter-path data", "is not a PEFT adapter"),
     ],

@@ -144,8 +144,6 @@ def add_expert_rows(
     """Add to each row the product of its factors, in place, by two Triton kernels; row q reads x[q // per_token]."""
     (rows, inputs), (_, targets, own_a, max_rank, _) = (len(y_QN), x_TI.shape[1]), factors.a_SPXRI.shape
     own_b, outputs = factors.b_SPXOR.shape[2:4]
-    if not rows:
-        return y_QN
     assert y_QN.is_contiguous() and y_QN.dtype == x_TI.dtype == factors.a_SPXRI.dtype, "factors have the rows' dtype"
     x_TI = x_TI.contiguous()
     width = triton.next_power_of_2(max(max_rank, 16))
@@ -154,9 +152,8 @@ def add_expert_rows(
     steps = triton.cdiv(triton.cdiv(inputs, depth), splits)
     stage_bytes = (plan.tile_rows + width) * depth * x_TI.dtype.itemsize
     xa_ZQX = torch.empty(splits, rows, targets * max_rank, dtype=torch.float32, device=x_TI.device)
-    has_ranks = factors.ranks_SP is not None
     sizes = {"TARGETS": targets, "EXPERTS": num_experts, "MAX_RANK": max_rank, "RANK_BLOCK": width}
-    sizes |= {"HAS_RANKS": has_ranks, "M": plan.tile_rows}
+    sizes |= {"HAS_RANKS": factors.ranks_SP is not None, "M": plan.tile_rows}
     pdl, tiles = pdl_options(x_TI.device), len(plan.tiles_G3)
     ranks, scales = (plan.rows_T if table is None else table for table in (factors.ranks_SP, factors.scales_SP))
     with device_guard(x_TI):

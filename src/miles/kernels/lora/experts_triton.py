@@ -187,7 +187,8 @@ def expert_expand_kernel(
         dtype = y_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue]
         m_M, r_R = tl.arange(0, M), tl.arange(0, RANK_BLOCK)
         n_N = (block % blocks) * N + tl.arange(0, N)
-        valid_M, valid_N, valid_R = m_M < count, n_N < OUTPUTS, r_R < rank
+        valid_M, valid_N = m_M < count, n_N < OUTPUTS
+        valid_R = r_R < rank
         row_M = tl.load(rows_ptr + first + m_M, valid_M, other=0)
         matrix = (slot * TARGETS + target).to(tl.int64) * OWN_EXPERTS + (expert if OWN_EXPERTS > 1 else 0)
         b_NR = b_ptr + (matrix * OUTPUTS + n_N)[:, None] * MAX_RANK + r_R[None, :]

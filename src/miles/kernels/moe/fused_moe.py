@@ -143,7 +143,21 @@ def moe_forward(
         config = next((config for config in configs if per_expert <= config.max_rows_per_expert), configs[-1])
         expert_args = (first_EFD, down_EDI, (first_bias_EF, down_bias_ED), activation, interleaved, config)
         return (_launch_weighed if weigh_input else _launch)(x_TD, weights_Tk, experts_Tk, *expert_args)
-    rows = sort_rows_by_group(experts_Tk, len(first_EFD) * (1 if exchange is None else exchange.world))
+    weights = ExpertWeights(first_EFD, down_EDI, first_bias_EF, down_bias_ED, activation, interleaved, *adapters)
+    return _run_grouped(x_TD, weights_Tk, experts_Tk, weights, weigh_input=weigh_input, exchange=exchange)
+
+
+def _run_grouped(
+    x_TD: Tensor,
+    weights_Tk: Tensor,
+    experts_Tk: Tensor,
+    experts: ExpertWeights,
+    *,
+    weigh_input: bool,
+    exchange: ExpertExchange | None,
+) -> Tensor:
+    """``moe_forward`` by grouped GEMMs of torch, in training and where no Triton kernel applies."""
+    rows = sort_rows_by_group(experts_Tk, len(experts.first_EFD) * (1 if exchange is None else exchange.world))
     # Started before the copies are made, so that the device is busy while the host waits for the sizes.
     handle = None if exchange is None else exchange.open(rows)
     x_RD = dispatch(x_TD, rows)
@@ -151,15 +165,15 @@ def moe_forward(
         x_RD = scale_rows(x_RD, weights_Tk, rows)
 
     def run_experts(x_RD: Tensor, rows: SortedRows) -> Tensor:
-        inner_RF = grouped_linear(x_RD, first_EFD, rows, first_bias_EF)
-        if adapters[0] is not None:
-            inner_RF = adapters[0](inner_RF, x_RD, rows)
-        if inner_RF.shape[1] == down_EDI.shape[2]:
-            inner_RI = apply_activation(inner_RF, None, activation)
+        inner_RF = grouped_linear(x_RD, experts.first_EFD, rows, experts.first_bias_EF)
+        if experts.first_adapter is not None:
+            inner_RF = experts.first_adapter(inner_RF, x_RD, rows)
+        if inner_RF.shape[1] == experts.down_EDI.shape[2]:
+            inner_RI = apply_activation(inner_RF, None, experts.activation)
         else:
-            inner_RI = gated_activation(inner_RF, activation, interleaved=interleaved)
-        out_RD = grouped_linear(inner_RI, down_EDI, rows, down_bias_ED)
-        return out_RD if adapters[1] is None else adapters[1](out_RD, inner_RI, rows)
+            inner_RI = gated_activation(inner_RF, experts.activation, interleaved=experts.interleaved)
+        out_RD = grouped_linear(inner_RI, experts.down_EDI, rows, experts.down_bias_ED)
+        return out_RD if experts.down_adapter is None else experts.down_adapter(out_RD, inner_RI, rows)
 
     out_RD = run_experts(x_RD, rows) if handle is None else handle(x_RD, run_experts)
     return combine_rows(out_RD, None if weigh_input else weights_Tk, rows)

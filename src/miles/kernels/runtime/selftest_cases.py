@@ -258,7 +258,8 @@ def _experts(g: SelfTestContext, tokens: Sequence[int]) -> Pairs:
 
 def _expert_lora(g: SelfTestContext, tokens: tuple[int, ...]) -> Pairs:
     """Adapters of two slots, of which tokens have either or none, against experts that they are merged into."""
-    width, size, count = g.shapes.features, g.shapes.inner // 4, g.shapes.experts
+    width, size = g.shapes.features, g.shapes.inner // 4
+    count = g.shapes.experts
     first_EFD, down_EDI = g.random(count, 2 * size, width), g.random(count, width, size)
     factors = [
         ExpertFactors(

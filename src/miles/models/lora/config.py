@@ -40,8 +40,8 @@ class LoraConfig:
     exclude_modules: str | None = option(None, "Projections to exclude from --target-modules, comma-separated.")
     lora_merge: bool = option(
         True,
-        "Compute with LoRA adapters merged into the weights, in trainer and engine. --no-lora-merge applies them "
-        "beside the weights, which are in memory once then; over a base in --train-precision they always are.",
+        "Merge LoRA adapters into the weights that trainer and engine compute with; --no-lora-merge applies them "
+        "beside the weights, which are in memory once then, as with --train-precision.",
     )
     experts_shared_outer_loras: bool = option(
         False,
