@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles.core import types
-from miles.core.types import Author, Batch, Sample, Span, Status, Trajectory, Version
+from miles.core.types import Author, Batch, Sample, Span, Status, TokenStats, Trajectory, Version
 
 
 def tokens(n: int) -> np.ndarray:
@@ -95,3 +95,15 @@ def test_a_trajectory_the_policy_wrote_nothing_of_has_no_version():
 def test_staleness_is_the_distance_to_the_oldest_token():
     batch = Batch(step=1, samples=(sample(3), sample(4)), num_groups=1)
     assert batch.staleness(Version(number=6)) == 2 and batch.tokens == 7
+
+
+def test_token_stats_are_split_by_sample_and_may_have_none():
+    stats = TokenStats(
+        sample_indices=np.array([4, 1, 2], np.int32),
+        counts=np.array([2, 0, 1], np.int32),
+        logprobs=np.array([-1.0, -2.0, -3.0], np.float32),
+        entropies=np.array([0.1, 0.2, 0.3], np.float32),
+    )
+    found = {index: (logprobs.tolist(), len(entropies)) for index, (logprobs, entropies) in stats.split().items()}
+    assert found == {4: ([-1.0, -2.0], 2), 1: ([], 0), 2: ([-3.0], 1)}
+    assert TokenStats.merge(()).split() == {}

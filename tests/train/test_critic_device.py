@@ -1,6 +1,7 @@
 """A critic on a device of its own: batches go there, values come back, and it is never offloaded."""
 
 import asyncio
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -42,6 +43,9 @@ class Elsewhere:
 
     def parameters(self):
         return {"weight": self.weight}
+
+    def in_use(self):
+        return nullcontext()
 
     def finalize_grads(self):
         pass
@@ -85,7 +89,7 @@ def replace_extras(sample):
 
 def test_what_the_critic_reads_is_on_its_device_and_what_it_says_is_where_the_rows_are():
     value, packed = Elsewhere(), rows()
-    said = critic(value, dedicated_device=True).values(packed)
+    (said,) = critic(value, dedicated_device=True).values([packed])
     assert set(value.seen) == {META} and said.device.type == "cpu" and len(said) == len(packed.target_R)
 
 

@@ -288,9 +288,10 @@ class TokenStats:
 
     def split(self) -> dict[int, tuple[Floats, Floats]]:
         """Return the log-probs and entropies of each sample by its place in the batch."""
-        ends = np.cumsum(self.counts)[:-1]
-        parts = zip(np.split(self.logprobs, ends), np.split(self.entropies, ends), strict=True)
-        return dict(zip(self.sample_indices.tolist(), parts, strict=True))
+        ends = np.cumsum(self.counts)
+        # One part for each sample, of which there may be none, and what is behind the last, which is empty.
+        logprobs, entropies = (np.split(values, ends)[:-1] for values in (self.logprobs, self.entropies))
+        return dict(zip(self.sample_indices.tolist(), zip(logprobs, entropies, strict=True), strict=True))
 
     @staticmethod
     def merge(parts: Sequence[TokenStats]) -> TokenStats:

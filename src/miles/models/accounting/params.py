@@ -110,6 +110,8 @@ def parameter_count(spec: DecoderSpec) -> int:
 
 def _per_layer_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
     """Return the shapes of what computes the inputs of layers that have one of their own, by name."""
+    if spec.per_layer_input is None:  # so are all models that transformers runs, which are of no family here
+        return {}
     params = map_per_layer_input(spec, {**HF_NAMES, **find_family(spec.family).names})
     return {name: tuple(param_shape(slices)) for name, slices in params.items()}
 
