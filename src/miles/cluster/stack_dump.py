@@ -25,6 +25,7 @@ DUMP_DIR_ENV = "MILES_STACKS"
 DUMP_SIGNAL = signal.SIGUSR1
 _DUMP_SECONDS = 3.0
 _POLL_SECONDS = 0.05
+_SAMPLE_SECONDS = 30.0
 # Process states of /proc that explain why a process writes no stacks.
 _STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "in the kernel", "Z": "dead"}
 _open_files: list[IO[str]] = []
@@ -113,7 +114,13 @@ def sample_all_processes(folder: Path, command: Sequence[str]) -> list[StackDump
             names[pid] = _read_command(pid)[:80]
     dumps: list[StackDump] = []
     for pid, name in names.items():
-        done = subprocess.run([*command, "--pid", str(pid)], capture_output=True, text=True, check=False)
+        line = [*command, "--pid", str(pid)]
+        try:
+            done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=_SAMPLE_SECONDS)
+        except subprocess.TimeoutExpired:
+            problem = f"py-spy did not answer within {_SAMPLE_SECONDS:.0f} seconds"
+            dumps.append(StackDump(name=name, pid=pid, text="", error=problem))
+            continue
         problem = (done.stderr.strip().splitlines() or [f"py-spy ended with status {done.returncode}"])[-1]
         error = problem if done.returncode else ""
         dumps.append(StackDump(name=name, pid=pid, text="" if error else done.stdout, error=error))

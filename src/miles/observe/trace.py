@@ -29,6 +29,7 @@ _FIRST_LANE = 3
 _PHASES = ("rollout", "train", "publish")
 _SEPARATOR = b",\n"
 _MIN_WAIT = 1e-3
+_CLOSE_SECONDS = 10.0
 _GROUPS_PID, _ENGINES_PID = 1000, 2000
 """Added to the number of the session, so that tracks of different files stay apart when files are put together."""
 Gauges = Mapping[str, Mapping[str, float]]
@@ -322,7 +323,9 @@ class GaugeSampler:
         """Write what engines did last, and close the file."""
         self._stopped.set()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(_CLOSE_SECONDS)
+            if self._thread.is_alive():  # an engine does not answer
+                return
         with suppress(OSError):
             for name, activity in self._activities.items():
                 self._write_activity(name, activity)

@@ -241,7 +241,8 @@ def compute_tp_shards(spec: DecoderSpec) -> Mapping[str, TpShard]:
     """Return how each parameter of the full decoder is sharded, for any number of ranks."""
     vocabulary = _row_shard(ShardSegment(spec.vocab_size))
     table: TpShards = {"embedding.weight": vocabulary}
-    table |= {name: _RESIDUAL for name in build_param_map(spec) if name.startswith("per_layer.")}
+    if spec.per_layer_input is not None:
+        table |= {name: _RESIDUAL for name in build_param_map(spec) if name.startswith("per_layer.")}
     for i, layer in enumerate(spec.layers):
         table |= {f"layers.{i}.{name}": share for name, share in _layer_shards(layer).items()}
     table["norm.weight"] = _RESIDUAL
