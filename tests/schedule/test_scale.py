@@ -57,6 +57,6 @@ def test_a_trajectory_inside_costs_the_driver_little_memory(tmp_path: Path):
 
 def test_what_the_driver_spends_is_told_by_part(tmp_path: Path):
     with ComponentProfile() as parts:
-        run_simulation(Size(engines=4, inside=256, steps=3, tensors=3), tmp_path)
+        run_simulation(Size(engines=4, inside=256, steps=12, tensors=3), tmp_path)
     assert {"rollout", "requests", "simulated"} <= parts.seconds.keys()
     assert all(spent >= 0 for spent in parts.seconds.values())
