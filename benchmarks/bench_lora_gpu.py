@@ -267,17 +267,19 @@ def build_slots(spans: Any, inputs: int, ranks: list[int], max_rank: int) -> Any
     )
 
 
-def build_plan(slots_T: Any, tile_rows: int, splits: int | None = None) -> Any:
+def build_plan(slots_T: Any, tile_rows: int, num_tiles: int = 0) -> Any:
+    """The plan of these rows, with padding up to ``num_tiles`` tiles, as CUDA graphs have it."""
+    import numpy as np
     import torch
 
     from miles.kernels.lora.grouped import LoraPlan, build_tiles
 
     rows, tiles = build_tiles(slots_T, tile_rows)
+    tiles = np.pad(tiles, ((0, max(0, num_tiles - len(tiles))), (0, 0)))
     return LoraPlan(
         rows_T=torch.from_numpy(rows).cuda(),
         tiles_G3=torch.from_numpy(tiles).cuda(),
         tile_rows=tile_rows,
-        splits=splits,
     )
 
 
@@ -376,7 +378,14 @@ def time_kernels(model: str) -> list[dict[str, Any]]:
     import numpy as np
     import torch
 
-    from miles.kernels.lora.grouped import choose_splits, launch_grouped_lora
+    from miles.kernels.fused.activation import gated_activation
+    from miles.kernels.lora.grouped import (
+        choose_splits,
+        count_tiles,
+        covers_gate_and_up,
+        launch_gated_lora,
+        launch_grouped_lora,
+    )
     from miles.models.lora.targets import list_targets
 
     spec = find_spec(model)
@@ -392,7 +401,7 @@ def time_kernels(model: str) -> list[dict[str, Any]]:
             slots = build_slots(spans, inputs, [max_rank] * 32, max_rank)
             x_TI = torch.randn(256, inputs, device="cuda", dtype=torch.bfloat16)
             y_TN = torch.zeros(256, width, device="cuda", dtype=torch.bfloat16)
-            plan = build_plan(np.arange(256) % adapters, 16)
+            plan = build_plan(np.arange(256) % adapters, 16, count_tiles(256, 32, 16))
             row: dict[str, Any] = {"projection": name.removeprefix("layers.0."), "adapters": adapters, "rank": max_rank}
             for splits in sorted({1, 4, choose_splits(inputs)}):
                 row[f"us_{splits}_splits"] = round(
@@ -402,6 +411,11 @@ def time_kernels(model: str) -> list[dict[str, Any]]:
                     ),
                     2,
                 )
+            if covers_gate_and_up(slots, width):
+                row["us_gated"] = round(
+                    1e6 * _time_graph(lambda y=y_TN, x=x_TI, s=slots, p=plan: launch_gated_lora(y, x, s, p, "silu")), 2
+                )
+                row["us_activation"] = round(1e6 * _time_graph(lambda y=y_TN: gated_activation(y, "silu")), 2)
             factors = 2 * adapters * max_rank * (len(spans) * inputs + sum(stop - start for start, stop in spans))
             row["us_of_bytes"] = round(1e6 * (factors + 2 * 256 * (inputs + 2 * width)) / rate, 2)
             found.append(row)

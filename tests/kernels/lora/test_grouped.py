@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.kernels.device import DEVICE, DTYPES, ROUNDING, apart, needs_triton, random
 from tests.tiers import examples
 
+from miles.kernels.fused.activation import gated_activation
 from miles.kernels.lora import grouped
 from miles.kernels.lora.grouped import LoraPlan, LoraSlots, build_tiles, count_tiles, split_columns
 from miles.kernels.numerics import FAST, numerics_from_parity
@@ -107,6 +108,24 @@ def test_a_row_comes_out_the_same_whatever_rows_are_beside_it(splits):
         assert torch.equal(alone[0], together[row])
 
 
+GATED = ((0, 36), (36, 72))
+GATED_RANKS = [[16, 16], [3, 0], [24, 24], [0, 0]]
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("inputs", "tile_rows"), [(48, 16), (1100, 16), (1100, 64)])
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
+def test_the_gated_activation_behind_the_adapters_is_that_of_their_sum(dtype, inputs, tile_rows, kind, poisoned):
+    slots = make_slots(inputs, dtype, spans=GATED, ranks=GATED_RANKS)
+    x_TI, y_TN = random(30, inputs, dtype=dtype), random(30, 72, dtype=dtype)
+    plan = make_plan(MIXED, tile_rows, padding=3)
+    apart_TN = grouped.launch_grouped_lora(y_TN.clone(), x_TI, slots, plan)
+    with torch.inference_mode():
+        fused = grouped.launch_gated_lora(y_TN, x_TI, slots, plan, kind)
+    assert apart(fused, gated_activation(apart_TN, kind)) < ROUNDING[dtype]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_with_exact_parity_a_row_has_the_bits_of_an_adapter_beside_its_own_weight(dtype):
     slots, x_TI, y_TN = make_slots(48, dtype), random(30, 48, dtype=dtype), random(30, 72, dtype=dtype)
@@ -140,10 +159,12 @@ def test_the_same_buffers_serve_other_rows_and_other_adapters():
 
 @settings(max_examples=examples(60), deadline=None)
 @given(slots_T=st.lists(st.integers(-1, 5), min_size=1, max_size=90), tile_rows=st.sampled_from([16, 64]))
-def test_tiles_hold_every_row_with_an_adapter_once_under_its_slot(slots_T, tile_rows):
+def test_tiles_hold_every_row_once_under_its_slot(slots_T, tile_rows):
     rows, tiles = build_tiles(np.array(slots_T, np.int64), tile_rows)
     found = [(int(row), int(slot)) for slot, first, count in tiles for row in rows[first : first + count]]
-    assert sorted(found) == [(row, slot) for row, slot in enumerate(slots_T) if slot >= 0]
+    assert sorted(found) == list(enumerate(slots_T))
+    ends = [slot for slot, _, _ in tiles if slot < 0]
+    assert ends == [slot for slot, _, _ in tiles[len(tiles) - len(ends) :]], "rows without an adapter are last"
     assert len(tiles) <= count_tiles(len(slots_T), 6, tile_rows)
     assert all(0 < count <= tile_rows for _, _, count in tiles)
 
@@ -181,7 +202,8 @@ JITFunction.run = compile_only
 from miles.kernels.runtime import triton_compat
 if family == "cuda" and int(arch) >= 90:
     triton_compat.pdl_options = lambda device: {"PDL": True, "launch_pdl": True}
-from miles.kernels.lora.grouped import LoraPlan, LoraSlots, build_tiles, launch_grouped_lora, split_columns
+from miles.kernels.lora.grouped import LoraPlan, LoraSlots, build_tiles, split_columns
+from miles.kernels.lora.grouped import launch_gated_lora, launch_grouped_lora
 
 half, spans = torch.bfloat16, ((0, 4096), (4096, 5120), (5120, 6144))
 rows, tiles = build_tiles(np.array([0, -1, 1, 1]), tile_rows)
@@ -196,6 +218,16 @@ slots = LoraSlots(
 plan = LoraPlan(rows_T=torch.from_numpy(rows), tiles_G3=torch.from_numpy(tiles), tile_rows=tile_rows)
 launch_grouped_lora(torch.zeros(4, 6144, dtype=half), torch.zeros(4, 4096, dtype=half), slots, plan)
 assert names == ["shrink_kernel", "expand_kernel"], names
+slots = LoraSlots(
+    a_SPRI=torch.zeros(2, 2, max_rank, 4096, dtype=half),
+    b_SOR=torch.zeros(2, 6144, max_rank, dtype=half),
+    ranks_SP=torch.ones(2, 2, dtype=torch.int32),
+    scales_SP=torch.ones(2, 2),
+    columns_C4=torch.zeros(0, 4, dtype=torch.int32),
+    spans=((0, 3072), (3072, 6144)),
+)
+launch_gated_lora(torch.zeros(4, 6144, dtype=half), torch.zeros(4, 4096, dtype=half), slots, plan, "silu")
+assert names[2:] == ["shrink_kernel", "expand_gated_kernel"], names
 """
 
 

@@ -205,4 +205,6 @@ def expert_expand_kernel(
         at_MN = y_ptr + row_M.to(tl.int64)[:, None] * width + column_N[None, :]
         valid_MN = valid_M[:, None] & valid_N[None, :]
         y_MN = tl.load(at_MN, valid_MN, other=0.0)
+        # Between the product and the sum, else the compiler starts the product at y, which rounds otherwise in float32.
+        delta_MN = tl.where(valid_MN, delta_MN, 0.0)
         tl.store(at_MN, (y_MN.to(tl.float32) + delta_MN.to(tl.float32)).to(dtype), valid_MN)

@@ -13,6 +13,7 @@ from miles.kernels.quantized.linear import quantized_linear
 from miles.models.layers.lora import add_lora, merge_lora
 from miles.models.lora.layout import LORA_A, LORA_B, LoraLayout
 from miles.models.quantization import QuantizedParam
+from miles.models.spec import Activation
 from miles.precision.quantize import packed_layout, row_block
 from miles.precision.quantized_tensor import QuantizedActivation, QuantizedTensor, StraightThroughWeight, Weight
 
@@ -23,12 +24,14 @@ class Linear(nn.Linear):
     """A linear layer with uninitialized parameters.
 
     An ``adapter`` (LoRA merged into the weight) receives the layer's output and input, and returns the output with
-    gradients to its factors. With ``lora`` the factors are applied beside the weight: the parameters ``lora_a`` and
-    ``lora_b``, or what ``read_factors`` returns for a dtype. ``quantized`` says how the weight is quantized; where it
-    is ``packed``, ``weight`` and the parameters beside it are the packed tensors.
+    gradients to its factors; ``gated_adapter`` also applies the gated activation behind the layer. With ``lora`` the
+    factors are applied beside the weight: the parameters ``lora_a`` and ``lora_b``, or what ``read_factors`` returns
+    for a dtype. ``quantized`` says how the weight is quantized; where it is ``packed``, ``weight`` and the parameters
+    beside it are the packed tensors.
     """
 
     adapter: Callable[[Tensor, Tensor], Tensor] | None = None
+    gated_adapter: Callable[[Tensor, Tensor, Activation], Tensor] | None = None
     lora: LoraLayout | None = None
     read_factors: Callable[[torch.dtype], tuple[Tensor, Tensor]] | None = None
     quantized: QuantizedParam | None = None
@@ -50,20 +53,26 @@ class Linear(nn.Linear):
     def reset_parameters(self) -> None: ...
 
     def forward(self, input: Tensor | QuantizedActivation) -> Tensor:
-        weight = self.operand()
-        if isinstance(weight, Tensor):
-            assert isinstance(input, Tensor)
-            out = linear(input, weight, self.bias, numerics=self.numerics)
-        else:
-            out = quantized_linear(input, weight, self.bias, numerics=self.numerics)
+        out = self._project(input)
         if not self.has_adapter:
             return out
-        wide = input.wide if isinstance(input, QuantizedActivation) else input
-        assert wide is not None, "adapters read the input before it is quantized"
+        wide = _read_wide(input)
         if self.lora is not None:
             return add_lora(out, wide, *self._factors(wide.dtype), self.lora, numerics=self.numerics)
         assert self.adapter is not None
         return self.adapter(out, wide)
+
+    def forward_gated(self, input: Tensor | QuantizedActivation, activation: Activation) -> Tensor:
+        """The layer with its adapter, followed by the gated activation, by ``gated_adapter``."""
+        assert self.gated_adapter is not None
+        return self.gated_adapter(self._project(input), _read_wide(input), activation)
+
+    def _project(self, input: Tensor | QuantizedActivation) -> Tensor:
+        weight = self.operand()
+        if isinstance(weight, Tensor):
+            assert isinstance(input, Tensor)
+            return linear(input, weight, self.bias, numerics=self.numerics)
+        return quantized_linear(input, weight, self.bias, numerics=self.numerics)
 
     @property
     def has_adapter(self) -> bool:
@@ -99,6 +108,12 @@ class Linear(nn.Linear):
         """Quantize the weight from now on."""
         self.quantized = quantized
         pack_parameter(self, "weight", quantized)
+
+
+def _read_wide(input: Tensor | QuantizedActivation) -> Tensor:
+    wide = input.wide if isinstance(input, QuantizedActivation) else input
+    assert wide is not None, "adapters read the input before it is quantized"
+    return wide
 
 
 def read_weight(module: nn.Module, name: str, quantized: QuantizedParam | None) -> Weight:

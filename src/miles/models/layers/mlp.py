@@ -52,6 +52,8 @@ class Mlp(nn.Module):
             return self.down(
                 gated_quantized_linear(x_TD, weight, self.gate_up.bias, self.activation, numerics=self.numerics)
             )
+        if self.gate_up is not None and self.gate_up.gated_adapter is not None and not self.numerics.batch_invariant:
+            return self.down(self.gate_up.forward_gated(x_TD, self.activation))
         if self.gate_up is not None and (self.gate_up.has_adapter or self.gate_up.quantized is not None):
             inner_T2I = self.gate_up(x_TD)
             return self.down(

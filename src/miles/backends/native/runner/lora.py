@@ -23,6 +23,7 @@ from miles.kernels.lora.experts import ExpertFactors, ExpertLora
 from miles.kernels.lora.grouped import (
     LoraPlan,
     LoraSlots,
+    add_gated_lora,
     add_grouped_lora,
     build_tiles,
     choose_tile_rows,
@@ -39,7 +40,7 @@ from miles.models.lora.factors import LoraFactors
 from miles.models.lora.layout import LORA_A, LORA_B, factor_name, group_targets
 from miles.models.lora.targets import EXPERTS, LoraTarget, list_targets, targets_from_modules
 from miles.models.parallel.tp_sharding import compute_tp_shards
-from miles.models.spec import AdapterSpec, DecoderSpec
+from miles.models.spec import Activation, AdapterSpec, DecoderSpec
 
 __all__ = ["LoraRunner", "count_slot_bytes", "list_served_modules"]
 
@@ -105,6 +106,11 @@ class _Projection:
     def __call__(self, y_TN: Tensor, x_TI: Tensor) -> Tensor:
         assert self._step.plan is not None
         return add_grouped_lora(y_TN, x_TI, self.slots, self._step.plan, numerics=self.module.numerics)
+
+    def add_gated(self, y_TN: Tensor, x_TI: Tensor, activation: Activation) -> Tensor:
+        """Add the adapters to gate and up, and apply the gated activation."""
+        assert self._step.plan is not None
+        return add_gated_lora(y_TN, x_TI, self.slots, self._step.plan, activation, numerics=self.module.numerics)
 
 
 @dataclass(slots=True)
@@ -331,11 +337,12 @@ class LoraRunner:
         if attached != self._attached:
             for projection in self._projections.values():
                 projection.module.adapter = projection if attached else None
+                projection.module.gated_adapter = projection.add_gated if attached else None
             self._attached = attached
 
 
 class _StaticPlans:
-    """The plans of CUDA graphs: one buffer on the device, several in pinned host memory; padding rows have no tile."""
+    """The plans of CUDA graphs: a buffer on the device, several in pinned host memory; padding rows have no adapter."""
 
     def __init__(self, max_rows: int, num_slots: int, device: torch.device, numerics: Numerics) -> None:
         self._num_slots = num_slots
@@ -350,7 +357,9 @@ class _StaticPlans:
         self._current = 0
 
     def send(self, slots_B: Ints, num_rows: int) -> None:
-        rows_T, tiles_G3 = build_tiles(slots_B, self._tile_rows)
+        slots_T = np.full(num_rows, -1, np.int64)
+        slots_T[: len(slots_B)] = slots_B
+        rows_T, tiles_G3 = build_tiles(slots_T, self._tile_rows)
         assert len(tiles_G3) <= count_tiles(num_rows, self._num_slots, self._tile_rows)
         self._current = (self._current + 1) % _NUM_HOST_BUFFERS
         array, first_row = self._arrays[self._current], 3 * self._max_tiles
