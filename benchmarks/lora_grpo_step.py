@@ -131,6 +131,7 @@ def estimate_phases(case: Case) -> dict[str, float]:
         found = parse(Config, words, ())
         assert found.config is not None, found.problems
         shares = {s.name: s.bytes for s in estimate_memory(found.config, build_plan(found.config), case.spec)}
+    print("plan", {name: round(size / GIB, 2) for name, size in shares.items()}, flush=True)
     return {
         "plan_train_gib": sum(shares.get(name, 0) for name in _TRAINING) / GIB,
         "plan_rollout_gib": sum(shares.get(name, 0) for name in _ROLLOUT) / GIB,
@@ -249,7 +250,12 @@ class GrpoStep:
             torch.cuda.reset_peak_memory_stats()
 
     def _read_peak(self) -> float:
-        return torch.cuda.max_memory_allocated() / GIB if self._case.device == "cuda" else 0.0
+        """GiB of the device in use at the peak, with what torch's allocator does not count: CUDA, and the KV cache."""
+        if self._case.device != "cuda":
+            return 0.0
+        free, total = torch.cuda.mem_get_info()
+        outside = total - free - torch.cuda.memory_reserved()
+        return (outside + torch.cuda.max_memory_allocated()) / GIB
 
 
 def measure_grpo(case: Case, steps: int = 3) -> dict[str, Any]:
