@@ -11,8 +11,9 @@ import posixpath
 import re
 import shutil
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -33,21 +34,40 @@ LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", 
 # -- navigation and llms.txt ----------------------------------------------------------------
 
 
-def read_index(text: str) -> list[tuple[str, list[tuple[str, str, str]]]]:
-    """The sections of docs/index.md, each with its pages: title, file, what it is about."""
-    sections: list[tuple[str, list[tuple[str, str, str]]]] = []
+class IndexEntry(NamedTuple):
+    """A page of docs/index.md: its title, file and line, under a heading of the third level or none."""
+
+    title: str
+    file: str
+    about: str
+    group: str
+
+
+def read_index(text: str) -> list[tuple[str, list[IndexEntry]]]:
+    """The sections of docs/index.md with their pages."""
+    sections: list[tuple[str, list[IndexEntry]]] = []
+    group = ""
     for line in text.splitlines():
         if line.startswith("## "):
             sections.append((line[3:].strip(), []))
+            group = ""
+        elif line.startswith("### "):
+            group = line[4:].strip()
         elif sections and (entry := ENTRY.match(line)):
-            sections[-1][1].append((entry[1], entry[2], entry[3] or ""))
+            sections[-1][1].append(IndexEntry(entry[1], entry[2], entry[3] or "", group))
     return [section for section in sections if section[1]]
 
 
 def build_nav(text: str) -> list[dict[str, Any]]:
-    """The navigation of the site: a tab for each section of docs/index.md."""
-    sections = [{title: [{name: file} for name, file, _ in pages]} for title, pages in read_index(text)]
-    return [{"Home": "index.md"}, *sections]
+    """The navigation of the site: a tab for each section of docs/index.md, and groups within it."""
+    nav: list[dict[str, Any]] = [{"Home": "index.md"}]
+    for title, entries in read_index(text):
+        items: list[dict[str, Any]] = []
+        for group, members in groupby(entries, key=lambda entry: entry.group):
+            pages = [{entry.title: entry.file} for entry in members]
+            items += [{group: pages}] if group else pages
+        nav.append({title: items})
+    return nav
 
 
 def build_llms_txt(text: str) -> str:
@@ -56,7 +76,7 @@ def build_llms_txt(text: str) -> str:
     about = next(part for part in text.split("\n\n")[1:] if part and part[0] not in "#!<|-").replace("\n", " ")
     parts = [f"# {title}", f"> {about}"]
     for section, pages in read_index(text):
-        lines = [f"- [{name}]({file}){': ' + note if note else ''}" for name, file, note in pages]
+        lines = [f"- [{page.title}]({page.file}){': ' + page.about if page.about else ''}" for page in pages]
         parts.append("\n".join([f"## {section}", "", *lines]))
     return "\n\n".join(parts) + "\n"
 

@@ -14,6 +14,12 @@ models.
 - [Install](install.md): how.
 - [On a CPU](quick_start/cpu.md)
 
+## Guides
+
+### Training
+
+- [Data](data.md): rows.
+
 ## Empty
 
 text
@@ -24,14 +30,14 @@ def test_the_navigation_is_the_index():
     assert hooks.build_nav(INDEX) == [
         {"Home": "index.md"},
         {"Start": [{"Install": "install.md"}, {"On a CPU": "quick_start/cpu.md"}]},
+        {"Guides": [{"Training": [{"Data": "data.md"}]}]},
     ]
 
 
 def test_llms_txt_has_every_page_with_its_line():
-    assert hooks.build_llms_txt(INDEX) == (
-        "# Miles\n\n> It trains models.\n\n## Start\n\n- [Install](install.md): how.\n- [On a "
-        "CPU](quick_start/cpu.md)\n"
-    )
+    start = "## Start\n\n- [Install](install.md): how.\n- [On a CPU](quick_start/cpu.md)\n"
+    expected = f"# Miles\n\n> It trains models.\n\n{start}\n## Guides\n\n- [Data](data.md): rows.\n"
+    assert hooks.build_llms_txt(INDEX) == expected
 
 
 def test_every_page_of_the_project_is_in_llms_txt():
