@@ -11,6 +11,7 @@ import posixpath
 import re
 import shutil
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 OUTSIDE = "repository"
 SHIM = "https://unpkg.com/iframe-worker/shim"
 FENCE = re.compile(r"^ *(`{3,}|~{3,}).*?^ *\1[ \t]*$", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"(!?\[[^\]\n]*\]\()([^)\s]+)(\))")
+LINK = re.compile(r"(!?\[)([^\]\n]*)\]\(([^)\s]+)\)")
 ENTRY = re.compile(r"^- \[([^\]]+)\]\(([^)#\s]+)\)(?:: *(.*))?$")
 DRAWING = re.compile(r"^!\[([^\]\n]*)\]\(((?:\.\./)*drawings/[\w.-]+\.svg)\)$", re.MULTILINE)
 ITEM = re.compile(r"^( *)([-*]|\d+\.) +\S")
@@ -112,17 +113,30 @@ def site_path(path: str) -> str:
     return f"{OUTSIDE}/{path}" if path.endswith((".md", ".png")) else f"{OUTSIDE}/{path}.md"
 
 
+@cache
+def read_title(path: str) -> str:
+    """The heading of a page, or the name of a file that has none."""
+    if path.endswith(".md") and (ROOT / path).is_file():
+        lines = (ROOT / path).read_text(encoding="utf-8").splitlines()
+        return next((line[2:].strip() for line in lines if line.startswith("# ")), posixpath.basename(path))
+    return posixpath.basename(path)
+
+
 def rewrite_links(text: str, source: str) -> str:
-    """The page with its links to files of the repository as links between pages of the site."""
+    """The page with its links to files of the repository as links between pages of the site.
+
+    A link whose text is the name of its file gets the page's title.
+    """
     here = posixpath.dirname(site_path(source))
 
     def rewrite(match: re.Match[str]) -> str:
-        path = resolve(source, match[2])
+        path = resolve(source, match[3])
         if path is None:
             return match[0]
         target = posixpath.relpath(site_path(path), here or ".")
-        anchor = match[2].partition("#")[2]
-        return f"{match[1]}{target}{'#' + anchor if anchor else ''}{match[3]}"
+        anchor = match[3].partition("#")[2]
+        text = read_title(path) if match[2] == posixpath.basename(path) else match[2]
+        return f"{match[1]}{text}]({target}{'#' + anchor if anchor else ''})"
 
     return "".join(part if is_code else LINK.sub(rewrite, part) for is_code, part in split_code(text))
 
@@ -130,7 +144,7 @@ def rewrite_links(text: str, source: str) -> str:
 def list_links(text: str, source: str) -> list[str]:
     """The paths in the repository that a page links to."""
     prose = "".join(part for is_code, part in split_code(text) if not is_code)
-    return [path for match in LINK.finditer(prose) if (path := resolve(source, match[2])) is not None]
+    return [path for match in LINK.finditer(prose) if (path := resolve(source, match[3])) is not None]
 
 
 def collect_outside(pages: Sequence[str]) -> list[str]:

@@ -83,7 +83,7 @@ def format_default(option: Option) -> str:
 
 
 def format_row(option: Option) -> str:
-    flag = format_flag(option).replace("|", "\\|")
+    flag = format_flag(option).replace("|", "\\|").replace(",", ", ").replace(",  ", ", ")
     return f"| `{flag}` | {format_default(option)} | {escape(mark_flags(option.help))} |"
 
 

@@ -55,6 +55,11 @@ def test_a_link_out_of_docs_leads_to_a_page_of_the_site():
     assert folder == "[a](../repository/examples/custom_reward/README.md)"
 
 
+def test_a_link_with_the_name_of_its_file_gets_the_title():
+    assert hooks.rewrite_links("[data.md](data.md#rows)", "docs/train.md") == "[Data](data.md#rows)"
+    assert hooks.rewrite_links("[reward.py](reward.py)", "examples/custom_reward/README.md").startswith("[reward.py](")
+
+
 def test_a_page_outside_links_back_into_docs():
     back = hooks.rewrite_links(
         "[rewards](../../docs/rewards.md) [web](https://example.org)", "examples/custom_reward/README.md"
