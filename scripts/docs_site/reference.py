@@ -8,6 +8,8 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
+from enum import Enum
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -21,6 +23,7 @@ from miles.cluster.platform import PEAKS
 from miles.config.help import format_flag
 from miles.config.schema import Dataclass, Option, get_options, get_passthroughs, get_sections
 from miles.config.value_types import format_value
+from miles.core import protocols, types
 from miles.launch.config import Config
 from miles.launch.essential_options import ESSENTIAL_OPTIONS
 from miles.launch.main import COMMANDS
@@ -29,6 +32,22 @@ DOCS = Path(__file__).parents[2] / "docs"
 PEAKS_BEGIN = "<!-- peaks: written by `make regenerate` -->\n"
 PEAKS_END = "<!-- end of peaks -->"
 FLAG_HEAD = ["| flag | default | meaning |", "|---|---|---|"]
+HOOK_TYPES = {
+    types: (
+        "Version",
+        "Author",
+        "Span",
+        "Status",
+        "Prompt",
+        "Reward",
+        "Trajectory",
+        "Group",
+        "Sample",
+        "Batch",
+        "StepReport",
+    ),
+    protocols: ("SamplingParams", "Completion", "FilterResult", "Engine"),
+}
 LIBRARY_ORDER = (
     "train",
     "train_async",
@@ -52,6 +71,7 @@ def pages() -> Mapping[str, str]:
         "reference/cli.md": format_commands(),
         "reference/flags.md": format_flags(),
         "reference/api.md": format_library(),
+        "reference/types.md": format_types(),
         **family_pages(),
         **drawings(),
         "platforms.md": format_platforms(),
@@ -197,6 +217,7 @@ def format_signature(name: str, function: Any) -> str:
     words = re.sub(
         r"<factory>", "...", str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
     )
+    words = re.sub(r"ForwardRef\('([^']*)'\)", r"\1", words)
     words = words.replace("'", "") if not re.search(r"= '", words) else re.sub(r": '([^']*)'", r": \1", words)
     line = f"{name}{words}{str(tail).replace(chr(39), '')}"
     if len(line) <= 100:
@@ -240,9 +261,37 @@ def format_library() -> str:
         if not (inspect.isclass(export) and issubclass(export, Exception)):
             lines += ["```py", format_signature(f"miles.{name}", export), "```", ""]
         lines += [format_docstring(export), ""]
-        for member, function, is_property in list_members(export) if inspect.isclass(export) else ():
-            lines += [f"### {name}.{member}", ""]
-            if not is_property:
-                lines += ["```py", format_signature(member, function), "```", ""]
-            lines += [format_docstring(function), ""]
+        lines += format_members(name, export) if inspect.isclass(export) else []
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def format_members(name: str, cls: type) -> Iterator[str]:
+    """The public functions and properties of a class, each under a heading."""
+    for member, function, is_property in list_members(cls):
+        yield from (f"### {name}.{member}", "")
+        if not is_property:
+            yield from ("```py", format_signature(member, function), "```", "")
+        if function.__doc__:
+            yield from (format_docstring(function), "")
+
+
+def format_types() -> str:
+    """The page of the types that hooks get and return."""
+    lines = [
+        "# Types of hooks",
+        "",
+        "What [hooks](../hooks.md) get and return: `miles.core.types`, and `miles.core.protocols` from "
+        "`SamplingParams` on. All are frozen; `dataclasses.replace` makes a changed copy. This page is generated "
+        "from their docstrings.",
+        "",
+    ]
+    for module, names in HOOK_TYPES.items():
+        for name in names:
+            cls = getattr(module, name)
+            lines += [f"## {name}", ""]
+            if is_dataclass(cls) or issubclass(cls, tuple):
+                lines += ["```py", format_signature(name, cls), "```", ""]
+            elif issubclass(cls, Enum):
+                lines += ["Values: " + ", ".join(f"`{member.name}`" for member in cls) + ".", ""]
+            lines += [format_docstring(cls), "", *(() if issubclass(cls, Enum) else format_members(name, cls))]
     return "\n".join(lines).rstrip() + "\n"
