@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -101,6 +102,7 @@ def test_every_marked_block_runs(world: Path, tmp_path: Path):
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(program)],
         cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,
