@@ -15,7 +15,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PLAIN := not sglang and not megatron and not ray and not trackers
 
 .PHONY: help demo test test-extended test-slow test-all test-sglang test-megatron test-ray test-environments test-trackers
-.PHONY: check format bench docs clean
+.PHONY: check format bench docs regenerate clean
 
 help:
 	@echo "make demo            set up, then train a small model on this machine (about three minutes)"
@@ -31,7 +31,8 @@ help:
 	@echo "make check           formatting, lint, types, architecture tests"
 	@echo "make bench           measured ratios: engine and trainer against transformers"
 	@echo "make format          rewrite the code as the checks want it"
-	@echo "make docs            rewrite the checked-in lists and generated pages"
+	@echo "make docs            build the documentation site into site/; a broken link fails"
+	@echo "make regenerate      rewrite the checked-in lists and generated pages"
 	@echo "make clean           remove what the other targets made (runs/ stays)"
 
 $(BIN)/python:
@@ -120,8 +121,16 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/bench_engine.py
 	$(BIN)/python benchmarks/bench_trainer.py
 
-docs: $(VENV)/.installed-dev
+# The extra `docs` without the project: the site is built from files, and needs no torch.
+$(VENV)/.installed-docs: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt mkdocs-material
+	@touch $@
+
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+regenerate: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest tests -k generated --regenerate
 
 clean:
-	rm -rf $(VENV) $(SGLANG) $(TRACKERS) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(SGLANG) $(TRACKERS) build dist site src/*.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -31,7 +31,7 @@ from miles.models.families.registry import FAMILIES
 from miles.rollout.reward.registry import GRADERS, RANDOM
 
 ROOT = Path(__file__).parents[1]
-DOCS = sorted((ROOT / "docs").glob("*.md"))
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS]
 RECIPES = sorted(f for f in (ROOT / "recipes").iterdir() if f.suffix in SUFFIXES)
 VISION = ROOT / "recipes" / "grpo_geometry_vl.toml"
@@ -100,7 +100,8 @@ def test_every_link_leads_somewhere(page: Path):
 
 def test_every_page_is_in_the_index():
     listed = set(LINK.findall(prose(ROOT / "docs" / "index.md")))
-    assert not [page.name for page in DOCS if page.name != "index.md" and page.name not in listed]
+    pages = [str(page.relative_to(ROOT / "docs")) for page in DOCS]
+    assert not [page for page in pages if page != "index.md" and page not in listed]
 
 
 def test_every_test_and_source_file_that_is_named_exists():

@@ -11,7 +11,7 @@ import yaml
 from tests.launch.small_run import write_inputs
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = sorted(file.name for file in (ROOT / "scripts").iterdir() if file.name != "common.sh")
+SCRIPTS = sorted(file.name for file in (ROOT / "scripts").iterdir() if file.is_file() and file.name != "common.sh")
 PLANNED = {
     "one_gpu.sh": ["rollout_batch_size 32 × n_samples_per_prompt 8"],
     "eight_gpus.sh": ["rollout_batch_size 128 × n_samples_per_prompt 8", "8 shard"],

@@ -1,6 +1,6 @@
 """The tables of families in docs/models.md: which there are, of what they are made, and how exact each was measured.
 
-The errors are measured when the tables are written (``make docs``, a minute or two); that every kind stays within its
+The errors are measured when the tables are written (``make regenerate``, a minute or two); that every kind stays within its
 bounds is what ``test_decoder``, ``test_hub`` and the engine's ``test_oracle`` assert at every run.
 """
 
@@ -53,7 +53,7 @@ from miles.models.spec import (
 )
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-BEGIN = "<!-- coverage: written by `make docs`, from tests/models/test_coverage.py -->\n"
+BEGIN = "<!-- coverage: written by `make regenerate`, from tests/models/test_coverage.py -->\n"
 END = "<!-- end of coverage -->"
 RAGGED = (7, 1, 30, 3, 12, 12, 90)
 # Families that are another one under another name: the text model inside a model of pictures, for one.
@@ -229,7 +229,7 @@ def test_the_generated_table_of_families_is_up_to_date(regenerate: bool, tmp_pat
     if regenerate:
         PAGE.write_text(f"{before}{BEGIN}\n{lines}\n{END}{after}", encoding="utf-8")
         return
-    assert ERROR.sub("#", table.strip()) == lines.replace("0e+00", "#").strip(), "run make docs"
+    assert ERROR.sub("#", table.strip()) == lines.replace("0e+00", "#").strip(), "run make regenerate"
 
 
 def test_no_stated_error_is_beyond_its_bound():

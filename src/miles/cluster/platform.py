@@ -26,7 +26,7 @@ class DevicePeak:
 
 
 # Part of a product's name, TFLOP/s and GB/s of its data sheet; the first that matches counts.
-_PEAKS = (
+PEAKS = (
     ("GB300", 2500, 8000),
     ("B300", 2250, 8000),
     ("GB200", 2500, 8000),
@@ -79,7 +79,7 @@ class Platform:
         """What its data sheet promises; None for a CPU and for a product that the table lacks."""
         if self.kind == "cpu":
             return None
-        found = next((row for row in _PEAKS if row[0].lower() in self.name.lower()), None)
+        found = next((row for row in PEAKS if row[0].lower() in self.name.lower()), None)
         return None if found is None else DevicePeak(flops=found[1] * 1e12, bandwidth=found[2] * 1e9)
 
     def synchronize(self) -> None:

@@ -58,7 +58,7 @@ _SHARES = (
         bad=0.9,
         cure="Advantages of such groups are 0. Sample more per prompt (--n-samples-per-prompt), choose prompts of "
         "medium difficulty, or drop these groups with a filter (--dynamic-sampling-filter-path).",
-        page="troubleshooting.md#while-training",
+        page="what_to_watch.md#over-the-run",
     ),
     _ShareRule(
         name="truncated responses",
@@ -67,7 +67,7 @@ _SHARES = (
         bad=0.5,
         cure="Responses end at the length limit before they answer: raise --rollout-max-response-len, or add an "
         "overlong penalty.",
-        page="troubleshooting.md#while-training",
+        page="what_to_watch.md#over-the-run",
     ),
     _ShareRule(
         name="trajectories without a reward",
@@ -231,7 +231,7 @@ def _check_finite(run: RunReader) -> HealthCheck | None:
         value=f"{len(broken)} steps with NaN, first {broken[0]}" if len(broken) else format_number(values_T[-1]),
         threshold=f"red when {name} is not finite",
         cure="Look at the rollouts of that step, and lower --lr if the loss was growing.",
-        page="troubleshooting.md#while-training",
+        page="what_to_watch.md#over-the-run",
         metric=name,
     )
 
@@ -252,7 +252,7 @@ def _check_entropy(run: RunReader) -> HealthCheck | None:
         cure="The policy forgets how to explore: lower --lr, raise --eps-clip-high, or add a little --entropy-coef."
         if not is_rising
         else "The policy becomes random: lower --lr, or --entropy-coef if it is set.",
-        page="troubleshooting.md#while-training",
+        page="what_to_watch.md#over-the-run",
         metric="entropy",
     )
 
