@@ -107,7 +107,7 @@ def find_recipe(name: str) -> Recipe:
 def read_recipe(path: Path, folder: Path) -> Recipe:
     """The recipe in a file of ``folder``; UsageError for a description that is wrong or incomplete."""
     layers = read_layers(str(path))
-    about = _merge_about(layers)
+    about = merge_about(layers)
     missing = [key for key in ("title", "family", "task", "data", "expect", "tried") if key not in about]
     if missing:
         raise UsageError(f"{path} does not say {', '.join(missing)}; add it to its table [recipe].")
@@ -122,7 +122,7 @@ def read_recipe(path: Path, folder: Path) -> Recipe:
         task=about["task"],
         model=model,
         shape=about.get("shape", model),
-        hardware=_read_hardware(path, about),
+        hardware=read_hardware(path, about),
         data=about["data"],
         expect=about["expect"],
         tried=about["tried"],
@@ -155,8 +155,8 @@ def parse_recipe(recipe: Recipe) -> Config:
     return result.config
 
 
-def _merge_about(layers: Sequence[Layer]) -> dict[str, Any]:
-    """The descriptions of all layers; later wins."""
+def merge_about(layers: Sequence[Layer]) -> dict[str, Any]:
+    """The description of a recipe by its layers, where later wins; UsageError for keys that do not exist."""
     merged: dict[str, Any] = {}
     problems: list[str] = []
     for layer in layers:
@@ -172,7 +172,8 @@ def _merge_about(layers: Sequence[Layer]) -> dict[str, Any]:
     return merged
 
 
-def _read_hardware(path: Path, about: Mapping[str, Any]) -> Hardware | None:
+def read_hardware(path: Path, about: Mapping[str, Any]) -> Hardware | None:
+    """The hardware of a description; None where it names none, UsageError where it does not say its size."""
     if "hardware" not in about:
         return None
     sizes = {key: about.get(key) for key in ("nodes", "gpus_per_node", "gpu_gb", "host_gb")}
