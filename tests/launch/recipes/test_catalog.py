@@ -1,4 +1,4 @@
-"""The recipes: each is described, is accepted by the rules of a plan, and fits its hardware with the published shape."""
+"""The recipes: each is described, passes the rules of a plan, and fits its hardware with the published shape."""
 
 import json
 from dataclasses import replace
@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from miles.core.errors import UsageError
-from miles.launch.main import main
 from miles.launch.read_config import read
 from miles.launch.recipes.catalog import (
     PLANNED_ONLY,
@@ -19,9 +18,11 @@ from miles.launch.recipes.catalog import (
     select_recipes,
 )
 from miles.launch.recipes.fit import plan_recipe, write_published_config
+from miles.models.accounting.known_models import find_known_config
+from miles.models.families import spec_from_config
 
 RECIPES = list_recipes()
-PLANNED = [recipe for recipe in RECIPES if recipe.hardware is not None]
+PLANNED = [recipe for recipe in RECIPES if recipe.hardware is not None and recipe.hardware.gpus_per_node]
 ROW = {
     "input": "a?",
     "question": "a?",
@@ -68,14 +69,11 @@ def test_there_is_a_recipe_for_every_family_hardware_and_task():
 
 def test_a_family_with_dense_and_moe_models_has_recipes_for_both():
     for family in ("qwen3", "qwen3_5", "qwen3_6", "qwen3_vl", "glm", "deepseek", "llama", "mistral", "nemotron"):
-        sparse = {plan_spec_is_moe(recipe) for recipe in PLANNED if recipe.family == family}
+        sparse = {has_experts(recipe) for recipe in PLANNED if recipe.family == family}
         assert sparse == {True, False}, family
 
 
-def plan_spec_is_moe(recipe: Recipe) -> bool:
-    from miles.models.accounting.known_models import find_known_config
-    from miles.models.families import spec_from_config
-
+def has_experts(recipe: Recipe) -> bool:
     known = find_known_config(recipe.shape or "")
     assert known is not None
     return spec_from_config(known).moe is not None
@@ -112,8 +110,8 @@ def test_every_recipe_passes_the_rules_of_a_plan(recipe: Recipe, data: Path, tmp
     if config.rollout.multimodal_keys:
         words += ["--multimodal-keys", "{}"]  # the processor of the checkpoint is not here
     read_config, plan, _ = read("plan", [str(recipe.path), *words])
-    assert plan.steps > 0 and plan.device == ("cpu" if recipe.hardware == "cpu" else plan.device)
-    assert read_config.models.hf_checkpoint != recipe.model
+    assert plan.steps > 0 and plan.device == "cuda" and plan.dtype == "bfloat16"
+    assert config.rollout.rollout_batch_size == read_config.rollout.rollout_batch_size
 
 
 # -- refusals -------------------------------------------------------------------------------
@@ -129,7 +127,6 @@ def test_every_recipe_passes_the_rules_of_a_plan(recipe: Recipe, data: Path, tmp
 def test_a_recipe_that_does_not_fit_is_refused(smaller: dict[str, int], sentence: str):
     recipe = find_recipe("qwen3/8b_dapo_8xh100")
     assert recipe.hardware is not None
-    assert sentence in plan_recipe(recipe).list_problems(replace(recipe.hardware, **smaller)) or smaller == {"gpu_gb": 40}
     hardware = replace(recipe.hardware, **smaller)
     assert sentence in plan_recipe(replace(recipe, hardware=hardware)).list_problems(hardware)
 

@@ -96,7 +96,9 @@ def _iter_layouts(
     ways: list[tuple[Values, str]] = [
         ({}, "all weights are trained"),
         ({"train": {"optimizer_cpu_offload": True}}, "all weights are trained, with the optimizer in host memory"),
+        *_split_nodes(hardware),
         (adapters, "adapters are trained"),
+        (_merge(adapters, {"models": {"train_precision": "int4"}}), "adapters are trained over an INT4 base"),
     ]
     impl_values: Values = {} if impl == "auto" else {"models": {"model_impl": impl}}
     for way, note in ways:
@@ -105,14 +107,34 @@ def _iter_layouts(
             for size in sizes:
                 engines: Values = {} if size == 1 else {"cluster": {"rollout_num_gpus_per_engine": size}}
                 text = note if size == 1 else f"{note}, engines of {size} GPUs"
-                yield _merge(impl_values, context, _share_experts(spec, hardware), way, limit, engines), text
+                ranks = way.get("cluster", {}).get("actor_num_nodes", hardware.nodes) * hardware.gpus_per_node
+                experts = {} if "train_precision" in way.get("models", {}) else _share_experts(spec, ranks)
+                yield _merge(impl_values, context, experts, way, limit, engines), text
 
 
-def _share_experts(spec: DecoderSpec, hardware: Hardware) -> Values:
+def _split_nodes(hardware: Hardware) -> list[tuple[Values, str]]:
+    """With several nodes: engines with FP8 weights on a quarter of them, a step behind the trainer."""
+    engines = hardware.nodes // 4
+    if not engines:
+        return []
+    values: Values = {
+        "models": {"rollout_precision": "fp8"},
+        "algo": {"use_tis": True},
+        "train": {"optimizer_cpu_offload": True},
+        "schedule": {"colocate": False, "max_weight_staleness": 1},
+        "cluster": {
+            "actor_num_nodes": hardware.nodes - engines,
+            "rollout_num_gpus": engines * hardware.gpus_per_node,
+        },
+    }
+    return [(values, f"FP8 engines on {engines} of the nodes, all weights trained on the others")]
+
+
+def _share_experts(spec: DecoderSpec, ranks: int) -> Values:
     """Experts distributed over the ranks, as far as their number allows."""
-    if spec.moe is None or hardware.num_gpus == 1:
+    if spec.moe is None or ranks == 1:
         return {}
-    size = gcd(spec.moe.num_experts, hardware.num_gpus)
+    size = gcd(spec.moe.num_experts, ranks)
     return {"parallel": {"expert_model_parallel_size": size}} if size > 1 else {}
 
 

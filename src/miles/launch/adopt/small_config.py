@@ -1,4 +1,4 @@
-"""Small config of a model: the same mechanisms in few and narrow layers, to compare implementations on a CPU. No torch."""
+"""Small config of a model: the same mechanisms in few, narrow layers, to compare implementations on a CPU. No torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _SIZES = {
     "shared_expert_intermediate_size": 64,
     "moe_shared_expert_intermediate_size": 64,
     "moe_latent_size": 32,
-    "index_n_heads": 2,
+    "index_n_heads": 16,  # with few of them, scores of 0 tie
+    "q_lora_rank": 64,
     "index_topk": _WINDOW,
     "sliding_window": _WINDOW,
     "attention_chunk_size": _WINDOW,
@@ -41,8 +42,15 @@ _PER_LAYER = (
     "indexer_types",
 )
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_DROPPED = ("quantization_config", "auto_map", "torch_dtype", "dtype", "num_nextn_predict_layers", "mtp_num_hidden_layers")
+_TOKENS = ("bos_token_id", "eos_token_id")
+_DROPPED = (
+    "quantization_config",
+    "auto_map",
+    "torch_dtype",
+    "dtype",
+    "num_nextn_predict_layers",
+    "mtp_num_hidden_layers",
+)
 
 
 def shrink_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,7 +67,7 @@ def shrink_config(config: Mapping[str, Any]) -> dict[str, Any]:
         small["moe_layers"] = [i for i in moe_layers if i < layers]
     small |= {key: min(value, _SIZES[key]) for key in _SIZES if isinstance(value := config.get(key), int) and value}
     small |= _shrink_attention(config) | _shrink_experts(config)
-    small |= {"vocab_size": _VOCABULARY, "tie_word_embeddings": bool(config.get("tie_word_embeddings"))}
+    small |= {"vocab_size": _VOCABULARY, "pad_token_id": None}
     small |= {key: i for i, key in enumerate(_TOKENS) if config.get(key) is not None}
     spec_from_config(small)
     return small

@@ -54,7 +54,7 @@ class Hardware:
 class Recipe:
     """A recipe of the catalog.
 
-    ``name`` is its path in the folder, without suffix. ``model`` is its --hf-checkpoint, None where the user brings one;
+    ``name`` is its path in the folder, without suffix; ``model`` its --hf-checkpoint, None where the user brings one;
     ``shape`` the published model it is planned with. ``hardware`` is None where any will do. ``tried`` says what was
     really run; ``curve`` is the file of its reference curve, where it was.
     """
@@ -75,9 +75,9 @@ class Recipe:
 
 
 def find_recipes_folder() -> Path:
-    """The folder of the recipes: in the package, or in the checkout it is imported from."""
+    """The folder of the recipes: that of the checkout the package is imported from, else in the package."""
     package = Path(miles.__file__).parent
-    for folder in (package / "recipes", package.parents[1] / "recipes"):
+    for folder in (package.parents[1] / "recipes", package / "recipes"):
         if (folder / "base.toml").is_file():
             return folder
     raise UsageError("The recipes are not installed with this package; get the folder recipes/ of the repository.")
@@ -99,7 +99,9 @@ def find_recipe(name: str) -> Recipe:
     if path.is_file() and path.relative_to(folder).parts[0] not in _SHARED_FOLDERS and wanted != "base":
         return read_recipe(path, folder)
     names = [recipe.name for recipe in list_recipes()]
-    near = [each for each in names if wanted and wanted in each][:5] or get_close_matches(wanted, names, n=3, cutoff=0.4)
+    near = [each for each in names if wanted and wanted in each][:5] or get_close_matches(
+        wanted, names, n=3, cutoff=0.4
+    )
     hint = f"did you mean {' or '.join(near)}?" if near else "miles recipes lists them."
     raise UsageError(f"{name} is not a recipe; {hint}")
 

@@ -1,4 +1,4 @@
-"""``miles recipes``, ``miles init`` and ``miles compare``: list recipes, write a copy of one, hold runs to its curve."""
+"""``miles recipes``, ``miles init`` and ``miles compare``: list recipes, copy one, hold runs to its curve."""
 
 from __future__ import annotations
 

@@ -70,7 +70,9 @@ def build_curve(
         means = [read_windows(run, name, window) for run in runs]
         steps = sorted(set.intersection(*(set(each) for each in means)))
         if not steps:
-            raise UsageError(f"{name} is not a metric of every one of these runs, or they have less than {window} steps.")
+            raise UsageError(
+                f"{name} is not a metric of every one of these runs, or they have less than {window} steps."
+            )
         metrics[name] = _build_band(steps, [[each[step] for step in steps] for each in means])
     return ReferenceCurve(recipe=recipe, runs=len(runs), window=window, made_with=made_with, metrics=metrics)
 
