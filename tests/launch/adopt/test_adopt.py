@@ -143,8 +143,7 @@ def test_flags_are_checked_before_anything_is_read(tmp_path: Path, capsys: pytes
     [
         ("Qwen3-0.6B", "1x24GB", "all weights are trained"),
         ("Mistral-7B-v0.3", "1x80GB", "all weights are trained, with the optimizer in host memory"),
-        ("Qwen3-14B", "1x80GB", "adapters are trained"),
-        ("Qwen3-8B", "1x24GB", "adapters are trained over an INT4 base"),
+        ("Qwen3-14B", "1x80GB", "adapters are trained over an INT4 base"),
         ("Qwen3-32B", "8xH100", "all weights are trained, with the optimizer in host memory, engines of 8 GPUs"),
         (
             "DeepSeek-V3",

@@ -36,9 +36,10 @@ class Layout:
 
 
 def list_hardware() -> dict[str, Path]:
-    """The files of the hardware that recipes are for, by its name."""
-    files = sorted((find_recipes_folder() / "hardware").glob("*.toml"))
-    return {str(read_layers(str(file))[-1].about["hardware"]): file for file in files}
+    """The files of the hardware with GPUs that recipes are for, by its name."""
+    files = {file: read_layers(str(file))[-1].about for file in (find_recipes_folder() / "hardware").glob("*.toml")}
+    found = sorted((about["gpu_gb"] * about["nodes"], about["hardware"], file) for file, about in files.items())
+    return {name: file for size, name, file in found if size}
 
 
 def list_tasks() -> list[str]:

@@ -127,7 +127,11 @@ def compare(runs: Sequence[Path], options: CompareOptions) -> int:
     if options.write_reference is not None:
         file = Path(options.write_reference)
         curve = build_curve(
-            runs, options.metrics, recipe=file.stem, window=options.window, made_with=f"miles {__version__}"
+            runs,
+            options.metrics,
+            recipe=file.name.partition(".")[0],
+            window=options.window,
+            made_with=f"miles {__version__}",
         )
         write_curve(curve, file)
         print(f"{file}: {', '.join(options.metrics)} of {len(runs)} runs, in windows of {options.window} steps.")

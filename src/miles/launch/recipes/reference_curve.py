@@ -15,7 +15,8 @@ from miles.observe.log_reader import read_rows
 
 _MARGIN = 1.5
 _LEAST = 0.1
-"""A band is this many times the largest deviation of its runs wide, and at least this part of the metric's range."""
+"""A band is this many times the largest deviation of its runs in a window and its two neighbours wide, and at least
+this part of the metric's range."""
 _OUTSIDE = 0.1
 """Part of the windows that may be outside the band; chance alone moves some there."""
 KINDS = ("train", "eval")
@@ -78,15 +79,17 @@ def build_curve(
 
 
 def _build_band(steps: Sequence[int], curves: Sequence[Sequence[float]]) -> Band:
-    mean = [fmean(values) for values in zip(*curves, strict=True)]
-    widest = max(abs(value - center) for curve in curves for value, center in zip(curve, mean, strict=True))
-    values = [value for curve in curves for value in curve]
-    half = max(_MARGIN * widest, _LEAST * (max(values) - min(values)), 1e-6)
+    windows = list(zip(*curves, strict=True))
+    mean = [fmean(values) for values in windows]
+    deviations = [max(abs(value - center) for value in values) for values, center in zip(windows, mean, strict=True)]
+    every = [value for values in windows for value in values]
+    least = max(_LEAST * (max(every) - min(every)), 1e-6)
+    half = [max(_MARGIN * max(deviations[max(0, i - 1) : i + 2]), least) for i in range(len(mean))]
     return Band(
         steps=tuple(steps),
         mean=tuple(round(value, 6) for value in mean),
-        low=tuple(round(value - half, 6) for value in mean),
-        high=tuple(round(value + half, 6) for value in mean),
+        low=tuple(round(value - width, 6) for value, width in zip(mean, half, strict=True)),
+        high=tuple(round(value + width, 6) for value, width in zip(mean, half, strict=True)),
     )
 
 
