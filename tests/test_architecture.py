@@ -616,7 +616,7 @@ def test_every_module_can_be_imported_by_its_name():
 
 def test_the_commands_are_these():
     expected = (
-        "train plan check demo recipes init adopt doctor eval chat show view report compare bundle engines stacks replay "
-        "convert serve parity route"
+        "train plan check demo recipes init adopt doctor eval chat show view report compare bundle engines stacks "
+        "replay convert serve parity route"
     )
     assert list(COMMANDS) == expected.split()
