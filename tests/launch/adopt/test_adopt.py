@@ -70,6 +70,16 @@ def test_a_new_checkpoint_becomes_a_recipe_with_parity(name: str, tmp_path: Path
     assert parse_recipe(recipe).models.hf_checkpoint == str(folder)
 
 
+def test_the_language_model_alone_of_one_that_sees_images_is_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Llama 4, whose router returns scores before logits in transformers."""
+    folder = write_config(tmp_path / "scout", "Llama-4-Scout-17B-16E")
+    assert main(["adopt", str(folder), "--hardware", "16x8xH200", "--output", str(tmp_path / "a.toml")]) == 0
+    shown = capsys.readouterr().out
+    assert "layer 0: router" in shown and "native and transformers are within 0.0001" in shown
+
+
 def test_a_checkpoint_with_weights_is_compared_with_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     folder = tmp_path / "real"
     hf_model("qwen3").save_pretrained(folder)
