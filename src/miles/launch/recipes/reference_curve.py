@@ -13,10 +13,12 @@ from typing import Any
 from miles.core.errors import DataError, UsageError
 from miles.observe.log_reader import read_rows
 
-_MARGIN = 1.5
-_LEAST = 0.1
-"""A band is this many times the largest deviation of its runs in a window and its two neighbours wide, and at least
-this part of the metric's range."""
+_MARGIN = 2.0
+_LEAST_OF_RANGE = 0.1
+_LEAST_OF_VALUE = 0.02
+"""Half the width of a band: this many times the largest deviation of its runs in a window and its two neighbours, and
+at least these parts of the metric's range and of its largest value. Few runs show less than the whole spread.
+"""
 _OUTSIDE = 0.1
 """Part of the windows that may be outside the band; chance alone moves some there."""
 KINDS = ("train", "eval")
@@ -83,7 +85,7 @@ def _build_band(steps: Sequence[int], curves: Sequence[Sequence[float]]) -> Band
     mean = [fmean(values) for values in windows]
     deviations = [max(abs(value - center) for value in values) for values, center in zip(windows, mean, strict=True)]
     every = [value for values in windows for value in values]
-    least = max(_LEAST * (max(every) - min(every)), 1e-6)
+    least = max(_LEAST_OF_RANGE * (max(every) - min(every)), _LEAST_OF_VALUE * max(map(abs, every)), 1e-6)
     half = [max(_MARGIN * max(deviations[max(0, i - 1) : i + 2]), least) for i in range(len(mean))]
     return Band(
         steps=tuple(steps),
