@@ -598,8 +598,12 @@ def compare(file: Path, lines: list[str], regenerate: bool) -> None:
 def test_the_package_declares_the_data_files_it_ships():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     shipped = set(project["tool"]["setuptools"]["package-data"]["miles"])
-    assert shipped == {
-        str(f.relative_to(SOURCE)) for f in SOURCE.rglob("*") if f.is_file() and f.suffix not in (".py", ".pyc")
+    recipes = {"recipes/*.toml", "recipes/*/*.toml", "recipes/*/*.json"}  # through a link to the folder beside src
+    assert (SOURCE / "recipes").resolve() == ROOT / "recipes" and recipes <= shipped
+    assert shipped - recipes == {
+        str(f.relative_to(SOURCE))
+        for f in SOURCE.rglob("*")
+        if f.is_file() and f.suffix not in (".py", ".pyc") and "recipes" not in f.relative_to(SOURCE).parts
     }
     assert project["project"]["scripts"] == {"miles": "miles.launch.main:main"}
 
@@ -612,7 +616,7 @@ def test_every_module_can_be_imported_by_its_name():
 
 def test_the_commands_are_these():
     expected = (
-        "train plan check demo doctor eval chat show view report bundle engines stacks replay convert serve parity "
-        "route"
+        "train plan check demo recipes init adopt doctor eval chat show view report compare bundle engines stacks "
+        "replay convert serve parity route"
     )
     assert list(COMMANDS) == expected.split()

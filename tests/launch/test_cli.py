@@ -56,7 +56,8 @@ def test_a_wrong_command_line_is_told_all_that_is_wrong(line: str, says: list[st
         (
             "zzz",
             [
-                "zzz is not a command; there are train, plan, check, demo, doctor, eval, chat, show, view, report, "
+                "zzz is not a command; there are train, plan, check, demo, recipes, init, adopt, doctor, eval, "
+                "chat, show, view, report, compare, "
                 "bundle, engines, stacks, replay, convert, serve, parity, route."
             ],
         ),
@@ -65,7 +66,8 @@ def test_a_wrong_command_line_is_told_all_that_is_wrong(line: str, says: list[st
             "--lr 3",
             [
                 "--lr comes after a command, as in miles train --lr; the commands are "
-                "train, plan, check, demo, doctor, eval, chat, show, view, report, bundle, engines, stacks, replay, "
+                "train, plan, check, demo, recipes, init, adopt, doctor, eval, chat, show, view, report, compare, "
+                "bundle, engines, stacks, replay, "
                 "convert, serve, parity, route."
             ],
         ),

@@ -1,12 +1,13 @@
 """Recipe files: TOML and YAML with includes, loaded as layers of values.
 
-``include = "base.toml"`` (or a list) names files that come before this one, relative to it.
+``include = "base.toml"`` (or a list) names files that come before this one, relative to it. The table ``[recipe]`` says
+what a recipe is for and sets no option.
 """
 
 import os.path
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,18 +15,21 @@ from miles.config.value_types import InvalidValue, ValueType
 from miles.core.errors import UsageError
 
 SUFFIXES = (".toml", ".yaml", ".yml")
+ABOUT = "recipe"
+"""The table that describes a recipe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
     """The values of one file under the name the user gave; included files are layers of their own.
 
-    Relative paths start at ``folder``, by default the file's own.
+    Relative paths start at ``folder``, by default the file's own. ``about`` is its table ``[recipe]``.
     """
 
     label: str
     values: Mapping[str, Any]
     folder: str | None = None
+    about: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 def read_layers(path: str) -> tuple[Layer, ...]:
@@ -49,11 +53,15 @@ def _collect_layers(label: str, above: tuple[str, ...], problems: list[str]) -> 
     except InvalidValue as error:
         problems.append(f"{label}: include {error}.")
         included = ()
+    about = values.pop(ABOUT, {})
+    if not isinstance(about, dict):
+        problems.append(f"{label}: {ABOUT} describes the recipe; make it a table, [{ABOUT}].")
+        about = {}
     layers: list[Layer] = []
     for name in included:
         inner = os.path.normpath(os.path.join(os.path.dirname(label), os.path.expanduser(name)))
         layers += _collect_layers(inner, (*above, label), problems)
-    return [*layers, Layer(label=label, values=values)]
+    return [*layers, Layer(label=label, values=values, about=cast(dict[str, Any], about))]
 
 
 def _parse_includes(value: Any) -> Sequence[str]:

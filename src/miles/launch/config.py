@@ -304,6 +304,80 @@ class ParityRoot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecipesOptions:
+    """Recipes: which of them are listed."""
+
+    family: str | None = option(None, "Only recipes whose family contains this, such as qwen3 or glm.")
+    hardware: str | None = option(None, "Only recipes for hardware that contains this, such as 1x24GB or 8xH100.")
+    task: str | None = option(None, "Only recipes whose task contains this, such as GRPO, tools, adapters or FP8.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecipesRoot:
+    """Root config of ``miles recipes``."""
+
+    recipes: RecipesOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InitOptions:
+    """Init: where the copy of a recipe goes."""
+
+    output: str | None = option(None, "File to write; by default the recipe's own name in this folder.", path=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InitRoot:
+    """Root config of ``miles init``."""
+
+    init: InitOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareOptions:
+    """Compare: which reference curve runs are held to, or what becomes one."""
+
+    reference: str | None = option(None, "Recipe, or file of a curve, that the runs are compared with.")
+    write_reference: str | None = option(
+        None, "Write the curve of these runs, which differ by their seeds only, to this JSON file instead.", path=True
+    )
+    metrics: tuple[str, ...] = option(
+        ("reward", "entropy", "response_length"), "Metrics of a curve that is written, as in metrics.jsonl."
+    )
+    window: int = option(10, "Steps whose mean is one point of a curve that is written.", unit="steps", ge=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareRoot:
+    """Root config of ``miles compare``."""
+
+    compare: CompareOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdoptOptions:
+    """Adopt: the hardware and task of the recipe that is written, and how parity is measured."""
+
+    hardware: str = option("8xH100", "Hardware to plan for, by a name that miles recipes lists.")
+    task: str = option("math_grpo", "Task of the recipe: a file of recipes/tasks, such as gsm8k_grpo, code or sft.")
+    output: str | None = option(None, "Recipe to write; by default the model's name with .toml.", path=True)
+    weights: Literal["auto", "real", "random", "none"] = option(
+        "auto",
+        "What parity is measured on: the checkpoint's weights, random ones of a small model with the same config, or "
+        "nothing; auto takes the real ones where they are here and fit into free memory twice.",
+    )
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "Device on which parity is measured.")
+    trust_remote_code: bool = option(False, "Allow transformers to run Python code of the checkpoint.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdoptRoot:
+    """Root config of ``miles adopt``."""
+
+    adopt: AdoptOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServeRoot:
     """Root config of ``miles serve``: server, model, engine, adapters beside the weights, training."""
 

@@ -24,13 +24,17 @@ from miles.config.help import format_essentials, format_help, get_terminal_width
 from miles.config.schema import Dataclass, get_options
 from miles.core.errors import MilesError, UsageError, describe_os_error
 from miles.launch.config import (
+    AdoptRoot,
     BundleRoot,
+    CompareRoot,
     Config,
     ConvertRoot,
     DemoConfig,
     DoctorRoot,
     EnginesRoot,
+    InitRoot,
     ParityRoot,
+    RecipesRoot,
     ReplayRoot,
     ReportRoot,
     RouteRoot,
@@ -299,6 +303,48 @@ def _parity(argv: list[str]) -> int:
     return parity(resolve_model(words[0]), replace(options, other=other))
 
 
+def _recipes(argv: list[str]) -> int:
+    words, _ = split_argv(argv)
+    if len(words) > 1:
+        raise UsageError(f"miles recipes takes {COMMANDS['recipes'].usage}, but was given {len(words)} names.")
+    options = read_options(RecipesRoot, argv[len(words) :]).recipes
+    from miles.launch.recipes.command import recipes
+
+    return recipes(words[0] if words else None, options)
+
+
+def _init(argv: list[str]) -> int:
+    words, _ = split_argv(argv)
+    if len(words) != 1:
+        raise UsageError("miles init takes the name of one recipe; miles recipes lists them.")
+    options = read_options(InitRoot, argv[1:]).init
+    from miles.launch.recipes.command import init
+
+    return init(words[0], options)
+
+
+def _compare(argv: list[str]) -> int:
+    runs, _ = split_argv(argv)
+    if not runs:
+        raise UsageError(f"miles compare takes {COMMANDS['compare'].usage}; name a run, or several.")
+    for run in runs:
+        _split_run("compare", [run], words=1)
+    options = read_options(CompareRoot, argv[len(runs) :]).compare
+    from miles.launch.recipes.command import compare
+
+    return compare([Path(run) for run in runs], options)
+
+
+def _adopt(argv: list[str]) -> int:
+    words, _ = split_argv(argv)
+    if len(words) != 1:
+        raise UsageError(f"miles adopt takes one checkpoint before its flags, but was given {len(words)}.")
+    options = read_options(AdoptRoot, argv[1:]).adopt
+    from miles.launch.adopt.command import adopt
+
+    return adopt(words[0], options)
+
+
 def _split_run(command: str, argv: list[str], *, words: int) -> tuple[list[str], list[str]]:
     """The words before the flags, of which the first is a run, and the flags."""
     found, _ = split_argv(argv)
@@ -353,6 +399,28 @@ COMMANDS: dict[str, _Command] = {
     "demo": _Command(
         usage="[--flags]", help="Watch a small model learn on this machine, in minutes.", run=_demo, root=DemoConfig
     ),
+    "recipes": _Command(
+        usage="[NAME] [--flags]",
+        help="List the recipes by model family, hardware and task, or describe one with its memory plan.",
+        run=_recipes,
+        root=RecipesRoot,
+        details="NAME is a recipe as it is listed, such as qwen3/0.6b_gsm8k_1x24gb.",
+    ),
+    "init": _Command(
+        usage="NAME [--output FILE]",
+        help="Write a copy of a recipe, with all it includes, to adapt.",
+        run=_init,
+        root=InitRoot,
+        details="NAME is a recipe as miles recipes lists it.",
+    ),
+    "adopt": _Command(
+        usage="CHECKPOINT [--flags]",
+        help="From a new checkpoint to a recipe: what serves it, whether it fits, parity with transformers.",
+        run=_adopt,
+        root=AdoptRoot,
+        details="CHECKPOINT is the folder of a Hugging Face checkpoint, or its name on the hub. The exit code is 1 if "
+        "parity does not hold or could not be measured.",
+    ),
     "doctor": _Command(
         usage="[MODEL] [--kernels]",
         help="Report what this machine can run, what is missing, and whether MODEL fits.",
@@ -396,6 +464,14 @@ COMMANDS: dict[str, _Command] = {
         root=ReportRoot,
         details="RUN is the directory of a run. The file needs no server and no network. It has the prompts and "
         "responses of some trajectories; --max-trajectories 0 leaves them out.",
+    ),
+    "compare": _Command(
+        usage="RUN ... --reference RECIPE | --write-reference FILE",
+        help="Say whether runs are on the reference curve of a recipe, or write such a curve.",
+        run=_compare,
+        root=CompareRoot,
+        details="RUN is the directory of a run, which may be unfinished. The exit code is 0 if every run is on the "
+        "curve, else 1.",
     ),
     "bundle": _Command(
         usage="RUN [--flags]",

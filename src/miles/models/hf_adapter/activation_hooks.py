@@ -123,7 +123,9 @@ class _Recorder:
     def record_router(self, param: str, layer: int) -> None:
         def hook(module: nn.Module, args: Any, out: Any) -> None:
             outputs: list[Tensor] = [out] if isinstance(out, Tensor) else list(out)
-            self._trace.record(layer, "router", _rows(outputs[0]))
+            # Llama 4's router returns the scores of the chosen experts, then the logits of all.
+            has_scores = len(outputs) == 2 and outputs[1].is_floating_point() and outputs[0].shape == outputs[1].shape
+            self._trace.record(layer, "router", _rows(outputs[1 if has_scores else 0]))
             if len(outputs) == 3 and not outputs[2].is_floating_point() and outputs[1].shape == outputs[2].shape:
                 record_experts(self._trace, layer, outputs[2], outputs[1])
 
