@@ -11,11 +11,14 @@ WORKERS ?= 2
 export PYTHONDONTWRITEBYTECODE :=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
+# Test files that write what is generated and checked in.
+GENERATED = $(shell grep -rlE 'def test_\w*generated.*regenerate: bool' --include='test_*.py' tests)
+
 # Tests that need no package beyond the development tools.
 PLAIN := not sglang and not megatron and not ray and not trackers
 
 .PHONY: help demo test test-extended test-slow test-all test-sglang test-megatron test-ray test-environments test-trackers
-.PHONY: check format bench docs clean
+.PHONY: check format bench generated docs clean
 
 help:
 	@echo "make demo            set up, then train a small model on this machine (about three minutes)"
@@ -31,7 +34,8 @@ help:
 	@echo "make check           formatting, lint, types, architecture tests"
 	@echo "make bench           measured ratios: engine and trainer against transformers"
 	@echo "make format          rewrite the code as the checks want it"
-	@echo "make docs            rewrite the checked-in lists and generated pages"
+	@echo "make generated       rewrite the checked-in lists and generated pages (a minute)"
+	@echo "make docs            the same, and measure the errors of all model families again (minutes)"
 	@echo "make clean           remove what the other targets made (runs/ stays)"
 
 $(BIN)/python:
@@ -120,8 +124,11 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/bench_engine.py
 	$(BIN)/python benchmarks/bench_trainer.py
 
+generated: $(VENV)/.installed-dev
+	$(PYTEST) -q $(GENERATED) -k generated --regenerate
+
 docs: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest tests -k generated --regenerate
+	$(PYTEST) -q $(GENERATED) -k generated --regenerate --remeasure
 
 clean:
 	rm -rf $(VENV) $(SGLANG) $(TRACKERS) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

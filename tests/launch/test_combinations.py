@@ -101,7 +101,7 @@ def write_page() -> str:
         "",
         f"{len(FEATURES)} features, each with every other: {len(list(combinations(FEATURES, 2)))} pairs. The rules of "
         f"`miles plan` and `miles train` refuse {len(refused)} of them, with the sentences below; all others are "
-        "accepted. This page is generated from the rules (`make docs`), for models whose sizes are multiples of 256: "
+        "accepted. This page is generated from the rules (`make generated`), for models whose sizes are multiples of 256: "
         "those of others may not allow blocks of FP8 or shards of tensor parallelism. That a pair is accepted does not "
         "say that a test runs it: the pages of the features name their tests.",
         "",
@@ -122,4 +122,4 @@ def test_the_generated_page_of_combinations_is_up_to_date(regenerate: bool):
     page = write_page()
     if regenerate:
         PAGE.write_text(page, encoding="utf-8")
-    assert PAGE.read_text(encoding="utf-8") == page, "run make docs"
+    assert PAGE.read_text(encoding="utf-8") == page, "run make generated"

@@ -7,7 +7,7 @@ from tests.server_api.differences import DIFFERENCES
 from tests.server_api.test_exchanges import ALL, recorded
 
 PAGE = Path(__file__).parents[2] / "docs" / "http_api.md"
-BEGIN = "<!-- conformance: written by `make docs`, from tests/server_api/results.json -->\n"
+BEGIN = "<!-- conformance: written by `make generated`, from tests/server_api/results.json -->\n"
 END = "<!-- end of conformance -->"
 
 
@@ -27,7 +27,7 @@ def test_the_generated_tables_of_the_wire_are_up_to_date(regenerate: bool):
     if regenerate:
         PAGE.write_text(f"{before}{BEGIN}\n{tables()}\n\n{END}{after}", encoding="utf-8")
         return
-    assert written.strip() == tables(), "run make docs"
+    assert written.strip() == tables(), "run make generated"
 
 
 def test_the_results_that_are_kept_are_those_of_this_suite():

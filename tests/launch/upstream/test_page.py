@@ -8,7 +8,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "upstream_flags.md"
 HEAD = """# Flags of upstream
 
 Every flag of upstream's launch files, with what becomes of it here; [migrate.md](migrate.md) explains the outcomes.
-The page is generated from `src/miles/launch/upstream/flags.tsv` by `make docs`.
+The page is generated from `src/miles/launch/upstream/flags.tsv` by `make generated`.
 
 """
 TITLES: dict[Kind, str] = {
@@ -53,7 +53,7 @@ def format_rows(rows: dict[str, UpstreamFlag]) -> str:
 def test_the_generated_page_is_up_to_date(regenerate: bool):
     if regenerate:
         PAGE.write_text(format_page(), encoding="utf-8")
-    assert PAGE.read_text(encoding="utf-8") == format_page(), "run make docs"
+    assert PAGE.read_text(encoding="utf-8") == format_page(), "run make generated"
 
 
 def test_every_kind_has_a_section():
