@@ -223,7 +223,9 @@ def vision_row(kind: str, folder: Path | None, stated: Sequence[str]) -> str:
     return f"| {kind} | {' | '.join(f'{error:.0e}' for error in worst)} | to the bit |"
 
 
-def test_the_generated_table_of_families_is_up_to_date(regenerate: bool, request: pytest.FixtureRequest, tmp_path: Path):
+def test_the_generated_table_of_families_is_up_to_date(
+    regenerate: bool, request: pytest.FixtureRequest, tmp_path: Path
+):
     before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
     table, after = rest.split(END)
     found = specs()

@@ -54,6 +54,7 @@ from miles.launch.build.prompts import (
     wrap_journal,
 )
 from miles.launch.build.rewards import build_offloaded_rewards, name_reward
+from miles.launch.build.step_rates import StepRates, build_step_rates
 from miles.launch.build.teachers import WithTeachers, build_teachers
 from miles.launch.build.user_hooks import UserHooks, load_eval_function, load_user_hooks, wrap_rollout
 from miles.launch.config import Config
@@ -169,6 +170,7 @@ async def build_run(
         rollout=rollout,
         estimator=estimator,
         trainer=ProbingTrainer(stack.trainer, recorded, advantages) if recorded else stack.trainer,
+        rates=build_step_rates(config, main, stack.native_engines),
         evaluator=evaluator,
         checkpoints=checkpoints,
         journal=journal,
@@ -218,6 +220,7 @@ def _build_planes(
     rollout: Rollout,
     estimator: AdvantageEstimator,
     trainer: Trainer,
+    rates: StepRates,
     evaluator: Evaluator | None,
     checkpoints: CheckpointDirectory,
     journal: Journal,
@@ -242,7 +245,7 @@ def _build_planes(
         decide=partial(worker.run_sync, name="The filter or advantage function") if is_offloaded else None,
         interruptible=rollout if isinstance(rollout, GroupRollout) and count_extra_groups(config) else None,
         take_engine_metrics=stack.meter.take_metrics,
-        measure_rates=stack.rates,
+        measure_rates=rates,
     )
     # Where planes take turns, nothing else goes on meanwhile, and the order of events must not depend on a hook's time.
     free = worker if config.schedule.max_weight_staleness > 0 else None
