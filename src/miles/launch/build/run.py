@@ -80,6 +80,7 @@ from miles.schedule.checkpoints import CheckpointDirectory, Cursor
 from miles.schedule.loop import Interval, Loop, LoopSettings, Planes
 
 if TYPE_CHECKING:
+    from miles.backends.remote.remote_engine import RemoteEngine
     from miles.launch.elastic.between_steps import BetweenSteps
 
 
@@ -93,6 +94,7 @@ class TrainingRun:
     generation: Generation
     multi_agent: MultiAgentGeneration | None
     engines: tuple[RolloutEngine, ...]
+    servers: RemoteEngine | None
     resilient: ResilientTrainer | None
     executors: tuple[Executor, ...]
     between_steps: BetweenSteps | None
@@ -185,6 +187,7 @@ async def build_run(
         generation=generation,
         multi_agent=multi_agent,
         engines=tuple(stack.engines.values()),
+        servers=stack.servers,
         resilient=stack.resilient,
         executors=stack.executors,
         between_steps=between_steps,

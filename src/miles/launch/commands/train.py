@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from miles.cluster import stack_dump
 from miles.cluster.hub_client import HubError
@@ -34,7 +35,7 @@ from miles.launch.distributed.ray_placement import reserve_cluster
 from miles.launch.hub.mirror import CheckpointMirror, restore_run
 from miles.launch.hub.resolve import describe_name
 from miles.launch.plan.plan import Plan, build_plan, choose_parity_tolerance, count_samples_per_prompt
-from miles.launch.plan.topology import get_split, restore_split
+from miles.launch.plan.topology import get_split, is_remote, restore_split
 from miles.launch.policies.config import get_main_config
 from miles.launch.rules.model import HUB_TOKEN
 from miles.launch.rules.paths import find_newest_checkpoint
@@ -62,6 +63,9 @@ from miles.observe.view import View
 from miles.schedule.checkpoints import CheckpointDirectory, Cursor, read_cursor
 from miles.schedule.hf_export import HfExport
 from miles.schedule.loop import Loop
+
+if TYPE_CHECKING:
+    from miles.backends.remote.server_profiler import ServerProfiler
 
 UPLOAD_FAILED = 3
 """Exit status of a run that finished but was not uploaded."""
@@ -223,6 +227,7 @@ async def _run(
     stopper = _EarlyStop(stop_when or partial(_is_last_step, config.schedule.debug_exit_after_rollout, first))
     mirror = _build_mirror(config, directory, view)
     dashboard = start_dashboard(config.observe, directory.path, view.note)
+    server_profiler = _build_server_profiler(config, directory.path, view.note)
     views = [
         *([] if mirror is None else [mirror]),
         view,
@@ -230,6 +235,7 @@ async def _run(
         ParityHint(config, directory.path, view.note),
         *load_trackers(config),
         *_build_rollout_profiler(config, directory.path),
+        *([] if server_profiler is None else [server_profiler]),
         stopper,
     ]
     with storage_errors(directory.path):
@@ -242,6 +248,8 @@ async def _run(
             )
         try:
             _print_start(training, start, resumed, view)
+            if server_profiler is not None and training.servers is not None:
+                server_profiler.connect(training.servers.pool)
             with (
                 signals.stopping(training.loop.stop_soon),
                 stopper.stopping(training.loop),
@@ -253,6 +261,8 @@ async def _run(
             _plot_curves(directory.path, view)
             return training.loop.finished
         finally:
+            if server_profiler is not None:
+                await asyncio.to_thread(server_profiler.close)  # before the servers end
             await training.close()
     finally:
         stack_dump.remove_dump_dir()
@@ -291,7 +301,16 @@ def sampling_gauges(config: Config, directory: Path, training: TrainingRun) -> I
 
 def _build_rollout_profiler(config: Config, directory: Path) -> list[Observer]:
     settings = build_profile_settings(config, directory)
-    return [RolloutProfiler(settings)] if "rollout" in settings.targets else []
+    return [RolloutProfiler(settings)] if "rollout" in settings.targets and not is_remote(config) else []
+
+
+def _build_server_profiler(config: Config, directory: Path, note: Callable[[str], None]) -> ServerProfiler | None:
+    settings = build_profile_settings(config, directory)
+    if "rollout" not in settings.targets or not is_remote(config):
+        return None
+    from miles.backends.remote.server_profiler import ServerProfiler  # imports an HTTP client
+
+    return ServerProfiler(settings, note)
 
 
 def _build_mirror(config: Config, directory: RunDirectory, view: View) -> CheckpointMirror | None:
