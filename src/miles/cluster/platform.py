@@ -113,11 +113,19 @@ def parse_device(name: str, flag: str) -> torch.device:
 
 
 class GpuCounters:
-    """Utilisation, memory and power of this machine's GPUs, from NVML or AMD SMI; nothing where neither is there."""
+    """Utilisation, memory and power of this machine's GPUs, from NVML or AMD SMI; nothing where neither is there.
+
+    ``why`` says what is missing then.
+    """
 
     def __init__(self) -> None:
-        self._nvml: Any = _import_and_init("pynvml", "nvmlInit")
-        self._amd: Any = None if self._nvml is not None else _import_and_init("amdsmi", "amdsmi_init")
+        self._nvml: Any
+        self._amd: Any
+        self._nvml, no_nvml = _import_and_init("pynvml", "nvmlInit", "nvidia-ml-py")
+        self._amd, no_amd = (
+            (None, "") if self._nvml is not None else _import_and_init("amdsmi", "amdsmi_init", "amdsmi")
+        )
+        self.why = "" if self.available else f"{no_nvml}, and {no_amd}"
 
     @property
     def available(self) -> bool:
@@ -160,14 +168,17 @@ class GpuCounters:
         self._nvml = self._amd = None
 
 
-def _import_and_init(name: str, init: str) -> Any:
-    """The library, started; None where it is not installed or finds no driver."""
+def _import_and_init(name: str, init: str, package: str) -> tuple[Any, str]:
+    """The library, started; None and the reason where it is not installed or finds no driver."""
     try:
         library = importlib.import_module(name)
+    except ImportError:
+        return None, f"{package} is not installed"
+    try:
         getattr(library, init)()
-    except Exception:  # without a driver each library has an error of its own
-        return None
-    return library
+    except Exception as error:  # without a driver each library has an error of its own
+        return None, f"{package} finds no driver ({type(error).__name__})"
+    return library, ""
 
 
 def _read_all(readers: Mapping[str, Callable[[], float]], error: type[Exception]) -> dict[str, float]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from miles.cluster import stack_dump
+from miles.cluster.gpu_counters import HostGpuCounters, RemoteHosts
 from miles.cluster.hub_client import HubError
 from miles.cluster.platform import GpuCounters
 from miles.cluster.profiler import RolloutProfiler
@@ -31,7 +32,7 @@ from miles.launch.build.user_hooks import load_trackers
 from miles.launch.config import Config
 from miles.launch.dashboard.process import start_dashboard
 from miles.launch.distributed.driver import set_train_env_vars
-from miles.launch.distributed.ray_placement import reserve_cluster
+from miles.launch.distributed.ray_placement import get_reservation, reserve_cluster
 from miles.launch.hub.mirror import CheckpointMirror, restore_run
 from miles.launch.hub.resolve import describe_name
 from miles.launch.plan.plan import Plan, build_plan, choose_parity_tolerance, count_samples_per_prompt
@@ -255,7 +256,7 @@ async def _run(
                 stopper.stopping(training.loop),
                 watchdog.watching(training.generation.hook_worker.list_loops),
                 reduce_gc(_count_inflight_trajectories(config)),
-                sampling_gauges(config, directory.path, training),
+                sampling_gauges(config, directory.path, training, view.note),
             ):
                 await training.run()
             _plot_curves(directory.path, view)
@@ -275,18 +276,24 @@ async def _run(
 
 
 @contextmanager
-def sampling_gauges(config: Config, directory: Path, training: TrainingRun) -> Iterator[None]:
-    """Sample the gauges of engines and GPUs in a thread, every --gauge-interval."""
+def sampling_gauges(
+    config: Config, directory: Path, training: TrainingRun, note: Callable[[str], None]
+) -> Iterator[None]:
+    """Sample the gauges of engines, and of the GPUs of all hosts, in a thread, every --gauge-interval."""
     o = config.observe
     if not o.gauge_interval:
         yield
         return
-    gpus = GpuCounters()
+    counters, gpus = GpuCounters(), None
+    if counters.available or training.policy.platform.kind != "cpu":
+        gpus = HostGpuCounters(
+            lambda: counters.read() if counters.available else counters.why, _build_remote_counters(), note
+        )
     with storage_errors(directory):
         sampler = GaugeSampler(
             directory / "trace",
             engines=[engine.read_gauges for engine in training.engines],
-            devices=[gpus.read] if gpus.available else [],
+            devices=[] if gpus is None else [gpus.read],
             interval=o.gauge_interval,
             clock=time.time,
             max_bytes=o.trace_max_mb * 10**6,
@@ -296,7 +303,19 @@ def sampling_gauges(config: Config, directory: Path, training: TrainingRun) -> I
         yield
     finally:
         sampler.close()
-        gpus.close()
+        if gpus is not None:
+            gpus.close()
+        counters.close()
+
+
+def _build_remote_counters() -> RemoteHosts | None:
+    """The GPU counters of the other nodes of a Ray cluster; None where the run is on this machine alone."""
+    reservation = get_reservation()
+    if reservation is None:
+        return None
+    from miles.cluster.ray.host_counters import RayHostCounters
+
+    return RayHostCounters(reservation)
 
 
 def _build_rollout_profiler(config: Config, directory: Path) -> list[Observer]:
