@@ -147,9 +147,9 @@ def test_a_part_is_as_long_as_what_bounds_each_of_its_pieces():
         return limit_part(PartWork(name="a", inside="b", pieces=pieces), flops=10.0, bandwidth=2.0, link=link)
 
     found = limit(Work(100.0, 2.0), Work(10.0, 8.0), Work(link_bytes=3.0))
-    assert found.seconds == 10.0 + 4.0 + 3.0 and found.bound == "compute"
+    assert found.seconds == 10.0 + 4.0 + 3.0 and found.main_bound == "compute"
     assert found.by_bound == {"compute": 10.0, "memory": 4.0, "link": 3.0}
-    assert limit(Work()).seconds == 0.0 and limit(Work()).bound is None
+    assert limit(Work()).seconds == 0.0 and limit(Work()).main_bound is None
     unknown = limit(Work(link_bytes=3.0), link=None)
     assert unknown.seconds is None and "link is not known" in unknown.why
 

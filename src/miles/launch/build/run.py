@@ -148,9 +148,7 @@ async def build_run(
     estimator = hooks.wrap_estimator(mask_stale_tokens(config, advantages))
     recorded = open_recorded_rollouts(config, plan, policy.tokenizer, first=start[1].step + 1 if start else 1)
     parts = () if recorded else read_training_data(main.config, policy, generation)
-    add_teachers = await build_teachers(
-        main.config, plan, parts, tokenizer=policy.tokenizer, spec=policy.spec, render=generation.render
-    )
+    add_teachers = await _build_teachers(main, plan, parts, generation)
     source = recorded or build_prompt_source(main.config, parts)
     recovery, steps = _build_recovery(main, plan, checkpoints, estimator), _count_steps(config, len(source))
     report(f"{'Recorded groups are' if recorded else f'{len(source):,} prompts are'} read; loading {policy.folder}")
@@ -192,6 +190,13 @@ async def build_run(
         executors=stack.executors,
         between_steps=between_steps,
     )
+
+
+async def _build_teachers(
+    main: PolicySpec, plan: Plan, parts: Sequence[MixturePart], generation: Generation
+) -> WithTeachers:
+    policy, render = main.checkpoint, generation.render
+    return await build_teachers(main.config, plan, parts, tokenizer=policy.tokenizer, spec=policy.spec, render=render)
 
 
 def _build_recovery(

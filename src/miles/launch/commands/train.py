@@ -8,8 +8,8 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -249,8 +249,6 @@ async def _run(
             )
         try:
             _print_start(training, start, resumed, view)
-            if server_profiler is not None and training.servers is not None:
-                server_profiler.connect(training.servers.pool)
             with (
                 signals.stopping(training.loop.stop_soon),
                 stopper.stopping(training.loop),
@@ -258,12 +256,11 @@ async def _run(
                 reduce_gc(_count_inflight_trajectories(config)),
                 sampling_gauges(config, directory.path, training, view.note),
             ):
-                await training.run()
+                async with _profiling_servers(server_profiler, training):
+                    await training.run()
             _plot_curves(directory.path, view)
             return training.loop.finished
         finally:
-            if server_profiler is not None:
-                await asyncio.to_thread(server_profiler.close)  # before the servers end
             await training.close()
     finally:
         stack_dump.remove_dump_dir()
@@ -273,6 +270,19 @@ async def _run(
             mirror.close()
         if dashboard is not None:
             dashboard.close()
+
+
+@asynccontextmanager
+async def _profiling_servers(profiler: ServerProfiler | None, training: TrainingRun) -> AsyncIterator[None]:
+    """Profile the servers of a run meanwhile; wait until they have written their traces, before they end."""
+    if profiler is None or training.servers is None:
+        yield
+        return
+    profiler.connect(training.servers.pool)
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(profiler.close)
 
 
 @contextmanager

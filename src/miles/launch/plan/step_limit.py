@@ -317,7 +317,7 @@ def _describe_bound(part: PartLimit) -> str:
         "memory": f"memory: {_format_amount(part.bytes, 'B')} per device",
         "link": f"link: {_format_amount(part.link_bytes, 'B')} per device",
     }
-    return "nothing moves" if part.bound is None else texts[part.bound]
+    return "nothing moves" if part.main_bound is None else texts[part.main_bound]
 
 
 def _format_amount(amount: float, unit: str) -> str:

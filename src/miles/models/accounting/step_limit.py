@@ -109,7 +109,7 @@ class PartLimit:
     why: str = ""
 
     @property
-    def bound(self) -> Bound | None:
+    def main_bound(self) -> Bound | None:
         """What bounds most of it; None where nothing does."""
         return max(self.by_bound, key=lambda name: self.by_bound[name]) if self.by_bound else None
 
@@ -360,7 +360,8 @@ def _list_segments(workload: StepWorkload) -> Iterator[_Segment]:
     lengths = sorted(length for group in workload.responses for length in group)
     prompts = list(zip(workload.prompts, workload.responses, strict=False))
     groups = sorted((max(group), prompt) for prompt, group in prompts if group)
-    rows, start, ended = len(lengths), 0, 0
+    rows = len(lengths)
+    start = ended = 0
     prompt_tokens = float(sum(prompt for _, prompt in groups))
     for i, length in enumerate(lengths):
         if length > start:
