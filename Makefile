@@ -11,6 +11,9 @@ WORKERS ?= 2
 export PYTHONDONTWRITEBYTECODE :=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
+# Test files that write what is generated and checked in.
+GENERATED = $(shell grep -rlE 'def test_\w*generated.*regenerate: bool' --include='test_*.py' tests)
+
 # Tests that need no package beyond the development tools.
 PLAIN := not sglang and not megatron and not ray and not trackers
 
@@ -32,7 +35,7 @@ help:
 	@echo "make bench           measured ratios: engine and trainer against transformers"
 	@echo "make format          rewrite the code as the checks want it"
 	@echo "make docs            build the documentation site into site/; a broken link fails"
-	@echo "make regenerate      rewrite the checked-in lists and generated pages"
+	@echo "make regenerate      rewrite the checked-in lists and generated pages (a minute; ARGS=--remeasure: errors of all models)"
 	@echo "make clean           remove what the other targets made (runs/ stays)"
 
 $(BIN)/python:
@@ -130,7 +133,7 @@ docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 regenerate: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest tests -k generated --regenerate
+	$(PYTEST) -q $(GENERATED) -k generated --regenerate $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(SGLANG) $(TRACKERS) build dist site src/*.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

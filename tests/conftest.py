@@ -29,6 +29,7 @@ settings.load_profile("extended" if EXTENDED_RUN else "default")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--regenerate", action="store_true", help="rewrite the checked-in lists that tests compare with")
+    parser.addoption("--remeasure", action="store_true", help="with --regenerate, measure again what a page states")
     parser.addoption(
         "--cpu-limit",
         type=float,

@@ -54,6 +54,7 @@ OTHERS = {
         "--sglang",
         "--profile",
         "--regenerate",
+        "--gpu",
         "--disable-fast-image-processor",
         "--disable-overlap-schedule",
         "--enable-return-hidden-states",

@@ -19,7 +19,7 @@ from scripts.docs_site.families import family_pages
 
 import miles
 from miles.api.train import train
-from miles.cluster.platform import PEAKS
+from miles.cluster.device_peaks import PEAKS
 from miles.config.help import format_flag
 from miles.config.schema import Dataclass, Option, get_options, get_passthroughs, get_sections
 from miles.config.value_types import format_value

@@ -5,6 +5,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from miles.cluster.gpu_counters import HostGpuCounters
 from miles.cluster.platform import GpuCounters
 
 
@@ -78,3 +79,38 @@ def test_amd_gpus_are_read_by_their_library(monkeypatch):
     counters = GpuCounters()
     assert counters.read() == {"GPU 0": {"utilization": 0.8, "memory_gib": 2.0}}
     counters.close()
+
+
+class TwoHosts:
+    """Other hosts, as a cluster reports them: one with a GPU, one without the library."""
+
+    closed = False
+
+    def read(self):
+        return {"10.0.0.2": {"GPU 0": {"utilization": 0.75}}, "10.0.0.3": "nvidia-ml-py is not installed"}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_every_host_is_read_and_what_a_host_lacks_is_stated_once(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", nvml())
+    local, hosts, notes = GpuCounters(), TwoHosts(), []
+    counters = HostGpuCounters(local.read, hosts, notes.append)
+    for _ in range(3):
+        found = counters.read()
+        assert set(found) == {"GPU 0", "GPU 1", "10.0.0.2 GPU 0"} and found["10.0.0.2 GPU 0"] == {"utilization": 0.75}
+    assert notes == ["GPU counters are not recorded on 10.0.0.3: nvidia-ml-py is not installed"]
+    counters.close()
+    assert hosts.closed
+
+
+def test_a_host_without_a_library_says_which_are_missing(monkeypatch):
+    local, notes = GpuCounters(), []
+    counters = HostGpuCounters(lambda: local.why, None, notes.append)
+    assert counters.read() == {} and counters.read() == {}
+    assert notes == [
+        "GPU counters are not recorded on this host: nvidia-ml-py is not installed, and amdsmi is not installed"
+    ]
+    monkeypatch.setitem(sys.modules, "pynvml", nvml(nvmlInit=fail))
+    assert "nvidia-ml-py finds no driver (NoDriver)" in GpuCounters().why

@@ -11,6 +11,8 @@ import pytest
 from tests.launch.small_run import flags, write_inputs
 
 from miles.launch.main import main
+from miles.models.accounting.params import forward_flops_per_token, weight_bytes
+from miles.models.resolve import resolve_spec
 from miles.observe.log_reader import read_rows
 from miles.observe.rollouts import read_step, read_token_stats
 
@@ -73,6 +75,27 @@ def test_a_run_records_tokens_groups_engines_and_profiles(inputs: Path, tmp_path
     for path, wanted in zip(sorted((run / "profiles").iterdir()), ("aten::embedding", "aten::mm"), strict=True):
         names = {record.get("name") for record in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]}
         assert any(wanted in str(name) for name in names), path.name
+
+
+def test_the_limit_of_each_step_is_that_of_the_tokens_it_had(inputs: Path, tmp_path: Path):
+    run = train(inputs, tmp_path / "run")
+    stored = json.loads((run / "limits.json").read_text())
+    peak = stored["device"]["peak"]
+    assert stored["device"]["source"] == "measured when the run started" and peak["link"] is None
+    assert stored["seconds"] == pytest.approx(sum(part["seconds"] for part in stored["parts"]))
+    spec = resolve_spec(str(inputs), "auto")
+    for row in read_rows(run / "timings.jsonl").select("train"):
+        rows = read_step(run / "rollouts" / f"step-{row.step:06d}.parquet")
+        lengths = [len(each["tokens"]) for each in rows]
+        context = sum(length**2 for length in lengths) / 2 / sum(lengths)
+        flops = 3 * sum(lengths) * forward_flops_per_token(spec, context)
+        seconds, longest = row.values, max(int((each["authors"] == 1).sum()) for each in rows)
+        assert seconds["limit/train/forward_backward/compute"] == pytest.approx(flops / peak["flops"], rel=1e-6)
+        read = longest * weight_bytes(spec, "float32") / peak["bandwidth"]  # and of the KV cache, much less
+        decode = sum(value for name, value in seconds.items() if name.startswith("limit/rollout/decode/"))
+        assert read <= decode < seconds["rollout"]
+        assert sum(value for name, value in seconds.items() if name.startswith("limit/")) < seconds["step"]
+    assert main(["plan", str(run / "config.toml"), "--json"]) == 0  # the plan knows the CPU that the run measured
 
 
 def test_what_is_not_wanted_is_not_written(inputs: Path, tmp_path: Path):

@@ -27,7 +27,7 @@ EXACT = [kind for kind in KINDS if check_batch_invariance(spec_of_kind(kind)) is
 LARGE = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "max_position_embeddings": 2048}
 ENGINES = {
     "recorded steps": {},
-    "steps one by one": {"graphs": False},
+    "steps one by one": {"cuda_graph": False},
     "chunks of a prompt": {"prefill_chunk": 37},
     "small pages": {"page_size": 4},
     "no prefix cache": {"prefix_cache": False},

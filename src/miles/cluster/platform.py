@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,49 +15,8 @@ from typing import Any
 
 import torch
 
+from miles.cluster.device_peaks import DevicePeak, find_peak
 from miles.core.errors import UsageError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DevicePeak:
-    """What a device can do at most in a second: FLOPs of dense bf16 matmuls, and bytes of memory read and written."""
-
-    flops: float
-    bandwidth: float
-
-
-# Part of a product's name, TFLOP/s and GB/s of its data sheet; the first that matches counts.
-PEAKS = (
-    ("GB300", 2500, 8000),
-    ("B300", 2250, 8000),
-    ("GB200", 2500, 8000),
-    ("B200", 2250, 8000),
-    ("GH200", 990, 4900),
-    ("H200", 989, 4800),
-    ("H100 PCIe", 756, 2000),
-    ("H100 NVL", 835, 3900),
-    ("H100", 989, 3350),
-    ("H20", 148, 4000),
-    ("H800", 989, 3350),
-    ("A100-SXM4-40GB", 312, 1555),
-    ("A100-PCIE-40GB", 312, 1555),
-    ("A100", 312, 2039),
-    ("A800", 312, 2039),
-    ("L40S", 362, 864),
-    ("L40", 181, 864),
-    ("L4", 121, 300),
-    ("A10G", 70, 600),
-    ("A10", 125, 600),
-    ("RTX 5090", 210, 1792),
-    ("RTX 4090", 165, 1008),
-    ("RTX 3090", 71, 936),
-    ("V100", 125, 900),
-    ("MI355X", 2500, 8000),
-    ("MI350X", 2300, 8000),
-    ("MI325X", 1307, 6000),
-    ("MI300X", 1307, 5300),
-    ("MI250X", 191, 1600),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +37,7 @@ class Platform:
     @property
     def peak(self) -> DevicePeak | None:
         """What its data sheet promises; None for a CPU and for a product that the table lacks."""
-        if self.kind == "cpu":
-            return None
-        found = next((row for row in PEAKS if row[0].lower() in self.name.lower()), None)
-        return None if found is None else DevicePeak(flops=found[1] * 1e12, bandwidth=found[2] * 1e9)
+        return None if self.kind == "cpu" else find_peak(self.name)
 
     def synchronize(self) -> None:
         """Wait until all work queued on the device is done."""
@@ -117,6 +74,22 @@ def detect_platform(device_name: str = "auto", *, threads: int | None = None) ->
     return Platform(kind=kind, device=device, name=properties.name, memory_bytes=properties.total_memory)
 
 
+def measure_cpu_peak(*, size: int = 512, copied_mib: int = 32, repeats: int = 3) -> DevicePeak:
+    """Measure the float32 matmuls and the memory copies of this CPU: the best of a few short attempts."""
+    a, b = torch.ones(size, size), torch.ones(size, size)
+    source = torch.ones(copied_mib << 18)
+    target = torch.empty_like(source)
+    matmul = min(_time_call(lambda: torch.mm(a, b)) for _ in range(repeats + 1))
+    copy = min(_time_call(lambda: target.copy_(source)) for _ in range(repeats))
+    return DevicePeak(flops=2.0 * size**3 / matmul, bandwidth=2.0 * source.nbytes / copy)
+
+
+def _time_call(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
 def consecutive_devices(device: torch.device, count: int) -> list[torch.device]:
     """``count`` devices: this one and those after it; a CPU is repeated."""
     if device.type == "cpu":
@@ -140,11 +113,19 @@ def parse_device(name: str, flag: str) -> torch.device:
 
 
 class GpuCounters:
-    """Utilisation, memory and power of this machine's GPUs, from NVML or AMD SMI; nothing where neither is there."""
+    """Utilisation, memory and power of this machine's GPUs, from NVML or AMD SMI; nothing where neither is there.
+
+    ``why`` says what is missing then.
+    """
 
     def __init__(self) -> None:
-        self._nvml: Any = _import_and_init("pynvml", "nvmlInit")
-        self._amd: Any = None if self._nvml is not None else _import_and_init("amdsmi", "amdsmi_init")
+        self._nvml: Any
+        self._amd: Any
+        self._nvml, no_nvml = _import_and_init("pynvml", "nvmlInit", "nvidia-ml-py")
+        self._amd, no_amd = (
+            (None, "") if self._nvml is not None else _import_and_init("amdsmi", "amdsmi_init", "amdsmi")
+        )
+        self.why = "" if self.available else f"{no_nvml}, and {no_amd}"
 
     @property
     def available(self) -> bool:
@@ -187,14 +168,17 @@ class GpuCounters:
         self._nvml = self._amd = None
 
 
-def _import_and_init(name: str, init: str) -> Any:
-    """The library, started; None where it is not installed or finds no driver."""
+def _import_and_init(name: str, init: str, package: str) -> tuple[Any, str]:
+    """The library, started; None and the reason where it is not installed or finds no driver."""
     try:
         library = importlib.import_module(name)
+    except ImportError:
+        return None, f"{package} is not installed"
+    try:
         getattr(library, init)()
-    except Exception:  # without a driver each library has an error of its own
-        return None
-    return library
+    except Exception as error:  # without a driver each library has an error of its own
+        return None, f"{package} finds no driver ({type(error).__name__})"
+    return library, ""
 
 
 def _read_all(readers: Mapping[str, Callable[[], float]], error: type[Exception]) -> dict[str, float]:

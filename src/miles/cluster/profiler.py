@@ -127,6 +127,11 @@ def start_profile() -> torch.profiler.profile:
 def write_profile(profile: torch.profiler.profile, path: Path) -> None:
     """End a profile and write it, complete or not at all."""
     profile.stop()
+    export_profile(profile, path)
+
+
+def export_profile(profile: torch.profiler.profile, path: Path) -> None:
+    """Write a profile that has ended, complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"part-{path.name}")  # the suffix decides whether it is compressed
     profile.export_chrome_trace(str(part))

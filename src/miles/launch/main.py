@@ -139,13 +139,25 @@ def _train(argv: list[str]) -> int:
 def _plan(argv: list[str]) -> int:
     json, every = "--json" in argv, "--all" in argv
     argv = [word for word in argv if word not in ("--json", "--all")]
+    argv, gpu = _take_gpu(argv)
     if argv and split_argv(argv[:1])[0] and not argv[0].endswith(SUFFIXES):
         return _plan_model(argv[0], argv[1:], json=json)
     config, plan, origins = read("plan", argv)
     from miles.launch.plan.render import as_json, as_text
 
-    print(as_json(config, plan, origins) if json else as_text(config, plan, origins, every=every))
+    text = as_json(config, plan, origins, gpu=gpu) if json else as_text(config, plan, origins, every=every, gpu=gpu)
+    print(text)
     return 0
+
+
+def _take_gpu(argv: list[str]) -> tuple[list[str], str | None]:
+    """The words without --gpu NAME, and the name."""
+    if "--gpu" not in argv:
+        return argv, None
+    at = argv.index("--gpu")
+    if argv[at + 1 : at + 2] == [] or argv[at + 1].startswith("-"):
+        raise UsageError("--gpu needs the name of a GPU, such as --gpu H200.")
+    return [*argv[:at], *argv[at + 2 :]], argv[at + 1]
 
 
 def _check(argv: list[str]) -> int:
@@ -381,13 +393,14 @@ _FOLDER = (
 COMMANDS: dict[str, _Command] = {
     "train": _Command(usage="[RECIPE] [--flags]", help="Train a model.", run=_train, root=Config, details=_RECIPE),
     "plan": _Command(
-        usage="[RECIPE | MODEL] [--flags] [--all] [--json]",
-        help="Print the options that were set, the batch sizes, the memory plan and the placement.",
+        usage="[RECIPE | MODEL] [--flags] [--all] [--json] [--gpu NAME]",
+        help="Print the options that were set, batch sizes, memory, the time limit of a step and the placement.",
         run=_plan,
         root=Config,
         details=_MODEL
         + _RECIPE
-        + " --all prints every option with its value and origin, --json the same for programs.",
+        + " --all prints every option with its value and origin, --json the same for programs. --gpu NAME computes the "
+        "time limit for that GPU, such as H200, instead of this machine's device.",
     ),
     "check": _Command(
         usage="[RECIPE] [--flags]",

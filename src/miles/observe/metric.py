@@ -162,6 +162,7 @@ SECONDS = _parse_rows(
     train/<part>   | seconds | A phase of the training step.
     publish/bytes  | bytes   | Bytes of weights sent to each server.
     publish/<part> | seconds | A phase of the weight update.
+    limit/<part>/<bound> | seconds | Least time of a part of the step at the device's peak of compute, memory or link.
     """
 )
 
@@ -196,9 +197,9 @@ SECTIONS = {
     "Utilisation": (
         RATES,
         "In `timings.jsonl`: over the training step, and over the time in which engines generate (the wait for "
-        "rollouts, or the whole step where they overlap). A CPU, and a device that the table of `cluster/platform.py` "
-        "lacks, has no peak, so only the rates are there; `--mfu-peak-tflops` gives one. Bytes are known of engines in "
-        "the same process.",
+        "rollouts, or the whole step where they overlap). A CPU, and a device that the table of "
+        "`cluster/device_peaks.py` lacks, has no peak, so only the rates are there; `--mfu-peak-tflops` gives "
+        "one. Bytes are known of engines in the same process.",
     ),
     "Speculative decoding": (
         SPECULATION,

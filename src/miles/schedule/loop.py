@@ -95,13 +95,17 @@ _STOP_POLL_SECONDS = 0.2
 _CANCEL_SECONDS = 5.0
 
 
+MeasureRates = Callable[[Sequence[Group], Mapping[str, float], Mapping[str, float]], Mapping[str, float]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planes:
     """Everything the loop drives: the planes, the filters and hooks between them, checkpoints and the journal.
 
     ``decide`` calls the group filter and the estimator where these may block, and ``read`` the source; else the loop
     calls them itself. ``take_engine_metrics`` returns what engines did since the last step that a resumed run need not
-    repeat, and ``measure_rates`` the FLOPs per second of a step from its metrics and the seconds of its phases.
+    repeat, and ``measure_rates`` the FLOPs per second of a step from its groups, its metrics and the seconds of its
+    phases.
     """
 
     source: Source
@@ -121,7 +125,7 @@ class Planes:
     decide: Callable[[Callable[[], Decision]], Awaitable[Decision]] | None = None
     read: Callable[[Callable[[], Any]], Awaitable[Any]] | None = None
     take_engine_metrics: Callable[[], Mapping[str, float]] = dict
-    measure_rates: Callable[[Mapping[str, float], Mapping[str, float]], Mapping[str, float]] = lambda metrics, laps: {}
+    measure_rates: MeasureRates = lambda groups, metrics, laps: {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,14 +331,15 @@ class Loop:
             "groups_dropped": float(dropped),
             **interrupted,
         }
+        engine_seconds = planes.take_engine_metrics()
         train_seconds = {f"train/{name}": value for name, value in report.seconds.items()}
         seconds = {
             **clock.laps,
             "step": sum(clock.laps.values()),
             **train_seconds,
             **publish_seconds,
-            **planes.take_engine_metrics(),
-            **planes.measure_rates(metrics, clock.laps),
+            **engine_seconds,
+            **planes.measure_rates(groups, metrics, {**clock.laps, **engine_seconds}),
         }
         planes.journal(
             StepFinished(

@@ -53,7 +53,7 @@ def list_types():
         yield from (f"protobuf {name}.{field.name} = {field.number}" for field in message.fields)
 
 
-def test_the_generated_list_of_types_is_up_to_date(regenerate):
+def test_the_generated_list_of_types_is_up_to_date(regenerate: bool):
     lines = list(list_types())
     if regenerate:
         LIST.write_text("\n".join(lines) + "\n", encoding="utf-8")

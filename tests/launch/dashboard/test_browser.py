@@ -198,6 +198,21 @@ def test_the_time_of_a_step_is_that_of_the_log(browser: Browser, address: str, r
         assert shown == pytest.approx(sum(seconds) / len(seconds), rel=0.02)
 
 
+def test_the_limit_of_a_step_is_that_of_the_log_by_part_and_cause(browser: Browser, address: str, real_run: Path):
+    rows = read_rows(real_run / "timings.jsonl").select("train")
+    limits = [sum(value for name, value in row.values.items() if name.startswith("limit/")) for row in rows]
+    with opened(browser, f"{address}#/timing") as page:
+        title = page.locator("section.limit h3").inner_text()
+        number, unit = title.removeprefix("At least ").split(" per step")[0].split()
+        shown = float(number) * {"µs": 1e-6, "ms": 1e-3, "s": 1.0}[unit]
+        assert shown == pytest.approx(sum(limits) / len(limits), rel=0.02)
+        parts = page.locator("section.limit tbody tr td:first-child").all_inner_texts()
+        assert {"rollout/prefill", "rollout/decode", "train/forward_backward", "train/optimizer"} <= set(parts)
+        causes = page.locator("section.limit .causes").get_attribute("aria-label") or ""
+        assert "train, matmul peak:" in causes and "train, beyond the limit:" in causes
+        assert "measured when the run started" in page.locator("section.limit p").inner_text()
+
+
 def test_the_timeline_draws_spans_and_names_the_one_pointed_at(browser: Browser, address: str):
     with opened(browser, f"{address}#/timeline") as page:
         page.click("text=whole run")

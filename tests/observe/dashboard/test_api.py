@@ -20,6 +20,7 @@ from miles.core.errors import UsageError
 from miles.observe.dashboard.api import QueryError, format_query
 from miles.observe.dashboard.run_index import RunIndex, find_runs
 from miles.observe.dashboard.timeline import Timeline, read_trace
+from miles.observe.log import encode_line
 from miles.observe.log_reader import read_rows
 from miles.observe.trace import LoopTrace
 
@@ -124,6 +125,70 @@ def test_the_time_of_a_step_is_split_into_its_phases(tmp_path: Path):
     assert found["seconds_per_step"] == pytest.approx(1.0)
     assert shares == pytest.approx({"rollout": 0.5, "train": 0.4, "publish": 0.1, "other": 0.0})
     assert found["rates"]["rollout"] == pytest.approx(200.0)
+    assert found["limit"]["seconds"] is None and "no limits.json" in found["limit"]["why"]
+
+
+def write_limits(folder: Path, **changes) -> None:
+    parts = {"rollout/decode": "rollout", "train/forward_backward": "train/optimize", "publish/weights": "publish"}
+    rows = [{"name": name, "inside": inside, "seconds": 9.0, "why": ""} for name, inside in parts.items()]
+    rows[2] |= {"seconds": None, "why": "the way is not known"}
+    stored = {"device": {"name": "H200", "source": "data sheet"}, "workload": "w", "parts": rows, "seconds": 18.0}
+    (folder / "limits.json").write_text(json.dumps(stored | changes))
+
+
+def append_limits(folder: Path, limits: list[dict[str, float]]) -> None:
+    with (folder / "timings.jsonl").open("ab") as timings:
+        for step, limit in enumerate(limits, 1):
+            seconds = {"rollout": 0.5, "train": 0.4, "publish": 0.1, "step": 1.0, "train/optimize": 0.3, **limit}
+            timings.write(encode_line({"kind": "train", "step": step, "seconds": seconds}))
+
+
+def test_the_time_of_a_step_is_held_against_its_limit_by_cause(tmp_path: Path):
+    write_config(tmp_path / "one")
+    decode, train = "limit/rollout/decode", "limit/train/forward_backward"
+    # one step's decoding is bounded by memory, the other's by compute: its mean is over both
+    limits = [{f"{decode}/memory": 0.2, f"{train}/compute": 0.1}, {f"{decode}/compute": 0.1, f"{train}/compute": 0.1}]
+    append_limits(tmp_path / "one", limits)
+    write_limits(tmp_path / "one")
+    found = ask(build_example_api(tmp_path), "time", run="one")
+    phases = {phase["name"]: phase for phase in found["phases"]}
+    assert phases["rollout"]["limit"] == pytest.approx(0.15) and phases["rollout"]["of_limit"] == pytest.approx(0.3)
+    assert phases["train"]["of_limit"] == pytest.approx(0.25) and phases["publish"]["limit"] is None
+    (optimize,) = phases["train"]["parts"]
+    assert optimize["limit"] == pytest.approx(0.1) and optimize["of_limit"] == pytest.approx(1 / 3)
+    assert phases["publish"]["unknown"] == [{"name": "publish/weights", "why": "the way is not known"}]
+    assert found["limit"]["seconds"] == pytest.approx(0.25) and found["limit"]["planned"] == 18.0
+    causes = {(each["phase"], each["cause"]): each["seconds"] for each in found["limit"]["causes"]}
+    assert causes == pytest.approx(
+        {
+            ("rollout", "memory"): 0.1,
+            ("rollout", "compute"): 0.05,
+            ("rollout", "beyond"): 0.35,
+            ("train", "compute"): 0.1,
+            ("train", "beyond"): 0.3,
+            ("publish", "no limit known"): 0.1,
+            ("other", "no limit known"): 0.0,
+        }
+    )
+
+
+def test_generation_that_overlaps_is_held_against_the_whole_step(tmp_path: Path):
+    write_config(tmp_path / "one")
+    limit = {"limit/rollout/decode/memory": 0.8, "limit/train/forward_backward/compute": 0.1}
+    append_limits(tmp_path / "one", [limit])
+    write_limits(tmp_path / "one", overlaps=True, concurrent=True)
+    found = ask(build_example_api(tmp_path), "time", run="one")
+    rollout = found["phases"][0]
+    assert rollout["of_limit"] == pytest.approx(0.8) and found["limit"]["seconds"] == pytest.approx(0.8)
+    assert found["limit"]["causes"][0] == {"phase": "rollout", "cause": "waiting", "seconds": pytest.approx(0.5)}
+
+
+def test_a_damaged_file_of_limits_is_no_limit(tmp_path: Path):
+    write_config(tmp_path / "one")
+    append_steps(tmp_path / "one", 1, 2)
+    for text in ("", "[]", '{"parts": 3}'):
+        (tmp_path / "one" / "limits.json").write_text(text)
+        assert ask(build_example_api(tmp_path), "time", run="one")["limit"]["seconds"] is None
 
 
 def test_the_timeline_has_the_spans_of_the_trace(tmp_path: Path):

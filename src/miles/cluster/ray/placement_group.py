@@ -104,6 +104,11 @@ class ClusterReservation:
         group = self._live_group(self._workers, number, 1, f"reward worker {number}", EngineError, kind="CPU")
         return BundleRange(group=group, first=0, count=1, share=1.0)
 
+    def list_used_nodes(self) -> list[str]:
+        """The ids of the nodes that have ranks or engines now; a node may be named more than once."""
+        nodes = (find_group_node(group) for group in (*self._trainer, *self._engines))
+        return [node for node in nodes if node is not None]
+
     def close(self) -> None:
         for group in self._groups:
             remove_placement_group(group)

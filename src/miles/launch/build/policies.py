@@ -5,8 +5,7 @@ With one policy its trainer, engine and sync are used directly; with several, co
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -41,9 +40,8 @@ from miles.launch.config import Config
 from miles.launch.distributed.driver import DistributedTrainer, start_distributed_trainer
 from miles.launch.distributed.resilient_trainer import RecoveryState, ResilientTrainer
 from miles.launch.plan.plan import Plan, build_plan
-from miles.launch.plan.topology import build_parallel_dims, get_split, is_distributed, is_remote, with_ranks
+from miles.launch.plan.topology import build_parallel_dims, is_distributed, is_remote, with_ranks
 from miles.launch.policies.config import PolicyConfig, get_policies, is_trained, list_roles
-from miles.models.accounting.utilization import UtilizationMeter
 from miles.models.base import CausalLM
 from miles.models.checkpoint import hf
 from miles.models.lora.adapters import LoraAdapters
@@ -122,43 +120,13 @@ class BuiltTrainer:
         return lambda: trainer.draft_weights() or {}
 
 
-class StepRates:
-    """FLOPs and bytes per second of each step, from its metrics and the counters of engines in this process."""
-
-    def __init__(self, main: PolicySpec, engines: Sequence[NativeEngine]) -> None:
-        config, policy = main.config, main.checkpoint
-        peak, given = policy.platform.peak, config.observe.mfu_peak_tflops
-        split = get_split(config)
-        self._engines = engines
-        self._counters: dict[str, float] = {}
-        self._meter = UtilizationMeter(
-            spec=policy.rollout_spec,
-            rollout_dtype=str(policy.rollout_dtype).removeprefix("torch."),
-            numerics=policy.numerics,
-            train_devices=main.plan.layout.world,
-            rollout_devices=max(1, split.engines) * config.cluster.rollout_num_gpus_per_engine,
-            peak_flops=given * 1e12 if given else None if peak is None else peak.flops,
-            peak_bandwidth=None if peak is None else peak.bandwidth,
-            backward=1.0 if config.lora.is_enabled else 2.0,
-            overlaps=config.schedule.max_weight_staleness > 0,
-        )
-
-    def __call__(self, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> Mapping[str, float]:
-        counters = Counter[str]()
-        for engine in self._engines:
-            counters.update(engine.stats())
-        grown = {name: value - self._counters.get(name, 0.0) for name, value in counters.items()}
-        self._counters = dict(counters)
-        return self._meter.measure(metrics, seconds, grown)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyStack:
     """What the loop uses: engines by policy name, and one trainer, sync and lease.
 
     ``servers`` is the main policy's engine where it is remote, ``resilient`` the trainer where it has several ranks,
     ``local`` the main policy's trainer where it is in this process.
-    ``meter`` counts the drafts of engines that it wraps, and ``rates`` measures the FLOPs of the main policy's steps.
+    ``meter`` counts the drafts of engines that it wraps.
     """
 
     engines: Mapping[str, RolloutEngine]
@@ -170,7 +138,6 @@ class PolicyStack:
     sync: WeightSync
     lease: Lease
     executors: tuple[Executor, ...]
-    rates: StepRates
     meter: SpeculationMeter = field(default_factory=SpeculationMeter)
 
 
@@ -242,7 +209,6 @@ def build_stack(
         if colocated
         else DisjointLease(),
         executors=(*executors.values(), train_executor),
-        rates=StepRates(policies.main, list(natives.values())),
     )
 
 

@@ -54,6 +54,7 @@ from miles.launch.build.prompts import (
     wrap_journal,
 )
 from miles.launch.build.rewards import build_offloaded_rewards, name_reward
+from miles.launch.build.step_rates import StepRates, build_step_rates
 from miles.launch.build.teachers import WithTeachers, build_teachers
 from miles.launch.build.user_hooks import UserHooks, load_eval_function, load_user_hooks, wrap_rollout
 from miles.launch.config import Config
@@ -79,6 +80,7 @@ from miles.schedule.checkpoints import CheckpointDirectory, Cursor
 from miles.schedule.loop import Interval, Loop, LoopSettings, Planes
 
 if TYPE_CHECKING:
+    from miles.backends.remote.remote_engine import RemoteEngine
     from miles.launch.elastic.between_steps import BetweenSteps
 
 
@@ -92,6 +94,7 @@ class TrainingRun:
     generation: Generation
     multi_agent: MultiAgentGeneration | None
     engines: tuple[RolloutEngine, ...]
+    servers: RemoteEngine | None
     resilient: ResilientTrainer | None
     executors: tuple[Executor, ...]
     between_steps: BetweenSteps | None
@@ -145,9 +148,7 @@ async def build_run(
     estimator = hooks.wrap_estimator(mask_stale_tokens(config, advantages))
     recorded = open_recorded_rollouts(config, plan, policy.tokenizer, first=start[1].step + 1 if start else 1)
     parts = () if recorded else read_training_data(main.config, policy, generation)
-    add_teachers = await build_teachers(
-        main.config, plan, parts, tokenizer=policy.tokenizer, spec=policy.spec, render=generation.render
-    )
+    add_teachers = await _build_teachers(main, plan, parts, generation)
     source = recorded or build_prompt_source(main.config, parts)
     recovery, steps = _build_recovery(main, plan, checkpoints, estimator), _count_steps(config, len(source))
     report(f"{'Recorded groups are' if recorded else f'{len(source):,} prompts are'} read; loading {policy.folder}")
@@ -169,6 +170,7 @@ async def build_run(
         rollout=rollout,
         estimator=estimator,
         trainer=ProbingTrainer(stack.trainer, recorded, advantages) if recorded else stack.trainer,
+        rates=build_step_rates(config, main, stack.native_engines),
         evaluator=evaluator,
         checkpoints=checkpoints,
         journal=journal,
@@ -183,10 +185,18 @@ async def build_run(
         generation=generation,
         multi_agent=multi_agent,
         engines=tuple(stack.engines.values()),
+        servers=stack.servers,
         resilient=stack.resilient,
         executors=stack.executors,
         between_steps=between_steps,
     )
+
+
+async def _build_teachers(
+    main: PolicySpec, plan: Plan, parts: Sequence[MixturePart], generation: Generation
+) -> WithTeachers:
+    policy, render = main.checkpoint, generation.render
+    return await build_teachers(main.config, plan, parts, tokenizer=policy.tokenizer, spec=policy.spec, render=render)
 
 
 def _build_recovery(
@@ -218,6 +228,7 @@ def _build_planes(
     rollout: Rollout,
     estimator: AdvantageEstimator,
     trainer: Trainer,
+    rates: StepRates,
     evaluator: Evaluator | None,
     checkpoints: CheckpointDirectory,
     journal: Journal,
@@ -242,7 +253,7 @@ def _build_planes(
         decide=partial(worker.run_sync, name="The filter or advantage function") if is_offloaded else None,
         interruptible=rollout if isinstance(rollout, GroupRollout) and count_extra_groups(config) else None,
         take_engine_metrics=stack.meter.take_metrics,
-        measure_rates=stack.rates,
+        measure_rates=rates,
     )
     # Where planes take turns, nothing else goes on meanwhile, and the order of events must not depend on a hook's time.
     free = worker if config.schedule.max_weight_staleness > 0 else None

@@ -8,13 +8,15 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from miles.cluster import stack_dump
+from miles.cluster.gpu_counters import HostGpuCounters, RemoteHosts
 from miles.cluster.hub_client import HubError
 from miles.cluster.platform import GpuCounters
 from miles.cluster.profiler import RolloutProfiler
@@ -30,11 +32,11 @@ from miles.launch.build.user_hooks import load_trackers
 from miles.launch.config import Config
 from miles.launch.dashboard.process import start_dashboard
 from miles.launch.distributed.driver import set_train_env_vars
-from miles.launch.distributed.ray_placement import reserve_cluster
+from miles.launch.distributed.ray_placement import get_reservation, reserve_cluster
 from miles.launch.hub.mirror import CheckpointMirror, restore_run
 from miles.launch.hub.resolve import describe_name
 from miles.launch.plan.plan import Plan, build_plan, choose_parity_tolerance, count_samples_per_prompt
-from miles.launch.plan.topology import get_split, restore_split
+from miles.launch.plan.topology import get_split, is_remote, restore_split
 from miles.launch.policies.config import get_main_config
 from miles.launch.rules.model import HUB_TOKEN
 from miles.launch.rules.paths import find_newest_checkpoint
@@ -62,6 +64,9 @@ from miles.observe.view import View
 from miles.schedule.checkpoints import CheckpointDirectory, Cursor, read_cursor
 from miles.schedule.hf_export import HfExport
 from miles.schedule.loop import Loop
+
+if TYPE_CHECKING:
+    from miles.backends.remote.server_profiler import ServerProfiler
 
 UPLOAD_FAILED = 3
 """Exit status of a run that finished but was not uploaded."""
@@ -223,6 +228,7 @@ async def _run(
     stopper = _EarlyStop(stop_when or partial(_is_last_step, config.schedule.debug_exit_after_rollout, first))
     mirror = _build_mirror(config, directory, view)
     dashboard = start_dashboard(config.observe, directory.path, view.note)
+    server_profiler = _build_server_profiler(config, directory.path, view.note)
     views = [
         *([] if mirror is None else [mirror]),
         view,
@@ -230,6 +236,7 @@ async def _run(
         ParityHint(config, directory.path, view.note),
         *load_trackers(config),
         *_build_rollout_profiler(config, directory.path),
+        *([] if server_profiler is None else [server_profiler]),
         stopper,
     ]
     with storage_errors(directory.path):
@@ -247,9 +254,10 @@ async def _run(
                 stopper.stopping(training.loop),
                 watchdog.watching(training.generation.hook_worker.list_loops),
                 reduce_gc(_count_inflight_trajectories(config)),
-                sampling_gauges(config, directory.path, training),
+                sampling_gauges(config, directory.path, training, view.note),
             ):
-                await training.run()
+                async with _profiling_servers(server_profiler, training):
+                    await training.run()
             _plot_curves(directory.path, view)
             return training.loop.finished
         finally:
@@ -264,19 +272,38 @@ async def _run(
             dashboard.close()
 
 
+@asynccontextmanager
+async def _profiling_servers(profiler: ServerProfiler | None, training: TrainingRun) -> AsyncIterator[None]:
+    """Profile the servers of a run meanwhile; wait until they have written their traces, before they end."""
+    if profiler is None or training.servers is None:
+        yield
+        return
+    profiler.connect(training.servers.pool)
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(profiler.close)
+
+
 @contextmanager
-def sampling_gauges(config: Config, directory: Path, training: TrainingRun) -> Iterator[None]:
-    """Sample the gauges of engines and GPUs in a thread, every --gauge-interval."""
+def sampling_gauges(
+    config: Config, directory: Path, training: TrainingRun, note: Callable[[str], None]
+) -> Iterator[None]:
+    """Sample the gauges of engines, and of the GPUs of all hosts, in a thread, every --gauge-interval."""
     o = config.observe
     if not o.gauge_interval:
         yield
         return
-    gpus = GpuCounters()
+    counters, gpus = GpuCounters(), None
+    if counters.available or training.policy.platform.kind != "cpu":
+        gpus = HostGpuCounters(
+            lambda: counters.read() if counters.available else counters.why, _build_remote_counters(), note
+        )
     with storage_errors(directory):
         sampler = GaugeSampler(
             directory / "trace",
             engines=[engine.read_gauges for engine in training.engines],
-            devices=[gpus.read] if gpus.available else [],
+            devices=[] if gpus is None else [gpus.read],
             interval=o.gauge_interval,
             clock=time.time,
             max_bytes=o.trace_max_mb * 10**6,
@@ -286,12 +313,33 @@ def sampling_gauges(config: Config, directory: Path, training: TrainingRun) -> I
         yield
     finally:
         sampler.close()
-        gpus.close()
+        if gpus is not None:
+            gpus.close()
+        counters.close()
+
+
+def _build_remote_counters() -> RemoteHosts | None:
+    """The GPU counters of the other nodes of a Ray cluster; None where the run is on this machine alone."""
+    reservation = get_reservation()
+    if reservation is None:
+        return None
+    from miles.cluster.ray.host_counters import RayHostCounters
+
+    return RayHostCounters(reservation)
 
 
 def _build_rollout_profiler(config: Config, directory: Path) -> list[Observer]:
     settings = build_profile_settings(config, directory)
-    return [RolloutProfiler(settings)] if "rollout" in settings.targets else []
+    return [RolloutProfiler(settings)] if "rollout" in settings.targets and not is_remote(config) else []
+
+
+def _build_server_profiler(config: Config, directory: Path, note: Callable[[str], None]) -> ServerProfiler | None:
+    settings = build_profile_settings(config, directory)
+    if "rollout" not in settings.targets or not is_remote(config):
+        return None
+    from miles.backends.remote.server_profiler import ServerProfiler  # imports an HTTP client
+
+    return ServerProfiler(settings, note)
 
 
 def _build_mirror(config: Config, directory: RunDirectory, view: View) -> CheckpointMirror | None:

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 _DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
+_NAME_FILES = ("/proc/driver/nvidia/gpus/*/information", "/sys/class/drm/card*/device/product_name")
 _VISIBILITY_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
@@ -44,6 +45,17 @@ def count_accelerators() -> int | None:
         return 0 if visible == "-1" else len(visible.split(","))
     nodes = list_accelerators()
     return len(nodes) if all(node.startswith("/dev/nvidia") for node in nodes) else None
+
+
+def read_accelerator_name() -> str | None:
+    """The product name of the first accelerator, as its driver's files have it; None where there are none."""
+    for pattern in _NAME_FILES:
+        for path in sorted(glob.glob(pattern)):
+            text = Path(path).read_text(encoding="utf-8", errors="replace")
+            found = re.search(r"^Model:\s*(.+)$", text, re.MULTILINE) if path.endswith("information") else None
+            if name := (found[1] if found else text if path.endswith("product_name") else "").strip():
+                return name
+    return None
 
 
 def get_torch_build() -> str | None:

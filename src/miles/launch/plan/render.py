@@ -14,6 +14,7 @@ from miles.launch.plan.hardware import choose_device, count_cores, get_free_memo
 from miles.launch.plan.memory import MemoryShare, estimate_memory, format_bytes
 from miles.launch.plan.objective_text import format_objective
 from miles.launch.plan.plan import Plan, count_samples_per_prompt
+from miles.launch.plan.step_limit import estimate_step_limit, find_device_limit, format_step_limit
 from miles.launch.plan.topology import (
     build_resource_request,
     count_engines,
@@ -32,11 +33,15 @@ from miles.models.accounting.params import active_parameter_count, parameter_cou
 from miles.models.spec import DecoderSpec
 
 
-def as_text(config: Config, plan: Plan, origins: Origins, *, every: bool = False) -> str:
-    """The options that were set, or ``every`` one, with their origins, and what follows from them."""
+def as_text(config: Config, plan: Plan, origins: Origins, *, every: bool = False, gpu: str | None = None) -> str:
+    """The options that were set, or ``every`` one, with their origins, and what follows from them.
+
+    ``gpu`` is the product to compute the time limit for, if not the device of this machine.
+    """
     main = get_main_config(config)
     spec = read_spec_or_none(main.models.hf_checkpoint, main.models.model_impl)
     assert spec is not None, "the config has passed the rules"
+    limit = estimate_step_limit(config, plan, spec, find_device_limit(main, plan, gpu))
     policies, config = format_policies(config), describe_names(config)
     parts = [
         *(_format_options(config, origins) if every else _format_set_options(config, origins)),
@@ -45,6 +50,10 @@ def as_text(config: Config, plan: Plan, origins: Origins, *, every: bool = False
             "batch", [format_batch_sizes(config, plan), *_format_steps(plan), *_format_data_parallel(plan)]
         ),
         *_format_section("memory", _format_memory(main, plan, spec)),
+        *_format_section(
+            "time limit of a step",
+            format_step_limit(limit),
+        ),
         *_format_section("placement", _format_placement(main, plan, spec)),
         *_format_section("objective", [format_objective(main, plan)]),
         *(_format_section("downloads", _format_downloads(plan)) if plan.downloads else ()),
@@ -57,7 +66,7 @@ def as_text(config: Config, plan: Plan, origins: Origins, *, every: bool = False
     return "\n".join(parts).lstrip("\n")
 
 
-def as_json(config: Config, plan: Plan, origins: Origins) -> str:
+def as_json(config: Config, plan: Plan, origins: Origins, *, gpu: str | None = None) -> str:
     """The same for programs."""
     main = get_main_config(config)
     spec = read_spec_or_none(main.models.hf_checkpoint, main.models.model_impl)
@@ -74,6 +83,7 @@ def as_json(config: Config, plan: Plan, origins: Origins) -> str:
         "objective": format_objective(main, plan),
         "model": asdict(spec) | {"parameters": parameter_count(spec), "active": active_parameter_count(spec)},
         "memory": [asdict(share) for share in estimate_memory(main, plan, spec)],
+        "time_limit": estimate_step_limit(config, plan, spec, find_device_limit(main, plan, gpu)).as_json(),
         "machine_problems": list_machine_problems(main),
         "upstream_flags": [asdict(each) for each in list_flag_outcomes(main)],
     }

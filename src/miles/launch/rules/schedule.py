@@ -142,11 +142,6 @@ def check_profile(c: Config) -> Iterator[str]:
             f"--profile-step-end {o.profile_step_end} must be above --profile-step-start {o.profile_step_start}: it is "
             "the first step that is not profiled."
         )
-    if "rollout" in o.profile_target and is_remote(c):
-        yield (
-            "--profile-target rollout profiles an engine in this process, but the engines of this run are servers; "
-            "use /start_profile of SGLang's servers, or leave rollout out."
-        )
 
 
 def check_memory_history(c: Config) -> Iterator[str]:

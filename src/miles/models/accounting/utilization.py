@@ -10,13 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from miles.kernels.numerics import Numerics
-from miles.models.accounting.params import (
-    active_parameter_count,
-    forward_flops_per_token,
-    kv_bytes_per_token,
-    packed_weight_bytes,
-    parameter_count,
-)
+from miles.models.accounting.params import forward_flops_per_token, kv_bytes_per_token
+from miles.models.accounting.step_limit import EngineSide
 from miles.models.spec import DecoderSpec
 
 _TERA = 1e12
@@ -76,7 +71,8 @@ class UtilizationMeter:
         rates = self._format_flops("rollout", flops / seconds / self.rollout_devices)
         steps = engine.get("steps", 0.0)
         if steps > 0:
-            moved = steps * self._bytes_per_step(engine.get("generated_tokens", generated) / steps)
+            rows = engine.get("generated_tokens", generated) / steps
+            moved = steps * self._engines.weight_bytes_per_step(rows)
             moved += generated * context * kv_bytes_per_token(self.spec, self.rollout_dtype, self.numerics)
             bandwidth = moved / seconds / self.rollout_devices
             rates["perf/rollout_gb_per_second"] = bandwidth / 1e9
@@ -84,17 +80,10 @@ class UtilizationMeter:
                 rates["perf/rollout_mbu"] = bandwidth / self.peak_bandwidth
         return rates
 
+    @property
+    def _engines(self) -> EngineSide:
+        return EngineSide(spec=self.spec, dtype=self.rollout_dtype, numerics=self.numerics)
+
     def _format_flops(self, plane: str, rate: float) -> dict[str, float]:
         rates = {f"perf/{plane}_tflops": rate / _TERA}
         return rates if self.peak_flops is None else rates | {f"perf/{plane}_mfu": rate / self.peak_flops}
-
-    def _bytes_per_step(self, rows: float) -> float:
-        """Return the weight bytes that a decode step with so many rows reads: few rows need few experts."""
-        total = parameter_count(self.spec)
-        itemsize = packed_weight_bytes(self.spec, self.rollout_dtype) / total
-        moe = self.spec.moe
-        share = 0.0 if moe is None else moe.experts_per_token / moe.num_experts
-        if not 0 < share < 1:
-            return total * itemsize
-        experts = (total - active_parameter_count(self.spec)) / (1 - share)
-        return (total - experts + experts * (1 - (1 - share) ** rows)) * itemsize

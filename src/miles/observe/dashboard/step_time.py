@@ -1,15 +1,16 @@
-"""Time of a step by phase, against what the device could do, the slowest trajectories, and the option that would
+"""Time of a step by phase, against the limit of the device, the slowest trajectories, and the option that would
 shorten the largest share."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from miles.observe.dashboard.metric_store import select_points, to_json_numbers
 from miles.observe.dashboard.run_reader import RunReader
+from miles.observe.dashboard.time_limit import LIMIT, StepLimits, read_step_limits, split_by_cause
 from miles.observe.metric import RATES
 from miles.observe.rollouts import step_path
 
@@ -17,8 +18,6 @@ PHASES = ("rollout", "train", "publish")
 _SPEEDS = frozenset(metric.name for metric in RATES)
 _RATES = ("per_token", "ratio", "bytes")
 _CHART_POINTS = 400
-_UTILIZATION = {"rollout": ("perf/rollout_mfu", "perf/rollout_mbu"), "train": ("perf/train_mfu",)}
-"""Shares of the device's peak that bound a phase: it cannot be shorter than its seconds times the largest."""
 _SLOW_STEPS, _SLOW_ROWS = 20, 8
 
 
@@ -32,7 +31,8 @@ def split_step_time(run: RunReader, *, newest: int = 50, gauges: Mapping[str, fl
         return {"steps": 0, "phases": [], "advice": [], "chart": None}
     first = int(steps_T[-newest:][0])
     mean = float(total_T[-newest:].mean())
-    phases = [_build_phase(run, phase, first) for phase in PHASES]
+    limits = read_step_limits(run, _mean_limits(run, first, len(steps_T[-newest:])))
+    phases = [_build_phase(run, phase, first, limits) for phase in PHASES]
     known = sum(phase["seconds"] for phase in phases)
     phases.append({"name": "other", "seconds": max(0.0, mean - known), "parts": []})
     evaluation = _mean_evaluation(run, first, len(steps_T[-newest:]))
@@ -41,12 +41,16 @@ def split_step_time(run: RunReader, *, newest: int = 50, gauges: Mapping[str, fl
     whole = mean + evaluation
     for phase in phases:
         phase["share"] = phase["seconds"] / whole if whole else 0.0
+        # Engines that overlap training generate during the whole step, and not only while the loop waits.
+        compared = mean if limits.overlaps and phase["name"] == "rollout" else phase["seconds"]
+        phase["of_limit"] = _divide(phase.get("limit"), compared)
     return {
         "steps": len(steps_T[-newest:]),
         "first_step": first,
         "last_step": int(steps_T[-1]),
         "seconds_per_step": whole,
         "phases": phases,
+        "limit": _describe_limits(limits, phases, mean),
         "rates": _measure_rates(run, first),
         "groups": (groups := _summarize_groups(run, len(steps_T[-newest:]))),
         "advice": list_advice({phase["name"]: phase["share"] for phase in phases}, run, groups, gauges or {}),
@@ -54,21 +58,61 @@ def split_step_time(run: RunReader, *, newest: int = 50, gauges: Mapping[str, fl
     }
 
 
-def _build_phase(run: RunReader, phase: str, first: int) -> dict[str, Any]:
+def _build_phase(run: RunReader, phase: str, first: int, limits: StepLimits) -> dict[str, Any]:
     parts = [
-        {"name": name, "seconds": _mean_since(run, name, first)}
+        {"name": name, "seconds": (own := _mean_since(run, name, first))}
+        | {"limit": (limit := limits.find_inside(name)), "of_limit": _divide(limit, own)}
         for name in run.timings.names("train")
         if name.startswith(f"{phase}/") and not name.endswith(_RATES)
     ]
     parts.sort(key=lambda part: -part["seconds"])
-    seconds = _mean_since(run, phase, first)
-    return {"name": phase, "seconds": seconds, "parts": parts, "limit": _compute_limit(run, phase, first, seconds)}
+    return {
+        "name": phase,
+        "seconds": _mean_since(run, phase, first),
+        "parts": parts,
+        "limit": limits.find_inside(phase),
+        "limits": [
+            {"name": part.name, "seconds": part.seconds, "by_bound": dict(part.by_bound)}
+            for part in limits.parts
+            if part.name.startswith(f"{phase}/")
+        ],
+        "unknown": [{"name": name, "why": why} for name, why in limits.unknown.items() if name.startswith(f"{phase}/")],
+    }
 
 
-def _compute_limit(run: RunReader, phase: str, first: int, seconds: float) -> float | None:
-    """Return the seconds the phase would take at the peak of the device; None where that is not known."""
-    names = [name for name in _UTILIZATION.get(phase, ()) if name in run.timings.names("train")]
-    return max(_mean_since(run, name, first) for name in names) * seconds if names else None
+def _describe_limits(limits: StepLimits, phases: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any]:
+    """Return the limit of a whole step, of the plan, and the time by phase and cause."""
+    if limits.why:
+        return {"seconds": None, "why": limits.why}
+    known = [phase for phase in phases if phase["name"] in PHASES]
+    by_phase: dict[str, float] = {phase["name"]: phase["limit"] or 0.0 for phase in known}
+    whole = sum(by_phase.values())
+    if limits.concurrent:
+        whole = max(by_phase["rollout"], whole - by_phase["rollout"])
+    return {
+        "seconds": whole,
+        "of_limit": _divide(whole, seconds),
+        "device": limits.device.get("name", ""),
+        "source": limits.device.get("source", ""),
+        "planned": limits.planned,
+        "workload": limits.workload,
+        "causes": split_by_cause(limits, phases),
+        "why": "",
+    }
+
+
+def _mean_limits(run: RunReader, first: int, steps: int) -> dict[str, float]:
+    """Return the mean limit of each part and bound over all steps, also those in which something else bounds it."""
+    found: dict[str, float] = {}
+    for name in run.timings.names("train"):
+        if name.startswith(LIMIT):
+            steps_T, values_T = run.timings.series("train", name)
+            found[name] = float(values_T[steps_T >= first].sum()) / steps
+    return found
+
+
+def _divide(limit: float | None, seconds: float) -> float | None:
+    return None if limit is None or seconds <= 0 else limit / seconds
 
 
 def _summarize_groups(run: RunReader, steps: int) -> dict[str, float]:

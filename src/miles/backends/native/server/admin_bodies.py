@@ -58,6 +58,28 @@ class MemoryBody(RequestBody):
     tags: OneOrMany[MemoryTag] | None = None
 
 
+def _check_name(name: str) -> str:
+    """Part of the name of a file: it must not name another folder."""
+    if not name or len(name) > 128 or not name.isprintable() or "/" in name or name.startswith("."):
+        raise ValueError("must be 1 to 128 printable characters without a slash, and not begin with a dot")
+    return name
+
+
+FileNamePart = Annotated[str, Field(json_schema_extra={"minLength": 1, "maxLength": 128}), AfterValidator(_check_name)]
+
+
+class StartProfileBody(RequestBody):
+    """``/start_profile``."""
+
+    output_dir: FolderPath | None = None
+    profile_id: FileNamePart | None = None
+    profile_prefix: FileNamePart | None = None
+
+
+class StopProfileBody(RequestBody):
+    """``/stop_profile``."""
+
+
 class UpdateFields(RequestBody):
     """Fields of every weight update."""
 

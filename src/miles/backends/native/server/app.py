@@ -21,6 +21,7 @@ from miles.backends.native.server.info import InfoApi
 from miles.backends.native.server.lora import LoraApi
 from miles.backends.native.server.metrics import ServerMetrics
 from miles.backends.native.server.model_info import ModelInfo
+from miles.backends.native.server.profile import ProfileApi
 from miles.backends.native.server.request_handler import RequestHandler, VersionLabels
 from miles.backends.native.server.routes import add_routes, build_endpoints
 from miles.backends.native.server.weights.checker import WeightsChecker
@@ -80,6 +81,7 @@ class EngineServer:
             InfoApi(self.handler, self.model_info, self.config, self.metrics, formatter, self._build_openapi),
             WeightsChecker(self.handler, num_ranks=num_ranks),
             LoraApi(engine),
+            ProfileApi(),
         )
         self._key = api_key
         self._runner: web.AppRunner | None = None

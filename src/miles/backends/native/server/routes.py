@@ -16,6 +16,7 @@ from miles.backends.native.server.api.generate import GenerateBody
 from miles.backends.native.server.generation import GenerationApi, Handler, read_json_body
 from miles.backends.native.server.info import InfoApi
 from miles.backends.native.server.lora import LoraApi
+from miles.backends.native.server.profile import ProfileApi
 from miles.backends.native.server.weights.checker import WeightsChecker
 from miles.rollout.serving.body import RequestBody, parse_body
 from miles.rollout.serving.errors import RequestError
@@ -23,6 +24,7 @@ from miles.rollout.serving.http import load_json, read_chunks
 from miles.rollout.serving.openapi import EndpointDoc
 
 Body = TypeVar("Body", bound=RequestBody)
+_OPTIONAL_BODIES = ("/weights_checker", "/start_profile", "/stop_profile")
 _UNAVAILABLE = {"503": "The server is shutting down."}
 
 
@@ -42,7 +44,12 @@ def add_routes(app: web.Application, endpoints: list[Endpoint]) -> None:
 
 
 def build_endpoints(
-    generation: GenerationApi, admin: AdminApi, info: InfoApi, checker: WeightsChecker, lora: LoraApi
+    generation: GenerationApi,
+    admin: AdminApi,
+    info: InfoApi,
+    checker: WeightsChecker,
+    lora: LoraApi,
+    profile: ProfileApi,
 ) -> list[Endpoint]:
     """All endpoints of the server."""
     return [
@@ -53,6 +60,8 @@ def build_endpoints(
         *_build_control_endpoints(admin),
         *_build_weight_endpoints(admin, checker),
         *_build_lora_endpoints(admin, lora),
+        _admin("/start_profile", "Start a PyTorch profile.", profile.start, bodies.StartProfileBody, "get", "post"),
+        _admin("/stop_profile", "Write the profile as a trace.", profile.stop, bodies.StopProfileBody, "get", "post"),
     ]
 
 
@@ -197,7 +206,7 @@ def _admin(
     """An endpoint that gets its parsed body and runs to its end."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
-        may_be_empty = path == "/weights_checker" and not request.can_read_body
+        may_be_empty = path in _OPTIONAL_BODIES and not request.can_read_body
         value = {} if may_be_empty else await read_json_body(request)
         return await run_to_end(handler(parse_body(body, value)))
 

@@ -1,4 +1,4 @@
-// Why is it slow: the time of a step by phase and part against the device's limit, rates, the slowest trajectories, and
+// Why is it slow: the time of a step by phase, part and cause against the limit of the device, rates, the slowest trajectories, and
 // what would help most.
 import { query } from "./api.js";
 import { Chart } from "./chart.js";
@@ -14,6 +14,8 @@ const PHASE_TEXTS = {
   evaluate: "held-out sets, per step",
   other: "between the phases",
 };
+
+const CAUSE_TEXTS = { compute: "matmul peak", memory: "memory bandwidth", link: "bandwidth between devices", beyond: "beyond the limit", waiting: "waiting for generation" };
 
 export async function showTiming(root, state) {
   const charts = [];
@@ -50,8 +52,8 @@ function drawSplit(run, found, state) {
       return part;
     }));
   const rows = found.phases.flatMap((phase) => [
-    h("tr", null, h("th", { scope: "row" }, phase.name), h("td", null, PHASE_TEXTS[phase.name] || ""), h("td", { class: "number" }, formatSeconds(phase.seconds)), h("td", { class: "number" }, formatShare(phase.share)), h("td", { class: "number" }, phase.limit ? formatSeconds(phase.limit) : "")),
-    ...phase.parts.map((part) => h("tr", { class: "part" }, h("td", null, ""), h("td", null, visible(part.name)), h("td", { class: "number" }, formatSeconds(part.seconds)), h("td", { class: "number" }, formatShare(part.seconds / found.seconds_per_step)), h("td", null, ""))),
+    h("tr", null, h("th", { scope: "row" }, phase.name), h("td", null, PHASE_TEXTS[phase.name] || ""), h("td", { class: "number" }, formatSeconds(phase.seconds)), h("td", { class: "number" }, formatShare(phase.share)), ...drawLimit(phase)),
+    ...phase.parts.map((part) => h("tr", { class: "part" }, h("td", null, ""), h("td", null, visible(part.name)), h("td", { class: "number" }, formatSeconds(part.seconds)), h("td", { class: "number" }, formatShare(part.seconds / found.seconds_per_step)), ...drawLimit(part))),
   ]);
   const rates = Object.entries(found.rates).map(([name, value]) => h("li", null, describeRate(name, value)));
   const advice = found.advice.map((each) => h("li", null, each.text, " ", h("a", { href: linkTo("docs", state.runs, { page: each.page }) }, each.page)));
@@ -60,9 +62,46 @@ function drawSplit(run, found, state) {
     h("p", { class: "muted" }, `mean of steps ${found.first_step} to ${found.last_step}`),
     bar,
     advice.length ? [h("h3", null, "What would help most"), h("ol", { class: "advice" }, advice)] : null,
-    table(["phase", "", numberTitle("seconds"), numberTitle("share"), numberTitle("at the device's peak")], rows),
+    table(["phase", "", numberTitle("seconds"), numberTitle("share"), numberTitle("limit"), numberTitle("share of the limit")], rows),
+    drawLimits(found),
     h("ul", { class: "rates" }, rates),
   ];
+}
+
+function drawLimit(row) {
+  const known = row.limit !== null && row.limit !== undefined;
+  return [h("td", { class: "number" }, known ? formatSeconds(row.limit) : ""), h("td", { class: "number" }, row.of_limit ? formatShare(row.of_limit) : "")];
+}
+
+// What each phase could not be shorter than, on this device, for the tokens that the steps had.
+function drawLimits(found) {
+  const limit = found.limit;
+  if (!limit || limit.seconds === null) return h("p", { class: "limit muted" }, `No limit known: ${limit ? limit.why : "there is no step yet"}.`);
+  const causes = limit.causes.filter((each) => each.seconds > 0);
+  const total = causes.reduce((sum, each) => sum + each.seconds, 0);
+  const bar = h("div", { class: "split causes", role: "img", "aria-label": causes.map((each) => `${each.phase}, ${CAUSE_TEXTS[each.cause] || each.cause}: ${formatSeconds(each.seconds)}`).join("; ") },
+    causes.filter((each) => each.seconds / total > 0.002).map((each) => {
+      const part = h("span", { title: `${each.phase}, ${CAUSE_TEXTS[each.cause] || each.cause}: ${formatSeconds(each.seconds)}` }, each.seconds / total > 0.1 ? each.cause : "");
+      part.style.flexGrow = each.seconds / total;
+      part.style.backgroundColor = PHASE_COLORS[each.phase];
+      part.style.opacity = ["compute", "memory", "link"].includes(each.cause) ? 1 : 0.45;
+      return part;
+    }));
+  const rows = found.phases.flatMap((phase) => [
+    ...(phase.limits || []).map((part) => h("tr", null, h("td", null, visible(part.name)), h("td", { class: "number" }, formatSeconds(part.seconds)), h("td", null, describeBounds(part.by_bound)))),
+    ...(phase.unknown || []).map((part) => h("tr", null, h("td", null, visible(part.name)), h("td", { class: "number" }, "no limit known"), h("td", null, visible(part.why)))),
+  ]);
+  const planned = limit.planned ? ` The plan's limit, for ${limit.workload}: ${formatSeconds(limit.planned)}.` : "";
+  return h("section", { class: "limit" },
+    h("h3", null, `At least ${formatSeconds(limit.seconds)} per step: `, formatShare(limit.of_limit || 0), " of the limit is reached"),
+    h("p", { class: "muted" }, visible(`${limit.device}, peaks of ${limit.source === "data sheet" ? "its data sheet" : limit.source}; for the tokens that these steps had.${planned}`)),
+    bar, table(["part", numberTitle("limit"), "bounded by"], rows));
+}
+
+function describeBounds(bounds) {
+  const total = Object.values(bounds).reduce((sum, value) => sum + value, 0);
+  const names = Object.entries(bounds).sort((a, b) => b[1] - a[1]).map(([name, value]) => (value / total > 0.99 ? CAUSE_TEXTS[name] : `${CAUSE_TEXTS[name]} ${formatShare(value / total)}`));
+  return names.join(", ") || "nothing moves";
 }
 
 function describeRate(name, value) {
