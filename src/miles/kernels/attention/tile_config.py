@@ -107,6 +107,11 @@ FP32_MLA_DECODE_TUNINGS: dict[int, TileTuning] = {
     64: TileTuning(16, 16, 2, 1),
 }
 
+# On ROCm the queries of a tile are in LDS, of which a compute unit of MI300 has 64 KiB: half of it at most for them.
+ROCM_QUERY_BYTES = 32 * 1024
+# Channels of a head from which on decode tiles on ROCm have no more than so many queries.
+ROCM_WIDE_HEAD, ROCM_WIDE_QUERIES = 256, 32
+
 # Splits of a row that the reduction kernel reads at once, and channels one of its programs reduces.
 REDUCED_SPLITS = 8
 REDUCED_CHANNELS = 512
@@ -231,7 +236,14 @@ def select_decode_tunings(config: KernelConfig, dtype: torch.dtype) -> dict[int,
 
 def max_decode_queries(config: KernelConfig, tunings: dict[int, TileTuning]) -> int:
     """The most query heads of a row in a tile."""
-    return FP8_MLA_MAX_QUERIES if config.latent and config.fp16_dots else max(tunings)
+    if config.latent:
+        return FP8_MLA_MAX_QUERIES if config.fp16_dots else max(tunings)
+    return min(max(tunings), max_prefix_queries(max(config.d, config.e)))
+
+
+def max_prefix_queries(head_dim: int) -> int:
+    """The most queries of a decode tile: on ROCm 64 of a wide head would not fit the LDS together with their scores."""
+    return ROCM_WIDE_QUERIES if torch.version.hip is not None and head_dim > ROCM_WIDE_HEAD else 64
 
 
 def select_prefill_tile(config: KernelConfig, dtype: torch.dtype) -> PrefillTile:
@@ -242,7 +254,10 @@ def select_prefill_tile(config: KernelConfig, dtype: torch.dtype) -> PrefillTile
         tile = FP8_MLA_PREFILL_TILE if config.fp8 else MLA_PREFILL_TILE
     else:
         tile = (FP8_PREFILL_TILES if config.fp8 else PREFILL_TILES)[_table_width(config)]
-    return PrefillTile(tile.queries, _fit_to_device(tile.tuning, config))
+    queries = tile.queries
+    if torch.version.hip is not None and dtype != torch.float32:
+        queries = min(queries, max(16, ROCM_QUERY_BYTES // (2 * config.D)))
+    return PrefillTile(queries, _fit_to_device(tile.tuning, config))
 
 
 def set_tile(config: KernelConfig, queries: int, tuning: TileTuning) -> KernelConfig:
@@ -261,7 +276,7 @@ def _fit_to_device(tuning: TileTuning, config: KernelConfig) -> TileTuning:
     """On ROCm a compute unit has 64 KiB of LDS, and loads are pipelined one stage ahead through registers."""
     if torch.version.hip is None:
         return tuning
-    return tuning._replace(tokens=min(tuning.tokens, 32 if config.latent else 64), stages=2)
+    return tuning._replace(tokens=min(tuning.tokens, 64 if max(config.D, config.E) <= 128 else 32), stages=2)
 
 
 def _table_width(config: KernelConfig) -> int:
