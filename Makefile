@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 
 SGLANG := .venv-sglang
 TRACKERS := .venv-trackers
+RELEASE := .venv-release
 # Parallel test processes; each computes on one thread, so that they do not compete for cores.
 WORKERS ?= 2
 # Tests start hundreds of processes; without byte code on disk each would compile this package again.
@@ -12,9 +13,10 @@ export PYTHONDONTWRITEBYTECODE :=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 # Tests that need no package beyond the development tools.
-PLAIN := not sglang and not megatron and not ray and not trackers
+PLAIN := not sglang and not megatron and not ray and not trackers and not release
 
 .PHONY: help demo test test-extended test-slow test-all test-sglang test-megatron test-ray test-environments test-trackers
+.PHONY: test-release
 .PHONY: check format bench docs clean
 
 help:
@@ -27,6 +29,7 @@ help:
 	@echo "make test-megatron   add Megatron-Core, then run the tests of its backend"
 	@echo "make test-environments   add verifiers and TextArena, then run the tests of environments on them"
 	@echo "make test-trackers   install wandb, MLflow, Trackio and OpenTelemetry in an environment of their own, run their tests"
+	@echo "make test-release    build the package, install it on each Python that is there, check images and workflows"
 	@echo "make test-ray        add Ray, then run on clusters of several raylets on this machine"
 	@echo "make check           formatting, lint, types, architecture tests"
 	@echo "make bench           measured ratios: engine and trainer against transformers"
@@ -106,6 +109,15 @@ $(TRACKERS)/.installed: pyproject.toml constraints.txt
 test-trackers: $(TRACKERS)/.installed
 	OMP_NUM_THREADS=1 $(TRACKERS)/bin/python -m pytest -m trackers $(ARGS)
 
+$(RELEASE)/.installed: pyproject.toml constraints.txt
+	@echo "Setting up $(RELEASE) (a few minutes the first time) ..."
+	$(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,release]'
+	@touch $@
+
+test-release: $(RELEASE)/.installed
+	PATH="$(CURDIR)/$(RELEASE)/bin:$$PATH" $(RELEASE)/bin/python -m pytest -m release $(ARGS)
+
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -124,4 +136,4 @@ docs: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest tests -k generated --regenerate
 
 clean:
-	rm -rf $(VENV) $(SGLANG) $(TRACKERS) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(SGLANG) $(TRACKERS) $(RELEASE) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
