@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from tests.kernels.compiled.fake_gpu import DEVICE, run_program
+from tests.kernels.compiled.fake_gpu import DEVICE, NotUsed, run_program
 from torch import Tensor
 
 from miles.kernels.attention import decode_bs1, mla, paged_decode, paged_prefill
@@ -51,10 +51,6 @@ BF16, F32 = torch.bfloat16, torch.float32
 D, I, H, G, HEAD, V = 4096, 12288, 32, 8, 128, 151_936
 MOE_D, MOE_I, E, TOP_K = 2048, 768, 128, 8
 PAGE = 16
-
-
-class NotUsed(Exception):
-    """The GPU does not use the kernel: its launchers take another path there."""
 
 
 def case(*variants: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -58,9 +58,13 @@ TARGETS = {
 }
 
 
+class NotUsed(Exception):
+    """The GPU does not use the kernel: its launchers take another path there."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """A kernel compiled for a case: registers of a thread, bytes it spills, bytes of shared memory, and its assembly."""
+    """A kernel compiled for a case: registers of a thread, bytes it spills, bytes of shared memory of a program."""
 
     kernel: str
     registers: int
@@ -122,8 +126,8 @@ class FakeDriver:
 
 
 @contextmanager
-def fake_gpu(target: Target, compiled: list[tuple[Compiled, str]]) -> Iterator[None]:
-    """Make ``target`` the GPU of this process; what is launched is compiled and appended, with its assembly."""
+def fake_gpu(target: Target, compiled: list[Compiled]) -> Iterator[None]:
+    """Make ``target`` the GPU of this process; what is launched is compiled and appended."""
     from triton import knobs
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
@@ -160,10 +164,9 @@ def fake_gpu(target: Target, compiled: list[tuple[Compiled, str]]) -> Iterator[N
         yield
 
 
-def _measure(name: str, kernel: Any, log: str) -> tuple[Compiled, str]:
+def _measure(name: str, kernel: Any, log: str) -> Compiled:
     """Registers and spills: of ptxas' report, or of the metadata in the AMD assembly."""
     if "ptx" in kernel.asm:
-        text = kernel.asm["ptx"]
         registers = int(_find(r"Used (\d+) registers", log))
         spilled = sum(int(_find(rf"(\d+) bytes spill {kind}", log)) for kind in ("stores", "loads"))
     else:
@@ -172,14 +175,13 @@ def _measure(name: str, kernel: Any, log: str) -> tuple[Compiled, str]:
         registers = int(_find(r"\.vgpr_count:\s*(\d+)", text))
         spilled = 4 * int(_find(r"\.vgpr_spill_count:\s*(\d+)", text))
     metadata = kernel.metadata
-    found = Compiled(
+    return Compiled(
         kernel=name,
         registers=registers,
         spilled_bytes=spilled,
         shared_bytes=metadata.shared,
         warps=metadata.num_warps,
     )
-    return found, text
 
 
 def _find(pattern: str, text: str) -> str:
@@ -191,15 +193,17 @@ def _find(pattern: str, text: str) -> str:
 def run_program(cases: dict[str, Callable[[], None]], arguments: list[str]) -> None:
     """Compile the named cases (none: all) for a target; prints a line of JSON for each case."""
     target, *names = arguments
-    compiled: list[tuple[Compiled, str]] = []
+    compiled: list[Compiled] = []
     with fake_gpu(TARGETS[target], compiled):
         for name in names or cases:
             compiled.clear()
-            error = None
+            error = not_used = None
             try:
                 cases[name]()
+            except NotUsed as raised:
+                not_used = str(raised)
             except Exception as raised:  # any failure of a case is reported, and the others are compiled
                 traceback.print_exc()
                 error = f"{type(raised).__name__}: {raised}"
-            line = {"case": name, "error": error, "compiled": [asdict(found) for found, _ in compiled]}
+            line = {"case": name, "error": error, "not_used": not_used, "compiled": [asdict(found) for found in compiled]}
             print(json.dumps(line), flush=True)
