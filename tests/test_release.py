@@ -40,9 +40,7 @@ def named(file: Path) -> str:
 
 def run(*command: str, **environ: str) -> str:
     """Run a program in the checkout; returns what it printed."""
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **environ}, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environ}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 
@@ -95,7 +93,9 @@ def test_the_sdist_builds_the_same_wheel(built: Path, tmp_path: Path):
         assert f"{sdist.name.removesuffix('.tar.gz')}/LICENSE" in archive.getnames()
     run(tool("uv"), "build", "--wheel", "--out-dir", str(tmp_path), "--quiet", str(sdist))
     both = [zipfile.ZipFile(only(folder, "*.whl")) for folder in (built, tmp_path)]
-    contents = [{each.filename: each.CRC for each in wheel.infolist() if "RECORD" not in each.filename} for wheel in both]
+    contents = [
+        {each.filename: each.CRC for each in wheel.infolist() if "RECORD" not in each.filename} for wheel in both
+    ]
     assert contents[0] == contents[1]
 
 
@@ -141,7 +141,9 @@ def test_the_lock_file_names_public_indexes_alone():
 
 
 def test_a_checkout_that_was_not_built_says_so(tmp_path: Path):
-    shutil.copytree(ROOT / "src" / "miles" / "core", tmp_path / "miles" / "core", ignore=shutil.ignore_patterns("_version.py"))
+    shutil.copytree(
+        ROOT / "src" / "miles" / "core", tmp_path / "miles" / "core", ignore=shutil.ignore_patterns("_version.py")
+    )
     shutil.copy(ROOT / "src" / "miles" / "__init__.py", tmp_path / "miles")
     code = "import miles; print(miles.__version__)"
     assert run(sys.executable, "-c", code, PYTHONPATH=str(tmp_path)) == "0+checkout\n"
@@ -177,7 +179,7 @@ def test_an_image_is_pinned_and_not_root(file: Path):
 def test_the_commands_of_the_cpu_image_install_a_package_that_runs(tmp_path: Path):
     """The build stage in a virtual environment, with torch of the index at hand."""
     text = (ROOT / "docker" / "cpu.Dockerfile").read_text(encoding="utf-8")
-    install = re.search(r'RUN (pip install -c pins.txt .*)', text)
+    install = re.search(r"RUN (pip install -c pins.txt .*)", text)
     assert install is not None
     source = tmp_path / "source"
     tracked = run("git", "ls-files", "src", "constraints.txt", "pyproject.toml", "README.md", "LICENSE").split()
@@ -306,7 +308,10 @@ def test_shellcheck_finds_nothing():
     ("schema", "files"),
     [
         ("vendor.github-workflows", WORKFLOWS),
-        ("vendor.github-issue-forms", [ROOT / ".github/ISSUE_TEMPLATE/bug.yml", ROOT / ".github/ISSUE_TEMPLATE/feature.yml"]),
+        (
+            "vendor.github-issue-forms",
+            [ROOT / ".github/ISSUE_TEMPLATE/bug.yml", ROOT / ".github/ISSUE_TEMPLATE/feature.yml"],
+        ),
         ("vendor.github-issue-config", [ROOT / ".github/ISSUE_TEMPLATE/config.yml"]),
         ("vendor.citation-file-format", [ROOT / "CITATION.cff"]),
     ],

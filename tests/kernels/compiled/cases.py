@@ -29,15 +29,34 @@ from miles.kernels.batch_invariant import expert_sort, grouped_gemm_triton, line
 from miles.kernels.batch_invariant import rms_norm as invariant_norm
 from miles.kernels.batch_invariant import topk_router as invariant_router
 from miles.kernels.batch_invariant.attention_split_kv import BatchInvariantSplitKVPlan
-from miles.kernels.fused import activation, fused_logprob, gemv, kv_cache_fp8, layer_norm, qk_norm_rope, rms_norm
-from miles.kernels.fused import rms_norm_autograd, vision_rope
+from miles.kernels.fused import (
+    activation,
+    fused_logprob,
+    gemv,
+    kv_cache_fp8,
+    layer_norm,
+    qk_norm_rope,
+    rms_norm,
+    rms_norm_autograd,
+    vision_rope,
+)
 from miles.kernels.lora import experts as lora_experts
 from miles.kernels.lora import grouped as lora_grouped
 from miles.kernels.moe import fused_moe, moe_gemv, topk_router
 from miles.kernels.moe.grouped_gemm import SortedRows
 from miles.kernels.numerics import FAST
-from miles.kernels.quantized import activation_quant, dot_scaled, fp8_gemm, fp8_moe, fp8_moe_backward, packed_weight
-from miles.kernels.quantized import quantize_triton, transposed_quant, weight_only_gemm, weight_only_gemv
+from miles.kernels.quantized import (
+    activation_quant,
+    dot_scaled,
+    fp8_gemm,
+    fp8_moe,
+    fp8_moe_backward,
+    packed_weight,
+    quantize_triton,
+    transposed_quant,
+    weight_only_gemm,
+    weight_only_gemv,
+)
 from miles.kernels.runtime import checksum
 from miles.kernels.runtime.graph_inputs import unpack_graph_inputs
 from miles.kernels.runtime.kv_cache import KVScales
@@ -48,7 +67,7 @@ from miles.precision.quantized_tensor import QuantizedActivation, QuantizedTenso
 CASES: dict[str, Callable[[], None]] = {}
 BF16, F32 = torch.bfloat16, torch.float32
 # Qwen3-8B: features, inner features, heads, key-value heads, channels of a head, vocabulary; Qwen3-30B-A3B: experts.
-D, I, H, G, HEAD, V = 4096, 12288, 32, 8, 128, 151_936
+D, INNER, H, G, HEAD, V = 4096, 12288, 32, 8, 128, 151_936
 MOE_D, MOE_I, E, TOP_K = 2048, 768, 128, 8
 PAGE = 16
 
@@ -60,7 +79,9 @@ def case(*variants: Any) -> Callable[[Callable[..., None]], Callable[..., None]]
         name = function.__name__.removeprefix("_")
         for arguments in variants or ((),):
             arguments = arguments if isinstance(arguments, tuple) else (arguments,)
-            label = " ".join([name.replace("_", " "), *(str(each).removeprefix("torch.") for each in arguments if each != "")])
+            label = " ".join(
+                [name.replace("_", " "), *(str(each).removeprefix("torch.") for each in arguments if each != "")]
+            )
             CASES[label] = partial(function, *arguments)
         return function
 
@@ -260,9 +281,9 @@ def _kv_cache_fp8_write() -> None:
 
 @case("silu", "gelu_tanh")
 def _gated_activation(kind: Any) -> None:
-    inner = _empty(64, 2 * I)
+    inner = _empty(64, 2 * INNER)
     activation._launch_inference(inner, kind, False)
-    out = _empty(64, I)
+    out = _empty(64, INNER)
     activation._launch_training(activation._gated_forward_kernel, inner, (out,), kind, False)
     activation._launch_training(activation._gated_backward_kernel, inner, (out, torch.empty_like(inner)), kind, False)
 
@@ -285,7 +306,7 @@ def _batch_invariant_gemm(rows: int, dtype: torch.dtype) -> None:
 
 @case(64)
 def _batch_invariant_gated_gemm(rows: int) -> None:
-    linear_triton.launch_gemm(_empty(rows, D), _empty(1, 2 * I, D), None, None, BF16, kind="silu")
+    linear_triton.launch_gemm(_empty(rows, D), _empty(1, 2 * INNER, D), None, None, BF16, kind="silu")
 
 
 @case(64, 1024, 32768)
@@ -416,7 +437,7 @@ def _fp8_quantize() -> None:
     _require_fp8()
     format = FORMATS["fp8"]
     activation_quant.quantize_rows_fp8(_empty(64, D), format)
-    activation_quant.gated_activation_fp8(_empty(64, 2 * I), "silu", format)
+    activation_quant.gated_activation_fp8(_empty(64, 2 * INNER), "silu", format)
     activation_quant.rms_norm_fp8(_empty(64, D), _empty(64, D), _empty(D), 1e-6, format)
     quantize_triton.quantize_weight(_empty(D, D), format)
     quantize_triton.quantize_weight(_empty(D, D), FORMATS["fp8_channel"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
@@ -47,7 +48,13 @@ TARGETS = {
         family="cuda", arch="90", warp_size=32, capability=(9, 0), sms=132, shared_memory=227 << 10, gpus="H100, H200"
     ),
     "sm_100": Target(
-        family="cuda", arch="100", warp_size=32, capability=(10, 0), sms=148, shared_memory=227 << 10, gpus="B200, GB200"
+        family="cuda",
+        arch="100",
+        warp_size=32,
+        capability=(10, 0),
+        sms=148,
+        shared_memory=227 << 10,
+        gpus="B200, GB200",
     ),
     "gfx942": Target(
         family="hip", arch="gfx942", warp_size=64, capability=(9, 4), sms=304, shared_memory=64 << 10, gpus="MI300X"
@@ -205,5 +212,11 @@ def run_program(cases: dict[str, Callable[[], None]], arguments: list[str]) -> N
             except Exception as raised:  # any failure of a case is reported, and the others are compiled
                 traceback.print_exc()
                 error = f"{type(raised).__name__}: {raised}"
-            line = {"case": name, "error": error, "not_used": not_used, "compiled": [asdict(found) for found in compiled]}
-            print(json.dumps(line), flush=True)
+            line = {
+                "case": name,
+                "error": error,
+                "not_used": not_used,
+                "compiled": [asdict(found) for found in compiled],
+            }
+            sys.stdout.write(json.dumps(line) + "\n")
+            sys.stdout.flush()
