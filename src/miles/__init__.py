@@ -4,8 +4,7 @@ As a library: ``miles.train`` runs a training, ``miles.open`` opens a policy for
 The command line starts at launch/main.py.
 """
 
-from miles.core.lazy_exports import build_getattr
-from miles.core.package_version import read_package_version
+from miles.core.lazy_exports import build_getattr, read_package_version
 
 __version__ = read_package_version()
 __exports__ = {
