@@ -222,7 +222,7 @@ def _build_shape_config(shape: tuple[int, int, int, int], strides: tuple[int, in
     )
 
 
-def select_decode_tunings(config: KernelConfig, dtype: torch.dtype) -> dict[int, TileTuning]:
+def select_decode_tunings(config: KernelConfig, dtype: torch.dtype, device: torch.device) -> dict[int, TileTuning]:
     """Tunings of decode kernels, by queries of a tile."""
     if dtype == torch.float32:
         table = FP32_MLA_DECODE_TUNINGS if config.latent else FP32_DECODE_TUNINGS
@@ -231,7 +231,7 @@ def select_decode_tunings(config: KernelConfig, dtype: torch.dtype) -> dict[int,
     else:
         tunings = FP8_DECODE_TUNINGS if config.fp8 else DECODE_TUNINGS
         table = {queries: tunings[_table_width(config), queries] for queries in (16, 32, 64)}
-    return {queries: _fit_to_device(tuning, config) for queries, tuning in table.items()}
+    return {queries: _fit_to_device(tuning, config, device) for queries, tuning in table.items()}
 
 
 def max_decode_queries(config: KernelConfig, tunings: dict[int, TileTuning]) -> int:
@@ -246,7 +246,7 @@ def max_prefix_queries(head_dim: int) -> int:
     return ROCM_WIDE_QUERIES if torch.version.hip is not None and head_dim > ROCM_WIDE_HEAD else 64
 
 
-def select_prefill_tile(config: KernelConfig, dtype: torch.dtype) -> PrefillTile:
+def select_prefill_tile(config: KernelConfig, dtype: torch.dtype, device: torch.device) -> PrefillTile:
     """The tile of prefill kernels."""
     if dtype == torch.float32:
         tile = FP32_PREFILL_TILE
@@ -257,7 +257,7 @@ def select_prefill_tile(config: KernelConfig, dtype: torch.dtype) -> PrefillTile
     queries = tile.queries
     if torch.version.hip is not None and dtype != torch.float32:
         queries = min(queries, max(16, ROCM_QUERY_BYTES // (2 * config.D)))
-    return PrefillTile(queries, _fit_to_device(tile.tuning, config))
+    return PrefillTile(queries, _fit_to_device(tile.tuning, config, device))
 
 
 def set_tile(config: KernelConfig, queries: int, tuning: TileTuning) -> KernelConfig:
@@ -272,10 +272,15 @@ def set_tile(config: KernelConfig, queries: int, tuning: TileTuning) -> KernelCo
     return config._replace(M=queries, N=tuning.tokens, paired=paired, scale_copies=copies)
 
 
-def _fit_to_device(tuning: TileTuning, config: KernelConfig) -> TileTuning:
-    """On ROCm a compute unit has 64 KiB of LDS, and loads are pipelined one stage ahead through registers."""
+def _fit_to_device(tuning: TileTuning, config: KernelConfig, device: torch.device) -> TileTuning:
+    """On ROCm a compute unit has 64 KiB of LDS, and loads are pipelined one stage ahead through registers.
+
+    Tensor cores of Blackwell take both operands from shared memory, where the latent of MLA would not fit as often.
+    """
     if torch.version.hip is None:
-        return tuning
+        is_blackwell = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
+        fits = not (is_blackwell and config.latent and not config.fp8)
+        return tuning if fits else tuning._replace(tokens=min(tuning.tokens, 32), stages=2)
     return tuning._replace(tokens=min(tuning.tokens, 64 if max(config.D, config.E) <= 128 else 32), stages=2)
 
 
