@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 
 SGLANG := .venv-sglang
 TRACKERS := .venv-trackers
+RELEASE := .venv-release
 # Parallel test processes; each computes on one thread, so that they do not compete for cores.
 WORKERS ?= 2
 # Tests start hundreds of processes; without byte code on disk each would compile this package again.
@@ -15,10 +16,10 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 GENERATED = $(shell grep -rlE 'def test_\w*generated.*regenerate: bool' --include='test_*.py' tests)
 
 # Tests that need no package beyond the development tools.
-PLAIN := not sglang and not megatron and not ray and not trackers
+PLAIN := not sglang and not megatron and not ray and not trackers and not release
 
 .PHONY: help demo test test-extended test-slow test-all test-sglang test-megatron test-ray test-environments test-trackers
-.PHONY: check format bench docs regenerate clean
+.PHONY: test-release check format bench docs regenerate clean
 
 help:
 	@echo "make demo            set up, then train a small model on this machine (about three minutes)"
@@ -30,6 +31,7 @@ help:
 	@echo "make test-megatron   add Megatron-Core, then run the tests of its backend"
 	@echo "make test-environments   add verifiers and TextArena, then run the tests of environments on them"
 	@echo "make test-trackers   install wandb, MLflow, Trackio and OpenTelemetry in an environment of their own, run their tests"
+	@echo "make test-release    build the package, install it on each Python that is there, check images and workflows"
 	@echo "make test-ray        add Ray, then run on clusters of several raylets on this machine"
 	@echo "make check           formatting, lint, types, architecture tests"
 	@echo "make bench           measured ratios: engine and trainer against transformers"
@@ -110,6 +112,15 @@ $(TRACKERS)/.installed: pyproject.toml constraints.txt
 test-trackers: $(TRACKERS)/.installed
 	OMP_NUM_THREADS=1 $(TRACKERS)/bin/python -m pytest -m trackers $(ARGS)
 
+$(RELEASE)/.installed: pyproject.toml constraints.txt
+	@echo "Setting up $(RELEASE) (a few minutes the first time) ..."
+	$(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,release]'
+	@touch $@
+
+test-release: $(RELEASE)/.installed
+	PATH="$(CURDIR)/$(RELEASE)/bin:$$PATH" $(RELEASE)/bin/python -m pytest -m release $(ARGS)
+
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -136,4 +147,4 @@ regenerate: $(VENV)/.installed-dev
 	$(PYTEST) -q $(GENERATED) -k generated --regenerate $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(SGLANG) $(TRACKERS) build dist site src/*.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(SGLANG) $(TRACKERS) $(RELEASE) build dist site src/*.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -62,6 +62,7 @@ OTHERS = {
         "--enable-deterministic-inference",
         *("--address", "--head", "--labels", "--entrypoint-resources", "--entrypoint-num-gpus"),
         *("--working-dir", "--runtime-env-json"),
+        *("--build-arg", "--rm", "--gpus", "--shm-size", "--frozen", "--extra", "--repo"),
     ),
 }
 

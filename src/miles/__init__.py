@@ -4,9 +4,9 @@ As a library: ``miles.train`` runs a training, ``miles.open`` opens a policy for
 The command line starts at launch/main.py.
 """
 
-from miles.core.lazy_exports import build_getattr
+from miles.core.lazy_exports import build_getattr, read_package_version
 
-__version__ = "0.1.0"
+__version__ = read_package_version()
 __exports__ = {
     "Engine": "miles.api.policy:EngineHandle",
     "MilesError": "miles.core.errors:MilesError",

@@ -1,4 +1,7 @@
-"""Lazy exports of a package: a name is imported when it is first used, so that importing the package stays fast."""
+"""Lazy exports of a package: a name is imported when it is first used, so that importing the package stays fast.
+
+Its version too: the build writes that of the tag to ``_version.py``, which a checkout does not have.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -50,3 +54,9 @@ class CallablePackage(ModuleType):
 def _load(address: str) -> Any:
     module, _, name = address.partition(":")
     return getattr(import_module(module), name) if name else import_module(module)
+
+
+def read_package_version() -> str:
+    """The version of the package that was built; ``0+checkout`` for sources that never were."""
+    built = find_spec("miles.core._version") is not None
+    return str(import_module("miles.core._version").version) if built else "0+checkout"

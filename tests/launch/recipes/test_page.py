@@ -6,7 +6,7 @@ from miles.launch.recipes.catalog import Recipe, list_recipes
 from miles.launch.recipes.fit import plan_recipe
 
 PAGE = Path(__file__).parents[3] / "docs" / "recipes.md"
-BEGIN = "<!-- recipes: written by `make docs`, from tests/launch/recipes/test_page.py -->"
+BEGIN = "<!-- recipes: written by `make regenerate`, from tests/launch/recipes/test_page.py -->"
 END = "<!-- end of recipes -->"
 HEAD = (
     "| recipe | hardware | task | GPUs | training | sampling | sequences | host | tried |",
@@ -34,4 +34,4 @@ def test_the_generated_table_of_recipes_is_up_to_date(regenerate: bool):
     if regenerate:
         PAGE.write_text(f"{before}{BEGIN}\n\n{lines}\n\n{END}{after}", encoding="utf-8")
         return
-    assert table.strip() == lines, "run make docs"
+    assert table.strip() == lines, "run make regenerate"

@@ -72,7 +72,7 @@ def launch_decode(
         out = torch.empty((rows, heads, config.e), device=q_BHd.device, dtype=q_BHd.dtype)
     assert out.is_contiguous(), "out must be contiguous"
     sinks_H = q_BHd if params.sinks_H is None else params.sinks_H
-    scratch, tunings = plan.get_scratch(heads, config.e), select_decode_tunings(config, q_BHd.dtype)
+    scratch, tunings = plan.get_scratch(heads, config.e), select_decode_tunings(config, q_BHd.dtype, q_BHd.device)
     plan_arrays = (plan.counts, plan.length_B, plan.base_B, plan.items_I)
     scalars = (q_BHd.stride(0), block_table_SP.stride(0), params.scale, params.softcap or 0.0)
     pdl = pdl_options(q_BHd.device)

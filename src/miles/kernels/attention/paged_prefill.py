@@ -79,7 +79,7 @@ def launch_prefill(
         out = torch.empty((rows, heads, config.e), device=q_THd.device, dtype=q_THd.dtype)
     assert out.is_contiguous(), "out must be contiguous"
     config = config._replace(has_visible_ends=visible_ends_T is not None)
-    queries, tuning = select_prefill_tile(config, q_THd.dtype)
+    queries, tuning = select_prefill_tile(config, q_THd.dtype, q_THd.device)
     if len(tiles):
         # Heads are the fastest grid axis: those of one key-value head share its keys in the L2 cache.
         paged_prefill_kernel[(heads, len(tiles), TILE // queries)](

@@ -107,6 +107,11 @@ FP32_MLA_DECODE_TUNINGS: dict[int, TileTuning] = {
     64: TileTuning(16, 16, 2, 1),
 }
 
+# On ROCm the queries of a tile are in LDS, of which a compute unit of MI300 has 64 KiB: half of it at most for them.
+ROCM_QUERY_BYTES = 32 * 1024
+# Channels of a head from which on decode tiles on ROCm have no more than so many queries.
+ROCM_WIDE_HEAD, ROCM_WIDE_QUERIES = 256, 32
+
 # Splits of a row that the reduction kernel reads at once, and channels one of its programs reduces.
 REDUCED_SPLITS = 8
 REDUCED_CHANNELS = 512
@@ -217,7 +222,7 @@ def _build_shape_config(shape: tuple[int, int, int, int], strides: tuple[int, in
     )
 
 
-def select_decode_tunings(config: KernelConfig, dtype: torch.dtype) -> dict[int, TileTuning]:
+def select_decode_tunings(config: KernelConfig, dtype: torch.dtype, device: torch.device) -> dict[int, TileTuning]:
     """Tunings of decode kernels, by queries of a tile."""
     if dtype == torch.float32:
         table = FP32_MLA_DECODE_TUNINGS if config.latent else FP32_DECODE_TUNINGS
@@ -226,15 +231,22 @@ def select_decode_tunings(config: KernelConfig, dtype: torch.dtype) -> dict[int,
     else:
         tunings = FP8_DECODE_TUNINGS if config.fp8 else DECODE_TUNINGS
         table = {queries: tunings[_table_width(config), queries] for queries in (16, 32, 64)}
-    return {queries: _fit_to_device(tuning, config) for queries, tuning in table.items()}
+    return {queries: _fit_to_device(tuning, config, device) for queries, tuning in table.items()}
 
 
 def max_decode_queries(config: KernelConfig, tunings: dict[int, TileTuning]) -> int:
     """The most query heads of a row in a tile."""
-    return FP8_MLA_MAX_QUERIES if config.latent and config.fp16_dots else max(tunings)
+    if config.latent:
+        return FP8_MLA_MAX_QUERIES if config.fp16_dots else max(tunings)
+    return min(max(tunings), max_prefix_queries(max(config.d, config.e)))
 
 
-def select_prefill_tile(config: KernelConfig, dtype: torch.dtype) -> PrefillTile:
+def max_prefix_queries(head_dim: int) -> int:
+    """The most queries of a decode tile: on ROCm 64 of a wide head would not fit the LDS together with their scores."""
+    return ROCM_WIDE_QUERIES if torch.version.hip is not None and head_dim > ROCM_WIDE_HEAD else 64
+
+
+def select_prefill_tile(config: KernelConfig, dtype: torch.dtype, device: torch.device) -> PrefillTile:
     """The tile of prefill kernels."""
     if dtype == torch.float32:
         tile = FP32_PREFILL_TILE
@@ -242,7 +254,10 @@ def select_prefill_tile(config: KernelConfig, dtype: torch.dtype) -> PrefillTile
         tile = FP8_MLA_PREFILL_TILE if config.fp8 else MLA_PREFILL_TILE
     else:
         tile = (FP8_PREFILL_TILES if config.fp8 else PREFILL_TILES)[_table_width(config)]
-    return PrefillTile(tile.queries, _fit_to_device(tile.tuning, config))
+    queries = tile.queries
+    if torch.version.hip is not None and dtype != torch.float32:
+        queries = min(queries, max(16, ROCM_QUERY_BYTES // (2 * config.D)))
+    return PrefillTile(queries, _fit_to_device(tile.tuning, config, device))
 
 
 def set_tile(config: KernelConfig, queries: int, tuning: TileTuning) -> KernelConfig:
@@ -257,11 +272,16 @@ def set_tile(config: KernelConfig, queries: int, tuning: TileTuning) -> KernelCo
     return config._replace(M=queries, N=tuning.tokens, paired=paired, scale_copies=copies)
 
 
-def _fit_to_device(tuning: TileTuning, config: KernelConfig) -> TileTuning:
-    """On ROCm a compute unit has 64 KiB of LDS, and loads are pipelined one stage ahead through registers."""
+def _fit_to_device(tuning: TileTuning, config: KernelConfig, device: torch.device) -> TileTuning:
+    """On ROCm a compute unit has 64 KiB of LDS, and loads are pipelined one stage ahead through registers.
+
+    Tensor cores of Blackwell take both operands from shared memory, where the latent of MLA would not fit as often.
+    """
     if torch.version.hip is None:
-        return tuning
-    return tuning._replace(tokens=min(tuning.tokens, 32 if config.latent else 64), stages=2)
+        is_blackwell = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
+        fits = not (is_blackwell and config.latent and not config.fp8)
+        return tuning if fits else tuning._replace(tokens=min(tuning.tokens, 32), stages=2)
+    return tuning._replace(tokens=min(tuning.tokens, 64 if max(config.D, config.E) <= 128 else 32), stages=2)
 
 
 def _table_width(config: KernelConfig) -> int:

@@ -22,7 +22,7 @@ from miles.kernels.batch_invariant.attention_tile_config import (
     select_decode_tuning,
     select_prefill_tile,
 )
-from miles.kernels.runtime.triton_compat import pdl_options
+from miles.kernels.runtime.triton_compat import pdl_options, register_limit
 
 # The most queries of a tile.
 _MAX_QUERIES = 64
@@ -74,7 +74,7 @@ def decode_attention(
             prefix,
             num_warps=tuning.warps,
             num_stages=tuning.stages,
-            maxnreg=tuning.registers,
+            **register_limit(tuning.registers),
             **pdl,
         )
 

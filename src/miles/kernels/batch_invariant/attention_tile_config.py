@@ -9,7 +9,7 @@ bits, as long as half-precision matmuls use one kind of MMA instruction: at leas
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -91,6 +91,9 @@ DQ_TILES: dict[int, BackwardTile] = {
 FP32_BACKWARD_TILE = BackwardTile(16, 32, 8, 1)
 
 
+_Tile = TypeVar("_Tile", InvariantPrefillTile, InvariantDecodeTuning, BackwardTile)
+
+
 class SoftmaxConstants(NamedTuple):
     """The factor from score to exponent of two, the factor inside the softcap's exponential, and the softcap."""
 
@@ -116,7 +119,7 @@ def build_invariant_config(q_THd: Tensor, k_SGd: Tensor, v_SGe: Tensor, params: 
 def select_prefill_tile(config: KernelConfig, dtype: torch.dtype) -> tuple[KernelConfig, InvariantPrefillTile, int]:
     """Tile of consecutive queries, and how many programs share the value channels."""
     tuning = PAGED_PREFILL_TILES if config.page_size else PREFILL_TILES
-    tile = FP32_PREFILL_TILE if dtype == torch.float32 else tuning[max(config.D, 64)]
+    tile = _fit_to_device(FP32_PREFILL_TILE if dtype == torch.float32 else tuning[max(config.D, 64)], config)
     width = min(config.E, tile.channels if dtype != torch.float32 else config.E)
     return config._replace(M=tile.queries, E=width), tile, math.ceil(config.e / width)
 
@@ -126,14 +129,15 @@ def select_decode_tuning(
 ) -> tuple[KernelConfig, InvariantDecodeTuning]:
     """Tile of queries that see the same keys, ``heads_per_tile`` heads of a row in each; scores are transposed."""
     if dtype == torch.float32:
-        return config._replace(M=queries, R=heads_per_tile, X=16), FP32_DECODE_TUNING
-    tuning = DECODE_TUNINGS[max(config.D, pad_dim(config.e), 64), queries]
+        return config._replace(M=queries, R=heads_per_tile, X=16), _fit_to_device(FP32_DECODE_TUNING, config)
+    tuning = _fit_to_device(DECODE_TUNINGS[max(config.D, pad_dim(config.e), 64), queries], config)
     return config._replace(M=queries, R=heads_per_tile, X=64, E=max(config.E, 64)), tuning
 
 
 def select_dkv_tile(config: KernelConfig, dtype: torch.dtype) -> tuple[KernelConfig, BackwardTile, int]:
     """Tile of the dK/dV kernel, and how many programs share its channels."""
     tile = FP32_BACKWARD_TILE if dtype == torch.float32 else DKV_TILES[max(config.D, config.E, 64)]
+    tile = _fit_to_device(tile, config)
     parts = tile.parts if min(config.D, config.E) // tile.parts >= 16 else 1
     return config._replace(M=tile.queries, N=tile.keys), tile, parts
 
@@ -141,7 +145,15 @@ def select_dkv_tile(config: KernelConfig, dtype: torch.dtype) -> tuple[KernelCon
 def select_dq_tile(config: KernelConfig, dtype: torch.dtype) -> tuple[KernelConfig, BackwardTile]:
     """Tile of the dQ kernel."""
     tile = FP32_BACKWARD_TILE if dtype == torch.float32 else DQ_TILES[max(config.D, config.E, 64)]
+    tile = _fit_to_device(tile, config)
     return config._replace(M=tile.queries, N=tile.keys), tile
+
+
+def _fit_to_device(tile: _Tile, config: KernelConfig) -> _Tile:
+    """On ROCm a compute unit of MI300 has 64 KiB of LDS: no room for the next block of keys, or of half of them."""
+    if torch.version.hip is None:
+        return tile
+    return tile._replace(stages=min(tile.stages, 2 if max(config.D, config.E) <= 128 else 1))
 
 
 def pack_heads(x_THd: Tensor) -> Tensor:

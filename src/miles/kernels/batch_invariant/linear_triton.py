@@ -260,7 +260,9 @@ def _limit_stages(tile: GemmTile, x_TK: Tensor, gated: bool) -> GemmTile:
 @cache
 def is_mma_bitwise_equal(device: torch.device) -> bool:
     """Whether tiles of few and of many rows give the same bits on this GPU."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in BITWISE_EQUAL_MMA
+    # ROCm reports MI300 as (9, 4).
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return is_nvidia and torch.cuda.get_device_capability(device)[0] in BITWISE_EQUAL_MMA
 
 
 def _supports_tma(x_TK: Tensor, weight_ENK: Tensor) -> bool:

@@ -167,9 +167,14 @@ def _launch(
             K=depth,
             BLOCKS_TOGETHER=_GROUP,
             num_warps=tile.warps,
-            num_stages=tile.stages,
+            num_stages=_count_stages(tile, weight),
             **pdl_options(x.device),
         )
+
+
+def _count_stages(tile: WeightOnlyTile, weight: QuantizedTensor) -> int:
+    """Pipeline stages. On ROCm rows that are split into even and odd columns are not pipelined: Triton 3.6 fails to."""
+    return 1 if torch.version.hip is not None and weight.format.bits == 4 else tile.stages
 
 
 # Specializing on the number of rows would compile kernels in the middle of a step.

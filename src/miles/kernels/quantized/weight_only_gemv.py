@@ -29,6 +29,7 @@ from miles.kernels.runtime.triton_compat import (
     gdc_wait,
     jit,
     pdl_options,
+    register_limit,
     tl,
     triton,
 )
@@ -148,13 +149,9 @@ def _launch(
             GROUP=group,
             num_warps=tile.warps,
             num_stages=1,
-            **_register_limit(tile, x.device),
+            **register_limit(tile.registers),
             **pdl_options(x.device),
         )
-
-
-def _register_limit(tile: GemvTile, device: torch.device) -> dict[str, int]:
-    return {"maxnreg": tile.registers} if device.type == "cuda" and torch.version.hip is None else {}
 
 
 @jit

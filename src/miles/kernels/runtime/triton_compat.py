@@ -24,6 +24,7 @@ __all__ = [
     "jit_paged",
     "pdl_options",
     "pdl_options_inference",
+    "register_limit",
     "tl",
     "triton",
     "use_triton",
@@ -93,6 +94,11 @@ def pdl_options_inference(device: torch.device) -> dict[str, bool]:
     """
     options = pdl_options(device)
     return options if torch.is_inference_mode_enabled() else {"PDL": options["PDL"]}
+
+
+def register_limit(registers: int | None) -> dict[str, int]:
+    """Launch option that limits the registers of a thread; the compiler for AMD GPUs has none."""
+    return {} if registers is None or torch.version.hip is not None else {"maxnreg": registers}
 
 
 def use_triton_training(x: Tensor) -> bool:

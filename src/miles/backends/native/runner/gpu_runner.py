@@ -20,7 +20,7 @@ from miles.core.types import Array
 from miles.kernels.attention.gpu_backend import DecodeShape, SplitKVPlans, StepMetadata, TritonAttentionBackend
 from miles.kernels.attention.mla import count_head_tiles
 from miles.kernels.attention.paged_prefill import build_prefill_tiles
-from miles.kernels.attention.tile_config import MAX_FP32_HEAD_DIM, MAX_HEAD_DIM
+from miles.kernels.attention.tile_config import MAX_FP32_HEAD_DIM, MAX_HEAD_DIM, max_prefix_queries
 from miles.kernels.batch_invariant import sampling as batch_invariant_sampling
 from miles.kernels.batch_invariant.paged_attention import BatchInvariantSplitKVPlans, BatchInvariantTritonBackend
 from miles.kernels.numerics import Numerics
@@ -172,7 +172,8 @@ def _decode_shapes(spec: DecoderSpec, dtype: torch.dtype, numerics: Numerics) ->
     for mixer in (layer.mixer for layer in spec.layers):
         if isinstance(mixer, AttentionSpec):
             queries_per_kv = mixer.num_heads // mixer.num_kv_heads
-            shapes[DecodeShape(mixer.num_kv_heads, queries_per_kv, mixer.window, mixer.chunk)] = _PREFIX_QUERIES
+            shape = DecodeShape(mixer.num_kv_heads, queries_per_kv, mixer.window, mixer.chunk)
+            shapes[shape] = min(shapes.get(shape, _PREFIX_QUERIES), max_prefix_queries(mixer.head_dim))
         elif isinstance(mixer, MlaSpec) and numerics.batch_invariant:  # from keys and values, as in training
             shapes[DecodeShape(mixer.num_heads, 1)] = _PREFIX_QUERIES
         elif isinstance(mixer, MlaSpec):

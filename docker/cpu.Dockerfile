@@ -1,0 +1,41 @@
+# syntax=docker/dockerfile:1.7
+# CPU image: the demo, tests of a recipe, the router and the dashboard.
+#
+#   docker build -f docker/cpu.Dockerfile --build-arg MILES_VERSION=$(git describe --tags --abbrev=0 | sed 's/^v//') -t miles:cpu .
+#
+# What was checked of this file, and what was not: docs/images.md.
+FROM python:3.12.12-slim-bookworm AS build
+ARG MILES_VERSION=0.1.0.dev0
+ARG EXTRAS=serve,graders,ray,tensorboard
+ENV PIP_NO_CACHE_DIR=1 \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    SETUPTOOLS_SCM_PRETEND_VERSION_FOR_MILES_RL=${MILES_VERSION}
+RUN python -m venv /opt/miles
+ENV PATH=/opt/miles/bin:$PATH
+WORKDIR /source
+COPY constraints.txt ./
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+RUN grep -v "^triton==" constraints.txt > pins.txt \
+    && pip install --index-url "${TORCH_INDEX}" "$(grep "^torch==" pins.txt)+cpu"
+COPY pyproject.toml README.md LICENSE ./
+COPY src ./src
+RUN pip install -c pins.txt ".[${EXTRAS}]"
+
+FROM python:3.12.12-slim-bookworm
+RUN groupadd --gid 1000 miles && useradd --uid 1000 --gid miles --create-home miles
+COPY --from=build /opt/miles /opt/miles
+COPY --chown=miles:miles recipes /workspace/recipes
+COPY --chown=miles:miles scripts /workspace/scripts
+COPY docker/health_check.py /opt/miles/health_check.py
+RUN install -d -o miles -g miles /workspace /workspace/runs \
+    /home/miles/.cache /home/miles/.cache/huggingface /home/miles/.cache/triton
+ENV PATH=/opt/miles/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    HF_HOME=/home/miles/.cache/huggingface
+USER 1000:1000
+WORKDIR /workspace
+EXPOSE 30000
+HEALTHCHECK --interval=30s --timeout=15s --start-period=300s --retries=3 \
+    CMD ["python", "/opt/miles/health_check.py"]
+ENTRYPOINT ["miles"]
+CMD ["doctor"]
