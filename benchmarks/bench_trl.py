@@ -2,11 +2,12 @@
 
 Both start from the same checkpoint (the demo's, after its warm-up) and make the same kind of step: 32 words × 8
 responses of up to 8 tokens at temperature 1, an exact-match reward, group-relative advantages, one AdamW update in
-float32. Miles runs `miles train` as the demo does: parity check, weight digests, event log, rollout files, metrics and trace on. TRL writes
-nothing but its log. Each side is a process of its own and the two alternate; the figure is the CPU time of the process
-and its children (user and system), so other programs on the machine matter little.
+float32. Miles runs `miles train` as the demo does: parity check, weight digests, event log, rollout files, metrics and
+trace on, prompts shared by their samples. TRL writes nothing but its log. Each side is a process of its own and the two
+alternate; the figure is the CPU time of the process and its children (user and system). A busy machine still makes it
+larger, on both sides: compare only figures of one run.
 
-    PYTHONPATH=src python benchmarks/bench_trl.py [--steps 30] [--rounds 3] [--python PYTHON_WITH_TRL]
+    PYTHONPATH=src python benchmarks/bench_trl.py [--steps 35] [--rounds 2] [--python PYTHON_WITH_TRL]
 
 TRL is no dependency of Miles: install `trl` and `datasets` in another environment and name its Python.
 """
@@ -21,7 +22,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -124,9 +124,7 @@ def measure_side(side: str, python: str, start: Path, steps: int, flags: list[st
     """CPU seconds of each step after the warm-up, measured in a new process."""
     with tempfile.TemporaryDirectory() as work:
         command = [python, __file__, "--side", side, "--start", str(start), "--steps", str(steps), "--work", work]
-        done = subprocess.run(
-            [*command, *flags], env=os.environ | THREAD_SETTINGS, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        done = subprocess.run([*command, *flags], env=os.environ | THREAD_SETTINGS, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"the side {side} failed:\n{done.stderr[-4000:]}")
         times = json.loads(done.stdout.splitlines()[-1])
@@ -150,10 +148,10 @@ def main() -> None:
     parser.add_argument("--work", type=Path)
     options, flags = parser.parse_known_args()
     if options.side is not None:
-        side: Callable[..., list[float]] = run_trl
-        times = run_miles(options.start, options.steps, options.work, flags) if options.side == "miles" else side(
-            options.start, options.steps, options.work
-        )
+        if options.side == "miles":
+            times = run_miles(options.start, options.steps, options.work, flags)
+        else:
+            times = run_trl(options.start, options.steps, options.work)
         print(json.dumps(times))
         return
     with tempfile.TemporaryDirectory() as folder:

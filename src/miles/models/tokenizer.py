@@ -136,7 +136,7 @@ class HfTokenizer:
 
 
 def _get_backend(inner: Any) -> tuple[Any, Any]:
-    """Return the tokenizers object that encodes and the one that decodes as ``inner`` does; None where ``inner`` adds to it.
+    """Return the tokenizers objects that encode and decode as ``inner`` does; None where ``inner`` does more than that.
 
     Around a short text the checks of transformers take most of the time.
     """

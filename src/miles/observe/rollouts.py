@@ -350,7 +350,7 @@ def _list_rows(taken: BatchTaken) -> list[_Row]:
 
 
 def _build_columns(step: int, rows: Sequence[_Row], excluded_extras: frozenset[str]) -> dict[str, Any]:
-    """Return the cells of each column: a whole column at once, since a row of Python objects costs more than its data."""
+    """Return the cells of each column."""
     return {
         "step": np.full(len(rows), step, np.int32),
         "ticket": [row.ticket for row in rows],

@@ -27,7 +27,6 @@ from miles.core.sampling_limits import (
 from miles.core.types import Array
 from miles.models.spec import DecoderSpec
 
-
 _FEW_TOKENS = 64
 """So many numbers are compared faster in Python than by numpy."""
 
