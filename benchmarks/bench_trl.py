@@ -72,9 +72,9 @@ def run_miles(start: Path, steps: int, work: Path, flags: list[str]) -> list[flo
 def run_trl(start: Path, steps: int, work: Path) -> list[float]:
     """The same with TRL."""
     import torch
-    from datasets import Dataset
+    from datasets import Dataset  # pyright: ignore[reportMissingImports]
     from transformers import AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
     torch.set_num_threads(1)
     seconds: list[float] = []
